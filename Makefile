@@ -1,0 +1,33 @@
+# Every target sets up .venv by itself. Paths are relative, so the clone may live anywhere.
+PYTHON ?= python3
+RUN = .venv/bin/python
+# two workers, one torch thread each
+PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2
+
+.PHONY: setup demo test check zoo clean
+
+setup: .venv/.done
+
+.venv/.done: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(RUN) -m pip install -e ".[dev]"
+	touch .venv/.done
+
+demo: setup  ## what the package does, on ResNet-18
+	$(RUN) examples/demo.py
+
+test: setup
+	$(PYTEST)
+
+check: setup
+	$(RUN) -m ruff format --check .
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+	$(PYTEST)
+
+zoo: setup  ## every model through one contract; make zoo ARGS=--help
+	$(RUN) -m zoo $(ARGS)
+
+clean:  ## caches and builds; runs, data and .venv stay
+	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find src tests examples zoo -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,147 @@
+"""The command `dmcp`: thin functions over the public ones."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import dmcp
+from dmcp.errors import DmcpError
+from dmcp.graph import ChannelGraph
+from dmcp.nets import build, sample_shape
+from dmcp.tracing import trace
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+def main() -> None:
+    """Run the command; what is wrong with the input is one sentence on stderr and exit code 2."""
+    sys.path.insert(0, "")  # `mynet:build` may lie in the current folder
+    try:
+        app(prog_name="dmcp")
+    except DmcpError as error:
+        print(f"dmcp: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"torch-dmcp {dmcp.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Channel pruning for any PyTorch CNN."""
+
+
+@app.command()
+def inspect(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="resnet18 (torchvision), timm:NAME, or package.module:factory.")
+    ],
+    input: Annotated[str, typer.Option(help="Shape of one sample, like 3x224x224; default: the model's own.")] = "",
+    model_args: Annotated[
+        list[str] | None, typer.Option(help="Argument of the model's builder, like width_mult=1.5; may be repeated.")
+    ] = None,
+    frozen: Annotated[
+        list[str] | None, typer.Option(help="Module or space whose channels stay whole; may be repeated.")
+    ] = None,
+    inexact: Annotated[
+        bool, typer.Option("--inexact", help="Prune through LayerNorm and GroupNorm too, where gates only approximate.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print plain data instead of tables.")] = False,
+) -> None:
+    """Show what can be pruned in a network, what is tied together, and what is kept whole and why."""
+    net = build(model, **dict(map(_argument, model_args or [])))
+    shape = _shape(input) if input else sample_shape(net)
+    graph = trace(net, torch.zeros(2, *shape), frozen=tuple(frozen or ()), exact=not inexact)
+    if as_json:
+        print(json.dumps({"model": model} | graph.to_json(), indent=1))
+    else:
+        _show(model, shape, graph)
+
+
+def _argument(text: str) -> tuple[str, Any]:
+    """One k=v; the value is an int, float, bool, None, tuple or list where it reads as one, else text."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise DmcpError(f"--model-args: {text!r} is not of the form name=value, like width_mult=1.5.")
+    if value.lower() in ("true", "false"):
+        return name, value.lower() == "true"
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text):
+        raise DmcpError(f"--input: {text!r} is not the shape of one sample; write it like 3x224x224.")
+    return tuple(int(size) for size in text.split("x"))
+
+
+def _count(number: int) -> str:
+    """4089184256 -> 4.09 G; the unit is the largest of which there is at least a tenth."""
+    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size / 10:
+            return f"{number / size:.2f} {unit}"
+    return str(number)
+
+
+def _show(name: str, shape: tuple[int, ...], graph: ChannelGraph) -> None:
+    """Totals, then three tables: the spaces, what is kept whole, the attributes that follow a width."""
+    macs, params = graph.macs(graph.full), graph.params(graph.full)
+    spaces = _table("space", "size", "layers tied to it", "MACs")
+    for space in graph.spaces:
+        spaces.add_row(space.name, str(space.size), ", ".join(space.writers), f"{graph.space_share(space):.1%}")
+    whole = _table("layers", "size", "why")
+    for size, reason in dict.fromkeys((kept.size, kept.reason) for kept in graph.whole):
+        layers = [kept.name for kept in graph.whole if (kept.size, kept.reason) == (size, reason)]
+        whole.add_row(", ".join(layers), str(size), reason)
+    bindings = _table("attribute", "now", "follows")
+    for binding in graph.bindings:
+        bindings.add_row(f"{binding.module}.{binding.attribute}".lstrip("."), str(binding.value), binding.follows)
+
+    _print(f"{name}, one sample of {'x'.join(map(str, shape))}")
+    _print(f"{_count(macs)} MACs ({macs:,}), {_count(params)} params ({params:,})")
+    _print(f"{len(graph.spaces)} spaces; {graph.prunable_share:.1%} of the MACs are in layers that read or write one")
+    _print("\nChannels that are kept or dropped together, and the MACs in layers on them", spaces)
+    if graph.whole:
+        _print("\nChannels that are kept whole", whole)
+    if graph.bindings:
+        _print("\nAttributes of modules that follow a width, found by replay", bindings)
+    for op, times in graph.unknown.items():
+        _print(f"\nNo rule for {op} (called {times} times): what it touches is kept whole.")
+    for note in graph.notes:
+        _print(f"\nNote: {note}")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right" if column in ("size", "now", "MACs") else "left", overflow="fold")
+    return table
+
+
+def _print(*things: str | Table) -> None:
+    """To stdout: wrapped in a terminal; in a pipe as wide as it must be, so that no name is broken."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    for thing in things:
+        width = console.width
+        if not console.is_terminal and isinstance(thing, Table):
+            width = max(width, console.measure(thing).minimum)
+        console.print(thing, width=width, soft_wrap=isinstance(thing, str) and not console.is_terminal)

@@ -1,0 +1,101 @@
+"""The rules applied to recordings: which dims of which tensors are the same channels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dmcp.errors import TraceError
+from dmcp.facts import Call, Dims, Facts, Rule, find_rule
+from dmcp.layouts import Atom, Channels, Layout, fixed, width
+from dmcp.recording import Func, Recording, Shape
+from dmcp.rules import pointwise, unknown
+
+
+@dataclass
+class Coupling:
+    """Layouts of every value in every recording, over one set of atoms."""
+
+    channels: Channels
+    tensors: dict[str, Dims]  # parameters and buffers by name
+    recordings: list[Recording] = field(default_factory=list)
+    layouts: list[dict[int, Dims]] = field(default_factory=list)  # per recording: value -> dims
+    facts: list[Facts] = field(default_factory=list)
+
+    def atoms(self, names: Sequence[str]) -> list[Atom]:
+        """The atoms that can be narrowed in these tensors, in order, each once."""
+        found: dict[Atom, None] = {}
+        for name in names:
+            for layout in self.tensors.get(name, ()):
+                found.update(dict.fromkeys(self.channels.atoms(layout)))
+        return list(found)
+
+    def predict(self, number: int, widths: Mapping[int, int]) -> dict[int, Shape]:
+        """Shapes of all values of a recording when each atom has its width."""
+        sizes: dict[Layout, int] = {}  # many values share their dims
+
+        def size(layout: Layout) -> int:
+            if layout not in sizes:
+                sizes[layout] = width(self.channels.resolve(layout), widths)
+            return sizes[layout]
+
+        return {value: tuple(size(layout) for layout in dims) for value, dims in self.layouts[number].items()}
+
+
+def couple(recordings: Sequence[Recording], rules: Mapping[Func, Rule], strict: bool) -> Coupling:
+    """Apply the rules to every op of every recording."""
+    coupling = Coupling(Channels(), {})
+    for recording in recordings:
+        coupling.recordings.append(recording)
+        facts, layouts = _follow(coupling, recording, rules, strict)
+        coupling.facts.append(facts)
+        coupling.layouts.append(layouts)
+    for recording, layouts in zip(coupling.recordings, coupling.layouts, strict=True):
+        for value in recording.outputs:
+            for layout in layouts[value]:
+                coupling.channels.freeze(layout, "it is an output of the model")
+    return coupling
+
+
+def _follow(
+    coupling: Coupling, recording: Recording, rules: Mapping[Func, Rule], strict: bool
+) -> tuple[Facts, dict[int, Dims]]:
+    channels, facts = coupling.channels, Facts()
+    layouts: dict[int, Dims] = {}
+    for value, name in recording.tensors.items():
+        shape = recording.shapes[value]
+        layouts[value] = coupling.tensors.setdefault(name, tuple(channels.fresh(size) for size in shape))
+    for value in recording.inputs:
+        layouts[value] = tuple(fixed(size) for size in recording.shapes[value])
+    for value in recording.constants:
+        layouts.setdefault(value, tuple(fixed(size) for size in recording.shapes[value]))
+    for number, op in enumerate(recording.ops):
+        call = Call(channels, recording, layouts, number, facts)
+        channels.because = call.where()
+        rule = find_rule(op.func, rules, pointwise)
+        if rule is None and strict:
+            raise TraceError(_no_rule(call))
+        outs = unknown(call) if rule is None else rule(call)
+        facts.flows.append(call.flow)
+        for value, dims in zip(op.outs, outs, strict=False):
+            if value is not None:
+                _check(call, dims, recording.shapes[value])
+                layouts[value] = dims
+    return facts, layouts
+
+
+def _check(call: Call, dims: Dims, shape: Shape) -> None:
+    """A rule that gives dims of other sizes than the op did is wrong, whoever wrote it."""
+    sizes = tuple(call.channels.size(layout) for layout in dims)
+    if sizes != shape:
+        raise TraceError(f"The channel rule of {call.op.func} at {call.path or 'the top'} gave {sizes}, not {shape}.")
+
+
+def _no_rule(call: Call) -> str:
+    shape = "x".join(str(size) for size in call.x.shape) if call.operands else "none"
+    top = call.path.split(".")[0] or "a module of yours"
+    return (
+        f"{call.path or 'the model'}: no channel rule for {call.op.func} (input {shape}). Give one: "
+        f"trace(..., rules=RULES | {{{call.op.func}: my_rule}}), or let its channels stay whole: "
+        f'trace(..., frozen=["{top}"], strict=False).'
+    )

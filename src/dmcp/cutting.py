@@ -1,0 +1,271 @@
+"""Cut a network to its widths, give it fresh weights, write it to a folder, read it back.
+
+A saved result is two files that need nothing of this package: the weights as safetensors, and widths.json with the
+widths, the module attributes and the tensor shapes. Hashes in widths.json show a truncated, mixed up or edited file.
+The README has the ten lines that rebuild the network without us.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from dmcp.errors import FileError, WidthsError
+from dmcp.graph import ChannelGraph, Kept
+from dmcp.slicing import narrow, unwrap
+from dmcp.spaces import Widths, fingerprint
+
+FORMAT = "torch-dmcp 1"
+WEIGHTS, WIDTHS = "model.safetensors", "widths.json"
+
+Convs = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+RunningNorms = nn.modules.batchnorm._NormBase  # batch and instance norms, the ones with running statistics
+Norms = RunningNorms | nn.LayerNorm | nn.GroupNorm | nn.RMSNorm
+
+
+def cut(model: nn.Module, graph: ChannelGraph, widths: Mapping[str, Kept]) -> nn.Module:
+    """A copy of the model that has only the kept channels: a plain module of the model's own class.
+
+    Widths keep the first k channels of a space; a mapping may give a list of kept indices instead of a number, and
+    spaces that it does not name stay full. The cut network is replayed: it does what the graph says, or CutError.
+    """
+    model = unwrap(model)
+    if fingerprint(model) != graph.fingerprint:
+        raise WidthsError(f"This graph was traced on another architecture than this {type(model).__name__}: trace it.")
+    if isinstance(widths, Widths) and widths.fingerprint != graph.fingerprint:
+        raise WidthsError("These widths are for another architecture: make them with graph.widths(...).")
+    small = narrow(model, graph.cuts(widths), graph.attributes(widths))
+    graph.check(small, widths)
+    return small
+
+
+@torch.no_grad()
+def reinitialise(
+    module: nn.Module,
+    fresh: nn.Module | None = None,
+    init: Callable[[nn.Module], None] | None = None,
+    generator: torch.Generator | None = None,
+) -> None:
+    """Give the module, in place, the weights of a network of its shape that was never trained.
+
+    Convs and linears are drawn by He's rule, norms become 1 and 0 with empty running statistics, biases 0. All other
+    tensors (position embeddings, layer scales, ...) are copied from `fresh`, a newly built model cut to the same
+    widths; without it they stay. `init` replaces the rules: it is called on every module, as nn.Module.apply does.
+    """
+    module = unwrap(module)
+    if fresh is not None:
+        _copy_values(unwrap(fresh), module)
+    if init is not None:
+        module.apply(init)
+        return
+    done: set[Tensor] = set()  # a tied parameter belongs to the first module that has it
+    for part in module.modules():
+        own = {name: tensor for name, tensor in part.named_parameters(recurse=False) if tensor not in done}
+        weight, bias = own.get("weight"), own.get("bias")
+        if isinstance(part, Convs | nn.Linear):
+            if weight is not None:
+                weight.copy_(_he(part, weight, generator))
+        elif isinstance(part, Norms):
+            if weight is not None:
+                weight.fill_(1)
+            if isinstance(part, RunningNorms):
+                part.reset_running_stats()
+        else:
+            continue
+        if bias is not None:
+            bias.zero_()
+        done.update(own.values())
+
+
+def _he(part: Convs | nn.Linear, weight: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Normal with variance 2 / fan: what one input channel reaches for a conv, what one output reads for a linear.
+
+    Drawn in float32 where the generator lives (the CPU by default): the same numbers on every device and precision.
+    """
+    fan = weight.shape[1] if isinstance(part, nn.Linear) else weight.numel() // part.in_channels
+    device = torch.device("cpu") if generator is None else generator.device
+    draw = torch.randn(weight.shape, generator=generator, device=device, dtype=torch.float32)
+    return draw.mul_((2 / fan) ** 0.5).to(weight)
+
+
+def save(small: nn.Module, widths: Widths, folder: str | os.PathLike[str]) -> None:
+    """Write the network into the folder as model.safetensors and widths.json; other files there are left alone.
+
+    Whenever this is killed, `load` finds the old result or the new one. Both files are complete on the disk before
+    the first one gets its name, and each names its partner: see `_read`.
+    """
+    if not isinstance(widths, Widths):
+        raise WidthsError("save needs the Widths of the network, to know its architecture: graph.widths(...).")
+    small, folder = unwrap(small), Path(folder)
+    tensors = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in _tensors(small).items()
+    }
+    try:
+        weights = safetensors.torch.save(tensors)
+    except (KeyError, SafetensorError) as error:
+        raise FileError(f"{folder}: safetensors cannot hold this network: {error}.") from error
+    record = {
+        "format": FORMAT,
+        **widths.to_json(),
+        "attributes": _attributes(small),
+        "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
+        "sha256": hashlib.sha256(weights).hexdigest(),
+    }
+    text = json.dumps(record | {"digest": _digest(record)}, indent=1)
+    try:
+        _write(folder, {WEIGHTS: weights, WIDTHS: text.encode()})
+    except OSError as error:
+        raise FileError(f"{folder}: the result cannot be written: {error.strerror or error}.") from error
+
+
+def load(folder: str | os.PathLike[str], model: nn.Module) -> nn.Module:
+    """The network that `save` wrote, as a copy of the model: the unpruned architecture, freshly built, not changed.
+
+    Values and dtypes are the saved ones; devices, mode and requires_grad are the model's.
+    """
+    folder, model = Path(folder), unwrap(model)
+    record, tensors = _read(folder)
+    if Widths.from_json(record).fingerprint != fingerprint(model):
+        raise WidthsError(
+            f"{folder}: saved from another architecture than this {type(model).__name__}: "
+            "build the unpruned model exactly as it was before pruning (same classes, same arguments)."
+        )
+    _fit(folder, record, model)
+    small = narrow(
+        model, {}, {path: _like(model.get_submodule(path), new) for path, new in record["attributes"].items()}
+    )
+    for name, tensor in _tensors(small).items():
+        tensor.data = tensors[name].to(tensor.device)
+    return small
+
+
+# what is in the network
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, also those outside the state dict; tied ones once, under their first name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _copy_values(source: nn.Module, target: nn.Module) -> None:
+    old, new = _tensors(target), _tensors(source)
+    if {name: t.shape for name, t in old.items()} != {name: t.shape for name, t in new.items()}:
+        raise WidthsError("The fresh model has other tensors than the one to reinitialise: cut it to the same widths.")
+    for name, tensor in old.items():
+        tensor.copy_(new[name])
+
+
+def _attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Every attribute that could follow a width, changed or not: `save` does not know the unpruned model."""
+    found = {path: {key: v for key, v in vars(part).items() if _is_ints(v)} for path, part in module.named_modules()}
+    return {path: attributes for path, attributes in found.items() if attributes}
+
+
+def _is_ints(value: object) -> bool:
+    """An int, or a tuple or list of ints; bools are not ints here."""
+    items = list(value) if isinstance(value, tuple | list) else [value]
+    return bool(items) and all(type(item) is int for item in items)
+
+
+def _fit(folder: Path, record: dict[str, Any], model: nn.Module) -> None:
+    """Refuse a model whose names differ from the record's: the fingerprint sees neither ties nor attributes."""
+    odd = set(record["tensors"]) ^ set(_tensors(model))
+    parts = dict(model.named_modules())
+    for path, attributes in record["attributes"].items():
+        known = vars(parts[path]) if path in parts else {}
+        odd |= {
+            f"{path}.{name}".lstrip(".")
+            for name, value in attributes.items()
+            if not (_is_ints(known.get(name)) and _is_ints(value))
+        }
+    if odd:
+        raise WidthsError(
+            f"{folder}: saved from another version of this {type(model).__name__}: "
+            f"{', '.join(sorted(odd)[:3])} {'is' if len(odd) == 1 else 'are'} not in both; build the model as it was."
+        )
+
+
+def _like(part: nn.Module, attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has lists only; the attribute gets the type that it had."""
+    return {name: type(getattr(part, name))(value) for name, value in attributes.items()}
+
+
+# what is on the disk
+
+
+def _digest(record: Mapping[str, Any]) -> str:
+    text = json.dumps({key: value for key, value in record.items() if key != "digest"}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _staged(name: str) -> str:
+    return f".{name}.new"
+
+
+def _write(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write all files under other names, and only then rename them, in their order."""
+    folder.mkdir(parents=True, exist_ok=True)
+    staged = {folder / _staged(name): folder / name for name in files}
+    try:
+        for path, data in zip(staged, files.values(), strict=True):
+            with path.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+    except OSError:
+        for path in staged:
+            path.unlink(missing_ok=True)
+        raise
+    for path, final in staged.items():
+        path.replace(final)
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The record and the tensors of a saved result, if they belong together.
+
+    A save that was killed between its two renames left new weights, and their widths.json under its staging name.
+    """
+    weights = _bytes(folder / WEIGHTS)
+    problems: list[FileError] = []
+    for name in (WIDTHS, _staged(WIDTHS)):
+        try:
+            record = _record(folder / name)
+            if record["sha256"] != hashlib.sha256(weights).hexdigest():
+                raise FileError(f"{folder / WEIGHTS}: not the weights that were saved: truncated or changed since.")
+            return record, safetensors.torch.load(weights)
+        except SafetensorError as error:
+            problems.append(FileError(f"{folder / WEIGHTS}: not a safetensors file: {error}."))
+        except FileError as error:
+            problems.append(error)
+    raise problems[0]
+
+
+def _record(path: Path) -> dict[str, Any]:
+    """widths.json as plain data, if it is ours and nobody has edited it."""
+    try:
+        record = json.loads(_bytes(path))
+    except ValueError as error:
+        raise FileError(f"{path}: truncated or not JSON: {error}.") from None
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        mark = record.get("format") if isinstance(record, dict) else None
+        raise FileError(f"{path}: not a result that this version can read: format is {mark!r}, not {FORMAT!r}.")
+    if record.get("digest") != _digest(record):
+        raise FileError(f"{path}: changed since it was saved: its digest does not match.")
+    return record
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read: {error.strerror or error}.") from error

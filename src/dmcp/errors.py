@@ -1,0 +1,30 @@
+"""Every error this package raises on purpose, in one tree.
+
+DmcpError
+├── TraceError      the model could not be recorded, or nothing in it can be pruned
+├── WidthsError     widths, indices or names that do not fit the network (also a ValueError)
+├── CutError        a cut network that does not do what the graph predicted
+└── FileError       a saved result that cannot be written, read or trusted (also an OSError)
+"""
+
+from __future__ import annotations
+
+
+class DmcpError(Exception):
+    """The root of all errors that this package raises on purpose."""
+
+
+class TraceError(DmcpError):
+    """The model could not be recorded, or nothing in it can be pruned."""
+
+
+class WidthsError(DmcpError, ValueError):
+    """Widths, indices or names that do not fit the network."""
+
+
+class CutError(DmcpError):
+    """A cut network that does not do what the graph predicted."""
+
+
+class FileError(DmcpError, OSError):
+    """A saved result that cannot be written, read or trusted."""

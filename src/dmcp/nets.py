@@ -1,0 +1,90 @@
+"""Networks by the name that a person types."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torchvision
+from torch import nn
+
+from dmcp.errors import DmcpError
+
+
+def build(name: str, /, **kwargs: Any) -> nn.Module:
+    """Build a network with fresh weights; nothing is downloaded.
+
+    `resnet18` is torchvision's, `timm:mobilenetv3_large_100` is timm's, `package.module:factory` is your own function
+    or class. The keyword arguments go to its builder.
+    """
+    factory = _find(name)
+    try:
+        with warnings.catch_warnings():  # GoogLeNet and Inception announce a change of their own initialisation
+            warnings.simplefilter("ignore", FutureWarning)
+            model = factory(**kwargs)
+    except DmcpError:
+        raise
+    except Exception as error:
+        raise DmcpError(f"{name}: its builder failed: {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise DmcpError(f"{name}: gave a {type(model).__name__}, not an nn.Module.")
+    return model
+
+
+def sample_shape(model: nn.Module) -> tuple[int, ...]:
+    """Shape of one image for the model: what timm says of its own, else the usual 3x224x224."""
+    config = getattr(model, "pretrained_cfg", None) or {}
+    return tuple(config.get("input_size", (3, 224, 224)))
+
+
+def _find(name: str) -> Callable[..., Any]:
+    library, colon, rest = name.partition(":")
+    if not colon:
+        return _torchvision(name)
+    return _timm(rest) if library == "timm" else _own(library, rest)
+
+
+def _torchvision(name: str) -> Callable[..., Any]:
+    known = torchvision.models.list_models()
+    if name not in known:
+        raise DmcpError(_unknown(name, known, "torchvision", "Other ways: timm:NAME, package.module:factory."))
+    builder = torchvision.models.get_model_builder(name)
+    arguments = {"weights": None}
+    if "weights_backbone" in inspect.signature(builder).parameters:  # else segmentation nets download a backbone
+        arguments["weights_backbone"] = None
+    return lambda **kwargs: builder(**arguments | kwargs)
+
+
+def _timm(name: str) -> Callable[..., Any]:
+    try:
+        import timm
+    except ImportError:
+        raise DmcpError(f"timm:{name}: timm is not installed; pip install torch-dmcp[timm].") from None
+    if not timm.is_model(name):
+        raise DmcpError(_unknown(name, timm.list_models(), "timm"))
+    return lambda **kwargs: timm.create_model(name, **{"pretrained": False} | kwargs)
+
+
+def _own(module: str, factory: str) -> Callable[..., Any]:
+    try:
+        found: Any = importlib.import_module(module)
+    except Exception as error:
+        raise DmcpError(f"{module}:{factory}: {module} cannot be imported: {type(error).__name__}: {error}") from error
+    for part in factory.split("."):
+        if not hasattr(found, part):
+            raise DmcpError(_unknown(part, dir(found), f"{module}"))
+        found = getattr(found, part)
+    if not callable(found):
+        raise DmcpError(f"{module}:{factory}: not a function or class that builds a network.")
+    return found  # type: ignore[no-any-return]
+
+
+def _unknown(name: str, known: Iterable[str], where: str, hint: str = "") -> str:
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or [key for key in known if name and name in key][:3]
+    guess = f"did you mean {', '.join(near)}?" if near else "and no name near it."
+    return f"There is no {name!r} in {where}; {guess} {hint}".strip()

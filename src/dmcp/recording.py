@@ -1,0 +1,248 @@
+"""One forward pass of a model as a list of ATen ops.
+
+The pass runs on a throw-away copy, on the meta device where possible: no data, no effect on the model. Ops are caught
+below autograd, where composite ops (linear, batch_norm, reshape, ...) still arrive whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from dmcp.errors import TraceError
+from dmcp.slicing import on_meta, skeleton
+
+aten = torch.ops.aten
+Func = torch._ops.OpOverload
+Shape = tuple[int, ...]
+
+# Ops that only move memory: their result is the same value.
+_SAME_VALUE = {aten.clone.default, aten.detach.default, aten.alias.default, aten.contiguous.default}
+# Which of these appears depends on strides, and strides depend on widths.
+_ONE_NAME = {aten._unsafe_view.default: aten.view.default, aten._reshape_alias.default: aten.view.default}
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor among an op's arguments, by the number of its value."""
+
+    value: int
+
+
+@dataclass(frozen=True)
+class Op:
+    """One ATen call; tensors are value numbers."""
+
+    func: Func
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outs: tuple[int | None, ...]
+    path: str  # the module that called it
+    result: Any = None  # what came back, where it was not a tensor
+    single: bool = True  # one output rather than a list of them
+
+    @property
+    def name(self) -> str:
+        """The op's name without namespace and overload: "conv2d"."""
+        return self.func._schema.name.split("::")[1]
+
+    def arguments(self) -> dict[str, Any]:
+        """All arguments by their schema name, defaults filled in."""
+        found: dict[str, Any] = {}
+        for position, argument in enumerate(self.func._schema.arguments):
+            if position < len(self.args) and not argument.kwarg_only:
+                found[argument.name] = self.args[position]
+            else:
+                found[argument.name] = self.kwargs.get(argument.name, argument.default_value)
+        return found
+
+    def inputs(self) -> list[int]:
+        """The values it takes, in order."""
+        return [leaf.value for leaf in tree_flatten((self.args, dict(self.kwargs)))[0] if isinstance(leaf, Ref)]
+
+
+@dataclass
+class Recording:
+    """The ops of one forward pass, and the shapes of all values in it."""
+
+    training: bool
+    ops: list[Op] = field(default_factory=list)
+    shapes: list[Shape] = field(default_factory=list)
+    dtypes: list[torch.dtype] = field(default_factory=list)
+    tensors: dict[int, str] = field(default_factory=dict)  # value -> name of the parameter or buffer
+    inputs: list[int] = field(default_factory=list)
+    constants: list[int] = field(default_factory=list)  # tensors that come from nowhere we know
+    outputs: list[int] = field(default_factory=list)
+
+    def add(self, tensor: Tensor) -> int:
+        """A new value of this tensor's shape."""
+        self.shapes.append(tuple(int(n) for n in tensor.shape))
+        self.dtypes.append(tensor.dtype)
+        return len(self.shapes) - 1
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down every op that runs while it is entered."""
+
+    def __init__(self, model: nn.Module, inputs: list[Tensor]) -> None:
+        super().__init__()
+        self.recording = Recording(model.training)
+        self._known: dict[int, int] = {}  # id of a tensor -> its value
+        self._alive: list[Tensor] = []  # ids are reused unless every tensor stays alive
+        self.path: list[str] = [""]
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            self.recording.tensors[self._value(tensor)] = name
+        self.recording.inputs = [self._value(tensor) for tensor in inputs]
+
+    def _value(self, tensor: Tensor) -> int:
+        known = self._known.get(id(tensor))
+        if known is None or self.recording.shapes[known] != tuple(tensor.shape):  # squeeze_() and its like reshape in place
+            self._known[id(tensor)] = self.recording.add(tensor)
+            self._alive.append(tensor)
+        return self._known[id(tensor)]
+
+    def _argument(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in self._known:
+            self.recording.constants.append(self._value(leaf))
+        return Ref(self._known[id(leaf)])
+
+    def __torch_dispatch__(
+        self, func: Func, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _SAME_VALUE and id(args[0]) in self._known:
+            out = func(*args, **kwargs)
+            self._known[id(out)] = self._known[id(args[0])]
+            self._alive.append(out)
+            return out
+        func = _ONE_NAME.get(func, func)
+        call = Op(func, tree_map(self._argument, args), tree_map(self._argument, kwargs), (), self.path[-1])
+        out = self.run(call, args, kwargs)
+        leaves = tree_flatten(out)[0]
+        outs = tuple(self._value(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves)
+        result = None if any(leaf is not None for leaf in outs) else out
+        single = isinstance(out, Tensor)
+        self.recording.ops.append(Op(func, call.args, call.kwargs, outs, call.path, result, single))
+        return out
+
+    def run(self, call: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the op itself; replay does more here."""
+        return call.func(*args, **kwargs)
+
+    def finish(self, output: Any) -> Recording:
+        """Note which values the model returned."""
+        self.recording.outputs = [self._argument(tensor).value for tensor in tensors_in(output)]
+        return self.recording
+
+
+def tensors_in(nested: Any) -> list[Tensor]:
+    """Every tensor in tuples, lists, mappings and dataclasses, in order."""
+    if isinstance(nested, Tensor):
+        return [nested]
+    if isinstance(nested, Mapping):
+        nested = list(nested.values())
+    elif is_dataclass(nested) and not isinstance(nested, type):
+        nested = [getattr(nested, item.name) for item in fields(nested)]
+    if isinstance(nested, (list, tuple, set)):
+        return [tensor for item in nested for tensor in tensors_in(item)]
+    return []
+
+
+@contextlib.contextmanager
+def untouched_world(device: str) -> Iterator[None]:
+    """Every random state and global switch is afterwards as it was before."""
+    python, numpy_state, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # the fused kernel hides the layers inside it
+    try:
+        with contextlib.ExitStack() as stack:
+            for kind in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            if device == "meta":
+                stack.enter_context(torch.device("meta"))
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        random.setstate(python)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(cpu)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+def call_model(model: Callable[..., Any], example: Any) -> Any:
+    """A tuple is positional arguments, a dict keyword arguments, anything else the one argument."""
+    if isinstance(example, tuple):
+        return model(*example)
+    return model(**example) if isinstance(example, dict) else model(example)
+
+
+def run_recorded(recorder: Recorder, model: nn.Module, example: Any) -> Recording:
+    """Run a throw-away model under a recorder that was made for it."""
+
+    def enter(name: str) -> Callable[..., None]:
+        return lambda module, inputs: recorder.path.append(name)
+
+    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+        recorder.path.pop()
+
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(enter(name), prepend=True)
+        module.register_forward_hook(leave, always_call=True)
+    device = next((tensor.device.type for tensor in tensors_in(example)), "cpu")
+    with untouched_world(device), torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), recorder:
+        return recorder.finish(call_model(model, example))
+
+
+def batch_of(example: Any) -> int | None:
+    """The size that dim 0 of all tensors shares, or None where there is no such size."""
+    sizes = {tensor.shape[0] if tensor.ndim else None for tensor in tensors_in(example)}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def rebatch(example: Any, size: int) -> Any:
+    """The same example with its samples repeated or dropped until there are `size` of them."""
+
+    def one(leaf: Any) -> Any:
+        return leaf[torch.arange(size, device=leaf.device) % leaf.shape[0]] if isinstance(leaf, Tensor) else leaf
+
+    return tree_map(one, example)
+
+
+def record(model: nn.Module, example: Any, training: bool, device: str = "meta") -> Recording:
+    """One forward pass of a copy of the model, in the mode asked for, on the meta device or on the CPU."""
+    if device == "meta":
+        twin = skeleton(model)
+        example = tree_map(lambda leaf: on_meta(leaf) if isinstance(leaf, Tensor) else leaf, example)
+    else:
+        twin = copy.deepcopy(model).to(device)
+        example = tree_map(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, example)
+    twin.train(training)
+    return run_recorded(Recorder(twin, tensors_in(example)), twin, example)
+
+
+def record_anywhere(model: nn.Module, example: Any, training: bool) -> Recording:
+    """On the meta device; where the model looks at values, on the CPU with the example's real ones."""
+    try:
+        return record(model, example, training)
+    except Exception as on_meta_error:
+        try:
+            return record(model, example, training, device="cpu")
+        except Exception as error:
+            raise TraceError(
+                f"The model fails in its own forward on this example input: {type(error).__name__}: {error}"
+            ) from on_meta_error

@@ -1,0 +1,327 @@
+"""Replay: narrow a copy of the model to random widths, run it beside its recording, and compare every shape.
+
+A trace cannot say where a number came from. `x.view(batch, 768)` and `x.view(batch, x.shape[1])` look the same until
+the model is narrow. Where they differ, the number is traced to an attribute of a module, which is then bound to the
+width, or the channels concerned are kept whole.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from dmcp.coupling import Coupling
+from dmcp.errors import TraceError
+from dmcp.facts import Dims, Facts, Literal
+from dmcp.layouts import Layout, kept_indices, width
+from dmcp.recording import Op, Recorder, Recording, Shape, run_recorded, tensors_in
+from dmcp.slicing import Cut, narrow, on_meta
+
+_ROUNDS = 80  # replays at most
+_BINDING_ROUNDS = 12  # after these, whatever disagrees is kept whole
+_MULTIPLES = (1, 2, 3)  # an attribute may be this many times the width: qkv sizes
+_CANDIDATES = 6
+
+Place = tuple[str, str, int | None]  # module path, attribute, position if it is a list
+
+
+@dataclass(frozen=True)
+class Bound:
+    """An attribute that follows a width: attribute = multiple x width."""
+
+    layout: Layout
+    multiple: int
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """An op of the narrow model that is not as predicted."""
+
+    number: int
+    kind: str  # "number", "shape", "error" or "scale"
+    literals: tuple[tuple[Literal, int], ...] = ()  # numbers in the arguments that are wrong, and what they are
+
+
+@dataclass
+class Outcome:
+    """What one replay found."""
+
+    conflicts: list[Conflict] = field(default_factory=list)
+    stopped: str | None = None  # the model raised, or went another way
+
+    @property
+    def clean(self) -> bool:
+        return not self.conflicts and self.stopped is None
+
+
+class Replayer(Recorder):
+    """Records a narrow model in lockstep with the recording of the wide one."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: list[Tensor],
+        original: Recording,
+        facts: Facts,
+        shapes: Mapping[int, Shape],
+        sizes: Mapping[Layout, int],
+    ) -> None:
+        super().__init__(model, inputs)
+        self.original, self.facts, self.shapes, self.sizes = original, facts, shapes, sizes
+        self.outcome = Outcome()
+
+    def run(self, call: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        number = len(self.recording.ops)
+        if number >= len(self.original.ops) or self.original.ops[number].func is not call.func:
+            raise _Astray(f"the narrow model goes another way at {call.name} in {call.path or 'the top'}")
+        expected = self.original.ops[number]
+        if not any(value is not None for value in expected.outs):
+            return expected.result  # a Python number: the narrow model takes the same branches
+        wanted = [None if value is None else self.shapes[value] for value in expected.outs]
+        literals = self._wrong_literals(number, call)
+        kind = "number" if literals else ""
+        if _scales(expected) != _scales(call):
+            kind = "scale"
+        try:
+            if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(call.func.tags):
+                return self._made_up(expected, wanted)
+            out = call.func(*args, **kwargs)
+            got = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in tree_flatten(out)[0]]
+            if got != wanted:
+                kind = kind or "shape"
+        except Exception:  # whatever the op says: it does not run at these widths
+            kind = kind or "error"
+            got = None
+        if kind:
+            self.outcome.conflicts.append(Conflict(number, kind, tuple(literals)))
+        if got == wanted:
+            return out
+        in_place = call.func._schema.name.endswith("_") and isinstance(args[0], Tensor)
+        return args[0] if in_place else self._made_up(expected, wanted)
+
+    def _wrong_literals(self, number: int, call: Op) -> list[tuple[Literal, int]]:
+        arguments = call.arguments()
+        wrong: list[tuple[Literal, int]] = []
+        for literal in self.facts.literals.get(number, ()):
+            value = arguments[literal.argument]
+            if literal.position is not None:
+                value = value[literal.position] if literal.position < len(value) else -1
+            if value != -1 and value != self.sizes[literal.layout]:
+                wrong.append((literal, value))
+        return wrong
+
+    def _made_up(self, expected: Op, wanted: list[Shape | None]) -> Any:
+        """Tensors as predicted, so that one replay finds every conflict and not only the first."""
+        made = [
+            None if value is None or shape is None else torch.empty(shape, dtype=self.original.dtypes[value], device="meta")
+            for value, shape in zip(expected.outs, wanted, strict=True)
+        ]
+        return made[0] if expected.single else tuple(made)
+
+
+class _Astray(Exception):
+    """The narrow model runs other ops than the wide one did."""
+
+
+def _scales(op: Op) -> list[float]:
+    """Python floats among the arguments: 1 / sqrt(head size) and the like."""
+    return [round(leaf, 12) for leaf in tree_flatten((op.args, dict(op.kwargs)))[0] if isinstance(leaf, float)]
+
+
+@dataclass
+class Rehearsal:
+    """A model, its coupling, and the attributes that were found to follow widths."""
+
+    model: nn.Module  # on the meta device
+    example: Any
+    batches: list[Any]  # the example of each recording, on the meta device
+    coupling: Coupling
+    bindings: dict[Place, Bound] = field(default_factory=dict)
+
+    def cuts(self, kept: Mapping[int, Tensor], sizes: Mapping[int, int]) -> dict[str, Cut]:
+        """Indices that stay of every tensor that has atoms; `kept` per atom."""
+        found: dict[str, Cut] = {}
+        for name, dims in self.coupling.tensors.items():
+            layouts = [self.coupling.channels.resolve(layout) for layout in dims]
+            live = [bool(self.coupling.channels.atoms(layout)) for layout in dims]
+            if any(live):
+                found[name] = tuple(
+                    kept_indices(layout, kept, sizes) if alive else None for layout, alive in zip(layouts, live, strict=True)
+                )
+        return found
+
+    def attributes(self, widths: Mapping[int, int]) -> dict[str, dict[str, Any]]:
+        """Attributes of modules at these widths: those that layers are known to have, and the bound ones."""
+        modules = dict(self.model.named_modules())
+        resolve = self.coupling.channels.resolve
+        found: dict[str, dict[str, Any]] = {}
+        for facts in self.coupling.facts:
+            for (path, attribute), dims in facts.attributes.items():
+                old = vars(modules[path]).get(attribute)
+                new = tuple(width(resolve(layout), widths) for layout in dims)
+                full = tuple(self.coupling.channels.size(layout) for layout in dims)
+                if new != full and old in (full, list(full), full[0]):
+                    found.setdefault(path, {})[attribute] = new[0] if isinstance(old, int) else type(old)(new)
+        for (path, attribute, position), bound in self.bindings.items():
+            value: Any = bound.multiple * width(resolve(bound.layout), widths)
+            if position is not None:
+                old = found.get(path, {}).get(attribute, vars(modules[path])[attribute])
+                value = type(old)([*old[:position], value, *old[position + 1 :]])
+            found.setdefault(path, {})[attribute] = value
+        return found
+
+    def narrow(self, widths: Mapping[int, int], sizes: Mapping[int, int]) -> nn.Module:
+        """The narrow model, on the meta device."""
+        kept = {atom: torch.arange(width) for atom, width in widths.items()}
+        return narrow(self.model, self.cuts(kept, sizes), self.attributes(widths), meta=True)
+
+    def replay(self, number: int, small: nn.Module, widths: Mapping[int, int]) -> Outcome:
+        """Run a throw-away narrow model in lockstep with one of the recordings."""
+        recording, facts = self.coupling.recordings[number], self.coupling.facts[number]
+        layouts = {literal.layout for literals in facts.literals.values() for literal in literals}
+        sizes = {layout: width(self.coupling.channels.resolve(layout), widths) for layout in layouts}
+        example = self.batches[number]
+        small.train(recording.training)
+        shapes = self.coupling.predict(number, widths)
+        replayer = Replayer(small, tensors_in(example), recording, facts, shapes, sizes)
+        try:
+            run_recorded(replayer, small, example)
+        except Exception as error:  # the model's own complaint about its widths
+            replayer.outcome.stopped = f"{type(error).__name__}: {error}"
+        replayer.outcome.conflicts.sort(key=lambda conflict: conflict.number)
+        self.stopped_at = len(replayer.recording.ops)
+        return replayer.outcome
+
+
+class Settler:
+    """Replays at random widths until all agree, binding attributes and keeping channels whole as needed."""
+
+    def __init__(self, rehearsal: Rehearsal, parameters: list[str], bind: bool, seed: int = 0) -> None:
+        self.rehearsal, self.coupling, self.parameters, self.bind = rehearsal, rehearsal.coupling, parameters, bind
+        self.random = random.Random(seed)
+        # by recording, op and literal: attributes not tried yet, and the one that is being tried
+        self.candidates: dict[tuple[int, int, int], list[tuple[Place, int]]] = {}
+        self.tried: dict[tuple[int, int, int], Place] = {}
+        self.new: set[Place] = set()  # bound since the last replay
+        self.modules = dict(rehearsal.model.named_modules())
+
+    def settle(self) -> None:
+        """Until every recording has replayed clean, at least two in a row."""
+        clean, number, count = 0, 0, len(self.coupling.recordings)
+        for round_ in range(_ROUNDS):
+            atoms = self.coupling.atoms(self.parameters)
+            if not atoms or clean >= max(2, count):
+                return
+            sizes = {atom.index: self.coupling.channels.axis_size(atom) for atom in atoms}
+            widths = {
+                atom: self.random.randint(max(1, min(size - 1, int(0.3 * size))), size - 1) for atom, size in sizes.items()
+            }
+            outcome = self.rehearsal.replay(number, self.rehearsal.narrow(widths, sizes), widths)
+            if outcome.clean:
+                clean += 1
+                number = (number + 1) % count
+            else:
+                clean = 0
+                self._mend(number, outcome, may_bind=self.bind and round_ < _BINDING_ROUNDS)
+        raise TraceError("The narrow model never agreed with its recording: please report this model.")
+
+    def _mend(self, number: int, outcome: Outcome, may_bind: bool) -> None:
+        scales = [conflict for conflict in outcome.conflicts if conflict.kind == "scale"]
+        self.new.clear()
+        changed = False
+        for conflict in scales or outcome.conflicts:
+            changed |= self._mend_one(number, conflict, may_bind)
+        if changed:
+            return
+        last = len(self.coupling.recordings[number].ops) - 1
+        at = [conflict.number for conflict in outcome.conflicts] or [min(self.rehearsal.stopped_at, last)]
+        why = outcome.stopped or "a number in the code depends on another width"
+        if not any(self._freeze_module(number, place, why) for place in at):
+            raise TraceError(f"The narrow model does not run, and nothing is left to keep whole: {why}")
+
+    def _mend_one(self, number: int, conflict: Conflict, may_bind: bool) -> bool:
+        op, layouts = self.coupling.recordings[number].ops[conflict.number], self.coupling.layouts[number]
+        where = f"{op.name} at {op.path}" if op.path else op.name
+        if conflict.kind == "scale":
+            first = layouts[op.inputs()[0]][-1:] if op.inputs() else ()
+            return self._freeze(first, f"a factor in the code depends on its size ({where})")
+        bound = [self._bind((number, conflict.number, at), op, *wrong) for at, wrong in enumerate(conflict.literals) if may_bind]
+        if any(bound):
+            return True
+        reason = f"a number in the code fixes its size ({where})"
+        if conflict.literals:
+            return self._freeze(tuple(literal.layout for literal, _ in conflict.literals), reason)
+        touched = [layout for value in op.outs if value is not None for layout in layouts[value]]
+        touched += [layout for value in op.inputs() for layout in layouts[value]]
+        return self._freeze(tuple(touched), f"the op does not run at other widths ({where})")
+
+    def _freeze(self, dims: Dims, reason: str) -> bool:
+        count = sum(self.coupling.channels.freeze(layout, reason) for layout in dims)
+        for place in [place for place, bound in self.rehearsal.bindings.items() if not self._alive(bound.layout)]:
+            del self.rehearsal.bindings[place]
+        return count > 0
+
+    def _alive(self, layout: Layout) -> bool:
+        return bool(self.coupling.channels.atoms(layout))
+
+    def _bind(self, key: tuple[int, int, int], op: Op, literal: Literal, value: int) -> bool:
+        """Bind the next attribute that could be where this number comes from; False if there is none."""
+        if not self._alive(literal.layout) or value != self.coupling.channels.size(literal.layout):
+            return False
+        if key not in self.candidates:
+            self.candidates[key] = list(self._attributes_equal(op.path, literal.position, value))[:_CANDIDATES]
+        if key in self.tried:  # it did not help
+            self.rehearsal.bindings.pop(self.tried.pop(key), None)
+        resolve = self.coupling.channels.resolve
+        while self.candidates[key]:
+            place, multiple = self.candidates[key].pop(0)
+            known = self.rehearsal.bindings.get(place)
+            if known is not None and place in self.new and resolve(known.layout) == resolve(literal.layout):
+                return True  # a number before this one came from the same attribute: see whether that helps
+            if known is None:
+                self.new.add(place)
+                self.rehearsal.bindings[place] = Bound(literal.layout, multiple)
+                self.tried[key] = place
+                return True
+        return False
+
+    def _attributes_equal(self, path: str, position: int | None, value: int) -> Iterator[tuple[Place, int]]:
+        """Int attributes of the module and those around it that are the value or a small multiple, nearest first."""
+        parts = path.split(".") if path else []
+        owners = [".".join(parts[:depth]) for depth in range(len(parts), -1, -1)]
+        for multiple in _MULTIPLES if value > 1 else ():
+            for owner in owners:
+                for name, held in vars(self.modules[owner]).items():
+                    if name.startswith("_"):
+                        continue
+                    if type(held) is int and held == multiple * value:
+                        yield (owner, name, None), multiple
+                    elif type(held) in (list, tuple) and multiple == 1 and position is not None:
+                        if position < len(held) and type(held[position]) is int and held[position] == value:
+                            yield (owner, name, position), 1
+
+    def _freeze_module(self, number: int, at: int, why: str) -> bool:
+        """Keep whole what enters the module in which it happened, else all in it, else the same one module up."""
+        recording, layouts = self.coupling.recordings[number], self.coupling.layouts[number]
+        path = recording.ops[at].path
+        while True:
+            inside = [op for op in recording.ops[: at + 1] if not path or op.path == path or op.path.startswith(path + ".")]
+            entering = [layout for op in inside[:1] for value in op.inputs()[:1] for layout in layouts[value]]
+            everything = [layout for op in inside for value in op.inputs() for layout in layouts[value]]
+            reason = f"a number in the code of {path or 'the model'} depends on its size: {why}"
+            if self._freeze(tuple(entering), reason) or self._freeze(tuple(everything), reason):
+                return True
+            if not path:
+                return False
+            path = path.rpartition(".")[0]
+
+
+def meta_example(example: Any) -> Any:
+    """The example input without its data."""
+    return tree_map(lambda leaf: on_meta(leaf) if isinstance(leaf, Tensor) else leaf, example)

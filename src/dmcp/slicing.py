@@ -1,0 +1,91 @@
+"""Narrow a module: its tensors by index, its attributes by value. The module itself is never changed."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from dmcp.errors import TraceError
+
+Cut = tuple[Tensor | None, ...]  # per dim: the indices that stay, None for all
+
+
+class _CopyToMeta(TorchFunctionMode):
+    """While entered, deep copies of tensors that are no parameters land on the meta device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__:
+            tensor, memo = args
+            return memo.setdefault(id(tensor), on_meta(tensor))
+        return func(*args, **(kwargs or {}))
+
+
+def on_meta(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape and strides without data."""
+    return torch.empty_like(tensor, device="meta")
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's own module inside DataParallel, DistributedDataParallel or torch.compile; others are refused."""
+    while True:
+        if not isinstance(model, nn.Module):
+            raise TraceError(f"A torch.nn.Module is needed, not {type(model).__name__}.")
+        if isinstance(model, torch.jit.ScriptModule):
+            raise TraceError("A TorchScript module cannot be pruned: give the Python module it was made from.")
+        if type(model).__name__ == "FullyShardedDataParallel" or type(model).__name__.startswith("FSDP"):
+            raise TraceError("A module wrapped in FSDP cannot be pruned: trace it before wrapping.")
+        inner = getattr(model, "_orig_mod", None)  # torch.compile
+        if inner is None and isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner
+
+
+def narrow(
+    model: nn.Module,
+    cuts: Mapping[str, Cut],
+    attributes: Mapping[str, Mapping[str, Any]],
+    meta: bool = False,
+) -> nn.Module:
+    """A copy of the model with some tensors indexed per dim and some attributes set; tied tensors stay tied.
+
+    The copy is made of the narrow tensors at once: the wide ones are never copied.
+    """
+    memo: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        small = _index(parameter.detach(), cuts.get(name, ()), meta)
+        memo[id(parameter)] = nn.Parameter(small, requires_grad=parameter.requires_grad)
+        memo[id(parameter)].__dict__.update(parameter.__dict__)
+    for name, buffer in model.named_buffers():
+        memo.setdefault(id(buffer), _index(buffer.detach(), cuts.get(name, ()), meta))
+    with _CopyToMeta() if meta else contextlib.nullcontext():
+        small_model = copy.deepcopy(model, memo)
+    for path, values in attributes.items():
+        module = small_model.get_submodule(path)
+        for attribute, value in values.items():
+            setattr(module, attribute, value)
+    return small_model
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """A copy of the model on the meta device: no data is copied, tied tensors stay tied."""
+    return narrow(model, {}, {}, meta=True)
+
+
+def _index(tensor: Tensor, cut: Cut, meta: bool) -> Tensor:
+    """A copy of the tensor with the chosen indices of each dim."""
+    if meta:
+        shape = [n if kept is None else len(kept) for n, kept in zip(tensor.shape, cut, strict=True)] if cut else None
+        return on_meta(tensor) if shape is None else torch.empty(shape, dtype=tensor.dtype, device="meta")
+    small = tensor
+    for dim, kept in enumerate(cut):
+        if kept is not None:
+            small = small.index_select(dim, kept.to(tensor.device))
+    return small.clone() if small is tensor else small.contiguous()

@@ -1,0 +1,98 @@
+"""The words of this package, and the two values made of them.
+
+space   channels that must be kept or dropped together
+group   the channels added by one step of a space's Markov chain
+floor   the first group, never dropped by the search
+width   channels kept in a space, always the first k
+alpha   architecture parameter of the chain
+gate    what multiplies a channel: 0 or 1 for a sub-network, a probability for the soft network
+macs    multiply-adds of one sample at the example's resolution
+budget  what must not be exceeded
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dmcp.errors import WidthsError
+
+
+@dataclass(frozen=True)
+class ChannelSpace:
+    """Channels that are kept or dropped together."""
+
+    name: str  # the first layer that writes it
+    size: int  # channels (for whole groups of a grouped layer: groups)
+    writers: tuple[str, ...] = ()  # layers whose output channels live in it
+    readers: tuple[str, ...] = ()  # layers that take it as input channels
+
+
+@dataclass(frozen=True, eq=False)
+class Widths(Mapping[str, int]):
+    """How many channels each space keeps, and for which architecture this was meant."""
+
+    channels: tuple[tuple[str, int], ...]  # (space name, channels kept), in the graph's order
+    input_shape: Any  # shape of one sample, nested like the model's input
+    fingerprint: str  # of the unpruned architecture, see fingerprint()
+
+    def __getitem__(self, name: str) -> int:
+        for known, kept in self.channels:
+            if known == name:
+                return kept
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, _ in self.channels)
+
+    def __len__(self) -> int:
+        return len(self.channels)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal channels for the same architecture; a plain mapping is compared by its items."""
+        if isinstance(other, Widths):
+            return (self.channels, self.fingerprint) == (other.channels, other.fingerprint)
+        return Mapping.__eq__(self, other)
+
+    def __hash__(self) -> int:
+        return hash((self.channels, self.fingerprint))
+
+    def tensor(self) -> Tensor:
+        """The widths in the graph's order. -> (S,) int64"""
+        return torch.tensor([kept for _, kept in self.channels], dtype=torch.int64)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data that `from_json` turns back into the same value."""
+        return {"widths": dict(self.channels), "input_shape": self.input_shape, "fingerprint": self.fingerprint}
+
+    @staticmethod
+    def from_json(data: Any) -> Widths:
+        """Read what `to_json` wrote; anything else is refused."""
+        try:
+            channels, shape, mark = data["widths"], data["input_shape"], data["fingerprint"]
+            items = tuple((name, kept) for name, kept in channels.items())
+        except (TypeError, KeyError, AttributeError) as error:
+            raise WidthsError(f"This is not a widths file: {error} is missing or of the wrong kind.") from None
+        if not isinstance(mark, str) or not all(isinstance(name, str) and type(kept) is int and kept >= 1 for name, kept in items):
+            raise WidthsError("This is not a widths file: every width must be an int of at least 1.")
+        return Widths(items, _tuples(shape), mark)
+
+
+def _tuples(shape: Any) -> Any:
+    """JSON has lists only; shapes are tuples."""
+    if isinstance(shape, dict):
+        return {key: _tuples(value) for key, value in shape.items()}
+    return tuple(_tuples(value) for value in shape) if isinstance(shape, list) else shape
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Short hash of the names and shapes of all parameters and buffers: the architecture, not the weights."""
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    text = json.dumps(sorted((name, list(tensor.shape)) for name, tensor in tensors))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

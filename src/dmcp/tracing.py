@@ -1,0 +1,327 @@
+"""trace(): record a model, apply the rules, replay, and put what was found into a ChannelGraph."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+from dmcp.cost import Terms, product, total
+from dmcp.coupling import Coupling, couple
+from dmcp.errors import TraceError
+from dmcp.facts import Contraction, OpCost, Rule
+from dmcp.gating import Fold, plan_folds
+from dmcp.graph import Binding, ChannelGraph, CostEntry, GateFold, Whole, in_spaces
+from dmcp.layouts import Atom
+from dmcp.recording import Func, Op, Recording, Ref, batch_of, rebatch, record, record_anywhere, tensors_in
+from dmcp.replay import Rehearsal, Settler, meta_example
+from dmcp.rules import RULES
+from dmcp.slicing import skeleton, unwrap
+from dmcp.spaces import ChannelSpace, fingerprint
+
+_BATCH = 3  # more than one for BatchNorm in train mode; odd, so that it is rarely mistaken for channels
+
+
+def trace(
+    model: nn.Module,
+    example_input: Any,
+    frozen: Iterable[str] = (),
+    rules: Mapping[Func, Rule] = RULES,
+    exact: bool = True,
+    strict: bool = False,
+) -> ChannelGraph:
+    """Find the channels of a model that must be kept or dropped together. The model is not changed.
+
+    example_input: a tensor, a tuple of positional or a dict of keyword arguments; dim 0 of each tensor is the batch.
+    frozen: modules or spaces, by name, whose channels stay whole.
+    rules: op -> channel rule; extend with `RULES | {op: rule}`.
+    exact: keep whole what a gated network computes differently from a cut one (channels under LayerNorm).
+    strict: raise on an op without a rule, and bind no attribute by its value.
+    """
+    model = unwrap(model)
+    recordings, batches, notes = _record_modes(model, example_input)
+    coupling = couple(recordings, rules, strict)
+    parameters = [name for name, _ in model.named_parameters()]
+    if exact:
+        for facts in coupling.facts:
+            for layout, reason in facts.mixed:
+                coupling.channels.freeze(layout, reason)
+    _freeze_unwritten(coupling, parameters)
+    _freeze_named(coupling, model, parameters, frozen)
+    rehearsal = Rehearsal(skeleton(model), example_input, [meta_example(batch) for batch in batches], coupling)
+    settler = Settler(rehearsal, parameters, bind=not strict)
+    while True:
+        settler.settle()
+        plan = plan_folds(coupling, parameters)
+        if not plan.stuck:
+            break
+        for atom, reason in plan.stuck.items():
+            coupling.channels.freeze(((atom,),), reason)
+    atoms = coupling.atoms(parameters)
+    whole = _whole(coupling)
+    if not atoms:
+        reasons = "; ".join(f"{item.name}: {item.reason}" for item in whole[:3]) or "no conv or linear layer was seen"
+        raise TraceError(f"Nothing in this model can be pruned. {reasons}.")
+    return _graph(model, coupling, rehearsal, atoms, (plan.hard, plan.soft), whole, notes, example_input)
+
+
+# -- recording
+
+
+def _record_modes(model: nn.Module, example: Any) -> tuple[list[Recording], list[Any], list[str]]:
+    """Eval mode and train mode (some layers run in one of them only), with several samples where that works."""
+    if not tensors_in(example):
+        raise TraceError("The example input holds no tensor: give a tensor, or a tuple or dict of them.")
+    batch = batch_of(example)
+    several = rebatch(example, _BATCH) if batch else example
+    try:
+        first = record_anywhere(model, several, training=False)
+    except TraceError:
+        several = example  # the batch size may be written into the model
+        first = record_anywhere(model, several, training=False)
+    notes: list[str] = []
+    try:
+        return [first, record_anywhere(model, several, training=True)], [several] * 2, notes
+    except TraceError as error:
+        notes.append(f"train mode could not be recorded, so layers that run only there are unknown: {error}")
+        return [first], [several], notes
+
+
+def _per_sample(model: nn.Module, example: Any, recording: Recording, batch: int) -> dict[int, Fraction]:
+    """By output value: the share of an op's cost that one sample has. Some ops run once for the whole batch."""
+    try:
+        single = record(model, rebatch(example, 1), training=False)
+    except Exception:
+        single = None
+    share: dict[int, Fraction] = {}
+    for number, op in enumerate(recording.ops):
+        value = op.outs[0] if op.outs else None
+        if value is None:
+            continue
+        share[value] = Fraction(1, batch)
+        if single is not None and len(single.ops) == len(recording.ops) and single.ops[number].func is op.func:
+            one = single.ops[number].outs[0]
+            if one is not None:
+                share[value] = Fraction(_numel(single.shapes[one]), max(1, _numel(recording.shapes[value])))
+    return share
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+# -- keeping whole
+
+
+def _freeze_unwritten(coupling: Coupling, parameters: list[str]) -> None:
+    """A space needs a layer that writes it and a parameter that has it."""
+    channels = coupling.channels
+    written = {atom for facts in coupling.facts for layout in facts.written for atom in channels.atoms(layout)}
+    spaces = written & set(coupling.atoms(parameters))
+    layouts = {layout for values in coupling.layouts for dims in values.values() for layout in dims}
+    for layout in layouts | {layout for dims in coupling.tensors.values() for layout in dims}:
+        for atom in channels.atoms(layout):
+            if atom not in spaces:
+                channels.freeze(((atom,),), "no layer writes it")
+
+
+def _freeze_named(coupling: Coupling, model: nn.Module, parameters: list[str], frozen: Iterable[str]) -> None:
+    """Keep whole what the user named: all that the parameters of a module write, or one space."""
+    modules = {name for name, _ in model.named_modules() if name}
+    read = {(name, item.weight_dim) for name, item in _weighted(coupling)}
+    for wanted in [frozen] if isinstance(frozen, str) else frozen:
+        spaces = _names(coupling, coupling.atoms(parameters))
+        inside = [name for name in parameters if name == wanted or name.startswith(wanted + ".")]
+        if wanted in spaces.values():
+            for atom, name in spaces.items():
+                if name == wanted:
+                    coupling.channels.freeze(((atom,),), "you asked for it")
+        elif wanted not in modules and not inside:
+            near = difflib.get_close_matches(wanted, [*modules, *spaces.values()], n=3)
+            hint = f"did you mean {', '.join(near)}?" if near else "graph.spaces and model.named_modules() list names."
+            raise TraceError(f"frozen names no module and no space of this model: {wanted!r}; {hint}")
+        for name in inside:
+            for dim, layout in enumerate(coupling.tensors[name]):
+                if (name, dim) not in read:
+                    coupling.channels.freeze(layout, "you asked for it")
+
+
+def _weighted(coupling: Coupling) -> Iterable[tuple[str, Contraction]]:
+    """Every sum whose weight is a tensor of the model's own, with that tensor's name, in order."""
+    for recording, facts in zip(coupling.recordings, coupling.facts, strict=True):
+        for contractions in facts.contractions.values():
+            for item in contractions:
+                if item.weight is not None and item.weight in recording.tensors:
+                    yield recording.tensors[item.weight], item
+
+
+def _layer(tensor: str) -> str:
+    """The layer that a tensor belongs to, for people: its module, or the parameter itself."""
+    return tensor.removesuffix(".weight")
+
+
+def _writers(coupling: Coupling) -> Iterable[tuple[str, list[Atom], list[tuple[int, str]]]]:
+    """Layers with the atoms that they write and the parts that are whole, in order."""
+    for name, item in _weighted(coupling):
+        if item.out_dim is not None:
+            layout = coupling.tensors[name][item.out_dim]
+            yield _layer(name), coupling.channels.atoms(layout), coupling.channels.whole(layout)
+
+
+def _names(coupling: Coupling, atoms: list[Atom]) -> dict[Atom, str]:
+    """Each space is named after the first layer that writes it; further ones of a layer get a number."""
+    names: dict[Atom, str] = {}
+    taken: set[str] = set()
+
+    def name(atom: Atom, layer: str) -> None:
+        numbered = (f"{layer}[{number}]" for number in range(1, len(atoms) + 1))
+        names[atom] = layer if layer not in taken else next(free for free in numbered if free not in taken)
+        taken.add(names[atom])
+
+    for layer, written, _ in _writers(coupling):
+        for atom in written:
+            if atom not in names and atom in atoms:
+                name(atom, layer)
+    for tensor in coupling.tensors:  # written by a weight that the model computes first
+        for atom in coupling.atoms([tensor]):
+            if atom not in names and atom in atoms:
+                name(atom, _layer(tensor))
+    return names
+
+
+def _whole(coupling: Coupling) -> tuple[Whole, ...]:
+    found = dict.fromkeys(Whole(layer, size, reason) for layer, _, parts in _writers(coupling) for size, reason in parts)
+    return tuple(found)
+
+
+# -- the graph
+
+
+def _graph(
+    model: nn.Module,
+    coupling: Coupling,
+    rehearsal: Rehearsal,
+    atoms: list[Atom],
+    folds: tuple[list[Fold], list[Fold]],
+    whole: tuple[Whole, ...],
+    notes: list[str],
+    example: Any,
+) -> ChannelGraph:
+    channels = coupling.channels
+    names = _names(coupling, atoms)
+    order = sorted(atoms, key=list(names).index)
+    numbers = {atom.index: number for number, atom in enumerate(order)}
+
+    def layouts(name: str) -> list[Any]:
+        return [in_spaces(channels.resolve(layout), numbers) for layout in coupling.tensors[name]]
+
+    def gate_folds(chosen: list[Fold]) -> tuple[GateFold, ...]:
+        return tuple(
+            GateFold(name, dim, layouts(name)[dim]) for name, dim in chosen if channels.atoms(coupling.tensors[name][dim])
+        )
+
+    writers: dict[Atom, dict[str, None]] = {atom: {} for atom in order}
+    readers: dict[Atom, dict[str, None]] = {atom: {} for atom in order}
+    for layer, written, _ in _writers(coupling):
+        for atom in written:
+            writers[atom][layer] = None
+    for name, item in _weighted(coupling):
+        for atom in channels.atoms(item.over):
+            readers[atom][_layer(name)] = None
+    bindings = tuple(
+        Binding(
+            module,
+            attribute if position is None else f"{attribute}[{position}]",
+            bound.multiple * channels.size(bound.layout),
+            ", ".join(names[atom] for atom in channels.atoms(bound.layout)),
+        )
+        for (module, attribute, position), bound in rehearsal.bindings.items()
+    )
+    unknown = Counter(str(op.func) for facts in coupling.facts[:1] for op in facts.unknown)
+    return ChannelGraph(
+        spaces=tuple(
+            ChannelSpace(names[atom], channels.axis_size(atom), tuple(writers[atom]), tuple(readers[atom])) for atom in order
+        ),
+        whole=whole,
+        bindings=bindings,
+        unknown=dict(unknown),
+        notes=tuple(notes),
+        input_shape=_sample_shape(example),
+        fingerprint=fingerprint(model),
+        hard_folds=gate_folds(folds[0]),
+        soft_folds=gate_folds(folds[1]),
+        entries=_entries(model, coupling, numbers, example, rehearsal),
+        _rehearsal=rehearsal,
+        _atoms=tuple(atom.index for atom in order),
+    )
+
+
+def _sample_shape(example: Any) -> Any:
+    """Shape of one sample, nested like the example."""
+    if isinstance(example, Tensor):
+        return tuple(example.shape[1:])
+    if isinstance(example, Mapping):
+        return {str(key): _sample_shape(value) for key, value in example.items()}
+    return tuple(_sample_shape(value) for value in example) if isinstance(example, (list, tuple)) else None
+
+
+def _entries(
+    model: nn.Module, coupling: Coupling, numbers: Mapping[int, int], example: Any, rehearsal: Rehearsal
+) -> tuple[CostEntry, ...]:
+    """Costs per layer, in the order in which they run; parameters that no op of cost uses come last."""
+    recording, facts, resolve = coupling.recordings[0], coupling.facts[0], coupling.channels.resolve
+    batch = batch_of(rehearsal.batches[0])
+    share = _per_sample(model, example, recording, batch) if batch else {}
+    costs = [*facts.costs, *(_measured(op, recording) for op in facts.unknown)]
+    owners = {name: _owner(name) for name, _ in model.named_parameters()}
+    kinds: dict[str, str] = {}
+    macs: dict[str, list[Terms]] = {}
+    for cost in costs:
+        kinds.setdefault(cost.path, cost.kind)
+        terms = product(cost.coefficient, [in_spaces(resolve(layout), numbers) for layout in cost.dims])
+        macs.setdefault(cost.path, []).append(_scaled(terms, share.get(cost.out, Fraction(1))))
+    params: dict[str, list[Terms]] = {}
+    for name, _ in model.named_parameters():
+        dims = coupling.tensors[name]
+        terms = product(1, [in_spaces(resolve(layout), numbers) for layout in dims])
+        params.setdefault(owners[name], []).append(terms)
+    return tuple(
+        CostEntry(path, kinds.get(path, "other"), total(macs.get(path, [])), total(params.get(path, [])))
+        for path in dict.fromkeys([*macs, *params])
+    )
+
+
+def _owner(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+def _scaled(terms: Terms, share: Fraction) -> Terms:
+    scaled = {key: factor * share for key, factor in terms.items()}
+    if any(factor.denominator != 1 for factor in scaled.values()):
+        raise TraceError("The cost of an op does not divide by the batch size: trace with a batch of one sample.")
+    return {key: int(factor) for key, factor in scaled.items()}
+
+
+def _measured(op: Op, recording: Recording) -> OpCost:
+    """Multiply-adds of an op without a rule, counted by torch on tensors without data."""
+
+    def empty(leaf: Any) -> Any:
+        if not isinstance(leaf, Ref):
+            return leaf
+        return torch.empty(recording.shapes[leaf.value], dtype=recording.dtypes[leaf.value], device="meta")
+
+    counter = FlopCounterMode(display=False)
+    try:
+        with counter:
+            op.func(*tree_map(empty, op.args), **tree_map(empty, dict(op.kwargs)))
+    except Exception:  # no meta kernel: torch itself counts nothing for it either
+        pass
+    out = next((value for value in op.outs if value is not None), -1)
+    return OpCost(op.path, op.name, counter.get_total_flops() // 2, (), out)

@@ -1,0 +1,34 @@
+"""What all tests share: fixed seeds, and the global switches of torch left as they were."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+torch.set_num_threads(1)  # small nets: more threads only wait for each other
+
+
+@pytest.fixture(autouse=True)
+def _same_world() -> Iterator[None]:
+    """Every test starts from the same seeds, and must not leave a global switch changed."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    before = _switches()
+    yield
+    assert _switches() == before
+
+
+def _switches() -> tuple[object, ...]:
+    return (
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.mha.get_fastpath_enabled(),
+        torch.utils._python_dispatch._get_current_dispatch_mode(),
+    )

@@ -1,0 +1,130 @@
+"""What holds for the repository as a whole."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+import tomllib
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchvision.models import resnet18
+
+import dmcp
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+SOURCES = {path.stem: path for path in (ROOT / "src" / "dmcp").glob("*.py")}
+
+# A file imports only from those before it.
+ORDER = [
+    "errors",
+    "spaces",
+    "slicing",
+    "recording",
+    "layouts",
+    "facts",
+    "rules",
+    "coupling",
+    "gating",
+    "replay",
+    "markov",
+    "cost",
+    "graph",
+    "tracing",
+    "supernet",
+    "cutting",
+    "nets",
+    "cli",
+]
+
+
+def imported(path: Path) -> set[str]:
+    """Files of ours that a file imports; the package itself is `__init__`."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}: write the import in full"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    ours = [name.split(".")[1:] for name in names if name.split(".")[0] == "dmcp"]
+    return {parts[0] if parts and parts[0] in SOURCES else "__init__" for parts in ours}
+
+
+def test_imports_point_one_way() -> None:
+    assert set(SOURCES) == {*ORDER, "__init__", "__main__"}
+    for place, name in enumerate(ORDER):
+        # the last file may read the version
+        allowed = {*ORDER[:place], *(["__init__"] if name == "cli" else [])}
+        assert imported(SOURCES[name]) <= allowed, name
+    assert imported(SOURCES["__init__"]) <= {*ORDER} - {"cli"}
+
+
+def test_all_is_what_is_exported() -> None:
+    public = {
+        name
+        for name, value in vars(dmcp).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType) and name != "annotations"
+    }
+    assert sorted(dmcp.__all__) == sorted({*public, "__version__"})
+
+
+def test_version_is_the_same_everywhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == dmcp.__version__
+    assert f"\nversion: {dmcp.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {dmcp.__version__} " in (ROOT / "CHANGELOG.md").read_text()
+
+
+def committed() -> Iterator[Path]:
+    """Text files of the tree, less what .gitignore names."""
+    ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text().split()} | {".git"}
+    for top in sorted(ROOT.iterdir()):
+        for path in [top] if top.is_file() else sorted(top.rglob("*")) if top.name not in ignored else []:
+            if path.is_file() and not set(path.parts) & ignored and path.suffix not in (".png", ".pyc"):
+                yield path
+
+
+def test_no_file_names_a_registry_host() -> None:
+    hosts = re.compile(r"(py[p]i|python[h]osted|ana[c]onda|npm[j]s|hugging[f]ace)\.(org|com|co)\b|download\.py[t]orch")
+    assert [path.name for path in committed() if hosts.search(path.read_text(errors="replace"))] == []
+
+
+def test_readme_lists_every_source_file() -> None:
+    assert [name for name in ORDER if not re.search(rf"^ +{name}\.py +\w", README, re.MULTILINE)] == []
+
+
+@pytest.fixture
+def blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What each python block of the README leaves behind, run one after the other in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    sources = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    spaces: list[dict[str, Any]] = []
+    for source in sources:
+        spaces.append({"source": source})
+        exec(compile(source, "README.md", "exec"), spaces[-1])
+    return spaces
+
+
+def test_readme_blocks_run_and_load_without_us(blocks: list[dict[str, Any]]) -> None:
+    pruned, loaded = blocks
+    assert "dmcp" not in loaded["source"]
+    assert len(loaded["source"].strip().splitlines()) <= 13  # ten lines, and the imports
+    small, again = pruned["small"].eval(), loaded["model"].eval()
+    image = torch.randn(2, 3, 64, 64)
+    assert torch.equal(small(image), again(image))
+    assert torch.equal(small(image), dmcp.load("half", resnet18()).eval()(image))
+    assert [parameter.shape for parameter in again.parameters()] != [p.shape for p in resnet18().parameters()]
+
+
+def test_demo_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "examples" / "demo.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "1,814,073,344" in printed  # MACs of ResNet-18, as torch's own counter has them
+    assert "torchvision.models.resnet.ResNet, difference 0.0e+00" in printed

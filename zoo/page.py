@@ -1,0 +1,164 @@
+"""docs/zoo.md: totals, what falls short and why, and a row per model."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
+from statistics import median
+
+import dmcp
+from zoo import peer
+from zoo.contract import LEAST_EFFECT, TOLERANCE, TRAINED_PARAMS, Result
+from zoo.models import ENTRIES, Entry
+
+FAMILIES = {
+    "tv": "torchvision classification",
+    "seg": "torchvision segmentation",
+    "detbody": "detector bodies",
+    "timm": "timm",
+}
+# reasons for which DESIGN.md, section 5, keeps a space whole by default
+_ALLOWED = re.compile(r"layer_?norm|group_?norm|rms_?norm|standardi|mixes channels", re.IGNORECASE)
+
+Row = tuple[Entry, Result]
+
+
+def write(results: Mapping[str, Result], peers: Mapping[str, str] | None, command: str) -> str:
+    """The page as Markdown; `peers` is None where Torch-Pruning's column was not asked for or cannot be had."""
+    rows = [(entry, results[entry.name]) for entry in ENTRIES if entry.name in results]
+    parts = [_head(rows, command), _totals(rows), _not_correct(rows), _below(rows), _unknown(rows)]
+    parts += [_peer_totals(peers)] if peers is not None else [_no_peer()]
+    return "\n\n".join([*parts, _models(rows, peers or {})]) + "\n"
+
+
+def falls_short(entry: Entry, result: Result) -> bool:
+    """Whether more than a point of the table's prunable share is missing."""
+    return result.seconds is not None and 100 * result.share < entry.share - 1
+
+
+def allowed(result: Result) -> bool:
+    """Whether spaces kept whole for LayerNorm or weight standardisation are among the reasons."""
+    return any(_ALLOWED.search(reason) for reason in result.whole)
+
+
+def _head(rows: Sequence[Row], command: str) -> str:
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "torchvision", "timm"))
+    about = f"{len(rows)} of {len(ENTRIES)} models, torch-dmcp {dmcp.__version__}, {packages}, Python {platform.python_version()}"
+    return f"""# The zoo
+
+Written by `{command}`, not by hand. {about}, CPU, one thread per model.
+
+Each model gets random parameters and BatchNorm statistics (no zeros, no tiny scales), and every prunable space is cut
+to a random width, from half of it to all but one channel; all in float64. *Correct* means that
+
+* the cut network equals the original with hard gates within {TOLERANCE:g} of the difference between two images
+  (*error*, of the worst output), and the gates move every output by at least {LEAST_EFFECT:g} of that unit (*effect*);
+* `graph.macs` and `graph.params` equal torch's flop counter / 2 and the real parameters, at full width and cut;
+* the cut network runs in train mode (tried up to {TRAINED_PARAMS // 10**6}M parameters).
+
+*Wrong* means cut without complaint, but unequal; *vacuous* that the gates hardly move the output; *failed* that an
+error or the time limit ended it. *s* are the seconds of `dmcp.trace`: both recordings, analysis and replay."""
+
+
+def _totals(rows: Sequence[Row]) -> str:
+    groups = [[row for row in rows if row[0].family == family] for family in FAMILIES]
+    names = [*FAMILIES.values(), "**all**"]
+    lines = [
+        "| | models | correct | wrong | vacuous | failed | ≥ 99 % prunable | ≥ 90 % | ≥ 50 % | median s | max s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, group in zip(names, [*groups, rows], strict=True):
+        status = Counter(result.status for _, result in group)
+        counts = [status[kind] for kind in ("correct", "wrong", "vacuous", "failed")]
+        shares = [sum(100 * result.share >= least for _, result in group) for least in (99, 90, 50)]
+        seconds = [result.seconds for _, result in group if result.seconds is not None]
+        times = [f"{median(seconds):.1f}", f"{max(seconds):.1f}"] if seconds else ["-", "-"]
+        lines.append("| " + " | ".join(map(str, [name, len(group), *counts, *shares, *times])) + " |")
+    return "## Totals\n\n" + "\n".join(lines)
+
+
+def _not_correct(rows: Iterable[Row]) -> str:
+    lines = [
+        f"* {entry.name}: {result.status}: {_line(result.detail)}"
+        for entry, result in rows
+        if result.status != "correct"
+    ]
+    return "## Not correct\n\n" + ("\n".join(lines) or "None.")
+
+
+def _below(rows: Sequence[Row]) -> str:
+    """Models with less to prune than TRACING.md found, those that LayerNorm or weight standardisation explain apart."""
+    short = [(entry, result) for entry, result in rows if falls_short(entry, result)]
+    kinds = {
+        "Spaces kept whole for LayerNorm, GroupNorm or weight standardisation (`exact=True`)": True,
+        "Other reasons": False,
+    }
+    parts = ["## Prunable share more than a point below TRACING.md's"]
+    for title, kind in kinds.items():
+        lines = [
+            f"* {entry.name}: {100 * result.share:.1f} % instead of {entry.share} %: {_reasons(result)}"
+            for entry, result in short
+            if allowed(result) is kind
+        ]
+        parts.append(f"{title}: {len(lines)} models.\n\n" + "\n".join(lines) if lines else f"{title}: none.")
+    return "\n\n".join(parts)
+
+
+def _unknown(rows: Sequence[Row]) -> str:
+    models: dict[str, list[str]] = {}
+    for entry, result in rows:
+        for op in result.unknown:
+            models.setdefault(op, []).append(entry.name)
+    lines = [f"* `{op}`: {', '.join(names)}" for op, names in sorted(models.items())]
+    return "## Ops without a rule\n\n" + ("\n".join(lines) or "None.")
+
+
+def _no_peer() -> str:
+    why = "not asked for" if peer.installed() else "not installed"
+    return (
+        f"Torch-Pruning's column is left out: it was {why} (`pip install torch-pruning`, then `python -m zoo --peer`)."
+    )
+
+
+def _peer_totals(peers: Mapping[str, str]) -> str:
+    counts = Counter(outcome.partition(":")[0] for outcome in peers.values())
+    lines = [f"* {outcome}: {count}" for outcome, count in counts.most_common()]
+    about = f"{(peer.__doc__ or '').strip().partition(chr(10))[2].strip()} {peer.LIMIT_SECONDS} s limit per model."
+    return f"## Torch-Pruning {version('torch-pruning')} on the same models\n\n{about}\n\n" + "\n".join(lines)
+
+
+def _models(rows: Iterable[Row], peers: Mapping[str, str]) -> str:
+    titles = ["model", "px", "params M", "spaces", "prunable %", "TRACING.md %", "MACs left %", "error", "effect"]
+    titles += ["bindings", "train mode", "s", "verdict", *(["Torch-Pruning"] if peers else [])]
+    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
+    for entry, result in rows:
+        left = f"{100 * result.macs[1] / result.macs[0]:.0f}" if result.macs[0] else "-"
+        cells = [
+            entry.name,
+            entry.px,
+            f"{entry.params / 1e6:.1f}",
+            result.spaces,
+            f"{100 * result.share:.1f}",
+            entry.share,
+        ]
+        cells += [left, _number(result.error, ".0e"), _number(result.effect, ".2f"), len(result.bindings)]
+        cells += [result.train.partition(":")[0] or "-", _number(result.seconds, ".1f"), result.status]
+        cells += [peers.get(entry.name, "-").partition(":")[0]] if peers else []
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "## Models\n\n" + "\n".join(lines)
+
+
+def _reasons(result: Result, most: int = 6) -> str:
+    """The most frequent reasons why something is kept whole; those that the output shape gives are of no interest."""
+    return "; ".join(f"{_line(reason)} ×{count}" for reason, count in list(result.whole.items())[:most])
+
+
+def _line(text: str) -> str:
+    return " ".join(text.replace("|", "/").split())[:400]
+
+
+def _number(value: float | None, style: str) -> str:
+    return "-" if value is None else format(value, style)
