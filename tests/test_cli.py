@@ -15,6 +15,7 @@ import dmcp
 from dmcp import cli
 from dmcp.nets import build
 
+LONG = "a_name_that_does_not_fit_on_a_line_of_eighty_columns_and_must_still_be_found_by_grep"
 Capture = pytest.CaptureFixture[str]
 
 
@@ -86,7 +87,9 @@ def test_inspect_builds_a_network_of_the_current_folder(
         "from torch import nn\n"
         "def build(width=8, act=True, name=''):\n"
         "    assert (width, act, name) == (12, False, 'x')\n"
-        "    return nn.Sequential(nn.Conv2d(1, width, 3), nn.Conv2d(width, 2, 3))\n"
+        "    net = nn.Sequential(nn.Conv2d(1, width, 3), nn.Conv2d(width, 2, 3))\n"
+        f"    net.add_module({LONG!r}, nn.Conv2d(2, 3, 3))\n"
+        "    return net\n"
         "number = 3\n"
     )
     monkeypatch.chdir(tmp_path)
@@ -94,6 +97,8 @@ def test_inspect_builds_a_network_of_the_current_folder(
     code, out, err = run(capsys, "inspect", "mynet:build", *options)
     assert (code, err) == (0, "")
     assert "12" in out
+    assert LONG in out  # not broken, since nobody reads a pipe at 80 columns
+    assert "it is an output of the model" in out
     assert "did you mean build?" in run(capsys, "inspect", "mynet:biuld")[2]
     assert "not a function or class" in run(capsys, "inspect", "mynet:number")[2]
     assert "its builder failed: AssertionError" in run(capsys, "inspect", "mynet:build")[2]

@@ -334,6 +334,8 @@ def test_load_refuses_another_architecture(chain: Case, odd: Case, tmp_path: Pat
         dmcp.load(tmp_path, odd[0])
     with pytest.raises(dmcp.WidthsError, match="another architecture"):
         dmcp.load(tmp_path, small)  # the cut network is not the unpruned one
+    with pytest.raises(dmcp.WidthsError, match="on the meta device"):
+        dmcp.load(tmp_path, Chain(**Chain.FULL).to("meta"))
 
 
 def test_load_refuses_another_version_of_the_code(odd: Case, tmp_path: Path) -> None:

@@ -159,7 +159,8 @@ def test_soft_gates_are_gate_layers(net: Any, training: bool) -> None:
     model.train(training)
     supernet.train(training)
     total = sum(space.size for space in graph.spaces)
-    gates = torch.rand(total, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    # Some are negative, which no chance is, so that a gate before a relu is not one after it.
+    gates = torch.randn(total, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
     expected = EXPLICIT[net](copy.deepcopy(model), x, by_width(net, graph, gates))
     output = supernet(x, gates)
     assert distance(output, expected) < 1e-10

@@ -45,8 +45,9 @@ def allowed(result: Result) -> bool:
 
 
 def _head(rows: Sequence[Row], command: str) -> str:
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "torchvision", "timm"))
-    about = f"{len(rows)} of {len(ENTRIES)} models, torch-dmcp {dmcp.__version__}, {packages}, Python {platform.python_version()}"
+    versions = {"torch-dmcp": dmcp.__version__} | {name: version(name) for name in ("torch", "torchvision", "timm")}
+    versions["Python"] = platform.python_version()
+    about = ", ".join([f"{len(rows)} of {len(ENTRIES)} models", *(f"{name} {text}" for name, text in versions.items())])
     return f"""# The zoo
 
 Written by `{command}`, not by hand. {about}, CPU, one thread per model.

@@ -138,10 +138,12 @@ def _table(*columns: str) -> Table:
 
 
 def _print(*things: str | Table) -> None:
-    """To stdout: wrapped in a terminal; in a pipe as wide as it must be, so that no name is broken."""
+    """To stdout, as wide as the terminal; in a pipe as wide as it must be, so that no name is broken."""
     console = Console(highlight=False, markup=False, emoji=False)
     for thing in things:
-        width = console.width
-        if not console.is_terminal and isinstance(thing, Table):
-            width = max(width, console.measure(thing).minimum)
-        console.print(thing, width=width, soft_wrap=isinstance(thing, str) and not console.is_terminal)
+        if isinstance(thing, Table) and not console.is_terminal:
+            for column in thing.columns:
+                column.min_width = max(len(word) for cell in column.cells for word in str(cell).split())
+            unbroken = console.measure(thing, options=console.options.update(width=10_000)).minimum
+            console.width = max(console.width, unbroken)
+        console.print(thing, soft_wrap=isinstance(thing, str))

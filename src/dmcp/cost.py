@@ -77,10 +77,10 @@ class Polynomial:
         extended = torch.cat([widths, torch.ones_like(widths[:, :1])], dim=1)
         index = self.index.to(widths.device)
         rows = max(1, _CHUNK // max(1, len(coefficients)))
-        return torch.cat([_products(part, index) @ coefficients for part in extended.split(rows)])
+        return torch.cat([_products(part, index) @ coefficients for part in torch.split(extended, rows)])
 
     def expected(self, moment: Callable[[int], Tensor]) -> Tensor:
-        """The expectation where widths of different spaces are independent (eqs. 9 to 12); moment(p) -> E[w**p], (S,)"""
+        """Expectation if the widths of spaces are independent (eqs. 9 to 12); moment(p) gives E[w ** p]. -> ()"""
         powers: dict[int, Tensor] = {1: moment(1)}
         groups: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
         for key, factor in self.terms.items():

@@ -42,12 +42,14 @@ class Coupling:
         return {value: tuple(size(layout) for layout in dims) for value, dims in self.layouts[number].items()}
 
 
-def couple(recordings: Sequence[Recording], rules: Mapping[Func, Rule], strict: bool) -> Coupling:
-    """Apply the rules to every op of every recording."""
+def couple(
+    recordings: Sequence[Recording], rules: Mapping[Func, Rule], strict: bool, frozen: Sequence[str] = ()
+) -> Coupling:
+    """Apply the rules to every op of every recording; strict: an op without a rule must lie in a frozen module."""
     coupling = Coupling(Channels(), {})
     for recording in recordings:
         coupling.recordings.append(recording)
-        facts, layouts = _follow(coupling, recording, rules, strict)
+        facts, layouts = _follow(coupling, recording, rules, strict, frozen)
         coupling.facts.append(facts)
         coupling.layouts.append(layouts)
     for recording, layouts in zip(coupling.recordings, coupling.layouts, strict=True):
@@ -58,7 +60,7 @@ def couple(recordings: Sequence[Recording], rules: Mapping[Func, Rule], strict: 
 
 
 def _follow(
-    coupling: Coupling, recording: Recording, rules: Mapping[Func, Rule], strict: bool
+    coupling: Coupling, recording: Recording, rules: Mapping[Func, Rule], strict: bool, frozen: Sequence[str]
 ) -> tuple[Facts, dict[int, Dims]]:
     channels, facts = coupling.channels, Facts()
     layouts: dict[int, Dims] = {}
@@ -73,14 +75,14 @@ def _follow(
         call = Call(channels, recording, layouts, number, facts)
         channels.because = call.where()
         rule = find_rule(op.func, rules, pointwise)
-        if rule is None and strict:
+        if rule is None and strict and not _inside(op.path, frozen):
             raise TraceError(_no_rule(call))
         outs = unknown(call) if rule is None else rule(call)
         facts.flows.append(call.flow)
-        for value, dims in zip(op.outs, outs, strict=False):
-            if value is not None:
-                _check(call, dims, recording.shapes[value])
-                layouts[value] = dims
+        for out, dims in zip(op.outs, outs, strict=False):
+            if out is not None:
+                _check(call, dims, recording.shapes[out])
+                layouts[out] = dims
     return facts, layouts
 
 
@@ -91,11 +93,14 @@ def _check(call: Call, dims: Dims, shape: Shape) -> None:
         raise TraceError(f"The channel rule of {call.op.func} at {call.path or 'the top'} gave {sizes}, not {shape}.")
 
 
+def _inside(path: str, names: Sequence[str]) -> bool:
+    return any(path == name or path.startswith(name + ".") for name in names)
+
+
 def _no_rule(call: Call) -> str:
     shape = "x".join(str(size) for size in call.x.shape) if call.operands else "none"
-    top = call.path.split(".")[0] or "a module of yours"
+    second = f'trace(..., frozen=["{call.path}"])' if call.path else "trace(..., strict=False)"
     return (
         f"{call.path or 'the model'}: no channel rule for {call.op.func} (input {shape}). Give one: "
-        f"trace(..., rules=RULES | {{{call.op.func}: my_rule}}), or let its channels stay whole: "
-        f'trace(..., frozen=["{top}"], strict=False).'
+        f"trace(..., rules=RULES | {{{call.op.func}: my_rule}}), or keep its channels whole: {second}."
     )

@@ -140,6 +140,8 @@ def load(folder: str | os.PathLike[str], model: nn.Module) -> nn.Module:
             f"{folder}: saved from another architecture than this {type(model).__name__}: "
             "build the unpruned model exactly as it was before pruning (same classes, same arguments)."
         )
+    if any(tensor.is_meta for tensor in _tensors(model).values()):
+        raise WidthsError("The model is on the meta device, where tensors have no values: build it on a real one.")
     _fit(folder, record, model)
     small = narrow(
         model, {}, {path: _like(model.get_submodule(path), new) for path, new in record["attributes"].items()}

@@ -99,7 +99,9 @@ class Facts:
 class Call:
     """One op with the layouts of its arguments, as a rule sees it. Arguments are read by their schema name."""
 
-    def __init__(self, channels: Channels, recording: Recording, layouts: Mapping[int, Dims], number: int, facts: Facts):
+    def __init__(
+        self, channels: Channels, recording: Recording, layouts: Mapping[int, Dims], number: int, facts: Facts
+    ):
         self.channels, self.facts, self.number = channels, facts, number
         self.op = recording.ops[number]
         self.path = self.op.path
@@ -113,7 +115,7 @@ class Call:
             return Operand(leaf.value, layouts[leaf.value], recording.shapes[leaf.value], recording.dtypes[leaf.value])
 
         self.arguments = {name: tree_map(operand, leaf) for name, leaf in self.op.arguments().items()}
-        self.operands = [operand(Ref(value)) for value in self.op.inputs()]
+        self.operands: list[Operand] = [operand(Ref(value)) for value in self.op.inputs()]
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments.get(name)
@@ -205,7 +207,9 @@ class Call:
     def normalises(self, over: Layout) -> None:
         """Say that the op's weight and bias scale and shift the channels of a dim."""
         self.flow = Flow.NORMALISES
-        weight, bias = (value.value if isinstance(value := self[name], Operand) else None for name in ("weight", "bias"))
+        weight, bias = (
+            value.value if isinstance(value := self[name], Operand) else None for name in ("weight", "bias")
+        )
         self.facts.norms[self.number] = Norm(self.path, weight, bias, over)
 
 
@@ -254,10 +258,8 @@ def find_rule(func: Func, rules: Mapping[Func, Rule], pointwise: Rule) -> Rule |
     """The rule of an op, of its out-of-place twin, or the pointwise one where torch says that it is."""
     name, overload = func._schema.name.split("::")[1], func._overloadname
     twin = getattr(getattr(torch.ops.aten, name[:-1], None), overload, None) if name.endswith("_") else None
-    for candidate in (func, twin):
+    candidates: list[Func] = [func] if twin is None else [func, twin]
+    for candidate in candidates:
         if candidate in rules:
             return rules[candidate]
-    for candidate in (func, twin):
-        if candidate is not None and torch.Tag.pointwise in candidate.tags:
-            return pointwise
-    return None
+    return pointwise if any(torch.Tag.pointwise in candidate.tags for candidate in candidates) else None

@@ -39,18 +39,20 @@ def plan_folds(coupling: Coupling, parameters: Iterable[str]) -> Plan:
     """Decide where the gates of every atom go."""
     flows = [_Zeros(coupling, number) for number in range(len(coupling.recordings))]
     readers: dict[Fold, None] = {}
-    unread: dict[Atom, str] = {}  # summed without a weight of the model's own
+    unread: set[Atom] = set()  # summed without a weight of the model's own
+    sure = True
     for flow in flows:
         for contraction, atom in flow.sums():
             folds = flow.reader(contraction, atom)
             readers.update(dict.fromkeys(folds))
+            sure &= bool(folds) and contraction.weight in flow.recording.tensors
             if not folds:
-                unread[atom] = contraction.path
+                unread.add(atom)
     every = [(name, dim) for name in parameters for dim in range(len(coupling.tensors.get(name, ())))]
-    everywhere = [fold for fold in every if unread.keys() & set(_atoms(coupling, fold))] if unread else []
+    everywhere = [fold for fold in every if unread & set(_atoms(coupling, fold))] if unread else []
     hard = dict.fromkeys([*readers, *everywhere])
     plan = Plan(hard=list(hard))
-    if unread:
+    if not sure:  # the zeros must survive what lies between a parameter and the sum
         for flow in flows:
             for contraction, atom in flow.follow(set(hard)):
                 plan.stuck[atom] = f"no weight reads it that could be gated (at {contraction.path or 'the top'})"
@@ -74,7 +76,7 @@ class _Zeros:
     def __init__(self, coupling: Coupling, number: int) -> None:
         self.coupling = coupling
         self.recording, self.facts = coupling.recordings[number], coupling.facts[number]
-        self.own = self._own()
+        self.own = self.recording.own()
         resolve = coupling.channels.atoms
         known: dict[object, frozenset[Atom]] = {}
         self.atoms: dict[int, frozenset[Atom]] = {}
@@ -123,17 +125,6 @@ class _Zeros:
                     if atom in atoms
                 ]
         return []
-
-    def _own(self) -> dict[int, frozenset[int]]:
-        """By value: the model's tensors that it is computed from, if no input has a part in it."""
-        own: dict[int, frozenset[int]] = {value: frozenset((value,)) for value in self.recording.tensors}
-        own.update((value, frozenset()) for value in self.recording.constants if value not in own)
-        for op in self.recording.ops:
-            inputs = op.inputs()
-            if all(value in own for value in inputs):
-                sources = frozenset[int]().union(*(own[value] for value in inputs))
-                own.update((value, sources) for value in op.outs if value is not None and value not in own)
-        return own
 
     # -- following zeros
 

@@ -77,7 +77,10 @@ class ChannelGraph:
     _atoms: tuple[int, ...]  # the atom of each space
 
     def __post_init__(self) -> None:
-        for name, parts in (("_macs", [entry.macs for entry in self.entries]), ("_params", [entry.params for entry in self.entries])):
+        for name, parts in (
+            ("_macs", [entry.macs for entry in self.entries]),
+            ("_params", [entry.params for entry in self.entries]),
+        ):
             object.__setattr__(self, name, Polynomial(total(parts), len(self.spaces)))
 
     # -- widths
@@ -106,14 +109,14 @@ class ChannelGraph:
         return self._widths(chosen)
 
     def _check_names(self, kept: Mapping[str, Any]) -> None:
+        if isinstance(kept, Widths) and kept.fingerprint != self.fingerprint:
+            raise WidthsError("These widths are for another architecture: their fingerprint is not this graph's.")
         known = [space.name for space in self.spaces]
         for name in kept:
             if name not in known:
                 near = difflib.get_close_matches(str(name), known, n=3)
                 hint = f"did you mean {', '.join(near)}?" if near else "graph.spaces lists them."
                 raise WidthsError(f"There is no space named {name!r}: {hint}")
-        if isinstance(kept, Widths) and kept.fingerprint != self.fingerprint:
-            raise WidthsError("These widths are for another architecture: their fingerprint is not this graph's.")
 
     # -- cost
 
@@ -189,10 +192,14 @@ class ChannelGraph:
                 self.widths({space.name: chosen})
                 found[atom] = torch.arange(chosen)
                 continue
-            listed = chosen.tolist() if isinstance(chosen, Tensor) else list(chosen)  # type: ignore[arg-type]
-            if not listed or len(set(listed)) != len(listed) or not all(type(i) is int and 0 <= i < space.size for i in listed):
+            listed: Any = chosen.tolist() if isinstance(chosen, Tensor) else chosen
+            valid = isinstance(listed, (list, tuple, range)) and all(
+                type(i) is int and 0 <= i < space.size for i in listed
+            )
+            if not valid or not listed or len(set(listed)) != len(listed):
                 raise WidthsError(
-                    f"The indices kept of {space.name} must be different ints from 0 to {space.size - 1}, at least one."
+                    f"What is kept of {space.name} must be a width, or a list of different ints from 0 to "
+                    f"{space.size - 1}, not {chosen!r}."
                 )
             found[atom] = torch.tensor(listed)
         return found
@@ -243,7 +250,7 @@ class ChannelGraph:
     def summary(self) -> str:
         """A table of the spaces, then what is kept whole and why."""
         lines = [
-            f"{self.macs():,} macs, {self.params():,} params, {len(self.spaces)} spaces, "
+            f"{self.macs():,} macs, {self.params():,} params, {len(self.spaces)} space{'s' * (len(self.spaces) != 1)}, "
             f"{self.prunable_share:.1%} of the macs in layers that can be narrowed",
             "",
         ]

@@ -380,6 +380,9 @@ def kept_indices(layout: Layout, kept: Mapping[int, Tensor], sizes: Mapping[int,
 def monomials(layout: Layout) -> list[tuple[int, tuple[int, ...]]]:
     """The dim's size as a polynomial: a coefficient and the atoms it multiplies, per segment."""
     return [
-        (math.prod(axis for axis in segment if isinstance(axis, int)), tuple(atom.index for atom in atoms_of((segment,))))
+        (
+            math.prod(axis for axis in segment if isinstance(axis, int)),
+            tuple(atom.index for atom in atoms_of((segment,))),
+        )
         for segment in layout
     ]

@@ -13,8 +13,10 @@ def group_sizes(size: int, groups: int, align: int = 1) -> tuple[int, ...]:
     """
     units = -(-size // align)
     count = min(groups, units)
-    borders = [min(size, align * (units * k // count)) for k in range(count + 1)]
-    return tuple(stop - start for start, stop in zip(borders, borders[1:], strict=False))
+    small, larger = divmod(units, count)
+    sizes = [align * small] * (count - larger) + [align * (small + 1)] * larger
+    sizes[-1] -= align * units - size
+    return tuple(sizes)
 
 
 def transitions(alpha: Tensor) -> Tensor:

@@ -84,6 +84,17 @@ class Recording:
     constants: list[int] = field(default_factory=list)  # tensors that come from nowhere we know
     outputs: list[int] = field(default_factory=list)
 
+    def own(self) -> dict[int, frozenset[int]]:
+        """Values that no input has a part in: weights, and what the model computes from them. -> the tensors used"""
+        own: dict[int, frozenset[int]] = {value: frozenset((value,)) for value in self.tensors}
+        own.update((value, frozenset()) for value in self.constants if value not in own)
+        for op in self.ops:
+            inputs = op.inputs()
+            if all(value in own for value in inputs):
+                sources = frozenset[int]().union(*(own[value] for value in inputs))
+                own.update((value, sources) for value in op.outs if value is not None and value not in own)
+        return own
+
     def add(self, tensor: Tensor) -> int:
         """A new value of this tensor's shape."""
         self.shapes.append(tuple(int(n) for n in tensor.shape))
@@ -91,11 +102,11 @@ class Recording:
         return len(self.shapes) - 1
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Writes down every op that runs while it is entered."""
 
     def __init__(self, model: nn.Module, inputs: list[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording(model.training)
         self._known: dict[int, int] = {}  # id of a tensor -> its value
         self._alive: list[Tensor] = []  # ids are reused unless every tensor stays alive
@@ -106,7 +117,9 @@ class Recorder(TorchDispatchMode):
 
     def _value(self, tensor: Tensor) -> int:
         known = self._known.get(id(tensor))
-        if known is None or self.recording.shapes[known] != tuple(tensor.shape):  # squeeze_() and its like reshape in place
+        if known is None or self.recording.shapes[known] != tuple(
+            tensor.shape
+        ):  # squeeze_() and its like reshape in place
             self._known[id(tensor)] = self.recording.add(tensor)
             self._alive.append(tensor)
         return self._known[id(tensor)]
@@ -164,9 +177,12 @@ def tensors_in(nested: Any) -> list[Tensor]:
 def untouched_world(device: str) -> Iterator[None]:
     """Every random state and global switch is afterwards as it was before."""
     python, numpy_state, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # the fused kernel hides the layers inside it
+    random.seed(0)  # a model that rolls dice rolls the same ones in every recording and replay
+    np.random.seed(0)
+    torch.default_generator.manual_seed(0)
     try:
         with contextlib.ExitStack() as stack:
             for kind in ("cpu", "cuda"):

@@ -60,7 +60,7 @@ class Outcome:
         return not self.conflicts and self.stopped is None
 
 
-class Replayer(Recorder):
+class Replayer(Recorder):  # type: ignore[no-untyped-call]
     """Records a narrow model in lockstep with the recording of the wide one."""
 
     def __init__(
@@ -79,7 +79,7 @@ class Replayer(Recorder):
     def run(self, call: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number = len(self.recording.ops)
         if number >= len(self.original.ops) or self.original.ops[number].func is not call.func:
-            raise _Astray(f"the narrow model goes another way at {call.name} in {call.path or 'the top'}")
+            raise _AstrayError(f"the narrow model goes another way at {call.name} in {call.path or 'the top'}")
         expected = self.original.ops[number]
         if not any(value is not None for value in expected.outs):
             return expected.result  # a Python number: the narrow model takes the same branches
@@ -119,13 +119,15 @@ class Replayer(Recorder):
     def _made_up(self, expected: Op, wanted: list[Shape | None]) -> Any:
         """Tensors as predicted, so that one replay finds every conflict and not only the first."""
         made = [
-            None if value is None or shape is None else torch.empty(shape, dtype=self.original.dtypes[value], device="meta")
+            None
+            if value is None or shape is None
+            else torch.empty(shape, dtype=self.original.dtypes[value], device="meta")
             for value, shape in zip(expected.outs, wanted, strict=True)
         ]
         return made[0] if expected.single else tuple(made)
 
 
-class _Astray(Exception):
+class _AstrayError(Exception):
     """The narrow model runs other ops than the wide one did."""
 
 
@@ -152,7 +154,8 @@ class Rehearsal:
             live = [bool(self.coupling.channels.atoms(layout)) for layout in dims]
             if any(live):
                 found[name] = tuple(
-                    kept_indices(layout, kept, sizes) if alive else None for layout, alive in zip(layouts, live, strict=True)
+                    kept_indices(layout, kept, sizes) if alive else None
+                    for layout, alive in zip(layouts, live, strict=True)
                 )
         return found
 
@@ -206,7 +209,7 @@ class Settler:
         self.rehearsal, self.coupling, self.parameters, self.bind = rehearsal, rehearsal.coupling, parameters, bind
         self.random = random.Random(seed)
         # by recording, op and literal: attributes not tried yet, and the one that is being tried
-        self.candidates: dict[tuple[int, int, int], list[tuple[Place, int]]] = {}
+        self.candidates: dict[tuple[int, int, int], list[tuple[Place, Bound]]] = {}
         self.tried: dict[tuple[int, int, int], Place] = {}
         self.new: set[Place] = set()  # bound since the last replay
         self.modules = dict(rehearsal.model.named_modules())
@@ -220,7 +223,8 @@ class Settler:
                 return
             sizes = {atom.index: self.coupling.channels.axis_size(atom) for atom in atoms}
             widths = {
-                atom: self.random.randint(max(1, min(size - 1, int(0.3 * size))), size - 1) for atom, size in sizes.items()
+                atom: self.random.randint(max(1, min(size - 1, int(0.3 * size))), size - 1)
+                for atom, size in sizes.items()
             }
             outcome = self.rehearsal.replay(number, self.rehearsal.narrow(widths, sizes), widths)
             if outcome.clean:
@@ -251,12 +255,20 @@ class Settler:
         if conflict.kind == "scale":
             first = layouts[op.inputs()[0]][-1:] if op.inputs() else ()
             return self._freeze(first, f"a factor in the code depends on its size ({where})")
-        bound = [self._bind((number, conflict.number, at), op, *wrong) for at, wrong in enumerate(conflict.literals) if may_bind]
+        bound = [
+            self._bind((number, conflict.number, at), op, *wrong)
+            for at, wrong in enumerate(conflict.literals)
+            if may_bind
+        ]
         if any(bound):
             return True
         reason = f"a number in the code fixes its size ({where})"
         if conflict.literals:
-            return self._freeze(tuple(literal.layout for literal, _ in conflict.literals), reason)
+            # Numbers that still are the unpruned size come first: others may be computed from the width that these fix.
+            size = self.coupling.channels.size
+            stale = [literal.layout for literal, value in conflict.literals if value == size(literal.layout)]
+            every = tuple(literal.layout for literal, _ in conflict.literals)
+            return self._freeze(tuple(stale), reason) or self._freeze(every, reason)
         touched = [layout for value in op.outs if value is not None for layout in layouts[value]]
         touched += [layout for value in op.inputs() for layout in layouts[value]]
         return self._freeze(tuple(touched), f"the op does not run at other widths ({where})")
@@ -275,21 +287,32 @@ class Settler:
         if not self._alive(literal.layout) or value != self.coupling.channels.size(literal.layout):
             return False
         if key not in self.candidates:
-            self.candidates[key] = list(self._attributes_equal(op.path, literal.position, value))[:_CANDIDATES]
+            self.candidates[key] = list(self._candidates(op.path, literal, value))[:_CANDIDATES]
         if key in self.tried:  # it did not help
             self.rehearsal.bindings.pop(self.tried.pop(key), None)
         resolve = self.coupling.channels.resolve
         while self.candidates[key]:
-            place, multiple = self.candidates[key].pop(0)
+            place, bound = self.candidates[key].pop(0)
             known = self.rehearsal.bindings.get(place)
-            if known is not None and place in self.new and resolve(known.layout) == resolve(literal.layout):
+            if known is not None and place in self.new and resolve(known.layout) == resolve(bound.layout):
                 return True  # a number before this one came from the same attribute: see whether that helps
             if known is None:
                 self.new.add(place)
-                self.rehearsal.bindings[place] = Bound(literal.layout, multiple)
+                self.rehearsal.bindings[place] = bound
                 self.tried[key] = place
                 return True
         return False
+
+    def _candidates(self, path: str, literal: Literal, value: int) -> Iterator[tuple[Place, Bound]]:
+        """Attributes that the number could come from; of a flattened map also those that count its channels only."""
+        for place, multiple in self._attributes_equal(path, literal.position, value):
+            yield place, Bound(literal.layout, multiple)
+        segment, *more = self.coupling.channels.resolve(literal.layout)
+        channels = tuple(axis for axis in segment if not isinstance(axis, int))
+        if not more and len(channels) < len(segment):
+            inner = self.coupling.channels.segment_size(channels)
+            for place, multiple in self._attributes_equal(path, None, inner):
+                yield place, Bound((channels,), multiple)
 
     def _attributes_equal(self, path: str, position: int | None, value: int) -> Iterator[tuple[Place, int]]:
         """Int attributes of the module and those around it that are the value or a small multiple, nearest first."""
@@ -302,8 +325,9 @@ class Settler:
                         continue
                     if type(held) is int and held == multiple * value:
                         yield (owner, name, None), multiple
-                    elif type(held) in (list, tuple) and multiple == 1 and position is not None:
-                        if position < len(held) and type(held[position]) is int and held[position] == value:
+                    elif multiple == 1 and type(held) in (list, tuple) and position is not None:
+                        here = held[position : position + 1]
+                        if type(here[0] if here else None) is int and here[0] == value:
                             yield (owner, name, position), 1
 
     def _freeze_module(self, number: int, at: int, why: str) -> bool:
@@ -311,7 +335,9 @@ class Settler:
         recording, layouts = self.coupling.recordings[number], self.coupling.layouts[number]
         path = recording.ops[at].path
         while True:
-            inside = [op for op in recording.ops[: at + 1] if not path or op.path == path or op.path.startswith(path + ".")]
+            inside = [
+                op for op in recording.ops[: at + 1] if not path or op.path == path or op.path.startswith(path + ".")
+            ]
             entering = [layout for op in inside[:1] for value in op.inputs()[:1] for layout in layouts[value]]
             everything = [layout for op in inside for value in op.inputs() for layout in layouts[value]]
             reason = f"a number in the code of {path or 'the model'} depends on its size: {why}"

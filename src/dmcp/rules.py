@@ -564,14 +564,38 @@ def unknown(call: Call, reason: str = "there is no channel rule for it") -> list
     return call.fixed_outputs()
 
 
-_ZERO_OF_ZEROS = {"sum", "mean", "amax", "amin", "max", "min", "var", "std", "norm", "linalg_vector_norm", "nansum", "prod"}
+_ZERO_OF_ZEROS = {
+    "sum",
+    "mean",
+    "amax",
+    "amin",
+    "max",
+    "min",
+    "var",
+    "std",
+    "norm",
+    "linalg_vector_norm",
+    "nansum",
+    "prod",
+}
 _SPATIAL_RANK = {
-    **{f"{name}1d": 1 for name in ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "upsample_linear")},
-    **{f"{name}2d": 2 for name in ("max_pool", "avg_pool", "adaptive_avg_pool", "_adaptive_avg_pool", "adaptive_max_pool")},
-    **{f"{name}3d": 3 for name in ("max_pool", "avg_pool", "adaptive_avg_pool", "_adaptive_avg_pool", "adaptive_max_pool")},
+    **{
+        f"{name}1d": 1 for name in ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "upsample_linear")
+    },
+    **{
+        f"{name}2d": 2
+        for name in ("max_pool", "avg_pool", "adaptive_avg_pool", "_adaptive_avg_pool", "adaptive_max_pool")
+    },
+    **{
+        f"{name}3d": 3
+        for name in ("max_pool", "avg_pool", "adaptive_avg_pool", "_adaptive_avg_pool", "adaptive_max_pool")
+    },
     **{f"upsample_{kind}": 2 for kind in ("nearest2d", "bilinear2d", "bicubic2d")},
     **{f"_upsample_{kind}": 2 for kind in ("nearest_exact2d", "bilinear2d_aa", "bicubic2d_aa")},
-    **{"upsample_nearest1d": 1, "upsample_nearest3d": 3, "upsample_trilinear3d": 3, "max_pool2d_with_indices": 2},
+    "upsample_nearest1d": 1,
+    "upsample_nearest3d": 3,
+    "upsample_trilinear3d": 3,
+    "max_pool2d_with_indices": 2,
     **{f"{kind}_pad{rank}d": rank for kind in ("reflection", "replication") for rank in (1, 2, 3)},
 }
 
@@ -619,8 +643,8 @@ _BY_NAME: dict[Rule, str] = {
     "var_mean std_mean count_nonzero",
     along: "softmax _softmax log_softmax _log_softmax _safe_softmax cumsum cumprod sort argsort topk",
     glu: "glu",
-    create: "zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like rand "
-    "randn rand_like randn_like scalar_tensor",
+    create: "zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like "
+    "rand randn rand_like randn_like scalar_tensor",
     opaque: "arange linspace item _local_scalar_dense is_nonzero eye tril triu meshgrid nonzero _assert_async "
     "_assert_tensor_metadata equal bincount",
 }

@@ -79,7 +79,9 @@ class Widths(Mapping[str, int]):
             items = tuple((name, kept) for name, kept in channels.items())
         except (TypeError, KeyError, AttributeError) as error:
             raise WidthsError(f"This is not a widths file: {error} is missing or of the wrong kind.") from None
-        if not isinstance(mark, str) or not all(isinstance(name, str) and type(kept) is int and kept >= 1 for name, kept in items):
+        if not isinstance(mark, str) or not all(
+            isinstance(name, str) and type(kept) is int and kept >= 1 for name, kept in items
+        ):
             raise WidthsError("This is not a widths file: every width must be an int of at least 1.")
         return Widths(items, _tuples(shape), mark)
 

@@ -26,7 +26,9 @@ class Supernet(nn.Module):
         super().__init__()
         model = unwrap(model)
         if fingerprint(model) != graph.fingerprint:
-            raise WidthsError("This graph was traced from another architecture: trace this model, then make its supernet.")
+            raise WidthsError(
+                "This graph was traced from another architecture: trace this model, then make its supernet."
+            )
         if type(groups) is not int or groups < 1 or type(align) is not int or align < 1:
             raise WidthsError(f"groups and align must be ints of at least 1, not {groups!r} and {align!r}.")
         self.model = copy.deepcopy(model)
@@ -41,7 +43,12 @@ class Supernet(nn.Module):
         self.space_of: Tensor
         self.position: Tensor
         spaces = [space.size for space in graph.spaces]
-        group = torch.cat([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) + number * most for number, row in enumerate(sizes)])
+        group = torch.cat(
+            [
+                torch.arange(len(row)).repeat_interleave(torch.tensor(row)) + number * most
+                for number, row in enumerate(sizes)
+            ]
+        )
         space = torch.arange(len(spaces)).repeat_interleave(torch.tensor(spaces))
         for name, table in (
             ("sizes", padded),
@@ -82,7 +89,9 @@ class Supernet(nn.Module):
     def forward(self, x: Any, gates: Tensor) -> Any:
         """Run with gates: bool ones fold into readers, others into norms."""
         if gates.shape != self.position.shape:
-            raise WidthsError(f"Gates must be one number per channel, {len(self.position)} in all, not {tuple(gates.shape)}.")
+            raise WidthsError(
+                f"Gates must be one number per channel, {len(self.position)} in all, not {tuple(gates.shape)}."
+            )
         table = self._hard if gates.dtype == torch.bool else self._soft
         folded = table.fold(self.model, gates)
         return call_model(lambda *args, **kwargs: functional_call(self.model, folded, args, kwargs), x)

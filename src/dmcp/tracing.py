@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dmcp.cost import Terms, product, total
 from dmcp.coupling import Coupling, couple
 from dmcp.errors import TraceError
-from dmcp.facts import Contraction, OpCost, Rule
+from dmcp.facts import Contraction, Dims, OpCost, Rule
 from dmcp.gating import Fold, plan_folds
 from dmcp.graph import Binding, ChannelGraph, CostEntry, GateFold, Whole, in_spaces
 from dmcp.layouts import Atom
@@ -47,7 +47,8 @@ def trace(
     """
     model = unwrap(model)
     recordings, batches, notes = _record_modes(model, example_input)
-    coupling = couple(recordings, rules, strict)
+    frozen = [frozen] if isinstance(frozen, str) else list(frozen)
+    coupling = couple(recordings, rules, strict, frozen)
     parameters = [name for name, _ in model.named_parameters()]
     if exact:
         for facts in coupling.facts:
@@ -135,31 +136,39 @@ def _freeze_unwritten(coupling: Coupling, parameters: list[str]) -> None:
 def _freeze_named(coupling: Coupling, model: nn.Module, parameters: list[str], frozen: Iterable[str]) -> None:
     """Keep whole what the user named: all that the parameters of a module write, or one space."""
     modules = {name for name, _ in model.named_modules() if name}
-    read = {(name, item.weight_dim) for name, item in _weighted(coupling)}
-    for wanted in [frozen] if isinstance(frozen, str) else frozen:
+    read = {
+        (recording.tensors[item.weight], item.weight_dim)
+        for recording, facts in zip(coupling.recordings, coupling.facts, strict=True)
+        for contractions in facts.contractions.values()
+        for item in contractions
+        if item.weight is not None and item.weight in recording.tensors
+    }
+    for wanted in frozen:
         spaces = _names(coupling, coupling.atoms(parameters))
         inside = [name for name in parameters if name == wanted or name.startswith(wanted + ".")]
         if wanted in spaces.values():
             for atom, name in spaces.items():
                 if name == wanted:
-                    coupling.channels.freeze(((atom,),), "you asked for it")
+                    coupling.channels.freeze(((atom,),), "frozen, as you asked")
         elif wanted not in modules and not inside:
-            near = difflib.get_close_matches(wanted, [*modules, *spaces.values()], n=3)
+            near = difflib.get_close_matches(wanted, sorted({*modules, *spaces.values()}), n=3)
             hint = f"did you mean {', '.join(near)}?" if near else "graph.spaces and model.named_modules() list names."
             raise TraceError(f"frozen names no module and no space of this model: {wanted!r}; {hint}")
         for name in inside:
             for dim, layout in enumerate(coupling.tensors[name]):
                 if (name, dim) not in read:
-                    coupling.channels.freeze(layout, "you asked for it")
+                    coupling.channels.freeze(layout, "frozen, as you asked")
 
 
-def _weighted(coupling: Coupling) -> Iterable[tuple[str, Contraction]]:
-    """Every sum whose weight is a tensor of the model's own, with that tensor's name, in order."""
-    for recording, facts in zip(coupling.recordings, coupling.facts, strict=True):
+def _weighted(coupling: Coupling) -> Iterable[tuple[str, Dims, Contraction]]:
+    """Every sum with a weight of the model's own, or computed from one: layer, dims of the weight, sum; in order."""
+    for recording, layouts, facts in zip(coupling.recordings, coupling.layouts, coupling.facts, strict=True):
+        own = recording.own()
         for contractions in facts.contractions.values():
             for item in contractions:
-                if item.weight is not None and item.weight in recording.tensors:
-                    yield recording.tensors[item.weight], item
+                if item.weight is not None and own.get(item.weight):
+                    tensor = recording.tensors.get(item.weight)
+                    yield item.path if tensor is None else _layer(tensor), layouts[item.weight], item
 
 
 def _layer(tensor: str) -> str:
@@ -169,10 +178,10 @@ def _layer(tensor: str) -> str:
 
 def _writers(coupling: Coupling) -> Iterable[tuple[str, list[Atom], list[tuple[int, str]]]]:
     """Layers with the atoms that they write and the parts that are whole, in order."""
-    for name, item in _weighted(coupling):
+    for layer, dims, item in _weighted(coupling):
         if item.out_dim is not None:
-            layout = coupling.tensors[name][item.out_dim]
-            yield _layer(name), coupling.channels.atoms(layout), coupling.channels.whole(layout)
+            layout = dims[item.out_dim]
+            yield layer, coupling.channels.atoms(layout), coupling.channels.whole(layout)
 
 
 def _names(coupling: Coupling, atoms: list[Atom]) -> dict[Atom, str]:
@@ -189,7 +198,7 @@ def _names(coupling: Coupling, atoms: list[Atom]) -> dict[Atom, str]:
         for atom in written:
             if atom not in names and atom in atoms:
                 name(atom, layer)
-    for tensor in coupling.tensors:  # written by a weight that the model computes first
+    for tensor in coupling.tensors:
         for atom in coupling.atoms([tensor]):
             if atom not in names and atom in atoms:
                 name(atom, _layer(tensor))
@@ -197,7 +206,9 @@ def _names(coupling: Coupling, atoms: list[Atom]) -> dict[Atom, str]:
 
 
 def _whole(coupling: Coupling) -> tuple[Whole, ...]:
-    found = dict.fromkeys(Whole(layer, size, reason) for layer, _, parts in _writers(coupling) for size, reason in parts)
+    found = dict.fromkeys(
+        Whole(layer, size, reason) for layer, _, parts in _writers(coupling) for size, reason in parts
+    )
     return tuple(found)
 
 
@@ -224,7 +235,9 @@ def _graph(
 
     def gate_folds(chosen: list[Fold]) -> tuple[GateFold, ...]:
         return tuple(
-            GateFold(name, dim, layouts(name)[dim]) for name, dim in chosen if channels.atoms(coupling.tensors[name][dim])
+            GateFold(name, dim, layouts(name)[dim])
+            for name, dim in chosen
+            if channels.atoms(coupling.tensors[name][dim])
         )
 
     writers: dict[Atom, dict[str, None]] = {atom: {} for atom in order}
@@ -232,9 +245,9 @@ def _graph(
     for layer, written, _ in _writers(coupling):
         for atom in written:
             writers[atom][layer] = None
-    for name, item in _weighted(coupling):
+    for layer, _, item in _weighted(coupling):
         for atom in channels.atoms(item.over):
-            readers[atom][_layer(name)] = None
+            readers[atom][layer] = None
     bindings = tuple(
         Binding(
             module,
@@ -247,7 +260,8 @@ def _graph(
     unknown = Counter(str(op.func) for facts in coupling.facts[:1] for op in facts.unknown)
     return ChannelGraph(
         spaces=tuple(
-            ChannelSpace(names[atom], channels.axis_size(atom), tuple(writers[atom]), tuple(readers[atom])) for atom in order
+            ChannelSpace(names[atom], channels.axis_size(atom), tuple(writers[atom]), tuple(readers[atom]))
+            for atom in order
         ),
         whole=whole,
         bindings=bindings,
