@@ -299,11 +299,11 @@ def _unwrapped(wrapped: nn.Module, model: nn.Module, graph: Any) -> None:
 
 
 def test_data_parallel_is_unwrapped(model: nn.Module, graph: Any) -> None:
-    _unwrapped(nn.DataParallel(model), model, graph)
+    _unwrapped(nn.DataParallel(model, device_ids=[]), model, graph)
 
 
 def test_a_compiled_model_is_unwrapped(model: nn.Module, graph: Any) -> None:
-    _unwrapped(torch.compile(model), model, graph)
+    _unwrapped(torch.compile(model, backend="eager"), model, graph)
 
 
 @pytest.mark.usefixtures("process_group")
@@ -311,7 +311,7 @@ def test_a_compiled_model_is_unwrapped(model: nn.Module, graph: Any) -> None:
 def test_a_distributed_model_is_unwrapped(graph: Any) -> None:
     model = Chain(**Chain.FULL)
     _unwrapped(DistributedDataParallel(model), model, graph)
-    _unwrapped(torch.compile(DistributedDataParallel(model)), model, graph)
+    _unwrapped(torch.compile(DistributedDataParallel(model), backend="eager"), model, graph)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
@@ -81,7 +82,8 @@ def check_cut(model: nn.Module, graph: Any, x: Any, modes: tuple[bool, ...] = BO
 def counted(model: nn.Module, x: Any) -> int:
     """Multiply-adds of one sample by torch's own counter; the batch of all inputs is their dim 0."""
     batch = len(leaves(x)[0])
-    with FlopCounterMode(display=False) as counter:  # with gradients: attention's fused path cannot be counted
+    # With gradients and without fused attention, which torch does not count on every device and version.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         call(copy.deepcopy(model).eval(), x)
     assert counter.get_total_flops() % (2 * batch) == 0
     return counter.get_total_flops() // (2 * batch)

@@ -20,8 +20,7 @@ FAMILIES = {
     "detbody": "detector bodies",
     "timm": "timm",
 }
-# reasons for which DESIGN.md, section 5, keeps a space whole by default
-_ALLOWED = re.compile(r"layer_?norm|group_?norm|rms_?norm|standardi|mixes channels", re.IGNORECASE)
+_PLACE = re.compile(r" \([^()]* at [^()]*\)| of [\w.]+(?= depends)")  # where in the model a reason applies
 
 Row = tuple[Entry, Result]
 
@@ -32,16 +31,6 @@ def write(results: Mapping[str, Result], peers: Mapping[str, str] | None, comman
     parts = [_head(rows, command), _totals(rows), _not_correct(rows), _below(rows), _unknown(rows)]
     parts += [_peer_totals(peers)] if peers is not None else [_no_peer()]
     return "\n\n".join([*parts, _models(rows, peers or {})]) + "\n"
-
-
-def falls_short(entry: Entry, result: Result) -> bool:
-    """Whether more than a point of the table's prunable share is missing."""
-    return result.seconds is not None and 100 * result.share < entry.share - 1
-
-
-def allowed(result: Result) -> bool:
-    """Whether spaces kept whole for LayerNorm or weight standardisation are among the reasons."""
-    return any(_ALLOWED.search(reason) for reason in result.whole)
 
 
 def _head(rows: Sequence[Row], command: str) -> str:
@@ -91,18 +80,19 @@ def _not_correct(rows: Iterable[Row]) -> str:
 
 
 def _below(rows: Sequence[Row]) -> str:
-    """Models with less to prune than TRACING.md found, those that LayerNorm or weight standardisation explain apart."""
-    short = [(entry, result) for entry, result in rows if falls_short(entry, result)]
+    """Models with less to prune than TRACING.md found; those that `exact=True` explains apart."""
+    short = [(entry, result) for entry, result in rows if result.falls_short(entry)]
     kinds = {
-        "Spaces kept whole for LayerNorm, GroupNorm or weight standardisation (`exact=True`)": True,
-        "Other reasons": False,
+        True: "Kept whole for LayerNorm, GroupNorm or weight standardisation; `exact=False` prunes them",
+        False: "Other reasons, or those and others",
     }
     parts = ["## Prunable share more than a point below TRACING.md's"]
-    for title, kind in kinds.items():
+    for explained, title in kinds.items():
         lines = [
-            f"* {entry.name}: {100 * result.share:.1f} % instead of {entry.share} %: {_reasons(result)}"
+            f"* {entry.name}: {_percent(result.share)} instead of {entry.share} %, with `exact=False`"
+            f" {_percent(result.loose_share)}: {_reasons(result)}"
             for entry, result in short
-            if allowed(result) is kind
+            if result.explained(entry) is explained
         ]
         parts.append(f"{title}: {len(lines)} models.\n\n" + "\n".join(lines) if lines else f"{title}: none.")
     return "\n\n".join(parts)
@@ -152,13 +142,20 @@ def _models(rows: Iterable[Row], peers: Mapping[str, str]) -> str:
     return "## Models\n\n" + "\n".join(lines)
 
 
-def _reasons(result: Result, most: int = 6) -> str:
-    """The most frequent reasons why something is kept whole; those that the output shape gives are of no interest."""
-    return "; ".join(f"{_line(reason)} ×{count}" for reason, count in list(result.whole.items())[:most])
+def _reasons(result: Result, most: int = 5) -> str:
+    """The most frequent reasons why dims are kept whole, wherever in the model they are."""
+    kinds: Counter[str] = Counter()
+    for reason, count in result.whole.items():
+        kinds[_PLACE.sub("", reason)] += count
+    return "; ".join(f"{_line(kind)} ×{count}" for kind, count in kinds.most_common(most))
 
 
 def _line(text: str) -> str:
     return " ".join(text.replace("|", "/").split())[:400]
+
+
+def _percent(share: float | None) -> str:
+    return "not measured" if share is None else f"{100 * share:.1f} %"
 
 
 def _number(value: float | None, style: str) -> str:

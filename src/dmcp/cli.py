@@ -6,6 +6,8 @@ import ast
 import json
 import re
 import sys
+from collections.abc import Iterable, Sequence
+from textwrap import TextWrapper
 from typing import Annotated, Any
 
 import torch
@@ -21,6 +23,8 @@ from dmcp.nets import build, sample_shape
 from dmcp.tracing import trace
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+_PIPE = TextWrapper(44, break_long_words=False, break_on_hyphens=False)  # a cell in a pipe; four columns in 80
 
 
 def main() -> None:
@@ -105,45 +109,41 @@ def _count(number: int) -> str:
 def _show(name: str, shape: tuple[int, ...], graph: ChannelGraph) -> None:
     """Totals, then three tables: the spaces, what is kept whole, the attributes that follow a width."""
     macs, params = graph.macs(graph.full), graph.params(graph.full)
-    spaces = _table("space", "size", "layers tied to it", "MACs")
-    for space in graph.spaces:
-        spaces.add_row(space.name, str(space.size), ", ".join(space.writers), f"{graph.space_share(space):.1%}")
-    whole = _table("layers", "size", "why")
-    for size, reason in dict.fromkeys((kept.size, kept.reason) for kept in graph.whole):
-        layers = [kept.name for kept in graph.whole if (kept.size, kept.reason) == (size, reason)]
-        whole.add_row(", ".join(layers), str(size), reason)
-    bindings = _table("attribute", "now", "follows")
-    for binding in graph.bindings:
-        bindings.add_row(f"{binding.module}.{binding.attribute}".lstrip("."), str(binding.value), binding.follows)
+    spaces = [
+        (space.name, str(space.size), ", ".join(space.writers), f"{graph.space_share(space):.1%}")
+        for space in graph.spaces
+    ]
+    alike: dict[tuple[int, str], list[str]] = {}
+    for kept in graph.whole:
+        alike.setdefault((kept.size, kept.reason), []).append(kept.name)
+    whole = [(", ".join(names), str(size), reason) for (size, reason), names in alike.items()]
+    bindings = [(f"{it.module}.{it.attribute}".lstrip("."), str(it.value), it.follows) for it in graph.bindings]
 
-    _print(f"{name}, one sample of {'x'.join(map(str, shape))}")
-    _print(f"{_count(macs)} MACs ({macs:,}), {_count(params)} params ({params:,})")
-    _print(f"{len(graph.spaces)} spaces; {graph.prunable_share:.1%} of the MACs are in layers that read or write one")
-    _print("\nChannels that are kept or dropped together, and the MACs in layers on them", spaces)
-    if graph.whole:
-        _print("\nChannels that are kept whole", whole)
-    if graph.bindings:
-        _print("\nAttributes of modules that follow a width, found by replay", bindings)
+    print(f"{name}, one sample of {'x'.join(map(str, shape))}")
+    print(f"{_count(macs)} MACs ({macs:,}), {_count(params)} params ({params:,})")
+    print(f"{len(graph.spaces)} spaces; {graph.prunable_share:.1%} of the MACs are in layers that read or write one")
+    print("\nChannels that are kept or dropped together, and the MACs in layers on them")
+    _print_table(("space", "size", "layers tied to it", "MACs"), spaces)
+    if whole:
+        print("\nChannels that are kept whole")
+        _print_table(("layers", "size", "why"), whole)
+    if bindings:
+        print("\nAttributes of modules that follow a width, found by replay")
+        _print_table(("attribute", "now", "follows"), bindings)
     for op, times in graph.unknown.items():
-        _print(f"\nNo rule for {op} (called {times} times): what it touches is kept whole.")
+        print(f"\nNo rule for {op} (called {times} times): what it touches is kept whole.")
     for note in graph.notes:
-        _print(f"\nNote: {note}")
+        print(f"\nNote: {note}")
 
 
-def _table(*columns: str) -> Table:
+def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """As wide as the terminal; in a pipe as wide as it must be, so that no name is broken."""
+    console = Console(highlight=False, markup=False, emoji=False)
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in columns:
         table.add_column(column, justify="right" if column in ("size", "now", "MACs") else "left", overflow="fold")
-    return table
-
-
-def _print(*things: str | Table) -> None:
-    """To stdout, as wide as the terminal; in a pipe as wide as it must be, so that no name is broken."""
-    console = Console(highlight=False, markup=False, emoji=False)
-    for thing in things:
-        if isinstance(thing, Table) and not console.is_terminal:
-            for column in thing.columns:
-                column.min_width = max(len(word) for cell in column.cells for word in str(cell).split())
-            unbroken = console.measure(thing, options=console.options.update(width=10_000)).minimum
-            console.width = max(console.width, unbroken)
-        console.print(thing, soft_wrap=isinstance(thing, str))
+    for row in rows:
+        table.add_row(*(row if console.is_terminal else map(_PIPE.fill, row)))
+    if not console.is_terminal:
+        console.width = 100_000
+    console.print(table)

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dmcp.errors import TraceError
-from dmcp.facts import Call, Dims, Facts, Rule, find_rule
+from dmcp.facts import Call, Dims, Facts, Rule, find_rule, unknown
 from dmcp.layouts import Atom, Channels, Layout, fixed, width
 from dmcp.recording import Func, Recording, Shape
-from dmcp.rules import pointwise, unknown
+from dmcp.rules import pointwise
 
 
 @dataclass

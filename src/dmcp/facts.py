@@ -263,3 +263,13 @@ def find_rule(func: Func, rules: Mapping[Func, Rule], pointwise: Rule) -> Rule |
         if candidate in rules:
             return rules[candidate]
     return pointwise if any(torch.Tag.pointwise in candidate.tags for candidate in candidates) else None
+
+
+def unknown(call: Call, reason: str = "there is no channel rule for it") -> list[Dims]:
+    """Nothing is known: inputs stay whole, and the op is reported."""
+    call.facts.unknown.append(call.op)
+    call.flow = Flow.LOSES
+    for operand in call.operands:
+        for layout in operand.dims:
+            call.freeze(layout, reason)
+    return call.fixed_outputs()
