@@ -9,10 +9,9 @@ from enum import Enum, auto
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from dmcp.layouts import Channels, Layout, fixed
-from dmcp.recording import Func, Op, Recording, Ref, Shape
+from dmcp.recording import Func, Op, Recording, Ref, Shape, map_leaves
 
 Dims = tuple[Layout, ...]
 
@@ -114,7 +113,7 @@ class Call:
                 return leaf
             return Operand(leaf.value, layouts[leaf.value], recording.shapes[leaf.value], recording.dtypes[leaf.value])
 
-        self.arguments = {name: tree_map(operand, leaf) for name, leaf in self.op.arguments().items()}
+        self.arguments = {name: map_leaves(operand, leaf) for name, leaf in self.op.arguments().items()}
         self.operands: list[Operand] = [operand(Ref(value)) for value in self.op.inputs()]
 
     def __getitem__(self, name: str) -> Any:

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from dmcp.coupling import Coupling
 from dmcp.facts import Contraction, Flow
 from dmcp.layouts import Atom
-from dmcp.recording import Op, Ref
+from dmcp.recording import Op, Ref, map_leaves
 
 Fold = tuple[str, int]  # tensor name, dim: this dim is multiplied by its gates
 
@@ -198,7 +197,7 @@ class _Zeros:
             return torch.tensor([number]).to(self.recording.dtypes[leaf.value])
 
         try:
-            out = op.func(*tree_map(sample, op.args), **tree_map(sample, dict(op.kwargs)))
+            out = op.func(*map_leaves(sample, op.args), **map_leaves(sample, dict(op.kwargs)))
         except Exception:  # an op that cannot be tried on one number is not known to keep zeros
             return False
         return isinstance(out, Tensor) and bool((out == 0).all())

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 from dmcp.errors import TraceError
 from dmcp.slicing import on_meta, skeleton
@@ -30,6 +29,23 @@ Shape = tuple[int, ...]
 _SAME_VALUE = {aten.clone.default, aten.detach.default, aten.alias.default, aten.contiguous.default}
 # Which of these appears depends on strides, and strides depend on widths.
 _ONE_NAME = {aten._unsafe_view.default: aten.view.default, aten._reshape_alias.default: aten.view.default}
+
+
+def map_leaves(function: Callable[[Any], Any], nested: Any) -> Any:
+    """The same tuples, lists and dicts with every leaf replaced."""
+    if isinstance(nested, dict):
+        return {key: map_leaves(function, item) for key, item in nested.items()}
+    if isinstance(nested, (tuple, list)):
+        mapped = [map_leaves(function, item) for item in nested]
+        return mapped if isinstance(nested, list) else tuple(mapped)
+    return function(nested)
+
+
+def leaves(nested: Any) -> list[Any]:
+    """All that tuples, lists and dicts hold, in order."""
+    found: list[Any] = []
+    map_leaves(found.append, nested)
+    return found
 
 
 @dataclass(frozen=True)
@@ -68,7 +84,7 @@ class Op:
 
     def inputs(self) -> list[int]:
         """The values it takes, in order."""
-        return [leaf.value for leaf in tree_flatten((self.args, dict(self.kwargs)))[0] if isinstance(leaf, Ref)]
+        return [leaf.value for leaf in leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Ref)]
 
 
 @dataclass
@@ -141,10 +157,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
             self._alive.append(out)
             return out
         func = _ONE_NAME.get(func, func)
-        call = Op(func, tree_map(self._argument, args), tree_map(self._argument, kwargs), (), self.path[-1])
+        call = Op(func, map_leaves(self._argument, args), map_leaves(self._argument, kwargs), (), self.path[-1])
         out = self.run(call, args, kwargs)
-        leaves = tree_flatten(out)[0]
-        outs = tuple(self._value(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves)
+        outs = tuple(self._value(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves(out))
         result = None if any(leaf is not None for leaf in outs) else out
         single = isinstance(out, Tensor)
         self.recording.ops.append(Op(func, call.args, call.kwargs, outs, call.path, result, single))
@@ -236,17 +251,17 @@ def rebatch(example: Any, size: int) -> Any:
     def one(leaf: Any) -> Any:
         return leaf[torch.arange(size, device=leaf.device) % leaf.shape[0]] if isinstance(leaf, Tensor) else leaf
 
-    return tree_map(one, example)
+    return map_leaves(one, example)
 
 
 def record(model: nn.Module, example: Any, training: bool, device: str = "meta") -> Recording:
     """One forward pass of a copy of the model, in the mode asked for, on the meta device or on the CPU."""
     if device == "meta":
         twin = skeleton(model)
-        example = tree_map(lambda leaf: on_meta(leaf) if isinstance(leaf, Tensor) else leaf, example)
+        example = map_leaves(lambda leaf: on_meta(leaf) if isinstance(leaf, Tensor) else leaf, example)
     else:
         twin = copy.deepcopy(model).to(device)
-        example = tree_map(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, example)
+        example = map_leaves(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, example)
     twin.train(training)
     return run_recorded(Recorder(twin, tensors_in(example)), twin, example)
 

@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
 
 from dmcp.coupling import Coupling
 from dmcp.errors import TraceError
 from dmcp.facts import Dims, Facts, Literal
 from dmcp.layouts import Layout, kept_indices, width
-from dmcp.recording import Op, Recorder, Recording, Shape, run_recorded, tensors_in
+from dmcp.recording import Op, Recorder, Recording, Shape, leaves, map_leaves, run_recorded, tensors_in
 from dmcp.slicing import Cut, narrow, on_meta
 
 _ROUNDS = 80  # replays at most
 _BINDING_ROUNDS = 12  # after these, whatever disagrees is kept whole
+_DRAWS = ((0.3, 1.0), (0.05, 0.4), (0.05, 1.0))  # shares of a space between which widths are drawn
 _MULTIPLES = (1, 2, 3)  # an attribute may be this many times the width: qkv sizes
 _CANDIDATES = 6
 
@@ -92,7 +92,7 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
             if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(call.func.tags):
                 return self._made_up(expected, wanted)
             out = call.func(*args, **kwargs)
-            got = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in tree_flatten(out)[0]]
+            got = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves(out)]
             if got != wanted:
                 kind = kind or "shape"
         except Exception:  # whatever the op says: it does not run at these widths
@@ -133,7 +133,7 @@ class _AstrayError(Exception):
 
 def _scales(op: Op) -> list[float]:
     """Python floats among the arguments: 1 / sqrt(head size) and the like."""
-    return [round(leaf, 12) for leaf in tree_flatten((op.args, dict(op.kwargs)))[0] if isinstance(leaf, float)]
+    return [round(leaf, 12) for leaf in leaves((op.args, dict(op.kwargs))) if isinstance(leaf, float)]
 
 
 @dataclass
@@ -215,21 +215,22 @@ class Settler:
         self.modules = dict(rehearsal.model.named_modules())
 
     def settle(self) -> None:
-        """Until every recording has replayed clean, at least two in a row."""
-        clean, number, count = 0, 0, len(self.coupling.recordings)
+        """Until every kind of draw has replayed clean, in a row, in turns with every recording."""
+        clean, count = 0, len(self.coupling.recordings)
         for round_ in range(_ROUNDS):
             atoms = self.coupling.atoms(self.parameters)
-            if not atoms or clean >= max(2, count):
+            if not atoms or clean >= len(_DRAWS):
                 return
             sizes = {atom.index: self.coupling.channels.axis_size(atom) for atom in atoms}
+            low, high = _DRAWS[clean]
             widths = {
-                atom: self.random.randint(max(1, min(size - 1, int(0.3 * size))), size - 1)
+                atom: self.random.randint(max(1, int(low * size)), max(1, min(size - 1, int(high * size))))
                 for atom, size in sizes.items()
             }
+            number = clean % count
             outcome = self.rehearsal.replay(number, self.rehearsal.narrow(widths, sizes), widths)
             if outcome.clean:
                 clean += 1
-                number = (number + 1) % count
             else:
                 clean = 0
                 self._mend(number, outcome, may_bind=self.bind and round_ < _BINDING_ROUNDS)
@@ -350,4 +351,4 @@ class Settler:
 
 def meta_example(example: Any) -> Any:
     """The example input without its data."""
-    return tree_map(lambda leaf: on_meta(leaf) if isinstance(leaf, Tensor) else leaf, example)
+    return map_leaves(lambda leaf: on_meta(leaf) if isinstance(leaf, Tensor) else leaf, example)

@@ -17,6 +17,7 @@ from dmcp.recording import Func
 from dmcp.shape_rules import (
     as_strided,
     channel_shuffle,
+    col2im,
     concatenate,
     embedding,
     expand,
@@ -42,6 +43,8 @@ from dmcp.shape_rules import (
     transpose,
     unbind,
     unfold,
+    view_as_complex,
+    view_as_real,
 )
 
 
@@ -64,6 +67,29 @@ def spatial(call: Call) -> list[Dims]:
     for layout in x.dims[lead:]:
         call.freeze(layout, "pooled or resized along it")
     return [(*x.dims[:lead], *(fixed(size) for size in shape[lead:])) for shape in call.out_shapes]
+
+
+def grid_sample(call: Call) -> list[Dims]:
+    """Pixels are picked by position; batch and channels pass."""
+    call.flow = Flow.KEEPS
+    x, grid = call.operands
+    for layout in (*x.dims[2:], *grid.dims[1:]):
+        call.freeze(layout, "pixels are picked along it")
+    call.channels.join(x.dims[0], grid.dims[0])
+    return [(*x.dims[:2], *(fixed(size) for size in call.out_shapes[0][2:]))]
+
+
+def transform(call: Call) -> list[Dims]:
+    """Fourier transforms of some dims; the others pass."""
+    call.flow = Flow.KEEPS
+    rank = len(call.x.dims)
+    given = call["dim"]
+    chosen = range(rank) if given is None else [given] if isinstance(given, int) else given
+    dims = list(call.x.dims)
+    for dim in chosen:
+        call.freeze(dims[dim], "it is Fourier transformed")
+        dims[dim] = fixed(call.out_shapes[0][dim])
+    return [tuple(dims)]
 
 
 def reduce(call: Call) -> list[Dims]:
@@ -190,6 +216,13 @@ _BY_NAME: dict[Rule, str] = {
     spatial: " ".join(_SPATIAL_RANK),
     reduce: "mean sum amax amin max min var std logsumexp prod norm linalg_vector_norm any all argmax argmin nansum "
     "var_mean std_mean count_nonzero",
+    grid_sample: "grid_sampler grid_sampler_2d grid_sampler_3d",
+    transform: " ".join(
+        f"fft_{half}{kind}{rank}" for half in ("", "i") for kind in ("fft", "rfft") for rank in ("", "2", "n")
+    ),
+    col2im: "col2im",
+    view_as_complex: "view_as_complex",
+    view_as_real: "view_as_real",
     along: "softmax _softmax log_softmax _log_softmax _safe_softmax cumsum cumprod sort argsort topk",
     glu: "glu",
     create: "zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like "

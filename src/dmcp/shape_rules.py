@@ -243,6 +243,27 @@ def im2col(call: Call) -> list[Dims]:
     return [(call.x.dims[0], patch, fixed(call.out_shapes[0][-1]))]
 
 
+def col2im(call: Call) -> list[Dims]:
+    """Overlapping patches are added up: the opposite of im2col."""
+    call.flow = Flow.KEEPS
+    channels, patch = call.channels.factor(call.x.dims[1], call.out_shapes[0][1])
+    call.freeze(patch, "positions in a patch")
+    return [(call.x.dims[0], channels, *(fixed(size) for size in call.out_shapes[0][2:]))]
+
+
+def view_as_complex(call: Call) -> list[Dims]:
+    """The last dim becomes the two parts of a number."""
+    call.flow = Flow.KEEPS
+    call.freeze(call.x.dims[-1], "the parts of a complex number")
+    return [call.x.dims[:-1]]
+
+
+def view_as_real(call: Call) -> list[Dims]:
+    """A number becomes its two parts in a new last dim."""
+    call.flow = Flow.KEEPS
+    return [(*call.x.dims, fixed(2))]
+
+
 def unfold(call: Call) -> list[Dims]:
     """Sliding windows along a dim."""
     call.flow = Flow.KEEPS

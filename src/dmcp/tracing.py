@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from dmcp.cost import Terms, product, total
@@ -20,7 +19,7 @@ from dmcp.facts import Contraction, Dims, OpCost, Rule
 from dmcp.gating import Fold, plan_folds
 from dmcp.graph import Binding, ChannelGraph, CostEntry, GateFold, Whole, in_spaces
 from dmcp.layouts import Atom
-from dmcp.recording import Func, Op, Recording, Ref, batch_of, rebatch, record, record_anywhere, tensors_in
+from dmcp.recording import Func, Op, Recording, Ref, batch_of, map_leaves, rebatch, record, record_anywhere, tensors_in
 from dmcp.replay import Rehearsal, Settler, meta_example
 from dmcp.rules import RULES
 from dmcp.slicing import skeleton, unwrap
@@ -50,10 +49,8 @@ def trace(
     frozen = [frozen] if isinstance(frozen, str) else list(frozen)
     coupling = couple(recordings, rules, strict, frozen)
     parameters = [name for name, _ in model.named_parameters()]
-    if exact:
-        for facts in coupling.facts:
-            for layout, reason in facts.mixed:
-                coupling.channels.freeze(layout, reason)
+    mixed = [pair for facts in coupling.facts for pair in facts.mixed] if exact else []
+    mixed = [(layout, reason) for layout, reason in mixed if coupling.channels.freeze(layout, reason)]
     _freeze_unwritten(coupling, parameters)
     _freeze_named(coupling, model, parameters, frozen)
     rehearsal = Rehearsal(skeleton(model), example_input, [meta_example(batch) for batch in batches], coupling)
@@ -69,7 +66,8 @@ def trace(
     whole = _whole(coupling)
     if not atoms:
         reasons = "; ".join(f"{item.name}: {item.reason}" for item in whole[:3]) or "no conv or linear layer was seen"
-        raise TraceError(f"Nothing in this model can be pruned. {reasons}.")
+        hint = " With exact=False channels under LayerNorm or weight standardisation could be." if mixed else ""
+        raise TraceError(f"Nothing in this model can be pruned. {reasons}.{hint}")
     return _graph(model, coupling, rehearsal, atoms, (plan.hard, plan.soft), whole, notes, example_input)
 
 
@@ -260,7 +258,9 @@ def _graph(
     unknown = Counter(str(op.func) for facts in coupling.facts[:1] for op in facts.unknown)
     return ChannelGraph(
         spaces=tuple(
-            ChannelSpace(names[atom], channels.axis_size(atom), tuple(writers[atom]), tuple(readers[atom]))
+            ChannelSpace(
+                names[atom], channels.axis_size(atom), tuple(writers[atom]) or (names[atom],), tuple(readers[atom])
+            )
             for atom in order
         ),
         whole=whole,
@@ -334,7 +334,7 @@ def _measured(op: Op, recording: Recording) -> OpCost:
     counter = FlopCounterMode(display=False)
     try:
         with counter:
-            op.func(*tree_map(empty, op.args), **tree_map(empty, dict(op.kwargs)))
+            op.func(*map_leaves(empty, op.args), **map_leaves(empty, dict(op.kwargs)))
     except Exception:  # no meta kernel: torch itself counts nothing for it either
         pass
     out = next((value for value in op.outs if value is not None), -1)

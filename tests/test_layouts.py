@@ -1,0 +1,348 @@
+"""The algebra of dims against plain lists: a dim is written out as one label per channel.
+
+The label of a channel is the set of (atom, channel of the atom) that it is made of, and nothing where it is whole. What
+an operation should do to a dim is then a list operation on labels, and two dims are the same channels if their lists
+are equal.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dmcp.layouts import Atom, Channels, Layout, atoms_of, fixed, kept_indices, monomials, width
+
+Labels = list[frozenset[tuple[int, int]]]
+LARGEST = 240  # channels of a dim in random programs
+
+
+def labels(channels: Channels, layout: Layout) -> Labels:
+    """A dim written out."""
+    written: Labels = []
+    for segment in channels.resolve(layout):
+        axes: list[Labels] = [
+            [frozenset()] * axis
+            if isinstance(axis, int)
+            else [frozenset({(axis.index, channel)}) for channel in range(channels.axis_size(axis))]
+            for axis in segment
+        ]
+        written += [frozenset[tuple[int, int]]().union(*picked) for picked in itertools.product(*axes)]
+    return written
+
+
+def times(outer: Labels, inner: Labels) -> Labels:
+    """Two dims flattened into one, on lists."""
+    return [one | other for one in outer for other in inner]
+
+
+class Program:
+    """Random operations on a pool of dims, and what each of them claims about labels from then on."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.channels = Channels(because="a test")
+        self.pool: list[Layout] = [self.fresh() for _ in range(3)]
+        self.claims: list[tuple[str, Callable[[], tuple[Labels, Labels]]]] = []
+
+    def fresh(self) -> Layout:
+        return self.channels.fresh(self.random.choice([1, 2, 3, 4, 6, 8, 12]))
+
+    def pick(self) -> Layout:
+        return self.random.choice(self.pool)
+
+    def labels(self, layout: Layout) -> Labels:
+        return labels(self.channels, layout)
+
+    def claim(self, text: str, left: Callable[[], Labels], right: Callable[[], Labels]) -> None:
+        self.claims.append((text, lambda: (left(), right())))
+
+    def step(self) -> None:
+        steps = [self.concatenate, self.multiply, self.divide, self.factor, self.join, self.join, self.grow, self.twist]
+        self.random.choice(steps)()
+
+    def grow(self) -> None:
+        self.pool.append(self.random.choice([self.fresh(), fixed(self.random.randint(1, 6))]))
+
+    def concatenate(self) -> None:
+        one, other = self.pick(), self.pick()
+        if self.channels.size(one + other) <= LARGEST:
+            self.claim("cat", lambda: self.labels(one + other), lambda: self.labels(one) + self.labels(other))
+            self.pool.append(one + other)
+
+    def multiply(self) -> None:
+        one, other = self.pick(), self.pick()
+        if self.channels.size(one) * self.channels.size(other) <= LARGEST:
+            out = self.channels.multiply(one, other)
+            self.claim("multiply", lambda: self.labels(out), lambda: times(self.labels(one), self.labels(other)))
+            self.pool.append(out)
+
+    def divide(self) -> None:
+        whole = self.pick()
+        size = self.channels.size(whole)
+        places = sorted(self.random.randint(0, size) for _ in range(self.random.randint(1, 3)))
+        sizes = [stop - start for start, stop in itertools.pairwise([0, *places, size])]
+        pieces = self.channels.divide(whole, sizes)
+        assert [self.channels.size(piece) for piece in pieces] == sizes
+        self.claim(f"divide {sizes}", lambda: self.labels(whole), lambda: sum(map(self.labels, pieces), Labels()))
+        self.pool += [piece for piece, size in zip(pieces, sizes, strict=True) if size]
+
+    def factor(self) -> None:
+        whole = self.pick()
+        size = self.channels.size(whole)
+        count = self.random.choice([n for n in range(1, size + 1) if size % n == 0])
+        outer, inner = self.channels.factor(whole, count)
+        assert (self.channels.size(outer), self.channels.size(inner)) == (count, size // count)
+        self.claim(f"factor {count}", lambda: self.labels(whole), lambda: times(self.labels(outer), self.labels(inner)))
+        self.pool += [outer, inner]
+
+    def join(self) -> None:
+        one = self.pick()
+        size = self.channels.size(one)
+        same = [layout for layout in self.pool if self.channels.size(layout) == size and layout != one]
+        other = self.random.choice([*same, self.channels.fresh(size)])
+        self.channels.join(one, other)
+        self.claim("join", lambda: self.labels(one), lambda: self.labels(other))
+        self.pool.append(other)
+
+    def twist(self) -> None:
+        """A channel shuffle is added to what it shuffled."""
+        outer, inner = self.pick(), self.pick()
+        if self.channels.size(outer) * self.channels.size(inner) <= LARGEST:
+            one, other = self.channels.multiply(outer, inner), self.channels.multiply(inner, outer)
+            self.channels.join(one, other)
+            self.claim("twist", lambda: self.labels(one), lambda: self.labels(other))
+            self.pool += [one, other]
+
+    def check(self) -> None:
+        for _ in range(2):  # reading a dim may find out that a part of it must stay whole
+            for layout in self.pool:
+                self.channels.resolve(layout)
+        for number, (text, sides) in enumerate(self.claims):
+            left, right = sides()
+            assert left == right, f"claim {number}: {text}"
+
+
+def ran(seed: int, steps: int) -> Program:
+    program = Program(seed)
+    for _ in range(steps):
+        program.step()
+    return program
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_operations_are_those_of_lists(part: int) -> None:
+    for seed in range(50 * part, 50 * part + 50):
+        program = Program(seed)
+        for step in range(10):
+            program.step()
+            try:
+                program.check()
+            except AssertionError as error:
+                raise AssertionError(f"seed {seed}, step {step}: {error}") from None
+
+
+def test_random_programs_leave_something_to_narrow() -> None:
+    """The claims hold for dims that are whole, too: most must not be."""
+    live = [any(program.channels.atoms(layout) for layout in program.pool) for program in (ran(s, 10) for s in range(99))]
+    assert sum(live) > 80
+
+
+def test_reading_is_that_of_lists() -> None:
+    for seed in range(150):
+        program = ran(seed, 8)
+        program.check()
+        channels = program.channels
+        for layout in program.pool:
+            resolved = channels.resolve(layout)
+            assert channels.resolve(resolved) == resolved
+            sizes = {atom.index: channels.axis_size(atom) for atom in atoms_of(resolved)}
+            assert sorted(atom.index for atom in channels.atoms(layout)) == sorted(sizes)
+            written = labels(channels, layout)
+            assert len(written) == channels.size(layout) == channels.size(resolved)
+            kept = {atom: sorted(program.random.sample(range(n), program.random.randint(1, n))) for atom, n in sizes.items()}
+            expected = [at for at, label in enumerate(written) if all(channel in kept[atom] for atom, channel in label)]
+            found = kept_indices(resolved, {atom: torch.tensor(own) for atom, own in kept.items()}, sizes)
+            assert found.tolist() == expected
+            widths = {atom: len(own) for atom, own in kept.items()}
+            assert width(resolved, widths) == len(expected)
+            terms = monomials(resolved)
+            assert sum(factor * math.prod(widths[atom] for atom in atoms) for factor, atoms in terms) == len(expected)
+
+
+def test_kept_channels_come_in_the_order_given() -> None:
+    layout: Layout = ((Atom(0), 2), (3,), (Atom(1),))
+    kept = {0: torch.tensor([2, 0]), 1: torch.tensor([1, 3])}
+    assert kept_indices(layout, kept, {0: 3, 1: 4}).tolist() == [4, 5, 0, 1, 6, 7, 8, 10, 12]
+
+
+# -- what aligns must stay free: a package that keeps everything whole would pass all of the above
+
+
+def test_aligned_operations_keep_nothing_whole() -> None:
+    for seed in range(100):
+        generator = random.Random(seed)
+        channels = Channels()
+        parts = [channels.fresh(generator.randint(2, 9)) for _ in range(generator.randint(1, 4))]
+        before = [labels(channels, part) for part in parts]
+        inner = generator.randint(1, 5)
+        flat = channels.multiply(sum(parts, ()), fixed(inner))
+        outer, back = channels.factor(flat, channels.size(sum(parts, ())))
+        assert back == fixed(inner)
+        pieces = channels.divide(outer, [channels.size(part) for part in parts])
+        twins = [channels.fresh(channels.size(piece)) for piece in pieces]
+        channels.join(sum(twins, ()), sum(pieces, ()))
+        for part, piece, twin, was in zip(parts, pieces, twins, before, strict=True):
+            assert len(was[0]) == 1
+            for layout in (part, piece, twin):
+                assert len(channels.atoms(layout)) == 1
+                assert channels.atoms(layout) == channels.atoms(part)
+            assert [len(label) for label in labels(channels, part)] == [1] * len(was)
+
+
+def test_an_atom_joined_with_a_concatenation_is_that_concatenation() -> None:
+    channels = Channels()
+    one, front, back = channels.fresh(10), channels.fresh(4), channels.fresh(6)
+    channels.join(one, front + back)
+    assert channels.atoms(one) == [*channels.atoms(front), *channels.atoms(back)]
+    again = channels.fresh(10)
+    channels.join(again, one)
+    assert channels.resolve(again) == channels.resolve(one)
+
+
+def test_a_shuffle_and_its_groups() -> None:
+    channels = Channels()
+    both = channels.fresh(12)
+    groups, inner = channels.factor(both, 2)
+    shuffled = channels.multiply(inner, groups)
+    assert labels(channels, shuffled) == [label for at in range(6) for label in labels(channels, both)[at::6]]
+    assert len(channels.atoms(both)) == 2
+    channels.freeze(groups, "the groups of a shuffle")
+    assert channels.atoms(both) == channels.atoms(inner) == channels.atoms(shuffled)
+    assert [len(channels.atoms(layout)) for layout in (both, inner, shuffled, groups)] == [1, 1, 1, 0]
+
+
+def test_pieces_of_a_concatenation_become_alike_when_it_is_grouped() -> None:
+    channels = Channels()
+    one, other = channels.fresh(6), channels.fresh(6)
+    outer, inner = channels.factor(one + other, 2)
+    assert channels.resolve(outer) == fixed(2)
+    assert channels.atoms(one) == channels.atoms(other) == channels.atoms(inner)
+    assert len(channels.atoms(inner)) == 1
+
+
+def test_join_is_transitive_and_reaches_earlier_dims() -> None:
+    channels = Channels()
+    dims = [channels.fresh(8) for _ in range(5)]
+    flat = [channels.multiply(dim, fixed(3)) for dim in dims]
+    for one, other in ((0, 1), (2, 3), (4, 2), (3, 0)):
+        channels.join(flat[one], flat[other])
+    assert len({channels.resolve(dim) for dim in dims}) == 1
+    assert len(channels.atoms(dims[0])) == 1
+    channels.freeze(dims[4], "why")
+    assert all(channels.resolve(dim) == fixed(8) for dim in dims)
+
+
+# -- keeping whole
+
+
+def test_freezing_counts_and_keeps_the_first_reason() -> None:
+    channels = Channels(because="the op at hand")
+    one, other, third = channels.fresh(4), channels.fresh(5), channels.fresh(6)
+    (atom,), (second,), (last,) = (channels.atoms(dim) for dim in (one, other, third))
+    assert channels.reason(atom) is None
+    assert channels.freeze(one + other, "first") == 2
+    assert channels.freeze(one, "second") == 0
+    assert (channels.reason(atom), channels.reason(second)) == ("first", "first")
+    assert channels.freeze(third) == 1
+    assert channels.reason(last) == "the op at hand"
+    assert channels.atoms(one + other + third) == []
+    assert channels.whole(one + other + third) == [(4, "first"), (5, "first"), (6, "the op at hand")]
+    assert channels.freeze(fixed(7), "nothing to do") == 0
+
+
+def test_whole_tells_the_parts_of_a_dim() -> None:
+    channels = Channels()
+    dim = channels.fresh(10)
+    front, back = channels.divide(dim, [4, 6])
+    assert channels.whole(dim) == []
+    channels.freeze(front, "its entries are picked")
+    assert channels.whole(dim) == [(4, "its entries are picked")]
+    assert channels.atoms(dim) == channels.atoms(back)
+    channels.freeze(back, "an output")
+    assert channels.whole(dim) == [(10, "its entries are picked; an output")]
+
+
+def test_joining_with_a_fixed_size_hands_on_the_reason() -> None:
+    channels = Channels(because="add at block")
+    one, other, third = channels.fresh(4), channels.fresh(4), channels.fresh(4)
+    channels.freeze(one, "it is an output of the model")
+    channels.join(one, other)
+    (atom,) = atoms_of(other)
+    assert channels.atoms(other) == []
+    assert channels.reason(atom)
+    channels.join(third, fixed(4))
+    assert channels.whole(third) == [(4, "meets a fixed size (add at block)")]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_groupings_that_do_not_align_are_kept_whole(order: tuple[int, int]) -> None:
+    channels = Channels(because="view at block")
+    one, other = channels.fresh(12), channels.fresh(12)
+    channels.factor(one, 3)
+    channels.factor(other, 4)
+    channels.join(*((one, other)[at] for at in order))
+    assert labels(channels, one) == labels(channels, other)
+    reasons = " ".join(reason for dim in (one, other) for _, reason in channels.whole(dim))
+    assert "do not align" in reasons and "view at block" in reasons
+
+
+def test_a_cut_inside_a_group_is_kept_whole() -> None:
+    channels = Channels(because="split at block")
+    dim = channels.fresh(4)
+    flat = channels.multiply(dim, fixed(3))
+    assert channels.divide(flat, [4, 8]) == [fixed(4), fixed(8)]
+    assert channels.whole(dim) == [(4, "it is split in the middle of a group (split at block)")]
+
+
+@pytest.mark.parametrize("copies", [2, 3, 4, 6])
+def test_dims_that_hold_the_same_channels_in_another_order_are_kept_whole(copies: int) -> None:
+    for size in range(2, 13):
+        channels = Channels()
+        dim = channels.fresh(size)
+        one, other = channels.multiply(dim, fixed(copies)), channels.multiply(fixed(copies), dim)
+        channels.join(one, other)
+        assert labels(channels, one) == labels(channels, other), size
+
+
+def test_an_axis_around_a_concatenation_is_kept_whole() -> None:
+    channels = Channels(because="flatten at block")
+    outer, front, back = channels.fresh(3), channels.fresh(4), channels.fresh(5)
+    flat = channels.multiply(outer, front + back)
+    assert channels.atoms(flat) == [*channels.atoms(front), *channels.atoms(back)]
+    assert channels.whole(outer) == [(3, "a concatenation lies inside it (flatten at block)")]
+
+
+def test_very_many_pieces_are_kept_whole() -> None:
+    channels = Channels()
+    pieces = channels.fresh(2) + channels.fresh(3)
+    flat = channels.multiply(fixed(1000), pieces)
+    assert channels.resolve(flat) == fixed(5000)
+    assert channels.atoms(pieces) == []
+    assert "too many" in channels.whole(pieces)[0][1]
+
+
+def test_dims_of_size_one_and_none_are_fixed() -> None:
+    channels = Channels()
+    assert channels.fresh(1) == fixed(1)
+    dim = channels.fresh(5)
+    assert channels.multiply(fixed(1), dim) == channels.multiply(dim, fixed(1)) == dim
+    assert channels.factor(dim, 1) == (fixed(1), dim)
+    assert channels.factor(dim, 5) == (dim, fixed(1))
+    assert channels.divide(dim, [0, 5, 0])[1] == dim
+    assert channels.multiply(fixed(2), fixed(3)) == fixed(6)
+    assert channels.resolve(fixed(2) + fixed(3)) == fixed(5)
