@@ -148,7 +148,9 @@ def test_operations_are_those_of_lists(part: int) -> None:
 
 def test_random_programs_leave_something_to_narrow() -> None:
     """The claims hold for dims that are whole, too: most must not be."""
-    live = [any(program.channels.atoms(layout) for layout in program.pool) for program in (ran(s, 10) for s in range(99))]
+    live = [
+        any(program.channels.atoms(layout) for layout in program.pool) for program in (ran(s, 10) for s in range(99))
+    ]
     assert sum(live) > 80
 
 
@@ -164,7 +166,9 @@ def test_reading_is_that_of_lists() -> None:
             assert sorted(atom.index for atom in channels.atoms(layout)) == sorted(sizes)
             written = labels(channels, layout)
             assert len(written) == channels.size(layout) == channels.size(resolved)
-            kept = {atom: sorted(program.random.sample(range(n), program.random.randint(1, n))) for atom, n in sizes.items()}
+            kept = {
+                atom: sorted(program.random.sample(range(n), program.random.randint(1, n))) for atom, n in sizes.items()
+            }
             expected = [at for at, label in enumerate(written) if all(channel in kept[atom] for atom, channel in label)]
             found = kept_indices(resolved, {atom: torch.tensor(own) for atom, own in kept.items()}, sizes)
             assert found.tolist() == expected

@@ -122,7 +122,16 @@ def _peer_totals(peers: Mapping[str, str]) -> str:
 
 
 def _models(rows: Iterable[Row], peers: Mapping[str, str]) -> str:
-    titles = ["model", "px", "params M", "spaces", "prunable %", "TRACING.md %", "MACs left %", "error", "effect"]
+    titles = [
+        "model",
+        "px",
+        "params M",
+        "spaces (TRACING.md)",
+        "prunable % (TRACING.md)",
+        "MACs left %",
+        "error",
+        "effect",
+    ]
     titles += ["bindings", "train mode", "s", "verdict", *(["Torch-Pruning"] if peers else [])]
     lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
     for entry, result in rows:

@@ -23,12 +23,13 @@ from dmcp.recording import Op, Recorder, Recording, Shape, leaves, map_leaves, r
 from dmcp.slicing import Cut, narrow, on_meta
 
 _ROUNDS = 80  # replays at most
-_BINDING_ROUNDS = 12  # after these, whatever disagrees is kept whole
+_BINDING_ROUNDS = 30  # after these, whatever disagrees is kept whole
 _DRAWS = ((0.3, 1.0), (0.05, 0.4), (0.05, 1.0))  # shares of a space between which widths are drawn
 _MULTIPLES = (1, 2, 3)  # an attribute may be this many times the width: qkv sizes
 _CANDIDATES = 6
 
 Place = tuple[str, str, int | None]  # module path, attribute, position if it is a list
+Site = tuple[int, int, Literal]  # recording, op and the number among its arguments
 
 
 @dataclass(frozen=True)
@@ -208,9 +209,9 @@ class Settler:
     def __init__(self, rehearsal: Rehearsal, parameters: list[str], bind: bool, seed: int = 0) -> None:
         self.rehearsal, self.coupling, self.parameters, self.bind = rehearsal, rehearsal.coupling, parameters, bind
         self.random = random.Random(seed)
-        # by recording, op and literal: attributes not tried yet, and the one that is being tried
-        self.candidates: dict[tuple[int, int, int], list[tuple[Place, Bound]]] = {}
-        self.tried: dict[tuple[int, int, int], Place] = {}
+        # attributes not tried yet, and the one that is being tried
+        self.candidates: dict[Site, list[tuple[Place, Bound]]] = {}
+        self.tried: dict[Site, Place] = {}
         self.new: set[Place] = set()  # bound since the last replay
         self.modules = dict(rehearsal.model.named_modules())
 
@@ -237,32 +238,33 @@ class Settler:
         raise TraceError("The narrow model never agreed with its recording: please report this model.")
 
     def _mend(self, number: int, outcome: Outcome, may_bind: bool) -> None:
+        """Try attributes first: a wrong guess makes new conflicts, and nothing may be kept whole for those."""
         scales = [conflict for conflict in outcome.conflicts if conflict.kind == "scale"]
+        conflicts = scales or outcome.conflicts
+        ops = self.coupling.recordings[number].ops
         self.new.clear()
-        changed = False
-        for conflict in scales or outcome.conflicts:
-            changed |= self._mend_one(number, conflict, may_bind)
-        if changed:
+        bound = [
+            self._bind((number, conflict.number, literal), ops[conflict.number], value)
+            for conflict in conflicts
+            for literal, value in conflict.literals
+            if may_bind
+        ]
+        if any(bound):
             return
-        last = len(self.coupling.recordings[number].ops) - 1
-        at = [conflict.number for conflict in outcome.conflicts] or [min(self.rehearsal.stopped_at, last)]
+        kept = [self._keep_whole(number, conflict) for conflict in conflicts]
+        if any(kept):
+            return
+        at = [conflict.number for conflict in outcome.conflicts] or [min(self.rehearsal.stopped_at, len(ops) - 1)]
         why = outcome.stopped or "a number in the code depends on another width"
         if not any(self._freeze_module(number, place, why) for place in at):
             raise TraceError(f"The narrow model does not run, and nothing is left to keep whole: {why}")
 
-    def _mend_one(self, number: int, conflict: Conflict, may_bind: bool) -> bool:
+    def _keep_whole(self, number: int, conflict: Conflict) -> bool:
         op, layouts = self.coupling.recordings[number].ops[conflict.number], self.coupling.layouts[number]
         where = f"{op.name} at {op.path}" if op.path else op.name
         if conflict.kind == "scale":
             first = layouts[op.inputs()[0]][-1:] if op.inputs() else ()
             return self._freeze(first, f"a factor in the code depends on its size ({where})")
-        bound = [
-            self._bind((number, conflict.number, at), op, *wrong)
-            for at, wrong in enumerate(conflict.literals)
-            if may_bind
-        ]
-        if any(bound):
-            return True
         reason = f"a number in the code fixes its size ({where})"
         if conflict.literals:
             # Numbers that still are the unpruned size come first: others may be computed from the width that these fix.
@@ -283,14 +285,16 @@ class Settler:
     def _alive(self, layout: Layout) -> bool:
         return bool(self.coupling.channels.atoms(layout))
 
-    def _bind(self, key: tuple[int, int, int], op: Op, literal: Literal, value: int) -> bool:
-        """Bind the next attribute that could be where this number comes from; False if there is none."""
+    def _bind(self, key: Site, op: Op, value: int) -> bool:
+        """Bind the next attribute that could be where this number comes from; False if nothing changed."""
+        literal = key[2]
         if not self._alive(literal.layout) or value != self.coupling.channels.size(literal.layout):
             return False
         if key not in self.candidates:
             self.candidates[key] = list(self._candidates(op.path, literal, value))[:_CANDIDATES]
-        if key in self.tried:  # it did not help
-            self.rehearsal.bindings.pop(self.tried.pop(key), None)
+        failed = self.tried.pop(key, None)
+        if failed is not None:
+            self.rehearsal.bindings.pop(failed, None)
         resolve = self.coupling.channels.resolve
         while self.candidates[key]:
             place, bound = self.candidates[key].pop(0)
@@ -302,7 +306,7 @@ class Settler:
                 self.rehearsal.bindings[place] = bound
                 self.tried[key] = place
                 return True
-        return False
+        return failed is not None
 
     def _candidates(self, path: str, literal: Literal, value: int) -> Iterator[tuple[Place, Bound]]:
         """Attributes that the number could come from; of a flattened map also those that count its channels only."""
