@@ -122,33 +122,29 @@ def _peer_totals(peers: Mapping[str, str]) -> str:
 
 
 def _models(rows: Iterable[Row], peers: Mapping[str, str]) -> str:
-    titles = [
-        "model",
-        "px",
-        "params M",
-        "spaces (TRACING.md)",
-        "prunable % (TRACING.md)",
-        "MACs left %",
-        "error",
-        "effect",
-    ]
-    titles += ["bindings", "train mode", "s", "verdict", *(["Torch-Pruning"] if peers else [])]
-    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
-    for entry, result in rows:
-        left = f"{100 * result.macs[1] / result.macs[0]:.0f}" if result.macs[0] else "-"
-        cells = [
-            entry.name,
-            entry.px,
-            f"{entry.params / 1e6:.1f}",
-            result.spaces,
-            f"{100 * result.share:.1f}",
-            entry.share,
-        ]
-        cells += [left, _number(result.error, ".0e"), _number(result.effect, ".2f"), len(result.bindings)]
-        cells += [result.train.partition(":")[0] or "-", _number(result.seconds, ".1f"), result.status]
-        cells += [peers.get(entry.name, "-").partition(":")[0]] if peers else []
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "## Models\n\n" + "\n".join(lines)
+    cells = [_cells(entry, result) for entry, result in rows]
+    if peers:
+        cells = [row | {"Torch-Pruning": peers.get(row["model"], "-").partition(":")[0]} for row in cells]
+    lines = [list(cells[0]), ["---"] * len(cells[0]), *(list(row.values()) for row in cells)] if cells else []
+    return "## Models\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _cells(entry: Entry, result: Result) -> dict[str, str]:
+    """One row of the last table; in brackets what TRACING.md found."""
+    return {
+        "model": entry.name,
+        "px": str(entry.px),
+        "params M": f"{entry.params / 1e6:.1f}",
+        "spaces (TRACING.md)": f"{result.spaces} ({entry.spaces})",
+        "prunable % (TRACING.md)": f"{100 * result.share:.1f} ({entry.share})",
+        "MACs left %": f"{100 * result.macs[1] / result.macs[0]:.0f}" if result.macs[0] else "-",
+        "error": _number(result.error, ".0e"),
+        "effect": _number(result.effect, ".2f"),
+        "bindings": str(len(result.bindings)),
+        "train mode": result.train.partition(":")[0] or "-",
+        "s": _number(result.seconds, ".1f"),
+        "verdict": result.status,
+    }
 
 
 def _reasons(result: Result, most: int = 5) -> str:

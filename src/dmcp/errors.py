@@ -3,6 +3,9 @@
 DmcpError
 ├── TraceError      the model could not be recorded, or nothing in it can be pruned
 ├── WidthsError     widths, indices or names that do not fit the network (also a ValueError)
+├── BudgetError     a budget that cannot be read, reached or kept (also a ValueError)
+├── DataError       data that is missing, or does not fit the network or the settings
+├── TrainingError   training that cannot go on: a loss that is not a number
 ├── CutError        a cut network that does not do what the graph predicted
 └── FileError       a saved result that cannot be written, read or trusted (also an OSError)
 """
@@ -20,6 +23,18 @@ class TraceError(DmcpError):
 
 class WidthsError(DmcpError, ValueError):
     """Widths, indices or names that do not fit the network."""
+
+
+class BudgetError(DmcpError, ValueError):
+    """A budget that cannot be read, reached or kept."""
+
+
+class DataError(DmcpError):
+    """Data that is missing, or does not fit the network or the settings."""
+
+
+class TrainingError(DmcpError):
+    """Training that cannot go on: a loss that is not a number."""
 
 
 class CutError(DmcpError):

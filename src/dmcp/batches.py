@@ -1,0 +1,100 @@
+"""What a loader yields, (input, labels, ...) or a dict with "input" and "label", and the random numbers behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dmcp.errors import DataError
+
+
+class Loader(Protocol):
+    """Yields batches; if it also has `set_epoch(int)`, the loops call it at the start of each epoch."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def __len__(self) -> int: ...
+
+
+def input_of(batch: Any) -> Any:
+    """What the model is given: a tensor, a tuple of arguments or a dict of keyword arguments."""
+    return batch if isinstance(batch, Tensor) else _part(batch, 0, "input")
+
+
+def labels_of(batch: Any) -> Tensor:
+    """What the classification loss and metric compare with."""
+    labels = _part(batch, 1, "label")
+    if not isinstance(labels, Tensor):
+        raise DataError(f"The labels of a batch must be a tensor, not a {type(labels).__name__}.")
+    return labels
+
+
+def size_of(batch: Any) -> int:
+    """Samples in the batch: the first dim of the first tensor of its input."""
+    part = input_of(batch)
+    while not isinstance(part, Tensor):
+        parts = list(part.values()) if isinstance(part, Mapping) else list(part)
+        if not parts:
+            raise DataError("The input of a batch holds no tensor.")
+        part = parts[0]
+    return part.shape[0]
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """The same batch with its tensors on the device."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: on_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        parts = [on_device(value, device) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's first tensor lives."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")
+
+
+def start_epoch(loader: Any, epoch: int) -> None:
+    """Tell the loader, or the sampler of a torch DataLoader, which epoch comes next."""
+    for owner in (loader, getattr(loader, "sampler", None)):
+        set_epoch = getattr(owner, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+            return
+
+
+def check_size(batch_size: int, images: int, train: bool) -> None:
+    """Refuse batches that cannot be filled."""
+    if type(batch_size) is not int or batch_size < 1:
+        raise DataError(f"The batch size must be an int of at least 1, not {batch_size!r}.")
+    if train and batch_size > images:
+        raise DataError(f"A batch of {batch_size} is larger than the data: there are {images} training images.")
+
+
+def mix(*numbers: int) -> int:
+    """One seed from several numbers, such as (seed, epoch, index): near ones give unrelated seeds."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def generator(*numbers: int) -> torch.Generator:
+    """A fresh CPU generator for these numbers."""
+    return torch.Generator().manual_seed(mix(*numbers))
+
+
+def _part(batch: Any, place: int, key: str) -> Any:
+    try:
+        return batch[key if isinstance(batch, Mapping) else place]
+    except (KeyError, IndexError, TypeError):
+        raise DataError(
+            f'A batch must be (input, labels) or a dict with "input" and "label"; this {type(batch).__name__} '
+            f"has no {key}."
+        ) from None

@@ -1,0 +1,164 @@
+"""What must not be exceeded: reading it, measuring widths against it, and the loss that pulls the alphas into it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from dmcp.cost import Polynomial, total
+from dmcp.errors import BudgetError
+from dmcp.graph import ChannelGraph
+from dmcp.markov import CHAIN, Process
+from dmcp.spaces import Widths
+
+KINDS = ("macs", "params")
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}
+_PART = re.compile(r"(?:(?P<kind>[a-z]+):)?(?P<number>\d[\d_]*(?:\.\d+)?(?:e\d+)?)(?P<unit>%|[a-z]+)?")
+_STEEP = 10.0  # alphas beyond have a gradient near zero
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The most that a network may cost of one kind."""
+
+    kind: str  # one of KINDS
+    target: int
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Limits that must all hold, and the text that they were read from."""
+
+    limits: tuple[Limit, ...]
+    text: str
+
+
+def parse(spec: int | float | str | Budget, graph: ChannelGraph) -> Budget:
+    """Read a budget: an int (MACs), a float up to 1 (share of the full MACs), or a text.
+
+    Texts: "211M", "1.1G", "50%", "params:2M", "params:50%", and several with commas, which must all hold.
+    """
+    if isinstance(spec, Budget):
+        return spec
+    text = str(spec).strip()
+    if isinstance(spec, bool) or (isinstance(spec, float) and not 0 < spec <= 1):
+        raise BudgetError(f'A budget of {spec!r} is neither a share (0 to 1) nor a count: write 0.5, "50%" or "211M".')
+    limits = tuple(_limit(part.strip(), text, graph) for part in text.lower().split(","))
+    if len({limit.kind for limit in limits}) < len(limits):
+        raise BudgetError(f"The budget {text!r} names one kind twice: give each of {', '.join(KINDS)} once.")
+    return Budget(limits, text)
+
+
+def _limit(part: str, text: str, graph: ChannelGraph) -> Limit:
+    match = _PART.fullmatch(part.replace(" ", ""))
+    kind, unit = (match["kind"] or "macs", match["unit"]) if match else ("macs", None)
+    if unit in ("ms", "us", "s"):
+        raise BudgetError(f"The budget {text!r} is a latency: only macs and params can be budgets yet.")
+    if match is None or kind not in KINDS or unit not in (None, "%", *_UNITS):
+        raise BudgetError(f'The budget {text!r} cannot be read: write "50%", "211M", "params:2M" or "50%,params:2M".')
+    number = Fraction(match["number"])  # exact: 1.1G is 1,100,000,000
+    if unit in _UNITS:
+        number *= _UNITS[unit]
+    elif unit == "%":
+        number *= Fraction(_full(graph, kind), 100)
+    elif "." in match["number"] and number <= 1:
+        number *= _full(graph, kind)
+    if number < 1:
+        raise BudgetError(f"The budget {text!r} is less than one of {kind}: nothing costs so little.")
+    return Limit(kind, math.floor(number))
+
+
+def _full(graph: ChannelGraph, kind: str) -> int:
+    return graph.macs() if kind == "macs" else graph.params()
+
+
+def check_reachable(budget: Budget, graph: ChannelGraph, floor: Widths, ceiling: Widths | None = None) -> None:
+    """Refuse a target that the unpruned network (or the widest allowed) keeps anyway, or that the floor exceeds."""
+    least, most = costs(graph, floor), costs(graph, ceiling or graph.full)
+    for kind, target in ((limit.kind, limit.target) for limit in budget.limits):
+        if not least[kind] <= target <= most[kind]:
+            side = "less than the floor costs" if target < least[kind] else "more than the network has"
+            raise BudgetError(
+                f"The budget {budget.text!r} asks for {target:,} {kind}, {side}: choose from {least[kind]:,} (every "
+                f"space at its floor, {least[kind] / most[kind]:.1%}) to {most[kind]:,}."
+            )
+
+
+# widths against the budget
+
+
+def costs(graph: ChannelGraph, widths: Mapping[str, int]) -> dict[str, int]:
+    """What widths cost of each kind."""
+    return {"macs": graph.macs(widths), "params": graph.params(widths)}
+
+
+def holds(budget: Budget, graph: ChannelGraph, widths: Mapping[str, int]) -> bool:
+    """Whether widths are inside every limit."""
+    spent = costs(graph, widths)
+    return all(spent[limit.kind] <= limit.target for limit in budget.limits)
+
+
+def spent_shares(budget: Budget, graph: ChannelGraph, widths: Tensor) -> Tensor:
+    """Cost / target of many structures, exactly on the right side of 1. (N, S) int64 -> (N, L) float64"""
+    counted = [graph.macs(widths) if limit.kind == "macs" else graph.params(widths) for limit in budget.limits]
+    return torch.stack([c.double() / limit.target for c, limit in zip(counted, budget.limits, strict=True)], dim=1)
+
+
+# the alphas against the budget
+
+
+def ratios(
+    budget: Budget, graph: ChannelGraph, marginals: Tensor, sizes: Tensor, process: Process = CHAIN
+) -> Tensor:
+    """Expected cost / target of each limit (eqs. 9 to 12), differentiable. (S, G), (S, G) -> (L,)"""
+    found: list[Tensor] = []
+    for limit in budget.limits:
+        parts = (entry.macs if limit.kind == "macs" else entry.params for entry in graph.entries)
+        expected = Polynomial(total(parts), len(graph.spaces)).expected(
+            lambda power: process.moment(marginals, sizes, power)
+        )
+        found.append(expected / limit.target)
+    return torch.stack(found)
+
+
+def budget_loss(ratios: Tensor, tolerance: float) -> Tensor:
+    """Pull the expected cost into the band from tolerance to 1 (eq. 13); zero inside it. (L,) -> ()
+
+    Ratios, not counts: no unit can be mixed up. Every limit that is exceeded pushes down, with log(r - tolerance)
+    since log|r - 1| has a pole at the target; only if all are below the band the one nearest to it pushes up.
+    """
+    if not 0 < tolerance < 1:
+        raise BudgetError(f"The tolerance must be above 0 and below 1, like 0.95, not {tolerance!r}.")
+    one = torch.ones_like(ratios)  # log(1) is 0 and has no gradient
+    down = torch.where(ratios > 1, ratios - tolerance, one).log().sum()
+    binding = ratios.max()
+    up = torch.where(binding < tolerance, 1 - binding, one[0]).log()
+    return down + up
+
+
+def constant_alpha(
+    budget: Budget, graph: ChannelGraph, sizes: Tensor, ratio: float = 1.0, process: Process = CHAIN
+) -> float:
+    """One number for all alphas whose largest expected cost / target is the ratio, or just below it.
+
+    Where only steep sigmoids would do, the end of the range in which alphas still have a gradient.
+    """
+    low, high = -_STEEP, _STEEP
+    shape = (sizes.shape[0], sizes.shape[1] - 1)
+
+    def too_much(alpha: float) -> bool:
+        chances = process.marginals(sizes.new_full(shape, alpha, dtype=torch.float64))
+        return ratios(budget, graph, chances, sizes, process).max().item() > ratio
+
+    if too_much(low) or not too_much(high):
+        return low if too_much(low) else high
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if too_much(middle) else (middle, high)
+    return low

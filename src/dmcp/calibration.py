@@ -1,0 +1,103 @@
+"""Exact BatchNorm statistics: those of all samples seen, pooled, not of the last batch or a moving average.
+
+The running statistics of a supernet mix all widths, so every evaluation of a sub-network calibrates first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from dmcp.batches import device_of, input_of, on_device
+from dmcp.errors import DataError
+from dmcp.recording import call_model
+
+Forward = Callable[[Any], Any]  # what runs the network on one input
+
+
+def recalibrate(
+    model: nn.Module, loader: Iterable[Any], batches: int | None = None, forward: Forward | None = None
+) -> None:
+    """Set the running statistics of every BatchNorm to those of the first `batches` batches (None: all of them).
+
+    `forward` runs the network where that is not simply model(input): `lambda x: net(x, gates)` for a sub-network of a
+    supernet, with net.model as the model. Only the BatchNorms run in train mode, so dropout stays off. Mean and
+    variance are those of all samples together, however they were batched. Layers that do not run keep what they had,
+    and after an error all of them do.
+    """
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.running_mean is not None]
+    pooled = {norm: _Pooled(norm) for norm in norms}
+    run = forward or (lambda x: call_model(model, x))
+    device = device_of(model)
+    with kept_modes(model), contextlib.ExitStack() as undo, torch.no_grad():
+        model.eval()
+        for norm, statistics in pooled.items():
+            undo.callback(statistics.write)
+            undo.callback(setattr, norm, "momentum", norm.momentum)
+            undo.callback(norm.register_forward_hook(statistics.add).remove)
+            norm.train()
+            norm.momentum = 1.0  # the running statistics are then those of this call
+            norm.reset_running_stats()  # since 0 x NaN is NaN
+        seen = 0
+        for batch in itertools.islice(loader, batches):
+            run(on_device(input_of(batch), device))
+            seen += 1
+        if not seen:
+            raise DataError("Calibration needs at least one batch, and the loader gave none.")
+        for statistics in pooled.values():
+            statistics.accept()
+
+
+@contextlib.contextmanager
+def kept_modes(model: nn.Module) -> Iterator[None]:
+    """Train or eval mode of every module is afterwards what it was before."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+class _Pooled:
+    """Mean and variance of one BatchNorm's input over all calls, merged pairwise (Chan, Golub and LeVeque, 1979)."""
+
+    def __init__(self, norm: _BatchNorm) -> None:
+        self.norm = norm
+        self.result = [tensor.clone() for tensor in self._running()]  # what is there at the end; now: the old ones
+        self.count = 0  # numbers per channel
+        self.calls = 0
+        self.mean = torch.zeros_like(self.result[0], dtype=torch.float64)
+        self.squares = torch.zeros_like(self.mean)  # summed squared distances from the mean
+
+    def _running(self) -> list[Tensor]:
+        tensors = (self.norm.running_mean, self.norm.running_var, self.norm.num_batches_tracked)
+        return [tensor for tensor in tensors if tensor is not None]
+
+    def add(self, norm: nn.Module, inputs: tuple[Tensor, ...], output: object) -> None:
+        """Forward hook: the running statistics are those of this call's input."""
+        assert self.norm.running_mean is not None and self.norm.running_var is not None
+        more = inputs[0].numel() // inputs[0].shape[1]
+        total = self.count + more
+        gap = self.norm.running_mean.double() - self.mean
+        self.mean += gap * (more / total)
+        self.squares += self.norm.running_var.double() * (more - 1) + gap.square() * (self.count * more / total)
+        self.count = total
+        self.calls += 1
+
+    def accept(self) -> None:
+        """From now on the pooled statistics are the result."""
+        if self.count:
+            values = (self.mean, self.squares / max(self.count - 1, 1), torch.tensor(self.calls))
+            self.result = [value.to(old) for value, old in zip(values, self.result, strict=False)]
+
+    def write(self) -> None:
+        """Put the result into the module."""
+        for tensor, value in zip(self._running(), self.result, strict=True):
+            tensor.copy_(value)

@@ -1,0 +1,304 @@
+"""Data sets by the name or path that a person types, and loaders whose batches depend on (seed, epoch, index) only.
+
+`digits` comes with the package (digits.npz): Optical Recognition of Handwritten Digits, E. Alpaydin and C. Kaynak, UCI
+Machine Learning Repository, licence CC BY 4.0; the 1,797 images of its test file, 8x8 pixels of 0..16, in file order,
+which is writer by writer. The last three writers are the test set here, so nobody's hand is in both sets.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from dmcp.batches import check_size, device_of, generator
+from dmcp.calibration import kept_modes
+from dmcp.errors import DataError
+from dmcp.folders import FolderLoader, FolderSet, open_folder
+
+NAMES = ("digits", "cifar10", "cifar100")
+_DIGITS_TEST = 382  # images of the last three writers
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """What is done to a training image, drawn anew in every epoch."""
+
+    shift: int = 0  # pixels by which the image may move, in both directions
+    flip: bool = False  # left and right may be swapped
+    reflect: bool = False  # what moves in is the mirrored border, not black
+
+
+@dataclass(frozen=True, eq=False)
+class ArraySet:
+    """Images and labels that fit into memory."""
+
+    images: Tensor  # (N, H, W, C) uint8
+    labels: Tensor  # (N,) int64
+    classes: int
+    mean: tuple[float, ...]  # per channel, of the training images
+    std: tuple[float, ...]
+    augmentation: Augmentation = Augmentation()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one image as the model gets it: channels, height, width."""
+        height, width, channels = self.images.shape[1:]
+        return channels, height, width
+
+    def subset(self, indices: Tensor) -> ArraySet:
+        """The images at these places."""
+        return replace(self, images=self.images[indices], labels=self.labels[indices])
+
+
+DataSet = ArraySet | FolderSet
+
+
+@dataclass(frozen=True, eq=False)
+class DataSets:
+    """What a model is trained on, and what it is tested on at the very end."""
+
+    train: DataSet
+    test: DataSet
+    classes: int
+    shape: tuple[int, ...]  # of one image: channels, height, width
+
+
+def load(name: str | Path, root: str | Path = "data", size: int = 224, download: bool = False) -> DataSets:
+    """Open a data set: `digits`, `cifar10`, `cifar100`, or a folder.
+
+    A folder holds `train-*.npz` and `test-*.npz` with `images` (N, H, W, C) uint8 and `labels` (N,), or `train/` and
+    `val/` with one folder of image files per class, which are cropped to `size` pixels. The CIFAR sets are looked for
+    as such a folder in `root`, then as torchvision keeps them there; `download` lets torchvision fetch them.
+    """
+    path = Path(name)
+    if str(name) == "digits":
+        return _digits()
+    if str(name) in NAMES:
+        shards = Path(root) / path
+        return _shards(shards) if list(shards.glob("train-*.npz")) else _cifar(str(name), Path(root), download)
+    if not path.exists():
+        near = difflib.get_close_matches(str(name), NAMES, n=1)
+        guess = f" Did you mean {near[0]}?" if near else ""
+        raise DataError(f"There is no data {str(name)!r}: it is no folder, and none of {', '.join(NAMES)}.{guess}")
+    if list(path.glob("*.npz")):
+        return _shards(path)
+    train, test = open_folder(path, size)
+    return DataSets(train, test, train.classes, train.shape)
+
+
+def split(dataset: DataSet, share: float, seed: int = 0) -> tuple[Any, Any]:
+    """Hold out a share of each class, drawn at random: (the rest, the held-out part), without a common image."""
+    if not 0 < share < 1:
+        raise DataError(f"The held-out share must lie between 0 and 1, not {share}.")
+    order = torch.randperm(len(dataset), generator=generator(seed))
+    held = torch.zeros(len(dataset), dtype=torch.bool)
+    for label in range(dataset.classes):
+        own = order[dataset.labels[order] == label]
+        held[own[: round(share * len(own))]] = True
+    if not held.any() or held.all():
+        raise DataError(f"A share of {share} of {len(dataset)} images leaves one part empty.")
+    return dataset.subset((~held).nonzero().flatten()), dataset.subset(held.nonzero().flatten())
+
+
+def make_loader(
+    dataset: DataSet,
+    batch_size: int,
+    train: bool,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    channels_last: bool = False,
+    workers: int = 4,
+) -> ArrayLoader | FolderLoader:
+    """The loader for this kind of data set; `train` shuffles, augments, and drops an incomplete last batch."""
+    if isinstance(dataset, FolderSet):
+        return FolderLoader(dataset, batch_size, train, seed, device, channels_last, workers)
+    return ArrayLoader(dataset, batch_size, train, seed, device, channels_last)
+
+
+class ArrayLoader:
+    """Batches of a data set that lies on the device, augmented there, a whole batch in a few operations."""
+
+    def __init__(
+        self,
+        dataset: ArraySet,
+        batch_size: int,
+        train: bool,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        channels_last: bool = False,
+    ) -> None:
+        check_size(batch_size, len(dataset), train)
+        self.batch_size = batch_size
+        self.train = train
+        self.seed = seed
+        self.device = torch.device(device)
+        self.channels_last = channels_last
+        self.augmentation = dataset.augmentation if train else Augmentation()
+        self.size = dataset.shape[1:]
+        self.images = _pad(dataset.images, self.augmentation).to(self.device)  # (N, H + 2 shift, W + 2 shift, C) uint8
+        self.labels = dataset.labels.to(self.device)
+        self.mean = torch.tensor(dataset.mean, device=self.device)
+        self.std = torch.tensor(dataset.std, device=self.device)
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the order of the images and how each one is augmented: a function of (seed, epoch)."""
+        self.epoch = epoch
+        count, shift = len(self.labels), self.augmentation.shift
+        draw = generator(self.seed, epoch)  # on the CPU, so that a GPU sees the same images
+        order = torch.randperm(count, generator=draw) if self.train else torch.arange(count)
+        corners = torch.randint(2 * shift + 1, (2, count), generator=draw)
+        flips = torch.rand(count, generator=draw) < (0.5 if self.augmentation.flip else 0.0)
+        self.order, self.corners, self.flips = (drawn.to(self.device) for drawn in (order, corners, flips))
+
+    def __len__(self) -> int:
+        whole, rest = divmod(len(self.labels), self.batch_size)
+        return whole + bool(rest and not self.train)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return (self.batch(number) for number in range(len(self)))
+
+    def batch(self, number: int) -> tuple[Tensor, Tensor]:
+        """Images (B, C, H, W) and labels (B,) of one step of this epoch."""
+        index = self.order[number * self.batch_size : (number + 1) * self.batch_size]
+        rows, columns = (
+            self.corners[axis, index, None] + torch.arange(extent, device=self.device)  # (B, H), (B, W)
+            for axis, extent in enumerate(self.size)
+        )
+        columns = torch.where(self.flips[index, None], columns.flip(1), columns)
+        pixels = self.images[index[:, None, None], rows[:, :, None], columns[:, None, :]]  # (B, H, W, C)
+        images = ((pixels.float() - self.mean) / self.std).permute(0, 3, 1, 2)
+        layout = torch.channels_last if self.channels_last else torch.contiguous_format
+        return images.contiguous(memory_format=layout), self.labels[index]
+
+
+def check_fit(model: nn.Module, data: DataSets) -> None:
+    """Refuse data that the model cannot take: images of another size or channel count, labels outside its head."""
+    example = torch.zeros(2, *data.shape, device=device_of(model))
+    try:
+        with kept_modes(model), torch.no_grad():
+            output = model.eval()(example)
+    except Exception as error:
+        shape = "x".join(map(str, data.shape))
+        raise DataError(f"The network cannot take images of {shape}: {type(error).__name__}: {error}") from error
+    highest = max(int(part.labels.max()) for part in (data.train, data.test))
+    if isinstance(output, Tensor) and output.ndim >= 2 and highest >= output.shape[1]:
+        raise DataError(
+            f"The labels go up to {highest}, but the network has {output.shape[1]} outputs: build it with "
+            f"num_classes={data.classes}."
+        )
+
+
+def _digits() -> DataSets:
+    with np.load(Path(__file__).with_name("digits.npz")) as file:
+        images, labels = file["images"][..., None], file["labels"]
+    edge = len(labels) - _DIGITS_TEST
+    return _arrays(
+        (images[:edge], labels[:edge]), (images[edge:], labels[edge:]), Augmentation(shift=1), "the package's digits"
+    )
+
+
+def _cifar(name: str, root: Path, download: bool) -> DataSets:
+    kind = {"cifar10": torchvision.datasets.CIFAR10, "cifar100": torchvision.datasets.CIFAR100}[name]
+    try:
+        parts = [kind(str(root), train=train, download=download) for train in (True, False)]
+    except Exception as error:
+        raise DataError(
+            f"{name} is not in {root}: neither {root / name}/train-*.npz nor what torchvision keeps there "
+            f"({type(error).__name__}: {error}). Put it there, or give download."
+        ) from error
+    train, test = ((part.data, np.asarray(part.targets)) for part in parts)
+    return _arrays(train, test, Augmentation(shift=4, flip=True, reflect=True), name)
+
+
+def _shards(folder: Path) -> DataSets:
+    train, test = (_read_shards(folder, part) for part in ("train", "test"))
+    return _arrays(train, test, Augmentation(shift=4, flip=True, reflect=True), str(folder))
+
+
+def _read_shards(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
+    """All shards of one part, in the order of their numbers."""
+    paths = sorted(folder.glob(f"{part}-*.npz"), key=lambda path: (len(path.name), path.name))
+    if not paths:
+        raise DataError(f"{folder} has no {part}-*.npz.")
+    images, labels = [], []
+    for path in paths:
+        try:
+            with np.load(path, allow_pickle=False) as shard:
+                images.append(shard["images"])
+                labels.append(shard["labels"])
+        except Exception as error:  # numpy raises many kinds for a broken file
+            raise DataError(f"{path} cannot be read as a shard with images and labels: {error}") from error
+        if images[-1].dtype != np.uint8 or images[-1].ndim != 4 or labels[-1].shape != images[-1].shape[:1]:
+            raise DataError(
+                f"{path}: images must be (N, H, W, C) uint8 and labels (N,), not {images[-1].shape} "
+                f"{images[-1].dtype} and {labels[-1].shape}."
+            )
+        if not np.issubdtype(labels[-1].dtype, np.integer):
+            raise DataError(f"{path}: labels must be integers, not {labels[-1].dtype}.")
+        if images[-1].shape[1:] != images[0].shape[1:]:
+            raise DataError(f"{path}: images of {images[-1].shape[1:]}, but {paths[0].name} has {images[0].shape[1:]}.")
+    return np.concatenate(images), np.concatenate(labels)
+
+
+def _arrays(
+    train: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, np.ndarray], augmentation: Augmentation, name: str
+) -> DataSets:
+    """Check two parts, and normalise both by the training images."""
+    for part, (images, labels) in (("training", train), ("test", test)):
+        if not images.size:
+            raise DataError(f"{name}: there are no {part} images.")
+        if images.shape[1:] != train[0].shape[1:]:
+            raise DataError(f"{name}: test images are {images.shape[1:]}, training images {train[0].shape[1:]}.")
+        if labels.min() < 0 or labels.max() > train[1].max():
+            raise DataError(
+                f"{name}: {part} labels go from {labels.min()} to {labels.max()}, but the training labels are "
+                f"0 to {train[1].max()}."
+            )
+    if len(np.unique(train[1])) < 2:
+        raise DataError(f"{name}: all training images have one label; at least two classes are needed.")
+    classes = int(train[1].max()) + 1
+    mean, std = _statistics(train[0])
+    sets = [
+        ArraySet(torch.from_numpy(images), torch.from_numpy(labels.astype(np.int64)), classes, mean, std, augmentation)
+        for images, labels in (train, test)
+    ]
+    return DataSets(sets[0], sets[1], classes, sets[0].shape)
+
+
+def _statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and deviation of each channel, from histograms: exact, without a float copy. (N, H, W, C) uint8"""
+    means, deviations = [], []
+    values = np.arange(256)
+    for channel in range(images.shape[-1]):
+        counts = np.bincount(images[..., channel].ravel(), minlength=256)
+        mean = (counts * values).sum() / counts.sum()
+        variance = (counts * (values - mean) ** 2).sum() / counts.sum()
+        means.append(float(mean))
+        deviations.append(float(variance**0.5) or 1.0)  # a channel of one value stays what it is
+    return tuple(means), tuple(deviations)
+
+
+def _pad(images: Tensor, augmentation: Augmentation) -> Tensor:
+    """Room to move: black, or the mirrored border. (N, H, W, C) -> (N, H + 2 shift, W + 2 shift, C)"""
+    shift = augmentation.shift
+    if not augmentation.reflect:
+        return nn.functional.pad(images, (0, 0, shift, shift, shift, shift))
+    for dim in (1, 2):
+        last = images.shape[dim] - 1
+        if shift > last:
+            raise DataError(f"Images of {last + 1} pixels are too small to be moved by {shift}.")
+        places = torch.arange(-shift, last + shift + 1).abs()
+        images = images.index_select(dim, torch.where(places > last, 2 * last - places, places))
+    return images

@@ -1,0 +1,344 @@
+"""One row per op: a conv writes channels, the op passes them on, a conv reads them.
+
+The table says how many of the writer's channels can go (0: the op must keep them whole), and for every row the cut
+network is the gated one, in float64, with all channels, one, and random numbers of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from nets import distance, randomise, sample
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import dmcp
+from dmcp.facts import Call, Dims
+
+aten = torch.ops.aten
+X = sample((3, 8, 8), batch=3)
+READERS = {2: nn.Linear, 3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
+
+
+class Between(nn.Module):
+    """One or two convs, what is tested, a conv that reads what comes out: channels at dim 1."""
+
+    def __init__(self, op: Any, writers: int = 1, summed: bool = False) -> None:
+        super().__init__()
+        self.write = nn.Conv2d(3, 8, 3, padding=1)
+        if writers > 1:
+            self.other = nn.Conv2d(3, 8, 1)
+        self.op = copy.deepcopy(op)
+        self.summed = summed
+        shape = self.between(*torch.rand(writers, 2, 8, 8, 8)).shape
+        self.read = READERS[len(shape)](shape[1], 5, *(1,) * (len(shape) > 2))
+
+    def between(self, *written: Tensor) -> Tensor:
+        out = self.op(*written)
+        return out.sum(1, keepdim=True) if self.summed else out
+
+    def forward(self, x: Tensor) -> Tensor:
+        written = [self.write(x), self.other(x)] if hasattr(self, "other") else [self.write(x)]
+        return self.read(self.between(*written))
+
+
+def spaces(graph: Any) -> dict[str, int]:
+    return {space.name: space.size for space in graph.spaces}
+
+
+def check(model: nn.Module, graph: Any, tried: int = 3) -> None:
+    """Gated is cut, in both modes, at width one and at random widths."""
+    generator = random.Random(0)
+    for training in (False, True):
+        net = dmcp.Supernet(model, graph).train(training)
+        full = copy.deepcopy(net.model)(X)
+        assert distance(net(X, net.hard(graph.full)), full) < 1e-12
+        for attempt in range(tried):
+            chosen = {name: generator.randint(1, size) if attempt else 1 for name, size in spaces(graph).items()}
+            widths = graph.widths(chosen)
+            small = dmcp.cut(net.model, graph, widths)
+            expected = small(X)
+            gap = distance(net(X, net.hard(widths)), expected)
+            assert gap < 1e-10, chosen
+            assert attempt or distance(full, expected) > 0.01  # a wider net is another net
+            assert sum(tensor.numel() for tensor in small.parameters()) == graph.params(widths)
+
+
+def traced(model: nn.Module, **how: Any) -> Any:
+    """The graph, or None where nothing can be pruned."""
+    randomise(model)
+    try:
+        return dmcp.trace(model, X, **how)
+    except dmcp.TraceError as error:
+        if "Nothing in this model can be pruned" not in str(error):
+            raise
+        return None
+
+
+def add_in_a_view(x: Tensor) -> Tensor:
+    y = x * 1
+    y[:, :, :2].add_(1)
+    return y
+
+
+def write_to_a_copy(x: Tensor) -> Tensor:
+    lifted = torch.sigmoid(x)
+    lifted.clone().mul_(x)
+    return lifted * 1
+
+
+def fill_by_slices(x: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    half = x.shape[1] // 2
+    y[:, :half] = x[:, half:]
+    return y
+
+
+# name: (op, channels that can go)
+ROWS: dict[str, tuple[Any, int]] = {
+    # element by element
+    "relu": (F.relu, 8),
+    "in place": (lambda x: (x * 1).relu_().mul_(x.sigmoid()), 8),
+    "sigmoid": (torch.sigmoid, 8),  # f(0) is not 0
+    "power": (lambda x: x**0, 8),
+    "clamp": (lambda x: x.clamp(0.1, 0.9), 8),
+    "hardswish": (F.hardswish, 8),
+    "masked_fill": (lambda x: x.masked_fill(x == 0, 0.3), 8),
+    "where": (lambda x: torch.where(x > 0, x, 1.0), 8),
+    "to": (lambda x: x.float().double(), 8),
+    "zeros_like": (lambda x: x + torch.zeros_like(x), 8),
+    "new_ones": (lambda x: x + x.new_ones(x.shape[1], 1, 1), 8),
+    "arange": (lambda x: x * torch.arange(x.shape[1], dtype=x.dtype)[:, None, None], 0),
+    "times a float of the width": (lambda x: x * x.shape[1] ** -0.5, 0),
+    "times the width": (lambda x: x * x.shape[1], 0),
+    "divided by the width": (lambda x: x.sum(1, keepdim=True) / x.shape[1], 0),
+    "prelu": (nn.PReLU(8), 8),
+    "prelu, one for all": (nn.PReLU(1), 8),
+    "dropout": (nn.Dropout(0.0), 8),
+    "add in a view": (add_in_a_view, 8),
+    "write to a copy": (write_to_a_copy, 8),
+    # layers without a weight, norms
+    "depthwise": (lambda x: F.conv2d(x, x.new_ones(x.shape[1], 1, 3, 3), groups=x.shape[1]), 8),
+    "matmul along pixels": (lambda x: x @ x.transpose(2, 3), 8),
+    "einsum along pixels": (lambda x: torch.einsum("nchw,nchv->ncwv", x, x), 8),
+    "attention": (
+        lambda x: F.scaled_dot_product_attention(*(x.flatten(2).transpose(1, 2),) * 3, scale=0.5).transpose(1, 2),
+        8,
+    ),
+    "attention with its default scale": (
+        lambda x: F.scaled_dot_product_attention(*(x.flatten(2).transpose(1, 2),) * 3).transpose(1, 2),
+        0,
+    ),
+    "batch_norm": (nn.BatchNorm2d(8), 8),
+    "instance_norm": (nn.InstanceNorm2d(8, affine=True), 8),
+    "group_norm": (nn.GroupNorm(4, 8), 4),
+    "layer_norm over pixels": (nn.LayerNorm((8, 8)), 8),
+    "layer_norm over channels": (lambda x: F.layer_norm(x.movedim(1, -1), (x.shape[1],)).movedim(-1, 1), 0),
+    "rms_norm over channels": (lambda x: F.rms_norm(x.movedim(1, -1), (x.shape[1],)).movedim(-1, 1), 0),
+    "local_response_norm": (lambda x: F.local_response_norm(x, 3), 0),
+    # pools, resizes, borders
+    "max_pool": (lambda x: F.max_pool2d(x, 3, 2, 1), 8),
+    "max_pool with indices": (lambda x: F.max_pool2d(x, 2, return_indices=True)[0], 8),
+    "avg_pool": (lambda x: F.avg_pool2d(x, 3, 2, 1), 8),
+    "adaptive_max_pool": (lambda x: F.adaptive_max_pool2d(x, 3), 8),
+    "nearest": (lambda x: F.interpolate(x, scale_factor=2), 8),
+    "bilinear": (lambda x: F.interpolate(x, size=11, mode="bilinear"), 8),
+    "pad": (lambda x: F.pad(x, (1, 1, 1, 1)), 8),
+    "pad with ones": (lambda x: F.pad(x, (1, 1, 1, 1), value=1.0), 8),
+    "pad by reflection": (lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"), 8),
+    "pad channels": (lambda x: F.pad(x, (0, 0, 0, 0, 1, 2)), 8),
+    "pad channels with ones": (lambda x: F.pad(x, (0, 0, 0, 0, 1, 2), value=1.0), 0),
+    "crop channels": (lambda x: F.pad(x, (0, 0, 0, 0, -1, 0)), 0),
+    # shapes
+    "flatten": (lambda x: x.flatten(1), 8),
+    "unflatten": (lambda x: x.flatten(2).unflatten(2, (4, 16)), 8),
+    "into the batch and back": (lambda x: x.view(-1, 1, 8, 8).relu().view(x.shape), 8),
+    "permute": (lambda x: x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2), 8),
+    "movedim": (lambda x: x.movedim((1, 2), (2, 1)).movedim((1, 2), (2, 1)), 8),
+    "mT": (lambda x: x.flatten(2).mT.relu().mT, 8),
+    "squeeze": (lambda x: x.mean((2, 3), keepdim=True).squeeze((2, 3)), 8),
+    "squeeze of anything": (lambda x: x.mean((2, 3), keepdim=True).squeeze(), 0),  # one channel would vanish, too
+    "expand": (lambda x: x.mean((2, 3), keepdim=True).expand(-1, -1, 4, 4), 8),
+    "repeat": (lambda x: x.repeat(1, 2, 1, 1), 8),
+    "repeat_interleave": (lambda x: x.repeat_interleave(2, 1), 8),
+    "repeat both ways": (lambda x: x.repeat(1, 2, 1, 1) + x.repeat_interleave(2, 1), 0),
+    "heads": (lambda x: x.reshape(x.shape[0], 4, -1, 8, 8).sum(2), 2),
+    "pixel_shuffle": (lambda x: F.pixel_shuffle(x, 2), 2),
+    "pixel_unshuffle": (lambda x: F.pixel_unshuffle(x, 2), 8),
+    "space to depth": (
+        lambda x: x.view(x.shape[0], x.shape[1], 4, 2, 4, 2).permute(0, 3, 5, 1, 2, 4).reshape(x.shape[0], -1, 4, 4),
+        8,
+    ),
+    "channel_shuffle": (lambda x: F.channel_shuffle(x, 2), 4),
+    "channel_shuffle added": (lambda x: x + F.channel_shuffle(x, 2), 0),
+    "patches": (lambda x: F.unfold(x, 3), 8),
+    "windows": (lambda x: x.unfold(2, 3, 2).flatten(3), 8),
+    "as_strided": (lambda x: x.contiguous().as_strided(x.shape, (64 * x.shape[1], 8, 64, 1)), 0),
+    # cut and joined
+    "cat": (lambda x: torch.cat([x, x.relu()], 1), 8),
+    "stack": (lambda x: torch.stack([x, x.relu()], 2).flatten(1, 2), 8),
+    "chunk": (lambda x: torch.cat(x.chunk(2, 1)[::-1], 1), 4),
+    "uneven chunk": (lambda x: torch.cat(x.chunk(3, 1)[::-1], 1), 0),
+    "split by a number": (lambda x: torch.cat(x.split(3, 1)[::-1], 1), 0),
+    "glu": (lambda x: F.glu(x, 1), 4),
+    "unbind": (lambda x: torch.stack(x.unbind(1)[::-1], 1), 0),
+    "unbind pixels": (lambda x: torch.stack(x.unbind(2)[::-1], 2), 8),
+    "slice": (lambda x: x[:, 2:6], 0),
+    "slice of pixels": (lambda x: x[:, :, ::2, 1:], 8),
+    "fill by slices": (fill_by_slices, 4),
+    "select": (lambda x: x[:, 0, None] * x, 0),
+    "index": (lambda x: x[:, [3, 1, 0]], 0),
+    "index of pixels": (lambda x: x[:, :, [3, 1], [2, 2]], 8),
+    "roll": (lambda x: x.roll((1, 2), (2, 3)), 8),
+    "roll of channels": (lambda x: x.roll(1, 1), 0),
+    "roll of everything": (lambda x: x.roll(1), 0),
+    "flip of channels": (lambda x: x.flip(1), 0),
+    # entries that see each other
+    "mean": (lambda x: x.mean((2, 3)), 8),
+    "mean of channels": (lambda x: x.mean(1, keepdim=True) * x, 0),
+    "mean of everything": (lambda x: x - x.mean(), 0),
+    "sum of channels": (lambda x: x.relu().sum(1, keepdim=True), 8),
+    "sum of lifted channels": (lambda x: x.sigmoid().sum(1, keepdim=True), 0),
+    "max of channels": (lambda x: x.amax(1, keepdim=True) * x, 0),
+    "var": (lambda x: torch.var_mean(x, (2, 3))[0], 8),
+    "logsumexp": (lambda x: x.logsumexp((2, 3)), 8),
+    "normalize": (lambda x: F.normalize(x, dim=1), 0),
+    "softmax": (lambda x: x.flatten(2).softmax(2), 8),
+    "softmax of channels": (lambda x: x.softmax(1), 0),
+    "cumsum": (lambda x: x.cumsum(2), 8),
+    "sort": (lambda x: x.sort(2)[0], 8),
+    "topk of channels": (lambda x: x.topk(3, 1)[0], 0),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_channels_pass(row: str) -> None:
+    op, free = ROWS[row]
+    model = Between(op)
+    graph = traced(model)
+    assert (0 if graph is None else sum(spaces(graph).values())) == free
+    if graph is not None:
+        assert graph.unknown == {}
+        check(model, graph)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_channels_that_are_off_are_zero_or_not_summed(row: str) -> None:
+    """No weight reads a plain sum, so whether zeros survive the op decides: if they may not, channels stay whole."""
+    model = Between(ROWS[row][0], summed=True)
+    graph = traced(model)
+    if graph is not None:
+        check(model, graph, tried=2)
+
+
+def tokens(x: Tensor) -> Tensor:
+    return x.flatten(2).transpose(1, 2)
+
+
+# name: (op on what two convs wrote, channels of each that can go); one number: they go together
+MEETINGS: dict[str, tuple[Any, Any]] = {
+    "add": (torch.add, 8),
+    "maximum": (torch.max, 8),
+    "where": (lambda x, y: torch.where(x > 0, x, y), 8),
+    "addcmul": (lambda x, y: torch.addcmul(x, x, y, value=0.5), 8),
+    "copy_": (lambda x, y: (x * 1).copy_(y) + x, 8),
+    "broadcast": (lambda x, y: x * y.mean((2, 3), keepdim=True), 8),
+    "cat": (lambda x, y: torch.cat([x, y], 1), (8, 8)),
+    "cat of chunks": (lambda x, y: torch.cat([x.chunk(2, 1)[0], y.chunk(2, 1)[1]], 1), (4, 4)),
+    "cat, then shuffle": (lambda x, y: F.channel_shuffle(torch.cat([x, y], 1), 2), 8),
+    "cat, then finer groups": (lambda x, y: F.channel_shuffle(torch.cat([x, y], 1), 4), 4),
+    "cat, then add": (lambda x, y: torch.cat([x, y], 1) + torch.cat([y, x], 1), 8),
+    "stack": (lambda x, y: torch.stack([x, y], 2), 8),
+    "product of all pairs": (lambda x, y: (x[:, :, None] * y[:, None]).flatten(1, 2), (8, 8)),
+    "dot": (lambda x, y: (x * y).sum(1, keepdim=True), 8),
+    "mean of products": (lambda x, y: (x * y).mean(1, keepdim=True), 0),
+    "einsum": (lambda x, y: torch.einsum("nchw,nchw->nhw", x, y)[:, None], 8),
+    "einsum that scales": (lambda x, y: torch.einsum("nchw,nc->nchw", x, y.mean((2, 3))), 8),
+    "similarity of pixels": (lambda x, y: tokens(x) @ y.flatten(2), 8),
+    "attention by hand": (lambda x, y: ((tokens(x) @ x.flatten(2)).softmax(-1) @ tokens(y)).transpose(1, 2), (8, 8)),
+    "attention": (lambda x, y: F.scaled_dot_product_attention(tokens(x), tokens(x), tokens(y)).transpose(1, 2), (0, 8)),
+    "a conv whose weight is computed": (
+        lambda x, y: F.conv2d(x, y.mean((0, 2, 3))[:, None, None, None], groups=x.shape[1]),
+        8,
+    ),
+}
+
+
+@pytest.mark.parametrize("row", MEETINGS)
+def test_channels_meet(row: str) -> None:
+    op, free = MEETINGS[row]
+    model = Between(op, writers=2)
+    graph = traced(model)
+    found = {} if graph is None else spaces(graph)
+    together = {"write": free} if isinstance(free, int) else dict(zip(("write", "other"), free, strict=True))
+    assert found == {name: size for name, size in together.items() if size}
+    if graph is not None:
+        check(model, graph)
+
+
+# -- the table
+
+
+def renormed(x: Tensor, y: Tensor) -> Tensor:
+    """A channel at a time, but nobody has said so."""
+    return torch.cat([x.renorm(2, 1, 1.0), y], 1)
+
+
+def keeps_dims(call: Call) -> list[Dims]:
+    return [call.x.dims]
+
+
+def test_an_op_without_a_rule_is_reported() -> None:
+    model = Between(renormed, writers=2)
+    graph = traced(model)
+    assert graph.unknown == {"aten.renorm.default": 1}
+    assert spaces(graph) == {"other": 8}
+    assert ["renorm" in whole.reason for whole in graph.whole if whole.name == "write"] == [True]
+    check(model, graph)
+    with pytest.raises(dmcp.TraceError, match=r"aten\.renorm\.default.*RULES"):
+        dmcp.trace(model, X, strict=True)
+
+
+def test_a_rule_of_the_users_own() -> None:
+    model = Between(renormed, writers=2)
+    before = dict(dmcp.RULES)
+    graph = traced(model, rules=dmcp.RULES | {aten.renorm.default: keeps_dims}, strict=True)
+    assert graph.unknown == {}
+    assert spaces(graph) == {"write": 8, "other": 8}
+    check(model, graph)
+    assert before == dmcp.RULES
+
+
+def test_a_users_rule_goes_before_ours() -> None:
+    def careful(call: Call) -> list[Dims]:
+        call.freeze(call.x.dims[1], "I said so")
+        return [call.x.dims]
+
+    model = Between(lambda x, y: torch.cat([x.relu(), y.relu_()], 1), writers=2)
+    assert spaces(traced(model)) == {"write": 8, "other": 8}
+    graph = traced(model, rules=dmcp.RULES | {aten.relu.default: careful})  # in place and out of place
+    assert graph is None
+    graph = traced(model, rules=dmcp.RULES | {aten.relu_.default: careful})
+    assert spaces(graph) == {"write": 8}
+    assert [(whole.name, whole.reason) for whole in graph.whole if "I said so" in whole.reason] == [
+        ("other", "I said so (relu_)")
+    ]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda call: [call.x.dims[:-1]],
+        lambda call: [(*call.x.dims[:-1], call.x.dims[1] + call.x.dims[1])],
+        lambda call: [()],
+        lambda call: [],
+    ],
+    ids=["rank", "size", "no dims", "no output"],
+)
+def test_a_rule_with_wrong_sizes_is_refused(rule: Any) -> None:
+    with pytest.raises(dmcp.TraceError, match=r"rule of aten\.relu\.default"):
+        dmcp.trace(randomise(Between(F.relu)), X, rules=dmcp.RULES | {aten.relu.default: rule})
