@@ -16,7 +16,7 @@ SIZES = torch.tensor([[1, 3, 2, 4], [2, 2, 3, 1]])  # (S, G)
 
 
 def outcomes(alpha: Tensor) -> list[tuple[int, float]]:
-    """Every way that the draws of one chain can fall: groups kept, and the chance of it. All 2^(G-1), also hidden ones."""
+    """Every way that the draws of one chain can fall: groups kept, and the chance of it."""
     found = []
     for draws in itertools.product([True, False], repeat=len(alpha)):
         chance = 1.0

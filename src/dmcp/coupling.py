@@ -79,7 +79,9 @@ def _follow(
             raise TraceError(_no_rule(call))
         outs = unknown(call) if rule is None else rule(call)
         facts.flows.append(call.flow)
-        for out, dims in zip(op.outs, outs, strict=False):
+        if len(outs) != len(op.outs):
+            raise TraceError(f"The channel rule of {op.func} gave {len(outs)} outputs, not {len(op.outs)}.")
+        for out, dims in zip(op.outs, outs, strict=True):
             if out is not None:
                 _check(call, dims, recording.shapes[out])
                 layouts[out] = dims

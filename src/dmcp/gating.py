@@ -144,13 +144,16 @@ class _Zeros:
 
     def _set(self, op: Op, value: int, zero: frozenset[Atom]) -> None:
         """An op that writes in place takes zeros from what its operand is a view of."""
-        self.zero[value] = zero
         inputs = op.inputs()
         if value in inputs:
+            # In place, zeros are only ever lost: copies and views share the value, and may have been read before.
+            self.zero[value] = self.zero.get(value, frozenset()) & zero
             while value in self.base:
                 value = self.base[value]
                 self.zero[value] = self.zero.get(value, frozenset()) & zero
-        elif inputs and op.func._schema.arguments[0].alias_info is not None:  # a view
+            return
+        self.zero[value] = zero
+        if inputs and op.func._schema.arguments[0].alias_info is not None:  # a view
             self.base[value] = inputs[0]
 
     def _folded(self, value: int) -> frozenset[Atom]:

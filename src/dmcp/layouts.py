@@ -293,6 +293,12 @@ class Channels:
     def _join_segments(self, one: Segment, other: Segment) -> None:
         left, right = list(one), list(other)
         while left and right:
+            # Splitting one side may have split an atom that the other side holds too.
+            here, there = self._resolve_segment(tuple(left)), self._resolve_segment(tuple(right))
+            if len(here) > 1 or len(there) > 1:
+                self.join(tuple(here), tuple(there))
+                return
+            left, right = list(here[0]), list(there[0])
             a, b = left.pop(0), right.pop(0)
             size_a, size_b = self.axis_size(a), self.axis_size(b)
             if size_a == size_b:

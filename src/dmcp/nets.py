@@ -12,14 +12,16 @@ from typing import Any
 import torchvision
 from torch import nn
 
+from dmcp import cifar_nets
 from dmcp.errors import DmcpError
 
 
 def build(name: str, /, **kwargs: Any) -> nn.Module:
     """Build a network with fresh weights; nothing is downloaded.
 
-    `resnet18` is torchvision's, `timm:mobilenetv3_large_100` is timm's, `package.module:factory` is your own function
-    or class. The keyword arguments go to its builder.
+    `resnet18` is torchvision's, `timm:mobilenetv3_large_100` is timm's, `cifar:resnet20` and `digits:resnet` are plain
+    networks for small images, `package.module:factory` is your own function or class. The keyword arguments go to its
+    builder.
     """
     factory = _find(name)
     try:
@@ -36,7 +38,10 @@ def build(name: str, /, **kwargs: Any) -> nn.Module:
 
 
 def sample_shape(model: nn.Module) -> tuple[int, ...]:
-    """Shape of one image for the model: what timm says of its own, else the usual 3x224x224."""
+    """Shape of one image for the model: what it or timm says of it, else the usual 3x224x224."""
+    own = getattr(model, "sample_shape", None)
+    if isinstance(own, tuple):
+        return own
     config = getattr(model, "pretrained_cfg", None) or {}
     return tuple(config.get("input_size", (3, 224, 224)))
 
@@ -45,13 +50,22 @@ def _find(name: str) -> Callable[..., Any]:
     library, colon, rest = name.partition(":")
     if not colon:
         return _torchvision(name)
+    if library in cifar_nets.NETS:
+        known = cifar_nets.NETS[library]
+        if rest not in known:
+            raise DmcpError(_unknown(rest, known, library, f"All of them: {', '.join(known)}."))
+        return known[rest]
     return _timm(rest) if library == "timm" else _own(library, rest)
 
 
 def _torchvision(name: str) -> Callable[..., Any]:
     known = torchvision.models.list_models()
     if name not in known:
-        raise DmcpError(_unknown(name, known, "torchvision", "Other ways: timm:NAME, package.module:factory."))
+        raise DmcpError(
+            _unknown(
+                name, known, "torchvision", "Other ways: timm:NAME, cifar:NAME, digits:resnet, package.module:factory."
+            )
+        )
     builder = torchvision.models.get_model_builder(name)
     arguments = {"weights": None}
     if "weights_backbone" in inspect.signature(builder).parameters:  # else segmentation nets download a backbone

@@ -99,6 +99,7 @@ class Recording:
     inputs: list[int] = field(default_factory=list)
     constants: list[int] = field(default_factory=list)  # tensors that come from nowhere we know
     outputs: list[int] = field(default_factory=list)
+    caches: list[tuple[str, str]] = field(default_factory=list)  # (module path, attribute): dicts that the pass filled
 
     def own(self) -> dict[int, frozenset[int]]:
         """Values that no input has a part in: weights, and what the model computes from them. -> the tensors used"""
@@ -263,7 +264,20 @@ def record(model: nn.Module, example: Any, training: bool, device: str = "meta")
         twin = copy.deepcopy(model).to(device)
         example = map_leaves(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, example)
     twin.train(training)
-    return run_recorded(Recorder(twin, tensors_in(example)), twin, example)
+    before = _tensor_dicts(twin)
+    recording = run_recorded(Recorder(twin, tensors_in(example)), twin, example)
+    recording.caches = [place for place, count in _tensor_dicts(twin).items() if count > before.get(place, 0)]
+    return recording
+
+
+def _tensor_dicts(model: nn.Module) -> dict[tuple[str, str], int]:
+    """Dicts that modules keep as plain attributes, and how many tensors each holds."""
+    return {
+        (path, name): sum(isinstance(item, Tensor) for item in held.values())
+        for path, module in model.named_modules()
+        for name, held in vars(module).items()
+        if type(held) is dict and name not in ("_parameters", "_buffers", "_modules")
+    }
 
 
 def record_anywhere(model: nn.Module, example: Any, training: bool) -> Recording:

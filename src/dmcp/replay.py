@@ -7,6 +7,7 @@ width, or the channels concerned are kept whole.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,8 +19,8 @@ from torch import Tensor, nn
 from dmcp.coupling import Coupling
 from dmcp.errors import TraceError
 from dmcp.facts import Dims, Facts, Literal
-from dmcp.layouts import Layout, kept_indices, width
-from dmcp.recording import Op, Recorder, Recording, Shape, leaves, map_leaves, run_recorded, tensors_in
+from dmcp.layouts import Atom, Layout, kept_indices, width
+from dmcp.recording import Func, Op, Recorder, Recording, Shape, leaves, map_leaves, run_recorded, tensors_in
 from dmcp.slicing import Cut, narrow, on_meta
 
 _ROUNDS = 80  # replays at most
@@ -47,6 +48,7 @@ class Conflict:
     number: int
     kind: str  # "number", "shape", "error" or "scale"
     literals: tuple[tuple[Literal, int], ...] = ()  # numbers in the arguments that are wrong, and what they are
+    scales: tuple[tuple[float, float], ...] = ()  # factors in the arithmetic, wide and narrow
 
 
 @dataclass
@@ -87,7 +89,8 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
         wanted = [None if value is None else self.shapes[value] for value in expected.outs]
         literals = self._wrong_literals(number, call)
         kind = "number" if literals else ""
-        if _scales(expected) != _scales(call):
+        old, new = _numbers(expected), _numbers(call)
+        if old != new:
             kind = "scale"
         try:
             if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(call.func.tags):
@@ -100,7 +103,8 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
             kind = kind or "error"
             got = None
         if kind:
-            self.outcome.conflicts.append(Conflict(number, kind, tuple(literals)))
+            scales = tuple(pair for pair in zip(old, new, strict=False) if pair[0] != pair[1])
+            self.outcome.conflicts.append(Conflict(number, kind, tuple(literals), scales))
         if got == wanted:
             return out
         in_place = call.func._schema.name.endswith("_") and isinstance(args[0], Tensor)
@@ -132,9 +136,21 @@ class _AstrayError(Exception):
     """The narrow model runs other ops than the wide one did."""
 
 
-def _scales(op: Op) -> list[float]:
-    """Python floats among the arguments: 1 / sqrt(head size) and the like."""
-    return [round(leaf, 12) for leaf in leaves((op.args, dict(op.kwargs))) if isinstance(leaf, float)]
+@functools.cache
+def _number_arguments(func: Func) -> tuple[str, ...]:
+    """Arguments that take part in the arithmetic, unlike sizes and dims; `x * 2` has a number in a tensor's place."""
+    kinds = ("number", "float", "Tensor")
+    types = {
+        argument.name: str(argument.type).removeprefix("Optional[").rstrip("]") for argument in func._schema.arguments
+    }
+    return tuple(name for name, kind in types.items() if kind in kinds)
+
+
+def _numbers(op: Op) -> list[float]:
+    """Python numbers that the op computes with: 1 / sqrt(head size) and the like."""
+    arguments = op.arguments()
+    found = [arguments[name] for name in _number_arguments(op.func)]
+    return [round(float(value), 12) for value in found if isinstance(value, (int, float))]
 
 
 @dataclass
@@ -172,6 +188,9 @@ class Rehearsal:
                 full = tuple(self.coupling.channels.size(layout) for layout in dims)
                 if new != full and old in (full, list(full), full[0]):
                     found.setdefault(path, {})[attribute] = new[0] if isinstance(old, int) else type(old)(new)
+        for recording in self.coupling.recordings:
+            for path, attribute in recording.caches:  # what a wide model has cached is wrong for a narrow one
+                found.setdefault(path, {})[attribute] = {}
         for (path, attribute, position), bound in self.bindings.items():
             value: Any = bound.multiple * width(resolve(bound.layout), widths)
             if position is not None:
@@ -213,6 +232,7 @@ class Settler:
         self.candidates: dict[Site, list[tuple[Place, Bound]]] = {}
         self.tried: dict[Site, Place] = {}
         self.new: set[Place] = set()  # bound since the last replay
+        self.widths: dict[int, int] = {}  # of the last replay
         self.modules = dict(rehearsal.model.named_modules())
 
     def settle(self) -> None:
@@ -228,6 +248,7 @@ class Settler:
                 atom: self.random.randint(max(1, int(low * size)), max(1, min(size - 1, int(high * size))))
                 for atom, size in sizes.items()
             }
+            self.widths = widths
             number = clean % count
             outcome = self.rehearsal.replay(number, self.rehearsal.narrow(widths, sizes), widths)
             if outcome.clean:
@@ -264,7 +285,8 @@ class Settler:
         where = f"{op.name} at {op.path}" if op.path else op.name
         if conflict.kind == "scale":
             first = layouts[op.inputs()[0]][-1:] if op.inputs() else ()
-            return self._freeze(first, f"a factor in the code depends on its size ({where})")
+            reason = f"a factor in the code depends on its size ({where})"
+            return self._freeze(tuple(self._explaining(conflict)), reason) or self._freeze(first, reason)
         reason = f"a number in the code fixes its size ({where})"
         if conflict.literals:
             # Numbers that still are the unpruned size come first: others may be computed from the width that these fix.
@@ -275,6 +297,16 @@ class Settler:
         touched = [layout for value in op.outs if value is not None for layout in layouts[value]]
         touched += [layout for value in op.inputs() for layout in layouts[value]]
         return self._freeze(tuple(touched), f"the op does not run at other widths ({where})")
+
+    def _explaining(self, conflict: Conflict) -> Iterator[Layout]:
+        """Spaces whose sizes, wide and narrow, are the two values of a factor: n, 1 / n or a square root of them."""
+        for atom, narrow_size in self.widths.items():
+            wide_size = self.coupling.channels.axis_size(Atom(atom))
+            for wide, narrow_value in conflict.scales:
+                if any(
+                    abs(wide_size**p - wide) + abs(narrow_size**p - narrow_value) < 1e-9 for p in (1, -1, 0.5, -0.5)
+                ):
+                    yield ((Atom(atom),),)
 
     def _freeze(self, dims: Dims, reason: str) -> bool:
         count = sum(self.coupling.channels.freeze(layout, reason) for layout in dims)

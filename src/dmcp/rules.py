@@ -15,7 +15,6 @@ from dmcp.layer_rules import attention, batch_norm, convolution, einsum, group_n
 from dmcp.layouts import fixed
 from dmcp.recording import Func
 from dmcp.shape_rules import (
-    as_strided,
     channel_shuffle,
     col2im,
     concatenate,
@@ -40,6 +39,7 @@ from dmcp.shape_rules import (
     slice_,
     split,
     stack,
+    swap_last,
     transpose,
     unbind,
     unfold,
@@ -187,7 +187,8 @@ _BY_NAME: dict[Rule, str] = {
     reshape: "view reshape flatten unflatten view_as reshape_as squeeze unsqueeze",
     permute: "permute",
     transpose: "transpose swapaxes swapdims",
-    reverse_dims: "t numpy_T mT",
+    reverse_dims: "t numpy_T",
+    swap_last: "mT mH adjoint",
     movedim: "movedim moveaxis",
     expand: "expand expand_as broadcast_to",
     repeat: "repeat tile",
@@ -208,7 +209,6 @@ _BY_NAME: dict[Rule, str] = {
     pixel_shuffle: "pixel_shuffle",
     pixel_unshuffle: "pixel_unshuffle",
     channel_shuffle: "channel_shuffle native_channel_shuffle",
-    as_strided: "as_strided",
     same: "alias clone contiguous _to_copy to detach dropout feature_dropout alpha_dropout native_dropout lift_fresh "
     "lift_fresh_copy type_as bernoulli zero nan_to_num",
     pointwise: "hardswish relu6 celu selu rrelu square floor_divide masked_fill copy lerp",

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from dmcp.errors import WidthsError
 from dmcp.markov import CHAIN, INDEPENDENT, Process, bounded
+from dmcp.slicing import narrow
+from dmcp.spaces import ChannelSpace
 from dmcp.supernet import Supernet
 
 
@@ -28,7 +31,9 @@ class Chains:
     """What the alphas of a supernet mean in one search: their process, and the widths that they may reach."""
 
     process: Process
-    sizes: Tensor  # group sizes inside the bounds: the first group and the sum are the smallest and largest widths. (S, G)
+    sizes: (
+        Tensor  # group sizes inside the bounds: the first group and the sum are the smallest and largest widths. (S, G)
+    )
     place: Tensor  # of each channel: its group in a flattened (S, G + 1) table, whose last column is never kept
 
     def marginals(self, alpha: Tensor) -> Tensor:
@@ -71,7 +76,7 @@ def chains(
 def sandwich(
     net: Supernet, chains: Chains, draw: Draw, count: int, generator: torch.Generator | None = None
 ) -> list[Tensor]:
-    """Gates of the sub-networks of one weight step: the largest, the smallest, then random ones. Each (channels,) bool"""
+    """Gates of the sub-networks of one weight step: the largest, the smallest, then random ones. Each (channels,)"""
     ends = [net.hard(chains.sizes.sum(dim=1)), net.hard(chains.sizes[:, 0])]
     return ends + draw_gates(net, chains, draw, count, generator)
 
@@ -98,3 +103,45 @@ def draw_gates(
 def _uniform(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
     device = torch.device("cpu") if generator is None else generator.device
     return torch.rand(shape, generator=generator, device=device).to(like.device)
+
+
+@torch.no_grad()
+def sort_channels(net: Supernet) -> None:
+    """Order the channels of every space by importance, in place: sub-networks keep the first ones.
+
+    The network computes the same as before. Importance is the L2 norm of the weights that write a channel.
+    """
+    order: dict[str, list[int]] = {}
+    for space in net.graph.spaces:
+        importance = _importance(net, space)
+        if importance is not None:
+            order[space.name] = importance.argsort(descending=True, stable=True).tolist()
+    ordered = narrow(net.model, net.graph.cuts(order), {})
+    for old, new in zip(net.model.parameters(), ordered.parameters(), strict=True):
+        old.copy_(new)
+    for old_buffer, new_buffer in zip(net.model.buffers(), ordered.buffers(), strict=True):
+        old_buffer.copy_(new_buffer)
+
+
+def _importance(net: Supernet, space: ChannelSpace) -> Tensor | None:
+    """Squared norm of what writes each channel; None where no weight of a conv or linear does. -> (size,) or None"""
+    # Where the channels lie in a tensor is known of cuts only: channel 0 alone, and all of them moved on by one.
+    alone = net.graph.cuts({space.name: [0]})
+    moved = net.graph.cuts({space.name: [*range(1, space.size), 0]})
+    found: Tensor | None = None
+    for writer in space.writers:
+        part = net.model.get_submodule(writer)
+        name, dim = f"{writer}.weight", int(isinstance(part, _ConvTransposeNd))
+        if not isinstance(part, _ConvNd | nn.Linear) or name not in moved:
+            continue
+        follow, first = moved[name][dim], alone[name][dim]
+        if follow is None or first is None:
+            continue
+        energy = part.weight.detach().cpu().double().square().transpose(0, dim).flatten(1).sum(dim=1)
+        rows = first[follow[first] != first]  # those of channel 0; others did not move
+        sums: list[Tensor] = []
+        for _ in range(space.size):
+            sums.append(energy[rows].sum())
+            rows = follow[rows]
+        found = torch.stack(sums) + (0 if found is None else found)
+    return found

@@ -45,6 +45,12 @@ def reverse_dims(call: Call) -> list[Dims]:
     return [call.x.dims[::-1]]
 
 
+def swap_last(call: Call) -> list[Dims]:
+    """The last two dims change places."""
+    call.flow = Flow.KEEPS
+    return [(*call.x.dims[:-2], call.x.dims[-1], call.x.dims[-2])]
+
+
 def movedim(call: Call) -> list[Dims]:
     """Some dims go to other places, the rest keep their order."""
     call.flow = Flow.KEEPS
@@ -137,6 +143,8 @@ def split(call: Call) -> list[Dims]:
     elif len(set(sizes)) == 1:
         for piece in pieces[1:]:
             call.channels.join(pieces[0], piece)
+    else:
+        call.freeze(call.x.dims[dim], "it is split into unequal pieces by their number")
     if isinstance(call["split_size"], int):
         call.follows("split_size", pieces[:1])
     return [_replaced(call, dim, piece) for piece in pieces]
@@ -208,9 +216,9 @@ def embedding(call: Call) -> list[Dims]:
 
 def pad(call: Call) -> list[Dims]:
     """Zeros around a dim are new channels; other values keep the dim whole."""
-    call.flow = Flow.PADS
     plain = call.op.name == "constant_pad_nd" or call["mode"] in (None, "constant")
     zeros = plain and not call["value"]
+    call.flow = Flow.PADS if zeros or not plain else Flow.LOSES
     dims, added = list(call.x.dims), list[Literal]()
     for back in range(len(call["pad"]) // 2):
         before, after = call["pad"][2 * back : 2 * back + 2]
@@ -231,7 +239,7 @@ def pad(call: Call) -> list[Dims]:
 def reorder(call: Call) -> list[Dims]:
     """Entries of some dims change places, so these stay whole."""
     call.flow = Flow.KEEPS
-    for dim in call["dims"]:
+    for dim in call["dims"] or range(len(call.x.dims)):  # without dims the whole tensor is rolled as one
         call.freeze(call.x.dims[dim], "its entries change places")
     return [call.x.dims]
 
@@ -295,11 +303,6 @@ def channel_shuffle(call: Call) -> list[Dims]:
     outer, inner = call.channels.factor(call.x.dims[1], call["groups"])
     call.freeze(outer, "the groups of a shuffle")
     return [_replaced(call, 1, call.channels.multiply(inner, outer))]
-
-
-def as_strided(call: Call) -> list[Dims]:
-    """Only where it changes nothing but memory."""
-    return same(call) if call.out_shapes[0] == call.x.shape else unknown(call)
 
 
 def same(call: Call) -> list[Dims]:

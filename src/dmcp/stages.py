@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from dmcp.batches import input_of
 from dmcp.budget import Budget, budget_loss, ratios
@@ -17,7 +16,7 @@ from dmcp.errors import TrainingError
 from dmcp.recording import tensors_in
 from dmcp.sandwich import Chains
 from dmcp.supernet import Supernet
-from dmcp.training import Loss
+from dmcp.training import Loss, Precision, imitation
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,7 @@ def weight_step(
     subnets: Sequence[Tensor],
     loss: Loss,
     distil: bool = True,
+    precision: Precision = Precision.FLOAT32,
 ) -> WeightRecord:
     """Stage 1 (eq. 14): train the sub-networks with these gates, gradients accumulated, one optimizer step in all.
 
@@ -54,27 +54,15 @@ def weight_step(
     for batch in batches:
         target: list[Tensor] = []
         for gates in subnets:
-            output = net(input_of(batch), gates)
-            value = imitation(output, target) if distil and target else loss(output, batch)
-            (value / len(batches)).backward()
+            with _autocast(net, precision):
+                output = net(input_of(batch), gates)
+                value = imitation(output, target) if distil and target else _number(loss(output, batch))
+            torch.autograd.backward(value / len(batches))
             losses.append(value.detach())
             target = target or [tensor.detach() for tensor in tensors_in(output)]
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return WeightRecord(torch.stack(losses).reshape(len(batches), len(subnets)).mean(dim=0))
-
-
-def imitation(output: Any, target: Sequence[Tensor]) -> Tensor:
-    """How far the classes along dim 1 are from the target's: KL divergence, summed over the tensors of the output."""
-    parts: list[Tensor] = []
-    for own, wanted in zip(tensors_in(output), target, strict=True):
-        if own.ndim < 2 or own.shape[1] < 2 or not own.is_floating_point():
-            raise TrainingError(
-                f"Sub-networks imitate classes along dim 1, but an output is {tuple(own.shape)}: set distil=False."
-            )
-        kept = F.log_softmax(wanted, dim=1)
-        parts.append((kept.exp() * (kept - F.log_softmax(own, dim=1))).sum(dim=1).mean())
-    return torch.stack(parts).sum()
 
 
 def arch_step(
@@ -86,6 +74,7 @@ def arch_step(
     budget: Budget,
     budget_weight: float = 0.1,
     tolerance: float = 0.95,
+    precision: Precision = Precision.FLOAT32,
 ) -> ArchRecord:
     """Stage 2 (eq. 15): move the alphas by the task loss of the soft network and by the budget loss.
 
@@ -96,12 +85,14 @@ def arch_step(
     with _only_alphas(net):
         for batch in batches if loss else ():
             assert loss is not None
-            value = loss(net(input_of(batch), chains.gates(chains.marginals(net.alpha))), batch)
-            (value / len(batches)).backward()
+            gates = chains.gates(chains.marginals(net.alpha))
+            with _autocast(net, precision):
+                value = _number(loss(net(input_of(batch), gates), batch))
+            torch.autograd.backward(value / len(batches))
             task.append(value.detach())
         seen = ratios(budget, net.graph, chains.marginals(net.alpha), chains.sizes, chains.process)
         excess = budget_loss(seen, tolerance)
-        (budget_weight * excess).backward()
+        torch.autograd.backward(budget_weight * excess)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return ArchRecord(torch.stack(task).mean() if task else None, excess.detach(), seen.detach())
@@ -111,7 +102,8 @@ def arch_step(
 def _only_alphas(net: Supernet) -> Iterator[None]:
     """Weights need no gradient meanwhile, and buffers (running statistics) are put back."""
     trained = [weight for weight in net.weights() if weight.requires_grad]
-    buffers = list(net.model.buffers())
+    owners = [(part, name) for part in net.model.modules() for name, _ in part.named_buffers(recurse=False)]
+    buffers = [part.get_buffer(name) for part, name in owners]
     before = [buffer.clone() for buffer in buffers]
     for weight in trained:
         weight.requires_grad_(False)
@@ -121,5 +113,16 @@ def _only_alphas(net: Supernet) -> Iterator[None]:
         for weight in trained:
             weight.requires_grad_(True)
         with torch.no_grad():
-            for buffer, old in zip(buffers, before, strict=True):
+            for (part, name), buffer, old in zip(owners, buffers, before, strict=True):
+                setattr(part, name, buffer)  # a forward may have put another tensor in its place
                 buffer.copy_(old)
+
+
+def _number(loss: Tensor) -> Tensor:
+    if loss.ndim:
+        raise TrainingError(f"A loss must be one number, not a tensor of shape {tuple(loss.shape)}.")
+    return loss
+
+
+def _autocast(net: Supernet, precision: Precision) -> torch.autocast:
+    return torch.autocast(net.alpha.device.type, torch.bfloat16, enabled=precision is Precision.BFLOAT16)

@@ -1,0 +1,218 @@
+"""From alphas to structures inside the budget: the expected one, drawn ones, and the controls to compare them with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from dmcp.budget import Budget, check_reachable, spent_shares
+from dmcp.errors import BudgetError
+from dmcp.graph import ChannelGraph
+from dmcp.searching import SearchResult
+from dmcp.spaces import Widths
+
+TOLERANCE = 0.95  # of the controls
+_AT_ONCE = 1 << 16  # structures drawn in one expression
+
+
+def expected_widths(result: SearchResult) -> Tensor:
+    """Expected width of each space (eq. 8), not rounded. -> (S,) float64"""
+    chances = result.process.marginals(result.alphas.detach().double())
+    return result.process.moment(chances, result.sizes, 1).cpu()
+
+
+def expected(result: SearchResult, align: int | None = None) -> Widths:
+    """Expected sampling: the expected widths, rounded to multiples of `align`, then repaired into the budget.
+
+    The repair stays as near to the expectation as it can: see `fit`. `align` is the search's own by default.
+    """
+    least, most = result.sizes[:, 0], result.sizes.sum(dim=1)
+    options = Options(result.graph, least, most, result.align if align is None else align)
+    return fit(result.graph, result.budget, expected_widths(result), options, result.tolerance)
+
+
+def direct(
+    result: SearchResult, n: int = 1, generator: torch.Generator | None = None, tries: int = 1_000_000
+) -> list[Widths]:
+    """Direct sampling: n different structures drawn from the chains, all inside the budget.
+
+    Those whose binding limit is used to the tolerance come first; the others only fill up after the last try. Fewer
+    than n if the tries hold no more; BudgetError with the distribution of the costs if they hold none.
+    """
+    if n < 1 or tries < 1:
+        raise BudgetError(f"Direct sampling needs at least one structure and one try, not {n} and {tries}.")
+    near: dict[tuple[int, ...], None] = {}  # in the order drawn
+    below: dict[tuple[int, ...], float] = {}
+    seen: list[Tensor] = []
+    for widths, shares in _draws(result, tries, generator):
+        binding = shares.amax(dim=1)
+        inside = binding <= 1
+        for row, share in zip(widths[inside].tolist(), binding[inside].tolist(), strict=True):
+            if share >= result.tolerance:
+                near[tuple(row)] = None
+            elif len(below) < n:
+                below[tuple(row)] = share
+            if len(near) == n:
+                return [result.graph.widths(found) for found in near]
+        seen.append(shares)
+    chosen = [*near, *sorted(below, key=lambda row: -below[row])][:n]
+    if not chosen:
+        raise BudgetError(_nothing_inside(result.budget, torch.cat(seen)))
+    return [result.graph.widths(found) for found in chosen]
+
+
+def _draws(result: SearchResult, tries: int, generator: torch.Generator | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Structures and their cost / target, many at once. -> (N, S), (N, L)"""
+    for start in range(0, tries, _AT_ONCE):
+        widths = result.process.sample(result.alphas, result.sizes, min(_AT_ONCE, tries - start), generator).cpu()
+        yield widths, spent_shares(result.budget, result.graph, widths)
+
+
+def _nothing_inside(budget: Budget, shares: Tensor) -> str:
+    parts = []
+    for limit, column in zip(budget.limits, shares.unbind(1), strict=True):
+        low, middle, high = (f"{q.item() * limit.target:,.0f}" for q in (column.min(), column.median(), column.max()))
+        parts.append(f"{limit.kind} from {low} to {high}, median {middle}, allowed {limit.target:,}")
+    return (
+        f"None of {len(shares):,} sampled structures is inside the budget {budget.text!r}: {'; '.join(parts)}. "
+        "Take the expected structure, which is repaired into the budget, or search longer."
+    )
+
+
+# controls at the same budget
+
+
+def uniform(graph: ChannelGraph, budget: Budget, floor: Widths | None = None, align: int = 1) -> Widths:
+    """One ratio for all spaces, as large as the budget allows."""
+    wish = graph.full.tensor().double()
+    return fit(graph, budget, wish, _from_floor(graph, floor, align), TOLERANCE)
+
+
+def random_widths(
+    graph: ChannelGraph,
+    budget: Budget,
+    generator: torch.Generator | None = None,
+    floor: Widths | None = None,
+    align: int = 1,
+) -> Widths:
+    """A share of each space drawn uniformly, all scaled by one number, as large as the budget allows."""
+    shares = 1 - torch.rand(len(graph.spaces), generator=generator, dtype=torch.float64)  # never zero
+    wish = graph.full.tensor() * shares / shares.min()  # only the proportions matter: nobody wants less than all
+    return fit(graph, budget, wish, _from_floor(graph, floor, align), TOLERANCE)
+
+
+def _from_floor(graph: ChannelGraph, floor: Widths | None, align: int) -> Options:
+    full = graph.full.tensor()
+    return Options(graph, torch.ones_like(full) if floor is None else floor.tensor(), full, align)
+
+
+# into the budget
+
+
+class Options:
+    """The widths that a structure may have: multiples of `align` between two bounds, and a space's full size.
+
+    A structure is a place in each space's list of options. Bounds that no multiple fits between keep the upper one.
+    """
+
+    def __init__(self, graph: ChannelGraph, lower: Tensor, upper: Tensor, align: int) -> None:
+        if type(align) is not int or align < 1:
+            raise BudgetError(f"align must be an int of at least 1, not {align!r}.")
+        rows: list[list[int]] = []
+        for space, low, high in zip(graph.spaces, lower.tolist(), upper.tolist(), strict=True):
+            row = list(range(-(-low // align) * align, high + 1, align))
+            rows.append(row if row and (row[-1] == high or high < space.size) else [*row, high])
+        self.last = torch.tensor([len(row) - 1 for row in rows])  # (S,)
+        most = max(len(row) for row in rows)
+        self.table = torch.tensor([row + row[-1:] * (most - len(row)) for row in rows])  # (S, O)
+
+    def widths(self, places: Tensor) -> Tensor:
+        """(..., S) -> (..., S) int64"""
+        return self.table[torch.arange(len(self.table)), places]
+
+    def nearest(self, wish: Tensor) -> Tensor:
+        """Places of the options nearest to some widths. (S,) -> (S,)"""
+        middles = (self.table[:, 1:] + self.table[:, :-1]) / 2
+        return torch.searchsorted(middles, wish[:, None].to(middles)).squeeze(1).minimum(self.last)
+
+
+def fit(graph: ChannelGraph, budget: Budget, wish: Tensor, options: Options, tolerance: float) -> Widths:
+    """The options nearest to the wished widths that are inside every limit, and use the binding one to the tolerance.
+
+    If the rounded wish is not, all of it is scaled by one number up to the border; then single spaces grow, those
+    furthest below their wish first: back to the wish as far as the limits allow, beyond it up to the tolerance only.
+    """
+
+    def share(places: Tensor) -> float:
+        return spent_shares(budget, graph, options.widths(places).reshape(-1, len(wish))).max().item()
+
+    wished = options.nearest(wish)
+    lowest = torch.zeros_like(wished)
+    if share(lowest) > 1:
+        check_reachable(budget, graph, graph.widths(options.widths(lowest)))
+    places, spent = wished, share(wished)
+    if not tolerance <= spent <= 1:
+        places = _scale(options, wish, share, bar=1.0 if spent > 1 else tolerance)
+        places = _grow(options, wish, share, places, goal=wished.maximum(places), enough=float("inf"))
+        places = _grow(options, wish, share, places, goal=options.last, enough=tolerance)
+    if share(places) < tolerance:
+        places = _exchange(graph, budget, options, wish, places, tolerance)
+    return graph.widths(options.widths(places))
+
+
+def _scale(options: Options, wish: Tensor, share: Callable[[Tensor], float], bar: float) -> Tensor:
+    """The wish times the largest number for which the binding limit is used to the bar at most."""
+    low, high = 0.0, 1.0
+    while share(options.nearest(wish * high)) <= bar and bool((options.nearest(wish * high) < options.last).any()):
+        low, high = high, 2 * high
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if share(options.nearest(wish * middle)) <= bar else (low, middle)
+    return options.nearest(wish * low)
+
+
+def _grow(
+    options: Options, wish: Tensor, share: Callable[[Tensor], float], places: Tensor, goal: Tensor, enough: float
+) -> Tensor:
+    """Raise spaces to their goals inside the limits, step by step, the one furthest below its wish first."""
+    places = places.clone()
+    growing = places < goal
+    while growing.any() and share(places) < enough:
+        gap = (wish - options.widths(places)) / wish
+        space = int(gap.masked_fill(~growing, -float("inf")).argmax())
+        places[space] += 1
+        if share(places) > 1:
+            places[space] -= 1
+            growing[space] = False  # for good: what the others cost only grows
+        elif places[space] == goal[space]:
+            growing[space] = False
+    return places
+
+
+def _exchange(
+    graph: ChannelGraph, budget: Budget, options: Options, wish: Tensor, places: Tensor, tolerance: float
+) -> Tensor:
+    """One space up for another one down while that brings the binding limit nearer to the tolerance.
+
+    A net with few structures is tried whole.
+    """
+    counts = (options.last + 1).tolist()
+    few = math.prod(counts) <= _AT_ONCE
+    step = torch.eye(len(counts), dtype=torch.int64)
+    moves = (step[:, None] - step).flatten(end_dim=1)  # (S * S, S), also no move at all
+    best = 0.0
+    while True:
+        trials = torch.cartesian_prod(*map(torch.arange, counts)).reshape(-1, len(counts)) if few else places + moves
+        trials = trials[((trials >= 0) & (trials <= options.last)).all(dim=1)]
+        shares = spent_shares(budget, graph, options.widths(trials)).amax(dim=1)
+        reached = (shares >= tolerance) & (shares <= 1)
+        if reached.any():
+            gaps = ((options.widths(trials) - wish) / wish).abs().amax(dim=1)
+            return trials[gaps.masked_fill(~reached, float("inf")).argmin()]
+        shares = shares.masked_fill(shares > 1, 0)
+        if shares.max().item() <= best:
+            return places
+        best, places = shares.max().item(), trials[shares.argmax()]

@@ -1,0 +1,358 @@
+"""The search: warm the weights up, then move weights and alphas in turn until the alphas know the widths."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from dmcp.batches import Loader, device_of, on_device, size_of, start_epoch
+from dmcp.budget import Budget, check_reachable, constant_alpha, parse
+from dmcp.errors import DataError, TrainingError, WidthsError
+from dmcp.graph import ChannelGraph
+from dmcp.markov import CHAIN, INDEPENDENT, Process, group_sizes
+from dmcp.sandwich import Chains, Draw, chains, sandwich, sort_channels
+from dmcp.stages import ArchRecord, WeightRecord, arch_step, weight_step
+from dmcp.supernet import Supernet
+from dmcp.training import Loss, Precision, classification_loss, cosine, parameter_groups
+
+
+class Init(StrEnum):
+    """Where the alphas start."""
+
+    TARGET = "target"  # one constant for which the expected cost is the budget
+    ZERO = "zero"  # every transition at one half: far below any budget
+    RANDOM = "random"  # standard normal
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchConfig:
+    """Settings of a search; the defaults are the paper's, at its batch of 1024."""
+
+    budget: int | float | str | Budget  # what the result may cost: 0.5, "50%", "211M", "params:2M", "50%,params:2M"
+    tolerance: float = 0.95  # share of the budget below which the expected cost is pushed up (gamma of eq. 13)
+    groups: int = 10  # groups that each space is divided into; the supernet must be made with as many
+    align: int = 1  # widths are multiples of this; the supernet must be made with the same
+    smallest: Mapping[str, int] = field(default_factory=dict)  # least width of some spaces, by name
+    largest: Mapping[str, int] = field(default_factory=dict)  # greatest width of some spaces, by name
+    epochs: int = 40  # passes over the data, the warm-up among them
+    warmup: float = 0.5  # share of the epochs that train weights only; 0 for a pre-trained model
+    sort: bool = False  # whether channels are first ordered by the norm of their weights, for a pre-trained model
+    subnets: int = 2  # random sub-networks in each weight step, besides the largest and the smallest
+    draw: Draw = Draw.MARKOV  # how they are drawn after the warm-up
+    warmup_draw: Draw = Draw.UNIFORM  # how they are drawn in the warm-up
+    distil: bool = True  # whether sub-networks imitate the largest one instead of learning the labels
+    init: Init = Init.TARGET  # where the alphas start
+    independent: bool = False  # whether each group is kept by itself (Bernoulli), not along the chain; an ablation
+    task_loss: bool = True  # whether the task loss moves the alphas, and not the budget alone
+    budget_weight: float = 0.1  # weight of the budget loss (lambda of eq. 15)
+    train_weights: bool = True  # whether the weights still move after the warm-up
+    lr: float = 0.2  # learning rate of the weights at the start, at `reference_batch` samples in a step
+    min_lr: float = 0.02  # the same at the end of its cosine
+    reference_batch: int = 1024  # other numbers of samples in a step scale lr and min_lr linearly
+    momentum: float = 0.9  # Nesterov momentum of the weights
+    weight_decay: float = 1e-4  # of the weights; none on norms and biases
+    label_smoothing: float = 0.1  # of the default loss
+    alpha_lr: float = 0.5  # learning rate of the alphas after the warm-up; not scaled
+    alpha_min_lr: float = 0.1  # the same at the end of its cosine
+    alpha_momentum: float = 0.9  # Nesterov momentum of the alphas; they have no weight decay
+    accumulate: int = 1  # batches whose gradients make one step
+    precision: Precision = Precision.FLOAT32  # of the forward passes; bfloat16 is faster on a GPU
+    log_every: int = 50  # steps after which records are read from the device, and a loss that is not finite is noticed
+    seed: int = 0  # of everything random in the search
+
+    def __post_init__(self) -> None:
+        for name, kind in (("draw", Draw), ("warmup_draw", Draw), ("init", Init), ("precision", Precision)):
+            value = getattr(self, name)
+            if value not in list(kind):
+                raise TrainingError(f"{name} must be one of {', '.join(kind)}, not {value!r}.")
+            object.__setattr__(self, name, kind(value))
+        for name, least in _INTS.items():
+            if type(getattr(self, name)) is not int or getattr(self, name) < least:
+                raise TrainingError(f"{name} must be an int of at least {least}, not {getattr(self, name)!r}.")
+        for name, (low, high) in _FLOATS.items():
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not low <= value < high:  # also refuses NaN
+                raise TrainingError(f"{name} must be a number from {low} to below {high}, not {value!r}.")
+        if not self.tolerance:
+            raise TrainingError("tolerance must be above 0, like 0.95: at 0 nothing pushes the expected cost up.")
+        if self.min_lr > self.lr or self.alpha_min_lr > self.alpha_lr:
+            raise TrainingError("A learning rate falls: min_lr must not be above lr, nor alpha_min_lr above alpha_lr.")
+        if self.warmup_epochs == self.epochs:
+            raise TrainingError(
+                f"A warm-up of {self.warmup:.0%} leaves none of {self.epochs} epochs for the alphas: lower warmup."
+            )
+        if not self.task_loss and self.budget_weight == 0:
+            raise TrainingError("Nothing moves the alphas: set task_loss=True or a budget_weight above 0.")
+
+    @property
+    def warmup_epochs(self) -> int:
+        """Epochs that train weights only."""
+        return round(self.epochs * self.warmup)
+
+    @property
+    def process(self) -> Process:
+        """What the alphas mean."""
+        return INDEPENDENT if self.independent else CHAIN
+
+
+_INTS = {  # the least that each may be
+    "groups": 1,
+    "align": 1,
+    "epochs": 1,
+    "subnets": 0,
+    "reference_batch": 1,
+    "accumulate": 1,
+    "log_every": 1,
+    "seed": 0,
+}
+_FLOATS = {  # from, to below
+    "tolerance": (0, 1),
+    "warmup": (0, 1),
+    "budget_weight": (0, math.inf),
+    "lr": (0, math.inf),
+    "min_lr": (0, math.inf),
+    "momentum": (0, 1),
+    "weight_decay": (0, math.inf),
+    "label_smoothing": (0, 1),
+    "alpha_lr": (0, math.inf),
+    "alpha_min_lr": (0, math.inf),
+    "alpha_momentum": (0, 1),
+}
+
+
+@dataclass(frozen=True)
+class SearchRecord:
+    """What one step of a search saw, as plain numbers; None for what it did not do."""
+
+    step: int
+    epoch: int
+    lr: float | None = None  # of the weights
+    weight_losses: tuple[float, ...] | None = None  # of each sub-network, the largest first
+    alpha_lr: float | None = None
+    task_loss: float | None = None
+    budget_loss: float | None = None
+    ratios: tuple[float, ...] | None = None  # expected cost over target, per limit
+
+
+@dataclass(frozen=True, eq=False)
+class SearchResult:
+    """What a search found: the distribution of widths, and what it was searched for."""
+
+    alphas: Tensor  # (S, G-1)
+    sizes: Tensor  # (S, G), inside the smallest and largest widths that were asked for
+    graph: ChannelGraph
+    budget: Budget
+    tolerance: float
+    align: int = 1
+    log: tuple[SearchRecord, ...] = ()
+    process: Process = CHAIN
+
+
+def search(
+    net: Supernet,
+    loader: Loader,
+    config: SearchConfig,
+    loss: Loss | None = None,
+    arch_loader: Loader | None = None,
+    on_record: Callable[[SearchRecord], None] | None = None,
+) -> SearchResult:
+    """Train the supernet's weights and alphas, in place; the alphas then say which widths keep the budget best.
+
+    `arch_loader` gives the alphas batches of their own; `on_record` sees each record once it has left the device.
+    The same supernet, data, settings and device end in the same bits; the global random state is left as it was.
+    """
+    budget, path = _prepare(net, config, arch_loader)
+    loss = classification_loss(config.label_smoothing) if loss is None else loss
+    weights = torch.optim.SGD(
+        parameter_groups(net.model, config.weight_decay), config.lr, config.momentum, nesterov=config.momentum > 0
+    )
+    alphas = torch.optim.SGD(net.alphas(), config.alpha_lr, config.alpha_momentum, nesterov=config.alpha_momentum > 0)
+    per_epoch = -(-len(loader) // config.accumulate)
+    total, first = per_epoch * config.epochs, per_epoch * config.warmup_epochs  # steps in all, and of the warm-up
+    log, step, scale = _Log(net, config.log_every, on_record), 0, 0.0
+    with _seeded(net, config.seed) as generator:
+        _start(net, path, budget, config)
+        held_out = None if arch_loader is None else _endless(arch_loader, net, config.accumulate)
+        for epoch in range(config.epochs):
+            for batches in _steps(loader, epoch, net, config.accumulate):
+                trained, moved = None, None
+                if step < first or config.train_weights:
+                    scale = scale or sum(map(size_of, batches)) / config.reference_batch
+                    _set_lr(weights, scale * cosine(step, total, config.lr, config.min_lr))
+                    draw = config.warmup_draw if step < first else config.draw
+                    subnets = sandwich(net, path, draw, config.subnets, generator)
+                    trained = weight_step(net, batches, weights, subnets, loss, config.distil, config.precision)
+                if step >= first:
+                    _set_lr(alphas, cosine(step - first, total - first, config.alpha_lr, config.alpha_min_lr))
+                    own = batches if held_out is None else next(held_out)
+                    task = loss if config.task_loss else None
+                    pull = (budget, config.budget_weight, config.tolerance)
+                    moved = arch_step(net, own, alphas, path, task, *pull, config.precision)
+                log.add(_Step(step, epoch, weights.param_groups[0]["lr"], trained, alphas.param_groups[0]["lr"], moved))
+                step += 1
+        log.flush()
+    alpha, sizes = net.alpha.detach().cpu().clone(), path.sizes.cpu()
+    return SearchResult(
+        alpha, sizes, net.graph, budget, config.tolerance, config.align, tuple(log.records), config.process
+    )
+
+
+# before the first step
+
+
+def _prepare(net: Supernet, config: SearchConfig, arch_loader: Loader | None) -> tuple[Budget, Chains]:
+    """The budget and the chains, once it is sure that they, the supernet and the settings fit together."""
+    if arch_loader is not None and not config.task_loss:
+        raise TrainingError("With task_loss=False the alphas see no data: leave arch_loader out.")
+    wanted = [list(group_sizes(space.size, config.groups, config.align)) for space in net.graph.spaces]
+    if [[size for size in row if size] for row in net.sizes.tolist()] != wanted:
+        raise WidthsError(
+            f"The supernet was made with other groups than the settings say: set them as it has them, or make it with "
+            f"Supernet(model, graph, groups={config.groups}, align={config.align})."
+        )
+    path = chains(net, config.process, config.smallest, config.largest, config.align)
+    if not path.sizes[:, 1:].any():
+        raise WidthsError("There is nothing to search: no space has a second group; use more groups.")
+    budget = parse(config.budget, net.graph)
+    ends = (path.sizes[:, 0], path.sizes.sum(dim=1))
+    check_reachable(budget, net.graph, *(net.graph.widths(widths.tolist()) for widths in ends))
+    return budget, path
+
+
+@torch.no_grad()
+def _start(net: Supernet, path: Chains, budget: Budget, config: SearchConfig) -> None:
+    """Bring the supernet to where the search starts."""
+    net.train()
+    if config.sort:
+        sort_channels(net)
+    match config.init:
+        case Init.TARGET:
+            net.alpha.fill_(constant_alpha(budget, net.graph, path.sizes, process=path.process))
+        case Init.ZERO:
+            net.alpha.zero_()
+        case Init.RANDOM:  # drawn on the CPU: the same on every device
+            net.alpha.copy_(torch.randn(net.alpha.shape, generator=torch.Generator().manual_seed(config.seed)))
+
+
+@contextlib.contextmanager
+def _seeded(net: Supernet, seed: int) -> Iterator[torch.Generator]:
+    """A generator where the supernet lives; the global ones (dropout, loaders) are seeded, and put back at the end."""
+    device = device_of(net)
+    cuda = device.type == "cuda"
+    with torch.random.fork_rng([device] if cuda else []):
+        torch.default_generator.manual_seed(seed)
+        if cuda:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield torch.Generator(device).manual_seed(seed)
+
+
+# in every step
+
+
+def _steps(loader: Loader, epoch: int, net: Supernet, accumulate: int) -> Iterator[list[Any]]:
+    """The batches of each step of one epoch, on the device of the supernet; the last step may have fewer."""
+    start_epoch(loader, epoch)
+    device = device_of(net)
+    batches = (on_device(batch, device) for batch in loader)
+    count = 0
+    while chunk := list(itertools.islice(batches, accumulate)):
+        count += 1
+        yield chunk
+    if not count:
+        raise DataError("The loader has no batches: is the batch larger than the data?")
+
+
+def _endless(loader: Loader, net: Supernet, accumulate: int) -> Iterator[list[Any]]:
+    for epoch in itertools.count():
+        yield from _steps(loader, epoch, net, accumulate)
+
+
+def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What one step saw, still on the device."""
+
+    step: int
+    epoch: int
+    lr: float
+    trained: WeightRecord | None
+    alpha_lr: float
+    moved: ArchRecord | None
+
+    def plain(self) -> SearchRecord:
+        """The same as numbers; waits for the device."""
+        record = SearchRecord(self.step, self.epoch)
+        if self.trained is not None:
+            record = replace(record, lr=self.lr, weight_losses=tuple(self.trained.losses.tolist()))
+        if self.moved is not None:
+            task = self.moved.task_loss
+            record = replace(
+                record,
+                alpha_lr=self.alpha_lr,
+                task_loss=None if task is None else task.item(),
+                budget_loss=self.moved.budget_loss.item(),
+                ratios=tuple(self.moved.ratios.tolist()),
+            )
+        return record
+
+
+class _Log:
+    """Records of the steps, read from the device now and then; where one is not finite the search stops."""
+
+    def __init__(self, net: Supernet, every: int, on_record: Callable[[SearchRecord], None] | None) -> None:
+        self.net = net
+        self.every = every
+        self.on_record = on_record
+        self.records: list[SearchRecord] = []
+        self.waiting: list[_Step] = []
+        self.good = self._state()
+
+    def _state(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self.net.state_dict().items()}
+
+    def add(self, step: _Step) -> None:
+        """Keep what a step saw."""
+        self.waiting.append(step)
+        if len(self.waiting) == self.every:
+            self.flush()
+
+    def flush(self) -> None:
+        """Read what waits; if all of it is finite, remember this state of the supernet, otherwise go back and stop."""
+        steps, self.waiting = [step.plain() for step in self.waiting], []
+        for record in steps:
+            self._check(record, "stage 1, the weights", *(record.weight_losses or ()))
+            self._check(record, "stage 2, the alphas", record.task_loss or 0.0, record.budget_loss or 0.0)
+        if steps and not torch.stack([tensor.isfinite().all() for tensor in self.net.parameters()]).all().item():
+            self._stop(f"Weights or alphas became infinite or NaN by step {steps[-1].step} (epoch {steps[-1].epoch})")
+        self.records += steps
+        self.good = self._state()
+        for record in steps if self.on_record else ():
+            assert self.on_record is not None
+            self.on_record(record)
+
+    def _check(self, record: SearchRecord, stage: str, *losses: float) -> None:
+        for loss in losses:
+            if not math.isfinite(loss):
+                self._stop(f"The loss is {loss} in {stage}, at step {record.step} (epoch {record.epoch})")
+
+    @torch.no_grad()
+    def _stop(self, what: str) -> NoReturn:
+        for name, tensor in self.net.state_dict().items():
+            tensor.copy_(self.good[name])
+        last = f"after step {self.records[-1].step}" if self.records else "before the first step"
+        raise TrainingError(
+            f"{what}; the supernet is again as it was {last}. Lower lr or alpha_lr, or look at the data."
+        )

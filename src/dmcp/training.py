@@ -1,0 +1,324 @@
+"""Plain training and evaluation of one network, on the CPU or a GPU, without waiting for the GPU at each step."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _NormBase
+
+from dmcp.batches import Loader, device_of, input_of, labels_of, on_device, size_of, start_epoch
+from dmcp.calibration import Forward, kept_modes
+from dmcp.errors import TrainingError
+from dmcp.recording import call_model, tensors_in
+
+Loss = Callable[[Any, Any], Tensor]  # (output, batch) -> scalar
+Metric = Callable[[Any, Any], tuple[Tensor, int]]  # (output, batch) -> (sum over the samples, their count)
+
+_WINDOW = 100  # steps between two looks at the losses: each look waits for the GPU
+_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+class Distillation(StrEnum):
+    """Whom the network learns from besides the labels."""
+
+    NONE = "none"
+    TEACHER = "teacher"  # a trained network, given to `train`
+
+
+class Precision(StrEnum):
+    """In what numbers the forward pass computes; weights and losses are always float32."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How a network is trained; the defaults are the paper's recipe for a pruned ResNet."""
+
+    epochs: int = 100  # passes over the training data
+    lr: float = 0.8  # highest learning rate, at a batch of `reference_batch`
+    reference_batch: int | None = 2048  # other batches scale all learning rates linearly; None: never scaled
+    warmup_epochs: float = 1.0  # epochs in which the learning rate grows to `lr`
+    warmup_lr: float = 0.2  # learning rate of the first step, scaled as well
+    min_lr: float = 0.0  # where the cosine ends, scaled as well
+    momentum: float = 0.9  # of SGD
+    nesterov: bool = True  # look ahead along the momentum
+    weight_decay: float = 1e-4  # on weights; none on norms and biases
+    label_smoothing: float = 0.1  # share of the target spread over all classes, by the default loss
+    distillation: Distillation = Distillation.NONE  # `teacher` needs train(..., teacher=...)
+    teacher_share: float = 0.5  # of the loss, with a teacher; the labels have the rest
+    precision: Precision = Precision.FLOAT32  # bfloat16 is faster on a GPU
+    seed: int = 0  # of dropout and the like; a loader has its own
+
+    def __post_init__(self) -> None:
+        for name, kind in (("distillation", Distillation), ("precision", Precision)):
+            value = getattr(self, name)
+            if value not in list(kind):
+                raise TrainingError(f"{name} must be one of {', '.join(kind)}, not {value!r}.")
+            object.__setattr__(self, name, kind(value))
+        if type(self.epochs) is not int or self.epochs < 1:
+            raise TrainingError(f"epochs must be an int of at least 1, not {self.epochs!r}.")
+        if not 0 <= self.warmup_epochs <= self.epochs:
+            raise TrainingError(
+                f"warmup_epochs must lie between 0 and epochs ({self.epochs}), not {self.warmup_epochs}."
+            )
+        if not 0 < self.lr < math.inf or not 0 <= self.min_lr <= self.lr or not 0 <= self.warmup_lr <= self.lr:
+            raise TrainingError(
+                f"lr must be positive, and min_lr and warmup_lr between 0 and lr, not {self.lr}, {self.min_lr} and "
+                f"{self.warmup_lr}."
+            )
+        if self.reference_batch is not None and self.reference_batch < 1:
+            raise TrainingError(f"reference_batch must be at least 1 or None, not {self.reference_batch}.")
+        if not 0 <= self.momentum < 1 or not self.weight_decay >= 0:
+            raise TrainingError(
+                f"momentum must lie in [0, 1) and weight_decay be at least 0, not {self.momentum}, {self.weight_decay}."
+            )
+        if self.nesterov and not self.momentum:
+            raise TrainingError("nesterov needs a momentum: set nesterov=False or momentum above 0.")
+        if not 0 <= self.label_smoothing < 1 or not 0 <= self.teacher_share <= 1:
+            raise TrainingError(
+                f"label_smoothing must lie in [0, 1) and teacher_share in [0, 1], not {self.label_smoothing} and "
+                f"{self.teacher_share}."
+            )
+        if type(self.seed) is not int or self.seed < 0:
+            raise TrainingError(f"seed must be an int of at least 0, not {self.seed!r}.")
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one training step saw."""
+
+    epoch: int  # from 0
+    step: int  # from 0, over all epochs
+    steps: int  # in all
+    lr: float
+    loss: float
+
+
+def cosine(step: int, total: int, start: float, end: float, warmup: float = 0, warmup_start: float = 0.0) -> float:
+    """Learning rate of a step: a line from `warmup_start` to `start` over `warmup` steps, then a cosine to `end`."""
+    if step < warmup:
+        return warmup_start + (start - warmup_start) * step / warmup
+    share = (step - warmup) / max(total - warmup, 1)
+    return end + (start - end) * 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))
+
+
+def learning_rate(step: int, steps: int, batch_size: int, config: TrainConfig) -> float:
+    """Learning rate of a step of this training: warm-up, cosine, and the scale of the batch."""
+    scale = batch_size / config.reference_batch if config.reference_batch else 1.0
+    warmup = config.warmup_epochs * steps / config.epochs
+    return scale * cosine(step, steps, config.lr, config.min_lr, warmup, config.warmup_lr)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Trained parameters for an optimizer, each once: weights decay; norms, biases and other vectors do not."""
+    norms = {id(p) for part in model.modules() if isinstance(part, _NORMS) for p in part.parameters(recurse=False)}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    plain = [parameter for parameter in trained if parameter.ndim < 2 or id(parameter) in norms]
+    kept = {id(parameter) for parameter in plain}
+    decayed = [parameter for parameter in trained if id(parameter) not in kept]
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+
+
+def classification_loss(label_smoothing: float = 0.0) -> Loss:
+    """Cross-entropy of the classes along dim 1, `label_smoothing` of the target spread over all of them."""
+
+    def loss(output: Any, batch: Any) -> Tensor:
+        return F.cross_entropy(_logits(output).float(), labels_of(batch), label_smoothing=label_smoothing)
+
+    return loss
+
+
+def top1(output: Any, batch: Any) -> tuple[Tensor, int]:
+    """Correct answers and how many there are, of samples or of pixels."""
+    labels = labels_of(batch)
+    return (_logits(output).argmax(dim=1) == labels).sum(), labels.numel()
+
+
+def imitation(output: Any, target: Sequence[Tensor]) -> Tensor:
+    """How far the classes along dim 1 are from the target's: KL divergence, summed over the tensors of the output."""
+    own = tensors_in(output)
+    if [tensor.shape for tensor in own] != [tensor.shape for tensor in target] or any(
+        tensor.ndim < 2 or tensor.shape[1] < 2 or not tensor.is_floating_point() for tensor in own
+    ):
+        shapes = " and ".join(str([tuple(tensor.shape) for tensor in part]) for part in (own, target))
+        raise TrainingError(f"Imitation needs the same classes along dim 1 of all outputs, not {shapes}: turn it off.")
+    parts = []
+    for mine, wanted in zip(own, target, strict=True):
+        goal = F.log_softmax(wanted.float(), dim=1)
+        parts.append((goal.exp() * (goal - F.log_softmax(mine.float(), dim=1))).sum(dim=1).mean())
+    return torch.stack(parts).sum()
+
+
+def train(
+    model: nn.Module,
+    loader: Loader,
+    config: TrainConfig,
+    loss: Loss | None = None,
+    teacher: nn.Module | None = None,
+    on_step: Callable[[StepRecord], None] | None = None,
+) -> list[StepRecord]:
+    """Train the model in place; afterwards it is in the mode that it was in.
+
+    The records come in bundles, so that no step waits for the device. A loss or weight that is not finite stops the
+    training with a TrainingError that says where, and leaves the model as it was at the last bundle.
+    """
+    if (teacher is not None) != (config.distillation is Distillation.TEACHER):
+        raise TrainingError("A teacher and distillation='teacher' go together: give both or neither.")
+    steps = config.epochs * len(loader)
+    if not steps:
+        raise TrainingError("There is nothing to train on: the loader has no batches.")
+    device = device_of(model)
+    loss = loss or classification_loss(config.label_smoothing)
+    groups = parameter_groups(model, config.weight_decay)
+    optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
+    log = _Log(model, on_step)
+    step = 0
+    with kept_modes(model), _evaluating(teacher), _seeded(config.seed, device):
+        model.train()
+        for epoch in range(config.epochs):
+            start_epoch(loader, epoch)
+            for batch in loader:
+                batch = on_device(batch, device)
+                rate = learning_rate(step, steps, size_of(batch), config)
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+                with _autocast(device, config.precision):
+                    value = _loss(model, batch, loss, teacher, config.teacher_share)
+                optimizer.zero_grad(set_to_none=True)
+                torch.autograd.backward(value)
+                optimizer.step()
+                log.add(value.detach(), epoch=epoch, step=step, steps=steps, lr=rate)
+                step += 1
+            log.look()
+    optimizer.zero_grad(set_to_none=True)
+    return log.records
+
+
+def evaluate(
+    model: nn.Module,
+    loader: Iterable[Any],
+    metric: Metric | None = None,
+    forward: Forward | None = None,
+    precision: Precision = Precision.FLOAT32,
+) -> float:
+    """Mean of the metric over all samples, by default the share of correct answers, 0 to 1; modes are kept.
+
+    `forward` runs the network where that is not simply model(input), as in `recalibrate`.
+    """
+    metric = metric or top1
+    device = device_of(model)
+    run = forward or (lambda x: call_model(model, x))
+    sums: list[Tensor] = []
+    count = 0
+    with kept_modes(model), torch.no_grad(), _autocast(device, precision):
+        model.eval()
+        for batch in loader:
+            batch = on_device(batch, device)
+            value, samples = metric(run(input_of(batch)), batch)
+            sums.append(value)
+            count += samples
+    if not count:
+        raise TrainingError("There is nothing to evaluate on: the loader gave no samples.")
+    return float(torch.stack(sums).double().sum()) / count
+
+
+class _Log:
+    """Losses that wait on the device, and the last state in which everything was finite."""
+
+    def __init__(self, model: nn.Module, on_step: Callable[[StepRecord], None] | None) -> None:
+        self.tensors = [*model.parameters(), *model.buffers()]
+        self.weights = list(model.parameters())
+        self.on_step = on_step
+        self.records: list[StepRecord] = []
+        self.waiting: list[tuple[Tensor, dict[str, Any]]] = []
+        self._keep()
+
+    def add(self, loss: Tensor, **facts: Any) -> None:
+        """Remember a step; look at the losses once in a while."""
+        self.waiting.append((loss, facts))
+        if len(self.waiting) == _WINDOW:
+            self.look()
+
+    def look(self) -> None:
+        """Read the waiting losses: the only place of the loop that waits for the device."""
+        if not self.waiting:
+            return
+        finite = torch.stack([weight.detach().isfinite().all() for weight in self.weights]).all()
+        read = torch.stack([*(loss.double() for loss, _ in self.waiting), finite.double()]).tolist()
+        for (_, facts), value in zip(self.waiting, read[:-1], strict=True):
+            if not math.isfinite(value):
+                self._stop(f"the loss is {value}", facts)
+        if not read[-1]:
+            self._stop("a weight is no longer finite", self.waiting[-1][1])
+        for (_, facts), value in zip(self.waiting, read[:-1], strict=True):
+            self.records.append(StepRecord(loss=value, **facts))
+            if self.on_step:
+                self.on_step(self.records[-1])
+        self.waiting.clear()
+        self._keep()
+
+    @torch.no_grad()
+    def _keep(self) -> None:
+        self.good = [tensor.detach().clone() for tensor in self.tensors]
+
+    @torch.no_grad()
+    def _stop(self, what: str, facts: dict[str, Any]) -> None:
+        for tensor, good in zip(self.tensors, self.good, strict=True):
+            tensor.copy_(good)
+        raise TrainingError(
+            f"Training stopped at step {facts['step']} (epoch {facts['epoch']}, lr {facts['lr']:.4g}): {what}. The "
+            f"model is back where it was before step {self.waiting[0][1]['step']}; a smaller lr often helps."
+        )
+
+
+def _loss(model: nn.Module, batch: Any, loss: Loss, teacher: nn.Module | None, share: float) -> Tensor:
+    """The task's loss, with a teacher mixed with imitation."""
+    output = call_model(model, input_of(batch))
+    value = loss(output, batch)
+    if value.ndim:
+        raise TrainingError(f"A loss must be one number, not a tensor of shape {tuple(value.shape)}.")
+    if teacher is None:
+        return value
+    with torch.no_grad():
+        target = tensors_in(call_model(teacher, input_of(batch)))
+    return (1 - share) * value + share * imitation(output, target)
+
+
+def _logits(output: Any) -> Tensor:
+    if not isinstance(output, Tensor):
+        raise TrainingError(
+            f"The network gives a {type(output).__name__}, not one tensor of classes: give your own loss and metric."
+        )
+    return output
+
+
+def _autocast(device: torch.device, precision: Precision) -> torch.autocast:
+    return torch.autocast(device.type, torch.bfloat16, enabled=Precision(precision) is Precision.BFLOAT16)
+
+
+@contextlib.contextmanager
+def _evaluating(teacher: nn.Module | None) -> Iterator[None]:
+    """The teacher in eval mode, and afterwards as before."""
+    with kept_modes(teacher) if teacher else contextlib.nullcontext():
+        if teacher:
+            teacher.eval()
+        yield
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """The global generators seeded, and afterwards as before."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield

@@ -1,0 +1,113 @@
+"""Calibration against statistics of all samples at once."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dmcp
+from dmcp.calibration import recalibrate
+from dmcp.nets import build
+
+
+class Net(nn.Module):
+    """A norm that sees the data itself, one deeper behind a dropout, and one that never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.BatchNorm2d(3, momentum=0.3)
+        self.drop = nn.Dropout(0.5)
+        self.second = nn.BatchNorm2d(3)
+        self.unused = nn.BatchNorm1d(2)
+        self.stateless = nn.BatchNorm2d(3, track_running_stats=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.stateless(self.second(self.drop(self.first(x))))
+        return y
+
+
+def uneven() -> list[tuple[Tensor]]:
+    """Batches of different sizes whose means and spreads drift."""
+    return [(torch.randn(size, 3, 4, 4) * (1 + place) + 5 * place,) for place, size in enumerate((8, 8, 3))]
+
+
+def truth(batches: list[tuple[Tensor]]) -> tuple[Tensor, Tensor]:
+    every = torch.cat([x for x, in batches]).double().transpose(0, 1).flatten(1)
+    return every.mean(1).float(), every.var(1).float()
+
+
+def test_statistics_are_those_of_all_samples() -> None:
+    net, batches = Net(), uneven()
+    recalibrate(net, batches)
+    mean, variance = truth(batches)
+    torch.testing.assert_close(net.first.running_mean, mean)
+    torch.testing.assert_close(net.first.running_var, variance)
+    assert net.first.num_batches_tracked == 3
+
+
+@pytest.mark.parametrize("momentum", [1.0, None], ids=["the last batch only", "batches weighted alike"])
+def test_wrong_formulas_would_fail(momentum: float | None) -> None:
+    """Zx55/dmcp calibrates with momentum 1, so the last of its batches is all that counts."""
+    norm, batches = nn.BatchNorm2d(3, momentum=momentum), uneven()
+    for (x,) in batches:
+        norm(x)
+    mean, variance = truth(batches)
+    for found, right in ((norm.running_mean, mean), (norm.running_var, variance)):
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(found, right)
+    if momentum:
+        torch.testing.assert_close(norm.running_mean, batches[-1][0].mean((0, 2, 3)))
+
+
+def test_first_batches_only() -> None:
+    net, batches = Net(), uneven()
+    recalibrate(net, batches, batches=2)
+    torch.testing.assert_close(net.first.running_mean, truth(batches[:2])[0])
+
+
+def test_everything_else_is_as_before() -> None:
+    net = Net().train()
+    net.second.eval()
+    net.unused.running_mean.fill_(7.0)
+    net.first.running_mean.fill_(float("nan"))  # a broken start is healed
+    weights = copy.deepcopy(list(net.parameters()))
+    batches = uneven()
+    recalibrate(net, batches)
+    torch.testing.assert_close(net.first.running_mean, truth(batches)[0])
+    assert [m.training for m in (net, net.first, net.drop, net.second)] == [True, True, True, False]
+    assert (net.first.momentum, net.second.momentum) == (0.3, 0.1)
+    assert not net.first._forward_hooks
+    assert torch.equal(net.unused.running_mean, torch.full((2,), 7.0))
+    assert all(torch.equal(a, b) for a, b in zip(weights, net.parameters(), strict=True))
+    before = copy.deepcopy(net.state_dict())
+    recalibrate(net, batches)  # dropout is off, so a second time gives the same bits
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+
+
+def test_after_an_error_the_old_statistics_are_back() -> None:
+    net = Net().train()
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(RuntimeError):
+        recalibrate(net, [*uneven(), (torch.zeros(2, 4, 4, 4),)])
+    with pytest.raises(dmcp.DmcpError, match="at least one batch"):
+        recalibrate(net, [])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+    assert net.first.momentum == 0.3 and net.first.training and not net.first._forward_hooks
+
+
+def test_a_sub_network_is_calibrated_like_the_cut_one() -> None:
+    model = build("digits:resnet", width=8).double()
+    x = torch.randn(24, 1, 8, 8, dtype=torch.float64)
+    graph = dmcp.trace(model, x[:2])
+    net = dmcp.Supernet(model, graph, groups=4)
+    widths = graph.widths({space.name: max(1, space.size // 3) for space in graph.spaces})
+    small = dmcp.cut(net.model, graph, widths)
+    batches = [{"input": part} for part in x.split(10)]
+    gates = net.hard(widths)
+    recalibrate(net.model, batches, forward=lambda part: net(part, gates))
+    recalibrate(small, batches)
+    torch.testing.assert_close(net.eval()(x, gates), small.eval()(x))
+    assert float((small.bn1.running_var - 1).abs().max()) > 1e-3

@@ -1,0 +1,185 @@
+"""The supernet as an object. That its gates are right is in test_gates.py and test_invariants.py."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from nets import Chain, Residual, distance, randomise, sample
+from torch import Tensor, nn
+
+import dmcp
+from dmcp.errors import WidthsError
+
+X = sample(Chain.SHAPE)
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return randomise(Chain(**Chain.FULL))
+
+
+@pytest.fixture(scope="module")
+def graph(model: nn.Module) -> Any:
+    return dmcp.trace(model, X)
+
+
+@pytest.mark.parametrize(("groups", "align"), [(0, 1), (-1, 1), (2.0, 1), ("10", 1), (True, 1), (10, 0), (10, 1.5)])
+def test_groups_that_make_no_sense_are_refused(model: nn.Module, graph: Any, groups: Any, align: Any) -> None:
+    with pytest.raises(WidthsError, match=r"ints of at least 1.*" + repr(align).replace(".", r"\.")):
+        dmcp.Supernet(model, graph, groups=groups, align=align)
+
+
+@pytest.mark.parametrize("shape", [(), (21,), (23,), (1, 22)])
+def test_gates_of_another_length_are_refused(model: nn.Module, graph: Any, shape: tuple[int, ...]) -> None:
+    with pytest.raises(WidthsError, match="22 in all"):
+        dmcp.Supernet(model, graph)(X, torch.ones(shape, dtype=torch.bool))
+
+
+def test_hard_takes_a_tensor_of_widths(model: nn.Module, graph: Any) -> None:
+    net = dmcp.Supernet(model, graph)
+    widths = graph.widths({"conv1": 3, "conv2": 9, "conv3": 1})
+    assert torch.equal(net.hard(widths), net.hard(torch.tensor([3, 9, 1])))
+    assert torch.equal(net.hard(widths), net.hard({"conv1": 3, "conv3": 1}))
+
+
+def test_short_chains_are_padded(model: nn.Module, graph: Any) -> None:
+    net = dmcp.Supernet(model, graph, groups=8)  # spaces of 7, 9 and 6 channels
+    assert net.alpha.shape == (3, 7)
+    assert [row[row > 0].tolist() for row in net.sizes] == [[1] * 7, [1] * 7 + [2], [1] * 6]
+    with torch.no_grad():
+        net.alpha.fill_(1e4)
+    assert net.marginals().tolist() == [[1.0] * n + [0.0] * (8 - n) for n in (7, 8, 6)]
+    assert graph.expected_macs(net.marginals(), net.sizes).item() == graph.macs()
+
+
+def test_padding_gets_no_gradient(model: nn.Module, graph: Any) -> None:
+    net = dmcp.Supernet(model, graph, groups=8).train()
+    (net(X, net.soft()).square().sum() + graph.expected_macs(net.marginals(), net.sizes)).backward()
+    there = net.sizes[:, 1:] > 0
+    assert (net.alpha.grad[there] != 0).all()
+    assert (net.alpha.grad[~there] == 0).all()
+    assert (~there).any()
+
+
+def test_the_state_is_the_models_and_the_alphas(model: nn.Module, graph: Any) -> None:
+    net, other = dmcp.Supernet(model, graph), dmcp.Supernet(Chain(**Chain.FULL).double(), graph)
+    assert set(net.state_dict()) == {"alpha", *(f"model.{name}" for name in model.state_dict())}
+    with torch.no_grad():
+        net.alpha.copy_(torch.randn_like(net.alpha))
+    other.load_state_dict(net.state_dict())
+    assert torch.equal(other.eval()(X, other.soft()), net.eval()(X, net.soft()))
+
+
+def test_the_mode_is_the_models(model: nn.Module, graph: Any) -> None:
+    dirty = copy.deepcopy(model).train()
+    dirty.bn1.eval()
+    net = dmcp.Supernet(dirty, graph)
+    assert [part.training for part in net.model.modules()] == [part.training for part in dirty.modules()]
+
+
+def test_running_statistics_are_those_of_the_copy(model: nn.Module, graph: Any) -> None:
+    net = dmcp.Supernet(model, graph).train()
+    before = model.bn1.running_mean.clone()
+    net(X, net.hard(net.floor))
+    assert torch.equal(model.bn1.running_mean, before)
+    assert not torch.equal(net.model.bn1.running_mean, before)
+
+
+def test_a_copy_of_a_supernet_is_its_own(model: nn.Module, graph: Any) -> None:
+    net = dmcp.Supernet(model, graph).eval()
+    twin = copy.deepcopy(net)
+    gates = net.hard(net.floor)
+    assert torch.equal(twin(X, gates), net(X, gates))
+    with torch.no_grad():
+        twin.model.conv1.weight.zero_()
+        twin.alpha.fill_(3)
+    assert net.model.conv1.weight.count_nonzero() > 0
+    assert net.alpha.count_nonzero() == 0
+
+
+def test_other_precisions(model: nn.Module, graph: Any) -> None:
+    net = dmcp.Supernet(model, graph).eval()
+    exact = net(X, net.hard(net.floor))
+    net.float()
+    for gates in (net.hard(net.floor), net.soft()):
+        assert net(X.float(), gates).dtype == torch.float32
+    assert distance(net(X.float(), net.hard(net.floor)).double(), exact) < 1e-4
+    assert net.hard(net.floor).dtype == torch.bool
+
+
+def test_gates_of_zero_and_one_are_hard_gates_where_zero_stays_zero() -> None:
+    model, x = randomise(Residual(**Residual.FULL)), sample(Residual.SHAPE)
+    graph = dmcp.trace(model, x)
+    net = dmcp.Supernet(model, graph).eval()
+    gates = net.hard(graph.widths([3, 2, 5, 4]))
+    assert distance(net(x, gates.double()), net(x, gates)) < 1e-10
+
+
+class Pairs(nn.Module):
+    """A dim that is a product of two spaces beside a dim that is a concatenation of both and of fixed channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 5, 1)
+        self.pairs = nn.Linear(4 * 5 * 2, 3)
+        self.beside = nn.Conv2d(4 + 3 + 5 + 4, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = self.one(x), self.other(x)
+        pairs = (one[:, :, None] * other[:, None]).mean((3, 4), keepdim=True)[..., 0].repeat(1, 1, 1, 2)
+        beside = self.beside(torch.cat([one, x, other, one.sigmoid()], 1))
+        return self.pairs(pairs.flatten(1)) + beside.mean((2, 3))
+
+
+def gated_pairs(net: Pairs, x: Tensor, gates: Tensor) -> Tensor:
+    """The same net with the gates written out."""
+    g, h = gates[:4, None, None], gates[4:, None, None]
+    one, other = net.one(x), net.other(x)
+    pairs = ((one * g)[:, :, None] * (other * h)[:, None]).mean((3, 4), keepdim=True)[..., 0].repeat(1, 1, 1, 2)
+    beside = net.beside(torch.cat([one * g, x, other * h, one.sigmoid() * g], 1))
+    return net.pairs(pairs.flatten(1)) + beside.mean((2, 3))
+
+
+@pytest.mark.parametrize("hard", [True, False])
+def test_dims_made_of_several_spaces(hard: bool) -> None:
+    model: Any = randomise(Pairs())
+    graph = dmcp.trace(model, X)
+    assert {space.name: space.size for space in graph.spaces} == {"one": 4, "other": 5}
+    net = dmcp.Supernet(model, graph).eval()
+    gates = net.hard(graph.widths([2, 3])) if hard else torch.rand(9, dtype=torch.float64)
+    assert distance(net(X, gates), gated_pairs(model, X, gates.double())) < 1e-10
+    assert distance(net(X, gates), model(X)) > 0.01
+
+
+def test_a_module_of_a_supernet_is_compiled_once_per_kind(model: nn.Module, graph: Any) -> None:
+    """Shapes do not depend on the widths: nothing is compiled again for other ones."""
+    net = dmcp.Supernet(model, graph).eval()
+    graphs: list[Any] = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(net, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        for widths in (graph.full, net.floor, graph.widths([3, 4, 5])):
+            gates = net.hard(widths)
+            assert distance(compiled(X, gates), net(X, gates)) < 1e-10
+        assert len(graphs) == 1
+        assert distance(compiled(X, net.soft()), net(X, net.soft())) < 1e-10
+    assert len(graphs) == 2
+    torch._dynamo.reset()
+
+
+def test_activations_run_through_the_model_itself(model: nn.Module, graph: Any) -> None:
+    """Nothing is rewritten: hooks of the user's layers are called, at full width."""
+    watched = copy.deepcopy(model)
+    seen: list[Tensor] = []
+    watched.conv2.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    net = dmcp.Supernet(watched, graph).eval()
+    net(X, net.hard(net.floor))
+    assert [value.shape[1] for value in seen] == [7]
