@@ -35,7 +35,7 @@ def uneven() -> list[tuple[Tensor]]:
 
 
 def truth(batches: list[tuple[Tensor]]) -> tuple[Tensor, Tensor]:
-    every = torch.cat([x for x, in batches]).double().transpose(0, 1).flatten(1)
+    every = torch.cat([x for (x,) in batches]).double().transpose(0, 1).flatten(1)
     return every.mean(1).float(), every.var(1).float()
 
 

@@ -9,7 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmcp.markov import group_sizes, marginals, moment, transitions
+from dmcp.markov import (
+    CHAIN,
+    INDEPENDENT,
+    Process,
+    bounded,
+    group_sizes,
+    independent_marginals,
+    independent_moment,
+    marginals,
+    moment,
+    sample_groups,
+    transitions,
+)
 
 ALPHA = torch.tensor([[0.3, -1.2, 2.0], [-0.7, 0.1, 0.4]], dtype=torch.float64)  # (S, G-1)
 SIZES = torch.tensor([[1, 3, 2, 4], [2, 2, 3, 1]])  # (S, G)
@@ -91,3 +103,102 @@ def test_group_sizes_are_as_many_as_asked_and_no_more() -> None:
     assert group_sizes(100, 1000) == (1,) * 100
     assert group_sizes(20, 4, align=8) == (8, 8, 4)
     assert all(sum(group_sizes(size, 10, 8)) == size for size in range(1, 300))
+
+
+def test_the_floor_of_a_thin_space_is_a_tenth() -> None:
+    """A peer rounds the group size down and leaves the rest to the floor: 44 % of 16 channels, all of 8."""
+
+    def wrong_floor(size: int, groups: int) -> int:
+        return size - (groups - 1) * (size // groups)
+
+    for size in (8, 16, 24, 32):
+        sizes = group_sizes(size, 10)
+        assert sum(sizes) == size and sizes[0] == max(1, size // 10)
+        assert sizes[0] < 0.13 * size < wrong_floor(size, 10)
+    assert (wrong_floor(16, 10), wrong_floor(8, 10)) == (7, 8)
+
+
+# samples
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def chances(alpha: Tensor, sizes: Tensor, process: Process) -> dict[int, float]:
+    """The distribution of one space's width from all ways that its draws can fall."""
+    found: dict[int, float] = {}
+    for draws in itertools.product([1, 0], repeat=len(alpha)):
+        p = [1 / (1 + math.exp(-a if keep else a)) for keep, a in zip(draws, alpha.tolist(), strict=True)]
+        kept = list(itertools.accumulate(draws, min)) if process is CHAIN else draws
+        width = sum(size * keep for size, keep in zip(sizes.tolist(), (1, *kept), strict=True))
+        found[width] = found.get(width, 0.0) + math.prod(p)
+    return found
+
+
+@pytest.mark.parametrize("process", [CHAIN, INDEPENDENT], ids=["chain", "independent"])
+def test_samples_follow_the_distribution_of_their_own_space(process: Process) -> None:
+    """I5, and more: every width comes as often as it should, and the mean is the expected width."""
+    n = 100_000
+    widths = process.sample(ALPHA, SIZES, n, seeded())
+    assert widths.shape == (n, 2) and widths.dtype == torch.int64
+    expected = process.moment(process.marginals(ALPHA), SIZES, 1)
+    assert ((widths.double().mean(dim=0) - expected).abs() < 4 * widths.double().std(dim=0) / n**0.5).all()
+    for space in range(2):
+        for width, chance in chances(ALPHA[space], SIZES[space], process).items():
+            seen = (widths[:, space] == width).double().mean().item()
+            assert seen == pytest.approx(chance, abs=4 * (chance * (1 - chance) / n) ** 0.5 + 1e-9)
+
+
+def test_no_space_is_sampled_from_the_chain_of_another() -> None:
+    """A peer draws the second conv of a block from the first one's alphas."""
+    alpha = torch.tensor([[30.0] * 3, [-30.0] * 3])
+    assert sample_groups(alpha, SIZES, 50, seeded()).unique(dim=0).tolist() == [[10, 2]]
+    wrong = sample_groups(alpha[[0, 0]], SIZES, 50, seeded())
+    assert wrong.unique(dim=0).tolist() == [[10, 8]]
+
+
+def test_spaces_are_drawn_independently() -> None:
+    """The expected cost multiplies expected widths: right only if no draw is shared."""
+    same = torch.zeros(2, 3)
+    widths = sample_groups(same, SIZES[[0, 0]], 100_000, seeded()).double()
+    assert abs(torch.corrcoef(widths.T)[0, 1].item()) < 0.02
+
+
+def test_samples_depend_on_the_generator_only() -> None:
+    first = sample_groups(ALPHA, SIZES, 100, seeded(3))
+    torch.rand(7)
+    assert torch.equal(first, sample_groups(ALPHA, SIZES, 100, seeded(3)))
+    assert not torch.equal(first, sample_groups(ALPHA, SIZES, 100, seeded(4)))
+
+
+def test_short_chains_and_single_groups_can_be_sampled() -> None:
+    sizes = torch.tensor([[2, 3, 4], [5, 1, 0]])
+    assert sample_groups(torch.full((2, 2), 30.0), sizes, 5).unique(dim=0).tolist() == [[9, 6]]
+    assert sample_groups(torch.zeros(2, 0), sizes[:, :1], 3).tolist() == [[2, 5]] * 3
+
+
+@pytest.mark.parametrize("process", [CHAIN, INDEPENDENT], ids=["chain", "independent"])
+def test_bounds_keep_the_sum_of_the_groups_inside(process: Process) -> None:
+    lower, upper = torch.tensor([4, 3]), torch.tensor([7, 8])
+    sizes = bounded(SIZES, lower, upper)
+    assert (sizes >= 0).all() and sizes[:, 0].tolist() == [4, 3] and sizes.sum(dim=1).tolist() == [7, 8]
+    widths = process.sample(ALPHA, sizes, 1000, seeded())
+    assert (widths >= lower).all() and (widths <= upper).all()
+
+
+def test_a_bounded_chain_is_the_clamped_chain() -> None:
+    lower, upper = torch.tensor([2, 3]), torch.tensor([7, 5])
+    clamped = sample_groups(ALPHA, SIZES, 1000, seeded()).clamp(lower, upper)
+    assert torch.equal(sample_groups(ALPHA, bounded(SIZES, lower, upper), 1000, seeded()), clamped)
+    assert torch.equal(bounded(SIZES), SIZES)
+
+
+@pytest.mark.parametrize("power", [1, 2, 3])
+def test_moments_of_independent_groups(power: int) -> None:
+    found = independent_moment(independent_marginals(ALPHA), SIZES, power)
+    for row in range(2):
+        every = chances(ALPHA[row], SIZES[row], INDEPENDENT).items()
+        assert found[row].item() == pytest.approx(sum(chance * width**power for width, chance in every))
+    if power > 1:  # the chain's formula is another one
+        assert not torch.allclose(found, moment(independent_marginals(ALPHA), SIZES, power))

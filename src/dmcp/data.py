@@ -118,7 +118,7 @@ def make_loader(
     seed: int = 0,
     device: torch.device | str = "cpu",
     channels_last: bool = False,
-    workers: int = 4,
+    workers: int | None = None,
 ) -> ArrayLoader | FolderLoader:
     """The loader for this kind of data set; `train` shuffles, augments, and drops an incomplete last batch."""
     if isinstance(dataset, FolderSet):

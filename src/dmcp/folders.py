@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,18 +78,21 @@ class FolderLoader:
         seed: int = 0,
         device: torch.device | str = "cpu",
         channels_last: bool = False,
-        workers: int = 4,
+        workers: int | None = None,  # processes that decode; None: as many as there are cores, at most 8
     ) -> None:
         check_size(batch_size, len(dataset), train)
         self.batch_size = batch_size
         self.device = torch.device(device)
         self.channels_last = channels_last
         self.keys = _Keys(len(dataset), batch_size, train, seed)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        workers = min(8, cores) if workers is None else workers
         self.files: DataLoader[tuple[Tensor, int]] = DataLoader(
             _Files(dataset, train, seed),
             batch_sampler=self.keys,
             num_workers=workers,
             persistent_workers=workers > 0,
+            generator=torch.Generator(),  # else each pass draws from the global one
             pin_memory=self.device.type == "cuda",
         )
 

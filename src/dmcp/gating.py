@@ -8,7 +8,8 @@ weight: there the gates go into all parameters on the space, and zeros are follo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +24,7 @@ Fold = tuple[str, int]  # tensor name, dim: this dim is multiplied by its gates
 
 # What an operand that is not known to be zero may be; f must give zero for all of them.
 _ANYTHING = (0.7, -0.3, 0.0)
+_MOST_OPERANDS = 4
 
 
 @dataclass
@@ -179,25 +181,31 @@ class _Zeros:
             if (
                 (flow in (Flow.KEEPS, Flow.PADS) and all(zeros) and (carriers or flow is Flow.PADS))
                 or (flow is Flow.POINTWISE and any(zeros) and self._stays_zero(op, atom))
-                or (flow is Flow.CONTRACTS and self._passes(number, carriers, atom))
+                or (flow is Flow.CONTRACTS and self._passes(number, atom))
                 or (flow is Flow.NORMALISES and self._shifts_nothing(number, atom))
             ):
                 yield atom
 
     def _stays_zero(self, op: Op, atom: Atom) -> bool:
-        """Try f: zero where an operand is known to be zero, anything elsewhere."""
-        pattern = tuple(self._zero_at(value, atom) for value in op.inputs())
-        key = (id(op), pattern)
+        """Try f: zero where an operand is known to be zero, anything elsewhere, in all combinations."""
+        zeros = tuple(self._zero_at(value, atom) for value in op.inputs())
+        key = (id(op), zeros)
         if key not in self._tried:
-            self._tried[key] = all(self._is_zero(op, atom, other) for other in _ANYTHING)
+            choices = [(0.0,) if zero else _ANYTHING for zero in zeros]
+            self._tried[key] = len(zeros) <= _MOST_OPERANDS and all(
+                self._is_zero(op, iter(numbers)) for numbers in itertools.product(*choices)
+            )
         return self._tried[key]
 
-    def _is_zero(self, op: Op, atom: Atom, other: float) -> bool:
+    def _is_zero(self, op: Op, numbers: Iterator[float]) -> bool:
         def sample(leaf: object) -> object:
             if not isinstance(leaf, Ref):
                 return leaf
-            number = 0.0 if self._zero_at(leaf.value, atom) else other
-            return torch.tensor([number]).to(self.recording.dtypes[leaf.value])
+            dtype = self.recording.dtypes[leaf.value]
+            number = next(numbers)
+            return torch.tensor([number if dtype.is_floating_point or dtype.is_complex else round(4 * number)]).to(
+                dtype
+            )
 
         try:
             out = op.func(*map_leaves(sample, op.args), **map_leaves(sample, dict(op.kwargs)))
@@ -205,17 +213,20 @@ class _Zeros:
             return False
         return isinstance(out, Tensor) and bool((out == 0).all())
 
-    def _passes(self, number: int, carriers: list[int], atom: Atom) -> bool:
-        """Output channels are zero if a factor that has them is, and nothing is added."""
-        for contraction in self.facts.contractions.get(number, ()):
-            if contraction.bias is not None and not self._zero_at(contraction.bias, atom):
-                return False
-            name = self.recording.tensors.get(contraction.weight) if contraction.weight is not None else None
-            if (name, contraction.out_dim) in self.folds and contraction.out_dim is not None:
-                assert contraction.weight is not None
-                if atom in self.by_dim[contraction.weight][contraction.out_dim]:
-                    return True
-        return any(self._zero_at(value, atom) for value in carriers)
+    def _passes(self, number: int, atom: Atom) -> bool:
+        """Output channels are zero if a factor that hands them on is, and nothing is added."""
+        contractions = self.facts.contractions.get(number, [])
+        if not contractions:  # a product without a sum
+            return any(self._zero_at(value, atom) for value in self.recording.ops[number].inputs())
+        last = contractions[-1]  # of attention this is the sum over values; elsewhere all have the same factors
+        if last.bias is not None and not self._zero_at(last.bias, atom):
+            return False
+        if last.weight is not None and last.out_dim is not None:
+            name, written = self.recording.tensors.get(last.weight), self.by_dim[last.weight][last.out_dim]
+            if (name, last.out_dim) in self.folds and atom in written:
+                return True
+        summed = any(atom in self.coupling.channels.atoms(item.over) for item in contractions)
+        return self._zero_at(last.weight, atom) or (not summed and self._zero_at(last.data, atom))
 
     def _shifts_nothing(self, number: int, atom: Atom) -> bool:
         norm = self.facts.norms[number]

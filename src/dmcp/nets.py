@@ -63,7 +63,10 @@ def _torchvision(name: str) -> Callable[..., Any]:
     if name not in known:
         raise DmcpError(
             _unknown(
-                name, known, "torchvision", "Other ways: timm:NAME, cifar:NAME, digits:resnet, package.module:factory."
+                name,
+                known,
+                "torchvision",
+                "Other ways: timm:NAME, package.module:factory. For small images: cifar:NAME, digits:resnet.",
             )
         )
     builder = torchvision.models.get_model_builder(name)

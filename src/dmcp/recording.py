@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmcp.errors import TraceError
@@ -99,6 +100,7 @@ class Recording:
     inputs: list[int] = field(default_factory=list)
     constants: list[int] = field(default_factory=list)  # tensors that come from nowhere we know
     outputs: list[int] = field(default_factory=list)
+    made: list[tuple[int, list[float]]] = field(default_factory=list)  # (op that follows, numbers made into a tensor)
     caches: list[tuple[str, str]] = field(default_factory=list)  # (module path, attribute): dicts that the pass filled
 
     def own(self) -> dict[int, frozenset[int]]:
@@ -117,6 +119,20 @@ class Recording:
         self.shapes.append(tuple(int(n) for n in tensor.shape))
         self.dtypes.append(tensor.dtype)
         return len(self.shapes) - 1
+
+
+class _TensorsMade(TorchFunctionMode):
+    """Notes the numbers that the model turns into tensors: on the meta device they would be lost."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self.recording = recording
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.tensor, torch.as_tensor, torch.asarray) and args:
+            numbers = [float(leaf) for leaf in leaves(args[0]) if isinstance(leaf, (int, float))]
+            self.recording.made.append((len(self.recording.ops), numbers))
+        return func(*args, **(kwargs or {}))
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -235,8 +251,9 @@ def run_recorded(recorder: Recorder, model: nn.Module, example: Any) -> Recordin
     for name, module in model.named_modules():
         module.register_forward_pre_hook(enter(name), prepend=True)
         module.register_forward_hook(leave, always_call=True)
+    made = _TensorsMade(recorder.recording)
     device = next((tensor.device.type for tensor in tensors_in(example)), "cpu")
-    with untouched_world(device), torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), recorder:
+    with untouched_world(device), torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), recorder, made:
         return recorder.finish(call_model(model, example))
 
 

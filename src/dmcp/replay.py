@@ -217,6 +217,11 @@ class Rehearsal:
             run_recorded(replayer, small, example)
         except Exception as error:  # the model's own complaint about its widths
             replayer.outcome.stopped = f"{type(error).__name__}: {error}"
+        for (at, old), (_, new) in zip(recording.made, replayer.recording.made, strict=False):
+            scales = tuple(pair for pair in zip(old, new, strict=False) if pair[0] != pair[1])
+            if scales or len(old) != len(new):
+                place = min(at, len(recording.ops) - 1)
+                replayer.outcome.conflicts.append(Conflict(place, "scale", scales=scales))
         replayer.outcome.conflicts.sort(key=lambda conflict: conflict.number)
         self.stopped_at = len(replayer.recording.ops)
         return replayer.outcome

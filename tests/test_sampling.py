@@ -1,0 +1,234 @@
+"""Structures from alphas: always inside the budget, near the expectation, and never an endless loop."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from typing import Any
+
+import pytest
+import torch
+from nets import NETS, Chain, Depthwise, Residual, randomise, sample
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+from torchvision.models import mobilenet_v2
+
+import dmcp
+from dmcp.budget import holds, parse, spent_shares
+from dmcp.errors import BudgetError
+from dmcp.markov import CHAIN, INDEPENDENT, Process, bounded, sample_groups
+from dmcp.sampling import direct, expected, expected_widths, random_widths, uniform
+from dmcp.searching import SearchResult
+
+GAMMA = 0.95
+
+
+@functools.cache
+def traced(net: Any, groups: int = 10, align: int = 1, **wider: int) -> tuple[Any, dmcp.Supernet]:
+    model = randomise(net(**(net.FULL | wider)))
+    graph = dmcp.trace(model, sample(net.SHAPE))
+    return graph, dmcp.Supernet(model, graph, groups, align)
+
+
+def wide(groups: int = 10, align: int = 1) -> tuple[Any, dmcp.Supernet]:
+    """Inverted residuals with enough channels that one of them does not matter."""
+    return traced(Depthwise, groups, align, s=24, e=96, f=88, t=48)
+
+
+def result(
+    spec: Any, alpha: float | Tensor, net: tuple[Any, dmcp.Supernet], align: int = 1, process: Process = CHAIN
+) -> SearchResult:
+    graph, supernet = net
+    alphas = alpha if isinstance(alpha, Tensor) else torch.full(supernet.alpha.shape, alpha)
+    return SearchResult(alphas, supernet.sizes, graph, parse(spec, graph), GAMMA, align, process=process)
+
+
+def share(found: SearchResult, widths: dmcp.Widths) -> float:
+    return spent_shares(found.budget, found.graph, widths.tensor()[None]).max().item()
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# expected sampling
+
+
+@pytest.mark.parametrize("spec", ["50%", "30%,params:50%", "90%,params:35%"])
+@pytest.mark.parametrize("alpha", [-8.0, 0.0, 2.0, 8.0])
+@pytest.mark.parametrize("align", [1, 4])
+def test_the_expected_network_keeps_the_budget(spec: str, alpha: float, align: int) -> None:
+    """Counted again on the cut network: far from the budget or near it, on either side."""
+    graph, net = wide(align=align)
+    found = result(spec, alpha + torch.randn(net.alpha.shape, generator=seeded()), (graph, net), align)
+    widths = expected(found)
+    assert all(w % align == 0 or w == space.size for w, space in zip(widths.values(), graph.spaces, strict=True))
+    assert all(w >= floor for w, floor in zip(widths.values(), net.floor.values(), strict=True))
+    small = dmcp.cut(net.model, graph, widths)
+    with FlopCounterMode(display=False) as counter:
+        small(sample(Depthwise.SHAPE, batch=1))
+    counted = {"macs": counter.get_total_flops() / 2, "params": sum(p.numel() for p in small.parameters())}
+    used = [counted[limit.kind] / limit.target for limit in found.budget.limits]
+    assert GAMMA <= max(used) <= 1
+
+
+def test_rounding_alone_would_exceed_the_budget() -> None:
+    """Peers round the expected widths and never count again."""
+    graph, net = wide()
+    cases = wrong = 0
+    for seed in range(20):
+        alphas = 2 + torch.randn(net.alpha.shape, generator=seeded(seed))
+        found = result(1.0, alphas, (graph, net))
+        rounded = graph.widths(expected_widths(found).round().long())
+        exact = graph.macs(expected_widths(found)[None]).item()
+        found = result(int(exact) + 1, alphas, (graph, net))  # the expectation is inside, just
+        widths = expected(found)
+        assert holds(found.budget, graph, widths)
+        assert (widths.tensor() - expected_widths(found)).abs().max() < 1.5
+        if holds(found.budget, graph, rounded):
+            assert widths == rounded  # nothing to repair
+        cases, wrong = cases + 1, wrong + (not holds(found.budget, graph, rounded))
+    assert 0 < wrong < cases
+
+
+@pytest.mark.parametrize("process", [CHAIN, INDEPENDENT], ids=["chain", "independent"])
+def test_the_expected_widths_are_the_means_of_samples(process: Process) -> None:
+    net = wide()
+    found = result("50%", torch.randn(net[1].alpha.shape), net, process=process)
+    widths = process.sample(found.alphas, found.sizes, 100_000, seeded()).double()
+    error = widths.std(dim=0) / len(widths) ** 0.5
+    assert ((widths.mean(dim=0) - expected_widths(found)).abs() < 4.5 * error).all()
+    assert holds(found.budget, found.graph, expected(found))
+
+
+@pytest.mark.parametrize("net", NETS, ids=lambda net: net.__name__)
+def test_the_tolerance_is_reached_where_any_widths_reach_it(net: Any) -> None:
+    """Against all structures of a small net; where none is in the band, at least the budget holds."""
+    graph, supernet = traced(net, groups=3, align=2)
+    rows = [
+        [k for k in range(floor, space.size + 1) if k % 2 == 0 or k == space.size]
+        for space, floor in zip(graph.spaces, supernet.floor.values(), strict=True)
+    ]
+    every = torch.tensor(list(itertools.product(*rows)))
+    for seed, spec in enumerate(["50%", "40%", "70%,params:60%", "60%,params:90%", "85%"] * 2):
+        alphas = 2 * torch.randn(supernet.alpha.shape, generator=seeded(seed))
+        found = result(spec, alphas, (graph, supernet), align=2)
+        shares = spent_shares(found.budget, graph, every).amax(dim=1)
+        if shares.min() > 1:
+            with pytest.raises(BudgetError, match="choose from"):
+                expected(found)
+            continue
+        used = share(found, expected(found))
+        reachable = ((shares >= GAMMA) & (shares <= 1)).any().item()
+        assert used <= 1 and (used >= GAMMA or not reachable)
+
+
+def test_the_expected_network_stays_inside_the_bounds_of_its_spaces() -> None:
+    graph, net = wide()
+    lower, upper = torch.tensor([20, 1, 50, 1]), torch.tensor([24, 40, 88, 30])
+    for alpha in (-8.0, 8.0):
+        found = result("40%", alpha, (graph, net))
+        found = SearchResult(found.alphas, bounded(net.sizes, lower, upper), graph, found.budget, GAMMA)
+        for widths in (expected(found), *direct(SearchResult(**vars(found) | {"alphas": found.alphas * 0}), n=3)):
+            assert holds(found.budget, graph, widths)
+            assert (widths.tensor() >= lower).all() and (widths.tensor() <= upper).all()
+
+
+def test_another_alignment_than_the_search_had() -> None:
+    graph, net = wide()
+    found = result("50%", 1.0, (graph, net))
+    widths = expected(found, align=8)
+    assert all(w % 8 == 0 for w in widths.values()) and GAMMA <= share(found, widths) <= 1
+    with pytest.raises(BudgetError, match="align"):
+        expected(found, align=0)
+
+
+# direct sampling
+
+
+def test_direct_samples_are_different_and_inside_the_band() -> None:
+    net = wide()
+    found = result("50%,params:70%", 1.2, net)
+    structures = direct(found, n=20, generator=seeded())
+    assert len(set(structures)) == 20
+    assert all(GAMMA <= share(found, widths) <= 1 for widths in structures)
+    borders = found.sizes.cumsum(dim=1).tolist()
+    assert all(w in row for widths in structures for w, row in zip(widths.values(), borders, strict=True))
+    assert structures == direct(found, n=20, generator=seeded())
+    assert structures != direct(found, n=20, generator=seeded(1))
+
+
+def test_direct_sampling_ends_and_says_what_it_saw() -> None:
+    """Peers reject samples in a loop without an end."""
+    graph, net = wide()
+    found = result("50%", 9.0, (graph, net))
+    draws = sample_groups(found.alphas, found.sizes, 20_000, seeded())
+    assert (graph.macs(draws) > found.budget.limits[0].target).all()  # `while True: sample, keep if inside` finds none
+    with pytest.raises(BudgetError, match=r"None of 20,000 sampled structures") as caught:
+        direct(found, n=3, generator=seeded(), tries=20_000)
+    macs = graph.macs(draws)
+    for number in (macs.min(), macs.median(), macs.max(), found.budget.limits[0].target):
+        assert f"{int(number):,}" in str(caught.value)
+
+
+def test_direct_sampling_below_the_band_returns_what_is_inside() -> None:
+    found = result("90%", -1.0, wide())
+    structures = direct(found, n=4, generator=seeded(), tries=5_000)
+    assert len(set(structures)) == 4 and all(holds(found.budget, found.graph, widths) for widths in structures)
+    shares = [share(found, widths) for widths in structures]
+    assert shares == sorted(shares, reverse=True) and shares[0] < GAMMA
+
+
+def test_a_chain_that_knows_one_structure_gives_one() -> None:
+    found = result("90%", -60.0, wide())
+    assert direct(found, n=5, generator=seeded(), tries=1_000) == [wide()[1].floor]
+    for n, tries in ((0, 10), (1, 0)):
+        with pytest.raises(BudgetError, match="at least one"):
+            direct(found, n=n, tries=tries)
+
+
+# controls
+
+
+@pytest.mark.parametrize("spec", ["20%", "50%", "95%", "100%", "80%,params:40%"])
+def test_controls_use_the_same_budget(spec: str) -> None:
+    graph, net = wide()
+    budget = parse(spec, graph)
+    drawn = [random_widths(graph, budget, seeded(seed)) for seed in range(5)]
+    for widths in (uniform(graph, budget), uniform(graph, budget, net.floor, align=4), *drawn):
+        assert GAMMA <= spent_shares(budget, graph, widths.tensor()[None]).max().item() <= 1
+    assert drawn[0] == random_widths(graph, budget, seeded(0))
+    assert len(set(drawn)) == (1 if spec == "100%" else 5)
+
+
+def test_uniform_is_one_ratio_for_all() -> None:
+    graph, _ = wide()
+    full = graph.full.tensor()
+    for spec in (0.1, 0.3, 0.5, 0.8):
+        widths = uniform(graph, parse(spec, graph)).tensor()
+        ratio = (widths / full).mean()
+        assert ((widths - ratio * full).abs() <= 1.5).all()  # rounding, and one step to fill what is left
+    assert uniform(graph, parse(1.0, graph)) == graph.full
+
+
+def test_budgets_that_the_floor_exceeds_are_refused() -> None:
+    for graph, net in (traced(Chain), traced(Residual)):
+        budget = parse(graph.macs(net.floor) - 1, graph)
+        with pytest.raises(BudgetError, match="choose from"):
+            uniform(graph, budget, net.floor)
+        with pytest.raises(BudgetError, match="choose from"):
+            expected(SearchResult(net.alpha, net.sizes, graph, budget, GAMMA))
+
+
+@pytest.mark.slow
+def test_a_million_structures_of_mobilenet_in_seconds() -> None:
+    model = mobilenet_v2()
+    graph = dmcp.trace(model, torch.zeros(2, 3, 224, 224))
+    found = result("40%", 9.0, (graph, dmcp.Supernet(model, graph)))  # nothing inside: every try is needed
+    start, wall = time.process_time(), time.perf_counter()
+    with pytest.raises(BudgetError, match="None of 1,000,000"):
+        direct(found, generator=seeded())
+    spent = time.process_time() - start
+    print(f"1,000,000 structures and their macs: {spent:.1f} s of one core, {time.perf_counter() - wall:.1f} s in all")
+    assert spent < 4

@@ -1,0 +1,167 @@
+"""Sub-networks of a weight step: where they may lie, how often each is drawn, and channels put in order."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from nets import NETS, Residual, distance, randomise, sample
+from torch import Tensor, nn
+
+import dmcp
+from dmcp.errors import WidthsError
+from dmcp.markov import CHAIN, INDEPENDENT
+from dmcp.sandwich import Chains, Draw, chains, draw_gates, sandwich, sort_channels
+
+MANY = 4000
+SPREAD = 4 * 0.5 / MANY**0.5  # four standard deviations of a frequency
+
+
+@functools.cache
+def traced(toy: Any) -> tuple[nn.Module, Any]:
+    """A model that no test changes, and its graph."""
+    model = randomise(toy(**toy.FULL))
+    return model, dmcp.trace(model, sample(toy.SHAPE))
+
+
+def made(groups: int = 4, align: int = 1) -> Any:
+    """A supernet of the residual net (spaces of 8, 6, 9 and 11 channels) with random alphas."""
+    net = dmcp.Supernet(*traced(Residual), groups, align)
+    with torch.no_grad():
+        net.alpha.copy_(torch.randn_like(net.alpha))
+    return net
+
+
+def widths_of(net: Any, gates: list[Tensor]) -> Tensor:
+    """Channels kept in each space, counted. -> (N, S)"""
+    sizes = [space.size for space in net.graph.spaces]
+    return torch.stack([piece.sum(dim=1) for piece in torch.stack(gates).split(sizes, dim=1)], dim=1)
+
+
+def drawn(net: Any, path: Chains, draw: Draw, seed: int = 0) -> list[Tensor]:
+    return draw_gates(net, path, draw, MANY, torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("process", [CHAIN, INDEPENDENT], ids=["chain", "independent"])
+def test_soft_gates_without_bounds(process: Any) -> None:
+    net = made()
+    path = chains(net, process)
+    gates = path.gates(path.marginals(net.alpha))
+    if process is CHAIN:
+        assert torch.equal(gates, net.soft())
+    stem = gates[:8]  # two channels in each of its groups
+    chances = torch.sigmoid(net.alpha[0])
+    expected = chances.cumprod(0) if process is CHAIN else chances
+    torch.testing.assert_close(stem, torch.cat([torch.ones(1), expected]).repeat_interleave(2))
+
+
+@pytest.mark.parametrize("draw", Draw)
+@pytest.mark.parametrize("process", [CHAIN, INDEPENDENT], ids=["chain", "independent"])
+def test_bounds_hold_for_every_gate(draw: Draw, process: Any) -> None:
+    net = made()
+    least, most = {"stem": 3, "conv4": 11}, {"stem": 5, "conv3": 1, "conv1": 5}
+    path = chains(net, process, least, most)
+    assert path.sizes.sum(dim=1).tolist() == [5, 5, 1, 11]  # stem, conv1, conv3, conv4
+    assert path.sizes[:, 0].tolist() == [3, 1, 1, 11]
+    ends = widths_of(net, sandwich(net, path, draw, 0))
+    assert ends.tolist() == [[5, 5, 1, 11], [3, 1, 1, 11]]
+    seen = widths_of(net, drawn(net, path, draw))
+    assert (seen >= ends[1]).all() and (seen <= ends[0]).all()
+    assert len(seen[:, 0].unique()) > 1
+    soft = path.gates(path.marginals(net.alpha)).split([8, 6, 9, 11])
+    assert soft[0][:3].tolist() == [1.0] * 3 and (soft[0][3:5] < 1).all() and soft[0][5:].tolist() == [0.0] * 3
+    assert soft[2].tolist() == [1.0] + [0.0] * 8
+    assert soft[3].tolist() == [1.0] * 11
+    slope = torch.autograd.grad(path.gates(path.marginals(net.alpha)).sum(), net.alpha)[0]
+    assert slope[2:].count_nonzero() == 0 and slope[:2].count_nonzero() > 0
+
+
+def test_bounds_are_multiples_of_align() -> None:
+    net = made(align=4)
+    path = chains(net, CHAIN, {"stem": 3}, {"conv4": 9}, align=4)
+    assert path.sizes[:, 0].tolist() == [4, 4, 4, 4]
+    assert path.sizes.sum(dim=1).tolist() == [8, 6, 9, 8]
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "align", "message"),
+    [
+        ({"stem": 6}, {"stem": 5}, 1, "No width of stem lies from 6 .* to 5"),
+        ({"stem": 5}, {"stem": 7}, 4, "multiple of 4 lies from 5 .* to 7"),
+        ({"stem": 9}, {}, 1, "stem must be an int from 1 to 8"),
+        ({}, {"stemm": 4}, 1, "did you mean stem"),
+    ],
+)
+def test_bounds_that_leave_nothing(least: Any, most: Any, align: int, message: str) -> None:
+    with pytest.raises(WidthsError, match=message):
+        chains(made(align=align), CHAIN, least, most, align)
+
+
+def test_uniform_draws_every_border_alike_and_each_space_by_itself() -> None:
+    net = made()
+    widths = widths_of(net, drawn(net, chains(net), Draw.UNIFORM))
+    for column, borders in zip(widths.T, ([2, 4, 6, 8], [1, 2, 4, 6], [2, 4, 6, 9], [2, 5, 8, 11]), strict=True):
+        values, counts = column.unique(return_counts=True)
+        assert values.tolist() == borders
+        assert (counts / MANY - 1 / 4).abs().max() < SPREAD
+    ranks = torch.stack([column.unique(return_inverse=True)[1] for column in widths.T]).double()
+    assert (torch.corrcoef(ranks) - torch.eye(4)).abs().max() < 2 * SPREAD
+
+
+def test_uniform_draws_different_widths_alike_where_a_bound_swallows_groups() -> None:
+    net = made()
+    column = widths_of(net, drawn(net, chains(net, CHAIN, {"stem": 6}), Draw.UNIFORM))[:, 0]
+    values, counts = column.unique(return_counts=True)
+    assert values.tolist() == [6, 8]
+    assert (counts / MANY - 1 / 2).abs().max() < SPREAD
+
+
+def test_the_original_rule_has_one_ratio_for_all_spaces() -> None:
+    net = made()
+    widths = widths_of(net, drawn(net, chains(net), Draw.SANDWICH))
+    assert {tuple(row) for row in widths.tolist()} == {(2, 1, 2, 2), (4, 2, 4, 5), (6, 4, 6, 8), (8, 6, 9, 11)}
+
+
+@pytest.mark.parametrize("process", [CHAIN, INDEPENDENT], ids=["chain", "independent"])
+def test_markov_draws_each_channel_as_often_as_its_soft_gate_says(process: Any) -> None:
+    net = made()
+    path = chains(net, process)
+    gates = torch.stack(drawn(net, path, Draw.MARKOV)).float()
+    soft = path.gates(path.marginals(net.alpha)).detach()
+    assert (gates.mean(dim=0) - soft).abs().max() < SPREAD
+    # A space that is drawn from its neighbour's chain, as in Zx55/dmcp, would be seen.
+    net.alpha.data = net.alpha.data.roll(1, dims=0)
+    assert (gates.mean(dim=0) - path.gates(path.marginals(net.alpha)).detach()).abs().max() > 3 * SPREAD
+    falls = (gates.split([8, 6, 9, 11], dim=1)[3].diff(dim=1) > 0).any()
+    assert falls == (process is INDEPENDENT)  # the chain keeps the first channels, independent gates any
+
+
+# -- channels in order
+
+
+@pytest.mark.parametrize("toy", NETS, ids=lambda net: net.__name__)
+def test_sorting_does_not_change_what_the_network_computes(toy: Any) -> None:
+    (model, graph), x = traced(toy), sample(toy.SHAPE)
+    net = dmcp.Supernet(model, graph)
+    before = copy.deepcopy(net.model)
+    sort_channels(net)
+    moved = sum(not torch.equal(a, b) for a, b in zip(net.weights(), before.parameters(), strict=True))
+    assert moved > len(graph.spaces)
+    for training in (False, True):
+        full = net.train(training)(x, net.hard(graph.full))
+        assert distance(full, before.train(training)(x)) < 1e-10
+
+
+def test_sorting_puts_the_largest_norms_first() -> None:
+    net = made()
+    sort_channels(net)
+    model = net.model
+    for writers in ((model.stem, model.conv2), (model.conv1,), (model.conv3,), (model.conv4, model.project)):
+        norms = sum(conv.weight.detach().square().sum((1, 2, 3)) for conv in writers)
+        assert (norms.diff() <= 0).all()
+    before = copy.deepcopy(model.state_dict())
+    sort_channels(net)  # sorted twice is sorted once
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
