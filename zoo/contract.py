@@ -233,11 +233,16 @@ def counted_params(model: nn.Module) -> int:
 
 def counted_macs(model: nn.Module, image: Tensor) -> int:
     """Multiply-adds by torch's own counter, on real tensors."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # the fused encoder layer hides its products from the counter
     try:
+        for parameter in trained:  # the counter fails where one is handed from module to module without gradients
+            parameter.requires_grad_(False)
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             model(image)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+        for parameter in trained:
+            parameter.requires_grad_(True)
     return int(counter.get_total_flops()) // 2

@@ -19,7 +19,7 @@ from dmcp.spaces import Widths
 
 KINDS = ("macs", "params")
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}
-_PART = re.compile(r"(?:(?P<kind>[a-z]+):)?(?P<number>\d[\d_]*(?:\.\d+)?(?:e\d+)?)(?P<unit>%|[a-z]+)?")
+_PART = re.compile(r"(?:(?P<kind>[a-z]+):)?(?P<number>\d+(?:_\d+)*(?:\.\d+)?(?:e[+-]?\d{1,2})?)(?P<unit>%|[a-z]+)?")
 _STEEP = 10.0  # alphas beyond have a gradient near zero
 
 
@@ -67,7 +67,7 @@ def _limit(part: str, text: str, graph: ChannelGraph) -> Limit:
         number *= _UNITS[unit]
     elif unit == "%":
         number *= Fraction(_full(graph, kind), 100)
-    elif "." in match["number"] and number <= 1:
+    elif number <= 1 and re.search(r"\.|e-", match["number"]):
         number *= _full(graph, kind)
     if number < 1:
         raise BudgetError(f"The budget {text!r} is less than one of {kind}: nothing costs so little.")

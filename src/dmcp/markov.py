@@ -83,6 +83,8 @@ def independent_moment(probabilities: Tensor, sizes: Tensor, power: int) -> Tens
 
     Group by group, from the moments without the group: (w + n) ** p by the binomial theorem if it is kept.
     """
+    if power == 1:
+        return (probabilities * sizes).sum(dim=1)
     moments = [torch.ones_like(probabilities[:, 0])] + [torch.zeros_like(probabilities[:, 0])] * power
     for chance, size in zip(probabilities.unbind(1), sizes.to(probabilities.dtype).unbind(1), strict=True):
         moments = [

@@ -101,7 +101,7 @@ class Recording:
     constants: list[int] = field(default_factory=list)  # tensors that come from nowhere we know
     outputs: list[int] = field(default_factory=list)
     made: list[tuple[int, list[float]]] = field(default_factory=list)  # (op that follows, numbers made into a tensor)
-    caches: list[tuple[str, str]] = field(default_factory=list)  # (module path, attribute): dicts that the pass filled
+    caches: dict[tuple[str, str], Any] = field(default_factory=dict)  # plain attributes that the pass set: old value
 
     def own(self) -> dict[int, frozenset[int]]:
         """Values that no input has a part in: weights, and what the model computes from them. -> the tensors used"""
@@ -281,19 +281,25 @@ def record(model: nn.Module, example: Any, training: bool, device: str = "meta")
         twin = copy.deepcopy(model).to(device)
         example = map_leaves(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, example)
     twin.train(training)
-    before = _tensor_dicts(twin)
+    before = _plain_state(twin)
     recording = run_recorded(Recorder(twin, tensors_in(example)), twin, example)
-    recording.caches = [place for place, count in _tensor_dicts(twin).items() if count > before.get(place, 0)]
+    modules = dict(model.named_modules())
+    for (path, name), state in _plain_state(twin).items():
+        if state != before.get((path, name)):
+            held = vars(modules[path]).get(name)
+            recording.caches[path, name] = {} if isinstance(held, dict) else copy.deepcopy(held)
     return recording
 
 
-def _tensor_dicts(model: nn.Module) -> dict[tuple[str, str], int]:
-    """Dicts that modules keep as plain attributes, and how many tensors each holds."""
+def _plain_state(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Tensors that modules keep as plain attributes, alone or in dicts, by identity."""
     return {
-        (path, name): sum(isinstance(item, Tensor) for item in held.values())
+        (path, name): [id(item) for item in held.values() if isinstance(item, Tensor)]
+        if type(held) is dict
+        else id(held)
         for path, module in model.named_modules()
         for name, held in vars(module).items()
-        if type(held) is dict and name not in ("_parameters", "_buffers", "_modules")
+        if isinstance(held, Tensor) or (type(held) is dict and name not in ("_parameters", "_buffers", "_modules"))
     }
 
 

@@ -7,6 +7,7 @@ width, or the channels concerned are kept whole.
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 from collections.abc import Iterator, Mapping
@@ -189,8 +190,11 @@ class Rehearsal:
                 if new != full and old in (full, list(full), full[0]):
                     found.setdefault(path, {})[attribute] = new[0] if isinstance(old, int) else type(old)(new)
         for recording in self.coupling.recordings:
-            for path, attribute in recording.caches:  # what a wide model has cached is wrong for a narrow one
-                found.setdefault(path, {})[attribute] = {}
+            for (
+                path,
+                attribute,
+            ), empty in recording.caches.items():  # what a wide model cached is wrong for a narrow one
+                found.setdefault(path, {})[attribute] = copy.deepcopy(empty)
         for (path, attribute, position), bound in self.bindings.items():
             value: Any = bound.multiple * width(resolve(bound.layout), widths)
             if position is not None:
@@ -237,6 +241,7 @@ class Settler:
         self.candidates: dict[Site, list[tuple[Place, Bound]]] = {}
         self.tried: dict[Site, Place] = {}
         self.new: set[Place] = set()  # bound since the last replay
+        self.banned: set[Place] = set()  # bound once, and wrong
         self.widths: dict[int, int] = {}  # of the last replay
         self.modules = dict(rehearsal.model.named_modules())
 
@@ -278,12 +283,24 @@ class Settler:
         if any(bound):
             return
         kept = [self._keep_whole(number, conflict) for conflict in conflicts]
-        if any(kept):
+        if any(kept) or self._unbind([ops[conflict.number].path for conflict in conflicts]):
             return
         at = [conflict.number for conflict in outcome.conflicts] or [min(self.rehearsal.stopped_at, len(ops) - 1)]
         why = outcome.stopped or "a number in the code depends on another width"
         if not any(self._freeze_module(number, place, why) for place in at):
             raise TraceError(f"The narrow model does not run, and nothing is left to keep whole: {why}")
+
+    def _unbind(self, paths: list[str]) -> bool:
+        """Take back the bindings in these modules and around them, for good: one of them must be wrong."""
+        wrong = [
+            place
+            for place in self.rehearsal.bindings
+            if any(not place[0] or path == place[0] or path.startswith(place[0] + ".") for path in paths)
+        ]
+        for place in wrong:
+            del self.rehearsal.bindings[place]
+        self.banned.update(wrong)
+        return bool(wrong)
 
     def _keep_whole(self, number: int, conflict: Conflict) -> bool:
         op, layouts = self.coupling.recordings[number].ops[conflict.number], self.coupling.layouts[number]
@@ -338,7 +355,7 @@ class Settler:
             known = self.rehearsal.bindings.get(place)
             if known is not None and place in self.new and resolve(known.layout) == resolve(bound.layout):
                 return True  # a number before this one came from the same attribute: see whether that helps
-            if known is None:
+            if known is None and place not in self.banned:
                 self.new.add(place)
                 self.rehearsal.bindings[place] = bound
                 self.tried[key] = place

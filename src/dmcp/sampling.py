@@ -16,6 +16,7 @@ from dmcp.spaces import Widths
 
 TOLERANCE = 0.95  # of the controls
 _AT_ONCE = 1 << 16  # structures drawn in one expression
+_CONTROLS = 1 << 13  # structures among which the random control is looked for
 
 
 def expected_widths(result: SearchResult) -> Tensor:
@@ -98,10 +99,13 @@ def random_widths(
     floor: Widths | None = None,
     align: int = 1,
 ) -> Widths:
-    """A share of each space drawn uniformly, all scaled by one number, as large as the budget allows."""
-    shares = 1 - torch.rand(len(graph.spaces), generator=generator, dtype=torch.float64)  # never zero
-    wish = graph.full.tensor() * shares / shares.min()  # only the proportions matter: nobody wants less than all
-    return fit(graph, budget, wish, _from_floor(graph, floor, align), TOLERANCE)
+    """Widths drawn uniformly until they use the budget to the tolerance; after many tries, the last are scaled."""
+    options = _from_floor(graph, floor, align)
+    chances = torch.rand(_CONTROLS, len(graph.spaces), generator=generator, dtype=torch.float64)
+    drawn = options.widths((chances * (options.last + 1)).long())  # (N, S)
+    shares = spent_shares(budget, graph, drawn).amax(dim=1)
+    inside = drawn[(shares >= TOLERANCE) & (shares <= 1)]
+    return graph.widths(inside[0]) if len(inside) else fit(graph, budget, drawn[-1].double(), options, TOLERANCE)
 
 
 def _from_floor(graph: ChannelGraph, floor: Widths | None, align: int) -> Options:
