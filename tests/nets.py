@@ -557,7 +557,8 @@ def distance(one: Any, other: Any) -> float:
     pairs = list(zip(leaves(one), leaves(other), strict=True))
     assert pairs, "an output without tensors"
     assert all(a.shape == b.shape for a, b in pairs), [(a.shape, b.shape) for a, b in pairs]
-    return max(((a - b).abs().max() / _spread(b)).item() for a, b in pairs)
+    assert all(bool(b.isfinite().all()) for _, b in pairs), "an output that is not finite"
+    return torch.stack([(a - b).abs().max() / _spread(b) for a, b in pairs]).max().item()
 
 
 def _spread(output: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ import dmcp
 from dmcp import cost
 from dmcp.cost import Polynomial, evaluate, product, total
 from dmcp.layouts import Atom, fixed
-from dmcp.markov import group_sizes, marginals
+from dmcp.markov import group_sizes, marginals, moment
 
 A, B = ((Atom(0),),), ((Atom(1), 3), (2,))  # dims of width a and 3b + 2
 
@@ -203,18 +203,12 @@ def test_at_the_ends_of_the_chain_the_expected_cost_is_exact(squared: Any) -> No
 
 
 def test_a_space_to_the_third_power() -> None:
-    def run(m: Any, x: Tensor) -> Tensor:
-        x = m.conv(x).flatten(2)
-        gram = x @ x.transpose(1, 2)
-        return (gram @ gram).sum((1, 2))[:, None] + m.head(x.mean(2))
-
-    graph = dmcp.trace(Toy(run, conv=nn.Conv2d(3, 5, 1), head=nn.Linear(5, 2)), torch.zeros(2, 3, 4, 4))
-    for width in range(1, 6):
-        expected = 16 * 3 * width + 16 * width**2 + width**3 + 2 * width
-        assert graph.macs({"conv": width}) == expected
+    polynomial = Polynomial({(0, 0, 0): 1, (0, 0): 16, (0,): 50, (): 7}, spaces=1)
     survive, sizes = torch.tensor([[1.0, 0.5]], dtype=torch.float64), torch.tensor([[2, 3]])  # width 2 or 5
-    average = (graph.macs({"conv": 2}) + graph.macs({"conv": 5})) / 2
-    assert graph.expected_macs(survive, sizes).item() == pytest.approx(average)
+    values = [width**3 + 16 * width**2 + 50 * width + 7 for width in (2, 5)]
+    assert polynomial(torch.tensor([[2], [5]])).tolist() == values
+    expected = polynomial.expected(lambda power: moment(survive, sizes, power))
+    assert expected.item() == pytest.approx(sum(values) / 2)
 
 
 # -- against torch's own counter

@@ -17,6 +17,7 @@ from nets import NETS, Chain, SharedWeight, distance, randomise, sample
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchvision.models import resnet18
 
 import dmcp
 from dmcp.spaces import fingerprint
@@ -345,3 +346,22 @@ def test_load_refuses_another_version_of_the_code(odd: Case, tmp_path: Path) -> 
     renamed.width = renamed.__dict__.pop("channels")
     with pytest.raises(dmcp.WidthsError, match=r"another version of this Odd: channels is not in both"):
         dmcp.load(tmp_path, renamed)
+
+
+class Sly(nn.Module):
+    """Reads its registered parameter from a plain list, where gates cannot be folded in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 4, 1)
+        self.hidden = [self.b.weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.conv2d(self.a(x).relu(), self.hidden[0])
+
+
+def test_verify_compares_values() -> None:
+    model, x = resnet18(), torch.randn(2, 3, 64, 64)
+    assert dmcp.verify(model, dmcp.trace(model, x), x) < 1e-12
+    with pytest.raises(dmcp.CutError, match="differs"):
+        dmcp.verify(Sly(), dmcp.trace(Sly(), x), x)

@@ -370,7 +370,7 @@ def test_the_batch_of_an_example() -> None:
     one, other = torch.zeros(2, 3), torch.zeros(2)
     assert batch_of(one) == batch_of((one, {"other": other})) == 2
     assert batch_of((one, torch.zeros(3))) is None
-    assert batch_of((one, torch.zeros(()))) is None
+    assert batch_of((one, torch.zeros(()))) == batch_of((one, torch.zeros(1, 3))) == 2  # shared by all samples
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])

@@ -122,8 +122,9 @@ def test_the_budget_alone_brings_the_expected_cost_into_the_band(budget: str, in
     assert max(costs) == pytest.approx(seen[-1], abs=0.03)
 
 
-def test_target_starts_at_the_budget() -> None:
-    _, result = ran(short())
+@pytest.mark.parametrize("independent", [False, True])
+def test_target_starts_at_the_budget(independent: bool) -> None:
+    _, result = ran(short(independent=independent))
     first = next(record for record in result.log if record.ratios)
     assert first.ratios is not None and first.ratios[0] == pytest.approx(1.0, abs=1e-4)
 

@@ -154,6 +154,29 @@ def test_dims_made_of_several_spaces(hard: bool) -> None:
     assert distance(net(X, gates), model(X)) > 0.01
 
 
+class Summed(nn.Module):
+    """The second conv reads one space, and writes one that is summed without a weight: both its dims are gated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.one(x)).relu().sum((1, 3))
+
+
+def test_a_tensor_that_is_gated_along_two_dims() -> None:
+    model: Any = randomise(Summed())
+    graph = dmcp.trace(model, X)
+    assert {space.name: space.size for space in graph.spaces} == {"one": 4, "other": 5}
+    net = dmcp.Supernet(model, graph).eval()
+    hidden = model.one(X)[:, :2]
+    weight, bias = model.other.weight[:3, :2], model.other.bias[:3]
+    narrow = nn.functional.conv2d(hidden, weight, bias).relu().sum((1, 3))
+    assert distance(net(X, net.hard(graph.widths([2, 3]))), narrow) < 1e-10
+    assert distance(net(X, net.hard(graph.full)), model(X)) < 1e-10
+
+
 def test_a_module_of_a_supernet_is_compiled_once_per_kind(model: nn.Module, graph: Any) -> None:
     """Shapes do not depend on the widths: nothing is compiled again for other ones."""
     net = dmcp.Supernet(model, graph).eval()

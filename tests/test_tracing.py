@@ -14,9 +14,9 @@ import torch
 from nets import Chain, Residual, call, distance, keep, leaves, mystery, pick, randomise, sample
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp

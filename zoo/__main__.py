@@ -1,6 +1,6 @@
 """Run every model of the zoo through the contract, and write docs/zoo.md.
 
-    python -m zoo [--only PATTERN] [--jobs 2] [--fresh] [--peer] [--page-only]
+    python -m zoo [--only PATTERNS] [--jobs 2] [--fresh] [--peer] [--page-only]
 
 Results are appended to runs/zoo.jsonl as they come; a run that was stopped goes on where it was. The exit code is 1 if
 any model is wrong in silence: cut without complaint, but unequal to the gated original.
@@ -67,7 +67,7 @@ def run_peer(entries: Sequence[Entry], jobs: int) -> None:
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m zoo", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", default="*", metavar="PATTERN", help="models that fit, e.g. 'tv:resnet*' or mobile")
+    parser.add_argument("--only", default="*", metavar="PATTERNS", help="models that fit, e.g. 'tv:resnet*,mobile'")
     parser.add_argument("--jobs", type=int, default=2, help="models at a time; the largest run alone")
     parser.add_argument("--limit", type=float, default=600, metavar="SECONDS", help="time limit per model")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results of the chosen models")

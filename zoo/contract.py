@@ -41,6 +41,7 @@ class Result:
     )
     detail: str = ""  # why it is not correct
     seconds: float | None = None  # of dmcp.trace: both recordings, analysis and replay
+    cpu_seconds: float | None = None  # of the same; on a machine that does nothing else they are equal
     spaces: int = 0
     share: float = 0.0  # of the full MACs in ops that read or write a prunable space
     loose_share: float | None = None  # the same with exact=False, where the share falls short of the table's
@@ -88,9 +89,10 @@ def _steps(entry: Entry) -> Iterator[dict[str, Any]]:
     images = torch.randn(shape, dtype=torch.float64, generator=generator)
     model = scramble(entry.build().eval().double(), images, generator)
 
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     graph = dmcp.trace(model, images)
-    described = {"seconds": time.perf_counter() - start, **_description(graph)}
+    seconds = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu_start}
+    described = {**seconds, **_description(graph)}
     yield described
     if Result(name=entry.name, status="", **described).falls_short(entry):
         yield {"loose_share": float(dmcp.trace(model, images, exact=False).prunable_share)}

@@ -60,9 +60,10 @@ class DetectorBody(nn.Module):
         return features, self.head(features)
 
 
-def select(pattern: str = "*") -> list[Entry]:
-    """The entries whose name fits a shell pattern, or contains it."""
-    return [entry for entry in ENTRIES if fnmatch.fnmatch(entry.name, pattern) or pattern in entry.name]
+def select(patterns: str = "*") -> list[Entry]:
+    """The entries whose name contains, or fits as a shell pattern, one of the comma-separated patterns."""
+    wanted = [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
+    return [e for e in ENTRIES if any(fnmatch.fnmatch(e.name, pattern) or pattern in e.name for pattern in wanted)]
 
 
 def find(name: str) -> Entry:

@@ -67,7 +67,9 @@ def _totals(rows: Sequence[Row]) -> str:
         seconds = [result.seconds for _, result in group if result.seconds is not None]
         times = [f"{median(seconds):.1f}", f"{max(seconds):.1f}"] if seconds else ["-", "-"]
         lines.append("| " + " | ".join(map(str, [name, len(group), *counts, *shares, *times])) + " |")
-    return "## Totals\n\n" + "\n".join(lines)
+    cpu = [result.cpu_seconds for _, result in rows if result.cpu_seconds is not None]
+    note = f"\n\nProcessor seconds of the same: median {median(cpu):.1f}, at most {max(cpu):.1f}." if cpu else ""
+    return "## Totals\n\n" + "\n".join(lines) + note
 
 
 def _not_correct(rows: Iterable[Row]) -> str:

@@ -8,7 +8,7 @@ small = dmcp.cut(model, graph, widths)                    # a plain nn.Module of
 dmcp.save(small, widths, "folder")                        # safetensors and JSON
 """
 
-from dmcp.cutting import cut, load, reinitialise, save
+from dmcp.cutting import cut, load, reinitialise, save, verify
 from dmcp.errors import CutError, DmcpError, FileError, TraceError, WidthsError
 from dmcp.graph import ChannelGraph
 from dmcp.rules import RULES
@@ -35,4 +35,5 @@ __all__ = [
     "reinitialise",
     "save",
     "trace",
+    "verify",
 ]

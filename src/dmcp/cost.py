@@ -71,13 +71,12 @@ class Polynomial:
 
     def __call__(self, widths: Tensor) -> Tensor:
         """Exact for integers, differentiable for floats. (N, S) -> (N,)"""
-        coefficients = self.coefficients.to(widths.device)
-        if widths.is_floating_point():
-            coefficients = coefficients.to(widths.dtype)
+        widths = widths if widths.is_floating_point() else widths.to(torch.int64)
+        coefficients = self.coefficients.to(widths)
         extended = torch.cat([widths, torch.ones_like(widths[:, :1])], dim=1)
         index = self.index.to(widths.device)
         rows = max(1, _CHUNK // max(1, len(coefficients)))
-        return torch.cat([_products(part, index) @ coefficients for part in torch.split(extended, rows)])
+        return torch.cat([(_products(part, index) * coefficients).sum(1) for part in torch.split(extended, rows)])
 
     def expected(self, moment: Callable[[int], Tensor]) -> Tensor:
         """Expectation if the widths of spaces are independent (eqs. 9 to 12); moment(p) gives E[w ** p]. -> ()"""

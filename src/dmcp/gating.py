@@ -90,7 +90,7 @@ class _Zeros:
             self.atoms[value] = frozenset().union(*self.by_dim[value])
         self.folds: set[Fold] = set()
         self.zero: dict[int, frozenset[Atom]] = {}
-        self.base: dict[int, int] = {}
+        self.family: dict[int, set[int]] = {}  # values that share memory: views of one another
         self._tried: dict[object, bool] = {}
 
     # -- what there is
@@ -111,13 +111,11 @@ class _Zeros:
 
     def reader(self, contraction: Contraction, atom: Atom) -> list[Fold]:
         """Dims of the model's own tensors that are the weight of a sum, or from which the model computes it."""
-        if contraction.weight is None:
-            return []
-        name = self.recording.tensors.get(contraction.weight)
+        name = None if contraction.weight is None else self.recording.tensors.get(contraction.weight)
         if name is not None:
             return [(name, contraction.weight_dim)]
         for value in (contraction.weight, contraction.data):
-            sources = sorted(self.own.get(value, ()))
+            sources = sorted(self.own.get(value, ())) if value is not None else []
             if sources:
                 return [
                     (self.recording.tensors[source], dim)
@@ -145,18 +143,20 @@ class _Zeros:
         return open_sums
 
     def _set(self, op: Op, value: int, zero: frozenset[Atom]) -> None:
-        """An op that writes in place takes zeros from what its operand is a view of."""
+        """In place, zeros are only ever lost, for all views of the memory: they may have been read before."""
         inputs = op.inputs()
         if value in inputs:
-            # In place, zeros are only ever lost: copies and views share the value, and may have been read before.
-            self.zero[value] = self.zero.get(value, frozenset()) & zero
-            while value in self.base:
-                value = self.base[value]
-                self.zero[value] = self.zero.get(value, frozenset()) & zero
+            for member in self.family.get(value, {value}):
+                self.zero[member] = self.zero.get(member, frozenset()) & zero
             return
-        self.zero[value] = zero
+        # An atom in two dims of one value would need a zero for each of them.
+        dims = self.by_dim[value]
+        twice = {atom for atom in zero if sum(atom in atoms for atoms in dims) > 1}
+        self.zero[value] = zero - twice
         if inputs and op.func._schema.arguments[0].alias_info is not None:  # a view
-            self.base[value] = inputs[0]
+            family = self.family.setdefault(inputs[0], {inputs[0]})
+            family.add(value)
+            self.family[value] = family
 
     def _folded(self, value: int) -> frozenset[Atom]:
         """Atoms whose every dim in a tensor of the model is folded."""

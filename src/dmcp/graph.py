@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -98,9 +99,9 @@ class ChannelGraph:
         """Some spaces narrowed by name and the rest full, or one number per space in order."""
         if isinstance(kept, Mapping):
             self._check_names(kept)
-            chosen: list[Any] = [kept.get(space.name, space.size) for space in self.spaces]
+            chosen: list[Any] = [_plain(kept.get(space.name, space.size)) for space in self.spaces]
         else:
-            chosen = kept.tolist() if isinstance(kept, Tensor) else list(kept)
+            chosen = _listed(kept)
             if len(chosen) != len(self.spaces):
                 raise WidthsError(f"There are {len(self.spaces)} spaces, but {len(chosen)} widths were given.")
         for space, number in zip(self.spaces, chosen, strict=True):
@@ -184,10 +185,12 @@ class ChannelGraph:
 
     def kept(self, widths: Mapping[str, Kept]) -> dict[int, Tensor]:
         """Indices that each atom keeps; a number means the first so many."""
+        if not isinstance(widths, Mapping):
+            widths = self.widths(widths)
         self._check_names(widths)
         found: dict[int, Tensor] = {}
         for atom, space in zip(self._atoms, self.spaces, strict=True):
-            chosen = widths.get(space.name, space.size)
+            chosen = _plain(widths.get(space.name, space.size))
             if type(chosen) is int:
                 self.widths({space.name: chosen})
                 found[atom] = torch.arange(chosen)
@@ -219,8 +222,13 @@ class ChannelGraph:
         for number, recording in enumerate(self._rehearsal.coupling.recordings):
             outcome = self._rehearsal.replay(number, self._like_recorded(small), counts)
             if not outcome.clean:
-                place = recording.ops[outcome.conflicts[0].number].path if outcome.conflicts else "the model"
-                raise CutError(f"The cut model is not as predicted at {place}: {outcome.stopped or 'another shape'}.")
+                op = recording.ops[outcome.conflicts[0].number] if outcome.conflicts else None
+                place = f"{op.name} in {op.path or 'the model'}" if op else "the model"
+                why = outcome.stopped or "a number in its code does not follow the width"
+                raise CutError(
+                    f"At these widths {place} does not do what the trace predicts: {why}. "
+                    f"Use other widths, or name the layers around it in trace(..., frozen=[...])."
+                )
 
     def _like_recorded(self, small: nn.Module) -> nn.Module:
         """A copy without data, in the precision of the recording."""
@@ -274,6 +282,21 @@ class ChannelGraph:
 
     def __repr__(self) -> str:
         return f"ChannelGraph({len(self.spaces)} spaces, {self.macs():,} macs, {self.params():,} params)"
+
+
+def _plain(number: Any) -> Any:
+    """NumPy's ints and one-element tensors are ints too."""
+    whole = isinstance(number, np.integer) or (isinstance(number, Tensor) and not number.ndim)
+    return number.item() if whole else number
+
+
+def _listed(kept: Any) -> list[Any]:
+    try:
+        return [_plain(number) for number in (kept.tolist() if isinstance(kept, Tensor) else kept)]
+    except TypeError:
+        raise WidthsError(
+            f"Widths are a mapping from space names to ints, or one int per space, not {kept!r}."
+        ) from None
 
 
 def in_spaces(layout: Layout, numbers: Mapping[int, int]) -> Layout:

@@ -98,8 +98,9 @@ def einsum(call: Call) -> list[Dims]:
         holder = last if dim >= 0 else tensors[0]
         call.contracts(tensors[0] if in_both else holder, last if in_both else None, max(dim, 0), found[letter])
     if len(tensors) == 2:
-        if summed:
-            call.costs("einsum", 1, *found.values())
+        both = [letter for letter in summed if all(letter in term for term in terms.split(","))]
+        if both:  # letters of one factor alone are summed before
+            call.costs("einsum", 1, *(layout for letter, layout in found.items() if letter in result or letter in both))
         call.writes(*found.values())
     return [tuple(found[letter] for letter in result)]
 

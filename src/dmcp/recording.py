@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmcp.errors import TraceError
-from dmcp.slicing import on_meta, skeleton
+from dmcp.slicing import narrow, on_meta, skeleton
 
 aten = torch.ops.aten
 Func = torch._ops.OpOverload
@@ -258,16 +258,22 @@ def run_recorded(recorder: Recorder, model: nn.Module, example: Any) -> Recordin
 
 
 def batch_of(example: Any) -> int | None:
-    """The size that dim 0 of all tensors shares, or None where there is no such size."""
-    sizes = {tensor.shape[0] if tensor.ndim else None for tensor in tensors_in(example)}
-    return sizes.pop() if len(sizes) == 1 else None
+    """The number of samples: dim 0 of all tensors but scalars and those that are shared by all samples."""
+    sizes = {tensor.shape[0] for tensor in tensors_in(example) if tensor.ndim}
+    several = sizes - {1}
+    if len(several) > 1 or not sizes:
+        return None
+    return several.pop() if several else 1
 
 
 def rebatch(example: Any, size: int) -> Any:
     """The same example with its samples repeated or dropped until there are `size` of them."""
+    batch = batch_of(example)
 
     def one(leaf: Any) -> Any:
-        return leaf[torch.arange(size, device=leaf.device) % leaf.shape[0]] if isinstance(leaf, Tensor) else leaf
+        if not isinstance(leaf, Tensor) or not leaf.ndim or leaf.shape[0] != batch:
+            return leaf
+        return leaf[torch.arange(size, device=leaf.device) % batch]
 
     return map_leaves(one, example)
 
@@ -278,7 +284,7 @@ def record(model: nn.Module, example: Any, training: bool, device: str = "meta")
         twin = skeleton(model)
         example = map_leaves(lambda leaf: on_meta(leaf) if isinstance(leaf, Tensor) else leaf, example)
     else:
-        twin = copy.deepcopy(model).to(device)
+        twin = narrow(model, {}, {}).to(device)
         example = map_leaves(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, example)
     twin.train(training)
     before = _plain_state(twin)

@@ -26,7 +26,7 @@ from dmcp.slicing import Cut, narrow, on_meta
 
 _ROUNDS = 80  # replays at most
 _BINDING_ROUNDS = 30  # after these, whatever disagrees is kept whole
-_DRAWS = ((0.3, 1.0), (0.05, 0.4), (0.05, 1.0))  # shares of a space between which widths are drawn
+_DRAWS = ("wide", "narrow", "any", "extreme")
 _MULTIPLES = (1, 2, 3)  # an attribute may be this many times the width: qkv sizes
 _CANDIDATES = 6
 
@@ -220,7 +220,8 @@ class Rehearsal:
         try:
             run_recorded(replayer, small, example)
         except Exception as error:  # the model's own complaint about its widths
-            replayer.outcome.stopped = f"{type(error).__name__}: {error}"
+            kind = "" if isinstance(error, _AstrayError) else f"{type(error).__name__}: "
+            replayer.outcome.stopped = f"{kind}{error}"
         for (at, old), (_, new) in zip(recording.made, replayer.recording.made, strict=False):
             scales = tuple(pair for pair in zip(old, new, strict=False) if pair[0] != pair[1])
             if scales or len(old) != len(new):
@@ -253,11 +254,7 @@ class Settler:
             if not atoms or clean >= len(_DRAWS):
                 return
             sizes = {atom.index: self.coupling.channels.axis_size(atom) for atom in atoms}
-            low, high = _DRAWS[clean]
-            widths = {
-                atom: self.random.randint(max(1, int(low * size)), max(1, min(size - 1, int(high * size))))
-                for atom, size in sizes.items()
-            }
+            widths = {atom: self._draw(_DRAWS[clean], size) for atom, size in sizes.items()}
             self.widths = widths
             number = clean % count
             outcome = self.rehearsal.replay(number, self.rehearsal.narrow(widths, sizes), widths)
@@ -267,6 +264,14 @@ class Settler:
                 clean = 0
                 self._mend(number, outcome, may_bind=self.bind and round_ < _BINDING_ROUNDS)
         raise TraceError("The narrow model never agreed with its recording: please report this model.")
+
+    def _draw(self, kind: str, size: int) -> int:
+        """A width: most channels, few, any number of them, or one or all."""
+        ranges = {"wide": (0.3 * size, size - 1), "narrow": (0.05 * size, 0.4 * size), "any": (1, size)}
+        if kind == "extreme":
+            return self.random.choice((1, size))
+        low, high = (max(1, int(border)) for border in ranges[kind])
+        return self.random.randint(low, high)
 
     def _mend(self, number: int, outcome: Outcome, may_bind: bool) -> None:
         """Try attributes first: a wrong guess makes new conflicts, and nothing may be kept whole for those."""

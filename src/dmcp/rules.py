@@ -54,6 +54,11 @@ def pointwise(call: Call) -> list[Dims]:
     return [call.broadcast([operand.dims for operand in call.operands])] * len(call.out_shapes)
 
 
+def noise(call: Call) -> list[Dims]:
+    """The dims of the first tensor, other values."""
+    return [call.x.dims] * len(call.out_shapes)
+
+
 def where(call: Call) -> list[Dims]:
     """Element by element; with one argument it lists positions instead."""
     return unknown(call, "its positions are listed") if len(call.operands) == 1 else pointwise(call)
@@ -209,9 +214,10 @@ _BY_NAME: dict[Rule, str] = {
     pixel_shuffle: "pixel_shuffle",
     pixel_unshuffle: "pixel_unshuffle",
     channel_shuffle: "channel_shuffle native_channel_shuffle",
-    same: "alias clone contiguous _to_copy to detach dropout feature_dropout alpha_dropout native_dropout lift_fresh "
+    same: "alias clone contiguous _to_copy to detach dropout feature_dropout native_dropout lift_fresh "
     "lift_fresh_copy type_as bernoulli zero nan_to_num",
     pointwise: "hardswish relu6 celu selu rrelu square floor_divide masked_fill copy lerp",
+    noise: "alpha_dropout feature_alpha_dropout",
     where: "where",
     spatial: " ".join(_SPATIAL_RANK),
     reduce: "mean sum amax amin max min var std logsumexp prod norm linalg_vector_norm any all argmax argmin nansum "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Mapping
 from typing import Any
@@ -16,13 +15,20 @@ from dmcp.errors import TraceError
 Cut = tuple[Tensor | None, ...]  # per dim: the indices that stay, None for all
 
 
-class _CopyToMeta(TorchFunctionMode):
-    """While entered, deep copies of tensors that are no parameters land on the meta device."""
+class _Copying(TorchFunctionMode):
+    """While entered, deep copies of tensors that are no parameters have no history, and may land on the meta device."""
+
+    def __init__(self, meta: bool) -> None:
+        super().__init__()
+        self.meta = meta
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__deepcopy__:
             tensor, memo = args
-            return memo.setdefault(id(tensor), on_meta(tensor))
+            if id(tensor) not in memo and (self.meta or not tensor.is_leaf):
+                memo[id(tensor)] = on_meta(tensor) if self.meta else tensor.detach().clone()
+            if id(tensor) in memo:
+                return memo[id(tensor)]
         return func(*args, **(kwargs or {}))
 
 
@@ -65,7 +71,7 @@ def narrow(
         memo[id(parameter)].__dict__.update(parameter.__dict__)
     for name, buffer in model.named_buffers():
         memo.setdefault(id(buffer), _index(buffer.detach(), cuts.get(name, ()), meta))
-    with _CopyToMeta() if meta else contextlib.nullcontext():
+    with _Copying(meta):
         small_model = copy.deepcopy(model, memo)
     for path, values in attributes.items():
         module = small_model.get_submodule(path)
@@ -88,4 +94,7 @@ def _index(tensor: Tensor, cut: Cut, meta: bool) -> Tensor:
     for dim, kept in enumerate(cut):
         if kept is not None:
             small = small.index_select(dim, kept.to(tensor.device))
-    return small.clone() if small is tensor else small.contiguous()
+    if small is tensor:
+        return small.clone()
+    last = tensor.ndim == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+    return small.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)

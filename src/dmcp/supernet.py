@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ from dmcp.graph import ChannelGraph, GateFold
 from dmcp.layouts import atoms_of
 from dmcp.markov import group_sizes, marginals
 from dmcp.recording import call_model
-from dmcp.slicing import unwrap
+from dmcp.slicing import narrow, unwrap
 from dmcp.spaces import Widths, fingerprint
 
 
@@ -31,7 +30,7 @@ class Supernet(nn.Module):
             )
         if type(groups) is not int or groups < 1 or type(align) is not int or align < 1:
             raise WidthsError(f"groups and align must be ints of at least 1, not {groups!r} and {align!r}.")
-        self.model = copy.deepcopy(model)
+        self.model = narrow(model, {}, {})
         self.graph = graph
         sizes = [group_sizes(space.size, groups, align) for space in graph.spaces]
         most = max(len(row) for row in sizes)
@@ -80,6 +79,10 @@ class Supernet(nn.Module):
     def hard(self, widths: Mapping[str, int] | Tensor) -> Tensor:
         """Gates of the sub-network with these widths. -> (channels,) bool"""
         kept = widths if isinstance(widths, Tensor) else self.graph.widths(widths).tensor()
+        if kept.shape != self.sizes.shape[:1] or kept.dtype.is_floating_point:
+            raise WidthsError(
+                f"Widths must be {len(self.sizes)} ints, one per space, not {kept.dtype} {tuple(kept.shape)}."
+            )
         return self.position < kept.to(self.position.device)[self.space_of]
 
     def soft(self) -> Tensor:

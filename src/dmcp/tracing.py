@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
@@ -46,7 +47,9 @@ def trace(
     """
     model = unwrap(model)
     recordings, batches, notes = _record_modes(model, example_input)
-    frozen = [frozen] if isinstance(frozen, str) else list(frozen)
+    frozen = [frozen] if isinstance(frozen, str) else list(frozen or ())
+    if not all(isinstance(name, str) for name in frozen):
+        raise TraceError(f"frozen takes names of modules or spaces, not {frozen!r}.")
     coupling = couple(recordings, rules, strict, frozen)
     parameters = [name for name, _ in model.named_parameters()]
     mixed = [pair for facts in coupling.facts for pair in facts.mixed] if exact else []
@@ -79,6 +82,8 @@ def _record_modes(model: nn.Module, example: Any) -> tuple[list[Recording], list
     if not tensors_in(example):
         raise TraceError("The example input holds no tensor: give a tensor, or a tuple or dict of them.")
     batch = batch_of(example)
+    if batch == 0:
+        raise TraceError("The example input has no sample in it: dim 0 is the batch.")
     several = rebatch(example, _BATCH) if batch else example
     try:
         first = record_anywhere(model, several, training=False)
@@ -86,6 +91,8 @@ def _record_modes(model: nn.Module, example: Any) -> tuple[list[Recording], list
         several = example  # the batch size may be written into the model
         first = record_anywhere(model, several, training=False)
     notes: list[str] = []
+    if batch is None:
+        notes.append("the inputs do not share their first dim, so macs are of the whole example, not of one sample")
     try:
         return [first, record_anywhere(model, several, training=True)], [several] * 2, notes
     except TraceError as error:
@@ -93,27 +100,26 @@ def _record_modes(model: nn.Module, example: Any) -> tuple[list[Recording], list
         return [first], [several], notes
 
 
-def _per_sample(model: nn.Module, example: Any, recording: Recording, batch: int) -> dict[int, Fraction]:
-    """By output value: the share of an op's cost that one sample has. Some ops run once for the whole batch."""
+def _per_sample(model: nn.Module, example: Any, coupling: Coupling, batch: int | None) -> list[Fraction]:
+    """Of each op that costs something: the share that one sample has. Some ops run once for the whole batch."""
+    recording, costs = coupling.recordings[0], coupling.facts[0].costs
+    if batch is None:
+        return [Fraction(1)] * len(costs)
     try:
-        single = record(model, rebatch(example, 1), training=False)
-    except Exception:
-        single = None
-    share: dict[int, Fraction] = {}
-    for number, op in enumerate(recording.ops):
-        value = op.outs[0] if op.outs else None
-        if value is None:
-            continue
-        share[value] = Fraction(1, batch)
-        if single is not None and len(single.ops) == len(recording.ops) and single.ops[number].func is op.func:
-            one = single.ops[number].outs[0]
-            if one is not None:
-                share[value] = Fraction(_numel(single.shapes[one]), max(1, _numel(recording.shapes[value])))
-    return share
+        single = couple([record(model, rebatch(example, 1), training=False)], RULES, strict=False)
+    except Exception:  # the batch size is written into the model, or it looks at values
+        return [Fraction(1, batch)] * len(costs)
+    ones = single.facts[0].costs
+    if [op.func for op in single.recordings[0].ops] != [op.func for op in recording.ops] or len(ones) != len(costs):
+        return [Fraction(1, batch)] * len(costs)
+    return [
+        Fraction(_full_cost(single, one), max(1, _full_cost(coupling, many)))
+        for one, many in zip(ones, costs, strict=True)
+    ]
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
+def _full_cost(coupling: Coupling, cost: OpCost) -> int:
+    return cost.coefficient * math.prod(coupling.channels.size(layout) for layout in cost.dims)
 
 
 # -- keeping whole
@@ -134,6 +140,8 @@ def _freeze_unwritten(coupling: Coupling, parameters: list[str]) -> None:
 def _freeze_named(coupling: Coupling, model: nn.Module, parameters: list[str], frozen: Iterable[str]) -> None:
     """Keep whole what the user named: all that the parameters of a module write, or one space."""
     modules = {name for name, _ in model.named_modules() if name}
+    first = {id(tensor): name for name, tensor in model.named_parameters()}
+    tied = [(name, first[id(tensor)]) for name, tensor in model.named_parameters(remove_duplicate=False)]
     read = {
         (recording.tensors[item.weight], item.weight_dim)
         for recording, facts in zip(coupling.recordings, coupling.facts, strict=True)
@@ -143,19 +151,22 @@ def _freeze_named(coupling: Coupling, model: nn.Module, parameters: list[str], f
     }
     for wanted in frozen:
         spaces = _names(coupling, coupling.atoms(parameters))
-        inside = [name for name in parameters if name == wanted or name.startswith(wanted + ".")]
-        if wanted in spaces.values():
-            for atom, name in spaces.items():
-                if name == wanted:
-                    coupling.channels.freeze(((atom,),), "frozen, as you asked")
-        elif wanted not in modules and not inside:
-            near = difflib.get_close_matches(wanted, sorted({*modules, *spaces.values()}), n=3)
-            hint = f"did you mean {', '.join(near)}?" if near else "graph.spaces and model.named_modules() list names."
-            raise TraceError(f"frozen names no module and no space of this model: {wanted!r}; {hint}")
+        chosen = [atom for atom, name in spaces.items() if name == wanted]
+        for atom in chosen:
+            coupling.channels.freeze(((atom,),), "frozen, as you asked")
+        inside = {own for name, own in tied if name == wanted or name.startswith(wanted + ".")}
         for name in inside:
             for dim, layout in enumerate(coupling.tensors[name]):
                 if (name, dim) not in read:
                     coupling.channels.freeze(layout, "frozen, as you asked")
+        if wanted in modules and not inside:
+            raise TraceError(
+                f"frozen names {wanted!r}, which has no parameters to keep whole: name the layer before it."
+            )
+        if not chosen and not inside:
+            near = difflib.get_close_matches(wanted, sorted({*modules, *spaces.values()}), n=3)
+            hint = f"did you mean {', '.join(near)}?" if near else "graph.spaces and model.named_modules() list names."
+            raise TraceError(f"frozen names no module and no space of this model: {wanted!r}; {hint}")
 
 
 def _weighted(coupling: Coupling) -> Iterable[tuple[str, Dims, Contraction]]:
@@ -166,7 +177,7 @@ def _weighted(coupling: Coupling) -> Iterable[tuple[str, Dims, Contraction]]:
             for item in contractions:
                 if item.weight is not None and own.get(item.weight):
                     tensor = recording.tensors.get(item.weight)
-                    yield item.path if tensor is None else _layer(tensor), layouts[item.weight], item
+                    yield (item.path or "the model") if tensor is None else _layer(tensor), layouts[item.weight], item
 
 
 def _layer(tensor: str) -> str:
@@ -292,15 +303,16 @@ def _entries(
     """Costs per layer, in the order in which they run; parameters that no op of cost uses come last."""
     recording, facts, resolve = coupling.recordings[0], coupling.facts[0], coupling.channels.resolve
     batch = batch_of(rehearsal.batches[0])
-    share = _per_sample(model, example, recording, batch) if batch else {}
+    shares = _per_sample(model, example, coupling, batch)
     costs = [*facts.costs, *(_measured(op, recording) for op in facts.unknown)]
+    shares += [Fraction(1, batch or 1)] * len(facts.unknown)
     owners = {name: _owner(name) for name, _ in model.named_parameters()}
     kinds: dict[str, str] = {}
     macs: dict[str, list[Terms]] = {}
-    for cost in costs:
+    for cost, share in zip(costs, shares, strict=True):
         kinds.setdefault(cost.path, cost.kind)
         terms = product(cost.coefficient, [in_spaces(resolve(layout), numbers) for layout in cost.dims])
-        macs.setdefault(cost.path, []).append(_scaled(terms, share.get(cost.out, Fraction(1))))
+        macs.setdefault(cost.path, []).append(_scaled(terms, share))
     params: dict[str, list[Terms]] = {}
     for name, _ in model.named_parameters():
         dims = coupling.tensors[name]
@@ -319,7 +331,7 @@ def _owner(parameter: str) -> str:
 def _scaled(terms: Terms, share: Fraction) -> Terms:
     scaled = {key: factor * share for key, factor in terms.items()}
     if any(factor.denominator != 1 for factor in scaled.values()):
-        raise TraceError("The cost of an op does not divide by the batch size: trace with a batch of one sample.")
+        raise TraceError("The cost of one sample cannot be told from that of a batch: dim 0 of the inputs must be it.")
     return {key: int(factor) for key, factor in scaled.items()}
 
 

@@ -1,0 +1,212 @@
+"""The figures of the paper, drawn from what a search found: no window, no state shared with the user's own plots."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from torch import Tensor
+
+from dmcp.batches import generator
+from dmcp.budget import ratios, spent_shares
+from dmcp.sampling import expected_widths
+from dmcp.searching import SearchResult
+from dmcp.spaces import Widths
+
+STRUCTURES = 3000  # that the distributions show, as in the paper
+_ROUNDS = 100  # of so many structures, to find as many inside the budget
+_ROWS = 40  # spaces below each other before the next column starts
+_PANELS = 60  # spaces whose distribution is drawn
+_NAME = 34  # characters of a space's name; the end of a longer one says more than its start
+_WORDS = {"macs": "MACs", "params": "parameters"}
+# colours that differ for colour-blind readers too (Okabe and Ito)
+_BLUE, _ORANGE, _RED, _GREEN, _GREY = "#0072B2", "#E69F00", "#D55E00", "#009E73", "#BBBBBB"
+
+
+def draw_all(result: SearchResult, widths: Widths, folder: str | os.PathLike[str], seed: int = 0) -> list[Path]:
+    """Write every figure of a search and its chosen widths into the folder, as SVG; the files, in order."""
+    figures = {
+        "cost": cost_over_time(result),
+        "widths": widths_per_space(result, widths),
+        "macs": cost_distribution(result, seed),
+        "distribution": width_distribution(result, seed),
+    }
+    return [save(figure, Path(folder) / f"{name}.svg") for name, figure in figures.items()]
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Write the figure; the same figure gives the same bytes, and the format is the suffix."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {"Date": None} if path.suffix == ".svg" else None
+    with matplotlib.rc_context({"svg.hashsalt": "dmcp"}):  # else ids are random; put back at once
+        figure.savefig(path, metadata=metadata, dpi=150)
+    return path
+
+
+def cost_over_time(result: SearchResult) -> Figure:
+    """Expected cost after each step, against the band that the budget loss pulls it into."""
+    figure, axes = _panel(7.0, 3.6)
+    moved = [record for record in result.log if record.ratios is not None]
+    first, end = (moved[0].step if moved else 0), (result.log[-1].step + 1 if result.log else 0)
+    # a record holds what its step saw, before it moved the alphas; the last point is the result
+    steps = [record.step for record in moved] + [end]
+    chances = result.process.marginals(result.alphas.detach())
+    last = ratios(result.budget, result.graph, chances, result.sizes, result.process).tolist()
+    axes.axhspan(result.tolerance, 1, color=_GREEN, alpha=0.25, lw=0, label=f"allowed, {result.tolerance:.0%} to 100%")
+    if first:
+        axes.axvspan(0, first, color=_GREY, alpha=0.3, lw=0, label="warm-up: weights only")
+    for number, (limit, colour) in enumerate(zip(result.budget.limits, (_BLUE, _RED), strict=False)):
+        seen = [record.ratios[number] for record in moved if record.ratios is not None] + [last[number]]
+        label = f"{_WORDS[limit.kind]}, budget {_count(limit.target)}"
+        axes.plot(steps, seen, color=colour, lw=1.5, marker="o" if len(seen) == 1 else None, label=label)
+    axes.set(title="Expected cost over the search", xlabel="step", ylabel="expected cost / budget")
+    low, high = axes.get_ylim()
+    axes.set(xlim=(0, max(end, 1)), ylim=(min(low, 0.9), max(high, 1.05)))  # some room around the band
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _legend_below(axes)
+    return figure
+
+
+def widths_per_space(result: SearchResult, widths: Widths) -> Figure:
+    """Channels of each space before and after, and what the chain expected before any repair."""
+    spaces, kept, wished = result.graph.spaces, list(widths.values()), expected_widths(result).tolist()
+    columns = -(-len(spaces) // _ROWS)
+    rows = -(-len(spaces) // columns)
+    figure = Figure(figsize=(max(5.5 * columns, 6.5), 1.5 + 0.24 * rows), layout="constrained")
+    for column, axes in enumerate(figure.subplots(1, columns, squeeze=False)[0]):
+        part = range(column * rows, min((column + 1) * rows, len(spaces)))
+        places = [number - part[0] for number in part]
+        shares = [kept[number] / spaces[number].size for number in part]
+        axes.barh(places, [1.0] * len(part), color=_GREY, alpha=0.5, height=0.75, label="before")
+        axes.barh(places, shares, color=_BLUE, height=0.75, label="after")
+        marks = [wished[number] / spaces[number].size for number in part]
+        axes.plot(marks, places, "|", color="black", ms=9, mew=1.5, label="expected, before rounding and repair")
+        for place, number in zip(places, part, strict=True):
+            text = f"{kept[number]} of {spaces[number].size}"
+            axes.text(1.02, place, text, va="center", fontsize=8, clip_on=False)
+        axes.set_yticks(places, [_name(spaces[number].name) for number in part], fontsize=8)
+        axes.set(xlim=(0, 1), ylim=(rows - 0.5, -0.5), xlabel="channels kept")
+        axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.spines[["top", "right"]].set_visible(False)
+    before, after = (_count(cost) for cost in (result.graph.macs(), result.graph.macs(widths)))
+    figure.suptitle(f"Width of each space: {before} MACs before, {after} after")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    return figure
+
+
+def cost_distribution(result: SearchResult, seed: int = 0) -> Figure:
+    """Costs of 3,000 structures drawn from the chains, with their mean and the target (the paper's figure 6)."""
+    targets = {limit.kind: limit.target for limit in result.budget.limits}
+    kinds = ["macs", *(kind for kind in targets if kind != "macs")]
+    widths = result.process.sample(result.alphas, result.sizes, STRUCTURES, generator(seed)).cpu()
+    figure = Figure(figsize=(7.0, 3.6 * len(kinds)), layout="constrained")
+    for kind, axes in zip(kinds, figure.subplots(len(kinds), 1, squeeze=False)[:, 0], strict=True):
+        counted = result.graph.macs(widths) if kind == "macs" else result.graph.params(widths)
+        full = result.graph.macs() if kind == "macs" else result.graph.params()
+        mean = counted.double().mean().item()
+        axes.hist(counted.tolist(), bins=50, color=_BLUE, alpha=0.8)
+        if kind in targets:
+            axes.axvline(targets[kind], color="black", lw=1.5, label=f"budget {_count(targets[kind])}")
+        axes.axvline(mean, color=_RED, ls="--", lw=1.5, label=f"mean {_count(mean)}")
+        title = f"{STRUCTURES:,} sampled structures; the unpruned network has {_count(full)} {_WORDS[kind]}"
+        axes.set(title=title, xlabel=_WORDS[kind], ylabel="structures")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _count(value)))
+        axes.xaxis.set_major_locator(MaxNLocator(7))
+        _plain(axes)
+        _legend_below(axes)
+    return figure
+
+
+def width_distribution(result: SearchResult, seed: int = 0) -> Figure:
+    """How often each width of each space is drawn, in structures inside the budget (the paper's figure 7)."""
+    spaces = result.graph.spaces
+    drawn, inside = _inside(result, seed)
+    shown = sorted({round(place) for place in torch.linspace(0, len(spaces) - 1, min(len(spaces), _PANELS)).tolist()})
+    columns = min(4, len(shown))
+    rows = -(-len(shown) // columns)
+    figure = Figure(figsize=(max(2.6 * columns, 6.5), 0.9 + 1.5 * rows), layout="constrained")
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes in panels[len(shown) :]:
+        axes.remove()
+    for axes, number in zip(panels, shown, strict=False):
+        found, counts = np.unique(drawn[:, number].numpy(), return_counts=True)
+        gap = int(np.diff(found).min(initial=spaces[number].size))
+        axes.bar(found, counts / len(drawn), width=0.8 * gap, color=_BLUE)
+        axes.axvline(drawn[:, number].double().mean().item(), color=_RED, ls="--", lw=1.2)
+        axes.set_title(_name(spaces[number].name), fontsize=8)
+        axes.set_xlim(0, spaces[number].size + gap)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(3))
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.tick_params(labelsize=7)
+        _plain(axes)
+    which = "inside the budget" if inside else "of which none is inside the budget"
+    some = "" if len(shown) == len(spaces) else f", {len(shown)} of {len(spaces)} spaces"
+    figure.suptitle(f"Width of each space in {len(drawn):,} structures {which} (dashed: mean){some}", fontsize=10)
+    figure.supxlabel("channels kept", fontsize=9)
+    figure.supylabel("share of the structures", fontsize=9)
+    return figure
+
+
+def recoverability(macs_shares: Sequence[float], accuracies: Sequence[float], trained: float) -> Figure:
+    """Expected MACs and accuracy of a frozen net whose alphas see the task loss alone (the paper's figure 4)."""
+    figure, axes = _panel(7.0, 3.6)
+    axes.plot(macs_shares, color=_BLUE, lw=1.5, label="expected MACs, share of the unpruned")
+    axes.plot(accuracies, color=_ORANGE, lw=1.0, label="training accuracy, gated")
+    axes.axhline(trained, color="black", ls="--", lw=1.0, label=f"training accuracy, ungated: {trained:.1%}")
+    axes.set(title="Weights frozen, random alphas, task loss only", xlabel="step", xlim=(0, len(accuracies) - 1))
+    axes.set(ylabel="share", ylim=(0, 1.05))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    _legend_below(axes)
+    return figure
+
+
+def _inside(result: SearchResult, seed: int) -> tuple[Tensor, bool]:
+    """Structures inside the budget, or, if none of many is, any. -> (n, S), whether they are inside"""
+    draw, found = generator(seed), result.sizes.new_zeros(0, len(result.sizes))
+    for _ in range(_ROUNDS):
+        widths = result.process.sample(result.alphas, result.sizes, STRUCTURES, draw).cpu()
+        found = torch.cat([found, widths[spent_shares(result.budget, result.graph, widths).amax(dim=1) <= 1]])
+        if len(found) >= STRUCTURES:
+            break
+    return (found[:STRUCTURES], True) if len(found) else (widths, False)
+
+
+def _panel(width: float, height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots()
+    _plain(axes)
+    return figure, axes
+
+
+def _plain(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.3, lw=0.6)
+    axes.set_axisbelow(True)
+
+
+def _legend_below(axes: Axes) -> None:
+    """Where no line can be under it."""
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3, frameon=False, fontsize=8)
+
+
+def _name(name: str) -> str:
+    return name if len(name) <= _NAME else f"…{name[1 - _NAME :]}"
+
+
+def _count(number: float) -> str:
+    """A cost as people read it: 20.4M."""
+    if not number:
+        return "0"
+    power = min(max(int(math.log10(abs(number))) // 3, 0), 3)
+    return f"{number / 1000**power:.4g}{('', 'k', 'M', 'G')[power]}"

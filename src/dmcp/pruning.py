@@ -1,0 +1,327 @@
+"""The whole job: search, sample, cut, retrain, and compare with what was there before."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from dmcp import searching, training
+from dmcp.batches import Loader, device_of, generator, input_of, on_device, size_of
+from dmcp.budget import Budget
+from dmcp.calibration import kept_modes, recalibrate
+from dmcp.cutting import cut, reinitialise
+from dmcp.errors import BudgetError, DataError
+from dmcp.graph import ChannelGraph
+from dmcp.recording import call_model, tensors_in
+from dmcp.sampling import expected, uniform
+from dmcp.searching import SearchConfig, SearchRecord, SearchResult
+from dmcp.slicing import unwrap
+from dmcp.spaces import Widths
+from dmcp.supernet import Supernet
+from dmcp.tracing import trace
+from dmcp.training import Distillation, Loss, Metric, StepRecord, TrainConfig, classification_loss, imitation
+
+OURS, UNPRUNED, UNIFORM = "ours", "unpruned", "uniform widths"  # networks of the final table
+_ROUNDS = 10  # passes that are timed
+
+
+class Retrain(StrEnum):
+    """How the pruned network gets its weights."""
+
+    SCRATCH = "scratch"  # drawn anew, then trained: the paper's way
+    INHERIT = "inherit"  # those of the search, calibrated and fine-tuned
+    SLIMMABLE = "slimmable"  # drawn anew, trained inside the unpruned network, which it imitates: the paper's DMCP*
+    TEACHER = "teacher"  # drawn anew, trained on the labels and on the outputs of the trained unpruned network
+
+
+@dataclass(frozen=True)
+class Row:
+    """One network of the final table."""
+
+    name: str
+    macs: int  # of one sample
+    params: int
+    accuracy: float  # mean of the metric over the test set
+    ms: float  # fastest pass over one batch on this machine
+    batch: int  # samples in that batch
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a run reports while it goes on: each step, the result of the search, each row of the table."""
+
+    stage: str  # "search", or the name of the network that is trained
+    steps: int  # of this stage, in all
+    record: SearchRecord | StepRecord | SearchResult | Row
+
+
+Report = Callable[[Event], None]
+
+
+@dataclass(frozen=True, eq=False)
+class PruneResult:
+    """The smaller network, and how it was found."""
+
+    model: nn.Module  # a plain module of the user's own class
+    widths: Widths
+    graph: ChannelGraph
+    search: SearchResult
+    rows: tuple[Row, ...]
+
+    @property
+    def table(self) -> str:
+        """The rows as text."""
+        return table(self.rows)
+
+
+def prune(
+    model: nn.Module,
+    loader: Loader,
+    val_loader: Loader,
+    budget: int | float | str | Budget | None = None,
+    *,
+    search: SearchConfig | None = None,
+    train: TrainConfig | None = None,
+    retrain: Retrain = Retrain.SCRATCH,
+    controls: bool = False,
+    graph: ChannelGraph | None = None,
+    fresh: nn.Module | None = None,
+    loss: Loss | None = None,
+    metric: Metric | None = None,
+    arch_loader: Loader | None = None,
+    seed: int | None = None,
+    on_event: Report | None = None,
+) -> PruneResult:
+    """Search the widths of the model inside the budget, cut it, train it, and test it. The model is not changed.
+
+    budget: 0.5, "50%", "211M", "params:2M", "50%,params:2M"; "50%" unless the search's settings have one.
+    search, train: all settings; the default ones are the paper's for ImageNet.
+    controls: also train the unpruned network and uniform widths at the same budget, by the same recipe.
+    graph: what trace gave, if its own settings are not enough.
+    fresh: a newly built model, where the given one is trained and has tensors that `reinitialise` has no rule for.
+    arch_loader: batches for the alphas; val_loader is touched once all networks are trained.
+    seed: of the search and of all trainings, instead of the one in their settings.
+    """
+    example = _example(loader, model)
+    settings = _settled(search, budget, seed)
+    recipe = train or default_recipe(retrain)
+    recipe = recipe if seed is None else replace(recipe, seed=seed)
+    graph = graph or trace(model, tree_map_only(Tensor, lambda x: x[:2], example))
+    net = Supernet(model, graph, settings.groups, settings.align)
+    found = find(net, loader, settings, loss, arch_loader, on_event)
+    widths = expected(found)
+    wanted = {OURS: widths}
+    if controls:
+        same = uniform(graph, found.budget, net.floor, settings.align)
+        wanted = {UNPRUNED: graph.full, UNIFORM: same, OURS: widths}
+    weights = net.model if retrain is Retrain.INHERIT else unwrap(fresh or model)
+    nets = train_all(weights, graph, wanted, loader, recipe, Retrain(retrain), loss, on_event)
+    check_budget(nets[OURS], widths, found)
+    rows = compare(nets, graph, wanted, val_loader, example, metric, on_event)
+    return PruneResult(nets[OURS], widths, graph, found, rows)
+
+
+def find(
+    net: Supernet,
+    loader: Loader,
+    config: SearchConfig,
+    loss: Loss | None = None,
+    arch_loader: Loader | None = None,
+    on_event: Report | None = None,
+) -> SearchResult:
+    """`search`, with its steps and its result reported."""
+    report = on_event or _silent
+    steps = -(-len(loader) // config.accumulate) * config.epochs
+
+    def step(record: SearchRecord) -> None:
+        report(Event("search", steps, record))
+
+    found = searching.search(net, loader, config, loss, arch_loader, step)
+    report(Event("search", steps, found))
+    return found
+
+
+def default_recipe(kind: Retrain) -> TrainConfig:
+    """The paper's schedule; a short one with small steps for weights that are already good."""
+    if kind is Retrain.INHERIT:
+        return TrainConfig(epochs=20, lr=0.08, warmup_lr=0.08, warmup_epochs=0)
+    return TrainConfig()
+
+
+# one network after the other
+
+
+def train_all(
+    weights: nn.Module,
+    graph: ChannelGraph,
+    wanted: dict[str, Widths],
+    loader: Loader,
+    config: TrainConfig,
+    kind: Retrain,
+    loss: Loss | None = None,
+    on_event: Report | None = None,
+) -> dict[str, nn.Module]:
+    """Networks with these widths, cut out of one with the given weights and all trained by the same recipe."""
+    nets: dict[str, nn.Module] = {}
+    teacher: nn.Module | None = None
+    if kind is Retrain.TEACHER:
+        wanted = {UNPRUNED: graph.full} | wanted
+    for name, widths in wanted.items():
+        if kind is Retrain.SLIMMABLE and widths != graph.full:
+            nets[name] = _train_inside(weights, graph, widths, loader, config, loss, _steps_of(name, on_event))
+            continue
+        small = cut(weights, graph, widths)
+        if kind is Retrain.INHERIT:
+            recalibrate(small, loader)
+        else:
+            reinitialise(small, generator=generator(config.seed))
+        recipe = config if teacher is None else replace(config, distillation=Distillation.TEACHER)
+        training.train(small, loader, recipe, loss, teacher, _steps_of(name, on_event))
+        nets[name] = small
+        if kind is Retrain.TEACHER and widths == graph.full:
+            teacher = small
+    return nets
+
+
+def _train_inside(
+    weights: nn.Module,
+    graph: ChannelGraph,
+    widths: Widths,
+    loader: Loader,
+    config: TrainConfig,
+    loss: Loss | None,
+    on_step: Callable[[StepRecord], None],
+) -> nn.Module:
+    """Slimmable training: in each step the largest network learns the task and the pruned one imitates it."""
+    whole = copy.deepcopy(weights)
+    reinitialise(whole, generator=generator(config.seed))
+    pair = _Pair(Supernet(whole, graph), widths)
+    task = loss or classification_loss(config.label_smoothing)
+
+    def both(outputs: Any, batch: Any) -> Tensor:
+        largest, pruned = outputs
+        return task(largest, batch) + imitation(pruned, [tensor.detach() for tensor in tensors_in(largest)])
+
+    training.train(pair, loader, config, both, on_step=on_step)
+    small = cut(pair.net.model, graph, widths)
+    recalibrate(small, loader)  # the running statistics are a mixture of both networks'
+    return small
+
+
+class _Pair(nn.Module):
+    """The largest sub-network and one other, run on the same input: both their gradients go into one step."""
+
+    def __init__(self, net: Supernet, widths: Widths) -> None:
+        super().__init__()
+        self.net = net
+        net.alpha.requires_grad_(False)
+        self.gates = [net.hard(net.graph.full), net.hard(widths)]
+
+    def forward(self, *args: Any, **kwargs: Any) -> list[Any]:
+        x = kwargs or args
+        return [self.net(x, gates) for gates in self.gates]
+
+
+def check_budget(small: nn.Module, widths: Widths, found: SearchResult) -> None:
+    """Count the cut network once more against every limit."""
+    spent = {"macs": found.graph.macs(widths), "params": _params(small)}
+    for limit in found.budget.limits:
+        if spent[limit.kind] > limit.target:
+            raise BudgetError(
+                f"The cut network has {spent[limit.kind]:,} {limit.kind}, more than the {limit.target:,} allowed: "
+                "please report this, it should not be possible."
+            )
+
+
+# what came out
+
+
+def compare(
+    nets: dict[str, nn.Module],
+    graph: ChannelGraph,
+    widths: dict[str, Widths],
+    val_loader: Loader,
+    example: Any,
+    metric: Metric | None = None,
+    on_event: Report | None = None,
+) -> tuple[Row, ...]:
+    """Test all networks, and time them on one batch."""
+    times = milliseconds(list(nets.values()), example)
+    rows: list[Row] = []
+    for (name, net), ms in zip(nets.items(), times, strict=True):
+        macs = graph.macs(widths.get(name, graph.full))
+        accuracy = training.evaluate(net, val_loader, metric)
+        rows.append(Row(name, macs, _params(net), accuracy, ms, size_of((example,))))
+        (on_event or _silent)(Event("test", len(nets), rows[-1]))
+    return tuple(rows)
+
+
+@torch.no_grad()
+def milliseconds(nets: Sequence[nn.Module], example: Any, rounds: int = _ROUNDS) -> list[float]:
+    """Time of one batch: the fastest of some passes, taken in turn so that other load hits all networks alike."""
+    times: list[list[float]] = [[] for _ in nets]
+    for number in range(rounds + 1):
+        for net, own in zip(nets, times, strict=True):
+            with kept_modes(net):
+                net.eval()
+                _wait(net)
+                start = time.perf_counter()
+                call_model(net, example)
+                _wait(net)
+            if number:  # the first pass also loads kernels
+                own.append(1000 * (time.perf_counter() - start))
+    return [min(own) for own in times]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Rows as text, aligned; the shares are of the first row's where that is the unpruned network."""
+    batch = rows[0].batch if rows else 0
+    lines = [f"{'':<16}{'MACs':>16}{'params':>14}{'accuracy':>10}{f'ms per {batch}':>13}"]
+    lines += [
+        f"{row.name:<16}{row.macs:>16,}{row.params:>14,}{100 * row.accuracy:>9.2f}%{row.ms:>13.2f}" for row in rows
+    ]
+    return "\n".join(lines)
+
+
+# small things
+
+
+def _settled(search: SearchConfig | None, budget: int | float | str | Budget | None, seed: int | None) -> SearchConfig:
+    """One set of settings from what was given, which must not say two things."""
+    if search is not None and budget is not None and search.budget != budget:
+        raise BudgetError(f"Two budgets were given, {budget!r} and {search.budget!r} in the search's settings: give one.")
+    settings = search or SearchConfig(budget="50%" if budget is None else budget)
+    return settings if seed is None else replace(settings, seed=seed)
+
+
+def _example(loader: Loader, model: nn.Module) -> Any:
+    """The input of the first batch, where the model is."""
+    for batch in loader:
+        return on_device(input_of(batch), device_of(model))
+    raise DataError("The loader has no batches: is the batch larger than the data?")
+
+
+def _steps_of(name: str, on_event: Report | None) -> Callable[[StepRecord], None]:
+    report = on_event or _silent
+    return lambda record: report(Event(name, record.steps, record))
+
+
+def _silent(event: Event) -> None:
+    pass
+
+
+def _params(net: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in net.parameters())
+
+
+def _wait(net: nn.Module) -> None:
+    if device_of(net).type == "cuda":
+        torch.cuda.synchronize(device_of(net))
