@@ -13,7 +13,7 @@ setup: .venv/.done
 	$(RUN) -m pip install -e ".[dev]"
 	touch .venv/.done
 
-demo: setup  ## what the package does, on ResNet-18
+demo: setup  ## dmcp prune on handwritten digits
 	$(RUN) examples/demo.py
 
 test: setup

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
 from dmcp import cli
 from dmcp.nets import build
+from dmcp.progress import Progress, clock
+from dmcp.pruning import Event
+from dmcp.training import StepRecord
 
 LONG = "a_name_that_does_not_fit_on_a_line_of_eighty_columns_and_must_still_be_found_by_grep"
 Capture = pytest.CaptureFixture[str]
@@ -37,7 +42,10 @@ def test_version_and_python_m() -> None:
 
 
 def test_help_names_everything(capsys: Capture) -> None:
-    assert "inspect" in run(capsys, "--help")[1]
+    every = run(capsys, "--help")[1]
+    for name in ("inspect", "prune", "search", "sample", "train", "evaluate"):
+        assert name in every
+        assert run(capsys, name, "--help")[0] == 0
     code, out, _ = run(capsys, "inspect", "--help")
     assert code == 0
     for option in ("MODEL", "--input", "--model-args", "--frozen", "--inexact", "--json"):
@@ -132,3 +140,161 @@ def test_build_downloads_nothing_and_says_what_is_not_a_network() -> None:
     build("googlenet", init_weights=False)
     with pytest.raises(dmcp.DmcpError, match="gave a dict, not an"):
         build("builtins:dict")
+
+
+SMALL = ("--model", "digits:resnet", "--data", "digits", "--device", "cpu", "--batch", "512", "--quiet")
+SHORT = (*SMALL, "--search-epochs", "2", "--epochs", "1")
+
+
+@pytest.fixture(scope="module")
+def pruned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a very short run, and what it printed."""
+    folder = tmp_path_factory.mktemp("runs") / "short"
+    command = [sys.executable, "-m", "dmcp", "prune", *SHORT, "--budget", "50%", "--controls", "--out", str(folder)]
+    return folder, subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def table(printed: str) -> dict[str, list[str]]:
+    """Numbers of each row of the final table: macs, params, accuracy, ms."""
+    return {line.split("  ")[0]: line.split()[-4:] for line in printed.splitlines() if re.search(r"%\s+[\d.]+$", line)}
+
+
+def test_prune_writes_a_run_and_prints_its_table(pruned: tuple[Path, str]) -> None:
+    folder, printed = pruned
+    rows = table(printed)
+    assert list(rows) == ["unpruned", "uniform widths", "ours"]
+    assert printed.endswith(f"{folder}\n")
+    small = dmcp.load(folder, build("digits:resnet"))
+    with FlopCounterMode(display=False) as counter:
+        small(torch.zeros(1, 1, 8, 8))
+    assert rows["ours"][0] == f"{counter.get_total_flops() // 2:,}"
+    assert counter.get_total_flops() // 2 <= int(rows["unpruned"][0].replace(",", "")) // 2
+
+
+def test_evaluate_gives_the_accuracy_of_the_run(pruned: tuple[Path, str], capsys: Capture) -> None:
+    folder, printed = pruned
+    code, out, _ = run(capsys, "evaluate", str(folder), "--device", "cpu")
+    assert code == 0
+    assert table(out)["short"][:3] == table(printed)["ours"][:3]
+
+
+def test_sample_gives_different_structures_inside_the_budget(pruned: tuple[Path, str], capsys: Capture) -> None:
+    folder, _ = pruned
+    code, out, _ = run(capsys, "sample", str(folder), "--direct", "3")
+    assert code == 0
+    graph = dmcp.trace(build("digits:resnet"), torch.zeros(2, 1, 8, 8))
+    drawn = [
+        graph.widths(dmcp.Widths.from_json(json.loads((folder / f"direct-{n}.json").read_text()))) for n in (1, 2, 3)
+    ]
+    assert len(set(drawn)) == 3
+    assert all(graph.macs(widths) <= graph.macs() // 2 for widths in drawn)
+    assert all(" ".join(map(str, widths.values())) in out for widths in drawn)
+    assert run(capsys, "sample", str(folder))[0] == 0
+    assert json.loads((folder / "expected.json").read_text())["widths"] == read_widths(folder)
+
+
+def read_widths(folder: Path) -> dict[str, int]:
+    widths: dict[str, int] = json.loads((folder / "widths.json").read_text())["widths"]
+    return widths
+
+
+def test_train_takes_widths_and_weights(pruned: tuple[Path, str], capsys: Capture, tmp_path: Path) -> None:
+    widths = str(pruned[0] / "widths.json")
+    torch.save({"state_dict": build("digits:resnet").state_dict()}, tmp_path / "start.pth")
+    start = ("--weights", str(tmp_path / "start.pth"), "--retrain", "inherit", "--epochs", "1")
+    code, out, err = run(capsys, "train", *SMALL, *start, "--widths", widths, "--out", str(tmp_path / "run"))
+    assert (code, err) == (0, "")
+    assert table(out)["ours"][:2] == table(pruned[1])["ours"][:2]
+    assert read_widths(tmp_path / "run") == read_widths(pruned[0])
+
+
+def test_search_from_weights_needs_no_warm_up(capsys: Capture, tmp_path: Path) -> None:
+    save_file(build("digits:resnet").state_dict(), tmp_path / "start.safetensors")
+    options = (*SMALL, "--search-epochs", "1", "--weights", str(tmp_path / "start.safetensors"), "--holdout", "0.2")
+    code, _, err = run(capsys, "search", *options, "--out", str(tmp_path / "run"))
+    assert (code, err) == (0, "")
+    settings = json.loads((tmp_path / "run" / "settings.json").read_text())["search"]
+    assert (settings["warmup"], settings["sort"]) == (0, True)
+    assert (tmp_path / "run" / "search.safetensors").exists()
+
+
+def test_dry_run_trains_and_writes_nothing(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, "prune", *SHORT, "--controls", "--dry-run")
+    assert (code, err) == (0, "")
+    assert list(tmp_path.iterdir()) == []
+    for words in ("reachable: from", "asked for: at most 381,760 MACs", "uniform widths", "GiB on cpu", "Nothing was"):
+        assert words in out
+
+
+def test_time_left_is_by_whole_bundles(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records come in bundles of 50, each after 20 s: the line at the start of the third knows 200 steps in 80 s."""
+    now = [0.0]
+    monkeypatch.setattr("dmcp.progress.time.monotonic", lambda: now[0])
+    progress = Progress()
+    for step in range(150):
+        now[0] = 20.0 * (step // 50 + 1)
+        progress.on_event(Event("ours", 200, StepRecord(0, step, 200, 0.1, 1.0)))
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(", ")[0] for line in lines] == [f"ours: step {step} of 200" for step in (1, 51, 101)]
+    assert lines[2].endswith("20 s left")
+    assert [clock(seconds) for seconds in (5, 200, 7500)] == ["5 s", "3 min 20 s", "2 h 05 min"]
+
+
+def test_progress_is_plain_lines_in_a_pipe(capsys: Capture, tmp_path: Path) -> None:
+    options = [option for option in SMALL if option != "--quiet"]
+    code, out, err = run(capsys, "train", *options, "--epochs", "1", "--out", str(tmp_path / "run"))
+    assert code == 0
+    assert re.fullmatch(r"unpruned: step 2 of 2, loss [\d.]+, 0 s left\n", err)
+    assert "\x1b" not in out + err
+
+
+WRONG = {
+    ("--budget", "120%"): "choose from",
+    ("--budget", "0.1%"): "every space at its floor",
+    ("--budget", "8ms"): "is a latency",
+    ("--budget", "half"): "cannot be read",
+    ("--model", "digits:resent"): "did you mean resnet",
+    ("--model", "resnet18"): "cannot take images of 1x8x8",
+    ("--data", "digit"): "Did you mean digits?",
+    ("--batch", "5000"): "A batch of 5000 is larger than the data",
+    ("--batch", "0"): "batch size must be an int of at least 1",
+    ("--epochs", "0"): "epochs must be an int of at least 1",
+    ("--search-epochs", "1", "--warmup", "0.9"): "leaves none of 1 epochs for the alphas",
+    ("--groups", "0"): "groups must be an int of at least 1",
+    ("--holdout", "1.5"): "held-out share must lie between 0 and 1",
+    ("--device", "tpu9"): "'tpu9' cannot be used here",
+    ("--weights", "nowhere.pth"): "nowhere.pth: cannot be read",
+    ("--input", "3x32x32"): "the images of digits are 1x8x8",
+    ("--model-args", "num_classes=3"): "The labels go up to 9, but the network has 3 outputs",
+    ("--search-lr", "1e30"): "is again as it was before the first step",
+}
+
+
+@pytest.mark.parametrize("arguments", WRONG, ids=" ".join)
+def test_what_cannot_be_pruned_is_a_sentence(
+    arguments: tuple[str, ...], capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, "prune", *SHORT, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("dmcp: ") and "Traceback" not in err
+    assert WRONG[arguments] in err
+    assert list(tmp_path.iterdir()) == [] or arguments[0] == "--search-lr"  # refused before anything is written
+
+
+def test_wrong_weights_and_folders_are_a_sentence(capsys: Capture, tmp_path: Path) -> None:
+    torch.save(build("digits:resnet"), tmp_path / "pickle.pth")
+    torch.save(build("digits:resnet", num_classes=3).state_dict(), tmp_path / "three.pth")
+    torch.save({"conv.weight": torch.zeros(1)}, tmp_path / "other.pth")
+    for name, words in (
+        ("pickle", "not a file of plain weights"),
+        ("three", "fc.weight is 3x64, but the network has 10x64"),
+        ("other", "weights of another network"),
+    ):
+        code, _, err = run(capsys, "prune", *SHORT, "--weights", str(tmp_path / f"{name}.pth"))
+        assert code == 2 and words in err
+    assert "settings.json: cannot be read" in run(capsys, "sample", str(tmp_path))[2]
+    (tmp_path / "settings.json").write_text("{}")
+    assert "not the settings of a run" in run(capsys, "evaluate", str(tmp_path))[2]
+    assert "already holds files" in run(capsys, "prune", *SHORT, "--out", str(tmp_path))[2]

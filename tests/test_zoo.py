@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 
 from zoo import page
-from zoo.contract import Result, check, draw, worst_error
+from zoo.contract import Result, Shortfall, check, draw, worst_error
 from zoo.models import ENTRIES, find, select
 from zoo.workers import WorkerError, isolated
 
@@ -49,7 +50,7 @@ def test_contract(name: str) -> None:
         warnings.simplefilter("ignore")  # other people's models
         result = check(entry)
     assert result.status == "correct", result.detail
-    assert not result.falls_short(entry) or result.explained(entry), result.whole
+    assert result.shortfall(entry) is not Shortfall.OTHER, result.whole
 
 
 def test_the_list_is_the_tables() -> None:
@@ -83,8 +84,18 @@ def test_page_names_what_falls_short() -> None:
     }
     text = page.write(results, None, "python -m zoo")
     assert "tv:resnet18: wrong: differs" in text
-    assert "tv:vgg11: 50.0 % instead of 100 %, with `exact=False` not measured: too short ×3" in text
+    assert "tv:vgg11: 50.0 % instead of 100 %, 0 spaces instead of 10;" in text and "too short ×3" in text
     assert "| **all** | 2 | 1 | 1 | 0 | 0 | 1 | 1 | 2 | 2.0 | 3.0 |" in text
+
+
+def test_shortfall_names_the_reason() -> None:
+    entry = find("timm:vit_tiny_patch16_224")  # 100 %, 25 spaces
+    found = Result(name=entry.name, status="correct", seconds=1.0, share=0.98, spaces=24)
+    assert replace(found, share=0.991).shortfall(entry) is None
+    assert replace(found, loose_share=1.0).shortfall(entry) is Shortfall.NORMS
+    assert replace(found, whole={"as weight standardisation does": 1}).shortfall(entry) is Shortfall.STANDARDISATION
+    assert replace(found, loose_spaces=25).shortfall(entry) is Shortfall.TOTAL
+    assert found.shortfall(entry) is Shortfall.OTHER
 
 
 def test_worker_that_dies_is_reported() -> None:

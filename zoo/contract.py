@@ -14,6 +14,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -31,6 +32,15 @@ TRAINED_PARAMS = 60_000_000  # larger models are not run in train mode
 LARGE_PARAMS = 100_000_000  # larger models are run with two images instead of three
 
 
+class Shortfall(Enum):
+    """Why there is less to prune than TRACING.md found, in the words of the page."""
+
+    NORMS = "LayerNorm or GroupNorm mixes the channels of a space: kept whole, unless `exact=False`"
+    STANDARDISATION = "Weights are standardised over the channels of a space: kept whole"
+    TOTAL = "As many spaces as TRACING.md found, or more; the total that the share is taken of is the flop counter's"
+    OTHER = "Other reasons"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """What was found out about one model; plain data, one JSON line."""
@@ -44,7 +54,8 @@ class Result:
     cpu_seconds: float | None = None  # of the same; on a machine that does nothing else they are equal
     spaces: int = 0
     share: float = 0.0  # of the full MACs in ops that read or write a prunable space
-    loose_share: float | None = None  # the same with exact=False, where the share falls short of the table's
+    loose_spaces: int = 0  # with exact=False; traced only where the share falls short of the table's
+    loose_share: float | None = None
     whole: dict[str, int] = field(default_factory=dict)  # reason -> how many dims are kept whole for it
     bindings: list[str] = field(default_factory=list)  # module.attribute
     unknown: dict[str, int] = field(default_factory=dict)  # ops without a rule
@@ -55,13 +66,16 @@ class Result:
     params: tuple[int, int] = (0, 0)
     train: str = ""  # ok, not tried, or why the cut network does not run in train mode
 
-    def falls_short(self, entry: Entry) -> bool:
-        """Whether more than a point of the prunable share that TRACING.md found is missing."""
-        return self.seconds is not None and 100 * self.share < entry.share - 1
-
-    def explained(self, entry: Entry) -> bool:
-        """Whether all that is missing is kept whole for LayerNorm or weight standardisation: exact=False has it."""
-        return self.loose_share is not None and 100 * self.loose_share >= entry.share - 1
+    def shortfall(self, entry: Entry) -> Shortfall | None:
+        """Why more than a point of the prunable share that TRACING.md found is missing, if it is."""
+        least = (entry.share - 1) / 100
+        if self.seconds is None or self.share >= least:
+            return None
+        if self.loose_share is not None and self.loose_share >= least:
+            return Shortfall.NORMS
+        if any("standardisation" in reason for reason in self.whole):
+            return Shortfall.STANDARDISATION
+        return Shortfall.TOTAL if max(self.spaces, self.loose_spaces) >= entry.spaces else Shortfall.OTHER
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Result:
@@ -94,8 +108,9 @@ def _steps(entry: Entry) -> Iterator[dict[str, Any]]:
     seconds = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu_start}
     described = {**seconds, **_description(graph)}
     yield described
-    if Result(name=entry.name, status="", **described).falls_short(entry):
-        yield {"loose_share": float(dmcp.trace(model, images, exact=False).prunable_share)}
+    if Result(name=entry.name, status="", **described).shortfall(entry) is not None:
+        loose = dmcp.trace(model, images, exact=False)
+        yield {"loose_spaces": len(loose.spaces), "loose_share": float(loose.prunable_share)}
     widths = graph.widths(draw([space.size for space in graph.spaces], generator))
     macs, params = (graph.macs(graph.full), graph.macs(widths)), (graph.params(graph.full), graph.params(widths))
     yield {"macs": macs, "params": params}

@@ -11,7 +11,7 @@ from statistics import median
 
 import dmcp
 from zoo import peer
-from zoo.contract import LEAST_EFFECT, TOLERANCE, TRAINED_PARAMS, Result
+from zoo.contract import LEAST_EFFECT, TOLERANCE, TRAINED_PARAMS, Result, Shortfall
 from zoo.models import ENTRIES, Entry
 
 FAMILIES = {
@@ -82,21 +82,18 @@ def _not_correct(rows: Iterable[Row]) -> str:
 
 
 def _below(rows: Sequence[Row]) -> str:
-    """Models with less to prune than TRACING.md found; those that `exact=True` explains apart."""
-    short = [(entry, result) for entry, result in rows if result.falls_short(entry)]
-    kinds = {
-        True: "Kept whole for LayerNorm, GroupNorm or weight standardisation; `exact=False` prunes them",
-        False: "Other reasons, or those and others",
-    }
+    """Models with less to prune than TRACING.md found, by the reason."""
     parts = ["## Prunable share more than a point below TRACING.md's"]
-    for explained, title in kinds.items():
+    for kind in Shortfall:
         lines = [
-            f"* {entry.name}: {_percent(result.share)} instead of {entry.share} %, with `exact=False`"
-            f" {_percent(result.loose_share)}: {_reasons(result)}"
-            for entry, result in short
-            if result.explained(entry) is explained
+            f"* {entry.name}: {_percent(result.share)} instead of {entry.share} %, {result.spaces} spaces instead of"
+            f" {entry.spaces}; with `exact=False` {_percent(result.loose_share)}, {result.loose_spaces} spaces."
+            f" Kept whole: {_reasons(result)}"
+            for entry, result in rows
+            if result.shortfall(entry) is kind
         ]
-        parts.append(f"{title}: {len(lines)} models.\n\n" + "\n".join(lines) if lines else f"{title}: none.")
+        parts.append(f"**{kind.value}**: {len(lines) or 'no'} models.")
+        parts += ["\n".join(lines)] if lines else []
     return "\n\n".join(parts)
 
 

@@ -1,39 +1,75 @@
 """Channel pruning for any PyTorch CNN.
 
-graph = dmcp.trace(model, torch.zeros(2, 3, 224, 224))    # the model is not changed
-print(graph.summary())                                    # spaces, and what is kept whole and why
-widths = graph.widths({space.name: space.size // 2 for space in graph.spaces})
-print(graph.macs(widths), graph.params(widths))
-small = dmcp.cut(model, graph, widths)                    # a plain nn.Module of the model's own class
-dmcp.save(small, widths, "folder")                        # safetensors and JSON
+result = dmcp.prune(model, loader, test_loader, budget="50%")   # all of what follows; the model is not changed
+
+graph = dmcp.trace(model, torch.zeros(2, 3, 224, 224))          # spaces, and what is kept whole and why
+net = dmcp.Supernet(model, graph)                               # every sub-network of the model
+found = dmcp.search(net, loader, dmcp.SearchConfig(budget="50%"))
+widths = dmcp.expected(found)                                   # inside the budget; dmcp.direct draws others
+small = dmcp.cut(net.model, graph, widths)                      # a plain nn.Module of the model's own class
+dmcp.recalibrate(small, loader)
+dmcp.train(small, loader, dmcp.TrainConfig(epochs=20))
+dmcp.save(small, widths, "folder")                              # safetensors and JSON
 """
 
-from dmcp.cutting import cut, load, reinitialise, save, verify
-from dmcp.errors import CutError, DmcpError, FileError, TraceError, WidthsError
+from dmcp.budget import Budget
+from dmcp.calibration import recalibrate
+from dmcp.cutting import cut, load, reinitialise, save
+from dmcp.errors import (
+    BudgetError,
+    CutError,
+    DataError,
+    DmcpError,
+    FileError,
+    TraceError,
+    TrainingError,
+    WidthsError,
+)
 from dmcp.graph import ChannelGraph
+from dmcp.pruning import PruneResult, Retrain, prune
 from dmcp.rules import RULES
+from dmcp.sampling import direct, expected, random_widths, uniform
+from dmcp.searching import SearchConfig, SearchResult, search
 from dmcp.spaces import ChannelSpace, Widths
 from dmcp.supernet import Supernet
 from dmcp.tracing import trace
+from dmcp.training import TrainConfig, evaluate, train
 
 __version__ = "0.1.0"
 
 __all__ = [
     "RULES",
+    "Budget",
+    "BudgetError",
     "ChannelGraph",
     "ChannelSpace",
     "CutError",
+    "DataError",
     "DmcpError",
     "FileError",
+    "PruneResult",
+    "Retrain",
+    "SearchConfig",
+    "SearchResult",
     "Supernet",
     "TraceError",
+    "TrainConfig",
+    "TrainingError",
     "Widths",
     "WidthsError",
     "__version__",
     "cut",
+    "direct",
+    "evaluate",
+    "expected",
     "load",
+    "prune",
+    "random_widths",
+    "recalibrate",
     "reinitialise",
     "save",
+    "search",
     "trace",
-    "verify",
+    "train",
+    "uniform",
 ]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import json
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from textwrap import TextWrapper
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -17,8 +15,11 @@ from rich.console import Console
 from rich.table import Table
 
 import dmcp
+from dmcp import commands
 from dmcp.errors import DmcpError
 from dmcp.graph import ChannelGraph
+from dmcp.jobs import argument
+from dmcp.jobs import shape as parse_shape
 from dmcp.nets import build, sample_shape
 from dmcp.tracing import trace
 
@@ -70,8 +71,8 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print plain data instead of tables.")] = False,
 ) -> None:
     """Show what can be pruned in a network, what is tied together, and what is kept whole and why."""
-    net = build(model, **dict(map(_argument, model_args or [])))
-    shape = _shape(input) if input else sample_shape(net)
+    net = build(model, **dict(map(argument, model_args or [])))
+    shape = parse_shape(input) if input else sample_shape(net)
     graph = trace(net, torch.zeros(2, *shape), frozen=tuple(frozen or ()), exact=not inexact)
     if as_json:
         print(json.dumps({"model": model} | graph.to_json(), indent=1))
@@ -79,23 +80,8 @@ def inspect(
         _show(model, shape, graph)
 
 
-def _argument(text: str) -> tuple[str, Any]:
-    """One k=v; the value is an int, float, bool, None, tuple or list where it reads as one, else text."""
-    name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier():
-        raise DmcpError(f"--model-args: {text!r} is not of the form name=value, like width_mult=1.5.")
-    if value.lower() in ("true", "false"):
-        return name, value.lower() == "true"
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text):
-        raise DmcpError(f"--input: {text!r} is not the shape of one sample; write it like 3x224x224.")
-    return tuple(int(size) for size in text.split("x"))
+for _command in (commands.prune, commands.search, commands.sample, commands.train, commands.evaluate):
+    app.command()(_command)
 
 
 def _count(number: int) -> str:

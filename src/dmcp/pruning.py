@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_map_only
 
 from dmcp import searching, training
 from dmcp.batches import Loader, device_of, generator, input_of, on_device, size_of
-from dmcp.budget import Budget
+from dmcp.budget import Budget, ratios
 from dmcp.calibration import kept_modes, recalibrate
 from dmcp.cutting import cut, reinitialise
-from dmcp.errors import BudgetError, DataError
+from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.graph import ChannelGraph
 from dmcp.recording import call_model, tensors_in
 from dmcp.sampling import expected, uniform
@@ -110,10 +110,12 @@ def prune(
     arch_loader: batches for the alphas; val_loader is touched once all networks are trained.
     seed: of the search and of all trainings, instead of the one in their settings.
     """
-    example = _example(loader, model)
+    if retrain not in list(Retrain):
+        raise TrainingError(f"retrain must be one of {', '.join(Retrain)}, not {retrain!r}.")
     settings = _settled(search, budget, seed)
     recipe = train or default_recipe(retrain)
     recipe = recipe if seed is None else replace(recipe, seed=seed)
+    example = _example(loader, model)
     graph = graph or trace(model, tree_map_only(Tensor, lambda x: x[:2], example))
     net = Supernet(model, graph, settings.groups, settings.align)
     found = find(net, loader, settings, loss, arch_loader, on_event)
@@ -122,8 +124,9 @@ def prune(
     if controls:
         same = uniform(graph, found.budget, net.floor, settings.align)
         wanted = {UNPRUNED: graph.full, UNIFORM: same, OURS: widths}
-    weights = net.model if retrain is Retrain.INHERIT else unwrap(fresh or model)
-    nets = train_all(weights, graph, wanted, loader, recipe, Retrain(retrain), loss, on_event)
+    kind = Retrain(retrain)
+    weights = net.model if kind is Retrain.INHERIT else unwrap(fresh or model)
+    nets = train_all(weights, graph, wanted, loader, recipe, kind, loss, on_event)
     check_budget(nets[OURS], widths, found)
     rows = compare(nets, graph, wanted, val_loader, example, metric, on_event)
     return PruneResult(nets[OURS], widths, graph, found, rows)
@@ -151,7 +154,7 @@ def find(
 
 def default_recipe(kind: Retrain) -> TrainConfig:
     """The paper's schedule; a short one with small steps for weights that are already good."""
-    if kind is Retrain.INHERIT:
+    if kind == Retrain.INHERIT:
         return TrainConfig(epochs=20, lr=0.08, warmup_lr=0.08, warmup_epochs=0)
     return TrainConfig()
 
@@ -282,13 +285,19 @@ def milliseconds(nets: Sequence[nn.Module], example: Any, rounds: int = _ROUNDS)
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Rows as text, aligned; the shares are of the first row's where that is the unpruned network."""
-    batch = rows[0].batch if rows else 0
-    lines = [f"{'':<16}{'MACs':>16}{'params':>14}{'accuracy':>10}{f'ms per {batch}':>13}"]
+    """Rows as text, aligned; the accuracy in percent."""
+    first = max(len(row.name) for row in rows)
+    lines = [f"{'':<{first}}{'MACs':>16}{'params':>14}{'accuracy':>10}{f'ms per {rows[0].batch}':>13}"]
     lines += [
-        f"{row.name:<16}{row.macs:>16,}{row.params:>14,}{100 * row.accuracy:>9.2f}%{row.ms:>13.2f}" for row in rows
+        f"{row.name:<{first}}{row.macs:>16,}{row.params:>14,}{100 * row.accuracy:>9.2f}%{row.ms:>13.2f}" for row in rows
     ]
     return "\n".join(lines)
+
+
+def expected_shares(found: SearchResult) -> tuple[float, ...]:
+    """Expected cost / target of each limit at the end of a search, before any rounding and repair."""
+    chances = found.process.marginals(found.alphas.double()) * (found.sizes > 0)
+    return tuple(ratios(found.budget, found.graph, chances, found.sizes, found.process).tolist())
 
 
 # small things
@@ -297,7 +306,7 @@ def table(rows: Sequence[Row]) -> str:
 def _settled(search: SearchConfig | None, budget: int | float | str | Budget | None, seed: int | None) -> SearchConfig:
     """One set of settings from what was given, which must not say two things."""
     if search is not None and budget is not None and search.budget != budget:
-        raise BudgetError(f"Two budgets were given, {budget!r} and {search.budget!r} in the search's settings: give one.")
+        raise BudgetError(f"Two budgets were given, {budget!r} and {search.budget!r} in the settings: give one.")
     settings = search or SearchConfig(budget="50%" if budget is None else budget)
     return settings if seed is None else replace(settings, seed=seed)
 

@@ -1,0 +1,198 @@
+"""What a person asks for by names: the network, its weights, the data, and where to run."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from dmcp import cifar_nets, nets
+from dmcp.batches import Loader
+from dmcp.data import DataSets, check_fit, load, make_loader, split
+from dmcp.errors import DataError, DmcpError, FileError, WidthsError
+from dmcp.folders import FolderSet
+from dmcp.graph import ChannelGraph
+from dmcp.tracing import trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Names as they were typed; this goes into the settings of a run."""
+
+    model: str  # resnet18, timm:NAME, cifar:NAME, digits:resnet, package.module:factory
+    model_args: tuple[str, ...] = ()  # name=value for its builder
+    data: str = ""  # digits, cifar10, cifar100, or a folder
+    input: str = ""  # shape of one sample, like 3x224x224; empty: the data's, the model's
+    weights: str = ""  # file to start from; empty: fresh ones
+    frozen: tuple[str, ...] = ()  # modules or spaces that stay whole
+    inexact: bool = False  # prune through LayerNorm and GroupNorm too
+    batch: int = 128
+    holdout: float = 0.0  # share of the training images that only the alphas see
+    device: str = ""  # cpu or cuda; empty: a GPU if there is one
+    seed: int = 0
+
+    @property
+    def place(self) -> torch.device:
+        """The device, if there is such a one."""
+        name = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            return torch.zeros(0, device=name).device
+        except (RuntimeError, AssertionError) as error:
+            raise DmcpError(f"--device: {name!r} cannot be used here: {str(error).splitlines()[0]}") from None
+
+
+@dataclass(frozen=True, eq=False)
+class Loaders:
+    """Batches for training, for the alphas (None: the same), and for the test at the end."""
+
+    train: Loader
+    arch: Loader | None
+    test: Loader
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """A job with its network built, its data found, and both known to fit."""
+
+    model: nn.Module
+    fresh: nn.Module  # the same network, never trained
+    graph: ChannelGraph
+    data: DataSets
+    loaders: Loaders
+
+
+def open_job(job: Job) -> Opened:
+    """Build the network for the data, load its weights, trace it; DmcpError for what does not fit."""
+    place = job.place
+    data = load(job.data)
+    fresh = build(job, data.classes)
+    data = _sized(data, job, nets.sample_shape(fresh))
+    check_fit(fresh, data)
+    model = fresh
+    if job.weights:
+        model = build(job, data.classes)
+        load_weights(model, Path(job.weights))
+    graph = trace_job(job, model, data.shape)
+    return Opened(model.to(place), fresh.to(place), graph, data, _loaders(job, data, place))
+
+
+def build(job: Job, classes: int | None) -> nn.Module:
+    """The network with fresh weights that depend on the seed only; the number of classes is the data's."""
+    arguments = dict(map(argument, job.model_args))
+    if classes is not None and _takes_classes(job.model):
+        arguments = {"num_classes": classes} | arguments
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(job.seed)
+        return nets.build(job.model, **arguments)
+
+
+def trace_job(job: Job, model: nn.Module, sample: tuple[int, ...]) -> ChannelGraph:
+    """The graph of the network for samples of this shape."""
+    return trace(model, torch.zeros(2, *sample), frozen=job.frozen, exact=not job.inexact)
+
+
+def argument(text: str) -> tuple[str, Any]:
+    """One k=v; the value is an int, float, bool, None, tuple or list where it reads as one, else text."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise DmcpError(f"--model-args: {text!r} is not of the form name=value, like width_mult=1.5.")
+    if value.lower() in ("true", "false"):
+        return name, value.lower() == "true"
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def shape(text: str) -> tuple[int, ...]:
+    """3x224x224 as numbers."""
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text):
+        raise DmcpError(f"--input: {text!r} is not the shape of one sample; write it like 3x224x224.")
+    return tuple(int(size) for size in text.split("x"))
+
+
+def _takes_classes(name: str) -> bool:
+    """Every library's builder does; a user's own where its signature says so."""
+    library, colon, _ = name.partition(":")
+    if not colon or library == "timm" or library in cifar_nets.NETS:
+        return True
+    try:
+        return "num_classes" in inspect.signature(nets._find(name)).parameters
+    except (TypeError, ValueError):  # a builder written in C has no signature
+        return False
+
+
+def _sized(data: DataSets, job: Job, usual: tuple[int, ...]) -> DataSets:
+    """Files are cropped to what is asked for or the model's own size; arrays are what they are."""
+    wanted = shape(job.input) if job.input else None
+    if not isinstance(data.train, FolderSet) or not isinstance(data.test, FolderSet):
+        if wanted and wanted != data.shape:
+            raise DataError(f"--input: the images of {job.data} are {'x'.join(map(str, data.shape))}: leave it out.")
+        return data
+    wanted = wanted or usual
+    if len(wanted) != 3 or wanted[0] != 3 or wanted[1] != wanted[2]:
+        raise DataError(f"--input: image files become squares in colour, like 3x224x224, not {wanted}.")
+    train, test = replace(data.train, size=wanted[1]), replace(data.test, size=wanted[1])
+    return replace(data, train=train, test=test, shape=train.shape)
+
+
+def _loaders(job: Job, data: DataSets, place: torch.device) -> Loaders:
+    train, held = split(data.train, job.holdout, job.seed) if job.holdout else (data.train, None)
+    test = make_loader(data.test, min(job.batch, len(data.test)), False, job.seed, place)
+    arch = None
+    if held is not None:
+        arch = make_loader(held, min(job.batch, len(held)), True, job.seed, place)
+    return Loaders(make_loader(train, job.batch, True, job.seed, place), arch, test)
+
+
+# weights from a file
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Put the weights of a file into the model; never by pickle."""
+    tensors = _read_tensors(path)
+    own = model.state_dict()
+    wrong = [name for name in own if name in tensors and tensors[name].shape != own[name].shape]
+    odd = [name for name in {**own, **tensors} if (name in own) != (name in tensors)]
+    odd = [name for name in odd if not name.endswith("num_batches_tracked")]  # old files have none
+    if wrong:
+        name = wrong[0]
+        raise WidthsError(
+            f"{path}: {name} is {_by(tensors[name].shape)}, but the network has {_by(own[name].shape)}: these are the "
+            "weights of another network, or of one for another number of classes."
+        )
+    if odd:
+        side = "is not in the file" if odd[0] in own else "is not in the network"
+        raise WidthsError(f"{path}: these are the weights of another network: {odd[0]} {side}.")
+    model.load_state_dict(tensors, strict=False)
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        if path.suffix == ".safetensors":
+            return safetensors.torch.load_file(path)
+        found: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, SafetensorError) as error:
+        raise FileError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+    except Exception as error:  # torch raises many kinds for a file that holds more than weights
+        raise FileError(f"{path}: not a file of plain weights: {str(error).splitlines()[0]}") from error
+    for key in ("state_dict", "model_state_dict", "model"):
+        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
+            found = found[key]
+    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise FileError(f"{path}: holds no table of tensors.")
+    wrapped = all(name.startswith("module.") for name in found)
+    return {name.removeprefix("module.") if wrapped else name: value for name, value in found.items()}
+
+
+def _by(size: torch.Size) -> str:
+    return "x".join(map(str, size)) or "a number"

@@ -1,0 +1,62 @@
+"""The examples run, in a smaller setting, and what they print is true."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from examples import auxiliary, segmentation
+
+import dmcp
+
+
+def test_a_segmentation_net_is_searched(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = segmentation.run(pictures=64, search_epochs=4, train_epochs=3)
+    full, control, ours = rows
+    for row in (control, ours):
+        assert 0.95 * 0.3 <= row.macs / full.macs <= 0.3
+        assert row.params < full.params and 0 < row.iou < 1
+    assert full.params == sum(p.numel() for p in segmentation.TinySegmenter().parameters())
+    monkeypatch.setattr(segmentation, "run", lambda: rows)
+    segmentation.main()
+    assert f"{ours.macs:,}" in capsys.readouterr().out
+
+
+def test_the_metric_of_the_segmentation_is_one_for_the_truth_and_zero_for_nothing() -> None:
+    batch = segmentation.paint(8, torch.Generator().manual_seed(0))
+    truth = torch.nn.functional.one_hot(batch[1], 3).permute(0, 3, 1, 2).float()
+    nothing = torch.zeros_like(truth)  # all background
+    (most, count), (least, _) = segmentation.shape_iou(truth, batch), segmentation.shape_iou(nothing, batch)
+    visible = torch.stack([(batch[1] == shape).flatten(1).any(dim=1) for shape in (1, 2)]).float().mean()
+    assert (most.item(), least.item(), count) == (pytest.approx(8 * visible.item()), 0, 8)
+
+
+def test_a_net_with_auxiliary_outputs_is_searched(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = auxiliary.run(images=256, search_epochs=4, train_epochs=3)
+    full, control, ours = rows
+    for row in (control, ours):
+        assert 0.95 * 0.3 <= row.macs / full.macs <= 0.3
+        assert row.params < full.params and 0 < row.accuracy <= 1
+    monkeypatch.setattr(auxiliary, "run", lambda: rows)
+    auxiliary.main()
+    assert f"{ours.macs:,}" in capsys.readouterr().out
+
+
+def test_the_auxiliary_head_is_searched_and_cut_too() -> None:
+    """Its gradient reaches the alphas, and the cut net gives both outputs of the gated one in train mode."""
+    model = auxiliary.TinyGoogLeNet(width=4)
+    x, labels = torch.randn(6, 1, 8, 8), torch.arange(6)
+    graph = dmcp.trace(model, x)
+    net = dmcp.Supernet(model, graph).train()
+    slopes = []
+    for loss in (auxiliary.both_heads, lambda output, batch: torch.nn.functional.cross_entropy(output[0], batch[1])):
+        (slope,) = torch.autograd.grad(loss(net(x, net.soft()), (x, labels)), net.alphas())
+        slopes.append(slope)
+    assert not torch.allclose(*slopes)
+    widths = graph.widths([max(1, space.size // 2) for space in graph.spaces])
+    small = dmcp.cut(net.model, graph, widths).train()
+    for cut, gated in itertools.zip_longest(small(x), net(x, net.hard(widths))):
+        torch.testing.assert_close(cut, gated)

@@ -1,0 +1,208 @@
+"""The whole job: the budget holds on the cut network, nothing of the user's changes, same seed, same bits."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from nets import Residual, sample
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import dmcp
+from dmcp.batches import generator
+from dmcp.budget import parse
+from dmcp.errors import BudgetError, DataError, TrainingError
+from dmcp.graph import ChannelGraph
+from dmcp.pruning import OURS, UNIFORM, UNPRUNED, Event, Retrain, Row, expected_shares, milliseconds, train_all
+from dmcp.searching import SearchConfig, SearchRecord
+from dmcp.stages import weight_step
+from dmcp.training import TrainConfig, classification_loss
+
+SEARCH = SearchConfig(budget="60%", epochs=2, groups=4)
+TRAIN = TrainConfig(epochs=1, reference_batch=None, lr=0.05, warmup_lr=0.05)
+
+
+class Noise:
+    """Batches of noise; remembers how often it was gone through."""
+
+    def __init__(self, count: int = 2, samples: int = 6) -> None:
+        draw = torch.Generator().manual_seed(0)
+        self.batches = [
+            (torch.randn(samples, *Residual.SHAPE, generator=draw), torch.randint(5, (samples,), generator=draw))
+            for _ in range(count)
+        ]
+        self.passes = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        return iter(self.batches)
+
+
+@functools.cache
+def traced() -> tuple[nn.Module, ChannelGraph]:
+    torch.manual_seed(0)
+    model = Residual(**Residual.FULL)
+    return model, dmcp.trace(model, sample(Residual.SHAPE).float())
+
+
+def prune(**options: Any) -> dmcp.PruneResult:
+    model, graph = traced()
+    return dmcp.prune(model, Noise(), Noise(1), graph=graph, **{"search": SEARCH, "train": TRAIN} | options)
+
+
+def tensors(model: nn.Module) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in model.state_dict().values()]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("kind", list(Retrain))
+@pytest.mark.parametrize("budget", ["60%", "70%,params:50%"])
+def test_the_budget_holds_on_the_cut_network(kind: Retrain, budget: str) -> None:
+    model, graph = traced()
+    before = tensors(model)
+    result = prune(search=SearchConfig(budget=budget, epochs=2, groups=4), retrain=kind, controls=True)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        result.model.eval()(torch.zeros(1, *Residual.SHAPE))
+    counted = {
+        "macs": counter.get_total_flops() // 2,
+        "params": sum(parameter.numel() for parameter in result.model.parameters()),
+    }
+    limits = parse(budget, graph).limits
+    assert all(counted[limit.kind] <= limit.target for limit in limits)
+    assert max(counted[limit.kind] / limit.target for limit in limits) >= 0.9  # not just anything small
+    assert [row.name for row in result.rows] == [UNPRUNED, UNIFORM, OURS]
+    full, uniform, ours = result.rows
+    assert (ours.macs, ours.params) == (counted["macs"], counted["params"])
+    assert all({"macs": uniform.macs, "params": uniform.params}[limit.kind] <= limit.target for limit in limits)
+    assert (full.macs, full.params) == (graph.macs(), graph.params())
+    assert type(result.model) is Residual
+    assert same(before, tensors(model)) and all(parameter.grad is None for parameter in model.parameters())
+    assert all(name in result.table for name in (UNPRUNED, UNIFORM, OURS, f"{ours.macs:,}"))
+
+
+def test_same_seed_same_bits_and_another_seed_others() -> None:
+    one, again, other = prune(seed=3), prune(seed=3), prune(seed=4)
+    assert one.widths == again.widths
+    assert same(tensors(one.model), tensors(again.model))
+    assert torch.equal(one.search.alphas, again.search.alphas)
+    assert not torch.equal(one.search.alphas, other.search.alphas)
+
+
+def test_the_test_set_is_touched_once_everything_is_trained() -> None:
+    model, graph = traced()
+    test = Noise(1)
+    seen: list[tuple[Event, int]] = []
+    dmcp.prune(
+        model,
+        Noise(),
+        test,
+        graph=graph,
+        search=SEARCH,
+        train=TRAIN,
+        controls=True,
+        on_event=lambda event: seen.append((event, test.passes)),
+    )
+    assert [passes for event, passes in seen if not isinstance(event.record, Row)] == [0] * 11  # 4 + 1 + 3 x 2
+    assert [passes for event, passes in seen if isinstance(event.record, Row)] == [1, 2, 3]
+    assert [event.steps for event, _ in seen if isinstance(event.record, SearchRecord)] == [4] * 4
+
+
+def test_slimmable_training_is_one_weight_step_of_two_networks() -> None:
+    """Each step equals stage 1 on the largest and the pruned network: accumulated gradients, one optimizer step."""
+    model, graph = traced()
+    widths = graph.widths({space.name: max(1, space.size // 2) for space in graph.spaces})
+    config = TrainConfig(
+        epochs=1, reference_batch=None, lr=0.1, warmup_lr=0, warmup_epochs=0, weight_decay=0, label_smoothing=0
+    )
+    loader = Noise(1)
+    got = train_all(model, graph, {OURS: widths}, loader, config, Retrain.SLIMMABLE)[OURS]
+
+    whole = copy.deepcopy(model)
+    dmcp.reinitialise(whole, generator=generator(config.seed))
+    net = dmcp.Supernet(whole, graph).train()
+    optimizer = torch.optim.SGD(net.weights(), 0.1, 0.9, nesterov=True)
+    weight_step(net, loader.batches, optimizer, [net.hard(graph.full), net.hard(widths)], classification_loss())
+    wanted = dmcp.cut(net.model, graph, widths)
+    alone = train_all(model, graph, {OURS: widths}, loader, config, Retrain.SCRATCH)[OURS]
+    for mine, theirs in zip(got.parameters(), wanted.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert not same(tensors(got)[:1], tensors(alone)[:1])
+
+
+def test_inheriting_keeps_the_weights_and_the_others_do_not() -> None:
+    model, graph = traced()
+    still = TrainConfig(epochs=1, lr=1e-20, warmup_lr=0, reference_batch=None, weight_decay=0)
+    for kind in (Retrain.INHERIT, Retrain.SCRATCH):
+        nets = train_all(model, graph, {OURS: graph.full}, Noise(), still, kind)
+        pairs = zip(nets[OURS].parameters(), model.parameters(), strict=True)
+        kept = all(torch.allclose(mine, old) for mine, old in pairs)
+        assert kept == (kind is Retrain.INHERIT)
+
+
+def test_a_teacher_teaches() -> None:
+    plain, taught = prune(), prune(retrain=Retrain.TEACHER)
+    assert plain.widths == taught.widths
+    assert [row.name for row in taught.rows] == [UNPRUNED, OURS]  # the teacher was trained, so it is shown
+    assert not same(tensors(plain.model), tensors(taught.model))
+
+
+def test_own_loss_metric_and_batches() -> None:
+    """A dict as batch, a loss that is no classification, a metric that is no accuracy."""
+    model, _ = traced()
+    batches = [{"input": x, "wanted": x.mean(dim=(1, 2, 3))} for x, _ in Noise().batches]
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return (output[:, 0] - batch["wanted"]).square().mean()
+
+    def metric(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+        return torch.tensor(7.0 * len(output)), len(output)
+
+    result = dmcp.prune(model, batches, batches, search=SEARCH, train=TRAIN, loss=loss, metric=metric)
+    assert result.rows[0].accuracy == 7
+
+
+def test_expected_shares_are_those_of_the_last_alphas() -> None:
+    found = prune().search
+    many = found.process.sample(found.alphas, found.sizes, 20_000, torch.Generator().manual_seed(0))
+    mean = found.graph.macs(many).double().mean().item() / found.budget.limits[0].target
+    assert expected_shares(found)[0] == pytest.approx(mean, rel=0.02)
+
+
+def test_times_are_of_each_network_and_leave_its_mode() -> None:
+    slow = nn.Sequential(*(nn.Linear(256, 256) for _ in range(40))).train()
+    quick = nn.Linear(256, 256).eval()
+    times = milliseconds([slow, quick], torch.zeros(64, 256))
+    assert times[0] > times[1] > 0
+    assert slow.training and not quick.training
+
+
+def test_bad_input_is_a_sentence() -> None:
+    model, graph = traced()
+    with pytest.raises(BudgetError, match="Two budgets were given"):
+        prune(budget="40%")
+    with pytest.raises(BudgetError, match="choose from"):
+        prune(search=SearchConfig(budget=3, groups=4))
+    with pytest.raises(DataError, match="no batches"):
+        dmcp.prune(model, [], [], graph=graph)
+    with pytest.raises(TrainingError, match="scratch, inherit, slimmable, teacher, not 'often'"):
+        prune(retrain="often")
+    with pytest.raises(TrainingError, match="stage 1"):
+        prune(loss=lambda output, batch: output.sum() * float("nan"))
+
+
+def test_a_network_over_the_budget_is_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should sampling ever fail, the count on the cut network finds it."""
+    monkeypatch.setattr("dmcp.pruning.expected", lambda found: found.graph.full)
+    with pytest.raises(BudgetError, match="more than the"):
+        prune()
