@@ -71,6 +71,7 @@ class ChannelGraph:
     notes: tuple[str, ...]
     input_shape: Any
     fingerprint: str
+    exact: bool  # whether a gated network computes exactly what the cut one does
     hard_folds: tuple[GateFold, ...]
     soft_folds: tuple[GateFold, ...]
     entries: tuple[CostEntry, ...]

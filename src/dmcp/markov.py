@@ -35,7 +35,7 @@ def marginals(alpha: Tensor) -> Tensor:
 
 
 def moment(probabilities: Tensor, sizes: Tensor, power: int) -> Tensor:
-    """Expected power of the width (eqs. 7 and 8 for power 1). (S, G), (S, G) -> (S,)
+    """Expected power of the width (eq. 8 for power 1). (S, G), (S, G) -> (S,)
 
     The width is W_k, the first k group sizes summed, for the last group k that survives; so the expectation
     telescopes into the growth of W_k ** power at each group times the chance that the group survives.

@@ -17,7 +17,7 @@ from dmcp import searching, training
 from dmcp.batches import Loader, device_of, generator, input_of, on_device, size_of
 from dmcp.budget import Budget, ratios
 from dmcp.calibration import kept_modes, recalibrate
-from dmcp.cutting import cut, reinitialise
+from dmcp.cutting import cut, reinitialise, verify
 from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.graph import ChannelGraph
 from dmcp.recording import call_model, tensors_in
@@ -116,7 +116,10 @@ def prune(
     recipe = train or default_recipe(retrain)
     recipe = recipe if seed is None else replace(recipe, seed=seed)
     example = _example(loader, model)
-    graph = graph or trace(model, tree_map_only(Tensor, lambda x: x[:2], example))
+    sample = tree_map_only(Tensor, lambda x: x[:2], example)
+    graph = graph or trace(model, sample)
+    if graph.exact:
+        verify(model, graph, sample)  # before hours of work: what is cut will be what was searched
     net = Supernet(model, graph, settings.groups, settings.align)
     found = find(net, loader, settings, loss, arch_loader, on_event)
     widths = expected(found)

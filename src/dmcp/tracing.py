@@ -71,7 +71,7 @@ def trace(
         reasons = "; ".join(f"{item.name}: {item.reason}" for item in whole[:3]) or "no conv or linear layer was seen"
         hint = " With exact=False channels under LayerNorm or weight standardisation could be." if mixed else ""
         raise TraceError(f"Nothing in this model can be pruned. {reasons}.{hint}")
-    return _graph(model, coupling, rehearsal, atoms, (plan.hard, plan.soft), whole, notes, example_input)
+    return _graph(model, coupling, rehearsal, atoms, (plan.hard, plan.soft), whole, notes, example_input, exact)
 
 
 # -- recording
@@ -233,6 +233,7 @@ def _graph(
     whole: tuple[Whole, ...],
     notes: list[str],
     example: Any,
+    exact: bool,
 ) -> ChannelGraph:
     channels = coupling.channels
     names = _names(coupling, atoms)
@@ -280,6 +281,7 @@ def _graph(
         notes=tuple(notes),
         input_shape=_sample_shape(example),
         fingerprint=fingerprint(model),
+        exact=exact,
         hard_folds=gate_folds(folds[0]),
         soft_folds=gate_folds(folds[1]),
         entries=_entries(model, coupling, numbers, example, rehearsal),
