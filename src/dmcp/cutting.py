@@ -153,7 +153,7 @@ def save(small: nn.Module, widths: Widths, folder: str | os.PathLike[str]) -> No
     }
     text = json.dumps(record | {"digest": _digest(record)}, indent=1)
     try:
-        _write(folder, {WEIGHTS: weights, WIDTHS: text.encode()})
+        write_files(folder, {WEIGHTS: weights, WIDTHS: text.encode()})
     except OSError as error:
         raise FileError(f"{folder}: the result cannot be written: {error.strerror or error}.") from error
 
@@ -244,7 +244,7 @@ def _staged(name: str) -> str:
     return f".{name}.new"
 
 
-def _write(folder: Path, files: Mapping[str, bytes]) -> None:
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write all files under other names, and only then rename them, in their order."""
     folder.mkdir(parents=True, exist_ok=True)
     staged = {folder / _staged(name): folder / name for name in files}

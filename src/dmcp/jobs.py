@@ -126,7 +126,7 @@ def _takes_classes(name: str) -> bool:
     if not colon or library == "timm" or library in cifar_nets.NETS:
         return True
     try:
-        return "num_classes" in inspect.signature(nets._find(name)).parameters
+        return "num_classes" in inspect.signature(nets.find(name)).parameters
     except (TypeError, ValueError):  # a builder written in C has no signature
         return False
 

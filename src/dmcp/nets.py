@@ -23,7 +23,7 @@ def build(name: str, /, **kwargs: Any) -> nn.Module:
     networks for small images, `package.module:factory` is your own function or class. The keyword arguments go to its
     builder.
     """
-    factory = _find(name)
+    factory = find(name)
     try:
         with warnings.catch_warnings():  # GoogLeNet and Inception announce a change of their own initialisation
             warnings.simplefilter("ignore", FutureWarning)
@@ -46,7 +46,7 @@ def sample_shape(model: nn.Module) -> tuple[int, ...]:
     return tuple(config.get("input_size", (3, 224, 224)))
 
 
-def _find(name: str) -> Callable[..., Any]:
+def find(name: str) -> Callable[..., Any]:
     library, colon, rest = name.partition(":")
     if not colon:
         return _torchvision(name)

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from dmcp.budget import Budget, Limit
-from dmcp.cutting import _write, save
+from dmcp.cutting import save, write_files
 from dmcp.errors import FileError, WidthsError
 from dmcp.figures import draw_all
 from dmcp.graph import ChannelGraph
@@ -180,6 +180,6 @@ def _widths(widths: Widths, graph: ChannelGraph) -> list[str]:
 
 def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     try:
-        _write(folder, files)
+        write_files(folder, files)
     except OSError as error:
         raise FileError(f"{folder}: cannot be written: {error.strerror or error}.") from error
