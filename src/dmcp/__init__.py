@@ -14,7 +14,7 @@ dmcp.save(small, widths, "folder")                              # safetensors an
 
 from dmcp.budget import Budget
 from dmcp.calibration import recalibrate
-from dmcp.cutting import cut, load, reinitialise, save
+from dmcp.cutting import cut, load, reinitialise, save, verify
 from dmcp.errors import (
     BudgetError,
     CutError,
@@ -72,4 +72,5 @@ __all__ = [
     "trace",
     "train",
     "uniform",
+    "verify",
 ]

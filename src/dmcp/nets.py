@@ -47,6 +47,7 @@ def sample_shape(model: nn.Module) -> tuple[int, ...]:
 
 
 def find(name: str) -> Callable[..., Any]:
+    """The function or class that builds the network of this name."""
     library, colon, rest = name.partition(":")
     if not colon:
         return _torchvision(name)
