@@ -87,7 +87,7 @@ def _below(rows: Sequence[Row]) -> str:
     for kind in Shortfall:
         lines = [
             f"* {entry.name}: {_percent(result.share)} instead of {entry.share} %, {result.spaces} spaces instead of"
-            f" {entry.spaces}; with `exact=False` {_percent(result.loose_share)}, {result.loose_spaces} spaces."
+            f" {entry.spaces}; with `exact=False` {_percent(result.loose_share)}{_spaces(result.loose_spaces)}."
             f" Kept whole: {_reasons(result)}"
             for entry, result in rows
             if result.shortfall(entry) is kind
@@ -164,3 +164,8 @@ def _percent(share: float | None) -> str:
 
 def _number(value: float | None, style: str) -> str:
     return "-" if value is None else format(value, style)
+
+
+def _spaces(count: int) -> str:
+    """Older records do not have it."""
+    return f", {count} spaces" if count else ""
