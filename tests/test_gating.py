@@ -111,3 +111,68 @@ def test_exact_with_hard_and_with_soft_gates(together: Callable[[Net, Tensor], T
         assert float((small(x) - model(x)).abs().max()) > 1e-3  # cutting changes something
         assert torch.allclose(net(x, gates), small(x), atol=1e-12)
         assert torch.allclose(net(x, gates.double()), small(x), atol=1e-12)
+
+
+def an_outer_product(net: Net, x: Tensor) -> Tensor:
+    y = net.a(x).mean((2, 3))
+    return (y[:, :, None] * y.sigmoid()[:, None, :]).sum(2).sum(1)
+
+
+def a_view_taken_before_a_write(net: Net, x: Tensor) -> Tensor:
+    y = net.a(x)
+    view = y.flatten(2)
+    y.add_(1)
+    return view.sum(1)
+
+
+def whole_numbers_added(net: Net, x: Tensor) -> Tensor:
+    return (net.a(x).relu() + torch.ones(1, 1, 1, 1, dtype=torch.int64)).sum(1)
+
+
+@pytest.mark.parametrize(
+    "together", [an_outer_product, a_view_taken_before_a_write, whole_numbers_added], ids=lambda f: f.__name__
+)
+def test_whole_or_exact(together: Callable[[Net, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model, x = Net(together).double().eval(), torch.randn(3, 3, 8, 8, dtype=torch.float64)
+    try:
+        graph = dmcp.trace(model, x)
+    except dmcp.TraceError:
+        return  # kept whole is right, too
+    assert dmcp.verify(model, graph, x) < 1e-12
+
+
+class Caching(nn.Module):
+    """Keeps an activation with its history, and a table made of its weight, as plain attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 4, 1)
+        self.seen: Tensor | None = None
+        self.table: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if str(x.device) not in self.table:
+            self.table[str(x.device)] = self.a.weight.sum((1, 2, 3))[:, None, None]
+        self.seen = self.a(x) + self.table[str(x.device)]
+        return self.b(self.seen)
+
+
+def test_what_a_model_cached_is_not_cut_along() -> None:
+    model, x = Caching().double(), torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    model(x)  # fills both
+    graph = dmcp.trace(model, x)
+    small = dmcp.cut(model, graph, {space.name: 3 for space in graph.spaces})
+    assert small.table == {}
+    assert small(x).shape == (2, 4, 8, 8)
+
+
+def test_a_tied_parameter_is_frozen_by_either_name() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 6, 1), nn.Conv2d(6, 6, 1, bias=False), nn.Conv2d(6, 6, 1, bias=False), nn.Conv2d(6, 2, 1)
+    )
+    model[2].weight = model[1].weight
+    x = torch.randn(2, 3, 4, 4)
+    assert dmcp.trace(model, x).spaces
+    with pytest.raises(dmcp.TraceError, match="frozen, as you asked"):
+        dmcp.trace(model, x, frozen=["2"])

@@ -293,8 +293,13 @@ def record(model: nn.Module, example: Any, training: bool, device: str = "meta")
     for (path, name), state in _plain_state(twin).items():
         if state != before.get((path, name)):
             held = vars(modules[path]).get(name)
-            recording.caches[path, name] = {} if isinstance(held, dict) else copy.deepcopy(held)
+            recording.caches[path, name] = {} if isinstance(held, dict) else _without_history(held)
     return recording
+
+
+def _without_history(held: Any) -> Any:
+    """A copy; a tensor that autograd made is detached, since it cannot be copied otherwise."""
+    return held.detach().clone() if isinstance(held, Tensor) else copy.deepcopy(held)
 
 
 def _plain_state(model: nn.Module) -> dict[tuple[str, str], Any]:
