@@ -9,6 +9,7 @@ import pytest
 import torch
 from nets import Depthwise, Residual, SharedWeight, randomise, sample
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
@@ -248,6 +249,67 @@ def test_ratios_have_the_gradient_of_finite_differences() -> None:
     alpha = torch.randn(net.alpha.shape, dtype=torch.float64, requires_grad=True)
     for process in (CHAIN, INDEPENDENT):
         assert torch.autograd.gradcheck(lambda a, p=process: ratios(budget, graph, p.marginals(a), net.sizes, p), alpha)
+
+
+class Watch(TorchDispatchMode):
+    """Counts what a GPU would have to wait for: numbers from Python (lift_fresh), and numbers back to it (item)."""
+
+    waits = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.waits += func in (torch.ops.aten.lift_fresh.default, torch.ops.aten._local_scalar_dense.default)
+        return func(*args, **(kwargs or {}))
+
+
+def descend(net: Any, process: Process, alpha: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What an architecture step does with the budget: ratios, loss and slope."""
+    graph, _ = traced(net)
+    budget = Budget((Limit("macs", 20_000), Limit("params", 400)), "")
+    found = ratios(budget, graph, process.marginals(alpha), sizes, process)
+    loss = budget_loss(found, GAMMA)
+    return found.detach(), loss.detach(), torch.autograd.grad(loss, alpha)[0]
+
+
+@pytest.mark.parametrize("process", [CHAIN, INDEPENDENT], ids=["chain", "independent"])
+@pytest.mark.parametrize("net", [Residual, SharedWeight], ids=lambda net: net.__name__)
+def test_the_second_step_neither_copies_from_the_host_nor_waits(net: Any, process: Process) -> None:
+    _, supernet = traced(net)
+    alpha = torch.randn(supernet.alpha.shape, requires_grad=True)
+    first = descend(net, process, alpha, supernet.sizes)
+    with Watch() as watch:
+        second = descend(net, process, alpha, supernet.sizes)
+    assert watch.waits == 0
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    with Watch() as watch:
+        torch.tensor([1.0]).new_tensor([2.0])[[0]].item()
+    assert watch.waits == 4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("process", [CHAIN, INDEPENDENT], ids=["chain", "independent"])
+@pytest.mark.parametrize("net", [Residual, SharedWeight], ids=lambda net: net.__name__)
+def test_a_step_can_be_captured(net: Any, process: Process, deterministic: bool) -> None:
+    _, supernet = traced(net)
+    sizes = supernet.sizes.cuda()
+    alpha = torch.randn(supernet.alpha.shape, device="cuda", requires_grad=True)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        descend(net, process, alpha, sizes)  # makes the tensors
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            found = descend(net, process, alpha, sizes)
+        for start in (-1.0, 3.0):
+            alpha.detach().normal_().add_(start)
+            captured.replay()
+            again = descend(net, process, alpha, sizes)
+            assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+            oracle = descend(net, process, alpha.detach().cpu().double().requires_grad_(), supernet.sizes)
+            for value, exact in zip(found, oracle, strict=True):
+                torch.testing.assert_close(value.cpu().double(), exact, rtol=1e-4, atol=1e-6)
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 @pytest.mark.parametrize("process", [CHAIN, INDEPENDENT], ids=["chain", "independent"])

@@ -70,6 +70,38 @@ def test_ints_are_exact_where_floats_are_not() -> None:
     assert int(float(exact)) != exact
 
 
+def test_a_sum_is_exact_where_its_terms_are_small() -> None:
+    polynomial = Polynomial({(0,): 2**52 + 1, (1,): 2**52, (): 2}, 2)  # 2**53 + 3 is no float64
+    assert polynomial(torch.ones(3, 2, dtype=torch.int64)).tolist() == [2**53 + 3] * 3
+    assert polynomial(torch.tensor([[1, -1]])).tolist() == [3]
+
+
+@pytest.mark.parametrize("most", [1, 9, 100, 3000])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_many_widths_are_counted_exactly(most: int, dtype: torch.dtype) -> None:
+    """Against Python's ints; the largest are beyond what a float64 holds, and rows or columns may lie together."""
+    terms = {(0, 0, 0, 1): 1237, (0, 0, 1, 1): -77, (1, 2): 91, (2, 2): 1, (1,): 0, (): -5}
+    table = torch.randint(0, most + 1, (300, 3)).to(dtype)
+    expected = [1237 * a**3 * b - 77 * a**2 * b**2 + 91 * b * c + c**2 - 5 for a, b, c in table.tolist()]
+    assert (max(expected) > 2**53) == (most == 3000)
+    for widths in (table, table.T.contiguous().T, table.repeat_interleave(2, dim=0)[::2]):
+        assert Polynomial(terms, 3)(widths).tolist() == expected
+
+
+def test_tensors_are_right_for_every_dtype_and_mode() -> None:
+    polynomial = Polynomial(product(5, [A, B, A]), 2)
+    table = torch.tensor([[3, 4]])
+    with torch.inference_mode():  # what is kept from here must serve a training step
+        assert polynomial(table.float()).item() == 5 * 3 * 14 * 3
+    for widths in (table.float(), table.double(), table):
+        assert polynomial(widths).tolist() == [5 * 3 * 14 * 3]
+        assert polynomial(widths).dtype == widths.dtype
+    slope = gradient(polynomial, table)[0].tolist()
+    moving = table.float().requires_grad_()
+    polynomial(moving).sum().backward()
+    assert moving.grad.tolist() == slope == [[10 * 3 * 14, 15 * 9]]
+
+
 def test_a_constant_cost() -> None:
     assert Polynomial({(): 7}, 2)(torch.ones(3, 2)).tolist() == [7, 7, 7]
     assert Polynomial({}, 2)(torch.ones(3, 2)).tolist() == [0, 0, 0]
@@ -179,6 +211,17 @@ def test_the_expected_cost_is_the_average_over_all_structures(squared: Any, grou
     if groups > 1:  # the square of the mean is not the mean of the square
         means = [sum(width * p for width, p in chance.items()) for chance in chances]
         assert squared_params(*means) < 0.999 * average
+
+
+def test_a_copied_graph_costs_the_same(squared: Any) -> None:
+    table = torch.tensor(list(every_width()))
+    assert squared.macs(table).tolist() == [squared_macs(*w) for w in every_width()]  # its tensors are made
+    twin = copy.deepcopy(squared)
+    assert twin.macs(table).tolist() == [squared_macs(*w) for w in every_width()]
+    net = dmcp.Supernet(Squared(), squared, groups=3)
+    for kind in ("expected_macs", "expected_params"):
+        before = getattr(squared, kind)(net.marginals(), net.sizes)
+        assert torch.equal(getattr(copy.deepcopy(squared), kind)(net.marginals(), net.sizes), before)
 
 
 def test_the_expected_cost_has_the_right_gradient(squared: Any) -> None:

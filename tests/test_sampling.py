@@ -191,6 +191,39 @@ def test_a_chain_that_knows_one_structure_gives_one() -> None:
             direct(found, n=n, tries=tries)
 
 
+def test_direct_samples_are_the_first_of_the_draws() -> None:
+    """Against a plain loop over the same draws: those in the band, then those below it, best first."""
+    graph, net = wide()
+    found = result("50%", 1.2, (graph, net))
+    draws = [tuple(row) for row in sample_groups(found.alphas, found.sizes, 5_000, seeded()).tolist()]
+    target = found.budget.limits[0].target
+    inside = {row: graph.macs(graph.widths(row)) / target for row in draws}
+    near = [row for row, used in inside.items() if GAMMA <= used <= 1]
+    below = [row for row, used in inside.items() if used < GAMMA]
+    assert 10 < len(near) < 500 < len(below)
+    for n in (1, len(near), len(near) + 7, len(near) + len(below), 5_000):
+        rest = sorted(below[:n], key=lambda row: -inside[row])
+        structures = direct(found, n=n, generator=seeded(), tries=5_000)
+        assert [tuple(widths.values()) for widths in structures] == [*near, *rest][:n]
+
+
+def test_chains_that_know_two_structures_give_two_and_every_try() -> None:
+    graph, net = wide()
+    alphas = torch.full(net.alpha.shape, -60.0)
+    alphas[0, 0] = 0.0
+    drawn: list[int] = []
+
+    def count(alpha: Tensor, sizes: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
+        drawn.append(n)
+        return sample_groups(alpha, sizes, n, generator)
+
+    found = result("90%", alphas, (graph, net), process=Process(CHAIN.marginals, CHAIN.moment, count))
+    structures = direct(found, n=5, generator=seeded(), tries=500)
+    assert sum(drawn) == 500
+    assert {widths.tensor()[0].item() for widths in structures} == set(net.sizes[0].cumsum(dim=0)[:2].tolist())
+    assert len(structures) == 2 and len(direct(found, n=1, generator=seeded(), tries=500)) == 1
+
+
 # controls
 
 
@@ -225,13 +258,17 @@ def test_budgets_that_the_floor_exceeds_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_million_structures_of_mobilenet_in_seconds() -> None:
+@pytest.mark.parametrize(("spec", "alpha"), [("40%", 9.0), ("4%", 1.5)], ids=["sure", "unsure"])
+def test_a_million_structures_of_mobilenet_in_seconds(spec: str, alpha: float) -> None:
+    """Nothing is inside, so that every try is needed; the less sure the chains, the longer the draws take."""
     model = mobilenet_v2()
     graph = dmcp.trace(model, torch.zeros(2, 3, 224, 224))
-    found = result("40%", 9.0, (graph, dmcp.Supernet(model, graph)))  # nothing inside: every try is needed
-    start, wall = time.process_time(), time.perf_counter()
-    with pytest.raises(BudgetError, match="None of 1,000,000"):
-        direct(found, generator=seeded())
-    spent = time.process_time() - start
-    print(f"1,000,000 structures and their macs: {spent:.1f} s of one core, {time.perf_counter() - wall:.1f} s in all")
-    assert spent < 4
+    found = result(spec, alpha, (graph, dmcp.Supernet(model, graph)))
+    spent: list[float] = []
+    for _ in range(2):  # the better one: other programs share the caches
+        start = time.process_time()
+        with pytest.raises(BudgetError, match="None of 1,000,000"):
+            direct(found, generator=seeded())
+        spent.append(time.process_time() - start)
+    print(f"1,000,000 structures and their macs: {min(spent):.1f} s of one core")
+    assert min(spent) < 2

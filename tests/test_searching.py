@@ -161,13 +161,13 @@ def test_ablation_of_the_training_scheme(train_weights: bool, task_loss: bool) -
 
 def test_draws_before_and_after_the_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[Draw, int]] = []
-    real = dmcp.searching.sandwich
+    real = dmcp.searching.draw_gates
 
     def spied(net: Any, path: Any, draw: Draw, count: int, generator: Any) -> Any:
         seen.append((draw, count))
         return real(net, path, draw, count, generator)
 
-    monkeypatch.setattr(dmcp.searching, "sandwich", spied)
+    monkeypatch.setattr(dmcp.searching, "draw_gates", spied)
     ran(short(draw="sandwich", warmup_draw="markov", subnets=1))
     assert seen == [(Draw.MARKOV, 1)] * 3 + [(Draw.SANDWICH, 1)] * 3
 

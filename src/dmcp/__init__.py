@@ -15,6 +15,7 @@ dmcp.save(small, widths, "folder")                              # safetensors an
 from dmcp.budget import Budget
 from dmcp.calibration import recalibrate
 from dmcp.cutting import cut, load, reinitialise, save, verify
+from dmcp.engine import Engine
 from dmcp.errors import (
     BudgetError,
     CutError,
@@ -46,6 +47,7 @@ __all__ = [
     "CutError",
     "DataError",
     "DmcpError",
+    "Engine",
     "FileError",
     "PruneResult",
     "Retrain",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
@@ -10,10 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from dmcp.errors import DataError
+from dmcp.ranks import ALONE, Ranks, part
 
 
 class Loader(Protocol):
-    """Yields batches; if it also has `set_epoch(int)`, the loops call it at the start of each epoch."""
+    """Yields batches; if it also has `set_epoch(int)`, the loops call it at the start of each epoch.
+
+    With `starting_at(int)`, which yields the batches from that number on, none is drawn in vain to enter an epoch.
+    """
 
     def __iter__(self) -> Iterator[Any]: ...
 
@@ -72,12 +77,40 @@ def start_epoch(loader: Any, epoch: int) -> None:
             return
 
 
-def check_size(batch_size: int, images: int, train: bool) -> None:
-    """Refuse batches that cannot be filled."""
+def batches_from(loader: Loader, epoch: int, skip: int = 0) -> Iterator[Any]:
+    """The batches of one epoch from number `skip` on.
+
+    A loader with `starting_at(skip)` is entered there. Any other draws the skipped batches once more, so that its
+    random numbers go on as they would have; a `state_dict` that it may have is for the caller to use.
+    """
+    start_epoch(loader, epoch)
+    enter = getattr(loader, "starting_at", None)
+    batches = iter(loader if enter is None else enter(skip))
+    before = sum(1 for _ in itertools.islice(batches, skip)) if enter is None else len(loader)
+    if before < skip:
+        raise DataError(
+            f"The loader has {before} batches, but {skip} were used before: give the data and batch size of before."
+        )
+    yield from batches
+
+
+def share_of(number: int, batch_size: int, images: int, ranks: Ranks) -> slice:
+    """Which places in the order of an epoch this rank gets of a batch that all ranks share."""
+    start = number * batch_size
+    share = part(min(batch_size, images - start), ranks)
+    return slice(start + share.start, start + share.stop)
+
+
+def check_size(batch_size: int, images: int, train: bool, ranks: Ranks = ALONE) -> None:
+    """Refuse batches that cannot be filled or divided."""
     if type(batch_size) is not int or batch_size < 1:
         raise DataError(f"The batch size must be an int of at least 1, not {batch_size!r}.")
     if train and batch_size > images:
         raise DataError(f"A batch of {batch_size} is larger than the data: there are {images} training images.")
+    if train and batch_size < ranks.world:
+        raise DataError(
+            f"A batch of {batch_size} leaves some of {ranks.world} ranks without images: give a larger one."
+        )
 
 
 def mix(*numbers: int) -> int:

@@ -11,7 +11,6 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from dmcp.cost import Polynomial, total
 from dmcp.errors import BudgetError
 from dmcp.graph import ChannelGraph
 from dmcp.markov import CHAIN, Process
@@ -115,14 +114,8 @@ def spent_shares(budget: Budget, graph: ChannelGraph, widths: Tensor) -> Tensor:
 
 def ratios(budget: Budget, graph: ChannelGraph, marginals: Tensor, sizes: Tensor, process: Process = CHAIN) -> Tensor:
     """Expected cost / target of each limit (eqs. 9 to 12), differentiable. (S, G), (S, G) -> (L,)"""
-    found: list[Tensor] = []
-    for limit in budget.limits:
-        parts = (entry.macs if limit.kind == "macs" else entry.params for entry in graph.entries)
-        expected = Polynomial(total(parts), len(graph.spaces)).expected(
-            lambda power: process.moment(marginals, sizes, power)
-        )
-        found.append(expected / limit.target)
-    return torch.stack(found)
+    expected = {"macs": graph.expected_macs, "params": graph.expected_params}
+    return torch.stack([expected[limit.kind](marginals, sizes, process) / limit.target for limit in budget.limits])
 
 
 def budget_loss(ratios: Tensor, tolerance: float) -> Tensor:

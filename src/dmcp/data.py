@@ -8,6 +8,8 @@ which is writer by writer. The last three writers are the test set here, so nobo
 from __future__ import annotations
 
 import difflib
+import math
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,13 +20,17 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from dmcp.batches import check_size, device_of, generator
+from dmcp.batches import check_size, device_of, generator, share_of
 from dmcp.calibration import kept_modes
 from dmcp.errors import DataError
 from dmcp.folders import FolderLoader, FolderSet, open_folder
+from dmcp.ranks import ALONE, Ranks
 
 NAMES = ("digits", "cifar10", "cifar100")
 _DIGITS_TEST = 382  # images of the last three writers
+_MOST_CLASSES = 2**24
+_MOST_RATIO, _MOST_DENSE = 64, 2**30  # an array of more bytes than this must not be packed more tightly
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,7 @@ def split(dataset: DataSet, share: float, seed: int = 0) -> tuple[Any, Any]:
         raise DataError(f"The held-out share must lie between 0 and 1, not {share}.")
     order = torch.randperm(len(dataset), generator=generator(seed))
     held = torch.zeros(len(dataset), dtype=torch.bool)
-    for label in range(dataset.classes):
+    for label in sorted(set(dataset.labels.tolist())):
         own = order[dataset.labels[order] == label]
         held[own[: round(share * len(own))]] = True
     if not held.any() or held.all():
@@ -119,11 +125,17 @@ def make_loader(
     device: torch.device | str = "cpu",
     channels_last: bool = False,
     workers: int | None = None,
+    ranks: Ranks = ALONE,
+    corrupt: str = "stop",
 ) -> ArrayLoader | FolderLoader:
-    """The loader for this kind of data set; `train` shuffles, augments, and drops an incomplete last batch."""
+    """The loader for this kind of data set; `train` shuffles, augments, and drops an incomplete last batch.
+
+    Each rank gets its part of every batch of `batch_size`, one after the other, so that all see what one alone would.
+    Image files that cannot be decoded stop the pass (corrupt="stop"), or are replaced ("skip") and in `loader.skipped`.
+    """
     if isinstance(dataset, FolderSet):
-        return FolderLoader(dataset, batch_size, train, seed, device, channels_last, workers)
-    return ArrayLoader(dataset, batch_size, train, seed, device, channels_last)
+        return FolderLoader(dataset, batch_size, train, seed, device, channels_last, workers, ranks, corrupt)
+    return ArrayLoader(dataset, batch_size, train, seed, device, channels_last, ranks)
 
 
 class ArrayLoader:
@@ -137,50 +149,61 @@ class ArrayLoader:
         seed: int = 0,
         device: torch.device | str = "cpu",
         channels_last: bool = False,
+        ranks: Ranks = ALONE,  # who share each batch
     ) -> None:
-        check_size(batch_size, len(dataset), train)
+        check_size(batch_size, len(dataset), train, ranks)
         self.batch_size = batch_size
         self.train = train
         self.seed = seed
         self.device = torch.device(device)
-        self.channels_last = channels_last
+        self.layout = torch.channels_last if channels_last else torch.contiguous_format
+        self.ranks = ranks
         self.augmentation = dataset.augmentation if train else Augmentation()
-        self.size = dataset.shape[1:]
+        self.shape = dataset.shape
         self.images = _pad(dataset.images, self.augmentation).to(self.device)  # (N, H + 2 shift, W + 2 shift, C) uint8
         self.labels = dataset.labels.to(self.device)
-        self.mean = torch.tensor(dataset.mean, device=self.device)
-        self.std = torch.tensor(dataset.std, device=self.device)
+        self.mean, self.std = (
+            torch.tensor(values, device=self.device)[:, None, None] for values in (dataset.mean, dataset.std)
+        )
+        # the rows of each crop, and its columns: first those of all crops, then the same from right to left
+        moves = torch.arange(2 * self.augmentation.shift + 1)[:, None]
+        rows, columns = (moves + torch.arange(extent) for extent in self.shape[1:])
+        self.rows, self.columns = rows.to(self.device), torch.cat([columns, columns.flip(1)]).to(self.device)
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
         """Draw the order of the images and how each one is augmented: a function of (seed, epoch)."""
         self.epoch = epoch
-        count, shift = len(self.labels), self.augmentation.shift
+        count, moves = len(self.labels), 2 * self.augmentation.shift + 1
         draw = generator(self.seed, epoch)  # on the CPU, so that a GPU sees the same images
         order = torch.randperm(count, generator=draw) if self.train else torch.arange(count)
-        corners = torch.randint(2 * shift + 1, (2, count), generator=draw)
+        down, right = torch.randint(moves, (2, count), generator=draw)
         flips = torch.rand(count, generator=draw) < (0.5 if self.augmentation.flip else 0.0)
-        self.order, self.corners, self.flips = (drawn.to(self.device) for drawn in (order, corners, flips))
+        drawn = torch.stack([order, down[order], (right + moves * flips)[order]])
+        # one copy, and from memory that the device can read while we go on
+        drawn = drawn.pin_memory() if self.device.type == "cuda" else drawn
+        self.drawn = drawn.to(self.device, non_blocking=True)  # (3, N) in the order of the epoch: image, row, column
 
     def __len__(self) -> int:
         whole, rest = divmod(len(self.labels), self.batch_size)
         return whole + bool(rest and not self.train)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return (self.batch(number) for number in range(len(self)))
+        return self.starting_at(0)
+
+    def starting_at(self, skip: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of this epoch from number `skip` on."""
+        return (self.batch(number) for number in range(skip, len(self)))
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
-        """Images (B, C, H, W) and labels (B,) of one step of this epoch."""
-        index = self.order[number * self.batch_size : (number + 1) * self.batch_size]
-        rows, columns = (
-            self.corners[axis, index, None] + torch.arange(extent, device=self.device)  # (B, H), (B, W)
-            for axis, extent in enumerate(self.size)
-        )
-        columns = torch.where(self.flips[index, None], columns.flip(1), columns)
+        """Images (B, C, H, W) and labels (B,) of one step of this epoch, as far as they are this rank's."""
+        # every operation is a launch on a GPU, and there are many small batches
+        index, down, right = self.drawn[:, share_of(number, self.batch_size, len(self.labels), self.ranks)]
+        rows, columns = self.rows[down], self.columns[right]  # (B, H), (B, W)
         pixels = self.images[index[:, None, None], rows[:, :, None], columns[:, None, :]]  # (B, H, W, C)
-        images = ((pixels.float() - self.mean) / self.std).permute(0, 3, 1, 2)
-        layout = torch.channels_last if self.channels_last else torch.contiguous_format
-        return images.contiguous(memory_format=layout), self.labels[index]
+        images = torch.empty((len(index), *self.shape), device=self.device, memory_format=self.layout)
+        torch.sub(pixels.permute(0, 3, 1, 2), self.mean, out=images)
+        return images.div_(self.std), self.labels[index]
 
 
 def check_fit(model: nn.Module, data: DataSets) -> None:
@@ -232,24 +255,48 @@ def _read_shards(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
     paths = sorted(folder.glob(f"{part}-*.npz"), key=lambda path: (len(path.name), path.name))
     if not paths:
         raise DataError(f"{folder} has no {part}-*.npz.")
-    images, labels = [], []
+    images: list[np.ndarray] = []
+    labels: list[np.ndarray] = []
     for path in paths:
         try:
-            with np.load(path, allow_pickle=False) as shard:
-                images.append(shard["images"])
-                labels.append(shard["labels"])
-        except Exception as error:  # numpy raises many kinds for a broken file
+            with zipfile.ZipFile(path) as file:
+                for name, arrays in (("images.npy", images), ("labels.npy", labels)):
+                    arrays.append(_read_member(file, name, path.stat().st_size))
+        except Exception as error:  # zipfile and numpy raise many kinds for a broken file
             raise DataError(f"{path} cannot be read as a shard with images and labels: {error}") from error
         if images[-1].dtype != np.uint8 or images[-1].ndim != 4 or labels[-1].shape != images[-1].shape[:1]:
             raise DataError(
                 f"{path}: images must be (N, H, W, C) uint8 and labels (N,), not {images[-1].shape} "
                 f"{images[-1].dtype} and {labels[-1].shape}."
             )
-        if not np.issubdtype(labels[-1].dtype, np.integer):
+        if labels[-1].dtype.kind not in "iu":
             raise DataError(f"{path}: labels must be integers, not {labels[-1].dtype}.")
+        if labels[-1].max(initial=0) > _MOST_CLASSES:
+            raise DataError(f"{path}: labels go up to {labels[-1].max()}; number the classes from 0.")
         if images[-1].shape[1:] != images[0].shape[1:]:
             raise DataError(f"{path}: images of {images[-1].shape[1:]}, but {paths[0].name} has {images[0].shape[1:]}.")
+        labels[-1] = labels[-1].astype(np.int64)
     return np.concatenate(images), np.concatenate(labels)
+
+
+def _read_member(file: zipfile.ZipFile, name: str, most: int) -> np.ndarray:
+    """One array of a shard of `most` bytes; what its headers claim is checked before memory is taken for it."""
+    info = file.getinfo(name)
+    limits = {
+        zipfile.ZIP_STORED: info.compress_size,
+        zipfile.ZIP_DEFLATED: max(_MOST_RATIO * info.compress_size, _MOST_DENSE),
+    }
+    if info.compress_size > most or info.file_size > limits.get(info.compress_type, 0):
+        raise ValueError(f"{name} claims {info.file_size} bytes, packed into {info.compress_size}")
+    with file.open(info) as member:
+        version = np.lib.format.read_magic(member)
+        if version not in _HEADERS:
+            raise ValueError(f"{name} has a header of version {version}")
+        shape, _, dtype = _HEADERS[version](member)
+        if dtype.hasobject or member.tell() + math.prod(shape) * dtype.itemsize != info.file_size:
+            raise ValueError(f"{name} claims {shape} {dtype}, but holds {info.file_size} bytes")
+    with file.open(info) as member:
+        return np.lib.format.read_array(member, allow_pickle=False)
 
 
 def _arrays(

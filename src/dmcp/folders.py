@@ -6,18 +6,21 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torchvision
+from PIL.Image import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 from torchvision.transforms import v2
 
-from dmcp.batches import check_size, generator, mix
+from dmcp.batches import check_size, generator, mix, share_of
 from dmcp.errors import DataError
+from dmcp.ranks import ALONE, Ranks
 
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which pre-trained networks expect
+_TRIES = 100  # unreadable images in a row that are skipped: more are not bad luck
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +71,11 @@ def open_folder(path: Path, size: int) -> tuple[FolderSet, FolderSet]:
 
 
 class FolderLoader:
-    """Batches of image files; `train` crops and flips at random, shuffles, and drops an incomplete last batch."""
+    """Batches of image files; `train` crops and flips at random, shuffles, and drops an incomplete last batch.
+
+    An image that cannot be decoded stops the pass (corrupt="stop"), or the next one in the order of the epoch that can
+    takes its place ("skip"), and its path is in `skipped`. A file that the system does not hand out always stops.
+    """
 
     def __init__(
         self,
@@ -79,17 +86,25 @@ class FolderLoader:
         device: torch.device | str = "cpu",
         channels_last: bool = False,
         workers: int | None = None,  # processes that decode; None: as many as there are cores, at most 8
+        ranks: Ranks = ALONE,  # who share each batch
+        corrupt: str = "stop",
     ) -> None:
-        check_size(batch_size, len(dataset), train)
+        check_size(batch_size, len(dataset), train, ranks)
+        if corrupt not in ("stop", "skip"):
+            raise DataError(f"corrupt must be stop or skip, not {corrupt!r}.")
+        self.dataset = dataset
         self.batch_size = batch_size
         self.device = torch.device(device)
         self.channels_last = channels_last
-        self.keys = _Keys(len(dataset), batch_size, train, seed)
+        self.skipped: set[str] = set()
+        self.passes = 0  # begun so far
+        self.keys = _Keys(len(dataset), batch_size, train, seed, ranks)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         workers = min(8, cores) if workers is None else workers
-        self.files: DataLoader[tuple[Tensor, int]] = DataLoader(
-            _Files(dataset, train, seed),
-            batch_sampler=self.keys,
+        self.files: DataLoader[_Batch] = DataLoader(
+            _Files(dataset, train, seed, corrupt == "skip"),
+            sampler=self.keys,
+            batch_size=None,  # a key stands for a whole batch
             num_workers=workers,
             persistent_workers=workers > 0,
             generator=torch.Generator(),  # else each pass draws from the global one
@@ -104,47 +119,142 @@ class FolderLoader:
         return len(self.keys)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self.starting_at(0)
+
+    def starting_at(self, skip: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of this epoch from number `skip` on; the files of those before are not read."""
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
-        for images, labels in self.files:
-            moved = images.to(self.device, non_blocking=True, memory_format=layout)
-            yield moved, labels.to(self.device, non_blocking=True)
+        self.passes += 1
+        own, batches = self.passes, None
+        for number in range(skip, len(self)):
+            if own != self.passes:  # the workers serve the last one only
+                raise DataError("Another pass over this loader began before this one ended: make a second loader.")
+            try:
+                batches = batches or self._start(skip)
+                batch = next(batches)
+            except RuntimeError as error:
+                if not str(error).startswith("DataLoader worker (pid"):
+                    raise
+                raise DataError(self._explain_death(number)) from error
+            self.skipped.update(batch.unreadable)
+            if batch.failure:
+                raise DataError(batch.failure)
+            moved = batch.images.to(self.device, non_blocking=True, memory_format=layout)
+            yield moved, batch.labels.to(self.device, non_blocking=True)
+
+    def _start(self, skip: int) -> Iterator[_Batch]:
+        self.keys.skip = skip
+        batches = iter(self.files)
+        # torch reports a dead worker from a signal handler too, that is anywhere in the program, such as in the midst
+        # of writing a file; without this it does so only where its batch is waited for, after some seconds
+        if getattr(batches, "_worker_pids_set", False):
+            torch._C._remove_worker_pids(id(batches))
+            batches._worker_pids_set = False  # type: ignore[attr-defined]
+        return batches
+
+    def _explain_death(self, number: int) -> str:
+        epoch, start, stop = self.keys.key(number)
+        order = _draw_order(self.keys.count, self.keys.train, self.keys.seed, epoch)
+        ends = [self.dataset.paths[int(order[place])] for place in (start, stop - 1) if start < stop]
+        workers = self.files.num_workers
+        return (
+            f"One of {workers} workers has died while {' to '.join(ends) or 'no file'} was awaited, most likely for "
+            f"lack of memory or shared memory (/dev/shm): try workers={workers // 2} or a smaller batch."
+        )
 
 
-class _Keys:
-    """Batches of (epoch, index): the workers live on through all epochs and learn the epoch with each file."""
+class _Batch(NamedTuple):
+    """What a worker hands over; not as an exception, since torch would make a page of its one sentence."""
 
-    def __init__(self, count: int, batch_size: int, train: bool, seed: int) -> None:
-        self.count, self.batch_size, self.train, self.seed = count, batch_size, train, seed
+    images: Tensor  # (B, 3, size, size)
+    labels: Tensor  # (B,)
+    unreadable: list[str]  # paths of the images that were replaced
+    failure: str  # why there is no batch
+
+
+class _Keys(Sampler[tuple[int, int, int]]):
+    """Batches as (epoch, first, end) in the order of the epoch: workers live on and learn the epoch with each batch."""
+
+    def __init__(self, count: int, batch_size: int, train: bool, seed: int, ranks: Ranks) -> None:
+        self.count, self.batch_size, self.train, self.seed, self.ranks = count, batch_size, train, seed, ranks
         self.epoch = 0
+        self.skip = 0  # batches left out at the start
 
     def __len__(self) -> int:
         return self.count // self.batch_size if self.train else -(-self.count // self.batch_size)
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        every = torch.randperm(self.count, generator=generator(self.seed, self.epoch)) if self.train else None
-        order = range(self.count) if every is None else every.tolist()
-        for number in range(len(self)):
-            yield [(self.epoch, i) for i in order[number * self.batch_size : (number + 1) * self.batch_size]]
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        return iter([self.key(number) for number in range(self.skip, len(self))])
+
+    def key(self, number: int) -> tuple[int, int, int]:
+        """What this rank reads of one batch of this epoch."""
+        share = share_of(number, self.batch_size, self.count, self.ranks)
+        return self.epoch, share.start, share.stop
 
 
-class _Files(Dataset[tuple[Tensor, int]]):
-    """One file, decoded and transformed; its random numbers are a function of (seed, epoch, index)."""
+class _Files(Dataset[_Batch]):
+    """Batches of files, decoded and transformed; their random numbers are a function of (seed, epoch, index)."""
 
-    def __init__(self, dataset: FolderSet, train: bool, seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
+    def __init__(self, dataset: FolderSet, train: bool, seed: int, skip: bool) -> None:
+        self.dataset, self.train, self.seed, self.skip = dataset, train, seed, skip
         self.labels = dataset.labels.tolist()
         self.transform = _transform(dataset.size, train)
+        self.epoch = -1  # of the order, which is drawn once
+        self.order = torch.empty(0, dtype=torch.int64)
 
-    def __getitem__(self, key: Any) -> tuple[Tensor, int]:
-        epoch, index = key
-        path = self.dataset.paths[index]
+    def __getitem__(self, key: tuple[int, int, int]) -> _Batch:
+        epoch, start, stop = key
+        if epoch != self.epoch:
+            self.epoch, self.order = epoch, _draw_order(len(self.dataset), self.train, self.seed, epoch)
+        unreadable: list[str] = []
+        # a rank may have no share of the last batch
+        images, labels = torch.empty(0, *self.dataset.shape), torch.empty(0, dtype=torch.int64)
         try:
-            image = torchvision.datasets.folder.pil_loader(path)
-        except Exception as error:  # PIL raises many kinds for a broken file
-            raise DataError(f"{path} cannot be read as an image: {error}") from error
-        with torch.random.fork_rng(devices=[]):  # torchvision draws from the global generator
-            torch.manual_seed(mix(self.seed, epoch, index))
-            return self.transform(image), self.labels[index]
+            if samples := [self._sample(place, unreadable) for place in range(start, stop)]:
+                images, labels = default_collate(samples)
+        except DataError as error:
+            return _Batch(images, labels, unreadable, str(error))
+        return _Batch(images, labels, unreadable, "")
+
+    def _sample(self, place: int, unreadable: list[str]) -> tuple[Tensor, int]:
+        """The image at a place in the order of the epoch, or, if wanted, the next one there that can be read."""
+        tries = min(len(self.order), _TRIES)
+        for step in range(tries):
+            index = int(self.order[(place + step) % len(self.order)])
+            path = self.dataset.paths[index]
+            try:
+                image = _decode(path)
+            except _CorruptError:
+                if not self.skip:
+                    raise
+                unreadable.append(path)
+                continue
+            with torch.random.fork_rng(devices=[]):  # torchvision draws from the global generator
+                # seeded for the place, since the image that replaces another has a place of its own too
+                torch.manual_seed(mix(self.seed, self.epoch, int(self.order[place])))
+                return self.transform(image), self.labels[index]
+        raise DataError(f"{tries} images in a row cannot be read, the last is {path}: repair or remove them.")
+
+
+class _CorruptError(DataError):
+    """A file that can be opened, but not decoded."""
+
+
+def _decode(path: str) -> Image:
+    try:
+        return torchvision.datasets.folder.pil_loader(path)  # type: ignore[no-any-return]
+    except Exception as error:  # PIL raises many kinds for a broken file
+        # what the system refuses says nothing about the image
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
+            raise DataError(f"{path} cannot be opened ({error}): check the disk, its rights and the memory.") from error
+        raise _CorruptError(
+            f"{path} cannot be read as an image ({error}): repair or remove it, or skip such with corrupt='skip'."
+        ) from error
+
+
+def _draw_order(count: int, train: bool, seed: int, epoch: int) -> Tensor:
+    """Which file comes when."""
+    return torch.randperm(count, generator=generator(seed, epoch)) if train else torch.arange(count)
 
 
 def _transform(size: int, train: bool) -> Callable[[Any], Tensor]:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from dmcp.cost import LayerCost, Polynomial, Terms, evaluate, total
 from dmcp.errors import CutError, WidthsError
 from dmcp.layouts import Atom, Layout
-from dmcp.markov import moment
+from dmcp.markov import CHAIN, Process
+from dmcp.recording import Recording
 from dmcp.replay import Rehearsal
 from dmcp.slicing import Cut, skeleton
 from dmcp.spaces import ChannelSpace, Widths
@@ -151,13 +152,13 @@ class ChannelGraph:
     def _numbers(self, widths: Mapping[str, int] | None) -> list[int]:
         return list((self.full if widths is None else self.widths(widths)).values())
 
-    def expected_macs(self, marginals: Tensor, sizes: Tensor) -> Tensor:
+    def expected_macs(self, marginals: Tensor, sizes: Tensor, process: Process = CHAIN) -> Tensor:
         """Expected multiply-adds when each group survives with these chances. (S, G), (S, G) -> ()"""
-        return self._macs.expected(lambda power: moment(marginals, sizes, power))
+        return self._macs.expected(lambda power: process.moment(marginals, sizes, power))
 
-    def expected_params(self, marginals: Tensor, sizes: Tensor) -> Tensor:
+    def expected_params(self, marginals: Tensor, sizes: Tensor, process: Process = CHAIN) -> Tensor:
         """Expected parameters when each group survives with these chances. (S, G), (S, G) -> ()"""
-        return self._params.expected(lambda power: moment(marginals, sizes, power))
+        return self._params.expected(lambda power: process.moment(marginals, sizes, power))
 
     def layers(self, widths: Mapping[str, int] | None = None) -> tuple[LayerCost, ...]:
         """What each layer costs, in the order in which they run."""
@@ -183,6 +184,11 @@ class ChannelGraph:
         return part / max(1, self.macs())
 
     # -- narrowing
+
+    @property
+    def recordings(self) -> list[Recording]:
+        """The passes of the unpruned model that were traced: in eval mode, in train mode."""
+        return self._rehearsal.coupling.recordings
 
     def kept(self, widths: Mapping[str, Kept]) -> dict[int, Tensor]:
         """Indices that each atom keeps; a number means the first so many."""
@@ -212,6 +218,11 @@ class ChannelGraph:
         """Indices that stay, per dim of every tensor that changes."""
         sizes = {atom: space.size for atom, space in zip(self._atoms, self.spaces, strict=True)}
         return self._rehearsal.cuts(self.kept(widths), sizes)
+
+    def cut_value(self, value: int, widths: Mapping[str, Kept]) -> Cut:
+        """Indices that stay, per dim of a value of the last recording."""
+        sizes = {atom: space.size for atom, space in zip(self._atoms, self.spaces, strict=True)}
+        return self._rehearsal.cut_value(value, self.kept(widths), sizes)
 
     def attributes(self, widths: Mapping[str, Kept]) -> dict[str, dict[str, Any]]:
         """Attributes of modules that change: {module path: {attribute: value}}."""

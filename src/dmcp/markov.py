@@ -30,8 +30,10 @@ def transitions(alpha: Tensor) -> Tensor:
 
 def marginals(alpha: Tensor) -> Tensor:
     """Chance that each group survives (eq. 6); never grows along the chain. (S, G-1) -> (S, G)"""
-    keep = transitions(alpha).cumprod(dim=1)
-    return torch.cat([keep.new_ones(len(keep), 1), keep], dim=1)
+    found = [alpha.new_ones(len(alpha))]
+    for keep in transitions(alpha).unbind(1):  # not cumprod: its gradient waits for the GPU, to look for zeros
+        found.append(found[-1] * keep)
+    return torch.stack(found, dim=1)
 
 
 def moment(probabilities: Tensor, sizes: Tensor, power: int) -> Tensor:
@@ -51,9 +53,9 @@ def sample_groups(alpha: Tensor, sizes: Tensor, n: int, generator: torch.Generat
     By inverse CDF: of the groups of one space, one uniform number keeps those whose marginal it does not pass. Drawn
     where the generator lives (the CPU by default): the same structures on every device.
     """
-    ends = 1 - marginals(alpha.detach())  # ascending; groups behind a short chain are empty and add no width
-    kept = torch.searchsorted(ends, _uniform(len(sizes), n, ends, generator), right=True)
-    return sizes.cumsum(dim=1).gather(1, kept - 1).T
+    ends = 1 - marginals(alpha.detach())[:, 1:]  # ascending; groups behind a short chain are empty and add no width
+    last = torch.searchsorted(ends, _uniform(len(sizes), n, ends, generator), right=True)
+    return sizes.cumsum(dim=1).gather(1, last).T
 
 
 def bounded(sizes: Tensor, lower: Tensor | None = None, upper: Tensor | None = None) -> Tensor:

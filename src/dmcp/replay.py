@@ -166,16 +166,18 @@ class Rehearsal:
 
     def cuts(self, kept: Mapping[int, Tensor], sizes: Mapping[int, int]) -> dict[str, Cut]:
         """Indices that stay of every tensor that has atoms; `kept` per atom."""
-        found: dict[str, Cut] = {}
-        for name, dims in self.coupling.tensors.items():
-            layouts = [self.coupling.channels.resolve(layout) for layout in dims]
-            live = [bool(self.coupling.channels.atoms(layout)) for layout in dims]
-            if any(live):
-                found[name] = tuple(
-                    kept_indices(layout, kept, sizes) if alive else None
-                    for layout, alive in zip(layouts, live, strict=True)
-                )
-        return found
+        found = {name: self._cut(dims, kept, sizes) for name, dims in self.coupling.tensors.items()}
+        return {name: cut for name, cut in found.items() if any(kept is not None for kept in cut)}
+
+    def cut_value(self, value: int, kept: Mapping[int, Tensor], sizes: Mapping[int, int]) -> Cut:
+        """The same of a value of the last recording."""
+        return self._cut(self.coupling.layouts[-1][value], kept, sizes)
+
+    def _cut(self, dims: Dims, kept: Mapping[int, Tensor], sizes: Mapping[int, int]) -> Cut:
+        channels = self.coupling.channels
+        return tuple(
+            kept_indices(channels.resolve(layout), kept, sizes) if channels.atoms(layout) else None for layout in dims
+        )
 
     def attributes(self, widths: Mapping[int, int]) -> dict[str, dict[str, Any]]:
         """Attributes of modules at these widths: those that layers are known to have, and the bound ones."""

@@ -38,31 +38,38 @@ def expected(result: SearchResult, align: int | None = None) -> Widths:
 def direct(
     result: SearchResult, n: int = 1, generator: torch.Generator | None = None, tries: int = 1_000_000
 ) -> list[Widths]:
-    """Direct sampling: n different structures drawn from the chains, all inside the budget.
+    """Direct sampling: up to n different structures drawn from the chains, all inside the budget.
 
-    Those whose binding limit is used to the tolerance come first; the others only fill up after the last try. Fewer
-    than n if the tries hold no more; BudgetError with the distribution of the costs if they hold none.
+    Those whose binding limit is used to the tolerance come first; the others only fill up after the last try. There is
+    at least one: BudgetError with the distribution of the costs if no try is inside. Fewer than n mean that all tries
+    together hold no more, as chains do that have become sure: where the number matters, look at the length.
     """
     if n < 1 or tries < 1:
         raise BudgetError(f"Direct sampling needs at least one structure and one try, not {n} and {tries}.")
-    near: dict[tuple[int, ...], None] = {}  # in the order drawn
+    near: dict[tuple[int, ...], float] = {}  # in the order drawn
     below: dict[tuple[int, ...], float] = {}
     seen: list[Tensor] = []
     for widths, shares in _draws(result, tries, generator):
         binding = shares.amax(dim=1)
-        inside = binding <= 1
-        for row, share in zip(widths[inside].tolist(), binding[inside].tolist(), strict=True):
-            if share >= result.tolerance:
-                near[tuple(row)] = None
-            elif len(below) < n:
-                below[tuple(row)] = share
-            if len(near) == n:
-                return [result.graph.widths(found) for found in near]
+        reached = binding >= result.tolerance
+        for found, which in ((near, reached & (binding <= 1)), (below, ~reached)):
+            if len(found) < n:
+                _add(found, widths[which], binding[which], n)
+        if len(near) == n:
+            break
         seen.append(shares)
     chosen = [*near, *sorted(below, key=lambda row: -below[row])][:n]
     if not chosen:
         raise BudgetError(_nothing_inside(result.budget, torch.cat(seen)))
     return [result.graph.widths(found) for found in chosen]
+
+
+def _add(found: dict[tuple[int, ...], float], widths: Tensor, shares: Tensor, n: int) -> None:
+    """Put in structures and their shares until there are n different ones. (N, S), (N,)"""
+    for row, share in zip(widths.tolist(), shares.tolist(), strict=True):
+        found[tuple(row)] = share
+        if len(found) == n:
+            return
 
 
 def _draws(result: SearchResult, tries: int, generator: torch.Generator | None) -> Iterator[tuple[Tensor, Tensor]]:

@@ -15,13 +15,18 @@ from torch import Tensor
 
 from dmcp.batches import Loader, device_of, on_device, size_of, start_epoch
 from dmcp.budget import Budget, check_reachable, constant_alpha, parse
+from dmcp.engine import Engine, Settled, set_lr, sgd
 from dmcp.errors import DataError, TrainingError, WidthsError
 from dmcp.graph import ChannelGraph
 from dmcp.markov import CHAIN, INDEPENDENT, Process, group_sizes
-from dmcp.sandwich import Chains, Draw, chains, sandwich, sort_channels
-from dmcp.stages import ArchRecord, WeightRecord, arch_step, weight_step
-from dmcp.supernet import Supernet
-from dmcp.training import Loss, Precision, classification_loss, cosine, parameter_groups
+from dmcp.sandwich import Chains, Draw, chains, draw_gates, sort_channels
+from dmcp.spaces import Widths
+from dmcp.stages import ArchRecord, Passes, Subnet, WeightRecord, arch_step, weight_step
+from dmcp.stem import Stem, find_stem
+from dmcp.supernet import Narrow, Supernet, run_folded
+from dmcp.training import Loss, classification_loss, cosine, parameter_groups
+
+_LARGE = 100_000_000  # macs of one sample from which a network is a large one
 
 
 class Init(StrEnum):
@@ -64,12 +69,11 @@ class SearchConfig:
     alpha_min_lr: float = 0.1  # the same at the end of its cosine
     alpha_momentum: float = 0.9  # Nesterov momentum of the alphas; they have no weight decay
     accumulate: int = 1  # batches whose gradients make one step
-    precision: Precision = Precision.FLOAT32  # of the forward passes; bfloat16 is faster on a GPU
     log_every: int = 50  # steps after which records are read from the device, and a loss that is not finite is noticed
     seed: int = 0  # of everything random in the search
 
     def __post_init__(self) -> None:
-        for name, kind in (("draw", Draw), ("warmup_draw", Draw), ("init", Init), ("precision", Precision)):
+        for name, kind in (("draw", Draw), ("warmup_draw", Draw), ("init", Init)):
             value = getattr(self, name)
             if value not in list(kind):
                 raise TrainingError(f"{name} must be one of {', '.join(kind)}, not {value!r}.")
@@ -163,6 +167,7 @@ def search(
     loss: Loss | None = None,
     arch_loader: Loader | None = None,
     on_record: Callable[[SearchRecord], None] | None = None,
+    engine: Engine | None = None,
 ) -> SearchResult:
     """Train the supernet's weights and alphas, in place; the alphas then say which widths keep the budget best.
 
@@ -170,39 +175,82 @@ def search(
     The same supernet, data, settings and device end in the same bits; the global random state is left as it was.
     """
     budget, path = _prepare(net, config, arch_loader)
-    loss = classification_loss(config.label_smoothing) if loss is None else loss
-    weights = torch.optim.SGD(
-        parameter_groups(net.model, config.weight_decay), config.lr, config.momentum, nesterov=config.momentum > 0
-    )
-    alphas = torch.optim.SGD(net.alphas(), config.alpha_lr, config.alpha_momentum, nesterov=config.alpha_momentum > 0)
     per_epoch = -(-len(loader) // config.accumulate)
     total, first = per_epoch * config.epochs, per_epoch * config.warmup_epochs  # steps in all, and of the warm-up
+    settled = (engine or Engine()).settled(
+        device_of(net), steps=total, large=net.graph.macs() >= _LARGE, plain=loss is None
+    )
     log, step, scale = _Log(net, config.log_every, on_record), 0, 0.0
-    with _seeded(net, config.seed) as generator:
+    with _seeded(net, config.seed) as generator, settled.running(net.model):
         _start(net, path, budget, config)
-        held_out = None if arch_loader is None else _endless(arch_loader, net, config.accumulate)
+        steps = Steps(net, path, config, budget, loss, settled)
+        held_out = None if arch_loader is None else _endless(arch_loader, settled, config.accumulate)
         for epoch in range(config.epochs):
-            for batches in _steps(loader, epoch, net, config.accumulate):
-                trained, moved = None, None
+            for batches in _batches(loader, epoch, settled, config.accumulate):
+                trained, moved, lr, alpha_lr = None, None, 0.0, 0.0
                 if step < first or config.train_weights:
                     scale = scale or sum(map(size_of, batches)) / config.reference_batch
-                    _set_lr(weights, scale * cosine(step, total, config.lr, config.min_lr))
+                    lr = scale * cosine(step, total, config.lr, config.min_lr)
                     draw = config.warmup_draw if step < first else config.draw
-                    subnets = sandwich(net, path, draw, config.subnets, generator)
-                    trained = weight_step(net, batches, weights, subnets, loss, config.distil, config.precision)
+                    trained = steps.train_weights(batches, draw, generator, lr)
                 if step >= first:
-                    _set_lr(alphas, cosine(step - first, total - first, config.alpha_lr, config.alpha_min_lr))
-                    own = batches if held_out is None else next(held_out)
-                    task = loss if config.task_loss else None
-                    pull = (budget, config.budget_weight, config.tolerance)
-                    moved = arch_step(net, own, alphas, path, task, *pull, config.precision)
-                log.add(_Step(step, epoch, weights.param_groups[0]["lr"], trained, alphas.param_groups[0]["lr"], moved))
+                    alpha_lr = cosine(step - first, total - first, config.alpha_lr, config.alpha_min_lr)
+                    moved = steps.move_alphas(batches if held_out is None else next(held_out), alpha_lr)
+                log.add(_Step(step, epoch, lr, trained, alpha_lr, moved))
                 step += 1
         log.flush()
     alpha, sizes = net.alpha.detach().cpu().clone(), path.sizes.cpu()
     return SearchResult(
         alpha, sizes, net.graph, budget, config.tolerance, config.align, tuple(log.records), config.process
     )
+
+
+class Steps:
+    """The two stages with everything that stays the same from step to step: networks, optimizers, settings."""
+
+    def __init__(
+        self, net: Supernet, path: Chains, config: SearchConfig, budget: Budget, loss: Loss | None, settled: Settled
+    ) -> None:
+        self.net, self.path, self.config = net, path, config
+        loss = classification_loss(config.label_smoothing) if loss is None else loss
+        device = settled.device
+        groups = parameter_groups(net.model, config.weight_decay)
+        self.weights = sgd(groups, config.lr, config.momentum, config.momentum > 0, device)
+        self.alphas = sgd(net.alphas(), config.alpha_lr, config.alpha_momentum, config.alpha_momentum > 0, device)
+        stem = find_stem(net) if net.graph.exact else None
+        whole = settled.compiled(lambda x, folded: run_folded(net.model, x, folded))
+        fold, soft = settled.compiled(net.fold), Passes(settled.compiled(net.fold), whole)
+        passes = soft if stem is None else Passes(fold, settled.compiled(stem.tail), settled.compiled(stem.head))
+        smallest: Subnet = net.hard(path.sizes[:, 0])
+        if net.graph.exact:
+            align = 8 if device.type == "cuda" else 1  # what tensor cores want
+            smallest = settled.compiled(_narrow(net, path, align, stem))
+        self.largest = net.hard(path.sizes.sum(dim=1))
+
+        def stage1(batches: list[Any], gates: Tensor) -> Tensor:
+            largest, *others = gates.unbind()
+            subnets = [largest, smallest, *others]
+            return weight_step(
+                net, batches, self.weights, subnets, loss, config.distil, settled.precision, passes
+            ).losses
+
+        def stage2(batches: list[Any]) -> tuple[Tensor | None, Tensor, Tensor]:
+            task, pull = loss if config.task_loss else None, (budget, config.budget_weight, config.tolerance)
+            moved = arch_step(net, batches, self.alphas, path, task, *pull, settled.precision, soft)
+            return moved.task_loss, moved.budget_loss, moved.ratios
+
+        self.stage1, self.stage2 = settled.repeated(stage1), settled.repeated(stage2)
+
+    def train_weights(self, batches: list[Any], draw: Draw, generator: torch.Generator, lr: float) -> WeightRecord:
+        """Stage 1 with newly drawn sub-networks."""
+        gates = [self.largest, *draw_gates(self.net, self.path, draw, self.config.subnets, generator)]
+        set_lr(self.weights, lr)
+        return WeightRecord(self.stage1(batches, torch.stack(gates)))
+
+    def move_alphas(self, batches: list[Any], lr: float) -> ArchRecord:
+        """Stage 2."""
+        set_lr(self.alphas, lr)
+        return ArchRecord(*self.stage2(batches))
 
 
 # before the first step
@@ -222,9 +270,19 @@ def _prepare(net: Supernet, config: SearchConfig, arch_loader: Loader | None) ->
     if not path.sizes[:, 1:].any():
         raise WidthsError("There is nothing to search: no space has a second group; use more groups.")
     budget = parse(config.budget, net.graph)
-    ends = (path.sizes[:, 0], path.sizes.sum(dim=1))
-    check_reachable(budget, net.graph, *(net.graph.widths(widths.tolist()) for widths in ends))
+    largest = net.graph.widths(path.sizes.sum(dim=1).tolist())
+    check_reachable(budget, net.graph, _smallest(net, path), largest)
     return budget, path
+
+
+def _smallest(net: Supernet, path: Chains) -> Widths:
+    return net.graph.widths(path.sizes[:, 0].tolist())
+
+
+def _narrow(net: Supernet, path: Chains, align: int, stem: Stem | None) -> Narrow:
+    """The smallest sub-network as a narrow one."""
+    border = (stem.paths, stem.value) if stem else ()
+    return Narrow(net, _smallest(net, path), align, *border)
 
 
 @torch.no_grad()
@@ -258,11 +316,10 @@ def _seeded(net: Supernet, seed: int) -> Iterator[torch.Generator]:
 # in every step
 
 
-def _steps(loader: Loader, epoch: int, net: Supernet, accumulate: int) -> Iterator[list[Any]]:
+def _batches(loader: Loader, epoch: int, settled: Settled, accumulate: int) -> Iterator[list[Any]]:
     """The batches of each step of one epoch, on the device of the supernet; the last step may have fewer."""
     start_epoch(loader, epoch)
-    device = device_of(net)
-    batches = (on_device(batch, device) for batch in loader)
+    batches = (settled.laid_out(on_device(batch, settled.device)) for batch in loader)
     count = 0
     while chunk := list(itertools.islice(batches, accumulate)):
         count += 1
@@ -271,14 +328,9 @@ def _steps(loader: Loader, epoch: int, net: Supernet, accumulate: int) -> Iterat
         raise DataError("The loader has no batches: is the batch larger than the data?")
 
 
-def _endless(loader: Loader, net: Supernet, accumulate: int) -> Iterator[list[Any]]:
+def _endless(loader: Loader, settled: Settled, accumulate: int) -> Iterator[list[Any]]:
     for epoch in itertools.count():
-        yield from _steps(loader, epoch, net, accumulate)
-
-
-def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+        yield from _batches(loader, epoch, settled, accumulate)
 
 
 @dataclass(frozen=True)

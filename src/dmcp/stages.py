@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,29 @@ from torch import Tensor
 
 from dmcp.batches import input_of
 from dmcp.budget import Budget, budget_loss, ratios
+from dmcp.engine import Precision
 from dmcp.errors import TrainingError
 from dmcp.recording import tensors_in
 from dmcp.sandwich import Chains
 from dmcp.supernet import Supernet
-from dmcp.training import Loss, Precision, imitation
+from dmcp.training import Loss, imitation
+
+Subnet = Tensor | Callable[[Any], Any]  # its gates, or what runs it
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How a supernet is run with gates: they are folded into weights, then the network runs with these.
+
+    With a head, the networks take the head's output instead of the input; it runs once for all of them.
+    """
+
+    fold: Callable[[Tensor], dict[str, Tensor]]
+    run: Callable[[Any, dict[str, Tensor]], Any]
+    head: Callable[[Any], Tensor] | None = None
+
+    def __call__(self, x: Any, gates: Tensor) -> Any:
+        return self.run(x, self.fold(gates))
 
 
 @dataclass(frozen=True)
@@ -39,27 +57,36 @@ def weight_step(
     net: Supernet,
     batches: Sequence[Any],
     optimizer: torch.optim.Optimizer,
-    subnets: Sequence[Tensor],
+    subnets: Sequence[Subnet],
     loss: Loss,
     distil: bool = True,
     precision: Precision = Precision.FLOAT32,
+    passes: Passes | None = None,
 ) -> WeightRecord:
-    """Stage 1 (eq. 14): train the sub-networks with these gates, gradients accumulated, one optimizer step in all.
+    """Stage 1 (eq. 14): train these sub-networks, gradients accumulated, one optimizer step in all.
 
     The first one learns the task; with `distil` the others imitate its output instead, which is not trained by that.
     Several batches count as one large one whose parts are normalised by themselves. The alphas are not touched.
     """
     optimizer.zero_grad(set_to_none=True)
+    gated = passes or net
+    head = passes.head if passes else None
     losses: list[Tensor] = []
     for batch in batches:
+        x = input_of(batch)
+        with _autocast(net, precision):
+            shared = head(x) if head else None
+        given = x if shared is None else shared.detach().requires_grad_(shared.requires_grad)
         target: list[Tensor] = []
-        for gates in subnets:
+        for subnet in subnets:
             with _autocast(net, precision):
-                output = net(input_of(batch), gates)
+                output = gated(given, subnet) if isinstance(subnet, Tensor) else subnet(given)
                 value = imitation(output, target) if distil and target else _number(loss(output, batch))
             torch.autograd.backward(value / len(batches))
             losses.append(value.detach())
             target = target or [tensor.detach() for tensor in tensors_in(output)]
+        if shared is not None and given.grad is not None:
+            torch.autograd.backward(shared, given.grad)  # of all sub-networks at once
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return WeightRecord(torch.stack(losses).reshape(len(batches), len(subnets)).mean(dim=0))
@@ -75,6 +102,7 @@ def arch_step(
     budget_weight: float = 0.1,
     tolerance: float = 0.95,
     precision: Precision = Precision.FLOAT32,
+    passes: Passes | None = None,
 ) -> ArchRecord:
     """Stage 2 (eq. 15): move the alphas by the task loss of the soft network and by the budget loss.
 
@@ -87,7 +115,7 @@ def arch_step(
             assert loss is not None
             gates = chains.gates(chains.marginals(net.alpha))
             with _autocast(net, precision):
-                value = _number(loss(net(input_of(batch), gates), batch))
+                value = _number(loss((passes or net)(input_of(batch), gates), batch))
             torch.autograd.backward(value / len(batches))
             task.append(value.detach())
         seen = ratios(budget, net.graph, chains.marginals(net.alpha), chains.sizes, chains.process)
@@ -104,7 +132,8 @@ def _only_alphas(net: Supernet) -> Iterator[None]:
     trained = [weight for weight in net.weights() if weight.requires_grad]
     owners = [(part, name) for part in net.model.modules() for name, _ in part.named_buffers(recurse=False)]
     buffers = [part.get_buffer(name) for part, name in owners]
-    before = [buffer.clone() for buffer in buffers]
+    before = [torch.empty_like(buffer) for buffer in buffers]
+    _copy(before, buffers)
     for weight in trained:
         weight.requires_grad_(False)
     try:
@@ -112,10 +141,17 @@ def _only_alphas(net: Supernet) -> Iterator[None]:
     finally:
         for weight in trained:
             weight.requires_grad_(True)
-        with torch.no_grad():
-            for (part, name), buffer, old in zip(owners, buffers, before, strict=True):
-                setattr(part, name, buffer)  # a forward may have put another tensor in its place
-                buffer.copy_(old)
+        for (part, name), buffer in zip(owners, buffers, strict=True):
+            setattr(part, name, buffer)  # a forward may have put another tensor in its place
+        _copy(buffers, before)
+
+
+@torch.no_grad()
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """All tensors of one kind at once: one kernel on a GPU, not one for each."""
+    for dtype in {target.dtype for target in targets}:
+        pairs = [pair for pair in zip(targets, sources, strict=True) if pair[0].dtype == dtype]
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
 def _number(loss: Tensor) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from dmcp.graph import ChannelGraph, GateFold
 from dmcp.layouts import atoms_of
 from dmcp.markov import group_sizes, marginals
 from dmcp.recording import call_model
-from dmcp.slicing import narrow, unwrap
+from dmcp.slicing import Cut, narrow, unwrap
 from dmcp.spaces import Widths, fingerprint
 
 
@@ -56,8 +58,8 @@ class Supernet(nn.Module):
             ("position", torch.cat([torch.arange(size) for size in spaces])),  # of each channel: its place in the space
         ):
             self.register_buffer(name, table.to(device), persistent=False)
-        self._hard = _FoldTable(graph.hard_folds, graph)
-        self._soft = _FoldTable(graph.soft_folds, graph)
+        self._hard = _FoldTable(graph.hard_folds, spaces).to(device)
+        self._soft = _FoldTable(graph.soft_folds, spaces).to(device)
 
     def weights(self) -> list[nn.Parameter]:
         """Parameters of the network."""
@@ -91,39 +93,127 @@ class Supernet(nn.Module):
 
     def forward(self, x: Any, gates: Tensor) -> Any:
         """Run with gates: bool ones fold into readers, others into norms."""
+        return run_folded(self.model, x, self.fold(gates))
+
+    def fold(self, gates: Tensor) -> dict[str, Tensor]:
+        """The weights that differ with these gates, by name."""
         if gates.shape != self.position.shape:
             raise WidthsError(
                 f"Gates must be one number per channel, {len(self.position)} in all, not {tuple(gates.shape)}."
             )
         table = self._hard if gates.dtype == torch.bool else self._soft
-        folded = table.fold(self.model, gates)
-        return call_model(lambda *args, **kwargs: functional_call(self.model, folded, args, kwargs), x)
+        return table.fold(partial(_tensor, self.model), gates)
 
 
-class _FoldTable:
-    """Index tables that spread the gate vector over the dims of tensors."""
+def run_folded(model: nn.Module, x: Any, folded: dict[str, Tensor]) -> Any:
+    """Run a network with some of its tensors replaced."""
+    return call_model(lambda *args, **kwargs: functional_call(model, folded, args, kwargs), x)
 
-    def __init__(self, folds: tuple[GateFold, ...], graph: ChannelGraph) -> None:
-        offsets = [0]
-        for space in graph.spaces:
-            offsets.append(offsets[-1] + space.size)
-        self.entries = [(fold.tensor, fold.dim, _gate_index(fold, offsets)) for fold in folds]
 
-    def fold(self, model: nn.Module, gates: Tensor) -> dict[str, Tensor]:
-        """Tensors of the model multiplied by their gates, by name."""
+class Narrow:
+    """One sub-network of a supernet as a really narrow network, which is fed with slices of the shared weights.
+
+    It computes what the gated one does, at the cost of its own width; its running statistics are its own. The modes of
+    its modules are those that the supernet had when this was made. On GPUs convolutions of odd widths are slow: with
+    `align` the network is as wide as the next multiple, and the rest of its channels are gated. With a `stem` it takes
+    the output of the whole network's first layers, of which it uses its part.
+    """
+
+    def __init__(
+        self, net: Supernet, widths: Mapping[str, int], align: int = 1, stem: Sequence[str] = (), at: int | None = None
+    ) -> None:
+        graph = net.graph
+        if not graph.exact:
+            raise WidthsError("A narrow network is not what the gated one is where the graph is not exact: use gates.")
+        exact = graph.widths(widths)
+        outer = graph.widths([min(s.size, -(-exact[s.name] // align) * align) for s in graph.spaces])
+        cuts = graph.cuts(outer)
+        self.model = net.model
+        self.skeleton = narrow(net.model, cuts, graph.attributes(outer))
+        skip(self.skeleton, stem)
+        device = net.position.device
+        self.slices = {name: _slices(cut, device) for name, cut in cuts.items()}
+        self.given = (
+            [] if at is None else _slices(graph.cut_value(at, outer), device)
+        )  # what is used of the stem's output
+        self.gates: Tensor | None = None
+        if outer != exact:
+            pairs = zip(outer.values(), exact.values(), strict=True)
+            self.gates = torch.cat([torch.arange(wide) < kept for wide, kept in pairs]).to(device)
+            self.folds = _FoldTable(graph.hard_folds, list(outer.values())).to(device)
+
+    def __call__(self, x: Any) -> Any:
+        """Run it; gradients go to the shared weights."""
+        if self.given:
+            last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
+            for how in self.given:
+                x = _slice(x, *how)
+            x = x.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+        names = dict(self.skeleton.named_parameters())  # without those of the stem
+        tensors = {name: tensor for name, tensor in self.model.named_parameters() if name in names}
+        for name, tensor in tensors.items():
+            for how in self.slices.get(name, ()):
+                tensor = _slice(tensor, *how)
+            tensors[name] = tensor
+        if self.gates is not None:
+            own = dict(self.skeleton.named_buffers()) | tensors
+            tensors |= self.folds.fold(own.__getitem__, self.gates)
+        return run_folded(self.skeleton, x, tensors)
+
+
+def skip(model: nn.Module, paths: Iterable[str]) -> None:
+    """Let some modules of a network hand on what they are given, in place."""
+    for path in paths:
+        owner, _, name = path.rpartition(".")
+        setattr(model.get_submodule(owner), name, nn.Identity())
+
+
+def _slices(cut: Cut, device: torch.device) -> list[tuple[int, int | Tensor]]:
+    """Dims that are cut, and how many are kept if it is the first ones, else which."""
+    found: list[tuple[int, int | Tensor]] = []
+    for dim, kept in enumerate(cut):
+        if kept is not None:
+            first = torch.equal(kept, torch.arange(len(kept)))
+            found.append((dim, len(kept) if first else kept.to(device)))
+    return found
+
+
+def _slice(tensor: Tensor, dim: int, kept: int | Tensor) -> Tensor:
+    return tensor.narrow(dim, 0, kept) if isinstance(kept, int) else tensor.index_select(dim, kept)
+
+
+class _FoldTable(nn.Module):
+    """Spreads the gate vector over the dims of tensors: one gather for all of them."""
+
+    index: Tensor
+
+    def __init__(self, folds: tuple[GateFold, ...], sizes: list[int]) -> None:
+        super().__init__()
+        offsets = [0, *itertools.accumulate(sizes)]
+        tables = [_gate_index(fold, offsets) for fold in folds]
+        depth = max((len(table) for table in tables), default=1)
+        ones = [torch.full((depth - len(table), table.shape[1]), offsets[-1]) for table in tables]
+        rows = [torch.cat(pair) for pair in zip(tables, ones, strict=True)]
+        index = torch.cat(rows, dim=1) if rows else torch.zeros(1, 0, dtype=torch.int64)
+        self.register_buffer("index", index, persistent=False)  # (depth, all dims), places in the gate vector
+        self.folds = [(fold.tensor, fold.dim) for fold in folds]
+        self.sizes = [table.shape[1] for table in tables]
+
+    def fold(self, find: Callable[[str], Tensor], gates: Tensor) -> dict[str, Tensor]:
+        """Tensors multiplied by their gates, by name."""
         extended = torch.cat([gates, gates.new_ones(1)])
+        factors = extended[self.index[0]]
+        for row in self.index[1:]:
+            factors = factors * extended[row]
         folded: dict[str, Tensor] = {}
-        for position, (name, dim, index) in enumerate(self.entries):
-            if index.device != gates.device:
-                index = index.to(gates.device)
-                self.entries[position] = (name, dim, index)
-            tensor = folded[name] if name in folded else _tensor(model, name)
-            factor = extended[index[0]]
-            for column in index[1:]:
-                factor = factor * extended[column]
+        cast: dict[torch.dtype, tuple[Tensor, ...]] = {}
+        for place, (name, dim) in enumerate(self.folds):
+            tensor = folded[name] if name in folded else find(name)
+            if tensor.dtype not in cast:
+                cast[tensor.dtype] = factors.to(tensor.dtype).split(self.sizes)
             shape = [1] * tensor.ndim
             shape[dim] = -1
-            folded[name] = tensor * factor.to(tensor.dtype).reshape(shape)
+            folded[name] = tensor * cast[tensor.dtype][place].reshape(shape)
         return folded
 
 

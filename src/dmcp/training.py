@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from dmcp.batches import Loader, device_of, input_of, labels_of, on_device, size_of, start_epoch
 from dmcp.calibration import Forward, kept_modes
+from dmcp.engine import Engine, Precision, Settled, set_lr, sgd
 from dmcp.errors import TrainingError
 from dmcp.recording import call_model, tensors_in
 
@@ -23,6 +24,7 @@ Loss = Callable[[Any, Any], Tensor]  # (output, batch) -> scalar
 Metric = Callable[[Any, Any], tuple[Tensor, int]]  # (output, batch) -> (sum over the samples, their count)
 
 _WINDOW = 100  # steps between two looks at the losses: each look waits for the GPU
+_LARGE = 2_000_000  # parameters from which a network is taken for one of large images
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
@@ -31,13 +33,6 @@ class Distillation(StrEnum):
 
     NONE = "none"
     TEACHER = "teacher"  # a trained network, given to `train`
-
-
-class Precision(StrEnum):
-    """In what numbers the forward pass computes; weights and losses are always float32."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,15 +51,12 @@ class TrainConfig:
     label_smoothing: float = 0.1  # share of the target spread over all classes, by the default loss
     distillation: Distillation = Distillation.NONE  # `teacher` needs train(..., teacher=...)
     teacher_share: float = 0.5  # of the loss, with a teacher; the labels have the rest
-    precision: Precision = Precision.FLOAT32  # bfloat16 is faster on a GPU
     seed: int = 0  # of dropout and the like; a loader has its own
 
     def __post_init__(self) -> None:
-        for name, kind in (("distillation", Distillation), ("precision", Precision)):
-            value = getattr(self, name)
-            if value not in list(kind):
-                raise TrainingError(f"{name} must be one of {', '.join(kind)}, not {value!r}.")
-            object.__setattr__(self, name, kind(value))
+        if self.distillation not in list(Distillation):
+            raise TrainingError(f"distillation must be one of {', '.join(Distillation)}, not {self.distillation!r}.")
+        object.__setattr__(self, "distillation", Distillation(self.distillation))
         if type(self.epochs) is not int or self.epochs < 1:
             raise TrainingError(f"epochs must be an int of at least 1, not {self.epochs!r}.")
         if not 0 <= self.warmup_epochs <= self.epochs:
@@ -166,6 +158,7 @@ def train(
     loss: Loss | None = None,
     teacher: nn.Module | None = None,
     on_step: Callable[[StepRecord], None] | None = None,
+    engine: Engine | None = None,
 ) -> list[StepRecord]:
     """Train the model in place; afterwards it is in the mode that it was in.
 
@@ -178,30 +171,50 @@ def train(
     if not steps:
         raise TrainingError("There is nothing to train on: the loader has no batches.")
     device = device_of(model)
-    loss = loss or classification_loss(config.label_smoothing)
+    settled = (engine or Engine()).settled(device, steps=steps, large=_large(model), plain=loss is None)
     groups = parameter_groups(model, config.weight_decay)
-    optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
     log = _Log(model, on_step)
     step = 0
-    with kept_modes(model), _evaluating(teacher), _seeded(config.seed, device):
+    with kept_modes(model), _evaluating(teacher), _seeded(config.seed, device), settled.running(model):
         model.train()
+        optimizer = sgd(groups, config.lr, config.momentum, config.nesterov, device)
+        task = loss or classification_loss(config.label_smoothing)
+        run_step = settled.repeated(make_step(model, optimizer, task, teacher, config.teacher_share, settled))
         for epoch in range(config.epochs):
             start_epoch(loader, epoch)
             for batch in loader:
-                batch = on_device(batch, device)
+                batch = settled.laid_out(on_device(batch, device))
                 rate = learning_rate(step, steps, size_of(batch), config)
-                for group in optimizer.param_groups:
-                    group["lr"] = rate
-                with _autocast(device, config.precision):
-                    value = _loss(model, batch, loss, teacher, config.teacher_share)
-                optimizer.zero_grad(set_to_none=True)
-                torch.autograd.backward(value)
-                optimizer.step()
-                log.add(value.detach(), epoch=epoch, step=step, steps=steps, lr=rate)
+                set_lr(optimizer, rate)
+                log.add(run_step(batch), epoch=epoch, step=step, steps=steps, lr=rate)
                 step += 1
             log.look()
     optimizer.zero_grad(set_to_none=True)
     return log.records
+
+
+def make_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Loss,
+    teacher: nn.Module | None,
+    share: float,
+    settled: Settled,
+) -> Callable[[Any], Tensor]:
+    """What one training step does: batch -> loss."""
+    forward = settled.compiled(lambda x: call_model(model, x))
+    guide = settled.compiled(lambda x: call_model(teacher, x)) if teacher else None
+
+    def step(batch: Any) -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        with settled.autocast():
+            value = _loss(forward, batch, loss, guide, share)
+        torch.autograd.backward(value)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return value.detach()
+
+    return step
 
 
 def evaluate(
@@ -281,16 +294,16 @@ class _Log:
         )
 
 
-def _loss(model: nn.Module, batch: Any, loss: Loss, teacher: nn.Module | None, share: float) -> Tensor:
+def _loss(forward: Forward, batch: Any, loss: Loss, teacher: Forward | None, share: float) -> Tensor:
     """The task's loss, with a teacher mixed with imitation."""
-    output = call_model(model, input_of(batch))
+    output = forward(input_of(batch))
     value = loss(output, batch)
     if value.ndim:
         raise TrainingError(f"A loss must be one number, not a tensor of shape {tuple(value.shape)}.")
     if teacher is None:
         return value
     with torch.no_grad():
-        target = tensors_in(call_model(teacher, input_of(batch)))
+        target = tensors_in(teacher(input_of(batch)))
     return (1 - share) * value + share * imitation(output, target)
 
 
@@ -304,6 +317,10 @@ def _logits(output: Any) -> Tensor:
 
 def _autocast(device: torch.device, precision: Precision) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=Precision(precision) is Precision.BFLOAT16)
+
+
+def _large(model: nn.Module) -> bool:
+    return sum(parameter.numel() for parameter in model.parameters()) >= _LARGE
 
 
 @contextlib.contextmanager

@@ -1,0 +1,266 @@
+"""Where and how a network is run: precision, memory layout, compilation, CUDA graphs, determinism."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from dmcp.errors import TrainingError
+
+_WARM = 3  # times that a step is run before it is captured: kernels are loaded and tuned in them
+_WORTH_COMPILING = 20_000  # steps from which compiling a small network pays
+
+
+class Precision(StrEnum):
+    """In what numbers the forward pass computes; weights and losses are always float32."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """How networks are run; None means: what is best for the device."""
+
+    precision: Precision | None = None  # bfloat16 on GPUs that compute in it, float32 elsewhere
+    channels_last: bool | None = None  # images stored pixel by pixel: on GPUs, where convolutions are faster so
+    compile: bool | None = None  # torch.compile: on GPUs, where the run is long enough to pay for the compiling
+    graphs: bool | None = None  # steps replayed as CUDA graphs: on one GPU, with the default losses
+    tf32: bool = True  # float32 products on a GPU may round their factors to 10 bits
+    deterministic: bool = False  # the same bits in every run, also on a GPU; slower
+
+    def __post_init__(self) -> None:
+        if self.precision is not None:
+            if self.precision not in list(Precision):
+                raise TrainingError(f"precision must be one of {', '.join(Precision)}, not {self.precision!r}.")
+            object.__setattr__(self, "precision", Precision(self.precision))
+        for name in ("channels_last", "compile", "graphs"):
+            if getattr(self, name) not in (None, True, False):
+                raise TrainingError(f"{name} must be True, False or None (automatic), not {getattr(self, name)!r}.")
+
+    def settled(self, device: torch.device, *, steps: int = 0, large: bool = False, plain: bool = True) -> Settled:
+        """Every choice made, for a run of so many steps of a small or large network on a device.
+
+        `plain`: nothing of the user's own runs inside a step, and no other process takes part in it.
+        """
+        gpu = device.type == "cuda"
+        half = gpu and torch.cuda.get_device_capability(device) >= (8, 0)
+        return Settled(
+            device=device,
+            precision=self.precision or (Precision.BFLOAT16 if half else Precision.FLOAT32),
+            channels_last=gpu if self.channels_last is None else self.channels_last,
+            compile=gpu and (large or steps >= _WORTH_COMPILING) if self.compile is None else self.compile,
+            graphs=gpu and (plain if self.graphs is None else self.graphs),
+            tf32=self.tf32,
+            deterministic=self.deterministic,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settled:
+    """An engine for one device, with nothing left to choose."""
+
+    device: torch.device
+    precision: Precision
+    channels_last: bool
+    compile: bool
+    graphs: bool
+    tf32: bool
+    deterministic: bool
+
+    def autocast(self) -> torch.autocast:
+        """While entered, forward passes compute in the chosen precision."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision is Precision.BFLOAT16)
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, compiled if that was chosen; once for each shape that it is given."""
+        return torch.compile(function, dynamic=False) if self.compile else function
+
+    def repeated(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """A training step, replayed as a CUDA graph if that was chosen."""
+        return Repeated(step) if self.graphs else step
+
+    def laid_out(self, x: Any) -> Any:
+        """The input of a network in the chosen memory layout."""
+        if not self.channels_last:
+            return x
+        return tree_map_only(Tensor, _channels_last, x)
+
+    @contextlib.contextmanager
+    def running(self, *models: nn.Module) -> Iterator[None]:
+        """While entered, torch's global switches and the layout of the models' weights are the chosen ones."""
+        with contextlib.ExitStack() as undo:
+            if self.deterministic:
+                _deterministic(undo)
+            if self.device.type == "cuda":
+                _cuda_switches(undo, self.tf32, benchmark=not self.deterministic)
+            if self.channels_last:
+                for model in models:
+                    undo.callback(_restride, model, _strides(model))
+                    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            yield
+
+
+def best_device() -> torch.device:
+    """A GPU if there is one."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def sgd(groups: Any, lr: float, momentum: float, nesterov: bool, device: torch.device) -> torch.optim.SGD:
+    """SGD; on a GPU in one kernel, its learning rate there too and its momentum from zero, so that a graph can hold it."""
+    gpu = device.type == "cuda"
+    rate: Any = torch.tensor(lr, device=device) if gpu else lr
+    optimizer = torch.optim.SGD(groups, rate, momentum, nesterov=nesterov, fused=gpu or None)
+    if momentum:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """The learning rate of the next step, of all parameters."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+class Repeated:
+    """A step that is called again and again with tensors of the same shapes: captured once, then replayed.
+
+    The first calls run as they are, on a stream of their own as capturing wants it. A call with other shapes, or a
+    step that cannot be captured (it asks the GPU for a number), runs as it is, too. What the step returns is copied,
+    since the next replay writes to the same place.
+    """
+
+    _pool: Any = None  # memory that all graphs share: only one of them runs at a time
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        self.step = step
+        self.seen: dict[Hashable, int] = {}
+        self.graphs: dict[Hashable, _Graph] = {}
+        self.refused: str = ""  # why no graph is used
+
+    def __call__(self, *inputs: Any) -> Any:
+        leaves, spec = tree_flatten(inputs)
+        key = _key(leaves, spec)
+        if self.refused or key is None:
+            return self.step(*inputs)
+        if key in self.graphs:
+            return self.graphs[key].replay(leaves)
+        self.seen[key] = self.seen.get(key, 0) + 1
+        if self.seen[key] <= _WARM or len(self.graphs) == _MOST_GRAPHS:
+            return self._aside(inputs)
+        try:
+            self.graphs[key] = self._capture(leaves, spec)
+        except Exception as error:  # whatever stops a capture: the step still works without
+            self.refused = str(error).splitlines()[0]
+            torch.cuda.synchronize()
+            return self.step(*inputs)
+        return self.graphs[key].replay(leaves)
+
+    def _aside(self, inputs: Sequence[Any]) -> Any:
+        stream, main = _side_stream(), torch.cuda.current_stream()
+        stream.wait_stream(main)
+        with torch.cuda.stream(stream):
+            out = self.step(*inputs)
+        main.wait_stream(stream)
+        return out
+
+    def _capture(self, leaves: Sequence[Any], spec: Any) -> _Graph:
+        static = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        if Repeated._pool is None:
+            Repeated._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, pool=Repeated._pool, stream=_side_stream()):
+            out = self.step(*tree_unflatten(static, spec))
+        return _Graph(graph, static, out)
+
+
+_MOST_GRAPHS = 2  # per step: the usual batch, and the last one of an epoch
+
+
+@dataclass(frozen=True)
+class _Graph:
+    graph: Any
+    inputs: list[Any]
+    out: Any
+
+    def replay(self, leaves: Sequence[Any]) -> Any:
+        for own, given in zip(self.inputs, leaves, strict=True):
+            if isinstance(own, Tensor):
+                own.copy_(given, non_blocking=True)
+        self.graph.replay()
+        return tree_map_only(Tensor, torch.clone, self.out)
+
+
+_streams: dict[int, torch.cuda.Stream] = {}
+
+
+def _side_stream() -> torch.cuda.Stream:
+    return _streams.setdefault(torch.cuda.current_device(), torch.cuda.Stream())
+
+
+def _key(leaves: Sequence[Any], spec: Any) -> Hashable | None:
+    """What must be the same for a graph to be replayed; None where a leaf cannot be compared or is not on the GPU."""
+    parts: list[Hashable] = [str(spec)]
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            if not leaf.is_cuda:
+                return None
+            parts.append((leaf.shape, leaf.dtype, leaf.stride(), leaf.requires_grad))
+        elif isinstance(leaf, Hashable):
+            parts.append(leaf)
+        else:
+            return None
+    return tuple(parts)
+
+
+def _channels_last(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
+
+
+def _strides(model: nn.Module) -> list[tuple[Tensor, bool]]:
+    """Four-dimensional tensors of a model, and whether each one is stored in the usual order."""
+    return [(tensor, tensor.is_contiguous()) for tensor in (*model.parameters(), *model.buffers()) if tensor.ndim == 4]
+
+
+@torch.no_grad()
+def _restride(model: nn.Module, before: list[tuple[Tensor, bool]]) -> None:
+    for tensor, usual in before:
+        if usual:
+            tensor.data = tensor.data.contiguous()
+
+
+def _deterministic(undo: contextlib.ExitStack) -> None:
+    """Only kernels that give the same bits each time."""
+    undo.callback(
+        torch.use_deterministic_algorithms,
+        torch.are_deterministic_algorithms_enabled(),
+        warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def _cuda_switches(undo: contextlib.ExitStack, tf32: bool, benchmark: bool) -> None:
+    cudnn = torch.backends.cudnn
+    undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+    undo.callback(setattr, cudnn, "allow_tf32", cudnn.allow_tf32)
+    undo.callback(setattr, cudnn, "benchmark", cudnn.benchmark)
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    cudnn.allow_tf32 = tf32
+    cudnn.benchmark = benchmark  # shapes stay the same from step to step

@@ -1,0 +1,243 @@
+"""What each process of tests/test_ranks.py runs; `torchrun tests/rank_programs.py` runs the first one by hand."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dmcp import ranks as ranks_file
+from dmcp.ranks import (
+    ALONE,
+    RankError,
+    Ranks,
+    Watch,
+    current,
+    fewest,
+    gather_bytes,
+    join,
+    leave,
+    mean_gradients,
+    mean_values,
+    part,
+    same_everywhere,
+    share_tensors,
+    sum_values,
+)
+
+
+def agree() -> None:
+    """Every function gives what one process would have computed."""
+    assert current() == ALONE
+    ranks = join("cpu")
+    assert (
+        ranks == current() == join("cpu") == Ranks(*(int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
+    )
+    with Watch(ranks):
+        for count in (10 * ranks.world + 1, ranks.world - 1):  # uneven, and none at all for the last rank
+            check_gradients(count, ranks)
+        check_values(ranks)
+        check_shared(ranks)
+        check_gathered(ranks)
+        check_errors(ranks)
+    store = dist.distributed_c10d._get_default_store()
+    if ranks.rank == ranks.world - 1:
+        time.sleep(0.5)
+        store.set("late", "here")
+    with Watch(ranks):  # a second one does not hear the last words of the first
+        assert store.check(["late"])
+    leave()
+    assert current() == ALONE
+    leave()
+
+
+class Mixed(nn.Module):
+    """Three dtypes, a strided gradient, and a parameter without any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(5, 4, dtype=torch.float64)
+        self.conv = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+        self.short = nn.Parameter(torch.randn(3, dtype=torch.bfloat16))
+        self.scale = nn.Parameter(torch.randn(()))
+        self.unused = nn.Parameter(torch.randn(2))
+
+    def forward(self, rows: Tensor, images: Tensor) -> Tensor:
+        """One loss per sample."""
+        seen = self.conv(images).mean(dim=(2, 3)) * self.scale
+        return self.wide(rows).square().sum(1) + seen.square().sum(1) + (seen.detach().bfloat16() * self.short).sum(1)
+
+
+def check_gradients(count: int, ranks: Ranks) -> None:
+    torch.manual_seed(count)
+    model, rows, images = Mixed(), torch.randn(count, 5, dtype=torch.float64), torch.randn(count, 2, 6, 6)
+    model(rows, images).mean().backward()
+    wanted = {name: one.grad for name, one in model.named_parameters()}
+    model.zero_grad()
+    mine = part(count, ranks)
+    model(rows[mine], images[mine]).mean().backward()
+    samples = len(rows[mine])
+    for one in model.parameters():
+        if one.grad is not None and not samples:
+            one.grad.fill_(torch.nan)
+    with patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as reduce:
+        mean_gradients(list(model.parameters()), samples, ranks)
+    assert reduce.call_count == 3  # one per dtype
+    for name, one in model.named_parameters():
+        if name == "unused":
+            assert one.grad is None and wanted[name] is None
+            continue
+        exact = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[one.dtype]
+        assert one.grad is not None and one.grad.dtype == one.dtype
+        torch.testing.assert_close(one.grad, wanted[name], rtol=exact, atol=exact)
+    bits = torch.cat([one.grad.double().reshape(-1) for one in model.parameters() if one.grad is not None])
+    assert same_everywhere(str(bits.tolist()), ranks)
+
+
+def check_values(ranks: Ranks) -> None:
+    everyone = np.random.default_rng(0).normal(size=(ranks.world, 4, 3))
+    samples = np.arange(ranks.world * 4).reshape(ranks.world, 4, 1)  # rank 0 has a row without samples
+    everyone[0, 0] = np.nan
+    mine = torch.from_numpy(everyone[ranks.rank])
+    kept = mine.clone()
+    wanted = np.nansum(everyone * samples, axis=0) / samples.sum(axis=0)
+    np.testing.assert_allclose(mean_values(mine, torch.from_numpy(samples[ranks.rank]), ranks), wanted, rtol=1e-12)
+    assert torch.equal(mine[1:], kept[1:])
+    one = torch.tensor(float(ranks.rank))
+    weighted = np.average(range(ranks.world), weights=range(1, ranks.world + 1))
+    torch.testing.assert_close(mean_values(one, ranks.rank + 1, ranks), torch.tensor(weighted, dtype=torch.float32))
+
+    large = torch.tensor([2**53 + ranks.rank, ranks.rank])  # a float64 on the way would lose the last bit
+    total = sum_values(large, ranks)
+    steps = sum(range(ranks.world))
+    assert total.dtype == torch.int64 and total.tolist() == [2**53 * ranks.world + steps, steps]
+    assert large.tolist() == [2**53 + ranks.rank, ranks.rank]
+    tiny = sum_values(torch.tensor(1 + 1e-12 * ranks.rank, dtype=torch.float64).expand(2, 2).T, ranks)
+    assert tiny.shape == (2, 2) and abs(float(tiny[0, 0]) - ranks.world - 1e-12 * steps) < 1e-15
+    assert fewest(7 - ranks.rank, ranks) == 8 - ranks.world
+
+
+def check_shared(ranks: Ranks) -> None:
+    def fill(seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        return [
+            nn.Parameter(torch.randn(3, 2, 4, 4).to(memory_format=torch.channels_last)),
+            torch.randn(5).half(),
+            torch.randint(99, (2, 3)),
+            torch.rand(7) > 0.5,
+            torch.randn(()),
+            torch.randn(0),
+            torch.randn(4, 6).T,
+        ]
+
+    tensors = fill(ranks.rank)
+    places = [one.data_ptr() for one in tensors]
+    share_tensors(tensors, ranks)
+    assert places == [one.data_ptr() for one in tensors]
+    assert all(torch.equal(mine, wanted) for mine, wanted in zip(tensors, fill(0), strict=True))
+    assert tensors[0].is_contiguous(memory_format=torch.channels_last)
+
+
+def check_gathered(ranks: Ranks) -> None:
+    def hold(rank: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(rank)
+        tensors = {
+            "flag": torch.tensor(rank % 2 == 0),
+            "state": generator.get_state(),
+            "weights": torch.randn(3, 5, generator=generator, dtype=torch.float64).T,
+            "none": torch.empty(0, 3),
+            "short": torch.randn(3, generator=generator).bfloat16(),
+        }
+        return dict(sorted(tensors.items(), reverse=rank == 1))  # the order of names does not count
+
+    gathered = gather_bytes(hold(ranks.rank), ranks)
+    assert (gathered is not None) == ranks.first
+    for rank, tensors in enumerate(gathered or []):
+        assert set(tensors) == set(hold(rank))
+        for name, one in hold(rank).items():
+            assert tensors[name].dtype == one.dtype and torch.equal(tensors[name], one)
+    assert gather_bytes({}, ranks) == ([{}] * ranks.world if ranks.first else None)
+    assert same_everywhere("batch 32", ranks)
+    assert not same_everywhere(f"batch {32 + (ranks.rank == ranks.world - 1)}", ranks)
+
+
+def check_errors(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match=rf"Rank {ranks.rank} of {ranks.world} holds other tensors"):
+        gather_bytes({"state": torch.zeros(3 + (ranks.rank == 1))}, ranks)
+    broken = patch.object(dist, "broadcast", side_effect=dist.DistBackendError("NCCL is unhappy\nC++ trace"))
+    with broken, pytest.raises(RankError, match=r"lost the others .*\(NCCL is unhappy\): one .* last checkpoint\.$"):
+        share_tensors([torch.zeros(1)], ranks)
+    with (
+        patch.object(dist, "all_reduce", side_effect=torch.OutOfMemoryError("full")),
+        pytest.raises(torch.OutOfMemoryError),  # not the fault of another rank
+    ):
+        fewest(1, ranks)
+
+
+def borrow() -> None:
+    """A process group of the user's own is used, and not destroyed."""
+    dist.init_process_group("gloo")
+    ranks = join()
+    assert ranks == current() and ranks.world == dist.get_world_size() > 1
+    assert fewest(ranks.rank, ranks) == 0
+    leave()
+    assert dist.is_initialized()
+    dist.destroy_process_group()
+
+
+def reduce(ready: str) -> None:
+    """Sum for ever."""
+    ranks = join("cpu")
+    with Watch(ranks):
+        Path(ready).touch()
+        while True:
+            sum_values(torch.ones(1000), ranks)
+
+
+def sleep(ready: str) -> None:
+    """Sleep for ever: only the watch can notice a loss."""
+    with Watch(join("cpu"), period=0.25, patience=4.0, outage=3.0):
+        Path(ready).touch()
+        time.sleep(600)
+
+
+def fail(ready: str) -> None:
+    """Rank 1 fails, the others would wait for ever."""
+    ranks = join("cpu")
+    with Watch(ranks, period=0.5, patience=60.0, outage=10.0):
+        Path(ready).touch()
+        if ranks.rank == 1:
+            raise ValueError("no more images")
+        time.sleep(600)
+
+
+def part_early(ready: str) -> None:
+    """Rank 0 leaves, and takes the store with it; rank 1 goes on for longer than its patience."""
+    ranks = join("cpu")
+    with Watch(ranks, period=0.25, patience=2.0, outage=1.0):
+        Path(ready).touch()
+        time.sleep(0 if ranks.first else 3.0 + ranks.rank)
+    leave()
+
+
+def start(program: str, ready: str, rank: int, world: int, port: int, errors: str) -> None:
+    """Be one of the processes that a launcher starts; what it prints goes to a file."""
+    sink = os.open(errors, os.O_WRONLY | os.O_CREAT)
+    os.dup2(sink, 1)
+    os.dup2(sink, 2)
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    torch.set_num_threads(1)
+    globals()[program](*([ready] if ready else []))
+
+
+if __name__ == "__main__":
+    agree()
+    print("agreed on", ranks_file.__name__, os.environ["RANK"])
