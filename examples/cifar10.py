@@ -58,22 +58,16 @@ def prepare(args: argparse.Namespace) -> tuple[torch.nn.Module, ChannelGraph, da
     return model, trace(model, torch.zeros(1, *sets.shape, device=device)), sets, device
 
 
-def precision(device: str) -> training.Precision:
-    """bfloat16 where it is fast."""
-    return training.Precision.BFLOAT16 if device == "cuda" else training.Precision.FLOAT32
-
-
 def run_search(args: argparse.Namespace) -> None:
     """Search, sample by expectation, write the widths and the log."""
     model, graph, sets, device = prepare(args)
     loader = data.make_loader(sets.train, args.batch, train=True, seed=args.seed, device=device, channels_last=True)
-    net = Supernet(model.to(memory_format=torch.channels_last), graph)
+    net = Supernet(model, graph)
     config = searching.SearchConfig(
         budget=args.budget,
         epochs=args.search_epochs,
         reference_batch=args.batch,
         seed=args.seed,
-        precision=precision(device),
     )
     start = time.time()
     result = searching.search(net, loader, config)
@@ -107,7 +101,6 @@ def run_train(args: argparse.Namespace) -> None:
     }[kind]()
     small = cut(model, graph, widths)
     reinitialise(small, generator=torch.Generator().manual_seed(args.seed))
-    small = small.to(memory_format=torch.channels_last)
     loader = data.make_loader(sets.train, args.batch, train=True, seed=args.seed, device=device, channels_last=True)
     config = training.TrainConfig(
         epochs=args.epochs,
@@ -116,7 +109,6 @@ def run_train(args: argparse.Namespace) -> None:
         reference_batch=None,
         weight_decay=5e-4,
         seed=args.seed,
-        precision=precision(device),
     )
     start = time.time()
     training.train(small, loader, config)

@@ -245,7 +245,9 @@ def test_progress_is_plain_lines_in_a_pipe(capsys: Capture, tmp_path: Path) -> N
     options = [option for option in SMALL if option != "--quiet"]
     code, out, err = run(capsys, "train", *options, "--epochs", "1", "--out", str(tmp_path / "run"))
     assert code == 0
-    assert re.fullmatch(r"unpruned: step 2 of 2, loss [\d.]+, \d+ s left\n", err)
+    settings, progress = err.splitlines()
+    assert settings == "training: batch 512, highest learning rate 0.2"
+    assert re.fullmatch(r"unpruned: step 2 of 2, loss [\d.]+, \d+ s left", progress)
     assert "\x1b" not in out + err
 
 

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import math
+import random
 import tomllib
+import tracemalloc
+import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmcp import data
+from dmcp.batches import generator
 from dmcp.data import ArraySet, Augmentation, DataSets, load, make_loader, split
 from dmcp.errors import DataError
 from dmcp.nets import build
+from dmcp.ranks import Ranks
 
 PACKAGE = Path(data.__file__).parent
 
@@ -156,7 +164,92 @@ def test_images_are_normalised_by_the_training_set() -> None:
         assert (abs(float(images.mean())) < 1e-5 and abs(float(images.std(correction=0)) - 1) < 1e-5) == exact
 
 
-# -- folders
+def plain_batch(part: ArraySet, size: int, train: bool, seed: int, epoch: int, number: int) -> tuple[Tensor, Tensor]:
+    """Image by image: the random numbers of (seed, epoch), a padded copy, a crop, a mirror, a division."""
+    shift, flip, reflect = (part.augmentation.shift, part.augmentation.flip, part.augmentation.reflect)
+    draw = generator(seed, epoch)
+    order = torch.randperm(len(part), generator=draw) if train else torch.arange(len(part))
+    corners = torch.randint(2 * shift + 1, (2, len(part)), generator=draw).tolist()
+    flips = (torch.rand(len(part), generator=draw) < 0.5).tolist()
+    images = []
+    for index in order[number * size : (number + 1) * size].tolist():
+        image = part.images[index].numpy()
+        if train:
+            padded = np.pad(image, ((shift,) * 2, (shift,) * 2, (0, 0)), mode="reflect" if reflect else "constant")
+            top, left = corners[0][index], corners[1][index]
+            image = padded[top : top + image.shape[0], left : left + image.shape[1]]
+            image = image[:, ::-1] if flip and flips[index] else image
+        floats = (torch.from_numpy(image.copy()).float() - torch.tensor(part.mean)) / torch.tensor(part.std)
+        images.append(floats.permute(2, 0, 1))
+    return torch.stack(images), part.labels[order[number * size : (number + 1) * size]]
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize(("flip", "reflect", "channels"), [(True, True, 3), (False, False, 1)])
+def test_batches_are_bit_for_bit_what_the_draws_say(
+    flip: bool, reflect: bool, channels: int, train: bool, channels_last: bool
+) -> None:
+    part = replace(
+        numbered(23, 9, flip, reflect, channels),
+        mean=(125.3, 122.9, 113.8)[:channels],
+        std=(62.9, 62.0, 66.7)[:channels],
+    )
+    loader = make_loader(part, 8, train, seed=3, channels_last=channels_last)
+    for epoch, number in itertools.product(range(3), range(len(loader))):
+        loader.set_epoch(epoch)
+        images, labels = plain_batch(part, 8, train, 3, epoch, number)
+        made = loader.batch(number)
+        assert torch.equal(made[0], images) and torch.equal(made[1], labels)
+        assert made[0].is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+
+
+class _Operations(TorchDispatchMode):
+    """Names of the operations that would be launched on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and func is not torch.ops.aten.empty.memory_format:
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_batch_takes_few_operations_and_no_copy(channels_last: bool) -> None:
+    loader = make_loader(numbered(), 8, train=True, channels_last=channels_last)
+    with _Operations() as operations:
+        loader.batch(1)
+    assert sorted(operations.names) == ["div_", "index", "index", "index", "index", "sub"]
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize(("size", "world"), [(10, 3), (8, 2), (5, 5), (20, 1)])
+def test_ranks_share_the_batches_of_one_process(size: int, world: int, train: bool) -> None:
+    part = numbered(41)  # the last test batch is one image
+    alone = make_loader(part, size, train, seed=1)
+    shares = [make_loader(part, size, train, seed=1, ranks=Ranks(rank, world)) for rank in range(world)]
+    assert {len(loader) for loader in shares} == {len(alone)}
+    for loader in (alone, *shares):
+        loader.set_epoch(2)
+    for whole, *parts in zip(alone, *shares, strict=True):
+        for place in (0, 1):
+            assert torch.equal(torch.cat([part[place] for part in parts]), whole[place])
+        sizes = [len(labels) for _, labels in parts]
+        assert max(sizes) - min(sizes) <= 1
+        assert all(images.shape[1:] == (3, 9, 9) for images, _ in parts)  # also of no images
+    assert train or sizes == [1] + [0] * (world - 1)
+
+
+def test_a_batch_that_cannot_be_shared_is_refused() -> None:
+    with pytest.raises(DataError, match="A batch of 2 leaves some of 3 ranks without images"):
+        make_loader(numbered(), 2, train=True, ranks=Ranks(0, 3))
+    assert len(make_loader(numbered(), 2, train=False, ranks=Ranks(0, 3))) == 20
+
+
+# -- shards
 
 
 def write_shards(folder: Path, **changes: Any) -> Path:
@@ -197,6 +290,9 @@ def pixels(*shape: int) -> np.ndarray:
         ({"train1": {"labels": np.array([{}] * 4)}}, "cannot be read"),  # a pickle, never opened
         ({"train1": {"labels": np.arange(3)}}, "labels (N,), not (4, 12, 12, 3) uint8 and (3,)"),
         ({"train1": {"labels": np.ones(4)}}, "labels must be integers"),
+        ({"train1": {"labels": np.zeros(4, "m8[s]")}}, "labels must be integers"),
+        ({"train1": {"labels": np.array([0, 1, 2, 2**40])}}, "labels go up to 1099511627776; number the classes"),
+        ({"train1": {"labels": np.array([0, 1, 2, 2**64 - 1], np.uint64)}}, "labels go up to 18446744073709551615"),
         ({"train1": {"images": pixels(4, 12, 12)}}, "(N, H, W, C)"),
         ({"train1": {"images": pixels(4, 8, 8, 3)}}, "images of (8, 8, 3), but train-0.npz has (12, 12, 3)"),
         ({"test0": {"images": pixels(5, 12, 12, 1)}}, "test images are (12, 12, 1)"),
@@ -212,98 +308,110 @@ def test_bad_shards(changes: dict[str, Any], text: str, tmp_path: Path) -> None:
     assert text in str(error.value)
 
 
-def write_folder(root: Path, classes: tuple[str, ...] = ("cat", "dog", "eel"), count: int = 4) -> Path:
-    for part, name in itertools.product(("train", "val"), classes):
-        (root / part / name).mkdir(parents=True)
-        for number in range(count):
-            noise = np.random.randint(0, 256, (20, 24, 3), dtype=np.uint8)
-            Image.fromarray(noise).save(root / part / name / f"{number}.png")
-    return root
+def write_member(path: Path, shape: tuple[int, ...], content: bytes, method: int, honest: bool = False) -> None:
+    """A shard whose images claim the shape, in their header and, unless honest, in the directory of the zip file."""
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": shape})
+    with zipfile.ZipFile(path, "w", method) as file:
+        file.writestr("labels.npy", b"")
+        file.writestr("images.npy", header.getvalue() + content)
+        if not honest:  # the directory is written when the file is closed
+            file.getinfo("images.npy").file_size = len(header.getvalue()) + math.prod(shape)
 
 
-def test_image_folder(tmp_path: Path) -> None:
-    sets = load(write_folder(tmp_path / "pets"), size=16)
-    assert (len(sets.train), len(sets.test), sets.classes, sets.shape) == (12, 12, 3, (3, 16, 16))
-    rest, held = split(sets.train, 0.25)
-    assert (len(rest), len(held)) == (9, 3) and not set(rest.paths) & set(held.paths)
-    loader = make_loader(sets.train, 5, train=True, workers=0)
-    assert len(loader) == len(list(loader)) == 2
-    images, labels = next(iter(loader))
-    assert images.shape == (5, 3, 16, 16) and images.dtype == torch.float32 and int(labels.max()) < 3
-    test = list(make_loader(sets.test, 5, train=False, workers=0))
-    assert torch.equal(torch.cat([labels for _, labels in test]), sets.test.labels)
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2])
+@pytest.mark.parametrize("images", [10**12, 10**7, 40])
+def test_a_claim_takes_no_memory(method: int, images: int, tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "shards", train0=None)
+    write_member(folder / "train-0.npz", (images, 12, 12, 3), bytes(10 * 12 * 12 * 3), method)
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match=r"images\.npy claims|EOF: reading array data, expected 17280 bytes"):
+            load(folder)
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    finally:
+        tracemalloc.stop()
 
 
-def test_image_files_are_augmented_by_seed_epoch_and_index(tmp_path: Path) -> None:
-    part = load(write_folder(tmp_path / "pets"), size=16).train
-    before = torch.get_rng_state()
-
-    def pass_(size: int, epoch: int, workers: int = 0) -> list[Tensor]:
-        loader = make_loader(part, size, train=True, seed=1, workers=workers)
-        loader.set_epoch(epoch)
-        return [image for images, _ in loader for image in images]
-
-    first = pass_(4, 2)
-    assert all(torch.equal(a, b) for a, b in zip(first, pass_(6, 2), strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(first, pass_(4, 2, workers=1), strict=True))
-    assert not any(torch.equal(a, b) for a, b in itertools.product(first, pass_(4, 3)))
-    assert torch.equal(before, torch.get_rng_state())
+@pytest.mark.parametrize("images", [10**12, 9, 11, -10])
+def test_a_header_must_match_what_is_there(images: int, tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "shards", train0=None)
+    write_member(folder / "train-0.npz", (images, 12, 12, 3), bytes(10 * 12 * 12 * 3), zipfile.ZIP_STORED, honest=True)
+    with pytest.raises(DataError, match=rf"claims \({images}, 12, 12, 3\) uint8, but holds 4448 bytes"):
+        load(folder)
 
 
-def one_class(root: Path) -> Path:
-    return write_folder(root, ("cat",))
+def test_a_real_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All headers are true, and the array of zeros is packed a thousandfold."""
+    folder = write_shards(tmp_path / "shards")
+    np.savez_compressed(folder / "train-0.npz", images=pixels(6, 12, 12, 3), labels=np.arange(6) % 4)
+    assert len(load(folder).train) == 10
+    np.savez_compressed(folder / "train-0.npz", images=pixels(2000, 12, 12, 3), labels=np.arange(2000) % 4)
+    assert len(load(folder).train) == 2004
+    monkeypatch.setattr(data, "_MOST_DENSE", 100_000)
+    with pytest.raises(DataError, match=r"images\.npy claims 864128 bytes, packed into \d{3,4}$"):
+        load(folder)
 
 
-def without_val(root: Path) -> Path:
-    (write_folder(root) / "val").rename(root / "test")
-    return root
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+@pytest.mark.parametrize("dtype", ["u1", ">i2", "<u8", "i8"])
+def test_honest_shards_of_any_integer_are_read(save: Callable[..., None], dtype: str, tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "shards")
+    black = np.asfortranarray(pixels(4000, 12, 12, 3))  # packs a thousandfold
+    save(folder / "train-1.npz", images=black, labels=(np.arange(4000) % 4).astype(dtype))
+    sets = load(folder)
+    assert len(sets.train) == 4006 and not sets.train.images[6:].any()
+    assert sets.train.labels[6:].tolist() == [0, 1, 2, 3] * 1000
 
 
-def without_images(root: Path) -> Path:
-    for part in ("train", "val"):
-        (root / part / "cat").mkdir(parents=True)
-    return root
+def mutate(content: bytes, draw: random.Random) -> bytes:
+    """Some bytes changed, cut out, repeated, or the end cut off."""
+    changed = bytearray(content)
+    for _ in range(draw.randint(1, 4)):
+        place = draw.randrange(len(changed))
+        kind = draw.randrange(5)
+        if kind < 2:
+            changed[place] = draw.choice([0, 255, draw.randrange(256), changed[place] ^ (1 << draw.randrange(8))])
+        elif kind == 2:
+            del changed[place : place + draw.randint(1, 16)]
+        elif kind == 3:
+            changed[place:place] = changed[place : place + draw.randint(1, 16)]
+        else:
+            changed[place : place + 8] = draw.choice([b"\xff" * 8, b"99999999", b"-0000001", b"\0" * 8])
+        changed = changed or bytearray(b"\0")
+    return bytes(changed[: draw.randrange(1, len(changed) + 1)] if draw.random() < 0.1 else changed)
 
 
-def without_classes(root: Path) -> Path:
-    for part in ("train", "val"):
-        (root / part).mkdir(parents=True)
-    return root
+def mutate_member(path: Path, target: Path, draw: random.Random) -> None:
+    """A sound zip file around a mutated array; its first bytes, the header, more often than the rest."""
+    chosen = draw.choice(["images.npy", "labels.npy"])
+    with zipfile.ZipFile(path) as before, zipfile.ZipFile(target, "w", draw.choice([0, 8])) as after:
+        for name in before.namelist():
+            content = before.read(name)
+            edge = 128 if draw.random() < 0.7 else len(content)
+            after.writestr(name, mutate(content[:edge], draw) + content[edge:] if name == chosen else content)
 
 
-def other_classes(root: Path) -> Path:
-    write_folder(root, ("cat", "dog"))
-    (root / "val" / "dog").rename(root / "val" / "fox")
-    return root
-
-
-def empty(root: Path) -> Path:
-    root.mkdir()
-    return root
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (empty, "needs train/ with one folder of images per class"),
-        (without_val, "needs val/ with one folder of images per class"),
-        (without_images, "Found no valid file for the classes cat"),
-        (without_classes, "find any class folder"),
-        (one_class, "there is one class, cat; at least two are needed"),
-        (other_classes, "these are in one only: dog, fox"),
-    ],
-)
-def test_bad_folders(make: Callable[[Path], Path], text: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError) as error:
-        load(make(tmp_path / "folder"))
-    assert text in str(error.value)
-
-
-def test_a_broken_image_is_named(tmp_path: Path) -> None:
-    sets = load(write_folder(tmp_path / "pets"), size=16)
-    Path(sets.test.paths[0]).write_text("no image")
-    with pytest.raises(DataError, match=r"cat.0\.png cannot be read as an image"):
-        list(make_loader(sets.test, 4, train=False, workers=0))
+def test_mutated_shards_are_refused_or_valid(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "shards")
+    sound = (folder / "train-0.npz").rename(tmp_path / "sound.npz")
+    draw = random.Random(5)
+    valid = 0
+    for number in range(400):
+        if number % 2:
+            mutate_member(sound, folder / "train-0.npz", draw)
+        else:
+            (folder / "train-0.npz").write_bytes(mutate(sound.read_bytes(), draw))
+        try:
+            sets = load(folder)
+        except DataError:
+            continue
+        valid += 1
+        assert sets.train.images.dtype == torch.uint8 and sets.train.images.shape[1:] == (12, 12, 3)
+        assert len(sets.train.labels) == len(sets.train.images) >= 4
+        assert int(sets.train.labels.min()) >= 0 and int(sets.train.labels.max()) < sets.classes <= 2**24 + 1
+        split(sets.train, 0.5)
+    assert 10 < valid < 200
 
 
 @pytest.mark.parametrize(("name", "text"), [("digts", "Did you mean digits?"), ("no/where", "it is no folder")])
@@ -327,12 +435,10 @@ def test_bad_batch_sizes(size: Any) -> None:
         make_loader(numbered(), size, train=True)
 
 
-def test_batch_larger_than_the_data(tmp_path: Path) -> None:
-    folder = load(write_folder(tmp_path / "pets")).train
-    for part, count in ((numbered(), 40), (folder, 12)):
-        with pytest.raises(DataError, match=f"batch of 64 is larger than the data: there are {count} training images"):
-            make_loader(part, 64, train=True)
-        assert len(make_loader(part, 64, train=False)) == 1
+def test_batch_larger_than_the_data() -> None:
+    with pytest.raises(DataError, match="batch of 64 is larger than the data: there are 40 training images"):
+        make_loader(numbered(), 64, train=True)
+    assert len(make_loader(numbered(), 64, train=False)) == 1
 
 
 @pytest.mark.parametrize(

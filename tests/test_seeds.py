@@ -41,7 +41,7 @@ acts = Path(run.parent.parent / "acts").read_text().split()
 start = time.monotonic()
 
 def note(**facts):
-    keys = [key for key in os.environ if key.startswith(("CUDA_", "OMP_"))]
+    keys = [key for key in os.environ if key.startswith(("CUDA_", "OMP_", "PYTHONPATH"))]
     facts |= {"seed": int(seed), "argv": sys.argv[1:], "env": {key: os.environ[key] for key in keys}, "start": start}
     with (run.parent.parent / "calls").open("a") as file:
         file.write(json.dumps(facts) + "\\n")
@@ -193,6 +193,7 @@ def test_cores_are_divided(
     found = calls(folder)
     assert [call["seed"] for call in found] == list(range(number))
     assert {call["env"]["OMP_NUM_THREADS"] for call in found} == {str(threads)}
+    assert {call["env"]["PYTHONPATH"] for call in found} == {"kept"}
     assert most_at_once(found) == at_once
 
 
@@ -253,7 +254,9 @@ def test_seeds_that_make_no_sense(folder: Path, wrong: list[int]) -> None:
 # failures and signals
 
 
-def test_a_seed_that_fails_lets_the_others_go_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seed_that_fails_lets_the_others_go_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(seeds, "_cores", lambda: 2)
     act(folder, "fail-0", "crash-1", "nothing-3")
     with pytest.raises(DmcpError) as caught:
@@ -266,8 +269,11 @@ def test_a_seed_that_fails_lets_the_others_go_on(folder: Path, monkeypatch: pyte
     assert [call["seed"] for call in calls(folder)] == [2]
     assert not list(folder.glob("summary*")) and not list(folder.glob("*lock*"))
     act(folder)
+    capfd.readouterr()
     run_seeds(["prune"], [3, 2, 1, 0], folder, CPU)
     assert [call["seed"] for call in calls(folder)] == [0, 1, 3]
+    said = capfd.readouterr().err.splitlines()
+    assert sorted(said) == [f"seed {seed}: {word}" for seed in (0, 1, 3) for word in (f"hello {seed}", "ready")]
     assert len(json.loads((folder / "summary.json").read_text())["networks"][0]["accuracies"]) == 4
 
 
@@ -375,7 +381,7 @@ def test_a_daemon_that_runs_already_is_used(folder: Path, mps: Path, monkeypatch
 def test_without_mps_the_seeds_run_all_the_same(folder: Path, mps: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (mps / "broken").touch()
     run_seeds(["prune"], [0, 1], folder, GPU)
-    assert [set(call["env"]) for call in calls(folder)] == [{"OMP_NUM_THREADS"}] * 2
+    assert not [name for call in calls(folder) for name in call["env"] if name.startswith("CUDA_")]
     (line,) = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("seed ")]
     assert line == f"dmcp: {seeds.MPS} could not be started: the seeds take turns on the GPU, which is slower."
     (mps / seeds.MPS).unlink()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
-from nets import Chain, Residual, distance, randomise, sample
+import torchvision
+from nets import NETS, Chain, Residual, SharedWeight, distance, randomise, sample
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import dmcp
 from dmcp.errors import WidthsError
+from dmcp.supernet import Narrow
 
 X = sample(Chain.SHAPE)
 
@@ -206,3 +210,155 @@ def test_activations_run_through_the_model_itself(model: nn.Module, graph: Any) 
     net = dmcp.Supernet(watched, graph).eval()
     net(X, net.hard(net.floor))
     assert [value.shape[1] for value in seen] == [7]
+
+
+# -- narrow networks, fed with slices of the shared weights
+
+TOYS = {toy.__name__: toy for toy in NETS}
+ZOO = ("resnet18", "mobilenet_v2", "mobilenet_v3_small", "shufflenet_v2_x1_0", "densenet121")
+
+
+@functools.cache
+def traced(name: str) -> tuple[nn.Module, Any, Tensor]:
+    """A model that no test changes, its graph, and an input."""
+    if name in TOYS:
+        model, shape = TOYS[name](**TOYS[name].FULL), TOYS[name].SHAPE
+    else:
+        model, shape = getattr(torchvision.models, name)(num_classes=5), (3, 32, 32)
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    x = sample(shape)
+    randomise(model)
+    return model, dmcp.trace(model, x[:2]), x
+
+
+def trained(name: str) -> tuple[Any, Tensor]:
+    """A supernet in train mode; a small one whose weights and statistics have moved a little."""
+    model, graph, x = traced(name)
+    net = dmcp.Supernet(model, graph, 4).double().train()
+    optimizer = torch.optim.SGD(net.weights(), 0.01)
+    for _ in range(2 if name in TOYS else 0):  # all numbers are random anyway
+        F.cross_entropy(net(x, net.hard(graph.full)), torch.arange(len(x)) % 5).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return net, x
+
+
+def some_widths(graph: Any, seed: int) -> Any:
+    dice = torch.Generator().manual_seed(seed)
+    return graph.widths([int(torch.randint(1, space.size + 1, (), generator=dice)) for space in graph.spaces])
+
+
+def outcome(net: Any, run: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output, and the gradient of every shared weight."""
+    net.zero_grad()
+    output = run()
+    weights = torch.linspace(-1, 2, output.numel(), dtype=output.dtype).reshape(output.shape)
+    (output * weights).sum().backward()
+    slopes = {
+        name: torch.zeros_like(weight) if weight.grad is None else weight.grad.clone()
+        for name, weight in net.model.named_parameters()
+    }
+    net.zero_grad()
+    return output.detach(), slopes
+
+
+def bits(net: Any) -> dict[str, Any]:
+    """Weights, alphas, statistics and modes."""
+    tensors = {name: tensor.clone() for name, tensor in [*net.named_parameters(), *net.named_buffers()]}
+    return {**tensors, **{f"mode of {name}": torch.tensor(part.training) for name, part in net.named_modules()}}
+
+
+@pytest.mark.parametrize("name", [*TOYS, *ZOO])
+def test_a_narrow_network_is_the_gated_one(name: str) -> None:
+    net, x = trained(name)
+    some = [some_widths(net.graph, seed) for seed in range(3 if name in TOYS else 1)]
+    some += [net.floor, net.graph.full] if name in TOYS else []
+    for training in (True, False):
+        gated = copy.deepcopy(net.train(training), {id(net.graph): net.graph})
+        before = bits(net)
+        for widths in some:
+            expected, slopes = outcome(gated, lambda w=widths, n=gated: n(x, n.hard(w)))
+            scale = max(slope.abs().max() for slope in slopes.values())
+            for align in (1, 4, 8) if name in TOYS else (1, 8) if name != "densenet121" else (4,):  # it has 121 layers
+                small = Narrow(net, widths, align)
+                output, own = outcome(net, lambda run=small: run(x))
+                assert distance(output, expected) < 1e-8, (training, align)
+                worst = {weight: (own[weight] - slope).abs().max() / scale for weight, slope in slopes.items()}
+                assert max(worst.values()) < 1e-8, (training, align, max(worst, key=worst.__getitem__))
+        after = bits(net)
+        assert [key for key in before if not torch.equal(before[key], after[key])] == []
+
+
+@pytest.mark.parametrize("align", [1, 4, 8])
+def test_a_narrow_network_is_as_wide_as_said(align: int) -> None:
+    net, x = trained("Chain")
+    small = Narrow(net, {"conv1": 3, "conv2": 5, "conv3": 6}, align)
+    wide = {1: (3, 5, 6), 4: (4, 8, 6), 8: (7, 8, 6)}[align]  # never wider than the 7, 9 and 6 that there are
+    assert [small.skeleton.get_submodule(f"conv{n}").weight.shape[0] for n in (1, 2, 3)] == list(wide)
+    seen: list[int] = []
+    small.skeleton.conv3.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].shape[1]))
+    small(x)
+    assert seen == [wide[1]]
+
+
+def test_a_narrow_network_follows_the_weights() -> None:
+    """It is made once and used after every step."""
+    net, x = trained("Residual")
+    small = Narrow(net, net.floor, 4)
+    with torch.no_grad():
+        for weight in net.weights():
+            weight.add_(torch.randn_like(weight) / 10)
+    assert distance(small(x), net(x, net.hard(net.floor))) < 1e-9
+
+
+def test_a_narrow_network_has_its_own_statistics() -> None:
+    net, x = trained("Chain")
+    small = Narrow(net, net.floor)
+    before, own = net.model.bn1.running_mean.clone(), small.skeleton.bn1.running_mean.clone()
+    assert torch.equal(own, before[: len(own)])
+    small(x)
+    assert torch.equal(net.model.bn1.running_mean, before)
+    assert not torch.equal(small.skeleton.bn1.running_mean, own)
+
+
+def test_shared_weights_of_a_narrow_network_stay_shared() -> None:
+    net, x = trained(SharedWeight.__name__)
+    small = Narrow(net, some_widths(net.graph, 1), 4)
+    _, slopes = outcome(net, lambda: small(x))
+    assert small.skeleton.left.weight is small.skeleton.right.weight
+    assert "right.weight" not in slopes and slopes["left.weight"].count_nonzero() > 0
+
+
+def test_frozen_weights_of_a_narrow_network_get_no_gradient() -> None:
+    net, x = trained("Chain")
+    net.model.conv2.requires_grad_(False)
+    Narrow(net, net.floor)(x).sum().backward()
+    assert net.model.conv2.weight.grad is None and net.model.conv1.weight.grad is not None
+
+
+class Normed(nn.Module):
+    """A layer norm over channels: narrow ones compute something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.norm, self.two = nn.Linear(3, 8), nn.LayerNorm(8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.norm(self.one(x)))
+
+
+def test_narrow_networks_of_inexact_graphs_are_refused() -> None:
+    graph = dmcp.trace(Normed(), torch.ones(2, 3), exact=False)
+    assert not graph.exact
+    net = dmcp.Supernet(Normed(), graph)
+    with pytest.raises(WidthsError, match="not exact"):
+        Narrow(net, net.floor)
+
+
+@pytest.mark.parametrize("widths", [{"conv1": 0}, {"conv1": 99}, {"conv9": 1}])
+def test_narrow_networks_of_impossible_widths_are_refused(widths: dict[str, int]) -> None:
+    net, _ = trained("Chain")
+    with pytest.raises(WidthsError):
+        Narrow(net, widths)

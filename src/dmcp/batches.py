@@ -91,7 +91,7 @@ def batches_from(loader: Loader, epoch: int, skip: int = 0) -> Iterator[Any]:
         raise DataError(
             f"The loader has {before} batches, but {skip} were used before: give the data and batch size of before."
         )
-    yield from batches
+    return batches
 
 
 def share_of(number: int, batch_size: int, images: int, ranks: Ranks) -> slice:

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dmcp.batches import device_of, input_of, on_device
 from dmcp.errors import DataError
+from dmcp.ranks import Ranks, current, sum_values
 from dmcp.recording import call_model
 
 Forward = Callable[[Any], Any]  # what runs the network on one input
@@ -51,7 +52,7 @@ def recalibrate(
         if not seen:
             raise DataError("Calibration needs at least one batch, and the loader gave none.")
         for statistics in pooled.values():
-            statistics.accept()
+            statistics.accept(current())
 
 
 @contextlib.contextmanager
@@ -91,8 +92,14 @@ class _Pooled:
         self.count = total
         self.calls += 1
 
-    def accept(self) -> None:
-        """From now on the pooled statistics are the result."""
+    def accept(self, ranks: Ranks) -> None:
+        """From now on the pooled statistics, those of all ranks, are the result."""
+        if ranks.world > 1:
+            counts = self.mean.new_tensor([float(self.count)])
+            total = sum_values(counts, ranks)
+            mean = sum_values(self.mean * counts, ranks) / total
+            self.squares = sum_values(self.squares + counts * (self.mean - mean).square(), ranks)
+            self.mean, self.count = mean, int(total)
         if self.count:
             values = (self.mean, self.squares / max(self.count - 1, 1), torch.tensor(self.calls))
             self.result = [value.to(old) for value, old in zip(values, self.result, strict=False)]

@@ -15,16 +15,18 @@ from rich.console import Console
 from rich.table import Table
 
 import dmcp
-from dmcp import commands
-from dmcp.errors import DmcpError
+from dmcp import commands, report_commands
+from dmcp.errors import DmcpError, RankError, StoppedError
 from dmcp.graph import ChannelGraph
 from dmcp.jobs import argument
 from dmcp.jobs import shape as parse_shape
 from dmcp.nets import build, sample_shape
+from dmcp.ranks import EXIT_RANK_LOST
 from dmcp.tracing import trace
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
+_EXIT = {StoppedError: 3, RankError: EXIT_RANK_LOST}  # 2 is a mistake in what was asked for, 1 one of ours
 _PIPE = TextWrapper(44, break_long_words=False, break_on_hyphens=False)  # a cell in a pipe; four columns in 80
 
 
@@ -35,7 +37,7 @@ def main() -> None:
         app(prog_name="dmcp")
     except DmcpError as error:
         print(f"dmcp: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(_EXIT.get(type(error), 2)) from None
 
 
 def _version(wanted: bool) -> None:
@@ -82,6 +84,8 @@ def inspect(
 
 for _command in (commands.prune, commands.search, commands.sample, commands.train, commands.evaluate):
     app.command()(_command)
+app.command()(report_commands.runs)
+app.command()(report_commands.report)
 
 
 def _count(number: int) -> str:

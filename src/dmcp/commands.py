@@ -3,168 +3,192 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
+from dmcp import options as o
 from dmcp import pruning, sampling
+from dmcp import seeds as several
 from dmcp.batches import generator
 from dmcp.budget import check_reachable, costs, parse
 from dmcp.calibration import recalibrate
 from dmcp.cutting import WIDTHS, cut, load, save
-from dmcp.errors import FileError
+from dmcp.engine import Engine
+from dmcp.errors import DmcpError
 from dmcp.figures import draw_all
 from dmcp.forecast import forecast, peak_bytes
 from dmcp.graph import ChannelGraph
 from dmcp.jobs import Job, Opened, build, open_job, trace_job
-from dmcp.progress import Progress, clock
-from dmcp.pruning import OURS, UNPRUNED, Event, Retrain, default_recipe
-from dmcp.runs import REPORT, SETTINGS, Run, free_folder, load_search, markdown, open_run, read_json
+from dmcp.plans import Plan, plan_from_json
+from dmcp.progress import clock
+from dmcp.pruning import OURS, UNPRUNED, Retrain, default_recipe
+from dmcp.recipes import Recipe
+from dmcp.recipes import find as find_recipe
+from dmcp.runs import REPORT, SETTINGS, Run, free_folder, load_search, markdown, read_json
 from dmcp.searching import SearchConfig
+from dmcp.sessions import session
 from dmcp.spaces import Widths
 from dmcp.supernet import Supernet
-from dmcp.training import Precision, TrainConfig
+from dmcp.training import TrainConfig
 
-# options that several commands share
-
-Model = Annotated[str, typer.Option(help="resnet18, timm:NAME, cifar:NAME, digits:resnet, package.module:factory.")]
-ModelArgs = Annotated[list[str] | None, typer.Option(help="Argument of its builder, like width_mult=1.5; repeatable.")]
-Frozen = Annotated[list[str] | None, typer.Option(help="Module or space whose channels stay whole; repeatable.")]
-Data = Annotated[str, typer.Option(help="digits, cifar10, cifar100, a folder of shards, or one with train/ and val/.")]
-Budget = Annotated[str, typer.Option(help="50%, 211M, 1.1G, params:2M, or several: 50%,params:2M.")]
-Out = Annotated[str, typer.Option(help="Folder of the run; default: a new one in runs/.")]
-Epochs = Annotated[int | None, typer.Option(help="Passes over the data in retraining; default: the paper's 100.")]
-SearchEpochs = Annotated[int, typer.Option(help="Passes over the data in the search.")]
-Warmup = Annotated[float | None, typer.Option(help="Share of them for weights only; default 0.5, or 0 with --weights.")]
-Batch = Annotated[int, typer.Option(help="Images in a batch; learning rates are scaled with it.")]
-Lr = Annotated[float | None, typer.Option(help="Highest learning rate of retraining at a batch of 2048; default 0.8.")]
-SearchLr = Annotated[float, typer.Option(help="First learning rate of the search at a batch of 1024.")]
-WeightDecay = Annotated[float, typer.Option(help="Weight decay of search and retraining.")]
-Groups = Annotated[int, typer.Option(help="Groups that each space is divided into.")]
-Align = Annotated[int, typer.Option(help="Widths are multiples of this.")]
-Seed = Annotated[int, typer.Option(help="Of everything random.")]
-RetrainKind = Annotated[Retrain, typer.Option(help="How the pruned network gets its weights.")]
-Controls = Annotated[bool, typer.Option("--controls", help="Also train the unpruned network and uniform widths.")]
-Weights = Annotated[str, typer.Option(help="File to start from: .safetensors, or .pth with weights only.")]
-Input = Annotated[str, typer.Option(help="Shape of one sample, like 3x224x224; default: the data's or the model's.")]
-Holdout = Annotated[float, typer.Option(help="Share of the training images that only the alphas see.")]
-Device = Annotated[str, typer.Option(help="cpu or cuda; default: a GPU if there is one.")]
-Numbers = Annotated[Precision, typer.Option(help="Of the forward passes; bfloat16 is faster on a GPU.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Train nothing: spaces, reachable range, time and memory.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, only the result.")]
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
+_ANYTIME = ("resume", "quiet", "out", "dry_run", "seeds", "ctx")  # options that may be given with --resume
 
 
 def prune(
-    model: Model,
-    data: Data,
-    budget: Budget = "50%",
-    out: Out = "",
-    epochs: Epochs = None,
-    search_epochs: SearchEpochs = 40,
-    warmup: Warmup = None,
-    batch: Batch = 128,
-    lr: Lr = None,
-    search_lr: SearchLr = 0.2,
-    weight_decay: WeightDecay = 1e-4,
-    groups: Groups = 10,
-    align: Align = 1,
-    seed: Seed = 0,
-    retrain: RetrainKind = Retrain.SCRATCH,
-    controls: Controls = False,
-    weights: Weights = "",
-    input: Input = "",
-    model_args: ModelArgs = None,
-    frozen: Frozen = None,
-    holdout: Holdout = 0.0,
-    device: Device = "",
-    precision: Numbers = Precision.FLOAT32,
-    dry_run: DryRun = False,
-    quiet: Quiet = False,
+    ctx: typer.Context,
+    model: o.Model = "",
+    data: o.Data = "",
+    budget: o.Budget = "50%",
+    out: o.Out = "",
+    epochs: o.Epochs = None,
+    search_epochs: o.SearchEpochs = 40,
+    warmup: o.Warmup = None,
+    batch: o.Batch = 128,
+    train_batch: o.TrainBatch = 0,
+    lr: o.Lr = None,
+    search_lr: o.SearchLr = 0.2,
+    weight_decay: o.WeightDecay = 1e-4,
+    groups: o.Groups = 10,
+    align: o.Align = 1,
+    seed: o.Seed = 0,
+    seeds: o.Seeds = 1,
+    retrain: o.RetrainKind = Retrain.SCRATCH,
+    controls: o.Controls = False,
+    weights: o.Weights = "",
+    input: o.Input = "",
+    model_args: o.ModelArgs = None,
+    frozen: o.Frozen = None,
+    holdout: o.Holdout = 0.0,
+    recipe: o.RecipeName = "",
+    device: o.Device = "",
+    precision: o.Numbers = None,
+    compile: o.Compile = None,
+    graphs: o.Graphs = None,
+    channels_last: o.ChannelsLast = None,
+    tf32: o.Tf32 = True,
+    deterministic: o.Deterministic = False,
+    save_steps: o.SaveSteps = 1000,
+    save_minutes: o.SaveMinutes = 5.0,
+    resume: o.Resume = "",
+    dry_run: o.DryRun = False,
+    quiet: o.Quiet = False,
 ) -> None:
-    """Search the widths of a network inside a budget, cut it, train it, test it."""
-    job = _job(locals())
-    config, recipe = _search_config(locals()), _recipe(locals())
-    opened = open_job(job)
-    net = _supernet(opened, config)
+    """Search the widths of a network inside a budget, cut it, train it, test it.
+
+    Examples: dmcp prune --model resnet18 --data ~/photos --budget 50%
+    or, after an interruption: dmcp prune --resume runs/resnet18-photos-prune
+    """
+    plan = _plan(ctx, "prune", locals())
+    assert plan.search is not None and plan.train is not None
     if dry_run:
-        _show_forecast(opened, net, config, recipe, retrain, controls)
+        opened = open_job(plan.job)
+        _check_budget(plan, opened)
+        _show_forecast(opened, plan.search, plan.train, plan.retrain, plan.controls)
         return
-    run = _start(job, opened, out, "prune", search=config, train=recipe, retrain=retrain, controls=controls)
-    with Progress(quiet) as progress:
+    if seeds > 1:
+        _prune_seeds(plan, seeds, out)
+        return
+    with session(plan, _folder(plan, out, resume), bool(resume), quiet, lambda it: _check_budget(plan, it)) as here:
+        opened = here.opened
         result = pruning.prune(
             opened.model,
             opened.loaders.train,
             opened.loaders.test,
-            search=config,
-            train=recipe,
-            retrain=retrain,
-            controls=controls,
+            search=plan.search,
+            train=plan.train,
+            retrain=plan.retrain,
+            controls=plan.controls,
             graph=opened.graph,
             fresh=opened.fresh,
             arch_loader=opened.loaders.arch,
-            on_event=_both(run, progress),
+            train_loader=opened.loaders.retrain,
+            on_event=here.on_event,
+            engine=plan.engine,
+            keep=here.keep,
         )
-    run.finish(result, seed)
+        if not here.ranks.first:
+            return
+        here.run.finish(result, plan.search.seed)
     listed = " and ".join(f"{share:.1%}" for share in pruning.expected_shares(result.search))
     print(f"{len(result.search.log)} search steps; expected cost at their end, before repair: {listed} of the budget")
-    print(f"cut to {_spent(result.graph, result.widths)}\n\n{result.table}\n\n{run.folder}")
+    print(f"cut to {_spent(result.graph, result.widths)}\n\n{result.table}\n\n{here.run.folder}")
 
 
 def search(
-    model: Model,
-    data: Data,
-    budget: Budget = "50%",
-    out: Out = "",
-    search_epochs: SearchEpochs = 40,
-    warmup: Warmup = None,
-    batch: Batch = 128,
-    search_lr: SearchLr = 0.2,
-    weight_decay: WeightDecay = 1e-4,
-    groups: Groups = 10,
-    align: Align = 1,
-    seed: Seed = 0,
-    weights: Weights = "",
-    input: Input = "",
-    model_args: ModelArgs = None,
-    frozen: Frozen = None,
-    holdout: Holdout = 0.0,
-    device: Device = "",
-    precision: Numbers = Precision.FLOAT32,
-    quiet: Quiet = False,
+    ctx: typer.Context,
+    model: o.Model = "",
+    data: o.Data = "",
+    budget: o.Budget = "50%",
+    out: o.Out = "",
+    search_epochs: o.SearchEpochs = 40,
+    warmup: o.Warmup = None,
+    batch: o.Batch = 128,
+    search_lr: o.SearchLr = 0.2,
+    weight_decay: o.WeightDecay = 1e-4,
+    groups: o.Groups = 10,
+    align: o.Align = 1,
+    seed: o.Seed = 0,
+    weights: o.Weights = "",
+    input: o.Input = "",
+    model_args: o.ModelArgs = None,
+    frozen: o.Frozen = None,
+    holdout: o.Holdout = 0.0,
+    recipe: o.RecipeName = "",
+    device: o.Device = "",
+    precision: o.Numbers = None,
+    compile: o.Compile = None,
+    graphs: o.Graphs = None,
+    channels_last: o.ChannelsLast = None,
+    tf32: o.Tf32 = True,
+    deterministic: o.Deterministic = False,
+    save_steps: o.SaveSteps = 1000,
+    save_minutes: o.SaveMinutes = 5.0,
+    resume: o.Resume = "",
+    quiet: o.Quiet = False,
 ) -> None:
-    """Search only: the run keeps the alphas, the expected widths, and the network cut with the searched weights."""
-    job, config = _job(locals()), _search_config(locals())
-    opened = open_job(job)
-    net = _supernet(opened, config)
-    run = _start(job, opened, out, "search", search=config)
-    with Progress(quiet) as progress:
+    """Search only: the run keeps the alphas, the expected widths, and the network cut with the searched weights.
+
+    Example: dmcp search --model cifar:resnet20 --data cifar10 --budget 50%
+    """
+    plan = _plan(ctx, "search", locals())
+    assert plan.search is not None
+    with session(plan, _folder(plan, out, resume), bool(resume), quiet, lambda it: _check_budget(plan, it)) as here:
+        opened = here.opened
+        net = Supernet(opened.model, opened.graph, plan.search.groups, plan.search.align)
+        loaders, report = opened.loaders, here.on_event
         found = pruning.find(
-            net, opened.loaders.train, config, arch_loader=opened.loaders.arch, on_event=_both(run, progress)
+            net, loaders.train, plan.search, None, loaders.arch, report, plan.engine, here.keep(pruning.SEARCH)
         )
-    widths = sampling.expected(found)
-    small = cut(net.model, opened.graph, widths)
-    recalibrate(small, opened.loaders.train)
-    pruning.check_budget(small, widths, found)
-    save(small, widths, run.folder)
-    draw_all(found, widths, run.folder, seed=seed)
+        widths = sampling.expected(found)
+        small = cut(net.model, opened.graph, widths)
+        recalibrate(small, loaders.train)
+        pruning.check_budget(small, widths, found)
+        if not here.ranks.first:
+            return
+        save(small, widths, here.run.folder)
+        draw_all(found, widths, here.run.folder, seed=plan.search.seed)
+        here.run.close()
     _show_widths(opened.graph, widths)
-    print(f"\n{run.folder}")
+    print(f"\n{here.run.folder}")
 
 
 def sample(
-    run: RunFolder,
+    run: o.RunFolder,
     direct: Annotated[int, typer.Option(help="So many different structures drawn from the chains; 0: expected.")] = 0,
-    seed: Seed = 0,
+    seed: o.Seed = 0,
 ) -> None:
-    """Structures of a search, inside its budget: the expected one, or drawn ones (each as a file for dmcp train)."""
-    settings = _settings(run)
-    job = _old_job(settings)
-    graph = trace_job(job, build(job, settings["classes"]), tuple(settings["shape"]))
+    """Structures of a search, inside its budget: the expected one, or drawn ones (each as a file for dmcp train).
+
+    Example: dmcp sample runs/cifar-resnet20-cifar10-search --direct 5
+    """
+    settings, plan = _old_plan(run)
+    graph = trace_job(plan.job, build(plan.job, settings["classes"]), tuple(settings["shape"]))
     found = load_search(run, graph)
     drawn = sampling.direct(found, direct, generator(seed)) if direct else [sampling.expected(found)]
     for number, widths in enumerate(drawn, start=1):
@@ -174,50 +198,67 @@ def sample(
 
 
 def train(
-    model: Model,
-    data: Data,
+    ctx: typer.Context,
+    model: o.Model = "",
+    data: o.Data = "",
     widths: Annotated[str, typer.Option(help="File of widths, of a run or of dmcp sample; default: unpruned.")] = "",
-    out: Out = "",
-    epochs: Epochs = None,
-    batch: Batch = 128,
-    lr: Lr = None,
-    weight_decay: WeightDecay = 1e-4,
-    seed: Seed = 0,
-    retrain: RetrainKind = Retrain.SCRATCH,
-    weights: Weights = "",
-    input: Input = "",
-    model_args: ModelArgs = None,
-    frozen: Frozen = None,
-    device: Device = "",
-    precision: Numbers = Precision.FLOAT32,
-    quiet: Quiet = False,
+    out: o.Out = "",
+    epochs: o.Epochs = None,
+    batch: o.Batch = 128,
+    lr: o.Lr = None,
+    weight_decay: o.WeightDecay = 1e-4,
+    seed: o.Seed = 0,
+    retrain: o.RetrainKind = Retrain.SCRATCH,
+    weights: o.Weights = "",
+    input: o.Input = "",
+    model_args: o.ModelArgs = None,
+    frozen: o.Frozen = None,
+    device: o.Device = "",
+    precision: o.Numbers = None,
+    compile: o.Compile = None,
+    graphs: o.Graphs = None,
+    channels_last: o.ChannelsLast = None,
+    tf32: o.Tf32 = True,
+    deterministic: o.Deterministic = False,
+    save_steps: o.SaveSteps = 1000,
+    save_minutes: o.SaveMinutes = 5.0,
+    resume: o.Resume = "",
+    quiet: o.Quiet = False,
 ) -> None:
-    """Train a network with given widths, or unpruned, and test it."""
-    job, recipe = _job(locals()), _recipe(locals())
-    opened = open_job(job)
-    graph = opened.graph
-    kept = graph.widths(Widths.from_json(read_json(Path(widths)))) if widths else graph.full
-    run = _start(job, opened, out, "train", train=recipe, retrain=retrain, widths=widths)
-    start = opened.model if retrain is Retrain.INHERIT else opened.fresh
-    wanted = {OURS if widths else UNPRUNED: kept}
-    with Progress(quiet) as progress:
-        report = _both(run, progress)
-        trained = pruning.train_all(start, graph, wanted, opened.loaders.train, recipe, retrain, on_event=report)
-        example = next(iter(opened.loaders.train))[0]
-        rows = pruning.compare(trained, graph, wanted, opened.loaders.test, example, on_event=report)
-    save(trained[next(iter(wanted))], kept, run.folder)
-    run.write(REPORT, "\n".join([f"# {job.model}", "", *markdown(rows), ""]))
-    print(f"{pruning.table(rows)}\n\n{run.folder}")
+    """Train a network with given widths, or unpruned, and test it.
+
+    Example: dmcp train --model resnet18 --data ~/photos --widths runs/my-search/widths.json
+    """
+    plan = _plan(ctx, "train", locals())
+    assert plan.train is not None
+    with session(plan, _folder(plan, out, resume), bool(resume), quiet) as here:
+        opened, graph = here.opened, here.opened.graph
+        kept = graph.widths(Widths.from_json(read_json(Path(plan.widths)))) if plan.widths else graph.full
+        start = opened.model if plan.retrain is Retrain.INHERIT else opened.fresh
+        wanted = {OURS if plan.widths else UNPRUNED: kept}
+        settings, way = (plan.train, plan.retrain, None), (here.on_event, plan.engine, here.keep)
+        trained = pruning.train_all(start, graph, wanted, opened.loaders.retrain, *settings, *way)
+        example = next(iter(opened.loaders.retrain))[0]
+        rows = pruning.compare(trained, graph, wanted, opened.loaders.test, example, on_event=here.on_event)
+        if not here.ranks.first:
+            return
+        save(trained[next(iter(wanted))], kept, here.run.folder)
+        here.run.write(REPORT, "\n".join([f"# {plan.job.model}", "", *markdown(rows), ""]))
+        here.run.close()
+    print(f"{pruning.table(rows)}\n\n{here.run.folder}")
 
 
 def evaluate(
-    run: RunFolder,
+    run: o.RunFolder,
     data: Annotated[str, typer.Option(help="Other data than the run's.")] = "",
-    device: Device = "",
+    device: o.Device = "",
 ) -> None:
-    """Test the network of a run on the test set."""
-    old = _old_job(_settings(run))
-    job = replace(old, data=data or old.data, device=device, weights="")
+    """Test the network of a run on the test set.
+
+    Example: dmcp evaluate runs/resnet18-photos-prune
+    """
+    _, plan = _old_plan(run)
+    job = replace(plan.job, data=data or plan.job.data, device=device, weights="")
     opened = open_job(job)
     small = load(run, opened.fresh)
     kept = {run.name: opened.graph.widths(Widths.from_json(read_json(run / WIDTHS)))}
@@ -228,63 +269,123 @@ def evaluate(
 # from options to settings
 
 
-def _job(options: Mapping[str, Any]) -> Job:
+def _plan(ctx: typer.Context, command: str, options: Mapping[str, Any]) -> Plan:
+    """What was asked for: by options, by a recipe that options may change, or by the run that goes on."""
+    options = {name: value for name, value in options.items() if name not in ("ctx", "seeds", "quiet", "dry_run")}
+    given = {name for name in options if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")}
+    if options["resume"]:
+        return _resumed(command, options, given)
+    recipe = find_recipe(options["recipe"]) if options.get("recipe") else None
+    if recipe and "model" not in given:
+        options = options | {"model": recipe.job.model, "model_args": list(recipe.job.model_args)}
+    for name in ("model", "data"):
+        if not options[name]:
+            raise DmcpError(f"--{name} is missing: dmcp {command} --help says what it can be.")
+    job = _job(options, given, recipe)
+    engine = Engine(**{name: options[name] for name in Engine.__dataclass_fields__})
+    searches, trains = command != "train", command != "search"
+    return Plan(
+        command=command,
+        job=job,
+        engine=engine,
+        search=_search_config(options, given, recipe) if searches else None,
+        train=_recipe(options, given, recipe) if trains else None,
+        retrain=_retrain(options, given, recipe),
+        controls=options.get("controls", False),
+        widths=options.get("widths", ""),
+        every_steps=options["save_steps"],
+        every_minutes=options["save_minutes"],
+        options={name: value for name, value in options.items() if name not in _ANYTIME},
+    )
+
+
+def _resumed(command: str, options: Mapping[str, Any], given: set[str]) -> Plan:
+    """The plan of an old run, which options must not contradict."""
+    folder = Path(options["resume"])
+    _, plan = _old_plan(folder)
+    if plan.command != command:
+        raise DmcpError(f"{folder} is a run of dmcp {plan.command}: go on with dmcp {plan.command} --resume {folder}")
+    changed = [
+        f"--{name.replace('_', '-')} was {plan.options.get(name)!r}, is {options[name]!r}"
+        for name in sorted(given - set(_ANYTIME))
+        if plan.options.get(name) != options[name]
+    ]
+    if changed:
+        raise DmcpError(f"{folder} goes on with the settings it began with: {'; '.join(changed)}.")
+    return plan
+
+
+def _job(options: Mapping[str, Any], given: set[str], recipe: Recipe | None) -> Job:
     known = {name: value for name, value in options.items() if name in Job.__dataclass_fields__ and value is not None}
-    return Job(**known | {name: tuple(options[name] or ()) for name in ("model_args", "frozen")})
+    known |= {name: tuple(options[name] or ()) for name in ("model_args", "frozen")}
+    if recipe is not None:
+        own = {"batch": recipe.job.batch, "train_batch": recipe.train_batch}
+        known |= {name: value for name, value in own.items() if name not in given}
+    return Job(**known)
 
 
-def _search_config(options: Mapping[str, Any]) -> SearchConfig:
+def _search_config(options: Mapping[str, Any], given: set[str], recipe: Recipe | None) -> SearchConfig:
     """A network that has its weights already needs no warm-up, but its channels in order."""
     ready = bool(options["weights"])
     warmup = options["warmup"] if options["warmup"] is not None else 0.0 if ready else 0.5
-    same = {name: options[name] for name in ("budget", "groups", "align", "weight_decay", "precision", "seed")}
     lr = options["search_lr"]
-    return SearchConfig(epochs=options["search_epochs"], warmup=warmup, sort=ready, lr=lr, min_lr=lr / 10, **same)
+    wanted = {name: options[name] for name in ("budget", "groups", "align", "weight_decay", "seed")}
+    wanted |= {"epochs": options["search_epochs"], "warmup": warmup, "sort": ready, "lr": lr, "min_lr": lr / 10}
+    if recipe is None:
+        return SearchConfig(**wanted)
+    names = {"search_epochs": ("epochs",), "search_lr": ("lr", "min_lr"), "weights": ("warmup", "sort")}
+    changed = {field for name in given for field in names.get(name, (name,))} | {"seed"}
+    return replace(recipe.search, **{name: value for name, value in wanted.items() if name in changed})
 
 
-def _recipe(options: Mapping[str, Any]) -> TrainConfig:
-    usual = default_recipe(options["retrain"])
+def _recipe(options: Mapping[str, Any], given: set[str], recipe: Recipe | None) -> TrainConfig:
+    usual = recipe.train if recipe else default_recipe(options["retrain"])
     epochs = usual.epochs if options["epochs"] is None else options["epochs"]
     lr = usual.lr if options["lr"] is None else options["lr"]
-    same = {name: options[name] for name in ("weight_decay", "precision", "seed")}
-    return replace(usual, epochs=epochs, lr=lr, warmup_lr=lr * usual.warmup_lr / usual.lr, **same)
+    decay = options["weight_decay"] if recipe is None or "weight_decay" in given else usual.weight_decay
+    first = lr * usual.warmup_lr / usual.lr
+    return replace(usual, epochs=epochs, weight_decay=decay, seed=options["seed"], lr=lr, warmup_lr=first)
 
 
-def _supernet(opened: Opened, config: SearchConfig) -> Supernet:
-    """The supernet, once its budget is known to be reachable: before anything is written."""
-    net = Supernet(opened.model, opened.graph, config.groups, config.align)
-    check_reachable(parse(config.budget, opened.graph), opened.graph, net.floor)
-    return net
+def _retrain(options: Mapping[str, Any], given: set[str], recipe: Recipe | None) -> Retrain:
+    return recipe.retrain if recipe and "retrain" not in given else options.get("retrain", Retrain.SCRATCH)
 
 
-def _start(job: Job, opened: Opened, out: str, command: str, **settings: Any) -> Run:
-    """A new run folder with everything that was asked for."""
-    name = re.sub(r"\W+", "-", f"{job.model} {Path(job.data).name} {command}").strip("-")
-    run = open_run(out or free_folder(name))
-    plain = {key: asdict(value) if hasattr(value, "__dataclass_fields__") else value for key, value in settings.items()}
-    facts = {"command": command, "job": asdict(job), "classes": opened.data.classes, "shape": opened.data.shape}
-    run.write(SETTINGS, facts | plain)
-    return run
+def _folder(plan: Plan, out: str, resume: str) -> Path:
+    name = re.sub(r"\W+", "-", f"{plan.job.model} {Path(plan.job.data).name} {plan.command}").strip("-")
+    return Path(resume or out or free_folder(name))
 
 
-def _settings(run: Path) -> dict[str, Any]:
+def _prune_seeds(plan: Plan, count: int, out: str) -> None:
+    """The same command for several seeds, side by side; their mean and spread."""
+    words = iter(sys.argv[1:])
+    argv = [word for word in words if not _drops(word, words)]
+    folder = _folder(replace(plan, command="seeds"), out, "")
+    first = plan.job.seed
+    runs = several.run_seeds(argv, range(first, first + count), folder, plan.job.place)
+    print(f"{several.markdown(several.summarise(runs))}\n\n{folder}")
+
+
+def _drops(word: str, rest: Any) -> bool:
+    """Whether a word of the command line is for all seeds together, not for one; its value goes with it."""
+    name, equals, _ = word.partition("=")
+    if name not in ("--seeds", "--seed", "--out"):
+        return False
+    if not equals:
+        next(rest, None)
+    return True
+
+
+def _check_budget(plan: Plan, opened: Opened) -> None:
+    """Refuse a budget that cannot be reached before anything is written."""
+    assert plan.search is not None
+    net = Supernet(opened.model, opened.graph, plan.search.groups, plan.search.align)
+    check_reachable(parse(plan.search.budget, opened.graph), opened.graph, net.floor)
+
+
+def _old_plan(run: Path) -> tuple[dict[str, Any], Plan]:
     settings = read_json(run / SETTINGS)
-    if not {"job", "classes", "shape"} <= set(settings):
-        raise FileError(f"{run / SETTINGS}: not the settings of a run of this version.")
-    return settings
-
-
-def _old_job(settings: Mapping[str, Any]) -> Job:
-    stored = settings["job"]
-    return Job(**stored | {name: tuple(stored[name]) for name in ("model_args", "frozen")})
-
-
-def _both(run: Run, progress: Progress) -> Callable[[Event], None]:
-    def report(event: Event) -> None:
-        run.on_event(event)
-        progress.on_event(event)
-
-    return report
+    return settings, plan_from_json(settings, run / SETTINGS)
 
 
 # what is printed
@@ -307,9 +408,8 @@ def _show_widths(graph: ChannelGraph, widths: Widths) -> None:
         print(f"{space.name:<{longest}}  {widths[space.name]:>5} of {space.size}")
 
 
-def _show_forecast(
-    opened: Opened, net: Supernet, config: SearchConfig, recipe: TrainConfig, kind: Retrain, controls: bool
-) -> None:
+def _show_forecast(opened: Opened, config: SearchConfig, recipe: TrainConfig, kind: Retrain, controls: bool) -> None:
+    net = Supernet(opened.model, opened.graph, config.groups, config.align)
     graph, device = opened.graph, net.alpha.device
     print(f"{graph.summary()}\n")
     print(f"reachable: from {_spent(graph, net.floor)}\n           to   {_spent(graph, graph.full)}")

@@ -162,9 +162,8 @@ class ArrayLoader:
         self.shape = dataset.shape
         self.images = _pad(dataset.images, self.augmentation).to(self.device)  # (N, H + 2 shift, W + 2 shift, C) uint8
         self.labels = dataset.labels.to(self.device)
-        self.mean, self.std = (
-            torch.tensor(values, device=self.device)[:, None, None] for values in (dataset.mean, dataset.std)
-        )
+        self.mean = torch.tensor(dataset.mean, device=self.device)[:, None, None]
+        self.std = torch.tensor(dataset.std, device=self.device)[:, None, None]
         # the rows of each crop, and its columns: first those of all crops, then the same from right to left
         moves = torch.arange(2 * self.augmentation.shift + 1)[:, None]
         rows, columns = (moves + torch.arange(extent) for extent in self.shape[1:])
@@ -282,10 +281,8 @@ def _read_shards(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
 def _read_member(file: zipfile.ZipFile, name: str, most: int) -> np.ndarray:
     """One array of a shard of `most` bytes; what its headers claim is checked before memory is taken for it."""
     info = file.getinfo(name)
-    limits = {
-        zipfile.ZIP_STORED: info.compress_size,
-        zipfile.ZIP_DEFLATED: max(_MOST_RATIO * info.compress_size, _MOST_DENSE),
-    }
+    dense = max(_MOST_RATIO * info.compress_size, _MOST_DENSE)
+    limits = {zipfile.ZIP_STORED: info.compress_size, zipfile.ZIP_DEFLATED: dense}  # numpy knows these two
     if info.compress_size > most or info.file_size > limits.get(info.compress_type, 0):
         raise ValueError(f"{name} claims {info.file_size} bytes, packed into {info.compress_size}")
     with file.open(info) as member:

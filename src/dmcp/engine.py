@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from dmcp.errors import TrainingError
 
 _WARM = 3  # times that a step is run before it is captured: kernels are loaded and tuned in them
-_WORTH_COMPILING = 20_000  # steps from which compiling a small network pays
+_WORTH_COMPILING = {True: 2_000, False: 20_000}  # steps from which compiling a large or a small network pays
 
 
 class Precision(StrEnum):
@@ -57,7 +57,7 @@ class Engine:
             device=device,
             precision=self.precision or (Precision.BFLOAT16 if half else Precision.FLOAT32),
             channels_last=gpu if self.channels_last is None else self.channels_last,
-            compile=gpu and (large or steps >= _WORTH_COMPILING) if self.compile is None else self.compile,
+            compile=gpu and steps >= _WORTH_COMPILING[large] if self.compile is None else self.compile,
             graphs=gpu and (plain if self.graphs is None else self.graphs),
             tf32=self.tf32,
             deterministic=self.deterministic,
@@ -105,7 +105,7 @@ class Settled:
             if self.channels_last:
                 for model in models:
                     undo.callback(_restride, model, _strides(model))
-                    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+                    model.to(memory_format=torch.channels_last)
             yield
 
 
@@ -117,7 +117,7 @@ def best_device() -> torch.device:
 
 
 def sgd(groups: Any, lr: float, momentum: float, nesterov: bool, device: torch.device) -> torch.optim.SGD:
-    """SGD; on a GPU in one kernel, its learning rate there too and its momentum from zero, so that a graph can hold it."""
+    """SGD; on a GPU one kernel with its learning rate there and momentum from zero, so that a graph can hold it."""
     gpu = device.type == "cuda"
     rate: Any = torch.tensor(lr, device=device) if gpu else lr
     optimizer = torch.optim.SGD(groups, rate, momentum, nesterov=nesterov, fused=gpu or None)
@@ -211,7 +211,10 @@ _streams: dict[int, torch.cuda.Stream] = {}
 
 
 def _side_stream() -> torch.cuda.Stream:
-    return _streams.setdefault(torch.cuda.current_device(), torch.cuda.Stream())
+    device = torch.cuda.current_device()
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return _streams[device]
 
 
 def _key(leaves: Sequence[Any], spec: Any) -> Hashable | None:

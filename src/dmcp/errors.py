@@ -7,7 +7,9 @@ DmcpError
 ├── DataError       data that is missing, or does not fit the network or the settings
 ├── TrainingError   training that cannot go on: a loss that is not a number
 ├── CutError        a cut network that does not do what the graph predicted
-└── FileError       a saved result that cannot be written, read or trusted (also an OSError)
+├── FileError       a saved result that cannot be written, read or trusted (also an OSError)
+├── RankError       processes of one run that cannot meet, have lost each other or do not agree
+└── StoppedError    a run that was asked to stop, and has saved where it is
 """
 
 from __future__ import annotations
@@ -43,3 +45,11 @@ class CutError(DmcpError):
 
 class FileError(DmcpError, OSError):
     """A saved result that cannot be written, read or trusted."""
+
+
+class RankError(DmcpError):
+    """Processes of one run that cannot meet, have lost each other or do not agree."""
+
+
+class StoppedError(DmcpError):
+    """A run that was asked to stop, and has saved where it is."""

@@ -130,7 +130,7 @@ class FolderLoader:
             if own != self.passes:  # the workers serve the last one only
                 raise DataError("Another pass over this loader began before this one ended: make a second loader.")
             try:
-                batches = batches or self._start(skip)
+                batches = self._start(skip) if batches is None else batches
                 batch = next(batches)
             except RuntimeError as error:
                 if not str(error).startswith("DataLoader worker (pid"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import inspect
 import re
 from collections.abc import Mapping
@@ -17,10 +18,12 @@ from torch import Tensor, nn
 
 from dmcp import cifar_nets, nets
 from dmcp.batches import Loader
-from dmcp.data import DataSets, check_fit, load, make_loader, split
+from dmcp.data import DataSet, DataSets, check_fit, load, make_loader, split
+from dmcp.engine import best_device
 from dmcp.errors import DataError, DmcpError, FileError, WidthsError
 from dmcp.folders import FolderSet
 from dmcp.graph import ChannelGraph
+from dmcp.ranks import current
 from dmcp.tracing import trace
 
 
@@ -35,15 +38,18 @@ class Job:
     weights: str = ""  # file to start from; empty: fresh ones
     frozen: tuple[str, ...] = ()  # modules or spaces that stay whole
     inexact: bool = False  # prune through LayerNorm and GroupNorm too
-    batch: int = 128
+    batch: int = 128  # images in a step, over all processes
+    train_batch: int = 0  # the same in the retraining; 0: as many
     holdout: float = 0.0  # share of the training images that only the alphas see
     device: str = ""  # cpu or cuda; empty: a GPU if there is one
     seed: int = 0
 
     @property
     def place(self) -> torch.device:
-        """The device, if there is such a one."""
-        name = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        """The device, if there is such a one; of several processes on a machine each has its own GPU."""
+        name = self.device or best_device().type
+        if name == "cuda" and (ranks := current()).world > 1:
+            name = f"cuda:{ranks.local}"
         try:
             return torch.zeros(0, device=name).device
         except (RuntimeError, AssertionError) as error:
@@ -52,11 +58,12 @@ class Job:
 
 @dataclass(frozen=True, eq=False)
 class Loaders:
-    """Batches for training, for the alphas (None: the same), and for the test at the end."""
+    """Batches for the search, for its alphas (None: the same), for the test at the end, and for the retraining."""
 
     train: Loader
     arch: Loader | None
     test: Loader
+    retrain: Loader
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,11 +154,28 @@ def _sized(data: DataSets, job: Job, usual: tuple[int, ...]) -> DataSets:
 
 def _loaders(job: Job, data: DataSets, place: torch.device) -> Loaders:
     train, held = split(data.train, job.holdout, job.seed) if job.holdout else (data.train, None)
-    test = make_loader(data.test, min(job.batch, len(data.test)), False, job.seed, place)
-    arch = None
-    if held is not None:
-        arch = make_loader(held, min(job.batch, len(held)), True, job.seed, place)
-    return Loaders(make_loader(train, job.batch, True, job.seed, place), arch, test)
+    ranks = current()
+
+    def make(part: DataSet, batch: int, shuffled: bool) -> Loader:
+        return make_loader(
+            part, min(batch, len(part)) if part is not train else batch, shuffled, job.seed, place, ranks=ranks
+        )
+
+    first = make(train, job.batch, True)
+    retrain = make(train, job.train_batch, True) if job.train_batch not in (0, job.batch) else first
+    arch = None if held is None else make(held, job.batch, True)
+    return Loaders(first, arch, make(data.test, job.batch, False), retrain)
+
+
+def data_identity(data: DataSets) -> dict[str, Any]:
+    """What tells one data set from another: counts, the shape of an image, and the labels in their order."""
+    labels = torch.cat([data.train.labels, data.test.labels]).numpy().tobytes()
+    return {
+        "train": len(data.train),
+        "test": len(data.test),
+        "shape": list(data.shape),
+        "labels": hashlib.sha256(labels).hexdigest()[:16],
+    }
 
 
 # weights from a file

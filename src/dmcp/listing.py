@@ -28,7 +28,7 @@ from dmcp.spaces import Widths
 from dmcp.training import StepRecord
 
 _LISTS, _NAMES = {"weight_losses", "ratios"}, {"name"}  # all other fields of records are numbers
-_OPTIONAL = {"lr", "weight_losses", "alpha_lr", "task_loss", "budget_loss", "ratios"}
+_OPTIONAL = {"lr", "weight_losses", "alpha_lr", "task_loss", "budget_loss", "ratios", "ms", "batch"}
 _KINDS: dict[str, type[SearchRecord] | type[StepRecord] | type[Row]] = {"search": SearchRecord, "test": Row}
 _FIELDS = {kind: {it.name for it in fields(kind)} for kind in (*_KINDS.values(), StepRecord)}
 _TAIL = 2**20  # bytes of a log that a list looks at

@@ -18,8 +18,10 @@ from dmcp.batches import Loader, device_of, generator, input_of, on_device, size
 from dmcp.budget import Budget, ratios
 from dmcp.calibration import kept_modes, recalibrate
 from dmcp.cutting import cut, reinitialise, verify
+from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.graph import ChannelGraph
+from dmcp.keeping import Keeper
 from dmcp.recording import call_model, tensors_in
 from dmcp.sampling import expected, uniform
 from dmcp.searching import SearchConfig, SearchRecord, SearchResult
@@ -29,6 +31,7 @@ from dmcp.supernet import Supernet
 from dmcp.tracing import trace
 from dmcp.training import Distillation, Loss, Metric, StepRecord, TrainConfig, classification_loss, imitation
 
+SEARCH = "search"  # the first stage; the others are named after the network that they train
 OURS, UNPRUNED, UNIFORM = "ours", "unpruned", "uniform widths"  # networks of the final table
 _ROUNDS = 10  # passes that are timed
 
@@ -50,8 +53,8 @@ class Row:
     macs: int  # of one sample
     params: int
     accuracy: float  # mean of the metric over the test set
-    ms: float  # fastest pass over one batch on this machine
-    batch: int  # samples in that batch
+    ms: float = 0.0  # fastest pass over one batch on this machine
+    batch: int = 0  # samples in that batch
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class Event:
 
 
 Report = Callable[[Event], None]
+Keep = Callable[[str], Keeper]  # stage -> what saves its state
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +101,11 @@ def prune(
     loss: Loss | None = None,
     metric: Metric | None = None,
     arch_loader: Loader | None = None,
+    train_loader: Loader | None = None,
     seed: int | None = None,
     on_event: Report | None = None,
+    engine: Engine | None = None,
+    keep: Keep | None = None,
 ) -> PruneResult:
     """Search the widths of the model inside the budget, cut it, train it, and test it. The model is not changed.
 
@@ -108,6 +115,9 @@ def prune(
     graph: what trace gave, if its own settings are not enough.
     fresh: a newly built model, where the given one is trained and has tensors that `reinitialise` has no rule for.
     arch_loader: batches for the alphas; val_loader is touched once all networks are trained.
+    train_loader: batches for the retraining, if other ones than for the search.
+    engine: precision, compiling and the like; what is best for the device, unless it says otherwise.
+    keep: gives each stage a keeper, so that the run can be interrupted.
     seed: of the search and of all trainings, instead of the one in their settings.
     """
     if retrain not in list(Retrain):
@@ -121,7 +131,7 @@ def prune(
     if graph.exact:
         verify(model, graph, sample)  # before hours of work: what is cut will be what was searched
     net = Supernet(model, graph, settings.groups, settings.align)
-    found = find(net, loader, settings, loss, arch_loader, on_event)
+    found = find(net, loader, settings, loss, arch_loader, on_event, engine, keep and keep(SEARCH))
     widths = expected(found)
     wanted = {OURS: widths}
     if controls:
@@ -129,7 +139,7 @@ def prune(
         wanted = {UNPRUNED: graph.full, UNIFORM: same, OURS: widths}
     kind = Retrain(retrain)
     weights = net.model if kind is Retrain.INHERIT else unwrap(fresh or model)
-    nets = train_all(weights, graph, wanted, loader, recipe, kind, loss, on_event)
+    nets = train_all(weights, graph, wanted, train_loader or loader, recipe, kind, loss, on_event, engine, keep)
     check_budget(nets[OURS], widths, found)
     rows = compare(nets, graph, wanted, val_loader, example, metric, on_event)
     return PruneResult(nets[OURS], widths, graph, found, rows)
@@ -142,16 +152,18 @@ def find(
     loss: Loss | None = None,
     arch_loader: Loader | None = None,
     on_event: Report | None = None,
+    engine: Engine | None = None,
+    keeper: Keeper | None = None,
 ) -> SearchResult:
     """`search`, with its steps and its result reported."""
     report = on_event or _silent
     steps = -(-len(loader) // config.accumulate) * config.epochs
 
     def step(record: SearchRecord) -> None:
-        report(Event("search", steps, record))
+        report(Event(SEARCH, steps, record))
 
-    found = searching.search(net, loader, config, loss, arch_loader, step)
-    report(Event("search", steps, found))
+    found = searching.search(net, loader, config, loss, arch_loader, step, engine, keeper)
+    report(Event(SEARCH, steps, found))
     return found
 
 
@@ -174,6 +186,8 @@ def train_all(
     kind: Retrain,
     loss: Loss | None = None,
     on_event: Report | None = None,
+    engine: Engine | None = None,
+    keep: Keep | None = None,
 ) -> dict[str, nn.Module]:
     """Networks with these widths, cut out of one with the given weights and all trained by the same recipe."""
     nets: dict[str, nn.Module] = {}
@@ -181,8 +195,9 @@ def train_all(
     if kind is Retrain.TEACHER:
         wanted = {UNPRUNED: graph.full} | wanted
     for name, widths in wanted.items():
+        way = (_steps_of(name, on_event), engine, keep and keep(name))
         if kind is Retrain.SLIMMABLE and widths != graph.full:
-            nets[name] = _train_inside(weights, graph, widths, loader, config, loss, _steps_of(name, on_event))
+            nets[name] = _train_inside(weights, graph, widths, loader, config, loss, *way)
             continue
         small = cut(weights, graph, widths)
         if kind is Retrain.INHERIT:
@@ -190,7 +205,7 @@ def train_all(
         else:
             reinitialise(small, generator=generator(config.seed))
         recipe = config if teacher is None else replace(config, distillation=Distillation.TEACHER)
-        training.train(small, loader, recipe, loss, teacher, _steps_of(name, on_event))
+        training.train(small, loader, recipe, loss, teacher, *way)
         nets[name] = small
         if kind is Retrain.TEACHER and widths == graph.full:
             teacher = small
@@ -205,6 +220,8 @@ def _train_inside(
     config: TrainConfig,
     loss: Loss | None,
     on_step: Callable[[StepRecord], None],
+    engine: Engine | None,
+    keeper: Keeper | None,
 ) -> nn.Module:
     """Slimmable training: in each step the largest network learns the task and the pruned one imitates it."""
     whole = copy.deepcopy(weights)
@@ -216,7 +233,7 @@ def _train_inside(
         largest, pruned = outputs
         return task(largest, batch) + imitation(pruned, [tensor.detach() for tensor in tensors_in(largest)])
 
-    training.train(pair, loader, config, both, on_step=on_step)
+    training.train(pair, loader, config, both, on_step=on_step, engine=engine, keeper=keeper)
     small = cut(pair.net.model, graph, widths)
     recalibrate(small, loader)  # the running statistics are a mixture of both networks'
     return small

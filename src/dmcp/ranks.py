@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dmcp.errors import DmcpError
+from dmcp.errors import RankError
 
 EXIT_RANK_LOST = 75
 """How a process ends that has lost another rank; sysexits.h calls it a temporary failure: starting again helps."""
@@ -26,10 +26,6 @@ EXIT_RANK_LOST = 75
 GO_ON = "start the run again, it goes on from its last checkpoint."
 MEETING_SECONDS = 600  # how long ranks wait for each other before they watch each other
 DONE, FAILED = "done", "failed"  # the last words of a rank; before, it says how often it has spoken
-
-
-class RankError(DmcpError):
-    """Ranks that cannot meet, have lost each other or do not agree."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,16 +15,19 @@ import torch
 from safetensors import SafetensorError
 
 from dmcp.budget import Budget, Limit
+from dmcp.checkpoints import load_checkpoint
 from dmcp.cutting import save, write_files
 from dmcp.errors import FileError, WidthsError
 from dmcp.figures import draw_all
 from dmcp.graph import ChannelGraph
+from dmcp.keeping import Keeper
 from dmcp.markov import CHAIN, INDEPENDENT
 from dmcp.pruning import Event, PruneResult, Row, expected_shares
-from dmcp.searching import SearchRecord, SearchResult
+from dmcp.searching import SearchResult, as_record
 from dmcp.spaces import Widths
 
-SETTINGS, LOG, REPORT = "settings.json", "log.jsonl", "report.md"
+SETTINGS, LOG, TIMES, REPORT = "settings.json", "log.jsonl", "times.jsonl", "report.md"
+CHECKPOINTS = "checkpoints"  # a folder in it for each stage, until the run is done
 SEARCH, ALPHAS = "search.json", "search.safetensors"
 _FORMAT = "torch-dmcp search 1"
 
@@ -40,25 +44,70 @@ class Run:
         _write_files(self.folder, {name: text.encode()})
 
     def on_event(self, event: Event) -> None:
-        """Keep what a run reports: records as lines of the log, the search as soon as it is done."""
+        """Keep what a run reports: records as lines of the log, the search as soon as it is done.
+
+        Times have a file of their own, so that the logs of two equal runs are equal bit for bit.
+        """
         if isinstance(event.record, SearchResult):
             save_search(event.record, self.folder)
-        else:
-            self.log({"stage": event.stage} | asdict(event.record))
+            return
+        facts = {"stage": event.stage} | asdict(event.record)
+        if isinstance(event.record, Row):
+            self.add(TIMES, {name: facts.pop(name) for name in ("ms", "batch")} | {"name": event.record.name})
+        self.log(facts)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Add one line to the log."""
+        self.add(LOG, record)
+
+    def add(self, name: str, record: Mapping[str, Any]) -> None:
+        """Add one line to a file of records."""
         try:
-            with (self.folder / LOG).open("a") as file:
+            with (self.folder / name).open("a") as file:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:
-            raise FileError(f"{self.folder / LOG}: cannot be written: {error.strerror or error}.") from error
+            raise FileError(f"{self.folder / name}: cannot be written: {error.strerror or error}.") from error
+
+    def lines(self) -> int:
+        """Lines in the log."""
+        return len(self._log())
+
+    def records(self, stage: str) -> list[dict[str, Any]]:
+        """What one stage has logged."""
+        found = [json.loads(line) for line in self._log()]
+        return [{k: v for k, v in record.items() if k != "stage"} for record in found if record["stage"] == stage]
+
+    def _log(self) -> list[str]:
+        path = self.folder / LOG
+        return path.read_text().splitlines() if path.exists() else []
+
+    def keeper(self, stage: str, identity: Mapping[str, Any], **when: Any) -> Keeper:
+        """What saves the state of one stage of this run."""
+        return Keeper(self.stage_folder(stage), identity, lines=self.lines, earlier=lambda: self.records(stage), **when)
+
+    def stage_folder(self, stage: str) -> Path:
+        """Where the checkpoints of a stage are."""
+        return self.folder / CHECKPOINTS / stage.replace(" ", "-")
+
+    def rewind(self) -> None:
+        """Forget what was logged after the last checkpoint: the run will do it again, in the same way."""
+        path = self.folder / CHECKPOINTS
+        stages = sorted(path.iterdir()) if path.is_dir() else []
+        found = [checkpoint for stage in stages if (checkpoint := load_checkpoint(stage)) is not None]
+        kept = max((checkpoint.facts["lines"] for checkpoint in found), default=0)
+        lines = self._log()[:kept]
+        self.write(LOG, "".join(f"{line}\n" for line in lines))
 
     def finish(self, result: PruneResult, seed: int = 0) -> None:
         """Write the network, the figures and the report."""
         save(result.model, result.widths, self.folder)
         figures = draw_all(result.search, result.widths, self.folder, seed=seed)
         self.write(REPORT, report(result, [path.name for path in figures]))
+        self.close()
+
+    def close(self) -> None:
+        """The run is done: its checkpoints are not needed any more."""
+        shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)
 
 
 def open_run(folder: str | os.PathLike[str]) -> Run:
@@ -132,17 +181,8 @@ def load_search(folder: str | os.PathLike[str], graph: ChannelGraph) -> SearchRe
         raise FileError(f"{folder / ALPHAS}: its shapes are not those of this network's chains.")
     budget = Budget(tuple(Limit(**limit) for limit in facts["budget"]["limits"]), facts["budget"]["text"])
     process = INDEPENDENT if facts["independent"] else CHAIN
-    records = tuple(_search_records(folder / LOG))
+    records = tuple(as_record(record) for record in Run(folder).records("search"))
     return SearchResult(alphas, sizes, graph, budget, facts["tolerance"], facts["align"], records, process)
-
-
-def _search_records(path: Path) -> Iterable[SearchRecord]:
-    """The steps of the search in the log, if there is one."""
-    for line in path.read_text().splitlines() if path.exists() else ():
-        record = json.loads(line)
-        if record.pop("stage") == "search":
-            lists = {key: tuple(value) for key, value in record.items() if isinstance(value, list)}
-            yield SearchRecord(**record | lists)
 
 
 # the report

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,12 +12,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from dmcp.batches import Loader, device_of, on_device, size_of, start_epoch
+from dmcp.batches import Loader, device_of, mix, size_of
 from dmcp.budget import Budget, check_reachable, constant_alpha, parse
 from dmcp.engine import Engine, Settled, set_lr, sgd
-from dmcp.errors import DataError, TrainingError, WidthsError
+from dmcp.errors import TrainingError, WidthsError
 from dmcp.graph import ChannelGraph
+from dmcp.keeping import DONE, Feed, Keeper, State
 from dmcp.markov import CHAIN, INDEPENDENT, Process, group_sizes
+from dmcp.ranks import ALONE, Ranks, current, mean_values, share_tensors
 from dmcp.sandwich import Chains, Draw, chains, draw_gates, sort_channels
 from dmcp.spaces import Widths
 from dmcp.stages import ArchRecord, Passes, Subnet, WeightRecord, arch_step, weight_step
@@ -146,6 +147,12 @@ class SearchRecord:
     ratios: tuple[float, ...] | None = None  # expected cost over target, per limit
 
 
+def as_record(plain: Mapping[str, Any]) -> SearchRecord:
+    """A record that was written as JSON."""
+    lists = {key: tuple(value) for key, value in plain.items() if isinstance(value, list)}
+    return SearchRecord(**{**plain, **lists})
+
+
 @dataclass(frozen=True, eq=False)
 class SearchResult:
     """What a search found: the distribution of widths, and what it was searched for."""
@@ -168,36 +175,43 @@ def search(
     arch_loader: Loader | None = None,
     on_record: Callable[[SearchRecord], None] | None = None,
     engine: Engine | None = None,
+    keeper: Keeper | None = None,
 ) -> SearchResult:
     """Train the supernet's weights and alphas, in place; the alphas then say which widths keep the budget best.
 
     `arch_loader` gives the alphas batches of their own; `on_record` sees each record once it has left the device.
-    The same supernet, data, settings and device end in the same bits; the global random state is left as it was.
+    The same supernet, data, settings and device end in the same bits; the global random state is left as it was. With
+    a `keeper` the search saves its state now and then, and begins where the keeper's last checkpoint is.
     """
     budget, path = _prepare(net, config, arch_loader)
-    per_epoch = -(-len(loader) // config.accumulate)
-    total, first = per_epoch * config.epochs, per_epoch * config.warmup_epochs  # steps in all, and of the warm-up
+    ranks, device = current(), device_of(net)
+    steps = config.epochs * -(-len(loader) // config.accumulate)
     settled = (engine or Engine()).settled(
-        device_of(net), steps=total, large=net.graph.macs() >= _LARGE, plain=loss is None
+        device, steps=steps, large=net.graph.macs() >= _LARGE, plain=loss is None and ranks.world == 1
     )
-    log, step, scale = _Log(net, config.log_every, on_record), 0, 0.0
-    with _seeded(net, config.seed) as generator, settled.running(net.model):
+    with _seeded(net, config.seed, ranks) as generator, settled.running(net.model):
+        share_tensors([*net.model.parameters(), *net.model.buffers()], ranks)
+        feed = Feed(loader, settled, ranks, config.accumulate)
+        held_out = feed if arch_loader is None else Feed(arch_loader, settled, ranks, config.accumulate)
+        total, first = feed.per_epoch * config.epochs, feed.per_epoch * config.warmup_epochs
         _start(net, path, budget, config)
-        steps = Steps(net, path, config, budget, loss, settled)
-        held_out = None if arch_loader is None else _endless(arch_loader, settled, config.accumulate)
-        for epoch in range(config.epochs):
-            for batches in _batches(loader, epoch, settled, config.accumulate):
-                trained, moved, lr, alpha_lr = None, None, 0.0, 0.0
-                if step < first or config.train_weights:
-                    scale = scale or sum(map(size_of, batches)) / config.reference_batch
-                    lr = scale * cosine(step, total, config.lr, config.min_lr)
-                    draw = config.warmup_draw if step < first else config.draw
-                    trained = steps.train_weights(batches, draw, generator, lr)
-                if step >= first:
-                    alpha_lr = cosine(step - first, total - first, config.alpha_lr, config.alpha_min_lr)
-                    moved = steps.move_alphas(batches if held_out is None else next(held_out), alpha_lr)
-                log.add(_Step(step, epoch, lr, trained, alpha_lr, moved))
-                step += 1
+        stages = Steps(net, path, config, budget, loss, settled, ranks)
+        state = _state(net, stages, generator, [feed] if held_out is feed else [feed, held_out])
+        log = _Log(net, config.log_every, on_record, ranks)
+        begin, scale = _resume(keeper, state, log, first, ranks)
+        for step in range(begin, total):
+            trained, moved, lr, alpha_lr, batches = None, None, 0.0, 0.0, feed.next()
+            if step < first or config.train_weights:
+                scale = scale or feed.samples(batches, ranks) / config.reference_batch
+                lr = scale * cosine(step, total, config.lr, config.min_lr)
+                draw = config.warmup_draw if step < first else config.draw
+                trained = stages.train_weights(batches, draw, generator, lr)
+            if step >= first:
+                alpha_lr = cosine(step - first, total - first, config.alpha_lr, config.alpha_min_lr)
+                moved = stages.move_alphas(batches if held_out is feed else held_out.next(), alpha_lr)
+            samples = sum(map(size_of, batches))
+            log.add(_Step(step, step // feed.per_epoch, samples, lr, trained, alpha_lr, moved))
+            _keep(keeper, step + 1, total, state, log, scale, ranks)
         log.flush()
     alpha, sizes = net.alpha.detach().cpu().clone(), path.sizes.cpu()
     return SearchResult(
@@ -205,11 +219,45 @@ def search(
     )
 
 
+# leaving and entering
+
+
+def _state(net: Supernet, stages: Steps, generator: torch.Generator, feeds: list[Feed]) -> State:
+    shared = {f"model.{name}": tensor for name, tensor in net.model.named_parameters()} | {"alpha": net.alpha}
+    optimizers = [stages.weights, stages.alphas]
+    return State(shared, dict(net.model.named_buffers()), optimizers, [generator], feeds, net.alpha.device)
+
+
+def _resume(keeper: Keeper | None, state: State, log: _Log, first: int, ranks: Ranks) -> tuple[int, float]:
+    """The step to begin with and the scale of the learning rate, brought back from a checkpoint if there is one."""
+    saved = keeper.load(ranks) if keeper else None
+    if saved is None or keeper is None:
+        return 0, 0.0
+    state.put(saved.tensors, [saved.step, max(0, saved.step - first)][: len(state.feeds)], ranks)
+    log.begin([record for record in keeper.earlier() if record["step"] < saved.step])
+    return saved.step, saved.facts["scale"]
+
+
+def _keep(keeper: Keeper | None, step: int, total: int, state: State, log: _Log, scale: float, ranks: Ranks) -> None:
+    """Save the state after so many steps, if it is time to; all records are out before."""
+    done = step == total
+    if keeper is not None and (done or keeper.due(step, ranks, look=not log.waiting)):
+        log.flush()
+        keeper.save(step, state, {"scale": scale, DONE: done}, ranks)
+
+
 class Steps:
     """The two stages with everything that stays the same from step to step: networks, optimizers, settings."""
 
     def __init__(
-        self, net: Supernet, path: Chains, config: SearchConfig, budget: Budget, loss: Loss | None, settled: Settled
+        self,
+        net: Supernet,
+        path: Chains,
+        config: SearchConfig,
+        budget: Budget,
+        loss: Loss | None,
+        settled: Settled,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.net, self.path, self.config = net, path, config
         loss = classification_loss(config.label_smoothing) if loss is None else loss
@@ -231,12 +279,12 @@ class Steps:
             largest, *others = gates.unbind()
             subnets = [largest, smallest, *others]
             return weight_step(
-                net, batches, self.weights, subnets, loss, config.distil, settled.precision, passes
+                net, batches, self.weights, subnets, loss, config.distil, settled.precision, passes, ranks
             ).losses
 
         def stage2(batches: list[Any]) -> tuple[Tensor | None, Tensor, Tensor]:
             task, pull = loss if config.task_loss else None, (budget, config.budget_weight, config.tolerance)
-            moved = arch_step(net, batches, self.alphas, path, task, *pull, settled.precision, soft)
+            moved = arch_step(net, batches, self.alphas, path, task, *pull, settled.precision, soft, ranks)
             return moved.task_loss, moved.budget_loss, moved.ratios
 
         self.stage1, self.stage2 = settled.repeated(stage1), settled.repeated(stage2)
@@ -301,36 +349,22 @@ def _start(net: Supernet, path: Chains, budget: Budget, config: SearchConfig) ->
 
 
 @contextlib.contextmanager
-def _seeded(net: Supernet, seed: int) -> Iterator[torch.Generator]:
-    """A generator where the supernet lives; the global ones (dropout, loaders) are seeded, and put back at the end."""
+def _seeded(net: Supernet, seed: int, ranks: Ranks) -> Iterator[torch.Generator]:
+    """A generator where the supernet lives, the same on every rank; the global ones (dropout, loaders) are seeded, for
+    each rank with other numbers, and put back at the end.
+    """
     device = device_of(net)
     cuda = device.type == "cuda"
     with torch.random.fork_rng([device] if cuda else []):
-        torch.default_generator.manual_seed(seed)
+        own = mix(seed, ranks.rank) if ranks.rank else seed
+        torch.default_generator.manual_seed(own)
         if cuda:
             with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
+                torch.cuda.manual_seed(own)
         yield torch.Generator(device).manual_seed(seed)
 
 
 # in every step
-
-
-def _batches(loader: Loader, epoch: int, settled: Settled, accumulate: int) -> Iterator[list[Any]]:
-    """The batches of each step of one epoch, on the device of the supernet; the last step may have fewer."""
-    start_epoch(loader, epoch)
-    batches = (settled.laid_out(on_device(batch, settled.device)) for batch in loader)
-    count = 0
-    while chunk := list(itertools.islice(batches, accumulate)):
-        count += 1
-        yield chunk
-    if not count:
-        raise DataError("The loader has no batches: is the batch larger than the data?")
-
-
-def _endless(loader: Loader, settled: Settled, accumulate: int) -> Iterator[list[Any]]:
-    for epoch in itertools.count():
-        yield from _batches(loader, epoch, settled, accumulate)
 
 
 @dataclass(frozen=True)
@@ -339,22 +373,27 @@ class _Step:
 
     step: int
     epoch: int
+    samples: int  # of this rank
     lr: float
     trained: WeightRecord | None
     alpha_lr: float
     moved: ArchRecord | None
 
-    def plain(self) -> SearchRecord:
-        """The same as numbers; waits for the device."""
+    def plain(self, ranks: Ranks) -> SearchRecord:
+        """The same as numbers, means over all ranks; waits for the device."""
+
+        def mean(values: Tensor) -> list[float]:
+            return mean_values(values.reshape(-1), self.samples, ranks).tolist()
+
         record = SearchRecord(self.step, self.epoch)
         if self.trained is not None:
-            record = replace(record, lr=self.lr, weight_losses=tuple(self.trained.losses.tolist()))
+            record = replace(record, lr=self.lr, weight_losses=tuple(mean(self.trained.losses)))
         if self.moved is not None:
             task = self.moved.task_loss
             record = replace(
                 record,
                 alpha_lr=self.alpha_lr,
-                task_loss=None if task is None else task.item(),
+                task_loss=None if task is None else mean(task)[0],
                 budget_loss=self.moved.budget_loss.item(),
                 ratios=tuple(self.moved.ratios.tolist()),
             )
@@ -364,8 +403,11 @@ class _Step:
 class _Log:
     """Records of the steps, read from the device now and then; where one is not finite the search stops."""
 
-    def __init__(self, net: Supernet, every: int, on_record: Callable[[SearchRecord], None] | None) -> None:
+    def __init__(
+        self, net: Supernet, every: int, on_record: Callable[[SearchRecord], None] | None, ranks: Ranks
+    ) -> None:
         self.net = net
+        self.ranks = ranks
         self.every = every
         self.on_record = on_record
         self.records: list[SearchRecord] = []
@@ -375,6 +417,11 @@ class _Log:
     def _state(self) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in self.net.state_dict().items()}
 
+    def begin(self, earlier: list[dict[str, Any]]) -> None:
+        """Go on after these records, from the state that the supernet now has."""
+        self.records = [as_record(record) for record in earlier]
+        self.good = self._state()
+
     def add(self, step: _Step) -> None:
         """Keep what a step saw."""
         self.waiting.append(step)
@@ -383,7 +430,7 @@ class _Log:
 
     def flush(self) -> None:
         """Read what waits; if all of it is finite, remember this state of the supernet, otherwise go back and stop."""
-        steps, self.waiting = [step.plain() for step in self.waiting], []
+        steps, self.waiting = [step.plain(self.ranks) for step in self.waiting], []
         for record in steps:
             self._check(record, "stage 1, the weights", *(record.weight_losses or ()))
             self._check(record, "stage 2, the alphas", record.task_loss or 0.0, record.budget_loss or 0.0)

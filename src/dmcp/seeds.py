@@ -132,9 +132,9 @@ class _Child:
             lines.append(self._rest)
             self._close(signal.SIGTERM)
         for line in lines:
-            text = plain(line.decode(errors="replace").strip().rpartition("\r")[2])  # of a line that moves the last
+            text = plain(line.decode(errors="replace").rstrip().rpartition("\r")[2])  # the end of a line that moves
             if text:
-                self.last = text
+                self.last = text.strip()
                 if not quiet:
                     _say(f"seed {self.seed}: {text}")
 
@@ -250,7 +250,7 @@ def _own_mps(places: dict[str, str]) -> Iterator[dict[str, str]]:
         os.mkdir(place)
     environment = os.environ | places
     try:
-        if _call_mps(["-d"], "", environment) and _ask_mps("get_server_list", environment):
+        if _ask_mps("", environment, "-d") and _ask_mps("get_server_list", environment):
             yield places | _renumber(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
         else:
             _say(f"dmcp: {MPS} could not be started: the seeds take turns on the GPU, which is slower.")
@@ -259,18 +259,13 @@ def _own_mps(places: dict[str, str]) -> Iterator[dict[str, str]]:
         _ask_mps("quit", environment)
 
 
-def _ask_mps(question: str, environment: Mapping[str, str]) -> bool:
+def _ask_mps(question: str, environment: Mapping[str, str], *options: str) -> bool:
     """Whether the daemon of this environment has understood; false if there is none."""
-    return _call_mps([], f"{question}\n", environment)
-
-
-def _call_mps(options: Sequence[str], text: str, environment: Mapping[str, str]) -> bool:
-    """Whether the call went well; its output goes nowhere, since a daemon would hold a pipe open for ever."""
     try:
         done = subprocess.run(
             [MPS, *options],
-            input=text.encode(),
-            stdout=subprocess.DEVNULL,
+            input=f"{question}\n".encode(),
+            stdout=subprocess.DEVNULL,  # a pipe would be held open by the daemon that is started
             stderr=subprocess.DEVNULL,
             env=environment,
             timeout=_ANSWER,

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmcp.batches import input_of
+from dmcp.batches import input_of, size_of
 from dmcp.budget import Budget, budget_loss, ratios
 from dmcp.engine import Precision
 from dmcp.errors import TrainingError
+from dmcp.ranks import ALONE, Ranks, mean_gradients
 from dmcp.recording import tensors_in
 from dmcp.sandwich import Chains
 from dmcp.supernet import Supernet
@@ -62,6 +63,7 @@ def weight_step(
     distil: bool = True,
     precision: Precision = Precision.FLOAT32,
     passes: Passes | None = None,
+    ranks: Ranks = ALONE,
 ) -> WeightRecord:
     """Stage 1 (eq. 14): train these sub-networks, gradients accumulated, one optimizer step in all.
 
@@ -87,6 +89,7 @@ def weight_step(
             target = target or [tensor.detach() for tensor in tensors_in(output)]
         if shared is not None and given.grad is not None:
             torch.autograd.backward(shared, given.grad)  # of all sub-networks at once
+    mean_gradients(_parameters(optimizer), sum(map(size_of, batches)), ranks)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return WeightRecord(torch.stack(losses).reshape(len(batches), len(subnets)).mean(dim=0))
@@ -103,6 +106,7 @@ def arch_step(
     tolerance: float = 0.95,
     precision: Precision = Precision.FLOAT32,
     passes: Passes | None = None,
+    ranks: Ranks = ALONE,
 ) -> ArchRecord:
     """Stage 2 (eq. 15): move the alphas by the task loss of the soft network and by the budget loss.
 
@@ -118,12 +122,17 @@ def arch_step(
                 value = _number(loss((passes or net)(input_of(batch), gates), batch))
             torch.autograd.backward(value / len(batches))
             task.append(value.detach())
+        mean_gradients(_parameters(optimizer), sum(map(size_of, batches)), ranks)
         seen = ratios(budget, net.graph, chains.marginals(net.alpha), chains.sizes, chains.process)
         excess = budget_loss(seen, tolerance)
         torch.autograd.backward(budget_weight * excess)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return ArchRecord(torch.stack(task).mean() if task else None, excess.detach(), seen.detach())
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 @contextlib.contextmanager

@@ -150,11 +150,12 @@ class Narrow:
                 x = _slice(x, *how)
             x = x.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
         names = dict(self.skeleton.named_parameters())  # without those of the stem
-        tensors = {name: tensor for name, tensor in self.model.named_parameters() if name in names}
-        for name, tensor in tensors.items():
-            for how in self.slices.get(name, ()):
-                tensor = _slice(tensor, *how)
-            tensors[name] = tensor
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            if name in names:
+                tensors[name] = parameter
+                for how in self.slices.get(name, ()):
+                    tensors[name] = _slice(tensors[name], *how)
         if self.gates is not None:
             own = dict(self.skeleton.named_buffers()) | tensors
             tensors |= self.folds.fold(own.__getitem__, self.gates)
@@ -210,7 +211,7 @@ class _FoldTable(nn.Module):
         for place, (name, dim) in enumerate(self.folds):
             tensor = folded[name] if name in folded else find(name)
             if tensor.dtype not in cast:
-                cast[tensor.dtype] = factors.to(tensor.dtype).split(self.sizes)
+                cast[tensor.dtype] = torch.split(factors.to(tensor.dtype), self.sizes)
             shape = [1] * tensor.ndim
             shape[dim] = -1
             folded[name] = tensor * cast[tensor.dtype][place].reshape(shape)

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 
-from dmcp.batches import Loader, device_of, input_of, labels_of, on_device, size_of, start_epoch
+from dmcp.batches import Loader, device_of, input_of, labels_of, mix, on_device, size_of
 from dmcp.calibration import Forward, kept_modes
 from dmcp.engine import Engine, Precision, Settled, set_lr, sgd
 from dmcp.errors import TrainingError
+from dmcp.keeping import DONE, Feed, Keeper, State
+from dmcp.ranks import ALONE, Ranks, current, mean_gradients, mean_values, share_tensors, sum_values
 from dmcp.recording import call_model, tensors_in
 
 Loss = Callable[[Any, Any], Tensor]  # (output, batch) -> scalar
@@ -159,38 +161,64 @@ def train(
     teacher: nn.Module | None = None,
     on_step: Callable[[StepRecord], None] | None = None,
     engine: Engine | None = None,
+    keeper: Keeper | None = None,
 ) -> list[StepRecord]:
     """Train the model in place; afterwards it is in the mode that it was in.
 
     The records come in bundles, so that no step waits for the device. A loss or weight that is not finite stops the
-    training with a TrainingError that says where, and leaves the model as it was at the last bundle.
+    training with a TrainingError that says where, and leaves the model as it was at the last bundle. With a `keeper`
+    the training saves its state now and then, and begins where the keeper's last checkpoint is.
     """
     if (teacher is not None) != (config.distillation is Distillation.TEACHER):
         raise TrainingError("A teacher and distillation='teacher' go together: give both or neither.")
-    steps = config.epochs * len(loader)
-    if not steps:
+    if not len(loader):
         raise TrainingError("There is nothing to train on: the loader has no batches.")
-    device = device_of(model)
-    settled = (engine or Engine()).settled(device, steps=steps, large=_large(model), plain=loss is None)
-    groups = parameter_groups(model, config.weight_decay)
-    log = _Log(model, on_step)
-    step = 0
-    with kept_modes(model), _evaluating(teacher), _seeded(config.seed, device), settled.running(model):
+    ranks, device = current(), device_of(model)
+    settled = (engine or Engine()).settled(
+        device, steps=config.epochs * len(loader), large=_large(model), plain=loss is None and ranks.world == 1
+    )
+    with kept_modes(model), _evaluating(teacher), _seeded(config.seed, device, ranks), settled.running(model):
         model.train()
-        optimizer = sgd(groups, config.lr, config.momentum, config.nesterov, device)
+        share_tensors([*model.parameters(), *model.buffers()], ranks)
+        optimizer = sgd(
+            parameter_groups(model, config.weight_decay), config.lr, config.momentum, config.nesterov, device
+        )
         task = loss or classification_loss(config.label_smoothing)
-        run_step = settled.repeated(make_step(model, optimizer, task, teacher, config.teacher_share, settled))
-        for epoch in range(config.epochs):
-            start_epoch(loader, epoch)
-            for batch in loader:
-                batch = settled.laid_out(on_device(batch, device))
-                rate = learning_rate(step, steps, size_of(batch), config)
-                set_lr(optimizer, rate)
-                log.add(run_step(batch), epoch=epoch, step=step, steps=steps, lr=rate)
-                step += 1
-            log.look()
+        run_step = settled.repeated(make_step(model, optimizer, task, teacher, config.teacher_share, settled, ranks))
+        feed = Feed(loader, settled, ranks)
+        steps = config.epochs * feed.per_epoch
+        log = _Log(model, on_step, ranks)
+        shared, own = dict(model.named_parameters()), dict(model.named_buffers())
+        state = State(shared, own, [optimizer], [], [feed], device)
+        for step in range(_resume(keeper, state, log, ranks), steps):
+            (batch,) = feed.next()
+            rate = learning_rate(step, steps, feed.samples([batch], ranks), config)
+            set_lr(optimizer, rate)
+            log.add(run_step(batch), size_of(batch), epoch=step // feed.per_epoch, step=step, steps=steps, lr=rate)
+            if feed.step % feed.per_epoch == 0:
+                log.look()
+            _keep(keeper, step + 1, steps, state, log, ranks)
+        share_tensors(list(model.buffers()), ranks)
     optimizer.zero_grad(set_to_none=True)
     return log.records
+
+
+def _resume(keeper: Keeper | None, state: State, log: _Log, ranks: Ranks) -> int:
+    """The step to begin with, brought back from a checkpoint if there is one."""
+    saved = keeper.load(ranks) if keeper else None
+    if saved is None or keeper is None:
+        return 0
+    state.put(saved.tensors, [saved.step], ranks)
+    log.begin([StepRecord(**record) for record in keeper.earlier() if record["step"] < saved.step])
+    return saved.step
+
+
+def _keep(keeper: Keeper | None, step: int, steps: int, state: State, log: _Log, ranks: Ranks) -> None:
+    """Save the state after so many steps, if it is time to; all records are out before."""
+    done = step == steps
+    if keeper is not None and (done or keeper.due(step, ranks, look=not log.waiting)):
+        log.look()
+        keeper.save(step, state, {DONE: done}, ranks)
 
 
 def make_step(
@@ -200,6 +228,7 @@ def make_step(
     teacher: nn.Module | None,
     share: float,
     settled: Settled,
+    ranks: Ranks = ALONE,
 ) -> Callable[[Any], Tensor]:
     """What one training step does: batch -> loss."""
     forward = settled.compiled(lambda x: call_model(model, x))
@@ -210,6 +239,7 @@ def make_step(
         with settled.autocast():
             value = _loss(forward, batch, loss, guide, share)
         torch.autograd.backward(value)
+        mean_gradients(model.parameters(), size_of(batch), ranks)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return value.detach()
@@ -229,36 +259,45 @@ def evaluate(
     `forward` runs the network where that is not simply model(input), as in `recalibrate`.
     """
     metric = metric or top1
-    device = device_of(model)
+    ranks, device = current(), device_of(model)
     run = forward or (lambda x: call_model(model, x))
-    sums: list[Tensor] = []
+    sums: list[Tensor] = [torch.zeros((), dtype=torch.float64, device=device)]
     count = 0
     with kept_modes(model), torch.no_grad(), _autocast(device, precision):
         model.eval()
         for batch in loader:
             batch = on_device(batch, device)
-            value, samples = metric(run(input_of(batch)), batch)
-            sums.append(value)
-            count += samples
-    if not count:
+            if size_of(batch):  # of a small last batch some ranks have no part
+                value, samples = metric(run(input_of(batch)), batch)
+                sums.append(value.double())
+                count += samples
+    total = torch.stack([torch.stack(sums).sum(), torch.tensor(float(count), device=device, dtype=torch.float64)])
+    summed, samples_seen = sum_values(total, ranks).tolist()
+    if not samples_seen:
         raise TrainingError("There is nothing to evaluate on: the loader gave no samples.")
-    return float(torch.stack(sums).double().sum()) / count
+    return float(summed / samples_seen)
 
 
 class _Log:
     """Losses that wait on the device, and the last state in which everything was finite."""
 
-    def __init__(self, model: nn.Module, on_step: Callable[[StepRecord], None] | None) -> None:
+    def __init__(self, model: nn.Module, on_step: Callable[[StepRecord], None] | None, ranks: Ranks) -> None:
+        self.ranks = ranks
         self.tensors = [*model.parameters(), *model.buffers()]
         self.weights = list(model.parameters())
         self.on_step = on_step
         self.records: list[StepRecord] = []
-        self.waiting: list[tuple[Tensor, dict[str, Any]]] = []
+        self.waiting: list[tuple[Tensor, int, dict[str, Any]]] = []
         self._keep()
 
-    def add(self, loss: Tensor, **facts: Any) -> None:
+    def begin(self, earlier: list[StepRecord]) -> None:
+        """Go on after these records, from the state that the model now has."""
+        self.records = earlier
+        self._keep()
+
+    def add(self, loss: Tensor, samples: int, **facts: Any) -> None:
         """Remember a step; look at the losses once in a while."""
-        self.waiting.append((loss, facts))
+        self.waiting.append((loss, samples, facts))
         if len(self.waiting) == _WINDOW:
             self.look()
 
@@ -267,13 +306,15 @@ class _Log:
         if not self.waiting:
             return
         finite = torch.stack([weight.detach().isfinite().all() for weight in self.weights]).all()
-        read = torch.stack([*(loss.double() for loss, _ in self.waiting), finite.double()]).tolist()
-        for (_, facts), value in zip(self.waiting, read[:-1], strict=True):
+        losses = torch.stack([loss.double() for loss, _, _ in self.waiting])
+        samples = losses.new_tensor([samples for _, samples, _ in self.waiting])
+        read = torch.cat([mean_values(losses, samples, self.ranks), finite.double().reshape(1)]).tolist()
+        for (_, _, facts), value in zip(self.waiting, read[:-1], strict=True):
             if not math.isfinite(value):
                 self._stop(f"the loss is {value}", facts)
         if not read[-1]:
-            self._stop("a weight is no longer finite", self.waiting[-1][1])
-        for (_, facts), value in zip(self.waiting, read[:-1], strict=True):
+            self._stop("a weight is no longer finite", self.waiting[-1][2])
+        for (_, _, facts), value in zip(self.waiting, read[:-1], strict=True):
             self.records.append(StepRecord(loss=value, **facts))
             if self.on_step:
                 self.on_step(self.records[-1])
@@ -290,7 +331,7 @@ class _Log:
             tensor.copy_(good)
         raise TrainingError(
             f"Training stopped at step {facts['step']} (epoch {facts['epoch']}, lr {facts['lr']:.4g}): {what}. The "
-            f"model is back where it was before step {self.waiting[0][1]['step']}; a smaller lr often helps."
+            f"model is back where it was before step {self.waiting[0][2]['step']}; a smaller lr often helps."
         )
 
 
@@ -333,9 +374,9 @@ def _evaluating(teacher: nn.Module | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """The global generators seeded, and afterwards as before."""
+def _seeded(seed: int, device: torch.device, ranks: Ranks) -> Iterator[None]:
+    """The global generators seeded, for each rank with other numbers, and afterwards as before."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
+        torch.manual_seed(mix(seed, ranks.rank) if ranks.rank else seed)
         yield

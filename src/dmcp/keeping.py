@@ -1,0 +1,225 @@
+"""A long loop that can be left and entered again: its batches, its state, and when that is saved."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dmcp.batches import Loader, batches_from, on_device, size_of
+from dmcp.checkpoints import Checkpoint, load_checkpoint, save_checkpoint
+from dmcp.engine import Settled
+from dmcp.errors import DataError, FileError, StoppedError
+from dmcp.ranks import Ranks, fewest, gather_bytes, sum_values
+
+DONE = "done"  # whether the loop of a checkpoint was at its end
+
+
+class Feed:
+    """The batches of one step after the other, epoch after epoch, on the device; it can be entered at any step."""
+
+    def __init__(self, loader: Loader, settled: Settled, ranks: Ranks, accumulate: int = 1) -> None:
+        self.loader, self.settled, self.accumulate = loader, settled, accumulate
+        self.batches = fewest(len(loader), ranks)  # in an epoch; loaders of some ranks may have more
+        if not self.batches:
+            raise DataError("The loader has no batches: is the batch larger than the data?")
+        self.per_epoch = -(-self.batches // accumulate)  # steps
+        self.step = 0  # the next one
+        self.start: dict[str, Tensor] = {}  # random numbers at the start of the epoch
+        self._rest: Iterator[Any] = iter(())
+
+    def enter(self, step: int, start: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:
+        """Go to a step; what a user's loader drew before it is drawn once more from where it was drawn then."""
+        self.step = step
+        if step % self.per_epoch:
+            set_random_state(start)
+            self._open(step % self.per_epoch)
+            set_random_state(now)
+
+    def next(self) -> list[Any]:
+        """The batches of the next step; the last one of an epoch may have fewer."""
+        if self.step % self.per_epoch == 0:
+            self._open(0)
+        place = self.step % self.per_epoch
+        wanted = min(self.accumulate, self.batches - place * self.accumulate)
+        chunk = list(itertools.islice(self._rest, wanted))
+        if len(chunk) < wanted:
+            count = place * self.accumulate + len(chunk)
+            raise DataError(f"The loader says that it has {self.batches} batches, but gave {count}.")
+        self.step += 1
+        device = self.settled.device
+        return [self.settled.laid_out(on_device(batch, device)) for batch in chunk]
+
+    def samples(self, batches: Sequence[Any], ranks: Ranks) -> int:
+        """In the batches of one step, over all ranks."""
+        return int(sum_values(torch.tensor([sum(map(size_of, batches))]), ranks))
+
+    def _open(self, place: int) -> None:
+        self.start = random_state(self.settled.device)
+        self._rest = batches_from(self.loader, self.step // self.per_epoch, place * self.accumulate)
+
+
+# random numbers
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """The global generators of torch, Python and NumPy as tensors."""
+    version, words, gauss = random.getstate()
+    _, array, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor([version, *words]),
+        "python.gauss": torch.tensor([float("nan") if gauss is None else gauss], dtype=torch.float64),
+        "numpy": torch.tensor([*np.asarray(array).tolist(), int(position), int(has_gauss)]),
+        "numpy.gauss": torch.tensor([float(cached)], dtype=torch.float64),
+    }
+    return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def set_random_state(state: Mapping[str, Tensor]) -> None:
+    """Bring the global generators to a state."""
+    torch.set_rng_state(state["torch"])
+    version, *words = state["python"].tolist()
+    gauss = state["python.gauss"].item()
+    random.setstate((version, tuple(words), None if gauss != gauss else gauss))
+    *array, position, has_gauss = state["numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(array, np.uint32), position, has_gauss, state["numpy.gauss"].item()))
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+# the state of a loop
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """Everything that changes from step to step. What is `shared` is the same on every rank, the rest is each one's."""
+
+    shared: Mapping[str, Tensor]  # weights, alphas
+    own: Mapping[str, Tensor]  # buffers, such as running statistics
+    optimizers: Sequence[torch.optim.Optimizer]
+    generators: Sequence[torch.Generator]
+    feeds: Sequence[Feed]
+    device: torch.device
+
+    def take(self, ranks: Ranks) -> dict[str, Tensor] | None:
+        """Copies of it all on the CPU, of all ranks, by name; for rank 0, None for the others."""
+        own = {f"own/{name}": tensor.detach().cpu() for name, tensor in self.own.items()}
+        own |= {f"random/{name}": tensor for name, tensor in random_state(self.device).items()}
+        for number, generator in enumerate(self.generators):
+            own[f"generator/{number}"] = generator.get_state()
+        for number, feed in enumerate(self.feeds):
+            own |= {f"feed/{number}/{name}": tensor for name, tensor in feed.start.items()}
+        everyone = gather_bytes(own, ranks)
+        if everyone is None:
+            return None
+        taken = {f"shared/{name}": tensor.detach().cpu() for name, tensor in self.shared.items()}
+        for number, optimizer in enumerate(self.optimizers):
+            taken |= {f"optimizer/{number}/{name}": tensor for name, tensor in _momenta(optimizer).items()}
+        for rank, tensors in enumerate(everyone):
+            taken |= {f"rank{rank}/{name}": tensor for name, tensor in tensors.items()}
+        return taken
+
+    @torch.no_grad()
+    def put(self, taken: Mapping[str, Tensor], steps: Sequence[int], ranks: Ranks) -> None:
+        """Bring everything back to what was taken, each feed to its step."""
+        for name, tensor in self.shared.items():
+            tensor.copy_(taken[f"shared/{name}"])
+        for number, optimizer in enumerate(self.optimizers):
+            for name, tensor in _momenta(optimizer).items():
+                tensor.copy_(taken[f"optimizer/{number}/{name}"])
+        mine = _under(f"rank{ranks.rank}/", taken)
+        for name, tensor in self.own.items():
+            tensor.copy_(mine[f"own/{name}"])
+        for number, generator in enumerate(self.generators):
+            generator.set_state(mine[f"generator/{number}"])
+        now = _under("random/", mine)
+        for number, (feed, step) in enumerate(zip(self.feeds, steps, strict=True)):
+            feed.enter(step, _under(f"feed/{number}/", mine), now)
+        set_random_state(now)
+
+
+def _momenta(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The momentum of each parameter, by its number."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states = ((number, optimizer.state.get(parameter, {})) for number, parameter in enumerate(parameters))
+    return {str(number): state["momentum_buffer"] for number, state in states if "momentum_buffer" in state}
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+# when it is saved
+
+
+def _never() -> bool:
+    return False
+
+
+@dataclass(eq=False)
+class Keeper:
+    """Saves the state of one loop in a folder now and then, and brings a new loop to where an old one was."""
+
+    folder: Path
+    identity: Mapping[str, Any] = field(default_factory=dict)  # settings that must be those of before, as plain JSON
+    every_steps: int = 1000
+    every_seconds: float = 300.0
+    asked_to_stop: Callable[[], bool] = _never
+    lines: Callable[[], int] = int  # lines in the log of the run
+    earlier: Callable[[], list[dict[str, Any]]] = list  # records of this loop in that log
+    notice: Callable[[str], None] | None = None  # hears what a person should know
+    _step: int = 0  # of the last checkpoint
+    _time: float = field(default_factory=time.monotonic)
+
+    def load(self, ranks: Ranks) -> Checkpoint | None:
+        """The newest checkpoint, if there is one; FileError where it was made with other settings."""
+        found = load_checkpoint(self.folder, self.notice if ranks.first else None)
+        if found is None:
+            return None
+        self._step = found.step
+        differences = list(_differences(found.facts["identity"], self._identity(ranks)))
+        if differences:
+            listed = "; ".join(differences)
+            raise FileError(f"{self.folder}: it cannot go on with other settings than it began with: {listed}.")
+        return found
+
+    def _identity(self, ranks: Ranks) -> Any:
+        return json.loads(json.dumps(dict(self.identity) | {"ranks": ranks.world}))
+
+    def due(self, step: int, ranks: Ranks, look: bool) -> bool:
+        """Whether to save after so many steps; ranks agree about it only where they `look` at their losses together."""
+        if ranks.world > 1 and not look:
+            return False
+        late = time.monotonic() - self._time >= self.every_seconds
+        wish = late or step - self._step >= self.every_steps or self.asked_to_stop()
+        return wish if ranks.world == 1 else bool(sum_values(torch.tensor([int(wish)]), ranks))
+
+    def save(self, step: int, state: State, facts: Mapping[str, Any], ranks: Ranks) -> None:
+        """Save the state after so many steps; StoppedError if that is what was asked for."""
+        tensors = state.take(ranks)
+        if tensors is not None:
+            known = {"identity": self._identity(ranks), "lines": self.lines(), DONE: False}
+            save_checkpoint(self.folder, Checkpoint(step, tensors, known | dict(facts)))
+        self._step, self._time = step, time.monotonic()
+        stop = sum_values(torch.tensor([int(self.asked_to_stop())]), ranks)
+        if bool(stop) and not facts.get(DONE):
+            raise StoppedError(f"Stopped after step {step}, as asked; everything up to here is saved.")
+
+
+def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
+    """What is not the same, as `name was 3, is 4`."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in {**before, **now}:
+            yield from _differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
+    elif before != now:
+        yield f"{name} was {json.dumps(before)}, is {json.dumps(now)}"

@@ -1,0 +1,161 @@
+"""One command at work: alone or among other ranks, in a run folder that is its own, and ready to be interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dmcp.errors import FileError, StoppedError
+from dmcp.jobs import Opened, open_job
+from dmcp.keeping import Keeper
+from dmcp.locks import Lock
+from dmcp.plans import Plan, facts_of
+from dmcp.progress import Progress
+from dmcp.pruning import Event
+from dmcp.ranks import Ranks, Watch, join, leave, share_tensors
+from dmcp.runs import REPORT, SETTINGS, Run, open_run, read_json
+
+_FACTS = ("fingerprint", "data")  # must be as they were when a run goes on
+_LONGEST = 4096  # bytes of a path
+
+
+@dataclass(frozen=True, eq=False)
+class Session:
+    """What a command works with."""
+
+    plan: Plan
+    ranks: Ranks
+    opened: Opened
+    run: Run
+    progress: Progress
+    asked_to_stop: Callable[[], bool]
+
+    def keep(self, stage: str) -> Keeper:
+        """What saves the state of a stage."""
+        identity = {"plan": self.plan.to_json() | {"options": {}}} | {
+            name: fact for name, fact in facts_of(self.opened).items() if name in _FACTS
+        }
+        return self.run.keeper(
+            stage,
+            identity,
+            every_steps=self.plan.every_steps,
+            every_seconds=60 * self.plan.every_minutes,
+            asked_to_stop=self.asked_to_stop,
+            notice=say,
+        )
+
+    def on_event(self, event: Event) -> None:
+        """Log and show what happens; only the first rank does."""
+        if self.ranks.first:
+            self.run.on_event(event)
+            self.progress.on_event(event)
+
+
+def say(text: str) -> None:
+    """Tell the person at the terminal; results go to stdout, this does not."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def session(
+    plan: Plan, folder: Path, resume: bool, quiet: bool, check: Callable[[Opened], None] | None = None
+) -> Iterator[Session]:
+    """Meet the other ranks, open model and data, take the run folder; `check` may still refuse before it is written."""
+    ranks = join(plan.job.device)
+    try:
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(Watch(ranks))
+            asked = undo.enter_context(_signals())
+            if ranks.world > 1 and plan.job.place.type == "cuda":
+                torch.cuda.set_device(plan.job.place)
+            opened = open_job(plan.job)
+            if check:
+                check(opened)
+            folder = Path(_share_text(str(folder), ranks))
+            run = Run(folder)
+            if ranks.first:
+                run = _take(plan, opened, folder, resume, undo)
+            progress = undo.enter_context(Progress(quiet or not ranks.first))
+            here = Session(plan, ranks, opened, run, progress, asked)
+            _describe(here, quiet)
+            yield here
+    except StoppedError as error:
+        raise StoppedError(f"{error} Go on with: dmcp {plan.command} --resume {folder}") from None
+    finally:
+        leave()
+
+
+def _take(plan: Plan, opened: Opened, folder: Path, resume: bool, undo: contextlib.ExitStack) -> Run:
+    """The run folder: a new one with its settings, or an old one, back at its last checkpoint."""
+    facts = facts_of(opened)
+    if not resume:
+        run = open_run(folder)
+        undo.enter_context(Lock(folder))
+        run.write(SETTINGS, plan.to_json() | facts | {"argv": sys.argv})
+        return run
+    undo.enter_context(Lock(folder))
+    stored, run = read_json(folder / SETTINGS), Run(folder)
+    for name in _FACTS:
+        if stored.get(name) != facts[name]:
+            what = "network" if name == "fingerprint" else "data"
+            raise FileError(
+                f"{folder}: the {what} is not what it was: {name} was {stored.get(name)}, is {facts[name]}."
+            )
+    if (folder / REPORT).exists():
+        raise FileError(f"{folder}: this run is done; see {folder / REPORT}.")
+    run.rewind()
+    return run
+
+
+def _describe(here: Session, quiet: bool) -> None:
+    """State the batch and the learning rates, of all ranks together."""
+    plan, ranks = here.plan, here.ranks
+    if quiet or not ranks.first:
+        return
+    shares = f" on {ranks.world} ranks" if ranks.world > 1 else ""
+    if plan.search:
+        scale = plan.job.batch * plan.search.accumulate / plan.search.reference_batch
+        rates = f"{scale * plan.search.lr:.4g} to {scale * plan.search.min_lr:.4g}"
+        say(f"search: batch {plan.job.batch}{shares}, learning rate {rates}, of the alphas {plan.search.alpha_lr:.4g}")
+    if plan.train:
+        batch = plan.job.train_batch or plan.job.batch
+        scale = batch / plan.train.reference_batch if plan.train.reference_batch else 1.0
+        say(f"training: batch {batch}{shares}, highest learning rate {scale * plan.train.lr:.4g}")
+
+
+def _share_text(text: str, ranks: Ranks) -> str:
+    """The text of rank 0."""
+    raw = text.encode().ljust(_LONGEST, b"\0")
+    buffer = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    share_tensors([buffer], ranks)
+    return bytes(buffer.tolist()).rstrip(b"\0").decode()
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[Callable[[], bool]]:
+    """SIGTERM and Ctrl-C are remembered, not obeyed; the second Ctrl-C is obeyed."""
+    asked: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        if asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked.append(number)
+        say("asked to stop: the step is finished and saved first")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before: Mapping[int, Any] = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

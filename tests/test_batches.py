@@ -1,0 +1,84 @@
+"""Batches from the middle of an epoch, and the share of each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from dmcp.batches import batches_from, share_of
+from dmcp.data import ArrayLoader, load, make_loader
+from dmcp.errors import DataError
+from dmcp.ranks import Ranks
+
+
+class Noisy:
+    """A loader of the user's own, whose batches come from a random state that lives on."""
+
+    def __init__(self) -> None:
+        self.draw = torch.Generator().manual_seed(0)
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (torch.rand(3, generator=self.draw) for _ in range(5))
+
+
+@pytest.mark.parametrize("skip", [0, 2, 5])
+def test_other_loaders_are_replayed(skip: int) -> None:
+    loader, entered = Noisy(), Noisy()
+    whole = [torch.stack(list(batches_from(loader, epoch))) for epoch in (7, 8)]
+    rest = list(batches_from(entered, 7, skip))
+    assert len(rest) == 5 - skip and all(map(torch.equal, rest, whole[0][skip:]))
+    assert torch.equal(torch.stack(list(batches_from(entered, 8))), whole[1])  # the draws go on as they would have
+    assert loader.epochs == entered.epochs == [7, 8]
+
+
+def test_the_sampler_of_a_data_loader_learns_the_epoch() -> None:
+    numbers = TensorDataset(torch.arange(40))
+    sampler = DistributedSampler(numbers, num_replicas=1, rank=0, seed=1)
+    loader = DataLoader(numbers, 8, sampler=sampler)
+    epochs = [[batch.tolist() for (batch,) in batches_from(loader, epoch)] for epoch in (0, 1)]
+    assert epochs[0] != epochs[1]
+    assert [batch.tolist() for (batch,) in batches_from(loader, 1, 3)] == epochs[1][3:]
+
+
+def test_an_array_loader_is_entered_without_the_skipped_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = make_loader(load("digits").train, 100, train=True, seed=1, ranks=Ranks(1, 3))
+    whole = list(batches_from(loader, 4))
+    made: list[int] = []
+    batch = ArrayLoader.batch
+    monkeypatch.setattr(ArrayLoader, "batch", lambda self, number: (made.append(number), batch(self, number))[1])
+    loader.set_epoch(0)
+    rest = list(batches_from(loader, 4, 11))
+    assert made == [11, 12, 13]
+    for (images, labels), (expected, classes) in zip(rest, whole[11:], strict=True):
+        assert torch.equal(images, expected) and torch.equal(labels, classes)
+    assert not list(batches_from(loader, 4, 14))
+
+
+def test_an_epoch_that_is_too_short_is_refused() -> None:
+    digits = make_loader(load("digits").train, 1000, train=True)
+    for loader, length in ((Noisy(), 5), (digits, 1)):
+        with pytest.raises(DataError, match=f"has {length} batches, but 6 were used before"):
+            next(batches_from(loader, 0, 6))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+@pytest.mark.parametrize(("size", "images"), [(10, 43), (7, 7), (1, 3), (64, 10)])
+def test_shares_follow_each_other(size: int, images: int, world: int) -> None:
+    places: list[int] = []
+    for number in range(-(-images // size)):
+        shares = [range(images)[share_of(number, size, images, Ranks(rank, world))] for rank in range(world)]
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        places += [place for share in shares for place in share]
+        assert len(places) == min(images, (number + 1) * size)
+    assert places == list(range(images))

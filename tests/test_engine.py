@@ -1,0 +1,410 @@
+"""The engine: what it chooses, what it switches and puts back, its optimizer, and that nothing is compiled twice."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from nets import Chain, Depthwise, Residual, distance, randomise, sample
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._pytree import tree_flatten
+
+import dmcp
+import dmcp.engine
+from dmcp.engine import Engine, Precision, Repeated, Settled, best_device, set_lr, sgd
+from dmcp.errors import TrainingError
+from dmcp.searching import SearchConfig, search
+from dmcp.training import TrainConfig, train
+
+CPU = torch.device("cpu")
+
+
+# -- choices
+
+
+@pytest.mark.parametrize("facts", [{}, {"steps": 10**6}, {"large": True}, {"steps": 10**6, "large": True}])
+def test_on_the_cpu_everything_is_plain(facts: dict[str, Any]) -> None:
+    assert Engine().settled(CPU, **facts) == Settled(
+        device=CPU,
+        precision=Precision.FLOAT32,
+        channels_last=False,
+        compile=False,
+        graphs=False,
+        tf32=True,
+        deterministic=False,
+    )
+
+
+def test_what_is_asked_for_is_kept() -> None:
+    asked = Engine(precision="bfloat16", channels_last=True, compile=True, graphs=True, tf32=False, deterministic=True)
+    settled = asked.settled(CPU)
+    assert settled.precision is Precision.BFLOAT16
+    assert (settled.channels_last, settled.compile, settled.tf32, settled.deterministic) == (True, True, False, True)
+    assert not settled.graphs  # there is nothing to capture on a CPU
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("precision", "float16"),
+        ("precision", torch.bfloat16),
+        ("precision", ""),
+        ("channels_last", "yes"),
+        ("compile", 2),
+        ("graphs", "auto"),
+        ("graphs", []),
+    ],
+)
+def test_bad_values_are_refused(field: str, value: Any) -> None:
+    with pytest.raises(TrainingError, match=f"{field} must be"):
+        Engine(**{field: value})
+
+
+@pytest.mark.xfail(reason="Engine does not check tf32 and deterministic", strict=True)
+@pytest.mark.parametrize("field", ["tf32", "deterministic"])
+@pytest.mark.parametrize("value", [None, "no", 2])
+def test_switches_are_true_or_false(field: str, value: Any) -> None:
+    with pytest.raises(TrainingError, match=f"{field} must be"):
+        Engine(**{field: value})
+
+
+def test_an_engine_is_a_value() -> None:
+    assert Engine(precision="float32") == Engine(precision=Precision.FLOAT32)
+    with pytest.raises(AttributeError):
+        Engine().compile = True  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        Engine("float32")  # type: ignore[misc]
+
+
+def test_best_device_can_be_used() -> None:
+    assert torch.ones(2, device=best_device()).sum().item() == 2
+
+
+# -- switches
+
+
+def settled(**choices: Any) -> Settled:
+    return Engine(**choices).settled(CPU)
+
+
+def switches() -> dict[str, Any]:
+    cudnn = torch.backends.cudnn
+    return {
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "matmul": torch.get_float32_matmul_precision(),
+        "tf32": cudnn.allow_tf32,
+        "benchmark": cudnn.benchmark,
+        "cudnn": cudnn.deterministic,
+        "grad": torch.is_grad_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "threads": torch.get_num_threads(),
+        "environment": dict(os.environ),
+    }
+
+
+@pytest.mark.parametrize("warn_only", [False, True])
+@pytest.mark.parametrize("before", [False, True])
+def test_determinism_is_switched_on_and_back(before: bool, warn_only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the user has it already
+    torch.use_deterministic_algorithms(before, warn_only=warn_only)
+    try:
+        old = switches()
+        with settled(deterministic=True).running(nn.Linear(2, 2)):
+            assert torch.are_deterministic_algorithms_enabled()
+        assert switches() == old
+        with pytest.raises(KeyboardInterrupt), settled(deterministic=True, channels_last=True).running(nn.Linear(2, 2)):
+            raise KeyboardInterrupt
+        assert switches() == old
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.xfail(reason="CUBLAS_WORKSPACE_CONFIG stays in the environment", strict=True)
+def test_the_environment_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    old = switches()
+    with settled(deterministic=True).running():
+        pass
+    assert switches() == old
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_cuda_switches_are_put_back(tf32: bool, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They can be set without a GPU."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    chosen = copy.copy(settled(tf32=tf32, deterministic=deterministic))
+    object.__setattr__(chosen, "device", torch.device("cuda", 0))
+    old = switches()
+    with chosen.running():
+        inside = switches()
+    assert (inside["tf32"], inside["matmul"]) == ((True, "high") if tf32 else (False, "highest"))
+    assert inside["benchmark"] is not deterministic
+    assert switches() == old
+
+
+# -- memory layout
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def layout(model: nn.Module) -> dict[str, Any]:
+    """Which tensors there are, and whether they are stored in the usual order."""
+    return {name: (id(tensor), tensor.is_contiguous()) for name, tensor in tensors(model).items()}
+
+
+def image_net() -> nn.Module:
+    """Convs of several shapes, two of which share their weight."""
+    model = Residual(**Residual.FULL)
+    model.bn3, model.conv3 = nn.Identity(), nn.Conv2d(8, 9, 1, stride=2, groups=1, bias=False)
+    model.conv1, model.bn1 = nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.BatchNorm2d(8)
+    model.conv2 = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+    model.conv2.weight = model.conv1.weight
+    return randomise(model)
+
+
+@pytest.mark.parametrize("choice", [None, False, True])
+def test_layout_and_tensors_are_as_before(choice: bool | None) -> None:
+    model, x = image_net(), sample((3, 9, 9))
+    model.eval()
+    values, old, out = copy.deepcopy(model.state_dict()), layout(model), model(x)
+    chosen = settled(channels_last=choice)
+    with chosen.running(model):
+        given = chosen.laid_out(x)
+        assert model.stem.weight.is_contiguous(memory_format=torch.channels_last) is bool(choice)
+        assert given.is_contiguous(memory_format=torch.channels_last) is bool(choice)
+        assert torch.equal(given, x) and distance(model(given), out) < 1e-12
+        assert {name: id(tensor) for name, tensor in tensors(model).items()} == {n: i for n, (i, _) in old.items()}
+    assert x.is_contiguous()
+    assert all(torch.equal(tensor, values[name]) for name, tensor in model.state_dict().items())
+    assert layout(model) == old
+
+
+@pytest.mark.xfail(reason="contiguous() leaves the strides of dims of size 1 as channels_last made them", strict=True)
+def test_strides_are_as_before() -> None:
+    model = image_net()
+    old = [tensor.stride() for tensor in tensors(model).values()]
+    with settled(channels_last=True).running(model):
+        pass
+    assert [tensor.stride() for tensor in tensors(model).values()] == old
+
+
+class Placed(nn.Conv2d):
+    """A conv with a buffer of four dims."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 6, 3)
+        self.register_buffer("place", torch.randn(1, 6, 8, 8))
+
+
+@pytest.mark.xfail(reason="Module.to puts another tensor in the place of a buffer of four dims", strict=True)
+def test_buffers_are_as_before() -> None:
+    model = Placed()
+    old = layout(model)
+    with settled(channels_last=True).running(model):
+        model.place.add_(1)
+    assert layout(model) == old
+
+
+def test_a_model_that_was_channels_last_stays_so() -> None:
+    model = image_net().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    old = layout(model)
+    with settled(channels_last=True).running(model):
+        pass
+    assert layout(model) == old
+
+
+def test_what_is_trained_inside_is_there_afterwards() -> None:
+    model = image_net()
+    with settled(channels_last=True).running(model), torch.no_grad():
+        for tensor in tensors(model).values():
+            tensor.fill_(7)
+    assert all((tensor == 7).all() for tensor in tensors(model).values())
+
+
+@pytest.mark.xfail(reason="Module.to(channels_last) refuses weights of five dims", raises=RuntimeError, strict=True)
+def test_three_dimensional_convs_may_be_channels_last() -> None:
+    model = nn.Conv3d(3, 4, 3)
+    with settled(channels_last=True).running(model):
+        assert model(settled(channels_last=True).laid_out(torch.ones(1, 3, 4, 4, 4))).shape == (1, 4, 2, 2, 2)
+
+
+def test_laid_out_keeps_the_shape_of_a_batch() -> None:
+    x, labels = sample((3, 4, 4)), torch.arange(4)
+    batch = {"input": (x, [x.clone()]), "label": labels, "name": "n"}
+    out = settled(channels_last=True).laid_out(batch)
+    assert out["label"] is labels and out["name"] == "n" and isinstance(out["input"], tuple)
+    assert out["input"][0].is_contiguous(memory_format=torch.channels_last)
+    assert settled().laid_out(batch) is batch
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+def test_autocast(precision: Precision) -> None:
+    with settled(precision=precision).autocast():
+        out = nn.Linear(4, 4)(torch.ones(2, 4))
+    assert out.dtype is (torch.bfloat16 if precision is Precision.BFLOAT16 else torch.float32)
+
+
+def test_training_in_either_layout_gives_the_same_weights() -> None:
+    x, labels = sample((3, 9, 9), batch=16), torch.arange(16) % 5
+    loader = [(x[:8], labels[:8]), (x[8:], labels[8:])]
+    models = [randomise(Residual(**Residual.FULL)) for _ in range(2)]
+    config = TrainConfig(epochs=2, lr=0.05, reference_batch=None, warmup_epochs=0, warmup_lr=0)
+    for model, chosen in zip(models, (Engine(), Engine(channels_last=True)), strict=True):
+        old = layout(model)
+        train(model, loader, config, engine=chosen)
+        assert layout(model) == old
+    one, other = (tensors(model) for model in models)
+    assert all((one[name] - other[name]).abs().max() < 1e-6 for name in one)  # the loss is in float32
+
+
+# -- the optimizer
+
+
+@pytest.mark.parametrize(
+    ("momentum", "nesterov", "decay"), [(0.9, True, 1e-2), (0.9, False, 1e-2), (0.0, False, 1e-2), (0.9, True, 0.0)]
+)
+def test_sgd_is_torchs_bit_for_bit(momentum: float, nesterov: bool, decay: float) -> None:
+    ours, theirs = (Chain(**Chain.FULL) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    groups = [
+        [{"params": list(net.conv1.parameters()), "weight_decay": decay}, {"params": list(net.head.parameters())}]
+        for net in (ours, theirs)
+    ]
+    own = sgd(groups[0], 0.3, momentum, nesterov, CPU)
+    other = torch.optim.SGD(groups[1], 0.3, momentum, nesterov=nesterov)
+    start = ours.conv1.weight.clone()
+    for step in range(5):
+        for optimizer in (own, other):
+            set_lr(optimizer, 0.3 / (step + 1))
+        for net, optimizer in ((ours, own), (theirs, other)):
+            optimizer.zero_grad()
+            if step != 2:  # a step in which one group has no gradient
+                net.conv1(sample((3, 5, 5), seed=step).float()).square().sum().backward()
+            net.head(sample((24,), seed=step).float()).square().sum().backward()
+            optimizer.step()
+        for name, tensor in ours.named_parameters():
+            assert torch.equal(tensor, theirs.get_parameter(name)), (step, name)
+    assert not torch.equal(start, ours.conv1.weight)
+
+
+def test_set_lr_reaches_every_group() -> None:
+    model = Chain(**Chain.FULL)
+    optimizer = sgd([{"params": model.conv1.parameters()}, {"params": model.head.parameters()}], 1.0, 0.9, True, CPU)
+    set_lr(optimizer, 0.25)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+    rate = torch.tensor(1.0)  # as on a GPU: the same tensor must go on being used
+    captured = torch.optim.SGD(model.parameters(), rate)
+    place = captured.param_groups[0]["lr"]
+    set_lr(captured, 0.125)
+    assert captured.param_groups[0]["lr"] is place and place.item() == 0.125
+
+
+# -- graphs
+
+
+def test_graphs_are_not_used_on_the_cpu() -> None:
+    def step(x: Tensor) -> Tensor:
+        return x + 1
+
+    assert settled(graphs=True).repeated(step) is step
+    assert settled().repeated(step) is step
+
+
+def test_a_repeated_step_on_the_cpu_just_runs() -> None:
+    calls: list[int] = []
+
+    def step(batch: Any, scale: float) -> Tensor:
+        calls.append(1)
+        return batch[0] * scale
+
+    repeated = Repeated(step)
+    for number in range(6):
+        assert repeated((torch.full((2,), number), "n"), 2.0).tolist() == [2 * number] * 2
+    assert len(calls) == 6 and not repeated.graphs and not repeated.seen
+
+
+@pytest.mark.parametrize("inputs", [(torch.ones(2),), (torch.ones(2, device="meta"), 3), ({"a": [torch.ones(1)]},)])
+def test_tensors_elsewhere_have_no_key(inputs: Any) -> None:
+    assert dmcp.engine._key(*tree_flatten(inputs)) is None
+
+
+def test_keys_tell_structures_apart() -> None:
+    keys = [dmcp.engine._key(*tree_flatten(inputs)) for inputs in ((1, 2), ((1, 2),), ([1, 2],), (1, 3), (1, True))]
+    assert all(key is not None for key in keys)
+    assert len(set(keys[:4])) == 4
+    assert dmcp.engine._key(*tree_flatten((1, {3}))) is None  # a set cannot be compared quickly
+
+
+# -- compiling
+
+
+class Images:
+    """Batches of noise that do not change."""
+
+    def __init__(self, shape: tuple[int, ...], count: int) -> None:
+        self.batches = [(sample(shape, 4, seed).float(), torch.arange(4) % 5) for seed in range(count)]
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def searched(toy: Any, engine: Engine, counter: CompileCounterWithBackend | None = None) -> tuple[Any, list[int]]:
+    """A search with a warm-up, and the number of compilations after each of its steps."""
+    model = randomise(toy(**toy.FULL)).float()
+    net = dmcp.Supernet(model, dmcp.trace(model, sample(toy.SHAPE).float()), 4)
+    counts: list[int] = []
+    config = SearchConfig(budget=0.5, groups=4, epochs=4, log_every=1, lr=0.05, min_lr=0.01, reference_batch=4)
+    loader = Images(toy.SHAPE, 3)
+    result = search(
+        net, loader, config, engine=engine, on_record=lambda _: counts.append(counter.frame_count if counter else 0)
+    )
+    return result, counts
+
+
+@pytest.fixture
+def counter(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """torch.compile without kernels, and how often it compiled."""
+    found = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=found))
+    torch._dynamo.reset()
+    yield found
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at that of folded weights
+@pytest.mark.parametrize("toy", [Chain, Depthwise], ids=["chain", "depthwise"])
+def test_nothing_is_compiled_twice(toy: Any, counter: CompileCounterWithBackend) -> None:
+    expected, _ = searched(toy, Engine())
+    result, counts = searched(toy, Engine(compile=True), counter)
+    assert len(counts) == 12  # 6 of the warm-up
+    assert counts[0] > 0 and len(set(counts[:6])) == 1
+    assert counts[0] < counts[6] and len(set(counts[6:])) == 1
+    for own, other in zip(result.log, expected.log, strict=True):
+        assert own.weight_losses == pytest.approx(other.weight_losses, abs=1e-4)
+        assert own.task_loss == pytest.approx(other.task_loss, abs=1e-4)
+    assert (result.alphas - expected.alphas).abs().max() < 1e-3
+    assert max(Counter(tuple(record.weight_losses) for record in result.log).values()) == 1
+
+
+def test_training_is_compiled_once(counter: CompileCounterWithBackend) -> None:
+    loader = Images(Chain.SHAPE, 3)
+    config = TrainConfig(epochs=2, lr=0.05, reference_batch=None, warmup_epochs=0, warmup_lr=0)
+    logs = []
+    for engine in (Engine(), Engine(compile=True)):
+        logs.append(train(randomise(Chain(**Chain.FULL)).float(), loader, config, engine=engine))
+    assert counter.frame_count == 1
+    assert [record.loss for record in logs[1]] == pytest.approx([record.loss for record in logs[0]], abs=1e-4)
