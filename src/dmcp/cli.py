@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 import dmcp
-from dmcp import commands, report_commands
+from dmcp import bench_commands, commands, report_commands
 from dmcp.errors import DmcpError, RankError, StoppedError
 from dmcp.graph import ChannelGraph
 from dmcp.jobs import argument
@@ -84,6 +84,7 @@ def inspect(
 
 for _command in (commands.prune, commands.search, commands.sample, commands.train, commands.evaluate):
     app.command()(_command)
+app.command()(bench_commands.bench)
 app.command()(report_commands.runs)
 app.command()(report_commands.report)
 

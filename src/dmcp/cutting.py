@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from dmcp.batches import device_of
 from dmcp.errors import CutError, FileError, WidthsError
 from dmcp.graph import ChannelGraph, Kept
 from dmcp.recording import call_model, map_leaves, tensors_in
@@ -58,9 +59,12 @@ def verify(model: nn.Module, graph: ChannelGraph, example_input: Any, widths: Wi
     Shapes are checked by every cut; this checks values, for the price of two forward passes. Without widths each space
     is cut to about two thirds. Returns the largest difference, as a share of the largest output.
     """
-    double = narrow(unwrap(model), {}, {}).double().eval()
+    model = unwrap(model)
+    home = torch.device("cpu") if device_of(model).type == "mps" else device_of(model)  # that has no float64
+    double = narrow(model, {}, {}).to(home).double().eval()
     x = map_leaves(
-        lambda leaf: leaf.double() if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf, example_input
+        lambda leaf: leaf.to(home).double() if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf,
+        example_input,
     )
     if widths is None:
         widths = graph.widths([max(1, 2 * space.size // 3) for space in graph.spaces])

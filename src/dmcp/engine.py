@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,9 +15,21 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from dmcp.errors import TrainingError
+from dmcp.ranks import current
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _WARM = 3  # times that a step is run before it is captured: kernels are loaded and tuned in them
 _WORTH_COMPILING = {True: 2_000, False: 20_000}  # steps from which compiling a large or a small network pays
+
+
+_SWITCHES = {  # whether None is a choice
+    "channels_last": True,
+    "compile": True,
+    "graphs": True,
+    "tf32": False,
+    "deterministic": False,
+    "sync_batchnorm": False,
+}
 
 
 class Precision(StrEnum):
@@ -36,15 +49,18 @@ class Engine:
     graphs: bool | None = None  # steps replayed as CUDA graphs: on one GPU, with the default losses
     tf32: bool = True  # float32 products on a GPU may round their factors to 10 bits
     deterministic: bool = False  # the same bits in every run, also on a GPU; slower
+    sync_batchnorm: bool = False  # of several ranks on GPUs: BatchNorms use the statistics of all ranks together
 
     def __post_init__(self) -> None:
         if self.precision is not None:
             if self.precision not in list(Precision):
                 raise TrainingError(f"precision must be one of {', '.join(Precision)}, not {self.precision!r}.")
             object.__setattr__(self, "precision", Precision(self.precision))
-        for name in ("channels_last", "compile", "graphs"):
-            if getattr(self, name) not in (None, True, False):
-                raise TrainingError(f"{name} must be True, False or None (automatic), not {getattr(self, name)!r}.")
+        for name, automatic in _SWITCHES.items():
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (value is None and automatic):
+                choice = " or None (automatic)" if automatic else ""
+                raise TrainingError(f"{name} must be True or False{choice}, not {value!r}.")
 
     def settled(self, device: torch.device, *, steps: int = 0, large: bool = False, plain: bool = True) -> Settled:
         """Every choice made, for a run of so many steps of a small or large network on a device.
@@ -61,6 +77,7 @@ class Engine:
             graphs=gpu and (plain if self.graphs is None else self.graphs),
             tf32=self.tf32,
             deterministic=self.deterministic,
+            sync_batchnorm=self.sync_batchnorm and gpu and current().world > 1,
         )
 
 
@@ -75,6 +92,7 @@ class Settled:
     graphs: bool
     tf32: bool
     deterministic: bool
+    sync_batchnorm: bool = False
 
     def autocast(self) -> torch.autocast:
         """While entered, forward passes compute in the chosen precision."""
@@ -102,11 +120,27 @@ class Settled:
                 _deterministic(undo)
             if self.device.type == "cuda":
                 _cuda_switches(undo, self.tf32, benchmark=not self.deterministic)
-            if self.channels_last:
-                for model in models:
-                    undo.callback(_restride, model, _strides(model))
-                    model.to(memory_format=torch.channels_last)
+            for model in models if self.sync_batchnorm else ():
+                undo.callback(unsynchronise, synchronised(model))
+            for model in models if self.channels_last else ():
+                undo.callback(_restride, _lay_out(model))
             yield
+
+
+def synchronised(model: nn.Module) -> list[tuple[nn.Module, type[nn.Module]]]:
+    """Make the BatchNorms of a model, in place, use the statistics of all ranks; what each of them was before."""
+    norms = [(module, type(module)) for module in model.modules() if type(module) in _BATCH_NORMS]
+    for module, _ in norms:
+        module.__class__ = nn.SyncBatchNorm  # the same parameters, buffers and attributes, but for one
+        vars(module)["process_group"] = None
+    return norms
+
+
+def unsynchronise(norms: list[tuple[nn.Module, type[nn.Module]]]) -> None:
+    """Undo that."""
+    for module, kind in norms:
+        module.__class__ = kind
+        del vars(module)["process_group"]
 
 
 def best_device() -> torch.device:
@@ -145,8 +179,6 @@ class Repeated:
     since the next replay writes to the same place.
     """
 
-    _pool: Any = None  # memory that all graphs share: only one of them runs at a time
-
     def __init__(self, step: Callable[..., Any]) -> None:
         self.step = step
         self.seen: dict[Hashable, int] = {}
@@ -181,19 +213,22 @@ class Repeated:
 
     def _capture(self, leaves: Sequence[Any], spec: Any) -> _Graph:
         static = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        if Repeated._pool is None:
-            Repeated._pool = torch.cuda.graph_pool_handle()
+        global _pool
+        if not _alive:  # the memory of a pool goes with the last graph in it
+            _pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=Repeated._pool, stream=_side_stream()):
+        with torch.cuda.graph(graph, pool=_pool, stream=_side_stream()):
             out = self.step(*tree_unflatten(static, spec))
-        return _Graph(graph, static, out)
+        captured = _Graph(graph, static, out)
+        _alive.add(captured)
+        return captured
 
 
 _MOST_GRAPHS = 2  # per step: the usual batch, and the last one of an epoch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Graph:
     graph: Any
     inputs: list[Any]
@@ -207,6 +242,8 @@ class _Graph:
         return tree_map_only(Tensor, torch.clone, self.out)
 
 
+_pool: Any = None  # memory that all graphs share: only one of them runs at a time
+_alive: weakref.WeakSet[_Graph] = weakref.WeakSet()
 _streams: dict[int, torch.cuda.Stream] = {}
 
 
@@ -236,16 +273,22 @@ def _channels_last(tensor: Tensor) -> Tensor:
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
 
 
-def _strides(model: nn.Module) -> list[tuple[Tensor, bool]]:
-    """Four-dimensional tensors of a model, and whether each one is stored in the usual order."""
-    return [(tensor, tensor.is_contiguous()) for tensor in (*model.parameters(), *model.buffers()) if tensor.ndim == 4]
+@torch.no_grad()
+def _lay_out(model: nn.Module) -> list[tuple[Tensor, tuple[int, ...]]]:
+    """Store the images among the parameters pixel by pixel, in place; the tensors and their strides before."""
+    found: list[tuple[Tensor, tuple[int, ...]]] = [(it, it.stride()) for it in model.parameters() if it.ndim == 4]
+    for parameter, _ in found:
+        parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+    return found
 
 
 @torch.no_grad()
-def _restride(model: nn.Module, before: list[tuple[Tensor, bool]]) -> None:
-    for tensor, usual in before:
-        if usual:
-            tensor.data = tensor.data.contiguous()
+def _restride(before: list[tuple[Tensor, tuple[int, ...]]]) -> None:
+    for tensor, stride in before:
+        if tensor.stride() != stride:
+            tensor.data = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(
+                tensor
+            )
 
 
 def _deterministic(undo: contextlib.ExitStack) -> None:
@@ -255,7 +298,9 @@ def _deterministic(undo: contextlib.ExitStack) -> None:
         torch.are_deterministic_algorithms_enabled(),
         warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if "CUBLAS_WORKSPACE_CONFIG" not in os.environ:  # without it cuBLAS refuses
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        undo.callback(os.environ.pop, "CUBLAS_WORKSPACE_CONFIG", None)
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 

@@ -61,7 +61,8 @@ class Feed:
 
     def samples(self, batches: Sequence[Any], ranks: Ranks) -> int:
         """In the batches of one step, over all ranks."""
-        return int(sum_values(torch.tensor([sum(map(size_of, batches))]), ranks))
+        own = sum(map(size_of, batches))
+        return own if ranks.world == 1 else int(sum_values(torch.tensor([own]), ranks))
 
     def _open(self, place: int) -> None:
         self.start = random_state(self.settled.device)
@@ -211,8 +212,10 @@ class Keeper:
             known = {"identity": self._identity(ranks), "lines": self.lines(), DONE: False}
             save_checkpoint(self.folder, Checkpoint(step, tensors, known | dict(facts)))
         self._step, self._time = step, time.monotonic()
-        stop = sum_values(torch.tensor([int(self.asked_to_stop())]), ranks)
-        if bool(stop) and not facts.get(DONE):
+        stop = self.asked_to_stop()
+        if ranks.world > 1:
+            stop = bool(sum_values(torch.tensor([int(stop)]), ranks))
+        if stop and not facts.get(DONE):
             raise StoppedError(f"Stopped after step {step}, as asked; everything up to here is saved.")
 
 

@@ -32,14 +32,15 @@ Weights = Annotated[str, typer.Option(help="File to start from: .safetensors, or
 Input = Annotated[str, typer.Option(help="Shape of one sample, like 3x224x224; default: the data's or the model's.")]
 Holdout = Annotated[float, typer.Option(help="Share of the training images that only the alphas see.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda; default: a GPU if there is one.")]
-Numbers = Annotated[
-    Precision | None, typer.Option(help="Of the forward passes; default: bfloat16 on a GPU.")
-]
+Numbers = Annotated[Precision | None, typer.Option(help="Of the forward passes; default: bfloat16 on a GPU.")]
 Compile = Annotated[bool | None, typer.Option(help="Compile the networks; default: on a GPU, if it pays.")]
 Graphs = Annotated[bool | None, typer.Option(help="Replay steps as CUDA graphs; default: on one GPU.")]
 ChannelsLast = Annotated[bool | None, typer.Option(help="Store images pixel by pixel; default: on a GPU.")]
 Tf32 = Annotated[bool, typer.Option(help="Let a GPU round the factors of float32 products.")]
 Deterministic = Annotated[bool, typer.Option("--deterministic", help="The same bits in every run, also on a GPU.")]
+SyncBatchnorm = Annotated[
+    bool, typer.Option("--sync-batchnorm", help="On several GPUs: BatchNorm statistics of all of them together.")
+]
 TrainBatch = Annotated[int, typer.Option(help="Images in a batch of the retraining; default: as in the search.")]
 Resume = Annotated[str, typer.Option(metavar="RUN", help="Go on with a run that was interrupted, as it was begun.")]
 RecipeName = Annotated[str, typer.Option("--recipe", help="Settings by name, like imagenet_mobilenet_v2_211m.")]

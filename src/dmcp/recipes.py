@@ -275,7 +275,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--loader", type=float, default=math.inf, help="images a second that your loader gives")
     given = parser.parse_args(arguments)
     try:
-        print(hours_table([read_json(path) for path in given.bench], given.gpus, given.loader))
+        benches = [step for data in map(read_json, given.bench) for step in data.get("steps", [data])]
+        print(hours_table(benches, given.gpus, given.loader))
     except DmcpError as error:
         print(f"dmcp: {error}", file=sys.stderr)
         raise SystemExit(2) from None

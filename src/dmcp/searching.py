@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from dmcp.batches import Loader, device_of, mix, size_of
+from dmcp.batches import Loader, device_of, input_of, mix, size_of
 from dmcp.budget import Budget, check_reachable, constant_alpha, parse
 from dmcp.engine import Engine, Settled, set_lr, sgd
 from dmcp.errors import TrainingError, WidthsError
@@ -265,11 +265,12 @@ class Steps:
         groups = parameter_groups(net.model, config.weight_decay)
         self.weights = sgd(groups, config.lr, config.momentum, config.momentum > 0, device)
         self.alphas = sgd(net.alphas(), config.alpha_lr, config.alpha_momentum, config.alpha_momentum > 0, device)
-        stem = find_stem(net) if net.graph.exact else None
         whole = settled.compiled(lambda x, folded: run_folded(net.model, x, folded))
-        fold, soft = settled.compiled(net.fold), Passes(settled.compiled(net.fold), whole)
-        passes = soft if stem is None else Passes(fold, settled.compiled(stem.tail), settled.compiled(stem.head))
-        smallest: Subnet = net.hard(path.sizes[:, 0])
+        soft, plain = (Passes(settled.compiled(net.fold), whole) for _ in range(2))
+        stem = find_stem(net) if net.graph.exact else None
+        split = Passes(plain.fold, settled.compiled(stem.tail), settled.compiled(stem.head)) if stem else plain
+        floor = net.hard(path.sizes[:, 0])
+        smallest: Subnet = floor
         if net.graph.exact:
             align = 8 if device.type == "cuda" else 1  # what tensor cores want
             smallest = settled.compiled(_narrow(net, path, align, stem))
@@ -277,10 +278,10 @@ class Steps:
 
         def stage1(batches: list[Any], gates: Tensor) -> Tensor:
             largest, *others = gates.unbind()
-            subnets = [largest, smallest, *others]
-            return weight_step(
-                net, batches, self.weights, subnets, loss, config.distil, settled.precision, passes, ranks
-            ).losses
+            usual = stem is None or all(stem.fits(input_of(batch)) for batch in batches)
+            subnets, passes = [largest, smallest if usual else floor, *others], split if usual else plain
+            rules = (loss, config.distil, settled.precision)
+            return weight_step(net, batches, self.weights, subnets, *rules, passes, ranks).losses
 
         def stage2(batches: list[Any]) -> tuple[Tensor | None, Tensor, Tensor]:
             task, pull = loss if config.task_loss else None, (budget, config.budget_weight, config.tolerance)

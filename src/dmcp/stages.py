@@ -20,22 +20,23 @@ from dmcp.sandwich import Chains
 from dmcp.supernet import Supernet
 from dmcp.training import Loss, imitation
 
-Subnet = Tensor | Callable[[Any], Any]  # its gates, or what runs it
+Subnet = Tensor | Callable[[Any, Tensor | None], Any]  # its gates, or what runs it on an input and the head's output
 
 
 @dataclass(frozen=True)
 class Passes:
     """How a supernet is run with gates: they are folded into weights, then the network runs with these.
 
-    With a head, the networks take the head's output instead of the input; it runs once for all of them.
+    A head runs once for all sub-networks; then `run` takes its output, too.
     """
 
     fold: Callable[[Tensor], dict[str, Tensor]]
-    run: Callable[[Any, dict[str, Tensor]], Any]
+    run: Callable[..., Any]  # (input, folded weights), or (input, the head's output, folded weights)
     head: Callable[[Any], Tensor] | None = None
 
-    def __call__(self, x: Any, gates: Tensor) -> Any:
-        return self.run(x, self.fold(gates))
+    def __call__(self, x: Any, gates: Tensor, h: Tensor | None = None) -> Any:
+        folded = self.fold(gates)
+        return self.run(x, folded) if h is None else self.run(x, h, folded)
 
 
 @dataclass(frozen=True)
@@ -71,24 +72,23 @@ def weight_step(
     Several batches count as one large one whose parts are normalised by themselves. The alphas are not touched.
     """
     optimizer.zero_grad(set_to_none=True)
-    gated = passes or net
     head = passes.head if passes else None
     losses: list[Tensor] = []
     for batch in batches:
         x = input_of(batch)
         with _autocast(net, precision):
             shared = head(x) if head else None
-        given = x if shared is None else shared.detach().requires_grad_(shared.requires_grad)
+        h = None if shared is None else shared.detach().requires_grad_(shared.requires_grad)
         target: list[Tensor] = []
         for subnet in subnets:
             with _autocast(net, precision):
-                output = gated(given, subnet) if isinstance(subnet, Tensor) else subnet(given)
+                output = _run(net, passes, subnet, x, h)
                 value = imitation(output, target) if distil and target else _number(loss(output, batch))
             torch.autograd.backward(value / len(batches))
             losses.append(value.detach())
             target = target or [tensor.detach() for tensor in tensors_in(output)]
-        if shared is not None and given.grad is not None:
-            torch.autograd.backward(shared, given.grad)  # of all sub-networks at once
+        if shared is not None and h is not None and h.grad is not None:
+            torch.autograd.backward(shared, h.grad)  # of all sub-networks at once
     mean_gradients(_parameters(optimizer), sum(map(size_of, batches)), ranks)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -129,6 +129,12 @@ def arch_step(
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return ArchRecord(torch.stack(task).mean() if task else None, excess.detach(), seen.detach())
+
+
+def _run(net: Supernet, passes: Passes | None, subnet: Subnet, x: Any, h: Tensor | None) -> Any:
+    if not isinstance(subnet, Tensor):
+        return subnet(x, h)
+    return passes(x, subnet, h) if passes else net(x, subnet)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dmcp.calibration import kept_modes
-from dmcp.graph import ChannelGraph
-from dmcp.recording import Op, Recording, Ref, leaves
-from dmcp.supernet import Supernet, run_folded, skip
+from dmcp.batches import widest
+from dmcp.recording import Op, Recording, Ref, leaves, tensors_in
+from dmcp.supernet import Supernet, given_name, run_folded, skip
 
 _RANDOM = torch.Tag.nondeterministic_seeded
+_SLOW = 5 * 10**8  # macs beyond which trying a stem takes long on a CPU
 
 
 class Stem:
-    """Both parts of a supernet, divided behind its first layers: head(x) has no gates, tail(h, folded) has them all."""
+    """A supernet divided behind its first layers: head(x) has no gates, tail(x, h, folded) has them all."""
 
     def __init__(self, net: Supernet, paths: Sequence[str], value: int) -> None:
         self.net = net
@@ -36,22 +36,28 @@ class Stem:
         self.rest = copy.deepcopy(net.model, shared)  # the same tensors
         skip(self.rest, paths)
 
-    def head(self, x: Any) -> Any:
+    def head(self, x: Tensor) -> Any:
         """What the first layers make of an input."""
-        x = x[0] if isinstance(x, (tuple, list)) else x
         for part in self.parts:
             x = part(x)
         return x
 
-    def tail(self, h: Tensor, folded: dict[str, Tensor]) -> Any:
+    def tail(self, x: Tensor, h: Tensor, folded: dict[str, Tensor]) -> Any:
         """What the rest of the network, with gates folded into its weights, makes of that."""
-        return run_folded(self.rest, h, folded)
+        return run_folded(self.rest, x, folded | {given_name(self.paths): h})
+
+    def fits(self, x: Any) -> bool:
+        """Whether an input is of the kind that was traced: with another size the network may do other things."""
+        return isinstance(x, Tensor) and tuple(x.shape[1:]) == tuple(self.net.graph.input_shape)
 
 
 def find_stem(net: Supernet) -> Stem | None:
-    """The longest stem that changes nothing, or None; tried on an input in eval mode, value by value."""
-    recordings = net.graph.recordings
-    chains = [_chain(recording, net.graph) for recording in recordings]
+    """The longest stem that changes nothing, or None; tried in train mode, outputs and gradients."""
+    recordings, shape = net.graph.recordings, net.graph.input_shape
+    plain = isinstance(shape, (tuple, list)) and all(isinstance(size, int) for size in shape)
+    if not plain or (net.position.device.type == "cpu" and net.graph.macs() > _SLOW):
+        return None
+    chains = [_chain(recording, net) for recording in recordings]
     for count in range(min(map(len, chains)), 0, -1):
         paths = [link.path for link in chains[-1][:count]]
         last = [chain[count - 1] for chain in chains]
@@ -61,7 +67,7 @@ def find_stem(net: Supernet) -> Stem | None:
             continue
         with contextlib.suppress(Exception):  # the code around those modules may want more of them than a chain gives
             stem = Stem(net, paths, last[-1].value)
-            if not any(_hooked(part) for part in stem.parts) and not _tied(stem) and _same(stem):
+            if not _tied(stem) and _is_same(stem):
                 return stem
     return None
 
@@ -73,15 +79,16 @@ class _Link:
     value: int  # its output
 
 
-def _chain(recording: Recording, graph: ChannelGraph) -> list[_Link]:
+def _chain(recording: Recording, net: Supernet) -> list[_Link]:
     """Modules at the start of a pass, each fed by the one before, that no gate reaches."""
     if len(recording.inputs) != 1 or recording.caches:
         return []
-    gated = {fold.tensor for fold in graph.hard_folds}
+    gated = {fold.tensor for fold in net.graph.hard_folds}
+    known = {path for path, module in net.model.named_modules() if _is_known(module)}
     chain: list[_Link] = []
     start, value = 0, recording.inputs[0]
     while start < len(recording.ops):
-        link = _module_at(recording, start, value, gated)
+        link = _module_at(recording, start, value, gated, known)
         if link is None:
             break
         chain.append(link)
@@ -89,7 +96,7 @@ def _chain(recording: Recording, graph: ChannelGraph) -> list[_Link]:
     return chain
 
 
-def _module_at(recording: Recording, start: int, given: int, gated: set[str]) -> _Link | None:
+def _module_at(recording: Recording, start: int, given: int, gated: set[str], known: set[str]) -> _Link | None:
     """The outermost module whose ops begin here and need nothing but the given value and its own tensors."""
     names = recording.ops[start].path.split(".")
     for depth in range(1, len(names) + 1) if names != [""] else ():
@@ -97,7 +104,8 @@ def _module_at(recording: Recording, start: int, given: int, gated: set[str]) ->
         inside = [number for number, op in enumerate(recording.ops) if f"{op.path}.".startswith(f"{path}.")]
         end = inside[-1] + 1
         ops = recording.ops[start:end]
-        if len(inside) == len(ops) and _is_closed(recording, ops, given, gated):
+        whole = len(inside) == len(ops) and all(op.path in known for op in ops)
+        if whole and _is_closed(recording, ops, given, gated):
             outs = [value for op in ops for value in op.outs if value is not None and value not in recording.tensors]
             if outs:
                 return _Link(path, end, outs[-1])
@@ -142,26 +150,50 @@ def _tied(stem: Stem) -> bool:
     return any(id(parameter) in rest for part in stem.parts for parameter in part.parameters())
 
 
-def _hooked(part: nn.Module) -> bool:
-    return any(module._forward_hooks or module._forward_pre_hooks for module in part.modules())
+def _is_known(module: nn.Module) -> bool:
+    """Whether a module is torch's own and nobody has hooked into it: it computes what its ops say, and no more."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return type(module).__module__.startswith("torch.nn.modules.") and not any(getattr(module, name) for name in hooks)
 
 
-@torch.no_grad()
-def _same(stem: Stem) -> bool:
-    """Whether both parts, one after the other, compute what the whole supernet does."""
-    net = stem.net
-    device = net.position.device
-    shape = net.graph.input_shape
-    if not isinstance(shape, (tuple, list)) or not all(isinstance(size, int) for size in shape):
-        return False
-    generator = torch.Generator().manual_seed(0)
-    dtype = next((p.dtype for p in net.model.parameters() if p.is_floating_point()), torch.float32)
-    x = torch.randn(2, *shape, generator=generator).to(device, dtype)
-    gates = net.hard(net.graph.full)
-    with kept_modes(net.model), kept_modes(stem.rest):
-        net.model.eval()
-        stem.rest.eval()
-        whole, parts = net(x, gates), stem.tail(stem.head(x), net.fold(gates))
-    if not isinstance(whole, Tensor) or not isinstance(parts, Tensor) or whole.shape != parts.shape:
-        return False
-    return bool((whole - parts).abs().max() <= 1e-4 * whole.abs().max())
+def _is_same(stem: Stem) -> bool:
+    """Whether two sub-networks give the same outputs and gradients both ways, on copies with other weights."""
+    net, device = stem.net, stem.net.position.device
+    wide = widest(device)
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(2, *net.graph.input_shape, generator=draw, dtype=wide).to(device)
+    twin = copy.deepcopy(net, {id(net.graph): net.graph}).to(wide).train()
+    with torch.no_grad():
+        for weight in twin.weights():
+            weight.add_(0.1 * torch.randn(weight.shape, generator=draw, dtype=wide).to(device))
+    whole = _slopes(copy.deepcopy(twin, {id(net.graph): net.graph}), None, x)
+    own = Stem(twin, stem.paths, stem.value)
+    divided = _slopes(twin, own, x)
+    buffers = dict(twin.model.named_buffers())
+    if any(buffer is not buffers.get(name, buffer) for name, buffer in own.rest.named_buffers()):
+        return False  # a forward put another tensor in the place of a buffer: that would get lost
+    bound = 1e-6 if wide is torch.float64 else 1e-3
+    return all(
+        a.shape == b.shape and bool((a - b).abs().max() <= bound * (1e-9 + b.abs().max()))
+        for a, b in zip(divided, whole, strict=True)
+    )
+
+
+def _slopes(net: Supernet, stem: Stem | None, x: Tensor) -> list[Tensor]:
+    """Outputs of two sub-networks, and the gradients of a sum over both."""
+    found: list[Tensor] = []
+    devices = [x.device] if x.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(0)
+        h = stem.head(x) if stem else None
+        given = None if h is None else h.detach().requires_grad_(h.requires_grad)
+        for gates in (net.hard(net.graph.full), net.hard(net.floor)):
+            folded = net.fold(gates)
+            out = net(x, gates) if stem is None or given is None else stem.tail(x, given, folded)
+            outputs = tensors_in(out)
+            found += [tensor.detach().clone() for tensor in outputs]
+            ramps = [torch.linspace(-1, 1, one.numel(), dtype=one.dtype, device=x.device) for one in outputs]
+            torch.autograd.backward([(one.flatten() * ramp).sum() for one, ramp in zip(outputs, ramps, strict=True)])
+        if h is not None and given is not None and given.grad is not None:
+            torch.autograd.backward(h, given.grad)
+    return found + [torch.zeros_like(one) if one.grad is None else one.grad for one in net.weights()]

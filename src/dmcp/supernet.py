@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -116,7 +116,7 @@ class Narrow:
     It computes what the gated one does, at the cost of its own width; its running statistics are its own. The modes of
     its modules are those that the supernet had when this was made. On GPUs convolutions of odd widths are slow: with
     `align` the network is as wide as the next multiple, and the rest of its channels are gated. With a `stem` it takes
-    the output of the whole network's first layers, of which it uses its part.
+    the output `h` of the whole network's first layers, too, of which it uses its part.
     """
 
     def __init__(
@@ -130,6 +130,7 @@ class Narrow:
         cuts = graph.cuts(outer)
         self.model = net.model
         self.skeleton = narrow(net.model, cuts, graph.attributes(outer))
+        self.stem = stem
         skip(self.skeleton, stem)
         device = net.position.device
         self.slices = {name: _slices(cut, device) for name, cut in cuts.items()}
@@ -142,13 +143,8 @@ class Narrow:
             self.gates = torch.cat([torch.arange(wide) < kept for wide, kept in pairs]).to(device)
             self.folds = _FoldTable(graph.hard_folds, list(outer.values())).to(device)
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x: Any, h: Tensor | None = None) -> Any:
         """Run it; gradients go to the shared weights."""
-        if self.given:
-            last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
-            for how in self.given:
-                x = _slice(x, *how)
-            x = x.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
         names = dict(self.skeleton.named_parameters())  # without those of the stem
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
@@ -159,14 +155,41 @@ class Narrow:
         if self.gates is not None:
             own = dict(self.skeleton.named_buffers()) | tensors
             tensors |= self.folds.fold(own.__getitem__, self.gates)
+        if h is not None:
+            tensors[given_name(self.stem)] = self._part(h)
         return run_folded(self.skeleton, x, tensors)
 
+    def _part(self, h: Tensor) -> Tensor:
+        """What this network uses of the output of the whole one's first layers."""
+        last = h.ndim == 4 and h.is_contiguous(memory_format=torch.channels_last)
+        for how in self.given:
+            h = _slice(h, *how)
+        return h.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
 
-def skip(model: nn.Module, paths: Iterable[str]) -> None:
-    """Let some modules of a network hand on what they are given, in place."""
+
+class _Given(nn.Module):
+    """Stands for layers whose output is known: it goes in by the name of its buffer."""
+
+    given: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("given", torch.zeros(0), persistent=False)
+
+    def forward(self, x: Any) -> Tensor:
+        return self.given
+
+
+def skip(model: nn.Module, paths: Sequence[str]) -> None:
+    """Let a chain of modules of a network give out what goes in as `given_name(paths)`, in place."""
     for path in paths:
         owner, _, name = path.rpartition(".")
-        setattr(model.get_submodule(owner), name, nn.Identity())
+        setattr(model.get_submodule(owner), name, nn.Identity() if path != paths[-1] else _Given())
+
+
+def given_name(paths: Sequence[str]) -> str:
+    """What `run_folded` must replace in a network that skips these modules."""
+    return f"{paths[-1]}.given"
 
 
 def _slices(cut: Cut, device: torch.device) -> list[tuple[int, int | Tensor]]:

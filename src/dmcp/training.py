@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 
-from dmcp.batches import Loader, device_of, input_of, labels_of, mix, on_device, size_of
+from dmcp.batches import Loader, device_of, input_of, labels_of, mix, on_device, size_of, widest
 from dmcp.calibration import Forward, kept_modes
 from dmcp.engine import Engine, Precision, Settled, set_lr, sgd
 from dmcp.errors import TrainingError
@@ -261,7 +261,7 @@ def evaluate(
     metric = metric or top1
     ranks, device = current(), device_of(model)
     run = forward or (lambda x: call_model(model, x))
-    sums: list[Tensor] = [torch.zeros((), dtype=torch.float64, device=device)]
+    sums: list[Tensor] = [torch.zeros((), dtype=widest(device), device=device)]
     count = 0
     with kept_modes(model), torch.no_grad(), _autocast(device, precision):
         model.eval()
@@ -269,9 +269,9 @@ def evaluate(
             batch = on_device(batch, device)
             if size_of(batch):  # of a small last batch some ranks have no part
                 value, samples = metric(run(input_of(batch)), batch)
-                sums.append(value.double())
+                sums.append(value.to(widest(device)))
                 count += samples
-    total = torch.stack([torch.stack(sums).sum(), torch.tensor(float(count), device=device, dtype=torch.float64)])
+    total = torch.stack([torch.stack(sums).sum(), sums[0].new_tensor(float(count))])
     summed, samples_seen = sum_values(total, ranks).tolist()
     if not samples_seen:
         raise TrainingError("There is nothing to evaluate on: the loader gave no samples.")
@@ -306,9 +306,10 @@ class _Log:
         if not self.waiting:
             return
         finite = torch.stack([weight.detach().isfinite().all() for weight in self.weights]).all()
-        losses = torch.stack([loss.double() for loss, _, _ in self.waiting])
+        wide = widest(self.waiting[0][0].device)
+        losses = torch.stack([loss.to(wide) for loss, _, _ in self.waiting])
         samples = losses.new_tensor([samples for _, samples, _ in self.waiting])
-        read = torch.cat([mean_values(losses, samples, self.ranks), finite.double().reshape(1)]).tolist()
+        read = torch.cat([mean_values(losses, samples, self.ranks), finite.to(losses).reshape(1)]).tolist()
         for (_, _, facts), value in zip(self.waiting, read[:-1], strict=True):
             if not math.isfinite(value):
                 self._stop(f"the loss is {value}", facts)

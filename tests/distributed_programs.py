@@ -1,0 +1,160 @@
+"""What each process of tests/test_distributed.py runs; a process alone runs the same, to compare with."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import dmcp
+from dmcp import cli
+from dmcp.data import load, make_loader
+from dmcp.nets import build
+from dmcp.ranks import Ranks, Watch, join, leave
+
+STEPS = 5  # in an epoch
+PIXELS = (1, 8, 8)
+
+
+class Plain(nn.Module):
+    """Convs with biases and a residual stream; no layer looks at more than one sample, and none has a kink."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 12, 3, padding=1)
+        self.down = nn.Conv2d(12, 20, 3, stride=2, padding=1)
+        self.inner = nn.Conv2d(20, 16, 3, padding=1)
+        self.outer = nn.Conv2d(16, 20, 3, padding=1)
+        self.head = nn.Linear(20, 10)
+        for layer in self.children():
+            nn.init.kaiming_normal_(layer.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.silu(self.down(F.silu(self.stem(x))))
+        x = F.silu(x + self.outer(F.silu(self.inner(x))))
+        return self.head(x.mean((2, 3)))
+
+
+def dropped(num_classes: int = 10) -> nn.Module:
+    """A network with BatchNorm and dropout: each rank draws numbers of its own."""
+    model = build("digits:resnet", num_classes=num_classes)
+    model.fc = nn.Sequential(nn.Dropout(0.2), model.fc)
+    return model
+
+
+def train_plain(ranks: Ranks, batch: int) -> dict[str, Any]:
+    """Two searches and a training without BatchNorm: 5 steps for the weights, 5 for weights and alphas."""
+    return {
+        "usual search": search(plain(ranks), loader(ranks, batch), reference_batch=4 * batch),
+        "held-out search": search(
+            plain(ranks),
+            loader(ranks, batch, epochs=2),
+            arch_loader=loader(ranks, batch, seed=1),
+            accumulate=2,
+            reference_batch=2 * batch,
+            init="zero",
+            alpha_lr=5.0,
+        ),
+        "training": train(plain(ranks), loader(ranks, batch), lr=0.2, reference_batch=batch),
+    }
+
+
+def train_normed(ranks: Ranks, batch: int) -> dict[str, Any]:
+    """The same with BatchNorm; then the trained network is tested and calibrated."""
+    torch.manual_seed(ranks.rank)
+    searched = search(build("digits:resnet"), loader(ranks, batch), reference_batch=batch)
+    model = build("digits:resnet")
+    trained = train(model, loader(ranks, batch), lr=0.2, reference_batch=batch)
+    accuracy = dmcp.evaluate(model, test_loader(ranks))
+    dmcp.recalibrate(model, loader(ranks, batch))
+    return {"search": searched, "training": trained, "accuracy": accuracy, "calibrated": running(model)}
+
+
+def plain(ranks: Ranks) -> Plain:
+    """Fresh weights, others on each rank: those of the first must be used."""
+    torch.manual_seed(ranks.rank)
+    return Plain()
+
+
+def loader(ranks: Ranks, batch: int, epochs: int = 1, seed: int = 0) -> Any:
+    """So many times 5 batches of the first digits, shuffled and shifted; a rank gets its part of each."""
+    images = load("digits").train.subset(torch.arange(epochs * STEPS * batch))
+    return make_loader(images, batch, train=True, seed=seed, ranks=ranks)
+
+
+def test_loader(ranks: Ranks) -> Any:
+    """382 digits in batches of 127: of the last one, only the first rank has a part."""
+    return make_loader(load("digits").test, 127, train=False, ranks=ranks)
+
+
+def search(model: nn.Module, batches: Any, arch_loader: Any = None, **settings: Any) -> dict[str, Any]:
+    """What a search of two epochs saw, and where it ended."""
+    net = dmcp.Supernet(model, dmcp.trace(model, torch.zeros(2, *PIXELS)))
+    config = dmcp.SearchConfig(budget="50%", epochs=2, **settings)
+    found = dmcp.search(net, batches, config, arch_loader=arch_loader)
+    losses = [
+        torch.tensor([*record.weight_losses, record.task_loss or 0.0, record.budget_loss or 0.0])
+        for record in found.log
+        if record.weight_losses is not None
+    ]
+    return result(net.model, torch.stack(losses)) | {"alphas": found.alphas}
+
+
+def train(model: nn.Module, batches: Any, **settings: Any) -> dict[str, Any]:
+    """What a training of two epochs saw, and where it ended."""
+    records = dmcp.train(model, batches, dmcp.TrainConfig(epochs=2, **settings))
+    return result(model, torch.tensor([record.loss for record in records], dtype=torch.float64))
+
+
+def result(model: nn.Module, losses: Tensor) -> dict[str, Any]:
+    """Losses, weights and buffers, and a hash of the weights."""
+    weights = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    return {"losses": losses, "weights": weights, "buffers": running(model), "hash": digest(weights.values())}
+
+
+def running(model: nn.Module) -> dict[str, Tensor]:
+    """The running statistics of every BatchNorm."""
+    return {name: tensor.clone() for name, tensor in model.named_buffers()}
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """One hash of the bits of all."""
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
+# the processes
+
+
+def learn(program: str, batch: int, folder: Path) -> None:
+    """Run one of the above among the other ranks, and keep what it gave."""
+    ranks = join("cpu")
+    with Watch(ranks):
+        found = globals()[program](ranks, batch)
+    leave()
+    torch.save(found, folder / f"rank{ranks.rank}.pt")
+
+
+def command(*arguments: str) -> None:
+    """The command `dmcp`."""
+    sys.argv = ["dmcp", *arguments]
+    cli.main()
+
+
+def start(rank: int, world: int, port: int, text: Path, program: str, *arguments: Any) -> None:
+    """Be one of the processes that a launcher starts; what it prints goes to a file."""
+    sink = os.open(text, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(sink, 1)
+    os.dup2(sink, 2)
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    globals()[program](*arguments)

@@ -1,0 +1,234 @@
+"""Several processes search, train and test as one does; a run that loses one of them goes on as if it had not."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import distributed_programs as programs
+import pytest
+import torch
+from distributed_programs import STEPS
+from torch import Tensor, nn
+
+import dmcp
+from dmcp.nets import build
+from dmcp.ranks import ALONE, EXIT_RANK_LOST, Ranks
+
+NEAR = 1e-5
+FIRST_CONV, FIRST_NORM = "conv1", "bn1"  # of digits:resnet
+MINUTE = 60.0
+ASKED = (
+    "prune --model distributed_programs:dropped --data digits --search-epochs 2 --epochs 3 --batch 32 --device cpu "
+    "--save-steps 10"
+)
+NAME = "distributed_programs-dropped-digits-prune"
+AGAIN = "start the run again, it goes on from its last checkpoint."
+
+
+@contextmanager
+def started(folder: Path, world: int, program: str, *arguments: Any) -> Iterator[list[ForkServerProcess]]:
+    """The ranks of a program, which print to files; none is left behind."""
+    folder.mkdir(exist_ok=True)
+    context = multiprocessing.get_context("forkserver")  # imports torch once, not once per process
+    context.set_forkserver_preload(["dmcp.cli", "pytest"])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = [
+        context.Process(target=programs.start, args=(rank, world, port, folder / f"text{rank}", program, *arguments))
+        for rank in range(world)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def told(folder: Path, rank: int) -> str:
+    """What a rank has printed."""
+    return (folder / f"text{rank}").read_text()
+
+
+def ends(processes: list[ForkServerProcess], seconds: float) -> list[int | None]:
+    """Exit codes after at most so many seconds; None still runs."""
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    return [process.exitcode for process in processes]
+
+
+def learned(folder: Path, world: int, program: str, batch: int) -> list[dict[str, Any]]:
+    """What each of the ranks got from the same program."""
+    with started(folder, world, "learn", program, batch, folder) as processes:
+        assert ends(processes, 2 * MINUTE) == [0] * world, [told(folder, rank) for rank in range(world)]
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(world)]
+
+
+def gap(one: Any, other: Any) -> float:
+    """Largest difference between two tensors, or two tables of them."""
+    if isinstance(other, Tensor):
+        assert one.shape == other.shape and bool(other.isfinite().all())
+        return float((one.detach().double() - other.detach().double()).abs().max())
+    assert one.keys() == other.keys() and other
+    return max(gap(one[name], other[name]) for name in other)
+
+
+# the library
+
+
+@pytest.mark.parametrize(("world", "batch"), [(2, 32), (3, 10)], ids=["even", "uneven"])
+def test_without_batchnorm_ranks_compute_what_one_process_does(world: int, batch: int, tmp_path: Path) -> None:
+    everyone = learned(tmp_path, world, "train_plain", batch)
+    alone = programs.train_plain(ALONE, batch)
+    for name, wanted in alone.items():
+        parts = [part for part in ("losses", "weights", "alphas") if part in wanted]
+        gaps = {part: gap(everyone[0][name][part], wanted[part]) for part in parts}
+        print(f"{name} on {world} ranks:", gaps)
+        assert max(gaps.values()) < NEAR
+        for mine in everyone[1:]:
+            assert mine[name]["hash"] == everyone[0][name]["hash"]
+            assert gap(mine[name]["losses"], everyone[0][name]["losses"]) == 0
+        assert len(wanted["losses"]) == 2 * STEPS
+        assert gap(wanted["weights"], dict(programs.plain(ALONE).named_parameters())) > 1e-2  # they have moved
+    for name in ("usual search", "held-out search"):
+        assert float(alone[name]["alphas"].std()) > 10 * NEAR  # all start from one number
+
+
+def test_with_batchnorm_ranks_stay_together(tmp_path: Path) -> None:
+    first, second = learned(tmp_path, 2, "train_normed", 64)
+    for name in ("search", "training"):
+        assert first[name]["hash"] == second[name]["hash"]
+        losses = first[name]["losses"].reshape(2 * STEPS, -1)[:, 0]  # of the largest network
+        assert losses[-3:].mean() < losses[:3].mean() - 0.1
+    assert gap(first["search"]["alphas"], second["search"]["alphas"]) == 0
+    assert gap(first["search"]["buffers"], second["search"]["buffers"]) > 1e-3  # statistics are those of a rank
+    assert gap(first["training"]["buffers"], second["training"]["buffers"]) == 0
+
+    model = build("digits:resnet")
+    model.load_state_dict(first["training"]["weights"] | first["training"]["buffers"])
+    assert first["accuracy"] == second["accuracy"] == dmcp.evaluate(model, programs.test_loader(ALONE)) > 0.15
+    whole, shares = programs.loader(ALONE, 64), [programs.loader(Ranks(rank, 2), 64) for rank in range(2)]
+    # a network normalises each batch by itself, so one process must be given the batches that the ranks had
+    dmcp.recalibrate(model, [*shares[0], *shares[1]])
+    gaps = gap(statistics(first["calibrated"]), statistics(programs.running(model)))
+    print("statistics on 2 ranks:", gaps)
+    assert gaps < 1e-6
+    assert gap(first["calibrated"], second["calibrated"]) == 0
+    assert first_norm_gap(model, first["calibrated"], whole) < 1e-6
+
+
+def test_a_part_without_images_does_not_change_the_statistics() -> None:
+    shares = list(programs.test_loader(Ranks(1, 2)))
+    assert [len(labels) for _, labels in shares] == [63, 63, 63, 0]
+    model = build("digits:resnet")
+    dmcp.recalibrate(model, shares[:-1])
+    wanted = statistics(programs.running(model))
+    dmcp.recalibrate(model, shares)
+    assert gap(statistics(programs.running(model)), wanted) == 0
+
+
+def statistics(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Means and variances, without the counters of batches."""
+    return {name: tensor for name, tensor in buffers.items() if "running" in name}
+
+
+@torch.no_grad()
+def first_norm_gap(model: nn.Module, buffers: dict[str, Tensor], batches: Any) -> float:
+    """How far the statistics of the first BatchNorm are from those of all that it is given, computed at once."""
+    seen = model.get_submodule(FIRST_CONV)(torch.cat([batch[0] for batch in batches])).double()
+    wanted = {"running_mean": seen.mean((0, 2, 3)), "running_var": seen.var((0, 2, 3))}
+    return gap({name: buffers[f"{FIRST_NORM}.{name}"] for name in wanted}, wanted)
+
+
+# the command
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """Where torchrun has started two ranks that nothing disturbed, and what they have printed."""
+    folder = tmp_path_factory.mktemp("launched")
+    ours = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dmcp"]
+    with subprocess.Popen(
+        [*ours, *ASKED.split()],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=3 * MINUTE)
+        finally:
+            process.terminate()  # it ends its ranks
+    return folder, subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def test_torchrun_starts_ranks_of_which_one_writes(launched: Any) -> None:
+    folder, process = launched
+    assert process.returncode == 0, process.stderr
+    assert [path.name for path in folder.iterdir()] == ["runs"]
+    assert [path.name for path in (folder / "runs").iterdir()] == [NAME]  # though each rank looks for a free name
+    run = folder / "runs" / NAME
+    assert not (run / "checkpoints").exists() and not (run / "lock.json").exists()
+    assert process.stdout.count("88 search steps") == process.stdout.count("ms per") == 1
+    assert process.stdout.endswith(f"\n\nruns/{NAME}\n")
+    for line in ("search: batch 32 on 2 ranks, learning rate 0.00625 to 0.000625", "training: batch 32 on 2 ranks, "):
+        assert process.stderr.count(line) == 1
+
+    records = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    assert [(record["stage"], record.get("step")) for record in records] == [
+        *(("search", step) for step in range(88)),
+        *(("ours", step) for step in range(132)),
+        ("test", None),
+    ]
+    for losses in ([record["weight_losses"][0] for record in records[:88]], [it["loss"] for it in records[88:-1]]):
+        assert sum(losses[-20:]) < 0.9 * sum(losses[:20])
+
+
+def test_a_run_survives_the_loss_of_either_rank(launched: Any, tmp_path: Path) -> None:
+    wanted, run = launched[0] / "runs" / NAME, tmp_path / "run"
+    goes_on = ["prune", "--resume", str(run)]
+    interrupt(tmp_path / "first", run, [*ASKED.split(), "--out", str(run)], stage="search", lost=1)
+
+    with started(tmp_path / "alone", 1, "command", *goes_on) as processes:
+        assert ends(processes, MINUTE) == [2]
+    assert "cannot go on with other settings than it began with: ranks was 2, is 1." in told(tmp_path / "alone", 0)
+
+    interrupt(tmp_path / "second", run, goes_on, stage="ours", lost=0)
+    with started(tmp_path / "third", 2, "command", *goes_on) as processes:
+        assert ends(processes, 2 * MINUTE) == [0, 0], [told(tmp_path / "third", rank) for rank in range(2)]
+    for name in ("log.jsonl", "widths.json", "search.safetensors", "model.safetensors"):
+        assert (run / name).read_bytes() == (wanted / name).read_bytes(), name
+    assert not (run / "checkpoints").exists() and not (run / "lock.json").exists()
+
+
+def interrupt(folder: Path, run: Path, asked: list[str], stage: str, lost: int) -> None:
+    """Kill one of two ranks once the stage has a checkpoint; the other one must end, and say why."""
+    with started(folder, 2, "command", *asked) as processes:
+        deadline = time.monotonic() + 2 * MINUTE
+        while not list(run.glob(f"checkpoints/{stage}/step-*")):
+            assert time.monotonic() < deadline and ends(processes, 0) == [None, None], told(folder, 0)
+            time.sleep(0.01)
+        os.kill(processes[lost].pid or 0, signal.SIGKILL)
+        assert ends(processes[1 - lost : 2 - lost], MINUTE) == [EXIT_RANK_LOST], told(folder, 1 - lost)
+        assert processes[lost].exitcode == -signal.SIGKILL
+    sentence = rf"Rank {1 - lost} of 2 (lost the others while it waited|ends, because) .*: .*{re.escape(AGAIN)}\n"
+    assert re.search(sentence, told(folder, 1 - lost))
+    assert not (run / "report.md").exists()
