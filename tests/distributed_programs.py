@@ -56,7 +56,7 @@ def train_plain(ranks: Ranks, batch: int) -> dict[str, Any]:
         "usual search": search(plain(ranks), loader(ranks, batch), reference_batch=4 * batch),
         "held-out search": search(
             plain(ranks),
-            loader(ranks, batch, epochs=2),
+            loader(ranks, batch, steps=2 * STEPS),
             arch_loader=loader(ranks, batch, seed=1),
             accumulate=2,
             reference_batch=2 * batch,
@@ -84,9 +84,9 @@ def plain(ranks: Ranks) -> Plain:
     return Plain()
 
 
-def loader(ranks: Ranks, batch: int, epochs: int = 1, seed: int = 0) -> Any:
-    """So many times 5 batches of the first digits, shuffled and shifted; a rank gets its part of each."""
-    images = load("digits").train.subset(torch.arange(epochs * STEPS * batch))
+def loader(ranks: Ranks, batch: int, steps: int = STEPS, seed: int = 0) -> Any:
+    """So many batches of the first digits, shuffled and shifted; a rank gets its part of each."""
+    images = load("digits").train.subset(torch.arange(steps * batch))
     return make_loader(images, batch, train=True, seed=seed, ranks=ranks)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import itertools
 import os
 import random
@@ -28,10 +29,10 @@ from dmcp.graph import ChannelGraph
 from dmcp.keeping import Feed, Keeper, State, random_state, set_random_state
 from dmcp.pruning import prune
 from dmcp.ranks import ALONE
-from dmcp.searching import SearchConfig, SearchRecord, search
+from dmcp.searching import SearchConfig, search
 from dmcp.supernet import Supernet
 from dmcp.tracing import trace
-from dmcp.training import Distillation, StepRecord, TrainConfig, train
+from dmcp.training import Distillation, TrainConfig, train
 
 CPU = torch.device("cpu")
 SETTLED = Engine().settled(CPU)
@@ -359,14 +360,21 @@ def test_a_loop_that_is_done_is_not_done_again(tmp_path: Path) -> None:
     assert trained(tmp_path, seen, 99, crash, 1) == whole  # no call of the loss, no crash
 
 
-@pytest.mark.xfail(strict=True, raises=(KeyError, RuntimeError), reason="tensors are not compared before they are put")
-@pytest.mark.parametrize("other", [nn.Linear(36, 4), nn.Linear(36, 5), nn.Bilinear(2, 3, 4)])
-def test_a_checkpoint_of_another_network_is_refused(tmp_path: Path, other: nn.Module) -> None:
+OTHERS = {
+    "other names": lambda: nn.Linear(36, 1),
+    "other shapes, which copy_ would stretch": lambda: nn.Sequential(nn.Linear(36, 4), nn.Linear(4, 1)),
+    "fewer layers": lambda: nn.Sequential(nn.Linear(36, 1)),
+}
+
+
+@pytest.mark.xfail(strict=True, reason="tensors are not compared before they are put")
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_checkpoint_of_another_network_is_refused(tmp_path: Path, other: str) -> None:
     config = TrainConfig(epochs=1, lr=0.1, warmup_lr=0.1)
-    batches = [(torch.randn(3, 36), torch.randint(4, (3,))) for _ in range(3)]
-    train(nn.Sequential(nn.Linear(36, 4)), batches, config, keeper=Keeper(tmp_path))
+    batches = [(torch.randn(3, 36), torch.zeros(3, dtype=torch.int64))] * 3
+    train(nn.Sequential(nn.Linear(36, 1), nn.Linear(1, 1)), batches, config, keeper=Keeper(tmp_path))
     with pytest.raises(FileError, match="another network"):
-        train(other, batches, config, keeper=Keeper(tmp_path))
+        train(OTHERS[other](), batches, config, keeper=Keeper(tmp_path))
 
 
 @pytest.mark.slow
@@ -398,16 +406,19 @@ def test_two_hundred_runs_in_one_process_need_no_more_memory_than_twenty(tmp_pat
         SearchConfig(budget=0.5, groups=4, epochs=2),
         TrainConfig(epochs=1, warmup_epochs=0, lr=0.1, warmup_lr=0.1),
     )
-    used: dict[int, float] = {}
+    used, objects = {}, {}
     for number in range(1, 201):
-        model = tiny()
-
-        def keep(stage: str, folder: Path = tmp_path / str(number)) -> Keeper:
-            return Keeper(folder / stage, every_steps=2)
-
-        prune(model, shuffled(36), shuffled(36), search=settings[0], train=settings[1], keep=keep)
-        shutil.rmtree(tmp_path / str(number))
+        folder = tmp_path / str(number)
+        keep = functools.partial(keep_in, folder)
+        prune(tiny(), shuffled(36), shuffled(36), search=settings[0], train=settings[1], keep=keep)
+        shutil.rmtree(folder)
         if number in (20, 100, 200):
-            used[number] = resident()
+            gc.collect()
+            used[number], objects[number] = resident(), len(gc.get_objects())
     print(" ".join(f"RSS at run {number}: {size:.1f} MiB." for number, size in used.items()))
-    assert used[200] - used[20] < 10
+    assert used[200] - used[20] < 20
+    assert objects[200] - objects[20] < 180  # less than one for each run
+
+
+def keep_in(folder: Path, stage: str) -> Keeper:
+    return Keeper(folder / stage, every_steps=2)

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +95,13 @@ def signalled(number: signal.Signals) -> Callable[[Any], None]:
     return lambda _: os.kill(os.getpid(), number)
 
 
+def interrupt_twice(_: Any) -> None:
+    """Ctrl-C by a person who does not want to wait for the end of a step."""
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0)  # the first one is heard here
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def fill_disk(_: Any) -> None:
     """From now on no file of this process can be longer than a few bytes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
@@ -125,6 +133,7 @@ ACTS: dict[str, Callable[[Any], Any]] = {
     "stop": signalled(signal.SIGSTOP),
     "term": signalled(signal.SIGTERM),
     "int": signalled(signal.SIGINT),
+    "twice": interrupt_twice,
     "full": fill_disk,
     "nan": lambda real: lambda *args, **kwargs: real(*args, **kwargs) * float("nan"),
 }
@@ -483,6 +492,17 @@ def test_a_request_at_the_end_of_a_stage_is_kept_for_the_next_one(
     assert_same(run, whole)
 
 
+def test_a_second_interrupt_does_not_wait(
+    commands: Commands, killed: dict[str, Path], whole: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(killed["searching"], tmp_path / "run")
+    end = commands.resume(run, step_of("search", 5), (STEP, "", 1), act="twice")
+    assert end.code == 128 + signal.SIGINT and "Traceback" not in end.err
+    assert checkpoints(run, "search") == [10, 20] and not (run / LOCK).exists()
+    assert commands.resume(run).code == 0
+    assert_same(run, whole)
+
+
 # what stands in the way
 
 
@@ -571,6 +591,13 @@ def test_what_is_no_run_or_is_done_is_refused(commands: Commands, whole: Path, t
     assert f"this run is done; see {whole / 'report.md'}" in refused(commands, whole)
 
 
+@pytest.mark.xfail(strict=True, reason="one of the seeds goes on with the run, the others fail")
+def test_several_seeds_do_not_go_on_with_one_run(commands: Commands, killed: dict[str, Path], tmp_path: Path) -> None:
+    run = shutil.copytree(killed["trained"], tmp_path / "run")
+    end = commands.run(["prune", "--resume", run, "--seeds", "2"], ("dmcp.seeds:run_seeds", "", 1))
+    assert end.code == 2 and "--seeds" in end.err
+
+
 def test_one_process_at_a_time(commands: Commands, whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     first = commands.run([*PRUNE, "--out", run], step_of("search", 15), act="stop")
@@ -634,6 +661,16 @@ def test_a_damaged_checkpoint_of_a_stage_that_was_done(
     assert_same(run, whole)
 
 
+@pytest.mark.xfail(strict=True, reason="rewind takes what is there; a loss of power can cost lines that nothing synced")
+def test_a_log_with_less_lines_than_its_checkpoint_says_is_refused(
+    commands: Commands, killed: dict[str, Path], tmp_path: Path
+) -> None:
+    run = shutil.copytree(killed["searching"], tmp_path / "run")
+    lines = (run / "log.jsonl").read_text().splitlines(keepends=True)
+    (run / "log.jsonl").write_text("".join(lines[:12]))
+    assert "log.jsonl" in refused(commands, run)
+
+
 @pytest.mark.parametrize(("start", "stage", "number"), [("searching", "search", 1), ("trained", "ours", 2)])
 def test_a_full_disk_is_a_sentence_and_the_checkpoint_before_goes_on(
     commands: Commands, killed: dict[str, Path], whole: Path, tmp_path: Path, start: str, stage: str, number: int
@@ -694,9 +731,9 @@ EPOCH_LOST = pytest.mark.xfail(strict=True, reason="a loader of a stage that was
         pytest.param(TRAIN, ("dmcp.training:evaluate", "", 1), id="train, test"),
         pytest.param((*RETRAIN, "inherit"), step_of("ours", 12), id="inherit"),
         pytest.param((*RETRAIN, "inherit"), CALIBRATE, id="inherit, start", marks=EPOCH_LOST),
-        pytest.param((*RETRAIN, "slimmable"), step_of("ours", 12), id="slimmable"),
+        pytest.param((*RETRAIN, "slimmable"), step_of("ours", 12), id="slimmable", marks=pytest.mark.slow),
         pytest.param((*RETRAIN, "slimmable"), CALIBRATE, id="slimmable, end", marks=EPOCH_LOST),
-        pytest.param((*RETRAIN, "teacher"), step_of("ours", 12), id="teacher"),
+        pytest.param((*RETRAIN, "teacher"), step_of("ours", 12), id="teacher", marks=pytest.mark.slow),
     ],
 )
 def test_other_commands_and_ways_go_on_as_well(

@@ -20,14 +20,16 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import dmcp
+import dmcp.searching
+import dmcp.stem
 from dmcp.sandwich import Draw, chains, sandwich
+from dmcp.searching import SearchConfig, search
 from dmcp.stages import Passes, weight_step
 from dmcp.stem import Stem, find_stem
 from dmcp.supernet import Narrow
 
 FOUND = {  # what a reader of their code would write down: all up to the first layer whose inputs can be dropped
     "resnet18": ("conv1", "bn1", "relu", "maxpool"),
-    "resnet50": ("conv1", "bn1", "relu", "maxpool"),
     "mobilenet_v2": ("features.0", "features.1.conv.0"),
     "squeezenet1_1": ("features.0", "features.1", "features.2"),
 }
@@ -46,6 +48,14 @@ def supernet(model: nn.Module, graph: Any) -> Any:
     return dmcp.Supernet(model, graph, 4).double().train()
 
 
+@functools.cache
+def border(name: str) -> tuple[tuple[str, ...], int]:
+    """Where the stem of a model of torchvision ends."""
+    stem = find_stem(supernet(*zoo(name)))
+    assert stem is not None
+    return stem.paths, stem.value
+
+
 # -- what a step does with a stem, and what it does without
 
 
@@ -58,12 +68,19 @@ def task(output: Any, batch: Any) -> Tensor:
     return sum((F.cross_entropy(part, batch[1]) for part in flat), torch.zeros(()))
 
 
-def three_steps(net: Any, stem: Stem | None, x: Tensor, lr: float, align: int | None = None) -> Tensor:
+def loud(output: Any, batch: Any) -> Tensor:
+    """The same a thousand times, as where gradients are scaled."""
+    return 1000 * task(output, batch)
+
+
+def three_steps(
+    net: Any, stem: Stem | None, x: Tensor, lr: float, align: int | None = None, loss: Any = task
+) -> Tensor:
     """The losses; the smallest sub-network is a narrow one where `align` is given."""
     optimizer = torch.optim.SGD(net.weights(), lr, 0.9)
     generator, path = torch.Generator().manual_seed(1), chains(net)
-    border = () if stem is None else (stem.paths, stem.value)
-    small = None if align is None else Narrow(net, net.floor, align, *border)
+    given = () if stem is None else (stem.paths, stem.value)
+    small = None if align is None else Narrow(net, net.floor, align, *given)
     passes = None if stem is None else Passes(net.fold, stem.tail, stem.head)
     torch.manual_seed(2)  # of dropout: each sub-network draws its own
     losses = []
@@ -73,14 +90,16 @@ def three_steps(net: Any, stem: Stem | None, x: Tensor, lr: float, align: int | 
             assert torch.equal(subnets[1], net.hard(net.floor))
             subnets[1] = small
         batches = [(part + 0.1 * number, torch.arange(len(part)) % 5) for part in x.split(8)]
-        losses.append(weight_step(net, batches, optimizer, subnets, task, distil=False, passes=passes).losses)
+        losses.append(weight_step(net, batches, optimizer, subnets, loss, distil=False, passes=passes).losses)
     return torch.stack(losses)
 
 
-def assert_the_same(net: Any, stem: Stem, x: Tensor, lr: float = 0.05, align: int | None = None) -> None:
+def assert_the_same(
+    net: Any, stem: Stem, x: Tensor, lr: float = 0.05, align: int | None = None, loss: Any = task
+) -> None:
     """Losses and weights after three steps are those of a copy that has no stem."""
     plain = copy.deepcopy(net, {id(net.graph): net.graph})
-    expected, losses = three_steps(plain, None, x, lr), three_steps(net, stem, x, lr, align)
+    expected, losses = three_steps(plain, None, x, lr, loss=loss), three_steps(net, stem, x, lr, align, loss)
     assert (losses - expected).abs().max() < 1e-9
     for (name, own), other in zip(net.model.named_parameters(), plain.model.parameters(), strict=True):
         assert (own - other).abs().max() < 1e-9, name
@@ -90,31 +109,27 @@ def assert_the_same(net: Any, stem: Stem, x: Tensor, lr: float = 0.05, align: in
 
 @pytest.mark.parametrize("name", FOUND)
 def test_stems_of_torchvision(name: str) -> None:
-    stem = find_stem(supernet(*zoo(name)))
-    assert stem is not None and stem.paths == FOUND[name]
+    assert border(name)[0] == FOUND[name]
 
 
 @pytest.mark.parametrize("name", STEPPED)
 def test_steps_of_torchvision_are_the_same(name: str) -> None:
     net = supernet(*zoo(name))
-    stem = find_stem(net)
-    assert stem is not None
-    assert_the_same(net, stem, sample((3, 32, 32), batch=8), lr=0.005)  # more of it makes rounding errors grow
+    # more of lr makes rounding errors grow
+    assert_the_same(net, Stem(net, *border(name)), sample((3, 32, 32), batch=8), lr=0.005)
 
 
-@pytest.mark.parametrize("align", [1, 4, 8])
-@pytest.mark.parametrize("name", ["mobilenet_v2", "resnet18"])
+@pytest.mark.parametrize(("name", "align"), [("mobilenet_v2", 1), ("mobilenet_v2", 4), ("resnet18", 8)])
 def test_a_narrow_network_takes_its_part_of_the_stem(name: str, align: int) -> None:
     """Output and gradients are those of the gated one."""
     net, x = supernet(*zoo(name)), sample((3, 32, 32), batch=8)
     for part in net.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
-    stem = find_stem(net)
-    assert stem is not None
+    stem = Stem(net, *border(name))
     widths = net.graph.widths([-(-space.size * 3 // 5) for space in net.graph.spaces])
     outputs, slopes = [], []
-    for output in (Narrow(net, widths, align, stem.paths, stem.value)(stem.head(x)), net(x, net.hard(widths))):
+    for output in (Narrow(net, widths, align, stem.paths, stem.value)(x, stem.head(x)), net(x, net.hard(widths))):
         output.square().sum().backward()
         outputs.append(output.detach())
         slopes.append([torch.zeros_like(w) if w.grad is None else w.grad.clone() for w in net.weights()])
@@ -132,54 +147,47 @@ def test_nets_written_by_hand(toy: Any) -> None:
         assert_the_same(net, stem, sample(toy.SHAPE, batch=12))
 
 
-class Rectified(nn.Module):
-    """Both signs of each channel, side by side."""
+class Halves(nn.Module):
+    """One half of the channels gates the other; not one of torch's own modules."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([x.relu(), (-x).relu()], 2).flatten(1, 2)
+        one, other = x.chunk(2, 1)
+        return one * other.sigmoid()
 
 
-class Branches(nn.Module):
-    """Two spaces, and channels that cannot be dropped between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 5, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.one(x), x, self.other(x)], 1)
-
-
-@pytest.mark.parametrize("align", [None, 1, 4])
+@pytest.mark.parametrize("align", [1, 3])
 @pytest.mark.parametrize(
-    ("parts", "channels"),
+    ("part", "reader", "paths"),
     [
-        ((nn.Conv2d(3, 8, 3), Rectified()), 16),
-        ((nn.Conv2d(3, 8, 3), nn.ChannelShuffle(2)), 8),
-        ((nn.Conv2d(3, 8, 3), nn.PixelUnshuffle(2)), 32),
-        ((Branches(),), 12),
+        (Halves(), nn.Conv2d(4, 7, 3), ("0",)),
+        (nn.ChannelShuffle(2), nn.Conv2d(8, 7, 3), ("0", "1")),
+        (nn.PixelUnshuffle(2), nn.Conv2d(32, 7, 3), ("0", "1")),
+        (nn.Flatten(), nn.Linear(8 * 12 * 12, 7), ("0", "1")),
     ],
-    ids=["both signs", "shuffled", "pixels", "branches"],
+    ids=["halves", "shuffled", "pixels", "flattened"],
 )
-def test_stems_whose_output_is_not_one_space(parts: Any, channels: int, align: int | None) -> None:
+def test_stems_whose_output_is_not_one_space(
+    part: nn.Module, reader: nn.Module, paths: tuple[str, ...], align: int
+) -> None:
     """A narrow network must take the right channels out of it."""
-    model = nn.Sequential(*parts, nn.Conv2d(channels, 7, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    model.append(nn.Linear(7, 5))
+    pool = (nn.AdaptiveAvgPool2d(1), nn.Flatten()) if isinstance(reader, nn.Conv2d) else ()
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), part, reader, nn.ReLU(), *pool, nn.Linear(7, 5))
     net = supernet(model, dmcp.trace(randomise(model), sample((3, 14, 14))))
     stem = find_stem(net)
-    assert stem is not None and len(stem.paths) >= len(parts)
+    assert stem is not None and stem.paths == paths
     assert_the_same(net, stem, sample((3, 14, 14), batch=12), align=align)
 
 
 def test_what_the_search_looks_at_is_left_alone() -> None:
-    net = supernet(*zoo("mobilenet_v2"))
+    net = supernet(*zoo("squeezenet1_1"))
     net.model.features[3].eval()
     modes = [part.training for part in net.modules()]
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    parts = list(net.modules())
+    parts, drawn = list(net.modules()), torch.get_rng_state()
     assert find_stem(net) is not None
     assert [part.training for part in net.modules()] == modes and list(net.modules()) == parts
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+    assert all(weight.grad is None for weight in net.parameters()) and torch.equal(torch.get_rng_state(), drawn)
 
 
 # -- nets that attack it
@@ -332,7 +340,23 @@ def hooked(register: str, hook: Callable[..., Any], where: str = "norm") -> Call
 
 
 def clipped(module: nn.Module, slopes: Any, _: Any) -> Any:
-    return tuple(slope.clamp(-1e-3, 1e-3) for slope in slopes)
+    return tuple(slope.clamp(-0.05, 0.05) for slope in slopes)  # only acts on gradients that are large
+
+
+def clipped_within(net: Any, x: Tensor) -> Tensor:
+    h = net.stem(x)
+    if h.requires_grad:
+        h.register_hook(lambda slope: slope.clamp(-0.05, 0.05))
+    return net.then(net.act(net.norm(h)))
+
+
+def clipped_box() -> nn.Module:
+    net: Any = with_part(nn.Sequential, lambda n, x: n.then(n.part(x)))()
+    for name in ("stem", "norm", "act"):
+        net.part.append(getattr(net, name))
+        delattr(net, name)
+    net.part.register_full_backward_pre_hook(lambda m, slopes: (slopes[0].clamp(-0.05, 0.05),))
+    return net
 
 
 def tied() -> nn.Module:
@@ -366,6 +390,7 @@ ATTACKS: dict[str, Callable[[], nn.Module]] = {
     "copy of the output written": coded(copied),
     "in-place activation": lambda: with_part(lambda: nn.ReLU(True), lambda n, x: n.then(n.part(n.norm(n.stem(x)))))(),
     "input written": lambda: with_part(lambda: nn.ReLU(inplace=True))(),
+    "input written in each pass": lambda: with_part(lambda: nn.LeakyReLU(0.5, inplace=True))(),
     "module called twice": lambda: with_part(lambda: nn.LeakyReLU(0.3), AGAIN)(),
     "relu called twice": lambda: with_part(nn.ReLU, AGAIN)(),
     "module called again later": coded(lambda n, x: n.then(n.act(n.conv3(n.conv2(n.first(x)))[:, :1] + n.first(x)))),
@@ -376,16 +401,12 @@ ATTACKS: dict[str, Callable[[], nn.Module]] = {
     "hook before a module": hooked("register_forward_pre_hook", lambda m, x: (x[0] * 2,)),
     "hook before the network": hooked("register_forward_pre_hook", lambda m, x: (x[0] * 2,), ""),
     "hook on the network": hooked("register_forward_hook", lambda m, x, out: out * x[0].shape[1], ""),
-    "hook on the gradient": hooked("register_full_backward_hook", clipped),
-    "shape of the input": coded(lambda n, x: n.then(n.first(x)) * x.shape[1]),
     "shape of the input, behind zeros": lambda: coded(lambda n, x: n.then(n.first(x)) * x.shape[1])(zero=True),
     "shape of the input, in training": coded(lambda n, x: n.then(n.first(x)) * (x.shape[1] if n.training else 1)),
     "size of the input": lambda: coded(lambda n, x: n.then(F.interpolate(n.first(x), size=x.shape[-2:])))(stride=2),
     "size of the input, in training": lambda: with_part(lambda: nn.Conv2d(8, 5, 1), auxiliary)(stride=2),
-    "padding at another size": lambda: coded(padded)(stride=2),
     "needs a gradient": coded(lambda n, x: n.then(n.first(x)) * (2 if x.requires_grad else 1)),
     "attribute of a module": coded(lambda n, x: n.then(n.first(x)) / n.stem.out_channels),
-    "attribute, if there is one": coded(lambda n, x: n.then(n.first(x)) / getattr(n.stem, "out_channels", 1)),
     "attribute, in training": coded(
         lambda n, x: n.then(n.first(x)) / (getattr(n.stem, "out_channels", 1) if n.training else 1)
     ),
@@ -393,14 +414,19 @@ ATTACKS: dict[str, Callable[[], nn.Module]] = {
     "weight of two modules": tied,
     "second argument": lambda: with_part(lambda: Scaled(3, 3, 1), lambda n, x: n.then(n.first(n.part(x, 2.0))))(),
     "two outputs": lambda: with_part(lambda: Two(8, 8, 1), lambda n, x: n.then(sum(n.part(n.first(x)))))(),
-    "the other of two outputs": lambda: with_part(lambda: Two(8, 8, 1), lambda n, x: n.then(n.part(n.first(x))[0]))(),
     "frozen": frozen,
+    "checkpointed with more": coded(
+        lambda n, x: n.then(checkpoint(lambda x: n.first(x).tanh(), x, use_reentrant=False))
+    ),
     "checkpointed": coded(lambda n, x: n.then(checkpoint(n.first, x, use_reentrant=False))),
     "no gradient": coded(without_gradient),
     "no gradient in its first module": coded(first_without_gradient),
     "detached": coded(lambda n, x: n.then(n.first(x).detach())),
     "detached within": coded(lambda n, x: n.then(n.act(n.norm(n.stem(x).detach())))),
     "gradient of its own": coded(lambda n, x: n.then(n.act(n.norm(Shrunk.apply(n.stem(x)))))),
+    "large gradients of a module clipped": hooked("register_full_backward_hook", clipped),
+    "large gradients clipped": coded(clipped_within),
+    "large gradients of a container clipped": clipped_box,
     "counts its calls": lambda: with_part(Ramp)(),
     "spectral norm": spectral,
     "identity at first, called twice": lambda: with_part(ReZero, TWICE)(),
@@ -409,26 +435,36 @@ ATTACKS: dict[str, Callable[[], nn.Module]] = {
 FRESH = {"shape of the input, behind zeros", "identity at first, called twice", "norm called twice"}  # as initialised
 
 
-BLIND = "find_stem compares values in eval mode only"
-INPUT = "the rest of the network is given the stem's output as its input"
-GRADIENT = "find_stem does not compare gradients"
+WHOLE = {  # odd in places that do not concern the first three layers
+    "nothing odd",
+    "dropout behind it",
+    "hook on the network",
+    "shape of the input, behind zeros",
+    "shape of the input, in training",
+    "size of the input",
+    "needs a gradient",
+    "two outputs",
+    "frozen",
+    "detached",
+}
+NONE = {  # odd in the very first layer: it is written by hand, hooked, or used for more than its output
+    "input used later",
+    "hidden value used later",
+    "hook before the network",
+    "attribute of a module",
+    "weight of a module",
+    "weight of two modules",
+    "second argument",
+    "no gradient in its first module",
+    "counts its calls",
+    "spectral norm",
+    "identity at first, called twice",
+}
+
+
 WRONG = {  # to be mended in stem.py
-    "unlabelled view of the output written": "an op that gives views without saying so",
-    "hook on the gradient": "_hooked does not look at backward hooks",
-    "shape of the input, behind zeros": "outputs that are all zero are taken for equal",
-    "shape of the input, in training": INPUT,
-    "size of the input, in training": INPUT,
-    "padding at another size": INPUT,
-    "needs a gradient": INPUT,
-    "attribute, in training": BLIND,
-    "no gradient": GRADIENT,
-    "no gradient in its first module": GRADIENT,
-    "detached within": GRADIENT,
-    "gradient of its own": GRADIENT,
-    "counts its calls": BLIND,
-    "spectral norm": BLIND,
-    "identity at first, called twice": "a module that is called twice is taken for one call",
-    "norm called twice": "a module that is called twice is taken for one call",
+    "large gradients clipped": "a hook on a value between the modules that does nothing in the trial",
+    "large gradients of a container clipped": "_is_known does not look at the modules around the layers",
 }
 
 
@@ -448,9 +484,12 @@ def test_never_wrong(name: str) -> None:
     model = model if name in FRESH else randomise(model)
     net = supernet(model, dmcp.trace(model, sample((3, 16, 16))))
     stem = find_stem(net)
+    assert name not in WHOLE or (stem is not None and stem.paths == ("stem", "norm", "act"))
+    assert name not in NONE or stem is None
     if stem is not None:
-        x = sample((3, 12, 12) if "another size" in name else (3, 16, 16), batch=12)
-        assert_the_same(net, stem, x, align=None if "dropout" in name else 4)  # a narrow network draws other masks
+        align = None if "dropout" in name else 4  # a narrow network draws other masks
+        lr, loss = (5e-5, loud) if "large gradients" in name else (0.05, task)
+        assert_the_same(net, stem, sample((3, 16, 16), batch=12), lr, align, loss)
 
 
 class Averaging(Plain):
@@ -467,7 +506,6 @@ class Averaging(Plain):
         return out
 
 
-@pytest.mark.xfail(reason="the rest of the network keeps the new buffer to itself", strict=True)
 def test_a_buffer_that_is_replaced_arrives_in_the_supernet() -> None:
     model = randomise(Averaging())
     net = supernet(model, dmcp.trace(model, sample((3, 16, 16))))
@@ -479,14 +517,87 @@ def test_a_buffer_that_is_replaced_arrives_in_the_supernet() -> None:
     assert (net.model.average - plain.model.average).abs().max() < 1e-9
 
 
+def test_networks_that_are_slow_to_try_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = randomise(Plain())
+    net = supernet(model, dmcp.trace(model, sample((3, 16, 16))))
+    monkeypatch.setattr(dmcp.stem, "_SLOW", net.graph.macs())
+    assert find_stem(net) is not None
+    monkeypatch.setattr(dmcp.stem, "_SLOW", net.graph.macs() - 1)
+    assert find_stem(net) is None
+
+
+# -- in a search
+
+
+def images(*sizes: int) -> list[tuple[Tensor, Tensor]]:
+    """Batches of images with these numbers of pixels, and labels."""
+    batches = [sample((3, size, size), batch=8) for size in sizes]
+    return [(x + 0.1 * number, torch.arange(8) % 5) for number, x in enumerate(batches)]
+
+
+def searched(
+    model: nn.Module, stem: bool, batches: list[Any], monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> tuple[Any, int]:
+    """The supernet after a search, and in how many batches its stem was used."""
+    net = supernet(model, dmcp.trace(model, sample((3, 16, 16))))
+    used = []
+
+    class Spied(Stem):
+        def head(self, x: Tensor) -> Any:
+            used.append(x)
+            return super().head(x)
+
+    def find(net: Any) -> Stem | None:
+        found = find_stem(net)
+        return Spied(net, found.paths, found.value) if stem and found else None
+
+    with monkeypatch.context() as patched:
+        patched.setattr(dmcp.searching, "find_stem", find)
+        search(net, batches, SearchConfig(budget=0.5, groups=4, epochs=2, reference_batch=64, **settings))
+    return net, len(used)
+
+
 @pytest.mark.parametrize(
-    "kind", [tuple, list, pytest.param(dict, marks=pytest.mark.xfail(reason="head takes no dict", strict=True))]
+    ("batches", "settings", "expected"),
+    [
+        (images(16, 16), {}, 4),
+        (images(12, 12), {}, 0),
+        (images(16, 12, 16), {}, 4),
+        (images(16, 12, 16, 16), {"accumulate": 2}, 4),  # one step, one way
+        ([{"input": x, "label": y} for x, y in images(16, 16)], {}, 4),
+        ([((x,), y) for x, y in images(16, 16)], {}, 0),
+        ([({"x": x}, y) for x, y in images(16, 16)], {}, 0),
+    ],
+    ids=["as traced", "other size", "two sizes", "two sizes in a step", "batch by name", "by place", "by name"],
 )
-def test_inputs_that_are_given_by_place_or_name(kind: Any) -> None:
-    model, x = randomise(Plain()), sample((3, 16, 16))
-    net = supernet(model, dmcp.trace(model, x)).eval()
-    stem = find_stem(net)
-    assert stem is not None
-    gates = net.hard(net.floor)
-    given = {"x": x} if kind is dict else kind([x])
-    assert distance(stem.tail(stem.head(given), net.fold(gates)), net(x, gates)) < 1e-9
+def test_a_search_ends_as_without_a_stem(
+    batches: list[Any], settings: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the loader gives: the stem is used where the input is as it was traced; here others are padded."""
+    model = randomise(coded(padded)(stride=2))
+    (net, used), (plain, unused) = (searched(model, stem, batches, monkeypatch, **settings) for stem in (True, False))
+    assert (used, unused) == (expected, 0)
+    for (name, own), other in zip(net.named_parameters(), plain.parameters(), strict=True):
+        assert (own - other).abs().max() < 1e-9, name
+
+
+class Cooling(Plain):
+    """Counts its passes in a plain number, and computes with the count."""
+
+    passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += self.training
+        return super().forward(x) / (1 + self.passes)
+
+
+@pytest.mark.xfail(
+    reason="the rest of the network is a copy: plain numbers that change are its own",
+    raises=AssertionError,
+    strict=True,
+)
+def test_a_search_with_plain_numbers_that_change_ends_as_without_a_stem(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = randomise(Cooling())
+    net, plain = (searched(model, stem, images(16, 16), monkeypatch)[0] for stem in (True, False))
+    for (name, own), other in zip(net.named_parameters(), plain.parameters(), strict=True):
+        assert (own - other).abs().max() < 1e-9, name

@@ -18,7 +18,8 @@ from dmcp.spaces import Widths
 
 KINDS = ("macs", "params")
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}
-_PART = re.compile(r"(?:(?P<kind>[a-z]+):)?(?P<number>\d+(?:_\d+)*(?:\.\d+)?(?:e[+-]?\d{1,2})?)(?P<unit>%|[a-z]+)?")
+_PART = re.compile(r"(?:(?P<kind>[a-z]+):)?(?P<number>\d+(?:_\d+)*(?:\.\d+)?(?:e[+-]?\d{1,2})?)(?P<unit>%|[a-z]+)?", re.ASCII)
+_LONGEST, _MOST = 100, 10**18  # characters of a text; more than any network costs
 _STEEP = 10.0  # alphas beyond have a gradient near zero
 
 
@@ -29,6 +30,13 @@ class Limit:
     kind: str  # one of KINDS
     target: int
 
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS or type(self.target) is not int or not 1 <= self.target <= _MOST:
+            raise BudgetError(
+                f"A limit is one of {', '.join(KINDS)} with an int from 1 to {_MOST:.0e}, not {self.kind!r} with "
+                f"{self.target!r}."
+            )
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -36,6 +44,10 @@ class Budget:
 
     limits: tuple[Limit, ...]
     text: str
+
+    def __post_init__(self) -> None:
+        if not self.limits or len({limit.kind for limit in self.limits}) < len(self.limits):
+            raise BudgetError(f"The budget {self.text!r} must limit each of {', '.join(KINDS)} at most once, and one.")
 
 
 def parse(spec: int | float | str | Budget, graph: ChannelGraph) -> Budget:
@@ -45,7 +57,11 @@ def parse(spec: int | float | str | Budget, graph: ChannelGraph) -> Budget:
     """
     if isinstance(spec, Budget):
         return spec
+    if isinstance(spec, int) and abs(spec) > _MOST:
+        raise BudgetError(f"A budget of more than {_MOST:.0e} is beyond any network: give MACs as an int, or a share.")
     text = str(spec).strip()
+    if len(text) > _LONGEST:
+        raise BudgetError(f'A budget of {len(text):,} characters cannot be read: write "50%" or "50%,params:2M".')
     if isinstance(spec, bool) or (isinstance(spec, float) and not 0 < spec <= 1):
         raise BudgetError(f'A budget of {spec!r} is neither a share (0 to 1) nor a count: write 0.5, "50%" or "211M".')
     limits = tuple(_limit(part.strip(), text, graph) for part in text.lower().split(","))
@@ -70,6 +86,8 @@ def _limit(part: str, text: str, graph: ChannelGraph) -> Limit:
         number *= _full(graph, kind)
     if number < 1:
         raise BudgetError(f"The budget {text!r} is less than one of {kind}: nothing costs so little.")
+    if number > _MOST:
+        raise BudgetError(f"The budget {text!r} is more than any network costs: the limit is {_MOST:.0e}.")
     return Limit(kind, math.floor(number))
 
 

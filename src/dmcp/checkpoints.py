@@ -67,7 +67,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> Path
     data = _encode(checkpoint)
     path = folder / f"step-{checkpoint.step:09d}-{_checksum(data)}.safetensors"
     try:
-        _refuse_link(folder)
+        refuse_link(folder)
         folder.mkdir(parents=True, exist_ok=True)
         earlier = [found for found in _find(folder) if found.step <= checkpoint.step and found.path != path]
         _clean(folder)
@@ -90,7 +90,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> Path
 def load_checkpoint(folder: Path, notice: Callable[[str], None] | None = None) -> Checkpoint | None:
     """The newest checkpoint that is not damaged, None if there never was one; `notice` is told of those passed over."""
     try:
-        _refuse_link(folder)
+        refuse_link(folder)
         found = _find(folder)
     except FileNotFoundError:
         return None
@@ -194,10 +194,10 @@ def _clean(folder: Path) -> None:
 # what is read
 
 
-def _refuse_link(folder: Path) -> None:
-    """Stop if the folder is a link to a place outside the folder that it is in."""
-    if folder.is_symlink() and not Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(folder.parent)):
-        raise FileError(f"{folder} is a link that leads elsewhere: give the folder itself.")
+def refuse_link(path: Path) -> None:
+    """Stop if a file or folder is a link to a place outside the folder that it is in."""
+    if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(path.parent)):
+        raise FileError(f"{path} is a link that leads elsewhere: put there what it leads to, if you trust it.")
 
 
 def _find(folder: Path) -> list[_Found]:
@@ -218,7 +218,7 @@ def _find(folder: Path) -> list[_Found]:
 def _read(found: _Found) -> Checkpoint:
     """What a checkpoint file holds; no size that it states is believed before it fits the file."""
     try:
-        with open(found.path, "rb", opener=_open_file) as file:
+        with open(found.path, "rb", opener=open_file) as file:
             data = _read_bytes(file)
         if _checksum(data) != found.checksum:
             raise FileError("its checksum is not the one in its name")
@@ -236,7 +236,7 @@ def _read(found: _Found) -> Checkpoint:
         raise FileError(f"it is not a safetensors file of ours ({type(error).__name__})") from error
 
 
-def _open_file(path: str, flags: int) -> int:
+def open_file(path: str, flags: int) -> int:
     """Open what is still a file: no link is followed, and no pipe waited for."""
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
 

@@ -37,8 +37,6 @@ from dmcp.spaces import Widths
 from dmcp.supernet import Supernet
 from dmcp.training import TrainConfig
 
-_ANYTIME = ("resume", "quiet", "out", "dry_run", "seeds", "ctx")  # options that may be given with --resume
-
 
 def prune(
     ctx: typer.Context,
@@ -85,7 +83,7 @@ def prune(
     Examples: dmcp prune --model resnet18 --data ~/photos --budget 50%
     or, after an interruption: dmcp prune --resume runs/resnet18-photos-prune
     """
-    plan = _plan(ctx, "prune", locals())
+    plan = o.make_plan(ctx, "prune", locals())
     assert plan.search is not None and plan.train is not None
     if dry_run:
         opened = open_job(plan.job)
@@ -158,7 +156,7 @@ def search(
 
     Example: dmcp search --model cifar:resnet20 --data cifar10 --budget 50%
     """
-    plan = _plan(ctx, "search", locals())
+    plan = o.make_plan(ctx, "search", locals())
     assert plan.search is not None
     with session(plan, _folder(plan, out, resume), bool(resume), quiet, lambda it: _check_budget(plan, it)) as here:
         opened = here.opened
@@ -189,7 +187,7 @@ def sample(
 
     Example: dmcp sample runs/cifar-resnet20-cifar10-search --direct 5
     """
-    settings, plan = _old_plan(run)
+    settings, plan = o.read_plan(run)
     graph = trace_job(plan.job, build(plan.job, settings["classes"]), tuple(settings["shape"]))
     found = load_search(run, graph)
     drawn = sampling.direct(found, direct, generator(seed)) if direct else [sampling.expected(found)]
@@ -232,7 +230,7 @@ def train(
 
     Example: dmcp train --model resnet18 --data ~/photos --widths runs/my-search/widths.json
     """
-    plan = _plan(ctx, "train", locals())
+    plan = o.make_plan(ctx, "train", locals())
     assert plan.train is not None
     with session(plan, _folder(plan, out, resume), bool(resume), quiet) as here:
         opened, graph = here.opened, here.opened.graph
@@ -260,98 +258,13 @@ def evaluate(
 
     Example: dmcp evaluate runs/resnet18-photos-prune
     """
-    _, plan = _old_plan(run)
+    _, plan = o.read_plan(run)
     job = replace(plan.job, data=data or plan.job.data, device=device, weights="")
     opened = open_job(job)
     small = load(run, opened.fresh)
     kept = {run.name: opened.graph.widths(Widths.from_json(read_json(run / WIDTHS)))}
     example = next(iter(opened.loaders.test))[0]
     print(pruning.table(pruning.compare({run.name: small}, opened.graph, kept, opened.loaders.test, example)))
-
-
-# from options to settings
-
-
-def _plan(ctx: typer.Context, command: str, options: Mapping[str, Any]) -> Plan:
-    """What was asked for: by options, by a recipe that options may change, or by the run that goes on."""
-    options = {name: value for name, value in options.items() if name not in ("ctx", "seeds", "quiet", "dry_run")}
-    given = {name for name in options if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")}
-    if options["resume"]:
-        return _resumed(command, options, given)
-    recipe = find_recipe(options["recipe"]) if options.get("recipe") else None
-    if recipe and "model" not in given:
-        options = options | {"model": recipe.job.model, "model_args": list(recipe.job.model_args)}
-    for name in ("model", "data"):
-        if not options[name]:
-            raise DmcpError(f"--{name} is missing: dmcp {command} --help says what it can be.")
-    job = _job(options, given, recipe)
-    engine = Engine(**{name: options[name] for name in Engine.__dataclass_fields__})
-    searches, trains = command != "train", command != "search"
-    return Plan(
-        command=command,
-        job=job,
-        engine=engine,
-        search=_search_config(options, given, recipe) if searches else None,
-        train=_recipe(options, given, recipe) if trains else None,
-        retrain=_retrain(options, given, recipe),
-        controls=options.get("controls", False),
-        widths=options.get("widths", ""),
-        every_steps=options["save_steps"],
-        every_minutes=options["save_minutes"],
-        options={name: value for name, value in options.items() if name not in _ANYTIME},
-    )
-
-
-def _resumed(command: str, options: Mapping[str, Any], given: set[str]) -> Plan:
-    """The plan of an old run, which options must not contradict."""
-    folder = Path(options["resume"])
-    _, plan = _old_plan(folder)
-    if plan.command != command:
-        raise DmcpError(f"{folder} is a run of dmcp {plan.command}: go on with dmcp {plan.command} --resume {folder}")
-    changed = [
-        f"--{name.replace('_', '-')} was {plan.options.get(name)!r}, is {options[name]!r}"
-        for name in sorted(given - set(_ANYTIME))
-        if plan.options.get(name) != options[name]
-    ]
-    if changed:
-        raise DmcpError(f"{folder} goes on with the settings it began with: {'; '.join(changed)}.")
-    return plan
-
-
-def _job(options: Mapping[str, Any], given: set[str], recipe: Recipe | None) -> Job:
-    known = {name: value for name, value in options.items() if name in Job.__dataclass_fields__ and value is not None}
-    known |= {name: tuple(options[name] or ()) for name in ("model_args", "frozen")}
-    if recipe is not None:
-        own = {"batch": recipe.job.batch, "train_batch": recipe.train_batch}
-        known |= {name: value for name, value in own.items() if name not in given}
-    return Job(**known)
-
-
-def _search_config(options: Mapping[str, Any], given: set[str], recipe: Recipe | None) -> SearchConfig:
-    """A network that has its weights already needs no warm-up, but its channels in order."""
-    ready = bool(options["weights"])
-    warmup = options["warmup"] if options["warmup"] is not None else 0.0 if ready else 0.5
-    lr = options["search_lr"]
-    wanted = {name: options[name] for name in ("budget", "groups", "align", "weight_decay", "seed")}
-    wanted |= {"epochs": options["search_epochs"], "warmup": warmup, "sort": ready, "lr": lr, "min_lr": lr / 10}
-    if recipe is None:
-        return SearchConfig(**wanted)
-    names = {"search_epochs": ("epochs",), "search_lr": ("lr", "min_lr"), "weights": ("warmup", "sort")}
-    changed = {field for name in given for field in names.get(name, (name,))} | {"seed"}
-    return replace(recipe.search, **{name: value for name, value in wanted.items() if name in changed})
-
-
-def _recipe(options: Mapping[str, Any], given: set[str], recipe: Recipe | None) -> TrainConfig:
-    usual = recipe.train if recipe else default_recipe(options["retrain"])
-    epochs = usual.epochs if options["epochs"] is None else options["epochs"]
-    lr = usual.lr if options["lr"] is None else options["lr"]
-    decay = options["weight_decay"] if recipe is None or "weight_decay" in given else usual.weight_decay
-    first = lr * usual.warmup_lr / usual.lr
-    return replace(usual, epochs=epochs, weight_decay=decay, seed=options["seed"], lr=lr, warmup_lr=first)
-
-
-def _retrain(options: Mapping[str, Any], given: set[str], recipe: Recipe | None) -> Retrain:
-    return recipe.retrain if recipe and "retrain" not in given else options.get("retrain", Retrain.SCRATCH)
 
 
 def _folder(plan: Plan, out: str, resume: str) -> Path:
@@ -384,11 +297,6 @@ def _check_budget(plan: Plan, opened: Opened) -> None:
     assert plan.search is not None
     net = Supernet(opened.model, opened.graph, plan.search.groups, plan.search.align)
     check_reachable(parse(plan.search.budget, opened.graph), opened.graph, net.floor)
-
-
-def _old_plan(run: Path) -> tuple[dict[str, Any], Plan]:
-    settings = read_json(run / SETTINGS)
-    return settings, plan_from_json(settings, run / SETTINGS)
 
 
 # what is printed

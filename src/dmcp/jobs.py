@@ -8,6 +8,7 @@ import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,13 @@ from dmcp.ranks import current
 from dmcp.tracing import trace
 
 
+class Corrupt(StrEnum):
+    """What happens at an image file that cannot be decoded."""
+
+    STOP = "stop"
+    SKIP = "skip"  # another image takes its place
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """Names as they were typed; this goes into the settings of a run."""
@@ -42,6 +50,8 @@ class Job:
     train_batch: int = 0  # the same in the retraining; 0: as many
     holdout: float = 0.0  # share of the training images that only the alphas see
     device: str = ""  # cpu or cuda; empty: a GPU if there is one
+    workers: int | None = None  # processes that read image files; None: as many as there are cores, at most 8
+    corrupt: Corrupt = Corrupt.STOP  # at image files that cannot be decoded
     seed: int = 0
 
     @property
@@ -64,6 +74,12 @@ class Loaders:
     arch: Loader | None
     test: Loader
     retrain: Loader
+
+    @property
+    def skipped(self) -> list[str]:
+        """Image files that could not be read so far, and were replaced."""
+        every = (self.train, self.arch, self.test, self.retrain)
+        return sorted({path for loader in every for path in getattr(loader, "skipped", ())})
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,12 +170,11 @@ def _sized(data: DataSets, job: Job, usual: tuple[int, ...]) -> DataSets:
 
 def _loaders(job: Job, data: DataSets, place: torch.device) -> Loaders:
     train, held = split(data.train, job.holdout, job.seed) if job.holdout else (data.train, None)
-    ranks = current()
+    how: dict[str, Any] = {"workers": job.workers, "ranks": current(), "corrupt": job.corrupt}
 
     def make(part: DataSet, batch: int, shuffled: bool) -> Loader:
-        return make_loader(
-            part, min(batch, len(part)) if part is not train else batch, shuffled, job.seed, place, ranks=ranks
-        )
+        size = min(batch, len(part)) if part is not train else batch
+        return make_loader(part, size, shuffled, job.seed, place, **how)
 
     first = make(train, job.batch, True)
     retrain = make(train, job.train_batch, True) if job.train_batch not in (0, job.batch) else first

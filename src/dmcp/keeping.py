@@ -21,6 +21,7 @@ from dmcp.engine import Settled
 from dmcp.errors import DataError, FileError, StoppedError
 from dmcp.ranks import Ranks, fewest, gather_bytes, sum_values
 
+_TURN = 10  # steps after which ranks agree whether to save
 DONE = "done"  # whether the loop of a checkpoint was at its end
 
 
@@ -197,9 +198,9 @@ class Keeper:
     def _identity(self, ranks: Ranks) -> Any:
         return json.loads(json.dumps(dict(self.identity) | {"ranks": ranks.world}))
 
-    def due(self, step: int, ranks: Ranks, look: bool) -> bool:
-        """Whether to save after so many steps; ranks agree about it only where they `look` at their losses together."""
-        if ranks.world > 1 and not look:
+    def due(self, step: int, ranks: Ranks) -> bool:
+        """Whether to save after so many steps; several ranks ask each other now and then."""
+        if ranks.world > 1 and step % _TURN:
             return False
         late = time.monotonic() - self._time >= self.every_seconds
         wish = late or step - self._step >= self.every_steps or self.asked_to_stop()

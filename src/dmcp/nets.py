@@ -46,6 +46,14 @@ def sample_shape(model: nn.Module) -> tuple[int, ...]:
     return tuple(config.get("input_size", (3, 224, 224)))
 
 
+def names(timm: bool = False) -> list[str]:
+    """Names that `build` knows: those of torchvision and the small networks, or those of timm, if it is installed."""
+    if timm:
+        return [f"timm:{name}" for name in _import_timm().list_models()]
+    small = [f"{library}:{name}" for library, known in cifar_nets.NETS.items() for name in known]
+    return [*small, *torchvision.models.list_models()]
+
+
 def find(name: str) -> Callable[..., Any]:
     """The function or class that builds the network of this name."""
     library, colon, rest = name.partition(":")
@@ -77,11 +85,16 @@ def _torchvision(name: str) -> Callable[..., Any]:
     return lambda **kwargs: builder(**arguments | kwargs)
 
 
-def _timm(name: str) -> Callable[..., Any]:
+def _import_timm() -> Any:
     try:
         import timm
     except ImportError:
-        raise DmcpError(f"timm:{name}: timm is not installed; pip install torch-dmcp[timm].") from None
+        raise DmcpError("timm is not installed: pip install torch-dmcp[timm]") from None
+    return timm
+
+
+def _timm(name: str) -> Callable[..., Any]:
+    timm = _import_timm()
     if not timm.is_model(name):
         raise DmcpError(_unknown(name, timm.list_models(), "timm"))
     return lambda **kwargs: timm.create_model(name, **{"pretrained": False} | kwargs)

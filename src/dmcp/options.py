@@ -1,16 +1,58 @@
-"""Options that several commands share, as typer reads them."""
+"""Options that several commands share, as typer reads them, and the plan that they stand for."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from dmcp.engine import Precision
-from dmcp.pruning import Retrain
+from dmcp import nets
+from dmcp.engine import Engine, Precision
+from dmcp.errors import DmcpError
+from dmcp.jobs import Corrupt, Job
+from dmcp.plans import Plan, plan_from_json
+from dmcp.pruning import Retrain, default_recipe
+from dmcp.recipes import Recipe
+from dmcp.recipes import find as find_recipe
+from dmcp.recipes import names as recipe_names
+from dmcp.runs import SETTINGS, read_json
+from dmcp.searching import SearchConfig
+from dmcp.training import TrainConfig
 
-Model = Annotated[str, typer.Option(help="resnet18, timm:NAME, cifar:NAME, digits:resnet, package.module:factory.")]
+# options that are no settings of a run: they may be given with --resume
+_ANYTIME = ("ctx", "resume", "out", "workers", "seeds", "dry_run", "quiet", "as_json", "debug")
+
+
+def _complete_model(incomplete: str) -> list[str]:
+    return _starting(incomplete, nets.names(timm=incomplete.startswith("timm:")))
+
+
+def _complete_recipe(incomplete: str) -> list[str]:
+    return _starting(incomplete, recipe_names())
+
+
+def _starting(start: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.startswith(start)]
+
+
+Model = Annotated[
+    str,
+    typer.Option(
+        help="resnet18, timm:NAME, cifar:NAME, digits:resnet, package.module:factory.", autocompletion=_complete_model
+    ),
+]
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="resnet18 (torchvision), timm:NAME, or package.module:factory.",
+        autocompletion=_complete_model,
+    ),
+]
 ModelArgs = Annotated[list[str] | None, typer.Option(help="Argument of its builder, like width_mult=1.5; repeatable.")]
 Frozen = Annotated[list[str] | None, typer.Option(help="Module or space whose channels stay whole; repeatable.")]
 Data = Annotated[str, typer.Option(help="digits, cifar10, cifar100, a folder of shards, or one with train/ and val/.")]
@@ -43,10 +85,122 @@ SyncBatchnorm = Annotated[
 ]
 TrainBatch = Annotated[int, typer.Option(help="Images in a batch of the retraining; default: as in the search.")]
 Resume = Annotated[str, typer.Option(metavar="RUN", help="Go on with a run that was interrupted, as it was begun.")]
-RecipeName = Annotated[str, typer.Option("--recipe", help="Settings by name, like imagenet_mobilenet_v2_211m.")]
-Seeds = Annotated[int, typer.Option(help="So many runs side by side, with seeds from --seed on, and their mean.")]
+RecipeName = Annotated[
+    str,
+    typer.Option(
+        "--recipe", help="Settings by name, like imagenet_mobilenet_v2_211m.", autocompletion=_complete_recipe
+    ),
+]
+Seeds = Annotated[int, typer.Option(min=1, help="So many runs side by side, with seeds from --seed on, and their mean.")]
 SaveSteps = Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")]
 SaveMinutes = Annotated[float, typer.Option(min=0, help="Minutes between two checkpoints, if that is sooner.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Train nothing: spaces, reachable range, time and memory.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, only the result.")]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
+Workers = Annotated[int | None, typer.Option(min=0, help="Processes that read image files; default: the cores, up to 8.")]
+OnCorrupt = Annotated[Corrupt, typer.Option(help="Image files that cannot be read: stop, or skip them and say which.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print plain data instead of text.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show where in the code a mistake was found.")]
+
+
+def is_first() -> bool:
+    """Whether this process does what a launcher's processes need not do all: one of them looks, counts and prints."""
+    return not is_launched() or os.environ.get("RANK", "0") == "0"
+
+
+def is_launched() -> bool:
+    """Whether torchrun or accelerate launch has started this process as one of several."""
+    return os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
+
+
+# from options to settings
+
+
+def make_plan(ctx: typer.Context, command: str, options: Mapping[str, Any]) -> Plan:
+    """What was asked for: by options, by a recipe that options may change, or by the run that goes on."""
+    typed = {name for name in options if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")}
+    given = typed.difference(_ANYTIME)
+    if options["resume"]:
+        return _resumed(command, options, given)
+    recipe = find_recipe(options["recipe"]) if options.get("recipe") else None
+    if recipe and "model" not in given:
+        options = dict(options) | {"model": recipe.job.model, "model_args": list(recipe.job.model_args)}
+    for name in ("model", "data"):
+        if not options[name]:
+            raise DmcpError(f"--{name} is missing: dmcp {command} --help says what it can be.")
+    job = _job(options, given, recipe)
+    engine = Engine(**{name: options[name] for name in Engine.__dataclass_fields__})
+    searches, trains = command != "train", command != "search"
+    return Plan(
+        command=command,
+        job=job,
+        engine=engine,
+        search=_search_config(options, given, recipe) if searches else None,
+        train=_recipe(options, given, recipe) if trains else None,
+        retrain=_retrain(options, given, recipe),
+        controls=options.get("controls", False),
+        widths=options.get("widths", ""),
+        every_steps=options["save_steps"],
+        every_minutes=options["save_minutes"],
+        options={name: value for name, value in options.items() if name not in _ANYTIME},
+    )
+
+
+def _resumed(command: str, options: Mapping[str, Any], given: set[str]) -> Plan:
+    """The plan of an old run, which options must not contradict."""
+    folder = Path(options["resume"])
+    _, plan = read_plan(folder)
+    if plan.command != command:
+        raise DmcpError(f"{folder} is a run of dmcp {plan.command}: go on with dmcp {plan.command} --resume {folder}")
+    changed = [
+        f"--{name.replace('_', '-')} was {plan.options.get(name)!r}, is {options[name]!r}"
+        for name in sorted(given)
+        if plan.options.get(name) != options[name]
+    ]
+    if changed:
+        raise DmcpError(f"{folder} goes on with the settings it began with, leave these out: {'; '.join(changed)}.")
+    if options["workers"] is not None:  # how files are read changes no result
+        plan = replace(plan, job=replace(plan.job, workers=options["workers"]))
+    return plan
+
+
+def _job(options: Mapping[str, Any], given: set[str], recipe: Recipe | None) -> Job:
+    known = {name: value for name, value in options.items() if name in Job.__dataclass_fields__ and value is not None}
+    known |= {name: tuple(options[name] or ()) for name in ("model_args", "frozen")}
+    if recipe is not None:
+        own = {"batch": recipe.job.batch, "train_batch": recipe.train_batch}
+        known |= {name: value for name, value in own.items() if name not in given}
+    return Job(**known)
+
+
+def _search_config(options: Mapping[str, Any], given: set[str], recipe: Recipe | None) -> SearchConfig:
+    """A network that has its weights already needs no warm-up, but its channels in order."""
+    ready = bool(options["weights"])
+    warmup = options["warmup"] if options["warmup"] is not None else 0.0 if ready else 0.5
+    lr = options["search_lr"]
+    wanted = {name: options[name] for name in ("budget", "groups", "align", "weight_decay", "seed")}
+    wanted |= {"epochs": options["search_epochs"], "warmup": warmup, "sort": ready, "lr": lr, "min_lr": lr / 10}
+    if recipe is None:
+        return SearchConfig(**wanted)
+    names = {"search_epochs": ("epochs",), "search_lr": ("lr", "min_lr"), "weights": ("warmup", "sort")}
+    changed = {field for name in given for field in names.get(name, (name,))} | {"seed"}
+    return replace(recipe.search, **{name: value for name, value in wanted.items() if name in changed})
+
+
+def _recipe(options: Mapping[str, Any], given: set[str], recipe: Recipe | None) -> TrainConfig:
+    usual = recipe.train if recipe else default_recipe(options["retrain"])
+    epochs = usual.epochs if options["epochs"] is None else options["epochs"]
+    lr = usual.lr if options["lr"] is None else options["lr"]
+    decay = options["weight_decay"] if recipe is None or "weight_decay" in given else usual.weight_decay
+    first = lr * usual.warmup_lr / usual.lr
+    return replace(usual, epochs=epochs, weight_decay=decay, seed=options["seed"], lr=lr, warmup_lr=first)
+
+
+def _retrain(options: Mapping[str, Any], given: set[str], recipe: Recipe | None) -> Retrain:
+    return recipe.retrain if recipe and "retrain" not in given else options.get("retrain", Retrain.SCRATCH)
+
+
+def read_plan(run: Path) -> tuple[dict[str, Any], Plan]:
+    """What a run was about: all that its settings say, and its plan."""
+    settings = read_json(run / SETTINGS)
+    return settings, plan_from_json(settings, run / SETTINGS)

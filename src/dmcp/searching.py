@@ -241,7 +241,7 @@ def _resume(keeper: Keeper | None, state: State, log: _Log, first: int, ranks: R
 def _keep(keeper: Keeper | None, step: int, total: int, state: State, log: _Log, scale: float, ranks: Ranks) -> None:
     """Save the state after so many steps, if it is time to; all records are out before."""
     done = step == total
-    if keeper is not None and (done or keeper.due(step, ranks, look=not log.waiting)):
+    if keeper is not None and (done or keeper.due(step, ranks)):
         log.flush()
         keeper.save(step, state, {"scale": scale, DONE: done}, ranks)
 
@@ -275,11 +275,15 @@ class Steps:
             align = 8 if device.type == "cuda" else 1  # what tensor cores want
             smallest = settled.compiled(_narrow(net, path, align, stem))
         self.largest = net.hard(path.sizes.sum(dim=1))
+        unbounded = bool(self.largest.all())
 
         def stage1(batches: list[Any], gates: Tensor) -> Tensor:
-            largest, *others = gates.unbind()
             usual = stem is None or all(stem.fits(input_of(batch)) for batch in batches)
-            subnets, passes = [largest, smallest if usual else floor, *others], split if usual else plain
+            passes = split if usual else plain
+            largest: Subnet = self.largest
+            if unbounded:  # nothing is gated
+                largest = lambda x, h: passes.run(x, *(() if h is None else (h,)), net.unfolded())  # noqa: E731
+            subnets = [largest, smallest if usual else floor, *gates.unbind()]
             rules = (loss, config.distil, settled.precision)
             return weight_step(net, batches, self.weights, subnets, *rules, passes, ranks).losses
 
@@ -292,9 +296,9 @@ class Steps:
 
     def train_weights(self, batches: list[Any], draw: Draw, generator: torch.Generator, lr: float) -> WeightRecord:
         """Stage 1 with newly drawn sub-networks."""
-        gates = [self.largest, *draw_gates(self.net, self.path, draw, self.config.subnets, generator)]
+        gates = draw_gates(self.net, self.path, draw, self.config.subnets, generator)
         set_lr(self.weights, lr)
-        return WeightRecord(self.stage1(batches, torch.stack(gates)))
+        return WeightRecord(self.stage1(batches, torch.stack(gates) if gates else self.largest[None][:0]))
 
     def move_alphas(self, batches: list[Any], lr: float) -> ArchRecord:
         """Stage 2."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dmcp.errors import FileError, StoppedError
+from dmcp.errors import FileError, StoppedError, TrainingError
 from dmcp.jobs import Opened, open_job
 from dmcp.keeping import Keeper
 from dmcp.locks import Lock
@@ -87,6 +87,12 @@ def session(
             here = Session(plan, ranks, opened, run, progress, asked)
             _describe(here, quiet)
             yield here
+    except torch.OutOfMemoryError as error:
+        batch = max(plan.job.batch, plan.job.train_batch)
+        saved = f" The run goes on with dmcp {plan.command} --resume {folder} on a larger one." if resume else ""
+        raise TrainingError(
+            f"The device ran out of memory with a batch of {batch}: try --batch {max(1, batch // 2)}.{saved}"
+        ) from error
     except StoppedError as error:
         raise StoppedError(f"{error} Go on with: dmcp {plan.command} --resume {folder}") from None
     finally:

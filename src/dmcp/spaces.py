@@ -23,6 +23,9 @@ from torch import Tensor, nn
 
 from dmcp.errors import WidthsError
 
+_LARGEST = 2**31  # channels; no space has as many, and costs of fewer can be counted
+_DEEPEST = 32  # levels in the input of a model
+
 
 @dataclass(frozen=True)
 class ChannelSpace:
@@ -79,18 +82,22 @@ class Widths(Mapping[str, int]):
             items = tuple((name, kept) for name, kept in channels.items())
         except (TypeError, KeyError, AttributeError) as error:
             raise WidthsError(f"This is not a widths file: {error} is missing or of the wrong kind.") from None
-        if not isinstance(mark, str) or not all(
-            isinstance(name, str) and type(kept) is int and kept >= 1 for name, kept in items
-        ):
+        if not isinstance(mark, str) or not all(isinstance(name, str) and _is_size(kept) for name, kept in items):
             raise WidthsError("This is not a widths file: every width must be an int of at least 1.")
         return Widths(items, _tuples(shape), mark)
 
 
-def _tuples(shape: Any) -> Any:
+def _is_size(value: object) -> bool:
+    return type(value) is int and 1 <= value <= _LARGEST
+
+
+def _tuples(shape: Any, depth: int = 0) -> Any:
     """JSON has lists only; shapes are tuples."""
+    if depth > _DEEPEST:
+        raise WidthsError("This is not a widths file: its input_shape is nested too deeply.")
     if isinstance(shape, dict):
-        return {key: _tuples(value) for key, value in shape.items()}
-    return tuple(_tuples(value) for value in shape) if isinstance(shape, list) else shape
+        return {key: _tuples(value, depth + 1) for key, value in shape.items()}
+    return tuple(_tuples(value, depth + 1) for value in shape) if isinstance(shape, list) else shape
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -71,25 +71,29 @@ def weight_step(
     The first one learns the task; with `distil` the others imitate its output instead, which is not trained by that.
     Several batches count as one large one whose parts are normalised by themselves. The alphas are not touched.
     """
-    optimizer.zero_grad(set_to_none=True)
-    head = passes.head if passes else None
+    weights = [parameter for parameter in _parameters(optimizer) if parameter.requires_grad]
+    slopes: list[Tensor | None] = [None] * len(weights)
     losses: list[Tensor] = []
     for batch in batches:
         x = input_of(batch)
         with _autocast(net, precision):
-            shared = head(x) if head else None
+            shared = passes.head(x) if passes and passes.head else None
         h = None if shared is None else shared.detach().requires_grad_(shared.requires_grad)
+        leaves = weights if h is None or not h.requires_grad else [*weights, h]
+        slopes += [None] * (len(leaves) - len(weights))
         target: list[Tensor] = []
         for subnet in subnets:
             with _autocast(net, precision):
                 output = _run(net, passes, subnet, x, h)
                 value = imitation(output, target) if distil and target else _number(loss(output, batch))
-            torch.autograd.backward(value / len(batches))
+            slopes = _add_slopes(slopes, value / len(batches), leaves)
             losses.append(value.detach())
             target = target or [tensor.detach() for tensor in tensors_in(output)]
-        if shared is not None and h is not None and h.grad is not None:
-            torch.autograd.backward(shared, h.grad)  # of all sub-networks at once
-    mean_gradients(_parameters(optimizer), sum(map(size_of, batches)), ranks)
+        if shared is not None and len(leaves) > len(weights):
+            slopes = _add_slopes(slopes[:-1], shared, weights, slopes[-1])  # of all sub-networks at once
+    for weight, slope in zip(weights, slopes, strict=True):
+        weight.grad = slope
+    mean_gradients(weights, sum(map(size_of, batches)), ranks)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return WeightRecord(torch.stack(losses).reshape(len(batches), len(subnets)).mean(dim=0))
@@ -135,6 +139,24 @@ def _run(net: Supernet, passes: Passes | None, subnet: Subnet, x: Any, h: Tensor
     if not isinstance(subnet, Tensor):
         return subnet(x, h)
     return passes(x, subnet, h) if passes else net(x, subnet)
+
+
+def _add_slopes(
+    before: Sequence[Tensor | None], value: Tensor, leaves: Sequence[Tensor], slope: Tensor | None = None
+) -> list[Tensor | None]:
+    """Gradients of a value, added to earlier ones all at once: backward() would add those of each leaf by itself."""
+    if slope is None and value.ndim:
+        return list(before)
+    found = torch.autograd.grad(value, leaves, slope, allow_unused=True)
+    total: list[Tensor | None] = [old if new is None else new for old, new in zip(before, found, strict=True)]
+    both = [place for place, new in enumerate(found) if new is not None and before[place] is not None]
+    for dtype in {leaves[place].dtype for place in both}:
+        same = [place for place in both if leaves[place].dtype == dtype]
+        olds, news = [before[place] for place in same], [found[place] for place in same]
+        sums = torch._foreach_add(cast(list[Tensor], olds), news)
+        for place, added in zip(same, sums, strict=True):
+            total[place] = added
+    return total
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

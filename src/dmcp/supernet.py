@@ -95,6 +95,10 @@ class Supernet(nn.Module):
         """Run with gates: bool ones fold into readers, others into norms."""
         return run_folded(self.model, x, self.fold(gates))
 
+    def unfolded(self) -> dict[str, Tensor]:
+        """What `fold` gives for gates that are all open, without any computation."""
+        return {name: tensor.view_as(tensor) for name in self._hard.names for tensor in (_tensor(self.model, name),)}
+
     def fold(self, gates: Tensor) -> dict[str, Tensor]:
         """The weights that differ with these gates, by name."""
         if gates.shape != self.position.shape:
@@ -222,6 +226,7 @@ class _FoldTable(nn.Module):
         self.register_buffer("index", index, persistent=False)  # (depth, all dims), places in the gate vector
         self.folds = [(fold.tensor, fold.dim) for fold in folds]
         self.sizes = [table.shape[1] for table in tables]
+        self.names = list(dict.fromkeys(fold.tensor for fold in folds))
 
     def fold(self, find: Callable[[str], Tensor], gates: Tensor) -> dict[str, Tensor]:
         """Tensors multiplied by their gates, by name."""

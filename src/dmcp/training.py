@@ -216,7 +216,7 @@ def _resume(keeper: Keeper | None, state: State, log: _Log, ranks: Ranks) -> int
 def _keep(keeper: Keeper | None, step: int, steps: int, state: State, log: _Log, ranks: Ranks) -> None:
     """Save the state after so many steps, if it is time to; all records are out before."""
     done = step == steps
-    if keeper is not None and (done or keeper.due(step, ranks, look=not log.waiting)):
+    if keeper is not None and (done or keeper.due(step, ranks)):
         log.look()
         keeper.save(step, state, {DONE: done}, ranks)
 
