@@ -362,3 +362,22 @@ def test_narrow_networks_of_impossible_widths_are_refused(widths: dict[str, int]
     net, _ = trained("Chain")
     with pytest.raises(WidthsError):
         Narrow(net, widths)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")  # torch's own, of the old kind under no_grad
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_is_refused(reentrant: bool) -> None:
+    class Frugal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.utils.checkpoint.checkpoint(self.a, x, use_reentrant=reentrant)
+            return self.b(x)
+
+    model = Frugal()
+    graph = dmcp.trace(model, torch.zeros(2, 3, 8, 8))
+    assert dmcp.cut(model, graph, graph.full) is not None  # cutting needs no gates
+    with pytest.raises(dmcp.WidthsError, match="activation checkpointing"):
+        dmcp.Supernet(model, graph)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dmcp.batches import Loader, batches_from, on_device, size_of
+from dmcp.batches import Loader, batches_from, on_device, size_of, start_epoch
 from dmcp.checkpoints import Checkpoint, load_checkpoint, save_checkpoint
 from dmcp.engine import Settled
 from dmcp.errors import DataError, FileError, StoppedError
@@ -45,6 +45,8 @@ class Feed:
             set_random_state(start)
             self._open(step % self.per_epoch)
             set_random_state(now)
+        elif step:  # the loader is still in the epoch that has ended
+            start_epoch(self.loader, step // self.per_epoch - 1)
 
     def next(self) -> list[Any]:
         """The batches of the next step; the last one of an epoch may have fewer."""
@@ -133,21 +135,28 @@ class State:
 
     @torch.no_grad()
     def put(self, taken: Mapping[str, Tensor], steps: Sequence[int], ranks: Ranks) -> None:
-        """Bring everything back to what was taken, each feed to its step."""
-        for name, tensor in self.shared.items():
-            tensor.copy_(taken[f"shared/{name}"])
-        for number, optimizer in enumerate(self.optimizers):
-            for name, tensor in _momenta(optimizer).items():
-                tensor.copy_(taken[f"optimizer/{number}/{name}"])
+        """Bring everything back to what was taken, each feed to its step; FileError if it is not of this network."""
         mine = _under(f"rank{ranks.rank}/", taken)
-        for name, tensor in self.own.items():
-            tensor.copy_(mine[f"own/{name}"])
+        _copy(self.shared, _under("shared/", taken))
+        for number, optimizer in enumerate(self.optimizers):
+            _copy(_momenta(optimizer), _under(f"optimizer/{number}/", taken))
+        _copy(self.own, _under("own/", mine))
         for number, generator in enumerate(self.generators):
             generator.set_state(mine[f"generator/{number}"])
         now = _under("random/", mine)
         for number, (feed, step) in enumerate(zip(self.feeds, steps, strict=True)):
             feed.enter(step, _under(f"feed/{number}/", mine), now)
         set_random_state(now)
+
+
+def _copy(now: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> None:
+    """Write saved tensors into those of the same names."""
+    for name in {**now, **before}:
+        old, new = (tensors[name].shape if name in tensors else None for tensors in (before, now))
+        if old != new:
+            sizes = " and ".join("missing" if it is None else str(tuple(it)) for it in (old, new))
+            raise FileError(f"This checkpoint is of another network: {name} was and is {sizes}.")
+        now[name].copy_(before[name])
 
 
 def _momenta(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

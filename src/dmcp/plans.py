@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
 
+from dmcp.cutting import quote
 from dmcp.engine import Engine
-from dmcp.errors import FileError
+from dmcp.errors import FileError, TrainingError
 from dmcp.jobs import Job, Opened, data_identity
 from dmcp.pruning import Retrain
+from dmcp.runs import from_plain
 from dmcp.searching import SearchConfig
 from dmcp.training import TrainConfig
 
@@ -41,18 +43,9 @@ class Plan:
 def plan_from_json(data: Mapping[str, Any], path: object) -> Plan:
     """The plan of a run; FileError where it is not one of this version."""
     try:
-        job = Job(**data["job"] | {name: tuple(data["job"][name]) for name in ("model_args", "frozen")})
-        return Plan(
-            command=data["command"],
-            job=job,
-            engine=Engine(**data["engine"]),
-            search=SearchConfig(**data["search"]) if data["search"] else None,
-            train=TrainConfig(**data["train"]) if data["train"] else None,
-            retrain=Retrain(data["retrain"]),
-            **{name: data[name] for name in ("controls", "widths", "every_steps", "every_minutes", "options")},
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise FileError(f"{path}: not the settings of a run of this version ({error}).") from None
+        return from_plain(Plan, {it.name: data[it.name] for it in fields(Plan)})
+    except (KeyError, TypeError, ValueError, OverflowError, TrainingError) as error:
+        raise FileError(f"{path}: not the settings of a run of this version ({quote(error)}).") from None
 
 
 def facts_of(opened: Opened) -> dict[str, Any]:
@@ -61,4 +54,9 @@ def facts_of(opened: Opened) -> dict[str, Any]:
     unpruned = {"macs": graph.macs(), "params": graph.params(), "widths": dict(graph.full)}
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     known = {"classes": opened.data.classes, "shape": list(opened.data.shape), "data": data_identity(opened.data)}
-    return known | {"unpruned": unpruned, "fingerprint": graph.fingerprint, "versions": versions}
+    return known | {
+        "unpruned": unpruned,
+        "macs": graph.macs(),
+        "fingerprint": graph.fingerprint,
+        "versions": versions,
+    }

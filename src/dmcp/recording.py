@@ -11,12 +11,14 @@ import copy
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmcp.errors import TraceError
@@ -102,6 +104,7 @@ class Recording:
     outputs: list[int] = field(default_factory=list)
     made: list[tuple[int, list[float]]] = field(default_factory=list)  # (op that follows, numbers made into a tensor)
     caches: dict[tuple[str, str], Any] = field(default_factory=dict)  # plain attributes that the pass set: old value
+    recomputes: bool = False  # whether layers are computed once more in the backward pass (activation checkpointing)
 
     def own(self) -> dict[int, frozenset[int]]:
         """Values that no input has a part in: weights, and what the model computes from them. -> the tensors used"""
@@ -253,8 +256,32 @@ def run_recorded(recorder: Recorder, model: nn.Module, example: Any) -> Recordin
         module.register_forward_hook(leave, always_call=True)
     made = _TensorsMade(recorder.recording)
     device = next((tensor.device.type for tensor in tensors_in(example)), "cpu")
-    with untouched_world(device), torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), recorder, made:
+    below = torch._C._AutoDispatchBelowAutograd()
+    with untouched_world(device), torch.no_grad(), below, recorder, made, _noted_checkpoints(recorder.recording):
         return recorder.finish(call_model(model, example))
+
+
+@contextlib.contextmanager
+def _noted_checkpoints(recording: Recording) -> Iterator[None]:
+    """Activation checkpointing leaves no op behind; all its ways, old and new, go through these names of its module."""
+    names = ("_checkpoint_impl", "_checkpoint_without_reentrant_generator", "CheckpointFunction")
+    before = {name: getattr(checkpoint, name) for name in names if hasattr(checkpoint, name)}
+
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            recording.recomputes = True
+            return function(*args, **kwargs)
+
+        return call
+
+    try:
+        for name, old in before.items():
+            new: Any = SimpleNamespace(apply=noted(old.apply)) if hasattr(old, "apply") else noted(old)
+            setattr(checkpoint, name, new)
+        yield
+    finally:
+        for name, old in before.items():
+            setattr(checkpoint, name, old)
 
 
 def batch_of(example: Any) -> int | None:

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
+import types
+import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
+from torch import Tensor
 
-from dmcp.budget import Budget, Limit
-from dmcp.checkpoints import load_checkpoint
-from dmcp.cutting import save, write_files
+from dmcp.budget import Budget
+from dmcp.checkpoints import load_checkpoint, refuse_link
+from dmcp.cutting import MOST_JSON, WIDTHS, parse_json, parse_tensors, quote, read_bytes, save, write_files
 from dmcp.errors import FileError, WidthsError
 from dmcp.figures import draw_all
 from dmcp.graph import ChannelGraph
 from dmcp.keeping import Keeper
 from dmcp.markov import CHAIN, INDEPENDENT
 from dmcp.pruning import Event, PruneResult, Row, expected_shares
-from dmcp.searching import SearchResult, as_record
+from dmcp.searching import SearchRecord, SearchResult
 from dmcp.spaces import Widths
 
 SETTINGS, LOG, TIMES, REPORT = "settings.json", "log.jsonl", "times.jsonl", "report.md"
 CHECKPOINTS = "checkpoints"  # a folder in it for each stage, until the run is done
 SEARCH, ALPHAS = "search.json", "search.safetensors"
+MOST_LOG, MOST_ALPHAS = 2**30, 2**26  # bytes that are read
 _FORMAT = "torch-dmcp search 1"
+_MOST_INT = 2**63
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -63,23 +70,37 @@ class Run:
     def add(self, name: str, record: Mapping[str, Any]) -> None:
         """Add one line to a file of records."""
         try:
+            refuse_link(self.folder / name)
             with (self.folder / name).open("a") as file:
                 file.write(json.dumps(record) + "\n")
+        except FileError:
+            raise
         except OSError as error:
             raise FileError(f"{self.folder / name}: cannot be written: {error.strerror or error}.") from error
 
     def lines(self) -> int:
-        """Lines in the log."""
+        """Lines in the log, once they are safe on the disk."""
+        path = self.folder / LOG
+        if path.exists():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
         return len(self._log())
 
     def records(self, stage: str) -> list[dict[str, Any]]:
         """What one stage has logged."""
-        found = [json.loads(line) for line in self._log()]
-        return [{k: v for k, v in record.items() if k != "stage"} for record in found if record["stage"] == stage]
+        path, found = self.folder / LOG, []
+        for number, line in enumerate(self._log(), start=1):
+            record = parse_json(line, f"{path}, line {number}")
+            if not isinstance(record, dict) or not isinstance(record.get("stage"), str):
+                raise FileError(f"{path}, line {number}: not a record of a run.")
+            if record["stage"] == stage:
+                found.append({key: value for key, value in record.items() if key != "stage"})
+        return found
 
-    def _log(self) -> list[str]:
+    def _log(self) -> list[bytes]:
+        """Whole lines only: at the end there may be one that a kill has cut."""
         path = self.folder / LOG
-        return path.read_text().splitlines() if path.exists() else []
+        return read_bytes(path, MOST_LOG).split(b"\n")[:-1] if path.exists() or path.is_symlink() else []
 
     def keeper(self, stage: str, identity: Mapping[str, Any], **when: Any) -> Keeper:
         """What saves the state of one stage of this run."""
@@ -87,16 +108,43 @@ class Run:
 
     def stage_folder(self, stage: str) -> Path:
         """Where the checkpoints of a stage are."""
+        refuse_link(self.folder / CHECKPOINTS)
         return self.folder / CHECKPOINTS / stage.replace(" ", "-")
 
     def rewind(self) -> None:
-        """Forget what was logged after the last checkpoint: the run will do it again, in the same way."""
+        """Forget what was logged after the last checkpoint: the run will do it again, in the same way.
+
+        Stages follow each other; if the newest checkpoint of one was damaged, so that it is not done any more, those
+        after it begin anew.
+        """
+        for path in self.folder.iterdir():  # among them are figures that this run will write again
+            refuse_link(path)
         path = self.folder / CHECKPOINTS
         stages = sorted(path.iterdir()) if path.is_dir() else []
-        found = [checkpoint for stage in stages if (checkpoint := load_checkpoint(stage)) is not None]
-        kept = max((checkpoint.facts["lines"] for checkpoint in found), default=0)
-        lines = self._log()[:kept]
-        self.write(LOG, "".join(f"{line}\n" for line in lines))
+        loaded = [(checkpoint.facts, stage) for stage in stages if (checkpoint := load_checkpoint(stage)) is not None]
+        if not all(type(facts.get("lines")) is int and type(facts.get("done")) is bool for facts, _ in loaded):
+            raise FileError(f"{path}: these are not the checkpoints of a run: remove them to start from the beginning.")
+        loaded.sort(key=lambda it: int(it[0]["lines"]))
+        kept = 0
+        while loaded:
+            facts, _ = loaded.pop(0)
+            kept = facts["lines"]
+            if not facts["done"]:
+                break
+        for _, stage in loaded:
+            shutil.rmtree(stage)
+        lines = self._log()
+        if len(lines) < kept:
+            raise FileError(f"{self.folder / LOG}: {kept} lines were there, {len(lines)} are left: it cannot go on.")
+        _write_files(self.folder, {LOG: b"".join(line + b"\n" for line in lines[:kept])})
+        (self.folder / TIMES).unlink(missing_ok=True)
+
+    @property
+    def done(self) -> bool:
+        """Whether there is nothing left to do."""
+        return (self.folder / REPORT).exists() or (
+            (self.folder / WIDTHS).exists() and not (self.folder / CHECKPOINTS).exists()
+        )
 
     def finish(self, result: PruneResult, seed: int = 0) -> None:
         """Write the network, the figures and the report."""
@@ -107,7 +155,10 @@ class Run:
 
     def close(self) -> None:
         """The run is done: its checkpoints are not needed any more."""
-        shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)
+        path = self.folder / CHECKPOINTS
+        if path.exists():
+            old = path.rename(path.with_name(f".{CHECKPOINTS}"))  # at once, so that half of them is never seen
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def open_run(folder: str | os.PathLike[str]) -> Run:
@@ -133,56 +184,137 @@ def free_folder(name: str, root: str | os.PathLike[str] = "runs") -> Path:
 
 def read_json(path: Path) -> dict[str, Any]:
     """One of the small files of a run."""
-    try:
-        data = json.loads(path.read_text())
-    except OSError as error:
-        raise FileError(f"{path}: cannot be read: {error.strerror or error}.") from error
-    except ValueError as error:
-        raise FileError(f"{path}: not JSON: {error}.") from None
+    data = parse_json(read_bytes(path, MOST_JSON), path)
     if not isinstance(data, dict):
         raise FileError(f"{path}: not a file of a run: it holds a {type(data).__name__}.")
     return data
 
 
+def from_plain(kind: type[_T], data: Any) -> _T:
+    """A dataclass that was written as JSON; TypeError or ValueError for what is not as its fields say."""
+    if not isinstance(data, dict):
+        raise TypeError(f"{kind.__name__} is not a table")
+    hints, values = _hints(kind), {}
+    for name, value in data.items():
+        try:
+            values[name] = _as(value, hints[name])
+        except (KeyError, TypeError) as error:
+            raise TypeError(f"{kind.__name__}.{name}: {error}") from None
+    return kind(**values)
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _as(value: Any, hint: Any) -> Any:
+    """A JSON value as the annotation of a field wants it; ints are those that torch can hold."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return _as_one_of(value, inner)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_as(item, inner[0]) for item in value)
+    if origin is Mapping and isinstance(value, dict):
+        return {key: _as(item, inner[1]) for key, item in value.items()}
+    if is_dataclass(hint):
+        return from_plain(hint, value)
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return hint(value)
+    if type(value) is int:
+        fits = hint is Any or (hint in (int, float) and abs(value) < _MOST_INT)
+    else:
+        fits = hint is Any or type(value) is hint
+    if not fits:
+        raise TypeError(f"{value!r} is not of its kind")
+    return value
+
+
+def _as_one_of(value: Any, hints: Iterable[Any]) -> Any:
+    errors = []
+    for hint in hints:
+        try:
+            return _as(value, hint)
+        except (TypeError, ValueError) as error:
+            errors.append(error)
+    raise errors[0]
+
+
 # the search
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Facts:
+    """What search.json says."""
+
+    format: str
+    fingerprint: str
+    spaces: tuple[str, ...]
+    budget: Budget
+    tolerance: float
+    align: int
+    independent: bool
+
+    def __post_init__(self) -> None:
+        if not 0 < self.tolerance < 1 or self.align < 1:
+            raise ValueError(f"a tolerance of {self.tolerance} or an align of {self.align} cannot be")
 
 
 def save_search(result: SearchResult, folder: Path) -> None:
     """Write what sampling needs; the steps of the search are in the log."""
     alphas = safetensors.torch.save({"alphas": result.alphas.contiguous(), "sizes": result.sizes.contiguous()})
-    facts = {
-        "format": _FORMAT,
-        "fingerprint": result.graph.fingerprint,
-        "spaces": [space.name for space in result.graph.spaces],
-        "budget": asdict(result.budget),
-        "tolerance": result.tolerance,
-        "align": result.align,
-        "independent": result.process is INDEPENDENT,
-    }
-    _write_files(folder, {ALPHAS: alphas, SEARCH: json.dumps(facts, indent=1).encode()})
+    facts = _Facts(
+        format=_FORMAT,
+        fingerprint=result.graph.fingerprint,
+        spaces=tuple(space.name for space in result.graph.spaces),
+        budget=result.budget,
+        tolerance=result.tolerance,
+        align=result.align,
+        independent=result.process is INDEPENDENT,
+    )
+    _write_files(folder, {ALPHAS: alphas, SEARCH: json.dumps(asdict(facts), indent=1).encode()})
 
 
 def load_search(folder: str | os.PathLike[str], graph: ChannelGraph) -> SearchResult:
     """The search of a run; `graph` is traced from the unpruned model, freshly built."""
     folder = Path(folder)
-    facts = read_json(folder / SEARCH)
-    if facts.get("format") != _FORMAT:
-        raise FileError(f"{folder / SEARCH}: its format is {facts.get('format')!r}, not {_FORMAT!r}.")
-    if (facts["fingerprint"], facts["spaces"]) != (graph.fingerprint, [space.name for space in graph.spaces]):
-        raise WidthsError(f"{folder}: this search was of another architecture than the model: build it as it was.")
+    plain = read_json(folder / SEARCH)
+    if plain.get("format") != _FORMAT:
+        raise FileError(f"{folder / SEARCH}: its format is {quote(plain.get('format'))!r}, not {_FORMAT!r}.")
+    path = folder / SEARCH
     try:
-        tensors = safetensors.torch.load((folder / ALPHAS).read_bytes())
-        alphas, sizes = tensors["alphas"], tensors["sizes"]
-    except (OSError, KeyError, SafetensorError) as error:
-        raise FileError(f"{folder / ALPHAS}: cannot be read: {error}.") from error
+        facts = from_plain(_Facts, plain)
+        path = folder / LOG
+        records = tuple(from_plain(SearchRecord, record) for record in Run(folder).records("search"))
+    except (TypeError, ValueError) as error:
+        raise FileError(f"{path}: not that of a search of this version: {quote(error)}.") from None
+    if (facts.fingerprint, facts.spaces) != (graph.fingerprint, tuple(space.name for space in graph.spaces)):
+        raise WidthsError(f"{folder}: this search was of another architecture than the model: build it as it was.")
+    alphas, sizes = _chains(folder / ALPHAS, graph)
+    process = INDEPENDENT if facts.independent else CHAIN
+    return SearchResult(alphas, sizes, graph, facts.budget, facts.tolerance, facts.align, records, process)
+
+
+def _chains(path: Path, graph: ChannelGraph) -> tuple[Tensor, Tensor]:
+    """Alphas and group sizes, if they are chains of this network's spaces."""
+    tensors = parse_tensors(read_bytes(path, MOST_ALPHAS), path)
     full = torch.tensor([space.size for space in graph.spaces])
-    rows, groups = sizes.shape
-    if alphas.shape != (rows, groups - 1) or rows != len(full) or (sizes.sum(dim=1) > full).any():
-        raise FileError(f"{folder / ALPHAS}: its shapes are not those of this network's chains.")
-    budget = Budget(tuple(Limit(**limit) for limit in facts["budget"]["limits"]), facts["budget"]["text"])
-    process = INDEPENDENT if facts["independent"] else CHAIN
-    records = tuple(as_record(record) for record in Run(folder).records("search"))
-    return SearchResult(alphas, sizes, graph, budget, facts["tolerance"], facts["align"], records, process)
+    alphas, sizes = tensors.get("alphas"), tensors.get("sizes")
+    fits = (
+        alphas is not None
+        and sizes is not None
+        and alphas.is_floating_point()
+        and sizes.dtype == torch.int64
+        and sizes.ndim == 2
+        and len(sizes) == len(full)
+        and alphas.shape == (len(full), sizes.shape[1] - 1)
+    )
+    if not fits or alphas is None or sizes is None:
+        raise FileError(f"{path}: its tensors are not the alphas and sizes of this network's chains.")
+    inside = (sizes >= 0).all() and (sizes <= full[:, None]).all() and (sizes.sum(dim=1) <= full).all()
+    if not inside or (sizes[:, 0] < 1).any() or not alphas.isfinite().all():
+        raise FileError(f"{path}: its numbers are not those of this network's chains.")
+    return alphas, sizes
 
 
 # the report

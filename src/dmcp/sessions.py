@@ -21,9 +21,9 @@ from dmcp.plans import Plan, facts_of
 from dmcp.progress import Progress
 from dmcp.pruning import Event
 from dmcp.ranks import Ranks, Watch, join, leave, share_tensors
-from dmcp.runs import REPORT, SETTINGS, Run, open_run, read_json
+from dmcp.runs import SETTINGS, Run, open_run, read_json
 
-_FACTS = ("fingerprint", "data")  # must be as they were when a run goes on
+_FACTS = ("fingerprint", "macs", "data")  # must be as they were when a run goes on
 _LONGEST = 4096  # bytes of a path
 
 
@@ -111,12 +111,12 @@ def _take(plan: Plan, opened: Opened, folder: Path, resume: bool, undo: contextl
     stored, run = read_json(folder / SETTINGS), Run(folder)
     for name in _FACTS:
         if stored.get(name) != facts[name]:
-            what = "network" if name == "fingerprint" else "data"
+            what = "data" if name == "data" else "network"
             raise FileError(
                 f"{folder}: the {what} is not what it was: {name} was {stored.get(name)}, is {facts[name]}."
             )
-    if (folder / REPORT).exists():
-        raise FileError(f"{folder}: this run is done; see {folder / REPORT}.")
+    if run.done:
+        raise FileError(f"{folder}: this run is done; dmcp report {folder} shows it.")
     run.rewind()
     return run
 

@@ -21,6 +21,7 @@ from dmcp.recording import Op, Recording, Ref, leaves, tensors_in
 from dmcp.supernet import Supernet, given_name, run_folded, skip
 
 _RANDOM = torch.Tag.nondeterministic_seeded
+_STEEP = 1e6
 _SLOW = 5 * 10**8  # macs beyond which trying a stem takes long on a CPU
 
 
@@ -168,10 +169,13 @@ def _is_same(stem: Stem) -> bool:
             weight.add_(0.1 * torch.randn(weight.shape, generator=draw, dtype=wide).to(device))
     whole = _slopes(copy.deepcopy(twin, {id(net.graph): net.graph}), None, x)
     own = Stem(twin, stem.paths, stem.value)
+    before = _plain_state(own.rest)
     divided = _slopes(twin, own, x)
     buffers = dict(twin.model.named_buffers())
-    if any(buffer is not buffers.get(name, buffer) for name, buffer in own.rest.named_buffers()):
-        return False  # a forward put another tensor in the place of a buffer: that would get lost
+    if before != _plain_state(own.rest) or any(
+        buffer is not buffers.get(name, buffer) for name, buffer in own.rest.named_buffers()
+    ):
+        return False  # a forward counts, or put another tensor in the place of a buffer: that would get lost
     bound = 1e-6 if wide is torch.float64 else 1e-3
     return all(
         a.shape == b.shape and bool((a - b).abs().max() <= bound * (1e-9 + b.abs().max()))
@@ -192,8 +196,15 @@ def _slopes(net: Supernet, stem: Stem | None, x: Tensor) -> list[Tensor]:
             out = net(x, gates) if stem is None or given is None else stem.tail(x, given, folded)
             outputs = tensors_in(out)
             found += [tensor.detach().clone() for tensor in outputs]
-            ramps = [torch.linspace(-1, 1, one.numel(), dtype=one.dtype, device=x.device) for one in outputs]
+            steep = _STEEP  # so that code that looks at the size of gradients shows itself
+            ramps = [torch.linspace(-steep, steep, one.numel(), dtype=one.dtype, device=x.device) for one in outputs]
             torch.autograd.backward([(one.flatten() * ramp).sum() for one, ramp in zip(outputs, ramps, strict=True)])
         if h is not None and given is not None and given.grad is not None:
             torch.autograd.backward(h, given.grad)
-    return found + [torch.zeros_like(one) if one.grad is None else one.grad for one in net.weights()]
+    return found + [torch.zeros_like(one) if one.grad is None else one.grad / _STEEP for one in net.weights()]
+
+
+def _plain_state(model: nn.Module) -> list[dict[str, Any]]:
+    """Numbers and words that the modules of a network keep."""
+    kinds = (int, float, str)
+    return [{name: it for name, it in vars(module).items() if type(it) in kinds} for module in model.modules()]

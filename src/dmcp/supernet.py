@@ -32,6 +32,11 @@ class Supernet(nn.Module):
             )
         if type(groups) is not int or groups < 1 or type(align) is not int or align < 1:
             raise WidthsError(f"groups and align must be ints of at least 1, not {groups!r} and {align!r}.")
+        if any(recording.recomputes for recording in graph.recordings):
+            raise WidthsError(
+                "This model computes layers once more in its backward pass (activation checkpointing), where gates are "
+                "lost: switch that off, trace it again, then make its supernet."
+            )
         self.model = narrow(model, {}, {})
         self.graph = graph
         sizes = [group_sizes(space.size, groups, align) for space in graph.spaces]
