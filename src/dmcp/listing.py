@@ -7,22 +7,21 @@ import json
 import os
 import platform
 import shlex
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from dmcp.cutting import WIDTHS
+from dmcp.checkpoints import refuse_link
+from dmcp.cutting import WIDTHS, parse_tensors, read_bytes
 from dmcp.errors import DmcpError, FileError
 from dmcp.locks import LOCK, alive
 from dmcp.markov import CHAIN, INDEPENDENT, Process
 from dmcp.pruning import OURS, UNPRUNED, Row
-from dmcp.runs import ALPHAS, LOG, SEARCH, SETTINGS, read_json
+from dmcp.runs import ALPHAS, LOG, MOST_ALPHAS, MOST_LOG, SEARCH, SETTINGS, TIMES, read_json
 from dmcp.searching import SearchRecord
 from dmcp.spaces import Widths
 from dmcp.training import StepRecord
@@ -127,7 +126,7 @@ def read_run(folder: str | os.PathLike[str], tail: int | None = None) -> PastRun
         started=started,
         search=tuple(search[step] for step in sorted(search)),
         training={name: tuple(steps[step] for step in sorted(steps)) for name, steps in training.items()},
-        rows=tuple(rows.values()),
+        rows=_timed(path / TIMES, rows.values(), problems),
         chances=_chances(path, problems),
         widths=_widths(path, problems),
         running=_is_running(path),
@@ -173,14 +172,14 @@ def _chances(folder: Path, problems: list[str]) -> Chances | None:
         return None
     try:
         facts = read_json(folder / SEARCH)
-        tensors = safetensors.torch.load((folder / ALPHAS).read_bytes())
+        tensors = parse_tensors(read_bytes(folder / ALPHAS, MOST_ALPHAS), folder / ALPHAS)
         alphas, sizes, spaces = tensors["alphas"].double(), tensors["sizes"], tuple(map(str, facts["spaces"]))
         fits = alphas.ndim == sizes.ndim == 2 and alphas.shape == (len(spaces), sizes.shape[1] - 1)
         if not fits or len(sizes) != len(spaces) or alphas.isnan().any() or (sizes < 0).any() or (sizes > 2**31).any():
             raise FileError("its tensors are not those of this search's spaces.")
         targets = {str(limit["kind"]): int(limit["target"]) for limit in facts["budget"]["limits"]}
         return Chances(spaces, alphas, sizes, targets, INDEPENDENT if facts["independent"] else CHAIN)
-    except (OSError, KeyError, TypeError, ValueError, OverflowError, SafetensorError, RecursionError) as error:
+    except (OSError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         problems.append(_sentence(folder / ALPHAS, error))
         return None
 
@@ -203,6 +202,18 @@ def _read_log(path: Path, tail: int | None, problems: list[str]) -> Log:
     return search, training, rows
 
 
+def _timed(path: Path, rows: Iterable[Row], problems: list[str]) -> tuple[Row, ...]:
+    """The rows with their times, which have a file of their own."""
+    times: dict[str, dict[str, Any]] = {}
+    for line in _lines(path, None, problems):
+        try:
+            data = json.loads(line)
+            times[plain(data["name"])] = {name: _checked(name, data[name]) for name in ("ms", "batch")}
+        except (ValueError, TypeError, KeyError, RecursionError):
+            problems.append(f"{path.name}: not a time of a run: {line[:40]!r}.")
+    return tuple(replace(row, **times.get(row.name, {})) for row in rows)
+
+
 def _records(
     path: Path, tail: int | None, problems: list[str]
 ) -> Iterator[tuple[str, SearchRecord | StepRecord | Row]]:
@@ -222,10 +233,13 @@ def _lines(path: Path, tail: int | None, problems: list[str]) -> list[bytes]:
     if not path.is_file():
         return []
     try:
+        if tail is None:
+            return read_bytes(path, MOST_LOG).split(b"\n")[:-1]
+        refuse_link(path)
         with path.open("rb") as file:
-            start = 0 if tail is None else max(path.stat().st_size - tail, 0)
+            start = max(path.stat().st_size - tail, 0)
             file.seek(start)
-            return file.read().split(b"\n")[bool(start) : -1]
+            return file.read(tail).split(b"\n")[bool(start) : -1]
     except OSError as error:
         problems.append(_sentence(path, error))
         return []

@@ -230,13 +230,17 @@ def loader_rate(recipe: Recipe, step_ms: Mapping[str, float], gpus: int) -> floa
     return gpus * max(phase.rate for phase in phases(recipe, step_ms))
 
 
-def hours_table(benches: Sequence[Mapping[str, Any]], gpus: int, loader: float = math.inf) -> str:
-    """The hours of all recipes as a Markdown table, from what `dmcp bench` measured of each network."""
+def hours_table(
+    benches: Sequence[Mapping[str, Any]], gpus: int, loader: float = math.inf, only: Sequence[str] = ("",)
+) -> str:
+    """The hours of recipes as a Markdown table, from what `dmcp bench` measured; `only` those named with such words."""
     lines = [
         "| recipe | warm-up, h | search, h | retraining, h | in all, h | loader must give, images/s |",
         "|---|---|---|---|---|---|",
     ]
     for name in names():
+        if not any(word in name for word in only):
+            continue
         recipe = find(name)
         times = _times_of(recipe, benches)
         cells = [f"{_hours_of(phase, gpus, IMAGES, loader):.1f}" for phase in phases(recipe, times)]
@@ -273,10 +277,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("bench", nargs="+", type=Path, help="files that dmcp bench wrote, one per network")
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--loader", type=float, default=math.inf, help="images a second that your loader gives")
+    parser.add_argument("--only", nargs="*", default=[""], help="only recipes with one of these words in their names")
     given = parser.parse_args(arguments)
     try:
         benches = [step for data in map(read_json, given.bench) for step in data.get("steps", [data])]
-        print(hours_table(benches, given.gpus, given.loader))
+        print(hours_table(benches, given.gpus, given.loader, given.only))
     except DmcpError as error:
         print(f"dmcp: {error}", file=sys.stderr)
         raise SystemExit(2) from None

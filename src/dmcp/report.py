@@ -258,8 +258,13 @@ def _tiles(run: PastRun) -> str:
 
 
 def _networks(run: PastRun) -> str:
-    head = ["network", "#MACs", "#parameters", "#accuracy", f"#ms per {run.rows[0].batch} samples"]
-    rows = [[row.name, f"{row.macs:,}", f"{row.params:,}", _accuracy(row), f"{row.ms:.2f}"] for row in run.rows]
+    timed = all(row.batch for row in run.rows)
+    head = ["network", "#MACs", "#parameters", "#accuracy"]
+    head += [f"#ms per {run.rows[0].batch} samples"] if timed else []
+    rows = [
+        [row.name, f"{row.macs:,}", f"{row.params:,}", _accuracy(row), *([f"{row.ms:.2f}"] if timed else [])]
+        for row in run.rows
+    ]
     return _card("Networks", _table(head, rows, "Networks"))
 
 
