@@ -92,12 +92,30 @@ def test_shares_are_read() -> None:
         (1e-9, "less than one"),
         ("50%,20%", "twice"),
         ("params:1M,params:50%", "twice"),
+        pytest.param("9" * 5000, "5,000 characters", id="long"),
+        pytest.param(10**5000, "beyond any network", id="5,001 digits"),
+        pytest.param(-(10**5000), "beyond any network", id="negative"),
+        ("9e99", "more than any network costs"),
+        ("٣", "cannot be read"),  # a digit, but not one that people type here
+        (None, "cannot be read"),
     ],
 )
 def test_what_is_no_budget_is_refused(spec: Any, words: str) -> None:
     with pytest.raises(BudgetError, match=words) as caught:
         parse(spec, traced(Residual)[0])
     assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(("kind", "target"), [("macs", 0), ("watts", 5), ("macs", 2.0), ("macs", 10**19), (None, 1)])
+def test_impossible_limits_are_refused(kind: Any, target: Any) -> None:
+    with pytest.raises(BudgetError, match="A limit is one of macs, params"):
+        Limit(kind, target)
+
+
+@pytest.mark.parametrize("limits", [(), (Limit("macs", 1), Limit("macs", 2))], ids=["none", "twice"])
+def test_a_budget_limits_each_kind_once(limits: tuple[Limit, ...]) -> None:
+    with pytest.raises(BudgetError, match="at most once"):
+        Budget(limits, "")
 
 
 @pytest.mark.parametrize(("spec", "kind"), [("101%", "macs"), ("0.1%", "macs"), ("50%,params:9G", "params")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -300,3 +302,185 @@ def test_wrong_weights_and_folders_are_a_sentence(capsys: Capture, tmp_path: Pat
     (tmp_path / "settings.json").write_text("{}")
     assert "not the settings of a run" in run(capsys, "evaluate", str(tmp_path))[2]
     assert "already holds files" in run(capsys, "prune", *SHORT, "--out", str(tmp_path))[2]
+
+
+# for programs: plain data, exit codes, completion
+
+
+COMMANDS = ("inspect", "prune", "search", "sample", "train", "evaluate", "bench", "runs", "report")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_help_has_examples_that_are_lines_of_their_own(command: str, capsys: Capture) -> None:
+    code, out, err = run(capsys, command, "--help")
+    assert (code, err) == (0, "")
+    examples = out.split("Examples:\n")[1].split("\n\n")[0].splitlines()
+    assert len(examples) >= 2
+    assert all(re.match(rf"    (torchrun .* -m )?dmcp {command}( |$)", line) for line in examples)
+    assert "--debug" in out
+
+
+def test_exit_codes_are_in_help_and_docs(capsys: Capture) -> None:
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    assert run(capsys)[:2] == (0, out)  # no command is no mistake
+    page = (Path(__file__).parent.parent / "docs" / "cli.md").read_text()
+    for number in ("0", "1", "2", "3", "75", "130", "141"):
+        assert re.search(rf"^ +{number} +\w", out, re.MULTILINE)
+        assert f"\n| {number} | " in page
+
+
+def numbers(text: str) -> list[dict[str, object]]:
+    """The rows of a result that is plain data, and nothing else."""
+    found: list[dict[str, object]] = json.loads(text)["networks"]
+    return found
+
+
+def test_results_are_plain_data(pruned: tuple[Path, str], capsys: Capture, tmp_path: Path) -> None:
+    folder, printed = pruned
+    graph = dmcp.trace(build("digits:resnet"), torch.zeros(2, 1, 8, 8))
+    code, out, _ = run(capsys, "evaluate", str(folder), "--device", "cpu", "--json")
+    assert code == 0
+    (row,) = numbers(out)
+    assert [f"{row['macs']:,}", f"{row['params']:,}", f"{100 * float(str(row['accuracy'])):.2f}"] == [
+        text.rstrip("%") for text in table(printed)["ours"][:3]
+    ]
+    data = json.loads(out)
+    assert data["widths"] == read_widths(folder) and data["folder"] == str(folder)
+    assert data["macs_share"] == data["macs"] / graph.macs()
+    drawn = json.loads(run(capsys, "sample", str(folder), "--direct", "2", "--json")[1])
+    assert [Path(it["file"]).name for it in drawn] == ["direct-1.json", "direct-2.json"]
+    assert all(it["macs"] == graph.macs(it["widths"]) for it in drawn)
+    code, out, err = run(capsys, "train", *SMALL, "--epochs", "1", "--json", "--out", str(tmp_path / "trained"))
+    assert (code, err) == (0, "")
+    assert [row["name"] for row in numbers(out)] == ["unpruned"] and json.loads(out)["macs"] == graph.macs()
+    code, out, err = run(capsys, "search", *SMALL, "--search-epochs", "2", "--json", "--out", str(tmp_path / "found"))
+    assert (code, err) == (0, "")
+    assert graph.macs(json.loads(out)["widths"]) == json.loads(out)["macs"] <= graph.macs() // 2
+
+
+def test_prune_gives_plain_data(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dmcp.runs.draw_all", lambda *_, **__: [])  # figures take longer than such a run
+    code, out, err = run(capsys, "prune", *SHORT, "--json", "--out", str(tmp_path / "run"))
+    assert (code, err) == (0, "")
+    data = json.loads(out)
+    assert data["search_steps"] == 4 and len(data["expected_shares"]) == 1
+    assert [row["name"] for row in data["networks"]] == ["ours"] and data["networks"][0]["macs"] == data["macs"]
+    code, out, err = run(capsys, "prune", *SHORT, "--dry-run", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["asked"] == {"macs": 381_760}
+    assert sum(stage["steps"] for stage in json.loads(out)["stages"]) == json.loads(out)["steps"] == 6
+
+
+def test_debug_shows_where_a_mistake_was_found(capsys: Capture) -> None:
+    for words in (["inspect", "resent18"], ["prune", "--bugdet", "3"]):
+        code, out, err = run(capsys, *words)
+        assert (code, out) == (2, "") and len(err.splitlines()) == 1
+        more = run(capsys, *words, "--debug")
+        assert more[:2] == (2, "") and "Traceback" in more[2] and more[2].endswith(err)
+    assert "Traceback" in run(capsys, "--debug", "inspect", "resent18")[2]
+
+
+def test_a_bug_is_1_and_an_interrupt_130(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(error: BaseException) -> None:
+        def trace(*_: object, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr(cli, "trace", trace)
+
+    fail(ZeroDivisionError("ours"))
+    code, out, err = run(capsys, "inspect", "digits:resnet")
+    assert (code, out) == (1, "") and "Traceback" in err and "this is a bug" in err.splitlines()[-1]
+    fail(KeyboardInterrupt())
+    assert run(capsys, "inspect", "digits:resnet") == (130, "", "")
+    fail(OSError(28, "No space left on device", "disk"))
+    assert run(capsys, "inspect", "digits:resnet") == (2, "", "dmcp: disk: No space left on device.\n")
+    fail(dmcp.DmcpError("two\nlines \x1b[31m" + 5000 * "x"))
+    (line,) = run(capsys, "inspect", "digits:resnet")[2].splitlines()
+    assert line.startswith("dmcp: two lines \N{REPLACEMENT CHARACTER}[31mxxx") and len(line) < 1100
+
+
+def test_nobody_reads_and_nothing_is_said(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = f"{sys.executable} -m dmcp inspect digits:resnet | true; exit ${{PIPESTATUS[0]}}"  # seen when Python ends
+    end = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert (end.returncode, end.stdout, end.stderr) == (141, "", "")
+
+    def trace(*_: object, **__: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(cli, "trace", trace)  # seen in the midst of a longer output
+    monkeypatch.setattr("os.dup2", lambda *_: 0)
+    assert run(capsys, "inspect", "digits:resnet") == (141, "", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("dmcp pr", {"prune"}),
+        ("dmcp prune --see", {"--seed", "--seeds"}),
+        ("dmcp inspect resnet1", {"resnet18", "resnet101", "resnet152"}),
+        ("dmcp train --model digits:", {"digits:resnet"}),
+        ("dmcp prune --recipe imagenet_resnet18", {"imagenet_resnet18_1040m"}),
+        ("dmcp prune --retrain in", {"inherit"}),
+    ],
+)
+def test_a_shell_completes_words(
+    words: str, wanted: set[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_DMCP_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    assert set(run(capsys)[1].split()) == wanted
+
+
+def test_of_several_ranks_one_speaks(
+    pruned: tuple[Path, str], capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    folder = str(pruned[0])
+    alone = (
+        ("inspect", "digits:resnet"),
+        ("sample", folder),
+        ("evaluate", folder),
+        ("runs", folder),
+        ("report", folder),
+        ("bench", "--model", "digits:resnet"),
+        ("prune", *SHORT, "--dry-run"),
+    )
+    monkeypatch.setenv("RANK", "1")
+    for words in alone:
+        assert run(capsys, *words) == (0, "", "")
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv("RANK", "0")
+    assert run(capsys, "inspect", "digits:resnet")[1] != ""
+    code, _, err = run(capsys, "prune", *SHORT, "--seeds", "2")
+    assert code == 2 and "leave torchrun out" in err
+
+
+def test_images_that_cannot_be_read_are_skipped_and_named(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for part, name in itertools.product(("train", "val"), ("cat", "dog")):
+        (tmp_path / "photos" / part / name).mkdir(parents=True)
+        for number in range(4):
+            Image.new("RGB", (40, 40), (60 * number, 0, 90)).save(tmp_path / "photos" / part / name / f"{number}.png")
+    bad = tmp_path / "photos" / "train" / "dog" / "2.png"
+    bad.write_bytes(b"no image")
+    words = ("train", "--model", "cifar:resnet20", "--data", "photos", "--input", "3x32x32", "--device", "cpu")
+    words += ("--batch", "4", "--epochs", "1", "--workers", "0", "--quiet", "--json")
+    code, _, err = run(capsys, *words, "--out", "one")
+    assert code == 2 and "photos/train/dog/2.png cannot be read as an image" in err
+    code, out, err = run(capsys, *words, "--corrupt", "skip", "--out", "two")
+    assert code == 0
+    assert err == "1 image files could not be read and were replaced: photos/train/dog/2.png\n"
+    assert json.loads(out)["folder"] == "two"
+
+
+def test_wrong_widths_leave_no_run_behind(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "widths.json").write_text('{"widths": {"conv9": 3}, "input_shape": [1], "fingerprint": "x"}')
+    code, _, err = run(capsys, "train", *SMALL, "--widths", "widths.json")
+    assert code == 2 and "dmcp: --widths widths.json: " in err
+    assert [path.name for path in tmp_path.iterdir()] == ["widths.json"]

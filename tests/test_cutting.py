@@ -9,9 +9,10 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import safetensors.torch
 import torch
 from nets import NETS, Chain, SharedWeight, distance, randomise, sample
 from safetensors import safe_open
@@ -346,6 +347,67 @@ def test_load_refuses_another_version_of_the_code(odd: Case, tmp_path: Path) -> 
     renamed.width = renamed.__dict__.pop("channels")
     with pytest.raises(dmcp.WidthsError, match=r"another version of this Odd: channels is not in both"):
         dmcp.load(tmp_path, renamed)
+
+
+def resealed(folder: Path, **changes: Any) -> None:
+    """widths.json edited by somebody who knows how its digest is made."""
+    weights = (folder / "model.safetensors").read_bytes()
+    record = json.loads((folder / "widths.json").read_text()) | changes
+    record["sha256"] = hashlib.sha256(weights).hexdigest()
+    del record["digest"]
+    digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    (folder / "widths.json").write_text(json.dumps(record | {"digest": digest}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"tensors": None}, "tensors, attributes or sha256 are missing"),
+        ({"attributes": {"conv1": 3}}, "its attributes are not tables"),
+        ({"attributes": {"conv1": {"kernel_size": 3}}}, "conv1.kernel_size is not in both"),
+        ({"attributes": {"conv1": {"forward": 3}}}, "conv1.forward is not in both"),
+        ({"attributes": {"conv1": {"\x1b[2J": 3}}}, r"conv1.\\x1b\[2J is not in both"),
+        ({"format": [[[[3]]]] * 1000}, "not a result that this version can read"),
+    ],
+    ids=["no tensors", "no tables", "not a tuple", "a method", "a terminal's", "long"],
+)
+def test_load_refuses_what_was_edited_with_care(
+    chain: Case, changes: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    model, _, widths, small = chain
+    dmcp.save(small, widths, tmp_path)
+    resealed(tmp_path, **changes)
+    with pytest.raises(dmcp.DmcpError, match=sentence) as caught:
+        dmcp.load(tmp_path, model)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("kind", ["ints", "a dim more", "another shape"])
+def test_load_refuses_tensors_that_are_no_weights_of_the_model(chain: Case, kind: str, tmp_path: Path) -> None:
+    model, _, widths, small = chain
+    dmcp.save(small, widths, tmp_path)
+    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    bias = tensors["conv1.bias"]
+    tensors["conv1.bias"] = bias.long() if kind == "ints" else bias[None] if kind == "a dim more" else bias[:1].clone()
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    listed = {"tensors": {name: list(tensor.shape) for name, tensor in tensors.items()}}
+    resealed(tmp_path, **(listed if kind != "another shape" else {}))
+    with pytest.raises(dmcp.DmcpError, match="conv1.bias is" if kind != "another shape" else "are not those"):
+        dmcp.load(tmp_path, model)
+
+
+class Extent(NamedTuple):
+    height: int
+    width: int
+
+
+def test_an_attribute_keeps_its_type(odd: Case, tmp_path: Path) -> None:
+    _, _, widths, small = odd
+    fresh = Odd()
+    small.extent, fresh.extent = Extent(3, 4), Extent(5, 6)
+    dmcp.save(small, widths, tmp_path)
+    again = dmcp.load(tmp_path, fresh)
+    assert again.extent == Extent(3, 4) and type(again.extent) is Extent
 
 
 class Sly(nn.Module):

@@ -63,6 +63,7 @@ ORDER = [
     "pruning",
     "figures",
     "runs",
+    "trackers",
     "listing",
     "charts",
     "report",

@@ -589,7 +589,6 @@ def test_what_is_no_run_or_is_done_is_refused(commands: Commands, whole: Path, t
     assert f"this run is done; dmcp report {whole}" in refused(commands, whole)
 
 
-@pytest.mark.xfail(strict=True, reason="one of the seeds goes on with the run, the others fail")
 def test_several_seeds_do_not_go_on_with_one_run(commands: Commands, killed: dict[str, Path], tmp_path: Path) -> None:
     run = shutil.copytree(killed["trained"], tmp_path / "run")
     end = commands.run(["prune", "--resume", run, "--seeds", "2"], ("dmcp.seeds:run_seeds", "", 1))

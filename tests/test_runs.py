@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from test_pruning import SEARCH, TRAIN, Noise, traced
 
 import dmcp
-from dmcp.errors import FileError, WidthsError
+from dmcp.checkpoints import Checkpoint, save_checkpoint
+from dmcp.errors import DmcpError, FileError, WidthsError
 from dmcp.pruning import Event, PruneResult
 from dmcp.runs import free_folder, load_search, open_run, read_json, save_search
 
@@ -80,7 +83,7 @@ def test_a_search_of_another_network_or_a_broken_file_is_refused(tmp_path: Path)
     with pytest.raises(WidthsError, match="another architecture"):
         load_search(tmp_path, other)
     (tmp_path / "search.safetensors").write_bytes(b"no")
-    with pytest.raises(FileError, match=r"search\.safetensors: cannot be read"):
+    with pytest.raises(FileError, match=r"search\.safetensors: not a safetensors file"):
         load_search(tmp_path, found.graph)
     (tmp_path / "search.json").write_text("{")
     with pytest.raises(FileError, match="not JSON"):
@@ -88,3 +91,62 @@ def test_a_search_of_another_network_or_a_broken_file_is_refused(tmp_path: Path)
     (tmp_path / "search.json").write_text("[]")
     with pytest.raises(FileError, match="holds a list"):
         read_json(tmp_path / "search.json")
+
+
+def test_only_whole_lines_of_the_log_are_read(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    run.log({"stage": "search", "step": 0})
+    with (tmp_path / "log.jsonl").open("a") as file:
+        file.write('{"stage": "sea')  # killed here
+    assert run.records("search") == [{"step": 0}]
+    assert run.lines() == 1
+    (tmp_path / "log.jsonl").write_text('{"step": 3}\n')
+    with pytest.raises(FileError, match="line 1: not a record of a run"):
+        run.records("search")
+
+
+@pytest.mark.parametrize("facts", [{}, {"lines": "2", "done": False}, {"lines": 2, "done": 0}], ids=str)
+def test_checkpoints_that_are_not_of_a_run_are_refused(facts: dict[str, Any], tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    save_checkpoint(run.stage_folder("search"), Checkpoint(1, {}, facts))
+    with pytest.raises(FileError, match="not the checkpoints of a run"):
+        run.rewind()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"budget": None}, "Budget is not a table"),
+        ({"budget": {"limits": [{"kind": "watts", "target": 3}], "text": ""}}, "A limit is one of"),
+        ({"tolerance": 1.5}, "a tolerance of 1.5"),
+        ({"align": True}, "align: True"),
+        ({"more": 1}, "more"),
+        ({"spaces": ["a"]}, "another architecture"),
+    ],
+    ids=str,
+)
+def test_an_edited_search_is_refused(changes: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    found = pruned()[0].search
+    save_search(found, tmp_path)
+    path = tmp_path / "search.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(DmcpError, match=sentence):
+        load_search(tmp_path, found.graph)
+
+
+@pytest.mark.parametrize("kind", ["float sizes", "no floor", "too wide", "NaN", "no alphas"])
+def test_chains_that_cannot_be_are_refused(kind: str, tmp_path: Path) -> None:
+    found = pruned()[0].search
+    save_search(found, tmp_path)
+    tensors = {"alphas": found.alphas.clone(), "sizes": found.sizes.clone()}
+    if kind == "float sizes":
+        tensors["sizes"] = tensors["sizes"].double()
+    elif kind == "NaN":
+        tensors["alphas"][0, 0] = float("nan")
+    elif kind == "no alphas":
+        del tensors["alphas"]
+    else:
+        tensors["sizes"][0, 0] = 0 if kind == "no floor" else 2**62
+    safetensors.torch.save_file(tensors, tmp_path / "search.safetensors")
+    with pytest.raises(FileError, match="of this network's chains"):
+        load_search(tmp_path, found.graph)

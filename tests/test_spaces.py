@@ -90,6 +90,7 @@ def broken(**changes: Any) -> dict[str, Any]:
         broken(widths={"stem": 2.0}),
         broken(widths={"stem": "2"}),
         broken(widths={"stem": True}),
+        broken(widths={"stem": 2**40}),
         broken(widths={"stem": None}),
         broken(widths={"stem": [2]}),
         broken(widths={1: 2}),
@@ -145,3 +146,11 @@ def test_the_fingerprint_sees_buffers_and_all_names_of_tied_tensors() -> None:
     assert fingerprint(outside) == fingerprint(buffered)  # not of the state dict, but of the module
     tied.again = tied[0]
     assert fingerprint(tied) != fingerprint(plain)
+
+
+def test_a_shape_that_is_nested_too_deeply_is_refused() -> None:
+    shape: Any = 3
+    for _ in range(40):
+        shape = [shape]
+    with pytest.raises(WidthsError, match="nested too deeply"):
+        Widths.from_json(broken(input_shape=shape))

@@ -21,7 +21,7 @@ from dmcp import options as o
 from dmcp.bench import Epochs, Measured, Sampled, device_name, measure, measure_epochs, measure_sampling
 from dmcp.calibration import kept_modes
 from dmcp.engine import Engine
-from dmcp.errors import DmcpError
+from dmcp.errors import DmcpError, FileError
 from dmcp.jobs import Job, Opened, argument, build, open_job, trace_job
 from dmcp.jobs import shape as parse_shape
 from dmcp.nets import find, sample_shape
@@ -62,16 +62,23 @@ def bench(
     channels_last: o.ChannelsLast = None,
     tf32: o.Tf32 = True,
     quiet: o.Quiet = False,
+    debug: o.Debug = False,
 ) -> None:
     """Measure a training step and the steps of a search side by side: time, memory, and how they grow.
 
     Every network is measured at every batch, on random images.
-    Example: dmcp bench --model cifar:resnet20 --also cifar:resnet56 --batch 128 --batch 512 --json bench.json
+
+    \b
+    Examples:
+      dmcp bench --model resnet18
+      dmcp bench --model cifar:resnet20 --also cifar:resnet56 --batch 128 --batch 512 --json bench.json
     """
+    if not o.is_first():
+        return
     engine = Engine(precision=precision, channels_last=channels_last, compile=compile, graphs=graphs, tf32=tf32)
     base = Job(model=model, model_args=tuple(model_args or ()), data=data, input=input, device=device)
     jobs = [base, *(_other(base, words) for words in also or ())]
-    _check(jobs)
+    _check(jobs, file)
     usual = _USUAL.get(base.place.type, _USUAL["cpu"])
     wanted = _Wanted(
         batches=tuple(batch or usual[:1]),
@@ -110,8 +117,10 @@ def _other(base: Job, words: str) -> Job:
     return replace(base, model=name, model_args=tuple(arguments))
 
 
-def _check(jobs: Sequence[Job]) -> None:
+def _check(jobs: Sequence[Job], file: Path | None) -> None:
     """Refuse at once what would fail after the minutes that the networks before it take."""
+    if file and file.is_dir():
+        raise FileError(f"--json: {file} is a folder: name the file in it, like {file / 'bench.json'}.")
     for job in jobs:
         if not job.model:
             raise DmcpError("--model is missing: dmcp bench --help says what it can be.")

@@ -18,7 +18,9 @@ from dmcp.spaces import Widths
 
 KINDS = ("macs", "params")
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}
-_PART = re.compile(r"(?:(?P<kind>[a-z]+):)?(?P<number>\d+(?:_\d+)*(?:\.\d+)?(?:e[+-]?\d{1,2})?)(?P<unit>%|[a-z]+)?", re.ASCII)
+_PART = re.compile(
+    r"(?:(?P<kind>[a-z]+):)?(?P<number>\d+(?:_\d+)*(?:\.\d+)?(?:e[+-]?\d{1,2})?)(?P<unit>%|[a-z]+)?", re.ASCII
+)
 _LONGEST, _MOST = 100, 10**18  # characters of a text; more than any network costs
 _STEEP = 10.0  # alphas beyond have a gradient near zero
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import os
 import sys
+import traceback
 from collections.abc import Iterable, Sequence
 from textwrap import TextWrapper
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -16,28 +19,96 @@ from rich.table import Table
 
 import dmcp
 from dmcp import bench_commands, commands, report_commands
+from dmcp import options as o
 from dmcp.errors import DmcpError, RankError, StoppedError
 from dmcp.graph import ChannelGraph
 from dmcp.jobs import argument
 from dmcp.jobs import shape as parse_shape
+from dmcp.listing import plain
 from dmcp.nets import build, sample_shape
 from dmcp.ranks import EXIT_RANK_LOST
 from dmcp.tracing import trace
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+_CODES = """\b
+Exit codes:
+  0    done
+  1    a bug in dmcp: please report it
+  2    a mistake in what was asked for, told in one sentence on stderr
+  3    stopped as asked; the command that goes on is on stderr
+  75   lost another rank: the same command, with --resume, goes on
+  130  interrupted by Ctrl-C
+  141  the reader of the output has gone, as head does
+Results are on stdout, all else is on stderr."""
 
-_EXIT = {StoppedError: 3, RankError: EXIT_RANK_LOST}  # 2 is a mistake in what was asked for, 1 one of ours
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, epilog=_CODES)
+
+_EXIT = {StoppedError: 3, RankError: EXIT_RANK_LOST}
+_MISTAKE, _BUG, _INTERRUPTED, _NO_READER = 2, 1, 130, 141
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, which newer typers have a copy of
+_LONGEST = 1000  # letters of a sentence
 _PIPE = TextWrapper(44, break_long_words=False, break_on_hyphens=False)  # a cell in a pipe; four columns in 80
 
 
 def main() -> None:
     """Run the command; what is wrong with the input is one sentence on stderr and exit code 2."""
     sys.path.insert(0, "")  # `mynet:build` may lie in the current folder
+    code = _run()
     try:
-        app(prog_name="dmcp")
+        if sys.stdout:
+            sys.stdout.flush()
+    except OSError:
+        code = code or _NO_READER
+    if code == _NO_READER:  # Python writes nowhere, when it ends, what nobody could be given
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    raise SystemExit(code)
+
+
+def _run() -> int:
+    """Run the command; its exit code."""
+    try:
+        code = app(prog_name="dmcp", standalone_mode=False)
+        if sys.stdout:
+            sys.stdout.flush()
+        return code if isinstance(code, int) else 0
     except DmcpError as error:
-        print(f"dmcp: {error}", file=sys.stderr)
-        raise SystemExit(_EXIT.get(type(error), 2)) from None
+        return _tell(error, str(error), _EXIT.get(type(error), _MISTAKE))
+    except _UsageError as error:
+        return _tell(error, _explain(error), _MISTAKE)
+    except SystemExit as stop:
+        if not isinstance(stop.__context__, BrokenPipeError):  # so typer has it
+            raise
+        return _NO_READER
+    except BrokenPipeError:
+        return _NO_READER
+    except OSError as error:  # of the machine: a full disk, a folder that nobody may read
+        told = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        return _tell(error, f"{told or error}.", _MISTAKE)
+    except (KeyboardInterrupt, typer.Abort):
+        return _INTERRUPTED
+    except Exception as error:
+        traceback.print_exc()
+        return _tell(None, f"this is a bug, please report it with the lines above ({type(error).__name__}).", _BUG)
+
+
+def _tell(error: Exception | None, sentence: str, code: int) -> int:
+    """Print one line; what a file or torch has said may have more."""
+    if error and "--debug" in sys.argv:
+        traceback.print_exception(error)
+    line = plain(" ".join(sentence.splitlines()))
+    line = line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} … {line[-_LONGEST // 2 :]}"
+    print(f"dmcp: {line}", file=sys.stderr)
+    return code
+
+
+def _explain(error: Any) -> str:
+    """What is wrong with the words of the command line, and where to read more."""
+    more = f"see {error.ctx.command_path if error.ctx else 'dmcp'} --help."
+    if hasattr(error, "possibilities") and error.ctx:
+        known = [name for option in error.ctx.command.params for name in option.opts + option.secondary_opts]
+        near = difflib.get_close_matches(error.option_name, known, n=1, cutoff=0.7)
+        return f"There is no option {error.option_name}; {f'did you mean {near[0]}?' if near else more}"
+    text = error.format_message().replace("Value error, ", "").rstrip(".")
+    return text if text.endswith("?") else f"{text}; {more}"
 
 
 def _version(wanted: bool) -> None:
@@ -46,33 +117,49 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _common(
+    ctx: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
+    debug: o.Debug = False,
 ) -> None:
-    """Channel pruning for any PyTorch CNN."""
+    """Channel pruning for any PyTorch CNN.
+
+    \b
+    Examples:
+      dmcp inspect resnet18
+      dmcp prune --model digits:resnet --data digits --budget 50%
+      dmcp COMMAND --help
+    """
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())
 
 
 @app.command()
 def inspect(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="resnet18 (torchvision), timm:NAME, or package.module:factory.")
-    ],
+    model: o.ModelName,
     input: Annotated[str, typer.Option(help="Shape of one sample, like 3x224x224; default: the model's own.")] = "",
-    model_args: Annotated[
-        list[str] | None, typer.Option(help="Argument of the model's builder, like width_mult=1.5; may be repeated.")
-    ] = None,
-    frozen: Annotated[
-        list[str] | None, typer.Option(help="Module or space whose channels stay whole; may be repeated.")
-    ] = None,
+    model_args: o.ModelArgs = None,
+    frozen: o.Frozen = None,
     inexact: Annotated[
         bool, typer.Option("--inexact", help="Prune through LayerNorm and GroupNorm too, where gates only approximate.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print plain data instead of tables.")] = False,
+    as_json: o.AsJson = False,
+    debug: o.Debug = False,
 ) -> None:
-    """Show what can be pruned in a network, what is tied together, and what is kept whole and why."""
+    """Show what can be pruned in a network, what is tied together, and what is kept whole and why.
+
+    \b
+    Examples:
+      dmcp inspect resnet50
+      dmcp inspect mobilenet_v2 --model-args width_mult=1.5
+      dmcp inspect timm:convnext_tiny --input 3x128x128 --inexact
+      dmcp inspect mypackage.nets:build --frozen head --json
+    """
+    if not o.is_first():
+        return
     net = build(model, **dict(map(argument, model_args or [])))
     shape = parse_shape(input) if input else sample_shape(net)
     graph = trace(net, torch.zeros(2, *shape), frozen=tuple(frozen or ()), exact=not inexact)
@@ -82,7 +169,7 @@ def inspect(
         _show(model, shape, graph)
 
 
-for _command in (commands.prune, commands.search, commands.sample, commands.train, commands.evaluate):
+for _command in (commands.prune, commands.search, report_commands.sample, commands.train, report_commands.evaluate):
     app.command()(_command)
 app.command()(bench_commands.bench)
 app.command()(report_commands.runs)

@@ -1,41 +1,35 @@
-"""The commands that need data: prune, search, sample, train, evaluate. Each is a thin function over the public ones."""
+"""The commands that make a run: prune, search, train. Each is a thin function over the public ones."""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from dmcp import options as o
 from dmcp import pruning, sampling
 from dmcp import seeds as several
-from dmcp.batches import generator
 from dmcp.budget import check_reachable, costs, parse
 from dmcp.calibration import recalibrate
-from dmcp.cutting import WIDTHS, cut, load, save
-from dmcp.engine import Engine
-from dmcp.errors import DmcpError
+from dmcp.cutting import cut, save
+from dmcp.errors import DmcpError, WidthsError
 from dmcp.figures import draw_all
 from dmcp.forecast import forecast, peak_bytes
 from dmcp.graph import ChannelGraph
-from dmcp.jobs import Job, Opened, build, open_job, trace_job
-from dmcp.plans import Plan, plan_from_json
+from dmcp.jobs import Corrupt, Loaders, Opened, open_job
+from dmcp.plans import Plan
 from dmcp.progress import clock
-from dmcp.pruning import OURS, UNPRUNED, Retrain, default_recipe
-from dmcp.recipes import Recipe
-from dmcp.recipes import find as find_recipe
-from dmcp.runs import REPORT, SETTINGS, Run, free_folder, load_search, markdown, read_json
-from dmcp.searching import SearchConfig
-from dmcp.sessions import session
+from dmcp.pruning import OURS, UNPRUNED, Retrain
+from dmcp.runs import REPORT, free_folder, markdown, read_json
+from dmcp.sessions import say, session
 from dmcp.spaces import Widths
 from dmcp.supernet import Supernet
-from dmcp.training import TrainConfig
 
 
 def prune(
@@ -65,6 +59,8 @@ def prune(
     holdout: o.Holdout = 0.0,
     recipe: o.RecipeName = "",
     device: o.Device = "",
+    workers: o.Workers = None,
+    corrupt: o.OnCorrupt = Corrupt.STOP,
     precision: o.Numbers = None,
     compile: o.Compile = None,
     graphs: o.Graphs = None,
@@ -77,21 +73,33 @@ def prune(
     resume: o.Resume = "",
     dry_run: o.DryRun = False,
     quiet: o.Quiet = False,
+    as_json: o.AsJson = False,
+    debug: o.Debug = False,
 ) -> None:
     """Search the widths of a network inside a budget, cut it, train it, test it.
 
-    Examples: dmcp prune --model resnet18 --data ~/photos --budget 50%
-    or, after an interruption: dmcp prune --resume runs/resnet18-photos-prune
+    \b
+    Examples:
+      dmcp prune --model resnet18 --data ~/photos --budget 50% --dry-run
+      dmcp prune --model digits:resnet --data digits --budget params:50% --controls
+      dmcp prune --model cifar:resnet20 --data cifar10 --seeds 3 --json
+      dmcp prune --resume runs/resnet18-photos-prune
+      torchrun --nproc-per-node 8 -m dmcp prune --recipe imagenet_resnet50_1100m --data ~/imagenet
     """
     plan = o.make_plan(ctx, "prune", locals())
     assert plan.search is not None and plan.train is not None
     if dry_run:
-        opened = open_job(plan.job)
-        _check_budget(plan, opened)
-        _show_forecast(opened, plan.search, plan.train, plan.retrain, plan.controls)
+        if o.is_first():
+            _forecast(plan, as_json)
         return
     if seeds > 1:
-        _prune_seeds(plan, seeds, out)
+        if resume:
+            raise DmcpError(
+                "--seeds with --resume: to go on with several seeds, give the command that began them again."
+            )
+        if o.is_launched():
+            raise DmcpError("--seeds starts a process for each seed by itself: leave torchrun out.")
+        _prune_seeds(plan, seeds, out, quiet, as_json)
         return
     with session(plan, _folder(plan, out, resume), bool(resume), quiet, lambda it: _check_budget(plan, it)) as here:
         opened = here.opened
@@ -114,9 +122,15 @@ def prune(
         if not here.ranks.first:
             return
         here.run.finish(result, plan.search.seed)
+    tell_skipped(opened.loaders)
+    if as_json:
+        facts = {"search_steps": len(result.search.log), "expected_shares": pruning.expected_shares(result.search)}
+        networks = [asdict(row) for row in result.rows]
+        print_json(result_facts(here.run.folder, result.graph, result.widths) | facts | {"networks": networks})
+        return
     listed = " and ".join(f"{share:.1%}" for share in pruning.expected_shares(result.search))
     print(f"{len(result.search.log)} search steps; expected cost at their end, before repair: {listed} of the budget")
-    print(f"cut to {_spent(result.graph, result.widths)}\n\n{result.table}\n\n{here.run.folder}")
+    print(f"cut to {describe_costs(result.graph, result.widths)}\n\n{result.table}\n\n{here.run.folder}")
 
 
 def search(
@@ -140,6 +154,8 @@ def search(
     holdout: o.Holdout = 0.0,
     recipe: o.RecipeName = "",
     device: o.Device = "",
+    workers: o.Workers = None,
+    corrupt: o.OnCorrupt = Corrupt.STOP,
     precision: o.Numbers = None,
     compile: o.Compile = None,
     graphs: o.Graphs = None,
@@ -151,10 +167,16 @@ def search(
     save_minutes: o.SaveMinutes = 5.0,
     resume: o.Resume = "",
     quiet: o.Quiet = False,
+    as_json: o.AsJson = False,
+    debug: o.Debug = False,
 ) -> None:
     """Search only: the run keeps the alphas, the expected widths, and the network cut with the searched weights.
 
-    Example: dmcp search --model cifar:resnet20 --data cifar10 --budget 50%
+    \b
+    Examples:
+      dmcp search --model cifar:resnet20 --data cifar10 --budget 50%
+      dmcp search --model resnet50 --data ~/photos --weights resnet50.pth --budget 2G --holdout 0.1
+      dmcp search --resume runs/cifar-resnet20-cifar10-search
     """
     plan = o.make_plan(ctx, "search", locals())
     assert plan.search is not None
@@ -174,27 +196,12 @@ def search(
         save(small, widths, here.run.folder)
         draw_all(found, widths, here.run.folder, seed=plan.search.seed)
         here.run.close()
+    tell_skipped(loaders)
+    if as_json:
+        print_json(result_facts(here.run.folder, opened.graph, widths))
+        return
     _show_widths(opened.graph, widths)
     print(f"\n{here.run.folder}")
-
-
-def sample(
-    run: o.RunFolder,
-    direct: Annotated[int, typer.Option(help="So many different structures drawn from the chains; 0: expected.")] = 0,
-    seed: o.Seed = 0,
-) -> None:
-    """Structures of a search, inside its budget: the expected one, or drawn ones (each as a file for dmcp train).
-
-    Example: dmcp sample runs/cifar-resnet20-cifar10-search --direct 5
-    """
-    settings, plan = o.read_plan(run)
-    graph = trace_job(plan.job, build(plan.job, settings["classes"]), tuple(settings["shape"]))
-    found = load_search(run, graph)
-    drawn = sampling.direct(found, direct, generator(seed)) if direct else [sampling.expected(found)]
-    for number, widths in enumerate(drawn, start=1):
-        name = f"direct-{number}.json" if direct else "expected.json"
-        Run(run).write(name, widths.to_json())
-        print(f"{run / name}: {_spent(graph, widths)}: {' '.join(map(str, widths.values()))}")
 
 
 def train(
@@ -214,6 +221,8 @@ def train(
     model_args: o.ModelArgs = None,
     frozen: o.Frozen = None,
     device: o.Device = "",
+    workers: o.Workers = None,
+    corrupt: o.OnCorrupt = Corrupt.STOP,
     precision: o.Numbers = None,
     compile: o.Compile = None,
     graphs: o.Graphs = None,
@@ -225,16 +234,21 @@ def train(
     save_minutes: o.SaveMinutes = 5.0,
     resume: o.Resume = "",
     quiet: o.Quiet = False,
+    as_json: o.AsJson = False,
+    debug: o.Debug = False,
 ) -> None:
     """Train a network with given widths, or unpruned, and test it.
 
-    Example: dmcp train --model resnet18 --data ~/photos --widths runs/my-search/widths.json
+    \b
+    Examples:
+      dmcp train --model resnet18 --data ~/photos --widths runs/my-search/widths.json
+      dmcp train --model cifar:resnet20 --data cifar10 --epochs 160 --json
     """
     plan = o.make_plan(ctx, "train", locals())
     assert plan.train is not None
-    with session(plan, _folder(plan, out, resume), bool(resume), quiet) as here:
+    with session(plan, _folder(plan, out, resume), bool(resume), quiet, lambda it: _check_widths(plan, it)) as here:
         opened, graph = here.opened, here.opened.graph
-        kept = graph.widths(Widths.from_json(read_json(Path(plan.widths)))) if plan.widths else graph.full
+        kept = _read_widths(plan, opened)
         start = opened.model if plan.retrain is Retrain.INHERIT else opened.fresh
         wanted = {OURS if plan.widths else UNPRUNED: kept}
         settings, way = (plan.train, plan.retrain, None), (here.on_event, plan.engine, here.keep)
@@ -246,50 +260,61 @@ def train(
         save(trained[next(iter(wanted))], kept, here.run.folder)
         here.run.write(REPORT, "\n".join([f"# {plan.job.model}", "", *markdown(rows), ""]))
         here.run.close()
+    tell_skipped(opened.loaders)
+    if as_json:
+        print_json(result_facts(here.run.folder, graph, kept) | {"networks": [asdict(row) for row in rows]})
+        return
     print(f"{pruning.table(rows)}\n\n{here.run.folder}")
 
 
-def evaluate(
-    run: o.RunFolder,
-    data: Annotated[str, typer.Option(help="Other data than the run's.")] = "",
-    device: o.Device = "",
-) -> None:
-    """Test the network of a run on the test set.
-
-    Example: dmcp evaluate runs/resnet18-photos-prune
-    """
-    _, plan = o.read_plan(run)
-    job = replace(plan.job, data=data or plan.job.data, device=device, weights="")
-    opened = open_job(job)
-    small = load(run, opened.fresh)
-    kept = {run.name: opened.graph.widths(Widths.from_json(read_json(run / WIDTHS)))}
-    example = next(iter(opened.loaders.test))[0]
-    print(pruning.table(pruning.compare({run.name: small}, opened.graph, kept, opened.loaders.test, example)))
+# what the commands share
 
 
 def _folder(plan: Plan, out: str, resume: str) -> Path:
     name = re.sub(r"\W+", "-", f"{plan.job.model} {Path(plan.job.data).name} {plan.command}").strip("-")
-    return Path(resume or out or free_folder(name))
+    return Path(resume or out or free_folder(name[:100]))  # a file system has its longest name
 
 
-def _prune_seeds(plan: Plan, count: int, out: str) -> None:
+def _prune_seeds(plan: Plan, count: int, out: str, quiet: bool, as_json: bool) -> None:
     """The same command for several seeds, side by side; their mean and spread."""
+    _check_budget(plan, open_job(replace(plan.job, device="cpu")))  # one sentence now, not one of each seed
     words = iter(sys.argv[1:])
     argv = [word for word in words if not _drops(word, words)]
     folder = _folder(replace(plan, command="seeds"), out, "")
     first = plan.job.seed
-    runs = several.run_seeds(argv, range(first, first + count), folder, plan.job.place)
-    print(f"{several.markdown(several.summarise(runs))}\n\n{folder}")
+    runs = several.run_seeds(argv, range(first, first + count), folder, plan.job.place, quiet)
+    summary = several.summarise(runs)
+    if as_json:
+        print_json({"folder": str(folder)} | asdict(summary))
+    else:
+        print(f"{several.markdown(summary)}\n\n{folder}")
 
 
-def _drops(word: str, rest: Any) -> bool:
+def _drops(word: str, rest: Iterator[str]) -> bool:
     """Whether a word of the command line is for all seeds together, not for one; its value goes with it."""
     name, equals, _ = word.partition("=")
+    if name in ("--quiet", "--json", "--debug"):
+        return True
     if name not in ("--seeds", "--seed", "--out"):
         return False
     if not equals:
         next(rest, None)
     return True
+
+
+def _read_widths(plan: Plan, opened: Opened) -> Widths:
+    """The widths to train, checked against the network; all of it where no file was given."""
+    if not plan.widths:
+        return opened.graph.full
+    try:
+        return opened.graph.widths(Widths.from_json(read_json(Path(plan.widths))))
+    except WidthsError as error:
+        raise WidthsError(f"--widths {plan.widths}: {error}") from None
+
+
+def _check_widths(plan: Plan, opened: Opened) -> None:
+    """Refuse widths of another network before anything is written."""
+    _read_widths(plan, opened)
 
 
 def _check_budget(plan: Plan, opened: Opened) -> None:
@@ -302,8 +327,31 @@ def _check_budget(plan: Plan, opened: Opened) -> None:
 # what is printed
 
 
-def _spent(graph: ChannelGraph, widths: Widths) -> str:
-    """121,000 MACs (49.9%), 41,000 params (53.8%)"""
+def print_json(data: Any) -> None:
+    """Plain data, and nothing else, on stdout."""
+    print(json.dumps(data, indent=1))
+
+
+def tell_skipped(loaders: Loaders) -> None:
+    """Say on stderr which images were replaced."""
+    if skipped := loaders.skipped:
+        some = ", ".join(skipped[:5]) + (", ..." if len(skipped) > 5 else "")
+        say(f"{len(skipped)} image files could not be read and were replaced: {some}")
+
+
+def result_facts(folder: Path, graph: ChannelGraph, widths: Widths) -> dict[str, Any]:
+    """The run, and what its network costs, as plain data."""
+    return {"folder": str(folder)} | cost_facts(graph, widths)
+
+
+def cost_facts(graph: ChannelGraph, widths: Widths) -> dict[str, Any]:
+    """What widths cost, as a share of the unpruned network too, and the widths, as plain data."""
+    spent, full = costs(graph, widths), costs(graph, graph.full)
+    return spent | {f"{kind}_share": spent[kind] / full[kind] for kind in spent} | {"widths": dict(widths)}
+
+
+def describe_costs(graph: ChannelGraph, widths: Widths) -> str:
+    """What widths cost, like 121,000 MACs (49.9%), 41,000 params (53.8%)."""
     spent, full = costs(graph, widths), costs(graph, graph.full)
     parts = (f"{spent[kind]:,} {word} ({spent[kind] / full[kind]:.1%})" for kind, word in _WORDS.items())
     return ", ".join(parts)
@@ -313,25 +361,32 @@ _WORDS = {"macs": "MACs", "params": "params"}
 
 
 def _show_widths(graph: ChannelGraph, widths: Widths) -> None:
-    print(_spent(graph, widths))
+    print(describe_costs(graph, widths))
     longest = max(len(space.name) for space in graph.spaces)
     for space in graph.spaces:
         print(f"{space.name:<{longest}}  {widths[space.name]:>5} of {space.size}")
 
 
-def _show_forecast(opened: Opened, config: SearchConfig, recipe: TrainConfig, kind: Retrain, controls: bool) -> None:
-    net = Supernet(opened.model, opened.graph, config.groups, config.align)
-    graph, device = opened.graph, net.alpha.device
+def _forecast(plan: Plan, as_json: bool) -> None:
+    """What a run would be like, from a few steps on copies."""
+    assert plan.search is not None and plan.train is not None
+    opened = open_job(plan.job)
+    _check_budget(plan, opened)
+    graph, net = opened.graph, Supernet(opened.model, opened.graph, plan.search.groups, plan.search.align)
+    limits = parse(plan.search.budget, graph).limits
+    stages = forecast(net, opened.loaders.train, plan.search, plan.train, plan.retrain, plan.controls)
+    steps, seconds = sum(stage.steps for stage in stages), sum(stage.seconds for stage in stages)
+    device, memory = net.alpha.device.type, peak_bytes(net.alpha.device)
+    if as_json:
+        range_ = {"least": costs(graph, net.floor), "most": costs(graph, graph.full)}
+        facts = {"reachable": range_, "asked": {limit.kind: limit.target for limit in limits}, "device": device}
+        done = {"stages": [asdict(stage) for stage in stages], "steps": steps, "seconds": seconds}
+        print_json(facts | done | {"peak_bytes": memory})
+        return
     print(f"{graph.summary()}\n")
-    print(f"reachable: from {_spent(graph, net.floor)}\n           to   {_spent(graph, graph.full)}")
-    asked = ", ".join(f"{limit.target:,} {_WORDS[limit.kind]}" for limit in parse(config.budget, graph).limits)
-    print(f"asked for: at most {asked}\n")
-    stages = forecast(net, opened.loaders.train, config, recipe, kind, controls)
+    print(f"reachable: from {describe_costs(graph, net.floor)}\n           to   {describe_costs(graph, graph.full)}")
+    print(f"asked for: at most {', '.join(f'{limit.target:,} {_WORDS[limit.kind]}' for limit in limits)}\n")
     for stage in stages:
         print(f"{stage.name:<16}{stage.steps:>8} steps  {clock(stage.seconds):>12}")
-    memory = f"{peak_bytes(device) / 2**30:.1f} GiB on {torch.device(device).type}"
-    print(
-        f"{'in all':<16}{sum(stage.steps for stage in stages):>8} steps  "
-        f"{clock(sum(stage.seconds for stage in stages)):>12}, {memory}"
-    )
+    print(f"{'in all':<16}{steps:>8} steps  {clock(seconds):>12}, {memory / 2**30:.1f} GiB on {device}")
     print("\nNothing was trained or written.")

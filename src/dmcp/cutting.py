@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from dmcp.batches import device_of
+from dmcp.checkpoints import open_file, refuse_link
 from dmcp.errors import CutError, FileError, WidthsError
 from dmcp.graph import ChannelGraph, Kept
 from dmcp.recording import call_model, map_leaves, tensors_in
@@ -29,6 +31,10 @@ from dmcp.supernet import Supernet
 
 FORMAT = "torch-dmcp 1"
 WEIGHTS, WIDTHS = "model.safetensors", "widths.json"
+MOST_JSON = 2**24  # bytes of a JSON file: many times those of the largest network
+_MOST_WEIGHTS = 2**30  # bytes of weights beyond those of the model, for a head with more classes
+_DEEPEST = 64  # levels of a JSON file
+_LONGEST_QUOTE = 200  # characters
 _SAME = 1e-6  # largest difference of two float64 outputs that rounding explains
 
 Convs = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
@@ -168,15 +174,17 @@ def load(folder: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     Values and dtypes are the saved ones; devices, mode and requires_grad are the model's.
     """
     folder, model = Path(folder), unwrap(model)
-    record, tensors = _read(folder)
+    own = _tensors(model)
+    record, tensors = _read(folder, _MOST_WEIGHTS + sum(16 * tensor.numel() for tensor in own.values()))
     if Widths.from_json(record).fingerprint != fingerprint(model):
         raise WidthsError(
             f"{folder}: saved from another architecture than this {type(model).__name__}: "
             "build the unpruned model exactly as it was before pruning (same classes, same arguments)."
         )
-    if any(tensor.is_meta for tensor in _tensors(model).values()):
+    if any(tensor.is_meta for tensor in own.values()):
         raise WidthsError("The model is on the meta device, where tensors have no values: build it on a real one.")
     _fit(folder, record, model)
+    _check_tensors(folder, record, own, tensors)
     small = narrow(
         model, {}, {path: _like(model.get_submodule(path), new) for path, new in record["attributes"].items()}
     )
@@ -223,17 +231,39 @@ def _fit(folder: Path, record: dict[str, Any], model: nn.Module) -> None:
             f"{path}.{name}".lstrip(".")
             for name, value in attributes.items()
             if not (_is_ints(known.get(name)) and _is_ints(value))
+            or isinstance(value, int) != isinstance(known[name], int)
         }
     if odd:
+        names = ", ".join(map(quote, sorted(odd)[:3]))
         raise WidthsError(
             f"{folder}: saved from another version of this {type(model).__name__}: "
-            f"{', '.join(sorted(odd)[:3])} {'is' if len(odd) == 1 else 'are'} not in both; build the model as it was."
+            f"{names} {'is' if len(odd) == 1 else 'are'} not in both; build the model as it was."
         )
+
+
+def _check_tensors(
+    folder: Path, record: dict[str, Any], own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+) -> None:
+    """Refuse tensors that are not those of the record, or cannot take the place of the model's."""
+    if {name: list(tensor.shape) for name, tensor in tensors.items()} != record["tensors"]:
+        raise FileError(f"{folder / WEIGHTS}: its tensors are not those that {WIDTHS} lists: save the network again.")
+    for name, tensor in tensors.items():
+        old = own[name]
+        if (tensor.ndim, tensor.is_floating_point(), tensor.is_complex()) != (
+            old.ndim,
+            old.is_floating_point(),
+            old.is_complex(),
+        ):
+            raise WidthsError(
+                f"{folder / WEIGHTS}: {name} is {tensor.ndim}-dimensional {tensor.dtype}, but the model's is "
+                f"{old.ndim}-dimensional {old.dtype}: build the model as it was."
+            )
 
 
 def _like(part: nn.Module, attributes: Mapping[str, Any]) -> dict[str, Any]:
     """JSON has lists only; the attribute gets the type that it had."""
-    return {name: type(getattr(part, name))(value) for name, value in attributes.items()}
+    kinds = {name: type(getattr(part, name)) for name in attributes}
+    return {name: getattr(kinds[name], "_make", kinds[name])(value) for name, value in attributes.items()}
 
 
 # what is on the disk
@@ -254,7 +284,8 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     staged = {folder / _staged(name): folder / name for name in files}
     try:
         for path, data in zip(staged, files.values(), strict=True):
-            with path.open("wb") as file:
+            path.unlink(missing_ok=True)  # what a killed process left, or a link
+            with path.open("xb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -266,21 +297,19 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
         path.replace(final)
 
 
-def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read(folder: Path, most: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The record and the tensors of a saved result, if they belong together.
 
     A save that was killed between its two renames left new weights, and their widths.json under its staging name.
     """
-    weights = _bytes(folder / WEIGHTS)
+    weights = read_bytes(folder / WEIGHTS, most)
     problems: list[FileError] = []
     for name in (WIDTHS, _staged(WIDTHS)):
         try:
             record = _record(folder / name)
             if record["sha256"] != hashlib.sha256(weights).hexdigest():
                 raise FileError(f"{folder / WEIGHTS}: not the weights that were saved: truncated or changed since.")
-            return record, safetensors.torch.load(weights)
-        except SafetensorError as error:
-            problems.append(FileError(f"{folder / WEIGHTS}: not a safetensors file: {error}."))
+            return record, parse_tensors(weights, folder / WEIGHTS)
         except FileError as error:
             problems.append(error)
     raise problems[0]
@@ -288,20 +317,67 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def _record(path: Path) -> dict[str, Any]:
     """widths.json as plain data, if it is ours and nobody has edited it."""
-    try:
-        record = json.loads(_bytes(path))
-    except ValueError as error:
-        raise FileError(f"{path}: truncated or not JSON: {error}.") from None
+    record = parse_json(read_bytes(path, MOST_JSON), path)
     if not isinstance(record, dict) or record.get("format") != FORMAT:
-        mark = record.get("format") if isinstance(record, dict) else None
+        mark = quote(record.get("format")) if isinstance(record, dict) else None
         raise FileError(f"{path}: not a result that this version can read: format is {mark!r}, not {FORMAT!r}.")
     if record.get("digest") != _digest(record):
         raise FileError(f"{path}: changed since it was saved: its digest does not match.")
+    attributes, tensors = record.get("attributes"), record.get("tensors")
+    if not isinstance(tensors, dict) or not isinstance(attributes, dict) or not isinstance(record.get("sha256"), str):
+        raise FileError(f"{path}: not a result that this version can read: tensors, attributes or sha256 are missing.")
+    if not all(isinstance(values, dict) for values in attributes.values()):
+        raise FileError(f"{path}: not a result that this version can read: its attributes are not tables.")
     return record
 
 
-def _bytes(path: Path) -> bytes:
+# files that somebody else may have written
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """All bytes of a plain file that has no more than `most`; no link out of its folder is followed."""
     try:
-        return path.read_bytes()
+        refuse_link(path)
+        with open(os.path.realpath(path), "rb", opener=open_file) as file:
+            facts = os.fstat(file.fileno())
+            if not stat.S_ISREG(facts.st_mode):
+                raise FileError(f"{path}: cannot be read: not a plain file.")
+            if facts.st_size > most:
+                raise FileError(f"{path}: {facts.st_size:,} bytes are too many: {most:,} are read at most.")
+            return file.read(facts.st_size)
+    except FileError:
+        raise
     except OSError as error:
         raise FileError(f"{path}: cannot be read: {error.strerror or error}.") from error
+
+
+def parse_json(data: bytes, name: object) -> Any:
+    """Plain data, nested no deeper than what follows can handle."""
+    try:
+        parsed = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{name}: truncated or not JSON: {quote(error)}.") from None
+    level = [parsed]
+    for _ in range(_DEEPEST):
+        level = [
+            item
+            for it in level
+            if isinstance(it, dict | list)
+            for item in (it.values() if isinstance(it, dict) else it)
+        ]
+    if level:
+        raise FileError(f"{name}: nested too deeply to be a file of ours.")
+    return parsed
+
+
+def parse_tensors(data: bytes, name: object) -> dict[str, Tensor]:
+    """The tensors of a safetensors file."""
+    try:
+        return safetensors.torch.load(data)
+    except Exception as error:  # safetensors and torch raise many kinds for a header that makes no sense
+        raise FileError(f"{name}: not a safetensors file: {quote(error)}.") from error
+
+
+def quote(text: object) -> str:
+    """What somebody else wrote, for an error: short, and on one line."""
+    return str(text)[:_LONGEST_QUOTE].encode("unicode_escape").decode()

@@ -29,6 +29,7 @@ from dmcp.ranks import ALONE, Ranks
 NAMES = ("digits", "cifar10", "cifar100")
 _DIGITS_TEST = 382  # images of the last three writers
 _MOST_CLASSES = 2**24
+_MOST_CHANNELS = 2**12  # of an image; each has its own mean
 _MOST_RATIO, _MOST_DENSE = 64, 2**30  # an array of more bytes than this must not be packed more tightly
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
@@ -258,16 +259,21 @@ def _read_shards(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
     labels: list[np.ndarray] = []
     for path in paths:
         try:
+            if not path.is_file():
+                raise ValueError("it is not a file")  # a pipe would be waited for
             with zipfile.ZipFile(path) as file:
                 for name, arrays in (("images.npy", images), ("labels.npy", labels)):
                     arrays.append(_read_member(file, name, path.stat().st_size))
         except Exception as error:  # zipfile and numpy raise many kinds for a broken file
-            raise DataError(f"{path} cannot be read as a shard with images and labels: {error}") from error
+            reason = str(error)[:200].encode("unicode_escape").decode()  # it quotes the file
+            raise DataError(f"{path} cannot be read as a shard with images and labels: {reason}") from error
         if images[-1].dtype != np.uint8 or images[-1].ndim != 4 or labels[-1].shape != images[-1].shape[:1]:
             raise DataError(
                 f"{path}: images must be (N, H, W, C) uint8 and labels (N,), not {images[-1].shape} "
                 f"{images[-1].dtype} and {labels[-1].shape}."
             )
+        if images[-1].shape[3] > _MOST_CHANNELS:
+            raise DataError(f"{path}: images of {images[-1].shape[3]} channels: the last of (N, H, W, C) is too many.")
         if labels[-1].dtype.kind not in "iu":
             raise DataError(f"{path}: labels must be integers, not {labels[-1].dtype}.")
         if labels[-1].max(initial=0) > _MOST_CLASSES:

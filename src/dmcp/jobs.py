@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -26,6 +27,8 @@ from dmcp.folders import FolderSet
 from dmcp.graph import ChannelGraph
 from dmcp.ranks import current
 from dmcp.tracing import trace
+
+_MOST_NUMBERS = 2**31  # in one sample
 
 
 class Corrupt(StrEnum):
@@ -61,9 +64,12 @@ class Job:
         if name == "cuda" and (ranks := current()).world > 1:
             name = f"cuda:{ranks.local}"
         try:
-            return torch.zeros(0, device=name).device
+            one = torch.zeros(1, device=name)
+            one.item()  # some devices only pretend to compute
+            return one.device
         except (RuntimeError, AssertionError) as error:
-            raise DmcpError(f"--device: {name!r} cannot be used here: {str(error).splitlines()[0]}") from None
+            reason = str(error).splitlines()[0].split(". ")[0]
+            raise DmcpError(f"--device: {name!r} cannot be used here: {reason}") from None
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +146,10 @@ def shape(text: str) -> tuple[int, ...]:
     """3x224x224 as numbers."""
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text):
         raise DmcpError(f"--input: {text!r} is not the shape of one sample; write it like 3x224x224.")
-    return tuple(int(size) for size in text.split("x"))
+    sizes = tuple(int(size) for size in text.split("x"))
+    if math.prod(sizes) > _MOST_NUMBERS:
+        raise DmcpError(f"--input: a sample of {text} is too large; write its shape like 3x224x224.")
+    return sizes
 
 
 def _takes_classes(name: str) -> bool:
@@ -223,7 +232,9 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     except (OSError, SafetensorError) as error:
         raise FileError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}.") from error
     except Exception as error:  # torch raises many kinds for a file that holds more than weights
-        raise FileError(f"{path}: not a file of plain weights: {str(error).splitlines()[0]}") from error
+        raise FileError(
+            f"{path}: not a file of plain weights: give one of torch.save(model.state_dict(), ...) or safetensors."
+        ) from error
     for key in ("state_dict", "model_state_dict", "model"):
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]

@@ -201,7 +201,9 @@ class Keeper:
         differences = list(_differences(found.facts["identity"], self._identity(ranks)))
         if differences:
             listed = "; ".join(differences)
-            raise FileError(f"{self.folder}: it cannot go on with other settings than it began with: {listed}.")
+            ranks_differ = any(it.startswith("ranks was ") for it in differences)
+            again = "start as many processes as then, for " if ranks_differ else ""
+            raise FileError(f"{self.folder}: {again}it cannot go on with other settings than it began with: {listed}.")
         return found
 
     def _identity(self, ranks: Ranks) -> Any:

@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dmcp.checkpoints import refuse_link
@@ -27,7 +28,8 @@ from dmcp.spaces import Widths
 from dmcp.training import StepRecord
 
 _LISTS, _NAMES = {"weight_losses", "ratios"}, {"name"}  # all other fields of records are numbers
-_OPTIONAL = {"lr", "weight_losses", "alpha_lr", "task_loss", "budget_loss", "ratios", "ms", "batch"}
+_NULLABLE = {"lr", "weight_losses", "alpha_lr", "task_loss", "budget_loss", "ratios"}
+_OPTIONAL = _NULLABLE | {"ms", "batch"}
 _KINDS: dict[str, type[SearchRecord] | type[StepRecord] | type[Row]] = {"search": SearchRecord, "test": Row}
 _FIELDS = {kind: {it.name for it in fields(kind)} for kind in (*_KINDS.values(), StepRecord)}
 _TAIL = 2**20  # bytes of a log that a list looks at
@@ -173,12 +175,13 @@ def _chances(folder: Path, problems: list[str]) -> Chances | None:
     try:
         facts = read_json(folder / SEARCH)
         tensors = parse_tensors(read_bytes(folder / ALPHAS, MOST_ALPHAS), folder / ALPHAS)
-        alphas, sizes, spaces = tensors["alphas"].double(), tensors["sizes"], tuple(map(str, facts["spaces"]))
-        fits = alphas.ndim == sizes.ndim == 2 and alphas.shape == (len(spaces), sizes.shape[1] - 1)
+        alphas, sizes, spaces = tensors["alphas"], tensors["sizes"], tuple(map(str, facts["spaces"]))
+        fits = alphas.is_floating_point() and sizes.dtype == torch.int64
+        fits = fits and alphas.ndim == sizes.ndim == 2 and alphas.shape == (len(spaces), sizes.shape[1] - 1)
         if not fits or len(sizes) != len(spaces) or alphas.isnan().any() or (sizes < 0).any() or (sizes > 2**31).any():
             raise FileError("its tensors are not those of this search's spaces.")
         targets = {str(limit["kind"]): int(limit["target"]) for limit in facts["budget"]["limits"]}
-        return Chances(spaces, alphas, sizes, targets, INDEPENDENT if facts["independent"] else CHAIN)
+        return Chances(spaces, alphas.double(), sizes, targets, INDEPENDENT if facts["independent"] else CHAIN)
     except (OSError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         problems.append(_sentence(folder / ALPHAS, error))
         return None
@@ -208,9 +211,10 @@ def _timed(path: Path, rows: Iterable[Row], problems: list[str]) -> tuple[Row, .
     for line in _lines(path, None, problems):
         try:
             data = json.loads(line)
-            times[plain(data["name"])] = {name: _checked(name, data[name]) for name in ("ms", "batch")}
+            times[_checked("name", data["name"])] = {name: _checked(name, data[name]) for name in ("ms", "batch")}
         except (ValueError, TypeError, KeyError, RecursionError):
             problems.append(f"{path.name}: not a time of a run: {line[:40]!r}.")
+            break
     return tuple(replace(row, **times.get(row.name, {})) for row in rows)
 
 
@@ -257,7 +261,7 @@ def _record(data: Any) -> SearchRecord | StepRecord | Row | None:
 
 def _checked(name: str, value: Any) -> Any:
     """The value of a field, if it is what this field must be."""
-    if value is None and name in _OPTIONAL:
+    if value is None and name in _NULLABLE:
         return None
     if name in _NAMES and isinstance(value, str):
         return plain(value)

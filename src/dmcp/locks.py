@@ -102,6 +102,7 @@ def _refuse_if_held(path: Path, raw: bytes) -> None:
         holder: dict[str, Any] = json.loads(raw)
         pid, host, start, since = (holder[key] for key in ("pid", "host", "start", "since"))
         known = type(pid) is int and pid > 0 and (start is None or type(start) is int)
+        known = known and all(isinstance(text, str) and text.isprintable() for text in (host, since))
     except (ValueError, TypeError, KeyError, RecursionError):
         known = False
     if not known:
@@ -110,7 +111,7 @@ def _refuse_if_held(path: Path, raw: bytes) -> None:
     if here and not alive(pid, start):
         return
     what = "wait for it or stop it" if here else f"wait for it, or remove {LOCK} if that machine is gone"
-    moment = str(since).removeprefix(time.strftime("%Y-%m-%d "))  # today needs no date
+    moment = since.removeprefix(time.strftime("%Y-%m-%d "))  # today needs no date
     raise FileError(f"{path.parent} is in use by process {pid} on {host} since {moment}: {what}.")
 
 

@@ -30,7 +30,7 @@ def build(name: str, /, **kwargs: Any) -> nn.Module:
             model = factory(**kwargs)
     except DmcpError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise DmcpError(f"{name}: its builder failed: {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
         raise DmcpError(f"{name}: gave a {type(model).__name__}, not an nn.Module.")
@@ -40,7 +40,9 @@ def build(name: str, /, **kwargs: Any) -> nn.Module:
 def sample_shape(model: nn.Module) -> tuple[int, ...]:
     """Shape of one image for the model: what it or timm says of it, else the usual 3x224x224."""
     own = getattr(model, "sample_shape", None)
-    if isinstance(own, tuple):
+    if own is not None:
+        if not isinstance(own, tuple) or not all(type(size) is int and size > 0 for size in own):
+            raise DmcpError(f"The model's sample_shape must be a tuple of sizes, like (3, 224, 224), not {own!r}.")
         return own
     config = getattr(model, "pretrained_cfg", None) or {}
     return tuple(config.get("input_size", (3, 224, 224)))
@@ -103,7 +105,7 @@ def _timm(name: str) -> Callable[..., Any]:
 def _own(module: str, factory: str) -> Callable[..., Any]:
     try:
         found: Any = importlib.import_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that is no module may leave by sys.exit
         raise DmcpError(f"{module}:{factory}: {module} cannot be imported: {type(error).__name__}: {error}") from error
     for part in factory.split("."):
         if not hasattr(found, part):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ import typer
 
 from dmcp import nets
 from dmcp.engine import Engine, Precision
-from dmcp.errors import DmcpError
+from dmcp.errors import DmcpError, FileError, TrainingError
 from dmcp.jobs import Corrupt, Job
 from dmcp.plans import Plan, plan_from_json
 from dmcp.pruning import Retrain, default_recipe
@@ -23,12 +24,21 @@ from dmcp.runs import SETTINGS, read_json
 from dmcp.searching import SearchConfig
 from dmcp.training import TrainConfig
 
+_MOST_SEED = 2**62  # and room for those that follow it
 # options that are no settings of a run: they may be given with --resume
 _ANYTIME = ("ctx", "resume", "out", "workers", "seeds", "dry_run", "quiet", "as_json", "debug")
 
 
 def _complete_model(incomplete: str) -> list[str]:
-    return _starting(incomplete, nets.names(timm=incomplete.startswith("timm:")))
+    with contextlib.suppress(DmcpError):  # no timm, no names of it
+        return _starting(incomplete, nets.names(timm=incomplete.startswith("timm:")))
+    return []
+
+
+def _check_seed(seed: int) -> int:
+    if abs(seed) > _MOST_SEED:
+        raise DmcpError(f"--seed: {seed} is too large; choose one up to {_MOST_SEED}.")
+    return seed
 
 
 def _complete_recipe(incomplete: str) -> list[str]:
@@ -67,7 +77,7 @@ SearchLr = Annotated[float, typer.Option(help="First learning rate of the search
 WeightDecay = Annotated[float, typer.Option(help="Weight decay of search and retraining.")]
 Groups = Annotated[int, typer.Option(help="Groups that each space is divided into.")]
 Align = Annotated[int, typer.Option(help="Widths are multiples of this.")]
-Seed = Annotated[int, typer.Option(help="Of everything random.")]
+Seed = Annotated[int, typer.Option(callback=_check_seed, help="Of everything random.")]
 RetrainKind = Annotated[Retrain, typer.Option(help="How the pruned network gets its weights.")]
 Controls = Annotated[bool, typer.Option("--controls", help="Also train the unpruned network and uniform widths.")]
 Weights = Annotated[str, typer.Option(help="File to start from: .safetensors, or .pth with weights only.")]
@@ -91,13 +101,17 @@ RecipeName = Annotated[
         "--recipe", help="Settings by name, like imagenet_mobilenet_v2_211m.", autocompletion=_complete_recipe
     ),
 ]
-Seeds = Annotated[int, typer.Option(min=1, help="So many runs side by side, with seeds from --seed on, and their mean.")]
+Seeds = Annotated[
+    int, typer.Option(min=1, help="So many runs side by side, with seeds from --seed on, and their mean.")
+]
 SaveSteps = Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")]
 SaveMinutes = Annotated[float, typer.Option(min=0, help="Minutes between two checkpoints, if that is sooner.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Train nothing: spaces, reachable range, time and memory.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, only the result.")]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
-Workers = Annotated[int | None, typer.Option(min=0, help="Processes that read image files; default: the cores, up to 8.")]
+Workers = Annotated[
+    int | None, typer.Option(min=0, max=1024, help="Processes that read image files; default: the cores, up to 8.")
+]
 OnCorrupt = Annotated[Corrupt, typer.Option(help="Image files that cannot be read: stop, or skip them and say which.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print plain data instead of text.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show where in the code a mistake was found.")]
@@ -130,13 +144,16 @@ def make_plan(ctx: typer.Context, command: str, options: Mapping[str, Any]) -> P
             raise DmcpError(f"--{name} is missing: dmcp {command} --help says what it can be.")
     job = _job(options, given, recipe)
     engine = Engine(**{name: options[name] for name in Engine.__dataclass_fields__})
-    searches, trains = command != "train", command != "search"
+    with _about("Search"):
+        search = _search_config(options, given, recipe) if command != "train" else None
+    with _about("Training"):
+        train = _recipe(options, given, recipe) if command != "search" else None
     return Plan(
         command=command,
         job=job,
         engine=engine,
-        search=_search_config(options, given, recipe) if searches else None,
-        train=_recipe(options, given, recipe) if trains else None,
+        search=search,
+        train=train,
         retrain=_retrain(options, given, recipe),
         controls=options.get("controls", False),
         widths=options.get("widths", ""),
@@ -144,6 +161,15 @@ def make_plan(ctx: typer.Context, command: str, options: Mapping[str, Any]) -> P
         every_minutes=options["save_minutes"],
         options={name: value for name, value in options.items() if name not in _ANYTIME},
     )
+
+
+@contextlib.contextmanager
+def _about(part: str) -> Iterator[None]:
+    """Say which of the two settings of one name is meant, such as the epochs."""
+    try:
+        yield
+    except TrainingError as error:
+        raise TrainingError(f"{part}: {error}") from None
 
 
 def _resumed(command: str, options: Mapping[str, Any], given: set[str]) -> Plan:
@@ -202,5 +228,9 @@ def _retrain(options: Mapping[str, Any], given: set[str], recipe: Recipe | None)
 
 def read_plan(run: Path) -> tuple[dict[str, Any], Plan]:
     """What a run was about: all that its settings say, and its plan."""
+    if not (run / SETTINGS).exists():
+        raise FileError(
+            f"{run / SETTINGS}: cannot be read: give the folder of a run, which dmcp prune, search or train has made."
+        )
     settings = read_json(run / SETTINGS)
     return settings, plan_from_json(settings, run / SETTINGS)

@@ -1,9 +1,9 @@
-"""The commands that look at runs: runs lists them, report makes a page of them."""
+"""The commands that look at runs: a list, a page, structures of a search, and the test of a network."""
 
 from __future__ import annotations
 
-import json
 import re
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,22 +12,40 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from dmcp import options as o
+from dmcp import pruning, sampling
+from dmcp.batches import generator
 from dmcp.charts import as_file, percent
+from dmcp.commands import cost_facts, describe_costs, print_json, result_facts, tell_skipped
+from dmcp.cutting import WIDTHS, load
+from dmcp.errors import FileError
+from dmcp.jobs import Corrupt, build, open_job, trace_job
 from dmcp.listing import PastRun, describe, list_runs, read_run
+from dmcp.plans import Plan
 from dmcp.report import chart_run, chart_runs, make_page
-from dmcp.runs import Run
+from dmcp.runs import SEARCH, Run, load_search, read_json
+from dmcp.spaces import Widths
 
 _COLUMNS = ("name", "command", "model", "data", "budget", "state", "accuracy", "MACs", "started")
 
 
 def runs(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder that holds run folders.")] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print plain data instead of a table.")] = False,
+    as_json: o.AsJson = False,
+    debug: o.Debug = False,
 ) -> None:
-    """List the runs in a folder, oldest first: state, budget, accuracy, MACs as a share of the unpruned network."""
+    """List the runs in a folder, oldest first: state, budget, accuracy, MACs as a share of the unpruned network.
+
+    \b
+    Examples:
+      dmcp runs
+      dmcp runs ~/experiments --json
+    """
+    if not o.is_first():
+        return
     facts = [describe(run) for run in list_runs(folder)]
     if as_json:
-        print(json.dumps(facts, indent=1))
+        print_json(facts)
         return
     console = Console(highlight=False, markup=False, emoji=False)
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
@@ -48,8 +66,21 @@ def report(
     run: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
     out: Annotated[Path, typer.Option(help="File of the page.")] = Path("report.html"),
     svg: Annotated[Path | None, typer.Option(help="Folder for the charts, each as a file of its own.")] = None,
+    debug: o.Debug = False,
 ) -> None:
-    """Make one HTML page about some runs, which needs no network and no other file."""
+    """Make one HTML page about some runs, which needs no network and no other file; the files' names are printed.
+
+    \b
+    Examples:
+      dmcp report runs/resnet18-photos-prune
+      dmcp report runs/* --out all.html --svg charts
+    """
+    if not o.is_first():
+        return
+    if out.is_dir():
+        raise FileError(f"--out: {out} is a folder: name the file in it, like {out / 'report.html'}.")
+    if svg and svg.exists() and not svg.is_dir():
+        raise FileError(f"--svg: {svg} is a file: name a folder.")
     found = [read_run(folder) for folder in run]
     Run(out.parent).write(out.name, make_page(found))
     print(out)
@@ -57,6 +88,81 @@ def report(
         for name, chart in _charts(found).items():
             Run(svg).write(name, as_file(chart))
             print(svg / name)
+
+
+def sample(
+    run: o.RunFolder,
+    direct: Annotated[
+        int, typer.Option(min=0, max=10_000, help="So many different structures drawn from the chains; 0: expected.")
+    ] = 0,
+    seed: o.Seed = 0,
+    as_json: o.AsJson = False,
+    debug: o.Debug = False,
+) -> None:
+    """Structures of a search, inside its budget: the expected one, or drawn ones (each as a file for dmcp train).
+
+    \b
+    Examples:
+      dmcp sample runs/cifar-resnet20-cifar10-search
+      dmcp sample runs/cifar-resnet20-cifar10-search --direct 5 --seed 1 --json
+    """
+    if not o.is_first():
+        return
+    settings, plan = o.read_plan(run)
+    _check_done(run, SEARCH, plan)
+    graph = trace_job(plan.job, build(plan.job, settings["classes"]), tuple(settings["shape"]))
+    found = load_search(run, graph)
+    drawn = sampling.direct(found, direct, generator(seed)) if direct else [sampling.expected(found)]
+    files = {run / (f"direct-{number}.json" if direct else "expected.json"): it for number, it in enumerate(drawn, 1)}
+    for path, widths in files.items():
+        Run(run).write(path.name, widths.to_json())
+    if as_json:
+        print_json([{"file": str(path)} | cost_facts(graph, widths) for path, widths in files.items()])
+        return
+    for path, widths in files.items():
+        print(f"{path}: {describe_costs(graph, widths)}: {' '.join(map(str, widths.values()))}")
+
+
+def evaluate(
+    run: o.RunFolder,
+    data: Annotated[str, typer.Option(help="Other data than the run's.")] = "",
+    batch: Annotated[int | None, typer.Option(min=1, help="Images in a batch; default: as in the run.")] = None,
+    device: o.Device = "",
+    workers: o.Workers = None,
+    corrupt: o.OnCorrupt = Corrupt.STOP,
+    as_json: o.AsJson = False,
+    debug: o.Debug = False,
+) -> None:
+    """Test the network of a run on the test set.
+
+    \b
+    Examples:
+      dmcp evaluate runs/resnet18-photos-prune
+      dmcp evaluate runs/resnet18-photos-prune --data ~/other-photos --device cpu --json
+    """
+    if not o.is_first():
+        return
+    _, plan = o.read_plan(run)
+    _check_done(run, WIDTHS, plan)
+    job = replace(plan.job, data=data or plan.job.data, batch=batch or plan.job.batch, train_batch=0, weights="")
+    opened = open_job(replace(job, device=device, workers=workers, corrupt=corrupt, holdout=0.0))
+    small = load(run, opened.fresh)
+    kept = {run.name: opened.graph.widths(Widths.from_json(read_json(run / WIDTHS)))}
+    example = next(iter(opened.loaders.test))[0]
+    rows = pruning.compare({run.name: small}, opened.graph, kept, opened.loaders.test, example)
+    tell_skipped(opened.loaders)
+    if as_json:
+        print_json(result_facts(run, opened.graph, kept[run.name]) | {"networks": [asdict(row) for row in rows]})
+    else:
+        print(pruning.table(rows))
+
+
+def _check_done(run: Path, name: str, plan: Plan) -> None:
+    """Refuse a run that has not made this file yet, or never will."""
+    if not (run / name).exists():
+        makes = name != SEARCH or plan.command != "train"
+        way = f"go on with dmcp {plan.command} --resume {run}" if makes else "give a run of dmcp prune or search"
+        raise FileError(f"{run} has no {name}: {way}")
 
 
 def _charts(found: list[PastRun]) -> dict[str, str]:

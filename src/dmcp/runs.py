@@ -194,7 +194,7 @@ def from_plain(kind: type[_T], data: Any) -> _T:
     """A dataclass that was written as JSON; TypeError or ValueError for what is not as its fields say."""
     if not isinstance(data, dict):
         raise TypeError(f"{kind.__name__} is not a table")
-    hints, values = _hints(kind), {}
+    hints, values = _hints(typing.cast(Any, kind)), {}
     for name, value in data.items():
         try:
             values[name] = _as(value, hints[name])
@@ -204,7 +204,7 @@ def from_plain(kind: type[_T], data: Any) -> _T:
 
 
 @functools.cache
-def _hints(kind: type) -> dict[str, Any]:
+def _hints(kind: Any) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
@@ -217,7 +217,7 @@ def _as(value: Any, hint: Any) -> Any:
         return tuple(_as(item, inner[0]) for item in value)
     if origin is Mapping and isinstance(value, dict):
         return {key: _as(item, inner[1]) for key, item in value.items()}
-    if is_dataclass(hint):
+    if isinstance(hint, type) and is_dataclass(hint):
         return from_plain(hint, value)
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return hint(value)

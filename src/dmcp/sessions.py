@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dmcp.budget import parse
 from dmcp.errors import FileError, StoppedError, TrainingError
 from dmcp.jobs import Opened, open_job
 from dmcp.keeping import Keeper
@@ -22,6 +23,7 @@ from dmcp.progress import Progress
 from dmcp.pruning import Event
 from dmcp.ranks import Ranks, Watch, join, leave, share_tensors
 from dmcp.runs import SETTINGS, Run, open_run, read_json
+from dmcp.trackers import Tracker, open_tracker
 
 _FACTS = ("fingerprint", "macs", "data")  # must be as they were when a run goes on
 _LONGEST = 4096  # bytes of a path
@@ -36,6 +38,7 @@ class Session:
     opened: Opened
     run: Run
     progress: Progress
+    tracker: Tracker
     asked_to_stop: Callable[[], bool]
 
     def keep(self, stage: str) -> Keeper:
@@ -57,6 +60,7 @@ class Session:
         if self.ranks.first:
             self.run.on_event(event)
             self.progress.on_event(event)
+            self.tracker.on_event(event)
 
 
 def say(text: str) -> None:
@@ -83,8 +87,9 @@ def session(
             run = Run(folder)
             if ranks.first:
                 run = _take(plan, opened, folder, resume, undo)
+            tracker = undo.enter_context(_track(plan, opened, folder) if ranks.first else Tracker())
             progress = undo.enter_context(Progress(quiet or not ranks.first))
-            here = Session(plan, ranks, opened, run, progress, asked)
+            here = Session(plan, ranks, opened, run, progress, tracker, asked)
             _describe(here, quiet)
             yield here
     except torch.OutOfMemoryError as error:
@@ -119,6 +124,12 @@ def _take(plan: Plan, opened: Opened, folder: Path, resume: bool, undo: contextl
         raise FileError(f"{folder}: this run is done; dmcp report {folder} shows it.")
     run.rewind()
     return run
+
+
+def _track(plan: Plan, opened: Opened, folder: Path) -> Tracker:
+    """What also sends the curves elsewhere, if it was asked for."""
+    limits = parse(plan.search.budget, opened.graph).limits if plan.search else ()
+    return open_tracker(plan.options.get("track") or (), folder, plan.to_json(), [limit.kind for limit in limits])
 
 
 def _describe(here: Session, quiet: bool) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from dmcp.errors import WidthsError
 
-_LARGEST = 2**31  # channels; no space has as many, and costs of fewer can be counted
+_LARGEST = 2**31  # channels; no layer has more
 _DEEPEST = 32  # levels in the input of a model
 
 

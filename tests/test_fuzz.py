@@ -1,0 +1,740 @@
+"""Files that somebody else wrote: whatever is in them, only our own errors come out, soon, and in little memory.
+
+Valid files are mutated where they have structure, and checksums are made right again, so that what lies behind them is
+reached. `make test` tries a thousand cases; all ten thousand are in the slow test.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import io
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from hypothesis.configuration import set_hypothesis_home_dir
+from torch import nn
+
+import dmcp
+from dmcp import budget, data
+from dmcp.checkpoints import Checkpoint, load_checkpoint, save_checkpoint
+from dmcp.engine import Engine
+from dmcp.errors import DataError, DmcpError, FileError
+from dmcp.jobs import Job, load_weights
+from dmcp.listing import describe, list_runs, read_run
+from dmcp.locks import LOCK, Lock
+from dmcp.plans import Plan, plan_from_json
+from dmcp.pruning import Event, Row
+from dmcp.report import make_page
+from dmcp.runs import Run, load_search, read_json, save_search
+from dmcp.searching import SearchConfig, SearchRecord, SearchResult
+from dmcp.spaces import Widths
+from dmcp.training import StepRecord, TrainConfig
+
+set_hypothesis_home_dir(Path(tempfile.gettempdir()) / "hypothesis")  # not in the repository
+SECONDS = 20.0  # that one case may take on a busy machine
+MEGABYTES = 400  # by which a thousand cases of one kind may raise the peak
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+Case = Callable[[Draw, Path], None]
+
+
+class HangError(BaseException):
+    """Not an Exception, so that nothing on the way takes it for a broken file."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    def ring(*_: Any) -> None:
+        raise HangError(f"more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def attempt(read: Callable[[], Any]) -> bool:
+    """Whether it could be read; an error must be ours, and one short line that a terminal shows as it is."""
+    said = ""
+    try:
+        with time_limit(SECONDS):
+            read()
+    except DmcpError as error:
+        said = str(error)
+        if not said.isprintable() or not 10 < len(said) < 1000:
+            raise AssertionError(f"not a sentence: {said[:2000]!r}") from error
+    return not said
+
+
+def peak() -> int:
+    """Bytes that this process has had in memory at most."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+# mutations
+
+
+class Pairs(list[Any]):
+    """An object of JSON whose keys may come twice."""
+
+
+class Raw(bytes):
+    """JSON as it is written."""
+
+
+ODD = [
+    *(b"null", b"true", b"false", b"0", b"1", b"-1", b"2.5", b"1e400", b"NaN", b"-Infinity", b"9223372036854775807"),
+    *(b"9" * 30, b"9" * 5000, b'""', b'"\\ud800"', b'"\\u0000\\n\\u001b[31m"', b'"\xff"', b'"' + b"x" * 100_000 + b'"'),
+    *(
+        b"[]",
+        b"{}",
+        b"[1, 2]",
+        b'{"a": 1}',
+        b"[[[]]]",
+        b"[" * 40 + b"]" * 40,
+        b"[" * 70 + b"]" * 70,
+        b"[" * 5000 + b"]" * 5000,
+    ),
+    *(b'"../../etc/passwd"', b'"/dev/zero"', b'"F32"', b'"I64"', b'"F4"', b'"BOOL"', b'"C64"', b"[0, 0]", b"[0, 8]"),
+    *(b'"search"', b'"test"', b"[3, 4611686018427387904]", b"[-1, -1]", b'"conv1"', b"[0.5, null]", b"1e308", b"-0.0"),
+]
+RAW = st.sampled_from(ODD).map(Raw)
+VALUES = st.one_of(RAW, st.integers(), st.floats(), st.integers(0, 300), st.lists(st.integers(0, 9), max_size=4))
+
+
+def parse(text: bytes) -> Any:
+    return json.loads(text, object_pairs_hook=lambda pairs: Pairs([list(pair) for pair in pairs]))
+
+
+def dump(node: Any) -> bytes:
+    if isinstance(node, Raw):
+        return bytes(node)
+    if isinstance(node, Pairs):
+        return b"{" + b", ".join(dump(key) + b": " + dump(value) for key, value in node) + b"}"
+    if isinstance(node, list):
+        return b"[" + b", ".join(map(dump, node)) + b"]"
+    return json.dumps(node).encode()
+
+
+def places(node: Any) -> list[tuple[list[Any], int]]:
+    """Every place in a document that holds a value: (container, index)."""
+    found: list[tuple[list[Any], int]] = []
+    for index, item in enumerate(node if isinstance(node, list) else ()):
+        holder, where = (item, 1) if isinstance(node, Pairs) else (node, index)
+        found += [(holder, where), *places(holder[where])]
+    return found
+
+
+def change_json(draw: Draw, text: bytes) -> bytes:
+    """The document with up to three values, keys or items changed, left out or doubled."""
+    root = [parse(text)]
+    for _ in range(draw(st.integers(1, 3))):
+        holder, index = draw(st.sampled_from(places(root)))
+        value = holder[index]
+        kind = draw(st.sampled_from(["set", "set", "set", "drop", "double", "rename"]))
+        if kind == "set" or not isinstance(value, list) or not value:
+            holder[index] = draw(VALUES)
+            continue
+        child = draw(st.integers(0, len(value) - 1))
+        if kind == "drop":
+            del value[child]
+        elif kind == "double":
+            value.append([value[child][0], draw(VALUES)] if isinstance(value, Pairs) else value[child])
+        elif isinstance(value, Pairs):
+            value[child][0] = draw(st.sampled_from(["", "x", "__class__", "../up", "\x1b[2J", "steps", "k" * 300]))
+    return change_bytes(draw, dump(root[0])) if draw(st.integers(0, 9)) == 0 else dump(root[0])
+
+
+def change_bytes(draw: Draw, raw: bytes) -> bytes:
+    """Bytes cut off, flipped, put in or encoded in another way."""
+    kind = draw(st.sampled_from(["cut", "flip", "put", "end", "code", "all"]))
+    at = draw(st.integers(0, max(len(raw) - 1, 0)))
+    at = at if draw(st.booleans()) else len(raw) - 1 - min(at, 120, len(raw) - 1)  # a zip file has its directory there
+    some = draw(st.binary(min_size=1, max_size=8))
+    if kind == "cut":
+        return raw[:at]
+    if kind == "flip":
+        return raw[:at] + some + raw[at + len(some) :]
+    if kind == "put":
+        return raw[:at] + some + raw[at:]
+    if kind == "code":
+        return raw.decode("latin-1").encode(draw(st.sampled_from(["utf-16", "utf-32", "utf-8-sig"])))
+    return raw + some if kind == "end" else some
+
+
+def change_tensors(draw: Draw, raw: bytes) -> bytes:
+    """A safetensors file with another header, length or content; mostly with sizes that fit the new header."""
+    size = int.from_bytes(raw[:8], "little")
+    header, body = raw[8 : 8 + size], raw[8 + size :]
+    kind = draw(st.sampled_from(["header", "shape", "shape", "length", "body", "bytes", "facts"]))
+    if kind == "bytes":
+        return change_bytes(draw, raw)
+    if kind == "header":
+        header = change_json(draw, header)
+    elif kind == "body":
+        body = change_bytes(draw, body)
+    elif kind == "facts":
+        header = change_facts(draw, json.loads(header))
+    elif kind == "shape":
+        header, body = reshape(draw, json.loads(header))
+    length = draw(st.sampled_from([0, 7, size - 1, 2**31, 2**63, 2**64 - 1])) if kind == "length" else len(header)
+    return length.to_bytes(8, "little") + header + body
+
+
+def change_facts(draw: Draw, table: dict[str, Any]) -> bytes:
+    """A header with other JSON in the text that a checkpoint keeps there."""
+    facts = table.get("__metadata__", {}).get("facts", "{}").encode()
+    return json.dumps(table | {"__metadata__": {"facts": change_json(draw, facts).decode("latin-1")}}).encode()
+
+
+def reshape(draw: Draw, table: dict[str, Any]) -> tuple[bytes, bytes]:
+    """A sound file with a tensor of another shape, type or name."""
+    widths = {
+        "F64": 8,
+        "F32": 4,
+        "F16": 2,
+        "BF16": 2,
+        "I64": 8,
+        "U8": 1,
+        "BOOL": 1,
+        "F8_E4M3": 1,
+        "C64": 8,
+        "F8_E8M0": 1,
+    }
+    names = [name for name in table if name != "__metadata__"]
+    chosen, end = draw(st.sampled_from(names)), 0
+    table[chosen]["dtype"] = draw(st.sampled_from(list(widths)))
+    if draw(st.booleans()):
+        table[chosen]["shape"] = draw(st.lists(st.sampled_from([0, 1, 2, 3, 2**40]), max_size=4))
+    if draw(st.integers(0, 4)) == 0:
+        table["other"] = table.pop(chosen)
+    for name in sorted(table.keys() - {"__metadata__"}):
+        size = min(int(np.prod(table[name]["shape"], dtype=object)) * widths[table[name]["dtype"]], 10**5)
+        table[name]["data_offsets"], end = [end, end + size], end + size
+    return json.dumps(table).encode(), draw(st.sampled_from([b"\0", b"\x01", b"\xff", b"\x7f"])) * end
+
+
+def change_shard(draw: Draw, raw: bytes) -> bytes:
+    """A zip file whose arrays, names, packing or bytes are others."""
+    if draw(st.integers(0, 2)) == 0:
+        return change_bytes(draw, raw)
+    with zipfile.ZipFile(io.BytesIO(raw)) as before:
+        members = {name: before.read(name) for name in before.namelist()}
+    name = draw(st.sampled_from(list(members)))
+    kind = draw(st.sampled_from(["header", "header", "bytes", "name", "drop", "arrays", "arrays", "arrays"]))
+    if kind == "header":
+        members[name] = change_header(draw, members[name])
+    elif kind == "bytes":
+        members[name] = change_bytes(draw, members[name])
+    elif kind == "name":
+        members[draw(st.sampled_from(["../images.npy", "/images.npy", "labels.npy/..", "images", "\x1b"]))] = (
+            members.pop(name)
+        )
+    elif kind == "drop":
+        del members[name]
+    else:
+        members = draw_arrays(draw)
+    target = io.BytesIO()
+    with zipfile.ZipFile(target, "w", draw(st.sampled_from([0, 0, 8, 8, 12, 14]))) as after:
+        for name, content in members.items():
+            after.writestr(name, content)
+    return target.getvalue()
+
+
+def draw_arrays(draw: Draw) -> dict[str, bytes]:
+    """Sound arrays that are no images and labels, or nearly so."""
+    shape = draw(
+        st.sampled_from([(4, 5, 5, 2)] * 4 + [(4, 6, 5, 2), (4, 5, 5), (0, 5, 5, 2), (4, 1, 1, 5000), (3, 5, 5, 2)])
+    )
+    images = np.zeros(shape, draw(st.sampled_from(["u1", "u1", "u1", "i8", "f4", "?", "S3"])))
+    labels = draw(st.sampled_from([[0, 1, 0, 1], [0, 0, 0, 0], [0, -1, 1, 0], [0, 1, 2, 2**40], [0, 5, 1, 1], [0, 1]]))
+    kind = draw(st.sampled_from(["i8", "i8", "i8", "f4", "M8[s]", "u8", "S3"]))
+    return {
+        "images.npy": npy(images),
+        "labels.npy": npy(np.array(labels).astype("u8" if kind == "u8" else "i8").astype(kind)),
+    }
+
+
+def change_header(draw: Draw, member: bytes) -> bytes:
+    """An array with another text in its header."""
+    text = draw(
+        st.sampled_from(
+            [
+                "{'descr': '|u1', 'fortran_order': False, 'shape': (%s), }",
+                "{'descr': '%s', 'fortran_order': False, 'shape': (4, 5, 5, 2), }",
+                "{'descr': '|u1', 'fortran_order': %s, 'shape': (4, 5, 5, 2), }",
+                "{'descr': [('a', '%s')], 'fortran_order': False, 'shape': (4, 5, 5, 2), }",
+                "{'shape': (4,), 'descr': %s}",
+                "%s",
+            ]
+        )
+    )
+    odd = ["4, 5, 5, 2", "9" * 18 + ", 9", "-4, -5, 5, 2", "4", "True, 5, 5, 2", "|O", "<i8", "|V9999999999", "[" * 500]
+    body = (
+        text % draw(st.sampled_from([*odd, "", "__import__('os')", "1 << 99", "None", "('|O', 4)", "x" * 9999]))
+    ).encode()
+    version = draw(st.sampled_from([(1, 0), (1, 0), (2, 0), (3, 0), (9, 9)]))
+    size = len(body).to_bytes(2 if version == (1, 0) else 4, "little")
+    return b"\x93NUMPY" + bytes(version) + size + body + member[128:]
+
+
+def npy(array: np.ndarray) -> bytes:
+    target = io.BytesIO()
+    np.save(target, array)
+    return target.getvalue()
+
+
+# valid files
+
+
+@functools.cache
+def network() -> tuple[nn.Module, dmcp.ChannelGraph]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 3), nn.Conv2d(8, 4, 1))
+    return model, dmcp.trace(model, torch.zeros(2, 3, 8, 8))
+
+
+@functools.cache
+def files() -> dict[str, bytes]:
+    """The files of a finished run."""
+    model, graph = network()
+    net = dmcp.Supernet(model, graph, groups=3)
+    widths = graph.widths([space.size - 1 for space in graph.spaces])
+    search = SearchConfig(budget="60%,params:9k", epochs=2, smallest={graph.spaces[0].name: 2})
+    plan = Plan(
+        command="prune", job=Job(model="m:f", frozen=("a",)), engine=Engine(), search=search, train=TrainConfig()
+    )
+    with tempfile.TemporaryDirectory() as name:
+        run = Run(Path(name))
+        spent = budget.parse("60%,params:9k", graph)
+        found = SearchResult(torch.randn(len(graph.spaces), net.sizes.shape[1] - 1), net.sizes, graph, spent, 0.95)
+        save_search(found, run.folder)
+        for step in range(3):
+            run.on_event(Event("search", 3, SearchRecord(step, 0, 0.1, (1.0, 2.0), 0.5, 1.5, 0.1, (1.0, 0.9))))
+            run.on_event(Event("ours", 3, StepRecord(0, step, 3, 0.1, 1.5)))
+        run.on_event(Event("test", 1, Row("ours", 1000, 100, 0.9, 1.0, 2)))
+        dmcp.save(dmcp.cut(model, graph, widths), widths, run.folder)
+        run.write("settings.json", plan.to_json() | {"unpruned": {"macs": 5}, "argv": ["dmcp", "prune"]})
+        run.write(LOCK, {"pid": 1, "host": "elsewhere", "start": None, "since": "2026-01-01 10:00"})
+        return {path.name: path.read_bytes() for path in run.folder.iterdir()}
+
+
+@functools.cache
+def shards() -> dict[str, bytes]:
+    draw, packed = np.random.default_rng(0), {}
+    for part in ("train-0", "test-0"):
+        target = io.BytesIO()
+        np.savez_compressed(target, images=draw.integers(0, 256, (4, 5, 5, 2), "u1"), labels=np.arange(4) % 2)
+        packed[f"{part}.npz"] = target.getvalue()
+    return packed
+
+
+@functools.cache
+def checkpoint() -> bytes:
+    tensors = {"shared/w": torch.randn(2, 3), "rank0/generator": torch.zeros(5, dtype=torch.uint8)}
+    with tempfile.TemporaryDirectory() as folder:
+        facts = {"identity": {"a": 1}, "lines": 2, "done": False}
+        return save_checkpoint(Path(folder), Checkpoint(3, tensors, facts)).read_bytes()
+
+
+def put(folder: Path, contents: dict[str, bytes]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+
+
+def sealed(record: bytes, weights: bytes) -> bytes:
+    """widths.json with hashes that fit again, if it is still a table."""
+    try:
+        table = json.loads(record)
+        table["sha256"] = hashlib.sha256(weights).hexdigest()
+        table.pop("digest", None)
+        text = json.dumps(table, sort_keys=True)
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return record
+    return json.dumps(table | {"digest": hashlib.sha256(text.encode()).hexdigest()}).encode()
+
+
+# what is tried
+
+
+def read_widths(draw: Draw, folder: Path) -> None:
+    """widths.json alone, as dmcp train and evaluate read it."""
+    model, graph = network()
+    put(
+        folder,
+        {"widths.json": change_json(draw, json.dumps(graph.full.to_json() | {"input_shape": {"x": [3, 8]}}).encode())},
+    )
+    attempt(lambda: dmcp.cut(model, graph, graph.widths(Widths.from_json(read_json(folder / "widths.json")))))
+
+
+def read_result(draw: Draw, folder: Path) -> None:
+    """A saved network."""
+    record, weights = files()["widths.json"], files()["model.safetensors"]
+    which = draw(st.sampled_from(["widths", "weights", "both"]))
+    weights = weights if which == "widths" else change_tensors(draw, weights)
+    record = record if which == "weights" else change_json(draw, record)
+    record = sealed(record, weights) if draw(st.integers(0, 4)) else record
+    put(folder, {"widths.json": record, "model.safetensors": weights})
+    attempt(lambda: dmcp.load(folder, network()[0]))
+
+
+def read_listed_shapes(draw: Draw, folder: Path) -> None:
+    """A saved network whose widths.json lists the tensors that the file has, whatever they are."""
+    weights = change_tensors(draw, files()["model.safetensors"])
+    record = json.loads(files()["widths.json"])
+    try:
+        table = json.loads(weights[8 : 8 + int.from_bytes(weights[:8], "little")])
+        record["tensors"] = {name: entry["shape"] for name, entry in table.items() if name != "__metadata__"}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        pass
+    put(folder, {"widths.json": sealed(json.dumps(record).encode(), weights), "model.safetensors": weights})
+    attempt(lambda: dmcp.load(folder, network()[0]))
+
+
+def read_checkpoint(draw: Draw, folder: Path) -> None:
+    raw = change_tensors(draw, checkpoint())
+    mark = hashlib.sha256(raw).hexdigest()[:16] if draw(st.integers(0, 9)) else "0" * 16
+    name = f"step-{draw(st.sampled_from([3, 3, 3, 4])):09d}-{mark}.safetensors"
+    shutil.rmtree(folder, ignore_errors=True)
+    put(folder, {"log.jsonl": files()["log.jsonl"]})
+    stage = folder / "checkpoints" / "search"
+    stage.parent.mkdir()
+    kind = draw(st.sampled_from(["file"] * 12 + ["two", "two", "absent", "no folder", "link out", "link"]))
+    if kind == "no folder":
+        stage.touch()
+    elif kind == "link out":
+        stage.symlink_to(folder)
+    elif kind != "absent":
+        put(stage, {name: raw})
+    if kind == "two":  # an earlier one, sound but for its step, and what is no checkpoint
+        sound = hashlib.sha256(checkpoint()).hexdigest()[:16]
+        put(stage, {f"step-000000002-{sound}.safetensors": checkpoint(), "note": b""})
+    if kind == "link":
+        (stage / name).rename(stage / "moved")
+        (stage / name).symlink_to("moved")
+    if attempt(lambda: load_checkpoint(stage, notice=len)):
+        attempt(Run(folder).rewind)
+
+
+def read_shards(draw: Draw, folder: Path) -> None:
+    put(
+        folder,
+        shards()
+        | {
+            f"{draw(st.sampled_from(['train-0', 'test-0', 'train-1']))}.npz": change_shard(
+                draw, shards()["train-0.npz"]
+            )
+        },
+    )
+    attempt(lambda: data.make_loader(data.load(folder).train, 2, train=True).batch(0))
+    (folder / "train-1.npz").unlink(missing_ok=True)
+
+
+def read_budget(draw: Draw, folder: Path) -> None:
+    part = st.sampled_from(
+        [
+            "50%",
+            "211M",
+            "params:",
+            "macs:",
+            ",",
+            "1e9",
+            "_",
+            ".",
+            "9" * 50,
+            "9" * 5000,
+            "k",
+            "ms",
+            " ",
+            "-",
+            "٣",
+            "\x1b",
+            "e-99",
+        ]
+    )
+    sound = st.lists(st.sampled_from(["50%", "params:60%", "0.7", "macs:9k", "params:.5", "1e99"]), max_size=3).map(
+        ",".join
+    )
+    texts = st.one_of(st.lists(part, max_size=6).map("".join), st.text(max_size=20), sound)
+    spec = draw(
+        st.one_of(
+            texts, texts, texts, st.integers(), st.floats(), st.sampled_from([10**5000, -(10**5000), None, [], True])
+        )
+    )
+    graph = network()[1]
+    attempt(lambda: budget.check_reachable(budget.parse(spec, graph), graph, graph.widths([1] * len(graph.spaces))))
+
+
+def read_search(draw: Draw, folder: Path) -> None:
+    names = {"search.json": change_json, "search.safetensors": change_tensors, "log.jsonl": change_log}
+    name = draw(st.sampled_from(list(names)))
+    put(folder, {it: files()[it] for it in names} | {name: names[name](draw, files()[name])})
+    attempt(lambda: dmcp.expected(load_search(folder, network()[1])))
+
+
+def change_log(draw: Draw, raw: bytes) -> bytes:
+    lines = raw.split(b"\n")
+    at = draw(st.integers(0, len(lines) - 2))
+    return b"\n".join([*lines[:at], change_json(draw, lines[at]), *lines[at + 1 :]])
+
+
+def read_settings(draw: Draw, folder: Path) -> None:
+    path = folder / "settings.json"
+    put(folder, {path.name: change_json(draw, files()[path.name])})
+    attempt(lambda: plan_from_json(read_json(path), path).to_json())
+
+
+def read_listing(draw: Draw, folder: Path) -> None:
+    """What dmcp runs and dmcp report read; only a folder that holds no run is refused."""
+    name = draw(st.sampled_from(sorted(files().keys() - {"model.safetensors"})))
+    change = {".safetensors": change_tensors, ".jsonl": change_log}.get(Path(name).suffix, change_json)
+    put(folder, files() | {name: change(draw, files()[name])})
+    assert attempt(lambda: json.dumps(describe(read_run(folder, draw(st.sampled_from([None, 100, 2**20]))))))
+    assert attempt(lambda: make_page([read_run(folder), *list_runs(folder.parent)]))
+
+
+def read_lock(draw: Draw, folder: Path) -> None:
+    holder = json.loads(files()[LOCK]) | {"host": draw(st.sampled_from([platform.node(), "elsewhere"]))}
+    holder["pid"] = draw(st.sampled_from([1, os.getpid(), 2**22 + 1, 2**70]))
+    text = json.dumps(holder).encode()
+    put(folder, {LOCK: change_json(draw, text) if draw(st.booleans()) else text})
+
+    def take() -> None:
+        with Lock(folder):
+            pass
+
+    attempt(take)
+
+
+CASES: dict[str, Case] = {
+    case.__name__.removeprefix("read_"): case
+    for case in (
+        *(read_widths, read_result, read_listed_shapes, read_checkpoint, read_shards),
+        *(read_budget, read_search, read_settings, read_listing, read_lock),
+    )
+}
+
+
+def explore(case: Case, folder: Path, examples: int) -> None:
+    done = 0
+
+    @settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,  # there is a clock of our own, which also ends what hangs
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.data())
+    def one(given_data: st.DataObject) -> None:
+        nonlocal done
+        done += 1
+        case(given_data.draw, folder / "run")
+
+    before = peak()
+    one()
+    assert done >= examples
+    assert peak() - before < MEGABYTES * 2**20
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_hundred_mutants(name: str, tmp_path: Path) -> None:
+    explore(CASES[name], tmp_path, 100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_a_thousand_mutants(name: str, tmp_path: Path) -> None:
+    explore(CASES[name], tmp_path, 1000)
+
+
+# links, pipes and sizes
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    "settings.json": lambda folder: read_json(folder / "settings.json"),
+    "log.jsonl": lambda folder: Run(folder).records("search"),
+    "search.json": lambda folder: load_search(folder, network()[1]),
+    "search.safetensors": lambda folder: load_search(folder, network()[1]),
+    "widths.json": lambda folder: dmcp.load(folder, network()[0]),
+    "model.safetensors": lambda folder: dmcp.load(folder, network()[0]),
+    LOCK: lambda folder: Lock(folder).__enter__(),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_no_link_out_of_the_folder_is_followed(name: str, tmp_path: Path) -> None:
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    put(run, files())
+    put(outside, files())
+    (run / LOCK).unlink()
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(outside / name)
+    with pytest.raises(FileError, match="link that leads elsewhere" if name != LOCK else "cannot be locked"):
+        READERS[name](run)
+    past = read_run(run)
+    assert name in (LOCK, "model.safetensors") or any("leads elsewhere" in problem for problem in past.problems)
+    with pytest.raises(FileError, match="leads elsewhere"):
+        Run(run).rewind()  # what a resumed run does first
+    assert {path.name: path.read_bytes() for path in outside.iterdir()} == files()
+
+
+@pytest.mark.parametrize("name", sorted(READERS.keys() - {LOCK}))
+def test_a_link_inside_the_folder_is_followed(name: str, tmp_path: Path) -> None:
+    put(tmp_path, files())
+    (tmp_path / name).rename(tmp_path / "moved")
+    (tmp_path / name).symlink_to("moved")
+    READERS[name](tmp_path)
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    victim, run = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("dear")
+    put(run, files())
+    for name in (".widths.json.new", ".model.safetensors.new", ".report.md.new", "report.md"):
+        (run / name).symlink_to(victim)
+    model, graph = network()
+    dmcp.save(model, graph.full, run)
+    Run(run).write("report.md", "mine")
+    (run / "log.jsonl").unlink()
+    (run / "log.jsonl").symlink_to(victim)
+    with pytest.raises(FileError, match="leads elsewhere"):
+        Run(run).log({"stage": "search"})
+    (run / "checkpoints").symlink_to(tmp_path)
+    with pytest.raises(FileError, match="leads elsewhere"):
+        Run(run).keeper("search", {})
+    assert victim.read_text() == "dear"
+    assert (run / "report.md").read_text() == "mine" and not (run / "report.md").is_symlink()
+    dmcp.load(run, model)
+
+
+@pytest.mark.parametrize("name", [*READERS, "train-0.npz"])
+def test_no_pipe_is_waited_for(name: str, tmp_path: Path) -> None:
+    put(tmp_path, files() | shards())
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    read = READERS.get(name, data.load)
+    assert not attempt(lambda: read(tmp_path))
+    assert attempt(lambda: read_run(tmp_path))
+
+
+def test_huge_files_are_refused_before_memory_is_taken(tmp_path: Path) -> None:
+    """In a process of its own that may take half a GiB more than it has: files of a TiB with holes, and bombs."""
+    put(tmp_path, files() | shards())
+    done = subprocess.run([sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == [*READERS, "many-channels", "claims", "header", "deep"]
+
+
+# no file runs code
+
+
+class Trap:
+    """What a pickle may hold: a call that happens while it is read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (os.environ["TRAP"],)
+
+
+def test_weights_that_would_run_code_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAP", str(tmp_path / "sprung"))
+    torch.save({"0.weight": Trap()}, tmp_path / "weights.pth")
+    with pytest.raises(FileError, match="not a file of plain weights"):
+        load_weights(network()[0], tmp_path / "weights.pth")
+    member = io.BytesIO()
+    np.save(member, np.array([Trap()], dtype=object))
+    put(tmp_path, shards())
+    with zipfile.ZipFile(tmp_path / "train-0.npz", "w") as shard:
+        shard.writestr("images.npy", member.getvalue())
+    with pytest.raises(DataError, match="cannot be read as a shard"):
+        data.load(tmp_path)
+    assert not (tmp_path / "sprung").exists()
+    torch.load(tmp_path / "weights.pth", weights_only=False)
+    assert (tmp_path / "sprung").exists()  # the trap works
+
+
+def test_listing_a_run_imports_nothing_that_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "named_by_a_run.py").write_text("raise SystemExit")
+    monkeypatch.syspath_prepend(tmp_path)
+    settings_of = json.loads(files()["settings.json"])
+    settings_of["job"]["model"] = "named_by_a_run:build"
+    put(tmp_path / "run", files() | {"settings.json": json.dumps(settings_of).encode()})
+    past = read_run(tmp_path / "run")
+    assert describe(past)["model"] == "named_by_a_run:build" and "named_by_a_run" in make_page([past])
+    assert "named_by_a_run" not in sys.modules
+
+
+def test_the_package_has_no_way_to_run_data() -> None:
+    for path in (Path(dmcp.__file__).parent).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = {getattr(node, "module", None), *(alias.name for alias in node.names)}
+                assert not names & {"pickle", "marshal", "shelve", "yaml", "dill", "cloudpickle"}, path.name
+            if isinstance(node, ast.Call):
+                name, options = ast.unparse(node.func), {it.arg: ast.unparse(it.value) for it in node.keywords}
+                assert name not in ("eval", "exec", "compile", "__import__"), path.name
+                assert name != "torch.load" or options.get("weights_only") == "True", path.name
+                assert options.get("allow_pickle", "False") == "False", path.name
+                if name == "importlib.import_module" and path.name != "nets.py":  # there: what the user typed
+                    assert isinstance(node.args[0], ast.Constant) or ast.unparse(node.args[0]).isupper(), path.name
+
+
+def refuse_huge_files(folder: Path) -> None:
+    """What the process of its own does; it prints what was refused."""
+    import resource
+
+    network(), files()
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**29, used + 2**29))
+
+    def expect(name: str, read: Callable[[], Any]) -> None:
+        assert not attempt(read)
+        assert attempt(lambda: read_run(folder))
+        print(name)
+
+    for name, read in READERS.items():
+        before = (folder / name).read_bytes()
+        os.truncate(folder / name, 2**40)
+        expect(name, functools.partial(read, folder))
+        put(folder, {name: before})
+
+    sizes = {"many-channels": (1, 1, 1, 10**8), "claims": (10**6, 10**3, 10**3, 3)}
+    for name, shape in sizes.items():
+        with zipfile.ZipFile(folder / "train-0.npz", "w", zipfile.ZIP_DEFLATED) as shard:
+            head = io.BytesIO()
+            np.lib.format.write_array_header_1_0(head, {"descr": "|u1", "fortran_order": False, "shape": shape})
+            shard.writestr("images.npy", head.getvalue() + bytes(10**8 if name == "many-channels" else 99))
+            shard.writestr("labels.npy", npy(np.zeros(1, "i8")))
+        expect(name, lambda: data.load(folder))
+    put(folder / "stage", {f"step-000000003-{'0' * 16}.safetensors": (2**40).to_bytes(8, "little")})
+    os.truncate(next((folder / "stage").iterdir()), 2**41)
+    expect("header", lambda: load_checkpoint(folder / "stage"))
+    put(folder, {"settings.json": b"[" * 10**7})
+    expect("deep", lambda: read_json(folder / "settings.json"))
+
+
+if __name__ == "__main__":
+    refuse_huge_files(Path(sys.argv[1]))
