@@ -92,7 +92,7 @@ def write_data(here: Path) -> None:
 
 
 def write_files(here: Path) -> None:
-    (here / "mynet.py").write_text(NET)
+    (here / "mytable_net.py").write_text(NET)
     (here / "broken.safetensors").write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00garbage!")
     torch.save(build("digits:resnet"), here / "pickle.pth")
     torch.save(build("digits:resnet", num_classes=3).state_dict(), here / "three-classes.pth")

@@ -165,7 +165,7 @@ def test_the_global_generators_come_back(before: int) -> None:
     first = [draw(), draw()]
     seeded(7)
     assert draw() not in first
-    set_random_state(state)
+    set_random_state(state, CPU)
     assert [draw(), draw()] == first
 
 
@@ -181,7 +181,7 @@ def test_a_feed_can_be_entered_at_any_step(kind: type[Any], accumulate: int) -> 
     assert feed.per_epoch == -(-5 // accumulate)
     places, states, steps = [], [], 3 * feed.per_epoch
     for _ in range(steps):
-        states.append((feed.start, random_state(CPU)))
+        states.append((feed.start, feed.random_state()))
         places.append([[part.tolist() for part in batch] for batch in feed.next()])
     assert [len(place) for place in places[: feed.per_epoch]] == [accumulate] * (5 // accumulate) + [5 % accumulate] * (
         5 % accumulate > 0
@@ -192,7 +192,7 @@ def test_a_feed_can_be_entered_at_any_step(kind: type[Any], accumulate: int) -> 
         again = Feed(loader, SETTLED, ALONE, accumulate)
         seeded(step)
         again.enter(step, *states[step])
-        set_random_state(states[step][1])
+        set_random_state(states[step][1], CPU)
         drawn = loader.drawn
         assert drawn == (0 if kind is Direct else accumulate * (step % feed.per_epoch))
         rest = [[[part.tolist() for part in batch] for batch in again.next()] for _ in range(step, steps)]
@@ -218,7 +218,7 @@ def test_a_loader_that_gives_less_than_it_says_is_refused() -> None:
 
 def kept(**how: Any) -> tuple[Keeper, State]:
     model = nn.Linear(2, 1)
-    state = State(dict(model.named_parameters()), {}, [], [], [], CPU)
+    state = State(dict(model.named_parameters()), dict, [], [], [], CPU)
     return Keeper(Path(tempfile.mkdtemp()), **how), state
 
 
@@ -421,3 +421,31 @@ def test_two_hundred_runs_in_one_process_need_no_more_memory_than_twenty(tmp_pat
 
 def keep_in(folder: Path, stage: str) -> Keeper:
     return Keeper(folder / stage, every_steps=2)
+
+
+@pytest.mark.parametrize("stop", [3, 4, 6])  # within an epoch of four batches, at its end, in the next one
+def test_a_loader_with_a_generator_of_its_own_goes_on_where_it_was(tmp_path: Path, stop: int) -> None:
+    class Crash(Exception):  # noqa: N818
+        pass
+
+    def run(keeper: Keeper | None, crash_at: int = -1) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
+        data = [(x, i % 2) for i, x in enumerate(torch.randn(16, 6))]
+        loader = DataLoader(data, 4, shuffle=True, generator=torch.Generator().manual_seed(3))
+        calls = iter(range(10**6))
+
+        def loss(output: Tensor, batch: Any) -> Tensor:
+            if next(calls) == crash_at:
+                raise Crash
+            return nn.functional.cross_entropy(output, batch[1])
+
+        config = TrainConfig(epochs=3, lr=0.5, warmup_lr=0.5, warmup_epochs=0, reference_batch=None)
+        train(model, loader, config, loss, keeper=keeper)
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    whole = run(None)
+    with pytest.raises(Crash):
+        run(Keeper(tmp_path, every_steps=1), stop)
+    again = run(Keeper(tmp_path, every_steps=1))
+    assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))

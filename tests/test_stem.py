@@ -17,7 +17,6 @@ import torchvision
 from nets import NETS, distance, randomise, sample
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import dmcp
 import dmcp.searching
@@ -415,10 +414,6 @@ ATTACKS: dict[str, Callable[[], nn.Module]] = {
     "second argument": lambda: with_part(lambda: Scaled(3, 3, 1), lambda n, x: n.then(n.first(n.part(x, 2.0))))(),
     "two outputs": lambda: with_part(lambda: Two(8, 8, 1), lambda n, x: n.then(sum(n.part(n.first(x)))))(),
     "frozen": frozen,
-    "checkpointed with more": coded(
-        lambda n, x: n.then(checkpoint(lambda x: n.first(x).tanh(), x, use_reentrant=False))
-    ),
-    "checkpointed": coded(lambda n, x: n.then(checkpoint(n.first, x, use_reentrant=False))),
     "no gradient": coded(without_gradient),
     "no gradient in its first module": coded(first_without_gradient),
     "detached": coded(lambda n, x: n.then(n.first(x).detach())),

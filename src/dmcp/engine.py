@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
@@ -206,9 +208,12 @@ class Repeated:
     def _aside(self, inputs: Sequence[Any]) -> Any:
         stream, main = _side_stream(), torch.cuda.current_stream()
         stream.wait_stream(main)
+        host = _host_random()
         with torch.cuda.stream(stream):
             out = self.step(*inputs)
         main.wait_stream(stream)
+        if host != _host_random():
+            self.refused = "the step draws random numbers on the host, which a graph would not repeat"
         return out
 
     def _capture(self, leaves: Sequence[Any], spec: Any) -> _Graph:
@@ -252,6 +257,12 @@ def _side_stream() -> torch.cuda.Stream:
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return _streams[device]
+
+
+def _host_random() -> tuple[Any, ...]:
+    """Where the generators of the host are."""
+    _, numbers, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), np.asarray(numbers).tobytes(), rest, torch.get_rng_state().numpy().tobytes()
 
 
 def _key(leaves: Sequence[Any], spec: Any) -> Hashable | None:
@@ -306,9 +317,11 @@ def _deterministic(undo: contextlib.ExitStack) -> None:
 
 def _cuda_switches(undo: contextlib.ExitStack, tf32: bool, benchmark: bool) -> None:
     cudnn = torch.backends.cudnn
-    undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-    undo.callback(setattr, cudnn, "allow_tf32", cudnn.allow_tf32)
     undo.callback(setattr, cudnn, "benchmark", cudnn.benchmark)
-    torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    cudnn.allow_tf32 = tf32
+    with contextlib.suppress(RuntimeError):  # the user has set torch's newer switches, which then stay as they are
+        matmul, conv = torch.get_float32_matmul_precision(), cudnn.allow_tf32
+        undo.callback(torch.set_float32_matmul_precision, matmul)
+        undo.callback(setattr, cudnn, "allow_tf32", conv)
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        cudnn.allow_tf32 = tf32
     cudnn.benchmark = benchmark  # shapes stay the same from step to step

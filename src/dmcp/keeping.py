@@ -18,8 +18,8 @@ from torch import Tensor
 from dmcp.batches import Loader, batches_from, on_device, size_of, start_epoch
 from dmcp.checkpoints import Checkpoint, load_checkpoint, save_checkpoint
 from dmcp.engine import Settled
-from dmcp.errors import DataError, FileError, StoppedError
-from dmcp.ranks import Ranks, fewest, gather_bytes, sum_values
+from dmcp.errors import DataError, FileError, RankError, StoppedError
+from dmcp.ranks import Ranks, fewest, gather_bytes, same_everywhere, sum_values
 
 _TURN = 10  # steps after which ranks agree whether to save
 DONE = "done"  # whether the loop of a checkpoint was at its end
@@ -42,11 +42,21 @@ class Feed:
         """Go to a step; what a user's loader drew before it is drawn once more from where it was drawn then."""
         self.step = step
         if step % self.per_epoch:
-            set_random_state(start)
+            self._set(start)
             self._open(step % self.per_epoch)
-            set_random_state(now)
         elif step:  # the loader is still in the epoch that has ended
             start_epoch(self.loader, step // self.per_epoch - 1)
+        self._set(now)
+
+    def random_state(self) -> dict[str, Tensor]:
+        """The global generators, and those of the loader itself."""
+        own = {f"loader{number}": it.get_state() for number, it in enumerate(_generators(self.loader))}
+        return random_state(self.settled.device) | own
+
+    def _set(self, state: Mapping[str, Tensor]) -> None:
+        set_random_state(state, self.settled.device)
+        for number, generator in enumerate(_generators(self.loader)):
+            generator.set_state(state[f"loader{number}"])
 
     def next(self) -> list[Any]:
         """The batches of the next step; the last one of an epoch may have fewer."""
@@ -68,8 +78,16 @@ class Feed:
         return own if ranks.world == 1 else int(sum_values(torch.tensor([own]), ranks))
 
     def _open(self, place: int) -> None:
-        self.start = random_state(self.settled.device)
+        self.start = self.random_state()
         self._rest = batches_from(self.loader, self.step // self.per_epoch, place * self.accumulate)
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """Generators that a loader or its samplers were given, each once."""
+    sampler, batches = (getattr(loader, name, None) for name in ("sampler", "batch_sampler"))
+    owners = (loader, sampler, batches, getattr(batches, "sampler", None))
+    found = {id(it): it for owner in owners if isinstance(it := getattr(owner, "generator", None), torch.Generator)}
+    return list(found.values())
 
 
 # random numbers
@@ -89,7 +107,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
     return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
 
-def set_random_state(state: Mapping[str, Tensor]) -> None:
+def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
     """Bring the global generators to a state."""
     torch.set_rng_state(state["torch"])
     version, *words = state["python"].tolist()
@@ -98,7 +116,7 @@ def set_random_state(state: Mapping[str, Tensor]) -> None:
     *array, position, has_gauss = state["numpy"].tolist()
     np.random.set_state(("MT19937", np.array(array, np.uint32), position, has_gauss, state["numpy.gauss"].item()))
     if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
+        torch.cuda.set_rng_state(state["cuda"], device)
 
 
 # the state of a loop
@@ -109,7 +127,7 @@ class State:
     """Everything that changes from step to step. What is `shared` is the same on every rank, the rest is each one's."""
 
     shared: Mapping[str, Tensor]  # weights, alphas
-    own: Mapping[str, Tensor]  # buffers, such as running statistics
+    own: Callable[[], Mapping[str, Tensor]]  # buffers, such as running statistics; a forward may replace them
     optimizers: Sequence[torch.optim.Optimizer]
     generators: Sequence[torch.Generator]
     feeds: Sequence[Feed]
@@ -117,12 +135,13 @@ class State:
 
     def take(self, ranks: Ranks) -> dict[str, Tensor] | None:
         """Copies of it all on the CPU, of all ranks, by name; for rank 0, None for the others."""
-        own = {f"own/{name}": tensor.detach().cpu() for name, tensor in self.own.items()}
+        own = {f"own/{name}": tensor.detach().cpu() for name, tensor in self.own().items()}
         own |= {f"random/{name}": tensor for name, tensor in random_state(self.device).items()}
         for number, generator in enumerate(self.generators):
             own[f"generator/{number}"] = generator.get_state()
         for number, feed in enumerate(self.feeds):
             own |= {f"feed/{number}/{name}": tensor for name, tensor in feed.start.items()}
+            own |= {f"now/{number}/{name}": tensor for name, tensor in feed.random_state().items()}
         everyone = gather_bytes(own, ranks)
         if everyone is None:
             return None
@@ -137,26 +156,31 @@ class State:
     def put(self, taken: Mapping[str, Tensor], steps: Sequence[int], ranks: Ranks) -> None:
         """Bring everything back to what was taken, each feed to its step; FileError if it is not of this network."""
         mine = _under(f"rank{ranks.rank}/", taken)
-        _copy(self.shared, _under("shared/", taken))
+        pairs = [(self.shared, _under("shared/", taken)), (self.own(), _under("own/", mine))]
         for number, optimizer in enumerate(self.optimizers):
-            _copy(_momenta(optimizer), _under(f"optimizer/{number}/", taken))
-        _copy(self.own, _under("own/", mine))
-        for number, generator in enumerate(self.generators):
-            generator.set_state(mine[f"generator/{number}"])
-        now = _under("random/", mine)
-        for number, (feed, step) in enumerate(zip(self.feeds, steps, strict=True)):
-            feed.enter(step, _under(f"feed/{number}/", mine), now)
-        set_random_state(now)
+            pairs.append((_momenta(optimizer), _under(f"optimizer/{number}/", taken)))
+        for now, before in pairs:  # all of them before the first is written
+            _check_alike(now, before)
+        for now, before in pairs:
+            for name, tensor in now.items():
+                tensor.copy_(before[name])
+        try:
+            for number, generator in enumerate(self.generators):
+                generator.set_state(mine[f"generator/{number}"])
+            for number, (feed, step) in enumerate(zip(self.feeds, steps, strict=True)):
+                feed.enter(step, _under(f"feed/{number}/", mine), _under(f"now/{number}/", mine))
+            set_random_state(_under("random/", mine), self.device)
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise FileError(f"This checkpoint has no random state that fits ({error!r}): start the run anew.") from None
 
 
-def _copy(now: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> None:
-    """Write saved tensors into those of the same names."""
+def _check_alike(now: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> None:
+    """Refuse saved tensors that are not of the same names and shapes."""
     for name in {**now, **before}:
         old, new = (tensors[name].shape if name in tensors else None for tensors in (before, now))
         if old != new:
             sizes = " and ".join("missing" if it is None else str(tuple(it)) for it in (old, new))
             raise FileError(f"This checkpoint is of another network: {name} was and is {sizes}.")
-        now[name].copy_(before[name])
 
 
 def _momenta(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -195,10 +219,14 @@ class Keeper:
     def load(self, ranks: Ranks) -> Checkpoint | None:
         """The newest checkpoint, if there is one; FileError where it was made with other settings."""
         found = load_checkpoint(self.folder, self.notice if ranks.first else None)
+        if not same_everywhere(str(found and found.step), ranks):
+            raise RankError(
+                f"{self.folder}: the ranks see different checkpoints here: give a folder that all of them share."
+            )
         if found is None:
             return None
         self._step = found.step
-        differences = list(_differences(found.facts["identity"], self._identity(ranks)))
+        differences = list(_differences(found.facts.get("identity"), self._identity(ranks)))
         if differences:
             listed = "; ".join(differences)
             ranks_differ = any(it.startswith("ranks was ") for it in differences)

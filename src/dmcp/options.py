@@ -22,6 +22,7 @@ from dmcp.recipes import find as find_recipe
 from dmcp.recipes import names as recipe_names
 from dmcp.runs import SETTINGS, read_json
 from dmcp.searching import SearchConfig
+from dmcp.trackers import read_kinds
 from dmcp.training import TrainConfig
 
 _MOST_SEED = 2**62  # and room for those that follow it
@@ -94,6 +95,9 @@ SyncBatchnorm = Annotated[
     bool, typer.Option("--sync-batchnorm", help="On several GPUs: BatchNorm statistics of all of them together.")
 ]
 TrainBatch = Annotated[int, typer.Option(help="Images in a batch of the retraining; default: as in the search.")]
+Track = Annotated[
+    list[str] | None, typer.Option(help="Also send the curves to tensorboard, wandb or mlflow; repeatable.")
+]
 Resume = Annotated[str, typer.Option(metavar="RUN", help="Go on with a run that was interrupted, as it was begun.")]
 RecipeName = Annotated[
     str,
@@ -134,6 +138,7 @@ def make_plan(ctx: typer.Context, command: str, options: Mapping[str, Any]) -> P
     """What was asked for: by options, by a recipe that options may change, or by the run that goes on."""
     typed = {name for name in options if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")}
     given = typed.difference(_ANYTIME)
+    read_kinds(options["track"] or ())  # a wrong name is refused before anything is written
     if options["resume"]:
         return _resumed(command, options, given)
     recipe = find_recipe(options["recipe"]) if options.get("recipe") else None

@@ -224,8 +224,14 @@ def search(
 
 def _state(net: Supernet, stages: Steps, generator: torch.Generator, feeds: list[Feed]) -> State:
     shared = {f"model.{name}": tensor for name, tensor in net.model.named_parameters()} | {"alpha": net.alpha}
+    narrow = dict(stages.narrow.skeleton.named_buffers()) if stages.narrow else {}
+
+    def own() -> dict[str, Tensor]:
+        small = {f"narrow.{name}": tensor for name, tensor in narrow.items()}
+        return {f"model.{name}": tensor for name, tensor in net.model.named_buffers()} | small
+
     optimizers = [stages.weights, stages.alphas]
-    return State(shared, dict(net.model.named_buffers()), optimizers, [generator], feeds, net.alpha.device)
+    return State(shared, own, optimizers, [generator], feeds, net.alpha.device)
 
 
 def _resume(keeper: Keeper | None, state: State, log: _Log, first: int, ranks: Ranks) -> tuple[int, float]:
@@ -271,9 +277,11 @@ class Steps:
         split = Passes(plain.fold, settled.compiled(stem.tail), settled.compiled(stem.head)) if stem else plain
         floor = net.hard(path.sizes[:, 0])
         smallest: Subnet = floor
-        if net.graph.exact:
+        self.narrow: Narrow | None = None
+        if net.graph.exact and not any(recording.caches for recording in net.graph.recordings):
             align = 8 if device.type == "cuda" else 1  # what tensor cores want
-            smallest = settled.compiled(_narrow(net, path, align, stem))
+            self.narrow = _narrow(net, path, align, stem)
+            smallest = settled.compiled(self.narrow)
         self.largest = net.hard(path.sizes.sum(dim=1))
         unbounded = bool(self.largest.all())
 

@@ -43,9 +43,9 @@ class Session:
 
     def keep(self, stage: str) -> Keeper:
         """What saves the state of a stage."""
-        identity = {"plan": self.plan.to_json() | {"options": {}}} | {
-            name: fact for name, fact in facts_of(self.opened).items() if name in _FACTS
-        }
+        plan = self.plan.to_json() | {"options": {}}
+        plan["job"].pop("workers")  # how many processes decode images changes nothing
+        identity = {"plan": plan} | {name: fact for name, fact in facts_of(self.opened).items() if name in _FACTS}
         return self.run.keeper(
             stage,
             identity,

@@ -73,6 +73,7 @@ def weight_step(
     """
     weights = [parameter for parameter in _parameters(optimizer) if parameter.requires_grad]
     slopes: list[Tensor | None] = [None] * len(weights)
+    samples = sum(map(size_of, batches))
     losses: list[Tensor] = []
     for batch in batches:
         x = input_of(batch)
@@ -86,14 +87,14 @@ def weight_step(
             with _autocast(net, precision):
                 output = _run(net, passes, subnet, x, h)
                 value = imitation(output, target) if distil and target else _number(loss(output, batch))
-            slopes = _add_slopes(slopes, value / len(batches), leaves)
+            slopes = _add_slopes(slopes, value * (size_of(batch) / samples), leaves)
             losses.append(value.detach())
             target = target or [tensor.detach() for tensor in tensors_in(output)]
         if shared is not None and len(leaves) > len(weights):
             slopes = _add_slopes(slopes[:-1], shared, weights, slopes[-1])  # of all sub-networks at once
     for weight, slope in zip(weights, slopes, strict=True):
         weight.grad = slope
-    mean_gradients(weights, sum(map(size_of, batches)), ranks)
+    mean_gradients(weights, samples, ranks)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return WeightRecord(torch.stack(losses).reshape(len(batches), len(subnets)).mean(dim=0))
@@ -118,15 +119,16 @@ def arch_step(
     """
     optimizer.zero_grad(set_to_none=True)
     task: list[Tensor] = []
+    samples = sum(map(size_of, batches))
     with _only_alphas(net):
         for batch in batches if loss else ():
             assert loss is not None
             gates = chains.gates(chains.marginals(net.alpha))
             with _autocast(net, precision):
                 value = _number(loss((passes or net)(input_of(batch), gates), batch))
-            torch.autograd.backward(value / len(batches))
+            torch.autograd.backward(value * (size_of(batch) / samples))
             task.append(value.detach())
-        mean_gradients(_parameters(optimizer), sum(map(size_of, batches)), ranks)
+        mean_gradients(_parameters(optimizer), samples, ranks)
         seen = ratios(budget, net.graph, chains.marginals(net.alpha), chains.sizes, chains.process)
         excess = budget_loss(seen, tolerance)
         torch.autograd.backward(budget_weight * excess)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dmcp.batches import widest
+from dmcp.keeping import random_state, set_random_state
 from dmcp.recording import Op, Recording, Ref, leaves, tensors_in
 from dmcp.supernet import Supernet, given_name, run_folded, skip
 
@@ -167,10 +168,15 @@ def _is_same(stem: Stem) -> bool:
     with torch.no_grad():
         for weight in twin.weights():
             weight.add_(0.1 * torch.randn(weight.shape, generator=draw, dtype=wide).to(device))
+    host = random_state(torch.device("cpu"))
     whole = _slopes(copy.deepcopy(twin, {id(net.graph): net.graph}), None, x)
     own = Stem(twin, stem.paths, stem.value)
     before = _plain_state(own.rest)
     divided = _slopes(twin, own, x)
+    drawn = random_state(torch.device("cpu"))
+    if any(not torch.equal(drawn[name].nan_to_num(), it.nan_to_num()) for name, it in host.items()):
+        set_random_state(host, torch.device("cpu"))
+        return False  # the model decides something by the host's random numbers, maybe before its first layer
     buffers = dict(twin.model.named_buffers())
     if before != _plain_state(own.rest) or any(
         buffer is not buffers.get(name, buffer) for name, buffer in own.rest.named_buffers()

@@ -188,8 +188,8 @@ def train(
         feed = Feed(loader, settled, ranks)
         steps = config.epochs * feed.per_epoch
         log = _Log(model, on_step, ranks)
-        shared, own = dict(model.named_parameters()), dict(model.named_buffers())
-        state = State(shared, own, [optimizer], [], [feed], device)
+        shared = dict(model.named_parameters())
+        state = State(shared, lambda: dict(model.named_buffers()), [optimizer], [], [feed], device)
         for step in range(_resume(keeper, state, log, ranks), steps):
             (batch,) = feed.next()
             rate = learning_rate(step, steps, feed.samples([batch], ranks), config)
@@ -283,7 +283,7 @@ class _Log:
 
     def __init__(self, model: nn.Module, on_step: Callable[[StepRecord], None] | None, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.tensors = [*model.parameters(), *model.buffers()]
+        self.model = model
         self.weights = list(model.parameters())
         self.on_step = on_step
         self.records: list[StepRecord] = []
@@ -324,11 +324,15 @@ class _Log:
 
     @torch.no_grad()
     def _keep(self) -> None:
-        self.good = [tensor.detach().clone() for tensor in self.tensors]
+        self.good = [tensor.detach().clone() for tensor in self._tensors()]
+
+    def _tensors(self) -> list[Tensor]:
+        """Looked up each time: a forward may have put another tensor in the place of a buffer."""
+        return [*self.model.parameters(), *self.model.buffers()]
 
     @torch.no_grad()
     def _stop(self, what: str, facts: dict[str, Any]) -> None:
-        for tensor, good in zip(self.tensors, self.good, strict=True):
+        for tensor, good in zip(self._tensors(), self.good, strict=True):
             tensor.copy_(good)
         raise TrainingError(
             f"Training stopped at step {facts['step']} (epoch {facts['epoch']}, lr {facts['lr']:.4g}): {what}. The "
@@ -379,5 +383,9 @@ def _seeded(seed: int, device: torch.device, ranks: Ranks) -> Iterator[None]:
     """The global generators seeded, for each rank with other numbers, and afterwards as before."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(mix(seed, ranks.rank) if ranks.rank else seed)
+        own = mix(seed, ranks.rank) if ranks.rank else seed
+        torch.default_generator.manual_seed(own)
+        for one in devices:  # not all GPUs: only these are put back
+            with torch.cuda.device(one):
+                torch.cuda.manual_seed(own)
         yield
