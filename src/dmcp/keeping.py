@@ -134,7 +134,7 @@ class State:
     device: torch.device
 
     def take(self, ranks: Ranks) -> dict[str, Tensor] | None:
-        """Copies of it all on the CPU, of all ranks, by name; for rank 0, None for the others."""
+        """It all on the CPU, of all ranks, by name, to be written at once; for rank 0, None for the others."""
         own = {f"own/{name}": tensor.detach().cpu() for name, tensor in self.own().items()}
         own |= {f"random/{name}": tensor for name, tensor in random_state(self.device).items()}
         for number, generator in enumerate(self.generators):

@@ -180,7 +180,7 @@ def search(
     """Train the supernet's weights and alphas, in place; the alphas then say which widths keep the budget best.
 
     `arch_loader` gives the alphas batches of their own; `on_record` sees each record once it has left the device.
-    The same supernet, data, settings and device end in the same bits; the global random state is left as it was. With
+    The same supernet, data, settings and device end in the same bits; the random state of torch is left as it was. With
     a `keeper` the search saves its state now and then, and begins where the keeper's last checkpoint is.
     """
     budget, path = _prepare(net, config, arch_loader)

@@ -90,8 +90,9 @@ def weight_step(
             slopes = _add_slopes(slopes, value * (size_of(batch) / samples), leaves)
             losses.append(value.detach())
             target = target or [tensor.detach() for tensor in tensors_in(output)]
-        if shared is not None and len(leaves) > len(weights):
-            slopes = _add_slopes(slopes[:-1], shared, weights, slopes[-1])  # of all sub-networks at once
+        back = slopes.pop() if len(leaves) > len(weights) else None  # into the head, of all sub-networks at once
+        if shared is not None and back is not None:
+            slopes = _add_slopes(slopes, shared, weights, back)
     for weight, slope in zip(weights, slopes, strict=True):
         weight.grad = slope
     mean_gradients(weights, samples, ranks)
@@ -147,8 +148,6 @@ def _add_slopes(
     before: Sequence[Tensor | None], value: Tensor, leaves: Sequence[Tensor], slope: Tensor | None = None
 ) -> list[Tensor | None]:
     """Gradients of a value, added to earlier ones all at once: backward() would add those of each leaf by itself."""
-    if slope is None and value.ndim:
-        return list(before)
     found = torch.autograd.grad(value, leaves, slope, allow_unused=True)
     total: list[Tensor | None] = [old if new is None else new for old, new in zip(before, found, strict=True)]
     both = [place for place, new in enumerate(found) if new is not None and before[place] is not None]
