@@ -38,6 +38,7 @@ ORDER = [
     "coupling",
     "gating",
     "replay",
+    "settling",
     "markov",
     "cost",
     "graph",

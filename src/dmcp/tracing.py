@@ -21,8 +21,9 @@ from dmcp.gating import Fold, plan_folds
 from dmcp.graph import Binding, ChannelGraph, CostEntry, GateFold, Whole, in_spaces
 from dmcp.layouts import Atom
 from dmcp.recording import Func, Op, Recording, Ref, batch_of, map_leaves, rebatch, record, record_anywhere, tensors_in
-from dmcp.replay import Rehearsal, Settler, meta_example
+from dmcp.replay import Rehearsal, meta_example
 from dmcp.rules import RULES
+from dmcp.settling import Settler
 from dmcp.slicing import skeleton, unwrap
 from dmcp.spaces import ChannelSpace, fingerprint
 
