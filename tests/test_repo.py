@@ -44,6 +44,7 @@ ORDER = [
     "graph",
     "tracing",
     "budget",
+    "filters",
     "supernet",
     "ranks",
     "batches",

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from dmcp.errors import WidthsError
+from dmcp.filters import magnitude
 from dmcp.markov import CHAIN, INDEPENDENT, Process, bounded
 from dmcp.slicing import narrow
-from dmcp.spaces import ChannelSpace
 from dmcp.supernet import Supernet
 
 
@@ -113,7 +112,7 @@ def sort_channels(net: Supernet) -> None:
     """
     order: dict[str, list[int]] = {}
     for space in net.graph.spaces:
-        importance = _importance(net, space)
+        importance = magnitude(net.model, net.graph, space, power=2)
         if importance is not None:
             order[space.name] = importance.argsort(descending=True, stable=True).tolist()
     ordered = narrow(net.model, net.graph.cuts(order), {})
@@ -121,27 +120,3 @@ def sort_channels(net: Supernet) -> None:
         old.copy_(new)
     for old_buffer, new_buffer in zip(net.model.buffers(), ordered.buffers(), strict=True):
         old_buffer.copy_(new_buffer)
-
-
-def _importance(net: Supernet, space: ChannelSpace) -> Tensor | None:
-    """Squared norm of what writes each channel; None where no weight of a conv or linear does. -> (size,) or None"""
-    # Where the channels lie in a tensor is known of cuts only: channel 0 alone, and all of them moved on by one.
-    alone = net.graph.cuts({space.name: [0]})
-    moved = net.graph.cuts({space.name: [*range(1, space.size), 0]})
-    found: Tensor | None = None
-    for writer in space.writers:
-        part = net.model.get_submodule(writer)
-        name, dim = f"{writer}.weight", int(isinstance(part, _ConvTransposeNd))
-        if not isinstance(part, _ConvNd | nn.Linear) or name not in moved:
-            continue
-        follow, first = moved[name][dim], alone[name][dim]
-        if follow is None or first is None:
-            continue
-        energy = part.weight.detach().cpu().double().square().transpose(0, dim).flatten(1).sum(dim=1)
-        rows = first[follow[first] != first]  # those of channel 0; others did not move
-        sums: list[Tensor] = []
-        for _ in range(space.size):
-            sums.append(energy[rows].sum())
-            rows = follow[rows]
-        found = torch.stack(sums) + (0 if found is None else found)
-    return found

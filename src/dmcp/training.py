@@ -162,12 +162,14 @@ def train(
     on_step: Callable[[StepRecord], None] | None = None,
     engine: Engine | None = None,
     keeper: Keeper | None = None,
+    after_epoch: Callable[[int], None] | None = None,
 ) -> list[StepRecord]:
     """Train the model in place; afterwards it is in the mode that it was in.
 
     The records come in bundles, so that no step waits for the device. A loss or weight that is not finite stops the
     training with a TrainingError that says where, and leaves the model as it was at the last bundle. With a `keeper`
-    the training saves its state now and then, and begins where the keeper's last checkpoint is.
+    the training saves its state now and then, and begins where the keeper's last checkpoint is. `after_epoch` gets the
+    number of each epoch at its end, and may change weights in place.
     """
     if (teacher is not None) != (config.distillation is Distillation.TEACHER):
         raise TrainingError("A teacher and distillation='teacher' go together: give both or neither.")
@@ -197,6 +199,9 @@ def train(
             log.add(run_step(batch), size_of(batch), epoch=step // feed.per_epoch, step=step, steps=steps, lr=rate)
             if feed.step % feed.per_epoch == 0:
                 log.look()
+                if after_epoch:
+                    after_epoch(step // feed.per_epoch)
+                    log.begin(log.records)
             _keep(keeper, step + 1, steps, state, log, ranks)
         share_tensors(list(model.buffers()), ranks)
     optimizer.zero_grad(set_to_none=True)

@@ -1,0 +1,68 @@
+"""What every method is given, and what it gives back: the same for all, so that they can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from dmcp.batches import Loader
+from dmcp.budget import Budget, spent_shares
+from dmcp.engine import Engine
+from dmcp.errors import BudgetError
+from dmcp.graph import ChannelGraph, Kept
+from dmcp.pruning import Keep
+from dmcp.spaces import Widths
+from dmcp.training import Loss, Metric, StepRecord, TrainConfig
+
+Tell = Callable[[str, StepRecord | Mapping[str, Any]], None]  # (stage, what happened)
+
+
+def silent(stage: str, record: StepRecord | Mapping[str, Any]) -> None:
+    """Tell nobody."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Problem:
+    """A network to be narrowed into a budget, with data to do it by."""
+
+    model: nn.Module  # unpruned, on its device, with fresh weights; methods work on copies
+    graph: ChannelGraph
+    loader: Loader  # batches to train with
+    held: Loader  # batches of other samples to choose by, always in the same order
+    budget: Budget
+    recipe: TrainConfig  # how networks are trained here; a method that trains takes its settings from it
+    floor: Widths  # the least that a method may choose
+    align: int = 1  # widths are multiples of this
+    seed: int = 0  # of everything random in a method
+    loss: Loss | None = None  # classification, unless given
+    metric: Metric | None = None
+    engine: Engine | None = None
+    keep: Keep | None = None  # gives a stage a keeper, so that it can go on after an interruption
+    tell: Tell = silent
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prepared:
+    """A network that a method has trained before it knows any budget: one for all budgets."""
+
+    state: Mapping[str, Tensor]  # by the names of its state dict
+    sample_passes: int = 0  # samples run through a network for it, each sub-network counted
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Choice:
+    """What a method has chosen."""
+
+    widths: Widths
+    kept: Mapping[str, Kept]  # what is cut out of `model`: the widths themselves, or which channels
+    model: nn.Module | None = None  # unpruned network that the channels were chosen in; None: any weights will do
+    sample_passes: int = 0  # samples run through a network for this choice, each sub-network counted, without `prepare`
+
+    def check(self, problem: Problem, tolerance: float = 0.95) -> None:
+        """BudgetError if the widths are not inside the budget, or leave more of it unused than they have to."""
+        share = spent_shares(problem.budget, problem.graph, self.widths.tensor()[None]).max().item()
+        if not tolerance <= share <= 1:
+            raise BudgetError(f"The method chose widths that cost {share:.1%} of the budget {problem.budget.text!r}.")

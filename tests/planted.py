@@ -1,0 +1,105 @@
+"""A network and a task in which the truth about the widths is known, and small networks with their data for methods.
+
+The task: K signs, each to be told from one of K inputs. The K channels of `needed` are the only way for them, and K' of
+them with a linear readout can give at most sum(C(K, j), j <= K') of the 2^K answers, whatever was before: fewer than K
+channels are not enough. The channels of `useless` see noise only, which knows nothing of the labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import dmcp
+from dmcp.budget import parse
+from dmcp.methods.problem import Problem
+from dmcp.supernet import Supernet
+from dmcp.training import TrainConfig
+
+SIGNS = 8
+
+
+class Planted(nn.Module):
+    """Two layers side by side, one on the signs, one on noise, and a linear readout of both."""
+
+    def __init__(self, norm: bool = True) -> None:
+        super().__init__()
+        self.needed = nn.Conv2d(SIGNS, SIGNS, 1, bias=not norm)
+        self.needed_norm = nn.BatchNorm2d(SIGNS) if norm else nn.Identity()
+        self.useless = nn.Conv2d(SIGNS, SIGNS, 1, bias=not norm)
+        self.useless_norm = nn.BatchNorm2d(SIGNS) if norm else nn.Identity()
+        self.readout = nn.Linear(2 * SIGNS, 2 * SIGNS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        needed = torch.relu(self.needed_norm(self.needed(x[:, :SIGNS])))
+        useless = torch.relu(self.useless_norm(self.useless(x[:, SIGNS:])))
+        return self.readout(torch.cat([needed, useless], dim=1).flatten(1)).unflatten(1, (2, SIGNS))
+
+
+class Batches:
+    """Batches that are always the same, as a loader."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def planted_batches(count: int, seed: int, size: int = 64) -> Batches:
+    """Signs with some noise, beside noise, and the signs as labels. (N, 2K, 1, 1) and (N, K)"""
+    draw = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(count):
+        labels = torch.randint(0, 2, (size, SIGNS), generator=draw)
+        signs = 2.0 * labels - 1 + 0.1 * torch.randn(size, SIGNS, generator=draw)
+        noise = torch.randn(size, SIGNS, generator=draw)
+        found.append((torch.cat([signs, noise], dim=1)[..., None, None], labels))
+    return Batches(found)
+
+
+def planted_problem(budget: str = "60%", seed: int = 0, epochs: int = 20, **changes: Any) -> Problem:
+    """The planted task, to be solved with part of the multiply-adds."""
+    torch.manual_seed(seed)
+    model = Planted()
+    return as_problem(
+        model, planted_batches(20, seed), planted_batches(4, seed + 1000), budget, seed, epochs, **changes
+    )
+
+
+def tiny_problem(model: nn.Module, budget: str = "50%", size: int = 32, classes: int = 10, **changes: Any) -> Problem:
+    """A few random images of two batches: enough to see that a method runs on a network."""
+    draw = torch.Generator().manual_seed(0)
+    batches = [
+        (torch.randn(4, 3, size, size, generator=draw), torch.randint(0, classes, (4,), generator=draw))
+        for _ in range(4)
+    ]
+    return as_problem(model, Batches(batches[:2]), Batches(batches[2:]), budget, 0, 1, **changes)
+
+
+def as_problem(
+    model: nn.Module, loader: Batches, held: Batches, budget: str, seed: int, epochs: int, **changes: Any
+) -> Problem:
+    """All that a method is given."""
+    graph = dmcp.trace(model, loader.batches[0][0][:2])
+    recipe = TrainConfig(
+        epochs=epochs, lr=0.1, warmup_lr=0.1, warmup_epochs=0, reference_batch=None, label_smoothing=0.0, seed=seed
+    )
+    problem = Problem(
+        model=model,
+        graph=graph,
+        loader=loader,
+        held=held,
+        budget=parse(budget, graph),
+        recipe=recipe,
+        floor=Supernet(model, graph).floor,
+        seed=seed,
+    )
+    return replace(problem, **changes)
