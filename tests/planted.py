@@ -65,7 +65,7 @@ def planted_batches(count: int, seed: int, size: int = 64) -> Batches:
     return Batches(found)
 
 
-def planted_problem(budget: str = "60%", seed: int = 0, epochs: int = 20, **changes: Any) -> Problem:
+def planted_problem(budget: str = "57%", seed: int = 0, epochs: int = 20, **changes: Any) -> Problem:
     """The planted task, to be solved with part of the multiply-adds."""
     torch.manual_seed(seed)
     model = Planted()

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -92,3 +96,30 @@ def test_a_step_that_asks_the_gpu_for_a_number_runs_without_a_graph() -> None:
     repeated = Repeated(step)
     results = [repeated(torch.ones(3, device="cuda")).item() for _ in range(6)]
     assert repeated.refused and results == [3.0, 6.0, 9.0, 12.0, 15.0, 18.0]
+
+
+# kills
+
+
+def command(*words: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "dmcp", "prune", *words, "--quiet"])
+
+
+def test_a_killed_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    job = ["--model", "digits:resnet", "--data", "digits", "--batch", "64", "--save-steps", "10", "--deterministic"]
+    job += ["--search-epochs", "8", "--epochs", "6", "--controls", "--device", "cuda"]
+    whole = tmp_path / "whole"
+    assert command(*job, "--out", str(whole)).wait(timeout=300) == 0
+    total = len((whole / "log.jsonl").read_text().splitlines())
+    for share in (0.15, 0.4, 0.6, 0.9):  # warm-up, iterative half, and the trainings after it
+        run = tmp_path / str(share)
+        child = command(*job, "--out", str(run))
+        log, end = run / "log.jsonl", time.monotonic() + 300
+        while not log.exists() or log.read_bytes().count(b"\n") < share * total:
+            assert child.poll() is None and time.monotonic() < end, share
+            time.sleep(0.005)
+        child.kill()
+        assert child.wait() == -signal.SIGKILL
+        assert command("--resume", str(run)).wait(timeout=300) == 0
+        for name in ("log.jsonl", "model.safetensors", "widths.json", "search.safetensors", "search.json"):
+            assert (run / name).read_bytes() == (whole / name).read_bytes(), (share, name)

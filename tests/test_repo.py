@@ -75,12 +75,16 @@ ORDER = [
     "forecast",
     "progress",
     "sessions",
+    "children",
     "seeds",
     "options",
     "bench",
     "commands",
     "bench_commands",
     "report_commands",
+    "cells",
+    "comparing",
+    "compare_commands",
     "cli",
 ]
 

@@ -1,4 +1,4 @@
-"""Seeds side by side: what children get, what becomes of those that fail or are stopped, and the summary."""
+"""Seeds side by side: what they get, what becomes of those that fail or are stopped, and the summary."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from dmcp import seeds
+from dmcp import children, seeds
 from dmcp.errors import DmcpError, FileError
 from dmcp.locks import Lock, alive
 from dmcp.pruning import OURS, UNIFORM, UNPRUNED, Row
@@ -62,7 +61,7 @@ if f"nothing-{seed}" in acts:
     raise SystemExit
 if "hang" in acts:
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN if "deaf" in acts else stop)
+        signal.signal(number, stop)
     worker = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
     note(pids=[os.getpid(), worker.pid])
     time.sleep(60)
@@ -75,24 +74,6 @@ row = {"stage": "test", "name": "ours", "macs": 50, "params": 7, "accuracy": 0.9
 (run / "widths.json").write_text(json.dumps({"widths": {"conv": 4}, "input_shape": [1, 3], "fingerprint": "f"}))
 """
 
-# Stands for the control of MPS: its daemon is a process that keeps what it was started with open, as the real one does.
-DAEMON = """#!/bin/sh
-echo "${1:-$(cat)} ${CUDA_MPS_PIPE_DIRECTORY:-none} ${CUDA_VISIBLE_DEVICES:-all}" >> "$FAKE/asked"
-word=$(tail -n 1 "$FAKE/asked" | cut -d ' ' -f 1)
-pipe=${CUDA_MPS_PIPE_DIRECTORY:-$FAKE}/control
-if [ "$word" = -d ]; then
-    [ -e "$FAKE/broken" ] && exit 1
-    [ -d "$CUDA_MPS_LOG_DIRECTORY" ] || exit 1
-    sleep 60 &
-    echo $! > "$pipe"
-    cp "$pipe" "$FAKE/daemon"
-    exit 0
-fi
-[ -e "$pipe" ] || exit 1
-[ "$word" = quit ] && kill "$(cat "$pipe")"
-exit 0
-"""
-
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -100,22 +81,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "child.py").write_text(CHILD)
     (tmp_path / "acts").write_text("")
     monkeypatch.setattr(seeds, "COMMAND", (sys.executable, "-S", str(tmp_path / "child.py")))
-    monkeypatch.setattr(seeds, "_PAUSE", 0.02)
+    monkeypatch.setattr(children, "_PAUSE", 0.02)
     for name in [name for name in os.environ if name.startswith("CUDA_")]:
         monkeypatch.delenv(name)
     return tmp_path / "runs"
-
-
-@pytest.fixture
-def mps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a control of MPS that is on PATH."""
-    fake = folder.parent / "mps"
-    fake.mkdir()
-    (fake / seeds.MPS).write_text(DAEMON)
-    (fake / seeds.MPS).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{fake}:/usr/bin:/bin")
-    monkeypatch.setenv("FAKE", str(fake))
-    return fake
 
 
 def act(folder: Path, *words: str) -> None:
@@ -131,11 +100,6 @@ def calls(folder: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda call: call["seed"])
 
 
-def asked(mps: Path) -> list[list[str]]:
-    """What the control of MPS was asked: word, folder of its pipes, GPUs."""
-    return [line.split() for line in (mps / "asked").read_text().splitlines()] if (mps / "asked").exists() else []
-
-
 def most_at_once(found: list[dict[str, Any]]) -> int:
     return max(sum(it["start"] <= call["start"] < it["end"] for it in found) for call in found)
 
@@ -147,7 +111,7 @@ def wait_for(true: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-# what children get
+# what seeds get
 
 
 def test_each_seed_is_a_run_of_its_own(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -185,7 +149,7 @@ def test_cores_are_divided(
     at_once: int,
     threads: int,
 ) -> None:
-    monkeypatch.setattr(seeds, "_cores", lambda: cores)
+    monkeypatch.setattr(children, "_cores", lambda: cores)
     monkeypatch.setenv("PATH", "")  # no MPS
     monkeypatch.setenv("PYTHONPATH", "kept")
     act(folder, "slow")
@@ -195,11 +159,6 @@ def test_cores_are_divided(
     assert {call["env"]["OMP_NUM_THREADS"] for call in found} == {str(threads)}
     assert {call["env"]["PYTHONPATH"] for call in found} == {"kept"}
     assert most_at_once(found) == at_once
-
-
-def test_cores_are_those_of_this_process() -> None:
-    listed = subprocess.run(["nproc"], capture_output=True, text=True, check=True, env={"PATH": os.environ["PATH"]})
-    assert seeds._cores() == int(listed.stdout)
 
 
 # started again
@@ -257,7 +216,7 @@ def test_seeds_that_make_no_sense(folder: Path, wrong: list[int]) -> None:
 def test_a_seed_that_fails_lets_the_others_go_on(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(seeds, "_cores", lambda: 2)
+    monkeypatch.setattr(children, "_cores", lambda: 2)
     act(folder, "fail-0", "crash-1", "nothing-3")
     with pytest.raises(DmcpError) as caught:
         run_seeds(["prune"], [3, 2, 1, 0], folder, CPU)
@@ -278,7 +237,8 @@ def test_a_seed_that_fails_lets_the_others_go_on(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_all_children(folder: Path, mps: Path, number: signal.Signals) -> None:
+def test_a_signal_ends_all_seeds(folder: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    monkeypatch.setenv("PATH", "")  # no MPS
     act(folder, "hang")
     source = "import sys, torch; from pathlib import Path; from dmcp import seeds\n"
     source += "seeds.COMMAND = (sys.executable, '-S', sys.argv[1])\n"
@@ -294,106 +254,7 @@ def test_a_signal_ends_all_children(folder: Path, mps: Path, number: signal.Sign
     assert {f"seed {seed}: stopped by {number.name}" for seed in (0, 1)} < set(said.splitlines())
     assert "dmcp: stopping 2 of 2 seeds." in said.splitlines()
     wait_for(lambda: not any(alive(pid, None) for pid in pids))  # the workers too
-    assert asked(mps)[-1][0] == "quit"
     assert not list(folder.glob("summary*")) and not list(folder.glob("*lock*"))
-
-
-def test_a_child_that_heeds_no_signal_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    act(folder, "hang", "deaf")
-    monkeypatch.setattr(seeds, "_PATIENCE", 0.3)
-    monkeypatch.setattr(seeds, "_cores", lambda: 1)
-
-    def interrupt() -> None:
-        wait_for(lambda: calls(folder))
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        run_seeds(["prune"], [0, 1], folder, CPU)
-    thread.join()
-    (call,) = calls(folder)  # the second has not been started any more
-    wait_for(lambda: not any(alive(pid, None) for pid in call["pids"]))
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_an_error_of_ours_leaves_no_child(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    act(folder, "hang")
-
-    def fail(child: Any, quiet: bool) -> None:
-        wait_for(lambda: calls(folder))
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(seeds._Child, "look", fail)
-    with pytest.raises(ZeroDivisionError):
-        run_seeds(["prune"], [0], folder, CPU)
-    (call,) = calls(folder)
-    wait_for(lambda: not any(alive(pid, None) for pid in call["pids"]))
-
-
-# MPS
-
-
-def test_children_on_a_gpu_share_a_daemon_of_ours(
-    folder: Path, mps: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 1")
-    run_seeds(["prune"], [0, 1], folder, GPU)
-    pipe = calls(folder)[0]["env"]["CUDA_MPS_PIPE_DIRECTORY"]
-    for call in calls(folder):
-        assert call["env"]["CUDA_MPS_PIPE_DIRECTORY"] == pipe
-        assert Path(call["env"]["CUDA_MPS_LOG_DIRECTORY"]).parent == Path(pipe).parent
-        assert call["env"]["CUDA_VISIBLE_DEVICES"] == "0,1"  # as the daemon counts them
-    words = [(word, place) for word, place, *_ in asked(mps)]
-    assert words == [("get_server_list", "none"), ("-d", pipe), ("get_server_list", pipe), ("quit", pipe)]
-    assert asked(mps)[1][2:] == ["3,", "1"]
-    assert not alive(int((mps / "daemon").read_text()), None)
-    assert not Path(pipe).parent.exists()
-    assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
-    assert seeds.MPS not in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(("visible", "renumbered"), [("", {}), ("GPU-8a", {}), ("5", {"CUDA_VISIBLE_DEVICES": "0"})])
-def test_names_of_gpus_stay(visible: str, renumbered: dict[str, str]) -> None:
-    assert seeds._renumber(visible) == renumbered
-
-
-def test_the_daemon_ends_after_errors(folder: Path, mps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    act(folder, "fail-0", "fail-1")
-    with pytest.raises(DmcpError, match="2 of 2 seeds failed"):
-        run_seeds(["prune"], [0, 1], folder, GPU)
-    assert asked(mps)[-1][0] == "quit" and not alive(int((mps / "daemon").read_text()), None)
-    (mps / "daemon").unlink()
-    monkeypatch.setattr(seeds, "_run_all", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        run_seeds(["prune"], [0, 1], folder, GPU)
-    assert asked(mps)[-1][0] == "quit" and not alive(int((mps / "daemon").read_text()), None)
-
-
-def test_a_daemon_that_runs_already_is_used(folder: Path, mps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (mps / "control").touch()
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(mps))
-    run_seeds(["prune"], [0, 1], folder, GPU)
-    assert [word for word, *_ in asked(mps)] == ["get_server_list"]
-    assert {call["env"]["CUDA_MPS_PIPE_DIRECTORY"] for call in calls(folder)} == {str(mps)}
-
-
-def test_without_mps_the_seeds_run_all_the_same(folder: Path, mps: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (mps / "broken").touch()
-    run_seeds(["prune"], [0, 1], folder, GPU)
-    assert not [name for call in calls(folder) for name in call["env"] if name.startswith("CUDA_")]
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("seed ")]
-    assert line == f"dmcp: {seeds.MPS} could not be started: the seeds take turns on the GPU, which is slower."
-    (mps / seeds.MPS).unlink()
-    run_seeds(["prune"], [2, 3], folder, GPU)
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("seed ")]
-    assert line == f"dmcp: {seeds.MPS} is not on PATH: the seeds take turns on the GPU, which is slower."
-
-
-@pytest.mark.parametrize(("device", "number"), [(GPU, 1), (CPU, 2)])
-def test_mps_is_not_needed(folder: Path, mps: Path, device: torch.device, number: int) -> None:
-    run_seeds(["prune"], range(number), folder, device)
-    assert asked(mps) == []
 
 
 # the summary

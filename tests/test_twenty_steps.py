@@ -18,7 +18,11 @@ from dmcp.keeping import Keeper
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
-pytestmark = [] if GPU else [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning")]  # dynamo's
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("UserWarning", "DeprecationWarning")
+]  # dynamo's
+if not GPU:
+    pytestmark.append(pytest.mark.slow)
 
 EAGER = dmcp.Engine(precision="float32", compile=False, graphs=False, tf32=False, channels_last=False)
 ENGINES = {

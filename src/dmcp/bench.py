@@ -22,7 +22,7 @@ from dmcp.errors import DmcpError
 from dmcp.graph import ChannelGraph
 from dmcp.markov import CHAIN, group_sizes
 from dmcp.sandwich import Draw, chains
-from dmcp.searching import SearchConfig, Steps, search
+from dmcp.searching import SearchConfig, Steps, search, uncounted
 from dmcp.spaces import Widths
 from dmcp.supernet import Supernet
 from dmcp.tracing import trace
@@ -257,7 +257,7 @@ def _measure_search(
     """The same of the two stages, as a search runs them after its warm-up."""
     config = SearchConfig(budget=_halfway(net.graph, net.floor), groups=int(net.alpha.shape[1] + 1))
     device = settled.device
-    with settled.running(net.model):
+    with settled.running(net.model), uncounted(net.model):
         net.train()
         steps = Steps(net, chains(net), config, parse(config.budget, net.graph), None, settled)
         generator = torch.Generator(device).manual_seed(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -175,6 +175,33 @@ def recoverability(
     axes.set(ylabel="share", ylim=(0, 1.05))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     _legend_below(axes, columns=2)
+    return figure
+
+
+def accuracy_over_macs(curves: Mapping[str, Sequence[tuple[float, float, float]]], title: str) -> Figure:
+    """Curves of (share of the MACs, mean accuracy, standard deviation); bars are one deviation up and down."""
+    figure, axes = _panel(7.0, 4.4)
+    places = [place for points in curves.values() for place, _, _ in points]
+    step = 0.006 * (max(places) - min(places) or 1.0)
+    colours = matplotlib.colormaps["tab20"]
+    for number, (name, points) in enumerate(curves.items()):
+        shift = step * (number - (len(curves) - 1) / 2)  # so that bars do not hide each other
+        x, y, error = ([*column] for column in zip(*sorted(points), strict=True))
+        axes.errorbar(
+            [place + shift for place in x],
+            y,
+            error,
+            label=name,
+            color=colours(number % 20),
+            marker="o" if number % 2 == 0 else "s",
+            ms=4,
+            lw=1,
+            capsize=2,
+        )
+    axes.set(title=title, xlabel="multiply-adds, share of the unpruned network's", ylabel="test accuracy")
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    _legend_below(axes, 4)
     return figure
 
 

@@ -20,6 +20,19 @@ from dmcp.training import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One cell of a comparison: what `dmcp cell` does besides what the rest of its plan says."""
+
+    method: str  # see methods; "" for the unpruned network
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the method, where they are not its defaults
+    prepares: bool = False  # whether it only trains a network that other cells start from
+    uses: str = ""  # name of the cell whose network it starts from, in the same folder
+    holdout: float = 0.1  # share of the training images that methods choose by
+    scratch: bool = True  # whether the chosen network is trained from scratch
+    fine_tune_epochs: int = 0  # epochs of the method's own way of training, where it fine-tunes; 0: not that way
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """All settings of one command."""
 
@@ -31,6 +44,7 @@ class Plan:
     retrain: Retrain = Retrain.SCRATCH
     controls: bool = False
     widths: str = ""  # file of widths that are trained
+    cell: Cell | None = None  # of dmcp compare
     every_steps: int = 1000  # steps between two checkpoints
     every_minutes: float = 5.0  # minutes between two, if that is sooner
     options: Mapping[str, Any] = field(default_factory=dict)  # as they were typed
@@ -43,7 +57,7 @@ class Plan:
 def plan_from_json(data: Mapping[str, Any], path: object) -> Plan:
     """The plan of a run; FileError where it is not one of this version."""
     try:
-        return from_plain(Plan, {it.name: data[it.name] for it in fields(Plan)})
+        return from_plain(Plan, {it.name: data[it.name] for it in fields(Plan) if it.name in data or it.name != "cell"})
     except (KeyError, TypeError, ValueError, OverflowError, TrainingError) as error:
         raise FileError(f"{path}: not the settings of a run of this version ({quote(error)}).") from None
 

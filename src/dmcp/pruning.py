@@ -22,6 +22,7 @@ from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.graph import ChannelGraph
 from dmcp.keeping import Keeper
+from dmcp.ranks import current
 from dmcp.recording import call_model, tensors_in
 from dmcp.sampling import expected, uniform
 from dmcp.searching import SearchConfig, SearchRecord, SearchResult
@@ -233,6 +234,9 @@ def _train_inside(
         largest, pruned = outputs
         return task(largest, batch) + imitation(pruned, [tensor.detach() for tensor in tensors_in(largest)])
 
+    engine = engine or Engine()
+    if loss is None and engine.graphs is None and current().world == 1:
+        engine = replace(engine, graphs=True)  # this loss never asks the device for a number
     training.train(pair, loader, config, both, on_step=on_step, engine=engine, keeper=keeper)
     small = cut(pair.net.model, graph, widths)
     recalibrate(small, loader)  # the running statistics are a mixture of both networks'

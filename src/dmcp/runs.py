@@ -50,6 +50,10 @@ class Run:
         text = data if isinstance(data, str) else json.dumps(data, indent=1)
         _write_files(self.folder, {name: text.encode()})
 
+    def write_bytes(self, name: str, data: bytes) -> None:
+        """Write a file of bytes."""
+        _write_files(self.folder, {name: data})
+
     def on_event(self, event: Event) -> None:
         """Keep what a run reports: records as lines of the log, the search as soon as it is done.
 

@@ -226,4 +226,6 @@ def _exchange(
         shares = shares.masked_fill(shares > 1, 0)
         if shares.max().item() <= best:
             return places
-        best, places = shares.max().item(), trials[shares.argmax()]
+        best = shares.max().item()
+        gaps = ((options.widths(trials) - wish) / wish).abs().amax(dim=1)
+        places = trials[gaps.masked_fill(shares < best, float("inf")).argmin()]

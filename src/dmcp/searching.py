@@ -10,7 +10,8 @@ from enum import StrEnum
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from dmcp.batches import Loader, device_of, input_of, mix, size_of
 from dmcp.budget import Budget, check_reachable, constant_alpha, parse
@@ -22,7 +23,7 @@ from dmcp.markov import CHAIN, INDEPENDENT, Process, group_sizes
 from dmcp.ranks import ALONE, Ranks, current, mean_values, share_tensors
 from dmcp.sandwich import Chains, Draw, chains, draw_gates, sort_channels
 from dmcp.spaces import Widths
-from dmcp.stages import ArchRecord, Passes, Subnet, WeightRecord, arch_step, weight_step
+from dmcp.stages import ArchRecord, Passes, Sliced, Subnet, WeightRecord, arch_step, weight_step
 from dmcp.stem import Stem, find_stem
 from dmcp.supernet import Narrow, Supernet, run_folded
 from dmcp.training import Loss, classification_loss, cosine, parameter_groups
@@ -189,7 +190,7 @@ def search(
     settled = (engine or Engine()).settled(
         device, steps=steps, large=net.graph.macs() >= _LARGE, plain=loss is None and ranks.world == 1
     )
-    with _seeded(net, config.seed, ranks) as generator, settled.running(net.model):
+    with _seeded(net, config.seed, ranks) as generator, settled.running(net.model), uncounted(net.model):
         share_tensors([*net.model.parameters(), *net.model.buffers()], ranks)
         feed = Feed(loader, settled, ranks, config.accumulate)
         held_out = feed if arch_loader is None else Feed(arch_loader, settled, ranks, config.accumulate)
@@ -281,7 +282,8 @@ class Steps:
         if net.graph.exact and not any(recording.caches for recording in net.graph.recordings):
             align = 8 if device.type == "cuda" else 1  # what tensor cores want
             self.narrow = _narrow(net, path, align, stem)
-            smallest = settled.compiled(self.narrow)
+            run, channels = settled.compiled(self.narrow), self.narrow.channels
+            smallest = run if channels is None else Sliced(run, channels)
         self.largest = net.hard(path.sizes.sum(dim=1))
         unbounded = bool(self.largest.all())
 
@@ -375,6 +377,20 @@ def _seeded(net: Supernet, seed: int, ranks: Ranks) -> Iterator[torch.Generator]
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(own)
         yield torch.Generator(device).manual_seed(seed)
+
+
+@contextlib.contextmanager
+def uncounted(model: nn.Module) -> Iterator[None]:
+    """BatchNorms count no batches meanwhile: with a momentum nothing reads the count, and each one is a kernel."""
+    norms = [it for it in model.modules() if isinstance(it, _NormBase) and it.momentum is not None]
+    counts = [norm.num_batches_tracked for norm in norms]
+    for norm in norms:
+        norm.num_batches_tracked = None
+    try:
+        yield
+    finally:
+        for norm, count in zip(norms, counts, strict=True):
+            norm.num_batches_tracked = count
 
 
 # in every step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,24 @@ from dmcp.sandwich import Chains
 from dmcp.supernet import Supernet
 from dmcp.training import Loss, imitation
 
-Subnet = Tensor | Callable[[Any, Tensor | None], Any]  # its gates, or what runs it on an input and the head's output
+Run = Callable[[Any, Tensor | None], Any]  # a network on an input and the head's output
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """A sub-network that takes only the first channels of the head's output, as a tensor of their own."""
+
+    run: Run
+    channels: int
+
+    def part(self, h: Tensor) -> Tensor:
+        """What it takes."""
+        last = h.ndim == 4 and h.is_contiguous(memory_format=torch.channels_last)
+        layout = torch.channels_last if last else torch.contiguous_format
+        return h.detach()[:, : self.channels].contiguous(memory_format=layout).requires_grad_(h.requires_grad)
+
+
+Subnet = Tensor | Run | Sliced  # its gates, or what runs it
 
 
 @dataclass(frozen=True)
@@ -80,19 +97,19 @@ def weight_step(
         with _autocast(net, precision):
             shared = passes.head(x) if passes and passes.head else None
         h = None if shared is None else shared.detach().requires_grad_(shared.requires_grad)
-        leaves = weights if h is None or not h.requires_grad else [*weights, h]
-        slopes += [None] * (len(leaves) - len(weights))
+        back: Tensor | None = None  # the slope that goes into the head, of all sub-networks at once
         target: list[Tensor] = []
         for subnet in subnets:
+            given = subnet.part(h) if isinstance(subnet, Sliced) and h is not None else h
             with _autocast(net, precision):
-                output = _run(net, passes, subnet, x, h)
+                output = _run(net, passes, subnet, x, given)
                 value = imitation(output, target) if distil and target else _number(loss(output, batch))
-            slopes = _add_slopes(slopes, value * (size_of(batch) / samples), leaves)
+            found = _slopes(value * (size_of(batch) / samples), weights, given)
+            slopes, back = _sums(slopes, found.weights), _add_back(back, found.given, h)
             losses.append(value.detach())
             target = target or [tensor.detach() for tensor in tensors_in(output)]
-        back = slopes.pop() if len(leaves) > len(weights) else None  # into the head, of all sub-networks at once
         if shared is not None and back is not None:
-            slopes = _add_slopes(slopes, shared, weights, back)
+            slopes = _sums(slopes, torch.autograd.grad(shared, weights, back, allow_unused=True))
     for weight, slope in zip(weights, slopes, strict=True):
         weight.grad = slope
     mean_gradients(weights, samples, ranks)
@@ -139,24 +156,48 @@ def arch_step(
 
 
 def _run(net: Supernet, passes: Passes | None, subnet: Subnet, x: Any, h: Tensor | None) -> Any:
+    if isinstance(subnet, Sliced):
+        return subnet.run(x, h)
     if not isinstance(subnet, Tensor):
         return subnet(x, h)
     return passes(x, subnet, h) if passes else net(x, subnet)
 
 
-def _add_slopes(
-    before: Sequence[Tensor | None], value: Tensor, leaves: Sequence[Tensor], slope: Tensor | None = None
-) -> list[Tensor | None]:
-    """Gradients of a value, added to earlier ones all at once: backward() would add those of each leaf by itself."""
-    found = torch.autograd.grad(value, leaves, slope, allow_unused=True)
+@dataclass(frozen=True)
+class _Slopes:
+    """Gradients of a loss."""
+
+    weights: Sequence[Tensor | None]
+    given: Tensor | None  # with respect to what came from the head
+
+
+def _slopes(value: Tensor, weights: Sequence[Tensor], given: Tensor | None) -> _Slopes:
+    if given is None or not given.requires_grad:
+        return _Slopes(torch.autograd.grad(value, weights, allow_unused=True), None)
+    *found, back = torch.autograd.grad(value, [*weights, given], allow_unused=True)
+    return _Slopes(found, back)
+
+
+def _sums(before: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Gradients added to earlier ones all at once: backward() would add those of each weight by itself."""
     total: list[Tensor | None] = [old if new is None else new for old, new in zip(before, found, strict=True)]
-    both = [place for place, new in enumerate(found) if new is not None and before[place] is not None]
-    for dtype in {leaves[place].dtype for place in both}:
-        same = [place for place in both if leaves[place].dtype == dtype]
-        olds, news = [before[place] for place in same], [found[place] for place in same]
-        sums = torch._foreach_add(cast(list[Tensor], olds), news)
-        for place, added in zip(same, sums, strict=True):
+    pairs = [(place, old, new) for place, (old, new) in enumerate(zip(before, found, strict=True))]
+    both = [(place, old, new) for place, old, new in pairs if old is not None and new is not None]
+    for dtype in {new.dtype for _, _, new in both}:
+        places, olds, news = zip(*(it for it in both if it[2].dtype == dtype), strict=True)
+        for place, added in zip(places, torch._foreach_add(olds, news), strict=True):
             total[place] = added
+    return total
+
+
+def _add_back(before: Tensor | None, found: Tensor | None, h: Tensor | None) -> Tensor | None:
+    """The gradient into the head's output, of one more sub-network, which may have had only its first channels."""
+    if found is None or h is None:
+        return before
+    if found.shape == h.shape:
+        return found if before is None else before + found
+    total = torch.zeros_like(h) if before is None else before
+    total[:, : found.shape[1]] += found
     return total
 
 

@@ -168,8 +168,16 @@ class Narrow:
             tensors[given_name(self.stem)] = self._part(h)
         return run_folded(self.skeleton, x, tensors)
 
+    @property
+    def channels(self) -> int | None:
+        """How many of the first channels of that output it uses, if it is no other part of it."""
+        whole = len(self.given) == 1 and self.given[0][0] == 1 and isinstance(self.given[0][1], int)
+        return int(self.given[0][1]) if whole else None
+
     def _part(self, h: Tensor) -> Tensor:
-        """What this network uses of the output of the whole one's first layers."""
+        """What this network uses of the output of the whole one's first layers; it may be given just that."""
+        if self.channels == h.shape[1]:
+            return h
         last = h.ndim == 4 and h.is_contiguous(memory_format=torch.channels_last)
         for how in self.given:
             h = _slice(h, *how)

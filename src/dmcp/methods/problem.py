@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from dmcp.batches import Loader
+from dmcp.batches import Loader, size_of
 from dmcp.budget import Budget, spent_shares
 from dmcp.engine import Engine
-from dmcp.errors import BudgetError
+from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.graph import ChannelGraph, Kept
 from dmcp.pruning import Keep
+from dmcp.searching import SearchRecord, SearchResult
 from dmcp.spaces import Widths
 from dmcp.training import Loss, Metric, StepRecord, TrainConfig
 
-Tell = Callable[[str, StepRecord | Mapping[str, Any]], None]  # (stage, what happened)
+Told = StepRecord | SearchRecord | SearchResult | Mapping[str, Any]
+Tell = Callable[[str, Told], None]  # (stage, what happened)
 
 
-def silent(stage: str, record: StepRecord | Mapping[str, Any]) -> None:
+def silent(stage: str, record: Told) -> None:
     """Tell nobody."""
+
+
+def samples_of(loader: Loader) -> int:
+    """Samples in a pass over a loader, a smaller last batch counted as a whole one."""
+    with torch.random.fork_rng([]):  # a loader that shuffles draws from it
+        for batch in loader:
+            return size_of(batch) * len(loader)
+    raise DataError("The loader has no batches: is the batch larger than the data?")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,3 +78,16 @@ class Choice:
         share = spent_shares(problem.budget, problem.graph, self.widths.tensor()[None]).max().item()
         if not tolerance <= share <= 1:
             raise BudgetError(f"The method chose widths that cost {share:.1%} of the budget {problem.budget.text!r}.")
+
+
+def loaded(problem: Problem, state: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of the problem's model with these weights."""
+    model = copy.deepcopy(problem.model)
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise TrainingError(
+            f"The state is not one of this network: give that of the same architecture. {reason}"
+        ) from None
+    return model

@@ -1,0 +1,217 @@
+"""The commands that compare methods: compare fills a table, cell by cell; cell fills one of them."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dmcp import figures
+from dmcp import options as o
+from dmcp.budget import check_reachable, parse
+from dmcp.cells import run_cell
+from dmcp.commands import print_json
+from dmcp.comparing import (
+    PAGE,
+    TABLE,
+    Comparison,
+    Line,
+    check_method,
+    gather,
+    markdown,
+    run_comparison,
+    timed,
+    to_json,
+)
+from dmcp.engine import Engine
+from dmcp.errors import DmcpError
+from dmcp.jobs import Job, Opened, open_job
+from dmcp.listing import is_run
+from dmcp.methods import METHODS, PEERS
+from dmcp.plans import plan_from_json
+from dmcp.runs import Run, free_folder, read_json
+from dmcp.sessions import say, session
+from dmcp.supernet import Supernet
+from dmcp.training import TrainConfig
+
+Budgets = Annotated[list[str] | None, typer.Option("--budget", help="50%, 211M, params:2M; repeatable. Default: 50%.")]
+Methods = Annotated[str, typer.Option(help=f"all, or some of {', '.join(METHODS)}, with commas.")]
+Peers = Annotated[list[str] | None, typer.Option("--peer", help="Another package, if installed: torch-pruning.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", help="Setting of a method, like amc.episodes=100; repeatable.")
+]
+SeedCount = Annotated[int, typer.Option(min=1, help="Seeds of everything, from --seed on.")]
+TrainEpochs = Annotated[int, typer.Option(min=1, help="Passes over the data in the final training.")]
+FineTune = Annotated[int | None, typer.Option(min=0, help="Epochs of fine-tuning; default: two thirds of --epochs.")]
+TrainLr = Annotated[float, typer.Option(help="Highest learning rate of the final training at a batch of 2048.")]
+Held = Annotated[float, typer.Option(help="Share of the training images that methods choose by.")]
+Scratch = Annotated[bool, typer.Option(help="Train what each method chose from scratch, by the same recipe.")]
+Unpruned = Annotated[bool, typer.Option(help="Also train the unpruned network.")]
+AtOnce = Annotated[int | None, typer.Option(min=1, help="Cells that run side by side; default: 8 on a GPU, the cores.")]
+
+
+def compare(
+    model: o.Model = "",
+    data: o.Data = "",
+    budget: Budgets = None,
+    methods: Methods = "all",
+    peer: Peers = None,
+    seeds: SeedCount = 3,
+    seed: o.Seed = 0,
+    epochs: TrainEpochs = 60,
+    fine_tune_epochs: FineTune = None,
+    scratch: Scratch = True,
+    unpruned: Unpruned = True,
+    setting: Settings = None,
+    batch: o.Batch = 128,
+    lr: TrainLr = 0.8,
+    weight_decay: o.WeightDecay = 1e-4,
+    holdout: Held = 0.1,
+    groups: o.Groups = 10,
+    align: o.Align = 1,
+    model_args: o.ModelArgs = None,
+    frozen: o.Frozen = None,
+    input: o.Input = "",
+    out: o.Out = "",
+    at_once: AtOnce = None,
+    device: o.Device = "",
+    precision: o.Numbers = None,
+    compile: o.Compile = None,
+    graphs: o.Graphs = None,
+    deterministic: o.Deterministic = False,
+    quiet: o.Quiet = False,
+    as_json: o.AsJson = False,
+    debug: o.Debug = False,
+) -> None:
+    """Compare pruning methods under one protocol: the same data, split, recipe and budgets, several seeds.
+
+    Each method at each budget with each seed is a run folder; the same command started again goes on where it was.
+
+    \b
+    Examples:
+      dmcp compare --model cifar:resnet20 --data cifar10 --budget 50% --budget 30% --methods all --seeds 3
+      dmcp compare --model digits:resnet --data digits --methods uniform,l1,dmcp --epochs 10 --seeds 2
+    """
+    if not o.is_first():
+        return
+    for name, given in (("model", model), ("data", data)):
+        if not given:
+            raise DmcpError(f"--{name} is missing: dmcp compare --help says what it can be.")
+    job = Job(
+        model=model,
+        model_args=tuple(model_args or ()),
+        data=data,
+        input=input,
+        frozen=tuple(frozen or ()),
+        batch=batch,
+        device=device,
+    )
+    it = Comparison(
+        job=job,
+        engine=Engine(precision=precision, compile=compile, graphs=graphs, deterministic=deterministic),
+        train=TrainConfig(
+            epochs=epochs, lr=lr, warmup_lr=lr / 4, warmup_epochs=min(1, epochs / 2), weight_decay=weight_decay
+        ),
+        budgets=tuple(budget or ["50%"]),
+        methods=(*_names(methods), *(peer or ())),
+        seeds=tuple(range(seed, seed + seeds)),
+        settings=_settings(setting or ()),
+        groups=groups,
+        align=align,
+        holdout=holdout,
+        scratch=scratch,
+        fine_tune_epochs=max(1, 2 * epochs // 3) if fine_tune_epochs is None else fine_tune_epochs,
+        unpruned=unpruned,
+    )
+    for name in peer or ():
+        if name not in PEERS:
+            raise DmcpError(f"--peer: there is no peer {name!r}: there are {', '.join(PEERS)}.")
+    opened = open_job(replace(job, device="cpu"))
+    _check_budgets(it, opened)
+    folder = Path(out or free_folder("compare"))
+    failed = run_comparison(it, folder, at_once, quiet)
+    lines = gather(it, folder)
+    if lines:
+        lines = _write(it, lines, folder)
+        _print(lines, folder, as_json)
+    if failed:
+        listed = "; ".join(end.describe() for end in failed[:3]) + ("; ..." if failed[3:] else "")
+        raise DmcpError(f"{len(failed)} cells failed, the same command starts only them again: {listed}")
+
+
+def cell(
+    plan: Annotated[Path, typer.Argument(help="What the cell is to do.")],
+    folder: Annotated[Path, typer.Argument(help="Its run folder.")],
+    debug: o.Debug = False,
+) -> None:
+    """Fill one cell of a table; dmcp compare starts these."""
+    wanted = plan_from_json(read_json(plan), plan)
+    with session(wanted, folder, is_run(folder), quiet=True) as here:
+        run_cell(here)
+    say("done")
+
+
+def _names(methods: str) -> list[str]:
+    names = [word.strip() for word in methods.split(",") if word.strip()]
+    found = [*METHODS] if names == ["all"] else names
+    for name in found:
+        check_method(name)
+    return found
+
+
+def _settings(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """amc.episodes=100 as a mapping of mappings."""
+    found: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        place, equals, value = text.partition("=")
+        method, dot, name = place.partition(".")
+        if not equals or not dot or not name.isidentifier():
+            raise DmcpError(f"--set: {text!r} is not of the form METHOD.NAME=VALUE, like amc.episodes=100.")
+        check_method(method)
+        try:
+            found.setdefault(method, {})[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found.setdefault(method, {})[name] = value
+        try:
+            known = METHODS[method] if method in METHODS else PEERS[method]
+            known.config(**found[method])
+        except TypeError:
+            raise DmcpError(f"--set: {method} has no setting {name!r}.") from None
+    return found
+
+
+def _check_budgets(it: Comparison, opened: Opened) -> None:
+    """One sentence now, not one of each cell."""
+    floor = Supernet(opened.model, opened.graph, it.groups, it.align).floor
+    for budget in it.budgets:
+        check_reachable(parse(budget, opened.graph), opened.graph, floor)
+
+
+def _write(it: Comparison, lines: list[Line], folder: Path) -> list[Line]:
+    """Table and figure into the folder."""
+    opened = open_job(it.job)
+    lines = timed(lines, it, folder, opened)
+    batch = len(next(iter(opened.loaders.test))[1])
+    run = Run(folder)
+    run.write(TABLE, {"model": it.job.model, "data": it.job.data, "batch": batch, "lines": to_json(lines)})
+    run.write(PAGE, markdown(lines, batch))
+    curves: dict[str, list[tuple[float, float, float]]] = {}
+    for line in lines:
+        name = f"{line.method}{', own training' if line.own else ''}"
+        place = statistics.fmean(line.macs_share)
+        curves.setdefault(name, []).append((place, line.mean, line.deviation or 0.0))
+    title = f"{it.job.model}, {Path(it.job.data).name}, {it.train.epochs} epochs, {len(it.seeds)} seeds"
+    figures.save(figures.accuracy_over_macs(curves, title), folder / "compare.svg")
+    return lines
+
+
+def _print(lines: Sequence[Line], folder: Path, as_json: bool) -> None:
+    if as_json:
+        print_json({"folder": str(folder), "lines": to_json(lines)})
+    else:
+        print(f"{(folder / PAGE).read_text()}\n{folder}")

@@ -1,0 +1,224 @@
+"""AutoSlim: train one network at many widths, then narrow it where that hurts least (Yu and Huang, 2019).
+
+`prepare` trains a slimmable network by the sandwich rule: in each step the largest sub-network learns the task, and the
+smallest and some random ones, each space with a width of its own, imitate it. `find` starts from the full widths; while
+the budget is exceeded, it tries every space one group narrower and keeps the trial that held-out samples suffer least
+from. BatchNorms take the statistics of the batch meanwhile, so the held-out batches should be large. As in the paper,
+trials are compared as they are, whatever each of them saves; `per_saved` divides by that.
+
+It differs from the paper in this: trials are compared by their loss, not by their accuracy, which on few samples has
+many ties; the unpruned network is the largest one, where the authors also start from wider ones; the last step is
+repaired so that little of the budget is left unused; layers with a residual stream in common are one space, narrowed
+together; the weights of the slimmable network are given back, while the authors train the result from scratch. The
+running statistics among them are a mixture of all widths: calibrate what is cut out of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from dmcp.batches import device_of, input_of, on_device, size_of
+from dmcp.budget import check_reachable, spent_shares
+from dmcp.calibration import kept_modes
+from dmcp.engine import Engine, Settled
+from dmcp.errors import DataError, TrainingError
+from dmcp.methods.problem import Choice, Prepared, Problem
+from dmcp.ranks import current, mean_values
+from dmcp.sampling import TOLERANCE, Options, fit
+from dmcp.sandwich import Draw, chains
+from dmcp.searching import SearchConfig, SearchRecord, search
+from dmcp.supernet import Supernet
+from dmcp.training import classification_loss
+
+STAGE = "autoslim"  # what the progress of the training is told as
+GREEDY = "autoslim greedy"  # the same of the choice
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoSlimConfig:
+    """Settings of AutoSlim."""
+
+    epochs: int = 40  # passes over the data that train the slimmable network; the paper: 10 to 20 % of a full training
+    groups: int = 10  # groups that each space is divided into; one is dropped at a time
+    subnets: int = 2  # random sub-networks in each training step, besides the largest and the smallest
+    distil: bool = True  # whether sub-networks imitate the largest one instead of learning the labels
+    lr_share: float = 0.5  # of the recipe's learning rate: a step sums the gradients of several sub-networks
+    batches: int = 4  # held-out batches that each trial is run on
+    at_once: int = 1  # spaces narrowed in one step, those that hurt least; more are faster where there are very many
+    per_saved: bool = False  # whether trials are compared by the loss they add per cost that they save
+
+    def __post_init__(self) -> None:
+        for name, least in (("epochs", 1), ("groups", 2), ("subnets", 0), ("batches", 1), ("at_once", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise TrainingError(f"{name} must be an int of at least {least}, not {value!r}.")
+        for name in ("distil", "per_saved"):
+            if not isinstance(getattr(self, name), bool):
+                raise TrainingError(f"{name} must be True or False, not {getattr(self, name)!r}.")
+        if not isinstance(self.lr_share, int | float) or not 0 < self.lr_share < math.inf:  # also refuses NaN
+            raise TrainingError(f"lr_share must be a number above 0, like 0.5, not {self.lr_share!r}.")
+
+
+def prepare(problem: Problem, config: AutoSlimConfig) -> Prepared:
+    """Train the slimmable network: one for all budgets."""
+    batch = _batch_size(problem)
+    net = Supernet(problem.model, problem.graph, config.groups, problem.align)
+
+    def tell(record: SearchRecord) -> None:
+        largest, smallest, *_ = record.weight_losses or (math.nan, math.nan)
+        facts = {"step": record.step, "epoch": record.epoch, "lr": record.lr, "loss": largest, "smallest": smallest}
+        problem.tell(STAGE, facts)
+
+    keeper = problem.keep and problem.keep(STAGE)
+    settings = _settings(problem, config, batch)
+    search(net, problem.loader, settings, problem.loss, on_record=tell, engine=problem.engine, keeper=keeper)
+    state = {name: tensor.detach().clone() for name, tensor in net.model.state_dict().items()}
+    samples = batch * len(problem.loader)  # a smaller last batch counts as a whole one
+    return Prepared(state=state, sample_passes=samples * config.epochs * (2 + config.subnets))
+
+
+def find(problem: Problem, config: AutoSlimConfig, state: Mapping[str, Tensor] | None = None) -> Choice:
+    """Narrow the slimmable network, group by group, until it is inside the budget."""
+    if state is None:
+        raise TrainingError("AutoSlim narrows a network that was trained for it: give state=prepare(...).state.")
+    graph = problem.graph
+    net = Supernet(problem.model, graph, config.groups, problem.align)
+    borders = chains(net, smallest=problem.floor, align=problem.align).sizes.cumsum(dim=1).cpu()  # (S, G)
+    check_reachable(problem.budget, graph, graph.widths(borders[:, 0]))
+    _load(net.model, state)
+    slimmed, passes = _slim(net, borders, problem, config)
+    options = Options(graph, problem.floor.tensor(), graph.full.tensor(), problem.align)
+    widths = fit(graph, problem.budget, slimmed.double(), options, TOLERANCE)
+    _load(net.model, state)  # the trials have moved the running statistics
+    return Choice(widths=widths, kept=widths, model=net.model, sample_passes=passes)
+
+
+# the greedy steps
+
+
+@torch.no_grad()
+def _slim(net: Supernet, borders: Tensor, problem: Problem, config: AutoSlimConfig) -> tuple[Tensor, int]:
+    """The first widths on the greedy way that are inside the budget, and the samples that were run. -> (S,)"""
+    settled = (problem.engine or Engine()).settled(device_of(net), plain=problem.loss is None)
+    with kept_modes(net), settled.running(net.model):
+        net.eval()
+        for part in net.model.modules():
+            if isinstance(part, _BatchNorm):
+                part.train()
+        losses, samples = _judge(net, problem, config, settled)
+        widths, runs = problem.graph.full.tensor(), 0
+        shares = spent_shares(problem.budget, problem.graph, widths[None])  # (1, L)
+        while shares.max() > 1:
+            trials = _narrower(widths, borders)  # (C, S)
+            found = losses(torch.cat([widths[None], trials]))
+            harm = found[1:] - found[0]
+            if config.per_saved:
+                saved = (shares - spent_shares(problem.budget, problem.graph, trials)) * (shares > 1)
+                saved = saved.sum(dim=1).clamp(min=1e-12)
+                harm = torch.where(harm > 0, harm / saved, harm * saved)  # of those that do no harm, the largest step
+            if not harm.isfinite().any():
+                raise TrainingError("No trial has a finite loss: prepare the network with a smaller lr_share.")
+            chosen = trials[harm.nan_to_num(nan=math.inf).argsort(stable=True)[: config.at_once]]
+            widths, shares = _first_inside(problem, chosen.cummin(dim=0).values)
+            runs += len(found)
+            problem.tell(GREEDY, {"trials": runs, "loss": found[0].item(), "spent": shares.max().item()})
+    return widths, runs * samples
+
+
+def _first_inside(problem: Problem, ways: Tensor) -> tuple[Tensor, Tensor]:
+    """Of widths that become narrower, the first inside the budget, or the last, and their shares. -> (S,), (1, L)"""
+    shares = spent_shares(problem.budget, problem.graph, ways)
+    place = min(int((shares > 1).any(dim=1).sum()), len(ways) - 1)
+    return ways[place], shares[place, None]
+
+
+def _narrower(widths: Tensor, borders: Tensor) -> Tensor:
+    """Every way to make one space one group narrower. (S,), (S, G) -> (C, S)"""
+    below = borders.masked_fill(borders >= widths[:, None], 0).amax(dim=1)  # zero for a space at its floor
+    spaces = below.nonzero().squeeze(1)
+    trials = widths.repeat(len(spaces), 1)
+    trials[torch.arange(len(spaces)), spaces] = below[spaces]
+    return trials
+
+
+def _judge(
+    net: Supernet, problem: Problem, config: AutoSlimConfig, settled: Settled
+) -> tuple[Callable[[Tensor], Tensor], int]:
+    """What gives the held-out losses of sub-networks, (C, S) -> (C,) on the CPU, and the samples that each sees."""
+    device = settled.device
+    wanted = itertools.islice(problem.held, config.batches)
+    batches = [settled.laid_out(on_device(batch, device)) for batch in wanted if size_of(batch)]
+    if not batches:
+        raise DataError("AutoSlim chooses by held-out samples, and `held` has none: give it at least one batch.")
+    sizes = torch.tensor([float(size_of(batch)) for batch in batches])
+    samples, weights = int(sizes.sum()), (sizes / sizes.sum()).to(device)
+    task = problem.loss or classification_loss()
+
+    def loss(batch: Any, gates: Tensor) -> Tensor:
+        with settled.autocast():
+            return task(net(input_of(batch), gates), batch).float()
+
+    run = settled.repeated(loss)
+
+    def losses(widths: Tensor) -> Tensor:
+        rows: list[Tensor] = []
+        for row in widths.to(device):  # nothing waits for the device until all trials are queued
+            gates = net.hard(row)
+            rows.append(torch.stack([run(batch, gates) for batch in batches]) @ weights)
+        return mean_values(torch.stack(rows), samples, current()).cpu().double()
+
+    return losses, samples
+
+
+# small things
+
+
+def _settings(problem: Problem, config: AutoSlimConfig, batch: int) -> SearchConfig:
+    """A search that trains weights only, by the recipe as far as it says how."""
+    recipe = problem.recipe
+    return SearchConfig(
+        budget=1.0,  # any would do: the alphas stay where they are
+        groups=config.groups,
+        align=problem.align,
+        smallest=dict(problem.floor),
+        epochs=config.epochs,
+        warmup=1 - 1 / config.epochs,  # weights only; the search wants one epoch for its alphas, which does nothing
+        warmup_draw=Draw.UNIFORM,
+        draw=Draw.UNIFORM,
+        subnets=config.subnets,
+        distil=config.distil,
+        task_loss=False,
+        alpha_lr=0.0,
+        alpha_min_lr=0.0,
+        lr=config.lr_share * recipe.lr,
+        min_lr=config.lr_share * recipe.min_lr,
+        reference_batch=recipe.reference_batch or batch,
+        momentum=recipe.momentum,
+        weight_decay=recipe.weight_decay,
+        label_smoothing=recipe.label_smoothing,
+        seed=problem.seed,
+    )
+
+
+def _batch_size(problem: Problem) -> int:
+    """Samples in a training batch; the random numbers of torch are left as they were."""
+    with torch.random.fork_rng([]):
+        for batch in problem.loader:
+            return size_of(batch)
+    raise DataError("The loader has no batches: is the batch larger than the data?")
+
+
+def _load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise TrainingError(f"The state is not one of this network: give that of prepare(...). {reason}") from None

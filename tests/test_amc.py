@@ -1,0 +1,185 @@
+"""AMC, and the agent that it searches with."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from planted import Batches, planted_problem, tiny_problem
+from torch import Tensor
+from torchvision.models import densenet121, mobilenet_v2, resnet18
+
+import dmcp
+from dmcp.batches import generator
+from dmcp.budget import spent_shares
+from dmcp.errors import BudgetError, DataError, TrainingError
+from dmcp.filters import magnitude
+from dmcp.methods.amc import AmcConfig, _Course, find
+from dmcp.methods.ddpg import Agent, DdpgConfig, truncated_normal
+from dmcp.methods.problem import Problem
+
+SHORT = AmcConfig(warmup=2, episodes=2, agent=DdpgConfig(hidden=8))
+QUICK = DdpgConfig(hidden=32, actor_lr=1e-3, critic_lr=1e-2)
+
+
+def trained(problem: Problem) -> dict[str, Tensor]:
+    """The state dict of an ordinarily trained network."""
+    model = copy.deepcopy(problem.model)
+    dmcp.train(model, problem.loader, replace(problem.recipe, epochs=8))
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_planted_truth_is_found_and_learned(seed: int) -> None:
+    log: list[Any] = []
+    problem = planted_problem(seed=seed, tell=lambda stage, record: log.append(record))
+    choice = find(problem, AmcConfig(warmup=20, episodes=100, agent=QUICK), trained(problem))
+    assert dict(choice.widths) == {"needed": 8, "useless": 1}
+    choice.check(problem, tolerance=0.93)  # more cannot be used: one channel costs 10 %
+    rewards = [record["reward"] for record in log]
+    assert sum(rewards[-20:]) / 20 > sum(rewards[:20]) / 20 + 0.1  # it is not only luck of the draw
+    assert log[-1]["best"] == max(rewards) and log[-1].keys() == {"episode", "reward", "best", "macs"}
+    assert 256 * len(set(rewards)) <= choice.sample_passes <= 256 * 8  # there are 8 structures, each judged once
+
+
+@pytest.mark.parametrize("build", [resnet18, mobilenet_v2, densenet121])
+def test_real_networks(build: Any) -> None:
+    problem = tiny_problem(build(num_classes=10))
+    before = copy.deepcopy(problem.model.state_dict())
+    choice = find(problem, replace(SHORT, warmup=1, episodes=1))
+    choice.check(problem)
+    assert choice.model is not None
+    small = dmcp.cut(choice.model, problem.graph, choice.kept)
+    assert small(problem.loader.batches[0][0]).shape == (4, 10)  # type: ignore[attr-defined]
+    assert all(torch.equal(before[name], tensor) for name, tensor in problem.model.state_dict().items())
+    assert problem.model.training and choice.model.training
+
+
+def test_model_is_the_trained_one_with_the_strongest_channels_first() -> None:
+    problem = tiny_problem(resnet18(num_classes=10))
+    state = {name: tensor + 0.01 for name, tensor in problem.model.state_dict().items()}
+    model = find(problem, SHORT, state).model
+    assert model is not None
+    for space in problem.graph.spaces:
+        norm = magnitude(model, problem.graph, space)
+        assert norm is not None and bool((norm.diff() <= 0).all())
+    same = copy.deepcopy(problem.model)
+    same.load_state_dict(state)
+    x = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(model.eval()(x), same.eval()(x), rtol=1e-3, atol=1e-3)  # statistics too are untouched
+
+
+def test_reward_is_the_metric_of_the_cut_network_with_batch_statistics() -> None:
+    log: list[Any] = []
+    problem = planted_problem(tell=lambda stage, record: log.append(record))
+    choice = find(problem, SHORT, trained(problem))
+    assert choice.model is not None
+    small = dmcp.cut(choice.model, problem.graph, choice.kept).train()
+    right = sum(dmcp.training.top1(small(x), (x, labels))[0].item() for x, labels in problem.held)
+    assert log[-1]["best"] == pytest.approx(right / sum(labels.numel() for _, labels in problem.held), abs=2e-3)
+
+
+def test_same_seed_same_search_without_touching_other_random_numbers() -> None:
+    def run(seed: int) -> tuple[Mapping[str, int], list[Any]]:
+        log: list[Any] = []
+        before = torch.get_rng_state()
+        mine = replace(problem, seed=seed, tell=lambda stage, record: log.append(record))
+        widths = find(mine, SHORT).widths
+        assert torch.equal(before, torch.get_rng_state())
+        return widths, log
+
+    problem = tiny_problem(resnet18(num_classes=10))
+    assert run(3) == run(3)
+    assert run(3)[1] != run(4)[1]
+
+
+@pytest.mark.parametrize("budget", ["30%", "params:40%", "60%,params:35%"])
+def test_every_walk_ends_inside_the_budget(budget: str) -> None:
+    problem = tiny_problem(resnet18(num_classes=10), budget, align=8)
+    course = _Course.of(problem)
+    agent = Agent(course.fixed.shape[1] + 3, DdpgConfig(hidden=8), 0)
+    for _ in range(5):
+        widths = course.walk(agent, 0.5)
+        assert 0.95 <= spent_shares(problem.budget, problem.graph, widths[None]).max() <= 1
+        assert bool((widths >= problem.floor.tensor()).all()) and not bool((widths % 8).any())
+        states = course.states(widths, torch.arange(len(widths)))
+        assert bool((states >= 0).all()) and bool((states <= 1).all())
+        assert bool((states[:, -3].diff() >= 0).all())  # what has been saved only grows
+
+
+def test_greedy_first_steps_leave_the_floor_for_the_others() -> None:
+    class Greedy(Agent):
+        def act(self, state: Tensor, low: float = 0.0, spread: float = 0.0) -> float:
+            return 1.0
+
+    course = _Course.of(tiny_problem(resnet18(num_classes=10), "30%"))
+    widths = course.walk(Greedy(course.fixed.shape[1] + 3, DdpgConfig(hidden=8), 0), 0.5)
+    assert torch.equal(widths[:2], course.full[:2]) and torch.equal(widths[-2:], course.least[-2:])
+    assert 0.95 <= spent_shares(course.budget, course.graph, widths[None]) <= 1
+
+
+def test_agent_learns_a_bandit_with_two_states() -> None:
+    agent, draw = Agent(1, QUICK, 0), generator(5)
+    best = {0.0: 0.2, 1.0: 0.9}
+    for _ in range(400):
+        for place, goal in best.items():
+            action = float(torch.rand((), generator=draw))
+            agent.remember(torch.tensor([[place]]), torch.tensor([action]), 1 - abs(action - goal))
+    agent.learn(1500)
+    for place, goal in best.items():
+        assert agent.act(torch.tensor([place])) == pytest.approx(goal, abs=0.12)
+
+
+def test_agent_sees_that_an_early_step_pays_later() -> None:
+    agent, draw = Agent(2, QUICK, 0), generator(6)
+    for _ in range(600):  # what was done at the first step is seen at the second; only both together count
+        first, second = torch.rand(2, generator=draw).tolist()
+        states = torch.tensor([[0.0, 0.0], [1.0, first]])
+        agent.remember(states, torch.tensor([first, second]), first * second)
+    agent.learn(1000)
+    assert agent.act(torch.tensor([0.0, 0.0])) > 0.8 and agent.act(torch.tensor([1.0, 0.9])) > 0.8
+
+
+def test_truncated_normal() -> None:
+    chance = torch.rand(100_000, generator=generator(0), dtype=torch.float64)
+    drawn = truncated_normal(0.5, 0.1, 0.2, 1.0, chance)
+    assert drawn.mean().item() == pytest.approx(0.5, abs=2e-3) and drawn.std().item() == pytest.approx(0.1, abs=2e-3)
+    wide = truncated_normal(0.0, 50.0, 0.2, 1.0, chance)  # flat
+    assert wide.min() >= 0.2 and wide.max() <= 1 and wide.mean().item() == pytest.approx(0.6, abs=5e-3)
+    assert bool((truncated_normal(0.1, 1e-6, 0.3, 1.0, chance) - 0.3 < 1e-4).all())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: AmcConfig(episodes=0),
+        lambda: AmcConfig(warmup=-1),
+        lambda: AmcConfig(noise=0.1, last_noise=0.2),
+        lambda: AmcConfig(last_noise=0.0),
+        lambda: AmcConfig(batches=0),
+        lambda: DdpgConfig(hidden=0),
+        lambda: DdpgConfig(memory=1.5),  # type: ignore[arg-type]
+        lambda: DdpgConfig(actor_lr=0.0),
+        lambda: DdpgConfig(soft=0.0),
+        lambda: DdpgConfig(discount=1.1),
+        lambda: DdpgConfig(baseline=1.0),
+    ],
+)
+def test_impossible_settings_are_refused(wrong: Any) -> None:
+    with pytest.raises(TrainingError, match=r"must .*, not "):
+        wrong()
+
+
+def test_bad_input_is_refused() -> None:
+    problem = planted_problem()
+    with pytest.raises(TrainingError, match="state dict of the same model"):
+        find(problem, SHORT, {"conv.weight": torch.zeros(1)})
+    single = Batches([(x[:1], labels[:1]) for x, labels in problem.held])
+    with pytest.raises(DataError, match="two samples"):
+        find(replace(problem, held=single), SHORT)
+    with pytest.raises(BudgetError, match="less than the floor"):
+        find(replace(problem, budget=dmcp.budget.parse("5%", problem.graph)), SHORT)

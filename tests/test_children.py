@@ -1,0 +1,379 @@
+"""Commands side by side: order and number, what becomes of those that fail or are stopped, and MPS."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dmcp import children
+from dmcp.children import Command, Ended, kept_signals, run_side_by_side
+from dmcp.errors import DmcpError
+from dmcp.locks import alive
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+# A command: notes how it was called, and does what its words say.
+CHILD = """
+import json, os, signal, subprocess, sys, time
+start = time.monotonic()
+name, *words = sys.argv[1:]
+
+def note(**facts):
+    keys = [key for key in os.environ if key.startswith(("CUDA_", "OMP_"))]
+    facts |= {"name": name, "env": {key: os.environ[key] for key in keys}, "start": start}
+    with open(__file__.replace("child.py", "calls"), "a") as file:
+        file.write(json.dumps(facts) + "\\n")
+
+def stop(number, _):
+    print("stopped by", signal.Signals(number).name, file=sys.stderr)
+    raise SystemExit(1)
+
+print("10 %\\r20 %\\rready", file=sys.stderr)
+print(f"table of {name}")
+if "fail" in words:
+    sys.stderr.write("dmcp: no such\\x1b model.")
+    raise SystemExit(3)
+if "crash" in words:
+    os.kill(os.getpid(), signal.SIGKILL)
+if "hang" in words:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN if "deaf" in words else stop)
+    worker = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+    note(pids=[os.getpid(), worker.pid])
+    time.sleep(60)
+time.sleep(0.3 if "slow" in words else 0)
+note(end=time.monotonic())
+"""
+
+# Stands for the control of MPS: its daemon is a process that keeps what it was started with open, as the real one does.
+DAEMON = """#!/bin/sh
+echo "${1:-$(cat)} ${CUDA_MPS_PIPE_DIRECTORY:-none} ${CUDA_VISIBLE_DEVICES:-all}" >> "$FAKE/asked"
+word=$(tail -n 1 "$FAKE/asked" | cut -d ' ' -f 1)
+pipe=${CUDA_MPS_PIPE_DIRECTORY:-$FAKE}/control
+if [ "$word" = -d ]; then
+    [ -e "$FAKE/broken" ] && exit 1
+    [ -d "$CUDA_MPS_LOG_DIRECTORY" ] || exit 1
+    sleep 60 &
+    echo $! > "$pipe"
+    cp "$pipe" "$FAKE/daemon"
+    exit 0
+fi
+if [ ! -e "$pipe" ]; then
+    [ -e "$FAKE/silent" ] && exit 0
+    echo "Cannot find MPS control daemon process"
+    [ -e "$FAKE/polite" ]
+    exit
+fi
+[ "$word" = quit ] && kill "$(cat "$pipe")"
+exit 0
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for the files of commands, which are run by the program above."""
+    (tmp_path / "child.py").write_text(CHILD)
+    monkeypatch.setattr(children, "_PAUSE", 0.02)
+    for name in [name for name in os.environ if name.startswith("CUDA_")]:
+        monkeypatch.delenv(name)
+    (tmp_path / "runs").mkdir()
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def mps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a control of MPS that is on PATH."""
+    fake = folder.parent / "mps"
+    fake.mkdir()
+    (fake / children.MPS).write_text(DAEMON)
+    (fake / children.MPS).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake}:/usr/bin:/bin")
+    monkeypatch.setenv("FAKE", str(fake))
+    return fake
+
+
+def command(folder: Path, name: str, *words: str, after: tuple[str, ...] = ()) -> Command:
+    return Command(name, (sys.executable, "-S", str(folder.parent / "child.py"), name, *words), after)
+
+
+def run(folder: Path, *commands: Command, device: torch.device = CPU, **options: Any) -> dict[str, int | None]:
+    with kept_signals() as signals:
+        ended = run_side_by_side(commands, folder, device, signals, **options)
+    return {end.command.name: end.code for end in ended}
+
+
+def calls(folder: Path) -> list[dict[str, Any]]:
+    """How the commands were called, by name."""
+    path = folder.parent / "calls"
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return sorted(found, key=lambda call: call["name"])
+
+
+def asked(mps: Path) -> list[list[str]]:
+    """What the control of MPS was asked: word, folder of its pipes, GPUs."""
+    return [line.split() for line in (mps / "asked").read_text().splitlines()] if (mps / "asked").exists() else []
+
+
+def most_at_once(found: list[dict[str, Any]]) -> int:
+    return max(sum(it["start"] <= call["start"] < it["end"] for it in found) for call in found)
+
+
+def wait_for(true: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+# order and number
+
+
+def test_words_are_shown_and_kept(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    titled = Command("b", command(folder, "b").argv, title="cell b")
+    assert run(folder, command(folder, "a"), titled) == {"a": 0, "b": 0}
+    out, err = capfd.readouterr()
+    assert out == "" and sorted(err.splitlines()) == ["a: ready", "cell b: ready"]
+    assert (folder / "b.out").read_text() == "table of b\n"
+    run(folder, command(folder, "a"), quiet=True)
+    assert capfd.readouterr() == ("", "")
+    assert (folder / "a.out").read_text() == 2 * "table of a\n"
+
+
+def test_a_command_waits_for_what_it_needs(folder: Path) -> None:
+    commands = [
+        command(folder, "base", "slow"),
+        command(folder, "late", after=("base",)),
+        command(folder, "free", "slow"),
+        command(folder, "last", after=("late", "free")),
+    ]
+    assert list(run(folder, *commands, device=GPU, at_once=2)) == ["base", "late", "free", "last"]
+    base, free, last, late = calls(folder)
+    assert free["start"] < base["end"] <= late["start"]  # the one that may start does not wait for the one that may not
+    assert max(late["end"], free["end"]) <= last["start"]
+
+
+def test_one_at_a_time_keeps_the_order(folder: Path) -> None:
+    names = ["d", "b", "c", "a"]
+    run(folder, *(command(folder, name) for name in names), at_once=1)
+    assert [call["name"] for call in sorted(calls(folder), key=lambda call: call["start"])] == names
+
+
+@pytest.mark.parametrize(
+    ("device", "cores", "at_once", "most", "threads"),
+    [
+        (CPU, 2, None, 2, 1),
+        (CPU, 2, 4, 2, 1),
+        (CPU, 8, 3, 3, 2),
+        (CPU, 5, 1, 1, 5),
+        (GPU, 2, 4, 4, 1),
+        (GPU, 16, 3, 3, 5),
+    ],
+)
+def test_cores_are_divided(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+    cores: int,
+    at_once: int | None,
+    most: int,
+    threads: int,
+) -> None:
+    monkeypatch.setattr(children, "_cores", lambda: cores)
+    monkeypatch.setenv("PATH", "")  # no MPS
+    run(folder, *(command(folder, str(number), "slow") for number in range(4)), device=device, at_once=at_once)
+    found = calls(folder)
+    assert len(found) == 4 and most_at_once(found) == most
+    assert {call["env"]["OMP_NUM_THREADS"] for call in found} == {str(threads)}
+
+
+def test_a_gpu_has_eight_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "_cores", lambda: 16)
+    assert children._divide(None, GPU) == (8, 2) and children._divide(None, CPU) == (16, 1)
+
+
+def test_cores_are_those_of_this_process() -> None:
+    listed = subprocess.run(["nproc"], capture_output=True, text=True, check=True, env={"PATH": os.environ["PATH"]})
+    assert children._cores() == int(listed.stdout)
+
+
+def test_commands_that_make_no_sense(folder: Path) -> None:
+    for name in ("", "a/b", "a/"):
+        with pytest.raises(DmcpError, match="cannot name the files of a command: give it a name without slashes"):
+            Command(name, ("true",))
+    one, two = Command("one", ("true",)), Command("two", ("true",), after=("one",))
+    with pytest.raises(DmcpError, match="Two commands are named one: give each a name of its own"):
+        run(folder, one, two, one)
+    for wrong in ([two, one], [two], [Command("two", ("true",), after=("two",))]):
+        with pytest.raises(DmcpError, match=r"two waits for (one|two): give what it waits for before it"):
+            run(folder, *wrong)
+    with pytest.raises(DmcpError, match="At least one command must run at a time, not 0"):
+        run(folder, one, at_once=0)
+    assert not list(folder.iterdir())
+
+
+# failures and signals
+
+
+def test_a_failure_stops_only_what_needs_it(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    commands = [
+        command(folder, "base", "fail"),
+        command(folder, "good"),
+        command(folder, "crash", "crash"),
+        command(folder, "cell", after=("good", "base")),
+        command(folder, "late", after=("cell",)),
+        command(folder, "fine", after=("good",)),
+    ]
+    with kept_signals() as signals:
+        ended = run_side_by_side(commands, folder, CPU, signals)
+    assert [end.command for end in ended] == commands
+    assert [end.code for end in ended] == [3, 0, -signal.SIGKILL, None, None, 0]
+    assert [call["name"] for call in calls(folder)] == ["fine", "good"]
+    assert [end.describe() for end in ended if end.code != 0] == [
+        "base: exit code 3: dmcp: no such\N{REPLACEMENT CHARACTER} model.",
+        "crash: killed by SIGKILL: ready",
+        "cell: not started: it needs base, and that failed",
+        "late: not started: it needs cell, and that failed",
+    ]
+    assert "late: not started: it needs cell, and that failed" in capfd.readouterr().err.splitlines()
+
+
+def test_the_end_of_a_child_that_said_nothing() -> None:
+    assert Ended(Command("a", ("true",), title="seed 1"), 2, "").describe() == "seed 1: exit code 2"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_children_once(folder: Path, mps: Path, number: signal.Signals) -> None:
+    source = "import sys, torch; from pathlib import Path\n"
+    source += "from dmcp.children import Command, kept_signals, run_side_by_side\n"
+    source += "words = (sys.executable, '-S', sys.argv[1])\n"
+    source += "commands = [Command(name, (*words, name, 'hang')) for name in 'ab']\n"
+    source += "commands += [Command('c', words, after=('a',)), Command('d', words)]\n"
+    source += "with kept_signals() as signals:\n"
+    source += "    run_side_by_side(commands, Path(sys.argv[2]), torch.device('cuda'), signals, at_once=2)\n"
+    started = [sys.executable, "-c", source, folder.parent / "child.py", folder]
+    with subprocess.Popen(started, stderr=subprocess.PIPE, text=True) as process:
+        wait_for(lambda: len(calls(folder)) == 2)
+        pids = [pid for call in calls(folder) for pid in call["pids"]]
+        assert all(alive(pid, None) for pid in pids)
+        process.send_signal(number)
+        said = process.communicate(timeout=60)[1].splitlines()
+    assert process.returncode == -number
+    assert [said.count(f"{name}: stopped by {number.name}") for name in "ab"] == [1, 1]
+    assert "dmcp: stopping 2 of 4 runs." in said and not [line for line in said if line.startswith(("c", "d:"))]
+    wait_for(lambda: not any(alive(pid, None) for pid in pids))  # the workers too
+    assert asked(mps)[-1][0] == "quit"
+
+
+def test_a_child_that_heeds_no_signal_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "_PATIENCE", 0.3)
+
+    def interrupt() -> None:
+        wait_for(lambda: calls(folder))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, command(folder, "a", "hang", "deaf"), command(folder, "b"), at_once=1)
+    thread.join()
+    (call,) = calls(folder)  # the second has not been started any more
+    wait_for(lambda: not any(alive(pid, None) for pid in call["pids"]))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_error_of_ours_leaves_no_child(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(child: Any, quiet: bool) -> None:
+        wait_for(lambda: calls(folder))
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(children._Child, "look", fail)
+    with pytest.raises(ZeroDivisionError):
+        run(folder, command(folder, "a", "hang"))
+    (call,) = calls(folder)
+    wait_for(lambda: not any(alive(pid, None) for pid in call["pids"]))
+
+
+# MPS
+
+
+def two(folder: Path, *words: str) -> dict[str, int | None]:
+    """Two commands on a GPU."""
+    (folder.parent / "calls").unlink(missing_ok=True)
+    return run(folder, command(folder, "a", *words), command(folder, "b", *words), device=GPU)
+
+
+@pytest.mark.parametrize("control", ["", "polite", "silent"])  # what it does without a daemon is documented nowhere
+def test_children_on_a_gpu_share_a_daemon_of_ours(
+    folder: Path, mps: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], control: str
+) -> None:
+    (mps / control).touch()
+    nowhere = str(mps / "nowhere")
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", nowhere)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 1")
+    two(folder)
+    pipe = calls(folder)[0]["env"]["CUDA_MPS_PIPE_DIRECTORY"]
+    for call in calls(folder):
+        assert call["env"]["CUDA_MPS_PIPE_DIRECTORY"] == pipe
+        assert Path(call["env"]["CUDA_MPS_LOG_DIRECTORY"]).parent == Path(pipe).parent
+        assert call["env"]["CUDA_VISIBLE_DEVICES"] == "0,1"  # as the daemon counts them
+    words = [(word, place) for word, place, *_ in asked(mps)]
+    assert words == [("get_server_list", nowhere), ("-d", pipe), ("get_server_list", pipe), ("quit", pipe)]
+    assert asked(mps)[1][2:] == ["3,", "1"]
+    wait_for(lambda: not alive(int((mps / "daemon").read_text()), None))
+    assert not Path(pipe).parent.exists()
+    assert os.environ["CUDA_MPS_PIPE_DIRECTORY"] == nowhere
+    assert children.MPS not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("visible", "renumbered"), [("", {}), ("GPU-8a", {}), ("5", {"CUDA_VISIBLE_DEVICES": "0"})])
+def test_names_of_gpus_stay(visible: str, renumbered: dict[str, str]) -> None:
+    assert children._renumber(visible) == renumbered
+
+
+def test_the_daemon_ends_after_errors(folder: Path, mps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert two(folder, "fail") == {"a": 3, "b": 3}
+    assert asked(mps)[-1][0] == "quit"
+    wait_for(lambda: not alive(int((mps / "daemon").read_text()), None))
+    (mps / "daemon").unlink()
+    monkeypatch.setattr(children, "_run_all", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        two(folder)
+    assert asked(mps)[-1][0] == "quit"
+    wait_for(lambda: not alive(int((mps / "daemon").read_text()), None))
+
+
+def test_a_daemon_that_runs_already_is_used(folder: Path, mps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (mps / "control").touch()
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(mps))
+    two(folder)
+    assert [word for word, *_ in asked(mps)] == ["get_server_list"]
+    assert {call["env"]["CUDA_MPS_PIPE_DIRECTORY"] for call in calls(folder)} == {str(mps)}
+
+
+def test_without_mps_the_commands_run_all_the_same(folder: Path, mps: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (mps / "broken").touch()
+    two(folder)
+    assert not [name for call in calls(folder) for name in call["env"] if name.startswith("CUDA_")]
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("dmcp")]
+    assert line == f"dmcp: {children.MPS} could not be started: the runs take turns on the GPU, which is slower."
+    (mps / children.MPS).unlink()
+    two(folder)
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("dmcp")]
+    assert line == f"dmcp: {children.MPS} is not on PATH: the runs take turns on the GPU, which is slower."
+
+
+@pytest.mark.parametrize(("device", "number", "at_once"), [(GPU, 1, None), (GPU, 2, 1), (CPU, 2, None)])
+def test_mps_is_not_needed(folder: Path, mps: Path, device: torch.device, number: int, at_once: int | None) -> None:
+    run(folder, *(command(folder, str(name)) for name in range(number)), device=device, at_once=at_once)
+    assert asked(mps) == []

@@ -1,0 +1,131 @@
+"""Where channels lie, against indices written down by hand and against what a cut leaves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nets import Chain, Concat, Depthwise, Grouped, Residual, SharedWeight, SqueezeExcite
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import dmcp
+from dmcp.filters import Place, magnitude, placed, scaled, strongest, vectors, written
+from dmcp.graph import ChannelGraph
+from dmcp.spaces import ChannelSpace
+
+
+class Transposed(nn.Module):
+    """Transposed convs: plain, depthwise, with whole groups that go, and with channels that go inside each group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose2d(3, 6, 2)
+        self.depth = nn.ConvTranspose2d(6, 6, 3, padding=1, groups=6)
+        self.mix = nn.Conv2d(6, 10, 1)
+        self.wide = nn.ConvTranspose2d(10, 4, 2, groups=2)
+        self.head = nn.Conv2d(4, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.mix(F.relu(self.depth(F.relu(self.up(x))))))
+        return self.head(F.relu(self.wide(x)))
+
+
+def traced(kind: type[nn.Module]) -> tuple[nn.Module, ChannelGraph, dict[str, ChannelSpace]]:
+    model = kind(**kind.FULL) if hasattr(kind, "FULL") else kind()
+    graph = dmcp.trace(model, torch.zeros(2, *getattr(kind, "SHAPE", (3, 5, 5))))
+    return model, graph, {space.name: space for space in graph.spaces}
+
+
+def names(places: list[Place]) -> list[tuple[str, int]]:
+    return [(place.name, place.dim) for place in places]
+
+
+def test_tied_layers_are_all_found() -> None:
+    model, graph, spaces = traced(Residual)
+    stream = spaces["stem"]
+    assert names(written(model, graph, stream)) == [("stem.weight", 0), ("conv2.weight", 0)]
+    assert names(scaled(model, graph, stream)) == [("bn0.weight", 0), ("bn2.weight", 0)]
+    assert names(scaled(model, graph, stream, "bias")) == [("bn0.bias", 0), ("bn2.bias", 0)]
+    readers = {("conv1.weight", 1), ("conv3.weight", 1), ("project.weight", 1)}
+    assert readers < set(names(placed(model, graph, stream)))
+    by_hand = model.stem.weight.abs().sum((1, 2, 3)) + model.conv2.weight.abs().sum((1, 2, 3))
+    torch.testing.assert_close(magnitude(model, graph, stream), by_hand.detach().double())
+    squares = model.conv3.weight.square().sum((1, 2, 3))
+    torch.testing.assert_close(magnitude(model, graph, spaces["conv3"], 2), squares.detach().double())
+
+
+def test_depthwise_filters_belong_to_their_channel() -> None:
+    model, graph, spaces = traced(Depthwise)
+    assert names(written(model, graph, spaces["expand1"])) == [("expand1.weight", 0), ("depth1.weight", 0)]
+    by_hand = torch.cat([model.expand1.weight.flatten(1), model.depth1.weight.flatten(1)], dim=1)
+    found = vectors(model, written(model, graph, spaces["expand1"]))
+    torch.testing.assert_close(found, by_hand.detach().double())
+
+
+def test_groups_that_go_whole_and_channels_inside_of_them() -> None:
+    model, graph, spaces = traced(Grouped)
+    inside = written(model, graph, spaces["wide"])[0]  # channel i of both groups of 5
+    assert inside.name == "wide.weight" and inside.rows.tolist() == [[i, 5 + i] for i in range(5)]
+    reduce, thin = written(model, graph, spaces["reduce"])
+    assert reduce.rows.tolist() == [[2 * i, 2 * i + 1] for i in range(6)]
+    assert thin.name == "thin.weight" and thin.rows.tolist() == [[3 * i, 3 * i + 1, 3 * i + 2] for i in range(6)]
+
+
+def test_transposed_convs_write_along_dim_one() -> None:
+    model, graph, spaces = traced(Transposed)
+    assert names(written(model, graph, spaces["up"])) == [("up.weight", 1), ("depth.weight", 0)]
+    by_hand = model.up.weight.abs().sum((0, 2, 3)) + model.depth.weight.abs().sum((1, 2, 3))
+    torch.testing.assert_close(magnitude(model, graph, spaces["up"]), by_hand.detach().double())
+    assert names(written(model, graph, spaces["mix"])) == [("mix.weight", 0)]  # wide reads it, inside its groups
+
+
+def test_a_part_of_a_concatenation() -> None:
+    model, graph, spaces = traced(Chain)
+    head = next(place for place in placed(model, graph, spaces["conv3"]) if place.name == "head.weight")
+    assert head.dim == 1 and head.rows.tolist() == [[4 * i + j for j in range(4)] for i in range(6)]  # flattened
+
+
+@pytest.mark.parametrize("kind", [Chain, Residual, Depthwise, Concat, Grouped, SqueezeExcite, SharedWeight, Transposed])
+def test_rows_are_those_that_a_cut_drops(kind: type[nn.Module]) -> None:
+    """Each channel of each space alone, against the indices that stay when the graph cuts all others."""
+    model, graph, spaces = traced(kind)
+    parameters = dict(model.named_parameters())
+    for space in spaces.values():
+        found = {(place.name, place.dim): place for place in placed(model, graph, space)}
+        for channel in range(space.size):
+            others = [i for i in range(space.size) if i != channel]
+            if not others:
+                continue
+            cuts = graph.cuts({space.name: others})
+            for (name, dim), place in found.items():
+                gone = set(range(parameters[name].shape[dim])) - set(cuts[name][dim].tolist())
+                assert set(place.rows[channel].tolist()) == gone, (name, dim)
+            narrowed = {
+                (name, dim)
+                for name, cut in cuts.items()
+                for dim, stay in enumerate(cut)
+                if name in parameters and stay is not None and len(stay) < parameters[name].shape[dim]
+            }
+            assert narrowed == set(found)
+
+
+@pytest.mark.parametrize("kind", [Residual, Depthwise, Grouped, Transposed])
+def test_a_silenced_network_computes_what_the_cut_one_does(kind: type[nn.Module]) -> None:
+    model, graph, spaces = traced(kind)
+    model.double().eval()
+    x = torch.randn(3, *getattr(kind, "SHAPE", (3, 5, 5)), dtype=torch.float64)
+    kept = {name: list(range(0, space.size, 2)) for name, space in spaces.items()}
+    small = dmcp.cut(model, graph, kept)
+    full = model(x)
+    for name, space in spaces.items():
+        for place in placed(model, graph, space):
+            place.silence(model, torch.arange(1, space.size, 2))
+            assert (place.vectors(model)[1::2] == 0).all() and name
+    torch.testing.assert_close(model(x), small(x))
+    assert not torch.allclose(full, small(x))
+
+
+def test_the_strongest_stay_in_their_order_and_ties_go_to_the_first() -> None:
+    assert strongest(torch.tensor([3.0, 1.0, 4.0, 1.0, 5.0]), 3) == [0, 2, 4]
+    assert strongest(torch.ones(5), 2) == [0, 1]
+    assert strongest(None, 3) == [0, 1, 2]

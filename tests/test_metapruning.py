@@ -1,0 +1,290 @@
+"""MetaPruning: weights computed for a structure, structures that come with the batches, and evolution in the budget."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from nets import randomise
+from planted import SIGNS, Batches, planted_batches, planted_problem, tiny_problem
+from torch import Tensor, nn
+from torchvision.models import densenet121, mobilenet_v2, resnet18
+
+import dmcp
+from dmcp.batches import batches_from, generator, input_of, labels_of
+from dmcp.budget import holds, parse, spent_shares
+from dmcp.errors import BudgetError, DataError, StoppedError, TrainingError
+from dmcp.keeping import Keeper
+from dmcp.methods import metapruning
+from dmcp.methods.metapruning import MetaPruningConfig, cross, find, mutate, prepare
+from dmcp.methods.problem import Problem
+from dmcp.methods.pruning_net import Grid, PruningNet, Structured, spaces_of
+from dmcp.training import top1
+
+SHORT = MetaPruningConfig(hidden=2, population=4, generations=2, parents=2, batches=1)
+
+
+@functools.cache
+def real(build: Any) -> Problem:
+    torch.manual_seed(0)
+    return tiny_problem(build(num_classes=10))
+
+
+def grid_of(problem: Problem, groups: int = 31) -> Grid:
+    return Grid(problem.graph, problem.floor, problem.align, groups)
+
+
+def random_blocks(problem: Problem, hidden: int = 3) -> PruningNet:
+    """A PruningNet whose blocks do something."""
+    net = PruningNet(problem.model, problem.graph, hidden, 10**9, 0)
+    randomise(net.net.model)
+    with torch.no_grad():
+        for second in net.second:
+            second.normal_(0, 0.05, generator=generator(0))
+    return net.double()
+
+
+# the network
+
+
+@pytest.mark.parametrize("build", [resnet18, mobilenet_v2])
+def test_sub_networks_are_the_cut_model_with_the_computed_weights(build: Any) -> None:
+    problem = real(build)
+    net = random_blocks(problem).eval()
+    image = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    outputs = []
+    for widths in grid_of(problem).draw(2, generator(1)):
+        whole = copy.deepcopy(net.net.model)
+        with torch.no_grad():
+            for name, weight in net.weights(widths).items():
+                whole.get_parameter(name.removeprefix("model.")).copy_(weight)
+            small = dmcp.cut(whole, problem.graph, problem.graph.widths(widths.tolist()))
+            outputs.append(net(image, widths))
+            torch.testing.assert_close(outputs[-1], small(image))
+    assert not torch.allclose(*outputs)
+
+
+def test_a_weight_is_computed_from_its_own_spaces_only() -> None:
+    problem = planted_problem()
+    net = random_blocks(problem)
+    assert spaces_of(problem.model, problem.graph) == {
+        "needed.weight": [0],
+        "useless.weight": [1],
+        "readout.weight": [0, 1],
+    }
+    before, after = net.weights(torch.tensor([8, 8])), net.weights(torch.tensor([8, 3]))
+    differ = [name for name in before if not torch.equal(before[name], after[name])]
+    assert differ == ["model.useless.weight", "model.readout.weight"]
+
+
+def test_a_fresh_net_is_the_model_and_learns_in_every_part() -> None:
+    problem = planted_problem()
+    net = PruningNet(problem.model, problem.graph, 4, 10**9, 0)
+    batch = problem.loader.batches[0]  # type: ignore[attr-defined]
+    assert torch.equal(net(batch[0], problem.graph.full.tensor()), problem.model(batch[0]))
+    state = prepare(problem, replace(SHORT, epochs=1)).state
+    still = [name for name, tensor in net.state_dict().items() if torch.equal(tensor, state[name])]
+    assert still == ["net.alpha"]
+
+
+def test_a_net_that_is_too_large_is_refused() -> None:
+    problem = planted_problem()  # 384 weights in blocks
+    PruningNet(problem.model, problem.graph, 2, 768, 0)
+    with pytest.raises(TrainingError, match=r"1,152 numbers.*set hidden to at most 2, or raise it"):
+        find(problem, replace(SHORT, hidden=3, most_params=768))
+
+
+# structures
+
+
+@pytest.mark.parametrize("groups", [2, 5, 31])
+def test_structures_are_drawn_evenly_from_floor_to_full(groups: int) -> None:
+    problem = real(resnet18)
+    drawn = grid_of(replace(problem, align=8), groups).draw(5000, generator(0))  # (N, S)
+    for column, space in zip(drawn.T, problem.graph.spaces, strict=True):
+        values, counts = column.unique(return_counts=True)
+        assert values[-1] == space.size and values[0] == -(-problem.floor[space.name] // 8) * 8
+        assert not (values % 8).any() and 2 <= len(values) <= groups
+        assert (counts / 5000 - 1 / len(values)).abs().max() < 4 * 0.5 / 5000**0.5
+
+
+class Shuffled(Batches):
+    """Draws from the global generator, like many loaders of users."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        return ((x + self.epoch + torch.rand(()), y) for x, y in self.batches)
+
+
+def test_batches_with_structures_can_be_entered_anywhere() -> None:
+    problem = planted_problem()
+
+    def batches(epoch: int, skip: int = 0) -> list[Any]:
+        torch.manual_seed(0)
+        loader = Structured(Shuffled(planted_batches(5, 0)), grid_of(problem), 7, torch.device("cpu"), False)
+        rest = batches_from(loader, epoch, skip)
+        assert loader.loader.epoch == epoch  # type: ignore[attr-defined]
+        if skip:  # the skipped ones were drawn before it came back
+            assert not torch.equal(torch.rand(()), torch.rand((), generator=torch.Generator().manual_seed(0)))
+            torch.manual_seed(0)
+            torch.rand(skip)
+        return list(rest)
+
+    whole = batches(2)
+    assert len(whole) == 5 and len({tuple(input_of(batch)[1].tolist()) for batch in whole}) > 1
+    for (one, widths), labels in whole:
+        assert one.shape == (64, 2 * SIGNS, 1, 1) and widths.shape == (2,) and labels.shape == (64, SIGNS)
+    for left, right in zip(whole[3:], batches(2, skip=3), strict=True):
+        for a, b in zip((*left[0], left[1]), (*right[0], right[1]), strict=True):
+            assert torch.equal(a, b)
+    assert any(not torch.equal(a[0][1], b[0][1]) for a, b in zip(whole, batches(3), strict=True))
+
+
+def test_a_killed_training_ends_with_the_same_bits(tmp_path: Path) -> None:
+    config = replace(SHORT, epochs=2)
+    expected = prepare(planted_problem(), config)
+
+    def keep(steps: int) -> Any:
+        left = iter(range(steps))
+        return lambda stage: Keeper(tmp_path / stage, asked_to_stop=lambda: next(left, None) is None)
+
+    with pytest.raises(StoppedError):
+        prepare(planted_problem(keep=keep(26)), config)
+    for _ in range(2):  # to the end, then once more
+        again = prepare(planted_problem(keep=keep(10**6)), config)
+        assert all(torch.equal(tensor, again.state[name]) for name, tensor in expected.state.items())
+        assert again.sample_passes == expected.sample_passes == 2 * 20 * 64
+
+
+# evolution
+
+
+def test_children_take_their_widths_from_parents() -> None:
+    grid = grid_of(real(resnet18))
+    spaces = len(grid.counts)
+    crossed = cross(torch.tensor([[9], [11]]).repeat(1, spaces), 400, generator(0))
+    assert set(crossed.unique().tolist()) == {9, 11}
+    assert (crossed == 9).double().mean().item() == pytest.approx(0.5, abs=0.05)
+    assert (crossed != crossed[:, :1]).any()
+    one = grid.table.max() + 1  # no width of the grid
+    mutated = mutate(one.repeat(1, spaces), 400, grid, 0.1, generator(0))
+    assert (mutated != one).double().mean().item() == pytest.approx(0.1, abs=0.02)
+
+
+@pytest.mark.parametrize("budget", ["50%", "60%,params:40%"])
+def test_evolution_stays_inside_and_climbs(budget: str) -> None:
+    problem = real(resnet18)
+    seen: list[Any] = []
+    problem = replace(
+        problem, budget=parse(budget, problem.graph), align=4, tell=lambda stage, record: seen.append(record)
+    )
+    full = problem.graph.full.tensor()
+
+    def judge(structures: Any) -> list[float]:  # the first half of the spaces is what matters
+        share = torch.tensor(structures) / full
+        return (share[:, : len(full) // 2].mean(dim=1) - share[:, len(full) // 2 :].mean(dim=1)).tolist()
+
+    config = MetaPruningConfig(population=20, generations=8, parents=5)
+    scores = metapruning._evolve(problem, config, judge)
+    rows = torch.tensor(list(scores))
+    shares = spent_shares(problem.budget, problem.graph, rows).amax(dim=1)
+    assert len(scores) == 160 and shares.min() >= 0.95 and shares.max() <= 1
+    assert ((rows % 4 == 0) | (rows == full)).all() and (rows >= problem.floor.tensor()).all()
+    assert seen[-1]["generation"] == 7 and seen[-1]["judged"] == 160
+    # one who only guesses, as often
+    guessed = metapruning._Nursery(problem, 31).inside(grid_of(problem).draw(64 * 160, generator(1)), 160, {})
+    assert len(guessed) == 160
+    assert max(scores.values()) > max(judge(guessed)) + 0.05
+    assert seen[-1]["best"] == max(scores.values()) and seen[-1]["mean"] > seen[0]["mean"]
+
+
+# the whole method
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_needed_is_kept(seed: int) -> None:
+    problem = planted_problem(seed=seed, epochs=15)
+    choice = find(problem, replace(SHORT, hidden=8, population=8, batches=4))
+    assert dict(choice.widths) == {"needed": 8, "useless": 1}
+    assert choice.model is None and choice.kept == choice.widths
+    assert choice.sample_passes == 15 * 20 * 64 + 8 * 4 * 64  # no more than eight structures cost so much
+    assert holds(problem.budget, problem.graph, choice.widths)
+
+
+@pytest.mark.parametrize("build", [resnet18, mobilenet_v2, pytest.param(densenet121, marks=pytest.mark.slow)])
+def test_real_networks(build: Any) -> None:
+    problem = real(build)
+    before = {name: tensor.clone() for name, tensor in problem.model.state_dict().items()}
+    prepared = prepare(problem, replace(SHORT, hidden=1))
+    assert prepared.sample_passes == 8
+    choice = find(problem, replace(SHORT, hidden=1), prepared.state)
+    choice.check(problem)
+    assert choice.sample_passes == 8 * 4
+    small = dmcp.cut(problem.model, problem.graph, choice.kept)
+    assert small.eval()(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in problem.model.state_dict().items())
+    if build is resnet18:
+        again = find(problem, replace(SHORT, hidden=1))
+        assert again.widths == choice.widths and again.sample_passes == 8 + 8 * 4
+        other = replace(problem, seed=5)
+        assert find(other, replace(SHORT, hidden=1), prepared.state).widths != choice.widths
+
+
+def test_a_loss_and_a_metric_of_ones_own() -> None:
+    seen: list[str] = []
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        seen.append("loss")
+        return nn.functional.cross_entropy(output, batch["label"])
+
+    def metric(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+        seen.append("metric")
+        correct, count = top1(output, batch)
+        return -correct, count  # the worst is the best
+
+    def named(batches: Batches) -> Batches:
+        return Batches([{"name": "a", "label": labels_of(it), "input": input_of(it)} for it in batches.batches])
+
+    problem = planted_problem(epochs=3, loss=loss, metric=metric)
+    problem = replace(problem, loader=named(problem.loader), held=named(problem.held))  # type: ignore[arg-type]
+    choice = find(problem, replace(SHORT, population=8))
+    assert choice.widths["needed"] <= 2
+    assert seen.count("loss") == 60 and seen.count("metric") == 8
+
+
+def test_what_cannot_work_is_refused() -> None:
+    problem = planted_problem(epochs=1)
+    with pytest.raises(TrainingError, match="not the state of this network's PruningNet"):
+        find(problem, SHORT, prepare(problem, replace(SHORT, hidden=3)).state)
+    with pytest.raises(DataError, match="gave none"):
+        find(replace(problem, held=Batches([])), SHORT)
+    with pytest.raises(BudgetError, match="floor"):
+        find(replace(problem, budget=parse("5%", problem.graph)), SHORT)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "words"),
+    [
+        ("hidden", 0, "hidden must be an int of at least 1"),
+        ("groups", 1, "groups must be an int of at least 2"),
+        ("epochs", 0, "epochs must be"),
+        ("population", 2.5, "population must be"),
+        ("generations", 0, "generations must be"),
+        ("parents", 0, "parents must be"),
+        ("batches", 0, "batches must be"),
+        ("mutation", 0.0, "mutation must be above 0"),
+        ("crossed", 1.1, "crossed must lie between 0 and 1"),
+    ],
+)
+def test_impossible_settings(setting: str, value: Any, words: str) -> None:
+    with pytest.raises(TrainingError, match=words):
+        MetaPruningConfig(**{setting: value})
