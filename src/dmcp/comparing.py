@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -88,15 +89,16 @@ def cell_name(what: str, seed: int, budget: str = "") -> str:
 
 
 def tasks(it: Comparison) -> list[Task]:
-    """All cells, each after those that it needs; those that take longest first."""
+    """All cells, seed by seed, each after those that it needs; those that take longest first."""
     found: dict[str, Task] = {}
 
     def add(name: str, plan: Plan, after: tuple[str, ...] = ()) -> str:
         found.setdefault(name, Task(name, plan, after))
         return name
 
+    starts = {find_method(name).start for name in it.methods}
+    order = sorted(it.methods, key=lambda name: (-_weight(name), it.methods.index(name)))
     for seed in it.seeds:
-        starts = {find_method(name).start for name in it.methods}
         if it.unpruned or Start.TRAINED in starts:
             add(cell_name(UNPRUNED, seed), _plan(it, seed, Cell(method="")))
         if Start.HELD in starts:
@@ -104,13 +106,10 @@ def tasks(it: Comparison) -> list[Task]:
         for name in it.methods:
             if find_method(name).start is Start.PREPARED:
                 add(cell_name(name, seed), _plan(it, seed, Cell(method=name, prepares=True)))
-    order = sorted(it.methods, key=lambda name: (-_weight(name), it.methods.index(name)))
-    for name in order:
-        for seed in it.seeds:
-            for budget in it.budgets:
-                uses = _needed(it, name, seed, budget, add)
-                plan = _plan(it, seed, Cell(method=name, uses=uses), budget)
-                add(cell_name(name, seed, budget), plan, (uses,) if uses else ())
+        for name, budget in itertools.product(order, it.budgets):
+            uses = _needed(it, name, seed, budget, add)
+            plan = _plan(it, seed, Cell(method=name, uses=uses), budget)
+            add(cell_name(name, seed, budget), plan, (uses,) if uses else ())
     return list(found.values())
 
 
