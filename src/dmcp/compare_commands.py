@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import ast
+import difflib
+import importlib.util
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,8 +14,8 @@ import typer
 
 from dmcp import figures
 from dmcp import options as o
-from dmcp.budget import check_reachable, parse
-from dmcp.cells import run_cell
+from dmcp.budget import Budget, check_reachable, parse
+from dmcp.cells import find_method, is_done, run_cell
 from dmcp.commands import print_json
 from dmcp.comparing import (
     PAGE,
@@ -28,13 +29,14 @@ from dmcp.comparing import (
     timed,
     to_json,
 )
+from dmcp.data import make_loader, split
 from dmcp.engine import Engine
-from dmcp.errors import DmcpError
-from dmcp.jobs import Job, Opened, open_job
+from dmcp.errors import DmcpError, FileError, StoppedError, TrainingError
+from dmcp.jobs import Job, Opened, argument, open_job
 from dmcp.listing import is_run
-from dmcp.methods import METHODS, PEERS
-from dmcp.plans import plan_from_json
-from dmcp.runs import Run, free_folder, read_json
+from dmcp.methods import METHODS, PEERS, Own
+from dmcp.plans import Plan, plan_from_json
+from dmcp.runs import SETTINGS, Run, free_folder, from_plain, read_json
 from dmcp.sessions import say, session
 from dmcp.supernet import Supernet
 from dmcp.training import TrainConfig
@@ -118,7 +120,7 @@ def compare(
             epochs=epochs, lr=lr, warmup_lr=lr / 4, warmup_epochs=min(1, epochs / 2), weight_decay=weight_decay
         ),
         budgets=tuple(budget or ["50%"]),
-        methods=(*_names(methods), *(peer or ())),
+        methods=(*_names(methods), *_peers(peer or ())),
         seeds=tuple(range(seed, seed + seeds)),
         settings=_settings(setting or ()),
         groups=groups,
@@ -128,11 +130,10 @@ def compare(
         fine_tune_epochs=max(1, 2 * epochs // 3) if fine_tune_epochs is None else fine_tune_epochs,
         unpruned=unpruned,
     )
-    for name in peer or ():
-        if name not in PEERS:
-            raise DmcpError(f"--peer: there is no peer {name!r}: there are {', '.join(PEERS)}.")
+    _check_settings(it)
+    _check_trained(it)
     opened = open_job(replace(job, device="cpu"))
-    _check_budgets(it, opened)
+    _check_job(it, opened)
     folder = Path(out or free_folder("compare"))
     failed = run_comparison(it, folder, at_once, quiet)
     lines = gather(it, folder)
@@ -151,9 +152,22 @@ def cell(
 ) -> None:
     """Fill one cell of a table; dmcp compare starts these."""
     wanted = plan_from_json(read_json(plan), plan)
-    with session(wanted, folder, is_run(folder), quiet=True) as here:
-        run_cell(here)
+    _check_begun(wanted, plan, folder)
+    try:
+        with session(wanted, folder, is_run(folder), quiet=True) as here:
+            run_cell(here)
+    except StoppedError as error:
+        reason = str(error).partition(" Go on with: ")[0]  # which names a command that people do not type
+        raise StoppedError(f"{reason} The same dmcp compare goes on.") from None
     say("done")
+
+
+def _check_begun(wanted: Plan, plan: Path, folder: Path) -> None:
+    """Refuse a folder in which nothing is left to do, or in which something else was begun."""
+    if is_done(folder):
+        raise FileError(f"{folder}: this run is done; dmcp report {folder} shows it.")
+    if (folder / SETTINGS).is_file() and plan_from_json(read_json(folder / SETTINGS), folder / SETTINGS) != wanted:
+        raise FileError(f"{folder} was begun with another plan than {plan}: go on with that one, or remove the folder.")
 
 
 def _names(methods: str) -> list[str]:
@@ -164,32 +178,86 @@ def _names(methods: str) -> list[str]:
     return found
 
 
+def _peers(names: Sequence[str]) -> Sequence[str]:
+    """Packages of other people, if they are here."""
+    for name in names:
+        if name not in PEERS:
+            near = difflib.get_close_matches(name, PEERS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(PEERS)}."
+            raise DmcpError(f"--peer: there is no peer {name!r}: {hint}")
+        if importlib.util.find_spec(name.replace("-", "_")) is None:
+            raise DmcpError(f"--peer: {name} is not installed: pip install {name}, or leave this peer out.")
+    return names
+
+
 def _settings(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
     """amc.episodes=100 as a mapping of mappings."""
     found: dict[str, dict[str, Any]] = {}
     for text in texts:
-        place, equals, value = text.partition("=")
+        place, equals, _ = text.partition("=")
         method, dot, name = place.partition(".")
         if not equals or not dot or not name.isidentifier():
             raise DmcpError(f"--set: {text!r} is not of the form METHOD.NAME=VALUE, like amc.episodes=100.")
         check_method(method)
-        try:
-            found.setdefault(method, {})[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            found.setdefault(method, {})[name] = value
-        try:
-            known = METHODS[method] if method in METHODS else PEERS[method]
-            known.config(**found[method])
-        except TypeError:
-            raise DmcpError(f"--set: {method} has no setting {name!r}.") from None
+        if method == "dmcp-direct":
+            raise DmcpError(f"--set: dmcp-direct draws from the search of dmcp: set dmcp.{name}.")
+        _, value = argument(text.removeprefix(f"{method}."))
+        _check_value(method, name, value)
+        if name in found.setdefault(method, {}):
+            raise DmcpError(f"--set: {place} is given twice: give it once.")
+        found[method][name] = value
+    for method, values in found.items():
+        find_method(method).config(**values)
     return found
 
 
-def _check_budgets(it: Comparison, opened: Opened) -> None:
+def _check_value(method: str, name: str, value: Any) -> None:
+    """Refuse a setting that the method does not have, or that cannot be this value."""
+    config: Any = find_method(method).config
+    known = [it.name for it in fields(config)]
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known) or 'none'}."
+        raise DmcpError(f"--set: {method} has no setting {name!r}: {hint}")
+    try:
+        fits = getattr(from_plain(config, {name: value}), name) == value
+    except TrainingError:  # it may be right together with others
+        return
+    except (TypeError, ValueError):
+        fits = False
+    if not fits:  # among them dataclasses in dataclasses, for which the command line has no words
+        raise DmcpError(f"--set: {method}.{name} cannot be {value!r}.")
+
+
+def _check_settings(it: Comparison) -> None:
+    """Refuse settings that would change nothing."""
+    used = {*it.methods} | ({"dmcp"} if "dmcp-direct" in it.methods else set())
+    for name in it.settings:
+        if name not in used:
+            raise DmcpError(f"--set: {name} is not among the methods that are compared: add it, or leave this out.")
+
+
+def _check_trained(it: Comparison) -> None:
+    """Refuse methods whose networks nobody would train."""
+    ways = [Own.AS_IT_IS, Own.SLIMMABLE] + ([Own.FINE_TUNED] if it.fine_tune_epochs else [])
+    left = [name for name in it.methods if find_method(name).own not in ways]
+    if left and not it.scratch:
+        raise DmcpError(f"--no-scratch: {', '.join(left)} would not be trained at all: leave out one or the other.")
+
+
+def _check_job(it: Comparison, opened: Opened) -> None:
     """One sentence now, not one of each cell."""
+    _ = it.job.place  # whether there is such a device
+    rest, _ = split(opened.data.train, it.holdout)
+    make_loader(rest, it.job.batch, train=True)  # refuses a batch that is larger
     floor = Supernet(opened.model, opened.graph, it.groups, it.align).floor
-    for budget in it.budgets:
-        check_reachable(parse(budget, opened.graph), opened.graph, floor)
+    known: list[Budget] = []
+    for text in it.budgets:
+        budget = parse(text, opened.graph)
+        check_reachable(budget, opened.graph, floor)
+        if same := [other.text for other in known if {*other.limits} == {*budget.limits}]:
+            raise DmcpError(f"--budget: {text} is the same as {same[0]}: leave one of them out.")
+        known.append(budget)
 
 
 def _write(it: Comparison, lines: list[Line], folder: Path) -> list[Line]:

@@ -75,7 +75,7 @@ class PastRun:
     @property
     def result(self) -> Row | None:
         """The tested network that the run was for."""
-        return self.row(OURS) or (self.rows[-1] if self.rows else None)
+        return self.row(OURS) or (self.rows[0] if self.rows else None)
 
     @property
     def done(self) -> bool:

@@ -104,8 +104,7 @@ def weight_step(
             with _autocast(net, precision):
                 output = _run(net, passes, subnet, x, given)
                 value = imitation(output, target) if distil and target else _number(loss(output, batch))
-            found = _slopes(value * (size_of(batch) / samples), weights, given)
-            slopes, back = _sums(slopes, found.weights), _add_back(back, found.given, h)
+            slopes, back = _add_slopes(slopes, back, value * (size_of(batch) / samples), weights, given, h)
             losses.append(value.detach())
             target = target or [tensor.detach() for tensor in tensors_in(output)]
         if shared is not None and back is not None:
@@ -163,19 +162,19 @@ def _run(net: Supernet, passes: Passes | None, subnet: Subnet, x: Any, h: Tensor
     return passes(x, subnet, h) if passes else net(x, subnet)
 
 
-@dataclass(frozen=True)
-class _Slopes:
-    """Gradients of a loss."""
-
-    weights: Sequence[Tensor | None]
-    given: Tensor | None  # with respect to what came from the head
-
-
-def _slopes(value: Tensor, weights: Sequence[Tensor], given: Tensor | None) -> _Slopes:
+def _add_slopes(
+    slopes: Sequence[Tensor | None],
+    back: Tensor | None,
+    value: Tensor,
+    weights: Sequence[Tensor],
+    given: Tensor | None,  # what came from the head
+    h: Tensor | None,
+) -> tuple[list[Tensor | None], Tensor | None]:
+    """Earlier gradients and those of one more loss; nothing of the latter alone outlives this, they are large."""
     if given is None or not given.requires_grad:
-        return _Slopes(torch.autograd.grad(value, weights, allow_unused=True), None)
-    *found, back = torch.autograd.grad(value, [*weights, given], allow_unused=True)
-    return _Slopes(found, back)
+        return _sums(slopes, torch.autograd.grad(value, weights, allow_unused=True)), back
+    *found, slope = torch.autograd.grad(value, [*weights, given], allow_unused=True)
+    return _sums(slopes, found), _add_back(back, slope, h)
 
 
 def _sums(before: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> list[Tensor | None]:
