@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ from torchvision.models import densenet121, mobilenet_v2, resnet18
 import dmcp
 import dmcp.searching
 from dmcp.budget import parse
-from dmcp.errors import BudgetError, DataError, TrainingError
+from dmcp.errors import BudgetError, DataError, StoppedError, TrainingError
 from dmcp.methods.autoslim import AutoSlimConfig, find, prepare
 from dmcp.methods.problem import Choice, Problem
+from dmcp.pruning import Event
+from dmcp.runs import Run
 from dmcp.sandwich import Draw, draw_gates
 
 SHORT = AutoSlimConfig(epochs=1, groups=3, subnets=1, batches=1)
@@ -122,12 +125,31 @@ def test_progress_and_passes(monkeypatch: pytest.MonkeyPatch) -> None:
         return draw_gates(net, chains, draw, count, *rest)
 
     monkeypatch.setattr(dmcp.searching, "draw_gates", spy)
-    problem = planted_problem(tell=lambda stage, record: told.append((stage, dict(record))))
+    problem = planted_problem(tell=lambda stage, record: told.append((stage, record)))
     prepared = prepare(problem, replace(SHORT, epochs=2))
     assert prepared.sample_passes == 20 * 64 * 2 * 3
     assert drawn == [(Draw.UNIFORM, 1)] * 40
-    assert [record["step"] for stage, record in told if stage == "autoslim"] == list(range(40))
-    assert all(isinstance(value, int | float) for _, record in told for value in record.values())
+    assert [record.step for stage, record in told if stage == "autoslim"] == list(range(40))
+    told.clear()
+    find(problem, SHORT, prepared.state)
+    assert told and all(isinstance(value, int | float) for _, record in told for value in record.values())
+
+
+def test_a_stopped_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    """Its records are read back from the log, as a cell keeps it."""
+    config = replace(SHORT, epochs=2)
+    expected, run = prepare(planted_problem(), config), Run(tmp_path)
+
+    def problem(steps: int) -> Problem:
+        left = iter(range(steps))
+        return planted_problem(
+            tell=lambda stage, record: run.on_event(Event(stage, 0, record)),
+            keep=lambda stage: run.keeper(stage, {}, every_steps=7, asked_to_stop=lambda: next(left, None) is None),
+        )
+
+    with pytest.raises(StoppedError):
+        prepare(problem(23), config)
+    assert same(prepare(problem(10**6), config).state, expected.state)
 
 
 @pytest.mark.parametrize(

@@ -154,11 +154,7 @@ def test_budgets_below_the_floor_name_the_range(name: str) -> None:
     assert "less than the floor costs" in sentence and f"from {least:,} " in sentence and f"to {most:,}." in sentence
 
 
-FULL = [*ONE_RATIO, "uniform", "random", "metapruning"]
-UNNAMED = pytest.mark.xfail(strict=True, reason="gives the unpruned widths; dmcp compare refuses such budgets itself")
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=UNNAMED if name in FULL else ()) for name in METHODS])
+@pytest.mark.parametrize("name", METHODS)
 def test_budgets_above_the_network_name_the_range(name: str) -> None:
     sentence, problem = refuse(name, "200%")
     assert "more than the network has" in sentence and f"to {problem.graph.macs():,}." in sentence

@@ -577,3 +577,21 @@ def test_a_search_with_plain_numbers_that_change_ends_as_without_a_stem(monkeypa
     net, plain = (searched(model, stem, images(16, 16), monkeypatch)[0] for stem in (True, False))
     for (name, own), other in zip(net.named_parameters(), plain.parameters(), strict=True):
         assert (own - other).abs().max() < 1e-9, name
+
+
+class Summed(nn.Module):
+    """The first slope into its stem is one number for many places, which nothing can be added to in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.fc = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.norm(self.conv(x)).sum(dim=(2, 3)))
+
+
+def test_a_search_whose_stem_is_summed_ends_as_without_a_stem(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = randomise(Summed())
+    net, plain = (searched(model, stem, images(16, 16), monkeypatch)[0] for stem in (True, False))
+    for (name, own), other in zip(net.named_parameters(), plain.parameters(), strict=True):
+        assert (own - other).abs().max() < 1e-9, name

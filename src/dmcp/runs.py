@@ -25,6 +25,7 @@ from dmcp.errors import FileError, WidthsError
 from dmcp.figures import draw_all
 from dmcp.graph import ChannelGraph
 from dmcp.keeping import Keeper
+from dmcp.locks import LOCK
 from dmcp.markov import CHAIN, INDEPENDENT
 from dmcp.pruning import Event, PruneResult, Row, expected_shares
 from dmcp.searching import SearchRecord, SearchResult
@@ -170,7 +171,7 @@ def open_run(folder: str | os.PathLike[str]) -> Run:
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        taken = any(path.iterdir())
+        taken = any(it.name != LOCK for it in path.iterdir())  # a kill may have left that alone
     except OSError as error:
         raise FileError(f"{path}: no run can be kept here: {error.strerror or error}.") from error
     if taken:

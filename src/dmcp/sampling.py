@@ -105,14 +105,15 @@ def random_widths(
     generator: torch.Generator | None = None,
     floor: Widths | None = None,
     align: int = 1,
+    tolerance: float = TOLERANCE,
 ) -> Widths:
     """Widths drawn uniformly until they use the budget to the tolerance; after many tries, the last are scaled."""
     options = _from_floor(graph, floor, align)
     chances = torch.rand(_CONTROLS, len(graph.spaces), generator=generator, dtype=torch.float64)
     drawn = options.widths((chances * (options.last + 1)).long())  # (N, S)
     shares = spent_shares(budget, graph, drawn).amax(dim=1)
-    inside = drawn[(shares >= TOLERANCE) & (shares <= 1)]
-    return graph.widths(inside[0]) if len(inside) else fit(graph, budget, drawn[-1].double(), options, TOLERANCE)
+    inside = drawn[(shares >= tolerance) & (shares <= 1)]
+    return graph.widths(inside[0]) if len(inside) else fit(graph, budget, drawn[-1].double(), options, tolerance)
 
 
 def _from_floor(graph: ChannelGraph, floor: Widths | None, align: int) -> Options:

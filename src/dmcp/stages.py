@@ -196,6 +196,8 @@ def _add_back(before: Tensor | None, found: Tensor | None, h: Tensor | None) -> 
     if found.shape == h.shape:
         return found if before is None else before + found
     total = torch.zeros_like(h) if before is None else before
+    if not any(total.is_contiguous(memory_format=it) for it in (torch.contiguous_format, torch.channels_last)):
+        total = total.contiguous()  # of a sum, autograd gives one number for many places
     total[:, : found.shape[1]] += found
     return total
 

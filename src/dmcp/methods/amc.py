@@ -41,9 +41,9 @@ from dmcp.errors import DataError, TrainingError
 from dmcp.filters import magnitude
 from dmcp.graph import ChannelGraph
 from dmcp.methods.ddpg import Agent, DdpgConfig
-from dmcp.methods.problem import Choice, Problem
+from dmcp.methods.problem import FILLED, Choice, Problem
 from dmcp.ranks import current, sum_values
-from dmcp.sampling import TOLERANCE, Options, fit
+from dmcp.sampling import Options, fit
 from dmcp.slicing import narrow, unwrap
 from dmcp.supernet import Supernet
 from dmcp.training import top1
@@ -148,9 +148,9 @@ class _Course:
         least = options.widths(torch.zeros_like(full))
         check_reachable(problem.budget, graph, graph.widths(least))
         # where widths are so coarse that none uses the budget to the tolerance, asking for it leaves one structure only
-        near = fit(graph, problem.budget, full.double(), options, TOLERANCE).tensor()
+        near = fit(graph, problem.budget, full.double(), options, FILLED).tensor()
         reached = spent_shares(problem.budget, graph, near[None]).max().item()
-        return _Course(graph, problem.budget, options, min(TOLERANCE, reached), full, least, _features(graph))
+        return _Course(graph, problem.budget, options, min(FILLED, reached), full, least, _features(graph))
 
     def walk(self, agent: Agent, noise: float) -> Tensor:
         """Widths inside the budget, of which they use the binding limit to the tolerance. -> (S,)"""

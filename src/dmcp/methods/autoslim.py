@@ -30,9 +30,9 @@ from dmcp.budget import check_reachable, spent_shares
 from dmcp.calibration import kept_modes
 from dmcp.engine import Engine, Settled
 from dmcp.errors import DataError, TrainingError
-from dmcp.methods.problem import Choice, Prepared, Problem
+from dmcp.methods.problem import FILLED, Choice, Prepared, Problem
 from dmcp.ranks import current, mean_values
-from dmcp.sampling import TOLERANCE, Options, fit
+from dmcp.sampling import Options, fit
 from dmcp.sandwich import Draw, chains
 from dmcp.searching import SearchConfig, SearchRecord, search
 from dmcp.supernet import Supernet
@@ -73,9 +73,7 @@ def prepare(problem: Problem, config: AutoSlimConfig) -> Prepared:
     net = Supernet(problem.model, problem.graph, config.groups, problem.align)
 
     def tell(record: SearchRecord) -> None:
-        largest, smallest, *_ = record.weight_losses or (math.nan, math.nan)
-        facts = {"step": record.step, "epoch": record.epoch, "lr": record.lr, "loss": largest, "smallest": smallest}
-        problem.tell(STAGE, facts)
+        problem.tell(STAGE, record)  # as it is: a training that goes on reads it back from the log
 
     keeper = problem.keep and problem.keep(STAGE)
     settings = _settings(problem, config, batch)
@@ -96,7 +94,7 @@ def find(problem: Problem, config: AutoSlimConfig, state: Mapping[str, Tensor] |
     _load(net.model, state)
     slimmed, passes = _slim(net, borders, problem, config)
     options = Options(graph, problem.floor.tensor(), graph.full.tensor(), problem.align)
-    widths = fit(graph, problem.budget, slimmed.double(), options, TOLERANCE)
+    widths = fit(graph, problem.budget, slimmed.double(), options, FILLED)
     _load(net.model, state)  # the trials have moved the running statistics
     return Choice(widths=widths, kept=widths, model=net.model, sample_passes=passes)
 

@@ -33,10 +33,10 @@ from dmcp.batches import device_of, generator, input_of, on_device, size_of, wid
 from dmcp.budget import spent_shares
 from dmcp.engine import Engine, Settled
 from dmcp.errors import DataError, TrainingError
-from dmcp.methods.problem import Choice, Prepared, Problem
+from dmcp.methods.problem import FILLED, Choice, Prepared, Problem
 from dmcp.methods.pruning_net import Grid, PruningNet, Structured
 from dmcp.ranks import current, sum_values
-from dmcp.sampling import TOLERANCE, fit, uniform
+from dmcp.sampling import TOLERANCE, Options, fit, uniform
 from dmcp.training import Distillation, Loss, top1, train
 
 STAGE = "metapruning"
@@ -111,7 +111,9 @@ def find(problem: Problem, config: MetaPruningConfig, state: Mapping[str, Tensor
     with _judge(problem, net, held) as judge:
         scores = _evolve(problem, config, judge)
     passes = len(scores) * sum(map(size_of, held)) * current().world
-    widths = problem.graph.widths(max(scores, key=lambda genes: scores[genes]))
+    best = torch.tensor(max(scores, key=lambda genes: scores[genes]))
+    options = Options(problem.graph, problem.floor.tensor(), problem.graph.full.tensor(), problem.align)
+    widths = fit(problem.graph, problem.budget, best.double(), options, FILLED)
     return Choice(widths=widths, kept=widths, sample_passes=prepared.sample_passes + passes)
 
 

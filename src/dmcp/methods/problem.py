@@ -11,14 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from dmcp.batches import Loader, size_of
-from dmcp.budget import Budget, spent_shares
+from dmcp.budget import Budget, check_reachable, spent_shares
 from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.graph import ChannelGraph, Kept
 from dmcp.pruning import Keep
+from dmcp.sampling import TOLERANCE, uniform
 from dmcp.searching import SearchRecord, SearchResult
 from dmcp.spaces import Widths
 from dmcp.training import Loss, Metric, StepRecord, TrainConfig
+
+FILLED = 0.98  # of the budget is used by what a method chooses, where the widths allow it: the same for all
 
 Told = StepRecord | SearchRecord | SearchResult | Mapping[str, Any]
 Tell = Callable[[str, Told], None]  # (stage, what happened)
@@ -55,6 +58,9 @@ class Problem:
     keep: Keep | None = None  # gives a stage a keeper, so that it can go on after an interruption
     tell: Tell = silent
 
+    def __post_init__(self) -> None:
+        check_reachable(self.budget, self.graph, self.floor)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prepared:
@@ -73,11 +79,19 @@ class Choice:
     model: nn.Module | None = None  # unpruned network that the channels were chosen in; None: any weights will do
     sample_passes: int = 0  # samples run through a network for this choice, each sub-network counted, without `prepare`
 
-    def check(self, problem: Problem, tolerance: float = 0.95) -> None:
-        """BudgetError if the widths are not inside the budget, or leave more of it unused than they have to."""
-        share = spent_shares(problem.budget, problem.graph, self.widths.tensor()[None]).max().item()
-        if not tolerance <= share <= 1:
+    def check(self, problem: Problem, tolerance: float = TOLERANCE) -> None:
+        """BudgetError if the widths are outside the budget, below the floor, or leave too much of the budget unused.
+
+        Too much is more than the tolerance allows, unless the network is too coarse to use more.
+        """
+        graph, widths = problem.graph, self.widths.tensor()
+        share = spent_shares(problem.budget, graph, widths[None]).max().item()
+        full = uniform(graph, problem.budget, problem.floor, problem.align).tensor()
+        reached = spent_shares(problem.budget, graph, full[None]).max().item()
+        if not min(tolerance, reached) <= share <= 1:
             raise BudgetError(f"The method chose widths that cost {share:.1%} of the budget {problem.budget.text!r}.")
+        if (widths < problem.floor.tensor()).any():
+            raise BudgetError("The method chose widths below the floor: please report this.")
 
 
 def loaded(problem: Problem, state: Mapping[str, Tensor]) -> nn.Module:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dmcp.batches import generator
-from dmcp.methods.problem import Choice, Problem
+from dmcp.methods.problem import FILLED, Choice, Problem
 from dmcp.sampling import random_widths
 
 _DRAW = 7  # what the random numbers are for
@@ -22,5 +22,5 @@ class RandomConfig:
 def find(problem: Problem, config: RandomConfig, state: Mapping[str, Tensor] | None = None) -> Choice:
     """The first of many drawn structures that uses the budget; no data is seen."""
     draw = generator(problem.seed, _DRAW)
-    widths = random_widths(problem.graph, problem.budget, draw, problem.floor, problem.align)
+    widths = random_widths(problem.graph, problem.budget, draw, problem.floor, problem.align, FILLED)
     return Choice(widths=widths, kept=widths)

@@ -14,7 +14,8 @@ BatchNorms are then calibrated on held-out samples, which makes up for constants
 BatchNorm divides the gradient of a zeroed filter by the root of its epsilon, as the variance of its output is zero. The
 first step of an epoch then makes such a filter many times larger than all others, the more so with momentum; from then
 on it has the largest norm and hardly learns. So filters under a BatchNorm that were set to zero get a share of their
-gradient only, until the next time; `regrowth=1` is the method as the paper describes it.
+gradient only, until the next time; `regrowth=1` is the method as the paper describes it. The small share has its price:
+after the first epochs hardly any channel comes back, so that it is nearly pruning once and training on.
 
 It also differs from the paper in this: layers with a residual stream in common drop the same channels, ranked by all of
 their filters as if they were one long filter, where the paper zeroes each layer by itself and so keeps the stream

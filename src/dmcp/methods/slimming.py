@@ -29,9 +29,9 @@ from dmcp.budget import check_reachable, spent_shares
 from dmcp.engine import Engine
 from dmcp.errors import TrainingError
 from dmcp.filters import Place, scaled, strongest, vectors
-from dmcp.methods.problem import Choice, Prepared, Problem, loaded, samples_of
+from dmcp.methods.problem import FILLED, Choice, Prepared, Problem, loaded, samples_of
 from dmcp.ranks import current
-from dmcp.sampling import TOLERANCE, Options, fit
+from dmcp.sampling import Options, fit
 from dmcp.training import Loss, classification_loss, train
 
 STAGE = "slimming"  # what the progress of the training is told as
@@ -72,7 +72,7 @@ def find(problem: Problem, config: SlimmingConfig, state: Mapping[str, Tensor] |
     graph, model = problem.graph, loaded(problem, state)
     scores = [vectors(model, places).abs().mean(dim=1) for places in _scales(model, problem)]
     options = Options(graph, problem.floor.tensor(), graph.full.tensor(), problem.align)
-    widths = fit(graph, problem.budget, _above_threshold(problem, scores).double(), options, TOLERANCE)
+    widths = fit(graph, problem.budget, _above_threshold(problem, scores).double(), options, FILLED)
     kept = {space.name: strongest(score, widths[space.name]) for space, score in zip(graph.spaces, scores, strict=True)}
     return Choice(widths=widths, kept=kept, model=model)
 

@@ -28,8 +28,8 @@ from dmcp.budget import check_reachable, spent_shares
 from dmcp.errors import DataError, DmcpError, TrainingError
 from dmcp.filters import magnitude, written
 from dmcp.graph import ChannelGraph
-from dmcp.methods.problem import Choice, Problem
-from dmcp.sampling import TOLERANCE, Options, fit
+from dmcp.methods.problem import FILLED, Choice, Problem
+from dmcp.sampling import Options, fit
 from dmcp.slicing import unwrap
 
 STAGE = "torch-pruning"
@@ -75,7 +75,7 @@ def find(problem: Problem, config: TorchPruningConfig, state: Mapping[str, Tenso
     if torch.equal(after, full):
         raise TrainingError("torch-pruning finds no channels that it can prune in this network: use another method.")
     options = Options(graph, problem.floor.tensor(), full, problem.align)
-    widths = fit(graph, problem.budget, _part_of_step(problem, before, after), options, TOLERANCE)
+    widths = fit(graph, problem.budget, _part_of_step(problem, before, after), options, FILLED)
     kept = {name: ledger.strongest(name, width) for name, width in widths.items()}
     return Choice(widths=widths, kept=kept, model=model, sample_passes=size_of((example,)))
 
