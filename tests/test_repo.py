@@ -106,9 +106,14 @@ ORDER = [
     "commands",
     "bench_commands",
     "report_commands",
+    "recovery",
     "cells",
     "comparing",
     "compare_commands",
+    "experiments",
+    "paper_figures",
+    "findings",
+    "paper_commands",
     "cli",
 ]
 # What methods may have of each other: fpgm is sfp with another score.

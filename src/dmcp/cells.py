@@ -1,11 +1,12 @@
-"""One cell of a comparison at work: a method chooses widths, the network is trained and tested, in a run folder."""
+"""One cell of a table at work: a method chooses widths, the network is trained and tested, in a run folder."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +19,27 @@ from dmcp.batches import Loader
 from dmcp.budget import parse
 from dmcp.cutting import WIDTHS, cut, load, parse_tensors, read_bytes, save
 from dmcp.data import make_loader, split
-from dmcp.errors import FileError, TrainingError
+from dmcp.errors import FileError, StoppedError, TrainingError
 from dmcp.graph import Kept
 from dmcp.keeping import DONE, State
 from dmcp.methods import METHODS, PEERS, Method, Own, Start
-from dmcp.methods.problem import Choice, Problem, Told, samples_of
+from dmcp.methods.problem import Choice, Prepared, Problem, Told, samples_of
 from dmcp.plans import Cell
 from dmcp.pruning import UNPRUNED, Event, Retrain, train_all
-from dmcp.runs import CHECKPOINTS, Run, load_search, read_json
+from dmcp.recovery import RecoveryConfig, recover
+from dmcp.runs import CHECKPOINTS, PREPARED, Run, load_search, read_json
 from dmcp.searching import SearchRecord, SearchResult
 from dmcp.sessions import Session
 from dmcp.spaces import Widths
 from dmcp.supernet import Supernet
 from dmcp.training import StepRecord
 
-COST, CHOICE, CHOSEN, PREPARED = "cost.json", "choice.json", "choice.safetensors", "prepared.safetensors"
-BASE = "base"  # what trains the unpruned network without the held-out images
+COST, CHOICE, CHOSEN = "cost.json", "choice.json", "choice.safetensors"
+RECOVERY, TIME, SPENT = "recovery.json", "time.json", "spent.json"
+# what a cell may do besides what a method does
+BASE = "base"  # train the unpruned network without the held-out images
+COPY = "copy"  # train the widths that another cell has chosen
+RECOVER = "recover"  # let the alphas of a frozen network follow the task loss alone
 _SPLIT = 0  # one split for all seeds: methods differ, data does not
 _CHOSEN = "choice"  # the stage that ends with it
 _MOST = 2**34  # bytes of a prepared network
@@ -53,7 +59,7 @@ def is_done(folder: Path) -> bool:
     """Whether nothing is left to do in the folder of a cell."""
     if (folder / CHECKPOINTS).exists() or not (folder / COST).exists():
         return False
-    return any((folder / name).exists() for name in (WIDTHS, PREPARED))
+    return any((folder / name).exists() for name in (WIDTHS, PREPARED, RECOVERY))
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +69,7 @@ class _Data:
     everything: Loader
     rest: Loader
     held: Loader
+    mixed: Loader  # the held-out ones, too, shuffled and augmented
 
 
 def run_cell(here: Session) -> None:
@@ -70,11 +77,39 @@ def run_cell(here: Session) -> None:
     cell = here.plan.cell
     assert cell is not None and here.plan.train is not None
     data = _data(here, cell)
-    if cell.prepares:
-        _prepare(here, cell, data)
-    else:
-        _fill(here, cell, data)
+    with _timed(here):
+        if cell.prepares:
+            _prepare(here, cell, data)
+        elif cell.method == RECOVER:
+            _recover(here, cell, data)
+        else:
+            _fill(here, cell, data)
     here.run.close()
+
+
+@contextlib.contextmanager
+def _timed(here: Session) -> Iterator[None]:
+    """Keep how long a cell was at work, in all its sittings that were not killed."""
+    path, start = here.run.folder / TIME, time.perf_counter()
+    before = float(read_json(path)["seconds"]) if path.exists() else 0.0
+    try:
+        yield
+    finally:
+        place = here.plan.job.place
+        name = torch.cuda.get_device_name(place) if place.type == "cuda" else place.type
+        here.run.write(TIME, {"seconds": before + time.perf_counter() - start, "device": name})
+
+
+@contextlib.contextmanager
+def _clock(here: Session) -> Iterator[Callable[[], float]]:
+    """Seconds of the work inside, with those of sittings that were stopped in it."""
+    path, start = here.run.folder / SPENT, time.perf_counter()
+    before = float(read_json(path)["seconds"]) if path.exists() else 0.0
+    try:
+        yield lambda: before + time.perf_counter() - start
+    except BaseException:
+        here.run.write(SPENT, {"seconds": before + time.perf_counter() - start})
+        raise
 
 
 def _data(here: Session, cell: Cell) -> _Data:
@@ -86,6 +121,7 @@ def _data(here: Session, cell: Cell) -> _Data:
         opened.loaders.train,
         make_loader(rest, job.batch, True, job.seed, place, **how),
         make_loader(held, min(job.batch, len(held)), False, job.seed, place, **how),
+        make_loader(held, min(job.batch, len(held)), True, job.seed, place, **how),
     )
 
 
@@ -94,11 +130,12 @@ def _problem(here: Session, data: _Data, method: Method) -> Problem:
     assert plan.search is not None and plan.train is not None
     graph = opened.graph
     groups, align = plan.search.groups, plan.search.align
+    learns = bool(plan.cell and plan.cell.settings.get("hold_out"))  # by held-out images, beside choosing by them
     return Problem(
         model=opened.model,
         graph=graph,
-        loader=data.rest if method.holds_out else data.everything,
-        held=data.held,
+        loader=data.rest if method.holds_out or learns else data.everything,
+        held=data.mixed if learns else data.held,
         budget=parse(plan.search.budget, graph),
         recipe=plan.train,
         floor=Supernet(opened.model, graph, groups, align).floor,
@@ -134,22 +171,26 @@ def _stage(stage: str, here: Session) -> str:
 
 
 def _prepare(here: Session, cell: Cell, data: _Data) -> None:
-    start = time.perf_counter()
-    if cell.method == BASE:
-        opened, recipe = here.opened, here.plan.train
-        assert recipe is not None
-        wanted = {BASE: opened.graph.full}
-        way = (None, here.on_event, here.plan.engine, here.keep)
-        net = train_all(opened.fresh, opened.graph, wanted, data.rest, recipe, Retrain.SCRATCH, *way)[BASE]
-        state: Mapping[str, Tensor] = net.state_dict()
-        passes = recipe.epochs * samples_of(data.rest)
-    else:
-        method = find_method(cell.method)
-        assert method.prepare is not None
-        prepared = method.prepare(_problem(here, data, method), _config(method, cell))
-        state, passes = prepared.state, prepared.sample_passes
-    _write_tensors(here.run, PREPARED, state)
-    _write_cost(here.run, time.perf_counter() - start, passes)
+    with _clock(here) as seconds:
+        prepared = _trained_base(here, data) if cell.method == BASE else _prepared(here, cell, data)
+        _write_tensors(here.run, PREPARED, prepared.state)
+        _write_cost(here.run, seconds(), prepared.sample_passes)
+
+
+def _trained_base(here: Session, data: _Data) -> Prepared:
+    """The unpruned network, trained without the held-out images."""
+    opened, recipe = here.opened, here.plan.train
+    assert recipe is not None
+    way = (None, here.on_event, here.plan.engine, here.keep)
+    wanted = {BASE: opened.graph.full}
+    net = train_all(opened.fresh, opened.graph, wanted, data.rest, recipe, Retrain.SCRATCH, *way)[BASE]
+    return Prepared(state=net.state_dict(), sample_passes=recipe.epochs * samples_of(data.rest))
+
+
+def _prepared(here: Session, cell: Cell, data: _Data) -> Prepared:
+    method = find_method(cell.method)
+    assert method.prepare is not None
+    return method.prepare(_problem(here, data, method), _config(method, cell))
 
 
 # a network of the table
@@ -161,19 +202,20 @@ def _fill(here: Session, cell: Cell, data: _Data) -> None:
     graph = opened.graph
     way = (None, here.on_event, here.plan.engine, here.keep)
     if not cell.method:
-        start = time.perf_counter()
         wanted = {UNPRUNED: graph.full}
-        nets = train_all(opened.fresh, graph, wanted, data.everything, recipe, Retrain.SCRATCH, *way)
-        _write_cost(here.run, time.perf_counter() - start, recipe.epochs * samples_of(data.everything))
+        with _clock(here) as seconds:
+            nets = train_all(opened.fresh, graph, wanted, data.everything, recipe, Retrain.SCRATCH, *way)
+            if not (here.run.folder / COST).exists():  # else it was killed after this
+                _write_cost(here.run, seconds(), recipe.epochs * samples_of(data.everything))
         _finish(here, nets, wanted)
         return
-    method = find_method(cell.method)
-    choice = _read_choice(here) or _choose(here, cell, method, data)
+    method = None if cell.method == COPY else find_method(cell.method)
+    choice = _read_choice(here) or (_choose(here, cell, method, data) if method else _copy(here, cell))
     nets = {}
     if cell.scratch:
         wanted = {cell.method: choice.widths}
         nets |= train_all(opened.fresh, graph, wanted, data.everything, recipe, Retrain.SCRATCH, *way)
-    if method.own and (cell.fine_tune_epochs or method.own is not Own.FINE_TUNED):
+    if method and method.own and cell.own and (cell.fine_tune_epochs or method.own is not Own.FINE_TUNED):
         nets[own_name(cell.method)] = _train_own(here, cell, method.own, choice, data)
     if not nets:
         raise TrainingError(f"{cell.method} has no training of its own: train it from scratch, or leave it out.")
@@ -182,29 +224,46 @@ def _fill(here: Session, cell: Cell, data: _Data) -> None:
 
 def _choose(here: Session, cell: Cell, method: Method, data: _Data) -> Choice:
     """Let the method choose, and keep what it chose: an interrupted cell does not choose again."""
-    start = time.perf_counter()
-    problem, uses = _problem(here, data, method), here.run.folder.parent / cell.uses
+    with _clock(here) as seconds:
+        problem = _problem(here, data, method)
+        choice = _find(here, cell, method, problem)
+        choice.check(problem)
+        _keep_choice(here, choice, seconds())
+    return choice
+
+
+def _find(here: Session, cell: Cell, method: Method, problem: Problem) -> Choice:
+    """What the method chooses, from what it starts from."""
+    uses, config = _used(here, cell), _config(method, cell)
     match method.start:
         case Start.SEARCHED:
-            choice = method.find(problem, load_search(uses, problem.graph))
-        case Start.TRAINED:
-            trained = load(uses, here.opened.fresh)
-            choice = method.find(problem, _config(method, cell), trained.state_dict())
+            return method.find(problem, load_search(uses, problem.graph), config)
         case Start.HELD | Start.PREPARED:
-            state = _read_tensors(uses / PREPARED)
-            choice = method.find(problem, _config(method, cell), state)
-        case Start.FRESH:
-            choice = method.find(problem, _config(method, cell))
-    choice.check(problem)
+            return method.find(problem, config, _read_tensors(uses / PREPARED))
+        case Start.TRAINED | Start.FRESH if cell.uses:  # a fresh one in an experiment that wants trained weights
+            return method.find(problem, config, load(uses, here.opened.fresh).state_dict())
+        case _:
+            return method.find(problem, config)
+
+
+def _copy(here: Session, cell: Cell) -> Choice:
+    """What another cell has chosen."""
+    stored = read_json(_used(here, cell) / CHOICE)
+    widths = here.opened.graph.widths(Widths.from_json(stored["widths"]))
+    choice = Choice(widths=widths, kept=widths)
+    _keep_choice(here, choice, 0.0)
+    return choice
+
+
+def _keep_choice(here: Session, choice: Choice, seconds: float) -> None:
     if choice.model is not None:
         _write_tensors(here.run, CHOSEN, choice.model.state_dict())
     kept = {name: it if isinstance(it, int) else torch.as_tensor(it).tolist() for name, it in choice.kept.items()}
     widths = choice.widths.to_json()
     here.run.write(CHOICE, {"widths": widths, "kept": kept, "has_model": choice.model is not None})
-    _write_cost(here.run, time.perf_counter() - start, choice.sample_passes)
+    _write_cost(here.run, seconds, choice.sample_passes)
     nothing = State({}, dict, [], [], [], here.plan.job.place)
     here.keep(_CHOSEN).save(1, nothing, {DONE: True}, here.ranks)  # from here on it is done, and the log stays
-    return choice
 
 
 def _read_choice(here: Session) -> Choice | None:
@@ -252,7 +311,32 @@ def _finish(here: Session, nets: dict[str, nn.Module], widths: dict[str, Widths]
     save(net, widths[name], here.run.folder)
 
 
+# an experiment without a network in the end
+
+
+def _recover(here: Session, cell: Cell, data: _Data) -> None:
+    """Freeze a trained network and see what random alphas make of it; not long enough to be kept in between."""
+    start, opened, job = time.perf_counter(), here.opened, here.plan.job
+    assert here.plan.search is not None
+
+    def look() -> None:
+        if here.asked_to_stop():
+            raise StoppedError("Stopped as asked: what was done so far is done again.")
+
+    config = RecoveryConfig(**cell.settings, groups=here.plan.search.groups, seed=job.seed)
+    model = load(_used(here, cell), opened.fresh).to(job.place)
+    images = make_loader(opened.data.train, job.batch, False, job.seed, job.place, workers=job.workers)
+    found = recover(model, opened.graph, data.everything, images, config, here.plan.engine, look)
+    here.run.write(RECOVERY, asdict(found))
+    _write_cost(here.run, time.perf_counter() - start, config.epochs * samples_of(data.everything))
+
+
 # files
+
+
+def _used(here: Session, cell: Cell) -> Path:
+    """The folder of the cell that this one starts from."""
+    return here.run.folder.parent / cell.uses
 
 
 def _config(method: Method, cell: Cell) -> Any:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import dmcp
-from dmcp import bench_commands, commands, compare_commands, report_commands
+from dmcp import bench_commands, commands, compare_commands, paper_commands, report_commands
 from dmcp import options as o
 from dmcp.errors import DmcpError, RankError, StoppedError
 from dmcp.graph import ChannelGraph
@@ -175,6 +175,7 @@ app.command()(bench_commands.bench)
 app.command()(report_commands.runs)
 app.command()(compare_commands.compare)
 app.command(hidden=True)(compare_commands.cell)
+app.command()(paper_commands.paper)
 app.command()(report_commands.report)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -26,7 +25,7 @@ from dmcp.jobs import Corrupt, Loaders, Opened, open_job
 from dmcp.plans import Plan
 from dmcp.progress import clock
 from dmcp.pruning import OURS, UNPRUNED, Retrain
-from dmcp.runs import REPORT, free_folder, markdown, read_json
+from dmcp.runs import REPORT, free_folder, markdown, read_json, slug
 from dmcp.sessions import say, session
 from dmcp.spaces import Widths
 from dmcp.supernet import Supernet
@@ -274,8 +273,7 @@ def train(
 
 
 def _folder(plan: Plan, out: str, resume: str) -> Path:
-    name = re.sub(r"\W+", "-", f"{plan.job.model} {Path(plan.job.data).name} {plan.command}").strip("-")
-    return Path(resume or out or free_folder(name[:100]))  # a file system has its longest name
+    return Path(resume or out or free_folder(slug(f"{plan.job.model} {Path(plan.job.data).name} {plan.command}")))
 
 
 def _prune_seeds(plan: Plan, count: int, out: str, quiet: bool, as_json: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import statistics
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -36,7 +35,7 @@ from dmcp.jobs import Job, Opened, argument, open_job
 from dmcp.listing import is_run
 from dmcp.methods import METHODS, PEERS, Own
 from dmcp.plans import Plan, plan_from_json
-from dmcp.runs import SETTINGS, Run, free_folder, from_plain, read_json
+from dmcp.runs import SETTINGS, Run, from_plain, read_json, slug
 from dmcp.sessions import say, session
 from dmcp.supernet import Supernet
 from dmcp.training import TrainConfig
@@ -134,7 +133,7 @@ def compare(
     _check_trained(it)
     opened = open_job(replace(job, device="cpu"))
     _check_job(it, opened)
-    folder = Path(out or free_folder("compare"))
+    folder = Path(out or f"runs/{slug(f'compare {job.model} {Path(job.data).name}')}")  # the same one each time
     failed = run_comparison(it, folder, at_once, quiet)
     lines = gather(it, folder)
     if lines:
@@ -271,8 +270,7 @@ def _write(it: Comparison, lines: list[Line], folder: Path) -> list[Line]:
     curves: dict[str, list[tuple[float, float, float]]] = {}
     for line in lines:
         name = f"{line.method}{', own training' if line.own else ''}"
-        place = statistics.fmean(line.macs_share)
-        curves.setdefault(name, []).append((place, line.mean, line.deviation or 0.0))
+        curves.setdefault(name, []).append((line.mean_share, line.mean, line.deviation or 0.0))
     title = f"{it.job.model}, {Path(it.job.data).name}, {it.train.epochs} epochs, {len(it.seeds)} seeds"
     figures.save(figures.accuracy_over_macs(curves, title), folder / "compare.svg")
     return lines

@@ -5,11 +5,14 @@ from __future__ import annotations
 import difflib
 import itertools
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from dmcp import pruning
 from dmcp.cells import BASE, COST, find_method, is_done, own_name
@@ -30,7 +33,7 @@ from dmcp.training import TrainConfig
 PLANS = "plans"  # what each cell is to do
 OUTPUT = "output"  # what each cell has said
 TABLE, PAGE = "compare.json", "compare.md"
-_LAST = 3  # lines of failed cells that are shown
+UNIFORM = "uniform"  # what methods of one ratio have the widths of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,17 +103,27 @@ def tasks(it: Comparison) -> list[Task]:
     order = sorted(it.methods, key=lambda name: (-_weight(name), it.methods.index(name)))
     for seed in it.seeds:
         if it.unpruned or Start.TRAINED in starts:
-            add(cell_name(UNPRUNED, seed), _plan(it, seed, Cell(method="")))
+            add(cell_name(UNPRUNED, seed), plan_cell(it, seed, Cell(method="")))
         if Start.HELD in starts:
-            add(cell_name(BASE, seed), _plan(it, seed, Cell(method=BASE, prepares=True)))
+            add(cell_name(BASE, seed), plan_cell(it, seed, Cell(method=BASE, prepares=True)))
         for name in it.methods:
             if find_method(name).start is Start.PREPARED:
-                add(cell_name(name, seed), _plan(it, seed, Cell(method=name, prepares=True)))
+                add(cell_name(name, seed), plan_cell(it, seed, Cell(method=name, prepares=True)))
         for name, budget in itertools.product(order, it.budgets):
-            uses = _needed(it, name, seed, budget, add)
-            plan = _plan(it, seed, Cell(method=name, uses=uses), budget)
-            add(cell_name(name, seed, budget), plan, (uses,) if uses else ())
+            if not _has_nothing_to_train(it, name):
+                uses = _needed(it, name, seed, budget, add)
+                plan = plan_cell(it, seed, Cell(method=name, uses=uses), budget)
+                add(cell_name(name, seed, budget), plan, (uses,) if uses else ())
+        if it.scratch and any(map(_is_one_ratio, it.methods)):  # trained from scratch they are uniform's networks
+            for budget in it.budgets:
+                add(cell_name(UNIFORM, seed, budget), plan_cell(it, seed, Cell(method=UNIFORM), budget))
     return list(found.values())
+
+
+def _has_nothing_to_train(it: Comparison, name: str) -> bool:
+    """Whether all that there is of a method is what uniform has."""
+    method = find_method(name)
+    return it.scratch and method.one_ratio and method.own is Own.FINE_TUNED and not it.fine_tune_epochs
 
 
 def _weight(name: str) -> int:
@@ -130,17 +143,18 @@ def _needed(it: Comparison, name: str, seed: int, budget: str, add: Any) -> str:
         case Start.PREPARED:
             return cell_name(name, seed)
         case Start.SEARCHED:
-            plan = _plan(it, seed, Cell(method="dmcp"), budget)
+            plan = plan_cell(it, seed, Cell(method="dmcp"), budget)
             return str(add(cell_name("dmcp", seed, budget), plan))
     return ""
 
 
-def _plan(it: Comparison, seed: int, cell: Cell, budget: str = "100%") -> Plan:
+def plan_cell(it: Comparison, seed: int, cell: Cell, budget: str = "100%") -> Plan:
+    """What a cell is to do, under the protocol of the comparison."""
     whole = replace(
         cell,
-        settings=dict(it.settings.get(cell.method, {})),
+        settings=dict(it.settings.get(cell.method, {})) | dict(cell.settings),
         holdout=it.holdout,
-        scratch=(it.scratch or not cell.method) and not _like_uniform(it, cell.method),
+        scratch=not cell.method or (it.scratch and not _is_one_ratio(cell.method)),
         fine_tune_epochs=it.fine_tune_epochs,
     )
     return Plan(
@@ -153,9 +167,8 @@ def _plan(it: Comparison, seed: int, cell: Cell, budget: str = "100%") -> Plan:
     )
 
 
-def _like_uniform(it: Comparison, name: str) -> bool:
-    """Whether the result of a method, trained from scratch, is that of uniform, which is there already."""
-    return "uniform" in it.methods and name in it.methods and find_method(name).one_ratio
+def _is_one_ratio(name: str) -> bool:
+    return (name in METHODS or name in PEERS) and find_method(name).one_ratio
 
 
 # running them
@@ -165,11 +178,16 @@ def run_comparison(
     it: Comparison, folder: Path, at_once: int | None = None, quiet: bool = False, only: Sequence[Task] | None = None
 ) -> list[Ended]:
     """Run the cells that are not done yet; those that failed, if any. Started again, it goes on where it was."""
-    wanted = tasks(it) if only is None else list(only)
+    return run_tasks(tasks(it) if only is None else only, folder, it.job.place, at_once, quiet)
+
+
+def run_tasks(
+    wanted: Sequence[Task], folder: Path, device: torch.device, at_once: int | None = None, quiet: bool = False
+) -> list[Ended]:
+    """Run those of these cells that are not done yet; those that failed, if any."""
     _make(folder)
     with kept_signals() as signals, Lock(folder):
-        for task in wanted:
-            _claim(task, folder)
+        _claim(wanted, folder)
         left = [task for task in wanted if not is_done(folder / task.name)]
         names = {task.name for task in left}
         commands = [
@@ -180,7 +198,6 @@ def run_comparison(
             )
             for task in left
         ]
-        device = it.job.place
         ended = run_side_by_side(commands, folder / OUTPUT, device, signals, at_once=at_once, quiet=quiet, noun="cells")
     return [end for end in ended if end.code != 0]
 
@@ -193,17 +210,26 @@ def _make(folder: Path) -> None:
         raise FileError(f"{folder}: no cells can be kept here: {error.strerror or error}.") from error
 
 
-def _claim(task: Task, folder: Path) -> None:
-    """Write the plan of a cell; one that was begun by another plan is refused."""
-    plan = json.loads(json.dumps(task.plan.to_json()))
-    path = folder / PLANS / f"{task.name}.json"
-    if is_run(folder / task.name) and path.is_file() and (stored := read_json(path)) != plan:
-        changed = sorted(name for name in plan if stored.get(name) != plan[name])
-        raise FileError(
-            f"{folder / task.name} was begun with other settings ({', '.join(changed)}): give --out another folder, "
-            "or the command that began it."
-        )
-    Run(folder / PLANS).write(path.name, plan)
+def _claim(wanted: Sequence[Task], folder: Path) -> None:
+    """Write the plans of the cells; if one was begun by another plan all are refused."""
+    plans = {task.name: json.loads(json.dumps(task.plan.to_json())) for task in wanted}
+    for name, plan in plans.items():
+        path = folder / PLANS / f"{name}.json"
+        if is_run(folder / name) and path.is_file() and (stored := read_json(path)) != plan:
+            changed = [place for place in plan if stored.get(place) != plan[place]]
+            fields = [f"{place}.{it}" for place in changed for it in _changed(stored.get(place), plan[place])]
+            raise FileError(
+                f"{folder / name} was begun with other settings ({', '.join(fields)}): give --out another folder, "
+                "or the command that began it."
+            )
+    for name, plan in plans.items():
+        Run(folder / PLANS).write(f"{name}.json", plan)
+
+
+def _changed(before: Any, now: Any) -> list[str]:
+    """Names of the fields that are not the same."""
+    pair = [it if isinstance(it, dict) else {} for it in (before, now)]
+    return sorted(name for name in pair[0].keys() | pair[1].keys() if pair[0].get(name) != pair[1].get(name))
 
 
 # what came out
@@ -222,6 +248,7 @@ class Line:
     macs: tuple[int, int]  # the least and the most
     params: tuple[int, int]
     macs_share: tuple[float, float]  # of the unpruned network
+    mean_share: float = 0.0  # the same, mean over the seeds
     search_seconds: float = 0.0  # mean over the seeds, with what had to be trained before
     sample_passes: float = 0.0  # the same
     ms: float | None = None  # fastest pass of a batch through the first seed's network
@@ -233,31 +260,30 @@ def gather(it: Comparison, folder: Path) -> list[Line]:
     by_name = {task.name: task for task in tasks(it)}
     names = ([(UNPRUNED, "")] if it.unpruned else []) + [(name, budget) for budget in it.budgets for name in it.methods]
     for method, budget in names:
-        cells = [by_name[cell_name(method, seed, budget)] for seed in it.seeds]
-        done = [(task, read_run(folder / task.name)) for task in cells if is_done(folder / task.name)]
-        for own in (False, True):
-            rows = [(task, run, row) for task, run in done if (row := run.row(own_name(method) if own else method))]
-            if rows:
-                lines.append(_line(method, budget, own, rows, folder, by_name))
-            elif not own and it.scratch and _like_uniform(it, method):
-                same = next((line for line in lines if line.method == "uniform" and line.budget == budget), None)
-                lines += [replace(same, method=method)] if same else []
+        trained = _rows(it, method, method, budget, folder, by_name)
+        own = _rows(it, method, own_name(method), budget, folder, by_name)
+        if _is_one_ratio(method) and it.scratch:
+            trained = _rows(it, UNIFORM, UNIFORM, budget, folder, by_name)
+        costs = [_cost(task, folder, by_name) for task, _, _ in own or trained] if method != UNPRUNED else []
+        lines += [_line(method, budget, rows is own, rows, costs) for rows in (trained, own) if rows]
     return lines
 
 
-def _line(
-    method: str,
-    budget: str,
-    own: bool,
-    rows: Sequence[tuple[Task, PastRun, Row]],
-    folder: Path,
-    tasks_: Mapping[str, Task],
-) -> Line:
+_Rows = list[tuple[Task, PastRun, Row]]
+
+
+def _rows(it: Comparison, method: str, name: str, budget: str, folder: Path, known: Mapping[str, Task]) -> _Rows:
+    """The networks of this name in the cells of a method that are done."""
+    cells = [task for seed in it.seeds if (task := known.get(cell_name(method, seed, budget)))]
+    done = [(task, read_run(folder / task.name)) for task in cells if is_done(folder / task.name)]
+    return [(task, run, row) for task, run in done if (row := run.row(name))]
+
+
+def _line(method: str, budget: str, own: bool, rows: _Rows, costs: Sequence[tuple[float, float]]) -> Line:
     accuracies = tuple(row.accuracy for _, _, row in rows)
     full = next(run.unpruned("macs") or 0 for _, run, _ in rows)
     macs = [row.macs for _, _, row in rows]
     params = [row.params for _, _, row in rows]
-    costs = [_cost(task, folder, tasks_) for task, _, _ in rows] if method != UNPRUNED else [(0.0, 0.0)]
     return Line(
         method=method,
         budget=budget,
@@ -268,19 +294,18 @@ def _line(
         macs=(min(macs), max(macs)),
         params=(min(params), max(params)),
         macs_share=(min(macs) / full, max(macs) / full),
-        search_seconds=statistics.fmean(seconds for seconds, _ in costs),
-        sample_passes=statistics.fmean(passes for _, passes in costs),
+        mean_share=statistics.fmean(macs) / full,
+        search_seconds=_mean([seconds for seconds, _ in costs if not math.isnan(seconds)]),
+        sample_passes=_mean([passes for _, passes in costs]),
     )
 
 
 def _cost(task: Task, folder: Path, known: Mapping[str, Task]) -> tuple[float, float]:
-    """Seconds and sample-passes until the widths were known, with the cells before it."""
+    """Seconds and sample-passes until the widths were known, with the cells before it; NaN for what is not known."""
     own = read_json(folder / task.name / COST)
     before = [_cost(known[name], folder, known) for name in task.after]
-    return (
-        own["seconds"] + sum(seconds for seconds, _ in before),
-        own["sample_passes"] + sum(passes for _, passes in before),
-    )
+    seconds = math.nan if own["seconds"] is None else own["seconds"]
+    return seconds + sum(it for it, _ in before), own["sample_passes"] + sum(it for _, it in before)
 
 
 def timed(lines: Sequence[Line], it: Comparison, folder: Path, opened: Opened) -> list[Line]:
@@ -297,17 +322,24 @@ def timed(lines: Sequence[Line], it: Comparison, folder: Path, opened: Opened) -
 
 
 def markdown(lines: Sequence[Line], batch: int = 0) -> str:
-    """The table: mean ± standard deviation (seeds); search cost until the widths are known."""
+    """The table: mean ± standard deviation (seeds); search cost until the widths are known; times if there are any."""
     rows = [["method", "budget", "accuracy in %, same recipe", "its own training", "MACs", "params"]]
-    rows[0] += ["search, s", "sample-passes, M", f"ms per {batch}"]
+    timed = any(line.ms is not None for line in lines)
+    rows[0] += ["search, s", "sample-passes, M", *([f"ms per {batch}"] if timed else [])]
     for line in lines:
         if line.own and any(_same(line, other) and not other.own for other in lines):
             continue
         own = next((other for other in lines if _same(line, other) and other.own), None)
-        cells = [line.method, line.budget or "100%", _accuracy(None if line.own else line), _accuracy(own)]
-        cells += [_range(*(f"{share:.1%}" for share in line.macs_share)), _range(*(f"{n:,}" for n in line.params))]
+        cells = [line.method, line.budget or "100%", "" if line.own else spread(line.accuracies)]
+        cells += [spread(own.accuracies) if own else ""]
+        cells += [between(*(f"{share:.1%}" for share in line.macs_share)), between(*(f"{n:,}" for n in line.params))]
         cells += [f"{line.search_seconds:,.0f}", f"{line.sample_passes / 1e6:,.1f}"]
-        rows.append([*cells, "" if line.ms is None else f"{line.ms:.2f}"])
+        rows.append(cells + (["" if line.ms is None else f"{line.ms:.2f}"] if timed else []))
+    return table(rows)
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Cells as Markdown, the first row as head."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     text = [f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows]
     return "\n".join([text[0], f"|{'|'.join('-' * (width + 2) for width in widths)}|", *text[1:], ""])
@@ -318,16 +350,22 @@ def to_json(lines: Sequence[Line]) -> list[dict[str, Any]]:
     return [asdict(line) for line in lines]
 
 
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else 0.0
+
+
 def _same(one: Line, other: Line) -> bool:
     return (one.method, one.budget) == (other.method, other.budget)
 
 
-def _accuracy(line: Line | None) -> str:
-    if line is None:
+def spread(shares: Sequence[float]) -> str:
+    """Mean ± standard deviation (how many) in percent; nothing of nothing."""
+    if not shares:
         return ""
-    spread = "" if line.deviation is None else f" ± {100 * line.deviation:.2f}"
-    return f"{100 * line.mean:.2f}{spread} ({len(line.accuracies)})"
+    deviation = f" ± {100 * statistics.stdev(shares):.2f}" if len(shares) > 1 else ""
+    return f"{100 * statistics.fmean(shares):.2f}{deviation} ({len(shares)})"
 
 
-def _range(least: str, most: str) -> str:
+def between(least: str, most: str) -> str:
+    """A range, or the one value."""
     return least if least == most else f"{least}–{most}"

@@ -22,7 +22,7 @@ from dmcp.errors import DmcpError, FileError
 from dmcp.locks import LOCK, alive
 from dmcp.markov import CHAIN, INDEPENDENT, Process
 from dmcp.pruning import OURS, UNPRUNED, Row
-from dmcp.runs import ALPHAS, LOG, MOST_ALPHAS, MOST_LOG, SEARCH, SETTINGS, TIMES, read_json
+from dmcp.runs import ALPHAS, CHECKPOINTS, LOG, MOST_ALPHAS, MOST_LOG, PREPARED, SEARCH, SETTINGS, TIMES, read_json
 from dmcp.searching import SearchRecord
 from dmcp.spaces import Widths
 from dmcp.training import StepRecord
@@ -59,6 +59,7 @@ class PastRun:
     rows: tuple[Row, ...] = ()  # networks that were tested
     chances: Chances | None = None
     widths: Mapping[str, int] = field(default_factory=dict)
+    prepared: bool = False  # whether it has made the network that it was to make for other runs
     running: bool = False
     problems: tuple[str, ...] = ()  # what could not be read, a sentence each
 
@@ -80,7 +81,7 @@ class PastRun:
     @property
     def done(self) -> bool:
         """Whether everything that the command makes is there."""
-        return bool(self.widths) and (bool(self.rows) or self.settings.get("command") == "search")
+        return self.prepared or (bool(self.widths) and (bool(self.rows) or self.settings.get("command") == "search"))
 
     @property
     def state(self) -> str:
@@ -131,6 +132,7 @@ def read_run(folder: str | os.PathLike[str], tail: int | None = None) -> PastRun
         rows=_timed(path / TIMES, rows.values(), problems),
         chances=_chances(path, problems),
         widths=_widths(path, problems),
+        prepared=(path / PREPARED).is_file() and not (path / CHECKPOINTS).exists(),
         running=_is_running(path),
         problems=tuple(problems),
     )

@@ -30,6 +30,7 @@ class Cell:
     holdout: float = 0.1  # share of the training images that methods choose by
     scratch: bool = True  # whether the chosen network is trained from scratch
     fine_tune_epochs: int = 0  # epochs of the method's own way of training, where it fine-tunes; 0: not that way
+    own: bool = True  # whether the method's own way of training is done at all, where it has one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,10 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        return asdict(self) | {"options": dict(self.options)}
+        plain = asdict(self) | {"options": dict(self.options)}
+        if self.cell is not None and self.cell.own:  # cells that were begun before there was this field go on
+            del plain["cell"]["own"]
+        return plain
 
 
 def plan_from_json(data: Mapping[str, Any], path: object) -> Plan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import shutil
 import types
 import typing
@@ -34,6 +35,7 @@ from dmcp.spaces import Widths
 SETTINGS, LOG, TIMES, REPORT = "settings.json", "log.jsonl", "times.jsonl", "report.md"
 CHECKPOINTS = "checkpoints"  # a folder in it for each stage, until the run is done
 SEARCH, ALPHAS = "search.json", "search.safetensors"
+PREPARED = "prepared.safetensors"  # a network that other runs start from
 MOST_LOG, MOST_ALPHAS = 2**30, 2**26  # bytes that are read
 _FORMAT = "torch-dmcp search 1"
 _MOST_INT = 2**63
@@ -177,6 +179,11 @@ def open_run(folder: str | os.PathLike[str]) -> Run:
     if taken:
         raise FileError(f"{path} already holds files: give the run another folder, or remove this one.")
     return Run(path)
+
+
+def slug(text: str) -> str:
+    """A text as the name of a folder; a file system has its longest one."""
+    return re.sub(r"\W+", "-", text).strip("-")[:100]
 
 
 def free_folder(name: str, root: str | os.PathLike[str] = "runs") -> Path:

@@ -73,7 +73,7 @@ METHODS: dict[str, Method] = {
         metapruning.find, metapruning.MetaPruningConfig, Start.PREPARED, metapruning.prepare, holds_out=True
     ),
     "dmcp": Method(dmcp.find, dmcp.DmcpConfig, own=Own.SLIMMABLE),
-    "dmcp-direct": Method(dmcp.draw, dmcp.DmcpConfig, Start.SEARCHED),
+    "dmcp-direct": Method(dmcp.draw, dmcp.DrawConfig, Start.SEARCHED),
 }
 PEERS: dict[str, Method] = {  # packages of other people
     "torch-pruning": Method(torch_pruning.find, torch_pruning.TorchPruningConfig, Start.TRAINED, own=Own.FINE_TUNED),

@@ -7,15 +7,15 @@ the recipe of the comparison.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
 from dmcp import sampling
 from dmcp.batches import generator
-from dmcp.errors import TrainingError
-from dmcp.methods.problem import Choice, Problem, samples_of
+from dmcp.errors import BudgetError, TrainingError
+from dmcp.methods.problem import FILLED, Choice, Problem, samples_of
 from dmcp.pruning import SEARCH
 from dmcp.searching import SearchConfig, SearchResult, search
 from dmcp.supernet import Supernet
@@ -31,6 +31,7 @@ class DmcpConfig:
     groups: int = 10  # groups that each space is divided into
     lr_share: float = 0.5  # of the recipe's learning rate: a step sums the gradients of several sub-networks
     more: Mapping[str, Any] = field(default_factory=dict)  # other settings of SearchConfig, by name
+    hold_out: bool = False  # whether the alphas learn by the problem's held-out images, and the weights by the others
 
     def __post_init__(self) -> None:
         if not self.lr_share > 0:
@@ -40,7 +41,8 @@ class DmcpConfig:
     def search_config(self, budget: Any, recipe: Any = None, **known: Any) -> SearchConfig:
         """The whole settings of the search."""
         if recipe is not None:
-            lr = self.lr_share * recipe.lr * 1024 / (recipe.reference_batch or 1024)
+            reference = known.setdefault("reference_batch", 1024)
+            lr = self.lr_share * recipe.lr * reference / (recipe.reference_batch or reference)
             known |= {"lr": lr, "min_lr": lr / 10, "weight_decay": recipe.weight_decay}
             known |= {"label_smoothing": recipe.label_smoothing}
         try:
@@ -51,8 +53,13 @@ class DmcpConfig:
 
 def find(problem: Problem, config: DmcpConfig, state: Mapping[str, Tensor] | None = None) -> Choice:
     """Search the alphas, then take the expected widths."""
-    settings = config.search_config(problem.budget, problem.recipe, seed=problem.seed, align=problem.align)
+    known: dict[str, Any] = {"seed": problem.seed, "align": problem.align}
+    if problem.recipe.reference_batch is None:  # learning rates that are never scaled
+        known["reference_batch"] = samples_of(problem.loader) // len(problem.loader)
+    settings = config.search_config(problem.budget, problem.recipe, **known)
     net = Supernet(problem.model, problem.graph, settings.groups, settings.align)
+    if net.floor != problem.floor and not settings.smallest:  # other groups than those of the comparison
+        settings = replace(settings, smallest=dict(problem.floor))
     if state is not None:
         net.model.load_state_dict(dict(state))
     found = search(
@@ -60,20 +67,38 @@ def find(problem: Problem, config: DmcpConfig, state: Mapping[str, Tensor] | Non
         problem.loader,
         settings,
         problem.loss,
+        problem.held if config.hold_out else None,
         on_record=lambda record: problem.tell(SEARCH, record),
         engine=problem.engine,
         keeper=problem.keep and problem.keep(SEARCH),
     )
     problem.tell(SEARCH, found)
-    widths = sampling.expected(found)
+    widths = sampling.expected(replace(found, tolerance=FILLED))
     passes = samples_of(problem.loader) * _passes(settings)
     return Choice(widths=widths, kept=widths, model=net.model, sample_passes=passes)
 
 
-def draw(problem: Problem, found: SearchResult) -> Choice:
+@dataclass(frozen=True, kw_only=True)
+class DrawConfig:
+    """Settings of direct sampling from a search that is done."""
+
+    number: int = 0  # which of the structures, in the order in which they are drawn
+
+    def __post_init__(self) -> None:
+        if type(self.number) is not int or self.number < 0:
+            raise TrainingError(f"number must be an int of at least 0, not {self.number!r}.")
+
+
+def draw(problem: Problem, found: SearchResult, config: DrawConfig | None = None) -> Choice:
     """Direct sampling from a search that is done: one structure inside the budget, another one for each seed."""
-    widths = sampling.direct(found, 1, generator(problem.seed, _DRAW))[0]
-    return Choice(widths=widths, kept=widths)
+    number = (config or DrawConfig()).number
+    drawn = sampling.direct(replace(found, tolerance=FILLED), number + 1, generator(problem.seed, _DRAW))
+    if len(drawn) <= number:
+        raise BudgetError(
+            f"The chains hold no more than {len(drawn)} different structures inside the budget: there is none with "
+            f"the number {number}; draw fewer."
+        )
+    return Choice(widths=drawn[number], kept=drawn[number])
 
 
 def _passes(settings: SearchConfig) -> int:

@@ -1,0 +1,296 @@
+"""What the cells of an experiment have found: a table, figures and plain data, made from their folders alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from dmcp import figures
+from dmcp.batches import generator
+from dmcp.budget import spent_shares
+from dmcp.cells import CHOICE, RECOVERY, TIME, is_done, own_name
+from dmcp.comparing import PLANS, Line, between, cell_name, gather, markdown, plan_cell, spread, table, to_json
+from dmcp.experiments import EXPERIMENTS, Arm, Study, cells_of
+from dmcp.listing import read_run
+from dmcp.methods import METHODS, PEERS
+from dmcp.paper_figures import dots, width_differences
+from dmcp.plans import Cell
+from dmcp.pruning import UNPRUNED
+from dmcp.runs import Run, load_search, read_json
+
+_PERCENT = "accuracy in %"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one cell that is done has found."""
+
+    arm: Arm
+    seed: int
+    name: str  # of the cell
+    accuracy: float | None = None  # of the network trained from scratch, 0 to 1
+    own_accuracy: float | None = None  # of the one trained the method's own way
+    macs: int = 0
+    params: int = 0
+    widths: Mapping[str, int] = field(default_factory=dict)
+    seconds: float | None = None  # at work in all
+    device: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"label": self.arm.label} | {name: value for name, value in vars(self).items() if name != "arm"}
+
+
+@dataclass(frozen=True)
+class Shown:
+    """An experiment as it is shown."""
+
+    text: str  # Markdown
+    rows: Sequence[Mapping[str, Any]]  # the same as plain data
+    figures: Mapping[str, Figure] = field(default_factory=dict)  # by the end of the file's name
+
+
+def outcomes(it: Study, arms: Sequence[Arm], folder: Path) -> list[Outcome]:
+    """What the cells that are done have found, seed by seed."""
+    return [_read(arm, seed, name, folder / name) for arm, seed, name in cells_of(it, arms) if is_done(folder / name)]
+
+
+def _read(arm: Arm, seed: int, name: str, folder: Path) -> Outcome:
+    run = read_run(folder)
+    row, own = run.row(arm.method or UNPRUNED), run.row(own_name(arm.method))
+    time = read_json(folder / TIME) if (folder / TIME).exists() else {}
+    tested = row or own
+    return Outcome(
+        arm=arm,
+        seed=seed,
+        name=name,
+        accuracy=row.accuracy if row else None,
+        own_accuracy=own.accuracy if own else None,
+        macs=tested.macs if tested else 0,
+        params=tested.params if tested else 0,
+        widths=read_json(folder / CHOICE)["widths"]["widths"] if (folder / CHOICE).exists() else {},
+        seconds=time.get("seconds"),
+        device=time.get("device", ""),
+    )
+
+
+def show(it: Study, name: str, folder: Path) -> Shown | None:
+    """An experiment as far as its cells are done; None if none is."""
+    arms = EXPERIMENTS[name](it)
+    found = outcomes(it, arms, folder)
+    return _SHOWN.get(name, _show_arms)(it, found, folder) if found else None
+
+
+def write(it: Study, name: str, shown: Shown, folder: Path, place: Path, stem: str) -> list[Path]:
+    """Write STEM.json, STEM.md and STEM.svg; the same cells give the same bytes."""
+    arms = EXPERIMENTS[name](it)
+    found, wanted = outcomes(it, arms, folder), {cell for _, _, cell in cells_of(it, arms)}
+    job, done = it.common.job, {outcome.name for outcome in found}
+    data = {
+        "experiment": name,
+        "about": (EXPERIMENTS[name].__doc__ or "").splitlines()[0],
+        "model": job.model,
+        "model_args": list(job.model_args),
+        "data": Path(job.data).name,
+        "batch": job.batch,
+        "seeds": list(it.common.seeds),
+        "train": asdict(replace(it.common.train, seed=0)),
+        "settings": {method: dict(values) for method, values in it.common.settings.items()},
+        "macs": it.graph.macs(),
+        "missing": sorted(wanted - done),
+        "rows": list(shown.rows),
+        "cells": [outcome.to_json() for outcome in found],
+    }
+    place.mkdir(parents=True, exist_ok=True)
+    Run(place).write(f"{stem}.json", _dump(data))
+    Run(place).write(f"{stem}.md", shown.text)
+    drawn = [figures.save(figure, place / f"{stem}{end}.svg") for end, figure in shown.figures.items()]
+    return [place / f"{stem}.json", place / f"{stem}.md", *drawn]
+
+
+def _dump(data: Any) -> str:
+    """JSON with a line for each list of plain values: curves are long."""
+    text = json.dumps(data, indent=1)
+    return re.sub(r"\[\n\s+([^\[\]{}]*?)\n\s*\]", lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
+
+
+# accuracy of arms
+
+
+def _by_label(found: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+    """The rows of a table, in the order of the arms."""
+    rows: dict[str, list[Outcome]] = {}
+    for outcome in found:
+        rows.setdefault(outcome.arm.label, []).append(outcome)
+    return rows
+
+
+def _accuracies(found: Sequence[Outcome]) -> list[float]:
+    return [outcome.accuracy for outcome in found if outcome.accuracy is not None]
+
+
+def _row(label: str, values: Sequence[float], **more: Any) -> dict[str, Any]:
+    deviation = statistics.stdev(values) if len(values) > 1 else None
+    return {"label": label, "accuracies": [*values], "mean": statistics.fmean(values), "deviation": deviation, **more}
+
+
+def _show_arms(it: Study, found: Sequence[Outcome], folder: Path) -> Shown:
+    """A row for each label: accuracy over the seeds, and what the networks cost."""
+    cells, rows = [["", f"{_PERCENT}, same recipe", "MACs of 1.0x unpruned", "params"]], []
+    for label, group in _by_label(found).items():
+        values = _accuracies(group)
+        macs, params = (sorted(getattr(one, kind) for one in group) for kind in ("macs", "params"))
+        shares = [one / it.graph.macs() for one in macs]
+        cells.append([label, spread(values), _span(shares, ".1%"), _span(params, ",")])
+        rows.append(_row(label, values, macs_share=[shares[0], shares[-1]], params=[params[0], params[-1]]))
+    groups = {label: _accuracies(group) for label, group in _by_label(found).items()}
+    return Shown(table(cells), rows, {"": dots(groups, _title(it))})
+
+
+def _span(values: Sequence[float], form: str) -> str:
+    return between(format(values[0], form), format(values[-1], form))
+
+
+def _title(it: Study) -> str:
+    job = it.common.job
+    counts = {"epoch": it.common.train.epochs, "seed": len(it.common.seeds)}
+    told = [f"{count} {word}{'' if count == 1 else 's'}" for word, count in counts.items()]
+    return ", ".join([job.model, Path(job.data).name, *told])
+
+
+def _show_sampling(it: Study, found: Sequence[Outcome], folder: Path) -> Shown:
+    """Expected sampling against the best, the worst and the mean of the draws of each search."""
+    expected, drawn = ([one for one in found if (one.arm.method == "dmcp") is way] for way in (True, False))
+    draws: dict[int, list[float]] = {}
+    for outcome in drawn:
+        draws.setdefault(outcome.seed, []).extend(_accuracies([outcome]))
+    values = {"expected sampling": _accuracies(expected)}
+    values |= {
+        f"direct sampling, {word}": [pick(own) for own in draws.values()]
+        for word, pick in (("highest", max), ("mean", statistics.fmean), ("lowest", min))
+    }
+    rows = [_row(label, own) for label, own in values.items() if own]
+    inside = {
+        f"deviation of the draws of seed {seed}": statistics.stdev(own) for seed, own in draws.items() if len(own) > 1
+    }
+    rows += [{"label": label, "deviation": value} for label, value in inside.items()]
+    cells = [["", _PERCENT], *([label, spread(own)] for label, own in values.items())]
+    if inside:
+        cells.append(["deviation inside a search", f"{100 * statistics.fmean(inside.values()):.2f}"])
+    points = {"expected sampling": values["expected sampling"]}
+    points |= {f"direct sampling, search of seed {seed}": own for seed, own in draws.items()}
+    return Shown(table(cells), rows, {"": dots(points, _title(it))})
+
+
+def _show_scale(it: Study, found: Sequence[Outcome], folder: Path) -> Shown:
+    """The table, and by how much the widths differ, space by space."""
+    shown = _show_arms(it, found, folder)
+    by_arm = {wide: {one.seed: one for one in found if bool(one.arm.model_args) is wide} for wide in (False, True)}
+    pairs = [(by_arm[False][seed].widths, by_arm[True][seed].widths) for seed in by_arm[False].keys() & by_arm[True]]
+    if not pairs:
+        return shown
+    gaps = {space: [wide[space] - narrow[space] for narrow, wide in pairs] for space in pairs[0][0]}
+    rows = [*shown.rows, {"label": "widths of 1.5x less those of 1.0x", "differences": gaps}]
+    return replace(
+        shown, rows=rows, figures={"": width_differences(gaps, _title(it))} | {"-accuracy": shown.figures[""]}
+    )
+
+
+# the main table
+
+
+def _show_main(it: Study, found: Sequence[Outcome], folder: Path) -> Shown:
+    """The table of a comparison, with what `dmcp compare` has put into the same folder under the same protocol."""
+    budgets = sorted(it.common.budgets, key=lambda text: -float(text.rstrip("%")) if text.endswith("%") else 0.0)
+    others = [name for name in (*METHODS, *PEERS) if name not in (*it.common.methods, "dmcp-direct")]
+    peers = [name for name in others if _has_peer(it, name, folder)]
+    whole = replace(it.common, methods=(*it.common.methods, *peers), budgets=tuple(budgets))
+    lines = gather(whole, folder)
+    return Shown(markdown(lines), to_json(lines), {"": figures.accuracy_over_macs(_curves(lines), _title(it))})
+
+
+def _curves(lines: Sequence[Line]) -> dict[str, list[tuple[float, float, float]]]:
+    curves: dict[str, list[tuple[float, float, float]]] = {}
+    for line in lines:
+        name = f"{line.method}{', own training' if line.own else ''}"
+        curves.setdefault(name, []).append((line.mean_share, line.mean, line.deviation or 0.0))
+    return curves
+
+
+def _has_peer(it: Study, method: str, folder: Path) -> bool:
+    """Whether cells of a method are done, all of them with our data, network and final training."""
+    same = []
+    for seed in it.common.seeds:
+        for budget in it.common.budgets:
+            name = cell_name(method, seed, budget)
+            if is_done(folder / name):
+                plan = json.loads(json.dumps(plan_cell(it.common, seed, Cell(method=method), budget).to_json()))
+                stored = read_json(folder / PLANS / f"{name}.json")
+                same.append(all(stored.get(part) == plan[part] for part in ("job", "train")))
+    return bool(same) and all(same)
+
+
+# experiments that end without a network
+
+
+def _show_recover(it: Study, found: Sequence[Outcome], folder: Path) -> Shown:
+    """Expected MACs and training accuracy over the steps; the figure has the means over the seeds."""
+    cells = [["", "steps", "MACs at first, %", "at the end", f"training {_PERCENT} at first", "at the end", "ungated"]]
+    rows: list[dict[str, Any]] = []
+    for label, group in _by_label(found).items():
+        stored = [read_json(folder / outcome.name / RECOVERY) for outcome in group]
+        shares, seen = (_mean_curve([one[kind] for one in stored]) for kind in ("macs_shares", "accuracies"))
+        facts = {"first_macs": [one["macs_shares"][0] for one in stored]}
+        facts |= {"last_macs": [one["macs_shares"][-1] for one in stored]}
+        facts |= {"first_accuracy": [one["accuracies"][0] for one in stored]}
+        facts |= {kind: [one[kind] for one in stored] for kind in ("recovered", "trained")}
+        cells.append([label, f"{len(shares):,}", *map(spread, facts.values())])
+        rows.append({"label": label, **facts, "frozen": all(one["frozen"] for one in stored)})
+        rows[-1] |= {"macs_shares": shares, "accuracies": seen}
+    control = next((row["macs_shares"] for row in rows if row["label"].startswith("wrong")), ())
+    first = rows[0]
+    figure = figures.recoverability(
+        first["macs_shares"], first["accuracies"], statistics.fmean(first["trained"]), control
+    )
+    return Shown(table(cells), rows, {"": figure})
+
+
+def _mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
+    return [statistics.fmean(values) for values in zip(*curves, strict=True)]
+
+
+def _show_distribution(it: Study, found: Sequence[Outcome], folder: Path) -> Shown:
+    """Structures drawn from each search; the figures are those of the first seed."""
+    cells = [["search", "MACs of 1.0x unpruned, %", "inside the budget, %", "structures"]]
+    rows = []
+    for outcome in found:
+        result = load_search(folder / outcome.name, it.graph)
+        widths = result.process.sample(result.alphas, result.sizes, figures.STRUCTURES, generator(outcome.seed)).cpu()
+        shares = (it.graph.macs(widths).double() / it.graph.macs()).tolist()
+        inside = (spent_shares(result.budget, it.graph, widths).amax(dim=1) <= 1).double().mean().item()
+        row = _row(f"seed {outcome.seed}", shares)
+        rows.append({"label": row["label"], "mean": row["mean"], "deviation": row["deviation"], "inside": inside})
+        middle = f"{100 * row['mean']:.2f} ± {100 * row['deviation']:.2f}"
+        cells.append([str(row["label"]), middle, f"{100 * inside:.1f}", f"{len(shares):,}"])
+    first = load_search(folder / found[0].name, it.graph)
+    drawn = {
+        "-macs": figures.cost_distribution(first, found[0].seed),
+        "-widths": figures.width_distribution(first, found[0].seed),
+    }
+    return Shown(table(cells), rows, drawn)
+
+
+_SHOWN: dict[str, Callable[[Study, Sequence[Outcome], Path], Shown]] = {  # those that are not tables of arms
+    "main": _show_main,
+    "sampling": _show_sampling,
+    "scale": _show_scale,
+    "recover": _show_recover,
+    "distribution": _show_distribution,
+}

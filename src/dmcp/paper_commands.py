@@ -1,0 +1,155 @@
+"""The command that does the paper's experiments: cells that are not done are run, then table, figure and data made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dmcp import options as o
+from dmcp.budget import check_reachable, parse
+from dmcp.commands import print_json
+from dmcp.comparing import Comparison, Task, run_tasks, table
+from dmcp.data import make_loader, split
+from dmcp.engine import Engine
+from dmcp.errors import DmcpError
+from dmcp.experiments import BUDGETS, EXPERIMENTS, Study, check_experiment, progress, study_tasks
+from dmcp.findings import show, write
+from dmcp.jobs import Job, open_job
+from dmcp.methods.dmcp import DmcpConfig
+from dmcp.supernet import Supernet
+from dmcp.training import TrainConfig
+
+_MODEL = "cifar:resnet20"
+_USUAL = DmcpConfig().epochs  # of a search; cells with as many are those of dmcp compare
+Names = Annotated[list[str], typer.Argument(metavar="NAME...", help=f"all, or some of {', '.join(EXPERIMENTS)}.")]
+Budgets = Annotated[list[str] | None, typer.Option("--budget", help=f"Of main; repeatable. Default: {BUDGETS}.")]
+SeedCount = Annotated[int, typer.Option(min=1, help="Seeds of everything, from --seed on.")]
+TrainEpochs = Annotated[int, typer.Option(min=1, help="Passes over the data in the final training.")]
+FirstEpochs = Annotated[int, typer.Option(min=2, help="Passes over the data in a search.")]
+TrainLr = Annotated[float, typer.Option(help="Highest learning rate of the final training at a batch of 2048.")]
+Wider = Annotated[list[str] | None, typer.Option(help="Argument for 1.5 times the width, in scale. Default: width=24.")]
+Out = Annotated[str, typer.Option(help="Folder of the cells, which experiments share.")]
+Results = Annotated[str, typer.Option(help="Folder of tables, figures and data.")]
+AtOnce = Annotated[int | None, typer.Option(min=1, help="Cells that run side by side; default: 8 on a GPU, the cores.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Run nothing: list the cells, and what is done.")]
+
+
+def paper(
+    names: Names,
+    data: o.Data = "",
+    model: o.Model = _MODEL,
+    seeds: SeedCount = 3,
+    seed: o.Seed = 0,
+    budget: Budgets = None,
+    epochs: TrainEpochs = 60,
+    search_epochs: FirstEpochs = _USUAL,
+    batch: o.Batch = 512,
+    lr: TrainLr = 1.6,
+    weight_decay: o.WeightDecay = 5e-4,
+    model_args: o.ModelArgs = None,
+    wider: Wider = None,
+    out: Out = "runs/paper",
+    results: Results = "results",
+    at_once: AtOnce = None,
+    device: o.Device = "",
+    precision: o.Numbers = None,
+    compile: o.Compile = None,
+    graphs: o.Graphs = None,
+    deterministic: o.Deterministic = False,
+    dry_run: DryRun = False,
+    quiet: o.Quiet = False,
+    as_json: o.AsJson = False,
+    debug: o.Debug = False,
+) -> None:
+    """Do the paper's experiments again: run the cells that are not done, then write table, figure and data.
+
+    Experiments share cells, such as the usual search at half of the MACs, if they share --out; so do cells of `dmcp
+    compare` with the same settings. The same command started again goes on where it was.
+
+    \b
+    Examples:
+      dmcp paper main --data cifar10
+      dmcp paper warmup sandwich scheme --data cifar10 --dry-run
+      dmcp paper all --model digits:resnet --data digits --epochs 1 --search-epochs 2 --batch 64 --seeds 1
+    """
+    if not o.is_first():
+        return
+    if not data:
+        raise DmcpError("--data is missing: dmcp paper --help says what it can be.")
+    wanted = [*EXPERIMENTS] if names == ["all"] else [*dict.fromkeys(names)]
+    for name in wanted:
+        check_experiment(name)
+    it = Comparison(
+        job=Job(model=model, model_args=tuple(model_args or ()), data=data, batch=batch, device=device),
+        engine=Engine(precision=precision, compile=compile, graphs=graphs, deterministic=deterministic),
+        train=TrainConfig(
+            epochs=epochs, lr=lr, warmup_lr=lr / 4, warmup_epochs=min(1, epochs / 2), weight_decay=weight_decay
+        ),
+        budgets=tuple(budget or BUDGETS),
+        methods=("uniform", "random", "dmcp"),
+        seeds=tuple(range(seed, seed + seeds)),
+        settings={} if search_epochs == _USUAL else {"dmcp": {"epochs": search_epochs}},
+        fine_tune_epochs=epochs // 3,  # none of ours does; as in the comparison whose cells these may be
+    )
+    study = _open(it, tuple(wider or ["width=24"]), wanted)
+    tasks, folder = study_tasks(study, wanted), Path(out)
+    if dry_run:
+        _list(tasks, folder, as_json)
+        return
+    failed = run_tasks(tasks, folder, it.job.place, at_once, quiet)
+    _show(study, wanted, folder, Path(results), as_json)
+    if failed:
+        listed = "; ".join(end.describe() for end in failed[:3]) + ("; ..." if failed[3:] else "")
+        raise DmcpError(f"{len(failed)} cells failed, the same command starts only them again: {listed}")
+
+
+def _open(it: Comparison, wider: tuple[str, ...], names: Sequence[str]) -> Study:
+    """The study, with what its cells would refuse refused now."""
+    _ = it.job.place  # whether there is such a device
+    opened = open_job(replace(it.job, device="cpu"))
+    rest, _ = split(opened.data.train, it.holdout)
+    make_loader(rest, it.job.batch, train=True)  # refuses a batch that is larger
+    floor = Supernet(opened.model, opened.graph, it.groups, it.align).floor
+    for text in it.budgets:
+        check_reachable(parse(text, opened.graph), opened.graph, floor)
+    if "scale" in names:
+        wide = open_job(replace(it.job, device="cpu", model_args=(*it.job.model_args, *wider))).graph
+        if wide.macs() <= opened.graph.macs():
+            raise DmcpError(f"--wider: with {', '.join(wider)} the network is not wider than without.")
+    return Study(common=it, graph=opened.graph, wider=wider)
+
+
+def _list(tasks: Sequence[Task], folder: Path, as_json: bool) -> None:
+    """The cells, how far they are, and the time that those of their kind took."""
+    cells = progress(tasks, folder)
+    left = [cell for cell in cells if cell.state != "done"]
+    known = [cell.seconds for cell in left if cell.seconds is not None]
+    if as_json:
+        print_json({"folder": str(folder), "cells": [vars(cell) for cell in cells], "seconds_left": sum(known)})
+        return
+    shown = [(cell.name, cell.state, "" if cell.seconds is None else f"{cell.seconds:,.0f}") for cell in cells]
+    print(table([("cell", "state", "seconds"), *shown]))
+    unknown = f", and {len(left) - len(known)} of which nothing is known" if len(known) < len(left) else ""
+    print(f"{len(cells) - len(left)} of {len(cells)} cells are done in {folder}.")
+    if left:
+        print(f"Left, each by itself as those of its kind took: {sum(known):,.0f} s in {len(known)} cells{unknown}.")
+
+
+def _show(study: Study, names: Sequence[str], folder: Path, place: Path, as_json: bool) -> None:
+    """Tables on stdout; tables, figures and data into the folder of results, other networks by their names."""
+    files: list[str] = []
+    for name in names:
+        if shown := show(study, name, folder):
+            model = study.common.job.model
+            stem = name if model == _MODEL else f"{name}-{model.replace(':', '-').replace('/', '-')}"
+            files += [str(path) for path in write(study, name, shown, folder, place, stem)]
+            if not as_json:
+                print(f"{name}\n\n{shown.text}")
+    if as_json:
+        print_json({"folder": str(folder), "files": files})
+    else:
+        print("\n".join(files))

@@ -1,0 +1,424 @@
+"""Comparisons: which cells there are and what they wait for, which are run, what becomes of failures, and the table."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dmcp import children, cli, comparing
+from dmcp.cells import is_done
+from dmcp.comparing import PLANS, Comparison, Task, cell_name, gather, markdown, run_comparison, tasks, to_json
+from dmcp.engine import Engine
+from dmcp.errors import DmcpError, FileError, TrainingError
+from dmcp.jobs import Job
+from dmcp.locks import Lock
+from dmcp.methods import METHODS
+from dmcp.plans import plan_from_json
+from dmcp.training import TrainConfig
+
+TWO = Comparison(
+    job=Job(model="digits:resnet", data="digits", device="cpu"),
+    engine=Engine(),
+    train=TrainConfig(epochs=1, warmup_epochs=0),
+    budgets=("50%", "params:40%"),
+    methods=("uniform", "l1", "amc", "slimming", "dmcp-direct"),
+    seeds=(3, 4),
+    settings={"amc": {"episodes": 5}, "dmcp": {"epochs": 2}},
+    fine_tune_epochs=1,
+)
+SMALL = replace(TWO, budgets=("50%",), methods=("uniform", "amc"), seeds=(0,))
+ALL = ["unpruned-seed0", "base-seed0", "uniform-50%-seed0", "amc-50%-seed0"]
+
+# Stands for `python -m dmcp`: notes how it was called, fails if it is told so, and leaves a finished cell.
+CHILD = """
+import json, sys
+from pathlib import Path
+
+plan, folder = map(Path, sys.argv[2:])
+here = folder.parent.parent
+with (here / "calls").open("a") as file:
+    file.write(folder.name + "\\n")
+assert sys.argv[1] == "cell" and plan == folder.parent / "plans" / f"{folder.name}.json"
+if folder.name in (here / "failing").read_text().split():
+    sys.exit(f"{folder.name} has no luck")
+cell = json.loads(plan.read_text())["cell"]
+assert not cell["uses"] or (folder.parent / cell["uses"] / "cost.json").exists()
+folder.mkdir(exist_ok=True)
+(folder / "settings.json").write_text(json.dumps({"command": "cell", "unpruned": {"macs": 100}}))
+row = {"stage": "test", "name": cell["method"] or "unpruned", "macs": 50, "params": 7, "accuracy": 0.5}
+(folder / "log.jsonl").write_text(json.dumps(row) + "\\n")
+(folder / "cost.json").write_text(json.dumps({"seconds": 1.0, "sample_passes": 10}))
+(folder / ("prepared.safetensors" if cell["prepares"] else "widths.json")).write_text("{}")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for cells, which are filled by the program above."""
+    (tmp_path / "child.py").write_text(CHILD)
+    monkeypatch.setattr(comparing, "COMMAND", (sys.executable, "-S", str(tmp_path / "child.py")))
+    monkeypatch.setattr(children, "_PAUSE", 0.02)
+    let_fail(tmp_path / "cells")
+    return tmp_path / "cells"
+
+
+def let_fail(folder: Path, *names: str) -> None:
+    """Tell the children which of them fail, and forget which were called."""
+    (folder.parent / "failing").write_text(" ".join(names))
+    (folder.parent / "calls").write_text("")
+
+
+def calls(folder: Path) -> list[str]:
+    return (folder.parent / "calls").read_text().split()
+
+
+def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+# which cells there are
+
+
+def test_cells_go_seed_by_seed_and_come_after_what_they_need() -> None:
+    names = [task.name for task in tasks(TWO)]
+    assert names[: len(names) // 2] == [name.replace("seed4", "seed3") for name in names[len(names) // 2 :]]
+    first = [name.removesuffix("-seed3") for name in names if name.endswith("seed3")]
+    shared, chosen = first[:3], first[3:]
+    assert shared == ["unpruned", "base", "slimming"]
+    methods = [*TWO.methods, "dmcp"]  # which is there for dmcp-direct
+    both = itertools.product(methods, ("50%", "params=40%"))
+    assert sorted(chosen) == sorted(f"{method}-{budget}" for method, budget in both)
+    seen = set[str]()
+    for task in tasks(TWO):
+        assert seen.issuperset(task.after)
+        seen.add(task.name)
+
+
+@pytest.mark.parametrize(
+    ("name", "after"),
+    [
+        ("uniform-50%-seed3", ()),
+        ("dmcp-50%-seed3", ()),
+        ("l1-50%-seed3", ("unpruned-seed3",)),
+        ("amc-params=40%-seed4", ("base-seed4",)),
+        ("slimming-50%-seed4", ("slimming-seed4",)),
+        ("dmcp-direct-params=40%-seed3", ("dmcp-params=40%-seed3",)),
+    ],
+)
+def test_what_a_cell_waits_for(name: str, after: tuple[str, ...]) -> None:
+    task = by_name(TWO)[name]
+    assert task.after == after
+    assert task.plan.cell is not None and task.plan.cell.uses == "".join(after)
+
+
+def by_name(it: Comparison) -> dict[str, Task]:
+    return {task.name: task for task in tasks(it)}
+
+
+def test_what_takes_longest_comes_first() -> None:
+    it = replace(TWO, methods=tuple(METHODS), budgets=("50%",), seeds=(0,), unpruned=False)
+    names = [task.name.removesuffix("-50%-seed0") for task in tasks(it)]
+    assert max(map(names.index, ("dmcp", "sfp", "fpgm"))) < names.index("uniform") < names.index("dmcp-direct")
+
+
+def test_plans_have_the_seed_the_budget_and_the_settings() -> None:
+    plan = by_name(TWO)["amc-params=40%-seed4"].plan
+    assert plan.search is not None and plan.train is not None and plan.cell is not None
+    assert (plan.job.seed, plan.train.seed, plan.search.seed, plan.search.budget) == (4, 4, 4, "params:40%")
+    assert (plan.cell.method, plan.cell.settings, plan.cell.holdout) == ("amc", {"episodes": 5}, 0.1)
+    assert plan.cell.scratch and plan.cell.fine_tune_epochs == 1
+    assert plan_from_json(json.loads(json.dumps(plan.to_json())), "plan") == plan
+
+
+def test_the_unpruned_network_is_trained_where_it_is_wanted_or_needed() -> None:
+    alone = replace(TWO, unpruned=False, methods=("uniform",))
+    assert not any("unpruned" in task.name for task in tasks(alone))
+    assert "unpruned-seed4" in by_name(replace(alone, methods=("uniform", "l1")))
+
+
+def test_one_ratio_is_not_trained_from_scratch_beside_uniform() -> None:
+    def scratch(it: Comparison, name: str) -> bool:
+        cell = by_name(it)[name].plan.cell
+        return cell is not None and cell.scratch
+
+    assert not scratch(TWO, "l1-50%-seed3") and scratch(TWO, "slimming-50%-seed3")
+    alone = replace(TWO, methods=("l1", "amc"))  # uniform comes with it, so that it may be asked for later
+    assert not scratch(alone, "l1-50%-seed3") and scratch(alone, "uniform-50%-seed3")
+
+
+def test_one_ratio_without_fine_tuning_is_uniform() -> None:
+    found = by_name(replace(TWO, fine_tune_epochs=0))
+    assert "l1-50%-seed3" not in found and "uniform-50%-seed3" in found
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"budgets": ()}, "at least one budget"),
+        ({"budgets": ("50%", "50%")}, "at least one budget, and each only once"),
+        ({"methods": ()}, "at least one method"),
+        ({"methods": ("l1", "l1")}, "at least one method, and each only once"),
+        ({"seeds": (1, 1)}, "at least one seed"),
+        ({"methods": ("amk",)}, "'amk': did you mean amc"),
+        ({"settings": {"dmpc": {}}}, "'dmpc': did you mean dmcp"),
+    ],
+)
+def test_comparisons_that_make_no_sense(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(DmcpError, match=words):
+        replace(TWO, **changes)
+    with pytest.raises(TrainingError, match="episodes must be"):
+        replace(TWO, settings={"amc": {"episodes": 0}})
+
+
+# running them
+
+
+def test_cells_are_run_once(folder: Path) -> None:
+    assert run_comparison(SMALL, folder, quiet=True) == []
+    assert sorted(calls(folder)) == sorted(ALL)
+    assert all(is_done(folder / name) for name in ALL)
+    let_fail(folder)
+    assert run_comparison(SMALL, folder, quiet=True) == [] and calls(folder) == []
+    (folder / "uniform-50%-seed0" / "widths.json").unlink()
+    (folder / "base-seed0" / "checkpoints").mkdir()  # not at its end
+    assert run_comparison(SMALL, folder, quiet=True) == []
+    assert sorted(calls(folder)) == ["base-seed0", "uniform-50%-seed0"]
+
+
+def test_more_seeds_and_methods_can_be_added(folder: Path) -> None:
+    run_comparison(SMALL, folder, quiet=True)
+    let_fail(folder)
+    run_comparison(replace(SMALL, methods=("uniform", "amc", "random"), seeds=(0, 1)), folder, quiet=True)
+    assert sorted(calls(folder)) == sorted(
+        ["random-50%-seed0", "random-50%-seed1", *[name.replace("seed0", "seed1") for name in ALL]]
+    )
+
+
+def test_a_cell_that_fails_lets_the_others_go_on(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    let_fail(folder, "base-seed0")
+    failed = run_comparison(SMALL, folder)
+    assert [end.describe() for end in failed] == [
+        "base-seed0: exit code 1: base-seed0 has no luck",
+        "amc-50%-seed0: not started: it needs base-seed0, and that failed",
+    ]
+    assert sorted(calls(folder)) == sorted(ALL[:3])
+    assert "base-seed0: base-seed0 has no luck" in capfd.readouterr().err
+    assert [line.method for line in gather(SMALL, folder)] == ["unpruned", "uniform"]
+    let_fail(folder)
+    assert run_comparison(SMALL, folder, quiet=True) == []
+    assert calls(folder) == ["base-seed0", "amc-50%-seed0"]
+
+
+def test_a_folder_of_other_settings_is_refused(folder: Path) -> None:
+    run_comparison(SMALL, folder, quiet=True)
+    let_fail(folder)
+    before = contents(folder)
+    with pytest.raises(FileError, match=r"unpruned-seed0 was begun with other settings.*train.*--out another folder"):
+        run_comparison(replace(SMALL, train=replace(SMALL.train, epochs=2)), folder)
+    assert contents(folder) == before and calls(folder) == []
+
+
+def test_nothing_is_written_before_a_refusal(folder: Path) -> None:
+    run_comparison(SMALL, folder, quiet=True)
+    before = contents(folder)
+    with pytest.raises(FileError, match="amc-50%-seed0 was begun with other settings"):
+        run_comparison(replace(SMALL, settings={"amc": {"episodes": 6}}, seeds=(1, 0)), folder)
+    assert contents(folder) == before
+
+
+def test_a_plan_that_nobody_has_begun_may_change(folder: Path) -> None:
+    let_fail(folder, *ALL)
+    run_comparison(SMALL, folder, quiet=True)
+    let_fail(folder)
+    longer = replace(SMALL, train=replace(SMALL.train, epochs=2))
+    assert run_comparison(longer, folder, quiet=True) == []
+    assert json.loads((folder / PLANS / f"{ALL[0]}.json").read_text())["train"]["epochs"] == 2
+
+
+def test_a_folder_is_used_by_one_command_at_a_time(folder: Path) -> None:
+    folder.mkdir()
+    with Lock(folder), pytest.raises(FileError, match="in use by process"):
+        run_comparison(SMALL, folder)
+    (folder.parent / "file").write_text("")
+    with pytest.raises(FileError, match="no cells can be kept here"):
+        run_comparison(SMALL, folder.parent / "file")
+
+
+# the table, from cells written by hand
+
+
+def write_cell(folder: Path, name: str, cost: tuple[float, int], *rows: tuple[str, float, int, int]) -> None:
+    """A finished cell: (seconds, sample-passes), and (network, accuracy, MACs, params); without any it has prepared."""
+    cell = folder / name
+    cell.mkdir(parents=True)
+    (cell / "settings.json").write_text(json.dumps({"command": "cell", "unpruned": {"macs": 1000}}))
+    keys = ("name", "accuracy", "macs", "params")
+    lines = [json.dumps({"stage": "test"} | dict(zip(keys, row, strict=True))) for row in rows]
+    (cell / "log.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    (cell / "cost.json").write_text(json.dumps({"seconds": cost[0], "sample_passes": cost[1]}))
+    (cell / ("widths.json" if rows else "prepared.safetensors")).write_text("{}")
+
+
+def write_table(folder: Path) -> Comparison:
+    """Two seeds; of the last method only one is there."""
+    for seed, up in ((0, 0.0), (1, 0.02)):
+        write_cell(folder, f"unpruned-seed{seed}", (100, 5_000_000), ("unpruned", 0.9 + up, 1000, 77))
+        write_cell(folder, f"base-seed{seed}", (90, 4_000_000))
+        write_cell(folder, f"uniform-50%-seed{seed}", (0.1, 0), ("uniform", 0.8 + up, 490, 40))
+        own = ("l1, own", 0.7 + 2 * up, 490, 40)
+        write_cell(folder, f"l1-50%-seed{seed}", (2, 0), own)
+        rows = [("amc", 0.85 + up, 500 - 10 * seed, 30 + seed), ("amc, own", 0.8, 500 - 10 * seed, 30 + seed)]
+        write_cell(folder, f"amc-50%-seed{seed}", (30 + 20 * seed, 1_000_000), *rows)
+    write_cell(folder, "dmcp-50%-seed1", (300, 9_000_000), ("dmcp", 0.91, 480, 35))
+    write_cell(folder, "dmcp-direct-50%-seed1", (1, 0), ("dmcp-direct", 0.92, 495, 36))
+    methods = ("uniform", "l1", "amc", "dmcp-direct")
+    return replace(TWO, budgets=("50%",), methods=methods, seeds=(0, 1))
+
+
+def test_the_table_has_the_figures_of_the_cells(tmp_path: Path) -> None:
+    lines = {(line.method, line.own): line for line in gather(write_table(tmp_path), tmp_path)}
+    assert [*lines] == [
+        ("unpruned", False),
+        ("uniform", False),
+        ("l1", False),
+        ("l1", True),
+        ("amc", False),
+        ("amc", True),
+        ("dmcp-direct", False),
+    ]
+    amc = lines["amc", False]
+    assert amc.accuracies == (0.85, 0.87) and amc.mean == pytest.approx(0.86)
+    assert amc.deviation == pytest.approx(statistics.stdev([0.85, 0.87])) == pytest.approx(0.02 / 2**0.5)
+    assert (amc.macs, amc.params, amc.macs_share) == ((490, 500), (30, 31), (0.49, 0.5))
+    assert lines["amc", True].deviation == pytest.approx(0)
+    assert lines["dmcp-direct", False].deviation is None and lines["dmcp-direct", False].accuracies == (0.92,)
+
+
+def test_search_cost_is_summed_over_the_cells_before(tmp_path: Path) -> None:
+    lines = {(line.method, line.own): line for line in gather(write_table(tmp_path), tmp_path)}
+    costs = {key: (line.search_seconds, line.sample_passes) for key, line in lines.items()}
+    assert costs["unpruned", False] == (0, 0)
+    assert costs["amc", False] == costs["amc", True] == (90 + (30 + 50) / 2, 5_000_000)
+    assert costs["l1", True] == (102, 5_000_000)
+    assert costs["dmcp-direct", False] == (301, 9_000_000)
+
+
+def test_one_ratio_has_the_row_of_uniform(tmp_path: Path) -> None:
+    it = write_table(tmp_path)
+    lines = {(line.method, line.own): line for line in gather(it, tmp_path)}
+    cost = {"search_seconds": lines["l1", True].search_seconds, "sample_passes": lines["l1", True].sample_passes}
+    assert cost["search_seconds"] == 102
+    assert lines["l1", False] == replace(lines["uniform", False], method="l1", **cost)
+    assert lines["l1", True].mean == pytest.approx(0.72)
+    unscratched = gather(replace(it, scratch=False), tmp_path)
+    assert ("l1", False) not in {(line.method, line.own) for line in unscratched}
+
+
+def test_one_ratio_has_the_row_of_uniform_whatever_the_order(tmp_path: Path) -> None:
+    it = replace(write_table(tmp_path), methods=("l1", "uniform"))
+    assert ("l1", False) in {(line.method, line.own) for line in gather(it, tmp_path)}
+
+
+def test_the_page_shows_them(tmp_path: Path) -> None:
+    lines = [replace(line, ms=1.5) for line in gather(write_table(tmp_path), tmp_path)]
+    text = markdown(lines, batch=64)
+    heads, rule, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    assert heads[-1] == "ms per 64" and all(set(cell) == {"-"} for cell in rule)
+    assert len({len(line) for line in text.splitlines()}) == 1
+    assert rows == [
+        ["unpruned", "100%", "91.00 ± 1.41 (2)", "", "100.0%", "77", "0", "0.0", "1.50"],
+        ["uniform", "50%", "81.00 ± 1.41 (2)", "", "49.0%", "40", "0", "0.0", "1.50"],
+        ["l1", "50%", "81.00 ± 1.41 (2)", "72.00 ± 2.83 (2)", "49.0%", "40", "102", "5.0", "1.50"],
+        ["amc", "50%", "86.00 ± 1.41 (2)", "80.00 ± 0.00 (2)", "49.0%–50.0%", "30–31", "130", "5.0", "1.50"],
+        ["dmcp-direct", "50%", "92.00 (1)", "", "49.5%", "36", "301", "9.0", "1.50"],
+    ]
+
+
+def test_the_table_is_plain_data(tmp_path: Path) -> None:
+    lines = gather(write_table(tmp_path), tmp_path)
+    plain = json.loads(json.dumps(to_json(lines)))
+    assert [line["method"] for line in plain] == [line.method for line in lines]
+    assert plain[0]["accuracies"] == [0.9, 0.92] and plain[0]["macs"] == [1000, 1000]
+
+
+def test_there_is_no_table_without_cells(tmp_path: Path) -> None:
+    assert gather(TWO, tmp_path) == []
+    (tmp_path / "uniform-50%-seed3").mkdir()
+    assert gather(TWO, tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("budget", "name"), [("", "dmcp-seed7"), ("50%,params:2M", "dmcp-50%+params=2M-seed7"), ("1/2", "dmcp-1-2-seed7")]
+)
+def test_names_of_cells_are_names_of_folders(budget: str, name: str) -> None:
+    assert cell_name("dmcp", 7, budget) == name == Path(name).name
+
+
+# the command
+
+
+def command(*words: str | Path) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["dmcp", *map(str, words)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+    return int(stop.value.code or 0)
+
+
+def options(*more: str) -> Sequence[str]:
+    words = "compare --model digits:resnet --data digits --methods uniform,l1 --seeds 1 --batch 512 --device cpu"
+    return [*words.split(), "--epochs", "1", "--quiet", *more]
+
+
+def test_the_command_fills_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "table"
+    assert command(*options("--json"), "--out", out) == 0
+    told = json.loads(capfd.readouterr().out)
+    table = json.loads((out / "compare.json").read_text())
+    assert told["folder"] == str(out) and told["lines"] == table["lines"]
+    found = [(line["method"], line["own"]) for line in table["lines"]]
+    assert found == [("unpruned", False), ("uniform", False), ("l1", False), ("l1", True)]
+    assert all(line["ms"] > 0 and 0 < line["mean"] < 1 for line in table["lines"])
+    assert (out / "compare.svg").read_text().startswith("<?xml")
+    names = ["l1-50%-seed0", "uniform-50%-seed0", "unpruned-seed0"]
+    before = {name: contents(out / name) for name in names}
+
+    assert command(*options(), "--out", out) == 0  # nothing is left to do
+    printed = capfd.readouterr().out
+    assert printed == (out / "compare.md").read_text() + f"\n{out}\n" and printed.startswith("| method ")
+    assert {name: contents(out / name) for name in names} == before
+
+    assert command(*options("--lr", "0.5"), "--out", out) == 2
+    printed, told = capfd.readouterr()
+    assert printed == "" and told == (
+        f"dmcp: {out}/unpruned-seed0 was begun with other settings (train.lr, train.warmup_lr): "
+        "give --out another folder, or the command that began it.\n"
+    )
+
+
+def test_the_command_names_cells_that_failed(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    let_fail(folder, "unpruned-seed0", "uniform-50%-seed0")
+    assert command(*options(), "--out", folder) == 2
+    assert capfd.readouterr().err == (
+        "dmcp: 3 cells failed, the same command starts only them again: "
+        "unpruned-seed0: exit code 1: unpruned-seed0 has no luck; "
+        "uniform-50%-seed0: exit code 1: uniform-50%-seed0 has no luck; "
+        "l1-50%-seed0: not started: it needs unpruned-seed0, and that failed\n"
+    )
+
+
+def test_true_and_false_are_not_words(folder: Path) -> None:
+    words = [*options(), "--methods", "autoslim", "--set", "autoslim.distil=false", "--set", "autoslim.lr_share=1"]
+    let_fail(folder, "autoslim-seed0", "unpruned-seed0")
+    assert command(*words, "--out", folder) == 2
+    plan = json.loads((folder / PLANS / "autoslim-seed0.json").read_text())
+    assert plan["cell"]["settings"] == {"distil": False, "lr_share": 1}

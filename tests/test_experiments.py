@@ -1,0 +1,517 @@
+"""The paper's experiments: which cells they are made of, what those do, and what is shown of them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from planted import planted_problem
+
+import dmcp
+from dmcp import cli, findings, sampling
+from dmcp.cells import CHOICE, COST, RECOVERY, TIME, is_done
+from dmcp.comparing import Comparison, Task, plan_cell, run_tasks, tasks
+from dmcp.cutting import WIDTHS
+from dmcp.engine import Engine
+from dmcp.errors import BudgetError, DmcpError, TrainingError
+from dmcp.experiments import DRAWS, EXPERIMENTS, Study, cells_of, check_experiment, progress, study_tasks
+from dmcp.findings import outcomes, show, write
+from dmcp.graph import ChannelGraph
+from dmcp.jobs import Job
+from dmcp.methods.dmcp import DmcpConfig, DrawConfig, draw, find
+from dmcp.nets import build, sample_shape
+from dmcp.plans import Cell, plan_from_json
+from dmcp.pruning import Row
+from dmcp.runs import LOG, SETTINGS
+from dmcp.searching import SearchResult, search
+from dmcp.training import TrainConfig
+
+# A plan as it was stored before there were experiments: cells that were begun with such a one must go on.
+STORED: dict[str, Any] = {
+    "command": "cell",
+    "job": {
+        "model": "cifar:resnet20",
+        "model_args": [],
+        "data": "/root/data/cifar10",
+        "input": "",
+        "weights": "",
+        "frozen": [],
+        "inexact": False,
+        "batch": 512,
+        "train_batch": 0,
+        "holdout": 0.0,
+        "device": "",
+        "workers": None,
+        "corrupt": "stop",
+        "seed": 1,
+    },
+    "engine": {
+        "precision": None,
+        "channels_last": None,
+        "compile": None,
+        "graphs": None,
+        "tf32": True,
+        "deterministic": False,
+        "sync_batchnorm": False,
+    },
+    "search": {
+        "budget": "50%",
+        "tolerance": 0.95,
+        "groups": 10,
+        "align": 1,
+        "smallest": {},
+        "largest": {},
+        "epochs": 40,
+        "warmup": 0.5,
+        "sort": False,
+        "subnets": 2,
+        "draw": "markov",
+        "warmup_draw": "uniform",
+        "distil": True,
+        "init": "target",
+        "independent": False,
+        "task_loss": True,
+        "budget_weight": 0.1,
+        "train_weights": True,
+        "lr": 0.2,
+        "min_lr": 0.02,
+        "reference_batch": 1024,
+        "momentum": 0.9,
+        "weight_decay": 0.0001,
+        "label_smoothing": 0.1,
+        "alpha_lr": 0.5,
+        "alpha_min_lr": 0.1,
+        "alpha_momentum": 0.9,
+        "accumulate": 1,
+        "log_every": 50,
+        "seed": 1,
+    },
+    "train": {
+        "epochs": 60,
+        "lr": 1.6,
+        "reference_batch": 2048,
+        "warmup_epochs": 1,
+        "warmup_lr": 0.4,
+        "min_lr": 0.0,
+        "momentum": 0.9,
+        "nesterov": True,
+        "weight_decay": 0.0005,
+        "label_smoothing": 0.1,
+        "distillation": "none",
+        "teacher_share": 0.5,
+        "seed": 1,
+    },
+    "retrain": "scratch",
+    "controls": False,
+    "widths": "",
+    "cell": {
+        "method": "dmcp",
+        "settings": {},
+        "prepares": False,
+        "uses": "",
+        "holdout": 0.1,
+        "scratch": True,
+        "fine_tune_epochs": 20,
+    },
+    "every_steps": 1000,
+    "every_minutes": 5.0,
+    "options": {},
+}
+
+
+def plain(data: Any) -> Any:
+    """As it is in a file."""
+    return json.loads(json.dumps(data))
+
+
+def study(seeds: int = 3, model: str = "cifar:resnet20", data: str = "/root/data/cifar10", **changes: Any) -> Study:
+    """The usual study, as `dmcp paper` makes it."""
+    common = Comparison(
+        job=Job(model=model, data=data, batch=512),
+        engine=Engine(),
+        train=TrainConfig(epochs=60, lr=1.6, warmup_lr=0.4, warmup_epochs=1, weight_decay=5e-4),
+        budgets=("50%", "30%"),
+        methods=("uniform", "random", "dmcp"),
+        seeds=tuple(range(seeds)),
+        fine_tune_epochs=20,
+    )
+    return Study(common=replace(common, **changes), graph=graph_of(model))
+
+
+@functools.cache
+def graph_of(model: str) -> ChannelGraph:
+    net = build(model)
+    return dmcp.trace(net, torch.zeros(2, *sample_shape(net)))
+
+
+def tiny(seeds: int = 2) -> Study:
+    """One that takes seconds a cell."""
+    job = Job(model="digits:resnet", data="digits", batch=256, device="cpu")
+    train = TrainConfig(epochs=1, warmup_epochs=0.5)
+    return study(seeds, "digits:resnet", "digits", job=job, train=train, settings={"dmcp": {"epochs": 2}})
+
+
+# -- cells that were begun before
+
+
+def test_stored_plans_and_the_identities_of_their_checkpoints_stay() -> None:
+    plan = plan_from_json(STORED, "plan")
+    assert plain(plan.to_json()) == STORED
+    mine = {task.name: task.plan for task in study_tasks(study(), ["main"])}
+    assert plain(mine["dmcp-50%-seed1"].to_json()) == STORED
+    assert plan.cell and plan.cell.own
+
+
+def test_plans_that_say_more_are_read_back() -> None:
+    for task in study_tasks(study(), [*EXPERIMENTS]):
+        again = plan_from_json(plain(task.plan.to_json()), task.name)
+        assert plain(again.to_json()) == plain(task.plan.to_json()), task.name
+        assert again.cell == task.plan.cell
+
+
+def test_cells_of_a_comparison_are_the_same_cells() -> None:
+    it = study()
+    compared = {task.name: task for task in tasks(replace(it.common, methods=(*it.common.methods, "dmcp-direct")))}
+    mine = {task.name: task for task in study_tasks(it, ["main", "sampling"])}
+    assert len(compared.keys() & mine.keys()) == 3 * (1 + 2 * 3 + 1)
+    for name in compared.keys() & mine.keys():
+        assert compared[name] == mine[name]
+
+
+# -- which cells
+
+
+def test_all_experiments_share_the_reference() -> None:
+    it = study()
+    for name in EXPERIMENTS:
+        used = {task.name for task in study_tasks(it, [name])}
+        assert ("dmcp-50%-seed2" in used) is (name != "recover"), name
+    every = [task.name for task in study_tasks(it, [*EXPERIMENTS])]
+    assert len(every) == len({*every})
+
+
+def test_cells_come_after_what_they_start_from() -> None:
+    for name in EXPERIMENTS:
+        seen: set[str] = set()
+        for task in study_tasks(study(), [name]):
+            assert seen.issuperset(task.after)
+            assert task.after == ((task.plan.cell.uses,) if task.plan.cell and task.plan.cell.uses else ())
+            seen.add(task.name)
+
+
+def arm_cells(name: str) -> dict[str, Cell]:
+    """Label -> cell of the first seed."""
+    it = study()
+    found = {task.name: task.plan.cell for task in study_tasks(it, [name])}
+    cells = {arm.label: found[cell] for arm, seed, cell in cells_of(it, EXPERIMENTS[name](it)) if seed == 0}
+    return {label: cell for label, cell in cells.items() if cell}
+
+
+def test_arms_change_what_the_paper_changed() -> None:
+    def changed(name: str, label: str) -> Any:
+        return arm_cells(name)[label].settings["more"]
+
+    assert changed("warmup", "without warm-up") == {"warmup": 0.0}
+    assert changed("sandwich", "original sandwich rule") == {"draw": "sandwich", "warmup_draw": "sandwich"}
+    assert changed("scheme", "alphas by the budget") == {"train_weights": False, "task_loss": False, "warmup": 0.0}
+    assert changed("scheme", "alphas by budget and task") == {"train_weights": False}
+    assert changed("bernoulli", "independent Bernoulli") == {"independent": True}
+    ready = arm_cells("pretrained")["pre-trained, channels sorted"]
+    assert ready.uses == "unpruned-seed0"
+    assert ready.settings == {"epochs": 15, "more": {"warmup": 0.0, "sort": True}}
+    assert arm_cells("extra")["alphas see held-out images"].settings == {"hold_out": True}
+
+
+def test_ablations_train_from_scratch_only() -> None:
+    for task in study_tasks(study(), [*EXPERIMENTS]):
+        assert task.plan.cell
+        if task.plan.cell.method == "dmcp":
+            assert task.plan.cell.own is task.name.startswith(("dmcp-50%", "dmcp-30%")), task.name
+
+
+def test_the_wider_network_has_the_same_target() -> None:
+    it = study(seeds=1)
+    (wide,) = (task.plan for task in study_tasks(it, ["scale"]) if task.plan.job.model_args)
+    assert wide.job.model_args == ("width=24",)
+    assert wide.search and int(str(wide.search.budget)) == it.graph.macs() // 2
+
+
+def test_draws_are_numbered() -> None:
+    found = [task.plan.cell for task in study_tasks(study(seeds=1), ["sampling"])]
+    numbers = [cell.settings.get("number", 0) for cell in found if cell and cell.method == "dmcp-direct"]
+    assert numbers == [*range(DRAWS)]
+
+
+def test_seeds_of_searches_and_of_trainings_are_told_apart() -> None:
+    copies = {task.name: task for task in study_tasks(study(), ["extra"]) if task.plan.cell.method == "copy"}  # type: ignore[union-attr]
+    told = {(task.plan.cell.uses, task.plan.train.seed) for task in copies.values()}  # type: ignore[union-attr]
+    assert told == {
+        ("dmcp-50%-seed0", 1),
+        ("dmcp-50%-seed0", 2),
+        ("dmcp-50%-seed1", 0),
+        ("dmcp-50%-seed2", 0),
+    }
+    it = study()
+    rows = [(arm.label, cell) for arm, _, cell in cells_of(it, EXPERIMENTS["extra"](it))]
+    for label in {label for label, _ in rows if label.startswith(("one search", "all searches"))}:
+        assert [cell for other, cell in rows if other == label].count("dmcp-50%-seed0") == 1
+        assert len([cell for other, cell in rows if other == label]) == 3
+
+
+def test_unknown_experiments_are_refused() -> None:
+    with pytest.raises(DmcpError, match="did you mean warmup"):
+        check_experiment("warm-up")
+
+
+# -- what cells do
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Cells of one seed: recover, pretrained, two draws, a copy of the reference with its own seed."""
+    it, folder = tiny(1), tmp_path_factory.mktemp("cells")
+    wanted = {task.name: task for task in study_tasks(it, ["recover", "pretrained", "sampling", "extra"])}
+    names = ["unpruned-seed0", "dmcp-50%-seed0", "recover-seed0", "dmcp-sorted-50%-seed0", "dmcp-direct4-50%-seed0"]
+    cells = [wanted[name] for name in [*names, "dmcp-held-out-50%-seed0"]]
+    plan = plan_cell(it.common, 0, Cell(method="copy", uses="dmcp-50%-seed0"), "50%")
+    same = Task("dmcp-search0-50%-seed0", plan, ("dmcp-50%-seed0",))
+    failed = run_tasks([*cells, same], folder, torch.device("cpu"), quiet=True)
+    assert [end.describe() for end in failed] == []
+    return folder
+
+
+@pytest.mark.slow
+def test_cells_of_experiments_are_done_and_not_run_again(done: Path) -> None:
+    it = tiny(1)
+    wanted = study_tasks(it, ["recover", "pretrained", "sampling", "extra"])
+    states = {cell.name: cell for cell in progress(wanted, done)}
+    assert states["recover-seed0"].state == "done" and states["dmcp-sorted-50%-seed0"].state == "done"
+    assert states["recover-wrong-seed0"].state == "missing"
+    assert states["recover-wrong-seed0"].seconds == states["recover-seed0"].seconds  # one of its kind
+    before = {path: path.stat().st_mtime_ns for path in done.rglob("*.json") if path.parent.name != "plans"}
+    finished = [task for task in wanted if is_done(done / task.name)]
+    assert run_tasks(finished, done, torch.device("cpu"), quiet=True) == []
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+@pytest.mark.slow
+def test_a_copy_with_the_same_seed_is_the_same_network(done: Path) -> None:
+    one, two = done / "dmcp-50%-seed0", done / "dmcp-search0-50%-seed0"
+    for name in (WIDTHS, "model.safetensors"):
+        assert (one / name).read_bytes() == (two / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_recover_and_variants_leave_what_is_shown(done: Path) -> None:
+    stored = json.loads((done / "recover-seed0" / RECOVERY).read_text())
+    assert stored["frozen"] and len(stored["macs_shares"]) == len(stored["accuracies"]) == 5  # 1,415 / 256
+    log = (done / "dmcp-sorted-50%-seed0" / LOG).read_text()
+    assert '"epoch": 0' in log and '"epoch": 1' not in log  # one epoch, which would have followed the warm-up
+    assert "own" not in log and "dmcp, own" in (done / "dmcp-50%-seed0" / LOG).read_text()
+    for name in ("recover", "pretrained", "sampling", "extra", "distribution"):
+        shown = show(tiny(1), name, done)
+        assert shown and shown.text.startswith("|") and shown.figures, name
+
+
+def test_alphas_that_see_the_budget_alone_need_no_warm_up() -> None:
+    problem, found = planted_problem("57%"), list[SearchResult]()
+    blind = {"train_weights": False, "task_loss": False, "init": "random"}
+    tell = replace(problem, tell=lambda _, told: found.append(told) if isinstance(told, SearchResult) else None)
+    find(tell, DmcpConfig(epochs=4, more=blind))
+    find(tell, DmcpConfig(epochs=2, more=blind | {"warmup": 0.0}))
+    assert torch.equal(found[0].alphas, found[1].alphas)
+
+
+def test_draws_of_one_search_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "direct", functools.partial(sampling.direct, tries=2000))
+    problem = planted_problem("57%")
+    told: list[Any] = []
+    find(replace(problem, tell=lambda _, record: told.append(record)), DmcpConfig(epochs=2))
+    (result,) = (record for record in told if isinstance(record, SearchResult))
+    drawn = [draw(problem, result, DrawConfig(number=number)).widths for number in range(3)]
+    assert drawn[0] == draw(problem, result).widths
+    assert len({tuple(widths.values()) for widths in drawn}) == 3
+    sure = replace(result, alphas=torch.full_like(result.alphas, -50.0))  # only the floor is ever drawn
+    with pytest.raises(BudgetError, match="no more than 1 different"):
+        draw(problem, sure, DrawConfig(number=1))
+    with pytest.raises(TrainingError, match="at least 0"):
+        DrawConfig(number=-1)
+
+
+def test_held_out_images_move_the_alphas_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, given = planted_problem("57%"), []
+
+    def spy(*args: Any, **kwargs: Any) -> SearchResult:
+        given.append((args[1], args[4]))
+        return search(*args, **kwargs)
+
+    monkeypatch.setattr("dmcp.methods.dmcp.search", spy)
+    find(problem, DmcpConfig(epochs=2))
+    find(problem, DmcpConfig(epochs=2, hold_out=True))
+    assert given == [(problem.loader, None), (problem.loader, problem.held)]
+
+
+# -- what is shown
+
+
+def write_cell(task: Task, folder: Path, it: Study, accuracy: float, own: float | None = None) -> None:
+    """The folder of a cell that is done, made by hand."""
+    place = folder / task.name
+    place.mkdir(parents=True)
+    assert task.plan.cell
+    method = task.plan.cell.method or "unpruned"
+    widths = it.graph.widths({space.name: space.size - task.plan.job.seed - 1 for space in it.graph.spaces})
+    rows = [Row(method, it.graph.macs() // 2, 1000, accuracy)]
+    rows += [Row(f"{method}, own", it.graph.macs() // 2, 1000, own)] if own is not None else []
+    (place / LOG).write_text("".join(json.dumps({"stage": "test"} | asdict(row)) + "\n" for row in rows))
+    (place / COST).write_text('{"seconds": 5.0, "sample_passes": 100}')
+    (place / TIME).write_text('{"seconds": 20.0, "device": "cpu"}')
+    (place / CHOICE).write_text(json.dumps({"widths": widths.to_json(), "kept": {}, "has_model": False}))
+    (place / WIDTHS).write_text(json.dumps(widths.to_json()))
+    facts = {"unpruned": {"macs": it.graph.macs(), "params": it.graph.params()}}
+    (place / SETTINGS).write_text(json.dumps(plain(task.plan.to_json()) | facts))
+    (folder / "plans").mkdir(exist_ok=True)
+    (folder / "plans" / f"{task.name}.json").write_text(json.dumps(task.plan.to_json()))
+
+
+def test_a_table_has_mean_deviation_and_number(tmp_path: Path) -> None:
+    it = study()
+    for number, task in enumerate(study_tasks(it, ["warmup"])):  # seed by seed, with and without
+        write_cell(task, tmp_path, it, accuracy=0.9 - 0.1 * (number % 2) + 0.01 * (number // 2))
+    shown = show(it, "warmup", tmp_path)
+    assert shown
+    assert "| with warm-up    | 91.00 ± 1.00 (3) " in shown.text
+    assert "| without warm-up | 81.00 ± 1.00 (3) " in shown.text
+    assert shown.rows[0]["accuracies"] == pytest.approx([0.9, 0.91, 0.92])
+
+
+def test_the_same_cells_give_the_same_bytes(tmp_path: Path) -> None:
+    it = study()
+    for task in study_tasks(it, ["warmup"])[:-1]:
+        write_cell(task, tmp_path / "cells", it, accuracy=0.9)
+    written = []
+    for place in (tmp_path / "one", tmp_path / "two"):
+        shown = show(it, "warmup", tmp_path / "cells")
+        assert shown
+        written.append([path.read_bytes() for path in write(it, "warmup", shown, tmp_path / "cells", place, "warmup")])
+    assert written[0] == written[1]
+    data = json.loads(written[0][0])
+    assert data["missing"] == ["dmcp-cold-50%-seed2"]
+    assert [cell["name"] for cell in data["cells"]][:2] == ["dmcp-50%-seed0", "dmcp-cold-50%-seed0"]
+
+
+def test_draws_are_shown_by_highest_mean_and_lowest(tmp_path: Path) -> None:
+    it = study(seeds=2)
+    for task in study_tasks(it, ["sampling"]):
+        number = task.plan.cell.settings.get("number", 0) if task.plan.cell else 0
+        write_cell(task, tmp_path, it, 0.8 + 0.01 * number + 0.1 * task.plan.job.seed)
+    shown = show(it, "sampling", tmp_path)
+    assert shown
+    means = {row["label"]: row.get("mean") for row in shown.rows}
+    assert means["direct sampling, highest"] == pytest.approx(0.89)
+    assert means["direct sampling, lowest"] == pytest.approx(0.85)
+    assert means["direct sampling, mean"] == pytest.approx(0.87)
+
+
+def test_differences_of_widths_are_paired_by_seed(tmp_path: Path) -> None:
+    it = study(seeds=2)
+    for task in study_tasks(it, ["scale"]):
+        write_cell(task, tmp_path, it, 0.9)
+    (changed,) = tmp_path.glob("dmcp-wide-*-seed1")
+    choice = json.loads((changed / CHOICE).read_text())
+    choice["widths"]["widths"]["conv1"] += 7
+    (changed / CHOICE).write_text(json.dumps(choice))
+    shown = show(it, "scale", tmp_path)
+    assert shown
+    gaps = shown.rows[-1]["differences"]
+    assert gaps["conv1"] == [0, 7] and gaps["layer1.0.conv1"] == [0, 0]
+
+
+def test_main_has_peers_of_the_same_protocol_only(tmp_path: Path) -> None:
+    it = study(seeds=1)
+    for task in study_tasks(it, ["main"]):
+        write_cell(task, tmp_path, it, 0.9, 0.95 if task.plan.cell and task.plan.cell.method == "dmcp" else None)
+    others = replace(it.common, methods=("autoslim", "amc"))
+    for task in tasks(others):
+        if task.name.startswith(("autoslim", "amc", "base")):
+            longer = replace(task.plan, train=TrainConfig(epochs=99)) if task.name.startswith("amc") else task.plan
+            write_cell(replace(task, plan=longer), tmp_path, it, 0.7)
+    shown = show(it, "main", tmp_path)
+    assert shown
+    assert {row["method"] for row in shown.rows} == {"unpruned", "uniform", "random", "dmcp", "autoslim"}
+    assert [row["budget"] for row in shown.rows if row["method"] == "dmcp" and row["own"]] == ["50%", "30%"]
+
+
+def test_nothing_is_shown_of_nothing(tmp_path: Path) -> None:
+    for name in EXPERIMENTS:
+        assert show(study(), name, tmp_path) is None
+        assert outcomes(study(), EXPERIMENTS[name](study()), tmp_path) == []
+    assert {cell.state for cell in progress(study_tasks(study(), ["warmup"]), tmp_path)} == {"missing"}
+
+
+def test_rows_without_networks_leave_no_gap() -> None:
+    figure = findings.dots({"one": [0.5, 0.6], "none yet": []}, "title")
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["one", "none yet"]
+
+
+# -- the command
+
+TINY = ["--model", "digits:resnet", "--data", "digits", "--batch", "64", "--device", "cpu"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `dmcp paper`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["dmcp", "paper", *arguments])
+        patch.setattr(sys, "path", list(sys.path))
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+    printed = capsys.readouterr()
+    return int(stop.value.code or 0), printed.out, printed.err
+
+
+def test_a_dry_run_lists_the_cells(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = str(tmp_path / "cells")
+    code, told, _ = run(capsys, "warmup", "sandwich", *TINY, "--seeds", "2", "--dry-run", "--out", out)
+    assert code == 0 and "0 of 6 cells are done" in told and "dmcp-cold-50%-seed1" in told
+    found = json.loads(run(capsys, "all", *TINY, "--dry-run", "--json", "--out", out)[1])
+    assert len(found["cells"]) == len(study_tasks(tiny(3), [*EXPERIMENTS])) + 2 * 3 * 3  # 70 and 15 % of main
+    assert not (tmp_path / "cells").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["main"], "--data is missing"),
+        (["mian", *TINY], "There is no experiment 'mian': did you mean main?"),
+        (["scale", *TINY, "--wider", "width=8"], "--wider: with width=8 the network is not wider than without."),
+        (["main", *TINY, "--budget", "0.1%"], "less than the floor costs"),
+        (["main", *TINY, "--batch", "5000"], "5000"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, _, told = run(capsys, *arguments, "--dry-run", "--out", str(tmp_path / "cells"))
+    assert code == 2 and sentence in told and len(told.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_an_experiment_from_the_command_to_its_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    short = ["--epochs", "1", "--search-epochs", "2", "--seeds", "1", "--quiet"]
+    place = ["--out", str(tmp_path / "cells"), "--results", str(tmp_path / "results")]
+    code, told, _ = run(capsys, "bernoulli", *TINY, *short, *place)
+    assert code == 0 and "| independent Bernoulli |" in told
+    stems = ["json", "md", "svg"]
+    assert sorted(path.name for path in (tmp_path / "results").iterdir()) == [
+        f"bernoulli-digits-resnet.{stem}" for stem in stems
+    ]
+    data = json.loads((tmp_path / "results" / "bernoulli-digits-resnet.json").read_text())
+    assert data["missing"] == [] and len(data["rows"]) == 2
