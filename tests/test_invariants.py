@@ -35,8 +35,9 @@ ZOO = {  # name -> arguments, pixels
     "googlenet": ({"aux_logits": True, "init_weights": False}, 64),
 }
 every_toy = pytest.mark.parametrize("name", TOYS)
-every_zoo = pytest.mark.parametrize("name", ZOO)
-everywhere = pytest.mark.parametrize("name", [*TOYS, *ZOO])
+_MARKED = [pytest.param(name, marks=pytest.mark.slow if name == "googlenet" else ()) for name in ZOO]
+every_zoo = pytest.mark.parametrize("name", _MARKED)
+everywhere = pytest.mark.parametrize("name", [*TOYS, *_MARKED])
 both_modes = pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 
 

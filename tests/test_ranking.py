@@ -248,7 +248,12 @@ def test_slimming_says_what_to_do_without_batch_norms() -> None:
 
 @pytest.mark.parametrize(
     ("build", "methods"),
-    [(resnet18, METHODS), (mobilenet_v2, METHODS), (densenet121, [by_slimming, by_sfp])],  # which takes long
+    [
+        (resnet18, METHODS),
+        (mobilenet_v2, [by_slimming, by_sfp]),
+        pytest.param(mobilenet_v2, METHODS, marks=pytest.mark.slow),
+        pytest.param(densenet121, METHODS, marks=pytest.mark.slow),
+    ],
 )
 def test_real_networks(build: Callable[..., nn.Module], methods: list[Callable[[Problem], Choice]]) -> None:
     problem = tiny_problem(build(num_classes=10), budget="50%,params:60%", align=2)

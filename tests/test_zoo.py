@@ -43,7 +43,19 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("name", SMALL)
+LONG = {  # seconds each; `make zoo` has them, too
+    "tv:mnasnet0_5",
+    "tv:resnext50_32x4d",
+    "timm:res2net50_26w_4s",
+    "timm:convnext_atto",
+    "timm:hgnetv2_b0",
+    "timm:fasternet_t0",
+    "timm:nf_regnet_b0",
+    "timm:levit_128s",
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(it, marks=pytest.mark.slow if it in LONG else ()) for it in SMALL])
 def test_contract(name: str) -> None:
     entry = find(name)
     with warnings.catch_warnings():

@@ -267,12 +267,15 @@ def _write(it: Comparison, lines: list[Line], folder: Path) -> list[Line]:
     run = Run(folder)
     run.write(TABLE, {"model": it.job.model, "data": it.job.data, "batch": batch, "lines": to_json(lines)})
     run.write(PAGE, markdown(lines, batch))
-    curves: dict[str, list[tuple[float, float, float]]] = {}
+    panels: dict[str, dict[str, tuple[figures.Spread, figures.Spread]]] = {}
     for line in lines:
-        name = f"{line.method}{', own training' if line.own else ''}"
-        curves.setdefault(name, []).append((line.mean_share, line.mean, line.deviation or 0.0))
-    title = f"{it.job.model}, {Path(it.job.data).name}, {it.train.epochs} epochs, {len(it.seeds)} seeds"
-    figures.save(figures.accuracy_over_macs(curves, title), folder / "compare.svg")
+        if line.budget:  # the unpruned network would make all others look alike
+            rows = panels.setdefault(line.budget, {})
+            same, own = rows.get(line.method, (None, None))
+            rows[line.method] = (same, line.accuracies) if line.own else (line.accuracies, own)
+    if panels:
+        title = f"{it.job.model}, {Path(it.job.data).name}, {it.train.epochs} epochs, {len(it.seeds)} seeds"
+        figures.save(figures.accuracy_by_method(panels, title), folder / "compare.svg")
     return lines
 
 

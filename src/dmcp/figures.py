@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -202,6 +203,43 @@ def accuracy_over_macs(curves: Mapping[str, Sequence[tuple[float, float, float]]
     axes.xaxis.set_major_formatter(PercentFormatter(1.0))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     _legend_below(axes, 4)
+    return figure
+
+
+Spread = Sequence[float] | None  # accuracies of several seeds
+
+
+def accuracy_by_method(panels: Mapping[str, Mapping[str, tuple[Spread, Spread]]], title: str) -> Figure:
+    """A panel for each budget: methods from best to worst, trained by one recipe and in their own way.
+
+    Marks are means, bars one standard deviation up and down.
+    """
+    most = max(len(rows) for rows in panels.values())
+    figure = Figure(figsize=(3.8 * len(panels) + 1.2, 1.8 + 0.3 * most), layout="constrained")
+    figure.suptitle(title, fontsize=11)
+    for axes, (budget, rows) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        order = sorted(rows, key=lambda name: max(statistics.fmean(it) for it in rows[name] if it))
+        for number, (colour, shape, label) in enumerate(((_BLUE, "o", "same recipe"), (_RED, "s", "its own training"))):
+            found = [(place, it) for place, name in enumerate(order) if (it := rows[name][number])]
+            if found:
+                axes.errorbar(
+                    [statistics.fmean(it) for _, it in found],
+                    [place + 0.12 - 0.24 * number for place, _ in found],
+                    xerr=[statistics.stdev(it) if len(it) > 1 else 0.0 for _, it in found],
+                    fmt=shape,
+                    color=colour,
+                    ms=5,
+                    capsize=2,
+                    lw=1,
+                    label=label,
+                )
+        _plain(axes)
+        axes.grid(axis="x", alpha=0.3, lw=0.6)
+        axes.set_yticks(range(len(order)), order, fontsize=8)
+        axes.set(title=f"budget {budget}", xlabel="test accuracy", ylim=(-0.6, len(order) - 0.4))
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+        axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     return figure
 
 
