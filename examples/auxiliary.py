@@ -18,7 +18,8 @@ import dmcp
 from dmcp.budget import parse
 from dmcp.data import load, make_loader
 from dmcp.sampling import expected, uniform
-from dmcp.searching import SearchConfig, search
+from dmcp.searches import SearchConfig
+from dmcp.searching import search
 from dmcp.training import TrainConfig, evaluate, top1, train
 
 Batch = tuple[Tensor, Tensor]

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from dmcp import budget, data, nets, sampling, searching, training
+from dmcp import budget, data, nets, sampling, searches, searching, training
 from dmcp.cutting import cut, reinitialise
 from dmcp.graph import ChannelGraph
 from dmcp.spaces import Widths
@@ -63,7 +63,7 @@ def run_search(args: argparse.Namespace) -> None:
     model, graph, sets, device = prepare(args)
     loader = data.make_loader(sets.train, args.batch, train=True, seed=args.seed, device=device, channels_last=True)
     net = Supernet(model, graph)
-    config = searching.SearchConfig(
+    config = searches.SearchConfig(
         budget=args.budget,
         epochs=args.search_epochs,
         reference_batch=args.batch,

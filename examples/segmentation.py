@@ -19,7 +19,8 @@ import dmcp
 from dmcp.budget import parse
 from dmcp.calibration import recalibrate
 from dmcp.sampling import expected, uniform
-from dmcp.searching import SearchConfig, search
+from dmcp.searches import SearchConfig
+from dmcp.searching import search
 from dmcp.training import TrainConfig, evaluate, train
 
 Batch = tuple[Tensor, Tensor]

@@ -174,7 +174,7 @@ def test_a_choice_is_not_made_again(begin: Any, whole: Path, tmp_path: Path) -> 
 def test_a_cell_that_is_asked_to_stop(begin: Any, whole: Path, tmp_path: Path) -> None:
     end = begin(DMCP, step_of("dmcp", 5), (STEP, "", 1), act="term")
     assert end.code == 3 and checkpoints(tmp_path / DMCP, "dmcp") == [6]
-    assert end.err.endswith("everything up to here is saved. The same dmcp compare goes on.\n")
+    assert end.err.endswith("everything up to here is saved. The command that started it goes on with it.\n")
     assert begin(DMCP).code == 0
     assert_same(tmp_path / DMCP, whole / DMCP)
 

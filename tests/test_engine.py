@@ -19,7 +19,8 @@ import dmcp
 import dmcp.engine
 from dmcp.engine import Engine, Precision, Repeated, Settled, best_device, set_lr, sgd
 from dmcp.errors import TrainingError
-from dmcp.searching import SearchConfig, search
+from dmcp.searches import SearchConfig
+from dmcp.searching import search
 from dmcp.training import TrainConfig, train
 
 CPU = torch.device("cpu")

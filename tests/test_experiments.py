@@ -29,7 +29,8 @@ from dmcp.nets import build, sample_shape
 from dmcp.plans import Cell, plan_from_json
 from dmcp.pruning import Row
 from dmcp.runs import LOG, SETTINGS
-from dmcp.searching import SearchResult, search
+from dmcp.searches import SearchResult
+from dmcp.searching import search
 from dmcp.training import TrainConfig
 
 # A plan as it was stored before there were experiments: cells that were begun with such a one must go on.

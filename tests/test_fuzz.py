@@ -44,7 +44,7 @@ from dmcp.plans import Plan, plan_from_json
 from dmcp.pruning import Event, Row
 from dmcp.report import make_page
 from dmcp.runs import Run, load_search, read_json, save_search
-from dmcp.searching import SearchConfig, SearchRecord, SearchResult
+from dmcp.searches import SearchConfig, SearchRecord, SearchResult
 from dmcp.spaces import Widths
 from dmcp.training import StepRecord, TrainConfig
 

@@ -29,7 +29,8 @@ from dmcp.graph import ChannelGraph
 from dmcp.keeping import Feed, Keeper, State, random_state, set_random_state
 from dmcp.pruning import prune
 from dmcp.ranks import ALONE
-from dmcp.searching import SearchConfig, search
+from dmcp.searches import SearchConfig
+from dmcp.searching import search
 from dmcp.supernet import Supernet
 from dmcp.tracing import trace
 from dmcp.training import Distillation, TrainConfig, train

@@ -18,7 +18,7 @@ from dmcp.errors import BudgetError, DmcpError, TrainingError
 from dmcp.methods import METHODS, PEERS, Method, Own, Start
 from dmcp.methods.ddpg import DdpgConfig
 from dmcp.methods.problem import Choice, Problem
-from dmcp.searching import SearchResult
+from dmcp.searches import SearchResult
 
 QUICK: dict[str, dict[str, Any]] = {  # settings in which a second or two are enough
     "slimming": {"sparsity": 0.01},

@@ -12,7 +12,8 @@ from torchvision.models.mobilenetv2 import InvertedResidual
 
 import dmcp
 from dmcp.sandwich import sort_channels
-from dmcp.searching import SearchConfig, search
+from dmcp.searches import SearchConfig
+from dmcp.searching import search
 
 
 class Pair(nn.Module):

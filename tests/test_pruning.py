@@ -19,7 +19,7 @@ from dmcp.budget import parse
 from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.graph import ChannelGraph
 from dmcp.pruning import OURS, UNIFORM, UNPRUNED, Event, Retrain, Row, expected_shares, milliseconds, train_all
-from dmcp.searching import SearchConfig, SearchRecord
+from dmcp.searches import SearchConfig, SearchRecord
 from dmcp.stages import weight_step
 from dmcp.training import TrainConfig, classification_loss
 

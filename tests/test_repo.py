@@ -68,6 +68,7 @@ ORDER = [
     "training",
     "sandwich",
     "stages",
+    "searches",
     "searching",
     "sampling",
     "cutting",

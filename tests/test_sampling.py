@@ -19,7 +19,7 @@ from dmcp.budget import holds, parse, spent_shares
 from dmcp.errors import BudgetError
 from dmcp.markov import CHAIN, INDEPENDENT, Process, bounded, sample_groups
 from dmcp.sampling import direct, expected, expected_widths, random_widths, uniform
-from dmcp.searching import SearchResult
+from dmcp.searches import SearchResult
 
 GAMMA = 0.95
 

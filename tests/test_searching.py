@@ -18,7 +18,8 @@ from dmcp.budget import parse, ratios
 from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError, WidthsError
 from dmcp.markov import CHAIN, INDEPENDENT
 from dmcp.sandwich import Draw
-from dmcp.searching import SearchConfig, SearchRecord, SearchResult, search
+from dmcp.searches import SearchConfig, SearchRecord, SearchResult
+from dmcp.searching import search
 
 
 class Dropping(Residual):

@@ -22,7 +22,8 @@ import dmcp
 import dmcp.searching
 import dmcp.stem
 from dmcp.sandwich import Draw, chains, sandwich
-from dmcp.searching import SearchConfig, search
+from dmcp.searches import SearchConfig
+from dmcp.searching import search
 from dmcp.stages import Passes, weight_step
 from dmcp.stem import Stem, find_stem
 from dmcp.supernet import Narrow

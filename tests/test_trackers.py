@@ -24,7 +24,7 @@ import dmcp
 from dmcp.errors import DmcpError
 from dmcp.pruning import Event, Row
 from dmcp.runs import Run
-from dmcp.searching import SearchConfig, SearchRecord, SearchResult
+from dmcp.searches import SearchConfig, SearchRecord, SearchResult
 from dmcp.trackers import Tracker, open_tracker, scalars
 from dmcp.training import StepRecord, TrainConfig
 

@@ -30,7 +30,8 @@ from dmcp.graph import ChannelGraph
 from dmcp.pruning import PruneResult, Retrain, prune
 from dmcp.rules import RULES
 from dmcp.sampling import direct, expected, random_widths, uniform
-from dmcp.searching import SearchConfig, SearchResult, search
+from dmcp.searches import SearchConfig, SearchResult
+from dmcp.searching import search
 from dmcp.spaces import ChannelSpace, Widths
 from dmcp.supernet import Supernet
 from dmcp.tracing import trace

@@ -22,7 +22,8 @@ from dmcp.errors import DmcpError
 from dmcp.graph import ChannelGraph
 from dmcp.markov import CHAIN, group_sizes
 from dmcp.sandwich import Draw, chains
-from dmcp.searching import SearchConfig, Steps, search, uncounted
+from dmcp.searches import SearchConfig
+from dmcp.searching import Steps, search, uncounted
 from dmcp.spaces import Widths
 from dmcp.supernet import Supernet
 from dmcp.tracing import trace

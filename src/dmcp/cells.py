@@ -28,7 +28,7 @@ from dmcp.plans import Cell
 from dmcp.pruning import UNPRUNED, Event, Retrain, train_all
 from dmcp.recovery import RecoveryConfig, recover
 from dmcp.runs import CHECKPOINTS, PREPARED, Run, load_search, read_json
-from dmcp.searching import SearchRecord, SearchResult
+from dmcp.searches import SearchRecord, SearchResult
 from dmcp.sessions import Session
 from dmcp.spaces import Widths
 from dmcp.supernet import Supernet

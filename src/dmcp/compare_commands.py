@@ -157,7 +157,7 @@ def cell(
             run_cell(here)
     except StoppedError as error:
         reason = str(error).partition(" Go on with: ")[0]  # which names a command that people do not type
-        raise StoppedError(f"{reason} The same dmcp compare goes on.") from None
+        raise StoppedError(f"{reason} The command that started it goes on with it.") from None
     say("done")
 
 

@@ -27,7 +27,7 @@ from dmcp.methods import METHODS, PEERS, Own, Start
 from dmcp.plans import Cell, Plan
 from dmcp.pruning import UNPRUNED, Row
 from dmcp.runs import Run, read_json
-from dmcp.searching import SearchConfig
+from dmcp.searches import SearchConfig
 from dmcp.training import TrainConfig
 
 PLANS = "plans"  # what each cell is to do

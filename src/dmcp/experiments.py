@@ -22,7 +22,7 @@ from dmcp.plans import Cell
 from dmcp.pruning import UNPRUNED
 from dmcp.runs import read_json
 from dmcp.sandwich import Draw
-from dmcp.searching import Init, SearchConfig
+from dmcp.searches import Init, SearchConfig
 
 HALF = "50%"  # the budget of all experiments but main
 BUDGETS = (HALF, "30%", "70%", "15%")  # of main, the most wanted first

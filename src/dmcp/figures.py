@@ -19,7 +19,7 @@ from torch import Tensor
 from dmcp.batches import generator
 from dmcp.budget import ratios, spent_shares
 from dmcp.sampling import expected_widths
-from dmcp.searching import SearchResult
+from dmcp.searches import SearchResult
 from dmcp.spaces import Widths
 
 STRUCTURES = 3000  # that the distributions show, as in the paper

@@ -17,7 +17,8 @@ from dmcp.budget import parse
 from dmcp.cutting import cut
 from dmcp.pruning import OURS, UNIFORM, UNPRUNED, Retrain
 from dmcp.sampling import uniform
-from dmcp.searching import SearchConfig, search
+from dmcp.searches import SearchConfig
+from dmcp.searching import search
 from dmcp.supernet import Supernet
 from dmcp.training import TrainConfig, train
 

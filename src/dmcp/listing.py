@@ -23,7 +23,7 @@ from dmcp.locks import LOCK, alive
 from dmcp.markov import CHAIN, INDEPENDENT, Process
 from dmcp.pruning import OURS, UNPRUNED, Row
 from dmcp.runs import ALPHAS, CHECKPOINTS, LOG, MOST_ALPHAS, MOST_LOG, PREPARED, SEARCH, SETTINGS, TIMES, read_json
-from dmcp.searching import SearchRecord
+from dmcp.searches import SearchRecord
 from dmcp.spaces import Widths
 from dmcp.training import StepRecord
 

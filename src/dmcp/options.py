@@ -21,7 +21,7 @@ from dmcp.recipes import Recipe
 from dmcp.recipes import find as find_recipe
 from dmcp.recipes import names as recipe_names
 from dmcp.runs import SETTINGS, read_json
-from dmcp.searching import SearchConfig
+from dmcp.searches import SearchConfig
 from dmcp.trackers import read_kinds
 from dmcp.training import TrainConfig
 

@@ -15,7 +15,7 @@ from dmcp.errors import FileError, TrainingError
 from dmcp.jobs import Job, Opened, data_identity
 from dmcp.pruning import Retrain
 from dmcp.runs import from_plain
-from dmcp.searching import SearchConfig
+from dmcp.searches import SearchConfig
 from dmcp.training import TrainConfig
 
 

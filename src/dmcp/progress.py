@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from dmcp.pruning import Event
-from dmcp.searching import SearchRecord
+from dmcp.searches import SearchRecord
 from dmcp.training import StepRecord
 
 _SECONDS = 10.0  # between two plain lines

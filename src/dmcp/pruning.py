@@ -25,7 +25,7 @@ from dmcp.keeping import Keeper
 from dmcp.ranks import current
 from dmcp.recording import call_model, tensors_in
 from dmcp.sampling import expected, uniform
-from dmcp.searching import SearchConfig, SearchRecord, SearchResult
+from dmcp.searches import SearchConfig, SearchRecord, SearchResult
 from dmcp.slicing import unwrap
 from dmcp.spaces import Widths
 from dmcp.supernet import Supernet

@@ -15,7 +15,7 @@ from dmcp.errors import DmcpError
 from dmcp.jobs import Job
 from dmcp.pruning import Retrain
 from dmcp.runs import read_json
-from dmcp.searching import SearchConfig
+from dmcp.searches import SearchConfig
 from dmcp.training import TrainConfig
 
 IMAGES = 1_281_167  # training images of ImageNet

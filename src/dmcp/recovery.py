@@ -20,7 +20,8 @@ from dmcp.batches import Loader
 from dmcp.engine import Engine
 from dmcp.errors import TrainingError
 from dmcp.graph import ChannelGraph
-from dmcp.searching import Init, SearchConfig, search
+from dmcp.searches import Init, SearchConfig
+from dmcp.searching import search
 from dmcp.supernet import Supernet
 from dmcp.training import top1
 

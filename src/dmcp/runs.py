@@ -29,7 +29,7 @@ from dmcp.keeping import Keeper
 from dmcp.locks import LOCK
 from dmcp.markov import CHAIN, INDEPENDENT
 from dmcp.pruning import Event, PruneResult, Row, expected_shares
-from dmcp.searching import SearchRecord, SearchResult
+from dmcp.searches import SearchRecord, SearchResult
 from dmcp.spaces import Widths
 
 SETTINGS, LOG, TIMES, REPORT = "settings.json", "log.jsonl", "times.jsonl", "report.md"

@@ -11,7 +11,7 @@ from torch import Tensor
 from dmcp.budget import Budget, check_reachable, spent_shares
 from dmcp.errors import BudgetError
 from dmcp.graph import ChannelGraph
-from dmcp.searching import SearchResult
+from dmcp.searches import SearchResult
 from dmcp.spaces import Widths
 
 TOLERANCE = 0.95  # of the controls

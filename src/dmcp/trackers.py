@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from dmcp.errors import DmcpError
 from dmcp.pruning import Event, Row
 from dmcp.runs import Run, read_json
-from dmcp.searching import SearchRecord, SearchResult
+from dmcp.searches import SearchRecord, SearchResult
 from dmcp.training import StepRecord
 
 KINDS = TENSORBOARD, WANDB, MLFLOW = "tensorboard", "wandb", "mlflow"  # also the names of their packages

@@ -34,7 +34,8 @@ from dmcp.methods.problem import FILLED, Choice, Prepared, Problem
 from dmcp.ranks import current, mean_values
 from dmcp.sampling import Options, fit
 from dmcp.sandwich import Draw, chains
-from dmcp.searching import SearchConfig, SearchRecord, search
+from dmcp.searches import SearchConfig, SearchRecord
+from dmcp.searching import search
 from dmcp.supernet import Supernet
 from dmcp.training import classification_loss
 

@@ -17,7 +17,7 @@ from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.graph import ChannelGraph, Kept
 from dmcp.pruning import Keep
 from dmcp.sampling import TOLERANCE, uniform
-from dmcp.searching import SearchRecord, SearchResult
+from dmcp.searches import SearchRecord, SearchResult
 from dmcp.spaces import Widths
 from dmcp.training import Loss, Metric, StepRecord, TrainConfig
 
