@@ -118,7 +118,6 @@ KILLS: dict[tuple[str, str], tuple[Moment, ...]] = {
     (DMCP, "weights renamed, widths not"): (("dmcp.cells:save", "", 1), (REPLACE, "", 2)),
     (DMCP, "before it is closed"): (("dmcp.runs:Run.close", "", 1),),
     (SFP, "choosing, which trains"): (step_of("sfp,-choosing", 12),),
-    (SFP, "final training"): (step_of("sfp", 12),),
     (SLIMMING, "own training, before its first checkpoint"): (step_of("slimming,-own", 6),),
     (SLIMMING, "own training, after it"): (step_of("slimming,-own", 13),),
     (AMC, "choosing, among the lines of its log"): ((ADD, "log.jsonl", 5),),
