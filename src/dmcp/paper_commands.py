@@ -15,17 +15,21 @@ from dmcp.commands import print_json
 from dmcp.comparing import Comparison, Task, run_tasks, table
 from dmcp.data import make_loader, split
 from dmcp.engine import Engine
-from dmcp.errors import DmcpError
+from dmcp.errors import DmcpError, FileError
 from dmcp.experiments import BUDGETS, EXPERIMENTS, Study, check_experiment, progress, study_tasks
 from dmcp.findings import show, write
 from dmcp.jobs import Job, open_job
 from dmcp.methods.dmcp import DmcpConfig
+from dmcp.results_page import add_settings, make_page
+from dmcp.runs import Run
 from dmcp.supernet import Supernet
 from dmcp.training import TrainConfig
 
 _MODEL = "cifar:resnet20"
 _USUAL = DmcpConfig().epochs  # of a search; cells with as many are those of dmcp compare
-Names = Annotated[list[str], typer.Argument(metavar="NAME...", help=f"all, or some of {', '.join(EXPERIMENTS)}.")]
+Names = Annotated[
+    list[str] | None, typer.Argument(metavar="NAME...", help=f"all, or some of {', '.join(EXPERIMENTS)}.")
+]
 Budgets = Annotated[list[str] | None, typer.Option("--budget", help=f"Of main; repeatable. Default: {BUDGETS}.")]
 SeedCount = Annotated[int, typer.Option(min=1, help="Seeds of everything, from --seed on.")]
 TrainEpochs = Annotated[int, typer.Option(min=1, help="Passes over the data in the final training.")]
@@ -34,12 +38,13 @@ TrainLr = Annotated[float, typer.Option(help="Highest learning rate of the final
 Wider = Annotated[list[str] | None, typer.Option(help="Argument for 1.5 times the width, in scale. Default: width=24.")]
 Out = Annotated[str, typer.Option(help="Folder of the cells, which experiments share.")]
 Results = Annotated[str, typer.Option(help="Folder of tables, figures and data.")]
+Page = Annotated[Path | None, typer.Option(help="Then gather all of --results in this Markdown page.")]
 AtOnce = Annotated[int | None, typer.Option(min=1, help="Cells that run side by side; default: 8 on a GPU, the cores.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Run nothing: list the cells, and what is done.")]
 
 
 def paper(
-    names: Names,
+    names: Names = None,
     data: o.Data = "",
     model: o.Model = _MODEL,
     seeds: SeedCount = 3,
@@ -54,6 +59,7 @@ def paper(
     wider: Wider = None,
     out: Out = "runs/paper",
     results: Results = "results",
+    page: Page = None,
     at_once: AtOnce = None,
     device: o.Device = "",
     precision: o.Numbers = None,
@@ -68,15 +74,22 @@ def paper(
     """Do the paper's experiments again: run the cells that are not done, then write table, figure and data.
 
     Experiments share cells, such as the usual search at half of the MACs, if they share --out; so do cells of `dmcp
-    compare` with the same settings. The same command started again goes on where it was.
+    compare` with the same settings. The same command started again goes on where it was. Without a NAME, --page only
+    gathers what is there.
 
     \b
     Examples:
       dmcp paper main --data cifar10
       dmcp paper warmup sandwich scheme --data cifar10 --dry-run
+      dmcp paper --page docs/results.md
       dmcp paper all --model digits:resnet --data digits --epochs 1 --search-epochs 2 --batch 64 --seeds 1
     """
     if not o.is_first():
+        return
+    if page and page.is_dir():
+        raise FileError(f"--page: {page} is a folder: name the file in it, like {page / 'results.md'}.")
+    if not names:
+        _gather(Path(results), page, dry_run, as_json)
         return
     if not data:
         raise DmcpError("--data is missing: dmcp paper --help says what it can be.")
@@ -101,7 +114,7 @@ def paper(
         _list(tasks, folder, as_json)
         return
     failed = run_tasks(tasks, folder, it.job.place, at_once, quiet)
-    _show(study, wanted, folder, Path(results), as_json)
+    _show(study, wanted, folder, Path(results), page, as_json)
     if failed:
         listed = "; ".join(end.describe() for end in failed[:3]) + ("; ..." if failed[3:] else "")
         raise DmcpError(f"{len(failed)} cells failed, the same command starts only them again: {listed}")
@@ -139,7 +152,24 @@ def _list(tasks: Sequence[Task], folder: Path, as_json: bool) -> None:
         print(f"Left, each by itself as those of its kind took: {sum(known):,.0f} s in {len(known)} cells{unknown}.")
 
 
-def _show(study: Study, names: Sequence[str], folder: Path, place: Path, as_json: bool) -> None:
+def _gather(place: Path, page: Path | None, dry_run: bool, as_json: bool) -> None:
+    """The page alone."""
+    if not page or dry_run:
+        raise DmcpError(f"Name an experiment: all, or some of {', '.join(EXPERIMENTS)}; or only give --page a file.")
+    _write_page(place, page)
+    if as_json:
+        print_json({"files": [str(page)]})
+    else:
+        print(page)
+
+
+def _write_page(place: Path, page: Path) -> None:
+    text = make_page(place, page)
+    page.parent.mkdir(parents=True, exist_ok=True)
+    Run(page.parent).write(page.name, text)
+
+
+def _show(study: Study, names: Sequence[str], folder: Path, place: Path, page: Path | None, as_json: bool) -> None:
     """Tables on stdout; tables, figures and data into the folder of results, other networks by their names."""
     files: list[str] = []
     for name in names:
@@ -147,8 +177,12 @@ def _show(study: Study, names: Sequence[str], folder: Path, place: Path, as_json
             model = study.common.job.model
             stem = name if model == _MODEL else f"{name}-{model.replace(':', '-').replace('/', '-')}"
             files += [str(path) for path in write(study, name, shown, folder, place, stem)]
+            add_settings(place / f"{stem}.json", study, name)
             if not as_json:
                 print(f"{name}\n\n{shown.text}")
+    if page and files:  # where all cells have failed there may be nothing to gather
+        _write_page(place, page)
+        files.append(str(page))
     if as_json:
         print_json({"folder": str(folder), "files": files})
     else:
