@@ -114,6 +114,7 @@ ORDER = [
     "experiments",
     "paper_figures",
     "findings",
+    "results_page",
     "paper_commands",
     "cli",
 ]

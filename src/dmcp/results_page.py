@@ -165,7 +165,8 @@ def _head(every: Sequence[_Finding], place: str) -> str:
             "# The paper's experiments\n",
             f"`dmcp paper --page` makes this page from the files in [{place}]({place}) alone: do not edit it.\n",
             "Values over several seeds are mean ± standard deviation (number of seeds). Experiments on one network",
-            f"share cells. Time at work, each cell counted once: {_time([*cells.values()])}\n",
+            "share cells; one that others start from is counted where it is in a table itself. Time at work, each cell",
+            f"counted once: {_time([*cells.values()])}\n",
             *(f"- {protocol} In {', '.join(dict.fromkeys(names))}." for protocol, names in users.items()),
             f"\nCommands name data by the last part of their path.{apart}\n",
         ]
@@ -221,7 +222,8 @@ def _time(cells: Sequence[_PastCell]) -> str:
     """The sum, and what it leaves out."""
     known = [cell.seconds for cell in cells if cell.seconds is not None]
     lost = f" The time of {_cells(len(cells) - len(known))} was not kept." if len(known) < len(cells) else ""
-    return f"{_duration(sum(known))}, the sum over {_cells(len(known))}; they ran side by side, so less passed.{lost}"
+    told = f"the sum over {_cells(len(known))}; cells run side by side, so a clock showed another time."
+    return f"{_duration(sum(known))}, {told}{lost}"
 
 
 def _duration(seconds: float) -> str:
@@ -237,7 +239,7 @@ def _progress(it: _Finding) -> str:
     """Which cells are missing."""
     whole = len(it.once) + len(it.missing)
     if not it.missing:
-        return f"Nothing is missing: {_cells(whole)} of {whole:,} done."
+        return f"Nothing is missing: {len(it.once):,} of {_cells(whole)} done."
     named = ", ".join(f"`{name}`" for name in it.missing[:_NAMED]) + (", ..." if it.missing[_NAMED:] else "")
     return f"**Missing: {len(it.missing):,} of {_cells(whole)} not done:** {named}."
 
@@ -269,12 +271,14 @@ def _check_macs(it: _Finding) -> list[str]:
     wrong = {label: own for label, own in shares.items() if not LEAST <= min(own) <= max(own) <= MOST}
     listed = ", ".join(f"{label} ({between(f'{min(own):.3f}', f'{max(own):.3f}')})" for label, own in wrong.items())
     told = [f"Rows whose MACs are outside {span}: {listed}."] if wrong else []
-    told += [f"The MACs of all {len(shares)} rows that have a target are {span}."] if shares and not wrong else []
+    told += [f"The MACs of all rows with a target ({len(shares)}) are {span}."] if shares and not wrong else []
     return told + ([f"Without a target for MACs alone: {', '.join(unknown)}."] if unknown else [])
 
 
 def _spent(it: _Finding) -> list[tuple[str, str, int]]:
     """Row, budget and MACs of all networks that have a budget; cells have it in their names."""
+    if it.experiment == "distribution":  # its rows are structures that were drawn, not the networks of its cells
+        return []
     if it.lines:
         named = [(f"{line.method} at {line.budget}", line) for line in it.lines if line.budget]
         return [(label, line.budget, macs) for label, line in named for macs in line.macs]
