@@ -270,7 +270,8 @@ def test_a_signal_ends_all_children_once(folder: Path, mps: Path, number: signal
         said = process.communicate(timeout=60)[1].splitlines()
     assert process.returncode == -number
     assert [said.count(f"{name}: stopped by {number.name}") for name in "ab"] == [1, 1]
-    assert "dmcp: stopping 2 of 4 runs." in said and not [line for line in said if line.startswith(("c", "d:"))]
+    assert "dmcp: stopping 2 of 4 runs; the same command goes on with them." in said
+    assert not [line for line in said if line.startswith(("c", "d:"))]
     wait_for(lambda: not any(alive(pid, None) for pid in pids))  # the workers too
     assert asked(mps)[-1][0] == "quit"
 

@@ -36,11 +36,11 @@ def by_slimming(problem: Problem) -> Choice:
 
 
 def by_sfp(problem: Problem) -> Choice:
-    return sfp.find(problem, sfp.SfpConfig())
+    return sfp.find(problem, sfp.SoftConfig())
 
 
 def by_fpgm(problem: Problem) -> Choice:
-    return fpgm.find(problem, fpgm.FpgmConfig())
+    return fpgm.find(problem, sfp.SoftConfig())
 
 
 METHODS: list[Callable[[Problem], Choice]] = [by_l1, by_slimming, by_sfp, by_fpgm]
@@ -97,7 +97,7 @@ def test_the_two_norms_rank_differently() -> None:
 def test_sfp_drops_small_filters() -> None:
     problem, state = weak_problem(lambda weight: 0.01 * weight[WEAK])
     problem = replace(problem, recipe=replace(problem.recipe, lr=1e-4, warmup_lr=1e-4))
-    choice = sfp.find(problem, sfp.SfpConfig(), state)
+    choice = sfp.find(problem, sfp.SoftConfig(), state)
     assert_weak_go(problem, choice)
     assert choice.sample_passes == 2 * 20 * 64 + 4 * 64
 
@@ -112,8 +112,8 @@ def test_fpgm_drops_filters_that_others_stand_in_for() -> None:
 
     problem, state = weak_problem(midst)
     problem = replace(problem, recipe=replace(problem.recipe, epochs=1, lr=1e-4, warmup_lr=1e-4))
-    assert_weak_go(problem, fpgm.find(problem, fpgm.FpgmConfig(), state))
-    assert 0 not in sfp.find(problem, sfp.SfpConfig(), state).kept["needed"]
+    assert_weak_go(problem, fpgm.find(problem, sfp.SoftConfig(), state))
+    assert 0 not in sfp.find(problem, sfp.SoftConfig(), state).kept["needed"]
 
 
 def test_distances_to_all_others() -> None:
@@ -195,11 +195,11 @@ def test_zeroed_channels_are_trained_on() -> None:
         return filters.norm(dim=1)
 
     problem = residual_problem()
-    sfp.prune_softly(problem, "test", watched)
+    sfp.prune_softly(problem, "test", watched, sfp.SoftConfig(regrowth=1))
     assert len(seen) == 3 * len(problem.graph.spaces)
     assert all((filters.norm(dim=1) > 0).all() for filters in seen)
     seen.clear()
-    sfp.prune_softly(problem, "test", watched, every=2)
+    sfp.prune_softly(problem, "test", watched, sfp.SoftConfig(every=2, regrowth=1))
     assert len(seen) == 2 * len(problem.graph.spaces)  # after the second epoch and the last
 
 
@@ -214,7 +214,7 @@ def test_zeroed_filters_under_a_norm_do_not_outgrow_the_others() -> None:
             return seen[-1]
 
         problem = planted_problem(budget="57%", epochs=3)
-        choice = sfp.prune_softly(problem, "test", watched, regrowth=regrowth)
+        choice = sfp.prune_softly(problem, "test", watched, sfp.SoftConfig(regrowth=regrowth))
         assert choice.model is not None
         assert dict(choice.model.named_buffers()).keys() == dict(problem.model.named_buffers()).keys()
         largest[regrowth] = (torch.stack(seen[2:]).max() / torch.stack(seen[:2]).max()).item()  # two spaces
@@ -315,9 +315,9 @@ def test_an_interrupted_run_ends_the_same(method: Callable[[Problem], Choice], s
         (lambda: l1.L1Config(power=3), "power must be 1"),
         (lambda: slimming.SlimmingConfig(sparsity=-1.0), "sparsity must be a number of at least 0"),
         (lambda: slimming.SlimmingConfig(sparsity=float("nan")), "sparsity must be a number of at least 0"),
-        (lambda: sfp.SfpConfig(every=0), "every must be an int of at least 1"),
-        (lambda: sfp.SfpConfig(regrowth=0.0), "regrowth must be a number above 0"),
-        (lambda: fpgm.FpgmConfig(every=1.5), "every must be an int of at least 1"),  # type: ignore[arg-type]
+        (lambda: sfp.SoftConfig(every=0), "every must be an int of at least 1"),
+        (lambda: sfp.SoftConfig(regrowth=0.0), "regrowth must be a number above 0"),
+        (lambda: sfp.SoftConfig(every=1.5), "every must be an int of at least 1"),  # type: ignore[arg-type]
     ],
 )
 def test_settings_that_are_refused(settings: Callable[[], object], words: str) -> None:
@@ -335,8 +335,8 @@ def test_states_that_are_refused() -> None:
     for find in (
         lambda: l1.find(problem, l1.L1Config(), other),
         lambda: slimming.find(problem, slimming.SlimmingConfig(), other),
-        lambda: sfp.find(problem, sfp.SfpConfig(), other),
-        lambda: fpgm.find(problem, fpgm.FpgmConfig(), other),
+        lambda: sfp.find(problem, sfp.SoftConfig(), other),
+        lambda: fpgm.find(problem, sfp.SoftConfig(), other),
     ):
         with pytest.raises(TrainingError, match="not one of this network"):
             find()

@@ -100,6 +100,7 @@ ORDER = [
     "forecast",
     "progress",
     "sessions",
+    "tables",
     "children",
     "seeds",
     "options",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,18 @@ from typing import Any
 import pytest
 import torch
 import typer
+from test_experiments import run
 
 import dmcp
-from dmcp import cli, paper_commands
+from dmcp import paper_commands
 from dmcp.comparing import Comparison
 from dmcp.engine import Engine, Precision
 from dmcp.errors import FileError
-from dmcp.experiments import Study
+from dmcp.experiments import Study, command
+from dmcp.findings import Shown, write
 from dmcp.jobs import Job
 from dmcp.nets import build, sample_shape
-from dmcp.results_page import add_settings, command, make_page
+from dmcp.results_page import make_page
 from dmcp.training import TrainConfig
 
 FULL = 1000  # MACs of the unpruned network
@@ -202,17 +203,6 @@ def study(**changes: Any) -> Study:
     return Study(common=replace(common, **changes), graph=dmcp.trace(net, torch.zeros(2, *sample_shape(net))))
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of `dmcp paper`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["dmcp", "paper", *arguments])
-        patch.setattr(sys, "path", list(sys.path))
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-    printed = capsys.readouterr()
-    return int(stop.value.code or 0), printed.out, printed.err
-
-
 @pytest.mark.parametrize("name", ["main", "scale"])
 def test_the_command_makes_the_same_study(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -232,14 +222,11 @@ def test_the_command_makes_the_same_study(
     assert made == [replace(it.common, job=job, budgets=budgets)]
 
 
-def test_settings_are_added_and_the_rest_stays(tmp_path: Path) -> None:
-    path = tmp_path / "main.json"
-    path.write_text('{\n "experiment": "main",\n "rows": {\n  "a": [1, 2]\n }\n}\n')
-    add_settings(path, study(), "main")
-    data = json.loads(path.read_text())
+def test_data_have_what_makes_them_again(tmp_path: Path) -> None:
+    write(study(), "main", Shown("", []), tmp_path / "cells", tmp_path, "main")
+    data = json.loads((tmp_path / "main.json").read_text())
     assert shlex.join(data["command"]).startswith("dmcp paper main --model digits:resnet --data digits --epochs 4 ")
-    assert (data["search_epochs"], data["holdout"], data["rows"]) == (2, 0.1, {"a": [1, 2]})
-    assert path.read_text().endswith(' "rows": {\n  "a": [1, 2]\n }\n}\n')
+    assert (data["search_epochs"], data["holdout"]) == (2, 0.1)
 
 
 # -- the option

@@ -252,7 +252,7 @@ def test_a_signal_ends_all_seeds(folder: Path, monkeypatch: pytest.MonkeyPatch, 
         said = process.communicate(timeout=60)[1]
     assert process.returncode == -number
     assert {f"seed {seed}: stopped by {number.name}" for seed in (0, 1)} < set(said.splitlines())
-    assert "dmcp: stopping 2 of 2 seeds." in said.splitlines()
+    assert "dmcp: stopping 2 of 2 seeds; the same command goes on with them." in said.splitlines()
     wait_for(lambda: not any(alive(pid, None) for pid in pids))  # the workers too
     assert not list(folder.glob("summary*")) and not list(folder.glob("*lock*"))
 

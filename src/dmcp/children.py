@@ -187,7 +187,7 @@ def _run_all(
                 running.append(_Child(ready, folder, environment))
             if len(signals) > told == 0:
                 end = time.monotonic() + _PATIENCE
-                _say(f"dmcp: stopping {len(running)} of {len(commands)} {noun}.")
+                _say(f"dmcp: stopping {len(running)} of {len(commands)} {noun}; the same command goes on with them.")
             for child, number in itertools.product(running, signals[told:]):
                 child.process.send_signal(number)  # not to its workers: they are its own to end
             told = len(signals)

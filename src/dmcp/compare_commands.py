@@ -21,6 +21,7 @@ from dmcp.comparing import (
     TABLE,
     Comparison,
     Line,
+    check_failed,
     check_method,
     gather,
     markdown,
@@ -115,9 +116,7 @@ def compare(
     it = Comparison(
         job=job,
         engine=Engine(precision=precision, compile=compile, graphs=graphs, deterministic=deterministic),
-        train=TrainConfig(
-            epochs=epochs, lr=lr, warmup_lr=lr / 4, warmup_epochs=min(1, epochs / 2), weight_decay=weight_decay
-        ),
+        train=recipe(epochs, lr, weight_decay),
         budgets=tuple(budget or ["50%"]),
         methods=(*_names(methods), *_peers(peer or ())),
         seeds=tuple(range(seed, seed + seeds)),
@@ -132,16 +131,14 @@ def compare(
     _check_settings(it)
     _check_trained(it)
     opened = open_job(replace(job, device="cpu"))
-    _check_job(it, opened)
+    check_job(it, opened)
     folder = Path(out or f"runs/{slug(f'compare {job.model} {Path(job.data).name}')}")  # the same one each time
     failed = run_comparison(it, folder, at_once, quiet)
     lines = gather(it, folder)
     if lines:
         lines = _write(it, lines, folder)
         _print(lines, folder, as_json)
-    if failed:
-        listed = "; ".join(end.describe() for end in failed[:3]) + ("; ..." if failed[3:] else "")
-        raise DmcpError(f"{len(failed)} cells failed, the same command starts only them again: {listed}")
+    check_failed(failed)
 
 
 def cell(
@@ -244,7 +241,14 @@ def _check_trained(it: Comparison) -> None:
         raise DmcpError(f"--no-scratch: {', '.join(left)} would not be trained at all: leave out one or the other.")
 
 
-def _check_job(it: Comparison, opened: Opened) -> None:
+def recipe(epochs: int, lr: float, weight_decay: float) -> TrainConfig:
+    """The final training: the paper's, as long and as fast as is said."""
+    return TrainConfig(
+        epochs=epochs, lr=lr, warmup_lr=lr / 4, warmup_epochs=min(1, epochs / 2), weight_decay=weight_decay
+    )
+
+
+def check_job(it: Comparison, opened: Opened) -> None:
     """One sentence now, not one of each cell."""
     _ = it.job.place  # whether there is such a device
     rest, _ = split(opened.data.train, it.holdout)

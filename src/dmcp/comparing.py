@@ -28,11 +28,13 @@ from dmcp.plans import Cell, Plan
 from dmcp.pruning import UNPRUNED, Row
 from dmcp.runs import Run, read_json
 from dmcp.searches import SearchConfig
+from dmcp.tables import between, spread, table
 from dmcp.training import TrainConfig
 
 PLANS = "plans"  # what each cell is to do
 OUTPUT = "output"  # what each cell has said
 TABLE, PAGE = "compare.json", "compare.md"
+_LAST = 3  # failed cells whose last words are shown
 UNIFORM = "uniform"  # what methods of one ratio have the widths of
 
 
@@ -174,11 +176,9 @@ def _is_one_ratio(name: str) -> bool:
 # running them
 
 
-def run_comparison(
-    it: Comparison, folder: Path, at_once: int | None = None, quiet: bool = False, only: Sequence[Task] | None = None
-) -> list[Ended]:
+def run_comparison(it: Comparison, folder: Path, at_once: int | None = None, quiet: bool = False) -> list[Ended]:
     """Run the cells that are not done yet; those that failed, if any. Started again, it goes on where it was."""
-    return run_tasks(tasks(it) if only is None else only, folder, it.job.place, at_once, quiet)
+    return run_tasks(tasks(it), folder, it.job.place, at_once, quiet)
 
 
 def run_tasks(
@@ -202,6 +202,13 @@ def run_tasks(
     return [end for end in ended if end.code != 0]
 
 
+def check_failed(failed: Sequence[Ended]) -> None:
+    """Stop with the last words of cells that failed, if there are any."""
+    if failed:
+        listed = "; ".join(end.describe() for end in failed[:_LAST]) + ("; ..." if failed[_LAST:] else "")
+        raise DmcpError(f"{len(failed)} cells failed, the same command starts only them again: {listed}")
+
+
 def _make(folder: Path) -> None:
     try:
         for part in (folder, folder / PLANS, folder / OUTPUT):
@@ -217,7 +224,7 @@ def _claim(wanted: Sequence[Task], folder: Path) -> None:
         path = folder / PLANS / f"{name}.json"
         if is_run(folder / name) and path.is_file() and (stored := read_json(path)) != plan:
             changed = [place for place in plan if stored.get(place) != plan[place]]
-            fields = [f"{place}.{it}" for place in changed for it in _changed(stored.get(place), plan[place])]
+            fields = [name for place in changed for name in _changed(place, stored.get(place), plan[place])]
             raise FileError(
                 f"{folder / name} was begun with other settings ({', '.join(fields)}): give --out another folder, "
                 "or the command that began it."
@@ -226,10 +233,11 @@ def _claim(wanted: Sequence[Task], folder: Path) -> None:
         Run(folder / PLANS).write(f"{name}.json", plan)
 
 
-def _changed(before: Any, now: Any) -> list[str]:
-    """Names of the fields that are not the same."""
-    pair = [it if isinstance(it, dict) else {} for it in (before, now)]
-    return sorted(name for name in pair[0].keys() | pair[1].keys() if pair[0].get(name) != pair[1].get(name))
+def _changed(place: str, before: Any, now: Any) -> list[str]:
+    """Names of the fields of a part that are not the same."""
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        return [place]
+    return sorted(f"{place}.{name}" for name in before.keys() | now.keys() if before.get(name) != now.get(name))
 
 
 # what came out
@@ -249,7 +257,7 @@ class Line:
     params: tuple[int, int]
     macs_share: tuple[float, float]  # of the unpruned network
     mean_share: float = 0.0  # the same, mean over the seeds
-    search_seconds: float = 0.0  # mean over the seeds, with what had to be trained before
+    search_seconds: float | None = 0.0  # mean over the seeds, with what had to be trained before; None: not known
     sample_passes: float = 0.0  # the same
     ms: float | None = None  # fastest pass of a batch through the first seed's network
 
@@ -284,6 +292,7 @@ def _line(method: str, budget: str, own: bool, rows: _Rows, costs: Sequence[tupl
     full = next(run.unpruned("macs") or 0 for _, run, _ in rows)
     macs = [row.macs for _, _, row in rows]
     params = [row.params for _, _, row in rows]
+    known = [seconds for seconds, _ in costs if not math.isnan(seconds)]
     return Line(
         method=method,
         budget=budget,
@@ -295,8 +304,8 @@ def _line(method: str, budget: str, own: bool, rows: _Rows, costs: Sequence[tupl
         params=(min(params), max(params)),
         macs_share=(min(macs) / full, max(macs) / full),
         mean_share=statistics.fmean(macs) / full,
-        search_seconds=_mean([seconds for seconds, _ in costs if not math.isnan(seconds)]),
-        sample_passes=_mean([passes for _, passes in costs]),
+        search_seconds=statistics.fmean(known) if known else None if costs else 0.0,
+        sample_passes=statistics.fmean(passes for _, passes in costs) if costs else 0.0,
     )
 
 
@@ -333,16 +342,10 @@ def markdown(lines: Sequence[Line], batch: int = 0) -> str:
         cells = [line.method, line.budget or "100%", "" if line.own else spread(line.accuracies)]
         cells += [spread(own.accuracies) if own else ""]
         cells += [between(*(f"{share:.1%}" for share in line.macs_share)), between(*(f"{n:,}" for n in line.params))]
-        cells += [f"{line.search_seconds:,.0f}", f"{line.sample_passes / 1e6:,.1f}"]
+        cells += ["" if line.search_seconds is None else f"{line.search_seconds:,.0f}"]
+        cells += [f"{line.sample_passes / 1e6:,.1f}"]
         rows.append(cells + (["" if line.ms is None else f"{line.ms:.2f}"] if timed else []))
     return table(rows)
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Cells as Markdown, the first row as head."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    text = [f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows]
-    return "\n".join([text[0], f"|{'|'.join('-' * (width + 2) for width in widths)}|", *text[1:], ""])
 
 
 def to_json(lines: Sequence[Line]) -> list[dict[str, Any]]:
@@ -350,22 +353,5 @@ def to_json(lines: Sequence[Line]) -> list[dict[str, Any]]:
     return [asdict(line) for line in lines]
 
 
-def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values) if values else 0.0
-
-
 def _same(one: Line, other: Line) -> bool:
     return (one.method, one.budget) == (other.method, other.budget)
-
-
-def spread(shares: Sequence[float]) -> str:
-    """Mean ± standard deviation (how many) in percent; nothing of nothing."""
-    if not shares:
-        return ""
-    deviation = f" ± {100 * statistics.stdev(shares):.2f}" if len(shares) > 1 else ""
-    return f"{100 * statistics.fmean(shares):.2f}{deviation} ({len(shares)})"
-
-
-def between(least: str, most: str) -> str:
-    """A range, or the one value."""
-    return least if least == most else f"{least}–{most}"

@@ -202,6 +202,25 @@ def check_experiment(name: str) -> None:
         raise DmcpError(f"There is no experiment {name!r}: {hint}")
 
 
+# how to do them again
+
+
+def command(it: Study, name: str) -> list[str]:
+    """What makes an experiment again, the data by the last part of their path; folders are left to the reader."""
+    common, job, train, engine = it.common, it.common.job, it.common.train, it.common.engine
+    told: list[tuple[str, Any]] = [("model", job.model), *(("model-args", text) for text in job.model_args)]
+    told += [("data", Path(job.data).name), ("epochs", train.epochs), ("search-epochs", it.search.epochs)]
+    told += [("batch", job.batch), ("lr", train.lr), ("weight-decay", train.weight_decay)]
+    told += [("seeds", len(common.seeds)), *([("seed", common.seeds[0])] if common.seeds[0] else [])]
+    told += [("budget", text) for text in common.budgets if name == "main"]
+    told += [("wider", text) for text in it.wider if name == "scale"]
+    told += [(key, text) for key, text in (("device", job.device), ("precision", engine.precision)) if text]
+    words = [word for key, value in told for word in (f"--{key}", str(value))]
+    switches = {"compile": engine.compile, "graphs": engine.graphs}
+    words += [f"--{'' if on else 'no-'}{key}" for key, on in switches.items() if on is not None]
+    return ["dmcp", "paper", name, *words, *(["--deterministic"] if engine.deterministic else [])]
+
+
 # from arms to cells
 
 

@@ -16,14 +16,15 @@ from dmcp import figures
 from dmcp.batches import generator
 from dmcp.budget import spent_shares
 from dmcp.cells import CHOICE, RECOVERY, TIME, is_done, own_name
-from dmcp.comparing import PLANS, Line, between, cell_name, gather, markdown, plan_cell, spread, table, to_json
-from dmcp.experiments import EXPERIMENTS, Arm, Study, cells_of
+from dmcp.comparing import PLANS, Line, cell_name, gather, markdown, plan_cell, to_json
+from dmcp.experiments import EXPERIMENTS, Arm, Study, cells_of, command
 from dmcp.listing import read_run
 from dmcp.methods import METHODS, PEERS
 from dmcp.paper_figures import dots, width_differences
 from dmcp.plans import Cell
 from dmcp.pruning import UNPRUNED
 from dmcp.runs import Run, load_search, read_json
+from dmcp.tables import between, spread, table
 
 _PERCENT = "accuracy in %"
 
@@ -94,6 +95,9 @@ def write(it: Study, name: str, shown: Shown, folder: Path, place: Path, stem: s
     found, wanted = outcomes(it, arms, folder), {cell for _, _, cell in cells_of(it, arms)}
     job, done = it.common.job, {outcome.name for outcome in found}
     data = {
+        "command": command(it, name),
+        "search_epochs": it.search.epochs,
+        "holdout": it.common.holdout,
         "experiment": name,
         "about": (EXPERIMENTS[name].__doc__ or "").splitlines()[0],
         "model": job.model,

@@ -10,20 +10,18 @@ from typing import Annotated
 import typer
 
 from dmcp import options as o
-from dmcp.budget import check_reachable, parse
 from dmcp.commands import print_json
-from dmcp.comparing import Comparison, Task, run_tasks, table
-from dmcp.data import make_loader, split
+from dmcp.compare_commands import check_job, recipe
+from dmcp.comparing import Comparison, Task, check_failed, run_tasks
 from dmcp.engine import Engine
 from dmcp.errors import DmcpError, FileError
 from dmcp.experiments import BUDGETS, EXPERIMENTS, Study, check_experiment, progress, study_tasks
 from dmcp.findings import show, write
 from dmcp.jobs import Job, open_job
 from dmcp.methods.dmcp import DmcpConfig
-from dmcp.results_page import add_settings, make_page
+from dmcp.results_page import make_page
 from dmcp.runs import Run
-from dmcp.supernet import Supernet
-from dmcp.training import TrainConfig
+from dmcp.tables import table
 
 _MODEL = "cifar:resnet20"
 _USUAL = DmcpConfig().epochs  # of a search; cells with as many are those of dmcp compare
@@ -99,9 +97,7 @@ def paper(
     it = Comparison(
         job=Job(model=model, model_args=tuple(model_args or ()), data=data, batch=batch, device=device),
         engine=Engine(precision=precision, compile=compile, graphs=graphs, deterministic=deterministic),
-        train=TrainConfig(
-            epochs=epochs, lr=lr, warmup_lr=lr / 4, warmup_epochs=min(1, epochs / 2), weight_decay=weight_decay
-        ),
+        train=recipe(epochs, lr, weight_decay),
         budgets=tuple(budget or BUDGETS),
         methods=("uniform", "random", "dmcp"),
         seeds=tuple(range(seed, seed + seeds)),
@@ -115,20 +111,13 @@ def paper(
         return
     failed = run_tasks(tasks, folder, it.job.place, at_once, quiet)
     _show(study, wanted, folder, Path(results), page, as_json)
-    if failed:
-        listed = "; ".join(end.describe() for end in failed[:3]) + ("; ..." if failed[3:] else "")
-        raise DmcpError(f"{len(failed)} cells failed, the same command starts only them again: {listed}")
+    check_failed(failed)
 
 
 def _open(it: Comparison, wider: tuple[str, ...], names: Sequence[str]) -> Study:
     """The study, with what its cells would refuse refused now."""
-    _ = it.job.place  # whether there is such a device
     opened = open_job(replace(it.job, device="cpu"))
-    rest, _ = split(opened.data.train, it.holdout)
-    make_loader(rest, it.job.batch, train=True)  # refuses a batch that is larger
-    floor = Supernet(opened.model, opened.graph, it.groups, it.align).floor
-    for text in it.budgets:
-        check_reachable(parse(text, opened.graph), opened.graph, floor)
+    check_job(it, opened)
     if "scale" in names:
         wide = open_job(replace(it.job, device="cpu", model_args=(*it.job.model_args, *wider))).graph
         if wide.macs() <= opened.graph.macs():
@@ -177,7 +166,6 @@ def _show(study: Study, names: Sequence[str], folder: Path, place: Path, page: P
             model = study.common.job.model
             stem = name if model == _MODEL else f"{name}-{model.replace(':', '-').replace('/', '-')}"
             files += [str(path) for path in write(study, name, shown, folder, place, stem)]
-            add_settings(place / f"{stem}.json", study, name)
             if not as_json:
                 print(f"{name}\n\n{shown.text}")
     if page and files:  # where all cells have failed there may be nothing to gather

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -15,44 +14,18 @@ from typing import Any, cast
 from urllib.parse import quote
 
 from dmcp.budget import parse
-from dmcp.comparing import Line, between
+from dmcp.comparing import Line
 from dmcp.cutting import MOST_JSON, read_bytes
 from dmcp.errors import BudgetError, FileError
-from dmcp.experiments import EXPERIMENTS, Study
+from dmcp.experiments import EXPERIMENTS
 from dmcp.graph import ChannelGraph
-from dmcp.runs import Run, from_plain, read_json
+from dmcp.runs import from_plain, read_json
+from dmcp.tables import between
 from dmcp.training import TrainConfig
 
 LEAST, MOST = 0.98, 1.0  # of its target, that the MACs of a row must be
 _NAMED = 6  # cells that are named if they are missing; the others are counted
 _BUDGET = re.compile(r"-([^-]*\d[^-]*)-seed-?\d+$")  # in the name of a cell: dmcp-50%-seed0
-
-
-# what is kept of the settings
-
-
-def add_settings(path: Path, it: Study, name: str) -> None:
-    """Put into the data of an experiment what the page tells of its settings; all of it comes from the study."""
-    facts = {"command": command(it, name), "search_epochs": it.search.epochs, "holdout": it.common.holdout}
-    lines = [f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in facts.items()]
-    text = read_bytes(path, MOST_JSON).decode()
-    Run(path.parent).write(path.name, text.replace("{\n", "{\n" + "".join(lines), 1))
-
-
-def command(it: Study, name: str) -> list[str]:
-    """What makes an experiment again, the data by the last part of their path; folders are left to the reader."""
-    common, job, train, engine = it.common, it.common.job, it.common.train, it.common.engine
-    told: list[tuple[str, Any]] = [("model", job.model), *(("model-args", text) for text in job.model_args)]
-    told += [("data", Path(job.data).name), ("epochs", train.epochs), ("search-epochs", it.search.epochs)]
-    told += [("batch", job.batch), ("lr", train.lr), ("weight-decay", train.weight_decay)]
-    told += [("seeds", len(common.seeds)), *([("seed", common.seeds[0])] if common.seeds[0] else [])]
-    told += [("budget", text) for text in common.budgets if name == "main"]
-    told += [("wider", text) for text in it.wider if name == "scale"]
-    told += [(key, text) for key, text in (("device", job.device), ("precision", engine.precision)) if text]
-    words = [word for key, value in told for word in (f"--{key}", str(value))]
-    switches = {"compile": engine.compile, "graphs": engine.graphs}
-    words += [f"--{'' if on else 'no-'}{key}" for key, on in switches.items() if on is not None]
-    return ["dmcp", "paper", name, *words, *(["--deterministic"] if engine.deterministic else [])]
 
 
 # what is read

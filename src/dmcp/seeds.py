@@ -15,6 +15,7 @@ from dmcp.errors import DmcpError, FileError
 from dmcp.listing import PastRun, is_run, plain, read_run
 from dmcp.locks import Lock
 from dmcp.runs import Run, read_json
+from dmcp.tables import between, spread, table
 
 SEEDS, SUMMARY, SUMMARY_TABLE = "seeds.json", "summary.json", "summary.md"
 
@@ -134,15 +135,7 @@ def markdown(summary: Summary) -> str:
     """The summary as a table that also a terminal shows well: mean accuracy ± standard deviation (runs)."""
     rows = [["network", "MACs", "params", "accuracy in %"]]
     for it in summary.networks:
-        share = "" if it.macs_share is None else f" ({_range(*(f'{share:.1%}' for share in it.macs_share))})"
-        spread = "" if it.deviation is None else f" ± {100 * it.deviation:.2f}"
-        macs, params = (_range(f"{least:,}", f"{most:,}") for least, most in (it.macs, it.params))
-        rows.append([it.name, f"{macs}{share}", params, f"{100 * it.mean:.2f}{spread} ({len(it.accuracies)})"])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows]
-    rule = f"|{'|'.join('-' * (width + 2) for width in widths)}|"
-    return "\n".join([lines[0], rule, *lines[1:], ""])
-
-
-def _range(least: str, most: str) -> str:
-    return least if least == most else f"{least}–{most}"
+        share = "" if it.macs_share is None else f" ({between(*(f'{share:.1%}' for share in it.macs_share))})"
+        macs, params = (between(f"{least:,}", f"{most:,}") for least, most in (it.macs, it.params))
+        rows.append([it.name, f"{macs}{share}", params, spread(it.accuracies)])
+    return table(rows)

@@ -63,8 +63,8 @@ METHODS: dict[str, Method] = {
     "random": Method(random.find, random.RandomConfig),
     "l1": Method(l1.find, l1.L1Config, Start.TRAINED, own=Own.FINE_TUNED, one_ratio=True),
     "slimming": Method(slimming.find, slimming.SlimmingConfig, Start.PREPARED, slimming.prepare, own=Own.FINE_TUNED),
-    "sfp": Method(sfp.find, sfp.SfpConfig, own=Own.AS_IT_IS, one_ratio=True),
-    "fpgm": Method(fpgm.find, fpgm.FpgmConfig, own=Own.AS_IT_IS, one_ratio=True),
+    "sfp": Method(sfp.find, sfp.SoftConfig, own=Own.AS_IT_IS, one_ratio=True),
+    "fpgm": Method(fpgm.find, sfp.SoftConfig, own=Own.AS_IT_IS, one_ratio=True),
     "autoslim": Method(
         autoslim.find, autoslim.AutoSlimConfig, Start.PREPARED, autoslim.prepare, Own.FINE_TUNED, holds_out=True
     ),

@@ -30,7 +30,7 @@ from dmcp.budget import check_reachable, spent_shares
 from dmcp.calibration import kept_modes
 from dmcp.engine import Engine, Settled
 from dmcp.errors import DataError, TrainingError
-from dmcp.methods.problem import FILLED, Choice, Prepared, Problem
+from dmcp.methods.problem import FILLED, Choice, Prepared, Problem, samples_of
 from dmcp.ranks import current, mean_values
 from dmcp.sampling import Options, fit
 from dmcp.sandwich import Draw, chains
@@ -70,17 +70,16 @@ class AutoSlimConfig:
 
 def prepare(problem: Problem, config: AutoSlimConfig) -> Prepared:
     """Train the slimmable network: one for all budgets."""
-    batch = _batch_size(problem)
+    samples = samples_of(problem.loader)
     net = Supernet(problem.model, problem.graph, config.groups, problem.align)
 
     def tell(record: SearchRecord) -> None:
         problem.tell(STAGE, record)  # as it is: a training that goes on reads it back from the log
 
     keeper = problem.keep and problem.keep(STAGE)
-    settings = _settings(problem, config, batch)
+    settings = _settings(problem, config, samples // len(problem.loader))
     search(net, problem.loader, settings, problem.loss, on_record=tell, engine=problem.engine, keeper=keeper)
     state = {name: tensor.detach().clone() for name, tensor in net.model.state_dict().items()}
-    samples = batch * len(problem.loader)  # a smaller last batch counts as a whole one
     return Prepared(state=state, sample_passes=samples * config.epochs * (2 + config.subnets))
 
 
@@ -205,14 +204,6 @@ def _settings(problem: Problem, config: AutoSlimConfig, batch: int) -> SearchCon
         label_smoothing=recipe.label_smoothing,
         seed=problem.seed,
     )
-
-
-def _batch_size(problem: Problem) -> int:
-    """Samples in a training batch; the random numbers of torch are left as they were."""
-    with torch.random.fork_rng([]):
-        for batch in problem.loader:
-            return size_of(batch)
-    raise DataError("The loader has no batches: is the batch larger than the data?")
 
 
 def _load(model: nn.Module, state: Mapping[str, Tensor]) -> None:

@@ -11,31 +11,19 @@ said of sfp holds here, too.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dmcp.methods.problem import Choice, Problem
-from dmcp.methods.sfp import check_soft, prune_softly
+from dmcp.methods.sfp import SoftConfig, prune_softly
 
 STAGE = "fpgm"  # what the progress of the training is told as
 
 
-@dataclass(frozen=True, kw_only=True)
-class FpgmConfig:
-    """Settings of pruning by the geometric median."""
-
-    every: int = 1  # epochs between two times that filters are set to zero; the last epoch always does it
-    regrowth: float = 0.01  # share of their gradient that zeroed filters under BatchNorms get; the paper: 1
-
-    def __post_init__(self) -> None:
-        check_soft(self.every, self.regrowth)
-
-
-def find(problem: Problem, config: FpgmConfig, state: Mapping[str, Tensor] | None = None) -> Choice:
+def find(problem: Problem, config: SoftConfig, state: Mapping[str, Tensor] | None = None) -> Choice:
     """Train the network while the channels that others can stand in for are set to zero again and again."""
-    return prune_softly(problem, STAGE, distances, config.every, config.regrowth, state)
+    return prune_softly(problem, STAGE, distances, config, state)
 
 
 def distances(filters: Tensor) -> Tensor:

@@ -47,27 +47,22 @@ Score = Callable[[Tensor], Tensor]  # filters of a space, (size, n) -> how much 
 
 
 @dataclass(frozen=True, kw_only=True)
-class SfpConfig:
-    """Settings of soft filter pruning."""
+class SoftConfig:
+    """Settings of soft pruning, whatever ranks the channels."""
 
     every: int = 1  # epochs between two times that filters are set to zero; the last epoch always does it
     regrowth: float = 0.01  # share of their gradient that zeroed filters under BatchNorms get; the paper: 1
 
     def __post_init__(self) -> None:
-        check_soft(self.every, self.regrowth)
+        if type(self.every) is not int or self.every < 1:
+            raise TrainingError(f"every must be an int of at least 1, not {self.every!r}.")
+        if type(self.regrowth) not in (int, float) or not 0 < self.regrowth <= 1:
+            raise TrainingError(f"regrowth must be a number above 0 and at most 1, like 0.01, not {self.regrowth!r}.")
 
 
-def check_soft(every: int, regrowth: float) -> None:
-    """Refuse settings of soft pruning that make no sense."""
-    if type(every) is not int or every < 1:
-        raise TrainingError(f"every must be an int of at least 1, not {every!r}.")
-    if type(regrowth) not in (int, float) or not 0 < regrowth <= 1:
-        raise TrainingError(f"regrowth must be a number above 0 and at most 1, like 0.01, not {regrowth!r}.")
-
-
-def find(problem: Problem, config: SfpConfig, state: Mapping[str, Tensor] | None = None) -> Choice:
+def find(problem: Problem, config: SoftConfig, state: Mapping[str, Tensor] | None = None) -> Choice:
     """Train the network while its weakest channels are set to zero again and again."""
-    return prune_softly(problem, STAGE, norms, config.every, config.regrowth, state)
+    return prune_softly(problem, STAGE, norms, config, state)
 
 
 def norms(filters: Tensor) -> Tensor:
@@ -79,8 +74,7 @@ def prune_softly(
     problem: Problem,
     stage: str,
     score: Score,
-    every: int = 1,
-    regrowth: float = 1.0,
+    config: SoftConfig,
     state: Mapping[str, Tensor] | None = None,
 ) -> Choice:
     """Train a copy of the model, and every so many epochs zero the filters of the channels that are worth least."""
@@ -94,14 +88,14 @@ def prune_softly(
     with _slowed(model, normed) as shares:
 
         def zero(epoch: int) -> None:
-            if (epoch + 1) % every and epoch + 1 < epochs:
+            if (epoch + 1) % config.every and epoch + 1 < epochs:
                 return
             for name, places in filters.items():
                 dropped = score(vectors(model, places)).argsort(descending=True, stable=True)[widths[name] :]
                 for place in places:
                     place.silence(model, dropped)
                     if place in shares:
-                        shares[place].fill_(1)[place.rows[dropped].flatten().to(shares[place].device)] = regrowth
+                        shares[place].fill_(1)[place.rows[dropped].flatten().to(shares[place].device)] = config.regrowth
 
         train(
             model,

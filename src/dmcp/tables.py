@@ -1,0 +1,26 @@
+"""Tables for people: Markdown that a terminal shows well, too, and what goes into their cells."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Cells as Markdown, the first row as head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    text = [f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows]
+    return "\n".join([text[0], f"|{'|'.join('-' * (width + 2) for width in widths)}|", *text[1:], ""])
+
+
+def spread(shares: Sequence[float]) -> str:
+    """Mean ± standard deviation (how many) in percent; nothing of nothing."""
+    if not shares:
+        return ""
+    deviation = f" ± {100 * statistics.stdev(shares):.2f}" if len(shares) > 1 else ""
+    return f"{100 * statistics.fmean(shares):.2f}{deviation} ({len(shares)})"
+
+
+def between(least: str, most: str) -> str:
+    """A range, or the one value."""
+    return least if least == most else f"{least}–{most}"
