@@ -41,6 +41,11 @@ class Precision(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+def autocast(device: torch.device, precision: Precision) -> torch.autocast:
+    """While entered, forward passes on the device compute in this precision."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=Precision(precision) is Precision.BFLOAT16)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Engine:
     """How networks are run; None means: what is best for the device."""
@@ -98,7 +103,7 @@ class Settled:
 
     def autocast(self) -> torch.autocast:
         """While entered, forward passes compute in the chosen precision."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision is Precision.BFLOAT16)
+        return autocast(self.device, self.precision)
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, compiled if that was chosen; once for each shape that it is given."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dmcp.batches import input_of, size_of
 from dmcp.budget import Budget, budget_loss, ratios
-from dmcp.engine import Precision
+from dmcp.engine import Precision, autocast
 from dmcp.errors import TrainingError
 from dmcp.ranks import ALONE, Ranks, mean_gradients
 from dmcp.recording import tensors_in
@@ -94,14 +94,14 @@ def weight_step(
     losses: list[Tensor] = []
     for batch in batches:
         x = input_of(batch)
-        with _autocast(net, precision):
+        with autocast(net.alpha.device, precision):
             shared = passes.head(x) if passes and passes.head else None
         h = None if shared is None else shared.detach().requires_grad_(shared.requires_grad)
         back: Tensor | None = None  # the slope that goes into the head, of all sub-networks at once
         target: list[Tensor] = []
         for subnet in subnets:
             given = subnet.part(h) if isinstance(subnet, Sliced) and h is not None else h
-            with _autocast(net, precision):
+            with autocast(net.alpha.device, precision):
                 output = _run(net, passes, subnet, x, given)
                 value = imitation(output, target) if distil and target else _number(loss(output, batch))
             slopes, back = _add_slopes(slopes, back, value * (size_of(batch) / samples), weights, given, h)
@@ -141,7 +141,7 @@ def arch_step(
         for batch in batches if loss else ():
             assert loss is not None
             gates = chains.gates(chains.marginals(net.alpha))
-            with _autocast(net, precision):
+            with autocast(net.alpha.device, precision):
                 value = _number(loss((passes or net)(input_of(batch), gates), batch))
             torch.autograd.backward(value * (size_of(batch) / samples))
             task.append(value.detach())
@@ -238,7 +238,3 @@ def _number(loss: Tensor) -> Tensor:
     if loss.ndim:
         raise TrainingError(f"A loss must be one number, not a tensor of shape {tuple(loss.shape)}.")
     return loss
-
-
-def _autocast(net: Supernet, precision: Precision) -> torch.autocast:
-    return torch.autocast(net.alpha.device.type, torch.bfloat16, enabled=precision is Precision.BFLOAT16)

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from dmcp.batches import Loader, device_of, input_of, labels_of, mix, on_device, size_of, widest
 from dmcp.calibration import Forward, kept_modes
-from dmcp.engine import Engine, Precision, Settled, set_lr, sgd
+from dmcp.engine import Engine, Precision, Settled, autocast, set_lr, sgd
 from dmcp.errors import TrainingError
 from dmcp.keeping import DONE, Feed, Keeper, State
 from dmcp.ranks import ALONE, Ranks, current, mean_gradients, mean_values, share_tensors, sum_values
@@ -268,7 +268,7 @@ def evaluate(
     run = forward or (lambda x: call_model(model, x))
     sums: list[Tensor] = [torch.zeros((), dtype=widest(device), device=device)]
     count = 0
-    with kept_modes(model), torch.no_grad(), _autocast(device, precision):
+    with kept_modes(model), torch.no_grad(), autocast(device, precision):
         model.eval()
         for batch in loader:
             batch = on_device(batch, device)
@@ -364,10 +364,6 @@ def _logits(output: Any) -> Tensor:
             f"The network gives a {type(output).__name__}, not one tensor of classes: give your own loss and metric."
         )
     return output
-
-
-def _autocast(device: torch.device, precision: Precision) -> torch.autocast:
-    return torch.autocast(device.type, torch.bfloat16, enabled=Precision(precision) is Precision.BFLOAT16)
 
 
 def _large(model: nn.Module) -> bool:
