@@ -170,7 +170,7 @@ def test_bad_input_is_one_sentence() -> None:
         find(problem, SHORT)
     with pytest.raises(TrainingError, match="not one of this network"):
         find(problem, SHORT, {"needed.weight": torch.zeros(1)})
-    with pytest.raises(DataError, match="at least one batch"):
+    with pytest.raises(DataError, match="nothing to judge structures by"):
         find(replace(problem, held=Batches([])), SHORT, state)
     with pytest.raises(BudgetError, match="less than the floor"):
         find(replace(problem, budget=parse("1%", problem.graph)), SHORT, state)

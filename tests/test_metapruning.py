@@ -265,7 +265,7 @@ def test_what_cannot_work_is_refused() -> None:
     problem = planted_problem(epochs=1)
     with pytest.raises(TrainingError, match="not the state of this network's PruningNet"):
         find(problem, SHORT, prepare(problem, replace(SHORT, hidden=3)).state)
-    with pytest.raises(DataError, match="gave none"):
+    with pytest.raises(DataError, match="nothing to judge structures by"):
         find(replace(problem, held=Batches([])), SHORT)
     with pytest.raises(BudgetError, match="floor"):
         find(replace(problem, budget=parse("5%", problem.graph)), SHORT)

@@ -74,6 +74,7 @@ ORDER = [
     "cutting",
     "pruning",
     "methods.problem",
+    "methods.judging",
     "methods.ddpg",
     "methods.pruning_net",
     "methods.uniform",
@@ -120,7 +121,7 @@ ORDER = [
     "cli",
 ]
 # What methods may have of each other: fpgm is sfp with another score.
-SHARED = {"methods.problem", "methods.ddpg", "methods.pruning_net", "methods.sfp"}
+SHARED = {"methods.problem", "methods.judging", "methods.ddpg", "methods.pruning_net", "methods.sfp"}
 
 
 def imported(path: Path) -> set[str]:

@@ -23,7 +23,6 @@ Where this differs from the paper:
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -31,16 +30,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from dmcp.batches import device_of, input_of, on_device, size_of, widest
+from dmcp.batches import device_of, input_of, size_of, widest
 from dmcp.budget import Budget, check_reachable, spent_shares
-from dmcp.calibration import kept_modes
-from dmcp.engine import Engine, Settled
-from dmcp.errors import DataError, TrainingError
+from dmcp.engine import Engine
+from dmcp.errors import TrainingError
 from dmcp.filters import magnitude
 from dmcp.graph import ChannelGraph
 from dmcp.methods.ddpg import Agent, DdpgConfig
+from dmcp.methods.judging import batch_statistics, held_batches
 from dmcp.methods.problem import FILLED, Choice, Problem
 from dmcp.ranks import current, sum_values
 from dmcp.sampling import Options, fit
@@ -207,8 +205,8 @@ def _judging(problem: Problem, config: AmcConfig, net: Supernet) -> Iterator[tup
     """While entered: what gives the reward of widths, and how many samples it runs each time."""
     device, ranks = device_of(net.model), current()
     settled = (problem.engine or Engine()).settled(device, plain=problem.metric is None and ranks.world == 1)
-    with settled.running(net.model), _batch_statistics(net.model):
-        batches = _held(problem, config, settled)
+    with settled.running(net.model), batch_statistics(net.model):
+        batches = held_batches(problem, config.batches, settled)
         metric = problem.metric or top1
 
         def score(batch: Any, gates: Tensor) -> tuple[Tensor, int]:
@@ -229,30 +227,3 @@ def _judging(problem: Problem, config: AmcConfig, net: Supernet) -> Iterator[tup
             return reward
 
         yield judge, sum(map(size_of, batches))
-
-
-def _held(problem: Problem, config: AmcConfig, settled: Settled) -> list[Any]:
-    """The batches to judge by, on the device for the whole search; one sample alone has no batch statistics."""
-    found: list[Any] = []
-    for batch in itertools.islice(problem.held, config.batches):
-        if size_of(batch) > 1:
-            found.append(settled.laid_out(on_device(batch, settled.device)))
-    if not found:
-        raise DataError("There is nothing to judge structures by: give held-out batches of two samples or more.")
-    return found
-
-
-@contextlib.contextmanager
-def _batch_statistics(model: nn.Module) -> Iterator[None]:
-    """Eval mode, but for batch norms, which use the statistics of the batch and leave the learned ones alone."""
-    norms = [part for part in model.modules() if isinstance(part, _BatchNorm)]
-    before = [norm.track_running_stats for norm in norms]
-    with kept_modes(model):
-        model.eval()
-        for norm in norms:
-            norm.training, norm.track_running_stats = True, False
-        try:
-            yield
-        finally:
-            for norm, tracked in zip(norms, before, strict=True):
-                norm.track_running_stats = tracked

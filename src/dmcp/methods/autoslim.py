@@ -15,7 +15,6 @@ running statistics among them are a mixture of all widths: calibrate what is cut
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,13 +22,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from dmcp.batches import device_of, input_of, on_device, size_of
+from dmcp.batches import device_of, input_of, size_of
 from dmcp.budget import check_reachable, spent_shares
-from dmcp.calibration import kept_modes
 from dmcp.engine import Engine, Settled
-from dmcp.errors import DataError, TrainingError
+from dmcp.errors import TrainingError
+from dmcp.methods.judging import batch_statistics, held_batches
 from dmcp.methods.problem import FILLED, Choice, Prepared, Problem, samples_of
 from dmcp.ranks import current, mean_values
 from dmcp.sampling import Options, fit
@@ -95,7 +93,6 @@ def find(problem: Problem, config: AutoSlimConfig, state: Mapping[str, Tensor] |
     slimmed, passes = _slim(net, borders, problem, config)
     options = Options(graph, problem.floor.tensor(), graph.full.tensor(), problem.align)
     widths = fit(graph, problem.budget, slimmed.double(), options, FILLED)
-    _load(net.model, state)  # the trials have moved the running statistics
     return Choice(widths=widths, kept=widths, model=net.model, sample_passes=passes)
 
 
@@ -106,11 +103,7 @@ def find(problem: Problem, config: AutoSlimConfig, state: Mapping[str, Tensor] |
 def _slim(net: Supernet, borders: Tensor, problem: Problem, config: AutoSlimConfig) -> tuple[Tensor, int]:
     """The first widths on the greedy way that are inside the budget, and the samples that were run. -> (S,)"""
     settled = (problem.engine or Engine()).settled(device_of(net), plain=problem.loss is None)
-    with kept_modes(net), settled.running(net.model):
-        net.eval()
-        for part in net.model.modules():
-            if isinstance(part, _BatchNorm):
-                part.train()
+    with batch_statistics(net), settled.running(net.model):
         losses, samples = _judge(net, problem, config, settled)
         widths, runs = problem.graph.full.tensor(), 0
         shares = spent_shares(problem.budget, problem.graph, widths[None])  # (1, L)
@@ -152,10 +145,7 @@ def _judge(
 ) -> tuple[Callable[[Tensor], Tensor], int]:
     """What gives the held-out losses of sub-networks, (C, S) -> (C,) on the CPU, and the samples that each sees."""
     device = settled.device
-    wanted = itertools.islice(problem.held, config.batches)
-    batches = [settled.laid_out(on_device(batch, device)) for batch in wanted if size_of(batch)]
-    if not batches:
-        raise DataError("AutoSlim chooses by held-out samples, and `held` has none: give it at least one batch.")
+    batches = held_batches(problem, config.batches, settled)
     sizes = torch.tensor([float(size_of(batch)) for batch in batches])
     samples, weights = int(sizes.sum()), (sizes / sizes.sum()).to(device)
     task = problem.loss or classification_loss()

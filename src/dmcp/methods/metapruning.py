@@ -20,19 +20,18 @@ What differs from the paper:
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from dmcp.batches import device_of, generator, input_of, on_device, size_of, widest
+from dmcp.batches import device_of, generator, input_of, size_of, widest
 from dmcp.budget import spent_shares
 from dmcp.engine import Engine, Settled
-from dmcp.errors import DataError, TrainingError
+from dmcp.errors import TrainingError
+from dmcp.methods.judging import batch_statistics, held_batches
 from dmcp.methods.problem import FILLED, Choice, Prepared, Problem
 from dmcp.methods.pruning_net import Grid, PruningNet, Structured
 from dmcp.ranks import current, sum_values
@@ -105,12 +104,9 @@ def find(problem: Problem, config: MetaPruningConfig, state: Mapping[str, Tensor
         raise TrainingError(
             "This is not the state of this network's PruningNet: give `find` the state and the settings of `prepare`."
         ) from None
-    held = list(itertools.islice(problem.held, config.batches))
-    if not held:
-        raise DataError("MetaPruning judges by held-out batches, and the loader of them gave none.")
-    with _judge(problem, net, held) as judge:
+    with _judging(problem, config, net) as (judge, samples):
         scores = _evolve(problem, config, judge)
-    passes = len(scores) * sum(map(size_of, held)) * current().world
+    passes = len(scores) * samples * current().world
     best = torch.tensor(max(scores, key=lambda genes: scores[genes]))
     options = Options(problem.graph, problem.floor.tensor(), problem.graph.full.tensor(), problem.align)
     widths = fit(problem.graph, problem.budget, best.double(), options, FILLED)
@@ -127,15 +123,14 @@ def _inner(loss: Loss) -> Loss:
 
 
 @contextlib.contextmanager
-def _judge(problem: Problem, net: PruningNet, held: Sequence[Any]) -> Iterator[Judge]:
-    """While entered: the metric of structures over the held-out batches; waits for the device once for all of them."""
+def _judging(problem: Problem, config: MetaPruningConfig, net: PruningNet) -> Iterator[tuple[Judge, int]]:
+    """While entered: what gives the metrics of structures, and how many samples it runs for each.
+
+    It waits for the device once for all structures.
+    """
     device, metric = device_of(net), problem.metric or top1
     settled: Settled = (problem.engine or Engine()).settled(device, plain=problem.metric is None)
-    batches = [settled.laid_out(on_device(batch, device)) for batch in held]
-    net.eval()
-    for part in net.modules():
-        if isinstance(part, _BatchNorm):
-            part.train()  # running statistics mix all structures
+    batches = held_batches(problem, config.batches, settled)
 
     def step(batch: Any, widths: Tensor) -> tuple[Tensor, int]:
         with settled.autocast():
@@ -152,8 +147,8 @@ def _judge(problem: Problem, net: PruningNet, held: Sequence[Any]) -> Iterator[J
         *totals, seen = sum_values(torch.cat([sums, count]), current()).tolist()
         return [total / seen for total in totals]
 
-    with settled.running(net), torch.no_grad():
-        yield judge
+    with settled.running(net), batch_statistics(net), torch.no_grad():
+        yield judge, sum(map(size_of, batches))
 
 
 def _evolve(problem: Problem, config: MetaPruningConfig, judge: Judge) -> dict[Genes, float]:
