@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from dmcp.batches import batches_from, share_of
+from dmcp.batches import batches_from, input_of, labels_of, share_of
 from dmcp.data import ArrayLoader, load, make_loader
 from dmcp.errors import DataError
 from dmcp.ranks import Ranks
@@ -70,6 +70,16 @@ def test_an_epoch_that_is_too_short_is_refused() -> None:
     for loader, length in ((Noisy(), 5), (digits, 1)):
         with pytest.raises(DataError, match=f"has {length} batches, but 6 were used before"):
             next(batches_from(loader, 0, 6))
+
+
+def test_what_a_batch_lacks_is_said() -> None:
+    batch = {"image": torch.zeros(2), "target": torch.zeros(2)}
+    with pytest.raises(DataError, match="this dict has no input, only 'image', 'target'"):
+        input_of(batch)
+    with pytest.raises(DataError, match="this dict has no label, only nothing"):
+        labels_of({})
+    with pytest.raises(DataError, match=r"this tuple has no label\."):
+        labels_of((torch.zeros(2),))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])

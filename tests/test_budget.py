@@ -127,6 +127,15 @@ def test_unreachable_budgets_name_the_range(spec: str, kind: str) -> None:
         assert f"{costs(graph, widths)[kind]:,}" in str(caught.value)
 
 
+def test_floors_that_settings_made_wide_are_named() -> None:
+    graph, net = traced(Residual)
+    for groups, align, words in ((10, 64, "4 of 4 spaces .* there, 4 of them whole, .* align"), (2, 1, "more groups")):
+        with pytest.raises(BudgetError, match=words):
+            check_reachable(parse("1%", graph), graph, dmcp.Supernet(net.model, graph, groups, align).floor)
+    with pytest.raises(BudgetError, match=r"to [\d,]+\.$"):  # nothing is narrower
+        check_reachable(parse(1, graph), graph, graph.widths([1] * 4))
+
+
 def test_both_ends_of_the_range_can_be_reached() -> None:
     graph, net = traced(Residual)
     for target in (graph.macs(net.floor), graph.macs()):

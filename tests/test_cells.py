@@ -73,7 +73,7 @@ def whole(commands: Commands, plans: dict[str, Task], tmp_path_factory: pytest.T
     folder = tmp_path_factory.mktemp("whole")
     for task in plans.values():
         end = commands.run(["cell", write_plan(task, folder), folder / task.name])
-        assert (end.code, end.out, end.err) == (0, "", "done\n")
+        assert (end.code, end.out, end.err) == (0, "", "")
         assert is_done(folder / task.name)
     return folder
 
@@ -147,7 +147,7 @@ def test_a_killed_cell_ends_in_the_same_bits(begin: Any, whole: Path, tmp_path: 
     assert begin(name, *KILLS[name, moment]).code == -signal.SIGKILL
     assert not is_done(tmp_path / name)
     end = begin(name)
-    assert (end.code, end.err) == (0, "done\n")
+    assert (end.code, end.err) == (0, "")
     assert_same(tmp_path / name, whole / name)
 
 
@@ -224,6 +224,18 @@ def test_a_cell_whose_network_nobody_would_train_says_so(
     path = write_plan(plans[DMCP], tmp_path, cell=replace(cell, method="uniform", settings={}, scratch=False))
     end = commands.run(["cell", path, tmp_path / "cell"])
     assert end.code == 2 and "uniform has no training of its own" in end.err
+
+
+def test_a_cell_of_an_unknown_method_says_so(commands: Commands, plans: dict[str, Task], tmp_path: Path) -> None:
+    for name, words in (
+        ("dmpc", "There is no method 'dmpc': did you mean dmcp?"),
+        ("nowhere_at_all:mine", "nowhere_at_all:mine: nowhere_at_all cannot be imported: ModuleNotFoundError"),
+    ):
+        cell = plans[DMCP].plan.cell
+        assert cell is not None
+        path = write_plan(plans[DMCP], tmp_path, cell=replace(cell, method=name, settings={}))
+        end = commands.run(["cell", path, tmp_path / name.partition(":")[0]])
+        assert end.code == 2 and words in end.err and "this is a bug" not in end.err
 
 
 # what others see of it

@@ -150,6 +150,13 @@ def test_words_are_shown_and_kept(folder: Path, capfd: pytest.CaptureFixture[str
     assert (folder / "a.out").read_text() == 2 * "table of a\n"
 
 
+def test_what_is_done_is_counted(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    commands = [command(folder, "a"), command(folder, "b", "fail"), command(folder, "c")]
+    run(folder, *commands, at_once=1, total=5)  # two were done before
+    told = [line for line in capfd.readouterr().err.splitlines() if "done" in line]
+    assert told == ["a: done (3 of 5)", "c: done (4 of 5)"]
+
+
 def test_a_command_waits_for_what_it_needs(folder: Path) -> None:
     commands = [
         command(folder, "base", "slow"),
@@ -303,6 +310,44 @@ def test_an_error_of_ours_leaves_no_child(folder: Path, monkeypatch: pytest.Monk
         run(folder, command(folder, "a", "hang"))
     (call,) = calls(folder)
     wait_for(lambda: not any(alive(pid, None) for pid in call["pids"]))
+
+
+ORPHAN = """
+import os, signal, sys, time
+from dmcp import children
+children._LOOK, children._PATIENCE = 0.05, 0.5
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+with children.following_parent():
+    print(os.getpid(), flush=True)
+    while not asked or sys.argv[1] == "deaf":
+        time.sleep(0.02)
+    print("stopped as asked", flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["heeds", "deaf"])
+def test_a_child_whose_parent_was_killed_stops(folder: Path, kind: str) -> None:
+    source = "import sys; from pathlib import Path; import torch\n"
+    source += "from dmcp.children import Command, kept_signals, run_side_by_side\n"
+    source += "with kept_signals() as signals:\n"
+    source += "    one = Command('a', (sys.executable, '-c', *sys.argv[2:]))\n"
+    source += "    run_side_by_side([one], Path(sys.argv[1]), torch.device('cpu'), signals)\n"
+    said = folder / "a.out"
+    with subprocess.Popen([sys.executable, "-c", source, folder, ORPHAN, kind]) as process:
+        wait_for(lambda: said.exists() and said.read_text())
+        pid = int(said.read_text())
+        assert alive(pid, None)
+        process.kill()
+    wait_for(lambda: not alive(pid, None))
+    assert ("stopped as asked" in said.read_text()) is (kind == "heeds")
+
+
+def test_nobody_is_followed_without_a_parent_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(children.PARENT, raising=False)
+    before = threading.active_count()
+    with children.following_parent():
+        assert threading.active_count() == before
 
 
 # MPS

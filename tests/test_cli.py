@@ -144,7 +144,7 @@ def test_build_downloads_nothing_and_says_what_is_not_a_network() -> None:
         build("builtins:dict")
 
 
-SMALL = ("--model", "digits:resnet", "--data", "digits", "--device", "cpu", "--batch", "512", "--quiet")
+SMALL = ("--model", "digits:resnet", "--data", "digits", "--device", "cpu", "--batch", "700", "--quiet")
 SHORT = (*SMALL, "--search-epochs", "2", "--epochs", "1")
 
 
@@ -158,7 +158,8 @@ def pruned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def table(printed: str) -> dict[str, list[str]]:
     """Numbers of each row of the final table: macs, params, accuracy, ms."""
-    return {line.split("  ")[0]: line.split()[-4:] for line in printed.splitlines() if re.search(r"%\s+[\d.]+$", line)}
+    lines = [line for line in printed.splitlines() if re.search(r"%\s+[\d.]+$", line)]
+    return {line.split("  ")[0]: [line.split()[place] for place in (-6, -4, -2, -1)] for line in lines}
 
 
 def test_prune_writes_a_run_and_prints_its_table(pruned: tuple[Path, str]) -> None:
@@ -169,6 +170,12 @@ def test_prune_writes_a_run_and_prints_its_table(pruned: tuple[Path, str]) -> No
     small = dmcp.load(folder, build("digits:resnet"))
     with FlopCounterMode(display=False) as counter:
         small(torch.zeros(1, 1, 8, 8))
+    for words in (
+        "382 test samples: an accuracy is known to ± ",
+        "the fastest of 10 passes",
+        "points against unpruned",
+    ):
+        assert words in printed
     assert rows["ours"][0] == f"{counter.get_total_flops() // 2:,}"
     assert counter.get_total_flops() // 2 <= int(rows["unpruned"][0].replace(",", "")) // 2
 
@@ -203,17 +210,18 @@ def read_widths(folder: Path) -> dict[str, int]:
 def test_train_takes_widths_and_weights(pruned: tuple[Path, str], capsys: Capture, tmp_path: Path) -> None:
     widths = str(pruned[0] / "widths.json")
     torch.save({"state_dict": build("digits:resnet").state_dict()}, tmp_path / "start.pth")
-    start = ("--weights", str(tmp_path / "start.pth"), "--retrain", "inherit", "--epochs", "1")
+    start = ("--weights", str(tmp_path / "start.pth"), "--epochs", "1")
     code, out, err = run(capsys, "train", *SMALL, *start, "--widths", widths, "--out", str(tmp_path / "run"))
     assert (code, err) == (0, "")
     assert table(out)["ours"][:2] == table(pruned[1])["ours"][:2]
+    assert list(table(out)) == ["as given", "ours"]
     assert read_widths(tmp_path / "run") == read_widths(pruned[0])
 
 
 def test_search_from_weights_needs_no_warm_up(capsys: Capture, tmp_path: Path) -> None:
     save_file(build("digits:resnet").state_dict(), tmp_path / "start.safetensors")
     options = (*SMALL, "--search-epochs", "1", "--weights", str(tmp_path / "start.safetensors"), "--holdout", "0.2")
-    code, _, err = run(capsys, "search", *options, "--out", str(tmp_path / "run"))
+    code, _, err = run(capsys, "search", *options, "--batch", "566", "--out", str(tmp_path / "run"))
     assert (code, err) == (0, "")
     settings = json.loads((tmp_path / "run" / "settings.json").read_text())["search"]
     assert (settings["warmup"], settings["sort"]) == (0, True)
@@ -248,7 +256,7 @@ def test_progress_is_plain_lines_in_a_pipe(capsys: Capture, tmp_path: Path) -> N
     code, out, err = run(capsys, "train", *options, "--epochs", "1", "--out", str(tmp_path / "run"))
     assert code == 0
     settings, progress = err.splitlines()
-    assert settings == "training: batch 512, highest learning rate 0.2"
+    assert settings == "training: batch 700, highest learning rate 0.2734"
     assert re.fullmatch(r"unpruned: step 2 of 2, loss [\d.]+, \d+ s left", progress)
     assert "\x1b" not in out + err
 

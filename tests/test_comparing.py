@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import statistics
 import sys
 from collections.abc import Sequence
@@ -13,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from dmcp import children, cli, comparing
+from dmcp import children, cli, comparing, table_files
 from dmcp.cells import is_done
-from dmcp.comparing import PLANS, Comparison, Task, cell_name, gather, markdown, run_comparison, tasks, to_json
+from dmcp.comparing import COMMANDS, PLANS, Comparison, Task, cell_name, epochs_of, run_comparison, tasks
 from dmcp.engine import Engine
 from dmcp.errors import DmcpError, FileError, TrainingError
+from dmcp.gathering import against_uniform, gather, markdown, stored, to_json
 from dmcp.jobs import Job
 from dmcp.locks import Lock
 from dmcp.methods import METHODS
@@ -317,7 +319,7 @@ def test_one_ratio_has_the_row_of_uniform(tmp_path: Path) -> None:
     lines = {(line.method, line.own): line for line in gather(it, tmp_path)}
     cost = {"search_seconds": lines["l1", True].search_seconds, "sample_passes": lines["l1", True].sample_passes}
     assert cost["search_seconds"] == 102
-    assert lines["l1", False] == replace(lines["uniform", False], method="l1", **cost)
+    assert lines["l1", False] == replace(lines["uniform", False], method="l1", same_as="uniform", **cost)
     assert lines["l1", True].mean == pytest.approx(0.72)
     unscratched = gather(replace(it, scratch=False), tmp_path)
     assert ("l1", False) not in {(line.method, line.own) for line in unscratched}
@@ -332,15 +334,47 @@ def test_the_page_shows_them(tmp_path: Path) -> None:
     lines = [replace(line, ms=1.5) for line in gather(write_table(tmp_path), tmp_path)]
     text = markdown(lines, batch=64)
     heads, rule, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
-    assert heads[-1] == "ms per 64" and all(set(cell) == {"-"} for cell in rule)
+    assert heads[-1] == "ms per 64, fastest of 10" and all(set(cell) == {"-"} for cell in rule)
     assert len({len(line) for line in text.splitlines()}) == 1
     assert rows == [
-        ["unpruned", "100%", "91.00 ± 1.41 (2)", "", "100.0%", "77", "0", "0.0", "1.50"],
-        ["uniform", "50%", "81.00 ± 1.41 (2)", "", "49.0%", "40", "0", "0.0", "1.50"],
-        ["l1", "50%", "81.00 ± 1.41 (2)", "72.00 ± 2.83 (2)", "49.0%", "40", "102", "5.0", "1.50"],
-        ["amc", "50%", "86.00 ± 1.41 (2)", "80.00 ± 0.00 (2)", "49.0%–50.0%", "30–31", "130", "5.0", "1.50"],
+        ["unpruned", "100%", "91.00 ± 1.41 (2)", "", "100.0%", "77", "0", "0", "1.50"],
+        ["uniform", "50%", "81.00 ± 1.41 (2)", "", "49.0%", "40", "0", "0", "1.50"],
+        ["l1", "50%", "= uniform", "72.00 ± 2.83 (2), fine-tuned", "49.0%", "40", "102", "5.0", "1.50"],
+        [
+            "amc",
+            "50%",
+            "86.00 ± 1.41 (2)",
+            "80.00 ± 0.00 (2), fine-tuned",
+            "49.0%–50.0%",
+            "30–31",
+            "130",
+            "5.0",
+            "1.50",
+        ],
         ["dmcp-direct", "50%", "92.00 (1)", "", "49.5%", "36", "301", "9.0", "1.50"],
     ]
+
+
+def test_few_samples_are_not_shown_as_none(tmp_path: Path) -> None:
+    lines = [replace(line, sample_passes=12_740.0) for line in gather(write_table(tmp_path), tmp_path)]
+    assert markdown(lines).count("| 0.0127 ") == 5
+
+
+def test_figures_of_uniform_are_shown_where_it_has_no_row(tmp_path: Path) -> None:
+    it = replace(write_table(tmp_path), methods=("l1",))
+    assert "| 81.00 ± 1.41 (2) " in markdown(gather(it, tmp_path))
+
+
+def test_differences_to_uniform_are_paired_by_seed(tmp_path: Path) -> None:
+    text = against_uniform(gather(write_table(tmp_path), tmp_path))
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[2:]]
+    assert rows == [
+        ["l1", "50%", "= uniform", "-9.00 ± 1.41 (2)"],
+        ["amc", "50%", "+5.00 ± 0.00 (2)", "-1.00 ± 1.41 (2)"],
+        ["dmcp-direct", "50%", "+10.00 (1)", ""],  # the seed that it has, not the first
+    ]
+    alone = [line for line in gather(write_table(tmp_path / "alone"), tmp_path / "alone") if line.method != "uniform"]
+    assert against_uniform(alone) == ""
 
 
 def test_the_table_is_plain_data(tmp_path: Path) -> None:
@@ -363,6 +397,61 @@ def test_names_of_cells_are_names_of_folders(budget: str, name: str) -> None:
     assert cell_name("dmcp", 7, budget) == name == Path(name).name
 
 
+# the table of a folder, whatever was asked for last
+
+
+def test_fewer_methods_or_seeds_take_nothing_out_of_the_table(folder: Path) -> None:
+    run_comparison(replace(SMALL, seeds=(0, 1)), folder, quiet=True)
+    run_comparison(replace(SMALL, methods=("uniform",), seeds=(1,)), folder, quiet=True)
+    found = stored(folder, replace(SMALL, methods=("uniform",), seeds=(1,)))
+    assert found and found.seeds == (0, 1) and [*found.rows] == [("uniform", "50%"), ("amc", "50%")]
+    lines = {line.method: line for line in gather(found, folder)}
+    assert [*lines] == ["unpruned", "uniform", "amc"] and {line.seeds for line in lines.values()} == {(0, 1)}
+    assert lines["amc"].search_seconds == 2  # its own and that of the base
+    assert gather(stored(folder) or SMALL, folder) == gather(found, folder)
+
+
+def test_cells_of_another_protocol_are_no_part_of_the_table(folder: Path) -> None:
+    run_comparison(SMALL, folder, quiet=True)
+    other = replace(SMALL, train=replace(SMALL.train, epochs=7), seeds=(5,))
+    run_comparison(other, folder, quiet=True)
+    found = stored(folder, SMALL)
+    assert found and found.seeds == (0,)
+    with pytest.raises(FileError, match=r"has cells of several protocols \(train.epochs\): move some of them"):
+        stored(folder)
+    assert stored(folder / "nowhere") is None
+
+
+def test_a_method_of_one_ratio_has_rows_where_it_was_run_only(folder: Path) -> None:
+    run_comparison(replace(SMALL, methods=("uniform", "l1")), folder, quiet=True)
+    run_comparison(replace(SMALL, methods=("uniform",), budgets=("30%",)), folder, quiet=True)
+    found = stored(folder)
+    assert found and [*found.rows] == [("uniform", "50%"), ("l1", "50%"), ("uniform", "30%")]
+
+
+@pytest.mark.parametrize(
+    ("name", "epochs"),
+    [
+        ("unpruned-seed0", ("", "9")),
+        ("base-seed0", ("", "9")),
+        ("slimming-seed0", ("9", "")),
+        ("autoslim-seed0", ("40", "")),
+        ("metapruning-seed0", ("4", "")),
+        ("uniform-50%-seed0", ("", "9")),
+        ("l1-50%-seed0", ("", "3 fine-tuned")),
+        ("sfp-50%-seed0", ("9", "")),
+        ("autoslim-50%-seed0", ("", "9 + 3 fine-tuned")),
+        ("amc-50%-seed0", ("", "9 + 3 fine-tuned")),
+        ("dmcp-50%-seed0", ("30", "9 + 9 slimmable")),
+        ("dmcp-direct-50%-seed0", ("", "9")),
+    ],
+)
+def test_epochs_of_cells(name: str, epochs: tuple[str, str]) -> None:
+    settings = {"metapruning": {"epochs": 4}}
+    it = replace(SMALL, methods=tuple(METHODS), train=replace(SMALL.train, epochs=9), settings=settings)
+    assert epochs_of(by_name(replace(it, fine_tune_epochs=3))[name].plan) == epochs
+
+
 # the command
 
 
@@ -381,27 +470,91 @@ def options(*more: str) -> Sequence[str]:
 
 def test_the_command_fills_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "table"
-    assert command(*options("--json"), "--out", out) == 0
+    words = options("--set", "l1.power=2")
+    assert command(*words, "--json", "--out", out) == 0
     told = json.loads(capfd.readouterr().out)
     table = json.loads((out / "compare.json").read_text())
     assert told["folder"] == str(out) and told["lines"] == table["lines"]
     found = [(line["method"], line["own"]) for line in table["lines"]]
     assert found == [("unpruned", False), ("uniform", False), ("l1", False), ("l1", True)]
     assert all(line["ms"] > 0 and 0 < line["mean"] < 1 for line in table["lines"])
+    settings, (typed,) = table["settings"], table["commands"]
+    assert settings["train"]["epochs"] == 1 and settings["seeds"] == [0] and settings["fine_tune_epochs"] == 1
+    assert settings["holdout"] == 0.1 and settings["set"] == {"l1": {"power": 2}} and settings["devices"] == ["cpu"]
+    assert typed["command"].startswith(
+        "dmcp compare --model digits:resnet --data digits --methods uniform,l1 --seeds 1"
+    )
+    assert {"torch-dmcp", "torch", "torchvision", "python"} <= typed["versions"].keys() and typed["device"]
     assert (out / "compare.svg").read_text().startswith("<?xml")
     names = ["l1-50%-seed0", "uniform-50%-seed0", "unpruned-seed0"]
     before = {name: contents(out / name) for name in names}
 
-    assert command(*options(), "--out", out) == 0  # nothing is left to do
+    (out / "compare.md").unlink()
+    assert command(*words, "--methods", "uniform", "--no-unpruned", "--out", out) == 2  # l1 is set, but not compared
+    assert command(*options("--methods", "uniform", "--no-unpruned"), "--out", out) == 0  # nothing is left to do
     printed = capfd.readouterr().out
-    assert printed == (out / "compare.md").read_text() + f"\n{out}\n" and printed.startswith("| method ")
+    assert printed == (out / "compare.md").read_text() + f"\n{out}\n"
+    assert printed.startswith("digits:resnet on digits: 1 epoch, batch 512, ") and "seeds 0.\n\n| method " in printed
+    assert "| l1 " in printed and "points above uniform" in printed
     assert {name: contents(out / name) for name in names} == before
+    again = json.loads((out / "compare.json").read_text())
+    assert again["lines"] == table["lines"] and len(again["commands"]) == 2  # no speed was measured again
 
-    assert command(*options("--lr", "0.5"), "--out", out) == 2
-    printed, told = capfd.readouterr()
-    assert printed == "" and told == (
-        f"dmcp: {out}/unpruned-seed0 was begun with other settings (train.lr, train.warmup_lr): "
-        "give --out another folder, or the command that began it.\n"
+    shutil.move(out, tmp_path / "elsewhere")
+    plan = tmp_path / "elsewhere" / PLANS / "l1-50%-seed0.json"
+    assert command("compare", "--gather", tmp_path / "elsewhere", "--json") == 0
+    assert json.loads(capfd.readouterr().out)["lines"] == table["lines"] and plan.exists()
+    shutil.move(tmp_path / "elsewhere", out)
+
+    for more in (["--dry-run"], []):
+        assert command(*words, "--lr", "0.5", *more, "--out", out) == 2
+        printed, told = capfd.readouterr()
+        assert ("unpruned-seed0 " in printed) is bool(more)
+        assert told == (
+            f"dmcp: {out}/unpruned-seed0 was begun with other settings (train.lr, train.warmup_lr): "
+            f"give --out another folder, or the command that began it, which is in {out / COMMANDS}.\n"
+        )
+
+
+def test_a_dry_run_lists_cells_and_runs_nothing(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert command(*options("--dry-run"), "--out", folder) == 0
+    printed = capfd.readouterr().out
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if "|" in line]
+    assert rows[0] == ["cell", "state", "search epochs", "training epochs"]
+    assert ["l1-50%-seed0", "missing", "", "1 fine-tuned"] in rows
+    assert f"0 of 3 cells are done in {folder}." in printed and not folder.exists()
+    assert command("compare", "--gather", folder) == 2
+    assert "no cells of a comparison are done here" in capfd.readouterr().err
+
+
+def test_speeds_are_measured_again_if_asked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[list[str]] = []
+
+    def spy(names: Sequence[str], *_: object) -> dict[str, float]:
+        asked.append([*names])
+        return dict.fromkeys(names, 1.0)
+
+    monkeypatch.setattr(table_files, "measure", spy)
+    every = ["unpruned-seed0", "uniform-50%-seed0", "l1-50%-seed0"]
+    for more, names in ((["--methods", "uniform"], every[:2]), ([], every[2:]), (["--measure"], every)):
+        asked.clear()
+        assert command(*options(*more), "--out", folder) == 0
+        assert asked == [names]
+
+
+def test_a_mapping_can_be_set(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = [*options("--methods", "dmcp", "--no-unpruned"), "--out", folder]
+    let_fail(folder, "dmcp-50%-seed0")
+    assert command(*words, "--set", "dmcp.more={'warmup': 0.2}") == 2
+    assert json.loads((folder / PLANS / "dmcp-50%-seed0.json").read_text())["cell"]["settings"] == {
+        "more": {"warmup": 0.2}
+    }
+    capfd.readouterr()
+    assert command(*words, "--set", "dmcp.more=warmup:0.2") == 2
+    assert capfd.readouterr().err == (
+        "dmcp: --set: dmcp.more cannot be 'warmup:0.2': write it like \"dmcp.more={'warmup': 0.2}\".\n"
     )
 
 

@@ -24,6 +24,7 @@ from dmcp import data
 from dmcp.batches import generator
 from dmcp.data import ArraySet, Augmentation, DataSets, load, make_loader, split
 from dmcp.errors import DataError
+from dmcp.jobs import check_fit
 from dmcp.nets import build
 from dmcp.ranks import Ranks
 
@@ -456,7 +457,7 @@ def test_batch_larger_than_the_data() -> None:
 def test_data_that_does_not_fit_the_model(model: Callable[[], nn.Module], text: str) -> None:
     net = model().train()
     with pytest.raises(DataError) as error:
-        data.check_fit(net, load("digits"))
+        check_fit(net, load("digits"))
     assert text in str(error.value)
     assert all(module.training for module in net.modules())
 
@@ -464,6 +465,6 @@ def test_data_that_does_not_fit_the_model(model: Callable[[], nn.Module], text: 
 def test_data_that_fits_leaves_the_model_alone() -> None:
     net = build("digits:resnet").train()
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    data.check_fit(net, load("digits"))
+    check_fit(net, load("digits"))
     assert net.training
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())

@@ -8,7 +8,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +17,9 @@ import torch
 from PIL import Image
 from torch import nn
 
-from dmcp import cli, pruning, runs
+from dmcp import cli, runs
 from dmcp.nets import build
+from dmcp.pruning import Event
 from dmcp.tracing import trace
 
 PAGE = Path(__file__).parent.parent / "docs" / "errors.md"
@@ -30,6 +31,9 @@ number = 3
 
 def build(width=4):
     return nn.Sequential(nn.Conv2d(1, width, 3), nn.Conv2d(width, 2, 3))
+
+def fixed(num_classes=2):
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 14 * 14, num_classes))
 
 def linear():
     return nn.Linear(8, 2)
@@ -112,12 +116,17 @@ def command(*words: str) -> int:
     return int(stop.value.code or 0)
 
 
+def log_and_die(run: runs.Run, event: Event, log: Callable[[runs.Run, Event], None] = runs.Run.on_event) -> None:
+    log(run, event)
+    raise KeyboardInterrupt
+
+
 def write_runs(here: Path) -> None:
     """A finished run, one that was killed in its search, and copies with damage."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "draw_all", lambda *_, **__: [])  # figures take longer than such a run
         assert command(*PRUNE.split(), "--out", "run") == 0
-        patch.setattr(pruning, "find", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(runs.Run, "on_event", log_and_die)
         assert command(*PRUNE.split(), "--out", "half") == 130
     for name in ("damaged", "edited", "foreign"):
         shutil.copytree("run", name)

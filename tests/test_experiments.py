@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -485,6 +486,24 @@ def test_a_dry_run_lists_the_cells(capsys: pytest.CaptureFixture[str], tmp_path:
     found = json.loads(run(capsys, "all", *TINY, "--dry-run", "--json", "--out", out)[1])
     assert len(found["cells"]) == len(study_tasks(tiny(3), [*EXPERIMENTS])) + 2 * 3 * 3  # 70 and 15 % of main
     assert not (tmp_path / "cells").exists()
+
+
+def test_a_dry_run_finds_what_the_run_would_refuse(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out, it = str(tmp_path), tiny(1)
+    for task in study_tasks(it, ["warmup"]):
+        write_cell(task, tmp_path, it, 0.9)
+    words = [*TINY, "--seeds", "1", "--dry-run", "--out", out]
+    code, told, error = run(capsys, "warmup", *words)
+    assert code == 2 and "| dmcp-50%-seed0      | other settings (" in told
+    assert f"{tmp_path / 'dmcp-50%-seed0'} was begun with other settings (" in error
+
+
+def test_a_dry_run_says_what_is_left_and_for_whom(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = [*TINY, "--seeds", "2", "--dry-run", "--out", str(tmp_path)]
+    told = run(capsys, "warmup", "bernoulli", *words)[1]
+    rows = {cells[1]: cells[4] for line in told.splitlines() if len(cells := re.split(r" *\| *", line)) > 4}
+    assert rows["dmcp-50%-seed0"] == "warmup, bernoulli" and rows["dmcp-bernoulli-50%-seed1"] == "bernoulli"
+    assert told.endswith("How long 6 of those left take is not known: none like them is done.\n")
 
 
 @pytest.mark.parametrize(

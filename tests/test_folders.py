@@ -106,7 +106,7 @@ def empty(root: Path) -> Path:
     [
         (empty, "needs train/ with one folder of images per class"),
         (without_val, "needs val/ with one folder of images per class"),
-        (without_images, "Found no valid file for the classes cat"),
+        (without_images, "There are no image files (.jpg, .jpeg, .png, ...) in "),
         (without_classes, "find any class folder"),
         (one_class, "there is one class, cat; at least two are needed"),
         (other_classes, "these are in one only: dog, fox"),

@@ -19,6 +19,7 @@ from dmcp.budget import parse
 from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.graph import ChannelGraph
 from dmcp.pruning import OURS, UNIFORM, UNPRUNED, Event, Retrain, Row, expected_shares, milliseconds, train_all
+from dmcp.rows import AS_GIVEN
 from dmcp.searches import SearchConfig, SearchRecord
 from dmcp.stages import weight_step
 from dmcp.training import TrainConfig, classification_loss
@@ -81,8 +82,9 @@ def test_the_budget_holds_on_the_cut_network(kind: Retrain, budget: str) -> None
     limits = parse(budget, graph).limits
     assert all(counted[limit.kind] <= limit.target for limit in limits)
     assert max(counted[limit.kind] / limit.target for limit in limits) >= 0.9  # not just anything small
-    assert [row.name for row in result.rows] == [UNPRUNED, UNIFORM, OURS]
-    full, uniform, ours = result.rows
+    given = [AS_GIVEN] if kind is Retrain.INHERIT else []
+    assert [row.name for row in result.rows] == [*given, UNPRUNED, UNIFORM, OURS]
+    full, uniform, ours = result.rows[len(given) :]
     assert (ours.macs, ours.params) == (counted["macs"], counted["params"])
     assert all({"macs": uniform.macs, "params": uniform.params}[limit.kind] <= limit.target for limit in limits)
     assert (full.macs, full.params) == (graph.macs(), graph.params())
@@ -169,7 +171,10 @@ def test_own_loss_metric_and_batches() -> None:
         return torch.tensor(7.0 * len(output)), len(output)
 
     result = dmcp.prune(model, batches, batches, search=SEARCH, train=TRAIN, loss=loss, metric=metric)
-    assert result.rows[0].accuracy == 7
+    assert result.rows[0].accuracy == 7 and result.rows[0].own_metric and result.rows[0].samples == 12
+    head, ours, *_ = result.table.splitlines()
+    assert "metric" in head and "accuracy" not in head
+    assert ours.split()[-2] == "7" and "points" not in result.table
 
 
 def test_expected_shares_are_those_of_the_last_alphas() -> None:

@@ -47,7 +47,11 @@ def test_a_run_is_a_folder_that_can_be_read_back(tmp_path: Path) -> None:
     assert {line["stage"] for line in lines} == {"search", "unpruned", "uniform widths", "ours", "test"}
     report = (run.folder / "report.md").read_text()
     for row in result.rows:
-        assert f"| {row.name} | {row.macs:,} | {row.params:,} | {100 * row.accuracy:.2f} % |" in report
+        shares = [
+            f"{100 * part:.1f} %" for part in (row.macs / result.graph.macs(), row.params / result.graph.params())
+        ]
+        counts = f"| {row.macs:,} | {shares[0]} | {row.params:,} | {shares[1]} |"
+        assert f"| {row.name} {counts} {100 * row.accuracy:.2f} % |" in report
     for name in names:
         assert not name.endswith(".svg") or f"({name})" in report
 

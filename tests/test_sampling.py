@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import NETS, Chain, Depthwise, Residual, randomise, sample
+from nets import NETS, Chain, Depthwise, Residual, SqueezeExcite, randomise, sample
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import mobilenet_v2
@@ -18,6 +18,7 @@ import dmcp
 from dmcp.budget import holds, parse, spent_shares
 from dmcp.errors import BudgetError
 from dmcp.markov import CHAIN, INDEPENDENT, Process, bounded, sample_groups
+from dmcp.nets import build
 from dmcp.sampling import direct, expected, expected_widths, random_widths, uniform
 from dmcp.searches import SearchResult
 
@@ -246,6 +247,38 @@ def test_uniform_is_one_ratio_for_all() -> None:
         ratio = (widths / full).mean()
         assert ((widths - ratio * full).abs() <= 1.5).all()  # rounding, and one step to fill what is left
     assert uniform(graph, parse(1.0, graph)) == graph.full
+
+
+@pytest.mark.parametrize("align", [1, 4])
+def test_uniform_does_not_widen_what_costs_little(align: int) -> None:
+    """The squeezed channels cost next to nothing: what is left of the budget would buy all of them."""
+    graph, _ = traced(SqueezeExcite, s=32, c=96, r=48)
+    full = graph.full.tensor()
+    for spec in ("30%", "50%", "70%"):
+        widths = uniform(graph, spec, align=align).tensor()
+        ratio = (widths / full)[full > full.min()].min()
+        assert (widths <= ratio * full + 1.5 * align).all() and (widths >= ratio * full - align).all()
+
+
+@pytest.mark.parametrize(
+    ("spec", "widths"),
+    [
+        ("70%", [13, 13, 13, 13, 27, 28, 28, 27, 54, 54, 54, 54]),
+        ("50%", [11, 11, 11, 11, 23, 23, 23, 23, 46, 46, 45, 45]),
+        ("30%", [9, 9, 9, 9, 17, 18, 17, 17, 34, 35, 34, 34]),
+    ],
+)
+def test_uniform_widths_that_results_were_made_with(spec: str, widths: list[int]) -> None:
+    graph = dmcp.trace(build("cifar:resnet20"), torch.zeros(2, 3, 32, 32))
+    assert list(uniform(graph, spec).values()) == widths
+
+
+@pytest.mark.parametrize("spec", [0.5, "50%", 100_000, "params:50%"])
+def test_controls_take_what_prune_takes(spec: Any) -> None:
+    graph, _ = wide()
+    budget = dmcp.parse_budget(spec, graph)
+    assert uniform(graph, spec) == uniform(graph, budget)
+    assert random_widths(graph, spec, seeded()) == random_widths(graph, budget, seeded())
 
 
 def test_budgets_that_the_floor_exceeds_are_refused() -> None:

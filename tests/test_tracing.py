@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pydoc
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -818,6 +819,12 @@ def test_reports_name_every_space_and_reason() -> None:
         assert whole.reason in text
         assert whole.reason in json.dumps(data, ensure_ascii=False)
     assert "fc1" in " ".join(whole.name for whole in graph.whole)
+
+
+def test_help_is_short() -> None:
+    for name in dmcp.__all__:
+        if callable(value := getattr(dmcp, name)) and not isinstance(value, type):
+            assert len(pydoc.render_doc(value)) < 4000, name
 
 
 def test_the_same_model_gives_the_same_graph() -> None:

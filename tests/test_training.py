@@ -8,6 +8,7 @@ import json
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -304,6 +305,40 @@ def test_weights_that_overflow_at_the_last_step_are_noticed() -> None:
     with pytest.raises(TrainingError, match=r"step 0 .*a weight is no longer finite"):
         train(model, some_batches(1), SHORT, loss=loss)
     assert same(before, tensors(model))
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (lambda loss: loss.item(), "must return a tensor of one number, whose gradient is needed, not a float"),
+        (lambda loss: None, "not a NoneType"),
+        (lambda loss: loss.expand(3), r"not a tensor of shape \(3,\): return its mean"),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_on(value: Any, words: str) -> None:
+    with pytest.raises(TrainingError, match=words):
+        train(tiny(), some_batches(1), SHORT, loss=lambda output, batch: value(output.mean()))
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (torch.tensor(0.5), r"how many samples there are, not a tensor of shape \(\): a mean does not say"),
+        (0.5, "not a float"),
+        (None, "not a NoneType"),
+        ((0.5, 4), r"not \(a float, a int\)"),
+        ((torch.ones(4), 4), r"not \(a tensor of shape \(4,\), a int\)"),
+        ((torch.tensor(1.0), 4, 4), r"not \(a tensor of shape \(\), a int, a int\)"),
+    ],
+)
+def test_a_metric_that_is_no_sum_and_count(found: Any, words: str) -> None:
+    with pytest.raises(TrainingError, match=words):
+        evaluate(tiny(), some_batches(1), lambda output, batch: found)
+
+
+@pytest.mark.parametrize("count", [4, np.int64(4), torch.tensor(4)])
+def test_a_metric_is_a_sum_over_a_count(count: Any) -> None:
+    assert evaluate(tiny(), some_batches(2), lambda output, batch: (torch.tensor(3), count)) == 0.75
 
 
 @pytest.mark.parametrize(

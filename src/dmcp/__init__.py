@@ -13,6 +13,7 @@ dmcp.save(small, widths, "folder")                              # safetensors an
 """
 
 from dmcp.budget import Budget
+from dmcp.budget import parse as parse_budget
 from dmcp.calibration import recalibrate
 from dmcp.cutting import cut, load, reinitialise, save, verify
 from dmcp.engine import Engine
@@ -22,11 +23,13 @@ from dmcp.errors import (
     DataError,
     DmcpError,
     FileError,
+    StoppedError,
     TraceError,
     TrainingError,
     WidthsError,
 )
 from dmcp.graph import ChannelGraph
+from dmcp.keeping import Keeper
 from dmcp.pruning import PruneResult, Retrain, prune
 from dmcp.rules import RULES
 from dmcp.sampling import direct, expected, random_widths, uniform
@@ -50,10 +53,12 @@ __all__ = [
     "DmcpError",
     "Engine",
     "FileError",
+    "Keeper",
     "PruneResult",
     "Retrain",
     "SearchConfig",
     "SearchResult",
+    "StoppedError",
     "Supernet",
     "TraceError",
     "TrainConfig",
@@ -66,6 +71,7 @@ __all__ = [
     "evaluate",
     "expected",
     "load",
+    "parse_budget",
     "prune",
     "random_widths",
     "recalibrate",

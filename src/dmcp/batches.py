@@ -132,7 +132,8 @@ def _part(batch: Any, place: int, key: str) -> Any:
     try:
         return batch[key if isinstance(batch, Mapping) else place]
     except (KeyError, IndexError, TypeError):
+        only = f", only {', '.join(map(repr, batch)) or 'nothing'}" if isinstance(batch, Mapping) else ""
         raise DataError(
             f'A batch must be (input, labels) or a dict with "input" and "label"; this {type(batch).__name__} '
-            f"has no {key}."
+            f"has no {key}{only}."
         ) from None

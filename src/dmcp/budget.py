@@ -22,6 +22,7 @@ _PART = re.compile(
     r"(?:(?P<kind>[a-z]+):)?(?P<number>\d+(?:_\d+)*(?:\.\d+)?(?:e[+-]?\d{1,2})?)(?P<unit>%|[a-z]+)?", re.ASCII
 )
 _LONGEST, _MOST = 100, 10**18  # characters of a text; more than any network costs
+_TENTHS = 10  # groups of a space, unless other settings are given
 _STEEP = 10.0  # alphas beyond have a gradient near zero
 
 
@@ -105,8 +106,23 @@ def check_reachable(budget: Budget, graph: ChannelGraph, floor: Widths, ceiling:
             side = "less than the floor costs" if target < least[kind] else "more than the network has"
             raise BudgetError(
                 f"The budget {budget.text!r} asks for {target:,} {kind}, {side}: choose from {least[kind]:,} (every "
-                f"space at its floor, {least[kind] / most[kind]:.1%}) to {most[kind]:,}."
+                f"space at its floor, {least[kind] / most[kind]:.1%}) to {most[kind]:,}"
+                f"{_lower_floors(graph, floor) if target < least[kind] else ''}."
             )
+
+
+def _lower_floors(graph: ChannelGraph, floor: Widths) -> str:
+    """What else helps where floors are wider than those of the default settings, which are a tenth at most."""
+    floors = [(floor[space.name], space.size) for space in graph.spaces]
+    wide = sum(kept > 1 and size < _TENTHS * kept for kept, size in floors)
+    whole = sum(kept == size > 1 for kept, size in floors)
+    if not wide:
+        return ""
+    stay = f", {whole} of them whole" if whole else ""
+    return (
+        f", or lower the floors: {wide} of {len(floors)} spaces keep more than a tenth there{stay}, which a smaller "
+        "align, more groups or a lower smallest width changes"
+    )
 
 
 # widths against the budget

@@ -22,7 +22,7 @@ from dmcp.data import make_loader, split
 from dmcp.errors import FileError, StoppedError, TrainingError
 from dmcp.graph import Kept
 from dmcp.keeping import DONE, State
-from dmcp.methods import METHODS, PEERS, Method, Own, Start
+from dmcp.methods import Method, Own, Start, blamed, find_method, is_imported, prepare, settle, title
 from dmcp.methods.problem import Choice, Prepared, Problem, Told, samples_of
 from dmcp.plans import Cell
 from dmcp.pruning import UNPRUNED, Event, Retrain, train_all
@@ -47,12 +47,7 @@ _MOST = 2**34  # bytes of a prepared network
 
 def own_name(method: str) -> str:
     """The row of a method's network that was trained its own way."""
-    return f"{method}, own"
-
-
-def find_method(name: str) -> Method:
-    """The method of this name, ours or another package's."""
-    return METHODS[name] if name in METHODS else PEERS[name]
+    return f"{title(method)}, own"
 
 
 def is_done(folder: Path) -> bool:
@@ -164,7 +159,7 @@ def _tell(here: Session) -> Any:
 
 def _stage(stage: str, here: Session) -> str:
     """What a method calls a stage, made different from the training of its result."""
-    return f"{stage}, choosing" if here.plan.cell and stage == here.plan.cell.method else stage
+    return f"{stage}, choosing" if here.plan.cell and stage == title(here.plan.cell.method) else stage
 
 
 # a network that others start from
@@ -189,8 +184,7 @@ def _trained_base(here: Session, data: _Data) -> Prepared:
 
 def _prepared(here: Session, cell: Cell, data: _Data) -> Prepared:
     method = find_method(cell.method)
-    assert method.prepare is not None
-    return method.prepare(_problem(here, data, method), _config(method, cell))
+    return prepare(cell.method, method, _problem(here, data, method), _config(method, cell))
 
 
 # a network of the table
@@ -213,12 +207,12 @@ def _fill(here: Session, cell: Cell, data: _Data) -> None:
     choice = _read_choice(here) or (_choose(here, cell, method, data) if method else _copy(here, cell))
     nets = {}
     if cell.scratch:
-        wanted = {cell.method: choice.widths}
+        wanted = {title(cell.method): choice.widths}
         nets |= train_all(opened.fresh, graph, wanted, data.everything, recipe, Retrain.SCRATCH, *way)
     if method and method.own and cell.own and (cell.fine_tune_epochs or method.own is not Own.FINE_TUNED):
         nets[own_name(cell.method)] = _train_own(here, cell, method.own, choice, data)
     if not nets:
-        raise TrainingError(f"{cell.method} has no training of its own: train it from scratch, or leave it out.")
+        raise TrainingError(f"{title(cell.method)} has no training of its own: train it from scratch, or leave it out.")
     _finish(here, nets, dict.fromkeys(nets, choice.widths))
 
 
@@ -226,7 +220,10 @@ def _choose(here: Session, cell: Cell, method: Method, data: _Data) -> Choice:
     """Let the method choose, and keep what it chose: an interrupted cell does not choose again."""
     with _clock(here) as seconds:
         problem = _problem(here, data, method)
-        choice = _find(here, cell, method, problem)
+        with blamed(cell.method):
+            choice = _find(here, cell, method, problem)
+        if is_imported(cell.method):
+            choice = settle(cell.method, method, problem, choice)
         choice.check(problem)
         _keep_choice(here, choice, seconds())
     return choice

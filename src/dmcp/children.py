@@ -22,11 +22,14 @@ import torch
 
 from dmcp.errors import DmcpError
 from dmcp.listing import plain
+from dmcp.locks import alive
 
 COMMAND = (sys.executable, "-m", "dmcp")
+PARENT = "DMCP_PARENT"  # variable with the process that has started a child
 MPS = "nvidia-cuda-mps-control"
 _ON_A_GPU = 8  # children at once, if nobody says how many
 _PAUSE = 0.1  # seconds between two looks at the children
+_LOOK = 1.0  # seconds between two looks of a child at its parent
 _PATIENCE = 60.0  # seconds that a child has to heed a signal
 _ANSWER = 20.0  # seconds that the control of MPS has to answer
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -72,17 +75,19 @@ def run_side_by_side(
     at_once: int | None = None,
     quiet: bool = False,
     noun: str = "runs",
+    total: int | None = None,
 ) -> list[Ended]:
     """Run commands, in the order given as far as each may start; how they ended, in that order too.
 
     signals: of `kept_signals`; one stops all children, and nothing else is started. at_once: the most that run at a
-    time, on a CPU never more than it has cores. What is said is shown line by line, and kept in the folder.
+    time, on a CPU never more than it has cores. What is said is shown line by line, and kept in the folder. total: so
+    many are there with those that were done before; if it is given, it is told of each that ends well.
     """
     _check(commands, at_once)
     at_once, threads = _divide(at_once, device)
     with _mps(device, min(at_once, len(commands)), noun) as places:
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), **places}
-        ended = _run_all(commands, folder, environment, at_once, quiet, signals, noun)
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), PARENT: str(os.getpid()), **places}
+        ended = _run_all(commands, folder, environment, at_once, quiet, signals, noun, total)
     order = [command.name for command in commands]
     return sorted(ended, key=lambda end: order.index(end.command.name))
 
@@ -176,6 +181,7 @@ def _run_all(
     quiet: bool,
     signals: Sequence[int],
     noun: str,
+    total: int | None = None,
 ) -> list[Ended]:
     """Run the commands, so many at once, and pass on what they say to us and what signals we get to them."""
     waiting, running, ended = list(commands), list[_Child](), list[Ended]()
@@ -194,7 +200,11 @@ def _run_all(
             time.sleep(_PAUSE)
             for child in running:
                 child.look(quiet)
-            ended += [child.end() for child in running if not child.running]
+            for child in [child for child in running if not child.running]:
+                ended.append(child.end())
+                if total is not None and child.process.returncode == 0 and not quiet:
+                    done = sum(end.code == 0 for end in ended) + total - len(commands)
+                    _say(f"{_title(child.command)}: done ({done} of {total})")
             running = [child for child in running if child.running]
             ended += _skip(waiting, ended, quiet) if not signals else []
     finally:
@@ -245,6 +255,30 @@ def kept_signals() -> Iterator[list[int]]:
     if received:
         signal.raise_signal(received[0])
         raise SystemExit(128 + received[0])  # the handler from before us has returned
+
+
+@contextlib.contextmanager
+def following_parent() -> Iterator[None]:
+    """Ask ourselves to stop if the process that has started us is gone, as it would have done; then end for good."""
+    parent, over = os.environ.get(PARENT, ""), threading.Event()
+    if parent.isdigit():
+        threading.Thread(target=_watch, args=(int(parent), over), daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _watch(parent: int, over: threading.Event) -> None:
+    first = os.getppid()  # the parent itself, unless something between has started us
+    while os.getppid() == first and alive(parent, None):
+        if over.wait(_LOOK):
+            return
+    os.kill(os.getpid(), signal.SIGTERM)
+    if not over.wait(_PATIENCE):
+        if os.getpgrp() == os.getpid():  # our workers are in it, and nobody else
+            os.killpg(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 # MPS, which lets several processes compute on one GPU at the same time; without it they take turns

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
@@ -108,7 +109,16 @@ def _explain(error: Any) -> str:
         near = difflib.get_close_matches(error.option_name, known, n=1, cutoff=0.7)
         return f"There is no option {error.option_name}; {f'did you mean {near[0]}?' if near else more}"
     text = error.format_message().replace("Value error, ", "").rstrip(".")
+    if command := re.match(r"No such command '(.*?)'", text):
+        meant = _near_command(command[1], error.ctx.command.list_commands(error.ctx))
+        text = f"{command[0]}{f'. Did you mean {meant!r}?' if meant else ''}"
     return text if text.endswith("?") else f"{text}; {more}"
+
+
+def _near_command(word: str, known: Iterable[str]) -> str:
+    """The command that was meant: people swap and drop letters, but rarely the first one; export is not report."""
+    near = difflib.get_close_matches(word, [name for name in known if name[0] == word[:1]], n=1, cutoff=0.7)
+    return near[0] if near else ""
 
 
 def _version(wanted: bool) -> None:

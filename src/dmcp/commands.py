@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,8 +25,9 @@ from dmcp.jobs import Corrupt, Loaders, Opened, open_job
 from dmcp.plans import Plan
 from dmcp.progress import clock
 from dmcp.pruning import OURS, UNPRUNED, Retrain
-from dmcp.runs import REPORT, free_folder, markdown, read_json, slug
-from dmcp.sessions import say, session
+from dmcp.rows import markdown, table
+from dmcp.runs import REPORT, free_folder, read_json, slug
+from dmcp.sessions import check_given, say, session, tell_notices
 from dmcp.spaces import Widths
 from dmcp.supernet import Supernet
 
@@ -49,7 +50,7 @@ def prune(
     align: o.Align = 1,
     seed: o.Seed = 0,
     seeds: o.Seeds = 1,
-    retrain: o.RetrainKind = Retrain.SCRATCH,
+    retrain: o.RetrainKind = None,
     controls: o.Controls = False,
     weights: o.Weights = "",
     input: o.Input = "",
@@ -121,8 +122,9 @@ def prune(
         )
         if not here.ranks.first:
             return
-        here.run.finish(result, plan.search.seed)
+        troubles = here.run.finish(result, plan.search.seed)
     tell_skipped(opened.loaders)
+    tell_troubles(troubles)
     if as_json:
         facts = {"search_steps": len(result.search.log), "expected_shares": pruning.expected_shares(result.search)}
         networks = [asdict(row) for row in result.rows]
@@ -216,7 +218,7 @@ def train(
     lr: o.Lr = None,
     weight_decay: o.WeightDecay = 1e-4,
     seed: o.Seed = 0,
-    retrain: o.RetrainKind = Retrain.SCRATCH,
+    retrain: o.RetrainKind = None,
     weights: o.Weights = "",
     input: o.Input = "",
     model_args: o.ModelArgs = None,
@@ -256,17 +258,21 @@ def train(
         settings, way = (plan.train, plan.retrain, None), (here.on_event, plan.engine, here.keep)
         trained = pruning.train_all(start, graph, wanted, opened.loaders.retrain, *settings, *way)
         example = next(iter(opened.loaders.retrain))[0]
-        rows = pruning.compare(trained, graph, wanted, opened.loaders.test, example, on_event=here.on_event)
+        tested = pruning.with_given(opened.model, trained) if plan.retrain is Retrain.INHERIT else trained
+        rows = pruning.compare(tested, graph, wanted, opened.loaders.test, example, on_event=here.on_event)
         if not here.ranks.first:
             return
         save(trained[next(iter(wanted))], kept, here.run.folder)
-        here.run.write(REPORT, "\n".join([f"# {plan.job.model}", "", *markdown(rows), ""]))
+        troubles = here.run.troubles(wanted)
+        listed = (f"- **{trouble}**" for trouble in troubles)
+        here.run.write(REPORT, "\n".join([f"# {plan.job.model}", "", *markdown(rows, graph), *listed, ""]))
         here.run.close()
     tell_skipped(opened.loaders)
+    tell_troubles(troubles)
     if as_json:
         print_json(result_facts(here.run.folder, graph, kept) | {"networks": [asdict(row) for row in rows]})
         return
-    print(f"{pruning.table(rows)}\n\n{here.run.folder}")
+    print(f"{table(rows, graph)}\n\n{here.run.folder}")
 
 
 # what the commands share
@@ -278,7 +284,10 @@ def _folder(plan: Plan, out: str, resume: str) -> Path:
 
 def _prune_seeds(plan: Plan, count: int, out: str, quiet: bool, as_json: bool) -> None:
     """The same command for several seeds, side by side; their mean and spread."""
-    _check_budget(plan, open_job(replace(plan.job, device="cpu")))  # one sentence now, not one of each seed
+    opened = open_job(replace(plan.job, device="cpu"))  # one sentence now, not one of each seed
+    check_given(opened)
+    _check_budget(plan, opened)
+    tell_notices(opened)
     words = iter(sys.argv[1:])
     argv = [word for word in words if not _drops(word, words)]
     folder = _folder(replace(plan, command="seeds"), out, "")
@@ -340,6 +349,12 @@ def tell_skipped(loaders: Loaders) -> None:
         say(f"{len(skipped)} image files could not be read and were replaced: {some}")
 
 
+def tell_troubles(troubles: Iterable[str]) -> None:
+    """Say on stderr which of the networks were trained in vain."""
+    for trouble in troubles:
+        say(trouble)
+
+
 def result_facts(folder: Path, graph: ChannelGraph, widths: Widths) -> dict[str, Any]:
     """The run, and what its network costs, as plain data."""
     return {"folder": str(folder)} | cost_facts(graph, widths)
@@ -372,7 +387,9 @@ def _forecast(plan: Plan, as_json: bool) -> None:
     """What a run would be like, from a few steps on copies."""
     assert plan.search is not None and plan.train is not None
     opened = open_job(plan.job)
+    check_given(opened)
     _check_budget(plan, opened)
+    tell_notices(opened)
     graph, net = opened.graph, Supernet(opened.model, opened.graph, plan.search.groups, plan.search.align)
     limits = parse(plan.search.budget, graph).limits
     stages = forecast(net, opened.loaders.train, plan.search, plan.train, plan.retrain, plan.controls)

@@ -2,47 +2,46 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib.util
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dmcp import figures
 from dmcp import options as o
+from dmcp.asked_methods import fitting_budgets, read_given, read_names, read_peers, read_settings
 from dmcp.budget import Budget, check_reachable, parse
-from dmcp.cells import find_method, is_done, run_cell
+from dmcp.cells import is_done, run_cell
+from dmcp.children import following_parent
 from dmcp.commands import print_json
 from dmcp.comparing import (
-    PAGE,
-    TABLE,
     Comparison,
-    Line,
+    check_begun,
     check_failed,
-    check_method,
-    gather,
-    markdown,
+    epochs_of,
     run_comparison,
-    timed,
-    to_json,
+    state_of,
+    tasks,
 )
 from dmcp.data import make_loader, split
 from dmcp.engine import Engine
-from dmcp.errors import DmcpError, FileError, StoppedError, TrainingError
-from dmcp.jobs import Job, Opened, argument, open_job
+from dmcp.errors import DmcpError, FileError, StoppedError
+from dmcp.gathering import PAGE, stored
+from dmcp.jobs import Job, Opened, open_job
 from dmcp.listing import is_run
-from dmcp.methods import METHODS, PEERS, Own
+from dmcp.methods import METHODS, Own, find_method
 from dmcp.plans import Plan, plan_from_json
-from dmcp.runs import SETTINGS, Run, from_plain, read_json, slug
-from dmcp.sessions import say, session
+from dmcp.runs import SETTINGS, read_json, slug
+from dmcp.sessions import session
 from dmcp.supernet import Supernet
+from dmcp.table_files import write_table
+from dmcp.tables import table
 from dmcp.training import TrainConfig
 
 Budgets = Annotated[list[str] | None, typer.Option("--budget", help="50%, 211M, params:2M; repeatable. Default: 50%.")]
-Methods = Annotated[str, typer.Option(help=f"all, or some of {', '.join(METHODS)}, with commas.")]
+Methods = Annotated[str, typer.Option(help=f"all, or some of {', '.join(METHODS)}, package.module:NAME, with commas.")]
+Given = Annotated[list[str] | None, typer.Option("--widths", help="A row of given widths, NAME=FILE; repeatable.")]
 Peers = Annotated[list[str] | None, typer.Option("--peer", help="Another package, if installed: torch-pruning.")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="Setting of a method, like amc.episodes=100; repeatable.")
@@ -55,6 +54,9 @@ Held = Annotated[float, typer.Option(help="Share of the training images that met
 Scratch = Annotated[bool, typer.Option(help="Train what each method chose from scratch, by the same recipe.")]
 Unpruned = Annotated[bool, typer.Option(help="Also train the unpruned network.")]
 AtOnce = Annotated[int | None, typer.Option(min=1, help="Cells that run side by side; default: 8 on a GPU, the cores.")]
+Gather = Annotated[str, typer.Option(metavar="FOLDER", help="Run nothing: make the table of this folder again.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Run nothing: list the cells, their state and their epochs.")]
+Measure = Annotated[bool, typer.Option("--measure", help="Measure all speeds again, not those of new cells only.")]
 
 
 def compare(
@@ -63,6 +65,7 @@ def compare(
     budget: Budgets = None,
     methods: Methods = "all",
     peer: Peers = None,
+    widths: Given = None,
     seeds: SeedCount = 3,
     seed: o.Seed = 0,
     epochs: TrainEpochs = 60,
@@ -80,6 +83,9 @@ def compare(
     frozen: o.Frozen = None,
     input: o.Input = "",
     out: o.Out = "",
+    gather: Gather = "",
+    dry_run: DryRun = False,
+    measure: Measure = False,
     at_once: AtOnce = None,
     device: o.Device = "",
     precision: o.Numbers = None,
@@ -98,11 +104,16 @@ def compare(
     Examples:
       dmcp compare --model cifar:resnet20 --data cifar10 --budget 50% --budget 30% --methods all --seeds 3
       dmcp compare --model digits:resnet --data digits --methods uniform,l1,dmcp --epochs 10 --seeds 2
+      dmcp compare --model digits:resnet --data digits --methods uniform,mymodule:mine --widths hand=widths.json
+      dmcp compare --gather runs/table
     """
     if not o.is_first():
         return
-    for name, given in (("model", model), ("data", data)):
-        if not given:
+    if gather:
+        _gather(Path(gather), as_json)
+        return
+    for name, word in (("model", model), ("data", data)):
+        if not word:
             raise DmcpError(f"--{name} is missing: dmcp compare --help says what it can be.")
     job = Job(
         model=model,
@@ -113,14 +124,15 @@ def compare(
         batch=batch,
         device=device,
     )
+    names, given = (*read_names(methods), *read_peers(peer or ())), read_given(widths or ())
     it = Comparison(
         job=job,
         engine=Engine(precision=precision, compile=compile, graphs=graphs, deterministic=deterministic),
         train=recipe(epochs, lr, weight_decay),
         budgets=tuple(budget or ["50%"]),
-        methods=(*_names(methods), *_peers(peer or ())),
+        methods=(*names, *given),
         seeds=tuple(range(seed, seed + seeds)),
-        settings=_settings(setting or ()),
+        settings=read_settings(setting or (), names) | {name: {"widths": dict(kept)} for name, kept in given.items()},
         groups=groups,
         align=align,
         holdout=holdout,
@@ -133,12 +145,36 @@ def compare(
     opened = open_job(replace(job, device="cpu"))
     check_job(it, opened)
     folder = Path(out or f"runs/{slug(f'compare {job.model} {Path(job.data).name}')}")  # the same one each time
+    it = replace(it, only=fitting_budgets(it, given, opened))
+    if dry_run:
+        _list(it, folder, as_json)
+        return
     failed = run_comparison(it, folder, at_once, quiet)
-    lines = gather(it, folder)
-    if lines:
-        lines = _write(it, lines, folder)
-        _print(lines, folder, as_json)
+    if found := stored(folder, it):
+        _print(write_table(found, folder, opened, measure), folder, as_json)
     check_failed(failed)
+
+
+def _gather(folder: Path, as_json: bool) -> None:
+    """The table alone, of what is there."""
+    found = stored(folder)
+    if found is None:
+        raise FileError(f"{folder}: no cells of a comparison are done here: give the folder that dmcp compare filled.")
+    _print(write_table(found, folder), folder, as_json)
+
+
+def _list(it: Comparison, folder: Path, as_json: bool) -> None:
+    """The cells, how far they are, and how long each trains; what would be refused is refused."""
+    wanted, rows = tasks(it), list[dict[str, str]]()
+    for task in wanted:
+        search, training = epochs_of(task.plan)
+        rows.append({"cell": task.name, "state": state_of(task, folder), "search": search, "training": training})
+    if as_json:
+        print_json({"folder": str(folder), "cells": rows})
+    else:
+        print(table([("cell", "state", "search epochs", "training epochs"), *(tuple(row.values()) for row in rows)]))
+        print(f"{sum(row['state'] == 'done' for row in rows)} of {len(rows)} cells are done in {folder}.")
+    check_begun(wanted, folder)
 
 
 def cell(
@@ -150,12 +186,11 @@ def cell(
     wanted = plan_from_json(read_json(plan), plan)
     _check_begun(wanted, plan, folder)
     try:
-        with session(wanted, folder, is_run(folder), quiet=True) as here:
+        with following_parent(), session(wanted, folder, is_run(folder), quiet=True) as here:
             run_cell(here)
     except StoppedError as error:
         reason = str(error).partition(" Go on with: ")[0]  # which names a command that people do not type
         raise StoppedError(f"{reason} The command that started it goes on with it.") from None
-    say("done")
 
 
 def _check_begun(wanted: Plan, plan: Path, folder: Path) -> None:
@@ -164,65 +199,6 @@ def _check_begun(wanted: Plan, plan: Path, folder: Path) -> None:
         raise FileError(f"{folder}: this run is done; dmcp report {folder} shows it.")
     if (folder / SETTINGS).is_file() and plan_from_json(read_json(folder / SETTINGS), folder / SETTINGS) != wanted:
         raise FileError(f"{folder} was begun with another plan than {plan}: go on with that one, or remove the folder.")
-
-
-def _names(methods: str) -> list[str]:
-    names = [word.strip() for word in methods.split(",") if word.strip()]
-    found = [*METHODS] if names == ["all"] else names
-    for name in found:
-        check_method(name)
-    return found
-
-
-def _peers(names: Sequence[str]) -> Sequence[str]:
-    """Packages of other people, if they are here."""
-    for name in names:
-        if name not in PEERS:
-            near = difflib.get_close_matches(name, PEERS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(PEERS)}."
-            raise DmcpError(f"--peer: there is no peer {name!r}: {hint}")
-        if importlib.util.find_spec(name.replace("-", "_")) is None:
-            raise DmcpError(f"--peer: {name} is not installed: pip install {name}, or leave this peer out.")
-    return names
-
-
-def _settings(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """amc.episodes=100 as a mapping of mappings."""
-    found: dict[str, dict[str, Any]] = {}
-    for text in texts:
-        place, equals, _ = text.partition("=")
-        method, dot, name = place.partition(".")
-        if not equals or not dot or not name.isidentifier():
-            raise DmcpError(f"--set: {text!r} is not of the form METHOD.NAME=VALUE, like amc.episodes=100.")
-        check_method(method)
-        if method == "dmcp-direct":
-            raise DmcpError(f"--set: dmcp-direct draws from the search of dmcp: set dmcp.{name}.")
-        _, value = argument(text.removeprefix(f"{method}."))
-        _check_value(method, name, value)
-        if name in found.setdefault(method, {}):
-            raise DmcpError(f"--set: {place} is given twice: give it once.")
-        found[method][name] = value
-    for method, values in found.items():
-        find_method(method).config(**values)
-    return found
-
-
-def _check_value(method: str, name: str, value: Any) -> None:
-    """Refuse a setting that the method does not have, or that cannot be this value."""
-    config: Any = find_method(method).config
-    known = [it.name for it in fields(config)]
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known) or 'none'}."
-        raise DmcpError(f"--set: {method} has no setting {name!r}: {hint}")
-    try:
-        fits = getattr(from_plain(config, {name: value}), name) == value
-    except TrainingError:  # it may be right together with others
-        return
-    except (TypeError, ValueError):
-        fits = False
-    if not fits:  # among them dataclasses in dataclasses, for which the command line has no words
-        raise DmcpError(f"--set: {method}.{name} cannot be {value!r}.")
 
 
 def _check_settings(it: Comparison) -> None:
@@ -263,28 +239,8 @@ def check_job(it: Comparison, opened: Opened) -> None:
         known.append(budget)
 
 
-def _write(it: Comparison, lines: list[Line], folder: Path) -> list[Line]:
-    """Table and figure into the folder."""
-    opened = open_job(it.job)
-    lines = timed(lines, it, folder, opened)
-    batch = len(next(iter(opened.loaders.test))[1])
-    run = Run(folder)
-    run.write(TABLE, {"model": it.job.model, "data": it.job.data, "batch": batch, "lines": to_json(lines)})
-    run.write(PAGE, markdown(lines, batch))
-    panels: dict[str, dict[str, tuple[figures.Spread, figures.Spread]]] = {}
-    for line in lines:
-        if line.budget:  # the unpruned network would make all others look alike
-            rows = panels.setdefault(line.budget, {})
-            same, own = rows.get(line.method, (None, None))
-            rows[line.method] = (same, line.accuracies) if line.own else (line.accuracies, own)
-    if panels:
-        title = f"{it.job.model}, {Path(it.job.data).name}, {it.train.epochs} epochs, {len(it.seeds)} seeds"
-        figures.save(figures.accuracy_by_method(panels, title), folder / "compare.svg")
-    return lines
-
-
-def _print(lines: Sequence[Line], folder: Path, as_json: bool) -> None:
+def _print(data: Mapping[str, Any], folder: Path, as_json: bool) -> None:
     if as_json:
-        print_json({"folder": str(folder), "lines": to_json(lines)})
+        print_json({"folder": str(folder), **data})
     else:
         print(f"{(folder / PAGE).read_text()}\n{folder}")

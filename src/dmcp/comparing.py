@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
-import difflib
+import contextlib
+import importlib.metadata
 import itertools
 import json
-import math
-import statistics
+import platform
+import shlex
+import sys
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dmcp import pruning
-from dmcp.cells import BASE, COST, find_method, is_done, own_name
+from dmcp.cells import BASE, COPY, RECOVER, is_done
 from dmcp.children import COMMAND, Command, Ended, kept_signals, run_side_by_side
-from dmcp.cutting import load
 from dmcp.engine import Engine
 from dmcp.errors import DmcpError, FileError
-from dmcp.jobs import Job, Opened
-from dmcp.listing import PastRun, is_run, read_run
+from dmcp.jobs import Job
+from dmcp.listing import is_run
 from dmcp.locks import Lock
-from dmcp.methods import METHODS, PEERS, Own, Start
+from dmcp.methods import METHODS, PEERS, Own, Start, find_method, title
 from dmcp.plans import Cell, Plan
-from dmcp.pruning import UNPRUNED, Row
+from dmcp.pruning import UNPRUNED
 from dmcp.runs import Run, read_json
 from dmcp.searches import SearchConfig
-from dmcp.tables import between, spread, table
 from dmcp.training import TrainConfig
 
 PLANS = "plans"  # what each cell is to do
 OUTPUT = "output"  # what each cell has said
-TABLE, PAGE = "compare.json", "compare.md"
+COMMANDS = "commands.jsonl"  # what was typed to fill the folder, with what and on what
+_PACKAGES = ("torch-dmcp", "torch", "torchvision", "timm", "torch-pruning")
 _LAST = 3  # failed cells whose last words are shown
 UNIFORM = "uniform"  # what methods of one ratio have the widths of
 
@@ -55,6 +57,7 @@ class Comparison:
     scratch: bool = True  # whether the chosen networks are trained from scratch
     fine_tune_epochs: int = 0  # of methods that fine-tune; 0: not done
     unpruned: bool = True  # whether the unpruned network is in the table, too
+    only: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # budgets of some methods; others have all
 
     def __post_init__(self) -> None:
         for name, given in (("budget", self.budgets), ("method", self.methods), ("seed", self.seeds)):
@@ -63,16 +66,31 @@ class Comparison:
         for name in (*self.methods, *self.settings):
             check_method(name)
         for name in self.methods:
-            find_method(name).config(**self.settings.get(name, {}))
+            try:
+                find_method(name).config(**self.settings.get(name, {}))
+            except TypeError as error:
+                raise DmcpError(f"{name}: its settings cannot be made: {error}.") from None
+        _check_titles(self.methods)
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """Method and budget of each row but that of the unpruned network."""
+        every = itertools.product(self.budgets, self.methods)
+        return [(name, budget) for budget, name in every if budget in self.only.get(name, (budget,))]
 
 
 def check_method(name: str) -> None:
     """Refuse a name that no method has."""
-    known = [*METHODS, *PEERS]
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
-        raise DmcpError(f"There is no method {name!r}: {hint}")
+    find_method(name)
+
+
+def _check_titles(methods: Sequence[str]) -> None:
+    """Refuse methods whose cells would have the same folders."""
+    known = {*METHODS, *PEERS, UNPRUNED, BASE, COPY, RECOVER}
+    names = Counter(map(title, methods))
+    for name in methods:
+        if names[title(name)] > 1 or (name not in known and title(name) in known):
+            raise DmcpError(f"There is another {title(name)}, and rows and folders go by name: give yours another one.")
 
 
 # the cells
@@ -88,9 +106,9 @@ class Task:
 
 
 def cell_name(what: str, seed: int, budget: str = "") -> str:
-    """dmcp-50%-seed0"""
+    """dmcp-50%-seed0; a method by its title."""
     place = budget.replace(":", "=").replace(",", "+").replace("/", "-")
-    return "-".join([*filter(None, (what, place)), f"seed{seed}"])
+    return "-".join([*filter(None, (title(what), place)), f"seed{seed}"])
 
 
 def tasks(it: Comparison) -> list[Task]:
@@ -112,11 +130,11 @@ def tasks(it: Comparison) -> list[Task]:
             if find_method(name).start is Start.PREPARED:
                 add(cell_name(name, seed), plan_cell(it, seed, Cell(method=name, prepares=True)))
         for name, budget in itertools.product(order, it.budgets):
-            if not _has_nothing_to_train(it, name):
+            if (name, budget) in it.rows and not _has_nothing_to_train(it, name):
                 uses = _needed(it, name, seed, budget, add)
                 plan = plan_cell(it, seed, Cell(method=name, uses=uses), budget)
                 add(cell_name(name, seed, budget), plan, (uses,) if uses else ())
-        if it.scratch and any(map(_is_one_ratio, it.methods)):  # trained from scratch they are uniform's networks
+        if it.scratch and any(map(is_one_ratio, it.methods)):  # trained from scratch they are uniform's networks
             for budget in it.budgets:
                 add(cell_name(UNIFORM, seed, budget), plan_cell(it, seed, Cell(method=UNIFORM), budget))
     return list(found.values())
@@ -156,7 +174,7 @@ def plan_cell(it: Comparison, seed: int, cell: Cell, budget: str = "100%") -> Pl
         cell,
         settings=dict(it.settings.get(cell.method, {})) | dict(cell.settings),
         holdout=it.holdout,
-        scratch=not cell.method or (it.scratch and not _is_one_ratio(cell.method)),
+        scratch=not cell.method or (it.scratch and not is_one_ratio(cell.method)),
         fine_tune_epochs=it.fine_tune_epochs,
     )
     return Plan(
@@ -169,8 +187,28 @@ def plan_cell(it: Comparison, seed: int, cell: Cell, budget: str = "100%") -> Pl
     )
 
 
-def _is_one_ratio(name: str) -> bool:
-    return (name in METHODS or name in PEERS) and find_method(name).one_ratio
+def is_one_ratio(name: str) -> bool:
+    """Whether a method's widths are those of uniform."""
+    return name in METHODS and METHODS[name].one_ratio
+
+
+def epochs_of(plan: Plan) -> tuple[str, str]:
+    """Epochs of a cell: until the widths are known, and of what is trained then, with the method's own way."""
+    cell, recipe = plan.cell, plan.train
+    assert cell is not None and recipe is not None
+    if cell.method in ("", BASE):
+        return "", str(recipe.epochs)
+    method = find_method(cell.method)
+    config = method.config(**cell.settings)
+    if cell.prepares:
+        return str(getattr(config, "epochs", None) or recipe.epochs), ""
+    searched = recipe.epochs if method.own is Own.AS_IT_IS else getattr(config, "epochs", "")
+    final = [str(recipe.epochs)] if cell.scratch else []
+    if method.own is Own.FINE_TUNED and cell.fine_tune_epochs:
+        final.append(f"{cell.fine_tune_epochs} fine-tuned")
+    elif method.own is Own.SLIMMABLE:
+        final.append(f"{recipe.epochs} slimmable")
+    return "" if method.prepare else str(searched), " + ".join(final)
 
 
 # running them
@@ -187,7 +225,10 @@ def run_tasks(
     """Run those of these cells that are not done yet; those that failed, if any."""
     _make(folder)
     with kept_signals() as signals, Lock(folder):
-        _claim(wanted, folder)
+        check_begun(wanted, folder)
+        for task in wanted:
+            Run(folder / PLANS).write(f"{task.name}.json", task.plan.to_json())
+        _note_command(folder, device)
         left = [task for task in wanted if not is_done(folder / task.name)]
         names = {task.name for task in left}
         commands = [
@@ -198,7 +239,9 @@ def run_tasks(
             )
             for task in left
         ]
-        ended = run_side_by_side(commands, folder / OUTPUT, device, signals, at_once=at_once, quiet=quiet, noun="cells")
+        ended = run_side_by_side(
+            commands, folder / OUTPUT, device, signals, at_once=at_once, quiet=quiet, noun="cells", total=len(wanted)
+        )
     return [end for end in ended if end.code != 0]
 
 
@@ -217,141 +260,66 @@ def _make(folder: Path) -> None:
         raise FileError(f"{folder}: no cells can be kept here: {error.strerror or error}.") from error
 
 
-def _claim(wanted: Sequence[Task], folder: Path) -> None:
-    """Write the plans of the cells; if one was begun by another plan all are refused."""
-    plans = {task.name: json.loads(json.dumps(task.plan.to_json())) for task in wanted}
-    for name, plan in plans.items():
-        path = folder / PLANS / f"{name}.json"
-        if is_run(folder / name) and path.is_file() and (stored := read_json(path)) != plan:
-            changed = [place for place in plan if stored.get(place) != plan[place]]
-            fields = [name for place in changed for name in _changed(place, stored.get(place), plan[place])]
+def check_begun(wanted: Sequence[Task], folder: Path) -> None:
+    """Refuse all cells if one of them was begun by another plan."""
+    for task in wanted:
+        if fields := changed_fields(task, folder):
+            known = f", which is in {folder / COMMANDS}" if (folder / COMMANDS).exists() else ""
             raise FileError(
-                f"{folder / name} was begun with other settings ({', '.join(fields)}): give --out another folder, "
-                "or the command that began it."
+                f"{folder / task.name} was begun with other settings ({', '.join(fields)}): give --out another folder, "
+                f"or the command that began it{known}."
             )
-    for name, plan in plans.items():
-        Run(folder / PLANS).write(f"{name}.json", plan)
 
 
-def _changed(place: str, before: Any, now: Any) -> list[str]:
+def changed_fields(task: Task, folder: Path) -> list[str]:
+    """What of its plan is not as it was when a cell was begun; nothing of one that nobody has begun."""
+    path, plan = folder / PLANS / f"{task.name}.json", json.loads(json.dumps(task.plan.to_json()))
+    if not is_run(folder / task.name) or not path.is_file():
+        return []
+    before = read_json(path)
+    places = [place for place in plan if before.get(place) != plan[place]]
+    return [name for place in places for name in changes(place, before.get(place), plan[place])]
+
+
+def state_of(task: Task, folder: Path) -> str:
+    """How far a cell is."""
+    if fields := changed_fields(task, folder):
+        return f"other settings ({', '.join(fields)})"
+    return "done" if is_done(folder / task.name) else "begun" if is_run(folder / task.name) else "missing"
+
+
+def _note_command(folder: Path, device: torch.device) -> None:
+    """Keep what was typed, with versions and device; once, as long as they are the same."""
+    found = {name: _version(name) for name in _PACKAGES} | {"python": platform.python_version()}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
+    facts = {
+        "command": shlex.join(["dmcp", *sys.argv[1:]]),
+        "versions": {package: version for package, version in found.items() if version},
+        "device": name,
+    }
+    known = [{key: record.get(key) for key in facts} for record in commands_of(folder)]
+    if facts not in known:
+        Run(folder).add(COMMANDS, {"time": time.strftime("%Y-%m-%d %H:%M:%S")} | facts)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def commands_of(folder: Path) -> list[dict[str, Any]]:
+    """The commands that have filled a folder, the first one first."""
+    path, found = folder / COMMANDS, list[dict[str, Any]]()
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        with contextlib.suppress(ValueError):  # a kill may have cut it
+            found.append(dict(json.loads(line)))
+    return found
+
+
+def changes(place: str, before: Any, now: Any) -> list[str]:
     """Names of the fields of a part that are not the same."""
     if not isinstance(before, dict) or not isinstance(now, dict):
         return [place]
     return sorted(f"{place}.{name}" for name in before.keys() | now.keys() if before.get(name) != now.get(name))
-
-
-# what came out
-
-
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """One row of the table: a method at a budget, over all seeds."""
-
-    method: str
-    budget: str
-    own: bool  # whether its networks were trained the method's own way
-    accuracies: tuple[float, ...]  # of the seeds, in order, 0 to 1
-    mean: float
-    deviation: float | None  # standard deviation (ddof = 1); None for one seed
-    macs: tuple[int, int]  # the least and the most
-    params: tuple[int, int]
-    macs_share: tuple[float, float]  # of the unpruned network
-    mean_share: float = 0.0  # the same, mean over the seeds
-    search_seconds: float | None = 0.0  # mean over the seeds, with what had to be trained before; None: not known
-    sample_passes: float = 0.0  # the same
-    ms: float | None = None  # fastest pass of a batch through the first seed's network
-
-
-def gather(it: Comparison, folder: Path) -> list[Line]:
-    """The table of all cells that are done."""
-    lines: list[Line] = []
-    by_name = {task.name: task for task in tasks(it)}
-    names = ([(UNPRUNED, "")] if it.unpruned else []) + [(name, budget) for budget in it.budgets for name in it.methods]
-    for method, budget in names:
-        trained = _rows(it, method, method, budget, folder, by_name)
-        own = _rows(it, method, own_name(method), budget, folder, by_name)
-        if _is_one_ratio(method) and it.scratch:
-            trained = _rows(it, UNIFORM, UNIFORM, budget, folder, by_name)
-        costs = [_cost(task, folder, by_name) for task, _, _ in own or trained] if method != UNPRUNED else []
-        lines += [_line(method, budget, rows is own, rows, costs) for rows in (trained, own) if rows]
-    return lines
-
-
-_Rows = list[tuple[Task, PastRun, Row]]
-
-
-def _rows(it: Comparison, method: str, name: str, budget: str, folder: Path, known: Mapping[str, Task]) -> _Rows:
-    """The networks of this name in the cells of a method that are done."""
-    cells = [task for seed in it.seeds if (task := known.get(cell_name(method, seed, budget)))]
-    done = [(task, read_run(folder / task.name)) for task in cells if is_done(folder / task.name)]
-    return [(task, run, row) for task, run in done if (row := run.row(name))]
-
-
-def _line(method: str, budget: str, own: bool, rows: _Rows, costs: Sequence[tuple[float, float]]) -> Line:
-    accuracies = tuple(row.accuracy for _, _, row in rows)
-    full = next(run.unpruned("macs") or 0 for _, run, _ in rows)
-    macs = [row.macs for _, _, row in rows]
-    params = [row.params for _, _, row in rows]
-    known = [seconds for seconds, _ in costs if not math.isnan(seconds)]
-    return Line(
-        method=method,
-        budget=budget,
-        own=own,
-        accuracies=accuracies,
-        mean=statistics.fmean(accuracies),
-        deviation=statistics.stdev(accuracies) if len(accuracies) > 1 else None,
-        macs=(min(macs), max(macs)),
-        params=(min(params), max(params)),
-        macs_share=(min(macs) / full, max(macs) / full),
-        mean_share=statistics.fmean(macs) / full,
-        search_seconds=statistics.fmean(known) if known else None if costs else 0.0,
-        sample_passes=statistics.fmean(passes for _, passes in costs) if costs else 0.0,
-    )
-
-
-def _cost(task: Task, folder: Path, known: Mapping[str, Task]) -> tuple[float, float]:
-    """Seconds and sample-passes until the widths were known, with the cells before it; NaN for what is not known."""
-    own = read_json(folder / task.name / COST)
-    before = [_cost(known[name], folder, known) for name in task.after]
-    seconds = math.nan if own["seconds"] is None else own["seconds"]
-    return seconds + sum(it for it, _ in before), own["sample_passes"] + sum(it for _, it in before)
-
-
-def timed(lines: Sequence[Line], it: Comparison, folder: Path, opened: Opened) -> list[Line]:
-    """The table with the time of a batch, of the first seed's networks, alone on the machine and in turn."""
-    folders = {}
-    for line in lines:
-        name = cell_name(line.method, it.seeds[0], line.budget)
-        if is_done(folder / name):
-            folders[line.method, line.budget] = folder / name
-    nets = [load(path, opened.fresh) for path in folders.values()]
-    example = next(iter(opened.loaders.test))[0]
-    speeds = dict(zip(folders, pruning.milliseconds(nets, example), strict=True))
-    return [replace(line, ms=speeds.get((line.method, line.budget))) for line in lines]
-
-
-def markdown(lines: Sequence[Line], batch: int = 0) -> str:
-    """The table: mean ± standard deviation (seeds); search cost until the widths are known; times if there are any."""
-    rows = [["method", "budget", "accuracy in %, same recipe", "its own training", "MACs", "params"]]
-    timed = any(line.ms is not None for line in lines)
-    rows[0] += ["search, s", "sample-passes, M", *([f"ms per {batch}"] if timed else [])]
-    for line in lines:
-        if line.own and any(_same(line, other) and not other.own for other in lines):
-            continue
-        own = next((other for other in lines if _same(line, other) and other.own), None)
-        cells = [line.method, line.budget or "100%", "" if line.own else spread(line.accuracies)]
-        cells += [spread(own.accuracies) if own else ""]
-        cells += [between(*(f"{share:.1%}" for share in line.macs_share)), between(*(f"{n:,}" for n in line.params))]
-        cells += ["" if line.search_seconds is None else f"{line.search_seconds:,.0f}"]
-        cells += [f"{line.sample_passes / 1e6:,.1f}"]
-        rows.append(cells + (["" if line.ms is None else f"{line.ms:.2f}"] if timed else []))
-    return table(rows)
-
-
-def to_json(lines: Sequence[Line]) -> list[dict[str, Any]]:
-    """The table as plain data."""
-    return [asdict(line) for line in lines]
-
-
-def _same(one: Line, other: Line) -> bool:
-    return (one.method, one.budget) == (other.method, other.budget)

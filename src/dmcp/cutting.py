@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import stat
 from collections.abc import Callable, Mapping
@@ -80,6 +81,11 @@ def verify(model: nn.Module, graph: ChannelGraph, example_input: Any, widths: Wi
     )
     scale = max(float(gated.abs().max()) for gated, _ in pairs) or 1.0
     worst = max(float((gated - small).abs().max()) for gated, small in pairs) / scale
+    if not math.isfinite(worst):
+        raise CutError(
+            "The output of the network on the example is NaN or infinite, so that the cut one cannot be compared with "
+            "it: look at its weights, and for a division by 0 or an overflow in its forward."
+        )
     if not worst < _SAME:
         raise CutError(
             f"The cut network differs from the gated one by {worst:.1e} of its output: something in this model's code "
@@ -140,12 +146,14 @@ def _he(part: Convs | nn.Linear, weight: Tensor, generator: torch.Generator | No
 def save(small: nn.Module, widths: Widths, folder: str | os.PathLike[str]) -> None:
     """Write the network into the folder as model.safetensors and widths.json; other files there are left alone.
 
+    A result that is already there is replaced. Files of these names that something else wrote are not: FileError.
     Whenever this is killed, `load` finds the old result or the new one. Both files are complete on the disk before
     the first one gets its name, and each names its partner: see `_read`.
     """
     if not isinstance(widths, Widths):
         raise WidthsError("save needs the Widths of the network, to know its architecture: graph.widths(...).")
     small, folder = unwrap(small), Path(folder)
+    _refuse_foreign(folder)
     tensors = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in _tensors(small).items()
@@ -276,6 +284,21 @@ def _digest(record: Mapping[str, Any]) -> str:
 
 def _staged(name: str) -> str:
     return f".{name}.new"
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Do not replace weights that lie there without our widths.json, nor another widths.json."""
+    records = [folder / name for name in (WIDTHS, _staged(WIDTHS)) if os.path.exists(folder / name)]
+    foreign = WEIGHTS if os.path.exists(folder / WEIGHTS) and not records else ""
+    for path in records:
+        try:
+            record = parse_json(read_bytes(path, MOST_JSON), path)
+        except FileError:
+            continue  # a damaged one of ours, as far as anybody can tell
+        if not isinstance(record, dict) or "fingerprint" not in record:
+            foreign = path.name
+    if foreign:
+        raise FileError(f"{folder}: the {foreign} in it is not a result of ours, so it stays: give another folder.")
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:

@@ -20,10 +20,9 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from dmcp.batches import check_size, device_of, generator, share_of
-from dmcp.calibration import kept_modes
+from dmcp.batches import check_size, generator, share_of
 from dmcp.errors import DataError
-from dmcp.folders import FolderLoader, FolderSet, open_folder
+from dmcp.folders import FolderLoader, FolderSet, as_tested, open_folder
 from dmcp.ranks import ALONE, Ranks
 
 NAMES = ("digits", "cifar10", "cifar100")
@@ -81,12 +80,15 @@ class DataSets:
     shape: tuple[int, ...]  # of one image: channels, height, width
 
 
-def load(name: str | Path, root: str | Path = "data", size: int = 224, download: bool = False) -> DataSets:
+def load(
+    name: str | Path, root: str | Path = "data", size: int | tuple[int, int] = 224, download: bool = False
+) -> DataSets:
     """Open a data set: `digits`, `cifar10`, `cifar100`, or a folder.
 
     A folder holds `train-*.npz` and `test-*.npz` with `images` (N, H, W, C) uint8 and `labels` (N,), or `train/` and
-    `val/` with one folder of image files per class, which are cropped to `size` pixels. The CIFAR sets are looked for
-    as such a folder in `root`, then as torchvision keeps them there; `download` lets torchvision fetch them.
+    `val/` with one folder of image files per class, which are cropped to `size`: one side of a square, or height and
+    width. The CIFAR sets are looked for as shards in the folder of their name in `root`, then as torchvision keeps
+    them in `root`; `download` lets torchvision fetch them. docs/data.md says what is done to the images.
     """
     path = Path(name)
     if str(name) == "digits":
@@ -95,13 +97,37 @@ def load(name: str | Path, root: str | Path = "data", size: int = 224, download:
         shards = Path(root) / path
         return _shards(shards) if list(shards.glob("train-*.npz")) else _cifar(str(name), Path(root), download)
     if not path.exists():
-        near = difflib.get_close_matches(str(name), NAMES, n=1)
-        guess = f" Did you mean {near[0]}?" if near else ""
-        raise DataError(f"There is no data {str(name)!r}: it is no folder, and none of {', '.join(NAMES)}.{guess}")
+        raise DataError(
+            f"There is no data {str(name)!r}: it is no folder, and none of {', '.join(NAMES)}.{_guess(path)}"
+        )
     if list(path.glob("*.npz")):
         return _shards(path)
     train, test = open_folder(path, size)
     return DataSets(train, test, train.classes, train.shape)
+
+
+def _guess(path: Path) -> str:
+    """Which name or folder beside it may have been meant."""
+    try:
+        beside = [folder for folder in path.parent.iterdir() if folder.is_dir()]
+    except OSError:
+        beside = []
+    near = difflib.get_close_matches(str(path), [*NAMES, *map(str, beside)], n=1)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+def preprocessing(data: DataSets) -> dict[str, Any]:
+    """What is done to a test image before the network gets it, in plain data: whoever uses the network must do it too.
+
+    An image is scaled, bent in no direction, to just cover `resize` (height, width), and the middle `crop` of it is
+    kept; None: its size stays. Then 0..255 becomes `range`, `mean` is subtracted, and what is left is divided by `std`,
+    channel by channel. `shape` is (channels, height, width); `classes` are the names of the outputs, where there are.
+    """
+    how: dict[str, Any] = {"shape": list(data.shape)}
+    if isinstance(data.test, FolderSet):
+        return how | as_tested(data.test)
+    sizes = {"channels": "as stored", "resize": None, "interpolation": None, "crop": None, "range": [0.0, 255.0]}
+    return how | sizes | {"mean": list(data.test.mean), "std": list(data.test.std), "classes": []}
 
 
 def split(dataset: DataSet, share: float, seed: int = 0) -> tuple[Any, Any]:
@@ -206,23 +232,6 @@ class ArrayLoader:
         return images.div_(self.std), self.labels[index]
 
 
-def check_fit(model: nn.Module, data: DataSets) -> None:
-    """Refuse data that the model cannot take: images of another size or channel count, labels outside its head."""
-    example = torch.zeros(2, *data.shape, device=device_of(model))
-    try:
-        with kept_modes(model), torch.no_grad():
-            output = model.eval()(example)
-    except Exception as error:
-        shape = "x".join(map(str, data.shape))
-        raise DataError(f"The network cannot take images of {shape}: {type(error).__name__}: {error}") from error
-    highest = max(int(part.labels.max()) for part in (data.train, data.test))
-    if isinstance(output, Tensor) and output.ndim >= 2 and highest >= output.shape[1]:
-        raise DataError(
-            f"The labels go up to {highest}, but the network has {output.shape[1]} outputs: build it with "
-            f"num_classes={data.classes}."
-        )
-
-
 def _digits() -> DataSets:
     with np.load(Path(__file__).with_name("digits.npz")) as file:
         images, labels = file["images"][..., None], file["labels"]
@@ -237,9 +246,14 @@ def _cifar(name: str, root: Path, download: bool) -> DataSets:
     try:
         parts = [kind(str(root), train=train, download=download) for train in (True, False)]
     except Exception as error:
+        reason = f"({type(error).__name__}: {error})"
+        if download:
+            raise DataError(f"{name} cannot be fetched into {root} {reason}: put it there by hand.") from error
+        where = "" if root == Path("data") else f", root={str(root)!r}"
+        fetch = f"from dmcp.data import load; load({name!r}{where}, download=True)"
         raise DataError(
-            f"{name} is not in {root}: neither {root / name}/train-*.npz nor what torchvision keeps there "
-            f"({type(error).__name__}: {error}). Put it there, or give download."
+            f"{name} is not in {root}: neither {root / name}/train-*.npz nor what torchvision keeps there {reason}. "
+            f"Put it there, or let Python fetch it once: {fetch}"
         ) from error
     train, test = ((part.data, np.asarray(part.targets)) for part in parts)
     return _arrays(train, test, Augmentation(shift=4, flip=True, reflect=True), name)

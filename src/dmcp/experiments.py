@@ -13,10 +13,9 @@ from typing import Any
 
 from dmcp.budget import parse
 from dmcp.cells import COPY, RECOVER, TIME, is_done
-from dmcp.comparing import Comparison, Task, cell_name, plan_cell
+from dmcp.comparing import Comparison, Task, cell_name, plan_cell, state_of
 from dmcp.errors import DmcpError
 from dmcp.graph import ChannelGraph
-from dmcp.listing import is_run
 from dmcp.methods.dmcp import DmcpConfig
 from dmcp.plans import Cell
 from dmcp.pruning import UNPRUNED
@@ -243,6 +242,15 @@ def study_tasks(it: Study, names: Sequence[str]) -> list[Task]:
     return list(found.values())
 
 
+def needed_by(it: Study, names: Sequence[str]) -> dict[str, list[str]]:
+    """Of each cell the experiments that need it."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        for task in study_tasks(it, [name]):
+            found.setdefault(task.name, []).append(name)
+    return found
+
+
 def _add(it: Study, arm: Arm, seed: int, found: dict[str, Task]) -> str:
     """Put the cell of an arm in, and before it what it starts from; its name."""
     uses = _add(it, arm.uses, seed if arm.uses_seed is None else arm.uses_seed, found) if arm.uses else ""
@@ -262,7 +270,7 @@ class Progress:
     """How far a cell is."""
 
     name: str
-    state: str  # done, begun or missing
+    state: str  # done, begun, missing, or begun with other settings
     seconds: float | None  # that it took, or that it may take; None: nothing like it is done
 
 
@@ -274,13 +282,12 @@ def progress(tasks: Sequence[Task], folder: Path) -> list[Progress]:
             took.setdefault(_kind(task), []).append(float(read_json(folder / task.name / TIME)["seconds"]))
     found: list[Progress] = []
     for task in tasks:
-        place, alike = folder / task.name, took.get(_kind(task))
-        usual = sum(alike) / len(alike) if alike else None
-        if not is_done(place):
-            found.append(Progress(task.name, "begun" if is_run(place) else "missing", usual))
-        else:
-            seconds = float(read_json(place / TIME)["seconds"]) if (place / TIME).exists() else None
-            found.append(Progress(task.name, "done", seconds))
+        state, alike = state_of(task, folder), took.get(_kind(task))
+        seconds = sum(alike) / len(alike) if alike else None
+        if state == "done":
+            path = folder / task.name / TIME
+            seconds = float(read_json(path)["seconds"]) if path.exists() else None
+        found.append(Progress(task.name, state, seconds))
     return found
 
 

@@ -16,8 +16,9 @@ from dmcp import figures
 from dmcp.batches import generator
 from dmcp.budget import spent_shares
 from dmcp.cells import CHOICE, RECOVERY, TIME, is_done, own_name
-from dmcp.comparing import PLANS, Line, cell_name, gather, markdown, plan_cell, to_json
+from dmcp.comparing import PLANS, cell_name, plan_cell
 from dmcp.experiments import EXPERIMENTS, Arm, Study, cells_of, command
+from dmcp.gathering import Line, gather, markdown, to_json
 from dmcp.listing import read_run
 from dmcp.methods import METHODS, PEERS
 from dmcp.paper_figures import dots, width_differences

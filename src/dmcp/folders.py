@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import PIL.Image
 import torch
 import torchvision
 from PIL.Image import Image
@@ -20,6 +23,10 @@ from dmcp.errors import DataError
 from dmcp.ranks import ALONE, Ranks
 
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which pre-trained networks expect
+_KEPT = 0.875  # share of each side of a test image that the crop keeps
+_LOOKED_AT = 9  # images whose size is looked at
+_PARTS = ("train", "val")
+_ENDINGS = torchvision.datasets.folder.IMG_EXTENSIONS
 _TRIES = 100  # unreadable images in a row that are skipped: more are not bad luck
 
 
@@ -30,7 +37,8 @@ class FolderSet:
     paths: tuple[str, ...]
     labels: Tensor  # (N,) int64
     classes: int
-    size: int  # pixels of the square that the model gets
+    size: tuple[int, int]  # height and width that the model gets
+    names: tuple[str, ...] = ()  # of the classes, in the order of their numbers
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -38,36 +46,82 @@ class FolderSet:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of one image as the model gets it: channels, height, width."""
-        return 3, self.size, self.size
+        return 3, *self.size
 
     def subset(self, indices: Tensor) -> FolderSet:
         """The files at these places."""
         return replace(self, paths=tuple(self.paths[i] for i in indices.tolist()), labels=self.labels[indices])
 
 
-def open_folder(path: Path, size: int) -> tuple[FolderSet, FolderSet]:
+def open_folder(path: Path, size: int | tuple[int, int]) -> tuple[FolderSet, FolderSet]:
     """Training and test files of a directory with `train/` and `val/`, checked."""
-    if type(size) is not int or size < 1:
-        raise DataError(f"The image size must be an int of at least 1, not {size!r}.")
-    found = []
-    for part in ("train", "val"):
-        if not (path / part).is_dir():
-            raise DataError(f"{path} needs {part}/ with one folder of images per class (or train-*.npz, test-*.npz).")
-        try:
-            found.append(torchvision.datasets.ImageFolder(str(path / part)))
-        except (FileNotFoundError, OSError) as error:
-            raise DataError(f"{path / part}: {str(error).splitlines()[0]}") from error
+    sides = size if isinstance(size, tuple) else (size, size)
+    if len(sides) != 2 or any(type(side) is not int or side < 1 for side in sides):
+        raise DataError(f"The image size must be an int of at least 1, or (height, width), not {size!r}.")
+    found = [_open_part(path, part) for part in _PARTS]
     train, test = found
     if train.classes != test.classes:
         odd = sorted(set(train.classes) ^ set(test.classes))
         raise DataError(f"{path}: train/ and val/ must have the same classes; these are in one only: {', '.join(odd)}.")
     if len(train.classes) < 2:
         raise DataError(f"{path}: there is one class, {train.classes[0]}; at least two are needed.")
+    names = tuple(train.classes)
     sets = [
-        FolderSet(tuple(file for file, _ in part.samples), torch.tensor(part.targets), len(train.classes), size)
+        FolderSet(tuple(file for file, _ in part.samples), torch.tensor(part.targets), len(names), sides, names)
         for part in found
     ]
     return sets[0], sets[1]
+
+
+def _open_part(path: Path, part: str) -> Any:
+    """The files of `train/` or `val/`, as torchvision lists them: none of its classes is empty."""
+    folder = path / part
+    if not folder.is_dir():
+        here = path if path.name in _PARTS else path.resolve()
+        if here.name in _PARTS and here.is_dir():
+            above = path.parent if path.name in _PARTS else path / ".."
+            raise DataError(f"{path} is one part of the data only: give the folder that it lies in, {str(above)!r}.")
+        raise DataError(f"{path} needs {part}/ with one folder of images per class (or train-*.npz, test-*.npz).")
+    try:
+        found = torchvision.datasets.ImageFolder(str(folder), allow_empty=True)
+    except (FileNotFoundError, OSError) as error:
+        raise DataError(f"{folder}: {str(error).splitlines()[0]}") from error
+    filled = set(found.targets)
+    if empty := [name for number, name in enumerate(found.classes) if number not in filled]:
+        more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
+        raise DataError(
+            f"There are no image files ({', '.join(_ENDINGS[:3])}, ...) in "
+            f"{', '.join(str(folder / name) for name in empty[:3])}{more}: put some there, or remove the class from "
+            "train/ and val/."
+        )
+    return found
+
+
+def usual_size(dataset: FolderSet) -> tuple[int, int] | None:
+    """Height and width that a few of the files have, the medians of them; None where none can be read."""
+    sizes = []
+    for path in dataset.paths[:: -(-len(dataset) // _LOOKED_AT)]:
+        try:
+            with PIL.Image.open(path) as image:  # its first bytes only
+                sizes.append((image.height, image.width))
+        except Exception:  # what is broken is told where it is needed
+            continue
+    heights, widths = zip(*sizes, strict=True) if sizes else ((), ())
+    return (statistics.median_low(heights), statistics.median_low(widths)) if sizes else None
+
+
+def as_tested(dataset: FolderSet) -> dict[str, Any]:
+    """What is done to a test image, in plain data."""
+    return {
+        "channels": "RGB",
+        "resize": list(_before_crop(dataset.size)),
+        "interpolation": "bilinear",
+        "crop": list(dataset.size),
+        "range": [0.0, 1.0],
+        "mean": list(_MEAN),
+        "std": list(_STD),
+        "classes": list(dataset.names),
+    }
 
 
 class FolderLoader:
@@ -166,7 +220,7 @@ class FolderLoader:
 class _Batch(NamedTuple):
     """What a worker hands over; not as an exception, since torch would make a page of its one sentence."""
 
-    images: Tensor  # (B, 3, size, size)
+    images: Tensor  # (B, 3, height, width)
     labels: Tensor  # (B,)
     unreadable: list[str]  # paths of the images that were replaced
     failure: str  # why there is no batch
@@ -248,7 +302,8 @@ def _decode(path: str) -> Image:
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
             raise DataError(f"{path} cannot be opened ({error}): check the disk, its rights and the memory.") from error
         raise _CorruptError(
-            f"{path} cannot be read as an image ({error}): repair or remove it, or skip such with corrupt='skip'."
+            f"{path} cannot be read as an image ({error}): repair or remove it, or skip such files with --corrupt skip "
+            "(in Python corrupt='skip')."
         ) from error
 
 
@@ -257,11 +312,29 @@ def _draw_order(count: int, train: bool, seed: int, epoch: int) -> Tensor:
     return torch.randperm(count, generator=generator(seed, epoch)) if train else torch.arange(count)
 
 
-def _transform(size: int, train: bool) -> Callable[[Any], Tensor]:
+def _transform(size: tuple[int, int], train: bool) -> Callable[[Any], Tensor]:
+    """What is done to an image; size: height and width that the model gets."""
+    aspect = size[1] / size[0]
+    ratio = (3 / 4 * aspect, 4 / 3 * aspect)  # of what is cut out, so that squares and others are bent alike
     crop = (
-        [v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip()]
+        [v2.RandomResizedCrop(size, ratio=ratio, antialias=True), v2.RandomHorizontalFlip()]
         if train
-        else [v2.Resize(round(size / 0.875), antialias=True), v2.CenterCrop(size)]
+        else [partial(_cover, size=_before_crop(size)), v2.CenterCrop(size)]
     )
     last = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(_MEAN, _STD), v2.ToPureTensor()]
     return v2.Compose([*crop, *last])  # type: ignore[no-any-return]
+
+
+def _before_crop(size: tuple[int, int]) -> tuple[int, int]:
+    """Height and width that a test image covers before it is cropped."""
+    return round(size[0] / _KEPT), round(size[1] / _KEPT)
+
+
+def _cover(image: Image, size: tuple[int, int]) -> Image:
+    """Scale an image, bent in no direction, so that it just covers a height and a width."""
+    height, width = size
+    if width * image.height >= height * image.width:  # its width is what must be met
+        height = int(width * image.height / image.width)
+    else:
+        width = int(height * image.width / image.height)
+    return v2.functional.resize(image, [height, width], antialias=True)  # type: ignore[no-any-return]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import statistics
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -22,6 +23,8 @@ from dmcp.searching import search
 from dmcp.supernet import Supernet
 from dmcp.training import TrainConfig, train
 
+_STEPS = 4  # measured of each kind: the first one is slow, of the others the median counts
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -38,7 +41,8 @@ def forecast(
     """The stages of a run. A copy of the supernet is trained for a few steps, and so are two cut networks."""
     graph = net.graph
     same = uniform(graph, parse(config.budget, graph), net.floor, config.align)
-    batches = list(itertools.islice(loader, 2))
+    first_ones = list(itertools.islice(loader, _STEPS))
+    batches = [first_ones[number % len(first_ones)] for number in range(_STEPS)]  # also where an epoch has only one
     per_epoch = -(-len(loader) // config.accumulate)
     warm, both = _search_steps(copy.deepcopy(net), batches, config)
     whole, pruned = (_train_step(cut(net.model, graph, widths), batches, recipe) for widths in (graph.full, same))
@@ -68,20 +72,24 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def _search_steps(net: Supernet, batches: list[Any], config: SearchConfig) -> tuple[float, float]:
-    """Seconds of a step in the warm-up and after it: of two steps each, the second."""
+    """Seconds of a step in the warm-up and after it."""
     times: list[float] = []
     few = _Few(batches * config.accumulate)
     few_steps = replace(config, epochs=2, warmup=0.5, log_every=1)
     search(net, few, few_steps, on_record=lambda record: times.append(_now(net)))
-    count = len(times) // 2
-    return times[count - 1] - times[count - 2], times[-1] - times[-2]
+    return _step(times[: len(times) // 2]), _step(times[len(times) // 2 :])
 
 
 def _train_step(model: nn.Module, batches: list[Any], recipe: TrainConfig) -> float:
     times: list[float] = []
-    few = replace(recipe, epochs=3, warmup_epochs=0)
+    few = replace(recipe, epochs=len(batches), warmup_epochs=0)  # records come at the end of an epoch
     train(model, _Few(batches[:1]), few, on_step=lambda record: times.append(_now(model)))
-    return times[-1] - times[-2]
+    return _step(times)
+
+
+def _step(ends: list[float]) -> float:
+    """Seconds of a step, the median of those between these moments: none is from before the first, which is slow."""
+    return statistics.median(after - before for before, after in itertools.pairwise(ends))
 
 
 def _now(model: nn.Module) -> float:

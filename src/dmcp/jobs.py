@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -19,16 +19,18 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from dmcp import cifar_nets, nets
-from dmcp.batches import Loader
-from dmcp.data import DataSet, DataSets, check_fit, load, make_loader, split
+from dmcp.batches import Loader, device_of
+from dmcp.calibration import kept_modes
+from dmcp.data import DataSet, DataSets, load, make_loader, split
 from dmcp.engine import best_device
 from dmcp.errors import DataError, DmcpError, FileError, WidthsError
-from dmcp.folders import FolderSet
+from dmcp.folders import FolderSet, usual_size
 from dmcp.graph import ChannelGraph
 from dmcp.ranks import current
 from dmcp.tracing import trace
 
 _MOST_NUMBERS = 2**31  # in one sample
+_ENLARGED = 1.5  # times by which images may grow without a word
 
 
 class Corrupt(StrEnum):
@@ -97,6 +99,7 @@ class Opened:
     graph: ChannelGraph
     data: DataSets
     loaders: Loaders
+    notices: tuple[str, ...] = ()  # what a person may not know: a sentence each
 
 
 def open_job(job: Job) -> Opened:
@@ -105,13 +108,37 @@ def open_job(job: Job) -> Opened:
     data = load(job.data)
     fresh = build(job, data.classes)
     data = _sized(data, job, nets.sample_shape(fresh))
-    check_fit(fresh, data)
+    check_fit(fresh, data, _remedy(job, data))
     model = fresh
     if job.weights:
         model = build(job, data.classes)
         load_weights(model, Path(job.weights))
     graph = trace_job(job, model, data.shape)
-    return Opened(model.to(place), fresh.to(place), graph, data, _loaders(job, data, place))
+    train, held = split(data.train, job.holdout, job.seed) if job.holdout else (data.train, None)
+    loaders = _loaders(job, train, held, data.test, place)
+    notices = (*_enlarged(job, data), *_left_out(job, len(train)))
+    return Opened(model.to(place), fresh.to(place), graph, data, loaders, notices)
+
+
+def check_fit(model: nn.Module, data: DataSets, remedy: str = "") -> None:
+    """Refuse data that the model cannot take: images of another size or channel count, labels outside its head.
+
+    remedy: what the sentence about the size says besides the size.
+    """
+    example = torch.zeros(2, *data.shape, device=device_of(model))
+    try:
+        with kept_modes(model), torch.no_grad():
+            output = model.eval()(example)
+    except Exception as error:
+        raise DataError(
+            f"The network cannot take images of {_by(data.shape)}{remedy}: {type(error).__name__}: {error}"
+        ) from error
+    highest = max(int(part.labels.max()) for part in (data.train, data.test))
+    if isinstance(output, Tensor) and output.ndim >= 2 and highest >= output.shape[1]:
+        raise DataError(
+            f"The labels go up to {highest}, but the network has {output.shape[1]} outputs: build it with "
+            f"num_classes={data.classes}."
+        )
 
 
 def build(job: Job, classes: int | None) -> nn.Module:
@@ -171,14 +198,45 @@ def _sized(data: DataSets, job: Job, usual: tuple[int, ...]) -> DataSets:
             raise DataError(f"--input: the images of {job.data} are {'x'.join(map(str, data.shape))}: leave it out.")
         return data
     wanted = wanted or usual
-    if len(wanted) != 3 or wanted[0] != 3 or wanted[1] != wanted[2]:
-        raise DataError(f"--input: image files become squares in colour, like 3x224x224, not {wanted}.")
-    train, test = replace(data.train, size=wanted[1]), replace(data.test, size=wanted[1])
+    if len(wanted) != 3 or wanted[0] != 3:
+        asked = "--input: image files are read" if job.input else "This network is not for image files, which are read"
+        raise DataError(f"{asked} in colour, like 3x224x224 or 3x240x320, not {_by(wanted)}.")
+    train, test = (replace(part, size=wanted[1:]) for part in (data.train, data.test))
     return replace(data, train=train, test=test, shape=train.shape)
 
 
-def _loaders(job: Job, data: DataSets, place: torch.device) -> Loaders:
-    train, held = split(data.train, job.holdout, job.seed) if job.holdout else (data.train, None)
+def _remedy(job: Job, data: DataSets) -> str:
+    """What to do where the network cannot take image files of the size that nobody asked for."""
+    if job.input or not isinstance(data.train, FolderSet):
+        return ""
+    found = usual_size(data.train)
+    size = found if found and max(found) < min(data.shape[1:]) else (32, 32)
+    return f", their size without --input; give the size that it takes, like --input 3x{_by(size)}"
+
+
+def _enlarged(job: Job, data: DataSets) -> Iterator[str]:
+    """Notice images that would grow much, and the budget's network with them, without that anybody asked for it."""
+    found = usual_size(data.train) if isinstance(data.train, FolderSet) and not job.input else None
+    if found and max(new / old for new, old in zip(data.shape[1:], found, strict=True)) >= _ENLARGED:
+        yield (
+            f"The images are about {_by(found)} and are enlarged to {_by(data.shape[1:])}: "
+            f"give --input 3x{_by(found)} to train at their size."
+        )
+
+
+def _left_out(job: Job, count: int) -> Iterator[str]:
+    """Notice batches that leave many of so many images out of each epoch, since every batch is a full one."""
+    retrain = job.train_batch if job.train_batch != job.batch else 0
+    for option, batch in (("--batch", job.batch), ("--train-batch", retrain)):
+        if batch and (left := count % batch) > count / 10:
+            better = count // (count // batch + 1)  # one more step, and as good as nothing left
+            yield (
+                f"With batches of {batch}, {left} of {count} training images are left out of each epoch: "
+                f"lower {option} to {better}."
+            )
+
+
+def _loaders(job: Job, train: DataSet, held: DataSet | None, test: DataSet, place: torch.device) -> Loaders:
     how: dict[str, Any] = {"workers": job.workers, "ranks": current(), "corrupt": job.corrupt}
 
     def make(part: DataSet, batch: int, shuffled: bool) -> Loader:
@@ -188,7 +246,7 @@ def _loaders(job: Job, data: DataSets, place: torch.device) -> Loaders:
     first = make(train, job.batch, True)
     retrain = make(train, job.train_batch, True) if job.train_batch not in (0, job.batch) else first
     arch = None if held is None else make(held, job.batch, True)
-    return Loaders(first, arch, make(data.test, job.batch, False), retrain)
+    return Loaders(first, arch, make(test, job.batch, False), retrain)
 
 
 def data_identity(data: DataSets) -> dict[str, Any]:
@@ -244,5 +302,5 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     return {name.removeprefix("module.") if wrapped else name: value for name, value in found.items()}
 
 
-def _by(size: torch.Size) -> str:
+def _by(size: Sequence[int]) -> str:
     return "x".join(map(str, size)) or "a number"

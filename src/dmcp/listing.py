@@ -8,7 +8,7 @@ import os
 import platform
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from dmcp.cutting import WIDTHS, parse_tensors, read_bytes
 from dmcp.errors import DmcpError, FileError
 from dmcp.locks import LOCK, alive
 from dmcp.markov import CHAIN, INDEPENDENT, Process
-from dmcp.pruning import OURS, UNPRUNED, Row
+from dmcp.rows import AS_GIVEN, OURS, UNPRUNED, Row
 from dmcp.runs import ALPHAS, CHECKPOINTS, LOG, MOST_ALPHAS, MOST_LOG, PREPARED, SEARCH, SETTINGS, TIMES, read_json
 from dmcp.searches import SearchRecord
 from dmcp.spaces import Widths
@@ -29,7 +29,8 @@ from dmcp.training import StepRecord
 
 _LISTS, _NAMES = {"weight_losses", "ratios"}, {"name"}  # all other fields of records are numbers
 _NULLABLE = {"lr", "weight_losses", "alpha_lr", "task_loss", "budget_loss", "ratios"}
-_OPTIONAL = _NULLABLE | {"ms", "batch"}
+_FLAGS = {"own_metric"}
+_OPTIONAL = _NULLABLE | {it.name for it in fields(Row) if it.default is not MISSING}  # old logs lack some
 _KINDS: dict[str, type[SearchRecord] | type[StepRecord] | type[Row]] = {"search": SearchRecord, "test": Row}
 _FIELDS = {kind: {it.name for it in fields(kind)} for kind in (*_KINDS.values(), StepRecord)}
 _TAIL = 2**20  # bytes of a log that a list looks at
@@ -76,7 +77,7 @@ class PastRun:
     @property
     def result(self) -> Row | None:
         """The tested network that the run was for."""
-        return self.row(OURS) or (self.rows[0] if self.rows else None)
+        return self.row(OURS) or next((row for row in self.rows if row.name != AS_GIVEN), None)
 
     @property
     def done(self) -> bool:
@@ -265,11 +266,13 @@ def _checked(name: str, value: Any) -> Any:
     """The value of a field, if it is what this field must be."""
     if value is None and name in _NULLABLE:
         return None
+    if name in _FLAGS and isinstance(value, bool):
+        return value
     if name in _NAMES and isinstance(value, str):
         return plain(value)
     if name in _LISTS and isinstance(value, list) and all(map(_is_number, value)):
         return tuple(value)
-    if name in _LISTS | _NAMES or not _is_number(value):
+    if name in _LISTS | _NAMES | _FLAGS or not _is_number(value):
         raise TypeError(name)
     return value
 

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torchvision
@@ -58,6 +59,13 @@ def names(timm: bool = False) -> list[str]:
 
 def find(name: str) -> Callable[..., Any]:
     """The function or class that builds the network of this name."""
+    try:
+        return _find(name)
+    except DmcpError as error:
+        raise DmcpError(_file_named(name) or str(error)) from error.__cause__
+
+
+def _find(name: str) -> Callable[..., Any]:
     library, colon, rest = name.partition(":")
     if not colon:
         return _torchvision(name)
@@ -114,6 +122,24 @@ def _own(module: str, factory: str) -> Callable[..., Any]:
     if not callable(found):
         raise DmcpError(f"{module}:{factory}: not a function or class that builds a network.")
     return found  # type: ignore[no-any-return]
+
+
+def _file_named(name: str) -> str:
+    """How the module is named, where a file was named; empty for any other name."""
+    file, colon, factory = name.partition(":")
+    path = Path(file)
+    inside = [part for part in path.parts if part not in (".", "..", "/")]
+    module = ".".join(inside).removesuffix(".py")
+    if not inside or module == file:
+        return ""
+    far = ".." in path.parts or path.is_absolute()
+    where = f" in the folder {str(path.parent)!r}" if far else ""
+    module = inside[-1].removesuffix(".py") if far else module
+    hint = "" if colon else ", with the function or class that builds it for NAME"
+    return (
+        f"{name}: a network of your own is named by its module, not by a file: write "
+        f"{module}:{factory or 'NAME'}{where}{hint}."
+    )
 
 
 def _unknown(name: str, known: Iterable[str], where: str, hint: str = "") -> str:

@@ -69,20 +69,33 @@ Frozen = Annotated[list[str] | None, typer.Option(help="Module or space whose ch
 Data = Annotated[str, typer.Option(help="digits, cifar10, cifar100, a folder of shards, or one with train/ and val/.")]
 Budget = Annotated[str, typer.Option(help="50%, 211M, 1.1G, params:2M, or several: 50%,params:2M.")]
 Out = Annotated[str, typer.Option(help="Folder of the run; default: a new one in runs/.")]
-Epochs = Annotated[int | None, typer.Option(help="Passes over the data in retraining; default: the paper's 100.")]
+Epochs = Annotated[
+    int | None, typer.Option(help="Passes over the data in retraining; default: 100, or 20 if inherited.")
+]
 SearchEpochs = Annotated[int, typer.Option(help="Passes over the data in the search.")]
 Warmup = Annotated[float | None, typer.Option(help="Share of them for weights only; default 0.5, or 0 with --weights.")]
 Batch = Annotated[int, typer.Option(help="Images in a batch, over all processes; learning rates are scaled with it.")]
-Lr = Annotated[float | None, typer.Option(help="Highest learning rate of retraining at a batch of 2048; default 0.8.")]
+Lr = Annotated[
+    float | None,
+    typer.Option(help="Highest rate of retraining at a batch of 2048; default: 0.8, or 0.08 if inherited."),
+]
 SearchLr = Annotated[float, typer.Option(help="First learning rate of the search at a batch of 1024.")]
 WeightDecay = Annotated[float, typer.Option(help="Weight decay of search and retraining.")]
 Groups = Annotated[int, typer.Option(help="Groups that each space is divided into.")]
 Align = Annotated[int, typer.Option(help="Widths are multiples of this.")]
 Seed = Annotated[int, typer.Option(callback=_check_seed, help="Of everything random.")]
-RetrainKind = Annotated[Retrain, typer.Option(help="How the pruned network gets its weights.")]
+RetrainKind = Annotated[
+    Retrain | None,
+    typer.Option(help="How the pruned network gets its weights; default: inherit with --weights, else scratch."),
+]
 Controls = Annotated[bool, typer.Option("--controls", help="Also train the unpruned network and uniform widths.")]
 Weights = Annotated[str, typer.Option(help="File to start from: .safetensors, or .pth with weights only.")]
-Input = Annotated[str, typer.Option(help="Shape of one sample, like 3x224x224; default: the data's or the model's.")]
+Input = Annotated[
+    str,
+    typer.Option(
+        help="Shape of one sample, like 3x224x224 (channels, height, width); default: the data's or the model's."
+    ),
+]
 Holdout = Annotated[float, typer.Option(help="Share of the training images that only the alphas see.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda; default: a GPU if there is one.")]
 Numbers = Annotated[Precision | None, typer.Option(help="Of the forward passes; default: bfloat16 on a GPU.")]
@@ -147,6 +160,8 @@ def make_plan(ctx: typer.Context, command: str, options: Mapping[str, Any]) -> P
     for name in ("model", "data"):
         if not options[name]:
             raise DmcpError(f"--{name} is missing: dmcp {command} --help says what it can be.")
+    if "retrain" in options:
+        options = dict(options) | {"retrain": _retrain(options, recipe)}
     job = _job(options, given, recipe)
     engine = Engine(**{name: options[name] for name in Engine.__dataclass_fields__})
     with _about("Search"):
@@ -159,7 +174,7 @@ def make_plan(ctx: typer.Context, command: str, options: Mapping[str, Any]) -> P
         engine=engine,
         search=search,
         train=train,
-        retrain=_retrain(options, given, recipe),
+        retrain=options.get("retrain") or _retrain(options, recipe),
         controls=options.get("controls", False),
         widths=options.get("widths", ""),
         every_steps=options["save_steps"],
@@ -227,8 +242,13 @@ def _recipe(options: Mapping[str, Any], given: set[str], recipe: Recipe | None) 
     return replace(usual, epochs=epochs, weight_decay=decay, seed=options["seed"], lr=lr, warmup_lr=first)
 
 
-def _retrain(options: Mapping[str, Any], given: set[str], recipe: Recipe | None) -> Retrain:
-    return recipe.retrain if recipe and "retrain" not in given else options.get("retrain", Retrain.SCRATCH)
+def _retrain(options: Mapping[str, Any], recipe: Recipe | None) -> Retrain:
+    """What was asked for; a network that has its weights already is not to lose them, unless a recipe says so."""
+    if options.get("retrain"):
+        return Retrain(options["retrain"])
+    if recipe:
+        return recipe.retrain
+    return Retrain.INHERIT if options.get("weights") and "retrain" in options else Retrain.SCRATCH
 
 
 def read_plan(run: Path) -> tuple[dict[str, Any], Plan]:

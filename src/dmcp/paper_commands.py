@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -12,10 +12,10 @@ import typer
 from dmcp import options as o
 from dmcp.commands import print_json
 from dmcp.compare_commands import check_job, recipe
-from dmcp.comparing import Comparison, Task, check_failed, run_tasks
+from dmcp.comparing import Comparison, Task, check_begun, check_failed, run_tasks
 from dmcp.engine import Engine
 from dmcp.errors import DmcpError, FileError
-from dmcp.experiments import BUDGETS, EXPERIMENTS, Study, check_experiment, progress, study_tasks
+from dmcp.experiments import BUDGETS, EXPERIMENTS, Study, check_experiment, needed_by, progress, study_tasks
 from dmcp.findings import show, write
 from dmcp.jobs import Job, open_job
 from dmcp.methods.dmcp import DmcpConfig
@@ -107,7 +107,7 @@ def paper(
     study = _open(it, tuple(wider or ["width=24"]), wanted)
     tasks, folder = study_tasks(study, wanted), Path(out)
     if dry_run:
-        _list(tasks, folder, as_json)
+        _list(tasks, needed_by(study, wanted), folder, as_json)
         return
     failed = run_tasks(tasks, folder, it.job.place, at_once, quiet)
     _show(study, wanted, folder, Path(results), page, as_json)
@@ -125,20 +125,40 @@ def _open(it: Comparison, wider: tuple[str, ...], names: Sequence[str]) -> Study
     return Study(common=it, graph=opened.graph, wider=wider)
 
 
-def _list(tasks: Sequence[Task], folder: Path, as_json: bool) -> None:
-    """The cells, how far they are, and the time that those of their kind took."""
+def _list(tasks: Sequence[Task], needed: Mapping[str, Sequence[str]], folder: Path, as_json: bool) -> None:
+    """The cells, who needs them, how far they are, and how long they take; what would be refused is refused."""
     cells = progress(tasks, folder)
     left = [cell for cell in cells if cell.state != "done"]
     known = [cell.seconds for cell in left if cell.seconds is not None]
     if as_json:
-        print_json({"folder": str(folder), "cells": [vars(cell) for cell in cells], "seconds_left": sum(known)})
-        return
-    shown = [(cell.name, cell.state, "" if cell.seconds is None else f"{cell.seconds:,.0f}") for cell in cells]
-    print(table([("cell", "state", "seconds"), *shown]))
-    unknown = f", and {len(left) - len(known)} of which nothing is known" if len(known) < len(left) else ""
-    print(f"{len(cells) - len(left)} of {len(cells)} cells are done in {folder}.")
-    if left:
-        print(f"Left, each by itself as those of its kind took: {sum(known):,.0f} s in {len(known)} cells{unknown}.")
+        rows = [vars(cell) | {"needed_by": needed[cell.name]} for cell in cells]
+        print_json({"folder": str(folder), "cells": rows, "seconds_left": sum(known)})
+    else:
+        shown = [
+            (
+                cell.name,
+                cell.state,
+                "" if cell.seconds is None else f"{cell.seconds:,.0f}",
+                ", ".join(needed[cell.name]),
+            )
+            for cell in cells
+        ]
+        print(table([("cell", "state", "seconds", "needed by"), *shown]))
+        print(f"{len(cells) - len(left)} of {len(cells)} cells are done in {folder}.")
+        print("".join(f"{sentence}\n" for sentence in _forecast(len(left), known)), end="")
+    check_begun(tasks, folder)
+
+
+def _forecast(left: int, known: Sequence[float]) -> list[str]:
+    """How long the cells that are left take."""
+    unknown, sentences = left - len(known), []
+    if known:
+        sentences.append(
+            f"{len(known)} of those left should take {sum(known):,.0f} s one after the other, as like ones did."
+        )
+    if unknown:
+        sentences.append(f"How long {unknown} of those left take is not known: none like them is done.")
+    return sentences
 
 
 def _gather(place: Path, page: Path | None, dry_run: bool, as_json: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -14,27 +15,35 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from dmcp import searching, training
-from dmcp.batches import Loader, device_of, generator, input_of, on_device, size_of
+from dmcp.batches import Loader, device_of, generator, input_of, labels_of, on_device, size_of
 from dmcp.budget import Budget, ratios
 from dmcp.calibration import kept_modes, recalibrate
 from dmcp.cutting import cut, reinitialise, verify
 from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DataError, TrainingError
+from dmcp.given import check_finite
 from dmcp.graph import ChannelGraph
 from dmcp.keeping import Keeper
-from dmcp.ranks import current
+from dmcp.ranks import current, sum_values
 from dmcp.recording import call_model, tensors_in
+from dmcp.rows import AS_GIVEN, ROUNDS, divergence, table
+from dmcp.rows import OURS as OURS  # these four belong to what this file reports, and are imported from it
+from dmcp.rows import UNIFORM as UNIFORM
+from dmcp.rows import UNPRUNED as UNPRUNED
+from dmcp.rows import Row as Row
 from dmcp.sampling import expected, uniform
 from dmcp.searches import SearchConfig, SearchRecord, SearchResult
 from dmcp.slicing import unwrap
 from dmcp.spaces import Widths
 from dmcp.supernet import Supernet
 from dmcp.tracing import trace
-from dmcp.training import Distillation, Loss, Metric, StepRecord, TrainConfig, classification_loss, imitation
+from dmcp.training import Distillation, Loss, Metric, StepRecord, TrainConfig, classification_loss, imitation, top1
 
 SEARCH = "search"  # the first stage; the others are named after the network that they train
-OURS, UNPRUNED, UNIFORM = "ours", "unpruned", "uniform widths"  # networks of the final table
-_ROUNDS = 10  # passes that are timed
+
+
+class DivergenceWarning(UserWarning):
+    """A training whose loss ended higher than it began."""
 
 
 class Retrain(StrEnum):
@@ -44,18 +53,6 @@ class Retrain(StrEnum):
     INHERIT = "inherit"  # those of the search, calibrated and fine-tuned
     SLIMMABLE = "slimmable"  # drawn anew, trained inside the unpruned network, which it imitates: the paper's DMCP*
     TEACHER = "teacher"  # drawn anew, trained on the labels and on the outputs of the trained unpruned network
-
-
-@dataclass(frozen=True)
-class Row:
-    """One network of the final table."""
-
-    name: str
-    macs: int  # of one sample
-    params: int
-    accuracy: float  # mean of the metric over the test set
-    ms: float = 0.0  # fastest pass over one batch on this machine
-    batch: int = 0  # samples in that batch
 
 
 @dataclass(frozen=True)
@@ -83,8 +80,8 @@ class PruneResult:
 
     @property
     def table(self) -> str:
-        """The rows as text."""
-        return table(self.rows)
+        """The rows as text, and what they mean."""
+        return table(self.rows, self.graph)
 
 
 def prune(
@@ -112,6 +109,8 @@ def prune(
 
     budget: 0.5, "50%", "211M", "params:2M", "50%,params:2M"; "50%" unless the search's settings have one.
     search, train: all settings; the default ones are the paper's for ImageNet.
+    retrain: how the pruned network gets its weights. "scratch", the paper's way, draws them anew: what a trained model
+        has learnt is lost. For a trained model take "inherit", which fine-tunes and also tests the model as given.
     controls: also train the unpruned network and uniform widths at the same budget, by the same recipe.
     graph: what trace gave, if its own settings are not enough.
     fresh: a newly built model, where the given one is trained and has tensors that `reinitialise` has no rule for.
@@ -128,6 +127,7 @@ def prune(
     recipe = recipe if seed is None else replace(recipe, seed=seed)
     example = _example(loader, model)
     sample = tree_map_only(Tensor, lambda x: x[:2], example)
+    check_finite(model, sample)
     graph = graph or trace(model, sample)
     if graph.exact:
         verify(model, graph, sample)  # before hours of work: what is cut will be what was searched
@@ -140,10 +140,20 @@ def prune(
         wanted = {UNPRUNED: graph.full, UNIFORM: same, OURS: widths}
     kind = Retrain(retrain)
     weights = net.model if kind is Retrain.INHERIT else unwrap(fresh or model)
-    nets = train_all(weights, graph, wanted, train_loader or loader, recipe, kind, loss, on_event, engine, keep)
+    way = (loss, on_event, engine, keep)
+    troubles: list[str] = []
+    nets = train_all(weights, graph, wanted, train_loader or loader, recipe, kind, *way, troubles.append)
     check_budget(nets[OURS], widths, found)
-    rows = compare(nets, graph, wanted, val_loader, example, metric, on_event)
+    tested = with_given(model, nets) if kind is Retrain.INHERIT else nets
+    rows = compare(tested, graph, wanted, val_loader, example, metric, on_event)
+    for trouble in troubles:
+        warnings.warn(trouble, DivergenceWarning, stacklevel=2)
     return PruneResult(nets[OURS], widths, graph, found, rows)
+
+
+def with_given(model: nn.Module, nets: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """The networks of the table after the one that they come from, which nothing has changed."""
+    return {AS_GIVEN: unwrap(model)} | nets
 
 
 def find(
@@ -189,8 +199,12 @@ def train_all(
     on_event: Report | None = None,
     engine: Engine | None = None,
     keep: Keep | None = None,
+    on_trouble: Callable[[str], None] | None = None,
 ) -> dict[str, nn.Module]:
-    """Networks with these widths, cut out of one with the given weights and all trained by the same recipe."""
+    """Networks with these widths, cut out of one with the given weights and all trained by the same recipe.
+
+    on_trouble: gets a sentence about each training whose loss ended higher than it began.
+    """
     nets: dict[str, nn.Module] = {}
     teacher: nn.Module | None = None
     if kind is Retrain.TEACHER:
@@ -198,18 +212,19 @@ def train_all(
     for name, widths in wanted.items():
         way = (_steps_of(name, on_event), engine, keep and keep(name))
         if kind is Retrain.SLIMMABLE and widths != graph.full:
-            nets[name] = _train_inside(weights, graph, widths, loader, config, loss, *way)
-            continue
-        small = cut(weights, graph, widths)
-        if kind is Retrain.INHERIT:
-            recalibrate(small, loader)
+            nets[name], steps = _train_inside(weights, graph, widths, loader, config, loss, *way)
         else:
-            reinitialise(small, generator=generator(config.seed))
-        recipe = config if teacher is None else replace(config, distillation=Distillation.TEACHER)
-        training.train(small, loader, recipe, loss, teacher, *way)
-        nets[name] = small
-        if kind is Retrain.TEACHER and widths == graph.full:
-            teacher = small
+            small = nets[name] = cut(weights, graph, widths)
+            if kind is Retrain.INHERIT:
+                recalibrate(small, loader)
+            else:
+                reinitialise(small, generator=generator(config.seed))
+            recipe = config if teacher is None else replace(config, distillation=Distillation.TEACHER)
+            steps = training.train(small, loader, recipe, loss, teacher, *way)
+            if kind is Retrain.TEACHER and widths == graph.full:
+                teacher = small
+        if on_trouble and (trouble := divergence(name, [step.loss for step in steps])):
+            on_trouble(trouble)
     return nets
 
 
@@ -223,7 +238,7 @@ def _train_inside(
     on_step: Callable[[StepRecord], None],
     engine: Engine | None,
     keeper: Keeper | None,
-) -> nn.Module:
+) -> tuple[nn.Module, list[StepRecord]]:
     """Slimmable training: in each step the largest network learns the task and the pruned one imitates it."""
     whole = copy.deepcopy(weights)
     reinitialise(whole, generator=generator(config.seed))
@@ -237,10 +252,10 @@ def _train_inside(
     engine = engine or Engine()
     if loss is None and engine.graphs is None and current().world == 1:
         engine = replace(engine, graphs=True)  # this loss never asks the device for a number
-    training.train(pair, loader, config, both, on_step=on_step, engine=engine, keeper=keeper)
+    steps = training.train(pair, loader, config, both, on_step=on_step, engine=engine, keeper=keeper)
     small = cut(pair.net.model, graph, widths)
     recalibrate(small, loader)  # the running statistics are a mixture of both networks'
-    return small
+    return small, steps
 
 
 class _Pair(nn.Module):
@@ -285,14 +300,30 @@ def compare(
     rows: list[Row] = []
     for (name, net), ms in zip(nets.items(), times, strict=True):
         macs = graph.macs(widths.get(name, graph.full))
-        accuracy = training.evaluate(net, val_loader, metric)
-        rows.append(Row(name, macs, _params(net), accuracy, ms, size_of((example,))))
+        accuracy, samples = _test(net, val_loader, metric)
+        batch = size_of((example,))
+        rows.append(Row(name, macs, _params(net), accuracy, ms, batch, samples, own_metric=metric is not None))
         (on_event or _silent)(Event("test", len(nets), rows[-1]))
     return tuple(rows)
 
 
+def _test(net: nn.Module, loader: Loader, metric: Metric | None) -> tuple[float, int]:
+    """Mean of the metric and how many samples it is of; 0 where there is more than one answer per sample."""
+    seen, answers = 0, 0
+
+    def counted(output: Any, batch: Any) -> tuple[Tensor, int]:
+        nonlocal seen, answers
+        seen += size_of(batch)
+        answers += size_of(batch) if metric else labels_of(batch).numel()
+        return (metric or top1)(output, batch)
+
+    mean = training.evaluate(net, loader, counted)
+    total, given = sum_values(torch.tensor([seen, answers]), current()).tolist()
+    return mean, total if total == given else 0
+
+
 @torch.no_grad()
-def milliseconds(nets: Sequence[nn.Module], example: Any, rounds: int = _ROUNDS) -> list[float]:
+def milliseconds(nets: Sequence[nn.Module], example: Any, rounds: int = ROUNDS) -> list[float]:
     """Time of one batch: the fastest of some passes, taken in turn so that other load hits all networks alike."""
     times: list[list[float]] = [[] for _ in nets]
     for number in range(rounds + 1):
@@ -306,16 +337,6 @@ def milliseconds(nets: Sequence[nn.Module], example: Any, rounds: int = _ROUNDS)
             if number:  # the first pass also loads kernels
                 own.append(1000 * (time.perf_counter() - start))
     return [min(own) for own in times]
-
-
-def table(rows: Sequence[Row]) -> str:
-    """Rows as text, aligned; the accuracy in percent."""
-    first = max(len(row.name) for row in rows)
-    lines = [f"{'':<{first}}{'MACs':>16}{'params':>14}{'accuracy':>10}{f'ms per {rows[0].batch}':>13}"]
-    lines += [
-        f"{row.name:<{first}}{row.macs:>16,}{row.params:>14,}{100 * row.accuracy:>9.2f}%{row.ms:>13.2f}" for row in rows
-    ]
-    return "\n".join(lines)
 
 
 def expected_shares(found: SearchResult) -> tuple[float, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from dmcp.charts import STYLE, Bar, Cell, Point, draw_bars, draw_heat, draw_lines, draw_scatter, percent
 from dmcp.listing import PastRun, command_line, date, plain, progress, text_at, value_at
-from dmcp.pruning import OURS, UNPRUNED, Row
+from dmcp.rows import OURS, UNPRUNED, Row, gap, score, score_name
 
 _STYLE = STYLE + Path(__file__).with_name("report.css").read_text()
 _SCRIPT = Path(__file__).with_name("report.js").read_text()
@@ -69,6 +69,8 @@ def chart_runs(runs: Sequence[PastRun]) -> str:
     points = []
     for number, run in enumerate(runs):
         for row in run.rows:
+            if row.own_metric:  # no share, as the axis has them
+                continue
             name = run.name[start:] or run.name
             whose = row.name if len(runs) == 1 else name if row.name == OURS else f"{name}, {row.name}"
             hint = f"{run.name}, {row.name}: {row.macs:,} MACs, accuracy {_accuracy(row)}"
@@ -188,7 +190,9 @@ def _chart_training(run: PastRun) -> str:
 
 def _overview(runs: Sequence[PastRun]) -> str:
     """All runs in one table, and in one plot."""
-    head = ["run", "command", "model", "data", "budget", "state", "#accuracy", "#MACs", "#of unpruned", "started"]
+    kinds = sorted({score_name([run.result]) for run in runs if run.result}) or ["accuracy"]
+    column = f"#{' or '.join(kinds)}"
+    head = ["run", "command", "model", "data", "budget", "state", column, "#MACs", "#of unpruned", "started"]
     rows = []
     for number, run in enumerate(runs, start=1):
         words = [text_at(run.settings, "command"), *(text_at(run.settings, "job", key) for key in ("model", "data"))]
@@ -245,8 +249,14 @@ def _tiles(run: PastRun) -> str:
             tiles.append((title, f"{getattr(row, kind):,}", "the unpruned network was not counted"))
     if row:
         others = [other for other in run.rows if other is not row]
-        gaps = [f"{100 * (row.accuracy - other.accuracy):+.2f} points against {other.name}" for other in others]
-        tiles.append((f"Accuracy, {row.name}", _accuracy(row), ", ".join(gaps).replace("-", "\N{MINUS SIGN}")))
+        gaps = [f"{gap(row, other)} against {other.name}" for other in others]
+        tiles.append(
+            (
+                f"{score_name([row]).capitalize()}, {row.name}",
+                _accuracy(row),
+                ", ".join(gaps).replace("-", "\N{MINUS SIGN}"),
+            )
+        )
     last = next((record.ratios for record in reversed(run.search) if record.ratios), ())
     if last:
         tiles.append(("Expected cost, last step", ", ".join(map(percent, last)), "of the budget, before sampling"))
@@ -259,7 +269,7 @@ def _tiles(run: PastRun) -> str:
 
 def _networks(run: PastRun) -> str:
     timed = all(row.batch for row in run.rows)
-    head = ["network", "#MACs", "#parameters", "#accuracy"]
+    head = ["network", "#MACs", "#parameters", f"#{score_name(run.rows)}"]
     head += [f"#ms per {run.rows[0].batch} samples"] if timed else []
     rows = [
         [row.name, f"{row.macs:,}", f"{row.params:,}", _accuracy(row), *([f"{row.ms:.2f}"] if timed else [])]
@@ -310,7 +320,7 @@ def _hash(text: str) -> str:
 
 
 def _accuracy(row: Row) -> str:
-    return f"{100 * row.accuracy:.2f} %"
+    return score(row, " %")
 
 
 def _badge(run: PastRun) -> Html:

@@ -23,6 +23,7 @@ from dmcp.jobs import Corrupt, build, open_job, trace_job
 from dmcp.listing import PastRun, describe, list_runs, read_run
 from dmcp.plans import Plan
 from dmcp.report import chart_run, chart_runs, make_page
+from dmcp.rows import score, table
 from dmcp.runs import SEARCH, Run, load_search, read_json
 from dmcp.spaces import Widths
 
@@ -43,23 +44,24 @@ def runs(
     """
     if not o.is_first():
         return
-    facts = [describe(run) for run in list_runs(folder)]
+    found = list_runs(folder)
+    facts = [describe(run) for run in found]
     if as_json:
         print_json(facts)
         return
     console = Console(highlight=False, markup=False, emoji=False)
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    grid = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in _COLUMNS:
-        table.add_column(column, justify="right" if column in ("accuracy", "MACs") else "left", overflow="fold")
-    for fact in facts:
+        grid.add_column(column, justify="right" if column in ("accuracy", "MACs") else "left", overflow="fold")
+    for run, fact in zip(found, facts, strict=True):
         state = fact["state"] + (f": {fact['progress']}" if fact["progress"] else "")
-        accuracy = "" if fact["accuracy"] is None else f"{100 * fact['accuracy']:.2f} %"
+        accuracy = score(run.result, " %") if run.result else ""
         share = "" if fact["macs_share"] is None else percent(fact["macs_share"])
         words = [fact[name] for name in _COLUMNS[:5]]
-        table.add_row(*words, state, accuracy, share, fact["started"])
+        grid.add_row(*words, state, accuracy, share, fact["started"])
     if not console.is_terminal:
         console.width = 100_000  # no name is broken in a pipe
-    console.print(table if facts else f"{folder}: no runs.")
+    console.print(grid if facts else f"{folder}: no runs.")
 
 
 def report(
@@ -154,7 +156,7 @@ def evaluate(
     if as_json:
         print_json(result_facts(run, opened.graph, kept[run.name]) | {"networks": [asdict(row) for row in rows]})
     else:
-        print(pruning.table(rows))
+        print(table(rows, opened.graph))
 
 
 def _check_done(run: Path, name: str, plan: Plan) -> None:

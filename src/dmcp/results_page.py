@@ -14,10 +14,10 @@ from typing import Any, cast
 from urllib.parse import quote
 
 from dmcp.budget import parse
-from dmcp.comparing import Line
 from dmcp.cutting import MOST_JSON, read_bytes
 from dmcp.errors import BudgetError, FileError
 from dmcp.experiments import EXPERIMENTS
+from dmcp.gathering import Line
 from dmcp.graph import ChannelGraph
 from dmcp.runs import from_plain, read_json
 from dmcp.tables import between

@@ -9,7 +9,7 @@ import re
 import shutil
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -28,7 +28,8 @@ from dmcp.graph import ChannelGraph
 from dmcp.keeping import Keeper
 from dmcp.locks import LOCK
 from dmcp.markov import CHAIN, INDEPENDENT
-from dmcp.pruning import Event, PruneResult, Row, expected_shares
+from dmcp.pruning import Event, PruneResult, expected_shares
+from dmcp.rows import Row, divergence, markdown
 from dmcp.searches import SearchRecord, SearchResult
 from dmcp.spaces import Widths
 
@@ -95,14 +96,16 @@ class Run:
 
     def records(self, stage: str) -> list[dict[str, Any]]:
         """What one stage has logged."""
-        path, found = self.folder / LOG, []
+        found = (record for record in self._all_records() if record["stage"] == stage)
+        return [{key: value for key, value in record.items() if key != "stage"} for record in found]
+
+    def _all_records(self) -> Iterator[dict[str, Any]]:
+        path = self.folder / LOG
         for number, line in enumerate(self._log(), start=1):
             record = parse_json(line, f"{path}, line {number}")
             if not isinstance(record, dict) or not isinstance(record.get("stage"), str):
                 raise FileError(f"{path}, line {number}: not a record of a run.")
-            if record["stage"] == stage:
-                found.append({key: value for key, value in record.items() if key != "stage"})
-        return found
+            yield record
 
     def _log(self) -> list[bytes]:
         """Whole lines only: at the end there may be one that a kill has cut."""
@@ -153,12 +156,22 @@ class Run:
             (self.folder / WIDTHS).exists() and not (self.folder / CHECKPOINTS).exists()
         )
 
-    def finish(self, result: PruneResult, seed: int = 0) -> None:
-        """Write the network, the figures and the report."""
+    def finish(self, result: PruneResult, seed: int = 0) -> list[str]:
+        """Write the network, the figures and the report; a sentence about each training that went wrong."""
         save(result.model, result.widths, self.folder)
         figures = draw_all(result.search, result.widths, self.folder, seed=seed)
-        self.write(REPORT, report(result, [path.name for path in figures]))
+        troubles = self.troubles(row.name for row in result.rows)
+        self.write(REPORT, report(result, [path.name for path in figures], troubles))
         self.close()
+        return troubles
+
+    def troubles(self, names: Iterable[str]) -> list[str]:
+        """A sentence about each of these networks whose training went wrong, by the log."""
+        losses: dict[str, list[float]] = {name: [] for name in names}
+        for record in self._all_records():
+            if record["stage"] in losses:
+                losses[record["stage"]].append(record["loss"])
+        return [trouble for name, seen in losses.items() if (trouble := divergence(name, seen))]
 
     def close(self) -> None:
         """The run is done: its checkpoints are not needed any more."""
@@ -332,7 +345,7 @@ def _chains(path: Path, graph: ChannelGraph) -> tuple[Tensor, Tensor]:
 # the report
 
 
-def report(result: PruneResult, figures: Iterable[str]) -> str:
+def report(result: PruneResult, figures: Iterable[str], troubles: Iterable[str] = ()) -> str:
     """What a run found, as Markdown."""
     budget = result.search.budget
     spent = {"macs": result.graph.macs(result.widths), "params": result.graph.params(result.widths)}
@@ -343,18 +356,10 @@ def report(result: PruneResult, figures: Iterable[str]) -> str:
     ]
     listed = " and ".join(f"{share:.1%}" for share in expected_shares(result.search))
     lines.append(f"- expected cost at the end of the search, before sampling: {listed} of the budget")
-    lines += ["", *markdown(result.rows), "", *_widths(result.widths, result.graph), ""]
+    lines += [f"- **{trouble}**" for trouble in troubles]
+    lines += ["", *markdown(result.rows, result.graph), "", *_widths(result.widths, result.graph), ""]
     lines += [line for name in figures for line in (f"![{Path(name).stem}]({name})", "")]
     return "\n".join([*lines, f"The settings are in {SETTINGS}, every step in {LOG}.", ""])
-
-
-def markdown(rows: Iterable[Row]) -> list[str]:
-    """The final table; the accuracy is the metric's mean over the test set, in percent."""
-    rows = list(rows)
-    lines = [f"| network | MACs | params | accuracy | ms per {rows[0].batch} |", "|---|---:|---:|---:|---:|"]
-    return lines + [
-        f"| {row.name} | {row.macs:,} | {row.params:,} | {100 * row.accuracy:.2f} % | {row.ms:.2f} |" for row in rows
-    ]
 
 
 def _widths(widths: Widths, graph: ChannelGraph) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from dmcp.budget import Budget, check_reachable, spent_shares
+from dmcp.budget import Budget, check_reachable, parse, spent_shares
 from dmcp.errors import BudgetError
 from dmcp.graph import ChannelGraph
 from dmcp.searches import SearchResult
@@ -93,22 +93,28 @@ def _nothing_inside(budget: Budget, shares: Tensor) -> str:
 # controls at the same budget
 
 
-def uniform(graph: ChannelGraph, budget: Budget, floor: Widths | None = None, align: int = 1) -> Widths:
-    """One ratio for all spaces, as large as the budget allows."""
+def uniform(
+    graph: ChannelGraph, budget: int | float | str | Budget, floor: Widths | None = None, align: int = 1
+) -> Widths:
+    """One ratio for all spaces, as large as the budget allows, rounded; the rest of the budget goes to single spaces.
+
+    Each of them gets one channel (or step of `align`) more at most, those that rounding left furthest below first. Only
+    where that does not use the budget to the tolerance, as in networks of few channels, some get more.
+    """
     wish = graph.full.tensor().double()
-    return fit(graph, budget, wish, _from_floor(graph, floor, align), TOLERANCE)
+    return fit(graph, parse(budget, graph), wish, _from_floor(graph, floor, align), TOLERANCE, even=True)
 
 
 def random_widths(
     graph: ChannelGraph,
-    budget: Budget,
+    budget: int | float | str | Budget,
     generator: torch.Generator | None = None,
     floor: Widths | None = None,
     align: int = 1,
     tolerance: float = TOLERANCE,
 ) -> Widths:
     """Widths drawn uniformly until they use the budget to the tolerance; after many tries, the last are scaled."""
-    options = _from_floor(graph, floor, align)
+    options, budget = _from_floor(graph, floor, align), parse(budget, graph)
     chances = torch.rand(_CONTROLS, len(graph.spaces), generator=generator, dtype=torch.float64)
     drawn = options.widths((chances * (options.last + 1)).long())  # (N, S)
     shares = spent_shares(budget, graph, drawn).amax(dim=1)
@@ -151,11 +157,15 @@ class Options:
         return torch.searchsorted(middles, wish[:, None].to(middles)).squeeze(1).minimum(self.last)
 
 
-def fit(graph: ChannelGraph, budget: Budget, wish: Tensor, options: Options, tolerance: float) -> Widths:
+def fit(
+    graph: ChannelGraph, budget: Budget, wish: Tensor, options: Options, tolerance: float, even: bool = False
+) -> Widths:
     """The options nearest to the wished widths that are inside every limit, and use the binding one to the tolerance.
 
     If the rounded wish is not, all of it is scaled by one number up to the border; then single spaces grow, those
     furthest below their wish first: back to the wish as far as the limits allow, beyond it up to the tolerance only.
+    With `even` they grow by one option only, more of them up to the tolerance only: spaces that cost little would
+    otherwise come back to the wish whole, and the others stay where they are.
     """
 
     def share(places: Tensor) -> float:
@@ -168,7 +178,8 @@ def fit(graph: ChannelGraph, budget: Budget, wish: Tensor, options: Options, tol
     places, spent = wished, share(wished)
     if not tolerance <= spent <= 1:
         places = _scale(options, wish, share, bar=1.0 if spent > 1 else tolerance)
-        places = _grow(options, wish, share, places, goal=wished.maximum(places), enough=float("inf"))
+        goal = (places + 1).minimum(options.last) if even else wished.maximum(places)
+        places = _grow(options, wish, share, places, goal, enough=float("inf"))
         places = _grow(options, wish, share, places, goal=options.last, enough=tolerance)
     if share(places) < tolerance:
         places = _exchange(graph, budget, options, wish, places, tolerance)

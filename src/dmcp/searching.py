@@ -193,7 +193,9 @@ def _prepare(net: Supernet, config: SearchConfig, arch_loader: Loader | None) ->
         )
     path = chains(net, config.process, config.smallest, config.largest, config.align)
     if not path.sizes[:, 1:].any():
-        raise WidthsError("There is nothing to search: no space has a second group; use more groups.")
+        raise WidthsError(
+            "There is nothing to search: no space has a second group; use more groups or a smaller align."
+        )
     budget = parse(config.budget, net.graph)
     largest = net.graph.widths(path.sizes.sum(dim=1).tolist())
     check_reachable(budget, net.graph, _smallest(net, path), largest)

@@ -6,26 +6,31 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dmcp.batches import device_of, generator
 from dmcp.budget import parse
+from dmcp.data import preprocessing
 from dmcp.errors import FileError, StoppedError, TrainingError
+from dmcp.given import check_classifier, check_finite
 from dmcp.jobs import Opened, open_job
 from dmcp.keeping import Keeper
 from dmcp.locks import Lock
 from dmcp.plans import Plan, facts_of
 from dmcp.progress import Progress
-from dmcp.pruning import Event
+from dmcp.pruning import DivergenceWarning, Event
 from dmcp.ranks import Ranks, Watch, join, leave, share_tensors
 from dmcp.runs import SETTINGS, Run, open_run, read_json
 from dmcp.trackers import Tracker, open_tracker
 
 _FACTS = ("fingerprint", "macs", "data")  # must be as they were when a run goes on
+INPUT = "input.json"  # how images become inputs: see docs/data.md
 _LONGEST = 4096  # bytes of a path
 
 
@@ -68,6 +73,12 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def tell_notices(opened: Opened) -> None:
+    """Say what a person may not know about the data."""
+    for text in opened.notices:
+        say(text)
+
+
 @contextlib.contextmanager
 def session(
     plan: Plan, folder: Path, resume: bool, quiet: bool, check: Callable[[Opened], None] | None = None
@@ -80,7 +91,10 @@ def session(
             asked = undo.enter_context(_signals())
             if ranks.world > 1 and plan.job.place.type == "cuda":
                 torch.cuda.set_device(plan.job.place)
+            undo.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore", DivergenceWarning)  # the command says it at its end
             opened = open_job(plan.job)
+            check_given(opened)
             if check:
                 check(opened)
             folder = Path(_share_text(str(folder), ranks))
@@ -104,13 +118,24 @@ def session(
         leave()
 
 
+def check_given(opened: Opened) -> None:
+    """Refuse a network that is no classifier of these images, or whose numbers are none."""
+    model, data = opened.model, opened.data
+    noise = torch.randn(2, *data.shape, generator=generator(0)).to(device_of(model))
+    check_classifier(model, noise, data.classes)
+    check_finite(model, noise)
+
+
 def _take(plan: Plan, opened: Opened, folder: Path, resume: bool, undo: contextlib.ExitStack) -> Run:
     """The run folder: a new one with its settings, or an old one, back at its last checkpoint."""
     facts = facts_of(opened)
     if not resume:
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
         run = open_run(folder)
+        undo.push(lambda kind, error, trace: _give_up(folder, made) if error else None)
         undo.enter_context(Lock(folder))
         run.write(SETTINGS, plan.to_json() | facts | {"argv": sys.argv})
+        run.write(INPUT, preprocessing(opened.data))
         return run
     undo.enter_context(Lock(folder))
     stored, run = read_json(folder / SETTINGS), Run(folder)
@@ -126,6 +151,16 @@ def _take(plan: Plan, opened: Opened, folder: Path, resume: bool, undo: contextl
     return run
 
 
+def _give_up(folder: Path, made: Sequence[Path]) -> None:
+    """Remove a new run that failed before its first step: the folder is then free for the corrected command."""
+    with contextlib.suppress(OSError):
+        if {path.name for path in folder.iterdir()} <= {SETTINGS, INPUT}:
+            for name in (SETTINGS, INPUT):
+                (folder / name).unlink(missing_ok=True)
+            for path in made:
+                path.rmdir()
+
+
 def _track(plan: Plan, opened: Opened, folder: Path) -> Tracker:
     """What also sends the curves elsewhere, if it was asked for."""
     limits = parse(plan.search.budget, opened.graph).limits if plan.search else ()
@@ -133,8 +168,10 @@ def _track(plan: Plan, opened: Opened, folder: Path) -> Tracker:
 
 
 def _describe(here: Session, quiet: bool) -> None:
-    """State the batch and the learning rates, of all ranks together."""
+    """State what a person may not know, then the batch and the learning rates, of all ranks together."""
     plan, ranks = here.plan, here.ranks
+    if ranks.first:
+        tell_notices(here.opened)
     if quiet or not ranks.first:
         return
     shares = f" on {ranks.world} ranks" if ranks.world > 1 else ""
@@ -164,8 +201,9 @@ def _signals() -> Iterator[Callable[[], bool]]:
     def note(number: int, frame: Any) -> None:
         if asked and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if not asked:
+            say("asked to stop: the step is finished and saved first")
         asked.append(number)
-        say("asked to stop: the step is finished and saved first")
 
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False

@@ -13,12 +13,11 @@ from torch import Tensor
 from dmcp.batches import input_of, size_of
 from dmcp.budget import Budget, budget_loss, ratios
 from dmcp.engine import Precision, autocast
-from dmcp.errors import TrainingError
 from dmcp.ranks import ALONE, Ranks, mean_gradients
 from dmcp.recording import tensors_in
 from dmcp.sandwich import Chains
 from dmcp.supernet import Supernet
-from dmcp.training import Loss, imitation
+from dmcp.training import Loss, imitation, one_number
 
 Run = Callable[[Any, Tensor | None], Any]  # a network on an input and the head's output
 
@@ -103,7 +102,7 @@ def weight_step(
             given = subnet.part(h) if isinstance(subnet, Sliced) and h is not None else h
             with autocast(net.alpha.device, precision):
                 output = _run(net, passes, subnet, x, given)
-                value = imitation(output, target) if distil and target else _number(loss(output, batch))
+                value = imitation(output, target) if distil and target else one_number(loss(output, batch))
             slopes, back = _add_slopes(slopes, back, value * (size_of(batch) / samples), weights, given, h)
             losses.append(value.detach())
             target = target or [tensor.detach() for tensor in tensors_in(output)]
@@ -142,7 +141,7 @@ def arch_step(
             assert loss is not None
             gates = chains.gates(chains.marginals(net.alpha))
             with autocast(net.alpha.device, precision):
-                value = _number(loss((passes or net)(input_of(batch), gates), batch))
+                value = one_number(loss((passes or net)(input_of(batch), gates), batch))
             torch.autograd.backward(value * (size_of(batch) / samples))
             task.append(value.detach())
         mean_gradients(_parameters(optimizer), samples, ranks)
@@ -232,9 +231,3 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     for dtype in {target.dtype for target in targets}:
         pairs = [pair for pair in zip(targets, sources, strict=True) if pair[0].dtype == dtype]
         torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
-
-
-def _number(loss: Tensor) -> Tensor:
-    if loss.ndim:
-        raise TrainingError(f"A loss must be one number, not a tensor of shape {tuple(loss.shape)}.")
-    return loss

@@ -24,3 +24,11 @@ def spread(shares: Sequence[float]) -> str:
 def between(least: str, most: str) -> str:
     """A range, or the one value."""
     return least if least == most else f"{least}–{most}"
+
+
+def points(differences: Sequence[float]) -> str:
+    """Mean ± standard deviation (how many) of differences between shares, in percentage points with their sign."""
+    if not differences:
+        return ""
+    deviation = f" ± {100 * statistics.stdev(differences):.2f}" if len(differences) > 1 else ""
+    return f"{100 * statistics.fmean(differences):+.2f}{deviation} ({len(differences)})"

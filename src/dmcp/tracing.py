@@ -34,7 +34,7 @@ def trace(
     model: nn.Module,
     example_input: Any,
     frozen: Iterable[str] = (),
-    rules: Mapping[Func, Rule] = RULES,
+    rules: Mapping[Func, Rule] | None = None,
     exact: bool = True,
     strict: bool = False,
 ) -> ChannelGraph:
@@ -42,7 +42,7 @@ def trace(
 
     example_input: a tensor, a tuple of positional or a dict of keyword arguments; dim 0 of each tensor is the batch.
     frozen: modules or spaces, by name, whose channels stay whole.
-    rules: op -> channel rule; extend with `RULES | {op: rule}`.
+    rules: op -> channel rule, `dmcp.RULES` by default; extend with `RULES | {op: rule}`.
     exact: keep whole what a gated network computes differently from a cut one (channels under LayerNorm).
     strict: raise on an op without a rule, and bind no attribute by its value.
     """
@@ -51,7 +51,7 @@ def trace(
     frozen = [frozen] if isinstance(frozen, str) else list(frozen or ())
     if not all(isinstance(name, str) for name in frozen):
         raise TraceError(f"frozen takes names of modules or spaces, not {frozen!r}.")
-    coupling = couple(recordings, rules, strict, frozen)
+    coupling = couple(recordings, RULES if rules is None else rules, strict, frozen)
     parameters = [name for name, _ in model.named_parameters()]
     mixed = [pair for facts in coupling.facts for pair in facts.mixed] if exact else []
     mixed = [(layout, reason) for layout, reason in mixed if coupling.channels.freeze(layout, reason)]

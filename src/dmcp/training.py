@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from numbers import Real
 from typing import Any
 
 import torch
@@ -273,7 +274,7 @@ def evaluate(
         for batch in loader:
             batch = on_device(batch, device)
             if size_of(batch):  # of a small last batch some ranks have no part
-                value, samples = metric(run(input_of(batch)), batch)
+                value, samples = _sum_and_count(metric(run(input_of(batch)), batch))
                 sums.append(value.to(widest(device)))
                 count += samples
     total = torch.stack([torch.stack(sums).sum(), sums[0].new_tensor(float(count))])
@@ -348,14 +349,45 @@ class _Log:
 def _loss(forward: Forward, batch: Any, loss: Loss, teacher: Forward | None, share: float) -> Tensor:
     """The task's loss, with a teacher mixed with imitation."""
     output = forward(input_of(batch))
-    value = loss(output, batch)
-    if value.ndim:
-        raise TrainingError(f"A loss must be one number, not a tensor of shape {tuple(value.shape)}.")
+    value = one_number(loss(output, batch))
     if teacher is None:
         return value
     with torch.no_grad():
         target = tensors_in(teacher(input_of(batch)))
     return (1 - share) * value + share * imitation(output, target)
+
+
+def one_number(value: Any) -> Tensor:
+    """What a loss gave, if it can be trained on."""
+    if not isinstance(value, Tensor):
+        raise TrainingError(
+            f"A loss must return a tensor of one number, whose gradient is needed, not a {type(value).__name__}: "
+            "leave out .item() and the like."
+        )
+    if value.ndim:
+        raise TrainingError(
+            f"A loss must be one number, not a tensor of shape {tuple(value.shape)}: return its mean over the samples."
+        )
+    return value
+
+
+def _sum_and_count(found: Any) -> tuple[Tensor, Any]:
+    """What a metric gave, if it is a sum and a count."""
+    match found:
+        case Tensor(ndim=0) as total, Real() | Tensor(ndim=0) as count:
+            return total, count
+        case tuple() | list():
+            what = f"({', '.join(map(_kind, found))})"
+        case _:
+            what = _kind(found)
+    raise TrainingError(
+        "A metric must return two things, its sum over the samples as a tensor of one number and how many samples "
+        f"there are, not {what}: a mean does not say how many it is of."
+    )
+
+
+def _kind(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def _logits(output: Any) -> Tensor:

@@ -1,0 +1,68 @@
+"""Whether a network as it was given can be worked with at all, told in one sentence before anything is done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dmcp.batches import device_of
+from dmcp.errors import TrainingError
+from dmcp.recording import call_model, tensors_in
+from dmcp.slicing import narrow, unwrap
+
+
+@torch.no_grad()
+def check_finite(model: nn.Module, example: Any) -> None:
+    """Refuse a network with a tensor, or with an output on the example, that is not finite."""
+    model = unwrap(model)
+    for name, parameter in model.named_parameters():
+        if not _is_finite(parameter):
+            raise TrainingError(
+                f"The network's {name} holds numbers that are NaN or infinite: give it other weights, such as those of "
+                "an earlier checkpoint."
+            )
+    for name, buffer in model.named_buffers():
+        if not buffer.is_meta and buffer.isnan().any():  # infinite ones may be a mask
+            raise TrainingError(
+                f"The network's {name} holds numbers that are NaN: give it other weights, such as those of an earlier "
+                "checkpoint."
+            )
+    outputs = tensors_in(_output(model, example, train=False))
+    if not all(map(_is_finite, outputs)):
+        raise TrainingError(
+            "The output of the network on an example is NaN or infinite, though its weights are not: look for a "
+            "division by 0, a logarithm or an overflow in its forward."
+        )
+
+
+@torch.no_grad()
+def check_classifier(model: nn.Module, example: Tensor, classes: int) -> None:
+    """Refuse a network that does not give one tensor (N, classes), in training or in test."""
+    for train in (False, True):
+        output = _output(unwrap(model), example, train)
+        if output is None:  # what is wrong is said by whoever runs it next
+            return
+        if isinstance(output, Tensor) and output.ndim == 2 and output.shape[1] >= classes:
+            continue
+        what = f"a tensor {tuple(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
+        when = " in training" if train else ""
+        raise TrainingError(
+            f"The network gives {what}{when}, not one tensor of {len(example)} images x {classes} classes: the command "
+            "line trains classifiers only; in Python dmcp.prune(..., loss=..., metric=...) takes any network."
+        )
+
+
+def _output(model: nn.Module, example: Any, train: bool) -> Any:
+    """What the network gives, by a copy: a forward may write into buffers; None if it cannot run."""
+    device = device_of(model)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            return call_model(narrow(model, {}, {}).train(train), example)
+        except Exception:
+            return None
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return tensor.is_meta or bool(tensor.isfinite().all())

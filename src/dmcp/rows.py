@@ -1,0 +1,124 @@
+"""The final table: what each network costs and how well it does, what was gained, and how far that can be trusted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from dmcp.graph import ChannelGraph
+
+OURS, UNPRUNED, UNIFORM = "ours", "unpruned", "uniform widths"  # networks of the final table
+AS_GIVEN = "as given"  # the network before anything was done to it, where its weights are inherited
+ROUNDS = 10  # passes that are timed
+_LONG = 10  # steps of a training of which a tenth says something
+_RISE = 0.1  # what the loss of one batch may differ by without a meaning
+
+
+@dataclass(frozen=True)
+class Row:
+    """One network of the final table."""
+
+    name: str
+    macs: int  # of one sample
+    params: int
+    accuracy: float  # mean of the metric over the test set
+    ms: float = 0.0  # fastest pass over one batch on this machine
+    batch: int = 0  # samples in that batch
+    samples: int = 0  # it was tested on; 0: not known
+    own_metric: bool = False  # whether the metric is the user's: a plain number, not a share of right answers
+
+
+def score(row: Row, unit: str = "%") -> str:
+    """The accuracy in percent, or the metric with four digits."""
+    return f"{row.accuracy:.4g}" if row.own_metric else f"{100 * row.accuracy:.2f}{unit}"
+
+
+def gap(row: Row, other: Row) -> str:
+    """How much better or worse a network is than another one: in points, or in the metric's own unit."""
+    difference = row.accuracy - other.accuracy
+    return f"{difference:+.4g}" if row.own_metric else f"{100 * difference:+.2f} points"
+
+
+def score_name(rows: Sequence[Row]) -> str:
+    """What the column is called."""
+    return "metric" if any(row.own_metric for row in rows) else "accuracy"
+
+
+def table(rows: Sequence[Row], graph: ChannelGraph) -> str:
+    """Rows as aligned text, and below it what they mean; `graph` is of the unpruned network."""
+    lines = _cells(rows, graph, "%")
+    widths = [max(map(len, column)) + 3 for column in zip(*lines, strict=True)]
+    text = [
+        "".join(f"{cell:>{width}}" if place else f"{cell:<{width}}" for place, (cell, width) in enumerate(pairs))
+        for pairs in (list(zip(line, widths, strict=True)) for line in lines)
+    ]
+    return "\n".join([*text, "", *notes(rows, graph)])
+
+
+def markdown(rows: Sequence[Row], graph: ChannelGraph) -> list[str]:
+    """The same as the lines of a Markdown file."""
+    head, *rest = _cells(rows, graph, " %")
+    lines = [["network", *head[1:]], ["---", *["---:"] * (len(head) - 1)], *rest]
+    return [*(f"| {' | '.join(line)} |" for line in lines), "", *(f"- {note}" for note in notes(rows, graph))]
+
+
+def _cells(rows: Sequence[Row], graph: ChannelGraph, unit: str) -> list[list[str]]:
+    """The table as texts, its first line the names of the columns."""
+    macs, params = graph.macs(), graph.params()
+    head = ["", "MACs", "share", "params", "share", score_name(rows), f"ms per {rows[0].batch}"]
+    shares = [[f"{100 * part / whole:.1f}{unit}" for part, whole in _of(row, macs, params)] for row in rows]
+    return [head] + [
+        [row.name, f"{row.macs:,}", one, f"{row.params:,}", other, score(row, unit), f"{row.ms:.2f}"]
+        for row, (one, other) in zip(rows, shares, strict=True)
+    ]
+
+
+def _of(row: Row, macs: int, params: int) -> list[tuple[int, int]]:
+    return [(row.macs, macs or 1), (row.params, params or 1)]
+
+
+def notes(rows: Sequence[Row], graph: ChannelGraph) -> list[str]:
+    """What a reader of the table should know: what the shares are of, what was gained, and how sure that is."""
+    found = [f"shares are of the unpruned network: {graph.macs():,} MACs, {graph.params():,} params"]
+    ours = next((row for row in rows if row.name == OURS), None)
+    others = [row for row in rows if row is not ours]
+    if ours and others:
+        found.append(f"{OURS}: {', '.join(f'{gap(ours, other)} against {other.name}' for other in others)}")
+    if rows[0].samples and not rows[0].own_metric:
+        points = 100 * max(standard_error(row.accuracy, row.samples) for row in rows)
+        sure = f"an accuracy is known to \N{PLUS-MINUS SIGN} {points:.1f} points (standard error)"
+        found.append(f"{rows[0].samples:,} test samples: {sure}")
+    elif rows[0].samples:
+        found.append(f"{rows[0].samples:,} test samples")
+    if rows[0].batch:
+        found.append(f"ms: the fastest of {ROUNDS} passes over a batch of {rows[0].batch} on this machine")
+    return found
+
+
+def standard_error(share: float, count: int) -> float:
+    """Of a share of right answers among so many: sqrt(p (1 - p) / n).
+
+    Where none or all are right the formula says 0, though nobody can be that sure: there it is about one sample.
+    """
+    edge = 1 / (count + 2)
+    share = min(max(share, edge), 1 - edge)
+    return math.sqrt(share * (1 - share) / count)
+
+
+def divergence(name: str, losses: Sequence[float]) -> str:
+    """A sentence about a training whose loss ended higher than it began; empty if it did not.
+
+    The end is the mean of the last tenth. Inherited weights may be as good at the beginning as at the end, and the
+    loss of one batch is not that of another: a little higher is no sign.
+    """
+    if len(losses) < _LONG:
+        return ""
+    first, last = losses[0], fmean(losses[-(len(losses) // 10) :])
+    if not last > first + _RISE * abs(first):
+        return ""
+    return (
+        f"The training of {name!r} went wrong: its loss was {first:.4g} at the first step and {last:.4g} at the end; a "
+        "smaller learning rate (--lr, in Python lr of the TrainConfig) often helps."
+    )

@@ -1,0 +1,286 @@
+"""A network as it was given: what it is worth before pruning, and what is said where nothing can be done with it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from test_cli import SHORT, SMALL, Capture, numbers, run
+from test_pruning import SEARCH, TRAIN, Noise, traced
+from torch import Tensor, nn
+
+import dmcp
+from dmcp.errors import TrainingError
+from dmcp.given import check_classifier, check_finite
+from dmcp.listing import read_run
+from dmcp.nets import build
+from dmcp.options import RetrainKind
+from dmcp.pruning import DivergenceWarning, Retrain
+from dmcp.report import make_page
+from dmcp.rows import AS_GIVEN, OURS, Row, divergence, notes, standard_error, table
+from dmcp.runs import open_run
+from dmcp.sessions import _signals
+from dmcp.training import evaluate
+
+NETS = """
+import torch
+from torch import nn
+
+class Two(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        layers = nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+        self.body = nn.Sequential(*layers)
+        self.head, self.box = nn.Linear(8, classes), nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.body(x)
+        return {"classes": self.head(x), "box": self.box(x)}
+
+class Root(nn.Module):
+    def forward(self, x):
+        return torch.sqrt(-1 - x.square())
+
+def two(num_classes):
+    return Two(num_classes)
+
+def root(num_classes):
+    first = [nn.Conv2d(1, 8, 3), nn.ReLU(), Root()]
+    return nn.Sequential(*first, nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes))
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of weights."""
+    path = tmp_path_factory.mktemp("weights") / "net.pth"
+    torch.manual_seed(0)
+    torch.save(build("digits:resnet").state_dict(), path)
+    return path
+
+
+# inherited weights
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "epochs"),
+    [((), "inherit", 20), (("--retrain", "scratch"), "scratch", 100), (("--retrain", "teacher"), "teacher", 100)],
+)
+def test_given_weights_are_kept_unless_somebody_says_otherwise(
+    words: tuple[str, ...], kind: str, epochs: int, trained: Path, capsys: Capture
+) -> None:
+    plans = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dmcp.commands._forecast", lambda plan, as_json: plans.append(plan))
+        assert run(capsys, "prune", *SMALL, "--dry-run", *words, "--weights", str(trained))[0] == 0
+        assert run(capsys, "prune", *SMALL, "--dry-run", *words)[0] == 0
+        assert run(capsys, "prune", "--recipe", "imagenet_resnet18_1040m", *SMALL, "--dry-run", *words)[0] == 0
+    with_weights, without, recipe = plans
+    assert (with_weights.retrain, with_weights.train.epochs) == (kind, epochs)
+    assert without.retrain == recipe.retrain == (words[1] if words else "scratch")
+    assert json.loads(json.dumps(with_weights.to_json()))["options"]["retrain"] == kind
+    assert "inherit with --weights" in RetrainKind.__metadata__[0].help
+
+
+def test_the_given_network_is_tested_as_it_is() -> None:
+    model, graph = traced()
+    before = copy.deepcopy(model)
+    test = Noise(3)
+    result = dmcp.prune(model, Noise(), test, graph=graph, search=SEARCH, train=TRAIN, retrain=Retrain.INHERIT)
+    given, ours = result.rows
+    assert (given.name, ours.name) == (AS_GIVEN, OURS)
+    assert given.accuracy == evaluate(before, test)
+    assert (given.macs, given.params) == (graph.macs(), graph.params())
+    assert "points against as given" in result.table
+
+
+def test_a_command_tests_the_given_network(trained: Path, tmp_path: Path, capsys: Capture) -> None:
+    words = (*SMALL, "--epochs", "1", "--weights", str(trained), "--json", "--out", str(tmp_path / "run"))
+    code, out, err = run(capsys, "train", *words)
+    assert (code, err) == (0, "")
+    assert [row["name"] for row in numbers(out)] == [AS_GIVEN, "unpruned"]
+    past = read_run(tmp_path / "run")
+    assert past.result is not None and past.result.name == "unpruned"
+    assert "as given" in make_page([past]) and "| as given |" in (tmp_path / "run" / "report.md").read_text()
+
+
+# networks that nothing can be done with
+
+
+def test_numbers_that_are_none_are_named() -> None:
+    model, graph = traced()
+    broken = copy.deepcopy(model)
+    name, parameter = list(broken.named_parameters())[2]
+    parameter.data.view(-1)[0] = float("inf")
+    for graph_or_none in (graph, None):
+        with pytest.raises(TrainingError, match=f"^The network's {name} holds numbers that are NaN or infinite"):
+            dmcp.prune(broken, Noise(), Noise(1), graph=graph_or_none)
+    broken = copy.deepcopy(model)
+    name, buffer = next((name, it) for name, it in broken.named_buffers() if it.is_floating_point())
+    buffer[0] = float("nan")
+    with pytest.raises(TrainingError, match=f"^The network's {name} holds numbers that are NaN:"):
+        dmcp.prune(broken, Noise(), Noise(1))
+    masked = nn.Sequential(nn.Conv2d(3, 4, 3))
+    masked.register_buffer("mask", torch.tensor([float("-inf"), 0.0]))
+    check_finite(masked, torch.zeros(2, 3, 8, 8))  # a mask may be infinite
+
+
+def test_a_network_without_a_finite_output_is_refused() -> None:
+    class Root(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sqrt(-1 - x.square())
+
+    model = nn.Sequential(nn.Conv2d(*(traced()[1].input_shape[0], 8), 3), Root(), nn.Flatten(), nn.LazyLinear(5))
+    model(torch.zeros(2, *traced()[1].input_shape))
+    with pytest.raises(TrainingError, match="output of the network on an example is NaN or infinite"):
+        dmcp.prune(model, Noise(), Noise(1))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "given_nets.py").write_text(NETS)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", ["prune", "search", "train"])
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (
+            "given_nets:two",
+            "gives a dict, not one tensor of 2 images x 10 classes: the command line trains classifiers",
+        ),
+        ("given_nets:root", "output of the network on an example is NaN or infinite"),
+    ],
+)
+def test_a_command_refuses_before_it_writes(model: str, words: str, command: str, here: Path, capsys: Capture) -> None:
+    other = [word for word in SMALL if word != "digits:resnet"]
+    other.insert(1, model)
+    code, out, err = run(capsys, command, *other, "--out", "runs/one")
+    assert (code, out) == (2, "") and len(err.splitlines()) == 1
+    assert words in err
+    assert {path.name for path in here.iterdir()} <= {"given_nets.py", "__pycache__"}
+
+
+def test_weights_with_nan_are_refused_by_name(here: Path, capsys: Capture) -> None:
+    state = build("digits:resnet").state_dict()
+    state["fc.bias"][3] = float("nan")
+    torch.save(state, "bad.pth")
+    code, _, err = run(capsys, "prune", *SHORT, "--weights", "bad.pth", "--dry-run")
+    assert code == 2 and "The network's fc.bias holds numbers that are NaN or infinite" in err
+
+
+def test_outputs_that_differ_in_training_are_seen() -> None:
+    class Aux(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+            x = self.norm(x)
+            return (x, x) if self.training else x
+
+    net, x = Aux(), torch.randn(2, 4)
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(TrainingError, match="gives a tuple in training"):
+        check_classifier(net, x, 4)
+    with pytest.raises(TrainingError, match=r"gives a tensor \(2, 4\), not one tensor of 2 images x 5 classes"):
+        check_classifier(net, x, 5)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_run_that_fails_before_its_first_step_leaves_nothing(exists: bool, here: Path, capsys: Capture) -> None:
+    if exists:
+        (here / "mine" / "one").mkdir(parents=True)
+    words = ("prune", *SHORT, "--out", "mine/one")
+    assert run(capsys, *words, "--search-lr", "1e30")[0] == 2
+    assert list((here / "mine").rglob("*")) == ([here / "mine" / "one"] if exists else [])
+    assert (here / "mine").exists() == exists
+
+
+# what is said of a result
+
+
+def test_a_training_that_went_wrong_is_told() -> None:
+    model, graph = traced()
+    loader = Noise(6)
+    wild = type(TRAIN)(epochs=5, reference_batch=None, lr=3000.0, warmup_lr=3000.0, weight_decay=0)
+    with pytest.warns(DivergenceWarning, match=r"The training of 'ours' went wrong: its loss was .* \(--lr"):
+        dmcp.prune(model, loader, Noise(1), graph=graph, search=SEARCH, train=wild)
+
+
+def test_only_a_rise_is_a_divergence() -> None:
+    assert divergence("ours", [2.3, *[9.0] * 8, 4e5])
+    assert divergence("ours", [-1.0] * 10 + [-0.5] * 10)
+    assert not divergence("ours", [2.3] * 18 + [9.0, 1.0, 1.0])
+    assert not divergence("ours", [0.1] * 10 + [0.105] * 10)  # inherited weights, as good as before
+    assert not divergence("ours", [2.3, 9.0])  # too short to tell
+
+
+def test_a_command_tells_that_a_training_went_wrong(tmp_path: Path, capsys: Capture) -> None:
+    words = (*SMALL, "--epochs", "6", "--lr", "100", "--out", str(tmp_path / "run"))
+    code, _, err = run(capsys, "train", *words)
+    assert code == 0
+    (line,) = err.splitlines()
+    assert line.startswith("The training of 'unpruned' went wrong") and "--lr" in line
+    assert line in (tmp_path / "run" / "report.md").read_text()
+
+
+def test_the_error_is_that_of_a_share() -> None:
+    assert standard_error(0.6, 60) == pytest.approx(0.0632, abs=1e-4)
+    assert 0 < standard_error(1.0, 60) < 0.02
+    _, graph = traced()
+    rows = [Row(OURS, 5, 5, 0.6, 1.0, 8, 60)]
+    assert "60 test samples: an accuracy is known to ± 6.3 points (standard error)" in notes(rows, graph)
+    assert not [note for note in notes([Row(OURS, 5, 5, 0.6)], graph) if "test samples" in note]  # an old log
+    assert f"{100 * 5 / graph.macs():.1f}%" in table(rows, graph)
+
+
+def test_own_metrics_are_plain_numbers_in_a_report(tmp_path: Path) -> None:
+    model, graph = traced()
+    folder = open_run(tmp_path / "run")
+    result = dmcp.prune(
+        model,
+        Noise(),
+        Noise(1),
+        graph=graph,
+        search=SEARCH,
+        train=TRAIN,
+        controls=True,
+        metric=lambda output, batch: (torch.tensor(7.34731 * len(output)), len(output)),
+        on_event=folder.on_event,
+    )
+    folder.finish(result)
+    past = read_run(folder.folder)
+    assert all(row.own_metric for row in past.rows)
+    page = make_page([past])
+    assert "7.347" in page and "734.7" not in page and "Metric, ours" in page
+    assert "| metric |" in (folder.folder / "report.md").read_text()
+
+
+def test_old_logs_still_load(tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text("{}")
+    old = {"stage": "test", "name": "ours", "macs": 5, "params": 4, "accuracy": 0.5}
+    (tmp_path / "log.jsonl").write_text(json.dumps(old) + "\n")
+    (row,) = read_run(tmp_path).rows
+    assert row == Row("ours", 5, 4, 0.5) and not row.own_metric
+
+
+def test_it_is_said_once_that_a_stop_was_asked_for(capsys: Capture) -> None:
+    with _signals() as asked:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGTERM)
+        assert asked()
+    assert capsys.readouterr().err.count("asked to stop") == 1
+
+
+@pytest.mark.parametrize(("typed", "said"), [("export", "see dmcp --help"), ("reprot", "Did you mean 'report'?")])
+def test_only_what_is_alike_is_suggested(typed: str, said: str, capsys: Capture) -> None:
+    code, _, err = run(capsys, typed)
+    assert code == 2 and said in err and ("report" in err) == (typed == "reprot")
