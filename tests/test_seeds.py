@@ -324,3 +324,19 @@ def test_two_real_seeds(tmp_path: Path) -> None:
     written = {path: path.stat().st_mtime_ns for folder in folders for path in folder.iterdir()}
     assert run_seeds([*argv, "--batch", "256"], [0, 1], tmp_path / "runs", CPU) == folders
     assert {path: path.stat().st_mtime_ns for folder in folders for path in folder.iterdir()} == written
+
+
+def test_seeds_stop_when_the_command_that_started_them_is_gone(tmp_path: Path) -> None:
+    out = tmp_path / "many"
+    words = ["prune", "--model", "digits:resnet", "--data", "digits", "--seeds", "2", "--search-epochs", "400"]
+    command = [sys.executable, "-m", "dmcp", *words, "--epochs", "1", "--batch", "256", "--device", "cpu", "--out", out]
+    parent = subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: all((out / f"seed-{seed}" / LOG).exists() for seed in (0, 1)))
+        locks = [json.loads(path.read_text()) for path in out.glob("seed-*/lock.json")]
+    finally:
+        parent.kill()
+        parent.wait()
+    assert len(locks) == 2
+    wait_for(lambda: not any(alive(lock["pid"], None) for lock in locks))
+    assert all((out / f"seed-{seed}" / "checkpoints").exists() for seed in (0, 1))  # they saved before they went

@@ -16,6 +16,7 @@ from dmcp import pruning, sampling
 from dmcp import seeds as several
 from dmcp.budget import check_reachable, costs, parse
 from dmcp.calibration import recalibrate
+from dmcp.children import following_parent
 from dmcp.cutting import cut, save
 from dmcp.errors import DmcpError, WidthsError
 from dmcp.figures import draw_all
@@ -102,7 +103,11 @@ def prune(
             raise DmcpError("--seeds starts a process for each seed by itself: leave torchrun out.")
         _prune_seeds(plan, seeds, out, quiet, as_json)
         return
-    with session(plan, _folder(plan, out, resume), bool(resume), quiet, lambda it: _check_budget(plan, it)) as here:
+    folder = _folder(plan, out, resume)
+    with (
+        following_parent(),  # of several seeds
+        session(plan, folder, bool(resume), quiet, lambda it: _check_budget(plan, it)) as here,
+    ):
         opened = here.opened
         result = pruning.prune(
             opened.model,
