@@ -422,6 +422,44 @@ def test_cells_of_another_protocol_are_no_part_of_the_table(folder: Path) -> Non
     assert stored(folder / "nowhere") is None
 
 
+def test_seeds_of_one_row_have_the_same_settings(folder: Path) -> None:
+    few, many = (
+        replace(SMALL, methods=("uniform", "slimming"), settings={"slimming": {"sparsity": n}}) for n in (0.1, 0.2)
+    )
+    run_comparison(few, folder, quiet=True)
+    with pytest.raises(FileError, match=r"slimming-seed5: another seed of this row, slimming-seed0, was begun with"):
+        run_comparison(replace(many, seeds=(5,)), folder, quiet=True)
+    path = folder / comparing.PLANS / "slimming-50%-seed0.json"
+    plan = json.loads(path.read_text())
+    place = folder / "slimming-50%-seed5"
+    shutil.copytree(folder / "slimming-50%-seed0", place)  # as older versions let it happen
+    plan["job"]["seed"], plan["cell"]["settings"] = 5, {"sparsity": 0.2}
+    path.with_name("slimming-50%-seed5.json").write_text(json.dumps(plan))
+    with pytest.raises(FileError, match="slimming-50%-seed0 and slimming-50%-seed5 are not the same method"):
+        stored(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("uniform-50%-seed0/settings.json", None),
+        ("uniform-50%-seed0/cost.json", "{}"),
+        ("plans/uniform-50%-seed0.json", '{"train": null}'),
+        ("commands.jsonl", "5\n\xff"),
+        ("compare.json", '{"speeds": {"device": "", "batch": 0, "ms": {"a": "b"}}}'),
+    ],
+)
+def test_damage_does_not_stop_the_table(folder: Path, name: str, text: str | None) -> None:
+    run_comparison(SMALL, folder, quiet=True)
+    (folder / name).unlink(missing_ok=True)
+    if text is not None:
+        (folder / name).write_bytes(text.encode("latin-1"))
+    found = stored(folder)
+    assert found
+    table_files.write_table(found, folder)
+    assert ("uniform" in (folder / "compare.md").read_text()) is not name.startswith(("uniform", "plans"))
+
+
 def test_a_method_of_one_ratio_has_rows_where_it_was_run_only(folder: Path) -> None:
     run_comparison(replace(SMALL, methods=("uniform", "l1")), folder, quiet=True)
     run_comparison(replace(SMALL, methods=("uniform",), budgets=("30%",)), folder, quiet=True)

@@ -7,7 +7,6 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ import pytest
 from planted import planted_problem
 
 from dmcp import cli, comparing
+from dmcp.asked_methods import read_names
 from dmcp.budget import spent_shares
-from dmcp.children import COMMAND
 from dmcp.errors import BudgetError, DmcpError, TrainingError
 from dmcp.methods import METHODS, PEERS, Method, Own, Start, blamed, find_method, prepare, settle, title
 from dmcp.methods.problem import FILLED, Choice, Problem
@@ -111,8 +110,8 @@ def test_plain_widths_are_filled_up() -> None:
     assert all(choice.widths[name] >= width for name, width in problem.floor.items())
     even = uniform(problem.graph, problem.budget, problem.floor)
     filled = own(lambda _: Choice(widths=even, kept=even)).widths
-    if spent_shares(problem.budget, problem.graph, even.tensor()[None]).max().item() >= FILLED:
-        assert filled == even  # nothing is left to do
+    assert spent_shares(problem.budget, problem.graph, even.tensor()[None]).max().item() >= FILLED
+    assert filled == even  # nothing is left to do
 
 
 def test_too_wide_is_refused_and_channels_are_left_alone() -> None:
@@ -205,6 +204,8 @@ def test_mistakes_with_settings_and_widths(
 def test_titles_name_rows_and_folders() -> None:
     assert [*map(title, ("dmcp", "a.b:mine", "a:Outer.mine", "=hand"))] == ["dmcp", "mine", "Outer.mine", "hand"]
     assert comparing.cell_name("a.b:mine", 3, "50%") == "mine-50%-seed3"
-    assert replace(find_method("=hand"), start=Start.FRESH) and COMMAND[1:] == ("-m", "dmcp")
+    assert find_method("=hand").start is Start.FRESH
+    with pytest.raises(DmcpError, match="--widths NAME=FILE"):
+        read_names("uniform,=../../evil")
     with pytest.raises(DmcpError, match="did you mean dmcp"):
         find_method("dmpc")

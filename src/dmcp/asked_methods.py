@@ -27,6 +27,8 @@ def read_names(methods: str) -> list[str]:
     names = [word.strip() for word in methods.split(",") if word.strip()]
     found = [*METHODS] if names == ["all"] else names
     for name in found:
+        if name.startswith(GIVEN):  # what rows of --widths are called inside
+            raise DmcpError(f"There is no method {name!r}: for widths of your own give --widths NAME=FILE.")
         check_method(name)
     return found
 

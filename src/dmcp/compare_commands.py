@@ -110,6 +110,8 @@ def compare(
     if not o.is_first():
         return
     if gather:
+        if model or data or dry_run or measure:
+            raise DmcpError("--gather makes the table of a folder and nothing else: leave the other options out.")
         _gather(Path(gather), as_json)
         return
     for name, word in (("model", model), ("data", data)):

@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -269,6 +269,34 @@ def check_begun(wanted: Sequence[Task], folder: Path) -> None:
                 f"{folder / task.name} was begun with other settings ({', '.join(fields)}): give --out another folder, "
                 f"or the command that began it{known}."
             )
+    before = {row: (name, kind) for row, name, kind in _begun(folder)}
+    for task in wanted:
+        name, kind = before.get(row_of(task.name, task.plan.job.seed), ("", None))
+        if kind not in (None, kind_of(json.loads(json.dumps(task.plan.to_json())))):
+            raise FileError(
+                f"{folder / task.name}: another seed of this row, {name}, was begun with another method or other "
+                "settings: give --out another folder, or the same settings."
+            )
+
+
+def row_of(name: str, seed: int) -> str:
+    """What the cells of all seeds of a row have in common."""
+    return name.removesuffix(f"-seed{seed}")
+
+
+def kind_of(plan: Mapping[str, Any]) -> Any:
+    """What must be the same in all seeds of a row."""
+    cell = plan.get("cell") or {}
+    return cell.get("method"), cell.get("settings")
+
+
+def _begun(folder: Path) -> Iterator[tuple[str, str, Any]]:
+    """Row, name and kind of all cells that somebody has begun."""
+    for path in sorted((folder / PLANS).glob("*.json")):
+        with contextlib.suppress(FileError):
+            plan = read_json(path)
+            if isinstance(plan.get("job"), dict) and is_run(folder / path.stem):
+                yield row_of(path.stem, plan["job"].get("seed")), path.stem, kind_of(plan)
 
 
 def changed_fields(task: Task, folder: Path) -> list[str]:
@@ -312,9 +340,10 @@ def _version(package: str) -> str:
 def commands_of(folder: Path) -> list[dict[str, Any]]:
     """The commands that have filled a folder, the first one first."""
     path, found = folder / COMMANDS, list[dict[str, Any]]()
-    for line in path.read_text().splitlines() if path.is_file() else []:
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
         with contextlib.suppress(ValueError):  # a kill may have cut it
-            found.append(dict(json.loads(line)))
+            record = json.loads(line)
+            found += [record] if isinstance(record, dict) else []
     return found
 
 

@@ -14,7 +14,19 @@ from typing import Any
 
 from dmcp import pruning
 from dmcp.cells import COST, TIME, is_done, own_name
-from dmcp.comparing import PLANS, UNIFORM, Comparison, Task, cell_name, changes, is_one_ratio, plan_cell, tasks
+from dmcp.comparing import (
+    PLANS,
+    UNIFORM,
+    Comparison,
+    Task,
+    cell_name,
+    changes,
+    is_one_ratio,
+    kind_of,
+    plan_cell,
+    row_of,
+    tasks,
+)
 from dmcp.cutting import load
 from dmcp.errors import DmcpError, FileError
 from dmcp.jobs import Opened
@@ -22,7 +34,7 @@ from dmcp.listing import PastRun, read_run
 from dmcp.methods import METHODS, PEERS, Own, find_method, title
 from dmcp.plans import Cell, Plan, plan_from_json
 from dmcp.pruning import UNPRUNED, Row
-from dmcp.runs import read_json
+from dmcp.runs import SETTINGS, read_json
 from dmcp.tables import between, points, spread, table
 
 TABLE, PAGE, FIGURE = "compare.json", "compare.md", "compare.svg"
@@ -87,6 +99,7 @@ def stored(folder: Path, it: Comparison | None = None) -> Stored | None:
         raise FileError(f"{folder} has cells of several protocols ({_differing(kinds)}): move some of them elsewhere.")
     if not found:
         return None
+    _check_alike(found, folder)
     rows = {(task.plan.cell.method, budget) for task in found.values() if task.plan.cell and (budget := _budget(task))}
     rows |= {*it.rows} if it is not None else set()
     scratch = any(task.plan.cell.scratch for task in found.values() if task.plan.cell and _budget(task))
@@ -105,11 +118,31 @@ def _done(folder: Path) -> dict[str, Task]:
         name = path.name.removesuffix(".json")
         with contextlib.suppress(FileError):  # of another version: no cell of this protocol
             plan = plan_from_json(read_json(path), path)
-            if plan.cell is not None and is_done(folder / name):
+            whole = plan.cell is not None and plan.train is not None and plan.search is not None
+            if plan.cell is not None and whole and is_done(folder / name) and _is_told(folder / name):
                 task = Task(name, plan, (plan.cell.uses,) if plan.cell.uses else ())
                 if name == cell_name(plan.cell.method or UNPRUNED, plan.job.seed, _budget(task)):
                     found[name] = task
     return found
+
+
+def _is_told(place: Path) -> bool:
+    """Whether a folder says what its network was pruned from, and what that cost; a part of one does not."""
+    with contextlib.suppress(FileError):
+        unpruned, cost = read_json(place / SETTINGS).get("unpruned"), read_json(place / COST)
+        return isinstance(unpruned, dict) and bool(unpruned.get("macs")) and {"seconds", "sample_passes"} <= cost.keys()
+    return False
+
+
+def _check_alike(found: Mapping[str, Task], folder: Path) -> None:
+    """Refuse to average what is not the same method with the same settings."""
+    first: dict[str, Task] = {}
+    for name, task in found.items():
+        other = first.setdefault(row_of(name, task.plan.job.seed), task)
+        if kind_of(task.plan.to_json()) != kind_of(other.plan.to_json()):
+            raise FileError(
+                f"{folder}: {other.name} and {name} are not the same method with the same settings: move one elsewhere."
+            )
 
 
 def _budget(task: Task) -> str:
@@ -220,9 +253,9 @@ def _cost(name: str, folder: Path, known: Mapping[str, Task]) -> tuple[float, fl
 # how fast
 
 
-def timed_cells(lines: Sequence[Line], seeds: Sequence[int], folder: Path) -> dict[str, tuple[str, str]]:
-    """Cells of the first seed whose networks are timed, with method and budget."""
-    names = {cell_name(line.method, seeds[0], line.budget): (line.method, line.budget) for line in lines}
+def timed_cells(lines: Sequence[Line], folder: Path) -> dict[str, tuple[str, str]]:
+    """Cells of each row's first seed, whose networks are timed, with method and budget."""
+    names = {cell_name(line.method, line.seeds[0], line.budget): (line.method, line.budget) for line in lines}
     return {name: row for name, row in names.items() if is_done(folder / name)}
 
 

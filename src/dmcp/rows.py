@@ -115,7 +115,8 @@ def divergence(name: str, losses: Sequence[float]) -> str:
     """
     if len(losses) < _LONG:
         return ""
-    first, last = losses[0], fmean(losses[-(len(losses) // 10) :])
+    tenth = len(losses) // 10
+    first, last = min(losses[0], fmean(losses[:tenth])), fmean(losses[-tenth:])
     if not last > first + _RISE * abs(first):
         return ""
     return (

@@ -39,7 +39,7 @@ def write_table(it: Stored, folder: Path, opened: Opened | None = None, again: b
     """
     lines = gather(it, folder)
     speeds = _speeds(it, lines, folder, opened, again)
-    cells = timed_cells(lines, it.seeds, folder)
+    cells = timed_cells(lines, folder)
     by_row = {row: speeds["ms"][name] for name, row in cells.items() if name in speeds["ms"]}
     lines = [replace(line, ms=by_row.get((line.method, line.budget))) for line in lines]
     job = it.plan.job
@@ -71,7 +71,7 @@ def _speeds(it: Stored, lines: Sequence[Line], folder: Path, opened: Opened | No
     times: dict[str, float] = {}
     if not again and all(before[name] == value for name, value in known.items()):
         times = before["ms"]
-    left = [name for name in timed_cells(lines, it.seeds, folder) if name not in times]
+    left = [name for name in timed_cells(lines, folder) if name not in times]
     if left:
         times = times | measure(left, folder, open_job(it.plan.job))
     return known | {"ms": times}
@@ -85,7 +85,7 @@ def _stored_speeds(folder: Path) -> dict[str, Any]:
     except FileError:
         return nothing
     fits = isinstance(found, dict) and found.keys() == nothing.keys() and isinstance(found["ms"], Mapping)
-    return dict(found) if fits else nothing
+    return dict(found) if fits and all(isinstance(ms, int | float) for ms in found["ms"].values()) else nothing
 
 
 def _draw(it: Stored, lines: Sequence[Line], folder: Path) -> None:
