@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,8 +15,9 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
+from typed import command
 
-from dmcp import cli, runs
+from dmcp import runs
 from dmcp.nets import build
 from dmcp.pruning import Event
 from dmcp.tracing import trace
@@ -26,6 +26,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "errors.md"
 PRUNE = "prune --model digits:resnet --data digits --device cpu --batch 512 --search-epochs 2 --epochs 1 --quiet"
 NET = """
 from torch import nn
+from typed import command
 
 number = 3
 
@@ -105,15 +106,6 @@ def write_files(here: Path) -> None:
     (here / "list.json").write_text("[1, 2]")
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 2, 3))
     (here / "other-widths.json").write_text(json.dumps(trace(net, torch.zeros(2, 1, 8, 8)).full.to_json()))
-
-
-def command(*words: str) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["dmcp", *words])
-        patch.setattr(sys, "path", list(sys.path))
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-    return int(stop.value.code or 0)
 
 
 def log_and_die(run: runs.Run, event: Event, log: Callable[[runs.Run, Event], None] = runs.Run.on_event) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 from planted import planted_problem
+from typed import command
 
-from dmcp import cli, comparing
+from dmcp import comparing
 from dmcp.asked_methods import read_names
 from dmcp.budget import spent_shares
 from dmcp.errors import BudgetError, DmcpError, TrainingError
@@ -46,15 +47,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
     for name in ("mine", "mistakes"):
         sys.modules.pop(name, None)
-
-
-def command(*words: str) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["dmcp", *words])
-        patch.setattr(sys, "path", list(sys.path))
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-    return int(stop.value.code or 0)
 
 
 def compare(*more: str) -> list[str]:

@@ -110,15 +110,21 @@ def _timm(name: str) -> Callable[..., Any]:
     return lambda **kwargs: timm.create_model(name, **{"pretrained": False} | kwargs)
 
 
-def _own(module: str, factory: str) -> Callable[..., Any]:
+def imported(module: str, name: str) -> Any:
+    """What somebody's own module has under a name, like `build` or `Outer.build`."""
     try:
         found: Any = importlib.import_module(module)
     except (Exception, SystemExit) as error:  # a script that is no module may leave by sys.exit
-        raise DmcpError(f"{module}:{factory}: {module} cannot be imported: {type(error).__name__}: {error}") from error
-    for part in factory.split("."):
+        raise DmcpError(f"{module}:{name}: {module} cannot be imported: {type(error).__name__}: {error}") from error
+    for part in name.split("."):
         if not hasattr(found, part):
-            raise DmcpError(_unknown(part, dir(found), f"{module}"))
+            raise DmcpError(_unknown(part, dir(found), module))
         found = getattr(found, part)
+    return found
+
+
+def _own(module: str, factory: str) -> Callable[..., Any]:
+    found = imported(module, factory)
     if not callable(found):
         raise DmcpError(f"{module}:{factory}: not a function or class that builds a network.")
     return found  # type: ignore[no-any-return]

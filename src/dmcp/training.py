@@ -99,6 +99,9 @@ class StepRecord:
     loss: float
 
 
+# learning rates and losses
+
+
 def cosine(step: int, total: int, start: float, end: float, warmup: float = 0, warmup_start: float = 0.0) -> float:
     """Learning rate of a step: a line from `warmup_start` to `start` over `warmup` steps, then a cosine to `end`."""
     if step < warmup:
@@ -152,6 +155,9 @@ def imitation(output: Any, target: Sequence[Tensor]) -> Tensor:
         goal = F.log_softmax(wanted.float(), dim=1)
         parts.append((goal.exp() * (goal - F.log_softmax(mine.float(), dim=1))).sum(dim=1).mean())
     return torch.stack(parts).sum()
+
+
+# the loop
 
 
 def train(
@@ -253,6 +259,9 @@ def make_step(
     return step
 
 
+# the test
+
+
 def evaluate(
     model: nn.Module,
     loader: Iterable[Any],
@@ -282,6 +291,9 @@ def evaluate(
     if not samples_seen:
         raise TrainingError("There is nothing to evaluate on: the loader gave no samples.")
     return float(summed / samples_seen)
+
+
+# what is told of the steps
 
 
 class _Log:
@@ -344,6 +356,9 @@ class _Log:
             f"Training stopped at step {facts['step']} (epoch {facts['epoch']}, lr {facts['lr']:.4g}): {what}. The "
             f"model is back where it was before step {self.waiting[0][2]['step']}; a smaller lr often helps."
         )
+
+
+# small things
 
 
 def _loss(forward: Forward, batch: Any, loss: Loss, teacher: Forward | None, share: float) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import importlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -33,6 +32,7 @@ from dmcp.methods import (
     uniform,
 )
 from dmcp.methods.problem import FILLED, Choice, Prepared, Problem
+from dmcp.nets import imported
 from dmcp.sampling import Options, fit
 
 GIVEN = "="  # begins the name of widths that somebody gives
@@ -145,15 +145,7 @@ def _imported(name: str) -> Method:
     if module.endswith(".py") or "/" in module:
         path = module.removesuffix(".py").strip("./").replace("/", ".")
         raise DmcpError(f"{name}: give the module as Python imports it, not a file: {path}:{rest}.")
-    try:
-        found: Any = importlib.import_module(module)
-    except (Exception, SystemExit) as error:  # a script that is no module may leave by sys.exit
-        raise DmcpError(f"{name}: {module} cannot be imported: {type(error).__name__}: {error}") from error
-    for part in rest.split("."):
-        if not hasattr(found, part):
-            near = difflib.get_close_matches(part, dir(found), n=1)
-            raise DmcpError(f"There is no {part!r} in {module}{f'; did you mean {near[0]}?' if near else '.'}")
-        found = getattr(found, part)
+    found = imported(module, rest)
     if isinstance(found, Method):
         if found.start is Start.PREPARED and found.prepare is None:
             raise DmcpError(f"{name} starts from a network of its own making: give Method(prepare=...).")

@@ -1,0 +1,19 @@
+"""Type a command of ours, in this process."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from dmcp import cli
+
+
+def command(*words: str) -> int:
+    """Its exit code; what it prints is for capsys."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["dmcp", *words])
+        patch.setattr(sys, "path", list(sys.path))
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+    return int(stop.value.code or 0)
