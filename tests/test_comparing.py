@@ -580,6 +580,10 @@ def test_speeds_are_measured_again_if_asked(
         asked.clear()
         assert command(*options(*more), "--out", folder) == 0
         assert asked == [names]
+    (folder / "uniform-50%-seed0" / "model.safetensors").unlink()  # as in a folder that was brought from elsewhere
+    asked.clear()
+    assert command(*options("--measure"), "--out", folder) == 0
+    assert asked == [[every[0], every[2]]]
 
 
 def test_a_mapping_can_be_set(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -50,6 +50,47 @@ def test_what_is_asked_for_is_kept() -> None:
     assert not settled.graphs  # there is nothing to capture on a CPU
 
 
+class Hopper:
+    """A GPU of which only the name is here."""
+
+    type = "cuda"
+
+
+@pytest.mark.parametrize(
+    ("asked", "facts", "kernels", "compiled"),
+    [
+        ({}, {"steps": 10**6}, True, False),
+        ({}, {"steps": 10}, False, False),
+        ({}, {"steps": 10**6, "large": True}, False, True),
+        ({}, {"steps": 10**6, "plain": False}, False, True),  # a loss of the user's own, or several processes
+        ({"kernels": True}, {"steps": 10, "plain": False}, True, False),
+        ({"kernels": False}, {"steps": 10**6}, False, True),
+        ({"compile": True}, {"steps": 10**6}, False, True),
+        ({"precision": "float32"}, {"steps": 10**6}, False, True),
+        ({"channels_last": False, "kernels": True}, {}, False, False),
+    ],
+)
+def test_small_networks_get_kernels_and_large_ones_are_compiled(
+    asked: dict[str, Any], facts: dict[str, Any], kernels: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(dmcp.engine, "kernels_refused", lambda device: "")
+    settled = Engine(**asked).settled(Hopper(), **facts)  # type: ignore[arg-type]
+    assert (settled.kernels, settled.compile) == (kernels, compiled)
+    monkeypatch.setattr(dmcp.engine, "kernels_refused", lambda device: "no C compiler")
+    assert not Engine(**asked).settled(Hopper(), **facts).kernels  # type: ignore[arg-type]
+
+
+def test_kernels_that_do_not_run_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(name: str) -> None:
+        raise ImportError(f"No module named {name}\nand more")
+
+    dmcp.engine.kernels_refused.cache_clear()
+    monkeypatch.setattr(dmcp.engine.importlib, "import_module", fails)
+    assert dmcp.engine.kernels_refused(torch.device("cuda", 7)) == "No module named dmcp.kernels"
+    dmcp.engine.kernels_refused.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -60,6 +101,7 @@ def test_what_is_asked_for_is_kept() -> None:
         ("compile", 2),
         ("graphs", "auto"),
         ("graphs", []),
+        ("kernels", "yes"),
     ],
 )
 def test_bad_values_are_refused(field: str, value: Any) -> None:

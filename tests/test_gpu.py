@@ -62,6 +62,35 @@ def test_bf16_model_with_soft_gates() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+# kernels
+
+
+@pytest.mark.parametrize("c_out", [16, 21])
+@pytest.mark.parametrize(
+    ("c", "size", "kernel", "stride"), [(16, 32, 3, 1), (11, 15, 3, 2), (64, 8, 1, 2), (3, 32, 3, 1)]
+)
+def test_own_kernels_compute_what_torchs_do(c: int, size: int, kernel: int, stride: int, c_out: int) -> None:
+    from dmcp.kernels import batch_norm, conv2d
+
+    torch.manual_seed(0)
+    x = torch.randn(8, size, size, c, device="cuda").bfloat16().permute(0, 3, 1, 2).requires_grad_()
+    weight = torch.randn(c_out, c, kernel, kernel, device="cuda").bfloat16().float().requires_grad_()
+    scale = torch.rand(c_out, device="cuda", requires_grad=True)
+    wide = [it.detach().double().requires_grad_() for it in (x, weight, scale)]
+    out = batch_norm(conv2d(x, weight, None, stride, kernel // 2), None, None, scale, None, 0.1, 1e-5)
+    exact = torch.nn.functional.conv2d(wide[0], wide[1], None, stride, kernel // 2)
+    exact = torch.nn.functional.batch_norm(exact, None, None, wide[2], None, True)
+    slope = torch.randn_like(exact).bfloat16()
+    found = torch.autograd.grad(out, (x, weight, scale), slope)
+    wanted = torch.autograd.grad(exact, wide, slope.double())
+    for one, other in zip((out, *found), (exact, *wanted), strict=True):
+        assert (one.double() - other).abs().max() <= 2e-2 * other.abs().max()
+
+
+def test_small_networks_get_own_kernels() -> None:
+    assert dmcp.Engine().settled(torch.device("cuda"), steps=10_000).kernels
+
+
 # graphs
 
 

@@ -102,6 +102,15 @@ def test_the_users_model_is_left_alone() -> None:
 # -- into the band
 
 
+def test_a_search_may_start_from_given_alphas() -> None:
+    net = supernet()
+    given = torch.linspace(-1, 2, net.alpha.numel()).view_as(net.alpha)
+    with torch.no_grad():
+        net.alpha.copy_(given)
+    result = search(net, Noise(), short(init="given", warmup=0, epochs=1, alpha_lr=0, alpha_min_lr=0))
+    assert torch.equal(result.alphas.cpu(), given.to(result.alphas.dtype))
+
+
 @pytest.mark.parametrize("budget", ["50%", "params:60%", "50%,params:30%"])
 @pytest.mark.parametrize("init", ["zero", "random"])
 def test_the_budget_alone_brings_the_expected_cost_into_the_band(budget: str, init: str) -> None:
@@ -269,7 +278,7 @@ def test_a_loss_that_is_not_finite_stops_at_the_last_good_state(stage: int) -> N
     ("settings", "message"),
     [
         ({"draw": "some"}, "draw must be one of markov, uniform, sandwich"),
-        ({"init": "one"}, "init must be one of target, zero, random"),
+        ({"init": "one"}, "init must be one of target, zero, random, given"),
         ({"epochs": 0}, "epochs must be an int of at least 1"),
         ({"accumulate": 1.5}, "accumulate must be an int"),
         ({"tolerance": 1.0}, "tolerance must be a number from 0 to below 1"),

@@ -31,6 +31,7 @@ ENGINES = {
 }
 if GPU:
     ENGINES["graphs"] = (dataclasses.replace(EAGER, graphs=True), 1e-4)
+    ENGINES["kernels"] = (dmcp.Engine(compile=False, graphs=True, kernels=True), 3e-2)
     ENGINES["compiled, graphs"] = (dataclasses.replace(EAGER, compile=True, graphs=True, channels_last=True), 1e-4)
 
 

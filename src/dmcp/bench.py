@@ -23,7 +23,7 @@ from dmcp.graph import ChannelGraph
 from dmcp.markov import CHAIN, group_sizes
 from dmcp.sandwich import Draw, chains
 from dmcp.searches import SearchConfig
-from dmcp.searching import Steps, search, uncounted
+from dmcp.searching import LARGE, Steps, search, uncounted
 from dmcp.spaces import Widths
 from dmcp.supernet import Supernet
 from dmcp.tracing import trace
@@ -117,7 +117,7 @@ def measure(
     graph = trace(model, torch.zeros(2, *shape))
     times = {"trace_s": time.perf_counter() - start}
     say("trace_s", times["trace_s"])
-    settled = engine.settled(device, steps=10**6, large=True)
+    settled = engine.settled(device, steps=10**6, large=graph.macs() >= LARGE)
     before = _clean(device, settled.compile)  # what others left there is not the network's
     x = torch.randn(batch, *shape, device=device)
     data = settled.laid_out((x, torch.randint(classes, (batch,), device=device)))
@@ -128,7 +128,7 @@ def measure(
     _clean(device)
     found, refused = _measure_search(net, data, settled, rounds, say)
     first_s = plain.pop("first_s") + found.pop("first_s")
-    choices = ("precision", "channels_last", "compile", "graphs", "tf32")
+    choices = ("precision", "channels_last", "compile", "graphs", "kernels", "tf32")
     return Measured(
         model=name,
         model_args=model_args,

@@ -59,6 +59,7 @@ def bench(
     precision: o.Numbers = None,
     compile: o.Compile = None,
     graphs: o.Graphs = None,
+    kernels: o.Kernels = None,
     channels_last: o.ChannelsLast = None,
     tf32: o.Tf32 = True,
     quiet: o.Quiet = False,
@@ -75,7 +76,9 @@ def bench(
     """
     if not o.is_first():
         return
-    engine = Engine(precision=precision, channels_last=channels_last, compile=compile, graphs=graphs, tf32=tf32)
+    engine = Engine(
+        precision=precision, channels_last=channels_last, compile=compile, graphs=graphs, kernels=kernels, tf32=tf32
+    )
     base = Job(model=model, model_args=tuple(model_args or ()), data=data, input=input, device=device)
     jobs = [base, *(_other(base, words) for words in also or ())]
     _check(jobs, file)

@@ -91,6 +91,7 @@ def compare(
     precision: o.Numbers = None,
     compile: o.Compile = None,
     graphs: o.Graphs = None,
+    kernels: o.Kernels = None,
     deterministic: o.Deterministic = False,
     quiet: o.Quiet = False,
     as_json: o.AsJson = False,
@@ -129,7 +130,9 @@ def compare(
     names, given = (*read_names(methods), *read_peers(peer or ())), read_given(widths or ())
     it = Comparison(
         job=job,
-        engine=Engine(precision=precision, compile=compile, graphs=graphs, deterministic=deterministic),
+        engine=Engine(
+            precision=precision, compile=compile, graphs=graphs, kernels=kernels, deterministic=deterministic
+        ),
         train=recipe(epochs, lr, weight_decay),
         budgets=tuple(budget or ["50%"]),
         methods=(*names, *given),

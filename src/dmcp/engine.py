@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import os
 import random
 import weakref
@@ -21,6 +23,7 @@ from dmcp.ranks import current
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _WARM = 3  # times that a step is run before it is captured: kernels are loaded and tuned in them
+_WORTH_KERNELS = 1_000  # steps from which it pays to load our kernels, and to compile them on a new machine
 _WORTH_COMPILING = {True: 2_000, False: 20_000}  # steps from which compiling a large or a small network pays
 
 
@@ -28,6 +31,7 @@ _SWITCHES = {  # whether None is a choice
     "channels_last": True,
     "compile": True,
     "graphs": True,
+    "kernels": True,
     "tf32": False,
     "deterministic": False,
     "sync_batchnorm": False,
@@ -54,6 +58,7 @@ class Engine:
     channels_last: bool | None = None  # images stored pixel by pixel: on GPUs, where convolutions are faster so
     compile: bool | None = None  # torch.compile: on GPUs, where the run is long enough to pay for the compiling
     graphs: bool | None = None  # steps replayed as CUDA graphs: on one GPU, with the default losses
+    kernels: bool | None = None  # own kernels for few channels: in bfloat16 on one GPU, for small networks
     tf32: bool = True  # float32 products on a GPU may round their factors to 10 bits
     deterministic: bool = False  # the same bits in every run, also on a GPU; slower
     sync_batchnorm: bool = False  # of several ranks on GPUs: BatchNorms use the statistics of all ranks together
@@ -76,12 +81,20 @@ class Engine:
         """
         gpu = device.type == "cuda"
         half = gpu and torch.cuda.get_device_capability(device) >= (8, 0)
+        precision = self.precision or (Precision.BFLOAT16 if half else Precision.FLOAT32)
+        last = gpu if self.channels_last is None else self.channels_last
+        graphs = gpu and (plain if self.graphs is None else self.graphs)
+        kernels = graphs and not large and steps >= _WORTH_KERNELS if self.kernels is None else self.kernels
+        fit = half and last and precision is Precision.BFLOAT16 and not self.compile
+        kernels = kernels and fit and not kernels_refused(device)
+        compiled = gpu and not kernels and steps >= _WORTH_COMPILING[large] if self.compile is None else self.compile
         return Settled(
             device=device,
-            precision=self.precision or (Precision.BFLOAT16 if half else Precision.FLOAT32),
-            channels_last=gpu if self.channels_last is None else self.channels_last,
-            compile=gpu and steps >= _WORTH_COMPILING[large] if self.compile is None else self.compile,
-            graphs=gpu and (plain if self.graphs is None else self.graphs),
+            precision=precision,
+            channels_last=last,
+            compile=compiled,
+            graphs=graphs,
+            kernels=kernels,
             tf32=self.tf32,
             deterministic=self.deterministic,
             sync_batchnorm=self.sync_batchnorm and gpu and current().world > 1,
@@ -100,6 +113,7 @@ class Settled:
     tf32: bool
     deterministic: bool
     sync_batchnorm: bool = False
+    kernels: bool = False
 
     def autocast(self) -> torch.autocast:
         """While entered, forward passes compute in the chosen precision."""
@@ -127,6 +141,8 @@ class Settled:
                 _deterministic(undo)
             if self.device.type == "cuda":
                 _cuda_switches(undo, self.tf32, benchmark=not self.deterministic)
+            if self.kernels:
+                undo.enter_context(_kernels().Narrow())
             for model in models if self.sync_batchnorm else ():
                 undo.callback(unsynchronise, synchronised(model))
             for model in models if self.channels_last else ():
@@ -148,6 +164,21 @@ def unsynchronise(norms: list[tuple[nn.Module, type[nn.Module]]]) -> None:
     for module, kind in norms:
         module.__class__ = kind
         del vars(module)["process_group"]
+
+
+def _kernels() -> Any:
+    """The kernels; an ImportError where there is no Triton."""
+    return importlib.import_module("dmcp.kernels")
+
+
+@functools.cache
+def kernels_refused(device: torch.device) -> str:
+    """Why our kernels cannot run on a GPU, or "": tried once."""
+    try:
+        _kernels().tried(device)
+    except Exception as error:  # no Triton, no C compiler, a GPU that it does not know: torch's kernels do the work
+        return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return ""
 
 
 def best_device() -> torch.device:

@@ -101,6 +101,9 @@ Device = Annotated[str, typer.Option(help="cpu or cuda; default: a GPU if there 
 Numbers = Annotated[Precision | None, typer.Option(help="Of the forward passes; default: bfloat16 on a GPU.")]
 Compile = Annotated[bool | None, typer.Option(help="Compile the networks; default: on a GPU, if it pays.")]
 Graphs = Annotated[bool | None, typer.Option(help="Replay steps as CUDA graphs; default: on one GPU.")]
+Kernels = Annotated[
+    bool | None, typer.Option(help="Own kernels for few channels; default: on one GPU, small networks.")
+]
 ChannelsLast = Annotated[bool | None, typer.Option(help="Store images pixel by pixel; default: on a GPU.")]
 Tf32 = Annotated[bool, typer.Option(help="Let a GPU round the factors of float32 products.")]
 Deterministic = Annotated[bool, typer.Option("--deterministic", help="The same bits in every run, also on a GPU.")]

@@ -63,6 +63,7 @@ def paper(
     precision: o.Numbers = None,
     compile: o.Compile = None,
     graphs: o.Graphs = None,
+    kernels: o.Kernels = None,
     deterministic: o.Deterministic = False,
     dry_run: DryRun = False,
     quiet: o.Quiet = False,
@@ -96,7 +97,9 @@ def paper(
         check_experiment(name)
     it = Comparison(
         job=Job(model=model, model_args=tuple(model_args or ()), data=data, batch=batch, device=device),
-        engine=Engine(precision=precision, compile=compile, graphs=graphs, deterministic=deterministic),
+        engine=Engine(
+            precision=precision, compile=compile, graphs=graphs, kernels=kernels, deterministic=deterministic
+        ),
         train=recipe(epochs, lr, weight_decay),
         budgets=tuple(budget or BUDGETS),
         methods=("uniform", "random", "dmcp"),

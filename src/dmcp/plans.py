@@ -55,6 +55,8 @@ class Plan:
         plain = asdict(self) | {"options": dict(self.options)}
         if self.cell is not None and self.cell.own:  # cells that were begun before there was this field go on
             del plain["cell"]["own"]
+        if self.engine.kernels is None:  # the same for all that was begun before there was this one
+            del plain["engine"]["kernels"]
         return plain
 
 

@@ -9,6 +9,7 @@ back: it is the task that wants them.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -32,11 +33,14 @@ class RecoveryConfig:
 
     epochs: int = 10  # passes over the data
     alpha_lr: float = 5.0  # of the alphas; ten times that of a search: see docs/paper_map.md
+    mean: float = 0.0  # of the random alphas; their deviation is 1
     wrong_labels: bool = False  # whether every label is the next class instead
     groups: int = 10  # groups that each space is divided into
     seed: int = 0  # of the random alphas
 
     def __post_init__(self) -> None:
+        if not math.isfinite(self.mean):
+            raise TrainingError(f"mean must be a number, not {self.mean}.")
         if not self.alpha_lr > 0:
             raise TrainingError(f"alpha_lr must be above 0, not {self.alpha_lr}: at 0 no alpha moves.")
 
@@ -66,6 +70,9 @@ def recover(
     images: all training images as they are, by which accuracy is measured. look: called in every step; it may raise.
     """
     net = Supernet(model, graph, config.groups)
+    draw = torch.Generator().manual_seed(config.seed)  # on the CPU: the same on every device
+    with torch.no_grad():
+        net.alpha.copy_(torch.randn(net.alpha.shape, generator=draw) + config.mean)
     before = copy.deepcopy(net.model.state_dict())
     shares: list[float] = []
     correct: list[Tensor] = []
@@ -82,7 +89,7 @@ def recover(
         budget_weight=0.0,
         train_weights=False,
         warmup=0.0,
-        init=Init.RANDOM,
+        init=Init.GIVEN,
         alpha_lr=config.alpha_lr,
         alpha_min_lr=config.alpha_lr,
         epochs=config.epochs,

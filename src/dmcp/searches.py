@@ -23,6 +23,7 @@ class Init(StrEnum):
     TARGET = "target"  # one constant for which the expected cost is the budget
     ZERO = "zero"  # every transition at one half: far below any budget
     RANDOM = "random"  # standard normal
+    GIVEN = "given"  # those that the supernet has
 
 
 @dataclass(frozen=True, kw_only=True)

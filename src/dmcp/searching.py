@@ -27,7 +27,7 @@ from dmcp.stem import Stem, find_stem
 from dmcp.supernet import Narrow, Supernet, run_folded
 from dmcp.training import Loss, classification_loss, cosine, parameter_groups
 
-_LARGE = 100_000_000  # macs of one sample from which a network is a large one
+LARGE = 100_000_000  # macs of one sample from which a network is a large one
 
 
 def search(
@@ -50,7 +50,7 @@ def search(
     ranks, device = current(), device_of(net)
     steps = config.epochs * -(-len(loader) // config.accumulate)
     settled = (engine or Engine()).settled(
-        device, steps=steps, large=net.graph.macs() >= _LARGE, plain=loss is None and ranks.world == 1
+        device, steps=steps, large=net.graph.macs() >= LARGE, plain=loss is None and ranks.world == 1
     )
     with _seeded(net, config.seed, ranks) as generator, settled.running(net.model), uncounted(net.model):
         share_tensors([*net.model.parameters(), *net.model.buffers()], ranks)
@@ -225,6 +225,8 @@ def _start(net: Supernet, path: Chains, budget: Budget, config: SearchConfig) ->
             net.alpha.zero_()
         case Init.RANDOM:  # drawn on the CPU: the same on every device
             net.alpha.copy_(torch.randn(net.alpha.shape, generator=torch.Generator().manual_seed(config.seed)))
+        case Init.GIVEN:
+            pass
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import torch
 
 from dmcp import figures
 from dmcp.comparing import commands_of
+from dmcp.cutting import WEIGHTS
 from dmcp.errors import FileError
 from dmcp.gathering import (
     FIGURE,
@@ -72,6 +73,7 @@ def _speeds(it: Stored, lines: Sequence[Line], folder: Path, opened: Opened | No
     if not again and all(before[name] == value for name, value in known.items()):
         times = before["ms"]
     left = [name for name in timed_cells(lines, folder) if name not in times]
+    left = [name for name in left if (folder / name / WEIGHTS).exists()]  # not all, where a folder was brought here
     if left:
         times = times | measure(left, folder, open_job(it.plan.job))
     return known | {"ms": times}
@@ -98,6 +100,7 @@ def _draw(it: Stored, lines: Sequence[Line], folder: Path) -> None:
     if panels:
         train = it.plan.train
         assert train is not None
-        words = f"{train.epochs} epochs, {len(it.seeds)} seeds"
+        counts = sorted({len(line.accuracies) for line in lines if line.budget})
+        words = f"{train.epochs} epochs, {' to '.join(map(str, [*counts[:1], *counts[1:][-1:]]))} seeds"
         title = f"{it.plan.job.model}, {Path(it.plan.job.data).name}, {words}"
         figures.save(figures.accuracy_by_method(panels, title), folder / FIGURE)

@@ -1,0 +1,281 @@
+"""The kernels against torch, in Triton's interpreter: run by test_kernels.py. On a GPU test_gpu.py does the same."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from torch import Tensor, nn
+from torch.nn import functional as F
+from triton.runtime import interpreter
+
+from dmcp import kernels
+from dmcp.kernels import Narrow, batch_norm, conv2d, convolution, norm
+
+_convert = interpreter._convert_float
+
+
+def _rounded(data: Any, given: Any, wanted: Any, mode: Any) -> Any:
+    """As GPUs do it: to the nearest bfloat16, where the interpreter cuts digits off."""
+    if (given, wanted) != (tl.float32, tl.bfloat16):
+        return _convert(data, given, wanted, mode)
+    return torch.from_numpy(np.ascontiguousarray(data)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+
+
+interpreter._convert_float = _rounded
+Shape = tuple[int, int, int, int, int, int, int]  # n, c, h, w, outputs, kernel, stride
+SHAPES: list[Shape] = [
+    (1, 16, 6, 6, 16, 3, 1), (2, 3, 8, 8, 16, 3, 1),
+    (2, 10, 7, 9, 3, 3, 1), (2, 3, 6, 5, 10, 3, 1), (1, 21, 5, 6, 13, 3, 1), (1, 1, 1, 1, 1, 3, 1),
+    (1, 16, 6, 6, 32, 3, 2), (2, 10, 7, 9, 21, 3, 2), (2, 16, 8, 8, 32, 1, 2),
+    (2, 13, 7, 5, 10, 1, 2), (2, 13, 4, 5, 6, 1, 1), (2, 1, 3, 3, 2, 1, 1),
+]  # fmt: skip
+
+
+def _close(found: Tensor | None, wanted: Tensor | None, bound: float = 1e-2) -> None:
+    assert found is not None and wanted is not None and found.shape == wanted.shape
+    assert (found.double() - wanted.double()).abs().max() <= bound * wanted.double().abs().max() + 1e-12
+
+
+def _images(*shape: int, seed: int = 0) -> Tensor:
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return x.bfloat16().contiguous(memory_format=torch.channels_last)
+
+
+LONG: list[Shape] = [(1, 64, 4, 4, 64, 3, 1), (1, 32, 5, 5, 32, 3, 1), (1, 33, 6, 7, 51, 3, 2)]
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *(pytest.param(it, marks=pytest.mark.slow) for it in LONG)], ids=str)
+def test_a_convolution_and_its_gradients_are_torchs(shape: Shape) -> None:
+    n, c, h, w, c_out, k, stride = shape
+    last = c % 2 == 0  # weights of both layouts
+    weight = torch.randn(c_out, c, k, k, generator=torch.Generator().manual_seed(1)).bfloat16().float()
+    weight = weight.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+    given = [_images(n, c, h, w).requires_grad_(), weight.requires_grad_(), torch.randn(c_out).requires_grad_()]
+    out = conv2d(*given, stride, k // 2)
+    assert out.dtype is torch.bfloat16 and out.permute(0, 2, 3, 1).is_contiguous()
+    dy = _images(*out.shape, seed=2)
+    found = torch.autograd.grad(out, given, dy)
+    assert found[1].dtype is torch.float32 and found[1].stride() == weight.stride()
+    wide = [it.detach().double().requires_grad_() for it in given]
+    wanted = F.conv2d(*wide, stride, k // 2)
+    _close(out, wanted)
+    for one, other in zip(found, torch.autograd.grad(wanted, wide, dy.double()), strict=True):
+        _close(one, other)
+    _close(found[1], torch.autograd.grad(F.conv2d(*wide, stride, k // 2), wide, dy.double())[1], 1e-5)
+
+
+def test_only_what_is_needed_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(4, 3, 3, 3, requires_grad=True)
+    out = conv2d(_images(1, 3, 4, 4), weight, None, 1, 1)
+    monkeypatch.setattr(convolution, "_input_gradient", None)
+    out.sum().backward()
+    assert weight.grad is not None
+    x = _images(1, 3, 4, 4).requires_grad_()
+    monkeypatch.undo()
+    out = conv2d(x, weight.detach(), None, 1, 1)
+    monkeypatch.setattr(convolution, "_weight_gradient", None)
+    out.sum().backward()
+    assert x.grad is not None
+
+
+def test_many_slabs_and_blocks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolution, "WEIGHT", convolution.Blocks(pixels=16, depth=16))
+    monkeypatch.setattr(convolution, "FORWARD", convolution.Blocks(pixels=16, depth=32, unrolled=0))
+    assert convolution.weight_plan(16, 3, 16, 1000)[2:4] == (3, 63)
+    x, w = _images(3, 16, 9, 7), torch.randn(16, 16, 3, 3, requires_grad=True)
+    out = conv2d(x, w, None, 1, 1)
+    dy = _images(*out.shape, seed=3)
+    wanted = F.conv2d(x.float(), w, None, 1, 1)
+    _close(out, wanted)
+    _close(torch.autograd.grad(out, w, dy)[0], torch.autograd.grad(wanted, w, dy.float())[0], 1e-5)
+
+
+def test_the_plan_of_weight_gradients_covers_every_pixel_and_number() -> None:
+    for c in range(1, 65):
+        for k, m in ((3, 524288), (1, 1), (3, 8191)):
+            depth, parts, groups, slabs, span = convolution.weight_plan(c, k, 64, m)
+            assert parts <= 4 and depth * parts * groups >= c * k * k
+            assert (slabs - 1) * span < m <= slabs * span and span % convolution.weight_pixels(c) == 0
+            assert depth * parts * groups <= 31 * c  # taps are bits of a number
+            assert slabs * groups <= 1.1 * convolution.WEIGHT_PROGRAMS
+
+
+def test_divisions_by_multiplication_are_exact() -> None:
+    n = np.arange(2**15, dtype=np.int64)
+    for d in range(1, 1025):
+        factor, shift = convolution.small_divider(d)
+        assert ((n * factor) >> shift == n // d).all() and n[-1] * factor < 2**31
+    near = np.random.default_rng(0).integers(0, 2**31, 1000)
+    for d in (*range(1, 300), 1024, 50176, 2**20 + 1, 2**31 - 1):
+        factor, shift = convolution.divider(d)
+        n = np.unique(np.clip([*near, *(near // d * d), *(near // d * d - 1), 0, 2**31 - 1], 0, 2**31 - 1)).tolist()
+        assert all(((2 * it * (factor % 2**32)) >> 32) >> shift == it // d for it in n)
+
+
+def test_places_in_patches_are_those_of_divisions_by_the_width() -> None:
+    for c in range(1, 65):
+        v = convolution.vector(c)
+        factor, shift = convolution.small_divider(c // v)
+        for taps in (1, 9):
+            depth, steps, _ = convolution.forward_plan(c, round(taps**0.5))
+            end = depth * max(steps, -(-taps * c // depth))
+            k = np.arange(end)
+            tap = ((k // v) * factor) >> shift
+            assert (tap == k // c).all() and tap[-1] < 31 and end >= taps * c  # taps are bits of a number
+            assert ((tap * 11) >> 5 == tap // 3)[tap < 9].all()
+            assert end <= -(-taps * c // 64) * 64 + 64  # rows of the matrix of weights
+
+
+class _Recorder:
+    """In the place of a kernel: notes what it would be compiled for."""
+
+    def __init__(self, kernel: Any, seen: set[Any]) -> None:
+        self.kernel, self.seen = kernel, seen
+
+    def __getitem__(self, grid: Any) -> Any:
+        return partial(self.launch)
+
+    def launch(self, *args: Any, num_warps: int = 4, num_stages: int = 3, maxnreg: int = 0, **more: Any) -> None:
+        bound = inspect.signature(self.kernel.fn).bind(*args, **more)
+        fixed = (
+            bound.arguments[name] for name, it in bound.signature.parameters.items() if it.annotation is not it.empty
+        )
+        self.seen.add((self.kernel.fn.__name__, *fixed, num_warps, num_stages))
+
+
+def test_few_programs_serve_all_widths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pruner makes new widths in every run: none of them may cost a compilation of its own."""
+    seen: set[Any] = set()
+    for module in (convolution, norm):
+        for name in dir(module):
+            if name.endswith("_kernel"):
+                monkeypatch.setattr(module, name, _Recorder(getattr(module, name), seen))
+    for c in range(1, 65):
+        rows, ones = torch.empty((512, 32, 32, c), dtype=torch.bfloat16, device="meta"), torch.empty(c, device="meta")
+        out = batch_norm(rows.permute(0, 3, 1, 2).requires_grad_(), ones, ones, ones, ones, 0.1, 1e-5)
+        out.backward(torch.empty_like(out))
+        for other in (16, 12, 10, 11, 32, 20, 22, 21, 64, 44, 42, 41):  # every vector with every block
+            for k, stride in ((3, 1), (3, 2), (1, 1), (1, 2)):
+                weight = torch.empty(other, c, k, k, device="meta", requires_grad=True)
+                out = conv2d(rows.permute(0, 3, 1, 2).requires_grad_(), weight, None, stride, k // 2)
+                out.backward(torch.empty_like(out))
+    assert 100 < len(seen) <= 200
+
+
+@pytest.fixture(params=[False, True])
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param:  # many programs, several tiles in each
+        for name in ("STATISTICS", "SUMS"):
+            monkeypatch.setattr(norm, name, norm.Tiles(numbers=64, programs=7))
+        for name in ("NORMALISE", "GRADIENT"):
+            monkeypatch.setattr(norm, name, norm.Tiles(numbers=64))
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 5, 4), (2, 10, 3, 7), (4, 1, 3, 3), (2, 21, 1, 1), (2, 96, 2, 3)], ids=str)
+@pytest.mark.usefixtures("tiles")
+def test_batch_norm_and_its_gradients_are_torchs(shape: tuple[int, ...]) -> None:
+    c = shape[1]
+    draw = torch.Generator().manual_seed(0)
+    x = (torch.randn(*shape, generator=draw) + 30).bfloat16().contiguous(memory_format=torch.channels_last)
+    given = [x.requires_grad_(), torch.randn(c, generator=draw).requires_grad_(), torch.randn(c).requires_grad_()]
+    wide = [it.detach().double().requires_grad_() for it in given]
+    mean, var = torch.randn(c, generator=draw), torch.rand(c, generator=draw)
+    other_mean, other_var = mean.double(), var.double()
+    out = batch_norm(given[0], mean, var, given[1], given[2], 0.3, 1e-5)
+    wanted = F.batch_norm(wide[0], other_mean, other_var, wide[1], wide[2], True, 0.3, 1e-5)
+    assert out.dtype is torch.bfloat16 and out.permute(0, 2, 3, 1).is_contiguous()
+    _close(out, wanted)
+    _close(mean, other_mean, 1e-6)
+    _close(var, other_var, 1e-5)
+    dy = _images(*shape, seed=4)
+    bounds = (1e-2, 1e-4, 1e-4)
+    pairs = zip(torch.autograd.grad(out, given, dy), torch.autograd.grad(wanted, wide, dy.double()), strict=True)
+    for (one, other), bound in zip(pairs, bounds, strict=True):
+        _close(one, other, bound)
+
+
+def test_batch_norm_without_scale_buffers_or_gradient_of_x() -> None:
+    x = _images(2, 5, 3, 3)
+    _close(batch_norm(x, None, None, None, None, 0.1, 1e-5), F.batch_norm(x.float(), None, None, training=True))
+    weight = torch.ones(5, requires_grad=True)
+    slope = torch.autograd.grad(batch_norm(x, None, None, weight * 2, None, 0.1, 1e-5), weight, _images(2, 5, 3, 3))
+    wanted = torch.autograd.grad(F.batch_norm(x.float(), None, None, weight * 2, training=True), weight, x.float())
+    _close(slope[0], wanted[0], 1e-4)
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 10, 3, 1, 1, bias=False), nn.BatchNorm2d(10)
+        self.conv2, self.bn2 = nn.Conv2d(10, 10, 3, 1, 1), nn.BatchNorm2d(10)
+        self.conv3, self.bn3 = nn.Conv2d(10, 21, 3, 2, 1, bias=False), nn.BatchNorm2d(21)
+        self.short, self.bn4 = nn.Conv2d(10, 21, 1, 2, bias=False), nn.BatchNorm2d(21)
+        self.fc = nn.Linear(21, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn1(self.conv1(x)))
+        x = F.relu(self.bn2(self.conv2(x)) + x)
+        x = F.relu(self.bn3(self.conv3(x)) + self.bn4(self.short(x)))
+        out: Tensor = self.fc(x.mean(dim=(2, 3)))
+        return out
+
+
+def _run(net: nn.Module, x: Tensor, mode: Narrow | None) -> tuple[Tensor, dict[str, Any]]:
+    net = copy.deepcopy(net)
+    with torch.autocast("cpu", torch.bfloat16):
+        if mode is None:
+            out = net(x)
+        else:
+            with mode:
+                out = torch.func.functional_call(net, {}, (x,))
+    out.float().square().sum().backward()
+    return out, {**{name: it.grad for name, it in net.named_parameters()}, **dict(net.named_buffers())}
+
+
+def test_a_network_in_the_mode_computes_what_it_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net, x = _Net(), torch.randn(4, 3, 8, 8)
+    calls: list[str] = []
+    for name in ("conv2d", "batch_norm"):
+        own = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, lambda *a, _own=own, _name=name: calls.append(_name) or _own(*a))
+    ours, found = _run(net, x, Narrow())
+    assert calls.count("conv2d") == 4 and calls.count("batch_norm") == 4
+    _, wanted = _run(net, x, None)
+    exact, sure = _run_exactly(net, x)
+    _close(ours, exact, 5e-2)
+    for name, truth in sure.items():  # as near to the truth as torch is
+        scale = truth.abs().max() + 1e-3
+        error, usual = ((it[name].double() - truth).abs().max() / scale for it in (found, wanted))
+        assert error <= 2 * usual + 2e-2, name
+
+
+def _run_exactly(net: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    net = copy.deepcopy(net).double()
+    out = net(x.double())
+    out.square().sum().backward()
+    return out, {**{name: it.grad for name, it in net.named_parameters()}, **dict(net.named_buffers())}
+
+
+def test_the_mode_leaves_the_rest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("conv2d", "batch_norm"):
+        monkeypatch.setattr(kernels, name, None)
+    x, norm = torch.randn(2, 4, 6, 6), nn.BatchNorm2d(4)
+    odd = [nn.Conv2d(4, 4, 3, 1, 1, groups=2), nn.Conv2d(4, 4, 5, 1, 2), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 65, 1),
+           nn.Conv2d(4, 4, 3, 1, 2, dilation=2), nn.Conv2d(4, 4, 3, padding="same"), nn.Conv2d(4, 4, 3, (1, 2), 1),
+           nn.Conv2d(4, 4, 3, 1, 1, padding_mode="circular"), nn.Conv2d(4, 4, 3, 3, 1)]  # fmt: skip
+    with Narrow():
+        nn.Conv2d(4, 4, 3, 1, 1)(x)  # float32 without autocast
+        norm(x), norm.eval()(x.bfloat16())
+        with torch.autocast("cpu", torch.bfloat16):
+            for conv in odd:
+                conv(x)
+            nn.BatchNorm1d(4)(torch.randn(8, 4).bfloat16())
+            norm.train()(x)

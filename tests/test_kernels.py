@@ -1,0 +1,24 @@
+"""The kernels against torch, in Triton's interpreter: see kernel_checks.py.
+
+The interpreter is chosen when Triton is imported, so these checks run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("marks", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_the_kernels_are_right(marks: str) -> None:
+    pytest.importorskip("triton")
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marks, "kernel_checks.py"]
+    mode = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(words, cwd=HERE, env=mode, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
