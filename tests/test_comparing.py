@@ -58,7 +58,8 @@ folder.mkdir(exist_ok=True)
 row = {"stage": "test", "name": cell["method"] or "unpruned", "macs": 50, "params": 7, "accuracy": 0.5}
 (folder / "log.jsonl").write_text(json.dumps(row) + "\\n")
 (folder / "cost.json").write_text(json.dumps({"seconds": 1.0, "sample_passes": 10}))
-(folder / ("prepared.safetensors" if cell["prepares"] else "widths.json")).write_text("{}")
+for name in ["prepared.safetensors"] if cell["prepares"] else ["widths.json", "model.safetensors"]:
+    (folder / name).write_text("{}")
 """
 
 
