@@ -17,6 +17,7 @@ from planted import planted_problem
 import dmcp
 from dmcp import cli, findings, sampling
 from dmcp.cells import CHOICE, COST, RECOVERY, TIME, is_done
+from dmcp.compare_commands import recipe
 from dmcp.comparing import Comparison, Task, plan_cell, run_tasks, tasks
 from dmcp.cutting import WIDTHS
 from dmcp.engine import Engine
@@ -315,7 +316,7 @@ def test_recover_and_variants_leave_what_is_shown(done: Path) -> None:
     assert stored["frozen"] and len(stored["macs_shares"]) == len(stored["accuracies"]) == 5  # 1,415 / 256
     log = (done / "dmcp-sorted-50%-seed0" / LOG).read_text()
     assert '"epoch": 0' in log and '"epoch": 1' not in log  # one epoch, which would have followed the warm-up
-    assert "own" not in log and "dmcp, own" in (done / "dmcp-50%-seed0" / LOG).read_text()
+    assert ", own" not in log and "dmcp, own" in (done / "dmcp-50%-seed0" / LOG).read_text()
     for name in ("recover", "pretrained", "sampling", "extra", "distribution"):
         shown = show(tiny(1), name, done)
         assert shown and shown.text.startswith("|") and shown.figures, name
@@ -496,6 +497,25 @@ def test_a_dry_run_finds_what_the_run_would_refuse(capsys: pytest.CaptureFixture
     code, told, error = run(capsys, "warmup", *words)
     assert code == 2 and "| dmcp-50%-seed0      | other settings (" in told
     assert f"{tmp_path / 'dmcp-50%-seed0'} was begun with other settings (" in error
+    words[words.index("--dry-run")] = "--gather"
+    assert run(capsys, "warmup", *words)[::2] == (code, error)
+
+
+def test_what_is_done_is_gathered_and_nothing_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out, place = tmp_path / "cells", tmp_path / "results"
+    job, train = Job(model="digits:resnet", data="digits", batch=64, device="cpu"), recipe(1, 1.6, 5e-4)
+    more: dict[str, Any] = {"settings": {"dmcp": {"epochs": 2}}, "fine_tune_epochs": 0}
+    it = study(1, "digits:resnet", "digits", job=job, train=train, **more)
+    words = [*TINY, "--epochs", "1", "--search-epochs", "2", "--seeds", "1"]
+    words += ["--out", str(out), "--results", str(place), "--gather"]
+    code, _, error = run(capsys, "warmup", *words)
+    assert code == 2 and "no cells of warmup with these settings are done here" in error and not place.exists()
+    first, *_ = study_tasks(it, ["warmup"])
+    write_cell(first, out, it, 0.9)
+    code, told, error = run(capsys, "warmup", *words)
+    assert code == 0, error
+    assert json.loads((place / "warmup-digits-resnet.json").read_text())["missing"] and "90.00 (1)" in told
+    assert [path.name for path in out.iterdir() if (path / LOG).exists()] == [first.name]
 
 
 def test_a_dry_run_says_what_is_left_and_for_whom(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -179,26 +181,32 @@ def recoverability(
     return figure
 
 
-def accuracy_over_macs(curves: Mapping[str, Sequence[tuple[float, float, float]]], title: str) -> Figure:
-    """Curves of (share of the MACs, mean accuracy, standard deviation); bars are one deviation up and down."""
-    figure, axes = _panel(7.0, 4.4)
-    places = [place for points in curves.values() for place, _, _ in points]
-    step = 0.006 * (max(places) - min(places) or 1.0)
-    colours = matplotlib.colormaps["tab20"]
+Curve = Sequence[tuple[float, float, float]]  # share of the MACs, mean accuracy, its standard deviation
+
+
+def accuracy_over_macs(curves: Mapping[str, Curve], others: Mapping[str, Curve], title: str) -> Figure:
+    """Lines, and others as marks beside them; bars are one standard deviation up and down."""
+    figure, axes = _panel(7.0, 4.8)
+    places = [place for points in (*curves.values(), *others.values()) for place, _, _ in points]
+    step = 0.008 * (max(places) - min(places) or 1.0)  # between marks, so that bars do not hide each other
+    colours = itertools.cycle(("#000000", _GREY, _ORANGE, _BLUE, _RED, _GREEN))
     for number, (name, points) in enumerate(curves.items()):
-        shift = step * (number - (len(curves) - 1) / 2)  # so that bars do not hide each other
+        shift = step / 3 * (number - (len(curves) - 1) / 2)
         x, y, error = ([*column] for column in zip(*sorted(points), strict=True))
-        axes.errorbar(
-            [place + shift for place in x],
-            y,
-            error,
-            label=name,
-            color=colours(number % 20),
-            marker="o" if number % 2 == 0 else "s",
-            ms=4,
-            lw=1,
-            capsize=2,
-        )
+        style: dict[str, Any] = {"color": next(colours), "fmt": "o-", "ms": 4.5, "lw": 1.5, "capsize": 2}
+        axes.errorbar([place + shift for place in x], y, error, label=name, **style)
+    for number, (name, points) in enumerate(others.items()):
+        shift = step * (number + 1 + len(curves) / 2)
+        x, y, error = ([*column] for column in zip(*sorted(points), strict=True))
+        style = {
+            "color": "#555555",
+            "fmt": "sD^vP*Xp<>"[number % 10],
+            "ms": 5,
+            "mfc": "white",
+            "lw": 0.7,
+            "capsize": 1.5,
+        }
+        axes.errorbar([place + shift for place in x], y, error, label=name, **style)
     axes.set(title=title, xlabel="multiply-adds, share of the unpruned network's", ylabel="test accuracy")
     axes.xaxis.set_major_formatter(PercentFormatter(1.0))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from dmcp.budget import spent_shares
 from dmcp.cells import CHOICE, RECOVERY, TIME, is_done, own_name
 from dmcp.comparing import PLANS, cell_name, plan_cell
 from dmcp.experiments import EXPERIMENTS, Arm, Study, cells_of, command
-from dmcp.gathering import Line, gather, markdown, to_json
+from dmcp.gathering import Line, against_uniform, gather, markdown, to_json
 from dmcp.listing import read_run
 from dmcp.methods import METHODS, PEERS
 from dmcp.paper_figures import dots, width_differences
@@ -218,13 +218,23 @@ def _show_main(it: Study, found: Sequence[Outcome], folder: Path) -> Shown:
     peers = [name for name in others if _has_peer(it, name, folder)]
     whole = replace(it.common, methods=(*it.common.methods, *peers), budgets=tuple(budgets))
     lines = gather(whole, folder)
-    return Shown(markdown(lines), to_json(lines), {"": figures.accuracy_over_macs(_curves(lines), _title(it))})
+    done = {(line.method, line.budget) for line in lines if line.own or not line.same_as}
+    lines = [line for line in lines if (line.method, line.budget) in done]  # one ratio, but channels not chosen here
+    ours = [line for line in lines if line.method in (UNPRUNED, *it.common.methods)]
+    apart = [line for line in lines if line not in ours and not (line.own and _scratch(line, lines))]
+    drawn = figures.accuracy_over_macs(_curves(ours), _curves(line for line in apart if not line.same_as), _title(it))
+    return Shown("\n".join([markdown(lines), against_uniform(lines)]), to_json(lines), {"": drawn})
 
 
-def _curves(lines: Sequence[Line]) -> dict[str, list[tuple[float, float, float]]]:
+def _scratch(line: Line, lines: Sequence[Line]) -> bool:
+    """Whether the method also has networks of its own widths by the same recipe, which are drawn in place of these."""
+    return any((it.method, it.budget, it.own, it.same_as) == (line.method, line.budget, False, "") for it in lines)
+
+
+def _curves(lines: Iterable[Line]) -> dict[str, list[tuple[float, float, float]]]:
     curves: dict[str, list[tuple[float, float, float]]] = {}
     for line in lines:
-        name = f"{line.method}{', own training' if line.own else ''}"
+        name = f"{line.method}{f', {line.way}' if line.own else ''}"
         curves.setdefault(name, []).append((line.mean_share, line.mean, line.deviation or 0.0))
     return curves
 

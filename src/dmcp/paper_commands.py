@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from dmcp import options as o
+from dmcp.cells import is_done
 from dmcp.commands import print_json
 from dmcp.compare_commands import check_job, recipe
 from dmcp.comparing import Comparison, Task, check_begun, check_failed, run_tasks
@@ -39,6 +40,7 @@ Results = Annotated[str, typer.Option(help="Folder of tables, figures and data."
 Page = Annotated[Path | None, typer.Option(help="Then gather all of --results in this Markdown page.")]
 AtOnce = Annotated[int | None, typer.Option(min=1, help="Cells that run side by side; default: 8 on a GPU, the cores.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Run nothing: list the cells, and what is done.")]
+Gather = Annotated[bool, typer.Option("--gather", help="Run nothing: tables and figures of the cells that are done.")]
 
 
 def paper(
@@ -66,6 +68,7 @@ def paper(
     kernels: o.Kernels = None,
     deterministic: o.Deterministic = False,
     dry_run: DryRun = False,
+    gather: Gather = False,
     quiet: o.Quiet = False,
     as_json: o.AsJson = False,
     debug: o.Debug = False,
@@ -80,6 +83,7 @@ def paper(
     Examples:
       dmcp paper main --data cifar10
       dmcp paper warmup sandwich scheme --data cifar10 --dry-run
+      dmcp paper main --data cifar10 --gather
       dmcp paper --page docs/results.md
       dmcp paper all --model digits:resnet --data digits --epochs 1 --search-epochs 2 --batch 64 --seeds 1
     """
@@ -112,7 +116,11 @@ def paper(
     if dry_run:
         _list(tasks, needed_by(study, wanted), folder, as_json)
         return
-    failed = run_tasks(tasks, folder, it.job.place, at_once, quiet)
+    if gather:
+        check_begun(tasks, folder)
+        if not any(is_done(folder / task.name) for task in tasks):
+            raise FileError(f"{folder}: no cells of {', '.join(wanted)} with these settings are done here.")
+    failed = [] if gather else run_tasks(tasks, folder, it.job.place, at_once, quiet)
     _show(study, wanted, folder, Path(results), page, as_json)
     check_failed(failed)
 
