@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 from functools import partial
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from triton.runtime import interpreter
 
 from dmcp import kernels
-from dmcp.kernels import Narrow, batch_norm, conv2d, convolution, norm
+from dmcp.kernels import OwnKernels, batch_norm, conv2d, convolution, norm
 
 _convert = interpreter._convert_float
 
@@ -227,7 +228,7 @@ class _Net(nn.Module):
         return out
 
 
-def _run(net: nn.Module, x: Tensor, mode: Narrow | None) -> tuple[Tensor, dict[str, Any]]:
+def _run(net: nn.Module, x: Tensor, mode: OwnKernels | None) -> tuple[Tensor, dict[str, Any]]:
     net = copy.deepcopy(net)
     with torch.autocast("cpu", torch.bfloat16):
         if mode is None:
@@ -246,7 +247,7 @@ def test_a_network_in_the_mode_computes_what_it_does_without(monkeypatch: pytest
     for name in ("conv2d", "batch_norm"):
         own = getattr(kernels, name)
         monkeypatch.setattr(kernels, name, lambda *a, _own=own, _name=name: calls.append(_name) or _own(*a))
-    ours, found = _run(net, x, Narrow())
+    ours, found = _run(net, x, OwnKernels())
     assert calls.count("conv2d") == 4 and calls.count("batch_norm") == 4
     _, wanted = _run(net, x, None)
     exact, sure = _run_exactly(net, x)
@@ -264,6 +265,55 @@ def _run_exactly(net: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
     return out, {**{name: it.grad for name, it in net.named_parameters()}, **dict(net.named_buffers())}
 
 
+def test_what_they_return_may_be_changed_in_place() -> None:
+    torch.manual_seed(0)
+    conv, norm, x = nn.Conv2d(3, 6, 3, 1, 1), nn.BatchNorm2d(6), torch.randn(2, 3, 4, 4)
+    slopes = []
+    for mode in (OwnKernels(), contextlib.nullcontext()):
+        with torch.autocast("cpu", torch.bfloat16), mode:
+            out = F.relu(norm(conv(x).relu_()), inplace=True)
+            other = norm(conv(x))
+            other += out
+            out = other
+        slopes.append(torch.autograd.grad(out.float().square().sum(), [*conv.parameters(), *norm.parameters()]))
+    for one, other in zip(*slopes, strict=True):
+        _close(one, other, 5e-2)
+
+
+def test_what_is_wrong_is_left_to_torch() -> None:
+    x = _images(2, 3, 4, 4)
+    wrong = [
+        lambda: F.batch_norm(x, torch.zeros(2), torch.ones(2), training=True),
+        lambda: F.batch_norm(x, None, None, torch.ones(4), training=True),
+        lambda: F.conv2d(x, torch.randn(8, 3, 3, 3), torch.randn(5), padding=1),
+    ]
+    with OwnKernels(), torch.autocast("cpu", torch.bfloat16):
+        for call in wrong:
+            with pytest.raises((RuntimeError, ValueError)):
+                call()
+    with OwnKernels(), pytest.raises(RuntimeError):  # bfloat16 by float32, without autocast
+        F.conv2d(x, torch.randn(8, 3, 3, 3), padding=1)
+
+
+def test_vmap_and_subclasses_go_to_torch() -> None:
+    class Mine(Tensor):
+        pass
+
+    weight, x = torch.randn(4, 3, 3, 3), torch.randn(2, 3, 4, 4)
+    with OwnKernels(), torch.autocast("cpu", torch.bfloat16):
+        many = torch.func.vmap(lambda it: F.conv2d(it[None], weight, padding=1)[0])(x)
+        _close(many, F.conv2d(x, weight, padding=1))
+        assert type(F.conv2d(x.as_subclass(Mine), weight, padding=1)) is Mine
+
+
+def test_they_are_tried_out_before_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.no_grad():  # as in a method that only looks
+        kernels.try_out(torch.device("cpu"))
+    monkeypatch.setattr(convolution, "_input_gradient", lambda *given: torch.zeros(given[3]))
+    with pytest.raises(RuntimeError, match="do not compute here what torch's do"):
+        kernels.try_out(torch.device("cpu"))
+
+
 def test_the_mode_leaves_the_rest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("conv2d", "batch_norm"):
         monkeypatch.setattr(kernels, name, None)
@@ -271,7 +321,7 @@ def test_the_mode_leaves_the_rest_alone(monkeypatch: pytest.MonkeyPatch) -> None
     odd = [nn.Conv2d(4, 4, 3, 1, 1, groups=2), nn.Conv2d(4, 4, 5, 1, 2), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 65, 1),
            nn.Conv2d(4, 4, 3, 1, 2, dilation=2), nn.Conv2d(4, 4, 3, padding="same"), nn.Conv2d(4, 4, 3, (1, 2), 1),
            nn.Conv2d(4, 4, 3, 1, 1, padding_mode="circular"), nn.Conv2d(4, 4, 3, 3, 1)]  # fmt: skip
-    with Narrow():
+    with OwnKernels():
         nn.Conv2d(4, 4, 3, 1, 1)(x)  # float32 without autocast
         norm(x), norm.eval()(x.bfloat16())
         with torch.autocast("cpu", torch.bfloat16):

@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_flatten
 
 import dmcp
 import dmcp.engine
-from dmcp.engine import Engine, Precision, Repeated, Settled, best_device, set_lr, sgd
+from dmcp.engine import Engine, Precision, Repeated, Settled, best_device, is_narrow, set_lr, sgd
 from dmcp.errors import TrainingError
+from dmcp.nets import build
 from dmcp.searches import SearchConfig
 from dmcp.searching import search
 from dmcp.training import TrainConfig, train
@@ -59,18 +60,19 @@ class Hopper:
 @pytest.mark.parametrize(
     ("asked", "facts", "kernels", "compiled"),
     [
-        ({}, {"steps": 10**6}, True, False),
-        ({}, {"steps": 10}, False, False),
-        ({}, {"steps": 10**6, "large": True}, False, True),
-        ({}, {"steps": 10**6, "plain": False}, False, True),  # a loss of the user's own, or several processes
+        ({}, {"steps": 10**6, "narrow": True}, True, False),
+        ({}, {"steps": 10**6, "narrow": True, "large": True}, True, False),
+        ({}, {"steps": 10, "narrow": True}, False, False),
+        ({}, {"steps": 10**6}, False, True),
+        ({}, {"steps": 10**6, "narrow": True, "plain": False}, False, True),  # a loss of one's own, or several ranks
         ({"kernels": True}, {"steps": 10, "plain": False}, True, False),
-        ({"kernels": False}, {"steps": 10**6}, False, True),
-        ({"compile": True}, {"steps": 10**6}, False, True),
-        ({"precision": "float32"}, {"steps": 10**6}, False, True),
+        ({"kernels": False}, {"steps": 10**6, "narrow": True}, False, True),
+        ({"compile": True}, {"steps": 10**6, "narrow": True}, False, True),
+        ({"precision": "float32"}, {"steps": 10**6, "narrow": True}, False, True),
         ({"channels_last": False, "kernels": True}, {}, False, False),
     ],
 )
-def test_small_networks_get_kernels_and_large_ones_are_compiled(
+def test_narrow_networks_get_kernels_and_others_are_compiled(
     asked: dict[str, Any], facts: dict[str, Any], kernels: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -78,7 +80,18 @@ def test_small_networks_get_kernels_and_large_ones_are_compiled(
     settled = Engine(**asked).settled(Hopper(), **facts)  # type: ignore[arg-type]
     assert (settled.kernels, settled.compile) == (kernels, compiled)
     monkeypatch.setattr(dmcp.engine, "kernels_refused", lambda device: "no C compiler")
-    assert not Engine(**asked).settled(Hopper(), **facts).kernels  # type: ignore[arg-type]
+    if kernels and asked:
+        with pytest.raises(TrainingError, match=r"Own kernels cannot run on .* \(no C compiler\): leave kernels out"):
+            Engine(**asked).settled(Hopper(), **facts)  # type: ignore[arg-type]
+    else:
+        assert not Engine(**asked).settled(Hopper(), **facts).kernels  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "narrow"), [("cifar:resnet56", True), ("cifar:mobilenet_v2", False), ("resnet18", False)]
+)
+def test_which_networks_are_narrow(name: str, narrow: bool) -> None:
+    assert is_narrow(build(name)) is narrow and not is_narrow(nn.Linear(2, 2))
 
 
 def test_kernels_that_do_not_run_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,7 +280,7 @@ def test_it_is_said_once_that_a_stop_was_asked_for(capsys: Capture) -> None:
     assert capsys.readouterr().err.count("asked to stop") == 1
 
 
-@pytest.mark.parametrize(("typed", "said"), [("export", "see dmcp --help"), ("reprot", "Did you mean 'report'?")])
+@pytest.mark.parametrize(("typed", "said"), [("import", "see dmcp --help"), ("reprot", "Did you mean 'report'?")])
 def test_only_what_is_alike_is_suggested(typed: str, said: str, capsys: Capture) -> None:
     code, _, err = run(capsys, typed)
     assert code == 2 and said in err and ("report" in err) == (typed == "reprot")

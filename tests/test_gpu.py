@@ -87,8 +87,8 @@ def test_own_kernels_compute_what_torchs_do(c: int, size: int, kernel: int, stri
         assert (one.double() - other).abs().max() <= 2e-2 * other.abs().max()
 
 
-def test_small_networks_get_own_kernels() -> None:
-    assert dmcp.Engine().settled(torch.device("cuda"), steps=10_000).kernels
+def test_narrow_networks_get_own_kernels() -> None:
+    assert dmcp.Engine().settled(torch.device("cuda"), steps=10_000, narrow=True).kernels
 
 
 # graphs

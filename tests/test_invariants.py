@@ -35,7 +35,8 @@ ZOO = {  # name -> arguments, pixels
     "googlenet": ({"aux_logits": True, "init_weights": False}, 64),
 }
 every_toy = pytest.mark.parametrize("name", TOYS)
-_MARKED = [pytest.param(name, marks=pytest.mark.slow if name == "googlenet" else ()) for name in ZOO]
+_SLOW = ("densenet121", "googlenet")  # the contract of the zoo has both, too
+_MARKED = [pytest.param(name, marks=pytest.mark.slow if name in _SLOW else ()) for name in ZOO]
 every_zoo = pytest.mark.parametrize("name", _MARKED)
 everywhere = pytest.mark.parametrize("name", [*TOYS, *_MARKED])
 both_modes = pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])

@@ -326,6 +326,7 @@ def test_two_real_seeds(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for folder in folders for path in folder.iterdir()} == written
 
 
+@pytest.mark.slow  # test_children.py has one such child
 def test_seeds_stop_when_the_command_that_started_them_is_gone(tmp_path: Path) -> None:
     out = tmp_path / "many"
     words = ["prune", "--model", "digits:resnet", "--data", "digits", "--seeds", "2", "--search-epochs", "400"]

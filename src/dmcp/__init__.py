@@ -28,6 +28,7 @@ from dmcp.errors import (
     TrainingError,
     WidthsError,
 )
+from dmcp.exporting import export
 from dmcp.graph import ChannelGraph
 from dmcp.keeping import Keeper
 from dmcp.pruning import PruneResult, Retrain, prune
@@ -70,6 +71,7 @@ __all__ = [
     "direct",
     "evaluate",
     "expected",
+    "export",
     "load",
     "parse_budget",
     "prune",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dmcp.batches import Loader, device_of
 from dmcp.budget import constant_alpha, parse, spent_shares
-from dmcp.engine import Engine, Settled, sgd
+from dmcp.engine import Engine, Settled, is_narrow, sgd
 from dmcp.errors import DmcpError
 from dmcp.graph import ChannelGraph
 from dmcp.markov import CHAIN, group_sizes
@@ -117,7 +117,7 @@ def measure(
     graph = trace(model, torch.zeros(2, *shape))
     times = {"trace_s": time.perf_counter() - start}
     say("trace_s", times["trace_s"])
-    settled = engine.settled(device, steps=10**6, large=graph.macs() >= LARGE)
+    settled = engine.settled(device, steps=10**6, large=graph.macs() >= LARGE, narrow=is_narrow(model))
     before = _clean(device, settled.compile)  # what others left there is not the network's
     x = torch.randn(batch, *shape, device=device)
     data = settled.laid_out((x, torch.randint(classes, (batch,), device=device)))

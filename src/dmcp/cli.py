@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import dmcp
-from dmcp import bench_commands, commands, compare_commands, paper_commands, report_commands
+from dmcp import bench_commands, commands, compare_commands, export_commands, paper_commands, report_commands
 from dmcp import options as o
 from dmcp.errors import DmcpError, RankError, StoppedError
 from dmcp.graph import ChannelGraph
@@ -116,7 +116,7 @@ def _explain(error: Any) -> str:
 
 
 def _near_command(word: str, known: Iterable[str]) -> str:
-    """The command that was meant: people swap and drop letters, but rarely the first one; export is not report."""
+    """The command that was meant: people swap and drop letters, but rarely the first one; import is not report."""
     near = difflib.get_close_matches(word, [name for name in known if name[0] == word[:1]], n=1, cutoff=0.7)
     return near[0] if near else ""
 
@@ -181,6 +181,7 @@ def inspect(
 
 for _command in (commands.prune, commands.search, report_commands.sample, commands.train, report_commands.evaluate):
     app.command()(_command)
+app.command()(export_commands.export)
 app.command()(bench_commands.bench)
 app.command()(report_commands.runs)
 app.command()(compare_commands.compare)

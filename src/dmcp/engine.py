@@ -23,6 +23,7 @@ from dmcp.ranks import current
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _WARM = 3  # times that a step is run before it is captured: kernels are loaded and tuned in them
+_NARROW, _KERNELS = 64, ((1, 1), (3, 3))  # channels and sizes of convolutions that our kernels take
 _WORTH_KERNELS = 1_000  # steps from which it pays to load our kernels, and to compile them on a new machine
 _WORTH_COMPILING = {True: 2_000, False: 20_000}  # steps from which compiling a large or a small network pays
 
@@ -58,7 +59,7 @@ class Engine:
     channels_last: bool | None = None  # images stored pixel by pixel: on GPUs, where convolutions are faster so
     compile: bool | None = None  # torch.compile: on GPUs, where the run is long enough to pay for the compiling
     graphs: bool | None = None  # steps replayed as CUDA graphs: on one GPU, with the default losses
-    kernels: bool | None = None  # own kernels for few channels: in bfloat16 on one GPU, for small networks
+    kernels: bool | None = None  # own kernels for few channels: in bfloat16 on one GPU, for narrow networks
     tf32: bool = True  # float32 products on a GPU may round their factors to 10 bits
     deterministic: bool = False  # the same bits in every run, also on a GPU; slower
     sync_batchnorm: bool = False  # of several ranks on GPUs: BatchNorms use the statistics of all ranks together
@@ -74,19 +75,32 @@ class Engine:
                 choice = " or None (automatic)" if automatic else ""
                 raise TrainingError(f"{name} must be True or False{choice}, not {value!r}.")
 
-    def settled(self, device: torch.device, *, steps: int = 0, large: bool = False, plain: bool = True) -> Settled:
+    def settled(
+        self,
+        device: torch.device,
+        *,
+        steps: int = 0,
+        large: bool = False,
+        plain: bool = True,
+        narrow: bool = False,
+    ) -> Settled:
         """Every choice made, for a run of so many steps of a small or large network on a device.
 
-        `plain`: nothing of the user's own runs inside a step, and no other process takes part in it.
+        `plain`: nothing of the user's own runs inside a step, and no other process takes part in it. `narrow`: most
+        convolutions have few channels, see `is_narrow`.
         """
         gpu = device.type == "cuda"
         half = gpu and torch.cuda.get_device_capability(device) >= (8, 0)
         precision = self.precision or (Precision.BFLOAT16 if half else Precision.FLOAT32)
         last = gpu if self.channels_last is None else self.channels_last
         graphs = gpu and (plain if self.graphs is None else self.graphs)
-        kernels = graphs and not large and steps >= _WORTH_KERNELS if self.kernels is None else self.kernels
+        kernels = graphs and narrow and steps >= _WORTH_KERNELS if self.kernels is None else self.kernels
         fit = half and last and precision is Precision.BFLOAT16 and not self.compile
-        kernels = kernels and fit and not kernels_refused(device)
+        kernels = kernels and fit
+        refused = kernels_refused(device) if kernels else ""
+        if refused and self.kernels:
+            raise TrainingError(f"Own kernels cannot run on {device} ({refused}): leave kernels out.")
+        kernels = kernels and not refused
         compiled = gpu and not kernels and steps >= _WORTH_COMPILING[large] if self.compile is None else self.compile
         return Settled(
             device=device,
@@ -142,7 +156,7 @@ class Settled:
             if self.device.type == "cuda":
                 _cuda_switches(undo, self.tf32, benchmark=not self.deterministic)
             if self.kernels:
-                undo.enter_context(_kernels().Narrow())
+                undo.enter_context(_kernels().OwnKernels())
             for model in models if self.sync_batchnorm else ():
                 undo.callback(unsynchronise, synchronised(model))
             for model in models if self.channels_last else ():
@@ -166,6 +180,13 @@ def unsynchronise(norms: list[tuple[nn.Module, type[nn.Module]]]) -> None:
         del vars(module)["process_group"]
 
 
+def is_narrow(model: nn.Module) -> bool:
+    """Whether our kernels can take most convolutions of a model."""
+    convs = [it for it in model.modules() if isinstance(it, nn.Conv2d)]
+    fit = [it for it in convs if it.groups == 1 and max(it.weight.shape[:2]) <= _NARROW and it.kernel_size in _KERNELS]
+    return 2 * len(fit) > len(convs)
+
+
 def _kernels() -> Any:
     """The kernels; an ImportError where there is no Triton."""
     return importlib.import_module("dmcp.kernels")
@@ -175,7 +196,7 @@ def _kernels() -> Any:
 def kernels_refused(device: torch.device) -> str:
     """Why our kernels cannot run on a GPU, or "": tried once."""
     try:
-        _kernels().tried(device)
+        _kernels().try_out(device)
     except Exception as error:  # no Triton, no C compiler, a GPU that it does not know: torch's kernels do the work
         return str(error).splitlines()[0] if str(error) else type(error).__name__
     return ""

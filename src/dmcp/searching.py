@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from dmcp.batches import Loader, device_of, input_of, mix, size_of
 from dmcp.budget import Budget, check_reachable, constant_alpha, parse
-from dmcp.engine import Engine, Settled, set_lr, sgd
+from dmcp.engine import Engine, Settled, is_narrow, set_lr, sgd
 from dmcp.errors import TrainingError, WidthsError
 from dmcp.keeping import DONE, Feed, Keeper, State
 from dmcp.markov import group_sizes
@@ -50,7 +50,11 @@ def search(
     ranks, device = current(), device_of(net)
     steps = config.epochs * -(-len(loader) // config.accumulate)
     settled = (engine or Engine()).settled(
-        device, steps=steps, large=net.graph.macs() >= LARGE, plain=loss is None and ranks.world == 1
+        device,
+        steps=steps,
+        large=net.graph.macs() >= LARGE,
+        plain=loss is None and ranks.world == 1,
+        narrow=is_narrow(net.model),
     )
     with _seeded(net, config.seed, ranks) as generator, settled.running(net.model), uncounted(net.model):
         share_tensors([*net.model.parameters(), *net.model.buffers()], ranks)

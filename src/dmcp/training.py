@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from dmcp.batches import Loader, device_of, input_of, labels_of, mix, on_device, size_of, widest
 from dmcp.calibration import Forward, kept_modes
-from dmcp.engine import Engine, Precision, Settled, autocast, set_lr, sgd
+from dmcp.engine import Engine, Precision, Settled, autocast, is_narrow, set_lr, sgd
 from dmcp.errors import TrainingError
 from dmcp.keeping import DONE, Feed, Keeper, State
 from dmcp.ranks import ALONE, Ranks, current, mean_gradients, mean_values, share_tensors, sum_values
@@ -184,7 +184,11 @@ def train(
         raise TrainingError("There is nothing to train on: the loader has no batches.")
     ranks, device = current(), device_of(model)
     settled = (engine or Engine()).settled(
-        device, steps=config.epochs * len(loader), large=_large(model), plain=loss is None and ranks.world == 1
+        device,
+        steps=config.epochs * len(loader),
+        large=_large(model),
+        plain=loss is None and ranks.world == 1,
+        narrow=is_narrow(model),
     )
     with kept_modes(model), _evaluating(teacher), _seeded(config.seed, device, ranks), settled.running(model):
         model.train()

@@ -1,4 +1,4 @@
-"""Own kernels for convolutions of few channels and for BatchNorm, in the place of torch's while `Narrow` is entered.
+"""Own kernels for convolutions of few channels and for BatchNorm, used while `OwnKernels` is entered.
 
 Torch's are made for wide layers: at 16 channels they compute mostly zeros, and BatchNorm reads its images more often
 than it must. These need Triton and a GPU that computes in bfloat16.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -18,18 +18,21 @@ from dmcp.kernels.convolution import MOST_CHANNELS as MOST_IN_CONV
 from dmcp.kernels.norm import MOST_CHANNELS as MOST_IN_NORM
 from dmcp.kernels.norm import batch_norm
 
-__all__ = ["Narrow", "batch_norm", "conv2d", "tried"]
+__all__ = ["OwnKernels", "batch_norm", "conv2d", "try_out"]
 
+_MOST_NUMBERS = 2**30  # of a tensor: places are 32-bit numbers
 Conv = tuple[Tensor, Tensor, Tensor | None, int, int]  # what conv2d takes
 Norm = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, float, float]  # what batch_norm takes
 
 
-class Narrow(TorchFunctionMode):
+class OwnKernels(TorchFunctionMode):
     """While entered, convolutions and BatchNorms that fit run in our kernels; everything else runs as it is."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by torch for each of its functions."""
         kwargs = kwargs or {}
+        if torch._C._are_functorch_transforms_active():  # vmap and its like do not go through our functions
+            return func(*args, **kwargs)
         if func is torch.conv2d:
             conv = _conv_arguments(*args, **kwargs)
             if conv is not None:
@@ -41,26 +44,49 @@ class Narrow(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def tried(device: torch.device) -> None:
-    """Run a few numbers through: an error says that the kernels cannot be used there."""
-    x = torch.ones(1, 2, 2, 2, dtype=torch.bfloat16, device=device, requires_grad=True)
-    weight = torch.ones(2, 2, 1, 1, device=device, requires_grad=True)
-    out = batch_norm(conv2d(x, weight, None, 1, 0), None, None, None, None, 0.1, 1e-5)
-    torch.autograd.grad(out.sum(), (x, weight))
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def try_out(device: torch.device) -> None:
+    """Run the largest kernels on a few numbers; an error says that they cannot be used there."""
+    with torch.inference_mode(False), torch.enable_grad():
+        for c, stride in ((MOST_IN_CONV, 1), (MOST_IN_CONV, 2), (3, 1)):
+            x = torch.linspace(-1, 1, 2 * c * 25, device=device).reshape(2, c, 5, 5).bfloat16().requires_grad_()
+            weight = torch.linspace(1, -1, 8 * c * 9, device=device).reshape(8, c, 3, 3).bfloat16().float()
+            found, wanted = (_with_slopes(x, weight, *ways, stride) for ways in _WAYS)
+            for one, other in zip(found, wanted, strict=True):
+                if not torch.allclose(one.float(), other.float(), rtol=0.05, atol=0.05 * float(other.abs().max())):
+                    raise RuntimeError("own kernels do not compute here what torch's do")
+
+
+def _with_slopes(x: Tensor, weight: Tensor, conv: Any, norm: Any, stride: int) -> tuple[Tensor, ...]:
+    """Output of a convolution and a BatchNorm, and the gradients of both their inputs."""
+    weight = weight.clone().requires_grad_()
+    out = norm(conv(x, weight, stride))
+    loss = (out * torch.linspace(-1, 1, out.shape[3], device=x.device)).sum()
+    return out.detach(), *torch.autograd.grad(loss, (x, weight))
+
+
+_WAYS = (
+    (
+        lambda x, weight, stride: conv2d(x, weight, None, stride, 1),
+        lambda x: batch_norm(x, None, None, None, None, 0.1, 1e-5),
+    ),
+    (
+        lambda x, weight, stride: F.conv2d(x, weight.bfloat16(), None, stride, 1),
+        lambda x: F.batch_norm(x.float(), None, None, training=True),
+    ),
+)  # ours and torch's
 
 
 def _within_reach(x: Any) -> bool:
     """Whether these are images where the kernels run."""
-    return isinstance(x, Tensor) and x.ndim == 4 and x.numel() > 0 and (x.is_cuda or INTERPRET)
+    plain = type(x) in (Tensor, nn.Parameter) and x.ndim == 4
+    return plain and 0 < x.numel() < _MOST_NUMBERS and (x.is_cuda or INTERPRET)
 
 
-def _halves(x: Tensor) -> bool:
-    """Whether a convolution of x computes in bfloat16."""
+def _in_bfloat16(x: Tensor) -> bool:
+    """Whether a convolution of x computes in bfloat16, with weights of float32."""
     kind = x.device.type
     cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.bfloat16
-    return x.dtype is torch.bfloat16 or (cast and x.dtype is torch.float32)
+    return cast and x.dtype in (torch.bfloat16, torch.float32)
 
 
 def _single(value: Any) -> int:
@@ -81,7 +107,7 @@ def _conv_arguments(
     groups: int = 1,
 ) -> Conv | None:
     """What conv2d takes, or None where it cannot."""
-    if not _within_reach(input) or not _halves(input) or weight.dtype is not torch.float32 or weight.ndim != 4:
+    if not _within_reach(input) or not _in_bfloat16(input) or weight.dtype is not torch.float32 or weight.ndim != 4:
         return None
     step, edge, shape = _single(stride), _single(padding), weight.shape
     if step not in (1, 2) or (shape[2], shape[3], edge) not in ((3, 3, 1), (1, 1, 0)):
@@ -90,7 +116,9 @@ def _conv_arguments(
         return None
     if max(shape[:2]) > MOST_IN_CONV or (bias is not None and bias.dtype is not torch.float32):
         return None
-    if max(input.numel(), input.numel() // shape[1] * shape[0]) >= 2**31:  # places are 32-bit numbers
+    if input.numel() // shape[1] * shape[0] >= _MOST_NUMBERS or weight.device != input.device:
+        return None
+    if bias is not None and (bias.shape != shape[:1] or bias.device != input.device):
         return None
     return input.to(torch.bfloat16), weight, bias, step, edge
 
@@ -109,14 +137,19 @@ def _norm_arguments(
     if not training or not _within_reach(input) or input.dtype is not torch.bfloat16 or not isinstance(momentum, float):
         return None
     c = input.shape[1]
-    if c > MOST_IN_NORM or not c < input.numel() < 2**31:  # one row has no variance: torch says so
+    if c > MOST_IN_NORM or input.numel() <= c:  # one row has no variance: torch says so
         return None
     tensors = (running_mean, running_var, weight, bias)
-    if any(it is not None and (it.dtype is not torch.float32 or not it.is_contiguous()) for it in tensors):
+    if not all(it is None or _fits(it, c, input.device) for it in tensors):  # torch says what is wrong
         return None
     if (running_mean is None) != (running_var is None):
         return None
     return input, running_mean, running_var, weight, bias, momentum, eps
+
+
+def _fits(vector: Tensor, c: int, device: torch.device) -> bool:
+    """Whether this is a number for each channel, as the kernels read it."""
+    return vector.shape == (c,) and vector.dtype is torch.float32 and vector.device == device and vector.is_contiguous()
 
 
 def _raw_norm_arguments(

@@ -5,6 +5,7 @@ Weights and sums are float32.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from dataclasses import dataclass
@@ -46,8 +47,16 @@ def nhwc(x: Tensor) -> Tensor:
 
 
 def empty_images(n: int, c: int, h: int, w: int, device: torch.device) -> Tensor:
-    """Images of no content, stored pixel by pixel, also where shapes leave that open."""
-    return torch.empty((n, h, w, c), dtype=torch.bfloat16, device=device).permute(0, 3, 1, 2)
+    """Images of no content, stored pixel by pixel, also where shapes leave that open.
+
+    Not a view: what a layer returns may be changed in place.
+    """
+    return torch.empty_strided((n, c, h, w), (h * w * c, 1, w * c, c), dtype=torch.bfloat16, device=device)
+
+
+def on(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """While entered, kernels are launched where the tensor is."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
 def _wide(channels: int) -> int:
@@ -179,20 +188,22 @@ def _weight_gradient(x: Tensor, dy: Tensor, w: Tensor, stride: int) -> Tensor:
 class _Conv2d(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, stride: int) -> Tensor:
-        images, both = nhwc(x), matrices(w)
-        ctx.save_for_backward(images, w, both[1])
-        ctx.rest = (x.shape, stride)
-        return _convolve(images, both[0], bias, w.shape[0], w.shape[2], stride, w)
+        with on(x):
+            images, both = nhwc(x), matrices(w)
+            ctx.save_for_backward(images, w, both[1])
+            ctx.rest = (x.shape, stride)
+            return _convolve(images, both[0], bias, w.shape[0], w.shape[2], stride, w)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         images, w, flipped = ctx.saved_tensors
         shape, stride = ctx.rest
-        slopes = nhwc(dy.bfloat16())
-        dx = _input_gradient(slopes, w, flipped, shape, stride) if ctx.needs_input_grad[0] else None
-        dw = _weight_gradient(images, slopes, w, stride) if ctx.needs_input_grad[1] else None
-        db = slopes.sum(dim=(0, 1, 2), dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        with on(dy):
+            rows = nhwc(dy.bfloat16())
+            dx = _input_gradient(rows, w, flipped, shape, stride) if ctx.needs_input_grad[0] else None
+            dw = _weight_gradient(images, rows, w, stride) if ctx.needs_input_grad[1] else None
+            db = rows.sum(dim=(0, 1, 2), dtype=torch.float32) if ctx.needs_input_grad[2] else None
         return dx, dw, db, None
 
 

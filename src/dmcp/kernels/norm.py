@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dmcp.kernels.convolution import nhwc, small_divider, vector
+from dmcp.kernels.convolution import empty_images, nhwc, on, small_divider, vector
 
 MOST_CHANNELS = 1024
 
@@ -212,7 +212,7 @@ def _each(rows: int, c: int, tiles: Tiles) -> tuple[tuple[int], tuple[Any, ...]]
 def _normalised(
     x: Tensor, running: tuple[Tensor, Tensor] | None, w: Tensor | None, b: Tensor | None, momentum: float, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Normalised rows, and mean, scale, shift and 1 / std of each channel. (n, h, w, c) -> (n, h, w, c), (4, c)"""
+    """Normalised rows, and mean, scale, shift and 1 / std of each channel. (n, h, w, c) -> (n, c, h, w), (4, c)"""
     c = x.shape[3]
     rows = x.numel() // c
     programs, span, tile = _divided(rows, c, STATISTICS)
@@ -226,10 +226,16 @@ def _normalised(
         float(momentum), float(eps), c // v, v, w is not None, b is not None, running is not None,
         triton.next_power_of_2(programs), MERGED,
     )  # fmt: skip
-    y = torch.empty_like(x)
+    y = _empty_like(x)
     grid, blocks = _each(rows, c, NORMALISE)
     _normalise_kernel[grid](x, coef, y, x.numel(), *blocks, num_warps=NORMALISE.warps)
     return y, coef
+
+
+def _empty_like(rows: Tensor) -> Tensor:
+    """Images stored as those of (n, h, w, c) are. -> (n, c, h, w)"""
+    n, h, w, c = rows.shape
+    return empty_images(n, c, h, w, rows.device)
 
 
 def _slopes(x: Tensor, dy: Tensor, coef: Tensor) -> Tensor:
@@ -246,8 +252,8 @@ def _slopes(x: Tensor, dy: Tensor, coef: Tensor) -> Tensor:
 
 
 def _gradient(x: Tensor, dy: Tensor, coef: Tensor, slopes: Tensor) -> Tensor:
-    """Gradient of x. -> (n, h, w, c)"""
-    dx = torch.empty_like(x)
+    """Gradient of x. -> (n, c, h, w)"""
+    dx = _empty_like(x)
     grid, blocks = _each(x.numel() // x.shape[3], x.shape[3], GRADIENT)
     _gradient_kernel[grid](x, dy, coef, slopes, dx, x.numel(), *blocks, num_warps=GRADIENT.warps)
     return dx
@@ -264,18 +270,20 @@ class _BatchNorm(torch.autograd.Function):
         momentum: float,
         eps: float,
     ) -> Tensor:
-        rows = nhwc(x)
-        y, coef = _normalised(rows, running, w, b, momentum, eps)
+        with on(x):
+            rows = nhwc(x)
+            y, coef = _normalised(rows, running, w, b, momentum, eps)
         ctx.save_for_backward(rows, coef)
-        return y.permute(0, 3, 1, 2)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, coef = ctx.saved_tensors
-        dy = nhwc(grad.bfloat16())
-        slopes = _slopes(x, dy, coef)
-        dx = _gradient(x, dy, coef, slopes).permute(0, 3, 1, 2) if ctx.needs_input_grad[0] else None
+        with on(x):
+            dy = nhwc(grad.bfloat16())
+            slopes = _slopes(x, dy, coef)
+            dx = _gradient(x, dy, coef, slopes) if ctx.needs_input_grad[0] else None
         dw = slopes[0] if ctx.needs_input_grad[2] else None
         db = slopes[1] if ctx.needs_input_grad[3] else None
         return dx, None, dw, db, None, None

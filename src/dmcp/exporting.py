@@ -1,0 +1,303 @@
+"""Write a network as a file that runs elsewhere; it gets its name once it has been run beside the network.
+
+ONNX for onnxruntime, TensorRT, OpenVINO and the like, or torch's own .pt2. Either takes batches of any size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import importlib.util
+import io
+import json
+import logging
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from dmcp.batches import generator
+from dmcp.errors import DmcpError, FileError, TraceError
+from dmcp.given import check_finite
+from dmcp.recording import call_model, map_leaves, tensors_in
+from dmcp.slicing import narrow, unwrap
+
+NOTE = "input.json"  # the preprocessing: its key in the metadata of ONNX, its name among the extra files of .pt2
+PASSES = 50  # that are timed
+TOLERANCE = 1e-4  # what rounding explains, as a share of the largest output
+_BATCHES = (1, 4)  # that are compared; the batch that is recorded has another size
+_RECORDED = 2  # torch takes a batch of 1 for a constant
+_LONGEST = 300  # letters of what torch says
+
+
+class Format(StrEnum):
+    """What is written, by the ending of its name."""
+
+    ONNX = ".onnx"
+    EXPORTED = ".pt2"  # of torch.export
+
+
+_PACKAGES = {Format.ONNX: ("onnx", "onnxscript", "onnxruntime"), Format.EXPORTED: ()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """A file that was written, and what came out when it was run."""
+
+    path: Path
+    size_bytes: int
+    params: int  # of the network
+    runtime: str  # what has run the file, with its version
+    difference: float  # largest one between an output of the file and of the network, as a share of the largest output
+    batches: tuple[int, ...]  # sizes of the batches that were compared
+
+
+@dataclass(frozen=True, eq=False)
+class _Runtime:
+    """A file that was opened to be run."""
+
+    name: str
+    run: Callable[[Any], list[Tensor]]  # inputs as a model gets them -> all tensors of the output, in order
+    note: str | None  # what the file says under NOTE
+
+
+def export(
+    model: nn.Module,
+    example: Any,
+    path: str | os.PathLike[str],
+    *,
+    preprocessing: Mapping[str, Any] | None = None,
+    tolerance: float = TOLERANCE,
+) -> Exported:
+    """Write the network in eval mode to a file, .onnx or .pt2, and run that beside it. The model is not changed.
+
+    example: one input as the model gets it: a tensor, a tuple (positional) or a dict (keyword arguments). Dim 0 of each
+        tensor is the batch, of any size; the other dims stay what they are. Its integers should be valid ones.
+    preprocessing: plain data about what is done to an image before; it goes into the file.
+    tolerance: largest difference, as a share of the largest output. Beyond it FileError, and what was there stays.
+    """
+    path = Path(path)
+    kind = check_target(path, tolerance)
+    if not tensors_in(example) or not all(tensor.ndim for tensor in tensors_in(example)):
+        raise TraceError("The example must hold tensors, and dim 0 of each must be the batch.")
+    net = narrow(unwrap(model), {}, {}).cpu().eval().requires_grad_(False)
+    drawn = [_draw(example, size) for size in _BATCHES]
+    check_finite(net, drawn[-1])
+    program, dims = _record(net, _draw(example, _RECORDED))
+    note = None if preprocessing is None else json.dumps(preprocessing)
+    with _staged(path) as new:
+        _WRITE[kind](program, dims, new, note)
+        runtime, difference = _try(kind, new, net, drawn)
+        if not difference <= tolerance:
+            raise FileError(
+                f"{path}: not written: in {runtime.name} it is not the same network, its outputs differ by "
+                f"{difference:.1e} of the largest one, more than the tolerance of {tolerance:.0e}."
+            )
+        if runtime.note != note:
+            raise FileError(f"{path}: not written: {runtime.name} does not find the preprocessing in it.")
+        size_bytes = new.stat().st_size
+    return Exported(
+        path=path,
+        size_bytes=size_bytes,
+        params=sum(parameter.numel() for parameter in net.parameters()),
+        runtime=runtime.name,
+        difference=difference,
+        batches=_BATCHES,
+    )
+
+
+def check_target(path: Path, tolerance: float = TOLERANCE) -> Format:
+    """What the file will be; refuse one that cannot be written, before anything is done."""
+    if not 0 < tolerance < 1:
+        raise DmcpError(f"The tolerance must be a number above 0 and below 1, not {tolerance}.")
+    if path.is_dir():
+        raise FileError(f"{path} is a folder: name the file in it, like {path / 'model.onnx'}.")
+    if path.suffix not in list(Format):
+        raise FileError(f"{path}: its ending must say what it is to be: {' or '.join(Format)}.")
+    if not path.parent.is_dir():
+        raise FileError(f"{path}: there is no folder {path.parent}: make it, or name another file.")
+    kind = Format(path.suffix)
+    if missing := [name for name in _PACKAGES[kind] if importlib.util.find_spec(name) is None]:
+        verb = "is" if len(missing) == 1 else "are"
+        raise DmcpError(
+            f'{", ".join(missing)} {verb} not installed: pip install "torch-dmcp[export]", or name a file with '
+            f"{Format.EXPORTED}, which needs torch only."
+        )
+    return kind
+
+
+@torch.no_grad()
+def milliseconds(paths: Sequence[Path], example: Any) -> list[float]:
+    """Time of one sample in each file's runtime, on this machine's CPU: the fastest of some passes.
+
+    They are taken in turn, so that other load hits all files alike.
+    """
+    sample = _draw(example, 1)
+    runtimes = [_OPEN[check_target(path)](path) for path in paths]
+    times: list[list[float]] = [[] for _ in runtimes]
+    for _ in range(1 + PASSES):
+        for runtime, own in zip(runtimes, times, strict=True):
+            start = time.perf_counter()
+            runtime.run(sample)
+            own.append(1000 * (time.perf_counter() - start))
+    return [min(own[1:]) for own in times]  # the first pass also prepares
+
+
+# from the network to a file
+
+
+def _draw(example: Any, size: int) -> Any:
+    """Random inputs of the example's shapes for a batch of this size; whole numbers are drawn from those in it."""
+    random = generator(size)
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        shape = (size, *leaf.shape[1:])
+        if leaf.is_floating_point():
+            return torch.randn(shape, generator=random).to(leaf.dtype)
+        return leaf.cpu().flatten()[torch.randint(leaf.numel(), shape, generator=random)]
+
+    return map_leaves(one, example)
+
+
+def _record(net: nn.Module, example: Any) -> tuple[ExportedProgram, Any]:
+    """The network as torch's graph, and which dims of its inputs are free."""
+    batch = Dim("batch")
+    args: Any = () if isinstance(example, dict) else example if isinstance(example, tuple) else (example,)
+    kwargs = example if isinstance(example, dict) else {}
+    dims = map_leaves(lambda leaf: {0: batch} if isinstance(leaf, Tensor) else None, kwargs or args)
+    try:
+        with _silence():
+            program = torch.export.export(net, args, kwargs, dynamic_shapes=dims)
+    except Exception as error:  # whatever a forward, or torch in it, may raise
+        raise TraceError(f"torch.export cannot take this network: {_reason(error)} See docs/export.md.") from error
+    for node in program.graph.nodes:
+        node.meta.pop("stack_trace", None)  # paths of this machine
+    return program, dims
+
+
+def _write_onnx(program: ExportedProgram, dims: Any, path: Path, note: str | None) -> None:
+    try:
+        with _silence():
+            made: Any = torch.onnx.export(program, dynamo=True, dynamic_shapes=dims, external_data=False, verbose=False)
+    except Exception as error:
+        raise TraceError(
+            f"This network cannot be written as ONNX: {_reason(error)} {Format.EXPORTED} may do: see docs/export.md."
+        ) from error
+    for part in (made.model.graph, *made.model.graph.all_nodes()):
+        part.metadata_props.clear()  # torch's notes for its developers: a tenth of the file of a small network
+    if note is not None:
+        made.model.metadata_props[NOTE] = note
+    made.save(path, external_data=False)
+    if [it.name for it in path.parent.iterdir()] != [path.name]:
+        raise FileError(f"{path.name}: too large for one file of ONNX: give one with {Format.EXPORTED}.")
+
+
+def _write_exported(program: ExportedProgram, dims: Any, path: Path, note: str | None) -> None:
+    torch.export.save(program, path, extra_files=None if note is None else {NOTE: note})
+
+
+_WRITE = {Format.ONNX: _write_onnx, Format.EXPORTED: _write_exported}
+
+
+@contextlib.contextmanager
+def _staged(path: Path) -> Iterator[Path]:
+    """A name in a folder of its own; what is written there takes the place of `path` if nothing goes wrong."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as folder:
+            new = Path(folder) / path.name
+            yield new
+            with new.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(new, path)
+    except FileError:
+        raise
+    except OSError as error:
+        raise FileError(f"{path}: cannot be written: {error.strerror or error}.") from error
+
+
+# from a file to its outputs
+
+
+def _try(kind: Format, path: Path, net: nn.Module, drawn: Sequence[Any]) -> tuple[_Runtime, float]:
+    """Open the file and run it: how far its outputs are from the network's."""
+    try:
+        runtime = _OPEN[kind](path)
+        return runtime, _difference(net, runtime, drawn)
+    except Exception as error:  # each runtime has errors of its own
+        raise FileError(f"{path.name}: not written: it was made, but cannot be run: {_reason(error)}") from error
+
+
+def _open_onnx(path: Path) -> _Runtime:
+    runtime = importlib.import_module("onnxruntime")
+    options = runtime.SessionOptions()
+    options.log_severity_level = 3  # errors only
+    session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    names = [it.name for it in session.get_inputs()]
+
+    def run(example: Any) -> list[Tensor]:
+        given = dict(zip(names, (tensor.numpy() for tensor in tensors_in(example)), strict=True))
+        return [torch.from_numpy(output) for output in session.run(None, given)]
+
+    note = session.get_modelmeta().custom_metadata_map.get(NOTE)
+    return _Runtime(f"onnxruntime {runtime.__version__}", run, note)
+
+
+def _open_exported(path: Path) -> _Runtime:
+    found = {NOTE: ""}
+    net = torch.export.load(path, extra_files=found).module()
+    return _Runtime(
+        f"torch {torch.__version__}", lambda example: tensors_in(call_model(net, example)), found[NOTE] or None
+    )
+
+
+_OPEN = {Format.ONNX: _open_onnx, Format.EXPORTED: _open_exported}
+
+
+@torch.no_grad()
+def _difference(net: nn.Module, runtime: _Runtime, drawn: Sequence[Any]) -> float:
+    """Largest difference over all batches, of each output as a share of its own largest number; inf: other shapes."""
+    wanted = [tensors_in(call_model(net, copy.deepcopy(example))) for example in drawn]  # a forward may write into it
+    found = [runtime.run(copy.deepcopy(example)) for example in drawn]
+    if [[it.shape for it in outputs] for outputs in wanted] != [[it.shape for it in outputs] for outputs in found]:
+        return float("inf")
+    shares = []
+    for expected, got in zip(zip(*wanted, strict=True), zip(*found, strict=True), strict=True):  # one output each
+        one, other = (torch.cat([it.double().flatten() for it in outputs]) for outputs in (expected, got))
+        shares.append((one - other).abs().max() / (one.abs().max() or 1.0))
+    return float(torch.stack(shares).max())  # NaN if one is
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Keep torch from talking about its own code: what a person must know is in the error."""
+    before = logging.root.manager.disable
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
+        warnings.simplefilter("ignore")
+        logging.disable()
+        try:
+            yield
+        finally:
+            logging.disable(before)
+
+
+def _reason(error: Exception) -> str:
+    """The beginning of what torch says, as a sentence; the rest is for its developers."""
+    words = " ".join(str(error).split())
+    told = words if len(words) <= _LONGEST else f"{words[:_LONGEST]} …"
+    return f"{type(error).__name__}: {told.rstrip('.:') or 'no more is known'}."

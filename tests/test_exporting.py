@@ -1,0 +1,274 @@
+"""Exported files are the network, or they are not there. Those of ONNX need the packages of the extra `export`."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.util
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from typed import command
+
+import dmcp
+from dmcp import exporting, runs
+from dmcp.data import load, make_loader, preprocessing
+from dmcp.nets import build
+
+PAGE = Path(__file__).parent.parent / "docs" / "export.md"
+PRUNE = "prune --model digits:resnet --data digits --device cpu --batch 512 --search-epochs 2 --epochs 1 --quiet"
+HOW = {"mean": [0.5], "std": [2.0], "classes": ["cat", "Käse"]}
+EXAMPLE = torch.zeros(1, 1, 8, 8)
+Capture = pytest.CaptureFixture[str]
+Run = Callable[[Tensor], Tensor]
+
+
+@functools.cache
+def digits() -> tuple[nn.Module, nn.Module]:
+    """A network for digits, and half of it, with running statistics that are not 0 and 1."""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        model = build("digits:resnet")
+        for _ in range(3):
+            model(torch.randn(16, 1, 8, 8))
+    graph = dmcp.trace(model, torch.zeros(2, 1, 8, 8))
+    return model, dmcp.cut(model, graph, dmcp.uniform(graph, "50%"))
+
+
+def open_onnx(path: Path) -> tuple[Run, str]:
+    """An independent reader: the network as a function, and the note in its metadata."""
+    session = pytest.importorskip("onnxruntime").InferenceSession(path)
+    name = session.get_inputs()[0].name
+    note = session.get_modelmeta().custom_metadata_map["input.json"]
+    return lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0]), note
+
+
+def open_pt2(path: Path) -> tuple[Run, str]:
+    extra = {"input.json": ""}
+    return torch.export.load(path, extra_files=extra).module(), extra["input.json"]
+
+
+def need(suffix: str) -> None:
+    for name in ("onnx", "onnxscript", "onnxruntime") if suffix == ".onnx" else ():
+        pytest.importorskip(name)
+
+
+@pytest.mark.parametrize(("suffix", "reader"), [(".onnx", open_onnx), (".pt2", open_pt2)])
+def test_the_file_is_the_network(suffix: str, reader: Callable[[Path], tuple[Run, str]], tmp_path: Path) -> None:
+    need(suffix)
+    model, small = digits()
+    small.train()
+    made = dmcp.export(small, EXAMPLE, tmp_path / f"small{suffix}", preprocessing=HOW)
+    assert small.training and all(parameter.requires_grad for parameter in small.parameters())  # as it was
+    assert [path.name for path in tmp_path.iterdir()] == [made.path.name]
+    run, note = reader(made.path)
+    assert json.loads(note) == HOW
+    small.eval()
+    for batch in (1, 2, 7, 64):  # none of them but 1 is a size that was tried before
+        x = torch.randn(batch, 1, 8, 8)
+        torch.testing.assert_close(run(x), small(x), rtol=1e-4, atol=1e-5)
+    whole = dmcp.export(model, EXAMPLE, tmp_path / f"whole{suffix}")
+    assert made.size_bytes == made.path.stat().st_size < 0.7 * whole.size_bytes
+    assert made.params == sum(parameter.numel() for parameter in small.parameters())
+    assert made.difference < 1e-5 and len(made.batches) == 2
+    assert str(Path(dmcp.__file__).parent).encode() not in made.path.read_bytes()  # no paths of this machine
+    assert len(exporting.milliseconds([made.path, whole.path], EXAMPLE)) == 2
+
+
+class TwoHeads(nn.Module):
+    """Several inputs by name, several outputs, and a forward that writes into its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Embedding(7, 4)
+
+    def forward(self, image: Tensor, kind: Tensor) -> dict[str, Any]:
+        x = self.conv(image.sub_(1)).mean(dim=(2, 3)) + self.head(kind)
+        return {"z": x, "a": [100 * x.sum(dim=1), None], "best": x.argmax(dim=1)}
+
+
+@pytest.mark.parametrize("suffix", [".onnx", ".pt2"])
+@pytest.mark.parametrize("named", [True, False])
+def test_networks_with_several_inputs_and_outputs(suffix: str, named: bool, tmp_path: Path) -> None:
+    need(suffix)
+    image, kind = torch.zeros(1, 3, 8, 8), torch.tensor([6])
+    example: Any = {"image": image, "kind": kind} if named else (image, kind)
+    made = dmcp.export(TwoHeads(), example, tmp_path / f"two{suffix}")
+    assert made.path.exists() and made.difference < 1e-5
+
+
+@pytest.mark.parametrize("suffix", [".onnx", ".pt2"])
+def test_a_file_that_is_not_the_network_is_not_left_behind(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the weights of one channel change on the way. With a tolerance that allows it, the file takes its place."""
+    need(suffix)
+    record = exporting._record
+
+    def spoilt(net: nn.Module, example: Any) -> Any:
+        other = copy.deepcopy(net)
+        other[0].weight.data[1] += 0.1
+        return record(other, example)
+
+    monkeypatch.setattr(exporting, "_record", spoilt)
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    path = tmp_path / f"net{suffix}"
+    path.write_text("what was there")
+    with pytest.raises(dmcp.FileError, match=r"not written: in .* differ by .*, more than the tolerance of 1e-04"):
+        dmcp.export(net, EXAMPLE, path)
+    assert [it.read_text() for it in tmp_path.iterdir()] == ["what was there"]
+    dmcp.export(net, EXAMPLE, path, tolerance=0.9)
+    assert path.read_bytes() != b"what was there"
+
+
+def test_what_the_check_finds_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Conv2d(1, 2, 3)
+    for found in (float("nan"), float("inf"), 1.1e-4):
+        monkeypatch.setattr(exporting, "_difference", lambda *_, found=found: found)
+        with pytest.raises(dmcp.FileError, match="not the same network"):
+            dmcp.export(net, EXAMPLE, tmp_path / "net.pt2")
+    monkeypatch.setitem(exporting._OPEN, exporting.Format.EXPORTED, lambda _: 1 / 0)
+    with pytest.raises(dmcp.FileError, match="cannot be run: ZeroDivisionError"):
+        dmcp.export(net, EXAMPLE, tmp_path / "net.pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_outputs_are_measured_each_by_its_own_size() -> None:
+    """A small output that is wrong is not hidden by a large one that is right."""
+    x = (torch.tensor([[1000.0, 0.0]]), torch.tensor([[0.001]]))
+
+    class Pair(nn.Module):
+        def forward(self, *both: Tensor) -> tuple[Tensor, ...]:
+            return both
+
+    def difference(*outputs: Tensor) -> float:
+        return exporting._difference(Pair(), exporting._Runtime("", lambda _: list(outputs), None), [x])
+
+    assert difference(*x) == 0
+    assert difference(x[0], 1.5 * x[1]) == pytest.approx(0.5)
+    assert difference(x[0] + 1, x[1]) == pytest.approx(1e-3)
+    assert difference(x[0]) == difference(x[0][0], x[1]) == float("inf")
+
+
+# what cannot be exported
+
+
+class Fixed(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).reshape(2, -1)
+
+
+class Branch(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+@pytest.mark.parametrize(("net", "example", "said"), [
+    (Fixed(1, 2, 3), EXAMPLE, "torch.export cannot take this network: .*batch.*See docs/export.md"),
+    (Branch(1, 2, 3), EXAMPLE, "torch.export cannot take this network: .*See docs/export.md"),
+    (nn.Conv2d(1, 2, 3), torch.tensor(1.0), "dim 0 of each must be the batch"),
+    (nn.Conv2d(1, 2, 3), "image", "must hold tensors"),
+    (nn.Conv2d(3, 2, 3), EXAMPLE, "torch.export cannot take this network: "),
+])  # fmt: skip
+def test_networks_that_cannot_be_exported(
+    net: nn.Module, example: Any, said: str, tmp_path: Path, capfd: Capture
+) -> None:
+    with pytest.raises(dmcp.TraceError, match=said) as caught:
+        dmcp.export(net, example, tmp_path / "net.pt2")
+    assert len(str(caught.value)) < 600 and capfd.readouterr() == ("", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    net = nn.Conv2d(1, 2, 3)
+    net.weight.data[0] = float("nan")
+    with pytest.raises(dmcp.TrainingError, match="weight holds numbers that are NaN"):
+        dmcp.export(net, EXAMPLE, tmp_path / "net.pt2")
+
+
+@pytest.mark.parametrize(("missing", "said"), [
+    (("onnx", "onnxscript", "onnxruntime"), "onnx, onnxscript, onnxruntime are not installed"),
+    (("onnxruntime",), "onnxruntime is not installed"),
+])  # fmt: skip
+def test_missing_packages(missing: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else object())
+    with pytest.raises(dmcp.DmcpError, match=rf'{said}: pip install "torch-dmcp\[export\]", or name a file with \.pt2'):
+        dmcp.export(nn.Conv2d(1, 2, 3), EXAMPLE, tmp_path / "net.onnx")
+    assert dmcp.export(nn.Conv2d(1, 2, 3), EXAMPLE, tmp_path / "net.pt2").path.exists()
+
+
+# the command
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run."""
+    folder = tmp_path_factory.mktemp("export") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "draw_all", lambda *_, **__: [])  # figures take longer than such a run
+        assert command(*PRUNE.split(), "--out", str(folder)) == 0
+    return folder
+
+
+def test_the_command_needs_no_data_and_tells_what_was_gained(
+    run: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dmcp.jobs.load", lambda *_: 1 / 0)
+    out = tmp_path / "net.pt2"
+    capsys.readouterr()
+    assert command("export", str(run), "--out", str(out), "--json", "--quiet") == 0
+    printed = capsys.readouterr()
+    facts = json.loads(printed.out)
+    assert printed.err == "" and facts["file"] == str(out) and facts["size_bytes"] == out.stat().st_size
+    assert facts["preprocessing"] == preprocessing(load("digits")) == json.loads(open_pt2(out)[1])
+    assert facts["macs_share"] <= 0.5 and facts["params"] < 77_754 and facts["difference"] <= 1e-4
+    assert facts["ms"] > 0 and facts["unpruned_ms"] > 0
+    assert facts["unpruned_weight_bytes"] == sum(it.nbytes for it in build("digits:resnet").state_dict().values())
+    assert command("export", str(run), "--out", str(out)) == 0  # what is there is replaced
+    printed = capsys.readouterr()
+    assert [line.split("|")[1].strip() for line in printed.out.splitlines() if re.match(r"\| \w", line)] == [
+        "bytes",
+        "params",
+        "MACs",
+        "ms",
+    ]
+    assert (
+        printed.out.startswith(f"{out}\nthe same network in torch ") and "in it, as input.json: shape," in printed.out
+    )
+    assert len(printed.err.splitlines()) == 2
+
+
+def test_a_damaged_run_is_told(run: Path, tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "run").mkdir()
+    for path in run.iterdir():
+        (tmp_path / "run" / path.name).write_bytes(path.read_bytes())
+    settings = json.loads((run / "settings.json").read_text())
+    for change in ({"shape": None}, {"shape": [1, "8", 8]}, {"classes": None}):
+        (tmp_path / "run" / "settings.json").write_text(json.dumps(settings | change))
+        assert command("export", str(tmp_path / "run"), "--out", str(tmp_path / "net.pt2")) == 2
+        assert "its settings do not say the classes" in capsys.readouterr().err
+
+
+def test_the_code_of_the_page_runs(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """The last block, which knows nothing of us, gives what the network gives for images as our loader makes them."""
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2 and not re.search("dmcp|torch", blocks[1])
+    monkeypatch.chdir(run.parent)
+    names: dict[str, Any] = {}
+    exec(compile(blocks[0], PAGE.name, "exec"), names)
+    assert Path("digits.pt2").exists()
+    need(".onnx")
+    assert command("export", "run", "--quiet") == 0
+    test = load("digits").test
+    given = {"images": np.ascontiguousarray(test.images.numpy())}
+    exec(compile(blocks[1], PAGE.name, "exec"), given)
+    x = torch.cat([images for images, _ in make_loader(test, 64, train=False)])
+    scores = names["small"].eval()(x)
+    torch.testing.assert_close(torch.from_numpy(given["scores"]), scores, rtol=1e-4, atol=1e-4)
