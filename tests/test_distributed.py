@@ -202,6 +202,7 @@ def test_torchrun_starts_ranks_of_which_one_writes(launched: Any) -> None:
         assert sum(losses[-20:]) < 0.9 * sum(losses[:20])
 
 
+@pytest.mark.slow
 def test_a_run_survives_the_loss_of_either_rank(launched: Any, tmp_path: Path) -> None:
     wanted, run = launched[0] / "runs" / NAME, tmp_path / "run"
     goes_on = ["prune", "--resume", str(run)]

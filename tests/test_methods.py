@@ -29,7 +29,7 @@ QUICK: dict[str, dict[str, Any]] = {  # settings in which a second or two are en
 }
 EPOCHS = {"slimming": 20}  # of the recipe, where few are not enough
 SEARCHES = ["slimming", "autoslim", "amc", "metapruning", "dmcp", "dmcp-direct"]
-ONE_RATIO = ["l1", "sfp", "fpgm"]
+ONE_RATIO = ["uniform-slimmable", "l1", "sfp", "fpgm"]
 
 
 def trained(problem: Problem) -> Mapping[str, Tensor]:
@@ -165,8 +165,8 @@ def test_budgets_above_the_network_name_the_range(name: str) -> None:
     [
         ("slimmning", "'slimmning': did you mean slimming?"),
         ("torch_pruning", "'torch_pruning': did you mean torch-pruning?"),
-        ("zzz", "there are uniform, random, l1, "),
-        ("", "there are uniform, random, l1, "),
+        ("zzz", "there are uniform, random, uniform-slimmable, l1, "),
+        ("", "there are uniform, random, uniform-slimmable, l1, "),
     ],
 )
 def test_an_unknown_method_gets_the_nearest_name(name: str, words: str) -> None:

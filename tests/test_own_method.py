@@ -61,6 +61,7 @@ def own(find: Callable[[Problem], Any], method: Method | None = None) -> Choice:
 # as the page says
 
 
+@pytest.mark.slow
 def test_the_example_of_the_page_fills_a_table(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     typed = next(line.split() for line in PAGE.splitlines() if "mine:by_score" in line and "dmcp compare" in line)
     assert typed[:6] == ["dmcp", "compare", "--model", "digits:resnet", "--data", "digits"]

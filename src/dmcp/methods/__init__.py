@@ -72,6 +72,7 @@ class Method:
 METHODS: dict[str, Method] = {
     "uniform": Method(uniform.find, uniform.UniformConfig),
     "random": Method(random.find, random.RandomConfig),
+    "uniform-slimmable": Method(uniform.find, uniform.UniformConfig, own=Own.SLIMMABLE, one_ratio=True),
     "l1": Method(l1.find, l1.L1Config, Start.TRAINED, own=Own.FINE_TUNED, one_ratio=True),
     "slimming": Method(slimming.find, slimming.SlimmingConfig, Start.PREPARED, slimming.prepare, own=Own.FINE_TUNED),
     "sfp": Method(sfp.find, sfp.SoftConfig, own=Own.AS_IT_IS, one_ratio=True),
