@@ -523,7 +523,7 @@ def test_the_command_fills_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture
     assert typed["command"].startswith(
         "dmcp compare --model digits:resnet --data digits --methods uniform,l1 --seeds 1"
     )
-    assert {"torch-dmcp", "torch", "torchvision", "python"} <= typed["versions"].keys() and typed["device"]
+    assert {"torch-dmcp", "torch", "torchvision", "python", "code"} <= typed["versions"].keys() and typed["device"]
     assert (out / "compare.svg").read_text().startswith("<?xml")
     names = ["l1-50%-seed0", "uniform-50%-seed0", "unpruned-seed0"]
     before = {name: contents(out / name) for name in names}

@@ -26,7 +26,7 @@ from dmcp.jobs import Job
 from dmcp.listing import is_run
 from dmcp.locks import Lock
 from dmcp.methods import METHODS, PEERS, Own, Start, find_method, title
-from dmcp.plans import Cell, Plan
+from dmcp.plans import Cell, Plan, code_digest
 from dmcp.pruning import UNPRUNED
 from dmcp.runs import Run, read_json
 from dmcp.searches import SearchConfig
@@ -318,7 +318,8 @@ def state_of(task: Task, folder: Path) -> str:
 
 def _note_command(folder: Path, device: torch.device) -> None:
     """Keep what was typed, with versions and device; once, as long as they are the same."""
-    found = {name: _version(name) for name in _PACKAGES} | {"python": platform.python_version()}
+    found = {name: _version(name) for name in _PACKAGES}
+    found |= {"python": platform.python_version(), "code": code_digest()}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
     facts = {
         "command": shlex.join(["dmcp", *sys.argv[1:]]),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,11 +71,19 @@ def plan_from_json(data: Mapping[str, Any], path: object) -> Plan:
         raise FileError(f"{path}: not the settings of a run of this version ({quote(error)}).") from None
 
 
+@functools.cache
+def code_digest() -> str:
+    """Twelve letters that change with our code: which version made a result, also where none is installed."""
+    here = Path(__file__).parent
+    parts = [path.relative_to(here).as_posix().encode() + path.read_bytes() for path in sorted(here.rglob("*.py"))]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]
+
+
 def facts_of(opened: Opened) -> dict[str, Any]:
     """What a run is about, besides its settings: data, the unpruned network, versions."""
     graph = opened.graph
     unpruned = {"macs": graph.macs(), "params": graph.params(), "widths": dict(graph.full)}
-    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    versions = {"torch": torch.__version__, "python": platform.python_version(), "code": code_digest()}
     known = {"classes": opened.data.classes, "shape": list(opened.data.shape), "data": data_identity(opened.data)}
     return known | {
         "unpruned": unpruned,
