@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from triton.runtime import interpreter
 
-from dmcp import kernels
+from dmcp import engine, kernels
 from dmcp.kernels import OwnKernels, batch_norm, conv2d, convolution, norm
 
 _convert = interpreter._convert_float
@@ -96,6 +96,16 @@ def test_many_slabs_and_blocks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = F.conv2d(x.float(), w, None, 1, 1)
     _close(out, wanted)
     _close(torch.autograd.grad(out, w, dy)[0], torch.autograd.grad(wanted, w, dy.float())[0], 1e-5)
+
+
+def test_the_engine_knows_what_the_kernels_take() -> None:
+    """It must not import them to say which networks are narrow: there may be no Triton."""
+    assert engine._NARROW == convolution.MOST_CHANNELS
+    for size in engine._KERNELS:
+        weight = torch.randn(2, 3, *size)
+        assert kernels._conv_arguments(_images(1, 3, 4, 4).float(), weight, padding=size[0] // 2) is None  # no autocast
+        with torch.autocast("cpu", torch.bfloat16):
+            assert kernels._conv_arguments(_images(1, 3, 4, 4), weight, padding=size[0] // 2) is not None
 
 
 def test_the_plan_of_weight_gradients_covers_every_pixel_and_number() -> None:

@@ -94,13 +94,9 @@ class Engine:
         precision = self.precision or (Precision.BFLOAT16 if half else Precision.FLOAT32)
         last = gpu if self.channels_last is None else self.channels_last
         graphs = gpu and (plain if self.graphs is None else self.graphs)
-        kernels = graphs and narrow and steps >= _WORTH_KERNELS if self.kernels is None else self.kernels
+        wanted = graphs and narrow and steps >= _WORTH_KERNELS if self.kernels is None else self.kernels
         fit = half and last and precision is Precision.BFLOAT16 and not self.compile
-        kernels = kernels and fit
-        refused = kernels_refused(device) if kernels else ""
-        if refused and self.kernels:
-            raise TrainingError(f"Own kernels cannot run on {device} ({refused}): leave kernels out.")
-        kernels = kernels and not refused
+        kernels = wanted and fit and self._can_run_kernels(device)
         compiled = gpu and not kernels and steps >= _WORTH_COMPILING[large] if self.compile is None else self.compile
         return Settled(
             device=device,
@@ -113,6 +109,12 @@ class Engine:
             deterministic=self.deterministic,
             sync_batchnorm=self.sync_batchnorm and gpu and current().world > 1,
         )
+
+    def _can_run_kernels(self, device: torch.device) -> bool:
+        refused = kernels_refused(device)
+        if refused and self.kernels:
+            raise TrainingError(f"Own kernels cannot run on {device} ({refused}): leave kernels out.")
+        return not refused
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,7 @@ from dmcp.gathering import (
 )
 from dmcp.jobs import Opened, open_job
 from dmcp.runs import Run, read_json
+from dmcp.tables import between
 
 
 def write_table(it: Stored, folder: Path, opened: Opened | None = None, again: bool = False) -> dict[str, Any]:
@@ -100,7 +101,7 @@ def _draw(it: Stored, lines: Sequence[Line], folder: Path) -> None:
     if panels:
         train = it.plan.train
         assert train is not None
-        counts = sorted({len(line.accuracies) for line in lines if line.budget})
-        words = f"{train.epochs} epochs, {' to '.join(map(str, [*counts[:1], *counts[1:][-1:]]))} seeds"
+        counts = [len(line.accuracies) for line in lines if line.budget]
+        words = f"{train.epochs} epochs, {between(str(min(counts)), str(max(counts)))} seeds"
         title = f"{it.plan.job.model}, {Path(it.plan.job.data).name}, {words}"
         figures.save(figures.accuracy_by_method(panels, title), folder / FIGURE)

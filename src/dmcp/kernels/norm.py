@@ -69,6 +69,15 @@ def _statistics_kernel(x, part, R, SPAN, CV, V: tl.constexpr, BR: tl.constexpr, 
     tl.store(to + tl.num_programs(0) * C, spread, mask=c < C)
 
 
+@triton.jit
+def _both(part, c, C, PROGRAMS, BP: tl.constexpr):
+    """What all programs have found for some channels, zero beyond. (2, programs, C) -> two of (BP, channels)"""
+    p = tl.arange(0, BP)
+    where = (p < PROGRAMS)[:, None] & (c < C)[None, :]
+    at = part + (p[:, None] * C + c[None, :])
+    return tl.load(at, mask=where, other=0.0), tl.load(at + PROGRAMS * C, mask=where, other=0.0)
+
+
 @triton.jit(do_not_specialize=["R", "SPAN", "PROGRAMS", "momentum", "eps", "CV"])
 def _merge_kernel(
     part, weight, bias, running_mean, running_var, coef, R, SPAN, PROGRAMS, momentum, eps, CV,
@@ -79,12 +88,8 @@ def _merge_kernel(
     C = CV * V
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     known = c < C
-    p = tl.arange(0, BP)
-    where = (p < PROGRAMS)[:, None] & known[None, :]
-    at = part + (p[:, None] * C + c[None, :])
-    means = tl.load(at, mask=where, other=0.0)
-    m2 = tl.load(at + PROGRAMS * C, mask=where, other=0.0)
-    counts = tl.maximum(tl.minimum(R - p * SPAN, SPAN), 0).to(tl.float32)[:, None]
+    means, m2 = _both(part, c, C, PROGRAMS, BP)
+    counts = tl.maximum(tl.minimum(R - tl.arange(0, BP) * SPAN, SPAN), 0).to(tl.float32)[:, None]
     rows = R.to(tl.float32)
     mean = tl.sum(means * counts, axis=0) / rows
     apart = means - mean[None, :]
@@ -162,11 +167,8 @@ def _finish_kernel(part, coef, slopes, R, PROGRAMS, CV, V: tl.constexpr, BP: tl.
     C = CV * V
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     known = c < C
-    p = tl.arange(0, BP)
-    where = (p < PROGRAMS)[:, None] & known[None, :]
-    at = part + (p[:, None] * C + c[None, :])
-    plain = tl.sum(tl.load(at, mask=where, other=0.0), axis=0)
-    product = tl.sum(tl.load(at + PROGRAMS * C, mask=where, other=0.0), axis=0)
+    plains, products = _both(part, c, C, PROGRAMS, BP)
+    plain, product = tl.sum(plains, axis=0), tl.sum(products, axis=0)
     scale = tl.load(coef + C + c, mask=known, other=0.0)
     rate = tl.load(coef + 3 * C + c, mask=known, other=0.0)
     rows = R.to(tl.float32)
