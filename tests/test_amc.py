@@ -79,7 +79,7 @@ def test_reward_is_the_metric_of_the_cut_network_with_batch_statistics() -> None
     choice = find(problem, SHORT, trained(problem))
     assert choice.model is not None
     small = dmcp.cut(choice.model, problem.graph, choice.kept).train()
-    right = sum(dmcp.training.top1(small(x), (x, labels))[0].item() for x, labels in problem.held)
+    right = sum(dmcp.losses.top1(small(x), (x, labels))[0].item() for x, labels in problem.held)
     assert log[-1]["best"] == pytest.approx(right / sum(labels.numel() for _, labels in problem.held), abs=2e-3)
 
 

@@ -20,11 +20,11 @@ from dmcp.batches import batches_from, generator, input_of, labels_of
 from dmcp.budget import holds, parse, spent_shares
 from dmcp.errors import BudgetError, DataError, StoppedError, TrainingError
 from dmcp.keeping import Keeper
+from dmcp.losses import top1
 from dmcp.methods import metapruning
 from dmcp.methods.metapruning import MetaPruningConfig, cross, find, mutate, prepare
 from dmcp.methods.problem import Problem
 from dmcp.methods.pruning_net import Grid, PruningNet, Structured, spaces_of
-from dmcp.training import top1
 
 SHORT = MetaPruningConfig(hidden=2, population=4, generations=2, parents=2, batches=1)
 

@@ -18,11 +18,12 @@ from dmcp.batches import generator
 from dmcp.budget import parse
 from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.graph import ChannelGraph
+from dmcp.losses import classification_loss
 from dmcp.pruning import OURS, UNIFORM, UNPRUNED, Event, Retrain, Row, expected_shares, milliseconds, train_all
 from dmcp.rows import AS_GIVEN
 from dmcp.searches import SearchConfig, SearchRecord
 from dmcp.stages import weight_step
-from dmcp.training import TrainConfig, classification_loss
+from dmcp.training import TrainConfig
 
 SEARCH = SearchConfig(budget="60%", epochs=2, groups=4)
 TRAIN = TrainConfig(epochs=1, reference_batch=None, lr=0.05, warmup_lr=0.05)

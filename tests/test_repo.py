@@ -69,6 +69,7 @@ ORDER = [
     "data",
     "cifar_nets",
     "nets",
+    "losses",
     "training",
     "sandwich",
     "stages",

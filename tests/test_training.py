@@ -18,19 +18,9 @@ from dmcp import training
 from dmcp.data import load, make_loader
 from dmcp.engine import Engine
 from dmcp.errors import TrainingError
+from dmcp.losses import classification_loss, imitation, top1
 from dmcp.nets import build
-from dmcp.training import (
-    StepRecord,
-    TrainConfig,
-    classification_loss,
-    cosine,
-    evaluate,
-    imitation,
-    learning_rate,
-    parameter_groups,
-    top1,
-    train,
-)
+from dmcp.training import StepRecord, TrainConfig, cosine, evaluate, learning_rate, parameter_groups, train
 
 SHORT = TrainConfig(epochs=1, lr=0.1, warmup_lr=0.02, reference_batch=None)
 

@@ -20,6 +20,7 @@ from dmcp.budget import constant_alpha, parse, spent_shares
 from dmcp.engine import Engine, Settled, is_narrow, sgd
 from dmcp.errors import DmcpError
 from dmcp.graph import ChannelGraph
+from dmcp.losses import classification_loss
 from dmcp.markov import CHAIN, group_sizes
 from dmcp.sandwich import Draw, chains
 from dmcp.searches import SearchConfig
@@ -27,7 +28,7 @@ from dmcp.searching import LARGE, Steps, search, uncounted
 from dmcp.spaces import Widths
 from dmcp.supernet import Supernet
 from dmcp.tracing import trace
-from dmcp.training import TrainConfig, classification_loss, make_step, parameter_groups, train
+from dmcp.training import TrainConfig, make_step, parameter_groups, train
 
 _AT_ONCE = 1 << 16  # structures drawn in one expression, as direct sampling does
 

@@ -24,6 +24,7 @@ from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.given import check_finite
 from dmcp.graph import ChannelGraph
 from dmcp.keeping import Keeper
+from dmcp.losses import Loss, Metric, classification_loss, imitation, top1
 from dmcp.ranks import current, sum_values
 from dmcp.recording import call_model, tensors_in
 from dmcp.rows import AS_GIVEN, ROUNDS, divergence, table
@@ -37,7 +38,7 @@ from dmcp.slicing import unwrap
 from dmcp.spaces import Widths
 from dmcp.supernet import Supernet
 from dmcp.tracing import trace
-from dmcp.training import Distillation, Loss, Metric, StepRecord, TrainConfig, classification_loss, imitation, top1
+from dmcp.training import Distillation, StepRecord, TrainConfig
 
 SEARCH = "search"  # the first stage; the others are named after the network that they train
 

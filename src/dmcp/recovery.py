@@ -21,10 +21,10 @@ from dmcp.batches import Loader
 from dmcp.engine import Engine
 from dmcp.errors import TrainingError
 from dmcp.graph import ChannelGraph
+from dmcp.losses import top1
 from dmcp.searches import Init, SearchConfig
 from dmcp.searching import search
 from dmcp.supernet import Supernet
-from dmcp.training import top1
 
 
 @dataclass(frozen=True, kw_only=True)

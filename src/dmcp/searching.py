@@ -17,6 +17,7 @@ from dmcp.budget import Budget, check_reachable, constant_alpha, parse
 from dmcp.engine import Engine, Settled, is_narrow, set_lr, sgd
 from dmcp.errors import TrainingError, WidthsError
 from dmcp.keeping import DONE, Feed, Keeper, State
+from dmcp.losses import Loss, classification_loss
 from dmcp.markov import group_sizes
 from dmcp.ranks import ALONE, Ranks, current, mean_values, share_tensors
 from dmcp.sandwich import Chains, Draw, chains, draw_gates, sort_channels
@@ -25,7 +26,7 @@ from dmcp.spaces import Widths
 from dmcp.stages import ArchRecord, Passes, Sliced, Subnet, WeightRecord, arch_step, weight_step
 from dmcp.stem import Stem, find_stem
 from dmcp.supernet import Narrow, Supernet, run_folded
-from dmcp.training import Loss, classification_loss, cosine, parameter_groups
+from dmcp.training import cosine, parameter_groups
 
 LARGE = 100_000_000  # macs of one sample from which a network is a large one
 

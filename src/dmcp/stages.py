@@ -13,11 +13,11 @@ from torch import Tensor
 from dmcp.batches import input_of, size_of
 from dmcp.budget import Budget, budget_loss, ratios
 from dmcp.engine import Precision, autocast
+from dmcp.losses import Loss, imitation, one_number
 from dmcp.ranks import ALONE, Ranks, mean_gradients
 from dmcp.recording import tensors_in
 from dmcp.sandwich import Chains
 from dmcp.supernet import Supernet
-from dmcp.training import Loss, imitation, one_number
 
 Run = Callable[[Any, Tensor | None], Any]  # a network on an input and the head's output
 

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 
-from dmcp.batches import Loader, device_of, input_of, labels_of, mix, on_device, size_of, widest
+from dmcp.batches import Loader, device_of, input_of, mix, on_device, size_of, widest
 from dmcp.calibration import Forward, kept_modes
 from dmcp.engine import Engine, Precision, Settled, autocast, is_narrow, set_lr, sgd
 from dmcp.errors import TrainingError
 from dmcp.keeping import DONE, Feed, Keeper, State
+from dmcp.losses import Loss, Metric, classification_loss, imitation, one_number, sum_and_count, top1
 from dmcp.ranks import ALONE, Ranks, current, mean_gradients, mean_values, share_tensors, sum_values
 from dmcp.recording import call_model, tensors_in
-
-Loss = Callable[[Any, Any], Tensor]  # (output, batch) -> scalar
-Metric = Callable[[Any, Any], tuple[Tensor, int]]  # (output, batch) -> (sum over the samples, their count)
 
 _WINDOW = 100  # steps between two looks at the losses: each look waits for the GPU
 _LARGE = 2_000_000  # parameters from which a network is taken for one of large images
@@ -99,7 +95,7 @@ class StepRecord:
     loss: float
 
 
-# learning rates and losses
+# learning rates and what is trained
 
 
 def cosine(step: int, total: int, start: float, end: float, warmup: float = 0, warmup_start: float = 0.0) -> float:
@@ -125,36 +121,6 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     kept = {id(parameter) for parameter in plain}
     decayed = [parameter for parameter in trained if id(parameter) not in kept]
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
-
-
-def classification_loss(label_smoothing: float = 0.0) -> Loss:
-    """Cross-entropy of the classes along dim 1, `label_smoothing` of the target spread over all of them."""
-
-    def loss(output: Any, batch: Any) -> Tensor:
-        return F.cross_entropy(_logits(output).float(), labels_of(batch), label_smoothing=label_smoothing)
-
-    return loss
-
-
-def top1(output: Any, batch: Any) -> tuple[Tensor, int]:
-    """Correct answers and how many there are, of samples or of pixels."""
-    labels = labels_of(batch)
-    return (_logits(output).argmax(dim=1) == labels).sum(), labels.numel()
-
-
-def imitation(output: Any, target: Sequence[Tensor]) -> Tensor:
-    """How far the classes along dim 1 are from the target's: KL divergence, summed over the tensors of the output."""
-    own = tensors_in(output)
-    if [tensor.shape for tensor in own] != [tensor.shape for tensor in target] or any(
-        tensor.ndim < 2 or tensor.shape[1] < 2 or not tensor.is_floating_point() for tensor in own
-    ):
-        shapes = " and ".join(str([tuple(tensor.shape) for tensor in part]) for part in (own, target))
-        raise TrainingError(f"Imitation needs the same classes along dim 1 of all outputs, not {shapes}: turn it off.")
-    parts = []
-    for mine, wanted in zip(own, target, strict=True):
-        goal = F.log_softmax(wanted.float(), dim=1)
-        parts.append((goal.exp() * (goal - F.log_softmax(mine.float(), dim=1))).sum(dim=1).mean())
-    return torch.stack(parts).sum()
 
 
 # the loop
@@ -287,7 +253,7 @@ def evaluate(
         for batch in loader:
             batch = on_device(batch, device)
             if size_of(batch):  # of a small last batch some ranks have no part
-                value, samples = _sum_and_count(metric(run(input_of(batch)), batch))
+                value, samples = sum_and_count(metric(run(input_of(batch)), batch))
                 sums.append(value.to(widest(device)))
                 count += samples
     total = torch.stack([torch.stack(sums).sum(), sums[0].new_tensor(float(count))])
@@ -374,47 +340,6 @@ def _loss(forward: Forward, batch: Any, loss: Loss, teacher: Forward | None, sha
     with torch.no_grad():
         target = tensors_in(teacher(input_of(batch)))
     return (1 - share) * value + share * imitation(output, target)
-
-
-def one_number(value: Any) -> Tensor:
-    """What a loss gave, if it can be trained on."""
-    if not isinstance(value, Tensor):
-        raise TrainingError(
-            f"A loss must return a tensor of one number, whose gradient is needed, not a {type(value).__name__}: "
-            "leave out .item() and the like."
-        )
-    if value.ndim:
-        raise TrainingError(
-            f"A loss must be one number, not a tensor of shape {tuple(value.shape)}: return its mean over the samples."
-        )
-    return value
-
-
-def _sum_and_count(found: Any) -> tuple[Tensor, Any]:
-    """What a metric gave, if it is a sum and a count."""
-    match found:
-        case Tensor(ndim=0) as total, Real() | Tensor(ndim=0) as count:
-            return total, count
-        case tuple() | list():
-            what = f"({', '.join(map(_kind, found))})"
-        case _:
-            what = _kind(found)
-    raise TrainingError(
-        "A metric must return two things, its sum over the samples as a tensor of one number and how many samples "
-        f"there are, not {what}: a mean does not say how many it is of."
-    )
-
-
-def _kind(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-
-
-def _logits(output: Any) -> Tensor:
-    if not isinstance(output, Tensor):
-        raise TrainingError(
-            f"The network gives a {type(output).__name__}, not one tensor of classes: give your own loss and metric."
-        )
-    return output
 
 
 def _large(model: nn.Module) -> bool:

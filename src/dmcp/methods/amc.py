@@ -37,6 +37,7 @@ from dmcp.engine import Engine
 from dmcp.errors import TrainingError
 from dmcp.filters import magnitude
 from dmcp.graph import ChannelGraph
+from dmcp.losses import top1
 from dmcp.methods.ddpg import Agent, DdpgConfig
 from dmcp.methods.judging import batch_statistics, held_batches
 from dmcp.methods.problem import FILLED, Choice, Problem
@@ -44,7 +45,6 @@ from dmcp.ranks import current, sum_values
 from dmcp.sampling import Options, fit
 from dmcp.slicing import narrow, unwrap
 from dmcp.supernet import Supernet
-from dmcp.training import top1
 
 STAGE = "amc"
 _CHANGING = 3  # features that depend on the walk, behind those of the space itself

@@ -27,6 +27,7 @@ from dmcp.batches import device_of, input_of, size_of
 from dmcp.budget import check_reachable, spent_shares
 from dmcp.engine import Engine, Settled
 from dmcp.errors import TrainingError
+from dmcp.losses import classification_loss
 from dmcp.methods.judging import batch_statistics, held_batches
 from dmcp.methods.problem import FILLED, Choice, Prepared, Problem, samples_of
 from dmcp.ranks import current, mean_values
@@ -35,7 +36,6 @@ from dmcp.sandwich import Draw, chains
 from dmcp.searches import SearchConfig, SearchRecord
 from dmcp.searching import search
 from dmcp.supernet import Supernet
-from dmcp.training import classification_loss
 
 STAGE = "autoslim"  # what the progress of the training is told as
 GREEDY = "autoslim greedy"  # the same of the choice

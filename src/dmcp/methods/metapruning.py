@@ -31,12 +31,13 @@ from dmcp.batches import device_of, generator, input_of, size_of, widest
 from dmcp.budget import spent_shares
 from dmcp.engine import Engine, Settled
 from dmcp.errors import TrainingError
+from dmcp.losses import Loss, top1
 from dmcp.methods.judging import batch_statistics, held_batches
 from dmcp.methods.problem import FILLED, Choice, Prepared, Problem
 from dmcp.methods.pruning_net import Grid, PruningNet, Structured
 from dmcp.ranks import current, sum_values
 from dmcp.sampling import TOLERANCE, Options, fit, uniform
-from dmcp.training import Distillation, Loss, top1, train
+from dmcp.training import Distillation, train
 
 STAGE = "metapruning"
 _EVOLUTION = 3  # what random numbers are for

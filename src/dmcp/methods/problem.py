@@ -15,11 +15,12 @@ from dmcp.budget import Budget, check_reachable, spent_shares
 from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.graph import ChannelGraph, Kept
+from dmcp.losses import Loss, Metric
 from dmcp.pruning import Keep
 from dmcp.sampling import TOLERANCE, uniform
 from dmcp.searches import SearchRecord, SearchResult
 from dmcp.spaces import Widths
-from dmcp.training import Loss, Metric, StepRecord, TrainConfig
+from dmcp.training import StepRecord, TrainConfig
 
 FILLED = 0.98  # of the budget is used by what a method chooses, where the widths allow it: the same for all
 

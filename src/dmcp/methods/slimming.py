@@ -29,10 +29,11 @@ from dmcp.budget import check_reachable, spent_shares
 from dmcp.engine import Engine
 from dmcp.errors import TrainingError
 from dmcp.filters import Place, scaled, strongest, vectors
+from dmcp.losses import Loss, classification_loss
 from dmcp.methods.problem import FILLED, Choice, Prepared, Problem, loaded, samples_of
 from dmcp.ranks import current
 from dmcp.sampling import Options, fit
-from dmcp.training import Loss, classification_loss, train
+from dmcp.training import train
 
 STAGE = "slimming"  # what the progress of the training is told as
 
