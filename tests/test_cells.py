@@ -18,12 +18,17 @@ from typing import Any
 
 import pytest
 import test_resume
+import torch
 from test_resume import ADD, NET, REPLACE, STEP, Commands, Moment, checkpoints, contents, save_of, step_of
 
-from dmcp.cells import CHOICE, CHOSEN, COST, PREPARED, is_done
-from dmcp.comparing import Comparison, Task, tasks
+from dmcp.cells import CHOICE, CHOSEN, COPY, COST, PREPARED, is_done
+from dmcp.comparing import Comparison, Task, plan_cell, tasks
+from dmcp.cutting import load
 from dmcp.engine import Engine
-from dmcp.jobs import Job
+from dmcp.jobs import Job, open_job
+from dmcp.plans import Cell
+from dmcp.pruning import Retrain, train_all
+from dmcp.spaces import Widths
 from dmcp.training import TrainConfig
 
 METHODS = ("slimming", "amc", "sfp", "dmcp")
@@ -38,6 +43,7 @@ TABLE = Comparison(
     fine_tune_epochs=1,
 )
 DMCP, SFP, SLIMMING, AMC = "dmcp-50%-seed0", "sfp-50%-seed0", "slimming-50%-seed0", "amc-50%-seed0"
+TAUGHT = "dmcp-distilled-50%-seed0"  # dmcp's widths, with the unpruned network as teacher
 KEPT = ("log.jsonl", "model.safetensors", "widths.json", "search.safetensors", "search.json", CHOICE, CHOSEN, PREPARED)
 WRITE = "dmcp.runs:Run.write"
 
@@ -45,7 +51,9 @@ WRITE = "dmcp.runs:Run.write"
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Task]:
     """The cells by name, each with a file of its plan and checkpoints after every tenth step."""
-    return {task.name: replace(task, plan=replace(task.plan, every_steps=10)) for task in tasks(TABLE)}
+    cell = Cell(method=COPY, uses=DMCP, teacher="unpruned-seed0")
+    taught = Task(TAUGHT, plan_cell(TABLE, 0, cell, "50%"), (DMCP, "unpruned-seed0"))
+    return {task.name: replace(task, plan=replace(task.plan, every_steps=10)) for task in (*tasks(TABLE), taught)}
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +134,10 @@ KILLS: dict[tuple[str, str], tuple[Moment, ...]] = {
     ("slimming-seed0", "a network that is prepared"): (step_of("slimming,-choosing", 12),),
     ("base-seed0", "before its cost is written"): ((WRITE, COST, 1),),
     ("unpruned-seed0", "training"): (step_of("unpruned", 12),),
+    (TAUGHT, "widths copied, but not noted"): (save_of("choice", 1),),
+    (TAUGHT, "training, before its first checkpoint"): (step_of("copy", 4),),
+    (TAUGHT, "training, after it"): (step_of("copy", 14),),
+    (TAUGHT, "before the network is saved"): (("dmcp.cells:save", "", 1),),
 }
 
 
@@ -137,6 +149,7 @@ QUICK = {  # one of each kind; the others take a minute together
     (AMC, "choosing, among the lines of its log"),
     (AMC, "final training"),
     ("slimming-seed0", "a network that is prepared"),
+    (TAUGHT, "training, after it"),
 }
 
 
@@ -176,6 +189,41 @@ def test_a_cell_that_is_asked_to_stop(begin: Any, whole: Path, tmp_path: Path) -
     assert end.err.endswith("everything up to here is saved. The command that started it goes on with it.\n")
     assert begin(DMCP).code == 0
     assert_same(tmp_path / DMCP, whole / DMCP)
+
+
+# taught
+
+
+def test_a_taught_cell_is_the_network_of_a_run_with_a_teacher(
+    commands: Commands, plans: dict[str, Task], whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(commands.folder))
+    plan = plans[TAUGHT].plan
+    opened = open_job(plan.job)
+    widths = opened.graph.widths(Widths.from_json(json.loads((whole / DMCP / CHOICE).read_text())["widths"]))
+    assert plan.train is not None
+    nets = train_all(
+        opened.fresh,
+        opened.graph,
+        {"ours": widths},
+        opened.loaders.train,
+        plan.train,
+        Retrain.TEACHER,
+        engine=plan.engine,
+    )
+    taught, alone = (load(whole / name, opened.fresh).state_dict() for name in (TAUGHT, DMCP))
+    for name, tensor in nets["ours"].state_dict().items():
+        torch.testing.assert_close(tensor, taught[name], rtol=1e-4, atol=1e-5)  # threads add up in another order
+    assert any((taught[name] - alone[name]).abs().max() > 1e-2 for name in taught)
+
+
+def test_a_taught_cell_without_its_teacher_says_so(
+    commands: Commands, plans: dict[str, Task], whole: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(whole / DMCP, tmp_path / DMCP)
+    end = commands.run(["cell", write_plan(plans[TAUGHT], tmp_path), tmp_path / TAUGHT])
+    assert (end.code, end.out) == (2, "") and str(tmp_path / "unpruned-seed0") in end.err
+    assert end.err.endswith("the network that this cell starts from is not there: run dmcp compare again.\n")
 
 
 # refused

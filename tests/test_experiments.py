@@ -22,12 +22,13 @@ from dmcp.comparing import Comparison, Task, plan_cell, run_tasks, tasks
 from dmcp.cutting import WIDTHS
 from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DmcpError, TrainingError
-from dmcp.experiments import DRAWS, EXPERIMENTS, Study, cells_of, check_experiment, progress, study_tasks
+from dmcp.experiments import DRAWS, EXPERIMENTS, Study, cells_of, check_experiment, command, study_of, study_tasks
 from dmcp.findings import outcomes, show, write
 from dmcp.graph import ChannelGraph
 from dmcp.jobs import Job
 from dmcp.methods.dmcp import DmcpConfig, DrawConfig, draw, find
 from dmcp.nets import build, sample_shape
+from dmcp.paper_commands import progress
 from dmcp.plans import Cell, plan_from_json
 from dmcp.pruning import Row
 from dmcp.runs import LOG, SETTINGS
@@ -194,7 +195,7 @@ def test_all_experiments_share_the_reference() -> None:
     it = study()
     for name in EXPERIMENTS:
         used = {task.name for task in study_tasks(it, [name])}
-        assert ("dmcp-50%-seed2" in used) is (name != "recover"), name
+        assert ("dmcp-50%-seed2" in used) is (name not in ("recover", "full")), name
     every = [task.name for task in study_tasks(it, [*EXPERIMENTS])]
     assert len(every) == len({*every})
 
@@ -204,7 +205,8 @@ def test_cells_come_after_what_they_start_from() -> None:
         seen: set[str] = set()
         for task in study_tasks(study(), [name]):
             assert seen.issuperset(task.after)
-            assert task.after == ((task.plan.cell.uses,) if task.plan.cell and task.plan.cell.uses else ())
+            assert task.plan.cell
+            assert task.after == tuple(filter(None, (task.plan.cell.uses, task.plan.cell.teacher)))
             seen.add(task.name)
 
 
@@ -235,7 +237,7 @@ def test_ablations_train_from_scratch_only() -> None:
     for task in study_tasks(study(), [*EXPERIMENTS]):
         assert task.plan.cell
         if task.plan.cell.method == "dmcp":
-            assert task.plan.cell.own is task.name.startswith(("dmcp-50%", "dmcp-30%")), task.name
+            assert task.plan.cell.own is bool(re.match(r"dmcp-(full-)?\d+%", task.name)), task.name
 
 
 def test_the_wider_network_has_the_same_target() -> None:
@@ -265,6 +267,74 @@ def test_seeds_of_searches_and_of_trainings_are_told_apart() -> None:
     for label in {label for label, _ in rows if label.startswith(("one search", "all searches"))}:
         assert [cell for other, cell in rows if other == label].count("dmcp-50%-seed0") == 1
         assert len([cell for other, cell in rows if other == label]) == 3
+
+
+def test_the_full_recipe_has_cells_and_lengths_of_its_own() -> None:
+    it = study(settings={"dmcp": {"epochs": 20, "groups": 5}})
+    found = {task.name: task for task in study_tasks(it, ["main", "full"]) if "-full-" in task.name}
+    names = ["unpruned-full", "uniform-full-50%", "dmcp-full-50%", "dmcp-distilled-full-50%"]
+    assert sorted(found) == sorted(f"{name}-seed{seed}" for name in names for seed in range(3))
+    plans = [task.plan for task in found.values()]
+    assert {(plan.train.epochs, plan.train.lr, plan.train.warmup_epochs) for plan in plans if plan.train} == {
+        (240, 1.6, 1)
+    }
+    ours, taught = found["dmcp-full-50%-seed1"].plan.cell, found["dmcp-distilled-full-50%-seed1"]
+    assert ours and ours.settings == {"epochs": 40, "groups": 5} and ours.own
+    assert taught.plan.cell and taught.plan.cell.method == "copy" and taught.plan.train and taught.plan.train.seed == 1
+    assert taught.after == ("dmcp-full-50%-seed1", "unpruned-full-seed1")
+    assert (taught.plan.cell.uses, taught.plan.cell.teacher) == taught.after
+    usual = {task.name: task.plan for task in study_tasks(it, ["main", "full"])}["dmcp-50%-seed1"]
+    assert usual == {task.name: task.plan for task in study_tasks(it, ["main"])}["dmcp-50%-seed1"]
+
+
+def test_longer_searches_change_nothing_else() -> None:
+    it = replace(study(seeds=1, budgets=("50%",)), wider=("width=20",))
+    found = {task.name: task.plan for task in study_tasks(it, ["longer"])}
+    half = it.graph.macs() // 2
+    pairs = {
+        "dmcp-longer-70%": "dmcp-70%",
+        "dmcp-longer-15%": "dmcp-15%",
+        f"dmcp-wide-longer-{half}": f"dmcp-wide-{half}",
+    }
+    for name, usual in pairs.items():
+        long, short = (replace(found[f"{text}-seed0"], cell=None) for text in (name, usual))
+        assert long == short, name
+        cell = found[f"{name}-seed0"].cell
+        assert cell == Cell(method="dmcp", settings={"epochs": 60}, own=False, fine_tune_epochs=20)
+    rest = {"uniform-70%-seed0", "uniform-15%-seed0", "dmcp-50%-seed0"}
+    assert {*found} == rest | {f"{name}-seed0" for pair in pairs.items() for name in pair}
+    assert found[f"dmcp-wide-longer-{half}-seed0"].job.model_args == ("width=20",)
+    known = {task.name: task.plan for task in study_tasks(replace(it, common=study(1).common), ["main", "scale"])}
+    assert all(found[name] == known[name] for name in found.keys() & known.keys())
+
+
+def test_only_a_network_that_was_chosen_has_a_teacher() -> None:
+    with pytest.raises(TrainingError, match="leave it out"):
+        Cell(method="", teacher="unpruned-seed0")
+    with pytest.raises(TrainingError, match="leave it out"):
+        Cell(method="dmcp", teacher="unpruned-seed0", scratch=False)
+
+
+def test_each_arm_is_compared_with_what_it_changes() -> None:
+    def references(name: str) -> dict[str, str]:
+        return {arm.label: arm.against for arm in EXPERIMENTS[name](study())}
+
+    for name in ("warmup", "sandwich", "scheme", "bernoulli", "pretrained", "scale"):
+        usual = [arm.label for arm in EXPERIMENTS[name](study()) if arm.name == "dmcp"]
+        assert [label for label, of in references(name).items() if not of] == usual, name
+        assert {of for of in references(name).values() if of} == {*usual}, name
+    found = references("extra")
+    assert [of for label, of in found.items() if label.startswith(("one search", "all searches"))] == ["", ""]
+    assert list(found.values()).count("alphas start at the budget, see the same images") == 3
+    assert {*references("full").values()} == {"", "uniform"} and references("full")["uniform"] == ""
+    found = references("longer")
+    assert found["dmcp at 70%, twice the search"] == found["dmcp at 70%"] == "uniform at 70%"
+    assert found["dmcp at 15%, twice the search"] == "uniform at 15%" and not found["uniform at 15%"]
+    usual = "dmcp at 50%, unpruned network 1.0x"
+    assert [label for label, of in found.items() if of == usual] == [
+        "dmcp at 50%, unpruned network 1.5x",
+        "dmcp at 50%, unpruned network 1.5x, twice the search",
+    ]
 
 
 def test_unknown_experiments_are_refused() -> None:
@@ -394,6 +464,85 @@ def test_a_table_has_mean_deviation_and_number(tmp_path: Path) -> None:
     assert shown.rows[0]["accuracies"] == pytest.approx([0.9, 0.91, 0.92])
 
 
+def test_differences_are_of_networks_with_the_same_seed(tmp_path: Path) -> None:
+    it = study()
+    values = {"dmcp-50%-seed0": 0.9, "dmcp-50%-seed1": 0.8, "dmcp-cold-50%-seed1": 0.79, "dmcp-cold-50%-seed2": 0.5}
+    for task in study_tasks(it, ["warmup"]):
+        if task.name in values:
+            write_cell(task, tmp_path, it, values[task.name])
+    shown = show(it, "warmup", tmp_path)
+    assert shown
+    usual, cold = shown.rows
+    assert "above" not in usual and cold["above"]["values"] == pytest.approx([-0.01])
+    assert (cold["above"]["of"], cold["above"]["seeds"]) == ("with warm-up", [1])
+    head, _, *rows = (re.split(r" *\| *", line)[1:-1] for line in shown.text.splitlines())
+    assert head[2] == "points above with warm-up" and [row[2] for row in rows] == ["", "-1.00 (1)"]
+
+
+def test_draws_and_methods_have_differences_too(tmp_path: Path) -> None:
+    it = study(seeds=2)
+    for task in study_tasks(it, ["main", "sampling"]):
+        cell, seed = task.plan.cell, task.plan.job.seed
+        assert cell
+        drop = 0.02 + 0.01 * cell.settings.get("number", 0) + 0.001 * seed if cell.method != "dmcp" else 0.0
+        write_cell(task, tmp_path, it, 0.9 + 0.03 * seed - drop, 0.97 if cell.method == "dmcp" else None)
+    shown = show(it, "sampling", tmp_path)
+    assert shown and "| points above expected sampling |" in shown.text.splitlines()[0].replace("  ", "")
+    above = {row["label"]: row["above"]["values"] for row in shown.rows if "above" in row}
+    assert above["direct sampling, highest"] == pytest.approx([-0.02, -0.021])
+    assert above["direct sampling, mean"] == pytest.approx([-0.04, -0.041])
+    assert above["direct sampling, lowest"] == pytest.approx([-0.06, -0.061]) and len(above) == 3
+    shown = show(it, "main", tmp_path)
+    assert shown
+    pairs = {(row["method"], row["budget"], row["own"]): row["above"] for row in shown.rows if "above" in row}
+    assert len(pairs) == 2 * 3 and {method for method, _, _ in pairs} == {"dmcp", "random"}
+    assert pairs["dmcp", "30%", False]["values"] == pytest.approx([0.02, 0.021])
+    assert pairs["dmcp", "30%", True]["values"] == pytest.approx([0.09, 0.061])
+    assert pairs["random", "50%", False] == {"of": "uniform at 50%", "seeds": [0, 1], "values": [0.0, 0.0]}
+
+
+def test_the_full_recipe_tells_its_lengths(tmp_path: Path) -> None:
+    it, own = study(seeds=1), {"dmcp-full-50%-seed0": 0.93}
+    values = {"unpruned-full-seed0": 0.92, "uniform-full-50%-seed0": 0.90, "dmcp-full-50%-seed0": 0.91}
+    for task in study_tasks(it, ["full"]):
+        write_cell(task, tmp_path / "cells", it, values.get(task.name, 0.94), own.get(task.name))
+    shown = show(it, "full", tmp_path / "cells")
+    assert shown
+    rows = {
+        cells[1]: cells[2:-1]
+        for line in shown.text.splitlines()
+        if len(cells := re.split(r" *\| *", line)) > 5 and "--" not in line
+    }
+    assert rows[""][:2] == ["accuracy in %", "points above uniform"]
+    assert {label: (row[0], row[1], row[-1]) for label, row in rows.items() if label} == {
+        "unpruned": ("92.00 (1)", "+2.00 (1)", "240"),
+        "uniform": ("90.00 (1)", "", "240"),
+        "dmcp": ("91.00 (1)", "+1.00 (1)", "60 + 240 = 300"),
+        "dmcp, slimmable training": ("93.00 (1)", "+3.00 (1)", "60 + 240 = 300"),
+        "dmcp, distilled": ("94.00 (1)", "+4.00 (1)", "60 + 240 = 300, and 240 of its teacher"),
+    }
+    path, *_ = write(it, "full", shown, tmp_path / "cells", tmp_path, "full")
+    data = json.loads(path.read_text())
+    assert (data["train"]["epochs"], data["search_epochs"], data["missing"]) == (240, 60, [])
+    words = data["command"]
+    assert (words[words.index("--epochs") + 1], words[words.index("--search-epochs") + 1]) == ("60", "30")
+    cells = {(cell["label"], cell["name"]): (cell["accuracy"], cell["own_accuracy"]) for cell in data["cells"]}
+    assert (
+        cells["dmcp", "dmcp-full-50%-seed0"] == cells["dmcp, slimmable training", "dmcp-full-50%-seed0"] == (0.91, 0.93)
+    )
+
+
+def test_longer_names_the_row_of_each_difference(tmp_path: Path) -> None:
+    it = study(seeds=1)
+    for task in study_tasks(it, ["longer"]):
+        write_cell(task, tmp_path, it, 0.9 if "longer" in task.name else 0.8)
+    shown = show(it, "longer", tmp_path)
+    assert shown and "| points above  " in shown.text
+    assert "| uniform at 15%: +10.00 (1) " in shown.text and "| uniform at 70%: +0.00 (1) " in shown.text
+    assert "| dmcp at 50%, unpruned network 1.0x: +10.00 (1) |" in shown.text
+    assert [row["epochs"]["search"] for row in shown.rows if "search" in row["epochs"]] == [30, 60, 30, 60, 30, 30, 60]
+
+
 def test_the_same_cells_give_the_same_bytes(tmp_path: Path) -> None:
     it = study()
     for task in study_tasks(it, ["warmup"])[:-1]:
@@ -485,7 +634,7 @@ def test_a_dry_run_lists_the_cells(capsys: pytest.CaptureFixture[str], tmp_path:
     code, told, _ = run(capsys, "warmup", "sandwich", *TINY, "--seeds", "2", "--dry-run", "--out", out)
     assert code == 0 and "0 of 6 cells are done" in told and "dmcp-cold-50%-seed1" in told
     found = json.loads(run(capsys, "all", *TINY, "--dry-run", "--json", "--out", out)[1])
-    assert len(found["cells"]) == len(study_tasks(tiny(3), [*EXPERIMENTS])) + 2 * 3 * 3  # 70 and 15 % of main
+    assert len(found["cells"]) == len(study_tasks(tiny(3), [*EXPERIMENTS])) + 2 * 3  # random at 70 and 15 %
     assert not (tmp_path / "cells").exists()
 
 
@@ -526,12 +675,34 @@ def test_a_dry_run_says_what_is_left_and_for_whom(capsys: pytest.CaptureFixture[
     assert told.endswith("How long 6 of those left take is not known: none like them is done.\n")
 
 
+@pytest.mark.parametrize("name", ["full", "longer"])
+def test_the_command_beside_an_experiment_makes_the_same_cells(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    job, train = Job(model="digits:resnet", data="digits", batch=64, device="cpu"), recipe(3, 0.8, 5e-4)
+    more: dict[str, Any] = {"settings": {"dmcp": {"epochs": 4}}, "fine_tune_epochs": 1, "budgets": ("50%",)}
+    it = replace(study(2, "digits:resnet", "digits", job=job, train=train, **more), wider=("width=24",))
+    for task in study_tasks(it, [name]):
+        write_cell(task, tmp_path, it, 0.9)
+    words = [*command(it, name)[2:], "--out", str(tmp_path)]
+    code, told, error = run(capsys, *words, "--dry-run", "--json")
+    assert code == 0, error
+    cells = json.loads(told)["cells"]
+    assert {cell["state"] for cell in cells} == {"done"} and len(cells) == len(study_tasks(it, [name]))
+    code, told, error = run(capsys, *words, "--gather", "--results", str(tmp_path / "results"))
+    assert code == 0, error
+    data = json.loads((tmp_path / "results" / f"{name}-digits-resnet.json").read_text())
+    assert data["missing"] == [] and data["command"] == command(it, name)
+    assert data["train"]["epochs"] == study_of(it, name).common.train.epochs == (12 if name == "full" else 3)
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["main"], "--data is missing"),
         (["mian", *TINY], "There is no experiment 'mian': did you mean main?"),
         (["scale", *TINY, "--wider", "width=8"], "--wider: with width=8 the network is not wider than without."),
+        (["longer", *TINY, "--wider", "width=8"], "--wider: with width=8 the network is not wider than without."),
         (["main", *TINY, "--budget", "0.1%"], "less than the floor costs"),
         (["main", *TINY, "--batch", "5000"], "5000"),
     ],
@@ -555,3 +726,17 @@ def test_an_experiment_from_the_command_to_its_files(capsys: pytest.CaptureFixtu
     ]
     data = json.loads((tmp_path / "results" / "bernoulli-digits-resnet.json").read_text())
     assert data["missing"] == [] and len(data["rows"]) == 2
+
+
+@pytest.mark.slow
+def test_the_full_recipe_from_the_command_to_its_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    short = ["--epochs", "1", "--search-epochs", "2", "--seeds", "1", "--quiet"]
+    place = ["--out", str(tmp_path / "cells"), "--results", str(tmp_path / "results")]
+    code, told, error = run(capsys, "full", *TINY, *short, *place)
+    assert code == 0, error
+    assert "| 4 + 4 = 8, and 4 of its teacher |" in told and "| dmcp, slimmable training |" in told
+    ours, taught = (tmp_path / "cells" / f"dmcp-{name}-50%-seed0" for name in ("full", "distilled-full"))
+    widths = [json.loads((folder / WIDTHS).read_text())["widths"] for folder in (ours, taught)]
+    assert widths[0] == widths[1]
+    steps = [json.loads(line) for line in (taught / LOG).read_text().splitlines()]
+    assert {line["epoch"] for line in steps if line.get("stage") == "copy"} == {0, 1, 2, 3}

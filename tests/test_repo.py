@@ -128,6 +128,7 @@ ORDER = [
     "experiments",
     "paper_figures",
     "findings",
+    "claims",
     "results_page",
     "paper_commands",
     "cli",

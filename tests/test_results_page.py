@@ -22,7 +22,7 @@ from dmcp.experiments import Study, command
 from dmcp.findings import Shown, write
 from dmcp.jobs import Job
 from dmcp.nets import build, sample_shape
-from dmcp.results_page import make_page
+from dmcp.results_page import CLAIMS, NOTES, make_page
 from dmcp.training import TrainConfig
 
 FULL = 1000  # MACs of the unpruned network
@@ -87,7 +87,7 @@ def test_experiments_come_in_order_with_their_own_files(tmp_path: Path) -> None:
     text = page_of(place)
     titles = [row[3:] for row in text.splitlines() if row.startswith("## ")]
     networks = ["main: cifar:resnet20", "main: cifar:resnet56"]
-    assert titles == ["Contents", *networks, "warmup: cifar:resnet20", "distribution: cifar:resnet20"]
+    assert titles == ["Contents", CLAIMS, *networks, "warmup: cifar:resnet20", "distribution: cifar:resnet20"]
     first = section(text, "main: cifar:resnet20")
     assert "| table of main |" in first and "(../results/main.svg)" in first and "resnet56" not in first
     assert "dmcp paper main --budget 'a b'\n" in first and "Table of main." in first
@@ -183,6 +183,47 @@ def test_data_that_are_not_ours_are_refused_by_name(changes: dict[str, Any], tmp
 def test_a_folder_without_experiments_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="there are no experiments here"):
         page_of(tmp_path)
+
+
+# -- claims and notes
+
+
+def test_claims_come_before_notes_and_name_alike_networks_apart(tmp_path: Path) -> None:
+    place = tmp_path / "results"
+    cells = [cell("x", f"{arm}-50%-seed{seed}", accuracy=0.8) for arm in ("dmcp", "dmcp-cold") for seed in (0, 1)]
+    put(place, "warmup", cells=cells)
+    put(place, "warmup", "warmup-long", cells=cells[:3], search_epochs=60)
+    put(place, "distribution")  # has no claim
+    assert NOTES not in page_of(place)
+    (place / "notes.md").write_text("It **holds**.\n")
+    text = page_of(place)
+    titles = [row[3:] for row in text.splitlines() if row.startswith("## ")]
+    assert titles[:4] == ["Contents", CLAIMS, NOTES, "warmup: cifar:resnet20 (warmup)"]
+    assert section(text, NOTES).strip() == "It **holds**."
+    rows = [[*map(str.strip, row.split("|"))][2:-1] for row in section(text, CLAIMS).splitlines() if "Warm-up h" in row]
+    assert rows == [
+        ["cifar:resnet20 (warmup)", "+0.00 ± 0.00 (2)", "0 of 2", "not clear"],
+        ["cifar:resnet20 (warmup-long)", "+0.00 (1)", "0 of 1", "not clear"],
+    ]
+    assert "(#what-holds-of-the-papers-claims)" in section(text, "Contents")
+    assert "(#what-we-make-of-it)" in section(text, "Contents")
+
+
+def test_accuracies_that_are_not_numbers_are_refused_by_name(tmp_path: Path) -> None:
+    put(tmp_path / "results", "warmup", cells=[cell("x", "dmcp-50%-seed0", accuracy="good")])
+    with pytest.raises(FileError, match=r"warmup\.json: not as dmcp paper writes it"):
+        page_of(tmp_path / "results")
+
+
+def test_the_page_of_the_committed_results_can_be_made() -> None:
+    root = Path(__file__).parent.parent
+    experiments = [path for path in (root / "results").glob("*.json") if "experiment" in json.loads(path.read_text())]
+    if not experiments:
+        pytest.skip("no experiment is committed yet")
+    text = make_page(root / "results", root / "docs" / "results.md")
+    assert all(f"](../results/{path.stem}" in text for path in experiments if path.with_suffix(".svg").exists())
+    assert section(text, CLAIMS).count("\n| ") > len(experiments)
+    assert (root / "docs" / "results.md").read_text() == text, "run: dmcp paper --page docs/results.md"
 
 
 # -- the command that is kept

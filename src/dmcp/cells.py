@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from dmcp import pruning, training
-from dmcp.batches import Loader
+from dmcp.batches import Loader, generator
 from dmcp.budget import parse
-from dmcp.cutting import WIDTHS, cut, load, parse_tensors, read_bytes, save
+from dmcp.cutting import WEIGHTS, WIDTHS, cut, load, parse_tensors, read_bytes, reinitialise, save
 from dmcp.data import make_loader, split
 from dmcp.errors import FileError, StoppedError, TrainingError
 from dmcp.graph import Kept
@@ -32,7 +32,7 @@ from dmcp.searches import SearchRecord, SearchResult
 from dmcp.sessions import Session
 from dmcp.spaces import Widths
 from dmcp.supernet import Supernet
-from dmcp.training import StepRecord
+from dmcp.training import Distillation, StepRecord, TrainConfig
 
 COST, CHOICE, CHOSEN = "cost.json", "choice.json", "choice.safetensors"
 RECOVERY, TIME, SPENT = "recovery.json", "time.json", "spent.json"
@@ -206,7 +206,9 @@ def _fill(here: Session, cell: Cell, data: _Data) -> None:
     method = None if cell.method == COPY else find_method(cell.method)
     choice = _read_choice(here) or (_choose(here, cell, method, data) if method else _copy(here, cell))
     nets = {}
-    if cell.scratch:
+    if cell.scratch and cell.teacher:
+        nets[title(cell.method)] = _train_taught(here, cell, choice.widths, data)
+    elif cell.scratch:
         wanted = {title(cell.method): choice.widths}
         nets |= train_all(opened.fresh, graph, wanted, data.everything, recipe, Retrain.SCRATCH, *way)
     if method and method.own and cell.own and (cell.fine_tune_epochs or method.own is not Own.FINE_TUNED):
@@ -238,7 +240,7 @@ def _find(here: Session, cell: Cell, method: Method, problem: Problem) -> Choice
         case Start.HELD | Start.PREPARED:
             return method.find(problem, config, _read_tensors(uses / PREPARED))
         case Start.TRAINED | Start.FRESH if cell.uses:  # a fresh one in an experiment that wants trained weights
-            return method.find(problem, config, load(uses, here.opened.fresh).state_dict())
+            return method.find(problem, config, _load(here, cell.uses).state_dict())
         case _:
             return method.find(problem, config)
 
@@ -289,15 +291,31 @@ def _train_own(here: Session, cell: Cell, own: Own, choice: Choice, data: _Data)
         gentle = replace(
             recipe, epochs=cell.fine_tune_epochs, lr=recipe.lr / 10, warmup_lr=recipe.lr / 10, warmup_epochs=0
         )
-        training.train(
-            small,
-            data.everything,
-            gentle,
-            on_step=lambda record: here.on_event(Event(name, record.steps, record)),
-            engine=here.plan.engine,
-            keeper=here.keep(name),
-        )
+        _train(here, name, small, data, gentle)
     return small
+
+
+def _train_taught(here: Session, cell: Cell, widths: Widths, data: _Data) -> nn.Module:
+    """The chosen network with fresh weights, which learns from the labels and from the network of another cell."""
+    opened, recipe = here.opened, here.plan.train
+    assert recipe is not None
+    teacher = _load(here, cell.teacher)
+    small = cut(opened.fresh, opened.graph, widths)
+    reinitialise(small, generator=generator(recipe.seed))  # the weights that it would have without a teacher
+    taught = replace(recipe, distillation=Distillation.TEACHER)
+    _train(here, title(cell.method), small, data, taught, teacher)
+    return small
+
+
+def _train(
+    here: Session, name: str, net: nn.Module, data: _Data, recipe: TrainConfig, teacher: nn.Module | None = None
+) -> None:
+    """Train a network in place, as a stage that is reported and kept."""
+
+    def tell(record: StepRecord) -> None:
+        here.on_event(Event(name, record.steps, record))
+
+    training.train(net, data.everything, recipe, None, teacher, tell, here.plan.engine, here.keep(name))
 
 
 def _finish(here: Session, nets: dict[str, nn.Module], widths: dict[str, Widths]) -> None:
@@ -321,7 +339,7 @@ def _recover(here: Session, cell: Cell, data: _Data) -> None:
             raise StoppedError("Stopped as asked: what was done so far is done again.")
 
     config = RecoveryConfig(**cell.settings, groups=here.plan.search.groups, seed=job.seed)
-    model = load(_used(here, cell), opened.fresh).to(job.place)
+    model = _load(here, cell.uses).to(job.place)
     images = make_loader(opened.data.train, job.batch, False, job.seed, job.place, workers=job.workers)
     found = recover(model, opened.graph, data.everything, images, config, here.plan.engine, look)
     here.run.write(RECOVERY, asdict(found))
@@ -349,7 +367,18 @@ def _write_tensors(run: Run, name: str, state: Mapping[str, Tensor]) -> None:
     run.write_bytes(name, safetensors.torch.save(plain))
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
+def _load(here: Session, name: str) -> nn.Module:
+    """The network of another cell."""
+    folder = here.run.folder.parent / name
+    _check_there(folder / WEIGHTS)
+    return load(folder, here.opened.fresh)
+
+
+def _check_there(path: Path) -> None:
     if not path.exists():
         raise FileError(f"{path}: the network that this cell starts from is not there: run dmcp compare again.")
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    _check_there(path)
     return parse_tensors(read_bytes(path, _MOST), path)

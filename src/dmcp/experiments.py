@@ -12,20 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from dmcp.budget import parse
-from dmcp.cells import COPY, RECOVER, TIME, is_done
-from dmcp.comparing import Comparison, Task, cell_name, plan_cell, state_of
+from dmcp.cells import COPY, RECOVER
+from dmcp.comparing import Comparison, Task, cell_name, plan_cell
 from dmcp.errors import DmcpError
 from dmcp.graph import ChannelGraph
 from dmcp.methods.dmcp import DmcpConfig
 from dmcp.plans import Cell
 from dmcp.pruning import UNPRUNED
-from dmcp.runs import read_json
 from dmcp.sandwich import Draw
 from dmcp.searches import Init, SearchConfig
 
 HALF = "50%"  # the budget of all experiments but main
 BUDGETS = (HALF, "30%", "70%", "15%")  # of main, the most wanted first
+ENDS = ("70%", "15%")  # of longer: the largest and the smallest of main
 DRAWS = 5  # networks that are drawn from one search
+WIDER = ("scale", "longer")  # experiments with a wider unpruned network
+FULL = "full"  # the experiment of other lengths than the study's
+_MORE_TRAINING, _MORE_SEARCH = 4, 2  # times the study's epochs, in the full-length recipe and in longer searches
 _FAST, _USUAL = 5.0, 0.5  # learning rates of the alphas in recover: see docs/paper_map.md; and that of a search
 
 
@@ -43,6 +46,9 @@ class Arm:
     uses_seed: int | None = None  # the seed of that cell; None: its own
     seeds: tuple[int, ...] | None = None  # of the study's; None: all
     own: bool = True  # whether its network is also trained the method's own way, where it has one
+    shows_own: bool = False  # whether its row is that of this other network
+    teacher: Arm | None = None  # whose cell of the same seed has the network that it also learns from
+    against: str = ""  # label of the row that it is compared with, seed by seed; empty: none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +78,11 @@ def _variant(label: str, name: str, uses: Arm | None = None, **settings: Any) ->
     return Arm(label=label, name=f"dmcp-{name}", method="dmcp", budget=HALF, settings=settings, uses=uses, own=False)
 
 
+def _compared(reference: Arm, arms: Sequence[Arm]) -> list[Arm]:
+    """The same arms, all but the reference compared with it."""
+    return [arm if arm.label == reference.label else replace(arm, against=reference.label) for arm in arms]
+
+
 _TRAINED = Arm(label=UNPRUNED, name=UNPRUNED, method="")
 
 
@@ -96,20 +107,27 @@ def sampling(it: Study) -> list[Arm]:
 
 def scale(it: Study) -> list[Arm]:
     """Table 2 and figure 5: an unpruned network 1.5 times as wide, pruned to the same MACs."""
+    usual = _dmcp("unpruned network 1.0x")
+    return _compared(usual, [usual, _wide(it, "unpruned network 1.5x", "wide")])
+
+
+def _wide(it: Study, label: str, name: str, **settings: Any) -> Arm:
+    """Half of the MACs of the usual network, searched in the wider one."""
     target = parse(HALF, it.graph).limits[0].target
-    wide = replace(_variant("unpruned network 1.5x", "wide"), model_args=it.wider, budget=str(target))
-    return [_dmcp("unpruned network 1.0x"), wide]
+    return replace(_variant(label, name, **settings), model_args=it.wider, budget=str(target))
 
 
 def warmup(it: Study) -> list[Arm]:
     """Table 3: as many epochs with and without a warm-up."""
-    return [_dmcp("with warm-up"), _variant("without warm-up", "cold", more={"warmup": 0.0})]
+    usual = _dmcp("with warm-up")
+    return _compared(usual, [usual, _variant("without warm-up", "cold", more={"warmup": 0.0})])
 
 
 def sandwich(it: Study) -> list[Arm]:
     """Table 4: the original rule has one ratio for all layers, the variant draws each layer's from the alphas."""
     original = {"draw": Draw.SANDWICH.value, "warmup_draw": Draw.SANDWICH.value}
-    return [_dmcp("variant sandwich rule"), _variant("original sandwich rule", "sandwich", more=original)]
+    usual = _dmcp("variant sandwich rule")
+    return _compared(usual, [usual, _variant("original sandwich rule", "sandwich", more=original)])
 
 
 def scheme(it: Study) -> list[Arm]:
@@ -122,12 +140,14 @@ def scheme(it: Study) -> list[Arm]:
     rest = it.search.epochs - it.search.warmup_epochs
     blind = frozen | {"task_loss": False, "warmup": 0.0}
     scattered = blind | {"init": Init.RANDOM.value}
-    return [
+    usual = _dmcp("alphas by budget and task, and weights")
+    arms = [
         _variant("alphas by the budget, from random ones", "budget-random", epochs=rest, more=scattered),
         _variant("alphas by the budget", "budget-only", epochs=rest, more=blind),
         _variant("alphas by budget and task", "frozen", more=frozen),
-        _dmcp("alphas by budget and task, and weights"),
+        usual,
     ]
+    return _compared(usual, arms)
 
 
 def recover(it: Study) -> list[Arm]:
@@ -154,16 +174,19 @@ def recover(it: Study) -> list[Arm]:
 def pretrained(it: Study) -> list[Arm]:
     """Appendix B: the trained unpruned network in place of the warm-up, then as many epochs as after one."""
     rest: dict[str, Any] = {"uses": _TRAINED, "epochs": it.search.epochs - it.search.warmup_epochs}
-    return [
-        _dmcp("warm-up"),
+    usual = _dmcp("warm-up")
+    arms = [
+        usual,
         _variant("pre-trained", "pretrained", **rest, more={"warmup": 0.0}),
         _variant("pre-trained, channels sorted", "sorted", **rest, more={"warmup": 0.0, "sort": True}),
     ]
+    return _compared(usual, arms)
 
 
 def bernoulli(it: Study) -> list[Arm]:
     """Appendix C: each group kept or dropped by itself."""
-    return [_dmcp("Markov chain"), _variant("independent Bernoulli", "bernoulli", more={"independent": True})]
+    usual = _dmcp("Markov chain")
+    return _compared(usual, [usual, _variant("independent Bernoulli", "bernoulli", more={"independent": True})])
 
 
 def distribution(it: Study) -> list[Arm]:
@@ -178,11 +201,39 @@ def extra(it: Study) -> list[Arm]:
     starts = [(Init.ZERO, "alphas start at zero"), (Init.RANDOM, "alphas start at random")]
     arms = [usual, *(_variant(label, f"init-{way}", more={"init": way.value}) for way, label in starts)]
     arms.append(_variant("alphas see held-out images", "held-out", hold_out=True))
+    arms = _compared(usual, arms)  # and not those below, in which one seed is the same in several networks
     trainings, searches = f"one search (seed {first}), all training seeds", f"all searches, one training seed ({first})"
     again = Arm(label=trainings, name=f"dmcp-search{first}", method=COPY, budget=HALF, uses=usual, uses_seed=first)
     arms += [_dmcp(trainings, seeds=(first,)), replace(again, seeds=tuple(rest))]
     others = [replace(again, label=searches, name=f"dmcp-search{n}", uses_seed=n, seeds=(first,)) for n in rest]
     return [*arms, _dmcp(searches, seeds=(first,)), *others]
+
+
+def full(it: Study) -> list[Arm]:
+    """The full-length recipe: the final training four times as long, the search twice as long as elsewhere.
+
+    `study_of` has these lengths. The teacher is the unpruned network of the same seed, by the same recipe.
+    """
+    trained = replace(_TRAINED, name=f"{UNPRUNED}-{FULL}")
+    same = Arm(label="uniform", name=f"uniform-{FULL}", method="uniform", budget=HALF)
+    ours = Arm(label="dmcp", name=f"dmcp-{FULL}", method="dmcp", budget=HALF)
+    slimmable = replace(ours, label="dmcp, slimmable training", shows_own=True)
+    copied = Arm(label="dmcp, distilled", name=f"dmcp-distilled-{FULL}", method=COPY, budget=HALF)
+    return _compared(same, [trained, same, ours, slimmable, replace(copied, uses=ours, teacher=trained)])
+
+
+def longer(it: Study) -> list[Arm]:
+    """Is a short search why? Searches of twice the epochs, the same final training."""
+    twice: dict[str, Any] = {"epochs": _MORE_SEARCH * it.search.epochs}
+    arms: list[Arm] = []
+    for budget in ENDS:
+        same = Arm(label=f"uniform at {budget}", name="uniform", method="uniform", budget=budget)
+        ours = _dmcp(f"dmcp at {budget}", budget)
+        long = replace(_variant(f"dmcp at {budget}, twice the search", "longer", **twice), budget=budget)
+        arms += _compared(same, [same, ours, long])
+    usual, wide = _dmcp(f"dmcp at {HALF}, unpruned network 1.0x"), f"dmcp at {HALF}, unpruned network 1.5x"
+    others = [_wide(it, wide, "wide"), _wide(it, f"{wide}, twice the search", "wide-longer", **twice)]
+    return [*arms, *_compared(usual, [usual, *others])]
 
 
 EXPERIMENTS: dict[str, Experiment] = {  # as people type them, the most wanted first
@@ -197,7 +248,29 @@ EXPERIMENTS: dict[str, Experiment] = {  # as people type them, the most wanted f
     "recover": recover,
     "distribution": distribution,
     "extra": extra,
+    FULL: full,
+    "longer": longer,
 }
+
+
+def study_of(it: Study, name: str) -> Study:
+    """The study as one experiment has it: its epochs are others in the full-length recipe."""
+    if name != FULL:
+        return it
+    common, train = it.common, it.common.train
+    search = {**common.settings.get("dmcp", {}), "epochs": _MORE_SEARCH * it.search.epochs}
+    long = replace(train, epochs=_MORE_TRAINING * train.epochs)
+    return replace(it, common=replace(common, train=long, settings={**common.settings, "dmcp": search}))
+
+
+def epochs_of(it: Study, arm: Arm) -> dict[str, int]:
+    """Passes over the data that an arm's networks took: of their search, their training and that of their teacher."""
+    searched = arm.uses if arm.method == COPY and arm.uses else arm
+    found = {"training": it.common.train.epochs}
+    if searched.method == "dmcp":
+        settings = {**it.common.settings.get("dmcp", {}), **searched.settings}
+        found = {"search": DmcpConfig(**settings).epochs} | found
+    return found | ({"teacher": it.common.train.epochs} if arm.teacher else {})
 
 
 def check_experiment(name: str) -> None:
@@ -219,7 +292,7 @@ def command(it: Study, name: str) -> list[str]:
     told += [("batch", job.batch), ("lr", train.lr), ("weight-decay", train.weight_decay)]
     told += [("seeds", len(common.seeds)), *([("seed", common.seeds[0])] if common.seeds[0] else [])]
     told += [("budget", text) for text in common.budgets if name == "main"]
-    told += [("wider", text) for text in it.wider if name == "scale"]
+    told += [("wider", text) for text in it.wider if name in WIDER]
     told += [(key, text) for key, text in (("device", job.device), ("precision", engine.precision)) if text]
     words = [word for key, value in told for word in (f"--{key}", str(value))]
     switches = {"compile": engine.compile, "graphs": engine.graphs, "kernels": engine.kernels}
@@ -244,8 +317,9 @@ def study_tasks(it: Study, names: Sequence[str]) -> list[Task]:
     """All cells of these experiments, one experiment after the other, each cell once and after those that it needs."""
     found: dict[str, Task] = {}
     for name in names:
-        for arm, seed, _ in cells_of(it, EXPERIMENTS[name](it)):
-            _add(it, arm, seed, found)
+        own = study_of(it, name)
+        for arm, seed, _ in cells_of(own, EXPERIMENTS[name](own)):
+            _add(own, arm, seed, found)
     return list(found.values())
 
 
@@ -261,46 +335,10 @@ def needed_by(it: Study, names: Sequence[str]) -> dict[str, list[str]]:
 def _add(it: Study, arm: Arm, seed: int, found: dict[str, Task]) -> str:
     """Put the cell of an arm in, and before it what it starts from; its name."""
     uses = _add(it, arm.uses, seed if arm.uses_seed is None else arm.uses_seed, found) if arm.uses else ""
+    teacher = _add(it, arm.teacher, seed, found) if arm.teacher else ""
     job = replace(it.common.job, model_args=(*it.common.job.model_args, *arm.model_args))
-    cell = Cell(method=arm.method, settings=dict(arm.settings), uses=uses, own=arm.own)
+    cell = Cell(method=arm.method, settings=dict(arm.settings), uses=uses, own=arm.own, teacher=teacher)
     plan = plan_cell(replace(it.common, job=job), seed, cell, arm.budget or "100%")
-    task = Task(cell_name(arm.name, seed, arm.budget), plan, (uses,) if uses else ())
+    task = Task(cell_name(arm.name, seed, arm.budget), plan, tuple(filter(None, (uses, teacher))))
     assert found.setdefault(task.name, task) == task, task.name
     return task.name
-
-
-# how far they are
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a cell is."""
-
-    name: str
-    state: str  # done, begun, missing, or begun with other settings
-    seconds: float | None  # that it took, or that it may take; None: nothing like it is done
-
-
-def progress(tasks: Sequence[Task], folder: Path) -> list[Progress]:
-    """How far the cells are; those that are not done may take as long as others of their kind did."""
-    took: dict[str, list[float]] = {}
-    for task in tasks:
-        if is_done(folder / task.name) and (folder / task.name / TIME).exists():
-            took.setdefault(_kind(task), []).append(float(read_json(folder / task.name / TIME)["seconds"]))
-    found: list[Progress] = []
-    for task in tasks:
-        state, alike = state_of(task, folder), took.get(_kind(task))
-        seconds = sum(alike) / len(alike) if alike else None
-        if state == "done":
-            path = folder / task.name / TIME
-            seconds = float(read_json(path)["seconds"]) if path.exists() else None
-        found.append(Progress(task.name, state, seconds))
-    return found
-
-
-def _kind(task: Task) -> str:
-    """What cells that take about as long have in common."""
-    cell = task.plan.cell
-    assert cell is not None
-    more = cell.settings.get("epochs"), dict(cell.settings.get("more", {})).get("train_weights", True)
-    return repr((cell.method, cell.prepares, cell.own, task.plan.job.model_args, *more))

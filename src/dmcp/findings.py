@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,16 @@ from dmcp import figures
 from dmcp.batches import generator
 from dmcp.budget import spent_shares
 from dmcp.cells import CHOICE, RECOVERY, TIME, is_done, own_name
-from dmcp.comparing import PLANS, cell_name, plan_cell
-from dmcp.experiments import EXPERIMENTS, Arm, Study, cells_of, command
+from dmcp.comparing import PLANS, UNIFORM, cell_name, plan_cell
+from dmcp.experiments import EXPERIMENTS, Arm, Study, cells_of, command, epochs_of, study_of
 from dmcp.gathering import Line, against_uniform, gather, markdown, to_json
 from dmcp.listing import read_run
 from dmcp.methods import METHODS, PEERS
-from dmcp.paper_figures import dots, width_differences
+from dmcp.paper_figures import curves, dots, width_differences
 from dmcp.plans import Cell
 from dmcp.pruning import UNPRUNED
 from dmcp.runs import Run, load_search, read_json
-from dmcp.tables import between, spread, table
+from dmcp.tables import between, points, spread, table
 
 _PERCENT = "accuracy in %"
 
@@ -44,6 +45,11 @@ class Outcome:
     widths: Mapping[str, int] = field(default_factory=dict)
     seconds: float | None = None  # at work in all
     device: str = ""
+
+    @property
+    def shown(self) -> float | None:
+        """The accuracy in the row of its arm."""
+        return self.own_accuracy if self.arm.shows_own else self.accuracy
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -85,18 +91,19 @@ def _read(arm: Arm, seed: int, name: str, folder: Path) -> Outcome:
 
 def show(it: Study, name: str, folder: Path) -> Shown | None:
     """An experiment as far as its cells are done; None if none is."""
-    arms = EXPERIMENTS[name](it)
-    found = outcomes(it, arms, folder)
-    return _SHOWN.get(name, _show_arms)(it, found, folder) if found else None
+    own = study_of(it, name)
+    found = outcomes(own, EXPERIMENTS[name](own), folder)
+    return _SHOWN.get(name, _show_arms)(own, found, folder) if found else None
 
 
 def write(it: Study, name: str, shown: Shown, folder: Path, place: Path, stem: str) -> list[Path]:
     """Write STEM.json, STEM.md and STEM.svg; the same cells give the same bytes."""
+    again, it = command(it, name), study_of(it, name)
     arms = EXPERIMENTS[name](it)
     found, wanted = outcomes(it, arms, folder), {cell for _, _, cell in cells_of(it, arms)}
     job, done = it.common.job, {outcome.name for outcome in found}
     data = {
-        "command": command(it, name),
+        "command": again,
         "search_epochs": it.search.epochs,
         "holdout": it.common.holdout,
         "experiment": name,
@@ -138,25 +145,65 @@ def _by_label(found: Sequence[Outcome]) -> dict[str, list[Outcome]]:
 
 
 def _accuracies(found: Sequence[Outcome]) -> list[float]:
-    return [outcome.accuracy for outcome in found if outcome.accuracy is not None]
+    return [outcome.shown for outcome in found if outcome.shown is not None]
 
 
 def _row(label: str, values: Sequence[float], **more: Any) -> dict[str, Any]:
+    mean = statistics.fmean(values) if values else None
     deviation = statistics.stdev(values) if len(values) > 1 else None
-    return {"label": label, "accuracies": [*values], "mean": statistics.fmean(values), "deviation": deviation, **more}
+    return {"label": label, "accuracies": [*values], "mean": mean, "deviation": deviation, **more}
 
 
-def _show_arms(it: Study, found: Sequence[Outcome], folder: Path) -> Shown:
-    """A row for each label: accuracy over the seeds, and what the networks cost."""
-    cells, rows = [["", f"{_PERCENT}, same recipe", "MACs of 1.0x unpruned", "params"]], []
-    for label, group in _by_label(found).items():
-        values = _accuracies(group)
+def _show_arms(it: Study, found: Sequence[Outcome], folder: Path, lengths: bool = False) -> Shown:
+    """A row for each label: accuracy over the seeds, how much above another row, and what the networks cost.
+
+    lengths: also how long each was searched and trained, where that is not the same for all.
+    """
+    groups = _by_label(found)
+    seen = {label: {one.seed: one.shown for one in own if one.shown is not None} for label, own in groups.items()}
+    above, rows = dict[str, dict[str, Any]](), list[dict[str, Any]]()
+    cells = [["", _PERCENT if lengths else f"{_PERCENT}, same recipe", "MACs of 1.0x unpruned", "params"]]
+    cells[0] += ["epochs of search + training"] if lengths else []
+    for label, group in groups.items():
+        values, arm = _accuracies(group), group[0].arm
         macs, params = (sorted(getattr(one, kind) for one in group) for kind in ("macs", "params"))
         shares = [one / it.graph.macs() for one in macs]
         cells.append([label, spread(values), _span(shares, ".1%"), _span(params, ",")])
         rows.append(_row(label, values, macs_share=[shares[0], shares[-1]], params=[params[0], params[-1]]))
-    groups = {label: _accuracies(group) for label, group in _by_label(found).items()}
-    return Shown(table(cells), rows, {"": dots(groups, _title(it))})
+        if arm.against:
+            above[label] = rows[-1]["above"] = _above(seen[label], arm.against, seen.get(arm.against, {}))
+        if lengths:
+            rows[-1]["epochs"] = epochs_of(it, arm)
+            cells[-1].append(_lengths(rows[-1]["epochs"]))
+    drawn = dots({label: _accuracies(group) for label, group in groups.items()}, _title(it))
+    return Shown(table(_with_points(cells, above)), rows, {"": drawn})
+
+
+def _lengths(epochs: Mapping[str, int]) -> str:
+    """60 + 240 = 300, and what its teacher took."""
+    own = [epochs[stage] for stage in ("search", "training") if stage in epochs]
+    whole = f" = {sum(own)}" if len(own) > 1 else ""
+    taught = f", and {epochs['teacher']} of its teacher" if "teacher" in epochs else ""
+    return f"{' + '.join(map(str, own))}{whole}{taught}"
+
+
+def _above(values: Mapping[int, float], of: str, reference: Mapping[int, float]) -> dict[str, Any]:
+    """By how much accuracies are above those of another row with the same seed, where there are both."""
+    seeds = [seed for seed in values if seed in reference]
+    return {"of": of, "seeds": seeds, "values": [values[seed] - reference[seed] for seed in seeds]}
+
+
+def _with_points(cells: Sequence[Sequence[str]], above: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """A table with a column of differences after the accuracies; they name their reference if there are several."""
+    if not above:
+        return [[*row] for row in cells]
+    references = {pair["of"] for pair in above.values()}
+    told = {label: points(pair["values"]) for label, pair in above.items()}
+    if len(references) > 1:
+        told = {label: f"{above[label]['of']}: {text}" if text else "" for label, text in told.items()}
+    head = f"points above {references.pop()}" if len(references) == 1 else "points above"
+    column = [head, *(told.get(label, "") for label, *_ in cells[1:])]
+    return [[label, accuracy, text, *rest] for (label, accuracy, *rest), text in zip(cells, column, strict=True)]
 
 
 def _span(values: Sequence[float], form: str) -> str:
@@ -172,26 +219,30 @@ def _title(it: Study) -> str:
 
 def _show_sampling(it: Study, found: Sequence[Outcome], folder: Path) -> Shown:
     """Expected sampling against the best, the worst and the mean of the draws of each search."""
-    expected, drawn = ([one for one in found if (one.arm.method == "dmcp") is way] for way in (True, False))
-    draws: dict[int, list[float]] = {}
-    for outcome in drawn:
-        draws.setdefault(outcome.seed, []).extend(_accuracies([outcome]))
-    values = {"expected sampling": _accuracies(expected)}
+    expected, draws = dict[int, float](), dict[int, list[float]]()
+    for one in found:
+        if one.accuracy is not None and one.arm.method == "dmcp":
+            expected[one.seed] = one.accuracy
+        elif one.accuracy is not None:
+            draws.setdefault(one.seed, []).append(one.accuracy)
+    picks: dict[str, Callable[[list[float]], float]] = {"highest": max, "mean": statistics.fmean, "lowest": min}
+    values = {"expected sampling": expected}
     values |= {
-        f"direct sampling, {word}": [pick(own) for own in draws.values()]
-        for word, pick in (("highest", max), ("mean", statistics.fmean), ("lowest", min))
+        f"direct sampling, {word}": {seed: pick(own) for seed, own in draws.items()} for word, pick in picks.items()
     }
-    rows = [_row(label, own) for label, own in values.items() if own]
+    above = {label: _above(own, "expected sampling", expected) for label, own in values.items() if own is not expected}
+    more = {label: {"above": pair} for label, pair in above.items()}
+    rows = [_row(label, [*own.values()], **more.get(label, {})) for label, own in values.items() if own]
     inside = {
         f"deviation of the draws of seed {seed}": statistics.stdev(own) for seed, own in draws.items() if len(own) > 1
     }
     rows += [{"label": label, "deviation": value} for label, value in inside.items()]
-    cells = [["", _PERCENT], *([label, spread(own)] for label, own in values.items())]
+    cells = [["", _PERCENT], *([label, spread([*own.values()])] for label, own in values.items())]
     if inside:
         cells.append(["deviation inside a search", f"{100 * statistics.fmean(inside.values()):.2f}"])
-    points = {"expected sampling": values["expected sampling"]}
-    points |= {f"direct sampling, search of seed {seed}": own for seed, own in draws.items()}
-    return Shown(table(cells), rows, {"": dots(points, _title(it))})
+    groups = {"expected sampling": [*expected.values()]}
+    groups |= {f"direct sampling, search of seed {seed}": own for seed, own in draws.items()}
+    return Shown(table(_with_points(cells, above)), rows, {"": dots(groups, _title(it))})
 
 
 def _show_scale(it: Study, found: Sequence[Outcome], folder: Path) -> Shown:
@@ -222,8 +273,9 @@ def _show_main(it: Study, found: Sequence[Outcome], folder: Path) -> Shown:
     lines = [line for line in lines if (line.method, line.budget) in done]  # one ratio, but channels not chosen here
     ours = [line for line in lines if line.method in (UNPRUNED, *it.common.methods)]
     apart = [line for line in lines if line not in ours and not (line.own and _scratch(line, lines))]
-    drawn = figures.accuracy_over_macs(_curves(ours), _curves(line for line in apart if not line.same_as), _title(it))
-    return Shown("\n".join([markdown(lines), against_uniform(lines)]), to_json(lines), {"": drawn})
+    drawn = figures.accuracy_over_macs(curves(ours), curves(line for line in apart if not line.same_as), _title(it))
+    rows = [row | _above_uniform(line, lines) for row, line in zip(to_json(lines), lines, strict=True)]
+    return Shown("\n".join([markdown(lines), against_uniform(lines)]), rows, {"": drawn})
 
 
 def _scratch(line: Line, lines: Sequence[Line]) -> bool:
@@ -231,12 +283,13 @@ def _scratch(line: Line, lines: Sequence[Line]) -> bool:
     return any((it.method, it.budget, it.own, it.same_as) == (line.method, line.budget, False, "") for it in lines)
 
 
-def _curves(lines: Iterable[Line]) -> dict[str, list[tuple[float, float, float]]]:
-    curves: dict[str, list[tuple[float, float, float]]] = {}
-    for line in lines:
-        name = f"{line.method}{f', {line.way}' if line.own else ''}"
-        curves.setdefault(name, []).append((line.mean_share, line.mean, line.deviation or 0.0))
-    return curves
+def _above_uniform(line: Line, lines: Sequence[Line]) -> dict[str, Any]:
+    """What `against_uniform` shows of a line, as plain data; nothing of uniform itself and where there is none."""
+    base = next((it for it in lines if (it.method, it.own, it.budget) == (UNIFORM, False, line.budget)), line)
+    if line is base or line.same_as:
+        return {}
+    own, reference = (dict(zip(it.seeds, it.accuracies, strict=True)) for it in (line, base))
+    return {"above": _above(own, f"{UNIFORM} at {line.budget}", reference)}
 
 
 def _has_peer(it: Study, method: str, folder: Path) -> bool:
@@ -302,10 +355,12 @@ def _show_distribution(it: Study, found: Sequence[Outcome], folder: Path) -> Sho
     return Shown(table(cells), rows, drawn)
 
 
-_SHOWN: dict[str, Callable[[Study, Sequence[Outcome], Path], Shown]] = {  # those that are not tables of arms
+_SHOWN: dict[str, Callable[[Study, Sequence[Outcome], Path], Shown]] = {  # those that are not plain tables of arms
     "main": _show_main,
     "sampling": _show_sampling,
     "scale": _show_scale,
     "recover": _show_recover,
     "distribution": _show_distribution,
+    "full": functools.partial(_show_arms, lengths=True),
+    "longer": functools.partial(_show_arms, lengths=True),
 }

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dmcp import options as o
-from dmcp.cells import is_done
+from dmcp.cells import TIME, is_done
 from dmcp.commands import print_json
 from dmcp.compare_commands import check_job, recipe
-from dmcp.comparing import Comparison, Task, check_begun, check_failed, run_tasks
+from dmcp.comparing import Comparison, Task, check_begun, check_failed, run_tasks, state_of
 from dmcp.engine import Engine
 from dmcp.errors import DmcpError, FileError
-from dmcp.experiments import BUDGETS, EXPERIMENTS, Study, check_experiment, needed_by, progress, study_tasks
+from dmcp.experiments import (
+    BUDGETS,
+    ENDS,
+    EXPERIMENTS,
+    WIDER,
+    Study,
+    check_experiment,
+    needed_by,
+    study_tasks,
+)
 from dmcp.findings import show, write
 from dmcp.jobs import Job, open_job
 from dmcp.methods.dmcp import DmcpConfig
 from dmcp.results_page import make_page
-from dmcp.runs import Run
+from dmcp.runs import Run, read_json
 from dmcp.tables import table
 
 _MODEL = "cifar:resnet20"
@@ -34,7 +43,10 @@ SeedCount = Annotated[int, typer.Option(min=1, help="Seeds of everything, from -
 TrainEpochs = Annotated[int, typer.Option(min=1, help="Passes over the data in the final training.")]
 FirstEpochs = Annotated[int, typer.Option(min=2, help="Passes over the data in a search.")]
 TrainLr = Annotated[float, typer.Option(help="Highest learning rate of the final training at a batch of 2048.")]
-Wider = Annotated[list[str] | None, typer.Option(help="Argument for 1.5 times the width, in scale. Default: width=24.")]
+Wider = Annotated[
+    list[str] | None,
+    typer.Option(help=f"Argument for 1.5 times the width, in {' and '.join(WIDER)}. Default: width=24."),
+]
 Out = Annotated[str, typer.Option(help="Folder of the cells, which experiments share.")]
 Results = Annotated[str, typer.Option(help="Folder of tables, figures and data.")]
 Page = Annotated[Path | None, typer.Option(help="Then gather all of --results in this Markdown page.")]
@@ -129,11 +141,48 @@ def _open(it: Comparison, wider: tuple[str, ...], names: Sequence[str]) -> Study
     """The study, with what its cells would refuse refused now."""
     opened = open_job(replace(it.job, device="cpu"))
     check_job(it, opened)
-    if "scale" in names:
+    if "longer" in names:
+        check_job(replace(it, budgets=ENDS), opened)
+    if {*WIDER} & {*names}:
         wide = open_job(replace(it.job, device="cpu", model_args=(*it.job.model_args, *wider))).graph
         if wide.macs() <= opened.graph.macs():
             raise DmcpError(f"--wider: with {', '.join(wider)} the network is not wider than without.")
     return Study(common=it, graph=opened.graph, wider=wider)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a cell is."""
+
+    name: str
+    state: str  # done, begun, missing, or begun with other settings
+    seconds: float | None  # that it took, or that it may take; None: nothing like it is done
+
+
+def progress(tasks: Sequence[Task], folder: Path) -> list[Progress]:
+    """How far the cells are; those that are not done may take as long as others of their kind did."""
+    took: dict[str, list[float]] = {}
+    for task in tasks:
+        if is_done(folder / task.name) and (folder / task.name / TIME).exists():
+            took.setdefault(_kind(task), []).append(float(read_json(folder / task.name / TIME)["seconds"]))
+    found: list[Progress] = []
+    for task in tasks:
+        state, alike = state_of(task, folder), took.get(_kind(task))
+        seconds = sum(alike) / len(alike) if alike else None
+        if state == "done":
+            path = folder / task.name / TIME
+            seconds = float(read_json(path)["seconds"]) if path.exists() else None
+        found.append(Progress(task.name, state, seconds))
+    return found
+
+
+def _kind(task: Task) -> str:
+    """What cells that take about as long have in common."""
+    cell, train = task.plan.cell, task.plan.train
+    assert cell is not None and train is not None
+    more = cell.settings.get("epochs"), dict(cell.settings.get("more", {})).get("train_weights", True)
+    alike = (cell.method, cell.prepares, cell.own, bool(cell.teacher), train.epochs, task.plan.job.model_args)
+    return repr((*alike, *more))
 
 
 def _list(tasks: Sequence[Task], needed: Mapping[str, Sequence[str]], folder: Path, as_json: bool) -> None:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from dmcp.gathering import Line
+
 _BLUE, _RED = "#0072B2", "#D55E00"  # of Okabe and Ito, as in figures
+
+
+def curves(lines: Iterable[Line]) -> dict[str, list[tuple[float, float, float]]]:
+    """What `accuracy_over_macs` draws of a table: for each method share of the MACs, mean and deviation."""
+    found: dict[str, list[tuple[float, float, float]]] = {}
+    for line in lines:
+        name = f"{line.method}{f', {line.way}' if line.own else ''}"
+        found.setdefault(name, []).append((line.mean_share, line.mean, line.deviation or 0.0))
+    return found
 
 
 def dots(groups: Mapping[str, Sequence[float]], title: str) -> Figure:

@@ -34,6 +34,13 @@ class Cell:
     scratch: bool = True  # whether the chosen network is trained from scratch
     fine_tune_epochs: int = 0  # epochs of the method's own way of training, where it fine-tunes; 0: not that way
     own: bool = True  # whether the method's own way of training is done at all, where it has one
+    teacher: str = ""  # name of the cell whose network the chosen one also learns from, in the same folder
+
+    def __post_init__(self) -> None:
+        if self.teacher and (not self.method or self.prepares or not self.scratch):
+            raise TrainingError(
+                "Only a network that was chosen and is trained from scratch has a teacher: leave it out."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +65,8 @@ class Plan:
         plain = asdict(self) | {"options": dict(self.options)}
         if self.cell is not None and self.cell.own:  # cells that were begun before there was this field go on
             del plain["cell"]["own"]
+        if self.cell is not None and not self.cell.teacher:  # the same
+            del plain["cell"]["teacher"]
         if self.engine.kernels is None:  # the same for all that was begun before there was this one
             del plain["engine"]["kernels"]
         return plain

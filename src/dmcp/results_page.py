@@ -7,13 +7,14 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 from urllib.parse import quote
 
 from dmcp.budget import parse
+from dmcp.claims import Evidence, read_evidence, tell_claims
 from dmcp.cutting import MOST_JSON, read_bytes
 from dmcp.errors import BudgetError, FileError
 from dmcp.experiments import EXPERIMENTS
@@ -24,6 +25,8 @@ from dmcp.tables import between
 from dmcp.training import TrainConfig
 
 LEAST, MOST = 0.98, 1.0  # of its target, that the MACs of a row must be
+CLAIMS, NOTES = "What holds of the paper's claims", "What we make of it"  # sections
+_NOTES = "notes.md"  # in the folder of results; written by hand
 _NAMED = 6  # cells that are named if they are missing; the others are counted
 _BUDGET = re.compile(r"-([^-]*\d[^-]*)-seed-?\d+$")  # in the name of a cell: dmcp-50%-seed0
 
@@ -63,10 +66,15 @@ class _Finding:
     command: tuple[str, ...] = ()  # empty: not kept
     search_epochs: int | None = None  # None: not kept
     holdout: float | None = None  # the same
+    evidence: Evidence | None = None  # for claims
+
+    @property
+    def network(self) -> str:
+        return " ".join((self.model, *self.model_args))
 
     @property
     def title(self) -> str:
-        return f"{self.experiment}: {' '.join((self.model, *self.model_args))}"
+        return f"{self.experiment}: {self.network}"
 
     @property
     def once(self) -> list[_PastCell]:
@@ -80,9 +88,10 @@ def _read(path: Path) -> _Finding | None:
     if str(data.get("experiment")) not in EXPERIMENTS:
         return None
     try:
-        lines = [row for row in data["rows"] if "budget" in row]
+        lines = [_known(Line, row) for row in data["rows"] if "budget" in row]
         cells = [_known(_PastCell, cell) for cell in data["cells"]]
-        return from_plain(_Finding, _known(_Finding, data | {"stem": path.stem, "lines": lines, "cells": cells}))
+        found = from_plain(_Finding, _known(_Finding, data | {"stem": path.stem, "lines": lines, "cells": cells}))
+        return replace(found, evidence=read_evidence(data, found.network))
     except (KeyError, TypeError, ValueError) as error:
         raise FileError(f"{path}: not as dmcp paper writes it ({error}): remove it, or make it again.") from None
 
@@ -106,7 +115,9 @@ def make_page(place: Path, page: Path) -> str:
     titles = [it.title if alike[it.title] == 1 else f"{it.title} ({it.stem})" for it in every]
     figures = _figures(place, [it.stem for it in every])
     links = {stem: [_link(path, page) for path in paths] for stem, paths in figures.items()}
-    parts = [_head(every, _link(place, page)), _contents(every, titles)]
+    notes = read_bytes(place / _NOTES, MOST_JSON).decode().strip() if (place / _NOTES).exists() else ""
+    parts = [_head(every, _link(place, page)), _contents(every, titles, bool(notes)), _claims(every, titles)]
+    parts += [f"## {NOTES}\n\n{notes}\n"] if notes else []
     parts += [_section(it, title, place, links[it.stem]) for it, title in zip(every, titles, strict=True)]
     return "\n".join(parts)
 
@@ -132,7 +143,8 @@ def _head(every: Sequence[_Finding], place: str) -> str:
     for it in every:
         users.setdefault(_protocol(it), []).append(it.experiment)
         cells |= {(_protocol(it), cell.name): cell for cell in it.once}
-    apart = " Each of these protocols needs an `--out` of its own." if len(users) > 1 else ""
+    several = len({_protocol(it) for it in every if it.experiment != "full"}) > 1  # whose cells have names of their own
+    apart = " Each of these protocols, but that of `full`, needs an `--out` of its own." if several else ""
     return "\n".join(
         [
             "# The paper's experiments\n",
@@ -156,18 +168,31 @@ def _protocol(it: _Finding) -> str:
     search = "not kept" if it.search_epochs is None else f"{it.search_epochs} epochs"
     held = "a share that was not kept" if it.holdout is None else f"{it.holdout:.0%}"
     return (
-        f"**{' '.join((it.model, *it.model_args))}** on {it.data}. Final training, the same for all rows: epochs "
+        f"**{it.network}** on {it.data}. Final training, the same for all rows but those that say otherwise: epochs "
         f"{train.epochs}, batch {it.batch:,}, highest learning rate {train.lr:g}{base}, weight decay "
         f"{train.weight_decay:g}. Search of DMCP: {search}. Held out until the final training: {held} of the training "
         f"images.{others}"
     )
 
 
-def _contents(every: Sequence[_Finding], titles: Sequence[str]) -> str:
-    """Links to the sections, by the names that Markdown gives to headings."""
-    slugs = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
-    lines = [f"- [{title}](#{slug}): {it.about}" for it, title, slug in zip(every, titles, slugs, strict=True)]
+def _contents(every: Sequence[_Finding], titles: Sequence[str], notes: bool) -> str:
+    """Links to the sections."""
+    lines = [f"- {_to(CLAIMS)}", *([f"- {_to(NOTES)}"] if notes else [])]
+    lines += [f"- {_to(title)}: {it.about}" for it, title in zip(every, titles, strict=True)]
     return "\n".join(["## Contents\n", *lines, ""])
+
+
+def _to(title: str) -> str:
+    """A link to a section, by the name that Markdown gives to its heading."""
+    slug = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+    return f"[{title}](#{slug})"
+
+
+def _claims(every: Sequence[_Finding], titles: Sequence[str]) -> str:
+    """The paper's claims; networks are called as in the titles, which tell those apart that are alike."""
+    networks = [title.removeprefix(f"{it.experiment}: ") for it, title in zip(every, titles, strict=True)]
+    known = [(it.evidence, name) for it, name in zip(every, networks, strict=True)]
+    return f"## {CLAIMS}\n\n{tell_claims([replace(it, network=name) for it, name in known if it])}"
 
 
 def _section(it: _Finding, title: str, place: Path, links: Sequence[str]) -> str:
