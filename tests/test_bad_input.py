@@ -60,6 +60,31 @@ def test_an_example_of_the_wrong_shape(model: nn.Module) -> None:
         dmcp.trace(model, (X, X))
 
 
+@pytest.mark.parametrize(("given", "meant"), [((32, 32), "3x32x32"), ((32,), "3x224x224"), ((3, 4, 9, 9), "3x9x9")])
+def test_a_sample_that_is_no_image(model: nn.Module, given: tuple[int, ...], meant: str) -> None:
+    told = "x".join(map(str, given))
+    with refused(TraceError, "channels x height x width", f"as in {meant}", f"not {told}"):
+        dmcp.trace(model, torch.zeros(2, *given))
+
+
+def test_an_image_without_a_batch_is_no_batch_of_lines() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 2, 1))  # runs on 3x32x32 as if that were an image
+    with refused(TraceError, "channels x height x width", "as in 3x32x32", "not 32x32"):
+        dmcp.trace(model, torch.zeros(3, 32, 32))
+
+
+def test_inputs_that_the_model_itself_turns_into_images() -> None:
+    class Sound(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.head = nn.Conv2d(1, 8, 3), nn.Conv2d(8, 2, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.conv(x.view(len(x), 1, 8, -1)))
+
+    assert spaces(dmcp.trace(Sound(), torch.zeros(2, 64))) == {"conv": 8}
+
+
 @pytest.mark.parametrize("example", [None, "3x11x11", [1, 2], {}, ()], ids=repr)
 def test_an_example_that_is_no_tensor(model: nn.Module, example: Any) -> None:
     with refused(TraceError, "example"):

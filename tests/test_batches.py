@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from dmcp.batches import batches_from, input_of, labels_of, share_of
+from dmcp.batches import batches_from, input_of, labels_of, length_of, peek, share_of
 from dmcp.data import ArrayLoader, load, make_loader
 from dmcp.errors import DataError
 from dmcp.ranks import Ranks
@@ -92,3 +92,32 @@ def test_shares_follow_each_other(size: int, images: int, world: int) -> None:
         places += [place for share in shares for place in share]
         assert len(places) == min(images, (number + 1) * size)
     assert places == list(range(images))
+
+
+# a look at the first batch
+
+
+class Kept:
+    """Hands out one generator, each time the same."""
+
+    def __init__(self) -> None:
+        self.batches = (torch.ones(2) for _ in range(3))
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return self.batches
+
+
+def test_a_look_at_the_first_batch_loses_none() -> None:
+    batches = [torch.zeros(0), torch.ones(2), torch.ones(3)]
+    assert [len(it) for it in peek(batches) or ()] == [2]  # the first with a sample
+    assert peek([]) == peek([torch.zeros(0)]) == []
+    (first,) = peek(DataLoader(TensorDataset(torch.arange(6)), 4)) or ()
+    assert first[0].tolist() == [0, 1, 2, 3]
+    for once in (iter(batches), (it for it in batches), Kept()):
+        assert peek(once) is None and len(list(once)) == 3
+
+
+def test_what_has_no_length_is_refused() -> None:
+    assert length_of([1, 2]) == 2
+    with pytest.raises(DataError, match="The arch_loader, a Kept, has no length: give something with __len__"):
+        length_of(Kept(), "arch_loader")

@@ -136,6 +136,25 @@ def test_floors_that_settings_made_wide_are_named() -> None:
         check_reachable(parse(1, graph), graph, graph.widths([1] * 4))
 
 
+@pytest.mark.parametrize(
+    ("spec", "meant"),
+    [("40", "40%"), (40, "40%"), ("macs: 40", "macs:40%"), ("params:7", "params:7%"), ("37.5", "37.5%"), (1, "1%")],
+)
+def test_a_small_number_without_a_unit_may_be_a_share(spec: Any, meant: str) -> None:
+    graph, net = traced(Residual)
+    with pytest.raises(BudgetError, match=f"did you mean {meant}\\? If not, choose from"):
+        check_reachable(parse(spec, graph), graph, net.floor)
+    parse(meant, graph)
+
+
+@pytest.mark.parametrize("spec", ["101", "1%", "0.001", "0.001%", "macs:2k"])
+def test_other_numbers_are_no_forgotten_shares(spec: str) -> None:
+    graph, net = traced(Residual)
+    with pytest.raises(BudgetError) as caught:
+        check_reachable(parse(spec, graph), graph, net.floor)
+    assert "did you mean" not in str(caught.value)
+
+
 def test_both_ends_of_the_range_can_be_reached() -> None:
     graph, net = traced(Residual)
     for target in (graph.macs(net.floor), graph.macs()):

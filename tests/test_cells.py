@@ -46,6 +46,7 @@ DMCP, SFP, SLIMMING, AMC = "dmcp-50%-seed0", "sfp-50%-seed0", "slimming-50%-seed
 TAUGHT = "dmcp-distilled-50%-seed0"  # dmcp's widths, with the unpruned network as teacher
 KEPT = ("log.jsonl", "model.safetensors", "widths.json", "search.safetensors", "search.json", CHOICE, CHOSEN, PREPARED)
 WRITE = "dmcp.runs:Run.write"
+AGAIN = "start the dmcp compare or dmcp paper that this cell is of again."
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +224,7 @@ def test_a_taught_cell_without_its_teacher_says_so(
     shutil.copytree(whole / DMCP, tmp_path / DMCP)
     end = commands.run(["cell", write_plan(plans[TAUGHT], tmp_path), tmp_path / TAUGHT])
     assert (end.code, end.out) == (2, "") and str(tmp_path / "unpruned-seed0") in end.err
-    assert end.err.endswith("the network that this cell starts from is not there: run dmcp compare again.\n")
+    assert end.err.endswith(f"the network that this cell learns from is not there: {AGAIN}\n")
 
 
 # refused
@@ -261,7 +262,7 @@ def test_a_cell_without_what_it_needs_says_so(commands: Commands, plans: dict[st
     for name in (AMC, SLIMMING):
         end = commands.run(["cell", write_plan(plans[name], tmp_path), tmp_path / name])
         assert (end.code, end.out) == (2, "")
-        assert end.err.endswith("the network that this cell starts from is not there: run dmcp compare again.\n")
+        assert end.err.endswith(f"the network that this cell starts from is not there: {AGAIN}\n")
 
 
 def test_a_cell_whose_network_nobody_would_train_says_so(

@@ -11,24 +11,26 @@ import pytest
 from test_results_page import study
 
 from dmcp.claims import (
-    BY_CHANCE,
     CLAIMS,
     MISSING,
     NO,
+    PAPER,
     RECOVERIES,
     SPREAD,
     UNCLEAR,
     YES,
-    Evidence,
     Row,
+    by_chance,
+    in_errors,
     judge,
     judge_all,
-    pooled,
     pooled_over_seeds,
-    read_evidence,
     tell_claims,
 )
+from dmcp.evidence import PEERS, Evidence, read_evidence
 from dmcp.experiments import EXPERIMENTS, cells_of
+from dmcp.methods import METHODS
+from dmcp.tables import pooled
 
 Arms = dict[str, dict[int, float]]  # accuracy by seed, by the cell's name without it
 
@@ -57,39 +59,122 @@ def seeds(*values: float) -> dict[int, float]:
 
 
 @pytest.mark.parametrize(
-    ("differences", "verdict"),
+    ("differences", "deviation", "errors", "verdict"),
     [
-        ([0.01, 0.02, 0.03], YES),  # mean 0.02, standard error 0.0058
-        ([-0.01, -0.02, -0.03], NO),
-        ([0.00, 0.01, 0.03], UNCLEAR),  # mean 0.0133, standard error 0.0088
-        ([0.00, -0.01, -0.03], UNCLEAR),
-        ([0.01, 0.01], YES),
-        ([0.0, 0.0, 0.0], UNCLEAR),
-        ([0.5], UNCLEAR),
-        ([], UNCLEAR),
+        ([0.01, 0.02, 0.03], None, 3.46, YES),  # standard error 0.0058
+        ([-0.01, -0.02, -0.03], None, -3.46, NO),
+        ([0.00, 0.01, 0.03], None, 1.51, UNCLEAR),  # standard error 0.0088
+        ([0.00, -0.01, -0.03], None, -1.51, UNCLEAR),
+        ([0.01, 0.01], None, float("inf"), YES),
+        ([0.0, 0.0, 0.0], None, 0.0, UNCLEAR),
+        ([0.00, 0.01, 0.03], 0.006, 2.72, YES),  # standard error 0.0049
+        ([0.01, 0.02, 0.03], 0.02, 1.22, UNCLEAR),
+        ([-0.02, -0.02], 0.01, -2.0, NO),  # standard error 0.01
+        ([0.5], 0.01, None, UNCLEAR),
+        ([], None, None, UNCLEAR),
     ],
 )
-def test_two_standard_errors_make_a_verdict(differences: list[float], verdict: str) -> None:
-    assert judge(differences) == verdict
+def test_two_standard_errors_make_a_verdict(
+    differences: list[float], deviation: float | None, errors: float | None, verdict: str
+) -> None:
+    found = in_errors(differences, deviation)
+    assert found is None if errors is None else found == pytest.approx(errors, abs=0.005)
+    assert judge(found) == verdict
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, 3, 4, 7])
 def test_chance_alone_gives_as_many_verdicts_as_the_page_says(count: int) -> None:
     dice = random.Random(0)
-    found = [judge([dice.gauss(0, 1) for _ in range(count)]) for _ in range(10_000)]
-    assert sum(one != UNCLEAR for one in found) / len(found) == pytest.approx(BY_CHANCE[count], abs=0.015)
+    found = [judge(in_errors([dice.gauss(0, 1) for _ in range(count)], None)) for _ in range(10_000)]
+    assert sum(one != UNCLEAR for one in found) / len(found) == pytest.approx(by_chance(count - 1), abs=0.015)
+    assert by_chance(1000) == pytest.approx(0.0458, abs=0.0001)  # as for the normal distribution, and a little more
+
+
+def test_a_row_has_the_pooled_error_of_its_recipe_unless_widths_are_drawn() -> None:
+    arms = {f"{arm}-50%": seeds(0.90, 0.91, 0.92) for arm in ("dmcp", "uniform", "other")}  # deviation 0.01 each
+    arms |= {"uniform-50%": seeds(0.88, 0.89, 0.90), "random-50%": seeds(0.88, 0.891, 0.90)}
+    several = evidence("main", arms)
+    assert pooled_over_seeds([several], several.protocol, drawn=False).freedom == 6  # type: ignore[union-attr]
+    assert (
+        row([several], "uniform widths").errors == "+2.4"
+    )  # 0.02 / (0.01 * sqrt(2 / 3)), though all differences are alike
+    assert row([several], "random widths").errors == "+59.0"  # 0.01967 / (0.00058 / sqrt(3)): its own
+    few = evidence("main", {name: own for name, own in arms.items() if name != "other-50%"})  # 4 degrees
+    assert row([few], "uniform widths").errors == "beyond +100" and row([few], "uniform widths").holds == YES
+
+
+# -- what is claimed
+
+DIRECTIONS = (  # experiment, the better cells, the worse ones, words of the sentence, the paper's points
+    ("main", "dmcp-50%", "uniform-50%", "DMCP is better than uniform widths at 50%", "+2.1 to +2.6"),
+    ("main", "dmcp-50%", "random-50%", "DMCP is better than random widths at 50%", ""),
+    ("main", "dmcp-50%", "amc-50%", "DMCP is better than AMC at 50%", "+1.4"),
+    ("main", "dmcp-50%", "metapruning-50%", "DMCP is better than MetaPruning at 50%", "+0.8 to +2.3"),
+    ("main", "dmcp-50%", "autoslim-50%", "DMCP is better than AutoSlim at 50%", "+0.4 to +0.5"),
+    ("main", "dmcp-50%", "slimming-50%", "DMCP is better than slimming at 50%", ""),
+    ("sampling", "dmcp-50%", "dmcp-direct-50%", "Expected sampling is better than the mean", "above best and worst"),
+    ("scale", "dmcp-wide-500", "dmcp-50%", "1.5 times as wide", "+0.1 to +0.4"),
+    ("warmup", "dmcp-50%", "dmcp-cold-50%", "Warm-up helps", "+0.8"),
+    ("sandwich", "dmcp-50%", "dmcp-sandwich-50%", "The variant sandwich rule is better", "+0.7"),
+    ("scheme", "dmcp-frozen-50%", "dmcp-budget-only-50%", "The task loss helps", ""),
+    ("scheme", "dmcp-frozen-50%", "dmcp-budget-random-50%", "better than random ones moved by the budget", "+9.4"),
+    ("scheme", "dmcp-50%", "dmcp-frozen-50%", "Weights that are updated", "+1.2"),
+    ("pretrained", "dmcp-50%", "dmcp-pretrained-50%", "better than pre-trained weights (", "+0.6"),
+    ("pretrained", "dmcp-50%", "dmcp-sorted-50%", "with sorted channels", ""),
+    ("bernoulli", "dmcp-50%", "dmcp-bernoulli-50%", "Bernoulli gates are worse", "+2.3"),
+)
+
+
+@pytest.mark.parametrize(("experiment", "better", "worse", "words", "there"), DIRECTIONS)
+def test_each_claim_holds_one_way_only(experiment: str, better: str, worse: str, words: str, there: str) -> None:
+    high, low = seeds(0.92, 0.93, 0.94), seeds(0.90, 0.91, 0.921)
+    found = row([evidence(experiment, {better: high, worse: low})], words)
+    assert (found.here, found.agree, found.holds) == ("+1.97 ± 0.06 (3)", "3 of 3", YES)
+    assert found.paper.startswith(there) and bool(found.paper) == bool(there)
+    assert row([evidence(experiment, {better: low, worse: high})], words).holds == NO
+
+
+def test_slimmable_training_is_compared_with_the_same_widths_from_scratch() -> None:
+    cells = [{"name": f"dmcp-50%-seed{n}", "label": "", "accuracy": 0.9, "own_accuracy": 0.92} for n in range(2)]
+    found = row([evidence("main", {}, cells=cells)], "DMCP trained slimmably")
+    assert (found.here, found.holds, found.paper) == ("+2.00 ± 0.00 (2)", YES, "+1.1 to +1.3 (MobileNetV2)")
+
+
+def test_all_claims_are_in_these_tests() -> None:
+    assert len(DIRECTIONS) + 1 == len(CLAIMS)
+    assert {*PAPER} <= {(claim.better, claim.worse) for claim in CLAIMS}
+
+
+def test_other_methods_are_read_from_the_rows_of_main() -> None:
+    usual = {"own": False, "same_as": "", "accuracies": [0.8, 0.81], "seeds": [0, 2]}
+    rows = [
+        usual | {"method": "amc", "budget": "50%"},
+        usual | {"method": "amc", "budget": "50%", "own": True, "accuracies": [0.1, 0.2]},
+        usual | {"method": "slimming", "budget": "50%", "same_as": "uniform"},
+        usual | {"method": "autoslim", "budget": "30%"},
+        usual | {"method": "dmcp", "budget": "50%", "accuracies": [0.9, 0.9]},  # whose cells are there
+    ]
+    it = evidence("main", {"dmcp-50%": seeds(0.9, 0.91, 0.92), "dmcp-70%": seeds(0.9)}, rows=rows)
+    found = row([it], "AMC at 50%")
+    assert (found.here, found.agree) == ("+10.50 ± 0.71 (2)", "2 of 2")
+    assert row([it], "AMC") == found  # no row at 70 %
+    for peer in ("slimming", "AutoSlim"):
+        assert row([it], peer).here == f"no data: `dmcp compare --methods {peer.lower()}` makes them"
+    assert len({one.name for one in it.tested}) == len(it.tested) == 8
+    with pytest.raises(ValueError, match="zip"):
+        evidence("main", {}, rows=[rows[0] | {"seeds": [0]}])
 
 
 # -- pairs of seeds
 
 
 def test_seeds_are_paired_and_those_of_one_arm_left_out() -> None:
-    arms = {"dmcp-50%": {0: 0.90, 1: 0.70, 2: 0.50}, "dmcp-cold-50%": {2: 0.49, 1: 0.69, 0: 0.89, 7: 0.99}}
+    arms = {"dmcp-50%": {0: 0.90, 1: 0.70}, "dmcp-cold-50%": {1: 0.69, 0: 0.89, 7: 0.99}}
     found = row([evidence("warmup", arms)], "Warm-up helps")
-    assert (found.here, found.agree, found.holds) == ("+1.00 ± 0.00 (3)", "3 of 3", YES)
+    assert (found.here, found.agree, found.holds) == ("+1.00 ± 0.00 (2)", "2 of 2", YES)
     backwards = evidence("warmup", dict(reversed(arms.items())), order=-1)
     assert row([backwards], "Warm-up helps") == found
-    del arms["dmcp-cold-50%"][1], arms["dmcp-50%"][2]
+    del arms["dmcp-50%"][1]
     one = row([evidence("warmup", arms)], "Warm-up helps")
     assert (one.here, one.agree, one.holds) == ("+1.00 (1)", "1 of 1", UNCLEAR)
 
@@ -113,7 +198,7 @@ def test_each_budget_and_network_has_a_row() -> None:
         ("other", "50%", MISSING),
     ]
     assert [one.holds for one in judge_all([first]) if "random widths at 50%" in one.says] == [NO]
-    assert row([other], "slimmably").here == "-2.00 (1)"
+    assert row([other], "DMCP trained slimmably").here == "-2.00 (1)"
 
 
 def test_draws_of_a_search_are_one_value_of_its_seed() -> None:
@@ -127,6 +212,28 @@ def test_draws_of_a_search_are_one_value_of_its_seed() -> None:
 
 
 # -- alphas that recover
+
+
+@pytest.mark.parametrize(
+    ("arm", "words"),
+    [
+        ("recover", "around 1 recover, at ten times the rate"),
+        ("recover-slowly", "around 1 recover, at the rate"),
+        ("recover-low", "around 0 recover, at ten times the rate"),
+    ],
+)
+def test_sentences_are_of_the_arms_that_they_name(arm: str, words: str) -> None:
+    others = [name for name in ("recover", "recover-slowly", "recover-low") if name != arm]
+    ends = {arm: 0.99} | dict.fromkeys(others, 0.1)
+    rows = [
+        {"label": name, "recovered": [end] * 2, "trained": [0.99] * 2, "last_macs": [1] * 2}
+        for name, end in ends.items()
+    ]
+    cells = [{"label": name, "name": f"{name}-seed{seed}"} for name in ends for seed in range(2)]
+    it = evidence("recover", {}, cells=cells, rows=rows)
+    assert [one.says for one in judge_all([it]) if "recover," in one.says and one.holds == YES] == [
+        f"Random alphas {words} of a search (figure 4)."
+    ]
 
 
 @pytest.mark.parametrize(
@@ -154,13 +261,50 @@ def test_pooled_deviation_takes_each_cell_once_and_protocols_apart() -> None:
     usual, drawn = {"dmcp-50%": seeds(0.90, 0.92, 0.94)}, {"random-50%": seeds(0.5, 0.9), "x-50%": seeds(0.1)}
     every = [evidence("main", usual | drawn), evidence("warmup", usual)]
     longer = evidence("warmup", {"dmcp-50%": seeds(0.1, 0.9)}, train={"epochs": 200})
-    whole, arms = pooled_over_seeds([*every, longer], every[0].protocol)
+    whole = pooled_over_seeds([*every, longer], every[0].protocol)
     variance = (2 * statistics.variance([0.90, 0.92, 0.94]) + statistics.variance([0.5, 0.9])) / 3
-    assert (whole, arms) == (pytest.approx(variance**0.5), 2)
-    assert pooled_over_seeds(every, every[0].protocol, drawn=False) == (pytest.approx(0.02), 1)
+    assert whole and (whole.arms, whole.freedom, whole.seeds) == (2, 3, 3)
+    assert whole.deviation == pytest.approx(variance**0.5)
+    fixed = pooled_over_seeds(every, every[0].protocol, drawn=False)
+    assert fixed and (fixed.deviation, fixed.arms) == (pytest.approx(0.02), 1)
+    assert pooled_over_seeds(every, "other") is None
     text = tell_claims([*every, longer])
-    assert "**net, 60 epochs**: 16.41 over 2 arms, 2.00 over the 1" in text and "**net, 200 epochs**: 56.57" in text
-    assert "standard error of 1.63." in text  # 2.00 * sqrt(2 / 3)
+    assert "**net, 60 epochs**: 2.00 over 1 arm, 16.41 over 2 arms with those that are drawn anew.\n" in text
+    assert "**net, 200 epochs**: 56.57 over 1 arm.\n" in text
+
+
+@pytest.mark.parametrize(("count", "error", "chance"), [(2, "0.71", "10"), (3, "0.82", "7")])
+def test_the_standard_error_is_told_by_the_seeds_that_there_are(count: int, error: str, chance: str) -> None:
+    arms = {f"{arm}-50%": dict(enumerate([0.90, 0.91, 0.92][:count])) for arm in "abcde"}
+    deviation = statistics.stdev([0.90, 0.91, 0.92][:count])
+    text = tell_claims([evidence("main", arms, train={"epochs": 1})])
+    assert f"**net, 1 epoch**: {100 * deviation:.2f} over 5 arms. By the deviation, which has {5 * count - 5}" in text
+    assert (
+        f"of {count} seeds has a standard error of {error}, and no difference at all gets yes or no in {chance} of"
+        in text
+    )
+    drawn = tell_claims([evidence("main", arms | {"random-50%": seeds(0.1, 0.9)})])
+    assert "with those that are drawn anew. By the first, which" in drawn
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "other"},
+        {"model_args": ["width=24"]},
+        {"data": "other"},
+        {"batch": 7},
+        {"train": {"epochs": 61}},
+        {"settings": {"amc": {"episodes": 5}}},
+        {"search_epochs": 31},
+        {"holdout": 0.2},
+    ],
+    ids=lambda change: "".join(change),
+)
+def test_cells_of_another_protocol_are_others(change: dict[str, Any]) -> None:
+    usual = {"data": "d", "batch": 512, "settings": {}, "search_epochs": 30, "holdout": 0.1, "model_args": []}
+    assert evidence("main", {}, **usual).protocol != evidence("main", {}, **usual | change).protocol
+    assert evidence("main", {}, **usual).protocol == evidence("warmup", {"x": seeds(1)}, **usual).protocol
 
 
 # -- what is not there
@@ -169,7 +313,7 @@ def test_pooled_deviation_takes_each_cell_once_and_protocols_apart() -> None:
 def test_a_claim_without_data_has_a_row_that_says_so() -> None:
     rows = judge_all([])
     assert len(rows) == len(CLAIMS) + 1 + len(RECOVERIES)
-    assert all(one.holds == MISSING and one.here.startswith("no data: `dmcp paper ") for one in rows)
+    assert all(one.holds == MISSING and one.here.startswith("no data: `dmcp ") for one in rows)
     assert "each budget" in rows[0].says and "Standard deviation of" not in tell_claims([])
     half = row([evidence("warmup", {"dmcp-50%": seeds(0.9)})], "Warm-up helps")
     assert (half.network, half.here, half.holds) == ("net", "no seed has both yet", MISSING)
@@ -183,9 +327,10 @@ def test_unknown_experiments_and_names_change_nothing() -> None:
 
 def test_claims_are_about_arms_that_the_experiments_have() -> None:
     it = study()
+    assert {*PEERS} <= {*METHODS}
     for claim in CLAIMS:
         names = [name for _, _, name in cells_of(it, EXPERIMENTS[claim.experiment](it))]
         known = {one.arm for one in evidence(claim.experiment, {}, missing=names).tested}
-        assert {claim.better.rstrip("*"), claim.worse} <= known, claim.says
+        assert {claim.better.rstrip("*"), claim.worse} <= {*known, *PEERS}, claim.says
     names = [name for _, _, name in cells_of(it, EXPERIMENTS["recover"](it))]
     assert {*RECOVERIES} <= {one.arm for one in evidence("recover", {}, missing=names).tested}

@@ -24,6 +24,7 @@ from dmcp.tracing import trace
 
 PAGE = Path(__file__).parent.parent / "docs" / "errors.md"
 PRUNE = "prune --model digits:resnet --data digits --device cpu --batch 512 --search-epochs 2 --epochs 1 --quiet"
+MOVED = ('"data": "digits"', '"data": "my-shards"')  # in the settings of a run
 NET = """
 from torch import nn
 from typed import command
@@ -32,6 +33,9 @@ number = 3
 
 def build(width=4):
     return nn.Sequential(nn.Conv2d(1, width, 3), nn.Conv2d(width, 2, 3))
+
+def pixels():
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 10, 3))
 
 def fixed(num_classes=2):
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 14 * 14, num_classes))
@@ -120,7 +124,7 @@ def write_runs(here: Path) -> None:
         assert command(*PRUNE.split(), "--out", "run") == 0
         patch.setattr(runs.Run, "on_event", log_and_die)
         assert command(*PRUNE.split(), "--out", "half") == 130
-    for name in ("damaged", "edited", "foreign"):
+    for name in ("damaged", "edited", "foreign", "moved"):
         shutil.copytree("run", name)
     weights = here / "damaged" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
@@ -129,6 +133,7 @@ def write_runs(here: Path) -> None:
     first = next(iter(widths["widths"]))
     (here / "edited" / "widths.json").write_text(json.dumps(widths | {"widths": widths["widths"] | {first: 999}}))
     (here / "foreign" / "settings.json").write_text("{}")
+    (here / "moved" / "settings.json").write_text((here / "run" / "settings.json").read_text().replace(*MOVED))
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from dmcp.comparing import Comparison, Task, plan_cell, run_tasks, tasks
 from dmcp.cutting import WIDTHS
 from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DmcpError, TrainingError
-from dmcp.experiments import DRAWS, EXPERIMENTS, Study, cells_of, check_experiment, command, study_of, study_tasks
+from dmcp.experiments import ALL, DRAWS, EXPERIMENTS, Study, cells_of, check_experiment, command, study_of, study_tasks
 from dmcp.findings import outcomes, show, write
 from dmcp.graph import ChannelGraph
 from dmcp.jobs import Job
@@ -289,11 +289,12 @@ def test_the_full_recipe_has_cells_and_lengths_of_its_own() -> None:
 
 def test_longer_searches_change_nothing_else() -> None:
     it = replace(study(seeds=1, budgets=("50%",)), wider=("width=20",))
-    found = {task.name: task.plan for task in study_tasks(it, ["longer"])}
+    found = {task.name: task.plan for task in study_tasks(it, ["explain"])}
     half = it.graph.macs() // 2
     pairs = {
         "dmcp-longer-70%": "dmcp-70%",
         "dmcp-longer-15%": "dmcp-15%",
+        "dmcp-longer-50%": "dmcp-50%",
         f"dmcp-wide-longer-{half}": f"dmcp-wide-{half}",
     }
     for name, usual in pairs.items():
@@ -301,11 +302,20 @@ def test_longer_searches_change_nothing_else() -> None:
         assert long == short, name
         cell = found[f"{name}-seed0"].cell
         assert cell == Cell(method="dmcp", settings={"epochs": 60}, own=False, fine_tune_epochs=20)
-    rest = {"uniform-70%-seed0", "uniform-15%-seed0", "dmcp-50%-seed0"}
-    assert {*found} == rest | {f"{name}-seed0" for pair in pairs.items() for name in pair}
+    rest = {"uniform-70%", "uniform-15%", "unpruned", "dmcp-frozen-50%", "dmcp-frozen-trained-50%"}
+    assert {*found} == {f"{name}-seed0" for name in (*rest, *pairs.keys(), *pairs.values())}
     assert found[f"dmcp-wide-longer-{half}-seed0"].job.model_args == ("width=20",)
-    known = {task.name: task.plan for task in study_tasks(replace(it, common=study(1).common), ["main", "scale"])}
+    other = replace(it, common=study(1).common)
+    known = {task.name: task.plan for task in study_tasks(other, ["main", "scale", "scheme"])}
     assert all(found[name] == known[name] for name in found.keys() & known.keys())
+
+
+def test_frozen_weights_are_trained_ones_of_the_same_seed() -> None:
+    cells = arm_cells("explain")
+    trained, usual = cells["alphas by budget and task, trained weights"], cells["alphas by budget and task"]
+    assert usual == arm_cells("scheme")["alphas by budget and task"]
+    assert trained.uses == "unpruned-seed0" and not trained.own
+    assert trained.settings == {"epochs": 15, "more": {"train_weights": False, "warmup": 0.0, "sort": True}}
 
 
 def test_only_a_network_that_was_chosen_has_a_teacher() -> None:
@@ -327,14 +337,14 @@ def test_each_arm_is_compared_with_what_it_changes() -> None:
     assert [of for label, of in found.items() if label.startswith(("one search", "all searches"))] == ["", ""]
     assert list(found.values()).count("alphas start at the budget, see the same images") == 3
     assert {*references("full").values()} == {"", "uniform"} and references("full")["uniform"] == ""
-    found = references("longer")
+    found = references("explain")
     assert found["dmcp at 70%, twice the search"] == found["dmcp at 70%"] == "uniform at 70%"
     assert found["dmcp at 15%, twice the search"] == "uniform at 15%" and not found["uniform at 15%"]
-    usual = "dmcp at 50%, unpruned network 1.0x"
-    assert [label for label, of in found.items() if of == usual] == [
-        "dmcp at 50%, unpruned network 1.5x",
-        "dmcp at 50%, unpruned network 1.5x, twice the search",
-    ]
+    narrow, wide = (f"dmcp at 50%, unpruned network {size}x" for size in ("1.0", "1.5"))
+    twice = f"{narrow}, twice the search"
+    assert [label for label, of in found.items() if of == narrow] == [twice, wide]
+    assert [label for label, of in found.items() if of == twice] == [f"{wide}, twice the search"]
+    assert found["alphas by budget and task, trained weights"] == "alphas by budget and task"
 
 
 def test_unknown_experiments_are_refused() -> None:
@@ -347,11 +357,11 @@ def test_unknown_experiments_are_refused() -> None:
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Cells of one seed: recover, pretrained, two draws, a copy of the reference with its own seed."""
+    """Cells of one seed: recover, pretrained and frozen, two draws, a copy of the reference with its own seed."""
     it, folder = tiny(1), tmp_path_factory.mktemp("cells")
-    wanted = {task.name: task for task in study_tasks(it, ["recover", "pretrained", "sampling", "extra"])}
+    wanted = {task.name: task for task in study_tasks(it, ["recover", "pretrained", "sampling", "extra", "explain"])}
     names = ["unpruned-seed0", "dmcp-50%-seed0", "recover-seed0", "dmcp-sorted-50%-seed0", "dmcp-direct4-50%-seed0"]
-    cells = [wanted[name] for name in [*names, "dmcp-held-out-50%-seed0"]]
+    cells = [wanted[name] for name in [*names, "dmcp-held-out-50%-seed0", "dmcp-frozen-trained-50%-seed0"]]
     plan = plan_cell(it.common, 0, Cell(method="copy", uses="dmcp-50%-seed0"), "50%")
     same = Task("dmcp-search0-50%-seed0", plan, ("dmcp-50%-seed0",))
     failed = run_tasks([*cells, same], folder, torch.device("cpu"), quiet=True)
@@ -387,7 +397,10 @@ def test_recover_and_variants_leave_what_is_shown(done: Path) -> None:
     log = (done / "dmcp-sorted-50%-seed0" / LOG).read_text()
     assert '"epoch": 0' in log and '"epoch": 1' not in log  # one epoch, which would have followed the warm-up
     assert ", own" not in log and "dmcp, own" in (done / "dmcp-50%-seed0" / LOG).read_text()
-    for name in ("recover", "pretrained", "sampling", "extra", "distribution"):
+    log = (done / "dmcp-frozen-trained-50%-seed0" / LOG).read_text()
+    moves = [line for line in map(json.loads, log.splitlines()) if line.get("stage") == "search"]
+    assert moves and all(line["weight_losses"] is None and line["ratios"] for line in moves)  # only the alphas move
+    for name in ("recover", "pretrained", "sampling", "extra", "distribution", "explain"):
         shown = show(tiny(1), name, done)
         assert shown and shown.text.startswith("|") and shown.figures, name
 
@@ -479,6 +492,17 @@ def test_differences_are_of_networks_with_the_same_seed(tmp_path: Path) -> None:
     assert head[2] == "points above with warm-up" and [row[2] for row in rows] == ["", "-1.00 (1)"]
 
 
+def test_rows_are_in_the_order_of_the_arms(tmp_path: Path) -> None:
+    """Also where the first seed of the first arm is not done yet."""
+    it = study()
+    for task in study_tasks(it, ["scheme"]):
+        if task.name != "dmcp-budget-random-50%-seed0":
+            write_cell(task, tmp_path, it, 0.9)
+    shown = show(it, "scheme", tmp_path)
+    assert shown
+    assert [row["label"] for row in shown.rows] == [arm.label for arm in EXPERIMENTS["scheme"](it)]
+
+
 def test_draws_and_methods_have_differences_too(tmp_path: Path) -> None:
     it = study(seeds=2)
     for task in study_tasks(it, ["main", "sampling"]):
@@ -532,15 +556,18 @@ def test_the_full_recipe_tells_its_lengths(tmp_path: Path) -> None:
     )
 
 
-def test_longer_names_the_row_of_each_difference(tmp_path: Path) -> None:
+def test_explanations_name_the_row_of_each_difference(tmp_path: Path) -> None:
     it = study(seeds=1)
-    for task in study_tasks(it, ["longer"]):
+    for task in study_tasks(it, ["explain"]):
         write_cell(task, tmp_path, it, 0.9 if "longer" in task.name else 0.8)
-    shown = show(it, "longer", tmp_path)
+    shown = show(it, "explain", tmp_path)
     assert shown and "| points above  " in shown.text
     assert "| uniform at 15%: +10.00 (1) " in shown.text and "| uniform at 70%: +0.00 (1) " in shown.text
-    assert "| dmcp at 50%, unpruned network 1.0x: +10.00 (1) |" in shown.text
-    assert [row["epochs"]["search"] for row in shown.rows if "search" in row["epochs"]] == [30, 60, 30, 60, 30, 30, 60]
+    assert "| dmcp at 50%, unpruned network 1.0x: +10.00 (1) " in shown.text
+    assert "| dmcp at 50%, unpruned network 1.0x, twice the search: +0.00 (1) |" in shown.text
+    searched = [row["epochs"]["search"] for row in shown.rows if "search" in row["epochs"]]
+    assert searched == [30, 60, 30, 60, 30, 60, 30, 60, 30, 15]
+    assert "| 15 + 60 = 75, and 60 of the network that it starts from |" in shown.text
 
 
 def test_the_same_cells_give_the_same_bytes(tmp_path: Path) -> None:
@@ -571,6 +598,21 @@ def test_draws_are_shown_by_highest_mean_and_lowest(tmp_path: Path) -> None:
     assert means["direct sampling, mean"] == pytest.approx(0.87)
 
 
+def test_the_deviation_inside_a_search_is_pooled(tmp_path: Path) -> None:
+    """Variances weigh by their number less one: 0 of five draws, 2e-4 of two."""
+    it = study(seeds=2)
+    for task in study_tasks(it, ["sampling"]):
+        assert task.plan.cell
+        number = task.plan.cell.settings.get("number", 0)
+        if task.plan.job.seed == 0 or number < 2:
+            write_cell(task, tmp_path, it, 0.8 + 0.02 * number * task.plan.job.seed)
+    shown = show(it, "sampling", tmp_path)
+    assert shown
+    (row,) = (row for row in shown.rows if row["label"] == "deviation inside a search")
+    assert row["deviation"] == pytest.approx((2e-4 / 5) ** 0.5)
+    assert re.search(r"deviation inside a search +\| 0\.63 ", shown.text)
+
+
 def test_differences_of_widths_are_paired_by_seed(tmp_path: Path) -> None:
     it = study(seeds=2)
     for task in study_tasks(it, ["scale"]):
@@ -598,6 +640,7 @@ def test_main_has_peers_of_the_same_protocol_only(tmp_path: Path) -> None:
     assert shown
     assert {row["method"] for row in shown.rows} == {"unpruned", "uniform", "random", "dmcp", "autoslim"}
     assert [row["budget"] for row in shown.rows if row["method"] == "dmcp" and row["own"]] == ["50%", "30%"]
+    assert all(row["seeds"] == (0,) for row in shown.rows)
 
 
 def test_nothing_is_shown_of_nothing(tmp_path: Path) -> None:
@@ -605,6 +648,44 @@ def test_nothing_is_shown_of_nothing(tmp_path: Path) -> None:
         assert show(study(), name, tmp_path) is None
         assert outcomes(study(), EXPERIMENTS[name](study()), tmp_path) == []
     assert {cell.state for cell in progress(study_tasks(study(), ["warmup"]), tmp_path)} == {"missing"}
+
+
+def test_figures_say_what_is_compared(tmp_path: Path) -> None:
+    it = study(seeds=1)
+    for name in ("main", "warmup", "sampling", "scale", "extra"):
+        for task in study_tasks(it, [name]):
+            if not (tmp_path / task.name).exists():
+                write_cell(task, tmp_path, it, 0.9)
+        shown = show(it, name, tmp_path)
+        assert shown
+        about = re.sub(r"^(Table|Figure).*?: ", "", (EXPERIMENTS[name].__doc__ or "").splitlines()[0])
+        for figure in shown.figures.values():
+            told = figure.get_suptitle()
+            assert (
+                told.replace("\n", " ")
+                .lower()
+                .startswith(f"{about.lower()} cifar:resnet20, cifar10, 60 epochs, 1 seed")
+            )
+
+
+def test_every_way_to_recover_is_drawn_with_its_seeds(tmp_path: Path) -> None:
+    it = study(seeds=2)
+    curve = {"macs_shares": [0.1] * 300, "accuracies": [0.2] * 300, "recovered": 0.2, "trained": 0.9, "frozen": True}
+    for task in study_tasks(it, ["recover"]):
+        if task.plan.cell and task.plan.cell.method == "recover":
+            (tmp_path / task.name).mkdir()
+            (tmp_path / task.name / COST).write_text("{}")
+            (tmp_path / task.name / LOG).write_text("")
+            (tmp_path / task.name / SETTINGS).write_text(json.dumps(plain(task.plan.to_json())))
+            (tmp_path / task.name / RECOVERY).write_text(json.dumps(curve))
+    shown = show(it, "recover", tmp_path)
+    assert shown
+    figure = shown.figures[""]
+    assert "cifar:resnet20" in figure.get_suptitle() and "mean of 2 seeds" in figure.get_suptitle()
+    for axes in figure.axes:
+        assert len([line for line in axes.get_lines() if len(line.get_xdata()) > 2]) == 4 * (1 + 2)
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels[:4] == [arm.label for arm in EXPERIMENTS["recover"](it)]
 
 
 def test_rows_without_networks_leave_no_gap() -> None:
@@ -616,6 +697,11 @@ def test_rows_without_networks_leave_no_gap() -> None:
 # -- the command
 
 TINY = ["--model", "digits:resnet", "--data", "digits", "--batch", "64", "--device", "cpu"]
+MADE = plain(  # of a table that is there
+    {"experiment": "warmup", "model": "digits:resnet", "model_args": [], "data": "digits", "batch": 64}
+    | {"train": asdict(recipe(3, 0.8, 5e-4)), "settings": {"dmcp": {"epochs": 4}}, "search_epochs": 4, "holdout": 0.1}
+    | {"seeds": [0, 1]}
+)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -633,9 +719,20 @@ def test_a_dry_run_lists_the_cells(capsys: pytest.CaptureFixture[str], tmp_path:
     out = str(tmp_path / "cells")
     code, told, _ = run(capsys, "warmup", "sandwich", *TINY, "--seeds", "2", "--dry-run", "--out", out)
     assert code == 0 and "0 of 6 cells are done" in told and "dmcp-cold-50%-seed1" in told
-    found = json.loads(run(capsys, "all", *TINY, "--dry-run", "--json", "--out", out)[1])
-    assert len(found["cells"]) == len(study_tasks(tiny(3), [*EXPERIMENTS])) + 2 * 3  # random at 70 and 15 %
     assert not (tmp_path / "cells").exists()
+
+
+def test_all_are_those_of_the_papers_length(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def listed(*names: str) -> set[str]:
+        told = run(capsys, *names, *TINY, "--seeds", "1", "--dry-run", "--json", "--out", str(tmp_path))[1]
+        return {experiment for cell in json.loads(told)["cells"] for experiment in cell["needed_by"]}
+
+    assert listed("all") == {*ALL} == {*EXPERIMENTS} - {"full", "explain"}
+    assert listed("all", "full") == {*ALL, "full"}
+    told = " ".join(re.sub(r"[│|]", " ", run(capsys, "--help")[1]).split())
+    assert "extra, all of them, or only by name full, explain." in told
+    with pytest.raises(DmcpError, match="all of them, or only by name full, explain"):
+        check_experiment("qqq")
 
 
 def test_a_dry_run_finds_what_the_run_would_refuse(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -667,6 +764,44 @@ def test_what_is_done_is_gathered_and_nothing_run(capsys: pytest.CaptureFixture[
     assert [path.name for path in out.iterdir() if (path / LOG).exists()] == [first.name]
 
 
+OTHERS: list[tuple[list[str], str]] = [  # what is asked for beside a table of two seeds, and what is said
+    (["--seeds", "1"], "has seed 1, which this command has not"),
+    (["--seed", "1"], "has seed 0, which this command has not"),
+    (["--epochs", "4"], "was made with another train.epochs (3, not 4)"),
+    (["--lr", "0.4"], "was made with another train.lr (0.8, not 0.4)"),
+    (["--batch", "32"], "was made with another batch (64, not 32)"),
+    (["--model-args", "width=8"], "was made with another model_args ([], not ['width=8'])"),
+    (["--search-epochs", "6"], "was made with another search_epochs (4, not 6)"),
+]
+
+
+@pytest.mark.parametrize(
+    ("way", "words", "sentence"),
+    [*(("--gather", *it) for it in OTHERS), ("--dry-run", *OTHERS[0]), ("--quiet", *OTHERS[0])],
+)
+def test_a_table_of_other_cells_is_not_replaced(
+    way: str, words: list[str], sentence: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "warmup-digits-resnet.json"
+    path.write_text(json.dumps(MADE))
+    usual = ["--epochs", "3", "--search-epochs", "4", "--lr", "0.8", "--seeds", "2"]
+    place = ["--out", str(tmp_path / "cells"), "--results", str(tmp_path)]
+    code, _, error = run(capsys, "warmup", *TINY, *usual, *words, *place, way)
+    assert code == 2 and sentence in error and error.endswith("give another --results.\n") and error.count("\n") == 1
+    assert json.loads(path.read_text()) == MADE and not (tmp_path / "cells").exists()
+
+
+def test_a_table_of_other_data_or_fewer_seeds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "warmup-digits-resnet.json"
+    words = ["--epochs", "3", "--search-epochs", "4", "--lr", "0.8", "--dry-run", "--results", str(tmp_path)]
+    path.write_text(json.dumps(MADE | {"data": "cifar100"}))
+    assert "another data (cifar100, not digits)" in run(capsys, "warmup", *TINY, *words)[2]
+    train = {key: value for key, value in MADE["train"].items() if key != "teacher_share"}  # a field of later
+    path.write_text(json.dumps(MADE | {"train": train}))
+    code, _, error = run(capsys, "warmup", *TINY, *words)  # three seeds, where there were two
+    assert code == 0, error
+
+
 def test_a_dry_run_says_what_is_left_and_for_whom(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = [*TINY, "--seeds", "2", "--dry-run", "--out", str(tmp_path)]
     told = run(capsys, "warmup", "bernoulli", *words)[1]
@@ -675,7 +810,7 @@ def test_a_dry_run_says_what_is_left_and_for_whom(capsys: pytest.CaptureFixture[
     assert told.endswith("How long 6 of those left take is not known: none like them is done.\n")
 
 
-@pytest.mark.parametrize("name", ["full", "longer"])
+@pytest.mark.parametrize("name", ["full", "explain"])
 def test_the_command_beside_an_experiment_makes_the_same_cells(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -702,7 +837,7 @@ def test_the_command_beside_an_experiment_makes_the_same_cells(
         (["main"], "--data is missing"),
         (["mian", *TINY], "There is no experiment 'mian': did you mean main?"),
         (["scale", *TINY, "--wider", "width=8"], "--wider: with width=8 the network is not wider than without."),
-        (["longer", *TINY, "--wider", "width=8"], "--wider: with width=8 the network is not wider than without."),
+        (["explain", *TINY, "--wider", "width=8"], "--wider: with width=8 the network is not wider than without."),
         (["main", *TINY, "--budget", "0.1%"], "less than the floor costs"),
         (["main", *TINY, "--batch", "5000"], "5000"),
     ],

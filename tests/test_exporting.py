@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import importlib.util
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +21,10 @@ from torch import Tensor, nn
 from typed import command
 
 import dmcp
-from dmcp import exporting, runs
+from dmcp import export_commands, exporting, runs
 from dmcp.data import load, make_loader, preprocessing
 from dmcp.nets import build
+from dmcp.recording import tensors_in
 
 PAGE = Path(__file__).parent.parent / "docs" / "export.md"
 PRUNE = "prune --model digits:resnet --data digits --device cpu --batch 512 --search-epochs 2 --epochs 1 --quiet"
@@ -102,6 +106,63 @@ def test_networks_with_several_inputs_and_outputs(suffix: str, named: bool, tmp_
     example: Any = {"image": image, "kind": kind} if named else (image, kind)
     made = dmcp.export(TwoHeads(), example, tmp_path / f"two{suffix}")
     assert made.path.exists() and made.difference < 1e-5
+
+
+class Returns(nn.Module):
+    """Two convolutions of an image, in whatever a function makes of them; `mean` is also an op of its own inside."""
+
+    def __init__(self, make: Callable[[Tensor, Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.one, self.two, self.make = nn.Conv2d(1, 2, 3), nn.Conv2d(1, 3, 3), make
+
+    def forward(self, image: Tensor) -> Any:
+        y = self.one(image)
+        return self.make(y - y.mean(), self.two(image), image)
+
+
+Pair = collections.namedtuple("Pair", ["left", "right"])
+WAYS: list[tuple[Callable[..., Any], list[str], str]] = [
+    (lambda a, b, x: a, ["output"], "image"),
+    (lambda a, b, x: (a, b), ["output_0", "output_1"], "image"),
+    (lambda a, b, x: [a, None, {"b": b}], ["output_0", "output_2.b"], "image"),
+    (lambda a, b, x: {"seg": a, "heat": b}, ["seg", "heat"], "image"),
+    (lambda a, b, x: {"heads": [a, {"far": b}], 7: a}, ["heads.0", "heads.1.far", "7"], "image"),
+    (lambda a, b, x: Pair(a, b), ["left", "right"], "image"),
+    (lambda a, b, x: {"mean": b, "sub": 2 * a, "one.weight": b}, ["mean", "sub", "one.weight"], "image"),  # are inside
+    (lambda a, b, x: {"a.b": a, "a": {"b": b}}, ["a.b", "a.b_2"], "image"),
+    (lambda a, b, x: {"image": x, "a": a}, ["image", "a"], "image_2"),
+]
+
+
+@pytest.mark.parametrize(("make", "outputs", "given"), WAYS)
+def test_outputs_are_named_as_the_network_names_them(
+    make: Callable[..., Any], outputs: list[str], given: str, tmp_path: Path
+) -> None:
+    need(".onnx")
+    net, x = Returns(make).eval(), torch.randn(3, 1, 8, 8)
+    dmcp.export(net, EXAMPLE, tmp_path / "net.onnx")
+    session = pytest.importorskip("onnxruntime").InferenceSession(tmp_path / "net.onnx")
+    assert [it.name for it in session.get_outputs()] == outputs
+    assert [it.name for it in session.get_inputs()] == [given]
+    for name, wanted in zip(outputs, tensors_in(net(x)), strict=True):
+        (found,) = session.run([name], {given: x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(found), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_inputs_have_the_names_of_the_arguments(tmp_path: Path) -> None:
+    need(".onnx")
+    dmcp.export(TwoHeads(), {"image": torch.zeros(1, 3, 8, 8), "kind": torch.tensor([6])}, tmp_path / "two.onnx")
+    session = pytest.importorskip("onnxruntime").InferenceSession(tmp_path / "two.onnx")
+    assert [it.name for it in session.get_inputs()] == ["image", "kind"]
+    assert [it.name for it in session.get_outputs()] == ["z", "a.0", "best"]
+
+
+def test_a_pt2_gives_what_the_network_gives(tmp_path: Path) -> None:
+    net, x = Returns(WAYS[3][0]).eval(), torch.randn(3, 1, 8, 8)
+    dmcp.export(net, EXAMPLE, tmp_path / "net.pt2")
+    found = torch.export.load(tmp_path / "net.pt2").module()(x)
+    assert found.keys() == {"seg", "heat"}
+    torch.testing.assert_close(found, net(x))
 
 
 @pytest.mark.parametrize("suffix", [".onnx", ".pt2"])
@@ -230,7 +291,9 @@ def test_the_command_needs_no_data_and_tells_what_was_gained(
     assert facts["preprocessing"] == preprocessing(load("digits")) == json.loads(open_pt2(out)[1])
     assert facts["macs_share"] <= 0.5 and facts["params"] < 77_754 and facts["difference"] <= 1e-4
     assert facts["ms"] > 0 and facts["unpruned_ms"] > 0
-    assert facts["unpruned_weight_bytes"] == sum(it.nbytes for it in build("digits:resnet").state_dict().values())
+    assert facts["size_bytes"] < facts["unpruned_size_bytes"]  # of files alike, not of bare weights
+    dmcp.export(build("digits:resnet"), EXAMPLE, tmp_path / "whole.pt2")
+    assert facts["unpruned_size_bytes"] == pytest.approx((tmp_path / "whole.pt2").stat().st_size, rel=0.01)
     assert command("export", str(run), "--out", str(out)) == 0  # what is there is replaced
     printed = capsys.readouterr()
     assert [line.split("|")[1].strip() for line in printed.out.splitlines() if re.match(r"\| \w", line)] == [
@@ -242,7 +305,49 @@ def test_the_command_needs_no_data_and_tells_what_was_gained(
     assert (
         printed.out.startswith(f"{out}\nthe same network in torch ") and "in it, as input.json: shape," in printed.out
     )
+    (row,) = (line for line in printed.out.splitlines() if line.startswith("| bytes"))
+    assert float(row.split("|")[-2].strip(" %")) < 100
     assert len(printed.err.splitlines()) == 2
+    monkeypatch.setattr("dmcp.export_commands.write", only_once(export_commands.write))
+    assert command("export", str(run), "--out", str(out)) == 0  # the unpruned network may be too large for a file
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("| bytes"))
+    assert [cell.strip() for cell in row.split("|")[3:5]] == ["", ""]
+
+
+def only_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which fails when it is called again."""
+    calls = iter([function])
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for first in calls:
+            return first(*args, **kwargs)
+        raise dmcp.FileError("too large")
+
+    return call
+
+
+def test_a_run_from_another_folder_says_where_its_names_are_looked_for(
+    run: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run of a network of one's own: from elsewhere there is no such module."""
+    started, other = tmp_path / "started", tmp_path / "other"
+    (started / "runs" / "mine").mkdir(parents=True)
+    other.mkdir()
+    for path in run.iterdir():
+        (started / "runs" / "mine" / path.name).write_bytes(path.read_bytes())
+    settings = json.loads((run / "settings.json").read_text())
+    settings["job"] |= {"model": "exported_net:build", "data": "shards"}
+    (started / "runs" / "mine" / "settings.json").write_text(json.dumps(settings))
+    monkeypatch.chdir(other)
+    words = ["export", str(started / "runs" / "mine"), "--out", str(tmp_path / "net.pt2")]
+    assert command(*words) == 2
+    told = capsys.readouterr().err
+    assert "there is no module exported_net here" in told and "type the command in that one" in told
+    (started / "exported_net.py").write_text("from dmcp.cifar_nets import NETS\n\nbuild = NETS['digits']['resnet']\n")
+    assert command(*words) == 2
+    assert f"There is one in {started}: type the command there." in capsys.readouterr().err
+    monkeypatch.chdir(started)
+    assert command(*words) == 0  # its data is not needed
 
 
 def test_a_damaged_run_is_told(run: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -261,14 +366,14 @@ def test_the_code_of_the_page_runs(run: Path, monkeypatch: pytest.MonkeyPatch, c
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) == 2 and not re.search("dmcp|torch", blocks[1])
     monkeypatch.chdir(run.parent)
-    names: dict[str, Any] = {}
-    exec(compile(blocks[0], PAGE.name, "exec"), names)
-    assert Path("digits.pt2").exists()
+    # in a process of its own, which has imported nothing yet
+    printed = subprocess.run([sys.executable, "-c", blocks[0]], capture_output=True, text=True, check=True).stdout
+    assert Path("digits.pt2").exists() and str(Path("digits.pt2").stat().st_size) in printed.split()
     need(".onnx")
     assert command("export", "run", "--quiet") == 0
     test = load("digits").test
     given = {"images": np.ascontiguousarray(test.images.numpy())}
     exec(compile(blocks[1], PAGE.name, "exec"), given)
     x = torch.cat([images for images, _ in make_loader(test, 64, train=False)])
-    scores = names["small"].eval()(x)
+    scores = dmcp.load("run", build("digits:resnet")).eval()(x)
     torch.testing.assert_close(torch.from_numpy(given["scores"]), scores, rtol=1e-4, atol=1e-4)

@@ -11,7 +11,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from dmcp.checkpoints import load_checkpoint
 from dmcp.engine import Engine
 from dmcp.errors import DataError, FileError, StoppedError, TrainingError
 from dmcp.graph import ChannelGraph
-from dmcp.keeping import Feed, Keeper, State, random_state, set_random_state
+from dmcp.keeping import Feed, Keeper, State, random_state, set_random_state, untouched
 from dmcp.pruning import prune
 from dmcp.ranks import ALONE
 from dmcp.searches import SearchConfig
@@ -170,6 +170,27 @@ def test_the_global_generators_come_back(before: int) -> None:
     assert [draw(), draw()] == first
 
 
+class Drawn:
+    """A loader with generators of every kind, and a counter."""
+
+    def __init__(self) -> None:
+        self.mine, self.numpy, self.python = torch.Generator(), np.random.default_rng(0), random.Random(0)
+        self.old, self.passes = np.random.RandomState(0), 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        own = [torch.rand(1, generator=self.mine).item(), self.numpy.random(), self.python.random(), self.old.rand()]
+        return iter([self.passes, *own, *draw()])
+
+
+def test_a_look_at_batches_leaves_no_trace() -> None:
+    loader = Drawn()
+    seeded(0)
+    with untouched(loader, CPU):
+        first = list(loader)
+    assert list(loader) == first and list(loader) != first
+
+
 # batches
 
 
@@ -259,6 +280,61 @@ def test_other_settings_are_named() -> None:
         other.load(ALONE)
     named = "lr was 0.1, is 0.2; net.width was [4, 5], is [4, 6]; old was 1, is null."
     assert str(error.value).endswith(f"other settings than it began with: {named}")
+
+
+# what prune compares by itself
+
+SHORT = {
+    "search": SearchConfig(budget=0.5, groups=4, epochs=2),
+    "train": TrainConfig(epochs=1, warmup_epochs=0, lr=0.1, warmup_lr=0.1),
+}
+
+
+def pruned(folder: Path, model: nn.Module | None = None, **how: Any) -> Any:
+    seeded(0)
+    keep = functools.partial(keep_in, folder)
+    result = prune(model or fresh(), shuffled(36), shuffled(36), keep=keep, **SHORT | how)
+    return state_of(result.model)
+
+
+OTHER_SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"seed": 1}, "search.seed was 0, is 1"),
+    ({"search": replace(SHORT["search"], lr=0.1)}, "search.lr was 0.2, is 0.1"),
+    ({"search": replace(SHORT["search"], budget="40%")}, 'search.budget was 0.5, is "40%"'),
+    ({"search": replace(SHORT["search"], smallest={"0": 3})}, 'search.smallest was {}, is {"0": 3}'),
+    ({"train": replace(SHORT["train"], epochs=2)}, "train.epochs was 1, is 2"),
+    ({"retrain": "inherit"}, 'retrain was "scratch", is "inherit"'),
+    ({"controls": True}, "controls was false, is true"),
+    ({"arch_loader": shuffled(20)}, "arch_loader was false, is true"),
+    ({"engine": Engine(deterministic=True)}, "engine.deterministic was false, is true"),
+]
+
+
+def test_prune_refuses_a_folder_of_other_settings_before_the_first_step(tmp_path: Path) -> None:
+    first = pruned(tmp_path)
+    assert pruned(tmp_path) == first
+    assert pruned(tmp_path, search=replace(SHORT["search"], log_every=3)) == first  # changes nothing
+    other = fresh()
+    with torch.no_grad():
+        other[-1].bias[0] += 1e-3
+    for how, sentence in [*OTHER_SETTINGS, ({"model": other}, "the digest of the model's weights was ")]:
+        seen: list[Any] = []
+        with pytest.raises(FileError) as error:
+            pruned(tmp_path, on_event=seen.append, **how)
+        assert f"{tmp_path / 'search'}: this job was begun with other settings: {sentence}" in str(error.value)
+        assert "Give another folder for a new job, or go on with what it began with" in str(error.value)
+        assert ("torch.manual_seed" in str(error.value)) == ("model" in how) and not seen
+
+
+def test_folders_of_an_older_version_go_on(tmp_path: Path) -> None:
+    """Their checkpoints say nothing of what prune was given; nor do those of a keeper with all settings."""
+    seeded(0)
+    keep = lambda stage: Keeper(tmp_path / stage, complete=True)  # noqa: E731
+    first = state_of(prune(fresh(), shuffled(36), shuffled(36), keep=keep, **SHORT).model)
+    found = load_checkpoint(tmp_path / "search")
+    assert found is not None and "settings" not in found.facts
+    assert pruned(tmp_path) == first
+    assert pruned(tmp_path, seed=1) == first  # what was not kept cannot be compared
 
 
 # searching and training

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from dmcp.methods.problem import FILLED, Choice, Problem
 from dmcp.sampling import uniform
 
 PAGE = (Path(__file__).parents[1] / "docs" / "compare.md").read_text()
-(EXAMPLE,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+EXAMPLE, OWN_LOSS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 HAND = {"layer2.0.conv1": 16, "layer3.0.conv1": 40}  # 74.7 % of the MACs
 MISTAKES = """
 from dmcp.methods import Method, Start
@@ -35,6 +36,15 @@ class Inner:
     def mine(problem):
         return problem.nothing
 """
+
+
+def test_the_methods_take_a_loss_and_a_metric_of_ones_own(tmp_path: Path) -> None:
+    """The page's second block, in a process that has imported nothing yet."""
+    done = subprocess.run([sys.executable, "-c", OWN_LOSS], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    names = [line.split()[0] for line in done.stdout.splitlines()]
+    assert names == ["uniform", "l1", "amc", "autoslim", "dmcp"]
+    assert all(float(line.split()[-1]) < 1 for line in done.stdout.splitlines())
 
 
 @pytest.fixture

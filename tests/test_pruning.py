@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 import functools
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from nets import Residual, sample
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
+from dmcp import pruning
 from dmcp.batches import generator
 from dmcp.budget import parse
 from dmcp.errors import BudgetError, DataError, TrainingError
@@ -102,7 +106,7 @@ def test_same_seed_same_bits_and_another_seed_others() -> None:
     assert not torch.equal(one.search.alphas, other.search.alphas)
 
 
-def test_the_test_set_is_touched_once_everything_is_trained() -> None:
+def test_the_test_set_is_used_once_everything_is_trained() -> None:
     model, graph = traced()
     test = Noise(1)
     seen: list[tuple[Event, int]] = []
@@ -117,8 +121,136 @@ def test_the_test_set_is_touched_once_everything_is_trained() -> None:
         on_event=lambda event: seen.append((event, test.passes)),
     )
     assert [passes for event, passes in seen if not isinstance(event.record, Row)] == [0] * 11  # 4 + 1 + 3 x 2
-    assert [passes for event, passes in seen if isinstance(event.record, Row)] == [1, 2, 3]
+    assert [passes for event, passes in seen if isinstance(event.record, Row)] == [1, 2, 3]  # the trial leaves no trace
     assert [event.steps for event, _ in seen if isinstance(event.record, SearchRecord)] == [4] * 4
+
+
+# what would fail once everything is trained fails before the first step
+
+
+class CallerError(Exception):
+    """Of the caller's own metric."""
+
+
+def failing_metric(output: Tensor, batch: Any) -> Any:
+    raise CallerError
+
+
+LATE: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"val": []}, TrainingError, "nothing to evaluate on"),
+    ({"val": [(torch.zeros(0, *Residual.SHAPE), torch.zeros(0))]}, TrainingError, "nothing to evaluate on"),
+    ({"val": [{"image": torch.zeros(2, *Residual.SHAPE)}]}, DataError, "has no input, only 'image'"),
+    ({"val": None}, DataError, "NoneType does not: give a DataLoader"),
+    ({"metric": lambda output, batch: 0.5}, TrainingError, "A metric must return two things"),
+    ({"metric": failing_metric}, CallerError, ""),
+    ({"val": (it for it in Noise(1)), "controls": True}, DataError, "3 networks are tested"),
+    ({"val": (it for it in Noise(1)), "retrain": "inherit"}, DataError, "2 networks are tested"),
+    ({"train_loader": []}, DataError, "The train_loader has no batches"),
+    ({"arch_loader": (it for it in Noise(1))}, DataError, "The arch_loader, a generator, has no length"),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "message"), LATE)
+def test_what_is_wrong_with_the_test_is_said_before_the_first_step(
+    options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    model, graph = traced()
+    seen: list[Event] = []
+    how = {"search": SEARCH, "train": TRAIN, "graph": graph} | {k: v for k, v in options.items() if k != "val"}
+    with pytest.raises(kind, match=message or None):
+        dmcp.prune(model, Noise(), options.get("val", Noise(1)), on_event=seen.append, **how)
+    assert not seen
+
+
+class Stateful(Residual):
+    """Counts its calls in a buffer, and draws a random number in each."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) + 0 * torch.rand(1)
+
+
+class Drawing(Dataset[tuple[Tensor, int]]):
+    """Images with noise of all global generators."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, place: int) -> tuple[Tensor, int]:
+        return torch.randn(Residual.SHAPE) + random.gauss(0, 1) + float(np.random.normal()), place % 5
+
+
+def drawing(own: bool) -> DataLoader[Any]:
+    return DataLoader(Drawing(), 4, shuffle=True, generator=torch.Generator().manual_seed(1) if own else None)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_trial_of_the_test_changes_no_bit(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where training and test share a loader, and the metric itself draws."""
+
+    def metric(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+        return (output.argmax(1) == batch[1]).sum() + torch.rand(()) + random.random() + np.random.rand(), len(output)
+
+    def run() -> Any:
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(0)
+        model, loader = Stateful(**Residual.FULL).train(), drawing(own)
+        model.stem.eval()
+        before = tensors(model)
+        result = dmcp.prune(model, loader, loader, search=SEARCH, train=TRAIN, metric=metric)
+        assert same(before, tensors(model)) and model.training and not model.stem.training
+        mine = [loader.generator.get_state().tolist()] if own else []
+        after = [torch.rand(1).item(), random.random(), np.random.rand(), *mine]
+        return [it.tolist() for it in tensors(result.model)], [row.accuracy for row in result.rows], after
+
+    tried = run()
+    monkeypatch.setattr("dmcp.pruning._try_test", lambda *_: None)
+    assert run() == tried
+
+
+@pytest.mark.slow
+def test_the_trial_leaves_workers_that_live_on_alone() -> None:
+    loader = DataLoader(Drawing(), 4, num_workers=1, persistent_workers=True)
+    next(iter(loader))
+    workers = loader._iterator
+    pruning._try_test(Residual(**Residual.FULL), loader, None)
+    assert loader._iterator is workers
+    fresh = DataLoader(Drawing(), 4, num_workers=1, persistent_workers=True)
+    pruning._try_test(Residual(**Residual.FULL), fresh, None)
+    assert fresh._iterator is None
+
+
+class Once(IterableDataset[Any]):
+    """Hands out the same generator each time."""
+
+    def __init__(self) -> None:
+        self.samples = ((x, y) for batch in Noise(2).batches for x, y in zip(*batch, strict=True))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.samples
+
+
+@pytest.mark.parametrize("kind", ["generator", "stream"])
+def test_batches_that_come_once_are_all_tested(kind: str) -> None:
+    model, graph = traced()
+    test = (it for it in Noise(2)) if kind == "generator" else DataLoader(Once(), 6)
+    result = dmcp.prune(model, Noise(), test, graph=graph, search=SEARCH, train=TRAIN)
+    assert result.rows[0].samples == 12
+
+
+def test_what_cannot_be_trained_is_a_sentence() -> None:
+    model, graph = traced()
+    still = copy.deepcopy(model).requires_grad_(False)
+    with pytest.raises(TrainingError, match=r"call model.requires_grad_\(True\)"):
+        dmcp.prune(still, Noise(), Noise(1), graph=graph, search=SEARCH, train=TRAIN)
+    for loader in (DataLoader(Once(), 6), (it for it in Noise(2))):
+        with pytest.raises(DataError, match=r"has no length: give something with __len__"):
+            dmcp.prune(model, loader, Noise(1), graph=graph, search=SEARCH, train=TRAIN)
+    next(iter(loader))  # nothing was lost
 
 
 def test_slimmable_training_is_one_weight_step_of_two_networks() -> None:

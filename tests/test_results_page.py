@@ -87,7 +87,7 @@ def test_experiments_come_in_order_with_their_own_files(tmp_path: Path) -> None:
     text = page_of(place)
     titles = [row[3:] for row in text.splitlines() if row.startswith("## ")]
     networks = ["main: cifar:resnet20", "main: cifar:resnet56"]
-    assert titles == ["Contents", CLAIMS, *networks, "warmup: cifar:resnet20", "distribution: cifar:resnet20"]
+    assert titles == [CLAIMS, "Contents", *networks, "warmup: cifar:resnet20", "distribution: cifar:resnet20"]
     first = section(text, "main: cifar:resnet20")
     assert "| table of main |" in first and "(../results/main.svg)" in first and "resnet56" not in first
     assert "dmcp paper main --budget 'a b'\n" in first and "Table of main." in first
@@ -131,9 +131,37 @@ def test_a_cell_in_two_rows_is_counted_once(tmp_path: Path) -> None:
     put(place, "warmup")
     text = page_of(place)
     told = section(text, "extra: cifar:resnet20")
-    assert "60.0 s, the sum over 1 cell;" in told and "The time of 1 cell was not kept." in told
+    assert "60.0 s, of which 0.0 s its own, the sum over 1 cell;" in told and "The time of 1 cell was not kept." in told
     assert "Machines: H200 (1 cell), cpu (1 cell)." in told
     assert "counted once: 60.0 s, the sum over 1 cell;" in text  # warmup has the same cell
+
+
+def test_time_of_its_own_is_that_of_cells_which_no_other_shares(tmp_path: Path) -> None:
+    place = tmp_path / "results"
+    shared = cell("usual", "dmcp-50%-seed0")
+    put(place, "warmup", cells=[shared, cell("cold", "dmcp-cold-50%-seed0", seconds=300.0)])
+    put(place, "scheme", cells=[shared])
+    put(place, "sandwich", cells=[shared], batch=64)  # another protocol, so another cell
+    times = {
+        name: section(page_of(place), f"{name}: cifar:resnet20").split("Time at work: ")[1].split(", the sum")[0]
+        for name in ("warmup", "scheme", "sandwich")
+    }
+    assert times == {
+        "warmup": "6.0 min, of which 5.0 min its own",
+        "scheme": "60.0 s, of which 0.0 s its own",
+        "sandwich": "60.0 s, of which 60.0 s its own",
+    }
+
+
+def test_what_a_table_could_be_taken_for_is_said(tmp_path: Path) -> None:
+    place = tmp_path / "results"
+    few = [line(name, "50%", [490, 490]) for name in ("amc", "l1")]
+    put(place, "main", rows=[line("dmcp", "50%", [490, 490]) | {"accuracies": [0.9, 0.8]}, *few])
+    put(place, "sampling")
+    told = section(page_of(place), "main: cifar:resnet20")
+    assert "- Rows with fewer than 2 seeds: amc, l1.\n" in told and "cannot be compared by *search, s*" in told
+    other = section(page_of(place), "sampling: cifar:resnet20")
+    assert "picked by test accuracy" in other and "fewer" not in other and "search, s" not in other
 
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
@@ -188,7 +216,7 @@ def test_a_folder_without_experiments_is_refused(tmp_path: Path) -> None:
 # -- claims and notes
 
 
-def test_claims_come_before_notes_and_name_alike_networks_apart(tmp_path: Path) -> None:
+def test_notes_come_before_claims_which_name_alike_networks_apart(tmp_path: Path) -> None:
     place = tmp_path / "results"
     cells = [cell("x", f"{arm}-50%-seed{seed}", accuracy=0.8) for arm in ("dmcp", "dmcp-cold") for seed in (0, 1)]
     put(place, "warmup", cells=cells)
@@ -198,15 +226,13 @@ def test_claims_come_before_notes_and_name_alike_networks_apart(tmp_path: Path) 
     (place / "notes.md").write_text("It **holds**.\n")
     text = page_of(place)
     titles = [row[3:] for row in text.splitlines() if row.startswith("## ")]
-    assert titles[:4] == ["Contents", CLAIMS, NOTES, "warmup: cifar:resnet20 (warmup)"]
+    assert titles[:4] == [NOTES, CLAIMS, "Contents", "warmup: cifar:resnet20 (warmup)"]
     assert section(text, NOTES).strip() == "It **holds**."
     rows = [[*map(str.strip, row.split("|"))][2:-1] for row in section(text, CLAIMS).splitlines() if "Warm-up h" in row]
     assert rows == [
-        ["cifar:resnet20 (warmup)", "+0.00 ± 0.00 (2)", "0 of 2", "not clear"],
-        ["cifar:resnet20 (warmup-long)", "+0.00 (1)", "0 of 1", "not clear"],
+        ["cifar:resnet20 (warmup)", "+0.8 (MobileNetV2)", "+0.00 ± 0.00 (2)", "+0.0", "0 of 2", "not clear"],
+        ["cifar:resnet20 (warmup-long)", "+0.8 (MobileNetV2)", "+0.00 (1)", "", "0 of 1", "not clear"],
     ]
-    assert "(#what-holds-of-the-papers-claims)" in section(text, "Contents")
-    assert "(#what-we-make-of-it)" in section(text, "Contents")
 
 
 def test_accuracies_that_are_not_numbers_are_refused_by_name(tmp_path: Path) -> None:
@@ -284,7 +310,7 @@ def test_the_page_alone_needs_no_data(capsys: pytest.CaptureFixture[str], tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "Name an experiment: all, or some of main"),
+        ([], "Name an experiment: "),
         (["--page", "x.md", "--dry-run"], "Name an experiment"),
         (["--page", "."], "--page: . is a folder: name the file in it, like results.md."),
         (["--page", "x.md", "--results", "nowhere"], "nowhere: there are no experiments here"),

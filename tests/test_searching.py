@@ -274,6 +274,35 @@ def test_a_loss_that_is_not_finite_stops_at_the_last_good_state(stage: int) -> N
     assert torch.isfinite(net.alpha).all()
 
 
+@pytest.mark.parametrize("log_every", [1, 50])
+@pytest.mark.parametrize("factor", [5.0, 100.0])
+def test_weights_that_diverged_are_named_where_the_alphas_show_it(factor: float, log_every: int) -> None:
+    net, calls = supernet(), [0]
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        value = F.cross_entropy(output, batch[1])
+        if not net.model.stem.weight.requires_grad:
+            return value * float("nan")
+        calls[0] += 1
+        return value * (1.0 if calls[0] == 1 else factor)
+
+    with pytest.raises(TrainingError) as error:
+        search(net, Noise(), short(log_every=log_every, lr=1e-6, min_lr=1e-6), loss=loss)
+    text = str(error.value)
+    assert "The loss is nan in stage 2, the alphas, at step 3 (epoch 1); the supernet is again as it was " in text
+    assert "a model that was given to dmcp.prune is as it was given. Lower lr" in text
+    assert text.startswith("The weights diverged: their loss grew from ") == (factor > 10)
+    assert ("alpha_lr" in text) == (factor < 10)
+
+
+def test_a_search_of_still_weights_needs_none_that_can_be_trained() -> None:
+    net = supernet()
+    net.model.requires_grad_(False)
+    with pytest.raises(TrainingError, match=r"call model.requires_grad_\(True\)"):
+        search(net, Noise(), short())
+    assert search(net, Noise(), short(train_weights=False, warmup=0)).log
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -323,3 +352,5 @@ def test_what_leaves_nothing_to_do() -> None:
         search(supernet(), Noise(), short(task_loss=False), arch_loader=Noise())
     with pytest.raises(DataError, match="no batches"):
         search(supernet(), Noise(0), short())
+    with pytest.raises(DataError, match="The loader, a generator, has no length"):
+        search(supernet(), (batch for batch in Noise()), short())

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
-from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
+from dmcp.errors import TraceError
 from dmcp.rules import pointwise
 
 EVAL, BOTH = (False,), (False, True)
@@ -722,6 +723,45 @@ def test_computed_weights_stay_exact(how: str) -> None:
         parametrize.register_parametrization(model.b[0], "weight", Doubled())
     graph = check(model, X, None)
     assert sizes(graph)["c.0"] == 9
+
+
+NORMED = {
+    "weight_norm": (weight_norm, "torch.nn.utils.parametrize.remove_parametrizations"),
+    "old weight_norm": (nn.utils.weight_norm, "torch.nn.utils.remove_weight_norm"),
+    "spectral_norm": (spectral_norm, "torch.nn.utils.parametrize.remove_parametrizations"),
+    "old spectral_norm": (nn.utils.spectral_norm, "torch.nn.utils.remove_spectral_norm"),
+    "orthogonal": (orthogonal, "torch.nn.utils.parametrize.remove_parametrizations"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", NORMED)
+def test_a_layer_whose_weight_is_computed_is_named_with_the_way_out(how: str) -> None:
+    wrap, undo = NORMED[how]
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), wrap(nn.Conv2d(16, 12, 1)), unit(12, 9), nn.Conv2d(9, 2, 1))
+    graph = dmcp.trace(model, X.float())
+    whole = {item.name: item.reason for item in graph.whole}
+    assert f"the weight of 2 is computed: undo that before pruning with {undo}(layer" in whole["2"]
+    assert undo in whole["0"]  # its channels are read by that weight
+    assert undo not in whole["4"]
+    assert undo in graph.summary()
+    assert sizes(graph)["3.0"] == 9
+
+
+@pytest.mark.parametrize("wrap", [weight_norm, spectral_norm])
+def test_nothing_but_computed_weights_says_what_to_do(wrap: Any) -> None:
+    model = nn.Sequential(wrap(nn.Conv2d(3, 16, 3)), nn.Conv2d(16, 2, 1))
+    with pytest.raises(TraceError, match=r"0: .*the weight of 0 is computed: .*remove_parametrizations"):
+        dmcp.trace(model, X.float())
+    parametrize.remove_parametrizations(model[0], "weight")
+    assert sizes(dmcp.trace(model, X.float())) == {"0": 16}
+
+
+def test_a_frozen_layer_with_a_computed_weight_is_strictly_fine() -> None:
+    model = nn.Sequential(weight_norm(nn.Conv2d(3, 16, 3)), nn.Conv2d(16, 9, 1), nn.Conv2d(9, 2, 1))
+    with pytest.raises(TraceError, match=r'frozen=\["0"\]'):
+        dmcp.trace(model, X.float(), strict=True)
+    assert sizes(dmcp.trace(model, X.float(), frozen=["0"], strict=True)) == {"1": 9}
 
 
 # -- ops without a rule, frozen, reports

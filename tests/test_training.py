@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from dmcp import training
 from dmcp.data import load, make_loader
 from dmcp.engine import Engine
-from dmcp.errors import TrainingError
+from dmcp.errors import DataError, TrainingError
 from dmcp.losses import classification_loss, imitation, top1
 from dmcp.nets import build
 from dmcp.training import StepRecord, TrainConfig, cosine, evaluate, learning_rate, parameter_groups, train
@@ -364,3 +364,10 @@ def test_teacher_and_setting_go_together() -> None:
         train(tiny(), some_batches(), dataclasses.replace(SHORT, distillation="teacher"))
     with pytest.raises(TrainingError, match="no batches"):
         train(tiny(), [], SHORT)
+
+
+def test_what_cannot_be_trained_on() -> None:
+    with pytest.raises(DataError, match="The loader, a list_iterator, has no length"):
+        train(tiny(), iter(some_batches()), SHORT)
+    with pytest.raises(TrainingError, match=r"call model.requires_grad_\(True\)"):
+        train(tiny().requires_grad_(False), some_batches(), SHORT)

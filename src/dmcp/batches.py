@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from types import GeneratorType
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from dmcp.errors import DataError
 from dmcp.ranks import ALONE, Ranks, part
+
+_LAZY = (GeneratorType, map, filter, zip)  # iterators that somebody may keep and hand out again
 
 
 class Loader(Protocol):
@@ -71,6 +75,43 @@ def device_of(model: nn.Module) -> torch.device:
 def widest(device: torch.device) -> torch.dtype:
     """The numbers to sum in: double precision, which Apple's GPUs lack."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def length_of(loader: Any, name: str = "loader") -> int:
+    """Batches in an epoch; DataError for what cannot say that."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):  # torch's of an iterable dataset
+        raise DataError(
+            f"The {name}, a {type(loader).__name__}, has no length: give something with __len__ and an __iter__ that "
+            "starts anew for each epoch, such as a list of batches or a DataLoader of a dataset with __len__; wrap a "
+            "stream in a class that says how many batches are an epoch."
+        ) from None
+
+
+def check_tested(loader: Any, networks: int) -> None:
+    """Refuse what cannot give the batches of a test once for each of so many networks."""
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise DataError(
+            f"The val_loader must yield batches, but a {type(loader).__name__} does not: give a DataLoader."
+        )
+    if networks > 1 and isinstance(loader, GeneratorType):
+        raise DataError(
+            f"The val_loader is a generator, which gives its batches once, but {networks} networks are tested: give a "
+            "list of the batches or a DataLoader."
+        )
+
+
+def peek(loader: Any) -> list[Any] | None:
+    """The first batch that holds a sample, alone in a list; [] if there is none, None where looking would lose it."""
+    stream = loader.dataset if isinstance(loader, DataLoader) else None
+    if isinstance(loader, Iterator) or isinstance(stream, Iterator):
+        return None
+    batches = iter(loader)
+    source, first = (stream, iter(stream)) if isinstance(stream, IterableDataset) else (loader, batches)
+    if isinstance(first, _LAZY) and iter(source) is first:  # it hands out the same one each time
+        return None
+    return list(itertools.islice((batch for batch in batches if size_of(batch)), 1))
 
 
 def start_epoch(loader: Any, epoch: int) -> None:

@@ -104,11 +104,22 @@ def check_reachable(budget: Budget, graph: ChannelGraph, floor: Widths, ceiling:
     for kind, target in ((limit.kind, limit.target) for limit in budget.limits):
         if not least[kind] <= target <= most[kind]:
             side = "less than the floor costs" if target < least[kind] else "more than the network has"
+            share = _forgotten_share(budget.text, kind) if target < least[kind] else ""
+            guess = f"did you mean {share}? If not, " if share else ""
             raise BudgetError(
-                f"The budget {budget.text!r} asks for {target:,} {kind}, {side}: choose from {least[kind]:,} (every "
-                f"space at its floor, {least[kind] / most[kind]:.1%}) to {most[kind]:,}"
+                f"The budget {budget.text!r} asks for {target:,} {kind}, {side}: {guess}choose from {least[kind]:,} "
+                f"(every space at its floor, {least[kind] / most[kind]:.1%}) to {most[kind]:,}"
                 f"{_lower_floors(graph, floor) if target < least[kind] else ''}."
             )
+
+
+def _forgotten_share(text: str, kind: str) -> str:
+    """The part of a budget's text for this kind with the % that it seems to lack; empty if it lacks none."""
+    for part in text.lower().replace(" ", "").split(","):
+        match = _PART.fullmatch(part)
+        if match and (match["kind"] or "macs") == kind and not match["unit"] and 1 <= Fraction(match["number"]) <= 100:
+            return f"{part}%"
+    return ""
 
 
 def _lower_floors(graph: ChannelGraph, floor: Widths) -> str:

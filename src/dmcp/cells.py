@@ -238,9 +238,10 @@ def _find(here: Session, cell: Cell, method: Method, problem: Problem) -> Choice
         case Start.SEARCHED:
             return method.find(problem, load_search(uses, problem.graph), config)
         case Start.HELD | Start.PREPARED:
+            _check_there(uses / PREPARED, "starts")
             return method.find(problem, config, _read_tensors(uses / PREPARED))
         case Start.TRAINED | Start.FRESH if cell.uses:  # a fresh one in an experiment that wants trained weights
-            return method.find(problem, config, _load(here, cell.uses).state_dict())
+            return method.find(problem, config, _load(here, cell.uses, "starts").state_dict())
         case _:
             return method.find(problem, config)
 
@@ -299,7 +300,7 @@ def _train_taught(here: Session, cell: Cell, widths: Widths, data: _Data) -> nn.
     """The chosen network with fresh weights, which learns from the labels and from the network of another cell."""
     opened, recipe = here.opened, here.plan.train
     assert recipe is not None
-    teacher = _load(here, cell.teacher)
+    teacher = _load(here, cell.teacher, "learns")
     small = cut(opened.fresh, opened.graph, widths)
     reinitialise(small, generator=generator(recipe.seed))  # the weights that it would have without a teacher
     taught = replace(recipe, distillation=Distillation.TEACHER)
@@ -339,7 +340,7 @@ def _recover(here: Session, cell: Cell, data: _Data) -> None:
             raise StoppedError("Stopped as asked: what was done so far is done again.")
 
     config = RecoveryConfig(**cell.settings, groups=here.plan.search.groups, seed=job.seed)
-    model = _load(here, cell.uses).to(job.place)
+    model = _load(here, cell.uses, "starts").to(job.place)
     images = make_loader(opened.data.train, job.batch, False, job.seed, job.place, workers=job.workers)
     found = recover(model, opened.graph, data.everything, images, config, here.plan.engine, look)
     here.run.write(RECOVERY, asdict(found))
@@ -367,18 +368,18 @@ def _write_tensors(run: Run, name: str, state: Mapping[str, Tensor]) -> None:
     run.write_bytes(name, safetensors.torch.save(plain))
 
 
-def _load(here: Session, name: str) -> nn.Module:
-    """The network of another cell."""
+def _load(here: Session, name: str, does: str) -> nn.Module:
+    """The network of another cell, which this one starts or learns from."""
     folder = here.run.folder.parent / name
-    _check_there(folder / WEIGHTS)
+    _check_there(folder / WEIGHTS, does)
     return load(folder, here.opened.fresh)
 
 
-def _check_there(path: Path) -> None:
+def _check_there(path: Path, does: str) -> None:
     if not path.exists():
-        raise FileError(f"{path}: the network that this cell starts from is not there: run dmcp compare again.")
+        again = "start the dmcp compare or dmcp paper that this cell is of again."
+        raise FileError(f"{path}: the network that this cell {does} from is not there: {again}")
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
-    _check_there(path)
     return parse_tensors(read_bytes(path, _MOST), path)

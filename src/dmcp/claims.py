@@ -5,96 +5,22 @@ Arms are found by the names of their cells (see experiments), whose order and la
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
-from dmcp.tables import points, spread, table
+from dmcp.evidence import PEERS, Evidence
+from dmcp.tables import counted, points, pooled, spread, table
 
 YES, NO, UNCLEAR, MISSING = "yes", "no", "not clear", "missing"
 NO_PAIR = "no seed has both yet"
 STANDARD_ERRORS = 2  # that a difference must be away from zero
+LEAST_FREEDOM = 5  # degrees of it that a pooled deviation needs to be used
 NEAR = 0.01  # of the ungated training accuracy: where alphas have recovered
 DRAWN = ("random", "dmcp-direct")  # arms whose widths are drawn anew for each seed
-# Chance that |t| >= 2 for no difference at all: Student's t of two and of three seeds, in closed form.
-BY_CHANCE = {2: 1 - math.atan(2) * 2 / math.pi, 3: 1 - 2 / math.sqrt(6)}
-_NAME = re.compile(r"(?P<arm>.+?)(?:-(?P<budget>[^-]*\d[^-]*))??-seed(?P<seed>-?\d+)")  # of a cell: see cell_name
-_PROTOCOL = ("model", "model_args", "data", "batch", "train", "settings", "search_epochs", "holdout")
-
-
-# what is known
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tested:
-    """A cell that is done, or is not yet."""
-
-    name: str
-    arm: str  # its name without budget, seed and number of the draw
-    budget: str  # empty: none
-    seed: int
-    accuracy: float | None = None  # of the network trained from scratch, 0 to 1
-    own_accuracy: float | None = None  # of the one trained the method's own way
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recovered:
-    """Where the alphas of one arm have ended, seed by seed."""
-
-    accuracies: tuple[float, ...]  # of the training images, 0 to 1
-    ungated: tuple[float, ...]  # the same of the network without gates
-    macs_shares: tuple[float, ...]  # of the network without gates
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evidence:
-    """What the data of one experiment on one network say about claims."""
-
-    experiment: str
-    network: str  # as it is told
-    protocol: str  # cells of one name are the same cells if this is the same
-    recipe: str  # the same for people, in short
-    tested: tuple[Tested, ...]  # each cell once
-    recovered: Mapping[str, Recovered] = field(default_factory=dict)  # by arm
-
-
-def read_evidence(data: Mapping[str, Any], network: str) -> Evidence:
-    """From the data of an experiment; KeyError, TypeError or ValueError if they are not as `dmcp paper` writes them."""
-    cells = [*({"name": name} for name in data["missing"]), *data["cells"]]
-    known = {it.name: it for cell in cells if (it := _read_cell(cell))}
-    labels = {it.arm: cell["label"] for cell in data["cells"] if (it := _read_cell(cell))}
-    ended = {row["label"]: row for row in data["rows"] if "recovered" in row}
-    search = f" after a search of {data['search_epochs']}" if data.get("search_epochs") is not None else ""
-    return Evidence(
-        experiment=data["experiment"],
-        network=network,
-        protocol=json.dumps([data.get(key) for key in _PROTOCOL], sort_keys=True),
-        recipe=f"{' '.join((data['model'], *data.get('model_args', ())))}, {data['train']['epochs']} epochs{search}",
-        tested=tuple(known.values()),
-        recovered={arm: _read_recovered(ended[label]) for arm, label in labels.items() if label in ended},
-    )
-
-
-def _read_cell(cell: Mapping[str, Any]) -> Tested | None:
-    """None for a name that is not of ours."""
-    parts = _NAME.fullmatch(cell["name"])
-    if not parts:
-        return None
-    values = {key: None if cell.get(key) is None else float(cell[key]) for key in ("accuracy", "own_accuracy")}
-    arm = parts["arm"].rstrip("0123456789")
-    return Tested(name=cell["name"], arm=arm, budget=parts["budget"] or "", seed=int(parts["seed"]), **values)
-
-
-def _read_recovered(row: Mapping[str, Any]) -> Recovered:
-    ends, ungated, shares = (tuple(map(float, row[key])) for key in ("recovered", "trained", "last_macs"))
-    if not len(ends) == len(ungated) == len(shares):
-        raise ValueError(f"{row['label']}: not as many values as seeds")
-    return Recovered(accuracies=ends, ungated=ungated, macs_shares=shares)
 
 
 # what is claimed
@@ -113,17 +39,29 @@ class Claim:
     def each_budget(self) -> bool:
         return "{}" in self.says
 
+    @property
+    def command(self) -> str:
+        """What makes its data."""
+        return f"dmcp compare --methods {self.worse}" if self.worse in PEERS else f"dmcp paper {self.experiment}"
+
 
 CLAIMS = (
     Claim("main", "dmcp", "uniform", "DMCP is better than uniform widths at {} (table 6)."),
     Claim("main", "dmcp", "random", "DMCP is better than random widths at {} (table 6, which has none)."),
+    Claim("main", "dmcp", "amc", "DMCP is better than AMC at {} (table 6)."),
+    Claim("main", "dmcp", "metapruning", "DMCP is better than MetaPruning at {} (table 6)."),
+    Claim("main", "dmcp", "autoslim", "DMCP is better than AutoSlim at {} (table 6, which trains them slimmably)."),
+    Claim("main", "dmcp", "slimming", "DMCP is better than slimming at {} (table 6, which has none)."),
     Claim("main", "dmcp*", "dmcp", "DMCP trained slimmably is better than from scratch at {} (table 6)."),
     Claim("sampling", "dmcp", "dmcp-direct", "Expected sampling is better than the mean of direct samples (table 1)."),
     Claim("scale", "dmcp-wide", "dmcp", "Pruning a network 1.5 times as wide to the same MACs is better (table 2)."),
     Claim("warmup", "dmcp", "dmcp-cold", "Warm-up helps (table 3)."),
     Claim("sandwich", "dmcp", "dmcp-sandwich", "The variant sandwich rule is better than the original (table 4)."),
     Claim(
-        "scheme", "dmcp-frozen", "dmcp-budget-only", "The task loss helps alphas that start at the budget (table 5)."
+        "scheme",
+        "dmcp-frozen",
+        "dmcp-budget-only",
+        "The task loss helps alphas that start at the budget (table 5, where they start at random).",
     ),
     Claim(
         "scheme",
@@ -141,12 +79,29 @@ CLAIMS = (
     ),
     Claim("bernoulli", "dmcp", "dmcp-bernoulli", "Independent Bernoulli gates are worse (appendix C)."),
 )
+PAPER = {  # the same differences in the paper, in points, by the two arms; those that it has
+    ("dmcp", "uniform"): "+2.1 to +2.6 (MobileNetV2), +1.4 to +2.9 (ResNet-50)",
+    ("dmcp", "amc"): "+1.4 (MobileNetV2)",
+    ("dmcp", "metapruning"): "+0.8 to +2.3 (MobileNetV2), +0.5 to +1.0 (ResNet-50)",
+    ("dmcp", "autoslim"): "+0.4 to +0.5 (MobileNetV2)",
+    ("dmcp*", "dmcp"): "+1.1 to +1.3 (MobileNetV2)",
+    ("dmcp", "dmcp-direct"): "above best and worst of five: -0.2, +1.6 (MobileNetV2), +0.1, +1.8 (ResNet-50)",
+    ("dmcp-wide", "dmcp"): "+0.1 to +0.4 (MobileNetV2)",
+    ("dmcp", "dmcp-cold"): "+0.8 (MobileNetV2)",
+    ("dmcp", "dmcp-sandwich"): "+0.7 (MobileNetV2)",
+    ("dmcp-frozen", "dmcp-budget-random"): "+9.4 (MobileNetV2)",
+    ("dmcp", "dmcp-frozen"): "+1.2 (MobileNetV2)",
+    ("dmcp", "dmcp-pretrained"): "+0.6 (MobileNetV2)",
+    ("dmcp", "dmcp-bernoulli"): "+2.3 (MobileNetV2; +2.1 by table 6)",
+}
 SPREAD = "The draws of one search differ (table 1)."
+SPREAD_THERE = "best less worst of five: 1.8 (MobileNetV2), 1.7 (ResNet-50)"
 RECOVERIES = {  # by arm of recover
     "recover": "Random alphas around 1 recover, at ten times the rate of a search (figure 4).",
     "recover-slowly": "Random alphas around 1 recover, at the rate of a search (figure 4).",
     "recover-low": "Random alphas around 0 recover, at ten times the rate of a search (figure 4).",
 }
+RECOVERED_THERE = "within 500 steps (MobileNetV2)"
 
 
 # what holds
@@ -158,22 +113,34 @@ class Row:
 
     says: str
     network: str = ""
+    paper: str = ""
     here: str
+    errors: str = ""  # standard errors that the mean is away from zero
     agree: str = ""  # seeds of all
     holds: str = MISSING
 
 
-_Judged = Callable[[Evidence], list[Row]]
+_Judged = Callable[[Evidence, Row], list[Row]]
 
 
-def judge(differences: Sequence[float]) -> str:
-    """Yes or no if the mean is far enough from zero for its standard error; not clear for one seed."""
+def judge(errors: float | None) -> str:
+    """Yes or no if a mean is enough standard errors away from zero; not clear for None."""
+    if errors is None or abs(errors) < STANDARD_ERRORS:
+        return UNCLEAR
+    return YES if errors > 0 else NO
+
+
+def in_errors(differences: Sequence[float], deviation: float | None) -> float | None:
+    """How many standard errors a mean is away from zero; None for one seed.
+
+    deviation: over the seeds of either arm; None: the differences' own counts.
+    """
     if len(differences) < 2:
-        return UNCLEAR
-    mean, error = statistics.fmean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
-    if mean == 0 or abs(mean) < STANDARD_ERRORS * error:
-        return UNCLEAR
-    return YES if mean > 0 else NO
+        return None
+    mean = statistics.fmean(differences)
+    both = statistics.stdev(differences) if deviation is None else math.sqrt(2) * deviation
+    error = both / math.sqrt(len(differences))
+    return mean / error if error else math.copysign(math.inf, mean) if mean else 0.0
 
 
 def paired(it: Evidence, claim: Claim, budget: str | None = None) -> list[float]:
@@ -200,70 +167,100 @@ def judge_all(every: Sequence[Evidence]) -> list[Row]:
     """A row for each claim and network, and for each claim that no experiment is there for."""
     rows: list[Row] = []
     for claim in CLAIMS:
-        rows += _rows_of(every, claim.experiment, claim.says.format("each budget"), partial(_judge_claim, claim))
+        none = Row(
+            says=claim.says.format("each budget"),
+            paper=PAPER.get((claim.better, claim.worse), ""),
+            here=_no_data(claim.command),
+        )
+        rows += _rows_of(every, claim.experiment, none, partial(_judge_claim, every, claim))
         if claim.experiment == "sampling":  # both are about table 1
-            rows += _rows_of(every, "sampling", SPREAD, partial(_tell_draws, every))
+            none = Row(says=SPREAD, paper=SPREAD_THERE, here=_no_data(claim.command))
+            rows += _rows_of(every, "sampling", none, partial(_tell_draws, every))
     for arm, says in RECOVERIES.items():
-        rows += _rows_of(every, "recover", says, partial(_judge_recovery, arm))
+        none = Row(says=says, paper=RECOVERED_THERE, here=_no_data("dmcp paper recover"))
+        rows += _rows_of(every, "recover", none, partial(_judge_recovery, arm))
     return rows
 
 
-def _rows_of(every: Sequence[Evidence], experiment: str, says: str, judged: _Judged) -> list[Row]:
-    rows = [row for it in every if it.experiment == experiment for row in judged(it)]
-    return rows or [Row(says=says, here=f"no data: `dmcp paper {experiment}` makes them")]
+def _no_data(command: str) -> str:
+    return f"no data: `{command}` makes them"
 
 
-def _judge_claim(claim: Claim, it: Evidence) -> list[Row]:
-    rows = []
+def _rows_of(every: Sequence[Evidence], experiment: str, none: Row, judged: _Judged) -> list[Row]:
+    own = [(it, replace(none, network=it.network)) for it in every if it.experiment == experiment]
+    return [row for it, start in own for row in judged(it, start)] or [none]
+
+
+def _judge_claim(every: Sequence[Evidence], claim: Claim, it: Evidence, start: Row) -> list[Row]:
+    rows, alike = [], pooled_over_seeds(every, it.protocol, drawn=False)
+    usable = alike and alike.freedom >= LEAST_FREEDOM and not {claim.better, claim.worse} & {*DRAWN}
     for budget in _budgets(it, claim) if claim.each_budget else [None]:
-        found, row = paired(it, claim, budget), Row(says=claim.says.format(budget), network=it.network, here=NO_PAIR)
-        agree = f"{sum(value > 0 for value in found)} of {len(found)}"
-        rows.append(replace(row, here=points(found), agree=agree, holds=judge(found)) if found else row)
+        found, row = paired(it, claim, budget), replace(start, says=claim.says.format(budget), here=NO_PAIR)
+        if found:
+            errors = in_errors(found, alike.deviation if alike and usable else None)
+            agree = f"{sum(value > 0 for value in found)} of {len(found)}"
+            told = _tell_errors(errors)
+            row = replace(row, here=points(found), errors=told, agree=agree, holds=judge(errors))
+        rows.append(row)
     return rows
+
+
+def _tell_errors(errors: float | None) -> str:
+    """With one decimal; two where one would round to the limit from below."""
+    if errors is None:
+        return ""
+    near = judge(errors) != judge(round(errors, 1))
+    return f"{errors:+z.{2 if near else 1}f}" if abs(errors) < 100 else f"beyond {math.copysign(100, errors):+.0f}"
 
 
 def _budgets(it: Evidence, claim: Claim) -> list[str]:
-    """Those of the two arms, the largest first, also where nothing is done yet."""
-    arms = {claim.better.rstrip("*"), claim.worse}
-    found = {cell.budget for cell in it.tested if cell.arm in arms and cell.budget}
+    """Those of the two arms, the largest first, also where nothing is done yet; of peers only those of both."""
+    better, worse = (
+        {cell.budget for cell in it.tested if cell.arm == arm and cell.budget}
+        for arm in (claim.better.rstrip("*"), claim.worse)
+    )
+    found = better & worse if claim.worse in PEERS else better | worse
     return sorted(found, key=lambda text: (-float(text[:-1]) if re.fullmatch(r"\d+(\.\d+)?%", text) else 0.0, text))
 
 
-def _tell_draws(every: Sequence[Evidence], it: Evidence) -> list[Row]:
+def _tell_draws(every: Sequence[Evidence], it: Evidence, start: Row) -> list[Row]:
     """The deviation inside a search beside that over seeds: numbers without a verdict."""
     draws = [own for own in _draws(it, "dmcp-direct").values() if len(own) > 1]
     if not draws:
-        return [Row(says=SPREAD, network=it.network, here="no search has two draws yet")]
+        return [replace(start, here="no search has two draws yet")]
     here, agree = f"deviation inside a search {100 * pooled(draws):.2f} ({len(draws)})", ""
-    over_seeds, _ = pooled_over_seeds(every, it.protocol, drawn=False)
-    if over_seeds is not None:
-        here += f", over seeds {100 * over_seeds:.2f}"
-        agree = f"{sum(statistics.stdev(own) > over_seeds for own in draws)} of {len(draws)} spread more"
-    return [Row(says=SPREAD, network=it.network, here=here, agree=agree, holds="no rule")]
+    if over_seeds := pooled_over_seeds(every, it.protocol, drawn=False):
+        here += f", over seeds {100 * over_seeds.deviation:.2f}"
+        agree = f"{sum(statistics.stdev(own) > over_seeds.deviation for own in draws)} of {len(draws)} spread more"
+    return [replace(start, here=here, agree=agree, holds="no rule")]
 
 
-def _judge_recovery(arm: str, it: Evidence) -> list[Row]:
-    row, ended = Row(says=RECOVERIES[arm], network=it.network, here="no seed is done yet"), it.recovered.get(arm)
+def _judge_recovery(arm: str, it: Evidence, start: Row) -> list[Row]:
+    ended = it.recovered.get(arm)
     if ended is None or not ended.accuracies:
-        return [row]
+        return [replace(start, here="no seed is done yet")]
     gaps = [own - whole for own, whole in zip(ended.accuracies, ended.ungated, strict=True)]
     near, count = sum(abs(gap) < NEAR + 1e-9 for gap in gaps), len(gaps)
     holds = UNCLEAR if count < 2 or 0 < near < count else YES if near else NO
     here = f"training accuracy {points(gaps)}, MACs {spread(ended.macs_shares)} % of the ungated"
-    return [replace(row, here=here, agree=f"{near} of {count}", holds=holds)]
+    return [replace(start, here=here, agree=f"{near} of {count}", holds=holds)]
 
 
 # how far seeds spread
 
 
-def pooled(groups: Sequence[Sequence[float]]) -> float:
-    """Standard deviation inside groups of two or more, all groups together."""
-    freedom = sum(len(group) - 1 for group in groups)
-    return math.sqrt(sum((len(group) - 1) * statistics.variance(group) for group in groups) / freedom)
+@dataclass(frozen=True, kw_only=True)
+class Pooled:
+    """How far accuracies spread over seeds, all arms together."""
+
+    deviation: float  # of one accuracy, 0 to 1
+    arms: int  # with two or more seeds
+    freedom: int  # degrees
+    seeds: int  # of the arm that has most
 
 
-def pooled_over_seeds(every: Sequence[Evidence], protocol: str, drawn: bool = True) -> tuple[float | None, int]:
-    """Deviation of an accuracy over seeds, from how many arms of a protocol; `drawn`: also of DRAWN."""
+def pooled_over_seeds(every: Sequence[Evidence], protocol: str, drawn: bool = True) -> Pooled | None:
+    """Of the arms of a protocol, each cell once; `drawn`: also of DRAWN. None if no arm has two seeds."""
     cells = {cell.name: cell for it in every if it.protocol == protocol for cell in it.tested}
     groups: dict[tuple[str, bool], list[float]] = {}
     for name, cell in cells.items():
@@ -271,22 +268,43 @@ def pooled_over_seeds(every: Sequence[Evidence], protocol: str, drawn: bool = Tr
             if value is not None and (drawn or cell.arm not in DRAWN):
                 groups.setdefault((name.rpartition("-seed")[0], own), []).append(value)
     several = [group for group in groups.values() if len(group) > 1]
-    return (pooled(several) if several else None), len(several)
+    if not several:
+        return None
+    sizes = [len(group) for group in several]
+    return Pooled(deviation=pooled(several), arms=len(several), freedom=sum(sizes) - len(several), seeds=max(sizes))
+
+
+def by_chance(freedom: int) -> float:
+    """Chance that Student's t is STANDARD_ERRORS or more away from zero: its closed form for whole degrees."""
+    angle, odd = math.atan(STANDARD_ERRORS / math.sqrt(freedom)), freedom % 2
+    term, total = math.cos(angle) ** odd, 0.0
+    for power in range(odd, freedom - 1, 2):
+        total += term
+        term *= math.cos(angle) ** 2 * (power + 1) / (power + 2)
+    inside = math.sin(angle) * total
+    return 1 - (2 / math.pi * (angle + inside) if odd else inside)
+
+
+def _of_100(freedom: int) -> str:
+    return f"{100 * by_chance(freedom):.0f} of 100 rows"
 
 
 def _tell_pooled(every: Sequence[Evidence]) -> list[str]:
     lines = []
     for protocol, recipe in {it.protocol: it.recipe for it in every}.items():
-        (whole, arms), (fixed, rest) = (pooled_over_seeds(every, protocol, drawn) for drawn in (True, False))
-        if whole is None:
-            continue
-        told = f"{100 * whole:.2f} over {arms} arms"
-        if fixed is not None and rest < arms:
-            told += f", {100 * fixed:.2f} over the {rest} of them that are not random widths or direct samples, "
-            told += "whose widths are drawn anew for each seed"
-        error = 100 * (whole if fixed is None else fixed) * math.sqrt(2 / 3)
-        told += f". By the last figure, a difference of two means of three has a standard error of {error:.2f}"
-        lines.append(f"- **{recipe}**: {told}.")
+        whole, fixed = (pooled_over_seeds(every, protocol, drawn) for drawn in (True, False))
+        told = [f"{100 * fixed.deviation:.2f} over {counted(fixed.arms, 'arm')}"] if fixed else []
+        if whole and whole != fixed:
+            told.append(f"{100 * whole.deviation:.2f} over {counted(whole.arms, 'arm')} with those that are drawn anew")
+        if fixed and fixed.freedom >= LEAST_FREEDOM:
+            error = 100 * fixed.deviation * math.sqrt(2 / fixed.seeds)
+            word = "first" if len(told) > 1 else "deviation"
+            told[-1] += (
+                f". By the {word}, which has {fixed.freedom} degrees of freedom, a difference of two means of "
+                f"{fixed.seeds} seeds has a standard error of {error:.2f}, and no difference at all gets yes or no in "
+                f"{_of_100(fixed.freedom)}"
+            )
+        lines += [f"- **{recipe}**: {', '.join(told)}."] if told else []
     return lines
 
 
@@ -295,19 +313,22 @@ def _tell_pooled(every: Sequence[Evidence]) -> list[str]:
 
 def tell_claims(every: Sequence[Evidence]) -> str:
     """The rule, how far seeds spread, and the table, as Markdown."""
-    head = ["claim", "network", "here, in points", "seeds that agree", "holds"]
-    rows = [[row.says, row.network, row.here, row.agree, row.holds] for row in judge_all(every)]
-    two, three = (f"{100 * chance:.0f}" for chance in BY_CHANCE.values())
+    head = ["claim", "network", "the paper", "here, in points", "standard errors", "seeds that agree", "holds"]
+    rows = [[row.says, row.network, row.paper, row.here, row.errors, row.agree, row.holds] for row in judge_all(every)]
     rule = (
         "Made from the data of the experiments below alone. Differences are taken seed by seed, in points of test "
-        "accuracy: mean ± standard deviation (seeds). Holds is *yes* if the mean is at least two standard errors "
-        "(standard deviation / √n) above zero, *no* if it is as far below, and *not clear* otherwise or with fewer "
-        f"than two seeds. Alphas recover if the training accuracy ends within {100 * NEAR:.0f} point of that without "
-        "gates: *yes* if it does in all seeds, *no* if in none.\n\n"
-        "With three seeds the standard error is itself uncertain: where two arms do not differ at all, this rule still "
-        f"says yes or no in {three} of 100 rows ({two} with two seeds, by Student's t). Many rows have the same cells "
-        "on one side (DMCP at half of the MACs), and share their luck.\n"
+        "accuracy: mean ± standard deviation (seeds), and how many standard errors the mean is away from zero. Holds "
+        f"is *yes* from {STANDARD_ERRORS} on, *no* from -{STANDARD_ERRORS} down, and *not clear* between, or with "
+        f"fewer than two seeds. Alphas recover if the training accuracy ends within {100 * NEAR:.0f} point of that "
+        "without gates: *yes* if it does in all seeds, *no* if in none. *The paper* has the same differences from its "
+        "own tables or text, on ImageNet, at about the same MACs.\n\n"
+        "The standard error of n seeds is s · √(2 / n), s being the deviation over seeds pooled over the arms of a "
+        "recipe, as below: one number for all arms, as if they spread alike. Random widths and direct samples are "
+        "drawn anew for each seed and spread more: their rows, and those of a recipe with fewer than "
+        f"{LEAST_FREEDOM} degrees of freedom, have the deviation of their own differences / √n. Of three seeds that is "
+        f"itself so uncertain that no difference at all gets yes or no in {_of_100(2)}, of two in {_of_100(1)} (by "
+        "Student's t). Many rows have the same cells on one side (DMCP at half of the MACs), and share their luck.\n"
     )
-    start = "Standard deviation of an accuracy over seeds, in points, pooled over all arms with two or more seeds:\n"
+    start = "Standard deviation of an accuracy over seeds, in points, pooled over arms with two or more seeds:\n"
     told = _tell_pooled(every)
     return "\n".join([rule, *([start, *told, ""] if told else []), table([head, *rows])])

@@ -47,6 +47,10 @@ _EXIT = {StoppedError: 3, RankError: EXIT_RANK_LOST}
 _MISTAKE, _BUG, _INTERRUPTED, _NO_READER = 2, 1, 130, 141
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, which newer typers have a copy of
 _LONGEST = 1000  # letters of a sentence
+_ABSENT = {  # options of the other commands that those which fill tables have not, and why
+    "--weights": "all methods begin from scratch, or from a network that the command trains itself.",
+    "--resume": "the same command with the same --out goes on.",
+}
 _PIPE = TextWrapper(44, break_long_words=False, break_on_hyphens=False)  # a cell in a pipe; four columns in 80
 
 
@@ -106,6 +110,8 @@ def _explain(error: Any) -> str:
     more = f"see {error.ctx.command_path if error.ctx else 'dmcp'} --help."
     if hasattr(error, "possibilities") and error.ctx:
         known = [name for option in error.ctx.command.params for name in option.opts + option.secondary_opts]
+        if reason := _ABSENT.get(error.option_name) if error.ctx.info_name in ("compare", "paper") else None:
+            return f"There is no option {error.option_name}: {reason}"
         near = difflib.get_close_matches(error.option_name, known, n=1, cutoff=0.7)
         return f"There is no option {error.option_name}; {f'did you mean {near[0]}?' if near else more}"
     text = error.format_message().replace("Value error, ", "").rstrip(".")

@@ -33,7 +33,7 @@ from dmcp.listing import is_run
 from dmcp.methods import METHODS, Own, find_method
 from dmcp.plans import Plan, plan_from_json
 from dmcp.runs import SETTINGS, read_json, slug
-from dmcp.sessions import session
+from dmcp.sessions import check_given, session
 from dmcp.supernet import Supernet
 from dmcp.table_files import write_table
 from dmcp.tables import table
@@ -232,6 +232,7 @@ def recipe(epochs: int, lr: float, weight_decay: float) -> TrainConfig:
 def check_job(it: Comparison, opened: Opened) -> None:
     """One sentence now, not one of each cell."""
     _ = it.job.place  # whether there is such a device
+    check_given(opened)
     rest, _ = split(opened.data.train, it.holdout)
     make_loader(rest, it.job.batch, train=True)  # refuses a batch that is larger
     floor = Supernet(opened.model, opened.graph, it.groups, it.align).floor

@@ -101,7 +101,8 @@ def _inside(path: str, names: Sequence[str]) -> bool:
 
 def _no_rule(call: Call) -> str:
     shape = "x".join(str(size) for size in call.x.shape) if call.operands else "none"
-    second = f'trace(..., frozen=["{call.path}"])' if call.path else "trace(..., strict=False)"
+    layer = call.path.partition(".parametrizations.")[0]  # what computes a weight has no parameters of its own
+    second = f'trace(..., frozen=["{layer}"])' if layer else "trace(..., strict=False)"
     return (
         f"{call.path or 'the model'}: no channel rule for {call.op.func} (input {shape}). Give one: "
         f"trace(..., rules=RULES | {{{call.op.func}: my_rule}}), or keep its channels whole: {second}."

@@ -24,10 +24,10 @@ from dmcp.searches import Init, SearchConfig
 
 HALF = "50%"  # the budget of all experiments but main
 BUDGETS = (HALF, "30%", "70%", "15%")  # of main, the most wanted first
-ENDS = ("70%", "15%")  # of longer: the largest and the smallest of main
+ENDS = ("70%", "15%")  # of explain: the largest and the smallest of main
 DRAWS = 5  # networks that are drawn from one search
-WIDER = ("scale", "longer")  # experiments with a wider unpruned network
-FULL = "full"  # the experiment of other lengths than the study's
+FULL, EXPLAIN = "full", "explain"  # experiments that are done by name only: not the paper's, and longer than its
+WIDER = ("scale", EXPLAIN)  # experiments with a wider unpruned network
 _MORE_TRAINING, _MORE_SEARCH = 4, 2  # times the study's epochs, in the full-length recipe and in longer searches
 _FAST, _USUAL = 5.0, 0.5  # learning rates of the alphas in recover: see docs/paper_map.md; and that of a search
 
@@ -222,8 +222,12 @@ def full(it: Study) -> list[Arm]:
     return _compared(same, [trained, same, ours, slimmable, replace(copied, uses=ours, teacher=trained)])
 
 
-def longer(it: Study) -> list[Arm]:
-    """Is a short search why? Searches of twice the epochs, the same final training."""
+def explain(it: Study) -> list[Arm]:
+    """Why some claims do not hold, our guesses tested: searches of twice the epochs, alphas of trained frozen weights.
+
+    At the ends of main, and in a wider network, a search may be too short: each is compared with one as long. Alphas of
+    frozen weights may learn little because a warm-up leaves these untrained: here the trained ones are frozen.
+    """
     twice: dict[str, Any] = {"epochs": _MORE_SEARCH * it.search.epochs}
     arms: list[Arm] = []
     for budget in ENDS:
@@ -231,9 +235,19 @@ def longer(it: Study) -> list[Arm]:
         ours = _dmcp(f"dmcp at {budget}", budget)
         long = replace(_variant(f"dmcp at {budget}, twice the search", "longer", **twice), budget=budget)
         arms += _compared(same, [same, ours, long])
-    usual, wide = _dmcp(f"dmcp at {HALF}, unpruned network 1.0x"), f"dmcp at {HALF}, unpruned network 1.5x"
-    others = [_wide(it, wide, "wide"), _wide(it, f"{wide}, twice the search", "wide-longer", **twice)]
-    return [*arms, *_compared(usual, [usual, *others])]
+    narrow, wide = (f"dmcp at {HALF}, unpruned network {size}x" for size in ("1.0", "1.5"))
+    usual, long = _dmcp(narrow), _variant(f"{narrow}, twice the search", "longer", **twice)
+    arms += _compared(usual, [usual, long, _wide(it, wide, "wide")])
+    arms.append(replace(_wide(it, f"{wide}, twice the search", "wide-longer", **twice), against=long.label))
+    return [*arms, *_frozen(it)]
+
+
+def _frozen(it: Study) -> list[Arm]:
+    """Weights that stay as a warm-up left them, and as the training of the unpruned network did."""
+    rest, ready = it.search.epochs - it.search.warmup_epochs, {"train_weights": False, "warmup": 0.0, "sort": True}
+    usual = _variant("alphas by budget and task", "frozen", more={"train_weights": False})
+    label = f"{usual.label}, trained weights"
+    return _compared(usual, [usual, _variant(label, "frozen-trained", uses=_TRAINED, epochs=rest, more=ready)])
 
 
 EXPERIMENTS: dict[str, Experiment] = {  # as people type them, the most wanted first
@@ -249,8 +263,15 @@ EXPERIMENTS: dict[str, Experiment] = {  # as people type them, the most wanted f
     "distribution": distribution,
     "extra": extra,
     FULL: full,
-    "longer": longer,
+    EXPLAIN: explain,
 }
+ALL = tuple(name for name in EXPERIMENTS if name not in (FULL, EXPLAIN))  # what people call all
+NAMES = f"{', '.join(ALL)}, all of them, or only by name {FULL}, {EXPLAIN}"  # for people
+
+
+def about(name: str) -> str:
+    """What an experiment is about, in a sentence."""
+    return (EXPERIMENTS[name].__doc__ or "").splitlines()[0]
 
 
 def study_of(it: Study, name: str) -> Study:
@@ -264,12 +285,13 @@ def study_of(it: Study, name: str) -> Study:
 
 
 def epochs_of(it: Study, arm: Arm) -> dict[str, int]:
-    """Passes over the data that an arm's networks took: of their search, their training and that of their teacher."""
+    """Passes over the data that an arm's networks took: of search and training, of their start and of their teacher."""
     searched = arm.uses if arm.method == COPY and arm.uses else arm
     found = {"training": it.common.train.epochs}
     if searched.method == "dmcp":
         settings = {**it.common.settings.get("dmcp", {}), **searched.settings}
         found = {"search": DmcpConfig(**settings).epochs} | found
+        found |= {"start": it.common.train.epochs} if searched.uses else {}
     return found | ({"teacher": it.common.train.epochs} if arm.teacher else {})
 
 
@@ -277,7 +299,7 @@ def check_experiment(name: str) -> None:
     """Refuse a name that no experiment has."""
     if name not in EXPERIMENTS:
         near = difflib.get_close_matches(name, EXPERIMENTS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(EXPERIMENTS)}, or all."
+        hint = f"did you mean {near[0]}?" if near else f"there are {NAMES}."
         raise DmcpError(f"There is no experiment {name!r}: {hint}")
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -57,17 +57,17 @@ def export(
         say(f"{out} is made, and run beside the network")
     made = write(small, example, out, preprocessing=how, tolerance=tolerance)
     if not quiet:
-        say("the unpruned network is exported alike, to compare the time")
-    ms, unpruned_ms = _time(out, fresh, example)
-    weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in fresh.state_dict().values())
+        say("the unpruned network is exported alike, to compare the bytes and the time")
+    ms, whole = _time(out, fresh, example, how)
     if as_json:
         facts = {"file": str(out)} | {name: fact for name, fact in asdict(made).items() if name != "path"}
-        facts |= {"unpruned_weight_bytes": weight_bytes, "ms": ms, "unpruned_ms": unpruned_ms, "preprocessing": how}
+        facts |= {"unpruned_size_bytes": whole and whole.size_bytes, "ms": ms, "unpruned_ms": whole and whole.ms}
+        facts |= {"preprocessing": how}
         print_json(result_facts(run, graph, widths) | facts)
         return
     told = f"in it, as {NOTE}: {', '.join(how)}" if how else f"the run has no {INPUT}: no preprocessing is in the file"
     print(f"{_describe(made, tolerance)}\n{told}\n")
-    _show_gain(made, graph, widths, weight_bytes, ms, unpruned_ms)
+    _show_gain(made, graph, widths, ms, whole)
 
 
 def _describe(made: Exported, tolerance: float) -> str:
@@ -80,18 +80,28 @@ def _describe(made: Exported, tolerance: float) -> str:
     )
 
 
-def _show_gain(
-    made: Exported, graph: ChannelGraph, widths: Widths, weight_bytes: int, ms: float, unpruned_ms: float | None
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class _Whole:
+    """The unpruned network as a file of the same kind."""
+
+    size_bytes: int
+    ms: float  # of one sample
+
+
+def _show_gain(made: Exported, graph: ChannelGraph, widths: Widths, ms: float, whole: _Whole | None) -> None:
+    """What the file has beside the unpruned network; nothing where that cannot be exported."""
     pairs = {
-        "bytes": (made.size_bytes, weight_bytes),
+        "bytes": (made.size_bytes, whole and whole.size_bytes),
         "params": (made.params, graph.params()),
         "MACs": (graph.macs(widths), graph.macs()),
     }
-    rows = [[name, f"{now:,}", f"{before:,}", f"{now / before:.1%}"] for name, (now, before) in pairs.items()]
-    before = ["", ""] if unpruned_ms is None else [f"{unpruned_ms:.3f}", f"{ms / unpruned_ms:.1%}"]
+    rows = [
+        [name, f"{now:,}", *([f"{before:,}", f"{now / before:.1%}"] if before else ["", ""])]
+        for name, (now, before) in pairs.items()
+    ]
+    before = [f"{whole.ms:.3f}", f"{ms / whole.ms:.1%}"] if whole else ["", ""]
     print(table([["", "exported", "unpruned", "share"], *rows, ["ms", f"{ms:.3f}", *before]]))
-    print("bytes: of the file, and of the weights of the unpruned network")
+    print("bytes: of the file, and of the unpruned network exported alike")
     print(f"ms: the fastest of {PASSES} passes of one sample in {made.runtime}, on this machine's CPU, taken in turn")
 
 
@@ -104,18 +114,21 @@ def _read(run: Path, out: Path, tolerance: float) -> tuple[nn.Module, nn.Module,
     classes, shape = settings.get("classes"), settings.get("shape")
     if type(classes) is not int or not isinstance(shape, list) or not all(type(n) is int and n > 0 for n in shape):
         raise FileError(f"{run}: its settings do not say the classes, and the shape of an image.")
+    o.check_names(run, plan.job, "model")
     fresh = build(plan.job, classes)
     return load(run, fresh), fresh, trace_job(plan.job, fresh, tuple(shape)), tuple(shape)
 
 
-def _time(path: Path, fresh: nn.Module, example: torch.Tensor) -> tuple[float, float | None]:
-    """Milliseconds of the file, and of the unpruned network exported alike: None where that fails, as for its size.
+def _time(path: Path, fresh: nn.Module, example: torch.Tensor, how: Any) -> tuple[float, _Whole | None]:
+    """Milliseconds of the file, and the unpruned network exported alike: None where that fails, as for its size.
 
     It is not trained, which does not matter here.
     """
     with tempfile.TemporaryDirectory() as folder:
         other = Path(folder) / f"unpruned{path.suffix}"
         with contextlib.suppress(DmcpError):
-            write(fresh, example, other)
-        times = milliseconds([path, other] if other.exists() else [path], example)
-    return times[0], times[1] if len(times) > 1 else None
+            write(fresh, example, other, preprocessing=how)
+        if not other.exists():
+            return milliseconds([path], example)[0], None
+        ms, unpruned_ms = milliseconds([path, other], example)
+        return ms, _Whole(size_bytes=other.stat().st_size, ms=unpruned_ms)

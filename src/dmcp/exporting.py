@@ -10,6 +10,7 @@ import copy
 import importlib
 import importlib.util
 import io
+import itertools
 import json
 import logging
 import os
@@ -25,6 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
+from torch.utils import _pytree as pytree
 
 from dmcp.batches import generator
 from dmcp.errors import DmcpError, FileError, TraceError
@@ -197,11 +200,53 @@ def _write_onnx(program: ExportedProgram, dims: Any, path: Path, note: str | Non
         ) from error
     for part in (made.model.graph, *made.model.graph.all_nodes()):
         part.metadata_props.clear()  # torch's notes for its developers: a tenth of the file of a small network
+    _name_ends(made.model.graph, program)
     if note is not None:
         made.model.metadata_props[NOTE] = note
     made.save(path, external_data=False)
     if [it.name for it in path.parent.iterdir()] != [path.name]:
         raise FileError(f"{path.name}: too large for one file of ONNX: give one with {Format.EXPORTED}.")
+
+
+def _name_ends(graph: Any, program: ExportedProgram) -> None:
+    """Name what goes into a graph of ONNX and what comes out as the network does; torch names outputs after ops."""
+    given = [it.arg for it in program.graph_signature.input_specs if it.kind is InputKind.USER_INPUT]
+    made = [it.arg for it in program.graph_signature.output_specs if it.kind is OutputKind.USER_OUTPUT]
+    places = _output_names(program.call_spec.out_spec)
+    outputs = [name for name, arg in zip(places, made, strict=True) if isinstance(arg, TensorArgument)]
+    inputs = [arg.name for arg in given if isinstance(arg, TensorArgument)]  # numbers are constants in the file
+    ends = [*graph.outputs, *graph.inputs]
+    if (len(graph.outputs), len(graph.inputs), len({*ends})) != (len(outputs), len(inputs), len(outputs + inputs)):
+        return  # more or fewer than the network has: torch's own names are better than wrong ones
+    names = _unique([*outputs, *inputs])
+    inner = [value for node in graph.all_nodes() for value in node.outputs] + [*graph.initializers.values()]
+    for number, value in enumerate([*ends, *inner]):  # first out of the way: names are unique in the whole graph
+        if value in ends or value.name in names:
+            value.name = f"_{number}_{value.name}"
+    for value, name in zip(ends, names, strict=True):
+        value.name = name
+
+
+def _output_names(spec: Any) -> list[str]:
+    """A name for each place in what a network returns: keys joined with dots, output_0 in a tuple, output alone."""
+    found, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(range(spec.num_leaves), spec))
+    names = []
+    for path, _ in found:
+        first, *parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", "")))) for key in path] or [
+            ""
+        ]
+        numbered = bool(path) and isinstance(path[0], pytree.SequenceKey)
+        names.append(".".join([f"output_{first}" if numbered else first or "output", *parts]))
+    return names
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """The same names; one that is taken gets a number."""
+    found: list[str] = []
+    for name in names:
+        others = (f"{name}_{number}" for number in itertools.count(2))
+        found.append(next(it for it in itertools.chain([name], others) if it not in found))
+    return found
 
 
 def _write_exported(program: ExportedProgram, dims: Any, path: Path, note: str | None) -> None:

@@ -265,10 +265,11 @@ def find_rule(func: Func, rules: Mapping[Func, Rule], pointwise: Rule) -> Rule |
 
 
 def unknown(call: Call, reason: str = "there is no channel rule for it") -> list[Dims]:
-    """Nothing is known: inputs stay whole, and the op is reported."""
+    """Nothing is known: inputs and outputs stay whole, and the op is reported."""
     call.facts.unknown.append(call.op)
     call.flow = Flow.LOSES
-    for operand in call.operands:
-        for layout in operand.dims:
+    outs = [tuple(call.channels.fresh(size) for size in shape) for shape in call.out_shapes]
+    for dims in (*(operand.dims for operand in call.operands), *outs):  # what meets an output gets the reason too
+        for layout in dims:
             call.freeze(layout, reason)
-    return call.fixed_outputs()
+    return outs

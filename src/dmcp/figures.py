@@ -32,6 +32,8 @@ _NAME = 34  # characters of a space's name; the end of a longer one says more th
 _WORDS = {"macs": "MACs", "params": "parameters"}
 # colours that differ for colour-blind readers too (Okabe and Ito)
 _BLUE, _ORANGE, _RED, _GREEN, _GREY = "#0072B2", "#E69F00", "#D55E00", "#009E73", "#BBBBBB"
+_MARKS = ("#009E73", "#CC79A7", "#555555", "#7A4EAB", "#8B5A2B", "#000000", "#1B7837")  # of other methods
+_MOST_SHIFT = 0.005  # of a mark from its place, half a point of the MACs
 
 
 def draw_all(result: SearchResult, widths: Widths, folder: str | os.PathLike[str], seed: int = 0) -> list[Path]:
@@ -107,8 +109,11 @@ def widths_per_space(result: SearchResult, widths: Widths) -> Figure:
     return figure
 
 
-def cost_distribution(result: SearchResult, seed: int = 0) -> Figure:
-    """Costs of 3,000 structures drawn from the chains, with their mean and the target (the paper's figure 6)."""
+def cost_distribution(result: SearchResult, seed: int = 0, title: str = "") -> Figure:
+    """Costs of 3,000 structures drawn from the chains, with their mean and the target (the paper's figure 6).
+
+    title: a line above what every such figure says.
+    """
     targets = {limit.kind: limit.target for limit in result.budget.limits}
     kinds = ["macs", *(kind for kind in targets if kind != "macs")]
     widths = result.process.sample(result.alphas, result.sizes, STRUCTURES, generator(seed)).cpu()
@@ -121,8 +126,10 @@ def cost_distribution(result: SearchResult, seed: int = 0) -> Figure:
         if kind in targets:
             axes.axvline(targets[kind], color="black", lw=1.5, label=f"budget {_count(targets[kind])}")
         axes.axvline(mean, color=_RED, ls="--", lw=1.5, label=f"mean {_count(mean)}")
-        title = f"{STRUCTURES:,} sampled structures; the unpruned network has {_count(full)} {_WORDS[kind]}"
-        axes.set(title=title, xlabel=_WORDS[kind], ylabel="structures")
+        which = f"all of {STRUCTURES:,} structures drawn with seed {seed}, inside the budget or not"
+        told = [*filter(None, [title]), which, f"the unpruned network has {_count(full)} {_WORDS[kind]}"]
+        axes.set_title("\n".join(told), fontsize=10)
+        axes.set(xlabel=_WORDS[kind], ylabel="structures")
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _count(value)))
         axes.xaxis.set_major_locator(MaxNLocator(7))
         _plain(axes)
@@ -130,8 +137,11 @@ def cost_distribution(result: SearchResult, seed: int = 0) -> Figure:
     return figure
 
 
-def width_distribution(result: SearchResult, seed: int = 0) -> Figure:
-    """How often each width of each space is drawn, in structures inside the budget (the paper's figure 7)."""
+def width_distribution(result: SearchResult, seed: int = 0, title: str = "") -> Figure:
+    """How often each width of each space is drawn, in structures inside the budget (the paper's figure 7).
+
+    title: a line above what every such figure says.
+    """
     spaces = result.graph.spaces
     drawn, inside = _inside(result, seed)
     shown = sorted({round(place) for place in torch.linspace(0, len(spaces) - 1, min(len(spaces), _PANELS)).tolist()})
@@ -155,7 +165,8 @@ def width_distribution(result: SearchResult, seed: int = 0) -> Figure:
         _plain(axes)
     which = "inside the budget" if inside else "of which none is inside the budget"
     some = "" if len(shown) == len(spaces) else f", {len(shown)} of {len(spaces)} spaces"
-    figure.suptitle(f"Width of each space in {len(drawn):,} structures {which} (dashed: mean){some}", fontsize=10)
+    told = f"Width of each space in {len(drawn):,} structures {which}, drawn with seed {seed} (dashed: mean){some}"
+    figure.suptitle("\n".join(filter(None, [title, told])), fontsize=10)
     figure.supxlabel("channels kept", fontsize=9)
     figure.supylabel("share of the structures", fontsize=9)
     return figure
@@ -185,33 +196,57 @@ Curve = Sequence[tuple[float, float, float]]  # share of the MACs, mean accuracy
 
 
 def accuracy_over_macs(curves: Mapping[str, Curve], others: Mapping[str, Curve], title: str) -> Figure:
-    """Lines, and others as marks beside them; bars are one standard deviation up and down."""
-    figure, axes = _panel(7.0, 4.8)
-    places = [place for points in (*curves.values(), *others.values()) for place, _, _ in points]
-    step = 0.008 * (max(places) - min(places) or 1.0)  # between marks, so that bars do not hide each other
+    """Lines, and others as marks; bars are one standard deviation up and down.
+
+    Marks are moved a little, so that bars do not hide each other; not so far that one seems to be on another line.
+    """
+    figure, axes = _panel(8.0, 6.0)
+    _draw_curves(axes, curves, others)
+    figure.suptitle(title, fontsize=10)
+    axes.set(xlabel="multiply-adds, share of the unpruned network's", ylabel="test accuracy")
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+    _legend_below(axes, 4)
+    if others:
+        _draw_closer(axes, curves, others)
+    return figure
+
+
+def _draw_curves(axes: Axes, curves: Mapping[str, Curve], others: Mapping[str, Curve]) -> None:
     colours = itertools.cycle(("#000000", _GREY, _ORANGE, _BLUE, _RED, _GREEN))
     for number, (name, points) in enumerate(curves.items()):
-        shift = step / 3 * (number - (len(curves) - 1) / 2)
+        shift = _shift(number, len(curves)) / 2
         x, y, error = ([*column] for column in zip(*sorted(points), strict=True))
         style: dict[str, Any] = {"color": next(colours), "fmt": "o-", "ms": 4.5, "lw": 1.5, "capsize": 2}
         axes.errorbar([place + shift for place in x], y, error, label=name, **style)
     for number, (name, points) in enumerate(others.items()):
-        shift = step * (number + 1 + len(curves) / 2)
+        shift = _shift(number, len(others))
         x, y, error = ([*column] for column in zip(*sorted(points), strict=True))
-        style = {
-            "color": "#555555",
-            "fmt": "sD^vP*Xp<>"[number % 10],
-            "ms": 5,
-            "mfc": "white",
-            "lw": 0.7,
-            "capsize": 1.5,
-        }
-        axes.errorbar([place + shift for place in x], y, error, label=name, **style)
-    axes.set(title=title, xlabel="multiply-adds, share of the unpruned network's", ylabel="test accuracy")
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+        style = {"color": _MARKS[number % len(_MARKS)], "fmt": "sD^vP*Xp<>"[number % 10], "ms": 5, "mfc": "white"}
+        axes.errorbar([place + shift for place in x], y, error, label=name, **style, lw=0.7, capsize=1.5)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    _legend_below(axes, 4)
-    return figure
+
+
+def _draw_closer(axes: Axes, curves: Mapping[str, Curve], others: Mapping[str, Curve]) -> None:
+    """The largest budget of the others once more: there accuracies are close together. Lines leave that corner free."""
+    middle = max(place for points in others.values() for place, _, _ in points)
+    near = [it for points in (*curves.values(), *others.values()) for it in points if abs(it[0] - middle) < 0.03]
+    places = [place for place, _, _ in near]
+    low, high = min(mean - error for _, mean, error in near), max(mean + error for _, mean, error in near)
+    room = 0.05 * (high - low) or 0.001
+    inset = axes.inset_axes((0.52, 0.08, 0.46, 0.5))
+    _draw_curves(inset, curves, others)
+    inset.set(xlim=(min(places) - 1.5 * _MOST_SHIFT, max(places) + 1.5 * _MOST_SHIFT), ylim=(low - room, high + room))
+    inset.set_title("closer", fontsize=8)
+    inset.tick_params(labelsize=7)
+    inset.xaxis.set_major_locator(MaxNLocator(4))
+    inset.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=1))
+    inset.grid(axis="y", alpha=0.3, lw=0.6)
+    axes.indicate_inset_zoom(inset, edgecolor="#888888", lw=0.8)
+
+
+def _shift(number: int, count: int) -> float:
+    """Where one of several marks stands beside its place: from the left end to the right one."""
+    return _MOST_SHIFT * (2 * number / (count - 1) - 1) if count > 1 else 0.0
 
 
 Spread = Sequence[float] | None  # accuracies of several seeds

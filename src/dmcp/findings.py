@@ -18,15 +18,15 @@ from dmcp.batches import generator
 from dmcp.budget import spent_shares
 from dmcp.cells import CHOICE, RECOVERY, TIME, is_done, own_name
 from dmcp.comparing import PLANS, UNIFORM, cell_name, plan_cell
-from dmcp.experiments import EXPERIMENTS, Arm, Study, cells_of, command, epochs_of, study_of
+from dmcp.experiments import EXPERIMENTS, EXPLAIN, FULL, Arm, Study, about, cells_of, command, epochs_of, study_of
 from dmcp.gathering import Line, against_uniform, gather, markdown, to_json
 from dmcp.listing import read_run
 from dmcp.methods import METHODS, PEERS
-from dmcp.paper_figures import curves, dots, width_differences
+from dmcp.paper_figures import curves, dots, recoveries, title, width_differences
 from dmcp.plans import Cell
 from dmcp.pruning import UNPRUNED
 from dmcp.runs import Run, load_search, read_json
-from dmcp.tables import between, points, spread, table
+from dmcp.tables import between, points, pooled, spread, table
 
 _PERCENT = "accuracy in %"
 
@@ -93,28 +93,37 @@ def show(it: Study, name: str, folder: Path) -> Shown | None:
     """An experiment as far as its cells are done; None if none is."""
     own = study_of(it, name)
     found = outcomes(own, EXPERIMENTS[name](own), folder)
-    return _SHOWN.get(name, _show_arms)(own, found, folder) if found else None
+    return _SHOWN.get(name, _show_arms)(own, name, found, folder) if found else None
+
+
+def protocol(it: Study, name: str) -> dict[str, Any]:
+    """What all numbers of an experiment have in common, as plain data: only such files replace each other."""
+    common = study_of(it, name).common
+    known = {
+        "search_epochs": study_of(it, name).search.epochs,
+        "holdout": common.holdout,
+        "model": common.job.model,
+        "model_args": common.job.model_args,
+        "data": Path(common.job.data).name,
+        "batch": common.job.batch,
+        "train": asdict(replace(common.train, seed=0)),
+        "settings": {method: dict(values) for method, values in common.settings.items()},
+    }
+    return dict(json.loads(json.dumps(known)))
 
 
 def write(it: Study, name: str, shown: Shown, folder: Path, place: Path, stem: str) -> list[Path]:
     """Write STEM.json, STEM.md and STEM.svg; the same cells give the same bytes."""
-    again, it = command(it, name), study_of(it, name)
+    again, same, it = command(it, name), protocol(it, name), study_of(it, name)
     arms = EXPERIMENTS[name](it)
     found, wanted = outcomes(it, arms, folder), {cell for _, _, cell in cells_of(it, arms)}
-    job, done = it.common.job, {outcome.name for outcome in found}
+    done = {outcome.name for outcome in found}
     data = {
         "command": again,
-        "search_epochs": it.search.epochs,
-        "holdout": it.common.holdout,
         "experiment": name,
-        "about": (EXPERIMENTS[name].__doc__ or "").splitlines()[0],
-        "model": job.model,
-        "model_args": list(job.model_args),
-        "data": Path(job.data).name,
-        "batch": job.batch,
+        "about": about(name),
+        **same,
         "seeds": list(it.common.seeds),
-        "train": asdict(replace(it.common.train, seed=0)),
-        "settings": {method: dict(values) for method, values in it.common.settings.items()},
         "macs": it.graph.macs(),
         "missing": sorted(wanted - done),
         "rows": list(shown.rows),
@@ -136,12 +145,12 @@ def _dump(data: Any) -> str:
 # accuracy of arms
 
 
-def _by_label(found: Sequence[Outcome]) -> dict[str, list[Outcome]]:
-    """The rows of a table, in the order of the arms."""
-    rows: dict[str, list[Outcome]] = {}
+def _by_label(it: Study, name: str, found: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+    """The rows of a table, in the order of the arms; those of which something is done."""
+    rows: dict[str, list[Outcome]] = {arm.label: [] for arm in EXPERIMENTS[name](it)}
     for outcome in found:
-        rows.setdefault(outcome.arm.label, []).append(outcome)
-    return rows
+        rows[outcome.arm.label].append(outcome)
+    return {label: group for label, group in rows.items() if group}
 
 
 def _accuracies(found: Sequence[Outcome]) -> list[float]:
@@ -154,12 +163,12 @@ def _row(label: str, values: Sequence[float], **more: Any) -> dict[str, Any]:
     return {"label": label, "accuracies": [*values], "mean": mean, "deviation": deviation, **more}
 
 
-def _show_arms(it: Study, found: Sequence[Outcome], folder: Path, lengths: bool = False) -> Shown:
+def _show_arms(it: Study, name: str, found: Sequence[Outcome], folder: Path, lengths: bool = False) -> Shown:
     """A row for each label: accuracy over the seeds, how much above another row, and what the networks cost.
 
     lengths: also how long each was searched and trained, where that is not the same for all.
     """
-    groups = _by_label(found)
+    groups = _by_label(it, name, found)
     seen = {label: {one.seed: one.shown for one in own if one.shown is not None} for label, own in groups.items()}
     above, rows = dict[str, dict[str, Any]](), list[dict[str, Any]]()
     cells = [["", _PERCENT if lengths else f"{_PERCENT}, same recipe", "MACs of 1.0x unpruned", "params"]]
@@ -175,16 +184,17 @@ def _show_arms(it: Study, found: Sequence[Outcome], folder: Path, lengths: bool 
         if lengths:
             rows[-1]["epochs"] = epochs_of(it, arm)
             cells[-1].append(_lengths(rows[-1]["epochs"]))
-    drawn = dots({label: _accuracies(group) for label, group in groups.items()}, _title(it))
+    drawn = dots({label: _accuracies(group) for label, group in groups.items()}, title(it, name))
     return Shown(table(_with_points(cells, above)), rows, {"": drawn})
 
 
 def _lengths(epochs: Mapping[str, int]) -> str:
-    """60 + 240 = 300, and what its teacher took."""
+    """60 + 240 = 300, and what others took."""
     own = [epochs[stage] for stage in ("search", "training") if stage in epochs]
     whole = f" = {sum(own)}" if len(own) > 1 else ""
-    taught = f", and {epochs['teacher']} of its teacher" if "teacher" in epochs else ""
-    return f"{' + '.join(map(str, own))}{whole}{taught}"
+    others = {"start": "the network that it starts from", "teacher": "its teacher"}
+    more = "".join(f", and {epochs[stage]} of {words}" for stage, words in others.items() if stage in epochs)
+    return f"{' + '.join(map(str, own))}{whole}{more}"
 
 
 def _above(values: Mapping[int, float], of: str, reference: Mapping[int, float]) -> dict[str, Any]:
@@ -210,14 +220,7 @@ def _span(values: Sequence[float], form: str) -> str:
     return between(format(values[0], form), format(values[-1], form))
 
 
-def _title(it: Study) -> str:
-    job = it.common.job
-    counts = {"epoch": it.common.train.epochs, "seed": len(it.common.seeds)}
-    told = [f"{count} {word}{'' if count == 1 else 's'}" for word, count in counts.items()]
-    return ", ".join([job.model, Path(job.data).name, *told])
-
-
-def _show_sampling(it: Study, found: Sequence[Outcome], folder: Path) -> Shown:
+def _show_sampling(it: Study, name: str, found: Sequence[Outcome], folder: Path) -> Shown:
     """Expected sampling against the best, the worst and the mean of the draws of each search."""
     expected, draws = dict[int, float](), dict[int, list[float]]()
     for one in found:
@@ -239,41 +242,43 @@ def _show_sampling(it: Study, found: Sequence[Outcome], folder: Path) -> Shown:
     rows += [{"label": label, "deviation": value} for label, value in inside.items()]
     cells = [["", _PERCENT], *([label, spread([*own.values()])] for label, own in values.items())]
     if inside:
-        cells.append(["deviation inside a search", f"{100 * statistics.fmean(inside.values()):.2f}"])
+        rows.append({"label": "deviation inside a search", "deviation": pooled([*draws.values()])})
+        cells.append([rows[-1]["label"], f"{100 * rows[-1]['deviation']:.2f}"])
     groups = {"expected sampling": [*expected.values()]}
     groups |= {f"direct sampling, search of seed {seed}": own for seed, own in draws.items()}
-    return Shown(table(_with_points(cells, above)), rows, {"": dots(groups, _title(it))})
+    return Shown(table(_with_points(cells, above)), rows, {"": dots(groups, title(it, name))})
 
 
-def _show_scale(it: Study, found: Sequence[Outcome], folder: Path) -> Shown:
+def _show_scale(it: Study, name: str, found: Sequence[Outcome], folder: Path) -> Shown:
     """The table, and by how much the widths differ, space by space."""
-    shown = _show_arms(it, found, folder)
+    shown = _show_arms(it, name, found, folder)
     by_arm = {wide: {one.seed: one for one in found if bool(one.arm.model_args) is wide} for wide in (False, True)}
     pairs = [(by_arm[False][seed].widths, by_arm[True][seed].widths) for seed in by_arm[False].keys() & by_arm[True]]
     if not pairs:
         return shown
     gaps = {space: [wide[space] - narrow[space] for narrow, wide in pairs] for space in pairs[0][0]}
     rows = [*shown.rows, {"label": "widths of 1.5x less those of 1.0x", "differences": gaps}]
-    return replace(
-        shown, rows=rows, figures={"": width_differences(gaps, _title(it))} | {"-accuracy": shown.figures[""]}
-    )
+    drawn = {"": width_differences(gaps, title(it, name)), "-accuracy": shown.figures[""]}
+    return replace(shown, rows=rows, figures=drawn)
 
 
 # the main table
 
 
-def _show_main(it: Study, found: Sequence[Outcome], folder: Path) -> Shown:
+def _show_main(it: Study, name: str, found: Sequence[Outcome], folder: Path) -> Shown:
     """The table of a comparison, with what `dmcp compare` has put into the same folder under the same protocol."""
     budgets = sorted(it.common.budgets, key=lambda text: -float(text.rstrip("%")) if text.endswith("%") else 0.0)
-    others = [name for name in (*METHODS, *PEERS) if name not in (*it.common.methods, "dmcp-direct")]
-    peers = [name for name in others if _has_peer(it, name, folder)]
+    known = [method for method in (*METHODS, *PEERS) if method not in (*it.common.methods, "dmcp-direct")]
+    peers = [method for method in known if _has_peer(it, method, folder)]
     whole = replace(it.common, methods=(*it.common.methods, *peers), budgets=tuple(budgets))
     lines = gather(whole, folder)
     done = {(line.method, line.budget) for line in lines if line.own or not line.same_as}
     lines = [line for line in lines if (line.method, line.budget) in done]  # one ratio, but channels not chosen here
     ours = [line for line in lines if line.method in (UNPRUNED, *it.common.methods)]
     apart = [line for line in lines if line not in ours and not (line.own and _scratch(line, lines))]
-    drawn = figures.accuracy_over_macs(curves(ours), curves(line for line in apart if not line.same_as), _title(it))
+    seeds = len(it.common.seeds)
+    others = curves((line for line in apart if not line.same_as), seeds)
+    drawn = figures.accuracy_over_macs(curves(ours, seeds), others, title(it, name))
     rows = [row | _above_uniform(line, lines) for row, line in zip(to_json(lines), lines, strict=True)]
     return Shown("\n".join([markdown(lines), against_uniform(lines)]), rows, {"": drawn})
 
@@ -308,12 +313,13 @@ def _has_peer(it: Study, method: str, folder: Path) -> bool:
 # experiments that end without a network
 
 
-def _show_recover(it: Study, found: Sequence[Outcome], folder: Path) -> Shown:
-    """Expected MACs and training accuracy over the steps; the figure has the means over the seeds."""
+def _show_recover(it: Study, name: str, found: Sequence[Outcome], folder: Path) -> Shown:
+    """Expected MACs and training accuracy over the steps, at both ends and as curves."""
     cells = [["", "steps", "MACs at first, %", "at the end", f"training {_PERCENT} at first", "at the end", "ungated"]]
     rows: list[dict[str, Any]] = []
-    for label, group in _by_label(found).items():
-        stored = [read_json(folder / outcome.name / RECOVERY) for outcome in group]
+    groups = _by_label(it, name, found)
+    known = {label: [read_json(folder / one.name / RECOVERY) for one in group] for label, group in groups.items()}
+    for label, stored in known.items():
         shares, seen = (_mean_curve([one[kind] for one in stored]) for kind in ("macs_shares", "accuracies"))
         facts = {"first_macs": [one["macs_shares"][0] for one in stored]}
         facts |= {"last_macs": [one["macs_shares"][-1] for one in stored]}
@@ -322,19 +328,14 @@ def _show_recover(it: Study, found: Sequence[Outcome], folder: Path) -> Shown:
         cells.append([label, f"{len(shares):,}", *map(spread, facts.values())])
         rows.append({"label": label, **facts, "frozen": all(one["frozen"] for one in stored)})
         rows[-1] |= {"macs_shares": shares, "accuracies": seen}
-    control = next((row["macs_shares"] for row in rows if row["label"].startswith("wrong")), ())
-    first = rows[0]
-    figure = figures.recoverability(
-        first["macs_shares"], first["accuracies"], statistics.fmean(first["trained"]), control
-    )
-    return Shown(table(cells), rows, {"": figure})
+    return Shown(table(cells), rows, {"": recoveries(known, title(it, name, "mean of "))})
 
 
 def _mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
     return [statistics.fmean(values) for values in zip(*curves, strict=True)]
 
 
-def _show_distribution(it: Study, found: Sequence[Outcome], folder: Path) -> Shown:
+def _show_distribution(it: Study, name: str, found: Sequence[Outcome], folder: Path) -> Shown:
     """Structures drawn from each search; the figures are those of the first seed."""
     cells = [["search", "MACs of 1.0x unpruned, %", "inside the budget, %", "structures"]]
     rows = []
@@ -347,20 +348,21 @@ def _show_distribution(it: Study, found: Sequence[Outcome], folder: Path) -> Sho
         rows.append({"label": row["label"], "mean": row["mean"], "deviation": row["deviation"], "inside": inside})
         middle = f"{100 * row['mean']:.2f} ± {100 * row['deviation']:.2f}"
         cells.append([str(row["label"]), middle, f"{100 * inside:.1f}", f"{len(shares):,}"])
-    first = load_search(folder / found[0].name, it.graph)
+    seed, first = found[0].seed, load_search(folder / found[0].name, it.graph)
+    told = f"{it.common.job.model}, {Path(it.common.job.data).name}, the search of seed {seed}"
     drawn = {
-        "-macs": figures.cost_distribution(first, found[0].seed),
-        "-widths": figures.width_distribution(first, found[0].seed),
+        "-macs": figures.cost_distribution(first, seed, told),
+        "-widths": figures.width_distribution(first, seed, told),
     }
     return Shown(table(cells), rows, drawn)
 
 
-_SHOWN: dict[str, Callable[[Study, Sequence[Outcome], Path], Shown]] = {  # those that are not plain tables of arms
+_SHOWN: dict[str, Callable[[Study, str, Sequence[Outcome], Path], Shown]] = {  # those that are not plain tables of arms
     "main": _show_main,
     "sampling": _show_sampling,
     "scale": _show_scale,
     "recover": _show_recover,
     "distribution": _show_distribution,
-    "full": functools.partial(_show_arms, lengths=True),
-    "longer": functools.partial(_show_arms, lengths=True),
+    FULL: functools.partial(_show_arms, lengths=True),
+    EXPLAIN: functools.partial(_show_arms, lengths=True),
 }

@@ -116,7 +116,7 @@ def open_job(job: Job) -> Opened:
     graph = trace_job(job, model, data.shape)
     train, held = split(data.train, job.holdout, job.seed) if job.holdout else (data.train, None)
     loaders = _loaders(job, train, held, data.test, place)
-    notices = (*_enlarged(job, data), *_left_out(job, len(train)))
+    notices = (*_enlarged(job, data), *_left_out(job, len(train)), *graph.notes)
     return Opened(model.to(place), fresh.to(place), graph, data, loaders, notices)
 
 

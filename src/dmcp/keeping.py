@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
 import itertools
 import json
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from dmcp.batches import Loader, batches_from, on_device, size_of, start_epoch
+from dmcp.batches import Loader, batches_from, length_of, on_device, size_of, start_epoch
 from dmcp.checkpoints import Checkpoint, load_checkpoint, save_checkpoint
 from dmcp.engine import Settled
 from dmcp.errors import DataError, FileError, RankError, StoppedError
-from dmcp.ranks import Ranks, fewest, gather_bytes, same_everywhere, sum_values
+from dmcp.ranks import Ranks, fewest, gather_bytes, same_everywhere, share_tensors, sum_values
 
 _TURN = 10  # steps after which ranks agree whether to save
+_WEIGHTS = "the digest of the model's weights"
+_FREE = ("log_every",)  # settings that change nothing of a result
 DONE = "done"  # whether the loop of a checkpoint was at its end
 
 
@@ -30,7 +36,7 @@ class Feed:
 
     def __init__(self, loader: Loader, settled: Settled, ranks: Ranks, accumulate: int = 1) -> None:
         self.loader, self.settled, self.accumulate = loader, settled, accumulate
-        self.batches = fewest(len(loader), ranks)  # in an epoch; loaders of some ranks may have more
+        self.batches = fewest(length_of(loader), ranks)  # in an epoch; loaders of some ranks may have more
         if not self.batches:
             raise DataError("The loader has no batches: is the batch larger than the data?")
         self.per_epoch = -(-self.batches // accumulate)  # steps
@@ -117,6 +123,40 @@ def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
     np.random.set_state(("MT19937", np.array(array, np.uint32), position, has_gauss, state["numpy.gauss"].item()))
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+@contextlib.contextmanager
+def untouched(loader: Any, device: torch.device) -> Iterator[None]:
+    """Batches that are looked at meanwhile leave no trace in random numbers, counters or workers that live on."""
+    state = random_state(device)
+    parts = [getattr(loader, name, None) for name in ("files", "sampler", "batch_sampler", "dataset")]
+    back = [undo for part in (loader, *parts) for undo in _ways_back(part)]
+    for part in (loader, parts[0]):
+        if isinstance(part, DataLoader):  # the random numbers of persistent workers are out of reach: take others
+            back.append(functools.partial(setattr, part, "_iterator", part._iterator))
+            part._iterator = None
+    try:
+        yield
+    finally:
+        for undo in back:
+            undo()
+        set_random_state(state, device)
+
+
+def _ways_back(part: Any) -> Iterator[Callable[[], object]]:
+    """What brings generators and counters among the attributes of a loader, or of a part of it, to where they are."""
+    for name, value in getattr(part, "__dict__", {}).items():
+        match value:
+            case torch.Generator():
+                yield functools.partial(value.set_state, value.get_state())
+            case np.random.Generator():
+                yield functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+            case np.random.RandomState():
+                yield functools.partial(value.set_state, value.get_state())
+            case random.Random():
+                yield functools.partial(value.setstate, value.getstate())
+            case int():
+                yield functools.partial(part.__dict__.__setitem__, name, value)
 
 
 # the state of a loop
@@ -213,6 +253,8 @@ class Keeper:
     lines: Callable[[], int] = int  # lines in the log of the run
     earlier: Callable[[], list[dict[str, Any]]] = list  # records of this loop in that log
     notice: Callable[[str], None] | None = None  # hears what a person should know
+    complete: bool = False  # whether the identity has all settings; otherwise prune adds those that it was given
+    settings: Mapping[str, Any] = field(default_factory=dict)  # what prune was given, as plain JSON
     _step: int = 0  # of the last checkpoint
     _time: float = field(default_factory=time.monotonic)
 
@@ -232,7 +274,18 @@ class Keeper:
             ranks_differ = any(it.startswith("ranks was ") for it in differences)
             again = "start as many processes as then, for " if ranks_differ else ""
             raise FileError(f"{self.folder}: {again}it cannot go on with other settings than it began with: {listed}.")
+        self._check_settings(found.facts.get("settings", {}))
         return found
+
+    def _check_settings(self, before: Mapping[str, Any]) -> None:
+        """Refuse what prune was given and was not given before; a folder of an older version says nothing of it."""
+        for name, now in self.settings.items():
+            if name in before and before[name] != now:
+                same = "; an untrained one must be built after the same torch.manual_seed" if name == _WEIGHTS else ""
+                raise FileError(
+                    f"{self.folder}: this job was begun with other settings: {name} was {json.dumps(before[name])}, is "
+                    f"{json.dumps(now)}. Give another folder for a new job, or go on with what it began with{same}."
+                )
 
     def _identity(self, ranks: Ranks) -> Any:
         return json.loads(json.dumps(dict(self.identity) | {"ranks": ranks.world}))
@@ -250,6 +303,7 @@ class Keeper:
         tensors = state.take(ranks)
         if tensors is not None:
             known = {"identity": self._identity(ranks), "lines": self.lines(), DONE: False}
+            known |= {"settings": dict(self.settings)} if self.settings else {}
             save_checkpoint(self.folder, Checkpoint(step, tensors, known | dict(facts)))
         self._step, self._time = step, time.monotonic()
         stop = self.asked_to_stop()
@@ -266,3 +320,45 @@ def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
             yield from _differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
     elif before != now:
         yield f"{name} was {json.dumps(before)}, is {json.dumps(now)}"
+
+
+# what must not differ
+
+
+def plain_settings(given: Mapping[str, Any], weights: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Any]:
+    """What a job was given as flat plain JSON, settings by their fields, and a digest of rank 0's weights."""
+    flat: dict[str, Any] = {}
+    for name, value in given.items():
+        if hasattr(value, "__dataclass_fields__"):
+            flat |= {f"{name}.{it.name}": getattr(value, it.name) for it in fields(value) if it.name not in _FREE}
+        else:
+            flat[name] = value
+    flat[_WEIGHTS] = _digest(weights, ranks)
+    plain: dict[str, Any] = json.loads(json.dumps(flat, default=_text))
+    return plain
+
+
+def _text(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else str(getattr(value, "text", value))  # a budget has a text
+
+
+def _digest(tensors: Mapping[str, Tensor], ranks: Ranks) -> str:
+    """Sixteen letters that change with any bit of the tensors, those of rank 0, which all ranks start from."""
+    found = hashlib.sha256()
+    for name, tensor in tensors.items():
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        if not tensor.is_meta and tensor.layout == torch.strided:
+            found.update(
+                tensor.detach()
+                .cpu()
+                .resolve_conj()
+                .resolve_neg()
+                .contiguous()
+                .reshape(-1)
+                .view(torch.uint8)
+                .numpy()
+                .tobytes()
+            )
+    shared = torch.tensor(list(found.digest()[:8]), dtype=torch.uint8)
+    share_tensors([shared], ranks)
+    return bytes(shared.tolist()).hex()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -11,7 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from dmcp import nets
+from dmcp import cifar_nets, nets
+from dmcp.data import NAMES as DATA
 from dmcp.engine import Engine, Precision
 from dmcp.errors import DmcpError, FileError, TrainingError
 from dmcp.jobs import Corrupt, Job
@@ -82,7 +84,9 @@ Lr = Annotated[
 SearchLr = Annotated[float, typer.Option(help="First learning rate of the search at a batch of 1024.")]
 WeightDecay = Annotated[float, typer.Option(help="Weight decay of search and retraining.")]
 Groups = Annotated[int, typer.Option(help="Groups that each space is divided into.")]
-Align = Annotated[int, typer.Option(help="Widths are multiples of this.")]
+Align = Annotated[
+    int, typer.Option(help="Widths are multiples of this, or a space's whole size; smaller spaces stay whole.")
+]
 Seed = Annotated[int, typer.Option(callback=_check_seed, help="Of everything random.")]
 RetrainKind = Annotated[
     Retrain | None,
@@ -208,6 +212,7 @@ def _resumed(command: str, options: Mapping[str, Any], given: set[str]) -> Plan:
     ]
     if changed:
         raise DmcpError(f"{folder} goes on with the settings it began with, leave these out: {'; '.join(changed)}.")
+    check_names(folder, plan.job, "model", "data", "weights")
     if options["workers"] is not None:  # how files are read changes no result
         plan = replace(plan, job=replace(plan.job, workers=options["workers"]))
     return plan
@@ -262,3 +267,37 @@ def read_plan(run: Path) -> tuple[dict[str, Any], Plan]:
         )
     settings = read_json(run / SETTINGS)
     return settings, plan_from_json(settings, run / SETTINGS)
+
+
+def check_names(run: Path, job: Job, *needed: str) -> None:
+    """Refuse a run whose network, data or weights have names that mean nothing in this folder; say where they do."""
+    for kind in needed:
+        what, files = _looked_for(kind, getattr(job, kind))
+        if not files or _is_here(kind, files):
+            continue
+        there = [folder for folder in run.resolve().parents if any((folder / name).exists() for name in files)]
+        way = f". There is one in {there[0]}: type the command there." if there else ": type the command in that one."
+        raise FileError(
+            f"{run}: there is no {what} here: the names of a run are as seen from the folder that it was started in"
+            f"{way}"
+        )
+
+
+def _looked_for(kind: str, name: str) -> tuple[str, tuple[str, ...]]:
+    """What a name of a run means, in words, and the files or folders that may be it; none if it is no such name."""
+    library, colon, _ = name.partition(":")
+    if kind == "model":
+        own = colon and library != "timm" and library not in cifar_nets.NETS
+        top = library.partition(".")[0]
+        return f"module {top}", (f"{top}.py", top) if own and top else ()
+    if kind == "data" and name in DATA:
+        return "folder 'data'", () if name == "digits" else ("data",)
+    return f"{'data' if kind == 'data' else 'file'} {name!r}", (name,) if name and not Path(name).is_absolute() else ()
+
+
+def _is_here(kind: str, files: tuple[str, ...]) -> bool:
+    if kind != "model":
+        return any(Path(name).exists() for name in files)
+    with contextlib.suppress(ValueError):  # of a module that is half imported
+        return importlib.util.find_spec(files[-1]) is not None
+    return True

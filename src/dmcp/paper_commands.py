@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,31 +14,32 @@ from dmcp import options as o
 from dmcp.cells import TIME, is_done
 from dmcp.commands import print_json
 from dmcp.compare_commands import check_job, recipe
-from dmcp.comparing import Comparison, Task, check_begun, check_failed, run_tasks, state_of
+from dmcp.comparing import Comparison, Task, changes, check_begun, check_failed, run_tasks, state_of
 from dmcp.engine import Engine
 from dmcp.errors import DmcpError, FileError
 from dmcp.experiments import (
+    ALL,
     BUDGETS,
     ENDS,
-    EXPERIMENTS,
+    EXPLAIN,
+    NAMES,
     WIDER,
     Study,
     check_experiment,
     needed_by,
     study_tasks,
 )
-from dmcp.findings import show, write
+from dmcp.findings import protocol, show, write
 from dmcp.jobs import Job, open_job
 from dmcp.methods.dmcp import DmcpConfig
 from dmcp.results_page import make_page
 from dmcp.runs import Run, read_json
 from dmcp.tables import table
+from dmcp.training import TrainConfig
 
 _MODEL = "cifar:resnet20"
 _USUAL = DmcpConfig().epochs  # of a search; cells with as many are those of dmcp compare
-Names = Annotated[
-    list[str] | None, typer.Argument(metavar="NAME...", help=f"all, or some of {', '.join(EXPERIMENTS)}.")
-]
+Names = Annotated[list[str] | None, typer.Argument(metavar="NAME...", help=f"Some of {NAMES}.")]
 Budgets = Annotated[list[str] | None, typer.Option("--budget", help=f"Of main; repeatable. Default: {BUDGETS}.")]
 SeedCount = Annotated[int, typer.Option(min=1, help="Seeds of everything, from --seed on.")]
 TrainEpochs = Annotated[int, typer.Option(min=1, help="Passes over the data in the final training.")]
@@ -108,7 +110,7 @@ def paper(
         return
     if not data:
         raise DmcpError("--data is missing: dmcp paper --help says what it can be.")
-    wanted = [*EXPERIMENTS] if names == ["all"] else [*dict.fromkeys(names)]
+    wanted = [*dict.fromkeys(one for name in names for one in (ALL if name == "all" else [name]))]
     for name in wanted:
         check_experiment(name)
     it = Comparison(
@@ -125,6 +127,7 @@ def paper(
     )
     study = _open(it, tuple(wider or ["width=24"]), wanted)
     tasks, folder = study_tasks(study, wanted), Path(out)
+    check_replaced(study, wanted, Path(results))
     if dry_run:
         _list(tasks, needed_by(study, wanted), folder, as_json)
         return
@@ -141,13 +144,46 @@ def _open(it: Comparison, wider: tuple[str, ...], names: Sequence[str]) -> Study
     """The study, with what its cells would refuse refused now."""
     opened = open_job(replace(it.job, device="cpu"))
     check_job(it, opened)
-    if "longer" in names:
+    if EXPLAIN in names:
         check_job(replace(it, budgets=ENDS), opened)
     if {*WIDER} & {*names}:
         wide = open_job(replace(it.job, device="cpu", model_args=(*it.job.model_args, *wider))).graph
         if wide.macs() <= opened.graph.macs():
             raise DmcpError(f"--wider: with {', '.join(wider)} the network is not wider than without.")
     return Study(common=it, graph=opened.graph, wider=wider)
+
+
+def check_replaced(it: Study, names: Sequence[str], place: Path) -> None:
+    """Refuse to write over the results of another protocol, or of seeds that are not asked for."""
+    for name in names:
+        path = place / f"{_stem(it, name)}.json"
+        if not path.exists():
+            continue
+        stored, mine = read_json(path), protocol(it, name)
+        for part in (part for part in mine if part in stored):  # what is not there was not kept
+            if difference := _difference(part, stored[part], mine[part]):
+                raise FileError(f"{path} was made with another {difference}: give another --results.")
+        gone = [seed for seed in stored.get("seeds", ()) if seed not in it.common.seeds]
+        if gone:
+            raise FileError(f"{path} has seed {gone[0]}, which this command has not: give another --results.")
+
+
+def _difference(part: str, before: Any, now: Any) -> str:
+    """The first difference in words; empty: none."""
+    if part == "train" and isinstance(before, dict):  # fields that came later
+        before = json.loads(json.dumps(asdict(TrainConfig()))) | before
+    if before == now:
+        return ""
+    field = changes(part, before, now)[0]
+    if field != part:
+        before, now = (it.get(field.removeprefix(f"{part}.")) for it in (before, now))
+    return f"{field} ({before}, not {now})"
+
+
+def _stem(it: Study, name: str) -> str:
+    """How the files of an experiment are called; those of other networks by their names."""
+    model = it.common.job.model
+    return name if model == _MODEL else f"{name}-{model.replace(':', '-').replace('/', '-')}"
 
 
 @dataclass(frozen=True)
@@ -224,7 +260,7 @@ def _forecast(left: int, known: Sequence[float]) -> list[str]:
 def _gather(place: Path, page: Path | None, dry_run: bool, as_json: bool) -> None:
     """The page alone."""
     if not page or dry_run:
-        raise DmcpError(f"Name an experiment: all, or some of {', '.join(EXPERIMENTS)}; or only give --page a file.")
+        raise DmcpError(f"Name an experiment: some of {NAMES}; or only give --page a file.")
     _write_page(place, page)
     if as_json:
         print_json({"files": [str(page)]})
@@ -239,13 +275,11 @@ def _write_page(place: Path, page: Path) -> None:
 
 
 def _show(study: Study, names: Sequence[str], folder: Path, place: Path, page: Path | None, as_json: bool) -> None:
-    """Tables on stdout; tables, figures and data into the folder of results, other networks by their names."""
+    """Tables on stdout; tables, figures and data into the folder of results."""
     files: list[str] = []
     for name in names:
         if shown := show(study, name, folder):
-            model = study.common.job.model
-            stem = name if model == _MODEL else f"{name}-{model.replace(':', '-').replace('/', '-')}"
-            files += [str(path) for path in write(study, name, shown, folder, place, stem)]
+            files += [str(path) for path in write(study, name, shown, folder, place, _stem(study, name))]
             if not as_json:
                 print(f"{name}\n\n{shown.text}")
     if page and files:  # where all cells have failed there may be nothing to gather

@@ -15,7 +15,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from dmcp import searching, training
-from dmcp.batches import Loader, device_of, generator, input_of, labels_of, on_device, size_of
+from dmcp.batches import (
+    Loader,
+    check_tested,
+    device_of,
+    generator,
+    input_of,
+    labels_of,
+    length_of,
+    on_device,
+    peek,
+    size_of,
+)
 from dmcp.budget import Budget, ratios
 from dmcp.calibration import kept_modes, recalibrate
 from dmcp.cutting import cut, reinitialise, verify
@@ -23,7 +34,7 @@ from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.given import check_finite
 from dmcp.graph import ChannelGraph
-from dmcp.keeping import Keeper
+from dmcp.keeping import Keeper, plain_settings, untouched
 from dmcp.losses import Loss, Metric, classification_loss, imitation, top1
 from dmcp.ranks import current, sum_values
 from dmcp.recording import call_model, tensors_in
@@ -34,7 +45,7 @@ from dmcp.rows import UNPRUNED as UNPRUNED
 from dmcp.rows import Row as Row
 from dmcp.sampling import expected, uniform
 from dmcp.searches import SearchConfig, SearchRecord, SearchResult
-from dmcp.slicing import unwrap
+from dmcp.slicing import narrow, unwrap
 from dmcp.spaces import Widths
 from dmcp.supernet import Supernet
 from dmcp.tracing import trace
@@ -115,23 +126,34 @@ def prune(
     controls: also train the unpruned network and uniform widths at the same budget, by the same recipe.
     graph: what trace gave, if its own settings are not enough.
     fresh: a newly built model, where the given one is trained and has tensors that `reinitialise` has no rule for.
-    arch_loader: batches for the alphas; val_loader is touched once all networks are trained.
+    val_loader, metric: of the final test; one batch is tried before the first step, and forgotten.
+    arch_loader: batches for the alphas.
     train_loader: batches for the retraining, if other ones than for the search.
     engine: precision, compiling and the like; what is best for the device, unless it says otherwise.
-    keep: gives each stage a keeper, so that the run can be interrupted.
+    keep: gives each stage a keeper, so that the run can be interrupted; other settings are then refused.
     seed: of the search and of all trainings, instead of the one in their settings.
     """
     if retrain not in list(Retrain):
         raise TrainingError(f"retrain must be one of {', '.join(Retrain)}, not {retrain!r}.")
+    kind = Retrain(retrain)
     settings = _settled(search, budget, seed)
     recipe = train or default_recipe(retrain)
     recipe = recipe if seed is None else replace(recipe, seed=seed)
+    _check_loaders({"loader": loader, "arch_loader": arch_loader, "train_loader": train_loader})
+    also = kind is Retrain.INHERIT or (kind is Retrain.TEACHER and not controls)  # the given one or the teacher
+    check_tested(val_loader, networks=1 + 2 * controls + also)
+    training.check_trainable(model if kind is Retrain.INHERIT else fresh or model)
     example = _example(loader, model)
     sample = tree_map_only(Tensor, lambda x: x[:2], example)
     check_finite(model, sample)
     graph = graph or trace(model, sample)
     if graph.exact:
         verify(model, graph, sample)  # before hours of work: what is cut will be what was searched
+    _try_test(model, val_loader, metric)
+    if keep:
+        given = {"search": settings, "train": recipe, "engine": engine or Engine(), "retrain": kind}
+        given |= {"controls": controls, "arch_loader": arch_loader is not None, "graph": graph.fingerprint}
+        keep = _noting(keep, plain_settings(given, unwrap(model).state_dict(), current()))
     net = Supernet(model, graph, settings.groups, settings.align)
     found = find(net, loader, settings, loss, arch_loader, on_event, engine, keep and keep(SEARCH))
     widths = expected(found)
@@ -139,17 +161,29 @@ def prune(
     if controls:
         same = uniform(graph, found.budget, net.floor, settings.align)
         wanted = {UNPRUNED: graph.full, UNIFORM: same, OURS: widths}
-    kind = Retrain(retrain)
     weights = net.model if kind is Retrain.INHERIT else unwrap(fresh or model)
+    batches = loader if train_loader is None else train_loader
     way = (loss, on_event, engine, keep)
     troubles: list[str] = []
-    nets = train_all(weights, graph, wanted, train_loader or loader, recipe, kind, *way, troubles.append)
+    nets = train_all(weights, graph, wanted, batches, recipe, kind, *way, troubles.append)
     check_budget(nets[OURS], widths, found)
     tested = with_given(model, nets) if kind is Retrain.INHERIT else nets
     rows = compare(tested, graph, wanted, val_loader, example, metric, on_event)
     for trouble in troubles:
         warnings.warn(trouble, DivergenceWarning, stacklevel=2)
     return PruneResult(nets[OURS], widths, graph, found, rows)
+
+
+def _noting(keep: Keep, settings: dict[str, Any]) -> Keep:
+    """The same keepers, which also compare what prune was given."""
+
+    def noted(stage: str) -> Keeper:
+        keeper = keep(stage)
+        if not keeper.complete:
+            keeper.settings = settings
+        return keeper
+
+    return noted
 
 
 def with_given(model: nn.Module, nets: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -169,7 +203,7 @@ def find(
 ) -> SearchResult:
     """`search`, with its steps and its result reported."""
     report = on_event or _silent
-    steps = -(-len(loader) // config.accumulate) * config.epochs
+    steps = -(-length_of(loader) // config.accumulate) * config.epochs
 
     def step(record: SearchRecord) -> None:
         report(Event(SEARCH, steps, record))
@@ -323,6 +357,14 @@ def _test(net: nn.Module, loader: Loader, metric: Metric | None) -> tuple[float,
     return mean, total if total == given else 0
 
 
+def _try_test(model: nn.Module, loader: Loader, metric: Metric | None) -> None:
+    """Test a copy of the model on one batch: what is wrong with loader or metric shows before hours of work."""
+    with untouched(loader, device_of(model)):
+        batches = peek(loader)
+        if batches is not None:
+            _test(narrow(unwrap(model), {}, {}), batches, metric)
+
+
 @torch.no_grad()
 def milliseconds(nets: Sequence[nn.Module], example: Any, rounds: int = ROUNDS) -> list[float]:
     """Time of one batch: the fastest of some passes, taken in turn so that other load hits all networks alike."""
@@ -355,6 +397,13 @@ def _settled(search: SearchConfig | None, budget: int | float | str | Budget | N
         raise BudgetError(f"Two budgets were given, {budget!r} and {search.budget!r} in the settings: give one.")
     settings = search or SearchConfig(budget="50%" if budget is None else budget)
     return settings if seed is None else replace(settings, seed=seed)
+
+
+def _check_loaders(loaders: dict[str, Loader | None]) -> None:
+    """Refuse training batches that no epoch can be made of."""
+    for name, loader in loaders.items():
+        if loader is not None and not length_of(loader, name):
+            raise DataError(f"The {name} has no batches: is the batch larger than the data?")
 
 
 def _example(loader: Loader, model: nn.Module) -> Any:

@@ -22,6 +22,7 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmcp.errors import TraceError
+from dmcp.readings import READERS, Read, looks_at_values, place
 from dmcp.slicing import narrow, on_meta, skeleton
 
 aten = torch.ops.aten
@@ -102,6 +103,7 @@ class Recording:
     inputs: list[int] = field(default_factory=list)
     constants: list[int] = field(default_factory=list)  # tensors that come from nowhere we know
     outputs: list[int] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)  # tensors that became Python values
     made: list[tuple[int, list[float]]] = field(default_factory=list)  # (op that follows, numbers made into a tensor)
     caches: dict[tuple[str, str], Any] = field(default_factory=dict)  # plain attributes that the pass set: old value
     recomputes: bool = False  # whether layers are computed once more in the backward pass (activation checkpointing)
@@ -124,14 +126,16 @@ class Recording:
         return len(self.shapes) - 1
 
 
-class _TensorsMade(TorchFunctionMode):
-    """Notes the numbers that the model turns into tensors: on the meta device they would be lost."""
+class _Borders(TorchFunctionMode):
+    """Notes the numbers that the model turns into tensors, which the meta device would lose, and the way back."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         super().__init__()
-        self.recording = recording
+        self.recorder, self.recording = recorder, recorder.recording
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READERS:
+            return self.recorder.read(func, args, kwargs or {})
         if func in (torch.tensor, torch.as_tensor, torch.asarray) and args:
             numbers = [float(leaf) for leaf in leaves(args[0]) if isinstance(leaf, (int, float))]
             self.recording.made.append((len(self.recording.ops), numbers))
@@ -146,6 +150,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         self.recording = Recording(model.training)
         self._known: dict[int, int] = {}  # id of a tensor -> its value
         self._alive: list[Tensor] = []  # ids are reused unless every tensor stays alive
+        self._paused = False
         self.path: list[str] = [""]
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             self.recording.tensors[self._value(tensor)] = name
@@ -171,6 +176,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         self, func: Func, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
         if func in _SAME_VALUE and id(args[0]) in self._known:
             out = func(*args, **kwargs)
             self._known[id(out)] = self._known[id(args[0])]
@@ -181,6 +188,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         out = self.run(call, args, kwargs)
         outs = tuple(self._value(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves(out))
         result = None if any(leaf is not None for leaf in outs) else out
+        if looks_at_values(func, result):
+            self._note_read(call.inputs(), call.name, result)
         single = isinstance(out, Tensor)
         self.recording.ops.append(Op(func, call.args, call.kwargs, outs, call.path, result, single))
         return out
@@ -188,6 +197,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
     def run(self, call: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the op itself; replay does more here."""
         return call.func(*args, **kwargs)
+
+    def read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Take a tensor out of torch, without the ops of torch's own that this runs; replay has no data for it."""
+        value = self._argument(args[0]).value
+        self._paused = True
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._paused = False
+        self._note_read([value], READERS[func], copy.deepcopy(result))
+        return result
+
+    def _note_read(self, values: list[int], way: str, result: Any) -> None:
+        ops = len(self.recording.ops)
+        self.recording.reads.append(Read(ops, tuple(values), way, place(), self.path[-1], result))
 
     def finish(self, output: Any) -> Recording:
         """Note which values the model returned."""
@@ -254,10 +278,10 @@ def run_recorded(recorder: Recorder, model: nn.Module, example: Any) -> Recordin
     for name, module in model.named_modules():
         module.register_forward_pre_hook(enter(name), prepend=True)
         module.register_forward_hook(leave, always_call=True)
-    made = _TensorsMade(recorder.recording)
+    borders = _Borders(recorder)
     device = next((tensor.device.type for tensor in tensors_in(example)), "cpu")
     below = torch._C._AutoDispatchBelowAutograd()
-    with untouched_world(device), torch.no_grad(), below, recorder, made, _noted_checkpoints(recorder.recording):
+    with untouched_world(device), torch.no_grad(), below, recorder, borders, _noted_checkpoints(recorder.recording):
         return recorder.finish(call_model(model, example))
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dmcp.coupling import Coupling
 from dmcp.facts import Dims, Facts, Literal
 from dmcp.layouts import Layout, kept_indices, width
+from dmcp.readings import READERS
 from dmcp.recording import Func, Op, Recorder, Recording, Shape, leaves, map_leaves, run_recorded, tensors_in
 from dmcp.slicing import Cut, narrow, on_meta
 
@@ -71,6 +72,8 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
         self.outcome = Outcome()
 
     def run(self, call: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.original.reads:  # what comes back from NumPy has data
+            args, kwargs = map_leaves(_without_data, args), map_leaves(_without_data, kwargs)
         number = len(self.recording.ops)
         if number >= len(self.original.ops) or self.original.ops[number].func is not call.func:
             raise _AstrayError(f"the narrow model goes another way at {call.name} in {call.path or 'the top'}")
@@ -101,6 +104,16 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
         in_place = call.func._schema.name.endswith("_") and isinstance(args[0], Tensor)
         return args[0] if in_place else self._made_up(expected, wanted)
 
+    def read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the wide model read here: its dims are whole, and the narrow model has no data."""
+        number = len(self.recording.reads)
+        if number >= len(self.original.reads) or self.original.reads[number].way != READERS[func]:
+            raise _AstrayError(
+                f"the narrow model reads other values by {READERS[func]} in {self.path[-1] or 'the top'}"
+            )
+        self.recording.reads.append(self.original.reads[number])
+        return copy.deepcopy(self.original.reads[number].result)
+
     def _wrong_literals(self, number: int, call: Op) -> list[tuple[Literal, int]]:
         arguments = call.arguments()
         wrong: list[tuple[Literal, int]] = []
@@ -121,6 +134,10 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
             for value, shape in zip(expected.outs, wanted, strict=True)
         ]
         return made[0] if expected.single else tuple(made)
+
+
+def _without_data(leaf: Any) -> Any:
+    return on_meta(leaf) if isinstance(leaf, Tensor) and not leaf.is_meta else leaf
 
 
 class _AstrayError(Exception):

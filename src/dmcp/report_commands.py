@@ -112,6 +112,7 @@ def sample(
         return
     settings, plan = o.read_plan(run)
     _check_done(run, SEARCH, plan)
+    o.check_names(run, plan.job, "model")
     graph = trace_job(plan.job, build(plan.job, settings["classes"]), tuple(settings["shape"]))
     found = load_search(run, graph)
     drawn = sampling.direct(found, direct, generator(seed)) if direct else [sampling.expected(found)]
@@ -146,6 +147,7 @@ def evaluate(
         return
     _, plan = o.read_plan(run)
     _check_done(run, WIDTHS, plan)
+    o.check_names(run, plan.job, "model", *([] if data else ["data"]))
     job = replace(plan.job, data=data or plan.job.data, batch=batch or plan.job.batch, train_batch=0, weights="")
     opened = open_job(replace(job, device=device, workers=workers, corrupt=corrupt, holdout=0.0))
     small = load(run, opened.fresh)

@@ -14,14 +14,15 @@ from typing import Any, cast
 from urllib.parse import quote
 
 from dmcp.budget import parse
-from dmcp.claims import Evidence, read_evidence, tell_claims
+from dmcp.claims import tell_claims
 from dmcp.cutting import MOST_JSON, read_bytes
 from dmcp.errors import BudgetError, FileError
+from dmcp.evidence import Evidence, read_evidence
 from dmcp.experiments import EXPERIMENTS
 from dmcp.gathering import Line
 from dmcp.graph import ChannelGraph
 from dmcp.runs import from_plain, read_json
-from dmcp.tables import between
+from dmcp.tables import between, counted
 from dmcp.training import TrainConfig
 
 LEAST, MOST = 0.98, 1.0  # of its target, that the MACs of a row must be
@@ -116,9 +117,12 @@ def make_page(place: Path, page: Path) -> str:
     figures = _figures(place, [it.stem for it in every])
     links = {stem: [_link(path, page) for path in paths] for stem, paths in figures.items()}
     notes = read_bytes(place / _NOTES, MOST_JSON).decode().strip() if (place / _NOTES).exists() else ""
-    parts = [_head(every, _link(place, page)), _contents(every, titles, bool(notes)), _claims(every, titles)]
-    parts += [f"## {NOTES}\n\n{notes}\n"] if notes else []
-    parts += [_section(it, title, place, links[it.stem]) for it, title in zip(every, titles, strict=True)]
+    users = Counter((_protocol(it), cell.name) for it in every for cell in it.once)
+    parts = [_head(every, _link(place, page)), *([f"## {NOTES}\n\n{notes}\n"] if notes else [])]
+    parts += [_claims(every, titles), _contents(every, titles)]
+    for it, title in zip(every, titles, strict=True):
+        own = [cell for cell in it.once if users[_protocol(it), cell.name] == 1]
+        parts.append(_section(it, title, place, links[it.stem], own))
     return "\n".join(parts)
 
 
@@ -150,8 +154,9 @@ def _head(every: Sequence[_Finding], place: str) -> str:
             "# The paper's experiments\n",
             f"`dmcp paper --page` makes this page from the files in [{place}]({place}) alone: do not edit it.\n",
             "Values over several seeds are mean ± standard deviation (number of seeds). Experiments on one network",
-            "share cells; one that others start from is counted where it is in a table itself. Time at work, each cell",
-            f"counted once: {_time([*cells.values()])}\n",
+            "share cells: its own are those that no other with the same protocol has. One that others start from is",
+            "counted where it is in a table itself.\n",
+            f"Time at work, each cell counted once: {_time([*cells.values()])}\n",
             *(f"- {protocol} In {', '.join(dict.fromkeys(names))}." for protocol, names in users.items()),
             f"\nCommands name data by the last part of their path.{apart}\n",
         ]
@@ -175,10 +180,9 @@ def _protocol(it: _Finding) -> str:
     )
 
 
-def _contents(every: Sequence[_Finding], titles: Sequence[str], notes: bool) -> str:
-    """Links to the sections."""
-    lines = [f"- {_to(CLAIMS)}", *([f"- {_to(NOTES)}"] if notes else [])]
-    lines += [f"- {_to(title)}: {it.about}" for it, title in zip(every, titles, strict=True)]
+def _contents(every: Sequence[_Finding], titles: Sequence[str]) -> str:
+    """Links to the sections of the experiments."""
+    lines = [f"- {_to(title)}: {it.about}" for it, title in zip(every, titles, strict=True)]
     return "\n".join(["## Contents\n", *lines, ""])
 
 
@@ -195,16 +199,18 @@ def _claims(every: Sequence[_Finding], titles: Sequence[str]) -> str:
     return f"## {CLAIMS}\n\n{tell_claims([replace(it, network=name) for it, name in known if it])}"
 
 
-def _section(it: _Finding, title: str, place: Path, links: Sequence[str]) -> str:
+def _section(it: _Finding, title: str, place: Path, links: Sequence[str], own: Sequence[_PastCell]) -> str:
+    """How an experiment was made, and what it found; own: cells that no other shares."""
     again = f"```sh\n{shlex.join(it.command)}\n```" if it.command else "The command was not kept: make it again."
     path = place / f"{it.stem}.md"
     table = read_bytes(path, MOST_JSON).decode().strip() if path.exists() else f"The table is missing: {path.name}."
     facts = [
         f"- Machines: {_machines(it.once)}.",
-        f"- Time at work: {_time(it.once)}",
+        f"- Time at work: {_time(it.once, own)}",
         f"- Seeds: {', '.join(map(str, it.seeds))}.",
         f"- {_progress(it)}",
         *_peers(it),
+        *_warnings(it),
     ]
     images = [f"![{title}: {Path(link).stem}]({link})\n" for link in links]
     checks = [f"{line}\n" for line in _check_macs(it)]
@@ -216,12 +222,13 @@ def _machines(cells: Iterable[_PastCell]) -> str:
     return ", ".join(f"{name} ({_cells(count)})" for name, count in sorted(counts.items())) or "none yet"
 
 
-def _time(cells: Sequence[_PastCell]) -> str:
-    """The sum, and what it leaves out."""
+def _time(cells: Sequence[_PastCell], own: Sequence[_PastCell] | None = None) -> str:
+    """The sum, how much of it is of cells that others do not share, and what it leaves out."""
     known = [cell.seconds for cell in cells if cell.seconds is not None]
     lost = f" The time of {_cells(len(cells) - len(known))} was not kept." if len(known) < len(cells) else ""
+    alone = "" if own is None else f", of which {_duration(sum(cell.seconds or 0.0 for cell in own))} its own"
     told = f"the sum over {_cells(len(known))}; cells run side by side, so a clock showed another time."
-    return f"{_duration(sum(known))}, {told}{lost}"
+    return f"{_duration(sum(known))}{alone}, {told}{lost}"
 
 
 def _duration(seconds: float) -> str:
@@ -230,7 +237,7 @@ def _duration(seconds: float) -> str:
 
 
 def _cells(count: int) -> str:
-    return f"{count:,} cell{'' if count == 1 else 's'}"
+    return counted(count, "cell")
 
 
 def _progress(it: _Finding) -> str:
@@ -248,6 +255,17 @@ def _peers(it: _Finding) -> list[str]:
     others = dict.fromkeys(line.method for line in it.lines if line.method not in ours)
     told = "their cells were made by `dmcp compare`, and neither command nor time above have them."
     return [f"- Rows of {', '.join(others)}: {told}"] if others else []
+
+
+def _warnings(it: _Finding) -> list[str]:
+    """What a reader of the table could take for something else."""
+    few = dict.fromkeys(line.method for line in it.lines if len(line.accuracies) < len(it.seeds))
+    told = [f"- Rows with fewer than {counted(len(it.seeds), 'seed')}: {', '.join(few)}."] if few else []
+    if it.experiment == "main":
+        told.append("- Cells ran in different sittings and side by side: rows cannot be compared by *search, s*.")
+    if it.experiment == "sampling":
+        told.append("- The highest and the lowest of the direct samples are picked by test accuracy.")
+    return told
 
 
 # what the rows cost

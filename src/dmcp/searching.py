@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from dmcp.batches import Loader, device_of, input_of, mix, size_of
+from dmcp.batches import Loader, device_of, input_of, length_of, mix, size_of
 from dmcp.budget import Budget, check_reachable, constant_alpha, parse
 from dmcp.engine import Engine, Settled, is_narrow, set_lr, sgd
 from dmcp.errors import TrainingError, WidthsError
@@ -26,8 +26,9 @@ from dmcp.spaces import Widths
 from dmcp.stages import ArchRecord, Passes, Sliced, Subnet, WeightRecord, arch_step, weight_step
 from dmcp.stem import Stem, find_stem
 from dmcp.supernet import Narrow, Supernet, run_folded
-from dmcp.training import cosine, parameter_groups
+from dmcp.training import check_trainable, cosine, parameter_groups
 
+_MUCH = 10  # times the first losses of the weights, from where on they diverge
 LARGE = 100_000_000  # macs of one sample from which a network is a large one
 
 
@@ -49,7 +50,7 @@ def search(
     """
     budget, path = _prepare(net, config, arch_loader)
     ranks, device = current(), device_of(net)
-    steps = config.epochs * -(-len(loader) // config.accumulate)
+    steps = config.epochs * -(-length_of(loader) // config.accumulate)
     settled = (engine or Engine()).settled(
         device,
         steps=steps,
@@ -190,6 +191,8 @@ def _prepare(net: Supernet, config: SearchConfig, arch_loader: Loader | None) ->
     """The budget and the chains, once it is sure that they, the supernet and the settings fit together."""
     if arch_loader is not None and not config.task_loss:
         raise TrainingError("With task_loss=False the alphas see no data: leave arch_loader out.")
+    if config.warmup_epochs or config.train_weights:
+        check_trainable(net.model)
     wanted = [list(group_sizes(space.size, config.groups, config.align)) for space in net.graph.spaces]
     if [[size for size in row if size] for row in net.sizes.tolist()] != wanted:
         raise WidthsError(
@@ -332,26 +335,49 @@ class _Log:
         """Read what waits; if all of it is finite, remember this state of the supernet, otherwise go back and stop."""
         steps, self.waiting = [step.plain(self.ranks) for step in self.waiting], []
         for record in steps:
-            self._check(record, "stage 1, the weights", *(record.weight_losses or ()))
-            self._check(record, "stage 2, the alphas", record.task_loss or 0.0, record.budget_loss or 0.0)
+            self._check(record, steps, "stage 1, the weights", *(record.weight_losses or ()))
+            self._check(record, steps, "stage 2, the alphas", record.task_loss or 0.0, record.budget_loss or 0.0)
         if steps and not torch.stack([tensor.isfinite().all() for tensor in self.net.parameters()]).all().item():
-            self._stop(f"Weights or alphas became infinite or NaN by step {steps[-1].step} (epoch {steps[-1].epoch})")
+            what = f"Weights or alphas became infinite or NaN by step {steps[-1].step} (epoch {steps[-1].epoch})"
+            self._stop(what, "", steps)
         self.records += steps
         self.good = self._state()
         for record in steps if self.on_record else ():
             assert self.on_record is not None
             self.on_record(record)
 
-    def _check(self, record: SearchRecord, stage: str, *losses: float) -> None:
+    def _check(self, record: SearchRecord, steps: list[SearchRecord], stage: str, *losses: float) -> None:
         for loss in losses:
             if not math.isfinite(loss):
-                self._stop(f"The loss is {loss} in {stage}, at step {record.step} (epoch {record.epoch})")
+                what = f"The loss is {loss} in {stage}, at step {record.step} (epoch {record.epoch})"
+                self._stop(what, stage, [it for it in steps if it.step <= record.step])
 
     @torch.no_grad()
-    def _stop(self, what: str) -> NoReturn:
+    def _stop(self, what: str, stage: str, steps: list[SearchRecord]) -> NoReturn:
+        records = [*self.records, *steps]
         for name, tensor in self.net.state_dict().items():
             tensor.copy_(self.good[name])
         last = f"after step {self.records[-1].step}" if self.records else "before the first step"
+        grown = _growth(records)
+        if grown:
+            what = f"The weights diverged: {grown}. {what}"
         raise TrainingError(
-            f"{what}; the supernet is again as it was {last}. Lower lr or alpha_lr, or look at the data."
+            f"{what}; the supernet is again as it was {last}, a model that was given to dmcp.prune is as it was given. "
+            f"{_advice(stage, records, bool(grown))}, or look at the data."
         )
+
+
+def _growth(records: list[SearchRecord]) -> str:
+    """How far the losses of the weights have grown, if that is much."""
+    finite = [(it.step, max(filter(math.isfinite, it.weight_losses or ()), default=None)) for it in records]
+    found = [(step, loss) for step, loss in finite if loss is not None]
+    (_, first), (step, last) = (found[0], max(found, key=lambda it: it[1])) if found else ((0, 0.0), (0, 0.0))
+    return f"their loss grew from {first:.3g} to {last:.3g} by step {step}" if last > _MUCH * first else ""
+
+
+def _advice(stage: str, records: list[SearchRecord], grown: bool) -> str:
+    """Which learning rate to lower; the one of the weights is shown as the steps have it, scaled by their samples."""
+    rates = [it.lr for it in records if it.lr is not None]
+    if rates and (grown or stage.startswith("stage 1")):
+        return f"Lower lr, the weights' learning rate ({rates[-1]:.3g} in this step; a trained model needs a small one)"
+    return "Lower lr or alpha_lr" if rates else "Lower alpha_lr"

@@ -58,6 +58,7 @@ class Session:
             every_seconds=60 * self.plan.every_minutes,
             asked_to_stop=self.asked_to_stop,
             notice=say,
+            complete=True,  # the plan has them all
         )
 
     def on_event(self, event: Event) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -13,12 +14,24 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([text[0], f"|{'|'.join('-' * (width + 2) for width in widths)}|", *text[1:], ""])
 
 
+def counted(number: int, word: str) -> str:
+    """1 cell, 2 cells."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
 def spread(shares: Sequence[float]) -> str:
     """Mean ± standard deviation (how many) in percent; nothing of nothing."""
     if not shares:
         return ""
     deviation = f" ± {100 * statistics.stdev(shares):.2f}" if len(shares) > 1 else ""
     return f"{100 * statistics.fmean(shares):.2f}{deviation} ({len(shares)})"
+
+
+def pooled(groups: Sequence[Sequence[float]]) -> float:
+    """Standard deviation inside groups, all together: variances weigh by the number of values less one."""
+    several = [group for group in groups if len(group) > 1]
+    whole = sum((len(group) - 1) * statistics.variance(group) for group in several)
+    return math.sqrt(whole / sum(len(group) - 1 for group in several))
 
 
 def between(least: str, most: str) -> str:
@@ -31,4 +44,4 @@ def points(differences: Sequence[float]) -> str:
     if not differences:
         return ""
     deviation = f" ± {100 * statistics.stdev(differences):.2f}" if len(differences) > 1 else ""
-    return f"{100 * statistics.fmean(differences):+.2f}{deviation} ({len(differences)})"
+    return f"{100 * statistics.fmean(differences):+z.2f}{deviation} ({len(differences)})"

@@ -21,12 +21,14 @@ from dmcp.gating import Fold, plan_folds
 from dmcp.graph import Binding, ChannelGraph, CostEntry, GateFold, Whole, in_spaces
 from dmcp.layouts import Atom
 from dmcp.recording import Func, Op, Recording, Ref, batch_of, map_leaves, rebatch, record, record_anywhere, tensors_in
+from dmcp.remarks import keep_read_whole, misfit, note_reads, ways_to_plain_weights, with_way_out
 from dmcp.replay import Rehearsal, meta_example
 from dmcp.rules import RULES
 from dmcp.settling import Settler
 from dmcp.slicing import skeleton, unwrap
 from dmcp.spaces import ChannelSpace, fingerprint
 
+_TWO_WAYS = "Compute both ways and choose with torch.where, or accept it: trace(..., strict=False)."
 _BATCH = 3  # more than one for BatchNorm in train mode; odd, so that it is rarely mistaken for channels
 
 
@@ -44,14 +46,19 @@ def trace(
     frozen: modules or spaces, by name, whose channels stay whole.
     rules: op -> channel rule, `dmcp.RULES` by default; extend with `RULES | {op: rule}`.
     exact: keep whole what a gated network computes differently from a cut one (channels under LayerNorm).
-    strict: raise on an op without a rule, and bind no attribute by its value.
+    strict: raise on an op without a rule and on values that forward reads; bind no attribute by its value.
     """
     model = unwrap(model)
     recordings, batches, notes = _record_modes(model, example_input)
     frozen = [frozen] if isinstance(frozen, str) else list(frozen or ())
     if not all(isinstance(name, str) for name in frozen):
         raise TraceError(f"frozen takes names of modules or spaces, not {frozen!r}.")
+    if note := note_reads(model, recordings):
+        if strict:
+            raise TraceError(f"{note[0].upper()}{note[1:]}. {_TWO_WAYS}")
+        notes.append(note)
     coupling = couple(recordings, RULES if rules is None else rules, strict, frozen)
+    keep_read_whole(coupling)
     parameters = [name for name, _ in model.named_parameters()]
     mixed = [pair for facts in coupling.facts for pair in facts.mixed] if exact else []
     mixed = [(layout, reason) for layout, reason in mixed if coupling.channels.freeze(layout, reason)]
@@ -67,7 +74,7 @@ def trace(
         for atom, reason in plan.stuck.items():
             coupling.channels.freeze(((atom,),), reason)
     atoms = coupling.atoms(parameters)
-    whole = _whole(coupling)
+    whole = _whole(coupling, model)
     if not atoms:
         reasons = "; ".join(f"{item.name}: {item.reason}" for item in whole[:3]) or "no conv or linear layer was seen"
         hint = " With exact=False channels under LayerNorm or weight standardisation could be." if mixed else ""
@@ -85,12 +92,7 @@ def _record_modes(model: nn.Module, example: Any) -> tuple[list[Recording], list
     batch = batch_of(example)
     if batch == 0:
         raise TraceError("The example input has no sample in it: dim 0 is the batch.")
-    several = rebatch(example, _BATCH) if batch else example
-    try:
-        first = record_anywhere(model, several, training=False)
-    except TraceError:
-        several = example  # the batch size may be written into the model
-        first = record_anywhere(model, several, training=False)
+    first, several = _record_first(model, example, batch)
     notes: list[str] = []
     if batch is None:
         notes.append("the inputs do not share their first dim, so macs are of the whole example, not of one sample")
@@ -99,6 +101,25 @@ def _record_modes(model: nn.Module, example: Any) -> tuple[list[Recording], list
     except TraceError as error:
         notes.append(f"train mode could not be recorded, so layers that run only there are unknown: {error}")
         return [first], [several], notes
+
+
+def _record_first(model: nn.Module, example: Any, batch: int | None) -> tuple[Recording, Any]:
+    """Eval mode, and the example with several samples, or as it is: the batch size may be written into the model."""
+    several = rebatch(example, _BATCH) if batch else example
+    try:
+        try:
+            first = record_anywhere(model, several, training=False)
+        except TraceError:
+            several = example
+            first = record_anywhere(model, several, training=False)
+    except TraceError as error:
+        wanted = misfit(model, example) if isinstance(error.__cause__, (RuntimeError, ValueError)) else ""
+        if wanted:  # torch's own complaint comes after it: the cause may be another one
+            raise TraceError(f"The example input does not fit: {wanted}. {error}") from error
+        raise
+    if wanted := misfit(model, example, first):
+        raise TraceError(f"The example input does not fit: {wanted}.")
+    return first, several
 
 
 def _per_sample(model: nn.Module, example: Any, coupling: Coupling, batch: int | None) -> list[Fraction]:
@@ -215,9 +236,12 @@ def _names(coupling: Coupling, atoms: list[Atom]) -> dict[Atom, str]:
     return names
 
 
-def _whole(coupling: Coupling) -> tuple[Whole, ...]:
+def _whole(coupling: Coupling, model: nn.Module) -> tuple[Whole, ...]:
+    plain = ways_to_plain_weights(model)
     found = dict.fromkeys(
-        Whole(layer, size, reason) for layer, _, parts in _writers(coupling) for size, reason in parts
+        Whole(layer, size, with_way_out(reason, plain))
+        for layer, _, parts in _writers(coupling)
+        for size, reason in parts
     )
     return tuple(found)
 

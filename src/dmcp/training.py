@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from dmcp.batches import Loader, device_of, input_of, mix, on_device, size_of, widest
+from dmcp.batches import Loader, device_of, input_of, length_of, mix, on_device, size_of, widest
 from dmcp.calibration import Forward, kept_modes
 from dmcp.engine import Engine, Precision, Settled, autocast, is_narrow, set_lr, sgd
 from dmcp.errors import TrainingError
@@ -123,6 +123,15 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
 
 
+def check_trainable(model: nn.Module) -> None:
+    """Refuse a network of which nothing is to be trained."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise TrainingError(
+            "No parameter of the model has requires_grad, so nothing can be trained: call model.requires_grad_(True), "
+            "or set it for the layers that may change."
+        )
+
+
 # the loop
 
 
@@ -146,12 +155,13 @@ def train(
     """
     if (teacher is not None) != (config.distillation is Distillation.TEACHER):
         raise TrainingError("A teacher and distillation='teacher' go together: give both or neither.")
-    if not len(loader):
+    check_trainable(model)
+    if not length_of(loader):
         raise TrainingError("There is nothing to train on: the loader has no batches.")
     ranks, device = current(), device_of(model)
     settled = (engine or Engine()).settled(
         device,
-        steps=config.epochs * len(loader),
+        steps=config.epochs * length_of(loader),
         large=_large(model),
         plain=loss is None and ranks.world == 1,
         narrow=is_narrow(model),
