@@ -245,6 +245,15 @@ def test_a_damaged_run_says_which_file(tmp_path: Path, name: str, text: str) -> 
     assert run.problems[0] in Page(make_page([run])).text
 
 
+def test_chains_without_any_channel_are_damaged(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", [*step_lines(40), *TESTS])
+    tensors = {"alphas": torch.tensor(ALPHAS), "sizes": torch.zeros_like(torch.tensor(SIZES))}
+    safetensors.torch.save_file(tensors, folder / "search.safetensors")
+    run = read_run(folder)
+    assert run.state == "damaged" and run.problems[0].startswith("search.safetensors")
+    assert run.problems[0] in Page(make_page([run])).text
+
+
 def test_lines_and_fields_of_later_versions_are_passed_over(tmp_path: Path) -> None:
     lines = [{"stage": "resumed", "from": 3}, TESTS[0] | {"energy": "low"}]
     run = read_run(write_run(tmp_path / "a", lines))

@@ -181,7 +181,8 @@ def _chances(folder: Path, problems: list[str]) -> Chances | None:
         alphas, sizes, spaces = tensors["alphas"], tensors["sizes"], tuple(map(str, facts["spaces"]))
         fits = alphas.is_floating_point() and sizes.dtype == torch.int64
         fits = fits and alphas.ndim == sizes.ndim == 2 and alphas.shape == (len(spaces), sizes.shape[1] - 1)
-        if not fits or len(sizes) != len(spaces) or alphas.isnan().any() or (sizes < 0).any() or (sizes > 2**31).any():
+        fits = fits and len(sizes) == len(spaces) and bool((sizes[:, 0] > 0).all())  # the floor is never empty
+        if not fits or alphas.isnan().any() or (sizes < 0).any() or (sizes > 2**31).any():
             raise FileError("its tensors are not those of this search's spaces.")
         targets = {str(limit["kind"]): int(limit["target"]) for limit in facts["budget"]["limits"]}
         return Chances(spaces, alphas.double(), sizes, targets, INDEPENDENT if facts["independent"] else CHAIN)
