@@ -54,7 +54,11 @@ def test_the_needed_channels_stay(seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("build", "at_once"),
-    [(resnet18, 4), (mobilenet_v2, 16), pytest.param(densenet121, 60, marks=pytest.mark.slow)],
+    [
+        (resnet18, 4),
+        pytest.param(mobilenet_v2, 16, marks=pytest.mark.slow),
+        pytest.param(densenet121, 60, marks=pytest.mark.slow),
+    ],
 )
 def test_real_networks(build: Any, at_once: int) -> None:
     problem = tiny_problem(build(num_classes=10), align=2)

@@ -437,7 +437,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at that of folded weights
-@pytest.mark.parametrize("toy", [Chain, Depthwise], ids=["chain", "depthwise"])
+@pytest.mark.parametrize("toy", [Chain, pytest.param(Depthwise, marks=pytest.mark.slow)], ids=["chain", "depthwise"])
 def test_nothing_is_compiled_twice(toy: Any, counter: CompileCounterWithBackend) -> None:
     expected, _ = searched(toy, Engine())
     result, counts = searched(toy, Engine(compile=True), counter)

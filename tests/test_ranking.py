@@ -250,7 +250,6 @@ def test_slimming_says_what_to_do_without_batch_norms() -> None:
     ("build", "methods"),
     [
         (resnet18, METHODS),
-        (mobilenet_v2, [by_slimming, by_sfp]),
         pytest.param(mobilenet_v2, METHODS, marks=pytest.mark.slow),
         pytest.param(densenet121, METHODS, marks=pytest.mark.slow),
     ],

@@ -105,9 +105,9 @@ def test_a_killed_rank_ends_the_collectives_of_the_others(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("lost", "how", "reason"),
     [
-        (1, signal.SIGKILL, "rank 1 has given no sign of life"),
+        pytest.param(1, signal.SIGKILL, "rank 1 has given no sign of life", marks=pytest.mark.slow),
         (1, signal.SIGSTOP, "rank 1 has given no sign of life"),
-        (0, signal.SIGKILL, "the store of rank 0 does not answer"),
+        pytest.param(0, signal.SIGKILL, "the store of rank 0 does not answer", marks=pytest.mark.slow),
         (0, signal.SIGSTOP, "the store of rank 0 does not answer"),  # its connections stay open
     ],
 )
