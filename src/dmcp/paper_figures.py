@@ -14,7 +14,7 @@ from matplotlib.ticker import PercentFormatter
 
 from dmcp.experiments import Study, about
 from dmcp.gathering import Line
-from dmcp.tables import between
+from dmcp.tables import between, counted
 
 _BLUE, _RED = "#0072B2", "#D55E00"  # of Okabe and Ito, as in figures
 _COLOURS = (_BLUE, "#009E73", "#CC79A7", _RED, "#E69F00", "#000000")
@@ -29,7 +29,7 @@ def title(it: Study, name: str, seeds: str = "") -> str:
     """
     told = re.sub(r"^(Table|Figure|Appendix)[^:]*: ", "", about(name))
     counts = {"epoch": it.common.train.epochs, "seed": len(it.common.seeds)}
-    epochs, several = (f"{count} {word}{'' if count == 1 else 's'}" for word, count in counts.items())
+    epochs, several = (counted(count, word) for word, count in counts.items())
     made = ", ".join([it.common.job.model, Path(it.common.job.data).name, epochs, f"{seeds}{several}"])
     return "\n".join([*textwrap.wrap(told[:1].upper() + told[1:], _LINE), made])
 

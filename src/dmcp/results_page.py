@@ -18,7 +18,7 @@ from dmcp.claims import tell_claims
 from dmcp.cutting import MOST_JSON, read_bytes
 from dmcp.errors import BudgetError, FileError
 from dmcp.evidence import Evidence, read_evidence
-from dmcp.experiments import EXPERIMENTS
+from dmcp.experiments import EXPERIMENTS, FULL
 from dmcp.gathering import Line
 from dmcp.graph import ChannelGraph
 from dmcp.runs import from_plain, read_json
@@ -147,8 +147,8 @@ def _head(every: Sequence[_Finding], place: str) -> str:
     for it in every:
         users.setdefault(_protocol(it), []).append(it.experiment)
         cells |= {(_protocol(it), cell.name): cell for cell in it.once}
-    several = len({_protocol(it) for it in every if it.experiment != "full"}) > 1  # whose cells have names of their own
-    apart = " Each of these protocols, but that of `full`, needs an `--out` of its own." if several else ""
+    several = len({_protocol(it) for it in every if it.experiment != FULL}) > 1  # whose cells have names of their own
+    apart = f" Each of these protocols, but that of `{FULL}`, needs an `--out` of its own." if several else ""
     return "\n".join(
         [
             "# The paper's experiments\n",
