@@ -28,7 +28,8 @@ from dmcp.claims import (
     tell_claims,
 )
 from dmcp.evidence import PEERS, Evidence, read_evidence
-from dmcp.experiments import EXPERIMENTS, cells_of
+from dmcp.experiment_cells import cells_of
+from dmcp.experiments import EXPERIMENTS
 from dmcp.methods import METHODS
 from dmcp.tables import pooled
 

@@ -16,13 +16,16 @@ from planted import planted_problem
 
 import dmcp
 from dmcp import cli, findings, sampling
+from dmcp.arms import Study
 from dmcp.cells import CHOICE, COST, RECOVERY, TIME, is_done
 from dmcp.compare_commands import recipe
 from dmcp.comparing import Comparison, Task, plan_cell, run_tasks, tasks
 from dmcp.cutting import WIDTHS
+from dmcp.data import load, split
 from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DmcpError, TrainingError
-from dmcp.experiments import ALL, DRAWS, EXPERIMENTS, Study, cells_of, check_experiment, command, study_of, study_tasks
+from dmcp.experiment_cells import cells_of, command, study_tasks
+from dmcp.experiments import ALL, DRAWS, EXPERIMENTS, check_experiment, study_of
 from dmcp.findings import outcomes, show, write
 from dmcp.graph import ChannelGraph
 from dmcp.jobs import Job
@@ -195,7 +198,7 @@ def test_all_experiments_share_the_reference() -> None:
     it = study()
     for name in EXPERIMENTS:
         used = {task.name for task in study_tasks(it, [name])}
-        assert ("dmcp-50%-seed2" in used) is (name not in ("recover", "full")), name
+        assert ("dmcp-50%-seed2" in used) is (name not in ("recover", "full", "recipe")), name
     every = [task.name for task in study_tasks(it, [*EXPERIMENTS])]
     assert len(every) == len({*every})
 
@@ -285,6 +288,25 @@ def test_the_full_recipe_has_cells_and_lengths_of_its_own() -> None:
     assert (taught.plan.cell.uses, taught.plan.cell.teacher) == taught.after
     usual = {task.name: task.plan for task in study_tasks(it, ["main", "full"])}["dmcp-50%-seed1"]
     assert usual == {task.name: task.plan for task in study_tasks(it, ["main"])}["dmcp-50%-seed1"]
+
+
+def test_the_recipe_is_chosen_without_the_test_images() -> None:
+    it = study(seeds=1)
+    arms = EXPERIMENTS["recipe"](study_of(it, "recipe"))
+    found = {task.name: task.plan for task in study_tasks(it, ["recipe"])}
+    usual = found.pop("uniform-recipe-50%-seed0")
+    assert usual.cell and usual.cell.held_out and usual.train == replace(it.common.train, epochs=240)
+    assert {plan.cell and plan.cell.held_out for plan in found.values()} == {True} and len(found) == len(arms) - 1 == 4
+    for plan in found.values():
+        assert replace(plan, train=usual.train) == usual and plan.train and usual.train
+        changed = {key for key, value in vars(plan.train).items() if value != vars(usual.train)[key]}
+        assert changed in ({"label_smoothing"}, {"weight_decay"}, {"lr", "warmup_lr"})
+    assert [arm.against for arm in arms] == ["", *["the usual recipe"] * 4]
+    plain = study(seeds=1, train=recipe(60, 1.6, 5e-4, 0.0))
+    labels = [arm.label for arm in EXPERIMENTS["recipe"](plain)]
+    assert "label smoothing 0" in [arm.label for arm in arms] and "label smoothing 0.1" in labels
+    assert "--label-smoothing 0.0" in " ".join(command(plain, "full"))
+    assert "--label-smoothing" not in command(it, "full")
 
 
 def test_longer_searches_change_nothing_else() -> None:
@@ -699,7 +721,12 @@ def test_rows_without_networks_leave_no_gap() -> None:
 TINY = ["--model", "digits:resnet", "--data", "digits", "--batch", "64", "--device", "cpu"]
 MADE = plain(  # of a table that is there
     {"experiment": "warmup", "model": "digits:resnet", "model_args": [], "data": "digits", "batch": 64}
-    | {"train": asdict(recipe(3, 0.8, 5e-4)), "settings": {"dmcp": {"epochs": 4}}, "search_epochs": 4, "holdout": 0.1}
+    | {
+        "train": asdict(recipe(3, 0.8, 5e-4, 0.1)),
+        "settings": {"dmcp": {"epochs": 4}},
+        "search_epochs": 4,
+        "holdout": 0.1,
+    }
     | {"seeds": [0, 1]}
 )
 
@@ -727,11 +754,11 @@ def test_all_are_those_of_the_papers_length(capsys: pytest.CaptureFixture[str], 
         told = run(capsys, *names, *TINY, "--seeds", "1", "--dry-run", "--json", "--out", str(tmp_path))[1]
         return {experiment for cell in json.loads(told)["cells"] for experiment in cell["needed_by"]}
 
-    assert listed("all") == {*ALL} == {*EXPERIMENTS} - {"full", "explain"}
+    assert listed("all") == {*ALL} == {*EXPERIMENTS} - {"full", "recipe", "explain"}
     assert listed("all", "full") == {*ALL, "full"}
     told = " ".join(re.sub(r"[│|]", " ", run(capsys, "--help")[1]).split())
-    assert "extra, all of them, or only by name full, explain." in told
-    with pytest.raises(DmcpError, match="all of them, or only by name full, explain"):
+    assert "extra, all of them, or only by name full, recipe, explain." in told
+    with pytest.raises(DmcpError, match="all of them, or only by name full, recipe, explain"):
         check_experiment("qqq")
 
 
@@ -749,7 +776,7 @@ def test_a_dry_run_finds_what_the_run_would_refuse(capsys: pytest.CaptureFixture
 
 def test_what_is_done_is_gathered_and_nothing_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out, place = tmp_path / "cells", tmp_path / "results"
-    job, train = Job(model="digits:resnet", data="digits", batch=64, device="cpu"), recipe(1, 1.6, 5e-4)
+    job, train = Job(model="digits:resnet", data="digits", batch=64, device="cpu"), recipe(1, 1.6, 5e-4, 0.1)
     more: dict[str, Any] = {"settings": {"dmcp": {"epochs": 2}}, "fine_tune_epochs": 0}
     it = study(1, "digits:resnet", "digits", job=job, train=train, **more)
     words = [*TINY, "--epochs", "1", "--search-epochs", "2", "--seeds", "1"]
@@ -810,11 +837,11 @@ def test_a_dry_run_says_what_is_left_and_for_whom(capsys: pytest.CaptureFixture[
     assert told.endswith("How long 6 of those left take is not known: none like them is done.\n")
 
 
-@pytest.mark.parametrize("name", ["full", "explain"])
+@pytest.mark.parametrize("name", ["full", "recipe", "explain"])
 def test_the_command_beside_an_experiment_makes_the_same_cells(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    job, train = Job(model="digits:resnet", data="digits", batch=64, device="cpu"), recipe(3, 0.8, 5e-4)
+    job, train = Job(model="digits:resnet", data="digits", batch=64, device="cpu"), recipe(3, 0.8, 5e-4, 0.05)
     more: dict[str, Any] = {"settings": {"dmcp": {"epochs": 4}}, "fine_tune_epochs": 1, "budgets": ("50%",)}
     it = replace(study(2, "digits:resnet", "digits", job=job, train=train, **more), wider=("width=24",))
     for task in study_tasks(it, [name]):
@@ -828,7 +855,7 @@ def test_the_command_beside_an_experiment_makes_the_same_cells(
     assert code == 0, error
     data = json.loads((tmp_path / "results" / f"{name}-digits-resnet.json").read_text())
     assert data["missing"] == [] and data["command"] == command(it, name)
-    assert data["train"]["epochs"] == study_of(it, name).common.train.epochs == (12 if name == "full" else 3)
+    assert data["train"]["epochs"] == study_of(it, name).common.train.epochs == (3 if name == "explain" else 12)
 
 
 @pytest.mark.parametrize(
@@ -861,6 +888,23 @@ def test_an_experiment_from_the_command_to_its_files(capsys: pytest.CaptureFixtu
     ]
     data = json.loads((tmp_path / "results" / "bernoulli-digits-resnet.json").read_text())
     assert data["missing"] == [] and len(data["rows"]) == 2
+
+
+@pytest.mark.slow
+def test_a_recipe_is_tested_by_images_that_it_was_not_trained_with(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    short = ["--epochs", "1", "--search-epochs", "2", "--seeds", "1", "--quiet"]
+    place = ["--out", str(tmp_path / "cells"), "--results", str(tmp_path / "results")]
+    code, told, error = run(capsys, "recipe", *TINY, *short, *place)
+    assert code == 0, error
+    assert "| accuracy in % of held-out images |" in (told := re.sub(r" +", " ", told))
+    assert "| half the weight decay |" in told and "| points above the usual recipe |" in told
+    lines = [json.loads(line) for line in (tmp_path / "cells/uniform-recipe-50%-seed0" / LOG).read_text().splitlines()]
+    tested = [line for line in lines if "accuracy" in line]
+    held = len(split(load("digits").train, 0.1)[1])
+    assert tested and all(abs(line["accuracy"] * held - round(line["accuracy"] * held)) < 1e-6 for line in tested)
+    assert max(line["epoch"] for line in lines if "epoch" in line) == 3
 
 
 @pytest.mark.slow

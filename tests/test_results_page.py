@@ -15,10 +15,11 @@ from test_experiments import run
 
 import dmcp
 from dmcp import paper_commands
+from dmcp.arms import Study
 from dmcp.comparing import Comparison
 from dmcp.engine import Engine, Precision
 from dmcp.errors import FileError
-from dmcp.experiments import Study, command
+from dmcp.experiment_cells import command
 from dmcp.findings import Shown, write
 from dmcp.jobs import Job
 from dmcp.nets import build, sample_shape

@@ -61,10 +61,11 @@ def is_done(folder: Path) -> bool:
 class _Data:
     """Batches of all training images; and of all but the held-out ones, beside those in a fixed order."""
 
-    everything: Loader
+    everything: Loader  # that the final training has: all but the held-out ones where these are the test
     rest: Loader
     held: Loader
     mixed: Loader  # the held-out ones, too, shuffled and augmented
+    test: Loader
 
 
 def run_cell(here: Session) -> None:
@@ -112,11 +113,14 @@ def _data(here: Session, cell: Cell) -> _Data:
     place = job.place
     rest, held = split(opened.data.train, cell.holdout, _SPLIT)
     how: dict[str, Any] = {"workers": job.workers, "corrupt": job.corrupt}
+    without = make_loader(rest, job.batch, True, job.seed, place, **how)
+    alone = make_loader(held, min(job.batch, len(held)), False, job.seed, place, **how)
     return _Data(
-        opened.loaders.train,
-        make_loader(rest, job.batch, True, job.seed, place, **how),
-        make_loader(held, min(job.batch, len(held)), False, job.seed, place, **how),
-        make_loader(held, min(job.batch, len(held)), True, job.seed, place, **how),
+        everything=without if cell.held_out else opened.loaders.train,
+        rest=without,
+        held=alone,
+        mixed=make_loader(held, min(job.batch, len(held)), True, job.seed, place, **how),
+        test=alone if cell.held_out else opened.loaders.test,
     )
 
 
@@ -201,7 +205,7 @@ def _fill(here: Session, cell: Cell, data: _Data) -> None:
             nets = train_all(opened.fresh, graph, wanted, data.everything, recipe, Retrain.SCRATCH, *way)
             if not (here.run.folder / COST).exists():  # else it was killed after this
                 _write_cost(here.run, seconds(), recipe.epochs * samples_of(data.everything))
-        _finish(here, nets, wanted)
+        _finish(here, nets, wanted, data)
         return
     method = None if cell.method == COPY else find_method(cell.method)
     choice = _read_choice(here) or (_choose(here, cell, method, data) if method else _copy(here, cell))
@@ -215,7 +219,7 @@ def _fill(here: Session, cell: Cell, data: _Data) -> None:
         nets[own_name(cell.method)] = _train_own(here, cell, method.own, choice, data)
     if not nets:
         raise TrainingError(f"{title(cell.method)} has no training of its own: train it from scratch, or leave it out.")
-    _finish(here, nets, dict.fromkeys(nets, choice.widths))
+    _finish(here, nets, dict.fromkeys(nets, choice.widths), data)
 
 
 def _choose(here: Session, cell: Cell, method: Method, data: _Data) -> Choice:
@@ -319,10 +323,10 @@ def _train(
     training.train(net, data.everything, recipe, None, teacher, tell, here.plan.engine, here.keep(name))
 
 
-def _finish(here: Session, nets: dict[str, nn.Module], widths: dict[str, Widths]) -> None:
+def _finish(here: Session, nets: dict[str, nn.Module], widths: dict[str, Widths], data: _Data) -> None:
     """Test the networks, and keep the first one."""
-    example = next(iter(here.opened.loaders.test))[0]
-    pruning.compare(nets, here.opened.graph, widths, here.opened.loaders.test, example, on_event=here.on_event)
+    example = next(iter(data.test))[0]
+    pruning.compare(nets, here.opened.graph, widths, data.test, example, on_event=here.on_event)
     name, net = next(iter(nets.items()))
     save(net, widths[name], here.run.folder)
 

@@ -76,6 +76,7 @@ def compare(
     batch: o.Batch = 128,
     lr: TrainLr = 0.8,
     weight_decay: o.WeightDecay = 1e-4,
+    label_smoothing: o.LabelSmoothing = 0.1,
     holdout: Held = 0.1,
     groups: o.Groups = 10,
     align: o.Align = 1,
@@ -133,7 +134,7 @@ def compare(
         engine=Engine(
             precision=precision, compile=compile, graphs=graphs, kernels=kernels, deterministic=deterministic
         ),
-        train=recipe(epochs, lr, weight_decay),
+        train=recipe(epochs, lr, weight_decay, label_smoothing),
         budgets=tuple(budget or ["50%"]),
         methods=(*names, *given),
         seeds=tuple(range(seed, seed + seeds)),
@@ -222,10 +223,15 @@ def _check_trained(it: Comparison) -> None:
         raise DmcpError(f"--no-scratch: {', '.join(left)} would not be trained at all: leave out one or the other.")
 
 
-def recipe(epochs: int, lr: float, weight_decay: float) -> TrainConfig:
+def recipe(epochs: int, lr: float, weight_decay: float, label_smoothing: float) -> TrainConfig:
     """The final training: the paper's, as long and as fast as is said."""
     return TrainConfig(
-        epochs=epochs, lr=lr, warmup_lr=lr / 4, warmup_epochs=min(1, epochs / 2), weight_decay=weight_decay
+        epochs=epochs,
+        lr=lr,
+        warmup_lr=lr / 4,
+        warmup_epochs=min(1, epochs / 2),
+        weight_decay=weight_decay,
+        label_smoothing=label_smoothing,
     )
 
 

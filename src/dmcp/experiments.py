@@ -6,64 +6,27 @@ The arm of the usual settings at half of the MACs is the same cells in all of th
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+from dmcp.arms import HALF, Arm, Study
 from dmcp.budget import parse
 from dmcp.cells import COPY, RECOVER
-from dmcp.comparing import Comparison, Task, cell_name, plan_cell
 from dmcp.errors import DmcpError
-from dmcp.graph import ChannelGraph
-from dmcp.methods.dmcp import DmcpConfig
-from dmcp.plans import Cell
 from dmcp.pruning import UNPRUNED
 from dmcp.sandwich import Draw
-from dmcp.searches import Init, SearchConfig
+from dmcp.searches import Init
+from dmcp.training import TrainConfig
 
-HALF = "50%"  # the budget of all experiments but main
 BUDGETS = (HALF, "30%", "70%", "15%")  # of main, the most wanted first
 ENDS = ("70%", "15%")  # of explain: the largest and the smallest of main
 DRAWS = 5  # networks that are drawn from one search
-FULL, EXPLAIN = "full", "explain"  # experiments that are done by name only: not the paper's, and longer than its
+# experiments that are done by name only: not the paper's, and longer than its
+FULL, RECIPE, EXPLAIN = "full", "recipe", "explain"
 WIDER = ("scale", EXPLAIN)  # experiments with a wider unpruned network
 _MORE_TRAINING, _MORE_SEARCH = 4, 2  # times the study's epochs, in the full-length recipe and in longer searches
 _FAST, _USUAL = 5.0, 0.5  # learning rates of the alphas in recover: see docs/paper_map.md; and that of a search
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arm:
-    """One setting of an experiment: a cell for each seed."""
-
-    label: str  # its row in the table; arms of one label share a row
-    name: str  # of its cells' folders, before budget and seed
-    method: str  # see methods and cells; "" for the unpruned network
-    budget: str = ""  # empty: all of the network
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of the method, where they are not the study's
-    model_args: tuple[str, ...] = ()  # besides those of the study
-    uses: Arm | None = None  # whose cell it starts from
-    uses_seed: int | None = None  # the seed of that cell; None: its own
-    seeds: tuple[int, ...] | None = None  # of the study's; None: all
-    own: bool = True  # whether its network is also trained the method's own way, where it has one
-    shows_own: bool = False  # whether its row is that of this other network
-    teacher: Arm | None = None  # whose cell of the same seed has the network that it also learns from
-    against: str = ""  # label of the row that it is compared with, seed by seed; empty: none
-
-
-@dataclass(frozen=True, kw_only=True)
-class Study:
-    """What is the same in all experiments on one network."""
-
-    common: Comparison  # the protocol and the seeds; its methods and budgets are those of main
-    graph: ChannelGraph
-    wider: tuple[str, ...] = ("width=24",)  # arguments that make the unpruned network 1.5 times as wide
-
-    @property
-    def search(self) -> SearchConfig:
-        """The usual search."""
-        return DmcpConfig(**self.common.settings.get("dmcp", {})).search_config(HALF)
-
 
 Experiment = Callable[[Study], list[Arm]]
 
@@ -222,6 +185,34 @@ def full(it: Study) -> list[Arm]:
     return _compared(same, [trained, same, ours, slimmable, replace(copied, uses=ours, teacher=trained)])
 
 
+def recipe(it: Study) -> list[Arm]:
+    """What the full-length recipe was chosen by: one setting changed at a time, tested by held-out training images.
+
+    Uniform widths, so that no search is favoured. `--label-smoothing` and its like then make a choice that of `full`.
+    """
+    train = it.common.train
+    smoothing = 0.0 if train.label_smoothing else TrainConfig.label_smoothing
+    ways: dict[str, tuple[str, dict[str, float]]] = {
+        "the usual recipe": ("", {}),
+        f"label smoothing {smoothing:g}": ("smoothing", {"label_smoothing": smoothing}),
+        "half the weight decay": ("less-decay", {"weight_decay": train.weight_decay / 2}),
+        "twice the weight decay": ("more-decay", {"weight_decay": train.weight_decay * 2}),
+        "half the learning rate": ("slower", {"lr": train.lr / 2, "warmup_lr": train.warmup_lr / 2}),
+    }
+    arms = [
+        Arm(
+            label=label,
+            name="-".join(filter(None, ("uniform", RECIPE, name))),
+            method="uniform",
+            budget=HALF,
+            train=more,
+            held_out=True,
+        )
+        for label, (name, more) in ways.items()
+    ]
+    return _compared(arms[0], arms)
+
+
 def explain(it: Study) -> list[Arm]:
     """Why some claims do not hold, our guesses tested: searches of twice the epochs, alphas of trained frozen weights.
 
@@ -263,10 +254,12 @@ EXPERIMENTS: dict[str, Experiment] = {  # as people type them, the most wanted f
     "distribution": distribution,
     "extra": extra,
     FULL: full,
+    RECIPE: recipe,
     EXPLAIN: explain,
 }
-ALL = tuple(name for name in EXPERIMENTS if name not in (FULL, EXPLAIN))  # what people call all
-NAMES = f"{', '.join(ALL)}, all of them, or only by name {FULL}, {EXPLAIN}"  # for people
+_BY_NAME = (FULL, RECIPE, EXPLAIN)
+ALL = tuple(name for name in EXPERIMENTS if name not in _BY_NAME)  # what people call all
+NAMES = f"{', '.join(ALL)}, all of them, or only by name {', '.join(_BY_NAME)}"  # for people
 
 
 def about(name: str) -> str:
@@ -276,23 +269,12 @@ def about(name: str) -> str:
 
 def study_of(it: Study, name: str) -> Study:
     """The study as one experiment has it: its epochs are others in the full-length recipe."""
-    if name != FULL:
+    if name not in (FULL, RECIPE):
         return it
     common, train = it.common, it.common.train
     search = {**common.settings.get("dmcp", {}), "epochs": _MORE_SEARCH * it.search.epochs}
     long = replace(train, epochs=_MORE_TRAINING * train.epochs)
     return replace(it, common=replace(common, train=long, settings={**common.settings, "dmcp": search}))
-
-
-def epochs_of(it: Study, arm: Arm) -> dict[str, int]:
-    """Passes over the data that an arm's networks took: of search and training, of their start and of their teacher."""
-    searched = arm.uses if arm.method == COPY and arm.uses else arm
-    found = {"training": it.common.train.epochs}
-    if searched.method == "dmcp":
-        settings = {**it.common.settings.get("dmcp", {}), **searched.settings}
-        found = {"search": DmcpConfig(**settings).epochs} | found
-        found |= {"start": it.common.train.epochs} if searched.uses else {}
-    return found | ({"teacher": it.common.train.epochs} if arm.teacher else {})
 
 
 def check_experiment(name: str) -> None:
@@ -301,66 +283,3 @@ def check_experiment(name: str) -> None:
         near = difflib.get_close_matches(name, EXPERIMENTS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {NAMES}."
         raise DmcpError(f"There is no experiment {name!r}: {hint}")
-
-
-# how to do them again
-
-
-def command(it: Study, name: str) -> list[str]:
-    """What makes an experiment again, the data by the last part of their path; folders are left to the reader."""
-    common, job, train, engine = it.common, it.common.job, it.common.train, it.common.engine
-    told: list[tuple[str, Any]] = [("model", job.model), *(("model-args", text) for text in job.model_args)]
-    told += [("data", Path(job.data).name), ("epochs", train.epochs), ("search-epochs", it.search.epochs)]
-    told += [("batch", job.batch), ("lr", train.lr), ("weight-decay", train.weight_decay)]
-    told += [("seeds", len(common.seeds)), *([("seed", common.seeds[0])] if common.seeds[0] else [])]
-    told += [("budget", text) for text in common.budgets if name == "main"]
-    told += [("wider", text) for text in it.wider if name in WIDER]
-    told += [(key, text) for key, text in (("device", job.device), ("precision", engine.precision)) if text]
-    words = [word for key, value in told for word in (f"--{key}", str(value))]
-    switches = {"compile": engine.compile, "graphs": engine.graphs, "kernels": engine.kernels}
-    words += [f"--{'' if on else 'no-'}{key}" for key, on in switches.items() if on is not None]
-    return ["dmcp", "paper", name, *words, *(["--deterministic"] if engine.deterministic else [])]
-
-
-# from arms to cells
-
-
-def cells_of(it: Study, arms: Sequence[Arm]) -> list[tuple[Arm, int, str]]:
-    """Arm, seed and cell's name of everything in the table, seed by seed."""
-    return [
-        (arm, seed, cell_name(arm.name, seed, arm.budget))
-        for seed in it.common.seeds
-        for arm in arms
-        if arm.seeds is None or seed in arm.seeds
-    ]
-
-
-def study_tasks(it: Study, names: Sequence[str]) -> list[Task]:
-    """All cells of these experiments, one experiment after the other, each cell once and after those that it needs."""
-    found: dict[str, Task] = {}
-    for name in names:
-        own = study_of(it, name)
-        for arm, seed, _ in cells_of(own, EXPERIMENTS[name](own)):
-            _add(own, arm, seed, found)
-    return list(found.values())
-
-
-def needed_by(it: Study, names: Sequence[str]) -> dict[str, list[str]]:
-    """Of each cell the experiments that need it."""
-    found: dict[str, list[str]] = {}
-    for name in names:
-        for task in study_tasks(it, [name]):
-            found.setdefault(task.name, []).append(name)
-    return found
-
-
-def _add(it: Study, arm: Arm, seed: int, found: dict[str, Task]) -> str:
-    """Put the cell of an arm in, and before it what it starts from; its name."""
-    uses = _add(it, arm.uses, seed if arm.uses_seed is None else arm.uses_seed, found) if arm.uses else ""
-    teacher = _add(it, arm.teacher, seed, found) if arm.teacher else ""
-    job = replace(it.common.job, model_args=(*it.common.job.model_args, *arm.model_args))
-    cell = Cell(method=arm.method, settings=dict(arm.settings), uses=uses, own=arm.own, teacher=teacher)
-    plan = plan_cell(replace(it.common, job=job), seed, cell, arm.budget or "100%")
-    task = Task(cell_name(arm.name, seed, arm.budget), plan, tuple(filter(None, (uses, teacher))))
-    assert found.setdefault(task.name, task) == task, task.name
-    return task.name

@@ -14,11 +14,13 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from dmcp import figures
+from dmcp.arms import Arm, Study
 from dmcp.batches import generator
 from dmcp.budget import spent_shares
 from dmcp.cells import CHOICE, RECOVERY, TIME, is_done, own_name
 from dmcp.comparing import PLANS, UNIFORM, cell_name, plan_cell
-from dmcp.experiments import EXPERIMENTS, EXPLAIN, FULL, Arm, Study, about, cells_of, command, epochs_of, study_of
+from dmcp.experiment_cells import cells_of, command, epochs_of
+from dmcp.experiments import EXPERIMENTS, EXPLAIN, FULL, RECIPE, about, study_of
 from dmcp.gathering import Line, against_uniform, gather, markdown, to_json
 from dmcp.listing import read_run
 from dmcp.methods import METHODS, PEERS
@@ -29,6 +31,7 @@ from dmcp.runs import Run, load_search, read_json
 from dmcp.tables import between, points, pooled, spread, table
 
 _PERCENT = "accuracy in %"
+_HELD = " of held-out images"  # that are not the test's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,15 +166,17 @@ def _row(label: str, values: Sequence[float], **more: Any) -> dict[str, Any]:
     return {"label": label, "accuracies": [*values], "mean": mean, "deviation": deviation, **more}
 
 
-def _show_arms(it: Study, name: str, found: Sequence[Outcome], folder: Path, lengths: bool = False) -> Shown:
+def _show_arms(
+    it: Study, name: str, found: Sequence[Outcome], folder: Path, lengths: bool = False, of: str = ", same recipe"
+) -> Shown:
     """A row for each label: accuracy over the seeds, how much above another row, and what the networks cost.
 
-    lengths: also how long each was searched and trained, where that is not the same for all.
+    lengths: also how long each was searched and trained, where that is not the same for all. of: words after accuracy.
     """
     groups = _by_label(it, name, found)
     seen = {label: {one.seed: one.shown for one in own if one.shown is not None} for label, own in groups.items()}
     above, rows = dict[str, dict[str, Any]](), list[dict[str, Any]]()
-    cells = [["", _PERCENT if lengths else f"{_PERCENT}, same recipe", "MACs of 1.0x unpruned", "params"]]
+    cells = [["", f"{_PERCENT}{of}", "MACs of 1.0x unpruned", "params"]]
     cells[0] += ["epochs of search + training"] if lengths else []
     for label, group in groups.items():
         values, arm = _accuracies(group), group[0].arm
@@ -184,7 +189,8 @@ def _show_arms(it: Study, name: str, found: Sequence[Outcome], folder: Path, len
         if lengths:
             rows[-1]["epochs"] = epochs_of(it, arm)
             cells[-1].append(_lengths(rows[-1]["epochs"]))
-    drawn = dots({label: _accuracies(group) for label, group in groups.items()}, title(it, name))
+    words = f"accuracy{_HELD}" if of == _HELD else "test accuracy"
+    drawn = dots({label: _accuracies(group) for label, group in groups.items()}, title(it, name), words)
     return Shown(table(_with_points(cells, above)), rows, {"": drawn})
 
 
@@ -363,6 +369,7 @@ _SHOWN: dict[str, Callable[[Study, str, Sequence[Outcome], Path], Shown]] = {  #
     "scale": _show_scale,
     "recover": _show_recover,
     "distribution": _show_distribution,
-    FULL: functools.partial(_show_arms, lengths=True),
-    EXPLAIN: functools.partial(_show_arms, lengths=True),
+    FULL: functools.partial(_show_arms, lengths=True, of=""),
+    RECIPE: functools.partial(_show_arms, of=_HELD),
+    EXPLAIN: functools.partial(_show_arms, lengths=True, of=""),
 }

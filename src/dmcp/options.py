@@ -83,6 +83,9 @@ Lr = Annotated[
 ]
 SearchLr = Annotated[float, typer.Option(help="First learning rate of the search at a batch of 1024.")]
 WeightDecay = Annotated[float, typer.Option(help="Weight decay of search and retraining.")]
+LabelSmoothing = Annotated[
+    float, typer.Option(help="Share of a label that is spread over all classes, in search and retraining.")
+]
 Groups = Annotated[int, typer.Option(help="Groups that each space is divided into.")]
 Align = Annotated[
     int, typer.Option(help="Widths are multiples of this, or a space's whole size; smaller spaces stay whole.")

@@ -11,12 +11,14 @@ from typing import Annotated, Any
 import typer
 
 from dmcp import options as o
+from dmcp.arms import Study
 from dmcp.cells import TIME, is_done
 from dmcp.commands import print_json
 from dmcp.compare_commands import check_job, recipe
 from dmcp.comparing import Comparison, Task, changes, check_begun, check_failed, run_tasks, state_of
 from dmcp.engine import Engine
 from dmcp.errors import DmcpError, FileError
+from dmcp.experiment_cells import needed_by, study_tasks
 from dmcp.experiments import (
     ALL,
     BUDGETS,
@@ -24,10 +26,7 @@ from dmcp.experiments import (
     EXPLAIN,
     NAMES,
     WIDER,
-    Study,
     check_experiment,
-    needed_by,
-    study_tasks,
 )
 from dmcp.findings import protocol, show, write
 from dmcp.jobs import Job, open_job
@@ -69,6 +68,7 @@ def paper(
     batch: o.Batch = 512,
     lr: TrainLr = 1.6,
     weight_decay: o.WeightDecay = 5e-4,
+    label_smoothing: o.LabelSmoothing = 0.1,
     model_args: o.ModelArgs = None,
     wider: Wider = None,
     out: Out = "runs/paper",
@@ -118,7 +118,7 @@ def paper(
         engine=Engine(
             precision=precision, compile=compile, graphs=graphs, kernels=kernels, deterministic=deterministic
         ),
-        train=recipe(epochs, lr, weight_decay),
+        train=recipe(epochs, lr, weight_decay, label_smoothing),
         budgets=tuple(budget or BUDGETS),
         methods=("uniform", "random", "dmcp"),
         seeds=tuple(range(seed, seed + seeds)),

@@ -12,7 +12,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from dmcp.experiments import Study, about
+from dmcp.arms import Study
+from dmcp.experiments import about
 from dmcp.gathering import Line
 from dmcp.tables import between, counted
 
@@ -56,7 +57,7 @@ def _other_seeds(counts: Sequence[int], usual: int) -> str:
     return "" if told == str(usual) else f" ({told} seed{'' if told == '1' else 's'})"
 
 
-def dots(groups: Mapping[str, Sequence[float]], title: str) -> Figure:
+def dots(groups: Mapping[str, Sequence[float]], title: str, words: str = "test accuracy") -> Figure:
     """Each network's accuracy as a dot, a row for each setting; means, and bars of one deviation up and down."""
     figure = Figure(figsize=(7.0, 1.3 + 0.15 * title.count("\n") + 0.4 * len(groups)), layout="constrained")
     axes = figure.subplots()
@@ -70,7 +71,7 @@ def dots(groups: Mapping[str, Sequence[float]], title: str) -> Figure:
     axes.set_yticks(range(len(groups)), [*groups], fontsize=8)
     axes.set_ylim(len(groups) - 0.5, -0.5)
     figure.suptitle(f"{title}\ndots: networks; red: mean ± one standard deviation", fontsize=9)
-    axes.set_xlabel("test accuracy")
+    axes.set_xlabel(words)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0))
     axes.margins(x=0.08)
     axes.spines[["top", "right"]].set_visible(False)

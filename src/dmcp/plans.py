@@ -21,6 +21,8 @@ from dmcp.runs import from_plain
 from dmcp.searches import SearchConfig
 from dmcp.training import TrainConfig
 
+_BLIND = ("", "uniform")  # methods that see no images; the first is that of the unpruned network
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
@@ -35,11 +37,17 @@ class Cell:
     fine_tune_epochs: int = 0  # epochs of the method's own way of training, where it fine-tunes; 0: not that way
     own: bool = True  # whether the method's own way of training is done at all, where it has one
     teacher: str = ""  # name of the cell whose network the chosen one also learns from, in the same folder
+    held_out: bool = False  # whether its network is trained without the held-out images, and tested by them alone
 
     def __post_init__(self) -> None:
         if self.teacher and (not self.method or self.prepares or not self.scratch):
             raise TrainingError(
                 "Only a network that was chosen and is trained from scratch has a teacher: leave it out."
+            )
+        if self.held_out and (self.method not in _BLIND or not self.scratch):
+            raise TrainingError(
+                f"Held-out images can only test unpruned and uniform networks that are trained from scratch: "
+                f"{self.method!r} may have chosen by them."
             )
 
 
@@ -67,6 +75,8 @@ class Plan:
             del plain["cell"]["own"]
         if self.cell is not None and not self.cell.teacher:  # the same
             del plain["cell"]["teacher"]
+        if self.cell is not None and not self.cell.held_out:  # the same
+            del plain["cell"]["held_out"]
         if self.engine.kernels is None:  # the same for all that was begun before there was this one
             del plain["engine"]["kernels"]
         return plain

@@ -18,7 +18,7 @@ from dmcp.claims import tell_claims
 from dmcp.cutting import MOST_JSON, read_bytes
 from dmcp.errors import BudgetError, FileError
 from dmcp.evidence import Evidence, read_evidence
-from dmcp.experiments import EXPERIMENTS, FULL
+from dmcp.experiments import EXPERIMENTS, FULL, RECIPE
 from dmcp.gathering import Line
 from dmcp.graph import ChannelGraph
 from dmcp.runs import from_plain, read_json
@@ -92,7 +92,8 @@ def _read(path: Path) -> _Finding | None:
         lines = [_known(Line, row) for row in data["rows"] if "budget" in row]
         cells = [_known(_PastCell, cell) for cell in data["cells"]]
         found = from_plain(_Finding, _known(_Finding, data | {"stem": path.stem, "lines": lines, "cells": cells}))
-        return replace(found, evidence=read_evidence(data, found.network))
+        judged = found.experiment != RECIPE  # whose accuracies are of other images
+        return replace(found, evidence=read_evidence(data, found.network) if judged else None)
     except (KeyError, TypeError, ValueError) as error:
         raise FileError(f"{path}: not as dmcp paper writes it ({error}): remove it, or make it again.") from None
 
@@ -147,8 +148,10 @@ def _head(every: Sequence[_Finding], place: str) -> str:
     for it in every:
         users.setdefault(_protocol(it), []).append(it.experiment)
         cells |= {(_protocol(it), cell.name): cell for cell in it.once}
-    several = len({_protocol(it) for it in every if it.experiment != FULL}) > 1  # whose cells have names of their own
-    apart = f" Each of these protocols, but that of `{FULL}`, needs an `--out` of its own." if several else ""
+    named = (FULL, RECIPE)  # whose cells have names of their own
+    several = len({_protocol(it) for it in every if it.experiment not in named}) > 1
+    but = " and ".join(f"`{it}`" for it in named)
+    apart = f" Each of these protocols, but that of {but}, needs an `--out` of its own." if several else ""
     return "\n".join(
         [
             "# The paper's experiments\n",
@@ -175,8 +178,8 @@ def _protocol(it: _Finding) -> str:
     return (
         f"**{it.network}** on {it.data}. Final training, the same for all rows but those that say otherwise: epochs "
         f"{train.epochs}, batch {it.batch:,}, highest learning rate {train.lr:g}{base}, weight decay "
-        f"{train.weight_decay:g}. Search of DMCP: {search}. Held out until the final training: {held} of the training "
-        f"images.{others}"
+        f"{train.weight_decay:g}, label smoothing {train.label_smoothing:g}. Search of DMCP: {search}. Held out "
+        f"until the final training: {held} of the training images.{others}"
     )
 
 
@@ -263,6 +266,8 @@ def _warnings(it: _Finding) -> list[str]:
     told = [f"- Rows with fewer than {counted(len(it.seeds), 'seed')}: {', '.join(few)}."] if few else []
     if it.experiment == "main":
         told.append("- Cells ran in different sittings and side by side: rows cannot be compared by *search, s*.")
+    if it.experiment == RECIPE:
+        told.append("- Trained without the held-out images and tested by them alone: no test image was used here.")
     if it.experiment == "sampling":
         told.append("- The highest and the lowest of the direct samples are picked by test accuracy.")
     return told
