@@ -44,6 +44,7 @@ TABLE = Comparison(
 )
 DMCP, SFP, SLIMMING, AMC = "dmcp-50%-seed0", "sfp-50%-seed0", "slimming-50%-seed0", "amc-50%-seed0"
 TAUGHT = "dmcp-distilled-50%-seed0"  # dmcp's widths, with the unpruned network as teacher
+INSIDE = "dmcp-slimmable-50%-seed0"  # dmcp's widths, trained inside the unpruned network
 KEPT = ("log.jsonl", "model.safetensors", "widths.json", "search.safetensors", "search.json", CHOICE, CHOSEN, PREPARED)
 WRITE = "dmcp.runs:Run.write"
 AGAIN = "start the dmcp compare or dmcp paper that this cell is of again."
@@ -54,7 +55,9 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Task]:
     """The cells by name, each with a file of its plan and checkpoints after every tenth step."""
     cell = Cell(method=COPY, uses=DMCP, teacher="unpruned-seed0")
     taught = Task(TAUGHT, plan_cell(TABLE, 0, cell, "50%"), (DMCP, "unpruned-seed0"))
-    return {task.name: replace(task, plan=replace(task.plan, every_steps=10)) for task in (*tasks(TABLE), taught)}
+    inside = Task(INSIDE, plan_cell(TABLE, 0, Cell(method=COPY, uses=DMCP, slimmable=True), "50%"), (DMCP,))
+    every = (*tasks(TABLE), taught, inside)
+    return {task.name: replace(task, plan=replace(task.plan, every_steps=10)) for task in every}
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +219,15 @@ def test_a_taught_cell_is_the_network_of_a_run_with_a_teacher(
     for name, tensor in nets["ours"].state_dict().items():
         torch.testing.assert_close(tensor, taught[name], rtol=1e-4, atol=1e-5)  # threads add up in another order
     assert any((taught[name] - alone[name]).abs().max() > 1e-2 for name in taught)
+
+
+def test_a_slimmable_cell_is_trained_as_dmcp_is_in_its_own_way(whole: Path) -> None:
+    losses: dict[str, list[float]] = {}
+    for name in (DMCP, INSIDE):
+        for line in map(json.loads, (whole / name / "log.jsonl").read_text().splitlines()):
+            losses.setdefault(line["stage"], []).append(line.get("loss", 0.0))
+    assert losses["copy"] == pytest.approx(losses["dmcp, own"], rel=1e-3)  # threads add up in another order
+    assert losses["copy"] != pytest.approx(losses["dmcp"], rel=1e-3) and len(losses["copy"]) > 5
 
 
 def test_a_taught_cell_without_its_teacher_says_so(

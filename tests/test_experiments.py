@@ -17,7 +17,7 @@ from planted import planted_problem
 import dmcp
 from dmcp import cli, findings, sampling
 from dmcp.arms import Study
-from dmcp.cells import CHOICE, COST, RECOVERY, TIME, is_done
+from dmcp.cells import CHOICE, COPY, COST, RECOVERY, TIME, is_done
 from dmcp.compare_commands import recipe
 from dmcp.comparing import Comparison, Task, plan_cell, run_tasks, tasks
 from dmcp.cutting import WIDTHS
@@ -240,7 +240,7 @@ def test_ablations_train_from_scratch_only() -> None:
     for task in study_tasks(study(), [*EXPERIMENTS]):
         assert task.plan.cell
         if task.plan.cell.method == "dmcp":
-            assert task.plan.cell.own is bool(re.match(r"dmcp-(full-)?\d+%", task.name)), task.name
+            assert task.plan.cell.own is bool(re.match(r"dmcp-\d+%", task.name)), task.name
 
 
 def test_the_wider_network_has_the_same_target() -> None:
@@ -275,14 +275,17 @@ def test_seeds_of_searches_and_of_trainings_are_told_apart() -> None:
 def test_the_full_recipe_has_cells_and_lengths_of_its_own() -> None:
     it = study(settings={"dmcp": {"epochs": 20, "groups": 5}})
     found = {task.name: task for task in study_tasks(it, ["main", "full"]) if "-full-" in task.name}
-    names = ["unpruned-full", "uniform-full-50%", "dmcp-full-50%", "dmcp-distilled-full-50%"]
+    names = ["unpruned-full", "uniform-full-50%", *(f"dmcp-{it}full-50%" for it in ("", "distilled-", "slimmable-"))]
     assert sorted(found) == sorted(f"{name}-seed{seed}" for name in names for seed in range(3))
     plans = [task.plan for task in found.values()]
     assert {(plan.train.epochs, plan.train.lr, plan.train.warmup_epochs) for plan in plans if plan.train} == {
         (240, 1.6, 1)
     }
     ours, taught = found["dmcp-full-50%-seed1"].plan.cell, found["dmcp-distilled-full-50%-seed1"]
-    assert ours and ours.settings == {"epochs": 40, "groups": 5} and ours.own
+    assert ours and ours.settings == {"epochs": 40, "groups": 5} and not ours.own
+    inside = found["dmcp-slimmable-full-50%-seed1"]
+    assert inside.after == ("dmcp-full-50%-seed1",) and inside.plan.cell and inside.plan.cell.slimmable
+    assert replace(inside.plan.cell, slimmable=False, teacher="unpruned-full-seed1") == taught.plan.cell
     assert taught.plan.cell and taught.plan.cell.method == "copy" and taught.plan.train and taught.plan.train.seed == 1
     assert taught.after == ("dmcp-full-50%-seed1", "unpruned-full-seed1")
     assert (taught.plan.cell.uses, taught.plan.cell.teacher) == taught.after
@@ -345,6 +348,12 @@ def test_only_a_network_that_was_chosen_has_a_teacher() -> None:
         Cell(method="", teacher="unpruned-seed0")
     with pytest.raises(TrainingError, match="leave it out"):
         Cell(method="dmcp", teacher="unpruned-seed0", scratch=False)
+    with pytest.raises(TrainingError, match="leave it out"):
+        Cell(method="", slimmable=True)
+    with pytest.raises(TrainingError, match="leave the other one out"):
+        Cell(method=COPY, slimmable=True, teacher="unpruned-seed0")
+    with pytest.raises(TrainingError, match="'dmcp' may have chosen by them"):
+        Cell(method="dmcp", held_out=True)
 
 
 def test_each_arm_is_compared_with_what_it_changes() -> None:
@@ -548,10 +557,11 @@ def test_draws_and_methods_have_differences_too(tmp_path: Path) -> None:
 
 
 def test_the_full_recipe_tells_its_lengths(tmp_path: Path) -> None:
-    it, own = study(seeds=1), {"dmcp-full-50%-seed0": 0.93}
+    it = study(seeds=1)
     values = {"unpruned-full-seed0": 0.92, "uniform-full-50%-seed0": 0.90, "dmcp-full-50%-seed0": 0.91}
+    values |= {"dmcp-slimmable-full-50%-seed0": 0.93}
     for task in study_tasks(it, ["full"]):
-        write_cell(task, tmp_path / "cells", it, values.get(task.name, 0.94), own.get(task.name))
+        write_cell(task, tmp_path / "cells", it, values.get(task.name, 0.94))
     shown = show(it, "full", tmp_path / "cells")
     assert shown
     rows = {
@@ -572,10 +582,9 @@ def test_the_full_recipe_tells_its_lengths(tmp_path: Path) -> None:
     assert (data["train"]["epochs"], data["search_epochs"], data["missing"]) == (240, 60, [])
     words = data["command"]
     assert (words[words.index("--epochs") + 1], words[words.index("--search-epochs") + 1]) == ("60", "30")
-    cells = {(cell["label"], cell["name"]): (cell["accuracy"], cell["own_accuracy"]) for cell in data["cells"]}
-    assert (
-        cells["dmcp", "dmcp-full-50%-seed0"] == cells["dmcp, slimmable training", "dmcp-full-50%-seed0"] == (0.91, 0.93)
-    )
+    cells = {(cell["label"], cell["name"]): cell["accuracy"] for cell in data["cells"]}
+    assert cells["dmcp", "dmcp-full-50%-seed0"] == 0.91
+    assert cells["dmcp, slimmable training", "dmcp-slimmable-full-50%-seed0"] == 0.93
 
 
 def test_explanations_name_the_row_of_each_difference(tmp_path: Path) -> None:

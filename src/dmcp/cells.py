@@ -212,6 +212,8 @@ def _fill(here: Session, cell: Cell, data: _Data) -> None:
     nets = {}
     if cell.scratch and cell.teacher:
         nets[title(cell.method)] = _train_taught(here, cell, choice.widths, data)
+    elif cell.scratch and cell.slimmable:
+        nets[title(cell.method)] = _train_inside(here, title(cell.method), choice.widths, data)
     elif cell.scratch:
         wanted = {title(cell.method): choice.widths}
         nets |= train_all(opened.fresh, graph, wanted, data.everything, recipe, Retrain.SCRATCH, *way)
@@ -285,12 +287,9 @@ def _read_choice(here: Session) -> Choice | None:
 def _train_own(here: Session, cell: Cell, own: Own, choice: Choice, data: _Data) -> nn.Module:
     """The chosen network with weights got the authors' way."""
     opened, recipe, name = here.opened, here.plan.train, own_name(cell.method)
-    assert recipe is not None and here.plan.engine is not None
     if own is Own.SLIMMABLE:
-        way = (None, here.on_event, here.plan.engine, here.keep)
-        wanted = {name: choice.widths}
-        return train_all(opened.fresh, opened.graph, wanted, data.everything, recipe, Retrain.SLIMMABLE, *way)[name]
-    assert choice.model is not None
+        return _train_inside(here, name, choice.widths, data)
+    assert recipe is not None and choice.model is not None
     small = cut(choice.model, opened.graph, choice.kept)
     if own is Own.FINE_TUNED:
         gentle = replace(
@@ -298,6 +297,15 @@ def _train_own(here: Session, cell: Cell, own: Own, choice: Choice, data: _Data)
         )
         _train(here, name, small, data, gentle)
     return small
+
+
+def _train_inside(here: Session, name: str, widths: Widths, data: _Data) -> nn.Module:
+    """The chosen network with fresh weights, trained inside the unpruned network, which it imitates."""
+    opened, recipe = here.opened, here.plan.train
+    assert recipe is not None
+    way = (None, here.on_event, here.plan.engine, here.keep)
+    wanted = {name: widths}
+    return train_all(opened.fresh, opened.graph, wanted, data.everything, recipe, Retrain.SLIMMABLE, *way)[name]
 
 
 def _train_taught(here: Session, cell: Cell, widths: Widths, data: _Data) -> nn.Module:

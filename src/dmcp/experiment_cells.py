@@ -88,6 +88,7 @@ def _add(it: Study, arm: Arm, seed: int, found: dict[str, Task]) -> str:
         uses=uses,
         own=arm.own,
         teacher=teacher,
+        slimmable=arm.slimmable,
         held_out=arm.held_out,
     )
     plan = plan_cell(replace(it.common, job=job, train=train), seed, cell, arm.budget or "100%")

@@ -49,11 +49,6 @@ class Outcome:
     seconds: float | None = None  # at work in all
     device: str = ""
 
-    @property
-    def shown(self) -> float | None:
-        """The accuracy in the row of its arm."""
-        return self.own_accuracy if self.arm.shows_own else self.accuracy
-
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return {"label": self.arm.label} | {name: value for name, value in vars(self).items() if name != "arm"}
@@ -157,7 +152,7 @@ def _by_label(it: Study, name: str, found: Sequence[Outcome]) -> dict[str, list[
 
 
 def _accuracies(found: Sequence[Outcome]) -> list[float]:
-    return [outcome.shown for outcome in found if outcome.shown is not None]
+    return [outcome.accuracy for outcome in found if outcome.accuracy is not None]
 
 
 def _row(label: str, values: Sequence[float], **more: Any) -> dict[str, Any]:
@@ -174,7 +169,7 @@ def _show_arms(
     lengths: also how long each was searched and trained, where that is not the same for all. of: words after accuracy.
     """
     groups = _by_label(it, name, found)
-    seen = {label: {one.seed: one.shown for one in own if one.shown is not None} for label, own in groups.items()}
+    seen = {label: {one.seed: one.accuracy for one in own if one.accuracy is not None} for label, own in groups.items()}
     above, rows = dict[str, dict[str, Any]](), list[dict[str, Any]]()
     cells = [["", f"{_PERCENT}{of}", "MACs of 1.0x unpruned", "params"]]
     cells[0] += ["epochs of search + training"] if lengths else []

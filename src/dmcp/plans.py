@@ -37,13 +37,17 @@ class Cell:
     fine_tune_epochs: int = 0  # epochs of the method's own way of training, where it fine-tunes; 0: not that way
     own: bool = True  # whether the method's own way of training is done at all, where it has one
     teacher: str = ""  # name of the cell whose network the chosen one also learns from, in the same folder
+    slimmable: bool = False  # whether the chosen network is trained inside the unpruned one, instead of alone
     held_out: bool = False  # whether its network is trained without the held-out images, and tested by them alone
 
     def __post_init__(self) -> None:
-        if self.teacher and (not self.method or self.prepares or not self.scratch):
+        if (self.teacher or self.slimmable) and (not self.method or self.prepares or not self.scratch):
             raise TrainingError(
-                "Only a network that was chosen and is trained from scratch has a teacher: leave it out."
+                "Only a network that was chosen and is trained from scratch has a teacher, or is slimmable: leave it "
+                "out."
             )
+        if self.teacher and self.slimmable:
+            raise TrainingError("A slimmable training has the unpruned network as a teacher: leave the other one out.")
         if self.held_out and (self.method not in _BLIND or not self.scratch):
             raise TrainingError(
                 f"Held-out images can only test unpruned and uniform networks that are trained from scratch: "
@@ -73,10 +77,9 @@ class Plan:
         plain = asdict(self) | {"options": dict(self.options)}
         if self.cell is not None and self.cell.own:  # cells that were begun before there was this field go on
             del plain["cell"]["own"]
-        if self.cell is not None and not self.cell.teacher:  # the same
-            del plain["cell"]["teacher"]
-        if self.cell is not None and not self.cell.held_out:  # the same
-            del plain["cell"]["held_out"]
+        for name in ("teacher", "slimmable", "held_out"):  # the same
+            if self.cell is not None and not getattr(self.cell, name):
+                del plain["cell"][name]
         if self.engine.kernels is None:  # the same for all that was begun before there was this one
             del plain["engine"]["kernels"]
         return plain
