@@ -253,37 +253,51 @@ Spread = Sequence[float] | None  # accuracies of several seeds
 
 
 def accuracy_by_method(panels: Mapping[str, Mapping[str, tuple[Spread, Spread]]], title: str) -> Figure:
-    """A panel for each budget: methods from best to worst, trained by one recipe and in their own way.
+    """A panel for each budget, two in a line: methods from best to worst, trained by one recipe and in their own way.
 
     Marks are means, bars one standard deviation up and down.
     """
-    most = max(len(rows) for rows in panels.values())
-    figure = Figure(figsize=(3.8 * len(panels) + 1.2, 1.8 + 0.3 * most), layout="constrained")
+    sizes, columns = [len(rows) for rows in panels.values()], min(2, len(panels))
+    most = [max(sizes[start : start + columns]) for start in range(0, len(sizes), columns)]  # methods of each line
+    figure = Figure(figsize=(3.8 * columns + 1.2, 0.8 + len(most) + 0.3 * sum(most)), layout="constrained")
     figure.suptitle(title, fontsize=11)
-    for axes, (budget, rows) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-        order = sorted(rows, key=lambda name: max(statistics.fmean(it) for it in rows[name] if it))
-        for number, (colour, shape, label) in enumerate(((_BLUE, "o", "same recipe"), (_RED, "s", "its own training"))):
-            found = [(place, it) for place, name in enumerate(order) if (it := rows[name][number])]
-            if found:
-                axes.errorbar(
-                    [statistics.fmean(it) for _, it in found],
-                    [place + 0.12 - 0.24 * number for place, _ in found],
-                    xerr=[statistics.stdev(it) if len(it) > 1 else 0.0 for _, it in found],
-                    fmt=shape,
-                    color=colour,
-                    ms=5,
-                    capsize=2,
-                    lw=1,
-                    label=label,
-                )
+    heights = [1 + 0.3 * count for count in most]
+    places = [*figure.subplots(len(most), columns, squeeze=False, height_ratios=heights).flat]
+    for axes in places[len(panels) :]:
+        axes.remove()
+    known: dict[str, Any] = {}  # marks by their words
+    for axes, (budget, rows) in zip(places, panels.items(), strict=False):
+        order = _draw_methods(axes, rows)
         _plain(axes)
         axes.grid(axis="x", alpha=0.3, lw=0.6)
         axes.set_yticks(range(len(order)), order, fontsize=8)
         axes.set(title=f"budget {budget}", xlabel="test accuracy", ylim=(-0.6, len(order) - 0.4))
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.xaxis.set_major_formatter(PercentFormatter(1.0))
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+        marks, words = axes.get_legend_handles_labels()
+        known |= dict(zip(words, marks, strict=True))
+    figure.legend([*known.values()], [*known], loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     return figure
+
+
+def _draw_methods(axes: Axes, rows: Mapping[str, tuple[Spread, Spread]]) -> list[str]:
+    """Marks and bars of one panel; the methods from the lowest place up."""
+    order = sorted(rows, key=lambda name: max(statistics.fmean(it) for it in rows[name] if it))
+    for number, (colour, shape, label) in enumerate(((_BLUE, "o", "same recipe"), (_RED, "s", "its own training"))):
+        found = [(place, it) for place, name in enumerate(order) if (it := rows[name][number])]
+        if found:
+            axes.errorbar(
+                [statistics.fmean(it) for _, it in found],
+                [place + 0.12 - 0.24 * number for place, _ in found],
+                xerr=[statistics.stdev(it) if len(it) > 1 else 0.0 for _, it in found],
+                fmt=shape,
+                color=colour,
+                ms=5,
+                capsize=2,
+                lw=1,
+                label=label,
+            )
+    return order
 
 
 def _inside(result: SearchResult, seed: int) -> tuple[Tensor, bool]:
