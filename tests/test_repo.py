@@ -82,6 +82,8 @@ ORDER = [
     "rows",
     "given",
     "exporting",
+    "events",
+    "measuring",
     "pruning",
     "methods.problem",
     "methods.judging",

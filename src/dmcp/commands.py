@@ -23,6 +23,7 @@ from dmcp.figures import draw_all
 from dmcp.forecast import forecast, peak_bytes
 from dmcp.graph import ChannelGraph
 from dmcp.jobs import Corrupt, Loaders, Opened, open_job
+from dmcp.measuring import compare
 from dmcp.plans import Plan
 from dmcp.progress import clock
 from dmcp.pruning import OURS, UNPRUNED, Retrain
@@ -267,7 +268,7 @@ def train(
         trained = pruning.train_all(start, graph, wanted, opened.loaders.retrain, *settings, *way)
         example = next(iter(opened.loaders.retrain))[0]
         tested = pruning.with_given(opened.model, trained) if plan.retrain is Retrain.INHERIT else trained
-        rows = pruning.compare(tested, graph, wanted, opened.loaders.test, example, on_event=here.on_event)
+        rows = compare(tested, graph, wanted, opened.loaders.test, example, on_event=here.on_event)
         if not here.ranks.first:
             return
         save(trained[next(iter(wanted))], kept, here.run.folder)

@@ -18,13 +18,14 @@ from dmcp.batches import device_of, generator
 from dmcp.budget import parse
 from dmcp.data import preprocessing
 from dmcp.errors import FileError, StoppedError, TrainingError
+from dmcp.events import Event
 from dmcp.given import check_classifier, check_finite
 from dmcp.jobs import Opened, open_job
 from dmcp.keeping import Keeper
 from dmcp.locks import Lock
 from dmcp.plans import Plan, facts_of
 from dmcp.progress import Progress
-from dmcp.pruning import DivergenceWarning, Event
+from dmcp.pruning import DivergenceWarning
 from dmcp.ranks import Ranks, Watch, join, leave, share_tensors
 from dmcp.runs import SETTINGS, Run, open_run, read_json
 from dmcp.trackers import Tracker, open_tracker
