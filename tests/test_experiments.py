@@ -19,7 +19,6 @@ from dmcp import cli, findings, sampling
 from dmcp.cells import CHOICE, COST, RECOVERY, TIME, is_done
 from dmcp.compare_commands import recipe
 from dmcp.comparing import Comparison, Task, plan_cell, run_tasks, tasks
-from dmcp.cutting import WIDTHS
 from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DmcpError, TrainingError
 from dmcp.experiments import ALL, DRAWS, EXPERIMENTS, Study, cells_of, check_experiment, command, study_of, study_tasks
@@ -32,6 +31,7 @@ from dmcp.paper_commands import progress
 from dmcp.plans import Cell, plan_from_json
 from dmcp.pruning import Row
 from dmcp.runs import LOG, SETTINGS
+from dmcp.saving import WIDTHS
 from dmcp.searches import SearchResult
 from dmcp.searching import search
 from dmcp.training import TrainConfig

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from dmcp import training
 from dmcp.batches import Loader, generator
 from dmcp.budget import parse
-from dmcp.cutting import WEIGHTS, WIDTHS, cut, load, parse_tensors, read_bytes, reinitialise, save
+from dmcp.cutting import cut, reinitialise
 from dmcp.data import make_loader, split
 from dmcp.errors import FileError, StoppedError, TrainingError
 from dmcp.events import Event
+from dmcp.files import parse_tensors, read_bytes
 from dmcp.graph import Kept
 from dmcp.keeping import DONE, State
 from dmcp.measuring import compare
@@ -30,6 +31,7 @@ from dmcp.plans import Cell
 from dmcp.pruning import UNPRUNED, Retrain, train_all
 from dmcp.recovery import RecoveryConfig, recover
 from dmcp.runs import CHECKPOINTS, PREPARED, Run, load_search, read_json
+from dmcp.saving import WEIGHTS, WIDTHS, load, save
 from dmcp.searches import SearchRecord, SearchResult
 from dmcp.sessions import Session
 from dmcp.spaces import Widths

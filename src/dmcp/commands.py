@@ -17,7 +17,7 @@ from dmcp import seeds as several
 from dmcp.budget import check_reachable, costs, parse
 from dmcp.calibration import recalibrate
 from dmcp.children import following_parent
-from dmcp.cutting import cut, save
+from dmcp.cutting import cut
 from dmcp.errors import DmcpError, WidthsError
 from dmcp.figures import draw_all
 from dmcp.forecast import forecast, peak_bytes
@@ -29,6 +29,7 @@ from dmcp.progress import clock
 from dmcp.pruning import OURS, UNPRUNED, Retrain
 from dmcp.rows import markdown, table
 from dmcp.runs import REPORT, free_folder, read_json, slug
+from dmcp.saving import save
 from dmcp.sessions import check_given, say, session, tell_notices
 from dmcp.spaces import Widths
 from dmcp.supernet import Supernet

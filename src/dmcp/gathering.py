@@ -26,7 +26,6 @@ from dmcp.comparing import (
     row_of,
     tasks,
 )
-from dmcp.cutting import load
 from dmcp.errors import DmcpError, FileError
 from dmcp.jobs import Opened
 from dmcp.listing import PastRun, read_run
@@ -35,6 +34,7 @@ from dmcp.methods import METHODS, PEERS, Own, find_method, title
 from dmcp.plans import Cell, Plan, plan_from_json
 from dmcp.pruning import UNPRUNED, Row
 from dmcp.runs import SETTINGS, read_json
+from dmcp.saving import load
 from dmcp.tables import between, points, spread, table
 
 TABLE, PAGE, FIGURE = "compare.json", "compare.md", "compare.svg"

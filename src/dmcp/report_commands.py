@@ -17,7 +17,6 @@ from dmcp import sampling
 from dmcp.batches import generator
 from dmcp.charts import as_file, percent
 from dmcp.commands import cost_facts, describe_costs, print_json, result_facts, tell_skipped
-from dmcp.cutting import WIDTHS, load
 from dmcp.errors import FileError
 from dmcp.jobs import Corrupt, build, open_job, trace_job
 from dmcp.listing import PastRun, describe, list_runs, read_run
@@ -26,6 +25,7 @@ from dmcp.plans import Plan
 from dmcp.report import chart_run, chart_runs, make_page
 from dmcp.rows import score, table
 from dmcp.runs import SEARCH, Run, load_search, read_json
+from dmcp.saving import WIDTHS, load
 from dmcp.spaces import Widths
 
 _COLUMNS = ("name", "command", "model", "data", "budget", "state", "accuracy", "MACs", "started")
