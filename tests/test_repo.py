@@ -115,6 +115,7 @@ ORDER = [
     "forecast",
     "progress",
     "sessions",
+    "printing",
     "tables",
     "children",
     "seeds",

@@ -12,7 +12,6 @@ import typer
 
 from dmcp import options as o
 from dmcp.cells import TIME, is_done
-from dmcp.commands import print_json
 from dmcp.compare_commands import check_job, recipe
 from dmcp.comparing import Comparison, Task, changes, check_begun, check_failed, run_tasks, state_of
 from dmcp.engine import Engine
@@ -32,6 +31,7 @@ from dmcp.experiments import (
 from dmcp.findings import protocol, show, write
 from dmcp.jobs import Job, open_job
 from dmcp.methods.dmcp import DmcpConfig
+from dmcp.printing import print_json
 from dmcp.results_page import make_page
 from dmcp.runs import Run, read_json
 from dmcp.tables import table

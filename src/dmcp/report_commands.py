@@ -16,12 +16,12 @@ from dmcp import options as o
 from dmcp import sampling
 from dmcp.batches import generator
 from dmcp.charts import as_file, percent
-from dmcp.commands import cost_facts, describe_costs, print_json, result_facts, tell_skipped
 from dmcp.errors import FileError
 from dmcp.jobs import Corrupt, build, open_job, trace_job
 from dmcp.listing import PastRun, describe, list_runs, read_run
 from dmcp.measuring import compare
 from dmcp.plans import Plan
+from dmcp.printing import cost_facts, describe_costs, print_json, result_facts, tell_skipped
 from dmcp.report import chart_run, chart_runs, make_page
 from dmcp.rows import score, table
 from dmcp.runs import SEARCH, Run, load_search, read_json
