@@ -28,7 +28,7 @@ from dmcp.pruning import OURS, UNPRUNED, Retrain
 from dmcp.rows import markdown, table
 from dmcp.runs import REPORT, free_folder, read_json, slug
 from dmcp.saving import save
-from dmcp.sessions import check_given, session, tell_notices
+from dmcp.sessions import check_given, session, tell_ignored, tell_notices
 from dmcp.spaces import Widths
 from dmcp.supernet import Supernet
 
@@ -296,6 +296,7 @@ def _prune_seeds(plan: Plan, count: int, out: str, quiet: bool, as_json: bool) -
     check_given(opened)
     _check_budget(plan, opened)
     tell_notices(opened)
+    tell_ignored(plan.engine, plan.job.place)
     folder = _folder(replace(plan, command="seeds"), out, "")
     first, argv = plan.job.seed, several.words_of_each(sys.argv[1:])
     runs = several.run_seeds(argv, range(first, first + count), folder, plan.job.place, quiet)
@@ -335,6 +336,7 @@ def _forecast(plan: Plan, as_json: bool) -> None:
     check_given(opened)
     _check_budget(plan, opened)
     tell_notices(opened)
+    tell_ignored(plan.engine, plan.job.place)
     graph, net = opened.graph, Supernet(opened.model, opened.graph, plan.search.groups, plan.search.align)
     limits = parse(plan.search.budget, graph).limits
     stages = forecast(net, opened.loaders.train, plan.search, plan.train, plan.retrain, plan.controls)

@@ -33,7 +33,7 @@ from dmcp.methods import METHODS, Own, find_method
 from dmcp.plans import Plan, plan_from_json
 from dmcp.printing import print_json
 from dmcp.runs import SETTINGS, read_json, slug
-from dmcp.sessions import check_given, session
+from dmcp.sessions import check_given, session, tell_ignored
 from dmcp.supernet import Supernet
 from dmcp.table_files import write_table
 from dmcp.tables import table
@@ -154,6 +154,7 @@ def compare(
     if dry_run:
         _list(it, folder, as_json)
         return
+    tell_ignored(it.engine, job.place)
     failed = run_comparison(it, folder, at_once, quiet)
     if found := stored(folder, it):
         _print(write_table(found, folder, opened, measure), folder, as_json)

@@ -34,6 +34,7 @@ from dmcp.methods.dmcp import DmcpConfig
 from dmcp.printing import print_json
 from dmcp.results_page import make_page
 from dmcp.runs import Run, read_json
+from dmcp.sessions import tell_ignored
 from dmcp.tables import table
 from dmcp.training import TrainConfig
 
@@ -135,6 +136,8 @@ def paper(
         check_begun(tasks, folder)
         if not any(is_done(folder / task.name) for task in tasks):
             raise FileError(f"{folder}: no cells of {', '.join(wanted)} with these settings are done here.")
+    else:
+        tell_ignored(it.engine, it.job.place)
     failed = [] if gather else run_tasks(tasks, folder, it.job.place, at_once, quiet)
     _show(study, wanted, folder, Path(results), page, as_json)
     check_failed(failed)
