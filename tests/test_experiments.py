@@ -791,6 +791,21 @@ def test_a_table_of_other_cells_is_not_replaced(
     assert json.loads(path.read_text()) == MADE and not (tmp_path / "cells").exists()
 
 
+def test_a_table_of_more_budgets_is_not_replaced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    rows = [{"budget": budget} for budget in ("", "70%", "50%", "30%", "30%")]  # the first is unpruned
+    path = tmp_path / "main-digits-resnet.json"
+    path.write_text(json.dumps(MADE | {"experiment": "main", "rows": rows}))
+    words = [*TINY, "--epochs", "3", "--search-epochs", "4", "--lr", "0.8", "--seeds", "2", "--out", str(tmp_path)]
+    words += ["--results", str(tmp_path), "--gather", "--budget", "50%"]
+    code, _, error = run(capsys, "main", *words)
+    assert code == 2 and error == (
+        f"dmcp: {path} has rows at 70%, 30%, which this command has not and would lose: "
+        "add --budget 70% --budget 30%, or give another --results.\n"
+    )
+    more = ["--budget", "30%", "--budget", "70%", "--budget", "15%"]
+    assert "no cells of main with these settings are done here" in run(capsys, "main", *words, *more)[2]
+
+
 def test_a_table_of_other_data_or_fewer_seeds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "warmup-digits-resnet.json"
     words = ["--epochs", "3", "--search-epochs", "4", "--lr", "0.8", "--dry-run", "--results", str(tmp_path)]

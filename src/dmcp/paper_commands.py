@@ -157,7 +157,7 @@ def _open(it: Comparison, wider: tuple[str, ...], names: Sequence[str]) -> Study
 
 
 def check_replaced(it: Study, names: Sequence[str], place: Path) -> None:
-    """Refuse to write over the results of another protocol, or of seeds that are not asked for."""
+    """Refuse to write over the results of another protocol, or of seeds and budgets that are not asked for."""
     for name in names:
         path = place / f"{_stem(it, name)}.json"
         if not path.exists():
@@ -169,6 +169,18 @@ def check_replaced(it: Study, names: Sequence[str], place: Path) -> None:
         gone = [seed for seed in stored.get("seeds", ()) if seed not in it.common.seeds]
         if gone:
             raise FileError(f"{path} has seed {gone[0]}, which this command has not: give another --results.")
+        if lost := _lost_budgets(it, stored):
+            more = " ".join(f"--budget {budget}" for budget in lost)
+            raise FileError(
+                f"{path} has rows at {', '.join(lost)}, which this command has not and would lose: add {more}, or give "
+                "another --results."
+            )
+
+
+def _lost_budgets(it: Study, stored: Mapping[str, Any]) -> list[str]:
+    """Budgets of the rows that are there, without those of this command; only the rows of main have some."""
+    there = dict.fromkeys(row.get("budget") for row in stored.get("rows", ()))
+    return [budget for budget in there if budget and budget not in it.common.budgets]
 
 
 def _difference(part: str, before: Any, now: Any) -> str:
