@@ -18,6 +18,7 @@ import dmcp
 from dmcp import figures, recovery
 from dmcp.data import load, make_loader
 from dmcp.nets import build
+from dmcp.paper_figures import recoveries
 from dmcp.recovery import Recovery, RecoveryConfig
 from dmcp.training import TrainConfig, train
 
@@ -49,8 +50,13 @@ def main(path: Path) -> None:
     print(f"the same at the rate of a search: {slow.macs_shares[-1]:.1%} at the end, accuracy {slow.recovered:.1%}")
     print(f"training accuracy: {found.accuracies[0]:.1%} at first, {found.recovered:.1%} at the end")
     print(f"of the trained net, ungated: {found.trained:.1%}; weights and buffers unchanged: {found.frozen}")
-    drawn = figures.recoverability(found.macs_shares, found.accuracies, found.trained, control.macs_shares)
-    figures.save(drawn, path)
+    arms = {
+        "alphas at ten times the rate of a search": found,
+        "the same, wrong labels": control,
+        "alphas at the rate of a search": slow,
+    }
+    told = "digits:resnet, digits: weights frozen, random alphas, task loss only, one seed"
+    figures.save(recoveries({label: [vars(one)] for label, one in arms.items()}, told), path)
     print(f"figure: {path}")
 
 

@@ -23,11 +23,11 @@ from test_resume import ADD, NET, REPLACE, STEP, Commands, Moment, checkpoints, 
 
 from dmcp.cells import CHOICE, CHOSEN, COPY, COST, PREPARED, is_done
 from dmcp.comparing import Comparison, Task, plan_cell, tasks
-from dmcp.cutting import load
 from dmcp.engine import Engine
 from dmcp.jobs import Job, open_job
 from dmcp.plans import Cell
 from dmcp.pruning import Retrain, train_all
+from dmcp.saving import load
 from dmcp.spaces import Widths
 from dmcp.training import TrainConfig
 

@@ -145,6 +145,7 @@ def test_build_downloads_nothing_and_says_what_is_not_a_network() -> None:
 
 
 SMALL = ("--model", "digits:resnet", "--data", "digits", "--device", "cpu", "--batch", "700", "--quiet")
+NO_KERNELS = "Own kernels run on GPUs only: --kernels changes nothing on cpu.\n"
 SHORT = (*SMALL, "--search-epochs", "2", "--epochs", "1")
 
 
@@ -230,11 +231,30 @@ def test_search_from_weights_needs_no_warm_up(capsys: Capture, tmp_path: Path) -
 
 def test_dry_run_trains_and_writes_nothing(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    code, out, err = run(capsys, "prune", *SHORT, "--controls", "--dry-run")
-    assert (code, err) == (0, "")
+    code, out, err = run(capsys, "prune", *SHORT, "--controls", "--dry-run", "--kernels")
+    assert (code, err) == (0, NO_KERNELS)
     assert list(tmp_path.iterdir()) == []
     for words in ("reachable: from", "asked for: at most 381,760 MACs", "uniform widths", "GiB on cpu", "Nothing was"):
         assert words in out
+
+
+def test_kernels_that_the_device_cannot_run_are_noticed_once(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dmcp.compare_commands.run_comparison", lambda *_: [])
+    monkeypatch.setattr("dmcp.paper_commands.run_tasks", lambda *_: [])
+    monkeypatch.setattr("dmcp.bench_commands._measure_job", lambda *_: [])
+    monkeypatch.setattr("dmcp.bench_commands._show", lambda *_: None)
+    network = ("--model", "digits:resnet", "--data", "digits", "--device", "cpu", "--quiet")
+    places = ("--out", str(tmp_path / "out"), "--results", str(tmp_path / "results"))
+    for command in (
+        ("train", *SMALL, "--epochs", "1", "--out", str(tmp_path / "run")),
+        ("compare", *network, "--epochs", "1", "--methods", "uniform", "--out", str(tmp_path / "out")),
+        ("paper", "warmup", *network, "--epochs", "1", "--batch", "64", *places),
+        ("bench", *network),
+    ):
+        assert run(capsys, *command, "--kernels")[::2] == (0, NO_KERNELS), command
+    assert run(capsys, *command, "--no-kernels")[::2] == (0, "")
 
 
 def test_time_left_is_by_whole_bundles(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ from dmcp.arms import Study
 from dmcp.cells import CHOICE, COPY, COST, RECOVERY, TIME, is_done
 from dmcp.compare_commands import recipe
 from dmcp.comparing import Comparison, Task, plan_cell, run_tasks, tasks
-from dmcp.cutting import WIDTHS
 from dmcp.data import load, split
 from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DmcpError, TrainingError
@@ -35,6 +34,7 @@ from dmcp.paper_commands import progress
 from dmcp.plans import Cell, plan_from_json
 from dmcp.pruning import Row
 from dmcp.runs import LOG, SETTINGS
+from dmcp.saving import WIDTHS
 from dmcp.searches import SearchResult
 from dmcp.searching import search
 from dmcp.training import TrainConfig
@@ -825,6 +825,21 @@ def test_a_table_of_other_cells_is_not_replaced(
     code, _, error = run(capsys, "warmup", *TINY, *usual, *words, *place, way)
     assert code == 2 and sentence in error and error.endswith("give another --results.\n") and error.count("\n") == 1
     assert json.loads(path.read_text()) == MADE and not (tmp_path / "cells").exists()
+
+
+def test_a_table_of_more_budgets_is_not_replaced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    rows = [{"budget": budget} for budget in ("", "70%", "50%", "30%", "30%")]  # the first is unpruned
+    path = tmp_path / "main-digits-resnet.json"
+    path.write_text(json.dumps(MADE | {"experiment": "main", "rows": rows}))
+    words = [*TINY, "--epochs", "3", "--search-epochs", "4", "--lr", "0.8", "--seeds", "2", "--out", str(tmp_path)]
+    words += ["--results", str(tmp_path), "--gather", "--budget", "50%"]
+    code, _, error = run(capsys, "main", *words)
+    assert code == 2 and error == (
+        f"dmcp: {path} has rows at 70%, 30%, which this command has not and would lose: "
+        "add --budget 70% --budget 30%, or give another --results.\n"
+    )
+    more = ["--budget", "30%", "--budget", "70%", "--budget", "15%"]
+    assert "no cells of main with these settings are done here" in run(capsys, "main", *words, *more)[2]
 
 
 def test_a_table_of_other_data_or_fewer_seeds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -17,13 +17,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
-from dmcp import pruning
 from dmcp.batches import generator
 from dmcp.budget import parse
 from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.graph import ChannelGraph
 from dmcp.losses import classification_loss
-from dmcp.pruning import OURS, UNIFORM, UNPRUNED, Event, Retrain, Row, expected_shares, milliseconds, train_all
+from dmcp.measuring import milliseconds, try_test
+from dmcp.pruning import OURS, UNIFORM, UNPRUNED, Event, Retrain, Row, expected_shares, train_all
 from dmcp.rows import AS_GIVEN
 from dmcp.searches import SearchConfig, SearchRecord
 from dmcp.stages import weight_step
@@ -208,7 +208,7 @@ def test_the_trial_of_the_test_changes_no_bit(own: bool, monkeypatch: pytest.Mon
         return [it.tolist() for it in tensors(result.model)], [row.accuracy for row in result.rows], after
 
     tried = run()
-    monkeypatch.setattr("dmcp.pruning._try_test", lambda *_: None)
+    monkeypatch.setattr("dmcp.pruning.try_test", lambda *_: None)
     assert run() == tried
 
 
@@ -217,10 +217,10 @@ def test_the_trial_leaves_workers_that_live_on_alone() -> None:
     loader = DataLoader(Drawing(), 4, num_workers=1, persistent_workers=True)
     next(iter(loader))
     workers = loader._iterator
-    pruning._try_test(Residual(**Residual.FULL), loader, None)
+    try_test(Residual(**Residual.FULL), loader, None)
     assert loader._iterator is workers
     fresh = DataLoader(Drawing(), 4, num_workers=1, persistent_workers=True)
-    pruning._try_test(Residual(**Residual.FULL), fresh, None)
+    try_test(Residual(**Residual.FULL), fresh, None)
     assert fresh._iterator is None
 
 

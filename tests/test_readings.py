@@ -11,6 +11,7 @@ import torch
 import torchvision
 from nets import Chain, Residual, sample
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import dmcp
 from dmcp.errors import TraceError
@@ -99,6 +100,42 @@ def test_other_values_give_no_note(way: str) -> None:
     graph = dmcp.trace(Reads(NO_READS[way]), X, strict=True)
     assert graph.notes == ()
     assert {"a", "b"} <= {space.name for space in graph.spaces}
+
+
+SIZES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a mask": lambda m, x: m.b(m.a(x) * x[x > 0.5].mean()),
+    "samples by a mask": lambda m, x: m.b(m.a(x)[x[:, 0, 0, 0] > 0.5]),
+    "nonzero": lambda m, x: m.b(m.a(x[x.mean((1, 2, 3)).nonzero()[:, 0]])),
+    "where": lambda m, x: m.b(m.a(x[torch.where(x.mean((1, 2, 3)) > 0)[0]])),
+    "repeat_interleave": lambda m, x: m.b(m.a(x.repeat_interleave(1 + (x[:, 0, 0, 0] > 0.5).long(), 0))),
+    "a branch by a size": lambda m, x: m.b(m.a(x)) if len(x.nonzero()) else m.c(m.a(x)),
+    "masked_select": lambda m, x: m.b(m.a(x) * x.masked_select(x > 0.5).sum()),
+    "unique": lambda m, x: m.b(m.a(x) * x.unique().mean()),
+    "one_hot": lambda m, x: m.b(m.a(x) * F.one_hot((9 * x).long()).float().mean()),
+}
+
+
+@pytest.mark.parametrize("way", SIZES)
+def test_sizes_by_values_of_the_input_are_told_with_their_place(way: str) -> None:
+    (note,) = dmcp.trace(Reads(SIZES[way]), X).notes
+    assert note.startswith("forward makes tensors whose size depends on values of its input (test_readings.py:")
+    assert "macs are those of this example" in note and note.endswith("not run: c")
+    with pytest.raises(TraceError, match=r"tensors whose size.*torch.where.*strict=False"):
+        dmcp.trace(Reads(SIZES[way]), X, strict=True)
+
+
+NO_SIZES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a mask that is a constant": lambda m, x: m.b(m.a(x[:, :, torch.tensor([True, False] * 4)])),
+    "a mask of a buffer": lambda m, x: m.b(m.a(x) * m.limit[m.limit > 0].mean()),
+    "places": lambda m, x: m.b(m.a(x[:, :, (7 * x[0, 0, 0]).long()])),
+    "written by a mask": lambda m, x: m.b(m.a(x.masked_fill(x > 0.5, 0.0))),
+    "one_hot of so many": lambda m, x: m.b(m.a(x) * F.one_hot((9 * x).long(), 10).float().mean()),
+}
+
+
+@pytest.mark.parametrize("way", NO_SIZES)
+def test_other_sizes_give_no_note(way: str) -> None:
+    assert dmcp.trace(Reads(NO_SIZES[way]), X).notes == ()
 
 
 def by_numpy(m: Any, x: Tensor) -> Tensor:

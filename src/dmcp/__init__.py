@@ -15,7 +15,7 @@ dmcp.save(small, widths, "folder")                              # safetensors an
 from dmcp.budget import Budget
 from dmcp.budget import parse as parse_budget
 from dmcp.calibration import recalibrate
-from dmcp.cutting import cut, load, reinitialise, save, verify
+from dmcp.cutting import cut, reinitialise, verify
 from dmcp.engine import Engine
 from dmcp.errors import (
     BudgetError,
@@ -34,6 +34,7 @@ from dmcp.keeping import Keeper
 from dmcp.pruning import PruneResult, Retrain, prune
 from dmcp.rules import RULES
 from dmcp.sampling import direct, expected, random_widths, uniform
+from dmcp.saving import load, save
 from dmcp.searches import SearchConfig, SearchResult
 from dmcp.searching import search
 from dmcp.spaces import ChannelSpace, Widths

@@ -12,8 +12,8 @@ from typing import Any
 
 from dmcp.budget import parse
 from dmcp.comparing import Comparison, check_method
-from dmcp.cutting import MOST_JSON, parse_json, read_bytes
 from dmcp.errors import DmcpError, FileError, TrainingError
+from dmcp.files import MOST_JSON, parse_json, read_bytes
 from dmcp.jobs import Opened, argument
 from dmcp.methods import GIVEN, METHODS, PEERS, find_method, title
 from dmcp.methods.problem import Choice, Problem

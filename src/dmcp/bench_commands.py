@@ -26,6 +26,7 @@ from dmcp.jobs import Job, Opened, argument, build, open_job, trace_job
 from dmcp.jobs import shape as parse_shape
 from dmcp.nets import find, sample_shape
 from dmcp.runs import Run
+from dmcp.sessions import tell_ignored
 
 _USUAL = {"cuda": (256, 15), "cpu": (16, 3)}  # batch and rounds
 
@@ -82,6 +83,7 @@ def bench(
     base = Job(model=model, model_args=tuple(model_args or ()), data=data, input=input, device=device)
     jobs = [base, *(_other(base, words) for words in also or ())]
     _check(jobs, file)
+    tell_ignored(engine, base.place)
     usual = _USUAL.get(base.place.type, _USUAL["cpu"])
     wanted = _Wanted(
         batches=tuple(batch or usual[:1]),

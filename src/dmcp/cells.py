@@ -14,20 +14,24 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from dmcp import pruning, training
+from dmcp import training
 from dmcp.batches import Loader, generator
 from dmcp.budget import parse
-from dmcp.cutting import WEIGHTS, WIDTHS, cut, load, parse_tensors, read_bytes, reinitialise, save
+from dmcp.cutting import cut, reinitialise
 from dmcp.data import make_loader, split
 from dmcp.errors import FileError, StoppedError, TrainingError
+from dmcp.events import Event
+from dmcp.files import parse_tensors, read_bytes
 from dmcp.graph import Kept
 from dmcp.keeping import DONE, State
+from dmcp.measuring import compare
 from dmcp.methods import Method, Own, Start, blamed, find_method, is_imported, prepare, settle, title
 from dmcp.methods.problem import Choice, Prepared, Problem, Told, samples_of
 from dmcp.plans import Cell
-from dmcp.pruning import UNPRUNED, Event, Retrain, train_all
+from dmcp.pruning import UNPRUNED, Retrain, train_all
 from dmcp.recovery import RecoveryConfig, recover
 from dmcp.runs import CHECKPOINTS, PREPARED, Run, load_search, read_json
+from dmcp.saving import WEIGHTS, WIDTHS, load, save
 from dmcp.searches import SearchRecord, SearchResult
 from dmcp.sessions import Session
 from dmcp.spaces import Widths
@@ -334,7 +338,7 @@ def _train(
 def _finish(here: Session, nets: dict[str, nn.Module], widths: dict[str, Widths], data: _Data) -> None:
     """Test the networks, and keep the first one."""
     example = next(iter(data.test))[0]
-    pruning.compare(nets, here.opened.graph, widths, data.test, example, on_event=here.on_event)
+    compare(nets, here.opened.graph, widths, data.test, example, on_event=here.on_event)
     name, net = next(iter(nets.items()))
     save(net, widths[name], here.run.folder)
 

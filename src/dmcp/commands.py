@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -17,18 +15,20 @@ from dmcp import seeds as several
 from dmcp.budget import check_reachable, costs, parse
 from dmcp.calibration import recalibrate
 from dmcp.children import following_parent
-from dmcp.cutting import cut, save
+from dmcp.cutting import cut
 from dmcp.errors import DmcpError, WidthsError
 from dmcp.figures import draw_all
 from dmcp.forecast import forecast, peak_bytes
-from dmcp.graph import ChannelGraph
-from dmcp.jobs import Corrupt, Loaders, Opened, open_job
+from dmcp.jobs import Corrupt, Opened, open_job
+from dmcp.measuring import compare
 from dmcp.plans import Plan
+from dmcp.printing import COST_WORDS, describe_costs, print_json, result_facts, show_widths, tell_skipped, tell_troubles
 from dmcp.progress import clock
 from dmcp.pruning import OURS, UNPRUNED, Retrain
 from dmcp.rows import markdown, table
 from dmcp.runs import REPORT, free_folder, read_json, slug
-from dmcp.sessions import check_given, say, session, tell_notices
+from dmcp.saving import save
+from dmcp.sessions import check_given, session, tell_ignored, tell_notices
 from dmcp.spaces import Widths
 from dmcp.supernet import Supernet
 
@@ -210,7 +210,7 @@ def search(
     if as_json:
         print_json(result_facts(here.run.folder, opened.graph, widths))
         return
-    _show_widths(opened.graph, widths)
+    show_widths(opened.graph, widths)
     print(f"\n{here.run.folder}")
 
 
@@ -267,7 +267,7 @@ def train(
         trained = pruning.train_all(start, graph, wanted, opened.loaders.retrain, *settings, *way)
         example = next(iter(opened.loaders.retrain))[0]
         tested = pruning.with_given(opened.model, trained) if plan.retrain is Retrain.INHERIT else trained
-        rows = pruning.compare(tested, graph, wanted, opened.loaders.test, example, on_event=here.on_event)
+        rows = compare(tested, graph, wanted, opened.loaders.test, example, on_event=here.on_event)
         if not here.ranks.first:
             return
         save(trained[next(iter(wanted))], kept, here.run.folder)
@@ -296,28 +296,15 @@ def _prune_seeds(plan: Plan, count: int, out: str, quiet: bool, as_json: bool) -
     check_given(opened)
     _check_budget(plan, opened)
     tell_notices(opened)
-    words = iter(sys.argv[1:])
-    argv = [word for word in words if not _drops(word, words)]
+    tell_ignored(plan.engine, plan.job.place)
     folder = _folder(replace(plan, command="seeds"), out, "")
-    first = plan.job.seed
+    first, argv = plan.job.seed, several.words_of_each(sys.argv[1:])
     runs = several.run_seeds(argv, range(first, first + count), folder, plan.job.place, quiet)
     summary = several.summarise(runs)
     if as_json:
         print_json({"folder": str(folder)} | asdict(summary))
     else:
         print(f"{several.markdown(summary)}\n\n{folder}")
-
-
-def _drops(word: str, rest: Iterator[str]) -> bool:
-    """Whether a word of the command line is for all seeds together, not for one; its value goes with it."""
-    name, equals, _ = word.partition("=")
-    if name in ("--quiet", "--json", "--debug"):
-        return True
-    if name not in ("--seeds", "--seed", "--out"):
-        return False
-    if not equals:
-        next(rest, None)
-    return True
 
 
 def _read_widths(plan: Plan, opened: Opened) -> Widths:
@@ -342,55 +329,6 @@ def _check_budget(plan: Plan, opened: Opened) -> None:
     check_reachable(parse(plan.search.budget, opened.graph), opened.graph, net.floor)
 
 
-# what is printed
-
-
-def print_json(data: Any) -> None:
-    """Plain data, and nothing else, on stdout."""
-    print(json.dumps(data, indent=1))
-
-
-def tell_skipped(loaders: Loaders) -> None:
-    """Say on stderr which images were replaced."""
-    if skipped := loaders.skipped:
-        some = ", ".join(skipped[:5]) + (", ..." if len(skipped) > 5 else "")
-        say(f"{len(skipped)} image files could not be read and were replaced: {some}")
-
-
-def tell_troubles(troubles: Iterable[str]) -> None:
-    """Say on stderr which of the networks were trained in vain."""
-    for trouble in troubles:
-        say(trouble)
-
-
-def result_facts(folder: Path, graph: ChannelGraph, widths: Widths) -> dict[str, Any]:
-    """The run, and what its network costs, as plain data."""
-    return {"folder": str(folder)} | cost_facts(graph, widths)
-
-
-def cost_facts(graph: ChannelGraph, widths: Widths) -> dict[str, Any]:
-    """What widths cost, as a share of the unpruned network too, and the widths, as plain data."""
-    spent, full = costs(graph, widths), costs(graph, graph.full)
-    return spent | {f"{kind}_share": spent[kind] / full[kind] for kind in spent} | {"widths": dict(widths)}
-
-
-def describe_costs(graph: ChannelGraph, widths: Widths) -> str:
-    """What widths cost, like 121,000 MACs (49.9%), 41,000 params (53.8%)."""
-    spent, full = costs(graph, widths), costs(graph, graph.full)
-    parts = (f"{spent[kind]:,} {word} ({spent[kind] / full[kind]:.1%})" for kind, word in _WORDS.items())
-    return ", ".join(parts)
-
-
-_WORDS = {"macs": "MACs", "params": "params"}
-
-
-def _show_widths(graph: ChannelGraph, widths: Widths) -> None:
-    print(describe_costs(graph, widths))
-    longest = max(len(space.name) for space in graph.spaces)
-    for space in graph.spaces:
-        print(f"{space.name:<{longest}}  {widths[space.name]:>5} of {space.size}")
-
-
 def _forecast(plan: Plan, as_json: bool) -> None:
     """What a run would be like, from a few steps on copies."""
     assert plan.search is not None and plan.train is not None
@@ -398,6 +336,7 @@ def _forecast(plan: Plan, as_json: bool) -> None:
     check_given(opened)
     _check_budget(plan, opened)
     tell_notices(opened)
+    tell_ignored(plan.engine, plan.job.place)
     graph, net = opened.graph, Supernet(opened.model, opened.graph, plan.search.groups, plan.search.align)
     limits = parse(plan.search.budget, graph).limits
     stages = forecast(net, opened.loaders.train, plan.search, plan.train, plan.retrain, plan.controls)
@@ -411,7 +350,7 @@ def _forecast(plan: Plan, as_json: bool) -> None:
         return
     print(f"{graph.summary()}\n")
     print(f"reachable: from {describe_costs(graph, net.floor)}\n           to   {describe_costs(graph, graph.full)}")
-    print(f"asked for: at most {', '.join(f'{limit.target:,} {_WORDS[limit.kind]}' for limit in limits)}\n")
+    print(f"asked for: at most {', '.join(f'{limit.target:,} {COST_WORDS[limit.kind]}' for limit in limits)}\n")
     for stage in stages:
         print(f"{stage.name:<16}{stage.steps:>8} steps  {clock(stage.seconds):>12}")
     print(f"{'in all':<16}{steps:>8} steps  {clock(seconds):>12}, {memory / 2**30:.1f} GiB on {device}")

@@ -14,7 +14,6 @@ from dmcp.asked_methods import fitting_budgets, read_given, read_names, read_pee
 from dmcp.budget import Budget, check_reachable, parse
 from dmcp.cells import is_done, run_cell
 from dmcp.children import following_parent
-from dmcp.commands import print_json
 from dmcp.comparing import (
     Comparison,
     check_begun,
@@ -32,8 +31,9 @@ from dmcp.jobs import Job, Opened, open_job
 from dmcp.listing import is_run
 from dmcp.methods import METHODS, Own, find_method
 from dmcp.plans import Plan, plan_from_json
+from dmcp.printing import print_json
 from dmcp.runs import SETTINGS, read_json, slug
-from dmcp.sessions import check_given, session
+from dmcp.sessions import check_given, session, tell_ignored
 from dmcp.supernet import Supernet
 from dmcp.table_files import write_table
 from dmcp.tables import table
@@ -155,6 +155,7 @@ def compare(
     if dry_run:
         _list(it, folder, as_json)
         return
+    tell_ignored(it.engine, job.place)
     failed = run_comparison(it, folder, at_once, quiet)
     if found := stored(folder, it):
         _print(write_table(found, folder, opened, measure), folder, as_json)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dmcp.comparing import cell_name
+from dmcp.findings import Protocol
 from dmcp.tables import counted
 
 _NAME = re.compile(r"(?P<arm>.+?)(?:-(?P<budget>[^-]*\d[^-]*))??-seed(?P<seed>-?\d+)")  # of a cell: see cell_name
-_PROTOCOL = ("model", "model_args", "data", "batch", "train", "settings", "search_epochs", "holdout")
 PEERS = ("amc", "metapruning", "autoslim", "slimming")  # methods of `dmcp compare` that choose widths of their own
 
 
@@ -60,7 +60,7 @@ def read_evidence(data: Mapping[str, Any], network: str) -> Evidence:
     return Evidence(
         experiment=data["experiment"],
         network=network,
-        protocol=json.dumps([data.get(key) for key in _PROTOCOL], sort_keys=True),
+        protocol=json.dumps([data.get(it.name) for it in fields(Protocol)], sort_keys=True),
         recipe=f"{' '.join((data['model'], *data.get('model_args', ())))}, {epochs}{search}",
         tested=tuple(known.values()),
         recovered={arm: _read_recovered(ended[label]) for arm, label in labels.items() if label in ended},

@@ -13,14 +13,14 @@ import typer
 from torch import nn
 
 from dmcp import options as o
-from dmcp.commands import print_json, result_facts
-from dmcp.cutting import WIDTHS, load
 from dmcp.errors import DmcpError, FileError
 from dmcp.exporting import NOTE, PASSES, TOLERANCE, Exported, Format, check_target, milliseconds
 from dmcp.exporting import export as write
 from dmcp.graph import ChannelGraph
 from dmcp.jobs import build, trace_job
+from dmcp.printing import print_json, result_facts
 from dmcp.runs import read_json
+from dmcp.saving import WIDTHS, load
 from dmcp.sessions import INPUT, say
 from dmcp.spaces import Widths
 from dmcp.tables import table

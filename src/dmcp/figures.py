@@ -172,26 +172,6 @@ def width_distribution(result: SearchResult, seed: int = 0, title: str = "") -> 
     return figure
 
 
-def recoverability(
-    macs_shares: Sequence[float], accuracies: Sequence[float], trained: float, control: Sequence[float] = ()
-) -> Figure:
-    """Expected MACs and accuracy of a frozen net whose alphas see the task loss alone (the paper's figure 4).
-
-    `control`: the expected MACs where the labels were wrong.
-    """
-    figure, axes = _panel(7.0, 3.8)
-    axes.plot(accuracies, color=_ORANGE, lw=1.0, label="training accuracy, gated")
-    axes.axhline(trained, color="black", ls="--", lw=1.0, label=f"training accuracy, ungated: {trained:.1%}")
-    axes.plot(macs_shares, color=_BLUE, lw=1.5, label="expected MACs / unpruned MACs")
-    if control:
-        axes.plot(control, color=_BLUE, lw=1.0, ls=":", label="the same, wrong labels")
-    axes.set(title="Weights frozen, random alphas, task loss only", xlabel="step", xlim=(0, len(accuracies) - 1))
-    axes.set(ylabel="share", ylim=(0, 1.05))
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    _legend_below(axes, columns=2)
-    return figure
-
-
 Curve = Sequence[tuple[float, float, float]]  # share of the MACs, mean accuracy, its standard deviation
 
 

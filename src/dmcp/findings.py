@@ -29,6 +29,7 @@ from dmcp.plans import Cell
 from dmcp.pruning import UNPRUNED
 from dmcp.runs import Run, load_search, read_json
 from dmcp.tables import between, points, pooled, spread, table
+from dmcp.training import TrainConfig
 
 _PERCENT = "accuracy in %"
 _HELD = " of held-out images"  # that are not the test's
@@ -94,20 +95,34 @@ def show(it: Study, name: str, folder: Path) -> Shown | None:
     return _SHOWN.get(name, _show_arms)(own, name, found, folder) if found else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Protocol:
+    """What all numbers of an experiment have in common; its fields are keys of the data that `write` writes."""
+
+    search_epochs: int
+    holdout: float  # share of the training images
+    model: str
+    model_args: tuple[str, ...]
+    data: str  # the last part of its path
+    batch: int
+    train: TrainConfig  # with the seed 0, whatever that of a cell is
+    settings: Mapping[str, Mapping[str, Any]]  # of methods
+
+
 def protocol(it: Study, name: str) -> dict[str, Any]:
-    """What all numbers of an experiment have in common, as plain data: only such files replace each other."""
+    """The protocol of an experiment as plain data: only such files replace each other."""
     common = study_of(it, name).common
-    known = {
-        "search_epochs": study_of(it, name).search.epochs,
-        "holdout": common.holdout,
-        "model": common.job.model,
-        "model_args": common.job.model_args,
-        "data": Path(common.job.data).name,
-        "batch": common.job.batch,
-        "train": asdict(replace(common.train, seed=0)),
-        "settings": {method: dict(values) for method, values in common.settings.items()},
-    }
-    return dict(json.loads(json.dumps(known)))
+    known = Protocol(
+        search_epochs=study_of(it, name).search.epochs,
+        holdout=common.holdout,
+        model=common.job.model,
+        model_args=common.job.model_args,
+        data=Path(common.job.data).name,
+        batch=common.job.batch,
+        train=replace(common.train, seed=0),
+        settings={method: dict(values) for method, values in common.settings.items()},
+    )
+    return dict(json.loads(json.dumps(asdict(known))))
 
 
 def write(it: Study, name: str, shown: Shown, folder: Path, place: Path, stem: str) -> list[Path]:

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dmcp import pruning
 from dmcp.cells import COST, TIME, is_done, own_name
 from dmcp.comparing import (
     PLANS,
@@ -27,14 +26,15 @@ from dmcp.comparing import (
     row_of,
     tasks,
 )
-from dmcp.cutting import load
 from dmcp.errors import DmcpError, FileError
 from dmcp.jobs import Opened
 from dmcp.listing import PastRun, read_run
+from dmcp.measuring import milliseconds
 from dmcp.methods import METHODS, PEERS, Own, find_method, title
 from dmcp.plans import Cell, Plan, plan_from_json
 from dmcp.pruning import UNPRUNED, Row
 from dmcp.runs import SETTINGS, read_json
+from dmcp.saving import load
 from dmcp.tables import between, points, spread, table
 
 TABLE, PAGE, FIGURE = "compare.json", "compare.md", "compare.svg"
@@ -263,7 +263,7 @@ def measure(names: Sequence[str], folder: Path, opened: Opened) -> dict[str, flo
     """Milliseconds of a batch through the networks of these cells, alone on the machine and in turn."""
     nets = [load(folder / name, opened.fresh) for name in names]
     example = next(iter(opened.loaders.test))[0]
-    return dict(zip(names, pruning.milliseconds(nets, example, PASSES), strict=True))
+    return dict(zip(names, milliseconds(nets, example, PASSES), strict=True))
 
 
 # for people

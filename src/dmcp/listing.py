@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from dmcp.checkpoints import refuse_link
-from dmcp.cutting import WIDTHS, parse_tensors, read_bytes
 from dmcp.errors import DmcpError, FileError
+from dmcp.files import parse_tensors, read_bytes
 from dmcp.locks import LOCK, alive
 from dmcp.markov import CHAIN, INDEPENDENT, Process
 from dmcp.rows import AS_GIVEN, OURS, UNPRUNED, Row
 from dmcp.runs import ALPHAS, CHECKPOINTS, LOG, MOST_ALPHAS, MOST_LOG, PREPARED, SEARCH, SETTINGS, TIMES, read_json
+from dmcp.saving import WIDTHS
 from dmcp.searches import SearchRecord
 from dmcp.spaces import Widths
 from dmcp.training import StepRecord

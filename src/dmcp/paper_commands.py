@@ -13,7 +13,6 @@ import typer
 from dmcp import options as o
 from dmcp.arms import Study
 from dmcp.cells import TIME, is_done
-from dmcp.commands import print_json
 from dmcp.compare_commands import check_job, recipe
 from dmcp.comparing import Comparison, Task, changes, check_begun, check_failed, run_tasks, state_of
 from dmcp.engine import Engine
@@ -31,8 +30,10 @@ from dmcp.experiments import (
 from dmcp.findings import protocol, show, write
 from dmcp.jobs import Job, open_job
 from dmcp.methods.dmcp import DmcpConfig
+from dmcp.printing import print_json
 from dmcp.results_page import make_page
 from dmcp.runs import Run, read_json
+from dmcp.sessions import tell_ignored
 from dmcp.tables import table
 from dmcp.training import TrainConfig
 
@@ -135,6 +136,8 @@ def paper(
         check_begun(tasks, folder)
         if not any(is_done(folder / task.name) for task in tasks):
             raise FileError(f"{folder}: no cells of {', '.join(wanted)} with these settings are done here.")
+    else:
+        tell_ignored(it.engine, it.job.place)
     failed = [] if gather else run_tasks(tasks, folder, it.job.place, at_once, quiet)
     _show(study, wanted, folder, Path(results), page, as_json)
     check_failed(failed)
@@ -154,7 +157,7 @@ def _open(it: Comparison, wider: tuple[str, ...], names: Sequence[str]) -> Study
 
 
 def check_replaced(it: Study, names: Sequence[str], place: Path) -> None:
-    """Refuse to write over the results of another protocol, or of seeds that are not asked for."""
+    """Refuse to write over the results of another protocol, or of seeds and budgets that are not asked for."""
     for name in names:
         path = place / f"{_stem(it, name)}.json"
         if not path.exists():
@@ -166,6 +169,18 @@ def check_replaced(it: Study, names: Sequence[str], place: Path) -> None:
         gone = [seed for seed in stored.get("seeds", ()) if seed not in it.common.seeds]
         if gone:
             raise FileError(f"{path} has seed {gone[0]}, which this command has not: give another --results.")
+        if lost := _lost_budgets(it, stored):
+            more = " ".join(f"--budget {budget}" for budget in lost)
+            raise FileError(
+                f"{path} has rows at {', '.join(lost)}, which this command has not and would lose: add {more}, or give "
+                "another --results."
+            )
+
+
+def _lost_budgets(it: Study, stored: Mapping[str, Any]) -> list[str]:
+    """Budgets of the rows that are there, without those of this command; only the rows of main have some."""
+    there = dict.fromkeys(row.get("budget") for row in stored.get("rows", ()))
+    return [budget for budget in there if budget and budget not in it.common.budgets]
 
 
 def _difference(part: str, before: Any, now: Any) -> str:

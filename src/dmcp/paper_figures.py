@@ -86,10 +86,10 @@ def recoveries(arms: Mapping[str, Sequence[Mapping[str, Any]]], title: str) -> F
     arms: label -> what `recover` found, for each seed; a thin line is a seed, a thick one their mean.
     """
     figure = Figure(figsize=(9.0, 4.4), layout="constrained")
-    figure.suptitle(f"{title} (thick), each seed (thin)", fontsize=9)
     kinds = {"macs_shares": "expected MACs / unpruned MACs", "accuracies": "training accuracy, gated"}
     steps = max(len(one["accuracies"]) for found in arms.values() for one in found)
     window, most = max(1, steps // _PLACES), max(map(len, arms.values()))
+    figure.suptitle(f"{title} (thick), each seed (thin)" if most > 1 else title, fontsize=9)
     for axes, (kind, words) in zip(figure.subplots(1, 2, sharey=True), kinds.items(), strict=True):
         for number, (label, found) in enumerate(arms.items()):
             colour, seen = _COLOURS[number % len(_COLOURS)], [_means(one[kind], window) for one in found]

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from dmcp.cutting import quote
 from dmcp.engine import Engine
 from dmcp.errors import FileError, TrainingError
+from dmcp.files import quote
 from dmcp.jobs import Job, Opened, data_identity
 from dmcp.pruning import Retrain
 from dmcp.runs import from_plain

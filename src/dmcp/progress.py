@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from dmcp.pruning import Event
+from dmcp.events import Event
 from dmcp.searches import SearchRecord
 from dmcp.training import StepRecord
 

@@ -3,49 +3,39 @@
 from __future__ import annotations
 
 import copy
-import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from dmcp import searching, training
-from dmcp.batches import (
-    Loader,
-    check_tested,
-    device_of,
-    generator,
-    input_of,
-    labels_of,
-    length_of,
-    on_device,
-    peek,
-    size_of,
-)
+from dmcp.batches import Loader, check_tested, device_of, generator, input_of, length_of, on_device
 from dmcp.budget import Budget, ratios
-from dmcp.calibration import kept_modes, recalibrate
+from dmcp.calibration import recalibrate
 from dmcp.cutting import cut, reinitialise, verify
 from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DataError, TrainingError
+from dmcp.events import Event as Event  # a part of prune's interface
+from dmcp.events import Report, silent
 from dmcp.given import check_finite
 from dmcp.graph import ChannelGraph
-from dmcp.keeping import Keeper, plain_settings, untouched
-from dmcp.losses import Loss, Metric, classification_loss, imitation, top1
-from dmcp.ranks import current, sum_values
-from dmcp.recording import call_model, tensors_in
-from dmcp.rows import AS_GIVEN, ROUNDS, divergence, table
+from dmcp.keeping import Keeper, plain_settings
+from dmcp.losses import Loss, Metric, classification_loss, imitation
+from dmcp.measuring import compare, count_params, try_test
+from dmcp.ranks import current
+from dmcp.recording import tensors_in
+from dmcp.rows import AS_GIVEN, divergence, table
 from dmcp.rows import OURS as OURS  # these four belong to what this file reports, and are imported from it
 from dmcp.rows import UNIFORM as UNIFORM
 from dmcp.rows import UNPRUNED as UNPRUNED
 from dmcp.rows import Row as Row
 from dmcp.sampling import expected, uniform
 from dmcp.searches import SearchConfig, SearchRecord, SearchResult
-from dmcp.slicing import narrow, unwrap
+from dmcp.slicing import unwrap
 from dmcp.spaces import Widths
 from dmcp.supernet import Supernet
 from dmcp.tracing import trace
@@ -67,16 +57,6 @@ class Retrain(StrEnum):
     TEACHER = "teacher"  # drawn anew, trained on the labels and on the outputs of the trained unpruned network
 
 
-@dataclass(frozen=True)
-class Event:
-    """What a run reports while it goes on: each step, the result of the search, each row of the table."""
-
-    stage: str  # "search", or the name of the network that is trained
-    steps: int  # of this stage, in all
-    record: SearchRecord | StepRecord | SearchResult | Row
-
-
-Report = Callable[[Event], None]
 Keep = Callable[[str], Keeper]  # stage -> what saves its state
 
 
@@ -149,7 +129,7 @@ def prune(
     graph = graph or trace(model, sample)
     if graph.exact:
         verify(model, graph, sample)  # before hours of work: what is cut will be what was searched
-    _try_test(model, val_loader, metric)
+    try_test(model, val_loader, metric)
     if keep:
         given = {"search": settings, "train": recipe, "engine": engine or Engine(), "retrain": kind}
         given |= {"controls": controls, "arch_loader": arch_loader is not None, "graph": graph.fingerprint}
@@ -202,7 +182,7 @@ def find(
     keeper: Keeper | None = None,
 ) -> SearchResult:
     """`search`, with its steps and its result reported."""
-    report = on_event or _silent
+    report = on_event or silent
     steps = -(-length_of(loader) // config.accumulate) * config.epochs
 
     def step(record: SearchRecord) -> None:
@@ -309,7 +289,7 @@ class _Pair(nn.Module):
 
 def check_budget(small: nn.Module, widths: Widths, found: SearchResult) -> None:
     """Count the cut network once more against every limit."""
-    spent = {"macs": found.graph.macs(widths), "params": _params(small)}
+    spent = {"macs": found.graph.macs(widths), "params": count_params(small)}
     for limit in found.budget.limits:
         if spent[limit.kind] > limit.target:
             raise BudgetError(
@@ -319,67 +299,6 @@ def check_budget(small: nn.Module, widths: Widths, found: SearchResult) -> None:
 
 
 # what came out
-
-
-def compare(
-    nets: dict[str, nn.Module],
-    graph: ChannelGraph,
-    widths: dict[str, Widths],
-    val_loader: Loader,
-    example: Any,
-    metric: Metric | None = None,
-    on_event: Report | None = None,
-) -> tuple[Row, ...]:
-    """Test all networks, and time them on one batch."""
-    times = milliseconds(list(nets.values()), example)
-    rows: list[Row] = []
-    for (name, net), ms in zip(nets.items(), times, strict=True):
-        macs = graph.macs(widths.get(name, graph.full))
-        accuracy, samples = _test(net, val_loader, metric)
-        batch = size_of((example,))
-        rows.append(Row(name, macs, _params(net), accuracy, ms, batch, samples, own_metric=metric is not None))
-        (on_event or _silent)(Event("test", len(nets), rows[-1]))
-    return tuple(rows)
-
-
-def _test(net: nn.Module, loader: Loader, metric: Metric | None) -> tuple[float, int]:
-    """Mean of the metric and how many samples it is of; 0 where there is more than one answer per sample."""
-    seen, answers = 0, 0
-
-    def counted(output: Any, batch: Any) -> tuple[Tensor, int]:
-        nonlocal seen, answers
-        seen += size_of(batch)
-        answers += size_of(batch) if metric else labels_of(batch).numel()
-        return (metric or top1)(output, batch)
-
-    mean = training.evaluate(net, loader, counted)
-    total, given = sum_values(torch.tensor([seen, answers]), current()).tolist()
-    return mean, total if total == given else 0
-
-
-def _try_test(model: nn.Module, loader: Loader, metric: Metric | None) -> None:
-    """Test a copy of the model on one batch: what is wrong with loader or metric shows before hours of work."""
-    with untouched(loader, device_of(model)):
-        batches = peek(loader)
-        if batches is not None:
-            _test(narrow(unwrap(model), {}, {}), batches, metric)
-
-
-@torch.no_grad()
-def milliseconds(nets: Sequence[nn.Module], example: Any, rounds: int = ROUNDS) -> list[float]:
-    """Time of one batch: the fastest of some passes, taken in turn so that other load hits all networks alike."""
-    times: list[list[float]] = [[] for _ in nets]
-    for number in range(rounds + 1):
-        for net, own in zip(nets, times, strict=True):
-            with kept_modes(net):
-                net.eval()
-                _wait(net)
-                start = time.perf_counter()
-                call_model(net, example)
-                _wait(net)
-            if number:  # the first pass also loads kernels
-                own.append(1000 * (time.perf_counter() - start))
-    return [min(own) for own in times]
 
 
 def expected_shares(found: SearchResult) -> tuple[float, ...]:
@@ -414,18 +333,5 @@ def _example(loader: Loader, model: nn.Module) -> Any:
 
 
 def _steps_of(name: str, on_event: Report | None) -> Callable[[StepRecord], None]:
-    report = on_event or _silent
+    report = on_event or silent
     return lambda record: report(Event(name, record.steps, record))
-
-
-def _silent(event: Event) -> None:
-    pass
-
-
-def _params(net: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in net.parameters())
-
-
-def _wait(net: nn.Module) -> None:
-    if device_of(net).type == "cuda":
-        torch.cuda.synchronize(device_of(net))

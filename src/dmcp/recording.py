@@ -22,7 +22,7 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmcp.errors import TraceError
-from dmcp.readings import READERS, Read, looks_at_values, place
+from dmcp.readings import BY_MASK, READERS, Read, looks_at_values, place, sizes_by_values
 from dmcp.slicing import narrow, on_meta, skeleton
 
 aten = torch.ops.aten
@@ -104,6 +104,7 @@ class Recording:
     constants: list[int] = field(default_factory=list)  # tensors that come from nowhere we know
     outputs: list[int] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)  # tensors that became Python values
+    sizes: list[Read] = field(default_factory=list)  # tensors whose values became the size of another one
     made: list[tuple[int, list[float]]] = field(default_factory=list)  # (op that follows, numbers made into a tensor)
     caches: dict[tuple[str, str], Any] = field(default_factory=dict)  # plain attributes that the pass set: old value
     recomputes: bool = False  # whether layers are computed once more in the backward pass (activation checkpointing)
@@ -190,6 +191,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         result = None if any(leaf is not None for leaf in outs) else out
         if looks_at_values(func, result):
             self._note_read(call.inputs(), call.name, result)
+        if sizes_by_values(func, args, kwargs):
+            deciding = tuple(call.inputs()[1 if func in BY_MASK else 0 :])
+            self.recording.sizes.append(Read(len(self.recording.ops), deciding, call.name, place(), call.path))
         single = isinstance(out, Tensor)
         self.recording.ops.append(Op(func, call.args, call.kwargs, outs, call.path, result, single))
         return out

@@ -1,4 +1,4 @@
-"""What trace tells people beside the graph: of values that forward reads, computed weights, samples that do not fit."""
+"""What trace tells people beside the graph: of values that decide, computed weights, samples that do not fit."""
 
 from __future__ import annotations
 
@@ -22,21 +22,42 @@ _USUAL = (224, 224)
 
 def note_reads(model: nn.Module, recordings: Sequence[Recording]) -> str:
     """That another input may take another way, which nobody has seen; empty if forward reads nothing of its input."""
-    places = dict.fromkeys(read.where for recording in recordings for read in reads_of_input(recording))
+    places = _places((it, it.reads) for it in recordings)
     if not places:
         return ""
-    asleep = _not_run(model, recordings)
     return (
-        f"forward turns values that depend on its input into Python values ({_listed(places)}): another input may take "
+        f"forward turns values that depend on its input into Python values ({places}): another input may take "
         "another way, which was not seen, and a cut network is only right for inputs that take this one"
-        f"{f'; layers that were not run: {_listed(asleep)}' if asleep else ''}"
+        f"{_asleep(model, recordings)}"
     )
 
 
-def reads_of_input(recording: Recording) -> list[Read]:
+def note_sizes(model: nn.Module, recordings: Sequence[Recording]) -> str:
+    """That shapes and macs are those of the example; empty if no size follows from values of the input."""
+    places = _places((it, it.sizes) for it in recordings)
+    if not places:
+        return ""
+    return (
+        f"forward makes tensors whose size depends on values of its input ({places}): macs are those of this example, "
+        "and code that asks for such a size may take another way with another input, which was not seen"
+        f"{_asleep(model, recordings)}"
+    )
+
+
+def _places(reads: Iterable[tuple[Recording, Sequence[Read]]]) -> str:
+    """Where values of the input are read."""
+    return _listed(dict.fromkeys(read.where for recording, all_ in reads for read in _of_input(recording, all_)))
+
+
+def _asleep(model: nn.Module, recordings: Sequence[Recording]) -> str:
+    layers = _not_run(model, recordings)
+    return f"; layers that were not run: {_listed(layers)}" if layers else ""
+
+
+def _of_input(recording: Recording, reads: Sequence[Read]) -> list[Read]:
     """Those that another input would have given other values."""
     depends, found, done = set(recording.inputs), [], 0
-    for read in recording.reads:
+    for read in reads:
         for op in recording.ops[done : read.number]:
             if not depends.isdisjoint(_sources(op)):
                 depends.update(value for value in op.outs if value is not None)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dmcp.coupling import Coupling
 from dmcp.facts import Dims, Facts, Literal
 from dmcp.layouts import Layout, kept_indices, width
-from dmcp.readings import READERS
+from dmcp.readings import READERS, UNTAGGED
 from dmcp.recording import Func, Op, Recorder, Recording, Shape, leaves, map_leaves, run_recorded, tensors_in
 from dmcp.slicing import Cut, narrow, on_meta
 
@@ -87,7 +87,8 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
         if old != new:
             kind = "scale"
         try:
-            if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(call.func.tags):
+            by_values = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(call.func.tags)
+            if by_values or call.func in UNTAGGED:
                 return self._made_up(expected, wanted)
             out = call.func(*args, **kwargs)
             got = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves(out)]

@@ -13,18 +13,19 @@ from rich.console import Console
 from rich.table import Table
 
 from dmcp import options as o
-from dmcp import pruning, sampling
+from dmcp import sampling
 from dmcp.batches import generator
 from dmcp.charts import as_file, percent
-from dmcp.commands import cost_facts, describe_costs, print_json, result_facts, tell_skipped
-from dmcp.cutting import WIDTHS, load
 from dmcp.errors import FileError
 from dmcp.jobs import Corrupt, build, open_job, trace_job
 from dmcp.listing import PastRun, describe, list_runs, read_run
+from dmcp.measuring import compare
 from dmcp.plans import Plan
+from dmcp.printing import cost_facts, describe_costs, print_json, result_facts, tell_skipped
 from dmcp.report import chart_run, chart_runs, make_page
 from dmcp.rows import score, table
 from dmcp.runs import SEARCH, Run, load_search, read_json
+from dmcp.saving import WIDTHS, load
 from dmcp.spaces import Widths
 
 _COLUMNS = ("name", "command", "model", "data", "budget", "state", "accuracy", "MACs", "started")
@@ -153,7 +154,7 @@ def evaluate(
     small = load(run, opened.fresh)
     kept = {run.name: opened.graph.widths(Widths.from_json(read_json(run / WIDTHS)))}
     example = next(iter(opened.loaders.test))[0]
-    rows = pruning.compare({run.name: small}, opened.graph, kept, opened.loaders.test, example)
+    rows = compare({run.name: small}, opened.graph, kept, opened.loaders.test, example)
     tell_skipped(opened.loaders)
     if as_json:
         print_json(result_facts(run, opened.graph, kept[run.name]) | {"networks": [asdict(row) for row in rows]})

@@ -15,10 +15,10 @@ from urllib.parse import quote
 
 from dmcp.budget import parse
 from dmcp.claims import tell_claims
-from dmcp.cutting import MOST_JSON, read_bytes
 from dmcp.errors import BudgetError, FileError
 from dmcp.evidence import Evidence, read_evidence
 from dmcp.experiments import EXPERIMENTS, FULL, RECIPE
+from dmcp.files import MOST_JSON, read_bytes
 from dmcp.gathering import Line
 from dmcp.graph import ChannelGraph
 from dmcp.runs import from_plain, read_json

@@ -21,15 +21,17 @@ from torch import Tensor
 
 from dmcp.budget import Budget
 from dmcp.checkpoints import load_checkpoint, refuse_link
-from dmcp.cutting import MOST_JSON, WIDTHS, parse_json, parse_tensors, quote, read_bytes, save, write_files
 from dmcp.errors import FileError, WidthsError
+from dmcp.events import Event
 from dmcp.figures import draw_all
+from dmcp.files import MOST_JSON, parse_json, parse_tensors, quote, read_bytes, write_files
 from dmcp.graph import ChannelGraph
 from dmcp.keeping import Keeper
 from dmcp.locks import LOCK
 from dmcp.markov import CHAIN, INDEPENDENT
-from dmcp.pruning import Event, PruneResult, expected_shares
+from dmcp.pruning import PruneResult, expected_shares
 from dmcp.rows import Row, divergence, markdown
+from dmcp.saving import WIDTHS, save
 from dmcp.searches import SearchRecord, SearchResult
 from dmcp.spaces import Widths
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -42,6 +42,24 @@ def run_seeds(
             Run(folder).write(SUMMARY, asdict(summary))
             Run(folder).write(SUMMARY_TABLE, markdown(summary))
     return list(runs.values())
+
+
+def words_of_each(argv: Sequence[str]) -> list[str]:
+    """The words of a command line that each seed gets, too; what is for all of them together goes with its value."""
+    words = iter(argv)
+    return [word for word in words if not _drops(word, words)]
+
+
+def _drops(word: str, rest: Iterator[str]) -> bool:
+    """Whether a word of the command line is for all seeds together, not for one; its value goes with it."""
+    name, equals, _ = word.partition("=")
+    if name in ("--quiet", "--json", "--debug"):
+        return True
+    if name not in ("--seeds", "--seed", "--out"):
+        return False
+    if not equals:
+        next(rest, None)
+    return True
 
 
 # the folder

@@ -17,14 +17,16 @@ import torch
 from dmcp.batches import device_of, generator
 from dmcp.budget import parse
 from dmcp.data import preprocessing
+from dmcp.engine import Engine
 from dmcp.errors import FileError, StoppedError, TrainingError
+from dmcp.events import Event
 from dmcp.given import check_classifier, check_finite
 from dmcp.jobs import Opened, open_job
 from dmcp.keeping import Keeper
 from dmcp.locks import Lock
 from dmcp.plans import Plan, facts_of
 from dmcp.progress import Progress
-from dmcp.pruning import DivergenceWarning, Event
+from dmcp.pruning import DivergenceWarning
 from dmcp.ranks import Ranks, Watch, join, leave, share_tensors
 from dmcp.runs import SETTINGS, Run, open_run, read_json
 from dmcp.trackers import Tracker, open_tracker
@@ -78,6 +80,12 @@ def tell_notices(opened: Opened) -> None:
     """Say what a person may not know about the data."""
     for text in opened.notices:
         say(text)
+
+
+def tell_ignored(engine: Engine, place: torch.device) -> None:
+    """Say what was asked for that the device cannot do; that it chooses itself without being asked is no news."""
+    if engine.kernels and place.type != "cuda":
+        say(f"Own kernels run on GPUs only: --kernels changes nothing on {place.type}.")
 
 
 @contextlib.contextmanager
@@ -173,6 +181,8 @@ def _describe(here: Session, quiet: bool) -> None:
     plan, ranks = here.plan, here.ranks
     if ranks.first:
         tell_notices(here.opened)
+        if not plan.cell:  # the command that starts the cells has said it once
+            tell_ignored(plan.engine, plan.job.place)
     if quiet or not ranks.first:
         return
     shares = f" on {ranks.world} ranks" if ranks.world > 1 else ""

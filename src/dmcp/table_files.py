@@ -11,7 +11,6 @@ import torch
 
 from dmcp import figures
 from dmcp.comparing import commands_of
-from dmcp.cutting import WEIGHTS
 from dmcp.errors import FileError
 from dmcp.gathering import (
     FIGURE,
@@ -30,6 +29,7 @@ from dmcp.gathering import (
 )
 from dmcp.jobs import Opened, open_job
 from dmcp.runs import Run, read_json
+from dmcp.saving import WEIGHTS
 from dmcp.tables import between
 
 

@@ -21,14 +21,16 @@ from dmcp.gating import Fold, plan_folds
 from dmcp.graph import Binding, ChannelGraph, CostEntry, GateFold, Whole, in_spaces
 from dmcp.layouts import Atom
 from dmcp.recording import Func, Op, Recording, Ref, batch_of, map_leaves, rebatch, record, record_anywhere, tensors_in
-from dmcp.remarks import keep_read_whole, misfit, note_reads, ways_to_plain_weights, with_way_out
+from dmcp.remarks import keep_read_whole, misfit, note_reads, note_sizes, ways_to_plain_weights, with_way_out
 from dmcp.replay import Rehearsal, meta_example
 from dmcp.rules import RULES
 from dmcp.settling import Settler
 from dmcp.slicing import skeleton, unwrap
 from dmcp.spaces import ChannelSpace, fingerprint
 
-_TWO_WAYS = "Compute both ways and choose with torch.where, or accept it: trace(..., strict=False)."
+_TWO_WAYS = (
+    "Compute both ways, or with all values, and choose with torch.where, or accept it: trace(..., strict=False)."
+)
 _BATCH = 3  # more than one for BatchNorm in train mode; odd, so that it is rarely mistaken for channels
 
 
@@ -46,14 +48,14 @@ def trace(
     frozen: modules or spaces, by name, whose channels stay whole.
     rules: op -> channel rule, `dmcp.RULES` by default; extend with `RULES | {op: rule}`.
     exact: keep whole what a gated network computes differently from a cut one (channels under LayerNorm).
-    strict: raise on an op without a rule and on values that forward reads; bind no attribute by its value.
+    strict: raise on an op without a rule and on values that decide in forward; bind no attribute by its value.
     """
     model = unwrap(model)
     recordings, batches, notes = _record_modes(model, example_input)
     frozen = [frozen] if isinstance(frozen, str) else list(frozen or ())
     if not all(isinstance(name, str) for name in frozen):
         raise TraceError(f"frozen takes names of modules or spaces, not {frozen!r}.")
-    if note := note_reads(model, recordings):
+    for note in filter(None, (note_reads(model, recordings), note_sizes(model, recordings))):
         if strict:
             raise TraceError(f"{note[0].upper()}{note[1:]}. {_TWO_WAYS}")
         notes.append(note)

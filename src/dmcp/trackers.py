@@ -21,7 +21,8 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from dmcp.errors import DmcpError
-from dmcp.pruning import Event, Row
+from dmcp.events import Event
+from dmcp.rows import Row
 from dmcp.runs import Run, read_json
 from dmcp.searches import SearchRecord, SearchResult
 from dmcp.training import StepRecord

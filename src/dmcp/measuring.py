@@ -1,0 +1,94 @@
+"""What networks reach on the test data, what they cost, and how fast they are here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dmcp import training
+from dmcp.batches import Loader, device_of, labels_of, peek, size_of
+from dmcp.calibration import kept_modes
+from dmcp.events import Event, Report, silent
+from dmcp.graph import ChannelGraph
+from dmcp.keeping import untouched
+from dmcp.losses import Metric, top1
+from dmcp.ranks import current, sum_values
+from dmcp.recording import call_model
+from dmcp.rows import ROUNDS, Row
+from dmcp.slicing import narrow, unwrap
+from dmcp.spaces import Widths
+
+
+def compare(
+    nets: dict[str, nn.Module],
+    graph: ChannelGraph,
+    widths: dict[str, Widths],
+    val_loader: Loader,
+    example: Any,
+    metric: Metric | None = None,
+    on_event: Report | None = None,
+) -> tuple[Row, ...]:
+    """Test all networks, and time them on one batch."""
+    times = milliseconds(list(nets.values()), example)
+    rows: list[Row] = []
+    for (name, net), ms in zip(nets.items(), times, strict=True):
+        macs = graph.macs(widths.get(name, graph.full))
+        accuracy, samples = _test(net, val_loader, metric)
+        batch = size_of((example,))
+        rows.append(Row(name, macs, count_params(net), accuracy, ms, batch, samples, own_metric=metric is not None))
+        (on_event or silent)(Event("test", len(nets), rows[-1]))
+    return tuple(rows)
+
+
+def _test(net: nn.Module, loader: Loader, metric: Metric | None) -> tuple[float, int]:
+    """Mean of the metric and how many samples it is of; 0 where there is more than one answer per sample."""
+    seen, answers = 0, 0
+
+    def counted(output: Any, batch: Any) -> tuple[Tensor, int]:
+        nonlocal seen, answers
+        seen += size_of(batch)
+        answers += size_of(batch) if metric else labels_of(batch).numel()
+        return (metric or top1)(output, batch)
+
+    mean = training.evaluate(net, loader, counted)
+    total, given = sum_values(torch.tensor([seen, answers]), current()).tolist()
+    return mean, total if total == given else 0
+
+
+def try_test(model: nn.Module, loader: Loader, metric: Metric | None) -> None:
+    """Test a copy of the model on one batch: what is wrong with loader or metric shows before hours of work."""
+    with untouched(loader, device_of(model)):
+        batches = peek(loader)
+        if batches is not None:
+            _test(narrow(unwrap(model), {}, {}), batches, metric)
+
+
+@torch.no_grad()
+def milliseconds(nets: Sequence[nn.Module], example: Any, rounds: int = ROUNDS) -> list[float]:
+    """Time of one batch: the fastest of some passes, taken in turn so that other load hits all networks alike."""
+    times: list[list[float]] = [[] for _ in nets]
+    for number in range(rounds + 1):
+        for net, own in zip(nets, times, strict=True):
+            with kept_modes(net):
+                net.eval()
+                _wait(net)
+                start = time.perf_counter()
+                call_model(net, example)
+                _wait(net)
+            if number:  # the first pass also loads kernels
+                own.append(1000 * (time.perf_counter() - start))
+    return [min(own) for own in times]
+
+
+def count_params(net: nn.Module) -> int:
+    """Parameters of a network, tied ones once."""
+    return sum(parameter.numel() for parameter in net.parameters())
+
+
+def _wait(net: nn.Module) -> None:
+    if device_of(net).type == "cuda":
+        torch.cuda.synchronize(device_of(net))
