@@ -297,39 +297,51 @@ def test_the_recipe_is_chosen_without_the_test_images() -> None:
     it = study(seeds=1)
     arms = EXPERIMENTS["recipe"](study_of(it, "recipe"))
     found = {task.name: task.plan for task in study_tasks(it, ["recipe"])}
+    assert {plan.cell and plan.cell.held_out for plan in found.values()} == {True} and len(found) == len(arms) == 7
+    ours, fast = (found.pop(f"dmcp-recipe{name}-50%-seed0") for name in ("", "-fast"))
+    more = {"alpha_lr": 5.0, "alpha_min_lr": 1.0}
+    assert ours.cell and fast.cell == replace(ours.cell, settings={**ours.cell.settings, "more": more})
     usual = found.pop("uniform-recipe-50%-seed0")
-    assert usual.cell and usual.cell.held_out and usual.train == replace(it.common.train, epochs=240)
-    assert {plan.cell and plan.cell.held_out for plan in found.values()} == {True} and len(found) == len(arms) - 1 == 4
+    assert usual.train == replace(it.common.train, epochs=240) == ours.train and ours.cell.settings == {"epochs": 60}
     for plan in found.values():
         assert replace(plan, train=usual.train) == usual and plan.train and usual.train
         changed = {key for key, value in vars(plan.train).items() if value != vars(usual.train)[key]}
         assert changed in ({"label_smoothing"}, {"weight_decay"}, {"lr", "warmup_lr"})
-    assert [arm.against for arm in arms] == ["", *["the usual recipe"] * 4]
-    plain = study(seeds=1, train=recipe(60, 1.6, 5e-4, 0.0))
-    labels = [arm.label for arm in EXPERIMENTS["recipe"](plain)]
-    assert "label smoothing 0" in [arm.label for arm in arms] and "label smoothing 0.1" in labels
+    assert [arm.against for arm in arms] == ["", *["uniform, the usual recipe"] * 4, "", "dmcp"]
+
+
+def test_what_was_chosen_is_told_by_options() -> None:
+    it, plain = study(seeds=1), study(seeds=1, train=recipe(60, 1.6, 5e-4, 0.0))
+    labels = [[arm.label for arm in EXPERIMENTS["recipe"](one)] for one in (it, plain)]
+    assert "uniform, label smoothing 0" in labels[0] and "uniform, label smoothing 0.1" in labels[1]
     assert "--label-smoothing 0.0" in " ".join(command(plain, "full"))
-    assert "--label-smoothing" not in command(it, "full")
+    assert "--label-smoothing" not in command(it, "full") and "--alpha-lr" not in command(it, "full")
+    rates = {"alpha_lr": 5.0, "alpha_min_lr": 1.0}
+    fast = study(seeds=1, settings={"dmcp": {"more": rates}})
+    assert "--alpha-lr 5.0" in " ".join(command(fast, "full"))
+    (cold,) = (task.plan.cell for task in study_tasks(fast, ["warmup"]) if "cold" in task.name)
+    assert cold and cold.settings == {"more": rates | {"warmup": 0.0}}
 
 
-def test_longer_searches_change_nothing_else() -> None:
+def test_faster_alphas_change_nothing_else() -> None:
     it = replace(study(seeds=1, budgets=("50%",)), wider=("width=20",))
     found = {task.name: task.plan for task in study_tasks(it, ["explain"])}
     half = it.graph.macs() // 2
     pairs = {
-        "dmcp-longer-70%": "dmcp-70%",
-        "dmcp-longer-15%": "dmcp-15%",
-        "dmcp-longer-50%": "dmcp-50%",
-        f"dmcp-wide-longer-{half}": f"dmcp-wide-{half}",
+        "dmcp-fast-70%": "dmcp-70%",
+        "dmcp-fast-15%": "dmcp-15%",
+        "dmcp-fast-50%": "dmcp-50%",
+        f"dmcp-wide-fast-{half}": f"dmcp-wide-{half}",
     }
+    settings = {"more": {"alpha_lr": 5.0, "alpha_min_lr": 1.0}}
     for name, usual in pairs.items():
-        long, short = (replace(found[f"{text}-seed0"], cell=None) for text in (name, usual))
-        assert long == short, name
+        fast, slow = (replace(found[f"{text}-seed0"], cell=None) for text in (name, usual))
+        assert fast == slow, name
         cell = found[f"{name}-seed0"].cell
-        assert cell == Cell(method="dmcp", settings={"epochs": 60}, own=False, fine_tune_epochs=20)
+        assert cell == Cell(method="dmcp", settings=settings, own=False, fine_tune_epochs=20)
     rest = {"uniform-70%", "uniform-15%", "unpruned", "dmcp-frozen-50%", "dmcp-frozen-trained-50%"}
     assert {*found} == {f"{name}-seed0" for name in (*rest, *pairs.keys(), *pairs.values())}
-    assert found[f"dmcp-wide-longer-{half}-seed0"].job.model_args == ("width=20",)
+    assert found[f"dmcp-wide-fast-{half}-seed0"].job.model_args == ("width=20",)
     other = replace(it, common=study(1).common)
     known = {task.name: task.plan for task in study_tasks(other, ["main", "scale", "scheme"])}
     assert all(found[name] == known[name] for name in found.keys() & known.keys())
@@ -352,8 +364,10 @@ def test_only_a_network_that_was_chosen_has_a_teacher() -> None:
         Cell(method="", slimmable=True)
     with pytest.raises(TrainingError, match="leave the other one out"):
         Cell(method=COPY, slimmable=True, teacher="unpruned-seed0")
-    with pytest.raises(TrainingError, match="'dmcp' may have chosen by them"):
-        Cell(method="dmcp", held_out=True)
+    with pytest.raises(TrainingError, match="'amc' chooses by them"):
+        Cell(method="amc", held_out=True)
+    with pytest.raises(TrainingError, match="'dmcp' chooses by them"):
+        Cell(method="dmcp", held_out=True, settings={"hold_out": True})
 
 
 def test_each_arm_is_compared_with_what_it_changes() -> None:
@@ -369,12 +383,12 @@ def test_each_arm_is_compared_with_what_it_changes() -> None:
     assert list(found.values()).count("alphas start at the budget, see the same images") == 3
     assert {*references("full").values()} == {"", "uniform"} and references("full")["uniform"] == ""
     found = references("explain")
-    assert found["dmcp at 70%, twice the search"] == found["dmcp at 70%"] == "uniform at 70%"
-    assert found["dmcp at 15%, twice the search"] == "uniform at 15%" and not found["uniform at 15%"]
+    assert found["dmcp at 70%, alphas 10 times as fast"] == found["dmcp at 70%"] == "uniform at 70%"
+    assert found["dmcp at 15%, alphas 10 times as fast"] == "uniform at 15%" and not found["uniform at 15%"]
     narrow, wide = (f"dmcp at 50%, unpruned network {size}x" for size in ("1.0", "1.5"))
-    twice = f"{narrow}, twice the search"
+    twice = f"{narrow}, alphas 10 times as fast"
     assert [label for label, of in found.items() if of == narrow] == [twice, wide]
-    assert [label for label, of in found.items() if of == twice] == [f"{wide}, twice the search"]
+    assert [label for label, of in found.items() if of == twice] == [f"{wide}, alphas 10 times as fast"]
     assert found["alphas by budget and task, trained weights"] == "alphas by budget and task"
 
 
@@ -590,14 +604,14 @@ def test_the_full_recipe_tells_its_lengths(tmp_path: Path) -> None:
 def test_explanations_name_the_row_of_each_difference(tmp_path: Path) -> None:
     it = study(seeds=1)
     for task in study_tasks(it, ["explain"]):
-        write_cell(task, tmp_path, it, 0.9 if "longer" in task.name else 0.8)
+        write_cell(task, tmp_path, it, 0.9 if "fast" in task.name else 0.8)
     shown = show(it, "explain", tmp_path)
     assert shown and "| points above  " in shown.text
     assert "| uniform at 15%: +10.00 (1) " in shown.text and "| uniform at 70%: +0.00 (1) " in shown.text
     assert "| dmcp at 50%, unpruned network 1.0x: +10.00 (1) " in shown.text
-    assert "| dmcp at 50%, unpruned network 1.0x, twice the search: +0.00 (1) |" in shown.text
+    assert "| dmcp at 50%, unpruned network 1.0x, alphas 10 times as fast: +0.00 (1) |" in shown.text
     searched = [row["epochs"]["search"] for row in shown.rows if "search" in row["epochs"]]
-    assert searched == [30, 60, 30, 60, 30, 60, 30, 60, 30, 15]
+    assert searched == [30] * 9 + [15]
     assert "| 15 + 60 = 75, and 60 of the network that it starts from |" in shown.text
 
 
@@ -922,8 +936,9 @@ def test_a_recipe_is_tested_by_images_that_it_was_not_trained_with(
     place = ["--out", str(tmp_path / "cells"), "--results", str(tmp_path / "results")]
     code, told, error = run(capsys, "recipe", *TINY, *short, *place)
     assert code == 0, error
-    assert "| accuracy in % of held-out images |" in (told := re.sub(r" +", " ", told))
-    assert "| half the weight decay |" in told and "| points above the usual recipe |" in told
+    told = re.sub(r" +", " ", told)
+    assert "| accuracy in % of held-out images |" in told and "| uniform, the usual recipe: " in told
+    assert "| dmcp, alphas 10 times as fast |" in told and "| dmcp: " in told
     lines = [json.loads(line) for line in (tmp_path / "cells/uniform-recipe-50%-seed0" / LOG).read_text().splitlines()]
     tested = [line for line in lines if "accuracy" in line]
     held = len(split(load("digits").train, 0.1)[1])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from nets import NETS, Chain, Depthwise, Residual, SqueezeExcite, randomise, sample
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import mobilenet_v2
 
@@ -305,3 +305,25 @@ def test_a_million_structures_of_mobilenet_in_seconds(spec: str, alpha: float) -
         spent.append(time.process_time() - start)
     print(f"1,000,000 structures and their macs: {min(spent):.1f} s of one core")
     assert min(spent) < 2
+
+
+def test_align_counts_real_channels_where_whole_groups_are_kept() -> None:
+    net = nn.Sequential(
+        nn.Conv1d(2, 32, 3),
+        nn.Conv1d(32, 64, 3),
+        nn.GroupNorm(8, 64),
+        nn.ReLU(),
+        nn.Conv1d(64, 24, 3),
+        nn.Conv1d(24, 4, 1),
+    )
+    graph = dmcp.trace(net, torch.zeros(2, 2, 20))
+    units = {space.name: (space.size, space.unit) for space in graph.spaces}
+    assert units == {"0": (32, 1), "1": (8, 8), "4": (24, 1)}
+    steps = {align: [space.step(align) for space in graph.spaces] for align in (1, 4, 8, 16)}
+    assert steps == {1: [1, 1, 1], 4: [4, 1, 4], 8: [8, 1, 8], 16: [16, 2, 16]}
+    supernet = dmcp.Supernet(net, graph, 10, align=8)
+    assert supernet.sizes[1].count_nonzero() == 8 and supernet.sizes[0].count_nonzero() == 4
+    narrow = dmcp.cut(net, graph, uniform(graph, "30%", supernet.floor, align=8))
+    widths = [it.out_channels for it in narrow if isinstance(it, nn.Conv1d)][:-1]
+    assert all(width % 8 == 0 for width in widths) and widths[1] in (24, 32, 40)
+    assert "8 x 8   97.1%  1" in graph.summary()

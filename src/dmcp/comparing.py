@@ -170,9 +170,11 @@ def _needed(it: Comparison, name: str, seed: int, budget: str, add: Any) -> str:
 
 def plan_cell(it: Comparison, seed: int, cell: Cell, budget: str = "100%") -> Plan:
     """What a cell is to do, under the protocol of the comparison."""
+    usual, own = (dict(settings) for settings in (it.settings.get(cell.method, {}), cell.settings))
+    more = {"more": usual["more"] | own["more"]} if "more" in usual and "more" in own else {}
     whole = replace(
         cell,
-        settings=dict(it.settings.get(cell.method, {})) | dict(cell.settings),
+        settings=usual | own | more,
         holdout=it.holdout,
         scratch=not cell.method or (it.scratch and not is_one_ratio(cell.method)),
         fine_tune_epochs=it.fine_tune_epochs,

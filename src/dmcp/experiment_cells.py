@@ -34,6 +34,8 @@ def command(it: Study, name: str) -> list[str]:
     told += [("data", Path(job.data).name), ("epochs", train.epochs), ("search-epochs", it.search.epochs)]
     told += [("batch", job.batch), ("lr", train.lr), ("weight-decay", train.weight_decay)]
     told += [("label-smoothing", train.label_smoothing)] if train.label_smoothing != TrainConfig.label_smoothing else []
+    rate = dict(common.settings.get("dmcp", {}).get("more", {})).get("alpha_lr")
+    told += [("alpha-lr", rate)] if rate is not None else []
     told += [("seeds", len(common.seeds)), *([("seed", common.seeds[0])] if common.seeds[0] else [])]
     told += [("budget", text) for text in common.budgets if name == "main"]
     told += [("wider", text) for text in it.wider if name in WIDER]

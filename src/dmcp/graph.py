@@ -275,10 +275,12 @@ class ChannelGraph:
             "",
         ]
         name_width = max([len("space"), *(len(space.name) for space in self.spaces)])
-        lines.append(f"{'space':<{name_width}}  size  share  layers tied to it")
-        for space in self.spaces:
-            tied = ", ".join(space.writers)
-            lines.append(f"{space.name:<{name_width}}  {space.size:>4}  {self.space_share(space):>5.1%}  {tied}")
+        sizes = [f"{space.size}{f' x {space.unit}' if space.unit > 1 else ''}" for space in self.spaces]
+        size_width = max(map(len, ["size", *sizes]))
+        lines.append(f"{'space':<{name_width}}  {'size':>{size_width}}   share  layers tied to it")
+        for space, size in zip(self.spaces, sizes, strict=True):
+            share, tied = self.space_share(space), ", ".join(space.writers)
+            lines.append(f"{space.name:<{name_width}}  {size:>{size_width}}  {share:>6.1%}  {tied}")
         if self.whole:
             lines += ["", "kept whole:", *(f"  {item.name} ({item.size}): {item.reason}" for item in self.whole)]
         if self.bindings:

@@ -33,17 +33,20 @@ from dmcp.methods.dmcp import DmcpConfig
 from dmcp.printing import print_json
 from dmcp.results_page import make_page
 from dmcp.runs import Run, read_json
+from dmcp.searches import SearchConfig
 from dmcp.sessions import tell_ignored
 from dmcp.tables import table
 from dmcp.training import TrainConfig
 
 _MODEL = "cifar:resnet20"
 _USUAL = DmcpConfig().epochs  # of a search; cells with as many are those of dmcp compare
+_RATE = SearchConfig.alpha_lr  # of its alphas; the same
 Names = Annotated[list[str] | None, typer.Argument(metavar="NAME...", help=f"Some of {NAMES}.")]
 Budgets = Annotated[list[str] | None, typer.Option("--budget", help=f"Of main; repeatable. Default: {BUDGETS}.")]
 SeedCount = Annotated[int, typer.Option(min=1, help="Seeds of everything, from --seed on.")]
 TrainEpochs = Annotated[int, typer.Option(min=1, help="Passes over the data in the final training.")]
 FirstEpochs = Annotated[int, typer.Option(min=2, help="Passes over the data in a search.")]
+AlphaLr = Annotated[float, typer.Option(help="First learning rate of the alphas in a search; the last is a fifth.")]
 TrainLr = Annotated[float, typer.Option(help="Highest learning rate of the final training at a batch of 2048.")]
 Wider = Annotated[
     list[str] | None,
@@ -66,6 +69,7 @@ def paper(
     budget: Budgets = None,
     epochs: TrainEpochs = 60,
     search_epochs: FirstEpochs = _USUAL,
+    alpha_lr: AlphaLr = _RATE,
     batch: o.Batch = 512,
     lr: TrainLr = 1.6,
     weight_decay: o.WeightDecay = 5e-4,
@@ -123,7 +127,7 @@ def paper(
         budgets=tuple(budget or BUDGETS),
         methods=("uniform", "random", "dmcp"),
         seeds=tuple(range(seed, seed + seeds)),
-        settings={} if search_epochs == _USUAL else {"dmcp": {"epochs": search_epochs}},
+        settings=_search_settings(search_epochs, alpha_lr),
         fine_tune_epochs=epochs // 3,  # none of ours does; as in the comparison whose cells these may be
     )
     study = _open(it, tuple(wider or ["width=24"]), wanted)
@@ -141,6 +145,13 @@ def paper(
     failed = [] if gather else run_tasks(tasks, folder, it.job.place, at_once, quiet)
     _show(study, wanted, folder, Path(results), page, as_json)
     check_failed(failed)
+
+
+def _search_settings(epochs: int, alpha_lr: float) -> dict[str, dict[str, Any]]:
+    """Settings of DMCP; what is as usual is left out, since cells are told apart by their settings."""
+    own: dict[str, Any] = {} if epochs == _USUAL else {"epochs": epochs}
+    own |= {} if alpha_lr == _RATE else {"more": {"alpha_lr": alpha_lr, "alpha_min_lr": alpha_lr / 5}}
+    return {"dmcp": own} if own else {}
 
 
 def _open(it: Comparison, wider: tuple[str, ...], names: Sequence[str]) -> Study:

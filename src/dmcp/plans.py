@@ -21,7 +21,7 @@ from dmcp.runs import from_plain
 from dmcp.searches import SearchConfig
 from dmcp.training import TrainConfig
 
-_BLIND = ("", "uniform")  # methods that see no images; the first is that of the unpruned network
+_BLIND = ("", "uniform", "dmcp")  # methods that see no held-out images; the first: the unpruned network
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +48,11 @@ class Cell:
             )
         if self.teacher and self.slimmable:
             raise TrainingError("A slimmable training has the unpruned network as a teacher: leave the other one out.")
-        if self.held_out and (self.method not in _BLIND or not self.scratch):
+        chooses = self.method not in _BLIND or bool(self.settings.get("hold_out"))
+        if self.held_out and (chooses or not self.scratch):
             raise TrainingError(
-                f"Held-out images can only test unpruned and uniform networks that are trained from scratch: "
-                f"{self.method!r} may have chosen by them."
+                f"Held-out images can only test networks that were trained and chosen without them: {self.method!r} "
+                "chooses by them."
             )
 
 

@@ -133,6 +133,8 @@ def _from_floor(graph: ChannelGraph, floor: Widths | None, align: int) -> Option
 class Options:
     """The widths that a structure may have: multiples of `align` between two bounds, and a space's full size.
 
+    Multiples of real channels: one group of a grouped layer may be as many.
+
     A structure is a place in each space's list of options. Bounds that no multiple fits between keep the upper one.
     """
 
@@ -141,7 +143,8 @@ class Options:
             raise BudgetError(f"align must be an int of at least 1, not {align!r}.")
         rows: list[list[int]] = []
         for space, low, high in zip(graph.spaces, lower.tolist(), upper.tolist(), strict=True):
-            row = list(range(-(-low // align) * align, high + 1, align))
+            step = space.step(align)
+            row = list(range(-(-low // step) * step, high + 1, step))
             rows.append(row if row and (row[-1] == high or high < space.size) else [*row, high])
         self.last = torch.tensor([len(row) - 1 for row in rows])  # (S,)
         most = max(len(row) for row in rows)

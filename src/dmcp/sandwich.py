@@ -57,10 +57,11 @@ def chains(
     graph.widths(lower)  # refuses names and numbers that do not fit
     ends: list[tuple[int, int]] = []
     for space in graph.spaces:
-        low = min(space.size, -(-lower.get(space.name, 1) // align) * align)
-        high = upper[space.name] if upper[space.name] == space.size else upper[space.name] // align * align
+        step = space.step(align)
+        low = min(space.size, -(-lower.get(space.name, 1) // step) * step)
+        high = upper[space.name] if upper[space.name] == space.size else upper[space.name] // step * step
         if low > high:
-            unit = "" if align == 1 else f" that is a multiple of {align}"
+            unit = "" if step == 1 else f" that is a multiple of {step}"
             raise WidthsError(
                 f"No width of {space.name}{unit} lies from {lower.get(space.name, 1)} (smallest) to "
                 f"{upper[space.name]} (largest): move one of them."

@@ -33,7 +33,7 @@ class SearchConfig:
     budget: int | float | str | Budget  # what the result may cost: 0.5, "50%", "211M", "params:2M", "50%,params:2M"
     tolerance: float = 0.95  # share of the budget below which the expected cost is pushed up (gamma of eq. 13)
     groups: int = 10  # groups that each space is divided into; the supernet must be made with as many
-    align: int = 1  # widths are multiples of this; the supernet must be made with the same
+    align: int = 1  # real channels are multiples of this; the supernet must be made with the same
     smallest: Mapping[str, int] = field(default_factory=dict)  # least width of some spaces, by name
     largest: Mapping[str, int] = field(default_factory=dict)  # greatest width of some spaces, by name
     epochs: int = 40  # passes over the data, the warm-up among them

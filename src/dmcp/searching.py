@@ -193,7 +193,7 @@ def _prepare(net: Supernet, config: SearchConfig, arch_loader: Loader | None) ->
         raise TrainingError("With task_loss=False the alphas see no data: leave arch_loader out.")
     if config.warmup_epochs or config.train_weights:
         check_trainable(net.model)
-    wanted = [list(group_sizes(space.size, config.groups, config.align)) for space in net.graph.spaces]
+    wanted = [list(group_sizes(it.size, config.groups, it.step(config.align))) for it in net.graph.spaces]
     if [[size for size in row if size] for row in net.sizes.tolist()] != wanted:
         raise WidthsError(
             f"The supernet was made with other groups than the settings say: set them as it has them, or make it with "

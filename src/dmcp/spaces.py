@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,11 @@ class ChannelSpace:
     size: int  # channels (for whole groups of a grouped layer: groups)
     writers: tuple[str, ...] = ()  # layers whose output channels live in it
     readers: tuple[str, ...] = ()  # layers that take it as input channels
+    unit: int = 1  # real channels of each, in the layer that has fewest: more than 1 where whole groups are kept
+
+    def step(self, align: int) -> int:
+        """How much widths differ at least if real channels are to be multiples of `align`."""
+        return align // math.gcd(align, self.unit)
 
 
 @dataclass(frozen=True, eq=False)

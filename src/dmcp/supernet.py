@@ -39,7 +39,7 @@ class Supernet(nn.Module):
             )
         self.model = narrow(model, {}, {})
         self.graph = graph
-        sizes = [group_sizes(space.size, groups, align) for space in graph.spaces]
+        sizes = [group_sizes(space.size, groups, space.step(align)) for space in graph.spaces]
         most = max(len(row) for row in sizes)
         padded = torch.tensor([row + (0,) * (most - len(row)) for row in sizes])  # (S, G), zeros behind short chains
         device = next((tensor.device for tensor in self.model.parameters()), torch.device("cpu"))

@@ -217,6 +217,16 @@ def _writers(coupling: Coupling) -> Iterable[tuple[str, list[Atom], list[tuple[i
             yield layer, coupling.channels.atoms(layout), coupling.channels.whole(layout)
 
 
+def _units(coupling: Coupling) -> dict[int, int]:
+    """Real channels of each channel of an atom, by its number, in the layer that writes fewest."""
+    found: dict[int, int] = {}
+    for _, dims, item in _weighted(coupling):
+        for segment in () if item.out_dim is None else coupling.channels.resolve(dims[item.out_dim]):
+            unit = math.prod(axis for axis in segment if isinstance(axis, int))
+            found |= {it.index: min(unit, found.get(it.index, unit)) for it in segment if isinstance(it, Atom)}
+    return found
+
+
 def _names(coupling: Coupling, atoms: list[Atom]) -> dict[Atom, str]:
     """Each space is named after the first layer that writes it; further ones of a layer get a number."""
     names: dict[Atom, str] = {}
@@ -262,7 +272,7 @@ def _graph(
     example: Any,
     exact: bool,
 ) -> ChannelGraph:
-    channels = coupling.channels
+    channels, units = coupling.channels, _units(coupling)
     names = _names(coupling, atoms)
     order = sorted(atoms, key=list(names).index)
     numbers = {atom.index: number for number, atom in enumerate(order)}
@@ -298,7 +308,11 @@ def _graph(
     return ChannelGraph(
         spaces=tuple(
             ChannelSpace(
-                names[atom], channels.axis_size(atom), tuple(writers[atom]) or (names[atom],), tuple(readers[atom])
+                names[atom],
+                channels.axis_size(atom),
+                tuple(writers[atom]) or (names[atom],),
+                tuple(readers[atom]),
+                units.get(atom.index, 1),
             )
             for atom in order
         ),
