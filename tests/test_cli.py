@@ -203,6 +203,18 @@ def test_sample_gives_different_structures_inside_the_budget(pruned: tuple[Path,
     assert json.loads((folder / "expected.json").read_text())["widths"] == read_widths(folder)
 
 
+def test_sample_scales_a_search_to_another_budget(pruned: tuple[Path, str], capsys: Capture) -> None:
+    folder, _ = pruned
+    code, out, told = run(capsys, "sample", str(folder), "--budget", "30%")
+    assert code == 0 and told == "The search was for 50%: its widths are scaled to 30%, not searched again.\n"
+    graph = dmcp.trace(build("digits:resnet"), torch.zeros(2, 1, 8, 8))
+    widths = graph.widths(dmcp.Widths.from_json(json.loads((folder / "expected-30%.json").read_text())))
+    assert 0.95 * 0.3 <= graph.macs(widths) / graph.macs() <= 0.3 and "expected-30%.json" in out
+    assert run(capsys, "sample", str(folder), "--budget", "50%")[2] == ""
+    code, _, told = run(capsys, "sample", str(folder), "--budget", "0.1%")
+    assert code == 2 and "less than the floor costs" in told and told.count("\n") == 1
+
+
 def read_widths(folder: Path) -> dict[str, int]:
     widths: dict[str, int] = json.loads((folder / "widths.json").read_text())["widths"]
     return widths

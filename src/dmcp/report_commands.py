@@ -15,6 +15,7 @@ from rich.table import Table
 from dmcp import options as o
 from dmcp import sampling
 from dmcp.batches import generator
+from dmcp.budget import check_reachable, parse
 from dmcp.charts import as_file, percent
 from dmcp.errors import FileError
 from dmcp.jobs import Corrupt, build, open_job, trace_job
@@ -26,6 +27,8 @@ from dmcp.report import chart_run, chart_runs, make_page
 from dmcp.rows import score, table
 from dmcp.runs import SEARCH, Run, load_search, read_json
 from dmcp.saving import WIDTHS, load
+from dmcp.searches import SearchResult
+from dmcp.sessions import say
 from dmcp.spaces import Widths
 
 _COLUMNS = ("name", "command", "model", "data", "budget", "state", "accuracy", "MACs", "started")
@@ -98,6 +101,7 @@ def sample(
     direct: Annotated[
         int, typer.Option(min=0, max=10_000, help="So many different structures drawn from the chains; 0: expected.")
     ] = 0,
+    budget: Annotated[str, typer.Option(help="Another budget than the search's, whose widths are then scaled.")] = "",
     seed: o.Seed = 0,
     as_json: o.AsJson = False,
     debug: o.Debug = False,
@@ -107,6 +111,7 @@ def sample(
     \b
     Examples:
       dmcp sample runs/cifar-resnet20-cifar10-search
+      dmcp sample runs/cifar-resnet20-cifar10-search --budget 30%
       dmcp sample runs/cifar-resnet20-cifar10-search --direct 5 --seed 1 --json
     """
     if not o.is_first():
@@ -115,9 +120,10 @@ def sample(
     _check_done(run, SEARCH, plan)
     o.check_names(run, plan.job, "model")
     graph = trace_job(plan.job, build(plan.job, settings["classes"]), tuple(settings["shape"]))
-    found = load_search(run, graph)
+    found = _for_budget(load_search(run, graph), budget)
     drawn = sampling.direct(found, direct, generator(seed)) if direct else [sampling.expected(found)]
-    files = {run / (f"direct-{number}.json" if direct else "expected.json"): it for number, it in enumerate(drawn, 1)}
+    kind = "-".join(filter(None, ("direct" if direct else "expected", re.sub(r"[^\w%.]+", "-", budget))))
+    files = {run / f"{kind}{f'-{number}' if direct else ''}.json": it for number, it in enumerate(drawn, 1)}
     for path, widths in files.items():
         Run(run).write(path.name, widths.to_json())
     if as_json:
@@ -125,6 +131,17 @@ def sample(
         return
     for path, widths in files.items():
         print(f"{path}: {describe_costs(graph, widths)}: {' '.join(map(str, widths.values()))}")
+
+
+def _for_budget(found: SearchResult, text: str) -> SearchResult:
+    """The same search with another budget, if one is given; a person is told what that means."""
+    if not text:
+        return found
+    wanted = parse(text, found.graph)
+    check_reachable(wanted, found.graph, found.graph.widths(found.sizes[:, 0]))
+    if wanted.limits != found.budget.limits:
+        say(f"The search was for {found.budget.text}: its widths are scaled to {text}, not searched again.")
+    return replace(found, budget=wanted)
 
 
 def evaluate(
