@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dmcp.markov import (
+    CERTAIN,
     CHAIN,
     INDEPENDENT,
     Process,
@@ -18,6 +19,7 @@ from dmcp.markov import (
     independent_marginals,
     independent_moment,
     marginals,
+    merged,
     moment,
     sample_groups,
     transitions,
@@ -192,6 +194,23 @@ def test_a_bounded_chain_is_the_clamped_chain() -> None:
     clamped = sample_groups(ALPHA, SIZES, 1000, seeded()).clamp(lower, upper)
     assert torch.equal(sample_groups(ALPHA, bounded(SIZES, lower, upper), 1000, seeded()), clamped)
     assert torch.equal(bounded(SIZES), SIZES)
+
+
+def test_a_chain_begins_at_its_lower_bound() -> None:
+    """Four steps of one chance each to stay below half of the width would make the floor five times as likely."""
+    sizes, lower = torch.tensor([[1] * 10, [2] * 5 + [0] * 5, [1] * 10]), torch.tensor([5, 5, 1])
+    inside = bounded(sizes, lower)
+    found = merged(sizes, inside)
+    assert found.int().sum(dim=1).tolist() == [4, 1, 0] and found[0, :4].all() and found[1, 0]  # 6 of 10 stays a border
+    alpha = torch.full((3, 9), 2.0, requires_grad=True)
+    chances = marginals(alpha.masked_fill(found, CERTAIN))
+    end = 1 - torch.sigmoid(torch.tensor(2.0)).item()
+    assert 1 - chances[0, 5].item() == pytest.approx(end)
+    assert 1 - marginals(alpha)[0, 5].item() > 3.5 * end
+    assert not merged(sizes, bounded(sizes)).any() and not merged(sizes, bounded(sizes, torch.ones(3))).any()
+    certain = torch.full((1, 1), CERTAIN, requires_grad=True)
+    marginals(certain).sum().backward()
+    assert marginals(certain).tolist() == [[1, 1]] and certain.grad is not None and certain.grad.item() == 0
 
 
 @pytest.mark.parametrize("power", [1, 2, 3])

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 
+CERTAIN = 30.0  # alpha of a step that is never left to chance: its sigmoid is 1, without a slope
+
+
 def group_sizes(size: int, groups: int, align: int = 1) -> tuple[int, ...]:
     """Channels of each group: equal up to one unit of `align` channels, smaller ones first.
 
@@ -70,6 +73,16 @@ def bounded(sizes: Tensor, lower: Tensor | None = None, upper: Tensor | None = N
     if upper is not None:
         ends = torch.minimum(ends, upper[:, None].to(ends))
     return ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1]))
+
+
+def merged(sizes: Tensor, inside: Tensor) -> Tensor:
+    """Steps of the chain to groups that a lower bound has merged into the first one. (S, G), (S, G) -> (S, G-1) bool
+
+    A chain that may still end at one of them ends at the floor: if they were left to chance, several steps together
+    would make the floor likely, whatever it is worth. inside: what `bounded` has made of the sizes.
+    """
+    ends = sizes.cumsum(dim=1)
+    return ((sizes > 0) & (ends <= inside[:, :1]))[:, 1:]
 
 
 # independent gates instead of a chain, for the ablation in the paper's appendix
