@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
 CERTAIN = 30.0  # alpha of a step that is never left to chance: its sigmoid is 1, without a slope
 
 
