@@ -23,16 +23,19 @@ from dmcp.experiment_cells import cells_of, command, epochs_of
 from dmcp.experiments import EXPERIMENTS, EXPLAIN, FULL, RECIPE, about, study_of
 from dmcp.gathering import Line, against_uniform, gather, markdown, to_json
 from dmcp.listing import read_run
+from dmcp.markov import border_chances, count_peaks, marginals
 from dmcp.methods import METHODS, PEERS
 from dmcp.paper_figures import curves, dots, recoveries, title, width_differences
 from dmcp.plans import Cell
 from dmcp.pruning import UNPRUNED
 from dmcp.runs import Run, load_search, read_json
+from dmcp.searches import SearchResult
 from dmcp.tables import between, points, pooled, spread, table
 from dmcp.training import TrainConfig
 
 _PERCENT = "accuracy in %"
 _HELD = " of held-out images"  # that are not the test's
+_DIP = 0.05  # of the structures: smaller dips between two peaks of a width may be noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,6 +357,7 @@ def _mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
 def _show_distribution(it: Study, name: str, found: Sequence[Outcome], folder: Path) -> Shown:
     """Structures drawn from each search; the figures are those of the first seed."""
     cells = [["search", "MACs of 1.0x unpruned, %", "inside the budget, %", "structures"]]
+    cells[0] += ["spaces with one peak, %", f"with dips of {100 * _DIP:.0f} points filled, %"]
     rows = []
     for outcome in found:
         result = load_search(folder / outcome.name, it.graph)
@@ -362,8 +366,10 @@ def _show_distribution(it: Study, name: str, found: Sequence[Outcome], folder: P
         inside = (spent_shares(result.budget, it.graph, widths).amax(dim=1) <= 1).double().mean().item()
         row = _row(f"seed {outcome.seed}", shares)
         rows.append({"label": row["label"], "mean": row["mean"], "deviation": row["deviation"], "inside": inside})
+        rows[-1] |= {"one_peak": _one_peak(result), "one_peak_filled": _one_peak(result, _DIP)}
         middle = f"{100 * row['mean']:.2f} ± {100 * row['deviation']:.2f}"
         cells.append([str(row["label"]), middle, f"{100 * inside:.1f}", f"{len(shares):,}"])
+        cells[-1] += [f"{100 * rows[-1][kind]:.0f}" for kind in ("one_peak", "one_peak_filled")]
     seed, first = found[0].seed, load_search(folder / found[0].name, it.graph)
     told = f"{it.common.job.model}, {Path(it.common.job.data).name}, the search of seed {seed}"
     drawn = {
@@ -371,6 +377,12 @@ def _show_distribution(it: Study, name: str, found: Sequence[Outcome], folder: P
         "-widths": figures.width_distribution(first, seed, told),
     }
     return Shown(table(cells), rows, drawn)
+
+
+def _one_peak(result: SearchResult, dip: float = 0.0) -> float:
+    """Share of the spaces whose width has one peak: exact, by the chains, so of structures outside the budget, too."""
+    chances = border_chances(marginals(result.alphas.double()), result.sizes)
+    return statistics.fmean(count_peaks(own, dip) == 1 for own in chances)
 
 
 _SHOWN: dict[str, Callable[[Study, str, Sequence[Outcome], Path], Shown]] = {  # those that are not plain tables of arms
