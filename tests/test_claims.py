@@ -296,10 +296,15 @@ def test_alphas_have_recovered_within_a_point(ends: list[float], verdict: str, a
     ],
 )
 def test_most_widths_have_one_peak(shares: list[float], verdict: str, agree: str) -> None:
-    rows = [{"label": f"seed {n}", "one_peak": share, "one_peak_filled": 1.0} for n, share in enumerate(shares)]
-    found = row([evidence("distribution", {}, rows=rows)], PEAKS)
-    assert (found.holds, found.agree) == (verdict, agree) and "filled 100.00" in found.here
-    older = row([evidence("distribution", {}, rows=[{"label": "seed 0", "inside": 0.5}])], PEAKS)
+    rows = [{"label": f"seed {n}", "one_peak": share, "one_peak_filled": share} for n, share in enumerate(shares)]
+    other = [{"start": "random", "one_peak": 0.1, "one_peak_filled": 0.9}] * 2
+    it = evidence("distribution", {}, rows=[*other, *rows])
+    found = row([it], PEAKS[""])
+    assert (found.holds, found.agree.partition(";")[0]) == (verdict, agree)
+    random_start = row([it], PEAKS["random"])  # small dips make the difference
+    assert (random_start.holds, random_start.agree) == (UNCLEAR, "0 of 2; filled 2 of 2")
+    assert "10.00 ± 0.00 (2) % of the spaces; with small dips filled 90.00" in random_start.here
+    older = row([evidence("distribution", {}, rows=[{"label": "seed 0", "inside": 0.5}])], PEAKS["zero"])
     assert (older.holds, older.here) == (MISSING, "no seed has been counted yet")
 
 
@@ -361,7 +366,7 @@ def test_cells_of_another_protocol_are_others(change: dict[str, Any]) -> None:
 
 def test_a_claim_without_data_has_a_row_that_says_so() -> None:
     rows = judge_all([])
-    assert len(rows) == len(CLAIMS) + 1 + len(RECOVERIES) + 1
+    assert len(rows) == len(CLAIMS) + 1 + len(RECOVERIES) + len(PEAKS)
     assert all(one.holds == MISSING and one.here.startswith("no data: `dmcp ") for one in rows)
     assert "each budget" in rows[0].says and "Standard deviation of" not in tell_claims([])
     half = row([evidence("warmup", {"dmcp-50%": seeds(0.9)})], "Warm-up helps")

@@ -37,6 +37,14 @@ class Recovered:
     macs_shares: tuple[float, ...]  # of the network without gates
 
 
+@dataclass(frozen=True)
+class Peaks:
+    """Shares of the spaces whose width has one peak, seed by seed."""
+
+    strict: tuple[float, ...]
+    filled: tuple[float, ...]  # with small dips filled
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
     """What the data of one experiment on one network say about claims."""
@@ -47,8 +55,7 @@ class Evidence:
     recipe: str  # the same for people, in short
     tested: tuple[Tested, ...]  # each cell once
     recovered: Mapping[str, Recovered] = field(default_factory=dict)  # by arm
-    one_peak: tuple[float, ...] = ()  # share of the spaces whose width has one peak, seed by seed
-    one_peak_filled: tuple[float, ...] = ()  # the same, with small dips filled
+    peaks: Mapping[str, Peaks] = field(default_factory=dict)  # by where the alphas started; "": where they usually do
 
 
 def read_evidence(data: Mapping[str, Any], network: str) -> Evidence:
@@ -57,7 +64,6 @@ def read_evidence(data: Mapping[str, Any], network: str) -> Evidence:
     known = {it.name: it for cell in cells if (it := _read_cell(cell))}
     labels = {it.arm: cell["label"] for cell in data["cells"] if (it := _read_cell(cell))}
     ended = {row["label"]: row for row in data["rows"] if "recovered" in row}
-    peaks = [(float(row["one_peak"]), float(row["one_peak_filled"])) for row in data["rows"] if "one_peak" in row]
     epochs = counted(data["train"]["epochs"], "epoch")
     search = f" after a search of {data['search_epochs']}" if data.get("search_epochs") is not None else ""
     return Evidence(
@@ -67,9 +73,17 @@ def read_evidence(data: Mapping[str, Any], network: str) -> Evidence:
         recipe=f"{' '.join((data['model'], *data.get('model_args', ())))}, {epochs}{search}",
         tested=tuple(known.values()),
         recovered={arm: _read_recovered(ended[label]) for arm, label in labels.items() if label in ended},
-        one_peak=tuple(strict for strict, _ in peaks),
-        one_peak_filled=tuple(filled for _, filled in peaks),
+        peaks=_read_peaks(data["rows"]),
     )
+
+
+def _read_peaks(rows: Sequence[Mapping[str, Any]]) -> dict[str, Peaks]:
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if "one_peak" in row:
+            found.setdefault(row.get("start", ""), []).append(row)
+    kinds = ("one_peak", "one_peak_filled")
+    return {start: Peaks(*(tuple(float(row[kind]) for row in own) for kind in kinds)) for start, own in found.items()}
 
 
 def _cells_of_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

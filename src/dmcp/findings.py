@@ -355,21 +355,20 @@ def _mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _show_distribution(it: Study, name: str, found: Sequence[Outcome], folder: Path) -> Shown:
-    """Structures drawn from each search; the figures are those of the first seed."""
+    """Structures drawn from each search, and from those with other starts (extra); the figures are the first seed's."""
+    searches = [(f"seed {one.seed}", "", one.seed, one.name) for one in found]
+    for arm, seed, cell in cells_of(it, EXPERIMENTS["extra"](it)):
+        start = arm.settings.get("more", {}).get("init", "")
+        if start and is_done(folder / cell):
+            searches.append((f"seed {seed}, {arm.label}", start, seed, cell))
     cells = [["search", "MACs of 1.0x unpruned, %", "inside the budget, %", "structures"]]
     cells[0] += ["spaces with one peak, %", f"with dips of {100 * _DIP:.0f} points filled, %"]
     rows = []
-    for outcome in found:
-        result = load_search(folder / outcome.name, it.graph)
-        widths = result.process.sample(result.alphas, result.sizes, figures.STRUCTURES, generator(outcome.seed)).cpu()
-        shares = (it.graph.macs(widths).double() / it.graph.macs()).tolist()
-        inside = (spent_shares(result.budget, it.graph, widths).amax(dim=1) <= 1).double().mean().item()
-        row = _row(f"seed {outcome.seed}", shares)
-        rows.append({"label": row["label"], "mean": row["mean"], "deviation": row["deviation"], "inside": inside})
-        rows[-1] |= {"one_peak": _one_peak(result), "one_peak_filled": _one_peak(result, _DIP)}
-        middle = f"{100 * row['mean']:.2f} ± {100 * row['deviation']:.2f}"
-        cells.append([str(row["label"]), middle, f"{100 * inside:.1f}", f"{len(shares):,}"])
-        cells[-1] += [f"{100 * rows[-1][kind]:.0f}" for kind in ("one_peak", "one_peak_filled")]
+    for label, start, seed, cell in searches:
+        row = _row_of_draws(label, load_search(folder / cell, it.graph), seed)
+        rows.append({**row, "start": start} if start else row)
+        cells.append([label, f"{100 * row['mean']:.2f} ± {100 * row['deviation']:.2f}", f"{100 * row['inside']:.1f}"])
+        cells[-1] += [f"{figures.STRUCTURES:,}", f"{100 * row['one_peak']:.0f}", f"{100 * row['one_peak_filled']:.0f}"]
     seed, first = found[0].seed, load_search(folder / found[0].name, it.graph)
     told = f"{it.common.job.model}, {Path(it.common.job.data).name}, the search of seed {seed}"
     drawn = {
@@ -379,10 +378,21 @@ def _show_distribution(it: Study, name: str, found: Sequence[Outcome], folder: P
     return Shown(table(cells), rows, drawn)
 
 
-def _one_peak(result: SearchResult, dip: float = 0.0) -> float:
-    """Share of the spaces whose width has one peak: exact, by the chains, so of structures outside the budget, too."""
+def _row_of_draws(label: str, result: SearchResult, seed: int) -> dict[str, Any]:
+    """MACs of structures drawn from a search, and shares of its spaces whose width has one peak.
+
+    The peaks are exact, by the chains: of all structures, not only those inside the budget.
+    """
+    widths = result.process.sample(result.alphas, result.sizes, figures.STRUCTURES, generator(seed)).cpu()
+    shares = (result.graph.macs(widths).double() / result.graph.macs()).tolist()
+    inside = (spent_shares(result.budget, result.graph, widths).amax(dim=1) <= 1).double().mean().item()
+    row = {key: value for key, value in _row(label, shares).items() if key != "accuracies"}
     chances = border_chances(marginals(result.alphas.double()), result.sizes)
-    return statistics.fmean(count_peaks(own, dip) == 1 for own in chances)
+    peaks = {"one_peak": 0.0, "one_peak_filled": _DIP}
+    return row | {
+        "inside": inside,
+        **{key: statistics.fmean(count_peaks(own, dip) == 1 for own in chances) for key, dip in peaks.items()},
+    }
 
 
 _SHOWN: dict[str, Callable[[Study, str, Sequence[Outcome], Path], Shown]] = {  # those that are not plain tables of arms
