@@ -14,7 +14,7 @@ from dmcp.claims import (
     CLAIMS,
     MISSING,
     NO,
-    PAPER,
+    PEAKS,
     RECOVERIES,
     SPREAD,
     UNCLEAR,
@@ -27,7 +27,7 @@ from dmcp.claims import (
     pooled_over_seeds,
     tell_claims,
 )
-from dmcp.evidence import PEERS, Evidence, read_evidence
+from dmcp.evidence import PAPER, PEERS, Evidence, gains, paper_says, read_evidence
 from dmcp.experiment_cells import cells_of
 from dmcp.experiments import EXPERIMENTS
 from dmcp.methods import METHODS
@@ -107,14 +107,20 @@ def test_a_row_has_the_pooled_error_of_its_recipe_unless_widths_are_drawn() -> N
 # -- what is claimed
 
 DIRECTIONS = (  # experiment, the better cells, the worse ones, words of the sentence, the paper's points
-    ("main", "dmcp-50%", "uniform-50%", "DMCP is better than uniform widths at 50%", "+2.1 to +2.6"),
+    (
+        "main",
+        "dmcp-50%",
+        "uniform-50%",
+        "DMCP is better than uniform widths at 50%",
+        "MobileNetV2: +1.2 at 45 %; ResNet-50: +1.6 at 54 %",
+    ),
     ("main", "dmcp-50%", "random-50%", "DMCP is better than random widths at 50%", ""),
-    ("main", "dmcp-50%", "amc-50%", "DMCP is better than AMC at 50%", "+1.4"),
-    ("main", "dmcp-50%", "metapruning-50%", "DMCP is better than MetaPruning at 50%", "+0.8 to +2.3"),
-    ("main", "dmcp-50%", "autoslim-50%", "DMCP is better than AutoSlim at 50%", "+0.4 to +0.5"),
+    ("main", "dmcp-50%", "amc-50%", "DMCP is better than AMC at 50%", "none near; nearest MobileNetV2: +1.4 at 31 %"),
+    ("main", "dmcp-50%", "metapruning-50%", "DMCP is better than MetaPruning at 50%", "ResNet-50: +0.8 at 54 %"),
+    ("main", "dmcp-50%", "autoslim-50%", "DMCP is better than AutoSlim at 50%", "MobileNetV2: +0.4 at 45 %"),
     ("main", "dmcp-50%", "slimming-50%", "DMCP is better than slimming at 50%", ""),
     ("sampling", "dmcp-50%", "dmcp-direct-50%", "Expected sampling is better than the mean", "above best and worst"),
-    ("scale", "dmcp-wide-500", "dmcp-50%", "1.5 times as wide", "+0.1 to +0.4"),
+    ("scale", "dmcp-wide-500", "dmcp-50%", "1.5 times as wide", "+0.1 at 9 %, +0.4 at 31 %"),
     ("warmup", "dmcp-50%", "dmcp-cold-50%", "Warm-up helps", "+0.8"),
     ("sandwich", "dmcp-50%", "dmcp-sandwich-50%", "The variant sandwich rule is better", "+0.7"),
     ("scheme", "dmcp-frozen-50%", "dmcp-budget-only-50%", "The task loss helps", ""),
@@ -138,12 +144,34 @@ def test_each_claim_holds_one_way_only(experiment: str, better: str, worse: str,
 def test_slimmable_training_is_compared_with_the_same_widths_from_scratch() -> None:
     cells = [{"name": f"dmcp-50%-seed{n}", "label": "", "accuracy": 0.9, "own_accuracy": 0.92} for n in range(2)]
     found = row([evidence("main", {}, cells=cells)], "DMCP trained slimmably")
-    assert (found.here, found.holds, found.paper) == ("+2.00 ± 0.00 (2)", YES, "+1.1 to +1.3 (MobileNetV2)")
+    assert (found.here, found.holds, found.paper) == ("+2.00 ± 0.00 (2)", YES, "MobileNetV2: +1.1 at 45 %")
 
 
 def test_all_claims_are_in_these_tests() -> None:
     assert len(DIRECTIONS) + 1 == len(CLAIMS)
     assert {*PAPER} <= {(claim.better, claim.worse) for claim in CLAIMS}
+    assert not [pair for pair in PAPER if gains(*pair)]  # table 6 has its own
+
+
+@pytest.mark.parametrize(
+    ("budget", "there"),
+    [
+        ("70%", "ResNet-50: +1.4 at 68 %, the other at 73 %"),  # 2.8G of 4.1G; uniform 3.0G
+        ("30%", "MobileNetV2: +2.1 at 31 %; ResNet-50: +2.5 at 27 %"),
+        ("15%", "MobileNetV2: +2.2 at 14 %"),  # ResNet-50's next is at 7 %
+        ("100%", "none near; nearest ResNet-50: +1.4 at 68 %, the other at 73 %"),
+    ],
+)
+def test_the_papers_gain_is_that_of_the_nearest_share(budget: str, there: str) -> None:
+    assert paper_says("dmcp", "uniform", budget) == there
+    assert row([evidence("main", {f"dmcp-{budget}": seeds(0.9)})], "uniform widths").paper == there
+
+
+def test_a_budget_without_a_share_has_all_gains_of_the_paper() -> None:
+    for budget in (None, "20M", "0%"):
+        assert paper_says("dmcp", "uniform", budget).count(" at ") == 4 + 4 + 2  # two of them with another share
+    assert [round(it.points, 1) for it in gains("dmcp", "metapruning")] == [1.0, 2.3, 0.8, 0.5, 0.8, 1.0]
+    assert paper_says("dmcp", "random", "50%") == ""
 
 
 def test_other_methods_are_read_from_the_rows_of_main() -> None:
@@ -255,6 +283,31 @@ def test_alphas_have_recovered_within_a_point(ends: list[float], verdict: str, a
     assert row([it], RECOVERIES["recover"]).holds == MISSING
 
 
+# -- widths with one peak
+
+
+@pytest.mark.parametrize(
+    ("shares", "verdict", "agree"),
+    [
+        ([0.6, 0.9], YES, "2 of 2"),
+        ([0.5, 0.9], UNCLEAR, "1 of 2"),  # half are not most
+        ([0.5, 0.0], NO, "0 of 2"),
+        ([0.9], UNCLEAR, "1 of 1"),
+    ],
+)
+def test_most_widths_have_one_peak(shares: list[float], verdict: str, agree: str) -> None:
+    rows = [{"label": f"seed {n}", "one_peak": share, "one_peak_filled": share} for n, share in enumerate(shares)]
+    other = [{"start": "random", "one_peak": 0.1, "one_peak_filled": 0.9}] * 2
+    it = evidence("distribution", {}, rows=[*other, *rows])
+    found = row([it], PEAKS[""])
+    assert (found.holds, found.agree.partition(";")[0]) == (verdict, agree)
+    random_start = row([it], PEAKS["random"])  # small dips make the difference
+    assert (random_start.holds, random_start.agree) == (UNCLEAR, "0 of 2; filled 2 of 2")
+    assert "10.00 ± 0.00 (2) % of the spaces; with small dips filled 90.00" in random_start.here
+    older = row([evidence("distribution", {}, rows=[{"label": "seed 0", "inside": 0.5}])], PEAKS["zero"])
+    assert (older.holds, older.here) == (MISSING, "no seed has been counted yet")
+
+
 # -- how far seeds spread
 
 
@@ -313,7 +366,7 @@ def test_cells_of_another_protocol_are_others(change: dict[str, Any]) -> None:
 
 def test_a_claim_without_data_has_a_row_that_says_so() -> None:
     rows = judge_all([])
-    assert len(rows) == len(CLAIMS) + 1 + len(RECOVERIES)
+    assert len(rows) == len(CLAIMS) + 1 + len(RECOVERIES) + len(PEAKS)
     assert all(one.holds == MISSING and one.here.startswith("no data: `dmcp ") for one in rows)
     assert "each budget" in rows[0].says and "Standard deviation of" not in tell_claims([])
     half = row([evidence("warmup", {"dmcp-50%": seeds(0.9)})], "Warm-up helps")

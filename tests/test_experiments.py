@@ -448,6 +448,8 @@ def test_recover_and_variants_leave_what_is_shown(done: Path) -> None:
     for name in ("recover", "pretrained", "sampling", "extra", "distribution", "explain"):
         shown = show(tiny(1), name, done)
         assert shown and shown.text.startswith("|") and shown.figures, name
+        if name == "distribution":
+            assert all(0 <= row["one_peak"] <= row["one_peak_filled"] <= 1 for row in shown.rows)
 
 
 def test_alphas_that_see_the_budget_alone_need_no_warm_up() -> None:

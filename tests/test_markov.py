@@ -10,14 +10,18 @@ import torch
 from torch import Tensor
 
 from dmcp.markov import (
+    CERTAIN,
     CHAIN,
     INDEPENDENT,
     Process,
+    border_chances,
     bounded,
+    count_peaks,
     group_sizes,
     independent_marginals,
     independent_moment,
     marginals,
+    merged,
     moment,
     sample_groups,
     transitions,
@@ -194,6 +198,23 @@ def test_a_bounded_chain_is_the_clamped_chain() -> None:
     assert torch.equal(bounded(SIZES), SIZES)
 
 
+def test_a_chain_begins_at_its_lower_bound() -> None:
+    """Four steps of one chance each to stay below half of the width would make the floor five times as likely."""
+    sizes, lower = torch.tensor([[1] * 10, [2] * 5 + [0] * 5, [1] * 10]), torch.tensor([5, 5, 1])
+    inside = bounded(sizes, lower)
+    found = merged(sizes, inside)
+    assert found.int().sum(dim=1).tolist() == [4, 1, 0] and found[0, :4].all() and found[1, 0]  # 6 of 10 stays a border
+    alpha = torch.full((3, 9), 2.0, requires_grad=True)
+    chances = marginals(alpha.masked_fill(found, CERTAIN))
+    end = 1 - torch.sigmoid(torch.tensor(2.0)).item()
+    assert 1 - chances[0, 5].item() == pytest.approx(end)
+    assert 1 - marginals(alpha)[0, 5].item() > 3.5 * end
+    assert not merged(sizes, bounded(sizes)).any() and not merged(sizes, bounded(sizes, torch.ones(3))).any()
+    certain = torch.full((1, 1), CERTAIN, requires_grad=True)
+    marginals(certain).sum().backward()
+    assert marginals(certain).tolist() == [[1, 1]] and certain.grad is not None and certain.grad.item() == 0
+
+
 @pytest.mark.parametrize("power", [1, 2, 3])
 def test_moments_of_independent_groups(power: int) -> None:
     found = independent_moment(independent_marginals(ALPHA), SIZES, power)
@@ -202,3 +223,43 @@ def test_moments_of_independent_groups(power: int) -> None:
         assert found[row].item() == pytest.approx(sum(chance * width**power for width, chance in every))
     if power > 1:  # the chain's formula is another one
         assert not torch.allclose(found, moment(independent_marginals(ALPHA), SIZES, power))
+
+
+# peaks
+
+
+def test_border_chances_are_those_of_all_outcomes() -> None:
+    sizes = torch.stack(
+        [SIZES[0], torch.tensor([2, 0, 3, 0])]
+    )  # the second: a bound has emptied one, another is behind
+    found = border_chances(marginals(ALPHA), sizes)
+    for row in range(2):
+        every = chances(ALPHA[row], sizes[row], CHAIN)
+        assert found[row] == pytest.approx([every[width] for width in sorted(every)])
+
+
+@pytest.mark.parametrize(
+    ("heights", "strict", "filled"),
+    [
+        ([0.1, 0.2, 0.4, 0.3], 1, 1),
+        ([0.4, 0.3, 0.2, 0.1], 1, 1),  # at either end, too
+        ([0.1, 0.2, 0.7], 1, 1),
+        ([0.1, 0.4, 0.4, 0.1], 1, 1),  # a plateau is one peak
+        ([0.3, 0.3, 0.1, 0.3], 2, 2),
+        ([0.3, 0.28, 0.3, 0.12], 2, 1),  # a dip of two points
+        ([0.06, 0.02, 0.92], 2, 1),
+        ([0.5, 0.1, 0.3, 0.0, 0.1], 3, 3),
+        ([1.0], 1, 1),
+        ([0.02] * 25 + [0.01] + [0.02] * 24, 2, 1),  # many groups: all of them low
+    ],
+)
+def test_peaks_are_local_maxima(heights: list[float], strict: int, filled: int) -> None:
+    assert (count_peaks(heights), count_peaks(heights, 0.05)) == (strict, filled)
+    assert (count_peaks(heights[::-1]), count_peaks(heights[::-1], 0.05)) == (strict, filled)
+
+
+def test_equal_alphas_have_two_peaks_unless_few_survive() -> None:
+    """Where searches start: the floor, and all groups."""
+    for alpha, peaks in ((2.0, 2), (0.0, 1)):
+        found = border_chances(marginals(torch.full((1, 9), alpha, dtype=torch.float64)), torch.ones(1, 10))
+        assert count_peaks(found[0]) == peaks

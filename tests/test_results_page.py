@@ -222,7 +222,7 @@ def test_notes_come_before_claims_which_name_alike_networks_apart(tmp_path: Path
     cells = [cell("x", f"{arm}-50%-seed{seed}", accuracy=0.8) for arm in ("dmcp", "dmcp-cold") for seed in (0, 1)]
     put(place, "warmup", cells=cells)
     put(place, "warmup", "warmup-long", cells=cells[:3], search_epochs=60)
-    put(place, "distribution")  # has no claim
+    put(place, "distribution")
     assert NOTES not in page_of(place)
     (place / "notes.md").write_text("It **holds**.\n")
     text = page_of(place)
@@ -231,8 +231,8 @@ def test_notes_come_before_claims_which_name_alike_networks_apart(tmp_path: Path
     assert section(text, NOTES).strip() == "It **holds**."
     rows = [[*map(str.strip, row.split("|"))][2:-1] for row in section(text, CLAIMS).splitlines() if "Warm-up h" in row]
     assert rows == [
-        ["cifar:resnet20 (warmup)", "+0.8 (MobileNetV2)", "+0.00 ± 0.00 (2)", "+0.0", "0 of 2", "not clear"],
-        ["cifar:resnet20 (warmup-long)", "+0.8 (MobileNetV2)", "+0.00 (1)", "", "0 of 1", "not clear"],
+        ["cifar:resnet20 (warmup)", "+0.8 (MobileNetV2 at 31 %)", "+0.00 ± 0.00 (2)", "+0.0", "0 of 2", "not clear"],
+        ["cifar:resnet20 (warmup-long)", "+0.8 (MobileNetV2 at 31 %)", "+0.00 (1)", "", "0 of 1", "not clear"],
     ]
 
 

@@ -16,7 +16,7 @@ import dmcp
 import dmcp.searching
 from dmcp.budget import parse, ratios
 from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError, WidthsError
-from dmcp.markov import CHAIN, INDEPENDENT
+from dmcp.markov import CERTAIN, CHAIN, INDEPENDENT
 from dmcp.sandwich import Draw
 from dmcp.searches import SearchConfig, SearchRecord, SearchResult
 from dmcp.searching import search
@@ -213,6 +213,16 @@ def test_widths_by_name_hold() -> None:
     widths = CHAIN.sample(result.alphas, result.sizes, 5000)
     assert widths.amin(dim=0).tolist() == [5, 1, 2, 2]
     assert widths.amax(dim=0).tolist() == [8, 5, 4, 11]
+
+
+def test_the_chain_of_a_bounded_space_begins_at_its_floor() -> None:
+    """Steps below the floor are certain and stay so; without a bound no alpha is."""
+    _, result = ran(short(smallest={"conv4": 8}, init="target", log_every=1))
+    row, ends = result.alphas[3], result.sizes[3].cumsum(dim=0)
+    below = ends[1:] == 8
+    assert below.sum() == 2 and (row[below] == CERTAIN).all() and (row[~below].abs() < 10).all()
+    assert (result.alphas[:3].abs() < 10).all()
+    assert result.log[-1].ratios and 0.5 < result.log[-1].ratios[0] < 1.5
 
 
 def test_sorting_comes_first() -> None:

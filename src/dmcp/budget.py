@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dmcp.errors import BudgetError
 from dmcp.graph import ChannelGraph
-from dmcp.markov import CHAIN, Process
+from dmcp.markov import CERTAIN, CHAIN, Process
 from dmcp.spaces import Widths
 
 KINDS = ("macs", "params")
@@ -181,17 +181,24 @@ def budget_loss(ratios: Tensor, tolerance: float) -> Tensor:
 
 
 def constant_alpha(
-    budget: Budget, graph: ChannelGraph, sizes: Tensor, ratio: float = 1.0, process: Process = CHAIN
+    budget: Budget,
+    graph: ChannelGraph,
+    sizes: Tensor,
+    ratio: float = 1.0,
+    process: Process = CHAIN,
+    certain: Tensor | None = None,
 ) -> float:
     """One number for all alphas whose largest expected cost / target is the ratio, or just below it.
 
-    Where only steep sigmoids would do, the end of the range in which alphas still have a gradient.
+    Where only steep sigmoids would do, the end of the range in which alphas still have a gradient. certain: steps that
+    are CERTAIN instead. (S, G-1) bool
     """
     low, high, sizes = -_STEEP, _STEEP, sizes.cpu()  # in double precision, which not every device has
     shape = (sizes.shape[0], sizes.shape[1] - 1)
+    fixed = torch.zeros(shape, dtype=torch.bool) if certain is None else certain.cpu()
 
     def too_much(alpha: float) -> bool:
-        chances = process.marginals(sizes.new_full(shape, alpha, dtype=torch.float64))
+        chances = process.marginals(sizes.new_full(shape, alpha, dtype=torch.float64).masked_fill(fixed, CERTAIN))
         return ratios(budget, graph, chances, sizes, process).max().item() > ratio
 
     if too_much(low) or not too_much(high):

@@ -23,16 +23,19 @@ from dmcp.experiment_cells import cells_of, command, epochs_of
 from dmcp.experiments import EXPERIMENTS, EXPLAIN, FULL, RECIPE, about, study_of
 from dmcp.gathering import Line, against_uniform, gather, markdown, to_json
 from dmcp.listing import read_run
+from dmcp.markov import border_chances, count_peaks, marginals
 from dmcp.methods import METHODS, PEERS
 from dmcp.paper_figures import curves, dots, recoveries, title, width_differences
 from dmcp.plans import Cell
 from dmcp.pruning import UNPRUNED
 from dmcp.runs import Run, load_search, read_json
+from dmcp.searches import SearchResult
 from dmcp.tables import between, points, pooled, spread, table
 from dmcp.training import TrainConfig
 
 _PERCENT = "accuracy in %"
 _HELD = " of held-out images"  # that are not the test's
+_DIP = 0.05  # of the structures: smaller dips between two peaks of a width may be noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,18 +355,20 @@ def _mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _show_distribution(it: Study, name: str, found: Sequence[Outcome], folder: Path) -> Shown:
-    """Structures drawn from each search; the figures are those of the first seed."""
+    """Structures drawn from each search, and from those with other starts (extra); the figures are the first seed's."""
+    searches = [(f"seed {one.seed}", "", one.seed, one.name) for one in found]
+    for arm, seed, cell in cells_of(it, EXPERIMENTS["extra"](it)):
+        start = arm.settings.get("more", {}).get("init", "")
+        if start and is_done(folder / cell):
+            searches.append((f"seed {seed}, {arm.label}", start, seed, cell))
     cells = [["search", "MACs of 1.0x unpruned, %", "inside the budget, %", "structures"]]
+    cells[0] += ["spaces with one peak, %", f"with dips of {100 * _DIP:.0f} points filled, %"]
     rows = []
-    for outcome in found:
-        result = load_search(folder / outcome.name, it.graph)
-        widths = result.process.sample(result.alphas, result.sizes, figures.STRUCTURES, generator(outcome.seed)).cpu()
-        shares = (it.graph.macs(widths).double() / it.graph.macs()).tolist()
-        inside = (spent_shares(result.budget, it.graph, widths).amax(dim=1) <= 1).double().mean().item()
-        row = _row(f"seed {outcome.seed}", shares)
-        rows.append({"label": row["label"], "mean": row["mean"], "deviation": row["deviation"], "inside": inside})
-        middle = f"{100 * row['mean']:.2f} ± {100 * row['deviation']:.2f}"
-        cells.append([str(row["label"]), middle, f"{100 * inside:.1f}", f"{len(shares):,}"])
+    for label, start, seed, cell in searches:
+        row = _row_of_draws(label, load_search(folder / cell, it.graph), seed)
+        rows.append({**row, "start": start} if start else row)
+        cells.append([label, f"{100 * row['mean']:.2f} ± {100 * row['deviation']:.2f}", f"{100 * row['inside']:.1f}"])
+        cells[-1] += [f"{figures.STRUCTURES:,}", f"{100 * row['one_peak']:.0f}", f"{100 * row['one_peak_filled']:.0f}"]
     seed, first = found[0].seed, load_search(folder / found[0].name, it.graph)
     told = f"{it.common.job.model}, {Path(it.common.job.data).name}, the search of seed {seed}"
     drawn = {
@@ -371,6 +376,23 @@ def _show_distribution(it: Study, name: str, found: Sequence[Outcome], folder: P
         "-widths": figures.width_distribution(first, seed, told),
     }
     return Shown(table(cells), rows, drawn)
+
+
+def _row_of_draws(label: str, result: SearchResult, seed: int) -> dict[str, Any]:
+    """MACs of structures drawn from a search, and shares of its spaces whose width has one peak.
+
+    The peaks are exact, by the chains: of all structures, not only those inside the budget.
+    """
+    widths = result.process.sample(result.alphas, result.sizes, figures.STRUCTURES, generator(seed)).cpu()
+    shares = (result.graph.macs(widths).double() / result.graph.macs()).tolist()
+    inside = (spent_shares(result.budget, result.graph, widths).amax(dim=1) <= 1).double().mean().item()
+    row = {key: value for key, value in _row(label, shares).items() if key != "accuracies"}
+    chances = border_chances(marginals(result.alphas.double()), result.sizes)
+    peaks = {"one_peak": 0.0, "one_peak_filled": _DIP}
+    return row | {
+        "inside": inside,
+        **{key: statistics.fmean(count_peaks(own, dip) == 1 for own in chances) for key, dip in peaks.items()},
+    }
 
 
 _SHOWN: dict[str, Callable[[Study, str, Sequence[Outcome], Path], Shown]] = {  # those that are not plain tables of arms

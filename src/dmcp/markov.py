@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+CERTAIN = 30.0  # alpha of a step that is never left to chance: its sigmoid is 1, without a slope
 
 
 def group_sizes(size: int, groups: int, align: int = 1) -> tuple[int, ...]:
@@ -70,6 +72,38 @@ def bounded(sizes: Tensor, lower: Tensor | None = None, upper: Tensor | None = N
     if upper is not None:
         ends = torch.minimum(ends, upper[:, None].to(ends))
     return ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1]))
+
+
+def merged(sizes: Tensor, inside: Tensor) -> Tensor:
+    """Steps of the chain to groups that a lower bound has merged into the first one. (S, G), (S, G) -> (S, G-1) bool
+
+    A chain that may still end at one of them ends at the floor: if they were left to chance, several steps together
+    would make the floor likely, whatever it is worth. inside: what `bounded` has made of the sizes.
+    """
+    ends = sizes.cumsum(dim=1)
+    return ((sizes > 0) & (ends <= inside[:, :1]))[:, 1:]
+
+
+def border_chances(probabilities: Tensor, sizes: Tensor) -> list[list[float]]:
+    """Chance of each width that a space can have, the smallest first, by the marginals of a chain. (S, G), (S, G)"""
+    found = []
+    for row, own in zip(probabilities.tolist(), sizes.tolist(), strict=True):
+        least = [chance for chance, size in zip(row, own, strict=True) if size]  # that the width is this or larger
+        found.append([chance - further for chance, further in zip(least, [*least[1:], 0.0], strict=True)])
+    return found
+
+
+def count_peaks(chances: Sequence[float], dip: float = 0.0) -> int:
+    """Local maxima, a plateau counted once; dips of no more than `dip` between two of them are filled."""
+    peaks, rising, last = 0, True, 0.0  # last: the highest since the last dip, or the lowest since the last peak
+    for chance in [*chances, -math.inf]:
+        if rising and chance < last - dip:
+            peaks, rising, last = peaks + 1, False, chance
+        elif not rising and chance > last + dip:
+            rising, last = True, chance
+        else:
+            last = max(last, chance) if rising else min(last, chance)
+    return peaks
 
 
 # independent gates instead of a chain, for the ablation in the paper's appendix

@@ -100,7 +100,7 @@ def prune(
     """Search the widths of the model inside the budget, cut it, train it, and test it. The model is not changed.
 
     budget: 0.5, "50%", "211M", "params:2M", "50%,params:2M"; "50%" unless the search's settings have one.
-    search, train: all settings; the default ones are the paper's for ImageNet.
+    search, train: all settings; the default ones are for ImageNet, most of them the paper's.
     retrain: how the pruned network gets its weights. "scratch", the paper's way, draws them anew: what a trained model
         has learnt is lost. For a trained model take "inherit", which fine-tunes and also tests the model as given.
     controls: also train the unpruned network and uniform widths at the same budget, by the same recipe.

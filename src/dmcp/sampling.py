@@ -15,6 +15,7 @@ from dmcp.searches import SearchResult
 from dmcp.spaces import Widths
 
 TOLERANCE = 0.95  # of the controls
+FILLED = 0.98  # of the budget is used by what a search or a method chooses, where the widths allow it: the same for all
 _AT_ONCE = 1 << 16  # structures drawn in one expression
 _CONTROLS = 1 << 13  # structures among which the random control is looked for
 
@@ -28,11 +29,17 @@ def expected_widths(result: SearchResult) -> Tensor:
 def expected(result: SearchResult, align: int | None = None) -> Widths:
     """Expected sampling: the expected widths, rounded to multiples of `align`, then repaired into the budget.
 
-    The repair stays as near to the expectation as it can: see `fit`. `align` is the search's own by default.
+    The repair stays as near to the expectation as it can: see `fit`. `align` is the search's own by default. A search
+    may end anywhere above its tolerance; the widths use FILLED of the budget, so that none is left over.
     """
     least, most = result.sizes[:, 0], result.sizes.sum(dim=1)
     options = Options(result.graph, least, most, result.align if align is None else align)
-    return fit(result.graph, result.budget, expected_widths(result), options, result.tolerance)
+    return fit(result.graph, result.budget, expected_widths(result), options, _filled(result))
+
+
+def _filled(result: SearchResult) -> float:
+    """Share of the budget that final widths use; more only if the search was to use more."""
+    return max(result.tolerance, FILLED)
 
 
 def direct(
@@ -40,7 +47,7 @@ def direct(
 ) -> list[Widths]:
     """Direct sampling: up to n different structures drawn from the chains, all inside the budget.
 
-    Those whose binding limit is used to the tolerance come first; the others only fill up after the last try. There is
+    Those whose binding limit is used to FILLED come first; the others only fill up after the last try. There is
     at least one: BudgetError with the distribution of the costs if no try is inside. Fewer than n mean that all tries
     together hold no more, as chains do that have become sure: where the number matters, look at the length.
     """
@@ -51,7 +58,7 @@ def direct(
     seen: list[Tensor] = []
     for widths, shares in _draws(result, tries, generator):
         binding = shares.amax(dim=1)
-        reached = binding >= result.tolerance
+        reached = binding >= _filled(result)
         for found, which in ((near, reached & (binding <= 1)), (below, ~reached)):
             if len(found) < n:
                 _add(found, widths[which], binding[which], n)

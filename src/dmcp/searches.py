@@ -28,7 +28,12 @@ class Init(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class SearchConfig:
-    """Settings of a search; the defaults are the paper's, at its batch of 1024."""
+    """Settings of a search, for a batch of 1024 as in the paper.
+
+    The defaults of tolerance, groups (for ResNet; 15 for MobileNetV2), epochs, warmup, draw, budget_weight, lr and
+    min_lr are the paper's. Those of warmup_draw, distil, init, label_smoothing, alpha_lr and alpha_min_lr are not, and
+    it names none for subnets, the momenta and weight_decay: see the last table of docs/paper_map.md.
+    """
 
     budget: int | float | str | Budget  # what the result may cost: 0.5, "50%", "211M", "params:2M", "50%,params:2M"
     tolerance: float = 0.95  # share of the budget below which the expected cost is pushed up (gamma of eq. 13)

@@ -18,7 +18,7 @@ from dmcp.engine import Engine, Settled, is_narrow, set_lr, sgd
 from dmcp.errors import TrainingError, WidthsError
 from dmcp.keeping import DONE, Feed, Keeper, State
 from dmcp.losses import Loss, classification_loss
-from dmcp.markov import group_sizes
+from dmcp.markov import CERTAIN, group_sizes, merged
 from dmcp.ranks import ALONE, Ranks, current, mean_values, share_tensors
 from dmcp.sandwich import Chains, Draw, chains, draw_gates, sort_channels
 from dmcp.searches import Init, SearchConfig, SearchRecord, SearchResult, as_record
@@ -226,15 +226,18 @@ def _start(net: Supernet, path: Chains, budget: Budget, config: SearchConfig) ->
     net.train()
     if config.sort:
         sort_channels(net)
+    certain = merged(net.sizes, path.sizes)
     match config.init:
         case Init.TARGET:
-            net.alpha.fill_(constant_alpha(budget, net.graph, path.sizes, process=path.process))
+            start = constant_alpha(budget, net.graph, path.sizes, process=path.process, certain=certain)
+            net.alpha.fill_(start)
         case Init.ZERO:
             net.alpha.zero_()
         case Init.RANDOM:  # drawn on the CPU: the same on every device
             net.alpha.copy_(torch.randn(net.alpha.shape, generator=torch.Generator().manual_seed(config.seed)))
         case Init.GIVEN:
             pass
+    net.alpha.masked_fill_(certain, CERTAIN)  # where they stay: a step without a slope does not move
 
 
 @contextlib.contextmanager

@@ -36,7 +36,10 @@ class Distillation(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How a network is trained; the defaults are the paper's recipe for a pruned ResNet."""
+    """How a network is trained; the defaults are the paper's recipe for a pruned ResNet, but for label_smoothing.
+
+    It names no momentum and no weight_decay.
+    """
 
     epochs: int = 100  # passes over the training data
     lr: float = 0.8  # highest learning rate, at a batch of `reference_batch`

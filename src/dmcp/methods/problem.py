@@ -17,12 +17,11 @@ from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.graph import ChannelGraph, Kept
 from dmcp.losses import Loss, Metric
 from dmcp.pruning import Keep
+from dmcp.sampling import FILLED as FILLED  # which methods have from here
 from dmcp.sampling import TOLERANCE, uniform
 from dmcp.searches import SearchRecord, SearchResult
 from dmcp.spaces import Widths
 from dmcp.training import StepRecord, TrainConfig
-
-FILLED = 0.98  # of the budget is used by what a method chooses, where the widths allow it: the same for all
 
 Told = StepRecord | SearchRecord | SearchResult | Mapping[str, Any]
 Tell = Callable[[str, Told], None]  # (stage, what happened)
