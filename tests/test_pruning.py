@@ -6,6 +6,7 @@ import copy
 import functools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -283,6 +284,39 @@ def test_inheriting_keeps_the_weights_and_the_others_do_not() -> None:
         pairs = zip(nets[OURS].parameters(), model.parameters(), strict=True)
         kept = all(torch.allclose(mine, old) for mine, old in pairs)
         assert kept == (kind is Retrain.INHERIT)
+
+
+class Blurred(Residual):
+    """With a blur behind the stem: a depthwise convolution of fixed weights."""
+
+    def __init__(self) -> None:
+        super().__init__(**Residual.FULL)
+        self.blur = nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False)
+        nn.init.constant_(self.blur.weight, 1 / 9).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blur(self.bn0(self.stem(x)).relu())
+        return self.head((self.bn4(self.conv4(self.bn3(self.conv3(x)).relu()))).mean((2, 3)))
+
+
+@pytest.mark.parametrize("kind", Retrain)
+def test_what_is_frozen_keeps_its_values(kind: Retrain) -> None:
+    torch.manual_seed(0)
+    model, still = Blurred(), ("stem", "bn0", "conv3")
+    for name in still:
+        model.get_submodule(name).requires_grad_(False)
+    order = model.stem.weight.flatten(1).norm(dim=1).argsort(descending=True)  # the stem's space has no other writer
+    for fresh, sort in ((None, False), (Blurred(), False), (None, True)):
+        settings = replace(SEARCH, sort=sort)
+        found = dmcp.prune(model, Noise(), Noise(1), search=settings, train=TRAIN, retrain=kind, fresh=fresh)
+        small, width = found.model, found.widths["stem"]
+        stem = model.stem.weight[order[:width]] if sort else model.stem.weight[:width]
+        assert torch.equal(small.stem.weight, stem) and small.blur.weight.unique().tolist() == [pytest.approx(1 / 9)]
+        assert sort or torch.equal(small.conv3.weight, model.conv3.weight[: found.widths["conv3"], :width])
+        assert not any(it.requires_grad for name in still for it in small.get_submodule(name).parameters())
+    kinds = {UNPRUNED: found.graph.full, UNIFORM: dmcp.uniform(found.graph, "60%")}
+    for net in train_all(model, found.graph, kinds, Noise(), TRAIN, kind).values():
+        assert torch.equal(net.stem.weight, model.stem.weight[: len(net.stem.weight)])
 
 
 def test_a_teacher_teaches() -> None:

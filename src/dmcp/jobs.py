@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from dmcp import cifar_nets, nets
 from dmcp.batches import Loader, device_of
 from dmcp.calibration import kept_modes
+from dmcp.cutting import with_frozen
 from dmcp.data import DataSet, DataSets, load, make_loader, split
 from dmcp.engine import best_device
 from dmcp.errors import DataError, DmcpError, FileError, WidthsError
@@ -95,7 +96,7 @@ class Opened:
     """A job with its network built, its data found, and both known to fit."""
 
     model: nn.Module
-    fresh: nn.Module  # the same network, never trained
+    fresh: nn.Module  # the same network, never trained but for what is frozen in it
     graph: ChannelGraph
     data: DataSets
     loaders: Loaders
@@ -113,6 +114,7 @@ def open_job(job: Job) -> Opened:
     if job.weights:
         model = build(job, data.classes)
         load_weights(model, Path(job.weights))
+        fresh = with_frozen(fresh, model)
     graph = trace_job(job, model, data.shape)
     train, held = split(data.train, job.holdout, job.seed) if job.holdout else (data.train, None)
     loaders = _loaders(job, train, held, data.test, place)

@@ -16,7 +16,7 @@ from dmcp import searching, training
 from dmcp.batches import Loader, check_tested, device_of, generator, input_of, length_of, on_device
 from dmcp.budget import Budget, ratios
 from dmcp.calibration import recalibrate
-from dmcp.cutting import cut, reinitialise, verify
+from dmcp.cutting import cut, reinitialise, verify, with_frozen
 from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.events import Event as Event  # a part of prune's interface
@@ -34,6 +34,7 @@ from dmcp.rows import UNIFORM as UNIFORM
 from dmcp.rows import UNPRUNED as UNPRUNED
 from dmcp.rows import Row as Row
 from dmcp.sampling import expected, uniform
+from dmcp.sandwich import sort_channels
 from dmcp.searches import SearchConfig, SearchRecord, SearchResult
 from dmcp.slicing import unwrap
 from dmcp.spaces import Widths
@@ -106,6 +107,7 @@ def prune(
     controls: also train the unpruned network and uniform widths at the same budget, by the same recipe.
     graph: what trace gave, if its own settings are not enough.
     fresh: a newly built model, where the given one is trained and has tensors that `reinitialise` has no rule for.
+        What is frozen (requires_grad=False) is neither drawn anew nor taken from it.
     val_loader, metric: of the final test; one batch is tried before the first step, and forgotten.
     arch_loader: batches for the alphas.
     train_loader: batches for the retraining, if other ones than for the search.
@@ -122,7 +124,8 @@ def prune(
     _check_loaders({"loader": loader, "arch_loader": arch_loader, "train_loader": train_loader})
     also = kind is Retrain.INHERIT or (kind is Retrain.TEACHER and not controls)  # the given one or the teacher
     check_tested(val_loader, networks=1 + 2 * controls + also)
-    training.check_trainable(model if kind is Retrain.INHERIT else fresh or model)
+    for trained in (model,) if kind is Retrain.INHERIT or fresh is None else (model, fresh):
+        training.check_trainable(trained)
     example = _example(loader, model)
     sample = tree_map_only(Tensor, lambda x: x[:2], example)
     check_finite(model, sample)
@@ -141,7 +144,7 @@ def prune(
     if controls:
         same = uniform(graph, found.budget, net.floor, settings.align)
         wanted = {UNPRUNED: graph.full, UNIFORM: same, OURS: widths}
-    weights = net.model if kind is Retrain.INHERIT else unwrap(fresh or model)
+    weights = net.model if kind is Retrain.INHERIT else _undrawn(model, fresh, graph, settings.sort)
     batches = loader if train_loader is None else train_loader
     way = (loss, on_event, engine, keep)
     troubles: list[str] = []
@@ -164,6 +167,18 @@ def _noting(keep: Keep, settings: dict[str, Any]) -> Keep:
         return keeper
 
     return noted
+
+
+def _undrawn(model: nn.Module, fresh: nn.Module | None, graph: ChannelGraph, ordered: bool) -> nn.Module:
+    """What networks are cut out of before their weights are drawn, which what is frozen in the model must outlive.
+
+    ordered: whether the search has ordered the channels, of which the first ones are kept.
+    """
+    if ordered and not all(parameter.requires_grad for parameter in model.parameters()):
+        net = Supernet(model, graph)
+        sort_channels(net)
+        model = net.model
+    return with_frozen(fresh or model, model)
 
 
 def with_given(model: nn.Module, nets: dict[str, nn.Module]) -> dict[str, nn.Module]:
