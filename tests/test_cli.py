@@ -13,10 +13,13 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
 from dmcp import cli
+from dmcp.errors import WidthsError
+from dmcp.jobs import Job, load_weights, open_job
 from dmcp.nets import build
 from dmcp.progress import Progress, clock
 from dmcp.pruning import Event
@@ -219,6 +222,38 @@ def test_train_takes_widths_and_weights(pruned: tuple[Path, str], capsys: Captur
     assert read_widths(tmp_path / "run") == read_widths(pruned[0])
 
 
+def test_weights_for_other_classes_give_all_but_the_last_layer(capsys: Capture, tmp_path: Path) -> None:
+    torch.manual_seed(7)  # not the job's
+    given = build("digits:resnet", num_classes=1000)
+    torch.save(given.state_dict(), tmp_path / "imagenet.pth")
+    options = ("--weights", str(tmp_path / "imagenet.pth"), "--epochs", "1", "--out", str(tmp_path / "run"))
+    code, _, err = run(capsys, "train", *SMALL, *options)
+    assert (code, err) == (0, "fc is for 1000 classes, the data have 10: it starts fresh.\n")
+    opened = open_job(Job(model="digits:resnet", data="digits", weights=str(tmp_path / "imagenet.pth"), device="cpu"))
+    for name, tensor in opened.model.state_dict().items():
+        source = opened.fresh.fc if name.startswith("fc.") else given
+        assert torch.equal(tensor, source.state_dict()[name.removeprefix("fc.")])
+    with pytest.raises(WidthsError, match=r"fc\.weight is 1000x64, but the network has 10x64"):
+        load_weights(build("digits:resnet"), tmp_path / "imagenet.pth")
+    two = nn.ModuleList([nn.Linear(4, 10), nn.Linear(4, 10)])  # which one gives the classes?
+    torch.save(nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)]).state_dict(), tmp_path / "two.pth")
+    with pytest.raises(WidthsError, match="of one for another number of classes"):
+        load_weights(two, tmp_path / "two.pth", 10)
+
+
+def test_frozen_weights_of_a_file_are_in_the_fresh_network_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["from dmcp.nets import build", "def still():", "    net = build('digits:resnet')"]
+    (tmp_path / "my_still_net.py").write_text(
+        "\n".join([*lines, "    net.layer1.requires_grad_(False)", "    return net"])
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    torch.manual_seed(7)  # not the job's
+    torch.save(build("digits:resnet").state_dict(), tmp_path / "start.pth")
+    opened = open_job(Job(model="my_still_net:still", data="digits", weights=str(tmp_path / "start.pth"), device="cpu"))
+    first, second = ([it.layer1[0].conv1.weight, it.conv1.weight] for it in (opened.model, opened.fresh))
+    assert torch.equal(first[0], second[0]) and not torch.equal(first[1], second[1])
+
+
 def test_search_from_weights_needs_no_warm_up(capsys: Capture, tmp_path: Path) -> None:
     save_file(build("digits:resnet").state_dict(), tmp_path / "start.safetensors")
     options = (*SMALL, "--search-epochs", "1", "--weights", str(tmp_path / "start.safetensors"), "--holdout", "0.2")
@@ -317,11 +352,13 @@ def test_what_cannot_be_pruned_is_a_sentence(
 
 def test_wrong_weights_and_folders_are_a_sentence(capsys: Capture, tmp_path: Path) -> None:
     torch.save(build("digits:resnet"), tmp_path / "pickle.pth")
-    torch.save(build("digits:resnet", num_classes=3).state_dict(), tmp_path / "three.pth")
+    torch.save(build("digits:resnet", width=24).state_dict(), tmp_path / "wide.pth")
+    torch.save(build("digits:resnet", width=24, num_classes=3).state_dict(), tmp_path / "both.pth")
     torch.save({"conv.weight": torch.zeros(1)}, tmp_path / "other.pth")
     for name, words in (
         ("pickle", "not a file of plain weights"),
-        ("three", "fc.weight is 3x64, but the network has 10x64"),
+        ("wide", "conv1.weight is 24x1x3x3, but the network has 16x1x3x3"),
+        ("both", "conv1.weight is 24x1x3x3, but the network has 16x1x3x3"),
         ("other", "weights of another network"),
     ):
         code, _, err = run(capsys, "prune", *SHORT, "--weights", str(tmp_path / f"{name}.pth"))

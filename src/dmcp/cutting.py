@@ -120,7 +120,7 @@ def with_frozen(model: nn.Module, source: nn.Module) -> nn.Module:
 
 
 def _frozen(module: nn.Module) -> dict[str, Tensor]:
-    """What training leaves alone, by name: parameters without requires_grad, statistics of norms that have no others."""
+    """What is not trained, by name: parameters without requires_grad, statistics of norms that have no others."""
     still: set[Tensor] = {parameter for parameter in module.parameters() if not parameter.requires_grad}
     for part in module.modules():
         own = set(part.parameters(recurse=False))
