@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import random
+import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -22,7 +24,7 @@ from dmcp.batches import generator
 from dmcp.budget import parse
 from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.graph import ChannelGraph
-from dmcp.losses import classification_loss
+from dmcp.losses import ImitationWarning, classification_loss, imitation
 from dmcp.measuring import milliseconds, try_test
 from dmcp.pruning import OURS, UNIFORM, UNPRUNED, Event, Retrain, Row, expected_shares, train_all
 from dmcp.rows import AS_GIVEN
@@ -337,11 +339,33 @@ def test_own_loss_metric_and_batches() -> None:
     def metric(output: Tensor, batch: Any) -> tuple[Tensor, int]:
         return torch.tensor(7.0 * len(output)), len(output)
 
-    result = dmcp.prune(model, batches, batches, search=SEARCH, train=TRAIN, loss=loss, metric=metric)
+    settings = replace(SEARCH, distil=False)
+    result = dmcp.prune(model, batches, batches, search=settings, train=TRAIN, loss=loss, metric=metric)
     assert result.rows[0].accuracy == 7 and result.rows[0].own_metric and result.rows[0].samples == 12
     head, ours, *_ = result.table.splitlines()
     assert "metric" in head and "accuracy" not in head
     assert ours.split()[-2] == "7" and "points" not in result.table
+
+
+def test_a_loss_of_ones_own_is_told_what_imitation_does_to_outputs() -> None:
+    own = classification_loss()
+    for options, words in (
+        ({}, [r"sub-networks imitate the whole network's outputs as class scores .* set distil=False"]),
+        ({"distil": False}, []),
+        ({"train_weights": False, "warmup": 0}, []),  # nothing is imitated
+    ):
+        for kind in (Retrain.SCRATCH, Retrain.TEACHER):
+            wanted = [*([r'With retrain="teacher" .* class scores'] if kind is Retrain.TEACHER else []), *words]
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                prune(search=replace(SEARCH, **options), retrain=kind, loss=own)
+            assert len(told) == len(wanted) and all(it.category is ImitationWarning for it in told)
+            assert all(re.search(text, str(it.message)) for text, it in zip(wanted, told, strict=True))
+
+
+def test_outputs_of_one_number_cannot_be_imitated() -> None:
+    with pytest.raises(TrainingError, match="turn it off, in a search with distil=False"):
+        imitation(torch.zeros(4, 1), [torch.zeros(4, 1)])
 
 
 def test_expected_shares_are_those_of_the_last_alphas() -> None:
@@ -370,7 +394,7 @@ def test_bad_input_is_a_sentence() -> None:
     with pytest.raises(TrainingError, match="scratch, inherit, slimmable, teacher, not 'often'"):
         prune(retrain="often")
     with pytest.raises(TrainingError, match="stage 1"):
-        prune(loss=lambda output, batch: output.sum() * float("nan"))
+        prune(search=replace(SEARCH, distil=False), loss=lambda output, batch: output.sum() * float("nan"))
 
 
 def test_a_network_over_the_budget_is_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:

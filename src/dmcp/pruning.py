@@ -24,7 +24,8 @@ from dmcp.events import Report, silent
 from dmcp.given import check_finite
 from dmcp.graph import ChannelGraph
 from dmcp.keeping import Keeper, plain_settings
-from dmcp.losses import Loss, Metric, classification_loss, imitation
+from dmcp.losses import ImitationWarning as ImitationWarning  # what prune may warn of
+from dmcp.losses import Loss, Metric, classification_loss, imitation, warn_of_imitation
 from dmcp.measuring import compare, count_params, try_test
 from dmcp.ranks import current
 from dmcp.recording import tensors_in
@@ -118,6 +119,9 @@ def prune(
     if retrain not in list(Retrain):
         raise TrainingError(f"retrain must be one of {', '.join(Retrain)}, not {retrain!r}.")
     kind = Retrain(retrain)
+    if loss is not None and kind in (Retrain.SLIMMABLE, Retrain.TEACHER) and current().first:
+        who = f'With retrain="{kind}" the pruned network imitates the whole one\'s'
+        warn_of_imitation(who, 'take retrain="scratch" or "inherit"', stacklevel=2)
     settings = _settled(search, budget, seed)
     recipe = train or default_recipe(retrain)
     recipe = recipe if seed is None else replace(recipe, seed=seed)
