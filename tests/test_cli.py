@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import subprocess
 import sys
@@ -148,6 +149,7 @@ def test_build_downloads_nothing_and_says_what_is_not_a_network() -> None:
 
 
 SMALL = ("--model", "digits:resnet", "--data", "digits", "--device", "cpu", "--batch", "700", "--quiet")
+NOT_FASTER = "Not faster here: most widths are no multiples of 8, which many runtimes need; --align 8 gives such.\n"
 NO_KERNELS = "Own kernels run on GPUs only: --kernels changes nothing on cpu.\n"
 SHORT = (*SMALL, "--search-epochs", "2", "--epochs", "1")
 
@@ -422,6 +424,17 @@ def test_results_are_plain_data(pruned: tuple[Path, str], capsys: Capture, tmp_p
     code, out, err = run(capsys, "search", *SMALL, "--search-epochs", "2", "--json", "--out", str(tmp_path / "found"))
     assert (code, err) == (0, "")
     assert graph.macs(json.loads(out)["widths"]) == json.loads(out)["macs"] <= graph.macs() // 2
+
+
+def test_prune_says_where_odd_widths_gain_no_time(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dmcp.runs.draw_all", lambda *_, **__: [])  # figures take longer than such a run
+    for slow, align, words in ((0.0, "1", NOT_FASTER), (0.0, "8", "")):
+        monkeypatch.setattr("dmcp.rows._SLOW", slow)
+        odd = (*SHORT, "--align", align, "--out", str(tmp_path / f"{slow}-{align}"))
+        code, _, err = run(capsys, "prune", *odd)
+        assert (code, err) == (0, words), read_widths(tmp_path / f"{slow}-{align}")
 
 
 def test_prune_gives_plain_data(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

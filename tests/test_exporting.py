@@ -308,6 +308,9 @@ def test_the_command_needs_no_data_and_tells_what_was_gained(
     (row,) = (line for line in printed.out.splitlines() if line.startswith("| bytes"))
     assert float(row.split("|")[-2].strip(" %")) < 100
     assert len(printed.err.splitlines()) == 2
+    monkeypatch.setattr("dmcp.rows._SLOW", 0.0)
+    assert command("export", str(run), "--out", str(out), "--quiet") == 0
+    assert capsys.readouterr().err.startswith("Not faster here: most widths are no multiples of 8")
     monkeypatch.setattr("dmcp.export_commands.write", only_once(export_commands.write))
     assert command("export", str(run), "--out", str(out)) == 0  # the unpruned network may be too large for a file
     (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("| bytes"))

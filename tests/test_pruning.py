@@ -27,7 +27,7 @@ from dmcp.graph import ChannelGraph
 from dmcp.losses import ImitationWarning, classification_loss, imitation
 from dmcp.measuring import milliseconds, try_test
 from dmcp.pruning import OURS, UNIFORM, UNPRUNED, Event, Retrain, Row, expected_shares, train_all
-from dmcp.rows import AS_GIVEN
+from dmcp.rows import AS_GIVEN, not_faster
 from dmcp.searches import SearchConfig, SearchRecord
 from dmcp.stages import weight_step
 from dmcp.training import TrainConfig
@@ -373,6 +373,15 @@ def test_expected_shares_are_those_of_the_last_alphas() -> None:
     many = found.process.sample(found.alphas, found.sizes, 20_000, torch.Generator().manual_seed(0))
     mean = found.graph.macs(many).double().mean().item() / found.budget.limits[0].target
     assert expected_shares(found)[0] == pytest.approx(mean, rel=0.02)
+
+
+@pytest.mark.parametrize(("ms", "odd", "told"), [(9, 2, True), (8, 2, False), (20, 3, True), (20, 1, False)])
+def test_odd_widths_are_named_where_no_time_was_gained(
+    ms: float, odd: int, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # in tests nothing is slow
+    widths = {f"conv{number}": 16 + (number < odd) for number in range(3)}
+    assert bool(not_faster(ms, 10, widths)) == told
 
 
 def test_times_are_of_each_network_and_leave_its_mode() -> None:

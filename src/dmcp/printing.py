@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
+from dmcp.batches import device_of
 from dmcp.budget import costs
 from dmcp.graph import ChannelGraph
 from dmcp.jobs import Loaders
+from dmcp.measuring import milliseconds
+from dmcp.pruning import PruneResult
+from dmcp.rows import AS_GIVEN, OURS, UNPRUNED, mostly_odd, not_faster
 from dmcp.sessions import say
 from dmcp.spaces import Widths
 
@@ -32,6 +39,20 @@ def tell_troubles(troubles: Iterable[str]) -> None:
     """Say on stderr which of the networks were trained in vain."""
     for trouble in troubles:
         say(trouble)
+
+
+def tell_slow(model: nn.Module, result: PruneResult, shape: Sequence[int]) -> None:
+    """Say on stderr that nothing was gained in time, where the widths may be the reason; shape: of a sample."""
+    if not mostly_odd(result.widths):
+        return
+    times = {row.name: row.ms for row in result.rows}
+    before = times.get(UNPRUNED, times.get(AS_GIVEN))
+    now = times[OURS]
+    if before is None:  # it is not in the table
+        example = torch.zeros(result.rows[0].batch, *shape, device=device_of(model))
+        now, before = milliseconds([result.model, model], example)
+    if told := not_faster(now, before, result.widths):
+        say(told)
 
 
 def result_facts(folder: Path, graph: ChannelGraph, widths: Widths) -> dict[str, Any]:
