@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 import subprocess
 import sys
@@ -326,7 +325,8 @@ WRONG = {
     ("--model", "digits:resent"): "did you mean resnet",
     ("--model", "resnet18"): "cannot take images of 1x8x8",
     ("--data", "digit"): "Did you mean digits?",
-    ("--batch", "5000"): "A batch of 5000 is larger than the data",
+    ("--batch", "5000"): "there are 1415 training images; lower --batch (in Python batch_size) to at most 1415.",
+    ("--train-batch", "5000"): "there are 1415 training images; lower --train-batch to at most 1415.",
     ("--batch", "0"): "batch size must be an int of at least 1",
     ("--epochs", "0"): "epochs must be an int of at least 1",
     ("--search-epochs", "1", "--warmup", "0.9"): "leaves none of 1 epochs for the alphas",

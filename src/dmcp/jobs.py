@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from dmcp import cifar_nets, nets
-from dmcp.batches import Loader, device_of
+from dmcp.batches import Loader, device_of, too_large
 from dmcp.calibration import kept_modes
 from dmcp.cutting import with_frozen
 from dmcp.data import DataSet, DataSets, load, make_loader, split
@@ -246,6 +246,8 @@ def _loaders(job: Job, train: DataSet, held: DataSet | None, test: DataSet, plac
         return make_loader(part, size, shuffled, job.seed, place, **how)
 
     first = make(train, job.batch, True)
+    if job.train_batch > len(train):
+        raise DataError(too_large(job.train_batch, len(train), "--train-batch"))
     retrain = make(train, job.train_batch, True) if job.train_batch not in (0, job.batch) else first
     arch = None if held is None else make(held, job.batch, True)
     return Loaders(first, arch, make(test, job.batch, False), retrain)
