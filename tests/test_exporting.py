@@ -218,6 +218,19 @@ def test_outputs_are_measured_each_by_its_own_size() -> None:
     assert difference(x[0]) == difference(x[0][0], x[1]) == float("inf")
 
 
+def test_branches_of_the_training_are_merged_after_the_cut(tmp_path: Path) -> None:
+    timm = pytest.importorskip("timm")
+    model, x = timm.create_model("repvgg_a0", num_classes=10), torch.randn(4, 3, 32, 32)
+    model(x)  # running statistics that are not 0 and 1
+    graph = dmcp.trace(model, x)
+    small = dmcp.cut(model, graph, dmcp.uniform(graph, "30%")).eval()
+    merged = timm.utils.reparameterize_model(small)
+    made = dmcp.export(merged, x[:1], tmp_path / "merged.pt2")
+    wanted = small(x).detach()
+    assert (torch.export.load(made.path).module()(x) - wanted).abs().max() < 1e-4 * wanted.abs().max()
+    assert made.params < sum(parameter.numel() for parameter in small.parameters())
+
+
 # what cannot be exported
 
 
