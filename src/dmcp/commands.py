@@ -28,6 +28,7 @@ from dmcp.printing import (
     print_json,
     result_facts,
     show_widths,
+    tell_other_size,
     tell_skipped,
     tell_slow,
     tell_troubles,
@@ -271,6 +272,8 @@ def train(
     with session(plan, _folder(plan, out, resume), bool(resume), quiet, lambda it: _check_widths(plan, it)) as here:
         opened, graph = here.opened, here.opened.graph
         kept = _read_widths(plan, opened)
+        if plan.widths and not plan.job.input and here.ranks.first:
+            tell_other_size(Path(plan.widths), opened)
         start = opened.model if plan.retrain is Retrain.INHERIT else opened.fresh
         wanted = {OURS if plan.widths else UNPRUNED: kept}
         settings, way = (plan.train, plan.retrain, None), (here.on_event, plan.engine, here.keep)
