@@ -8,6 +8,7 @@ by output. The auxiliary head is cut with the rest, so that the small net can be
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 import dmcp
 from dmcp.budget import parse
 from dmcp.data import load, make_loader
+from dmcp.losses import ImitationWarning
 from dmcp.sampling import expected, uniform
 from dmcp.searches import SearchConfig
 from dmcp.searching import search
@@ -90,7 +92,9 @@ def run(images: int = 1024, search_epochs: int = 12, train_epochs: int = 10, bud
     graph = dmcp.trace(model, torch.zeros(2, *digits.shape))
     net = dmcp.Supernet(model, graph)
     config = SearchConfig(budget=budget, epochs=search_epochs, lr=0.1, min_lr=0.01, reference_batch=64, alpha_lr=5.0)
-    result = search(net, loader, config, both_heads)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ImitationWarning)  # the outputs are scores of classes
+        result = search(net, loader, config, both_heads)
     control = uniform(graph, parse(budget, graph))
     rows = []
     for name, widths in {"unpruned": graph.full, "uniform": control, "dmcp": expected(result)}.items():

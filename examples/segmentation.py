@@ -9,6 +9,7 @@ only things a search needs to know of the task are these two functions.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 import dmcp
 from dmcp.budget import parse
 from dmcp.calibration import recalibrate
+from dmcp.losses import ImitationWarning
 from dmcp.sampling import expected, uniform
 from dmcp.searches import SearchConfig
 from dmcp.searching import search
@@ -102,7 +104,9 @@ def run(pictures: int = 512, search_epochs: int = 12, train_epochs: int = 10, bu
     graph = dmcp.trace(model, images[:2])
     net = dmcp.Supernet(model, graph)
     config = SearchConfig(budget=budget, epochs=search_epochs, lr=0.1, min_lr=0.01, reference_batch=16, alpha_lr=5.0)
-    result = search(net, loader, config, pixel_loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ImitationWarning)  # the outputs are scores of classes
+        result = search(net, loader, config, pixel_loss)
     control = uniform(graph, parse(budget, graph))
     rows = []
     for name, widths in {"unpruned": graph.full, "uniform": control, "dmcp": expected(result)}.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 
@@ -21,6 +22,12 @@ def _same_world() -> Iterator[None]:
     before = _switches()
     yield
     assert _switches() == before
+
+
+@pytest.fixture(autouse=True)
+def _no_word_about_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How fast the networks are here must not decide what commands print; tests of that set it themselves."""
+    monkeypatch.setattr("dmcp.rows._SLOW", math.inf)
 
 
 def _switches() -> tuple[object, ...]:

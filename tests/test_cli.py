@@ -13,10 +13,13 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
 from dmcp import cli
+from dmcp.errors import WidthsError
+from dmcp.jobs import Job, load_weights, open_job
 from dmcp.nets import build
 from dmcp.progress import Progress, clock
 from dmcp.pruning import Event
@@ -145,6 +148,7 @@ def test_build_downloads_nothing_and_says_what_is_not_a_network() -> None:
 
 
 SMALL = ("--model", "digits:resnet", "--data", "digits", "--device", "cpu", "--batch", "700", "--quiet")
+NOT_FASTER = "Not faster here: most widths are no multiples of 8, which many runtimes need; --align 8 gives such.\n"
 NO_KERNELS = "Own kernels run on GPUs only: --kernels changes nothing on cpu.\n"
 SHORT = (*SMALL, "--search-epochs", "2", "--epochs", "1")
 
@@ -231,6 +235,38 @@ def test_train_takes_widths_and_weights(pruned: tuple[Path, str], capsys: Captur
     assert read_widths(tmp_path / "run") == read_widths(pruned[0])
 
 
+def test_weights_for_other_classes_give_all_but_the_last_layer(capsys: Capture, tmp_path: Path) -> None:
+    torch.manual_seed(7)  # not the job's
+    given = build("digits:resnet", num_classes=1000)
+    torch.save(given.state_dict(), tmp_path / "imagenet.pth")
+    options = ("--weights", str(tmp_path / "imagenet.pth"), "--epochs", "1", "--out", str(tmp_path / "run"))
+    code, _, err = run(capsys, "train", *SMALL, *options)
+    assert (code, err) == (0, "fc is for 1000 classes, the data have 10: it starts fresh.\n")
+    opened = open_job(Job(model="digits:resnet", data="digits", weights=str(tmp_path / "imagenet.pth"), device="cpu"))
+    for name, tensor in opened.model.state_dict().items():
+        source = opened.fresh.fc if name.startswith("fc.") else given
+        assert torch.equal(tensor, source.state_dict()[name.removeprefix("fc.")])
+    with pytest.raises(WidthsError, match=r"fc\.weight is 1000x64, but the network has 10x64"):
+        load_weights(build("digits:resnet"), tmp_path / "imagenet.pth")
+    two = nn.ModuleList([nn.Linear(4, 10), nn.Linear(4, 10)])  # which one gives the classes?
+    torch.save(nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)]).state_dict(), tmp_path / "two.pth")
+    with pytest.raises(WidthsError, match="of one for another number of classes"):
+        load_weights(two, tmp_path / "two.pth", 10)
+
+
+def test_frozen_weights_of_a_file_are_in_the_fresh_network_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["from dmcp.nets import build", "def still():", "    net = build('digits:resnet')"]
+    (tmp_path / "my_still_net.py").write_text(
+        "\n".join([*lines, "    net.layer1.requires_grad_(False)", "    return net"])
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    torch.manual_seed(7)  # not the job's
+    torch.save(build("digits:resnet").state_dict(), tmp_path / "start.pth")
+    opened = open_job(Job(model="my_still_net:still", data="digits", weights=str(tmp_path / "start.pth"), device="cpu"))
+    first, second = ([it.layer1[0].conv1.weight, it.conv1.weight] for it in (opened.model, opened.fresh))
+    assert torch.equal(first[0], second[0]) and not torch.equal(first[1], second[1])
+
+
 def test_search_from_weights_needs_no_warm_up(capsys: Capture, tmp_path: Path) -> None:
     save_file(build("digits:resnet").state_dict(), tmp_path / "start.safetensors")
     options = (*SMALL, "--search-epochs", "1", "--weights", str(tmp_path / "start.safetensors"), "--holdout", "0.2")
@@ -301,7 +337,8 @@ WRONG = {
     ("--model", "digits:resent"): "did you mean resnet",
     ("--model", "resnet18"): "cannot take images of 1x8x8",
     ("--data", "digit"): "Did you mean digits?",
-    ("--batch", "5000"): "A batch of 5000 is larger than the data",
+    ("--batch", "5000"): "there are 1415 training images; lower --batch (in Python batch_size) to at most 1415.",
+    ("--train-batch", "5000"): "there are 1415 training images; lower --train-batch to at most 1415.",
     ("--batch", "0"): "batch size must be an int of at least 1",
     ("--epochs", "0"): "epochs must be an int of at least 1",
     ("--search-epochs", "1", "--warmup", "0.9"): "leaves none of 1 epochs for the alphas",
@@ -329,11 +366,13 @@ def test_what_cannot_be_pruned_is_a_sentence(
 
 def test_wrong_weights_and_folders_are_a_sentence(capsys: Capture, tmp_path: Path) -> None:
     torch.save(build("digits:resnet"), tmp_path / "pickle.pth")
-    torch.save(build("digits:resnet", num_classes=3).state_dict(), tmp_path / "three.pth")
+    torch.save(build("digits:resnet", width=24).state_dict(), tmp_path / "wide.pth")
+    torch.save(build("digits:resnet", width=24, num_classes=3).state_dict(), tmp_path / "both.pth")
     torch.save({"conv.weight": torch.zeros(1)}, tmp_path / "other.pth")
     for name, words in (
         ("pickle", "not a file of plain weights"),
-        ("three", "fc.weight is 3x64, but the network has 10x64"),
+        ("wide", "conv1.weight is 24x1x3x3, but the network has 16x1x3x3"),
+        ("both", "conv1.weight is 24x1x3x3, but the network has 16x1x3x3"),
         ("other", "weights of another network"),
     ):
         code, _, err = run(capsys, "prune", *SHORT, "--weights", str(tmp_path / f"{name}.pth"))
@@ -397,6 +436,17 @@ def test_results_are_plain_data(pruned: tuple[Path, str], capsys: Capture, tmp_p
     code, out, err = run(capsys, "search", *SMALL, "--search-epochs", "2", "--json", "--out", str(tmp_path / "found"))
     assert (code, err) == (0, "")
     assert graph.macs(json.loads(out)["widths"]) == json.loads(out)["macs"] <= graph.macs() // 2
+
+
+def test_prune_says_where_odd_widths_gain_no_time(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dmcp.runs.draw_all", lambda *_, **__: [])  # figures take longer than such a run
+    for slow, align, words in ((0.0, "1", NOT_FASTER), (0.0, "8", "")):
+        monkeypatch.setattr("dmcp.rows._SLOW", slow)
+        odd = (*SHORT, "--align", align, "--out", str(tmp_path / f"{slow}-{align}"))
+        code, _, err = run(capsys, "prune", *odd)
+        assert (code, err) == (0, words), read_widths(tmp_path / f"{slow}-{align}")
 
 
 def test_prune_gives_plain_data(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import safetensors.torch
 import torch
-from nets import NETS, Chain, SharedWeight, distance, randomise, sample
+from nets import NETS, Chain, Residual, SharedWeight, distance, randomise, sample
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -181,6 +181,23 @@ def test_reinitialise_with_the_users_own_rule(chain: Case) -> None:
     dmcp.reinitialise(small, init=init)
     assert small.conv3.weight.unique().tolist() == [0.5]
     assert torch.equal(small.conv1.bias, bias)
+
+
+def test_reinitialise_leaves_alone_what_is_frozen() -> None:
+    def init(part: nn.Module) -> None:
+        if isinstance(part, nn.Conv2d):
+            nn.init.constant_(part.weight, 0.5)
+
+    for way in ({}, {"init": init}, {"fresh": Residual(**Residual.FULL)}):
+        net = randomise(Residual(**Residual.FULL)).float()
+        for part in (net.stem, net.bn0, net.bn1.weight):
+            part.requires_grad_(False)
+        before = state(net)
+        dmcp.reinitialise(net, **way)
+        kept = {name for name, tensor in state(net).items() if torch.equal(tensor, before[name])}
+        assert {name for name in before if name.startswith(("stem.", "bn0."))} | {"bn1.weight"} <= kept
+        assert not {"conv1.weight", "conv4.weight"} & kept
+        assert way or "bn1.running_mean" not in kept  # its bias is still trained
 
 
 # save and load

@@ -105,6 +105,7 @@ def write_files(here: Path) -> None:
     (here / "broken.safetensors").write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00garbage!")
     torch.save(build("digits:resnet"), here / "pickle.pth")
     torch.save(build("digits:resnet", num_classes=3).state_dict(), here / "three-classes.pth")
+    torch.save(build("digits:resnet", width=24).state_dict(), here / "wide.pth")
     torch.save(nn.Linear(2, 2).state_dict(), here / "other-weights.pth")
     torch.save([1, 2], here / "list.pth")
     (here / "list.json").write_text("[1, 2]")

@@ -218,6 +218,19 @@ def test_outputs_are_measured_each_by_its_own_size() -> None:
     assert difference(x[0]) == difference(x[0][0], x[1]) == float("inf")
 
 
+def test_branches_of_the_training_are_merged_after_the_cut(tmp_path: Path) -> None:
+    timm = pytest.importorskip("timm")
+    model, x = timm.create_model("repvgg_a0", num_classes=10), torch.randn(4, 3, 32, 32)
+    model(x)  # running statistics that are not 0 and 1
+    graph = dmcp.trace(model, x)
+    small = dmcp.cut(model, graph, dmcp.uniform(graph, "30%")).eval()
+    merged = timm.utils.reparameterize_model(small)
+    made = dmcp.export(merged, x[:1], tmp_path / "merged.pt2")
+    wanted = small(x).detach()
+    assert (torch.export.load(made.path).module()(x) - wanted).abs().max() < 1e-4 * wanted.abs().max()
+    assert made.params < sum(parameter.numel() for parameter in small.parameters())
+
+
 # what cannot be exported
 
 
@@ -308,6 +321,9 @@ def test_the_command_needs_no_data_and_tells_what_was_gained(
     (row,) = (line for line in printed.out.splitlines() if line.startswith("| bytes"))
     assert float(row.split("|")[-2].strip(" %")) < 100
     assert len(printed.err.splitlines()) == 2
+    monkeypatch.setattr("dmcp.rows._SLOW", 0.0)
+    assert command("export", str(run), "--out", str(out), "--quiet") == 0
+    assert capsys.readouterr().err.startswith("Not faster here: most widths are no multiples of 8")
     monkeypatch.setattr("dmcp.export_commands.write", only_once(export_commands.write))
     assert command("export", str(run), "--out", str(out)) == 0  # the unpruned network may be too large for a file
     (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("| bytes"))

@@ -38,6 +38,8 @@ from dmcp.training import Distillation, TrainConfig, train
 CPU = torch.device("cpu")
 SETTLED = Engine().settled(CPU)
 
+pytestmark = pytest.mark.filterwarnings("ignore::dmcp.losses.ImitationWarning")  # losses here only count and break
+
 
 class Noisy(Dataset[tuple[Tensor, int]]):
     """Images that no two looks give the same: all three global generators are in them."""

@@ -17,6 +17,7 @@ from PIL import Image
 from torch import nn
 from torchvision.datasets import CIFAR10, cifar
 from torchvision.transforms import v2
+from typed import command
 
 from dmcp import cli, folders
 from dmcp.data import DataSets, load, make_loader, preprocessing
@@ -318,3 +319,21 @@ def test_the_command_says_it_once_and_keeps_how_images_are_made(
         assert err.count("are enlarged to 224x224: give --input 3x64x48") == 1
         assert err.count("With batches of 20, 6 of 26 training images are left out of each epoch") == 1
     assert json.loads((here / "run" / "input.json").read_text()) == preprocessing(load(data))
+
+
+def test_training_says_that_its_images_are_of_another_size_than_those_of_the_search(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = write_photos(here / "a", (224, 224), count=4)
+    model, shape = ("--model", "own_net:Classifier", "--data", str(data), "--device", "cpu"), (3, 64, 48)
+    opened = open_job(job(data, model="own_net:Classifier", input="3x64x48"))
+    (here / "run").mkdir()
+    (here / "run" / "widths.json").write_text(json.dumps(opened.graph.full.to_json()))
+    (here / "run" / "settings.json").write_text(json.dumps({"shape": shape}))
+    told = (
+        "run/widths.json was found at 3x64x48, and is trained at 3x224x224: give --input 3x64x48 to train at that size."
+    )
+    for number, more in enumerate(((), ("--input", "3x64x48"), ("--input", "3x32x32"))):
+        words = ("--widths", "run/widths.json", "--workers", "0", "--batch", "8", "--epochs", "1", "--quiet", *more)
+        assert command("train", *model, *words, "--out", f"trained{number}") == 0
+        assert capfd.readouterr().err == ("" if more else f"{told}\n")

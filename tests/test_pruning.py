@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import random
+import re
+import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,10 +24,10 @@ from dmcp.batches import generator
 from dmcp.budget import parse
 from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.graph import ChannelGraph
-from dmcp.losses import classification_loss
+from dmcp.losses import ImitationWarning, classification_loss, imitation
 from dmcp.measuring import milliseconds, try_test
 from dmcp.pruning import OURS, UNIFORM, UNPRUNED, Event, Retrain, Row, expected_shares, train_all
-from dmcp.rows import AS_GIVEN
+from dmcp.rows import AS_GIVEN, not_faster
 from dmcp.searches import SearchConfig, SearchRecord
 from dmcp.stages import weight_step
 from dmcp.training import TrainConfig
@@ -285,6 +288,39 @@ def test_inheriting_keeps_the_weights_and_the_others_do_not() -> None:
         assert kept == (kind is Retrain.INHERIT)
 
 
+class Blurred(Residual):
+    """With a blur behind the stem: a depthwise convolution of fixed weights."""
+
+    def __init__(self) -> None:
+        super().__init__(**Residual.FULL)
+        self.blur = nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False)
+        nn.init.constant_(self.blur.weight, 1 / 9).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blur(self.bn0(self.stem(x)).relu())
+        return self.head((self.bn4(self.conv4(self.bn3(self.conv3(x)).relu()))).mean((2, 3)))
+
+
+@pytest.mark.parametrize("kind", Retrain)
+def test_what_is_frozen_keeps_its_values(kind: Retrain) -> None:
+    torch.manual_seed(0)
+    model, still = Blurred(), ("stem", "bn0", "conv3")
+    for name in still:
+        model.get_submodule(name).requires_grad_(False)
+    order = model.stem.weight.flatten(1).norm(dim=1).argsort(descending=True)  # the stem's space has no other writer
+    for fresh, sort in ((None, False), (Blurred(), False), (None, True)):
+        settings = replace(SEARCH, sort=sort)
+        found = dmcp.prune(model, Noise(), Noise(1), search=settings, train=TRAIN, retrain=kind, fresh=fresh)
+        small, width = found.model, found.widths["stem"]
+        stem = model.stem.weight[order[:width]] if sort else model.stem.weight[:width]
+        assert torch.equal(small.stem.weight, stem) and small.blur.weight.unique().tolist() == [pytest.approx(1 / 9)]
+        assert sort or torch.equal(small.conv3.weight, model.conv3.weight[: found.widths["conv3"], :width])
+        assert not any(it.requires_grad for name in still for it in small.get_submodule(name).parameters())
+    kinds = {UNPRUNED: found.graph.full, UNIFORM: dmcp.uniform(found.graph, "60%")}
+    for net in train_all(model, found.graph, kinds, Noise(), TRAIN, kind).values():
+        assert torch.equal(net.stem.weight, model.stem.weight[: len(net.stem.weight)])
+
+
 def test_a_teacher_teaches() -> None:
     plain, taught = prune(), prune(retrain=Retrain.TEACHER)
     assert plain.widths == taught.widths
@@ -303,11 +339,33 @@ def test_own_loss_metric_and_batches() -> None:
     def metric(output: Tensor, batch: Any) -> tuple[Tensor, int]:
         return torch.tensor(7.0 * len(output)), len(output)
 
-    result = dmcp.prune(model, batches, batches, search=SEARCH, train=TRAIN, loss=loss, metric=metric)
+    settings = replace(SEARCH, distil=False)
+    result = dmcp.prune(model, batches, batches, search=settings, train=TRAIN, loss=loss, metric=metric)
     assert result.rows[0].accuracy == 7 and result.rows[0].own_metric and result.rows[0].samples == 12
     head, ours, *_ = result.table.splitlines()
     assert "metric" in head and "accuracy" not in head
     assert ours.split()[-2] == "7" and "points" not in result.table
+
+
+def test_a_loss_of_ones_own_is_told_what_imitation_does_to_outputs() -> None:
+    own = classification_loss()
+    for options, words in (
+        ({}, [r"sub-networks imitate the whole network's outputs as class scores .* set distil=False"]),
+        ({"distil": False}, []),
+        ({"train_weights": False, "warmup": 0}, []),  # nothing is imitated
+    ):
+        for kind in (Retrain.SCRATCH, Retrain.TEACHER):
+            wanted = [*([r'With retrain="teacher" .* class scores'] if kind is Retrain.TEACHER else []), *words]
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                prune(search=replace(SEARCH, **options), retrain=kind, loss=own)
+            assert len(told) == len(wanted) and all(it.category is ImitationWarning for it in told)
+            assert all(re.search(text, str(it.message)) for text, it in zip(wanted, told, strict=True))
+
+
+def test_outputs_of_one_number_cannot_be_imitated() -> None:
+    with pytest.raises(TrainingError, match="turn it off, in a search with distil=False"):
+        imitation(torch.zeros(4, 1), [torch.zeros(4, 1)])
 
 
 def test_expected_shares_are_those_of_the_last_alphas() -> None:
@@ -315,6 +373,15 @@ def test_expected_shares_are_those_of_the_last_alphas() -> None:
     many = found.process.sample(found.alphas, found.sizes, 20_000, torch.Generator().manual_seed(0))
     mean = found.graph.macs(many).double().mean().item() / found.budget.limits[0].target
     assert expected_shares(found)[0] == pytest.approx(mean, rel=0.02)
+
+
+@pytest.mark.parametrize(("ms", "odd", "told"), [(9, 2, True), (8, 2, False), (20, 3, True), (20, 1, False)])
+def test_odd_widths_are_named_where_no_time_was_gained(
+    ms: float, odd: int, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # in tests nothing is slow
+    widths = {f"conv{number}": 16 + (number < odd) for number in range(3)}
+    assert bool(not_faster(ms, 10, widths)) == told
 
 
 def test_times_are_of_each_network_and_leave_its_mode() -> None:
@@ -336,7 +403,7 @@ def test_bad_input_is_a_sentence() -> None:
     with pytest.raises(TrainingError, match="scratch, inherit, slimmable, teacher, not 'often'"):
         prune(retrain="often")
     with pytest.raises(TrainingError, match="stage 1"):
-        prune(loss=lambda output, batch: output.sum() * float("nan"))
+        prune(search=replace(SEARCH, distil=False), loss=lambda output, batch: output.sum() * float("nan"))
 
 
 def test_a_network_over_the_budget_is_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:

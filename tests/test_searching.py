@@ -201,7 +201,7 @@ def test_alphas_see_only_their_own_data() -> None:
         return F.cross_entropy(output, batch[1])
 
     net = supernet()
-    search(net, train, short(), loss=loss, arch_loader=held_out)
+    search(net, train, short(distil=False), loss=loss, arch_loader=held_out)
     assert weights_saw == {id(x) for x, _ in train.batches}
     assert alphas_saw == {id(x) for x, _ in held_out.batches}
     assert held_out.epochs == [0, 1]  # three steps over two batches
@@ -263,6 +263,7 @@ def test_the_host_does_not_wait_in_the_loop(monkeypatch: pytest.MonkeyPatch) -> 
 # -- what cannot be
 
 
+@pytest.mark.filterwarnings("ignore::dmcp.losses.ImitationWarning")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_loss_that_is_not_finite_stops_at_the_last_good_state(stage: int) -> None:
     net, calls = supernet(), [0, 0]
@@ -284,6 +285,7 @@ def test_a_loss_that_is_not_finite_stops_at_the_last_good_state(stage: int) -> N
     assert torch.isfinite(net.alpha).all()
 
 
+@pytest.mark.filterwarnings("ignore::dmcp.losses.ImitationWarning")
 @pytest.mark.parametrize("log_every", [1, 50])
 @pytest.mark.parametrize("factor", [5.0, 100.0])
 def test_weights_that_diverged_are_named_where_the_alphas_show_it(factor: float, log_every: int) -> None:

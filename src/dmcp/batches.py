@@ -152,11 +152,19 @@ def check_size(batch_size: int, images: int, train: bool, ranks: Ranks = ALONE) 
     if type(batch_size) is not int or batch_size < 1:
         raise DataError(f"The batch size must be an int of at least 1, not {batch_size!r}.")
     if train and batch_size > images:
-        raise DataError(f"A batch of {batch_size} is larger than the data: there are {images} training images.")
+        raise DataError(too_large(batch_size, images, "--batch (in Python batch_size)"))
     if train and batch_size < ranks.world:
         raise DataError(
             f"A batch of {batch_size} leaves some of {ranks.world} ranks without images: give a larger one."
         )
+
+
+def too_large(batch_size: int, images: int, option: str) -> str:
+    """What is wrong with a batch that the data cannot fill, and what to do."""
+    return (
+        f"A batch of {batch_size} is larger than the data: there are {images} training images; lower {option} to at "
+        f"most {images}."
+    )
 
 
 def mix(*numbers: int) -> int:

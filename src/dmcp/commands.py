@@ -22,7 +22,17 @@ from dmcp.forecast import forecast, peak_bytes
 from dmcp.jobs import Corrupt, Opened, open_job
 from dmcp.measuring import compare
 from dmcp.plans import Plan
-from dmcp.printing import COST_WORDS, describe_costs, print_json, result_facts, show_widths, tell_skipped, tell_troubles
+from dmcp.printing import (
+    COST_WORDS,
+    describe_costs,
+    print_json,
+    result_facts,
+    show_widths,
+    tell_other_size,
+    tell_skipped,
+    tell_slow,
+    tell_troubles,
+)
 from dmcp.progress import clock
 from dmcp.pruning import OURS, UNPRUNED, Retrain
 from dmcp.rows import markdown, table
@@ -131,6 +141,7 @@ def prune(
         troubles = here.run.finish(result, plan.search.seed)
     tell_skipped(opened.loaders)
     tell_troubles(troubles)
+    tell_slow(opened.model, result, opened.data.shape)
     if as_json:
         facts = {"search_steps": len(result.search.log), "expected_shares": pruning.expected_shares(result.search)}
         networks = [asdict(row) for row in result.rows]
@@ -261,6 +272,8 @@ def train(
     with session(plan, _folder(plan, out, resume), bool(resume), quiet, lambda it: _check_widths(plan, it)) as here:
         opened, graph = here.opened, here.opened.graph
         kept = _read_widths(plan, opened)
+        if plan.widths and not plan.job.input and here.ranks.first:
+            tell_other_size(Path(plan.widths), opened)
         start = opened.model if plan.retrain is Retrain.INHERIT else opened.fresh
         wanted = {OURS if plan.widths else UNPRUNED: kept}
         settings, way = (plan.train, plan.retrain, None), (here.on_event, plan.engine, here.keep)

@@ -87,13 +87,50 @@ def reinitialise(
     Convs and linears are drawn by He's rule, norms become 1 and 0 with empty running statistics, biases 0. All other
     tensors (position embeddings, layer scales, ...) are copied from `fresh`, a newly built model cut to the same
     widths; without it they stay. `init` replaces the rules: it is called on every module, as nn.Module.apply does.
+    What is not trained is not drawn: parameters without requires_grad keep their values, and norms that have no others
+    their statistics.
     """
     module = unwrap(module)
+    kept = {name: tensor.clone() for name, tensor in _frozen(module).items()}
     if fresh is not None:
         _copy_values(unwrap(fresh), module)
     if init is not None:
         module.apply(init)
-        return
+    else:
+        _draw(module, generator)
+    now = named_tensors(module)
+    for name, tensor in kept.items():
+        now[name].copy_(tensor)
+
+
+def with_frozen(model: nn.Module, source: nn.Module) -> nn.Module:
+    """The model, or a copy of it that has what is frozen in the source, which is of the same architecture."""
+    model, source = unwrap(model), unwrap(source)
+    kept = _frozen(source)
+    if model is source or not kept:
+        return model
+    if fingerprint(model) != fingerprint(source):
+        raise WidthsError("The fresh model is of another architecture than the given one: build it in the same way.")
+    copied = narrow(model, {}, {})
+    now = named_tensors(copied)
+    with torch.no_grad():
+        for name, tensor in kept.items():
+            now[name].requires_grad_(False).copy_(tensor)
+    return copied
+
+
+def _frozen(module: nn.Module) -> dict[str, Tensor]:
+    """What is not trained, by name: parameters without requires_grad, statistics of norms that have no others."""
+    still: set[Tensor] = {parameter for parameter in module.parameters() if not parameter.requires_grad}
+    for part in module.modules():
+        own = set(part.parameters(recurse=False))
+        if isinstance(part, RunningNorms) and own and own <= still:
+            still.update(part.buffers(recurse=False))
+    return {name: tensor for name, tensor in named_tensors(module).items() if tensor in still}
+
+
+def _draw(module: nn.Module, generator: torch.Generator | None) -> None:
+    """Give convs, linears and norms their first values, by our rules."""
     done: set[Tensor] = set()  # a tied parameter belongs to the first module that has it
     for part in module.modules():
         own = {name: tensor for name, tensor in part.named_parameters(recurse=False) if tensor not in done}

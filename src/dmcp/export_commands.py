@@ -19,6 +19,7 @@ from dmcp.exporting import export as write
 from dmcp.graph import ChannelGraph
 from dmcp.jobs import build, trace_job
 from dmcp.printing import print_json, result_facts
+from dmcp.rows import not_faster
 from dmcp.runs import read_json
 from dmcp.saving import WIDTHS, load
 from dmcp.sessions import INPUT, say
@@ -59,6 +60,8 @@ def export(
     if not quiet:
         say("the unpruned network is exported alike, to compare the bytes and the time")
     ms, whole = _time(out, fresh, example, how)
+    if whole and (told := not_faster(ms, whole.ms, widths)):
+        say(told)
     if as_json:
         facts = {"file": str(out)} | {name: fact for name, fact in asdict(made).items() if name != "path"}
         facts |= {"unpruned_size_bytes": whole and whole.size_bytes, "ms": ms, "unpruned_ms": whole and whole.ms}

@@ -19,8 +19,9 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from dmcp import cifar_nets, nets
-from dmcp.batches import Loader, device_of
+from dmcp.batches import Loader, device_of, too_large
 from dmcp.calibration import kept_modes
+from dmcp.cutting import with_frozen
 from dmcp.data import DataSet, DataSets, load, make_loader, split
 from dmcp.engine import best_device
 from dmcp.errors import DataError, DmcpError, FileError, WidthsError
@@ -95,7 +96,7 @@ class Opened:
     """A job with its network built, its data found, and both known to fit."""
 
     model: nn.Module
-    fresh: nn.Module  # the same network, never trained
+    fresh: nn.Module  # the same network, never trained but for what is frozen in it
     graph: ChannelGraph
     data: DataSets
     loaders: Loaders
@@ -109,14 +110,15 @@ def open_job(job: Job) -> Opened:
     fresh = build(job, data.classes)
     data = _sized(data, job, nets.sample_shape(fresh))
     check_fit(fresh, data, _remedy(job, data))
-    model = fresh
+    model, new_head = fresh, ""
     if job.weights:
         model = build(job, data.classes)
-        load_weights(model, Path(job.weights))
+        new_head = load_weights(model, Path(job.weights), data.classes)
+        fresh = with_frozen(fresh, model)
     graph = trace_job(job, model, data.shape)
     train, held = split(data.train, job.holdout, job.seed) if job.holdout else (data.train, None)
     loaders = _loaders(job, train, held, data.test, place)
-    notices = (*_enlarged(job, data), *_left_out(job, len(train)), *graph.notes)
+    notices = (*filter(None, [new_head]), *_enlarged(job, data), *_left_out(job, len(train)), *graph.notes)
     return Opened(model.to(place), fresh.to(place), graph, data, loaders, notices)
 
 
@@ -244,6 +246,8 @@ def _loaders(job: Job, train: DataSet, held: DataSet | None, test: DataSet, plac
         return make_loader(part, size, shuffled, job.seed, place, **how)
 
     first = make(train, job.batch, True)
+    if job.train_batch > len(train):
+        raise DataError(too_large(job.train_batch, len(train), "--train-batch"))
     retrain = make(train, job.train_batch, True) if job.train_batch not in (0, job.batch) else first
     arch = None if held is None else make(held, job.batch, True)
     return Loaders(first, arch, make(test, job.batch, False), retrain)
@@ -263,14 +267,19 @@ def data_identity(data: DataSets) -> dict[str, Any]:
 # weights from a file
 
 
-def load_weights(model: nn.Module, path: Path) -> None:
-    """Put the weights of a file into the model; never by pickle."""
+def load_weights(model: nn.Module, path: Path, classes: int | None = None) -> str:
+    """Put the weights of a file into the model; never by pickle.
+
+    classes: of the data. A last layer for another number of them then keeps the weights that it has, and a sentence
+    says so; everything else must fit.
+    """
     tensors = _read_tensors(path)
     own = model.state_dict()
     wrong = [name for name in own if name in tensors and tensors[name].shape != own[name].shape]
     odd = [name for name in {**own, **tensors} if (name in own) != (name in tensors)]
     odd = [name for name in odd if not name.endswith("num_batches_tracked")]  # old files have none
-    if wrong:
+    others = _classes_of({name: tensors[name] for name in wrong}, own, classes)
+    if wrong and not others:
         name = wrong[0]
         raise WidthsError(
             f"{path}: {name} is {_by(tensors[name].shape)}, but the network has {_by(own[name].shape)}: these are the "
@@ -279,7 +288,22 @@ def load_weights(model: nn.Module, path: Path) -> None:
     if odd:
         side = "is not in the file" if odd[0] in own else "is not in the network"
         raise WidthsError(f"{path}: these are the weights of another network: {odd[0]} {side}.")
-    model.load_state_dict(tensors, strict=False)
+    model.load_state_dict({name: tensor for name, tensor in tensors.items() if name not in wrong}, strict=False)
+    if not others:
+        return ""
+    return f"{wrong[0].rpartition('.')[0] or path} is for {others} classes, the data have {classes}: it starts fresh."
+
+
+def _classes_of(wrong: Mapping[str, Tensor], own: Mapping[str, Tensor], classes: int | None) -> int:
+    """For how many classes the one layer that does not fit is; 0 if that is not what is wrong.
+
+    Then its tensors differ in dim 0 alone, which is the number of classes here.
+    """
+    layers = {name.rpartition(".")[0] for name in wrong}
+    counts = {tensor.shape[0] if tensor.ndim else 0 for tensor in wrong.values()}
+    here = {own[name].shape[0] if own[name].ndim else 0 for name in wrong}
+    alike = all(tensor.shape[1:] == own[name].shape[1:] for name, tensor in wrong.items())
+    return counts.pop() if len(layers) == len(counts) == 1 and here == {classes} and alike else 0
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

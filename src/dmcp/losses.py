@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
@@ -16,6 +17,16 @@ from dmcp.recording import tensors_in
 
 Loss = Callable[[Any, Any], Tensor]  # (output, batch) -> scalar
 Metric = Callable[[Any, Any], tuple[Tensor, int]]  # (output, batch) -> (sum over the samples, their count)
+
+
+class ImitationWarning(UserWarning):
+    """Outputs are imitated as class scores, though the loss is the user's own and they may be something else."""
+
+
+def warn_of_imitation(who: str, remedy: str, stacklevel: int) -> None:
+    """Say once what is done to outputs that nobody has called class scores; the frame is counted from the caller."""
+    told = f"{who} outputs as class scores along dim 1: if they are something else, {remedy}."
+    warnings.warn(told, ImitationWarning, stacklevel=stacklevel + 1)
 
 
 def classification_loss(label_smoothing: float = 0.0) -> Loss:
@@ -40,7 +51,10 @@ def imitation(output: Any, target: Sequence[Tensor]) -> Tensor:
         tensor.ndim < 2 or tensor.shape[1] < 2 or not tensor.is_floating_point() for tensor in own
     ):
         shapes = " and ".join(str([tuple(tensor.shape) for tensor in part]) for part in (own, target))
-        raise TrainingError(f"Imitation needs the same classes along dim 1 of all outputs, not {shapes}: turn it off.")
+        raise TrainingError(
+            f"Imitation needs the same classes along dim 1 of all outputs, not {shapes}: turn it off, in a search with "
+            'distil=False in the SearchConfig, in a retraining with retrain="scratch" or "inherit".'
+        )
     parts = []
     for mine, wanted in zip(own, target, strict=True):
         goal = F.log_softmax(wanted.float(), dim=1)

@@ -96,7 +96,12 @@ RetrainKind = Annotated[
     typer.Option(help="How the pruned network gets its weights; default: inherit with --weights, else scratch."),
 ]
 Controls = Annotated[bool, typer.Option("--controls", help="Also train the unpruned network and uniform widths.")]
-Weights = Annotated[str, typer.Option(help="File to start from: .safetensors, or .pth with weights only.")]
+Weights = Annotated[
+    str,
+    typer.Option(
+        help="File to start from: .safetensors, or .pth with weights only; a last layer for other classes starts fresh."
+    ),
+]
 Input = Annotated[
     str,
     typer.Option(

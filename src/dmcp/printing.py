@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
+from dmcp.batches import device_of
 from dmcp.budget import costs
+from dmcp.errors import DmcpError
+from dmcp.folders import FolderSet
 from dmcp.graph import ChannelGraph
-from dmcp.jobs import Loaders
+from dmcp.jobs import Loaders, Opened
+from dmcp.measuring import milliseconds
+from dmcp.pruning import PruneResult
+from dmcp.rows import AS_GIVEN, OURS, UNPRUNED, mostly_odd, not_faster
+from dmcp.runs import SETTINGS, read_json
 from dmcp.sessions import say
 from dmcp.spaces import Widths
 
@@ -32,6 +43,31 @@ def tell_troubles(troubles: Iterable[str]) -> None:
     """Say on stderr which of the networks were trained in vain."""
     for trouble in troubles:
         say(trouble)
+
+
+def tell_slow(model: nn.Module, result: PruneResult, shape: Sequence[int]) -> None:
+    """Say on stderr that nothing was gained in time, where the widths may be the reason; shape: of a sample."""
+    if not mostly_odd(result.widths):
+        return
+    times = {row.name: row.ms for row in result.rows}
+    before = times.get(UNPRUNED, times.get(AS_GIVEN))
+    now = times[OURS]
+    if before is None:  # it is not in the table
+        example = torch.zeros(result.rows[0].batch, *shape, device=device_of(model))
+        now, before = milliseconds([result.model, model], example)
+    if told := not_faster(now, before, result.widths):
+        say(told)
+
+
+def tell_other_size(widths: Path, opened: Opened) -> None:
+    """Say on stderr that image files are trained at another size than the run that found these widths has seen."""
+    found: Any = None
+    with contextlib.suppress(DmcpError):  # a file anywhere else
+        found = read_json(widths.parent / SETTINGS).get("shape")
+    now = list(opened.data.shape)
+    if isinstance(opened.data.train, FolderSet) and isinstance(found, list) and found != now:
+        before, after = ("x".join(map(str, shape)) for shape in (found, now))
+        say(f"{widths} was found at {before}, and is trained at {after}: give --input {before} to train at that size.")
 
 
 def result_facts(folder: Path, graph: ChannelGraph, widths: Widths) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from dmcp import searching, training
 from dmcp.batches import Loader, check_tested, device_of, generator, input_of, length_of, on_device
 from dmcp.budget import Budget, ratios
 from dmcp.calibration import recalibrate
-from dmcp.cutting import cut, reinitialise, verify
+from dmcp.cutting import cut, reinitialise, verify, with_frozen
 from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.events import Event as Event  # a part of prune's interface
@@ -24,7 +24,8 @@ from dmcp.events import Report, silent
 from dmcp.given import check_finite
 from dmcp.graph import ChannelGraph
 from dmcp.keeping import Keeper, plain_settings
-from dmcp.losses import Loss, Metric, classification_loss, imitation
+from dmcp.losses import ImitationWarning as ImitationWarning  # what prune may warn of
+from dmcp.losses import Loss, Metric, classification_loss, imitation, warn_of_imitation
 from dmcp.measuring import compare, count_params, try_test
 from dmcp.ranks import current
 from dmcp.recording import tensors_in
@@ -34,6 +35,7 @@ from dmcp.rows import UNIFORM as UNIFORM
 from dmcp.rows import UNPRUNED as UNPRUNED
 from dmcp.rows import Row as Row
 from dmcp.sampling import expected, uniform
+from dmcp.sandwich import sort_channels
 from dmcp.searches import SearchConfig, SearchRecord, SearchResult
 from dmcp.slicing import unwrap
 from dmcp.spaces import Widths
@@ -106,6 +108,7 @@ def prune(
     controls: also train the unpruned network and uniform widths at the same budget, by the same recipe.
     graph: what trace gave, if its own settings are not enough.
     fresh: a newly built model, where the given one is trained and has tensors that `reinitialise` has no rule for.
+        What is frozen (requires_grad=False) is neither drawn anew nor taken from it.
     val_loader, metric: of the final test; one batch is tried before the first step, and forgotten.
     arch_loader: batches for the alphas.
     train_loader: batches for the retraining, if other ones than for the search.
@@ -116,13 +119,17 @@ def prune(
     if retrain not in list(Retrain):
         raise TrainingError(f"retrain must be one of {', '.join(Retrain)}, not {retrain!r}.")
     kind = Retrain(retrain)
+    if loss is not None and kind in (Retrain.SLIMMABLE, Retrain.TEACHER) and current().first:
+        who = f'With retrain="{kind}" the pruned network imitates the whole one\'s'
+        warn_of_imitation(who, 'take retrain="scratch" or "inherit"', stacklevel=2)
     settings = _settled(search, budget, seed)
     recipe = train or default_recipe(retrain)
     recipe = recipe if seed is None else replace(recipe, seed=seed)
     _check_loaders({"loader": loader, "arch_loader": arch_loader, "train_loader": train_loader})
     also = kind is Retrain.INHERIT or (kind is Retrain.TEACHER and not controls)  # the given one or the teacher
     check_tested(val_loader, networks=1 + 2 * controls + also)
-    training.check_trainable(model if kind is Retrain.INHERIT else fresh or model)
+    for trained in (model,) if kind is Retrain.INHERIT or fresh is None else (model, fresh):
+        training.check_trainable(trained)
     example = _example(loader, model)
     sample = tree_map_only(Tensor, lambda x: x[:2], example)
     check_finite(model, sample)
@@ -141,7 +148,7 @@ def prune(
     if controls:
         same = uniform(graph, found.budget, net.floor, settings.align)
         wanted = {UNPRUNED: graph.full, UNIFORM: same, OURS: widths}
-    weights = net.model if kind is Retrain.INHERIT else unwrap(fresh or model)
+    weights = net.model if kind is Retrain.INHERIT else _undrawn(model, fresh, graph, settings.sort)
     batches = loader if train_loader is None else train_loader
     way = (loss, on_event, engine, keep)
     troubles: list[str] = []
@@ -164,6 +171,18 @@ def _noting(keep: Keep, settings: dict[str, Any]) -> Keep:
         return keeper
 
     return noted
+
+
+def _undrawn(model: nn.Module, fresh: nn.Module | None, graph: ChannelGraph, ordered: bool) -> nn.Module:
+    """What networks are cut out of before their weights are drawn, which what is frozen in the model must outlive.
+
+    ordered: whether the search has ordered the channels, of which the first ones are kept.
+    """
+    if ordered and not all(parameter.requires_grad for parameter in model.parameters()):
+        net = Supernet(model, graph)
+        sort_channels(net)
+        model = net.model
+    return with_frozen(fresh or model, model)
 
 
 def with_given(model: nn.Module, nets: dict[str, nn.Module]) -> dict[str, nn.Module]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -13,6 +13,8 @@ OURS, UNPRUNED, UNIFORM = "ours", "unpruned", "uniform widths"  # networks of th
 AS_GIVEN = "as given"  # the network before anything was done to it, where its weights are inherited
 ROUNDS = 10  # passes that are timed
 _LONG = 10  # steps of a training of which a tenth says something
+_SLOW = 0.9  # of the unpruned network's time, from where on nothing was gained
+_WANTED = 8  # what runtimes compute channels in
 _RISE = 0.1  # what the loss of one batch may differ by without a meaning
 
 
@@ -105,6 +107,19 @@ def standard_error(share: float, count: int) -> float:
     edge = 1 / (count + 2)
     share = min(max(share, edge), 1 - edge)
     return math.sqrt(share * (1 - share) / count)
+
+
+def not_faster(ms: float, unpruned_ms: float, widths: Mapping[str, int]) -> str:
+    """A sentence about a pruned network that gains no time and has widths that may be why; empty otherwise."""
+    if ms < _SLOW * unpruned_ms or not mostly_odd(widths):
+        return ""
+    wanted = f"most widths are no multiples of {_WANTED}, which many runtimes need"
+    return f"Not faster here: {wanted}; --align {_WANTED} gives such."
+
+
+def mostly_odd(widths: Mapping[str, int]) -> bool:
+    """Whether more than half of the widths are none that runtimes like."""
+    return sum(width % _WANTED > 0 for width in widths.values()) > len(widths) / 2
 
 
 def divergence(name: str, losses: Sequence[float]) -> str:

@@ -17,7 +17,7 @@ from dmcp.budget import Budget, check_reachable, constant_alpha, parse
 from dmcp.engine import Engine, Settled, is_narrow, set_lr, sgd
 from dmcp.errors import TrainingError, WidthsError
 from dmcp.keeping import DONE, Feed, Keeper, State
-from dmcp.losses import Loss, classification_loss
+from dmcp.losses import Loss, classification_loss, warn_of_imitation
 from dmcp.markov import CERTAIN, group_sizes, merged
 from dmcp.ranks import ALONE, Ranks, current, mean_values, share_tensors
 from dmcp.sandwich import Chains, Draw, chains, draw_gates, sort_channels
@@ -50,6 +50,10 @@ def search(
     """
     budget, path = _prepare(net, config, arch_loader)
     ranks, device = current(), device_of(net)
+    trains = config.warmup_epochs or config.train_weights
+    if loss is not None and config.distil and trains and ranks.first:
+        who, remedy = "The sub-networks imitate the whole network's", "set distil=False in the SearchConfig"
+        warn_of_imitation(who, remedy, stacklevel=2)
     steps = config.epochs * -(-length_of(loader) // config.accumulate)
     settled = (engine or Engine()).settled(
         device,
