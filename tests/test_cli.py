@@ -17,10 +17,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
-from dmcp import cli
-from dmcp.errors import WidthsError
+from dmcp import cli, commands
+from dmcp.errors import DmcpError, WidthsError
 from dmcp.jobs import Job, load_weights, open_job
 from dmcp.nets import build
+from dmcp.plans import Plan
 from dmcp.progress import Progress, clock
 from dmcp.pruning import Event
 from dmcp.training import StepRecord
@@ -205,6 +206,31 @@ def test_sample_gives_different_structures_inside_the_budget(pruned: tuple[Path,
     assert all(" ".join(map(str, widths.values())) in out for widths in drawn)
     assert run(capsys, "sample", str(folder))[0] == 0
     assert json.loads((folder / "expected.json").read_text())["widths"] == read_widths(folder)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1])
+def test_label_smoothing_is_that_of_search_and_training(
+    value: float, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[Plan] = []
+
+    def take(plan: Plan, *_: object) -> None:
+        plans.append(plan)
+        raise DmcpError("seen")
+
+    monkeypatch.setattr(commands, "session", take)
+    words = [
+        "prune",
+        "--model",
+        "digits:resnet",
+        "--data",
+        "digits",
+        *(["--label-smoothing", "0"] if not value else []),
+    ]
+    for recipe in ([], ["--recipe", "imagenet_resnet50_2200m"]):
+        assert "seen" in run(capsys, *words, *recipe)[2]
+    found = [(plan.search, plan.train) for plan in plans]
+    assert [(s.label_smoothing, t.label_smoothing) for s, t in found if s and t] == [(value, value)] * 2
 
 
 def test_sample_scales_a_search_to_another_budget(pruned: tuple[Path, str], capsys: Capture) -> None:

@@ -240,7 +240,7 @@ def _search_config(options: Mapping[str, Any], given: set[str], recipe: Recipe |
     ready = bool(options["weights"])
     warmup = options["warmup"] if options["warmup"] is not None else 0.0 if ready else 0.5
     lr = options["search_lr"]
-    wanted = {name: options[name] for name in ("budget", "groups", "align", "weight_decay", "seed")}
+    wanted = {name: options[name] for name in ("budget", "groups", "align", "weight_decay", "label_smoothing", "seed")}
     wanted |= {"epochs": options["search_epochs"], "warmup": warmup, "sort": ready, "lr": lr, "min_lr": lr / 10}
     if recipe is None:
         return SearchConfig(**wanted)
@@ -253,9 +253,9 @@ def _recipe(options: Mapping[str, Any], given: set[str], recipe: Recipe | None) 
     usual = recipe.train if recipe else default_recipe(options["retrain"])
     epochs = usual.epochs if options["epochs"] is None else options["epochs"]
     lr = usual.lr if options["lr"] is None else options["lr"]
-    decay = options["weight_decay"] if recipe is None or "weight_decay" in given else usual.weight_decay
+    asked = {name: options[name] for name in ("weight_decay", "label_smoothing") if recipe is None or name in given}
     first = lr * usual.warmup_lr / usual.lr
-    return replace(usual, epochs=epochs, weight_decay=decay, seed=options["seed"], lr=lr, warmup_lr=first)
+    return replace(usual, epochs=epochs, **asked, seed=options["seed"], lr=lr, warmup_lr=first)
 
 
 def _retrain(options: Mapping[str, Any], recipe: Recipe | None) -> Retrain:
