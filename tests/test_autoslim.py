@@ -55,7 +55,7 @@ def test_the_needed_channels_stay(seed: int) -> None:
 @pytest.mark.parametrize(
     ("build", "at_once"),
     [
-        (resnet18, 4),
+        pytest.param(resnet18, 4, marks=pytest.mark.slow),
         pytest.param(mobilenet_v2, 16, marks=pytest.mark.slow),
         pytest.param(densenet121, 60, marks=pytest.mark.slow),
     ],

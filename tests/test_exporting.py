@@ -218,6 +218,7 @@ def test_outputs_are_measured_each_by_its_own_size() -> None:
     assert difference(x[0]) == difference(x[0][0], x[1]) == float("inf")
 
 
+@pytest.mark.slow
 def test_branches_of_the_training_are_merged_after_the_cut(tmp_path: Path) -> None:
     timm = pytest.importorskip("timm")
     model, x = timm.create_model("repvgg_a0", num_classes=10), torch.randn(4, 3, 32, 32)

@@ -40,7 +40,9 @@ def small(problem: Any, choice: Any) -> nn.Module:
 
 
 @needs_it
-@pytest.mark.parametrize("build", [resnet18, mobilenet_v2, pytest.param(densenet121, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "build", [resnet18, *(pytest.param(it, marks=pytest.mark.slow) for it in (mobilenet_v2, densenet121))]
+)
 def test_real_networks_end_inside_the_budget(build: Any) -> None:
     torch.manual_seed(0)
     model = varied(build(num_classes=10))

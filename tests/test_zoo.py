@@ -44,9 +44,12 @@ SMALL = [
 
 
 LONG = {  # seconds each; `make zoo` has them, too
+    "tv:densenet121",
     "tv:mnasnet0_5",
     "tv:resnext50_32x4d",
     "timm:res2net50_26w_4s",
+    "timm:mixnet_s",
+    "timm:mobilevit_xxs",
     "timm:convnext_atto",
     "timm:hgnetv2_b0",
     "timm:fasternet_t0",
