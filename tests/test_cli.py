@@ -27,6 +27,7 @@ from dmcp.pruning import Event
 from dmcp.training import StepRecord
 
 LONG = "a_name_that_does_not_fit_on_a_line_of_eighty_columns_and_must_still_be_found_by_grep"
+WARM = "in a search --warmup 0.5 trains it first.\n"
 Capture = pytest.CaptureFixture[str]
 
 
@@ -241,6 +242,7 @@ def test_sample_scales_a_search_to_another_budget(pruned: tuple[Path, str], caps
     widths = graph.widths(dmcp.Widths.from_json(json.loads((folder / "expected-30%.json").read_text())))
     assert 0.95 * 0.3 <= graph.macs(widths) / graph.macs() <= 0.3 and "expected-30%.json" in out
     assert run(capsys, "sample", str(folder), "--budget", "50%")[2] == ""
+    assert "draws that fit 45% are kept" in run(capsys, "sample", str(folder), "--budget", "45%", "--direct", "1")[2]
     code, _, told = run(capsys, "sample", str(folder), "--budget", "0.1%")
     assert code == 2 and "less than the floor costs" in told and told.count("\n") == 1
 
@@ -267,7 +269,7 @@ def test_weights_for_other_classes_give_all_but_the_last_layer(capsys: Capture, 
     torch.save(given.state_dict(), tmp_path / "imagenet.pth")
     options = ("--weights", str(tmp_path / "imagenet.pth"), "--epochs", "1", "--out", str(tmp_path / "run"))
     code, _, err = run(capsys, "train", *SMALL, *options)
-    assert (code, err) == (0, "fc is for 1000 classes, the data have 10: it starts fresh.\n")
+    assert (code, err) == (0, "fc is for 1000 classes, the data have 10: it starts fresh; " + WARM)
     opened = open_job(Job(model="digits:resnet", data="digits", weights=str(tmp_path / "imagenet.pth"), device="cpu"))
     for name, tensor in opened.model.state_dict().items():
         source = opened.fresh.fc if name.startswith("fc.") else given

@@ -380,8 +380,12 @@ def test_odd_widths_are_named_where_no_time_was_gained(
     ms: float, odd: int, told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()  # in tests nothing is slow
-    widths = {f"conv{number}": 16 + (number < odd) for number in range(3)}
-    assert bool(not_faster(ms, 10, widths)) == told
+    graph = dmcp.trace(nn.Sequential(*(nn.Conv1d(24 if it else 1, 24, 1) for it in range(4))), torch.zeros(2, 1, 8))
+    widths = {space.name: 16 + (number < odd) for number, space in enumerate(graph.spaces)}
+    assert bool(not_faster(ms, 10, graph, widths)) == told and len(widths) == 3
+    assert not not_faster(20, 10, graph, graph.full)
+    wide = [replace(space, unit=4) for space in graph.spaces]  # two of each are eight channels
+    assert not not_faster(20, 10, replace(graph, spaces=tuple(wide)), dict.fromkeys(widths, 18))
 
 
 def test_times_are_of_each_network_and_leave_its_mode() -> None:

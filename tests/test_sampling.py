@@ -346,3 +346,12 @@ def test_align_counts_real_channels_where_whole_groups_are_kept() -> None:
     widths = [it.out_channels for it in narrow if isinstance(it, nn.Conv1d)][:-1]
     assert all(width % 8 == 0 for width in widths) and widths[1] in (24, 32, 40)
     assert "8 x 8   97.1%  1" in graph.summary()
+
+
+def test_align_holds_for_what_reads_a_space_of_several_channels() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 128, 1), nn.PixelShuffle(2), nn.Conv2d(32, 16, 1), nn.Conv2d(16, 2, 1))
+    graph = dmcp.trace(net, torch.zeros(2, 3, 4, 4))
+    assert [(space.size, space.unit, space.step(8)) for space in graph.spaces] == [(32, 1, 8), (16, 1, 8)]
+    grouped = nn.Sequential(nn.Conv2d(3, 64, 1), nn.Conv2d(64, 64, 3, groups=16), nn.Conv2d(64, 2, 1))
+    (space,) = dmcp.trace(grouped, torch.zeros(2, 3, 4, 4)).spaces
+    assert (space.size, space.unit, space.step(8)) == (16, 4, 2)

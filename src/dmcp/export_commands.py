@@ -60,7 +60,7 @@ def export(
     if not quiet:
         say("the unpruned network is exported alike, to compare the bytes and the time")
     ms, whole = _time(out, fresh, example, how)
-    if whole and (told := not_faster(ms, whole.ms, widths)):
+    if whole and (told := not_faster(ms, whole.ms, graph, widths)):
         say(told)
     if as_json:
         facts = {"file": str(out)} | {name: fact for name, fact in asdict(made).items() if name != "path"}

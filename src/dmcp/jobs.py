@@ -291,7 +291,10 @@ def load_weights(model: nn.Module, path: Path, classes: int | None = None) -> st
     model.load_state_dict({name: tensor for name, tensor in tensors.items() if name not in wrong}, strict=False)
     if not others:
         return ""
-    return f"{wrong[0].rpartition('.')[0] or path} is for {others} classes, the data have {classes}: it starts fresh."
+    return (
+        f"{wrong[0].rpartition('.')[0] or path} is for {others} classes, the data have {classes}: it starts fresh; "
+        "in a search --warmup 0.5 trains it first."
+    )
 
 
 def _classes_of(wrong: Mapping[str, Tensor], own: Mapping[str, Tensor], classes: int | None) -> int:

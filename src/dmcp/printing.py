@@ -47,7 +47,7 @@ def tell_troubles(troubles: Iterable[str]) -> None:
 
 def tell_slow(model: nn.Module, result: PruneResult, shape: Sequence[int]) -> None:
     """Say on stderr that nothing was gained in time, where the widths may be the reason; shape: of a sample."""
-    if not mostly_odd(result.widths):
+    if not mostly_odd(result.graph, result.widths):
         return
     times = {row.name: row.ms for row in result.rows}
     before = times.get(UNPRUNED, times.get(AS_GIVEN))
@@ -55,7 +55,7 @@ def tell_slow(model: nn.Module, result: PruneResult, shape: Sequence[int]) -> No
     if before is None:  # it is not in the table
         example = torch.zeros(result.rows[0].batch, *shape, device=device_of(model))
         now, before = milliseconds([result.model, model], example)
-    if told := not_faster(now, before, result.widths):
+    if told := not_faster(now, before, result.graph, result.widths):
         say(told)
 
 

@@ -120,7 +120,7 @@ def sample(
     _check_done(run, SEARCH, plan)
     o.check_names(run, plan.job, "model")
     graph = trace_job(plan.job, build(plan.job, settings["classes"]), tuple(settings["shape"]))
-    found = _for_budget(load_search(run, graph), budget)
+    found = _for_budget(load_search(run, graph), budget, direct > 0)
     drawn = sampling.direct(found, direct, generator(seed)) if direct else [sampling.expected(found)]
     kind = "-".join(filter(None, ("direct" if direct else "expected", re.sub(r"[^\w%.]+", "-", budget))))
     files = {run / f"{kind}{f'-{number}' if direct else ''}.json": it for number, it in enumerate(drawn, 1)}
@@ -133,14 +133,15 @@ def sample(
         print(f"{path}: {describe_costs(graph, widths)}: {' '.join(map(str, widths.values()))}")
 
 
-def _for_budget(found: SearchResult, text: str) -> SearchResult:
+def _for_budget(found: SearchResult, text: str, drawn: bool) -> SearchResult:
     """The same search with another budget, if one is given; a person is told what that means."""
     if not text:
         return found
     wanted = parse(text, found.graph)
     check_reachable(wanted, found.graph, found.graph.widths(found.sizes[:, 0]))
     if wanted.limits != found.budget.limits:
-        say(f"The search was for {found.budget.text}: its widths are scaled to {text}, not searched again.")
+        way = f"only draws that fit {text} are kept, and such are rare" if drawn else f"its widths are scaled to {text}"
+        say(f"The search was for {found.budget.text}: {way}, not searched again.")
     return replace(found, budget=wanted)
 
 

@@ -109,17 +109,18 @@ def standard_error(share: float, count: int) -> float:
     return math.sqrt(share * (1 - share) / count)
 
 
-def not_faster(ms: float, unpruned_ms: float, widths: Mapping[str, int]) -> str:
+def not_faster(ms: float, unpruned_ms: float, graph: ChannelGraph, widths: Mapping[str, int]) -> str:
     """A sentence about a pruned network that gains no time and has widths that may be why; empty otherwise."""
-    if ms < _SLOW * unpruned_ms or not mostly_odd(widths):
+    if ms < _SLOW * unpruned_ms or not mostly_odd(graph, widths):
         return ""
     wanted = f"most widths are no multiples of {_WANTED}, which many runtimes need"
-    return f"Not faster here: {wanted}; --align {_WANTED} gives such."
+    return f"Not faster here: {wanted}; dmcp prune --align {_WANTED} gives such."
 
 
-def mostly_odd(widths: Mapping[str, int]) -> bool:
-    """Whether more than half of the widths are none that runtimes like."""
-    return sum(width % _WANTED > 0 for width in widths.values()) > len(widths) / 2
+def mostly_odd(graph: ChannelGraph, widths: Mapping[str, int]) -> bool:
+    """Whether more than half of the spaces that were narrowed have a width that runtimes do not like."""
+    narrowed = [widths[it.name] * it.unit for it in graph.spaces if widths[it.name] < it.size]
+    return sum(width % _WANTED > 0 for width in narrowed) > len(narrowed) / 2
 
 
 def divergence(name: str, losses: Sequence[float]) -> str:

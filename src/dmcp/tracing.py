@@ -218,10 +218,11 @@ def _writers(coupling: Coupling) -> Iterable[tuple[str, list[Atom], list[tuple[i
 
 
 def _units(coupling: Coupling) -> dict[int, int]:
-    """Real channels of each channel of an atom, by its number, in the layer that writes fewest."""
+    """Real channels of each channel of an atom, by its number, in the layer that writes or reads fewest."""
     found: dict[int, int] = {}
     for _, dims, item in _weighted(coupling):
-        for segment in () if item.out_dim is None else coupling.channels.resolve(dims[item.out_dim]):
+        written = () if item.out_dim is None else dims[item.out_dim]
+        for segment in (*coupling.channels.resolve(written), *coupling.channels.resolve(item.over)):
             unit = math.prod(axis for axis in segment if isinstance(axis, int))
             found |= {it.index: min(unit, found.get(it.index, unit)) for it in segment if isinstance(it, Atom)}
     return found
