@@ -150,7 +150,8 @@ def test_build_downloads_nothing_and_says_what_is_not_a_network() -> None:
 
 
 SMALL = ("--model", "digits:resnet", "--data", "digits", "--device", "cpu", "--batch", "700", "--quiet")
-NOT_FASTER = "Not faster here: most widths are no multiples of 8, which many runtimes need; --align 8 gives such.\n"
+SLOW = "Not faster here: most widths are no multiples of 8, which many runtimes need; "
+NOT_FASTER = f"{SLOW}dmcp prune --align 8 gives such.\n"
 NO_KERNELS = "Own kernels run on GPUs only: --kernels changes nothing on cpu.\n"
 SHORT = (*SMALL, "--search-epochs", "2", "--epochs", "1")
 
