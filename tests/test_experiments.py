@@ -402,11 +402,12 @@ def test_unknown_experiments_are_refused() -> None:
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Cells of one seed: recover, pretrained and frozen, two draws, a copy of the reference with its own seed."""
+    """Cells of one seed: recover, pretrained, frozen, another start, draws, a copy of the reference with its seed."""
     it, folder = tiny(1), tmp_path_factory.mktemp("cells")
     wanted = {task.name: task for task in study_tasks(it, ["recover", "pretrained", "sampling", "extra", "explain"])}
     names = ["unpruned-seed0", "dmcp-50%-seed0", "recover-seed0", "dmcp-sorted-50%-seed0", "dmcp-direct4-50%-seed0"]
-    cells = [wanted[name] for name in [*names, "dmcp-held-out-50%-seed0", "dmcp-frozen-trained-50%-seed0"]]
+    names += ["dmcp-held-out-50%-seed0", "dmcp-frozen-trained-50%-seed0", "dmcp-init-zero-50%-seed0"]
+    cells = [wanted[name] for name in names]
     plan = plan_cell(it.common, 0, Cell(method="copy", uses="dmcp-50%-seed0"), "50%")
     same = Task("dmcp-search0-50%-seed0", plan, ("dmcp-50%-seed0",))
     failed = run_tasks([*cells, same], folder, torch.device("cpu"), quiet=True)
@@ -450,6 +451,11 @@ def test_recover_and_variants_leave_what_is_shown(done: Path) -> None:
         assert shown and shown.text.startswith("|") and shown.figures, name
         if name == "distribution":
             assert all(0 <= row["one_peak"] <= row["one_peak_filled"] <= 1 for row in shown.rows)
+            common = tiny(1).common
+            other = replace(tiny(1), common=replace(common, train=replace(common.train, lr=common.train.lr / 2)))
+            again = show(other, name, done)
+            assert any("start" in row for row in shown.rows)
+            assert again and not any("start" in row for row in again.rows)  # cells of extra by other settings
 
 
 def test_alphas_that_see_the_budget_alone_need_no_warm_up() -> None:

@@ -224,7 +224,7 @@ def _fast(it: Study) -> dict[str, Any]:
 def explain(it: Study) -> list[Arm]:
     """Why some claims do not hold, our guesses tested: alphas that move faster, and those of trained frozen weights.
 
-    A short search has a twentieth of the paper's steps, and at large budgets alphas start where they have little
+    A short search has far fewer steps than the paper's, and at large budgets alphas start where they have little
     gradient, so they may end too near to their start: at the ends of main and in a wider network faster ones are
     compared. Alphas of frozen weights may learn little because a warm-up leaves these untrained: here the trained ones
     are frozen.

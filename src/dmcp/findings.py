@@ -18,8 +18,8 @@ from dmcp.arms import Arm, Study
 from dmcp.batches import generator
 from dmcp.budget import spent_shares
 from dmcp.cells import CHOICE, RECOVERY, TIME, is_done, own_name
-from dmcp.comparing import PLANS, UNIFORM, cell_name, plan_cell
-from dmcp.experiment_cells import cells_of, command, epochs_of
+from dmcp.comparing import PLANS, UNIFORM, cell_name, plan_cell, state_of
+from dmcp.experiment_cells import cells_of, command, epochs_of, study_tasks
 from dmcp.experiments import EXPERIMENTS, EXPLAIN, FULL, RECIPE, about, study_of
 from dmcp.gathering import Line, against_uniform, gather, markdown, to_json
 from dmcp.listing import read_run
@@ -357,9 +357,10 @@ def _mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
 def _show_distribution(it: Study, name: str, found: Sequence[Outcome], folder: Path) -> Shown:
     """Structures drawn from each search, and from those with other starts (extra); the figures are the first seed's."""
     searches = [(f"seed {one.seed}", "", one.seed, one.name) for one in found]
+    same = {task.name for task in study_tasks(it, ["extra"]) if state_of(task, folder) == "done"}  # by our settings
     for arm, seed, cell in cells_of(it, EXPERIMENTS["extra"](it)):
         start = arm.settings.get("more", {}).get("init", "")
-        if start and is_done(folder / cell):
+        if start and cell in same:
             searches.append((f"seed {seed}, {arm.label}", start, seed, cell))
     cells = [["search", "MACs of 1.0x unpruned, %", "inside the budget, %", "structures"]]
     cells[0] += ["spaces with one peak, %", f"with dips of {100 * _DIP:.0f} points filled, %"]

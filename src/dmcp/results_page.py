@@ -268,6 +268,8 @@ def _warnings(it: _Finding) -> list[str]:
         told.append("- Cells ran in different sittings and side by side: rows cannot be compared by *search, s*.")
     if it.experiment == RECIPE:
         told.append("- Trained without the held-out images and tested by them alone: no test image was used here.")
+    if it.experiment == "distribution":
+        told.append("- Rows of other starts are of the cells of `dmcp paper extra`, run before in the same `--out`.")
     if it.experiment == "sampling":
         told.append("- The highest and the lowest of the direct samples are picked by test accuracy.")
     return told
