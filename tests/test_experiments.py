@@ -25,11 +25,12 @@ from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DmcpError, TrainingError
 from dmcp.experiment_cells import cells_of, command, study_tasks
 from dmcp.experiments import ALL, DRAWS, EXPERIMENTS, check_experiment, study_of
-from dmcp.findings import outcomes, show, write
+from dmcp.findings import show, write
 from dmcp.graph import ChannelGraph
 from dmcp.jobs import Job
 from dmcp.methods.dmcp import DmcpConfig, DrawConfig, draw, find
 from dmcp.nets import build, sample_shape
+from dmcp.outcomes import outcomes
 from dmcp.paper_commands import progress
 from dmcp.plans import Cell, plan_from_json
 from dmcp.pruning import Row

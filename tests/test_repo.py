@@ -136,6 +136,8 @@ ORDER = [
     "experiments",
     "experiment_cells",
     "paper_figures",
+    "outcomes",
+    "alpha_findings",
     "findings",
     "evidence",
     "claims",
