@@ -17,7 +17,8 @@ from planted import planted_problem
 import dmcp
 from dmcp import cli, findings, sampling
 from dmcp.arms import Study
-from dmcp.cells import CHOICE, COPY, COST, RECOVERY, TIME, is_done
+from dmcp.cell_files import CHOICE, COST, RECOVERY, TIME, is_done
+from dmcp.cells import COPY
 from dmcp.compare_commands import recipe
 from dmcp.comparing import Comparison, Task, plan_cell, run_tasks, tasks
 from dmcp.data import load, split

@@ -126,6 +126,7 @@ ORDER = [
     "report_commands",
     "export_commands",
     "recovery",
+    "cell_files",
     "cells",
     "comparing",
     "gathering",

@@ -11,7 +11,7 @@ from dmcp import figures
 from dmcp.arms import Study
 from dmcp.batches import generator
 from dmcp.budget import spent_shares
-from dmcp.cells import RECOVERY
+from dmcp.cell_files import RECOVERY
 from dmcp.comparing import state_of
 from dmcp.experiment_cells import cells_of, study_tasks
 from dmcp.experiments import EXPERIMENTS

@@ -14,7 +14,7 @@ from typing import Any
 from dmcp import figures
 from dmcp.alpha_findings import show_distribution, show_recover
 from dmcp.arms import Study
-from dmcp.cells import is_done
+from dmcp.cell_files import is_done
 from dmcp.comparing import PLANS, UNIFORM, cell_name, plan_cell
 from dmcp.experiment_cells import cells_of, command, epochs_of
 from dmcp.experiments import EXPERIMENTS, EXPLAIN, FULL, RECIPE, about, study_of

@@ -11,7 +11,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from dmcp.arms import Arm, Study
-from dmcp.cells import CHOICE, TIME, is_done, own_name
+from dmcp.cell_files import CHOICE, TIME, is_done
+from dmcp.cells import own_name
 from dmcp.experiment_cells import cells_of
 from dmcp.experiments import EXPERIMENTS
 from dmcp.listing import read_run
