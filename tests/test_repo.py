@@ -77,6 +77,7 @@ ORDER = [
     "sandwich",
     "stages",
     "searches",
+    "search_log",
     "searching",
     "sampling",
     "cutting",
