@@ -42,6 +42,7 @@ ORDER = [
     "readings",
     "recording",
     "layouts",
+    "channels",
     "facts",
     "layer_rules",
     "shape_rules",
