@@ -54,6 +54,7 @@ ORDER = [
     "markov",
     "cost",
     "graph",
+    "layer_costs",
     "remarks",
     "tracing",
     "budget",
