@@ -21,12 +21,14 @@ import test_resume
 import torch
 from test_resume import ADD, NET, REPLACE, STEP, Commands, Moment, checkpoints, contents, save_of, step_of
 
-from dmcp.cells import CHOICE, CHOSEN, COPY, COST, PREPARED, is_done
+from dmcp.cell_files import CHOICE, CHOSEN, COST, is_done
+from dmcp.cells import COPY
 from dmcp.comparing import Comparison, Task, plan_cell, tasks
 from dmcp.engine import Engine
 from dmcp.jobs import Job, open_job
 from dmcp.plans import Cell
 from dmcp.pruning import Retrain, train_all
+from dmcp.runs import PREPARED
 from dmcp.saving import load
 from dmcp.spaces import Widths
 from dmcp.training import TrainConfig

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dmcp import children, cli, comparing, table_files
-from dmcp.cells import is_done
+from dmcp.cell_files import is_done
 from dmcp.comparing import COMMANDS, PLANS, Comparison, Task, cell_name, epochs_of, run_comparison, tasks
 from dmcp.engine import Engine
 from dmcp.errors import DmcpError, FileError, TrainingError

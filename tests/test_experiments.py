@@ -17,7 +17,8 @@ from planted import planted_problem
 import dmcp
 from dmcp import cli, findings, sampling
 from dmcp.arms import Study
-from dmcp.cells import CHOICE, COPY, COST, RECOVERY, TIME, is_done
+from dmcp.cell_files import CHOICE, COST, RECOVERY, TIME, is_done
+from dmcp.cells import COPY
 from dmcp.compare_commands import recipe
 from dmcp.comparing import Comparison, Task, plan_cell, run_tasks, tasks
 from dmcp.data import load, split
@@ -25,11 +26,12 @@ from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DmcpError, TrainingError
 from dmcp.experiment_cells import cells_of, command, study_tasks
 from dmcp.experiments import ALL, DRAWS, EXPERIMENTS, check_experiment, study_of
-from dmcp.findings import outcomes, show, write
+from dmcp.findings import show, write
 from dmcp.graph import ChannelGraph
 from dmcp.jobs import Job
 from dmcp.methods.dmcp import DmcpConfig, DrawConfig, draw, find
 from dmcp.nets import build, sample_shape
+from dmcp.outcomes import outcomes
 from dmcp.paper_commands import progress
 from dmcp.plans import Cell, plan_from_json
 from dmcp.pruning import Row

@@ -20,9 +20,10 @@ from dmcp.comparing import Comparison
 from dmcp.engine import Engine, Precision
 from dmcp.errors import FileError
 from dmcp.experiment_cells import command
-from dmcp.findings import Shown, write
+from dmcp.findings import write
 from dmcp.jobs import Job
 from dmcp.nets import build, sample_shape
+from dmcp.outcomes import Shown
 from dmcp.results_page import CLAIMS, NOTES, make_page
 from dmcp.training import TrainConfig
 

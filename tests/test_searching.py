@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmcp
+import dmcp.search_log
 import dmcp.searching
 from dmcp.budget import parse, ratios
 from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError, WidthsError
@@ -252,7 +253,7 @@ class Reads(TorchDispatchMode):
 def test_the_host_does_not_wait_in_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     before_the_log = []
     with Reads() as reads:
-        monkeypatch.setattr(dmcp.searching._Log, "flush", lambda log: before_the_log.append(reads.count))
+        monkeypatch.setattr(dmcp.search_log.Log, "flush", lambda log: before_the_log.append(reads.count))
         for epochs in (2, 4):
             reads.count = 0
             ran(short(epochs=epochs, log_every=1000))

@@ -3,62 +3,60 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dmcp import training
 from dmcp.batches import Loader, generator
 from dmcp.budget import parse
+from dmcp.cell_files import (
+    CHOICE,
+    COST,
+    RECOVERY,
+    SPENT,
+    TIME,
+    check_there,
+    keep_choice,
+    load_network,
+    read_choice,
+    read_tensors,
+    used_folder,
+    write_cost,
+    write_tensors,
+)
 from dmcp.cutting import cut, reinitialise
 from dmcp.data import make_loader, split
-from dmcp.errors import FileError, StoppedError, TrainingError
+from dmcp.errors import StoppedError, TrainingError
 from dmcp.events import Event
-from dmcp.files import parse_tensors, read_bytes
-from dmcp.graph import Kept
-from dmcp.keeping import DONE, State
 from dmcp.measuring import compare
 from dmcp.methods import Method, Own, Start, blamed, find_method, is_imported, prepare, settle, title
 from dmcp.methods.problem import Choice, Prepared, Problem, Told, samples_of
 from dmcp.plans import Cell
 from dmcp.pruning import UNPRUNED, Retrain, train_all
 from dmcp.recovery import RecoveryConfig, recover
-from dmcp.runs import CHECKPOINTS, PREPARED, Run, load_search, read_json
-from dmcp.saving import WEIGHTS, WIDTHS, load, save
+from dmcp.runs import PREPARED, load_search, read_json
+from dmcp.saving import save
 from dmcp.searches import SearchRecord, SearchResult
 from dmcp.sessions import Session
 from dmcp.spaces import Widths
 from dmcp.supernet import Supernet
 from dmcp.training import Distillation, StepRecord, TrainConfig
 
-COST, CHOICE, CHOSEN = "cost.json", "choice.json", "choice.safetensors"
-RECOVERY, TIME, SPENT = "recovery.json", "time.json", "spent.json"
 # what a cell may do besides what a method does
 BASE = "base"  # train the unpruned network without the held-out images
 COPY = "copy"  # train the widths that another cell has chosen
 RECOVER = "recover"  # let the alphas of a frozen network follow the task loss alone
 _SPLIT = 0  # one split for all seeds: methods differ, data does not
-_CHOSEN = "choice"  # the stage that ends with it
-_MOST = 2**34  # bytes of a prepared network
 
 
 def own_name(method: str) -> str:
     """The row of a method's network that was trained its own way."""
     return f"{title(method)}, own"
-
-
-def is_done(folder: Path) -> bool:
-    """Whether nothing is left to do in the folder of a cell."""
-    if (folder / CHECKPOINTS).exists() or not (folder / COST).exists():
-        return False
-    return any((folder / name).exists() for name in (WIDTHS, PREPARED, RECOVERY))
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,6 +148,10 @@ def _problem(here: Session, data: _Data, method: Method) -> Problem:
     )
 
 
+def _config(method: Method, cell: Cell) -> Any:
+    return method.config(**cell.settings)
+
+
 def _tell(here: Session) -> Any:
     """Records become lines of the log; what a search has found becomes its files."""
 
@@ -176,8 +178,8 @@ def _stage(stage: str, here: Session) -> str:
 def _prepare(here: Session, cell: Cell, data: _Data) -> None:
     with _clock(here) as seconds:
         prepared = _trained_base(here, data) if cell.method == BASE else _prepared(here, cell, data)
-        _write_tensors(here.run, PREPARED, prepared.state)
-        _write_cost(here.run, seconds(), prepared.sample_passes)
+        write_tensors(here.run, PREPARED, prepared.state)
+        write_cost(here.run, seconds(), prepared.sample_passes)
 
 
 def _trained_base(here: Session, data: _Data) -> Prepared:
@@ -208,11 +210,11 @@ def _fill(here: Session, cell: Cell, data: _Data) -> None:
         with _clock(here) as seconds:
             nets = train_all(opened.fresh, graph, wanted, data.everything, recipe, Retrain.SCRATCH, *way)
             if not (here.run.folder / COST).exists():  # else it was killed after this
-                _write_cost(here.run, seconds(), recipe.epochs * samples_of(data.everything))
+                write_cost(here.run, seconds(), recipe.epochs * samples_of(data.everything))
         _finish(here, nets, wanted, data)
         return
     method = None if cell.method == COPY else find_method(cell.method)
-    choice = _read_choice(here) or (_choose(here, cell, method, data) if method else _copy(here, cell))
+    choice = read_choice(here) or (_choose(here, cell, method, data) if method else _copy(here, cell))
     nets = {}
     if cell.scratch and cell.teacher:
         nets[title(cell.method)] = _train_taught(here, cell, choice.widths, data)
@@ -237,55 +239,32 @@ def _choose(here: Session, cell: Cell, method: Method, data: _Data) -> Choice:
         if is_imported(cell.method):
             choice = settle(cell.method, method, problem, choice)
         choice.check(problem)
-        _keep_choice(here, choice, seconds())
+        keep_choice(here, choice, seconds())
     return choice
 
 
 def _find(here: Session, cell: Cell, method: Method, problem: Problem) -> Choice:
     """What the method chooses, from what it starts from."""
-    uses, config = _used(here, cell), _config(method, cell)
+    uses, config = used_folder(here, cell), _config(method, cell)
     match method.start:
         case Start.SEARCHED:
             return method.find(problem, load_search(uses, problem.graph), config)
         case Start.HELD | Start.PREPARED:
-            _check_there(uses / PREPARED, "starts")
-            return method.find(problem, config, _read_tensors(uses / PREPARED))
+            check_there(uses / PREPARED, "starts")
+            return method.find(problem, config, read_tensors(uses / PREPARED))
         case Start.TRAINED | Start.FRESH if cell.uses:  # a fresh one in an experiment that wants trained weights
-            return method.find(problem, config, _load(here, cell.uses, "starts").state_dict())
+            return method.find(problem, config, load_network(here, cell.uses, "starts").state_dict())
         case _:
             return method.find(problem, config)
 
 
 def _copy(here: Session, cell: Cell) -> Choice:
     """What another cell has chosen."""
-    stored = read_json(_used(here, cell) / CHOICE)
+    stored = read_json(used_folder(here, cell) / CHOICE)
     widths = here.opened.graph.widths(Widths.from_json(stored["widths"]))
     choice = Choice(widths=widths, kept=widths)
-    _keep_choice(here, choice, 0.0)
+    keep_choice(here, choice, 0.0)
     return choice
-
-
-def _keep_choice(here: Session, choice: Choice, seconds: float) -> None:
-    if choice.model is not None:
-        _write_tensors(here.run, CHOSEN, choice.model.state_dict())
-    kept = {name: it if isinstance(it, int) else torch.as_tensor(it).tolist() for name, it in choice.kept.items()}
-    widths = choice.widths.to_json()
-    here.run.write(CHOICE, {"widths": widths, "kept": kept, "has_model": choice.model is not None})
-    _write_cost(here.run, seconds, choice.sample_passes)
-    nothing = State({}, dict, [], [], [], here.plan.job.place)
-    here.keep(_CHOSEN).save(1, nothing, {DONE: True}, here.ranks)  # from here on it is done, and the log stays
-
-
-def _read_choice(here: Session) -> Choice | None:
-    if here.keep(_CHOSEN).load(here.ranks) is None:
-        return None
-    stored = read_json(here.run.folder / CHOICE)
-    kept: dict[str, Kept] = dict(stored["kept"])
-    model: nn.Module | None = None
-    if stored["has_model"]:
-        model = copy.deepcopy(here.opened.model)
-        model.load_state_dict(_read_tensors(here.run.folder / CHOSEN))
-    return Choice(widths=here.opened.graph.widths(Widths.from_json(stored["widths"])), kept=kept, model=model)
 
 
 def _train_own(here: Session, cell: Cell, own: Own, choice: Choice, data: _Data) -> nn.Module:
@@ -316,7 +295,7 @@ def _train_taught(here: Session, cell: Cell, widths: Widths, data: _Data) -> nn.
     """The chosen network with fresh weights, which learns from the labels and from the network of another cell."""
     opened, recipe = here.opened, here.plan.train
     assert recipe is not None
-    teacher = _load(here, cell.teacher, "learns")
+    teacher = load_network(here, cell.teacher, "learns")
     small = cut(opened.fresh, opened.graph, widths)
     reinitialise(small, generator=generator(recipe.seed))  # the weights that it would have without a teacher
     taught = replace(recipe, distillation=Distillation.TEACHER)
@@ -356,46 +335,8 @@ def _recover(here: Session, cell: Cell, data: _Data) -> None:
             raise StoppedError("Stopped as asked: what was done so far is done again.")
 
     config = RecoveryConfig(**cell.settings, groups=here.plan.search.groups, seed=job.seed)
-    model = _load(here, cell.uses, "starts").to(job.place)
+    model = load_network(here, cell.uses, "starts").to(job.place)
     images = make_loader(opened.data.train, job.batch, False, job.seed, job.place, workers=job.workers)
     found = recover(model, opened.graph, data.everything, images, config, here.plan.engine, look)
     here.run.write(RECOVERY, asdict(found))
-    _write_cost(here.run, time.perf_counter() - start, config.epochs * samples_of(data.everything))
-
-
-# files
-
-
-def _used(here: Session, cell: Cell) -> Path:
-    """The folder of the cell that this one starts from."""
-    return here.run.folder.parent / cell.uses
-
-
-def _config(method: Method, cell: Cell) -> Any:
-    return method.config(**cell.settings)
-
-
-def _write_cost(run: Run, seconds: float, passes: int) -> None:
-    run.write(COST, {"seconds": seconds, "sample_passes": passes})
-
-
-def _write_tensors(run: Run, name: str, state: Mapping[str, Tensor]) -> None:
-    plain = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in state.items()}
-    run.write_bytes(name, safetensors.torch.save(plain))
-
-
-def _load(here: Session, name: str, does: str) -> nn.Module:
-    """The network of another cell, which this one starts or learns from."""
-    folder = here.run.folder.parent / name
-    _check_there(folder / WEIGHTS, does)
-    return load(folder, here.opened.fresh)
-
-
-def _check_there(path: Path, does: str) -> None:
-    if not path.exists():
-        again = "start the dmcp compare or dmcp paper that this cell is of again."
-        raise FileError(f"{path}: the network that this cell {does} from is not there: {again}")
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    return parse_tensors(read_bytes(path, _MOST), path)
+    write_cost(here.run, time.perf_counter() - start, config.epochs * samples_of(data.everything))

@@ -12,7 +12,8 @@ import typer
 from dmcp import options as o
 from dmcp.asked_methods import fitting_budgets, read_given, read_names, read_peers, read_settings
 from dmcp.budget import Budget, check_reachable, parse
-from dmcp.cells import is_done, run_cell
+from dmcp.cell_files import is_done
+from dmcp.cells import run_cell
 from dmcp.children import following_parent
 from dmcp.comparing import (
     Comparison,

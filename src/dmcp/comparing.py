@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from dmcp.cells import BASE, COPY, RECOVER, is_done
+from dmcp.cell_files import is_done
+from dmcp.cells import BASE, COPY, RECOVER
 from dmcp.children import COMMAND, Command, Ended, kept_signals, run_side_by_side
 from dmcp.engine import Engine
 from dmcp.errors import DmcpError, FileError

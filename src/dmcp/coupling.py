@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dmcp.channels import Channels
 from dmcp.errors import TraceError
 from dmcp.facts import Call, Dims, Facts, Rule, find_rule, unknown
-from dmcp.layouts import Atom, Channels, Layout, fixed, width
+from dmcp.layouts import Atom, Layout, fixed, width
 from dmcp.recording import Func, Recording, Shape
 from dmcp.rules import pointwise
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from dmcp.layouts import Channels, Layout, fixed
+from dmcp.channels import Channels
+from dmcp.layouts import Layout, fixed
 from dmcp.recording import Func, Op, Recording, Ref, Shape, map_leaves
 
 Dims = tuple[Layout, ...]

@@ -1,4 +1,4 @@
-"""What the cells of an experiment have found: a table, figures and plain data, made from their folders alone."""
+"""The findings of an experiment: a table, figures and plain data, made from the folders of its cells alone."""
 
 from __future__ import annotations
 
@@ -7,88 +7,28 @@ import json
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from dmcp import figures
-from dmcp.arms import Arm, Study
-from dmcp.batches import generator
-from dmcp.budget import spent_shares
-from dmcp.cells import CHOICE, RECOVERY, TIME, is_done, own_name
-from dmcp.comparing import PLANS, UNIFORM, cell_name, plan_cell, state_of
-from dmcp.experiment_cells import cells_of, command, epochs_of, study_tasks
+from dmcp.alpha_findings import show_distribution, show_recover
+from dmcp.arms import Study
+from dmcp.cell_files import is_done
+from dmcp.comparing import PLANS, UNIFORM, cell_name, plan_cell
+from dmcp.experiment_cells import cells_of, command, epochs_of
 from dmcp.experiments import EXPERIMENTS, EXPLAIN, FULL, RECIPE, about, study_of
 from dmcp.gathering import Line, against_uniform, gather, markdown, to_json
-from dmcp.listing import read_run
-from dmcp.markov import border_chances, count_peaks, marginals
 from dmcp.methods import METHODS, PEERS
-from dmcp.paper_figures import curves, dots, recoveries, title, width_differences
+from dmcp.outcomes import PERCENT, Outcome, Shown, by_label, outcomes, plain_row
+from dmcp.paper_figures import curves, dots, title, width_differences
 from dmcp.plans import Cell
 from dmcp.pruning import UNPRUNED
-from dmcp.runs import Run, load_search, read_json
-from dmcp.searches import SearchResult
+from dmcp.runs import Run, read_json
 from dmcp.tables import between, points, pooled, spread, table
 from dmcp.training import TrainConfig
 
-_PERCENT = "accuracy in %"
 _HELD = " of held-out images"  # that are not the test's
-_DIP = 0.05  # of the structures: smaller dips between two peaks of a width may be noise
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What one cell that is done has found."""
-
-    arm: Arm
-    seed: int
-    name: str  # of the cell
-    accuracy: float | None = None  # of the network trained from scratch, 0 to 1
-    own_accuracy: float | None = None  # of the one trained the method's own way
-    macs: int = 0
-    params: int = 0
-    widths: Mapping[str, int] = field(default_factory=dict)
-    seconds: float | None = None  # at work in all
-    device: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return {"label": self.arm.label} | {name: value for name, value in vars(self).items() if name != "arm"}
-
-
-@dataclass(frozen=True)
-class Shown:
-    """An experiment as it is shown."""
-
-    text: str  # Markdown
-    rows: Sequence[Mapping[str, Any]]  # the same as plain data
-    figures: Mapping[str, Figure] = field(default_factory=dict)  # by the end of the file's name
-
-
-def outcomes(it: Study, arms: Sequence[Arm], folder: Path) -> list[Outcome]:
-    """What the cells that are done have found, seed by seed."""
-    return [_read(arm, seed, name, folder / name) for arm, seed, name in cells_of(it, arms) if is_done(folder / name)]
-
-
-def _read(arm: Arm, seed: int, name: str, folder: Path) -> Outcome:
-    run = read_run(folder)
-    row, own = run.row(arm.method or UNPRUNED), run.row(own_name(arm.method))
-    time = read_json(folder / TIME) if (folder / TIME).exists() else {}
-    tested = row or own
-    return Outcome(
-        arm=arm,
-        seed=seed,
-        name=name,
-        accuracy=row.accuracy if row else None,
-        own_accuracy=own.accuracy if own else None,
-        macs=tested.macs if tested else 0,
-        params=tested.params if tested else 0,
-        widths=read_json(folder / CHOICE)["widths"]["widths"] if (folder / CHOICE).exists() else {},
-        seconds=time.get("seconds"),
-        device=time.get("device", ""),
-    )
 
 
 def show(it: Study, name: str, folder: Path) -> Shown | None:
@@ -161,22 +101,8 @@ def _dump(data: Any) -> str:
 # accuracy of arms
 
 
-def _by_label(it: Study, name: str, found: Sequence[Outcome]) -> dict[str, list[Outcome]]:
-    """The rows of a table, in the order of the arms; those of which something is done."""
-    rows: dict[str, list[Outcome]] = {arm.label: [] for arm in EXPERIMENTS[name](it)}
-    for outcome in found:
-        rows[outcome.arm.label].append(outcome)
-    return {label: group for label, group in rows.items() if group}
-
-
 def _accuracies(found: Sequence[Outcome]) -> list[float]:
     return [outcome.accuracy for outcome in found if outcome.accuracy is not None]
-
-
-def _row(label: str, values: Sequence[float], **more: Any) -> dict[str, Any]:
-    mean = statistics.fmean(values) if values else None
-    deviation = statistics.stdev(values) if len(values) > 1 else None
-    return {"label": label, "accuracies": [*values], "mean": mean, "deviation": deviation, **more}
 
 
 def _show_arms(
@@ -186,17 +112,17 @@ def _show_arms(
 
     lengths: also how long each was searched and trained, where that is not the same for all. of: words after accuracy.
     """
-    groups = _by_label(it, name, found)
+    groups = by_label(it, name, found)
     seen = {label: {one.seed: one.accuracy for one in own if one.accuracy is not None} for label, own in groups.items()}
     above, rows = dict[str, dict[str, Any]](), list[dict[str, Any]]()
-    cells = [["", f"{_PERCENT}{of}", "MACs of 1.0x unpruned", "params"]]
+    cells = [["", f"{PERCENT}{of}", "MACs of 1.0x unpruned", "params"]]
     cells[0] += ["epochs of search + training"] if lengths else []
     for label, group in groups.items():
         values, arm = _accuracies(group), group[0].arm
         macs, params = (sorted(getattr(one, kind) for one in group) for kind in ("macs", "params"))
         shares = [one / it.graph.macs() for one in macs]
         cells.append([label, spread(values), _span(shares, ".1%"), _span(params, ",")])
-        rows.append(_row(label, values, macs_share=[shares[0], shares[-1]], params=[params[0], params[-1]]))
+        rows.append(plain_row(label, values, macs_share=[shares[0], shares[-1]], params=[params[0], params[-1]]))
         if arm.against:
             above[label] = rows[-1]["above"] = _above(seen[label], arm.against, seen.get(arm.against, {}))
         if lengths:
@@ -254,12 +180,12 @@ def _show_sampling(it: Study, name: str, found: Sequence[Outcome], folder: Path)
     }
     above = {label: _above(own, "expected sampling", expected) for label, own in values.items() if own is not expected}
     more = {label: {"above": pair} for label, pair in above.items()}
-    rows = [_row(label, [*own.values()], **more.get(label, {})) for label, own in values.items() if own]
+    rows = [plain_row(label, [*own.values()], **more.get(label, {})) for label, own in values.items() if own]
     inside = {
         f"deviation of the draws of seed {seed}": statistics.stdev(own) for seed, own in draws.items() if len(own) > 1
     }
     rows += [{"label": label, "deviation": value} for label, value in inside.items()]
-    cells = [["", _PERCENT], *([label, spread([*own.values()])] for label, own in values.items())]
+    cells = [["", PERCENT], *([label, spread([*own.values()])] for label, own in values.items())]
     if inside:
         rows.append({"label": "deviation inside a search", "deviation": pooled([*draws.values()])})
         cells.append([rows[-1]["label"], f"{100 * rows[-1]['deviation']:.2f}"])
@@ -329,79 +255,12 @@ def _has_peer(it: Study, method: str, folder: Path) -> bool:
     return bool(same) and all(same)
 
 
-# experiments that end without a network
-
-
-def _show_recover(it: Study, name: str, found: Sequence[Outcome], folder: Path) -> Shown:
-    """Expected MACs and training accuracy over the steps, at both ends and as curves."""
-    cells = [["", "steps", "MACs at first, %", "at the end", f"training {_PERCENT} at first", "at the end", "ungated"]]
-    rows: list[dict[str, Any]] = []
-    groups = _by_label(it, name, found)
-    known = {label: [read_json(folder / one.name / RECOVERY) for one in group] for label, group in groups.items()}
-    for label, stored in known.items():
-        shares, seen = (_mean_curve([one[kind] for one in stored]) for kind in ("macs_shares", "accuracies"))
-        facts = {"first_macs": [one["macs_shares"][0] for one in stored]}
-        facts |= {"last_macs": [one["macs_shares"][-1] for one in stored]}
-        facts |= {"first_accuracy": [one["accuracies"][0] for one in stored]}
-        facts |= {kind: [one[kind] for one in stored] for kind in ("recovered", "trained")}
-        cells.append([label, f"{len(shares):,}", *map(spread, facts.values())])
-        rows.append({"label": label, **facts, "frozen": all(one["frozen"] for one in stored)})
-        rows[-1] |= {"macs_shares": shares, "accuracies": seen}
-    return Shown(table(cells), rows, {"": recoveries(known, title(it, name, "mean of "))})
-
-
-def _mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
-    return [statistics.fmean(values) for values in zip(*curves, strict=True)]
-
-
-def _show_distribution(it: Study, name: str, found: Sequence[Outcome], folder: Path) -> Shown:
-    """Structures drawn from each search, and from those with other starts (extra); the figures are the first seed's."""
-    searches = [(f"seed {one.seed}", "", one.seed, one.name) for one in found]
-    same = {task.name for task in study_tasks(it, ["extra"]) if state_of(task, folder) == "done"}  # by our settings
-    for arm, seed, cell in cells_of(it, EXPERIMENTS["extra"](it)):
-        start = arm.settings.get("more", {}).get("init", "")
-        if start and cell in same:
-            searches.append((f"seed {seed}, {arm.label}", start, seed, cell))
-    cells = [["search", "MACs of 1.0x unpruned, %", "inside the budget, %", "structures"]]
-    cells[0] += ["spaces with one peak, %", f"with dips of {100 * _DIP:.0f} points filled, %"]
-    rows = []
-    for label, start, seed, cell in searches:
-        row = _row_of_draws(label, load_search(folder / cell, it.graph), seed)
-        rows.append({**row, "start": start} if start else row)
-        cells.append([label, f"{100 * row['mean']:.2f} ± {100 * row['deviation']:.2f}", f"{100 * row['inside']:.1f}"])
-        cells[-1] += [f"{figures.STRUCTURES:,}", f"{100 * row['one_peak']:.0f}", f"{100 * row['one_peak_filled']:.0f}"]
-    seed, first = found[0].seed, load_search(folder / found[0].name, it.graph)
-    told = f"{it.common.job.model}, {Path(it.common.job.data).name}, the search of seed {seed}"
-    drawn = {
-        "-macs": figures.cost_distribution(first, seed, told),
-        "-widths": figures.width_distribution(first, seed, told),
-    }
-    return Shown(table(cells), rows, drawn)
-
-
-def _row_of_draws(label: str, result: SearchResult, seed: int) -> dict[str, Any]:
-    """MACs of structures drawn from a search, and shares of its spaces whose width has one peak.
-
-    The peaks are exact, by the chains: of all structures, not only those inside the budget.
-    """
-    widths = result.process.sample(result.alphas, result.sizes, figures.STRUCTURES, generator(seed)).cpu()
-    shares = (result.graph.macs(widths).double() / result.graph.macs()).tolist()
-    inside = (spent_shares(result.budget, result.graph, widths).amax(dim=1) <= 1).double().mean().item()
-    row = {key: value for key, value in _row(label, shares).items() if key != "accuracies"}
-    chances = border_chances(marginals(result.alphas.double()), result.sizes)
-    peaks = {"one_peak": 0.0, "one_peak_filled": _DIP}
-    return row | {
-        "inside": inside,
-        **{key: statistics.fmean(count_peaks(own, dip) == 1 for own in chances) for key, dip in peaks.items()},
-    }
-
-
 _SHOWN: dict[str, Callable[[Study, str, Sequence[Outcome], Path], Shown]] = {  # those that are not plain tables of arms
     "main": _show_main,
     "sampling": _show_sampling,
     "scale": _show_scale,
-    "recover": _show_recover,
-    "distribution": _show_distribution,
+    "recover": show_recover,
+    "distribution": show_distribution,
     FULL: functools.partial(_show_arms, lengths=True, of=""),
     RECIPE: functools.partial(_show_arms, of=_HELD),
     EXPLAIN: functools.partial(_show_arms, lengths=True, of=""),

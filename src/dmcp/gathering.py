@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dmcp.cells import COST, TIME, is_done, own_name
+from dmcp.cell_files import COST, TIME, is_done
+from dmcp.cells import own_name
 from dmcp.comparing import (
     PLANS,
     UNIFORM,

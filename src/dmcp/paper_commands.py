@@ -12,7 +12,7 @@ import typer
 
 from dmcp import options as o
 from dmcp.arms import Study
-from dmcp.cells import TIME, is_done
+from dmcp.cell_files import TIME, is_done
 from dmcp.compare_commands import check_job, recipe
 from dmcp.comparing import Comparison, Task, changes, check_begun, check_failed, run_tasks, state_of
 from dmcp.engine import Engine

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +17,16 @@ from dmcp.errors import TrainingError, WidthsError
 from dmcp.keeping import DONE, Feed, Keeper, State
 from dmcp.losses import Loss, classification_loss, warn_of_imitation
 from dmcp.markov import CERTAIN, group_sizes, merged
-from dmcp.ranks import ALONE, Ranks, current, mean_values, share_tensors
+from dmcp.ranks import ALONE, Ranks, current, share_tensors
 from dmcp.sandwich import Chains, Draw, chains, draw_gates, sort_channels
-from dmcp.searches import Init, SearchConfig, SearchRecord, SearchResult, as_record
+from dmcp.search_log import Log, Step
+from dmcp.searches import Init, SearchConfig, SearchRecord, SearchResult
 from dmcp.spaces import Widths
 from dmcp.stages import ArchRecord, Passes, Sliced, Subnet, WeightRecord, arch_step, weight_step
 from dmcp.stem import Stem, find_stem
 from dmcp.supernet import Narrow, Supernet, run_folded
 from dmcp.training import check_trainable, cosine, parameter_groups
 
-_MUCH = 10  # times the first losses of the weights, from where on they diverge
 LARGE = 100_000_000  # macs of one sample from which a network is a large one
 
 
@@ -70,7 +68,7 @@ def search(
         _start(net, path, budget, config)
         stages = Steps(net, path, config, budget, loss, settled, ranks)
         state = _state(net, stages, generator, [feed] if held_out is feed else [feed, held_out])
-        log = _Log(net, config.log_every, on_record, ranks)
+        log = Log(net, config.log_every, on_record, ranks)
         begin, scale = _resume(keeper, state, log, first, ranks)
         for step in range(begin, total):
             trained, moved, lr, alpha_lr, batches = None, None, 0.0, 0.0, feed.next()
@@ -83,7 +81,7 @@ def search(
                 alpha_lr = cosine(step - first, total - first, config.alpha_lr, config.alpha_min_lr)
                 moved = stages.move_alphas(batches if held_out is feed else held_out.next(), alpha_lr)
             samples = sum(map(size_of, batches))
-            log.add(_Step(step, step // feed.per_epoch, samples, lr, trained, alpha_lr, moved))
+            log.add(Step(step, step // feed.per_epoch, samples, lr, trained, alpha_lr, moved))
             _keep(keeper, step + 1, total, state, log, scale, ranks)
         log.flush()
     alpha, sizes = net.alpha.detach().cpu().clone(), path.sizes.cpu()
@@ -107,7 +105,7 @@ def _state(net: Supernet, stages: Steps, generator: torch.Generator, feeds: list
     return State(shared, own, optimizers, [generator], feeds, net.alpha.device)
 
 
-def _resume(keeper: Keeper | None, state: State, log: _Log, first: int, ranks: Ranks) -> tuple[int, float]:
+def _resume(keeper: Keeper | None, state: State, log: Log, first: int, ranks: Ranks) -> tuple[int, float]:
     """The step to begin with and the scale of the learning rate, brought back from a checkpoint if there is one."""
     saved = keeper.load(ranks) if keeper else None
     if saved is None or keeper is None:
@@ -117,7 +115,7 @@ def _resume(keeper: Keeper | None, state: State, log: _Log, first: int, ranks: R
     return saved.step, saved.facts["scale"]
 
 
-def _keep(keeper: Keeper | None, step: int, total: int, state: State, log: _Log, scale: float, ranks: Ranks) -> None:
+def _keep(keeper: Keeper | None, step: int, total: int, state: State, log: Log, scale: float, ranks: Ranks) -> None:
     """Save the state after so many steps, if it is time to; all records are out before."""
     done = step == total
     if keeper is not None and (done or keeper.due(step, ranks)):
@@ -272,119 +270,3 @@ def uncounted(model: nn.Module) -> Iterator[None]:
     finally:
         for norm, count in zip(norms, counts, strict=True):
             norm.num_batches_tracked = count
-
-
-# in every step
-
-
-@dataclass(frozen=True)
-class _Step:
-    """What one step saw, still on the device."""
-
-    step: int
-    epoch: int
-    samples: int  # of this rank
-    lr: float
-    trained: WeightRecord | None
-    alpha_lr: float
-    moved: ArchRecord | None
-
-    def plain(self, ranks: Ranks) -> SearchRecord:
-        """The same as numbers, means over all ranks; waits for the device."""
-
-        def mean(values: Tensor) -> list[float]:
-            return mean_values(values.reshape(-1), self.samples, ranks).tolist()
-
-        record = SearchRecord(self.step, self.epoch)
-        if self.trained is not None:
-            record = replace(record, lr=self.lr, weight_losses=tuple(mean(self.trained.losses)))
-        if self.moved is not None:
-            task = self.moved.task_loss
-            record = replace(
-                record,
-                alpha_lr=self.alpha_lr,
-                task_loss=None if task is None else mean(task)[0],
-                budget_loss=self.moved.budget_loss.item(),
-                ratios=tuple(self.moved.ratios.tolist()),
-            )
-        return record
-
-
-class _Log:
-    """Records of the steps, read from the device now and then; where one is not finite the search stops."""
-
-    def __init__(
-        self, net: Supernet, every: int, on_record: Callable[[SearchRecord], None] | None, ranks: Ranks
-    ) -> None:
-        self.net = net
-        self.ranks = ranks
-        self.every = every
-        self.on_record = on_record
-        self.records: list[SearchRecord] = []
-        self.waiting: list[_Step] = []
-        self.good = self._state()
-
-    def _state(self) -> dict[str, Tensor]:
-        return {name: tensor.clone() for name, tensor in self.net.state_dict().items()}
-
-    def begin(self, earlier: list[dict[str, Any]]) -> None:
-        """Go on after these records, from the state that the supernet now has."""
-        self.records = [as_record(record) for record in earlier]
-        self.good = self._state()
-
-    def add(self, step: _Step) -> None:
-        """Keep what a step saw."""
-        self.waiting.append(step)
-        if len(self.waiting) == self.every:
-            self.flush()
-
-    def flush(self) -> None:
-        """Read what waits; if all of it is finite, remember this state of the supernet, otherwise go back and stop."""
-        steps, self.waiting = [step.plain(self.ranks) for step in self.waiting], []
-        for record in steps:
-            self._check(record, steps, "stage 1, the weights", *(record.weight_losses or ()))
-            self._check(record, steps, "stage 2, the alphas", record.task_loss or 0.0, record.budget_loss or 0.0)
-        if steps and not torch.stack([tensor.isfinite().all() for tensor in self.net.parameters()]).all().item():
-            what = f"Weights or alphas became infinite or NaN by step {steps[-1].step} (epoch {steps[-1].epoch})"
-            self._stop(what, "", steps)
-        self.records += steps
-        self.good = self._state()
-        for record in steps if self.on_record else ():
-            assert self.on_record is not None
-            self.on_record(record)
-
-    def _check(self, record: SearchRecord, steps: list[SearchRecord], stage: str, *losses: float) -> None:
-        for loss in losses:
-            if not math.isfinite(loss):
-                what = f"The loss is {loss} in {stage}, at step {record.step} (epoch {record.epoch})"
-                self._stop(what, stage, [it for it in steps if it.step <= record.step])
-
-    @torch.no_grad()
-    def _stop(self, what: str, stage: str, steps: list[SearchRecord]) -> NoReturn:
-        records = [*self.records, *steps]
-        for name, tensor in self.net.state_dict().items():
-            tensor.copy_(self.good[name])
-        last = f"after step {self.records[-1].step}" if self.records else "before the first step"
-        grown = _growth(records)
-        if grown:
-            what = f"The weights diverged: {grown}. {what}"
-        raise TrainingError(
-            f"{what}; the supernet is again as it was {last}, a model that was given to dmcp.prune is as it was given. "
-            f"{_advice(stage, records, bool(grown))}, or look at the data."
-        )
-
-
-def _growth(records: list[SearchRecord]) -> str:
-    """How far the losses of the weights have grown, if that is much."""
-    finite = [(it.step, max(filter(math.isfinite, it.weight_losses or ()), default=None)) for it in records]
-    found = [(step, loss) for step, loss in finite if loss is not None]
-    (_, first), (step, last) = (found[0], max(found, key=lambda it: it[1])) if found else ((0, 0.0), (0, 0.0))
-    return f"their loss grew from {first:.3g} to {last:.3g} by step {step}" if last > _MUCH * first else ""
-
-
-def _advice(stage: str, records: list[SearchRecord], grown: bool) -> str:
-    """Which learning rate to lower; the one of the weights is shown as the steps have it, scaled by their samples."""
-    rates = [it.lr for it in records if it.lr is not None]
-    if rates and (grown or stage.startswith("stage 1")):
-        return f"Lower lr, the weights' learning rate ({rates[-1]:.3g} in this step; a trained model needs a small one)"
-    return "Lower lr or alpha_lr" if rates else "Lower alpha_lr"

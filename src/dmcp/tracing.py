@@ -6,21 +6,18 @@ import difflib
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from fractions import Fraction
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
-from dmcp.cost import Terms, product, total
 from dmcp.coupling import Coupling, couple
 from dmcp.errors import TraceError
-from dmcp.facts import Contraction, Dims, OpCost, Rule
+from dmcp.facts import Contraction, Dims, Rule
 from dmcp.gating import Fold, plan_folds
-from dmcp.graph import Binding, ChannelGraph, CostEntry, GateFold, Whole, in_spaces
+from dmcp.graph import Binding, ChannelGraph, GateFold, Whole, in_spaces
+from dmcp.layer_costs import cost_entries
 from dmcp.layouts import Atom
-from dmcp.recording import Func, Op, Recording, Ref, batch_of, map_leaves, rebatch, record, record_anywhere, tensors_in
+from dmcp.recording import Func, Recording, batch_of, rebatch, record_anywhere, tensors_in
 from dmcp.remarks import keep_read_whole, misfit, note_reads, note_sizes, ways_to_plain_weights, with_way_out
 from dmcp.replay import Rehearsal, meta_example
 from dmcp.rules import RULES
@@ -122,28 +119,6 @@ def _record_first(model: nn.Module, example: Any, batch: int | None) -> tuple[Re
     if wanted := misfit(model, example, first):
         raise TraceError(f"The example input does not fit: {wanted}.")
     return first, several
-
-
-def _per_sample(model: nn.Module, example: Any, coupling: Coupling, batch: int | None) -> list[Fraction]:
-    """Of each op that costs something: the share that one sample has. Some ops run once for the whole batch."""
-    recording, costs = coupling.recordings[0], coupling.facts[0].costs
-    if batch is None:
-        return [Fraction(1)] * len(costs)
-    try:
-        single = couple([record(model, rebatch(example, 1), training=False)], RULES, strict=False)
-    except Exception:  # the batch size is written into the model, or it looks at values
-        return [Fraction(1, batch)] * len(costs)
-    ones = single.facts[0].costs
-    if [op.func for op in single.recordings[0].ops] != [op.func for op in recording.ops] or len(ones) != len(costs):
-        return [Fraction(1, batch)] * len(costs)
-    return [
-        Fraction(_full_cost(single, one), max(1, _full_cost(coupling, many)))
-        for one, many in zip(ones, costs, strict=True)
-    ]
-
-
-def _full_cost(coupling: Coupling, cost: OpCost) -> int:
-    return cost.coefficient * math.prod(coupling.channels.size(layout) for layout in cost.dims)
 
 
 # -- keeping whole
@@ -326,7 +301,7 @@ def _graph(
         exact=exact,
         hard_folds=gate_folds(folds[0]),
         soft_folds=gate_folds(folds[1]),
-        entries=_entries(model, coupling, numbers, example, rehearsal),
+        entries=cost_entries(model, coupling, numbers, example, rehearsal),
         _rehearsal=rehearsal,
         _atoms=tuple(atom.index for atom in order),
     )
@@ -339,59 +314,3 @@ def _sample_shape(example: Any) -> Any:
     if isinstance(example, Mapping):
         return {str(key): _sample_shape(value) for key, value in example.items()}
     return tuple(_sample_shape(value) for value in example) if isinstance(example, (list, tuple)) else None
-
-
-def _entries(
-    model: nn.Module, coupling: Coupling, numbers: Mapping[int, int], example: Any, rehearsal: Rehearsal
-) -> tuple[CostEntry, ...]:
-    """Costs per layer, in the order in which they run; parameters that no op of cost uses come last."""
-    recording, facts, resolve = coupling.recordings[0], coupling.facts[0], coupling.channels.resolve
-    batch = batch_of(rehearsal.batches[0])
-    shares = _per_sample(model, example, coupling, batch)
-    costs = [*facts.costs, *(_measured(op, recording) for op in facts.unknown)]
-    shares += [Fraction(1, batch or 1)] * len(facts.unknown)
-    owners = {name: _owner(name) for name, _ in model.named_parameters()}
-    kinds: dict[str, str] = {}
-    macs: dict[str, list[Terms]] = {}
-    for cost, share in zip(costs, shares, strict=True):
-        kinds.setdefault(cost.path, cost.kind)
-        terms = product(cost.coefficient, [in_spaces(resolve(layout), numbers) for layout in cost.dims])
-        macs.setdefault(cost.path, []).append(_scaled(terms, share))
-    params: dict[str, list[Terms]] = {}
-    for name, _ in model.named_parameters():
-        dims = coupling.tensors[name]
-        terms = product(1, [in_spaces(resolve(layout), numbers) for layout in dims])
-        params.setdefault(owners[name], []).append(terms)
-    return tuple(
-        CostEntry(path, kinds.get(path, "other"), total(macs.get(path, [])), total(params.get(path, [])))
-        for path in dict.fromkeys([*macs, *params])
-    )
-
-
-def _owner(parameter: str) -> str:
-    return parameter.rpartition(".")[0]
-
-
-def _scaled(terms: Terms, share: Fraction) -> Terms:
-    scaled = {key: factor * share for key, factor in terms.items()}
-    if any(factor.denominator != 1 for factor in scaled.values()):
-        raise TraceError("The cost of one sample cannot be told from that of a batch: dim 0 of the inputs must be it.")
-    return {key: int(factor) for key, factor in scaled.items()}
-
-
-def _measured(op: Op, recording: Recording) -> OpCost:
-    """Multiply-adds of an op without a rule, counted by torch on tensors without data."""
-
-    def empty(leaf: Any) -> Any:
-        if not isinstance(leaf, Ref):
-            return leaf
-        return torch.empty(recording.shapes[leaf.value], dtype=recording.dtypes[leaf.value], device="meta")
-
-    counter = FlopCounterMode(display=False)
-    try:
-        with counter:
-            op.func(*map_leaves(empty, op.args), **map_leaves(empty, dict(op.kwargs)))
-    except Exception:  # no meta kernel: torch itself counts nothing for it either
-        pass
-    out = next((value for value in op.outs if value is not None), -1)
-    return OpCost(op.path, op.name, counter.get_total_flops() // 2, (), out)
