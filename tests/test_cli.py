@@ -269,8 +269,11 @@ def test_weights_for_other_classes_give_all_but_the_last_layer(capsys: Capture, 
     given = build("digits:resnet", num_classes=1000)
     torch.save(given.state_dict(), tmp_path / "imagenet.pth")
     options = ("--weights", str(tmp_path / "imagenet.pth"), "--epochs", "1", "--out", str(tmp_path / "run"))
-    code, _, err = run(capsys, "train", *SMALL, *options)
+    code, out, err = run(capsys, "train", *SMALL, *options)
     assert (code, err) == (0, "fc is for 1000 classes, the data have 10: it starts fresh; " + WARM)
+    assert list(table(out)) == ["unpruned"]  # as given it can do nothing yet
+    code, out, _ = run(capsys, "prune", *SMALL, *SHORT, *options[:-1], str(tmp_path / "pruned"))
+    assert code == 0 and list(table(out)) == ["ours"]
     opened = open_job(Job(model="digits:resnet", data="digits", weights=str(tmp_path / "imagenet.pth"), device="cpu"))
     for name, tensor in opened.model.state_dict().items():
         source = opened.fresh.fc if name.startswith("fc.") else given

@@ -88,6 +88,7 @@ def prune(
     train: TrainConfig | None = None,
     retrain: Retrain = Retrain.SCRATCH,
     controls: bool = False,
+    test_given: bool = True,
     graph: ChannelGraph | None = None,
     fresh: nn.Module | None = None,
     loss: Loss | None = None,
@@ -106,6 +107,7 @@ def prune(
     retrain: how the pruned network gets its weights. "scratch", the paper's way, draws them anew: what a trained model
         has learnt is lost. For a trained model take "inherit", which fine-tunes and also tests the model as given.
     controls: also train the unpruned network and uniform widths at the same budget, by the same recipe.
+    test_given: whether "inherit" tests the model as given; pointless where its last layer is new and untrained.
     graph: what trace gave, if its own settings are not enough.
     fresh: a newly built model, where the given one is trained and has tensors that `reinitialise` has no rule for.
         What is frozen (requires_grad=False) is neither drawn anew nor taken from it.
@@ -126,7 +128,8 @@ def prune(
     recipe = train or default_recipe(retrain)
     recipe = recipe if seed is None else replace(recipe, seed=seed)
     _check_loaders({"loader": loader, "arch_loader": arch_loader, "train_loader": train_loader})
-    also = kind is Retrain.INHERIT or (kind is Retrain.TEACHER and not controls)  # the given one or the teacher
+    as_given = kind is Retrain.INHERIT and test_given
+    also = as_given or (kind is Retrain.TEACHER and not controls)  # one more network
     check_tested(val_loader, networks=1 + 2 * controls + also)
     for trained in (model,) if kind is Retrain.INHERIT or fresh is None else (model, fresh):
         training.check_trainable(trained)
@@ -154,7 +157,7 @@ def prune(
     troubles: list[str] = []
     nets = train_all(weights, graph, wanted, batches, recipe, kind, *way, troubles.append)
     check_budget(nets[OURS], widths, found)
-    tested = with_given(model, nets) if kind is Retrain.INHERIT else nets
+    tested = with_given(model, nets) if as_given else nets
     rows = compare(tested, graph, wanted, val_loader, example, metric, on_event)
     for trouble in troubles:
         warnings.warn(trouble, DivergenceWarning, stacklevel=2)
