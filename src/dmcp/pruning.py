@@ -34,7 +34,7 @@ from dmcp.rows import OURS as OURS  # these four belong to what this file report
 from dmcp.rows import UNIFORM as UNIFORM
 from dmcp.rows import UNPRUNED as UNPRUNED
 from dmcp.rows import Row as Row
-from dmcp.sampling import expected, uniform
+from dmcp.sampling import expected, filled, uniform
 from dmcp.sandwich import sort_channels
 from dmcp.searches import SearchConfig, SearchRecord, SearchResult
 from dmcp.slicing import unwrap
@@ -149,7 +149,7 @@ def prune(
     widths = expected(found)
     wanted = {OURS: widths}
     if controls:
-        same = uniform(graph, found.budget, net.floor, settings.align)
+        same = uniform(graph, found.budget, net.floor, settings.align, filled(found))
         wanted = {UNPRUNED: graph.full, UNIFORM: same, OURS: widths}
     weights = net.model if kind is Retrain.INHERIT else _undrawn(model, fresh, graph, settings.sort)
     batches = loader if train_loader is None else train_loader
