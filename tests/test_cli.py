@@ -153,6 +153,7 @@ SMALL = ("--model", "digits:resnet", "--data", "digits", "--device", "cpu", "--b
 SLOW = "Not faster here: most widths are no multiples of 8, which many runtimes need; "
 NOT_FASTER = f"{SLOW}dmcp prune --align 8 gives such.\n"
 NO_KERNELS = "Own kernels run on GPUs only: --kernels changes nothing on cpu.\n"
+NO_GRAPHS = "CUDA graphs run on GPUs only: --graphs changes nothing on cpu.\n"
 SHORT = (*SMALL, "--search-epochs", "2", "--epochs", "1")
 
 
@@ -318,7 +319,7 @@ def test_dry_run_trains_and_writes_nothing(capsys: Capture, tmp_path: Path, monk
         assert words in out
 
 
-def test_kernels_that_the_device_cannot_run_are_noticed_once(
+def test_what_the_device_cannot_run_is_noticed_once(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dmcp.compare_commands.run_comparison", lambda *_: [])
@@ -333,8 +334,8 @@ def test_kernels_that_the_device_cannot_run_are_noticed_once(
         ("paper", "warmup", *network, "--epochs", "1", "--batch", "64", *places),
         ("bench", *network),
     ):
-        assert run(capsys, *command, "--kernels")[::2] == (0, NO_KERNELS), command
-    assert run(capsys, *command, "--no-kernels")[::2] == (0, "")
+        assert run(capsys, *command, "--kernels", "--graphs")[::2] == (0, NO_GRAPHS + NO_KERNELS), command
+    assert run(capsys, *command, "--no-kernels", "--no-graphs")[::2] == (0, "")
 
 
 def test_time_left_is_by_whole_bundles(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
