@@ -66,6 +66,7 @@ ORDER = [
     "kernels.norm",
     "kernels",
     "engine",
+    "optimizers",
     "keeping",
     "stem",
     "folders",
