@@ -68,6 +68,26 @@ def test_first_batches_only() -> None:
     torch.testing.assert_close(net.first.running_mean, truth(batches[:2])[0])
 
 
+class Still(nn.BatchNorm2d):
+    """A norm that stays in eval mode, as people freeze those of a backbone."""
+
+    def train(self, mode: bool = True) -> Still:
+        super().train(False)
+        return self
+
+
+def test_frozen_norms_are_renewed_too() -> None:
+    """Behind a cut layer their old statistics are of other inputs, and often nothing else may make up for it."""
+    net, batches = Net(), uneven()
+    net.first = Still(3).requires_grad_(False)
+    net.second.requires_grad_(False).eval()
+    recalibrate(net.train(), batches)
+    mean, variance = truth(batches)
+    torch.testing.assert_close(net.first.running_mean, mean)
+    torch.testing.assert_close(net.first.running_var, variance)
+    assert not net.first.training and net.second.num_batches_tracked == 3
+
+
 def test_everything_else_is_as_before() -> None:
     net = Net().train()
     net.second.eval()

@@ -153,6 +153,7 @@ SMALL = ("--model", "digits:resnet", "--data", "digits", "--device", "cpu", "--b
 SLOW = "Not faster here: most widths are no multiples of 8, which many runtimes need; "
 NOT_FASTER = f"{SLOW}dmcp prune --align 8 gives such.\n"
 NO_KERNELS = "Own kernels run on GPUs only: --kernels changes nothing on cpu.\n"
+NO_GRAPHS = "CUDA graphs run on GPUs only: --graphs changes nothing on cpu.\n"
 SHORT = (*SMALL, "--search-epochs", "2", "--epochs", "1")
 
 
@@ -269,8 +270,11 @@ def test_weights_for_other_classes_give_all_but_the_last_layer(capsys: Capture, 
     given = build("digits:resnet", num_classes=1000)
     torch.save(given.state_dict(), tmp_path / "imagenet.pth")
     options = ("--weights", str(tmp_path / "imagenet.pth"), "--epochs", "1", "--out", str(tmp_path / "run"))
-    code, _, err = run(capsys, "train", *SMALL, *options)
+    code, out, err = run(capsys, "train", *SMALL, *options)
     assert (code, err) == (0, "fc is for 1000 classes, the data have 10: it starts fresh; " + WARM)
+    assert list(table(out)) == ["unpruned"]  # as given it can do nothing yet
+    code, out, _ = run(capsys, "prune", *SMALL, *SHORT, *options[:-1], str(tmp_path / "pruned"))
+    assert code == 0 and list(table(out)) == ["ours"]
     opened = open_job(Job(model="digits:resnet", data="digits", weights=str(tmp_path / "imagenet.pth"), device="cpu"))
     for name, tensor in opened.model.state_dict().items():
         source = opened.fresh.fc if name.startswith("fc.") else given
@@ -315,7 +319,7 @@ def test_dry_run_trains_and_writes_nothing(capsys: Capture, tmp_path: Path, monk
         assert words in out
 
 
-def test_kernels_that_the_device_cannot_run_are_noticed_once(
+def test_what_the_device_cannot_run_is_noticed_once(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dmcp.compare_commands.run_comparison", lambda *_: [])
@@ -330,8 +334,8 @@ def test_kernels_that_the_device_cannot_run_are_noticed_once(
         ("paper", "warmup", *network, "--epochs", "1", "--batch", "64", *places),
         ("bench", *network),
     ):
-        assert run(capsys, *command, "--kernels")[::2] == (0, NO_KERNELS), command
-    assert run(capsys, *command, "--no-kernels")[::2] == (0, "")
+        assert run(capsys, *command, "--kernels", "--graphs")[::2] == (0, NO_GRAPHS + NO_KERNELS), command
+    assert run(capsys, *command, "--no-kernels", "--no-graphs")[::2] == (0, "")
 
 
 def test_time_left_is_by_whole_bundles(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import signal
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from dmcp.nets import build
 from dmcp.options import RetrainKind
 from dmcp.pruning import DivergenceWarning, Retrain
 from dmcp.report import make_page
-from dmcp.rows import AS_GIVEN, OURS, Row, divergence, notes, standard_error, table
+from dmcp.rows import AS_GIVEN, OURS, UNPRUNED, Row, divergence, notes, standard_error, table
 from dmcp.runs import open_run
 from dmcp.sessions import _signals
 from dmcp.training import evaluate
@@ -262,6 +263,27 @@ def test_own_metrics_are_plain_numbers_in_a_report(tmp_path: Path) -> None:
     page = make_page([past])
     assert "7.347" in page and "734.7" not in page and "Metric, ours" in page
     assert "| metric |" in (folder.folder / "report.md").read_text()
+
+
+def test_a_metric_of_which_little_is_good_is_told_so(tmp_path: Path) -> None:
+    """By words: a plain + or - would be read as a gain or a loss of quality."""
+    _, graph = traced()
+
+    def errors(*values: float) -> list[Row]:
+        return [
+            Row(name, 5, 5, value, own_metric=True, lower_is_better=True)
+            for name, value in zip([UNPRUNED, "uniform widths", OURS], values, strict=True)
+        ]
+
+    text = table(errors(0.25, 0.75, 0.5), graph)
+    assert "0.25 worse than unpruned, 0.25 better than uniform widths" in text and "+" not in text
+    assert text.splitlines()[0].split("share")[-1].strip().startswith("metric (lower is better)")
+    assert "ours: as good as unpruned" in table(errors(0.5, 0.75, 0.5), graph)
+    (tmp_path / "settings.json").write_text("{}")
+    lines = [json.dumps({"stage": "test"} | asdict(row)) + "\n" for row in errors(0.25, 0.75, 0.5)]
+    (tmp_path / "log.jsonl").write_text("".join(lines))
+    page = make_page([read_run(tmp_path)])
+    assert "0.25 better than uniform widths" in page and "Metric (lower is better), ours" in page
 
 
 def test_old_logs_still_load(tmp_path: Path) -> None:

@@ -308,6 +308,7 @@ OTHER_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"retrain": "inherit"}, 'retrain was "scratch", is "inherit"'),
     ({"controls": True}, "controls was false, is true"),
     ({"arch_loader": shuffled(20)}, "arch_loader was false, is true"),
+    ({"optimizer": torch.optim.Adam}, "optimizer was false, is true"),
     ({"engine": Engine(deterministic=True)}, "engine.deterministic was false, is true"),
 ]
 
@@ -370,6 +371,7 @@ def searched(folder: Path | None, seen: dict[int, Any], seed: int, act: Act = cr
         shuffled(20) if how.get("arch") else None,
         lambda record: seen.update({record.step: record}),
         keeper=kept_in(folder, seen, asked),
+        optimizer=how.get("optimizer"),
     )
     return found.alphas.tolist(), state_of(net.model), found.log, list(seen.values())
 
@@ -384,8 +386,30 @@ def trained(folder: Path | None, seen: dict[int, Any], seed: int, act: Act = cra
     asked: list[bool] = []
     loss = loss_that(act, call, asked)
     note, keeper = lambda record: seen.update({record.step: record}), kept_in(folder, seen, asked)
-    records = train(model, how.get("loader", shuffled)(36), config, loss, teacher, note, keeper=keeper)
+    way = {"keeper": keeper, "optimizer": how.get("optimizer")}
+    records = train(model, how.get("loader", shuffled)(36), config, loss, teacher, note, **way)
     return state_of(model), records, list(seen.values())
+
+
+def plain(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(groups, centered=True, momentum=0.9)
+
+
+class Counting(torch.optim.SGD):
+    """One whose groups and state have plain numbers that change."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__([group | {"steps": 0} for group in groups])
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["steps"] += 1
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["slowed"] = 0.9 * state.get("slowed", 1.0)
+                if parameter.grad is not None:
+                    parameter.grad *= state["slowed"] / group["steps"]
+        super().step()
 
 
 WAYS: list[tuple[Any, dict[str, Any]]] = [
@@ -396,6 +420,10 @@ WAYS: list[tuple[Any, dict[str, Any]]] = [
     (trained, {}),
     (trained, {"loader": Replayed, "momentum": 0.0}),
     (trained, {"teacher": True}),
+    (searched, {"optimizer": torch.optim.Adam, "arch": True}),
+    *((trained, {"optimizer": make}) for make in (torch.optim.Adam, torch.optim.NAdam, torch.optim.Adafactor, plain)),
+    (trained, {"optimizer": lambda groups: torch.optim.SGD(groups, lr=1.0, momentum=0.5)}),
+    (trained, {"optimizer": lambda groups: Counting(groups)}),
 ]
 
 
@@ -453,6 +481,23 @@ def test_a_checkpoint_of_another_network_is_refused(tmp_path: Path, other: str) 
     train(nn.Sequential(nn.Linear(36, 1), nn.Linear(1, 1)), batches, config, keeper=Keeper(tmp_path))
     with pytest.raises(FileError, match="another network"):
         train(OTHERS[other](), batches, config, keeper=Keeper(tmp_path))
+
+
+def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    ways = [None, torch.optim.Adam, torch.optim.RMSprop]
+    for first, second in itertools.permutations(ways, 2):
+        folder, seen = tmp_path / f"{first}{second}", {}
+        with pytest.raises(CrashError):
+            trained(folder, seen, 0, crash, 9, optimizer=first)
+        with pytest.raises(FileError, match=r"of another (network or )?optimizer"):
+            trained(folder, seen, 0, optimizer=second)
+
+    class Listing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            self.state[self.param_groups[0]["params"][0]]["seen"] = [1]
+
+    with pytest.raises(TrainingError, match=r"keeps a list \(seen\) in its state"):
+        trained(tmp_path / "list", {}, 0, optimizer=Listing)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from dmcp.batches import batches_from, generator, input_of, labels_of
 from dmcp.budget import holds, parse, spent_shares
 from dmcp.errors import BudgetError, DataError, StoppedError, TrainingError
 from dmcp.keeping import Keeper
-from dmcp.losses import top1
+from dmcp.losses import LowerIsBetter, top1
 from dmcp.methods import metapruning
 from dmcp.methods.metapruning import MetaPruningConfig, cross, find, mutate, prepare
 from dmcp.methods.problem import Problem
@@ -259,6 +259,8 @@ def test_a_loss_and_a_metric_of_ones_own() -> None:
     choice = find(problem, replace(SHORT, population=8))
     assert choice.widths["needed"] <= 2
     assert seen.count("loss") == 60 and seen.count("metric") == 8
+    lower = find(replace(problem, metric=LowerIsBetter(top1)), replace(SHORT, population=8))
+    assert lower.widths == choice.widths
 
 
 def test_what_cannot_work_is_refused() -> None:

@@ -345,6 +345,12 @@ def test_own_loss_metric_and_batches() -> None:
     head, ours, *_ = result.table.splitlines()
     assert "metric" in head and "accuracy" not in head
     assert ours.split()[-2] == "7" and "points" not in result.table
+    assert not result.rows[0].lower_is_better
+    lower = dmcp.LowerIsBetter(metric)
+    result = dmcp.prune(model, batches, batches, search=settings, train=TRAIN, loss=loss, metric=lower)
+    assert result.rows[0].lower_is_better and "metric (lower is better)" in result.table
+    with pytest.raises(TrainingError, match="LowerIsBetter takes a metric, a function of output and batch, not"):
+        dmcp.LowerIsBetter(0.5)  # type: ignore[arg-type]
 
 
 def test_a_loss_of_ones_own_is_told_what_imitation_does_to_outputs() -> None:

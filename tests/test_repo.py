@@ -68,6 +68,7 @@ ORDER = [
     "kernels.norm",
     "kernels",
     "engine",
+    "optimizers",
     "keeping",
     "stem",
     "folders",

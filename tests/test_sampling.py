@@ -20,7 +20,7 @@ from dmcp.budget import holds, parse, spent_shares
 from dmcp.errors import BudgetError
 from dmcp.markov import CHAIN, INDEPENDENT, Process, bounded, sample_groups
 from dmcp.nets import build, sample_shape
-from dmcp.sampling import FILLED, Options, direct, expected, expected_widths, fit, random_widths, uniform
+from dmcp.sampling import FILLED, Options, direct, expected, expected_widths, filled, fit, random_widths, uniform
 from dmcp.searches import SearchResult
 
 GAMMA = 0.95
@@ -253,9 +253,21 @@ def test_controls_use_the_same_budget(spec: str) -> None:
     budget = parse(spec, graph)
     drawn = [random_widths(graph, budget, seeded(seed)) for seed in range(5)]
     for widths in (uniform(graph, budget), uniform(graph, budget, net.floor, align=4), *drawn):
-        assert GAMMA <= spent_shares(budget, graph, widths.tensor()[None]).max().item() <= 1
+        assert FILLED <= spent_shares(budget, graph, widths.tensor()[None]).max().item() <= 1
     assert drawn[0] == random_widths(graph, budget, seeded(0))
     assert len(set(drawn)) > 1
+
+
+@pytest.mark.parametrize("tolerance", [0.95, 0.99])
+def test_uniform_fills_coarse_widths_as_ours_do(tolerance: float) -> None:
+    """Steps of 8 channels in a small network: a budget that only ours filled would be a gain of its own."""
+    net = build("digits:resnet")
+    graph = dmcp.trace(net, torch.zeros(2, 1, 8, 8))
+    supernet = dmcp.Supernet(net, graph, align=8)
+    found = SearchResult(supernet.alpha.detach(), supernet.sizes, graph, parse("30%", graph), tolerance, align=8)
+    even = uniform(graph, found.budget, supernet.floor, 8, filled(found))
+    assert min(share(found, even), share(found, expected(found))) >= max(tolerance, FILLED)
+    assert uniform(graph, found.budget, supernet.floor, 8) == uniform(graph, found.budget, supernet.floor, 8, FILLED)
 
 
 def test_uniform_is_one_ratio_for_all() -> None:

@@ -31,6 +31,7 @@ from dmcp.errors import (
 from dmcp.exporting import export
 from dmcp.graph import ChannelGraph
 from dmcp.keeping import Keeper
+from dmcp.losses import LowerIsBetter
 from dmcp.pruning import PruneResult, Retrain, prune
 from dmcp.rules import RULES
 from dmcp.sampling import direct, expected, random_widths, uniform
@@ -56,6 +57,7 @@ __all__ = [
     "Engine",
     "FileError",
     "Keeper",
+    "LowerIsBetter",
     "PruneResult",
     "Retrain",
     "SearchConfig",

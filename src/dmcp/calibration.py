@@ -30,7 +30,8 @@ def recalibrate(
     `forward` runs the network where that is not simply model(input): `lambda x: net(x, gates)` for a sub-network of a
     supernet, with net.model as the model. Only the BatchNorms run in train mode, so dropout stays off. Mean and
     variance are those of all samples together, however they were batched. Layers that do not run keep what they had,
-    and after an error all of them do.
+    and after an error all of them do. Frozen norms are renewed, too: behind a layer that was cut their inputs are
+    others, and where the weights around them are frozen as well nothing else could make up for that.
     """
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.running_mean is not None]
     pooled = {norm: _Pooled(norm) for norm in norms}
@@ -42,7 +43,7 @@ def recalibrate(
             undo.callback(statistics.write)
             undo.callback(setattr, norm, "momentum", norm.momentum)
             undo.callback(norm.register_forward_hook(statistics.add).remove)
-            norm.train()
+            norm.training = True  # not by train(), which people override in norms that are to stay in eval mode
             norm.momentum = 1.0  # the running statistics are then those of this call
             norm.reset_running_stats()  # since 0 x NaN is NaN
         seen = 0

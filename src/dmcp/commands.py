@@ -129,6 +129,7 @@ def prune(
             train=plan.train,
             retrain=plan.retrain,
             controls=plan.controls,
+            test_given=not opened.new_head,
             graph=opened.graph,
             fresh=opened.fresh,
             arch_loader=opened.loaders.arch,
@@ -282,7 +283,8 @@ def train(
         settings, way = (plan.train, plan.retrain, None), (here.on_event, plan.engine, here.keep)
         trained = pruning.train_all(start, graph, wanted, opened.loaders.retrain, *settings, *way)
         example = next(iter(opened.loaders.retrain))[0]
-        tested = pruning.with_given(opened.model, trained) if plan.retrain is Retrain.INHERIT else trained
+        given = plan.retrain is Retrain.INHERIT and not opened.new_head
+        tested = pruning.with_given(opened.model, trained) if given else trained
         rows = compare(tested, graph, wanted, opened.loaders.test, example, on_event=here.on_event)
         if not here.ranks.first:
             return

@@ -101,6 +101,7 @@ class Opened:
     data: DataSets
     loaders: Loaders
     notices: tuple[str, ...] = ()  # what a person may not know: a sentence each
+    new_head: bool = False  # whether the last layer of a trained model is fresh: as given it can do nothing yet
 
 
 def open_job(job: Job) -> Opened:
@@ -119,7 +120,7 @@ def open_job(job: Job) -> Opened:
     train, held = split(data.train, job.holdout, job.seed) if job.holdout else (data.train, None)
     loaders = _loaders(job, train, held, data.test, place)
     notices = (*filter(None, [new_head]), *_enlarged(job, data), *_left_out(job, len(train)), *graph.notes)
-    return Opened(model.to(place), fresh.to(place), graph, data, loaders, notices)
+    return Opened(model.to(place), fresh.to(place), graph, data, loaders, notices, bool(new_head))
 
 
 def check_fit(model: nn.Module, data: DataSets, remedy: str = "") -> None:

@@ -23,6 +23,7 @@ from dmcp.batches import Loader, batches_from, length_of, on_device, size_of, st
 from dmcp.checkpoints import Checkpoint, load_checkpoint, save_checkpoint
 from dmcp.engine import Settled
 from dmcp.errors import DataError, FileError, RankError, StoppedError
+from dmcp.optimizers import check_state, put_state, state_tensors
 from dmcp.ranks import Ranks, fewest, gather_bytes, same_everywhere, share_tensors, sum_values
 
 _TURN = 10  # steps after which ranks agree whether to save
@@ -172,6 +173,7 @@ class State:
     generators: Sequence[torch.Generator]
     feeds: Sequence[Feed]
     device: torch.device
+    given: bool = False  # whether the first optimizer is the user's, whose state is whatever it keeps
 
     def take(self, ranks: Ranks) -> dict[str, Tensor] | None:
         """It all on the CPU, of all ranks, by name, to be written at once; for rank 0, None for the others."""
@@ -187,7 +189,8 @@ class State:
             return None
         taken = {f"shared/{name}": tensor.detach().cpu() for name, tensor in self.shared.items()}
         for number, optimizer in enumerate(self.optimizers):
-            taken |= {f"optimizer/{number}/{name}": tensor for name, tensor in _momenta(optimizer).items()}
+            kept = state_tensors(optimizer) if self.given and not number else _momenta(optimizer)
+            taken |= {f"optimizer/{number}/{name}": tensor for name, tensor in kept.items()}
         for rank, tensors in enumerate(everyone):
             taken |= {f"rank{rank}/{name}": tensor for name, tensor in tensors.items()}
         return taken
@@ -197,13 +200,17 @@ class State:
         """Bring everything back to what was taken, each feed to its step; FileError if it is not of this network."""
         mine = _under(f"rank{ranks.rank}/", taken)
         pairs = [(self.shared, _under("shared/", taken)), (self.own(), _under("own/", mine))]
-        for number, optimizer in enumerate(self.optimizers):
+        for number, optimizer in list(enumerate(self.optimizers))[self.given :]:
             pairs.append((_momenta(optimizer), _under(f"optimizer/{number}/", taken)))
         for now, before in pairs:  # all of them before the first is written
             _check_alike(now, before)
+        if self.given:
+            check_state(self.optimizers[0], _under("optimizer/0/", taken))
         for now, before in pairs:
             for name, tensor in now.items():
                 tensor.copy_(before[name])
+        if self.given:
+            put_state(self.optimizers[0], _under("optimizer/0/", taken))
         try:
             for number, generator in enumerate(self.generators):
                 generator.set_state(mine[f"generator/{number}"])
@@ -220,7 +227,7 @@ def _check_alike(now: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Non
         old, new = (tensors[name].shape if name in tensors else None for tensors in (before, now))
         if old != new:
             sizes = " and ".join("missing" if it is None else str(tuple(it)) for it in (old, new))
-            raise FileError(f"This checkpoint is of another network: {name} was and is {sizes}.")
+            raise FileError(f"This checkpoint is of another network or optimizer: {name} was and is {sizes}.")
 
 
 def _momenta(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -17,6 +18,35 @@ from dmcp.recording import tensors_in
 
 Loss = Callable[[Any, Any], Tensor]  # (output, batch) -> scalar
 Metric = Callable[[Any, Any], tuple[Tensor, int]]  # (output, batch) -> (sum over the samples, their count)
+
+
+@dataclass(frozen=True)
+class LowerIsBetter:
+    """A metric of which little is good, such as an error; it gives the same numbers, and tables and methods know."""
+
+    metric: Metric
+
+    def __post_init__(self) -> None:
+        if not callable(self.metric):
+            raise TrainingError(
+                f"LowerIsBetter takes a metric, a function of output and batch, not {self.metric!r}: "
+                "metric=LowerIsBetter(my_metric)."
+            )
+
+    def __call__(self, output: Any, batch: Any) -> tuple[Tensor, int]:
+        return self.metric(output, batch)
+
+
+def growing(metric: Metric) -> Metric:
+    """The metric as something that grows with quality, for those who look for the best: an error with a minus."""
+    if not isinstance(metric, LowerIsBetter):
+        return metric
+
+    def negative(output: Any, batch: Any) -> tuple[Tensor, int]:
+        total, count = metric(output, batch)
+        return -total, count
+
+    return negative
 
 
 class ImitationWarning(UserWarning):

@@ -15,7 +15,7 @@ from dmcp.calibration import kept_modes
 from dmcp.events import Event, Report, silent
 from dmcp.graph import ChannelGraph
 from dmcp.keeping import untouched
-from dmcp.losses import Metric, top1
+from dmcp.losses import LowerIsBetter, Metric, top1
 from dmcp.ranks import current, sum_values
 from dmcp.recording import call_model
 from dmcp.rows import ROUNDS, Row
@@ -38,8 +38,8 @@ def compare(
     for (name, net), ms in zip(nets.items(), times, strict=True):
         macs = graph.macs(widths.get(name, graph.full))
         accuracy, samples = _test(net, val_loader, metric)
-        batch = size_of((example,))
-        rows.append(Row(name, macs, count_params(net), accuracy, ms, batch, samples, own_metric=metric is not None))
+        kind = {"own_metric": metric is not None, "lower_is_better": isinstance(metric, LowerIsBetter)}
+        rows.append(Row(name, macs, count_params(net), accuracy, ms, size_of((example,)), samples, **kind))
         (on_event or silent)(Event("test", len(nets), rows[-1]))
     return tuple(rows)
 

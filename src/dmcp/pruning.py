@@ -27,6 +27,7 @@ from dmcp.keeping import Keeper, plain_settings
 from dmcp.losses import ImitationWarning as ImitationWarning  # what prune may warn of
 from dmcp.losses import Loss, Metric, classification_loss, imitation, warn_of_imitation
 from dmcp.measuring import compare, count_params, try_test
+from dmcp.optimizers import MakeOptimizer, check_graphs, make_optimizer
 from dmcp.ranks import current
 from dmcp.recording import tensors_in
 from dmcp.rows import AS_GIVEN, divergence, table
@@ -34,7 +35,7 @@ from dmcp.rows import OURS as OURS  # these four belong to what this file report
 from dmcp.rows import UNIFORM as UNIFORM
 from dmcp.rows import UNPRUNED as UNPRUNED
 from dmcp.rows import Row as Row
-from dmcp.sampling import expected, uniform
+from dmcp.sampling import expected, filled, uniform
 from dmcp.sandwich import sort_channels
 from dmcp.searches import SearchConfig, SearchRecord, SearchResult
 from dmcp.slicing import unwrap
@@ -88,10 +89,12 @@ def prune(
     train: TrainConfig | None = None,
     retrain: Retrain = Retrain.SCRATCH,
     controls: bool = False,
+    test_given: bool = True,
     graph: ChannelGraph | None = None,
     fresh: nn.Module | None = None,
     loss: Loss | None = None,
     metric: Metric | None = None,
+    optimizer: MakeOptimizer | None = None,
     arch_loader: Loader | None = None,
     train_loader: Loader | None = None,
     seed: int | None = None,
@@ -106,10 +109,12 @@ def prune(
     retrain: how the pruned network gets its weights. "scratch", the paper's way, draws them anew: what a trained model
         has learnt is lost. For a trained model take "inherit", which fine-tunes and also tests the model as given.
     controls: also train the unpruned network and uniform widths at the same budget, by the same recipe.
+    test_given: whether "inherit" tests the model as given; pointless where its last layer is new and untrained.
     graph: what trace gave, if its own settings are not enough.
     fresh: a newly built model, where the given one is trained and has tensors that `reinitialise` has no rule for.
         What is frozen (requires_grad=False) is neither drawn anew nor taken from it.
     val_loader, metric: of the final test; one batch is tried before the first step, and forgotten.
+    optimizer: makes the one that trains weights, in search and trainings, of parameter groups; SGD unless given.
     arch_loader: batches for the alphas.
     train_loader: batches for the retraining, if other ones than for the search.
     engine: precision, compiling and the like; what is best for the device, unless it says otherwise.
@@ -126,10 +131,16 @@ def prune(
     recipe = train or default_recipe(retrain)
     recipe = recipe if seed is None else replace(recipe, seed=seed)
     _check_loaders({"loader": loader, "arch_loader": arch_loader, "train_loader": train_loader})
-    also = kind is Retrain.INHERIT or (kind is Retrain.TEACHER and not controls)  # the given one or the teacher
+    as_given = kind is Retrain.INHERIT and test_given
+    also = as_given or (kind is Retrain.TEACHER and not controls)  # one more network
     check_tested(val_loader, networks=1 + 2 * controls + also)
     for trained in (model,) if kind is Retrain.INHERIT or fresh is None else (model, fresh):
         training.check_trainable(trained)
+    check_graphs(engine, optimizer)
+    if optimizer is not None:
+        make_optimizer(
+            optimizer, training.parameter_groups(model, recipe.weight_decay)
+        )  # a trial, before hours of work
     example = _example(loader, model)
     sample = tree_map_only(Tensor, lambda x: x[:2], example)
     check_finite(model, sample)
@@ -139,22 +150,23 @@ def prune(
     try_test(model, val_loader, metric)
     if keep:
         given = {"search": settings, "train": recipe, "engine": engine or Engine(), "retrain": kind}
-        given |= {"controls": controls, "arch_loader": arch_loader is not None, "graph": graph.fingerprint}
+        given |= {"controls": controls, "arch_loader": arch_loader is not None, "optimizer": optimizer is not None}
+        given |= {"graph": graph.fingerprint}
         keep = _noting(keep, plain_settings(given, unwrap(model).state_dict(), current()))
     net = Supernet(model, graph, settings.groups, settings.align)
-    found = find(net, loader, settings, loss, arch_loader, on_event, engine, keep and keep(SEARCH))
+    found = find(net, loader, settings, loss, arch_loader, on_event, engine, keep and keep(SEARCH), optimizer)
     widths = expected(found)
     wanted = {OURS: widths}
     if controls:
-        same = uniform(graph, found.budget, net.floor, settings.align)
+        same = uniform(graph, found.budget, net.floor, settings.align, filled(found))
         wanted = {UNPRUNED: graph.full, UNIFORM: same, OURS: widths}
     weights = net.model if kind is Retrain.INHERIT else _undrawn(model, fresh, graph, settings.sort)
     batches = loader if train_loader is None else train_loader
     way = (loss, on_event, engine, keep)
     troubles: list[str] = []
-    nets = train_all(weights, graph, wanted, batches, recipe, kind, *way, troubles.append)
+    nets = train_all(weights, graph, wanted, batches, recipe, kind, *way, troubles.append, optimizer)
     check_budget(nets[OURS], widths, found)
-    tested = with_given(model, nets) if kind is Retrain.INHERIT else nets
+    tested = with_given(model, nets) if as_given else nets
     rows = compare(tested, graph, wanted, val_loader, example, metric, on_event)
     for trouble in troubles:
         warnings.warn(trouble, DivergenceWarning, stacklevel=2)
@@ -199,6 +211,7 @@ def find(
     on_event: Report | None = None,
     engine: Engine | None = None,
     keeper: Keeper | None = None,
+    optimizer: MakeOptimizer | None = None,
 ) -> SearchResult:
     """`search`, with its steps and its result reported."""
     report = on_event or silent
@@ -207,7 +220,7 @@ def find(
     def step(record: SearchRecord) -> None:
         report(Event(SEARCH, steps, record))
 
-    found = searching.search(net, loader, config, loss, arch_loader, step, engine, keeper)
+    found = searching.search(net, loader, config, loss, arch_loader, step, engine, keeper, optimizer)
     report(Event(SEARCH, steps, found))
     return found
 
@@ -234,6 +247,7 @@ def train_all(
     engine: Engine | None = None,
     keep: Keep | None = None,
     on_trouble: Callable[[str], None] | None = None,
+    optimizer: MakeOptimizer | None = None,
 ) -> dict[str, nn.Module]:
     """Networks with these widths, cut out of one with the given weights and all trained by the same recipe.
 
@@ -246,7 +260,7 @@ def train_all(
     for name, widths in wanted.items():
         way = (_steps_of(name, on_event), engine, keep and keep(name))
         if kind is Retrain.SLIMMABLE and widths != graph.full:
-            nets[name], steps = _train_inside(weights, graph, widths, loader, config, loss, *way)
+            nets[name], steps = _train_inside(weights, graph, widths, loader, config, loss, *way, optimizer)
         else:
             small = nets[name] = cut(weights, graph, widths)
             if kind is Retrain.INHERIT:
@@ -254,7 +268,7 @@ def train_all(
             else:
                 reinitialise(small, generator=generator(config.seed))
             recipe = config if teacher is None else replace(config, distillation=Distillation.TEACHER)
-            steps = training.train(small, loader, recipe, loss, teacher, *way)
+            steps = training.train(small, loader, recipe, loss, teacher, *way, optimizer=optimizer)
             if kind is Retrain.TEACHER and widths == graph.full:
                 teacher = small
         if on_trouble and (trouble := divergence(name, [step.loss for step in steps])):
@@ -272,6 +286,7 @@ def _train_inside(
     on_step: Callable[[StepRecord], None],
     engine: Engine | None,
     keeper: Keeper | None,
+    optimizer: MakeOptimizer | None,
 ) -> tuple[nn.Module, list[StepRecord]]:
     """Slimmable training: in each step the largest network learns the task and the pruned one imitates it."""
     whole = copy.deepcopy(weights)
@@ -284,9 +299,9 @@ def _train_inside(
         return task(largest, batch) + imitation(pruned, [tensor.detach() for tensor in tensors_in(largest)])
 
     engine = engine or Engine()
-    if loss is None and engine.graphs is None and current().world == 1:
+    if loss is None and optimizer is None and engine.graphs is None and current().world == 1:
         engine = replace(engine, graphs=True)  # this loss never asks the device for a number
-    steps = training.train(pair, loader, config, both, on_step=on_step, engine=engine, keeper=keeper)
+    steps = training.train(pair, loader, config, both, None, on_step, engine, keeper, optimizer=optimizer)
     small = cut(pair.net.model, graph, widths)
     recalibrate(small, loader)  # the running statistics are a mixture of both networks'
     return small, steps

@@ -14,7 +14,7 @@ from typing import Any
 
 from dmcp.charts import STYLE, Bar, Cell, Point, draw_bars, draw_heat, draw_lines, draw_scatter, percent
 from dmcp.listing import PastRun, command_line, date, plain, progress, text_at, value_at
-from dmcp.rows import OURS, UNPRUNED, Row, gap, score, score_name
+from dmcp.rows import OURS, UNPRUNED, Row, against, score, score_name
 
 _STYLE = STYLE + Path(__file__).with_name("report.css").read_text()
 _SCRIPT = Path(__file__).with_name("report.js").read_text()
@@ -249,7 +249,7 @@ def _tiles(run: PastRun) -> str:
             tiles.append((title, f"{getattr(row, kind):,}", "the unpruned network was not counted"))
     if row:
         others = [other for other in run.rows if other is not row]
-        gaps = [f"{gap(row, other)} against {other.name}" for other in others]
+        gaps = [against(row, other) for other in others]
         tiles.append(
             (
                 f"{score_name([row]).capitalize()}, {row.name}",

@@ -30,6 +30,7 @@ class Row:
     batch: int = 0  # samples in that batch
     samples: int = 0  # it was tested on; 0: not known
     own_metric: bool = False  # whether the metric is the user's: a plain number, not a share of right answers
+    lower_is_better: bool = False  # whether it is one of which little is good
 
 
 def score(row: Row, unit: str = "%") -> str:
@@ -37,14 +38,23 @@ def score(row: Row, unit: str = "%") -> str:
     return f"{row.accuracy:.4g}" if row.own_metric else f"{100 * row.accuracy:.2f}{unit}"
 
 
-def gap(row: Row, other: Row) -> str:
-    """How much better or worse a network is than another one: in points, or in the metric's own unit."""
+def against(row: Row, other: Row) -> str:
+    """How much better or worse a network is than another one: in points, or in the metric's own unit.
+
+    In words where little is good: with a sign an error that grew would look like a gain.
+    """
     difference = row.accuracy - other.accuracy
-    return f"{difference:+.4g}" if row.own_metric else f"{100 * difference:+.2f} points"
+    if row.lower_is_better:
+        word = "better" if difference < 0 else "worse"
+        return f"{abs(difference):.4g} {word} than {other.name}" if difference else f"as good as {other.name}"
+    gap = f"{difference:+.4g}" if row.own_metric else f"{100 * difference:+.2f} points"
+    return f"{gap} against {other.name}"
 
 
 def score_name(rows: Sequence[Row]) -> str:
     """What the column is called."""
+    if any(row.lower_is_better for row in rows):
+        return "metric (lower is better)"
     return "metric" if any(row.own_metric for row in rows) else "accuracy"
 
 
@@ -87,7 +97,7 @@ def notes(rows: Sequence[Row], graph: ChannelGraph) -> list[str]:
     ours = next((row for row in rows if row.name == OURS), None)
     others = [row for row in rows if row is not ours]
     if ours and others:
-        found.append(f"{OURS}: {', '.join(f'{gap(ours, other)} against {other.name}' for other in others)}")
+        found.append(f"{OURS}: {', '.join(against(ours, other) for other in others)}")
     if rows[0].samples and not rows[0].own_metric:
         points = 100 * max(standard_error(row.accuracy, row.samples) for row in rows)
         sure = f"an accuracy is known to \N{PLUS-MINUS SIGN} {points:.1f} points (standard error)"

@@ -14,8 +14,8 @@ from dmcp.graph import ChannelGraph
 from dmcp.searches import SearchResult
 from dmcp.spaces import Widths
 
-TOLERANCE = 0.95  # of the controls
-FILLED = 0.98  # of the budget is used by what a search or a method chooses, where the widths allow it: the same for all
+TOLERANCE = 0.95  # of the budget is the least that a method may use, where the widths allow it
+FILLED = 0.98  # of it is used by what a search, a method or a control chooses: the same for all
 _AT_ONCE = 1 << 16  # structures drawn in one expression
 _CONTROLS = 1 << 13  # structures among which the random control is looked for
 
@@ -34,10 +34,10 @@ def expected(result: SearchResult, align: int | None = None) -> Widths:
     """
     least, most = result.sizes[:, 0], result.sizes.sum(dim=1)
     options = Options(result.graph, least, most, result.align if align is None else align)
-    return fit(result.graph, result.budget, expected_widths(result), options, _filled(result))
+    return fit(result.graph, result.budget, expected_widths(result), options, filled(result))
 
 
-def _filled(result: SearchResult) -> float:
+def filled(result: SearchResult) -> float:
     """Share of the budget that final widths use; more only if the search was to use more."""
     return max(result.tolerance, FILLED)
 
@@ -58,7 +58,7 @@ def direct(
     seen: list[Tensor] = []
     for widths, shares in _draws(result, tries, generator):
         binding = shares.amax(dim=1)
-        reached = binding >= _filled(result)
+        reached = binding >= filled(result)
         for found, which in ((near, reached & (binding <= 1)), (below, ~reached)):
             if len(found) < n:
                 _add(found, widths[which], binding[which], n)
@@ -101,7 +101,11 @@ def _nothing_inside(budget: Budget, shares: Tensor) -> str:
 
 
 def uniform(
-    graph: ChannelGraph, budget: int | float | str | Budget, floor: Widths | None = None, align: int = 1
+    graph: ChannelGraph,
+    budget: int | float | str | Budget,
+    floor: Widths | None = None,
+    align: int = 1,
+    tolerance: float = FILLED,
 ) -> Widths:
     """One ratio for all spaces, as large as the budget allows, rounded; the rest of the budget goes to single spaces.
 
@@ -109,7 +113,7 @@ def uniform(
     where that does not use the budget to the tolerance, as in networks of few channels, some get more.
     """
     wish = graph.full.tensor().double()
-    return fit(graph, parse(budget, graph), wish, _from_floor(graph, floor, align), TOLERANCE, even=True)
+    return fit(graph, parse(budget, graph), wish, _from_floor(graph, floor, align), tolerance, even=True)
 
 
 def random_widths(
@@ -118,7 +122,7 @@ def random_widths(
     generator: torch.Generator | None = None,
     floor: Widths | None = None,
     align: int = 1,
-    tolerance: float = TOLERANCE,
+    tolerance: float = FILLED,
 ) -> Widths:
     """Widths drawn uniformly until they use the budget to the tolerance; after many tries, the last are scaled."""
     options, budget = _from_floor(graph, floor, align), parse(budget, graph)

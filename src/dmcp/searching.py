@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from dmcp.errors import TrainingError, WidthsError
 from dmcp.keeping import DONE, Feed, Keeper, State
 from dmcp.losses import Loss, classification_loss, warn_of_imitation
 from dmcp.markov import CERTAIN, group_sizes, merged
+from dmcp.optimizers import MakeOptimizer, check_graphs, make_optimizer
 from dmcp.ranks import ALONE, Ranks, current, share_tensors
 from dmcp.sandwich import Chains, Draw, chains, draw_gates, sort_channels
 from dmcp.search_log import Log, Step
@@ -39,13 +41,16 @@ def search(
     on_record: Callable[[SearchRecord], None] | None = None,
     engine: Engine | None = None,
     keeper: Keeper | None = None,
+    optimizer: MakeOptimizer | None = None,
 ) -> SearchResult:
     """Train the supernet's weights and alphas, in place; the alphas then say which widths keep the budget best.
 
     `arch_loader` gives the alphas batches of their own; `on_record` sees each record once it has left the device.
     The same supernet, data, settings and device end in the same bits; the random state of torch is left as it was. With
-    a `keeper` the search saves its state now and then, and begins where the keeper's last checkpoint is.
+    a `keeper` the search saves its state now and then, and begins where the keeper's last checkpoint is. `optimizer`
+    makes one for the weights of their parameter groups, in the place of SGD; the config has its learning rate.
     """
+    check_graphs(engine, optimizer)
     budget, path = _prepare(net, config, arch_loader)
     ranks, device = current(), device_of(net)
     trains = config.warmup_epochs or config.train_weights
@@ -57,7 +62,7 @@ def search(
         device,
         steps=steps,
         large=net.graph.macs() >= LARGE,
-        plain=loss is None and ranks.world == 1,
+        plain=loss is None and optimizer is None and ranks.world == 1,
         narrow=is_narrow(net.model),
     )
     with _seeded(net, config.seed, ranks) as generator, settled.running(net.model), uncounted(net.model):
@@ -66,7 +71,7 @@ def search(
         held_out = feed if arch_loader is None else Feed(arch_loader, settled, ranks, config.accumulate)
         total, first = feed.per_epoch * config.epochs, feed.per_epoch * config.warmup_epochs
         _start(net, path, budget, config)
-        stages = Steps(net, path, config, budget, loss, settled, ranks)
+        stages = Steps(net, path, config, budget, loss, settled, ranks, optimizer)
         state = _state(net, stages, generator, [feed] if held_out is feed else [feed, held_out])
         log = Log(net, config.log_every, on_record, ranks)
         begin, scale = _resume(keeper, state, log, first, ranks)
@@ -102,7 +107,7 @@ def _state(net: Supernet, stages: Steps, generator: torch.Generator, feeds: list
         return {f"model.{name}": tensor for name, tensor in net.model.named_buffers()} | small
 
     optimizers = [stages.weights, stages.alphas]
-    return State(shared, own, optimizers, [generator], feeds, net.alpha.device)
+    return State(shared, own, optimizers, [generator], feeds, net.alpha.device, stages.given)
 
 
 def _resume(keeper: Keeper | None, state: State, log: Log, first: int, ranks: Ranks) -> tuple[int, float]:
@@ -135,12 +140,14 @@ class Steps:
         loss: Loss | None,
         settled: Settled,
         ranks: Ranks = ALONE,
+        optimizer: MakeOptimizer | None = None,
     ) -> None:
         self.net, self.path, self.config = net, path, config
         loss = classification_loss(config.label_smoothing) if loss is None else loss
         device = settled.device
         groups = parameter_groups(net.model, config.weight_decay)
-        self.weights = sgd(groups, config.lr, config.momentum, config.momentum > 0, device)
+        usual = partial(sgd, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0, device=device)
+        self.weights, self.given = make_optimizer(optimizer or usual, groups), optimizer is not None
         self.alphas = sgd(net.alphas(), config.alpha_lr, config.alpha_momentum, config.alpha_momentum > 0, device)
         whole = settled.compiled(lambda x, folded: run_folded(net.model, x, folded))
         soft, plain = (Passes(settled.compiled(net.fold), whole) for _ in range(2))

@@ -84,8 +84,10 @@ def tell_notices(opened: Opened) -> None:
 
 def tell_ignored(engine: Engine, place: torch.device) -> None:
     """Say what was asked for that the device cannot do; that it chooses itself without being asked is no news."""
-    if engine.kernels and place.type != "cuda":
-        say(f"Own kernels run on GPUs only: --kernels changes nothing on {place.type}.")
+    asked = {"CUDA graphs": ("--graphs", engine.graphs), "Own kernels": ("--kernels", engine.kernels)}
+    for what, (option, wanted) in asked.items():
+        if wanted and place.type != "cuda":
+            say(f"{what} run on GPUs only: {option} changes nothing on {place.type}.")
 
 
 @contextlib.contextmanager

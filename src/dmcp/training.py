@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from dmcp.engine import Engine, Precision, Settled, autocast, is_narrow, set_lr,
 from dmcp.errors import TrainingError
 from dmcp.keeping import DONE, Feed, Keeper, State
 from dmcp.losses import Loss, Metric, classification_loss, imitation, one_number, sum_and_count, top1
+from dmcp.optimizers import MakeOptimizer, check_graphs, make_optimizer
 from dmcp.ranks import ALONE, Ranks, current, mean_gradients, mean_values, share_tensors, sum_values
 from dmcp.recording import call_model, tensors_in
 
@@ -148,17 +150,20 @@ def train(
     engine: Engine | None = None,
     keeper: Keeper | None = None,
     after_epoch: Callable[[int], None] | None = None,
+    optimizer: MakeOptimizer | None = None,
 ) -> list[StepRecord]:
     """Train the model in place; afterwards it is in the mode that it was in.
 
     The records come in bundles, so that no step waits for the device. A loss or weight that is not finite stops the
     training with a TrainingError that says where, and leaves the model as it was at the last bundle. With a `keeper`
     the training saves its state now and then, and begins where the keeper's last checkpoint is. `after_epoch` gets the
-    number of each epoch at its end, and may change weights in place.
+    number of each epoch at its end, and may change weights in place. `optimizer` makes one of parameter groups, in the
+    place of SGD; its learning rate is set in each step, as the config says.
     """
     if (teacher is not None) != (config.distillation is Distillation.TEACHER):
         raise TrainingError("A teacher and distillation='teacher' go together: give both or neither.")
     check_trainable(model)
+    check_graphs(engine, optimizer)
     if not length_of(loader):
         raise TrainingError("There is nothing to train on: the loader has no batches.")
     ranks, device = current(), device_of(model)
@@ -166,26 +171,27 @@ def train(
         device,
         steps=config.epochs * length_of(loader),
         large=_large(model),
-        plain=loss is None and ranks.world == 1,
+        plain=loss is None and optimizer is None and ranks.world == 1,
         narrow=is_narrow(model),
     )
     with kept_modes(model), _evaluating(teacher), _seeded(config.seed, device, ranks), settled.running(model):
         model.train()
         share_tensors([*model.parameters(), *model.buffers()], ranks)
-        optimizer = sgd(
-            parameter_groups(model, config.weight_decay), config.lr, config.momentum, config.nesterov, device
-        )
+        groups = parameter_groups(model, config.weight_decay)
+        usual = partial(sgd, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, device=device)
+        mover = make_optimizer(optimizer or usual, groups)
         task = loss or classification_loss(config.label_smoothing)
-        run_step = settled.repeated(make_step(model, optimizer, task, teacher, config.teacher_share, settled, ranks))
+        run_step = settled.repeated(make_step(model, mover, task, teacher, config.teacher_share, settled, ranks))
         feed = Feed(loader, settled, ranks)
         steps = config.epochs * feed.per_epoch
         log = _Log(model, on_step, ranks)
         shared = dict(model.named_parameters())
-        state = State(shared, lambda: dict(model.named_buffers()), [optimizer], [], [feed], device)
+        own = lambda: dict(model.named_buffers())  # noqa: E731
+        state = State(shared, own, [mover], [], [feed], device, given=optimizer is not None)
         for step in range(_resume(keeper, state, log, ranks), steps):
             (batch,) = feed.next()
             rate = learning_rate(step, steps, feed.samples([batch], ranks), config)
-            set_lr(optimizer, rate)
+            set_lr(mover, rate)
             log.add(run_step(batch), size_of(batch), epoch=step // feed.per_epoch, step=step, steps=steps, lr=rate)
             if feed.step % feed.per_epoch == 0:
                 log.look()
@@ -194,7 +200,7 @@ def train(
                     log.begin(log.records)
             _keep(keeper, step + 1, steps, state, log, ranks)
         share_tensors(list(model.buffers()), ranks)
-    optimizer.zero_grad(set_to_none=True)
+    mover.zero_grad(set_to_none=True)
     return log.records
 
 

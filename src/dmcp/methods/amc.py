@@ -37,7 +37,7 @@ from dmcp.engine import Engine
 from dmcp.errors import TrainingError
 from dmcp.filters import magnitude
 from dmcp.graph import ChannelGraph
-from dmcp.losses import top1
+from dmcp.losses import growing, top1
 from dmcp.methods.ddpg import Agent, DdpgConfig
 from dmcp.methods.judging import batch_statistics, held_batches
 from dmcp.methods.problem import FILLED, Choice, Problem
@@ -77,8 +77,8 @@ class AmcConfig:
 def find(problem: Problem, config: AmcConfig | None = None, state: Mapping[str, Tensor] | None = None) -> Choice:
     """Search a structure for a trained network: `state` is its state dict (None: the model is trained already).
 
-    The metric must grow with quality. There is one wait for the device per episode, and a structure that comes again
-    is not judged again.
+    The metric must grow with quality, or be a LowerIsBetter, whose negative is the reward. There is one wait for the
+    device per episode, and a structure that comes again is not judged again.
     """
     config = config or AmcConfig()
     net = Supernet(_sorted(problem, state), problem.graph)
@@ -207,7 +207,7 @@ def _judging(problem: Problem, config: AmcConfig, net: Supernet) -> Iterator[tup
     settled = (problem.engine or Engine()).settled(device, plain=problem.metric is None and ranks.world == 1)
     with settled.running(net.model), batch_statistics(net.model):
         batches = held_batches(problem, config.batches, settled)
-        metric = problem.metric or top1
+        metric = growing(problem.metric or top1)
 
         def score(batch: Any, gates: Tensor) -> tuple[Tensor, int]:
             with torch.no_grad(), settled.autocast():

@@ -31,7 +31,7 @@ from dmcp.batches import device_of, generator, input_of, size_of, widest
 from dmcp.budget import spent_shares
 from dmcp.engine import Engine, Settled
 from dmcp.errors import TrainingError
-from dmcp.losses import Loss, top1
+from dmcp.losses import Loss, growing, top1
 from dmcp.methods.judging import batch_statistics, held_batches
 from dmcp.methods.problem import FILLED, Choice, Prepared, Problem
 from dmcp.methods.pruning_net import Grid, PruningNet, Structured
@@ -129,7 +129,7 @@ def _judging(problem: Problem, config: MetaPruningConfig, net: PruningNet) -> It
 
     It waits for the device once for all structures.
     """
-    device, metric = device_of(net), problem.metric or top1
+    device, metric = device_of(net), growing(problem.metric or top1)
     settled: Settled = (problem.engine or Engine()).settled(device, plain=problem.metric is None)
     batches = held_batches(problem, config.batches, settled)
 

@@ -53,7 +53,7 @@ class Problem:
     align: int = 1  # widths are multiples of this
     seed: int = 0  # of everything random in a method
     loss: Loss | None = None  # classification, unless given
-    metric: Metric | None = None
+    metric: Metric | None = None  # accuracy, unless given; more is better, unless it is a LowerIsBetter
     engine: Engine | None = None
     keep: Keep | None = None  # gives a stage a keeper, so that it can go on after an interruption
     tell: Tell = silent
