@@ -277,19 +277,21 @@ def test_seeds_of_searches_and_of_trainings_are_told_apart() -> None:
 def test_the_full_recipe_has_cells_and_lengths_of_its_own() -> None:
     it = study(settings={"dmcp": {"epochs": 20, "groups": 5}})
     found = {task.name: task for task in study_tasks(it, ["main", "full"]) if "-full-" in task.name}
-    names = ["unpruned-full", "uniform-full-50%", *(f"dmcp-{it}full-50%" for it in ("", "distilled-", "slimmable-"))]
+    more = ("", "refined-", "refined-distilled-", "refined-slimmable-")
+    names = ["unpruned-full", "uniform-full-50%", *(f"dmcp-{it}full-50%" for it in more)]
     assert sorted(found) == sorted(f"{name}-seed{seed}" for name in names for seed in range(3))
     plans = [task.plan for task in found.values()]
     assert {(plan.train.epochs, plan.train.lr, plan.train.warmup_epochs) for plan in plans if plan.train} == {
         (240, 1.6, 1)
     }
-    ours, taught = found["dmcp-full-50%-seed1"].plan.cell, found["dmcp-distilled-full-50%-seed1"]
+    ours, taught = found["dmcp-full-50%-seed1"].plan.cell, found["dmcp-refined-distilled-full-50%-seed1"]
     assert ours and ours.settings == {"epochs": 40, "groups": 5} and not ours.own
-    inside = found["dmcp-slimmable-full-50%-seed1"]
-    assert inside.after == ("dmcp-full-50%-seed1",) and inside.plan.cell and inside.plan.cell.slimmable
+    near, inside = found["dmcp-refined-full-50%-seed1"], found["dmcp-refined-slimmable-full-50%-seed1"]
+    assert near.after == ("dmcp-full-50%-seed1",) and near.plan.cell and near.plan.cell.method == "dmcp-refined"
+    assert inside.after == ("dmcp-refined-full-50%-seed1",) and inside.plan.cell and inside.plan.cell.slimmable
     assert replace(inside.plan.cell, slimmable=False, teacher="unpruned-full-seed1") == taught.plan.cell
     assert taught.plan.cell and taught.plan.cell.method == "copy" and taught.plan.train and taught.plan.train.seed == 1
-    assert taught.after == ("dmcp-full-50%-seed1", "unpruned-full-seed1")
+    assert taught.after == ("dmcp-refined-full-50%-seed1", "unpruned-full-seed1")
     assert (taught.plan.cell.uses, taught.plan.cell.teacher) == taught.after
     usual = {task.name: task.plan for task in study_tasks(it, ["main", "full"])}["dmcp-50%-seed1"]
     assert usual == {task.name: task.plan for task in study_tasks(it, ["main"])}["dmcp-50%-seed1"]
@@ -321,6 +323,20 @@ def test_what_was_chosen_is_told_by_options() -> None:
     assert "--alpha-lr 5.0" in " ".join(command(fast, "full"))
     (cold,) = (task.plan.cell for task in study_tasks(fast, ["warmup"]) if "cold" in task.name)
     assert cold and cold.settings == {"more": rates | {"warmup": 0.0}}
+
+
+def test_refined_widths_are_of_the_searches_of_main() -> None:
+    it = study(seeds=2)
+    found = {task.name: task for task in study_tasks(it, ["refine"])}
+    known = {task.name: task for task in study_tasks(it, ["main"])}
+    rest = [task for name, task in found.items() if name not in known]
+    assert {*found} - {*known} == {f"dmcp-refined-{text}-seed{seed}" for text in it.common.budgets for seed in range(2)}
+    assert all(found[name] == known[name] for name in found.keys() & known.keys())
+    for task in rest:
+        assert task.after == (task.name.replace("-refined", ""),) and task.plan.cell
+        assert task.plan.cell.settings == {} and task.plan.search == found[task.after[0]].plan.search
+    labels = {arm.label: arm.against for arm in EXPERIMENTS["refine"](it)}
+    assert labels["dmcp, refined at 50%"] == labels["uniform at 50%"] == "dmcp at 50%" and labels["dmcp at 50%"] == ""
 
 
 def test_faster_alphas_change_nothing_else() -> None:
@@ -581,7 +597,7 @@ def test_draws_and_methods_have_differences_too(tmp_path: Path) -> None:
 def test_the_full_recipe_tells_its_lengths(tmp_path: Path) -> None:
     it = study(seeds=1)
     values = {"unpruned-full-seed0": 0.92, "uniform-full-50%-seed0": 0.90, "dmcp-full-50%-seed0": 0.91}
-    values |= {"dmcp-slimmable-full-50%-seed0": 0.93}
+    values |= {"dmcp-refined-full-50%-seed0": 0.915, "dmcp-refined-slimmable-full-50%-seed0": 0.93}
     for task in study_tasks(it, ["full"]):
         write_cell(task, tmp_path / "cells", it, values.get(task.name, 0.94))
     shown = show(it, "full", tmp_path / "cells")
@@ -596,8 +612,9 @@ def test_the_full_recipe_tells_its_lengths(tmp_path: Path) -> None:
         "unpruned": ("92.00 (1)", "+2.00 (1)", "240"),
         "uniform": ("90.00 (1)", "", "240"),
         "dmcp": ("91.00 (1)", "+1.00 (1)", "60 + 240 = 300"),
-        "dmcp, slimmable training": ("93.00 (1)", "+3.00 (1)", "60 + 240 = 300"),
-        "dmcp, distilled": ("94.00 (1)", "+4.00 (1)", "60 + 240 = 300, and 240 of its teacher"),
+        "dmcp, refined": ("91.50 (1)", "+1.50 (1)", "60 + 240 = 300"),
+        "dmcp, refined, slimmable training": ("93.00 (1)", "+3.00 (1)", "60 + 240 = 300"),
+        "dmcp, refined, distilled": ("94.00 (1)", "+4.00 (1)", "60 + 240 = 300, and 240 of its teacher"),
     }
     path, *_ = write(it, "full", shown, tmp_path / "cells", tmp_path, "full")
     data = json.loads(path.read_text())
@@ -606,7 +623,7 @@ def test_the_full_recipe_tells_its_lengths(tmp_path: Path) -> None:
     assert (words[words.index("--epochs") + 1], words[words.index("--search-epochs") + 1]) == ("60", "30")
     cells = {(cell["label"], cell["name"]): cell["accuracy"] for cell in data["cells"]}
     assert cells["dmcp", "dmcp-full-50%-seed0"] == 0.91
-    assert cells["dmcp, slimmable training", "dmcp-slimmable-full-50%-seed0"] == 0.93
+    assert cells["dmcp, refined, slimmable training", "dmcp-refined-slimmable-full-50%-seed0"] == 0.93
 
 
 def test_explanations_name_the_row_of_each_difference(tmp_path: Path) -> None:
@@ -785,11 +802,11 @@ def test_all_are_those_of_the_papers_length(capsys: pytest.CaptureFixture[str], 
         told = run(capsys, *names, *TINY, "--seeds", "1", "--dry-run", "--json", "--out", str(tmp_path))[1]
         return {experiment for cell in json.loads(told)["cells"] for experiment in cell["needed_by"]}
 
-    assert listed("all") == {*ALL} == {*EXPERIMENTS} - {"full", "recipe", "explain"}
+    assert listed("all") == {*ALL} == {*EXPERIMENTS} - {"full", "recipe", "refine", "explain"}
     assert listed("all", "full") == {*ALL, "full"}
     told = " ".join(re.sub(r"[│|]", " ", run(capsys, "--help")[1]).split())
-    assert "extra, all of them, or only by name full, recipe, explain." in told
-    with pytest.raises(DmcpError, match="all of them, or only by name full, recipe, explain"):
+    assert "extra, all of them, or only by name full, recipe, refine, explain." in told
+    with pytest.raises(DmcpError, match="all of them, or only by name full, recipe, refine, explain"):
         check_experiment("qqq")
 
 
@@ -883,7 +900,7 @@ def test_a_dry_run_says_what_is_left_and_for_whom(capsys: pytest.CaptureFixture[
     assert told.endswith("How long 6 of those left take is not known: none like them is done.\n")
 
 
-@pytest.mark.parametrize("name", ["full", "recipe", "explain"])
+@pytest.mark.parametrize("name", ["full", "recipe", "refine", "explain"])
 def test_the_command_beside_an_experiment_makes_the_same_cells(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -901,7 +918,11 @@ def test_the_command_beside_an_experiment_makes_the_same_cells(
     assert code == 0, error
     data = json.loads((tmp_path / "results" / f"{name}-digits-resnet.json").read_text())
     assert data["missing"] == [] and data["command"] == command(it, name)
-    assert data["train"]["epochs"] == study_of(it, name).common.train.epochs == (3 if name == "explain" else 12)
+    assert (
+        data["train"]["epochs"]
+        == study_of(it, name).common.train.epochs
+        == (3 if name in ("refine", "explain") else 12)
+    )
 
 
 @pytest.mark.parametrize(
@@ -960,8 +981,8 @@ def test_the_full_recipe_from_the_command_to_its_table(capsys: pytest.CaptureFix
     place = ["--out", str(tmp_path / "cells"), "--results", str(tmp_path / "results")]
     code, told, error = run(capsys, "full", *TINY, *short, *place)
     assert code == 0, error
-    assert "| 4 + 4 = 8, and 4 of its teacher |" in told and "| dmcp, slimmable training |" in told
-    ours, taught = (tmp_path / "cells" / f"dmcp-{name}-50%-seed0" for name in ("full", "distilled-full"))
+    assert "| 4 + 4 = 8, and 4 of its teacher |" in told and "| dmcp, refined, slimmable training |" in told
+    ours, taught = (tmp_path / "cells" / f"dmcp-refined-{name}-50%-seed0" for name in ("full", "distilled-full"))
     widths = [json.loads((folder / WIDTHS).read_text())["widths"] for folder in (ours, taught)]
     assert widths[0] == widths[1]
     steps = [json.loads(line) for line in (taught / LOG).read_text().splitlines()]

@@ -16,6 +16,7 @@ from dmcp.batches import Loader, generator
 from dmcp.budget import parse
 from dmcp.cell_files import (
     CHOICE,
+    CHOSEN,
     COST,
     RECOVERY,
     SPENT,
@@ -249,6 +250,9 @@ def _find(here: Session, cell: Cell, method: Method, problem: Problem) -> Choice
     match method.start:
         case Start.SEARCHED:
             return method.find(problem, load_search(uses, problem.graph), config)
+        case Start.SUPERNET:
+            check_there(uses / CHOSEN, "starts")
+            return method.find(problem, load_search(uses, problem.graph), config, read_tensors(uses / CHOSEN))
         case Start.HELD | Start.PREPARED:
             check_there(uses / PREPARED, "starts")
             return method.find(problem, config, read_tensors(uses / PREPARED))

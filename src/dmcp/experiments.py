@@ -23,8 +23,9 @@ BUDGETS = (HALF, "30%", "70%", "15%")  # of main, the most wanted first
 ENDS = ("70%", "15%")  # of explain: the largest and the smallest of main
 DRAWS = 5  # networks that are drawn from one search
 # experiments that are done by name only: not the paper's, and longer than its
-FULL, RECIPE, EXPLAIN = "full", "recipe", "explain"
+FULL, RECIPE, REFINE, EXPLAIN = "full", "recipe", "refine", "explain"
 WIDER = ("scale", EXPLAIN)  # experiments with a wider unpruned network
+REFINED = "dmcp-refined"  # a method, and its arms
 _MORE_TRAINING, _MORE_SEARCH = 4, 2  # times the study's epochs, in the full-length recipe
 _TIMES = 10  # as fast as in a usual search
 _FAST, _USUAL = 5.0, 0.5  # learning rates of the alphas in recover: see docs/paper_map.md; and that of a search
@@ -176,15 +177,35 @@ def extra(it: Study) -> list[Arm]:
 def full(it: Study) -> list[Arm]:
     """The full-length recipe: the final training four times as long, the search twice as long as elsewhere.
 
-    `study_of` has these lengths. The teacher is the unpruned network of the same seed, by the same recipe. All three
-    trainings are of the widths of one search.
+    `study_of` has these lengths. The teacher is the unpruned network of the same seed, by the same recipe. All
+    trainings of DMCP's widths are of one search; those with a teacher are of its refined widths.
     """
     trained = replace(_TRAINED, name=f"{UNPRUNED}-{FULL}")
     same = Arm(label="uniform", name=f"uniform-{FULL}", method="uniform", budget=HALF)
     ours = Arm(label="dmcp", name=f"dmcp-{FULL}", method="dmcp", budget=HALF, own=False)
-    copied = Arm(label="dmcp, distilled", name=f"dmcp-distilled-{FULL}", method=COPY, budget=HALF, uses=ours)
-    slimmable = replace(copied, label="dmcp, slimmable training", name=f"dmcp-slimmable-{FULL}", slimmable=True)
-    return _compared(same, [trained, same, ours, replace(copied, teacher=trained), slimmable])
+    near = _refined("dmcp, refined", ours, f"{REFINED}-{FULL}")
+    copied = Arm(
+        label=f"{near.label}, distilled", name=f"{REFINED}-distilled-{FULL}", method=COPY, budget=HALF, uses=near
+    )
+    slimmable = replace(
+        copied, label=f"{near.label}, slimmable training", name=f"{REFINED}-slimmable-{FULL}", slimmable=True
+    )
+    return _compared(same, [trained, same, ours, near, replace(copied, teacher=trained), slimmable])
+
+
+def refine(it: Study) -> list[Arm]:
+    """The widths of DMCP, refined by a local search in the weights of the same search, at several budgets."""
+    arms: list[Arm] = []
+    for budget in it.common.budgets:
+        same = Arm(label=f"uniform at {budget}", name="uniform", method="uniform", budget=budget)
+        ours = _dmcp(f"dmcp at {budget}", budget)
+        arms += _compared(ours, [same, ours, _refined(f"dmcp, refined at {budget}", ours)])
+    return arms
+
+
+def _refined(label: str, searched: Arm, name: str = REFINED) -> Arm:
+    """The widths of an arm's search, refined."""
+    return Arm(label=label, name=name, method=REFINED, budget=searched.budget, uses=searched)
 
 
 def recipe(it: Study) -> list[Arm]:
@@ -261,9 +282,10 @@ EXPERIMENTS: dict[str, Experiment] = {  # as people type them, the most wanted f
     "extra": extra,
     FULL: full,
     RECIPE: recipe,
+    REFINE: refine,
     EXPLAIN: explain,
 }
-_BY_NAME = (FULL, RECIPE, EXPLAIN)
+_BY_NAME = (FULL, RECIPE, REFINE, EXPLAIN)
 ALL = tuple(name for name in EXPERIMENTS if name not in _BY_NAME)  # what people call all
 NAMES = f"{', '.join(ALL)}, all of them, or only by name {', '.join(_BY_NAME)}"  # for people
 

@@ -22,6 +22,7 @@ from dmcp.pruning import Retrain, default_recipe
 from dmcp.recipes import Recipe
 from dmcp.recipes import find as find_recipe
 from dmcp.recipes import names as recipe_names
+from dmcp.refining import RefineConfig
 from dmcp.runs import SETTINGS, read_json
 from dmcp.searches import SearchConfig
 from dmcp.trackers import read_kinds
@@ -94,6 +95,10 @@ Seed = Annotated[int, typer.Option(callback=_check_seed, help="Of everything ran
 RetrainKind = Annotated[
     Retrain | None,
     typer.Option(help="How the pruned network gets its weights; default: inherit with --weights, else scratch."),
+]
+Refine = Annotated[
+    bool,
+    typer.Option("--refine", help="Look for better widths near those found, by their loss in the search's weights."),
 ]
 Controls = Annotated[bool, typer.Option("--controls", help="Also train the unpruned network and uniform widths.")]
 Weights = Annotated[
@@ -189,6 +194,7 @@ def make_plan(ctx: typer.Context, command: str, options: Mapping[str, Any]) -> P
         engine=engine,
         search=search,
         train=train,
+        refine=RefineConfig() if options.get("refine") else None,
         retrain=options.get("retrain") or _retrain(options, recipe),
         controls=options.get("controls", False),
         widths=options.get("widths", ""),

@@ -42,7 +42,9 @@ _MODEL = "cifar:resnet20"
 _USUAL = DmcpConfig().epochs  # of a search; cells with as many are those of dmcp compare
 _RATE = SearchConfig.alpha_lr  # of its alphas; the same
 Names = Annotated[list[str] | None, typer.Argument(metavar="NAME...", help=f"Some of {NAMES}.")]
-Budgets = Annotated[list[str] | None, typer.Option("--budget", help=f"Of main; repeatable. Default: {BUDGETS}.")]
+Budgets = Annotated[
+    list[str] | None, typer.Option("--budget", help=f"Of main and refine; repeatable. Default: {BUDGETS}.")
+]
 SeedCount = Annotated[int, typer.Option(min=1, help="Seeds of everything, from --seed on.")]
 TrainEpochs = Annotated[int, typer.Option(min=1, help="Passes over the data in the final training.")]
 FirstEpochs = Annotated[int, typer.Option(min=2, help="Passes over the data in a search.")]

@@ -17,6 +17,7 @@ from dmcp.errors import FileError, TrainingError
 from dmcp.files import quote
 from dmcp.jobs import Job, Opened, data_identity
 from dmcp.pruning import Retrain
+from dmcp.refining import RefineConfig
 from dmcp.runs import from_plain
 from dmcp.searches import SearchConfig
 from dmcp.training import TrainConfig
@@ -65,6 +66,7 @@ class Plan:
     engine: Engine
     search: SearchConfig | None = None
     train: TrainConfig | None = None
+    refine: RefineConfig | None = None  # between search and training; None: not done
     retrain: Retrain = Retrain.SCRATCH
     controls: bool = False
     widths: str = ""  # file of widths that are trained
@@ -83,13 +85,16 @@ class Plan:
                 del plain["cell"][name]
         if self.engine.kernels is None:  # the same for all that was begun before there was this one
             del plain["engine"]["kernels"]
+        if self.refine is None:
+            del plain["refine"]
         return plain
 
 
 def plan_from_json(data: Mapping[str, Any], path: object) -> Plan:
     """The plan of a run; FileError where it is not one of this version."""
     try:
-        return from_plain(Plan, {it.name: data[it.name] for it in fields(Plan) if it.name in data or it.name != "cell"})
+        known = [it.name for it in fields(Plan) if it.name in data or it.name not in ("cell", "refine")]
+        return from_plain(Plan, {name: data[name] for name in known})
     except (KeyError, TypeError, ValueError, OverflowError, TrainingError) as error:
         raise FileError(f"{path}: not the settings of a run of this version ({quote(error)}).") from None
 

@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from dmcp.events import Event
+from dmcp.refining import RefineRecord
 from dmcp.searches import SearchRecord
 from dmcp.training import StepRecord
 
@@ -41,7 +42,7 @@ class Progress:
 
     def on_event(self, event: Event) -> None:
         """Show a step; results are shown by the command at its end."""
-        if self.quiet or not isinstance(event.record, SearchRecord | StepRecord):
+        if self.quiet or not isinstance(event.record, SearchRecord | StepRecord | RefineRecord):
             return
         now, done = time.monotonic(), event.record.step + 1
         if event.stage != self.stage:
@@ -62,9 +63,9 @@ class Progress:
         return f", {clock(max(left, 0.0))} left"
 
 
-def facts(record: SearchRecord | StepRecord) -> str:
+def facts(record: SearchRecord | StepRecord | RefineRecord) -> str:
     """The losses, and in a search the expected cost against the budget."""
-    if isinstance(record, StepRecord):
+    if isinstance(record, StepRecord | RefineRecord):
         return f"loss {record.loss:.3f}"
     parts = []
     if record.weight_losses:
