@@ -199,7 +199,11 @@ def refine(it: Study) -> list[Arm]:
     for budget in it.common.budgets:
         same = Arm(label=f"uniform at {budget}", name="uniform", method="uniform", budget=budget)
         ours = _dmcp(f"dmcp at {budget}", budget)
-        arms += _compared(ours, [same, ours, _refined(f"dmcp, refined at {budget}", ours)])
+        near = _refined(f"dmcp, refined at {budget}", ours)
+        arms += _compared(ours, [same, ours, near])
+        if budget == HALF:  # a control: what the alphas are worth when the climb follows
+            blind = replace(near, label=f"uniform, refined at {budget}", name="uniform-refined")
+            arms.append(replace(blind, settings={"from_uniform": True}, against=ours.label))
     return arms
 
 

@@ -27,7 +27,7 @@ from dmcp.judging import Judge, batch_statistics, judging_batches, make_judge
 from dmcp.keeping import DONE, Keeper, State, untouched
 from dmcp.losses import Loss, classification_loss
 from dmcp.ranks import current, fewest, sum_values
-from dmcp.sampling import FILLED, Options, expected, options_of
+from dmcp.sampling import FILLED, Options, expected, options_of, uniform
 from dmcp.searches import SearchResult
 from dmcp.spaces import Widths
 from dmcp.supernet import Supernet
@@ -46,6 +46,9 @@ class RefineConfig:
     images: int = 4096  # training images that judge them, always the same; as many others confirm the result
     step: float = 0.2  # of a space's channels by which it grows in the first tries
     last_step: float = 0.02  # the same in the last ones; one channel at least
+    from_uniform: bool = (
+        False  # whether it begins with uniform widths, not the expected ones: what the alphas are worth
+    )
 
     def __post_init__(self) -> None:
         for name, least in (("tries", 1), ("images", 2)):
@@ -111,7 +114,7 @@ def refine(
     if keeper and (kept := keeper.load(current())) is not None:
         return _restored(kept.facts[_RESULT], net.graph)
     config, graph = config or RefineConfig(), net.graph
-    start = (widths or expected(found)).tensor()
+    start = (widths or _first(found, config)).tensor()
     moves = _Moves.of(found, start, config, seed)
 
     def tell(record: RefineRecord) -> None:
@@ -138,6 +141,12 @@ def refine(
         nothing, facts = State({}, dict, [], [], [], settled.device), asdict(refined) | {"widths": dict(refined.widths)}
         keeper.save(refined.tries, nothing, {DONE: True, _RESULT: facts}, current())
     return refined
+
+
+def _first(found: SearchResult, config: RefineConfig) -> Widths:
+    if not config.from_uniform:
+        return expected(found)
+    return uniform(found.graph, found.budget, align=found.align, tolerance=max(FILLED, found.tolerance))
 
 
 def _restored(facts: Mapping[str, Any], graph: ChannelGraph) -> Refined:
