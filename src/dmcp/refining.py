@@ -44,8 +44,8 @@ class RefineConfig:
 
     tries: int = 300  # structures that are tried
     images: int = 4096  # training images that judge them, always the same; as many others confirm the result
-    step: float = 0.2  # of a space's channels by which it grows in the first tries
-    last_step: float = 0.02  # the same in the last ones; one channel at least
+    step: float = 0.4  # share of a space's channels by which it grows or shrinks at most in the first tries
+    last_step: float = 0.04  # the same in the last ones; one channel is always allowed
 
     def __post_init__(self) -> None:
         for name, least in (("tries", 1), ("images", 2)):
@@ -242,22 +242,33 @@ class _Moves:
         return None
 
     def _neighbour(self, widths: Tensor, size: float) -> Tensor:
-        """One or two spaces wider, then others narrower in random order, each as little as it takes. (S,) -> (S,)"""
-        options, places = self.options, self.options.nearest(widths)
-        steps = (size * options.last).round().long().clamp(min=1)  # (S,)
+        """One or two spaces wider, others in random order narrower until the budget holds, and filled. (S,) -> (S,)"""
+        last, places = self.options.last, self.options.nearest(widths)
+        most = (size * last).round().long().clamp(min=1)  # options that a space moves at most. (S,)
         order = torch.randperm(len(widths), generator=self.random).tolist()
         grown = 1 + int(torch.randint(3, (), generator=self.random) == 0 and len(order) > 2)
-        for space in order[:grown]:
-            places[space] = min(places[space] + steps[space], options.last[space])
+        chances = torch.rand(len(widths), generator=self.random)
+        wider = (places + 1 + (chances * most).long()).minimum(last)
+        places[order[:grown]] = wider[order[:grown]]
         for space in order[grown:]:
-            if self._spent(options.widths(places)[None]).item() <= 1:
+            if self._share(places) <= 1:
                 break
-            down = torch.arange(2 * int(steps[space]) + 1)  # it may shrink more than the others grow: it may cost less
-            trials = places.repeat(len(down), 1)
-            trials[:, space] = (places[space] - down).clamp(min=0)
-            inside = self._spent(options.widths(trials)) <= 1
-            places = trials[int(inside.int().argmax()) if inside.any() else -1]
-        return options.widths(places)
+            places = self._moved(places, space, -torch.arange(int(most[space]) + 1))
+        for space in order:
+            if self._share(places) >= self.filled:
+                break
+            places = self._moved(places, space, torch.arange(int(most[space]), -1, -1))
+        return self.options.widths(places)
+
+    def _moved(self, places: Tensor, space: int, moves: Tensor) -> Tensor:
+        """The first of some moves of a space with which the budget holds, or the last. (S,), (M,) -> (S,)"""
+        trials = places.repeat(len(moves), 1)
+        trials[:, space] = (places[space] + moves).clamp(min=0).minimum(self.options.last[space])
+        inside = self._spent(self.options.widths(trials)) <= 1
+        return trials[int(inside.int().argmax()) if inside.any() else -1]
+
+    def _share(self, places: Tensor) -> float:
+        return self._spent(self.options.widths(places[None])).item()
 
     def _spent(self, widths: Tensor) -> Tensor:
         """Cost / target of the binding limit. (N, S) -> (N,)"""
