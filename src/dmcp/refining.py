@@ -43,7 +43,7 @@ class RefineConfig:
     """Settings of the local search."""
 
     tries: int = 300  # structures that are tried
-    images: int = 4096  # training images that judge them, always the same; as many others confirm the result
+    images: int = 4096  # training images that judge them, always the same; as many others confirm; on the device
     step: float = 0.4  # share of a space's channels by which it grows or shrinks at most in the first tries
     last_step: float = 0.04  # the same in the last ones; one channel is always allowed
 
@@ -109,7 +109,7 @@ def refine(
     seed: of the tries. widths: to begin with, if not the expected ones.
     """
     if keeper and (kept := keeper.load(current())) is not None:
-        return _restored(kept.facts[_RESULT], net.graph)
+        return _restored(kept.facts, net.graph)
     config, graph = config or RefineConfig(), net.graph
     start = (widths or expected(found)).tensor()
     moves = _Moves.of(found, start, config, seed)
@@ -135,15 +135,21 @@ def refine(
         sample_passes=(passes + 2 * sum(map(size_of, others))) * current().world,
     )
     if keeper:
-        nothing, facts = State({}, dict, [], [], [], settled.device), asdict(refined) | {"widths": dict(refined.widths)}
-        keeper.save(refined.tries, nothing, {DONE: True, _RESULT: facts}, current())
+        _keep(refined, keeper, settled.device)
     return refined
+
+
+def _keep(refined: Refined, keeper: Keeper, device: torch.device) -> None:
+    """Write the result, which is then not looked for again."""
+    facts = asdict(refined) | {"widths": dict(refined.widths)}
+    keeper.save(1, State({}, dict, [], [], [], device), {DONE: True, _RESULT: facts}, current())
 
 
 def _restored(facts: Mapping[str, Any], graph: ChannelGraph) -> Refined:
     """What was kept; FileError where it is not such a result."""
     try:
-        return Refined(**{**facts, "widths": graph.widths(facts["widths"])})
+        result = facts[_RESULT]
+        return Refined(**{**result, "widths": graph.widths(result["widths"])})
     except (KeyError, TypeError) as error:
         raise FileError(f"This checkpoint has no refined widths ({error!r}): start the run anew.") from None
 
