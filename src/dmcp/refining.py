@@ -43,12 +43,10 @@ class RefineConfig:
     """Settings of the local search."""
 
     tries: int = 300  # structures that are tried
-    images: int = 4096  # training images that judge them, always the same; as many others confirm the result
-    step: float = 0.2  # of a space's channels by which it grows in the first tries
-    last_step: float = 0.02  # the same in the last ones; one channel at least
-    from_uniform: bool = (
-        False  # whether it begins with uniform widths, not the expected ones: what the alphas are worth
-    )
+    images: int = 4096  # training images that judge them, always the same; as many others confirm; on the device
+    step: float = 0.4  # share of a space's channels by which it grows or shrinks at most in the first tries
+    last_step: float = 0.04  # the same in the last ones; one channel is always allowed
+    from_uniform: bool = False  # whether it begins with uniform widths, not with the expected ones: a control
 
     def __post_init__(self) -> None:
         for name, least in (("tries", 1), ("images", 2)):
@@ -112,7 +110,7 @@ def refine(
     seed: of the tries. widths: to begin with, if not the expected ones.
     """
     if keeper and (kept := keeper.load(current())) is not None:
-        return _restored(kept.facts[_RESULT], net.graph)
+        return _restored(kept.facts, net.graph)
     config, graph = config or RefineConfig(), net.graph
     start = (widths or _first(found, config)).tensor()
     moves = _Moves.of(found, start, config, seed)
@@ -138,8 +136,7 @@ def refine(
         sample_passes=(passes + 2 * sum(map(size_of, others))) * current().world,
     )
     if keeper:
-        nothing, facts = State({}, dict, [], [], [], settled.device), asdict(refined) | {"widths": dict(refined.widths)}
-        keeper.save(refined.tries, nothing, {DONE: True, _RESULT: facts}, current())
+        _keep(refined, keeper, settled.device)
     return refined
 
 
@@ -149,10 +146,17 @@ def _first(found: SearchResult, config: RefineConfig) -> Widths:
     return uniform(found.graph, found.budget, align=found.align, tolerance=max(FILLED, found.tolerance))
 
 
+def _keep(refined: Refined, keeper: Keeper, device: torch.device) -> None:
+    """Write the result, which is then not looked for again."""
+    facts = asdict(refined) | {"widths": dict(refined.widths)}
+    keeper.save(1, State({}, dict, [], [], [], device), {DONE: True, _RESULT: facts}, current())
+
+
 def _restored(facts: Mapping[str, Any], graph: ChannelGraph) -> Refined:
     """What was kept; FileError where it is not such a result."""
     try:
-        return Refined(**{**facts, "widths": graph.widths(facts["widths"])})
+        result = facts[_RESULT]
+        return Refined(**{**result, "widths": graph.widths(result["widths"])})
     except (KeyError, TypeError) as error:
         raise FileError(f"This checkpoint has no refined widths ({error!r}): start the run anew.") from None
 
@@ -251,22 +255,33 @@ class _Moves:
         return None
 
     def _neighbour(self, widths: Tensor, size: float) -> Tensor:
-        """One or two spaces wider, then others narrower in random order, each as little as it takes. (S,) -> (S,)"""
-        options, places = self.options, self.options.nearest(widths)
-        steps = (size * options.last).round().long().clamp(min=1)  # (S,)
+        """One or two spaces wider, others in random order narrower until the budget holds, and filled. (S,) -> (S,)"""
+        last, places = self.options.last, self.options.nearest(widths)
+        most = (size * last).round().long().clamp(min=1)  # options that a space moves at most. (S,)
         order = torch.randperm(len(widths), generator=self.random).tolist()
         grown = 1 + int(torch.randint(3, (), generator=self.random) == 0 and len(order) > 2)
-        for space in order[:grown]:
-            places[space] = min(places[space] + steps[space], options.last[space])
+        chances = torch.rand(len(widths), generator=self.random)
+        wider = (places + 1 + (chances * most).long()).minimum(last)
+        places[order[:grown]] = wider[order[:grown]]
         for space in order[grown:]:
-            if self._spent(options.widths(places)[None]).item() <= 1:
+            if self._share(places) <= 1:
                 break
-            down = torch.arange(2 * int(steps[space]) + 1)  # it may shrink more than the others grow: it may cost less
-            trials = places.repeat(len(down), 1)
-            trials[:, space] = (places[space] - down).clamp(min=0)
-            inside = self._spent(options.widths(trials)) <= 1
-            places = trials[int(inside.int().argmax()) if inside.any() else -1]
-        return options.widths(places)
+            places = self._moved(places, space, -torch.arange(int(most[space]) + 1))
+        for space in order:
+            if self._share(places) >= self.filled:
+                break
+            places = self._moved(places, space, torch.arange(int(most[space]), -1, -1))
+        return self.options.widths(places)
+
+    def _moved(self, places: Tensor, space: int, moves: Tensor) -> Tensor:
+        """The first of some moves of a space with which the budget holds, or the last. (S,), (M,) -> (S,)"""
+        trials = places.repeat(len(moves), 1)
+        trials[:, space] = (places[space] + moves).clamp(min=0).minimum(self.options.last[space])
+        inside = self._spent(self.options.widths(trials)) <= 1
+        return trials[int(inside.int().argmax()) if inside.any() else -1]
+
+    def _share(self, places: Tensor) -> float:
+        return self._spent(self.options.widths(places[None])).item()
 
     def _spent(self, widths: Tensor) -> Tensor:
         """Cost / target of the binding limit. (N, S) -> (N,)"""
