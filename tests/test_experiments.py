@@ -24,7 +24,7 @@ from dmcp.comparing import Comparison, Task, plan_cell, run_tasks, tasks
 from dmcp.data import load, split
 from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DmcpError, TrainingError
-from dmcp.experiment_cells import cells_of, command, study_tasks
+from dmcp.experiment_cells import cells_of, command, epochs_of, study_tasks
 from dmcp.experiments import ALL, DRAWS, EXPERIMENTS, check_experiment, study_of
 from dmcp.findings import show, write
 from dmcp.graph import ChannelGraph
@@ -277,21 +277,19 @@ def test_seeds_of_searches_and_of_trainings_are_told_apart() -> None:
 def test_the_full_recipe_has_cells_and_lengths_of_its_own() -> None:
     it = study(settings={"dmcp": {"epochs": 20, "groups": 5}})
     found = {task.name: task for task in study_tasks(it, ["main", "full"]) if "-full-" in task.name}
-    more = ("", "refined-", "refined-distilled-", "refined-slimmable-")
-    names = ["unpruned-full", "uniform-full-50%", *(f"dmcp-{it}full-50%" for it in more)]
+    names = ["unpruned-full", "uniform-full-50%", *(f"dmcp-{it}full-50%" for it in ("", "distilled-", "slimmable-"))]
     assert sorted(found) == sorted(f"{name}-seed{seed}" for name in names for seed in range(3))
     plans = [task.plan for task in found.values()]
     assert {(plan.train.epochs, plan.train.lr, plan.train.warmup_epochs) for plan in plans if plan.train} == {
         (240, 1.6, 1)
     }
-    ours, taught = found["dmcp-full-50%-seed1"].plan.cell, found["dmcp-refined-distilled-full-50%-seed1"]
+    ours, taught = found["dmcp-full-50%-seed1"].plan.cell, found["dmcp-distilled-full-50%-seed1"]
     assert ours and ours.settings == {"epochs": 40, "groups": 5} and not ours.own
-    near, inside = found["dmcp-refined-full-50%-seed1"], found["dmcp-refined-slimmable-full-50%-seed1"]
-    assert near.after == ("dmcp-full-50%-seed1",) and near.plan.cell and near.plan.cell.method == "dmcp-refined"
-    assert inside.after == ("dmcp-refined-full-50%-seed1",) and inside.plan.cell and inside.plan.cell.slimmable
+    inside = found["dmcp-slimmable-full-50%-seed1"]
+    assert inside.after == ("dmcp-full-50%-seed1",) and inside.plan.cell and inside.plan.cell.slimmable
     assert replace(inside.plan.cell, slimmable=False, teacher="unpruned-full-seed1") == taught.plan.cell
     assert taught.plan.cell and taught.plan.cell.method == "copy" and taught.plan.train and taught.plan.train.seed == 1
-    assert taught.after == ("dmcp-refined-full-50%-seed1", "unpruned-full-seed1")
+    assert taught.after == ("dmcp-full-50%-seed1", "unpruned-full-seed1")
     assert (taught.plan.cell.uses, taught.plan.cell.teacher) == taught.after
     usual = {task.name: task.plan for task in study_tasks(it, ["main", "full"])}["dmcp-50%-seed1"]
     assert usual == {task.name: task.plan for task in study_tasks(it, ["main"])}["dmcp-50%-seed1"]
@@ -329,14 +327,28 @@ def test_refined_widths_are_of_the_searches_of_main() -> None:
     it = study(seeds=2)
     found = {task.name: task for task in study_tasks(it, ["refine"])}
     known = {task.name: task for task in study_tasks(it, ["main"])}
-    rest = [task for name, task in found.items() if name not in known]
-    assert {*found} - {*known} == {f"dmcp-refined-{text}-seed{seed}" for text in it.common.budgets for seed in range(2)}
+    kinds = ("dmcp-refined", "dmcp-refined-inherited", "dmcp-inherited")
+    names = {f"{kind}-{text}-seed{seed}" for kind in kinds for text in it.common.budgets for seed in range(2)}
+    assert {*found} - {*known} == names | {f"uniform-refined-50%-seed{seed}" for seed in range(2)}
     assert all(found[name] == known[name] for name in found.keys() & known.keys())
-    for task in rest:
-        assert task.after == (task.name.replace("-refined", ""),) and task.plan.cell
-        assert task.plan.cell.settings == {} and task.plan.search == found[task.after[0]].plan.search
+    wanted: dict[str, dict[str, Any]] = {kind: {} for kind in kinds} | {"dmcp-inherited": {"tries": 0}}
+    for name in names:
+        kind, cell = name.rsplit("-", 2)[0], found[name].plan.cell
+        assert cell and (cell.uses,) == found[name].after == (name.replace(kind, "dmcp"),)
+        assert cell.settings == wanted[kind] and cell.inherits is ("inherited" in kind)
+        assert found[name].plan.search == known[cell.uses].plan.search
+    blind = found["uniform-refined-50%-seed1"].plan.cell
+    assert blind and blind.settings == {"from_uniform": True} and blind.uses == "dmcp-50%-seed1"
     labels = {arm.label: arm.against for arm in EXPERIMENTS["refine"](it)}
     assert labels["dmcp, refined at 50%"] == labels["uniform at 50%"] == "dmcp at 50%" and labels["dmcp at 50%"] == ""
+    assert labels["dmcp, refined at 50%, inherited"] == "dmcp at 50%, inherited"
+
+
+def test_what_inherits_is_trained_for_less_long() -> None:
+    it = replace(study(seeds=1), common=replace(study(seeds=1).common, fine_tune_epochs=20))
+    lengths = {arm.label: epochs_of(it, arm) for arm in EXPERIMENTS["refine"](it)}
+    assert lengths["dmcp, refined at 50%"] == lengths["dmcp at 50%"] == {"search": 30, "training": 60}
+    assert lengths["dmcp, refined at 50%, inherited"] == {"search": 30, "training": 20}
 
 
 def test_faster_alphas_change_nothing_else() -> None:
@@ -378,8 +390,9 @@ def test_only_a_network_that_was_chosen_has_a_teacher() -> None:
         Cell(method="dmcp", teacher="unpruned-seed0", scratch=False)
     with pytest.raises(TrainingError, match="leave it out"):
         Cell(method="", slimmable=True)
-    with pytest.raises(TrainingError, match="leave the other one out"):
-        Cell(method=COPY, slimmable=True, teacher="unpruned-seed0")
+    for two in ({"slimmable": True, "teacher": "unpruned-seed0"}, {"slimmable": True, "inherits": True}):
+        with pytest.raises(TrainingError, match="choose one"):
+            Cell(method=COPY, **two)
     with pytest.raises(TrainingError, match="'amc' chooses by them"):
         Cell(method="amc", held_out=True)
     with pytest.raises(TrainingError, match="'dmcp' chooses by them"):
@@ -597,7 +610,7 @@ def test_draws_and_methods_have_differences_too(tmp_path: Path) -> None:
 def test_the_full_recipe_tells_its_lengths(tmp_path: Path) -> None:
     it = study(seeds=1)
     values = {"unpruned-full-seed0": 0.92, "uniform-full-50%-seed0": 0.90, "dmcp-full-50%-seed0": 0.91}
-    values |= {"dmcp-refined-full-50%-seed0": 0.915, "dmcp-refined-slimmable-full-50%-seed0": 0.93}
+    values |= {"dmcp-slimmable-full-50%-seed0": 0.93}
     for task in study_tasks(it, ["full"]):
         write_cell(task, tmp_path / "cells", it, values.get(task.name, 0.94))
     shown = show(it, "full", tmp_path / "cells")
@@ -612,9 +625,8 @@ def test_the_full_recipe_tells_its_lengths(tmp_path: Path) -> None:
         "unpruned": ("92.00 (1)", "+2.00 (1)", "240"),
         "uniform": ("90.00 (1)", "", "240"),
         "dmcp": ("91.00 (1)", "+1.00 (1)", "60 + 240 = 300"),
-        "dmcp, refined": ("91.50 (1)", "+1.50 (1)", "60 + 240 = 300"),
-        "dmcp, refined, slimmable training": ("93.00 (1)", "+3.00 (1)", "60 + 240 = 300"),
-        "dmcp, refined, distilled": ("94.00 (1)", "+4.00 (1)", "60 + 240 = 300, and 240 of its teacher"),
+        "dmcp, slimmable training": ("93.00 (1)", "+3.00 (1)", "60 + 240 = 300"),
+        "dmcp, distilled": ("94.00 (1)", "+4.00 (1)", "60 + 240 = 300, and 240 of its teacher"),
     }
     path, *_ = write(it, "full", shown, tmp_path / "cells", tmp_path, "full")
     data = json.loads(path.read_text())
@@ -623,7 +635,7 @@ def test_the_full_recipe_tells_its_lengths(tmp_path: Path) -> None:
     assert (words[words.index("--epochs") + 1], words[words.index("--search-epochs") + 1]) == ("60", "30")
     cells = {(cell["label"], cell["name"]): cell["accuracy"] for cell in data["cells"]}
     assert cells["dmcp", "dmcp-full-50%-seed0"] == 0.91
-    assert cells["dmcp, refined, slimmable training", "dmcp-refined-slimmable-full-50%-seed0"] == 0.93
+    assert cells["dmcp, slimmable training", "dmcp-slimmable-full-50%-seed0"] == 0.93
 
 
 def test_explanations_name_the_row_of_each_difference(tmp_path: Path) -> None:
@@ -825,7 +837,7 @@ def test_a_dry_run_finds_what_the_run_would_refuse(capsys: pytest.CaptureFixture
 def test_what_is_done_is_gathered_and_nothing_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out, place = tmp_path / "cells", tmp_path / "results"
     job, train = Job(model="digits:resnet", data="digits", batch=64, device="cpu"), recipe(1, 1.6, 5e-4, 0.1)
-    more: dict[str, Any] = {"settings": {"dmcp": {"epochs": 2}}, "fine_tune_epochs": 0}
+    more: dict[str, Any] = {"settings": {"dmcp": {"epochs": 2}}, "fine_tune_epochs": 1}
     it = study(1, "digits:resnet", "digits", job=job, train=train, **more)
     words = [*TINY, "--epochs", "1", "--search-epochs", "2", "--seeds", "1"]
     words += ["--out", str(out), "--results", str(place), "--gather"]
@@ -918,11 +930,8 @@ def test_the_command_beside_an_experiment_makes_the_same_cells(
     assert code == 0, error
     data = json.loads((tmp_path / "results" / f"{name}-digits-resnet.json").read_text())
     assert data["missing"] == [] and data["command"] == command(it, name)
-    assert (
-        data["train"]["epochs"]
-        == study_of(it, name).common.train.epochs
-        == (3 if name in ("refine", "explain") else 12)
-    )
+    epochs = study_of(it, name).common.train.epochs
+    assert data["train"]["epochs"] == epochs == (3 if name in ("refine", "explain") else 12)
 
 
 @pytest.mark.parametrize(
@@ -976,13 +985,31 @@ def test_a_recipe_is_tested_by_images_that_it_was_not_trained_with(
 
 
 @pytest.mark.slow
+def test_refined_widths_from_the_command_to_their_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    short = ["--epochs", "6", "--search-epochs", "4", "--seeds", "1", "--budget", "50%", "--quiet"]
+    place = ["--out", str(tmp_path / "cells"), "--results", str(tmp_path / "results")]
+    code, told, error = run(capsys, "refine", *TINY, *short, *place)
+    assert code == 0, error
+    told = re.sub(r" +", " ", told)
+    assert "| 4 + 2 = 6 |" in told and "| dmcp, refined at 50%, inherited |" in told
+    names = ("dmcp", "dmcp-inherited", "dmcp-refined", "dmcp-refined-inherited")
+    folders = [tmp_path / "cells" / f"{name}-50%-seed0" for name in names]
+    widths = [json.loads((folder / WIDTHS).read_text())["widths"] for folder in folders]
+    assert widths[0] == widths[1] and widths[2] == widths[3]
+    steps = [[json.loads(line) for line in (folder / LOG).read_text().splitlines()] for folder in folders]
+    first = [next(line["loss"] for line in log if line.get("steps")) for log in steps]
+    assert first[1] < first[0] and first[3] < first[2]  # it begins with what the search has learned
+    assert [max(line["epoch"] for line in log if line.get("steps")) for log in steps] == [5, 1, 5, 1]
+
+
+@pytest.mark.slow
 def test_the_full_recipe_from_the_command_to_its_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     short = ["--epochs", "1", "--search-epochs", "2", "--seeds", "1", "--quiet"]
     place = ["--out", str(tmp_path / "cells"), "--results", str(tmp_path / "results")]
     code, told, error = run(capsys, "full", *TINY, *short, *place)
     assert code == 0, error
-    assert "| 4 + 4 = 8, and 4 of its teacher |" in told and "| dmcp, refined, slimmable training |" in told
-    ours, taught = (tmp_path / "cells" / f"dmcp-refined-{name}-50%-seed0" for name in ("full", "distilled-full"))
+    assert "| 4 + 4 = 8, and 4 of its teacher |" in told and "| dmcp, slimmable training |" in told
+    ours, taught = (tmp_path / "cells" / f"dmcp-{name}-50%-seed0" for name in ("full", "distilled-full"))
     widths = [json.loads((folder / WIDTHS).read_text())["widths"] for folder in (ours, taught)]
     assert widths[0] == widths[1]
     steps = [json.loads(line) for line in (taught / LOG).read_text().splitlines()]

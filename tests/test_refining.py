@@ -27,7 +27,7 @@ from dmcp.plans import Plan, plan_from_json
 from dmcp.recording import tensors_in
 from dmcp.refining import RefineConfig, Refined, RefineRecord, refine
 from dmcp.runs import report
-from dmcp.sampling import FILLED, options_of
+from dmcp.sampling import FILLED, expected, options_of, uniform
 from dmcp.searches import SearchResult
 from dmcp.trackers import scalars
 
@@ -105,6 +105,16 @@ def test_another_seed_tries_others() -> None:
     assert told[0] != told[1]
 
 
+def test_it_can_begin_with_uniform_widths_and_try_nothing() -> None:
+    net = supernet(Depthwise, s=24, e=96, f=88, t=48)
+    found, batches = searched(net, "50%"), batches_of(Depthwise)
+    none = replace(FEW, tries=0)
+    assert refine(net, found, batches, none).widths == expected(found)
+    same = refine(net, found, batches, replace(none, from_uniform=True))
+    assert same.widths == uniform(net.graph, "50%") != expected(found)
+    assert (same.tries, same.taken) == (0, 0) and same.loss_before == same.loss_after
+
+
 # -- which images decide
 
 
@@ -158,7 +168,7 @@ def test_few_images_are_shared_and_one_batch_is_enough() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    for wrong in ({"tries": 0}, {"images": 1}, {"step": 1.5}, {"last_step": 0.0}, {"step": 0.1, "last_step": 0.2}):
+    for wrong in ({"tries": -1}, {"images": 1}, {"step": 1.5}, {"last_step": 0.0}, {"step": 0.1, "last_step": 0.2}):
         with pytest.raises(TrainingError, match="must be"):
             RefineConfig(**wrong)  # type: ignore[arg-type]
     net = supernet()

@@ -21,7 +21,7 @@ def epochs_of(it: Study, arm: Arm) -> dict[str, int]:
     searched = arm
     while searched.method in (COPY, REFINED) and searched.uses:
         searched = searched.uses
-    found = {"training": it.common.train.epochs}
+    found = {"training": it.common.fine_tune_epochs if arm.inherits else it.common.train.epochs}
     if searched.method == "dmcp":
         settings = {**it.common.settings.get("dmcp", {}), **searched.settings}
         found = {"search": DmcpConfig(**settings).epochs} | found
@@ -93,6 +93,7 @@ def _add(it: Study, arm: Arm, seed: int, found: dict[str, Task]) -> str:
         own=arm.own,
         teacher=teacher,
         slimmable=arm.slimmable,
+        inherits=arm.inherits,
         held_out=arm.held_out,
     )
     plan = plan_cell(replace(it.common, job=job, train=train), seed, cell, arm.budget or "100%")

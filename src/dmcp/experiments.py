@@ -177,24 +177,22 @@ def extra(it: Study) -> list[Arm]:
 def full(it: Study) -> list[Arm]:
     """The full-length recipe: the final training four times as long, the search twice as long as elsewhere.
 
-    `study_of` has these lengths. The teacher is the unpruned network of the same seed, by the same recipe. All
-    trainings of DMCP's widths are of one search; those with a teacher are of its refined widths.
+    `study_of` has these lengths. The teacher is the unpruned network of the same seed, by the same recipe. All three
+    trainings are of the widths of one search.
     """
     trained = replace(_TRAINED, name=f"{UNPRUNED}-{FULL}")
     same = Arm(label="uniform", name=f"uniform-{FULL}", method="uniform", budget=HALF)
     ours = Arm(label="dmcp", name=f"dmcp-{FULL}", method="dmcp", budget=HALF, own=False)
-    near = _refined("dmcp, refined", ours, f"{REFINED}-{FULL}")
-    copied = Arm(
-        label=f"{near.label}, distilled", name=f"{REFINED}-distilled-{FULL}", method=COPY, budget=HALF, uses=near
-    )
-    slimmable = replace(
-        copied, label=f"{near.label}, slimmable training", name=f"{REFINED}-slimmable-{FULL}", slimmable=True
-    )
-    return _compared(same, [trained, same, ours, near, replace(copied, teacher=trained), slimmable])
+    copied = Arm(label="dmcp, distilled", name=f"dmcp-distilled-{FULL}", method=COPY, budget=HALF, uses=ours)
+    slimmable = replace(copied, label="dmcp, slimmable training", name=f"dmcp-slimmable-{FULL}", slimmable=True)
+    return _compared(same, [trained, same, ours, replace(copied, teacher=trained), slimmable])
 
 
 def refine(it: Study) -> list[Arm]:
-    """The widths of DMCP, refined by a local search in the weights of the same search, at several budgets."""
+    """The widths of DMCP, refined by a local search in the weights of the same search, at several budgets.
+
+    Trained from scratch, and with the weights of the search trained on for a third of the epochs.
+    """
     arms: list[Arm] = []
     for budget in it.common.budgets:
         same = Arm(label=f"uniform at {budget}", name="uniform", method="uniform", budget=budget)
@@ -204,6 +202,9 @@ def refine(it: Study) -> list[Arm]:
         if budget == HALF:  # a control: what the alphas are worth when the climb follows
             blind = replace(near, label=f"uniform, refined at {budget}", name="uniform-refined")
             arms.append(replace(blind, settings={"from_uniform": True}, against=ours.label))
+        tuned = replace(near, label=f"{near.label}, inherited", name=f"{REFINED}-inherited", inherits=True)
+        plain = replace(tuned, label=f"{ours.label}, inherited", name="dmcp-inherited", settings={"tries": 0})
+        arms += _compared(plain, [plain, tuned])
     return arms
 
 

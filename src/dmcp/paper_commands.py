@@ -130,7 +130,9 @@ def paper(
         methods=("uniform", "random", "dmcp"),
         seeds=tuple(range(seed, seed + seeds)),
         settings=_search_settings(search_epochs, alpha_lr),
-        fine_tune_epochs=epochs // 3,  # none of ours does; as in the comparison whose cells these may be
+        fine_tune_epochs=max(
+            1, epochs // 3
+        ),  # of what inherits its weights; as in the comparison whose cells these may be
     )
     study = _open(it, tuple(wider or ["width=24"]), wanted)
     tasks, folder = study_tasks(study, wanted), Path(out)

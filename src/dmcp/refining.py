@@ -42,14 +42,14 @@ _RESULT = "refined"  # what a checkpoint calls the result
 class RefineConfig:
     """Settings of the local search."""
 
-    tries: int = 300  # structures that are tried
+    tries: int = 300  # structures that are tried; 0 leaves the widths as they are
     images: int = 4096  # training images that judge them, always the same; as many others confirm; on the device
     step: float = 0.4  # share of a space's channels by which it grows or shrinks at most in the first tries
     last_step: float = 0.04  # the same in the last ones; one channel is always allowed
     from_uniform: bool = False  # whether it begins with uniform widths, not with the expected ones: a control
 
     def __post_init__(self) -> None:
-        for name, least in (("tries", 1), ("images", 2)):
+        for name, least in (("tries", 0), ("images", 2)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise TrainingError(f"{name} must be an int of at least {least}, not {value!r}.")

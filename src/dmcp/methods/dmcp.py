@@ -116,7 +116,7 @@ def refine(problem: Problem, found: SearchResult, config: RefineConfig, state: M
     way = (problem.loss, problem.engine, tell, keeper, problem.seed)
     refined = refining.refine(net, same, problem.loader, config, *way)
     problem.tell(REFINE, {"loss_before": refined.loss_before, "loss_after": refined.loss_after})
-    return Choice(widths=refined.widths, kept=refined.widths, sample_passes=refined.sample_passes)
+    return Choice(widths=refined.widths, kept=refined.widths, model=net.model, sample_passes=refined.sample_passes)
 
 
 def _passes(settings: SearchConfig) -> int:
