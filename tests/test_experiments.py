@@ -277,7 +277,7 @@ def test_seeds_of_searches_and_of_trainings_are_told_apart() -> None:
 def test_the_full_recipe_has_cells_and_lengths_of_its_own() -> None:
     it = study(settings={"dmcp": {"epochs": 20, "groups": 5}})
     found = {task.name: task for task in study_tasks(it, ["main", "full"]) if "-full-" in task.name}
-    names = ["unpruned-full", "uniform-full-50%", *(f"dmcp-{it}full-50%" for it in ("", "distilled-", "slimmable-"))]
+    names = ["unpruned-full", "uniform-full-50%", *(f"dmcp-{it}full-50%" for it in ("", "distilled-"))]
     assert sorted(found) == sorted(f"{name}-seed{seed}" for name in names for seed in range(3))
     plans = [task.plan for task in found.values()]
     assert {(plan.train.epochs, plan.train.lr, plan.train.warmup_epochs) for plan in plans if plan.train} == {
@@ -285,9 +285,6 @@ def test_the_full_recipe_has_cells_and_lengths_of_its_own() -> None:
     }
     ours, taught = found["dmcp-full-50%-seed1"].plan.cell, found["dmcp-distilled-full-50%-seed1"]
     assert ours and ours.settings == {"epochs": 40, "groups": 5} and not ours.own
-    inside = found["dmcp-slimmable-full-50%-seed1"]
-    assert inside.after == ("dmcp-full-50%-seed1",) and inside.plan.cell and inside.plan.cell.slimmable
-    assert replace(inside.plan.cell, slimmable=False, teacher="unpruned-full-seed1") == taught.plan.cell
     assert taught.plan.cell and taught.plan.cell.method == "copy" and taught.plan.train and taught.plan.train.seed == 1
     assert taught.after == ("dmcp-full-50%-seed1", "unpruned-full-seed1")
     assert (taught.plan.cell.uses, taught.plan.cell.teacher) == taught.after
@@ -389,10 +386,9 @@ def test_only_a_network_that_was_chosen_has_a_teacher() -> None:
     with pytest.raises(TrainingError, match="leave it out"):
         Cell(method="dmcp", teacher="unpruned-seed0", scratch=False)
     with pytest.raises(TrainingError, match="leave it out"):
-        Cell(method="", slimmable=True)
-    for two in ({"slimmable": True, "teacher": "unpruned-seed0"}, {"slimmable": True, "inherits": True}):
-        with pytest.raises(TrainingError, match="choose one"):
-            Cell(method=COPY, **two)
+        Cell(method="", inherits=True)
+    with pytest.raises(TrainingError, match="choose one"):
+        Cell(method=COPY, inherits=True, teacher="unpruned-seed0")
     with pytest.raises(TrainingError, match="'amc' chooses by them"):
         Cell(method="amc", held_out=True)
     with pytest.raises(TrainingError, match="'dmcp' chooses by them"):
@@ -610,7 +606,6 @@ def test_draws_and_methods_have_differences_too(tmp_path: Path) -> None:
 def test_the_full_recipe_tells_its_lengths(tmp_path: Path) -> None:
     it = study(seeds=1)
     values = {"unpruned-full-seed0": 0.92, "uniform-full-50%-seed0": 0.90, "dmcp-full-50%-seed0": 0.91}
-    values |= {"dmcp-slimmable-full-50%-seed0": 0.93}
     for task in study_tasks(it, ["full"]):
         write_cell(task, tmp_path / "cells", it, values.get(task.name, 0.94))
     shown = show(it, "full", tmp_path / "cells")
@@ -625,7 +620,6 @@ def test_the_full_recipe_tells_its_lengths(tmp_path: Path) -> None:
         "unpruned": ("92.00 (1)", "+2.00 (1)", "240"),
         "uniform": ("90.00 (1)", "", "240"),
         "dmcp": ("91.00 (1)", "+1.00 (1)", "60 + 240 = 300"),
-        "dmcp, slimmable training": ("93.00 (1)", "+3.00 (1)", "60 + 240 = 300"),
         "dmcp, distilled": ("94.00 (1)", "+4.00 (1)", "60 + 240 = 300, and 240 of its teacher"),
     }
     path, *_ = write(it, "full", shown, tmp_path / "cells", tmp_path, "full")
@@ -635,7 +629,6 @@ def test_the_full_recipe_tells_its_lengths(tmp_path: Path) -> None:
     assert (words[words.index("--epochs") + 1], words[words.index("--search-epochs") + 1]) == ("60", "30")
     cells = {(cell["label"], cell["name"]): cell["accuracy"] for cell in data["cells"]}
     assert cells["dmcp", "dmcp-full-50%-seed0"] == 0.91
-    assert cells["dmcp, slimmable training", "dmcp-slimmable-full-50%-seed0"] == 0.93
 
 
 def test_explanations_name_the_row_of_each_difference(tmp_path: Path) -> None:
@@ -1008,7 +1001,7 @@ def test_the_full_recipe_from_the_command_to_its_table(capsys: pytest.CaptureFix
     place = ["--out", str(tmp_path / "cells"), "--results", str(tmp_path / "results")]
     code, told, error = run(capsys, "full", *TINY, *short, *place)
     assert code == 0, error
-    assert "| 4 + 4 = 8, and 4 of its teacher |" in told and "| dmcp, slimmable training |" in told
+    assert "| 4 + 4 = 8, and 4 of its teacher |" in told
     ours, taught = (tmp_path / "cells" / f"dmcp-{name}-50%-seed0" for name in ("full", "distilled-full"))
     widths = [json.loads((folder / WIDTHS).read_text())["widths"] for folder in (ours, taught)]
     assert widths[0] == widths[1]

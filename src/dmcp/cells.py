@@ -221,8 +221,6 @@ def _fill(here: Session, cell: Cell, data: _Data) -> None:
         nets[title(cell.method)] = _train_taught(here, cell, choice.widths, data)
     elif cell.scratch and cell.inherits:
         nets[title(cell.method)] = _fine_tuned(here, cell, title(cell.method), choice, data)
-    elif cell.scratch and cell.slimmable:
-        nets[title(cell.method)] = _train_inside(here, title(cell.method), choice.widths, data)
     elif cell.scratch:
         wanted = {title(cell.method): choice.widths}
         nets |= train_all(opened.fresh, graph, wanted, data.everything, recipe, Retrain.SCRATCH, *way)

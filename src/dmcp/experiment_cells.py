@@ -92,7 +92,6 @@ def _add(it: Study, arm: Arm, seed: int, found: dict[str, Task]) -> str:
         uses=uses,
         own=arm.own,
         teacher=teacher,
-        slimmable=arm.slimmable,
         inherits=arm.inherits,
         held_out=arm.held_out,
     )

@@ -38,18 +38,16 @@ class Cell:
     fine_tune_epochs: int = 0  # epochs of the method's own way of training, where it fine-tunes; 0: not that way
     own: bool = True  # whether the method's own way of training is done at all, where it has one
     teacher: str = ""  # name of the cell whose network the chosen one also learns from, in the same folder
-    slimmable: bool = False  # whether the chosen network is trained inside the unpruned one, instead of alone
     inherits: bool = False  # whether the chosen network keeps the weights that it was chosen in, and is fine-tuned
     held_out: bool = False  # whether its network is trained without the held-out images, and tested by them alone
 
     def __post_init__(self) -> None:
-        ways = sum(map(bool, (self.teacher, self.slimmable, self.inherits)))
-        if ways and (not self.method or self.prepares or not self.scratch):
+        if (self.teacher or self.inherits) and (not self.method or self.prepares or not self.scratch):
             raise TrainingError(
-                "Only a network that was chosen and is trained has a teacher, is slimmable, or inherits: leave it out."
+                "Only a network that was chosen and is trained has a teacher or inherits: leave it out."
             )
-        if ways > 1:
-            raise TrainingError("A network has a teacher, or is trained inside another one, or inherits: choose one.")
+        if self.teacher and self.inherits:
+            raise TrainingError("A network has a teacher, or inherits its weights: choose one.")
         chooses = self.method not in _BLIND or bool(self.settings.get("hold_out"))
         if self.held_out and (chooses or not self.scratch):
             raise TrainingError(
@@ -81,7 +79,7 @@ class Plan:
         plain = asdict(self) | {"options": dict(self.options)}
         if self.cell is not None and self.cell.own:  # cells that were begun before there was this field go on
             del plain["cell"]["own"]
-        for name in ("teacher", "slimmable", "inherits", "held_out"):  # the same
+        for name in ("teacher", "inherits", "held_out"):  # the same
             if self.cell is not None and not getattr(self.cell, name):
                 del plain["cell"][name]
         if self.engine.kernels is None:  # the same for all that was begun before there was this one
