@@ -100,14 +100,12 @@ def search(model: nn.Module, batches: Any, arch_loader: Any = None, **settings: 
     net = dmcp.Supernet(model, dmcp.trace(model, torch.zeros(2, *PIXELS)))
     config = dmcp.SearchConfig(budget="50%", epochs=2, **settings)
     found = dmcp.search(net, batches, config, arch_loader=arch_loader)
-    near = dmcp.refine(net, found, batches, dmcp.RefineConfig(tries=10, images=64))
-    refined = torch.cat([near.widths.tensor(), torch.tensor([near.loss_before, near.loss_after])])
     losses = [
         torch.tensor([*record.weight_losses, record.task_loss or 0.0, record.budget_loss or 0.0])
         for record in found.log
         if record.weight_losses is not None
     ]
-    return result(net.model, torch.stack(losses)) | {"alphas": found.alphas, "refined": refined}
+    return result(net.model, torch.stack(losses)) | {"alphas": found.alphas}
 
 
 def train(model: nn.Module, batches: Any, **settings: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 import dmcp
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
-SETTINGS = (dmcp.SearchConfig, dmcp.TrainConfig, dmcp.RefineConfig, dmcp.Engine)
+SETTINGS = (dmcp.SearchConfig, dmcp.TrainConfig, dmcp.Engine)
 
 
 def table(kind: type[Any]) -> str:

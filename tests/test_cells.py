@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import test_resume
 import torch
-from safetensors.torch import load_file
 from test_resume import ADD, NET, REPLACE, STEP, Commands, Moment, checkpoints, contents, save_of, step_of
 
 from dmcp.cell_files import CHOICE, CHOSEN, COST, is_done
@@ -47,7 +46,6 @@ TABLE = Comparison(
 )
 DMCP, SFP, SLIMMING, AMC = "dmcp-50%-seed0", "sfp-50%-seed0", "slimming-50%-seed0", "amc-50%-seed0"
 TAUGHT = "dmcp-distilled-50%-seed0"  # dmcp's widths, with the unpruned network as teacher
-HEIR = "dmcp-inherited-50%-seed0"  # dmcp's widths, with the weights of the search
 KEPT = ("log.jsonl", "model.safetensors", "widths.json", "search.safetensors", "search.json", CHOICE, CHOSEN, PREPARED)
 WRITE = "dmcp.runs:Run.write"
 AGAIN = "start the dmcp compare or dmcp paper that this cell is of again."
@@ -58,9 +56,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Task]:
     """The cells by name, each with a file of its plan and checkpoints after every tenth step."""
     cell = Cell(method=COPY, uses=DMCP, teacher="unpruned-seed0")
     taught = Task(TAUGHT, plan_cell(TABLE, 0, cell, "50%"), (DMCP, "unpruned-seed0"))
-    cell = Cell(method="dmcp-refined", uses=DMCP, inherits=True, settings={"tries": 0, "images": 8})
-    heir = Task(HEIR, plan_cell(TABLE, 0, cell, "50%"), (DMCP,))
-    every = (*tasks(TABLE), taught, heir)
+    every = (*tasks(TABLE), taught)
     return {task.name: replace(task, plan=replace(task.plan, every_steps=10)) for task in every}
 
 
@@ -223,21 +219,6 @@ def test_a_taught_cell_is_the_network_of_a_run_with_a_teacher(
     for name, tensor in nets["ours"].state_dict().items():
         torch.testing.assert_close(tensor, taught[name], rtol=1e-4, atol=1e-5)  # threads add up in another order
     assert any((taught[name] - alone[name]).abs().max() > 1e-2 for name in taught)
-
-
-def test_a_cell_that_inherits_goes_on_with_the_weights_of_the_search(
-    plans: dict[str, Task], whole: Path, tmp_path: Path
-) -> None:
-    searched, choice = (load_file(whole / name / CHOSEN) for name in (DMCP, HEIR))
-    assert all(torch.equal(searched[name], tensor) for name, tensor in choice.items())
-    plan = plans[HEIR].plan
-    assert plan.cell and plan.train and plan.cell.fine_tune_epochs < plan.train.epochs
-    lines = [json.loads(line) for line in (whole / HEIR / "log.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if line["stage"] == "dmcp-refined" and "steps" in line]
-    assert max(line["epoch"] for line in steps) == plan.cell.fine_tune_epochs - 1
-    assert max(line["lr"] for line in steps) < plan.train.lr / 5
-    widths = [json.loads((whole / name / "widths.json").read_text())["widths"] for name in (DMCP, HEIR)]
-    assert widths[0] == widths[1]
 
 
 def test_a_taught_cell_without_its_teacher_says_so(

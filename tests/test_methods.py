@@ -26,10 +26,9 @@ QUICK: dict[str, dict[str, Any]] = {  # settings in which a second or two are en
     "amc": {"warmup": 20, "episodes": 40, "agent": DdpgConfig(hidden=32, actor_lr=1e-3, critic_lr=1e-2)},
     "metapruning": {"epochs": 8, "hidden": 8, "population": 8, "generations": 3, "parents": 4},
     "dmcp": {"epochs": 12},
-    "dmcp-refined": {"tries": 20, "images": 256},
 }
 EPOCHS = {"slimming": 20}  # of the recipe, where few are not enough
-SEARCHES = ["slimming", "autoslim", "amc", "metapruning", "dmcp", "dmcp-direct", "dmcp-refined"]
+SEARCHES = ["slimming", "autoslim", "amc", "metapruning", "dmcp", "dmcp-direct"]
 ONE_RATIO = ["uniform-slimmable", "l1", "sfp", "fpgm"]
 
 
@@ -40,12 +39,11 @@ def trained(problem: Problem) -> Mapping[str, Tensor]:
     return model.state_dict()
 
 
-def searched(problem: Problem) -> tuple[SearchResult, Mapping[str, Tensor]]:
-    """The search of dmcp, and the weights that it leaves."""
+def searched(problem: Problem) -> SearchResult:
+    """The search of dmcp."""
     told: list[Any] = []
-    choice = METHODS["dmcp"].find(replace(problem, tell=lambda _, record: told.append(record)), config_of("dmcp"))
-    assert choice.model is not None
-    return next(record for record in told if isinstance(record, SearchResult)), choice.model.state_dict()
+    METHODS["dmcp"].find(replace(problem, tell=lambda _, record: told.append(record)), config_of("dmcp"))
+    return next(record for record in told if isinstance(record, SearchResult))
 
 
 def config_of(name: str) -> Any:
@@ -57,10 +55,7 @@ def choose(name: str, problem: Problem) -> Choice:
     method, config = METHODS[name], config_of(name)
     match method.start:
         case Start.SEARCHED:
-            return method.find(problem, searched(problem)[0])
-        case Start.SUPERNET:
-            found, state = searched(problem)
-            return method.find(problem, found, config, state)
+            return method.find(problem, searched(problem))
         case Start.TRAINED | Start.HELD:
             return method.find(problem, config, trained(problem))
         case Start.PREPARED:

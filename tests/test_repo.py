@@ -83,8 +83,6 @@ ORDER = [
     "search_log",
     "searching",
     "sampling",
-    "judging",
-    "refining",
     "cutting",
     "saving",
     "rows",
@@ -94,6 +92,7 @@ ORDER = [
     "measuring",
     "pruning",
     "methods.problem",
+    "methods.judging",
     "methods.ddpg",
     "methods.pruning_net",
     "methods.uniform",
@@ -152,7 +151,7 @@ ORDER = [
     "cli",
 ]
 # What methods may have of each other: fpgm is sfp with another score.
-SHARED = {"methods.problem", "methods.ddpg", "methods.pruning_net", "methods.sfp"}
+SHARED = {"methods.problem", "methods.judging", "methods.ddpg", "methods.pruning_net", "methods.sfp"}
 
 
 def imported(path: Path) -> set[str]:

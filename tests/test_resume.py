@@ -716,7 +716,6 @@ def test_a_loss_that_is_no_number_leaves_the_last_good_checkpoint(
 SEARCH = ("search", *COMMON, "--search-epochs", "2", "--holdout", "0.2")
 TRAIN = ("train", *COMMON, "--epochs", "2")
 RETRAIN = ("prune", *COMMON, "--search-epochs", "2", "--epochs", "2", "--retrain")
-REFINE = ("prune", *COMMON, "--search-epochs", "2", "--epochs", "1", "--model-args", "width=24", "--refine")
 CALIBRATE = "dmcp.pruning:recalibrate", "", 1
 
 
@@ -731,8 +730,6 @@ CALIBRATE = "dmcp.pruning:recalibrate", "", 1
         pytest.param((*RETRAIN, "inherit"), CALIBRATE, id="inherit, start"),
         pytest.param((*RETRAIN, "slimmable"), step_of("ours", 12), id="slimmable", marks=pytest.mark.slow),
         pytest.param((*RETRAIN, "slimmable"), CALIBRATE, id="slimmable, end"),
-        pytest.param(REFINE, ("dmcp.refining:_Moves.draw", "", 7), id="refine"),
-        pytest.param(REFINE, step_of("ours", 12), id="refine, later"),
         pytest.param((*RETRAIN, "teacher"), step_of("ours", 12), id="teacher", marks=pytest.mark.slow),
     ],
 )

@@ -6,7 +6,6 @@ graph = dmcp.trace(model, torch.zeros(2, 3, 224, 224))          # spaces, and wh
 net = dmcp.Supernet(model, graph)                               # every sub-network of the model
 found = dmcp.search(net, loader, dmcp.SearchConfig(budget="50%"))
 widths = dmcp.expected(found)                                   # inside the budget; dmcp.direct draws others
-widths = dmcp.refine(net, found, loader).widths                 # or, ours: better ones near these
 small = dmcp.cut(net.model, graph, widths)                      # a plain nn.Module of the model's own class
 dmcp.recalibrate(small, loader)
 dmcp.train(small, loader, dmcp.TrainConfig(epochs=20))
@@ -34,7 +33,6 @@ from dmcp.graph import ChannelGraph
 from dmcp.keeping import Keeper
 from dmcp.losses import LowerIsBetter
 from dmcp.pruning import PruneResult, Retrain, prune
-from dmcp.refining import RefineConfig, refine
 from dmcp.rules import RULES
 from dmcp.sampling import direct, expected, random_widths, uniform
 from dmcp.saving import load, save
@@ -61,7 +59,6 @@ __all__ = [
     "Keeper",
     "LowerIsBetter",
     "PruneResult",
-    "RefineConfig",
     "Retrain",
     "SearchConfig",
     "SearchResult",
@@ -83,7 +80,6 @@ __all__ = [
     "prune",
     "random_widths",
     "recalibrate",
-    "refine",
     "reinitialise",
     "save",
     "search",

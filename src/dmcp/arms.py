@@ -28,7 +28,6 @@ class Arm:
     uses_seed: int | None = None  # the seed of that cell; None: its own
     seeds: tuple[int, ...] | None = None  # of the study's; None: all
     own: bool = True  # whether its network is also trained the method's own way, where it has one
-    inherits: bool = False  # whether its network keeps the weights that it was chosen in, and is fine-tuned
     teacher: Arm | None = None  # whose cell of the same seed has the network that it also learns from
     against: str = ""  # label of the row that it is compared with, seed by seed; empty: none
     train: Mapping[str, Any] = field(default_factory=dict)  # of its final training, where that is not the study's

@@ -16,7 +16,6 @@ from dmcp.batches import Loader, generator
 from dmcp.budget import parse
 from dmcp.cell_files import (
     CHOICE,
-    CHOSEN,
     COST,
     RECOVERY,
     SPENT,
@@ -219,8 +218,6 @@ def _fill(here: Session, cell: Cell, data: _Data) -> None:
     nets = {}
     if cell.scratch and cell.teacher:
         nets[title(cell.method)] = _train_taught(here, cell, choice.widths, data)
-    elif cell.scratch and cell.inherits:
-        nets[title(cell.method)] = _fine_tuned(here, cell, title(cell.method), choice, data)
     elif cell.scratch:
         wanted = {title(cell.method): choice.widths}
         nets |= train_all(opened.fresh, graph, wanted, data.everything, recipe, Retrain.SCRATCH, *way)
@@ -250,9 +247,6 @@ def _find(here: Session, cell: Cell, method: Method, problem: Problem) -> Choice
     match method.start:
         case Start.SEARCHED:
             return method.find(problem, load_search(uses, problem.graph), config)
-        case Start.SUPERNET:
-            check_there(uses / CHOSEN, "starts")
-            return method.find(problem, load_search(uses, problem.graph), config, read_tensors(uses / CHOSEN))
         case Start.HELD | Start.PREPARED:
             check_there(uses / PREPARED, "starts")
             return method.find(problem, config, read_tensors(uses / PREPARED))
@@ -273,24 +267,16 @@ def _copy(here: Session, cell: Cell) -> Choice:
 
 def _train_own(here: Session, cell: Cell, own: Own, choice: Choice, data: _Data) -> nn.Module:
     """The chosen network with weights got the authors' way."""
-    opened, name = here.opened, own_name(cell.method)
+    opened, recipe, name = here.opened, here.plan.train, own_name(cell.method)
     if own is Own.SLIMMABLE:
         return _train_inside(here, name, choice.widths, data)
+    assert recipe is not None and choice.model is not None
+    small = cut(choice.model, opened.graph, choice.kept)
     if own is Own.FINE_TUNED:
-        return _fine_tuned(here, cell, name, choice, data)
-    assert choice.model is not None
-    return cut(choice.model, opened.graph, choice.kept)
-
-
-def _fine_tuned(here: Session, cell: Cell, name: str, choice: Choice, data: _Data) -> nn.Module:
-    """The chosen network with the weights that it was chosen in, trained on gently."""
-    recipe = here.plan.train
-    assert recipe is not None
-    if choice.model is None:
-        raise TrainingError(f"{title(cell.method)} chooses widths alone, without weights to inherit: leave that out.")
-    small, rate = cut(choice.model, here.opened.graph, choice.kept), recipe.lr / 10
-    gentle = replace(recipe, epochs=cell.fine_tune_epochs, lr=rate, warmup_lr=rate, warmup_epochs=0)
-    _train(here, name, small, data, gentle)
+        gentle = replace(
+            recipe, epochs=cell.fine_tune_epochs, lr=recipe.lr / 10, warmup_lr=recipe.lr / 10, warmup_epochs=0
+        )
+        _train(here, name, small, data, gentle)
     return small
 
 

@@ -35,7 +35,6 @@ from dmcp.printing import (
 )
 from dmcp.progress import clock
 from dmcp.pruning import OURS, UNPRUNED, Retrain
-from dmcp.refining import refine as refine_near
 from dmcp.rows import markdown, table
 from dmcp.runs import REPORT, free_folder, read_json, slug
 from dmcp.saving import save
@@ -63,7 +62,6 @@ def prune(
     align: o.Align = 1,
     seed: o.Seed = 0,
     seeds: o.Seeds = 1,
-    refine: o.Refine = False,
     retrain: o.RetrainKind = None,
     controls: o.Controls = False,
     weights: o.Weights = "",
@@ -129,7 +127,6 @@ def prune(
             opened.loaders.test,
             search=plan.search,
             train=plan.train,
-            refine=plan.refine,
             retrain=plan.retrain,
             controls=plan.controls,
             test_given=not opened.new_head,
@@ -149,14 +146,11 @@ def prune(
     tell_slow(opened.model, result, opened.data.shape)
     if as_json:
         facts = {"search_steps": len(result.search.log), "expected_shares": pruning.expected_shares(result.search)}
-        facts |= {"refined": asdict(result.refined) | {"widths": dict(result.widths)}} if result.refined else {}
         networks = [asdict(row) for row in result.rows]
         print_json(result_facts(here.run.folder, result.graph, result.widths) | facts | {"networks": networks})
         return
     listed = " and ".join(f"{share:.1%}" for share in pruning.expected_shares(result.search))
     print(f"{len(result.search.log)} search steps; expected cost at their end, before repair: {listed} of the budget")
-    if result.refined:
-        print(f"refined: {result.refined.summary}")
     print(f"cut to {describe_costs(result.graph, result.widths)}\n\n{result.table}\n\n{here.run.folder}")
 
 
@@ -175,7 +169,6 @@ def search(
     groups: o.Groups = 10,
     align: o.Align = 1,
     seed: o.Seed = 0,
-    refine: o.Refine = False,
     weights: o.Weights = "",
     input: o.Input = "",
     model_args: o.ModelArgs = None,
@@ -218,12 +211,7 @@ def search(
         found = pruning.find(
             net, loaders.train, plan.search, None, loaders.arch, report, plan.engine, here.keep(pruning.SEARCH)
         )
-        widths, refined = sampling.expected(found), None
-        if plan.refine:
-            tell = pruning.tries_of(report, plan.refine)
-            how = (None, plan.engine, tell, here.keep(pruning.REFINE), plan.search.seed)
-            refined = refine_near(net, found, loaders.train, plan.refine, *how)
-            widths = refined.widths
+        widths = sampling.expected(found)
         small = cut(net.model, opened.graph, widths)
         recalibrate(small, loaders.train)
         pruning.check_budget(small, widths, found)
@@ -236,8 +224,6 @@ def search(
     if as_json:
         print_json(result_facts(here.run.folder, opened.graph, widths))
         return
-    if refined:
-        print(f"refined: {refined.summary}")
     show_widths(opened.graph, widths)
     print(f"\n{here.run.folder}")
 

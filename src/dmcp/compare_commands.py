@@ -211,7 +211,7 @@ def _check_begun(wanted: Plan, plan: Path, folder: Path) -> None:
 
 def _check_settings(it: Comparison) -> None:
     """Refuse settings that would change nothing."""
-    used = {*it.methods} | ({"dmcp"} if {"dmcp-direct", "dmcp-refined"} & {*it.methods} else set())
+    used = {*it.methods} | ({"dmcp"} if "dmcp-direct" in it.methods else set())
     for name in it.settings:
         if name not in used:
             raise DmcpError(f"--set: {name} is not among the methods that are compared: add it, or leave this out.")

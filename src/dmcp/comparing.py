@@ -163,7 +163,7 @@ def _needed(it: Comparison, name: str, seed: int, budget: str, add: Any) -> str:
             return cell_name(BASE, seed)
         case Start.PREPARED:
             return cell_name(name, seed)
-        case Start.SEARCHED | Start.SUPERNET:
+        case Start.SEARCHED:
             plan = plan_cell(it, seed, Cell(method="dmcp"), budget)
             return str(add(cell_name("dmcp", seed, budget), plan))
     return ""

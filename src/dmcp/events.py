@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dmcp.refining import RefineRecord
 from dmcp.rows import Row
 from dmcp.searches import SearchRecord, SearchResult
 from dmcp.training import StepRecord
@@ -13,11 +12,11 @@ from dmcp.training import StepRecord
 
 @dataclass(frozen=True)
 class Event:
-    """What a run reports while it goes on: each step or try, the result of the search, each row of the table."""
+    """What a run reports while it goes on: each step, the result of the search, each row of the table."""
 
-    stage: str  # "search", "refine", or the name of the network that is trained
+    stage: str  # "search", or the name of the network that is trained
     steps: int  # of this stage, in all
-    record: SearchRecord | StepRecord | RefineRecord | SearchResult | Row
+    record: SearchRecord | StepRecord | SearchResult | Row
 
 
 Report = Callable[[Event], None]

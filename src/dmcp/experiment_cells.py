@@ -10,7 +10,7 @@ from typing import Any
 from dmcp.arms import Arm, Study
 from dmcp.cells import COPY
 from dmcp.comparing import Task, cell_name, plan_cell
-from dmcp.experiments import EXPERIMENTS, REFINE, REFINED, WIDER, study_of
+from dmcp.experiments import EXPERIMENTS, WIDER, study_of
 from dmcp.methods.dmcp import DmcpConfig
 from dmcp.plans import Cell
 from dmcp.training import TrainConfig
@@ -18,10 +18,8 @@ from dmcp.training import TrainConfig
 
 def epochs_of(it: Study, arm: Arm) -> dict[str, int]:
     """Passes over the data that an arm's networks took: of search and training, of their start and of their teacher."""
-    searched = arm
-    while searched.method in (COPY, REFINED) and searched.uses:
-        searched = searched.uses
-    found = {"training": it.common.fine_tune_epochs if arm.inherits else it.common.train.epochs}
+    searched = arm.uses if arm.method == COPY and arm.uses else arm
+    found = {"training": it.common.train.epochs}
     if searched.method == "dmcp":
         settings = {**it.common.settings.get("dmcp", {}), **searched.settings}
         found = {"search": DmcpConfig(**settings).epochs} | found
@@ -39,7 +37,7 @@ def command(it: Study, name: str) -> list[str]:
     rate = dict(common.settings.get("dmcp", {}).get("more", {})).get("alpha_lr")
     told += [("alpha-lr", rate)] if rate is not None else []
     told += [("seeds", len(common.seeds)), *([("seed", common.seeds[0])] if common.seeds[0] else [])]
-    told += [("budget", text) for text in common.budgets if name in ("main", REFINE)]
+    told += [("budget", text) for text in common.budgets if name == "main"]
     told += [("wider", text) for text in it.wider if name in WIDER]
     told += [(key, text) for key, text in (("device", job.device), ("precision", engine.precision)) if text]
     words = [word for key, value in told for word in (f"--{key}", str(value))]
@@ -92,7 +90,6 @@ def _add(it: Study, arm: Arm, seed: int, found: dict[str, Task]) -> str:
         uses=uses,
         own=arm.own,
         teacher=teacher,
-        inherits=arm.inherits,
         held_out=arm.held_out,
     )
     plan = plan_cell(replace(it.common, job=job, train=train), seed, cell, arm.budget or "100%")

@@ -23,9 +23,8 @@ BUDGETS = (HALF, "30%", "70%", "15%")  # of main, the most wanted first
 ENDS = ("70%", "15%")  # of explain: the largest and the smallest of main
 DRAWS = 5  # networks that are drawn from one search
 # experiments that are done by name only: not the paper's, and longer than its
-FULL, RECIPE, REFINE, EXPLAIN = "full", "recipe", "refine", "explain"
+FULL, RECIPE, EXPLAIN = "full", "recipe", "explain"
 WIDER = ("scale", EXPLAIN)  # experiments with a wider unpruned network
-REFINED = "dmcp-refined"  # a method, and its arms
 _MORE_TRAINING, _MORE_SEARCH = 4, 2  # times the study's epochs, in the full-length recipe
 _TIMES = 10  # as fast as in a usual search
 _FAST, _USUAL = 5.0, 0.5  # learning rates of the alphas in recover: see docs/paper_map.md; and that of a search
@@ -194,31 +193,6 @@ def full(it: Study) -> list[Arm]:
     return _compared(same, [trained, same, ours, taught])
 
 
-def refine(it: Study) -> list[Arm]:
-    """The widths of DMCP, refined by a local search in the weights of the same search, at several budgets.
-
-    Trained from scratch, and with the weights of the search trained on for a third of the epochs.
-    """
-    arms: list[Arm] = []
-    for budget in it.common.budgets:
-        same = Arm(label=f"uniform at {budget}", name="uniform", method="uniform", budget=budget)
-        ours = _dmcp(f"dmcp at {budget}", budget)
-        near = _refined(f"dmcp, refined at {budget}", ours)
-        arms += _compared(ours, [same, ours, near])
-        if budget == HALF:  # a control: what the alphas are worth when the climb follows
-            blind = replace(near, label=f"uniform, refined at {budget}", name="uniform-refined")
-            arms.append(replace(blind, settings={"from_uniform": True}, against=ours.label))
-        tuned = replace(near, label=f"{near.label}, inherited", name=f"{REFINED}-inherited", inherits=True)
-        plain = replace(tuned, label=f"{ours.label}, inherited", name="dmcp-inherited", settings={"tries": 0})
-        arms += _compared(plain, [plain, tuned])
-    return arms
-
-
-def _refined(label: str, searched: Arm, name: str = REFINED) -> Arm:
-    """The widths of an arm's search, refined."""
-    return Arm(label=label, name=name, method=REFINED, budget=searched.budget, uses=searched)
-
-
 def recipe(it: Study) -> list[Arm]:
     """What the full-length recipe was chosen by: settings changed, tested by held-out training images.
 
@@ -293,10 +267,9 @@ EXPERIMENTS: dict[str, Experiment] = {  # as people type them, the most wanted f
     "extra": extra,
     FULL: full,
     RECIPE: recipe,
-    REFINE: refine,
     EXPLAIN: explain,
 }
-_BY_NAME = (FULL, RECIPE, REFINE, EXPLAIN)
+_BY_NAME = (FULL, RECIPE, EXPLAIN)
 ALL = tuple(name for name in EXPERIMENTS if name not in _BY_NAME)  # what people call all
 NAMES = f"{', '.join(ALL)}, all of them, or only by name {', '.join(_BY_NAME)}"  # for people
 

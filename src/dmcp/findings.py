@@ -17,7 +17,7 @@ from dmcp.arms import Study
 from dmcp.cell_files import is_done
 from dmcp.comparing import PLANS, UNIFORM, cell_name, plan_cell
 from dmcp.experiment_cells import cells_of, command, epochs_of
-from dmcp.experiments import EXPERIMENTS, EXPLAIN, FULL, RECIPE, REFINE, about, study_of
+from dmcp.experiments import EXPERIMENTS, EXPLAIN, FULL, RECIPE, about, study_of
 from dmcp.gathering import Line, against_uniform, gather, markdown, to_json
 from dmcp.methods import METHODS, PEERS
 from dmcp.outcomes import PERCENT, Outcome, Shown, by_label, outcomes, plain_row
@@ -28,7 +28,6 @@ from dmcp.runs import Run, read_json
 from dmcp.tables import between, points, pooled, spread, table
 from dmcp.training import TrainConfig
 
-_APART = ("dmcp-direct", "dmcp-refined")  # methods that have experiments of their own
 _HELD = " of held-out images"  # that are not the test's
 
 
@@ -214,7 +213,7 @@ def _show_scale(it: Study, name: str, found: Sequence[Outcome], folder: Path) ->
 def _show_main(it: Study, name: str, found: Sequence[Outcome], folder: Path) -> Shown:
     """The table of a comparison, with what `dmcp compare` has put into the same folder under the same protocol."""
     budgets = sorted(it.common.budgets, key=lambda text: -float(text.rstrip("%")) if text.endswith("%") else 0.0)
-    known = [method for method in (*METHODS, *PEERS) if method not in (*it.common.methods, *_APART)]
+    known = [method for method in (*METHODS, *PEERS) if method not in (*it.common.methods, "dmcp-direct")]
     peers = [method for method in known if _has_peer(it, method, folder)]
     whole = replace(it.common, methods=(*it.common.methods, *peers), budgets=tuple(budgets))
     lines = gather(whole, folder)
@@ -264,6 +263,5 @@ _SHOWN: dict[str, Callable[[Study, str, Sequence[Outcome], Path], Shown]] = {  #
     "distribution": show_distribution,
     FULL: functools.partial(_show_arms, lengths=True, of=""),
     RECIPE: functools.partial(_show_arms, of=_HELD),
-    REFINE: functools.partial(_show_arms, lengths=True, of=""),
     EXPLAIN: functools.partial(_show_arms, lengths=True, of=""),
 }

@@ -22,7 +22,6 @@ from dmcp.pruning import Retrain, default_recipe
 from dmcp.recipes import Recipe
 from dmcp.recipes import find as find_recipe
 from dmcp.recipes import names as recipe_names
-from dmcp.refining import RefineConfig
 from dmcp.runs import SETTINGS, read_json
 from dmcp.searches import SearchConfig
 from dmcp.trackers import read_kinds
@@ -95,10 +94,6 @@ Seed = Annotated[int, typer.Option(callback=_check_seed, help="Of everything ran
 RetrainKind = Annotated[
     Retrain | None,
     typer.Option(help="How the pruned network gets its weights; default: inherit with --weights, else scratch."),
-]
-Refine = Annotated[
-    bool,
-    typer.Option("--refine", help="Look for better widths near those found, by their loss in the search's weights."),
 ]
 Controls = Annotated[bool, typer.Option("--controls", help="Also train the unpruned network and uniform widths.")]
 Weights = Annotated[
@@ -194,7 +189,6 @@ def make_plan(ctx: typer.Context, command: str, options: Mapping[str, Any]) -> P
         engine=engine,
         search=search,
         train=train,
-        refine=RefineConfig() if options.get("refine") else None,
         retrain=options.get("retrain") or _retrain(options, recipe),
         controls=options.get("controls", False),
         widths=options.get("widths", ""),

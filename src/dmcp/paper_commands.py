@@ -42,9 +42,7 @@ _MODEL = "cifar:resnet20"
 _USUAL = DmcpConfig().epochs  # of a search; cells with as many are those of dmcp compare
 _RATE = SearchConfig.alpha_lr  # of its alphas; the same
 Names = Annotated[list[str] | None, typer.Argument(metavar="NAME...", help=f"Some of {NAMES}.")]
-Budgets = Annotated[
-    list[str] | None, typer.Option("--budget", help=f"Of main and refine; repeatable. Default: {BUDGETS}.")
-]
+Budgets = Annotated[list[str] | None, typer.Option("--budget", help=f"Of main; repeatable. Default: {BUDGETS}.")]
 SeedCount = Annotated[int, typer.Option(min=1, help="Seeds of everything, from --seed on.")]
 TrainEpochs = Annotated[int, typer.Option(min=1, help="Passes over the data in the final training.")]
 FirstEpochs = Annotated[int, typer.Option(min=2, help="Passes over the data in a search.")]
@@ -130,9 +128,7 @@ def paper(
         methods=("uniform", "random", "dmcp"),
         seeds=tuple(range(seed, seed + seeds)),
         settings=_search_settings(search_epochs, alpha_lr),
-        fine_tune_epochs=max(
-            1, epochs // 3
-        ),  # of what inherits its weights; as in the comparison whose cells these may be
+        fine_tune_epochs=epochs // 3,  # none of ours does; as in the comparison whose cells these may be
     )
     study = _open(it, tuple(wider or ["width=24"]), wanted)
     tasks, folder = study_tasks(study, wanted), Path(out)

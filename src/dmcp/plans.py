@@ -17,7 +17,6 @@ from dmcp.errors import FileError, TrainingError
 from dmcp.files import quote
 from dmcp.jobs import Job, Opened, data_identity
 from dmcp.pruning import Retrain
-from dmcp.refining import RefineConfig
 from dmcp.runs import from_plain
 from dmcp.searches import SearchConfig
 from dmcp.training import TrainConfig
@@ -38,16 +37,13 @@ class Cell:
     fine_tune_epochs: int = 0  # epochs of the method's own way of training, where it fine-tunes; 0: not that way
     own: bool = True  # whether the method's own way of training is done at all, where it has one
     teacher: str = ""  # name of the cell whose network the chosen one also learns from, in the same folder
-    inherits: bool = False  # whether the chosen network keeps the weights that it was chosen in, and is fine-tuned
     held_out: bool = False  # whether its network is trained without the held-out images, and tested by them alone
 
     def __post_init__(self) -> None:
-        if (self.teacher or self.inherits) and (not self.method or self.prepares or not self.scratch):
+        if self.teacher and (not self.method or self.prepares or not self.scratch):
             raise TrainingError(
-                "Only a network that was chosen and is trained has a teacher or inherits: leave it out."
+                "Only a network that was chosen and is trained from scratch has a teacher: leave the teacher out."
             )
-        if self.teacher and self.inherits:
-            raise TrainingError("A network has a teacher, or inherits its weights: choose one.")
         chooses = self.method not in _BLIND or bool(self.settings.get("hold_out"))
         if self.held_out and (chooses or not self.scratch):
             raise TrainingError(
@@ -65,7 +61,6 @@ class Plan:
     engine: Engine
     search: SearchConfig | None = None
     train: TrainConfig | None = None
-    refine: RefineConfig | None = None  # between search and training; None: not done
     retrain: Retrain = Retrain.SCRATCH
     controls: bool = False
     widths: str = ""  # file of widths that are trained
@@ -79,21 +74,18 @@ class Plan:
         plain = asdict(self) | {"options": dict(self.options)}
         if self.cell is not None and self.cell.own:  # cells that were begun before there was this field go on
             del plain["cell"]["own"]
-        for name in ("teacher", "inherits", "held_out"):  # the same
+        for name in ("teacher", "held_out"):  # the same
             if self.cell is not None and not getattr(self.cell, name):
                 del plain["cell"][name]
         if self.engine.kernels is None:  # the same for all that was begun before there was this one
             del plain["engine"]["kernels"]
-        if self.refine is None:
-            del plain["refine"]
         return plain
 
 
 def plan_from_json(data: Mapping[str, Any], path: object) -> Plan:
     """The plan of a run; FileError where it is not one of this version."""
     try:
-        known = [it.name for it in fields(Plan) if it.name in data or it.name not in ("cell", "refine")]
-        return from_plain(Plan, {name: data[name] for name in known})
+        return from_plain(Plan, {it.name: data[it.name] for it in fields(Plan) if it.name in data or it.name != "cell"})
     except (KeyError, TypeError, ValueError, OverflowError, TrainingError) as error:
         raise FileError(f"{path}: not the settings of a run of this version ({quote(error)}).") from None
 

@@ -11,7 +11,6 @@ from rich.live import Live
 from rich.text import Text
 
 from dmcp.events import Event
-from dmcp.refining import RefineRecord
 from dmcp.searches import SearchRecord
 from dmcp.training import StepRecord
 
@@ -42,7 +41,7 @@ class Progress:
 
     def on_event(self, event: Event) -> None:
         """Show a step; results are shown by the command at its end."""
-        if self.quiet or not isinstance(event.record, SearchRecord | StepRecord | RefineRecord):
+        if self.quiet or not isinstance(event.record, SearchRecord | StepRecord):
             return
         now, done = time.monotonic(), event.record.step + 1
         if event.stage != self.stage:
@@ -63,9 +62,9 @@ class Progress:
         return f", {clock(max(left, 0.0))} left"
 
 
-def facts(record: SearchRecord | StepRecord | RefineRecord) -> str:
+def facts(record: SearchRecord | StepRecord) -> str:
     """The losses, and in a search the expected cost against the budget."""
-    if isinstance(record, StepRecord | RefineRecord):
+    if isinstance(record, StepRecord):
         return f"loss {record.loss:.3f}"
     parts = []
     if record.weight_losses:

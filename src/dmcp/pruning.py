@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from dmcp import refining, searching, training
+from dmcp import searching, training
 from dmcp.batches import Loader, check_tested, device_of, generator, input_of, length_of, on_device
 from dmcp.budget import Budget, ratios
 from dmcp.calibration import recalibrate
@@ -30,7 +30,6 @@ from dmcp.measuring import compare, count_params, try_test
 from dmcp.optimizers import MakeOptimizer, check_graphs, make_optimizer
 from dmcp.ranks import current
 from dmcp.recording import tensors_in
-from dmcp.refining import RefineConfig, Refined, RefineRecord
 from dmcp.rows import AS_GIVEN, divergence, table
 from dmcp.rows import OURS as OURS  # these four belong to what this file reports, and are imported from it
 from dmcp.rows import UNIFORM as UNIFORM
@@ -45,7 +44,7 @@ from dmcp.supernet import Supernet
 from dmcp.tracing import trace
 from dmcp.training import Distillation, StepRecord, TrainConfig
 
-SEARCH, REFINE = "search", "refine"  # the first stages; the others are named after the network that they train
+SEARCH = "search"  # the first stage; the others are named after the network that they train
 
 
 class DivergenceWarning(UserWarning):
@@ -73,7 +72,6 @@ class PruneResult:
     graph: ChannelGraph
     search: SearchResult
     rows: tuple[Row, ...]
-    refined: Refined | None = None  # what refining has found, where it was asked for
 
     @property
     def table(self) -> str:
@@ -89,7 +87,6 @@ def prune(
     *,
     search: SearchConfig | None = None,
     train: TrainConfig | None = None,
-    refine: RefineConfig | None = None,
     retrain: Retrain = Retrain.SCRATCH,
     controls: bool = False,
     test_given: bool = True,
@@ -109,7 +106,6 @@ def prune(
 
     budget: 0.5, "50%", "211M", "params:2M", "50%,params:2M"; "50%" unless the search's settings have one.
     search, train: all settings; the default ones are for ImageNet, most of them the paper's.
-    refine: looks for better widths near those that were found, by their loss in the weights of the search.
     retrain: how the pruned network gets its weights. "scratch", the paper's way, draws them anew: what a trained model
         has learnt is lost. For a trained model take "inherit", which fine-tunes and also tests the model as given.
     controls: also train the unpruned network and uniform widths at the same budget, by the same recipe.
@@ -155,15 +151,11 @@ def prune(
     if keep:
         given = {"search": settings, "train": recipe, "engine": engine or Engine(), "retrain": kind}
         given |= {"controls": controls, "arch_loader": arch_loader is not None, "optimizer": optimizer is not None}
-        given |= {"graph": graph.fingerprint, "refined": refine is not None, "refine": refine}
+        given |= {"graph": graph.fingerprint}
         keep = _noting(keep, plain_settings(given, unwrap(model).state_dict(), current()))
     net = Supernet(model, graph, settings.groups, settings.align)
     found = find(net, loader, settings, loss, arch_loader, on_event, engine, keep and keep(SEARCH), optimizer)
-    widths, refined = expected(found), None
-    if refine is not None:
-        how = (loss, engine, tries_of(on_event, refine), keep and keep(REFINE), settings.seed)
-        refined = refining.refine(net, found, loader, refine, *how)
-        widths = refined.widths
+    widths = expected(found)
     wanted = {OURS: widths}
     if controls:
         same = uniform(graph, found.budget, net.floor, settings.align, filled(found))
@@ -178,7 +170,7 @@ def prune(
     rows = compare(tested, graph, wanted, val_loader, example, metric, on_event)
     for trouble in troubles:
         warnings.warn(trouble, DivergenceWarning, stacklevel=2)
-    return PruneResult(nets[OURS], widths, graph, found, rows, refined)
+    return PruneResult(nets[OURS], widths, graph, found, rows)
 
 
 def _noting(keep: Keep, settings: dict[str, Any]) -> Keep:
@@ -231,12 +223,6 @@ def find(
     found = searching.search(net, loader, config, loss, arch_loader, step, engine, keeper, optimizer)
     report(Event(SEARCH, steps, found))
     return found
-
-
-def tries_of(on_event: Report | None, config: RefineConfig) -> Callable[[RefineRecord], None]:
-    """What reports the tries of a refining."""
-    report = on_event or silent
-    return lambda record: report(Event(REFINE, config.tries, record))
 
 
 def default_recipe(kind: Retrain) -> TrainConfig:

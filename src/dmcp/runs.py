@@ -358,7 +358,6 @@ def report(result: PruneResult, figures: Iterable[str], troubles: Iterable[str] 
     ]
     listed = " and ".join(f"{share:.1%}" for share in expected_shares(result.search))
     lines.append(f"- expected cost at the end of the search, before sampling: {listed} of the budget")
-    lines += [f"- refined: {result.refined.summary}"] if result.refined else []
     lines += [f"- **{trouble}**" for trouble in troubles]
     lines += ["", *markdown(result.rows, result.graph), "", *_widths(result.widths, result.graph), ""]
     lines += [line for name in figures for line in (f"![{Path(name).stem}]({name})", "")]

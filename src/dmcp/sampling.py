@@ -32,13 +32,9 @@ def expected(result: SearchResult, align: int | None = None) -> Widths:
     The repair stays as near to the expectation as it can: see `fit`. `align` is the search's own by default. A search
     may end anywhere above its tolerance; the widths use FILLED of the budget, so that none is left over.
     """
-    return fit(result.graph, result.budget, expected_widths(result), options_of(result, align), filled(result))
-
-
-def options_of(result: SearchResult, align: int | None = None) -> Options:
-    """The widths that structures of a search may have; `align` is its own by default."""
     least, most = result.sizes[:, 0], result.sizes.sum(dim=1)
-    return Options(result.graph, least, most, result.align if align is None else align)
+    options = Options(result.graph, least, most, result.align if align is None else align)
+    return fit(result.graph, result.budget, expected_widths(result), options, filled(result))
 
 
 def filled(result: SearchResult) -> float:

@@ -22,7 +22,6 @@ from typing import Any, Protocol
 
 from dmcp.errors import DmcpError
 from dmcp.events import Event
-from dmcp.refining import RefineRecord
 from dmcp.rows import Row
 from dmcp.runs import Run, read_json
 from dmcp.searches import SearchRecord, SearchResult
@@ -72,7 +71,7 @@ class Tracker:
     def on_event(self, event: Event) -> None:
         """Send the numbers of a step, or of a row of the final table."""
         values = scalars(event, self.limits)
-        step = event.record.step if isinstance(event.record, SearchRecord | StepRecord | RefineRecord) else 0
+        step = event.record.step if isinstance(event.record, SearchRecord | StepRecord) else 0
         for name, service in list(self.services.items()) if values else ():
             self._try(name, functools.partial(service.log, clean(event.stage), step, values))
 
@@ -128,8 +127,6 @@ def scalars(event: Event, limits: Sequence[str] = ()) -> dict[str, float]:
     if isinstance(record, Row):
         name = f"{stage}/{clean(record.name)}"
         return {f"{name}/accuracy": record.accuracy, f"{name}/macs": record.macs, f"{name}/params": record.params}
-    if isinstance(record, RefineRecord):
-        return {f"{stage}/loss": record.loss}
     found: dict[str, float | None] = {"lr": record.lr}
     if isinstance(record, StepRecord):
         found["loss"] = record.loss

@@ -33,7 +33,6 @@ from dmcp.methods import (
 )
 from dmcp.methods.problem import FILLED, Choice, Prepared, Problem
 from dmcp.nets import imported
-from dmcp.refining import RefineConfig
 from dmcp.sampling import Options, fit
 
 GIVEN = "="  # begins the name of widths that somebody gives
@@ -47,7 +46,6 @@ class Start(Enum):
     HELD = "the unpruned network, trained without the held-out images"
     PREPARED = "a network of its own making, which serves all budgets"
     SEARCHED = "the search of dmcp at the same budget"
-    SUPERNET = "the same search, and the weights that it has left"
 
 
 class Own(Enum):
@@ -88,7 +86,6 @@ METHODS: dict[str, Method] = {
     ),
     "dmcp": Method(dmcp.find, dmcp.DmcpConfig, own=Own.SLIMMABLE),
     "dmcp-direct": Method(dmcp.draw, dmcp.DrawConfig, Start.SEARCHED),
-    "dmcp-refined": Method(dmcp.refine, RefineConfig, Start.SUPERNET),
 }
 PEERS: dict[str, Method] = {  # packages of other people
     "torch-pruning": Method(torch_pruning.find, torch_pruning.TorchPruningConfig, Start.TRAINED, own=Own.FINE_TUNED),

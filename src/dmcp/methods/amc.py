@@ -37,9 +37,9 @@ from dmcp.engine import Engine
 from dmcp.errors import TrainingError
 from dmcp.filters import magnitude
 from dmcp.graph import ChannelGraph
-from dmcp.judging import batch_statistics, judging_batches
 from dmcp.losses import growing, top1
 from dmcp.methods.ddpg import Agent, DdpgConfig
+from dmcp.methods.judging import batch_statistics, held_batches
 from dmcp.methods.problem import FILLED, Choice, Problem
 from dmcp.ranks import current, sum_values
 from dmcp.sampling import Options, fit
@@ -206,7 +206,7 @@ def _judging(problem: Problem, config: AmcConfig, net: Supernet) -> Iterator[tup
     device, ranks = device_of(net.model), current()
     settled = (problem.engine or Engine()).settled(device, plain=problem.metric is None and ranks.world == 1)
     with settled.running(net.model), batch_statistics(net.model):
-        batches = judging_batches(problem.held, config.batches, settled)
+        batches = held_batches(problem, config.batches, settled)
         metric = growing(problem.metric or top1)
 
         def score(batch: Any, gates: Tensor) -> tuple[Tensor, int]:

@@ -16,19 +16,21 @@ running statistics among them are a mixture of all widths: calibrate what is cut
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dmcp.batches import device_of, size_of
+from dmcp.batches import device_of, input_of, size_of
 from dmcp.budget import check_reachable, spent_shares
-from dmcp.engine import Engine
+from dmcp.engine import Engine, Settled
 from dmcp.errors import TrainingError
-from dmcp.judging import batch_statistics, judging_batches, make_judge
 from dmcp.losses import classification_loss
+from dmcp.methods.judging import batch_statistics, held_batches
 from dmcp.methods.problem import FILLED, Choice, Prepared, Problem, samples_of
+from dmcp.ranks import current, mean_values
 from dmcp.sampling import Options, fit
 from dmcp.sandwich import Draw, chains
 from dmcp.searches import SearchConfig, SearchRecord
@@ -102,13 +104,12 @@ def _slim(net: Supernet, borders: Tensor, problem: Problem, config: AutoSlimConf
     """The first widths on the greedy way that are inside the budget, and the samples that were run. -> (S,)"""
     settled = (problem.engine or Engine()).settled(device_of(net), plain=problem.loss is None)
     with batch_statistics(net), settled.running(net.model):
-        batches = judging_batches(problem.held, config.batches, settled)
-        judge = make_judge(net, problem.loss or classification_loss(), settled)
+        losses, samples = _judge(net, problem, config, settled)
         widths, runs = problem.graph.full.tensor(), 0
         shares = spent_shares(problem.budget, problem.graph, widths[None])  # (1, L)
         while shares.max() > 1:
             trials = _narrower(widths, borders)  # (C, S)
-            found = judge(torch.cat([widths[None], trials]), batches)
+            found = losses(torch.cat([widths[None], trials]))
             harm = found[1:] - found[0]
             if config.per_saved:
                 saved = (shares - spent_shares(problem.budget, problem.graph, trials)) * (shares > 1)
@@ -120,7 +121,7 @@ def _slim(net: Supernet, borders: Tensor, problem: Problem, config: AutoSlimConf
             widths, shares = _first_inside(problem, chosen.cummin(dim=0).values)
             runs += len(found)
             problem.tell(GREEDY, {"trials": runs, "loss": found[0].item(), "spent": shares.max().item()})
-    return widths, runs * sum(map(size_of, batches))
+    return widths, runs * samples
 
 
 def _first_inside(problem: Problem, ways: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,6 +138,32 @@ def _narrower(widths: Tensor, borders: Tensor) -> Tensor:
     trials = widths.repeat(len(spaces), 1)
     trials[torch.arange(len(spaces)), spaces] = below[spaces]
     return trials
+
+
+def _judge(
+    net: Supernet, problem: Problem, config: AutoSlimConfig, settled: Settled
+) -> tuple[Callable[[Tensor], Tensor], int]:
+    """What gives the held-out losses of sub-networks, (C, S) -> (C,) on the CPU, and the samples that each sees."""
+    device = settled.device
+    batches = held_batches(problem, config.batches, settled)
+    sizes = torch.tensor([float(size_of(batch)) for batch in batches])
+    samples, weights = int(sizes.sum()), (sizes / sizes.sum()).to(device)
+    task = problem.loss or classification_loss()
+
+    def loss(batch: Any, gates: Tensor) -> Tensor:
+        with settled.autocast():
+            return task(net(input_of(batch), gates), batch).float()
+
+    run = settled.repeated(loss)
+
+    def losses(widths: Tensor) -> Tensor:
+        rows: list[Tensor] = []
+        for row in widths.to(device):  # nothing waits for the device until all trials are queued
+            gates = net.hard(row)
+            rows.append(torch.stack([run(batch, gates) for batch in batches]) @ weights)
+        return mean_values(torch.stack(rows), samples, current()).cpu().double()
+
+    return losses, samples
 
 
 # small things

@@ -1,7 +1,5 @@
 """Our own: Differentiable Markov Channel Pruning (Guo, Wang, Li, Yan, 2020), by expected or by direct sampling.
 
-`refine` looks for better widths near the expected ones, which the paper does not.
-
 It differs from the authors' code in what DESIGN.md and docs/paper_map.md say; the learning rate of the search follows
 the recipe of the comparison.
 """
@@ -9,17 +7,16 @@ the recipe of the comparison.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
-from dmcp import refining, sampling
+from dmcp import sampling
 from dmcp.batches import generator
 from dmcp.errors import BudgetError, TrainingError
-from dmcp.methods.problem import FILLED, Choice, Problem, loaded, samples_of
-from dmcp.pruning import REFINE, SEARCH
-from dmcp.refining import RefineConfig, RefineRecord
+from dmcp.methods.problem import FILLED, Choice, Problem, samples_of
+from dmcp.pruning import SEARCH
 from dmcp.searches import SearchConfig, SearchResult
 from dmcp.searching import search
 from dmcp.supernet import Supernet
@@ -103,20 +100,6 @@ def draw(problem: Problem, found: SearchResult, config: DrawConfig | None = None
             f"the number {number}; draw fewer."
         )
     return Choice(widths=drawn[number], kept=drawn[number])
-
-
-def refine(problem: Problem, found: SearchResult, config: RefineConfig, state: Mapping[str, Tensor]) -> Choice:
-    """Look for better widths near the expected ones of a search that is done, in the weights that it has left."""
-    net = Supernet(loaded(problem, state), problem.graph, align=problem.align)
-
-    def tell(record: RefineRecord) -> None:
-        problem.tell(REFINE, asdict(record))
-
-    same, keeper = replace(found, tolerance=FILLED), problem.keep and problem.keep(REFINE)
-    way = (problem.loss, problem.engine, tell, keeper, problem.seed)
-    refined = refining.refine(net, same, problem.loader, config, *way)
-    problem.tell(REFINE, {"loss_before": refined.loss_before, "loss_after": refined.loss_after})
-    return Choice(widths=refined.widths, kept=refined.widths, model=net.model, sample_passes=refined.sample_passes)
 
 
 def _passes(settings: SearchConfig) -> int:

@@ -31,8 +31,8 @@ from dmcp.batches import device_of, generator, input_of, size_of, widest
 from dmcp.budget import spent_shares
 from dmcp.engine import Engine, Settled
 from dmcp.errors import TrainingError
-from dmcp.judging import batch_statistics, judging_batches
 from dmcp.losses import Loss, growing, top1
+from dmcp.methods.judging import batch_statistics, held_batches
 from dmcp.methods.problem import FILLED, Choice, Prepared, Problem
 from dmcp.methods.pruning_net import Grid, PruningNet, Structured
 from dmcp.ranks import current, sum_values
@@ -131,7 +131,7 @@ def _judging(problem: Problem, config: MetaPruningConfig, net: PruningNet) -> It
     """
     device, metric = device_of(net), growing(problem.metric or top1)
     settled: Settled = (problem.engine or Engine()).settled(device, plain=problem.metric is None)
-    batches = judging_batches(problem.held, config.batches, settled)
+    batches = held_batches(problem, config.batches, settled)
 
     def step(batch: Any, widths: Tensor) -> tuple[Tensor, int]:
         with settled.autocast():
