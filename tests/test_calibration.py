@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import dmcp
 from dmcp.calibration import recalibrate
@@ -131,3 +132,33 @@ def test_a_sub_network_is_calibrated_like_the_cut_one() -> None:
     recalibrate(small, batches)
     torch.testing.assert_close(net.eval()(x, gates), small.eval()(x))
     assert float((small.bn1.running_var - 1).abs().max()) > 1e-3
+
+
+class ForcedEval(nn.BatchNorm2d):
+    """Frozen by its forward, whatever mode it is in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
+
+
+class CallsEval(nn.BatchNorm2d):
+    """Frozen by its forward, which leaves train mode first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.eval()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [ForcedEval, CallsEval])
+def test_a_norm_whose_forward_never_renews_it_keeps_its_statistics(kind: type[nn.BatchNorm2d]) -> None:
+    frozen, after = kind(3), nn.BatchNorm2d(3, momentum=None)
+    assert frozen.running_mean is not None and frozen.running_var is not None
+    frozen.running_mean.fill_(0.5)
+    frozen.running_var.fill_(4.0)
+    before = copy.deepcopy(frozen.state_dict())
+    x = torch.randn(8, 3, 4, 4)
+    recalibrate(nn.Sequential(frozen, after), [(x, None)])
+    assert all(torch.equal(value, before[name]) for name, value in frozen.state_dict().items())
+    twin = nn.BatchNorm2d(3, momentum=None)
+    twin((x - 0.5) / (4.0 + frozen.eps) ** 0.5)  # what the next one sees is by those statistics, too
+    torch.testing.assert_close((after.running_mean, after.running_var), (twin.running_mean, twin.running_var))

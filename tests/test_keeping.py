@@ -27,6 +27,7 @@ from dmcp.engine import Engine
 from dmcp.errors import DataError, FileError, StoppedError, TrainingError
 from dmcp.graph import ChannelGraph
 from dmcp.keeping import Feed, Keeper, State, random_state, set_random_state, untouched
+from dmcp.optimizers import state_tensors
 from dmcp.pruning import prune
 from dmcp.ranks import ALONE
 from dmcp.searches import SearchConfig
@@ -498,6 +499,21 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(TrainingError, match=r"keeps a list \(seen\) in its state"):
         trained(tmp_path / "list", {}, 0, optimizer=Listing)
+
+    class Named(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            self.state["all"] = {"steps": 1}  # type: ignore[index]
+
+    with pytest.raises(TrainingError, match="keeps 'all' in its state, which is of no parameter: take another"):
+        trained(tmp_path / "named", {}, 0, optimizer=Named)
+
+
+def test_the_state_of_an_optimizer_is_read_without_a_trace() -> None:
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))])
+    optimizer.param_groups[0]["weight_decay"] = np.float64(0.1)
+    taken = state_tensors(optimizer)
+    assert not optimizer.state and taken["Adam/groups/0/number/weight_decay"].item() == 0.1
+    assert taken["Adam/groups/0/number/amsgrad"].dtype is torch.bool
 
 
 @pytest.mark.slow

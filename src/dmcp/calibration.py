@@ -31,7 +31,8 @@ def recalibrate(
     supernet, with net.model as the model. Only the BatchNorms run in train mode, so dropout stays off. Mean and
     variance are those of all samples together, however they were batched. Layers that do not run keep what they had,
     and after an error all of them do. Frozen norms are renewed, too: behind a layer that was cut their inputs are
-    others, and where the weights around them are frozen as well nothing else could make up for that.
+    others, and where the weights around them are frozen as well nothing else could make up for that. Norms whose own
+    forward never renews its statistics keep what they had.
     """
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.running_mean is not None]
     pooled = {norm: _Pooled(norm) for norm in norms}
@@ -45,7 +46,7 @@ def recalibrate(
             undo.callback(norm.register_forward_hook(statistics.add).remove)
             norm.training = True  # not by train(), which people override in norms that are to stay in eval mode
             norm.momentum = 1.0  # the running statistics are then those of this call
-            norm.reset_running_stats()  # since 0 x NaN is NaN
+            statistics.begin()
         seen = 0
         for batch in itertools.islice(loader, batches):
             seen += 1
@@ -83,6 +84,14 @@ class _Pooled:
         tensors = (self.norm.running_mean, self.norm.running_var, self.norm.num_batches_tracked)
         return [tensor for tensor in tensors if tensor is not None]
 
+    def begin(self) -> None:
+        """Old values stay for a forward that reads them, but for NaN, since 0 x NaN is NaN; calls count from 0."""
+        for tensor in self._running():
+            if tensor.is_floating_point():
+                torch.nan_to_num(tensor, out=tensor)
+            else:
+                tensor.zero_()
+
     def add(self, norm: nn.Module, inputs: tuple[Tensor, ...], output: object) -> None:
         """Forward hook: the running statistics are those of this call's input."""
         assert self.norm.running_mean is not None and self.norm.running_var is not None
@@ -95,7 +104,10 @@ class _Pooled:
         self.calls += 1
 
     def accept(self, ranks: Ranks) -> None:
-        """From now on the pooled statistics, those of all ranks, are the result."""
+        """From now on the pooled statistics, those of all ranks, are the result, if the norm's forward made any."""
+        tracked = self.norm.num_batches_tracked
+        if self.calls and tracked is not None and not tracked.item():
+            self.count = 0
         if ranks.world > 1:
             counts = self.mean.new_tensor([float(self.count)])
             total = sum_values(counts, ranks)

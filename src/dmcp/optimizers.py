@@ -16,7 +16,8 @@ MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]  # param
 
 _STATE, _GROUPS = "state", "groups"  # what an optimizer keeps of each parameter, and of each group
 _BESIDE, _HOST, _NUMBER = "beside", "host", "number"  # a tensor where its parameter is, one on the host, a plain number
-_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
+_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}  # a bool is an int, too: it comes first
+_REMEDY = "take another optimizer, or train without a keeper."
 
 
 def make_optimizer(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -57,6 +58,10 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """All that changes from step to step, by names that say what it was; TrainingError for what is no number."""
     found: dict[str, Tensor] = {}
     name = type(optimizer).__name__
+    known = {id(parameter) for parameter in _parameters(optimizer)}
+    for owner in optimizer.state:
+        if id(owner) not in known:
+            raise TrainingError(f"The {name} keeps {owner!r} in its state, which is of no parameter: {_REMEDY}")
     for part, owners in _parts(optimizer).items():
         for number, (values, parameter) in enumerate(owners):
             for key, value in values.items():
@@ -64,11 +69,14 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
                     kind = _BESIDE if value.device == parameter.device else _HOST
                     found[f"{name}/{part}/{number}/{kind}/{key}"] = value.detach().cpu()
                 elif isinstance(value, int | float):
-                    found[f"{name}/{part}/{number}/{_NUMBER}/{key}"] = torch.tensor(value, dtype=_DTYPES[type(value)])
+                    dtype = next(
+                        dtype for kind, dtype in _DTYPES.items() if isinstance(value, kind)
+                    )  # also NumPy's float
+                    found[f"{name}/{part}/{number}/{_NUMBER}/{key}"] = torch.tensor(value, dtype=dtype)
                 elif part == _STATE and value is not None:  # groups also have settings that never change
                     raise TrainingError(
                         f"The {name} keeps a {type(value).__name__} ({key}) in its state, which no checkpoint can "
-                        "hold: take another optimizer, or train without a keeper."
+                        f"hold: {_REMEDY}"
                     )
     return found
 
@@ -88,6 +96,8 @@ def put_state(optimizer: torch.optim.Optimizer, taken: Mapping[str, Tensor]) -> 
     for path, value in taken.items():
         _, part, number, kind, key = path.split("/", 4)
         values, parameter = owners[part][int(number)]
+        if part == _STATE:
+            values = optimizer.state[parameter]
         values[key] = _brought_back(value, kind, parameter)
 
 
@@ -103,10 +113,13 @@ def _brought_back(value: Tensor, kind: str, parameter: Tensor) -> Any:
 
 
 def _parts(optimizer: torch.optim.Optimizer) -> dict[str, list[tuple[dict[str, Any], Tensor]]]:
-    """What each parameter and each group has, with a parameter that is where its tensors are."""
+    """What each parameter and each group has, with a parameter that is where its tensors are.
+
+    Asked for by get: an empty state that we had made would look to some optimizers like one that they have begun.
+    """
     parameters = list(_parameters(optimizer))
     groups = [(group, parameters[0]) for group in optimizer.param_groups]
-    return {_STATE: [(optimizer.state[it], it) for it in parameters], _GROUPS: groups}
+    return {_STATE: [(optimizer.state.get(it, {}), it) for it in parameters], _GROUPS: groups}
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
