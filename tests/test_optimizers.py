@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,18 +87,3 @@ def test_it_is_no_cuda_graph() -> None:
         prune(optimizer=torch.optim.Adam, engine=engine)
     with pytest.raises(TrainingError, match="cannot be CUDA graphs"):
         train(tiny(), some_batches(), TRAIN, optimizer=torch.optim.Adam, engine=engine)
-
-
-def test_runs_without_one_are_noted_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    noted: list[dict[str, Any]] = []
-    plain = dmcp.pruning.plain_settings
-
-    def note(given: dict[str, Any], *more: Any) -> Any:
-        noted.append(given)
-        return plain(given, *more)
-
-    monkeypatch.setattr(dmcp.pruning, "plain_settings", note)
-    for number, more in enumerate(({}, {"optimizer": torch.optim.Adam})):
-        folder = tmp_path / str(number)
-        prune(keep=lambda stage, folder=folder: dmcp.Keeper(folder / stage), **more)
-    assert "optimizer" not in noted[0] and noted[1] == {**noted[0], "optimizer": True}

@@ -150,8 +150,8 @@ def prune(
     try_test(model, val_loader, metric)
     if keep:
         given = {"search": settings, "train": recipe, "engine": engine or Engine(), "retrain": kind}
-        given |= {"controls": controls, "arch_loader": arch_loader is not None, "graph": graph.fingerprint}
-        given |= {"optimizer": True} if optimizer else {}  # runs that were begun before there was this go on
+        given |= {"controls": controls, "arch_loader": arch_loader is not None, "optimizer": optimizer is not None}
+        given |= {"graph": graph.fingerprint}
         keep = _noting(keep, plain_settings(given, unwrap(model).state_dict(), current()))
     net = Supernet(model, graph, settings.groups, settings.align)
     found = find(net, loader, settings, loss, arch_loader, on_event, engine, keep and keep(SEARCH), optimizer)
