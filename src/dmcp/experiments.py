@@ -177,7 +177,7 @@ def full(it: Study) -> list[Arm]:
     """The full-length recipe: the final training four times as long, the search twice as long as elsewhere.
 
     `study_of` has these lengths. The teacher is the unpruned network of the same seed, by the same recipe. Both
-    trainings are of the widths of one search. (A slimmable training has a teacher, too, but takes three times as long.)
+    trainings are of the widths of one search. A slimmable one is left out: it trains the unpruned network, too.
     """
     trained = replace(_TRAINED, name=f"{UNPRUNED}-{FULL}")
     same = Arm(label="uniform", name=f"uniform-{FULL}", method="uniform", budget=HALF)
@@ -194,7 +194,7 @@ def full(it: Study) -> list[Arm]:
 
 
 def recipe(it: Study) -> list[Arm]:
-    """What the full-length recipe was chosen by: settings changed, tested by held-out training images.
+    """What the full-length recipe was chosen by: one setting changed at a time, tested by held-out training images.
 
     The training with uniform widths, so that no search is favoured. Options of the command (`--label-smoothing` and its
     like) then make a choice that of `full`.
@@ -206,9 +206,15 @@ def recipe(it: Study) -> list[Arm]:
         f"uniform, label smoothing {smoothing:g}": ("smoothing", {"label_smoothing": smoothing}),
         "uniform, half the weight decay": ("less-decay", {"weight_decay": train.weight_decay / 2}),
     }
-    usual = Arm(label="", name="", method="uniform", budget=HALF, held_out=True)
     arms = [
-        replace(usual, label=label, name="-".join(filter(None, ("uniform", RECIPE, name))), train=more)
+        Arm(
+            label=label,
+            name="-".join(filter(None, ("uniform", RECIPE, name))),
+            method="uniform",
+            budget=HALF,
+            train=more,
+            held_out=True,
+        )
         for label, (name, more) in ways.items()
     ]
     return _compared(arms[0], arms)
