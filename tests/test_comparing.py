@@ -16,7 +16,7 @@ import pytest
 
 from dmcp import children, cli, comparing, table_files
 from dmcp.cell_files import is_done
-from dmcp.comparing import COMMANDS, PLANS, Comparison, Task, cell_name, epochs_of, run_comparison, tasks
+from dmcp.comparing import COMMANDS, PLANS, Comparison, Task, cell_name, epochs_of, longest_first, run_comparison, tasks
 from dmcp.engine import Engine
 from dmcp.errors import DmcpError, FileError, TrainingError
 from dmcp.gathering import against_uniform, gather, markdown, stored, to_json
@@ -128,9 +128,22 @@ def by_name(it: Comparison) -> dict[str, Task]:
 
 
 def test_what_takes_longest_comes_first() -> None:
-    it = replace(TWO, methods=tuple(METHODS), budgets=("50%",), seeds=(0,), unpruned=False)
-    names = [task.name.removesuffix("-50%-seed0") for task in tasks(it)]
-    assert max(map(names.index, ("dmcp", "sfp", "fpgm"))) < names.index("uniform") < names.index("dmcp-direct")
+    it = replace(TWO, methods=tuple(METHODS), budgets=("50%", "30%"), settings={}, seeds=(0, 1), unpruned=False)
+    every = tasks(it)
+    order = longest_first(every)
+    names = [task.name for task in order]
+    assert {*names} == {task.name for task in every}
+    dmcp = [name for name in names if name.startswith("dmcp-") and "direct" not in name]
+    assert {*names[:4]} == {*dmcp} and len(dmcp) == 4  # also those of the last seed
+    assert names.index("uniform-slimmable-30%-seed1") < names.index("uniform-50%-seed0")  # four passes a step, not one
+    for task in order:
+        assert all(names.index(before) < names.index(task.name) for before in task.after)
+
+
+def test_what_much_waits_for_comes_before_what_takes_as_long() -> None:
+    plan = by_name(TWO)["uniform-50%-seed3"].plan
+    alone, first, last = Task("alone", plan), Task("first", plan), Task("last", plan, after=("first",))
+    assert [task.name for task in longest_first([alone, first, last])] == ["first", "alone", "last"]
 
 
 def test_plans_have_the_seed_the_budget_and_the_settings() -> None:

@@ -38,6 +38,7 @@ OUTPUT = "output"  # what each cell has said
 COMMANDS = "commands.jsonl"  # what was typed to fill the folder, with what and on what
 _PACKAGES = ("torch-dmcp", "torch", "torchvision", "timm", "torch-pruning")
 _LAST = 3  # failed cells whose last words are shown
+_PASSES = 4  # of a step of a slimmable network
 UNIFORM = "uniform"  # what methods of one ratio have the widths of
 
 
@@ -113,7 +114,7 @@ def cell_name(what: str, seed: int, budget: str = "") -> str:
 
 
 def tasks(it: Comparison) -> list[Task]:
-    """All cells, seed by seed, each after those that it needs; those that take longest first."""
+    """All cells, seed by seed, each after those that it needs."""
     found: dict[str, Task] = {}
 
     def add(name: str, plan: Plan, after: tuple[str, ...] = ()) -> str:
@@ -121,7 +122,6 @@ def tasks(it: Comparison) -> list[Task]:
         return name
 
     starts = {find_method(name).start for name in it.methods}
-    order = sorted(it.methods, key=lambda name: (-_weight(name), it.methods.index(name)))
     for seed in it.seeds:
         if it.unpruned or Start.TRAINED in starts:
             add(cell_name(UNPRUNED, seed), plan_cell(it, seed, Cell(method="")))
@@ -130,7 +130,7 @@ def tasks(it: Comparison) -> list[Task]:
         for name in it.methods:
             if find_method(name).start is Start.PREPARED:
                 add(cell_name(name, seed), plan_cell(it, seed, Cell(method=name, prepares=True)))
-        for name, budget in itertools.product(order, it.budgets):
+        for name, budget in itertools.product(it.methods, it.budgets):
             if (name, budget) in it.rows and not _has_nothing_to_train(it, name):
                 uses = _needed(it, name, seed, budget, add)
                 plan = plan_cell(it, seed, Cell(method=name, uses=uses), budget)
@@ -145,13 +145,6 @@ def _has_nothing_to_train(it: Comparison, name: str) -> bool:
     """Whether all that there is of a method is what uniform has."""
     method = find_method(name)
     return it.scratch and method.one_ratio and method.own is Own.FINE_TUNED and not it.fine_tune_epochs
-
-
-def _weight(name: str) -> int:
-    """How long its cells take, roughly: dmcp's first, of those that wait for others those that wait least."""
-    method = find_method(name)
-    slow = method.own in (Own.SLIMMABLE, Own.AS_IT_IS)
-    return 2 if slow else 1 if method.own or method.start is Start.FRESH else 0
 
 
 def _needed(it: Comparison, name: str, seed: int, budget: str, add: Any) -> str:
@@ -217,6 +210,38 @@ def epochs_of(plan: Plan) -> tuple[str, str]:
 # running them
 
 
+def longest_first(wanted: Sequence[Task]) -> list[Task]:
+    """Cells in the order in which they should start: those first that take longest, with all that waits for them.
+
+    What others wait for comes before them, if it did so before.
+    """
+    left: dict[str, float] = {}
+    for task in reversed(wanted):  # those that wait come after what they wait for
+        left[task.name] = left.get(task.name, 0.0) + _work(task.plan)
+        for name in task.after:
+            left[name] = max(left.get(name, 0.0), left[task.name])
+    return sorted(wanted, key=lambda task: -left[task.name])
+
+
+def _work(plan: Plan) -> float:
+    """How long a cell takes, roughly, in epochs of the unpruned network; never nothing."""
+    cell, recipe = plan.cell, plan.train
+    assert cell is not None and recipe is not None
+    if cell.method == RECOVER:
+        return float(cell.settings.get("epochs", 1))
+    if cell.method in ("", BASE, COPY):
+        return float(recipe.epochs)
+    method = find_method(cell.method)
+    inside = _PASSES if method.own is Own.SLIMMABLE else 1
+    searched = getattr(method.config(**cell.settings), "epochs", None)
+    if cell.prepares:
+        return float(searched or recipe.epochs)
+    work = float(recipe.epochs if cell.scratch else 0)
+    work += recipe.epochs if method.own is Own.AS_IT_IS else inside * (searched or 0) if method.prepare is None else 0
+    own = {Own.FINE_TUNED: cell.fine_tune_epochs, Own.SLIMMABLE: inside * recipe.epochs}
+    return work + (own.get(method.own, 0) if method.own and cell.own else 0) or 1.0
+
+
 def run_comparison(it: Comparison, folder: Path, at_once: int | None = None, quiet: bool = False) -> list[Ended]:
     """Run the cells that are not done yet; those that failed, if any. Started again, it goes on where it was."""
     return run_tasks(tasks(it), folder, it.job.place, at_once, quiet)
@@ -232,7 +257,7 @@ def run_tasks(
         for task in wanted:
             Run(folder / PLANS).write(f"{task.name}.json", task.plan.to_json())
         _note_command(folder, device)
-        left = [task for task in wanted if not is_done(folder / task.name)]
+        left = longest_first([task for task in wanted if not is_done(folder / task.name)])
         names = {task.name for task in left}
         commands = [
             Command(

@@ -7,7 +7,7 @@ import json
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,12 @@ from dmcp import figures
 from dmcp.alpha_findings import show_distribution, show_recover
 from dmcp.arms import Study
 from dmcp.cell_files import is_done
-from dmcp.comparing import PLANS, UNIFORM, cell_name, plan_cell
+from dmcp.comparing import PLANS, UNIFORM, cell_name, changes, plan_cell
 from dmcp.experiment_cells import cells_of, command, epochs_of
 from dmcp.experiments import EXPERIMENTS, EXPLAIN, FULL, RECIPE, about, study_of
 from dmcp.gathering import Line, against_uniform, gather, markdown, to_json
 from dmcp.methods import METHODS, PEERS
-from dmcp.outcomes import PERCENT, Outcome, Shown, by_label, outcomes, plain_row
+from dmcp.outcomes import PERCENT, Outcome, Recorded, Shown, by_label, outcomes, plain_row
 from dmcp.paper_figures import curves, dots, title, width_differences
 from dmcp.plans import Cell
 from dmcp.pruning import UNPRUNED
@@ -31,10 +31,10 @@ from dmcp.training import TrainConfig
 _HELD = " of held-out images"  # that are not the test's
 
 
-def show(it: Study, name: str, folder: Path) -> Shown | None:
-    """An experiment as far as its cells are done; None if none is."""
+def show(it: Study, name: str, folder: Path, recorded: Recorded | None = None) -> Shown | None:
+    """An experiment as far as its cells are done or recorded; None if none is."""
     own = study_of(it, name)
-    found = outcomes(own, EXPERIMENTS[name](own), folder)
+    found = outcomes(own, EXPERIMENTS[name](own), folder, recorded)
     return _SHOWN.get(name, _show_arms)(own, name, found, folder) if found else None
 
 
@@ -68,12 +68,38 @@ def protocol(it: Study, name: str) -> dict[str, Any]:
     return dict(json.loads(json.dumps(asdict(known))))
 
 
-def write(it: Study, name: str, shown: Shown, folder: Path, place: Path, stem: str) -> list[Path]:
+def read_recorded(it: Study, name: str, place: Path) -> dict[str, Mapping[str, Any]]:
+    """Cells in the data of any experiments that have the protocol of this one, by name."""
+    found: dict[str, Mapping[str, Any]] = {}
+    same, known = protocol(it, name), {part.name for part in fields(Outcome)} | {"label"}
+    for path in sorted(place.glob("*.json")):
+        data = read_json(path)
+        if "cells" in data and not any(difference(part, data.get(part), same[part]) for part in same):
+            found |= {cell["name"]: cell for cell in data["cells"] if cell.keys() <= known}
+    return found
+
+
+def difference(part: str, before: Any, now: Any) -> str:
+    """The first difference of a part of two protocols in words; empty: none."""
+    if part == "train" and isinstance(before, dict):  # fields that came later
+        before = json.loads(json.dumps(asdict(TrainConfig()))) | before
+    if before == now:
+        return ""
+    field = changes(part, before, now)[0]
+    if field != part:
+        before, now = (it.get(field.removeprefix(f"{part}.")) for it in (before, now))
+    return f"{field} ({before}, not {now})"
+
+
+def write(
+    it: Study, name: str, shown: Shown, folder: Path, place: Path, stem: str, recorded: Recorded | None = None
+) -> list[Path]:
     """Write STEM.json, STEM.md and STEM.svg; the same cells give the same bytes."""
     again, same, it = command(it, name), protocol(it, name), study_of(it, name)
     arms = EXPERIMENTS[name](it)
-    found, wanted = outcomes(it, arms, folder), {cell for _, _, cell in cells_of(it, arms)}
+    found, wanted = outcomes(it, arms, folder, recorded), {cell for _, _, cell in cells_of(it, arms)}
     done = {outcome.name for outcome in found}
+    taken = sorted(cell for cell in done if not is_done(folder / cell))  # from the data of experiments
     data = {
         "command": again,
         "experiment": name,
@@ -82,6 +108,7 @@ def write(it: Study, name: str, shown: Shown, folder: Path, place: Path, stem: s
         "seeds": list(it.common.seeds),
         "macs": it.graph.macs(),
         "missing": sorted(wanted - done),
+        **({"recorded": taken} if taken else {}),
         "rows": list(shown.rows),
         "cells": [outcome.to_json() for outcome in found],
     }
@@ -265,3 +292,4 @@ _SHOWN: dict[str, Callable[[Study, str, Sequence[Outcome], Path], Shown]] = {  #
     RECIPE: functools.partial(_show_arms, of=_HELD),
     EXPLAIN: functools.partial(_show_arms, lengths=True, of=""),
 }
+OF_FOLDERS = ("main", "recover", "distribution")  # what these show is in the folders of their cells alone

@@ -51,9 +51,19 @@ class Shown:
     figures: Mapping[str, Figure] = field(default_factory=dict)  # by the end of the file's name
 
 
-def outcomes(it: Study, arms: Sequence[Arm], folder: Path) -> list[Outcome]:
-    """What the cells that are done have found, seed by seed."""
-    return [_read(arm, seed, name, folder / name) for arm, seed, name in cells_of(it, arms) if is_done(folder / name)]
+Recorded = Mapping[str, Mapping[str, Any]]  # cells as `Outcome.to_json` writes them, by name
+
+
+def outcomes(it: Study, arms: Sequence[Arm], folder: Path, recorded: Recorded | None = None) -> list[Outcome]:
+    """What the cells that are done have found, seed by seed; what is not in the folder may be recorded."""
+    found = []
+    for arm, seed, name in cells_of(it, arms):
+        if is_done(folder / name):
+            found.append(_read(arm, seed, name, folder / name))
+        elif recorded and name in recorded:
+            values = {key: value for key, value in recorded[name].items() if key not in ("label", "seed", "name")}
+            found.append(Outcome(arm=arm, seed=seed, name=name, **values))
+    return found
 
 
 def _read(arm: Arm, seed: int, name: str, folder: Path) -> Outcome:

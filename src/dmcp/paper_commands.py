@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +13,7 @@ from dmcp import options as o
 from dmcp.arms import Study
 from dmcp.cell_files import TIME, is_done
 from dmcp.compare_commands import check_job, recipe
-from dmcp.comparing import Comparison, Task, changes, check_begun, check_failed, run_tasks, state_of
+from dmcp.comparing import Comparison, Task, check_begun, check_failed, run_tasks, state_of
 from dmcp.engine import Engine
 from dmcp.errors import DmcpError, FileError
 from dmcp.experiment_cells import needed_by, study_tasks
@@ -27,16 +26,16 @@ from dmcp.experiments import (
     WIDER,
     check_experiment,
 )
-from dmcp.findings import protocol, show, write
+from dmcp.findings import OF_FOLDERS, difference, protocol, read_recorded, show, write
 from dmcp.jobs import Job, open_job
 from dmcp.methods.dmcp import DmcpConfig
+from dmcp.outcomes import Recorded
 from dmcp.printing import print_json
 from dmcp.results_page import make_page
 from dmcp.runs import Run, read_json
 from dmcp.searches import SearchConfig
 from dmcp.sessions import tell_ignored
 from dmcp.tables import table
-from dmcp.training import TrainConfig
 
 _MODEL = "cifar:resnet20"
 _USUAL = DmcpConfig().epochs  # of a search; cells with as many are those of dmcp compare
@@ -57,6 +56,10 @@ Results = Annotated[str, typer.Option(help="Folder of tables, figures and data."
 Page = Annotated[Path | None, typer.Option(help="Then gather all of --results in this Markdown page.")]
 AtOnce = Annotated[int | None, typer.Option(min=1, help="Cells that run side by side; default: 8 on a GPU, the cores.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Run nothing: list the cells, and what is done.")]
+Reuse = Annotated[
+    bool,
+    typer.Option("--recorded", help="Cells that the data in --results have, and --out has not, are not run again."),
+]
 Gather = Annotated[bool, typer.Option("--gather", help="Run nothing: tables and figures of the cells that are done.")]
 
 
@@ -88,6 +91,7 @@ def paper(
     deterministic: o.Deterministic = False,
     dry_run: DryRun = False,
     gather: Gather = False,
+    recorded: Reuse = False,
     quiet: o.Quiet = False,
     as_json: o.AsJson = False,
     debug: o.Debug = False,
@@ -95,14 +99,15 @@ def paper(
     """Do the paper's experiments again: run the cells that are not done, then write table, figure and data.
 
     Experiments share cells, such as the usual search at half of the MACs, if they share --out; so do cells of `dmcp
-    compare` with the same settings. The same command started again goes on where it was. Without a NAME, --page only
-    gathers what is there.
+    compare` with the same settings. The same command started again goes on where it was; where --out is gone,
+    --recorded goes on from the data in --results. Without a NAME, --page only gathers what is there.
 
     \b
     Examples:
       dmcp paper main --data cifar10
       dmcp paper warmup sandwich scheme --data cifar10 --dry-run
       dmcp paper main --data cifar10 --gather
+      dmcp paper explain --data cifar10 --recorded
       dmcp paper --page docs/results.md
       dmcp paper all --model digits:resnet --data digits --epochs 1 --search-epochs 2 --batch 64 --seeds 1
     """
@@ -133,18 +138,38 @@ def paper(
     study = _open(it, tuple(wider or ["width=24"]), wanted)
     tasks, folder = study_tasks(study, wanted), Path(out)
     check_replaced(study, wanted, Path(results))
+    known = {name: read_recorded(study, name, Path(results)) for name in wanted} if recorded else {}
+    if recorded:
+        _check_recordable(wanted)
+        tasks = unrecorded(tasks, {cell for own in known.values() for cell in own}, folder)
     if dry_run:
         _list(tasks, needed_by(study, wanted), folder, as_json)
         return
     if gather:
         check_begun(tasks, folder)
-        if not any(is_done(folder / task.name) for task in tasks):
+        if not any(is_done(folder / task.name) for task in tasks) and not any(known.values()):
             raise FileError(f"{folder}: no cells of {', '.join(wanted)} with these settings are done here.")
     else:
         tell_ignored(it.engine, it.job.place)
     failed = [] if gather else run_tasks(tasks, folder, it.job.place, at_once, quiet)
-    _show(study, wanted, folder, Path(results), page, as_json)
+    _show(study, wanted, folder, Path(results), page, as_json, known)
     check_failed(failed)
+
+
+def _check_recordable(names: Sequence[str]) -> None:
+    """Refuse experiments that need more of their cells than what is recorded of them."""
+    for name in names:
+        if name in OF_FOLDERS:
+            raise DmcpError(f"{name} is made from the folders of its cells, not from what is recorded: no --recorded.")
+
+
+def unrecorded(tasks: Sequence[Task], known: Collection[str], folder: Path) -> list[Task]:
+    """Cells that are done, those that are not recorded, and what these need."""
+    needed = set[str]()
+    for task in reversed(tasks):  # what others need comes before them
+        if task.name in needed or task.name not in known:
+            needed |= {task.name, *(() if is_done(folder / task.name) else task.after)}
+    return [task for task in tasks if task.name in needed or is_done(folder / task.name)]
 
 
 def _search_settings(epochs: int, alpha_lr: float) -> dict[str, dict[str, Any]]:
@@ -175,8 +200,8 @@ def check_replaced(it: Study, names: Sequence[str], place: Path) -> None:
             continue
         stored, mine = read_json(path), protocol(it, name)
         for part in (part for part in mine if part in stored):  # what is not there was not kept
-            if difference := _difference(part, stored[part], mine[part]):
-                raise FileError(f"{path} was made with another {difference}: give another --results.")
+            if changed := difference(part, stored[part], mine[part]):
+                raise FileError(f"{path} was made with another {changed}: give another --results.")
         gone = [seed for seed in stored.get("seeds", ()) if seed not in it.common.seeds]
         if gone:
             raise FileError(f"{path} has seed {gone[0]}, which this command has not: give another --results.")
@@ -192,18 +217,6 @@ def _lost_budgets(it: Study, stored: Mapping[str, Any]) -> list[str]:
     """Budgets of the rows that are there, without those of this command; only the rows of main have some."""
     there = dict.fromkeys(row.get("budget") for row in stored.get("rows", ()))
     return [budget for budget in there if budget and budget not in it.common.budgets]
-
-
-def _difference(part: str, before: Any, now: Any) -> str:
-    """The first difference in words; empty: none."""
-    if part == "train" and isinstance(before, dict):  # fields that came later
-        before = json.loads(json.dumps(asdict(TrainConfig()))) | before
-    if before == now:
-        return ""
-    field = changes(part, before, now)[0]
-    if field != part:
-        before, now = (it.get(field.removeprefix(f"{part}.")) for it in (before, now))
-    return f"{field} ({before}, not {now})"
 
 
 def _stem(it: Study, name: str) -> str:
@@ -300,12 +313,21 @@ def _write_page(place: Path, page: Path) -> None:
     Run(page.parent).write(page.name, text)
 
 
-def _show(study: Study, names: Sequence[str], folder: Path, place: Path, page: Path | None, as_json: bool) -> None:
+def _show(
+    study: Study,
+    names: Sequence[str],
+    folder: Path,
+    place: Path,
+    page: Path | None,
+    as_json: bool,
+    known: Mapping[str, Recorded],
+) -> None:
     """Tables on stdout; tables, figures and data into the folder of results."""
     files: list[str] = []
     for name in names:
-        if shown := show(study, name, folder):
-            files += [str(path) for path in write(study, name, shown, folder, place, _stem(study, name))]
+        if shown := show(study, name, folder, known.get(name)):
+            written = write(study, name, shown, folder, place, _stem(study, name), known.get(name))
+            files += [str(path) for path in written]
             if not as_json:
                 print(f"{name}\n\n{shown.text}")
     if page and files:  # where all cells have failed there may be nothing to gather
