@@ -349,6 +349,13 @@ def test_sgd_is_torchs_bit_for_bit(momentum: float, nesterov: bool, decay: float
     assert not torch.equal(start, ours.conv1.weight)
 
 
+def test_set_lr_gives_each_group_its_share() -> None:
+    rates: list[Any] = [torch.tensor(1.0), 1.0]
+    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "lr": it} for it in rates], lr=1.0)
+    set_lr(optimizer, 0.25, [2.0, 0.5])
+    assert rates[0].item() == 0.5 and optimizer.param_groups[1]["lr"] == 0.125
+
+
 def test_set_lr_reaches_every_group() -> None:
     model = Chain(**Chain.FULL)
     optimizer = sgd([{"params": model.conv1.parameters()}, {"params": model.head.parameters()}], 1.0, 0.9, True, CPU)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from torch.nn import functional as F
 
 import dmcp
 from dmcp.errors import TrainingError
+from dmcp.optimizers import rate_shares
 from dmcp.training import learning_rate, train
 
 
@@ -64,6 +68,84 @@ def test_the_alphas_keep_theirs() -> None:
     dmcp.search(net, Noise(), SEARCH, optimizer=noted)
     assert sorted(seen) == sorted(id(it) for it in net.weights()) and id(net.alpha) not in seen
     assert not torch.equal(before, net.alpha)
+
+
+def head_first(model: nn.Module, groups: Any, **settings: Any) -> torch.optim.Optimizer:
+    """The last layer ten times as fast as the rest, named before it."""
+    head = {id(it) for it in list(model.children())[-1].parameters()}
+    parts = [[it for group in groups for it in group["params"] if (id(it) in head) is last] for last in (True, False)]
+    return torch.optim.SGD([{"params": parts[0], "lr": 0.5}, {"params": parts[1]}], lr=0.05, **settings)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
+def test_groups_keep_their_ratios(as_tensor: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for layer in tiny() if not isinstance(layer, nn.Dropout)))
+    twin, batches = copy.deepcopy(model).train(), some_batches()
+
+    def make(groups: Any) -> torch.optim.Optimizer:
+        made = head_first(model, groups)
+        for group in made.param_groups:
+            group["lr"] = torch.tensor(group["lr"], dtype=torch.float64) if as_tensor else group["lr"]
+        return made
+
+    train(model, batches, SHORT, optimizer=make)
+    for step, (x, y) in enumerate(batches):
+        loss = F.cross_entropy(twin(x), y, label_smoothing=SHORT.label_smoothing)
+        rate = learning_rate(step, len(batches), len(x), SHORT)
+        slopes = torch.autograd.grad(loss, list(twin.parameters()))
+        for parameter, slope in zip(twin.parameters(), slopes, strict=True):
+            last = any(parameter is it for it in twin[-1].parameters())
+            parameter.data -= (10 * rate if last else rate) * slope
+    for ours, by_hand in zip(tensors(model), tensors(twin), strict=True):
+        torch.testing.assert_close(ours, by_hand)
+
+
+def test_groups_keep_their_ratios_in_a_search_that_goes_on(tmp_path: Path) -> None:
+    def job(*, stop: int = 10**9, **kept: Any) -> tuple[list[torch.Tensor], list[torch.optim.Optimizer]]:
+        model, graph = traced()
+        net, made = dmcp.Supernet(model, graph, SEARCH.groups), []
+
+        def make(groups: Any) -> torch.optim.Optimizer:
+            made.append(head_first(net.model, groups, momentum=0.9))
+            return made[-1]
+
+        calls = itertools.count(1)
+        keeper = dmcp.Keeper(tmp_path / "kept", every_steps=1, asked_to_stop=lambda: next(calls) > stop)
+        with contextlib.suppress(dmcp.StoppedError):
+            dmcp.search(net, Noise(), SEARCH, optimizer=make, **(kept and {"keeper": keeper}))
+        return [it.detach() for it in net.parameters()], made
+
+    whole, (mover,) = job()
+    head, rest = (group["lr"] for group in mover.param_groups)
+    assert head == 10 * rest and rest < SEARCH.lr
+    stopped, _ = job(stop=1, kept=True)
+    again, (mover,) = job(kept=True)
+    assert not same(stopped, whole) and same(again, whole)
+    assert [group["lr"] for group in mover.param_groups] == [head, rest]
+
+
+SHARES: list[tuple[list[dict[str, float]], dict[str, float], list[float]]] = [
+    ([{}, {}], {"lr": 9.0}, [1, 1]),
+    ([{}, {}], {"lr": 0.0}, [1, 1]),
+    ([{"lr": 0.5}, {}], {"lr": 0.25}, [2, 1]),  # the rate of groups that have none of their own is the schedule's
+    ([{"lr": 0.0}, {}], {"lr": 0.25}, [0, 1]),
+    ([{"lr": 0.25}, {"lr": 0.5}], {}, [0.5, 1]),  # none has that one: the highest
+    ([{"lr": 0.25}, {}], {"lr": 0.0}, [1, 0]),
+]
+
+
+@pytest.mark.parametrize(("groups", "usual", "shares"), SHARES)
+def test_what_the_rates_of_groups_are_relative_to(groups: Any, usual: Any, shares: list[float]) -> None:
+    parts = [{"params": [nn.Parameter(torch.zeros(1))], **group} for group in groups]
+    assert rate_shares(torch.optim.SGD(parts, **usual)) == shares
+
+
+def test_a_rate_that_is_no_number_is_the_schedules() -> None:
+    """Some optimizers make their own, and mark it so."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    optimizer.param_groups[0]["lr"] = None
+    assert rate_shares(optimizer) == [1]
 
 
 WRONG: list[tuple[Any, str]] = [

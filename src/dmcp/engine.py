@@ -223,13 +223,14 @@ def sgd(groups: Any, lr: float, momentum: float, nesterov: bool, device: torch.d
     return optimizer
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """The learning rate of the next step, of all parameters."""
-    for group in optimizer.param_groups:
+def set_lr(optimizer: torch.optim.Optimizer, lr: float, shares: Sequence[float] = ()) -> None:
+    """The learning rate of the next step: of all parameters, or of each group its share of it."""
+    groups = optimizer.param_groups
+    for group, share in zip(groups, shares or [1.0] * len(groups), strict=True):
         if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(lr)
+            group["lr"].fill_(lr * share)
         else:
-            group["lr"] = lr
+            group["lr"] = lr * share
 
 
 class Repeated:

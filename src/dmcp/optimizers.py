@@ -43,6 +43,21 @@ def make_optimizer(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.o
     return made
 
 
+def rate_shares(optimizer: torch.optim.Optimizer) -> list[float]:
+    """What a new optimizer's groups learn at, relative to the rate of the schedule.
+
+    The rate that groups without their own have stands for the schedule's. Where none has that one, the highest does: it
+    may be a default that nobody chose, and no group is then faster than the settings say.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups]
+    if not all(isinstance(rate, int | float | Tensor) for rate in rates):
+        return [1.0] * len(rates)
+    usual, numbers = optimizer.defaults.get("lr"), [float(rate) for rate in rates]
+    base = float(usual) if isinstance(usual, int | float | Tensor) and float(usual) in numbers else 0.0
+    base = base or max(numbers)
+    return [rate / base if base else 1.0 for rate in numbers]
+
+
 def check_graphs(engine: Engine | None, make: MakeOptimizer | None) -> None:
     """Refuse CUDA graphs: a graph would replay the learning rate that an optimizer had when it was captured."""
     if make is not None and engine is not None and engine.graphs:

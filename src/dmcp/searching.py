@@ -18,7 +18,7 @@ from dmcp.errors import TrainingError, WidthsError
 from dmcp.keeping import DONE, Feed, Keeper, State
 from dmcp.losses import Loss, classification_loss, warn_of_imitation
 from dmcp.markov import CERTAIN, group_sizes, merged
-from dmcp.optimizers import MakeOptimizer, check_graphs, make_optimizer
+from dmcp.optimizers import MakeOptimizer, check_graphs, make_optimizer, rate_shares
 from dmcp.ranks import ALONE, Ranks, current, share_tensors
 from dmcp.sandwich import Chains, Draw, chains, draw_gates, sort_channels
 from dmcp.search_log import Log, Step
@@ -48,7 +48,8 @@ def search(
     `arch_loader` gives the alphas batches of their own; `on_record` sees each record once it has left the device.
     The same supernet, data, settings and device end in the same bits; the random state of torch is left as it was. With
     a `keeper` the search saves its state now and then, and begins where the keeper's last checkpoint is. `optimizer`
-    makes one for the weights of their parameter groups, in the place of SGD; the config has its learning rate.
+    makes one for the weights of their parameter groups, in the place of SGD; the config has its learning rate,
+    and the ratios between its groups are kept.
     """
     check_graphs(engine, optimizer)
     budget, path = _prepare(net, config, arch_loader)
@@ -148,6 +149,7 @@ class Steps:
         groups = parameter_groups(net.model, config.weight_decay)
         usual = partial(sgd, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0, device=device)
         self.weights, self.given = make_optimizer(optimizer or usual, groups), optimizer is not None
+        self.shares = rate_shares(self.weights)
         self.alphas = sgd(net.alphas(), config.alpha_lr, config.alpha_momentum, config.alpha_momentum > 0, device)
         whole = settled.compiled(lambda x, folded: run_folded(net.model, x, folded))
         soft, plain = (Passes(settled.compiled(net.fold), whole) for _ in range(2))
@@ -184,7 +186,7 @@ class Steps:
     def train_weights(self, batches: list[Any], draw: Draw, generator: torch.Generator, lr: float) -> WeightRecord:
         """Stage 1 with newly drawn sub-networks."""
         gates = draw_gates(self.net, self.path, draw, self.config.subnets, generator)
-        set_lr(self.weights, lr)
+        set_lr(self.weights, lr, self.shares)
         return WeightRecord(self.stage1(batches, torch.stack(gates) if gates else self.largest[None][:0]))
 
     def move_alphas(self, batches: list[Any], lr: float) -> ArchRecord:

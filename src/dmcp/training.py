@@ -20,7 +20,7 @@ from dmcp.engine import Engine, Precision, Settled, autocast, is_narrow, set_lr,
 from dmcp.errors import TrainingError
 from dmcp.keeping import DONE, Feed, Keeper, State
 from dmcp.losses import Loss, Metric, classification_loss, imitation, one_number, sum_and_count, top1
-from dmcp.optimizers import MakeOptimizer, check_graphs, make_optimizer
+from dmcp.optimizers import MakeOptimizer, check_graphs, make_optimizer, rate_shares
 from dmcp.ranks import ALONE, Ranks, current, mean_gradients, mean_values, share_tensors, sum_values
 from dmcp.recording import call_model, tensors_in
 
@@ -158,7 +158,7 @@ def train(
     training with a TrainingError that says where, and leaves the model as it was at the last bundle. With a `keeper`
     the training saves its state now and then, and begins where the keeper's last checkpoint is. `after_epoch` gets the
     number of each epoch at its end, and may change weights in place. `optimizer` makes one of parameter groups, in the
-    place of SGD; its learning rate is set in each step, as the config says.
+    place of SGD; its learning rate is set in each step, as the config says, and the ratios between groups are kept.
     """
     if (teacher is not None) != (config.distillation is Distillation.TEACHER):
         raise TrainingError("A teacher and distillation='teacher' go together: give both or neither.")
@@ -180,6 +180,7 @@ def train(
         groups = parameter_groups(model, config.weight_decay)
         usual = partial(sgd, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, device=device)
         mover = make_optimizer(optimizer or usual, groups)
+        shares = rate_shares(mover)
         task = loss or classification_loss(config.label_smoothing)
         run_step = settled.repeated(make_step(model, mover, task, teacher, config.teacher_share, settled, ranks))
         feed = Feed(loader, settled, ranks)
@@ -191,7 +192,7 @@ def train(
         for step in range(_resume(keeper, state, log, ranks), steps):
             (batch,) = feed.next()
             rate = learning_rate(step, steps, feed.samples([batch], ranks), config)
-            set_lr(mover, rate)
+            set_lr(mover, rate, shares)
             log.add(run_step(batch), size_of(batch), epoch=step // feed.per_epoch, step=step, steps=steps, lr=rate)
             if feed.step % feed.per_epoch == 0:
                 log.look()
