@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import signal
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ import dmcp
 from dmcp.errors import TrainingError
 from dmcp.given import check_classifier, check_finite
 from dmcp.listing import read_run
+from dmcp.losses import MetricWarning
 from dmcp.nets import build
 from dmcp.options import RetrainKind
 from dmcp.pruning import DivergenceWarning, Retrain
@@ -284,6 +287,32 @@ def test_a_metric_of_which_little_is_good_is_told_so(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text("".join(lines))
     page = make_page([read_run(tmp_path)])
     assert "0.25 better than uniform widths" in page and "Metric (lower is better), ours" in page
+
+
+@pytest.mark.parametrize("lower", [False, True])
+def test_a_metric_that_is_no_number_is_compared_with_nothing(lower: bool) -> None:
+    """Neither better nor worse: every comparison with NaN is false."""
+    _, graph = traced()
+    values = {UNPRUNED: math.nan, "uniform widths": 0.25, OURS: 0.5}
+    rows = [Row(name, 5, 5, value, own_metric=True, lower_is_better=lower) for name, value in values.items()]
+    text = table(rows, graph)
+    gap = "0.25 worse than uniform widths" if lower else "+0.25 against uniform widths"
+    assert f"ours: not comparable with unpruned, {gap}" in text and "nan worse" not in text and "+nan" not in text
+    assert "unpruned: its metric is nan, so nobody knows how good it is; look at the metric and at the outputs" in text
+    worst = [replace(row, accuracy=math.nan) for row in rows]
+    assert "ours: not comparable with unpruned, not comparable with uniform widths" in table(worst, graph)
+    endless = [replace(row, accuracy=math.inf) for row in rows]  # of a perfect picture, say
+    assert "nan" not in table(endless, graph)
+
+
+@pytest.mark.parametrize("lower", [False, True])
+def test_a_metric_that_is_no_number_is_warned_of(lower: bool) -> None:
+    model, graph = traced()
+    metric: Any = lambda output, batch: (output.sum() * math.nan, len(output))  # noqa: E731
+    metric = dmcp.LowerIsBetter(metric) if lower else metric
+    with pytest.warns(MetricWarning, match="ours: its metric is nan") as told:
+        dmcp.prune(model, Noise(), Noise(1), graph=graph, search=SEARCH, train=TRAIN, metric=metric)
+    assert len(told) == 1
 
 
 def test_old_logs_still_load(tmp_path: Path) -> None:

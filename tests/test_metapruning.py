@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from dmcp.batches import batches_from, generator, input_of, labels_of
 from dmcp.budget import holds, parse, spent_shares
 from dmcp.errors import BudgetError, DataError, StoppedError, TrainingError
 from dmcp.keeping import Keeper
-from dmcp.losses import LowerIsBetter, top1
+from dmcp.losses import LowerIsBetter, MetricWarning, top1
 from dmcp.methods import metapruning
 from dmcp.methods.metapruning import MetaPruningConfig, cross, find, mutate, prepare
 from dmcp.methods.problem import Problem
@@ -261,6 +263,37 @@ def test_a_loss_and_a_metric_of_ones_own() -> None:
     assert seen.count("loss") == 60 and seen.count("metric") == 8
     lower = find(replace(problem, metric=LowerIsBetter(top1)), replace(SHORT, population=8))
     assert lower.widths == choice.widths
+
+
+@pytest.mark.parametrize("lower", [False, True])
+def test_a_structure_whose_metric_is_no_number_is_never_the_best(lower: bool) -> None:
+    """Nor a parent: every comparison with NaN is false, so that the first one would stay in front."""
+    log: list[Any] = []
+    problem = planted_problem(epochs=1, tell=lambda stage, record: log.append(record))
+    state = prepare(problem, SHORT).state
+
+    def widths(good: int, bad: float) -> dict[str, int]:
+        """With one batch a call is a structure: one of them is good."""
+        calls = itertools.count()
+
+        def metric(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+            value = (-1.0 if lower else 1.0) if next(calls) == good else bad
+            return torch.tensor(value * len(output)), len(output)
+
+        log.clear()
+        asked = replace(problem, metric=LowerIsBetter(metric) if lower else metric)
+        return dict(find(asked, SHORT, state).widths)
+
+    found = []
+    for good in range(SHORT.population):
+        with pytest.warns(MetricWarning, match=r"metric of \d of \d structures is not finite: they count as the worst"):
+            found.append(widths(good, math.nan))
+        assert [record["best"] for record in log] == [1, 1] and log[0]["failed"] == 3 and log[0]["mean"] == 1
+        assert "mean" not in log[1]  # which would be the mean of nothing
+        assert found[-1] == widths(good, 1.0 if lower else -1.0) and "failed" not in log[0]
+    assert len({tuple(it.values()) for it in found}) > 1
+    with pytest.raises(TrainingError, match="metric of all structures is nan: look at the metric"):
+        widths(-1, math.nan)
 
 
 def test_what_cannot_work_is_refused() -> None:

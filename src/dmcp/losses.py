@@ -53,6 +53,10 @@ class ImitationWarning(UserWarning):
     """Outputs are imitated as class scores, though the loss is the user's own and they may be something else."""
 
 
+class MetricWarning(UserWarning):
+    """A metric that is no number, so that nothing can be compared by it."""
+
+
 def warn_of_imitation(who: str, remedy: str, stacklevel: int) -> None:
     """Say once what is done to outputs that nobody has called class scores; the frame is counted from the caller."""
     told = f"{who} outputs as class scores along dim 1: if they are something else, {remedy}."

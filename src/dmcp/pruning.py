@@ -26,11 +26,12 @@ from dmcp.graph import ChannelGraph
 from dmcp.keeping import Keeper, plain_settings
 from dmcp.losses import ImitationWarning as ImitationWarning  # what prune may warn of
 from dmcp.losses import Loss, Metric, classification_loss, imitation, warn_of_imitation
+from dmcp.losses import MetricWarning as MetricWarning
 from dmcp.measuring import compare, count_params, try_test
 from dmcp.optimizers import MakeOptimizer, check_graphs, make_optimizer
 from dmcp.ranks import current
 from dmcp.recording import tensors_in
-from dmcp.rows import AS_GIVEN, divergence, table
+from dmcp.rows import AS_GIVEN, divergence, table, unknown
 from dmcp.rows import OURS as OURS  # these four belong to what this file reports, and are imported from it
 from dmcp.rows import UNIFORM as UNIFORM
 from dmcp.rows import UNPRUNED as UNPRUNED
@@ -170,6 +171,8 @@ def prune(
     rows = compare(tested, graph, wanted, val_loader, example, metric, on_event)
     for trouble in troubles:
         warnings.warn(trouble, DivergenceWarning, stacklevel=2)
+    for trouble in unknown(rows):
+        warnings.warn(f"{trouble}.", MetricWarning, stacklevel=2)
     return PruneResult(nets[OURS], widths, graph, found, rows)
 
 

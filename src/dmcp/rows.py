@@ -43,7 +43,9 @@ def against(row: Row, other: Row) -> str:
 
     In words where little is good: with a sign an error that grew would look like a gain.
     """
-    difference = row.accuracy - other.accuracy
+    if math.isnan(row.accuracy) or math.isnan(other.accuracy):
+        return f"not comparable with {other.name}"
+    difference = 0.0 if row.accuracy == other.accuracy else row.accuracy - other.accuracy  # also of two infinite ones
     if row.lower_is_better:
         word = "better" if difference < 0 else "worse"
         return f"{abs(difference):.4g} {word} than {other.name}" if difference else f"as good as {other.name}"
@@ -98,6 +100,7 @@ def notes(rows: Sequence[Row], graph: ChannelGraph) -> list[str]:
     others = [row for row in rows if row is not ours]
     if ours and others:
         found.append(f"{OURS}: {', '.join(against(ours, other) for other in others)}")
+    found += unknown(rows)
     if rows[0].samples and not rows[0].own_metric:
         points = 100 * max(standard_error(row.accuracy, row.samples) for row in rows)
         sure = f"an accuracy is known to \N{PLUS-MINUS SIGN} {points:.1f} points (standard error)"
@@ -107,6 +110,12 @@ def notes(rows: Sequence[Row], graph: ChannelGraph) -> list[str]:
     if rows[0].batch:
         found.append(f"ms: the fastest of {ROUNDS} passes over a batch of {rows[0].batch} on this machine")
     return found
+
+
+def unknown(rows: Sequence[Row]) -> list[str]:
+    """A sentence about each network whose metric is no number."""
+    what = "so nobody knows how good it is; look at the metric and at the outputs"
+    return [f"{row.name}: its metric is {row.accuracy}, {what}" for row in rows if math.isnan(row.accuracy)]
 
 
 def standard_error(share: float, count: int) -> float:

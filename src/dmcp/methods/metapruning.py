@@ -20,6 +20,8 @@ What differs from the paper:
 from __future__ import annotations
 
 import contextlib
+import math
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +33,7 @@ from dmcp.batches import device_of, generator, input_of, size_of, widest
 from dmcp.budget import spent_shares
 from dmcp.engine import Engine, Settled
 from dmcp.errors import TrainingError
-from dmcp.losses import Loss, growing, top1
+from dmcp.losses import Loss, MetricWarning, growing, top1
 from dmcp.methods.judging import batch_statistics, held_batches
 from dmcp.methods.problem import FILLED, Choice, Prepared, Problem
 from dmcp.methods.pruning_net import Grid, PruningNet, Structured
@@ -40,6 +42,7 @@ from dmcp.sampling import TOLERANCE, Options, fit, uniform
 from dmcp.training import Distillation, train
 
 STAGE = "metapruning"
+_WORST = -math.inf  # score of a structure whose metric is no number
 _EVOLUTION = 3  # what random numbers are for
 _TRIES = 64  # candidates for each structure that is wanted
 
@@ -163,14 +166,24 @@ def _evolve(problem: Problem, config: MetaPruningConfig, judge: Judge) -> dict[G
         if not fresh:  # there are no other structures
             break
         judged = judge(fresh)
-        scores |= dict(zip(fresh, judged, strict=True))
-        mean = sum(judged) / len(judged)
-        problem.tell(STAGE, {"generation": number, "best": max(scores.values()), "mean": mean, "judged": len(scores)})
-        parents = torch.tensor(sorted(scores, key=lambda genes: -scores[genes])[: config.parents])  # (K, S)
+        good = [value for value in judged if math.isfinite(value)]
+        scores |= {genes: value if math.isfinite(value) else _WORST for genes, value in zip(fresh, judged, strict=True)}
+        ranked = [genes for genes in sorted(scores, key=lambda genes: -scores[genes]) if scores[genes] > _WORST]
+        if not ranked:
+            raise TrainingError(f"The metric of all structures is {judged[0]}: look at the metric and at the outputs.")
+        mean = {"mean": sum(good) / len(good)} if good else {}
+        failed = {"failed": len(judged) - len(good)} if len(good) < len(judged) else {}
+        facts = {"generation": number, "best": scores[ranked[0]]} | mean | {"judged": len(scores)} | failed
+        problem.tell(STAGE, facts)
+        parents = torch.tensor(ranked[: config.parents])  # (K, S)
         fresh = nursery.inside(cross(parents, _TRIES * crossed, draw), crossed, scores)
         missing = config.population - len(fresh)
         candidates = mutate(parents, _TRIES * missing, grid, config.mutation, draw)
         fresh += nursery.inside(candidates, missing, {*scores, *fresh})
+    lost = list(scores.values()).count(_WORST)
+    if lost and current().first:
+        told = f"The metric of {lost} of {len(scores)} structures is not finite: they count as the worst."
+        warnings.warn(told, MetricWarning, stacklevel=3)
     return scores
 
 
