@@ -78,6 +78,13 @@ def train_normed(ranks: Ranks, batch: int) -> dict[str, Any]:
     return {"search": searched, "training": trained, "accuracy": accuracy, "calibrated": running(model)}
 
 
+class Listing(torch.optim.SGD):
+    """Keeps what no checkpoint can hold."""
+
+    def step(self, closure: Any = None) -> None:
+        self.state[self.param_groups[0]["params"][0]]["seen"] = [1]
+
+
 def plain(ranks: Ranks) -> Plain:
     """Fresh weights, others on each rank: those of the first must be used."""
     torch.manual_seed(ranks.rank)
@@ -140,6 +147,14 @@ def learn(program: str, batch: int, folder: Path) -> None:
         found = globals()[program](ranks, batch)
     leave()
     torch.save(found, folder / f"rank{ranks.rank}.pt")
+
+
+def keep_a_list(folder: Path) -> None:
+    """Try to save a training that cannot be saved."""
+    ranks = join("cpu")
+    config = dmcp.TrainConfig(epochs=1, lr=0.2, warmup_lr=0.2)
+    with Watch(ranks):
+        dmcp.train(plain(ranks), loader(ranks, 4), config, keeper=dmcp.Keeper(folder), optimizer=Listing)
 
 
 def command(*arguments: str) -> None:

@@ -157,6 +157,15 @@ def first_norm_gap(model: nn.Module, buffers: dict[str, Tensor], batches: Any) -
     return gap({name: buffers[f"{FIRST_NORM}.{name}"] for name in wanted}, wanted)
 
 
+def test_every_rank_says_what_cannot_be_saved(tmp_path: Path) -> None:
+    """The first one writes, but an optimizer that it cannot write is the same on all of them."""
+    with started(tmp_path, 2, "keep_a_list", tmp_path / "kept") as processes:
+        assert ends(processes, MINUTE) == [1, 1]
+    for rank in range(2):
+        last = told(tmp_path, rank).splitlines()[-1]
+        assert last.startswith("dmcp.errors.TrainingError: The Listing keeps a list (seen) in its state, which no")
+
+
 # the command
 
 

@@ -23,7 +23,7 @@ from dmcp.batches import Loader, batches_from, length_of, on_device, size_of, st
 from dmcp.checkpoints import Checkpoint, load_checkpoint, save_checkpoint
 from dmcp.engine import Settled
 from dmcp.errors import DataError, FileError, RankError, StoppedError
-from dmcp.optimizers import check_state, put_state, state_tensors
+from dmcp.optimizers import check_keepable, check_state, put_state, state_tensors
 from dmcp.ranks import Ranks, fewest, gather_bytes, same_everywhere, share_tensors, sum_values
 
 _TURN = 10  # steps after which ranks agree whether to save
@@ -177,6 +177,8 @@ class State:
 
     def take(self, ranks: Ranks) -> dict[str, Tensor] | None:
         """It all on the CPU, of all ranks, by name, to be written at once; for rank 0, None for the others."""
+        if self.given:
+            check_keepable(self.optimizers[0])
         own = {f"own/{name}": tensor.detach().cpu() for name, tensor in self.own().items()}
         own |= {f"random/{name}": tensor for name, tensor in random_state(self.device).items()}
         for number, generator in enumerate(self.generators):

@@ -69,14 +69,26 @@ def check_graphs(engine: Engine | None, make: MakeOptimizer | None) -> None:
 # its state: names are Class/part/number/kind/key
 
 
-def state_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """All that changes from step to step, by names that say what it was; TrainingError for what is no number."""
-    found: dict[str, Tensor] = {}
+def check_keepable(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a state that no checkpoint can hold: every rank asks, though one writes, so that all say the same."""
     name = type(optimizer).__name__
     known = {id(parameter) for parameter in _parameters(optimizer)}
     for owner in optimizer.state:
         if id(owner) not in known:
             raise TrainingError(f"The {name} keeps {owner!r} in its state, which is of no parameter: {_REMEDY}")
+    for values, _ in _parts(optimizer)[_STATE]:  # groups also have settings that never change
+        for key, value in values.items():
+            if value is not None and not isinstance(value, Tensor | int | float):
+                raise TrainingError(
+                    f"The {name} keeps a {type(value).__name__} ({key}) in its state, which no checkpoint can "
+                    f"hold: {_REMEDY}"
+                )
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """All that changes from step to step, of a state that was checked, by names that say what it was."""
+    found: dict[str, Tensor] = {}
+    name = type(optimizer).__name__
     for part, owners in _parts(optimizer).items():
         for number, (values, parameter) in enumerate(owners):
             for key, value in values.items():
@@ -88,11 +100,6 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
                         dtype for kind, dtype in _DTYPES.items() if isinstance(value, kind)
                     )  # also NumPy's float
                     found[f"{name}/{part}/{number}/{_NUMBER}/{key}"] = torch.tensor(value, dtype=dtype)
-                elif part == _STATE and value is not None:  # groups also have settings that never change
-                    raise TrainingError(
-                        f"The {name} keeps a {type(value).__name__} ({key}) in its state, which no checkpoint can "
-                        f"hold: {_REMEDY}"
-                    )
     return found
 
 
