@@ -243,6 +243,33 @@ def test_a_folder_of_other_settings_is_refused(folder: Path) -> None:
     assert contents(folder) == before and calls(folder) == []
 
 
+@pytest.mark.parametrize(
+    ("part", "gone", "new"), [("cell", "slimmable", ""), ("train", "", "momentum"), ("search", "older", "align")]
+)
+def test_a_folder_of_another_version_is_refused_as_such(folder: Path, part: str, gone: str, new: str) -> None:
+    """No command of this version would fit it, so the way out is another one."""
+    run_comparison(SMALL, folder, quiet=True)
+    path = folder / PLANS / "amc-50%-seed0.json"
+    plan = json.loads(path.read_text())
+    plan[part] |= {gone: False} if gone else {}
+    if new:
+        del plan[part][new]
+    path.write_text(json.dumps(plan))
+    names = ", ".join(f"{part}.{name}" for name in sorted((gone, new)) if name)
+    with pytest.raises(FileError) as error:
+        run_comparison(SMALL, folder, quiet=True)
+    assert str(error.value) == (
+        f"{folder / 'amc-50%-seed0'} was begun by another version of dmcp ({names} is not in both): give --out another "
+        f"folder, or go on with the version that began it, which is in {folder / COMMANDS}."
+    )
+
+
+def test_fields_that_are_only_written_where_they_say_something_are_of_this_version(folder: Path) -> None:
+    run_comparison(SMALL, folder, quiet=True)
+    with pytest.raises(FileError, match=r"begun with other settings \(engine.kernels\)"):
+        run_comparison(replace(SMALL, engine=Engine(kernels=False)), folder, quiet=True)
+
+
 def test_nothing_is_written_before_a_refusal(folder: Path) -> None:
     run_comparison(SMALL, folder, quiet=True)
     before = contents(folder)

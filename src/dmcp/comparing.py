@@ -293,6 +293,11 @@ def check_begun(wanted: Sequence[Task], folder: Path) -> None:
     for task in wanted:
         if fields := changed_fields(task, folder):
             known = f", which is in {folder / COMMANDS}" if (folder / COMMANDS).exists() else ""
+            if foreign := task.plan.foreign_fields(read_json(_plan_path(task, folder))):
+                raise FileError(
+                    f"{folder / task.name} was begun by another version of dmcp ({', '.join(foreign)} is not in both): "
+                    f"give --out another folder, or go on with the version that began it{known}."
+                )
             raise FileError(
                 f"{folder / task.name} was begun with other settings ({', '.join(fields)}): give --out another folder, "
                 f"or the command that began it{known}."
@@ -329,12 +334,16 @@ def _begun(folder: Path) -> Iterator[tuple[str, str, Any]]:
 
 def changed_fields(task: Task, folder: Path) -> list[str]:
     """What of its plan is not as it was when a cell was begun; nothing of one that nobody has begun."""
-    path, plan = folder / PLANS / f"{task.name}.json", json.loads(json.dumps(task.plan.to_json()))
+    path, plan = _plan_path(task, folder), json.loads(json.dumps(task.plan.to_json()))
     if not is_run(folder / task.name) or not path.is_file():
         return []
     before = read_json(path)
     places = [place for place in plan if before.get(place) != plan[place]]
     return [name for place in places for name in changes(place, before.get(place), plan[place])]
+
+
+def _plan_path(task: Task, folder: Path) -> Path:
+    return folder / PLANS / f"{task.name}.json"
 
 
 def state_of(task: Task, folder: Path) -> str:

@@ -21,6 +21,11 @@ from dmcp.runs import from_plain
 from dmcp.searches import SearchConfig
 from dmcp.training import TrainConfig
 
+# fields that came later, and are only written where they are not so: what was begun before goes on
+_LATER: dict[str, dict[str, Any]] = {
+    "cell": {"own": True, "teacher": "", "held_out": False},
+    "engine": {"kernels": None},
+}
 _BLIND = ("", "uniform", "dmcp")  # methods that see no held-out images; the first: the unpruned network
 
 
@@ -72,14 +77,21 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         plain = asdict(self) | {"options": dict(self.options)}
-        if self.cell is not None and self.cell.own:  # cells that were begun before there was this field go on
-            del plain["cell"]["own"]
-        for name in ("teacher", "held_out"):  # the same
-            if self.cell is not None and not getattr(self.cell, name):
-                del plain["cell"][name]
-        if self.engine.kernels is None:  # the same for all that was begun before there was this one
-            del plain["engine"]["kernels"]
+        for part, usual in _LATER.items():
+            for name, value in usual.items():
+                if plain[part] is not None and plain[part][name] == value:
+                    del plain[part][name]
         return plain
+
+    def foreign_fields(self, stored: Mapping[str, Any]) -> list[str]:
+        """Fields of a stored plan that this version has not, or the other way round: another version wrote it."""
+        found: set[str] = set()
+        for part, now in asdict(self).items():
+            before = stored.get(part)
+            if part != "options" and isinstance(now, dict) and isinstance(before, dict):
+                lacks = now.keys() - before.keys() - _LATER.get(part, {}).keys()
+                found |= {f"{part}.{name}" for name in lacks | (before.keys() - now.keys())}
+        return sorted(found)
 
 
 def plan_from_json(data: Mapping[str, Any], path: object) -> Plan:
@@ -87,7 +99,10 @@ def plan_from_json(data: Mapping[str, Any], path: object) -> Plan:
     try:
         return from_plain(Plan, {it.name: data[it.name] for it in fields(Plan) if it.name in data or it.name != "cell"})
     except (KeyError, TypeError, ValueError, OverflowError, TrainingError) as error:
-        raise FileError(f"{path}: not the settings of a run of this version ({quote(error)}).") from None
+        raise FileError(
+            f"{path}: not the settings of a run of this version ({quote(error)}): another version of dmcp began it; "
+            "go on with that one, or start anew in another folder (--out)."
+        ) from None
 
 
 @functools.cache
