@@ -5,11 +5,15 @@ from __future__ import annotations
 from itertools import count
 
 import pytest
-from test_pruning import TRAIN, Noise, traced
+from test_pruning import TRAIN, Noise, prune, traced
+from torch import nn
 
+from dmcp.cutting import cut
 from dmcp.forecast import forecast
-from dmcp.pruning import Retrain
+from dmcp.graph import ChannelGraph
+from dmcp.pruning import UNIFORM, Retrain
 from dmcp.searches import SearchConfig
+from dmcp.spaces import Widths
 from dmcp.supernet import Supernet
 
 
@@ -29,3 +33,20 @@ def test_every_step_takes_its_time(batches: int, accumulate: int, monkeypatch: p
     ]
     assert [stage.seconds for stage in stages[:3]] == [stage.steps for stage in stages[:3]]
     assert all(stage.seconds >= stage.steps for stage in stages)
+
+
+@pytest.mark.parametrize("tolerance", [0.5, 0.95, 0.99])
+def test_it_times_the_uniform_network_of_the_run(tolerance: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That uses more of the budget than usual where the search is told to."""
+    seen: list[int] = []
+
+    def noted(model: nn.Module, graph: ChannelGraph, widths: Widths) -> nn.Module:
+        seen.append(graph.macs(widths))
+        return cut(model, graph, widths)
+
+    monkeypatch.setattr("dmcp.forecast.cut", noted)
+    config = SearchConfig(budget="65%", epochs=2, groups=4, tolerance=tolerance)
+    model, graph = traced()
+    forecast(Supernet(model, graph, 4), Noise(), config, TRAIN, Retrain.SCRATCH, controls=True)
+    (row,) = [row for row in prune(search=config, controls=True).rows if row.name == UNIFORM]
+    assert seen == [graph.macs(), row.macs] and row.macs >= tolerance * 0.65 * graph.macs()

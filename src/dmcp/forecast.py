@@ -17,7 +17,7 @@ from dmcp.batches import Loader, device_of
 from dmcp.budget import parse
 from dmcp.cutting import cut
 from dmcp.pruning import OURS, UNIFORM, UNPRUNED, Retrain
-from dmcp.sampling import uniform
+from dmcp.sampling import filled, uniform
 from dmcp.searches import SearchConfig
 from dmcp.searching import search
 from dmcp.supernet import Supernet
@@ -40,7 +40,7 @@ def forecast(
 ) -> list[Stage]:
     """The stages of a run. A copy of the supernet is trained for a few steps, and so are two cut networks."""
     graph = net.graph
-    same = uniform(graph, parse(config.budget, graph), net.floor, config.align)
+    same = uniform(graph, parse(config.budget, graph), net.floor, config.align, filled(config))
     first_ones = list(itertools.islice(loader, _STEPS))
     batches = [first_ones[number % len(first_ones)] for number in range(_STEPS)]  # also where an epoch has only one
     per_epoch = -(-len(loader) // config.accumulate)

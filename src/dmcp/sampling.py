@@ -11,7 +11,7 @@ from torch import Tensor
 from dmcp.budget import Budget, check_reachable, parse, spent_shares
 from dmcp.errors import BudgetError
 from dmcp.graph import ChannelGraph
-from dmcp.searches import SearchResult
+from dmcp.searches import SearchConfig, SearchResult
 from dmcp.spaces import Widths
 
 TOLERANCE = 0.95  # of the budget is the least that a method may use, where the widths allow it
@@ -37,9 +37,9 @@ def expected(result: SearchResult, align: int | None = None) -> Widths:
     return fit(result.graph, result.budget, expected_widths(result), options, filled(result))
 
 
-def filled(result: SearchResult) -> float:
+def filled(asked: SearchResult | SearchConfig) -> float:
     """Share of the budget that final widths use; more only if the search was to use more."""
-    return max(result.tolerance, FILLED)
+    return max(asked.tolerance, FILLED)
 
 
 def direct(
