@@ -162,3 +162,64 @@ def test_a_norm_whose_forward_never_renews_it_keeps_its_statistics(kind: type[nn
     twin = nn.BatchNorm2d(3, momentum=None)
     twin((x - 0.5) / (4.0 + frozen.eps) ** 0.5)  # what the next one sees is by those statistics, too
     torch.testing.assert_close((after.running_mean, after.running_var), (twin.running_mean, twin.running_var))
+
+
+def test_a_norm_that_cannot_count_keeps_its_statistics_too() -> None:
+    """Of several batches: their pooled variance would be a little less than the one that all of them have."""
+    frozen = ForcedEval(3)
+    assert frozen.running_var is not None
+    frozen.running_var.fill_(4.0)
+    frozen.num_batches_tracked = None
+    before = copy.deepcopy(frozen.state_dict())
+    recalibrate(frozen, uneven())
+    assert all(torch.equal(value, before[name]) for name, value in frozen.state_dict().items())
+
+
+class Uncounted(nn.BatchNorm2d):
+    """Renewed by its own forward, which does not count batches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, var, rate = self.running_mean, self.running_var, self.momentum
+        return F.batch_norm(x, mean, var, self.weight, self.bias, self.training, rate or 0.0, self.eps)
+
+
+class Replaced(nn.BatchNorm2d):
+    """The same, with new tensors in the place of the old ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, var = x.mean((0, 2, 3)), x.var((0, 2, 3))
+        if self.training:
+            assert self.running_mean is not None and self.running_var is not None and self.momentum is not None
+            self.running_mean = self.running_mean.lerp(mean.detach(), self.momentum)
+            self.running_var = self.running_var.lerp(var.detach(), self.momentum)
+        return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
+
+
+class Scaled(nn.BatchNorm2d):
+    """Only divides, so that its mean stays zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.running_var is not None and self.momentum is not None
+        if self.training:
+            self.running_var.lerp_(x.square().mean((0, 2, 3)).detach(), self.momentum)
+        return x / (self.running_var[:, None, None] + self.eps).sqrt()
+
+
+@pytest.mark.parametrize("kind", [Uncounted, Replaced])
+def test_norms_that_do_not_count_are_renewed(kind: type[nn.BatchNorm2d]) -> None:
+    norm, batches = kind(3), uneven()
+    assert norm.num_batches_tracked is not None
+    norm.num_batches_tracked.fill_(7)
+    recalibrate(norm, batches)
+    torch.testing.assert_close((norm.running_mean, norm.running_var), truth(batches))
+    assert norm.num_batches_tracked == 7  # nobody has counted
+    recalibrate(norm, batches[-1:])
+    recalibrate(norm, batches)  # the last batch leaves what was there before
+    torch.testing.assert_close((norm.running_mean, norm.running_var), truth(batches))
+
+
+def test_a_norm_that_only_knows_a_variance_is_renewed() -> None:
+    norm, x = Scaled(3), torch.randn(8, 3, 4, 4) * 5
+    recalibrate(norm, [(x,)])
+    assert norm.running_mean is not None and not norm.running_mean.any()
+    torch.testing.assert_close(norm.running_var, x.square().mean((0, 2, 3)))

@@ -79,6 +79,8 @@ class _Pooled:
         self.calls = 0
         self.mean = torch.zeros_like(self.result[0], dtype=widest(self.result[0].device))
         self.squares = torch.zeros_like(self.mean)  # summed squared distances from the mean
+        self.before: list[Tensor] = []  # what the first call finds
+        self.renewed = torch.zeros((), dtype=torch.bool, device=self.mean.device)  # there: no call waits for it
 
     def _running(self) -> list[Tensor]:
         tensors = (self.norm.running_mean, self.norm.running_var, self.norm.num_batches_tracked)
@@ -91,6 +93,7 @@ class _Pooled:
                 torch.nan_to_num(tensor, out=tensor)
             else:
                 tensor.zero_()
+        self.before = [tensor.clone() for tensor in self._running()[:2]]
 
     def add(self, norm: nn.Module, inputs: tuple[Tensor, ...], output: object) -> None:
         """Forward hook: the running statistics are those of this call's input."""
@@ -102,20 +105,27 @@ class _Pooled:
         self.squares += self.norm.running_var.to(self.mean) * (more - 1) + gap.square() * (self.count * more / total)
         self.count = total
         self.calls += 1
+        for now, before in zip(self._running(), self.before, strict=False):
+            self.renewed |= (now != before).any()
 
     def accept(self, ranks: Ranks) -> None:
-        """From now on the pooled statistics, those of all ranks, are the result, if the norm's forward made any."""
+        """From now on the pooled statistics, those of all ranks, are the result, if the norm's forward made any.
+
+        It has if it counts batches, or if something else was there after a call than before the first: people's own
+        norms need not count. Where all calls have found what was there, the old values are the right ones anyway.
+        """
         tracked = self.norm.num_batches_tracked
-        if self.calls and tracked is not None and not tracked.item():
-            self.count = 0
+        counted = tracked is not None and bool(tracked.item())
+        made = counted or bool(self.renewed.item())
         if ranks.world > 1:
-            counts = self.mean.new_tensor([float(self.count)])
-            total = sum_values(counts, ranks)
-            mean = sum_values(self.mean * counts, ranks) / total
-            self.squares = sum_values(self.squares + counts * (self.mean - mean).square(), ranks)
-            self.mean, self.count = mean, int(total)
-        if self.count:
-            values = (self.mean, self.squares / max(self.count - 1, 1), torch.tensor(self.calls))
+            counts = self.mean.new_tensor([float(self.count), float(made)])
+            total, makers = sum_values(counts, ranks)
+            mean = sum_values(self.mean * counts[0], ranks) / total
+            self.squares = sum_values(self.squares + counts[0] * (self.mean - mean).square(), ranks)
+            self.mean, self.count, made = mean, int(total), bool(makers)
+        if self.count and made:
+            values = [self.mean, self.squares / max(self.count - 1, 1)]
+            values += [torch.tensor(self.calls)] if counted or not self.calls else self.result[2:]
             self.result = [value.to(old) for value, old in zip(values, self.result, strict=False)]
 
     def write(self) -> None:
