@@ -672,6 +672,18 @@ def test_differences_of_widths_are_paired_by_seed(tmp_path: Path) -> None:
     assert gaps["conv1"] == [0, 7] and gaps["layer1.0.conv1"] == [0, 0]
 
 
+def test_wider_networks_of_other_spaces_have_no_differences(tmp_path: Path) -> None:
+    it = study(seeds=1)
+    for task in study_tasks(it, ["scale"]):
+        write_cell(task, tmp_path, it, 0.9)
+    (path,) = tmp_path.glob(f"dmcp-wide-*/{CHOICE}")
+    stored = json.loads(path.read_text())
+    stored["widths"]["widths"].popitem()
+    path.write_text(json.dumps(stored))
+    shown = show(it, "scale", tmp_path)
+    assert shown and len(shown.rows) == 2 and [*shown.figures] == [""]
+
+
 def test_main_has_peers_of_the_same_protocol_only(tmp_path: Path) -> None:
     it = study(seeds=1)
     for task in study_tasks(it, ["main"]):
@@ -1009,23 +1021,20 @@ def test_cells_of_another_protocol_are_run(
     record(tmp_path / "results", "warmup")
     code, told, error = run(capsys, "bernoulli", *SHORT, *changed, *places(tmp_path), "--recorded", "--dry-run")
     assert code == 0, error
-    assert "0 of 2 cells are done" in told and "None is recorded" in told and "dmcp-50%-seed0" in told
+    assert "0 of 2 cells are done" in told and "and so not listed: 0." in told and "dmcp-50%-seed0" in told
 
 
-def test_cells_of_another_wider_network_are_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    record(tmp_path / "results", "scale")  # width=24, which the names of cells do not say
-    words = ["explain", *SHORT, *places(tmp_path), "--recorded", "--dry-run", "--json"]
-
-    def left(*more: str) -> set[str]:
-        code, told, error = run(capsys, *words, *more)
-        assert code == 0, error
-        return {cell["name"] for cell in json.loads(told)["cells"]}
-
-    (wide,) = (task.name for task in study_tasks(short(), ["scale"]) if "wide" in task.name)
-    assert not {wide, "dmcp-50%-seed0"} & left()
-    assert {wide, "dmcp-50%-seed0"} <= left("--wider", "width=20")
-    record(tmp_path / "results", "warmup")
-    assert wide in left("--wider", "width=20") and "dmcp-50%-seed0" not in left("--wider", "width=20")
+def test_cells_of_another_wider_network_are_not_taken(tmp_path: Path) -> None:
+    """The names of cells do not say how wide it was."""
+    it, place = short(), tmp_path / "results"
+    other = replace(it, wider=("width=20",))
+    record(place, "scale")
+    (wide,) = (task.name for task in study_tasks(it, ["scale"]) if "wide" in task.name)
+    assert {*read_recorded(it, "explain", place)} == {wide, "dmcp-50%-seed0"}
+    assert not read_recorded(other, "explain", place) and not read_recorded(other, "scale", place)
+    assert {*read_recorded(other, "warmup", place)} == {"dmcp-50%-seed0"}  # which has no wider network
+    record(place, "warmup")
+    assert {*read_recorded(other, "explain", place)} == {"dmcp-50%-seed0"}
 
 
 def test_what_others_start_from_is_run_if_it_is_recorded_or_not(
@@ -1088,7 +1097,8 @@ def test_the_data_of_the_experiment_count_before_those_of_others(
 def test_recorded_cells_are_gathered_without_folders(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = [*SHORT, *places(tmp_path), "--gather", "--recorded"]
     code, _, error = run(capsys, "bernoulli", *words)
-    assert code == 2 and "no cells of bernoulli with these settings are done here" in error and error.count("\n") == 1
+    none = f"are done here, and none is recorded in {tmp_path / 'results'}.\n"
+    assert code == 2 and error.endswith(f"no cells of bernoulli with these settings {none}") and error.count("\n") == 1
     record(tmp_path / "results", "warmup", "full")
     code, told, error = run(capsys, "bernoulli", *words, "--page", str(tmp_path / "page.md"))
     assert code == 0, error
@@ -1101,7 +1111,7 @@ def test_recorded_cells_are_gathered_without_folders(capsys: pytest.CaptureFixtu
     assert page.count("Taken from the data") == 1 and "Independent Bernoulli gates are worse" in page
     assert "recorded" not in data_of(tmp_path, "full")
     code, _, error = run(capsys, "recipe", *words)  # with the protocol of full, but with none of its cells
-    assert code == 2 and "no cells of recipe with these settings are done here" in error
+    assert code == 2 and error.endswith(f"no cells of recipe with these settings {none}")
 
 
 def test_a_dry_run_lists_what_is_not_recorded(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -1110,7 +1120,7 @@ def test_a_dry_run_lists_what_is_not_recorded(capsys: pytest.CaptureFixture[str]
     code, told, error = run(capsys, *words)
     assert code == 0, error
     assert "dmcp-bernoulli-50%-seed0" in told and "dmcp-cold" not in told and "0 of 1 cells are done" in told
-    assert f"2 more are recorded in {tmp_path / 'results'}." in told
+    assert f"Recorded in {tmp_path / 'results'}, and so not listed: 2.\n" in told
     listed = json.loads(run(capsys, *words, "--json")[1])
     assert [cell["name"] for cell in listed["cells"]] == ["dmcp-bernoulli-50%-seed0"]
     assert listed["recorded"] == ["dmcp-50%-seed0", "dmcp-cold-50%-seed0"]
@@ -1152,6 +1162,8 @@ def damaged(change: dict[str, Any]) -> dict[str, Any]:
         [damaged({"name": 5})],
         [damaged({"name": ["x"]})],
         [damaged({"label": ...})],
+        [damaged({"seed": 1})],
+        [damaged({"seed": "0"})],
         [damaged({"accuracy": ...})],
         [damaged({"widths": ...})],
         [damaged({"accuracy": "good"})],

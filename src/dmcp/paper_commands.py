@@ -151,7 +151,8 @@ def paper(
     if gather:
         check_begun(tasks, folder)
         if not any(is_done(folder / task.name) for task in tasks) and not any(known.values()):
-            raise FileError(f"{folder}: no cells of {', '.join(wanted)} with these settings are done here.")
+            more = f", and none is recorded in {results}" if recorded else ""
+            raise FileError(f"{folder}: no cells of {', '.join(wanted)} with these settings are done here{more}.")
     else:
         tell_ignored(it.engine, it.job.place)
         if taken and not quiet:
@@ -290,7 +291,7 @@ def _list(
         print(table([("cell", "state", "seconds", "needed by"), *shown]))
         print(f"{len(cells) - len(left)} of {len(cells)} cells are done in {folder}.")
         if taken is not None:
-            print(f"{len(taken)} more are recorded in {place}." if taken else f"None is recorded in {place}.")
+            print(f"Recorded in {place}, and so not listed: {len(taken)}.")
         print("".join(f"{sentence}\n" for sentence in _forecast(len(left), known)), end="")
     check_begun(tasks, folder)
 

@@ -86,6 +86,8 @@ def _read_cells(cells: Any) -> list[Measured]:
         if changed := sorted(known ^ cell.keys()):
             raise ValueError(f"{', '.join(changed)} of a cell: missing, or not known")
         found.append(from_plain(Measured, {key: value for key, value in cell.items() if key != "label"}))
+        if not found[-1].name.endswith(f"-seed{found[-1].seed}"):
+            raise ValueError(f"{found[-1].name} has another seed, {found[-1].seed}")
         if not all(0 <= share <= 1 for share in (found[-1].accuracy, found[-1].own_accuracy) if share is not None):
             raise ValueError(f"an accuracy of {found[-1].name} is not between 0 and 1")
     return found
