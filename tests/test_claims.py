@@ -388,3 +388,32 @@ def test_claims_are_about_arms_that_the_experiments_have() -> None:
         assert {claim.better.rstrip("*"), claim.worse} <= {*known, *PEERS}, claim.says
     names = [name for _, _, name in cells_of(it, EXPERIMENTS["recover"](it))]
     assert {*RECOVERIES} <= {one.arm for one in evidence("recover", {}, missing=names).tested}
+
+
+def test_cells_with_several_figures_are_told_and_counted_once() -> None:
+    first = evidence("warmup", {"dmcp-50%": seeds(0.91, 0.93), "dmcp-cold-50%": seeds(0.90, 0.90)})
+    again = evidence("bernoulli", {"dmcp-50%": seeds(0.71, 0.93), "dmcp-bernoulli-50%": seeds(0.90, 0.90)})
+    text = tell_claims([first, again])
+    assert "\n- `dmcp-50%-seed0`: 91.00 in warmup; 71.00 in bernoulli.\n\n|" in text and text.count("- `") == 1
+    assert row([first, again], "Warm-up helps").here == "+2.00 ± 1.41 (2)"
+    assert row([first, again], "Independent Bernoulli").here == "-8.00 ± 15.56 (2)"  # each by its own experiment
+    whole = pooled_over_seeds([first, again], first.protocol)
+    assert whole and whole.deviation == pytest.approx(pooled([[0.91, 0.93], [0.9, 0.9], [0.9, 0.9]]))
+    other = evidence("bernoulli", {"dmcp-50%": seeds(0.71)}, data="other")  # not the same cell
+    assert "run more than once" not in tell_claims([first, other])
+
+
+def test_the_way_of_its_own_is_told_where_it_differs() -> None:
+    pairs = [{"label": "x", "name": "dmcp-50%-seed0", "accuracy": 0.9, "own_accuracy": own} for own in (0.91, 0.92)]
+    every = [evidence(name, {}, cells=[cell]) for name, cell in zip(("warmup", "scheme"), pairs, strict=True)]
+    told = "`dmcp-50%-seed0`: 90.00 (91.00 its own way) in warmup; 90.00 (92.00 its own way) in scheme."
+    assert told in tell_claims(every)
+
+
+def test_a_cell_that_is_missing_elsewhere_still_counts() -> None:
+    done = evidence("warmup", {"dmcp-50%": seeds(0.91, 0.93)})
+    begun = evidence("bernoulli", {}, missing=["dmcp-50%-seed0", "dmcp-50%-seed1"])
+    alone = pooled_over_seeds([done], done.protocol)
+    assert alone and alone == pooled_over_seeds([done, begun], done.protocol)
+    assert alone == pooled_over_seeds([begun, done], done.protocol)
+    assert "run more than once" not in tell_claims([done, begun])

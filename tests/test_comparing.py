@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -144,6 +145,13 @@ def test_what_much_waits_for_comes_before_what_takes_as_long() -> None:
     plan = by_name(TWO)["uniform-50%-seed3"].plan
     alone, first, last = Task("alone", plan), Task("first", plan), Task("last", plan, after=("first",))
     assert [task.name for task in longest_first([alone, first, last])] == ["first", "alone", "last"]
+
+
+def test_settings_of_an_own_method_may_call_anything_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = replace(METHODS["uniform"], config=lambda **settings: SimpleNamespace(epochs="until it is good"))
+    monkeypatch.setitem(METHODS, "uniform", other)
+    plan = by_name(TWO)["uniform-50%-seed3"].plan
+    assert [task.name for task in longest_first([Task("one", plan)])] == ["one"]
 
 
 def test_plans_have_the_seed_the_budget_and_the_settings() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import re
+import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,14 @@ import torch
 from planted import planted_problem
 
 import dmcp
-from dmcp import cli, findings, sampling
+from dmcp import cli, findings, paper_commands, sampling
 from dmcp.arms import Study
 from dmcp.cell_files import CHOICE, COST, RECOVERY, TIME, is_done
 from dmcp.compare_commands import recipe
 from dmcp.comparing import Comparison, Task, plan_cell, run_tasks, tasks
 from dmcp.data import load, split
 from dmcp.engine import Engine
-from dmcp.errors import BudgetError, DmcpError, TrainingError
+from dmcp.errors import BudgetError, DmcpError, FileError, TrainingError
 from dmcp.experiment_cells import cells_of, command, study_tasks
 from dmcp.experiments import ALL, DRAWS, EXPERIMENTS, check_experiment, study_of
 from dmcp.findings import show, write
@@ -34,6 +36,7 @@ from dmcp.outcomes import outcomes
 from dmcp.paper_commands import progress
 from dmcp.plans import Cell, plan_from_json
 from dmcp.pruning import Row
+from dmcp.records import read_recorded
 from dmcp.runs import LOG, SETTINGS
 from dmcp.saving import WIDTHS
 from dmcp.searches import SearchResult
@@ -669,6 +672,18 @@ def test_differences_of_widths_are_paired_by_seed(tmp_path: Path) -> None:
     assert gaps["conv1"] == [0, 7] and gaps["layer1.0.conv1"] == [0, 0]
 
 
+def test_wider_networks_of_other_spaces_have_no_differences(tmp_path: Path) -> None:
+    it = study(seeds=1)
+    for task in study_tasks(it, ["scale"]):
+        write_cell(task, tmp_path, it, 0.9)
+    (path,) = tmp_path.glob(f"dmcp-wide-*/{CHOICE}")
+    stored = json.loads(path.read_text())
+    stored["widths"]["widths"].popitem()
+    path.write_text(json.dumps(stored))
+    shown = show(it, "scale", tmp_path)
+    assert shown and len(shown.rows) == 2 and [*shown.figures] == [""]
+
+
 def test_main_has_peers_of_the_same_protocol_only(tmp_path: Path) -> None:
     it = study(seeds=1)
     for task in study_tasks(it, ["main"]):
@@ -909,6 +924,352 @@ def test_mistakes_are_told_in_a_sentence(
 ) -> None:
     code, _, told = run(capsys, *arguments, "--dry-run", "--out", str(tmp_path / "cells"))
     assert code == 2 and sentence in told and len(told.splitlines()) == 1
+
+
+# -- cells that are recorded, and whose folders are gone
+
+SHORT = [*TINY, "--epochs", "1", "--search-epochs", "2"]
+
+
+def short(seeds: int = 1) -> Study:
+    """The study of SHORT."""
+    job, train = Job(model="digits:resnet", data="digits", batch=64, device="cpu"), recipe(1, 1.6, 5e-4, 0.1)
+    more: dict[str, Any] = {"settings": {"dmcp": {"epochs": 2}}, "fine_tune_epochs": 0}
+    return study(seeds, "digits:resnet", "digits", job=job, train=train, **more)
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the cells that commands run; they are done at once, with an accuracy of 0.5."""
+    names: list[str] = []
+
+    def run_at_once(wanted: Sequence[Task], folder: Path, *rest: Any) -> list[Any]:
+        left = [task for task in wanted if not is_done(folder / task.name)]
+        for task in left:
+            write_cell(task, folder, short(), 0.5)
+        names.extend(task.name for task in left)
+        return []
+
+    monkeypatch.setattr(paper_commands, "run_tasks", run_at_once)
+    return names
+
+
+def record(place: Path, *names: str, lost: Sequence[str] = (), seeds: int = 1, accuracy: float = 0.9) -> None:
+    """Write the data of experiments whose folders are gone; without the cells that are lost, too."""
+    it, folder = short(seeds), place.parent / "gone"
+    for task in study_tasks(it, names):
+        if task.name not in lost:
+            write_cell(task, folder, it, accuracy + 0.01 * task.plan.job.seed)
+    for name in names:
+        shown = show(it, name, folder)
+        assert shown
+        write(it, name, shown, folder, place, f"{name}-digits-resnet")
+    shutil.rmtree(folder)
+
+
+def places(tmp_path: Path, seeds: int = 1) -> list[str]:
+    return ["--seeds", str(seeds), "--out", str(tmp_path / "cells"), "--results", str(tmp_path / "results")]
+
+
+def data_of(tmp_path: Path, name: str) -> dict[str, Any]:
+    return dict(json.loads((tmp_path / "results" / f"{name}-digits-resnet.json").read_text()))
+
+
+def test_recorded_cells_are_not_run_again(ran: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    record(tmp_path / "results", "warmup", seeds=2)
+    code, told, error = run(capsys, "bernoulli", *SHORT, *places(tmp_path, seeds=2), "--recorded")
+    assert code == 0, error
+    assert ran == ["dmcp-bernoulli-50%-seed0", "dmcp-bernoulli-50%-seed1"]
+    assert (
+        "| Markov chain          | 90.50 ± 0.71 (2) " in told and "| independent Bernoulli | 50.00 ± 0.00 (2) " in told
+    )
+    assert "2 cells taken from the data in" in error
+    data = data_of(tmp_path, "bernoulli")
+    assert data["recorded"] == ["dmcp-50%-seed0", "dmcp-50%-seed1"] and data["missing"] == []
+    (stored, *_), (mine, *_) = (data_of(tmp_path, name)["cells"] for name in ("warmup", "bernoulli"))
+    assert mine == stored | {"label": "Markov chain"}
+    assert "recorded" not in data_of(tmp_path, "warmup")
+    ran.clear()
+    before = (tmp_path / "results" / "bernoulli-digits-resnet.json").read_bytes()
+    assert run(capsys, "bernoulli", *SHORT, *places(tmp_path, seeds=2), "--recorded")[0] == 0
+    assert not ran and (tmp_path / "results" / "bernoulli-digits-resnet.json").read_bytes() == before
+
+
+def test_nothing_is_taken_over_unless_asked(ran: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    record(tmp_path / "results", "warmup")
+    code, told, error = run(capsys, "warmup", *SHORT, *places(tmp_path))
+    assert code == 0, error
+    assert sorted(ran) == ["dmcp-50%-seed0", "dmcp-cold-50%-seed0"] and "50.00 (1)" in told and "90.00" not in told
+    assert "recorded" not in data_of(tmp_path, "warmup")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        ["--epochs", "2"],
+        ["--search-epochs", "4"],
+        ["--batch", "32"],
+        ["--lr", "0.4"],
+        ["--model-args", "width=8"],
+        ["--alpha-lr", "1"],
+        ["--precision", "bfloat16"],
+    ],
+)
+def test_cells_of_another_protocol_are_run(
+    changed: list[str], ran: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    record(tmp_path / "results", "warmup")
+    code, told, error = run(capsys, "bernoulli", *SHORT, *changed, *places(tmp_path), "--recorded", "--dry-run")
+    assert code == 0, error
+    assert "0 of 2 cells are done" in told and "and so not listed: 0." in told and "dmcp-50%-seed0" in told
+
+
+def test_cells_of_another_wider_network_are_not_taken(tmp_path: Path) -> None:
+    """The names of cells do not say how wide it was."""
+    it, place = short(), tmp_path / "results"
+    other = replace(it, wider=("width=20",))
+    record(place, "scale")
+    (wide,) = (task.name for task in study_tasks(it, ["scale"]) if "wide" in task.name)
+    assert {*read_recorded(it, "explain", place)} == {wide, "dmcp-50%-seed0"}
+    assert not read_recorded(other, "explain", place) and not read_recorded(other, "scale", place)
+    assert {*read_recorded(other, "warmup", place)} == {"dmcp-50%-seed0"}  # which has no wider network
+    record(place, "warmup")
+    assert {*read_recorded(other, "explain", place)} == {"dmcp-50%-seed0"}
+
+
+def test_what_others_start_from_is_run_if_it_is_recorded_or_not(
+    ran: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    record(tmp_path / "results", "main", "scheme", "scale")
+    assert run(capsys, "explain", *SHORT, *places(tmp_path), "--recorded")[0] == 0
+    assert "unpruned-seed0" in {cell["name"] for cell in data_of(tmp_path, "main")["cells"]}
+    assert "unpruned-seed0" in ran and "dmcp-frozen-trained-50%-seed0" in ran and "dmcp-frozen-50%-seed0" not in ran
+
+
+def test_what_nothing_starts_from_any_more_is_not_run(
+    ran: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The unpruned network is in no row of pretrained, so it is not recorded there."""
+    record(tmp_path / "results", "pretrained")
+    assert run(capsys, "pretrained", *SHORT, *places(tmp_path), "--recorded")[0] == 0
+    assert not ran and data_of(tmp_path, "pretrained")["missing"] == []
+    record(tmp_path / "results", "pretrained", lost=["dmcp-sorted-50%-seed0"])
+    assert run(capsys, "pretrained", *SHORT, *places(tmp_path), "--recorded")[0] == 0
+    assert ran == ["unpruned-seed0", "dmcp-sorted-50%-seed0"]
+
+
+def test_draws_are_those_of_the_search_beside_them(
+    ran: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """One draw needs the search again: then the others, which were drawn from a search that is gone, are run too."""
+    record(tmp_path / "results", "sampling", lost=["dmcp-direct3-50%-seed0"], seeds=2)
+    words = ["sampling", *SHORT, *places(tmp_path, seeds=2), "--recorded"]
+    assert run(capsys, *words)[0] == 0
+    assert ran == [task.name for task in study_tasks(short(), ["sampling"])] and len(ran) == 6
+    assert {name[-1] for name in data_of(tmp_path, "sampling")["recorded"]} == {"1"}
+    ran.clear()
+    shutil.rmtree(tmp_path / "cells" / "dmcp-direct1-50%-seed0")
+    assert run(capsys, *words)[0] == 0
+    assert not ran  # its search, which is there, is the recorded one
+
+
+def test_a_cell_in_the_folder_counts_before_a_recorded_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    record(tmp_path / "results", "warmup")
+    first, *_ = study_tasks(short(), ["warmup"])
+    write_cell(first, tmp_path / "cells", short(), 0.7)
+    code, told, error = run(capsys, "warmup", *SHORT, *places(tmp_path), "--recorded", "--gather")
+    assert code == 0, error
+    assert "| with warm-up    | 70.00 (1) " in told and "| without warm-up | 90.00 (1) " in told
+    assert data_of(tmp_path, "warmup")["recorded"] == ["dmcp-cold-50%-seed0"]
+
+
+def test_the_data_of_the_experiment_count_before_those_of_others(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for name, accuracy in (("warmup", 0.6), ("sandwich", 0.7), ("bernoulli", 0.8)):
+        record(tmp_path / "results", name, accuracy=accuracy)
+    for name, value in (("sandwich", "70.00"), ("scheme", "60.00")):  # of others that which comes first on the page
+        code, told, error = run(capsys, name, *SHORT, *places(tmp_path), "--recorded", "--gather")
+        assert code == 0, error
+        assert re.search(rf"\| (variant sandwich rule|alphas by budget and task, and weights) +\| {value} \(1\)", told)
+
+
+def test_recorded_cells_are_gathered_without_folders(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = [*SHORT, *places(tmp_path), "--gather", "--recorded"]
+    code, _, error = run(capsys, "bernoulli", *words)
+    none = f"are done here, and none is recorded in {tmp_path / 'results'}.\n"
+    assert code == 2 and error.endswith(f"no cells of bernoulli with these settings {none}") and error.count("\n") == 1
+    record(tmp_path / "results", "warmup", "full")
+    code, told, error = run(capsys, "bernoulli", *words, "--page", str(tmp_path / "page.md"))
+    assert code == 0, error
+    assert "| Markov chain | 90.00 (1) " in told and not (tmp_path / "cells").exists()
+    data = data_of(tmp_path, "bernoulli")
+    assert (data["recorded"], data["missing"]) == (["dmcp-50%-seed0"], ["dmcp-bernoulli-50%-seed0"])
+    page = (tmp_path / "page.md").read_text()
+    part = page.split("## bernoulli: digits:resnet")[1]
+    assert "- Taken from the data of earlier runs (`--recorded`): 1 cell: `dmcp-50%-seed0`." in part
+    assert page.count("Taken from the data") == 1 and "Independent Bernoulli gates are worse" in page
+    assert "recorded" not in data_of(tmp_path, "full")
+    code, _, error = run(capsys, "recipe", *words)  # with the protocol of full, but with none of its cells
+    assert code == 2 and error.endswith(f"no cells of recipe with these settings {none}")
+
+
+def test_a_dry_run_lists_what_is_not_recorded(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    record(tmp_path / "results", "warmup")
+    words = ["warmup", "bernoulli", *SHORT, *places(tmp_path), "--recorded", "--dry-run"]
+    code, told, error = run(capsys, *words)
+    assert code == 0, error
+    assert "dmcp-bernoulli-50%-seed0" in told and "dmcp-cold" not in told and "0 of 1 cells are done" in told
+    assert f"Recorded in {tmp_path / 'results'}, and so not listed: 2.\n" in told
+    listed = json.loads(run(capsys, *words, "--json")[1])
+    assert [cell["name"] for cell in listed["cells"]] == ["dmcp-bernoulli-50%-seed0"]
+    assert listed["recorded"] == ["dmcp-50%-seed0", "dmcp-cold-50%-seed0"]
+    assert "recorded" not in json.loads(run(capsys, *words[:-2], "--dry-run", "--json")[1])
+
+
+@pytest.mark.parametrize("name", ["main", "recover", "distribution", "all"])
+def test_what_needs_the_folders_cannot_be_recorded(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "x.json").write_text("[")  # what is said first is what cannot be helped
+    code, _, error = run(capsys, "warmup", name, *SHORT, *places(tmp_path), "--recorded", "--dry-run")
+    named = "main, recover, distribution" if name == "all" else name
+    assert code == 2 and error.count("\n") == 1
+    assert f"--recorded: {named} cannot be made without the folders of all cells: leave out" in error
+
+
+def damaged(change: dict[str, Any]) -> dict[str, Any]:
+    """A recorded cell, changed; ... takes a key out."""
+    widths = {space.name: 1 for space in graph_of("digits:resnet").spaces}
+    whole = {"label": "usual", "seed": 0, "name": "dmcp-50%-seed0", "accuracy": 0.9, "own_accuracy": None}
+    whole |= {"macs": 5, "params": 5, "widths": widths, "seconds": 1.0, "device": "cpu"} | change
+    return {key: value for key, value in whole.items() if value is not ...}
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        None,
+        5,
+        "text",
+        {"name": "dmcp-50%-seed0"},
+        [None],
+        ["dmcp-50%-seed0"],
+        [[]],
+        [{}],
+        [damaged({"name": ...})],
+        [damaged({"name": 5})],
+        [damaged({"name": ["x"]})],
+        [damaged({"label": ...})],
+        [damaged({"seed": 1})],
+        [damaged({"seed": "0"})],
+        [damaged({"accuracy": ...})],
+        [damaged({"widths": ...})],
+        [damaged({"accuracy": "good"})],
+        [damaged({"accuracy": True})],
+        [damaged({"accuracy": 90.0})],
+        [damaged({"accuracy": float("nan")})],
+        [damaged({"macs": None})],
+        [damaged({"params": 0.5})],
+        [damaged({"widths": {}})],
+        [damaged({"widths": {"other": 3}})],
+        [damaged({"widths": [3]})],
+        [damaged({"seconds": "long"})],
+        [damaged({"device": None})],
+        [damaged({"arm": {}})],
+        [damaged({"unknown": 1})],
+    ],
+)
+def test_damaged_cells_are_told_by_their_file(cells: Any, tmp_path: Path) -> None:
+    it = short()
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps({"experiment": "scheme", **findings.protocol(it, "warmup"), "cells": cells}))
+    with pytest.raises(FileError) as caught:
+        read_recorded(it, "warmup", tmp_path)
+    told = str(caught.value)
+    assert told.startswith(f"{path}: not as dmcp paper writes it (") and "\n" not in told
+    assert told.endswith("): remove it, or make it again.")
+
+
+def test_a_whole_cell_is_read(tmp_path: Path) -> None:
+    """What the damaged ones above are like but for their damage; without an accuracy there is nothing to take."""
+    it = short()
+    data = {"experiment": "scheme", **findings.protocol(it, "warmup"), "cells": [damaged({})]}
+    (tmp_path / "other.json").write_text(json.dumps(data))
+    assert [*read_recorded(it, "warmup", tmp_path)] == ["dmcp-50%-seed0"]
+    (tmp_path / "other.json").write_text(json.dumps(data | {"cells": [damaged({"accuracy": None})]}))
+    assert read_recorded(it, "warmup", tmp_path) == {}
+
+
+def test_damage_is_told_by_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    record(tmp_path / "results", "warmup")
+    path = tmp_path / "results" / "warmup-digits-resnet.json"
+    path.write_text(json.dumps(data_of(tmp_path, "warmup") | {"cells": [{}]}))
+    before = path.read_bytes()
+    code, _, error = run(capsys, "warmup", *SHORT, *places(tmp_path), "--recorded", "--gather")
+    assert code == 2 and "not as dmcp paper writes it" in error and error.count("\n") == 1
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("text", ["[]", "5", '"cells"', "{", "", "\x00"])
+def test_files_that_hold_nothing_are_told_by_name(
+    text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "x.json").write_text(text)
+    code, _, error = run(capsys, "warmup", *SHORT, *places(tmp_path), "--recorded", "--dry-run")
+    assert code == 2 and error.startswith(f"dmcp: {tmp_path / 'results' / 'x.json'}: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"experiment": "other"},
+        {"experiment": ["warmup"]},
+        {"experiment": None},
+        {"model": "cifar:resnet20"},
+        {"data": "cifar10"},
+        {"train": None},
+        {"train": {"epochs": "1"}},
+        {"train": {"later": None}},
+        {"settings": {"dmcp": {"epochs": 2}, "amc": None}},
+        {"settings": []},
+        {"model_args": 5},
+        {"search_epochs": None},
+    ],
+)
+def test_data_of_others_are_passed_over(change: dict[str, Any], tmp_path: Path) -> None:
+    it = short()
+    data = {"experiment": "warmup", **findings.protocol(it, "warmup"), "cells": [damaged({})]}
+    (tmp_path / "other.json").write_text(json.dumps(data | change))
+    (tmp_path / "lines.json").write_text('{"lines": []}')  # of dmcp compare
+    assert read_recorded(it, "warmup", tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"seeds": 5}, {"seeds": None}, {"rows": 5}, {"rows": [5]}, {"rows": [{"budget": []}]}, {"train": {"x": None}}],
+)
+def test_a_damaged_table_is_not_replaced(
+    change: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    record(tmp_path / "results", "warmup")
+    path = tmp_path / "results" / "warmup-digits-resnet.json"
+    path.write_text(json.dumps(data_of(tmp_path, "warmup") | change))
+    code, _, error = run(capsys, "warmup", *SHORT, *places(tmp_path), "--dry-run")
+    assert code == 2 and error.startswith(f"dmcp: {path}") and error.count("\n") == 1
+
+
+def test_two_figures_of_a_cell_are_told_on_the_page(
+    ran: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    record(tmp_path / "results", "warmup", "extra", lost=["dmcp-search0-50%-seed1"], seeds=2)
+    page = ["--page", str(tmp_path / "page.md")]
+    assert run(capsys, "extra", *SHORT, *places(tmp_path, seeds=2), "--recorded", *page)[0] == 0
+    assert ran == ["dmcp-50%-seed0", "dmcp-search0-50%-seed1"]
+    told = (tmp_path / "page.md").read_text()
+    assert "- `dmcp-50%-seed0`: 90.00 in warmup; 50.00 in extra" in told and told.count("`dmcp-50%-seed") == 2
 
 
 @pytest.mark.slow

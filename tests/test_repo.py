@@ -144,6 +144,7 @@ ORDER = [
     "outcomes",
     "alpha_findings",
     "findings",
+    "records",
     "evidence",
     "claims",
     "results_page",

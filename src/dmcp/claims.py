@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from dmcp.evidence import PEERS, Evidence, paper_says
+from dmcp.evidence import PEERS, Evidence, Tested, paper_says, tell_repeated
 from dmcp.tables import counted, points, pooled, spread, table
 
 YES, NO, UNCLEAR, MISSING = "yes", "no", "not clear", "missing"
@@ -272,8 +272,15 @@ class Pooled:
 
 
 def pooled_over_seeds(every: Sequence[Evidence], protocol: str, drawn: bool = True) -> Pooled | None:
-    """Of the arms of a protocol, each cell once; `drawn`: also of DRAWN. None if no arm has two seeds."""
-    cells = {cell.name: cell for it in every if it.protocol == protocol for cell in it.tested}
+    """Of the arms of a protocol, each cell once; `drawn`: also of DRAWN. None if no arm has two seeds.
+
+    Of a cell with several figures the first counts.
+    """
+    cells: dict[str, Tested] = {}
+    for it in every:
+        for cell in it.tested if it.protocol == protocol else ():
+            if cell.is_done:
+                cells.setdefault(cell.name, cell)
     groups: dict[tuple[str, bool], list[float]] = {}
     for name, cell in cells.items():
         for own, value in ((False, cell.accuracy), (True, cell.own_accuracy)):
@@ -346,5 +353,10 @@ def tell_claims(every: Sequence[Evidence]) -> str:
         "Student's t). Many rows have the same cells on one side (DMCP at half of the MACs), and share their luck.\n"
     )
     start = "Standard deviation of an accuracy over seeds, in points, pooled over arms with two or more seeds:\n"
-    told = _tell_pooled(every)
-    return "\n".join([rule, *([start, *told, ""] if told else []), table([head, *rows])])
+    told, repeated = _tell_pooled(every), tell_repeated(every)
+    twice = (
+        "Cells that were run more than once, so that they have several figures, in %. Each table has its own, and a "
+        "claim goes by its experiment's; the deviations above have the first.\n"
+    )
+    parts = [rule, *([start, *told, ""] if told else []), *([twice, *repeated, ""] if repeated else [])]
+    return "\n".join([*parts, table([head, *rows])])

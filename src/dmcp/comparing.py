@@ -234,6 +234,7 @@ def _work(plan: Plan) -> float:
     method = find_method(cell.method)
     inside = _PASSES if method.own is Own.SLIMMABLE else 1
     searched = getattr(method.config(**cell.settings), "epochs", None)
+    searched = searched if isinstance(searched, int | float) else None  # of somebody's own method it may be anything
     if cell.prepares:
         return float(searched or recipe.epochs)
     work = float(recipe.epochs if cell.scratch else 0)

@@ -27,6 +27,10 @@ class Tested:
     accuracy: float | None = None  # of the network trained from scratch, 0 to 1
     own_accuracy: float | None = None  # of the one trained the method's own way
 
+    @property
+    def is_done(self) -> bool:
+        return self.accuracy is not None or self.own_accuracy is not None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recovered:
@@ -106,6 +110,27 @@ def _read_cell(cell: Mapping[str, Any]) -> Tested | None:
     values = {key: None if cell.get(key) is None else float(cell[key]) for key in ("accuracy", "own_accuracy")}
     arm = parts["arm"].rstrip("0123456789")
     return Tested(name=cell["name"], arm=arm, budget=parts["budget"] or "", seed=int(parts["seed"]), **values)
+
+
+def tell_repeated(every: Sequence[Evidence]) -> list[str]:
+    """Cells that have been run more than once and have other figures in other experiments, a line for each."""
+    seen: dict[tuple[str, str], dict[tuple[float | None, float | None], list[str]]] = {}
+    for it in every:
+        for cell in it.tested:
+            if cell.is_done:
+                figures = seen.setdefault((it.protocol, cell.name), {})
+                figures.setdefault((cell.accuracy, cell.own_accuracy), []).append(it.experiment)
+    lines = []
+    for (_, name), figures in seen.items():
+        told = [f"{_tell_figures(*pair)} in {', '.join(users)}" for pair, users in figures.items()]
+        lines += [f"- `{name}`: {'; '.join(told)}."] if len(told) > 1 else []
+    return lines
+
+
+def _tell_figures(accuracy: float | None, own: float | None) -> str:
+    """In %; what was trained the method's own way in brackets."""
+    told = "none" if accuracy is None else f"{100 * accuracy:.2f}"
+    return told if own is None else f"{told} ({100 * own:.2f} its own way)"
 
 
 def _read_recovered(row: Mapping[str, Any]) -> Recovered:

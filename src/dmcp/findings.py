@@ -1,4 +1,7 @@
-"""The findings of an experiment: a table, figures and plain data, made from the folders of its cells alone."""
+"""The findings of an experiment: a table, figures and plain data, made from the folders of its cells.
+
+Of cells whose folders are gone, they may be made from data that were written before: see records.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import json
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,24 +71,13 @@ def protocol(it: Study, name: str) -> dict[str, Any]:
     return dict(json.loads(json.dumps(asdict(known))))
 
 
-def read_recorded(it: Study, name: str, place: Path) -> dict[str, Mapping[str, Any]]:
-    """Cells in the data of any experiments that have the protocol of this one, by name."""
-    found: dict[str, Mapping[str, Any]] = {}
-    same, known = protocol(it, name), {part.name for part in fields(Outcome)} | {"label"}
-    for path in sorted(place.glob("*.json")):
-        data = read_json(path)
-        if "cells" in data and not any(difference(part, data.get(part), same[part]) for part in same):
-            found |= {cell["name"]: cell for cell in data["cells"] if cell.keys() <= known}
-    return found
-
-
 def difference(part: str, before: Any, now: Any) -> str:
     """The first difference of a part of two protocols in words; empty: none."""
     if part == "train" and isinstance(before, dict):  # fields that came later
         before = json.loads(json.dumps(asdict(TrainConfig()))) | before
     if before == now:
         return ""
-    field = changes(part, before, now)[0]
+    field = next(iter(changes(part, before, now)), part)
     if field != part:
         before, now = (it.get(field.removeprefix(f"{part}.")) for it in (before, now))
     return f"{field} ({before}, not {now})"
@@ -226,7 +218,7 @@ def _show_scale(it: Study, name: str, found: Sequence[Outcome], folder: Path) ->
     shown = _show_arms(it, name, found, folder)
     by_arm = {wide: {one.seed: one for one in found if bool(one.arm.model_args) is wide} for wide in (False, True)}
     pairs = [(by_arm[False][seed].widths, by_arm[True][seed].widths) for seed in by_arm[False].keys() & by_arm[True]]
-    if not pairs:
+    if not pairs or any(narrow.keys() != wide.keys() for narrow, wide in pairs):
         return shown
     gaps = {space: [wide[space] - narrow[space] for narrow, wide in pairs] for space in pairs[0][0]}
     rows = [*shown.rows, {"label": "widths of 1.5x less those of 1.0x", "differences": gaps}]
@@ -292,4 +284,3 @@ _SHOWN: dict[str, Callable[[Study, str, Sequence[Outcome], Path], Shown]] = {  #
     RECIPE: functools.partial(_show_arms, of=_HELD),
     EXPLAIN: functools.partial(_show_arms, lengths=True, of=""),
 }
-OF_FOLDERS = ("main", "recover", "distribution")  # what these show is in the folders of their cells alone

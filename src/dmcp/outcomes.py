@@ -23,10 +23,9 @@ PERCENT = "accuracy in %"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class Measured:
     """What one cell that is done has found."""
 
-    arm: Arm
     seed: int
     name: str  # of the cell
     accuracy: float | None = None  # of the network trained from scratch, 0 to 1
@@ -36,6 +35,13 @@ class Outcome:
     widths: Mapping[str, int] = field(default_factory=dict)
     seconds: float | None = None  # at work in all
     device: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome(Measured):
+    """The same, with what the cell is an example of."""
+
+    arm: Arm
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -51,7 +57,7 @@ class Shown:
     figures: Mapping[str, Figure] = field(default_factory=dict)  # by the end of the file's name
 
 
-Recorded = Mapping[str, Mapping[str, Any]]  # cells as `Outcome.to_json` writes them, by name
+Recorded = Mapping[str, Measured]  # cells that are in the data of experiments, by name
 
 
 def outcomes(it: Study, arms: Sequence[Arm], folder: Path, recorded: Recorded | None = None) -> list[Outcome]:
@@ -61,8 +67,7 @@ def outcomes(it: Study, arms: Sequence[Arm], folder: Path, recorded: Recorded | 
         if is_done(folder / name):
             found.append(_read(arm, seed, name, folder / name))
         elif recorded and name in recorded:
-            values = {key: value for key, value in recorded[name].items() if key not in ("label", "seed", "name")}
-            found.append(Outcome(arm=arm, seed=seed, name=name, **values))
+            found.append(Outcome(arm=arm, **vars(recorded[name])))
     return found
 
 

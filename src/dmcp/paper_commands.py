@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,16 +26,17 @@ from dmcp.experiments import (
     WIDER,
     check_experiment,
 )
-from dmcp.findings import OF_FOLDERS, difference, protocol, read_recorded, show, write
+from dmcp.findings import difference, protocol, show, write
 from dmcp.jobs import Job, open_job
 from dmcp.methods.dmcp import DmcpConfig
 from dmcp.outcomes import Recorded
 from dmcp.printing import print_json
+from dmcp.records import check_recordable, read_recorded, unrecorded
 from dmcp.results_page import make_page
 from dmcp.runs import Run, read_json
 from dmcp.searches import SearchConfig
-from dmcp.sessions import tell_ignored
-from dmcp.tables import table
+from dmcp.sessions import say, tell_ignored
+from dmcp.tables import counted, table
 
 _MODEL = "cifar:resnet20"
 _USUAL = DmcpConfig().epochs  # of a search; cells with as many are those of dmcp compare
@@ -123,6 +124,8 @@ def paper(
     wanted = [*dict.fromkeys(one for name in names for one in (ALL if name == "all" else [name]))]
     for name in wanted:
         check_experiment(name)
+    if recorded:
+        check_recordable(wanted)
     it = Comparison(
         job=Job(model=model, model_args=tuple(model_args or ()), data=data, batch=batch, device=device),
         engine=Engine(
@@ -140,36 +143,23 @@ def paper(
     check_replaced(study, wanted, Path(results))
     known = {name: read_recorded(study, name, Path(results)) for name in wanted} if recorded else {}
     if recorded:
-        _check_recordable(wanted)
-        tasks = unrecorded(tasks, {cell for own in known.values() for cell in own}, folder)
+        tasks = unrecorded(study, wanted, known, folder)
+    taken = sorted({cell for own in known.values() for cell in own} - {task.name for task in tasks})
     if dry_run:
-        _list(tasks, needed_by(study, wanted), folder, as_json)
+        _list(tasks, needed_by(study, wanted), folder, as_json, taken if recorded else None, results)
         return
     if gather:
         check_begun(tasks, folder)
         if not any(is_done(folder / task.name) for task in tasks) and not any(known.values()):
-            raise FileError(f"{folder}: no cells of {', '.join(wanted)} with these settings are done here.")
+            more = f", and none is recorded in {results}" if recorded else ""
+            raise FileError(f"{folder}: no cells of {', '.join(wanted)} with these settings are done here{more}.")
     else:
         tell_ignored(it.engine, it.job.place)
+        if taken and not quiet:
+            say(f"{counted(len(taken), 'cell')} taken from the data in {results}, not run again.")
     failed = [] if gather else run_tasks(tasks, folder, it.job.place, at_once, quiet)
     _show(study, wanted, folder, Path(results), page, as_json, known)
     check_failed(failed)
-
-
-def _check_recordable(names: Sequence[str]) -> None:
-    """Refuse experiments that need more of their cells than what is recorded of them."""
-    for name in names:
-        if name in OF_FOLDERS:
-            raise DmcpError(f"{name} is made from the folders of its cells, not from what is recorded: no --recorded.")
-
-
-def unrecorded(tasks: Sequence[Task], known: Collection[str], folder: Path) -> list[Task]:
-    """Cells that are done, those that are not recorded, and what these need."""
-    needed = set[str]()
-    for task in reversed(tasks):  # what others need comes before them
-        if task.name in needed or task.name not in known:
-            needed |= {task.name, *(() if is_done(folder / task.name) else task.after)}
-    return [task for task in tasks if task.name in needed or is_done(folder / task.name)]
 
 
 def _search_settings(epochs: int, alpha_lr: float) -> dict[str, dict[str, Any]]:
@@ -199,6 +189,7 @@ def check_replaced(it: Study, names: Sequence[str], place: Path) -> None:
         if not path.exists():
             continue
         stored, mine = read_json(path), protocol(it, name)
+        _check_table(stored, path)
         for part in (part for part in mine if part in stored):  # what is not there was not kept
             if changed := difference(part, stored[part], mine[part]):
                 raise FileError(f"{path} was made with another {changed}: give another --results.")
@@ -211,6 +202,14 @@ def check_replaced(it: Study, names: Sequence[str], place: Path) -> None:
                 f"{path} has rows at {', '.join(lost)}, which this command has not and would lose: add {more}, or give "
                 "another --results."
             )
+
+
+def _check_table(stored: Mapping[str, Any], path: Path) -> None:
+    """Refuse to write over what is not as `write` writes it."""
+    seeds, rows = stored.get("seeds", []), stored.get("rows", [])
+    plain = isinstance(seeds, list) and isinstance(rows, list)
+    if not plain or not all(isinstance(row, dict) and isinstance(row.get("budget", ""), str) for row in rows):
+        raise FileError(f"{path}: not as dmcp paper writes it (seeds or rows): remove it, or give another --results.")
 
 
 def _lost_budgets(it: Study, stored: Mapping[str, Any]) -> list[str]:
@@ -260,14 +259,25 @@ def _kind(task: Task) -> str:
     return repr((*alike, *more))
 
 
-def _list(tasks: Sequence[Task], needed: Mapping[str, Sequence[str]], folder: Path, as_json: bool) -> None:
-    """The cells, who needs them, how far they are, and how long they take; what would be refused is refused."""
+def _list(
+    tasks: Sequence[Task],
+    needed: Mapping[str, Sequence[str]],
+    folder: Path,
+    as_json: bool,
+    taken: Sequence[str] | None,
+    place: str,
+) -> None:
+    """The cells, who needs them, how far they are, and how long they take; what would be refused is refused.
+
+    taken: cells that are recorded in `place`, and not listed; None: they were not asked for.
+    """
     cells = progress(tasks, folder)
     left = [cell for cell in cells if cell.state != "done"]
     known = [cell.seconds for cell in left if cell.seconds is not None]
     if as_json:
         rows = [vars(cell) | {"needed_by": needed[cell.name]} for cell in cells]
-        print_json({"folder": str(folder), "cells": rows, "seconds_left": sum(known)})
+        more = {} if taken is None else {"recorded": taken}
+        print_json({"folder": str(folder), "cells": rows, "seconds_left": sum(known), **more})
     else:
         shown = [
             (
@@ -280,6 +290,8 @@ def _list(tasks: Sequence[Task], needed: Mapping[str, Sequence[str]], folder: Pa
         ]
         print(table([("cell", "state", "seconds", "needed by"), *shown]))
         print(f"{len(cells) - len(left)} of {len(cells)} cells are done in {folder}.")
+        if taken is not None:
+            print(f"Recorded in {place}, and so not listed: {len(taken)}.")
         print("".join(f"{sentence}\n" for sentence in _forecast(len(left), known)), end="")
     check_begun(tasks, folder)
 

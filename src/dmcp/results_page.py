@@ -68,6 +68,7 @@ class _Finding:
     search_epochs: int | None = None  # None: not kept
     holdout: float | None = None  # the same
     evidence: Evidence | None = None  # for claims
+    recorded: tuple[str, ...] = ()  # cells that were not in the folders, but in the data of other commands
 
     @property
     def network(self) -> str:
@@ -212,6 +213,7 @@ def _section(it: _Finding, title: str, place: Path, links: Sequence[str], own: S
         f"- Time at work: {_time(it.once, own)}",
         f"- Seeds: {', '.join(map(str, it.seeds))}.",
         f"- {_progress(it)}",
+        *_taken(it),
         *_peers(it),
         *_warnings(it),
     ]
@@ -248,8 +250,17 @@ def _progress(it: _Finding) -> str:
     whole = len(it.once) + len(it.missing)
     if not it.missing:
         return f"Nothing is missing: {len(it.once):,} of {_cells(whole)} done."
-    named = ", ".join(f"`{name}`" for name in it.missing[:_NAMED]) + (", ..." if it.missing[_NAMED:] else "")
-    return f"**Missing: {len(it.missing):,} of {_cells(whole)} not done:** {named}."
+    return f"**Missing: {len(it.missing):,} of {_cells(whole)} not done:** {_named(it.missing)}."
+
+
+def _named(cells: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in cells[:_NAMED]) + (", ..." if cells[_NAMED:] else "")
+
+
+def _taken(it: _Finding) -> list[str]:
+    """Cells that were run before, by other commands than that of the section."""
+    told = f"- Taken from the data of earlier runs (`--recorded`): {_cells(len(it.recorded))}: {_named(it.recorded)}."
+    return [told] if it.recorded else []
 
 
 def _peers(it: _Finding) -> list[str]:
