@@ -66,7 +66,8 @@ def seeds(*values: float) -> dict[int, float]:
         ([-0.01, -0.02, -0.03], None, -3.46, NO),
         ([0.00, 0.01, 0.03], None, 1.51, UNCLEAR),  # standard error 0.0088
         ([0.00, -0.01, -0.03], None, -1.51, UNCLEAR),
-        ([0.01, 0.01], None, float("inf"), YES),
+        ([0.01, 0.01, 0.01], None, float("inf"), YES),
+        ([0.01, 0.011], None, None, UNCLEAR),  # two that are alike by luck
         ([0.0, 0.0, 0.0], None, 0.0, UNCLEAR),
         ([0.00, 0.01, 0.03], 0.006, 2.72, YES),  # standard error 0.0049
         ([0.01, 0.02, 0.03], 0.02, 1.22, UNCLEAR),
@@ -83,7 +84,7 @@ def test_two_standard_errors_make_a_verdict(
     assert judge(found) == verdict
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 7])
+@pytest.mark.parametrize("count", [3, 4, 7])
 def test_chance_alone_gives_as_many_verdicts_as_the_page_says(count: int) -> None:
     dice = random.Random(0)
     found = [judge(in_errors([dice.gauss(0, 1) for _ in range(count)], None)) for _ in range(10_000)]
@@ -142,9 +143,9 @@ def test_each_claim_holds_one_way_only(experiment: str, better: str, worse: str,
 
 
 def test_slimmable_training_is_compared_with_the_same_widths_from_scratch() -> None:
-    cells = [{"name": f"dmcp-50%-seed{n}", "label": "", "accuracy": 0.9, "own_accuracy": 0.92} for n in range(2)]
+    cells = [{"name": f"dmcp-50%-seed{n}", "label": "", "accuracy": 0.9, "own_accuracy": 0.92} for n in range(3)]
     found = row([evidence("main", {}, cells=cells)], "DMCP trained slimmably")
-    assert (found.here, found.holds, found.paper) == ("+2.00 ± 0.00 (2)", YES, "MobileNetV2: +1.1 at 45 %")
+    assert (found.here, found.holds, found.paper) == ("+2.00 ± 0.00 (3)", YES, "MobileNetV2: +1.1 at 45 %")
 
 
 def test_all_claims_are_in_these_tests() -> None:
@@ -198,21 +199,21 @@ def test_other_methods_are_read_from_the_rows_of_main() -> None:
 
 
 def test_seeds_are_paired_and_those_of_one_arm_left_out() -> None:
-    arms = {"dmcp-50%": {0: 0.90, 1: 0.70}, "dmcp-cold-50%": {1: 0.69, 0: 0.89, 7: 0.99}}
+    arms = {"dmcp-50%": {0: 0.90, 1: 0.70, 2: 0.80}, "dmcp-cold-50%": {1: 0.69, 0: 0.89, 2: 0.79, 7: 0.99}}
     found = row([evidence("warmup", arms)], "Warm-up helps")
-    assert (found.here, found.agree, found.holds) == ("+1.00 ± 0.00 (2)", "2 of 2", YES)
+    assert (found.here, found.agree) == ("+1.00 ± 0.00 (3)", "3 of 3")
     backwards = evidence("warmup", dict(reversed(arms.items())), order=-1)
     assert row([backwards], "Warm-up helps") == found
-    del arms["dmcp-50%"][1]
+    del arms["dmcp-50%"][1], arms["dmcp-50%"][2]
     one = row([evidence("warmup", arms)], "Warm-up helps")
     assert (one.here, one.agree, one.holds) == ("+1.00 (1)", "1 of 1", UNCLEAR)
 
 
 def test_each_budget_and_network_has_a_row() -> None:
     arms = {
-        "dmcp-50%": seeds(0.9, 0.91),
-        "uniform-50%": seeds(0.8, 0.82),
-        "random-50%": seeds(0.95, 0.97),
+        "dmcp-50%": seeds(0.9, 0.91, 0.92),
+        "uniform-50%": seeds(0.8, 0.82, 0.83),
+        "random-50%": seeds(0.95, 0.97, 0.98),
         "unpruned": seeds(0.99, 0.99),
         "uniform-100%": seeds(0.9),
     }

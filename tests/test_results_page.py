@@ -232,7 +232,7 @@ def test_notes_come_before_claims_which_name_alike_networks_apart(tmp_path: Path
     assert section(text, NOTES).strip() == "It **holds**."
     rows = [[*map(str.strip, row.split("|"))][2:-1] for row in section(text, CLAIMS).splitlines() if "Warm-up h" in row]
     assert rows == [
-        ["cifar:resnet20 (warmup)", "+0.8 (MobileNetV2 at 31 %)", "+0.00 ± 0.00 (2)", "+0.0", "0 of 2", "not clear"],
+        ["cifar:resnet20 (warmup)", "+0.8 (MobileNetV2 at 31 %)", "+0.00 ± 0.00 (2)", "", "0 of 2", "not clear"],
         ["cifar:resnet20 (warmup-long)", "+0.8 (MobileNetV2 at 31 %)", "+0.00 (1)", "", "0 of 1", "not clear"],
     ]
 

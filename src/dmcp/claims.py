@@ -19,6 +19,7 @@ YES, NO, UNCLEAR, MISSING = "yes", "no", "not clear", "missing"
 NO_PAIR = "no seed has both yet"
 STANDARD_ERRORS = 2  # that a difference must be away from zero
 LEAST_FREEDOM = 5  # degrees of it that a pooled deviation needs to be used
+LEAST_OWN = 3  # seeds that the deviation of their own differences needs
 NEAR = 0.01  # of the ungated training accuracy: where alphas have recovered
 DRAWN = ("random", "dmcp-direct")  # arms whose widths are drawn anew for each seed
 
@@ -122,11 +123,11 @@ def judge(errors: float | None) -> str:
 
 
 def in_errors(differences: Sequence[float], deviation: float | None) -> float | None:
-    """How many standard errors a mean is away from zero; None for one seed.
+    """How many standard errors a mean is away from zero; None for too few seeds.
 
-    deviation: over the seeds of either arm; None: the differences' own counts.
+    deviation: over the seeds of either arm; None: the differences' own counts, and of two seeds that is mostly luck.
     """
-    if len(differences) < 2:
+    if len(differences) < (LEAST_OWN if deviation is None else 2):
         return None
     mean = statistics.fmean(differences)
     both = statistics.stdev(differences) if deviation is None else math.sqrt(2) * deviation
@@ -349,8 +350,9 @@ def tell_claims(every: Sequence[Evidence]) -> str:
         "recipe, as below: one number for all arms, as if they spread alike. Random widths and direct samples are "
         "drawn anew for each seed and spread more: their rows, and those of a recipe with fewer than "
         f"{LEAST_FREEDOM} degrees of freedom, have the deviation of their own differences / √n. Of three seeds that is "
-        f"itself so uncertain that no difference at all gets yes or no in {_of_100(2)}, of two in {_of_100(1)} (by "
-        "Student's t). Many rows have the same cells on one side (DMCP at half of the MACs), and share their luck.\n"
+        f"itself so uncertain that no difference at all gets yes or no in {_of_100(2)} (by Student's t); of two it "
+        f"would be {_of_100(1)}, so these are *not clear*. Many rows have the same cells on one side (DMCP at half of "
+        "the MACs), and share their luck.\n"
     )
     start = "Standard deviation of an accuracy over seeds, in points, pooled over arms with two or more seeds:\n"
     told, repeated = _tell_pooled(every), tell_repeated(every)
