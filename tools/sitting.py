@@ -1,0 +1,197 @@
+"""Fill tables on a machine that is lent for minutes only: its experiments, and what is worth keeping of their cells.
+
+    PYTHONPATH=src setsid nohup python3 tools/sitting.py go 1500 ~/data/cifar10 ~/sitting > go.log 2>&1 < /dev/null &
+    python3 tools/sitting.py keep ~/sitting $OUT/kept.tgz
+    tar xzf kept.tgz -C runs/sitting          # there `dmcp paper ... --gather` makes tables, and `go` goes on
+
+PLAN is what the next sitting does. A kept cell that is done has what tables need, without weights and without a line
+for each step; one that has chosen its widths has that choice, and trains them anew; of others nothing is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+RECIPE = "--batch 512 --lr 1.6 --weight-decay 5e-4"
+LEAST_GAIN = 0.95  # of the time of a search step: below it own kernels are used
+MOST_BYTES = 2**20  # of a file that is kept
+
+
+@dataclass(frozen=True)
+class Stage:
+    """An experiment, and when the next one may begin beside it."""
+
+    folder: str
+    options: str  # of dmcp paper, without data, recipe and folders
+    at_once: int
+    next_at: int  # cells that are done when the next stage begins; so many that the last ones do not leave the GPU idle
+    try_kernels: str = ""  # model whose steps are measured with own kernels and without, to choose
+
+
+PLAN = (
+    Stage(
+        "mb",
+        "main --model cifar:mobilenet_v2 --epochs 30 --budget 50% --budget 30% --seeds 2",
+        at_once=3,
+        next_at=12,
+        try_kernels="cifar:mobilenet_v2",
+    ),
+    Stage("ex", "explain --recorded --epochs 60 --seeds 3", at_once=6, next_at=99),
+)
+REHEARSAL = (  # on a CPU: data is digits
+    Stage(
+        "mb", "main --model digits:resnet --epochs 1 --search-epochs 2 --budget 50% --seeds 1", 2, 3, "digits:resnet"
+    ),
+    Stage("ex", "warmup --model digits:resnet --epochs 1 --search-epochs 2 --seeds 1", 2, 99),
+)
+
+
+def go(seconds: float, data: str, base: Path) -> None:
+    """Run the stages of the plan, each beside the last cells of the one before; stop all when the time is over."""
+    end = time.monotonic() + seconds
+    base.mkdir(parents=True, exist_ok=True)
+    results = base / "results"
+    if not results.exists():  # what is recorded counts
+        shutil.copytree(Path(__file__).resolve().parents[1] / "results", results)
+    running: list[subprocess.Popen[bytes]] = []
+    with _mps(base):
+        for stage in REHEARSAL if data == "digits" else PLAN:
+            recipe, batch = ("", "16") if data == "digits" else (RECIPE, "512")
+            options = f"{stage.options} {recipe} {_kernels(stage, base, batch)} --at-once {stage.at_once}"
+            places = ["--data", data, "--out", str(base / stage.folder), "--results", str(results)]
+            _note(base, f"{stage.folder}: {options}")
+            with (base / f"{stage.folder}.txt").open("ab") as said:
+                command = [*_DMCP, "paper", *shlex.split(options), *places]
+                running.append(subprocess.Popen(command, stdout=said, stderr=said))
+            while running[-1].poll() is None and _done(base / stage.folder) < stage.next_at and time.monotonic() < end:
+                time.sleep(1)
+        for process in running:
+            try:
+                _note(base, f"ended: {process.wait(max(0.0, end - time.monotonic()))}")
+            except subprocess.TimeoutExpired:
+                process.terminate()  # once: it saves, and a second signal would kill
+                _note(base, f"time is over, ended: {process.wait()}")
+
+
+_DMCP = (sys.executable, "-m", "dmcp")
+
+
+@contextlib.contextmanager
+def _mps(base: Path) -> Iterator[None]:
+    """MPS for all stages: processes of two commands compute on the GPU at the same time."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    for kind in ("pipe", "log"):
+        (base / "mps" / kind).mkdir(parents=True, exist_ok=True)
+        os.environ[f"CUDA_MPS_{kind.upper()}_DIRECTORY"] = str(base / "mps" / kind)
+    if control:
+        subprocess.run([control, "-d"], check=False)
+    yield
+    if control:
+        subprocess.run([control], input=b"quit\n", check=False)
+
+
+def _kernels(stage: Stage, base: Path, batch: str) -> str:
+    """The option that made a search step faster, measured now; nothing where it is not asked."""
+    if not stage.try_kernels:
+        return ""
+    took: dict[str, float] = {}
+    for way in ("--kernels", "--no-kernels"):
+        file = base / f"bench{way}.json"
+        asked = ["--model", stage.try_kernels, "--no-compile", "--batch", batch, "--rounds", "3", way]
+        with (base / f"bench{way}.txt").open("wb") as said:
+            found = subprocess.run(
+                [*_DMCP, "bench", *asked, "--json", str(file)], stdout=said, stderr=said, check=False
+            )
+        took[way] = _search_time(file) if found.returncode == 0 else float("inf")
+    _note(base, f"{stage.try_kernels}, search step: {took}")
+    return "--kernels" if took["--kernels"] < LEAST_GAIN * took["--no-kernels"] else "--no-kernels"
+
+
+def _search_time(file: Path) -> float:
+    """Of the only row of steps that `dmcp bench` has written."""
+    (row,) = json.loads(file.read_text())["steps"]
+    return float(row["search_ms"])
+
+
+def _done(folder: Path) -> int:
+    return sum((cell / "widths.json").exists() for cell in folder.glob("*"))
+
+
+def _note(base: Path, text: str) -> None:
+    with (base / "times.txt").open("a") as file:
+        file.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+
+
+# what is worth keeping
+
+
+def keep(base: Path, out: Path) -> None:
+    """Write what is worth keeping of all cells of a sitting, and what was said."""
+    with tarfile.open(out, "w:gz") as kept:
+        for path in sorted([*base.glob("*.txt"), *base.glob("*/commands.jsonl"), *base.glob("*/plans/*.json")]):
+            _put(kept, base, path, path.read_bytes())
+        for cell in sorted(path.parent for path in base.glob("*/*/settings.json")):
+            for path in _files(cell):
+                _put(kept, base, path, _without_steps(path) if _is_done(cell) else path.read_bytes())
+
+
+def _is_done(cell: Path) -> bool:
+    return (cell / "widths.json").exists() and not (cell / "checkpoints").exists()
+
+
+def _files(cell: Path) -> list[Path]:
+    """Those of a cell that are kept."""
+    chosen = cell / "checkpoints" / "choice"
+    if not _is_done(cell) and not chosen.exists():
+        return []
+    found = [path for path in [*cell.iterdir(), *chosen.glob("**/*")] if path.is_file()]
+    large = {path for path in found if path.stat().st_size > MOST_BYTES and path.suffix != ".jsonl"}
+    return sorted({*found} - large - {cell / "lock.json", cell / "widths.json" if not _is_done(cell) else cell})
+
+
+def _without_steps(path: Path) -> bytes:
+    data = path.read_bytes()
+    if path.name != "log.jsonl":
+        return data
+    return b"".join(line for line in data.splitlines(keepends=True) if "step" not in json.loads(line))
+
+
+def _put(kept: tarfile.TarFile, base: Path, path: Path, data: bytes) -> None:
+    entry = tarfile.TarInfo(str(path.relative_to(base)))
+    entry.size = len(data)
+    kept.addfile(entry, io.BytesIO(data))
+
+
+def main() -> None:
+    """Read what was typed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    which = parser.add_subparsers(dest="which", required=True)
+    one = which.add_parser("go", help=(go.__doc__ or "").splitlines()[0])
+    one.add_argument("seconds", type=float)
+    one.add_argument("data", help="CIFAR-10; digits: a rehearsal on the CPU")
+    one.add_argument("base", type=Path, help="folder of everything")
+    other = which.add_parser("keep", help=(keep.__doc__ or "").splitlines()[0])
+    other.add_argument("base", type=Path)
+    other.add_argument("out", type=Path)
+    asked = parser.parse_args()
+    if asked.which == "go":
+        go(asked.seconds, asked.data, asked.base)
+    else:
+        keep(asked.base, asked.out)
+
+
+if __name__ == "__main__":
+    main()
