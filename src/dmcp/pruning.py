@@ -21,7 +21,7 @@ from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.events import Event as Event  # a part of prune's interface
 from dmcp.events import Report, silent
-from dmcp.given import check_finite
+from dmcp.given import check_finite, check_imitable
 from dmcp.graph import ChannelGraph
 from dmcp.keeping import Keeper, plain_settings
 from dmcp.losses import ImitationWarning as ImitationWarning  # what prune may warn of
@@ -124,7 +124,14 @@ def prune(
     if retrain not in list(Retrain):
         raise TrainingError(f"retrain must be one of {', '.join(Retrain)}, not {retrain!r}.")
     kind = Retrain(retrain)
-    if loss is not None and kind in (Retrain.SLIMMABLE, Retrain.TEACHER) and current().first:
+    imitates = kind in (Retrain.SLIMMABLE, Retrain.TEACHER)
+    unwrap(model)  # refuses what is no network
+    if keep is not None and not callable(keep):
+        raise TrainingError(
+            f"keep must be a function that gives each stage its Keeper, not a {type(keep).__name__}, such as "
+            'lambda stage: dmcp.Keeper(Path("kept") / stage).'
+        )
+    if loss is not None and imitates and current().first:
         who = f'With retrain="{kind}" the pruned network imitates the whole one\'s'
         warn_of_imitation(who, 'take retrain="scratch" or "inherit"', stacklevel=2)
     settings = _settled(search, budget, seed)
@@ -147,6 +154,8 @@ def prune(
     graph = graph or trace(model, sample)
     if graph.exact:
         verify(model, graph, sample)  # before hours of work: what is cut will be what was searched
+    if imitates:
+        check_imitable(model, sample)
     try_test(model, val_loader, metric)
     if keep:
         given = {"search": settings, "train": recipe, "engine": engine or Engine(), "retrain": kind}
@@ -362,7 +371,13 @@ def _check_loaders(loaders: dict[str, Loader | None]) -> None:
 def _example(loader: Loader, model: nn.Module) -> Any:
     """The input of the first batch, where the model is."""
     for batch in loader:
-        return on_device(input_of(batch), device_of(model))
+        found = on_device(input_of(batch), device_of(model))
+        if not tensors_in(found):
+            raise DataError(
+                f"The input of a batch holds no tensor, but is a {type(found).__name__}: let the loader give tensors, "
+                "a tuple or a dict of them."
+            )
+        return found
     raise DataError("The loader has no batches: is the batch larger than the data?")
 
 
