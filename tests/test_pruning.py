@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import dmcp
 from dmcp.batches import generator
 from dmcp.budget import parse
-from dmcp.errors import BudgetError, DataError, TraceError, TrainingError
+from dmcp.errors import BudgetError, DataError, TraceError, TrainingError, WidthsError
 from dmcp.graph import ChannelGraph
 from dmcp.losses import ImitationWarning, classification_loss, imitation
 from dmcp.measuring import milliseconds, try_test
@@ -149,7 +149,16 @@ LATE: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"val": (it for it in Noise(1)), "controls": True}, DataError, "3 networks are tested"),
     ({"val": (it for it in Noise(1)), "retrain": "inherit"}, DataError, "2 networks are tested"),
     ({"train_loader": []}, DataError, "The train_loader has no batches"),
-    ({"keep": "kept"}, TrainingError, "keep must be a function that gives each stage its Keeper, not a str"),
+    ({"train_loader": [{"image": torch.zeros(2, 3)}]}, DataError, "has no input, only 'image'"),
+    ({"arch_loader": [{"image": torch.zeros(2, 3)}]}, DataError, "has no input, only 'image'"),
+    ({"keep": "kept"}, TrainingError, "keep must be a function, not a str"),
+    ({"keep": lambda stage: stage}, TrainingError, "keep must give a dmcp.Keeper for each stage, not a str"),
+    ({"loss": "mse"}, TrainingError, "loss must be a function, not a str"),
+    ({"metric": "iou"}, TrainingError, "metric must be a function, not a str"),
+    ({"train": {"epochs": 3}}, TrainingError, "train must be a dmcp.TrainConfig, not a dict"),
+    ({"search": {"epochs": 3}}, TrainingError, "search must be a dmcp.SearchConfig, not a dict"),
+    ({"engine": "cuda"}, TrainingError, "engine must be a dmcp.Engine, not a str"),
+    ({"fresh": nn.Linear(2, 2)}, WidthsError, "fresh is a network of another architecture than the model"),
     ({"arch_loader": (it for it in Noise(1))}, DataError, "The arch_loader, a generator, has no length"),
 ]
 
