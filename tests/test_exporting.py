@@ -9,6 +9,7 @@ import importlib.util
 import json
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -390,6 +391,17 @@ def test_a_damaged_run_is_told(run: Path, tmp_path: Path, capsys: Capture) -> No
         (tmp_path / "run" / "settings.json").write_text(json.dumps(settings | change))
         assert command("export", str(tmp_path / "run"), "--out", str(tmp_path / "net.pt2")) == 2
         assert "its settings do not say the classes" in capsys.readouterr().err
+
+
+def test_commands_in_sentences_can_be_typed(run: Path, tmp_path: Path, capsys: Capture) -> None:
+    folder = tmp_path / "my run"
+    shutil.copytree(run, folder)
+    for typed, said in (
+        (["prune", "--resume"], f"dmcp report '{folder}' shows it"),
+        (["train", "--resume"], f"go on with dmcp prune --resume '{folder}'"),
+    ):
+        assert command(*typed, str(folder)) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_the_code_of_the_page_runs(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
