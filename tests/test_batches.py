@@ -76,7 +76,9 @@ def test_what_a_batch_lacks_is_said() -> None:
     batch = {"image": torch.zeros(2), "target": torch.zeros(2)}
     with pytest.raises(DataError, match="this dict has no input, only 'image', 'target'"):
         input_of(batch)
-    with pytest.raises(DataError, match="this dict has no label, only nothing"):
+    with pytest.raises(
+        DataError, match=r"no label, only nothing\. A loss and a metric of your own \(loss=, metric=\) read"
+    ):
         labels_of({})
     with pytest.raises(DataError, match=r"this tuple has no label\."):
         labels_of((torch.zeros(2),))

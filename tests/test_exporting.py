@@ -8,6 +8,8 @@ import functools
 import importlib.util
 import json
 import re
+import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -187,6 +189,19 @@ def test_a_file_that_is_not_the_network_is_not_left_behind(
     assert [it.read_text() for it in tmp_path.iterdir()] == ["what was there"]
     dmcp.export(net, EXAMPLE, path, tolerance=0.9)
     assert path.read_bytes() != b"what was there"
+
+
+def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+    """torch's own writer of files ends the whole process there (std::terminate), which nothing can catch."""
+    (tmp_path / "net.pt2").write_bytes(b"before")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # as on a disk with so much space left
+    try:
+        with pytest.raises(dmcp.FileError, match=r"net\.pt2: cannot be written: File too large"):
+            dmcp.export(digits()[1], EXAMPLE, tmp_path / "net.pt2")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [(it.name, it.read_bytes()) for it in tmp_path.iterdir()] == [("net.pt2", b"before")]
 
 
 def test_what_the_check_finds_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,6 +391,17 @@ def test_a_damaged_run_is_told(run: Path, tmp_path: Path, capsys: Capture) -> No
         (tmp_path / "run" / "settings.json").write_text(json.dumps(settings | change))
         assert command("export", str(tmp_path / "run"), "--out", str(tmp_path / "net.pt2")) == 2
         assert "its settings do not say the classes" in capsys.readouterr().err
+
+
+def test_commands_in_sentences_can_be_typed(run: Path, tmp_path: Path, capsys: Capture) -> None:
+    folder = tmp_path / "my run"
+    shutil.copytree(run, folder)
+    for typed, said in (
+        (["prune", "--resume"], f"dmcp report '{folder}' shows it"),
+        (["train", "--resume"], f"go on with dmcp prune --resume '{folder}'"),
+    ):
+        assert command(*typed, str(folder)) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_the_code_of_the_page_runs(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:

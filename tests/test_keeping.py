@@ -589,3 +589,9 @@ def test_a_loader_with_a_generator_of_its_own_goes_on_where_it_was(tmp_path: Pat
         run(Keeper(tmp_path, every_steps=1), stop)
     again = run(Keeper(tmp_path, every_steps=1))
     assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
+
+
+def test_the_folder_of_a_keeper_may_be_text(tmp_path: Path) -> None:
+    """Else a long loop would fail where it first saves."""
+    keeper = Keeper(str(tmp_path / "kept"))  # type: ignore[arg-type]
+    assert keeper.folder == tmp_path / "kept"

@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from torch import nn
 from torchvision.datasets import CIFAR10, cifar
+from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 from typed import command
 
@@ -113,6 +114,7 @@ def test_the_tables_of_the_page_are_what_is_done(tmp_path: Path) -> None:
             assert keys[f"`{key}`"][name].strip("| ").startswith(json.dumps(sets[key])), key
     assert f"{json.dumps(photos['mean'])}, {json.dumps(photos['std'])}" in keys["`mean`, `std`"][0]
     assert all(ending in PAGE.read_text() for ending in folders._ENDINGS)
+    assert IMG_EXTENSIONS == folders._ENDINGS
 
 
 # -- sizes

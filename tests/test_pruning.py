@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import dmcp
 from dmcp.batches import generator
 from dmcp.budget import parse
-from dmcp.errors import BudgetError, DataError, TrainingError
+from dmcp.errors import BudgetError, DataError, TraceError, TrainingError, WidthsError
 from dmcp.graph import ChannelGraph
 from dmcp.losses import ImitationWarning, classification_loss, imitation
 from dmcp.measuring import milliseconds, try_test
@@ -149,6 +149,16 @@ LATE: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"val": (it for it in Noise(1)), "controls": True}, DataError, "3 networks are tested"),
     ({"val": (it for it in Noise(1)), "retrain": "inherit"}, DataError, "2 networks are tested"),
     ({"train_loader": []}, DataError, "The train_loader has no batches"),
+    ({"train_loader": [{"image": torch.zeros(2, 3)}]}, DataError, "has no input, only 'image'"),
+    ({"arch_loader": [{"image": torch.zeros(2, 3)}]}, DataError, "has no input, only 'image'"),
+    ({"keep": "kept"}, TrainingError, "keep must be a function, not a str"),
+    ({"keep": lambda stage: stage}, TrainingError, "keep must give a dmcp.Keeper for each stage, not a str"),
+    ({"loss": "mse"}, TrainingError, "loss must be a function, not a str"),
+    ({"metric": "iou"}, TrainingError, "metric must be a function, not a str"),
+    ({"train": {"epochs": 3}}, TrainingError, "train must be a dmcp.TrainConfig, not a dict"),
+    ({"search": {"epochs": 3}}, TrainingError, "search must be a dmcp.SearchConfig, not a dict"),
+    ({"engine": "cuda"}, TrainingError, "engine must be a dmcp.Engine, not a str"),
+    ({"fresh": nn.Linear(2, 2)}, WidthsError, "fresh is a network of another architecture than the model"),
     ({"arch_loader": (it for it in Noise(1))}, DataError, "The arch_loader, a generator, has no length"),
 ]
 
@@ -367,6 +377,44 @@ def test_a_loss_of_ones_own_is_told_what_imitation_does_to_outputs() -> None:
                 prune(search=replace(SEARCH, **options), retrain=kind, loss=own)
             assert len(told) == len(wanted) and all(it.category is ImitationWarning for it in told)
             assert all(re.search(text, str(it.message)) for text, it in zip(wanted, told, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::dmcp.losses.ImitationWarning")
+@pytest.mark.parametrize("kind", [Retrain.TEACHER, Retrain.SLIMMABLE])
+def test_a_retraining_that_cannot_imitate_is_refused_before_the_search(kind: Retrain) -> None:
+    class Ages(Residual):  # in training only: what is tested could be imitated
+        def forward(self, x: Tensor) -> Any:
+            found = super().forward(x)
+            return {"classes": found, "age": found.mean(dim=1)} if self.training else found
+
+    def loss(output: Any, batch: Any) -> Tensor:
+        return classification_loss()(output["classes"], batch)
+
+    model, seen = Ages(**Residual.FULL), list[Event]()
+    before = tensors(model)
+    with pytest.raises(TrainingError, match=r'Imitation needs .* \(2,\).* retrain="scratch" or "inherit"'):
+        dmcp.prune(
+            model,
+            Noise(),
+            Noise(1),
+            search=replace(SEARCH, distil=False),
+            train=TRAIN,
+            retrain=kind,
+            loss=loss,
+            on_event=seen.append,
+        )
+    assert not seen and same(before, tensors(model))
+
+
+def test_a_class_is_no_network() -> None:
+    with pytest.raises(TraceError, match=r"A torch.nn.Module is needed, not the class Residual: build one, Residual\("):
+        dmcp.prune(Residual, Noise(), Noise(1))  # type: ignore[arg-type]
+
+
+def test_batches_of_arrays_are_named() -> None:
+    arrays = [(np.zeros((4, *Residual.SHAPE), np.float32), np.zeros(4))]
+    with pytest.raises(DataError, match="The input of a batch holds no tensor, but is a ndarray: let the loader"):
+        dmcp.prune(traced()[0], arrays, arrays, search=SEARCH, train=TRAIN)
 
 
 def test_outputs_of_one_number_cannot_be_imitated() -> None:

@@ -244,6 +244,15 @@ def blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, An
     return spaces
 
 
+def test_the_command_line_does_not_wait_for_torchvision() -> None:
+    """It takes as long to import as torch does, and dmcp --help, runs and cells on digits have no use for it."""
+    for path in (ROOT / "src" / "dmcp").rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            names = [it.name for it in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not [name for name in names if name.split(".")[0] in ("torchvision", "timm")], path
+
+
 def test_readme_blocks_run_and_load_without_us(blocks: list[dict[str, Any]]) -> None:
     _, pruned, loaded = blocks
     assert "dmcp" not in loaded["source"]

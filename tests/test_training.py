@@ -227,6 +227,12 @@ def test_bfloat16_trains_too() -> None:
     assert all(math.isfinite(record.loss) for record in records)
 
 
+def test_a_loss_without_a_gradient_is_told() -> None:
+    net, batch = nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), (torch.zeros(2, 4), torch.zeros(2).long())
+    with pytest.raises(TrainingError, match=r"A loss must have a gradient, and this one has none: leave out \.detach"):
+        train(net, [batch], TrainConfig(epochs=1), lambda output, _: output.detach().sum())
+
+
 def test_a_teacher_is_imitated_and_not_changed() -> None:
     teacher, batches = tiny().train(), some_batches(2)
     before = tensors(teacher)

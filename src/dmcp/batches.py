@@ -182,7 +182,10 @@ def _part(batch: Any, place: int, key: str) -> Any:
         return batch[key if isinstance(batch, Mapping) else place]
     except (KeyError, IndexError, TypeError):
         only = f", only {', '.join(map(repr, batch)) or 'nothing'}" if isinstance(batch, Mapping) else ""
+        own = (
+            " A loss and a metric of your own (loss=, metric=) read what they like." if key == "label" and only else ""
+        )
         raise DataError(
             f'A batch must be (input, labels) or a dict with "input" and "label"; this {type(batch).__name__} '
-            f"has no {key}{only}."
+            f"has no {key}{only}.{own}"
         ) from None

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torchvision
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -87,6 +86,8 @@ class Vgg16(nn.Module):
 
 def mobilenet_v2(num_classes: int = 10, **kwargs: Any) -> nn.Module:
     """torchvision's MobileNetV2 with two strides less, so that 32x32 images end at 4x4."""
+    import torchvision  # takes seconds, so only who needs it waits for it: the command line starts in half of the time
+
     # expansion, channels, repeats, stride: the second stage has stride 1, and so has the stem
     stages = [(1, 16, 1, 1), (6, 24, 2, 1), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1)]
     settings = {"inverted_residual_setting": [list(stage) for stage in stages], "dropout": 0.0} | kwargs

@@ -17,6 +17,7 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from typer.core import TyperCommand
 
 import dmcp
 from dmcp import bench_commands, commands, compare_commands, export_commands, paper_commands, report_commands
@@ -127,6 +128,19 @@ def _near_command(word: str, known: Iterable[str]) -> str:
     return near[0] if near else ""
 
 
+class _OneBudget(TyperCommand):
+    """A command that refuses a second --budget, which compare takes: click would quietly forget the first."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = [param.name for param in self.make_parser(ctx).parse_args(args=list(args))[2]]  # in their order
+        if (times := given.count("budget")) > 1 and not ctx.resilient_parsing:
+            raise DmcpError(
+                f"--budget is given {times} times: give one. Where all must hold, write them as one, like "
+                "50%,params:2M; for several networks, give the command again for each."
+            )
+        return super().parse_args(ctx, args)
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         print(f"torch-dmcp {dmcp.__version__}")
@@ -185,8 +199,10 @@ def inspect(
         _show(model, shape, graph)
 
 
-for _command in (commands.prune, commands.search, report_commands.sample, commands.train, report_commands.evaluate):
-    app.command()(_command)
+for _command in (commands.prune, commands.search, report_commands.sample):
+    app.command(cls=_OneBudget)(_command)
+app.command()(commands.train)
+app.command()(report_commands.evaluate)
 app.command()(export_commands.export)
 app.command()(bench_commands.bench)
 app.command()(report_commands.runs)

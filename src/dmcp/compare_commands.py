@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -204,7 +205,7 @@ def cell(
 def _check_begun(wanted: Plan, plan: Path, folder: Path) -> None:
     """Refuse a folder in which nothing is left to do, or in which something else was begun."""
     if is_done(folder):
-        raise FileError(f"{folder}: this run is done; dmcp report {folder} shows it.")
+        raise FileError(f"{folder}: this run is done; dmcp report {shlex.quote(str(folder))} shows it.")
     if (folder / SETTINGS).is_file() and plan_from_json(read_json(folder / SETTINGS), folder / SETTINGS) != wanted:
         raise FileError(f"{folder} was begun with another plan than {plan}: go on with that one, or remove the folder.")
 

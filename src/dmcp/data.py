@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torchvision
 from torch import Tensor, nn
 
 from dmcp.batches import check_size, generator, share_of
@@ -242,6 +241,8 @@ def _digits() -> DataSets:
 
 
 def _cifar(name: str, root: Path, download: bool) -> DataSets:
+    import torchvision  # late: see cifar_nets.mobilenet_v2
+
     kind = {"cifar10": torchvision.datasets.CIFAR10, "cifar100": torchvision.datasets.CIFAR100}[name]
     try:
         parts = [kind(str(root), train=train, download=download) for train in (True, False)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -112,7 +113,7 @@ def _read(run: Path, out: Path, tolerance: float) -> tuple[nn.Module, nn.Module,
     """The network of the run, the unpruned one with fresh weights, its graph, and the shape of a sample; no data."""
     settings, plan = o.read_plan(run)
     if not (run / WIDTHS).exists():
-        raise FileError(f"{run} has no {WIDTHS}: go on with dmcp {plan.command} --resume {run}")
+        raise FileError(f"{run} has no {WIDTHS}: go on with dmcp {plan.command} --resume {shlex.quote(str(run))}")
     check_target(out, tolerance)
     classes, shape = settings.get("classes"), settings.get("shape")
     if type(classes) is not int or not isinstance(shape, list) or not all(type(n) is int and n > 0 for n in shape):

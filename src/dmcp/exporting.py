@@ -40,6 +40,7 @@ PASSES = 50  # that are timed
 TOLERANCE = 1e-4  # what rounding explains, as a share of the largest output
 _BATCHES = (1, 4)  # that are compared; the batch that is recorded has another size
 _RECORDED = 2  # torch takes a batch of 1 for a constant
+_SCRIPT = (".pt", ".pth", ".ts", ".torchscript")  # what people call files of TorchScript
 _LONGEST = 300  # letters of what torch says
 
 
@@ -126,7 +127,8 @@ def check_target(path: Path, tolerance: float = TOLERANCE) -> Format:
     if path.is_dir():
         raise FileError(f"{path} is a folder: name the file in it, like {path / 'model.onnx'}.")
     if path.suffix not in list(Format):
-        raise FileError(f"{path}: its ending must say what it is to be: {' or '.join(Format)}.")
+        script = " (TorchScript, which torch has given up, is not written)" if path.suffix in _SCRIPT else ""
+        raise FileError(f"{path}: its ending must say what it is to be: {' or '.join(Format)}{script}.")
     if not path.parent.is_dir():
         raise FileError(f"{path}: there is no folder {path.parent}: make it, or name another file.")
     kind = Format(path.suffix)
@@ -250,7 +252,9 @@ def _unique(names: Sequence[str]) -> list[str]:
 
 
 def _write_exported(program: ExportedProgram, dims: Any, path: Path, note: str | None) -> None:
-    torch.export.save(program, path, extra_files=None if note is None else {NOTE: note})
+    made = io.BytesIO()  # given a path, torch ends the whole process where the disk is full
+    torch.export.save(program, made, extra_files=None if note is None else {NOTE: note})
+    path.write_bytes(made.getbuffer())
 
 
 _WRITE = {Format.ONNX: _write_onnx, Format.EXPORTED: _write_exported}

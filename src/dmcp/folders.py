@@ -12,11 +12,9 @@ from typing import Any, NamedTuple
 
 import PIL.Image
 import torch
-import torchvision
 from PIL.Image import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
-from torchvision.transforms import v2
 
 from dmcp.batches import check_size, generator, mix, share_of
 from dmcp.errors import DataError
@@ -26,7 +24,7 @@ _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which
 _KEPT = 0.875  # share of each side of a test image that the crop keeps
 _LOOKED_AT = 9  # images whose size is looked at
 _PARTS = ("train", "val")
-_ENDINGS = torchvision.datasets.folder.IMG_EXTENSIONS
+_ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # which torchvision reads
 _TRIES = 100  # unreadable images in a row that are skipped: more are not bad luck
 
 
@@ -75,6 +73,8 @@ def open_folder(path: Path, size: int | tuple[int, int]) -> tuple[FolderSet, Fol
 
 def _open_part(path: Path, part: str) -> Any:
     """The files of `train/` or `val/`, as torchvision lists them: none of its classes is empty."""
+    import torchvision  # late: see cifar_nets.mobilenet_v2
+
     folder = path / part
     if not folder.is_dir():
         here = path if path.name in _PARTS else path.resolve()
@@ -295,6 +295,8 @@ class _CorruptError(DataError):
 
 
 def _decode(path: str) -> Image:
+    import torchvision  # late: see cifar_nets.mobilenet_v2
+
     try:
         return torchvision.datasets.folder.pil_loader(path)  # type: ignore[no-any-return]
     except Exception as error:  # PIL raises many kinds for a broken file
@@ -314,6 +316,8 @@ def _draw_order(count: int, train: bool, seed: int, epoch: int) -> Tensor:
 
 def _transform(size: tuple[int, int], train: bool) -> Callable[[Any], Tensor]:
     """What is done to an image; size: height and width that the model gets."""
+    from torchvision.transforms import v2  # late: see cifar_nets.mobilenet_v2
+
     aspect = size[1] / size[0]
     ratio = (3 / 4 * aspect, 4 / 3 * aspect)  # of what is cut out, so that squares and others are bent alike
     crop = (
@@ -337,4 +341,6 @@ def _cover(image: Image, size: tuple[int, int]) -> Image:
         height = int(width * image.height / image.width)
     else:
         width = int(height * image.width / image.height)
+    from torchvision.transforms import v2
+
     return v2.functional.resize(image, [height, width], antialias=True)  # type: ignore[no-any-return]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dmcp.batches import device_of
 from dmcp.errors import TrainingError
+from dmcp.losses import imitation
 from dmcp.recording import call_model, tensors_in
 from dmcp.slicing import narrow, unwrap
 
@@ -52,6 +53,13 @@ def check_classifier(model: nn.Module, example: Tensor, classes: int) -> None:
             f"The network gives {what}{when}, not one tensor of {len(example)} images x {classes} classes: the command "
             "line trains classifiers only; in Python dmcp.prune(..., loss=..., metric=...) takes any network."
         )
+
+
+@torch.no_grad()
+def check_imitable(model: nn.Module, example: Any) -> None:
+    """Refuse a network whose outputs in training cannot be imitated: see `imitation`."""
+    if (output := _output(unwrap(model), example, train=True)) is not None:
+        imitation(output, tensors_in(output))
 
 
 def _output(model: nn.Module, example: Any, train: bool) -> Any:

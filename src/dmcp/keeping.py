@@ -267,6 +267,9 @@ class Keeper:
     _step: int = 0  # of the last checkpoint
     _time: float = field(default_factory=time.monotonic)
 
+    def __post_init__(self) -> None:
+        self.folder = Path(self.folder)  # text will do
+
     def load(self, ranks: Ranks) -> Checkpoint | None:
         """The newest checkpoint, if there is one; FileError where it was made with other settings."""
         found = load_checkpoint(self.folder, self.notice if ranks.first else None)

@@ -110,6 +110,11 @@ def one_number(value: Any) -> Tensor:
         raise TrainingError(
             f"A loss must be one number, not a tensor of shape {tuple(value.shape)}: return its mean over the samples."
         )
+    if torch.is_grad_enabled() and not value.requires_grad:
+        raise TrainingError(
+            "A loss must have a gradient, and this one has none: leave out .detach(), torch.no_grad and argmax on "
+            "the way from the network's output to it."
+        )
     return value
 
 

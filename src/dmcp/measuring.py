@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dmcp import training
-from dmcp.batches import Loader, device_of, labels_of, peek, size_of
+from dmcp.batches import Loader, device_of, input_of, labels_of, peek, size_of
 from dmcp.calibration import kept_modes
 from dmcp.events import Event, Report, silent
 from dmcp.graph import ChannelGraph
@@ -65,6 +65,14 @@ def try_test(model: nn.Module, loader: Loader, metric: Metric | None) -> None:
         batches = peek(loader)
         if batches is not None:
             _test(narrow(unwrap(model), {}, {}), batches, metric)
+
+
+def try_batch(model: nn.Module, loader: Loader | None) -> None:
+    """Look at the first batch of a loader that is used later: one without an input is refused now."""
+    if loader is not None:
+        with untouched(loader, device_of(model)):
+            for batch in peek(loader) or []:
+                input_of(batch)
 
 
 @torch.no_grad()

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import torchvision
 from torch import nn
 
 from dmcp import cifar_nets
@@ -53,6 +52,8 @@ def names(timm: bool = False) -> list[str]:
     """Names that `build` knows: those of torchvision and the small networks, or those of timm, if it is installed."""
     if timm:
         return [f"timm:{name}" for name in _import_timm().list_models()]
+    import torchvision  # late: see cifar_nets.mobilenet_v2
+
     small = [f"{library}:{name}" for library, known in cifar_nets.NETS.items() for name in known]
     return [*small, *torchvision.models.list_models()]
 
@@ -78,6 +79,8 @@ def _find(name: str) -> Callable[..., Any]:
 
 
 def _torchvision(name: str) -> Callable[..., Any]:
+    import torchvision  # late: see cifar_nets.mobilenet_v2
+
     known = torchvision.models.list_models()
     if name not in known:
         raise DmcpError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -212,7 +213,10 @@ def _resumed(command: str, options: Mapping[str, Any], given: set[str]) -> Plan:
     folder = Path(options["resume"])
     _, plan = read_plan(folder)
     if plan.command != command:
-        raise DmcpError(f"{folder} is a run of dmcp {plan.command}: go on with dmcp {plan.command} --resume {folder}")
+        raise DmcpError(
+            f"{folder} is a run of dmcp {plan.command}: go on with dmcp {plan.command} --resume "
+            f"{shlex.quote(str(folder))}"
+        )
     changed = [
         f"--{name.replace('_', '-')} was {plan.options.get(name)!r}, is {options[name]!r}"
         for name in sorted(given)

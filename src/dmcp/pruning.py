@@ -18,16 +18,16 @@ from dmcp.budget import Budget, ratios
 from dmcp.calibration import recalibrate
 from dmcp.cutting import cut, reinitialise, verify, with_frozen
 from dmcp.engine import Engine
-from dmcp.errors import BudgetError, DataError, TrainingError
+from dmcp.errors import BudgetError, DataError, TrainingError, WidthsError
 from dmcp.events import Event as Event  # a part of prune's interface
 from dmcp.events import Report, silent
-from dmcp.given import check_finite
+from dmcp.given import check_finite, check_imitable
 from dmcp.graph import ChannelGraph
 from dmcp.keeping import Keeper, plain_settings
 from dmcp.losses import ImitationWarning as ImitationWarning  # what prune may warn of
 from dmcp.losses import Loss, Metric, classification_loss, imitation, warn_of_imitation
 from dmcp.losses import MetricWarning as MetricWarning
-from dmcp.measuring import compare, count_params, try_test
+from dmcp.measuring import compare, count_params, try_batch, try_test
 from dmcp.optimizers import MakeOptimizer, check_graphs, make_optimizer
 from dmcp.ranks import current
 from dmcp.recording import tensors_in
@@ -40,7 +40,7 @@ from dmcp.sampling import expected, filled, uniform
 from dmcp.sandwich import sort_channels
 from dmcp.searches import SearchConfig, SearchRecord, SearchResult
 from dmcp.slicing import unwrap
-from dmcp.spaces import Widths
+from dmcp.spaces import Widths, fingerprint
 from dmcp.supernet import Supernet
 from dmcp.tracing import trace
 from dmcp.training import Distillation, StepRecord, TrainConfig
@@ -125,7 +125,11 @@ def prune(
     if retrain not in list(Retrain):
         raise TrainingError(f"retrain must be one of {', '.join(Retrain)}, not {retrain!r}.")
     kind = Retrain(retrain)
-    if loss is not None and kind in (Retrain.SLIMMABLE, Retrain.TEACHER) and current().first:
+    imitates = kind in (Retrain.SLIMMABLE, Retrain.TEACHER)
+    unwrap(model)  # refuses what is no network
+    _check_kinds({"search": (search, SearchConfig), "train": (train, TrainConfig), "engine": (engine, Engine)})
+    _check_functions({"loss": loss, "metric": metric, "on_event": on_event, "keep": keep})
+    if loss is not None and imitates and current().first:
         who = f'With retrain="{kind}" the pruned network imitates the whole one\'s'
         warn_of_imitation(who, 'take retrain="scratch" or "inherit"', stacklevel=2)
     settings = _settled(search, budget, seed)
@@ -148,6 +152,12 @@ def prune(
     graph = graph or trace(model, sample)
     if graph.exact:
         verify(model, graph, sample)  # before hours of work: what is cut will be what was searched
+    if fresh is not None and fingerprint(unwrap(fresh)) != graph.fingerprint:
+        raise WidthsError("fresh is a network of another architecture than the model: build it as that was built.")
+    if imitates:
+        check_imitable(model, sample)
+    for other in (arch_loader, train_loader):
+        try_batch(model, other)
     try_test(model, val_loader, metric)
     if keep:
         given = {"search": settings, "train": recipe, "engine": engine or Engine(), "retrain": kind}
@@ -181,6 +191,8 @@ def _noting(keep: Keep, settings: dict[str, Any]) -> Keep:
 
     def noted(stage: str) -> Keeper:
         keeper = keep(stage)
+        if not isinstance(keeper, Keeper):
+            raise TrainingError(f"keep must give a dmcp.Keeper for each stage, not a {type(keeper).__name__}.")
         if not keeper.complete:
             keeper.settings = settings
         return keeper
@@ -355,6 +367,20 @@ def _settled(search: SearchConfig | None, budget: int | float | str | Budget | N
     return settings if seed is None else replace(settings, seed=seed)
 
 
+def _check_kinds(given: dict[str, tuple[Any, type]]) -> None:
+    """Refuse settings that are none, which would be found out as late as they are read."""
+    for name, (value, kind) in given.items():
+        if value is not None and not isinstance(value, kind):
+            raise TrainingError(f"{name} must be a dmcp.{kind.__name__}, not a {type(value).__name__}.")
+
+
+def _check_functions(given: dict[str, Any]) -> None:
+    """Refuse what cannot be called, for the same reason."""
+    for name, value in given.items():
+        if value is not None and not callable(value):
+            raise TrainingError(f"{name} must be a function, not a {type(value).__name__}: see docs/api.md.")
+
+
 def _check_loaders(loaders: dict[str, Loader | None]) -> None:
     """Refuse training batches that no epoch can be made of."""
     for name, loader in loaders.items():
@@ -365,7 +391,13 @@ def _check_loaders(loaders: dict[str, Loader | None]) -> None:
 def _example(loader: Loader, model: nn.Module) -> Any:
     """The input of the first batch, where the model is."""
     for batch in loader:
-        return on_device(input_of(batch), device_of(model))
+        found = on_device(input_of(batch), device_of(model))
+        if not tensors_in(found):
+            raise DataError(
+                f"The input of a batch holds no tensor, but is a {type(found).__name__}: let the loader give tensors, "
+                "a tuple or a dict of them."
+            )
+        return found
     raise DataError("The loader has no batches: is the batch larger than the data?")
 
 

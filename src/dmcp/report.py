@@ -259,7 +259,9 @@ def _tiles(run: PastRun) -> str:
         )
     last = next((record.ratios for record in reversed(run.search) if record.ratios), ())
     if last:
-        tiles.append(("Expected cost, last step", ", ".join(map(percent, last)), "of the budget, before sampling"))
+        tiles.append(
+            ("Expected cost, last step", ", ".join(map(percent, last)), "of the budget, as that step found it")
+        )
     cells = (
         f'<div><dt>{_safe(name)}</dt><dd>{_safe(value)}</dd><dd class="note">{_safe(note)}</dd></div>'
         for name, value, note in tiles

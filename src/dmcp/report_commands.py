@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
@@ -184,7 +185,11 @@ def _check_done(run: Path, name: str, plan: Plan) -> None:
     """Refuse a run that has not made this file yet, or never will."""
     if not (run / name).exists():
         makes = name != SEARCH or plan.command != "train"
-        way = f"go on with dmcp {plan.command} --resume {run}" if makes else "give a run of dmcp prune or search"
+        way = (
+            f"go on with dmcp {plan.command} --resume {shlex.quote(str(run))}"
+            if makes
+            else "give a run of dmcp prune or search"
+        )
         raise FileError(f"{run} has no {name}: {way}")
 
 

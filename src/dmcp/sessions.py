@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import signal
 import sys
 import threading
@@ -119,12 +120,16 @@ def session(
             yield here
     except torch.OutOfMemoryError as error:
         batch = max(plan.job.batch, plan.job.train_batch)
-        saved = f" The run goes on with dmcp {plan.command} --resume {folder} on a larger one." if resume else ""
+        saved = (
+            f" The run goes on with dmcp {plan.command} --resume {shlex.quote(str(folder))} on a larger one."
+            if resume
+            else ""
+        )
         raise TrainingError(
             f"The device ran out of memory with a batch of {batch}: try --batch {max(1, batch // 2)}.{saved}"
         ) from error
     except StoppedError as error:
-        raise StoppedError(f"{error} Go on with: dmcp {plan.command} --resume {folder}") from None
+        raise StoppedError(f"{error} Go on with: dmcp {plan.command} --resume {shlex.quote(str(folder))}") from None
     finally:
         leave()
 
@@ -157,7 +162,7 @@ def _take(plan: Plan, opened: Opened, folder: Path, resume: bool, undo: contextl
                 f"{folder}: the {what} is not what it was: {name} was {stored.get(name)}, is {facts[name]}."
             )
     if run.done:
-        raise FileError(f"{folder}: this run is done; dmcp report {folder} shows it.")
+        raise FileError(f"{folder}: this run is done; dmcp report {shlex.quote(str(folder))} shows it.")
     run.rewind()
     return run
 

@@ -40,6 +40,9 @@ def on_meta(tensor: Tensor) -> Tensor:
 def unwrap(model: nn.Module) -> nn.Module:
     """The user's own module inside DataParallel, DistributedDataParallel or torch.compile; others are refused."""
     while True:
+        if isinstance(model, type):
+            name = model.__name__
+            raise TraceError(f"A torch.nn.Module is needed, not the class {name}: build one, {name}(...).")
         if not isinstance(model, nn.Module):
             raise TraceError(f"A torch.nn.Module is needed, not {type(model).__name__}.")
         if isinstance(model, torch.jit.ScriptModule):
