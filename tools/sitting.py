@@ -26,11 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RECIPE = "--batch 512 --lr 1.6 --weight-decay 5e-4"
-LEAST_GAIN = 0.95  # of the time of a search step: below it own kernels are used
+LEAST_GAIN = 0.85  # of the time of a search step: below it own kernels are used
 MOST_BYTES = 2**20  # of a file that is kept
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Stage:
     """An experiment, and when the next one may begin beside it."""
 
@@ -38,24 +38,33 @@ class Stage:
     options: str  # of dmcp paper, without data, recipe and folders
     at_once: int
     next_at: int  # cells that are done when the next stage begins; so many that the last ones do not leave the GPU idle
-    try_kernels: str = ""  # model whose steps are measured with own kernels and without, to choose
+    kernels: str = ""  # model whose steps are measured with own kernels and without; the faster way is taken
+    short: str = ""  # options in place of the others where own kernels do not help
 
 
+_MOBILE = "main --model cifar:mobilenet_v2 --budget 50% --budget 30% --seeds 2 --epochs 20"
 PLAN = (
     Stage(
-        "mb",
-        "main --model cifar:mobilenet_v2 --epochs 30 --budget 50% --budget 30% --seeds 2",
+        folder="mb",
+        options=f"{_MOBILE} --search-epochs 30",
+        short=f"{_MOBILE} --search-epochs 20",
         at_once=3,
         next_at=12,
-        try_kernels="cifar:mobilenet_v2",
+        kernels="cifar:mobilenet_v2",
     ),
-    Stage("ex", "explain --recorded --epochs 60 --seeds 3", at_once=6, next_at=99),
+    Stage(folder="ex", options="explain --recorded --epochs 60 --seeds 3", at_once=6, next_at=99),
 )
-REHEARSAL = (  # on a CPU: data is digits
+_TINY = "--model digits:resnet --epochs 1 --search-epochs 2 --seeds 1"
+REHEARSAL = (  # on a CPU, for data digits
     Stage(
-        "mb", "main --model digits:resnet --epochs 1 --search-epochs 2 --budget 50% --seeds 1", 2, 3, "digits:resnet"
+        folder="mb",
+        options=f"main {_TINY} --budget 50%",
+        short=f"main {_TINY} --budget 30%",
+        at_once=2,
+        next_at=3,
+        kernels="digits:resnet",
     ),
-    Stage("ex", "warmup --model digits:resnet --epochs 1 --search-epochs 2 --seeds 1", 2, 99),
+    Stage(folder="ex", options=f"warmup {_TINY}", at_once=2, next_at=99),
 )
 
 
@@ -70,7 +79,7 @@ def go(seconds: float, data: str, base: Path) -> None:
     with _mps(base):
         for stage in REHEARSAL if data == "digits" else PLAN:
             recipe, batch = ("", "16") if data == "digits" else (RECIPE, "512")
-            options = f"{stage.options} {recipe} {_kernels(stage, base, batch)} --at-once {stage.at_once}"
+            options = f"{_way(stage, base, batch)} {recipe} --at-once {stage.at_once}"
             places = ["--data", data, "--out", str(base / stage.folder), "--results", str(results)]
             _note(base, f"{stage.folder}: {options}")
             with (base / f"{stage.folder}.txt").open("ab") as said:
@@ -103,21 +112,20 @@ def _mps(base: Path) -> Iterator[None]:
         subprocess.run([control], input=b"quit\n", check=False)
 
 
-def _kernels(stage: Stage, base: Path, batch: str) -> str:
-    """The option that made a search step faster, measured now; nothing where it is not asked."""
-    if not stage.try_kernels:
-        return ""
+def _way(stage: Stage, base: Path, batch: str) -> str:
+    """The options of a stage; where kernels are asked about, those of the way whose search step was faster."""
+    if not stage.kernels:
+        return stage.options
     took: dict[str, float] = {}
     for way in ("--kernels", "--no-kernels"):
         file = base / f"bench{way}.json"
-        asked = ["--model", stage.try_kernels, "--no-compile", "--batch", batch, "--rounds", "3", way]
+        asked = ["--model", stage.kernels, "--no-compile", "--batch", batch, "--rounds", "3", way, "--json", str(file)]
         with (base / f"bench{way}.txt").open("wb") as said:
-            found = subprocess.run(
-                [*_DMCP, "bench", *asked, "--json", str(file)], stdout=said, stderr=said, check=False
-            )
-        took[way] = _search_time(file) if found.returncode == 0 else float("inf")
-    _note(base, f"{stage.try_kernels}, search step: {took}")
-    return "--kernels" if took["--kernels"] < LEAST_GAIN * took["--no-kernels"] else "--no-kernels"
+            ended = subprocess.run([*_DMCP, "bench", *asked], stdout=said, stderr=said, check=False)
+        took[way] = _search_time(file) if ended.returncode == 0 else float("inf")
+    _note(base, f"{stage.kernels}, search step: {took}")
+    helped = took["--kernels"] < LEAST_GAIN * took["--no-kernels"]
+    return f"{stage.options} --kernels" if helped else f"{stage.short} --no-kernels"
 
 
 def _search_time(file: Path) -> float:
@@ -154,12 +162,12 @@ def _is_done(cell: Path) -> bool:
 
 def _files(cell: Path) -> list[Path]:
     """Those of a cell that are kept."""
-    chosen = cell / "checkpoints" / "choice"
-    if not _is_done(cell) and not chosen.exists():
-        return []
-    found = [path for path in [*cell.iterdir(), *chosen.glob("**/*")] if path.is_file()]
-    large = {path for path in found if path.stat().st_size > MOST_BYTES and path.suffix != ".jsonl"}
-    return sorted({*found} - large - {cell / "lock.json", cell / "widths.json" if not _is_done(cell) else cell})
+    here = [path for path in cell.iterdir() if path.is_file() and path.name != "lock.json"]
+    if _is_done(cell):
+        return sorted(path for path in here if path.suffix != ".safetensors")
+    chosen = [path for path in (cell / "checkpoints" / "choice").glob("**/*") if path.is_file()]
+    small = [path for path in here if path.suffix == ".jsonl" or path.stat().st_size < MOST_BYTES]
+    return sorted([*small, *chosen]) if chosen else []
 
 
 def _without_steps(path: Path) -> bytes:

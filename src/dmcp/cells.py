@@ -237,6 +237,8 @@ def _choose(here: Session, cell: Cell, method: Method, data: _Data) -> Choice:
         if is_imported(cell.method):
             choice = settle(cell.method, method, problem, choice)
         choice.check(problem)
+        if method.own not in (Own.FINE_TUNED, Own.AS_IT_IS):  # its weights are not used, and may be large
+            choice = replace(choice, model=None)
         keep_choice(here, choice, seconds())
     return choice
 

@@ -1,0 +1,37 @@
+"""What `tools/sitting.py` keeps of the cells of a sitting."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+
+from tools.sitting import MOST_BYTES, keep
+
+
+def put(path: Path, *lines: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def test_done_cells_are_kept_without_weights_and_steps_and_chosen_ones_with_their_choice(tmp_path: Path) -> None:
+    base, steps = tmp_path / "base", [{"stage": "dmcp", "step": 1}, {"stage": "test", "accuracy": 0.5}]
+    for cell in ("done", "chosen", "begun"):
+        put(base / "ex" / cell / "settings.json", {})
+        put(base / "ex" / cell / "log.jsonl", *steps)
+        (base / "ex" / cell / "model.safetensors").write_bytes(b"0" * (MOST_BYTES + 1))
+        (base / "ex" / cell / "lock.json").write_text("{}")
+    put(base / "ex" / "done" / "widths.json", {"a": 1})
+    for stage in ("search", "choice"):
+        put(base / "ex" / "chosen" / "checkpoints" / stage / "step-1.safetensors", stage)
+    put(base / "ex" / "begun" / "checkpoints" / "search" / "step-1.safetensors", "search")
+    put(base / "ex" / "plans" / "begun.json", {})
+    keep(base, tmp_path / "kept.tgz")
+    with tarfile.open(tmp_path / "kept.tgz") as kept:
+        names = {name.removeprefix("ex/") for name in kept.getnames()}
+        kept.extractall(tmp_path / "there", filter="data")
+    chosen = {f"chosen/{name}" for name in ("settings.json", "log.jsonl", "checkpoints/choice/step-1.safetensors")}
+    done = {f"done/{name}" for name in ("settings.json", "log.jsonl", "widths.json")}
+    assert names == chosen | done | {"plans/begun.json"}
+    logs = [(tmp_path / "there" / "ex" / cell / "log.jsonl").read_text().count("\n") for cell in ("done", "chosen")]
+    assert logs == [1, 2]  # where a stopped cell goes on, its log must be whole
