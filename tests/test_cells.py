@@ -27,7 +27,7 @@ from dmcp.comparing import Comparison, Task, plan_cell, tasks
 from dmcp.engine import Engine
 from dmcp.jobs import Job, open_job
 from dmcp.plans import Cell
-from dmcp.pruning import Retrain, train_all
+from dmcp.retraining import Retrain, train_all
 from dmcp.runs import PREPARED
 from dmcp.saving import load
 from dmcp.spaces import Widths

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from dmcp import children, cli, comparing, table_files
+from dmcp import cell_runs, children, cli, table_files
 from dmcp.cell_files import is_done
-from dmcp.comparing import COMMANDS, PLANS, Comparison, Task, cell_name, epochs_of, longest_first, run_comparison, tasks
+from dmcp.cell_runs import COMMANDS, PLANS, longest_first, run_comparison
+from dmcp.comparing import Comparison, Task, cell_name, epochs_of, tasks
 from dmcp.engine import Engine
 from dmcp.errors import DmcpError, FileError, TrainingError
 from dmcp.gathering import against_uniform, gather, markdown, stored, to_json
@@ -68,7 +69,7 @@ for name in ["prepared.safetensors"] if cell["prepares"] else ["widths.json", "m
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder for cells, which are filled by the program above."""
     (tmp_path / "child.py").write_text(CHILD)
-    monkeypatch.setattr(comparing, "COMMAND", (sys.executable, "-S", str(tmp_path / "child.py")))
+    monkeypatch.setattr(cell_runs, "COMMAND", (sys.executable, "-S", str(tmp_path / "child.py")))
     monkeypatch.setattr(children, "_PAUSE", 0.02)
     let_fail(tmp_path / "cells")
     return tmp_path / "cells"
@@ -478,7 +479,7 @@ def test_seeds_of_one_row_have_the_same_settings(folder: Path) -> None:
     run_comparison(few, folder, quiet=True)
     with pytest.raises(FileError, match=r"slimming-seed5: another seed of this row, slimming-seed0, was begun with"):
         run_comparison(replace(many, seeds=(5,)), folder, quiet=True)
-    path = folder / comparing.PLANS / "slimming-50%-seed0.json"
+    path = folder / cell_runs.PLANS / "slimming-50%-seed0.json"
     plan = json.loads(path.read_text())
     place = folder / "slimming-50%-seed5"
     shutil.copytree(folder / "slimming-50%-seed0", place)  # as older versions let it happen

@@ -20,8 +20,9 @@ import dmcp
 from dmcp import cli, findings, paper_commands, sampling
 from dmcp.arms import Study
 from dmcp.cell_files import CHOICE, COST, RECOVERY, TIME, is_done
+from dmcp.cell_runs import run_tasks
 from dmcp.compare_commands import recipe
-from dmcp.comparing import Comparison, Task, plan_cell, run_tasks, tasks
+from dmcp.comparing import Comparison, Task, plan_cell, tasks
 from dmcp.data import load, split
 from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DmcpError, FileError, TrainingError

@@ -11,7 +11,8 @@ from torch import nn
 from dmcp.cutting import cut
 from dmcp.forecast import forecast
 from dmcp.graph import ChannelGraph
-from dmcp.pruning import UNIFORM, Retrain
+from dmcp.pruning import UNIFORM
+from dmcp.retraining import Retrain
 from dmcp.searches import SearchConfig
 from dmcp.spaces import Widths
 from dmcp.supernet import Supernet

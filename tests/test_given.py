@@ -23,8 +23,9 @@ from dmcp.listing import read_run
 from dmcp.losses import MetricWarning
 from dmcp.nets import build
 from dmcp.options import RetrainKind
-from dmcp.pruning import DivergenceWarning, Retrain
+from dmcp.pruning import DivergenceWarning
 from dmcp.report import make_page
+from dmcp.retraining import Retrain
 from dmcp.rows import AS_GIVEN, OURS, UNPRUNED, Row, divergence, notes, standard_error, table
 from dmcp.runs import open_run
 from dmcp.sessions import _signals

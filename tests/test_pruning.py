@@ -26,7 +26,8 @@ from dmcp.errors import BudgetError, DataError, TraceError, TrainingError, Width
 from dmcp.graph import ChannelGraph
 from dmcp.losses import ImitationWarning, classification_loss, imitation
 from dmcp.measuring import milliseconds, try_test
-from dmcp.pruning import OURS, UNIFORM, UNPRUNED, Event, Retrain, Row, expected_shares, train_all
+from dmcp.pruning import OURS, UNIFORM, UNPRUNED, Event, Row, expected_shares
+from dmcp.retraining import Retrain, train_all
 from dmcp.rows import AS_GIVEN, not_faster
 from dmcp.searches import SearchConfig, SearchRecord
 from dmcp.stages import weight_step

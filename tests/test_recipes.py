@@ -16,8 +16,8 @@ from dmcp.budget import check_reachable, parse
 from dmcp.errors import DmcpError
 from dmcp.graph import ChannelGraph
 from dmcp.jobs import build, shape, trace_job
-from dmcp.pruning import Retrain
 from dmcp.recipes import Recipe, find, hours, hours_table, loader_rate, main, names
+from dmcp.retraining import Retrain
 from dmcp.supernet import Supernet
 from dmcp.training import learning_rate
 

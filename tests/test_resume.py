@@ -272,7 +272,7 @@ def killed(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> dict
     """Runs that were killed in the search, after it, and after the trainings that are not ours; tests copy them."""
     moments = {
         "searching": step_of("search", 25),
-        "searched": ("dmcp.pruning:cut", "", 1),
+        "searched": ("dmcp.retraining:cut", "", 1),
         "trained": step_of("ours", 1),
     }
     runs = {name: tmp_path_factory.mktemp(name) / "run" for name in moments}
@@ -489,7 +489,7 @@ def test_a_request_at_the_end_of_a_stage_is_kept_for_the_next_one(
     commands: Commands, killed: dict[str, Path], whole: Path, tmp_path: Path
 ) -> None:
     run = shutil.copytree(killed["searched"], tmp_path / "run")
-    end = commands.resume(run, ("dmcp.pruning:cut", "", 1), act="term")
+    end = commands.resume(run, ("dmcp.retraining:cut", "", 1), act="term")
     assert end.code == 3 and "Stopped after step 1," in end.err and checkpoints(run, "unpruned") == [1]
     assert commands.resume(run).code == 0
     assert_same(run, whole)
@@ -721,7 +721,7 @@ def test_a_loss_that_is_no_number_leaves_the_last_good_checkpoint(
 SEARCH = ("search", *COMMON, "--search-epochs", "2", "--holdout", "0.2")
 TRAIN = ("train", *COMMON, "--epochs", "2")
 RETRAIN = ("prune", *COMMON, "--search-epochs", "2", "--epochs", "2", "--retrain")
-CALIBRATE = "dmcp.pruning:recalibrate", "", 1
+CALIBRATE = "dmcp.retraining:recalibrate", "", 1
 
 
 @pytest.mark.parametrize(

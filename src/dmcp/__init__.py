@@ -32,7 +32,8 @@ from dmcp.exporting import export
 from dmcp.graph import ChannelGraph
 from dmcp.keeping import Keeper
 from dmcp.losses import LowerIsBetter
-from dmcp.pruning import PruneResult, Retrain, prune
+from dmcp.pruning import PruneResult, prune
+from dmcp.retraining import Retrain
 from dmcp.rules import RULES
 from dmcp.sampling import direct, expected, random_widths, uniform
 from dmcp.saving import load, save

@@ -12,7 +12,7 @@ from dmcp.arms import Study
 from dmcp.batches import generator
 from dmcp.budget import spent_shares
 from dmcp.cell_files import RECOVERY
-from dmcp.comparing import state_of
+from dmcp.cell_runs import state_of
 from dmcp.experiment_cells import cells_of, study_tasks
 from dmcp.experiments import EXPERIMENTS
 from dmcp.markov import border_chances, count_peaks, marginals

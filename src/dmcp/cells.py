@@ -37,8 +37,9 @@ from dmcp.measuring import compare
 from dmcp.methods import Method, Own, Start, blamed, find_method, is_imported, prepare, settle, title
 from dmcp.methods.problem import Choice, Prepared, Problem, Told, samples_of
 from dmcp.plans import Cell
-from dmcp.pruning import UNPRUNED, Retrain, train_all
+from dmcp.pruning import UNPRUNED
 from dmcp.recovery import RecoveryConfig, recover
+from dmcp.retraining import Retrain, train_all
 from dmcp.runs import PREPARED, load_search, read_json
 from dmcp.saving import save
 from dmcp.searches import SearchRecord, SearchResult

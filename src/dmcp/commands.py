@@ -34,7 +34,8 @@ from dmcp.printing import (
     tell_troubles,
 )
 from dmcp.progress import clock
-from dmcp.pruning import OURS, UNPRUNED, Retrain
+from dmcp.pruning import OURS, UNPRUNED
+from dmcp.retraining import Retrain, train_all
 from dmcp.rows import markdown, table
 from dmcp.runs import REPORT, free_folder, read_json, slug
 from dmcp.saving import save
@@ -281,7 +282,7 @@ def train(
         start = opened.model if plan.retrain is Retrain.INHERIT else opened.fresh
         wanted = {OURS if plan.widths else UNPRUNED: kept}
         settings, way = (plan.train, plan.retrain, None), (here.on_event, plan.engine, here.keep)
-        trained = pruning.train_all(start, graph, wanted, opened.loaders.retrain, *settings, *way)
+        trained = train_all(start, graph, wanted, opened.loaders.retrain, *settings, *way)
         example = next(iter(opened.loaders.retrain))[0]
         given = plan.retrain is Retrain.INHERIT and not opened.new_head
         tested = pruning.with_given(opened.model, trained) if given else trained

@@ -14,17 +14,10 @@ from dmcp import options as o
 from dmcp.asked_methods import fitting_budgets, read_given, read_names, read_peers, read_settings
 from dmcp.budget import Budget, check_reachable, parse
 from dmcp.cell_files import is_done
+from dmcp.cell_runs import check_begun, check_failed, run_comparison, state_of
 from dmcp.cells import run_cell
 from dmcp.children import following_parent
-from dmcp.comparing import (
-    Comparison,
-    check_begun,
-    check_failed,
-    epochs_of,
-    run_comparison,
-    state_of,
-    tasks,
-)
+from dmcp.comparing import Comparison, epochs_of, tasks
 from dmcp.data import make_loader, split
 from dmcp.engine import Engine
 from dmcp.errors import DmcpError, FileError, StoppedError

@@ -18,7 +18,8 @@ from dmcp import figures
 from dmcp.alpha_findings import show_distribution, show_recover
 from dmcp.arms import Study
 from dmcp.cell_files import is_done
-from dmcp.comparing import PLANS, UNIFORM, cell_name, changes, plan_cell
+from dmcp.cell_runs import PLANS, changes
+from dmcp.comparing import UNIFORM, cell_name, plan_cell
 from dmcp.experiment_cells import cells_of, command, epochs_of
 from dmcp.experiments import EXPERIMENTS, EXPLAIN, FULL, RECIPE, about, study_of
 from dmcp.gathering import Line, against_uniform, gather, markdown, to_json

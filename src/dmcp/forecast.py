@@ -16,7 +16,8 @@ from torch import nn
 from dmcp.batches import Loader, device_of
 from dmcp.budget import parse
 from dmcp.cutting import cut
-from dmcp.pruning import OURS, UNIFORM, UNPRUNED, Retrain
+from dmcp.pruning import OURS, UNIFORM, UNPRUNED
+from dmcp.retraining import Retrain
 from dmcp.sampling import filled, uniform
 from dmcp.searches import SearchConfig
 from dmcp.searching import search

@@ -13,20 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from dmcp.cell_files import COST, TIME, is_done
+from dmcp.cell_runs import PLANS, changes, kind_of, row_of
 from dmcp.cells import own_name
-from dmcp.comparing import (
-    PLANS,
-    UNIFORM,
-    Comparison,
-    Task,
-    cell_name,
-    changes,
-    is_one_ratio,
-    kind_of,
-    plan_cell,
-    row_of,
-    tasks,
-)
+from dmcp.comparing import UNIFORM, Comparison, Task, cell_name, is_one_ratio, plan_cell, tasks
 from dmcp.errors import DmcpError, FileError
 from dmcp.jobs import Opened
 from dmcp.listing import PastRun, read_run

@@ -19,10 +19,10 @@ from dmcp.engine import Engine, Precision
 from dmcp.errors import DmcpError, FileError, TrainingError
 from dmcp.jobs import Corrupt, Job
 from dmcp.plans import Plan, plan_from_json
-from dmcp.pruning import Retrain, default_recipe
 from dmcp.recipes import Recipe
 from dmcp.recipes import find as find_recipe
 from dmcp.recipes import names as recipe_names
+from dmcp.retraining import Retrain, default_recipe
 from dmcp.runs import SETTINGS, read_json
 from dmcp.searches import SearchConfig
 from dmcp.trackers import read_kinds

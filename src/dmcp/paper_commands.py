@@ -12,8 +12,9 @@ import typer
 from dmcp import options as o
 from dmcp.arms import Study
 from dmcp.cell_files import TIME, is_done
+from dmcp.cell_runs import check_begun, check_failed, run_tasks, state_of
 from dmcp.compare_commands import check_job, recipe
-from dmcp.comparing import Comparison, Task, check_begun, check_failed, run_tasks, state_of
+from dmcp.comparing import Comparison, Task
 from dmcp.engine import Engine
 from dmcp.errors import DmcpError, FileError
 from dmcp.experiment_cells import needed_by, study_tasks

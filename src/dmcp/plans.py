@@ -16,7 +16,7 @@ from dmcp.engine import Engine
 from dmcp.errors import FileError, TrainingError
 from dmcp.files import quote
 from dmcp.jobs import Job, Opened, data_identity
-from dmcp.pruning import Retrain
+from dmcp.retraining import Retrain
 from dmcp.runs import from_plain
 from dmcp.searches import SearchConfig
 from dmcp.training import TrainConfig

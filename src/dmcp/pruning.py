@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from dmcp import searching, training
-from dmcp.batches import Loader, check_tested, device_of, generator, input_of, length_of, on_device
+from dmcp.batches import Loader, check_tested, device_of, input_of, length_of, on_device
 from dmcp.budget import Budget, ratios
-from dmcp.calibration import recalibrate
-from dmcp.cutting import cut, reinitialise, verify, with_frozen
+from dmcp.cutting import verify, with_frozen
 from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DataError, TrainingError, WidthsError
 from dmcp.events import Event as Event  # a part of prune's interface
@@ -25,13 +21,14 @@ from dmcp.given import check_finite, check_imitable
 from dmcp.graph import ChannelGraph
 from dmcp.keeping import Keeper, plain_settings
 from dmcp.losses import ImitationWarning as ImitationWarning  # what prune may warn of
-from dmcp.losses import Loss, Metric, classification_loss, imitation, warn_of_imitation
+from dmcp.losses import Loss, Metric, warn_of_imitation
 from dmcp.losses import MetricWarning as MetricWarning
 from dmcp.measuring import compare, count_params, try_batch, try_test
 from dmcp.optimizers import MakeOptimizer, check_graphs, make_optimizer
 from dmcp.ranks import current
 from dmcp.recording import tensors_in
-from dmcp.rows import AS_GIVEN, divergence, table, unknown
+from dmcp.retraining import Keep, Retrain, default_recipe, train_all
+from dmcp.rows import AS_GIVEN, table, unknown
 from dmcp.rows import OURS as OURS  # these four belong to what this file reports, and are imported from it
 from dmcp.rows import UNIFORM as UNIFORM
 from dmcp.rows import UNPRUNED as UNPRUNED
@@ -43,25 +40,13 @@ from dmcp.slicing import unwrap
 from dmcp.spaces import Widths, fingerprint
 from dmcp.supernet import Supernet
 from dmcp.tracing import trace
-from dmcp.training import Distillation, StepRecord, TrainConfig
+from dmcp.training import TrainConfig
 
 SEARCH = "search"  # the first stage; the others are named after the network that they train
 
 
 class DivergenceWarning(UserWarning):
     """A training whose loss ended higher than it began."""
-
-
-class Retrain(StrEnum):
-    """How the pruned network gets its weights."""
-
-    SCRATCH = "scratch"  # drawn anew, then trained: the paper's way
-    INHERIT = "inherit"  # those of the search, calibrated and fine-tuned
-    SLIMMABLE = "slimmable"  # drawn anew, trained inside the unpruned network, which it imitates: the paper's DMCP*
-    TEACHER = "teacher"  # drawn anew, trained on the labels and on the outputs of the trained unpruned network
-
-
-Keep = Callable[[str], Keeper]  # stage -> what saves its state
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,102 +225,6 @@ def find(
     return found
 
 
-def default_recipe(kind: Retrain) -> TrainConfig:
-    """The paper's schedule; a short one with small steps for weights that are already good."""
-    if kind == Retrain.INHERIT:
-        return TrainConfig(epochs=20, lr=0.08, warmup_lr=0.08, warmup_epochs=0)
-    return TrainConfig()
-
-
-# one network after the other
-
-
-def train_all(
-    weights: nn.Module,
-    graph: ChannelGraph,
-    wanted: dict[str, Widths],
-    loader: Loader,
-    config: TrainConfig,
-    kind: Retrain,
-    loss: Loss | None = None,
-    on_event: Report | None = None,
-    engine: Engine | None = None,
-    keep: Keep | None = None,
-    on_trouble: Callable[[str], None] | None = None,
-    optimizer: MakeOptimizer | None = None,
-) -> dict[str, nn.Module]:
-    """Networks with these widths, cut out of one with the given weights and all trained by the same recipe.
-
-    on_trouble: gets a sentence about each training whose loss ended higher than it began.
-    """
-    nets: dict[str, nn.Module] = {}
-    teacher: nn.Module | None = None
-    if kind is Retrain.TEACHER:
-        wanted = {UNPRUNED: graph.full} | wanted
-    for name, widths in wanted.items():
-        way = (_steps_of(name, on_event), engine, keep and keep(name))
-        if kind is Retrain.SLIMMABLE and widths != graph.full:
-            nets[name], steps = _train_inside(weights, graph, widths, loader, config, loss, *way, optimizer)
-        else:
-            small = nets[name] = cut(weights, graph, widths)
-            if kind is Retrain.INHERIT:
-                recalibrate(small, loader)
-            else:
-                reinitialise(small, generator=generator(config.seed))
-            recipe = config if teacher is None else replace(config, distillation=Distillation.TEACHER)
-            steps = training.train(small, loader, recipe, loss, teacher, *way, optimizer=optimizer)
-            if kind is Retrain.TEACHER and widths == graph.full:
-                teacher = small
-        if on_trouble and (trouble := divergence(name, [step.loss for step in steps])):
-            on_trouble(trouble)
-    return nets
-
-
-def _train_inside(
-    weights: nn.Module,
-    graph: ChannelGraph,
-    widths: Widths,
-    loader: Loader,
-    config: TrainConfig,
-    loss: Loss | None,
-    on_step: Callable[[StepRecord], None],
-    engine: Engine | None,
-    keeper: Keeper | None,
-    optimizer: MakeOptimizer | None,
-) -> tuple[nn.Module, list[StepRecord]]:
-    """Slimmable training: in each step the largest network learns the task and the pruned one imitates it."""
-    whole = copy.deepcopy(weights)
-    reinitialise(whole, generator=generator(config.seed))
-    pair = _Pair(Supernet(whole, graph), widths)
-    task = loss or classification_loss(config.label_smoothing)
-
-    def both(outputs: Any, batch: Any) -> Tensor:
-        largest, pruned = outputs
-        return task(largest, batch) + imitation(pruned, [tensor.detach() for tensor in tensors_in(largest)])
-
-    engine = engine or Engine()
-    if loss is None and optimizer is None and engine.graphs is None and current().world == 1:
-        engine = replace(engine, graphs=True)  # this loss never asks the device for a number
-    steps = training.train(pair, loader, config, both, None, on_step, engine, keeper, optimizer=optimizer)
-    small = cut(pair.net.model, graph, widths)
-    recalibrate(small, loader)  # the running statistics are a mixture of both networks'
-    return small, steps
-
-
-class _Pair(nn.Module):
-    """The largest sub-network and one other, run on the same input: both their gradients go into one step."""
-
-    def __init__(self, net: Supernet, widths: Widths) -> None:
-        super().__init__()
-        self.net = net
-        net.alpha.requires_grad_(False)
-        self.gates = [net.hard(net.graph.full), net.hard(widths)]
-
-    def forward(self, *args: Any, **kwargs: Any) -> list[Any]:
-        x = kwargs or args
-        return [self.net(x, gates) for gates in self.gates]
-
-
 def check_budget(small: nn.Module, widths: Widths, found: SearchResult) -> None:
     """Count the cut network once more against every limit."""
     spent = {"macs": found.graph.macs(widths), "params": count_params(small)}
@@ -399,8 +288,3 @@ def _example(loader: Loader, model: nn.Module) -> Any:
             )
         return found
     raise DataError("The loader has no batches: is the batch larger than the data?")
-
-
-def _steps_of(name: str, on_event: Report | None) -> Callable[[StepRecord], None]:
-    report = on_event or silent
-    return lambda record: report(Event(name, record.steps, record))

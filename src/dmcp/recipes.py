@@ -13,7 +13,7 @@ from typing import Any
 
 from dmcp.errors import DmcpError
 from dmcp.jobs import Job
-from dmcp.pruning import Retrain
+from dmcp.retraining import Retrain
 from dmcp.runs import read_json
 from dmcp.searches import SearchConfig
 from dmcp.training import TrainConfig

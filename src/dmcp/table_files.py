@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dmcp import figures
-from dmcp.comparing import commands_of
+from dmcp.cell_runs import commands_of
 from dmcp.errors import FileError
 from dmcp.gathering import (
     FIGURE,

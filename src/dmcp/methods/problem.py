@@ -16,7 +16,7 @@ from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.graph import ChannelGraph, Kept
 from dmcp.losses import Loss, Metric
-from dmcp.pruning import Keep
+from dmcp.retraining import Keep
 from dmcp.sampling import FILLED as FILLED  # which methods have from here
 from dmcp.sampling import TOLERANCE, uniform
 from dmcp.searches import SearchRecord, SearchResult

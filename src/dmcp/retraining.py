@@ -1,0 +1,145 @@
+"""How pruned networks get their weights: one network after the other, all by the same recipe."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from enum import StrEnum
+from typing import Any
+
+from torch import Tensor, nn
+
+from dmcp import training
+from dmcp.batches import Loader, generator
+from dmcp.calibration import recalibrate
+from dmcp.cutting import cut, reinitialise
+from dmcp.engine import Engine
+from dmcp.events import Event as Event  # a part of prune's interface
+from dmcp.events import Report, silent
+from dmcp.graph import ChannelGraph
+from dmcp.keeping import Keeper
+from dmcp.losses import ImitationWarning as ImitationWarning  # what prune may warn of
+from dmcp.losses import Loss, classification_loss, imitation
+from dmcp.losses import MetricWarning as MetricWarning
+from dmcp.optimizers import MakeOptimizer
+from dmcp.ranks import current
+from dmcp.recording import tensors_in
+from dmcp.rows import OURS as OURS  # these four belong to what this file reports, and are imported from it
+from dmcp.rows import UNIFORM as UNIFORM
+from dmcp.rows import UNPRUNED as UNPRUNED
+from dmcp.rows import Row as Row
+from dmcp.rows import divergence
+from dmcp.spaces import Widths
+from dmcp.supernet import Supernet
+from dmcp.training import Distillation, StepRecord, TrainConfig
+
+
+class Retrain(StrEnum):
+    """How the pruned network gets its weights."""
+
+    SCRATCH = "scratch"  # drawn anew, then trained: the paper's way
+    INHERIT = "inherit"  # those of the search, calibrated and fine-tuned
+    SLIMMABLE = "slimmable"  # drawn anew, trained inside the unpruned network, which it imitates: the paper's DMCP*
+    TEACHER = "teacher"  # drawn anew, trained on the labels and on the outputs of the trained unpruned network
+
+
+Keep = Callable[[str], Keeper]  # stage -> what saves its state
+
+
+def default_recipe(kind: Retrain) -> TrainConfig:
+    """The paper's schedule; a short one with small steps for weights that are already good."""
+    if kind == Retrain.INHERIT:
+        return TrainConfig(epochs=20, lr=0.08, warmup_lr=0.08, warmup_epochs=0)
+    return TrainConfig()
+
+
+def train_all(
+    weights: nn.Module,
+    graph: ChannelGraph,
+    wanted: dict[str, Widths],
+    loader: Loader,
+    config: TrainConfig,
+    kind: Retrain,
+    loss: Loss | None = None,
+    on_event: Report | None = None,
+    engine: Engine | None = None,
+    keep: Keep | None = None,
+    on_trouble: Callable[[str], None] | None = None,
+    optimizer: MakeOptimizer | None = None,
+) -> dict[str, nn.Module]:
+    """Networks with these widths, cut out of one with the given weights and all trained by the same recipe.
+
+    on_trouble: gets a sentence about each training whose loss ended higher than it began.
+    """
+    nets: dict[str, nn.Module] = {}
+    teacher: nn.Module | None = None
+    if kind is Retrain.TEACHER:
+        wanted = {UNPRUNED: graph.full} | wanted
+    for name, widths in wanted.items():
+        way = (_steps_of(name, on_event), engine, keep and keep(name))
+        if kind is Retrain.SLIMMABLE and widths != graph.full:
+            nets[name], steps = _train_inside(weights, graph, widths, loader, config, loss, *way, optimizer)
+        else:
+            small = nets[name] = cut(weights, graph, widths)
+            if kind is Retrain.INHERIT:
+                recalibrate(small, loader)
+            else:
+                reinitialise(small, generator=generator(config.seed))
+            recipe = config if teacher is None else replace(config, distillation=Distillation.TEACHER)
+            steps = training.train(small, loader, recipe, loss, teacher, *way, optimizer=optimizer)
+            if kind is Retrain.TEACHER and widths == graph.full:
+                teacher = small
+        if on_trouble and (trouble := divergence(name, [step.loss for step in steps])):
+            on_trouble(trouble)
+    return nets
+
+
+def _train_inside(
+    weights: nn.Module,
+    graph: ChannelGraph,
+    widths: Widths,
+    loader: Loader,
+    config: TrainConfig,
+    loss: Loss | None,
+    on_step: Callable[[StepRecord], None],
+    engine: Engine | None,
+    keeper: Keeper | None,
+    optimizer: MakeOptimizer | None,
+) -> tuple[nn.Module, list[StepRecord]]:
+    """Slimmable training: in each step the largest network learns the task and the pruned one imitates it."""
+    whole = copy.deepcopy(weights)
+    reinitialise(whole, generator=generator(config.seed))
+    pair = _Pair(Supernet(whole, graph), widths)
+    task = loss or classification_loss(config.label_smoothing)
+
+    def both(outputs: Any, batch: Any) -> Tensor:
+        largest, pruned = outputs
+        return task(largest, batch) + imitation(pruned, [tensor.detach() for tensor in tensors_in(largest)])
+
+    engine = engine or Engine()
+    if loss is None and optimizer is None and engine.graphs is None and current().world == 1:
+        engine = replace(engine, graphs=True)  # this loss never asks the device for a number
+    steps = training.train(pair, loader, config, both, None, on_step, engine, keeper, optimizer=optimizer)
+    small = cut(pair.net.model, graph, widths)
+    recalibrate(small, loader)  # the running statistics are a mixture of both networks'
+    return small, steps
+
+
+class _Pair(nn.Module):
+    """The largest sub-network and one other, run on the same input: both their gradients go into one step."""
+
+    def __init__(self, net: Supernet, widths: Widths) -> None:
+        super().__init__()
+        self.net = net
+        net.alpha.requires_grad_(False)
+        self.gates = [net.hard(net.graph.full), net.hard(widths)]
+
+    def forward(self, *args: Any, **kwargs: Any) -> list[Any]:
+        x = kwargs or args
+        return [self.net(x, gates) for gates in self.gates]
+
+
+def _steps_of(name: str, on_event: Report | None) -> Callable[[StepRecord], None]:
+    report = on_event or silent
+    return lambda record: report(Event(name, record.steps, record))
