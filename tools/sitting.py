@@ -1,10 +1,10 @@
 """Fill tables on a machine that is lent for minutes only: its experiments, and what is worth keeping of their cells.
 
-    PYTHONPATH=src setsid nohup python3 tools/sitting.py go 1500 ~/data/cifar10 ~/sitting > go.log 2>&1 < /dev/null &
-    python3 tools/sitting.py keep ~/sitting $OUT/kept.tgz
+    PYTHONPATH=src setsid nohup python3 tools/sitting.py go full 1500 ~/data/cifar10 ~/s > go.log 2>&1 < /dev/null &
+    python3 tools/sitting.py keep ~/s $OUT/kept.tgz
     tar xzf kept.tgz -C runs/sitting          # there `dmcp paper ... --gather` makes tables, and `go` goes on
 
-PLAN is what the next sitting does. A kept cell that is done has what tables need, without weights and without a line
+A kept cell that is done has what tables need, without weights and without a line
 for each step; one that has chosen its widths has that choice, and trains them anew; of others nothing is kept.
 """
 
@@ -43,33 +43,40 @@ class Stage:
 
 
 _MOBILE = "main --model cifar:mobilenet_v2 --budget 50% --budget 30% --seeds 2 --epochs 20"
-PLAN = (
-    Stage(
-        folder="mb",
-        options=f"{_MOBILE} --search-epochs 30",
-        short=f"{_MOBILE} --search-epochs 20",
-        at_once=3,
-        next_at=12,
-        kernels="cifar:mobilenet_v2",
-    ),
-    Stage(folder="ex", options="explain --recorded --epochs 60 --seeds 3", at_once=6, next_at=99),
-)
+_FULL = "full --epochs 50 --search-epochs 15"  # a search of 30 and a training of 200
 _TINY = "--model digits:resnet --epochs 1 --search-epochs 2 --seeds 1"
-REHEARSAL = (  # on a CPU, for data digits
-    Stage(
-        folder="mb",
-        options=f"main {_TINY} --budget 50%",
-        short=f"main {_TINY} --budget 30%",
-        at_once=2,
-        next_at=3,
-        kernels="digits:resnet",
+PLANS = {
+    "mobile": (
+        Stage(
+            folder="mb",
+            options=f"{_MOBILE} --search-epochs 30",
+            short=f"{_MOBILE} --search-epochs 20",
+            at_once=3,
+            next_at=12,
+            kernels="cifar:mobilenet_v2",
+        ),
+        Stage(folder="ex", options="explain --recorded --epochs 60 --seeds 3", at_once=6, next_at=99),
     ),
-    Stage(folder="ex", options=f"warmup {_TINY}", at_once=2, next_at=99),
-)
+    "full": (
+        Stage(folder="full56", options=f"{_FULL} --model cifar:resnet56 --seeds 2", at_once=4, next_at=6),
+        Stage(folder="full20", options=f"{_FULL} --seeds 3", at_once=6, next_at=99),
+    ),
+    "rehearsal": (  # with digits, on a CPU
+        Stage(
+            folder="mb",
+            options=f"main {_TINY} --budget 50%",
+            short=f"main {_TINY} --budget 30%",
+            at_once=2,
+            next_at=3,
+            kernels="digits:resnet",
+        ),
+        Stage(folder="ex", options=f"warmup {_TINY}", at_once=2, next_at=99),
+    ),
+}
 
 
-def go(seconds: float, data: str, base: Path) -> None:
-    """Run the stages of the plan, each beside the last cells of the one before; stop all when the time is over."""
+def go(plan: str, seconds: float, data: str, base: Path) -> None:
+    """Run the stages of a plan, each beside the last cells of the one before; stop all when the time is over."""
     end = time.monotonic() + seconds
     base.mkdir(parents=True, exist_ok=True)
     results = base / "results"
@@ -77,7 +84,7 @@ def go(seconds: float, data: str, base: Path) -> None:
         shutil.copytree(Path(__file__).resolve().parents[1] / "results", results)
     running: list[subprocess.Popen[bytes]] = []
     with _mps(base):
-        for stage in REHEARSAL if data == "digits" else PLAN:
+        for stage in PLANS[plan]:
             recipe, batch = ("", "16") if data == "digits" else (RECIPE, "512")
             options = f"{_way(stage, base, batch)} {recipe} --at-once {stage.at_once}"
             places = ["--data", data, "--out", str(base / stage.folder), "--results", str(results)]
@@ -188,15 +195,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     which = parser.add_subparsers(dest="which", required=True)
     one = which.add_parser("go", help=(go.__doc__ or "").splitlines()[0])
+    one.add_argument("plan", choices=PLANS)
     one.add_argument("seconds", type=float)
-    one.add_argument("data", help="CIFAR-10; digits: a rehearsal on the CPU")
+    one.add_argument("data", help="CIFAR-10; for the rehearsal digits")
     one.add_argument("base", type=Path, help="folder of everything")
     other = which.add_parser("keep", help=(keep.__doc__ or "").splitlines()[0])
     other.add_argument("base", type=Path)
     other.add_argument("out", type=Path)
     asked = parser.parse_args()
     if asked.which == "go":
-        go(asked.seconds, asked.data, asked.base)
+        go(asked.plan, asked.seconds, asked.data, asked.base)
     else:
         keep(asked.base, asked.out)
 
