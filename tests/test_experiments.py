@@ -1084,6 +1084,40 @@ def test_a_cell_in_the_folder_counts_before_a_recorded_one(capsys: pytest.Captur
     assert data_of(tmp_path, "warmup")["recorded"] == ["dmcp-cold-50%-seed0"]
 
 
+def test_a_table_with_more_cells_is_not_replaced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    record(tmp_path / "results", "warmup")
+    path = tmp_path / "results" / "warmup-digits-resnet.json"
+    before = path.read_bytes()
+    first, second = study_tasks(short(), ["warmup"])
+    write_cell(first, tmp_path / "cells", short(), 0.7)
+    words = ["warmup", *SHORT, *places(tmp_path), "--gather"]
+    code, told, error = run(capsys, *words)
+    assert code == 2 and "| with warm-up | 70.00 (1) " in told and path.read_bytes() == before
+    assert error == (
+        f"dmcp: {path} has dmcp-cold-50%-seed0, which {tmp_path / 'cells'} has not: left as it is. Give another "
+        "--results, or --recorded to keep its cells.\n"
+    )
+    write_cell(second, tmp_path / "cells", short(), 0.7)
+    assert run(capsys, *words)[0] == 0 and path.read_bytes() != before
+
+
+def test_a_table_with_rows_of_other_methods_is_not_replaced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for task in study_tasks(short(), ["main"]):
+        write_cell(task, tmp_path / "cells", short(), 0.7)
+    words = ["main", *SHORT, *places(tmp_path), "--gather"]
+    code, _, error = run(capsys, *words)
+    assert code == 0, error
+    path = tmp_path / "results" / "main-digits-resnet.json"
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps(data | {"rows": [*data["rows"], {"method": "amc", "budget": "50%"}]}))
+    code, _, error = run(capsys, *words)
+    assert (
+        code == 2
+        and f"{path} has amc, which" in error
+        and len(json.loads(path.read_text())["rows"]) > len(data["rows"])
+    )
+
+
 def test_the_data_of_the_experiment_count_before_those_of_others(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

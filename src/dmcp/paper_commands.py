@@ -32,7 +32,7 @@ from dmcp.jobs import Job, open_job
 from dmcp.methods.dmcp import DmcpConfig
 from dmcp.outcomes import Recorded
 from dmcp.printing import print_json
-from dmcp.records import check_recordable, read_recorded, unrecorded
+from dmcp.records import check_recordable, lost_from, read_recorded, unrecorded
 from dmcp.results_page import make_page
 from dmcp.runs import Run, read_json
 from dmcp.searches import SearchConfig
@@ -159,8 +159,10 @@ def paper(
         if taken and not quiet:
             say(f"{counted(len(taken), 'cell')} taken from the data in {results}, not run again.")
     failed = [] if gather else run_tasks(tasks, folder, it.job.place, at_once, quiet)
-    _show(study, wanted, folder, Path(results), page, as_json, known)
+    fuller = _show(study, wanted, folder, Path(results), page, as_json, known)
     check_failed(failed)
+    if fuller:
+        raise FileError(f"{'; '.join(fuller)}: left as it is. Give another --results, or --recorded to keep its cells.")
 
 
 def _search_settings(epochs: int, alpha_lr: float) -> dict[str, dict[str, Any]]:
@@ -334,13 +336,20 @@ def _show(
     page: Path | None,
     as_json: bool,
     known: Mapping[str, Recorded],
-) -> None:
-    """Tables on stdout; tables, figures and data into the folder of results."""
-    files: list[str] = []
+) -> list[str]:
+    """Tables on stdout; tables, figures and data into the folder of results.
+
+    What is there and has more cells is not replaced: words for each.
+    """
+    files, fuller = list[str](), list[str]()
     for name in names:
         if shown := show(study, name, folder, known.get(name)):
-            written = write(study, name, shown, folder, place, _stem(study, name), known.get(name))
-            files += [str(path) for path in written]
+            stem = _stem(study, name)
+            if lost := lost_from(place / f"{stem}.json", study, name, shown, folder, known.get(name)):
+                more = f" and {len(lost) - 1} more" if lost[1:] else ""
+                fuller.append(f"{place / stem}.json has {lost[0]}{more}, which {folder} has not")
+            else:
+                files += map(str, write(study, name, shown, folder, place, stem, known.get(name)))
             if not as_json:
                 print(f"{name}\n\n{shown.text}")
     if page and files:  # where all cells have failed there may be nothing to gather
@@ -349,4 +358,5 @@ def _show(
     if as_json:
         print_json({"folder": str(folder), "files": files})
     else:
-        print("\n".join(files))
+        print("".join(f"{file}\n" for file in files), end="")
+    return fuller

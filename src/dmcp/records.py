@@ -16,7 +16,7 @@ from dmcp.experiment_cells import cells_of, command, study_tasks
 from dmcp.experiments import EXPERIMENTS, WIDER, study_of
 from dmcp.files import quote
 from dmcp.findings import difference, protocol
-from dmcp.outcomes import Measured, Recorded, outcomes
+from dmcp.outcomes import Measured, Recorded, Shown, outcomes
 from dmcp.runs import from_plain, read_json
 
 _OF_FOLDERS = ("main", "recover", "distribution")  # what these show is in the folders of their cells alone
@@ -28,6 +28,18 @@ def check_recordable(names: Sequence[str]) -> None:
         raise DmcpError(
             f"--recorded: {refused} cannot be made without the folders of all cells: leave out one or the other."
         )
+
+
+def lost_from(path: Path, it: Study, name: str, shown: Shown, folder: Path, recorded: Recorded | None) -> list[str]:
+    """Cells and methods that a table has which is already there, and that one in its place would not have."""
+    stored = read_json(path) if path.exists() else {}
+    own = study_of(it, name)
+    done = {outcome.name for outcome in outcomes(own, EXPERIMENTS[name](own), folder, recorded)}
+    cells, rows = (it if isinstance(it, list) else [] for it in (stored.get("cells"), stored.get("rows")))
+    names = [cell["name"] for cell in cells if isinstance(cell, dict) and isinstance(cell.get("name"), str)]
+    known = {row.get("method") for row in shown.rows}  # in main: also those of dmcp compare
+    methods = [row["method"] for row in rows if isinstance(row, dict) and isinstance(row.get("method"), str)]
+    return [*(cell for cell in names if cell not in done), *dict.fromkeys(it for it in methods if it not in known)]
 
 
 # what is recorded
