@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten
 
 import dmcp
 import dmcp.engine
-from dmcp.engine import Engine, Precision, Repeated, Settled, best_device, is_narrow, set_lr, sgd
+from dmcp.engine import Engine, Precision, Repeated, Settled, best_device, is_depthwise, is_narrow, set_lr, sgd
 from dmcp.errors import TrainingError
 from dmcp.nets import build
 from dmcp.searches import SearchConfig
@@ -92,6 +92,31 @@ def test_narrow_networks_get_kernels_and_others_are_compiled(
 )
 def test_which_networks_are_narrow(name: str, narrow: bool) -> None:
     assert is_narrow(build(name)) is narrow and not is_narrow(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("cifar:mobilenet_v2", True), ("cifar:resnet56", False), ("mobilenet_v2", False), ("efficientnet_b0", False)],
+)
+def test_networks_of_depthwise_layers_are_those_for_small_images(
+    name: str, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(name)
+    narrow = is_narrow(model)
+    assert is_depthwise(model) is found and not is_depthwise(nn.Linear(2, 2))
+    monkeypatch.setattr(dmcp.engine, "_DEPTHWISE_BY_DEFAULT", True)
+    assert is_narrow(model) is (narrow or found)
+
+
+def test_every_sixth_convolution_must_be_depthwise() -> None:
+    """As in EfficientNets, where two of five belong to the squeeze and excitation."""
+    model = build("efficientnet_b0")
+    next(it for it in model.modules() if isinstance(it, nn.Conv2d)).stride = (1, 1)
+    assert is_depthwise(model)
+    for size, few in ((3, 6), (7, 6), (3, 7)):
+        first = nn.Conv2d(8, 8, size, padding=size // 2, groups=8)
+        model = nn.Sequential(first, *(nn.Conv2d(8, 128, 1) for _ in range(few - 1)))
+        assert is_depthwise(model) is (size == 3 and few == 6)
 
 
 def test_kernels_that_do_not_run_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

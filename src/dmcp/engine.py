@@ -24,6 +24,9 @@ from dmcp.ranks import current
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _WARM = 3  # times that a step is run before it is captured: kernels are loaded and tuned in them
 _NARROW, _KERNELS = 64, ((1, 1), (3, 3))  # channels and sizes of convolutions that our kernels take
+_DEPTHWISE = ((3, 3), (5, 5))  # sizes of depthwise ones that they take, of any number of channels
+_DEPTHWISE_SHARE = 6  # a network is one of depthwise layers if at least every sixth convolution is one
+_DEPTHWISE_BY_DEFAULT = False  # whether those get our kernels unasked; off until the gain has been measured
 _WORTH_KERNELS = 1_000  # steps from which it pays to load our kernels, and to compile them on a new machine
 _WORTH_COMPILING = {True: 2_000, False: 20_000}  # steps from which compiling a large or a small network pays
 
@@ -59,7 +62,7 @@ class Engine:
     channels_last: bool | None = None  # images stored pixel by pixel: on GPUs, where convolutions are faster so
     compile: bool | None = None  # torch.compile: on GPUs, where the run is long enough to pay for the compiling
     graphs: bool | None = None  # steps replayed as CUDA graphs: on one GPU, with the default losses and optimizer
-    kernels: bool | None = None  # own kernels for few channels: in bfloat16 on one GPU, for narrow networks
+    kernels: bool | None = None  # own kernels: in bfloat16 on one GPU, for networks of few channels
     tf32: bool = True  # float32 products on a GPU may round their factors to 10 bits
     deterministic: bool = False  # the same bits in every run, also on a GPU; slower
     sync_batchnorm: bool = False  # of several ranks on GPUs: BatchNorms use the statistics of all ranks together
@@ -86,8 +89,8 @@ class Engine:
     ) -> Settled:
         """Every choice made, for a run of so many steps of a small or large network on a device.
 
-        `plain`: nothing of the user's own runs inside a step, and no other process takes part in it. `narrow`: most
-        convolutions have few channels, see `is_narrow`.
+        `plain`: nothing of the user's own runs inside a step, and no other process takes part in it. `narrow`: our
+        kernels help it, see `is_narrow`.
         """
         gpu = device.type == "cuda"
         half = gpu and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -183,10 +186,25 @@ def unsynchronise(norms: list[tuple[nn.Module, type[nn.Module]]]) -> None:
 
 
 def is_narrow(model: nn.Module) -> bool:
-    """Whether our kernels can take most convolutions of a model."""
+    """Whether our kernels help a model: most convolutions have few channels, or it is made of depthwise ones.
+
+    The second (MobileNets for small images) counts once `_DEPTHWISE_BY_DEFAULT` is set; see `is_depthwise`.
+    """
     convs = [it for it in model.modules() if isinstance(it, nn.Conv2d)]
     fit = [it for it in convs if it.groups == 1 and max(it.weight.shape[:2]) <= _NARROW and it.kernel_size in _KERNELS]
-    return 2 * len(fit) > len(convs)
+    return 2 * len(fit) > len(convs) or (_DEPTHWISE_BY_DEFAULT and is_depthwise(model))
+
+
+def is_depthwise(model: nn.Module) -> bool:
+    """Whether our kernels take the norms and depthwise layers of a model, and torch the rest, to its gain.
+
+    At least every sixth convolution is depthwise, of a size that the kernels take, and the first one keeps the size of
+    the images. So it is a MobileNet or EfficientNet for small images; those for large ones halve them at once, and are
+    compiled instead.
+    """
+    convs = [it for it in model.modules() if isinstance(it, nn.Conv2d)]
+    alone = [it for it in convs if 1 < it.groups == it.in_channels == it.out_channels and it.kernel_size in _DEPTHWISE]
+    return bool(convs) and convs[0].stride == (1, 1) and _DEPTHWISE_SHARE * len(alone) >= len(convs)
 
 
 def _kernels() -> Any:

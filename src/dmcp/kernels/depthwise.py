@@ -6,7 +6,9 @@ under. So a number is read from memory about once, and its neighbours find it in
 time, since loads that wait together cost one wait. As in patches, widths and sizes are numbers that a kernel is given.
 """
 
-# ruff: noqa: N803, N806 (numbers that a kernel is given are written in capitals)
+# ruff: noqa: N803, N806, RUF005 (numbers that a kernel is given are written in capitals; it adds tuples by + alone)
+# mypy: disable-error-code="assignment"
+# (tuples of a kernel grow, which is written out when it is compiled)
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -114,7 +116,7 @@ def _forward_kernel(
                 tl.store(to + row * (OW * C), (sums[0] + shift).to(tl.bfloat16), mask=done)
                 sums = _moved(sums, K)
     else:
-        for start in range(0, ROWS):
+        for start in range(ROWS):
             row = first + start
             total = tl.zeros((BP, BC), tl.float32) + shift
             patch = ()
@@ -146,6 +148,12 @@ def _moved(tiles, COUNT: tl.constexpr):
     return found + (tl.zeros_like(tiles[0]),)
 
 
+@triton.jit
+def _at(tiles, ROW: tl.constexpr, COLUMN: tl.constexpr):
+    """One of some rows of tiles."""
+    return tiles[ROW][COLUMN]
+
+
 @triton.jit(do_not_specialize=[*LANES, *WEIGHTS])
 def _strided_kernel(
     dy, w, dx, LANES, STRIPS, ROWS, BLOCKS, CV, H, W, OH, OW, s_channel, s_row, s_column, FIRST,
@@ -174,8 +182,10 @@ def _strided_kernel(
                 total = tl.zeros((BP, BC), tl.float32)
                 for tap in tl.static_range(K * K):
                     if ((odd // 2 + P - tap // K) % 2 == 0) & ((odd % 2 + P - tap % K) % 2 == 0):
-                        seen = rows[u + (odd // 2 + P - tap // K) // 2 - LEAST]
-                        total += seen[(odd % 2 + P - tap % K) // 2 - LEAST].to(tl.float32) * taps[tap]
+                        slope = _at(
+                            rows, u + (odd // 2 + P - tap // K) // 2 - LEAST, (odd % 2 + P - tap % K) // 2 - LEAST
+                        )
+                        total += slope.to(tl.float32) * taps[tap]
                 row, at = 2 * half + odd // 2, 2 * column + odd % 2
                 to = dx + (((image * H + row) * W + at) * C + c)
                 tl.store(to, total.to(tl.bfloat16), mask=inside & (row < H) & (at < W))
@@ -210,7 +220,7 @@ def _weight_kernel(
                     sums = _products(sums, rows[u], seen, K)
                     slopes = _rest(seen, K)
         else:
-            for start in range(0, ROWS):
+            for start in range(ROWS):
                 slope = _row(dy, image, first + start, column, c, live, OH, OW, C, 1)[0].to(tl.float32)
                 patch = ()
                 for k in tl.static_range(K):
