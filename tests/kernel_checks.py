@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import sys
 from functools import partial
 from typing import Any
 
@@ -18,9 +17,7 @@ from torch.nn import functional as F
 from triton.runtime import interpreter
 
 from dmcp import engine, kernels
-from dmcp.kernels import OwnKernels, batch_norm, conv2d, convolution, depthwise, norm
-
-walks = sys.modules["dmcp.kernels.depthwise"]  # the module; its function has the same name
+from dmcp.kernels import OwnKernels, batch_norm, conv2d, convolution, depthwise, depthwise_conv2d, norm
 
 _convert = interpreter._convert_float
 
@@ -115,7 +112,7 @@ def _alone(shape: Alone, bias: bool = True) -> tuple[list[Tensor], list[Tensor],
     weight = torch.randn(c, 1, k, k, generator=torch.Generator().manual_seed(1)).bfloat16().float()
     given = [_images(n, c, h, w), weight, *([torch.randn(c)] if bias else [])]
     given = [it.requires_grad_() for it in given]
-    out = depthwise(*given, *([] if bias else [None]), stride)
+    out = depthwise_conv2d(*given, *([] if bias else [None]), stride)
     assert out.dtype is torch.bfloat16 and out.permute(0, 2, 3, 1).is_contiguous()
     dy = _images(*out.shape, seed=2)
     wide = [it.detach().double().requires_grad_() for it in given]
@@ -139,11 +136,11 @@ STRIPPED = [(3, 1), *(pytest.param(*it, marks=pytest.mark.slow) for it in ((3, 2
 @pytest.mark.parametrize(("k", "stride"), STRIPPED)
 def test_strips_slabs_and_blocks_of_channels_add_up(k: int, stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FORWARD", "STRIDED"):
-        monkeypatch.setattr(walks, name, walks.Walks(ahead={3: 3, 5: 3}, rows=4, numbers=64, programs=1))
-    monkeypatch.setattr(walks, "WEIGHT", walks.Walks(ahead={3: 2, 5: 2}, rows=4, numbers=64, programs=6))
-    monkeypatch.setattr(walks, "LEAST_ROWS", 2)
-    monkeypatch.setattr(walks, "CHANNELS", 8)
-    assert walks.strips(2, 18, 7, 5, walks.WEIGHT) == (20, 2, 4, 3)  # lanes of a slab end within a strip
+        monkeypatch.setattr(depthwise, name, depthwise.Walks(ahead={3: 3, 5: 3}, rows=4, numbers=64, programs=1))
+    monkeypatch.setattr(depthwise, "WEIGHT", depthwise.Walks(ahead={3: 2, 5: 2}, rows=4, numbers=64, programs=6))
+    monkeypatch.setattr(depthwise, "LEAST_ROWS", 2)
+    monkeypatch.setattr(depthwise, "CHANNELS", 8)
+    assert depthwise.strips(2, 18, 7, 5, depthwise.WEIGHT) == (20, 2, 4, 3)  # lanes of a slab end within a strip
     _, found, wanted = _alone((2, 18, 7 * stride, 5 * stride - 1, k, stride))
     for one, other in zip(found, wanted, strict=True):
         _close(one, other)
@@ -160,38 +157,38 @@ def test_weights_may_lie_anywhere(stride: int) -> None:
     ):
         x = _images(2, 10, 5, 6).requires_grad_()
         out, exact = (
-            depthwise(x, weight * 1, None, stride),
+            depthwise_conv2d(x, weight * 1, None, stride),
             F.conv2d(x.double(), (weight * 1).bfloat16().double(), None, stride, 1, 1, 10),
         )
-        _close(depthwise(x, weight, None, stride), out, 0.0)
+        _close(depthwise_conv2d(x, weight, None, stride), out, 0.0)
         _close(out, exact)
         dy = _images(*out.shape, seed=3)
         slopes = [torch.autograd.grad(it, (leaf, x), dy.to(it.dtype), retain_graph=True) for it in (out, exact)]
         for one, other in zip(*slopes, strict=True):
             _close(one, other)
-        _close(torch.autograd.grad(depthwise(x, weight, None, stride), leaf, dy)[0], slopes[0][0], 1e-6)
+        _close(torch.autograd.grad(depthwise_conv2d(x, weight, None, stride), leaf, dy)[0], slopes[0][0], 1e-6)
 
 
 def test_a_depthwise_convolution_computes_only_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = torch.randn(4, 1, 3, 3, requires_grad=True), _images(1, 4, 4, 4)
-    out = depthwise(x, weight, None, 1)
-    monkeypatch.setattr(walks, "_input_gradient", None)
+    out = depthwise_conv2d(x, weight, None, 1)
+    monkeypatch.setattr(depthwise, "_input_gradient", None)
     out.sum().backward()
     assert weight.grad is not None
     monkeypatch.undo()
-    out = depthwise(x.requires_grad_(), weight.detach(), None, 1)
-    monkeypatch.setattr(walks, "_weight_gradient", None)
+    out = depthwise_conv2d(x.requires_grad_(), weight.detach(), None, 1)
+    monkeypatch.setattr(depthwise, "_weight_gradient", None)
     out.sum().backward()
     assert x.grad is not None
 
 
 def test_strips_cover_every_row_and_are_many_enough() -> None:
     for n, c, rows, columns in ((512, 96, 32, 32), (512, 960, 4, 4), (2, 16, 112, 112), (1, 8, 1, 1), (64, 37, 15, 7)):
-        lanes, count, high, blocks = walks.strips(n, c, rows, columns, walks.FORWARD)
+        lanes, count, high, blocks = depthwise.strips(n, c, rows, columns, depthwise.FORWARD)
         assert lanes == n * count * columns and (count - 1) * high < rows <= count * high
-        assert blocks * walks.CHANNELS >= c and high <= walks.FORWARD.rows
-        programs = -(-lanes // (walks.FORWARD.numbers // walks.CHANNELS)) * blocks
-        assert programs >= walks.FORWARD.programs or high <= max(4, -(-rows // 2)) or count == 1 == rows
+        assert blocks * depthwise.CHANNELS >= c and high <= depthwise.FORWARD.rows
+        programs = -(-lanes // (depthwise.FORWARD.numbers // depthwise.CHANNELS)) * blocks
+        assert programs >= depthwise.FORWARD.programs or high <= max(4, -(-rows // 2)) or count == 1 == rows
 
 
 def test_the_engine_knows_what_the_kernels_take() -> None:
@@ -202,7 +199,7 @@ def test_the_engine_knows_what_the_kernels_take() -> None:
         assert kernels._conv_arguments(_images(1, 3, 4, 4).float(), weight, padding=size[0] // 2) is None  # no autocast
         with torch.autocast("cpu", torch.bfloat16):
             assert kernels._conv_arguments(_images(1, 3, 4, 4), weight, padding=size[0] // 2) is not None
-    assert tuple((it, it) for it in walks.SIZES) == engine._DEPTHWISE
+    assert tuple((it, it) for it in depthwise.SIZES) == engine._DEPTHWISE
 
 
 def test_the_plan_of_weight_gradients_covers_every_pixel_and_number() -> None:
@@ -261,7 +258,7 @@ class _Recorder:
 def test_few_programs_serve_all_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pruner makes new widths in every run: none of them may cost a compilation of its own."""
     seen: set[Any] = set()
-    for module in (convolution, norm, walks):
+    for module in (convolution, norm, depthwise):
         for name in dir(module):
             if name.endswith("_kernel"):
                 monkeypatch.setattr(module, name, _Recorder(getattr(module, name), seen))
@@ -287,7 +284,7 @@ def _alone_and_normed(c: int) -> None:
     out = batch_norm(x, ones, ones, ones, ones, 0.1, 1e-5)
     out.backward(torch.empty_like(out))
     for k, stride in ((3, 1), (3, 2), (5, 1), (5, 2)):
-        out = depthwise(x, torch.empty(c, 1, k, k, device="meta", requires_grad=True), None, stride)
+        out = depthwise_conv2d(x, torch.empty(c, 1, k, k, device="meta", requires_grad=True), None, stride)
         out.backward(torch.empty_like(out))
 
 
@@ -407,7 +404,7 @@ def test_a_network_in_the_mode_computes_what_it_does_without(
     torch.manual_seed(0)
     net, x = build(), torch.randn(4, 3, size, size)
     calls: list[str] = []
-    names = ("conv2d", "depthwise", "batch_norm")
+    names = ("conv2d", "depthwise_conv2d", "batch_norm")
     for name in names:
         own = getattr(kernels, name)
         monkeypatch.setattr(kernels, name, lambda *a, _own=own, _name=name: calls.append(_name) or _own(*a))
@@ -478,7 +475,7 @@ def test_vmap_and_subclasses_go_to_torch() -> None:
 def test_they_are_tried_out_before_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():  # as in a method that only looks
         kernels.try_out(torch.device("cpu"))
-    for module, place in ((convolution, 3), (walks, 2)):
+    for module, place in ((convolution, 3), (depthwise, 2)):
         monkeypatch.setattr(module, "_input_gradient", lambda *given, _place=place: torch.zeros(given[_place]))
         with pytest.raises(RuntimeError, match="do not compute here what torch's do"):
             kernels.try_out(torch.device("cpu"))
@@ -486,7 +483,7 @@ def test_they_are_tried_out_before_they_are_used(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_mode_leaves_the_rest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("conv2d", "depthwise", "batch_norm"):
+    for name in ("conv2d", "depthwise_conv2d", "batch_norm"):
         monkeypatch.setattr(kernels, name, None)
     x, norm = torch.randn(2, 4, 6, 6), nn.BatchNorm2d(4)
     odd = [nn.Conv2d(4, 4, 3, 1, 1, groups=2), nn.Conv2d(4, 4, 5, 1, 2), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 65, 1),

@@ -18,11 +18,11 @@ from torch.overrides import TorchFunctionMode
 from dmcp.kernels.convolution import INTERPRET, conv2d
 from dmcp.kernels.convolution import MOST_CHANNELS as MOST_IN_CONV
 from dmcp.kernels.depthwise import SIZES as DEPTHWISE_SIZES
-from dmcp.kernels.depthwise import depthwise
+from dmcp.kernels.depthwise import depthwise_conv2d
 from dmcp.kernels.norm import MOST_CHANNELS as MOST_IN_NORM
 from dmcp.kernels.norm import batch_norm
 
-__all__ = ["OwnKernels", "batch_norm", "conv2d", "depthwise", "try_out"]
+__all__ = ["OwnKernels", "batch_norm", "conv2d", "depthwise_conv2d", "try_out"]
 
 _MOST_NUMBERS = 2**30  # of a tensor: places are 32-bit numbers
 Conv = tuple[Tensor, Tensor, Tensor | None, int, int]  # what conv2d takes; the last is the padding
@@ -40,7 +40,7 @@ class OwnKernels(TorchFunctionMode):
         if func is torch.conv2d:
             conv = _conv_arguments(*args, **kwargs)
             if conv is not None:
-                return depthwise(*conv[:4]) if _is_depthwise(*conv[:2]) else conv2d(*conv)
+                return depthwise_conv2d(*conv[:4]) if _is_depthwise(*conv[:2]) else conv2d(*conv)
         elif func is F.batch_norm or func is torch.batch_norm:
             norm = (_norm_arguments if func is F.batch_norm else _raw_norm_arguments)(*args, **kwargs)
             if norm is not None:
@@ -71,7 +71,7 @@ def _with_slopes(x: Tensor, weight: Tensor, conv: Any, norm: Any, stride: int, g
 
 
 def _own(x: Tensor, weight: Tensor, stride: int, groups: int) -> Tensor:
-    return conv2d(x, weight, None, stride, 1) if groups == 1 else depthwise(x, weight, None, stride)
+    return conv2d(x, weight, None, stride, 1) if groups == 1 else depthwise_conv2d(x, weight, None, stride)
 
 
 _WAYS: tuple[tuple[Any, Any], ...] = (
@@ -113,7 +113,7 @@ def _conv_arguments(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Conv | None:
-    """What conv2d and depthwise take, or None where neither can."""
+    """What conv2d and depthwise_conv2d take, or None where neither can."""
     if not _within_reach(input) or not _in_bfloat16(input) or weight.dtype is not torch.float32 or weight.ndim != 4:
         return None
     step, edge, shape = _single(stride), _single(padding), weight.shape

@@ -352,7 +352,7 @@ class _Depthwise(torch.autograd.Function):
         return dx, dw, db, None
 
 
-def depthwise(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tensor:
+def depthwise_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tensor:
     """3x3 or 5x5 convolution of each channel for itself, padded by half, of stride 1 or 2; see conv2d."""
     out: Tensor = _Depthwise.apply(x, weight, bias, stride)
     return out
