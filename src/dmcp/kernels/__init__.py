@@ -54,7 +54,8 @@ def try_out(device: torch.device) -> None:
         for outputs, c, stride in ((8, MOST_IN_CONV, 1), (8, MOST_IN_CONV, 2), (8, 3, 1), (32, 1, 1), (32, 1, 2)):
             groups = outputs if c == 1 else 1
             shape = (2, c * groups, 5, 5)
-            x = torch.linspace(-1, 1, math.prod(shape), device=device).reshape(shape).bfloat16().requires_grad_()
+            waves = torch.linspace(-20, 20, math.prod(shape), device=device).sin()  # a line would cancel out
+            x = waves.reshape(shape).bfloat16().requires_grad_()
             weight = torch.linspace(1, -1, outputs * c * 9, device=device).reshape(outputs, c, 3, 3).bfloat16().float()
             found, wanted = (_with_slopes(x, weight, *ways, stride, groups) for ways in _WAYS)
             for one, other in zip(found, wanted, strict=True):
