@@ -62,7 +62,7 @@ class Engine:
     channels_last: bool | None = None  # images stored pixel by pixel: on GPUs, where convolutions are faster so
     compile: bool | None = None  # torch.compile: on GPUs, where the run is long enough to pay for the compiling
     graphs: bool | None = None  # steps replayed as CUDA graphs: on one GPU, with the default losses and optimizer
-    kernels: bool | None = None  # own kernels: in bfloat16 on one GPU, for networks of few channels
+    kernels: bool | None = None  # own kernels for few channels: in bfloat16 on one GPU, for narrow networks
     tf32: bool = True  # float32 products on a GPU may round their factors to 10 bits
     deterministic: bool = False  # the same bits in every run, also on a GPU; slower
     sync_batchnorm: bool = False  # of several ranks on GPUs: BatchNorms use the statistics of all ranks together
@@ -90,7 +90,7 @@ class Engine:
         """Every choice made, for a run of so many steps of a small or large network on a device.
 
         `plain`: nothing of the user's own runs inside a step, and no other process takes part in it. `narrow`: our
-        kernels help it, see `is_narrow`.
+        kernels are for such networks, see `is_narrow`.
         """
         gpu = device.type == "cuda"
         half = gpu and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -186,9 +186,9 @@ def unsynchronise(norms: list[tuple[nn.Module, type[nn.Module]]]) -> None:
 
 
 def is_narrow(model: nn.Module) -> bool:
-    """Whether our kernels help a model: most convolutions have few channels, or it is made of depthwise ones.
+    """Whether a model gets our kernels unasked: most of its convolutions have few channels.
 
-    The second (MobileNets for small images) counts once `_DEPTHWISE_BY_DEFAULT` is set; see `is_depthwise`.
+    Once `_DEPTHWISE_BY_DEFAULT` is set, also where it `is_depthwise`.
     """
     convs = [it for it in model.modules() if isinstance(it, nn.Conv2d)]
     fit = [it for it in convs if it.groups == 1 and max(it.weight.shape[:2]) <= _NARROW and it.kernel_size in _KERNELS]
@@ -196,7 +196,7 @@ def is_narrow(model: nn.Module) -> bool:
 
 
 def is_depthwise(model: nn.Module) -> bool:
-    """Whether our kernels take the norms and depthwise layers of a model, and torch the rest, to its gain.
+    """Whether a model is one that our kernels for depthwise layers are meant for; torch computes its other layers.
 
     At least every sixth convolution is depthwise, of a size that the kernels take, and the first one keeps the size of
     the images. So it is a MobileNet or EfficientNet for small images; those for large ones halve them at once, and are
