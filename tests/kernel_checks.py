@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from triton.runtime import interpreter
 
 from dmcp import engine, kernels
-from dmcp.kernels import OwnKernels, batch_norm, conv2d, convolution, norm
+from dmcp.kernels import OwnKernels, batch_norm, conv2d, convolution, depthwise, depthwise_conv2d, norm
 
 _convert = interpreter._convert_float
 
@@ -98,6 +98,101 @@ def test_many_slabs_and_blocks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     _close(torch.autograd.grad(out, w, dy)[0], torch.autograd.grad(wanted, w, dy.float())[0], 1e-5)
 
 
+Alone = tuple[int, int, int, int, int, int]  # n, channels, h, w, kernel, stride
+ALONE: list[Alone] = [
+    (1, 8, 6, 6, 3, 1), (2, 11, 5, 4, 3, 1), (1, 5, 1, 1, 3, 1), (1, 8, 6, 6, 3, 2), (2, 11, 5, 7, 3, 2),
+    (1, 6, 2, 3, 5, 1), (1, 11, 7, 5, 5, 2),
+]  # fmt: skip
+LONG_ALONE: list[Alone] = [
+    (1, 37, 5, 4, 3, 1), (1, 6, 1, 1, 3, 2), (1, 37, 5, 4, 5, 1), (1, 8, 8, 8, 5, 2), (1, 6, 1, 1, 5, 2),
+]  # fmt: skip
+
+
+def _alone(shape: Alone, bias: bool = True) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """What goes into a depthwise convolution; its output and gradients by our kernels, and by torch in float64."""
+    n, c, h, w, k, stride = shape
+    weight = torch.randn(c, 1, k, k, generator=torch.Generator().manual_seed(1)).bfloat16().float()
+    given = [_images(n, c, h, w), weight, *([torch.randn(c)] if bias else [])]
+    given = [it.requires_grad_() for it in given]
+    out = depthwise_conv2d(*given, *([] if bias else [None]), stride)
+    assert out.dtype is torch.bfloat16 and out.permute(0, 2, 3, 1).is_contiguous()
+    dy = _images(*out.shape, seed=2)
+    wide = [it.detach().double().requires_grad_() for it in given]
+    exact = F.conv2d(*wide, *([] if bias else [None]), stride, k // 2, 1, c)
+    found, wanted = torch.autograd.grad(out, given, dy), torch.autograd.grad(exact, wide, dy.double())
+    return given, [out, *found], [exact, *wanted]
+
+
+@pytest.mark.parametrize("shape", [*ALONE, *(pytest.param(it, marks=pytest.mark.slow) for it in LONG_ALONE)], ids=str)
+def test_a_depthwise_convolution_and_its_gradients_are_torchs(shape: Alone) -> None:
+    given, found, wanted = _alone(shape, bias=shape[1] % 2 == 1)
+    for one, other in zip(found, wanted, strict=True):
+        _close(one, other)
+    assert found[2].dtype is torch.float32 and found[2].stride() == given[1].stride()
+    _close(found[2], wanted[2], 1e-5)
+
+
+STRIPPED = [(3, 1), *(pytest.param(*it, marks=pytest.mark.slow) for it in ((3, 2), (5, 1), (5, 2)))]
+
+
+@pytest.mark.parametrize(("k", "stride"), STRIPPED)
+def test_strips_slabs_and_blocks_of_channels_add_up(k: int, stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FORWARD", "STRIDED"):
+        monkeypatch.setattr(depthwise, name, depthwise.Walks(ahead={3: 3, 5: 3}, rows=4, numbers=64, programs=1))
+    monkeypatch.setattr(depthwise, "WEIGHT", depthwise.Walks(ahead={3: 2, 5: 2}, rows=4, numbers=64, programs=6))
+    monkeypatch.setattr(depthwise, "LEAST_ROWS", 2)
+    monkeypatch.setattr(depthwise, "CHANNELS", 8)
+    assert depthwise.strips(2, 18, 7, 5, depthwise.WEIGHT) == (20, 2, 4, 3)  # lanes of a slab end within a strip
+    _, found, wanted = _alone((2, 18, 7 * stride, 5 * stride - 1, k, stride))
+    for one, other in zip(found, wanted, strict=True):
+        _close(one, other)
+    _close(found[2], wanted[2], 1e-5)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_weights_may_lie_anywhere(stride: int) -> None:
+    """The supernet gives products and slices; their numbers are rounded as autocast does it."""
+    leaf = torch.randn(3, 5, 20, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    for weight in (
+        leaf[:, ::2, ::2, 1:2].permute(2, 3, 1, 0),
+        leaf[0, 0, :10, 0].reshape(10, 1, 1, 1).expand(-1, -1, 3, 3),
+    ):
+        x = _images(2, 10, 5, 6).requires_grad_()
+        out, exact = (
+            depthwise_conv2d(x, weight * 1, None, stride),
+            F.conv2d(x.double(), (weight * 1).bfloat16().double(), None, stride, 1, 1, 10),
+        )
+        _close(depthwise_conv2d(x, weight, None, stride), out, 0.0)
+        _close(out, exact)
+        dy = _images(*out.shape, seed=3)
+        slopes = [torch.autograd.grad(it, (leaf, x), dy.to(it.dtype), retain_graph=True) for it in (out, exact)]
+        for one, other in zip(*slopes, strict=True):
+            _close(one, other)
+        _close(torch.autograd.grad(depthwise_conv2d(x, weight, None, stride), leaf, dy)[0], slopes[0][0], 1e-6)
+
+
+def test_a_depthwise_convolution_computes_only_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = torch.randn(4, 1, 3, 3, requires_grad=True), _images(1, 4, 4, 4)
+    out = depthwise_conv2d(x, weight, None, 1)
+    monkeypatch.setattr(depthwise, "_input_gradient", None)
+    out.sum().backward()
+    assert weight.grad is not None
+    monkeypatch.undo()
+    out = depthwise_conv2d(x.requires_grad_(), weight.detach(), None, 1)
+    monkeypatch.setattr(depthwise, "_weight_gradient", None)
+    out.sum().backward()
+    assert x.grad is not None
+
+
+def test_strips_cover_every_row_and_are_many_enough() -> None:
+    for n, c, rows, columns in ((512, 96, 32, 32), (512, 960, 4, 4), (2, 16, 112, 112), (1, 8, 1, 1), (64, 37, 15, 7)):
+        lanes, count, high, blocks = depthwise.strips(n, c, rows, columns, depthwise.FORWARD)
+        assert lanes == n * count * columns and (count - 1) * high < rows <= count * high
+        assert blocks * depthwise.CHANNELS >= c and high <= depthwise.FORWARD.rows
+        programs = -(-lanes // (depthwise.FORWARD.numbers // depthwise.CHANNELS)) * blocks
+        assert programs >= depthwise.FORWARD.programs or high <= max(4, -(-rows // 2)) or count == 1 == rows
+
+
 def test_the_engine_knows_what_the_kernels_take() -> None:
     """It must not import them to say which networks are narrow: there may be no Triton."""
     assert engine._NARROW == convolution.MOST_CHANNELS
@@ -106,6 +201,7 @@ def test_the_engine_knows_what_the_kernels_take() -> None:
         assert kernels._conv_arguments(_images(1, 3, 4, 4).float(), weight, padding=size[0] // 2) is None  # no autocast
         with torch.autocast("cpu", torch.bfloat16):
             assert kernels._conv_arguments(_images(1, 3, 4, 4), weight, padding=size[0] // 2) is not None
+    assert tuple((it, it) for it in depthwise.SIZES) == engine._DEPTHWISE
 
 
 def test_the_plan_of_weight_gradients_covers_every_pixel_and_number() -> None:
@@ -120,7 +216,7 @@ def test_the_plan_of_weight_gradients_covers_every_pixel_and_number() -> None:
 
 def test_divisions_by_multiplication_are_exact() -> None:
     n = np.arange(2**15, dtype=np.int64)
-    for d in range(1, 1025):
+    for d in range(1, 2049):
         factor, shift = convolution.small_divider(d)
         assert ((n * factor) >> shift == n // d).all() and n[-1] * factor < 2**31
     near = np.random.default_rng(0).integers(0, 2**31, 1000)
@@ -164,7 +260,7 @@ class _Recorder:
 def test_few_programs_serve_all_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pruner makes new widths in every run: none of them may cost a compilation of its own."""
     seen: set[Any] = set()
-    for module in (convolution, norm):
+    for module in (convolution, norm, depthwise):
         for name in dir(module):
             if name.endswith("_kernel"):
                 monkeypatch.setattr(module, name, _Recorder(getattr(module, name), seen))
@@ -178,6 +274,20 @@ def test_few_programs_serve_all_widths(monkeypatch: pytest.MonkeyPatch) -> None:
                 out = conv2d(rows.permute(0, 3, 1, 2).requires_grad_(), weight, None, stride, k // 2)
                 out.backward(torch.empty_like(out))
     assert 100 < len(seen) <= 200
+    narrow = len(seen)
+    for c in (*range(65, 100), 144, 192, 576, 960, 1001, 1280, 2048):
+        _alone_and_normed(c)
+    assert narrow < len(seen) <= narrow + 150
+
+
+def _alone_and_normed(c: int) -> None:
+    rows, ones = torch.empty((512, 32, 32, c), dtype=torch.bfloat16, device="meta"), torch.empty(c, device="meta")
+    x = rows.permute(0, 3, 1, 2).requires_grad_()
+    out = batch_norm(x, ones, ones, ones, ones, 0.1, 1e-5)
+    out.backward(torch.empty_like(out))
+    for k, stride in ((3, 1), (3, 2), (5, 1), (5, 2)):
+        out = depthwise_conv2d(x, torch.empty(c, 1, k, k, device="meta", requires_grad=True), None, stride)
+        out.backward(torch.empty_like(out))
 
 
 @pytest.fixture(params=[False, True])
@@ -189,7 +299,11 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
             monkeypatch.setattr(norm, name, norm.Tiles(numbers=64))
 
 
-@pytest.mark.parametrize("shape", [(3, 16, 5, 4), (2, 10, 3, 7), (4, 1, 3, 3), (2, 21, 1, 1), (2, 96, 2, 3)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(3, 16, 5, 4), (2, 10, 3, 7), (4, 1, 3, 3), (2, 21, 1, 1), (2, 96, 2, 3), (2, 131, 3, 1), (3, 150, 2, 2)],
+    ids=str,
+)
 @pytest.mark.usefixtures("tiles")
 def test_batch_norm_and_its_gradients_are_torchs(shape: tuple[int, ...]) -> None:
     c = shape[1]
@@ -210,6 +324,16 @@ def test_batch_norm_and_its_gradients_are_torchs(shape: tuple[int, ...]) -> None
     pairs = zip(torch.autograd.grad(out, given, dy), torch.autograd.grad(wanted, wide, dy.double()), strict=True)
     for (one, other), bound in zip(pairs, bounds, strict=True):
         _close(one, other, bound)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("c", [1100, 2047, 2048])
+def test_batch_norm_of_many_channels_is_torchs(c: int) -> None:
+    x, dy = _images(9, c, 1, 1).requires_grad_(), _images(9, c, 1, 1, seed=1)
+    wide = x.detach().double().requires_grad_()
+    out, wanted = batch_norm(x, None, None, None, None, 0.1, 1e-5), F.batch_norm(wide, None, None, training=True)
+    _close(out, wanted)
+    _close(torch.autograd.grad(out, x, dy)[0], torch.autograd.grad(wanted, wide, dy.double())[0])
 
 
 def test_batch_norm_without_scale_buffers_or_gradient_of_x() -> None:
@@ -238,6 +362,32 @@ class _Net(nn.Module):
         return out
 
 
+class _Mobile(nn.Module):
+    """An inverted residual, as in MobileNetV2, and a strided one; more channels than convolutions of ours take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.bn = nn.Conv2d(3, 11, 3, 1, 1, bias=False), nn.BatchNorm2d(11)
+        self.blocks = nn.ModuleList(self.inverted(k, stride) for k, stride in ((3, 1), (5, 2)))
+        self.fc = nn.Linear(11, 4)
+
+    @staticmethod
+    def inverted(k: int, stride: int) -> nn.Sequential:
+        return nn.Sequential(
+            nn.Conv2d(11, 70, 1, bias=False), nn.BatchNorm2d(70), nn.ReLU6(inplace=True),
+            nn.Conv2d(70, 70, k, stride, k // 2, groups=70, bias=False), nn.BatchNorm2d(70), nn.ReLU6(inplace=True),
+            nn.Conv2d(70, 11, 1, bias=False), nn.BatchNorm2d(11),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu6(self.bn(self.stem(x)))
+        for block in self.blocks:
+            out = block(x)
+            x = out + x if out.shape == x.shape else out
+        found: Tensor = self.fc(x.mean(dim=(2, 3)))
+        return found
+
+
 def _run(net: nn.Module, x: Tensor, mode: OwnKernels | None) -> tuple[Tensor, dict[str, Any]]:
     net = copy.deepcopy(net)
     with torch.autocast("cpu", torch.bfloat16):
@@ -250,15 +400,19 @@ def _run(net: nn.Module, x: Tensor, mode: OwnKernels | None) -> tuple[Tensor, di
     return out, {**{name: it.grad for name, it in net.named_parameters()}, **dict(net.named_buffers())}
 
 
-def test_a_network_in_the_mode_computes_what_it_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("build", "size", "wanted_calls"), [(_Net, 8, (4, 0, 4)), (_Mobile, 4, (1, 2, 7))])
+def test_a_network_in_the_mode_computes_what_it_does_without(
+    build: Any, size: int, wanted_calls: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
-    net, x = _Net(), torch.randn(4, 3, 8, 8)
+    net, x = build(), torch.randn(4, 3, size, size)
     calls: list[str] = []
-    for name in ("conv2d", "batch_norm"):
+    names = ("conv2d", "depthwise_conv2d", "batch_norm")
+    for name in names:
         own = getattr(kernels, name)
         monkeypatch.setattr(kernels, name, lambda *a, _own=own, _name=name: calls.append(_name) or _own(*a))
     ours, found = _run(net, x, OwnKernels())
-    assert calls.count("conv2d") == 4 and calls.count("batch_norm") == 4
+    assert tuple(calls.count(name) for name in names) == wanted_calls
     _, wanted = _run(net, x, None)
     exact, sure = _run_exactly(net, x)
     _close(ours, exact, 5e-2)
@@ -296,6 +450,8 @@ def test_what_is_wrong_is_left_to_torch() -> None:
         lambda: F.batch_norm(x, torch.zeros(2), torch.ones(2), training=True),
         lambda: F.batch_norm(x, None, None, torch.ones(4), training=True),
         lambda: F.conv2d(x, torch.randn(8, 3, 3, 3), torch.randn(5), padding=1),
+        lambda: F.conv2d(x, torch.randn(3, 1, 3, 3), torch.randn(5), padding=1, groups=3),
+        lambda: F.conv2d(x, torch.randn(3, 1, 3, 3), padding=1),
     ]
     with OwnKernels(), torch.autocast("cpu", torch.bfloat16):
         for call in wrong:
@@ -314,23 +470,32 @@ def test_vmap_and_subclasses_go_to_torch() -> None:
         many = torch.func.vmap(lambda it: F.conv2d(it[None], weight, padding=1)[0])(x)
         _close(many, F.conv2d(x, weight, padding=1))
         assert type(F.conv2d(x.as_subclass(Mine), weight, padding=1)) is Mine
+        alone = weight[:3, :1]
+        many = torch.func.vmap(lambda it: F.conv2d(it[None], alone, padding=1, groups=3)[0])(x)
+        _close(many, F.conv2d(x, alone, padding=1, groups=3))
 
 
 def test_they_are_tried_out_before_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    with torch.no_grad():  # as in a method that only looks
-        kernels.try_out(torch.device("cpu"))
-    monkeypatch.setattr(convolution, "_input_gradient", lambda *given: torch.zeros(given[3]))
-    with pytest.raises(RuntimeError, match="do not compute here what torch's do"):
-        kernels.try_out(torch.device("cpu"))
+    for alone, module, place in ((False, convolution, 3), (True, depthwise, 2)):
+        with torch.no_grad():  # as in a method that only looks
+            kernels.try_out(torch.device("cpu"), alone)
+        monkeypatch.setattr(module, "_input_gradient", lambda *given, _place=place: torch.zeros(given[_place]))
+        with pytest.raises(RuntimeError, match="do not compute here what torch's do"):
+            kernels.try_out(torch.device("cpu"), alone)
+        kernels.try_out(torch.device("cpu"), not alone)  # one kind does not keep the other from being used
+        monkeypatch.undo()
 
 
 def test_the_mode_leaves_the_rest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("conv2d", "batch_norm"):
+    for name in ("conv2d", "depthwise_conv2d", "batch_norm"):
         monkeypatch.setattr(kernels, name, None)
     x, norm = torch.randn(2, 4, 6, 6), nn.BatchNorm2d(4)
     odd = [nn.Conv2d(4, 4, 3, 1, 1, groups=2), nn.Conv2d(4, 4, 5, 1, 2), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 65, 1),
            nn.Conv2d(4, 4, 3, 1, 2, dilation=2), nn.Conv2d(4, 4, 3, padding="same"), nn.Conv2d(4, 4, 3, (1, 2), 1),
-           nn.Conv2d(4, 4, 3, 1, 1, padding_mode="circular"), nn.Conv2d(4, 4, 3, 3, 1)]  # fmt: skip
+           nn.Conv2d(4, 4, 3, 1, 1, padding_mode="circular"), nn.Conv2d(4, 4, 3, 3, 1),
+           nn.Conv2d(4, 8, 3, 1, 1, groups=4), nn.Conv2d(4, 4, 7, 1, 3, groups=4), nn.Conv2d(4, 4, 1, groups=4),
+           nn.Conv2d(4, 4, 3, 1, 0, groups=4), nn.Conv2d(4, 4, 3, 1, 2, dilation=2, groups=4),
+           nn.Conv2d(4, 4, (3, 5), 1, (1, 2), groups=4)]  # fmt: skip
     with OwnKernels():
         nn.Conv2d(4, 4, 3, 1, 1)(x)  # float32 without autocast
         norm(x), norm.eval()(x.bfloat16())

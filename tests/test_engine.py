@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten
 
 import dmcp
 import dmcp.engine
-from dmcp.engine import Engine, Precision, Repeated, Settled, best_device, is_narrow, set_lr, sgd
+from dmcp.engine import Engine, Precision, Repeated, Settled, best_device, is_depthwise, is_narrow, set_lr, sgd
 from dmcp.errors import TrainingError
 from dmcp.nets import build
 from dmcp.searches import SearchConfig
@@ -76,10 +76,10 @@ def test_narrow_networks_get_kernels_and_others_are_compiled(
     asked: dict[str, Any], facts: dict[str, Any], kernels: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(dmcp.engine, "kernels_refused", lambda device: "")
+    monkeypatch.setattr(dmcp.engine, "kernels_refused", lambda device, depthwise=False: "")
     settled = Engine(**asked).settled(Hopper(), **facts)  # type: ignore[arg-type]
     assert (settled.kernels, settled.compile) == (kernels, compiled)
-    monkeypatch.setattr(dmcp.engine, "kernels_refused", lambda device: "no C compiler")
+    monkeypatch.setattr(dmcp.engine, "kernels_refused", lambda device, depthwise=False: "no C compiler")
     if kernels and asked:
         with pytest.raises(TrainingError, match=r"Own kernels cannot run on .* \(no C compiler\): leave kernels out"):
             Engine(**asked).settled(Hopper(), **facts)  # type: ignore[arg-type]
@@ -87,11 +87,45 @@ def test_narrow_networks_get_kernels_and_others_are_compiled(
         assert not Engine(**asked).settled(Hopper(), **facts).kernels  # type: ignore[arg-type]
 
 
+def test_kernels_for_depthwise_layers_are_used_if_asked_for_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for refused, used in (("", True), ("wrong", False)):
+        monkeypatch.setattr(dmcp.engine, "kernels_refused", lambda device, alone=False, _r=refused: _r if alone else "")
+        asked, unasked = (Engine(kernels=it).settled(Hopper(), steps=10**6, narrow=True) for it in (True, None))
+        assert (asked.kernels, asked.depthwise) == (True, used)
+        assert (unasked.kernels, unasked.depthwise) == (True, False)  # not measured yet
+
+
 @pytest.mark.parametrize(
     ("name", "narrow"), [("cifar:resnet56", True), ("cifar:mobilenet_v2", False), ("resnet18", False)]
 )
 def test_which_networks_are_narrow(name: str, narrow: bool) -> None:
     assert is_narrow(build(name)) is narrow and not is_narrow(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("cifar:mobilenet_v2", True), ("cifar:resnet56", False), ("mobilenet_v2", False), ("efficientnet_b0", False)],
+)
+def test_networks_of_depthwise_layers_are_those_for_small_images(
+    name: str, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(name)
+    narrow = is_narrow(model)
+    assert is_depthwise(model) is found and not is_depthwise(nn.Linear(2, 2))
+    monkeypatch.setattr(dmcp.engine, "_DEPTHWISE_BY_DEFAULT", True)
+    assert is_narrow(model) is (narrow or found)
+
+
+def test_every_sixth_convolution_must_be_depthwise() -> None:
+    """As in EfficientNets, where two of five belong to the squeeze and excitation."""
+    model = build("efficientnet_b0")
+    next(it for it in model.modules() if isinstance(it, nn.Conv2d)).stride = (1, 1)
+    assert is_depthwise(model)
+    for size, few in ((3, 6), (7, 6), (3, 7)):
+        first = nn.Conv2d(8, 8, size, padding=size // 2, groups=8)
+        model = nn.Sequential(first, *(nn.Conv2d(8, 128, 1) for _ in range(few - 1)))
+        assert is_depthwise(model) is (size == 3 and few == 6)
 
 
 def test_kernels_that_do_not_run_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

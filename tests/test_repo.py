@@ -65,6 +65,7 @@ ORDER = [
     "calibration",
     "kernels.patches",
     "kernels.convolution",
+    "kernels.depthwise",
     "kernels.norm",
     "kernels",
     "engine",

@@ -24,6 +24,9 @@ from dmcp.ranks import current
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _WARM = 3  # times that a step is run before it is captured: kernels are loaded and tuned in them
 _NARROW, _KERNELS = 64, ((1, 1), (3, 3))  # channels and sizes of convolutions that our kernels take
+_DEPTHWISE = ((3, 3), (5, 5))  # sizes of depthwise ones that they take, of any number of channels
+_DEPTHWISE_SHARE = 6  # a network is one of depthwise layers if at least every sixth convolution is one
+_DEPTHWISE_BY_DEFAULT = False  # whether those get our kernels unasked; off until the gain has been measured
 _WORTH_KERNELS = 1_000  # steps from which it pays to load our kernels, and to compile them on a new machine
 _WORTH_COMPILING = {True: 2_000, False: 20_000}  # steps from which compiling a large or a small network pays
 
@@ -86,8 +89,8 @@ class Engine:
     ) -> Settled:
         """Every choice made, for a run of so many steps of a small or large network on a device.
 
-        `plain`: nothing of the user's own runs inside a step, and no other process takes part in it. `narrow`: most
-        convolutions have few channels, see `is_narrow`.
+        `plain`: nothing of the user's own runs inside a step, and no other process takes part in it. `narrow`: our
+        kernels are for such networks, see `is_narrow`.
         """
         gpu = device.type == "cuda"
         half = gpu and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -97,6 +100,7 @@ class Engine:
         wanted = graphs and narrow and steps >= _WORTH_KERNELS if self.kernels is None else self.kernels
         fit = half and last and precision is Precision.BFLOAT16 and not self.compile
         kernels = wanted and fit and self._can_run_kernels(device)
+        depthwise = kernels and (bool(self.kernels) or _DEPTHWISE_BY_DEFAULT) and not kernels_refused(device, True)
         compiled = gpu and not kernels and steps >= _WORTH_COMPILING[large] if self.compile is None else self.compile
         return Settled(
             device=device,
@@ -105,6 +109,7 @@ class Engine:
             compile=compiled,
             graphs=graphs,
             kernels=kernels,
+            depthwise=depthwise,
             tf32=self.tf32,
             deterministic=self.deterministic,
             sync_batchnorm=self.sync_batchnorm and gpu and current().world > 1,
@@ -130,6 +135,7 @@ class Settled:
     deterministic: bool
     sync_batchnorm: bool = False
     kernels: bool = False
+    depthwise: bool = False  # whether these kernels are used for depthwise layers, too
 
     def autocast(self) -> torch.autocast:
         """While entered, forward passes compute in the chosen precision."""
@@ -158,7 +164,7 @@ class Settled:
             if self.device.type == "cuda":
                 _cuda_switches(undo, self.tf32, benchmark=not self.deterministic)
             if self.kernels:
-                undo.enter_context(_kernels().OwnKernels())
+                undo.enter_context(_kernels().OwnKernels(self.depthwise))
             for model in models if self.sync_batchnorm else ():
                 undo.callback(unsynchronise, synchronised(model))
             for model in models if self.channels_last else ():
@@ -183,10 +189,25 @@ def unsynchronise(norms: list[tuple[nn.Module, type[nn.Module]]]) -> None:
 
 
 def is_narrow(model: nn.Module) -> bool:
-    """Whether our kernels can take most convolutions of a model."""
+    """Whether a model gets our kernels unasked: most of its convolutions have few channels.
+
+    Once `_DEPTHWISE_BY_DEFAULT` is set, also where it `is_depthwise`.
+    """
     convs = [it for it in model.modules() if isinstance(it, nn.Conv2d)]
     fit = [it for it in convs if it.groups == 1 and max(it.weight.shape[:2]) <= _NARROW and it.kernel_size in _KERNELS]
-    return 2 * len(fit) > len(convs)
+    return 2 * len(fit) > len(convs) or (_DEPTHWISE_BY_DEFAULT and is_depthwise(model))
+
+
+def is_depthwise(model: nn.Module) -> bool:
+    """Whether a model is one that our kernels for depthwise layers are meant for; torch computes its other layers.
+
+    At least every sixth convolution is depthwise, of a size that the kernels take, and the first one keeps the size of
+    the images. So it is a MobileNet or EfficientNet for small images; those for large ones halve them at once, and are
+    compiled instead.
+    """
+    convs = [it for it in model.modules() if isinstance(it, nn.Conv2d)]
+    alone = [it for it in convs if 1 < it.groups == it.in_channels == it.out_channels and it.kernel_size in _DEPTHWISE]
+    return bool(convs) and convs[0].stride == (1, 1) and _DEPTHWISE_SHARE * len(alone) >= len(convs)
 
 
 def _kernels() -> Any:
@@ -195,10 +216,10 @@ def _kernels() -> Any:
 
 
 @functools.cache
-def kernels_refused(device: torch.device) -> str:
-    """Why our kernels cannot run on a GPU, or "": tried once."""
+def kernels_refused(device: torch.device, depthwise: bool = False) -> str:
+    """Why our kernels, or those for depthwise layers, cannot run on a GPU, or "": tried once."""
     try:
-        _kernels().try_out(device)
+        _kernels().try_out(device, depthwise)
     except Exception as error:  # no Triton, no C compiler, a GPU that it does not know: torch's kernels do the work
         return str(error).splitlines()[0] if str(error) else type(error).__name__
     return ""

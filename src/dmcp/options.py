@@ -115,7 +115,8 @@ Numbers = Annotated[Precision | None, typer.Option(help="Of the forward passes; 
 Compile = Annotated[bool | None, typer.Option(help="Compile the networks; default: on a GPU, if it pays.")]
 Graphs = Annotated[bool | None, typer.Option(help="Replay steps as CUDA graphs; default: on one GPU.")]
 Kernels = Annotated[
-    bool | None, typer.Option(help="Own kernels for few channels; default: on one GPU, narrow networks.")
+    bool | None,
+    typer.Option(help="Own kernels for few channels and depthwise layers; default: on one GPU, narrow networks."),
 ]
 ChannelsLast = Annotated[bool | None, typer.Option(help="Store images pixel by pixel; default: on a GPU.")]
 Tf32 = Annotated[bool, typer.Option(help="Let a GPU round the factors of float32 products.")]

@@ -1,11 +1,13 @@
-"""Own kernels for convolutions of few channels and for BatchNorm, used while `OwnKernels` is entered.
+"""Own kernels for convolutions of few channels or of each channel for itself, and for BatchNorm.
 
-Torch's are made for wide layers: at 16 channels they compute mostly zeros, and BatchNorm reads its images more often
-than it must. These need Triton and a GPU that computes in bfloat16.
+Used while `OwnKernels` is entered. Torch's are made for wide layers: at 16 channels they compute mostly zeros, its
+depthwise convolutions take longer than their memory traffic needs, and BatchNorm reads its images more often than it
+must. These need Triton and a GPU that computes in bfloat16.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,18 +17,25 @@ from torch.overrides import TorchFunctionMode
 
 from dmcp.kernels.convolution import INTERPRET, conv2d
 from dmcp.kernels.convolution import MOST_CHANNELS as MOST_IN_CONV
+from dmcp.kernels.depthwise import SIZES as DEPTHWISE_SIZES
+from dmcp.kernels.depthwise import depthwise_conv2d
 from dmcp.kernels.norm import MOST_CHANNELS as MOST_IN_NORM
 from dmcp.kernels.norm import batch_norm
 
-__all__ = ["OwnKernels", "batch_norm", "conv2d", "try_out"]
+__all__ = ["OwnKernels", "batch_norm", "conv2d", "depthwise_conv2d", "try_out"]
 
 _MOST_NUMBERS = 2**30  # of a tensor: places are 32-bit numbers
-Conv = tuple[Tensor, Tensor, Tensor | None, int, int]  # what conv2d takes
+Conv = tuple[Tensor, Tensor, Tensor | None, int, int]  # what conv2d takes; the last is the padding
 Norm = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, float, float]  # what batch_norm takes
 
 
 class OwnKernels(TorchFunctionMode):
     """While entered, convolutions and BatchNorms that fit run in our kernels; everything else runs as it is."""
+
+    def __init__(self, depthwise: bool = True) -> None:
+        """depthwise: whether convolutions of each channel for itself do so, too."""
+        super().__init__()
+        self._depthwise = depthwise
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by torch for each of its functions."""
@@ -35,8 +44,10 @@ class OwnKernels(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is torch.conv2d:
             conv = _conv_arguments(*args, **kwargs)
-            if conv is not None:
+            if conv is not None and not _is_depthwise(*conv[:2]):
                 return conv2d(*conv)
+            if conv is not None and self._depthwise:
+                return depthwise_conv2d(*conv[:4])
         elif func is F.batch_norm or func is torch.batch_norm:
             norm = (_norm_arguments if func is F.batch_norm else _raw_norm_arguments)(*args, **kwargs)
             if norm is not None:
@@ -44,33 +55,41 @@ class OwnKernels(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def try_out(device: torch.device) -> None:
-    """Run the largest kernels on a few numbers; an error says that they cannot be used there."""
+_PLAIN = ((8, MOST_IN_CONV, 1), (8, MOST_IN_CONV, 2), (8, 3, 1))  # channels out, in, and stride that are tried out
+_ALONE = ((32, 1, 1), (32, 1, 2))
+
+
+def try_out(device: torch.device, depthwise: bool = False) -> None:
+    """Run the largest kernels, or those for depthwise layers, on a few numbers; an error: they cannot be used there."""
     with torch.inference_mode(False), torch.enable_grad():
-        for c, stride in ((MOST_IN_CONV, 1), (MOST_IN_CONV, 2), (3, 1)):
-            x = torch.linspace(-1, 1, 2 * c * 25, device=device).reshape(2, c, 5, 5).bfloat16().requires_grad_()
-            weight = torch.linspace(1, -1, 8 * c * 9, device=device).reshape(8, c, 3, 3).bfloat16().float()
-            found, wanted = (_with_slopes(x, weight, *ways, stride) for ways in _WAYS)
+        for outputs, c, stride in _ALONE if depthwise else _PLAIN:
+            groups = outputs if c == 1 else 1
+            shape = (2, c * groups, 5, 5)
+            waves = torch.linspace(-20, 20, math.prod(shape), device=device).sin()  # a line would cancel out
+            x = waves.reshape(shape).bfloat16().requires_grad_()
+            weight = torch.linspace(1, -1, outputs * c * 9, device=device).reshape(outputs, c, 3, 3).bfloat16().float()
+            found, wanted = (_with_slopes(x, weight, *ways, stride, groups) for ways in _WAYS)
             for one, other in zip(found, wanted, strict=True):
                 if not torch.allclose(one.float(), other.float(), rtol=0.05, atol=0.05 * float(other.abs().max())):
                     raise RuntimeError("own kernels do not compute here what torch's do")
 
 
-def _with_slopes(x: Tensor, weight: Tensor, conv: Any, norm: Any, stride: int) -> tuple[Tensor, ...]:
+def _with_slopes(x: Tensor, weight: Tensor, conv: Any, norm: Any, stride: int, groups: int) -> tuple[Tensor, ...]:
     """Output of a convolution and a BatchNorm, and the gradients of both their inputs."""
     weight = weight.clone().requires_grad_()
-    out = norm(conv(x, weight, stride))
+    out = norm(conv(x, weight, stride, groups))
     loss = (out * torch.linspace(-1, 1, out.shape[3], device=x.device)).sum()
     return out.detach(), *torch.autograd.grad(loss, (x, weight))
 
 
-_WAYS = (
+def _own(x: Tensor, weight: Tensor, stride: int, groups: int) -> Tensor:
+    return conv2d(x, weight, None, stride, 1) if groups == 1 else depthwise_conv2d(x, weight, None, stride)
+
+
+_WAYS: tuple[tuple[Any, Any], ...] = (
+    (_own, lambda x: batch_norm(x, None, None, None, None, 0.1, 1e-5)),
     (
-        lambda x, weight, stride: conv2d(x, weight, None, stride, 1),
-        lambda x: batch_norm(x, None, None, None, None, 0.1, 1e-5),
-    ),
-    (
-        lambda x, weight, stride: F.conv2d(x, weight.bfloat16(), None, stride, 1),
+        lambda x, weight, stride, groups: F.conv2d(x, weight.bfloat16(), None, stride, 1, 1, groups),
         lambda x: F.batch_norm(x.float(), None, None, training=True),
     ),
 )  # ours and torch's
@@ -106,21 +125,29 @@ def _conv_arguments(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Conv | None:
-    """What conv2d takes, or None where it cannot."""
+    """What conv2d and depthwise_conv2d take, or None where neither can."""
     if not _within_reach(input) or not _in_bfloat16(input) or weight.dtype is not torch.float32 or weight.ndim != 4:
         return None
     step, edge, shape = _single(stride), _single(padding), weight.shape
-    if step not in (1, 2) or (shape[2], shape[3], edge) not in ((3, 3, 1), (1, 1, 0)):
+    if step not in (1, 2) or _single(dilation) != 1 or edge != shape[2] // 2 or shape[2] != shape[3]:
         return None
-    if _single(dilation) != 1 or groups != 1 or shape[1] != input.shape[1]:
+    alone = _is_depthwise(input, weight) and groups == shape[0]
+    if shape[2] not in (DEPTHWISE_SIZES if alone else (1, 3)):
         return None
-    if max(shape[:2]) > MOST_IN_CONV or (bias is not None and bias.dtype is not torch.float32):
+    if not alone and (groups != 1 or shape[1] != input.shape[1] or max(shape[:2]) > MOST_IN_CONV):
+        return None
+    if bias is not None and bias.dtype is not torch.float32:
         return None
     if input.numel() // shape[1] * shape[0] >= _MOST_NUMBERS or weight.device != input.device:
         return None
     if bias is not None and (bias.shape != shape[:1] or bias.device != input.device):
         return None
     return input.to(torch.bfloat16), weight, bias, step, edge
+
+
+def _is_depthwise(x: Tensor, weight: Tensor) -> bool:
+    """Whether these weights are for each channel of x alone, and there are several."""
+    return 1 < weight.shape[0] == x.shape[1] > weight.shape[1] == 1
 
 
 def _norm_arguments(

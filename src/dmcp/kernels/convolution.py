@@ -178,10 +178,18 @@ def _weight_gradient(x: Tensor, dy: Tensor, w: Tensor, stride: int) -> Tensor:
         v, vo, weight_pixels(c), depth, _wide(c_out), parts, INTERPRET,
         num_warps=WEIGHT.warps, num_stages=WEIGHT.stages,
     )  # fmt: skip
+    return summed(part, w, c, c_out)
+
+
+def summed(part: Tensor, w: Tensor, c: int, c_out: int) -> Tensor:
+    """Partial sums (slabs, numbers of a patch * outputs) together, laid out as the weights w are."""
     dw = torch.empty_like(w)
+    slabs, size = part.shape
     rows, block = (64, 32) if slabs > 16 else (16, 128)
-    size, vs = part.shape[1], min(4, vector(part.shape[1]))
-    _sum_kernel[(triton.cdiv(size, block),)](part, dw, slabs, *dw.stride(), c, c_out, size // vs, vs, rows, block)
+    vs = min(4, vector(size))
+    _sum_kernel[(triton.cdiv(size, block),)](
+        part, dw, slabs, *dw.stride(), w.shape[3], c, c_out, size // vs, vs, rows, block
+    )
     return dw
 
 

@@ -18,7 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from dmcp.kernels.convolution import empty_images, nhwc, on, small_divider, vector
 
-MOST_CHANNELS = 1024
+MOST_CHANNELS = 2048
+WHOLE = 64  # channels up to which a program takes all of them; beyond, a block
+BLOCKS, WASTE = (128, 64, 32), 1.15  # the widest block that pads channels to no more than so many times, or the last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +42,10 @@ MERGED = 8  # channels of a program that merges partial results
 
 @triton.jit(do_not_specialize=["R", "SPAN", "CV"])
 def _statistics_kernel(x, part, R, SPAN, CV, V: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """Mean and sum of squared deviations of SPAN rows. (R, C) -> (2, programs, C)"""
+    """Mean and sum of squared deviations of SPAN rows, of a block of channels. (R, C) -> (2, programs, C)"""
     C = CV * V  # so that Triton knows what divides it
-    program = tl.program_id(0)
-    c = tl.arange(0, BC)
+    program = tl.program_id(1)
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
     first = program * SPAN
     rows = tl.arange(0, BR)
     mean = tl.zeros((BR, BC), tl.float32)
@@ -66,7 +68,7 @@ def _statistics_kernel(x, part, R, SPAN, CV, V: tl.constexpr, BR: tl.constexpr, 
     spread = tl.sum(m2 + count * apart * apart, axis=0)
     to = part + program * C + c
     tl.store(to, middle, mask=c < C)
-    tl.store(to + tl.num_programs(0) * C, spread, mask=c < C)
+    tl.store(to + tl.num_programs(1) * C, spread, mask=c < C)
 
 
 @triton.jit
@@ -141,10 +143,10 @@ def _normalise_kernel(
 
 @triton.jit(do_not_specialize=["R", "SPAN", "CV"])
 def _sums_kernel(x, dy, coef, part, R, SPAN, CV, V: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """Sums of dy and of dy (x - mean) over SPAN rows. (R, C) -> (2, programs, C)"""
+    """Sums of dy and of dy (x - mean) over SPAN rows, of a block of channels. (R, C) -> (2, programs, C)"""
     C = CV * V
-    program = tl.program_id(0)
-    c = tl.arange(0, BC)
+    program = tl.program_id(1)
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
     mean = tl.load(coef + c, mask=c < C, other=0.0)[None, :]
     plain = tl.zeros((BR, BC), tl.float32)
     product = tl.zeros((BR, BC), tl.float32)
@@ -158,7 +160,7 @@ def _sums_kernel(x, dy, coef, part, R, SPAN, CV, V: tl.constexpr, BR: tl.constex
         product += g * (v - mean)
     to = part + program * C + c
     tl.store(to, tl.sum(plain, axis=0), mask=c < C)
-    tl.store(to + tl.num_programs(0) * C, tl.sum(product, axis=0), mask=c < C)
+    tl.store(to + tl.num_programs(1) * C, tl.sum(product, axis=0), mask=c < C)
 
 
 @triton.jit(do_not_specialize=["R", "PROGRAMS", "CV"])
@@ -194,13 +196,20 @@ def _gradient_kernel(
     tl.store(dx + e, (a * g + b * (v - mean) + d).to(tl.bfloat16), mask=known)
 
 
-def _divided(rows: int, c: int, tiles: Tiles) -> tuple[int, int, tuple[int, ...]]:
-    """Programs, rows of each, and width and tile as the kernel takes them."""
-    v, wide = vector(c, 2), max(8, triton.next_power_of_2(c))
+def _wide(c: int) -> int:
+    """Channels of a block: all where they are few; else blocks that waste little, so that partial results are few."""
+    if c <= WHOLE:
+        return max(8, 1 << (c - 1).bit_length())
+    return next((it for it in BLOCKS if -(-c // it) * it <= WASTE * c), BLOCKS[-1])
+
+
+def _divided(rows: int, c: int, tiles: Tiles) -> tuple[tuple[int, int], int, tuple[int, ...]]:
+    """Grid (blocks of channels, programs for each), rows of a program, and width and tile as the kernel takes them."""
+    v, wide = vector(c, 2), _wide(c)
     numbers = tiles.numbers // 2 if c % 2 else tiles.numbers  # odd widths need more registers for each
-    high = max(1, numbers // wide)
-    span = -(-rows // tiles.programs // high) * high
-    return -(-rows // span), span, (c // v, v, high, wide)
+    high, blocks = max(1, numbers // wide), -(-c // wide)
+    span = -(-rows // max(1, tiles.programs // blocks) // high) * high
+    return (blocks, -(-rows // span)), span, (c // v, v, high, wide)
 
 
 def _each(rows: int, c: int, tiles: Tiles) -> tuple[tuple[int], tuple[Any, ...]]:
@@ -217,10 +226,11 @@ def _normalised(
     """Normalised rows, and mean, scale, shift and 1 / std of each channel. (n, h, w, c) -> (n, c, h, w), (4, c)"""
     c = x.shape[3]
     rows = x.numel() // c
-    programs, span, tile = _divided(rows, c, STATISTICS)
+    grid, span, tile = _divided(rows, c, STATISTICS)
+    programs = grid[1]
     part = torch.empty((2, programs, c), dtype=torch.float32, device=x.device)
     coef = torch.empty((4, c), dtype=torch.float32, device=x.device)
-    _statistics_kernel[(programs,)](x, part, rows, span, *tile, num_warps=STATISTICS.warps, maxnreg=REGISTERS)
+    _statistics_kernel[grid](x, part, rows, span, *tile, num_warps=STATISTICS.warps, maxnreg=REGISTERS)
     v = min(4, vector(c))
     mean, var = (part, part) if running is None else running
     _merge_kernel[(triton.cdiv(c, MERGED),)](
@@ -229,8 +239,8 @@ def _normalised(
         triton.next_power_of_2(programs), MERGED,
     )  # fmt: skip
     y = _empty_like(x)
-    grid, blocks = _each(rows, c, NORMALISE)
-    _normalise_kernel[grid](x, coef, y, x.numel(), *blocks, num_warps=NORMALISE.warps)
+    tiles, blocks = _each(rows, c, NORMALISE)
+    _normalise_kernel[tiles](x, coef, y, x.numel(), *blocks, num_warps=NORMALISE.warps)
     return y, coef
 
 
@@ -244,10 +254,11 @@ def _slopes(x: Tensor, dy: Tensor, coef: Tensor) -> Tensor:
     """Gradients of weight and bias, and three factors of that of x, per channel. -> (5, c)"""
     c = x.shape[3]
     rows = x.numel() // c
-    programs, span, tile = _divided(rows, c, SUMS)
+    grid, span, tile = _divided(rows, c, SUMS)
+    programs = grid[1]
     part = torch.empty((2, programs, c), dtype=torch.float32, device=x.device)
     slopes = torch.empty((5, c), dtype=torch.float32, device=x.device)
-    _sums_kernel[(programs,)](x, dy, coef, part, rows, span, *tile, num_warps=SUMS.warps, maxnreg=REGISTERS)
+    _sums_kernel[grid](x, dy, coef, part, rows, span, *tile, num_warps=SUMS.warps, maxnreg=REGISTERS)
     v, block = min(4, vector(c)), triton.next_power_of_2(programs)
     _finish_kernel[(triton.cdiv(c, MERGED),)](part, coef, slopes, rows, programs, c // v, v, block, MERGED)
     return slopes

@@ -218,10 +218,11 @@ def _put(to, acc, k, out, total, CO):
     tl.store(to + (k[:, None] * CO + out[None, :]), acc, mask=(k < total)[:, None] & (out < CO)[None, :])
 
 
-@triton.jit(do_not_specialize=["SLABS", "s_out", "s_in", "s_row", "s_column", "C", "CO", "SIZE"])
+@triton.jit(do_not_specialize=["SLABS", "s_out", "s_in", "s_row", "s_column", "K", "C", "CO", "SIZE"])
 def _sum_kernel(
-    part, dw, SLABS, s_out, s_in, s_row, s_column, C, CO, SIZE, V: tl.constexpr, BS: tl.constexpr, BE: tl.constexpr
-):
+    part, dw, SLABS, s_out, s_in, s_row, s_column, K, C, CO, SIZE,
+    V: tl.constexpr, BS: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
     """Add the partial sums of BE weights, in a fixed order."""
     e = tl.program_id(0) * BE + tl.arange(0, BE)
     size = SIZE * V
@@ -232,5 +233,5 @@ def _sum_kernel(
         acc += tl.load(part + (slab[:, None] * size + e[None, :]), mask=where, other=0.0)
     k = e // CO
     tap, channel = k // C, k % C
-    to = dw + ((e % CO) * s_out + channel * s_in + (tap // 3) * s_row + (tap % 3) * s_column)
+    to = dw + ((e % CO) * s_out + channel * s_in + (tap // K) * s_row + (tap % K) * s_column)
     tl.store(to, tl.sum(acc, axis=0), mask=e < size)
