@@ -62,7 +62,7 @@ class Engine:
     channels_last: bool | None = None  # images stored pixel by pixel: on GPUs, where convolutions are faster so
     compile: bool | None = None  # torch.compile: on GPUs, where the run is long enough to pay for the compiling
     graphs: bool | None = None  # steps replayed as CUDA graphs: on one GPU, with the default losses and optimizer
-    kernels: bool | None = None  # own kernels for few channels: in bfloat16 on one GPU, for narrow networks
+    kernels: bool | None = None  # own kernels for few channels, and where asked for depthwise layers: bfloat16, one GPU
     tf32: bool = True  # float32 products on a GPU may round their factors to 10 bits
     deterministic: bool = False  # the same bits in every run, also on a GPU; slower
     sync_batchnorm: bool = False  # of several ranks on GPUs: BatchNorms use the statistics of all ranks together
