@@ -204,6 +204,21 @@ def test_the_engine_knows_what_the_kernels_take() -> None:
     assert tuple((it, it) for it in depthwise.SIZES) == engine._DEPTHWISE
 
 
+@torch.autocast("cpu", torch.bfloat16)
+def test_images_are_too_large_by_their_own_numbers_and_those_of_the_output() -> None:
+    """Depthwise layers of a MobileNet fit at a batch of 512: their weights have one input, their images many."""
+
+    def taken(n: int, c: int, weight: Tensor, groups: int) -> bool:
+        x = torch.zeros(1, dtype=torch.bfloat16).expand(n, c, 32, 32)  # takes no memory
+        return kernels._conv_arguments(x, weight, padding=1, groups=groups) is not None
+
+    for c in (96, 960):
+        assert taken(512, c, torch.zeros(c, 1, 3, 3), c)
+    assert not taken(2**20 // 64, 64, torch.zeros(64, 1, 3, 3), 64)
+    assert taken(2**14, 4, torch.zeros(8, 4, 3, 3), 1)
+    assert not taken(2**14, 4, torch.zeros(64, 4, 3, 3), 1)  # the output has 2**30 numbers
+
+
 def test_the_plan_of_weight_gradients_covers_every_pixel_and_number() -> None:
     for c in range(1, 65):
         for k, m in ((3, 524288), (1, 1), (3, 8191)):

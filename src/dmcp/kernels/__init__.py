@@ -138,7 +138,7 @@ def _conv_arguments(
         return None
     if bias is not None and bias.dtype is not torch.float32:
         return None
-    if input.numel() // shape[1] * shape[0] >= _MOST_NUMBERS or weight.device != input.device:
+    if input.numel() // input.shape[1] * shape[0] >= _MOST_NUMBERS or weight.device != input.device:
         return None
     if bias is not None and (bias.shape != shape[:1] or bias.device != input.device):
         return None
