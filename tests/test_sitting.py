@@ -25,7 +25,7 @@ def test_done_cells_are_kept_without_weights_and_steps_and_chosen_ones_with_thei
     for stage in ("search", "choice"):
         put(base / "ex" / "chosen" / "checkpoints" / stage / "step-1.safetensors", stage)
     put(base / "ex" / "begun" / "checkpoints" / "search" / "step-1.safetensors", "search")
-    put(base / "ex" / "plans" / "begun.json", {})
+    put(base / "ex" / "plans" / "begun.json", {"cell": {}})
     keep(base, tmp_path / "kept.tgz")
     with tarfile.open(tmp_path / "kept.tgz") as kept:
         names = {name.removeprefix("ex/") for name in kept.getnames()}
@@ -35,3 +35,24 @@ def test_done_cells_are_kept_without_weights_and_steps_and_chosen_ones_with_thei
     assert names == chosen | done | {"plans/begun.json"}
     logs = [(tmp_path / "there" / "ex" / cell / "log.jsonl").read_text().count("\n") for cell in ("done", "chosen")]
     assert logs == [1, 2]  # where a stopped cell goes on, its log must be whole
+
+
+def test_weights_that_a_cell_still_needs_are_kept(tmp_path: Path) -> None:
+    """A cell that is done is not run again, so one that learns from it would find no network."""
+    base = tmp_path / "base"
+    for cell in ("teacher", "start", "other", "taught", "ended"):
+        put(base / "full" / cell / "settings.json", {})
+        put(base / "full" / cell / "log.jsonl", {"stage": "dmcp", "step": 1})
+        (base / "full" / cell / "model.safetensors").write_bytes(b"0")
+        needs = {"taught": {"uses": "start", "teacher": "teacher"}, "ended": {"uses": "other"}}.get(cell, {})
+        put(base / "full" / "plans" / f"{cell}.json", {"cell": needs})
+        if cell != "taught":
+            put(base / "full" / cell / "widths.json", {})
+    put(base / "full" / "plans" / "unpruned.json", {"cell": None})
+    keep(base, tmp_path / "kept.tgz")
+    with tarfile.open(tmp_path / "kept.tgz") as kept:
+        assert {name for name in kept.getnames() if name.endswith(".safetensors")} == {
+            f"full/{cell}/model.safetensors" for cell in ("teacher", "start")
+        }
+        log = kept.extractfile("full/start/log.jsonl")
+        assert log and log.read()  # a draw reads the steps of its search

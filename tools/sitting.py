@@ -4,8 +4,9 @@
     python3 tools/sitting.py keep ~/s $OUT/kept.tgz
     tar xzf kept.tgz -C runs/sitting          # there `dmcp paper ... --gather` makes tables, and `go` goes on
 
-A kept cell that is done has what tables need, without weights and without a line
-for each step; one that has chosen its widths has that choice, and trains them anew; of others nothing is kept.
+A kept cell that is done has what tables need, without weights and without a line for each step; all of it is kept where
+a cell that is not done starts or learns from it. One that has chosen its widths has that choice, and trains them anew;
+of others nothing is kept.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from pathlib import Path
 
 RECIPE = "--batch 512 --lr 1.6 --weight-decay 5e-4"
 LEAST_GAIN = 0.85  # of the time of a search step: below it own kernels are used
-MOST_BYTES = 2**20  # of a file that is kept
+MOST_BYTES = 2**20  # of a file that is kept of a cell that is not done
+ENDS = ("widths.json", "prepared.safetensors", "recovery.json")  # of which a cell that is done has one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +87,8 @@ def go(plan: str, seconds: float, data: str, base: Path) -> None:
     running: list[subprocess.Popen[bytes]] = []
     with _mps(base):
         for stage in PLANS[plan]:
+            if time.monotonic() >= end:
+                break
             recipe, batch = ("", "16") if data == "digits" else (RECIPE, "512")
             options = f"{_way(stage, base, batch)} {recipe} --at-once {stage.at_once}"
             places = ["--data", data, "--out", str(base / stage.folder), "--results", str(results)]
@@ -94,12 +98,13 @@ def go(plan: str, seconds: float, data: str, base: Path) -> None:
                 running.append(subprocess.Popen(command, stdout=said, stderr=said))
             while running[-1].poll() is None and _done(base / stage.folder) < stage.next_at and time.monotonic() < end:
                 time.sleep(1)
+        while any(process.poll() is None for process in running) and time.monotonic() < end:
+            time.sleep(1)
+        late = [process for process in running if process.poll() is None]
+        for process in late:
+            process.terminate()  # once: it saves, and a second signal would kill
         for process in running:
-            try:
-                _note(base, f"ended: {process.wait(max(0.0, end - time.monotonic()))}")
-            except subprocess.TimeoutExpired:
-                process.terminate()  # once: it saves, and a second signal would kill
-                _note(base, f"time is over, ended: {process.wait()}")
+            _note(base, f"{'time is over, ended' if process in late else 'ended'}: {process.wait()}")
 
 
 _DMCP = (sys.executable, "-m", "dmcp")
@@ -114,9 +119,11 @@ def _mps(base: Path) -> Iterator[None]:
         os.environ[f"CUDA_MPS_{kind.upper()}_DIRECTORY"] = str(base / "mps" / kind)
     if control:
         subprocess.run([control, "-d"], check=False)
-    yield
-    if control:
-        subprocess.run([control], input=b"quit\n", check=False)
+    try:
+        yield
+    finally:
+        if control:
+            subprocess.run([control], input=b"quit\n", check=False)
 
 
 def _way(stage: Stage, base: Path, batch: str) -> str:
@@ -142,7 +149,7 @@ def _search_time(file: Path) -> float:
 
 
 def _done(folder: Path) -> int:
-    return sum((cell / "widths.json").exists() for cell in folder.glob("*"))
+    return sum(map(_is_done, folder.glob("*")))
 
 
 def _note(base: Path, text: str) -> None:
@@ -158,18 +165,33 @@ def keep(base: Path, out: Path) -> None:
     with tarfile.open(out, "w:gz") as kept:
         for path in sorted([*base.glob("*.txt"), *base.glob("*/commands.jsonl"), *base.glob("*/plans/*.json")]):
             _put(kept, base, path, path.read_bytes())
+        needed = _needed(base)
         for cell in sorted(path.parent for path in base.glob("*/*/settings.json")):
-            for path in _files(cell):
-                _put(kept, base, path, _without_steps(path) if _is_done(cell) else path.read_bytes())
+            for path in _files(cell, needed):
+                ended = _is_done(cell) and cell not in needed
+                _put(kept, base, path, _without_steps(path) if ended else path.read_bytes())
 
 
 def _is_done(cell: Path) -> bool:
-    return (cell / "widths.json").exists() and not (cell / "checkpoints").exists()
+    """As dmcp.cell_files says it, which is not imported: `keep` needs no torch."""
+    return any((cell / name).exists() for name in ENDS) and not (cell / "checkpoints").exists()
 
 
-def _files(cell: Path) -> list[Path]:
+def _needed(base: Path) -> set[Path]:
+    """Cells that others start or learn from which are not done."""
+    found: set[Path] = set()
+    for path in base.glob("*/plans/*.json"):
+        folder, cell = path.parents[1], json.loads(path.read_text())["cell"] or {}
+        if not _is_done(folder / path.stem):
+            found |= {folder / cell[key] for key in ("uses", "teacher") if cell.get(key)}
+    return found
+
+
+def _files(cell: Path, needed: set[Path]) -> list[Path]:
     """Those of a cell that are kept."""
     here = [path for path in cell.iterdir() if path.is_file() and path.name != "lock.json"]
+    if _is_done(cell) and cell in needed:
+        return sorted(here)
     if _is_done(cell):
         return sorted(path for path in here if path.suffix != ".safetensors")
     chosen = [path for path in (cell / "checkpoints" / "choice").glob("**/*") if path.is_file()]
