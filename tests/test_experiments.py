@@ -1109,13 +1109,35 @@ def test_a_table_with_rows_of_other_methods_is_not_replaced(capsys: pytest.Captu
     assert code == 0, error
     path = tmp_path / "results" / "main-digits-resnet.json"
     data = json.loads(path.read_text())
-    path.write_text(json.dumps(data | {"rows": [*data["rows"], {"method": "amc", "budget": "50%"}]}))
+    path.write_text(json.dumps(data | {"rows": [*data["rows"], {"method": "amc", "budget": "50%", "seeds": [0]}]}))
     code, _, error = run(capsys, *words)
     assert (
         code == 2
-        and f"{path} has amc, which" in error
+        and f"{path} has amc-50%-seed0, which" in error
         and len(json.loads(path.read_text())["rows"]) > len(data["rows"])
     )
+
+
+@pytest.mark.parametrize(("gone", "named"), [("50%-seed1", "amc-50%-seed1"), ("30%", "amc-30%-seed0 and 1 more")])
+def test_a_table_with_more_cells_of_another_method_is_not_replaced(
+    gone: str, named: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Some of its cells are still there: another seed, another budget."""
+    it = short(seeds=2)
+    others = tasks(replace(it.common, methods=("amc",), unpruned=False))
+    for task in [*study_tasks(it, ["main"]), *others]:
+        write_cell(task, tmp_path / "cells", it, 0.7)
+    words = ["main", *SHORT, *places(tmp_path, seeds=2), "--budget", "50%", "--budget", "30%", "--gather"]
+    code, told, error = run(capsys, *words)
+    assert code == 0 and "| amc " in told, error
+    path = tmp_path / "results" / "main-digits-resnet.json"
+    before = path.read_bytes()
+    for cell in (tmp_path / "cells").glob(f"amc-{gone}*"):
+        shutil.rmtree(cell)
+    code, told, error = run(capsys, *words)
+    assert "| amc " in told and path.read_bytes() == before
+    where = f"{path} has {named}, which {tmp_path / 'cells'} has not"
+    assert (code, error) == (2, f"dmcp: {where}: left as it is. Give another --results.\n")  # main cannot be --recorded
 
 
 def test_the_data_of_the_experiment_count_before_those_of_others(

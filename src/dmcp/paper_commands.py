@@ -32,7 +32,7 @@ from dmcp.jobs import Job, open_job
 from dmcp.methods.dmcp import DmcpConfig
 from dmcp.outcomes import Recorded
 from dmcp.printing import print_json
-from dmcp.records import check_recordable, lost_from, read_recorded, unrecorded
+from dmcp.records import check_recordable, is_recordable, lost_from, read_recorded, unrecorded
 from dmcp.results_page import make_page
 from dmcp.runs import Run, read_json
 from dmcp.searches import SearchConfig
@@ -162,7 +162,8 @@ def paper(
     fuller = _show(study, wanted, folder, Path(results), page, as_json, known)
     check_failed(failed)
     if fuller:
-        raise FileError(f"{'; '.join(fuller)}: left as it is. Give another --results, or --recorded to keep its cells.")
+        way = ", or --recorded to keep its cells" if not recorded and all(map(is_recordable, fuller)) else ""
+        raise FileError(f"{'; '.join(fuller.values())}: left as it is. Give another --results{way}.")
 
 
 def _search_settings(epochs: int, alpha_lr: float) -> dict[str, dict[str, Any]]:
@@ -336,18 +337,18 @@ def _show(
     page: Path | None,
     as_json: bool,
     known: Mapping[str, Recorded],
-) -> list[str]:
+) -> dict[str, str]:
     """Tables on stdout; tables, figures and data into the folder of results.
 
-    What is there and has more cells is not replaced: words for each.
+    What is there and has more cells is not replaced: words for each such experiment.
     """
-    files, fuller = list[str](), list[str]()
+    files, fuller = list[str](), dict[str, str]()
     for name in names:
         if shown := show(study, name, folder, known.get(name)):
             stem = _stem(study, name)
             if lost := lost_from(place / f"{stem}.json", study, name, shown, folder, known.get(name)):
                 more = f" and {len(lost) - 1} more" if lost[1:] else ""
-                fuller.append(f"{place / stem}.json has {lost[0]}{more}, which {folder} has not")
+                fuller[name] = f"{place / stem}.json has {lost[0]}{more}, which {folder} has not"
             else:
                 files += map(str, write(study, name, shown, folder, place, stem, known.get(name)))
             if not as_json:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from dmcp.arms import Arm, Study
 from dmcp.cell_files import is_done
-from dmcp.comparing import Task
+from dmcp.comparing import Task, cell_name
 from dmcp.errors import DmcpError, FileError
 from dmcp.experiment_cells import cells_of, command, study_tasks
 from dmcp.experiments import EXPERIMENTS, WIDER, study_of
@@ -22,24 +22,38 @@ from dmcp.runs import from_plain, read_json
 _OF_FOLDERS = ("main", "recover", "distribution")  # what these show is in the folders of their cells alone
 
 
+def is_recordable(name: str) -> bool:
+    """Whether what is recorded of its cells is all that an experiment shows."""
+    return name not in _OF_FOLDERS
+
+
 def check_recordable(names: Sequence[str]) -> None:
     """Refuse experiments that need more of their cells than what is recorded of them."""
-    if refused := ", ".join(name for name in names if name in _OF_FOLDERS):
+    if refused := ", ".join(name for name in names if not is_recordable(name)):
         raise DmcpError(
             f"--recorded: {refused} cannot be made without the folders of all cells: leave out one or the other."
         )
 
 
 def lost_from(path: Path, it: Study, name: str, shown: Shown, folder: Path, recorded: Recorded | None) -> list[str]:
-    """Cells and methods that a table has which is already there, and that one in its place would not have."""
+    """Cells that a table has which is already there, and that one in its place would not have."""
     stored = read_json(path) if path.exists() else {}
     own = study_of(it, name)
     done = {outcome.name for outcome in outcomes(own, EXPERIMENTS[name](own), folder, recorded)}
     cells, rows = (it if isinstance(it, list) else [] for it in (stored.get("cells"), stored.get("rows")))
     names = [cell["name"] for cell in cells if isinstance(cell, dict) and isinstance(cell.get("name"), str)]
-    known = {row.get("method") for row in shown.rows}  # in main: also those of dmcp compare
-    methods = [row["method"] for row in rows if isinstance(row, dict) and isinstance(row.get("method"), str)]
-    return [*(cell for cell in names if cell not in done), *dict.fromkeys(it for it in methods if it not in known)]
+    known = set(_compared(shown.rows))
+    lost = [cell for cell in names if cell not in done]
+    return [*dict.fromkeys([*lost, *(cell for cell, own in _compared(rows) if (cell, own) not in known)])]
+
+
+def _compared(rows: Sequence[Any]) -> Iterator[tuple[str, bool]]:
+    """Cells in the rows of main, also those of dmcp compare, each with whether it was trained its method's own way."""
+    for row in rows:
+        if isinstance(row, dict) and isinstance(method := row.get("method"), str):
+            seeds = row.get("seeds")
+            for seed in seeds if isinstance(seeds, list | tuple) else ():
+                yield cell_name(method, seed, row.get("budget") or ""), row.get("own") is True
 
 
 # what is recorded
