@@ -15,21 +15,14 @@ from dmcp.batches import Loader, generator
 from dmcp.calibration import recalibrate
 from dmcp.cutting import cut, reinitialise
 from dmcp.engine import Engine
-from dmcp.events import Event as Event  # a part of prune's interface
-from dmcp.events import Report, silent
+from dmcp.events import Event, Report, silent
 from dmcp.graph import ChannelGraph
 from dmcp.keeping import Keeper
-from dmcp.losses import ImitationWarning as ImitationWarning  # what prune may warn of
 from dmcp.losses import Loss, classification_loss, imitation
-from dmcp.losses import MetricWarning as MetricWarning
 from dmcp.optimizers import MakeOptimizer
 from dmcp.ranks import current
 from dmcp.recording import tensors_in
-from dmcp.rows import OURS as OURS  # these four belong to what this file reports, and are imported from it
-from dmcp.rows import UNIFORM as UNIFORM
-from dmcp.rows import UNPRUNED as UNPRUNED
-from dmcp.rows import Row as Row
-from dmcp.rows import divergence
+from dmcp.rows import UNPRUNED, divergence
 from dmcp.spaces import Widths
 from dmcp.supernet import Supernet
 from dmcp.training import Distillation, StepRecord, TrainConfig
