@@ -461,6 +461,10 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="not a run: give a folder"):
         read_run(tmp_path)
     assert "no runs" in CliRunner().invoke(app, ["runs", str(tmp_path)]).stdout
+    write_run(tmp_path / "my runs" / "one", step_lines(17), done=False)
+    with pytest.raises(FileError) as error:
+        read_run(tmp_path / "my runs")
+    assert str(error.value).endswith(f"a folder of runs: name them, like '{tmp_path / 'my runs'}'/*.")  # can be typed
 
 
 def test_the_report_and_its_charts_are_files(tmp_path: Path) -> None:

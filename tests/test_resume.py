@@ -592,8 +592,8 @@ def test_what_is_no_run_or_is_done_is_refused(commands: Commands, whole: Path, t
     stored = json.loads((whole / "settings.json").read_text())
     (tmp_path / "settings.json").write_text(json.dumps(stored | {"train": stored["train"] | {"slimmable": False}}))
     told = refused(commands, tmp_path)
-    assert "(Plan.train: TrainConfig.slimmable: 'slimmable'): another version of dmcp began it; " in told
-    assert "go on with that one, or start anew in another folder (--out)" in told
+    assert "(Plan.train: TrainConfig.slimmable: 'slimmable'): another version of dmcp began it, or somebody " in told
+    assert "has changed it: go on with that version, or start anew in another folder (--out)" in told
     assert f"this run is done; dmcp report {whole}" in refused(commands, whole)
 
 

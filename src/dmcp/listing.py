@@ -121,7 +121,7 @@ def read_run(folder: str | os.PathLike[str], tail: int | None = None) -> PastRun
     path = Path(folder)
     if not is_run(path):
         if path.is_dir() and any(map(is_run, path.iterdir())):
-            raise FileError(f"{path}: not a run, but a folder of runs: name them, like {path}/*.")
+            raise FileError(f"{path}: not a run, but a folder of runs: name them, like {shlex.quote(str(path))}/*.")
         raise FileError(f"{path}: not a run: give a folder that dmcp prune, search or train has made.")
     problems: list[str] = []
     settings = _settings(path, problems)

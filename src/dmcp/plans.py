@@ -100,8 +100,8 @@ def plan_from_json(data: Mapping[str, Any], path: object) -> Plan:
         return from_plain(Plan, {it.name: data[it.name] for it in fields(Plan) if it.name in data or it.name != "cell"})
     except (KeyError, TypeError, ValueError, OverflowError, TrainingError) as error:
         raise FileError(
-            f"{path}: not the settings of a run of this version ({quote(error)}): another version of dmcp began it; "
-            "go on with that one, or start anew in another folder (--out)."
+            f"{path}: not the settings of a run of this version ({quote(error)}): another version of dmcp began it, "
+            "or somebody has changed it: go on with that version, or start anew in another folder (--out)."
         ) from None
 
 
