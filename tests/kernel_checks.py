@@ -501,6 +501,15 @@ def test_they_are_tried_out_before_they_are_used(monkeypatch: pytest.MonkeyPatch
         monkeypatch.undo()
 
 
+def test_norms_of_many_channels_are_tried_out_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(x: Tensor, *rest: Any) -> Tensor:
+        return batch_norm(x, *rest) * (1.0 if x.shape[1] <= 64 else 1.2)
+
+    monkeypatch.setattr(kernels, "batch_norm", wrong)
+    with pytest.raises(RuntimeError, match="do not compute here what torch's do"):
+        kernels.try_out(torch.device("cpu"))
+
+
 def test_the_mode_leaves_the_rest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("conv2d", "depthwise_conv2d", "batch_norm"):
         monkeypatch.setattr(kernels, name, None)

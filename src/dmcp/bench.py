@@ -129,7 +129,7 @@ def measure(
     _clean(device)
     found, refused = _measure_search(net, data, settled, rounds, say)
     first_s = plain.pop("first_s") + found.pop("first_s")
-    choices = ("precision", "channels_last", "compile", "graphs", "kernels", "tf32")
+    choices = ("precision", "channels_last", "compile", "graphs", "kernels", "depthwise", "tf32")
     return Measured(
         model=name,
         model_args=model_args,

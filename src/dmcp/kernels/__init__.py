@@ -57,6 +57,7 @@ class OwnKernels(TorchFunctionMode):
 
 _PLAIN = ((8, MOST_IN_CONV, 1), (8, MOST_IN_CONV, 2), (8, 3, 1))  # channels out, in, and stride that are tried out
 _ALONE = ((32, 1, 1), (32, 1, 2))
+_WIDE = (200,)  # channels of norms that take them in blocks
 
 
 def try_out(device: torch.device, depthwise: bool = False) -> None:
@@ -64,14 +65,24 @@ def try_out(device: torch.device, depthwise: bool = False) -> None:
     with torch.inference_mode(False), torch.enable_grad():
         for outputs, c, stride in _ALONE if depthwise else _PLAIN:
             groups = outputs if c == 1 else 1
-            shape = (2, c * groups, 5, 5)
-            waves = torch.linspace(-20, 20, math.prod(shape), device=device).sin()  # a line would cancel out
-            x = waves.reshape(shape).bfloat16().requires_grad_()
+            x = _waves(2, c * groups, 5, 5, device=device)
             weight = torch.linspace(1, -1, outputs * c * 9, device=device).reshape(outputs, c, 3, 3).bfloat16().float()
-            found, wanted = (_with_slopes(x, weight, *ways, stride, groups) for ways in _WAYS)
-            for one, other in zip(found, wanted, strict=True):
-                if not torch.allclose(one.float(), other.float(), rtol=0.05, atol=0.05 * float(other.abs().max())):
-                    raise RuntimeError("own kernels do not compute here what torch's do")
+            _check_alike(*(_with_slopes(x, weight, *ways, stride, groups) for ways in _WAYS))
+        for c in () if depthwise else _WIDE:
+            x = _waves(2, c, 5, 5, device=device)
+            outs = [norm(x) for _, norm in _WAYS]
+            _check_alike(*((out.detach(), *torch.autograd.grad((out * out.detach().cos()).sum(), x)) for out in outs))
+
+
+def _waves(*shape: int, device: torch.device) -> Tensor:
+    """Images to try kernels out with; gradients of a line would cancel out."""
+    return torch.linspace(-20, 20, math.prod(shape), device=device).sin().reshape(shape).bfloat16().requires_grad_()
+
+
+def _check_alike(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        if not torch.allclose(one.float(), other.float(), rtol=0.05, atol=0.05 * float(other.abs().max())):
+            raise RuntimeError("own kernels do not compute here what torch's do")
 
 
 def _with_slopes(x: Tensor, weight: Tensor, conv: Any, norm: Any, stride: int, groups: int) -> tuple[Tensor, ...]:
