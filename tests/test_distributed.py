@@ -93,7 +93,10 @@ def gap(one: Any, other: Any) -> float:
 # the library
 
 
-@pytest.mark.parametrize(("world", "batch"), [(2, 32), (3, 10)], ids=["even", "uneven"])
+@pytest.mark.parametrize(
+    ("world", "batch"),
+    [pytest.param(2, 32, id="even", marks=pytest.mark.slow), pytest.param(3, 10, id="uneven")],
+)
 def test_without_batchnorm_ranks_compute_what_one_process_does(world: int, batch: int, tmp_path: Path) -> None:
     everyone = learned(tmp_path, world, "train_plain", batch)
     alone = programs.train_plain(ALONE, batch)

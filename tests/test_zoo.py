@@ -45,11 +45,14 @@ SMALL = [
 
 LONG = {  # seconds each; `make zoo` has them, too
     "tv:densenet121",
+    "tv:googlenet",
     "tv:mnasnet0_5",
     "tv:resnext50_32x4d",
+    "timm:ghostnet_100",
     "timm:res2net50_26w_4s",
     "timm:mixnet_s",
     "timm:mobilevit_xxs",
+    "timm:vit_tiny_patch16_224",
     "timm:convnext_atto",
     "timm:hgnetv2_b0",
     "timm:fasternet_t0",
