@@ -16,8 +16,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._pytree import tree_flatten
 
 import dmcp
+import dmcp.cuda_graphs
 import dmcp.engine
-from dmcp.engine import Engine, Precision, Repeated, Settled, best_device, is_depthwise, is_narrow, set_lr, sgd
+from dmcp.cuda_graphs import Repeated
+from dmcp.engine import Engine, Precision, Settled, best_device, is_depthwise, is_narrow, set_lr, sgd
 from dmcp.errors import TrainingError
 from dmcp.nets import build
 from dmcp.searches import SearchConfig
@@ -428,14 +430,16 @@ def test_a_repeated_step_on_the_cpu_just_runs() -> None:
 
 @pytest.mark.parametrize("inputs", [(torch.ones(2),), (torch.ones(2, device="meta"), 3), ({"a": [torch.ones(1)]},)])
 def test_tensors_elsewhere_have_no_key(inputs: Any) -> None:
-    assert dmcp.engine._key(*tree_flatten(inputs)) is None
+    assert dmcp.cuda_graphs._key(*tree_flatten(inputs)) is None
 
 
 def test_keys_tell_structures_apart() -> None:
-    keys = [dmcp.engine._key(*tree_flatten(inputs)) for inputs in ((1, 2), ((1, 2),), ([1, 2],), (1, 3), (1, True))]
+    keys = [
+        dmcp.cuda_graphs._key(*tree_flatten(inputs)) for inputs in ((1, 2), ((1, 2),), ([1, 2],), (1, 3), (1, True))
+    ]
     assert all(key is not None for key in keys)
     assert len(set(keys[:4])) == 4
-    assert dmcp.engine._key(*tree_flatten((1, {3}))) is None  # a set cannot be compared quickly
+    assert dmcp.cuda_graphs._key(*tree_flatten((1, {3}))) is None  # a set cannot be compared quickly
 
 
 # -- compiling

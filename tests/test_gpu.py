@@ -16,7 +16,7 @@ from test_twenty_steps import EAGER, losses, resnet20, searched
 from torchvision.models import mobilenet_v3_small, resnet18
 
 import dmcp
-from dmcp.engine import Repeated
+from dmcp.cuda_graphs import Repeated
 from dmcp.errors import StoppedError
 from dmcp.keeping import Keeper
 from dmcp.nets import build

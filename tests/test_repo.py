@@ -68,6 +68,7 @@ ORDER = [
     "kernels.depthwise",
     "kernels.norm",
     "kernels",
+    "cuda_graphs",
     "engine",
     "optimizers",
     "keeping",

@@ -21,7 +21,8 @@ def test_done_cells_are_kept_without_weights_and_steps_and_chosen_ones_with_thei
         put(base / "ex" / cell / "log.jsonl", *steps)
         (base / "ex" / cell / "model.safetensors").write_bytes(b"0" * (MOST_BYTES + 1))
         (base / "ex" / cell / "lock.json").write_text("{}")
-    put(base / "ex" / "done" / "widths.json", {"a": 1})
+    for file in ("widths.json", "cost.json"):
+        put(base / "ex" / "done" / file, {"a": 1})
     for stage in ("search", "choice"):
         put(base / "ex" / "chosen" / "checkpoints" / stage / "step-1.safetensors", stage)
     put(base / "ex" / "begun" / "checkpoints" / "search" / "step-1.safetensors", "search")
@@ -31,7 +32,7 @@ def test_done_cells_are_kept_without_weights_and_steps_and_chosen_ones_with_thei
         names = {name.removeprefix("ex/") for name in kept.getnames()}
         kept.extractall(tmp_path / "there", filter="data")
     chosen = {f"chosen/{name}" for name in ("settings.json", "log.jsonl", "checkpoints/choice/step-1.safetensors")}
-    done = {f"done/{name}" for name in ("settings.json", "log.jsonl", "widths.json")}
+    done = {f"done/{name}" for name in ("settings.json", "log.jsonl", "widths.json", "cost.json")}
     assert names == chosen | done | {"plans/begun.json"}
     logs = [(tmp_path / "there" / "ex" / cell / "log.jsonl").read_text().count("\n") for cell in ("done", "chosen")]
     assert logs == [1, 2]  # where a stopped cell goes on, its log must be whole
@@ -47,7 +48,8 @@ def test_weights_that_a_cell_still_needs_are_kept(tmp_path: Path) -> None:
         needs = {"taught": {"uses": "start", "teacher": "teacher"}, "ended": {"uses": "other"}}.get(cell, {})
         put(base / "full" / "plans" / f"{cell}.json", {"cell": needs})
         if cell != "taught":
-            put(base / "full" / cell / "widths.json", {})
+            for file in ("widths.json", "cost.json"):
+                put(base / "full" / cell / file, {})
     put(base / "full" / "plans" / "unpruned.json", {"cell": None})
     keep(base, tmp_path / "kept.tgz")
     with tarfile.open(tmp_path / "kept.tgz") as kept:

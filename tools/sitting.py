@@ -1,7 +1,7 @@
 """Fill tables on a machine that is lent for minutes only: its experiments, and what is worth keeping of their cells.
 
     PYTHONPATH=src setsid nohup python3 tools/sitting.py go full 1500 ~/data/cifar10 ~/s > go.log 2>&1 < /dev/null &
-    python3 tools/sitting.py keep ~/s $OUT/kept.tgz
+    PYTHONPATH=src python3 tools/sitting.py keep ~/s $OUT/kept.tgz
     tar xzf kept.tgz -C runs/sitting          # there `dmcp paper ... --gather` makes tables, and `go` goes on
 
 A kept cell that is done has what tables need, without weights and without a line for each step; all of it is kept where
@@ -26,10 +26,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from dmcp.cell_files import is_done
+
 RECIPE = "--batch 512 --lr 1.6 --weight-decay 5e-4"
 LEAST_GAIN = 0.85  # of the time of a search step: below it own kernels are used
 MOST_BYTES = 2**20  # of a file that is kept of a cell that is not done
-ENDS = ("widths.json", "prepared.safetensors", "recovery.json")  # of which a cell that is done has one
+PATIENCE = 90  # seconds that measuring steps may take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +137,10 @@ def _way(stage: Stage, base: Path, batch: str) -> str:
         file = base / f"bench{way}.json"
         asked = ["--model", stage.kernels, "--no-compile", "--batch", batch, "--rounds", "3", way, "--json", str(file)]
         with (base / f"bench{way}.txt").open("wb") as said:
-            ended = subprocess.run([*_DMCP, "bench", *asked], stdout=said, stderr=said, check=False)
-        took[way] = _search_time(file) if ended.returncode == 0 else float("inf")
+            took[way] = float("inf")  # of a way that fails or hangs
+            with contextlib.suppress(subprocess.SubprocessError):
+                subprocess.run([*_DMCP, "bench", *asked], stdout=said, stderr=said, check=True, timeout=PATIENCE)
+                took[way] = _search_time(file)
     _note(base, f"{stage.kernels}, search step: {took}")
     helped = took["--kernels"] < LEAST_GAIN * took["--no-kernels"]
     return f"{stage.options} --kernels" if helped else f"{stage.short} --no-kernels"
@@ -149,7 +153,7 @@ def _search_time(file: Path) -> float:
 
 
 def _done(folder: Path) -> int:
-    return sum(map(_is_done, folder.glob("*")))
+    return sum(map(is_done, folder.glob("*")))
 
 
 def _note(base: Path, text: str) -> None:
@@ -168,13 +172,8 @@ def keep(base: Path, out: Path) -> None:
         needed = _needed(base)
         for cell in sorted(path.parent for path in base.glob("*/*/settings.json")):
             for path in _files(cell, needed):
-                ended = _is_done(cell) and cell not in needed
+                ended = is_done(cell) and cell not in needed
                 _put(kept, base, path, _without_steps(path) if ended else path.read_bytes())
-
-
-def _is_done(cell: Path) -> bool:
-    """As dmcp.cell_files says it, which is not imported: `keep` needs no torch."""
-    return any((cell / name).exists() for name in ENDS) and not (cell / "checkpoints").exists()
 
 
 def _needed(base: Path) -> set[Path]:
@@ -182,7 +181,7 @@ def _needed(base: Path) -> set[Path]:
     found: set[Path] = set()
     for path in base.glob("*/plans/*.json"):
         folder, cell = path.parents[1], json.loads(path.read_text())["cell"] or {}
-        if not _is_done(folder / path.stem):
+        if not is_done(folder / path.stem):
             found |= {folder / cell[key] for key in ("uses", "teacher") if cell.get(key)}
     return found
 
@@ -190,9 +189,9 @@ def _needed(base: Path) -> set[Path]:
 def _files(cell: Path, needed: set[Path]) -> list[Path]:
     """Those of a cell that are kept."""
     here = [path for path in cell.iterdir() if path.is_file() and path.name != "lock.json"]
-    if _is_done(cell) and cell in needed:
+    if is_done(cell) and cell in needed:
         return sorted(here)
-    if _is_done(cell):
+    if is_done(cell):
         return sorted(path for path in here if path.suffix != ".safetensors")
     chosen = [path for path in (cell / "checkpoints" / "choice").glob("**/*") if path.is_file()]
     small = [path for path in here if path.suffix == ".jsonl" or path.stat().st_size < MOST_BYTES]

@@ -6,23 +6,20 @@ import contextlib
 import functools
 import importlib
 import os
-import random
-import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_map_only
 
+from dmcp.cuda_graphs import Repeated
 from dmcp.errors import TrainingError
 from dmcp.ranks import current
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_WARM = 3  # times that a step is run before it is captured: kernels are loaded and tuned in them
 _NARROW, _KERNELS = 64, ((1, 1), (3, 3))  # channels and sizes of convolutions that our kernels take
 _DEPTHWISE = ((3, 3), (5, 5))  # sizes of depthwise ones that they take, of any number of channels
 _DEPTHWISE_SHARE = 6  # a network is one of depthwise layers if at least every sixth convolution is one
@@ -252,113 +249,6 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float, shares: Sequence[float] 
             group["lr"].fill_(lr * share)
         else:
             group["lr"] = lr * share
-
-
-class Repeated:
-    """A step that is called again and again with tensors of the same shapes: captured once, then replayed.
-
-    The first calls run as they are, on a stream of their own as capturing wants it. A call with other shapes, or a
-    step that cannot be captured (it asks the GPU for a number), runs as it is, too. What the step returns is copied,
-    since the next replay writes to the same place.
-    """
-
-    def __init__(self, step: Callable[..., Any]) -> None:
-        self.step = step
-        self.seen: dict[Hashable, int] = {}
-        self.graphs: dict[Hashable, _Graph] = {}
-        self.refused: str = ""  # why no graph is used
-
-    def __call__(self, *inputs: Any) -> Any:
-        leaves, spec = tree_flatten(inputs)
-        key = _key(leaves, spec)
-        if self.refused or key is None:
-            return self.step(*inputs)
-        if key in self.graphs:
-            return self.graphs[key].replay(leaves)
-        self.seen[key] = self.seen.get(key, 0) + 1
-        if self.seen[key] <= _WARM or len(self.graphs) == _MOST_GRAPHS:
-            return self._aside(inputs)
-        try:
-            self.graphs[key] = self._capture(leaves, spec)
-        except Exception as error:  # whatever stops a capture: the step still works without
-            self.refused = str(error).splitlines()[0]
-            torch.cuda.synchronize()
-            return self.step(*inputs)
-        return self.graphs[key].replay(leaves)
-
-    def _aside(self, inputs: Sequence[Any]) -> Any:
-        stream, main = _side_stream(), torch.cuda.current_stream()
-        stream.wait_stream(main)
-        host = _host_random()
-        with torch.cuda.stream(stream):
-            out = self.step(*inputs)
-        main.wait_stream(stream)
-        if host != _host_random():
-            self.refused = "the step draws random numbers on the host, which a graph would not repeat"
-        return out
-
-    def _capture(self, leaves: Sequence[Any], spec: Any) -> _Graph:
-        static = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        global _pool
-        if not _alive:  # the memory of a pool goes with the last graph in it
-            _pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=_pool, stream=_side_stream()):
-            out = self.step(*tree_unflatten(static, spec))
-        captured = _Graph(graph, static, out)
-        _alive.add(captured)
-        return captured
-
-
-_MOST_GRAPHS = 2  # per step: the usual batch, and the last one of an epoch
-
-
-@dataclass(frozen=True, eq=False)
-class _Graph:
-    graph: Any
-    inputs: list[Any]
-    out: Any
-
-    def replay(self, leaves: Sequence[Any]) -> Any:
-        for own, given in zip(self.inputs, leaves, strict=True):
-            if isinstance(own, Tensor):
-                own.copy_(given, non_blocking=True)
-        self.graph.replay()
-        return tree_map_only(Tensor, torch.clone, self.out)
-
-
-_pool: Any = None  # memory that all graphs share: only one of them runs at a time
-_alive: weakref.WeakSet[_Graph] = weakref.WeakSet()
-_streams: dict[int, torch.cuda.Stream] = {}
-
-
-def _side_stream() -> torch.cuda.Stream:
-    device = torch.cuda.current_device()
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return _streams[device]
-
-
-def _host_random() -> tuple[Any, ...]:
-    """Where the generators of the host are."""
-    _, numbers, *rest = np.random.get_state(legacy=True)
-    return random.getstate(), np.asarray(numbers).tobytes(), rest, torch.get_rng_state().numpy().tobytes()
-
-
-def _key(leaves: Sequence[Any], spec: Any) -> Hashable | None:
-    """What must be the same for a graph to be replayed; None where a leaf cannot be compared or is not on the GPU."""
-    parts: list[Hashable] = [str(spec)]
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            if not leaf.is_cuda:
-                return None
-            parts.append((leaf.shape, leaf.dtype, leaf.stride(), leaf.requires_grad))
-        elif isinstance(leaf, Hashable):
-            parts.append(leaf)
-        else:
-            return None
-    return tuple(parts)
 
 
 def _channels_last(tensor: Tensor) -> Tensor:

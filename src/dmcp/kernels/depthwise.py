@@ -142,10 +142,7 @@ def _below(sums, row, taps, K: tl.constexpr):
 @triton.jit
 def _moved(tiles, COUNT: tl.constexpr):
     """Without the first, with zeros in the end."""
-    found = ()
-    for i in tl.static_range(1, COUNT):
-        found = found + (tiles[i],)
-    return found + (tl.zeros_like(tiles[0]),)
+    return _rest(tiles, COUNT) + (tl.zeros_like(tiles[0]),)
 
 
 @triton.jit
