@@ -44,8 +44,12 @@ def run(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
 
 
 def test_version_and_python_m() -> None:
-    printed = subprocess.run([sys.executable, "-m", "dmcp", "--version"], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-X", "importtime", "-m", "dmcp", "--version"]  # what is imported is on stderr
+    printed = subprocess.run(command, capture_output=True, text=True, check=True)
     assert printed.stdout == f"torch-dmcp {dmcp.__version__}\n"
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in printed.stderr.splitlines()}
+    assert {"torch", "dmcp"} <= imported
+    assert not imported & {"matplotlib", "torchvision", "timm", "triton", "onnx", "accelerate"}  # they take long
 
 
 def test_help_names_everything(capsys: Capture) -> None:
