@@ -24,6 +24,7 @@ from dmcp import bench_commands, commands, compare_commands, export_commands, pa
 from dmcp import options as o
 from dmcp.errors import DmcpError, RankError, StoppedError
 from dmcp.graph import ChannelGraph
+from dmcp.interrupts import INTERRUPTED, raise_again
 from dmcp.jobs import argument
 from dmcp.jobs import shape as parse_shape
 from dmcp.listing import plain
@@ -45,7 +46,7 @@ Results are on stdout, all else is on stderr."""
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, epilog=_CODES)
 
 _EXIT = {StoppedError: 3, RankError: EXIT_RANK_LOST}
-_MISTAKE, _BUG, _INTERRUPTED, _NO_READER = 2, 1, 130, 141
+_MISTAKE, _BUG, _NO_READER = 2, 1, 141
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, which newer typers have a copy of
 _LONGEST = 1000  # letters of a sentence
 _ABSENT = {  # options of the other commands that those which fill tables have not, and why
@@ -72,6 +73,7 @@ def main() -> None:
 def _run() -> int:
     """Run the command; its exit code."""
     try:
+        raise_again()
         code = app(prog_name="dmcp", standalone_mode=False)
         if sys.stdout:
             sys.stdout.flush()
@@ -90,7 +92,7 @@ def _run() -> int:
         told = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
         return _tell(error, f"{told or error}.", _MISTAKE)
     except (KeyboardInterrupt, typer.Abort):
-        return _INTERRUPTED
+        return INTERRUPTED
     except Exception as error:
         traceback.print_exc()
         return _tell(None, f"this is a bug, please report it with the lines above ({type(error).__name__}).", _BUG)
