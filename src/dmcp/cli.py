@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Iterable, Sequence
 from textwrap import TextWrapper
 from typing import Annotated, Any
@@ -74,7 +75,9 @@ def _run() -> int:
     """Run the command; its exit code."""
     try:
         raise_again()
-        code = app(prog_name="dmcp", standalone_mode=False)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            code = app(prog_name="dmcp", standalone_mode=False)
         if sys.stdout:
             sys.stdout.flush()
         return code if isinstance(code, int) else 0
@@ -96,6 +99,13 @@ def _run() -> int:
     except Exception as error:
         traceback.print_exc()
         return _tell(None, f"this is a bug, please report it with the lines above ({type(error).__name__}).", _BUG)
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+    """Of ours the sentence alone: a person at the command line has no use for the line of the code."""
+    ours = category.__module__.partition(".")[0] == "dmcp"
+    told = f"{message}\n" if ours else warnings.formatwarning(message, category, *place[:2])
+    print(told, end="", file=sys.stderr)
 
 
 def _tell(error: Exception | None, sentence: str, code: int) -> int:
