@@ -223,3 +223,32 @@ def test_a_norm_that_only_knows_a_variance_is_renewed() -> None:
     recalibrate(norm, [(x,)])
     assert norm.running_mean is not None and not norm.running_mean.any()
     torch.testing.assert_close(norm.running_var, x.square().mean((0, 2, 3)))
+
+
+class FixedMomentum(nn.BatchNorm2d):
+    """Its own forward does not heed the momentum of the module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1)
+
+
+class Averaged(nn.BatchNorm2d):
+    """Nor does this one, in which all batches count alike."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked += self.training
+        rate = 1 / max(int(self.num_batches_tracked), 1)
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, rate)
+
+
+@pytest.mark.parametrize("kind", [FixedMomentum, Averaged])
+def test_norms_with_a_momentum_of_their_own_get_true_statistics(kind: type[nn.BatchNorm2d]) -> None:
+    norm, batches = kind(3), uneven()
+    assert norm.running_mean is not None and norm.running_var is not None
+    norm.running_mean.fill_(-70.0)
+    norm.running_var.fill_(900.0)
+    recalibrate(norm, batches)
+    for found, right in zip((norm.running_mean, norm.running_var), truth(batches), strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+    assert norm.num_batches_tracked == (3 if kind is Averaged else 0) and norm.momentum == 0.1

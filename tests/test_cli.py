@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
 from dmcp import cli, commands
+from dmcp.engine import KernelWarning
 from dmcp.errors import DmcpError, WidthsError
 from dmcp.jobs import Job, load_weights, open_job
 from dmcp.nets import build
@@ -44,8 +46,12 @@ def run(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
 
 
 def test_version_and_python_m() -> None:
-    printed = subprocess.run([sys.executable, "-m", "dmcp", "--version"], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-X", "importtime", "-m", "dmcp", "--version"]  # what is imported is on stderr
+    printed = subprocess.run(command, capture_output=True, text=True, check=True)
     assert printed.stdout == f"torch-dmcp {dmcp.__version__}\n"
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in printed.stderr.splitlines()}
+    assert {"torch", "dmcp"} <= imported
+    assert not imported & {"matplotlib", "torchvision", "timm", "triton", "onnx", "accelerate"}  # they take long
 
 
 def test_help_names_everything(capsys: Capture) -> None:
@@ -521,6 +527,19 @@ def test_a_bug_is_1_and_an_interrupt_130(capsys: Capture, monkeypatch: pytest.Mo
     fail(dmcp.DmcpError("two\nlines \x1b[31m" + 5000 * "x"))
     (line,) = run(capsys, "inspect", "digits:resnet")[2].splitlines()
     assert line.startswith("dmcp: two lines \N{REPLACEMENT CHARACTER}[31mxxx") and len(line) < 1100
+
+
+def test_warnings_of_ours_are_plain_lines(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def trace(*_: object, **__: object) -> None:
+        warnings.warn("Own kernels are not used.", KernelWarning, stacklevel=1)
+        warnings.warn("of somebody else", UserWarning, stacklevel=1)
+        raise DmcpError("The end.")
+
+    monkeypatch.setattr(cli, "trace", trace)
+    warnings.simplefilter("default")
+    err = run(capsys, "inspect", "digits:resnet")[2].splitlines()
+    assert (err[0], err[-1]) == ("Own kernels are not used.", "dmcp: The end.")
+    assert "test_cli.py" in err[1] and err[1].endswith("UserWarning: of somebody else")
 
 
 def test_nobody_reads_and_nothing_is_said(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

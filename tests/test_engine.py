@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -19,7 +20,7 @@ import dmcp
 import dmcp.cuda_graphs
 import dmcp.engine
 from dmcp.cuda_graphs import Repeated
-from dmcp.engine import Engine, Precision, Settled, best_device, is_depthwise, is_narrow, set_lr, sgd
+from dmcp.engine import Engine, KernelWarning, Precision, Settled, best_device, is_depthwise, is_narrow, set_lr, sgd
 from dmcp.errors import TrainingError
 from dmcp.nets import build
 from dmcp.searches import SearchConfig
@@ -79,6 +80,7 @@ def test_narrow_networks_get_kernels_and_others_are_compiled(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(dmcp.engine, "kernels_refused", lambda device, depthwise=False: "")
+    warnings.simplefilter("ignore", KernelWarning)
     settled = Engine(**asked).settled(Hopper(), **facts)  # type: ignore[arg-type]
     assert (settled.kernels, settled.compile) == (kernels, compiled)
     monkeypatch.setattr(dmcp.engine, "kernels_refused", lambda device, depthwise=False: "no C compiler")
@@ -91,11 +93,40 @@ def test_narrow_networks_get_kernels_and_others_are_compiled(
 
 def test_kernels_for_depthwise_layers_are_used_if_asked_for_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    warnings.simplefilter("ignore", KernelWarning)
     for refused, used in (("", True), ("wrong", False)):
         monkeypatch.setattr(dmcp.engine, "kernels_refused", lambda device, alone=False, _r=refused: _r if alone else "")
         asked, unasked = (Engine(kernels=it).settled(Hopper(), steps=10**6, narrow=True) for it in (True, None))
         assert (asked.kernels, asked.depthwise) == (True, used)
         assert (unasked.kernels, unasked.depthwise) == (True, False)  # not measured yet
+
+
+@pytest.mark.parametrize(
+    ("refused", "asked", "told"),
+    [
+        (
+            "no C compiler",
+            {},
+            r"Own kernels for depthwise layers are not used on cuda:0 \(no C compiler\): torch's are",
+        ),
+        ("", {"precision": "float32"}, r"Own kernels are not used on cuda:0 \(.*bfloat16.*\): torch's are"),
+        ("", {"compile": True}, r"Own kernels are not used on cuda:0 \(.*no compiling\): torch's are"),
+    ],
+)
+def test_kernels_that_are_asked_for_and_not_used_are_told_once(
+    refused: str, asked: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(dmcp.engine, "kernels_refused", lambda device, alone=False: refused if alone else "")
+    dmcp.engine._warn_once.cache_clear()
+    device = torch.device("cuda", 0)
+    for kernels in (None, False):  # nothing is missed that was not asked for
+        Engine(kernels=kernels, **asked).settled(device, steps=10**6, narrow=True)
+    with pytest.warns(KernelWarning, match=told) as found:
+        Engine(kernels=True, **asked).settled(device)
+    assert "\n" not in str(found[0].message)
+    assert Engine(kernels=True, **asked).settled(device)  # no second time
+    dmcp.engine._warn_once.cache_clear()
 
 
 @pytest.mark.parametrize(

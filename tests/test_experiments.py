@@ -469,12 +469,12 @@ def test_draws_of_one_search_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
     find(replace(problem, tell=lambda _, record: told.append(record)), DmcpConfig(epochs=2))
     (result,) = (record for record in told if isinstance(record, SearchResult))
-    drawn = [draw(problem, result, DrawConfig(number=number)).widths for number in range(3)]
-    assert drawn[0] == draw(problem, result).widths
+    drawn = [draw(problem, DrawConfig(number=number), result).widths for number in range(3)]
+    assert drawn[0] == draw(problem, DrawConfig(), result).widths
     assert len({tuple(widths.values()) for widths in drawn}) == 3
     sure = replace(result, alphas=torch.full_like(result.alphas, -50.0))  # only the floor is ever drawn
     with pytest.raises(BudgetError, match="no more than 1 different"):
-        draw(problem, sure, DrawConfig(number=1))
+        draw(problem, DrawConfig(number=1), sure)
     with pytest.raises(TrainingError, match="at least 0"):
         DrawConfig(number=-1)
 

@@ -24,7 +24,7 @@ from dmcp.losses import MetricWarning
 from dmcp.nets import build
 from dmcp.options import RetrainKind
 from dmcp.pruning import DivergenceWarning
-from dmcp.report import make_page
+from dmcp.report import chart_runs, make_page
 from dmcp.retraining import Retrain
 from dmcp.rows import AS_GIVEN, OURS, UNPRUNED, Row, divergence, notes, standard_error, table
 from dmcp.runs import open_run
@@ -314,6 +314,36 @@ def test_a_metric_that_is_no_number_is_warned_of(lower: bool) -> None:
     with pytest.warns(MetricWarning, match="ours: its metric is nan") as told:
         dmcp.prune(model, Noise(), Noise(1), graph=graph, search=SEARCH, train=TRAIN, metric=metric)
     assert len(told) == 1
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_run_with_a_metric_that_is_no_number_is_listed_and_reported(
+    value: float, tmp_path: Path, capsys: Capture
+) -> None:
+    """It was "damaged", and its other networks were not shown."""
+    folder = tmp_path / "runs" / "one"
+    folder.mkdir(parents=True)
+    (folder / "settings.json").write_text("{}")
+    values = {UNPRUNED: value, "uniform widths": 0.25, OURS: value}
+    rows = [Row(name, 5, 5, value, own_metric=True) for name, value in values.items()]
+    (folder / "log.jsonl").write_text("".join(json.dumps({"stage": "test"} | asdict(row)) + "\n" for row in rows))
+    past = read_run(folder)
+    assert [row.name for row in past.rows] == [*values] and not past.problems
+    page = make_page([past])
+    assert page.count(f'<td class="number">{value}</td>') == 3 and "0.25" in page and not chart_runs([past])
+    if math.isnan(value):
+        assert "not comparable with uniform widths" in page and "ours: its metric is nan, so nobody knows" in page
+    assert f" {value} " in run(capsys, "runs", str(folder.parent))[1]
+    (fact,) = json.loads(
+        run(capsys, "runs", str(folder.parent), "--json")[1], parse_constant=pytest.fail
+    )  # NaN is no JSON
+    assert fact["accuracy"] is None
+
+
+def test_a_share_that_is_no_number_is_damage(tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text("{}")
+    (tmp_path / "log.jsonl").write_text(json.dumps({"stage": "test"} | asdict(Row(OURS, 5, 5, math.nan))) + "\n")
+    assert read_run(tmp_path).state == "damaged" and not read_run(tmp_path).rows
 
 
 def test_old_logs_still_load(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from planted import Planted, as_problem, planted_batches, planted_problem
 from torch import Tensor
 
@@ -55,7 +56,7 @@ def choose(name: str, problem: Problem) -> Choice:
     method, config = METHODS[name], config_of(name)
     match method.start:
         case Start.SEARCHED:
-            return method.find(problem, searched(problem))
+            return method.find(problem, config, searched(problem))
         case Start.TRAINED | Start.HELD:
             return method.find(problem, config, trained(problem))
         case Start.PREPARED:
@@ -63,6 +64,17 @@ def choose(name: str, problem: Problem) -> Choice:
             return method.find(problem, config, method.prepare(problem, config).state)
         case Start.FRESH:
             return method.find(problem, config)
+
+
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.start is Start.SEARCHED])
+def test_what_draws_from_a_search_asks_for_it(name: str) -> None:
+    method, problem = METHODS[name], planted_problem("57%")
+    wrong: list[list[Any]] = [[], [None], [{"weight": torch.ones(1)}]]  # the last is what other methods start from
+    for found in wrong:
+        with pytest.raises(
+            TrainingError, match=r"^dmcp-direct draws from a search that is done: give its SearchResult"
+        ):
+            method.find(problem, method.config(), *found)
 
 
 def without_norms(budget: str = "57%") -> Problem:

@@ -33,6 +33,7 @@ SOURCES = {dotted(path): path for path in PACKAGE.rglob("*.py")}
 
 # A file imports only from those before it.
 ORDER = [
+    "interrupts",
     "errors",
     "locks",
     "checkpoints",

@@ -12,6 +12,7 @@ dmcp.train(small, loader, dmcp.TrainConfig(epochs=20))
 dmcp.save(small, widths, "folder")                              # safetensors and JSON
 """
 
+from dmcp import interrupts as interrupts  # first: before torch is imported
 from dmcp.budget import Budget
 from dmcp.budget import parse as parse_budget
 from dmcp.calibration import recalibrate

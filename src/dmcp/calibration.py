@@ -19,6 +19,7 @@ from dmcp.errors import DataError
 from dmcp.ranks import Ranks, current, sum_values
 from dmcp.recording import call_model
 
+_ALL = 0.9999  # of the old statistics, but for rounding: a call that leaves so much has renewed nothing
 Forward = Callable[[Any], Any]  # what runs the network on one input
 
 
@@ -32,7 +33,8 @@ def recalibrate(
     variance are those of all samples together, however they were batched. Layers that do not run keep what they had,
     and after an error all of them do. Frozen norms are renewed, too: behind a layer that was cut their inputs are
     others, and where the weights around them are frozen as well nothing else could make up for that. Norms whose own
-    forward never renews its statistics keep what they had.
+    forward never renews its statistics keep what they had, and so do those of a class that is not one of torch's
+    BatchNorms or made from it.
     """
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.running_mean is not None]
     pooled = {norm: _Pooled(norm) for norm in norms}
@@ -43,7 +45,7 @@ def recalibrate(
         for norm, statistics in pooled.items():
             undo.callback(statistics.write)
             undo.callback(setattr, norm, "momentum", norm.momentum)
-            undo.callback(norm.register_forward_hook(statistics.add).remove)
+            undo.callback(norm.register_forward_hook(statistics.add, with_kwargs=True).remove)
             norm.training = True  # not by train(), which people override in norms that are to stay in eval mode
             norm.momentum = 1.0  # the running statistics are then those of this call
             statistics.begin()
@@ -80,6 +82,8 @@ class _Pooled:
         self.mean = torch.zeros_like(self.result[0], dtype=widest(self.result[0].device))
         self.squares = torch.zeros_like(self.mean)  # summed squared distances from the mean
         self.before: list[Tensor] = []  # what the first call finds
+        self.old: list[Tensor] = []  # what the next call finds
+        self.plain = str(getattr(norm.forward, "__module__", "")).startswith("torch.")  # torch's heed our momentum
         self.renewed = torch.zeros((), dtype=torch.bool, device=self.mean.device)  # there: no call waits for it
 
     def _running(self) -> list[Tensor]:
@@ -93,20 +97,40 @@ class _Pooled:
                 torch.nan_to_num(tensor, out=tensor)
             else:
                 tensor.zero_()
-        self.before = [tensor.clone() for tensor in self._running()[:2]]
+        self.old = [tensor.clone() for tensor in self._running()]
+        self.before = self.old[:2]
 
-    def add(self, norm: nn.Module, inputs: tuple[Tensor, ...], output: object) -> None:
-        """Forward hook: the running statistics are those of this call's input."""
-        assert self.norm.running_mean is not None and self.norm.running_var is not None
+    def add(self, norm: nn.Module, inputs: tuple[Tensor, ...], more_inputs: dict[str, Any], output: object) -> None:
+        """Forward hook: the running statistics tell those of this call's input."""
+        mean, var = self._seen(lambda: norm.forward(*inputs, **more_inputs))
         more = inputs[0].numel() // inputs[0].shape[1]
         total = self.count + more
-        gap = self.norm.running_mean.to(self.mean) - self.mean
+        gap = mean - self.mean
         self.mean += gap * (more / total)
-        self.squares += self.norm.running_var.to(self.mean) * (more - 1) + gap.square() * (self.count * more / total)
+        self.squares += var * (more - 1) + gap.square() * (self.count * more / total)
         self.count = total
         self.calls += 1
         for now, before in zip(self._running(), self.before, strict=False):
             self.renewed |= (now != before).any()
+
+    def _seen(self, again: Callable[[], object]) -> list[Tensor]:
+        """Mean and variance of this call's input.
+
+        With a momentum of 1 nothing is left of older ones. People's own norms need not heed it: the share that they
+        leave is seen in a second call, which finds other values.
+        """
+        if self.plain:
+            return [tensor.to(self.mean) for tensor in self._running()[:2]]
+        new, old = [tensor.clone() for tensor in self._running()], self.old
+        self._put([*(tensor + 1 + tensor.abs() for tensor in old[:2]), *old[2:]])
+        again()
+        seen = []
+        for now, was, other in zip(new, old[:2], self._running(), strict=False):
+            left = (other.to(self.mean) - now) / (1 + was.abs())
+            seen.append(torch.where(left < _ALL, (now - left * was) / (1 - left), now.to(self.mean)))
+        self._put(new)
+        self.old = new
+        return seen
 
     def accept(self, ranks: Ranks) -> None:
         """From now on the pooled statistics, those of all ranks, are the result, if the norm's forward made any.
@@ -130,5 +154,8 @@ class _Pooled:
 
     def write(self) -> None:
         """Put the result into the module."""
-        for tensor, value in zip(self._running(), self.result, strict=True):
+        self._put(self.result)
+
+    def _put(self, values: Iterable[Tensor]) -> None:
+        for tensor, value in zip(self._running(), values, strict=True):
             tensor.copy_(value)

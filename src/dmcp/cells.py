@@ -249,7 +249,7 @@ def _find(here: Session, cell: Cell, method: Method, problem: Problem) -> Choice
     uses, config = used_folder(here, cell), _config(method, cell)
     match method.start:
         case Start.SEARCHED:
-            return method.find(problem, load_search(uses, problem.graph), config)
+            return method.find(problem, config, load_search(uses, problem.graph))
         case Start.HELD | Start.PREPARED:
             check_there(uses / PREPARED, "starts")
             return method.find(problem, config, read_tensors(uses / PREPARED))

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Iterable, Sequence
 from textwrap import TextWrapper
 from typing import Annotated, Any
@@ -24,6 +25,7 @@ from dmcp import bench_commands, commands, compare_commands, export_commands, pa
 from dmcp import options as o
 from dmcp.errors import DmcpError, RankError, StoppedError
 from dmcp.graph import ChannelGraph
+from dmcp.interrupts import INTERRUPTED, raise_again
 from dmcp.jobs import argument
 from dmcp.jobs import shape as parse_shape
 from dmcp.listing import plain
@@ -45,7 +47,7 @@ Results are on stdout, all else is on stderr."""
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, epilog=_CODES)
 
 _EXIT = {StoppedError: 3, RankError: EXIT_RANK_LOST}
-_MISTAKE, _BUG, _INTERRUPTED, _NO_READER = 2, 1, 130, 141
+_MISTAKE, _BUG, _NO_READER = 2, 1, 141
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, which newer typers have a copy of
 _LONGEST = 1000  # letters of a sentence
 _ABSENT = {  # options of the other commands that those which fill tables have not, and why
@@ -72,7 +74,10 @@ def main() -> None:
 def _run() -> int:
     """Run the command; its exit code."""
     try:
-        code = app(prog_name="dmcp", standalone_mode=False)
+        raise_again()
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            code = app(prog_name="dmcp", standalone_mode=False)
         if sys.stdout:
             sys.stdout.flush()
         return code if isinstance(code, int) else 0
@@ -90,10 +95,17 @@ def _run() -> int:
         told = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
         return _tell(error, f"{told or error}.", _MISTAKE)
     except (KeyboardInterrupt, typer.Abort):
-        return _INTERRUPTED
+        return INTERRUPTED
     except Exception as error:
         traceback.print_exc()
         return _tell(None, f"this is a bug, please report it with the lines above ({type(error).__name__}).", _BUG)
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+    """Of ours the sentence alone: a person at the command line has no use for the line of the code."""
+    ours = category.__module__.partition(".")[0] == "dmcp"
+    told = f"{message}\n" if ours else warnings.formatwarning(message, category, *place[:2])
+    print(told, end="", file=sys.stderr)
 
 
 def _tell(error: Exception | None, sentence: str, code: int) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -24,6 +25,7 @@ _NARROW, _KERNELS = 64, ((1, 1), (3, 3))  # channels and sizes of convolutions t
 _DEPTHWISE = ((3, 3), (5, 5))  # sizes of depthwise ones that they take, of any number of channels
 _DEPTHWISE_SHARE = 6  # a network is one of depthwise layers if at least every sixth convolution is one
 _DEPTHWISE_BY_DEFAULT = False  # whether those get our kernels unasked; off until the gain has been measured
+_NEEDED = "they need bfloat16, a GPU that computes in it, channels_last, and no compiling"
 _WORTH_KERNELS = 1_000  # steps from which it pays to load our kernels, and to compile them on a new machine
 _WORTH_COMPILING = {True: 2_000, False: 20_000}  # steps from which compiling a large or a small network pays
 
@@ -37,6 +39,10 @@ _SWITCHES = {  # whether None is a choice
     "deterministic": False,
     "sync_batchnorm": False,
 }
+
+
+class KernelWarning(UserWarning):
+    """Own kernels that were asked for and are not used."""
 
 
 class Precision(StrEnum):
@@ -98,6 +104,9 @@ class Engine:
         fit = half and last and precision is Precision.BFLOAT16 and not self.compile
         kernels = wanted and fit and self._can_run_kernels(device)
         depthwise = kernels and (bool(self.kernels) or _DEPTHWISE_BY_DEFAULT) and not kernels_refused(device, True)
+        if self.kernels and gpu and not depthwise:
+            what, why = ("kernels for depthwise layers", kernels_refused(device, True)) if fit else ("kernels", _NEEDED)
+            _warn_once(f"Own {what} are not used on {device} ({why}): torch's are.")
         compiled = gpu and not kernels and steps >= _WORTH_COMPILING[large] if self.compile is None else self.compile
         return Settled(
             device=device,
@@ -220,6 +229,13 @@ def kernels_refused(device: torch.device, depthwise: bool = False) -> str:
     except Exception as error:  # no Triton, no C compiler, a GPU that it does not know: torch's kernels do the work
         return str(error).splitlines()[0] if str(error) else type(error).__name__
     return ""
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    """Every search and training of a process has an engine to settle."""
+    if current().first:
+        warnings.warn(text, KernelWarning, stacklevel=4)
 
 
 def best_device() -> torch.device:

@@ -8,14 +8,10 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
 import numpy as np
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from torch import Tensor
 
 from dmcp.batches import generator
@@ -23,6 +19,11 @@ from dmcp.budget import ratios, spent_shares
 from dmcp.sampling import expected_widths
 from dmcp.searches import SearchResult
 from dmcp.spaces import Widths
+
+if TYPE_CHECKING:  # functions import matplotlib: it takes half a second, and most commands draw nothing
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
 
 STRUCTURES = 3000  # that the distributions show, as in the paper
 _ROUNDS = 100  # of so many structures, to find as many inside the budget
@@ -49,11 +50,27 @@ def draw_all(result: SearchResult, widths: Widths, folder: str | os.PathLike[str
 
 def save(figure: Figure, path: Path) -> Path:
     """Write the figure; the same figure gives the same bytes, and the format is the suffix."""
+    import matplotlib
+
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {"Date": None} if path.suffix == ".svg" else None
     with matplotlib.rc_context({"svg.hashsalt": "dmcp"}):  # else ids are random; put back at once
         figure.savefig(path, metadata=metadata, dpi=150)
     return path
+
+
+def blank(width: float, height: float) -> Figure:
+    """A figure with nothing on it, in inches."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def in_percent(axis: Axis, decimals: int | None = None) -> None:
+    """Show the shares of an axis as percentages."""
+    from matplotlib.ticker import PercentFormatter
+
+    axis.set_major_formatter(PercentFormatter(1.0, decimals))
 
 
 def cost_over_time(result: SearchResult) -> Figure:
@@ -75,8 +92,8 @@ def cost_over_time(result: SearchResult) -> Figure:
     axes.set(title="Expected cost over the search", xlabel="step", ylabel="expected cost / budget")
     low, high = axes.get_ylim()
     axes.set(xlim=(0, max(end, 1)), ylim=(min(low, 0.9), max(high, 1.05)))  # some room around the band
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    in_percent(axes.yaxis)
+    _set_ticks(axes.xaxis, 10, integer=True)
     _legend_below(axes)
     return figure
 
@@ -86,7 +103,7 @@ def widths_per_space(result: SearchResult, widths: Widths) -> Figure:
     spaces, kept, wished = result.graph.spaces, list(widths.values()), expected_widths(result).tolist()
     columns = -(-len(spaces) // _ROWS)
     rows = -(-len(spaces) // columns)
-    figure = Figure(figsize=(max(5.5 * columns, 6.5), 1.5 + 0.24 * rows), layout="constrained")
+    figure = blank(max(5.5 * columns, 6.5), 1.5 + 0.24 * rows)
     for column, axes in enumerate(figure.subplots(1, columns, squeeze=False)[0]):
         part = range(column * rows, min((column + 1) * rows, len(spaces)))
         places = [number - part[0] for number in part]
@@ -100,7 +117,7 @@ def widths_per_space(result: SearchResult, widths: Widths) -> Figure:
             axes.text(1.02, place, text, va="center", fontsize=8, clip_on=False)
         axes.set_yticks(places, [_name(spaces[number].name) for number in part], fontsize=8)
         axes.set(xlim=(0, 1), ylim=(rows - 0.5, -0.5), xlabel="channels kept")
-        axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+        in_percent(axes.xaxis)
         axes.spines[["top", "right"]].set_visible(False)
     before, after = (_count(cost) for cost in (result.graph.macs(), result.graph.macs(widths)))
     figure.suptitle(f"Width of each space: {before} MACs before, {after} after")
@@ -117,7 +134,7 @@ def cost_distribution(result: SearchResult, seed: int = 0, title: str = "") -> F
     targets = {limit.kind: limit.target for limit in result.budget.limits}
     kinds = ["macs", *(kind for kind in targets if kind != "macs")]
     widths = result.process.sample(result.alphas, result.sizes, STRUCTURES, generator(seed)).cpu()
-    figure = Figure(figsize=(7.0, 3.6 * len(kinds)), layout="constrained")
+    figure = blank(7.0, 3.6 * len(kinds))
     for kind, axes in zip(kinds, figure.subplots(len(kinds), 1, squeeze=False)[:, 0], strict=True):
         counted = result.graph.macs(widths) if kind == "macs" else result.graph.params(widths)
         full = result.graph.macs() if kind == "macs" else result.graph.params()
@@ -130,8 +147,8 @@ def cost_distribution(result: SearchResult, seed: int = 0, title: str = "") -> F
         told = [*filter(None, [title]), which, f"the unpruned network has {_count(full)} {_WORDS[kind]}"]
         axes.set_title("\n".join(told), fontsize=10)
         axes.set(xlabel=_WORDS[kind], ylabel="structures")
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _count(value)))
-        axes.xaxis.set_major_locator(MaxNLocator(7))
+        axes.xaxis.set_major_formatter(lambda value, _: _count(value))
+        _set_ticks(axes.xaxis, 7)
         _plain(axes)
         _legend_below(axes)
     return figure
@@ -147,7 +164,7 @@ def width_distribution(result: SearchResult, seed: int = 0, title: str = "") -> 
     shown = sorted({round(place) for place in torch.linspace(0, len(spaces) - 1, min(len(spaces), _PANELS)).tolist()})
     columns = min(4, len(shown))
     rows = -(-len(shown) // columns)
-    figure = Figure(figsize=(max(2.6 * columns, 6.5), 0.9 + 1.5 * rows), layout="constrained")
+    figure = blank(max(2.6 * columns, 6.5), 0.9 + 1.5 * rows)
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes in panels[len(shown) :]:
         axes.remove()
@@ -158,9 +175,9 @@ def width_distribution(result: SearchResult, seed: int = 0, title: str = "") -> 
         axes.axvline(drawn[:, number].double().mean().item(), color=_RED, ls="--", lw=1.2)
         axes.set_title(_name(spaces[number].name), fontsize=8)
         axes.set_xlim(0, spaces[number].size + gap)
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axes.yaxis.set_major_locator(MaxNLocator(3))
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        _set_ticks(axes.xaxis, 5, integer=True)
+        _set_ticks(axes.yaxis, 3)
+        in_percent(axes.yaxis, decimals=0)
         axes.tick_params(labelsize=7)
         _plain(axes)
     which = "inside the budget" if inside else "of which none is inside the budget"
@@ -184,7 +201,7 @@ def accuracy_over_macs(curves: Mapping[str, Curve], others: Mapping[str, Curve],
     _draw_curves(axes, curves, others)
     figure.suptitle(title, fontsize=10)
     axes.set(xlabel="multiply-adds, share of the unpruned network's", ylabel="test accuracy")
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+    in_percent(axes.xaxis)
     _legend_below(axes, 4)
     if others:
         _draw_closer(axes, curves, others)
@@ -203,7 +220,7 @@ def _draw_curves(axes: Axes, curves: Mapping[str, Curve], others: Mapping[str, C
         x, y, error = ([*column] for column in zip(*sorted(points), strict=True))
         style = {"color": _MARKS[number % len(_MARKS)], "fmt": "sD^vP*Xp<>"[number % 10], "ms": 5, "mfc": "white"}
         axes.errorbar([place + shift for place in x], y, error, label=name, **style, lw=0.7, capsize=1.5)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    in_percent(axes.yaxis)
 
 
 def _draw_closer(axes: Axes, curves: Mapping[str, Curve], others: Mapping[str, Curve]) -> None:
@@ -218,8 +235,8 @@ def _draw_closer(axes: Axes, curves: Mapping[str, Curve], others: Mapping[str, C
     inset.set(xlim=(min(places) - 1.5 * _MOST_SHIFT, max(places) + 1.5 * _MOST_SHIFT), ylim=(low - room, high + room))
     inset.set_title("closer", fontsize=8)
     inset.tick_params(labelsize=7)
-    inset.xaxis.set_major_locator(MaxNLocator(4))
-    inset.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=1))
+    _set_ticks(inset.xaxis, 4)
+    in_percent(inset.xaxis, decimals=1)
     inset.grid(axis="y", alpha=0.3, lw=0.6)
     axes.indicate_inset_zoom(inset, edgecolor="#888888", lw=0.8)
 
@@ -239,7 +256,7 @@ def accuracy_by_method(panels: Mapping[str, Mapping[str, tuple[Spread, Spread]]]
     """
     sizes, columns = [len(rows) for rows in panels.values()], min(2, len(panels))
     most = [max(sizes[start : start + columns]) for start in range(0, len(sizes), columns)]  # methods of each line
-    figure = Figure(figsize=(3.8 * columns + 1.2, 0.8 + len(most) + 0.3 * sum(most)), layout="constrained")
+    figure = blank(3.8 * columns + 1.2, 0.8 + len(most) + 0.3 * sum(most))
     figure.suptitle(title, fontsize=11)
     heights = [1 + 0.3 * count for count in most]
     places = [*figure.subplots(len(most), columns, squeeze=False, height_ratios=heights).flat]
@@ -252,8 +269,8 @@ def accuracy_by_method(panels: Mapping[str, Mapping[str, tuple[Spread, Spread]]]
         axes.grid(axis="x", alpha=0.3, lw=0.6)
         axes.set_yticks(range(len(order)), order, fontsize=8)
         axes.set(title=f"budget {budget}", xlabel="test accuracy", ylim=(-0.6, len(order) - 0.4))
-        axes.xaxis.set_major_locator(MaxNLocator(5))
-        axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+        _set_ticks(axes.xaxis, 5)
+        in_percent(axes.xaxis)
         marks, words = axes.get_legend_handles_labels()
         known |= dict(zip(words, marks, strict=True))
     figure.legend([*known.values()], [*known], loc="outside lower center", ncols=2, frameon=False, fontsize=8)
@@ -292,10 +309,16 @@ def _inside(result: SearchResult, seed: int) -> tuple[Tensor, bool]:
 
 
 def _panel(width: float, height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = blank(width, height)
     axes = figure.subplots()
     _plain(axes)
     return figure, axes
+
+
+def _set_ticks(axis: Axis, most: int, integer: bool = False) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(most, integer=integer))
 
 
 def _plain(axes: Axes) -> None:

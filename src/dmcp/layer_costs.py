@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from dmcp.cost import Terms, product, total
 from dmcp.coupling import Coupling, couple
@@ -83,6 +82,7 @@ def _scaled(terms: Terms, share: Fraction) -> Terms:
 
 def _measured(op: Op, recording: Recording) -> OpCost:
     """Multiply-adds of an op without a rule, counted by torch on tensors without data."""
+    from torch.utils.flop_counter import FlopCounterMode  # here: it imports Triton, and is seldom needed
 
     def empty(leaf: Any) -> Any:
         if not isinstance(leaf, Ref):

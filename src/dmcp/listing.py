@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import platform
 import shlex
@@ -263,11 +264,14 @@ def _record(data: Any) -> SearchRecord | StepRecord | Row | None:
     kind = _KINDS.get(data["stage"], StepRecord)
     if not _FIELDS[kind] - _OPTIONAL <= data.keys():
         return None
-    return kind(**{name: _checked(name, data[name]) for name in _FIELDS[kind] & data.keys()})
+    own = data.get("own_metric") is True
+    return kind(**{name: _checked(name, data[name], own) for name in _FIELDS[kind] & data.keys()})
 
 
-def _checked(name: str, value: Any) -> Any:
+def _checked(name: str, value: Any, own_metric: bool = False) -> Any:
     """The value of a field, if it is what this field must be."""
+    if own_metric and name == "accuracy" and isinstance(value, float):
+        return value  # it may be NaN, or without end
     if value is None and name in _NULLABLE:
         return None
     if name in _FLAGS and isinstance(value, bool):
@@ -324,7 +328,10 @@ def progress(run: PastRun) -> str:
 
 
 def describe(run: PastRun) -> dict[str, Any]:
-    """A run in plain data, as `dmcp runs --json` gives it; shares and accuracies from 0 to 1."""
+    """A run in plain data, as `dmcp runs --json` gives it; shares and accuracies from 0 to 1.
+
+    A metric that is no number is None: JSON has no word for it.
+    """
     result = run.result
     return {
         "name": run.name,
@@ -335,7 +342,7 @@ def describe(run: PastRun) -> dict[str, Any]:
         "budget": run.budget,
         "state": run.state,
         "progress": "" if run.done else progress(run),
-        "accuracy": result.accuracy if result else None,
+        "accuracy": result.accuracy if result and math.isfinite(result.accuracy) else None,
         "macs": result.macs if result else None,
         "macs_share": run.share("macs"),
         "started": date(run),

@@ -6,9 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from dmcp.arms import Arm, Study
 from dmcp.cell_files import CHOICE, TIME, is_done
@@ -18,6 +16,9 @@ from dmcp.experiments import EXPERIMENTS
 from dmcp.listing import read_run
 from dmcp.pruning import UNPRUNED
 from dmcp.runs import read_json
+
+if TYPE_CHECKING:  # see figures
+    from matplotlib.figure import Figure
 
 PERCENT = "accuracy in %"
 

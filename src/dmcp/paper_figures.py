@@ -7,15 +7,16 @@ import statistics
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from typing import TYPE_CHECKING, Any
 
 from dmcp.arms import Study
 from dmcp.experiments import about
+from dmcp.figures import blank, in_percent
 from dmcp.gathering import Line
 from dmcp.tables import between, counted
+
+if TYPE_CHECKING:  # see figures
+    from matplotlib.figure import Figure
 
 _BLUE, _RED = "#0072B2", "#D55E00"  # of Okabe and Ito, as in figures
 _COLOURS = (_BLUE, "#009E73", "#CC79A7", _RED, "#E69F00", "#000000")
@@ -59,7 +60,7 @@ def _other_seeds(counts: Sequence[int], usual: int) -> str:
 
 def dots(groups: Mapping[str, Sequence[float]], title: str, words: str = "test accuracy") -> Figure:
     """Each network's accuracy as a dot, a row for each setting; means, and bars of one deviation up and down."""
-    figure = Figure(figsize=(7.0, 1.3 + 0.15 * title.count("\n") + 0.4 * len(groups)), layout="constrained")
+    figure = blank(7.0, 1.3 + 0.15 * title.count("\n") + 0.4 * len(groups))
     axes = figure.subplots()
     for place, values in enumerate(groups.values()):
         if not values:
@@ -72,7 +73,7 @@ def dots(groups: Mapping[str, Sequence[float]], title: str, words: str = "test a
     axes.set_ylim(len(groups) - 0.5, -0.5)
     figure.suptitle(f"{title}\ndots: networks; red: mean ± one standard deviation", fontsize=9)
     axes.set_xlabel(words)
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+    in_percent(axes.xaxis)
     axes.margins(x=0.08)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="x", alpha=0.3, lw=0.6)
@@ -85,7 +86,7 @@ def recoveries(arms: Mapping[str, Sequence[Mapping[str, Any]]], title: str) -> F
 
     arms: label -> what `recover` found, for each seed; a thin line is a seed, a thick one their mean.
     """
-    figure = Figure(figsize=(9.0, 4.4), layout="constrained")
+    figure = blank(9.0, 4.4)
     kinds = {"macs_shares": "expected MACs / unpruned MACs", "accuracies": "training accuracy, gated"}
     steps = max(len(one["accuracies"]) for found in arms.values() for one in found)
     window, most = max(1, steps // _PLACES), max(map(len, arms.values()))
@@ -102,7 +103,7 @@ def recoveries(arms: Mapping[str, Sequence[Mapping[str, Any]]], title: str) -> F
             axes.axhline(whole, color="black", ls="--", lw=0.8, label=f"training accuracy, ungated: {whole:.1%}")
         axes.set(xlabel=f"step (means of {window})" if window > 1 else "step", xlim=(0, steps), ylim=(0, 1.03))
         axes.set_title(words, fontsize=9)
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        in_percent(axes.yaxis)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.3, lw=0.6)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8)
@@ -121,7 +122,7 @@ def _places(values: Sequence[float], window: int) -> tuple[list[float], Sequence
 
 def width_differences(gaps: Mapping[str, Sequence[float]], title: str) -> Figure:
     """Widths of one network less those of another, space by space from the input on (the paper's figure 5)."""
-    figure = Figure(figsize=(7.0, 1.5 + 0.24 * len(gaps)), layout="constrained")
+    figure = blank(7.0, 1.5 + 0.24 * len(gaps))
     axes = figure.subplots()
     places = [*range(len(gaps))]
     means = [statistics.fmean(values) for values in gaps.values()]

@@ -14,7 +14,7 @@ from typing import Any
 
 from dmcp.charts import STYLE, Bar, Cell, Point, draw_bars, draw_heat, draw_lines, draw_scatter, percent
 from dmcp.listing import PastRun, command_line, date, plain, progress, text_at, value_at
-from dmcp.rows import OURS, UNPRUNED, Row, against, score, score_name
+from dmcp.rows import OURS, UNPRUNED, Row, against, score, score_name, unknown
 
 _STYLE = STYLE + Path(__file__).with_name("report.css").read_text()
 _SCRIPT = Path(__file__).with_name("report.js").read_text()
@@ -225,6 +225,7 @@ def _section(number: int, run: PastRun) -> str:
     if not run.done:
         parts.append(f"<p>Not finished: {_safe(progress(run))}.</p>")
     parts.append(_tiles(run))
+    parts += [f"<p>{_safe(text)}.</p>" for text in unknown(run.rows)]
     if run.rows:
         parts.append(_networks(run))
     figures = [_figure(*_CAPTIONS[name], svg) for name, svg in chart_run(run).items()]

@@ -90,9 +90,13 @@ class DrawConfig:
             raise TrainingError(f"number must be an int of at least 0, not {self.number!r}.")
 
 
-def draw(problem: Problem, found: SearchResult, config: DrawConfig | None = None) -> Choice:
+def draw(problem: Problem, config: DrawConfig, found: SearchResult | None = None) -> Choice:
     """Direct sampling from a search that is done: one structure inside the budget, another one for each seed."""
-    number = (config or DrawConfig()).number
+    if not isinstance(found, SearchResult):
+        raise TrainingError(
+            "dmcp-direct draws from a search that is done: give its SearchResult (of dmcp.search) as found=..."
+        )
+    number = config.number
     drawn = sampling.direct(replace(found, tolerance=FILLED), number + 1, generator(problem.seed, _DRAW))
     if len(drawn) <= number:
         raise BudgetError(
