@@ -155,6 +155,16 @@ def test_time_of_its_own_is_that_of_cells_which_no_other_shares(tmp_path: Path) 
     }
 
 
+def test_cells_that_were_taken_from_data_are_of_those_that_ran_them(tmp_path: Path) -> None:
+    place = tmp_path / "results"
+    both, again = cell("usual", "dmcp-50%-seed0"), cell("fast", "dmcp-fast-50%-seed0")
+    put(place, "warmup", cells=[both])
+    put(place, "explain", cells=[both, again], recorded=["dmcp-50%-seed0", "dmcp-fast-50%-seed0"])  # once its own
+    text = page_of(place)
+    assert "60.0 s, of which 60.0 s its own" in section(text, "warmup: cifar:resnet20")
+    assert "2.0 min, of which 60.0 s its own" in section(text, "explain: cifar:resnet20")
+
+
 def test_what_a_table_could_be_taken_for_is_said(tmp_path: Path) -> None:
     place = tmp_path / "results"
     few = [line(name, "50%", [490, 490]) for name in ("amc", "l1")]

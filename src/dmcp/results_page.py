@@ -119,13 +119,22 @@ def make_page(place: Path, page: Path) -> str:
     figures = _figures(place, [it.stem for it in every])
     links = {stem: [_link(path, page) for path in paths] for stem, paths in figures.items()}
     notes = read_bytes(place / _NOTES, MOST_JSON).decode().strip() if (place / _NOTES).exists() else ""
-    users = Counter((_protocol(it), cell.name) for it in every for cell in it.once)
+    users = _users(every)
     parts = [_head(every, _link(place, page)), *([f"## {NOTES}\n\n{notes}\n"] if notes else [])]
     parts += [_claims(every, titles), _contents(every, titles)]
     for it, title in zip(every, titles, strict=True):
-        own = [cell for cell in it.once if users[_protocol(it), cell.name] == 1]
+        own = [cell for cell in it.once if users[_protocol(it), cell.name] == [it.stem]]
         parts.append(_section(it, title, place, links[it.stem], own))
     return "\n".join(parts)
+
+
+def _users(every: Sequence[_Finding]) -> dict[tuple[str, str], list[str]]:
+    """Who has a cell; where some have run it, those that took it from their data do not count."""
+    found: dict[tuple[str, str], list[tuple[bool, str]]] = {}
+    for it in every:
+        for cell in it.once:
+            found.setdefault((_protocol(it), cell.name), []).append((cell.name not in it.recorded, it.stem))
+    return {cell: [stem for ran, stem in users if ran] or [stem for _, stem in users] for cell, users in found.items()}
 
 
 def _link(path: Path, page: Path) -> str:
@@ -158,7 +167,7 @@ def _head(every: Sequence[_Finding], place: str) -> str:
             "# The paper's experiments\n",
             f"`dmcp paper --page` makes this page from the files in [{place}]({place}) alone: do not edit it.\n",
             "Values over several seeds are mean ± standard deviation (number of seeds). Experiments on one network",
-            "share cells: its own are those that no other with the same protocol has. One that others start from is",
+            "share cells: its own are those that no other with the same protocol has run. One that others start from is",
             "counted where it is in a table itself.\n",
             f"Time at work, each cell counted once: {_time([*cells.values()])}\n",
             *(f"- {protocol} In {', '.join(dict.fromkeys(names))}." for protocol, names in users.items()),
