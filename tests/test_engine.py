@@ -91,14 +91,33 @@ def test_narrow_networks_get_kernels_and_others_are_compiled(
         assert not Engine(**asked).settled(Hopper(), **facts).kernels  # type: ignore[arg-type]
 
 
-def test_kernels_for_depthwise_layers_are_used_if_asked_for_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("asked", "facts", "refused", "kernels", "used"),
+    [
+        (True, {}, "", True, True),
+        (True, {}, "wrong", True, False),
+        (None, {"depthwise": True}, "", True, True),
+        (None, {"depthwise": True}, "wrong", False, False),
+        (None, {"depthwise": True, "narrow": True}, "wrong", True, False),
+        (None, {"narrow": True}, "", True, False),  # it has no such layers, so that they are not even tried out
+        (None, {"depthwise": True, "steps": 10}, "", False, False),
+        (False, {"depthwise": True}, "", False, False),
+    ],
+)
+def test_kernels_for_depthwise_layers_are_used_where_these_are_and_if_right(
+    asked: bool | None,
+    facts: dict[str, Any],
+    refused: str,
+    kernels: bool,
+    used: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(dmcp.engine, "kernels_refused", lambda device, alone=False: refused if alone else "")
     warnings.simplefilter("ignore", KernelWarning)
-    for refused, used in (("", True), ("wrong", False)):
-        monkeypatch.setattr(dmcp.engine, "kernels_refused", lambda device, alone=False, _r=refused: _r if alone else "")
-        asked, unasked = (Engine(kernels=it).settled(Hopper(), steps=10**6, narrow=True) for it in (True, None))
-        assert (asked.kernels, asked.depthwise) == (True, used)
-        assert (unasked.kernels, unasked.depthwise) == (True, False)  # not measured yet
+    found = Engine(kernels=asked).settled(Hopper(), **{"steps": 10**6} | facts)  # type: ignore[arg-type]
+    assert (found.kernels, found.depthwise) == (kernels, used)
+    assert found.compile is (not kernels and facts.get("steps") != 10)
 
 
 @pytest.mark.parametrize(
@@ -140,14 +159,8 @@ def test_which_networks_are_narrow(name: str, narrow: bool) -> None:
     ("name", "found"),
     [("cifar:mobilenet_v2", True), ("cifar:resnet56", False), ("mobilenet_v2", False), ("efficientnet_b0", False)],
 )
-def test_networks_of_depthwise_layers_are_those_for_small_images(
-    name: str, found: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = build(name)
-    narrow = is_narrow(model)
-    assert is_depthwise(model) is found and not is_depthwise(nn.Linear(2, 2))
-    monkeypatch.setattr(dmcp.engine, "_DEPTHWISE_BY_DEFAULT", True)
-    assert is_narrow(model) is (narrow or found)
+def test_networks_of_depthwise_layers_are_those_for_small_images(name: str, found: bool) -> None:
+    assert is_depthwise(build(name)) is found and not is_depthwise(nn.Linear(2, 2))
 
 
 def test_every_sixth_convolution_must_be_depthwise() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dmcp.batches import Loader, device_of
 from dmcp.budget import constant_alpha, parse, spent_shares
-from dmcp.engine import Engine, Settled, is_narrow, sgd
+from dmcp.engine import Engine, Settled, is_depthwise, is_narrow, sgd
 from dmcp.errors import DmcpError
 from dmcp.graph import ChannelGraph
 from dmcp.losses import classification_loss
@@ -118,7 +118,8 @@ def measure(
     graph = trace(model, torch.zeros(2, *shape))
     times = {"trace_s": time.perf_counter() - start}
     say("trace_s", times["trace_s"])
-    settled = engine.settled(device, steps=10**6, large=graph.macs() >= LARGE, narrow=is_narrow(model))
+    kinds = {"large": graph.macs() >= LARGE, "narrow": is_narrow(model), "depthwise": is_depthwise(model)}
+    settled = engine.settled(device, steps=10**6, **kinds)
     before = _clean(device, settled.compile)  # what others left there is not the network's
     x = torch.randn(batch, *shape, device=device)
     data = settled.laid_out((x, torch.randint(classes, (batch,), device=device)))

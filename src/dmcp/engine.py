@@ -24,7 +24,6 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _NARROW, _KERNELS = 64, ((1, 1), (3, 3))  # channels and sizes of convolutions that our kernels take
 _DEPTHWISE = ((3, 3), (5, 5))  # sizes of depthwise ones that they take, of any number of channels
 _DEPTHWISE_SHARE = 6  # a network is one of depthwise layers if at least every sixth convolution is one
-_DEPTHWISE_BY_DEFAULT = False  # whether those get our kernels unasked; off until the gain has been measured
 _NEEDED = "they need bfloat16, a GPU that computes in it, channels_last, and no compiling"
 _WORTH_KERNELS = 1_000  # steps from which it pays to load our kernels, and to compile them on a new machine
 _WORTH_COMPILING = {True: 2_000, False: 20_000}  # steps from which compiling a large or a small network pays
@@ -65,7 +64,7 @@ class Engine:
     channels_last: bool | None = None  # images stored pixel by pixel: on GPUs, where convolutions are faster so
     compile: bool | None = None  # torch.compile: on GPUs, where the run is long enough to pay for the compiling
     graphs: bool | None = None  # steps replayed as CUDA graphs: on one GPU, with the default losses and optimizer
-    kernels: bool | None = None  # own kernels for few channels, and where asked for depthwise layers: bfloat16, one GPU
+    kernels: bool | None = None  # own kernels for few channels and depthwise layers: in bfloat16, on one GPU
     tf32: bool = True  # float32 products on a GPU may round their factors to 10 bits
     deterministic: bool = False  # the same bits in every run, also on a GPU; slower
     sync_batchnorm: bool = False  # of several ranks on GPUs: BatchNorms use the statistics of all ranks together
@@ -89,22 +88,24 @@ class Engine:
         large: bool = False,
         plain: bool = True,
         narrow: bool = False,
+        depthwise: bool = False,
     ) -> Settled:
         """Every choice made, for a run of so many steps of a small or large network on a device.
 
-        `plain`: nothing of the user's own runs inside a step, and no other process takes part in it. `narrow`: our
-        kernels are for such networks, see `is_narrow`.
+        `plain`: nothing of the user's own runs inside a step, and no other process takes part in it. `narrow`,
+        `depthwise`: our kernels are for such networks, see `is_narrow` and `is_depthwise`.
         """
         gpu = device.type == "cuda"
         half = gpu and torch.cuda.get_device_capability(device) >= (8, 0)
         precision = self.precision or (Precision.BFLOAT16 if half else Precision.FLOAT32)
         last = gpu if self.channels_last is None else self.channels_last
         graphs = gpu and (plain if self.graphs is None else self.graphs)
-        wanted = graphs and narrow and steps >= _WORTH_KERNELS if self.kernels is None else self.kernels
+        meant = graphs and (narrow or depthwise) and steps >= _WORTH_KERNELS
         fit = half and last and precision is Precision.BFLOAT16 and not self.compile
-        kernels = wanted and fit and self._can_run_kernels(device)
-        depthwise = kernels and (bool(self.kernels) or _DEPTHWISE_BY_DEFAULT) and not kernels_refused(device, True)
-        if self.kernels and gpu and not depthwise:
+        kernels = fit and (meant if self.kernels is None else self.kernels) and self._can_run_kernels(device)
+        alone = kernels and (bool(self.kernels) or depthwise) and not kernels_refused(device, True)
+        kernels &= bool(self.kernels) or narrow or alone  # the others alone do little for a network of depthwise layers
+        if self.kernels and gpu and not alone:
             what, why = ("kernels for depthwise layers", kernels_refused(device, True)) if fit else ("kernels", _NEEDED)
             _warn_once(f"Own {what} are not used on {device} ({why}): torch's are.")
         compiled = gpu and not kernels and steps >= _WORTH_COMPILING[large] if self.compile is None else self.compile
@@ -115,7 +116,7 @@ class Engine:
             compile=compiled,
             graphs=graphs,
             kernels=kernels,
-            depthwise=depthwise,
+            depthwise=alone,
             tf32=self.tf32,
             deterministic=self.deterministic,
             sync_batchnorm=self.sync_batchnorm and gpu and current().world > 1,
@@ -195,17 +196,14 @@ def unsynchronise(norms: list[tuple[nn.Module, type[nn.Module]]]) -> None:
 
 
 def is_narrow(model: nn.Module) -> bool:
-    """Whether a model gets our kernels unasked: most of its convolutions have few channels.
-
-    Once `_DEPTHWISE_BY_DEFAULT` is set, also where it `is_depthwise`.
-    """
+    """Whether a model gets our kernels unasked: most of its convolutions have few channels."""
     convs = [it for it in model.modules() if isinstance(it, nn.Conv2d)]
     fit = [it for it in convs if it.groups == 1 and max(it.weight.shape[:2]) <= _NARROW and it.kernel_size in _KERNELS]
-    return 2 * len(fit) > len(convs) or (_DEPTHWISE_BY_DEFAULT and is_depthwise(model))
+    return 2 * len(fit) > len(convs)
 
 
 def is_depthwise(model: nn.Module) -> bool:
-    """Whether a model is one that our kernels for depthwise layers are meant for; torch computes its other layers.
+    """Whether a model gets our kernels unasked for its depthwise layers; torch computes its other ones.
 
     At least every sixth convolution is depthwise, of a size that the kernels take, and the first one keeps the size of
     the images. So it is a MobileNet or EfficientNet for small images; those for large ones halve them at once, and are

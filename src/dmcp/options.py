@@ -116,7 +116,7 @@ Compile = Annotated[bool | None, typer.Option(help="Compile the networks; defaul
 Graphs = Annotated[bool | None, typer.Option(help="Replay steps as CUDA graphs; default: on one GPU.")]
 Kernels = Annotated[
     bool | None,
-    typer.Option(help="Own kernels for few channels and depthwise layers; default: on one GPU, narrow networks."),
+    typer.Option(help="Own kernels for few channels and depthwise layers; default: for these, on one GPU."),
 ]
 ChannelsLast = Annotated[bool | None, typer.Option(help="Store images pixel by pixel; default: on a GPU.")]
 Tf32 = Annotated[bool, typer.Option(help="Let a GPU round the factors of float32 products.")]

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from dmcp.batches import Loader, device_of, input_of, length_of, mix, size_of
 from dmcp.budget import Budget, check_reachable, constant_alpha, parse
-from dmcp.engine import Engine, Settled, is_narrow, set_lr, sgd
+from dmcp.engine import Engine, Settled, is_depthwise, is_narrow, set_lr, sgd
 from dmcp.errors import TrainingError, WidthsError
 from dmcp.keeping import DONE, Feed, Keeper, State
 from dmcp.losses import Loss, classification_loss, warn_of_imitation
@@ -65,6 +65,7 @@ def search(
         large=net.graph.macs() >= LARGE,
         plain=loss is None and optimizer is None and ranks.world == 1,
         narrow=is_narrow(net.model),
+        depthwise=is_depthwise(net.model),
     )
     with _seeded(net, config.seed, ranks) as generator, settled.running(net.model), uncounted(net.model):
         share_tensors([*net.model.parameters(), *net.model.buffers()], ranks)

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from dmcp.batches import Loader, device_of, input_of, length_of, mix, on_device, size_of, widest
 from dmcp.calibration import Forward, kept_modes
-from dmcp.engine import Engine, Precision, Settled, autocast, is_narrow, set_lr, sgd
+from dmcp.engine import Engine, Precision, Settled, autocast, is_depthwise, is_narrow, set_lr, sgd
 from dmcp.errors import TrainingError
 from dmcp.keeping import DONE, Feed, Keeper, State
 from dmcp.losses import Loss, Metric, classification_loss, imitation, one_number, sum_and_count, top1
@@ -173,6 +173,7 @@ def train(
         large=_large(model),
         plain=loss is None and optimizer is None and ranks.world == 1,
         narrow=is_narrow(model),
+        depthwise=is_depthwise(model),
     )
     with kept_modes(model), _evaluating(teacher), _seeded(config.seed, device, ranks), settled.running(model):
         model.train()
