@@ -601,6 +601,32 @@ def test_images_that_cannot_be_read_are_skipped_and_named(
     assert json.loads(out)["folder"] == "two"
 
 
+def test_a_broken_test_image_costs_no_training(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read when all is trained: what the sentence advises must be possible then."""
+    monkeypatch.chdir(tmp_path)
+    for part, name in itertools.product(("train", "val"), ("cat", "dog")):
+        (tmp_path / "photos" / part / name).mkdir(parents=True)
+        for number in range(4):
+            Image.new("RGB", (40, 40), (60 * number, 0, 90)).save(tmp_path / "photos" / part / name / f"{number}.png")
+    bad = tmp_path / "photos" / "val" / "dog" / "3.png"
+    bad.write_bytes(b"no image")
+    words = ("train", "--model", "cifar:resnet20", "--data", "photos", "--input", "3x32x32", "--device", "cpu")
+    words += ("--batch", "4", "--epochs", "1", "--workers", "0", "--quiet", "--json", "--out", "one")
+    code, _, err = run(capsys, *words)
+    assert code == 2 and "skip such files with --corrupt skip" in err and "dmcp train --resume one" in err
+    kept = bad.read_bytes()
+    bad.unlink()
+    code, _, err = run(capsys, "train", "--resume", "one")
+    assert code == 2 and "Put files back that were removed; --corrupt skip" in err
+    bad.write_bytes(kept)
+    code, out, err = run(capsys, "train", "--resume", "one", "--corrupt", "skip", "--workers", "0", "--quiet", "--json")
+    assert code == 0, err
+    assert err == "1 image files could not be read and were replaced: photos/val/dog/3.png\n"
+    assert json.loads(out)["folder"] == "one"
+
+
 def test_wrong_widths_leave_no_run_behind(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "widths.json").write_text('{"widths": {"conv9": 3}, "input_shape": [1], "fingerprint": "x"}')
