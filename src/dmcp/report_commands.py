@@ -20,7 +20,7 @@ from dmcp.budget import check_reachable, parse
 from dmcp.charts import as_file, percent
 from dmcp.errors import FileError
 from dmcp.jobs import Corrupt, build, open_job, trace_job
-from dmcp.listing import PastRun, describe, list_runs, read_run
+from dmcp.listing import PastRun, describe, list_runs, read_runs
 from dmcp.measuring import compare
 from dmcp.plans import Plan
 from dmcp.printing import cost_facts, describe_costs, print_json, result_facts, tell_skipped
@@ -70,7 +70,7 @@ def runs(
 
 
 def report(
-    run: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
+    run: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs, or folders that hold some.")],
     out: Annotated[Path, typer.Option(help="File of the page.")] = Path("report.html"),
     svg: Annotated[Path | None, typer.Option(help="Folder for the charts, each as a file of its own.")] = None,
     debug: o.Debug = False,
@@ -80,7 +80,7 @@ def report(
     \b
     Examples:
       dmcp report runs/resnet18-photos-prune
-      dmcp report runs/* --out all.html --svg charts
+      dmcp report runs --out all.html --svg charts
     """
     if not o.is_first():
         return
@@ -88,7 +88,7 @@ def report(
         raise FileError(f"--out: {out} is a folder: name the file in it, like {out / 'report.html'}.")
     if svg and svg.exists() and not svg.is_dir():
         raise FileError(f"--svg: {svg} is a file: name a folder.")
-    found = [read_run(folder) for folder in run]
+    found = read_runs(run)
     Run(out.parent).write(out.name, make_page(found))
     print(out)
     if svg:
