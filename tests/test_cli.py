@@ -211,6 +211,19 @@ def test_sample_gives_different_structures_inside_the_budget(pruned: tuple[Path,
     assert json.loads((folder / "expected.json").read_text())["widths"] == read_widths(folder)
 
 
+def test_sample_writes_elsewhere_where_a_run_is_not_to_be_touched(
+    pruned: tuple[Path, str], tmp_path: Path, capsys: Capture
+) -> None:
+    folder, before = pruned[0], sorted(pruned[0].iterdir())
+    out = tmp_path / "new" / "structures"
+    code, printed, _ = run(capsys, "sample", str(folder), "--budget", "40%", "--out", str(out))
+    assert code == 0 and printed.startswith(f"{out}/expected-40%.json: ")
+    assert [path.name for path in out.iterdir()] == ["expected-40%.json"] and sorted(folder.iterdir()) == before
+    (tmp_path / "file").write_text("")
+    code, _, err = run(capsys, "sample", str(folder), "--out", str(tmp_path / "file"))
+    assert code == 2 and err == f"dmcp: --out: {tmp_path / 'file'} is a file: name a folder.\n"
+
+
 @pytest.mark.parametrize("value", [0.0, 0.1])
 def test_label_smoothing_is_that_of_search_and_training(
     value: float, capsys: Capture, monkeypatch: pytest.MonkeyPatch
