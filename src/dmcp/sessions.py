@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import signal
 import sys
@@ -229,8 +230,11 @@ def _share_text(text: str, ranks: Ranks) -> str:
 def _signals() -> Iterator[Callable[[], bool]]:
     """SIGTERM and Ctrl-C are remembered, not obeyed; the second Ctrl-C is obeyed."""
     asked: list[int] = []
+    owner = os.getpid()
 
     def note(number: int, frame: Any) -> None:
+        if os.getpid() != owner:  # one that reads images, and has this by fork
+            return
         if asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         if not asked:
