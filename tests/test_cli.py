@@ -217,6 +217,19 @@ def test_sample_gives_different_structures_inside_the_budget(pruned: tuple[Path,
     assert json.loads((folder / "expected.json").read_text())["widths"] == read_widths(folder)
 
 
+def test_sample_writes_elsewhere_where_a_run_is_not_to_be_touched(
+    pruned: tuple[Path, str], tmp_path: Path, capsys: Capture
+) -> None:
+    folder, before = pruned[0], sorted(pruned[0].iterdir())
+    out = tmp_path / "new" / "structures"
+    code, printed, _ = run(capsys, "sample", str(folder), "--budget", "40%", "--out", str(out))
+    assert code == 0 and printed.startswith(f"{out}/expected-40%.json: ")
+    assert [path.name for path in out.iterdir()] == ["expected-40%.json"] and sorted(folder.iterdir()) == before
+    (tmp_path / "file").write_text("")
+    code, _, err = run(capsys, "sample", str(folder), "--out", str(tmp_path / "file"))
+    assert code == 2 and err == f"dmcp: --out: {tmp_path / 'file'} is a file: name a folder.\n"
+
+
 @pytest.mark.parametrize("value", [0.0, 0.1])
 def test_label_smoothing_is_that_of_search_and_training(
     value: float, capsys: Capture, monkeypatch: pytest.MonkeyPatch
@@ -618,6 +631,32 @@ def test_images_that_cannot_be_read_are_skipped_and_named(
     assert code == 0
     assert err == "1 image files could not be read and were replaced: photos/train/dog/2.png\n"
     assert json.loads(out)["folder"] == "two"
+
+
+def test_a_broken_test_image_costs_no_training(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read when all is trained: what the sentence advises must be possible then."""
+    monkeypatch.chdir(tmp_path)
+    for part, name in itertools.product(("train", "val"), ("cat", "dog")):
+        (tmp_path / "photos" / part / name).mkdir(parents=True)
+        for number in range(4):
+            Image.new("RGB", (40, 40), (60 * number, 0, 90)).save(tmp_path / "photos" / part / name / f"{number}.png")
+    bad = tmp_path / "photos" / "val" / "dog" / "3.png"
+    bad.write_bytes(b"no image")
+    words = ("train", "--model", "cifar:resnet20", "--data", "photos", "--input", "3x32x32", "--device", "cpu")
+    words += ("--batch", "4", "--epochs", "1", "--workers", "0", "--quiet", "--json", "--out", "one")
+    code, _, err = run(capsys, *words)
+    assert code == 2 and "skip such files with --corrupt skip" in err and "dmcp train --resume one" in err
+    kept = bad.read_bytes()
+    bad.unlink()
+    code, _, err = run(capsys, "train", "--resume", "one")
+    assert code == 2 and "Put files back that were removed; --corrupt skip" in err
+    bad.write_bytes(kept)
+    code, out, err = run(capsys, "train", "--resume", "one", "--corrupt", "skip", "--workers", "0", "--quiet", "--json")
+    assert code == 0, err
+    assert err == "1 image files could not be read and were replaced: photos/val/dog/3.png\n"
+    assert json.loads(out)["folder"] == "one"
 
 
 def test_wrong_widths_leave_no_run_behind(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import json
 import shutil
@@ -26,6 +27,7 @@ from dmcp.jobs import Job
 from dmcp.locks import Lock
 from dmcp.methods import METHODS
 from dmcp.plans import plan_from_json
+from dmcp.tables import latex
 from dmcp.training import TrainConfig
 
 TWO = Comparison(
@@ -556,6 +558,20 @@ def options(*more: str) -> Sequence[str]:
     return [*words.split(), "--epochs", "1", "--quiet", *more]
 
 
+def test_a_table_for_latex() -> None:
+    text = latex([["a_b", "50%"], ["90.25 ± 0.20 (3)", "49.3%–49.7%"], ["x & {y}", ""]])
+    assert text.splitlines() == [
+        r"\begin{tabular}{ll}",
+        r"\toprule",
+        r"a\_b & 50\% \\",
+        r"\midrule",
+        r"90.25 $\pm$ 0.20 (3) & 49.3\%--49.7\% \\",
+        r"x \& \{y\} &  \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+
+
 def test_the_command_fills_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "table"
     words = options("--set", "l1.power=2")
@@ -574,6 +590,16 @@ def test_the_command_fills_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture
     )
     assert {"torch-dmcp", "torch", "torchvision", "python", "code"} <= typed["versions"].keys() and typed["device"]
     assert (out / "compare.svg").read_text().startswith("<?xml")
+    networks = [*csv.DictReader((out / "compare.csv").read_text().splitlines())]
+    assert [(it["method"], it["training"], it["seed"]) for it in networks] == [
+        ("unpruned", "same recipe", "0"),
+        ("uniform", "same recipe", "0"),
+        ("l1", "same recipe", "0"),
+        ("l1", "fine-tuned", "0"),
+    ]
+    assert [float(it["accuracy"]) for it in networks] == [line["mean"] for line in table["lines"]]
+    assert [it["budget"] for it in networks] == ["", "50%", "50%", "50%"] and networks[2]["same_as"] == "uniform"
+    assert r"uniform & 50\% & " in (out / "compare.tex").read_text()
     names = ["l1-50%-seed0", "uniform-50%-seed0", "unpruned-seed0"]
     before = {name: contents(out / name) for name in names}
 

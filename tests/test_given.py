@@ -362,6 +362,18 @@ def test_it_is_said_once_that_a_stop_was_asked_for(capsys: Capture) -> None:
     assert capsys.readouterr().err.count("asked to stop") == 1
 
 
+def test_processes_that_read_images_leave_ctrl_c_to_the_one_that_saves(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A terminal sends it to all of them, and they have the handler of the process that forked them."""
+    with _signals() as asked:
+        monkeypatch.setattr("os.getpid", lambda: -1)  # as in a worker
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        assert not asked()
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(("typed", "said"), [("import", "see dmcp --help"), ("reprot", "Did you mean 'report'?")])
 def test_only_what_is_alike_is_suggested(typed: str, said: str, capsys: Capture) -> None:
     code, _, err = run(capsys, typed)

@@ -191,13 +191,19 @@ def test_names_that_cannot_be_imported(
         ),
         (["--widths", "hand=good.json", "--widths", "hand=good.json"], "--widths: hand is given twice"),
         (["--widths", "hand=good.json"], "--widths: hand is not inside any budget: they cost 1"),
-        (["--widths", "hand=other.json"], "There is no space named 'layer9'"),
+        (["--widths", "hand=other.json"], "--widths: hand: There is no space named 'layer9': "),
+        (["--widths", "hand=odd.json"], "hand: There is no space named 'x': graph.spaces (dmcp inspect) lists them."),
     ],
 )
 def test_mistakes_with_settings_and_widths(
     here: Path, capfd: pytest.CaptureFixture[str], more: list[str], sentence: str
 ) -> None:
-    for name, text in (("wrong", "[1]"), ("good", '{"layer1.0.conv1": 7}'), ("other", '{"layer9": 7}')):
+    for name, text in (
+        ("wrong", "[1]"),
+        ("good", '{"layer1.0.conv1": 7}'),
+        ("other", '{"layer9": 7}'),
+        ("odd", '{"x": 7}'),
+    ):
         (here / f"{name}.json").write_text(text)
     assert command(*compare("--methods", "uniform,mine:by_score", *more)) == 2
     told = capfd.readouterr().err

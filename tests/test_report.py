@@ -29,7 +29,7 @@ from typer.testing import CliRunner
 from dmcp import report_commands
 from dmcp.charts import STYLE, Bar, draw_bars, draw_lines, ticks
 from dmcp.errors import FileError
-from dmcp.listing import describe, list_runs, progress, read_run
+from dmcp.listing import describe, list_runs, progress, read_run, read_runs
 from dmcp.locks import Lock
 from dmcp.pruning import UNPRUNED
 from dmcp.report import chart_run, chart_runs, make_page
@@ -461,10 +461,21 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="not a run: give a folder"):
         read_run(tmp_path)
     assert "no runs" in CliRunner().invoke(app, ["runs", str(tmp_path)]).stdout
-    write_run(tmp_path / "my runs" / "one", step_lines(17), done=False)
-    with pytest.raises(FileError) as error:
-        read_run(tmp_path / "my runs")
-    assert str(error.value).endswith(f"a folder of runs: name them, like '{tmp_path / 'my runs'}'/*.")  # can be typed
+
+
+def test_a_folder_of_runs_stands_for_the_runs_in_it(tmp_path: Path) -> None:
+    table = tmp_path / "my table"  # as dmcp compare leaves one: not all in it are runs
+    for name in ("two", "one"):
+        write_run(table / name, step_lines(17), done=False)
+    (table / "plans").mkdir()
+    (table / "compare.json").write_text("{}")
+    result = CliRunner().invoke(app, ["report", str(table), "--out", str(tmp_path / "page.html")])
+    assert result.exit_code == 0, result.output
+    one = write_run(tmp_path / "alone", step_lines(17), done=False)
+    assert [run.name for run in read_runs([one, table])] == ["alone", "one", "two"]
+    assert [run.name for run in read_runs([table / "two", table])] == ["two", "one"]  # none twice
+    with pytest.raises(FileError, match="plans: not a run: give a folder"):
+        read_runs([table / "plans"])
 
 
 def test_the_report_and_its_charts_are_files(tmp_path: Path) -> None:

@@ -774,6 +774,17 @@ def mysterious() -> nn.Module:
     return Toy(run, a=unit(3, 16), b=unit(16, 12), head=nn.Linear(12, 5))
 
 
+@pytest.mark.parametrize(
+    "name", ["ssdlite320_mobilenet_v3_large", pytest.param("retinanet_resnet50_fpn", marks=pytest.mark.slow)]
+)
+def test_a_detector_with_its_boxes_says_what_to_trace_instead(name: str) -> None:
+    """What chooses boxes by values is no network whose channels could be followed: the part before it is."""
+    detection = pytest.importorskip("torchvision.models.detection")
+    detector = getattr(detection, name)(weights=None, weights_backbone=None, num_classes=3)
+    with pytest.raises(TraceError, match="Trace the part of a detector that ends before its boxes"):
+        dmcp.trace(detector, ([torch.rand(3, 64, 64), torch.rand(3, 64, 64)],))
+
+
 def test_an_op_without_a_rule_keeps_its_input_whole() -> None:
     graph = check(mysterious(), X, {"b.0": 12})
     ((op, count),) = graph.unknown.items()

@@ -12,7 +12,7 @@ from typing import Any
 
 from dmcp.budget import parse
 from dmcp.comparing import Comparison, check_method
-from dmcp.errors import DmcpError, FileError, TrainingError
+from dmcp.errors import DmcpError, FileError, TrainingError, WidthsError
 from dmcp.files import MOST_JSON, parse_json, read_bytes
 from dmcp.jobs import Opened, argument
 from dmcp.methods import GIVEN, METHODS, PEERS, find_method, title
@@ -116,7 +116,10 @@ def fitting_budgets(
     found: dict[str, tuple[str, ...]] = {}
     floor = Supernet(opened.model, opened.graph, it.groups, it.align).floor
     for name, kept in given.items():
-        widths, reasons = opened.graph.widths(kept), list[str]()
+        try:
+            widths, reasons = opened.graph.widths(kept), list[str]()
+        except WidthsError as error:
+            raise WidthsError(f"--widths: {title(name)}: {error}") from None
         for text in it.budgets:
             problem = Problem(
                 model=opened.model,

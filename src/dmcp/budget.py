@@ -21,6 +21,8 @@ _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}
 _PART = re.compile(
     r"(?:(?P<kind>[a-z]+):)?(?P<number>\d+(?:_\d+)*(?:\.\d+)?(?:e[+-]?\d{1,2})?)(?P<unit>%|[a-z]+)?", re.ASCII
 )
+_ELSEWHERE = re.compile(r"(?P<scale>[kmg]?)(?P<what>ib|b|macs|flops|params)")
+_FLOAT_BYTES = 4  # of a parameter in float32
 _LONGEST, _MOST = 100, 10**18  # characters of a text; more than any network costs
 _TENTHS = 10  # groups of a space, unless other settings are given
 _STEEP = 10.0  # alphas beyond have a gradient near zero
@@ -79,7 +81,9 @@ def _limit(part: str, text: str, graph: ChannelGraph) -> Limit:
     if unit in ("ms", "us", "s"):
         raise BudgetError(f"The budget {text!r} is a latency: only macs and params can be budgets yet.")
     if match is None or kind not in KINDS or unit not in (None, "%", *_UNITS):
-        raise BudgetError(f'The budget {text!r} cannot be read: write "50%", "211M", "params:2M" or "50%,params:2M".')
+        near = _nearly(match["number"], unit) if match and unit and kind in KINDS else ""
+        way = near or 'write "50%", "211M", "params:2M" or "50%,params:2M"'
+        raise BudgetError(f"The budget {text!r} cannot be read: {way}.")
     number = Fraction(match["number"])  # exact: 1.1G is 1,100,000,000
     if unit in _UNITS:
         number *= _UNITS[unit]
@@ -92,6 +96,26 @@ def _limit(part: str, text: str, graph: ChannelGraph) -> Limit:
     if number > _MOST:
         raise BudgetError(f"The budget {text!r} is more than any network costs: the limit is {_MOST:.0e}.")
     return Limit(kind, math.floor(number))
+
+
+def _nearly(number: str, unit: str) -> str:
+    """What to write instead of a unit that people know from elsewhere; nothing of others."""
+    match = _ELSEWHERE.fullmatch(unit)
+    if not match:
+        return ""
+    scale, what = match["scale"].upper().replace("K", "k"), match["what"]
+    if what in ("b", "ib"):
+        count = float(number) * (1024 if what == "ib" else 1000) ** " kmg".index(match["scale"]) / _FLOAT_BYTES
+        short = f"{count / 1e6:.6g}M" if count >= 1e6 else f"{count / 1e3:.6g}k"
+        return (
+            f"of bytes only the parameters are known, {_FLOAT_BYTES} each in float32: write them, like params:{short}"
+        )
+    if what == "params":
+        return f"write params:{number}{scale}"
+    if what == "macs":
+        return f"write {number}{scale}, which are MACs"
+    half = f"{float(number) / 2:.6g}{scale}"
+    return f"some count a MAC as one FLOP, others as two: write MACs, like {number}{scale} or {half}"
 
 
 def _full(graph: ChannelGraph, kind: str) -> int:

@@ -28,6 +28,7 @@ from dmcp.saving import load
 from dmcp.tables import between, points, spread, table
 
 TABLE, PAGE, FIGURE = "compare.json", "compare.md", "compare.svg"
+NETWORKS, LATEX = "compare.csv", "compare.tex"
 PASSES = 10  # through a network, the fastest of which is its time
 _WAYS = {Own.FINE_TUNED: "fine-tuned", Own.AS_IT_IS: "as trained", Own.SLIMMABLE: "slimmable"}
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)%")
@@ -260,6 +261,11 @@ def measure(names: Sequence[str], folder: Path, opened: Opened) -> dict[str, flo
 
 
 def markdown(lines: Sequence[Line], batch: int = 0) -> str:
+    """The table for people who read text."""
+    return table(cells_of(lines, batch))
+
+
+def cells_of(lines: Sequence[Line], batch: int = 0) -> list[list[str]]:
     """The table: mean ± standard deviation (seeds); search cost until the widths are known; times if there are any."""
     rows = [["method", "budget", "accuracy in %, same recipe", "its own training", "MACs", "params"]]
     timed = any(line.ms is not None for line in lines)
@@ -273,7 +279,7 @@ def markdown(lines: Sequence[Line], batch: int = 0) -> str:
         cells += [between(*(f"{share:.1%}" for share in line.macs_share)), between(*(f"{n:,}" for n in line.params))]
         cells += ["" if line.search_seconds is None else f"{line.search_seconds:,.0f}", _millions(line.sample_passes)]
         rows.append(cells + (["" if line.ms is None else f"{line.ms:.2f}"] if timed else []))
-    return table(rows)
+    return rows
 
 
 def against_uniform(lines: Sequence[Line]) -> str:
@@ -325,6 +331,29 @@ def settings_of(it: Stored, folder: Path) -> dict[str, Any]:
         "seeds": [*it.seeds],
         "devices": sorted({str(time["device"]) for time in times}),
     }
+
+
+def networks_of(lines: Sequence[Line]) -> list[dict[str, Any]]:
+    """The table network by network, for other programs; costs are those of its line, the least and the most."""
+    return [
+        {
+            "method": line.method,
+            "budget": line.budget,
+            "training": line.way if line.own else "same recipe",
+            "seed": seed,
+            "accuracy": accuracy,
+            "same_as": line.same_as,
+            "macs_least": line.macs[0],
+            "macs_most": line.macs[1],
+            "params_least": line.params[0],
+            "params_most": line.params[1],
+            "search_seconds": line.search_seconds,
+            "sample_passes": line.sample_passes,
+            "ms": line.ms,
+        }
+        for line in lines
+        for seed, accuracy in zip(line.seeds, line.accuracies, strict=True)
+    ]
 
 
 def to_json(lines: Sequence[Line]) -> list[dict[str, Any]]:

@@ -118,7 +118,7 @@ class ChannelGraph:
         for name in kept:
             if name not in known:
                 near = difflib.get_close_matches(str(name), known, n=3)
-                hint = f"did you mean {', '.join(near)}?" if near else "graph.spaces lists them."
+                hint = f"did you mean {', '.join(near)}?" if near else "graph.spaces (dmcp inspect) lists them."
                 raise WidthsError(f"There is no space named {name!r}: {hint}")
 
     # -- cost

@@ -19,6 +19,8 @@ from dmcp.recording import Op, Recording, Ref, batch_of, map_leaves, rebatch, re
 from dmcp.replay import Rehearsal
 from dmcp.rules import RULES
 
+BOXES = "Trace the part of a detector that ends before its boxes are chosen: docs/api.md, Detectors."
+
 
 def cost_entries(
     model: nn.Module, coupling: Coupling, numbers: Mapping[int, int], example: Any, rehearsal: Rehearsal
@@ -76,7 +78,9 @@ def _owner(parameter: str) -> str:
 def _scaled(terms: Terms, share: Fraction) -> Terms:
     scaled = {key: factor * share for key, factor in terms.items()}
     if any(factor.denominator != 1 for factor in scaled.values()):
-        raise TraceError("The cost of one sample cannot be told from that of a batch: dim 0 of the inputs must be it.")
+        raise TraceError(
+            f"The cost of one sample cannot be told from that of a batch: dim 0 of the inputs must be it. {BOXES}"
+        )
     return {key: int(factor) for key, factor in scaled.items()}
 
 

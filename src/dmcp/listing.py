@@ -8,7 +8,7 @@ import math
 import os
 import platform
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from datetime import datetime
 from pathlib import Path
@@ -121,8 +121,6 @@ def read_run(folder: str | os.PathLike[str], tail: int | None = None) -> PastRun
     """
     path = Path(folder)
     if not is_run(path):
-        if path.is_dir() and any(map(is_run, path.iterdir())):
-            raise FileError(f"{path}: not a run, but a folder of runs: name them, like {shlex.quote(str(path))}/*.")
         raise FileError(f"{path}: not a run: give a folder that dmcp prune, search or train has made.")
     problems: list[str] = []
     settings = _settings(path, problems)
@@ -141,6 +139,16 @@ def read_run(folder: str | os.PathLike[str], tail: int | None = None) -> PastRun
         running=_is_running(path),
         problems=tuple(problems),
     )
+
+
+def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[PastRun]:
+    """Runs, each once; a folder that is no run but holds some stands for these, by their names."""
+    found: dict[Path, Path] = {}
+    for folder in map(Path, folders):
+        inside = [] if is_run(folder) or not folder.is_dir() else sorted(filter(is_run, folder.iterdir()))
+        for path in inside or [folder]:
+            found.setdefault(path.resolve(), path)
+    return [read_run(path) for path in found.values()]
 
 
 def list_runs(root: str | os.PathLike[str]) -> list[PastRun]:

@@ -31,6 +31,7 @@ from dmcp.training import TrainConfig
 _MOST_SEED = 2**62  # and room for those that follow it
 # options that are no settings of a run: they may be given with --resume
 _ANYTIME = ("ctx", "resume", "out", "workers", "seeds", "dry_run", "quiet", "as_json", "debug")
+_RENEWED = ("corrupt",)  # settings of a run that may be others from here on
 
 
 def _complete_model(incomplete: str) -> list[str]:
@@ -219,8 +220,8 @@ def _resumed(command: str, options: Mapping[str, Any], given: set[str]) -> Plan:
             f"{shlex.quote(str(folder))}"
         )
     changed = [
-        f"--{name.replace('_', '-')} was {plan.options.get(name)!r}, is {options[name]!r}"
-        for name in sorted(given)
+        f"--{name.replace('_', '-')} was {_typed(plan.options.get(name))}, is {_typed(options[name])}"
+        for name in sorted(given.difference(_RENEWED))
         if plan.options.get(name) != options[name]
     ]
     if changed:
@@ -228,7 +229,14 @@ def _resumed(command: str, options: Mapping[str, Any], given: set[str]) -> Plan:
     check_names(folder, plan.job, "model", "data", "weights")
     if options["workers"] is not None:  # how files are read changes no result
         plan = replace(plan, job=replace(plan.job, workers=options["workers"]))
+    if "corrupt" in given:
+        plan = replace(plan, job=replace(plan.job, corrupt=options["corrupt"]))
     return plan
+
+
+def _typed(value: Any) -> str:
+    """A value in quotes or digits, as a person would type it."""
+    return repr(str(value) if isinstance(value, str) else value)  # str: of an Enum the word alone
 
 
 def _job(options: Mapping[str, Any], given: set[str], recipe: Recipe | None) -> Job:

@@ -20,7 +20,7 @@ from dmcp.budget import check_reachable, parse
 from dmcp.charts import as_file, percent
 from dmcp.errors import FileError
 from dmcp.jobs import Corrupt, build, open_job, trace_job
-from dmcp.listing import PastRun, describe, list_runs, read_run
+from dmcp.listing import PastRun, describe, list_runs, read_runs
 from dmcp.measuring import compare
 from dmcp.plans import Plan
 from dmcp.printing import cost_facts, describe_costs, print_json, result_facts, tell_skipped
@@ -70,7 +70,7 @@ def runs(
 
 
 def report(
-    run: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
+    run: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs, or folders that hold some.")],
     out: Annotated[Path, typer.Option(help="File of the page.")] = Path("report.html"),
     svg: Annotated[Path | None, typer.Option(help="Folder for the charts, each as a file of its own.")] = None,
     debug: o.Debug = False,
@@ -80,7 +80,7 @@ def report(
     \b
     Examples:
       dmcp report runs/resnet18-photos-prune
-      dmcp report runs/* --out all.html --svg charts
+      dmcp report runs --out all.html --svg charts
     """
     if not o.is_first():
         return
@@ -88,7 +88,7 @@ def report(
         raise FileError(f"--out: {out} is a folder: name the file in it, like {out / 'report.html'}.")
     if svg and svg.exists() and not svg.is_dir():
         raise FileError(f"--svg: {svg} is a file: name a folder.")
-    found = [read_run(folder) for folder in run]
+    found = read_runs(run)
     Run(out.parent).write(out.name, make_page(found))
     print(out)
     if svg:
@@ -103,6 +103,7 @@ def sample(
         int, typer.Option(min=0, max=10_000, help="So many different structures drawn from the chains; 0: expected.")
     ] = 0,
     budget: Annotated[str, typer.Option(help="Another budget than the search's, whose widths are then scaled.")] = "",
+    out: Annotated[Path | None, typer.Option(help="Folder for the files; default: the run.")] = None,
     seed: o.Seed = 0,
     as_json: o.AsJson = False,
     debug: o.Debug = False,
@@ -117,6 +118,8 @@ def sample(
     """
     if not o.is_first():
         return
+    if out and out.exists() and not out.is_dir():
+        raise FileError(f"--out: {out} is a file: name a folder.")
     settings, plan = o.read_plan(run)
     _check_done(run, SEARCH, plan)
     o.check_names(run, plan.job, "model")
@@ -124,9 +127,10 @@ def sample(
     found = _for_budget(load_search(run, graph), budget, direct > 0)
     drawn = sampling.direct(found, direct, generator(seed)) if direct else [sampling.expected(found)]
     kind = "-".join(filter(None, ("direct" if direct else "expected", re.sub(r"[^\w%.]+", "-", budget))))
-    files = {run / f"{kind}{f'-{number}' if direct else ''}.json": it for number, it in enumerate(drawn, 1)}
+    place = out or run
+    files = {place / f"{kind}{f'-{number}' if direct else ''}.json": it for number, it in enumerate(drawn, 1)}
     for path, widths in files.items():
-        Run(run).write(path.name, widths.to_json())
+        Run(place).write(path.name, widths.to_json())
     if as_json:
         print_json([{"file": str(path)} | cost_facts(graph, widths) for path, widths in files.items()])
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import signal
 import sys
@@ -19,8 +20,9 @@ from dmcp.batches import device_of, generator
 from dmcp.budget import parse
 from dmcp.data import preprocessing
 from dmcp.engine import Engine
-from dmcp.errors import FileError, StoppedError, TrainingError
+from dmcp.errors import DataError, FileError, StoppedError, TrainingError
 from dmcp.events import Event
+from dmcp.folders import FolderSet
 from dmcp.given import check_classifier, check_finite
 from dmcp.jobs import Opened, open_job
 from dmcp.keeping import Keeper
@@ -53,6 +55,8 @@ class Session:
         """What saves the state of a stage."""
         plan = self.plan.to_json() | {"options": {}}
         plan["job"].pop("workers")  # how many processes decode images changes nothing
+        # nor do broken ones that are skipped from now on: up to here there were none
+        plan["job"]["corrupt"] = self.plan.options.get("corrupt", self.plan.job.corrupt)
         identity = {"plan": plan} | {name: fact for name, fact in facts_of(self.opened).items() if name in _FACTS}
         return self.run.keeper(
             stage,
@@ -97,6 +101,7 @@ def session(
 ) -> Iterator[Session]:
     """Meet the other ranks, open model and data, take the run folder; `check` may still refuse before it is written."""
     ranks = join(plan.job.device)
+    begun = False
     try:
         with contextlib.ExitStack() as undo:
             undo.enter_context(Watch(ranks))
@@ -117,6 +122,7 @@ def session(
             progress = undo.enter_context(Progress(quiet or not ranks.first))
             here = Session(plan, ranks, opened, run, progress, tracker, asked)
             _describe(here, quiet)
+            begun = True
             yield here
     except torch.OutOfMemoryError as error:
         batch = max(plan.job.batch, plan.job.train_batch)
@@ -130,6 +136,13 @@ def session(
         ) from error
     except StoppedError as error:
         raise StoppedError(f"{error} Go on with: dmcp {plan.command} --resume {shlex.quote(str(folder))}") from None
+    except DataError as error:
+        if not begun or not folder.is_dir():  # a new run that failed before its first step is gone
+            raise
+        raise DataError(
+            f"{error} What is done so far is kept: remove no files now, and go on with: dmcp {plan.command} --resume "
+            f"{shlex.quote(str(folder))}"
+        ) from error
     finally:
         leave()
 
@@ -158,8 +171,10 @@ def _take(plan: Plan, opened: Opened, folder: Path, resume: bool, undo: contextl
     for name in _FACTS:
         if stored.get(name) != facts[name]:
             what = "data" if name == "data" else "network"
+            files = what == "data" and isinstance(opened.data.train, FolderSet)
+            way = " Put files back that were removed; --corrupt skip passes over broken ones." if files else ""
             raise FileError(
-                f"{folder}: the {what} is not what it was: {name} was {stored.get(name)}, is {facts[name]}."
+                f"{folder}: the {what} is not what it was: {name} was {stored.get(name)}, is {facts[name]}.{way}"
             )
     if run.done:
         raise FileError(f"{folder}: this run is done; dmcp report {shlex.quote(str(folder))} shows it.")
@@ -215,8 +230,11 @@ def _share_text(text: str, ranks: Ranks) -> str:
 def _signals() -> Iterator[Callable[[], bool]]:
     """SIGTERM and Ctrl-C are remembered, not obeyed; the second Ctrl-C is obeyed."""
     asked: list[int] = []
+    owner = os.getpid()
 
     def note(number: int, frame: Any) -> None:
+        if os.getpid() != owner:  # one that reads images, and has this by fork
+            return
         if asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         if not asked:

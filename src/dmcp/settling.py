@@ -19,6 +19,8 @@ _CANDIDATES = 6
 
 Site = tuple[int, int, Literal]  # recording, op and the number among its arguments
 
+IN_CODE = "a number in the code"  # how the reason begins
+
 
 class Settler:
     """Replays at random widths until all agree, binding attributes and keeping channels whole as needed."""
@@ -79,7 +81,7 @@ class Settler:
         if any(kept) or self._unbind([ops[conflict.number].path for conflict in conflicts]):
             return
         at = [conflict.number for conflict in outcome.conflicts] or [min(self.rehearsal.stopped_at, len(ops) - 1)]
-        why = outcome.stopped or "a number in the code depends on another width"
+        why = outcome.stopped or f"{IN_CODE} depends on another width"
         if not any(self._freeze_module(number, place, why) for place in at):
             raise TraceError(f"The narrow model does not run, and nothing is left to keep whole: {why}")
 
@@ -192,7 +194,7 @@ class Settler:
             ]
             entering = [layout for op in inside[:1] for value in op.inputs()[:1] for layout in layouts[value]]
             everything = [layout for op in inside for value in op.inputs() for layout in layouts[value]]
-            reason = f"a number in the code of {path or 'the model'} depends on its size: {why}"
+            reason = f"{IN_CODE} of {path or 'the model'} depends on its size: {why}"
             if self._freeze(tuple(entering), reason) or self._freeze(tuple(everything), reason):
                 return True
             if not path:

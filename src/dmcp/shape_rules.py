@@ -111,7 +111,7 @@ def _replaced(call: Call, dim: int, layout: Layout) -> Dims:
 def concatenate(call: Call) -> list[Dims]:
     """One dim is the concatenation, the others are joined."""
     call.flow = Flow.KEEPS
-    parts = [operand for operand in call["tensors"] if operand.shape != (0,)]
+    parts = [operand for operand in call["tensors"] if operand.shape != (0,)] or call["tensors"][:1]
     dim = call["dim"] % len(parts[0].dims)
     out = list(parts[0].dims)
     for position in range(len(out)):

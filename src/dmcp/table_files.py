@@ -1,7 +1,9 @@
-"""The files of a comparison's table: page, plain data and figure, with all that makes them again."""
+"""The files of a comparison's table: page, plain data, LaTeX and figure, with all that makes them again."""
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,15 +16,19 @@ from dmcp.cell_runs import commands_of
 from dmcp.errors import FileError
 from dmcp.gathering import (
     FIGURE,
+    LATEX,
+    NETWORKS,
     PAGE,
     TABLE,
     Line,
     Stored,
     against_uniform,
+    cells_of,
     describe,
     gather,
     markdown,
     measure,
+    networks_of,
     settings_of,
     timed_cells,
     to_json,
@@ -30,7 +36,7 @@ from dmcp.gathering import (
 from dmcp.jobs import Opened, open_job
 from dmcp.runs import Run, read_json
 from dmcp.saving import WEIGHTS
-from dmcp.tables import between
+from dmcp.tables import between, latex
 
 
 def write_table(it: Stored, folder: Path, opened: Opened | None = None, again: bool = False) -> dict[str, Any]:
@@ -58,8 +64,20 @@ def write_table(it: Stored, folder: Path, opened: Opened | None = None, again: b
     run.write(TABLE, data)
     parts = [describe(it), markdown(lines, speeds["batch"]), against_uniform(lines)]
     run.write(PAGE, "\n".join(f"{part.rstrip()}\n" for part in parts if part))
+    run.write(LATEX, latex(cells_of(lines, speeds["batch"])))
+    run.write(NETWORKS, _csv(networks_of(lines)))
     _draw(it, lines, folder)
     return data
+
+
+def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Plain data as text with commas; nothing stands for what is not known."""
+    text = io.StringIO()
+    if rows:
+        writer = csv.DictWriter(text, [*rows[0]], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return text.getvalue()
 
 
 def _speeds(it: Stored, lines: Sequence[Line], folder: Path, opened: Opened | None, again: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tables for people: Markdown that a terminal shows well, too, and what goes into their cells."""
+"""Tables for people: Markdown that a terminal shows well, too, LaTeX, and what goes into their cells."""
 
 from __future__ import annotations
 
@@ -12,6 +12,16 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     text = [f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows]
     return "\n".join([text[0], f"|{'|'.join('-' * (width + 2) for width in widths)}|", *text[1:], ""])
+
+
+def latex(rows: Sequence[Sequence[str]]) -> str:
+    """The same for LaTeX with booktabs."""
+    signs = {sign: f"\\{sign}" for sign in "%&#_${}"} | {"±": r"$\pm$", "–": "--", "\\": r"\textbackslash{}"}
+    signs |= {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    plain = str.maketrans({ord(sign): text for sign, text in signs.items()})
+    head, *rest = [" & ".join(cell.translate(plain) for cell in row) + r" \\" for row in rows]
+    top = [rf"\begin{{tabular}}{{{'l' * len(rows[0])}}}", r"\toprule", head, r"\midrule"]
+    return "\n".join([*top, *rest, r"\bottomrule", r"\end{tabular}", ""])
 
 
 def counted(number: int, word: str) -> str:

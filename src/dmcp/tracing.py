@@ -15,13 +15,13 @@ from dmcp.errors import TraceError
 from dmcp.facts import Contraction, Dims, Rule
 from dmcp.gating import Fold, plan_folds
 from dmcp.graph import Binding, ChannelGraph, GateFold, Whole, in_spaces
-from dmcp.layer_costs import cost_entries
+from dmcp.layer_costs import BOXES, cost_entries
 from dmcp.layouts import Atom
 from dmcp.recording import Func, Recording, batch_of, rebatch, record_anywhere, tensors_in
 from dmcp.remarks import keep_read_whole, misfit, note_reads, note_sizes, ways_to_plain_weights, with_way_out
 from dmcp.replay import Rehearsal, meta_example
 from dmcp.rules import RULES
-from dmcp.settling import Settler
+from dmcp.settling import IN_CODE, Settler
 from dmcp.slicing import skeleton, unwrap
 from dmcp.spaces import ChannelSpace, fingerprint
 
@@ -77,6 +77,7 @@ def trace(
     if not atoms:
         reasons = "; ".join(f"{item.name}: {item.reason}" for item in whole[:3]) or "no conv or linear layer was seen"
         hint = " With exact=False channels under LayerNorm or weight standardisation could be." if mixed else ""
+        hint += f" {BOXES}" if any(item.reason.startswith(IN_CODE) for item in whole) else ""
         raise TraceError(f"Nothing in this model can be pruned. {reasons}.{hint}")
     return _graph(model, coupling, rehearsal, atoms, (plan.hard, plan.soft), whole, notes, example_input, exact)
 
