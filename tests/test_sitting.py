@@ -6,7 +6,7 @@ import json
 import tarfile
 from pathlib import Path
 
-from tools.sitting import MOST_BYTES, keep
+from tools.sitting import MOST_BYTES, UNFINISHED, begin, keep
 
 
 def put(path: Path, *lines: object) -> None:
@@ -58,3 +58,15 @@ def test_weights_that_a_cell_still_needs_are_kept(tmp_path: Path) -> None:
         }
         log = kept.extractfile("full/start/log.jsonl")
         assert log and log.read()  # a draw reads the steps of its search
+
+
+def test_a_sitting_begins_with_what_is_recorded_and_with_cells_that_are_not_finished(tmp_path: Path) -> None:
+    there, base = tmp_path / "results", tmp_path / "base"
+    put(tmp_path / "settings.json", {"a": 1})
+    put(there / "main.json", {})
+    begin(there, base)
+    assert [path.name for path in base.iterdir()] == ["results"] and (base / "results" / "main.json").exists()
+    with tarfile.open(there / UNFINISHED, "w:xz") as kept:
+        kept.add(tmp_path / "settings.json", "ex/cell/settings.json")
+    begin(there, tmp_path / "other")
+    assert json.loads((tmp_path / "other" / "ex" / "cell" / "settings.json").read_text()) == {"a": 1}

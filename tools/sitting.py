@@ -32,6 +32,7 @@ RECIPE = "--batch 512 --lr 1.6 --weight-decay 5e-4"
 LEAST_GAIN = 0.85  # of the time of a search step: below it own kernels are used
 MOST_BYTES = 2**20  # of a file that is kept of a cell that is not done
 PATIENCE = 90  # seconds that measuring steps may take
+UNFINISHED = "unfinished.tar.xz"  # in the folder of results: cells as `keep` has them, to go on with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,11 @@ PLANS = {
         Stage(folder="full56", options=f"{_FULL} --model cifar:resnet56 --seeds 2", at_once=4, next_at=6),
         Stage(folder="full20", options=f"{_FULL} --seeds 3", at_once=6, next_at=99),
     ),
+    "last": (  # all that is left of both
+        Stage(folder="full56", options=f"{_FULL} --model cifar:resnet56 --seeds 2", at_once=4, next_at=4),
+        Stage(folder="full20", options=f"{_FULL} --seeds 3", at_once=4, next_at=9),
+        Stage(folder="ex", options="explain --recorded --epochs 60 --seeds 3", at_once=6, next_at=99),
+    ),
     "rehearsal": (  # with digits, on a CPU
         Stage(
             folder="mb",
@@ -85,7 +91,7 @@ def go(plan: str, seconds: float, data: str, base: Path) -> None:
     base.mkdir(parents=True, exist_ok=True)
     results = base / "results"
     if not results.exists():  # what is recorded counts
-        shutil.copytree(Path(__file__).resolve().parents[1] / "results", results)
+        begin(Path(__file__).resolve().parents[1] / "results", base)
     running: list[subprocess.Popen[bytes]] = []
     with _mps(base):
         for stage in PLANS[plan]:
@@ -107,6 +113,14 @@ def go(plan: str, seconds: float, data: str, base: Path) -> None:
             process.terminate()  # once: it saves, and a second signal would kill
         for process in running:
             _note(base, f"{'time is over, ended' if process in late else 'ended'}: {process.wait()}")
+
+
+def begin(recorded: Path, base: Path) -> None:
+    """Bring what is recorded, and the cells that an earlier sitting has not finished."""
+    shutil.copytree(recorded, base / "results")
+    if (packed := recorded / UNFINISHED).exists():
+        with tarfile.open(packed) as kept:
+            kept.extractall(base, filter="data")
 
 
 _DMCP = (sys.executable, "-m", "dmcp")
