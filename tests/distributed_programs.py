@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Subset, TensorDataset
 
 import dmcp
 from dmcp import cli
@@ -22,6 +24,8 @@ from dmcp.ranks import Ranks, Watch, join, leave
 
 STEPS = 5  # in an epoch
 PIXELS = (1, 8, 8)
+_DIGITS = make_loader(load("digits").test.subset(torch.arange(101)), 101, train=False)
+DIGITS = TensorDataset(*next(iter(_DIGITS)))  # not an even number
 
 
 class Plain(nn.Module):
@@ -76,6 +80,57 @@ def train_normed(ranks: Ranks, batch: int) -> dict[str, Any]:
     accuracy = dmcp.evaluate(model, test_loader(ranks))
     dmcp.recalibrate(model, loader(ranks, batch))
     return {"search": searched, "training": trained, "accuracy": accuracy, "calibrated": running(model)}
+
+
+class Macro:
+    """The mean over the classes of how many are found, which is no mean over the samples."""
+
+    all_ranks = True
+
+    def __init__(self, gather: bool = True) -> None:
+        self.gather = gather
+
+    def reset(self) -> None:
+        self.table = torch.zeros(2, 10)
+
+    def update(self, output: Tensor, batch: Any) -> None:
+        found = output.argmax(dim=1) == batch[1]
+        self.table += torch.stack([torch.bincount(batch[1][which], minlength=10) for which in (found, found | True)])
+
+    def compute(self) -> Tensor:
+        if self.gather and dist.is_initialized():
+            dist.all_reduce(self.table)
+        return (self.table[0] / self.table[1]).nanmean()
+
+
+def measure_whole(ranks: Ranks, batch: int) -> dict[str, Any]:
+    """A network tested by a metric of the whole data set, and what is said where that cannot be."""
+    from accelerate.data_loader import BatchSamplerShard  # which is slow, and for the others in vain
+
+    torch.manual_seed(0)
+    model = Plain()
+    told = []
+    for given, metric in (
+        (test_loader(ranks), Macro(gather=False)),
+        (DataLoader(DIGITS, batch, sampler=DistributedSampler(DIGITS)), Macro()),
+        (DataLoader(DIGITS, batch_sampler=BatchSamplerShard(one_by_one(batch), 2, ranks.rank)), Macro()),
+    ):
+        try:
+            told.append(str(dmcp.evaluate(model, given, metric)))
+        except dmcp.DmcpError as error:
+            told.append(str(error))
+    try:
+        padded = DataLoader(DIGITS, batch, sampler=DistributedSampler(DIGITS))
+        dmcp.prune(model, loader(ranks, 32), padded, metric=Macro())
+    except dmcp.DmcpError as error:
+        told.append(str(error))
+    own = DataLoader(Subset(DIGITS, range(ranks.rank, len(DIGITS), ranks.world)), batch)
+    found = {"ours": dmcp.evaluate(model, test_loader(ranks), Macro()), "own": dmcp.evaluate(model, own, Macro())}
+    return found | {"told": told, "mean": dmcp.evaluate(model, test_loader(ranks))}
+
+
+def one_by_one(batch: int) -> BatchSampler:
+    return BatchSampler(range(len(DIGITS)), batch, drop_last=False)
 
 
 class Listing(torch.optim.SGD):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from dmcp.batches import batches_from, input_of, labels_of, length_of, peek, share_of
+from dmcp.batches import batches_from, check_parts, input_of, labels_of, length_of, peek, share_of
 from dmcp.data import ArrayLoader, load, make_loader
 from dmcp.errors import DataError
-from dmcp.ranks import Ranks
+from dmcp.ranks import ALONE, Ranks
 
 
 class Noisy:
@@ -82,6 +83,33 @@ def test_what_a_batch_lacks_is_said() -> None:
         labels_of({})
     with pytest.raises(DataError, match=r"this tuple has no label\."):
         labels_of((torch.zeros(2),))
+
+
+@pytest.mark.parametrize("given", [("image", "mask"), ("image", "label"), ("input", "mask", "id"), ("image",)])
+def test_the_line_that_is_told_makes_batches_that_can_be_used(given: tuple[str, ...]) -> None:
+    samples = [{name: torch.full((3,), float(place)) for place, name in enumerate(given)}] * 4
+    with pytest.raises(DataError) as error:
+        (input_of if "input" not in given else labels_of)(next(iter(DataLoader(samples, 4))))
+    words = str(error.value)
+    assert "give the DataLoader collate_fn=collate with: def collate(samples): " in words
+    made: dict[str, Any] = {"torch": torch}
+    exec(words[words.index("def collate") :], made)  # as somebody would paste it
+    batch = next(iter(DataLoader(samples, 4, collate_fn=made["collate"])))
+    assert torch.equal(input_of(batch), batch[given[0]]) and set(given) <= set(batch)
+    if len(given) > 1:
+        assert torch.equal(labels_of(batch), batch[given[1]])
+
+
+def test_samplers_that_repeat_are_seen() -> None:
+    def loader(samples: int, **options: Any) -> DataLoader[Any]:
+        data = list(range(samples))
+        return DataLoader(data, 5, sampler=DistributedSampler(data, 2, 0, **options))
+
+    for fine in (loader(20), loader(21, drop_last=True), DataLoader(list(range(21)), 5), [torch.zeros(2)], Noisy()):
+        check_parts(fine, Ranks(0, 2))
+    check_parts(loader(21), ALONE)
+    with pytest.raises(DataError, match=r"repeats samples, so that 2 ranks .* range\(rank, len\(data\), world\)"):
+        check_parts(loader(21), Ranks(0, 2))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])

@@ -147,6 +147,22 @@ def test_a_part_without_images_does_not_change_the_statistics() -> None:
     assert gap(statistics(programs.running(model)), wanted) == 0
 
 
+def test_ranks_measure_a_whole_data_set_together(tmp_path: Path) -> None:
+    """By a metric that gathers; the rest is refused, never a number of a part or of samples given twice."""
+    first, second = learned(tmp_path, 2, "measure_whole", 8)
+    alone = programs.Macro()
+    torch.manual_seed(0)
+    model = programs.Plain()
+    assert first["ours"] == second["ours"] == dmcp.evaluate(model, programs.test_loader(ALONE), alone)
+    assert first["own"] == second["own"] == dmcp.evaluate(model, torch.utils.data.DataLoader(programs.DIGITS, 8), alone)
+    assert first["mean"] == second["mean"] != first["ours"]
+    for told in (first["told"], second["told"]):
+        parts, *padded = told
+        assert re.match(r"compute\(\) of the metric gave .* but not on all of 2 ranks: it must gather", parts)
+        assert len(padded) == 3
+        assert all(it.startswith("The loader of a rank repeats samples, so that 2 ranks") for it in padded)
+
+
 def statistics(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
     """Means and variances, without the counters of batches."""
     return {name: tensor for name, tensor in buffers.items() if "running" in name}

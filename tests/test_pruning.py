@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import random
 import re
 import warnings
@@ -378,6 +379,36 @@ def test_a_loss_of_ones_own_is_told_what_imitation_does_to_outputs() -> None:
                 prune(search=replace(SEARCH, **options), retrain=kind, loss=own)
             assert len(told) == len(wanted) and all(it.category is ImitationWarning for it in told)
             assert all(re.search(text, str(it.message)) for text, it in zip(wanted, told, strict=True))
+            assert all(it.filename == __file__ for it in told)  # where the user called, not a line of ours
+
+
+def test_a_training_that_stops_says_which_network_it_was() -> None:
+    def loss_until(last: str) -> tuple[Any, Any]:
+        stages: list[str] = []
+
+        def loss(output: Tensor, batch: Any) -> Tensor:
+            value = classification_loss()(output, batch)
+            return value * math.inf if stages and stages[-1] == last else value
+
+        return loss, lambda event: stages.append(event.stage)
+
+    settings = replace(SEARCH, distil=False)
+    loss, look = loss_until(UNPRUNED)  # from then on
+    with pytest.raises(
+        TrainingError, match=r"^The network 'uniform widths': Training stopped at step 0 .* loss is inf"
+    ):
+        prune(search=settings, controls=True, loss=loss, on_event=look)
+    loss, look = loss_until("search")
+    with pytest.raises(TrainingError, match=r"^Training stopped at step 0 .* loss is inf"):
+        prune(search=settings, loss=loss, on_event=look)
+
+
+def test_a_search_warns_at_the_line_of_its_caller() -> None:
+    model, graph = traced()
+    net = dmcp.Supernet(model, graph, groups=SEARCH.groups)
+    with pytest.warns(ImitationWarning) as told:
+        dmcp.search(net, Noise(), SEARCH, loss=classification_loss())
+    assert [it.filename for it in told] == [__file__]
 
 
 @pytest.mark.filterwarnings("ignore::dmcp.losses.ImitationWarning")

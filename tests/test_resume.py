@@ -597,6 +597,16 @@ def test_what_is_no_run_or_is_done_is_refused(commands: Commands, whole: Path, t
     assert f"this run is done; dmcp report {whole}" in refused(commands, whole)
 
 
+def test_a_run_that_is_done_is_refused_as_such_where_no_lock_can_be_written(
+    commands: Commands, whole: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(whole, tmp_path / "run")
+    (run / LOCK).unlink(missing_ok=True)
+    (run / LOCK).mkdir()  # stands for a folder that is read-only, which it is not for root
+    end = commands.resume(run)
+    assert end.code == 2 and "this run is done; dmcp report" in end.err and "locked" not in end.err
+
+
 def test_several_seeds_do_not_go_on_with_one_run(commands: Commands, killed: dict[str, Path], tmp_path: Path) -> None:
     run = shutil.copytree(killed["trained"], tmp_path / "run")
     end = commands.run(["prune", "--resume", run, "--seeds", "2"], ("dmcp.seeds:run_seeds", "", 1))

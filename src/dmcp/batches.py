@@ -102,6 +102,33 @@ def check_tested(loader: Any, networks: int) -> None:
         )
 
 
+def check_parts(loader: Any, ranks: Ranks) -> None:
+    """Refuse a loader that gives ranks some samples twice, so that all have as many. Loaders of ours do not.
+
+    It is seen by what the samplers of torch, timm and accelerate say of themselves.
+    """
+    sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    more = _number(sampler, "total_size") > _length(getattr(sampler, "dataset", None))
+    if getattr(batches, "even_batches", False) and not getattr(batches, "drop_last", False):
+        ways = 1 if getattr(batches, "split_batches", False) else _number(batches, "num_processes")
+        more = _length(getattr(loader, "dataset", None)) % max(1, ways * _number(batches, "batch_size")) > 0
+    if ranks.world > 1 and more:
+        raise DataError(
+            f"The loader of a rank repeats samples, so that {ranks.world} ranks have as many, and a metric of a whole "
+            "data set would count them twice: give each rank its own part, DataLoader(Subset(data, range(rank, "
+            "len(data), world)), ...)."
+        )
+
+
+def _number(owner: Any, name: str) -> int:
+    value = getattr(owner, name, 0)
+    return value if isinstance(value, int) else 0
+
+
+def _length(data: Any) -> int:
+    return len(data) if hasattr(data, "__len__") else 0
+
+
 def peek(loader: Any) -> list[Any] | None:
     """The first batch that holds a sample, alone in a list; [] if there is none, None where looking would lose it."""
     stream = loader.dataset if isinstance(loader, DataLoader) else None
@@ -187,5 +214,20 @@ def _part(batch: Any, place: int, key: str) -> Any:
         )
         raise DataError(
             f'A batch must be (input, labels) or a dict with "input" and "label"; this {type(batch).__name__} '
-            f"has no {key}{only}.{own}"
+            f"has no {key}{only}.{own}{_renaming(batch) if only else ''}"
         ) from None
+
+
+def _renaming(batch: Mapping[Any, Any]) -> str:
+    """How the entries of such batches get the names that they need, the first ones in the order that they have."""
+    needed = [name for name in ("input", "label") if name not in batch]
+    others = [name for name in batch if name not in ("input", "label")]
+    pairs = list(zip(needed, others, strict=False))
+    if not pairs:
+        return ""
+    which = " and ".join(f"{other!r} is the {name}" for name, other in pairs)
+    added = ", ".join(f'"{name}": batch[{other!r}]' for name, other in pairs)
+    return (
+        f" If {which}, give the DataLoader collate_fn=collate with: def collate(samples): batch = "
+        f"torch.utils.data.default_collate(samples); return batch | {{{added}}}"
+    )

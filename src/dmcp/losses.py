@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dmcp.batches import labels_of
+from dmcp.batches import labels_of, size_of, widest
 from dmcp.errors import TrainingError
+from dmcp.ranks import Ranks, sum_values
 from dmcp.recording import tensors_in
 
 Loss = Callable[[Any, Any], Tensor]  # (output, batch) -> scalar
-Metric = Callable[[Any, Any], tuple[Tensor, int]]  # (output, batch) -> (sum over the samples, their count)
+MeanMetric = Callable[[Any, Any], tuple[Tensor, int]]  # (output, batch) -> (sum over the samples, their count)
+
+
+class WholeMetric(Protocol):
+    """A metric of a whole data set, which is no mean over its samples: what it has seen it keeps itself."""
+
+    def reset(self) -> Any:
+        """Forget all batches."""
+
+    def update(self, output: Any, batch: Any) -> Any:
+        """See one batch."""
+
+    def compute(self) -> Any:
+        """One number about all batches since the last reset."""
+
+
+Metric = MeanMetric | WholeMetric
+_METHODS = ("reset", "update", "compute")
+_NEAR = 1e-6  # how far, as a share, numbers of ranks may differ that have summed in another order
 
 
 @dataclass(frozen=True)
@@ -27,13 +48,16 @@ class LowerIsBetter:
     metric: Metric
 
     def __post_init__(self) -> None:
-        if not callable(self.metric):
+        if not callable(self.metric) and not _methods(self.metric):
             raise TrainingError(
                 f"LowerIsBetter takes a metric, a function of output and batch, not {self.metric!r}: "
                 "metric=LowerIsBetter(my_metric)."
             )
+        whole_of(self.metric)
 
     def __call__(self, output: Any, batch: Any) -> tuple[Tensor, int]:
+        if not callable(self.metric):
+            raise TrainingError("This metric is an object: call its update and compute, not itself.")
         return self.metric(output, batch)
 
 
@@ -41,12 +65,24 @@ def growing(metric: Metric) -> Metric:
     """The metric as something that grows with quality, for those who look for the best: an error with a minus."""
     if not isinstance(metric, LowerIsBetter):
         return metric
+    if (whole := whole_of(metric)) is not None:
+        return _Negative(whole)
 
     def negative(output: Any, batch: Any) -> tuple[Tensor, int]:
         total, count = metric(output, batch)
         return -total, count
 
     return negative
+
+
+class _Negative:
+    """A metric of a whole data set with a minus."""
+
+    def __init__(self, metric: WholeMetric) -> None:
+        self.reset, self.update, self.positive = metric.reset, metric.update, metric.compute
+
+    def compute(self) -> float:
+        return -plain_number(self.positive())
 
 
 class ImitationWarning(UserWarning):
@@ -57,10 +93,13 @@ class MetricWarning(UserWarning):
     """A metric that is no number, so that nothing can be compared by it."""
 
 
-def warn_of_imitation(who: str, remedy: str, stacklevel: int) -> None:
-    """Say once what is done to outputs that nobody has called class scores; the frame is counted from the caller."""
+def warn_of_imitation(who: str, remedy: str) -> None:
+    """Say once what is done to outputs that nobody has called class scores, at the user's line that leads here."""
     told = f"{who} outputs as class scores along dim 1: if they are something else, {remedy}."
-    warnings.warn(told, ImitationWarning, stacklevel=stacklevel + 1)
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "dmcp":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(told, ImitationWarning, stacklevel=level)
 
 
 def classification_loss(label_smoothing: float = 0.0) -> Loss:
@@ -131,6 +170,102 @@ def sum_and_count(found: Any) -> tuple[Tensor, Any]:
         "A metric must return two things, its sum over the samples as a tensor of one number and how many samples "
         f"there are, not {what}: a mean does not say how many it is of."
     )
+
+
+def whole_of(metric: Any) -> WholeMetric | None:
+    """The object, if the metric is one of a whole data set; None for a function. What is neither is refused."""
+    while isinstance(metric, LowerIsBetter):
+        metric = metric.metric
+    there = _methods(metric)
+    missing = [f"{name}()" for name in _METHODS if name not in there]
+    if not missing and isinstance(metric, type):
+        raise TrainingError(f"The metric {metric.__name__} is a class: give an object of it, {metric.__name__}().")
+    if not missing:
+        found: WholeMetric = metric
+        return found
+    if callable(metric) and there in ([], ["reset"]):
+        return None
+    if there:
+        name = metric.__name__ if isinstance(metric, type) else type(metric).__name__
+        raise TrainingError(
+            f"The metric {name} has {' and '.join(f'{it}()' for it in there)}, but no {' and no '.join(missing)}: a "
+            "metric of a whole data set needs reset(), update(output, batch) and compute()."
+        )
+    raise TrainingError(
+        f"metric must be a function, not a {type(metric).__name__}, or an object with reset(), update(output, batch) "
+        "and compute(): see docs/api.md."
+    )
+
+
+def check_metric(metric: Metric | None, ranks: Ranks) -> None:
+    """Refuse what is no metric, and an object that would see a part of the samples only."""
+    whole = None if metric is None else whole_of(metric)
+    if whole is not None and ranks.world > 1 and getattr(whole, "all_ranks", False) is not True:
+        raise TrainingError(
+            f"Each of {ranks.world} ranks sees a part of the samples only: let compute() of the metric gather from all "
+            "ranks, as torchmetrics does, and say so by all_ranks = True in its class; or give a metric that is a "
+            "function and returns (sum, count)."
+        )
+
+
+def plain_number(value: Any) -> float:
+    """What compute() of a metric gave, if it is one number."""
+    match value:
+        case Tensor() if value.numel() == 1 and not value.is_complex():
+            return float(value)
+        case Real():
+            return float(value)
+    ways = "" if isinstance(value, Tensor) or value is None else ", such as one of its entries"
+    raise TrainingError(
+        f"compute() of a metric must return a number or a tensor of one number, not {_kind(value)}: return the one "
+        f"that networks are compared by{ways}."
+    )
+
+
+def measure(metric: WholeMetric, pairs: Iterable[tuple[Any, Any]], ranks: Ranks) -> float:
+    """The metric of all these outputs and batches, the same number on every rank."""
+    metric.reset()
+    seen = 0
+    for output, batch in pairs:
+        seen += size_of(batch)
+        try:
+            metric.update(output, batch)
+        except Exception as error:
+            error.add_note("dmcp calls update(output, batch) of a metric, with the whole batch: see docs/api.md.")
+            raise
+    _refuse_none(sum_values(torch.tensor([seen]), ranks).item())
+    own = plain_number(metric.compute())
+    everyone = torch.zeros(ranks.world, dtype=torch.float64)
+    everyone[ranks.rank] = own
+    first, *others = sum_values(everyone, ranks).tolist()
+    if not all(math.isclose(first, it, rel_tol=_NEAR) or (math.isnan(first) and math.isnan(it)) for it in others):
+        raise TrainingError(
+            f"compute() of the metric gave {own:.6g} on rank {ranks.rank}, but not on all of {ranks.world} ranks: it "
+            "must gather what all of them have seen."
+        )
+    return float(first)
+
+
+def mean(metric: MeanMetric, pairs: Iterable[tuple[Any, Any]], device: torch.device, ranks: Ranks) -> float:
+    """The mean of the metric over the samples of all these outputs and batches, and of all ranks."""
+    sums, count = [torch.zeros((), dtype=widest(device), device=device)], 0
+    for output, batch in pairs:
+        value, samples = sum_and_count(metric(output, batch))
+        sums.append(value.to(widest(device)))
+        count += samples
+    total = torch.stack([torch.stack(sums).sum(), sums[0].new_tensor(float(count))])
+    summed, seen = sum_values(total, ranks).tolist()
+    _refuse_none(seen)
+    return float(summed / seen)
+
+
+def _refuse_none(samples: float) -> None:
+    if not samples:
+        raise TrainingError("There is nothing to evaluate on: the loader gave no samples.")
+
+
+def _methods(metric: Any) -> list[str]:
+    return [name for name in _METHODS if callable(getattr(metric, name, None))]
 
 
 def _kind(value: Any) -> str:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from dmcp import training
-from dmcp.batches import Loader, device_of, input_of, labels_of, peek, size_of
+from dmcp.batches import Loader, check_parts, device_of, input_of, labels_of, peek, size_of
 from dmcp.calibration import kept_modes
 from dmcp.events import Event, Report, silent
 from dmcp.graph import ChannelGraph
 from dmcp.keeping import untouched
-from dmcp.losses import LowerIsBetter, Metric, top1
+from dmcp.losses import LowerIsBetter, Metric, top1, whole_of
 from dmcp.ranks import current, sum_values
 from dmcp.recording import call_model
 from dmcp.rows import ROUNDS, Row
@@ -45,26 +45,37 @@ def compare(
 
 
 def _test(net: nn.Module, loader: Loader, metric: Metric | None) -> tuple[float, int]:
-    """Mean of the metric and how many samples it is of; 0 where there is more than one answer per sample."""
+    """The metric and how many samples it is of; 0 where there is more than one answer per sample."""
     seen, answers = 0, 0
 
-    def counted(output: Any, batch: Any) -> tuple[Tensor, int]:
-        nonlocal seen, answers
-        seen += size_of(batch)
-        answers += size_of(batch) if metric else labels_of(batch).numel()
-        return (metric or top1)(output, batch)
+    def run(x: Any) -> Any:
+        nonlocal seen
+        seen += size_of((x,))
+        return call_model(net, x)
 
-    mean = training.evaluate(net, loader, counted)
+    def counted(output: Any, batch: Any) -> tuple[Tensor, int]:
+        nonlocal answers
+        answers += labels_of(batch).numel()
+        return top1(output, batch)
+
+    value = training.evaluate(net, loader, counted if metric is None else metric, run)
     total, given = sum_values(torch.tensor([seen, answers]), current()).tolist()
-    return mean, total if total == given else 0
+    return value, total if metric is not None or total == given else 0
 
 
 def try_test(model: nn.Module, loader: Loader, metric: Metric | None) -> None:
     """Test a copy of the model on one batch: what is wrong with loader or metric shows before hours of work."""
+    whole = None if metric is None else whole_of(metric)
     with untouched(loader, device_of(model)):
+        if whole is not None:
+            check_parts(loader, current())
         batches = peek(loader)
         if batches is not None:
-            _test(narrow(unwrap(model), {}, {}), batches, metric)
+            try:
+                _test(narrow(unwrap(model), {}, {}), batches, metric)
+            finally:
+                if whole is not None:
+                    whole.reset()  # of this trial nothing is left
 
 
 def try_batch(model: nn.Module, loader: Loader | None) -> None:

@@ -21,7 +21,7 @@ from dmcp.given import check_finite, check_imitable
 from dmcp.graph import ChannelGraph
 from dmcp.keeping import Keeper, plain_settings
 from dmcp.losses import ImitationWarning as ImitationWarning  # what prune may warn of
-from dmcp.losses import Loss, Metric, warn_of_imitation
+from dmcp.losses import Loss, Metric, check_metric, warn_of_imitation
 from dmcp.losses import MetricWarning as MetricWarning
 from dmcp.measuring import compare, count_params, try_batch, try_test
 from dmcp.optimizers import MakeOptimizer, check_graphs, make_optimizer
@@ -99,7 +99,8 @@ def prune(
     graph: what trace gave, if its own settings are not enough.
     fresh: a newly built model, where the given one is trained and has tensors that `reinitialise` has no rule for.
         What is frozen (requires_grad=False) is neither drawn anew nor taken from it.
-    val_loader, metric: of the final test; one batch is tried before the first step, and forgotten.
+    val_loader, metric: of the final test; one batch is tried before the first step, and forgotten. A metric is a
+        function (output, batch) -> (sum, count), or an object with reset(), update(output, batch) and compute().
     optimizer: makes the one that trains weights, in search and trainings, of parameter groups; SGD unless given.
     arch_loader: batches for the alphas.
     train_loader: batches for the retraining, if other ones than for the search.
@@ -113,10 +114,11 @@ def prune(
     imitates = kind in (Retrain.SLIMMABLE, Retrain.TEACHER)
     unwrap(model)  # refuses what is no network
     _check_kinds({"search": (search, SearchConfig), "train": (train, TrainConfig), "engine": (engine, Engine)})
-    _check_functions({"loss": loss, "metric": metric, "on_event": on_event, "keep": keep})
+    _check_functions({"loss": loss, "on_event": on_event, "keep": keep})
+    check_metric(metric, current())
     if loss is not None and imitates and current().first:
         who = f'With retrain="{kind}" the pruned network imitates the whole one\'s'
-        warn_of_imitation(who, 'take retrain="scratch" or "inherit"', stacklevel=2)
+        warn_of_imitation(who, 'take retrain="scratch" or "inherit"')
     settings = _settled(search, budget, seed)
     recipe = train or default_recipe(retrain)
     recipe = recipe if seed is None else replace(recipe, seed=seed)

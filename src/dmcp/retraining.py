@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any
@@ -15,6 +16,7 @@ from dmcp.batches import Loader, generator
 from dmcp.calibration import recalibrate
 from dmcp.cutting import cut, reinitialise
 from dmcp.engine import Engine
+from dmcp.errors import TrainingError
 from dmcp.events import Event, Report, silent
 from dmcp.graph import ChannelGraph
 from dmcp.keeping import Keeper
@@ -71,21 +73,33 @@ def train_all(
         wanted = {UNPRUNED: graph.full} | wanted
     for name, widths in wanted.items():
         way = (_steps_of(name, on_event), engine, keep and keep(name))
-        if kind is Retrain.SLIMMABLE and widths != graph.full:
-            nets[name], steps = _train_inside(weights, graph, widths, loader, config, loss, *way, optimizer)
-        else:
-            small = nets[name] = cut(weights, graph, widths)
-            if kind is Retrain.INHERIT:
-                recalibrate(small, loader)
+        with _naming(name if len(wanted) > 1 else ""):
+            if kind is Retrain.SLIMMABLE and widths != graph.full:
+                nets[name], steps = _train_inside(weights, graph, widths, loader, config, loss, *way, optimizer)
             else:
-                reinitialise(small, generator=generator(config.seed))
-            recipe = config if teacher is None else replace(config, distillation=Distillation.TEACHER)
-            steps = training.train(small, loader, recipe, loss, teacher, *way, optimizer=optimizer)
-            if kind is Retrain.TEACHER and widths == graph.full:
-                teacher = small
+                small = nets[name] = cut(weights, graph, widths)
+                if kind is Retrain.INHERIT:
+                    recalibrate(small, loader)
+                else:
+                    reinitialise(small, generator=generator(config.seed))
+                recipe = config if teacher is None else replace(config, distillation=Distillation.TEACHER)
+                steps = training.train(small, loader, recipe, loss, teacher, *way, optimizer=optimizer)
+                if kind is Retrain.TEACHER and widths == graph.full:
+                    teacher = small
         if on_trouble and (trouble := divergence(name, [step.loss for step in steps])):
             on_trouble(trouble)
     return nets
+
+
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """A training that cannot go on says of which network it was, where there are several."""
+    try:
+        yield
+    except TrainingError as error:
+        if not name:
+            raise
+        raise TrainingError(f"The network {name!r}: {error}") from error
 
 
 def _train_inside(

@@ -25,7 +25,7 @@ class Row:
     name: str
     macs: int  # of one sample
     params: int
-    accuracy: float  # mean of the metric over the test set
+    accuracy: float  # the metric of the test set, most often a mean over its samples
     ms: float = 0.0  # fastest pass over one batch on this machine
     batch: int = 0  # samples in that batch
     samples: int = 0  # it was tested on; 0: not known

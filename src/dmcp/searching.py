@@ -57,7 +57,7 @@ def search(
     trains = config.warmup_epochs or config.train_weights
     if loss is not None and config.distil and trains and ranks.first:
         who, remedy = "The sub-networks imitate the whole network's", "set distil=False in the SearchConfig"
-        warn_of_imitation(who, remedy, stacklevel=2)
+        warn_of_imitation(who, remedy)
     steps = config.epochs * -(-length_of(loader) // config.accumulate)
     settled = (engine or Engine()).settled(
         device,

@@ -166,8 +166,10 @@ def _take(plan: Plan, opened: Opened, folder: Path, resume: bool, undo: contextl
         run.write(SETTINGS, plan.to_json() | facts | {"argv": sys.argv})
         run.write(INPUT, preprocessing(opened.data))
         return run
+    run = Run(folder)
+    _refuse_done(run)  # also where nothing can be written, not even a lock
     undo.enter_context(Lock(folder))
-    stored, run = read_json(folder / SETTINGS), Run(folder)
+    stored = read_json(folder / SETTINGS)
     for name in _FACTS:
         if stored.get(name) != facts[name]:
             what = "data" if name == "data" else "network"
@@ -176,10 +178,14 @@ def _take(plan: Plan, opened: Opened, folder: Path, resume: bool, undo: contextl
             raise FileError(
                 f"{folder}: the {what} is not what it was: {name} was {stored.get(name)}, is {facts[name]}.{way}"
             )
-    if run.done:
-        raise FileError(f"{folder}: this run is done; dmcp report {shlex.quote(str(folder))} shows it.")
+    _refuse_done(run)  # by the process that has held the lock until now
     run.rewind()
     return run
+
+
+def _refuse_done(run: Run) -> None:
+    if run.done:
+        raise FileError(f"{run.folder}: this run is done; dmcp report {shlex.quote(str(run.folder))} shows it.")
 
 
 def _give_up(folder: Path, made: Sequence[Path]) -> None:

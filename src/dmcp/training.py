@@ -14,14 +14,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from dmcp.batches import Loader, device_of, input_of, length_of, mix, on_device, size_of, widest
+from dmcp.batches import Loader, check_parts, device_of, input_of, length_of, mix, on_device, size_of, widest
 from dmcp.calibration import Forward, kept_modes
 from dmcp.engine import Engine, Precision, Settled, autocast, is_depthwise, is_narrow, set_lr, sgd
 from dmcp.errors import TrainingError
 from dmcp.keeping import DONE, Feed, Keeper, State
-from dmcp.losses import Loss, Metric, classification_loss, imitation, one_number, sum_and_count, top1
+from dmcp.losses import (
+    Loss,
+    Metric,
+    check_metric,
+    classification_loss,
+    imitation,
+    mean,
+    measure,
+    one_number,
+    top1,
+    whole_of,
+)
 from dmcp.optimizers import MakeOptimizer, check_graphs, make_optimizer, rate_shares
-from dmcp.ranks import ALONE, Ranks, current, mean_gradients, mean_values, share_tensors, sum_values
+from dmcp.ranks import ALONE, Ranks, current, mean_gradients, mean_values, share_tensors
 from dmcp.recording import call_model, tensors_in
 
 _WINDOW = 100  # steps between two looks at the losses: each look waits for the GPU
@@ -262,26 +273,25 @@ def evaluate(
 ) -> float:
     """Mean of the metric over all samples, by default the share of correct answers, 0 to 1; modes are kept.
 
+    A metric that is an object with reset, update and compute gives the number itself, and keeps what it has seen.
     `forward` runs the network where that is not simply model(input), as in `recalibrate`.
     """
-    metric = metric or top1
+    metric = top1 if metric is None else metric
     ranks, device = current(), device_of(model)
+    check_metric(metric, ranks)
     run = forward or (lambda x: call_model(model, x))
-    sums: list[Tensor] = [torch.zeros((), dtype=widest(device), device=device)]
-    count = 0
+    there = (on_device(batch, device) for batch in loader)
+    # of a small last batch some ranks have no part
+    pairs = ((run(input_of(batch)), batch) for batch in there if size_of(batch))
+    whole = whole_of(metric)
+    if whole is not None:
+        check_parts(loader, ranks)
     with kept_modes(model), torch.no_grad(), autocast(device, precision):
         model.eval()
-        for batch in loader:
-            batch = on_device(batch, device)
-            if size_of(batch):  # of a small last batch some ranks have no part
-                value, samples = sum_and_count(metric(run(input_of(batch)), batch))
-                sums.append(value.to(widest(device)))
-                count += samples
-    total = torch.stack([torch.stack(sums).sum(), sums[0].new_tensor(float(count))])
-    summed, samples_seen = sum_values(total, ranks).tolist()
-    if not samples_seen:
-        raise TrainingError("There is nothing to evaluate on: the loader gave no samples.")
-    return float(summed / samples_seen)
+        if whole is not None:
+            return measure(whole, pairs, ranks)
+        assert callable(metric)
+        return mean(metric, pairs, device, ranks)
 
 
 # what is told of the steps

@@ -37,7 +37,7 @@ from dmcp.engine import Engine
 from dmcp.errors import TrainingError
 from dmcp.filters import magnitude
 from dmcp.graph import ChannelGraph
-from dmcp.losses import growing, top1
+from dmcp.losses import growing, measure, top1, whole_of
 from dmcp.methods.ddpg import Agent, DdpgConfig
 from dmcp.methods.judging import batch_statistics, held_batches
 from dmcp.methods.problem import FILLED, Choice, Problem
@@ -207,21 +207,30 @@ def _judging(problem: Problem, config: AmcConfig, net: Supernet) -> Iterator[tup
     settled = (problem.engine or Engine()).settled(device, plain=problem.metric is None and ranks.world == 1)
     with settled.running(net.model), batch_statistics(net.model):
         batches = held_batches(problem, config.batches, settled)
-        metric = growing(problem.metric or top1)
+        metric = growing(top1 if problem.metric is None else problem.metric)
+        whole = whole_of(metric)
 
         def score(batch: Any, gates: Tensor) -> tuple[Tensor, int]:
+            assert callable(metric)
             with torch.no_grad(), settled.autocast():
                 value, count = metric(net(input_of(batch), gates), batch)
             return value.to(widest(device)), count
 
         run = settled.repeated(score)  # the gates are its input: one CUDA graph for all structures
 
-        def judge(widths: Tensor) -> float:
-            gates = net.hard(widths)
+        def mean(gates: Tensor) -> float:
             sums, counts = zip(*(run(batch, gates) for batch in batches), strict=True)
             total = torch.stack(sums).sum()
             pair = sum_values(torch.stack([total, total.new_tensor(float(sum(counts)))]), ranks)
-            reward = float(pair[0] / pair[1])
+            return float(pair[0] / pair[1])
+
+        def judge(widths: Tensor) -> float:
+            gates = net.hard(widths)
+            if whole is None:
+                reward = mean(gates)
+            else:
+                with torch.no_grad(), settled.autocast():
+                    reward = measure(whole, ((net(input_of(batch), gates), batch) for batch in batches), ranks)
             if not math.isfinite(reward):
                 raise TrainingError(f"The metric of a narrowed network is {reward}: look at the trained weights.")
             return reward

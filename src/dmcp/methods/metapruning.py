@@ -33,7 +33,7 @@ from dmcp.batches import device_of, generator, input_of, size_of, widest
 from dmcp.budget import spent_shares
 from dmcp.engine import Engine, Settled
 from dmcp.errors import TrainingError
-from dmcp.losses import Loss, MetricWarning, growing, top1
+from dmcp.losses import Loss, MetricWarning, growing, measure, top1, whole_of
 from dmcp.methods.judging import batch_statistics, held_batches
 from dmcp.methods.problem import FILLED, Choice, Prepared, Problem
 from dmcp.methods.pruning_net import Grid, PruningNet, Structured
@@ -130,22 +130,30 @@ def _inner(loss: Loss) -> Loss:
 def _judging(problem: Problem, config: MetaPruningConfig, net: PruningNet) -> Iterator[tuple[Judge, int]]:
     """While entered: what gives the metrics of structures, and how many samples it runs for each.
 
-    It waits for the device once for all structures.
+    It waits for the device once for all structures, unless the metric is an object.
     """
-    device, metric = device_of(net), growing(problem.metric or top1)
+    device, metric = device_of(net), growing(top1 if problem.metric is None else problem.metric)
+    whole = whole_of(metric)
     settled: Settled = (problem.engine or Engine()).settled(device, plain=problem.metric is None)
     batches = held_batches(problem, config.batches, settled)
 
-    def step(batch: Any, widths: Tensor) -> tuple[Tensor, int]:
+    def forward(batch: Any, widths: Tensor) -> Any:
         with settled.autocast():
-            output = net(input_of(batch), widths)
-        value, samples = metric(output, batch)
+            return net(input_of(batch), widths)
+
+    def step(batch: Any, widths: Tensor) -> tuple[Tensor, int]:
+        assert callable(metric)
+        value, samples = metric(forward(batch, widths), batch)
         return value.to(widest(device)), samples
 
     run = settled.repeated(step)
 
     def judge(structures: Sequence[Genes]) -> list[float]:
-        found = [[run(batch, widths) for batch in batches] for widths in torch.tensor(structures).to(device)]
+        chosen = torch.tensor(structures).to(device)
+        if whole is not None:
+            pairs = (((forward(batch, widths), batch) for batch in batches) for widths in chosen)
+            return [measure(whole, each, current()) for each in pairs]
+        found = [[run(batch, widths) for batch in batches] for widths in chosen]
         sums = torch.stack([torch.stack([value for value, _ in row]).sum() for row in found])
         count = sums.new_tensor([float(sum(samples for _, samples in found[0]))])
         *totals, seen = sum_values(torch.cat([sums, count]), current()).tolist()

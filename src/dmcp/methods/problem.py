@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dmcp.batches import Loader, size_of
+from dmcp.batches import Loader, check_parts, size_of
 from dmcp.budget import Budget, check_reachable, spent_shares
 from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.graph import ChannelGraph, Kept
-from dmcp.losses import Loss, Metric
+from dmcp.losses import Loss, Metric, check_metric, whole_of
+from dmcp.ranks import current
 from dmcp.retraining import Keep
 from dmcp.sampling import FILLED as FILLED  # which methods have from here
 from dmcp.sampling import TOLERANCE, uniform
@@ -60,6 +61,9 @@ class Problem:
 
     def __post_init__(self) -> None:
         check_reachable(self.budget, self.graph, self.floor)
+        check_metric(self.metric, current())
+        if self.metric is not None and whole_of(self.metric) is not None:
+            check_parts(self.held, current())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,0 +1,207 @@
+"""Metrics of a whole data set, which are no mean over samples: by hand, and refused where they cannot be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from planted import planted_problem
+from test_pruning import SEARCH, TRAIN, Noise, prune, traced
+from torch import Tensor, nn
+
+import dmcp
+from dmcp.errors import DmcpError, TrainingError
+from dmcp.events import Event
+from dmcp.losses import check_metric, growing, plain_number, top1, whole_of
+from dmcp.methods import amc, metapruning
+from dmcp.ranks import ALONE, Ranks
+
+
+class Iou:
+    """Mean intersection over union of the classes that occur, from one confusion matrix."""
+
+    def __init__(self, classes: int) -> None:
+        self.classes = classes
+        self.calls: list[str] = []
+        self.reset()
+
+    def reset(self) -> None:
+        self.matrix = torch.zeros(self.classes, self.classes)
+        self.calls.append("reset")
+
+    def update(self, output: Tensor, batch: Any) -> None:
+        both = self.classes * batch[1].flatten() + output.argmax(dim=1).flatten()
+        self.matrix += torch.bincount(both, minlength=self.classes**2).reshape(self.matrix.shape)
+        self.calls.append("update")
+
+    def compute(self) -> Any:
+        hit = self.matrix.diag()
+        self.calls.append("compute")
+        return (hit / (self.matrix.sum(0) + self.matrix.sum(1) - hit)).nanmean()
+
+
+class Right(Iou):
+    """The accuracy, to compare with the one that is a mean."""
+
+    def compute(self) -> Any:
+        return self.matrix.diag().sum() / self.matrix.sum()
+
+
+class Echo(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        assert not self.training and not torch.is_grad_enabled()
+        return x
+
+
+def answers(*chosen: int) -> Tensor:
+    return torch.eye(2)[list(chosen)]
+
+
+BATCHES = [(answers(0, 0, 1), torch.tensor([0, 0, 1])), (answers(1), torch.tensor([0])), (answers(), torch.tensor([]))]
+
+
+def test_the_metric_of_all_batches_is_no_mean_of_theirs() -> None:
+    metric = Iou(2)
+    metric.update(*[answers(1, 1), (None, torch.tensor([0, 0]))])  # forgotten
+    metric.calls.clear()
+    found = dmcp.evaluate(Echo(), BATCHES, metric)
+    assert found == pytest.approx((2 / 3 + 1 / 2) / 2)  # class 0: 2 of 3, class 1: 1 of 2; by batches 1 and 0
+    assert metric.calls == ["reset", "update", "update", "compute"]  # what has no samples is not shown
+    assert metric.matrix.tolist() == [[2, 1], [0, 1]]  # and stays, to be looked at
+    assert dmcp.evaluate(Echo(), BATCHES, dmcp.LowerIsBetter(metric)) == found
+    with pytest.raises(TrainingError, match="no samples"):
+        dmcp.evaluate(Echo(), BATCHES[2:], metric)
+
+
+@pytest.mark.parametrize("value", [0.25, np.float32(0.25), torch.tensor(0.25), torch.tensor([[0.25]])])
+def test_numbers(value: Any) -> None:
+    assert plain_number(value) == 0.25
+    assert plain_number(2) == 2 and math.isnan(plain_number(torch.tensor(math.nan)))
+
+
+class Partial:
+    def reset(self) -> None: ...
+
+    def update(self, output: Any, batch: Any) -> None: ...
+
+
+class Callable(Partial):
+    def __call__(self, output: Any, batch: Any) -> Any:
+        return top1(output, batch)
+
+
+class Giving(Iou):
+    def __init__(self, value: Any) -> None:
+        super().__init__(10)
+        self.value = value
+
+    def update(self, output: Any, batch: Any) -> None: ...
+
+    def compute(self) -> Any:
+        return self.value
+
+
+REFUSED: list[tuple[Any, str]] = [
+    (Partial(), r"The metric Partial has reset\(\) and update\(\), but no compute\(\): a metric of a whole data set"),
+    (Callable(), r"The metric Callable has .* but no compute\(\)"),
+    (Iou, r"The metric Iou is a class: give an object of it, Iou\(\)"),
+    (Partial, r"The metric Partial has .*, but no compute\(\)"),
+    ("iou", r"metric must be a function, not a str, or an object with reset\(\)"),
+    (Giving(None), r"compute\(\) of a metric must return a number .*, not a NoneType: return the one that networks"),
+    (Giving({"map": 0.5}), "not a dict: .* such as one of its entries"),
+    (Giving(torch.ones(3)), r"not a tensor of shape \(3,\)"),
+    (Giving("0.5"), "not a str"),
+    (Giving(1j), "not a complex"),
+    (Giving(torch.tensor(1j)), r"not a tensor of shape \(\)"),
+]
+
+
+@pytest.mark.parametrize(("metric", "words"), REFUSED)
+def test_what_is_no_metric_is_refused_before_the_first_step(metric: Any, words: str) -> None:
+    seen: list[Event] = []
+    with pytest.raises(TrainingError, match=words):
+        prune(metric=metric, on_event=seen.append)
+    assert not seen
+    with pytest.raises(TrainingError, match=words):
+        dmcp.evaluate(nn.Flatten(), Noise(1), metric)
+    with pytest.raises(DmcpError, match=words if metric != "iou" else "LowerIsBetter takes a metric"):
+        prune(metric=dmcp.LowerIsBetter(metric))
+
+
+def test_a_function_with_a_reset_of_its_own_stays_one() -> None:
+    def metric(output: Any, batch: Any) -> Any:
+        return top1(output, batch)
+
+    metric.reset = lambda: None  # type: ignore[attr-defined]
+    assert whole_of(metric) is None and dmcp.evaluate(Echo(), BATCHES, metric) == 3 / 4
+
+
+def test_the_trial_leaves_no_trace_and_the_test_is_that_of_the_result() -> None:
+    metric, before = Iou(10), list[Tensor]()
+
+    def look(event: Event) -> None:
+        if event.stage == "search" and not before:
+            assert metric.calls[-3:] == ["update", "compute", "reset"]  # it was tried
+            before.append(metric.matrix.clone())
+
+    result = prune(metric=metric, on_event=look)
+    assert before and not before[0].any()
+    (row,) = result.rows
+    assert row.own_metric and not row.lower_is_better and row.samples == metric.matrix.sum()
+    assert row.accuracy == dmcp.evaluate(result.model, Noise(1), Iou(10))
+    assert row.accuracy != dmcp.evaluate(result.model, Noise(1))
+    lower = prune(metric=dmcp.LowerIsBetter(Iou(10)))
+    assert lower.rows[0].lower_is_better and lower.rows[0].accuracy == row.accuracy
+
+
+def test_what_an_update_raises_says_how_it_was_called() -> None:
+    class Named(Iou):  # as those of torchmetrics are
+        def update(self, preds: Tensor, target: Tensor) -> None:
+            self.matrix += (preds.argmax(dim=1) == target.flatten()).sum()
+
+    model, graph = traced()
+    with pytest.raises(AttributeError) as error:
+        dmcp.prune(model, Noise(), Noise(1), graph=graph, search=SEARCH, train=TRAIN, metric=Named(10))
+    assert "update(output, batch)" in error.value.__notes__[0]
+
+
+def test_an_object_on_several_ranks_must_say_that_it_gathers() -> None:
+    check_metric(Iou(2), ALONE)
+    check_metric(top1, Ranks(1, 2))
+    for metric in (Iou(2), dmcp.LowerIsBetter(Iou(2))):
+        with pytest.raises(TrainingError, match=r"Each of 2 ranks sees a part .* all_ranks = True"):
+            check_metric(metric, Ranks(1, 2))
+    gathering = Iou(2)
+    gathering.all_ranks = True  # type: ignore[attr-defined]
+    check_metric(gathering, Ranks(1, 2))
+
+
+def test_an_error_grows_with_a_minus() -> None:
+    metric = growing(dmcp.LowerIsBetter(Right(2)))
+    assert dmcp.evaluate(Echo(), BATCHES, metric) == -3 / 4
+
+
+@pytest.mark.parametrize("lower", [False, True])
+def test_methods_choose_by_objects_as_by_functions(lower: bool) -> None:
+    wrap: Any = dmcp.LowerIsBetter if lower else lambda metric: metric
+    log: list[Any] = []
+
+    def told(problem: Any, find: Any, config: Any, metric: Any) -> Any:
+        log.clear()
+        asked = replace(problem, metric=wrap(metric), tell=lambda stage, record: log.append(record))
+        widths = dict(find(asked, config).widths)
+        return widths, [record["best"] for record in log if isinstance(record, dict)]
+
+    agent = amc.AmcConfig(warmup=2, episodes=2, batches=2)
+    few = metapruning.MetaPruningConfig(hidden=2, population=3, generations=1, parents=2, batches=2)
+    problem = planted_problem(epochs=1)
+    for find, config in ((amc.find, agent), (metapruning.find, few)):
+        widths, best = told(problem, find, config, top1)
+        again, same = told(problem, find, config, Right(10))
+        assert widths == again and best and same == pytest.approx(best)
+    with pytest.raises(TrainingError, match=r"but no compute\(\)"):
+        replace(problem, metric=Partial())
