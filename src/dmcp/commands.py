@@ -18,8 +18,9 @@ from dmcp.children import following_parent
 from dmcp.cutting import cut
 from dmcp.errors import DmcpError, WidthsError
 from dmcp.figures import draw_all
+from dmcp.folders import FolderSet, finds_all
 from dmcp.forecast import forecast, peak_bytes
-from dmcp.jobs import Corrupt, Opened, open_job
+from dmcp.jobs import Corrupt, Opened, Replaced, open_job
 from dmcp.measuring import compare
 from dmcp.plans import Plan
 from dmcp.printing import (
@@ -37,7 +38,7 @@ from dmcp.progress import clock
 from dmcp.pruning import OURS, UNPRUNED
 from dmcp.retraining import Retrain, train_all
 from dmcp.rows import markdown, table
-from dmcp.runs import REPORT, free_folder, read_json, slug
+from dmcp.runs import REPORT, Run, free_folder, read_json, slug
 from dmcp.saving import save
 from dmcp.sessions import check_given, check_test_files, session, tell_ignored, tell_notices
 from dmcp.spaces import Widths
@@ -326,8 +327,11 @@ def _prune_seeds(plan: Plan, count: int, out: str, quiet: bool, as_json: bool) -
     first, argv = plan.job.seed, several.words_of_each(sys.argv[1:])
     runs = several.run_seeds(argv, range(first, first + count), folder, plan.job.place, quiet)
     summary = several.summarise(runs)
+    found = ({path for run in runs for path in Run(run).replaced(part)} for part in Replaced._fields)
+    replaced = Replaced(*map(frozenset, found))
+    tell_replaced(replaced)
     if as_json:
-        print_json({"folder": str(folder)} | asdict(summary))
+        print_json({"folder": str(folder)} | asdict(summary) | {"replaced": replaced.counts})
     else:
         print(f"{several.markdown(summary)}\n\n{folder}")
 
@@ -380,4 +384,6 @@ def _forecast(plan: Plan, as_json: bool) -> None:
     for stage in stages:
         print(f"{stage.name:<16}{stage.steps:>8} steps  {clock(stage.seconds):>12}")
     print(f"{'in all':<16}{steps:>8} steps  {clock(seconds):>12}, {memory / 2**30:.1f} GiB on {device}")
+    if isinstance(opened.data.train, FolderSet):
+        print(f"\nFew files were decoded.{finds_all(opened.data.train.root)}")
     print("\nNothing was trained or written.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +18,10 @@ from dmcp.data import NAMES, ArraySet, DataSets, load
 from dmcp.folders import FolderSet, empty_classes, refused
 from dmcp.jobs import sized
 
-_THREADS = 8  # that read first bytes: most of the time a disk is waited for
-_AT_ONCE = 1024  # files that threads are given at a time, since each costs memory until it is read
+_THREADS = 8  # that read first bytes where a disk is waited for; elsewhere they would only wait for each other
+_TRIED, _WAITED = 100, 0.001  # files that are tried, and the seconds of each from which on it is such a disk
+_BUNDLE = 32  # files that a thread takes at a time: one alone would take less time than its turn
+_AT_ONCE = 256  # bundles that wait for a thread, since each costs memory
 _T = TypeVar("_T")
 
 
@@ -82,10 +85,14 @@ def check_data(
     return _check_arrays(data, train, test, *_sources(str(name), Path(root)))
 
 
-def no_images(dataset: FolderSet, workers: int = _THREADS) -> list[Broken]:
+def no_images(dataset: FolderSet) -> list[Broken]:
     """Files whose first bytes are not those of an image, such as empty ones; what is cut off later is not found."""
-    found = zip(dataset.paths, _in_threads(_read_head, dataset.paths, workers), strict=True)
-    return [Broken(path, reason) for path, reason in found if reason]
+    first, rest = dataset.paths[:_TRIED], dataset.paths[_TRIED:]
+    start = time.perf_counter()
+    reasons = [*_in_threads(_read_head, first, 1)]
+    slow = time.perf_counter() - start > _WAITED * len(first)
+    reasons += _in_threads(_read_head, rest, _THREADS if slow else 1)
+    return [Broken(path, reason) for path, reason in zip(dataset.paths, reasons, strict=True) if reason]
 
 
 # files
@@ -181,9 +188,11 @@ def _in_threads(work: Callable[[str], _T], paths: Sequence[str], workers: int) -
     if workers < 2:
         yield from map(work, paths)
         return
+    bundles = [paths[start : start + _BUNDLE] for start in range(0, len(paths), _BUNDLE)]
     with ThreadPoolExecutor(workers) as pool:
-        for start in range(0, len(paths), _AT_ONCE):
-            yield from pool.map(work, paths[start : start + _AT_ONCE])
+        for start in range(0, len(bundles), _AT_ONCE):
+            for done in pool.map(lambda bundle: [work(path) for path in bundle], bundles[start : start + _AT_ONCE]):
+                yield from done
 
 
 # arrays

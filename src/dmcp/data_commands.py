@@ -91,7 +91,7 @@ def _lines(name: str, facts: DataFacts, input: str, most: int) -> Iterator[str]:
         yield f"colour: {modes}{'; all are read as RGB' if facts.is_files else ''}"
     if facts.enlarged is not None:
         size = input.partition("x")[2]
-        yield f"{facts.enlarged:,} are smaller than {size} in height or width, and are enlarged"
+        yield f"smaller than {size} in height or width, and enlarged: {facts.enlarged:,}"
     if facts.empty_classes:
         yield from _list("Empty classes:", facts.empty_classes, most)
     if facts.lone_classes:

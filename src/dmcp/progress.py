@@ -48,6 +48,9 @@ class Progress:
 
     def count(self, stage: str, done: int, total: int, noun: str) -> None:
         """Show how many of some things are done; they may be fast, and a terminal is not."""
+        if stage != self.stage:  # whatever was before it says nothing about its time
+            self.stage, self.start, self.done = stage, time.monotonic(), 0
+            self.time = self.start
         if not self.quiet and (done == total or time.monotonic() - self.time >= _MOMENT):
             self._show(stage, "", done, total, f" {noun}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import signal
@@ -89,11 +90,12 @@ class Session:
         for (part, paths), mine in zip(parts.items(), own, strict=True):
             times = sum_values(torch.tensor([path in mine for path in paths], dtype=torch.int64), ranks)
             of_all = {path for path, count in zip(paths, times.tolist(), strict=True) if count}
-            if ranks.first:
-                self.run.note_replaced(part, of_all - self.run.replaced(part))
-                of_all = self.run.replaced(part)
-            found.append(frozenset(of_all))
-        return Replaced(*found)
+            found.append(frozenset(of_all | self.run.replaced(part)))
+        every = Replaced(*found)
+        if ranks.first and any(every):  # each once: several ranks may have noted the same one
+            facts = ({"part": part, "file": file} for part, files in every._asdict().items() for file in sorted(files))
+            self.run.write(REPLACED, "".join(f"{json.dumps(fact)}\n" for fact in facts))
+        return every
 
     def describe_replaced(self, replaced: Replaced) -> list[str]:
         """What the report says about them, if there are any."""
@@ -199,15 +201,12 @@ def check_test_files(opened: Opened, job: Job, resume: bool = False, skips: bool
     if job.corrupt is Corrupt.SKIP or not isinstance(test, FolderSet) or not (broken := no_images(test)):
         return
     several = len(broken) > 1
-    count = f" and {len(broken) - 1} more" if several else ""
+    count = f" and {len(broken) - 1} more of the {len(test):,} test images" if several else ", a test image,"
     way = "put sound files in their place" if several else "put a sound file in its place"
     if not resume:
         way = f"repair or remove {'them' if several else 'it'}"
     skip = f", or {'go on' if resume else 'skip such files'} with --corrupt skip" if skips else ""
-    raise DataError(
-        f"{broken[0].file} ({broken[0].reason}){count} of the {len(test):,} test images cannot be read: {way}{skip}."
-        f"{finds_all(test.root)}"
-    )
+    raise DataError(f"{broken[0].file} ({broken[0].reason}){count} cannot be read: {way}{skip}.{finds_all(test.root)}")
 
 
 def _take(plan: Plan, opened: Opened, folder: Path, resume: bool, undo: contextlib.ExitStack) -> Run:
