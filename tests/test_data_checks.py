@@ -396,3 +396,13 @@ def test_the_time_that_is_left_is_that_of_the_files(capsys: Capture, monkeypatch
     left = [re.search(r": (\d+) of 100 files, (.*) left", line) for line in lines]
     found = [(int(match[1]), match[2]) for match in left if match]
     assert found and all(int(clock[:-2]) <= 101 - done for done, clock in found if done > 50), lines
+
+
+def test_a_line_that_a_kill_has_cut_loses_no_run(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.note_replaced("test", ["b.png", "a.png"])
+    with (tmp_path / "replaced.jsonl").open("a") as file:
+        file.write('{"part": "te')
+    run.note_replaced("test", ["c.png"])  # joins the cut line
+    run.note_replaced("train", ["d.png"])
+    assert run.replaced("test") == {"a.png", "b.png"} and run.replaced("train") == {"d.png"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -132,11 +133,12 @@ class Run:
     def replaced(self, part: str) -> set[str]:
         """Image files of `train` or `test` that were replaced, in all sittings."""
         path = self.folder / REPLACED
-        lines = read_bytes(path, MOST_LOG).split(b"\n")[:-1] if path.exists() or path.is_symlink() else []
-        found = [parse_json(line, path) for line in lines]
-        if not all(isinstance(it, dict) and isinstance(it.get("file"), str) for it in found):
-            raise FileError(f"{path}: not a list of image files: remove it, and the report does not count them.")
-        return {it["file"] for it in found if it.get("part") == part}
+        found: list[Any] = []
+        for line in read_bytes(path, MOST_LOG).splitlines() if path.exists() or path.is_symlink() else []:
+            with contextlib.suppress(FileError):  # a kill may have cut it, and no run is to be lost for that
+                found.append(parse_json(line, path))
+        files = (it.get("file") for it in found if isinstance(it, dict) and it.get("part") == part)
+        return {file for file in files if isinstance(file, str)}
 
     def rewind(self) -> None:
         """Forget what was logged after the last checkpoint: the run will do it again, in the same way.
