@@ -92,6 +92,8 @@ def write_data(here: Path) -> None:
         path.unlink()
     for path in write_photos(here / "broken-photos", "cat", "dog").rglob("*.png"):
         path.write_bytes(path.read_bytes()[:40])
+    for path in write_photos(here / "cut-photos", "cat", "dog").rglob("*.png"):
+        path.write_bytes(path.read_bytes()[:-28])
     (here / "broken-shards").mkdir()
     (here / "broken-shards" / "train-0.npz").write_bytes(b"PK no more")
     images, labels = np.zeros((4, 8, 8, 1), np.uint8), np.arange(4) % 2
@@ -183,5 +185,5 @@ def test_the_page_has_many_different_mistakes() -> None:
     assert len(ROWS) >= 40
     assert len({typed for _, typed, _ in ROWS}) == len(ROWS)
     commands = {re.search(r"dmcp (\w*)", typed)[1] for _, typed, _ in ROWS}  # type: ignore[index]
-    every = {"inspect", "prune", "search", "sample", "train", "evaluate", "bench", "runs", "report"}
+    every = {"data", "inspect", "prune", "search", "sample", "train", "evaluate", "bench", "runs", "report"}
     assert every <= commands

@@ -21,7 +21,15 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 import dmcp
-from dmcp import bench_commands, commands, compare_commands, export_commands, paper_commands, report_commands
+from dmcp import (
+    bench_commands,
+    commands,
+    compare_commands,
+    data_commands,
+    export_commands,
+    paper_commands,
+    report_commands,
+)
 from dmcp import options as o
 from dmcp.errors import DmcpError, RankError, StoppedError
 from dmcp.graph import ChannelGraph
@@ -214,6 +222,7 @@ def inspect(
 for _command in (commands.prune, commands.search, report_commands.sample):
     app.command(cls=_OneBudget)(_command)
 app.command()(commands.train)
+app.command()(data_commands.data)
 app.command()(report_commands.evaluate)
 app.command()(export_commands.export)
 app.command()(bench_commands.bench)

@@ -18,8 +18,9 @@ from dmcp.children import following_parent
 from dmcp.cutting import cut
 from dmcp.errors import DmcpError, WidthsError
 from dmcp.figures import draw_all
+from dmcp.folders import FolderSet, finds_all
 from dmcp.forecast import forecast, peak_bytes
-from dmcp.jobs import Corrupt, Opened, open_job
+from dmcp.jobs import Corrupt, Opened, Replaced, open_job
 from dmcp.measuring import compare
 from dmcp.plans import Plan
 from dmcp.printing import (
@@ -29,7 +30,7 @@ from dmcp.printing import (
     result_facts,
     show_widths,
     tell_other_size,
-    tell_skipped,
+    tell_replaced,
     tell_slow,
     tell_troubles,
 )
@@ -37,9 +38,9 @@ from dmcp.progress import clock
 from dmcp.pruning import OURS, UNPRUNED
 from dmcp.retraining import Retrain, train_all
 from dmcp.rows import markdown, table
-from dmcp.runs import REPORT, free_folder, read_json, slug
+from dmcp.runs import REPORT, Run, free_folder, read_json, slug
 from dmcp.saving import save
-from dmcp.sessions import check_given, session, tell_ignored, tell_notices
+from dmcp.sessions import check_given, check_test_files, session, tell_ignored, tell_notices
 from dmcp.spaces import Widths
 from dmcp.supernet import Supernet
 
@@ -139,16 +140,19 @@ def prune(
             engine=plan.engine,
             keep=here.keep,
         )
+        replaced = here.replaced()
         if not here.ranks.first:
             return
-        troubles = here.run.finish(result, plan.search.seed)
-    tell_skipped(opened.loaders)
+        troubles = here.run.finish(result, plan.search.seed, here.describe_replaced(replaced))
+    tell_replaced(replaced)
     tell_troubles(troubles)
     tell_slow(opened.model, result, opened.data.shape)
     if as_json:
         facts = {"search_steps": len(result.search.log), "expected_shares": pruning.expected_shares(result.search)}
         networks = [asdict(row) for row in result.rows]
-        print_json(result_facts(here.run.folder, result.graph, result.widths) | facts | {"networks": networks})
+        print_json(
+            result_facts(here.run.folder, result.graph, result.widths, replaced) | facts | {"networks": networks}
+        )
         return
     listed = " and ".join(f"{share:.1%}" for share in pruning.expected_shares(result.search))
     print(f"{len(result.search.log)} search steps; expected cost at their end, before repair: {listed} of the budget")
@@ -216,14 +220,15 @@ def search(
         small = cut(net.model, opened.graph, widths)
         recalibrate(small, loaders.train)
         pruning.check_budget(small, widths, found)
+        replaced = here.replaced()
         if not here.ranks.first:
             return
         save(small, widths, here.run.folder)
         draw_all(found, widths, here.run.folder, seed=plan.search.seed)
         here.run.close()
-    tell_skipped(loaders)
+    tell_replaced(replaced)
     if as_json:
-        print_json(result_facts(here.run.folder, opened.graph, widths))
+        print_json(result_facts(here.run.folder, opened.graph, widths, replaced))
         return
     show_widths(opened.graph, widths)
     print(f"\n{here.run.folder}")
@@ -287,17 +292,18 @@ def train(
         given = plan.retrain is Retrain.INHERIT and not opened.new_head
         tested = pruning.with_given(opened.model, trained) if given else trained
         rows = compare(tested, graph, wanted, opened.loaders.test, example, on_event=here.on_event)
+        replaced = here.replaced()
         if not here.ranks.first:
             return
         save(trained[next(iter(wanted))], kept, here.run.folder)
         troubles = here.run.troubles(wanted)
-        listed = (f"- **{trouble}**" for trouble in troubles)
+        listed = (f"- **{trouble}**" for trouble in (*troubles, *here.describe_replaced(replaced)))
         here.run.write(REPORT, "\n".join([f"# {plan.job.model}", "", *markdown(rows, graph), *listed, ""]))
         here.run.close()
-    tell_skipped(opened.loaders)
+    tell_replaced(replaced)
     tell_troubles(troubles)
     if as_json:
-        print_json(result_facts(here.run.folder, graph, kept) | {"networks": [asdict(row) for row in rows]})
+        print_json(result_facts(here.run.folder, graph, kept, replaced) | {"networks": [asdict(row) for row in rows]})
         return
     print(f"{table(rows, graph)}\n\n{here.run.folder}")
 
@@ -313,6 +319,7 @@ def _prune_seeds(plan: Plan, count: int, out: str, quiet: bool, as_json: bool) -
     """The same command for several seeds, side by side; their mean and spread."""
     opened = open_job(replace(plan.job, device="cpu"))  # one sentence now, not one of each seed
     check_given(opened)
+    check_test_files(opened, plan.job)
     _check_budget(plan, opened)
     tell_notices(opened)
     tell_ignored(plan.engine, plan.job.place)
@@ -320,8 +327,11 @@ def _prune_seeds(plan: Plan, count: int, out: str, quiet: bool, as_json: bool) -
     first, argv = plan.job.seed, several.words_of_each(sys.argv[1:])
     runs = several.run_seeds(argv, range(first, first + count), folder, plan.job.place, quiet)
     summary = several.summarise(runs)
+    found = ({path for run in runs for path in Run(run).replaced(part)} for part in Replaced._fields)
+    replaced = Replaced(*map(frozenset, found))
+    tell_replaced(replaced)
     if as_json:
-        print_json({"folder": str(folder)} | asdict(summary))
+        print_json({"folder": str(folder)} | asdict(summary) | {"replaced": replaced.counts})
     else:
         print(f"{several.markdown(summary)}\n\n{folder}")
 
@@ -353,6 +363,7 @@ def _forecast(plan: Plan, as_json: bool) -> None:
     assert plan.search is not None and plan.train is not None
     opened = open_job(plan.job)
     check_given(opened)
+    check_test_files(opened, plan.job)
     _check_budget(plan, opened)
     tell_notices(opened)
     tell_ignored(plan.engine, plan.job.place)
@@ -373,4 +384,6 @@ def _forecast(plan: Plan, as_json: bool) -> None:
     for stage in stages:
         print(f"{stage.name:<16}{stage.steps:>8} steps  {clock(stage.seconds):>12}")
     print(f"{'in all':<16}{steps:>8} steps  {clock(seconds):>12}, {memory / 2**30:.1f} GiB on {device}")
+    if isinstance(opened.data.train, FolderSet):
+        print(f"\nFew files were decoded.{finds_all(opened.data.train.root)}")
     print("\nNothing was trained or written.")

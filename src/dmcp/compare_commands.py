@@ -28,7 +28,7 @@ from dmcp.methods import METHODS, Own, find_method
 from dmcp.plans import Plan, plan_from_json
 from dmcp.printing import print_json
 from dmcp.runs import SETTINGS, read_json, slug
-from dmcp.sessions import check_given, session, tell_ignored
+from dmcp.sessions import check_given, check_test_files, session, tell_ignored
 from dmcp.supernet import Supernet
 from dmcp.table_files import write_table
 from dmcp.tables import table
@@ -235,6 +235,7 @@ def check_job(it: Comparison, opened: Opened) -> None:
     """One sentence now, not one of each cell."""
     _ = it.job.place  # whether there is such a device
     check_given(opened)
+    check_test_files(opened, it.job, skips=False)
     rest, _ = split(opened.data.train, it.holdout)
     make_loader(rest, it.job.batch, train=True)  # refuses a batch that is larger
     floor = Supernet(opened.model, opened.graph, it.groups, it.align).floor

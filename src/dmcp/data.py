@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from dmcp.batches import check_size, generator, share_of
 from dmcp.errors import DataError
-from dmcp.folders import FolderLoader, FolderSet, as_tested, open_folder
+from dmcp.folders import FolderLoader, FolderSet, as_tested, list_folder, open_folder
 from dmcp.ranks import ALONE, Ranks
 
 NAMES = ("digits", "cifar10", "cifar100")
@@ -80,7 +80,11 @@ class DataSets:
 
 
 def load(
-    name: str | Path, root: str | Path = "data", size: int | tuple[int, int] = 224, download: bool = False
+    name: str | Path,
+    root: str | Path = "data",
+    size: int | tuple[int, int] = 224,
+    download: bool = False,
+    strict: bool = True,
 ) -> DataSets:
     """Open a data set: `digits`, `cifar10`, `cifar100`, or a folder.
 
@@ -88,6 +92,7 @@ def load(
     `val/` with one folder of image files per class, which are cropped to `size`: one side of a square, or height and
     width. The CIFAR sets are looked for as shards in the folder of their name in `root`, then as torchvision keeps
     them in `root`; `download` lets torchvision fetch them. docs/data.md says what is done to the images.
+    strict=False, to look at broken data: classes of image files may be empty, or in `train/` or `val/` only.
     """
     path = Path(name)
     if str(name) == "digits":
@@ -101,7 +106,7 @@ def load(
         )
     if list(path.glob("*.npz")):
         return _shards(path)
-    train, test = open_folder(path, size)
+    train, test = open_folder(path, size) if strict else list_folder(path, size)
     return DataSets(train, test, train.classes, train.shape)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ class FolderSet:
     classes: int
     size: tuple[int, int]  # height and width that the model gets
     names: tuple[str, ...] = ()  # of the classes, in the order of their numbers
+    root: str = ""  # folder that `train/` and `val/` are in
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -53,26 +55,40 @@ class FolderSet:
 
 def open_folder(path: Path, size: int | tuple[int, int]) -> tuple[FolderSet, FolderSet]:
     """Training and test files of a directory with `train/` and `val/`, checked."""
+    train, test = list_folder(path, size)
+    for part, found in zip(_PARTS, (train, test), strict=True):
+        if empty := empty_classes(found):
+            more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
+            raise DataError(
+                f"There are no image files ({', '.join(_ENDINGS[:3])}, ...) in "
+                f"{', '.join(str(path / part / name) for name in empty[:3])}{more}: put some there, or remove the "
+                "class from train/ and val/."
+            )
+    if train.names != test.names:
+        odd = sorted(set(train.names) ^ set(test.names))
+        raise DataError(f"{path}: train/ and val/ must have the same classes; these are in one only: {', '.join(odd)}.")
+    if len(train.names) < 2:
+        raise DataError(f"{path}: there is one class, {train.names[0]}; at least two are needed.")
+    return train, test
+
+
+def list_folder(path: Path, size: int | tuple[int, int]) -> tuple[FolderSet, FolderSet]:
+    """The same as it is: classes may be empty, or in one of the two only."""
     sides = size if isinstance(size, tuple) else (size, size)
     if len(sides) != 2 or any(type(side) is not int or side < 1 for side in sides):
         raise DataError(f"The image size must be an int of at least 1, or (height, width), not {size!r}.")
-    found = [_open_part(path, part) for part in _PARTS]
-    train, test = found
-    if train.classes != test.classes:
-        odd = sorted(set(train.classes) ^ set(test.classes))
-        raise DataError(f"{path}: train/ and val/ must have the same classes; these are in one only: {', '.join(odd)}.")
-    if len(train.classes) < 2:
-        raise DataError(f"{path}: there is one class, {train.classes[0]}; at least two are needed.")
-    names = tuple(train.classes)
-    sets = [
-        FolderSet(tuple(file for file, _ in part.samples), torch.tensor(part.targets), len(names), sides, names)
-        for part in found
-    ]
-    return sets[0], sets[1]
+    train, test = (_list_part(path, part, sides) for part in _PARTS)
+    return train, test
 
 
-def _open_part(path: Path, part: str) -> Any:
-    """The files of `train/` or `val/`, as torchvision lists them: none of its classes is empty."""
+def empty_classes(dataset: FolderSet) -> list[str]:
+    """Names of the classes that have no files."""
+    filled = set(dataset.labels.tolist())
+    return [name for number, name in enumerate(dataset.names) if number not in filled]
+
+
+def _list_part(path: Path, part: str, sides: tuple[int, int]) -> FolderSet:
+    """The files of `train/` or `val/`, as torchvision lists them."""
     import torchvision  # late: see cifar_nets.mobilenet_v2
 
     folder = path / part
@@ -86,15 +102,8 @@ def _open_part(path: Path, part: str) -> Any:
         found = torchvision.datasets.ImageFolder(str(folder), allow_empty=True)
     except (FileNotFoundError, OSError) as error:
         raise DataError(f"{folder}: {str(error).splitlines()[0]}") from error
-    filled = set(found.targets)
-    if empty := [name for number, name in enumerate(found.classes) if number not in filled]:
-        more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
-        raise DataError(
-            f"There are no image files ({', '.join(_ENDINGS[:3])}, ...) in "
-            f"{', '.join(str(folder / name) for name in empty[:3])}{more}: put some there, or remove the class from "
-            "train/ and val/."
-        )
-    return found
+    labels, names = torch.tensor(found.targets, dtype=torch.int64), tuple(found.classes)
+    return FolderSet(tuple(file for file, _ in found.samples), labels, len(names), sides, names, str(path))
 
 
 def usual_size(dataset: FolderSet) -> tuple[int, int] | None:
@@ -277,7 +286,7 @@ class _Files(Dataset[_Batch]):
             index = int(self.order[(place + step) % len(self.order)])
             path = self.dataset.paths[index]
             try:
-                image = _decode(path)
+                image = _decode(path, self.dataset.root)
             except _CorruptError:
                 if not self.skip:
                     raise
@@ -287,26 +296,38 @@ class _Files(Dataset[_Batch]):
                 # seeded for the place, since the image that replaces another has a place of its own too
                 torch.manual_seed(mix(self.seed, self.epoch, int(self.order[place])))
                 return self.transform(image), self.labels[index]
-        raise DataError(f"{tries} images in a row cannot be read, the last is {path}: repair or remove them.")
+        raise DataError(
+            f"{tries} images in a row cannot be read, the last is {path}: repair or remove them."
+            f"{finds_all(self.dataset.root)}"
+        )
 
 
 class _CorruptError(DataError):
     """A file that can be opened, but not decoded."""
 
 
-def _decode(path: str) -> Image:
+def _decode(path: str, root: str) -> Image:
     import torchvision  # late: see cifar_nets.mobilenet_v2
 
     try:
         return torchvision.datasets.folder.pil_loader(path)  # type: ignore[no-any-return]
     except Exception as error:  # PIL raises many kinds for a broken file
-        # what the system refuses says nothing about the image
-        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
+        if refused(error):
             raise DataError(f"{path} cannot be opened ({error}): check the disk, its rights and the memory.") from error
         raise _CorruptError(
             f"{path} cannot be read as an image ({error}): repair or remove it, or skip such files with --corrupt skip "
-            "(in Python corrupt='skip')."
+            f"(in Python corrupt='skip').{finds_all(root)}"
         ) from error
+
+
+def refused(error: Exception) -> bool:
+    """Whether it was the system that did not hand out a file, which says nothing about the image."""
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None)
+
+
+def finds_all(root: str) -> str:
+    """A sentence about how to find all broken files of a folder."""
+    return f" dmcp data {shlex.quote(root)} finds all broken files at once." if root else ""
 
 
 def _draw_order(count: int, train: bool, seed: int, epoch: int) -> Tensor:

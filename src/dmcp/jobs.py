@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
@@ -75,6 +75,31 @@ class Job:
             raise DmcpError(f"--device: {name!r} cannot be used here: {reason}") from None
 
 
+class Replaced(NamedTuple):
+    """Image files that cannot be read, and were replaced by others: their paths."""
+
+    train: frozenset[str] = frozenset()
+    test: frozenset[str] = frozenset()
+
+    def __or__(self, other: Replaced) -> Replaced:
+        return Replaced(self.train | other.train, self.test | other.test)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many, as plain data."""
+        return {"train": len(self.train), "test": len(self.test)}
+
+    def describe(self, train: int, test: int) -> str:
+        """A sentence about what that means among so many images; empty if there are none."""
+        counts = ((self.train, train, "training"), (self.test, test, "test"))
+        parts = [f"{len(some)} of {every:,} {word} images" for some, every, word in counts if some]
+        if not parts:
+            return ""
+        number = len(self.train) + len(self.test)
+        files = f"{number} image file{'' if number == 1 else 's'} could not be read: {', '.join(parts)}"
+        return f"{files}. In each pass other images took their place, and count twice."
+
+
 @dataclass(frozen=True, eq=False)
 class Loaders:
     """Batches for the search, for its alphas (None: the same), for the test at the end, and for the retraining."""
@@ -85,10 +110,11 @@ class Loaders:
     retrain: Loader
 
     @property
-    def skipped(self) -> list[str]:
-        """Image files that could not be read so far, and were replaced."""
-        every = (self.train, self.arch, self.test, self.retrain)
-        return sorted({path for loader in every for path in getattr(loader, "skipped", ())})
+    def replaced(self) -> Replaced:
+        """Image files that could not be read so far, and in whose place others were taken."""
+        every = (self.train, self.arch, self.retrain)
+        train = {path for loader in every for path in getattr(loader, "skipped", ())}
+        return Replaced(frozenset(train), frozenset(getattr(self.test, "skipped", ())))
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +135,7 @@ def open_job(job: Job) -> Opened:
     place = job.place
     data = load(job.data)
     fresh = build(job, data.classes)
-    data = _sized(data, job, nets.sample_shape(fresh))
+    data = sized(data, job.data, job.input, nets.sample_shape(fresh))
     check_fit(fresh, data, _remedy(job, data))
     model, new_head = fresh, ""
     if job.weights:
@@ -193,16 +219,16 @@ def _takes_classes(name: str) -> bool:
         return False
 
 
-def _sized(data: DataSets, job: Job, usual: tuple[int, ...]) -> DataSets:
-    """Files are cropped to what is asked for or the model's own size; arrays are what they are."""
-    wanted = shape(job.input) if job.input else None
+def sized(data: DataSets, name: str, text: str, usual: tuple[int, ...] = ()) -> DataSets:
+    """Files are cropped to what is asked for (text, as typed) or the usual size; arrays are what they are."""
+    wanted = shape(text) if text else None
     if not isinstance(data.train, FolderSet) or not isinstance(data.test, FolderSet):
         if wanted and wanted != data.shape:
-            raise DataError(f"--input: the images of {job.data} are {'x'.join(map(str, data.shape))}: leave it out.")
+            raise DataError(f"--input: the images of {name} are {'x'.join(map(str, data.shape))}: leave it out.")
         return data
     wanted = wanted or usual
     if len(wanted) != 3 or wanted[0] != 3:
-        asked = "--input: image files are read" if job.input else "This network is not for image files, which are read"
+        asked = "--input: image files are read" if text else "This network is not for image files, which are read"
         raise DataError(f"{asked} in colour, like 3x224x224 or 3x240x320, not {_by(wanted)}.")
     train, test = (replace(part, size=wanted[1:]) for part in (data.train, data.test))
     return replace(data, train=train, test=test, shape=train.shape)

@@ -16,7 +16,7 @@ from dmcp.budget import costs
 from dmcp.errors import DmcpError
 from dmcp.folders import FolderSet
 from dmcp.graph import ChannelGraph
-from dmcp.jobs import Loaders, Opened
+from dmcp.jobs import Opened, Replaced
 from dmcp.measuring import milliseconds
 from dmcp.pruning import PruneResult
 from dmcp.rows import AS_GIVEN, OURS, UNPRUNED, mostly_odd, not_faster
@@ -32,9 +32,9 @@ def print_json(data: Any) -> None:
     print(json.dumps(data, indent=1))
 
 
-def tell_skipped(loaders: Loaders) -> None:
+def tell_replaced(replaced: Replaced) -> None:
     """Say on stderr which images were replaced."""
-    if skipped := loaders.skipped:
+    if skipped := sorted(replaced.train | replaced.test):
         some = ", ".join(skipped[:5]) + (", ..." if len(skipped) > 5 else "")
         say(f"{len(skipped)} image files could not be read and were replaced: {some}")
 
@@ -70,9 +70,10 @@ def tell_other_size(widths: Path, opened: Opened) -> None:
         say(f"{widths} was found at {before}, and is trained at {after}: give --input {before} to train at that size.")
 
 
-def result_facts(folder: Path, graph: ChannelGraph, widths: Widths) -> dict[str, Any]:
-    """The run, and what its network costs, as plain data."""
-    return {"folder": str(folder)} | cost_facts(graph, widths)
+def result_facts(folder: Path, graph: ChannelGraph, widths: Widths, replaced: Replaced | None = None) -> dict[str, Any]:
+    """The run, what its network costs, and, if given, how many image files were replaced, as plain data."""
+    counts = {} if replaced is None else {"replaced": replaced.counts}
+    return {"folder": str(folder)} | cost_facts(graph, widths) | counts
 
 
 def cost_facts(graph: ChannelGraph, widths: Widths) -> dict[str, Any]:

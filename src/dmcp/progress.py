@@ -15,6 +15,7 @@ from dmcp.searches import SearchRecord
 from dmcp.training import StepRecord
 
 _SECONDS = 10.0  # between two plain lines
+_MOMENT = 0.1  # between two counts
 
 
 class Progress:
@@ -43,14 +44,25 @@ class Progress:
         """Show a step; results are shown by the command at its end."""
         if self.quiet or not isinstance(event.record, SearchRecord | StepRecord):
             return
-        now, done = time.monotonic(), event.record.step + 1
-        if event.stage != self.stage:
-            self.stage, self.start, self.done = event.stage, self.time, 0
-        line = f"{event.stage}: step {done} of {event.steps}, {facts(event.record)}{self._left(event.steps, now)}"
+        self._show(event.stage, "step ", event.record.step + 1, event.steps, f", {facts(event.record)}")
+
+    def count(self, stage: str, done: int, total: int, noun: str) -> None:
+        """Show how many of some things are done; they may be fast, and a terminal is not."""
+        if stage != self.stage:  # whatever was before it says nothing about its time
+            self.stage, self.start, self.done = stage, time.monotonic(), 0
+            self.time = self.start
+        if not self.quiet and (done == total or time.monotonic() - self.time >= _MOMENT):
+            self._show(stage, "", done, total, f" {noun}")
+
+    def _show(self, stage: str, word: str, done: int, total: int, more: str) -> None:
+        now = time.monotonic()
+        if stage != self.stage:
+            self.stage, self.start, self.done = stage, self.time, 0
+        line = f"{stage}: {word}{done} of {total}{more}{self._left(total, now) if word or done < total else ''}"
         self.time, self.done = now, done
         if self.live:
             self.live.update(Text(line), refresh=True)
-        elif done == event.steps or now - self.shown >= _SECONDS:
+        elif done == total or now - self.shown >= _SECONDS:
             print(line, file=sys.stderr, flush=True)
             self.shown = now
 

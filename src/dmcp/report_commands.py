@@ -23,7 +23,7 @@ from dmcp.jobs import Corrupt, build, open_job, trace_job
 from dmcp.listing import PastRun, describe, list_runs, read_runs
 from dmcp.measuring import compare
 from dmcp.plans import Plan
-from dmcp.printing import cost_facts, describe_costs, print_json, result_facts, tell_skipped
+from dmcp.printing import cost_facts, describe_costs, print_json, result_facts, tell_replaced
 from dmcp.report import chart_run, chart_runs, make_page
 from dmcp.rows import score, table
 from dmcp.runs import SEARCH, Run, load_search, read_json
@@ -178,9 +178,12 @@ def evaluate(
     kept = {run.name: opened.graph.widths(Widths.from_json(read_json(run / WIDTHS)))}
     example = next(iter(opened.loaders.test))[0]
     rows = compare({run.name: small}, opened.graph, kept, opened.loaders.test, example)
-    tell_skipped(opened.loaders)
+    replaced = opened.loaders.replaced
+    tell_replaced(replaced)
     if as_json:
-        print_json(result_facts(run, opened.graph, kept[run.name]) | {"networks": [asdict(row) for row in rows]})
+        print_json(
+            result_facts(run, opened.graph, kept[run.name], replaced) | {"networks": [asdict(row) for row in rows]}
+        )
     else:
         print(table(rows, opened.graph))
 

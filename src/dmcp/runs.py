@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -9,7 +10,7 @@ import re
 import shutil
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -38,6 +39,7 @@ from dmcp.spaces import Widths
 SETTINGS, LOG, TIMES, REPORT = "settings.json", "log.jsonl", "times.jsonl", "report.md"
 CHECKPOINTS = "checkpoints"  # a folder in it for each stage, until the run is done
 SEARCH, ALPHAS = "search.json", "search.safetensors"
+REPLACED = "replaced.jsonl"  # image files that could not be read, and in whose place others were taken
 PREPARED = "prepared.safetensors"  # a network that other runs start from
 MOST_LOG, MOST_ALPHAS = 2**30, 2**26  # bytes that are read
 _FORMAT = "torch-dmcp search 1"
@@ -123,6 +125,21 @@ class Run:
         refuse_link(self.folder / CHECKPOINTS)
         return self.folder / CHECKPOINTS / stage.replace(" ", "-")
 
+    def note_replaced(self, part: str, files: Iterable[str]) -> None:
+        """Keep the names of image files that were replaced."""
+        for file in sorted(files):
+            self.add(REPLACED, {"part": part, "file": file})
+
+    def replaced(self, part: str) -> set[str]:
+        """Image files of `train` or `test` that were replaced, in all sittings."""
+        path = self.folder / REPLACED
+        found: list[Any] = []
+        for line in read_bytes(path, MOST_LOG).splitlines() if path.exists() or path.is_symlink() else []:
+            with contextlib.suppress(FileError):  # a kill may have cut it, and no run is to be lost for that
+                found.append(parse_json(line, path))
+        files = (it.get("file") for it in found if isinstance(it, dict) and it.get("part") == part)
+        return {file for file in files if isinstance(file, str)}
+
     def rewind(self) -> None:
         """Forget what was logged after the last checkpoint: the run will do it again, in the same way.
 
@@ -158,12 +175,15 @@ class Run:
             (self.folder / WIDTHS).exists() and not (self.folder / CHECKPOINTS).exists()
         )
 
-    def finish(self, result: PruneResult, seed: int = 0) -> list[str]:
-        """Write the network, the figures and the report; a sentence about each training that went wrong."""
+    def finish(self, result: PruneResult, seed: int = 0, more: Sequence[str] = ()) -> list[str]:
+        """Write the network, the figures and the report; a sentence about each training that went wrong.
+
+        more: sentences that the report has, too.
+        """
         save(result.model, result.widths, self.folder)
         figures = draw_all(result.search, result.widths, self.folder, seed=seed)
         troubles = self.troubles(row.name for row in result.rows)
-        self.write(REPORT, report(result, [path.name for path in figures], troubles))
+        self.write(REPORT, report(result, [path.name for path in figures], [*troubles, *more]))
         self.close()
         return troubles
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import signal
@@ -10,7 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,20 @@ import torch
 from dmcp.batches import device_of, generator
 from dmcp.budget import parse
 from dmcp.data import preprocessing
+from dmcp.data_checks import no_images
 from dmcp.engine import Engine
 from dmcp.errors import DataError, FileError, StoppedError, TrainingError
 from dmcp.events import Event
-from dmcp.folders import FolderSet
+from dmcp.folders import FolderSet, finds_all
 from dmcp.given import check_classifier, check_finite
-from dmcp.jobs import Opened, open_job
+from dmcp.jobs import Corrupt, Job, Opened, Replaced, open_job
 from dmcp.keeping import Keeper
 from dmcp.locks import Lock
 from dmcp.plans import Plan, facts_of
 from dmcp.progress import Progress
 from dmcp.pruning import DivergenceWarning
-from dmcp.ranks import Ranks, Watch, join, leave, share_tensors
-from dmcp.runs import SETTINGS, Run, open_run, read_json
+from dmcp.ranks import Ranks, Watch, join, leave, share_tensors, sum_values
+from dmcp.runs import REPLACED, SETTINGS, Run, open_run, read_json
 from dmcp.trackers import Tracker, open_tracker
 
 _FACTS = ("fingerprint", "macs", "data")  # must be as they were when a run goes on
@@ -50,6 +52,7 @@ class Session:
     progress: Progress
     tracker: Tracker
     asked_to_stop: Callable[[], bool]
+    noted: dict[str, set[str]] = field(default_factory=dict)  # replaced image files that are in the run folder
 
     def keep(self, stage: str) -> Keeper:
         """What saves the state of a stage."""
@@ -69,11 +72,43 @@ class Session:
         )
 
     def on_event(self, event: Event) -> None:
-        """Log and show what happens; only the first rank does."""
+        """Log and show what happens; only the first rank does, but each has image files of its own."""
+        self._note_replaced()
         if self.ranks.first:
             self.run.on_event(event)
             self.progress.on_event(event)
             self.tracker.on_event(event)
+
+    def replaced(self) -> Replaced:
+        """Image files that were replaced, on all ranks and in all sittings; all ranks must ask, the first one knows."""
+        self._note_replaced()
+        own, ranks = self.opened.loaders.replaced, self.ranks
+        if not isinstance(self.opened.data.train, FolderSet) or not isinstance(self.opened.data.test, FolderSet):
+            return own
+        parts = {"train": self.opened.data.train.paths, "test": self.opened.data.test.paths}
+        found: list[frozenset[str]] = []
+        for (part, paths), mine in zip(parts.items(), own, strict=True):
+            times = sum_values(torch.tensor([path in mine for path in paths], dtype=torch.int64), ranks)
+            of_all = {path for path, count in zip(paths, times.tolist(), strict=True) if count}
+            found.append(frozenset(of_all | self.run.replaced(part)))
+        every = Replaced(*found)
+        if ranks.first and any(every):  # each once: several ranks may have noted the same one
+            facts = ({"part": part, "file": file} for part, files in every._asdict().items() for file in sorted(files))
+            self.run.write(REPLACED, "".join(f"{json.dumps(fact)}\n" for fact in facts))
+        return every
+
+    def describe_replaced(self, replaced: Replaced) -> list[str]:
+        """What the report says about them, if there are any."""
+        told = replaced.describe(len(self.opened.data.train), len(self.opened.data.test))
+        return [f"{told} Their names are in {REPLACED}."] if told else []
+
+    def _note_replaced(self) -> None:
+        """Keep what a kill would make forgotten; another rank may be where the folder is not."""
+        for part, files in self.opened.loaders.replaced._asdict().items():
+            known = self.noted.setdefault(part, set())
+            if (new := files - known) and self.run.folder.is_dir():
+                self.run.note_replaced(part, new - self.run.replaced(part))
+                known |= new
 
 
 def say(text: str) -> None:
@@ -112,6 +147,8 @@ def session(
             warnings.simplefilter("ignore", DivergenceWarning)  # the command says it at its end
             opened = open_job(plan.job)
             check_given(opened)
+            if not plan.cell:  # the command that starts the cells has looked
+                check_test_files(opened, plan.job, resume)
             if check:
                 check(opened)
             folder = Path(_share_text(str(folder), ranks))
@@ -155,6 +192,23 @@ def check_given(opened: Opened) -> None:
     check_finite(model, noise)
 
 
+def check_test_files(opened: Opened, job: Job, resume: bool = False, skips: bool = True) -> None:
+    """Refuse test images that are none now: they are read when all is trained. Their first bytes tell, at little cost.
+
+    skips: whether the command has --corrupt.
+    """
+    test = opened.data.test
+    if job.corrupt is Corrupt.SKIP or not isinstance(test, FolderSet) or not (broken := no_images(test)):
+        return
+    several = len(broken) > 1
+    count = f" and {len(broken) - 1} more of the {len(test):,} test images" if several else ", a test image,"
+    way = "put sound files in their place" if several else "put a sound file in its place"
+    if not resume:
+        way = f"repair or remove {'them' if several else 'it'}"
+    skip = f", or {'go on' if resume else 'skip such files'} with --corrupt skip" if skips else ""
+    raise DataError(f"{broken[0].file} ({broken[0].reason}){count} cannot be read: {way}{skip}.{finds_all(test.root)}")
+
+
 def _take(plan: Plan, opened: Opened, folder: Path, resume: bool, undo: contextlib.ExitStack) -> Run:
     """The run folder: a new one with its settings, or an old one, back at its last checkpoint."""
     facts = facts_of(opened)
@@ -180,6 +234,10 @@ def _take(plan: Plan, opened: Opened, folder: Path, resume: bool, undo: contextl
             )
     _refuse_done(run)  # by the process that has held the lock until now
     run.rewind()
+    if (
+        stored["job"].get("corrupt", Corrupt.STOP) != plan.job.corrupt
+    ):  # for the next time; `options` has what it was begun with
+        run.write(SETTINGS, stored | {"job": stored["job"] | {"corrupt": plan.job.corrupt}})
     return run
 
 
