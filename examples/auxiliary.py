@@ -20,8 +20,8 @@ from dmcp.budget import parse
 from dmcp.data import load, make_loader
 from dmcp.losses import ImitationWarning
 from dmcp.sampling import expected, uniform
-from dmcp.searches import SearchConfig
-from dmcp.searching import search
+from dmcp.searching.search import search
+from dmcp.searching.searches import SearchConfig
 from dmcp.training import TrainConfig, evaluate, top1, train
 
 Batch = tuple[Tensor, Tensor]

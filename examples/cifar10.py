@@ -19,12 +19,14 @@ from pathlib import Path
 
 import torch
 
-from dmcp import budget, data, nets, sampling, searches, searching, training
+from dmcp import budget, data, nets, sampling, training
 from dmcp.cutting import cut, reinitialise
-from dmcp.graph import ChannelGraph
+from dmcp.searching import search as searching
+from dmcp.searching import searches
 from dmcp.spaces import Widths
 from dmcp.supernet import Supernet
-from dmcp.tracing import trace
+from dmcp.tracing.graph import ChannelGraph
+from dmcp.tracing.trace import trace
 
 
 def options() -> argparse.Namespace:

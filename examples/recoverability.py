@@ -1,8 +1,8 @@
 """The paper's recoverability experiment in small: a trained, frozen net must win its channels back.
 
-A net is trained on the digits and frozen; `dmcp.recovery` says what is then done. The alphas move ten times faster than
-in a search: the digits are so easy that with half of the MACs there is little loss left to learn from. With labels that
-are all wrong, at the same rate, the MACs do not come back: it is the task that wants them.
+A net is trained on the digits and frozen; `dmcp.comparison.recovery` says what is then done. The alphas move ten times
+faster than in a search: the digits are so easy that with half of the MACs there is little loss left to learn from. With
+labels that are all wrong, at the same rate, the MACs do not come back: it is the task that wants them.
 
     python examples/recoverability.py docs/figures/recoverability.svg
 """
@@ -15,11 +15,12 @@ from pathlib import Path
 import torch
 
 import dmcp
-from dmcp import figures, recovery
+from dmcp import figures
+from dmcp.comparison import recovery
+from dmcp.comparison.recovery import Recovery, RecoveryConfig
 from dmcp.data import load, make_loader
 from dmcp.nets import build
-from dmcp.paper_figures import recoveries
-from dmcp.recovery import Recovery, RecoveryConfig
+from dmcp.paper.figures import recoveries
 from dmcp.training import TrainConfig, train
 
 

@@ -14,14 +14,14 @@ from torch.nn import functional as F
 from torchvision.models import densenet121, mobilenet_v2, resnet18
 
 import dmcp
-import dmcp.searching
+import dmcp.searching.search
 from dmcp.budget import parse
 from dmcp.errors import BudgetError, DataError, StoppedError, TrainingError
 from dmcp.methods.autoslim import AutoSlimConfig, find, prepare
 from dmcp.methods.problem import Choice, Problem
 from dmcp.pruning import Event
 from dmcp.runs import Run
-from dmcp.sandwich import Draw, draw_gates
+from dmcp.searching.sandwich import Draw, draw_gates
 
 SHORT = AutoSlimConfig(epochs=1, groups=3, subnets=1, batches=1)
 
@@ -128,7 +128,7 @@ def test_progress_and_passes(monkeypatch: pytest.MonkeyPatch) -> None:
         drawn.append((draw, count))
         return draw_gates(net, chains, draw, count, *rest)
 
-    monkeypatch.setattr(dmcp.searching, "draw_gates", spy)
+    monkeypatch.setattr(dmcp.searching.search, "draw_gates", spy)
     problem = planted_problem(tell=lambda stage, record: told.append((stage, record)))
     prepared = prepare(problem, replace(SHORT, epochs=2))
     assert prepared.sample_passes == 20 * 64 * 2 * 3

@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
-from dmcp import bench, bench_commands, recipes
+from dmcp import bench
 from dmcp.bench import Measured, measure, measure_epochs, measure_sampling
+from dmcp.commands import bench as bench_commands
 from dmcp.engine import Engine
 from dmcp.errors import DmcpError, TrainingError
-from dmcp.tracing import trace
+from dmcp.running import recipes
+from dmcp.tracing.trace import trace
 
 CPU = torch.device("cpu")
 SHAPE = (3, 6, 6)

@@ -21,13 +21,13 @@ import test_resume
 import torch
 from test_resume import ADD, NET, REPLACE, STEP, Commands, Moment, checkpoints, contents, save_of, step_of
 
-from dmcp.cell_files import CHOICE, CHOSEN, COST, is_done
-from dmcp.cells import COPY
-from dmcp.comparing import Comparison, Task, plan_cell, tasks
+from dmcp.comparison.cell_files import CHOICE, CHOSEN, COST, is_done
+from dmcp.comparison.cells import COPY
+from dmcp.comparison.comparing import Comparison, Task, plan_cell, tasks
 from dmcp.engine import Engine
-from dmcp.jobs import Job, open_job
-from dmcp.plans import Cell
 from dmcp.retraining import Retrain, train_all
+from dmcp.running.jobs import Job, open_job
+from dmcp.running.plans import Cell
 from dmcp.runs import PREPARED
 from dmcp.saving import load
 from dmcp.spaces import Widths
@@ -126,8 +126,8 @@ KILLS: dict[tuple[str, str], tuple[Moment, ...]] = {
     (DMCP, "own training, before its first checkpoint"): (step_of("dmcp,-own", 3),),
     (DMCP, "own training, after it"): (step_of("dmcp,-own", 14),),
     (DMCP, "test, between two networks"): (("dmcp.training:evaluate", "", 2),),
-    (DMCP, "before the network is saved"): (("dmcp.cells:save", "", 1),),
-    (DMCP, "weights renamed, widths not"): (("dmcp.cells:save", "", 1), (REPLACE, "", 2)),
+    (DMCP, "before the network is saved"): (("dmcp.comparison.cells:save", "", 1),),
+    (DMCP, "weights renamed, widths not"): (("dmcp.comparison.cells:save", "", 1), (REPLACE, "", 2)),
     (DMCP, "before it is closed"): (("dmcp.runs:Run.close", "", 1),),
     (SFP, "choosing, which trains"): (step_of("sfp,-choosing", 12),),
     (SLIMMING, "own training, before its first checkpoint"): (step_of("slimming,-own", 6),),
@@ -141,7 +141,7 @@ KILLS: dict[tuple[str, str], tuple[Moment, ...]] = {
     (TAUGHT, "widths copied, but not noted"): (save_of("choice", 1),),
     (TAUGHT, "training, before its first checkpoint"): (step_of("copy", 4),),
     (TAUGHT, "training, after it"): (step_of("copy", 14),),
-    (TAUGHT, "before the network is saved"): (("dmcp.cells:save", "", 1),),
+    (TAUGHT, "before the network is saved"): (("dmcp.comparison.cells:save", "", 1),),
 }
 
 
@@ -242,7 +242,7 @@ def test_a_cell_that_is_done_is_not_run_again(begin: Any, whole: Path, tmp_path:
     assert contents(tmp_path / name) == before
 
 
-@pytest.mark.parametrize("moment", [("dmcp.searching:Steps.train_weights", "", 1), step_of("search", 25)])
+@pytest.mark.parametrize("moment", [("dmcp.searching.search:Steps.train_weights", "", 1), step_of("search", 25)])
 def test_a_cell_of_another_plan_is_refused(
     begin: Any, commands: Commands, plans: dict[str, Task], whole: Path, tmp_path: Path, moment: Moment
 ) -> None:

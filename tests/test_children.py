@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from dmcp import children
-from dmcp.children import Command, Ended, kept_signals, run_side_by_side
 from dmcp.errors import DmcpError
 from dmcp.locks import alive
+from dmcp.running import children
+from dmcp.running.children import Command, Ended, kept_signals, run_side_by_side
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -262,7 +262,7 @@ def test_the_end_of_a_child_that_said_nothing() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_all_children_once(folder: Path, mps: Path, number: signal.Signals) -> None:
     source = "import sys, torch; from pathlib import Path\n"
-    source += "from dmcp.children import Command, kept_signals, run_side_by_side\n"
+    source += "from dmcp.running.children import Command, kept_signals, run_side_by_side\n"
     source += "words = (sys.executable, '-S', sys.argv[1])\n"
     source += "commands = [Command(name, (*words, name, 'hang')) for name in 'ab']\n"
     source += "commands += [Command('c', words, after=('a',)), Command('d', words)]\n"
@@ -314,7 +314,7 @@ def test_an_error_of_ours_leaves_no_child(folder: Path, monkeypatch: pytest.Monk
 
 ORPHAN = """
 import os, signal, sys, time
-from dmcp import children
+from dmcp.running import children
 children._LOOK, children._PATIENCE = 0.05, 0.5
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
@@ -329,7 +329,7 @@ with children.following_parent():
 @pytest.mark.parametrize("kind", ["heeds", "deaf"])
 def test_a_child_whose_parent_was_killed_stops(folder: Path, kind: str) -> None:
     source = "import sys; from pathlib import Path; import torch\n"
-    source += "from dmcp.children import Command, kept_signals, run_side_by_side\n"
+    source += "from dmcp.running.children import Command, kept_signals, run_side_by_side\n"
     source += "with kept_signals() as signals:\n"
     source += "    one = Command('a', (sys.executable, '-c', *sys.argv[2:]))\n"
     source += "    run_side_by_side([one], Path(sys.argv[1]), torch.device('cpu'), signals)\n"

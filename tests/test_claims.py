@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from test_results_page import study
 
-from dmcp.claims import (
+from dmcp.methods import METHODS
+from dmcp.paper.claims import (
     CLAIMS,
     MISSING,
     NO,
@@ -27,10 +28,9 @@ from dmcp.claims import (
     pooled_over_seeds,
     tell_claims,
 )
-from dmcp.evidence import PAPER, PEERS, Evidence, gains, paper_says, read_evidence
-from dmcp.experiment_cells import cells_of
-from dmcp.experiments import EXPERIMENTS
-from dmcp.methods import METHODS
+from dmcp.paper.evidence import PAPER, PEERS, Evidence, gains, paper_says, read_evidence
+from dmcp.paper.experiments import EXPERIMENTS
+from dmcp.paper.tasks import cells_of
 from dmcp.tables import pooled
 
 Arms = dict[str, dict[int, float]]  # accuracy by seed, by the cell's name without it

@@ -18,14 +18,15 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
-from dmcp import cli, commands
+from dmcp import cli
+from dmcp.commands import prune as commands
 from dmcp.engine import KernelWarning
 from dmcp.errors import DmcpError, WidthsError
-from dmcp.jobs import Job, load_weights, open_job
 from dmcp.nets import build
-from dmcp.plans import Plan
-from dmcp.progress import Progress, clock
 from dmcp.pruning import Event
+from dmcp.running.jobs import Job, load_weights, open_job
+from dmcp.running.plans import Plan
+from dmcp.running.progress import Progress, clock
 from dmcp.training import StepRecord
 
 LONG = "a_name_that_does_not_fit_on_a_line_of_eighty_columns_and_must_still_be_found_by_grep"
@@ -341,10 +342,10 @@ def test_dry_run_trains_and_writes_nothing(capsys: Capture, tmp_path: Path, monk
 def test_what_the_device_cannot_run_is_noticed_once(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dmcp.compare_commands.run_comparison", lambda *_: [])
-    monkeypatch.setattr("dmcp.paper_commands.run_tasks", lambda *_: [])
-    monkeypatch.setattr("dmcp.bench_commands._measure_job", lambda *_: [])
-    monkeypatch.setattr("dmcp.bench_commands._show", lambda *_: None)
+    monkeypatch.setattr("dmcp.commands.compare.run_comparison", lambda *_: [])
+    monkeypatch.setattr("dmcp.commands.paper.run_tasks", lambda *_: [])
+    monkeypatch.setattr("dmcp.commands.bench._measure_job", lambda *_: [])
+    monkeypatch.setattr("dmcp.commands.bench._show", lambda *_: None)
     network = ("--model", "digits:resnet", "--data", "digits", "--device", "cpu", "--quiet")
     places = ("--out", str(tmp_path / "out"), "--results", str(tmp_path / "results"))
     for command in (
@@ -360,7 +361,7 @@ def test_what_the_device_cannot_run_is_noticed_once(
 def test_time_left_is_by_whole_bundles(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Records come in bundles of 50, each after 20 s: the line at the start of the third knows 200 steps in 80 s."""
     now = [0.0]
-    monkeypatch.setattr("dmcp.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("dmcp.running.progress.time.monotonic", lambda: now[0])
     progress = Progress()
     for step in range(150):
         now[0] = 20.0 * (step // 50 + 1)

@@ -16,17 +16,19 @@ from typing import Any
 
 import pytest
 
-from dmcp import cell_runs, children, cli, table_files
-from dmcp.cell_files import is_done
-from dmcp.cell_runs import COMMANDS, PLANS, longest_first, run_comparison
-from dmcp.comparing import Comparison, Task, cell_name, epochs_of, tasks
+from dmcp import cli
+from dmcp.comparison import cell_runs, table_files
+from dmcp.comparison.cell_files import is_done
+from dmcp.comparison.cell_runs import COMMANDS, PLANS, longest_first, run_comparison
+from dmcp.comparison.comparing import Comparison, Task, cell_name, epochs_of, tasks
+from dmcp.comparison.gathering import against_uniform, gather, markdown, stored, to_json
 from dmcp.engine import Engine
 from dmcp.errors import DmcpError, FileError, TrainingError
-from dmcp.gathering import against_uniform, gather, markdown, stored, to_json
-from dmcp.jobs import Job
 from dmcp.locks import Lock
 from dmcp.methods import METHODS
-from dmcp.plans import plan_from_json
+from dmcp.running import children
+from dmcp.running.jobs import Job
+from dmcp.running.plans import plan_from_json
 from dmcp.tables import latex
 from dmcp.training import TrainConfig
 

@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
-from dmcp import cost
-from dmcp.cost import Polynomial, evaluate, product, total
-from dmcp.layouts import Atom, fixed
 from dmcp.markov import group_sizes, marginals, moment
+from dmcp.tracing import cost
+from dmcp.tracing.cost import Polynomial, evaluate, product, total
+from dmcp.tracing.layouts import Atom, fixed
 
 A, B = ((Atom(0),),), ((Atom(1), 3), (2,))  # dims of width a and 3b + 2
 

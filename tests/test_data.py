@@ -24,9 +24,9 @@ from dmcp import data
 from dmcp.batches import generator
 from dmcp.data import ArraySet, Augmentation, DataSets, load, make_loader, split
 from dmcp.errors import DataError
-from dmcp.jobs import check_fit
 from dmcp.nets import build
 from dmcp.ranks import Ranks
+from dmcp.running.jobs import check_fit
 
 PACKAGE = Path(data.__file__).parent
 

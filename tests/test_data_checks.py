@@ -14,10 +14,10 @@ from PIL import Image
 from typed import command
 
 from dmcp.data import load
-from dmcp.data_checks import check_data, no_images
 from dmcp.errors import DataError
 from dmcp.folders import FolderSet
-from dmcp.progress import Progress
+from dmcp.running.data_checks import check_data, no_images
+from dmcp.running.progress import Progress
 from dmcp.runs import Run
 
 Capture = pytest.CaptureFixture[str]
@@ -226,13 +226,13 @@ def test_rare_kinds_of_files_are_known_before_threads_begin(here: Path, monkeypa
     write_photos(here / "photos")
     done: list[str] = []
     monkeypatch.setattr("PIL.Image.init", lambda: done.append("init"))
-    monkeypatch.setattr("dmcp.data_checks._read_head", lambda path: done.append(path) or "")
+    monkeypatch.setattr("dmcp.running.data_checks._read_head", lambda path: done.append(path) or "")
     part = load("photos").test
     assert isinstance(part, FolderSet)
     for tried in (100, 2):  # the second time most are left to threads, since no disk is so fast
         done.clear()
-        monkeypatch.setattr("dmcp.data_checks._TRIED", tried)
-        monkeypatch.setattr("dmcp.data_checks._WAITED", 0.0)
+        monkeypatch.setattr("dmcp.running.data_checks._TRIED", tried)
+        monkeypatch.setattr("dmcp.running.data_checks._WAITED", 0.0)
         assert no_images(part) == []
         assert done[0] == "init" and [path for path in done if path != "init"] == list(part.paths)
 
@@ -314,7 +314,7 @@ def test_skip_given_with_resume_is_kept(here: Path, capsys: Capture, monkeypatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("dmcp.commands.save", die)  # all is tested
+        patch.setattr("dmcp.commands.prune.save", die)  # all is tested
         assert run(capsys, "train", "--resume", "one", "--corrupt", "skip", "--workers", "0", "--quiet")[0] == 130
     after = json.loads((here / "one" / "settings.json").read_text())
     assert after == before | {"job": before["job"] | {"corrupt": "skip"}} and before["job"]["corrupt"] == "stop"
@@ -332,7 +332,7 @@ def test_what_earlier_sittings_replaced_counts(here: Path, capsys: Capture, monk
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("dmcp.commands.compare", die)  # all is trained
+        patch.setattr("dmcp.commands.prune.compare", die)  # all is trained
         assert run(capsys, *words)[0] == 130
     code, out, err = run(capsys, "train", "--resume", "one", "--workers", "0", "--quiet", "--json")
     assert code == 0, err
@@ -367,7 +367,7 @@ def test_several_seeds_say_it_once(here: Path, capsys: Capture, monkeypatch: pyt
             Run(one).note_replaced("test", ["photos/val/dog/3.png"])
         return [folder / f"seed-{seed}" for seed in seeds]
 
-    monkeypatch.setattr("dmcp.seeds.run_seeds", prune)
+    monkeypatch.setattr("dmcp.running.seeds.run_seeds", prune)
     words = ("prune", *NETWORK, "--data", "photos", "--batch", "4", "--corrupt", "skip", "--seeds", "2", "--out", "all")
     code, out, err = run(capsys, *words, "--json")
     assert code == 0 and json.loads(out)["replaced"] == {"train": 0, "test": 1}
@@ -385,7 +385,7 @@ def test_a_dry_run_says_how_broken_files_are_found(here: Path, capsys: Capture) 
 def test_the_time_that_is_left_is_that_of_the_files(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not also that before the first one: they may have been listed for minutes."""
     now = [1000.0]
-    monkeypatch.setattr("dmcp.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("dmcp.running.progress.time.monotonic", lambda: now[0])
     progress = Progress()
     now[0] += 500
     for done in range(1, 101):

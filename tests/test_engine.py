@@ -23,8 +23,8 @@ from dmcp.cuda_graphs import Repeated
 from dmcp.engine import Engine, KernelWarning, Precision, Settled, best_device, is_depthwise, is_narrow, set_lr, sgd
 from dmcp.errors import TrainingError
 from dmcp.nets import build
-from dmcp.searches import SearchConfig
-from dmcp.searching import search
+from dmcp.searching.search import search
+from dmcp.searching.searches import SearchConfig
 from dmcp.training import TrainConfig, train
 
 CPU = torch.device("cpu")

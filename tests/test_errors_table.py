@@ -20,7 +20,7 @@ from typed import command
 from dmcp import runs
 from dmcp.nets import build
 from dmcp.pruning import Event
-from dmcp.tracing import trace
+from dmcp.tracing.trace import trace
 
 PAGE = Path(__file__).parent.parent / "docs" / "errors.md"
 PRUNE = "prune --model digits:resnet --data digits --device cpu --batch 512 --search-epochs 2 --epochs 1 --quiet"

@@ -17,31 +17,33 @@ import torch
 from planted import planted_problem
 
 import dmcp
-from dmcp import cli, findings, paper_commands, sampling
-from dmcp.arms import Study
-from dmcp.cell_files import CHOICE, COST, RECOVERY, TIME, is_done
-from dmcp.cell_runs import run_tasks
-from dmcp.compare_commands import recipe
-from dmcp.comparing import Comparison, Task, plan_cell, tasks
+from dmcp import cli, sampling
+from dmcp.commands import paper as paper_commands
+from dmcp.commands.compare import recipe
+from dmcp.commands.paper import progress
+from dmcp.comparison.cell_files import CHOICE, COST, RECOVERY, TIME, is_done
+from dmcp.comparison.cell_runs import run_tasks
+from dmcp.comparison.comparing import Comparison, Task, plan_cell, tasks
 from dmcp.data import load, split
 from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DmcpError, FileError, TrainingError
-from dmcp.experiment_cells import cells_of, command, study_tasks
-from dmcp.experiments import ALL, DRAWS, EXPERIMENTS, check_experiment, study_of
-from dmcp.findings import show, write
-from dmcp.graph import ChannelGraph
-from dmcp.jobs import Job
 from dmcp.methods.dmcp import DmcpConfig, DrawConfig, draw, find
 from dmcp.nets import build, sample_shape
-from dmcp.outcomes import outcomes
-from dmcp.paper_commands import progress
-from dmcp.plans import Cell, plan_from_json
+from dmcp.paper import findings
+from dmcp.paper.arms import Study
+from dmcp.paper.experiments import ALL, DRAWS, EXPERIMENTS, check_experiment, study_of
+from dmcp.paper.findings import show, write
+from dmcp.paper.outcomes import outcomes
+from dmcp.paper.records import read_recorded
+from dmcp.paper.tasks import cells_of, command, study_tasks
 from dmcp.pruning import Row
-from dmcp.records import read_recorded
+from dmcp.running.jobs import Job
+from dmcp.running.plans import Cell, plan_from_json
 from dmcp.runs import LOG, SETTINGS
 from dmcp.saving import WIDTHS
-from dmcp.searches import SearchResult
-from dmcp.searching import search
+from dmcp.searching.search import search
+from dmcp.searching.searches import SearchResult
+from dmcp.tracing.graph import ChannelGraph
 from dmcp.training import TrainConfig
 
 # A plan as it was stored before there were experiments: cells that were begun with such a one must go on.

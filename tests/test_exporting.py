@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from typed import command
 
 import dmcp
-from dmcp import export_commands, exporting, runs
+from dmcp import exporting, runs
+from dmcp.commands import export as export_commands
 from dmcp.data import load, make_loader, preprocessing
 from dmcp.nets import build
-from dmcp.recording import tensors_in
+from dmcp.tracing.recording import tensors_in
 
 PAGE = Path(__file__).parent.parent / "docs" / "export.md"
 PRUNE = "prune --model digits:resnet --data digits --device cpu --batch 512 --search-epochs 2 --epochs 1 --quiet"
@@ -310,7 +311,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_command_needs_no_data_and_tells_what_was_gained(
     run: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dmcp.jobs.load", lambda *_: 1 / 0)
+    monkeypatch.setattr("dmcp.running.jobs.load", lambda *_: 1 / 0)
     out = tmp_path / "net.pt2"
     capsys.readouterr()
     assert command("export", str(run), "--out", str(out), "--json", "--quiet") == 0
@@ -340,7 +341,7 @@ def test_the_command_needs_no_data_and_tells_what_was_gained(
     monkeypatch.setattr("dmcp.rows._SLOW", 0.0)
     assert command("export", str(run), "--out", str(out), "--quiet") == 0
     assert capsys.readouterr().err.startswith("Not faster here: most widths are no multiples of 8")
-    monkeypatch.setattr("dmcp.export_commands.write", only_once(export_commands.write))
+    monkeypatch.setattr("dmcp.commands.export.write", only_once(export_commands.write))
     assert command("export", str(run), "--out", str(out)) == 0  # the unpruned network may be too large for a file
     (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("| bytes"))
     assert [cell.strip() for cell in row.split("|")[3:5]] == ["", ""]

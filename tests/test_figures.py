@@ -15,7 +15,7 @@ from dmcp import figures
 from dmcp.budget import parse
 from dmcp.markov import CHAIN, INDEPENDENT
 from dmcp.sampling import expected
-from dmcp.searches import SearchRecord, SearchResult
+from dmcp.searching.searches import SearchRecord, SearchResult
 
 
 def found(budget: str = "50%", toy: Any = Residual, alpha: float = 1.0, **changes: Any) -> SearchResult:

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 import dmcp
 from dmcp.filters import Place, magnitude, placed, scaled, strongest, vectors, written
-from dmcp.graph import ChannelGraph
 from dmcp.spaces import ChannelSpace
+from dmcp.tracing.graph import ChannelGraph
 
 
 class Transposed(nn.Module):

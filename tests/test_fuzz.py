@@ -37,14 +37,14 @@ from dmcp import budget, data
 from dmcp.checkpoints import Checkpoint, load_checkpoint, save_checkpoint
 from dmcp.engine import Engine
 from dmcp.errors import DataError, DmcpError, FileError
-from dmcp.jobs import Job, load_weights
-from dmcp.listing import describe, list_runs, read_run
 from dmcp.locks import LOCK, Lock
-from dmcp.plans import Plan, plan_from_json
 from dmcp.pruning import Event, Row
-from dmcp.report import make_page
+from dmcp.reports.listing import describe, list_runs, read_run
+from dmcp.reports.report import make_page
+from dmcp.running.jobs import Job, load_weights
+from dmcp.running.plans import Plan, plan_from_json
 from dmcp.runs import Run, load_search, read_json, save_search
-from dmcp.searches import SearchConfig, SearchRecord, SearchResult
+from dmcp.searching.searches import SearchConfig, SearchRecord, SearchResult
 from dmcp.spaces import Widths
 from dmcp.training import StepRecord, TrainConfig
 

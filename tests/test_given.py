@@ -17,18 +17,18 @@ from test_pruning import SEARCH, TRAIN, Noise, traced
 from torch import Tensor, nn
 
 import dmcp
+from dmcp.commands.options import RetrainKind
 from dmcp.errors import TrainingError
 from dmcp.given import check_classifier, check_finite
-from dmcp.listing import read_run
 from dmcp.losses import MetricWarning
 from dmcp.nets import build
-from dmcp.options import RetrainKind
 from dmcp.pruning import DivergenceWarning
-from dmcp.report import chart_runs, make_page
+from dmcp.reports.listing import read_run
+from dmcp.reports.report import chart_runs, make_page
 from dmcp.retraining import Retrain
 from dmcp.rows import AS_GIVEN, OURS, UNPRUNED, Row, divergence, notes, standard_error, table
+from dmcp.running.sessions import _signals
 from dmcp.runs import open_run
-from dmcp.sessions import _signals
 from dmcp.training import evaluate
 
 NETS = """
@@ -80,7 +80,7 @@ def test_given_weights_are_kept_unless_somebody_says_otherwise(
 ) -> None:
     plans = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dmcp.commands._forecast", lambda plan, as_json: plans.append(plan))
+        patch.setattr("dmcp.commands.prune._forecast", lambda plan, as_json: plans.append(plan))
         assert run(capsys, "prune", *SMALL, "--dry-run", *words, "--weights", str(trained))[0] == 0
         assert run(capsys, "prune", *SMALL, "--dry-run", *words)[0] == 0
         assert run(capsys, "prune", "--recipe", "imagenet_resnet18_1040m", *SMALL, "--dry-run", *words)[0] == 0

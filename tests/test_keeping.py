@@ -25,15 +25,15 @@ from torch.utils.data import DataLoader, Dataset
 from dmcp.checkpoints import load_checkpoint
 from dmcp.engine import Engine
 from dmcp.errors import DataError, FileError, StoppedError, TrainingError
-from dmcp.graph import ChannelGraph
 from dmcp.keeping import Feed, Keeper, State, random_state, set_random_state, untouched
 from dmcp.optimizers import state_tensors
 from dmcp.pruning import prune
 from dmcp.ranks import ALONE
-from dmcp.searches import SearchConfig
-from dmcp.searching import search
+from dmcp.searching.search import search
+from dmcp.searching.searches import SearchConfig
 from dmcp.supernet import Supernet
-from dmcp.tracing import trace
+from dmcp.tracing.graph import ChannelGraph
+from dmcp.tracing.trace import trace
 from dmcp.training import Distillation, TrainConfig, train
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dmcp.channels import Channels
-from dmcp.layouts import Atom, Layout, atoms_of, fixed, kept_indices, monomials, width
+from dmcp.tracing.channels import Channels
+from dmcp.tracing.layouts import Atom, Layout, atoms_of, fixed, kept_indices, monomials, width
 
 Labels = list[frozenset[tuple[int, int]]]
 LARGEST = 240  # channels of a dim in random programs

@@ -14,12 +14,12 @@ from torch import Tensor
 
 import dmcp
 from dmcp.budget import parse
-from dmcp.comparing import check_method
+from dmcp.comparison.comparing import check_method
 from dmcp.errors import BudgetError, DmcpError, TrainingError
 from dmcp.methods import METHODS, PEERS, Method, Own, Start
 from dmcp.methods.ddpg import DdpgConfig
 from dmcp.methods.problem import Choice, Problem
-from dmcp.searches import SearchResult
+from dmcp.searching.searches import SearchResult
 
 QUICK: dict[str, dict[str, Any]] = {  # settings in which a second or two are enough
     "slimming": {"sparsity": 0.01},

@@ -15,9 +15,9 @@ import pytest
 from planted import planted_problem
 from typed import command
 
-from dmcp import comparing
-from dmcp.asked_methods import read_names
 from dmcp.budget import spent_shares
+from dmcp.comparison import comparing
+from dmcp.comparison.asked_methods import read_names
 from dmcp.errors import BudgetError, DmcpError, TrainingError
 from dmcp.methods import METHODS, PEERS, Method, Own, Start, blamed, find_method, prepare, settle, title
 from dmcp.methods.problem import FILLED, Choice, Problem

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from torchvision.models.mobilenetv2 import InvertedResidual
 
 import dmcp
-from dmcp.sandwich import sort_channels
-from dmcp.searches import SearchConfig
-from dmcp.searching import search
+from dmcp.searching.sandwich import sort_channels
+from dmcp.searching.search import search
+from dmcp.searching.searches import SearchConfig
 
 
 class Pair(nn.Module):

@@ -23,7 +23,7 @@ from typed import command
 from dmcp import cli, folders
 from dmcp.data import DataSets, load, make_loader, preprocessing
 from dmcp.errors import DataError, DmcpError
-from dmcp.jobs import Job, open_job
+from dmcp.running.jobs import Job, open_job
 
 PAGE = Path(__file__).parent.parent / "docs" / "data.md"
 NET = """

@@ -24,14 +24,14 @@ import dmcp
 from dmcp.batches import generator
 from dmcp.budget import parse
 from dmcp.errors import BudgetError, DataError, TraceError, TrainingError, WidthsError
-from dmcp.graph import ChannelGraph
 from dmcp.losses import ImitationWarning, classification_loss, imitation
 from dmcp.measuring import milliseconds, try_test
 from dmcp.pruning import OURS, UNIFORM, UNPRUNED, Event, Row, expected_shares
 from dmcp.retraining import Retrain, train_all
 from dmcp.rows import AS_GIVEN, not_faster
-from dmcp.searches import SearchConfig, SearchRecord
-from dmcp.stages import weight_step
+from dmcp.searching.searches import SearchConfig, SearchRecord
+from dmcp.searching.stages import weight_step
+from dmcp.tracing.graph import ChannelGraph
 from dmcp.training import TrainConfig
 
 SEARCH = SearchConfig(budget="60%", epochs=2, groups=4)

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from dmcp import recipes
 from dmcp.budget import check_reachable, parse
 from dmcp.errors import DmcpError
-from dmcp.graph import ChannelGraph
-from dmcp.jobs import build, shape, trace_job
-from dmcp.recipes import Recipe, find, hours, hours_table, loader_rate, main, names
 from dmcp.retraining import Retrain
+from dmcp.running import recipes
+from dmcp.running.jobs import build, shape, trace_job
+from dmcp.running.recipes import Recipe, find, hours, hours_table, loader_rate, main, names
 from dmcp.supernet import Supernet
+from dmcp.tracing.graph import ChannelGraph
 from dmcp.training import learning_rate
 
 PAGE = (Path(__file__).parents[1] / "docs" / "imagenet.md").read_text()

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmcp.errors import TraceError
-from dmcp.recording import Ref, batch_of, rebatch, record, record_anywhere, tensors_in
 from dmcp.slicing import skeleton
+from dmcp.tracing.recording import Ref, batch_of, rebatch, record, record_anywhere, tensors_in
 
 aten = torch.ops.aten
 

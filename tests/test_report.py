@@ -26,13 +26,13 @@ from browser import Browser
 from test_runs import pruned
 from typer.testing import CliRunner
 
-from dmcp import report_commands
-from dmcp.charts import STYLE, Bar, draw_bars, draw_lines, ticks
+from dmcp.commands import report as report_commands
 from dmcp.errors import FileError
-from dmcp.listing import describe, list_runs, progress, read_run, read_runs
 from dmcp.locks import Lock
 from dmcp.pruning import UNPRUNED
-from dmcp.report import chart_run, chart_runs, make_page
+from dmcp.reports.charts import STYLE, Bar, draw_bars, draw_lines, ticks
+from dmcp.reports.listing import describe, list_runs, progress, read_run, read_runs
+from dmcp.reports.report import chart_run, chart_runs, make_page
 from dmcp.runs import open_run
 
 EVIL = "<img src=x onerror=alert(1)>\"'&\x1b[31m"

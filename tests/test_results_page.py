@@ -14,17 +14,17 @@ import typer
 from test_experiments import run
 
 import dmcp
-from dmcp import paper_commands
-from dmcp.arms import Study
-from dmcp.comparing import Comparison
+from dmcp.commands import paper as paper_commands
+from dmcp.comparison.comparing import Comparison
 from dmcp.engine import Engine, Precision
 from dmcp.errors import FileError
-from dmcp.experiment_cells import command
-from dmcp.findings import write
-from dmcp.jobs import Job
 from dmcp.nets import build, sample_shape
-from dmcp.outcomes import Shown
-from dmcp.results_page import CLAIMS, NOTES, make_page
+from dmcp.paper.arms import Study
+from dmcp.paper.findings import write
+from dmcp.paper.outcomes import Shown
+from dmcp.paper.page import CLAIMS, NOTES, make_page
+from dmcp.paper.tasks import command
+from dmcp.running.jobs import Job
 from dmcp.training import TrainConfig
 
 FULL = 1000  # MACs of the unpruned network

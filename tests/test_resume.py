@@ -28,7 +28,7 @@ import numpy as np
 import pytest
 import torch
 
-import dmcp.commands
+import dmcp.commands.prune
 import dmcp.rows
 import dmcp.runs
 from dmcp import cli
@@ -149,7 +149,7 @@ def act_as_child(job: dict[str, Any], streams: Sequence[int]) -> int:
     os.chdir(job["folder"])
     dmcp.rows._SLOW = math.inf  # how fast the networks are here must not decide what is printed
     if not job["figures"]:  # most of the time of such a small run
-        dmcp.runs.draw_all = dmcp.commands.draw_all = lambda *_, **__: []  # type: ignore[assignment]
+        dmcp.runs.draw_all = dmcp.commands.prune.draw_all = lambda *_, **__: []  # type: ignore[assignment]
     if job["moments"]:
         arm([tuple(moment) for moment in job["moments"]], job["act"])
     sys.argv = ["dmcp", *job["argv"]]
@@ -328,12 +328,12 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 FIRST: dict[str, tuple[Moment, ...]] = {
-    "before the first step": (("dmcp.searching:Steps.train_weights", "", 1),),
+    "before the first step": (("dmcp.searching.search:Steps.train_weights", "", 1),),
     "warm-up, before the first checkpoint": (step_of("search", 7),),
     "warm-up, inside a step": (step_of("search", 13), (STEP, "", 1)),
     "warm-up, before its last step": (step_of("search", 16),),
     "search, its first step": (step_of("search", 18),),
-    "search, between weights and alphas": (step_of("search", 20), ("dmcp.searching:Steps.move_alphas", "", 1)),
+    "search, between weights and alphas": (step_of("search", 20), ("dmcp.searching.search:Steps.move_alphas", "", 1)),
     "search, inside a step of the alphas": (step_of("search", 27), (STEP, "", 2)),
     "search, among the lines of its log": (step_of("search", 25), (ADD, "log.jsonl", 5)),
     "search done, its last checkpoint not yet written": (save_of("search", 4),),
@@ -609,7 +609,7 @@ def test_a_run_that_is_done_is_refused_as_such_where_no_lock_can_be_written(
 
 def test_several_seeds_do_not_go_on_with_one_run(commands: Commands, killed: dict[str, Path], tmp_path: Path) -> None:
     run = shutil.copytree(killed["trained"], tmp_path / "run")
-    end = commands.run(["prune", "--resume", run, "--seeds", "2"], ("dmcp.seeds:run_seeds", "", 1))
+    end = commands.run(["prune", "--resume", run, "--seeds", "2"], ("dmcp.running.seeds:run_seeds", "", 1))
     assert end.code == 2 and "--seeds" in end.err
 
 
@@ -738,7 +738,7 @@ CALIBRATE = "dmcp.retraining:recalibrate", "", 1
     ("argv", "moment"),
     [
         pytest.param(SEARCH, step_of("search", 23), id="search"),
-        pytest.param(SEARCH, ("dmcp.commands:recalibrate", "", 1), id="search, end"),
+        pytest.param(SEARCH, ("dmcp.commands.prune:recalibrate", "", 1), id="search, end"),
         pytest.param(TRAIN, step_of("unpruned", 25), id="train"),
         pytest.param(TRAIN, ("dmcp.training:evaluate", "", 1), id="train, test"),
         pytest.param((*RETRAIN, "inherit"), step_of("ours", 12), id="inherit"),

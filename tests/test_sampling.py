@@ -21,7 +21,7 @@ from dmcp.errors import BudgetError
 from dmcp.markov import CHAIN, INDEPENDENT, Process, bounded, sample_groups
 from dmcp.nets import build, sample_shape
 from dmcp.sampling import FILLED, Options, direct, expected, expected_widths, filled, fit, random_widths, uniform
-from dmcp.searches import SearchResult
+from dmcp.searching.searches import SearchResult
 
 GAMMA = 0.95
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import dmcp
 from dmcp.errors import WidthsError
 from dmcp.markov import CHAIN, INDEPENDENT
-from dmcp.sandwich import Chains, Draw, chains, draw_gates, sandwich, sort_channels
+from dmcp.searching.sandwich import Chains, Draw, chains, draw_gates, sandwich, sort_channels
 
 MANY = 4000
 SPREAD = 4 * 0.5 / MANY**0.5  # four standard deviations of a frequency

@@ -13,14 +13,14 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmcp
-import dmcp.search_log
-import dmcp.searching
+import dmcp.searching.search
+import dmcp.searching.search_log
 from dmcp.budget import parse, ratios
 from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError, WidthsError
 from dmcp.markov import CERTAIN, CHAIN, INDEPENDENT
-from dmcp.sandwich import Draw
-from dmcp.searches import SearchConfig, SearchRecord, SearchResult
-from dmcp.searching import search
+from dmcp.searching.sandwich import Draw
+from dmcp.searching.search import search
+from dmcp.searching.searches import SearchConfig, SearchRecord, SearchResult
 
 
 class Dropping(Residual):
@@ -172,13 +172,13 @@ def test_ablation_of_the_training_scheme(train_weights: bool, task_loss: bool) -
 
 def test_draws_before_and_after_the_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[Draw, int]] = []
-    real = dmcp.searching.draw_gates
+    real = dmcp.searching.search.draw_gates
 
     def spied(net: Any, path: Any, draw: Draw, count: int, generator: Any) -> Any:
         seen.append((draw, count))
         return real(net, path, draw, count, generator)
 
-    monkeypatch.setattr(dmcp.searching, "draw_gates", spied)
+    monkeypatch.setattr(dmcp.searching.search, "draw_gates", spied)
     ran(short(draw="sandwich", warmup_draw="markov", subnets=1))
     assert seen == [(Draw.MARKOV, 1)] * 3 + [(Draw.SANDWICH, 1)] * 3
 
@@ -253,7 +253,7 @@ class Reads(TorchDispatchMode):
 def test_the_host_does_not_wait_in_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     before_the_log = []
     with Reads() as reads:
-        monkeypatch.setattr(dmcp.search_log.Log, "flush", lambda log: before_the_log.append(reads.count))
+        monkeypatch.setattr(dmcp.searching.search_log.Log, "flush", lambda log: before_the_log.append(reads.count))
         for epochs in (2, 4):
             reads.count = 0
             ran(short(epochs=epochs, log_every=1000))

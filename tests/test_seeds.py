@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 import torch
 
-from dmcp import children, seeds
 from dmcp.errors import DmcpError, FileError
 from dmcp.locks import Lock, alive
 from dmcp.pruning import OURS, UNIFORM, UNPRUNED, Row
+from dmcp.running import children, seeds
+from dmcp.running.seeds import markdown, run_seeds, summarise
 from dmcp.runs import LOG, SETTINGS, Run
-from dmcp.seeds import markdown, run_seeds, summarise
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dmcp
-import dmcp.stages
+import dmcp.searching.stages
 from dmcp.budget import parse
 from dmcp.errors import TrainingError
-from dmcp.sandwich import Draw, chains, sandwich
-from dmcp.stages import arch_step, weight_step
+from dmcp.searching.sandwich import Draw, chains, sandwich
+from dmcp.searching.stages import arch_step, weight_step
 
 
 @functools.cache
@@ -98,7 +98,7 @@ def test_arch_step_leaves_weights_and_buffers(monkeypatch: pytest.MonkeyPatch) -
             weight.requires_grad_(False)
         yield
 
-    monkeypatch.setattr(dmcp.stages, "_only_alphas", wrong)
+    monkeypatch.setattr(dmcp.searching.stages, "_only_alphas", wrong)
     before = photograph(net)
     arch_step(net, batches[:1], sgd(net.alphas()), path, cross_entropy, budget)
     assert "bn0.running_mean" in changed(net, before)

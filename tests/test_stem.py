@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dmcp
-import dmcp.searching
-import dmcp.stem
-from dmcp.sandwich import Draw, chains, sandwich
-from dmcp.searches import SearchConfig
-from dmcp.searching import search
-from dmcp.stages import Passes, weight_step
-from dmcp.stem import Stem, find_stem
+import dmcp.searching.search
+import dmcp.searching.stem
+from dmcp.searching.sandwich import Draw, chains, sandwich
+from dmcp.searching.search import search
+from dmcp.searching.searches import SearchConfig
+from dmcp.searching.stages import Passes, weight_step
+from dmcp.searching.stem import Stem, find_stem
 from dmcp.supernet import Narrow
 
 FOUND = {  # what a reader of their code would write down: all up to the first layer whose inputs can be dropped
@@ -502,9 +502,9 @@ def test_a_buffer_that_is_replaced_arrives_in_the_supernet() -> None:
 def test_networks_that_are_slow_to_try_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = randomise(Plain())
     net = supernet(model, dmcp.trace(model, sample((3, 16, 16))))
-    monkeypatch.setattr(dmcp.stem, "_SLOW", net.graph.macs())
+    monkeypatch.setattr(dmcp.searching.stem, "_SLOW", net.graph.macs())
     assert find_stem(net) is not None
-    monkeypatch.setattr(dmcp.stem, "_SLOW", net.graph.macs() - 1)
+    monkeypatch.setattr(dmcp.searching.stem, "_SLOW", net.graph.macs() - 1)
     assert find_stem(net) is None
 
 
@@ -534,7 +534,7 @@ def searched(
         return Spied(net, found.paths, found.value) if stem and found else None
 
     with monkeypatch.context() as patched:
-        patched.setattr(dmcp.searching, "find_stem", find)
+        patched.setattr(dmcp.searching.search, "find_stem", find)
         search(net, batches, SearchConfig(budget=0.5, groups=4, epochs=2, reference_batch=64, **settings))
     return net, len(used)
 

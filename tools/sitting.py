@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dmcp.cell_files import is_done
+from dmcp.comparison.cell_files import is_done
 
 RECIPE = "--batch 512 --lr 1.6 --weight-decay 5e-4"
 LEAST_GAIN = 0.85  # of the time of a search step: below it own kernels are used

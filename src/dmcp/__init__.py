@@ -30,19 +30,19 @@ from dmcp.errors import (
     WidthsError,
 )
 from dmcp.exporting import export
-from dmcp.graph import ChannelGraph
 from dmcp.keeping import Keeper
 from dmcp.losses import LowerIsBetter
 from dmcp.pruning import PruneResult, prune
 from dmcp.retraining import Retrain
-from dmcp.rules import RULES
 from dmcp.sampling import direct, expected, random_widths, uniform
 from dmcp.saving import load, save
-from dmcp.searches import SearchConfig, SearchResult
-from dmcp.searching import search
+from dmcp.searching.search import search
+from dmcp.searching.searches import SearchConfig, SearchResult
 from dmcp.spaces import ChannelSpace, Widths
 from dmcp.supernet import Supernet
-from dmcp.tracing import trace
+from dmcp.tracing.graph import ChannelGraph
+from dmcp.tracing.rules import RULES
+from dmcp.tracing.trace import trace
 from dmcp.training import TrainConfig, evaluate, train
 
 __version__ = "0.1.0"

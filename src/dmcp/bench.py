@@ -19,15 +19,15 @@ from dmcp.batches import Loader, device_of
 from dmcp.budget import constant_alpha, parse, spent_shares
 from dmcp.engine import Engine, Settled, is_depthwise, is_narrow, sgd
 from dmcp.errors import DmcpError
-from dmcp.graph import ChannelGraph
 from dmcp.losses import classification_loss
 from dmcp.markov import CHAIN, group_sizes
-from dmcp.sandwich import Draw, chains
-from dmcp.searches import SearchConfig
-from dmcp.searching import LARGE, Steps, search, uncounted
+from dmcp.searching.sandwich import Draw, chains
+from dmcp.searching.search import LARGE, Steps, search, uncounted
+from dmcp.searching.searches import SearchConfig
 from dmcp.spaces import Widths
 from dmcp.supernet import Supernet
-from dmcp.tracing import trace
+from dmcp.tracing.graph import ChannelGraph
+from dmcp.tracing.trace import trace
 from dmcp.training import TrainConfig, make_step, parameter_groups, train
 
 _AT_ONCE = 1 << 16  # structures drawn in one expression, as direct sampling does

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from dmcp.errors import BudgetError
-from dmcp.graph import ChannelGraph
 from dmcp.markov import CERTAIN, CHAIN, Process
 from dmcp.spaces import Widths
+from dmcp.tracing.graph import ChannelGraph
 
 KINDS = ("macs", "params")
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from dmcp.batches import device_of, input_of, on_device, size_of, widest
 from dmcp.errors import DataError
 from dmcp.ranks import Ranks, current, sum_values
-from dmcp.recording import call_model
+from dmcp.tracing.recording import call_model
 
 _ALL = 0.9999  # of the old statistics, but for rounding: a call that leaves so much has renewed nothing
 Forward = Callable[[Any], Any]  # what runs the network on one input

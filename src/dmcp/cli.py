@@ -21,25 +21,17 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 import dmcp
-from dmcp import (
-    bench_commands,
-    commands,
-    compare_commands,
-    data_commands,
-    export_commands,
-    paper_commands,
-    report_commands,
-)
-from dmcp import options as o
+from dmcp.commands import bench, compare, data, export, paper, prune, report
+from dmcp.commands import options as o
 from dmcp.errors import DmcpError, RankError, StoppedError
-from dmcp.graph import ChannelGraph
 from dmcp.interrupts import INTERRUPTED, raise_again
-from dmcp.jobs import argument
-from dmcp.jobs import shape as parse_shape
-from dmcp.listing import plain
 from dmcp.nets import build, sample_shape
 from dmcp.ranks import EXIT_RANK_LOST
-from dmcp.tracing import trace
+from dmcp.reports.listing import plain
+from dmcp.running.jobs import argument
+from dmcp.running.jobs import shape as parse_shape
+from dmcp.tracing.graph import ChannelGraph
+from dmcp.tracing.trace import trace
 
 _CODES = """\b
 Exit codes:
@@ -219,18 +211,18 @@ def inspect(
         _show(model, shape, graph)
 
 
-for _command in (commands.prune, commands.search, report_commands.sample):
+for _command in (prune.prune, prune.search, report.sample):
     app.command(cls=_OneBudget)(_command)
-app.command()(commands.train)
-app.command()(data_commands.data)
-app.command()(report_commands.evaluate)
-app.command()(export_commands.export)
-app.command()(bench_commands.bench)
-app.command()(report_commands.runs)
-app.command()(compare_commands.compare)
-app.command(hidden=True)(compare_commands.cell)
-app.command()(paper_commands.paper)
-app.command()(report_commands.report)
+app.command()(prune.train)
+app.command()(data.data)
+app.command()(report.evaluate)
+app.command()(export.export)
+app.command()(bench.bench)
+app.command()(report.runs)
+app.command()(compare.compare)
+app.command(hidden=True)(compare.cell)
+app.command()(paper.paper)
+app.command()(report.report)
 
 
 def _count(number: int) -> str:

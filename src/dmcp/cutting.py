@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from dmcp.batches import device_of
 from dmcp.errors import CutError, WidthsError
-from dmcp.graph import ChannelGraph, Kept
-from dmcp.recording import call_model, map_leaves, tensors_in
 from dmcp.slicing import narrow, unwrap
 from dmcp.spaces import Widths, fingerprint
 from dmcp.supernet import Supernet
+from dmcp.tracing.graph import ChannelGraph, Kept
+from dmcp.tracing.recording import call_model, map_leaves, tensors_in
 
 _SAME = 1e-6  # largest difference of two float64 outputs that rounding explains
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dmcp.rows import Row
-from dmcp.searches import SearchRecord, SearchResult
+from dmcp.searching.searches import SearchRecord, SearchResult
 from dmcp.training import StepRecord
 
 

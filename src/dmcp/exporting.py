@@ -32,8 +32,8 @@ from torch.utils import _pytree as pytree
 from dmcp.batches import generator
 from dmcp.errors import DmcpError, FileError, TraceError
 from dmcp.given import check_finite
-from dmcp.recording import call_model, map_leaves, tensors_in
 from dmcp.slicing import narrow, unwrap
+from dmcp.tracing.recording import call_model, map_leaves, tensors_in
 
 NOTE = "input.json"  # the preprocessing: its key in the metadata of ONNX, its name among the extra files of .pt2
 PASSES = 50  # that are timed

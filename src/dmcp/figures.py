@@ -17,7 +17,7 @@ from torch import Tensor
 from dmcp.batches import generator
 from dmcp.budget import ratios, spent_shares
 from dmcp.sampling import expected_widths
-from dmcp.searches import SearchResult
+from dmcp.searching.searches import SearchResult
 from dmcp.spaces import Widths
 
 if TYPE_CHECKING:  # functions import matplotlib: it takes half a second, and most commands draw nothing

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from dmcp.graph import ChannelGraph, in_spaces
-from dmcp.layouts import Atom, Layout
 from dmcp.spaces import ChannelSpace
+from dmcp.tracing.graph import ChannelGraph, in_spaces
+from dmcp.tracing.layouts import Atom, Layout
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from dmcp.batches import device_of
 from dmcp.errors import TrainingError
 from dmcp.losses import imitation
-from dmcp.recording import call_model, tensors_in
 from dmcp.slicing import narrow, unwrap
+from dmcp.tracing.recording import call_model, tensors_in
 
 
 @torch.no_grad()

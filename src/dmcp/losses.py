@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from dmcp.batches import labels_of, size_of, widest
 from dmcp.errors import TrainingError
 from dmcp.ranks import Ranks, sum_values
-from dmcp.recording import tensors_in
+from dmcp.tracing.recording import tensors_in
 
 Loss = Callable[[Any, Any], Tensor]  # (output, batch) -> scalar
 MeanMetric = Callable[[Any, Any], tuple[Tensor, int]]  # (output, batch) -> (sum over the samples, their count)

@@ -13,14 +13,14 @@ from dmcp import training
 from dmcp.batches import Loader, check_parts, device_of, input_of, labels_of, peek, size_of
 from dmcp.calibration import kept_modes
 from dmcp.events import Event, Report, silent
-from dmcp.graph import ChannelGraph
 from dmcp.keeping import untouched
 from dmcp.losses import LowerIsBetter, Metric, top1, whole_of
 from dmcp.ranks import current, sum_values
-from dmcp.recording import call_model
 from dmcp.rows import ROUNDS, Row
 from dmcp.slicing import narrow, unwrap
 from dmcp.spaces import Widths
+from dmcp.tracing.graph import ChannelGraph
+from dmcp.tracing.recording import call_model
 
 
 def compare(

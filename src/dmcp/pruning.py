@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from dmcp import searching, training
+from dmcp import training
 from dmcp.batches import Loader, check_tested, device_of, input_of, length_of, on_device
 from dmcp.budget import Budget, ratios
 from dmcp.cutting import verify, with_frozen
@@ -18,7 +18,6 @@ from dmcp.errors import BudgetError, DataError, TrainingError, WidthsError
 from dmcp.events import Event as Event  # a part of prune's interface
 from dmcp.events import Report, silent
 from dmcp.given import check_finite, check_imitable
-from dmcp.graph import ChannelGraph
 from dmcp.keeping import Keeper, plain_settings
 from dmcp.losses import ImitationWarning as ImitationWarning  # what prune may warn of
 from dmcp.losses import Loss, Metric, check_metric, warn_of_imitation
@@ -26,7 +25,6 @@ from dmcp.losses import MetricWarning as MetricWarning
 from dmcp.measuring import compare, count_params, try_batch, try_test
 from dmcp.optimizers import MakeOptimizer, check_graphs, make_optimizer
 from dmcp.ranks import current
-from dmcp.recording import tensors_in
 from dmcp.retraining import Keep, Retrain, default_recipe, train_all
 from dmcp.rows import AS_GIVEN, table, unknown
 from dmcp.rows import OURS as OURS  # these four belong to what this file reports, and are imported from it
@@ -34,12 +32,15 @@ from dmcp.rows import UNIFORM as UNIFORM
 from dmcp.rows import UNPRUNED as UNPRUNED
 from dmcp.rows import Row as Row
 from dmcp.sampling import expected, filled, uniform
-from dmcp.sandwich import sort_channels
-from dmcp.searches import SearchConfig, SearchRecord, SearchResult
+from dmcp.searching import search as searching
+from dmcp.searching.sandwich import sort_channels
+from dmcp.searching.searches import SearchConfig, SearchRecord, SearchResult
 from dmcp.slicing import unwrap
 from dmcp.spaces import Widths, fingerprint
 from dmcp.supernet import Supernet
-from dmcp.tracing import trace
+from dmcp.tracing.graph import ChannelGraph
+from dmcp.tracing.recording import tensors_in
+from dmcp.tracing.trace import trace
 from dmcp.training import TrainConfig
 
 SEARCH = "search"  # the first stage; the others are named after the network that they train

@@ -18,15 +18,15 @@ from dmcp.cutting import cut, reinitialise
 from dmcp.engine import Engine
 from dmcp.errors import TrainingError
 from dmcp.events import Event, Report, silent
-from dmcp.graph import ChannelGraph
 from dmcp.keeping import Keeper
 from dmcp.losses import Loss, classification_loss, imitation
 from dmcp.optimizers import MakeOptimizer
 from dmcp.ranks import current
-from dmcp.recording import tensors_in
 from dmcp.rows import UNPRUNED, divergence
 from dmcp.spaces import Widths
 from dmcp.supernet import Supernet
+from dmcp.tracing.graph import ChannelGraph
+from dmcp.tracing.recording import tensors_in
 from dmcp.training import Distillation, StepRecord, TrainConfig
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from dmcp.graph import ChannelGraph
+from dmcp.tracing.graph import ChannelGraph
 
 OURS, UNPRUNED, UNIFORM = "ours", "unpruned", "uniform widths"  # networks of the final table
 AS_GIVEN = "as given"  # the network before anything was done to it, where its weights are inherited

@@ -26,15 +26,15 @@ from dmcp.errors import FileError, WidthsError
 from dmcp.events import Event
 from dmcp.figures import draw_all
 from dmcp.files import MOST_JSON, parse_json, parse_tensors, quote, read_bytes, write_files
-from dmcp.graph import ChannelGraph
 from dmcp.keeping import Keeper
 from dmcp.locks import LOCK
 from dmcp.markov import CHAIN, INDEPENDENT
 from dmcp.pruning import PruneResult, expected_shares
 from dmcp.rows import Row, divergence, markdown
 from dmcp.saving import WIDTHS, save
-from dmcp.searches import SearchRecord, SearchResult
+from dmcp.searching.searches import SearchRecord, SearchResult
 from dmcp.spaces import Widths
+from dmcp.tracing.graph import ChannelGraph
 
 SETTINGS, LOG, TIMES, REPORT = "settings.json", "log.jsonl", "times.jsonl", "report.md"
 CHECKPOINTS = "checkpoints"  # a folder in it for each stage, until the run is done

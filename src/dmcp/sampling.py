@@ -10,9 +10,9 @@ from torch import Tensor
 
 from dmcp.budget import Budget, check_reachable, parse, spent_shares
 from dmcp.errors import BudgetError
-from dmcp.graph import ChannelGraph
-from dmcp.searches import SearchConfig, SearchResult
+from dmcp.searching.searches import SearchConfig, SearchResult
 from dmcp.spaces import Widths
+from dmcp.tracing.graph import ChannelGraph
 
 TOLERANCE = 0.95  # of the budget is the least that a method may use, where the widths allow it
 FILLED = 0.98  # of it is used by what a search, a method or a control chooses: the same for all

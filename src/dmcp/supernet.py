@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dmcp.errors import WidthsError
-from dmcp.graph import ChannelGraph, GateFold
-from dmcp.layouts import atoms_of
 from dmcp.markov import group_sizes, marginals
-from dmcp.recording import call_model
 from dmcp.slicing import Cut, narrow, unwrap
 from dmcp.spaces import Widths, fingerprint
+from dmcp.tracing.graph import ChannelGraph, GateFold
+from dmcp.tracing.layouts import atoms_of
+from dmcp.tracing.recording import call_model
 
 
 class Supernet(nn.Module):

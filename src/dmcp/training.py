@@ -33,7 +33,7 @@ from dmcp.losses import (
 )
 from dmcp.optimizers import MakeOptimizer, check_graphs, make_optimizer, rate_shares
 from dmcp.ranks import ALONE, Ranks, current, mean_gradients, mean_values, share_tensors
-from dmcp.recording import call_model, tensors_in
+from dmcp.tracing.recording import call_model, tensors_in
 
 _WINDOW = 100  # steps between two looks at the losses: each look waits for the GPU
 _LARGE = 2_000_000  # parameters from which a network is taken for one of large images

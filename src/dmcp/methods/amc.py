@@ -36,7 +36,6 @@ from dmcp.budget import Budget, check_reachable, spent_shares
 from dmcp.engine import Engine
 from dmcp.errors import TrainingError
 from dmcp.filters import magnitude
-from dmcp.graph import ChannelGraph
 from dmcp.losses import growing, measure, top1, whole_of
 from dmcp.methods.ddpg import Agent, DdpgConfig
 from dmcp.methods.judging import batch_statistics, held_batches
@@ -45,6 +44,7 @@ from dmcp.ranks import current, sum_values
 from dmcp.sampling import Options, fit
 from dmcp.slicing import narrow, unwrap
 from dmcp.supernet import Supernet
+from dmcp.tracing.graph import ChannelGraph
 
 STAGE = "amc"
 _CHANGING = 3  # features that depend on the walk, behind those of the space itself

@@ -32,9 +32,9 @@ from dmcp.methods.judging import batch_statistics, held_batches
 from dmcp.methods.problem import FILLED, Choice, Prepared, Problem, samples_of
 from dmcp.ranks import current, mean_values
 from dmcp.sampling import Options, fit
-from dmcp.sandwich import Draw, chains
-from dmcp.searches import SearchConfig, SearchRecord
-from dmcp.searching import search
+from dmcp.searching.sandwich import Draw, chains
+from dmcp.searching.search import search
+from dmcp.searching.searches import SearchConfig, SearchRecord
 from dmcp.supernet import Supernet
 
 STAGE = "autoslim"  # what the progress of the training is told as

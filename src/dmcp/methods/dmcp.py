@@ -17,8 +17,8 @@ from dmcp.batches import generator
 from dmcp.errors import BudgetError, TrainingError
 from dmcp.methods.problem import FILLED, Choice, Problem, samples_of
 from dmcp.pruning import SEARCH
-from dmcp.searches import SearchConfig, SearchResult
-from dmcp.searching import search
+from dmcp.searching.search import search
+from dmcp.searching.searches import SearchConfig, SearchResult
 from dmcp.supernet import Supernet
 
 _DRAW = 11  # what the random numbers are for

@@ -14,14 +14,14 @@ from dmcp.batches import Loader, check_parts, size_of
 from dmcp.budget import Budget, check_reachable, spent_shares
 from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DataError, TrainingError
-from dmcp.graph import ChannelGraph, Kept
 from dmcp.losses import Loss, Metric, check_metric, whole_of
 from dmcp.ranks import current
 from dmcp.retraining import Keep
 from dmcp.sampling import FILLED as FILLED  # which methods have from here
 from dmcp.sampling import TOLERANCE, uniform
-from dmcp.searches import SearchRecord, SearchResult
+from dmcp.searching.searches import SearchRecord, SearchResult
 from dmcp.spaces import Widths
+from dmcp.tracing.graph import ChannelGraph, Kept
 from dmcp.training import StepRecord, TrainConfig
 
 Told = StepRecord | SearchRecord | SearchResult | Mapping[str, Any]

@@ -19,11 +19,11 @@ from torch.nn.modules.conv import _ConvNd
 
 from dmcp.batches import Loader, batches_from, device_of, generator, input_of, labels_of, size_of, start_epoch
 from dmcp.errors import TrainingError
-from dmcp.graph import ChannelGraph
 from dmcp.sampling import Options
 from dmcp.slicing import unwrap
 from dmcp.spaces import Widths
 from dmcp.supernet import Supernet
+from dmcp.tracing.graph import ChannelGraph
 
 _INIT, _STRUCTURES = 1, 2  # what random numbers are for
 

@@ -27,10 +27,10 @@ from dmcp.batches import input_of, on_device, size_of
 from dmcp.budget import check_reachable, spent_shares
 from dmcp.errors import DataError, DmcpError, TrainingError
 from dmcp.filters import magnitude, written
-from dmcp.graph import ChannelGraph
 from dmcp.methods.problem import FILLED, Choice, Problem
 from dmcp.sampling import Options, fit
 from dmcp.slicing import unwrap
+from dmcp.tracing.graph import ChannelGraph
 
 STAGE = "torch-pruning"
 _PARTS = 100  # of the last step

@@ -1,0 +1,389 @@
+"""The commands that make a run: prune, search, train. Each is a thin function over the public ones."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dmcp import pruning, sampling
+from dmcp.budget import check_reachable, costs, parse
+from dmcp.calibration import recalibrate
+from dmcp.commands import options as o
+from dmcp.commands.printing import (
+    COST_WORDS,
+    describe_costs,
+    print_json,
+    result_facts,
+    show_widths,
+    tell_other_size,
+    tell_replaced,
+    tell_slow,
+    tell_troubles,
+)
+from dmcp.cutting import cut
+from dmcp.errors import DmcpError, WidthsError
+from dmcp.figures import draw_all
+from dmcp.folders import FolderSet, finds_all
+from dmcp.measuring import compare
+from dmcp.pruning import OURS, UNPRUNED
+from dmcp.retraining import Retrain, train_all
+from dmcp.rows import markdown, table
+from dmcp.running import seeds as several
+from dmcp.running.children import following_parent
+from dmcp.running.forecast import forecast, peak_bytes
+from dmcp.running.jobs import Corrupt, Opened, Replaced, open_job
+from dmcp.running.plans import Plan
+from dmcp.running.progress import clock
+from dmcp.running.sessions import check_given, check_test_files, session, tell_ignored, tell_notices
+from dmcp.runs import REPORT, Run, free_folder, read_json, slug
+from dmcp.saving import save
+from dmcp.spaces import Widths
+from dmcp.supernet import Supernet
+
+
+def prune(
+    ctx: typer.Context,
+    model: o.Model = "",
+    data: o.Data = "",
+    budget: o.Budget = "50%",
+    out: o.Out = "",
+    epochs: o.Epochs = None,
+    search_epochs: o.SearchEpochs = 40,
+    warmup: o.Warmup = None,
+    batch: o.Batch = 128,
+    train_batch: o.TrainBatch = 0,
+    lr: o.Lr = None,
+    search_lr: o.SearchLr = 0.2,
+    weight_decay: o.WeightDecay = 1e-4,
+    label_smoothing: o.LabelSmoothing = 0.1,
+    groups: o.Groups = 10,
+    align: o.Align = 1,
+    seed: o.Seed = 0,
+    seeds: o.Seeds = 1,
+    retrain: o.RetrainKind = None,
+    controls: o.Controls = False,
+    weights: o.Weights = "",
+    input: o.Input = "",
+    model_args: o.ModelArgs = None,
+    frozen: o.Frozen = None,
+    holdout: o.Holdout = 0.0,
+    recipe: o.RecipeName = "",
+    device: o.Device = "",
+    workers: o.Workers = None,
+    corrupt: o.OnCorrupt = Corrupt.STOP,
+    precision: o.Numbers = None,
+    compile: o.Compile = None,
+    graphs: o.Graphs = None,
+    kernels: o.Kernels = None,
+    channels_last: o.ChannelsLast = None,
+    tf32: o.Tf32 = True,
+    deterministic: o.Deterministic = False,
+    sync_batchnorm: o.SyncBatchnorm = False,
+    save_steps: o.SaveSteps = 1000,
+    save_minutes: o.SaveMinutes = 5.0,
+    track: o.Track = None,
+    resume: o.Resume = "",
+    dry_run: o.DryRun = False,
+    quiet: o.Quiet = False,
+    as_json: o.AsJson = False,
+    debug: o.Debug = False,
+) -> None:
+    """Search the widths of a network inside a budget, cut it, train it, test it.
+
+    \b
+    Examples:
+      dmcp prune --model resnet18 --data ~/photos --budget 50% --dry-run
+      dmcp prune --model digits:resnet --data digits --budget params:50% --controls
+      dmcp prune --model cifar:resnet20 --data cifar10 --seeds 3 --json
+      dmcp prune --resume runs/resnet18-photos-prune
+      torchrun --nproc-per-node 8 -m dmcp prune --recipe imagenet_resnet50_1100m --data ~/imagenet
+    """
+    plan = o.make_plan(ctx, "prune", locals())
+    assert plan.search is not None and plan.train is not None
+    if dry_run:
+        if o.is_first():
+            _forecast(plan, as_json)
+        return
+    if seeds > 1:
+        if resume:
+            raise DmcpError(
+                "--seeds with --resume: to go on with several seeds, give the command that began them again."
+            )
+        if o.is_launched():
+            raise DmcpError("--seeds starts a process for each seed by itself: leave torchrun out.")
+        _prune_seeds(plan, seeds, out, quiet, as_json)
+        return
+    folder = _folder(plan, out, resume)
+    with (
+        following_parent(),  # of several seeds
+        session(plan, folder, bool(resume), quiet, lambda it: _check_budget(plan, it)) as here,
+    ):
+        opened = here.opened
+        result = pruning.prune(
+            opened.model,
+            opened.loaders.train,
+            opened.loaders.test,
+            search=plan.search,
+            train=plan.train,
+            retrain=plan.retrain,
+            controls=plan.controls,
+            test_given=not opened.new_head,
+            graph=opened.graph,
+            fresh=opened.fresh,
+            arch_loader=opened.loaders.arch,
+            train_loader=opened.loaders.retrain,
+            on_event=here.on_event,
+            engine=plan.engine,
+            keep=here.keep,
+        )
+        replaced = here.replaced()
+        if not here.ranks.first:
+            return
+        troubles = here.run.finish(result, plan.search.seed, here.describe_replaced(replaced))
+    tell_replaced(replaced)
+    tell_troubles(troubles)
+    tell_slow(opened.model, result, opened.data.shape)
+    if as_json:
+        facts = {"search_steps": len(result.search.log), "expected_shares": pruning.expected_shares(result.search)}
+        networks = [asdict(row) for row in result.rows]
+        print_json(
+            result_facts(here.run.folder, result.graph, result.widths, replaced) | facts | {"networks": networks}
+        )
+        return
+    listed = " and ".join(f"{share:.1%}" for share in pruning.expected_shares(result.search))
+    print(f"{len(result.search.log)} search steps; expected cost at their end, before repair: {listed} of the budget")
+    print(f"cut to {describe_costs(result.graph, result.widths)}\n\n{result.table}\n\n{here.run.folder}")
+
+
+def search(
+    ctx: typer.Context,
+    model: o.Model = "",
+    data: o.Data = "",
+    budget: o.Budget = "50%",
+    out: o.Out = "",
+    search_epochs: o.SearchEpochs = 40,
+    warmup: o.Warmup = None,
+    batch: o.Batch = 128,
+    search_lr: o.SearchLr = 0.2,
+    weight_decay: o.WeightDecay = 1e-4,
+    label_smoothing: o.LabelSmoothing = 0.1,
+    groups: o.Groups = 10,
+    align: o.Align = 1,
+    seed: o.Seed = 0,
+    weights: o.Weights = "",
+    input: o.Input = "",
+    model_args: o.ModelArgs = None,
+    frozen: o.Frozen = None,
+    holdout: o.Holdout = 0.0,
+    recipe: o.RecipeName = "",
+    device: o.Device = "",
+    workers: o.Workers = None,
+    corrupt: o.OnCorrupt = Corrupt.STOP,
+    precision: o.Numbers = None,
+    compile: o.Compile = None,
+    graphs: o.Graphs = None,
+    kernels: o.Kernels = None,
+    channels_last: o.ChannelsLast = None,
+    tf32: o.Tf32 = True,
+    deterministic: o.Deterministic = False,
+    sync_batchnorm: o.SyncBatchnorm = False,
+    save_steps: o.SaveSteps = 1000,
+    save_minutes: o.SaveMinutes = 5.0,
+    track: o.Track = None,
+    resume: o.Resume = "",
+    quiet: o.Quiet = False,
+    as_json: o.AsJson = False,
+    debug: o.Debug = False,
+) -> None:
+    """Search only: the run keeps the alphas, the expected widths, and the network cut with the searched weights.
+
+    \b
+    Examples:
+      dmcp search --model cifar:resnet20 --data cifar10 --budget 50%
+      dmcp search --model resnet50 --data ~/photos --weights resnet50.pth --budget 2G --holdout 0.1
+      dmcp search --resume runs/cifar-resnet20-cifar10-search
+    """
+    plan = o.make_plan(ctx, "search", locals())
+    assert plan.search is not None
+    with session(plan, _folder(plan, out, resume), bool(resume), quiet, lambda it: _check_budget(plan, it)) as here:
+        opened = here.opened
+        net = Supernet(opened.model, opened.graph, plan.search.groups, plan.search.align)
+        loaders, report = opened.loaders, here.on_event
+        found = pruning.find(
+            net, loaders.train, plan.search, None, loaders.arch, report, plan.engine, here.keep(pruning.SEARCH)
+        )
+        widths = sampling.expected(found)
+        small = cut(net.model, opened.graph, widths)
+        recalibrate(small, loaders.train)
+        pruning.check_budget(small, widths, found)
+        replaced = here.replaced()
+        if not here.ranks.first:
+            return
+        save(small, widths, here.run.folder)
+        draw_all(found, widths, here.run.folder, seed=plan.search.seed)
+        here.run.close()
+    tell_replaced(replaced)
+    if as_json:
+        print_json(result_facts(here.run.folder, opened.graph, widths, replaced))
+        return
+    show_widths(opened.graph, widths)
+    print(f"\n{here.run.folder}")
+
+
+def train(
+    ctx: typer.Context,
+    model: o.Model = "",
+    data: o.Data = "",
+    widths: Annotated[str, typer.Option(help="File of widths, of a run or of dmcp sample; default: unpruned.")] = "",
+    out: o.Out = "",
+    epochs: o.Epochs = None,
+    batch: o.Batch = 128,
+    lr: o.Lr = None,
+    weight_decay: o.WeightDecay = 1e-4,
+    label_smoothing: o.LabelSmoothing = 0.1,
+    seed: o.Seed = 0,
+    retrain: o.RetrainKind = None,
+    weights: o.Weights = "",
+    input: o.Input = "",
+    model_args: o.ModelArgs = None,
+    frozen: o.Frozen = None,
+    device: o.Device = "",
+    workers: o.Workers = None,
+    corrupt: o.OnCorrupt = Corrupt.STOP,
+    precision: o.Numbers = None,
+    compile: o.Compile = None,
+    graphs: o.Graphs = None,
+    kernels: o.Kernels = None,
+    channels_last: o.ChannelsLast = None,
+    tf32: o.Tf32 = True,
+    deterministic: o.Deterministic = False,
+    sync_batchnorm: o.SyncBatchnorm = False,
+    save_steps: o.SaveSteps = 1000,
+    save_minutes: o.SaveMinutes = 5.0,
+    track: o.Track = None,
+    resume: o.Resume = "",
+    quiet: o.Quiet = False,
+    as_json: o.AsJson = False,
+    debug: o.Debug = False,
+) -> None:
+    """Train a network with given widths, or unpruned, and test it.
+
+    \b
+    Examples:
+      dmcp train --model resnet18 --data ~/photos --widths runs/my-search/widths.json
+      dmcp train --model cifar:resnet20 --data cifar10 --epochs 160 --json
+    """
+    plan = o.make_plan(ctx, "train", locals())
+    assert plan.train is not None
+    with session(plan, _folder(plan, out, resume), bool(resume), quiet, lambda it: _check_widths(plan, it)) as here:
+        opened, graph = here.opened, here.opened.graph
+        kept = _read_widths(plan, opened)
+        if plan.widths and not plan.job.input and here.ranks.first:
+            tell_other_size(Path(plan.widths), opened)
+        start = opened.model if plan.retrain is Retrain.INHERIT else opened.fresh
+        wanted = {OURS if plan.widths else UNPRUNED: kept}
+        settings, way = (plan.train, plan.retrain, None), (here.on_event, plan.engine, here.keep)
+        trained = train_all(start, graph, wanted, opened.loaders.retrain, *settings, *way)
+        example = next(iter(opened.loaders.retrain))[0]
+        given = plan.retrain is Retrain.INHERIT and not opened.new_head
+        tested = pruning.with_given(opened.model, trained) if given else trained
+        rows = compare(tested, graph, wanted, opened.loaders.test, example, on_event=here.on_event)
+        replaced = here.replaced()
+        if not here.ranks.first:
+            return
+        save(trained[next(iter(wanted))], kept, here.run.folder)
+        troubles = here.run.troubles(wanted)
+        listed = (f"- **{trouble}**" for trouble in (*troubles, *here.describe_replaced(replaced)))
+        here.run.write(REPORT, "\n".join([f"# {plan.job.model}", "", *markdown(rows, graph), *listed, ""]))
+        here.run.close()
+    tell_replaced(replaced)
+    tell_troubles(troubles)
+    if as_json:
+        print_json(result_facts(here.run.folder, graph, kept, replaced) | {"networks": [asdict(row) for row in rows]})
+        return
+    print(f"{table(rows, graph)}\n\n{here.run.folder}")
+
+
+# what the commands share
+
+
+def _folder(plan: Plan, out: str, resume: str) -> Path:
+    return Path(resume or out or free_folder(slug(f"{plan.job.model} {Path(plan.job.data).name} {plan.command}")))
+
+
+def _prune_seeds(plan: Plan, count: int, out: str, quiet: bool, as_json: bool) -> None:
+    """The same command for several seeds, side by side; their mean and spread."""
+    opened = open_job(replace(plan.job, device="cpu"))  # one sentence now, not one of each seed
+    check_given(opened)
+    check_test_files(opened, plan.job)
+    _check_budget(plan, opened)
+    tell_notices(opened)
+    tell_ignored(plan.engine, plan.job.place)
+    folder = _folder(replace(plan, command="seeds"), out, "")
+    first, argv = plan.job.seed, several.words_of_each(sys.argv[1:])
+    runs = several.run_seeds(argv, range(first, first + count), folder, plan.job.place, quiet)
+    summary = several.summarise(runs)
+    found = ({path for run in runs for path in Run(run).replaced(part)} for part in Replaced._fields)
+    replaced = Replaced(*map(frozenset, found))
+    tell_replaced(replaced)
+    if as_json:
+        print_json({"folder": str(folder)} | asdict(summary) | {"replaced": replaced.counts})
+    else:
+        print(f"{several.markdown(summary)}\n\n{folder}")
+
+
+def _read_widths(plan: Plan, opened: Opened) -> Widths:
+    """The widths to train, checked against the network; all of it where no file was given."""
+    if not plan.widths:
+        return opened.graph.full
+    try:
+        return opened.graph.widths(Widths.from_json(read_json(Path(plan.widths))))
+    except WidthsError as error:
+        raise WidthsError(f"--widths {plan.widths}: {error}") from None
+
+
+def _check_widths(plan: Plan, opened: Opened) -> None:
+    """Refuse widths of another network before anything is written."""
+    _read_widths(plan, opened)
+
+
+def _check_budget(plan: Plan, opened: Opened) -> None:
+    """Refuse a budget that cannot be reached before anything is written."""
+    assert plan.search is not None
+    net = Supernet(opened.model, opened.graph, plan.search.groups, plan.search.align)
+    check_reachable(parse(plan.search.budget, opened.graph), opened.graph, net.floor)
+
+
+def _forecast(plan: Plan, as_json: bool) -> None:
+    """What a run would be like, from a few steps on copies."""
+    assert plan.search is not None and plan.train is not None
+    opened = open_job(plan.job)
+    check_given(opened)
+    check_test_files(opened, plan.job)
+    _check_budget(plan, opened)
+    tell_notices(opened)
+    tell_ignored(plan.engine, plan.job.place)
+    graph, net = opened.graph, Supernet(opened.model, opened.graph, plan.search.groups, plan.search.align)
+    limits = parse(plan.search.budget, graph).limits
+    stages = forecast(net, opened.loaders.train, plan.search, plan.train, plan.retrain, plan.controls)
+    steps, seconds = sum(stage.steps for stage in stages), sum(stage.seconds for stage in stages)
+    device, memory = net.alpha.device.type, peak_bytes(net.alpha.device)
+    if as_json:
+        range_ = {"least": costs(graph, net.floor), "most": costs(graph, graph.full)}
+        facts = {"reachable": range_, "asked": {limit.kind: limit.target for limit in limits}, "device": device}
+        done = {"stages": [asdict(stage) for stage in stages], "steps": steps, "seconds": seconds}
+        print_json(facts | done | {"peak_bytes": memory})
+        return
+    print(f"{graph.summary()}\n")
+    print(f"reachable: from {describe_costs(graph, net.floor)}\n           to   {describe_costs(graph, graph.full)}")
+    print(f"asked for: at most {', '.join(f'{limit.target:,} {COST_WORDS[limit.kind]}' for limit in limits)}\n")
+    for stage in stages:
+        print(f"{stage.name:<16}{stage.steps:>8} steps  {clock(stage.seconds):>12}")
+    print(f"{'in all':<16}{steps:>8} steps  {clock(seconds):>12}, {memory / 2**30:.1f} GiB on {device}")
+    if isinstance(opened.data.train, FolderSet):
+        print(f"\nFew files were decoded.{finds_all(opened.data.train.root)}")
+    print("\nNothing was trained or written.")

@@ -1,0 +1,217 @@
+"""The cells of a table at work: which are left, in what order and side by side; what was begun otherwise is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dmcp.comparison.cell_files import is_done
+from dmcp.comparison.cells import BASE, COPY, RECOVER
+from dmcp.comparison.comparing import Comparison, Task, tasks
+from dmcp.errors import DmcpError, FileError
+from dmcp.locks import Lock
+from dmcp.methods import Own, find_method
+from dmcp.reports.listing import is_run
+from dmcp.running.children import COMMAND, Command, Ended, kept_signals, run_side_by_side
+from dmcp.running.plans import Plan, code_digest
+from dmcp.runs import Run, read_json
+
+PLANS = "plans"  # what each cell is to do
+OUTPUT = "output"  # what each cell has said
+COMMANDS = "commands.jsonl"  # what was typed to fill the folder, with what and on what
+_PACKAGES = ("torch-dmcp", "torch", "torchvision", "timm", "torch-pruning")
+_LAST = 3  # failed cells whose last words are shown
+_PASSES = 4  # of a step of a slimmable network
+
+
+def longest_first(wanted: Sequence[Task]) -> list[Task]:
+    """Cells in the order in which they should start: those first that take longest, with all that waits for them.
+
+    What others wait for comes before them, if it did so before.
+    """
+    left: dict[str, float] = {}
+    for task in reversed(wanted):  # those that wait come after what they wait for
+        left[task.name] = left.get(task.name, 0.0) + _work(task.plan)
+        for name in task.after:
+            left[name] = max(left.get(name, 0.0), left[task.name])
+    return sorted(wanted, key=lambda task: -left[task.name])
+
+
+def _work(plan: Plan) -> float:
+    """How long a cell takes, roughly, in epochs of the unpruned network; never nothing."""
+    cell, recipe = plan.cell, plan.train
+    assert cell is not None and recipe is not None
+    if cell.method == RECOVER:
+        return float(cell.settings.get("epochs", 1))
+    if cell.method in ("", BASE, COPY):
+        return float(recipe.epochs)
+    method = find_method(cell.method)
+    inside = _PASSES if method.own is Own.SLIMMABLE else 1
+    searched = getattr(method.config(**cell.settings), "epochs", None)
+    searched = searched if isinstance(searched, int | float) else None  # of somebody's own method it may be anything
+    if cell.prepares:
+        return float(searched or recipe.epochs)
+    work = float(recipe.epochs if cell.scratch else 0)
+    work += recipe.epochs if method.own is Own.AS_IT_IS else inside * (searched or 0) if method.prepare is None else 0
+    own = {Own.FINE_TUNED: cell.fine_tune_epochs, Own.SLIMMABLE: inside * recipe.epochs}
+    return work + (own.get(method.own, 0) if method.own and cell.own else 0) or 1.0
+
+
+def run_comparison(it: Comparison, folder: Path, at_once: int | None = None, quiet: bool = False) -> list[Ended]:
+    """Run the cells that are not done yet; those that failed, if any. Started again, it goes on where it was."""
+    return run_tasks(tasks(it), folder, it.job.place, at_once, quiet)
+
+
+def run_tasks(
+    wanted: Sequence[Task], folder: Path, device: torch.device, at_once: int | None = None, quiet: bool = False
+) -> list[Ended]:
+    """Run those of these cells that are not done yet; those that failed, if any."""
+    _make(folder)
+    with kept_signals() as signals, Lock(folder):
+        check_begun(wanted, folder)
+        for task in wanted:
+            Run(folder / PLANS).write(f"{task.name}.json", task.plan.to_json())
+        _note_command(folder, device)
+        left = longest_first([task for task in wanted if not is_done(folder / task.name)])
+        names = {task.name for task in left}
+        commands = [
+            Command(
+                task.name,
+                (*COMMAND, "cell", str(folder / PLANS / f"{task.name}.json"), str(folder / task.name)),
+                tuple(name for name in task.after if name in names),
+            )
+            for task in left
+        ]
+        ended = run_side_by_side(
+            commands, folder / OUTPUT, device, signals, at_once=at_once, quiet=quiet, noun="cells", total=len(wanted)
+        )
+    return [end for end in ended if end.code != 0]
+
+
+def check_failed(failed: Sequence[Ended]) -> None:
+    """Stop with the last words of cells that failed, if there are any."""
+    if failed:
+        listed = "; ".join(end.describe() for end in failed[:_LAST]) + ("; ..." if failed[_LAST:] else "")
+        raise DmcpError(f"{len(failed)} cells failed, the same command starts only them again: {listed}")
+
+
+def _make(folder: Path) -> None:
+    try:
+        for part in (folder, folder / PLANS, folder / OUTPUT):
+            part.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"{folder}: no cells can be kept here: {error.strerror or error}.") from error
+
+
+def check_begun(wanted: Sequence[Task], folder: Path) -> None:
+    """Refuse all cells if one of them was begun by another plan."""
+    for task in wanted:
+        if fields := changed_fields(task, folder):
+            known = f", which is in {folder / COMMANDS}" if (folder / COMMANDS).exists() else ""
+            if foreign := task.plan.foreign_fields(read_json(_plan_path(task, folder))):
+                raise FileError(
+                    f"{folder / task.name} was begun by another version of dmcp ({', '.join(foreign)} is not in both): "
+                    f"give --out another folder, or go on with the version that began it{known}."
+                )
+            raise FileError(
+                f"{folder / task.name} was begun with other settings ({', '.join(fields)}): give --out another folder, "
+                f"or the command that began it{known}."
+            )
+    before = {row: (name, kind) for row, name, kind in _begun(folder)}
+    for task in wanted:
+        name, kind = before.get(row_of(task.name, task.plan.job.seed), ("", None))
+        if kind not in (None, kind_of(json.loads(json.dumps(task.plan.to_json())))):
+            raise FileError(
+                f"{folder / task.name}: another seed of this row, {name}, was begun with another method or other "
+                "settings: give --out another folder, or the same settings."
+            )
+
+
+def row_of(name: str, seed: int) -> str:
+    """What the cells of all seeds of a row have in common."""
+    return name.removesuffix(f"-seed{seed}")
+
+
+def kind_of(plan: Mapping[str, Any]) -> Any:
+    """What must be the same in all seeds of a row."""
+    cell = plan.get("cell") or {}
+    return cell.get("method"), cell.get("settings")
+
+
+def _begun(folder: Path) -> Iterator[tuple[str, str, Any]]:
+    """Row, name and kind of all cells that somebody has begun."""
+    for path in sorted((folder / PLANS).glob("*.json")):
+        with contextlib.suppress(FileError):
+            plan = read_json(path)
+            if isinstance(plan.get("job"), dict) and is_run(folder / path.stem):
+                yield row_of(path.stem, plan["job"].get("seed")), path.stem, kind_of(plan)
+
+
+def changed_fields(task: Task, folder: Path) -> list[str]:
+    """What of its plan is not as it was when a cell was begun; nothing of one that nobody has begun."""
+    path, plan = _plan_path(task, folder), json.loads(json.dumps(task.plan.to_json()))
+    if not is_run(folder / task.name) or not path.is_file():
+        return []
+    before = read_json(path)
+    places = [place for place in plan if before.get(place) != plan[place]]
+    return [name for place in places for name in changes(place, before.get(place), plan[place])]
+
+
+def _plan_path(task: Task, folder: Path) -> Path:
+    return folder / PLANS / f"{task.name}.json"
+
+
+def state_of(task: Task, folder: Path) -> str:
+    """How far a cell is."""
+    if fields := changed_fields(task, folder):
+        return f"other settings ({', '.join(fields)})"
+    return "done" if is_done(folder / task.name) else "begun" if is_run(folder / task.name) else "missing"
+
+
+def _note_command(folder: Path, device: torch.device) -> None:
+    """Keep what was typed, with versions and device; once, as long as they are the same."""
+    found = {name: _version(name) for name in _PACKAGES}
+    found |= {"python": platform.python_version(), "code": code_digest()}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
+    facts = {
+        "command": shlex.join(["dmcp", *sys.argv[1:]]),
+        "versions": {package: version for package, version in found.items() if version},
+        "device": name,
+    }
+    known = [{key: record.get(key) for key in facts} for record in commands_of(folder)]
+    if facts not in known:
+        Run(folder).add(COMMANDS, {"time": time.strftime("%Y-%m-%d %H:%M:%S")} | facts)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def commands_of(folder: Path) -> list[dict[str, Any]]:
+    """The commands that have filled a folder, the first one first."""
+    path, found = folder / COMMANDS, list[dict[str, Any]]()
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
+        with contextlib.suppress(ValueError):  # a kill may have cut it
+            record = json.loads(line)
+            found += [record] if isinstance(record, dict) else []
+    return found
+
+
+def changes(place: str, before: Any, now: Any) -> list[str]:
+    """Names of the fields of a part that are not the same."""
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        return [place]
+    return sorted(f"{place}.{name}" for name in before.keys() | now.keys() if before.get(name) != now.get(name))

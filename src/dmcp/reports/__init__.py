@@ -1,0 +1,1 @@
+"""What run folders hold, for people: lists, charts, one HTML page, curves for other tools."""

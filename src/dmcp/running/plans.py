@@ -1,0 +1,127 @@
+"""What a run was asked to do, as it is kept in its folder: with it the run can be done again, or go on."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dmcp.engine import Engine
+from dmcp.errors import FileError, TrainingError
+from dmcp.files import quote
+from dmcp.retraining import Retrain
+from dmcp.running.jobs import Job, Opened, data_identity
+from dmcp.runs import from_plain
+from dmcp.searching.searches import SearchConfig
+from dmcp.training import TrainConfig
+
+# fields that came later, and are only written where they are not so: what was begun before goes on
+_LATER: dict[str, dict[str, Any]] = {
+    "cell": {"own": True, "teacher": "", "held_out": False},
+    "engine": {"kernels": None},
+}
+_BLIND = ("", "uniform", "dmcp")  # methods that see no held-out images; the first: the unpruned network
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One cell of a comparison: what `dmcp cell` does besides what the rest of its plan says."""
+
+    method: str  # see methods; "" for the unpruned network
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the method, where they are not its defaults
+    prepares: bool = False  # whether it only trains a network that other cells start from
+    uses: str = ""  # name of the cell whose network it starts from, in the same folder
+    holdout: float = 0.1  # share of the training images that methods choose by
+    scratch: bool = True  # whether the chosen network is trained from scratch
+    fine_tune_epochs: int = 0  # epochs of the method's own way of training, where it fine-tunes; 0: not that way
+    own: bool = True  # whether the method's own way of training is done at all, where it has one
+    teacher: str = ""  # name of the cell whose network the chosen one also learns from, in the same folder
+    held_out: bool = False  # whether its network is trained without the held-out images, and tested by them alone
+
+    def __post_init__(self) -> None:
+        if self.teacher and (not self.method or self.prepares or not self.scratch):
+            raise TrainingError(
+                "Only a network that was chosen and is trained from scratch has a teacher: leave the teacher out."
+            )
+        chooses = self.method not in _BLIND or bool(self.settings.get("hold_out"))
+        if self.held_out and (chooses or not self.scratch):
+            raise TrainingError(
+                f"Held-out images can only test networks that were trained and chosen without them: {self.method!r} "
+                "chooses by them."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All settings of one command."""
+
+    command: str  # prune, search or train
+    job: Job
+    engine: Engine
+    search: SearchConfig | None = None
+    train: TrainConfig | None = None
+    retrain: Retrain = Retrain.SCRATCH
+    controls: bool = False
+    widths: str = ""  # file of widths that are trained
+    cell: Cell | None = None  # of dmcp compare
+    every_steps: int = 1000  # steps between two checkpoints
+    every_minutes: float = 5.0  # minutes between two, if that is sooner
+    options: Mapping[str, Any] = field(default_factory=dict)  # as they were typed
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        plain = asdict(self) | {"options": dict(self.options)}
+        for part, usual in _LATER.items():
+            for name, value in usual.items():
+                if plain[part] is not None and plain[part][name] == value:
+                    del plain[part][name]
+        return plain
+
+    def foreign_fields(self, stored: Mapping[str, Any]) -> list[str]:
+        """Fields of a stored plan that this version has not, or the other way round: another version wrote it."""
+        found: set[str] = set()
+        for part, now in asdict(self).items():
+            before = stored.get(part)
+            if part != "options" and isinstance(now, dict) and isinstance(before, dict):
+                lacks = now.keys() - before.keys() - _LATER.get(part, {}).keys()
+                found |= {f"{part}.{name}" for name in lacks | (before.keys() - now.keys())}
+        return sorted(found)
+
+
+def plan_from_json(data: Mapping[str, Any], path: object) -> Plan:
+    """The plan of a run; FileError where it is not one of this version."""
+    try:
+        return from_plain(Plan, {it.name: data[it.name] for it in fields(Plan) if it.name in data or it.name != "cell"})
+    except (KeyError, TypeError, ValueError, OverflowError, TrainingError) as error:
+        raise FileError(
+            f"{path}: not the settings of a run of this version ({quote(error)}): another version of dmcp began it, "
+            "or somebody has changed it: go on with that version, or start anew in another folder (--out)."
+        ) from None
+
+
+@functools.cache
+def code_digest() -> str:
+    """Twelve letters that change with our code: which version made a result, also where none is installed."""
+    here = Path(__file__).parents[1]
+    parts = [path.relative_to(here).as_posix().encode() + path.read_bytes() for path in sorted(here.rglob("*.py"))]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]
+
+
+def facts_of(opened: Opened) -> dict[str, Any]:
+    """What a run is about, besides its settings: data, the unpruned network, versions."""
+    graph = opened.graph
+    unpruned = {"macs": graph.macs(), "params": graph.params(), "widths": dict(graph.full)}
+    versions = {"torch": torch.__version__, "python": platform.python_version(), "code": code_digest()}
+    known = {"classes": opened.data.classes, "shape": list(opened.data.shape), "data": data_identity(opened.data)}
+    return known | {
+        "unpruned": unpruned,
+        "macs": graph.macs(),
+        "fingerprint": graph.fingerprint,
+        "versions": versions,
+    }

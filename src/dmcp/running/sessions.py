@@ -1,0 +1,316 @@
+"""One command at work: alone or among other ranks, in a run folder that is its own, and ready to be interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dmcp.batches import device_of, generator
+from dmcp.budget import parse
+from dmcp.data import preprocessing
+from dmcp.engine import Engine
+from dmcp.errors import DataError, FileError, StoppedError, TrainingError
+from dmcp.events import Event
+from dmcp.folders import FolderSet, finds_all
+from dmcp.given import check_classifier, check_finite
+from dmcp.keeping import Keeper
+from dmcp.locks import Lock
+from dmcp.pruning import DivergenceWarning
+from dmcp.ranks import Ranks, Watch, join, leave, share_tensors, sum_values
+from dmcp.reports.trackers import Tracker, open_tracker
+from dmcp.running.data_checks import no_images
+from dmcp.running.jobs import Corrupt, Job, Opened, Replaced, open_job
+from dmcp.running.plans import Plan, facts_of
+from dmcp.running.progress import Progress
+from dmcp.runs import REPLACED, SETTINGS, Run, open_run, read_json
+
+_FACTS = ("fingerprint", "macs", "data")  # must be as they were when a run goes on
+INPUT = "input.json"  # how images become inputs: see docs/data.md
+_LONGEST = 4096  # bytes of a path
+
+
+@dataclass(frozen=True, eq=False)
+class Session:
+    """What a command works with."""
+
+    plan: Plan
+    ranks: Ranks
+    opened: Opened
+    run: Run
+    progress: Progress
+    tracker: Tracker
+    asked_to_stop: Callable[[], bool]
+    noted: dict[str, set[str]] = field(default_factory=dict)  # replaced image files that are in the run folder
+
+    def keep(self, stage: str) -> Keeper:
+        """What saves the state of a stage."""
+        plan = self.plan.to_json() | {"options": {}}
+        plan["job"].pop("workers")  # how many processes decode images changes nothing
+        # nor do broken ones that are skipped from now on: up to here there were none
+        plan["job"]["corrupt"] = self.plan.options.get("corrupt", self.plan.job.corrupt)
+        identity = {"plan": plan} | {name: fact for name, fact in facts_of(self.opened).items() if name in _FACTS}
+        return self.run.keeper(
+            stage,
+            identity,
+            every_steps=self.plan.every_steps,
+            every_seconds=60 * self.plan.every_minutes,
+            asked_to_stop=self.asked_to_stop,
+            notice=say,
+            complete=True,  # the plan has them all
+        )
+
+    def on_event(self, event: Event) -> None:
+        """Log and show what happens; only the first rank does, but each has image files of its own."""
+        self._note_replaced()
+        if self.ranks.first:
+            self.run.on_event(event)
+            self.progress.on_event(event)
+            self.tracker.on_event(event)
+
+    def replaced(self) -> Replaced:
+        """Image files that were replaced, on all ranks and in all sittings; all ranks must ask, the first one knows."""
+        self._note_replaced()
+        own, ranks = self.opened.loaders.replaced, self.ranks
+        if not isinstance(self.opened.data.train, FolderSet) or not isinstance(self.opened.data.test, FolderSet):
+            return own
+        parts = {"train": self.opened.data.train.paths, "test": self.opened.data.test.paths}
+        found: list[frozenset[str]] = []
+        for (part, paths), mine in zip(parts.items(), own, strict=True):
+            times = sum_values(torch.tensor([path in mine for path in paths], dtype=torch.int64), ranks)
+            of_all = {path for path, count in zip(paths, times.tolist(), strict=True) if count}
+            found.append(frozenset(of_all | self.run.replaced(part)))
+        every = Replaced(*found)
+        if ranks.first and any(every):  # each once: several ranks may have noted the same one
+            facts = ({"part": part, "file": file} for part, files in every._asdict().items() for file in sorted(files))
+            self.run.write(REPLACED, "".join(f"{json.dumps(fact)}\n" for fact in facts))
+        return every
+
+    def describe_replaced(self, replaced: Replaced) -> list[str]:
+        """What the report says about them, if there are any."""
+        told = replaced.describe(len(self.opened.data.train), len(self.opened.data.test))
+        return [f"{told} Their names are in {REPLACED}."] if told else []
+
+    def _note_replaced(self) -> None:
+        """Keep what a kill would make forgotten; another rank may be where the folder is not."""
+        for part, files in self.opened.loaders.replaced._asdict().items():
+            known = self.noted.setdefault(part, set())
+            if (new := files - known) and self.run.folder.is_dir():
+                self.run.note_replaced(part, new - self.run.replaced(part))
+                known |= new
+
+
+def say(text: str) -> None:
+    """Tell the person at the terminal; results go to stdout, this does not."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def tell_notices(opened: Opened) -> None:
+    """Say what a person may not know about the data."""
+    for text in opened.notices:
+        say(text)
+
+
+def tell_ignored(engine: Engine, place: torch.device) -> None:
+    """Say what was asked for that the device cannot do; that it chooses itself without being asked is no news."""
+    asked = {"CUDA graphs": ("--graphs", engine.graphs), "Own kernels": ("--kernels", engine.kernels)}
+    for what, (option, wanted) in asked.items():
+        if wanted and place.type != "cuda":
+            say(f"{what} run on GPUs only: {option} changes nothing on {place.type}.")
+
+
+@contextlib.contextmanager
+def session(
+    plan: Plan, folder: Path, resume: bool, quiet: bool, check: Callable[[Opened], None] | None = None
+) -> Iterator[Session]:
+    """Meet the other ranks, open model and data, take the run folder; `check` may still refuse before it is written."""
+    ranks = join(plan.job.device)
+    begun = False
+    try:
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(Watch(ranks))
+            asked = undo.enter_context(_signals())
+            if ranks.world > 1 and plan.job.place.type == "cuda":
+                torch.cuda.set_device(plan.job.place)
+            undo.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore", DivergenceWarning)  # the command says it at its end
+            opened = open_job(plan.job)
+            check_given(opened)
+            if not plan.cell:  # the command that starts the cells has looked
+                check_test_files(opened, plan.job, resume)
+            if check:
+                check(opened)
+            folder = Path(_share_text(str(folder), ranks))
+            run = Run(folder)
+            if ranks.first:
+                run = _take(plan, opened, folder, resume, undo)
+            tracker = undo.enter_context(_track(plan, opened, folder) if ranks.first else Tracker())
+            progress = undo.enter_context(Progress(quiet or not ranks.first))
+            here = Session(plan, ranks, opened, run, progress, tracker, asked)
+            _describe(here, quiet)
+            begun = True
+            yield here
+    except torch.OutOfMemoryError as error:
+        batch = max(plan.job.batch, plan.job.train_batch)
+        saved = (
+            f" The run goes on with dmcp {plan.command} --resume {shlex.quote(str(folder))} on a larger one."
+            if resume
+            else ""
+        )
+        raise TrainingError(
+            f"The device ran out of memory with a batch of {batch}: try --batch {max(1, batch // 2)}.{saved}"
+        ) from error
+    except StoppedError as error:
+        raise StoppedError(f"{error} Go on with: dmcp {plan.command} --resume {shlex.quote(str(folder))}") from None
+    except DataError as error:
+        if not begun or not folder.is_dir():  # a new run that failed before its first step is gone
+            raise
+        raise DataError(
+            f"{error} What is done so far is kept: remove no files now, and go on with: dmcp {plan.command} --resume "
+            f"{shlex.quote(str(folder))}"
+        ) from error
+    finally:
+        leave()
+
+
+def check_given(opened: Opened) -> None:
+    """Refuse a network that is no classifier of these images, or whose numbers are none."""
+    model, data = opened.model, opened.data
+    noise = torch.randn(2, *data.shape, generator=generator(0)).to(device_of(model))
+    check_classifier(model, noise, data.classes)
+    check_finite(model, noise)
+
+
+def check_test_files(opened: Opened, job: Job, resume: bool = False, skips: bool = True) -> None:
+    """Refuse test images that are none now: they are read when all is trained. Their first bytes tell, at little cost.
+
+    skips: whether the command has --corrupt.
+    """
+    test = opened.data.test
+    if job.corrupt is Corrupt.SKIP or not isinstance(test, FolderSet) or not (broken := no_images(test)):
+        return
+    several = len(broken) > 1
+    count = f" and {len(broken) - 1} more of the {len(test):,} test images" if several else ", a test image,"
+    way = "put sound files in their place" if several else "put a sound file in its place"
+    if not resume:
+        way = f"repair or remove {'them' if several else 'it'}"
+    skip = f", or {'go on' if resume else 'skip such files'} with --corrupt skip" if skips else ""
+    raise DataError(f"{broken[0].file} ({broken[0].reason}){count} cannot be read: {way}{skip}.{finds_all(test.root)}")
+
+
+def _take(plan: Plan, opened: Opened, folder: Path, resume: bool, undo: contextlib.ExitStack) -> Run:
+    """The run folder: a new one with its settings, or an old one, back at its last checkpoint."""
+    facts = facts_of(opened)
+    if not resume:
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        run = open_run(folder)
+        undo.push(lambda kind, error, trace: _give_up(folder, made) if error else None)
+        undo.enter_context(Lock(folder))
+        run.write(SETTINGS, plan.to_json() | facts | {"argv": sys.argv})
+        run.write(INPUT, preprocessing(opened.data))
+        return run
+    run = Run(folder)
+    _refuse_done(run)  # also where nothing can be written, not even a lock
+    undo.enter_context(Lock(folder))
+    stored = read_json(folder / SETTINGS)
+    for name in _FACTS:
+        if stored.get(name) != facts[name]:
+            what = "data" if name == "data" else "network"
+            files = what == "data" and isinstance(opened.data.train, FolderSet)
+            way = " Put files back that were removed; --corrupt skip passes over broken ones." if files else ""
+            raise FileError(
+                f"{folder}: the {what} is not what it was: {name} was {stored.get(name)}, is {facts[name]}.{way}"
+            )
+    _refuse_done(run)  # by the process that has held the lock until now
+    run.rewind()
+    if (
+        stored["job"].get("corrupt", Corrupt.STOP) != plan.job.corrupt
+    ):  # for the next time; `options` has what it was begun with
+        run.write(SETTINGS, stored | {"job": stored["job"] | {"corrupt": plan.job.corrupt}})
+    return run
+
+
+def _refuse_done(run: Run) -> None:
+    if run.done:
+        raise FileError(f"{run.folder}: this run is done; dmcp report {shlex.quote(str(run.folder))} shows it.")
+
+
+def _give_up(folder: Path, made: Sequence[Path]) -> None:
+    """Remove a new run that failed before its first step: the folder is then free for the corrected command."""
+    with contextlib.suppress(OSError):
+        if {path.name for path in folder.iterdir()} <= {SETTINGS, INPUT}:
+            for name in (SETTINGS, INPUT):
+                (folder / name).unlink(missing_ok=True)
+            for path in made:
+                path.rmdir()
+
+
+def _track(plan: Plan, opened: Opened, folder: Path) -> Tracker:
+    """What also sends the curves elsewhere, if it was asked for."""
+    limits = parse(plan.search.budget, opened.graph).limits if plan.search else ()
+    return open_tracker(plan.options.get("track") or (), folder, plan.to_json(), [limit.kind for limit in limits])
+
+
+def _describe(here: Session, quiet: bool) -> None:
+    """State what a person may not know, then the batch and the learning rates, of all ranks together."""
+    plan, ranks = here.plan, here.ranks
+    if ranks.first:
+        tell_notices(here.opened)
+        if not plan.cell:  # the command that starts the cells has said it once
+            tell_ignored(plan.engine, plan.job.place)
+    if quiet or not ranks.first:
+        return
+    shares = f" on {ranks.world} ranks" if ranks.world > 1 else ""
+    if plan.search:
+        scale = plan.job.batch * plan.search.accumulate / plan.search.reference_batch
+        rates = f"{scale * plan.search.lr:.4g} to {scale * plan.search.min_lr:.4g}"
+        say(f"search: batch {plan.job.batch}{shares}, learning rate {rates}, of the alphas {plan.search.alpha_lr:.4g}")
+    if plan.train:
+        batch = plan.job.train_batch or plan.job.batch
+        scale = batch / plan.train.reference_batch if plan.train.reference_batch else 1.0
+        say(f"training: batch {batch}{shares}, highest learning rate {scale * plan.train.lr:.4g}")
+
+
+def _share_text(text: str, ranks: Ranks) -> str:
+    """The text of rank 0."""
+    raw = text.encode().ljust(_LONGEST, b"\0")
+    buffer = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    share_tensors([buffer], ranks)
+    return bytes(buffer.tolist()).rstrip(b"\0").decode()
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[Callable[[], bool]]:
+    """SIGTERM and Ctrl-C are remembered, not obeyed; the second Ctrl-C is obeyed."""
+    asked: list[int] = []
+    owner = os.getpid()
+
+    def note(number: int, frame: Any) -> None:
+        if os.getpid() != owner:  # one that reads images, and has this by fork
+            return
+        if asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if not asked:
+            say("asked to stop: the step is finished and saved first")
+        asked.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before: Mapping[int, Any] = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

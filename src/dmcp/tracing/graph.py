@@ -1,0 +1,320 @@
+"""The channel graph of a model: its spaces, what they cost, where their gates go and how to narrow them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dmcp.errors import CutError, WidthsError
+from dmcp.markov import CHAIN, Process
+from dmcp.slicing import Cut, skeleton
+from dmcp.spaces import ChannelSpace, Widths
+from dmcp.tracing.cost import LayerCost, Polynomial, Terms, evaluate, total
+from dmcp.tracing.layouts import Atom, Layout
+from dmcp.tracing.recording import Recording
+from dmcp.tracing.replay import Rehearsal
+
+Kept = int | Sequence[int] | Tensor  # how many channels stay, or which
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Output channels of a layer that are never narrowed, and why."""
+
+    name: str
+    size: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Binding:
+    """An attribute of a module that replay found to follow a width."""
+
+    module: str
+    attribute: str
+    value: int  # in the unpruned model
+    follows: str  # names of the spaces
+
+
+@dataclass(frozen=True)
+class GateFold:
+    """A dim of a tensor that is multiplied by the gates of a layout over spaces."""
+
+    tensor: str
+    dim: int
+    layout: Layout  # atoms are space numbers
+
+
+@dataclass(frozen=True)
+class CostEntry:
+    """Multiply-adds or parameters of one layer as a polynomial."""
+
+    name: str
+    kind: str
+    macs: Terms
+    params: Terms
+
+
+@dataclass(frozen=True, eq=False)
+class ChannelGraph:
+    """What `trace` found. A value: nothing in it changes."""
+
+    spaces: tuple[ChannelSpace, ...]
+    whole: tuple[Whole, ...]
+    bindings: tuple[Binding, ...]
+    unknown: Mapping[str, int]  # ops without a rule, and how often they occur
+    notes: tuple[str, ...]
+    input_shape: Any
+    fingerprint: str
+    exact: bool  # whether a gated network computes exactly what the cut one does
+    hard_folds: tuple[GateFold, ...]
+    soft_folds: tuple[GateFold, ...]
+    entries: tuple[CostEntry, ...]
+    _rehearsal: Rehearsal
+    _atoms: tuple[int, ...]  # the atom of each space
+
+    def __post_init__(self) -> None:
+        for name, parts in (
+            ("_macs", [entry.macs for entry in self.entries]),
+            ("_params", [entry.params for entry in self.entries]),
+        ):
+            object.__setattr__(self, name, Polynomial(total(parts), len(self.spaces)))
+
+    # -- widths
+
+    @property
+    def full(self) -> Widths:
+        """Every space at its size."""
+        return self._widths([space.size for space in self.spaces])
+
+    def _widths(self, kept: Iterable[int]) -> Widths:
+        names = (space.name for space in self.spaces)
+        return Widths(tuple(zip(names, kept, strict=True)), self.input_shape, self.fingerprint)
+
+    def widths(self, kept: Mapping[str, int] | Sequence[int] | Tensor) -> Widths:
+        """Some spaces narrowed by name and the rest full, or one number per space in order."""
+        if isinstance(kept, Mapping):
+            self._check_names(kept)
+            chosen: list[Any] = [_plain(kept.get(space.name, space.size)) for space in self.spaces]
+        else:
+            chosen = _listed(kept)
+            if len(chosen) != len(self.spaces):
+                raise WidthsError(f"There are {len(self.spaces)} spaces, but {len(chosen)} widths were given.")
+        for space, number in zip(self.spaces, chosen, strict=True):
+            if type(number) is not int or not 1 <= number <= space.size:
+                raise WidthsError(f"The width of {space.name} must be an int from 1 to {space.size}, not {number!r}.")
+        return self._widths(chosen)
+
+    def _check_names(self, kept: Mapping[str, Any]) -> None:
+        if isinstance(kept, Widths) and kept.fingerprint != self.fingerprint:
+            raise WidthsError("These widths are for another architecture: their fingerprint is not this graph's.")
+        known = [space.name for space in self.spaces]
+        for name in kept:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=3)
+                hint = f"did you mean {', '.join(near)}?" if near else "graph.spaces (dmcp inspect) lists them."
+                raise WidthsError(f"There is no space named {name!r}: {hint}")
+
+    # -- cost
+
+    @overload
+    def macs(self, widths: Tensor) -> Tensor: ...
+    @overload
+    def macs(self, widths: Mapping[str, int] | None = None) -> int: ...
+    def macs(self, widths: Mapping[str, int] | Tensor | None = None) -> int | Tensor:
+        """Multiply-adds of one sample: an int for widths, (N, S) -> (N,) for a tensor of them."""
+        return self._cost(self._macs, widths)
+
+    @overload
+    def params(self, widths: Tensor) -> Tensor: ...
+    @overload
+    def params(self, widths: Mapping[str, int] | None = None) -> int: ...
+    def params(self, widths: Mapping[str, int] | Tensor | None = None) -> int | Tensor:
+        """Parameters: an int for widths, (N, S) -> (N,) for a tensor of them."""
+        return self._cost(self._params, widths)
+
+    _macs: Polynomial = None  # type: ignore[assignment]
+    _params: Polynomial = None  # type: ignore[assignment]
+
+    def _cost(self, polynomial: Polynomial, widths: Mapping[str, int] | Tensor | None) -> int | Tensor:
+        if isinstance(widths, Tensor):
+            if widths.ndim != 2 or widths.shape[1] != len(self.spaces):
+                raise WidthsError(f"A tensor of widths must be (N, {len(self.spaces)}), not {tuple(widths.shape)}.")
+            return polynomial(widths)
+        return evaluate(polynomial.terms, self._numbers(widths))
+
+    def _numbers(self, widths: Mapping[str, int] | None) -> list[int]:
+        return list((self.full if widths is None else self.widths(widths)).values())
+
+    def expected_macs(self, marginals: Tensor, sizes: Tensor, process: Process = CHAIN) -> Tensor:
+        """Expected multiply-adds when each group survives with these chances. (S, G), (S, G) -> ()"""
+        return self._macs.expected(lambda power: process.moment(marginals, sizes, power))
+
+    def expected_params(self, marginals: Tensor, sizes: Tensor, process: Process = CHAIN) -> Tensor:
+        """Expected parameters when each group survives with these chances. (S, G), (S, G) -> ()"""
+        return self._params.expected(lambda power: process.moment(marginals, sizes, power))
+
+    def layers(self, widths: Mapping[str, int] | None = None) -> tuple[LayerCost, ...]:
+        """What each layer costs, in the order in which they run."""
+        numbers = self._numbers(widths)
+        return tuple(
+            LayerCost(entry.name, entry.kind, evaluate(entry.macs, numbers), evaluate(entry.params, numbers))
+            for entry in self.entries
+        )
+
+    def space_share(self, space: ChannelSpace) -> float:
+        """Share of the multiply-adds in layers that read or write the space."""
+        number = self.spaces.index(space)
+        return self._share(lambda terms: any(number in key for key in terms))
+
+    @property
+    def prunable_share(self) -> float:
+        """Share of the multiply-adds in layers that read or write any space."""
+        return self._share(lambda terms: any(terms))
+
+    def _share(self, counts: Any) -> float:
+        full = [space.size for space in self.spaces]
+        part = sum(evaluate(entry.macs, full) for entry in self.entries if counts(entry.macs))
+        return part / max(1, self.macs())
+
+    # -- narrowing
+
+    @property
+    def recordings(self) -> list[Recording]:
+        """The passes of the unpruned model that were traced: in eval mode, in train mode."""
+        return self._rehearsal.coupling.recordings
+
+    def kept(self, widths: Mapping[str, Kept]) -> dict[int, Tensor]:
+        """Indices that each atom keeps; a number means the first so many."""
+        if not isinstance(widths, Mapping):
+            widths = self.widths(widths)
+        self._check_names(widths)
+        found: dict[int, Tensor] = {}
+        for atom, space in zip(self._atoms, self.spaces, strict=True):
+            chosen = _plain(widths.get(space.name, space.size))
+            if type(chosen) is int:
+                self.widths({space.name: chosen})
+                found[atom] = torch.arange(chosen)
+                continue
+            listed: Any = chosen.tolist() if isinstance(chosen, Tensor) else chosen
+            valid = isinstance(listed, (list, tuple, range)) and all(
+                type(i) is int and 0 <= i < space.size for i in listed
+            )
+            if not valid or not listed or len(set(listed)) != len(listed):
+                raise WidthsError(
+                    f"What is kept of {space.name} must be a width, or a list of different ints from 0 to "
+                    f"{space.size - 1}, not {chosen!r}."
+                )
+            found[atom] = torch.tensor(listed)
+        return found
+
+    def cuts(self, widths: Mapping[str, Kept]) -> dict[str, Cut]:
+        """Indices that stay, per dim of every tensor that changes."""
+        sizes = {atom: space.size for atom, space in zip(self._atoms, self.spaces, strict=True)}
+        return self._rehearsal.cuts(self.kept(widths), sizes)
+
+    def cut_value(self, value: int, widths: Mapping[str, Kept]) -> Cut:
+        """Indices that stay, per dim of a value of the last recording."""
+        sizes = {atom: space.size for atom, space in zip(self._atoms, self.spaces, strict=True)}
+        return self._rehearsal.cut_value(value, self.kept(widths), sizes)
+
+    def attributes(self, widths: Mapping[str, Kept]) -> dict[str, dict[str, Any]]:
+        """Attributes of modules that change: {module path: {attribute: value}}."""
+        return self._rehearsal.attributes({atom: len(kept) for atom, kept in self.kept(widths).items()})
+
+    def check(self, small: nn.Module, widths: Mapping[str, Kept]) -> None:
+        """Replay a cut model, without data, against every recording; CutError if a shape is not as predicted."""
+        counts = {atom: len(kept) for atom, kept in self.kept(widths).items()}
+        for number, recording in enumerate(self._rehearsal.coupling.recordings):
+            outcome = self._rehearsal.replay(number, self._like_recorded(small), counts)
+            if not outcome.clean:
+                op = recording.ops[outcome.conflicts[0].number] if outcome.conflicts else None
+                place = f"{op.name} in {op.path or 'the model'}" if op else "the model"
+                why = outcome.stopped or "a number in its code does not follow the width"
+                raise CutError(
+                    f"At these widths {place} does not do what the trace predicts: {why}. "
+                    f"Use other widths, or name the layers around it in trace(..., frozen=[...])."
+                )
+
+    def _like_recorded(self, small: nn.Module) -> nn.Module:
+        """A copy without data, in the precision of the recording."""
+        twin, model = skeleton(small), self._rehearsal.model
+        recorded = dict(model.named_parameters()) | dict(model.named_buffers())
+        for name, tensor in [*twin.named_parameters(), *twin.named_buffers()]:
+            tensor.data = tensor.data.to(recorded[name].dtype)
+        return twin
+
+    # -- words
+
+    def to_json(self) -> dict[str, Any]:
+        """The summary as plain data."""
+        return {
+            "macs": self.macs(),
+            "params": self.params(),
+            "prunable_share": self.prunable_share,
+            "input_shape": self.input_shape,
+            "fingerprint": self.fingerprint,
+            "spaces": [vars(space) | {"share": self.space_share(space)} for space in self.spaces],
+            "whole": [vars(item) for item in self.whole],
+            "bindings": [vars(item) for item in self.bindings],
+            "unknown": dict(self.unknown),
+            "notes": list(self.notes),
+        }
+
+    def summary(self) -> str:
+        """A table of the spaces, then what is kept whole and why."""
+        lines = [
+            f"{self.macs():,} macs, {self.params():,} params, {len(self.spaces)} space{'s' * (len(self.spaces) != 1)}, "
+            f"{self.prunable_share:.1%} of the macs in layers that can be narrowed",
+            "",
+        ]
+        name_width = max([len("space"), *(len(space.name) for space in self.spaces)])
+        sizes = [f"{space.size}{f' x {space.unit}' if space.unit > 1 else ''}" for space in self.spaces]
+        size_width = max(map(len, ["size", *sizes]))
+        lines.append(f"{'space':<{name_width}}  {'size':>{size_width}}   share  layers tied to it")
+        for space, size in zip(self.spaces, sizes, strict=True):
+            share, tied = self.space_share(space), ", ".join(space.writers)
+            lines.append(f"{space.name:<{name_width}}  {size:>{size_width}}  {share:>6.1%}  {tied}")
+        if self.whole:
+            lines += ["", "kept whole:", *(f"  {item.name} ({item.size}): {item.reason}" for item in self.whole)]
+        if self.bindings:
+            lines += ["", "attributes that follow a width (found by replay):"]
+            lines += [f"  {item.module}.{item.attribute} = {item.value}: {item.follows}" for item in self.bindings]
+        if self.unknown:
+            listed = ", ".join(f"{name} ({count})" for name, count in self.unknown.items())
+            lines += ["", f"ops without a channel rule, their inputs kept whole: {listed}"]
+        return "\n".join([*lines, *(f"\nnote: {note}" for note in self.notes)])
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def __repr__(self) -> str:
+        return f"ChannelGraph({len(self.spaces)} spaces, {self.macs():,} macs, {self.params():,} params)"
+
+
+def _plain(number: Any) -> Any:
+    """NumPy's ints and one-element tensors are ints too."""
+    whole = isinstance(number, np.integer) or (isinstance(number, Tensor) and not number.ndim)
+    return number.item() if whole else number
+
+
+def _listed(kept: Any) -> list[Any]:
+    try:
+        return [_plain(number) for number in (kept.tolist() if isinstance(kept, Tensor) else kept)]
+    except TypeError:
+        raise WidthsError(
+            f"Widths are a mapping from space names to ints, or one int per space, not {kept!r}."
+        ) from None
+
+
+def in_spaces(layout: Layout, numbers: Mapping[int, int]) -> Layout:
+    """A resolved layout with atoms renamed to space numbers."""
+    return tuple(
+        tuple(axis if isinstance(axis, int) else Atom(numbers[axis.index]) for axis in segment) for segment in layout
+    )

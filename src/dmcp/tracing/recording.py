@@ -1,0 +1,382 @@
+"""One forward pass of a model as a list of ATen ops.
+
+The pass runs on a throw-away copy, on the meta device where possible: no data, no effect on the model. Ops are caught
+below autograd, where composite ops (linear, batch_norm, reshape, ...) still arrive whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dmcp.errors import TraceError
+from dmcp.slicing import narrow, on_meta, skeleton
+from dmcp.tracing.readings import BY_MASK, READERS, Read, looks_at_values, place, sizes_by_values
+
+aten = torch.ops.aten
+Func = torch._ops.OpOverload
+Shape = tuple[int, ...]
+
+# Ops that only move memory: their result is the same value.
+_SAME_VALUE = {aten.clone.default, aten.detach.default, aten.alias.default, aten.contiguous.default}
+# Which of these appears depends on strides, and strides depend on widths.
+_ONE_NAME = {aten._unsafe_view.default: aten.view.default, aten._reshape_alias.default: aten.view.default}
+
+
+def map_leaves(function: Callable[[Any], Any], nested: Any) -> Any:
+    """The same tuples, lists and dicts with every leaf replaced."""
+    if isinstance(nested, dict):
+        return {key: map_leaves(function, item) for key, item in nested.items()}
+    if isinstance(nested, (tuple, list)):
+        mapped = [map_leaves(function, item) for item in nested]
+        return mapped if isinstance(nested, list) else tuple(mapped)
+    return function(nested)
+
+
+def leaves(nested: Any) -> list[Any]:
+    """All that tuples, lists and dicts hold, in order."""
+    found: list[Any] = []
+    map_leaves(found.append, nested)
+    return found
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor among an op's arguments, by the number of its value."""
+
+    value: int
+
+
+@dataclass(frozen=True)
+class Op:
+    """One ATen call; tensors are value numbers."""
+
+    func: Func
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outs: tuple[int | None, ...]
+    path: str  # the module that called it
+    result: Any = None  # what came back, where it was not a tensor
+    single: bool = True  # one output rather than a list of them
+
+    @property
+    def name(self) -> str:
+        """The op's name without namespace and overload: "conv2d"."""
+        return self.func._schema.name.split("::")[1]
+
+    def arguments(self) -> dict[str, Any]:
+        """All arguments by their schema name, defaults filled in."""
+        found: dict[str, Any] = {}
+        for position, argument in enumerate(self.func._schema.arguments):
+            if position < len(self.args) and not argument.kwarg_only:
+                found[argument.name] = self.args[position]
+            else:
+                found[argument.name] = self.kwargs.get(argument.name, argument.default_value)
+        return found
+
+    def inputs(self) -> list[int]:
+        """The values it takes, in order."""
+        return [leaf.value for leaf in leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Ref)]
+
+
+@dataclass
+class Recording:
+    """The ops of one forward pass, and the shapes of all values in it."""
+
+    training: bool
+    ops: list[Op] = field(default_factory=list)
+    shapes: list[Shape] = field(default_factory=list)
+    dtypes: list[torch.dtype] = field(default_factory=list)
+    tensors: dict[int, str] = field(default_factory=dict)  # value -> name of the parameter or buffer
+    inputs: list[int] = field(default_factory=list)
+    constants: list[int] = field(default_factory=list)  # tensors that come from nowhere we know
+    outputs: list[int] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)  # tensors that became Python values
+    sizes: list[Read] = field(default_factory=list)  # tensors whose values became the size of another one
+    made: list[tuple[int, list[float]]] = field(default_factory=list)  # (op that follows, numbers made into a tensor)
+    caches: dict[tuple[str, str], Any] = field(default_factory=dict)  # plain attributes that the pass set: old value
+    recomputes: bool = False  # whether layers are computed once more in the backward pass (activation checkpointing)
+
+    def own(self) -> dict[int, frozenset[int]]:
+        """Values that no input has a part in: weights, and what the model computes from them. -> the tensors used"""
+        own: dict[int, frozenset[int]] = {value: frozenset((value,)) for value in self.tensors}
+        own.update((value, frozenset()) for value in self.constants if value not in own)
+        for op in self.ops:
+            inputs = op.inputs()
+            if all(value in own for value in inputs):
+                sources = frozenset[int]().union(*(own[value] for value in inputs))
+                own.update((value, sources) for value in op.outs if value is not None and value not in own)
+        return own
+
+    def add(self, tensor: Tensor) -> int:
+        """A new value of this tensor's shape."""
+        self.shapes.append(tuple(int(n) for n in tensor.shape))
+        self.dtypes.append(tensor.dtype)
+        return len(self.shapes) - 1
+
+
+class _Borders(TorchFunctionMode):
+    """Notes the numbers that the model turns into tensors, which the meta device would lose, and the way back."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder, self.recording = recorder, recorder.recording
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READERS:
+            return self.recorder.read(func, args, kwargs or {})
+        if func in (torch.tensor, torch.as_tensor, torch.asarray) and args:
+            numbers = [float(leaf) for leaf in leaves(args[0]) if isinstance(leaf, (int, float))]
+            self.recording.made.append((len(self.recording.ops), numbers))
+        return func(*args, **(kwargs or {}))
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Writes down every op that runs while it is entered."""
+
+    def __init__(self, model: nn.Module, inputs: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recording = Recording(model.training)
+        self._known: dict[int, int] = {}  # id of a tensor -> its value
+        self._alive: list[Tensor] = []  # ids are reused unless every tensor stays alive
+        self._paused = False
+        self.path: list[str] = [""]
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            self.recording.tensors[self._value(tensor)] = name
+        self.recording.inputs = [self._value(tensor) for tensor in inputs]
+
+    def _value(self, tensor: Tensor) -> int:
+        known = self._known.get(id(tensor))
+        if known is None or self.recording.shapes[known] != tuple(
+            tensor.shape
+        ):  # squeeze_() and its like reshape in place
+            self._known[id(tensor)] = self.recording.add(tensor)
+            self._alive.append(tensor)
+        return self._known[id(tensor)]
+
+    def _argument(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in self._known:
+            self.recording.constants.append(self._value(leaf))
+        return Ref(self._known[id(leaf)])
+
+    def __torch_dispatch__(
+        self, func: Func, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        if func in _SAME_VALUE and id(args[0]) in self._known:
+            out = func(*args, **kwargs)
+            self._known[id(out)] = self._known[id(args[0])]
+            self._alive.append(out)
+            return out
+        func = _ONE_NAME.get(func, func)
+        call = Op(func, map_leaves(self._argument, args), map_leaves(self._argument, kwargs), (), self.path[-1])
+        out = self.run(call, args, kwargs)
+        outs = tuple(self._value(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves(out))
+        result = None if any(leaf is not None for leaf in outs) else out
+        if looks_at_values(func, result):
+            self._note_read(call.inputs(), call.name, result)
+        if sizes_by_values(func, args, kwargs):
+            deciding = tuple(call.inputs()[1 if func in BY_MASK else 0 :])
+            self.recording.sizes.append(Read(len(self.recording.ops), deciding, call.name, place(), call.path))
+        single = isinstance(out, Tensor)
+        self.recording.ops.append(Op(func, call.args, call.kwargs, outs, call.path, result, single))
+        return out
+
+    def run(self, call: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the op itself; replay does more here."""
+        return call.func(*args, **kwargs)
+
+    def read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Take a tensor out of torch, without the ops of torch's own that this runs; replay has no data for it."""
+        value = self._argument(args[0]).value
+        self._paused = True
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._paused = False
+        self._note_read([value], READERS[func], copy.deepcopy(result))
+        return result
+
+    def _note_read(self, values: list[int], way: str, result: Any) -> None:
+        ops = len(self.recording.ops)
+        self.recording.reads.append(Read(ops, tuple(values), way, place(), self.path[-1], result))
+
+    def finish(self, output: Any) -> Recording:
+        """Note which values the model returned."""
+        self.recording.outputs = [self._argument(tensor).value for tensor in tensors_in(output)]
+        return self.recording
+
+
+def tensors_in(nested: Any) -> list[Tensor]:
+    """Every tensor in tuples, lists, mappings and dataclasses, in order."""
+    if isinstance(nested, Tensor):
+        return [nested]
+    if isinstance(nested, Mapping):
+        nested = list(nested.values())
+    elif is_dataclass(nested) and not isinstance(nested, type):
+        nested = [getattr(nested, item.name) for item in fields(nested)]
+    if isinstance(nested, (list, tuple, set)):
+        return [tensor for item in nested for tensor in tensors_in(item)]
+    return []
+
+
+@contextlib.contextmanager
+def untouched_world(device: str) -> Iterator[None]:
+    """Every random state and global switch is afterwards as it was before."""
+    python, numpy_state, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # the fused kernel hides the layers inside it
+    random.seed(0)  # a model that rolls dice rolls the same ones in every recording and replay
+    np.random.seed(0)
+    torch.default_generator.manual_seed(0)
+    try:
+        with contextlib.ExitStack() as stack:
+            for kind in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            if device == "meta":
+                stack.enter_context(torch.device("meta"))
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        random.setstate(python)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(cpu)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+def call_model(model: Callable[..., Any], example: Any) -> Any:
+    """A tuple is positional arguments, a dict keyword arguments, anything else the one argument."""
+    if isinstance(example, tuple):
+        return model(*example)
+    return model(**example) if isinstance(example, dict) else model(example)
+
+
+def run_recorded(recorder: Recorder, model: nn.Module, example: Any) -> Recording:
+    """Run a throw-away model under a recorder that was made for it."""
+
+    def enter(name: str) -> Callable[..., None]:
+        return lambda module, inputs: recorder.path.append(name)
+
+    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+        recorder.path.pop()
+
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(enter(name), prepend=True)
+        module.register_forward_hook(leave, always_call=True)
+    borders = _Borders(recorder)
+    device = next((tensor.device.type for tensor in tensors_in(example)), "cpu")
+    below = torch._C._AutoDispatchBelowAutograd()
+    with untouched_world(device), torch.no_grad(), below, recorder, borders, _noted_checkpoints(recorder.recording):
+        return recorder.finish(call_model(model, example))
+
+
+@contextlib.contextmanager
+def _noted_checkpoints(recording: Recording) -> Iterator[None]:
+    """Activation checkpointing leaves no op behind; all its ways, old and new, go through these names of its module."""
+    names = ("_checkpoint_impl", "_checkpoint_without_reentrant_generator", "CheckpointFunction")
+    before = {name: getattr(checkpoint, name) for name in names if hasattr(checkpoint, name)}
+
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            recording.recomputes = True
+            return function(*args, **kwargs)
+
+        return call
+
+    try:
+        for name, old in before.items():
+            new: Any = SimpleNamespace(apply=noted(old.apply)) if hasattr(old, "apply") else noted(old)
+            setattr(checkpoint, name, new)
+        yield
+    finally:
+        for name, old in before.items():
+            setattr(checkpoint, name, old)
+
+
+def batch_of(example: Any) -> int | None:
+    """The number of samples: dim 0 of all tensors but scalars and those that are shared by all samples."""
+    sizes = {tensor.shape[0] for tensor in tensors_in(example) if tensor.ndim}
+    several = sizes - {1}
+    if len(several) > 1 or not sizes:
+        return None
+    return several.pop() if several else 1
+
+
+def rebatch(example: Any, size: int) -> Any:
+    """The same example with its samples repeated or dropped until there are `size` of them."""
+    batch = batch_of(example)
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.ndim or leaf.shape[0] != batch:
+            return leaf
+        return leaf[torch.arange(size, device=leaf.device) % batch]
+
+    return map_leaves(one, example)
+
+
+def record(model: nn.Module, example: Any, training: bool, device: str = "meta") -> Recording:
+    """One forward pass of a copy of the model, in the mode asked for, on the meta device or on the CPU."""
+    if device == "meta":
+        twin = skeleton(model)
+        example = map_leaves(lambda leaf: on_meta(leaf) if isinstance(leaf, Tensor) else leaf, example)
+    else:
+        twin = narrow(model, {}, {}).to(device)
+        example = map_leaves(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, example)
+    twin.train(training)
+    before = _plain_state(twin)
+    recording = run_recorded(Recorder(twin, tensors_in(example)), twin, example)
+    modules = dict(model.named_modules())
+    for (path, name), state in _plain_state(twin).items():
+        if state != before.get((path, name)):
+            held = vars(modules[path]).get(name)
+            recording.caches[path, name] = {} if isinstance(held, dict) else _without_history(held)
+    return recording
+
+
+def _without_history(held: Any) -> Any:
+    """A copy; a tensor that autograd made is detached, since it cannot be copied otherwise."""
+    return held.detach().clone() if isinstance(held, Tensor) else copy.deepcopy(held)
+
+
+def _plain_state(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Tensors that modules keep as plain attributes, alone or in dicts, by identity."""
+    return {
+        (path, name): [id(item) for item in held.values() if isinstance(item, Tensor)]
+        if type(held) is dict
+        else id(held)
+        for path, module in model.named_modules()
+        for name, held in vars(module).items()
+        if isinstance(held, Tensor) or (type(held) is dict and name not in ("_parameters", "_buffers", "_modules"))
+    }
+
+
+def record_anywhere(model: nn.Module, example: Any, training: bool) -> Recording:
+    """On the meta device; where the model looks at values, on the CPU with the example's real ones."""
+    try:
+        return record(model, example, training)
+    except Exception as on_meta_error:
+        try:
+            return record(model, example, training, device="cpu")
+        except Exception as error:
+            raise TraceError(
+                f"The model fails in its own forward on this example input: {type(error).__name__}: {error}"
+            ) from on_meta_error

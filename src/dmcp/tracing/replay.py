@@ -1,0 +1,247 @@
+"""Replay: narrow a copy of the model to random widths, run it beside its recording, and compare every shape.
+
+A trace cannot say where a number came from. `x.view(batch, 768)` and `x.view(batch, x.shape[1])` look the same until
+the model is narrow. What is done where they differ is in settling.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dmcp.slicing import Cut, narrow, on_meta
+from dmcp.tracing.coupling import Coupling
+from dmcp.tracing.facts import Dims, Facts, Literal
+from dmcp.tracing.layouts import Layout, kept_indices, width
+from dmcp.tracing.readings import READERS, UNTAGGED
+from dmcp.tracing.recording import Func, Op, Recorder, Recording, Shape, leaves, map_leaves, run_recorded, tensors_in
+
+Place = tuple[str, str, int | None]  # module path, attribute, position if it is a list
+
+
+@dataclass(frozen=True)
+class Bound:
+    """An attribute that follows a width: attribute = multiple x width."""
+
+    layout: Layout
+    multiple: int
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """An op of the narrow model that is not as predicted."""
+
+    number: int
+    kind: str  # "number", "shape", "error" or "scale"
+    literals: tuple[tuple[Literal, int], ...] = ()  # numbers in the arguments that are wrong, and what they are
+    scales: tuple[tuple[float, float], ...] = ()  # factors in the arithmetic, wide and narrow
+
+
+@dataclass
+class Outcome:
+    """What one replay found."""
+
+    conflicts: list[Conflict] = field(default_factory=list)
+    stopped: str | None = None  # the model raised, or went another way
+
+    @property
+    def clean(self) -> bool:
+        return not self.conflicts and self.stopped is None
+
+
+class Replayer(Recorder):  # type: ignore[no-untyped-call]
+    """Records a narrow model in lockstep with the recording of the wide one."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: list[Tensor],
+        original: Recording,
+        facts: Facts,
+        shapes: Mapping[int, Shape],
+        sizes: Mapping[Layout, int],
+    ) -> None:
+        super().__init__(model, inputs)
+        self.original, self.facts, self.shapes, self.sizes = original, facts, shapes, sizes
+        self.outcome = Outcome()
+
+    def run(self, call: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.original.reads:  # what comes back from NumPy has data
+            args, kwargs = map_leaves(_without_data, args), map_leaves(_without_data, kwargs)
+        number = len(self.recording.ops)
+        if number >= len(self.original.ops) or self.original.ops[number].func is not call.func:
+            raise _AstrayError(f"the narrow model goes another way at {call.name} in {call.path or 'the top'}")
+        expected = self.original.ops[number]
+        if not any(value is not None for value in expected.outs):
+            return expected.result  # a Python number: the narrow model takes the same branches
+        wanted = [None if value is None else self.shapes[value] for value in expected.outs]
+        literals = self._wrong_literals(number, call)
+        kind = "number" if literals else ""
+        old, new = _numbers(expected), _numbers(call)
+        if old != new:
+            kind = "scale"
+        try:
+            by_values = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(call.func.tags)
+            if by_values or call.func in UNTAGGED:
+                return self._made_up(expected, wanted)
+            out = call.func(*args, **kwargs)
+            got = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves(out)]
+            if got != wanted:
+                kind = kind or "shape"
+        except Exception:  # whatever the op says: it does not run at these widths
+            kind = kind or "error"
+            got = None
+        if kind:
+            scales = tuple(pair for pair in zip(old, new, strict=False) if pair[0] != pair[1])
+            self.outcome.conflicts.append(Conflict(number, kind, tuple(literals), scales))
+        if got == wanted:
+            return out
+        in_place = call.func._schema.name.endswith("_") and isinstance(args[0], Tensor)
+        return args[0] if in_place else self._made_up(expected, wanted)
+
+    def read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the wide model read here: its dims are whole, and the narrow model has no data."""
+        number = len(self.recording.reads)
+        if number >= len(self.original.reads) or self.original.reads[number].way != READERS[func]:
+            raise _AstrayError(
+                f"the narrow model reads other values by {READERS[func]} in {self.path[-1] or 'the top'}"
+            )
+        self.recording.reads.append(self.original.reads[number])
+        return copy.deepcopy(self.original.reads[number].result)
+
+    def _wrong_literals(self, number: int, call: Op) -> list[tuple[Literal, int]]:
+        arguments = call.arguments()
+        wrong: list[tuple[Literal, int]] = []
+        for literal in self.facts.literals.get(number, ()):
+            value = arguments[literal.argument]
+            if literal.position is not None:
+                value = value[literal.position] if literal.position < len(value) else -1
+            if value != -1 and value != self.sizes[literal.layout]:
+                wrong.append((literal, value))
+        return wrong
+
+    def _made_up(self, expected: Op, wanted: list[Shape | None]) -> Any:
+        """Tensors as predicted, so that one replay finds every conflict and not only the first."""
+        made = [
+            None
+            if value is None or shape is None
+            else torch.empty(shape, dtype=self.original.dtypes[value], device="meta")
+            for value, shape in zip(expected.outs, wanted, strict=True)
+        ]
+        return made[0] if expected.single else tuple(made)
+
+
+def _without_data(leaf: Any) -> Any:
+    return on_meta(leaf) if isinstance(leaf, Tensor) and not leaf.is_meta else leaf
+
+
+class _AstrayError(Exception):
+    """The narrow model runs other ops than the wide one did."""
+
+
+@functools.cache
+def _number_arguments(func: Func) -> tuple[str, ...]:
+    """Arguments that take part in the arithmetic, unlike sizes and dims; `x * 2` has a number in a tensor's place."""
+    kinds = ("number", "float", "Tensor")
+    types = {
+        argument.name: str(argument.type).removeprefix("Optional[").rstrip("]") for argument in func._schema.arguments
+    }
+    return tuple(name for name, kind in types.items() if kind in kinds)
+
+
+def _numbers(op: Op) -> list[float]:
+    """Python numbers that the op computes with: 1 / sqrt(head size) and the like."""
+    arguments = op.arguments()
+    found = [arguments[name] for name in _number_arguments(op.func)]
+    return [round(float(value), 12) for value in found if isinstance(value, (int, float))]
+
+
+@dataclass
+class Rehearsal:
+    """A model, its coupling, and the attributes that were found to follow widths."""
+
+    model: nn.Module  # on the meta device
+    example: Any
+    batches: list[Any]  # the example of each recording, on the meta device
+    coupling: Coupling
+    bindings: dict[Place, Bound] = field(default_factory=dict)
+
+    def cuts(self, kept: Mapping[int, Tensor], sizes: Mapping[int, int]) -> dict[str, Cut]:
+        """Indices that stay of every tensor that has atoms; `kept` per atom."""
+        found = {name: self._cut(dims, kept, sizes) for name, dims in self.coupling.tensors.items()}
+        return {name: cut for name, cut in found.items() if any(kept is not None for kept in cut)}
+
+    def cut_value(self, value: int, kept: Mapping[int, Tensor], sizes: Mapping[int, int]) -> Cut:
+        """The same of a value of the last recording."""
+        return self._cut(self.coupling.layouts[-1][value], kept, sizes)
+
+    def _cut(self, dims: Dims, kept: Mapping[int, Tensor], sizes: Mapping[int, int]) -> Cut:
+        channels = self.coupling.channels
+        return tuple(
+            kept_indices(channels.resolve(layout), kept, sizes) if channels.atoms(layout) else None for layout in dims
+        )
+
+    def attributes(self, widths: Mapping[int, int]) -> dict[str, dict[str, Any]]:
+        """Attributes of modules at these widths: those that layers are known to have, and the bound ones."""
+        modules = dict(self.model.named_modules())
+        resolve = self.coupling.channels.resolve
+        found: dict[str, dict[str, Any]] = {}
+        for facts in self.coupling.facts:
+            for (path, attribute), dims in facts.attributes.items():
+                old = vars(modules[path]).get(attribute)
+                new = tuple(width(resolve(layout), widths) for layout in dims)
+                full = tuple(self.coupling.channels.size(layout) for layout in dims)
+                if new != full and old in (full, list(full), full[0]):
+                    found.setdefault(path, {})[attribute] = new[0] if isinstance(old, int) else type(old)(new)
+        for recording in self.coupling.recordings:
+            for (
+                path,
+                attribute,
+            ), empty in recording.caches.items():  # what a wide model cached is wrong for a narrow one
+                found.setdefault(path, {})[attribute] = copy.deepcopy(empty)
+        for (path, attribute, position), bound in self.bindings.items():
+            value: Any = bound.multiple * width(resolve(bound.layout), widths)
+            if position is not None:
+                old = found.get(path, {}).get(attribute, vars(modules[path])[attribute])
+                value = type(old)([*old[:position], value, *old[position + 1 :]])
+            found.setdefault(path, {})[attribute] = value
+        return found
+
+    def narrow(self, widths: Mapping[int, int], sizes: Mapping[int, int]) -> nn.Module:
+        """The narrow model, on the meta device."""
+        kept = {atom: torch.arange(width) for atom, width in widths.items()}
+        return narrow(self.model, self.cuts(kept, sizes), self.attributes(widths), meta=True)
+
+    def replay(self, number: int, small: nn.Module, widths: Mapping[int, int]) -> Outcome:
+        """Run a throw-away narrow model in lockstep with one of the recordings."""
+        recording, facts = self.coupling.recordings[number], self.coupling.facts[number]
+        layouts = {literal.layout for literals in facts.literals.values() for literal in literals}
+        sizes = {layout: width(self.coupling.channels.resolve(layout), widths) for layout in layouts}
+        example = self.batches[number]
+        small.train(recording.training)
+        shapes = self.coupling.predict(number, widths)
+        replayer = Replayer(small, tensors_in(example), recording, facts, shapes, sizes)
+        try:
+            run_recorded(replayer, small, example)
+        except Exception as error:  # the model's own complaint about its widths
+            kind = "" if isinstance(error, _AstrayError) else f"{type(error).__name__}: "
+            replayer.outcome.stopped = f"{kind}{error}"
+        for (at, old), (_, new) in zip(recording.made, replayer.recording.made, strict=False):
+            scales = tuple(pair for pair in zip(old, new, strict=False) if pair[0] != pair[1])
+            if scales or len(old) != len(new):
+                place = min(at, len(recording.ops) - 1)
+                replayer.outcome.conflicts.append(Conflict(place, "scale", scales=scales))
+        replayer.outcome.conflicts.sort(key=lambda conflict: conflict.number)
+        self.stopped_at = len(replayer.recording.ops)
+        return replayer.outcome
+
+
+def meta_example(example: Any) -> Any:
+    """The example input without its data."""
+    return map_leaves(lambda leaf: on_meta(leaf) if isinstance(leaf, Tensor) else leaf, example)
