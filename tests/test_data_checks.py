@@ -341,7 +341,7 @@ def test_what_earlier_sittings_replaced_counts(here: Path, capsys: Capture, monk
 
 
 def test_prune_and_search_say_it_too(here: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("runs", "commands"):
+    for module in ("runs", "commands.prune"):
         monkeypatch.setattr(f"dmcp.{module}.draw_all", lambda *_, **__: [])  # figures take longer than such a run
     photos = write_photos(here / "photos")
     truncate(photos / "train" / "cat" / "1.png")

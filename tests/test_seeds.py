@@ -240,7 +240,7 @@ def test_a_seed_that_fails_lets_the_others_go_on(
 def test_a_signal_ends_all_seeds(folder: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
     monkeypatch.setenv("PATH", "")  # no MPS
     act(folder, "hang")
-    source = "import sys, torch; from pathlib import Path; from dmcp import seeds\n"
+    source = "import sys, torch; from pathlib import Path; from dmcp.running import seeds\n"
     source += "seeds.COMMAND = (sys.executable, '-S', sys.argv[1])\n"
     source += "seeds.run_seeds(['prune'], [0, 1], Path(sys.argv[2]), torch.device('cuda'))"
     command = [sys.executable, "-c", source, folder.parent / "child.py", folder]
