@@ -490,6 +490,7 @@ def test_vmap_and_subclasses_go_to_torch() -> None:
         _close(many, F.conv2d(x, alone, padding=1, groups=3))
 
 
+@pytest.mark.slow
 def test_they_are_tried_out_before_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     for alone, module, place in ((False, convolution, 3), (True, depthwise, 2)):
         if alone:
@@ -503,6 +504,7 @@ def test_they_are_tried_out_before_they_are_used(monkeypatch: pytest.MonkeyPatch
         monkeypatch.undo()
 
 
+@pytest.mark.slow
 def test_norms_of_many_channels_are_tried_out_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(x: Tensor, *rest: Any) -> Tensor:
         return batch_norm(x, *rest) * (1.0 if x.shape[1] <= 64 else 1.2)

@@ -43,11 +43,16 @@ SMALL = [
 ]
 
 
-LONG = {  # seconds each; `make zoo` has them, too
+LONG = {  # seconds each; `make zoo` has them, too, and test_invariants some of torchvision's
     "tv:densenet121",
+    "tv:efficientnet_b0",
     "tv:googlenet",
     "tv:mnasnet0_5",
+    "tv:mobilenet_v2",
+    "tv:mobilenet_v3_small",
+    "tv:regnet_y_400mf",
     "tv:resnext50_32x4d",
+    "tv:shufflenet_v2_x0_5",
     "timm:ghostnet_100",
     "timm:res2net50_26w_4s",
     "timm:mixnet_s",
