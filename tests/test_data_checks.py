@@ -226,7 +226,7 @@ def test_rare_kinds_of_files_are_known_before_threads_begin(here: Path, monkeypa
     write_photos(here / "photos")
     done: list[str] = []
     monkeypatch.setattr("PIL.Image.init", lambda: done.append("init"))
-    monkeypatch.setattr("dmcp.running.data_checks._read_head", lambda path: done.append(path) or "")
+    monkeypatch.setattr("dmcp.running.data_checks._read_head", done.append)
     part = load("photos").test
     assert isinstance(part, FolderSet)
     for tried in (100, 2):  # the second time most are left to threads, since no disk is so fast
@@ -266,6 +266,22 @@ def test_test_files_that_are_no_images_are_refused_at_the_start(
     assert last.endswith("dmcp data photos finds all broken files at once.")
     assert ("--corrupt skip" in last) == (words[0] not in ("compare", "paper"))  # which have no such option
     assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize("more", [(), ("--corrupt", "skip")], ids=["stop", "skip"])
+def test_test_files_that_cannot_be_opened_are_refused_at_the_start_since_nothing_skips_them(
+    more: tuple[str, ...], here: Path, capsys: Capture
+) -> None:
+    photos = write_photos(here / "photos", 8)
+    (photos / "val" / "dog" / "more.png").symlink_to(here / "gone.png")
+    code, out, err = run(capsys, *TRAIN, *more)
+    assert (code, out) == (2, "")
+    told = (
+        r"dmcp: photos/val/dog/more\.png \(No such file .*\), a test image, cannot be read: repair or remove it\. dmcp"
+    )
+    assert re.match(told, err.splitlines()[-1])
+    code, _, err = run(capsys, "data", "photos")
+    assert (code, err.splitlines()[-1]) == (2, "dmcp: 1 of 33 image files cannot be read: repair or remove them.")
 
 
 def test_a_resume_refuses_them_with_what_can_be_done_then(here: Path, capsys: Capture) -> None:

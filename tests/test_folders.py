@@ -253,3 +253,24 @@ def test_a_dead_worker_is_explained_where_its_batch_is_awaited(tmp_path: Path, m
     match = re.fullmatch(r"One of 2 workers has died while (\S+) to (\S+) was awaited, .* try workers=1 or .*\.", text)
     assert match and "memory" in text
     assert [part.paths.index(path) for path in match.groups()] == [2 * len(received), 2 * len(received) + 1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_workers_that_a_stop_of_the_whole_command_ends_are_replaced(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm and others send SIGTERM to all processes; Ctrl-C ends those that were not forked. The run must save."""
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))  # torch looks every 5 s
+    part = small(tmp_path, count=8)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        loader = make_loader(part, 2, train=True, workers=2)
+        batches = iter(loader)
+        received = [next(batches)]
+        for worker in loader.files._iterator._workers:
+            os.kill(worker.pid, number)
+            os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+        received.extend(batches)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert same(received, list(make_loader(part, 2, train=True, workers=0)))

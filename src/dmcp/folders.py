@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -188,22 +189,32 @@ class FolderLoader:
         """The batches of this epoch from number `skip` on; the files of those before are not read."""
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
         self.passes += 1
-        own, batches = self.passes, None
+        own = self.passes
+        batches: Iterator[_Batch] | None = None
         for number in range(skip, len(self)):
             if own != self.passes:  # the workers serve the last one only
                 raise DataError("Another pass over this loader began before this one ended: make a second loader.")
-            try:
-                batches = self._start(skip) if batches is None else batches
-                batch = next(batches)
-            except RuntimeError as error:
-                if not str(error).startswith("DataLoader worker (pid"):
-                    raise
-                raise DataError(self._explain_death(number)) from error
+            batches, batch = self._read(batches, number)
             self.skipped.update(batch.unreadable)
             if batch.failure:
                 raise DataError(batch.failure)
             moved = batch.images.to(self.device, non_blocking=True, memory_format=layout)
             yield moved, batch.labels.to(self.device, non_blocking=True)
+
+    def _read(
+        self, batches: Iterator[_Batch] | None, number: int, again: bool = False
+    ) -> tuple[Iterator[_Batch], _Batch]:
+        """A batch, and where the next one comes from."""
+        try:
+            batches = self._start(number) if batches is None else batches
+            return batches, next(batches)
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader worker (pid"):
+                raise
+            if again or not _were_stopped(batches):
+                raise DataError(self._explain_death(number)) from error
+        self.files._iterator = None  # with new workers: the step that waits for this batch is finished and saved first
+        return self._read(None, number, again=True)
 
     def _start(self, skip: int) -> Iterator[_Batch]:
         self.keys.skip = skip
@@ -224,6 +235,15 @@ class FolderLoader:
             f"One of {workers} workers has died while {' to '.join(ends) or 'no file'} was awaited, most likely for "
             f"lack of memory or shared memory (/dev/shm): try workers={workers // 2} or a smaller batch."
         )
+
+
+def _were_stopped(batches: Iterator[_Batch] | None) -> bool:
+    """Whether the workers that are gone were asked to go, by a signal that was meant for the whole command.
+
+    SIGTERM may be sent to all processes, as by Slurm, and Ctrl-C is; torch makes the latter a quiet end.
+    """
+    codes = {worker.exitcode for worker in getattr(batches, "_workers", ())} - {None}
+    return bool(codes) and codes <= {0, -signal.SIGTERM, -signal.SIGINT}
 
 
 class _Batch(NamedTuple):

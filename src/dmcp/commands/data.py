@@ -64,7 +64,8 @@ def _mistake(name: str, facts: DataFacts) -> str:
     """What other commands would refuse, in one sentence; empty if nothing."""
     if facts.broken:
         some = f"{len(facts.broken)} of {counted(facts.train + facts.test, 'image file')}"
-        return f"{some} cannot be read: repair or remove them, or skip them with --corrupt skip."
+        skip = "" if any(it.refused for it in facts.broken) else ", or skip them with --corrupt skip"
+        return f"{some} cannot be read: repair or remove them{skip}."
     if not facts.wrong_classes:
         return ""
     if not facts.empty_classes and not facts.lone_classes:

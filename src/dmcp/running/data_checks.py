@@ -30,6 +30,7 @@ class Broken(NamedTuple):
 
     file: str
     reason: str
+    refused: bool = False  # by the system, which says nothing about the image: --corrupt skip does not pass over it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +90,10 @@ def no_images(dataset: FolderSet) -> list[Broken]:
     """Files whose first bytes are not those of an image, such as empty ones; what is cut off later is not found."""
     first, rest = dataset.paths[:_TRIED], dataset.paths[_TRIED:]
     start = time.perf_counter()
-    reasons = [*_in_threads(_read_head, first, 1)]
+    found = [*_in_threads(_read_head, first, 1)]
     slow = time.perf_counter() - start > _WAITED * len(first)
-    reasons += _in_threads(_read_head, rest, _THREADS if slow else 1)
-    return [Broken(path, reason) for path, reason in zip(dataset.paths, reasons, strict=True) if reason]
+    found += _in_threads(_read_head, rest, _THREADS if slow else 1)
+    return [one for one in found if one]
 
 
 # files
@@ -104,7 +105,7 @@ class _Looked(NamedTuple):
     size: tuple[int, int]
     mode: str
     digest: bytes
-    failure: str = ""
+    failure: Broken | None = None
 
 
 def _check_files(
@@ -144,7 +145,7 @@ def _check_files(
         modes=dict(Counter(one.mode for one in sound).most_common()),
         is_files=True,
         enlarged=smaller if compare else None,
-        broken=tuple(Broken(path, one.failure) for path, one in zip(paths, looked, strict=True) if one.failure),
+        broken=tuple(one.failure for one in looked if one.failure),
         in_both=_in_both(digests[:known], digests[known:]),
         empty_classes=tuple(empty),
         lone_classes=tuple(lone),
@@ -161,25 +162,25 @@ def _look(path: str) -> _Looked:
                 size, mode = (image.height, image.width), image.mode
                 image.convert("RGB")
     except Exception as error:  # PIL raises many kinds for a broken file
-        return _Looked((0, 0), "", b"", _reason(path, error))
+        return _Looked((0, 0), "", b"", _broken(path, error))
     return _Looked(size, mode, digest)
 
 
-def _read_head(path: str) -> str:
-    """Why a file cannot be an image; empty if it may be one."""
+def _read_head(path: str) -> Broken | None:
+    """Why a file cannot be an image; None if it may be one."""
     try:
         with PIL.Image.open(path):
-            return ""
+            return None
     except Exception as error:  # PIL raises many kinds for a broken file
-        return _reason(path, error)
+        return _broken(path, error)
 
 
-def _reason(path: str, error: Exception) -> str:
+def _broken(path: str, error: Exception) -> Broken:
     if refused(error):
-        return getattr(error, "strerror", None) or "out of memory"
+        return Broken(path, getattr(error, "strerror", None) or "out of memory", refused=True)
     if isinstance(error, PIL.UnidentifiedImageError):  # its own words name an object of Python
-        return "it is no image that PIL knows" if os.path.getsize(path) else "the file is empty"
-    return " ".join(str(error).split()) or type(error).__name__
+        return Broken(path, "it is no image that PIL knows" if os.path.getsize(path) else "the file is empty")
+    return Broken(path, " ".join(str(error).split()) or type(error).__name__)
 
 
 def _in_threads(work: Callable[[str], _T], paths: Sequence[str], workers: int) -> Iterator[_T]:

@@ -198,7 +198,9 @@ def check_test_files(opened: Opened, job: Job, resume: bool = False, skips: bool
     skips: whether the command has --corrupt.
     """
     test = opened.data.test
-    if job.corrupt is Corrupt.SKIP or not isinstance(test, FolderSet) or not (broken := no_images(test)):
+    found = no_images(test) if isinstance(test, FolderSet) else []
+    broken = [it for it in found if it.refused or job.corrupt is not Corrupt.SKIP]
+    if not broken or not isinstance(test, FolderSet):
         return
     several = len(broken) > 1
     count = f" and {len(broken) - 1} more of the {len(test):,} test images" if several else ", a test image,"
@@ -206,6 +208,7 @@ def check_test_files(opened: Opened, job: Job, resume: bool = False, skips: bool
     if not resume:
         way = f"repair or remove {'them' if several else 'it'}"
     skip = f", or {'go on' if resume else 'skip such files'} with --corrupt skip" if skips else ""
+    skip = "" if any(it.refused for it in broken) else skip  # which would end there when all is trained
     raise DataError(f"{broken[0].file} ({broken[0].reason}){count} cannot be read: {way}{skip}.{finds_all(test.root)}")
 
 
