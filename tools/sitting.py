@@ -117,10 +117,10 @@ def go(plan: str, seconds: float, data: str, base: Path) -> None:
 
 def begin(recorded: Path, base: Path) -> None:
     """Bring what is recorded, and the cells that an earlier sitting has not finished."""
-    shutil.copytree(recorded, base / "results")
     if (packed := recorded / UNFINISHED).exists():
         with tarfile.open(packed) as kept:
             kept.extractall(base, filter="data")
+    shutil.copytree(recorded, base / "results")  # last: where it is, all is
 
 
 _DMCP = (sys.executable, "-m", "dmcp")

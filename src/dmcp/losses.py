@@ -238,7 +238,10 @@ def measure(metric: WholeMetric, pairs: Iterable[tuple[Any, Any]], ranks: Ranks)
     everyone = torch.zeros(ranks.world, dtype=torch.float64)
     everyone[ranks.rank] = own
     first, *others = sum_values(everyone, ranks).tolist()
-    if not all(math.isclose(first, it, rel_tol=_NEAR) or (math.isnan(first) and math.isnan(it)) for it in others):
+    if not all(
+        math.isclose(first, it, rel_tol=_NEAR, abs_tol=_NEAR**2) or (math.isnan(first) and math.isnan(it))
+        for it in others
+    ):
         raise TrainingError(
             f"compute() of the metric gave {own:.6g} on rank {ranks.rank}, but not on all of {ranks.world} ranks: it "
             "must gather what all of them have seen."
