@@ -86,6 +86,7 @@ def test_only_what_is_needed_is_computed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert x.grad is not None
 
 
+@pytest.mark.slow
 def test_many_slabs_and_blocks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convolution, "WEIGHT", convolution.Blocks(pixels=16, depth=16))
     monkeypatch.setattr(convolution, "FORWARD", convolution.Blocks(pixels=16, depth=32, unrolled=0))
@@ -149,7 +150,8 @@ def test_strips_slabs_and_blocks_of_channels_add_up(k: int, stride: int, monkeyp
     _close(found[2], wanted[2], 1e-5)
 
 
-@pytest.mark.parametrize("stride", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stride", [1, 2])
 def test_weights_may_lie_anywhere(stride: int) -> None:
     """The supernet gives products and slices; their numbers are rounded as autocast does it."""
     leaf = torch.randn(3, 5, 20, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
@@ -272,6 +274,7 @@ class _Recorder:
         self.seen.add((self.kernel.fn.__name__, *fixed, num_warps, num_stages))
 
 
+@pytest.mark.slow
 def test_few_programs_serve_all_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pruner makes new widths in every run: none of them may cost a compilation of its own."""
     seen: set[Any] = set()
@@ -415,7 +418,10 @@ def _run(net: nn.Module, x: Tensor, mode: OwnKernels | None) -> tuple[Tensor, di
     return out, {**{name: it.grad for name, it in net.named_parameters()}, **dict(net.named_buffers())}
 
 
-@pytest.mark.parametrize(("build", "size", "wanted_calls"), [(_Net, 8, (4, 0, 4)), (_Mobile, 4, (1, 2, 7))])
+@pytest.mark.parametrize(
+    ("build", "size", "wanted_calls"),
+    [(_Net, 8, (4, 0, 4)), pytest.param(_Mobile, 4, (1, 2, 7), marks=pytest.mark.slow)],
+)
 def test_a_network_in_the_mode_computes_what_it_does_without(
     build: Any, size: int, wanted_calls: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,7 +46,9 @@ def test_planted_truth_is_found_and_learned(seed: int) -> None:
     assert 256 * len(set(rewards)) <= choice.sample_passes <= 256 * 8  # there are 8 structures, each judged once
 
 
-@pytest.mark.parametrize("build", [resnet18, mobilenet_v2, pytest.param(densenet121, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "build", [resnet18, *(pytest.param(it, marks=pytest.mark.slow) for it in (mobilenet_v2, densenet121))]
+)
 def test_real_networks(build: Any) -> None:
     problem = tiny_problem(build(num_classes=10))
     before = copy.deepcopy(problem.model.state_dict())

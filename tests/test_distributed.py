@@ -208,6 +208,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess
     return folder, subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
+@pytest.mark.slow
 def test_torchrun_starts_ranks_of_which_one_writes(launched: Any) -> None:
     folder, process = launched
     assert process.returncode == 0, process.stderr

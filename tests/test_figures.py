@@ -30,8 +30,10 @@ def found(budget: str = "50%", toy: Any = Residual, alpha: float = 1.0, **change
     return SearchResult(alphas, net.sizes, graph, limits, 0.95, **({"log": log} | changes))
 
 
-@pytest.mark.parametrize("budget", ["50%", "params:50%", "60%,params:60%"])
-@pytest.mark.parametrize("process", [CHAIN, INDEPENDENT], ids=["chain", "independent"])
+@pytest.mark.parametrize("budget", [pytest.param("50%", marks=pytest.mark.slow), "params:50%", "60%,params:60%"])
+@pytest.mark.parametrize(
+    "process", [CHAIN, pytest.param(INDEPENDENT, marks=pytest.mark.slow)], ids=["chain", "independent"]
+)
 def test_all_figures_are_written_and_the_same_again(budget: str, process: Any, tmp_path: Path) -> None:
     result = found(budget, process=process)
     settings = dict(matplotlib.rcParams)

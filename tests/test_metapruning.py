@@ -54,7 +54,7 @@ def random_blocks(problem: Problem, hidden: int = 3) -> PruningNet:
 # the network
 
 
-@pytest.mark.parametrize("build", [resnet18, mobilenet_v2])
+@pytest.mark.parametrize("build", [resnet18, pytest.param(mobilenet_v2, marks=pytest.mark.slow)])
 def test_sub_networks_are_the_cut_model_with_the_computed_weights(build: Any) -> None:
     problem = real(build)
     net = random_blocks(problem).eval()
@@ -222,7 +222,9 @@ def test_what_is_needed_is_kept(seed: int) -> None:
     assert holds(problem.budget, problem.graph, choice.widths)
 
 
-@pytest.mark.parametrize("build", [resnet18, mobilenet_v2, pytest.param(densenet121, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "build", [resnet18, *(pytest.param(it, marks=pytest.mark.slow) for it in (mobilenet_v2, densenet121))]
+)
 def test_real_networks(build: Any) -> None:
     problem = real(build)
     before = {name: tensor.clone() for name, tensor in problem.model.state_dict().items()}

@@ -5,6 +5,8 @@ BatchNorm runs in train mode (statistics of the batch), in the search and where 
 
 from __future__ import annotations
 
+import pytest
+
 from examples.recoverability import recover
 
 
@@ -17,6 +19,7 @@ def test_a_frozen_net_wins_its_channels_back() -> None:
     assert found.frozen
 
 
+@pytest.mark.slow
 def test_nothing_comes_back_for_wrong_labels() -> None:
     """The climb above is not what large steps do anyway: these channels serve the true labels only."""
     assert max(recover(train_epochs=8, epochs=6, wrong_labels=True).macs_shares) < 0.2
