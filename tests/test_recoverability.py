@@ -6,7 +6,6 @@ BatchNorm runs in train mode (statistics of the batch), in the search and where 
 from __future__ import annotations
 
 import pytest
-
 from examples.recoverability import recover
 
 
