@@ -222,9 +222,8 @@ def test_what_is_needed_is_kept(seed: int) -> None:
     assert holds(problem.budget, problem.graph, choice.widths)
 
 
-@pytest.mark.parametrize(
-    "build", [resnet18, *(pytest.param(it, marks=pytest.mark.slow) for it in (mobilenet_v2, densenet121))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [resnet18, mobilenet_v2, densenet121])
 def test_real_networks(build: Any) -> None:
     problem = real(build)
     before = {name: tensor.clone() for name, tensor in problem.model.state_dict().items()}

@@ -9,6 +9,7 @@ import pytest
 from examples.recoverability import recover
 
 
+@pytest.mark.slow
 def test_a_frozen_net_wins_its_channels_back() -> None:
     found = recover(train_epochs=8, epochs=14)
     assert found.macs_shares[0] < 0.1 and found.accuracies[0] < 0.3  # random alphas keep next to nothing
