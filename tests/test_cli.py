@@ -615,14 +615,18 @@ def test_of_several_ranks_one_speaks(
     assert code == 2 and "leave torchrun out" in err
 
 
+def write_photos(folder: Path) -> None:
+    for part, name in itertools.product(("train", "val"), ("cat", "dog")):
+        (folder / part / name).mkdir(parents=True)
+        for number in range(4):
+            Image.new("RGB", (40, 40), (60 * number, 0, 90)).save(folder / part / name / f"{number}.png")
+
+
 def test_images_that_cannot_be_read_are_skipped_and_named(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for part, name in itertools.product(("train", "val"), ("cat", "dog")):
-        (tmp_path / "photos" / part / name).mkdir(parents=True)
-        for number in range(4):
-            Image.new("RGB", (40, 40), (60 * number, 0, 90)).save(tmp_path / "photos" / part / name / f"{number}.png")
+    write_photos(tmp_path / "photos")
     bad = tmp_path / "photos" / "train" / "dog" / "2.png"
     bad.write_bytes(b"no image")
     words = ("train", "--model", "cifar:resnet20", "--data", "photos", "--input", "3x32x32", "--device", "cpu")
@@ -631,7 +635,7 @@ def test_images_that_cannot_be_read_are_skipped_and_named(
     assert code == 2 and "photos/train/dog/2.png cannot be read as an image" in err
     code, out, err = run(capsys, *words, "--corrupt", "skip", "--out", "two")
     assert code == 0
-    assert err == "1 image files could not be read and were replaced: photos/train/dog/2.png\n"
+    assert err == "1 image file could not be read and was replaced: photos/train/dog/2.png\n"
     assert json.loads(out)["folder"] == "two"
 
 
@@ -640,10 +644,7 @@ def test_a_broken_test_image_costs_no_training(
 ) -> None:
     """It is read when all is trained: what the sentence advises must be possible then."""
     monkeypatch.chdir(tmp_path)
-    for part, name in itertools.product(("train", "val"), ("cat", "dog")):
-        (tmp_path / "photos" / part / name).mkdir(parents=True)
-        for number in range(4):
-            Image.new("RGB", (40, 40), (60 * number, 0, 90)).save(tmp_path / "photos" / part / name / f"{number}.png")
+    write_photos(tmp_path / "photos")
     bad = tmp_path / "photos" / "val" / "dog" / "3.png"
     bad.write_bytes(bad.read_bytes()[:-20])  # its first bytes, which are looked at before, are sound
     words = ("train", "--model", "cifar:resnet20", "--data", "photos", "--input", "3x32x32", "--device", "cpu")
@@ -657,7 +658,7 @@ def test_a_broken_test_image_costs_no_training(
     bad.write_bytes(kept)
     code, out, err = run(capsys, "train", "--resume", "one", "--corrupt", "skip", "--workers", "0", "--quiet", "--json")
     assert code == 0, err
-    assert err == "1 image files could not be read and were replaced: photos/val/dog/3.png\n"
+    assert err == "1 image file could not be read and was replaced: photos/val/dog/3.png\n"
     assert json.loads(out)["folder"] == "one"
 
 

@@ -124,7 +124,8 @@ def test_classes_that_other_commands_refuse_are_told_all_at_once(here: Path, cap
     code, out, err = run(capsys, "data", "photos", "--quiet")
     assert code == 2 and all(name in out for name in empty)
     assert (
-        "photos: 6 classes are empty, and 1 is not in both train/ and val/: put images there, or remove them.\n" in err
+        "photos: 6 class folders are empty, and 1 is not in both train/ and val/: put images there, or remove them.\n"
+        in err
     )
     with pytest.raises(DataError, match="There are no image files"):
         load("photos")
@@ -387,7 +388,7 @@ def test_several_seeds_say_it_once(here: Path, capsys: Capture, monkeypatch: pyt
     words = ("prune", *NETWORK, "--data", "photos", "--batch", "4", "--corrupt", "skip", "--seeds", "2", "--out", "all")
     code, out, err = run(capsys, *words, "--json")
     assert code == 0 and json.loads(out)["replaced"] == {"train": 0, "test": 1}
-    assert err == "1 image files could not be read and were replaced: photos/val/dog/3.png\n"
+    assert err == "1 image file could not be read and was replaced: photos/val/dog/3.png\n"
 
 
 def test_a_dry_run_says_how_broken_files_are_found(here: Path, capsys: Capture) -> None:

@@ -72,7 +72,7 @@ def _mistake(name: str, facts: DataFacts) -> str:
         return f"{name}: there is one class; at least two are needed."
     parts = []
     if empty := len(facts.empty_classes):
-        parts.append("1 class is empty" if empty == 1 else f"{empty} classes are empty")
+        parts.append(f"{counted(empty, 'class folder')} {'is' if empty == 1 else 'are'} empty")
     if lone := len(facts.lone_classes):
         parts.append(f"{lone} {'is' if lone == 1 else 'are'} not in both train/ and val/")
     return f"{name}: {', and '.join(parts)}: put images there, or remove them."

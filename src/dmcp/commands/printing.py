@@ -22,6 +22,7 @@ from dmcp.running.jobs import Opened, Replaced
 from dmcp.running.sessions import say
 from dmcp.runs import SETTINGS, read_json
 from dmcp.spaces import Widths
+from dmcp.tables import counted
 from dmcp.tracing.graph import ChannelGraph
 
 COST_WORDS = {"macs": "MACs", "params": "params"}  # kinds of cost as they are printed
@@ -36,7 +37,8 @@ def tell_replaced(replaced: Replaced) -> None:
     """Say on stderr which images were replaced."""
     if skipped := sorted(replaced.train | replaced.test):
         some = ", ".join(skipped[:5]) + (", ..." if len(skipped) > 5 else "")
-        say(f"{len(skipped)} image files could not be read and were replaced: {some}")
+        were = "was" if len(skipped) == 1 else "were"
+        say(f"{counted(len(skipped), 'image file')} could not be read and {were} replaced: {some}")
 
 
 def tell_troubles(troubles: Iterable[str]) -> None:

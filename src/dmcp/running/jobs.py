@@ -27,6 +27,7 @@ from dmcp.engine import best_device
 from dmcp.errors import DataError, DmcpError, FileError, WidthsError
 from dmcp.folders import FolderSet, usual_size
 from dmcp.ranks import current
+from dmcp.tables import counted
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
 
@@ -95,9 +96,8 @@ class Replaced(NamedTuple):
         parts = [f"{len(some)} of {every:,} {word} images" for some, every, word in counts if some]
         if not parts:
             return ""
-        number = len(self.train) + len(self.test)
-        files = f"{number} image file{'' if number == 1 else 's'} could not be read: {', '.join(parts)}"
-        return f"{files}. In each pass other images took their place, and count twice."
+        files = f"{counted(len(self.train) + len(self.test), 'image file')} could not be read"
+        return f"{files}: {', '.join(parts)}. In each pass other images took their place, and count twice."
 
 
 @dataclass(frozen=True, eq=False)

@@ -237,9 +237,8 @@ def _take(plan: Plan, opened: Opened, folder: Path, resume: bool, undo: contextl
             )
     _refuse_done(run)  # by the process that has held the lock until now
     run.rewind()
-    if (
-        stored["job"].get("corrupt", Corrupt.STOP) != plan.job.corrupt
-    ):  # for the next time; `options` has what it was begun with
+    if stored["job"].get("corrupt", Corrupt.STOP) != plan.job.corrupt:
+        # for the next time; `options` has what it was begun with
         run.write(SETTINGS, stored | {"job": stored["job"] | {"corrupt": plan.job.corrupt}})
     return run
 
