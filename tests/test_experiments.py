@@ -292,6 +292,7 @@ def test_the_full_recipe_has_cells_and_lengths_of_its_own() -> None:
     assert ours and ours.settings == {"epochs": 40, "groups": 5} and not ours.own
     assert taught.plan.cell and taught.plan.cell.method == "copy" and taught.plan.train and taught.plan.train.seed == 1
     assert taught.after == ("dmcp-full-50%-seed1", "unpruned-full-seed1")
+    assert (taught.plan.train.teacher_share, taught.plan.train.teacher_temperature) == (0.9, 4)
     assert (taught.plan.cell.uses, taught.plan.cell.teacher) == taught.after
     usual = {task.name: task.plan for task in study_tasks(it, ["main", "full"])}["dmcp-50%-seed1"]
     assert usual == {task.name: task.plan for task in study_tasks(it, ["main"])}["dmcp-50%-seed1"]

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -244,6 +245,30 @@ def test_a_teacher_is_imitated_and_not_changed() -> None:
     assert all(parameter.grad is None for parameter in teacher.parameters())
 
 
+def test_a_temperature_softens_both_and_keeps_the_size_of_gradients() -> None:
+    torch.manual_seed(0)
+    own, target = torch.randn(5, 7, requires_grad=True), torch.randn(5, 7)
+    warm = imitation(own, [target], 4.0)
+    torch.testing.assert_close(warm, 16 * imitation(own / 4, [target / 4]))
+    sizes = [torch.autograd.grad(imitation(own, [target], heat), own)[0].norm() for heat in (1.0, 4.0, 400.0)]
+    assert 0.5 * sizes[0] < sizes[1] < 2 * sizes[0] and 0.5 * sizes[1] < sizes[2] < 2 * sizes[1]
+
+
+def test_a_training_has_the_temperature_and_the_share_of_its_settings() -> None:
+    flat = partial(nn.Sequential, nn.Flatten())
+    teacher, batch = flat(nn.Linear(64, 10)), some_batches(1)[0]
+    for share, heat in ((0.9, 4.0), (0.5, 1.0)):
+        model = flat(nn.Linear(64, 10))
+        output, target = model(batch[0]), teacher(batch[0])
+        label = classification_loss(SHORT.label_smoothing)(output, batch)
+        right = (1 - share) * label + share * imitation(output, [target], heat)
+        config = dataclasses.replace(
+            SHORT, epochs=1, warmup_epochs=0, distillation="teacher", teacher_share=share, teacher_temperature=heat
+        )
+        (record,) = train(model, [batch], config, teacher=teacher)
+        assert record.loss == pytest.approx(right.item(), rel=1e-4)
+
+
 def test_losses_are_read_in_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
     """A look waits for the device, so there is one per bundle and none per step."""
     looks = []
@@ -353,6 +378,8 @@ def test_a_metric_is_a_sum_over_a_count(count: Any) -> None:
         ({"weight_decay": -1.0}, "weight_decay"),
         ({"label_smoothing": 1.0}, "label_smoothing"),
         ({"teacher_share": 1.5}, "teacher_share"),
+        ({"teacher_temperature": 0.0}, "teacher_temperature must be a positive number, not 0.0"),
+        ({"teacher_temperature": math.nan}, "teacher_temperature"),
         ({"distillation": "self"}, "distillation must be one of none, teacher, not 'self'"),
         ({"seed": -1}, "seed must be"),
     ],

@@ -48,7 +48,7 @@ class Stage:
 
 
 _MOBILE = "main --model cifar:mobilenet_v2 --budget 50% --budget 30% --seeds 2 --epochs 20"
-_FULL = "full --epochs 50 --search-epochs 15"  # a search of 30 and a training of 200
+_FULL = "full --epochs 50 --search-epochs 15 --label-smoothing 0"  # a search of 30 and a training of 200
 _TINY = "--model digits:resnet --epochs 1 --search-epochs 2 --seeds 1"
 PLANS = {
     "mobile": (

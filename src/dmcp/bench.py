@@ -247,7 +247,7 @@ def _measure_plain(
     """Seconds of the first step and milliseconds of later ones, and why there is no graph."""
     with settled.running(model):
         optimizer = sgd(parameter_groups(model, 1e-4), 0.01, 0.9, True, settled.device)
-        step = settled.repeated(make_step(model, optimizer, classification_loss(0.1), None, 0.0, settled))
+        step = settled.repeated(make_step(model, optimizer, classification_loss(0.1), None, TrainConfig(), settled))
         first = _seconds(lambda: step(data), settled.device)
         ms = _median(lambda: step(data), rounds, settled.device)
         say("plain_ms", ms)

@@ -117,8 +117,11 @@ def top1(output: Any, batch: Any) -> tuple[Tensor, int]:
     return (_logits(output).argmax(dim=1) == labels).sum(), labels.numel()
 
 
-def imitation(output: Any, target: Sequence[Tensor]) -> Tensor:
-    """How far the classes along dim 1 are from the target's: KL divergence, summed over the tensors of the output."""
+def imitation(output: Any, target: Sequence[Tensor], temperature: float = 1.0) -> Tensor:
+    """How far the classes along dim 1 are from the target's: KL divergence, summed over the tensors of the output.
+
+    A temperature divides the scores of both, so that wrong classes count more; its square keeps gradients as large.
+    """
     own = tensors_in(output)
     if [tensor.shape for tensor in own] != [tensor.shape for tensor in target] or any(
         tensor.ndim < 2 or tensor.shape[1] < 2 or not tensor.is_floating_point() for tensor in own
@@ -130,9 +133,9 @@ def imitation(output: Any, target: Sequence[Tensor]) -> Tensor:
         )
     parts = []
     for mine, wanted in zip(own, target, strict=True):
-        goal = F.log_softmax(wanted.float(), dim=1)
-        parts.append((goal.exp() * (goal - F.log_softmax(mine.float(), dim=1))).sum(dim=1).mean())
-    return torch.stack(parts).sum()
+        goal = F.log_softmax(wanted.float() / temperature, dim=1)
+        parts.append((goal.exp() * (goal - F.log_softmax(mine.float() / temperature, dim=1))).sum(dim=1).mean())
+    return temperature**2 * torch.stack(parts).sum()
 
 
 # what people's own ones give

@@ -66,6 +66,7 @@ class TrainConfig:
     label_smoothing: float = 0.1  # share of the target spread over all classes, by the default loss
     distillation: Distillation = Distillation.NONE  # `teacher` needs train(..., teacher=...)
     teacher_share: float = 0.5  # of the loss, with a teacher; the labels have the rest
+    teacher_temperature: float = 1.0  # both networks' scores are divided by it; 4 is usual for few classes
     seed: int = 0  # of dropout and the like; a loader has its own
 
     def __post_init__(self) -> None:
@@ -96,6 +97,8 @@ class TrainConfig:
                 f"label_smoothing must lie in [0, 1) and teacher_share in [0, 1], not {self.label_smoothing} and "
                 f"{self.teacher_share}."
             )
+        if not 0 < self.teacher_temperature < math.inf:
+            raise TrainingError(f"teacher_temperature must be a positive number, not {self.teacher_temperature}.")
         if type(self.seed) is not int or self.seed < 0:
             raise TrainingError(f"seed must be an int of at least 0, not {self.seed!r}.")
 
@@ -194,7 +197,7 @@ def train(
         mover = make_optimizer(optimizer or usual, groups)
         shares = rate_shares(mover)
         task = loss or classification_loss(config.label_smoothing)
-        run_step = settled.repeated(make_step(model, mover, task, teacher, config.teacher_share, settled, ranks))
+        run_step = settled.repeated(make_step(model, mover, task, teacher, config, settled, ranks))
         feed = Feed(loader, settled, ranks)
         steps = config.epochs * feed.per_epoch
         log = _Log(model, on_step, ranks)
@@ -240,7 +243,7 @@ def make_step(
     optimizer: torch.optim.Optimizer,
     loss: Loss,
     teacher: nn.Module | None,
-    share: float,
+    config: TrainConfig,
     settled: Settled,
     ranks: Ranks = ALONE,
 ) -> Callable[[Any], Tensor]:
@@ -251,7 +254,7 @@ def make_step(
     def step(batch: Any) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
         with settled.autocast():
-            value = _loss(forward, batch, loss, guide, share)
+            value = _loss(forward, batch, loss, guide, config)
         torch.autograd.backward(value)
         mean_gradients(model.parameters(), size_of(batch), ranks)
         optimizer.step()
@@ -362,7 +365,7 @@ class _Log:
 # small things
 
 
-def _loss(forward: Forward, batch: Any, loss: Loss, teacher: Forward | None, share: float) -> Tensor:
+def _loss(forward: Forward, batch: Any, loss: Loss, teacher: Forward | None, config: TrainConfig) -> Tensor:
     """The task's loss, with a teacher mixed with imitation."""
     output = forward(input_of(batch))
     value = one_number(loss(output, batch))
@@ -370,7 +373,8 @@ def _loss(forward: Forward, batch: Any, loss: Loss, teacher: Forward | None, sha
         return value
     with torch.no_grad():
         target = tensors_in(teacher(input_of(batch)))
-    return (1 - share) * value + share * imitation(output, target)
+    share = config.teacher_share
+    return (1 - share) * value + share * imitation(output, target, config.teacher_temperature)
 
 
 def _large(model: nn.Module) -> bool:

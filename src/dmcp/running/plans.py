@@ -25,6 +25,7 @@ from dmcp.training import TrainConfig
 _LATER: dict[str, dict[str, Any]] = {
     "cell": {"own": True, "teacher": "", "held_out": False},
     "engine": {"kernels": None},
+    "train": {"teacher_temperature": 1.0},
 }
 _BLIND = ("", "uniform", "dmcp")  # methods that see no held-out images; the first: the unpruned network
 
