@@ -1,12 +1,11 @@
 """Fill tables on a machine that is lent for minutes only: its experiments, and what is worth keeping of their cells.
 
     PYTHONPATH=src setsid nohup python3 tools/sitting.py go full 1500 ~/data/cifar10 ~/s > go.log 2>&1 < /dev/null &
-    PYTHONPATH=src python3 tools/sitting.py keep ~/s $OUT/kept.tgz
-    tar xzf kept.tgz -C runs/sitting          # there `dmcp paper ... --gather` makes tables, and `go` goes on
+    PYTHONPATH=src python3 tools/sitting.py keep ~/s $OUT/kept       # kept-0.tgz, kept-1.tgz ...
+    for one in kept-*.tgz; do tar xzf $one -C runs/sitting; done     # there `dmcp paper ... --gather` makes tables
 
-A kept cell that is done has what tables need, without weights and without a line for each step; all of it is kept where
-a cell that is not done starts or learns from it. One that has chosen its widths has that choice, and trains them anew;
-of others nothing is kept.
+A kept cell that is done has what tables need, without a line for each step and without weights, but that it has these
+where a cell which is not done starts or learns from it. One that is not done has its newest checkpoints, and goes on.
 """
 
 from __future__ import annotations
@@ -27,10 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dmcp.comparison.cell_files import is_done
+from dmcp.comparison.cells import COPY
 
 RECIPE = "--batch 512 --lr 1.6 --weight-decay 5e-4"
 LEAST_GAIN = 0.85  # of the time of a search step: below it own kernels are used
-MOST_BYTES = 2**20  # of a file that is kept of a cell that is not done
+MOST_BYTES = 2**20  # of weights in the first archive
+PART, MOST_PARTS = 15 * 2**20, 8  # bytes of weights in an archive, and archives: what comes back from a lent machine
 PATIENCE = 90  # seconds that measuring steps may take
 UNFINISHED = "unfinished.tar.xz"  # in the folder of results: cells as `keep` has them, to go on with
 
@@ -178,38 +179,69 @@ def _note(base: Path, text: str) -> None:
 # what is worth keeping
 
 
-def keep(base: Path, out: Path) -> None:
-    """Write what is worth keeping of all cells of a sitting, and what was said."""
-    with tarfile.open(out, "w:gz") as kept:
-        for path in sorted([*base.glob("*.txt"), *base.glob("*/commands.jsonl"), *base.glob("*/plans/*.json")]):
-            _put(kept, base, path, path.read_bytes())
-        needed = _needed(base)
-        for cell in sorted(path.parent for path in base.glob("*/*/settings.json")):
-            for path in _files(cell, needed):
-                ended = is_done(cell) and cell not in needed
-                _put(kept, base, path, _without_steps(path) if ended else path.read_bytes())
+def keep(base: Path, out: Path) -> list[Path]:
+    """Write what is worth keeping of all cells of a sitting, and what was said; the files, of which the first matters.
+
+    It has all but what is large: weights that a cell which is not done needs, and where such cells are. Files that
+    another process removes meanwhile are left out.
+    """
+    told = sorted([*base.glob("*.txt"), *base.glob("*/commands.jsonl"), *base.glob("*/plans/*.json")])
+    small, large = [(path, False) for path in told], list[Path]()
+    starts, teachers = _needed(base)
+    for cell in sorted(path.parent for path in base.glob("*/*/settings.json")):
+        here = sorted(path for path in cell.iterdir() if path.is_file() and path.name != "lock.json")
+        weights = [path for path in here if path.suffix == ".safetensors"]
+        if is_done(cell):
+            small += [(path, cell not in starts) for path in here if path not in weights]
+            large += weights if cell in starts | teachers else []
+            continue
+        found = [newest for stage in sorted(cell.glob("checkpoints/*")) if (newest := _newest(stage))]
+        if found:
+            chosen = [path for path in [*weights, *found] if path.stat().st_size < MOST_BYTES]
+            small += [(path, False) for path in [*chosen, *(set(here) - set(weights))]]
+            large += [path for path in [*weights, *found] if path not in chosen]
+    return _pack(base, out, small, large)
 
 
-def _needed(base: Path) -> set[Path]:
-    """Cells that others start or learn from which are not done."""
-    found: set[Path] = set()
+def _needed(base: Path) -> tuple[set[Path], set[Path]]:
+    """Cells that others start from which are not done, and those that others learn from."""
+    starts, teachers = set[Path](), set[Path]()
     for path in base.glob("*/plans/*.json"):
         folder, cell = path.parents[1], json.loads(path.read_text())["cell"] or {}
-        if not is_done(folder / path.stem):
-            found |= {folder / cell[key] for key in ("uses", "teacher") if cell.get(key)}
-    return found
+        if is_done(folder / path.stem):
+            continue
+        if cell.get("uses") and cell.get("method") != COPY:  # which needs widths alone
+            starts.add(folder / cell["uses"])
+        if cell.get("teacher"):
+            teachers.add(folder / cell["teacher"])
+    return starts, teachers
 
 
-def _files(cell: Path, needed: set[Path]) -> list[Path]:
-    """Those of a cell that are kept."""
-    here = [path for path in cell.iterdir() if path.is_file() and path.name != "lock.json"]
-    if is_done(cell) and cell in needed:
-        return sorted(here)
-    if is_done(cell):
-        return sorted(path for path in here if path.suffix != ".safetensors")
-    chosen = [path for path in (cell / "checkpoints" / "choice").glob("**/*") if path.is_file()]
-    small = [path for path in here if path.suffix == ".jsonl" or path.stat().st_size < MOST_BYTES]
-    return sorted([*small, *chosen]) if chosen else []
+def _newest(stage: Path) -> Path | None:
+    """The last checkpoint of a stage."""
+    return max(stage.glob("step-*.safetensors"), default=None)
+
+
+def _pack(base: Path, out: Path, small: list[tuple[Path, bool]], large: list[Path]) -> list[Path]:
+    """Write files into archives that are not too large; of those that say so, lines of steps are left out."""
+    parts = [[*small]]
+    room = PART
+    for path in large:
+        size = path.stat().st_size if path.exists() else 0
+        if size > room or len(parts) == 1:
+            parts.append([])
+            room = PART
+        room -= size
+        parts[-1].append((path, False))
+    names = [out.with_name(f"{out.name}-{number}.tgz") for number in range(min(len(parts), MOST_PARTS))]
+    for name, part in zip(names, parts, strict=False):
+        with tarfile.open(name, "w:gz") as kept:
+            for path, ended in part:
+                with contextlib.suppress(FileNotFoundError):
+                    _put(kept, base, path, _without_steps(path) if ended else path.read_bytes())
+    if len(parts) > len(names):
+        print(f"left out: {sum(map(len, parts[len(names) :]))} large files")
+    return names
 
 
 def _without_steps(path: Path) -> bytes:
@@ -236,7 +268,7 @@ def main() -> None:
     one.add_argument("base", type=Path, help="folder of everything")
     other = which.add_parser("keep", help=(keep.__doc__ or "").splitlines()[0])
     other.add_argument("base", type=Path)
-    other.add_argument("out", type=Path)
+    other.add_argument("out", type=Path, help="begin of the archives' names")
     asked = parser.parse_args()
     if asked.which == "go":
         go(asked.plan, asked.seconds, asked.data, asked.base)
