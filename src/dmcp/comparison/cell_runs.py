@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from dmcp.comparison.cell_files import is_done
+from dmcp.comparison.cell_files import code_that_made, is_done
 from dmcp.comparison.cells import BASE, COPY, RECOVER
 from dmcp.comparison.comparing import Comparison, Task, tasks
 from dmcp.errors import DmcpError, FileError
 from dmcp.locks import Lock
-from dmcp.methods import Own, find_method
+from dmcp.methods import Own, find_method, own_code, title
 from dmcp.reports.listing import is_run
 from dmcp.running.children import COMMAND, Command, Ended, kept_signals, run_side_by_side
 from dmcp.running.plans import Plan, code_digest
@@ -127,6 +127,7 @@ def check_begun(wanted: Sequence[Task], folder: Path) -> None:
                 f"{folder / task.name} was begun with other settings ({', '.join(fields)}): give --out another folder, "
                 f"or the command that began it{known}."
             )
+    _check_code(wanted, folder)
     before = {row: (name, kind) for row, name, kind in _begun(folder)}
     for task in wanted:
         name, kind = before.get(row_of(task.name, task.plan.job.seed), ("", None))
@@ -134,6 +135,18 @@ def check_begun(wanted: Sequence[Task], folder: Path) -> None:
             raise FileError(
                 f"{folder / task.name}: another seed of this row, {name}, was begun with another method or other "
                 "settings: give --out another folder, or the same settings."
+            )
+
+
+def _check_code(wanted: Sequence[Task], folder: Path) -> None:
+    """Refuse to add to the cells of somebody's own method what its code of today would make, if it was another then."""
+    now = {name: own_code(name) for name in {task.plan.cell.method for task in wanted if task.plan.cell}}
+    for _, name, (method, _) in _begun(folder):
+        before = code_that_made(folder / name)
+        if before and now.get(method, before) != before:
+            raise FileError(
+                f"{folder / name} was made by {method} before its file was changed: remove the cells "
+                f"of this method ({folder / title(method)}-*) and they are made again, or give --out another folder."
             )
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dmcp.comparison.cell_files import COST, TIME, is_done
+from dmcp.comparison.cell_files import COST, TIME, code_that_made, is_done
 from dmcp.comparison.cell_runs import PLANS, changes, kind_of, row_of
 from dmcp.comparison.cells import own_name
 from dmcp.comparison.comparing import UNIFORM, Comparison, Task, cell_name, is_one_ratio, plan_cell, tasks
@@ -133,6 +133,11 @@ def _check_alike(found: Mapping[str, Task], folder: Path) -> None:
         if kind_of(task.plan.to_json()) != kind_of(other.plan.to_json()):
             raise FileError(
                 f"{folder}: {other.name} and {name} are not the same method with the same settings: move one elsewhere."
+            )
+        if len({*filter(None, (code_that_made(folder / it) for it in (other.name, name)))}) > 1:
+            raise FileError(
+                f"{folder}: {other.name} and {name} were made by different code of one method: remove one of them, and "
+                "the command that made it makes it again."
             )
 
 
