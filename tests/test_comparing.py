@@ -21,7 +21,7 @@ from dmcp.comparison import cell_runs, table_files
 from dmcp.comparison.cell_files import is_done
 from dmcp.comparison.cell_runs import COMMANDS, PLANS, longest_first, run_comparison
 from dmcp.comparison.comparing import Comparison, Task, cell_name, epochs_of, tasks
-from dmcp.comparison.gathering import against_uniform, gather, markdown, stored, to_json
+from dmcp.comparison.gathering import against_uniform, gather, markdown, networks_of, stored, to_json
 from dmcp.engine import Engine
 from dmcp.errors import DmcpError, FileError, TrainingError
 from dmcp.locks import Lock
@@ -373,7 +373,9 @@ def test_one_ratio_has_the_row_of_uniform(tmp_path: Path) -> None:
     lines = {(line.method, line.own): line for line in gather(it, tmp_path)}
     cost = {"search_seconds": lines["l1", True].search_seconds, "sample_passes": lines["l1", True].sample_passes}
     assert cost["search_seconds"] == 102
-    assert lines["l1", False] == replace(lines["uniform", False], method="l1", same_as="uniform", **cost)
+    networks = lines["l1", False].networks
+    same = replace(lines["uniform", False], method="l1", same_as="uniform", networks=networks, **cost)
+    assert lines["l1", False] == same
     assert lines["l1", True].mean == pytest.approx(0.72)
     unscratched = gather(replace(it, scratch=False), tmp_path)
     assert ("l1", False) not in {(line.method, line.own) for line in unscratched}
@@ -436,6 +438,19 @@ def test_the_table_is_plain_data(tmp_path: Path) -> None:
     plain = json.loads(json.dumps(to_json(lines)))
     assert [line["method"] for line in plain] == [line.method for line in lines]
     assert plain[0]["accuracies"] == [0.9, 0.92] and plain[0]["macs"] == [1000, 1000]
+
+
+def test_each_network_has_its_own_costs(tmp_path: Path) -> None:
+    lines = gather(write_table(tmp_path), tmp_path)
+    keys = ("macs", "params", "search_seconds", "sample_passes")
+    found = {(it["method"], it["training"], it["seed"]): tuple(it[key] for key in keys) for it in networks_of(lines)}
+    assert found["amc", "same recipe", 0] == found["amc", "fine-tuned", 0] == (500, 30, 120, 5_000_000)
+    assert found["amc", "same recipe", 1] == found["amc", "fine-tuned", 1] == (490, 31, 140, 5_000_000)
+    assert found["l1", "same recipe", 1] == found["l1", "fine-tuned", 1] == (490, 40, 102, 5_000_000)
+    assert found["dmcp-direct", "same recipe", 1] == (495, 36, 301, 9_000_000)
+    assert found["unpruned", "same recipe", 0] == (1000, 77, 0, 0) and len(found) == 13
+    amc = next(line for line in to_json(lines) if line["method"] == "amc")
+    assert [(it["seed"], it["accuracy"], it["macs"]) for it in amc["networks"]] == [(0, 0.85, 500), (1, 0.87, 490)]
 
 
 def test_there_is_no_table_without_cells(tmp_path: Path) -> None:
@@ -561,7 +576,7 @@ def options(*more: str) -> Sequence[str]:
 
 
 def test_a_table_for_latex() -> None:
-    text = latex([["a_b", "50%"], ["90.25 ± 0.20 (3)", "49.3%–49.7%"], ["x & {y}", ""]])
+    text = latex([["a_b", "50%"], ["90.25 ± 0.20 (3)", "49.3%–49.7%"], ["x & {y}", ""], ["dmcp-direct", "-0.01 (1)"]])
     assert text.splitlines() == [
         r"\begin{tabular}{ll}",
         r"\toprule",
@@ -569,6 +584,7 @@ def test_a_table_for_latex() -> None:
         r"\midrule",
         r"90.25 $\pm$ 0.20 (3) & 49.3\%--49.7\% \\",
         r"x \& \{y\} &  \\",
+        r"dmcp-direct & $-$0.01 (1) \\",
         r"\bottomrule",
         r"\end{tabular}",
     ]
@@ -601,7 +617,9 @@ def test_the_command_fills_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture
     ]
     assert [float(it["accuracy"]) for it in networks] == [line["mean"] for line in table["lines"]]
     assert [it["budget"] for it in networks] == ["", "50%", "50%", "50%"] and networks[2]["same_as"] == "uniform"
-    assert r"uniform & 50\% & " in (out / "compare.tex").read_text()
+    tex = (out / "compare.tex").read_text()
+    assert tex.startswith("% digits:resnet on digits: 1 epoch") and r"\usepackage{booktabs}" in tex
+    assert r"uniform & 50\% & " in tex and r"l1 & 50\% & = uniform & " in tex.partition("points above uniform")[2]
     names = ["l1-50%-seed0", "uniform-50%-seed0", "unpruned-seed0"]
     before = {name: contents(out / name) for name in names}
 
