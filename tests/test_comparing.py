@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from dmcp import cli
+from dmcp.commands.compare import recipe
 from dmcp.comparison import cell_runs, table_files
 from dmcp.comparison.cell_files import is_done
 from dmcp.comparison.cell_runs import COMMANDS, PLANS, longest_first, run_comparison
@@ -27,8 +28,8 @@ from dmcp.errors import DmcpError, FileError, TrainingError
 from dmcp.locks import Lock
 from dmcp.methods import METHODS
 from dmcp.running import children
-from dmcp.running.jobs import Job
-from dmcp.running.plans import plan_from_json
+from dmcp.running.jobs import Job, open_job
+from dmcp.running.plans import facts_of, plan_from_json
 from dmcp.tables import latex
 from dmcp.training import TrainConfig
 
@@ -648,6 +649,54 @@ def test_the_command_fills_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture
             f"dmcp: {out}/unpruned-seed0 was begun with other settings (train.lr, train.warmup_lr): "
             f"give --out another folder, or the command that began it, which is in {out / COMMANDS}.\n"
         )
+
+
+def test_a_table_is_of_one_network_and_one_data_set(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    net = """
+from torch import nn
+
+def build(num_classes):
+    layers = nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Conv2d(16, WIDTH, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(WIDTH, num_classes))
+"""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["compare", "--model", "growing_net:build", "--data", "digits", "--device", "cpu", "--seeds", "1"]
+    words += ["--methods", "uniform", "--out", str(folder)]
+    try:
+        (tmp_path / "growing_net.py").write_text(net.replace("WIDTH", "24"))
+        assert command(*words, "--dry-run") == 0
+        it = Comparison(
+            job=Job(model="growing_net:build", data="digits", device="cpu", batch=128),
+            engine=Engine(),
+            train=recipe(60, 0.8, 1e-4, 0.1),
+            budgets=("50%",),
+            methods=("uniform",),
+            seeds=(0,),
+            fine_tune_epochs=40,
+        )
+        run_comparison(it, folder, quiet=True)
+        for place in folder.glob("*-seed0"):
+            facts = facts_of(open_job(it.job)) | {"command": "cell"}
+            (place / "settings.json").write_text(json.dumps(facts))
+        capfd.readouterr()
+        assert command(*words, "--dry-run") == 0 and stored(folder)
+        del sys.modules["growing_net"]
+        (tmp_path / "growing_net.py").write_text(net.replace("WIDTH", "32"))
+        assert command(*words, "--dry-run") == 2
+        assert capfd.readouterr().err == (
+            f"dmcp: {folder}/uniform-50%-seed0 was made when growing_net:build was another network than now: give "
+            "--out another folder, or remove the cells in this one.\n"
+        )
+    finally:
+        sys.modules.pop("growing_net", None)
+    other = folder / "uniform-50%-seed0" / "settings.json"
+    facts = json.loads(other.read_text())
+    other.write_text(json.dumps(facts | {"data": facts["data"] | {"train": 7}}))
+    with pytest.raises(FileError, match="uniform-50%-seed0 and unpruned-seed0 do not have the same data: move one"):
+        stored(folder)
 
 
 def test_a_dry_run_lists_cells_and_runs_nothing(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from dmcp.locks import Lock
 from dmcp.methods import Own, find_method, own_code, title
 from dmcp.reports.listing import is_run
 from dmcp.running.children import COMMAND, Command, Ended, kept_signals, run_side_by_side
-from dmcp.running.plans import Plan, code_digest
-from dmcp.runs import Run, read_json
+from dmcp.running.jobs import Job, Opened
+from dmcp.running.plans import FACTS, Plan, code_digest, facts_of, plan_from_json
+from dmcp.runs import SETTINGS, Run, read_json
 
 PLANS = "plans"  # what each cell is to do
 OUTPUT = "output"  # what each cell has said
@@ -148,6 +150,28 @@ def _check_code(wanted: Sequence[Task], folder: Path) -> None:
                 f"{folder / name} was made by {method} before its file was changed: remove the cells "
                 f"of this method ({folder / title(method)}-*) and they are made again, or give --out another folder."
             )
+
+
+def check_facts(job: Job, folder: Path, opened: Opened) -> None:
+    """Refuse a folder with cells of this job whose network, or data, were others by the same name."""
+    now = json.loads(json.dumps(facts_of(opened)))
+    for path in sorted((folder / PLANS).glob("*.json")):
+        place, what = folder / path.stem, ""
+        if is_run(place):
+            with contextlib.suppress(FileError):  # of another version: refused elsewhere, if it is wanted
+                theirs = plan_from_json(read_json(path), path).job
+                what = other_fact(read_json(place / SETTINGS), now) if replace(theirs, seed=job.seed) == job else ""
+        if what:
+            name = f"{job.data} was another data set" if what == "data" else f"{job.model} was another network"
+            raise FileError(
+                f"{place} was made when {name} than now: give --out another folder, or remove the cells in this one."
+            )
+
+
+def other_fact(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """What two runs do not have in common, the network or the data; empty if they have both, as far as is known."""
+    differing = [name for name in FACTS if name in one and name in other and one[name] != other[name]]
+    return "" if not differing else "data" if differing == ["data"] else "network"
 
 
 def row_of(name: str, seed: int) -> str:

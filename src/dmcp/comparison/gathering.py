@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dmcp.comparison.cell_files import COST, TIME, code_that_made, is_done
-from dmcp.comparison.cell_runs import PLANS, changes, kind_of, row_of
+from dmcp.comparison.cell_runs import PLANS, changes, kind_of, other_fact, row_of
 from dmcp.comparison.cells import own_name
 from dmcp.comparison.comparing import UNIFORM, Comparison, Task, cell_name, is_one_ratio, plan_cell, tasks
 from dmcp.errors import DmcpError, FileError
@@ -139,9 +139,12 @@ def _is_told(place: Path) -> bool:
 
 
 def _check_alike(found: Mapping[str, Task], folder: Path) -> None:
-    """Refuse to average what is not the same method with the same settings."""
+    """Refuse to average what is not the same method with the same settings, and a table of several networks or data."""
     first: dict[str, Task] = {}
+    one = next(iter(found))
     for name, task in found.items():
+        if what := other_fact(*(read_json(folder / it / SETTINGS) for it in (one, name))):
+            raise FileError(f"{folder}: {one} and {name} do not have the same {what}: move one elsewhere.")
         other = first.setdefault(row_of(name, task.plan.job.seed), task)
         if kind_of(task.plan.to_json()) != kind_of(other.plan.to_json()):
             raise FileError(
