@@ -17,18 +17,19 @@ from typing import Any
 import pytest
 
 from dmcp import cli
+from dmcp.commands.compare import recipe
 from dmcp.comparison import cell_runs, table_files
 from dmcp.comparison.cell_files import is_done
 from dmcp.comparison.cell_runs import COMMANDS, PLANS, longest_first, run_comparison
 from dmcp.comparison.comparing import Comparison, Task, cell_name, epochs_of, tasks
-from dmcp.comparison.gathering import against_uniform, gather, markdown, stored, to_json
+from dmcp.comparison.gathering import against_uniform, gather, markdown, networks_of, stored, to_json
 from dmcp.engine import Engine
 from dmcp.errors import DmcpError, FileError, TrainingError
 from dmcp.locks import Lock
 from dmcp.methods import METHODS
 from dmcp.running import children
-from dmcp.running.jobs import Job
-from dmcp.running.plans import plan_from_json
+from dmcp.running.jobs import Job, open_job
+from dmcp.running.plans import facts_of, plan_from_json
 from dmcp.tables import latex
 from dmcp.training import TrainConfig
 
@@ -373,7 +374,9 @@ def test_one_ratio_has_the_row_of_uniform(tmp_path: Path) -> None:
     lines = {(line.method, line.own): line for line in gather(it, tmp_path)}
     cost = {"search_seconds": lines["l1", True].search_seconds, "sample_passes": lines["l1", True].sample_passes}
     assert cost["search_seconds"] == 102
-    assert lines["l1", False] == replace(lines["uniform", False], method="l1", same_as="uniform", **cost)
+    networks = lines["l1", False].networks
+    same = replace(lines["uniform", False], method="l1", same_as="uniform", networks=networks, **cost)
+    assert lines["l1", False] == same
     assert lines["l1", True].mean == pytest.approx(0.72)
     unscratched = gather(replace(it, scratch=False), tmp_path)
     assert ("l1", False) not in {(line.method, line.own) for line in unscratched}
@@ -436,6 +439,19 @@ def test_the_table_is_plain_data(tmp_path: Path) -> None:
     plain = json.loads(json.dumps(to_json(lines)))
     assert [line["method"] for line in plain] == [line.method for line in lines]
     assert plain[0]["accuracies"] == [0.9, 0.92] and plain[0]["macs"] == [1000, 1000]
+
+
+def test_each_network_has_its_own_costs(tmp_path: Path) -> None:
+    lines = gather(write_table(tmp_path), tmp_path)
+    keys = ("macs", "params", "search_seconds", "sample_passes")
+    found = {(it["method"], it["training"], it["seed"]): tuple(it[key] for key in keys) for it in networks_of(lines)}
+    assert found["amc", "same recipe", 0] == found["amc", "fine-tuned", 0] == (500, 30, 120, 5_000_000)
+    assert found["amc", "same recipe", 1] == found["amc", "fine-tuned", 1] == (490, 31, 140, 5_000_000)
+    assert found["l1", "same recipe", 1] == found["l1", "fine-tuned", 1] == (490, 40, 102, 5_000_000)
+    assert found["dmcp-direct", "same recipe", 1] == (495, 36, 301, 9_000_000)
+    assert found["unpruned", "same recipe", 0] == (1000, 77, 0, 0) and len(found) == 13
+    amc = next(line for line in to_json(lines) if line["method"] == "amc")
+    assert [(it["seed"], it["accuracy"], it["macs"]) for it in amc["networks"]] == [(0, 0.85, 500), (1, 0.87, 490)]
 
 
 def test_there_is_no_table_without_cells(tmp_path: Path) -> None:
@@ -561,7 +577,7 @@ def options(*more: str) -> Sequence[str]:
 
 
 def test_a_table_for_latex() -> None:
-    text = latex([["a_b", "50%"], ["90.25 ± 0.20 (3)", "49.3%–49.7%"], ["x & {y}", ""]])
+    text = latex([["a_b", "50%"], ["90.25 ± 0.20 (3)", "49.3%–49.7%"], ["x & {y}", ""], ["dmcp-direct", "-0.01 (1)"]])
     assert text.splitlines() == [
         r"\begin{tabular}{ll}",
         r"\toprule",
@@ -569,6 +585,7 @@ def test_a_table_for_latex() -> None:
         r"\midrule",
         r"90.25 $\pm$ 0.20 (3) & 49.3\%--49.7\% \\",
         r"x \& \{y\} &  \\",
+        r"dmcp-direct & $-$0.01 (1) \\",
         r"\bottomrule",
         r"\end{tabular}",
     ]
@@ -601,7 +618,9 @@ def test_the_command_fills_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture
     ]
     assert [float(it["accuracy"]) for it in networks] == [line["mean"] for line in table["lines"]]
     assert [it["budget"] for it in networks] == ["", "50%", "50%", "50%"] and networks[2]["same_as"] == "uniform"
-    assert r"uniform & 50\% & " in (out / "compare.tex").read_text()
+    tex = (out / "compare.tex").read_text()
+    assert tex.startswith("% digits:resnet on digits: 1 epoch") and r"\usepackage{booktabs}" in tex
+    assert r"uniform & 50\% & " in tex and r"l1 & 50\% & = uniform & " in tex.partition("points above uniform")[2]
     names = ["l1-50%-seed0", "uniform-50%-seed0", "unpruned-seed0"]
     before = {name: contents(out / name) for name in names}
 
@@ -630,6 +649,54 @@ def test_the_command_fills_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture
             f"dmcp: {out}/unpruned-seed0 was begun with other settings (train.lr, train.warmup_lr): "
             f"give --out another folder, or the command that began it, which is in {out / COMMANDS}.\n"
         )
+
+
+def test_a_table_is_of_one_network_and_one_data_set(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    net = """
+from torch import nn
+
+def build(num_classes):
+    layers = nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Conv2d(16, WIDTH, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(WIDTH, num_classes))
+"""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["compare", "--model", "growing_net:build", "--data", "digits", "--device", "cpu", "--seeds", "1"]
+    words += ["--methods", "uniform", "--out", str(folder)]
+    try:
+        (tmp_path / "growing_net.py").write_text(net.replace("WIDTH", "24"))
+        assert command(*words, "--dry-run") == 0
+        it = Comparison(
+            job=Job(model="growing_net:build", data="digits", device="cpu", batch=128),
+            engine=Engine(),
+            train=recipe(60, 0.8, 1e-4, 0.1),
+            budgets=("50%",),
+            methods=("uniform",),
+            seeds=(0,),
+            fine_tune_epochs=40,
+        )
+        run_comparison(it, folder, quiet=True)
+        for place in folder.glob("*-seed0"):
+            facts = facts_of(open_job(it.job)) | {"command": "cell"}
+            (place / "settings.json").write_text(json.dumps(facts))
+        capfd.readouterr()
+        assert command(*words, "--dry-run") == 0 and stored(folder)
+        del sys.modules["growing_net"]
+        (tmp_path / "growing_net.py").write_text(net.replace("WIDTH", "32"))
+        assert command(*words, "--dry-run") == 2
+        assert capfd.readouterr().err == (
+            f"dmcp: {folder}/uniform-50%-seed0 was made when growing_net:build was another network than now: give "
+            "--out another folder, or remove the cells in this one.\n"
+        )
+    finally:
+        sys.modules.pop("growing_net", None)
+    other = folder / "uniform-50%-seed0" / "settings.json"
+    facts = json.loads(other.read_text())
+    other.write_text(json.dumps(facts | {"data": facts["data"] | {"train": 7}}))
+    with pytest.raises(FileError, match="uniform-50%-seed0 and unpruned-seed0 do not have the same data: move one"):
+        stored(folder)
 
 
 def test_a_dry_run_lists_cells_and_runs_nothing(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

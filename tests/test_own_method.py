@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from dmcp.budget import spent_shares
 from dmcp.comparison import comparing
 from dmcp.comparison.asked_methods import read_names
 from dmcp.errors import BudgetError, DmcpError, TrainingError
-from dmcp.methods import METHODS, PEERS, Method, Own, Start, blamed, find_method, prepare, settle, title
+from dmcp.methods import METHODS, PEERS, Method, Own, Start, blamed, find_method, own_code, prepare, settle, title
 from dmcp.methods.problem import FILLED, Choice, Problem
 from dmcp.sampling import uniform
 
@@ -100,6 +101,71 @@ def test_the_page_has_the_defaults_of_all_methods() -> None:
         values = {it.name: getattr(config, it.name) for it in dataclasses.fields(config)}
         told = [f"`{key}={value!r}`" for key, value in values.items() if not dataclasses.is_dataclass(value)]
         assert rows[name] == (", ".join(told) or "–"), name
+
+
+# a method that is changed while its table grows
+
+GROWING = """
+from dmcp.methods.problem import Choice
+
+
+def growing(problem):
+    widths = problem.graph.widths({space.name: space.size // SHARE for space in problem.graph.spaces})
+    return Choice(widths=widths, kept=widths)
+"""
+
+
+def test_which_code_a_method_has(here: Path) -> None:
+    find_method("mine:root_macs")
+    first = own_code("mine:root_macs")
+    assert len(first) == 12 and own_code("mine:by_score") == first  # both are in this file
+    (here / "mine.py").write_text("# only a remark\n" + EXAMPLE)
+    assert own_code("mine:root_macs") == first
+    (here / "mine.py").write_text(EXAMPLE.replace("sqrt()", "square()"))
+    assert own_code("mine:root_macs") not in ("", first)
+    (here / "mine.py").write_text("what is no Python")
+    assert [own_code(name) for name in ("mine:root_macs", "l1", "=hand")] == ["", "", ""]
+
+
+@pytest.mark.slow
+def test_a_row_is_made_by_one_code(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = here / "mine.py"
+    file.write_text(GROWING.replace("SHARE", "2"))
+    words = compare("--methods", "mine:growing", "--epochs", "1", "--no-unpruned", "--out", "table", "--budget", "75%")
+    assert command(*words, "--seeds", "1") == 0
+    file.write_text("# only a remark\n" + GROWING.replace("SHARE", "2"))
+    assert command(*words, "--seeds", "1") == 0
+    file.write_text(GROWING.replace("SHARE", "3"))
+    capfd.readouterr()
+    assert command(*words, "--seeds", "2", "--dry-run") == 2
+    assert command(*words, "--seeds", "2") == 2
+    refusal = (
+        "dmcp: table/growing-75%-seed0 was made by mine:growing before its file was changed: remove the cells of this "
+        "method (table/growing-*) and they are made again, or give --out another folder."
+    )
+    assert capfd.readouterr().err.splitlines() == [refusal, refusal]
+    assert not (here / "table" / "growing-75%-seed1").exists()
+    place = here / "table" / "growing-75%-seed1"  # made while the file was changed
+    shutil.copytree(here / "table" / "growing-75%-seed0", place)
+    (place / "code.json").write_text(json.dumps({"code": "another"}))
+    plan = json.loads((here / "table" / "plans" / "growing-75%-seed0.json").read_text())
+    plan["job"]["seed"] = plan["train"]["seed"] = plan["search"]["seed"] = 1
+    (here / "table" / "plans" / "growing-75%-seed1.json").write_text(json.dumps(plan))
+    assert command("compare", "--gather", "table") == 2
+    assert "growing-75%-seed0 and growing-75%-seed1 were made by different code of one method" in capfd.readouterr().err
+    shutil.rmtree(place)
+    shutil.rmtree(here / "table" / "growing-75%-seed0")
+    assert command(*words, "--seeds", "1", "--dry-run") == 0
+
+
+@pytest.mark.slow
+def test_a_method_that_failed_may_be_mended(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = here / "mine.py"
+    file.write_text(GROWING.replace("SHARE", "0"))
+    words = compare("--methods", "mine:growing", "--epochs", "1", "--no-unpruned", "--seeds", "1", "--out", "table")
+    assert command(*words) == 2 and "ZeroDivisionError" in capfd.readouterr().err
+    file.write_text(GROWING.replace("SHARE", "2"))
+    assert command(*words) == 0
 
 
 # what is checked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Sequence
 
@@ -19,7 +20,8 @@ def latex(rows: Sequence[Sequence[str]]) -> str:
     signs = {sign: f"\\{sign}" for sign in "%&#_${}"} | {"±": r"$\pm$", "–": "--", "\\": r"\textbackslash{}"}
     signs |= {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
     plain = str.maketrans({ord(sign): text for sign, text in signs.items()})
-    head, *rest = [" & ".join(cell.translate(plain) for cell in row) + r" \\" for row in rows]
+    cells = [[re.sub(r"^-(?=\d)", "$-$", cell.translate(plain)) for cell in row] for row in rows]
+    head, *rest = [" & ".join(row) + r" \\" for row in cells]
     top = [rf"\begin{{tabular}}{{{'l' * len(rows[0])}}}", r"\toprule", head, r"\midrule"]
     return "\n".join([*top, *rest, r"\bottomrule", r"\end{tabular}", ""])
 

@@ -15,7 +15,7 @@ from dmcp.commands import options as o
 from dmcp.commands.printing import print_json
 from dmcp.comparison.asked_methods import fitting_budgets, read_given, read_names, read_peers, read_settings
 from dmcp.comparison.cell_files import is_done
-from dmcp.comparison.cell_runs import check_begun, check_failed, run_comparison, state_of
+from dmcp.comparison.cell_runs import check_begun, check_facts, check_failed, run_comparison, state_of
 from dmcp.comparison.cells import run_cell
 from dmcp.comparison.comparing import Comparison, epochs_of, tasks
 from dmcp.comparison.gathering import PAGE, stored
@@ -147,6 +147,7 @@ def compare(
     check_job(it, opened)
     folder = Path(out or f"runs/{slug(f'compare {job.model} {Path(job.data).name}')}")  # the same one each time
     it = replace(it, only=fitting_budgets(it, given, opened))
+    check_facts(it.job, folder, opened)
     if dry_run:
         _list(it, folder, as_json)
         return

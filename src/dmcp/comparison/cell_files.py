@@ -25,6 +25,7 @@ from dmcp.tracing.graph import Kept
 COST, CHOICE, CHOSEN = "cost.json", "choice.json", "choice.safetensors"
 # what alphas won back; seconds at work in all; seconds of what COST will be about, where it was stopped in it
 RECOVERY, TIME, SPENT = "recovery.json", "time.json", "spent.json"
+CODE = "code.json"  # which code of a method that is somebody's own has chosen, or prepared
 _CHOSEN = "choice"  # the stage that ends with a choice
 _MOST = 2**34  # bytes of a prepared network
 
@@ -34,6 +35,12 @@ def is_done(folder: Path) -> bool:
     if (folder / CHECKPOINTS).exists() or not (folder / COST).exists():
         return False
     return any((folder / name).exists() for name in (WIDTHS, PREPARED, RECOVERY))
+
+
+def code_that_made(folder: Path) -> str:
+    """Which code of a method that is somebody's own has made what is in the folder of a cell; empty if nothing has."""
+    made = (folder / COST).exists() and (folder / CODE).exists()  # what failed before is made anew
+    return str(read_json(folder / CODE).get("code", "")) if made else ""
 
 
 def keep_choice(here: Session, choice: Choice, seconds: float) -> None:

@@ -10,21 +10,23 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dmcp.comparison.cell_files import is_done
+from dmcp.comparison.cell_files import code_that_made, is_done
 from dmcp.comparison.cells import BASE, COPY, RECOVER
 from dmcp.comparison.comparing import Comparison, Task, tasks
 from dmcp.errors import DmcpError, FileError
 from dmcp.locks import Lock
-from dmcp.methods import Own, find_method
+from dmcp.methods import Own, find_method, own_code, title
 from dmcp.reports.listing import is_run
 from dmcp.running.children import COMMAND, Command, Ended, kept_signals, run_side_by_side
-from dmcp.running.plans import Plan, code_digest
-from dmcp.runs import Run, read_json
+from dmcp.running.jobs import Job, Opened
+from dmcp.running.plans import FACTS, Plan, code_digest, facts_of, plan_from_json
+from dmcp.runs import SETTINGS, Run, read_json
 
 PLANS = "plans"  # what each cell is to do
 OUTPUT = "output"  # what each cell has said
@@ -127,6 +129,7 @@ def check_begun(wanted: Sequence[Task], folder: Path) -> None:
                 f"{folder / task.name} was begun with other settings ({', '.join(fields)}): give --out another folder, "
                 f"or the command that began it{known}."
             )
+    _check_code(wanted, folder)
     before = {row: (name, kind) for row, name, kind in _begun(folder)}
     for task in wanted:
         name, kind = before.get(row_of(task.name, task.plan.job.seed), ("", None))
@@ -135,6 +138,40 @@ def check_begun(wanted: Sequence[Task], folder: Path) -> None:
                 f"{folder / task.name}: another seed of this row, {name}, was begun with another method or other "
                 "settings: give --out another folder, or the same settings."
             )
+
+
+def _check_code(wanted: Sequence[Task], folder: Path) -> None:
+    """Refuse to add to the cells of somebody's own method what its code of today would make, if it was another then."""
+    now = {name: own_code(name) for name in {task.plan.cell.method for task in wanted if task.plan.cell}}
+    for _, name, (method, _) in _begun(folder):
+        before = code_that_made(folder / name)
+        if before and now.get(method, before) != before:
+            raise FileError(
+                f"{folder / name} was made by {method} before its file was changed: remove the cells "
+                f"of this method ({folder / title(method)}-*) and they are made again, or give --out another folder."
+            )
+
+
+def check_facts(job: Job, folder: Path, opened: Opened) -> None:
+    """Refuse a folder with cells of this job whose network, or data, were others by the same name."""
+    now = json.loads(json.dumps(facts_of(opened)))
+    for path in sorted((folder / PLANS).glob("*.json")):
+        place, what = folder / path.stem, ""
+        if is_run(place):
+            with contextlib.suppress(FileError):  # of another version: refused elsewhere, if it is wanted
+                theirs = plan_from_json(read_json(path), path).job
+                what = other_fact(read_json(place / SETTINGS), now) if replace(theirs, seed=job.seed) == job else ""
+        if what:
+            name = f"{job.data} was another data set" if what == "data" else f"{job.model} was another network"
+            raise FileError(
+                f"{place} was made when {name} than now: give --out another folder, or remove the cells in this one."
+            )
+
+
+def other_fact(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """What two runs do not have in common, the network or the data; empty if they have both, as far as is known."""
+    differing = [name for name in FACTS if name in one and name in other and one[name] != other[name]]
+    return "" if not differing else "data" if differing == ["data"] else "network"
 
 
 def row_of(name: str, seed: int) -> str:

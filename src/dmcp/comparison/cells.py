@@ -16,6 +16,7 @@ from dmcp.batches import Loader, generator
 from dmcp.budget import parse
 from dmcp.comparison.cell_files import (
     CHOICE,
+    CODE,
     COST,
     RECOVERY,
     SPENT,
@@ -35,7 +36,7 @@ from dmcp.data import make_loader, split
 from dmcp.errors import StoppedError, TrainingError
 from dmcp.events import Event
 from dmcp.measuring import compare
-from dmcp.methods import Method, Own, Start, blamed, find_method, is_imported, prepare, settle, title
+from dmcp.methods import Method, Own, Start, blamed, find_method, is_imported, own_code, prepare, settle, title
 from dmcp.methods.problem import Choice, Prepared, Problem, Told, samples_of
 from dmcp.pruning import UNPRUNED
 from dmcp.retraining import Retrain, train_all
@@ -195,6 +196,7 @@ def _trained_base(here: Session, data: _Data) -> Prepared:
 
 def _prepared(here: Session, cell: Cell, data: _Data) -> Prepared:
     method = find_method(cell.method)
+    _note_code(here, cell)
     return prepare(cell.method, method, _problem(here, data, method), _config(method, cell))
 
 
@@ -232,6 +234,7 @@ def _fill(here: Session, cell: Cell, data: _Data) -> None:
 def _choose(here: Session, cell: Cell, method: Method, data: _Data) -> Choice:
     """Let the method choose, and keep what it chose: an interrupted cell does not choose again."""
     with _clock(here) as seconds:
+        _note_code(here, cell)
         problem = _problem(here, data, method)
         with blamed(cell.method):
             choice = _find(here, cell, method, problem)
@@ -242,6 +245,12 @@ def _choose(here: Session, cell: Cell, method: Method, data: _Data) -> Choice:
             choice = replace(choice, model=None)
         keep_choice(here, choice, seconds())
     return choice
+
+
+def _note_code(here: Session, cell: Cell) -> None:
+    """Keep which code of somebody's own method is at work: it may change before the next seed."""
+    if code := own_code(cell.method):
+        here.run.write(CODE, {"code": code})
 
 
 def _find(here: Session, cell: Cell, method: Method, problem: Problem) -> Choice:

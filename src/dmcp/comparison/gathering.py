@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dmcp.comparison.cell_files import COST, TIME, is_done
-from dmcp.comparison.cell_runs import PLANS, changes, kind_of, row_of
+from dmcp.comparison.cell_files import COST, TIME, code_that_made, is_done
+from dmcp.comparison.cell_runs import PLANS, changes, kind_of, other_fact, row_of
 from dmcp.comparison.cells import own_name
 from dmcp.comparison.comparing import UNIFORM, Comparison, Task, cell_name, is_one_ratio, plan_cell, tasks
 from dmcp.errors import DmcpError, FileError
@@ -32,6 +32,18 @@ NETWORKS, LATEX = "compare.csv", "compare.tex"
 PASSES = 10  # through a network, the fastest of which is its time
 _WAYS = {Own.FINE_TUNED: "fine-tuned", Own.AS_IT_IS: "as trained", Own.SLIMMABLE: "slimmable"}
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)%")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """What a row has of one seed."""
+
+    seed: int
+    accuracy: float
+    macs: int
+    params: int
+    search_seconds: float | None  # until its widths were known, with what had to be trained before; None: not known
+    sample_passes: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +66,7 @@ class Line:
     seeds: tuple[int, ...] = ()  # of the accuracies
     same_as: str = ""  # the method whose networks these are, if they are not its own
     way: str = ""  # of its own training
+    networks: tuple[Network, ...] = ()  # one for each seed
 
 
 # which cells
@@ -126,13 +139,21 @@ def _is_told(place: Path) -> bool:
 
 
 def _check_alike(found: Mapping[str, Task], folder: Path) -> None:
-    """Refuse to average what is not the same method with the same settings."""
+    """Refuse to average what is not the same method with the same settings, and a table of several networks or data."""
     first: dict[str, Task] = {}
+    one = next(iter(found))
     for name, task in found.items():
+        if what := other_fact(*(read_json(folder / it / SETTINGS) for it in (one, name))):
+            raise FileError(f"{folder}: {one} and {name} do not have the same {what}: move one elsewhere.")
         other = first.setdefault(row_of(name, task.plan.job.seed), task)
         if kind_of(task.plan.to_json()) != kind_of(other.plan.to_json()):
             raise FileError(
                 f"{folder}: {other.name} and {name} are not the same method with the same settings: move one elsewhere."
+            )
+        if len({*filter(None, (code_that_made(folder / it) for it in (other.name, name)))}) > 1:
+            raise FileError(
+                f"{folder}: {other.name} and {name} were made by different code of one method: remove one of them, and "
+                "the command that made it makes it again."
             )
 
 
@@ -183,7 +204,8 @@ def gather(it: Comparison | Stored, folder: Path) -> list[Line]:
         copied = is_one_ratio(method) and it.scratch
         if copied:
             trained = _rows(it.seeds, UNIFORM, UNIFORM, budget, folder, known)
-        costs = [_cost(task.name, folder, known) for task, _, _ in own or trained] if method != UNPRUNED else []
+        searched = (own or trained) if method != UNPRUNED else []
+        costs = {task.plan.job.seed: _cost(task.name, folder, known) for task, _, _ in searched}
         if trained:
             line = _line(method, budget, trained, costs)
             lines.append(replace(line, same_as=UNIFORM if copied else ""))
@@ -210,12 +232,12 @@ def _way(method: str) -> str:
     return ""
 
 
-def _line(method: str, budget: str, rows: _Rows, costs: Sequence[tuple[float, float]]) -> Line:
+def _line(method: str, budget: str, rows: _Rows, costs: Mapping[int, tuple[float, float]]) -> Line:
     accuracies = tuple(row.accuracy for _, _, row in rows)
     full = next(run.unpruned("macs") or 0 for _, run, _ in rows)
     macs = [row.macs for _, _, row in rows]
     params = [row.params for _, _, row in rows]
-    known = [seconds for seconds, _ in costs if not math.isnan(seconds)]
+    known = [seconds for seconds, _ in costs.values() if not math.isnan(seconds)]
     return Line(
         method=title(method),
         budget=budget,
@@ -228,8 +250,21 @@ def _line(method: str, budget: str, rows: _Rows, costs: Sequence[tuple[float, fl
         macs_share=(min(macs) / full, max(macs) / full),
         mean_share=statistics.fmean(macs) / full,
         search_seconds=statistics.fmean(known) if known else None if costs else 0.0,
-        sample_passes=statistics.fmean(passes for _, passes in costs) if costs else 0.0,
+        sample_passes=statistics.fmean(passes for _, passes in costs.values()) if costs else 0.0,
         seeds=tuple(task.plan.job.seed for task, _, _ in rows),
+        networks=tuple(_network(task.plan.job.seed, row, costs) for task, _, row in rows),
+    )
+
+
+def _network(seed: int, row: Row, costs: Mapping[int, tuple[float, float]]) -> Network:
+    seconds, passes = costs.get(seed, (math.nan, 0.0)) if costs else (0.0, 0.0)
+    return Network(
+        seed=seed,
+        accuracy=row.accuracy,
+        macs=row.macs,
+        params=row.params,
+        search_seconds=None if math.isnan(seconds) else seconds,
+        sample_passes=passes,
     )
 
 
@@ -283,6 +318,12 @@ def cells_of(lines: Sequence[Line], batch: int = 0) -> list[list[str]]:
 
 
 def against_uniform(lines: Sequence[Line]) -> str:
+    """The table of differences for people who read text; nothing where there are none."""
+    rows = differences_of(lines)
+    return table(rows) if rows else ""
+
+
+def differences_of(lines: Sequence[Line]) -> list[list[str]]:
     """By how many points methods are better than uniform with the same seed; nothing where there is no uniform."""
     rows = [["method", "budget", "points above uniform, same recipe", "its own training"]]
     for line in lines:
@@ -292,7 +333,7 @@ def against_uniform(lines: Sequence[Line]) -> str:
         own = _other(line, lines, own=True)
         same = f"= {line.same_as}" if line.same_as else "" if line.own else points(differences(line, base))
         rows.append([line.method, line.budget, same, points(differences(own, base)) if own else ""])
-    return table(rows) if len(rows) > 1 else ""
+    return rows if len(rows) > 1 else []
 
 
 def differences(line: Line, base: Line) -> list[float]:
@@ -334,25 +375,23 @@ def settings_of(it: Stored, folder: Path) -> dict[str, Any]:
 
 
 def networks_of(lines: Sequence[Line]) -> list[dict[str, Any]]:
-    """The table network by network, for other programs; costs are those of its line, the least and the most."""
+    """The table network by network, for other programs; the time of a pass is that of the line's first seed."""
     return [
         {
             "method": line.method,
             "budget": line.budget,
             "training": line.way if line.own else "same recipe",
-            "seed": seed,
-            "accuracy": accuracy,
+            "seed": it.seed,
+            "accuracy": it.accuracy,
             "same_as": line.same_as,
-            "macs_least": line.macs[0],
-            "macs_most": line.macs[1],
-            "params_least": line.params[0],
-            "params_most": line.params[1],
-            "search_seconds": line.search_seconds,
-            "sample_passes": line.sample_passes,
-            "ms": line.ms,
+            "macs": it.macs,
+            "params": it.params,
+            "search_seconds": it.search_seconds,
+            "sample_passes": it.sample_passes,
+            "ms": line.ms if it.seed == line.seeds[0] else None,
         }
         for line in lines
-        for seed, accuracy in zip(line.seeds, line.accuracies, strict=True)
+        for it in line.networks
     ]
 
 

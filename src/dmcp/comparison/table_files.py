@@ -24,6 +24,7 @@ from dmcp.comparison.gathering import (
     against_uniform,
     cells_of,
     describe,
+    differences_of,
     gather,
     markdown,
     measure,
@@ -64,10 +65,20 @@ def write_table(it: Stored, folder: Path, opened: Opened | None = None, again: b
     run.write(TABLE, data)
     parts = [describe(it), markdown(lines, speeds["batch"]), against_uniform(lines)]
     run.write(PAGE, "\n".join(f"{part.rstrip()}\n" for part in parts if part))
-    run.write(LATEX, latex(cells_of(lines, speeds["batch"])))
+    run.write(LATEX, _latex(it, lines, speeds["batch"]))
     run.write(NETWORKS, _csv(networks_of(lines)))
     _draw(it, lines, folder)
     return data
+
+
+def _latex(it: Stored, lines: Sequence[Line], batch: int) -> str:
+    """Both tables for a paper, below what they are about."""
+    head = [
+        f"% {describe(it)}",
+        r"% Needs \usepackage{booktabs}. Mean $\pm$ standard deviation (ddof = 1) over as many seeds as in brackets.",
+    ]
+    tables = [latex(rows) for rows in (cells_of(lines, batch), differences_of(lines)) if rows]
+    return "\n".join([*head, "\n".join(tables)])
 
 
 def _csv(rows: Sequence[Mapping[str, Any]]) -> str:

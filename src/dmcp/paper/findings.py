@@ -244,7 +244,8 @@ def _show_main(it: Study, name: str, found: Sequence[Outcome], folder: Path) -> 
     seeds = len(it.common.seeds)
     others = curves((line for line in apart if not line.same_as), seeds)
     drawn = figures.accuracy_over_macs(curves(ours, seeds), others, title(it, name))
-    rows = [row | _above_uniform(line, lines) for row, line in zip(to_json(lines), lines, strict=True)]
+    plain = [{key: row[key] for key in row if key != "networks"} for row in to_json(lines)]  # which are the cells
+    rows = [row | _above_uniform(line, lines) for row, line in zip(plain, lines, strict=True)]
     return Shown("\n".join([markdown(lines), against_uniform(lines)]), rows, {"": drawn})
 
 

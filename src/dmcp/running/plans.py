@@ -27,6 +27,7 @@ _LATER: dict[str, dict[str, Any]] = {
     "engine": {"kernels": None},
     "train": {"teacher_temperature": 1.0},
 }
+FACTS = ("fingerprint", "macs", "data")  # of those of a run, what must stay as it is
 _BLIND = ("", "uniform", "dmcp")  # methods that see no held-out images; the first: the unpruned network
 
 

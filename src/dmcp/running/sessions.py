@@ -32,11 +32,10 @@ from dmcp.ranks import Ranks, Watch, join, leave, share_tensors, sum_values
 from dmcp.reports.trackers import Tracker, open_tracker
 from dmcp.running.data_checks import no_images
 from dmcp.running.jobs import Corrupt, Job, Opened, Replaced, open_job
-from dmcp.running.plans import Plan, facts_of
+from dmcp.running.plans import FACTS, Plan, facts_of
 from dmcp.running.progress import Progress
 from dmcp.runs import REPLACED, SETTINGS, Run, open_run, read_json
 
-_FACTS = ("fingerprint", "macs", "data")  # must be as they were when a run goes on
 INPUT = "input.json"  # how images become inputs: see docs/data.md
 _LONGEST = 4096  # bytes of a path
 
@@ -60,7 +59,7 @@ class Session:
         plan["job"].pop("workers")  # how many processes decode images changes nothing
         # nor do broken ones that are skipped from now on: up to here there were none
         plan["job"]["corrupt"] = self.plan.options.get("corrupt", self.plan.job.corrupt)
-        identity = {"plan": plan} | {name: fact for name, fact in facts_of(self.opened).items() if name in _FACTS}
+        identity = {"plan": plan} | {name: fact for name, fact in facts_of(self.opened).items() if name in FACTS}
         return self.run.keeper(
             stage,
             identity,
@@ -227,7 +226,7 @@ def _take(plan: Plan, opened: Opened, folder: Path, resume: bool, undo: contextl
     _refuse_done(run)  # also where nothing can be written, not even a lock
     undo.enter_context(Lock(folder))
     stored = read_json(folder / SETTINGS)
-    for name in _FACTS:
+    for name in FACTS:
         if stored.get(name) != facts[name]:
             what = "data" if name == "data" else "network"
             files = what == "data" and isinstance(opened.data.train, FolderSet)
