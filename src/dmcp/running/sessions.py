@@ -36,7 +36,7 @@ from dmcp.running.plans import Plan, facts_of
 from dmcp.running.progress import Progress
 from dmcp.runs import REPLACED, SETTINGS, Run, open_run, read_json
 
-_FACTS = ("fingerprint", "macs", "data")  # must be as they were when a run goes on
+_FACTS = ("fingerprint", "macs", "data", "teacher")  # must be as they were when a run goes on
 INPUT = "input.json"  # how images become inputs: see docs/data.md
 _LONGEST = 4096  # bytes of a path
 
@@ -190,6 +190,8 @@ def check_given(opened: Opened) -> None:
     noise = torch.randn(2, *data.shape, generator=generator(0)).to(device_of(model))
     check_classifier(model, noise, data.classes)
     check_finite(model, noise)
+    if opened.teacher is not None:
+        check_finite(opened.teacher, noise, "teacher")
 
 
 def check_test_files(opened: Opened, job: Job, resume: bool = False, skips: bool = True) -> None:
@@ -228,12 +230,12 @@ def _take(plan: Plan, opened: Opened, folder: Path, resume: bool, undo: contextl
     undo.enter_context(Lock(folder))
     stored = read_json(folder / SETTINGS)
     for name in _FACTS:
-        if stored.get(name) != facts[name]:
-            what = "data" if name == "data" else "network"
+        if stored.get(name) != facts.get(name):
+            what = name if name in ("data", "teacher") else "network"
             files = what == "data" and isinstance(opened.data.train, FolderSet)
             way = " Put files back that were removed; --corrupt skip passes over broken ones." if files else ""
             raise FileError(
-                f"{folder}: the {what} is not what it was: {name} was {stored.get(name)}, is {facts[name]}.{way}"
+                f"{folder}: the {what} is not what it was: {name} was {stored.get(name)}, is {facts.get(name)}.{way}"
             )
     _refuse_done(run)  # by the process that has held the lock until now
     run.rewind()
