@@ -82,6 +82,23 @@ def train_normed(ranks: Ranks, batch: int) -> dict[str, Any]:
     return {"search": searched, "training": trained, "accuracy": accuracy, "calibrated": running(model)}
 
 
+def learn_from_a_teacher(ranks: Ranks, batch: int) -> dict[str, Any]:
+    """A network with a given teacher, of which each rank has another one: that of rank 0 counts."""
+    search = dmcp.SearchConfig(budget="50%", epochs=2, groups=4, reference_batch=batch, lr=0.05, min_lr=0.05)
+    config = dmcp.TrainConfig(epochs=1, lr=0.2, warmup_lr=0.2, reference_batch=batch, teacher_share=1.0)
+    given = loader(ranks, batch)
+    torch.manual_seed(0)
+    model = Plain()
+    torch.manual_seed(7 + ranks.rank)
+    teacher = Plain()
+    kept = teacher.stem.weight.detach().clone()
+    found = dmcp.prune(
+        model, given, test_loader(ranks), search=search, train=config, retrain=dmcp.Retrain.TEACHER, teacher=teacher
+    )
+    assert torch.equal(kept, teacher.stem.weight)  # a user's network is never written
+    return {"weights": dict(found.model.state_dict()), "accuracies": [row.accuracy for row in found.rows]}
+
+
 class Macro:
     """The mean over the classes of how many are found, which is no mean over the samples."""
 

@@ -15,25 +15,25 @@ from dmcp.tracing.recording import call_model, tensors_in
 
 
 @torch.no_grad()
-def check_finite(model: nn.Module, example: Any) -> None:
-    """Refuse a network with a tensor, or with an output on the example, that is not finite."""
+def check_finite(model: nn.Module, example: Any, who: str = "network") -> None:
+    """Refuse a network with a tensor, or with an output on the example, that is not finite; `who` is its name."""
     model = unwrap(model)
     for name, parameter in model.named_parameters():
         if not _is_finite(parameter):
             raise TrainingError(
-                f"The network's {name} holds numbers that are NaN or infinite: give it other weights, such as those of "
+                f"The {who}'s {name} holds numbers that are NaN or infinite: give it other weights, such as those of "
                 "an earlier checkpoint."
             )
     for name, buffer in model.named_buffers():
         if not buffer.is_meta and buffer.isnan().any():  # infinite ones may be a mask
             raise TrainingError(
-                f"The network's {name} holds numbers that are NaN: give it other weights, such as those of an earlier "
+                f"The {who}'s {name} holds numbers that are NaN: give it other weights, such as those of an earlier "
                 "checkpoint."
             )
     outputs = tensors_in(_output(model, example, train=False))
     if not all(map(_is_finite, outputs)):
         raise TrainingError(
-            "The output of the network on an example is NaN or infinite, though its weights are not: look for a "
+            f"The output of the {who} on an example is NaN or infinite, though its weights are not: look for a "
             "division by 0, a logarithm or an overflow in its forward."
         )
 
@@ -62,14 +62,39 @@ def check_imitable(model: nn.Module, example: Any) -> None:
         imitation(output, tensors_in(output))
 
 
+@torch.no_grad()
+def check_teacher(model: nn.Module, teacher: nn.Module, example: Any, who: str = "The teacher") -> None:
+    """Refuse a teacher, which is asked in eval mode, without the outputs that the network has in training."""
+    try:
+        target = tensors_in(_run(unwrap(teacher), example, train=False))
+    except Exception as error:
+        raise TrainingError(
+            f"{who} cannot take the network's inputs: {type(error).__name__}: {error}; it gets the same batches."
+        ) from error
+    if (output := _output(unwrap(model), example, train=True)) is None:
+        return
+    theirs, own = ([tuple(tensor.shape) for tensor in part] for part in (target, tensors_in(output)))
+    if theirs != own:
+        raise TrainingError(
+            f"{who} gives {theirs} for a batch of 2, the network in training {own}: a teacher must give as many "
+            "outputs, with the same classes in the same order."
+        )
+    imitation(output, target)
+
+
 def _output(model: nn.Module, example: Any, train: bool) -> Any:
-    """What the network gives, by a copy: a forward may write into buffers; None if it cannot run."""
+    """What the network gives; None if it cannot run."""
+    try:
+        return _run(model, example, train)
+    except Exception:
+        return None
+
+
+def _run(model: nn.Module, example: Any, train: bool) -> Any:
+    """What the network gives, by a copy: a forward may write into buffers."""
     device = device_of(model)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        try:
-            return call_model(narrow(model, {}, {}).train(train), example)
-        except Exception:
-            return None
+        return call_model(narrow(model, {}, {}).train(train), example)
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -28,6 +28,7 @@ from dmcp.ranks import Ranks, fewest, gather_bytes, same_everywhere, share_tenso
 
 _TURN = 10  # steps after which ranks agree whether to save
 _WEIGHTS = "the digest of the model's weights"
+_TEACHER = "the digest of the teacher's weights"
 _FREE = ("log_every",)  # settings that change nothing of a result
 DONE = "done"  # whether the loop of a checkpoint was at its end
 
@@ -337,15 +338,18 @@ def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
 # what must not differ
 
 
-def plain_settings(given: Mapping[str, Any], weights: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Any]:
-    """What a job was given as flat plain JSON, settings by their fields, and a digest of rank 0's weights."""
+def plain_settings(
+    given: Mapping[str, Any], weights: Mapping[str, Tensor], ranks: Ranks, teacher: Mapping[str, Tensor] | None = None
+) -> dict[str, Any]:
+    """What a job was given as flat plain JSON, settings by their fields, and digests of rank 0's weights."""
     flat: dict[str, Any] = {}
     for name, value in given.items():
         if hasattr(value, "__dataclass_fields__"):
             flat |= {f"{name}.{it.name}": getattr(value, it.name) for it in fields(value) if it.name not in _FREE}
         else:
             flat[name] = value
-    flat[_WEIGHTS] = _digest(weights, ranks)
+    flat[_WEIGHTS] = digest(weights, ranks)
+    flat[_TEACHER] = None if teacher is None else digest(teacher, ranks)
     plain: dict[str, Any] = json.loads(json.dumps(flat, default=_text))
     return plain
 
@@ -354,7 +358,7 @@ def _text(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else str(getattr(value, "text", value))  # a budget has a text
 
 
-def _digest(tensors: Mapping[str, Tensor], ranks: Ranks) -> str:
+def digest(tensors: Mapping[str, Tensor], ranks: Ranks) -> str:
     """Sixteen letters that change with any bit of the tensors, those of rank 0, which all ranks start from."""
     found = hashlib.sha256()
     for name, tensor in tensors.items():

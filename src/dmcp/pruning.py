@@ -6,6 +6,7 @@ import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -17,16 +18,16 @@ from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DataError, TrainingError, WidthsError
 from dmcp.events import Event as Event  # a part of prune's interface
 from dmcp.events import Report, silent
-from dmcp.given import check_finite, check_imitable
+from dmcp.given import check_finite, check_imitable, check_teacher
 from dmcp.keeping import Keeper, plain_settings
 from dmcp.losses import ImitationWarning as ImitationWarning  # what prune may warn of
 from dmcp.losses import Loss, Metric, check_metric, warn_of_imitation
 from dmcp.losses import MetricWarning as MetricWarning
 from dmcp.measuring import compare, count_params, try_batch, try_test
 from dmcp.optimizers import MakeOptimizer, check_graphs, make_optimizer
-from dmcp.ranks import current
-from dmcp.retraining import Keep, Retrain, default_recipe, train_all
-from dmcp.rows import AS_GIVEN, table, unknown
+from dmcp.ranks import current, share_tensors
+from dmcp.retraining import Keep, Retrain, check_taught, default_recipe, train_all
+from dmcp.rows import AS_GIVEN, TEACHER, table, unknown
 from dmcp.rows import OURS as OURS  # these four belong to what this file reports, and are imported from it
 from dmcp.rows import UNIFORM as UNIFORM
 from dmcp.rows import UNPRUNED as UNPRUNED
@@ -35,7 +36,7 @@ from dmcp.sampling import expected, filled, uniform
 from dmcp.searching import search as searching
 from dmcp.searching.sandwich import sort_channels
 from dmcp.searching.searches import SearchConfig, SearchRecord, SearchResult
-from dmcp.slicing import unwrap
+from dmcp.slicing import narrow, unwrap
 from dmcp.spaces import Widths, fingerprint
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
@@ -79,6 +80,7 @@ def prune(
     test_given: bool = True,
     graph: ChannelGraph | None = None,
     fresh: nn.Module | None = None,
+    teacher: nn.Module | None = None,
     loss: Loss | None = None,
     metric: Metric | None = None,
     optimizer: MakeOptimizer | None = None,
@@ -95,11 +97,15 @@ def prune(
     search, train: all settings; the default ones are for ImageNet, most of them the paper's.
     retrain: how the pruned network gets its weights. "scratch", the paper's way, draws them anew: what a trained model
         has learnt is lost. For a trained model take "inherit", which fine-tunes and also tests the model as given.
+        "teacher" also draws them anew, and learns from a teacher besides the labels: the unpruned network, trained
+        first, unless `teacher` is another one.
     controls: also train the unpruned network and uniform widths at the same budget, by the same recipe.
     test_given: whether "inherit" tests the model as given; pointless where its last layer is new and untrained.
     graph: what trace gave, if its own settings are not enough.
     fresh: a newly built model, where the given one is trained and has tensors that `reinitialise` has no rule for.
         What is frozen (requires_grad=False) is neither drawn anew nor taken from it.
+    teacher: a trained network with the same classes, of any architecture, that all networks learn from with
+        retrain="teacher" or "inherit"; the trained model itself, for example. It is not changed.
     val_loader, metric: of the final test; one batch is tried before the first step, and forgotten. A metric is a
         function (output, batch) -> (sum, count), or an object with reset(), update(output, batch) and compute().
     optimizer: makes the one that trains weights, in search and trainings, of parameter groups; SGD unless given.
@@ -112,21 +118,22 @@ def prune(
     if retrain not in list(Retrain):
         raise TrainingError(f"retrain must be one of {', '.join(Retrain)}, not {retrain!r}.")
     kind = Retrain(retrain)
-    imitates = kind in (Retrain.SLIMMABLE, Retrain.TEACHER)
+    imitates = kind in (Retrain.SLIMMABLE, Retrain.TEACHER) or teacher is not None
     unwrap(model)  # refuses what is no network
     _check_kinds({"search": (search, SearchConfig), "train": (train, TrainConfig), "engine": (engine, Engine)})
     _check_functions({"loss": loss, "on_event": on_event, "keep": keep})
     check_metric(metric, current())
-    if loss is not None and imitates and current().first:
-        who = f'With retrain="{kind}" the pruned network imitates the whole one\'s'
-        warn_of_imitation(who, 'take retrain="scratch" or "inherit"')
     settings = _settled(search, budget, seed)
     recipe = train or default_recipe(retrain)
     recipe = recipe if seed is None else replace(recipe, seed=seed)
+    check_taught(kind, recipe, teacher)
+    if loss is not None and imitates and current().first:
+        _warn_of_imitation(kind, teacher is not None)
     _check_loaders({"loader": loader, "arch_loader": arch_loader, "train_loader": train_loader})
-    as_given = kind is Retrain.INHERIT and test_given
-    also = as_given or (kind is Retrain.TEACHER and not controls)  # one more network
-    check_tested(val_loader, networks=1 + 2 * controls + also)
+    guide = None if teacher is None else _copied(teacher, device_of(model))
+    before = trained_before(model, kind, test_given, guide, teacher)
+    also = kind is Retrain.TEACHER and teacher is None and not controls  # one more network
+    check_tested(val_loader, networks=1 + 2 * controls + also + len(before))
     for trained in (model,) if kind is Retrain.INHERIT or fresh is None else (model, fresh):
         training.check_trainable(trained)
     check_graphs(engine, optimizer)
@@ -144,6 +151,11 @@ def prune(
         raise WidthsError("fresh is a network of another architecture than the model: build it as that was built.")
     if imitates:
         check_imitable(model, sample)
+    if guide is not None:
+        check_finite(guide, sample, "teacher")
+        check_teacher(model, guide, sample)
+    elif kind is Retrain.TEACHER:
+        check_teacher(model, model, sample, "The unpruned network as a teacher")
     for other in (arch_loader, train_loader):
         try_batch(model, other)
     try_test(model, val_loader, metric)
@@ -151,7 +163,8 @@ def prune(
         given = {"search": settings, "train": recipe, "engine": engine or Engine(), "retrain": kind}
         given |= {"controls": controls, "arch_loader": arch_loader is not None, "optimizer": optimizer is not None}
         given |= {"graph": graph.fingerprint}
-        keep = _noting(keep, plain_settings(given, unwrap(model).state_dict(), current()))
+        taught_by = None if guide is None else guide.state_dict()
+        keep = _noting(keep, plain_settings(given, unwrap(model).state_dict(), current(), taught_by))
     net = Supernet(model, graph, settings.groups, settings.align)
     found = find(net, loader, settings, loss, arch_loader, on_event, engine, keep and keep(SEARCH), optimizer)
     widths = expected(found)
@@ -163,15 +176,23 @@ def prune(
     batches = loader if train_loader is None else train_loader
     way = (loss, on_event, engine, keep)
     troubles: list[str] = []
-    nets = train_all(weights, graph, wanted, batches, recipe, kind, *way, troubles.append, optimizer)
+    nets = train_all(weights, graph, wanted, batches, recipe, kind, *way, troubles.append, optimizer, guide)
     check_budget(nets[OURS], widths, found)
-    tested = with_given(model, nets) if as_given else nets
-    rows = compare(tested, graph, wanted, val_loader, example, metric, on_event)
+    rows = compare(before | nets, graph, wanted, val_loader, example, metric, on_event)
     for trouble in troubles:
         warnings.warn(trouble, DivergenceWarning, stacklevel=2)
     for trouble in unknown(rows):
         warnings.warn(f"{trouble}.", MetricWarning, stacklevel=2)
     return PruneResult(nets[OURS], widths, graph, found, rows)
+
+
+def _warn_of_imitation(kind: Retrain, named: bool) -> None:
+    """Say what is imitated, and how not to; `named`: a teacher was given."""
+    if named:
+        warn_of_imitation("With a teacher the pruned network imitates its", "leave the teacher out")
+    else:
+        who = f'With retrain="{kind}" the pruned network imitates the whole one\'s'
+        warn_of_imitation(who, 'take retrain="scratch" or "inherit"')
 
 
 def _noting(keep: Keep, settings: dict[str, Any]) -> Keep:
@@ -200,9 +221,25 @@ def _undrawn(model: nn.Module, fresh: nn.Module | None, graph: ChannelGraph, ord
     return with_frozen(fresh or model, model)
 
 
-def with_given(model: nn.Module, nets: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """The networks of the table after the one that they come from, which nothing has changed."""
-    return {AS_GIVEN: unwrap(model)} | nets
+def _copied(teacher: nn.Module, device: torch.device) -> nn.Module:
+    """A copy of a teacher where the others are, on all ranks that of rank 0."""
+    net = narrow(unwrap(teacher), {}, {}).to(device)
+    share_tensors([*net.parameters(), *net.buffers()], current())
+    return net
+
+
+def trained_before(
+    model: nn.Module, kind: Retrain, test_given: bool, guide: nn.Module | None = None, teacher: nn.Module | None = None
+) -> dict[str, nn.Module]:
+    """Networks of the table that nobody has trained here: the model, and a teacher whose costs are the model's.
+
+    guide: what teaches, a copy of the given `teacher`, which may be the model itself.
+    """
+    itself = teacher is not None and unwrap(teacher) is unwrap(model)
+    found = {AS_GIVEN: unwrap(model)} if test_given and (kind is Retrain.INHERIT or itself) else {}
+    if guide is not None and not itself and fingerprint(guide) == fingerprint(unwrap(model)):
+        found[TEACHER] = guide
+    return found
 
 
 def find(

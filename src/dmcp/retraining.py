@@ -36,7 +36,7 @@ class Retrain(StrEnum):
     SCRATCH = "scratch"  # drawn anew, then trained: the paper's way
     INHERIT = "inherit"  # those of the search, calibrated and fine-tuned
     SLIMMABLE = "slimmable"  # drawn anew, trained inside the unpruned network, which it imitates: the paper's DMCP*
-    TEACHER = "teacher"  # drawn anew, trained on the labels and on the outputs of the trained unpruned network
+    TEACHER = "teacher"  # drawn anew, trained on the labels and on the outputs of a teacher: see `train_all`
 
 
 Keep = Callable[[str], Keeper]  # stage -> what saves its state
@@ -62,14 +62,16 @@ def train_all(
     keep: Keep | None = None,
     on_trouble: Callable[[str], None] | None = None,
     optimizer: MakeOptimizer | None = None,
+    teacher: nn.Module | None = None,
 ) -> dict[str, nn.Module]:
     """Networks with these widths, cut out of one with the given weights and all trained by the same recipe.
 
+    teacher: whom all of them learn from as well, with Retrain.TEACHER or INHERIT. Without one, Retrain.TEACHER trains
+        the unpruned network first, and the others learn from that.
     on_trouble: gets a sentence about each training whose loss ended higher than it began.
     """
     nets: dict[str, nn.Module] = {}
-    teacher: nn.Module | None = None
-    if kind is Retrain.TEACHER:
+    if kind is Retrain.TEACHER and teacher is None:
         wanted = {UNPRUNED: graph.full} | wanted
     for name, widths in wanted.items():
         way = (_steps_of(name, on_event), engine, keep and keep(name))
@@ -82,13 +84,29 @@ def train_all(
                     recalibrate(small, loader)
                 else:
                     reinitialise(small, generator=generator(config.seed))
-                recipe = config if teacher is None else replace(config, distillation=Distillation.TEACHER)
+                recipe = replace(config, distillation=Distillation.TEACHER if teacher else Distillation.NONE)
                 steps = training.train(small, loader, recipe, loss, teacher, *way, optimizer=optimizer)
-                if kind is Retrain.TEACHER and widths == graph.full:
+                if kind is Retrain.TEACHER and teacher is None:
                     teacher = small
         if on_trouble and (trouble := divergence(name, [step.loss for step in steps])):
             on_trouble(trouble)
     return nets
+
+
+def check_taught(kind: Retrain, config: TrainConfig, teacher: object) -> None:
+    """Refuse a teacher that nobody would learn from, and settings that need one where there is none."""
+    if teacher is not None and kind not in (Retrain.TEACHER, Retrain.INHERIT):
+        raise TrainingError(
+            f'retrain="{kind}" has no use for a teacher: take "teacher" for weights that are drawn anew, or "inherit" '
+            "for those of the search."
+        )
+    if teacher is not None and not isinstance(teacher, nn.Module):
+        raise TrainingError(f"teacher must be a trained torch.nn.Module, not a {type(teacher).__name__}.")
+    if teacher is None and kind is not Retrain.TEACHER and config.distillation is Distillation.TEACHER:
+        raise TrainingError(
+            f'The TrainConfig has distillation="teacher", but with retrain="{kind}" there is none: take '
+            'retrain="teacher", which trains one, or name one by teacher=... with "inherit".'
+        )
 
 
 @contextlib.contextmanager

@@ -10,7 +10,8 @@ from statistics import fmean
 from dmcp.tracing.graph import ChannelGraph
 
 OURS, UNPRUNED, UNIFORM = "ours", "unpruned", "uniform widths"  # networks of the final table
-AS_GIVEN = "as given"  # the network before anything was done to it, where its weights are inherited
+AS_GIVEN = "as given"  # the network before anything was done to it, where its weights are inherited or it teaches
+TEACHER = "teacher"  # a given one, of the same architecture
 ROUNDS = 10  # passes that are timed
 _LONG = 10  # steps of a training of which a tenth says something
 _SLOW = 0.9  # of the unpruned network's time, from where on nothing was gained

@@ -92,11 +92,10 @@ class TrainConfig:
             )
         if self.nesterov and not self.momentum:
             raise TrainingError("nesterov needs a momentum: set nesterov=False or momentum above 0.")
-        if not 0 <= self.label_smoothing < 1 or not 0 <= self.teacher_share <= 1:
-            raise TrainingError(
-                f"label_smoothing must lie in [0, 1) and teacher_share in [0, 1], not {self.label_smoothing} and "
-                f"{self.teacher_share}."
-            )
+        if not 0 <= self.label_smoothing < 1:
+            raise TrainingError(f"label_smoothing must lie in [0, 1), not {self.label_smoothing}.")
+        if not 0 <= self.teacher_share <= 1:
+            raise TrainingError(f"teacher_share must lie in [0, 1], not {self.teacher_share}.")
         if not 0 < self.teacher_temperature < math.inf:
             raise TrainingError(f"teacher_temperature must be a positive number, not {self.teacher_temperature}.")
         if type(self.seed) is not int or self.seed < 0:

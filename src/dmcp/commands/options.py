@@ -19,7 +19,7 @@ from dmcp.engine import Engine, Precision
 from dmcp.errors import DmcpError, FileError, TrainingError
 from dmcp.reports.trackers import read_kinds
 from dmcp.retraining import Retrain, default_recipe
-from dmcp.running.jobs import Corrupt, Job
+from dmcp.running.jobs import GIVEN, Corrupt, Job
 from dmcp.running.plans import Plan, plan_from_json
 from dmcp.running.recipes import Recipe
 from dmcp.running.recipes import find as find_recipe
@@ -95,7 +95,24 @@ Align = Annotated[
 Seed = Annotated[int, typer.Option(callback=_check_seed, help="Of everything random.")]
 RetrainKind = Annotated[
     Retrain | None,
-    typer.Option(help="How the pruned network gets its weights; default: inherit with --weights, else scratch."),
+    typer.Option(
+        help="How the pruned network gets its weights; default: inherit with --weights, teacher with --teacher, else "
+        "scratch."
+    ),
+]
+Teacher = Annotated[
+    str,
+    typer.Option(
+        help="Trained network to learn from: given (that of --weights), or a file of its weights; default with "
+        "--retrain teacher: the unpruned network, trained first."
+    ),
+]
+TeacherShare = Annotated[
+    float | None, typer.Option(help="Share of the loss that is the teacher's, not the labels'; default: 0.5.")
+]
+TeacherTemperature = Annotated[
+    float | None,
+    typer.Option(help="Scores of both are divided by it: the larger, the more wrong classes count; default: 1."),
 ]
 Controls = Annotated[bool, typer.Option("--controls", help="Also train the unpruned network and uniform widths.")]
 Weights = Annotated[
@@ -180,6 +197,7 @@ def make_plan(ctx: typer.Context, command: str, options: Mapping[str, Any]) -> P
             raise DmcpError(f"--{name} is missing: dmcp {command} --help says what it can be.")
     if "retrain" in options:
         options = dict(options) | {"retrain": _retrain(options, recipe)}
+        _check_teacher(command, options)
     job = _job(options, given, recipe)
     engine = Engine(**{name: options[name] for name in Engine.__dataclass_fields__})
     with _about("Search"):
@@ -226,7 +244,7 @@ def _resumed(command: str, options: Mapping[str, Any], given: set[str]) -> Plan:
     ]
     if changed:
         raise DmcpError(f"{folder} goes on with the settings it began with, leave these out: {'; '.join(changed)}.")
-    check_names(folder, plan.job, "model", "data", "weights")
+    check_names(folder, plan.job, "model", "data", "weights", "teacher")
     if options["workers"] is not None:  # how files are read changes no result
         plan = replace(plan, job=replace(plan.job, workers=options["workers"]))
     if "corrupt" in given:
@@ -267,6 +285,7 @@ def _recipe(options: Mapping[str, Any], given: set[str], recipe: Recipe | None) 
     epochs = usual.epochs if options["epochs"] is None else options["epochs"]
     lr = usual.lr if options["lr"] is None else options["lr"]
     asked = {name: options[name] for name in ("weight_decay", "label_smoothing") if recipe is None or name in given}
+    asked |= {name: options[name] for name in ("teacher_share", "teacher_temperature") if options[name] is not None}
     first = lr * usual.warmup_lr / usual.lr
     return replace(usual, epochs=epochs, **asked, seed=options["seed"], lr=lr, warmup_lr=first)
 
@@ -277,7 +296,38 @@ def _retrain(options: Mapping[str, Any], recipe: Recipe | None) -> Retrain:
         return Retrain(options["retrain"])
     if recipe:
         return recipe.retrain
-    return Retrain.INHERIT if options.get("weights") and "retrain" in options else Retrain.SCRATCH
+    if options.get("weights") and "retrain" in options:
+        return Retrain.INHERIT
+    return Retrain.TEACHER if options.get("teacher") else Retrain.SCRATCH
+
+
+def _check_teacher(command: str, options: Mapping[str, Any]) -> None:
+    """Refuse options about a teacher where nobody would learn from one."""
+    kind, named = options["retrain"], options["teacher"]
+    if named and kind not in (Retrain.TEACHER, Retrain.INHERIT):
+        raise DmcpError(
+            f"--teacher: --retrain {kind} has no use for it: take --retrain teacher for weights that are drawn anew, "
+            "or inherit for those of the search."
+        )
+    if named == GIVEN and not options["weights"]:
+        raise DmcpError(
+            "--teacher given: that is the network of --weights, and there is none: add --weights FILE, or name a file "
+            "of the teacher's weights."
+        )
+    typed = [
+        f"--{name.replace('_', '-')}" for name in ("teacher_share", "teacher_temperature") if options[name] is not None
+    ]
+    if named or not typed:
+        return
+    if kind is not Retrain.TEACHER:
+        raise DmcpError(
+            f"{typed[0]}: a network with --retrain {kind} learns from no teacher: add --retrain teacher, which trains "
+            "one, or name one with --teacher."
+        )
+    if command == "train" and not options["widths"]:
+        raise DmcpError(
+            f"{typed[0]}: the unpruned network is its own teacher: add --widths, or name one with --teacher."
+        )
 
 
 def read_plan(run: Path) -> tuple[dict[str, Any], Plan]:
@@ -313,6 +363,8 @@ def _looked_for(kind: str, name: str) -> tuple[str, tuple[str, ...]]:
         return f"module {top}", (f"{top}.py", top) if own and top else ()
     if kind == "data" and name in DATA:
         return "folder 'data'", () if name == "digits" else ("data",)
+    if kind == "teacher" and name == GIVEN:
+        return "", ()
     return f"{'data' if kind == 'data' else 'file'} {name!r}", (name,) if name and not Path(name).is_absolute() else ()
 
 

@@ -65,6 +65,9 @@ def prune(
     seed: o.Seed = 0,
     seeds: o.Seeds = 1,
     retrain: o.RetrainKind = None,
+    teacher: o.Teacher = "",
+    teacher_share: o.TeacherShare = None,
+    teacher_temperature: o.TeacherTemperature = None,
     controls: o.Controls = False,
     weights: o.Weights = "",
     input: o.Input = "",
@@ -99,6 +102,7 @@ def prune(
       dmcp prune --model resnet18 --data ~/photos --budget 50% --dry-run
       dmcp prune --model digits:resnet --data digits --budget params:50% --controls
       dmcp prune --model cifar:resnet20 --data cifar10 --seeds 3 --json
+      dmcp prune --model resnet50 --data ~/photos --weights mine.pth --teacher given
       dmcp prune --resume runs/resnet18-photos-prune
       torchrun --nproc-per-node 8 -m dmcp prune --recipe imagenet_resnet50_1100m --data ~/imagenet
     """
@@ -134,6 +138,7 @@ def prune(
             test_given=not opened.new_head,
             graph=opened.graph,
             fresh=opened.fresh,
+            teacher=opened.teacher,
             arch_loader=opened.loaders.arch,
             train_loader=opened.loaders.retrain,
             on_event=here.on_event,
@@ -247,6 +252,9 @@ def train(
     label_smoothing: o.LabelSmoothing = 0.1,
     seed: o.Seed = 0,
     retrain: o.RetrainKind = None,
+    teacher: o.Teacher = "",
+    teacher_share: o.TeacherShare = None,
+    teacher_temperature: o.TeacherTemperature = None,
     weights: o.Weights = "",
     input: o.Input = "",
     model_args: o.ModelArgs = None,
@@ -287,11 +295,11 @@ def train(
         start = opened.model if plan.retrain is Retrain.INHERIT else opened.fresh
         wanted = {OURS if plan.widths else UNPRUNED: kept}
         settings, way = (plan.train, plan.retrain, None), (here.on_event, plan.engine, here.keep)
-        trained = train_all(start, graph, wanted, opened.loaders.retrain, *settings, *way)
+        guide = opened.teacher
+        trained = train_all(start, graph, wanted, opened.loaders.retrain, *settings, *way, teacher=guide)
         example = next(iter(opened.loaders.retrain))[0]
-        given = plan.retrain is Retrain.INHERIT and not opened.new_head
-        tested = pruning.with_given(opened.model, trained) if given else trained
-        rows = compare(tested, graph, wanted, opened.loaders.test, example, on_event=here.on_event)
+        before = pruning.trained_before(opened.model, plan.retrain, not opened.new_head, guide, guide)
+        rows = compare(before | trained, graph, wanted, opened.loaders.test, example, on_event=here.on_event)
         replaced = here.replaced()
         if not here.ranks.first:
             return
@@ -369,7 +377,9 @@ def _forecast(plan: Plan, as_json: bool) -> None:
     tell_ignored(plan.engine, plan.job.place)
     graph, net = opened.graph, Supernet(opened.model, opened.graph, plan.search.groups, plan.search.align)
     limits = parse(plan.search.budget, graph).limits
-    stages = forecast(net, opened.loaders.train, plan.search, plan.train, plan.retrain, plan.controls)
+    stages = forecast(
+        net, opened.loaders.train, plan.search, plan.train, plan.retrain, plan.controls, bool(opened.teacher)
+    )
     steps, seconds = sum(stage.steps for stage in stages), sum(stage.seconds for stage in stages)
     device, memory = net.alpha.device.type, peak_bytes(net.alpha.device)
     if as_json:

@@ -172,7 +172,9 @@ def evaluate(
     _, plan = o.read_plan(run)
     _check_done(run, WIDTHS, plan)
     o.check_names(run, plan.job, "model", *([] if data else ["data"]))
-    job = replace(plan.job, data=data or plan.job.data, batch=batch or plan.job.batch, train_batch=0, weights="")
+    job = replace(
+        plan.job, data=data or plan.job.data, batch=batch or plan.job.batch, train_batch=0, weights="", teacher=""
+    )
     opened = open_job(replace(job, device=device, workers=workers, corrupt=corrupt, holdout=0.0))
     small = load(run, opened.fresh)
     kept = {run.name: opened.graph.widths(Widths.from_json(read_json(run / WIDTHS)))}

@@ -22,7 +22,7 @@ from dmcp.errors import DmcpError, FileError
 from dmcp.files import parse_tensors, read_bytes
 from dmcp.locks import LOCK, alive
 from dmcp.markov import CHAIN, INDEPENDENT, Process
-from dmcp.rows import AS_GIVEN, OURS, UNPRUNED, Row
+from dmcp.rows import AS_GIVEN, OURS, TEACHER, UNPRUNED, Row
 from dmcp.runs import ALPHAS, CHECKPOINTS, LOG, MOST_ALPHAS, MOST_LOG, PREPARED, SEARCH, SETTINGS, TIMES, read_json
 from dmcp.saving import WIDTHS
 from dmcp.searching.searches import SearchRecord
@@ -79,7 +79,7 @@ class PastRun:
     @property
     def result(self) -> Row | None:
         """The tested network that the run was for."""
-        return self.row(OURS) or next((row for row in self.rows if row.name != AS_GIVEN), None)
+        return self.row(OURS) or next((row for row in self.rows if row.name not in (AS_GIVEN, TEACHER)), None)
 
     @property
     def done(self) -> bool:

@@ -37,9 +37,18 @@ class Stage:
 
 
 def forecast(
-    net: Supernet, loader: Loader, config: SearchConfig, recipe: TrainConfig, kind: Retrain, controls: bool
+    net: Supernet,
+    loader: Loader,
+    config: SearchConfig,
+    recipe: TrainConfig,
+    kind: Retrain,
+    controls: bool,
+    taught: bool = False,
 ) -> list[Stage]:
-    """The stages of a run. A copy of the supernet is trained for a few steps, and so are two cut networks."""
+    """The stages of a run. A copy of the supernet is trained for a few steps, and so are two cut networks.
+
+    taught: whether all networks learn from a given one of the same architecture.
+    """
     graph = net.graph
     same = uniform(graph, parse(config.budget, graph), net.floor, config.align, filled(config))
     first_ones = list(itertools.islice(loader, _STEPS))
@@ -47,14 +56,13 @@ def forecast(
     per_epoch = -(-len(loader) // config.accumulate)
     warm, both = _search_steps(copy.deepcopy(net), batches, config)
     whole, pruned = (_train_step(cut(net.model, graph, widths), batches, recipe) for widths in (graph.full, same))
-    ours = {Retrain.SLIMMABLE: whole + pruned, Retrain.TEACHER: pruned + whole / 3}.get(
-        kind, pruned
-    )  # forward: a third
+    asked = whole / 3  # what a teacher takes: a forward is a third of a step
+    ours = pruned + {Retrain.SLIMMABLE: whole, Retrain.TEACHER: asked}.get(kind, asked if taught else 0.0)
     first, rest = per_epoch * config.warmup_epochs, per_epoch * (config.epochs - config.warmup_epochs)
     steps = len(loader) * recipe.epochs
     stages = [Stage("warm-up", first, first * warm), Stage("search", rest, rest * both)]
-    if controls or kind is Retrain.TEACHER:
-        stages.append(Stage(UNPRUNED, steps, steps * whole))
+    if controls or (kind is Retrain.TEACHER and not taught):
+        stages.append(Stage(UNPRUNED, steps, steps * (whole + asked if taught else whole)))
     if controls:
         stages.append(Stage(UNIFORM, steps, steps * ours))
     return [*stages, Stage(OURS, steps, steps * ours)]

@@ -31,6 +31,7 @@ from dmcp.tables import counted
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
 
+GIVEN = "given"  # the teacher that is the network of the weights
 _MOST_NUMBERS = 2**31  # in one sample
 _ENLARGED = 1.5  # times by which images may grow without a word
 
@@ -51,6 +52,7 @@ class Job:
     data: str = ""  # digits, cifar10, cifar100, or a folder
     input: str = ""  # shape of one sample, like 3x224x224; empty: the data's, the model's
     weights: str = ""  # file to start from; empty: fresh ones
+    teacher: str = ""  # file of the weights of a network to learn from; "given": that with the weights above
     frozen: tuple[str, ...] = ()  # modules or spaces that stay whole
     inexact: bool = False  # prune through LayerNorm and GroupNorm too
     batch: int = 128  # images in a step, over all processes
@@ -127,6 +129,7 @@ class Opened:
     data: DataSets
     loaders: Loaders
     notices: tuple[str, ...] = ()  # what a person may not know: a sentence each
+    teacher: nn.Module | None = None  # whom networks learn from: the model itself, or one of the same architecture
     new_head: bool = False  # whether the last layer of a trained model is fresh: as given it can do nothing yet
 
 
@@ -142,11 +145,27 @@ def open_job(job: Job) -> Opened:
         model = build(job, data.classes)
         new_head = load_weights(model, Path(job.weights), data.classes)
         fresh = with_frozen(fresh, model)
+    teacher = _teacher(job, model, data.classes, bool(new_head)) if job.teacher else None
     graph = trace_job(job, model, data.shape)
     train, held = split(data.train, job.holdout, job.seed) if job.holdout else (data.train, None)
     loaders = _loaders(job, train, held, data.test, place)
     notices = (*filter(None, [new_head]), *_enlarged(job, data), *_left_out(job, len(train)), *graph.notes)
-    return Opened(model.to(place), fresh.to(place), graph, data, loaders, notices, bool(new_head))
+    model, teacher = model.to(place), teacher and teacher.to(place)
+    return Opened(model, fresh.to(place), graph, data, loaders, notices, teacher, bool(new_head))
+
+
+def _teacher(job: Job, model: nn.Module, classes: int | None, new_head: bool) -> nn.Module:
+    """The network that others learn from."""
+    if job.teacher != GIVEN:
+        found = build(job, classes)
+        load_weights(found, Path(job.teacher))  # all of them: a fresh last layer has nothing to teach
+        return found
+    if new_head:
+        raise DmcpError(
+            "--teacher given: its last layer starts fresh, since --weights are for other classes: train it first, or "
+            "name a file of the teacher's weights."
+        )
+    return model
 
 
 def check_fit(model: nn.Module, data: DataSets, remedy: str = "") -> None:

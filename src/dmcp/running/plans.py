@@ -15,6 +15,8 @@ import torch
 from dmcp.engine import Engine
 from dmcp.errors import FileError, TrainingError
 from dmcp.files import quote
+from dmcp.keeping import digest
+from dmcp.ranks import ALONE
 from dmcp.retraining import Retrain
 from dmcp.running.jobs import Job, Opened, data_identity
 from dmcp.runs import from_plain
@@ -25,9 +27,10 @@ from dmcp.training import TrainConfig
 _LATER: dict[str, dict[str, Any]] = {
     "cell": {"own": True, "teacher": "", "held_out": False},
     "engine": {"kernels": None},
+    "job": {"teacher": ""},
     "train": {"teacher_temperature": 1.0},
 }
-FACTS = ("fingerprint", "macs", "data")  # of those of a run, what must stay as it is
+FACTS = ("fingerprint", "macs", "data", "teacher")  # of those of a run, what must stay as it is
 _BLIND = ("", "uniform", "dmcp")  # methods that see no held-out images; the first: the unpruned network
 
 
@@ -120,10 +123,15 @@ def facts_of(opened: Opened) -> dict[str, Any]:
     graph = opened.graph
     unpruned = {"macs": graph.macs(), "params": graph.params(), "widths": dict(graph.full)}
     versions = {"torch": torch.__version__, "python": platform.python_version(), "code": code_digest()}
+    teacher = {} if opened.teacher is None else {"teacher": digest(opened.teacher.state_dict(), ALONE)}
     known = {"classes": opened.data.classes, "shape": list(opened.data.shape), "data": data_identity(opened.data)}
-    return known | {
-        "unpruned": unpruned,
-        "macs": graph.macs(),
-        "fingerprint": graph.fingerprint,
-        "versions": versions,
-    }
+    return (
+        known
+        | teacher
+        | {
+            "unpruned": unpruned,
+            "macs": graph.macs(),
+            "fingerprint": graph.fingerprint,
+            "versions": versions,
+        }
+    )

@@ -189,6 +189,8 @@ def check_given(opened: Opened) -> None:
     noise = torch.randn(2, *data.shape, generator=generator(0)).to(device_of(model))
     check_classifier(model, noise, data.classes)
     check_finite(model, noise)
+    if opened.teacher is not None:
+        check_finite(opened.teacher, noise, "teacher")
 
 
 def check_test_files(opened: Opened, job: Job, resume: bool = False, skips: bool = True) -> None:
@@ -227,12 +229,12 @@ def _take(plan: Plan, opened: Opened, folder: Path, resume: bool, undo: contextl
     undo.enter_context(Lock(folder))
     stored = read_json(folder / SETTINGS)
     for name in FACTS:
-        if stored.get(name) != facts[name]:
-            what = "data" if name == "data" else "network"
+        if stored.get(name) != facts.get(name):
+            what = name if name in ("data", "teacher") else "network"
             files = what == "data" and isinstance(opened.data.train, FolderSet)
             way = " Put files back that were removed; --corrupt skip passes over broken ones." if files else ""
             raise FileError(
-                f"{folder}: the {what} is not what it was: {name} was {stored.get(name)}, is {facts[name]}.{way}"
+                f"{folder}: the {what} is not what it was: {name} was {stored.get(name)}, is {facts.get(name)}.{way}"
             )
     _refuse_done(run)  # by the process that has held the lock until now
     run.rewind()

@@ -1,0 +1,387 @@
+"""A network that learns from another one: which one that is, how much it counts, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from nets import Residual
+from test_cli import SHORT, SMALL, Capture, numbers, run
+from test_pruning import SEARCH, TRAIN, Noise, prune, same, tensors, traced
+from torch import Tensor, nn
+
+import dmcp
+from dmcp import runs, training
+from dmcp.batches import generator
+from dmcp.errors import TrainingError
+from dmcp.losses import ImitationWarning, classification_loss
+from dmcp.nets import build
+from dmcp.pruning import OURS, UNIFORM, UNPRUNED, Event
+from dmcp.reports.listing import read_run
+from dmcp.retraining import Retrain, train_all
+from dmcp.rows import AS_GIVEN, TEACHER
+from dmcp.running.forecast import forecast
+from dmcp.running.plans import Plan, plan_from_json
+from dmcp.supernet import Supernet
+from dmcp.training import Distillation, evaluate
+
+TAUGHT = replace(TRAIN, distillation=Distillation.TEACHER)
+
+
+def other() -> nn.Module:
+    """The same architecture with other weights."""
+    torch.manual_seed(7)
+    return Residual(**Residual.FULL)
+
+
+class Mean(nn.Module):
+    """Another architecture with the same classes."""
+
+    def __init__(self, classes: int = 5) -> None:
+        super().__init__()
+        self.head = nn.Linear(Residual.SHAPE[0], classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x.mean((2, 3)))
+
+
+# in Python
+
+
+@pytest.mark.parametrize("kind", [Retrain.TEACHER, Retrain.INHERIT])
+@pytest.mark.parametrize("make", [other, Mean])
+def test_a_given_teacher_is_the_one_that_teaches(kind: Retrain, make: Any) -> None:
+    """The same as the parts by hand; the teacher is not trained, and comes out as it was."""
+    (model, graph), teacher = traced(), make()
+    teacher.train()
+    before, seen = tensors(teacher), list[Event]()
+    result = prune(retrain=kind, teacher=teacher, on_event=seen.append)
+    assert same(before, tensors(teacher)) and teacher.training
+    assert {event.stage for event in seen} == {"search", OURS, "test"}  # none is trained first
+    net = dmcp.Supernet(model, graph, SEARCH.groups)
+    dmcp.search(net, Noise(), SEARCH)
+    small = dmcp.cut(net.model, graph, result.widths)
+    if kind is Retrain.INHERIT:
+        dmcp.recalibrate(small, Noise())
+    else:
+        dmcp.reinitialise(small, generator=generator(TRAIN.seed))
+    dmcp.train(small, Noise(), TAUGHT, teacher=teacher)
+    assert same(tensors(small), tensors(result.model))
+
+
+def test_the_teacher_is_a_row_where_its_costs_are_known() -> None:
+    model, graph = traced()
+    names = lambda **how: [row.name for row in prune(**how).rows]  # noqa: E731
+    assert names(retrain="teacher", teacher=model) == names(retrain="inherit", teacher=model) == [AS_GIVEN, OURS]
+    assert names(retrain="teacher", teacher=model, test_given=False) == [OURS]
+    assert names(retrain="teacher", teacher=Mean()) == [OURS]  # nobody has counted what it costs
+    everyone = [AS_GIVEN, TEACHER, UNPRUNED, UNIFORM, OURS]
+    assert names(retrain="inherit", teacher=other(), controls=True) == everyone
+    row = prune(retrain="teacher", teacher=other()).rows[0]
+    assert (row.name, row.macs, row.accuracy) == (TEACHER, graph.macs(), evaluate(other(), Noise(1)))
+
+
+def test_controls_learn_from_a_given_teacher_as_well() -> None:
+    model, graph = traced()
+    wanted = {UNPRUNED: graph.full}
+    alone, taught = (
+        train_all(model, graph, wanted, Noise(), TRAIN, Retrain.INHERIT, teacher=it)[UNPRUNED] for it in (None, Mean())
+    )
+    assert not same(tensors(alone), tensors(taught))
+
+
+def test_share_and_temperature_change_what_is_learnt() -> None:
+    changes: tuple[dict[str, float], ...] = ({}, {"teacher_share": 0.9}, {"teacher_temperature": 4.0})
+    found = [prune(retrain="teacher", train=replace(TRAIN, **it), teacher=other()) for it in changes]
+    one, two, three = (tensors(it.model) for it in found)
+    assert not same(one, two) and not same(one, three) and not same(two, three)
+
+
+@pytest.mark.parametrize("kind", [Retrain.SCRATCH, Retrain.SLIMMABLE])
+def test_a_teacher_whom_nobody_would_listen_to_is_refused(kind: Retrain) -> None:
+    with pytest.raises(TrainingError, match=f'^retrain="{kind}" has no use for a teacher: take "teacher" for weights'):
+        prune(retrain=kind, teacher=other(), on_event=pytest.fail)
+    with pytest.raises(TrainingError, match=r'distillation="teacher".* take retrain="teacher"'):
+        prune(retrain=kind, train=TAUGHT, on_event=pytest.fail)
+
+
+def test_settings_may_say_themselves_that_there_is_a_teacher() -> None:
+    one, two = (prune(retrain="teacher", train=it) for it in (TRAIN, TAUGHT))
+    assert same(tensors(one.model), tensors(two.model))
+
+
+@pytest.mark.parametrize(
+    ("teacher", "words"),
+    [
+        (Mean(7), r"^The teacher gives \[\(2, 7\)\] .* the network in training \[\(2, 5\)\].* the same classes"),
+        (nn.Sequential(nn.Linear(3, 5)), "^The teacher cannot take the network's inputs: RuntimeError: "),
+        ("resnet18", r"^teacher must be a trained torch.nn.Module, not a str\.$"),
+        (lambda: None, "^teacher must be a trained torch.nn.Module, not a function"),
+    ],
+)
+def test_a_teacher_that_does_not_fit_is_refused_before_the_search(teacher: Any, words: str) -> None:
+    with pytest.raises(TrainingError, match=words):
+        prune(retrain="teacher", teacher=teacher, on_event=pytest.fail)
+
+
+def test_a_teacher_that_is_broken_is_refused() -> None:
+    broken = other()
+    broken.head.bias.data[0] = float("nan")
+    with pytest.raises(TrainingError, match=r"^The teacher's head\.bias holds numbers that are NaN"):
+        prune(retrain="inherit", teacher=broken, on_event=pytest.fail)
+
+
+@pytest.mark.filterwarnings("ignore::dmcp.losses.ImitationWarning")
+def test_a_network_with_more_outputs_in_training_than_its_teacher_is_refused_before_the_search() -> None:
+    class Aux(Residual):
+        def forward(self, x: Tensor) -> Any:
+            found = super().forward(x)
+            return (found, found) if self.training else found
+
+    def loss(output: Any, batch: Any) -> Tensor:
+        return classification_loss()(output[0] if isinstance(output, tuple) else output, batch)
+
+    how: dict[str, Any] = {"search": SEARCH, "train": TRAIN, "loss": loss, "on_event": pytest.fail}
+    with pytest.raises(TrainingError, match=r"^The unpruned network as a teacher gives \[\(2, 5\)\]"):
+        dmcp.prune(Aux(**Residual.FULL), Noise(), Noise(1), retrain=Retrain.TEACHER, **how)
+
+
+def test_a_loss_of_ones_own_is_told_that_a_teacher_is_imitated() -> None:
+    how: dict[str, Any] = {"search": replace(SEARCH, distil=False), "loss": classification_loss()}
+    with pytest.warns(ImitationWarning, match="With a teacher .* class scores .* leave the teacher out"):
+        prune(retrain="inherit", teacher=other(), **how)
+
+
+def test_a_job_goes_on_with_the_same_teacher_only(tmp_path: Path) -> None:
+    calls = itertools.count()
+
+    def stopping(name: str) -> dmcp.Keeper:
+        return dmcp.Keeper(tmp_path / name, every_steps=1, asked_to_stop=lambda: name == OURS and next(calls) > 0)
+
+    def going(name: str) -> dmcp.Keeper:
+        return dmcp.Keeper(tmp_path / name)
+
+    how: dict[str, Any] = {"retrain": "teacher", "train": replace(TRAIN, epochs=3)}
+    with pytest.raises(dmcp.StoppedError):
+        prune(teacher=other(), keep=stopping, **how)
+    for wrong in (None, traced()[0]):
+        with pytest.raises(dmcp.FileError, match="the digest of the teacher's weights was"):
+            prune(teacher=wrong, keep=going, **how)
+    again, whole = prune(teacher=other(), keep=going, **how), prune(teacher=other(), **how)
+    assert same(tensors(again.model), tensors(whole.model))
+
+
+# how long it takes
+
+
+def test_the_forecast_knows_a_given_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr("dmcp.running.forecast._now", lambda model: float(next(ticks)))  # each step takes 1 s
+    model, graph = traced()
+
+    def stages(kind: Retrain, controls: bool, taught: bool) -> dict[str, float]:
+        net = Supernet(model, graph, 4)
+        found = forecast(net, Noise(3), replace(SEARCH, groups=4), TRAIN, kind, controls, taught)
+        return {stage.name: stage.seconds / stage.steps for stage in found[2:]}
+
+    assert stages(Retrain.TEACHER, False, False) == {UNPRUNED: 1, OURS: pytest.approx(4 / 3)}
+    assert stages(Retrain.TEACHER, False, True) == {OURS: pytest.approx(4 / 3)}
+    assert stages(Retrain.INHERIT, True, True) == dict.fromkeys([UNPRUNED, UNIFORM, OURS], pytest.approx(4 / 3))
+    assert stages(Retrain.INHERIT, False, False) == {OURS: 1}
+
+
+# on the command line
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights of a trained network, of another one, and of one for three classes."""
+    folder = tmp_path_factory.mktemp("weights")
+    for number, name in enumerate(("net", "other")):
+        torch.manual_seed(number)
+        torch.save(build("digits:resnet").state_dict(), folder / f"{name}.pth")
+    torch.save(build("digits:resnet", num_classes=3).state_dict(), folder / "three.pth")
+    return folder
+
+
+@pytest.fixture
+def here(files: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(files)
+    return files
+
+
+def plan_of(capsys: Capture, *words: str) -> Plan:
+    plans: list[Plan] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dmcp.commands.prune._forecast", lambda plan, as_json: plans.append(plan))
+        code, _, err = run(capsys, "prune", *SMALL, "--dry-run", *words)
+    assert (code, err) == (0, "")
+    return plans[0]
+
+
+def test_options_say_how_much_a_teacher_counts(here: Path, capsys: Capture) -> None:
+    usual = plan_of(capsys, "--retrain", "teacher").train
+    assert usual is not None and (usual.teacher_share, usual.teacher_temperature) == (0.5, 1.0)
+    words = ("--teacher-share", "0.9", "--teacher-temperature", "4")
+    for more in (("--retrain", "teacher"), ("--teacher", "net.pth"), ("--weights", "net.pth", "--teacher", "given")):
+        plan = plan_of(capsys, *more, *words)
+        assert plan.train is not None
+        assert (plan.train.teacher_share, plan.train.teacher_temperature) == (0.9, 4.0)
+        assert plan_from_json(json.loads(json.dumps(plan.to_json())), "here") == plan
+    recipe = plan_of(capsys, "--recipe", "imagenet_resnet18_1040m", "--retrain", "teacher", *words).train
+    assert recipe is not None and (recipe.teacher_share, recipe.teacher_temperature) == (0.9, 4.0)
+
+
+def test_a_teacher_decides_how_the_network_gets_its_weights(here: Path, capsys: Capture) -> None:
+    weights = ("--weights", "net.pth")
+    assert plan_of(capsys, "--teacher", "net.pth").retrain is Retrain.TEACHER
+    assert plan_of(capsys, *weights, "--teacher", "given").retrain is Retrain.INHERIT
+    assert plan_of(capsys, *weights, "--teacher", "given", "--retrain", "teacher").retrain is Retrain.TEACHER
+
+
+def test_runs_without_a_named_teacher_are_written_as_before(capsys: Capture) -> None:
+    stored = plan_of(capsys, "--retrain", "teacher").to_json()
+    assert "teacher" not in stored["job"] and "teacher_temperature" not in stored["train"]
+
+
+USELESS = "learns from no teacher: add --retrain teacher, which trains one, or name one with --teacher."
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("prune --teacher-share 0.9", f"--teacher-share: a network with --retrain scratch {USELESS}"),
+        ("prune --teacher-temperature 4", f"--teacher-temperature: a network with --retrain scratch {USELESS}"),
+        ("prune --weights net.pth --teacher-share 0.9", f"--teacher-share: a network with --retrain inherit {USELESS}"),
+        ("train --teacher-share 0.9", f"--teacher-share: a network with --retrain scratch {USELESS}"),
+        (
+            "train --retrain teacher --teacher-share 0.9",
+            "--teacher-share: the unpruned network is its own teacher: add --widths, or name one with --teacher.",
+        ),
+        (
+            "prune --retrain slimmable --teacher net.pth",
+            "--teacher: --retrain slimmable has no use for it: take --retrain teacher for weights that are drawn anew, "
+            "or inherit for those of the search.",
+        ),
+        (
+            "prune --teacher given",
+            "--teacher given: that is the network of --weights, and there is none: add --weights FILE, or name a file "
+            "of the teacher's weights.",
+        ),
+        (
+            "prune --weights three.pth --teacher given",
+            "--teacher given: its last layer starts fresh, since --weights are for other classes: train it first, or "
+            "name a file of the teacher's weights.",
+        ),
+        (
+            "prune --teacher three.pth",
+            "three.pth: fc.weight is 3x64, but the network has 10x64: these are the weights of another network, or of "
+            "one for another number of classes.",
+        ),
+        ("prune --teacher nowhere.pth", "nowhere.pth: cannot be read: No such file or directory."),
+        (
+            "prune --retrain teacher --teacher-share 1.5",
+            "Training: teacher_share must lie in [0, 1], not 1.5.",
+        ),
+        (
+            "prune --retrain teacher --teacher-temperature 0",
+            "Training: teacher_temperature must be a positive number, not 0.0.",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(words: str, said: str, here: Path, capsys: Capture) -> None:
+    command, *rest = words.split()
+    code, out, err = run(capsys, command, *SMALL, *rest)
+    assert (code, out, err) == (2, "", f"dmcp: {said}\n")
+    assert not (here / "runs").exists()
+
+
+def test_a_broken_teacher_is_refused_before_anything_is_written(here: Path, tmp_path: Path, capsys: Capture) -> None:
+    state = torch.load("net.pth", weights_only=True)
+    state["fc.bias"][3] = float("nan")
+    torch.save(state, tmp_path / "bad.pth")
+    code, _, err = run(capsys, "train", *SMALL, "--teacher", str(tmp_path / "bad.pth"), "--out", str(tmp_path / "run"))
+    assert code == 2 and "The teacher's fc.bias holds numbers that are NaN" in err and not (tmp_path / "run").exists()
+
+
+def test_a_command_trains_with_a_given_teacher(
+    here: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And needs it no more when all is trained."""
+    teachers: list[nn.Module] = []
+    train = training.train
+
+    def noting(*args: Any, **how: Any) -> Any:
+        teachers.append(args[4])
+        return train(*args, **how)
+
+    monkeypatch.setattr(training, "train", noting)
+    shutil.copy("other.pth", tmp_path / "mine.pth")
+    words = (*SMALL, "--epochs", "1", "--json", "--teacher", str(tmp_path / "mine.pth"))
+    for more, names in (((), [TEACHER, UNPRUNED]), (("--weights", "net.pth"), [AS_GIVEN, TEACHER, UNPRUNED])):
+        folder = tmp_path / str(len(names))
+        code, out, err = run(capsys, "train", *words, *more, "--out", str(folder))
+        assert (code, err) == (0, "") and [row["name"] for row in numbers(out)] == names
+        past = read_run(folder)
+        assert past.result is not None and past.result.name == UNPRUNED
+        assert "| teacher |" in (folder / "report.md").read_text()
+    wanted = torch.load("other.pth", weights_only=True)
+    assert len(teachers) == 2
+    assert all(torch.equal(it, wanted[name]) for net in teachers for name, it in net.state_dict().items())
+    (tmp_path / "mine.pth").unlink()
+    assert run(capsys, "evaluate", str(tmp_path / "3"))[0] == 0
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_the_same_teacher_only(
+    here: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy("net.pth", tmp_path / "mine.pth")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runs, "draw_all", lambda *_, **__: [])  # figures take longer than such a run
+    words = ("prune", *SHORT, "--save-steps", "1", "--teacher", "mine.pth", "--teacher-share", "0.9")
+    assert run(capsys, *words, "--out", "whole")[0] == 0
+    log = runs.Run.on_event
+
+    def log_and_die(it: runs.Run, event: Event) -> None:
+        log(it, event)
+        if event.stage == OURS:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs.Run, "on_event", log_and_die)
+        assert run(capsys, *words, "--out", "half")[0] == 130
+    for wrong in (("--teacher", "given"), ("--teacher-share", "0.5")):
+        code, _, err = run(capsys, "prune", "--resume", "half", *wrong)
+        assert code == 2 and f"leave these out: {wrong[0]} was" in err
+    mine, moved = tmp_path / "mine.pth", tmp_path / "moved.pth"
+    mine.rename(moved)
+    code, _, err = run(capsys, "prune", "--resume", "half")
+    assert code == 2 and "there is no file 'mine.pth' here" in err
+    shutil.copy(here / "other.pth", mine)
+    code, _, err = run(capsys, "prune", "--resume", "half")
+    assert code == 2 and "half: the teacher is not what it was: teacher was" in err
+    moved.replace(mine)
+    assert run(capsys, "prune", "--resume", "half", "--quiet", "--teacher-share", "0.9")[0] == 0
+    ends = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "half")]
+    assert ends[0] == ends[1]
+
+
+def test_help_names_the_options_of_a_teacher(capsys: Capture) -> None:
+    for command in ("prune", "train"):
+        told = run(capsys, command, "--help")[1]
+        assert all(name in told for name in ("--teacher ", "--teacher-share", "--teacher-temperature"))
+
+
+def test_the_given_network_is_never_changed() -> None:
+    model = copy.deepcopy(traced()[0])
+    before = tensors(model)
+    dmcp.prune(model, Noise(), Noise(1), search=SEARCH, train=TRAIN, retrain=Retrain.TEACHER, teacher=model)
+    assert same(before, tensors(model)) and all(parameter.grad is None for parameter in model.parameters())
