@@ -35,7 +35,7 @@ from dmcp.paper.experiments import ALL, DRAWS, EXPERIMENTS, check_experiment, st
 from dmcp.paper.findings import show, write
 from dmcp.paper.outcomes import outcomes
 from dmcp.paper.records import read_recorded
-from dmcp.paper.tasks import cells_of, command, study_tasks
+from dmcp.paper.tasks import cells_of, command, epochs_of, study_tasks
 from dmcp.pruning import Row
 from dmcp.running.jobs import Job
 from dmcp.running.plans import Cell, plan_from_json
@@ -205,7 +205,7 @@ def test_all_experiments_share_the_reference() -> None:
     it = study()
     for name in EXPERIMENTS:
         used = {task.name for task in study_tasks(it, [name])}
-        assert ("dmcp-50%-seed2" in used) is (name not in ("recover", "full", "recipe")), name
+        assert ("dmcp-50%-seed2" in used) is (name not in ("recover", "full", "recipe", "length")), name
     every = [task.name for task in study_tasks(it, [*EXPERIMENTS])]
     assert len(every) == len({*every})
 
@@ -348,6 +348,25 @@ def test_faster_alphas_change_nothing_else() -> None:
     other = replace(it, common=study(1).common)
     known = {task.name: task.plan for task in study_tasks(other, ["main", "scale", "scheme"])}
     assert all(found[name] == known[name] for name in found.keys() & known.keys())
+
+
+def test_a_longer_search_and_a_brief_training_change_nothing_else() -> None:
+    it = study(seeds=1, settings={"dmcp": {"epochs": 20, "groups": 5}})
+    known, found = ({task.name: task.plan for task in study_tasks(it, [name])} for name in ("full", "length"))
+    assert len(found) == 5 and all(
+        found[name] == known[name] for name in ("uniform-full-50%-seed0", "dmcp-full-50%-seed0")
+    )
+    usual, late = found["dmcp-full-50%-seed0"], found["dmcp-longer-full-50%-seed0"]
+    assert late.cell and late.cell.settings == {"epochs": 120, "groups": 5}
+    assert replace(late, cell=usual.cell) == usual
+    for brief, of in (("uniform-brief-full", "uniform-full"), ("dmcp-brief-full", "dmcp-full")):
+        mine, theirs = found[f"{brief}-50%-seed0"], found[f"{of}-50%-seed0"]
+        assert mine.train and theirs.train and mine.train == replace(theirs.train, epochs=60)
+    assert (again := found["dmcp-brief-full-50%-seed0"].cell) and again.uses == "dmcp-full-50%-seed0"
+    arms = {arm.label: arm for arm in EXPERIMENTS["length"](study_of(it, "length"))}
+    lengths = {label: sum(epochs_of(study_of(it, "length"), arm).values()) for label, arm in arms.items()}
+    assert [*lengths.values()] == [240, 280, 360, 60, 100]
+    assert arms["dmcp, a quarter of the training"].against == "uniform, a quarter of the training"
 
 
 def test_frozen_weights_are_trained_ones_of_the_same_seed() -> None:
@@ -793,11 +812,11 @@ def test_all_are_those_of_the_papers_length(capsys: pytest.CaptureFixture[str], 
         told = run(capsys, *names, *TINY, "--seeds", "1", "--dry-run", "--json", "--out", str(tmp_path))[1]
         return {experiment for cell in json.loads(told)["cells"] for experiment in cell["needed_by"]}
 
-    assert listed("all") == {*ALL} == {*EXPERIMENTS} - {"full", "recipe", "explain"}
+    assert listed("all") == {*ALL} == {*EXPERIMENTS} - {"full", "recipe", "explain", "length"}
     assert listed("all", "full") == {*ALL, "full"}
     told = " ".join(re.sub(r"[│|]", " ", run(capsys, "--help")[1]).split())
-    assert "extra, all of them, or only by name full, recipe, explain." in told
-    with pytest.raises(DmcpError, match="all of them, or only by name full, recipe, explain"):
+    assert "extra, all of them, or only by name full, recipe, explain, length." in told
+    with pytest.raises(DmcpError, match="all of them, or only by name full, recipe, explain, length"):
         check_experiment("qqq")
 
 
@@ -883,6 +902,22 @@ def test_a_table_of_other_data_or_fewer_seeds(capsys: pytest.CaptureFixture[str]
     assert code == 0, error
 
 
+def test_cells_of_another_network_by_the_same_name_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = [*TINY, "--seeds", "1", "--dry-run", "--epochs", "3", "--search-epochs", "4"]
+    more: dict[str, Any] = {"settings": {"dmcp": {"epochs": 4}}, "fine_tune_epochs": 1, "budgets": ("50%",)}
+    job, train = Job(model="digits:resnet", data="digits", batch=64, device="cpu"), recipe(3, 1.6, 5e-4, 0.1)
+    it = study(1, "digits:resnet", "digits", job=job, train=train, **more)
+    for task in study_tasks(it, ["warmup"]):
+        write_cell(task, tmp_path, it, 0.9)
+    assert run(capsys, "warmup", *words, "--out", str(tmp_path))[0] == 0
+    path = tmp_path / "dmcp-cold-50%-seed0" / "settings.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"macs": 7}))
+    code, _, error = run(capsys, "warmup", *words, "--out", str(tmp_path))
+    assert code == 2 and "dmcp-cold-50%-seed0 was made when digits:resnet was another network than now" in error
+
+
 def test_a_dry_run_says_what_is_left_and_for_whom(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = [*TINY, "--seeds", "2", "--dry-run", "--out", str(tmp_path)]
     told = run(capsys, "warmup", "bernoulli", *words)[1]
@@ -891,7 +926,7 @@ def test_a_dry_run_says_what_is_left_and_for_whom(capsys: pytest.CaptureFixture[
     assert told.endswith("How long 6 of those left take is not known: none like them is done.\n")
 
 
-@pytest.mark.parametrize("name", ["full", "recipe", "explain"])
+@pytest.mark.parametrize("name", ["full", "recipe", "explain", "length"])
 def test_the_command_beside_an_experiment_makes_the_same_cells(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -50,6 +50,7 @@ class Stage:
 
 _MOBILE = "main --model cifar:mobilenet_v2 --budget 50% --budget 30% --seeds 2 --epochs 20"
 _FULL = "full --epochs 50 --search-epochs 15 --label-smoothing 0"  # a search of 30 and a training of 200
+_LENGTH = _FULL.replace("full", "length")
 _TINY = "--model digits:resnet --epochs 1 --search-epochs 2 --seeds 1"
 PLANS = {
     "mobile": (
@@ -71,6 +72,12 @@ PLANS = {
         Stage(folder="full56", options=f"{_FULL} --model cifar:resnet56 --seeds 2", at_once=4, next_at=4),
         Stage(folder="full20", options=f"{_FULL} --seeds 3", at_once=4, next_at=9),
         Stage(folder="ex", options="explain --recorded --epochs 60 --seeds 3", at_once=6, next_at=99),
+    ),
+    "rest": (  # of the last one, whose cells of the first stage are there but two
+        Stage(folder="full56", options=f"{_FULL} --model cifar:resnet56 --seeds 2", at_once=2, next_at=6),
+        Stage(folder="full20", options=f"{_FULL} --seeds 3", at_once=5, next_at=10),
+        Stage(folder="ex", options="explain --recorded --epochs 60 --seeds 3", at_once=6, next_at=9),
+        Stage(folder="full56", options=f"{_LENGTH} --model cifar:resnet56 --seeds 2", at_once=4, next_at=99),
     ),
     "rehearsal": (  # with digits, on a CPU
         Stage(

@@ -13,7 +13,7 @@ from dmcp.commands import options as o
 from dmcp.commands.compare import check_job, recipe
 from dmcp.commands.printing import print_json
 from dmcp.comparison.cell_files import TIME, is_done
-from dmcp.comparison.cell_runs import check_begun, check_failed, run_tasks, state_of
+from dmcp.comparison.cell_runs import check_begun, check_facts, check_failed, run_tasks, state_of
 from dmcp.comparison.comparing import Comparison, Task
 from dmcp.engine import Engine
 from dmcp.errors import DmcpError, FileError
@@ -139,8 +139,9 @@ def paper(
         settings=_search_settings(search_epochs, alpha_lr),
         fine_tune_epochs=epochs // 3,  # none of ours does; as in the comparison whose cells these may be
     )
-    study = _open(it, tuple(wider or ["width=24"]), wanted)
-    tasks, folder = study_tasks(study, wanted), Path(out)
+    folder = Path(out)
+    study = _open(it, tuple(wider or ["width=24"]), wanted, folder)
+    tasks = study_tasks(study, wanted)
     check_replaced(study, wanted, Path(results))
     known = {name: read_recorded(study, name, Path(results)) for name in wanted} if recorded else {}
     if recorded:
@@ -173,10 +174,11 @@ def _search_settings(epochs: int, alpha_lr: float) -> dict[str, dict[str, Any]]:
     return {"dmcp": own} if own else {}
 
 
-def _open(it: Comparison, wider: tuple[str, ...], names: Sequence[str]) -> Study:
+def _open(it: Comparison, wider: tuple[str, ...], names: Sequence[str], folder: Path) -> Study:
     """The study, with what its cells would refuse refused now."""
     opened = open_job(replace(it.job, device="cpu"))
     check_job(it, opened)
+    check_facts(it.job, folder, opened)
     if EXPLAIN in names:
         check_job(replace(it, budgets=ENDS), opened)
     if {*WIDER} & {*names}:

@@ -23,10 +23,11 @@ BUDGETS = (HALF, "30%", "70%", "15%")  # of main, the most wanted first
 ENDS = ("70%", "15%")  # of explain: the largest and the smallest of main
 DRAWS = 5  # networks that are drawn from one search
 # experiments that are done by name only: not the paper's, and longer than its
-FULL, RECIPE, EXPLAIN = "full", "recipe", "explain"
+FULL, RECIPE, EXPLAIN, LENGTH = "full", "recipe", "explain", "length"
 WIDER = ("scale", EXPLAIN)  # experiments with a wider unpruned network
 _MORE_TRAINING, _MORE_SEARCH = 4, 2  # times the study's epochs, in the full-length recipe
 _TAUGHT = {"teacher_share": 0.9, "teacher_temperature": 4.0}  # the distilled training of the full-length recipe
+_LONGER, _BRIEFLY = 3, "a quarter of the training"  # times the search of the full-length recipe, and of its training
 _TIMES = 10  # as fast as in a usual search
 _FAST, _USUAL = 5.0, 0.5  # learning rates of the alphas in recover: see docs/paper_map.md; and that of a search
 
@@ -174,6 +175,12 @@ def extra(it: Study) -> list[Arm]:
     return [*arms, _dmcp(searches, seeds=(first,)), *others]
 
 
+_FULL_PAIR = (
+    Arm(label="uniform", name=f"uniform-{FULL}", method="uniform", budget=HALF),
+    Arm(label="dmcp", name=f"dmcp-{FULL}", method="dmcp", budget=HALF, own=False),
+)
+
+
 def full(it: Study) -> list[Arm]:
     """The full-length recipe: the final training four times as long, the search twice as long as elsewhere.
 
@@ -182,8 +189,7 @@ def full(it: Study) -> list[Arm]:
     slimmable one is left out: it trains the unpruned network, too.
     """
     trained = replace(_TRAINED, name=f"{UNPRUNED}-{FULL}")
-    same = Arm(label="uniform", name=f"uniform-{FULL}", method="uniform", budget=HALF)
-    ours = Arm(label="dmcp", name=f"dmcp-{FULL}", method="dmcp", budget=HALF, own=False)
+    same, ours = _FULL_PAIR
     taught = Arm(
         label="dmcp, distilled",
         name=f"dmcp-distilled-{FULL}",
@@ -194,6 +200,29 @@ def full(it: Study) -> list[Arm]:
         train=_TAUGHT,
     )
     return _compared(same, [trained, same, ours, taught])
+
+
+def length(it: Study) -> list[Arm]:
+    """Whether widths of a short search suit a long training: the same widths trained briefly, and a longer search.
+
+    Layers that learn late are worth little when a search ends, so it may narrow them: in a short training that should
+    cost nothing, in a long one it should. With a search three times as long they should be wider, and all be better.
+    """
+    same, ours = _FULL_PAIR
+    brief = {"epochs": it.common.train.epochs // _MORE_TRAINING}
+    longer = {"epochs": _LONGER * it.search.epochs}
+    same_briefly = replace(same, label=f"{same.label}, {_BRIEFLY}", name=f"uniform-brief-{FULL}", train=brief)
+    ours_briefly = Arm(
+        label=f"{ours.label}, {_BRIEFLY}",
+        name=f"dmcp-brief-{FULL}",
+        method=COPY,
+        budget=HALF,
+        uses=ours,
+        train=brief,
+        against=same_briefly.label,
+    )
+    late = replace(ours, label=f"{ours.label}, a longer search", name=f"dmcp-longer-{FULL}", settings=longer)
+    return [*_compared(same, [same, ours, late]), same_briefly, ours_briefly]
 
 
 def recipe(it: Study) -> list[Arm]:
@@ -277,8 +306,10 @@ EXPERIMENTS: dict[str, Experiment] = {  # as people type them, the most wanted f
     FULL: full,
     RECIPE: recipe,
     EXPLAIN: explain,
+    LENGTH: length,
 }
-_BY_NAME = (FULL, RECIPE, EXPLAIN)
+_LONG = (FULL, RECIPE, LENGTH)  # with the lengths of the full-length recipe
+_BY_NAME = (FULL, RECIPE, EXPLAIN, LENGTH)
 ALL = tuple(name for name in EXPERIMENTS if name not in _BY_NAME)  # what people call all
 NAMES = f"{', '.join(ALL)}, all of them, or only by name {', '.join(_BY_NAME)}"  # for people
 
@@ -290,7 +321,7 @@ def about(name: str) -> str:
 
 def study_of(it: Study, name: str) -> Study:
     """The study as one experiment has it: its epochs are others in the full-length recipe."""
-    if name not in (FULL, RECIPE):
+    if name not in _LONG:
         return it
     common, train = it.common, it.common.train
     search = {**common.settings.get("dmcp", {}), "epochs": _MORE_SEARCH * it.search.epochs}

@@ -22,7 +22,7 @@ from dmcp.comparison.gathering import Line, against_uniform, gather, markdown, t
 from dmcp.methods import METHODS, PEERS
 from dmcp.paper.alpha_findings import show_distribution, show_recover
 from dmcp.paper.arms import Study
-from dmcp.paper.experiments import EXPERIMENTS, EXPLAIN, FULL, RECIPE, about, study_of
+from dmcp.paper.experiments import EXPERIMENTS, EXPLAIN, FULL, LENGTH, RECIPE, about, study_of
 from dmcp.paper.figures import curves, dots, title, width_differences
 from dmcp.paper.outcomes import PERCENT, Outcome, Recorded, Shown, by_label, outcomes, plain_row
 from dmcp.paper.tasks import cells_of, command, epochs_of
@@ -285,4 +285,5 @@ _SHOWN: dict[str, Callable[[Study, str, Sequence[Outcome], Path], Shown]] = {  #
     FULL: functools.partial(_show_arms, lengths=True, of=""),
     RECIPE: functools.partial(_show_arms, of=_HELD),
     EXPLAIN: functools.partial(_show_arms, lengths=True, of=""),
+    LENGTH: functools.partial(_show_arms, lengths=True, of=""),
 }

@@ -19,7 +19,7 @@ from dmcp.errors import BudgetError, FileError
 from dmcp.files import MOST_JSON, read_bytes
 from dmcp.paper.claims import tell_claims
 from dmcp.paper.evidence import Evidence, read_evidence
-from dmcp.paper.experiments import EXPERIMENTS, FULL, RECIPE
+from dmcp.paper.experiments import EXPERIMENTS, FULL, LENGTH, RECIPE
 from dmcp.runs import from_plain, read_json
 from dmcp.tables import between, counted
 from dmcp.tracing.graph import ChannelGraph
@@ -158,10 +158,14 @@ def _head(every: Sequence[_Finding], place: str) -> str:
     for it in every:
         users.setdefault(_protocol(it), []).append(it.experiment)
         cells |= {(_protocol(it), cell.name): cell for cell in it.once}
-    named = (FULL, RECIPE)  # whose cells have names of their own
+    named = (FULL, RECIPE, LENGTH)  # whose cells have names of their own
     several = len({_protocol(it) for it in every if it.experiment not in named}) > 1
-    but = " and ".join(f"`{it}`" for it in named)
-    apart = f" Each of these protocols, but that of {but}, needs an `--out` of its own." if several else ""
+    *first, last = (f"`{it}`" for it in named)
+    apart = (
+        f" Each of these protocols, but that of {', '.join(first)} and {last}, needs an `--out` of its own."
+        if several
+        else ""
+    )
     return "\n".join(
         [
             "# The paper's experiments\n",

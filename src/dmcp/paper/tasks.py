@@ -19,7 +19,7 @@ from dmcp.training import TrainConfig
 def epochs_of(it: Study, arm: Arm) -> dict[str, int]:
     """Passes over the data that an arm's networks took: of search and training, of their start and of their teacher."""
     searched = arm.uses if arm.method == COPY and arm.uses else arm
-    found = {"training": it.common.train.epochs}
+    found = {"training": int(arm.train.get("epochs", it.common.train.epochs))}
     if searched.method == "dmcp":
         settings = {**it.common.settings.get("dmcp", {}), **searched.settings}
         found = {"search": DmcpConfig(**settings).epochs} | found
