@@ -20,11 +20,12 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from dmcp import bench
-from dmcp.bench import Measured, measure, measure_epochs, measure_sampling
+from dmcp.bench import Measured, measure, measure_epochs, measure_pruned, measure_sampling
 from dmcp.commands import bench as bench_commands
 from dmcp.engine import Engine
 from dmcp.errors import DmcpError, TrainingError
 from dmcp.running import recipes
+from dmcp.sampling import uniform
 from dmcp.tracing.trace import trace
 
 CPU = torch.device("cpu")
@@ -142,6 +143,18 @@ def test_steps_take_as_long_as_their_passes(clock: Clock) -> None:
     assert found.engine["graphs"] == "False" and found.engine["precision"] == "float32"
 
 
+def test_pruned_networks_are_measured_as_they_are_and_padded(clock: Clock) -> None:
+    parts: dict[str, float] = {}
+    found = measure_pruned("tiny", Tiny(), 4, SHAPE, 4, CPU, Engine(), "50%", 2, parts.__setitem__)
+    graph = trace(Tiny(), torch.zeros(2, *SHAPE))
+    assert found.macs == graph.macs(uniform(graph, "50%")) <= graph.macs() / 2
+    times = {"whole_ms": 1000, "pruned_ms": 1000, "padded_ms": 1000}
+    assert {name: getattr(found, name) for name in times} == parts == times
+    assert found.engine["precision"] == "float32" and (found.budget, found.batch) == ("50%", 4)
+    round_one = measure_pruned("tiny", Tiny(), 4, SHAPE, 4, CPU, Engine(), "100%", 2)
+    assert round_one.padded_ms is None
+
+
 def test_what_cannot_be_measured_is_refused() -> None:
     for batch, groups, rounds in ((0, 10, 1), (4, 1, 1), (4, 10, 0)):
         with pytest.raises(DmcpError, match="at least 1 and 2 groups"):
@@ -220,7 +233,7 @@ def test_epochs_on_data_are_measured_for_the_network_of_the_data(tmp_path: Path)
         images = draw.integers(256, size=(20, 7, 7, 3), dtype=np.uint8)
         np.savez(tmp_path / f"{part}-0.npz", images=images, labels=np.arange(20) % 5)
     asked = ["--model", "test_bench:Tiny", "--data", str(tmp_path), "--batch", "8", "--epochs", "2", "--rounds", "1"]
-    result = run(*asked, "--sampling", "0", "--quiet", "--out", str(tmp_path / "bench.json"))
+    result = run(*asked, "--sampling", "0", "--quiet", "--budget", "50%", "--out", str(tmp_path / "bench.json"))
     assert result.exit_code == 0, result.exception
     assert result.stderr == ""
     data = json.loads((tmp_path / "bench.json").read_text())
@@ -228,6 +241,9 @@ def test_epochs_on_data_are_measured_for_the_network_of_the_data(tmp_path: Path)
     assert (epoch["steps"], epoch["data"]) == (2, str(tmp_path))
     (step,) = data["steps"]
     assert step["shape"] == [3, 7, 7] and step["params"] == sum(p.numel() for p in Tiny(num_classes=5).parameters())
+    (cut,) = data["pruned"]
+    (row,) = rows_of(result.stdout, "One training step")
+    assert row[:3] == ["test_bench:Tiny", "8", "50%"] and float(row[5]) == pytest.approx(cut["pruned_ms"], 0.01)
     (row,) = rows_of(result.stdout, "One epoch")
     assert row[:4] == ["test_bench:Tiny", "8", str(tmp_path), "2"]
     assert float(row[4]) == pytest.approx(epoch["train_s"], 0.01) and data["sampling"] == []

@@ -20,6 +20,7 @@ from dmcp.cuda_graphs import Repeated
 from dmcp.errors import StoppedError
 from dmcp.keeping import Keeper
 from dmcp.nets import build
+from dmcp.padding import padded
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -248,3 +249,38 @@ def test_a_killed_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
         assert command("--resume", str(run)).wait(timeout=300) == 0
         for name in ("log.jsonl", "model.safetensors", "widths.json", "search.safetensors", "search.json"):
             assert (run / name).read_bytes() == (whole / name).read_bytes(), (share, name)
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        dmcp.Engine(precision="float32", tf32=False, graphs=False, kernels=False, compile=False),  # type: ignore[arg-type]
+        dmcp.Engine(graphs=True, kernels=False, compile=False),
+        dmcp.Engine(graphs=True, kernels=True, compile=False),
+        dmcp.Engine(compile=True, graphs=False, kernels=False),
+    ],
+    ids=["float32", "graphs", "kernels", "compiled"],
+)
+def test_a_padded_network_learns_the_same(engine: dmcp.Engine) -> None:
+    torch.manual_seed(0)
+    model = build("cifar:resnet20").cuda()
+    graph = dmcp.trace(model, torch.zeros(2, 3, 32, 32, device="cuda"))
+    widths = graph.widths([max(1, 2 * space.size // 3 - 1) for space in graph.spaces])
+    batches = [(torch.randn(64, 3, 32, 32).cuda(), torch.randint(10, (64,)).cuda()) for _ in range(20)]
+    rates = dmcp.TrainConfig(epochs=1, lr=0.02, warmup_epochs=0, warmup_lr=0.0, reference_batch=None)
+    small = dmcp.cut(model, graph, widths)
+    alone = copy.deepcopy(small)
+    twin = padded(small, model, graph, widths)
+    assert twin
+    one, other = (dmcp.train(net, batches, rates, engine=engine) for net in (alone, twin.wide))
+    near = 1e-3 if engine.precision else 3e-2
+    assert [step.loss for step in other] == pytest.approx([step.loss for step in one], rel=near)
+    twin.give_back()
+    x = torch.randn(256, 3, 32, 32, device="cuda")
+    for net in (small, alone, twin.wide):
+        net.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(small(x), twin.wide(x), rtol=1e-2, atol=1e-2)  # what is added is not read
+    readers = twin.wide.get_parameter("fc.weight")
+    kept = twin.places["fc.weight"][1]
+    assert kept is not None and int(readers.any(dim=0).sum()) == len(kept)

@@ -95,6 +95,7 @@ ORDER = [
     "exporting",
     "events",
     "measuring",
+    "padding",
     "retraining",
     "pruning",
     "methods.problem",

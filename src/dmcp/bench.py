@@ -1,4 +1,4 @@
-"""How fast and how large: steps of training and search side by side, whole epochs on data, and drawing structures."""
+"""How fast and how large: steps of training, search and pruned networks, whole epochs on data, drawing structures."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,13 @@ from torch import Tensor, nn
 
 from dmcp.batches import Loader, device_of
 from dmcp.budget import constant_alpha, parse, spent_shares
+from dmcp.cutting import cut
 from dmcp.engine import Engine, Settled, is_depthwise, is_narrow, sgd
 from dmcp.errors import DmcpError
 from dmcp.losses import classification_loss
 from dmcp.markov import CHAIN, group_sizes
+from dmcp.padding import padded
+from dmcp.sampling import uniform
 from dmcp.searching.sandwich import Draw, chains
 from dmcp.searching.search import LARGE, Steps, search, uncounted
 from dmcp.searching.searches import SearchConfig
@@ -94,6 +98,22 @@ class Sampled:
     seconds: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pruned:
+    """Milliseconds of a training step of a network and of what uniform widths leave of it."""
+
+    model: str
+    model_args: tuple[str, ...]
+    batch: int
+    budget: str
+    macs: int  # of the pruned network
+    device: str
+    whole_ms: float  # the unpruned network
+    pruned_ms: float
+    padded_ms: float | None  # the same inside one of rounder widths, see padding; None where widths are round
+    engine: dict[str, str] = field(default_factory=dict)
+
+
 def measure(
     name: str,
     model: nn.Module,
@@ -118,8 +138,7 @@ def measure(
     graph = trace(model, torch.zeros(2, *shape))
     times = {"trace_s": time.perf_counter() - start}
     say("trace_s", times["trace_s"])
-    kinds = {"large": graph.macs() >= LARGE, "narrow": is_narrow(model), "depthwise": is_depthwise(model)}
-    settled = engine.settled(device, steps=10**6, **kinds)
+    settled = _settled(engine, device, model, graph)
     before = _clean(device, settled.compile)  # what others left there is not the network's
     x = torch.randn(batch, *shape, device=device)
     data = settled.laid_out((x, torch.randint(classes, (batch,), device=device)))
@@ -130,7 +149,6 @@ def measure(
     _clean(device)
     found, refused = _measure_search(net, data, settled, rounds, say)
     first_s = plain.pop("first_s") + found.pop("first_s")
-    choices = ("precision", "channels_last", "compile", "graphs", "kernels", "depthwise", "tf32")
     return Measured(
         model=name,
         model_args=model_args,
@@ -144,12 +162,69 @@ def measure(
         plain_gib=plain_gib,
         search_gib=_peak_gib(device, before),
         first_s=first_s,
-        engine={key: str(getattr(settled, key)) for key in choices},
+        engine=_chosen(settled),
         refused=plain_refused or refused,
         **times,
         **plain,
         **found,
     )
+
+
+def measure_pruned(
+    name: str,
+    model: nn.Module,
+    batch: int,
+    shape: tuple[int, ...],
+    classes: int,
+    device: torch.device,
+    engine: Engine,
+    budget: str = "50%",
+    rounds: int = 15,
+    on_part: Callable[[str, float], None] | None = None,
+    model_args: tuple[str, ...] = (),
+) -> Pruned:
+    """Time of one training step on random images: of the network, and of it cut to a budget by uniform widths."""
+    say = on_part or (lambda part, number: None)
+    graph = trace(model, torch.zeros(2, *shape))
+    model = model.to(device).train()
+    widths = uniform(graph, budget)
+    small = cut(model, graph, widths)
+    twin = padded(small, model, graph, widths)
+    images = torch.randn(batch, *shape, device=device), torch.randint(classes, (batch,), device=device)
+    times, used = dict[str, float](), dict[str, str]()
+    for part, net in (("whole_ms", model), ("pruned_ms", small), ("padded_ms", twin.wide if twin else None)):
+        if net is not None:
+            settled = _settled(engine, device, net, graph)
+            _clean(device, settled.compile)
+            found, _ = _measure_plain(net, settled.laid_out(images), settled, rounds, partial(_renamed, say, part))
+            times[part], used = found["plain_ms"], _chosen(settled)
+    return Pruned(
+        model=name,
+        model_args=model_args,
+        batch=batch,
+        budget=budget,
+        macs=graph.macs(widths),
+        device=device_name(device),
+        whole_ms=times["whole_ms"],
+        pruned_ms=times["pruned_ms"],
+        padded_ms=times.get("padded_ms"),
+        engine=used,
+    )
+
+
+def _renamed(say: Callable[[str, float], None], name: str, part: str, number: float) -> None:
+    say(name, number)
+
+
+def _settled(engine: Engine, device: torch.device, model: nn.Module, graph: ChannelGraph) -> Settled:
+    """As for a long run."""
+    kinds = {"large": graph.macs() >= LARGE, "narrow": is_narrow(model), "depthwise": is_depthwise(model)}
+    return engine.settled(device, steps=10**6, **kinds)
+
+
+def _chosen(settled: Settled) -> dict[str, str]:
+    choices = ("precision", "channels_last", "compile", "graphs", "kernels", "depthwise", "tf32")
+    return {key: str(getattr(settled, key)) for key in choices}
 
 
 def measure_epochs(

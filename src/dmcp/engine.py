@@ -34,6 +34,7 @@ _SWITCHES = {  # whether None is a choice
     "compile": True,
     "graphs": True,
     "kernels": True,
+    "pad": True,
     "tf32": False,
     "deterministic": False,
     "sync_batchnorm": False,
@@ -65,6 +66,7 @@ class Engine:
     compile: bool | None = None  # torch.compile: on GPUs, where the run is long enough to pay for the compiling
     graphs: bool | None = None  # steps replayed as CUDA graphs: on one GPU, with the default losses and optimizer
     kernels: bool | None = None  # own kernels for few channels and depthwise layers: in bfloat16, on one GPU
+    pad: bool | None = None  # pruned networks trained in ones of the next multiples of 8 channels: in bfloat16 on GPUs
     tf32: bool = True  # float32 products on a GPU may round their factors to 10 bits
     deterministic: bool = False  # the same bits in every run, also on a GPU; slower
     sync_batchnorm: bool = False  # of several ranks on GPUs: BatchNorms use the statistics of all ranks together
@@ -121,6 +123,12 @@ class Engine:
             deterministic=self.deterministic,
             sync_batchnorm=self.sync_batchnorm and gpu and current().world > 1,
         )
+
+    def pads(self, device: torch.device) -> bool:
+        """Whether networks that were cut are trained inside ones of rounder widths: see `padding`."""
+        if device.type != "cuda" or self.pad is not None:
+            return device.type == "cuda" and bool(self.pad)
+        return self.settled(device).precision is Precision.BFLOAT16
 
     def _can_run_kernels(self, device: torch.device) -> bool:
         refused = kernels_refused(device)

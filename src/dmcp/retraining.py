@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dmcp import training
-from dmcp.batches import Loader, generator
+from dmcp.batches import Loader, device_of, generator
 from dmcp.calibration import recalibrate
 from dmcp.cutting import cut, reinitialise
 from dmcp.engine import Engine
@@ -21,6 +21,7 @@ from dmcp.events import Event, Report, silent
 from dmcp.keeping import Keeper
 from dmcp.losses import Loss, classification_loss, imitation
 from dmcp.optimizers import MakeOptimizer
+from dmcp.padding import padded
 from dmcp.ranks import current
 from dmcp.rows import UNPRUNED, divergence
 from dmcp.spaces import Widths
@@ -85,12 +86,33 @@ def train_all(
                 else:
                     reinitialise(small, generator=generator(config.seed))
                 recipe = replace(config, distillation=Distillation.TEACHER if teacher else Distillation.NONE)
-                steps = training.train(small, loader, recipe, loss, teacher, *way, optimizer=optimizer)
+                with padding(small, weights, graph, widths, engine, optimizer) as net:
+                    steps = training.train(net, loader, recipe, loss, teacher, *way, optimizer=optimizer)
                 if kind is Retrain.TEACHER and teacher is None:
                     teacher = small
         if on_trouble and (trouble := divergence(name, [step.loss for step in steps])):
             on_trouble(trouble)
     return nets
+
+
+@contextlib.contextmanager
+def padding(
+    small: nn.Module,
+    whole: nn.Module,
+    graph: ChannelGraph,
+    widths: Widths,
+    engine: Engine | None,
+    optimizer: MakeOptimizer | None = None,
+) -> Iterator[nn.Module]:
+    """The network to train in place of one that was cut, if the engine wants that; afterwards that has its weights.
+
+    Not with an optimizer of one's own: some mix the entries of a tensor, so that its shape counts.
+    """
+    wanted = optimizer is None and (engine or Engine()).pads(device_of(small))
+    twin = padded(small, whole, graph, widths) if wanted else None
+    yield twin.wide if twin else small
+    if twin:
+        twin.give_back()
 
 
 def check_taught(kind: Retrain, config: TrainConfig, teacher: object) -> None:

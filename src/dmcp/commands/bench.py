@@ -17,7 +17,17 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from dmcp.bench import Epochs, Measured, Sampled, device_name, measure, measure_epochs, measure_sampling
+from dmcp.bench import (
+    Epochs,
+    Measured,
+    Pruned,
+    Sampled,
+    device_name,
+    measure,
+    measure_epochs,
+    measure_pruned,
+    measure_sampling,
+)
 from dmcp.calibration import kept_modes
 from dmcp.commands import options as o
 from dmcp.engine import Engine
@@ -30,7 +40,7 @@ from dmcp.runs import Run
 
 _USUAL = {"cuda": (256, 15), "cpu": (16, 3)}  # batch and rounds
 
-Result = Measured | Epochs | Sampled
+Result = Measured | Pruned | Epochs | Sampled
 Say = Callable[[str], None]
 
 Also = Annotated[list[str] | None, typer.Option(help="Another one, like 'mobilenet_v2 width_mult=0.5'; repeatable.")]
@@ -39,6 +49,9 @@ Classes = Annotated[int | None, typer.Option(min=2, help="Outputs of the network
 Rounds = Annotated[int | None, typer.Option(min=1, help="Rounds of which the median counts; default: 15, on a CPU 3.")]
 Passes = Annotated[str, typer.Option(help="Also measure epochs on this data: digits, cifar10, cifar100, a folder.")]
 EpochCount = Annotated[int, typer.Option(min=2, help="Epochs of each kind on it, of which the first does not count.")]
+Cut = Annotated[
+    str, typer.Option("--budget", help="Also a training step of what uniform widths leave at this budget, like 50%.")
+]
 Structures = Annotated[int, typer.Option(min=0, help="Structures that are drawn to measure sampling; 0: none.")]
 File = Annotated[Path | None, typer.Option("--json", "--out", help="File for all of it as plain data.")]
 
@@ -51,6 +64,7 @@ def bench(
     input: o.Input = "",
     classes: Classes = None,
     groups: o.Groups = 10,
+    budget: Cut = "",
     data: Passes = "",
     epochs: EpochCount = 3,
     sampling: Structures = 1_000_000,
@@ -90,6 +104,7 @@ def bench(
         rounds=rounds or usual[1],
         classes=classes,
         groups=groups,
+        budget=budget,
         epochs=epochs,
         structures=sampling,
         engine=engine,
@@ -111,6 +126,7 @@ class _Wanted:
     rounds: int
     classes: int | None  # None: the data's, or the network's own
     groups: int
+    budget: str  # of pruned networks; empty: none
     epochs: int
     structures: int
     engine: Engine
@@ -158,6 +174,10 @@ def _measure_job(job: Job, wanted: _Wanted, say: Say) -> Iterator[Result]:
                 _part_of(label, say),
                 job.model_args,
             )
+            if wanted.budget:
+                fresh, *_ = _network(job, opened, wanted.classes)
+                args = (job.place, wanted.engine, wanted.budget, wanted.rounds, _part_of(label, say), job.model_args)
+                yield measure_pruned(job.model, fresh, batch, shape, classes, *args)
             if opened:
                 say(f"{label}: {3 * wanted.epochs} epochs on {job.data}")
                 yield _measure_epochs(job, batch, opened, wanted)
@@ -238,6 +258,7 @@ def _as_json(results: Sequence[Result], place: torch.device) -> dict[str, Any]:
     return {
         "machine": _machine(place),
         "steps": [result.to_json() for result in results if isinstance(result, Measured)],
+        "pruned": [asdict(result) for result in results if isinstance(result, Pruned)],
         "epochs": [asdict(result) for result in results if isinstance(result, Epochs)],
         "sampling": [asdict(result) for result in results if isinstance(result, Sampled)],
     }
@@ -259,6 +280,11 @@ def _show(results: Sequence[Result]) -> None:
     if len(steps) > 1:
         print("\nGrowth: times and the memory of a search, over those of the first row")
         _print_table(_GROWTH, [_growth_row(step, first) for step in steps])
+    cuts = [result for result in results if isinstance(result, Pruned)]
+    if cuts:
+        print("\nOne training step in milliseconds: the network, what uniform widths leave, and that padded to eights")
+        rows = [(_label(it), str(it.batch), it.budget, f"{it.macs / 1e6:,.1f}", *_step_times(it)) for it in cuts]
+        _print_table(("model", "batch", "budget", "MACs, M", "whole", "pruned", "padded", "padded ×"), rows)
     passes = [result for result in results if isinstance(result, Epochs)]
     if passes:
         print("\nOne epoch with its data, in seconds")
@@ -295,6 +321,10 @@ def _growth_row(it: Measured, first: Measured) -> tuple[str, ...]:
 
 def _seconds_of(it: Epochs) -> tuple[float, float, float]:
     return it.train_s, it.warmup_s, it.search_s
+
+
+def _step_times(it: Pruned) -> tuple[str, ...]:
+    return *map(_number, (it.whole_ms, it.pruned_ms, it.padded_ms)), _share(it.padded_ms, it.pruned_ms)
 
 
 def _label(it: Job | Result) -> str:

@@ -88,6 +88,7 @@ def compare(
     compile: o.Compile = None,
     graphs: o.Graphs = None,
     kernels: o.Kernels = None,
+    pad: o.Pad = None,
     deterministic: o.Deterministic = False,
     quiet: o.Quiet = False,
     as_json: o.AsJson = False,
@@ -127,7 +128,7 @@ def compare(
     it = Comparison(
         job=job,
         engine=Engine(
-            precision=precision, compile=compile, graphs=graphs, kernels=kernels, deterministic=deterministic
+            precision=precision, compile=compile, graphs=graphs, kernels=kernels, pad=pad, deterministic=deterministic
         ),
         train=recipe(epochs, lr, weight_decay, label_smoothing),
         budgets=tuple(budget or ["50%"]),

@@ -136,6 +136,10 @@ Kernels = Annotated[
     bool | None,
     typer.Option(help="Own kernels for few channels and depthwise layers; default: for these, on one GPU."),
 ]
+Pad = Annotated[
+    bool | None,
+    typer.Option(help="Train pruned networks in ones of the next multiples of 8 channels; default: on a GPU."),
+]
 ChannelsLast = Annotated[bool | None, typer.Option(help="Store images pixel by pixel; default: on a GPU.")]
 Tf32 = Annotated[bool, typer.Option(help="Let a GPU round the factors of float32 products.")]
 Deterministic = Annotated[bool, typer.Option("--deterministic", help="The same bits in every run, also on a GPU.")]
@@ -199,7 +203,7 @@ def make_plan(ctx: typer.Context, command: str, options: Mapping[str, Any]) -> P
         options = dict(options) | {"retrain": _retrain(options, recipe)}
         _check_teacher(command, options)
     job = _job(options, given, recipe)
-    engine = Engine(**{name: options[name] for name in Engine.__dataclass_fields__})
+    engine = Engine(**{name: options[name] for name in Engine.__dataclass_fields__ if name in options})
     with _about("Search"):
         search = _search_config(options, given, recipe) if command != "train" else None
     with _about("Training"):

@@ -90,6 +90,7 @@ def paper(
     compile: o.Compile = None,
     graphs: o.Graphs = None,
     kernels: o.Kernels = None,
+    pad: o.Pad = None,
     deterministic: o.Deterministic = False,
     dry_run: DryRun = False,
     gather: Gather = False,
@@ -130,7 +131,7 @@ def paper(
     it = Comparison(
         job=Job(model=model, model_args=tuple(model_args or ()), data=data, batch=batch, device=device),
         engine=Engine(
-            precision=precision, compile=compile, graphs=graphs, kernels=kernels, deterministic=deterministic
+            precision=precision, compile=compile, graphs=graphs, kernels=kernels, pad=pad, deterministic=deterministic
         ),
         train=recipe(epochs, lr, weight_decay, label_smoothing),
         budgets=tuple(budget or BUDGETS),

@@ -39,7 +39,7 @@ from dmcp.measuring import compare
 from dmcp.methods import Method, Own, Start, blamed, find_method, is_imported, own_code, prepare, settle, title
 from dmcp.methods.problem import Choice, Prepared, Problem, Told, samples_of
 from dmcp.pruning import UNPRUNED
-from dmcp.retraining import Retrain, train_all
+from dmcp.retraining import Retrain, padding, train_all
 from dmcp.running.plans import Cell
 from dmcp.running.sessions import Session
 from dmcp.runs import PREPARED, load_search, read_json
@@ -309,7 +309,8 @@ def _train_taught(here: Session, cell: Cell, widths: Widths, data: _Data) -> nn.
     small = cut(opened.fresh, opened.graph, widths)
     reinitialise(small, generator=generator(recipe.seed))  # the weights that it would have without a teacher
     taught = replace(recipe, distillation=Distillation.TEACHER)
-    _train(here, title(cell.method), small, data, taught, teacher)
+    with padding(small, opened.fresh, opened.graph, widths, here.plan.engine) as net:
+        _train(here, title(cell.method), net, data, taught, teacher)
     return small
 
 

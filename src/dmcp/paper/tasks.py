@@ -41,7 +41,7 @@ def command(it: Study, name: str) -> list[str]:
     told += [("wider", text) for text in it.wider if name in WIDER]
     told += [(key, text) for key, text in (("device", job.device), ("precision", engine.precision)) if text]
     words = [word for key, value in told for word in (f"--{key}", str(value))]
-    switches = {"compile": engine.compile, "graphs": engine.graphs, "kernels": engine.kernels}
+    switches = {key: getattr(engine, key) for key in ("compile", "graphs", "kernels", "pad")}
     words += [f"--{'' if on else 'no-'}{key}" for key, on in switches.items() if on is not None]
     return ["dmcp", "paper", name, *words, *(["--deterministic"] if engine.deterministic else [])]
 

@@ -26,7 +26,7 @@ from dmcp.training import TrainConfig
 # fields that came later, and are only written where they are not so: what was begun before goes on
 _LATER: dict[str, dict[str, Any]] = {
     "cell": {"own": True, "teacher": "", "held_out": False},
-    "engine": {"kernels": None},
+    "engine": {"kernels": None, "pad": None},
     "job": {"teacher": ""},
     "train": {"teacher_temperature": 1.0},
 }

@@ -123,10 +123,14 @@ def tell_notices(opened: Opened) -> None:
 
 def tell_ignored(engine: Engine, place: torch.device) -> None:
     """Say what was asked for that the device cannot do; that it chooses itself without being asked is no news."""
-    asked = {"CUDA graphs": ("--graphs", engine.graphs), "Own kernels": ("--kernels", engine.kernels)}
+    asked = {
+        "CUDA graphs run on": ("--graphs", engine.graphs),
+        "Own kernels run on": ("--kernels", engine.kernels),
+        "Rounder widths are for": ("--pad", engine.pad),
+    }
     for what, (option, wanted) in asked.items():
         if wanted and place.type != "cuda":
-            say(f"{what} run on GPUs only: {option} changes nothing on {place.type}.")
+            say(f"{what} GPUs only: {option} changes nothing on {place.type}.")
 
 
 @contextlib.contextmanager
