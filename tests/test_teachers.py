@@ -21,6 +21,7 @@ import dmcp
 from dmcp import runs, training
 from dmcp.batches import generator
 from dmcp.errors import TrainingError
+from dmcp.keeping import plain_settings
 from dmcp.losses import ImitationWarning, classification_loss
 from dmcp.nets import build
 from dmcp.pruning import OURS, UNIFORM, UNPRUNED, Event
@@ -201,6 +202,25 @@ def test_a_job_goes_on_with_the_same_teacher_only(tmp_path: Path) -> None:
             prune(teacher=wrong, keep=going, **how)
     again, whole = prune(teacher=other(), keep=going, **how), prune(teacher=other(), **how)
     assert same(tensors(again.model), tensors(whole.model))
+
+
+def test_a_job_of_a_version_without_teachers_had_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def older(*given: Any) -> dict[str, Any]:
+        new = ("the digest of the teacher's weights", "train.teacher_temperature")
+        return {name: value for name, value in plain_settings(*given).items() if name not in new}
+
+    def keep(name: str) -> dmcp.Keeper:
+        return dmcp.Keeper(tmp_path / name, every_steps=1, asked_to_stop=lambda: True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dmcp.pruning.plain_settings", older)
+        with pytest.raises(dmcp.StoppedError):
+            prune(retrain="inherit", keep=keep)
+    with pytest.raises(dmcp.FileError, match="the digest of the teacher's weights was null, is"):
+        prune(retrain="inherit", teacher=other(), keep=keep)
+    with pytest.raises(dmcp.FileError, match=r"train\.teacher_temperature was 1\.0, is 4\.0"):
+        prune(retrain="inherit", train=replace(TRAIN, teacher_temperature=4.0), keep=keep)
+    assert prune(retrain="inherit", keep=lambda name: dmcp.Keeper(tmp_path / name)).rows
 
 
 # how long it takes
