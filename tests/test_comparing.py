@@ -454,6 +454,15 @@ def test_each_network_has_its_own_costs(tmp_path: Path) -> None:
     assert [(it["seed"], it["accuracy"], it["macs"]) for it in amc["networks"]] == [(0, 0.85, 500), (1, 0.87, 490)]
 
 
+def test_what_a_search_cost_that_is_not_done_is_not_known(tmp_path: Path) -> None:
+    it = write_table(tmp_path)
+    shutil.rmtree(tmp_path / "l1-50%-seed1")
+    found = {(one["method"], one["training"], one["seed"]): one for one in networks_of(gather(it, tmp_path))}
+    missing = found["l1", "same recipe", 1]  # uniform has this seed, of which it is a copy
+    assert (missing["search_seconds"], missing["sample_passes"]) == (None, None)
+    assert found["l1", "same recipe", 0]["sample_passes"] == 5_000_000
+
+
 def test_there_is_no_table_without_cells(tmp_path: Path) -> None:
     assert gather(TWO, tmp_path) == []
     (tmp_path / "uniform-50%-seed3").mkdir()

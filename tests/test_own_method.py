@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
 import shutil
@@ -125,6 +126,20 @@ def test_which_code_a_method_has(here: Path) -> None:
     assert own_code("mine:root_macs") not in ("", first)
     (here / "mine.py").write_text("what is no Python")
     assert [own_code(name) for name in ("mine:root_macs", "l1", "=hand")] == ["", "", ""]
+
+
+def test_the_code_of_a_method_is_the_same_for_all_versions_of_python(here: Path) -> None:
+    """What `ast.unparse` writes is not: since Python 3.12 it quotes some texts in another way."""
+    find_method("mine:root_macs")
+    text = 'def mine(it):  # a remark\n\n    said = f"{it!r} \\f # in it"\n    # another\n    return said\n'
+    (here / "mine.py").write_text(text)
+    plain = 'def mine(it):\n    said = f"{it!r} \\f # in it"\n    return said'
+    assert own_code("mine:root_macs") == hashlib.sha256(plain.encode()).hexdigest()[:12]
+    first = own_code("mine:root_macs")
+    (here / "mine.py").write_bytes(
+        b"\xef\xbb\xbf" + text.replace("# a remark", "# \x0b").replace("\n", "\r\n").encode()
+    )
+    assert own_code("mine:root_macs") == first  # as another editor writes it
 
 
 @pytest.mark.slow

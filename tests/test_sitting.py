@@ -6,6 +6,8 @@ import json
 import tarfile
 from pathlib import Path
 
+import pytest
+from tools import sitting
 from tools.sitting import MOST_BYTES, PART, UNFINISHED, begin, keep
 
 
@@ -74,6 +76,20 @@ def test_weights_that_a_cell_still_needs_are_kept(tmp_path: Path) -> None:
     assert weights == [f"full/{cell}/model.safetensors" for cell in ("searched", "teacher")]
     assert (there / "full" / "searched" / "log.jsonl").read_text()  # a draw reads the steps of its search
     assert not (there / "full" / "teacher" / "log.jsonl").read_text()
+
+
+def test_a_checkpoint_that_is_replaced_meanwhile_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = tmp_path / "base" / "full" / "begun"
+    put(cell / "settings.json", {})
+    old = cell / "checkpoints" / "dmcp" / "step-000090-ab.safetensors"
+    large(old)
+
+    def newest_of_before(stage: Path) -> Path:
+        old.unlink()  # by the cell itself, which has saved a newer one
+        return old
+
+    monkeypatch.setattr(sitting, "_newest", newest_of_before)
+    assert kept_files(tmp_path / "base", tmp_path / "there")[0] == ["full/begun/settings.json"]
 
 
 def test_an_archive_is_small_enough_to_come_back(tmp_path: Path) -> None:

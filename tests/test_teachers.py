@@ -21,6 +21,7 @@ import dmcp
 from dmcp import runs, training
 from dmcp.batches import generator
 from dmcp.errors import TrainingError
+from dmcp.keeping import plain_settings
 from dmcp.losses import ImitationWarning, classification_loss
 from dmcp.nets import build
 from dmcp.pruning import OURS, UNIFORM, UNPRUNED, Event
@@ -76,6 +77,29 @@ def test_a_given_teacher_is_the_one_that_teaches(kind: Retrain, make: Any) -> No
     assert same(tensors(small), tensors(result.model))
 
 
+class Counting(Mean):
+    """Writes into itself when it is asked, and has a length, which is 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def __len__(self) -> int:
+        return 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return super().forward(x)
+
+
+def test_a_teacher_that_writes_into_itself_comes_out_as_it_was() -> None:
+    torch.manual_seed(7)
+    teacher = Counting()
+    torch.manual_seed(7)
+    one, two = (prune(retrain="teacher", teacher=it) for it in (teacher, Mean()))
+    assert teacher.count == 0 and same(tensors(one.model), tensors(two.model))
+
+
 def test_the_teacher_is_a_row_where_its_costs_are_known() -> None:
     model, graph = traced()
     names = lambda **how: [row.name for row in prune(**how).rows]  # noqa: E731
@@ -123,6 +147,8 @@ def test_settings_may_say_themselves_that_there_is_a_teacher() -> None:
         (Mean(7), r"^The teacher gives \[\(2, 7\)\] .* the network in training \[\(2, 5\)\].* the same classes"),
         (nn.Sequential(nn.Linear(3, 5)), "^The teacher cannot take the network's inputs: RuntimeError: "),
         ("resnet18", r"^teacher must be a trained torch.nn.Module, not a str\.$"),
+        (Mean, r"^teacher must be a trained torch.nn.Module, not the class Mean: build it and load its weights\.$"),
+        (torch.jit.ScriptModule(), "^teacher is a TorchScript module, .* the Python"),
         (lambda: None, "^teacher must be a trained torch.nn.Module, not a function"),
     ],
 )
@@ -176,6 +202,25 @@ def test_a_job_goes_on_with_the_same_teacher_only(tmp_path: Path) -> None:
             prune(teacher=wrong, keep=going, **how)
     again, whole = prune(teacher=other(), keep=going, **how), prune(teacher=other(), **how)
     assert same(tensors(again.model), tensors(whole.model))
+
+
+def test_a_job_of_a_version_without_teachers_had_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def older(*given: Any) -> dict[str, Any]:
+        new = ("the digest of the teacher's weights", "train.teacher_temperature")
+        return {name: value for name, value in plain_settings(*given).items() if name not in new}
+
+    def keep(name: str) -> dmcp.Keeper:
+        return dmcp.Keeper(tmp_path / name, every_steps=1, asked_to_stop=lambda: True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dmcp.pruning.plain_settings", older)
+        with pytest.raises(dmcp.StoppedError):
+            prune(retrain="inherit", keep=keep)
+    with pytest.raises(dmcp.FileError, match="the digest of the teacher's weights was null, is"):
+        prune(retrain="inherit", teacher=other(), keep=keep)
+    with pytest.raises(dmcp.FileError, match=r"train\.teacher_temperature was 1\.0, is 4\.0"):
+        prune(retrain="inherit", train=replace(TRAIN, teacher_temperature=4.0), keep=keep)
+    assert prune(retrain="inherit", keep=lambda name: dmcp.Keeper(tmp_path / name)).rows
 
 
 # how long it takes
@@ -339,6 +384,25 @@ def test_a_command_trains_with_a_given_teacher(
     assert run(capsys, "evaluate", str(tmp_path / "3"))[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "itself"), [(("--teacher", "other.pth"), False), (("--weights", "net.pth", "--teacher", "given"), True)]
+)
+def test_the_command_gives_prune_its_teacher(
+    words: tuple[str, ...], itself: bool, here: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[nn.Module, nn.Module]] = []
+
+    def noting(model: nn.Module, *_: Any, teacher: nn.Module, **__: Any) -> None:
+        seen.append((model, teacher))
+        raise TrainingError("enough")
+
+    monkeypatch.setattr("dmcp.commands.prune.pruning.prune", noting)
+    assert run(capsys, "prune", *SMALL, *words, "--out", str(tmp_path / "run"))[0] == 2
+    ((model, teacher),) = seen
+    wanted = torch.load("net.pth" if itself else "other.pth", weights_only=True)
+    assert (teacher is model) is itself and same(tensors(teacher), [*wanted.values()])
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_with_the_same_teacher_only(
     here: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
@@ -348,6 +412,7 @@ def test_a_run_goes_on_with_the_same_teacher_only(
     monkeypatch.setattr(runs, "draw_all", lambda *_, **__: [])  # figures take longer than such a run
     words = ("prune", *SHORT, "--save-steps", "1", "--teacher", "mine.pth", "--teacher-share", "0.9")
     assert run(capsys, *words, "--out", "whole")[0] == 0
+    assert [row.name for row in read_run(tmp_path / "whole").rows] == [TEACHER, OURS]
     log = runs.Run.on_event
 
     def log_and_die(it: runs.Run, event: Event) -> None:

@@ -245,6 +245,19 @@ def test_a_teacher_is_imitated_and_not_changed() -> None:
     assert all(parameter.grad is None for parameter in teacher.parameters())
 
 
+def test_a_network_is_not_its_own_teacher() -> None:
+    """It would agree with itself in each step, and be a teacher in training mode."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    config = dataclasses.replace(SHORT, distillation="teacher")
+    for teacher in (model, nn.Sequential(model)):
+        with pytest.raises(TrainingError, match=r"^The teacher has 1\.weight|^The teacher has 0\.1\.weight"):
+            train(model, some_batches(1), config, teacher=teacher)
+    model[1].weight.requires_grad_(False)
+    teacher = nn.Sequential(nn.Flatten(), nn.Linear(64, 10, bias=False))
+    teacher[1].weight = model[1].weight  # what is not trained may be shared
+    assert train(model, some_batches(1), config, teacher=teacher)
+
+
 def test_a_temperature_softens_both_and_keeps_the_size_of_gradients() -> None:
     torch.manual_seed(0)
     own, target = torch.randn(5, 7, requires_grad=True), torch.randn(5, 7)

@@ -204,7 +204,7 @@ def keep(base: Path, out: Path) -> list[Path]:
             continue
         found = [newest for stage in sorted(cell.glob("checkpoints/*")) if (newest := _newest(stage))]
         if found:
-            chosen = [path for path in [*weights, *found] if path.stat().st_size < MOST_BYTES]
+            chosen = [path for path in [*weights, *found] if _size(path) < MOST_BYTES]
             small += [(path, False) for path in [*chosen, *(set(here) - set(weights))]]
             large += [path for path in [*weights, *found] if path not in chosen]
     return _pack(base, out, small, large)
@@ -229,12 +229,20 @@ def _newest(stage: Path) -> Path | None:
     return max(stage.glob("step-*.safetensors"), default=None)
 
 
+def _size(path: Path) -> int:
+    """Bytes of a file; none of one that was removed meanwhile."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
 def _pack(base: Path, out: Path, small: list[tuple[Path, bool]], large: list[Path]) -> list[Path]:
     """Write files into archives that are not too large; of those that say so, lines of steps are left out."""
     parts = [[*small]]
     room = PART
     for path in large:
-        size = path.stat().st_size if path.exists() else 0
+        size = _size(path)
         if size > room or len(parts) == 1:
             parts.append([])
             room = PART

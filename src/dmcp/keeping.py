@@ -29,6 +29,7 @@ from dmcp.ranks import Ranks, fewest, gather_bytes, same_everywhere, share_tenso
 _TURN = 10  # steps after which ranks agree whether to save
 _WEIGHTS = "the digest of the model's weights"
 _TEACHER = "the digest of the teacher's weights"
+_LATER: dict[str, Any] = {_TEACHER: None, "train.teacher_temperature": 1.0}  # what came later, as it was before
 _FREE = ("log_every",)  # settings that change nothing of a result
 DONE = "done"  # whether the loop of a checkpoint was at its end
 
@@ -292,6 +293,7 @@ class Keeper:
 
     def _check_settings(self, before: Mapping[str, Any]) -> None:
         """Refuse what prune was given and was not given before; a folder of an older version says nothing of it."""
+        before = _LATER | dict(before) if before else {}
         for name, now in self.settings.items():
             if name in before and before[name] != now:
                 same = "; an untrained one must be built after the same torch.manual_seed" if name == _WEIGHTS else ""

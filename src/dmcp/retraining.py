@@ -9,6 +9,7 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dmcp import training
@@ -85,7 +86,7 @@ def train_all(
                     recalibrate(small, loader)
                 else:
                     reinitialise(small, generator=generator(config.seed))
-                recipe = replace(config, distillation=Distillation.TEACHER if teacher else Distillation.NONE)
+                recipe = replace(config, distillation=Distillation.NONE if teacher is None else Distillation.TEACHER)
                 with padding(small, weights, graph, widths, engine, optimizer) as net:
                     steps = training.train(net, loader, recipe, loss, teacher, *way, optimizer=optimizer)
                 if kind is Retrain.TEACHER and teacher is None:
@@ -123,7 +124,12 @@ def check_taught(kind: Retrain, config: TrainConfig, teacher: object) -> None:
             "for those of the search."
         )
     if teacher is not None and not isinstance(teacher, nn.Module):
-        raise TrainingError(f"teacher must be a trained torch.nn.Module, not a {type(teacher).__name__}.")
+        name = f"a {type(teacher).__name__}"
+        if isinstance(teacher, type):
+            name = f"the class {teacher.__name__}: build it and load its weights"
+        raise TrainingError(f"teacher must be a trained torch.nn.Module, not {name}.")
+    if isinstance(teacher, torch.jit.ScriptModule):
+        raise TrainingError("teacher is a TorchScript module, of which no copy is made: give the Python module of it.")
     if teacher is None and kind is not Retrain.TEACHER and config.distillation is Distillation.TEACHER:
         raise TrainingError(
             f'The TrainConfig has distillation="teacher", but with retrain="{kind}" there is none: take '

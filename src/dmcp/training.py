@@ -176,6 +176,7 @@ def train(
     if (teacher is not None) != (config.distillation is Distillation.TEACHER):
         raise TrainingError("A teacher and distillation='teacher' go together: give both or neither.")
     check_trainable(model)
+    _check_apart(model, teacher)
     check_graphs(engine, optimizer)
     if not length_of(loader):
         raise TrainingError("There is nothing to train on: the loader has no batches.")
@@ -248,7 +249,7 @@ def make_step(
 ) -> Callable[[Any], Tensor]:
     """What one training step does: batch -> loss."""
     forward = settled.compiled(lambda x: call_model(model, x))
-    guide = settled.compiled(lambda x: call_model(teacher, x)) if teacher else None
+    guide = settled.compiled(lambda x: call_model(teacher, x)) if teacher is not None else None
 
     def step(batch: Any) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
@@ -376,6 +377,17 @@ def _loss(forward: Forward, batch: Any, loss: Loss, teacher: Forward | None, con
     return (1 - share) * value + share * imitation(output, target, config.teacher_temperature)
 
 
+def _check_apart(model: nn.Module, teacher: nn.Module | None) -> None:
+    """Refuse a teacher that the training would change."""
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    for name, parameter in teacher.named_parameters() if teacher is not None else ():
+        if id(parameter) in trained:
+            raise TrainingError(
+                f"The teacher has {name} in common with the network, which is trained: give a copy of the teacher, "
+                "copy.deepcopy(teacher)."
+            )
+
+
 def _large(model: nn.Module) -> bool:
     return sum(parameter.numel() for parameter in model.parameters()) >= _LARGE
 
@@ -383,8 +395,8 @@ def _large(model: nn.Module) -> bool:
 @contextlib.contextmanager
 def _evaluating(teacher: nn.Module | None) -> Iterator[None]:
     """The teacher in eval mode, and afterwards as before."""
-    with kept_modes(teacher) if teacher else contextlib.nullcontext():
-        if teacher:
+    with kept_modes(teacher) if teacher is not None else contextlib.nullcontext():
+        if teacher is not None:
             teacher.eval()
         yield
 

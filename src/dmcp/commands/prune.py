@@ -380,7 +380,7 @@ def _forecast(plan: Plan, as_json: bool) -> None:
     graph, net = opened.graph, Supernet(opened.model, opened.graph, plan.search.groups, plan.search.align)
     limits = parse(plan.search.budget, graph).limits
     stages = forecast(
-        net, opened.loaders.train, plan.search, plan.train, plan.retrain, plan.controls, bool(opened.teacher)
+        net, opened.loaders.train, plan.search, plan.train, plan.retrain, plan.controls, opened.teacher is not None
     )
     steps, seconds = sum(stage.steps for stage in stages), sum(stage.seconds for stage in stages)
     device, memory = net.alpha.device.type, peak_bytes(net.alpha.device)

@@ -43,7 +43,7 @@ class Network:
     macs: int
     params: int
     search_seconds: float | None  # until its widths were known, with what had to be trained before; None: not known
-    sample_passes: float
+    sample_passes: float | None  # the same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +257,7 @@ def _line(method: str, budget: str, rows: _Rows, costs: Mapping[int, tuple[float
 
 
 def _network(seed: int, row: Row, costs: Mapping[int, tuple[float, float]]) -> Network:
-    seconds, passes = costs.get(seed, (math.nan, 0.0)) if costs else (0.0, 0.0)
+    seconds, passes = costs.get(seed, (math.nan, None)) if costs else (0.0, 0.0)
     return Network(
         seed=seed,
         accuracy=row.accuracy,

@@ -10,7 +10,9 @@ import ast
 import contextlib
 import difflib
 import hashlib
+import io
 import sys
+import tokenize
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -169,10 +171,23 @@ def own_code(name: str) -> str:
     if path is None:
         return ""
     try:
-        text = ast.unparse(ast.parse(Path(path).read_bytes())).encode()
+        data = Path(path).read_bytes()
+        ast.parse(data)
+        lines = _without_comments(data)
     except (OSError, SyntaxError, ValueError):  # compiled, or changed into what is no Python since it was imported
         return ""
-    return hashlib.sha256(text).hexdigest()[:12]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+
+
+def _without_comments(source: bytes) -> list[str]:
+    """The lines of a file, but its comments and what is empty: the same for all versions of Python."""
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
+    lines = io.TextIOWrapper(io.BytesIO(source), encoding).read().split("\n")
+    for token in tokenize.tokenize(io.BytesIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    return [line.rstrip() for line in lines if line.strip()]
 
 
 @contextlib.contextmanager

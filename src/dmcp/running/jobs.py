@@ -150,7 +150,7 @@ def open_job(job: Job) -> Opened:
     train, held = split(data.train, job.holdout, job.seed) if job.holdout else (data.train, None)
     loaders = _loaders(job, train, held, data.test, place)
     notices = (*filter(None, [new_head]), *_enlarged(job, data), *_left_out(job, len(train)), *graph.notes)
-    model, teacher = model.to(place), teacher and teacher.to(place)
+    model, teacher = model.to(place), None if teacher is None else teacher.to(place)
     return Opened(model, fresh.to(place), graph, data, loaders, notices, teacher, bool(new_head))
 
 
