@@ -26,7 +26,7 @@ from dmcp.losses import MetricWarning as MetricWarning
 from dmcp.measuring import compare, count_params, try_batch, try_test
 from dmcp.optimizers import MakeOptimizer, check_graphs, make_optimizer
 from dmcp.ranks import current, share_tensors
-from dmcp.retraining import Keep, Retrain, check_taught, default_recipe, train_all
+from dmcp.retraining import AS_IT_WAS, TRAINED_FIRST, Keep, Retrain, check_taught, default_recipe, origin, train_all
 from dmcp.rows import AS_GIVEN, TEACHER, table, unknown
 from dmcp.rows import OURS as OURS  # these four belong to what this file reports, and are imported from it
 from dmcp.rows import UNIFORM as UNIFORM
@@ -60,11 +60,12 @@ class PruneResult:
     graph: ChannelGraph
     search: SearchResult
     rows: tuple[Row, ...]
+    origin: str = ""  # where the weights come from, in words
 
     @property
     def table(self) -> str:
         """The rows as text, and what they mean."""
-        return table(self.rows, self.graph)
+        return table(self.rows, self.graph, self.origin)
 
 
 def prune(
@@ -183,7 +184,17 @@ def prune(
         warnings.warn(trouble, DivergenceWarning, stacklevel=2)
     for trouble in unknown(rows):
         warnings.warn(f"{trouble}.", MetricWarning, stacklevel=2)
-    return PruneResult(nets[OURS], widths, graph, found, rows)
+    taught = origin(kind, _who_teaches(kind, teacher, model, before), recipe.teacher_share, recipe.teacher_temperature)
+    return PruneResult(nets[OURS], widths, graph, found, rows, taught)
+
+
+def _who_teaches(kind: Retrain, teacher: nn.Module | None, model: nn.Module, before: dict[str, nn.Module]) -> str:
+    """In words; `before`: networks of the table that were trained before."""
+    if teacher is None:
+        return TRAINED_FIRST if kind is Retrain.TEACHER else ""
+    if unwrap(teacher) is unwrap(model):
+        return AS_IT_WAS
+    return "the teacher" if TEACHER in before else "a teacher that is no row here"
 
 
 def _warn_of_imitation(kind: Retrain, named: bool) -> None:
