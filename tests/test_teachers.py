@@ -29,6 +29,7 @@ from dmcp.reports.report import make_page
 from dmcp.retraining import Retrain, train_all
 from dmcp.rows import AS_GIVEN, TEACHER, Row
 from dmcp.running.forecast import forecast
+from dmcp.running.jobs import _read_tensors
 from dmcp.running.plans import Plan, plan_from_json
 from dmcp.supernet import Supernet
 from dmcp.training import Distillation, evaluate
@@ -423,3 +424,11 @@ def test_the_given_network_is_never_changed() -> None:
     before = tensors(model)
     dmcp.prune(model, Noise(), Noise(1), search=SEARCH, train=TRAIN, retrain=Retrain.TEACHER, teacher=model)
     assert same(before, tensors(model)) and all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("wrapper", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_weights_of_wrapped_networks_are_read(wrapper: str, tmp_path: Path) -> None:
+    """As DDP, torch.compile and both together name them."""
+    net = other().state_dict()
+    torch.save({wrapper + name: value for name, value in net.items()}, tmp_path / "a.pth")
+    assert list(_read_tensors(tmp_path / "a.pth")) == list(net)

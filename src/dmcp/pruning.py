@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from dmcp import training
-from dmcp.batches import Loader, check_tested, device_of, input_of, length_of, on_device
+from dmcp.batches import Loader, check_tested, device_of, input_of, labels_of, length_of, on_device
 from dmcp.budget import Budget, ratios
 from dmcp.cutting import verify, with_frozen
 from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DataError, TrainingError, WidthsError
 from dmcp.events import Event as Event  # a part of prune's interface
 from dmcp.events import Report, silent
-from dmcp.given import check_finite, check_imitable, check_teacher
+from dmcp.given import check_finite, check_imitable, check_labels, check_teacher
 from dmcp.keeping import Keeper, plain_settings
 from dmcp.losses import ImitationWarning as ImitationWarning  # what prune may warn of
 from dmcp.losses import Loss, Metric, check_metric, warn_of_imitation
@@ -142,9 +142,11 @@ def prune(
         make_optimizer(
             optimizer, training.parameter_groups(model, recipe.weight_decay)
         )  # a trial, before hours of work
-    example = _example(loader, model)
+    example, labels = _example(loader, model, labelled=loss is None)
     sample = tree_map_only(Tensor, lambda x: x[:2], example)
     check_finite(model, sample)
+    if labels is not None:
+        check_labels(model, sample, labels)
     graph = graph or trace(model, sample)
     if graph.exact:
         verify(model, graph, sample)  # before hours of work: what is cut will be what was searched
@@ -328,8 +330,8 @@ def _check_loaders(loaders: dict[str, Loader | None]) -> None:
             raise DataError(f"The {name} has no batches: is the batch larger than the data?")
 
 
-def _example(loader: Loader, model: nn.Module) -> Any:
-    """The input of the first batch, where the model is."""
+def _example(loader: Loader, model: nn.Module, labelled: bool) -> tuple[Any, Tensor | None]:
+    """The input of the first batch, where the model is, and its labels where our own loss reads them."""
     for batch in loader:
         found = on_device(input_of(batch), device_of(model))
         if not tensors_in(found):
@@ -337,5 +339,5 @@ def _example(loader: Loader, model: nn.Module) -> Any:
                 f"The input of a batch holds no tensor, but is a {type(found).__name__}: let the loader give tensors, "
                 "a tuple or a dict of them."
             )
-        return found
+        return found, labels_of(batch) if labelled else None
     raise DataError("The loader has no batches: is the batch larger than the data?")
