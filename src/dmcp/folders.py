@@ -67,8 +67,9 @@ def open_folder(path: Path, size: int | tuple[int, int]) -> tuple[FolderSet, Fol
                 "class from train/ and val/."
             )
     if train.names != test.names:
-        odd = sorted(set(train.names) ^ set(test.names))
-        raise DataError(f"{path}: train/ and val/ must have the same classes; these are in one only: {', '.join(odd)}.")
+        lone = [sorted(set(one.names) - set(other.names)) for one, other in ((train, test), (test, train))]
+        odd = (f"only in {part}/: {', '.join(names)}" for part, names in zip(_PARTS, lone, strict=True) if names)
+        raise DataError(f"{path}: train/ and val/ must have the same classes; {'; '.join(odd)}.")
     if len(train.names) < 2:
         raise DataError(f"{path}: there is one class, {train.names[0]}; at least two are needed.")
     return train, test
