@@ -109,7 +109,7 @@ def empty(root: Path) -> Path:
         (without_images, "There are no image files (.jpg, .jpeg, .png, ...) in "),
         (without_classes, "find any class folder"),
         (one_class, "there is one class, cat; at least two are needed"),
-        (other_classes, "these are in one only: dog, fox"),
+        (other_classes, "only in train/: dog; only in val/: fox"),
     ],
 )
 def test_bad_folders(make: Callable[[Path], Path], text: str, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from typed import command
 from dmcp import cli, folders
 from dmcp.data import DataSets, load, make_loader, preprocessing
 from dmcp.errors import DataError, DmcpError
+from dmcp.running.data_checks import check_data
 from dmcp.running.jobs import Job, open_job
 
 PAGE = Path(__file__).parent.parent / "docs" / "data.md"
@@ -96,6 +97,46 @@ def test_the_code_of_the_page_does_what_the_loader_does_to_files(size: Any, tmp_
     assert found.shape[1:] == sets.shape == tuple(how["shape"])
     assert torch.equal(found, as_loaded(sets))
     assert how["classes"] == ["cat", "dog"]
+
+
+def write_deep(path: Path, pixels: Any) -> None:
+    """Grey levels with 16 bits, or with 32 where the array has them, in the file format that the ending says."""
+    if path.suffix == ".pgm":
+        path.write_bytes(f"P5 {pixels.shape[1]} {pixels.shape[0]} 65535\n".encode() + pixels.astype(">u2").tobytes())
+    else:
+        Image.fromarray(pixels).save(path)
+
+
+@pytest.mark.parametrize("ending", [".png", ".tif", ".pgm"])
+def test_of_16_bits_the_upper_8_are_read(ending: str, tmp_path: Path) -> None:
+    """PIL alone makes all that is above 255 of 65535 white."""
+    sets = load(write_photos(tmp_path / "a", (20, 24), count=1), size=16)
+    for part in ("train", "val"):
+        for path in sorted((tmp_path / "a" / part).rglob("*.png")):
+            grey = np.array(Image.open(path))[:, :, 0]
+            Image.fromarray(grey).save(path)
+    plain = as_loaded(sets)  # of the same grey levels with 8 bits
+    for path in sorted((tmp_path / "a").rglob("*.png")):
+        grey = np.array(Image.open(path)).astype(np.uint16) * 256 + 77
+        path.unlink()
+        write_deep(path.with_suffix(ending), grey)
+    deep = load(tmp_path / "a", size=16)
+    with Image.open(deep.test.paths[0]) as image:
+        assert image.mode in ("I;16", "I")
+    assert check_data(tmp_path / "a").broken == ()
+    assert torch.equal(as_loaded(deep), plain) and plain.std() > 0.1
+    how = preprocessing(deep)
+    assert torch.equal(torch.cat([prepare_of_page()(Image.open(path), how) for path in deep.test.paths]), plain)
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.float32])
+def test_pixels_of_32_bits_are_refused(kind: Any, tmp_path: Path) -> None:
+    """Nobody knows which number is white; PIL takes 255."""
+    root = write_photos(tmp_path / "a", (20, 24), count=2)
+    write_deep(root / "val" / "cat" / "x.tif", np.full((20, 24), 3000, kind))
+    with pytest.raises(DataError, match=r"x\.tif cannot be read as an image \(its pixels are 32-bit numbers"):
+        as_loaded(load(root, size=16))
+    assert [Path(one.file).name for one in check_data(root).broken] == ["x.tif"]
 
 
 def test_the_code_of_the_page_does_what_the_loader_does_to_arrays(tmp_path: Path) -> None:

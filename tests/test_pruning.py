@@ -77,6 +77,18 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+def test_labels_that_no_output_is_for_are_refused_before_the_search() -> None:
+    """torch says `Target 5 is out of bounds`, and on a GPU nothing that helps."""
+    (model, graph), high = traced(), Noise()
+    high.batches = [(x, y + 1) for x, y in high.batches]  # numbered from 1
+    how = {"search": SEARCH, "train": TRAIN, "graph": graph}
+    with pytest.raises(DataError, match="A label is 5, but the network has 5 outputs, for labels from 0 to 4: number"):
+        dmcp.prune(model, high, Noise(1), **how)
+    shares = Noise()
+    shares.batches = [(x, torch.eye(5)[y] * 7) for x, y in shares.batches]  # not class numbers
+    dmcp.prune(model, shares, Noise(1), **how)
+
+
 @pytest.mark.parametrize("kind", list(Retrain))
 @pytest.mark.parametrize("budget", ["60%", "70%,params:50%"])
 def test_the_budget_holds_on_the_cut_network(kind: Retrain, budget: str) -> None:

@@ -26,9 +26,11 @@ from dmcp.losses import ImitationWarning, classification_loss
 from dmcp.nets import build
 from dmcp.pruning import OURS, UNIFORM, UNPRUNED, Event
 from dmcp.reports.listing import read_run
+from dmcp.reports.report import make_page
 from dmcp.retraining import Retrain, train_all
-from dmcp.rows import AS_GIVEN, TEACHER
+from dmcp.rows import AS_GIVEN, TEACHER, Row
 from dmcp.running.forecast import forecast
+from dmcp.running.jobs import _read_tensors
 from dmcp.running.plans import Plan, plan_from_json
 from dmcp.supernet import Supernet
 from dmcp.training import Distillation, evaluate
@@ -110,6 +112,43 @@ def test_the_teacher_is_a_row_where_its_costs_are_known() -> None:
     assert names(retrain="inherit", teacher=other(), controls=True) == everyone
     row = prune(retrain="teacher", teacher=other()).rows[0]
     assert (row.name, row.macs, row.accuracy) == (TEACHER, graph.macs(), evaluate(other(), Noise(1)))
+
+
+def test_the_table_says_where_the_weights_come_from() -> None:
+    """Else runs with a teacher and without look alike."""
+    model, _ = traced()
+    recipe = replace(TRAIN, teacher_share=0.7, teacher_temperature=4)
+    told = "70% of its loss from {} (temperature 4), the rest from the labels"
+    for how, words in (
+        ({"retrain": "scratch"}, "from fresh weights"),
+        ({"retrain": "inherit"}, "on from the weights of the search"),
+        ({"retrain": "inherit", "teacher": model}, "on from the weights of the search, {the network as given}"),
+        ({"retrain": "teacher", "teacher": other()}, "from fresh weights, {the teacher}"),
+        ({"retrain": "teacher", "teacher": Mean()}, "from fresh weights, {a teacher that is no row here}"),
+        ({"retrain": "teacher"}, "from fresh weights, {the unpruned network, which was trained first}"),
+    ):
+        begun, _, who = words.rstrip("}").partition("{")
+        line = f"ours: trained {begun}{told.format(who) if who else ''}"
+        assert line in prune(train=recipe, **how).table.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (("inherit", ""), "on from the weights of the search."),
+        (("inherit", "given"), "on from the weights of the search, 50% of its loss from the network as given (temp"),
+        (("teacher", "a.pth"), "from fresh weights, 50% of its loss from the teacher, a.pth (temperature 1), the"),
+        (("teacher", ""), "from fresh weights, 50% of its loss from the unpruned network, which was trained first"),
+    ],
+)
+def test_the_page_says_it_too(settings: tuple[str, str], said: str, tmp_path: Path) -> None:
+    kind, teacher = settings
+    job = {"model": "digits:resnet", "data": "digits"} | ({"teacher": teacher} if teacher else {})
+    plain = {"command": "prune", "job": job, "retrain": kind, "train": {"teacher_share": 0.5}}
+    (tmp_path / runs.SETTINGS).write_text(json.dumps(plain))
+    row = {"name": OURS, "macs": 5, "params": 5, "accuracy": 0.5}
+    past = replace(read_run(tmp_path), rows=(Row(**row),))
+    assert f"<p>ours: trained {said}" in make_page([past])
 
 
 def test_controls_learn_from_a_given_teacher_as_well() -> None:
@@ -450,3 +489,11 @@ def test_the_given_network_is_never_changed() -> None:
     before = tensors(model)
     dmcp.prune(model, Noise(), Noise(1), search=SEARCH, train=TRAIN, retrain=Retrain.TEACHER, teacher=model)
     assert same(before, tensors(model)) and all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("wrapper", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_weights_of_wrapped_networks_are_read(wrapper: str, tmp_path: Path) -> None:
+    """As DDP, torch.compile and both together name them."""
+    net = other().state_dict()
+    torch.save({wrapper + name: value for name, value in net.items()}, tmp_path / "a.pth")
+    assert list(_read_tensors(tmp_path / "a.pth")) == list(net)

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import PIL.Image
 import torch
 from PIL.Image import Image
@@ -66,8 +67,9 @@ def open_folder(path: Path, size: int | tuple[int, int]) -> tuple[FolderSet, Fol
                 "class from train/ and val/."
             )
     if train.names != test.names:
-        odd = sorted(set(train.names) ^ set(test.names))
-        raise DataError(f"{path}: train/ and val/ must have the same classes; these are in one only: {', '.join(odd)}.")
+        lone = [sorted(set(one.names) - set(other.names)) for one, other in ((train, test), (test, train))]
+        odd = (f"only in {part}/: {', '.join(names)}" for part, names in zip(_PARTS, lone, strict=True) if names)
+        raise DataError(f"{path}: train/ and val/ must have the same classes; {'; '.join(odd)}.")
     if len(train.names) < 2:
         raise DataError(f"{path}: there is one class, {train.names[0]}; at least two are needed.")
     return train, test
@@ -326,11 +328,24 @@ class _CorruptError(DataError):
     """A file that can be opened, but not decoded."""
 
 
-def _decode(path: str, root: str) -> Image:
-    import torchvision  # late: see cifar_nets.mobilenet_v2
+def as_rgb(image: Image) -> Image:
+    """Any image with three channels of 8 bits; of 16 bits the upper 8 are kept, as PIL does in colour.
 
+    With 16 bits of grey PIL itself would take 255 of 65535 for white, and so nearly all pixels.
+    """
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PPM", "PNG")):
+        image = PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        raise ValueError(
+            "its pixels are 32-bit numbers, and which one is white is not known: save it with 8 or 16 bits"
+        )
+    return image.convert("RGB")
+
+
+def _decode(path: str, root: str) -> Image:
     try:
-        return torchvision.datasets.folder.pil_loader(path)  # type: ignore[no-any-return]
+        with PIL.Image.open(path) as image:
+            return as_rgb(image)
     except Exception as error:  # PIL raises many kinds for a broken file
         if refused(error):
             raise DataError(f"{path} cannot be opened ({error}): check the disk, its rights and the memory.") from error

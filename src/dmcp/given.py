@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dmcp.batches import device_of
-from dmcp.errors import TrainingError
+from dmcp.errors import DataError, TrainingError
 from dmcp.losses import imitation
 from dmcp.slicing import narrow, unwrap
 from dmcp.tracing.recording import call_model, tensors_in
@@ -52,6 +52,19 @@ def check_classifier(model: nn.Module, example: Tensor, classes: int) -> None:
         raise TrainingError(
             f"The network gives {what}{when}, not one tensor of {len(example)} images x {classes} classes: the command "
             "line trains classifiers only; in Python dmcp.prune(..., loss=..., metric=...) takes any network."
+        )
+
+
+@torch.no_grad()
+def check_labels(model: nn.Module, example: Any, labels: Tensor) -> None:
+    """Refuse labels of classes that the network has no output for; a GPU would only report a failed kernel."""
+    output = _output(unwrap(model), example, train=True)
+    if not isinstance(output, Tensor) or output.ndim < 2 or labels.is_floating_point() or not labels.numel():
+        return  # what is wrong is said by whoever runs it next; labels may be shares of classes, too
+    if (highest := int(labels.max())) >= output.shape[1]:
+        raise DataError(
+            f"A label is {highest}, but the network has {output.shape[1]} outputs, for labels from 0 to "
+            f"{output.shape[1] - 1}: number the classes from 0, or build the network for more of them."
         )
 
 

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from dmcp import training
-from dmcp.batches import Loader, check_tested, device_of, input_of, length_of, on_device
+from dmcp.batches import Loader, check_tested, device_of, input_of, labels_of, length_of, on_device
 from dmcp.budget import Budget, ratios
 from dmcp.cutting import verify, with_frozen
 from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DataError, TrainingError, WidthsError
 from dmcp.events import Event as Event  # a part of prune's interface
 from dmcp.events import Report, silent
-from dmcp.given import check_finite, check_imitable, check_teacher
+from dmcp.given import check_finite, check_imitable, check_labels, check_teacher
 from dmcp.keeping import Keeper, plain_settings
 from dmcp.losses import ImitationWarning as ImitationWarning  # what prune may warn of
 from dmcp.losses import Loss, Metric, check_metric, warn_of_imitation
@@ -26,7 +26,7 @@ from dmcp.losses import MetricWarning as MetricWarning
 from dmcp.measuring import compare, count_params, try_batch, try_test
 from dmcp.optimizers import MakeOptimizer, check_graphs, make_optimizer
 from dmcp.ranks import current, share_tensors
-from dmcp.retraining import Keep, Retrain, check_taught, default_recipe, train_all
+from dmcp.retraining import AS_IT_WAS, TRAINED_FIRST, Keep, Retrain, check_taught, default_recipe, origin, train_all
 from dmcp.rows import AS_GIVEN, TEACHER, table, unknown
 from dmcp.rows import OURS as OURS  # these four belong to what this file reports, and are imported from it
 from dmcp.rows import UNIFORM as UNIFORM
@@ -60,11 +60,12 @@ class PruneResult:
     graph: ChannelGraph
     search: SearchResult
     rows: tuple[Row, ...]
+    origin: str = ""  # where the weights come from, in words
 
     @property
     def table(self) -> str:
         """The rows as text, and what they mean."""
-        return table(self.rows, self.graph)
+        return table(self.rows, self.graph, self.origin)
 
 
 def prune(
@@ -141,9 +142,11 @@ def prune(
         make_optimizer(
             optimizer, training.parameter_groups(model, recipe.weight_decay)
         )  # a trial, before hours of work
-    example = _example(loader, model)
+    example, labels = _example(loader, model, labelled=loss is None)
     sample = tree_map_only(Tensor, lambda x: x[:2], example)
     check_finite(model, sample)
+    if labels is not None:
+        check_labels(model, sample, labels)
     graph = graph or trace(model, sample)
     if graph.exact:
         verify(model, graph, sample)  # before hours of work: what is cut will be what was searched
@@ -183,7 +186,17 @@ def prune(
         warnings.warn(trouble, DivergenceWarning, stacklevel=2)
     for trouble in unknown(rows):
         warnings.warn(f"{trouble}.", MetricWarning, stacklevel=2)
-    return PruneResult(nets[OURS], widths, graph, found, rows)
+    taught = origin(kind, _who_teaches(kind, teacher, model, before), recipe.teacher_share, recipe.teacher_temperature)
+    return PruneResult(nets[OURS], widths, graph, found, rows, taught)
+
+
+def _who_teaches(kind: Retrain, teacher: nn.Module | None, model: nn.Module, before: dict[str, nn.Module]) -> str:
+    """In words; `before`: networks of the table that were trained before."""
+    if teacher is None:
+        return TRAINED_FIRST if kind is Retrain.TEACHER else ""
+    if unwrap(teacher) is unwrap(model):
+        return AS_IT_WAS
+    return "the teacher" if TEACHER in before else "a teacher that is no row here"
 
 
 def _warn_of_imitation(kind: Retrain, named: bool) -> None:
@@ -317,8 +330,8 @@ def _check_loaders(loaders: dict[str, Loader | None]) -> None:
             raise DataError(f"The {name} has no batches: is the batch larger than the data?")
 
 
-def _example(loader: Loader, model: nn.Module) -> Any:
-    """The input of the first batch, where the model is."""
+def _example(loader: Loader, model: nn.Module, labelled: bool) -> tuple[Any, Tensor | None]:
+    """The input of the first batch, where the model is, and its labels where our own loss reads them."""
     for batch in loader:
         found = on_device(input_of(batch), device_of(model))
         if not tensors_in(found):
@@ -326,5 +339,5 @@ def _example(loader: Loader, model: nn.Module) -> Any:
                 f"The input of a batch holds no tensor, but is a {type(found).__name__}: let the loader give tensors, "
                 "a tuple or a dict of them."
             )
-        return found
+        return found, labels_of(batch) if labelled else None
     raise DataError("The loader has no batches: is the batch larger than the data?")

@@ -24,7 +24,7 @@ from dmcp.losses import Loss, classification_loss, imitation
 from dmcp.optimizers import MakeOptimizer
 from dmcp.padding import padded
 from dmcp.ranks import current
-from dmcp.rows import UNPRUNED, divergence
+from dmcp.rows import OURS, UNPRUNED, divergence
 from dmcp.spaces import Widths
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
@@ -39,6 +39,17 @@ class Retrain(StrEnum):
     INHERIT = "inherit"  # those of the search, calibrated and fine-tuned
     SLIMMABLE = "slimmable"  # drawn anew, trained inside the unpruned network, which it imitates: the paper's DMCP*
     TEACHER = "teacher"  # drawn anew, trained on the labels and on the outputs of a teacher: see `train_all`
+
+
+AS_IT_WAS, TRAINED_FIRST = "the network as given", "the unpruned network, which was trained first"  # who teach
+
+
+def origin(kind: Retrain, teacher: str, share: float, temperature: float) -> str:
+    """Where the weights of the pruned network come from, for readers of its table; no teacher: an empty text."""
+    inside = " inside the unpruned network" if kind == Retrain.SLIMMABLE else ""
+    begun = "on from the weights of the search" if kind == Retrain.INHERIT else f"from fresh weights{inside}"
+    shares = f"{100 * share:g}% of its loss from {teacher} (temperature {temperature:g}), the rest from the labels"
+    return f"{OURS}: trained {begun}" + (f", {shares}" if teacher else "")
 
 
 Keep = Callable[[str], Keeper]  # stage -> what saves its state

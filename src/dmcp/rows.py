@@ -61,22 +61,26 @@ def score_name(rows: Sequence[Row]) -> str:
     return "metric" if any(row.own_metric for row in rows) else "accuracy"
 
 
-def table(rows: Sequence[Row], graph: ChannelGraph) -> str:
-    """Rows as aligned text, and below it what they mean; `graph` is of the unpruned network."""
+def table(rows: Sequence[Row], graph: ChannelGraph, origin: str = "") -> str:
+    """Rows as aligned text, and below it what they mean; `graph` is of the unpruned network.
+
+    origin: where the weights of the pruned one come from, in words.
+    """
     lines = _cells(rows, graph, "%")
     widths = [max(map(len, column)) + 3 for column in zip(*lines, strict=True)]
     text = [
         "".join(f"{cell:>{width}}" if place else f"{cell:<{width}}" for place, (cell, width) in enumerate(pairs))
         for pairs in (list(zip(line, widths, strict=True)) for line in lines)
     ]
-    return "\n".join([*text, "", *notes(rows, graph)])
+    return "\n".join([*text, "", *notes(rows, graph, origin)])
 
 
-def markdown(rows: Sequence[Row], graph: ChannelGraph) -> list[str]:
+def markdown(rows: Sequence[Row], graph: ChannelGraph, origin: str = "") -> list[str]:
     """The same as the lines of a Markdown file."""
     head, *rest = _cells(rows, graph, " %")
     lines = [["network", *head[1:]], ["---", *["---:"] * (len(head) - 1)], *rest]
-    return [*(f"| {' | '.join(line)} |" for line in lines), "", *(f"- {note}" for note in notes(rows, graph))]
+    told = notes(rows, graph, origin)
+    return [*(f"| {' | '.join(line)} |" for line in lines), "", *(f"- {note}" for note in told)]
 
 
 def _cells(rows: Sequence[Row], graph: ChannelGraph, unit: str) -> list[list[str]]:
@@ -94,9 +98,10 @@ def _of(row: Row, macs: int, params: int) -> list[tuple[int, int]]:
     return [(row.macs, macs or 1), (row.params, params or 1)]
 
 
-def notes(rows: Sequence[Row], graph: ChannelGraph) -> list[str]:
+def notes(rows: Sequence[Row], graph: ChannelGraph, origin: str = "") -> list[str]:
     """What a reader of the table should know: what the shares are of, what was gained, and how sure that is."""
     found = [f"shares are of the unpruned network: {graph.macs():,} MACs, {graph.params():,} params"]
+    found += [origin] if origin else []
     ours = next((row for row in rows if row.name == OURS), None)
     others = [row for row in rows if row is not ours]
     if ours and others:

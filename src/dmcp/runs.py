@@ -379,7 +379,7 @@ def report(result: PruneResult, figures: Iterable[str], troubles: Iterable[str] 
     listed = " and ".join(f"{share:.1%}" for share in expected_shares(result.search))
     lines.append(f"- expected cost at the end of the search, before sampling: {listed} of the budget")
     lines += [f"- **{trouble}**" for trouble in troubles]
-    lines += ["", *markdown(result.rows, result.graph), "", *_widths(result.widths, result.graph), ""]
+    lines += ["", *markdown(result.rows, result.graph, result.origin), "", *_widths(result.widths, result.graph), ""]
     lines += [line for name in figures for line in (f"![{Path(name).stem}]({name})", "")]
     return "\n".join([*lines, f"The settings are in {SETTINGS}, every step in {LOG}.", ""])
 

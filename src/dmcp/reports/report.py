@@ -14,6 +14,7 @@ from typing import Any
 
 from dmcp.reports.charts import STYLE, Bar, Cell, Point, draw_bars, draw_heat, draw_lines, draw_scatter, percent
 from dmcp.reports.listing import PastRun, command_line, date, plain, progress, text_at, value_at
+from dmcp.retraining import AS_IT_WAS, TRAINED_FIRST, Retrain, origin
 from dmcp.rows import OURS, UNPRUNED, Row, against, score, score_name, unknown
 
 _STYLE = STYLE + Path(__file__).with_name("report.css").read_text()
@@ -225,13 +226,27 @@ def _section(number: int, run: PastRun) -> str:
     if not run.done:
         parts.append(f"<p>Not finished: {_safe(progress(run))}.</p>")
     parts.append(_tiles(run))
-    parts += [f"<p>{_safe(text)}.</p>" for text in unknown(run.rows)]
+    parts += [f"<p>{_safe(text)}.</p>" for text in [*_origin(run), *unknown(run.rows)]]
     if run.rows:
         parts.append(_networks(run))
     figures = [_figure(*_CAPTIONS[name], svg) for name, svg in chart_run(run).items()]
     if figures:
         parts.append('<div class="charts">' + "\n".join(figures) + "</div>")
     return "\n".join([*parts, _command(run), _width_table(run), *_settings(run), "</section>"])
+
+
+def _origin(run: PastRun) -> list[str]:
+    """Where the weights of the pruned network come from, where the settings say it."""
+    kind, teacher = text_at(run.settings, "retrain"), text_at(run.settings, "job", "teacher")
+    if text_at(run.settings, "command") != "prune" or not run.rows or kind not in list(Retrain):
+        return []
+    if teacher:
+        teacher = AS_IT_WAS if teacher == "given" else f"the teacher, {teacher}"
+    elif kind == Retrain.TEACHER:
+        teacher = TRAINED_FIRST
+    told = [value_at(run.settings, "train", f"teacher_{name}") for name in ("share", "temperature")]
+    share, temperature = (float(it) if isinstance(it, int | float) else 1.0 for it in told)  # 1 is left out
+    return [origin(Retrain(kind), teacher, share, temperature)]
 
 
 def _tiles(run: PastRun) -> str:

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 import PIL.Image
 
 from dmcp.data import NAMES, ArraySet, DataSets, load
-from dmcp.folders import FolderSet, empty_classes, refused
+from dmcp.folders import FolderSet, as_rgb, empty_classes, refused
 from dmcp.running.jobs import sized
 
 _THREADS = 8  # that read first bytes where a disk is waited for; elsewhere they would only wait for each other
@@ -160,7 +160,7 @@ def _look(path: str) -> _Looked:
             file.seek(0)
             with PIL.Image.open(file) as image:
                 size, mode = (image.height, image.width), image.mode
-                image.convert("RGB")
+                as_rgb(image)
     except Exception as error:  # PIL raises many kinds for a broken file
         return _Looked((0, 0), "", b"", _broken(path, error))
     return _Looked(size, mode, digest)

@@ -371,8 +371,10 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
             found = found[key]
     if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
         raise FileError(f"{path}: holds no table of tensors.")
-    wrapped = all(name.startswith("module.") for name in found)
-    return {name.removeprefix("module.") if wrapped else name: value for name, value in found.items()}
+    for wrapper in ("module.", "_orig_mod.", "module."):  # of DDP, of torch.compile, of one in the other
+        if all(name.startswith(wrapper) for name in found):
+            found = {name.removeprefix(wrapper): value for name, value in found.items()}
+    return dict(found)
 
 
 def _by(size: Sequence[int]) -> str:
