@@ -77,7 +77,7 @@ PLANS = {
         Stage(folder="full56", options=f"{_FULL} --recorded --model cifar:resnet56 --seeds 2", at_once=2, next_at=6),
         Stage(folder="full20", options=f"{_FULL} --recorded --seeds 3", at_once=5, next_at=10),
         Stage(folder="ex", options="explain --recorded --epochs 60 --seeds 3", at_once=6, next_at=9),
-        Stage(folder="full56", options=f"{_LENGTH} --recorded --model cifar:resnet56 --seeds 2", at_once=4, next_at=99),
+        Stage(folder="len56", options=f"{_LENGTH} --recorded --model cifar:resnet56 --seeds 2", at_once=4, next_at=99),
     ),
     "rehearsal": (  # with digits, on a CPU
         Stage(
