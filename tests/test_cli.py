@@ -25,7 +25,7 @@ from dmcp.errors import DmcpError, WidthsError
 from dmcp.nets import build
 from dmcp.pruning import Event
 from dmcp.running.jobs import Job, load_weights, open_job
-from dmcp.running.plans import Plan
+from dmcp.running.plans import Plan, plan_from_json
 from dmcp.running.progress import Progress, clock
 from dmcp.training import StepRecord
 
@@ -337,6 +337,52 @@ def test_dry_run_trains_and_writes_nothing(capsys: Capture, tmp_path: Path, monk
     assert list(tmp_path.iterdir()) == []
     for words in ("reachable: from", "asked for: at most 381,760 MACs", "uniform widths", "GiB on cpu", "Nothing was"):
         assert words in out
+
+
+def test_a_dry_run_knows_of_bounds(capsys: Capture) -> None:
+    words = ("prune", *SHORT, "--dry-run", "--json")
+    reached = [
+        json.loads(run(capsys, *words, *more)[1])["reachable"]
+        for more in ((), ("--smallest", "8"), ("--largest", "60"), ("--smallest", "8", "--smallest", "layer3=9"))
+    ]
+    least, most = ([it[end]["macs"] for it in reached] for end in ("least", "most"))
+    graph = dmcp.trace(build("digits:resnet"), torch.zeros(2, 1, 8, 8))
+    assert least[1] == graph.macs({space.name: 8 for space in graph.spaces})
+    assert most[2] == graph.macs({space.name: min(60, space.size) for space in graph.spaces})
+    assert least[0] == least[2] < least[1] < least[3] and most[0] == most[1] == most[3] > most[2]
+
+
+def test_bounds_on_the_command_line(capsys: Capture, tmp_path: Path) -> None:
+    words = ("search", *SMALL, "--search-epochs", "2", "--budget", "30%", "--out", str(tmp_path / "run"))
+    given = ("--smallest", "6", "--smallest", "layer2.0.conv1=12", "--largest", "layer3=40")
+    code, out, err = run(capsys, *words, *given, "--json")
+    assert (code, err) == (0, "")
+    widths = json.loads(out)["widths"]
+    assert all(width >= 6 for width in widths.values()) and widths["layer2.0.conv1"] >= 12
+    assert all(width <= 40 for name, width in widths.items() if name.startswith("layer3"))
+    settings = json.loads((tmp_path / "run" / "settings.json").read_text())
+    assert settings["search"]["smallest"] == {"": 6, "layer2.0.conv1": 12}
+    assert settings["search"]["largest"] == {"layer3": 40}
+    read = plan_from_json(settings, "run").search
+    assert read and read.smallest == {"": 6, "layer2.0.conv1": 12}
+    code, _, err = run(capsys, "search", "--resume", str(tmp_path / "run"), "--smallest", "7")
+    assert code == 2 and "--smallest was ['6', 'layer2.0.conv1=12'], is ['7']." in err
+
+
+@pytest.mark.parametrize(
+    ("words", "smallest"), [((), {}), (("--smallest", "8"), 8), (("--smallest", "a.b=3"), {"a.b": 3})]
+)
+def test_one_bound_is_kept_as_one_number(
+    words: tuple[str, ...], smallest: object, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without bounds a plan is written as it was before there were such options; a recipe has them, too."""
+    seen: list[Plan] = []
+    monkeypatch.setattr(commands, "_forecast", lambda plan, _: seen.append(plan))
+    for more in (SMALL, ("--recipe", "imagenet_resnet18_1040m", "--data", "digits")):
+        assert run(capsys, "prune", *more, *words, "--dry-run")[::2] == (0, "")
+        plain = json.loads(json.dumps(seen[-1].to_json()))
+        assert plain["search"]["smallest"] == smallest and plain["search"]["largest"] == {}
+        assert plan_from_json(plain, "run").search == seen[-1].search
 
 
 def test_what_the_device_cannot_run_is_noticed_once(

@@ -115,6 +115,26 @@ def test_the_budget_holds_on_the_cut_network(kind: Retrain, budget: str) -> None
     assert all(name in result.table for name in (UNPRUNED, UNIFORM, OURS, f"{ours.macs:,}"))
 
 
+def test_bounds_hold_for_the_control_too() -> None:
+    """Uniform widths at this budget would keep about 5 of 8 and 4 of 6 channels."""
+    _, graph = traced()
+    seen: dict[str, Any] = {}
+    bounded = replace(SEARCH, smallest={"stem": 8}, largest={"conv1": 2})
+
+    def keep_widths(*given: Any) -> Any:
+        seen.update(given[2])
+        return train_all(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dmcp.pruning.train_all", keep_widths)
+        prune(search=bounded, controls=True)
+    for name in (UNIFORM, OURS):
+        assert seen[name]["stem"] == 8 and seen[name]["conv1"] <= 2, name
+        assert graph.macs(seen[name]) <= 0.6 * graph.macs()
+    free = dmcp.uniform(graph, "60%")
+    assert free["stem"] < 8 and free["conv1"] > 2
+
+
 def test_same_seed_same_bits_and_another_seed_others() -> None:
     one, again, other = prune(seed=3), prune(seed=3), prune(seed=4)
     assert one.widths == again.widths

@@ -81,6 +81,7 @@ ORDER = [
     "losses",
     "training",
     "searching.stem",
+    "searching.bounds",
     "searching.sandwich",
     "searching.stages",
     "searching.searches",

@@ -278,6 +278,10 @@ def test_uniform_is_one_ratio_for_all() -> None:
         ratio = (widths / full).mean()
         assert ((widths - ratio * full).abs() <= 1.5).all()  # rounding, and one step to fill what is left
     assert uniform(graph, parse(1.0, graph)) == graph.full
+    ceiling = graph.widths({graph.spaces[0].name: 3})
+    draw = torch.Generator().manual_seed(0)
+    for below in (uniform(graph, "40%", ceiling=ceiling), random_widths(graph, "40%", draw, ceiling=ceiling)):
+        assert below[graph.spaces[0].name] <= 3 and graph.macs(below) <= 0.4 * graph.macs()
 
 
 @pytest.mark.parametrize("align", [1, 4])

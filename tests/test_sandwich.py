@@ -10,10 +10,12 @@ import pytest
 import torch
 from nets import NETS, Residual, distance, randomise, sample
 from torch import Tensor, nn
+from torchvision.models import resnet18, resnext50_32x4d
 
 import dmcp
 from dmcp.errors import WidthsError
 from dmcp.markov import CHAIN, INDEPENDENT
+from dmcp.searching.bounds import bounds
 from dmcp.searching.sandwich import Chains, Draw, chains, draw_gates, sandwich, sort_channels
 
 MANY = 4000
@@ -92,12 +94,64 @@ def test_bounds_are_multiples_of_align() -> None:
         ({"stem": 6}, {"stem": 5}, 1, "No width of stem lies from 6 .* to 5"),
         ({"stem": 5}, {"stem": 7}, 4, "multiple of 4 lies from 5 .* to 7"),
         ({"stem": 9}, {}, 1, "stem must be an int from 1 to 8"),
-        ({}, {"stemm": 4}, 1, "did you mean stem"),
+        ({}, {"stemm": 4}, 1, "largest: there is no space named 'stemm', .*: did you mean stem"),
+        (8, {"stem": 5}, 1, "No width of stem lies from 8 .* to 5"),
+        ({}, 3, 4, "No width of stem that is a multiple of 4 lies from 1 .* to 3"),
+        ({"head": 3}, {}, 1, "smallest names 'head', which stays whole"),
     ],
 )
 def test_bounds_that_leave_nothing(least: Any, most: Any, align: int, message: str) -> None:
     with pytest.raises(WidthsError, match=message):
         chains(made(align=align), CHAIN, least, most, align)
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "ends"),
+    [
+        (7, {}, [(7, 8), (6, 6), (7, 9), (7, 11)]),
+        ({}, 7, [(2, 7), (1, 6), (2, 7), (2, 7)]),
+        (7, 7, [(7, 7), (6, 6), (7, 7), (7, 7)]),
+        ({"": 5, "conv1": 2}, {}, [(5, 8), (2, 6), (5, 9), (5, 11)]),  # what is said of one space counts there
+        ({"": 5, "conv2": 3}, {}, [(3, 8), (5, 6), (5, 9), (5, 11)]),  # conv2 writes the space named stem
+        ({"conv2": 9}, {}, [(8, 8), (1, 6), (2, 9), (2, 11)]),  # a layer, not the space: it stays whole
+    ],
+)
+def test_bounds_of_the_whole_network_and_of_modules(least: Any, most: Any, ends: list[tuple[int, int]]) -> None:
+    path = chains(made(), CHAIN, least, most)
+    assert list(zip(path.sizes[:, 0].tolist(), path.sizes.sum(dim=1).tolist(), strict=True)) == ends
+
+
+def test_one_bound_is_rounded_to_multiples() -> None:
+    path = chains(made(align=4), CHAIN, 5, 9, align=4)
+    assert path.sizes[:, 0].tolist() == [8, 6, 8, 8]
+    assert path.sizes.sum(dim=1).tolist() == [8, 6, 9, 8]
+
+
+def test_a_module_bounds_all_that_it_writes() -> None:
+    """Of two modules the inner one counts, of two that say as much the stricter; as torchvision names them."""
+    graph = dmcp.trace(resnet18(), torch.zeros(2, 3, 32, 32))
+    found = dict(
+        zip(graph.full, bounds(graph, {"layer2": 20, "layer2.1": 30, "conv1": 7}, {"layer1": 60}), strict=True)
+    )
+    assert found["layer2.0.conv1"] == (20, 128) and found["layer2.1.conv1"] == (30, 128)
+    assert found["layer2.0.conv2"] == (30, 128)  # written by layer2.0 and layer2.1
+    assert found["conv1"] == (7, 60) and found["layer1.0.conv1"] == (1, 60) and found["layer3.0.conv1"] == (1, 256)
+    both = dict(zip(graph.full, bounds(graph, {"layer2.0": 9, "layer2.1": 30}, {}), strict=True))
+    assert both["layer2.0.conv2"] == (30, 128)
+
+
+def test_bounds_count_channels_where_whole_groups_are_kept() -> None:
+    """ResNeXt: 32 groups of 4 channels. A space's own name counts groups, as its size does."""
+    graph = dmcp.trace(resnext50_32x4d(), torch.zeros(2, 3, 32, 32))
+    name = "layer1.0.conv1"
+    assert graph.full[name] == 32
+    found = [
+        dict(zip(graph.full, bounds(graph, it, {}), strict=True))[name][0] for it in (10, {"layer1": 10}, {name: 10})
+    ]
+    assert found == [3, 3, 10]
+    assert dict(zip(graph.full, bounds(graph, {}, {"layer1": 10}), strict=True))[name] == (1, 2)
+    with pytest.raises(WidthsError, match=r"layer3\.0\.conv1 lies from 1 .* to 0 .*whole groups of 16 channels"):
+        bounds(graph, {}, 10)
 
 
 def test_uniform_draws_every_border_alike_and_each_space_by_itself() -> None:

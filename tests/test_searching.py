@@ -216,6 +216,13 @@ def test_widths_by_name_hold() -> None:
     assert widths.amax(dim=0).tolist() == [8, 5, 4, 11]
 
 
+def test_one_number_bounds_all_widths() -> None:
+    _, result = ran(short(smallest=4, largest=9, budget="70%"))
+    widths = CHAIN.sample(result.alphas, result.sizes, 5000)
+    assert widths.amin(dim=0).tolist() == [4, 4, 4, 4]
+    assert widths.amax(dim=0).tolist() == [8, 6, 9, 9]
+
+
 def test_the_chain_of_a_bounded_space_begins_at_its_floor() -> None:
     """Steps below the floor are certain and stay so; without a bound no alpha is."""
     _, result = ran(short(smallest={"conv4": 8}, init="target", log_every=1))
@@ -347,6 +354,9 @@ def test_settings_that_cannot_be(settings: Any, message: str) -> None:
         ({"budget": "1%"}, BudgetError, "less than the floor costs"),
         ({"budget": "90%", "largest": {"stem": 4}}, BudgetError, "90%"),
         ({"smallest": {"stem": 8, "conv4": 11}, "budget": "20%"}, BudgetError, "less than the floor costs"),
+        ({"smallest": 7, "budget": "40%"}, BudgetError, "choose from .* or lower the floors: 4 of 4 .* smallest width"),
+        ({"smallest": 99, "budget": "100%"}, WidthsError, "nothing to search: .* or other smallest and largest"),
+        ({"largest": 6, "budget": "80%"}, BudgetError, "more than the largest widths allow: choose from"),
         ({"smallest": {"nobody": 3}}, WidthsError, "no space named 'nobody'"),
     ],
 )

@@ -124,15 +124,16 @@ def _full(graph: ChannelGraph, kind: str) -> int:
 
 def check_reachable(budget: Budget, graph: ChannelGraph, floor: Widths, ceiling: Widths | None = None) -> None:
     """Refuse a target that the unpruned network (or the widest allowed) keeps anyway, or that the floor exceeds."""
-    least, most = costs(graph, floor), costs(graph, ceiling or graph.full)
+    least, most, full = costs(graph, floor), costs(graph, ceiling or graph.full), costs(graph, graph.full)
     for kind, target in ((limit.kind, limit.target) for limit in budget.limits):
         if not least[kind] <= target <= most[kind]:
-            side = "less than the floor costs" if target < least[kind] else "more than the network has"
+            above = "more than the network has" if most == full else "more than the largest widths allow"
+            side = "less than the floor costs" if target < least[kind] else above
             share = _forgotten_share(budget.text, kind) if target < least[kind] else ""
             guess = f"did you mean {share}? If not, " if share else ""
             raise BudgetError(
                 f"The budget {budget.text!r} asks for {target:,} {kind}, {side}: {guess}choose from {least[kind]:,} "
-                f"(every space at its floor, {least[kind] / most[kind]:.1%}) to {most[kind]:,}"
+                f"(every space at its floor, {least[kind] / full[kind]:.1%}) to {most[kind]:,}"
                 f"{_lower_floors(graph, floor) if target < least[kind] else ''}."
             )
 

@@ -35,7 +35,7 @@ from dmcp.rows import Row as Row
 from dmcp.sampling import expected, filled, uniform
 from dmcp.searching import search as searching
 from dmcp.searching.sandwich import sort_channels
-from dmcp.searching.searches import SearchConfig, SearchRecord, SearchResult
+from dmcp.searching.searches import SearchConfig, SearchRecord, SearchResult, extremes
 from dmcp.slicing import narrow, unwrap
 from dmcp.spaces import Widths, fingerprint
 from dmcp.supernet import Supernet
@@ -173,7 +173,8 @@ def prune(
     widths = expected(found)
     wanted = {OURS: widths}
     if controls:
-        same = uniform(graph, found.budget, net.floor, settings.align, filled(found))
+        floor, ceiling = extremes(graph, found.sizes)
+        same = uniform(graph, found.budget, floor, settings.align, filled(found), ceiling)
         wanted = {UNPRUNED: graph.full, UNIFORM: same, OURS: widths}
     weights = net.model if kind is Retrain.INHERIT else _undrawn(model, fresh, graph, settings.sort)
     batches = loader if train_loader is None else train_loader

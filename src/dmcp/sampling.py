@@ -106,14 +106,16 @@ def uniform(
     floor: Widths | None = None,
     align: int = 1,
     tolerance: float = FILLED,
+    ceiling: Widths | None = None,
 ) -> Widths:
     """One ratio for all spaces, as large as the budget allows, rounded; the rest of the budget goes to single spaces.
 
     Each of them gets one channel (or step of `align`) more at most, those that rounding left furthest below first. Only
-    where that does not use the budget to the tolerance, as in networks of few channels, some get more.
+    where that does not use the budget to the tolerance, as in networks of few channels, some get more. No space is
+    narrower than in `floor` or wider than in `ceiling`.
     """
     wish = graph.full.tensor().double()
-    return fit(graph, parse(budget, graph), wish, _from_floor(graph, floor, align), tolerance, even=True)
+    return fit(graph, parse(budget, graph), wish, _between(graph, floor, ceiling, align), tolerance, even=True)
 
 
 def random_widths(
@@ -123,9 +125,10 @@ def random_widths(
     floor: Widths | None = None,
     align: int = 1,
     tolerance: float = FILLED,
+    ceiling: Widths | None = None,
 ) -> Widths:
     """Widths drawn uniformly until they use the budget to the tolerance; after many tries, the last are scaled."""
-    options, budget = _from_floor(graph, floor, align), parse(budget, graph)
+    options, budget = _between(graph, floor, ceiling, align), parse(budget, graph)
     chances = torch.rand(_CONTROLS, len(graph.spaces), generator=generator, dtype=torch.float64)
     drawn = options.widths((chances * (options.last + 1)).long())  # (N, S)
     shares = spent_shares(budget, graph, drawn).amax(dim=1)
@@ -133,9 +136,9 @@ def random_widths(
     return graph.widths(inside[0]) if len(inside) else fit(graph, budget, drawn[-1].double(), options, tolerance)
 
 
-def _from_floor(graph: ChannelGraph, floor: Widths | None, align: int) -> Options:
-    full = graph.full.tensor()
-    return Options(graph, torch.ones_like(full) if floor is None else floor.tensor(), full, align)
+def _between(graph: ChannelGraph, floor: Widths | None, ceiling: Widths | None, align: int) -> Options:
+    most = (ceiling or graph.full).tensor()
+    return Options(graph, torch.ones_like(most) if floor is None else floor.tensor(), most, align)
 
 
 # into the budget

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -25,9 +26,11 @@ from dmcp.running.recipes import Recipe
 from dmcp.running.recipes import find as find_recipe
 from dmcp.running.recipes import names as recipe_names
 from dmcp.runs import SETTINGS, read_json
+from dmcp.searching.bounds import Bound
 from dmcp.searching.searches import SearchConfig
 from dmcp.training import TrainConfig
 
+_CHANNELS = re.compile("0*[1-9][0-9]{0,8}")  # no layer has more
 _MOST_SEED = 2**62  # and room for those that follow it
 # options that are no settings of a run: they may be given with --resume
 _ANYTIME = ("ctx", "resume", "out", "workers", "seeds", "dry_run", "quiet", "as_json", "debug")
@@ -91,6 +94,17 @@ LabelSmoothing = Annotated[
 Groups = Annotated[int, typer.Option(help="Groups that each space is divided into.")]
 Align = Annotated[
     int, typer.Option(help="Widths are multiples of this, or a space's whole size; smaller spaces stay whole.")
+]
+Smallest = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="[NAME=]N",
+        help="Least channels of every space (8), or of a module or space (layer1=12); smaller ones stay whole; "
+        "repeatable.",
+    ),
+]
+Largest = Annotated[
+    list[str] | None, typer.Option(metavar="[NAME=]N", help="Most channels, said in the same way; repeatable.")
 ]
 Seed = Annotated[int, typer.Option(callback=_check_seed, help="Of everything random.")]
 RetrainKind = Annotated[
@@ -276,12 +290,30 @@ def _search_config(options: Mapping[str, Any], given: set[str], recipe: Recipe |
     warmup = options["warmup"] if options["warmup"] is not None else 0.0 if ready else 0.5
     lr = options["search_lr"]
     wanted = {name: options[name] for name in ("budget", "groups", "align", "weight_decay", "label_smoothing", "seed")}
+    wanted |= {name: _bound(name, options[name] or ()) for name in ("smallest", "largest")}
     wanted |= {"epochs": options["search_epochs"], "warmup": warmup, "sort": ready, "lr": lr, "min_lr": lr / 10}
     if recipe is None:
         return SearchConfig(**wanted)
     names = {"search_epochs": ("epochs",), "search_lr": ("lr", "min_lr"), "weights": ("warmup", "sort")}
     changed = {field for name in given for field in names.get(name, (name,))} | {"seed"}
     return replace(recipe.search, **{name: value for name, value in wanted.items() if name in changed})
+
+
+def _bound(word: str, texts: Iterable[str]) -> Bound:
+    """8 and layer1=12 as the settings of a search have them."""
+    numbers: dict[str, int] = {}
+    for text in texts:
+        name, sign, number = text.rpartition("=")
+        if not _CHANNELS.fullmatch(number) or (sign and not name):
+            raise DmcpError(
+                f"--{word} {text}: that is no number of channels: write --{word} 8, or --{word} layer1=8 for a module "
+                "or space."
+            )
+        if name in numbers:
+            whose = f"for {name} " if name else ""
+            raise DmcpError(f"--{word} is given {whose}as {numbers[name]} and as {number}: give one.")
+        numbers[name] = int(number)
+    return numbers[""] if numbers.keys() == {""} else numbers
 
 
 def _recipe(options: Mapping[str, Any], given: set[str], recipe: Recipe | None) -> TrainConfig:

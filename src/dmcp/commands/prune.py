@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from dmcp import pruning, sampling
-from dmcp.budget import check_reachable, costs, parse
+from dmcp.budget import costs
 from dmcp.calibration import recalibrate
 from dmcp.commands import options as o
 from dmcp.commands.printing import (
@@ -41,6 +41,8 @@ from dmcp.running.progress import clock
 from dmcp.running.sessions import check_given, check_test_files, session, tell_ignored, tell_notices
 from dmcp.runs import REPORT, Run, free_folder, read_json, slug
 from dmcp.saving import save
+from dmcp.searching.search import reach
+from dmcp.searching.searches import extremes
 from dmcp.spaces import Widths
 from dmcp.supernet import Supernet
 
@@ -62,6 +64,8 @@ def prune(
     label_smoothing: o.LabelSmoothing = 0.1,
     groups: o.Groups = 10,
     align: o.Align = 1,
+    smallest: o.Smallest = None,
+    largest: o.Largest = None,
     seed: o.Seed = 0,
     seeds: o.Seeds = 1,
     retrain: o.RetrainKind = None,
@@ -104,6 +108,7 @@ def prune(
       dmcp prune --model digits:resnet --data digits --budget params:50% --controls
       dmcp prune --model cifar:resnet20 --data cifar10 --seeds 3 --json
       dmcp prune --model resnet50 --data ~/photos --weights mine.pth --teacher given
+      dmcp prune --model resnet18 --data ~/photos --align 8 --smallest 16 --smallest layer1=32 --frozen conv1
       dmcp prune --resume runs/resnet18-photos-prune
       torchrun --nproc-per-node 8 -m dmcp prune --recipe imagenet_resnet50_1100m --data ~/imagenet
     """
@@ -179,6 +184,8 @@ def search(
     label_smoothing: o.LabelSmoothing = 0.1,
     groups: o.Groups = 10,
     align: o.Align = 1,
+    smallest: o.Smallest = None,
+    largest: o.Largest = None,
     seed: o.Seed = 0,
     weights: o.Weights = "",
     input: o.Input = "",
@@ -365,7 +372,7 @@ def _check_budget(plan: Plan, opened: Opened) -> None:
     """Refuse a budget that cannot be reached before anything is written."""
     assert plan.search is not None
     net = Supernet(opened.model, opened.graph, plan.search.groups, plan.search.align)
-    check_reachable(parse(plan.search.budget, opened.graph), opened.graph, net.floor)
+    reach(net, plan.search)
 
 
 def _forecast(plan: Plan, as_json: bool) -> None:
@@ -378,20 +385,21 @@ def _forecast(plan: Plan, as_json: bool) -> None:
     tell_notices(opened)
     tell_ignored(plan.engine, plan.job.place)
     graph, net = opened.graph, Supernet(opened.model, opened.graph, plan.search.groups, plan.search.align)
-    limits = parse(plan.search.budget, graph).limits
+    budget, path = reach(net, plan.search)
+    limits, (floor, ceiling) = budget.limits, extremes(graph, path.sizes)
     stages = forecast(
         net, opened.loaders.train, plan.search, plan.train, plan.retrain, plan.controls, opened.teacher is not None
     )
     steps, seconds = sum(stage.steps for stage in stages), sum(stage.seconds for stage in stages)
     device, memory = net.alpha.device.type, peak_bytes(net.alpha.device)
     if as_json:
-        range_ = {"least": costs(graph, net.floor), "most": costs(graph, graph.full)}
+        range_ = {"least": costs(graph, floor), "most": costs(graph, ceiling)}
         facts = {"reachable": range_, "asked": {limit.kind: limit.target for limit in limits}, "device": device}
         done = {"stages": [asdict(stage) for stage in stages], "steps": steps, "seconds": seconds}
         print_json(facts | done | {"peak_bytes": memory})
         return
     print(f"{graph.summary()}\n")
-    print(f"reachable: from {describe_costs(graph, net.floor)}\n           to   {describe_costs(graph, graph.full)}")
+    print(f"reachable: from {describe_costs(graph, floor)}\n           to   {describe_costs(graph, ceiling)}")
     print(f"asked for: at most {', '.join(f'{limit.target:,} {COST_WORDS[limit.kind]}' for limit in limits)}\n")
     for stage in stages:
         print(f"{stage.name:<16}{stage.steps:>8} steps  {clock(stage.seconds):>12}")

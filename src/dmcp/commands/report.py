@@ -29,7 +29,7 @@ from dmcp.running.plans import Plan
 from dmcp.running.sessions import say
 from dmcp.runs import SEARCH, Run, load_search, read_json
 from dmcp.saving import WIDTHS, load
-from dmcp.searching.searches import SearchResult
+from dmcp.searching.searches import SearchResult, extremes
 from dmcp.spaces import Widths
 
 _COLUMNS = ("name", "command", "model", "data", "budget", "state", "accuracy", "MACs", "started")
@@ -143,7 +143,7 @@ def _for_budget(found: SearchResult, text: str, drawn: bool) -> SearchResult:
     if not text:
         return found
     wanted = parse(text, found.graph)
-    check_reachable(wanted, found.graph, found.graph.widths(found.sizes[:, 0]))
+    check_reachable(wanted, found.graph, *extremes(found.graph, found.sizes))
     if wanted.limits != found.budget.limits:
         way = f"only draws that fit {text} are kept, and such are rare" if drawn else f"its widths are scaled to {text}"
         say(f"The search was for {found.budget.text}: {way}, not searched again.")

@@ -14,13 +14,12 @@ import torch
 from torch import nn
 
 from dmcp.batches import Loader, device_of
-from dmcp.budget import parse
 from dmcp.cutting import cut
 from dmcp.pruning import OURS, UNIFORM, UNPRUNED
 from dmcp.retraining import Retrain
 from dmcp.sampling import filled, uniform
-from dmcp.searching.search import search
-from dmcp.searching.searches import SearchConfig
+from dmcp.searching.search import reach, search
+from dmcp.searching.searches import SearchConfig, extremes
 from dmcp.supernet import Supernet
 from dmcp.training import TrainConfig, train
 
@@ -50,7 +49,9 @@ def forecast(
     taught: whether all networks learn from a given one of the same architecture.
     """
     graph = net.graph
-    same = uniform(graph, parse(config.budget, graph), net.floor, config.align, filled(config))
+    budget, path = reach(net, config)
+    floor, ceiling = extremes(graph, path.sizes)
+    same = uniform(graph, budget, floor, config.align, filled(config), ceiling)
     first_ones = list(itertools.islice(loader, _STEPS))
     batches = [first_ones[number % len(first_ones)] for number in range(_STEPS)]  # also where an epoch has only one
     per_epoch = -(-len(loader) // config.accumulate)

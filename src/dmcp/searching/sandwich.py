@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -10,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dmcp.errors import WidthsError
 from dmcp.filters import magnitude
 from dmcp.markov import CHAIN, INDEPENDENT, Process, bounded
+from dmcp.searching.bounds import Bound, bounds
 from dmcp.slicing import narrow
 from dmcp.supernet import Supernet
 
@@ -47,26 +46,12 @@ class Chains:
 def chains(
     net: Supernet,
     process: Process = CHAIN,
-    smallest: Mapping[str, int] | None = None,
-    largest: Mapping[str, int] | None = None,
+    smallest: Bound | None = None,
+    largest: Bound | None = None,
     align: int = 1,
 ) -> Chains:
-    """The chains of a supernet with the widths of some spaces bounded by name, in whole multiples of `align`."""
-    graph = net.graph
-    lower, upper = dict(smallest or {}), graph.widths(largest or {})
-    graph.widths(lower)  # refuses names and numbers that do not fit
-    ends: list[tuple[int, int]] = []
-    for space in graph.spaces:
-        step = space.step(align)
-        low = min(space.size, -(-lower.get(space.name, 1) // step) * step)
-        high = upper[space.name] if upper[space.name] == space.size else upper[space.name] // step * step
-        if low > high:
-            unit = "" if step == 1 else f" that is a multiple of {step}"
-            raise WidthsError(
-                f"No width of {space.name}{unit} lies from {lower.get(space.name, 1)} (smallest) to "
-                f"{upper[space.name]} (largest): move one of them."
-            )
-        ends.append((low, high))
+    """The chains of a supernet with bounded widths, in whole multiples of `align`."""
+    ends = bounds(net.graph, smallest or {}, largest or {}, align)
     low_high = torch.tensor(ends, device=net.sizes.device)
     sizes = bounded(net.sizes, low_high[:, 0], low_high[:, 1])
     behind = sizes.cumsum(dim=1)[net.space_of] <= net.position[:, None]  # (channels, G)

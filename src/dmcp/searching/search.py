@@ -22,10 +22,9 @@ from dmcp.optimizers import MakeOptimizer, check_graphs, make_optimizer, rate_sh
 from dmcp.ranks import ALONE, Ranks, current, share_tensors
 from dmcp.searching.sandwich import Chains, Draw, chains, draw_gates, sort_channels
 from dmcp.searching.search_log import Log, Step
-from dmcp.searching.searches import Init, SearchConfig, SearchRecord, SearchResult
+from dmcp.searching.searches import Init, SearchConfig, SearchRecord, SearchResult, extremes
 from dmcp.searching.stages import ArchRecord, Passes, Sliced, Subnet, WeightRecord, arch_step, weight_step
 from dmcp.searching.stem import Stem, find_stem
-from dmcp.spaces import Widths
 from dmcp.supernet import Narrow, Supernet, run_folded
 from dmcp.training import check_trainable, cosine, parameter_groups
 
@@ -211,25 +210,26 @@ def _prepare(net: Supernet, config: SearchConfig, arch_loader: Loader | None) ->
             f"The supernet was made with other groups than the settings say: set them as it has them, or make it with "
             f"Supernet(model, graph, groups={config.groups}, align={config.align})."
         )
+    return reach(net, config)
+
+
+def reach(net: Supernet, config: SearchConfig) -> tuple[Budget, Chains]:
+    """The budget and the chains that can reach it; an error with what they reach if they cannot."""
     path = chains(net, config.process, config.smallest, config.largest, config.align)
+    budget = parse(config.budget, net.graph)
+    check_reachable(budget, net.graph, *extremes(net.graph, path.sizes))
     if not path.sizes[:, 1:].any():
         raise WidthsError(
-            "There is nothing to search: no space has a second group; use more groups or a smaller align."
+            "There is nothing to search: no space has a second group; use more groups, a smaller align, or other "
+            "smallest and largest widths."
         )
-    budget = parse(config.budget, net.graph)
-    largest = net.graph.widths(path.sizes.sum(dim=1).tolist())
-    check_reachable(budget, net.graph, _smallest(net, path), largest)
     return budget, path
-
-
-def _smallest(net: Supernet, path: Chains) -> Widths:
-    return net.graph.widths(path.sizes[:, 0].tolist())
 
 
 def _narrow(net: Supernet, path: Chains, align: int, stem: Stem | None) -> Narrow:
     """The smallest sub-network as a narrow one."""
     border = (stem.paths, stem.value) if stem else ()
-    return Narrow(net, _smallest(net, path), align, *border)
+    return Narrow(net, extremes(net.graph, path.sizes)[0], align, *border)
 
 
 @torch.no_grad()

@@ -13,7 +13,9 @@ from torch import Tensor
 from dmcp.budget import Budget
 from dmcp.errors import TrainingError
 from dmcp.markov import CHAIN, INDEPENDENT, Process
+from dmcp.searching.bounds import Bound, check_bound
 from dmcp.searching.sandwich import Draw
+from dmcp.spaces import Widths
 from dmcp.tracing.graph import ChannelGraph
 
 
@@ -39,8 +41,8 @@ class SearchConfig:
     tolerance: float = 0.95  # share of the budget below which the expected cost is pushed up (gamma of eq. 13)
     groups: int = 10  # groups that each space is divided into; the supernet must be made with as many
     align: int = 1  # real channels are multiples of this; the supernet must be made with the same
-    smallest: Mapping[str, int] = field(default_factory=dict)  # least width of some spaces, by name
-    largest: Mapping[str, int] = field(default_factory=dict)  # greatest width of some spaces, by name
+    smallest: Bound = field(default_factory=dict)  # least channels: of all spaces, or {name of module or space: number}
+    largest: Bound = field(default_factory=dict)  # most channels: of all spaces, or {name of module or space: number}
     epochs: int = 40  # passes over the data, the warm-up among them
     warmup: float = 0.5  # share of the epochs that train weights only; 0 for a pre-trained model
     sort: bool = False  # whether channels are first ordered by the norm of their weights, for a pre-trained model
@@ -75,6 +77,8 @@ class SearchConfig:
         for name, least in _INTS.items():
             if type(getattr(self, name)) is not int or getattr(self, name) < least:
                 raise TrainingError(f"{name} must be an int of at least {least}, not {getattr(self, name)!r}.")
+        check_bound("smallest", self.smallest)
+        check_bound("largest", self.largest)
         for name, (low, high) in _FLOATS.items():
             value = getattr(self, name)
             if not isinstance(value, int | float) or not low <= value < high:  # also refuses NaN
@@ -124,6 +128,11 @@ _FLOATS = {  # from, to below
     "alpha_min_lr": (0, math.inf),
     "alpha_momentum": (0, 1),
 }
+
+
+def extremes(graph: ChannelGraph, sizes: Tensor) -> tuple[Widths, Widths]:
+    """The smallest and the largest widths of chains with these groups. (S, G)"""
+    return graph.widths(sizes[:, 0].tolist()), graph.widths(sizes.sum(dim=1).tolist())
 
 
 @dataclass(frozen=True)

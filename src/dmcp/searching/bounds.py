@@ -1,0 +1,91 @@
+"""The least and the greatest widths that people ask for: of the whole network, of modules, of single spaces."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+
+from dmcp.errors import TrainingError, WidthsError
+from dmcp.spaces import ChannelSpace, Widths
+from dmcp.tracing.graph import ChannelGraph
+
+Bound = int | Mapping[str, int]  # channels: of every space, or of modules or spaces by name; "" is the whole network
+
+_EXACT = 1 << 30  # a space's own name goes before all others
+
+
+def check_bound(word: str, bound: Bound) -> None:
+    """TrainingError for what can be no bound of any network; `word` is what people call it."""
+    numbers = list(bound.values()) if isinstance(bound, Mapping) else [bound]
+    if any(type(number) is not int or number < 1 for number in numbers):
+        raise TrainingError(f"{word} must be an int of at least 1, or such ints by name, not {bound!r}.")
+
+
+def bounds(graph: ChannelGraph, smallest: Bound, largest: Bound, align: int = 1) -> list[tuple[int, int]]:
+    """From which width to which each space may go, both in whole multiples of `align` or the whole space."""
+    least = _by_space(graph, "smallest", smallest, max, lambda number, unit: -(-number // unit))
+    most = _by_space(graph, "largest", largest, min, lambda number, unit: number // unit)
+    ends: list[tuple[int, int]] = []
+    for space in graph.spaces:
+        step, lower, upper = space.step(align), least.get(space.name, 1), most.get(space.name, space.size)
+        low = min(space.size, -(-lower // step) * step)
+        high = upper if upper == space.size else upper // step * step
+        if low > high:
+            some = "" if step == 1 else f" that is a multiple of {step}"
+            counted = "" if space.unit == 1 else f", in whole groups of {space.unit} channels"
+            raise WidthsError(
+                f"No width of {space.name}{some} lies from {lower} (smallest) to {upper} (largest{counted}): move one "
+                "of them."
+            )
+        ends.append((low, high))
+    return ends
+
+
+def _by_space(
+    graph: ChannelGraph,
+    word: str,
+    bound: Bound,
+    strictest: Callable[[Iterable[int]], int],
+    in_units: Callable[[int, int], int],
+) -> dict[str, int]:
+    """The bound of each space that has one, as a width of it.
+
+    Of several names that fit a space the most exact one counts; of equally exact ones the strictest number.
+    """
+    numbers = {"": bound} if isinstance(bound, int) else dict(bound)
+    own = {name: number for name, number in numbers.items() if name in {space.name for space in graph.spaces}}
+    graph.widths(bound if isinstance(bound, Widths) else own)  # refuses numbers that do not fit
+    found: dict[str, int] = {}
+    used = {""} | own.keys()
+    for space in graph.spaces:
+        fitting = [(_exactness(name, space), name) for name in numbers if name == space.name or name not in own]
+        best = max((rank for rank, _ in fitting), default=-1)
+        used |= {name for rank, name in fitting if rank >= 0}
+        if best >= 0:
+            number = strictest(numbers[name] for rank, name in fitting if rank == best)
+            found[space.name] = number if best == _EXACT else min(space.size, in_units(number, space.unit))
+    for name in numbers:
+        if name not in used:
+            raise WidthsError(_unused(graph, word, name))
+    return found
+
+
+def _exactness(name: str, space: ChannelSpace) -> int:
+    """How much a name says about a space: more for inner modules, -1 if it is no module that writes the space."""
+    if name == space.name:
+        return _EXACT
+    if not name:
+        return 0
+    writes = any(writer == name or writer.startswith(f"{name}.") for writer in space.writers)
+    return name.count(".") + 1 if writes else -1
+
+
+def _unused(graph: ChannelGraph, word: str, name: str) -> str:
+    """Why a name bounds nothing, and what to do."""
+    for kept in graph.whole:
+        if kept.name == name or kept.name.startswith(f"{name}."):
+            return f"{word} names {name!r}, which stays whole ({kept.reason}): leave it out."
+    known = sorted({other for space in graph.spaces for other in (space.name, *space.writers)})
+    near = difflib.get_close_matches(name, known, n=3)
+    hint = f"did you mean {', '.join(near)}?" if near else "graph.spaces (dmcp inspect) lists them."
+    return f"{word}: there is no space named {name!r}, and no module of that name writes one: {hint}"
