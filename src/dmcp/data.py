@@ -120,6 +120,13 @@ def _guess(path: Path) -> str:
     return f" Did you mean {near[0]}?" if near else ""
 
 
+def swapped(train: int, test: int, files: bool) -> str:
+    """A question about data with more test images than training images; empty if there are fewer."""
+    parts = "train/ and val/" if files else "train-*.npz and test-*.npz"
+    told = f"There are more test images ({test:,}) than training images ({train:,}): are {parts} swapped?"
+    return told if test > train else ""
+
+
 def preprocessing(data: DataSets) -> dict[str, Any]:
     """What is done to a test image before the network gets it, in plain data: whoever uses the network must do it too.
 

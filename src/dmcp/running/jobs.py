@@ -22,7 +22,7 @@ from dmcp import cifar_nets, nets
 from dmcp.batches import Loader, device_of, too_large
 from dmcp.calibration import kept_modes
 from dmcp.cutting import with_frozen
-from dmcp.data import DataSet, DataSets, load, make_loader, split
+from dmcp.data import DataSet, DataSets, load, make_loader, split, swapped
 from dmcp.engine import best_device
 from dmcp.errors import DataError, DmcpError, FileError, WidthsError
 from dmcp.folders import FolderSet, usual_size
@@ -149,7 +149,9 @@ def open_job(job: Job) -> Opened:
     graph = trace_job(job, model, data.shape)
     train, held = split(data.train, job.holdout, job.seed) if job.holdout else (data.train, None)
     loaders = _loaders(job, train, held, data.test, place)
-    notices = (*filter(None, [new_head]), *_enlarged(job, data), *_left_out(job, len(train)), *graph.notes)
+    turned = swapped(len(data.train), len(data.test), isinstance(data.train, FolderSet))
+    told = filter(None, [new_head, turned])
+    notices = (*told, *_enlarged(job, data), *_left_out(job, len(train)), *graph.notes)
     model, teacher = model.to(place), None if teacher is None else teacher.to(place)
     return Opened(model, fresh.to(place), graph, data, loaders, notices, teacher, bool(new_head))
 
