@@ -261,6 +261,13 @@ def test_swapped_parts_are_noticed(here: Path, capfd: pytest.CaptureFixture[str]
     assert told in capfd.readouterr().out.splitlines()
 
 
+def test_outputs_that_no_image_has_are_noticed(here: Path) -> None:
+    data = write_photos(here / "a", (8, 8))
+    told = "The network has 5 outputs, the data have 2 classes: build it with num_classes=2, unless that is meant."
+    for words, expected in ((("num_classes=5",), (told,)), (("num_classes=2",), ()), ((), ())):
+        assert open_job(job(data, input="3x8x8", model_args=words)).notices == expected
+
+
 # -- sentences
 
 

@@ -139,7 +139,7 @@ def open_job(job: Job) -> Opened:
     data = load(job.data)
     fresh = build(job, data.classes)
     data = sized(data, job.data, job.input, nets.sample_shape(fresh))
-    check_fit(fresh, data, _remedy(job, data))
+    outputs = check_fit(fresh, data, _remedy(job, data))
     model, new_head = fresh, ""
     if job.weights:
         model = build(job, data.classes)
@@ -150,7 +150,7 @@ def open_job(job: Job) -> Opened:
     train, held = split(data.train, job.holdout, job.seed) if job.holdout else (data.train, None)
     loaders = _loaders(job, train, held, data.test, place)
     turned = swapped(len(data.train), len(data.test), isinstance(data.train, FolderSet))
-    told = filter(None, [new_head, turned])
+    told = filter(None, [new_head, turned, _unused(outputs, data.classes)])
     notices = (*told, *_enlarged(job, data), *_left_out(job, len(train)), *graph.notes)
     model, teacher = model.to(place), None if teacher is None else teacher.to(place)
     return Opened(model, fresh.to(place), graph, data, loaders, notices, teacher, bool(new_head))
@@ -170,9 +170,10 @@ def _teacher(job: Job, model: nn.Module, classes: int | None, new_head: bool) ->
     return model
 
 
-def check_fit(model: nn.Module, data: DataSets, remedy: str = "") -> None:
+def check_fit(model: nn.Module, data: DataSets, remedy: str = "") -> int:
     """Refuse data that the model cannot take: images of another size or channel count, labels outside its head.
 
+    Returns how many classes its head is for; 0 where its output says nothing of that.
     remedy: what the sentence about the size says besides the size.
     """
     example = torch.zeros(2, *data.shape, device=device_of(model))
@@ -184,11 +185,13 @@ def check_fit(model: nn.Module, data: DataSets, remedy: str = "") -> None:
             f"The network cannot take images of {_by(data.shape)}{remedy}: {type(error).__name__}: {error}"
         ) from error
     highest = max(int(part.labels.max()) for part in (data.train, data.test))
-    if isinstance(output, Tensor) and output.ndim >= 2 and highest >= output.shape[1]:
+    outputs = output.shape[1] if isinstance(output, Tensor) and output.ndim >= 2 else 0
+    if outputs and highest >= outputs:
         raise DataError(
-            f"The labels go up to {highest}, but the network has {output.shape[1]} outputs: build it with "
+            f"The labels go up to {highest}, but the network has {outputs} outputs: build it with "
             f"num_classes={data.classes}."
         )
+    return outputs
 
 
 def build(job: Job, classes: int | None) -> nn.Module:
@@ -272,6 +275,12 @@ def _enlarged(job: Job, data: DataSets) -> Iterator[str]:
             f"The images are about {_by(found)} and are enlarged to {_by(data.shape[1:])}: "
             f"give --input 3x{_by(found)} to train at their size."
         )
+
+
+def _unused(outputs: int, classes: int) -> str:
+    """Notice outputs that are right for no image; empty if there are none."""
+    told = f"The network has {outputs} outputs, the data have {classes} classes: build it with num_classes={classes}"
+    return f"{told}, unless that is meant." if outputs > classes else ""
 
 
 def _left_out(job: Job, count: int) -> Iterator[str]:
