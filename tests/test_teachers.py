@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import shutil
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,9 @@ from dmcp import runs, training
 from dmcp.batches import generator
 from dmcp.errors import TrainingError
 from dmcp.keeping import plain_settings
-from dmcp.losses import ImitationWarning, classification_loss
+from dmcp.losses import ImitationWarning, classification_loss, top1
 from dmcp.nets import build
-from dmcp.pruning import OURS, UNIFORM, UNPRUNED, Event
+from dmcp.pruning import OURS, UNIFORM, UNPRUNED, Event, TeacherWarning
 from dmcp.reports.listing import read_run
 from dmcp.reports.report import make_page
 from dmcp.retraining import Retrain, train_all
@@ -35,6 +36,7 @@ from dmcp.running.plans import Plan, plan_from_json
 from dmcp.supernet import Supernet
 from dmcp.training import Distillation, evaluate
 
+pytestmark = pytest.mark.filterwarnings("ignore::dmcp.pruning.TeacherWarning")  # most of them know nothing here
 TAUGHT = replace(TRAIN, distillation=Distillation.TEACHER)
 
 
@@ -117,6 +119,7 @@ def test_the_teacher_is_a_row_where_its_costs_are_known() -> None:
 def test_the_table_says_where_the_weights_come_from() -> None:
     """Else runs with a teacher and without look alike."""
     model, _ = traced()
+    torch.manual_seed(7)
     recipe = replace(TRAIN, teacher_share=0.7, teacher_temperature=4)
     told = "70% of its loss from {} (temperature 4), the rest from the labels"
     for how, words in (
@@ -124,7 +127,10 @@ def test_the_table_says_where_the_weights_come_from() -> None:
         ({"retrain": "inherit"}, "on from the weights of the search"),
         ({"retrain": "inherit", "teacher": model}, "on from the weights of the search, {the network as given}"),
         ({"retrain": "teacher", "teacher": other()}, "from fresh weights, {the teacher}"),
-        ({"retrain": "teacher", "teacher": Mean()}, "from fresh weights, {a teacher that is no row here}"),
+        (
+            {"retrain": "teacher", "teacher": Mean()},
+            "from fresh weights, {a teacher that is no row here (accuracy 16.67%)}",
+        ),
         ({"retrain": "teacher"}, "from fresh weights, {the unpruned network, which was trained first}"),
     ):
         begun, _, who = words.rstrip("}").partition("{")
@@ -149,6 +155,62 @@ def test_the_page_says_it_too(settings: tuple[str, str], said: str, tmp_path: Pa
     row = {"name": OURS, "macs": 5, "params": 5, "accuracy": 0.5}
     past = replace(read_run(tmp_path), rows=(Row(**row),))
     assert f"<p>ours: trained {said}" in make_page([past])
+
+
+class Answers(Noise):
+    """Noise with the answers that a network gives as its labels."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(3, 40)
+        with torch.no_grad():
+            self.batches = [(x, net.eval()(x).argmax(1)) for x, _ in self.batches]
+
+
+GUESSES = "of the test data (5 classes: guessing gives 20%): was it trained, and are its classes in the same order?"
+
+
+@pytest.mark.parametrize("make", [other, Mean])
+def test_a_teacher_that_knows_nothing_is_noticed_before_the_search(make: Any) -> None:
+    (model, graph), teacher = traced(), make()
+    with torch.no_grad():
+        for tensor in teacher.head.parameters():
+            tensor.zero_()  # it always says the first class
+    tests = Answers(other())
+    tests.batches = [(x, torch.arange(40) % 5) for x, _ in tests.batches]
+    how: dict[str, Any] = {"graph": graph, "search": SEARCH, "train": TRAIN, "retrain": "teacher"}
+
+    def stop(event: Event) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.warns(TeacherWarning) as told, pytest.raises(KeyboardInterrupt):
+        dmcp.prune(model, Noise(), tests, teacher=teacher, on_event=stop, **how)
+    assert [str(it.message) for it in told] == [f"The teacher is right on 20.00% {GUESSES}"]
+
+
+def test_a_teacher_that_is_worse_than_the_network_is_noticed() -> None:
+    """A good one is not, nor is one without anything to be compared with."""
+    model, graph = traced()
+    how: dict[str, Any] = {"graph": graph, "search": SEARCH, "train": TRAIN}
+    good, half = other(), Answers(model)
+    with torch.no_grad():
+        good.head.weight.zero_()  # it says one class, and the model seldom that one
+        good.head.bias[:] = torch.arange(5) == half.batches[0][1].bincount(minlength=5).argmin()
+    best = Answers(good)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TeacherWarning)
+        result = dmcp.prune(model, Noise(), best, teacher=good, retrain="inherit", **how)
+    assert [row.accuracy for row in result.rows if row.name == TEACHER] == [1.0]
+    half.batches[0] = best.batches[0]  # a third of the answers are the teacher's
+    score = evaluate(good, half)
+    assert 0.28 < score < evaluate(model, half) - 0.2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TeacherWarning)
+        assert dmcp.prune(model, Noise(), half, teacher=good, retrain="teacher", **how).rows
+    words = f"^The teacher has an accuracy of {100 * score:.2f}%, the network as given .*: learning from it may harm"
+    with pytest.warns(TeacherWarning, match=words):
+        dmcp.prune(model, Noise(), half, teacher=good, retrain="inherit", **how)
+    with pytest.warns(TeacherWarning, match=r"^The teacher has a metric of 1, the network as given of 0"):
+        dmcp.prune(model, Noise(), best, teacher=good, retrain="inherit", metric=dmcp.LowerIsBetter(top1), **how)
 
 
 def test_controls_learn_from_a_given_teacher_as_well() -> None:
@@ -421,6 +483,48 @@ def test_a_command_trains_with_a_given_teacher(
     assert all(torch.equal(it, wanted[name]) for net in teachers for name, it in net.state_dict().items())
     (tmp_path / "mine.pth").unlink()
     assert run(capsys, "evaluate", str(tmp_path / "3"))[0] == 0
+
+
+def test_the_table_of_a_training_says_who_taught(here: Path, tmp_path: Path, capsys: Capture) -> None:
+    train = ("train", *SMALL, "--epochs", "1", "--quiet")
+    widths = json.dumps(dmcp.trace(build("digits:resnet"), torch.zeros(2, 1, 8, 8)).full.to_json())
+    (tmp_path / "widths.json").write_text(widths)
+    share, kept = "50% of its loss from", ("--weights", "net.pth")
+    for number, (more, told) in enumerate(
+        (
+            (("--teacher", "other.pth"), f"unpruned: trained from fresh weights, {share} the teacher (temp"),
+            ((*kept, "--teacher", "given"), f"unpruned: trained on from the given weights, {share} the network as giv"),
+            (("--retrain", "teacher", "--widths", str(tmp_path / "widths.json")), f"weights, {share} the unpruned net"),
+            (kept, ""),
+            (("--retrain", "teacher"), ""),  # nobody taught
+        )
+    ):
+        code, out, _ = run(capsys, *train, *more, "--out", str(tmp_path / str(number)))
+        report = (tmp_path / str(number) / "report.md").read_text()
+        assert code == 0 and told in out and told in report
+        assert told or "of its loss" not in out + report
+
+
+def test_the_command_says_that_a_teacher_knows_nothing(here: Path, tmp_path: Path, capsys: Capture) -> None:
+    words = (*SMALL, "--epochs", "1", "--quiet", "--teacher", "other.pth")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", TeacherWarning)
+        code, _, err = run(capsys, "train", *words, "--out", str(tmp_path / "run"))
+    assert code == 0 and err.startswith("The teacher is right on ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (("--teacher", "other.pth"), "teacher: other.pth; what it takes to ask it is in these times"),
+        (("--weights", "net.pth", "--teacher", "given"), "teacher: the network as given; what it takes to ask it is"),
+        (("--retrain", "teacher"), "teacher: the unpruned network, which was trained first; what it takes to ask it"),
+        ((), ""),
+    ],
+)
+def test_a_forecast_names_the_teacher(more: tuple[str, ...], told: str, here: Path, capsys: Capture) -> None:
+    code, out, _ = run(capsys, "prune", *SMALL, *more, "--epochs", "1", "--search-epochs", "2", "--dry-run")
+    assert code == 0 and told in out and (told or "teacher" not in out)
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,13 @@ def check_teacher(model: nn.Module, teacher: nn.Module, example: Any, who: str =
     imitation(output, target)
 
 
+@torch.no_grad()
+def classes_of(model: nn.Module, example: Any) -> int:
+    """How many classes the network's first output is for, in eval mode; 0 if it has none."""
+    outputs = tensors_in(_output(unwrap(model), example, train=False))
+    return outputs[0].shape[1] if outputs and outputs[0].ndim > 1 else 0
+
+
 def _output(model: nn.Module, example: Any, train: bool) -> Any:
     """What the network gives; None if it cannot run."""
     try:
