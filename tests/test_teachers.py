@@ -23,7 +23,7 @@ from dmcp import runs, training
 from dmcp.batches import generator
 from dmcp.errors import TrainingError
 from dmcp.keeping import plain_settings
-from dmcp.losses import ImitationWarning, classification_loss, top1
+from dmcp.losses import ImitationWarning, classification_loss, imitation, top1
 from dmcp.nets import build
 from dmcp.pruning import OURS, UNIFORM, UNPRUNED, Event, TeacherWarning
 from dmcp.reports.listing import read_run
@@ -237,6 +237,49 @@ def test_a_teacher_whom_nobody_would_listen_to_is_refused(kind: Retrain) -> None
         prune(retrain=kind, train=TAUGHT, on_event=pytest.fail)
 
 
+@pytest.mark.parametrize("value", [0.0, 1e-30, 0.009, 101.0, 1e200, float("inf"), float("nan")])
+def test_a_temperature_that_teaches_nothing_is_refused(value: float) -> None:
+    """Small ones leave no gradient, large ones overflow, after the search."""
+    with pytest.raises(TrainingError, match=r"^teacher_temperature must lie in \[0\.01, 100\], not "):
+        replace(TRAIN, teacher_temperature=value)
+
+
+@pytest.mark.parametrize("value", [0.01, 100.0])
+def test_all_other_temperatures_teach(value: float) -> None:
+    (x, _), teacher = Noise(1).batches[0], other().eval()
+    scores = torch.zeros(6, 5, requires_grad=True)
+    (gradient,) = torch.autograd.grad(imitation(scores, [teacher(x).detach()], value), scores)
+    assert gradient.isfinite().all() and gradient.abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("kind", [Retrain.SCRATCH, Retrain.INHERIT, Retrain.SLIMMABLE])
+@pytest.mark.parametrize("change", [{"teacher_share": 0.9}, {"teacher_temperature": 4.0}])
+def test_settings_of_a_teacher_that_there_is_not_are_refused(kind: Retrain, change: dict[str, float]) -> None:
+    """As on the command line: nobody would see that they change nothing."""
+    (name,) = change
+    words = f'^{name}={change[name]}: a network with retrain="{kind}" learns from no teacher: take retrain="teacher"'
+    with pytest.raises(TrainingError, match=words):
+        prune(retrain=kind, train=replace(TRAIN, **change), on_event=pytest.fail)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("make", [other, Mean])
+def test_a_teacher_of_other_numbers_teaches(dtype: torch.dtype, make: Any) -> None:
+    teacher = make().to(dtype)
+    plain = copy.deepcopy(teacher).float()
+    one, two = (prune(retrain="teacher", teacher=it) for it in (teacher, plain))
+    assert same(tensors(one.model), tensors(two.model)) and teacher.head.weight.dtype == dtype
+    assert [row.accuracy for row in one.rows] == [row.accuracy for row in two.rows]
+
+
+def test_a_teacher_that_makes_its_own_numbers_is_asked_as_it_is() -> None:
+    class Half(Mean):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.double()).float()
+
+    assert prune(retrain="teacher", teacher=Half().double()).rows
+
+
 def test_settings_may_say_themselves_that_there_is_a_teacher() -> None:
     one, two = (prune(retrain="teacher", train=it) for it in (TRAIN, TAUGHT))
     assert same(tensors(one.model), tensors(two.model))
@@ -316,12 +359,12 @@ def test_a_job_of_a_version_without_teachers_had_none(tmp_path: Path, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr("dmcp.pruning.plain_settings", older)
         with pytest.raises(dmcp.StoppedError):
-            prune(retrain="inherit", keep=keep)
+            prune(retrain="teacher", keep=keep)
     with pytest.raises(dmcp.FileError, match="the digest of the teacher's weights was null, is"):
-        prune(retrain="inherit", teacher=other(), keep=keep)
+        prune(retrain="teacher", teacher=other(), keep=keep)
     with pytest.raises(dmcp.FileError, match=r"train\.teacher_temperature was 1\.0, is 4\.0"):
-        prune(retrain="inherit", train=replace(TRAIN, teacher_temperature=4.0), keep=keep)
-    assert prune(retrain="inherit", keep=lambda name: dmcp.Keeper(tmp_path / name)).rows
+        prune(retrain="teacher", train=replace(TRAIN, teacher_temperature=4.0), keep=keep)
+    assert prune(retrain="teacher", keep=lambda name: dmcp.Keeper(tmp_path / name)).rows
 
 
 # how long it takes
@@ -438,7 +481,7 @@ USELESS = "learns from no teacher: add --retrain teacher, which trains one, or n
         ),
         (
             "prune --retrain teacher --teacher-temperature 0",
-            "Training: teacher_temperature must be a positive number, not 0.0.",
+            "Training: teacher_temperature must lie in [0.01, 100], not 0.0.",
         ),
     ],
 )

@@ -18,7 +18,7 @@ from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DataError, TrainingError, WidthsError
 from dmcp.events import Event as Event  # a part of prune's interface
 from dmcp.events import Report, silent
-from dmcp.given import check_finite, check_imitable, check_labels, check_teacher, classes_of
+from dmcp.given import check_finite, check_imitable, check_labels, check_teacher, classes_of, fit_numbers
 from dmcp.keeping import Keeper, plain_settings
 from dmcp.losses import ImitationWarning as ImitationWarning  # what prune may warn of
 from dmcp.losses import Loss, Metric, check_metric, warn_of_imitation
@@ -160,6 +160,7 @@ def prune(
     if imitates:
         check_imitable(model, sample)
     if guide is not None:
+        fit_numbers(guide, model, sample)
         check_finite(guide, sample, "teacher")
         check_teacher(model, guide, sample)
     elif kind is Retrain.TEACHER:

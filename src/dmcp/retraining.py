@@ -153,6 +153,12 @@ def check_taught(kind: Retrain, config: TrainConfig, teacher: object) -> None:
             f'The TrainConfig has distillation="teacher", but with retrain="{kind}" there is none: take '
             'retrain="teacher", which trains one, or name one by teacher=... with "inherit".'
         )
+    for name in ("teacher_share", "teacher_temperature") if teacher is None and kind is not Retrain.TEACHER else ():
+        if (value := getattr(config, name)) != getattr(TrainConfig, name):
+            raise TrainingError(
+                f'{name}={value}: a network with retrain="{kind}" learns from no teacher: take retrain="teacher", '
+                'which trains one, or name one by teacher=... with "inherit".'
+            )
 
 
 @contextlib.contextmanager
