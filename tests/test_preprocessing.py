@@ -308,6 +308,12 @@ def test_other_names_have_their_own_sentences(here: Path) -> None:
         ("own_net:Clasifier", "did you mean Classifier"),
         ("", "in torchvision"),
         ("a.b:c", "imported"),
+        (
+            "own_net.Classifier",
+            r"^There is no 'own_net.Classifier' in torchvision; did you mean own_net:Classifier\?$",
+        ),
+        ("own_nets.inner_net.Classifier", "did you mean own_nets.inner_net:Classifier"),
+        ("nowhere.Classifier", "and no name near it. Other ways: timm:NAME"),
     ):
         with pytest.raises(DmcpError, match=words):
             open_job(job("digits", model=name))

@@ -135,7 +135,7 @@ def test_the_table_says_where_the_weights_come_from() -> None:
     ):
         begun, _, who = words.rstrip("}").partition("{")
         line = f"ours: trained {begun}{told.format(who) if who else ''}"
-        assert line in prune(train=recipe, **how).table.splitlines()
+        assert line in prune(train=recipe if who else TRAIN, **how).table.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -475,6 +475,16 @@ USELESS = "learns from no teacher: add --retrain teacher, which trains one, or n
             "one for another number of classes.",
         ),
         ("prune --teacher nowhere.pth", "nowhere.pth: cannot be read: No such file or directory."),
+        ("prune --teacher oter.pht", "oter.pht: cannot be read: No such file or directory. Did you mean other.pth?"),
+        ("prune --weights NET.pth", "NET.pth: cannot be read: No such file or directory. Did you mean net.pth?"),
+        (
+            "prune --weights net.pth --teacher Given",
+            "Given: cannot be read: No such file or directory. Did you mean given?",
+        ),
+        (
+            "prune --weights a/net.pth",
+            "a/net.pth: cannot be read: No such file or directory.",
+        ),
         (
             "prune --retrain teacher --teacher-share 1.5",
             "Training: teacher_share must lie in [0, 1], not 1.5.",

@@ -22,7 +22,7 @@ from dmcp import cifar_nets, nets
 from dmcp.batches import Loader, device_of, too_large
 from dmcp.calibration import kept_modes
 from dmcp.cutting import with_frozen
-from dmcp.data import DataSet, DataSets, load, make_loader, split, swapped
+from dmcp.data import DataSet, DataSets, guess, load, make_loader, split, swapped
 from dmcp.engine import best_device
 from dmcp.errors import DataError, DmcpError, FileError, WidthsError
 from dmcp.folders import FolderSet, usual_size
@@ -33,6 +33,7 @@ from dmcp.tracing.trace import trace
 
 GIVEN = "given"  # the teacher that is the network of the weights
 _MOST_NUMBERS = 2**31  # in one sample
+_ALIKE = 0.75  # of a file's name, from which on another one may be meant
 _ENLARGED = 1.5  # times by which images may grow without a word
 
 
@@ -160,7 +161,7 @@ def _teacher(job: Job, model: nn.Module, classes: int | None, new_head: bool) ->
     """The network that others learn from."""
     if job.teacher != GIVEN:
         found = build(job, classes)
-        load_weights(found, Path(job.teacher))  # all of them: a fresh last layer has nothing to teach
+        load_weights(found, Path(job.teacher), names=(GIVEN,))  # all of them: a fresh last layer has nothing to teach
         return found
     if new_head:
         raise DmcpError(
@@ -324,13 +325,14 @@ def data_identity(data: DataSets) -> dict[str, Any]:
 # weights from a file
 
 
-def load_weights(model: nn.Module, path: Path, classes: int | None = None) -> str:
+def load_weights(model: nn.Module, path: Path, classes: int | None = None, names: Sequence[str] = ()) -> str:
     """Put the weights of a file into the model; never by pickle.
 
     classes: of the data. A last layer for another number of them then keeps the weights that it has, and a sentence
     says so; everything else must fit.
+    names: that could stand in the place of the file's, for one that is not there.
     """
-    tensors = _read_tensors(path)
+    tensors = _read_tensors(path, names)
     own = model.state_dict()
     wrong = [name for name in own if name in tensors and tensors[name].shape != own[name].shape]
     odd = [name for name in {**own, **tensors} if (name in own) != (name in tensors)]
@@ -366,13 +368,14 @@ def _classes_of(wrong: Mapping[str, Tensor], own: Mapping[str, Tensor], classes:
     return counts.pop() if len(layers) == len(counts) == 1 and here == {classes} and alike else 0
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
+def _read_tensors(path: Path, names: Sequence[str] = ()) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
         found: Any = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, SafetensorError) as error:
-        raise FileError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+        meant = guess(path, names, Path.is_file, _ALIKE) if not path.exists() else ""
+        raise FileError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}.{meant}") from error
     except Exception as error:  # torch raises many kinds for a file that holds more than weights
         raise FileError(
             f"{path}: not a file of plain weights: give one of torch.save(model.state_dict(), ...) or safetensors."
