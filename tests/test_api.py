@@ -10,6 +10,7 @@ import io
 import itertools
 import json
 import re
+import warnings
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import dmcp
+from dmcp.pruning import TeacherWarning
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 SETTINGS = (dmcp.SearchConfig, dmcp.TrainConfig, dmcp.Engine)
@@ -67,9 +69,15 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the blocks leave behind, run one after the other in an empty folder; the last one needs onnx."""
     names: dict[str, Any] = {}
     printed = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng([]), contextlib.redirect_stdout(printed):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        torch.random.fork_rng([]),
+        contextlib.redirect_stdout(printed),
+        warnings.catch_warnings(),
+    ):
         torch.manual_seed(0)
         patch.chdir(tmp_path_factory.mktemp("api"))
+        warnings.simplefilter("ignore", TeacherWarning)  # the page's model has learnt nothing
         for number, source in enumerate(blocks()[:-1]):
             exec(compile(source, f"{PAGE.name}, block {number + 1}", "exec"), names)
     return names | {"printed": printed.getvalue()}

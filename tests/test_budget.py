@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import pytest
@@ -381,3 +382,26 @@ def test_a_constant_for_the_ends_still_has_a_gradient() -> None:
     graph, net = traced(Residual)
     ends = [constant_alpha(parse(target, graph), graph, net.sizes) for target in (graph.macs(net.floor), "100%")]
     assert ends == [-10, 10]
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("0,5", "0.5"),
+        ("params:0,5", "params:0.5"),
+        ("0,5,params:2M", "0.5,params:2M"),
+        ("1,1G", "1.1G"),
+        ("12,5%", "12.5%"),
+    ],
+)
+def test_a_comma_in_a_number_is_named(typed: str, meant: str) -> None:
+    """Commas separate limits here, and decimals in half of the world."""
+    with pytest.raises(BudgetError, match=re.escape(f"; a comma separates limits: did you mean {meant!r}?")):
+        parse(typed, traced(Residual)[0])
+
+
+@pytest.mark.parametrize("typed", ["50%,60%", "0%", "0.5,0.5"])
+def test_other_mistakes_have_nothing_to_do_with_commas(typed: str) -> None:
+    with pytest.raises(BudgetError) as error:
+        parse(typed, traced(Residual)[0])
+    assert "a comma" not in str(error.value)

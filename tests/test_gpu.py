@@ -284,3 +284,24 @@ def test_a_padded_network_learns_the_same(engine: dmcp.Engine) -> None:
     readers = twin.wide.get_parameter("fc.weight")
     kept = twin.places["fc.weight"][1]
     assert kept is not None and int(readers.any(dim=0).sum()) == len(kept)
+
+
+@pytest.mark.filterwarnings("ignore::dmcp.pruning.TeacherWarning")  # it has learnt nothing
+@pytest.mark.parametrize("retrain", ["teacher", "inherit"])
+def test_a_teacher_on_the_cpu_teaches_a_network_on_the_gpu(retrain: str) -> None:
+    """A copy of it goes where the network is; the teacher itself stays where and as it was."""
+    torch.manual_seed(0)
+    model = build("digits:resnet").cuda()
+    teachers = [build("digits:resnet"), torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))]
+    batches = [(torch.randn(16, 1, 8, 8), torch.randint(10, (16,))) for _ in range(2)]
+    search = dmcp.SearchConfig(budget="50%", epochs=2, groups=4, lr=0.01, min_lr=0.01)
+    train = dmcp.TrainConfig(epochs=1, lr=0.01, warmup_lr=0.01, teacher_share=0.9, teacher_temperature=4.0)
+    for teacher in teachers:
+        before = copy.deepcopy(teacher.state_dict())
+        result = dmcp.prune(
+            model, batches, batches, search=search, train=train, retrain=dmcp.Retrain(retrain), teacher=teacher
+        )
+        assert all(it.is_cuda for it in [*result.model.parameters(), *result.model.buffers()])
+        assert all(torch.equal(it, before[name]) for name, it in teacher.state_dict().items())
+        assert not any(it.is_cuda for it in teacher.state_dict().values())
+        assert all(row.accuracy == row.accuracy for row in result.rows)  # numbers, not NaN

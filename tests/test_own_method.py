@@ -20,6 +20,7 @@ from typed import command
 from dmcp.budget import spent_shares
 from dmcp.comparison import comparing
 from dmcp.comparison.asked_methods import read_names
+from dmcp.comparison.cell_files import code_that_made
 from dmcp.errors import BudgetError, DmcpError, TrainingError
 from dmcp.methods import METHODS, PEERS, Method, Own, Start, blamed, find_method, own_code, prepare, settle, title
 from dmcp.methods.problem import FILLED, Choice, Problem
@@ -171,6 +172,41 @@ def test_a_row_is_made_by_one_code(here: Path, capfd: pytest.CaptureFixture[str]
     shutil.rmtree(place)
     shutil.rmtree(here / "table" / "growing-75%-seed0")
     assert command(*words, "--seeds", "1", "--dry-run") == 0
+
+
+STOPPED = """
+import copy, os, signal
+import dmcp
+from dmcp.methods import Choice
+
+def growing(problem):
+    tell = lambda record: os.kill(os.getpid(), signal.SIGTERM)
+    dmcp.train(copy.deepcopy(problem.model), problem.loader, problem.recipe, keeper=problem.keep("mine"), on_step=tell)
+    raise ValueError("SHARE: not stopped")
+"""
+
+
+@pytest.mark.slow
+def test_a_method_that_was_stopped_goes_on_by_the_same_code_only(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file, place = here / "mine.py", here / "table" / "growing-50%-seed0"
+    file.write_text(STOPPED)
+    words = compare("--methods", "mine:growing", "--epochs", "30", "--no-unpruned", "--seeds", "1", "--out", "table")
+    assert command(*words) != 0
+    assert [*(place / "checkpoints").iterdir()] and not (place / "cost.json").exists()
+    file.write_text(STOPPED.replace("SHARE", "another"))
+    capfd.readouterr()
+    assert command(*words) == 2
+    assert "growing-50%-seed0 was begun by mine:growing before its file was changed" in capfd.readouterr().err
+    file.write_text(STOPPED)
+    assert command(*words, "--dry-run") == 0
+
+
+def test_the_code_of_a_cell_counts_as_soon_as_something_is_kept(tmp_path: Path) -> None:
+    """What failed before that is made anew; a checkpoint is gone on from, and is of that code."""
+    (tmp_path / "code.json").write_text('{"code": "abc"}')
+    assert code_that_made(tmp_path) == ""
+    (tmp_path / "checkpoints" / "mine").mkdir(parents=True)
+    assert code_that_made(tmp_path) == "abc"
 
 
 @pytest.mark.slow

@@ -237,6 +237,37 @@ def test_images_that_are_left_out_are_noticed(here: Path) -> None:
         assert list(open_job(job(data, input="3x8x8", **changes)).notices) == expected
 
 
+def test_swapped_parts_are_noticed(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A network that is trained on the smaller part learns little, and nothing else would say why."""
+    data = write_photos(here / "a", (8, 8), count=5)
+    for path in [*(data / "train").glob("*/[23].png")]:
+        path.unlink()
+    told = "There are more test images (10) than training images (6): are train/ and val/ swapped?"
+    assert open_job(job(data, input="3x8x8", batch=6)).notices == (told,)
+    assert command("data", str(data), "--quiet") == 0
+    out = capfd.readouterr().out
+    assert told in out.splitlines()
+    (data / "train").rename(data / "other")
+    (data / "val").rename(data / "train")
+    (data / "other").rename(data / "val")
+    assert open_job(job(data, input="3x8x8", batch=10)).notices == ()
+    assert command("data", str(data), "--quiet") == 0 and "swapped?" not in capfd.readouterr().out
+    shards = write_shards(here / "b")
+    assert command("data", str(shards), "--quiet") == 0 and "swapped?" not in capfd.readouterr().out  # as many
+    with np.load(shards / "test-0.npz") as more:
+        np.savez(shards / "test-1.npz", **more)
+    assert command("data", str(shards), "--quiet") == 0
+    told = "There are more test images (12) than training images (6): are train-*.npz and test-*.npz swapped?"
+    assert told in capfd.readouterr().out.splitlines()
+
+
+def test_outputs_that_no_image_has_are_noticed(here: Path) -> None:
+    data = write_photos(here / "a", (8, 8))
+    told = "The network has 5 outputs, the data have 2 classes: build it with num_classes=2, unless that is meant."
+    for words, expected in ((("num_classes=5",), (told,)), (("num_classes=2",), ()), ((), ())):
+        assert open_job(job(data, input="3x8x8", model_args=words)).notices == expected
+
+
 # -- sentences
 
 
@@ -277,6 +308,12 @@ def test_other_names_have_their_own_sentences(here: Path) -> None:
         ("own_net:Clasifier", "did you mean Classifier"),
         ("", "in torchvision"),
         ("a.b:c", "imported"),
+        (
+            "own_net.Classifier",
+            r"^There is no 'own_net.Classifier' in torchvision; did you mean own_net:Classifier\?$",
+        ),
+        ("own_nets.inner_net.Classifier", "did you mean own_nets.inner_net:Classifier"),
+        ("nowhere.Classifier", "and no name near it. Other ways: timm:NAME"),
     ):
         with pytest.raises(DmcpError, match=words):
             open_job(job("digits", model=name))

@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import shutil
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,9 @@ from dmcp import runs, training
 from dmcp.batches import generator
 from dmcp.errors import TrainingError
 from dmcp.keeping import plain_settings
-from dmcp.losses import ImitationWarning, classification_loss
+from dmcp.losses import ImitationWarning, classification_loss, imitation, top1
 from dmcp.nets import build
-from dmcp.pruning import OURS, UNIFORM, UNPRUNED, Event
+from dmcp.pruning import OURS, UNIFORM, UNPRUNED, Event, TeacherWarning
 from dmcp.reports.listing import read_run
 from dmcp.reports.report import make_page
 from dmcp.retraining import Retrain, train_all
@@ -35,6 +36,7 @@ from dmcp.running.plans import Plan, plan_from_json
 from dmcp.supernet import Supernet
 from dmcp.training import Distillation, evaluate
 
+pytestmark = pytest.mark.filterwarnings("ignore::dmcp.pruning.TeacherWarning")  # most of them know nothing here
 TAUGHT = replace(TRAIN, distillation=Distillation.TEACHER)
 
 
@@ -117,6 +119,7 @@ def test_the_teacher_is_a_row_where_its_costs_are_known() -> None:
 def test_the_table_says_where_the_weights_come_from() -> None:
     """Else runs with a teacher and without look alike."""
     model, _ = traced()
+    torch.manual_seed(7)
     recipe = replace(TRAIN, teacher_share=0.7, teacher_temperature=4)
     told = "70% of its loss from {} (temperature 4), the rest from the labels"
     for how, words in (
@@ -124,12 +127,15 @@ def test_the_table_says_where_the_weights_come_from() -> None:
         ({"retrain": "inherit"}, "on from the weights of the search"),
         ({"retrain": "inherit", "teacher": model}, "on from the weights of the search, {the network as given}"),
         ({"retrain": "teacher", "teacher": other()}, "from fresh weights, {the teacher}"),
-        ({"retrain": "teacher", "teacher": Mean()}, "from fresh weights, {a teacher that is no row here}"),
+        (
+            {"retrain": "teacher", "teacher": Mean()},
+            "from fresh weights, {a teacher that is no row here (accuracy 16.67%)}",
+        ),
         ({"retrain": "teacher"}, "from fresh weights, {the unpruned network, which was trained first}"),
     ):
         begun, _, who = words.rstrip("}").partition("{")
         line = f"ours: trained {begun}{told.format(who) if who else ''}"
-        assert line in prune(train=recipe, **how).table.splitlines()
+        assert line in prune(train=recipe if who else TRAIN, **how).table.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -149,6 +155,62 @@ def test_the_page_says_it_too(settings: tuple[str, str], said: str, tmp_path: Pa
     row = {"name": OURS, "macs": 5, "params": 5, "accuracy": 0.5}
     past = replace(read_run(tmp_path), rows=(Row(**row),))
     assert f"<p>ours: trained {said}" in make_page([past])
+
+
+class Answers(Noise):
+    """Noise with the answers that a network gives as its labels."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(3, 40)
+        with torch.no_grad():
+            self.batches = [(x, net.eval()(x).argmax(1)) for x, _ in self.batches]
+
+
+GUESSES = "of the test data (5 classes: guessing gives 20%): was it trained, and are its classes in the same order?"
+
+
+@pytest.mark.parametrize("make", [other, Mean])
+def test_a_teacher_that_knows_nothing_is_noticed_before_the_search(make: Any) -> None:
+    (model, graph), teacher = traced(), make()
+    with torch.no_grad():
+        for tensor in teacher.head.parameters():
+            tensor.zero_()  # it always says the first class
+    tests = Answers(other())
+    tests.batches = [(x, torch.arange(40) % 5) for x, _ in tests.batches]
+    how: dict[str, Any] = {"graph": graph, "search": SEARCH, "train": TRAIN, "retrain": "teacher"}
+
+    def stop(event: Event) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.warns(TeacherWarning) as told, pytest.raises(KeyboardInterrupt):
+        dmcp.prune(model, Noise(), tests, teacher=teacher, on_event=stop, **how)
+    assert [str(it.message) for it in told] == [f"The teacher is right on 20.00% {GUESSES}"]
+
+
+def test_a_teacher_that_is_worse_than_the_network_is_noticed() -> None:
+    """A good one is not, nor is one without anything to be compared with."""
+    model, graph = traced()
+    how: dict[str, Any] = {"graph": graph, "search": SEARCH, "train": TRAIN}
+    good, half = other(), Answers(model)
+    with torch.no_grad():
+        good.head.weight.zero_()  # it says one class, and the model seldom that one
+        good.head.bias[:] = torch.arange(5) == half.batches[0][1].bincount(minlength=5).argmin()
+    best = Answers(good)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TeacherWarning)
+        result = dmcp.prune(model, Noise(), best, teacher=good, retrain="inherit", **how)
+    assert [row.accuracy for row in result.rows if row.name == TEACHER] == [1.0]
+    half.batches[0] = best.batches[0]  # a third of the answers are the teacher's
+    score = evaluate(good, half)
+    assert 0.28 < score < evaluate(model, half) - 0.2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TeacherWarning)
+        assert dmcp.prune(model, Noise(), half, teacher=good, retrain="teacher", **how).rows
+    words = f"^The teacher has an accuracy of {100 * score:.2f}%, the network as given .*: learning from it may harm"
+    with pytest.warns(TeacherWarning, match=words):
+        dmcp.prune(model, Noise(), half, teacher=good, retrain="inherit", **how)
+    with pytest.warns(TeacherWarning, match=r"^The teacher has a metric of 1, the network as given of 0"):
+        dmcp.prune(model, Noise(), best, teacher=good, retrain="inherit", metric=dmcp.LowerIsBetter(top1), **how)
 
 
 def test_controls_learn_from_a_given_teacher_as_well() -> None:
@@ -173,6 +235,49 @@ def test_a_teacher_whom_nobody_would_listen_to_is_refused(kind: Retrain) -> None
         prune(retrain=kind, teacher=other(), on_event=pytest.fail)
     with pytest.raises(TrainingError, match=r'distillation="teacher".* take retrain="teacher"'):
         prune(retrain=kind, train=TAUGHT, on_event=pytest.fail)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-30, 0.009, 101.0, 1e200, float("inf"), float("nan")])
+def test_a_temperature_that_teaches_nothing_is_refused(value: float) -> None:
+    """Small ones leave no gradient, large ones overflow, after the search."""
+    with pytest.raises(TrainingError, match=r"^teacher_temperature must lie in \[0\.01, 100\], not "):
+        replace(TRAIN, teacher_temperature=value)
+
+
+@pytest.mark.parametrize("value", [0.01, 100.0])
+def test_all_other_temperatures_teach(value: float) -> None:
+    (x, _), teacher = Noise(1).batches[0], other().eval()
+    scores = torch.zeros(6, 5, requires_grad=True)
+    (gradient,) = torch.autograd.grad(imitation(scores, [teacher(x).detach()], value), scores)
+    assert gradient.isfinite().all() and gradient.abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("kind", [Retrain.SCRATCH, Retrain.INHERIT, Retrain.SLIMMABLE])
+@pytest.mark.parametrize("change", [{"teacher_share": 0.9}, {"teacher_temperature": 4.0}])
+def test_settings_of_a_teacher_that_there_is_not_are_refused(kind: Retrain, change: dict[str, float]) -> None:
+    """As on the command line: nobody would see that they change nothing."""
+    (name,) = change
+    words = f'^{name}={change[name]}: a network with retrain="{kind}" learns from no teacher: take retrain="teacher"'
+    with pytest.raises(TrainingError, match=words):
+        prune(retrain=kind, train=replace(TRAIN, **change), on_event=pytest.fail)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("make", [other, Mean])
+def test_a_teacher_of_other_numbers_teaches(dtype: torch.dtype, make: Any) -> None:
+    teacher = make().to(dtype)
+    plain = copy.deepcopy(teacher).float()
+    one, two = (prune(retrain="teacher", teacher=it) for it in (teacher, plain))
+    assert same(tensors(one.model), tensors(two.model)) and teacher.head.weight.dtype == dtype
+    assert [row.accuracy for row in one.rows] == [row.accuracy for row in two.rows]
+
+
+def test_a_teacher_that_makes_its_own_numbers_is_asked_as_it_is() -> None:
+    class Half(Mean):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.double()).float()
+
+    assert prune(retrain="teacher", teacher=Half().double()).rows
 
 
 def test_settings_may_say_themselves_that_there_is_a_teacher() -> None:
@@ -254,12 +359,12 @@ def test_a_job_of_a_version_without_teachers_had_none(tmp_path: Path, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr("dmcp.pruning.plain_settings", older)
         with pytest.raises(dmcp.StoppedError):
-            prune(retrain="inherit", keep=keep)
+            prune(retrain="teacher", keep=keep)
     with pytest.raises(dmcp.FileError, match="the digest of the teacher's weights was null, is"):
-        prune(retrain="inherit", teacher=other(), keep=keep)
+        prune(retrain="teacher", teacher=other(), keep=keep)
     with pytest.raises(dmcp.FileError, match=r"train\.teacher_temperature was 1\.0, is 4\.0"):
-        prune(retrain="inherit", train=replace(TRAIN, teacher_temperature=4.0), keep=keep)
-    assert prune(retrain="inherit", keep=lambda name: dmcp.Keeper(tmp_path / name)).rows
+        prune(retrain="teacher", train=replace(TRAIN, teacher_temperature=4.0), keep=keep)
+    assert prune(retrain="teacher", keep=lambda name: dmcp.Keeper(tmp_path / name)).rows
 
 
 # how long it takes
@@ -370,13 +475,23 @@ USELESS = "learns from no teacher: add --retrain teacher, which trains one, or n
             "one for another number of classes.",
         ),
         ("prune --teacher nowhere.pth", "nowhere.pth: cannot be read: No such file or directory."),
+        ("prune --teacher oter.pht", "oter.pht: cannot be read: No such file or directory. Did you mean other.pth?"),
+        ("prune --weights NET.pth", "NET.pth: cannot be read: No such file or directory. Did you mean net.pth?"),
+        (
+            "prune --weights net.pth --teacher Given",
+            "Given: cannot be read: No such file or directory. Did you mean given?",
+        ),
+        (
+            "prune --weights a/net.pth",
+            "a/net.pth: cannot be read: No such file or directory.",
+        ),
         (
             "prune --retrain teacher --teacher-share 1.5",
             "Training: teacher_share must lie in [0, 1], not 1.5.",
         ),
         (
             "prune --retrain teacher --teacher-temperature 0",
-            "Training: teacher_temperature must be a positive number, not 0.0.",
+            "Training: teacher_temperature must lie in [0.01, 100], not 0.0.",
         ),
     ],
 )
@@ -421,6 +536,48 @@ def test_a_command_trains_with_a_given_teacher(
     assert all(torch.equal(it, wanted[name]) for net in teachers for name, it in net.state_dict().items())
     (tmp_path / "mine.pth").unlink()
     assert run(capsys, "evaluate", str(tmp_path / "3"))[0] == 0
+
+
+def test_the_table_of_a_training_says_who_taught(here: Path, tmp_path: Path, capsys: Capture) -> None:
+    train = ("train", *SMALL, "--epochs", "1", "--quiet")
+    widths = json.dumps(dmcp.trace(build("digits:resnet"), torch.zeros(2, 1, 8, 8)).full.to_json())
+    (tmp_path / "widths.json").write_text(widths)
+    share, kept = "50% of its loss from", ("--weights", "net.pth")
+    for number, (more, told) in enumerate(
+        (
+            (("--teacher", "other.pth"), f"unpruned: trained from fresh weights, {share} the teacher (temp"),
+            ((*kept, "--teacher", "given"), f"unpruned: trained on from the given weights, {share} the network as giv"),
+            (("--retrain", "teacher", "--widths", str(tmp_path / "widths.json")), f"weights, {share} the unpruned net"),
+            (kept, ""),
+            (("--retrain", "teacher"), ""),  # nobody taught
+        )
+    ):
+        code, out, _ = run(capsys, *train, *more, "--out", str(tmp_path / str(number)))
+        report = (tmp_path / str(number) / "report.md").read_text()
+        assert code == 0 and told in out and told in report
+        assert told or "of its loss" not in out + report
+
+
+def test_the_command_says_that_a_teacher_knows_nothing(here: Path, tmp_path: Path, capsys: Capture) -> None:
+    words = (*SMALL, "--epochs", "1", "--quiet", "--teacher", "other.pth")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", TeacherWarning)
+        code, _, err = run(capsys, "train", *words, "--out", str(tmp_path / "run"))
+    assert code == 0 and err.startswith("The teacher is right on ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (("--teacher", "other.pth"), "teacher: other.pth; what it takes to ask it is in these times"),
+        (("--weights", "net.pth", "--teacher", "given"), "teacher: the network as given; what it takes to ask it is"),
+        (("--retrain", "teacher"), "teacher: the unpruned network, which was trained first; what it takes to ask it"),
+        ((), ""),
+    ],
+)
+def test_a_forecast_names_the_teacher(more: tuple[str, ...], told: str, here: Path, capsys: Capture) -> None:
+    code, out, _ = run(capsys, "prune", *SMALL, *more, "--epochs", "1", "--search-epochs", "2", "--dry-run")
+    assert code == 0 and told in out and (told or "teacher" not in out)
 
 
 @pytest.mark.parametrize(

@@ -391,7 +391,7 @@ def test_a_metric_is_a_sum_over_a_count(count: Any) -> None:
         ({"weight_decay": -1.0}, "weight_decay"),
         ({"label_smoothing": 1.0}, "label_smoothing"),
         ({"teacher_share": 1.5}, "teacher_share"),
-        ({"teacher_temperature": 0.0}, "teacher_temperature must be a positive number, not 0.0"),
+        ({"teacher_temperature": 0.0}, "teacher_temperature must lie in [0.01, 100], not 0.0"),
         ({"teacher_temperature": math.nan}, "teacher_temperature"),
         ({"distillation": "self"}, "distillation must be one of none, teacher, not 'self'"),
         ({"seed": -1}, "seed must be"),

@@ -71,7 +71,8 @@ def parse(spec: int | float | str | Budget, graph: ChannelGraph) -> Budget:
         raise BudgetError(f'A budget of {spec!r} is neither a share (0 to 1) nor a count: write 0.5, "50%" or "211M".')
     limits = tuple(_limit(part.strip(), text, graph) for part in text.lower().split(","))
     if len({limit.kind for limit in limits}) < len(limits):
-        raise BudgetError(f"The budget {text!r} names one kind twice: give each of {', '.join(KINDS)} once.")
+        way = f"give each of {', '.join(KINDS)} once"
+        raise BudgetError(f"The budget {text!r} names one kind twice: {way}{_decimals(text) or '.'}")
     return Budget(limits, text)
 
 
@@ -92,10 +93,17 @@ def _limit(part: str, text: str, graph: ChannelGraph) -> Limit:
     elif number <= 1 and re.search(r"\.|e-", match["number"]):
         number *= _full(graph, kind)
     if number < 1:
-        raise BudgetError(f"The budget {text!r} is less than one of {kind}: nothing costs so little.")
+        told = f"The budget {text!r} is less than one of {kind}: nothing costs so little"
+        raise BudgetError(f"{told}{_decimals(text) or '.'}")
     if number > _MOST:
         raise BudgetError(f"The budget {text!r} is more than any network costs: the limit is {_MOST:.0e}.")
     return Limit(kind, math.floor(number))
+
+
+def _decimals(text: str) -> str:
+    """What may have been meant by a text with a comma inside a number; empty if there is none."""
+    meant = re.sub(r"(?<![\w.])(\d+),(?=\d+[a-z%]*(,|$))", r"\1.", text, flags=re.IGNORECASE)
+    return f"; a comma separates limits: did you mean {meant!r}?" if meant != text else ""
 
 
 def _nearly(number: str, unit: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -101,23 +101,30 @@ def load(
         shards = Path(root) / path
         return _shards(shards) if list(shards.glob("train-*.npz")) else _cifar(str(name), Path(root), download)
     if not path.exists():
-        raise DataError(
-            f"There is no data {str(name)!r}: it is no folder, and none of {', '.join(NAMES)}.{_guess(path)}"
-        )
+        meant = guess(path, NAMES, Path.is_dir)
+        raise DataError(f"There is no data {str(name)!r}: it is no folder, and none of {', '.join(NAMES)}.{meant}")
     if list(path.glob("*.npz")):
         return _shards(path)
     train, test = open_folder(path, size) if strict else list_folder(path, size)
     return DataSets(train, test, train.classes, train.shape)
 
 
-def _guess(path: Path) -> str:
-    """Which name or folder beside it may have been meant."""
+def guess(path: Path, names: Sequence[str], is_one: Callable[[Path], bool], cutoff: float = 0.6) -> str:
+    """Which of these names, or of what is beside the path and is one, may have been meant: a question, or nothing."""
     try:
-        beside = [folder for folder in path.parent.iterdir() if folder.is_dir()]
+        beside = [other for other in path.parent.iterdir() if is_one(other)]
     except OSError:
         beside = []
-    near = difflib.get_close_matches(str(path), [*NAMES, *map(str, beside)], n=1)
-    return f" Did you mean {near[0]}?" if near else ""
+    known = {name.lower(): name for name in names} | {other.stem.lower(): str(other) for other in beside}
+    near = difflib.get_close_matches(path.stem.lower(), known, n=1, cutoff=cutoff)
+    return f" Did you mean {known[near[0]]}?" if near else ""
+
+
+def swapped(train: int, test: int, files: bool) -> str:
+    """A question about data with more test images than training images; empty if there are fewer."""
+    parts = "train/ and val/" if files else "train-*.npz and test-*.npz"
+    told = f"There are more test images ({test:,}) than training images ({train:,}): are {parts} swapped?"
+    return told if test > train else ""
 
 
 def preprocessing(data: DataSets) -> dict[str, Any]:

@@ -95,6 +95,21 @@ def check_teacher(model: nn.Module, teacher: nn.Module, example: Any, who: str =
     imitation(output, target)
 
 
+@torch.no_grad()
+def fit_numbers(teacher: nn.Module, model: nn.Module, example: Any) -> None:
+    """Give a copy of a teacher the network's kind of numbers, where it cannot take the inputs with its own."""
+    theirs, own = ({it.dtype for it in net.parameters() if it.is_floating_point()} for net in (teacher, unwrap(model)))
+    if theirs != own and len(own) == 1 and _output(teacher, example, train=False) is None:
+        teacher.to(own.pop())
+
+
+@torch.no_grad()
+def classes_of(model: nn.Module, example: Any) -> int:
+    """How many classes the network's first output is for, in eval mode; 0 if it has none."""
+    outputs = tensors_in(_output(unwrap(model), example, train=False))
+    return outputs[0].shape[1] if outputs and outputs[0].ndim > 1 else 0
+
+
 def _output(model: nn.Module, example: Any, train: bool) -> Any:
     """What the network gives; None if it cannot run."""
     try:

@@ -38,10 +38,23 @@ def compare(
     for (name, net), ms in zip(nets.items(), times, strict=True):
         macs = graph.macs(widths.get(name, graph.full))
         accuracy, samples = _test(net, val_loader, metric)
-        kind = {"own_metric": metric is not None, "lower_is_better": isinstance(metric, LowerIsBetter)}
-        rows.append(Row(name, macs, count_params(net), accuracy, ms, size_of((example,)), samples, **kind))
+        rows.append(Row(name, macs, count_params(net), accuracy, ms, size_of((example,)), samples, **_kind(metric)))
         (on_event or silent)(Event("test", len(nets), rows[-1]))
     return tuple(rows)
+
+
+def test_copy(name: str, net: nn.Module, loader: Loader, metric: Metric | None) -> Row:
+    """Test a copy of a network before anything is done, and leave no trace; its costs and times are not known."""
+    with untouched(loader, device_of(net)):
+        accuracy, samples = _test(narrow(unwrap(net), {}, {}), loader, metric)
+    if metric is not None and (whole := whole_of(metric)) is not None:
+        whole.reset()
+    return Row(name, 0, 0, accuracy, samples=samples, **_kind(metric))
+
+
+def _kind(metric: Metric | None) -> dict[str, bool]:
+    """What a row says of its metric."""
+    return {"own_metric": metric is not None, "lower_is_better": isinstance(metric, LowerIsBetter)}
 
 
 def _test(net: nn.Module, loader: Loader, metric: Metric | None) -> tuple[float, int]:

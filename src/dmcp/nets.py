@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
+import importlib.util
 import inspect
 import warnings
 from collections.abc import Callable, Iterable
@@ -83,6 +85,8 @@ def _torchvision(name: str) -> Callable[..., Any]:
 
     known = torchvision.models.list_models()
     if name not in known:
+        if own := _dotted(name):
+            raise DmcpError(f"There is no {name!r} in torchvision; did you mean {own}?")
         raise DmcpError(
             _unknown(
                 name,
@@ -149,6 +153,15 @@ def _file_named(name: str) -> str:
         f"{name}: a network of your own is named by its module, not by a file: write "
         f"{module}:{factory or 'NAME'}{where}{hint}."
     )
+
+
+def _dotted(name: str) -> str:
+    """The name with a colon, where the part before its last dot is a module; empty otherwise."""
+    module, _, factory = name.rpartition(".")
+    with contextlib.suppress(Exception):  # of somebody's package, or of a name that is none
+        if module and factory and importlib.util.find_spec(module) is not None:
+            return f"{module}:{factory}"
+    return ""
 
 
 def _unknown(name: str, known: Iterable[str], where: str, hint: str = "") -> str:

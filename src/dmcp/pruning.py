@@ -18,16 +18,16 @@ from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DataError, TrainingError, WidthsError
 from dmcp.events import Event as Event  # a part of prune's interface
 from dmcp.events import Report, silent
-from dmcp.given import check_finite, check_imitable, check_labels, check_teacher
+from dmcp.given import check_finite, check_imitable, check_labels, check_teacher, classes_of, fit_numbers
 from dmcp.keeping import Keeper, plain_settings
 from dmcp.losses import ImitationWarning as ImitationWarning  # what prune may warn of
 from dmcp.losses import Loss, Metric, check_metric, warn_of_imitation
 from dmcp.losses import MetricWarning as MetricWarning
-from dmcp.measuring import compare, count_params, try_batch, try_test
+from dmcp.measuring import compare, count_params, test_copy, try_batch, try_test
 from dmcp.optimizers import MakeOptimizer, check_graphs, make_optimizer
 from dmcp.ranks import current, share_tensors
 from dmcp.retraining import AS_IT_WAS, TRAINED_FIRST, Keep, Retrain, check_taught, default_recipe, origin, train_all
-from dmcp.rows import AS_GIVEN, TEACHER, table, unknown
+from dmcp.rows import AS_GIVEN, TEACHER, poor_teacher, score, table, unknown
 from dmcp.rows import OURS as OURS  # these four belong to what this file reports, and are imported from it
 from dmcp.rows import UNIFORM as UNIFORM
 from dmcp.rows import UNPRUNED as UNPRUNED
@@ -49,6 +49,10 @@ SEARCH = "search"  # the first stage; the others are named after the network tha
 
 class DivergenceWarning(UserWarning):
     """A training whose loss ended higher than it began."""
+
+
+class TeacherWarning(UserWarning):
+    """A teacher that seems to know less than those who learn from it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +137,8 @@ def prune(
     _check_loaders({"loader": loader, "arch_loader": arch_loader, "train_loader": train_loader})
     guide = None if teacher is None else _copied(teacher, device_of(model))
     before = trained_before(model, kind, test_given, guide, teacher)
-    also = kind is Retrain.TEACHER and teacher is None and not controls  # one more network
+    also = int(kind is Retrain.TEACHER and teacher is None and not controls)  # one more network
+    also += guide is not None and (AS_GIVEN if _is_model(teacher, model) else TEACHER) not in before  # tested once more
     check_tested(val_loader, networks=1 + 2 * controls + also + len(before))
     for trained in (model,) if kind is Retrain.INHERIT or fresh is None else (model, fresh):
         training.check_trainable(trained)
@@ -155,6 +160,7 @@ def prune(
     if imitates:
         check_imitable(model, sample)
     if guide is not None:
+        fit_numbers(guide, model, sample)
         check_finite(guide, sample, "teacher")
         check_teacher(model, guide, sample)
     elif kind is Retrain.TEACHER:
@@ -162,6 +168,8 @@ def prune(
     for other in (arch_loader, train_loader):
         try_batch(model, other)
     try_test(model, val_loader, metric)
+    rival = None if _is_model(teacher, model) else before.get(AS_GIVEN)
+    worth = None if guide is None else weigh_teacher(guide, rival, classes_of(guide, sample), val_loader, metric)
     if keep:
         given = {"search": settings, "train": recipe, "engine": engine or Engine(), "retrain": kind}
         given |= {"controls": controls, "arch_loader": arch_loader is not None, "optimizer": optimizer is not None}
@@ -187,17 +195,33 @@ def prune(
         warnings.warn(trouble, DivergenceWarning, stacklevel=2)
     for trouble in unknown(rows):
         warnings.warn(f"{trouble}.", MetricWarning, stacklevel=2)
-    taught = origin(kind, _who_teaches(kind, teacher, model, before), recipe.teacher_share, recipe.teacher_temperature)
+    taught = origin(kind, who_teaches(kind, teacher, model, worth), recipe.teacher_share, recipe.teacher_temperature)
     return PruneResult(nets[OURS], widths, graph, found, rows, taught)
 
 
-def _who_teaches(kind: Retrain, teacher: nn.Module | None, model: nn.Module, before: dict[str, nn.Module]) -> str:
-    """In words; `before`: networks of the table that were trained before."""
+def who_teaches(kind: Retrain, teacher: nn.Module | None, model: nn.Module, worth: Row | None = None) -> str:
+    """In words; `worth`: how good a teacher is, which is said where it is no row of the table."""
     if teacher is None:
         return TRAINED_FIRST if kind is Retrain.TEACHER else ""
-    if unwrap(teacher) is unwrap(model):
+    if _is_model(teacher, model):
         return AS_IT_WAS
-    return "the teacher" if TEACHER in before else "a teacher that is no row here"
+    if worth is None or fingerprint(unwrap(teacher)) == fingerprint(unwrap(model)):
+        return "the teacher"
+    return f"a teacher that is no row here ({'metric' if worth.own_metric else 'accuracy'} {score(worth)})"
+
+
+def weigh_teacher(
+    guide: nn.Module, given: nn.Module | None, classes: int, val_loader: Loader, metric: Metric | None = None
+) -> Row:
+    """Test a teacher before anybody learns from it, and warn of one that has little to teach.
+
+    given: the network that goes on from its own weights, to be compared with; None where it does not, or teaches.
+    """
+    worth = test_copy(TEACHER, guide, val_loader, metric)
+    other = None if given is None else test_copy(AS_GIVEN, given, val_loader, metric)
+    if current().first and (told := poor_teacher(worth, other, classes)):
+        warnings.warn(told, TeacherWarning, stacklevel=3)
+    return worth
 
 
 def _warn_of_imitation(kind: Retrain, named: bool) -> None:
@@ -249,11 +273,15 @@ def trained_before(
 
     guide: what teaches, a copy of the given `teacher`, which may be the model itself.
     """
-    itself = teacher is not None and unwrap(teacher) is unwrap(model)
+    itself = _is_model(teacher, model)
     found = {AS_GIVEN: unwrap(model)} if test_given and (kind is Retrain.INHERIT or itself) else {}
     if guide is not None and not itself and fingerprint(guide) == fingerprint(unwrap(model)):
         found[TEACHER] = guide
     return found
+
+
+def _is_model(teacher: nn.Module | None, model: nn.Module) -> bool:
+    return teacher is not None and unwrap(teacher) is unwrap(model)
 
 
 def find(

@@ -44,12 +44,19 @@ class Retrain(StrEnum):
 AS_IT_WAS, TRAINED_FIRST = "the network as given", "the unpruned network, which was trained first"  # who teach
 
 
-def origin(kind: Retrain, teacher: str, share: float, temperature: float) -> str:
-    """Where the weights of the pruned network come from, for readers of its table; no teacher: an empty text."""
+def origin(
+    kind: Retrain,
+    teacher: str,
+    share: float,
+    temperature: float,
+    name: str = OURS,
+    earlier: str = "the weights of the search",
+) -> str:
+    """Where the weights of a network come from, for readers of its table; no teacher: an empty text."""
     inside = " inside the unpruned network" if kind == Retrain.SLIMMABLE else ""
-    begun = "on from the weights of the search" if kind == Retrain.INHERIT else f"from fresh weights{inside}"
+    begun = f"on from {earlier}" if kind == Retrain.INHERIT else f"from fresh weights{inside}"
     shares = f"{100 * share:g}% of its loss from {teacher} (temperature {temperature:g}), the rest from the labels"
-    return f"{OURS}: trained {begun}" + (f", {shares}" if teacher else "")
+    return f"{name}: trained {begun}" + (f", {shares}" if teacher else "")
 
 
 Keep = Callable[[str], Keeper]  # stage -> what saves its state
@@ -146,6 +153,12 @@ def check_taught(kind: Retrain, config: TrainConfig, teacher: object) -> None:
             f'The TrainConfig has distillation="teacher", but with retrain="{kind}" there is none: take '
             'retrain="teacher", which trains one, or name one by teacher=... with "inherit".'
         )
+    for name in ("teacher_share", "teacher_temperature") if teacher is None and kind is not Retrain.TEACHER else ():
+        if (value := getattr(config, name)) != getattr(TrainConfig, name):
+            raise TrainingError(
+                f'{name}={value}: a network with retrain="{kind}" learns from no teacher: take retrain="teacher", '
+                'which trains one, or name one by teacher=... with "inherit".'
+            )
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ ROUNDS = 10  # passes that are timed
 _LONG = 10  # steps of a training of which a tenth says something
 _SLOW = 0.9  # of the unpruned network's time, from where on nothing was gained
 _WANTED = 8  # what runtimes compute channels in
+_GUESSED = 0.1  # of the way from guessing to all right, up to which nothing was learnt
 _RISE = 0.1  # what the loss of one batch may differ by without a meaning
 
 
@@ -122,6 +123,31 @@ def unknown(rows: Sequence[Row]) -> list[str]:
     """A sentence about each network whose metric is no number."""
     what = "so nobody knows how good it is; look at the metric and at the outputs"
     return [f"{row.name}: its metric is {row.accuracy}, {what}" for row in rows if math.isnan(row.accuracy)]
+
+
+def poor_teacher(teacher: Row, given: Row | None, classes: int) -> str:
+    """A sentence about a teacher that guesses, or that is worse than the network as given; empty otherwise.
+
+    given: the network that goes on from the weights it has; None where it does not, or is the teacher itself.
+    classes: that one could guess from.
+    """
+    chance = 1 / max(classes, 1)
+    if not teacher.own_metric and teacher.accuracy <= chance + _GUESSED * (1 - chance):
+        guess = f"{classes} classes: guessing gives {100 * chance:.3g}%"
+        right = f"The teacher is right on {score(teacher)} of the test data ({guess})"
+        return f"{right}: was it trained, and are its classes in the same order?"
+    gain = 0.0 if given is None else teacher.accuracy - given.accuracy
+    if given is None or not (gain > 0 if teacher.lower_is_better else gain < 0):
+        return ""
+    if not teacher.own_metric and teacher.samples:  # else nobody knows what chance alone may do
+        gap = math.hypot(*(standard_error(row.accuracy, row.samples) for row in (teacher, given)))
+        if -gain <= 2 * gap:
+            return ""
+    what = "a metric" if teacher.own_metric else "an accuracy"
+    return (
+        f"The teacher has {what} of {score(teacher)}, the network as given of {score(given)}: learning from it may "
+        "harm more than it helps."
+    )
 
 
 def standard_error(share: float, count: int) -> float:

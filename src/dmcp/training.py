@@ -96,8 +96,8 @@ class TrainConfig:
             raise TrainingError(f"label_smoothing must lie in [0, 1), not {self.label_smoothing}.")
         if not 0 <= self.teacher_share <= 1:
             raise TrainingError(f"teacher_share must lie in [0, 1], not {self.teacher_share}.")
-        if not 0 < self.teacher_temperature < math.inf:
-            raise TrainingError(f"teacher_temperature must be a positive number, not {self.teacher_temperature}.")
+        if not 0.01 <= self.teacher_temperature <= 100:  # beyond them numbers vanish or overflow
+            raise TrainingError(f"teacher_temperature must lie in [0.01, 100], not {self.teacher_temperature}.")
         if type(self.seed) is not int or self.seed < 0:
             raise TrainingError(f"seed must be an int of at least 0, not {self.seed!r}.")
 

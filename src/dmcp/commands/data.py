@@ -9,6 +9,7 @@ import typer
 
 from dmcp.commands import options as o
 from dmcp.commands.printing import print_json
+from dmcp.data import swapped
 from dmcp.errors import DataError
 from dmcp.reports.listing import plain
 from dmcp.running.data_checks import DataFacts, check_data
@@ -85,6 +86,7 @@ def _lines(name: str, facts: DataFacts, input: str, most: int) -> Iterator[str]:
     to = " in" if facts.is_files else ":"
     yield f"{counted(facts.train, 'training image')}{to} {facts.train_from}"
     yield f"{counted(facts.test, 'test image')}{to} {facts.test_from}"
+    yield from filter(None, [swapped(facts.train, facts.test, facts.is_files)])
     if facts.sizes:
         words = zip(("smallest", "median", "largest"), facts.sizes, strict=True)
         yield f"height x width: {', '.join(f'{word} {_by(found)}' for word, found in words)}"

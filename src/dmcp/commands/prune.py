@@ -30,12 +30,12 @@ from dmcp.figures import draw_all
 from dmcp.folders import FolderSet, finds_all
 from dmcp.measuring import compare
 from dmcp.pruning import OURS, UNPRUNED
-from dmcp.retraining import Retrain, train_all
-from dmcp.rows import markdown, table
+from dmcp.retraining import Retrain, origin, train_all
+from dmcp.rows import AS_GIVEN, markdown, table
 from dmcp.running import seeds as several
 from dmcp.running.children import following_parent
 from dmcp.running.forecast import forecast, peak_bytes
-from dmcp.running.jobs import Corrupt, Opened, Replaced, open_job
+from dmcp.running.jobs import GIVEN, Corrupt, Opened, Replaced, open_job
 from dmcp.running.plans import Plan
 from dmcp.running.progress import clock
 from dmcp.running.sessions import check_given, check_test_files, session, tell_ignored, tell_notices
@@ -305,9 +305,12 @@ def train(
         wanted = {OURS if plan.widths else UNPRUNED: kept}
         settings, way = (plan.train, plan.retrain, None), (here.on_event, plan.engine, here.keep)
         guide = opened.teacher
+        before = pruning.trained_before(opened.model, plan.retrain, not opened.new_head, guide, guide)
+        if guide is not None:
+            rival = None if guide is opened.model else before.get(AS_GIVEN)
+            pruning.weigh_teacher(guide, rival, opened.data.classes, opened.loaders.test)
         trained = train_all(start, graph, wanted, opened.loaders.retrain, *settings, *way, teacher=guide)
         example = next(iter(opened.loaders.retrain))[0]
-        before = pruning.trained_before(opened.model, plan.retrain, not opened.new_head, guide, guide)
         rows = compare(before | trained, graph, wanted, opened.loaders.test, example, on_event=here.on_event)
         replaced = here.replaced()
         if not here.ranks.first:
@@ -315,14 +318,15 @@ def train(
         save(trained[next(iter(wanted))], kept, here.run.folder)
         troubles = here.run.troubles(wanted)
         listed = (f"- **{trouble}**" for trouble in (*troubles, *here.describe_replaced(replaced)))
-        here.run.write(REPORT, "\n".join([f"# {plan.job.model}", "", *markdown(rows, graph), *listed, ""]))
+        taught = _taught(plan, opened)
+        here.run.write(REPORT, "\n".join([f"# {plan.job.model}", "", *markdown(rows, graph, taught), *listed, ""]))
         here.run.close()
     tell_replaced(replaced)
     tell_troubles(troubles)
     if as_json:
         print_json(result_facts(here.run.folder, graph, kept, replaced) | {"networks": [asdict(row) for row in rows]})
         return
-    print(f"{table(rows, graph)}\n\n{here.run.folder}")
+    print(f"{table(rows, graph, taught)}\n\n{here.run.folder}")
 
 
 # what the commands share
@@ -330,6 +334,16 @@ def train(
 
 def _folder(plan: Plan, out: str, resume: str) -> Path:
     return Path(resume or out or free_folder(slug(f"{plan.job.model} {Path(plan.job.data).name} {plan.command}")))
+
+
+def _taught(plan: Plan, opened: Opened) -> str:
+    """Whom the network of `train` has learnt from, in words; empty if from nobody, as the unpruned one alone."""
+    assert plan.train is not None
+    who = pruning.who_teaches(plan.retrain, opened.teacher, opened.model)
+    if not who or not (opened.teacher or plan.widths):
+        return ""
+    how = (plan.train.teacher_share, plan.train.teacher_temperature)
+    return origin(plan.retrain, who, *how, OURS if plan.widths else UNPRUNED, "the given weights")
 
 
 def _prune_seeds(plan: Plan, count: int, out: str, quiet: bool, as_json: bool) -> None:
@@ -404,6 +418,9 @@ def _forecast(plan: Plan, as_json: bool) -> None:
     for stage in stages:
         print(f"{stage.name:<16}{stage.steps:>8} steps  {clock(stage.seconds):>12}")
     print(f"{'in all':<16}{steps:>8} steps  {clock(seconds):>12}, {memory / 2**30:.1f} GiB on {device}")
+    if who := pruning.who_teaches(plan.retrain, opened.teacher, opened.model):
+        name = plan.job.teacher if plan.job.teacher not in ("", GIVEN) else who
+        print(f"\nteacher: {name}; what it takes to ask it is in these times")
     if isinstance(opened.data.train, FolderSet):
         print(f"\nFew files were decoded.{finds_all(opened.data.train.root)}")
     print("\nNothing was trained or written.")

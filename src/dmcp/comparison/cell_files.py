@@ -38,8 +38,11 @@ def is_done(folder: Path) -> bool:
 
 
 def code_that_made(folder: Path) -> str:
-    """Which code of a method that is somebody's own has made what is in the folder of a cell; empty if nothing has."""
-    made = (folder / COST).exists() and (folder / CODE).exists()  # what failed before is made anew
+    """Which code of a method that is somebody's own has made what is in the folder of a cell; empty if nothing has.
+
+    Checkpoints are such a thing, too: a cell that was stopped goes on from them. What failed before is made anew.
+    """
+    made = any((folder / name).exists() for name in (COST, CHECKPOINTS)) and (folder / CODE).exists()
     return str(read_json(folder / CODE).get("code", "")) if made else ""
 
 

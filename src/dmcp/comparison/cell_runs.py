@@ -146,8 +146,9 @@ def _check_code(wanted: Sequence[Task], folder: Path) -> None:
     for _, name, (method, _) in _begun(folder):
         before = code_that_made(folder / name)
         if before and now.get(method, before) != before:
+            word = "made" if is_done(folder / name) else "begun"
             raise FileError(
-                f"{folder / name} was made by {method} before its file was changed: remove the cells "
+                f"{folder / name} was {word} by {method} before its file was changed: remove the cells "
                 f"of this method ({folder / title(method)}-*) and they are made again, or give --out another folder."
             )
 

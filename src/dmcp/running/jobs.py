@@ -22,7 +22,7 @@ from dmcp import cifar_nets, nets
 from dmcp.batches import Loader, device_of, too_large
 from dmcp.calibration import kept_modes
 from dmcp.cutting import with_frozen
-from dmcp.data import DataSet, DataSets, load, make_loader, split
+from dmcp.data import DataSet, DataSets, guess, load, make_loader, split, swapped
 from dmcp.engine import best_device
 from dmcp.errors import DataError, DmcpError, FileError, WidthsError
 from dmcp.folders import FolderSet, usual_size
@@ -33,6 +33,7 @@ from dmcp.tracing.trace import trace
 
 GIVEN = "given"  # the teacher that is the network of the weights
 _MOST_NUMBERS = 2**31  # in one sample
+_ALIKE = 0.75  # of a file's name, from which on another one may be meant
 _ENLARGED = 1.5  # times by which images may grow without a word
 
 
@@ -139,7 +140,7 @@ def open_job(job: Job) -> Opened:
     data = load(job.data)
     fresh = build(job, data.classes)
     data = sized(data, job.data, job.input, nets.sample_shape(fresh))
-    check_fit(fresh, data, _remedy(job, data))
+    outputs = check_fit(fresh, data, _remedy(job, data))
     model, new_head = fresh, ""
     if job.weights:
         model = build(job, data.classes)
@@ -149,7 +150,9 @@ def open_job(job: Job) -> Opened:
     graph = trace_job(job, model, data.shape)
     train, held = split(data.train, job.holdout, job.seed) if job.holdout else (data.train, None)
     loaders = _loaders(job, train, held, data.test, place)
-    notices = (*filter(None, [new_head]), *_enlarged(job, data), *_left_out(job, len(train)), *graph.notes)
+    turned = swapped(len(data.train), len(data.test), isinstance(data.train, FolderSet))
+    told = filter(None, [new_head, turned, _unused(outputs, data.classes)])
+    notices = (*told, *_enlarged(job, data), *_left_out(job, len(train)), *graph.notes)
     model, teacher = model.to(place), None if teacher is None else teacher.to(place)
     return Opened(model, fresh.to(place), graph, data, loaders, notices, teacher, bool(new_head))
 
@@ -158,7 +161,7 @@ def _teacher(job: Job, model: nn.Module, classes: int | None, new_head: bool) ->
     """The network that others learn from."""
     if job.teacher != GIVEN:
         found = build(job, classes)
-        load_weights(found, Path(job.teacher))  # all of them: a fresh last layer has nothing to teach
+        load_weights(found, Path(job.teacher), names=(GIVEN,))  # all of them: a fresh last layer has nothing to teach
         return found
     if new_head:
         raise DmcpError(
@@ -168,9 +171,10 @@ def _teacher(job: Job, model: nn.Module, classes: int | None, new_head: bool) ->
     return model
 
 
-def check_fit(model: nn.Module, data: DataSets, remedy: str = "") -> None:
+def check_fit(model: nn.Module, data: DataSets, remedy: str = "") -> int:
     """Refuse data that the model cannot take: images of another size or channel count, labels outside its head.
 
+    Returns how many classes its head is for; 0 where its output says nothing of that.
     remedy: what the sentence about the size says besides the size.
     """
     example = torch.zeros(2, *data.shape, device=device_of(model))
@@ -182,11 +186,13 @@ def check_fit(model: nn.Module, data: DataSets, remedy: str = "") -> None:
             f"The network cannot take images of {_by(data.shape)}{remedy}: {type(error).__name__}: {error}"
         ) from error
     highest = max(int(part.labels.max()) for part in (data.train, data.test))
-    if isinstance(output, Tensor) and output.ndim >= 2 and highest >= output.shape[1]:
+    outputs = output.shape[1] if isinstance(output, Tensor) and output.ndim >= 2 else 0
+    if outputs and highest >= outputs:
         raise DataError(
-            f"The labels go up to {highest}, but the network has {output.shape[1]} outputs: build it with "
+            f"The labels go up to {highest}, but the network has {outputs} outputs: build it with "
             f"num_classes={data.classes}."
         )
+    return outputs
 
 
 def build(job: Job, classes: int | None) -> nn.Module:
@@ -272,6 +278,12 @@ def _enlarged(job: Job, data: DataSets) -> Iterator[str]:
         )
 
 
+def _unused(outputs: int, classes: int) -> str:
+    """Notice outputs that are right for no image; empty if there are none."""
+    told = f"The network has {outputs} outputs, the data have {classes} classes: build it with num_classes={classes}"
+    return f"{told}, unless that is meant." if outputs > classes else ""
+
+
 def _left_out(job: Job, count: int) -> Iterator[str]:
     """Notice batches that leave many of so many images out of each epoch, since every batch is a full one."""
     retrain = job.train_batch if job.train_batch != job.batch else 0
@@ -313,13 +325,14 @@ def data_identity(data: DataSets) -> dict[str, Any]:
 # weights from a file
 
 
-def load_weights(model: nn.Module, path: Path, classes: int | None = None) -> str:
+def load_weights(model: nn.Module, path: Path, classes: int | None = None, names: Sequence[str] = ()) -> str:
     """Put the weights of a file into the model; never by pickle.
 
     classes: of the data. A last layer for another number of them then keeps the weights that it has, and a sentence
     says so; everything else must fit.
+    names: that could stand in the place of the file's, for one that is not there.
     """
-    tensors = _read_tensors(path)
+    tensors = _read_tensors(path, names)
     own = model.state_dict()
     wrong = [name for name in own if name in tensors and tensors[name].shape != own[name].shape]
     odd = [name for name in {**own, **tensors} if (name in own) != (name in tensors)]
@@ -355,13 +368,14 @@ def _classes_of(wrong: Mapping[str, Tensor], own: Mapping[str, Tensor], classes:
     return counts.pop() if len(layers) == len(counts) == 1 and here == {classes} and alike else 0
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
+def _read_tensors(path: Path, names: Sequence[str] = ()) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
         found: Any = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, SafetensorError) as error:
-        raise FileError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+        meant = guess(path, names, Path.is_file, _ALIKE) if not path.exists() else ""
+        raise FileError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}.{meant}") from error
     except Exception as error:  # torch raises many kinds for a file that holds more than weights
         raise FileError(
             f"{path}: not a file of plain weights: give one of torch.save(model.state_dict(), ...) or safetensors."
