@@ -570,9 +570,17 @@ def test_the_command_says_that_a_teacher_knows_nothing(here: Path, tmp_path: Pat
     ("more", "told"),
     [
         (("--teacher", "other.pth"), "teacher: other.pth; what it takes to ask it is in these times"),
-        (("--weights", "net.pth", "--teacher", "given"), "teacher: the network as given; what it takes to ask it is"),
-        (("--retrain", "teacher"), "teacher: the unpruned network, which was trained first; what it takes to ask it"),
-        ((), ""),
+        pytest.param(
+            ("--weights", "net.pth", "--teacher", "given"),
+            "teacher: the network as given; what it takes to ask it is",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("--retrain", "teacher"),
+            "teacher: the unpruned network, which was trained first; what it takes to ask it",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param((), "", marks=pytest.mark.slow),
     ],
 )
 def test_a_forecast_names_the_teacher(more: tuple[str, ...], told: str, here: Path, capsys: Capture) -> None:
