@@ -97,9 +97,7 @@ class Engine:
         `plain`: nothing of the user's own runs inside a step, and no other process takes part in it. `narrow`,
         `depthwise`: our kernels are for such networks, see `is_narrow` and `is_depthwise`.
         """
-        gpu = device.type == "cuda"
-        half = gpu and torch.cuda.get_device_capability(device) >= (8, 0)
-        precision = self.precision or (Precision.BFLOAT16 if half else Precision.FLOAT32)
+        gpu, half, precision = device.type == "cuda", _computes_in_half(device), self._numbers(device)
         last = gpu if self.channels_last is None else self.channels_last
         graphs = gpu and (plain if self.graphs is None else self.graphs)
         meant = graphs and (narrow or depthwise) and steps >= _WORTH_KERNELS
@@ -128,7 +126,10 @@ class Engine:
         """Whether networks that were cut are trained inside ones of rounder widths: see `padding`."""
         if device.type != "cuda" or self.pad is not None:
             return device.type == "cuda" and bool(self.pad)
-        return self.settled(device).precision is Precision.BFLOAT16
+        return self._numbers(device) is Precision.BFLOAT16
+
+    def _numbers(self, device: torch.device) -> Precision:
+        return self.precision or (Precision.BFLOAT16 if _computes_in_half(device) else Precision.FLOAT32)
 
     def _can_run_kernels(self, device: torch.device) -> bool:
         refused = kernels_refused(device)
@@ -185,6 +186,10 @@ class Settled:
             for model in models if self.channels_last else ():
                 undo.callback(_restride, _lay_out(model))
             yield
+
+
+def _computes_in_half(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def synchronised(model: nn.Module) -> list[tuple[nn.Module, type[nn.Module]]]:
