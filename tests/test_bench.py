@@ -249,6 +249,12 @@ def test_epochs_on_data_are_measured_for_the_network_of_the_data(tmp_path: Path)
     assert float(row[4]) == pytest.approx(epoch["train_s"], 0.01) and data["sampling"] == []
 
 
+def test_a_budget_that_cannot_be_met_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_commands, "measure", lambda *arguments: pytest.fail("it is measured"))
+    result = run("--model", "test_bench:Tiny", "--batch", "2", "--budget", "half", "--quiet")
+    assert isinstance(result.exception, DmcpError) and "half" in str(result.exception)
+
+
 def test_numbers_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     made = iter([some(), some(batch=16, search_gib=6.0, plain_ms=25.0, refused="it asks the GPU for a number")])
     monkeypatch.setattr(bench_commands, "measure", lambda *arguments: next(made))

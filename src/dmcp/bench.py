@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -143,7 +142,8 @@ def measure(
     x = torch.randn(batch, *shape, device=device)
     data = settled.laid_out((x, torch.randint(classes, (batch,), device=device)))
     model = model.to(device).train()
-    plain, plain_refused = _measure_plain(model, data, settled, rounds, say)
+    plain, plain_refused = _measure_plain(model, data, settled, rounds)
+    say("plain_ms", plain["plain_ms"])
     plain_gib = _peak_gib(device, before)
     net = Supernet(model, graph, groups)
     _clean(device)
@@ -196,8 +196,9 @@ def measure_pruned(
         if net is not None:
             settled = _settled(engine, device, net, graph)
             _clean(device, settled.compile)
-            found, _ = _measure_plain(net, settled.laid_out(images), settled, rounds, partial(_renamed, say, part))
+            found, _ = _measure_plain(net, settled.laid_out(images), settled, rounds)
             times[part], used = found["plain_ms"], _chosen(settled)
+            say(part, times[part])
     return Pruned(
         model=name,
         model_args=model_args,
@@ -210,10 +211,6 @@ def measure_pruned(
         padded_ms=times.get("padded_ms"),
         engine=used,
     )
-
-
-def _renamed(say: Callable[[str, float], None], name: str, part: str, number: float) -> None:
-    say(name, number)
 
 
 def _settled(engine: Engine, device: torch.device, model: nn.Module, graph: ChannelGraph) -> Settled:
@@ -316,16 +313,13 @@ def device_name(device: torch.device) -> str:
 # the steps
 
 
-def _measure_plain(
-    model: nn.Module, data: Any, settled: Settled, rounds: int, say: Callable[[str, float], None]
-) -> tuple[dict[str, float], str]:
+def _measure_plain(model: nn.Module, data: Any, settled: Settled, rounds: int) -> tuple[dict[str, float], str]:
     """Seconds of the first step and milliseconds of later ones, and why there is no graph."""
     with settled.running(model):
         optimizer = sgd(parameter_groups(model, 1e-4), 0.01, 0.9, True, settled.device)
         step = settled.repeated(make_step(model, optimizer, classification_loss(0.1), None, TrainConfig(), settled))
         first = _seconds(lambda: step(data), settled.device)
         ms = _median(lambda: step(data), rounds, settled.device)
-        say("plain_ms", ms)
         return {"first_s": first, "plain_ms": ms}, _refused(step)
 
 

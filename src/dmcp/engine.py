@@ -124,9 +124,9 @@ class Engine:
 
     def pads(self, device: torch.device) -> bool:
         """Whether networks that were cut are trained inside ones of rounder widths: see `padding`."""
-        if device.type != "cuda" or self.pad is not None:
-            return device.type == "cuda" and bool(self.pad)
-        return self._numbers(device) is Precision.BFLOAT16
+        if device.type != "cuda":
+            return False
+        return self._numbers(device) is Precision.BFLOAT16 if self.pad is None else self.pad
 
     def _numbers(self, device: torch.device) -> Precision:
         return self.precision or (Precision.BFLOAT16 if _computes_in_half(device) else Precision.FLOAT32)

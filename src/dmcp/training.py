@@ -66,7 +66,7 @@ class TrainConfig:
     label_smoothing: float = 0.1  # share of the target spread over all classes, by the default loss
     distillation: Distillation = Distillation.NONE  # `teacher` needs train(..., teacher=...)
     teacher_share: float = 0.5  # of the loss, with a teacher; the labels have the rest
-    teacher_temperature: float = 1.0  # both networks' scores are divided by it; 4 is usual for few classes
+    teacher_temperature: float = 1.0  # scores of both are divided by it: the larger, the more wrong classes count
     seed: int = 0  # of dropout and the like; a loader has its own
 
     def __post_init__(self) -> None:

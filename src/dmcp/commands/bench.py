@@ -161,6 +161,10 @@ def _measure_job(job: Job, wanted: _Wanted, say: Say) -> Iterator[Result]:
         opened = open_job(replace(job, batch=batch)) if job.data else None
         net, shape, classes = _network(job, opened, wanted.classes)
         try:
+            if wanted.budget:  # first: one that cannot be met is refused at once
+                fresh, *_ = _network(job, opened, wanted.classes)
+                args = (job.place, wanted.engine, wanted.budget, wanted.rounds, _part_of(label, say), job.model_args)
+                yield measure_pruned(job.model, fresh, batch, shape, classes, *args)
             yield measure(
                 job.model,
                 net,
@@ -174,10 +178,6 @@ def _measure_job(job: Job, wanted: _Wanted, say: Say) -> Iterator[Result]:
                 _part_of(label, say),
                 job.model_args,
             )
-            if wanted.budget:
-                fresh, *_ = _network(job, opened, wanted.classes)
-                args = (job.place, wanted.engine, wanted.budget, wanted.rounds, _part_of(label, say), job.model_args)
-                yield measure_pruned(job.model, fresh, batch, shape, classes, *args)
             if opened:
                 say(f"{label}: {3 * wanted.epochs} epochs on {job.data}")
                 yield _measure_epochs(job, batch, opened, wanted)
