@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
 from tools import sitting
-from tools.sitting import MOST_BYTES, PART, UNFINISHED, begin, keep
+from tools.sitting import MOST_BYTES, PART, SHARDS, UNFINISHED, begin, call, keep, ready
 
 
 def put(path: Path, *lines: object) -> None:
@@ -111,3 +113,54 @@ def test_a_sitting_begins_with_what_is_recorded_and_with_cells_that_are_not_fini
         kept.add(tmp_path / "settings.json", "ex/cell/settings.json")
     begin(there, tmp_path / "other")
     assert json.loads((tmp_path / "other" / "ex" / "cell" / "settings.json").read_text()) == {"a": 1}
+
+
+def test_calls_carry_all_files_and_none_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    large(tmp_path / "tracked.bin", 300)
+    (tmp_path / ".gitignore").write_text("data\nruns\n")
+    for name in SHARDS[:-1]:
+        large(tmp_path / "data" / "cifar10" / name, 600)
+    with pytest.raises(SystemExit, match=r"not here: .*test-0.npz"):
+        ready(tmp_path)
+    large(tmp_path / "data" / "cifar10" / SHARDS[-1], 300)
+    for number in range(2):
+        large(tmp_path / "runs" / f"begun-{number}.tgz", 200)
+    monkeypatch.setattr(sitting, "MOST_SENT", 1100)
+    names = [[file.name for file in files] for files in ready(tmp_path)]
+    assert names == [["train-0.npz"], ["train-1.npz"], ["train-2.npz"], ["test-0.npz", "begun-0.tgz", "begun-1.tgz"]]
+    monkeypatch.setattr(sitting, "MOST_SENT", 900)
+    with pytest.raises(SystemExit, match="too large"):
+        ready(tmp_path)
+
+
+def test_a_call_begins_once_when_all_is_there_and_waits_for_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Thirty minutes of a GPU were once slept away: the first of the calls had failed, and all others waited."""
+    root, home, out = tmp_path / "root", tmp_path / "home", tmp_path / "out"
+    for folder in (root / "src", root / "results", root / "runs", home, out):
+        folder.mkdir(parents=True)
+    (root / "tools").mkdir()
+    (root / "tools" / "sitting.py").write_text(
+        "import sys\nfrom pathlib import Path\nbase = Path(sys.argv[-1])\n"
+        "with (base / 'begun.txt').open('a') as file:\n    print(*sys.argv[1:3], file=file)\n(base / 'ended').touch()\n"
+    )
+    put(tmp_path / "cell" / "a.json", 1)
+    with tarfile.open(root / "runs" / "begun-0.tgz", "w:gz") as kept:
+        kept.add(tmp_path / "cell", "full")
+    began = time.monotonic()
+    for name in SHARDS[1:]:
+        large(root / "data" / "cifar10" / name, 10)
+    assert not call("rest", 60, out, root, home)
+    assert capsys.readouterr().out == f"not yet here: {SHARDS[0]}\n"
+    for path in (root / "data" / "cifar10").iterdir():
+        path.unlink()
+    large(root / "data" / "cifar10" / SHARDS[0], 10)
+    assert call("rest", 60, out, root, home)
+    assert call("rest", 60, out, root, home)
+    assert time.monotonic() - began < 50
+    assert (home / "s" / "begun.txt").read_text() == "go rest\n"
+    assert (home / "s" / "full" / "a.json").exists()
+    with tarfile.open(out / "kept-0.tgz") as kept:
+        assert "begun.txt" in kept.getnames()

@@ -1,8 +1,8 @@
 """Fill tables on a machine that is lent for minutes only: its experiments, and what is worth keeping of their cells.
 
-    PYTHONPATH=src setsid nohup python3 tools/sitting.py go full 1500 ~/data/cifar10 ~/s > go.log 2>&1 < /dev/null &
-    PYTHONPATH=src python3 tools/sitting.py keep ~/s $OUT/kept       # kept-0.tgz, kept-1.tgz ...
-    for one in kept-*.tgz; do tar xzf $one -C runs/sitting; done     # there `dmcp paper ... --gather` makes tables
+    PYTHONPATH=src python3 tools/sitting.py ready                    # here: which files go with which call
+    PYTHONPATH=src python3 tools/sitting.py call rest --out $OUT     # there, in every call: bring, begin, wait, keep
+    for one in kept-*.tgz; do tar xzf $one -C runs/sitting; done     # here: `dmcp paper ... --gather` makes tables
 
 A kept cell that is done has what tables need, without a line for each step and without weights, but that it has these
 where a cell which is not done starts or learns from it. One that is not done has its newest checkpoints, and goes on.
@@ -33,6 +33,10 @@ LEAST_GAIN = 0.85  # of the time of a search step: below it own kernels are used
 MOST_BYTES = 2**20  # of weights in the first archive
 PART, MOST_PARTS = 15 * 2**20, 8  # bytes of weights in an archive, and archives: what comes back from a lent machine
 PATIENCE = 90  # seconds that measuring steps may take
+SHARDS = ("train-0.npz", "train-1.npz", "train-2.npz", "test-0.npz")
+MOST_SENT, MOST_PATHS = 63 * 2**20, 8  # bytes that travel with a call, the working tree among them, and carried paths
+HELD = 1730  # seconds from the first call until the experiments are stopped: the machine is taken back after 1800
+_ENDED = "ended"  # a file that is there when no experiment runs any more
 UNFINISHED = "unfinished.tar.xz"  # in the folder of results: cells as `keep` has them, to go on with
 
 
@@ -101,7 +105,7 @@ def go(plan: str, seconds: float, data: str, base: Path) -> None:
     if not results.exists():  # what is recorded counts
         begin(Path(__file__).resolve().parents[1] / "results", base)
     running: list[subprocess.Popen[bytes]] = []
-    with _mps(base):
+    with _told_end(base), _mps(base):
         for stage in PLANS[plan]:
             if time.monotonic() >= end:
                 break
@@ -132,6 +136,15 @@ def begin(recorded: Path, base: Path) -> None:
 
 
 _DMCP = (sys.executable, "-m", "dmcp")
+
+
+@contextlib.contextmanager
+def _told_end(base: Path) -> Iterator[None]:
+    """Whoever waits for the experiments sees when they have ended, also by an error."""
+    try:
+        yield
+    finally:
+        (base / _ENDED).touch()
 
 
 @contextlib.contextmanager
@@ -181,6 +194,79 @@ def _done(folder: Path) -> int:
 def _note(base: Path, text: str) -> None:
     with (base / "times.txt").open("a") as file:
         file.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+
+
+# calls of a machine that is lent
+
+
+def ready(root: Path) -> list[list[Path]]:
+    """The files that each call must carry: shards of CIFAR-10 and begun cells, as many as may travel at once."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=root, check=True, capture_output=True).stdout.decode().split("\0")
+    tree = sum(_size(root / name) for name in names if name)
+    files = [root / "data" / "cifar10" / name for name in SHARDS]
+    if lacking := [str(path) for path in files if not path.exists()]:
+        raise SystemExit(f"not here: {', '.join(lacking)}")
+    files += sorted((root / "runs").glob("begun-*.tgz"))
+    calls: list[list[Path]] = []
+    for file in sorted(files, key=_size, reverse=True):
+        if tree + _size(file) > MOST_SENT:
+            raise SystemExit(f"{file} is too large for a call: {_size(file):,} bytes beside a tree of {tree:,}")
+        roomy = [one for one in calls if tree + sum(map(_size, [*one, file])) <= MOST_SENT and len(one) < MOST_PATHS]
+        if not roomy:
+            roomy = [[]]
+            calls += roomy
+        min(roomy, key=lambda one: sum(map(_size, one))).append(file)
+    return calls
+
+
+def call(plan: str, wait: float, out: Path, root: Path, home: Path) -> bool:
+    """One call: bring the files that came with it, begin once all are there, wait while there is something to wait for.
+
+    What is there is kept at the end. Whether the experiments have begun: without them nothing is waited for, so that
+    calls which were sent all at once cost seconds where one of them failed.
+    """
+    data, base, code = home / "data" / "cifar10", home / "s", home / "code"
+    data.mkdir(parents=True, exist_ok=True)
+    if not (first := home / "first.txt").exists():
+        first.write_text(str(time.time()))
+    for shard in (root / "data" / "cifar10").glob("*.npz"):
+        shutil.copy(shard, data)
+    for archive in sorted((root / "runs").glob("begun-*.tgz")):
+        base.mkdir(exist_ok=True)
+        with tarfile.open(archive) as kept:
+            kept.extractall(base, filter="data")
+        (base / archive.name).touch()
+    needed = [data / name for name in SHARDS]
+    if plan != "rehearsal" and (lacking := [path.name for path in needed if not path.exists()]):
+        print(f"not yet here: {', '.join(lacking)}")
+        return False
+    going: subprocess.Popen[bytes] | None = None
+    if not code.exists():
+        for name in ("src", "tools", "results"):  # a copy: the tree may change with the next call
+            shutil.copytree(root / name, code / name)
+        seconds = max(0.0, float(first.read_text()) + HELD - time.time())
+        source = "digits" if plan == "rehearsal" else str(data)
+        command = [sys.executable, "tools/sitting.py", "go", plan, f"{seconds:.0f}", source, str(base)]
+        environment = {**os.environ, "PYTHONPATH": "src", "PYTHONUNBUFFERED": "1"}
+        with (home / "go.log").open("wb") as said:
+            going = subprocess.Popen(
+                command, cwd=code, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=said,
+                start_new_session=True,
+            )  # fmt: skip
+    end = time.monotonic() + wait
+    while time.monotonic() < end and not (base / _ENDED).exists() and (going is None or going.poll() is None):
+        time.sleep(0.2)
+    if going and (base / _ENDED).exists():
+        going.wait()
+    keep(base, out / "kept")
+    for path in (home / "go.log", *sorted(base.glob("*.txt"))):
+        print(
+            f"{path.name}:",
+            *path.read_text(errors="replace").splitlines()[-20 if path.stem == "times" else -2 :],
+            sep="\n  ",
+        )
+    return True
 
 
 # what is worth keeping
@@ -284,9 +370,19 @@ def main() -> None:
     other = which.add_parser("keep", help=(keep.__doc__ or "").splitlines()[0])
     other.add_argument("base", type=Path)
     other.add_argument("out", type=Path, help="begin of the archives' names")
+    which.add_parser("ready", help=(ready.__doc__ or "").splitlines()[0])
+    third = which.add_parser("call", help=(call.__doc__ or "").splitlines()[0])
+    third.add_argument("plan", choices=PLANS)
+    third.add_argument("--wait", type=float, default=280.0, help="seconds")
+    third.add_argument("--out", type=Path, required=True, help="folder whose files come back")
     asked = parser.parse_args()
     if asked.which == "go":
         go(asked.plan, asked.seconds, asked.data, asked.base)
+    elif asked.which == "ready":
+        for number, files in enumerate(ready(Path.cwd()), 1):
+            print(f"call {number}: carry {json.dumps([str(file.relative_to(Path.cwd())) for file in files])}")
+    elif asked.which == "call":
+        raise SystemExit(not call(asked.plan, asked.wait, asked.out, Path.cwd(), Path.home()))
     else:
         keep(asked.base, asked.out)
 
