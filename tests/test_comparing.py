@@ -654,10 +654,10 @@ def test_the_command_fills_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture
         assert command(*words, "--lr", "0.5", *more, "--out", out) == 2
         printed, told = capfd.readouterr()
         assert ("unpruned-seed0 " in printed) is bool(more)
-        assert told == (
+        assert told.splitlines()[1:] == [  # after that of the images that these batches leave out
             f"dmcp: {out}/unpruned-seed0 was begun with other settings (train.lr, train.warmup_lr): "
-            f"give --out another folder, or the command that began it, which is in {out / COMMANDS}.\n"
-        )
+            f"give --out another folder, or the command that began it, which is in {out / COMMANDS}."
+        ]
 
 
 def test_a_table_is_of_one_network_and_one_data_set(
@@ -757,12 +757,12 @@ def test_a_mapping_can_be_set(folder: Path, capfd: pytest.CaptureFixture[str]) -
 def test_the_command_names_cells_that_failed(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     let_fail(folder, "unpruned-seed0", "uniform-50%-seed0")
     assert command(*options(), "--out", folder) == 2
-    assert capfd.readouterr().err == (
+    assert capfd.readouterr().err.splitlines()[1:] == [
         "dmcp: 3 cells failed, the same command starts only them again: "
         "unpruned-seed0: exit code 1: unpruned-seed0 has no luck; "
         "uniform-50%-seed0: exit code 1: uniform-50%-seed0 has no luck; "
-        "l1-50%-seed0: not started: it needs unpruned-seed0, and that failed\n"
-    )
+        "l1-50%-seed0: not started: it needs unpruned-seed0, and that failed"
+    ]
 
 
 def test_true_and_false_are_not_words(folder: Path) -> None:

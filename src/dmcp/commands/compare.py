@@ -28,7 +28,7 @@ from dmcp.reports.listing import is_run
 from dmcp.running.children import following_parent
 from dmcp.running.jobs import Job, Opened, open_job
 from dmcp.running.plans import Plan, plan_from_json
-from dmcp.running.sessions import check_given, check_test_files, session, tell_ignored
+from dmcp.running.sessions import check_given, check_test_files, session, tell_ignored, tell_notices
 from dmcp.runs import SETTINGS, read_json, slug
 from dmcp.supernet import Supernet
 from dmcp.tables import table
@@ -149,6 +149,7 @@ def compare(
     folder = Path(out or f"runs/{slug(f'compare {job.model} {Path(job.data).name}')}")  # the same one each time
     it = replace(it, only=fitting_budgets(it, given, opened))
     check_facts(it.job, folder, opened)
+    tell_notices(opened)
     if dry_run:
         _list(it, folder, as_json)
         return

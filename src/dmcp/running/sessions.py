@@ -115,9 +115,9 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def tell_notices(opened: Opened) -> None:
-    """Say what a person may not know about the data."""
-    for text in opened.notices:
+def tell_notices(*opened: Opened) -> None:
+    """Say what a person may not know about data and networks, each sentence once."""
+    for text in dict.fromkeys(text for one in opened for text in one.notices):
         say(text)
 
 
@@ -272,10 +272,9 @@ def _track(plan: Plan, opened: Opened, folder: Path) -> Tracker:
 def _describe(here: Session, quiet: bool) -> None:
     """State what a person may not know, then the batch and the learning rates, of all ranks together."""
     plan, ranks = here.plan, here.ranks
-    if ranks.first:
+    if ranks.first and not plan.cell:  # the command that starts the cells has said it once
         tell_notices(here.opened)
-        if not plan.cell:  # the command that starts the cells has said it once
-            tell_ignored(plan.engine, plan.job.place)
+        tell_ignored(plan.engine, plan.job.place)
     if quiet or not ranks.first:
         return
     shares = f" on {ranks.world} ranks" if ranks.world > 1 else ""
