@@ -26,7 +26,7 @@ from dmcp.running.recipes import Recipe
 from dmcp.running.recipes import find as find_recipe
 from dmcp.running.recipes import names as recipe_names
 from dmcp.runs import SETTINGS, read_json
-from dmcp.searching.bounds import Bound
+from dmcp.searching.bounds import BOUNDS, Bound
 from dmcp.searching.searches import SearchConfig
 from dmcp.training import TrainConfig
 
@@ -290,7 +290,7 @@ def _search_config(options: Mapping[str, Any], given: set[str], recipe: Recipe |
     warmup = options["warmup"] if options["warmup"] is not None else 0.0 if ready else 0.5
     lr = options["search_lr"]
     wanted = {name: options[name] for name in ("budget", "groups", "align", "weight_decay", "label_smoothing", "seed")}
-    wanted |= {name: _bound(name, options[name] or ()) for name in ("smallest", "largest")}
+    wanted |= {name: read_bound(name, options[name] or ()) for name in BOUNDS}
     wanted |= {"epochs": options["search_epochs"], "warmup": warmup, "sort": ready, "lr": lr, "min_lr": lr / 10}
     if recipe is None:
         return SearchConfig(**wanted)
@@ -299,7 +299,7 @@ def _search_config(options: Mapping[str, Any], given: set[str], recipe: Recipe |
     return replace(recipe.search, **{name: value for name, value in wanted.items() if name in changed})
 
 
-def _bound(word: str, texts: Iterable[str]) -> Bound:
+def read_bound(word: str, texts: Iterable[str]) -> Bound:
     """8 and layer1=12 as the settings of a search have them."""
     numbers: dict[str, int] = {}
     for text in texts:
