@@ -25,6 +25,7 @@ from dmcp.methods import Own, find_method, own_code
 from dmcp.reports.listing import is_run
 from dmcp.running.children import COMMAND, Command, Ended, kept_signals, run_side_by_side
 from dmcp.running.jobs import Job, Opened
+from dmcp.running.operations import are_others
 from dmcp.running.plans import FACTS, Plan, code_digest, facts_of, plan_from_json
 from dmcp.runs import SETTINGS, Run, read_json
 
@@ -174,7 +175,9 @@ def check_facts(job: Job, folder: Path, opened: Opened) -> None:
 def other_fact(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """What two runs do not have in common, the network or the data; empty if they have both, as far as is known."""
     differing = [name for name in FACTS if name in one and name in other and one[name] != other[name]]
-    return "" if not differing else "data" if differing == ["data"] else "network"
+    if not differing:
+        return "network" if are_others(one, other) else ""
+    return "data" if differing == ["data"] else "network"
 
 
 def row_of(name: str, seed: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import inspect
 import math
@@ -27,6 +28,7 @@ from dmcp.engine import best_device
 from dmcp.errors import DataError, DmcpError, FileError, WidthsError
 from dmcp.folders import FolderSet, usual_size
 from dmcp.ranks import current
+from dmcp.running.operations import operations_of
 from dmcp.tables import counted
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
@@ -132,6 +134,11 @@ class Opened:
     notices: tuple[str, ...] = ()  # what a person may not know: a sentence each
     teacher: nn.Module | None = None  # whom networks learn from: the model itself, or one of the same architecture
     new_head: bool = False  # whether the last layer of a trained model is fresh: as given it can do nothing yet
+
+    @functools.cached_property
+    def operations(self) -> str:
+        """What the network computes, in a few letters."""
+        return operations_of(self.model, self.data.shape)
 
 
 def open_job(job: Job) -> Opened:

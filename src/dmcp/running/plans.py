@@ -19,6 +19,7 @@ from dmcp.keeping import digest
 from dmcp.ranks import ALONE
 from dmcp.retraining import Retrain
 from dmcp.running.jobs import Job, Opened, data_identity
+from dmcp.running.operations import OPERATIONS
 from dmcp.runs import from_plain
 from dmcp.searching.searches import SearchConfig
 from dmcp.training import TrainConfig
@@ -132,6 +133,7 @@ def facts_of(opened: Opened) -> dict[str, Any]:
             "unpruned": unpruned,
             "macs": graph.macs(),
             "fingerprint": graph.fingerprint,
+            OPERATIONS: opened.operations,
             "versions": versions,
         }
     )

@@ -32,6 +32,7 @@ from dmcp.ranks import Ranks, Watch, join, leave, share_tensors, sum_values
 from dmcp.reports.trackers import Tracker, open_tracker
 from dmcp.running.data_checks import no_images
 from dmcp.running.jobs import Corrupt, Job, Opened, Replaced, open_job
+from dmcp.running.operations import are_others
 from dmcp.running.plans import FACTS, Plan, facts_of
 from dmcp.running.progress import Progress
 from dmcp.runs import REPLACED, SETTINGS, Run, open_run, read_json
@@ -240,6 +241,8 @@ def _take(plan: Plan, opened: Opened, folder: Path, resume: bool, undo: contextl
             raise FileError(
                 f"{folder}: the {what} is not what it was: {name} was {stored.get(name)}, is {facts.get(name)}.{way}"
             )
+    if are_others(stored, facts):
+        raise FileError(f"{folder}: the network is not what it was: it has the same tensors, but computes otherwise.")
     _refuse_done(run)  # by the process that has held the lock until now
     run.rewind()
     if stored["job"].get("corrupt", Corrupt.STOP) != plan.job.corrupt:
