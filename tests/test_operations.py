@@ -48,6 +48,16 @@ def test_they_change_with_all_that_is_no_tensor() -> None:
     assert operations_of(nn.Linear(7, 2), (3, 8, 8)) == ""  # which does not run
 
 
+def test_weights_that_become_plain_numbers_are_no_operations() -> None:
+    """They differ between seeds, and would make each seed another network."""
+
+    class Scaled(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * float(self.fc.bias.abs().max()))
+
+    assert operations_of(Scaled(nn.ReLU()), (3, 8, 8)) == ""
+
+
 @pytest.mark.slow
 def test_they_are_the_same_in_another_process() -> None:
     code = "print(operations_of(nets.build('cifar:mobilenet_v2'), (3, 32, 32)))"
