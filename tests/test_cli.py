@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import dmcp
 from dmcp import cli
 from dmcp.commands import prune as commands
+from dmcp.comparison.comparing import Task, tasks
 from dmcp.engine import KernelWarning
 from dmcp.errors import DmcpError, WidthsError
 from dmcp.nets import build
@@ -27,6 +28,7 @@ from dmcp.pruning import Event
 from dmcp.running.jobs import Job, load_weights, open_job
 from dmcp.running.plans import Plan, plan_from_json
 from dmcp.running.progress import Progress, clock
+from dmcp.running.sessions import session
 from dmcp.training import StepRecord
 
 LONG = "a_name_that_does_not_fit_on_a_line_of_eighty_columns_and_must_still_be_found_by_grep"
@@ -402,6 +404,23 @@ def test_what_the_device_cannot_run_is_noticed_once(
     ):
         assert run(capsys, *command, "--kernels", "--graphs")[::2] == (0, NO_GRAPHS + NO_KERNELS), command
     assert run(capsys, *command, "--no-kernels", "--no-graphs")[::2] == (0, "")
+
+
+def test_what_a_person_may_not_know_is_said_once_for_all_cells(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Task] = []
+    monkeypatch.setattr("dmcp.commands.compare.run_comparison", lambda it, *_: started.extend(tasks(it)) or [])
+    monkeypatch.setattr("dmcp.commands.paper.run_tasks", lambda *_: [])
+    network = ("--model", "digits:resnet", "--model-args", "num_classes=12", "--data", "digits", "--device", "cpu")
+    usual = ("--quiet", "--epochs", "1", "--batch", "128", "--out", str(tmp_path / "out"))
+    told = "The network has 12 outputs, the data have 10 classes: build it with num_classes=10, unless that is meant.\n"
+    results = ("--results", str(tmp_path / "results"))
+    for command in (("compare", "--methods", "uniform"), ("paper", "warmup", *results), ("paper", "scale", *results)):
+        for more in ((), ("--dry-run",)):
+            assert run(capsys, *command, *network, *usual, *more)[::2] == (0, told), command
+    with session(started[0].plan, tmp_path / "cell", False, quiet=True):
+        assert capsys.readouterr().err == ""  # each of them would say it again
 
 
 def test_time_left_is_by_whole_bundles(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

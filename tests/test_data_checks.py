@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +98,39 @@ def test_every_file_is_decoded(workers: int, here: Path) -> None:
     assert "runcated" in reasons[0] and "No such file" in reasons[3]
     assert seen == [(number, 16) for number in range(1, 17)]
     assert not facts.in_both and sum(facts.modes.values()) == 12 and not facts.is_well
+
+
+@pytest.fixture
+def in_time() -> Iterator[None]:
+    """What waits for a pipe ends with an error, not never."""
+
+    def stop(*_: Any) -> None:
+        raise AssertionError("a pipe was waited for")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 10, 1)  # again and again: an error may be taken for that of a broken file
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("in_time")
+def test_what_is_no_file_is_never_opened(here: Path, capsys: Capture) -> None:
+    photos = write_photos(here / "photos")
+    os.mkfifo(photos / "train" / "cat" / "0.fifo.png")  # the first, whose size is looked at
+    os.mkfifo(here / "pipe")
+    (photos / "val" / "cat" / "link.png").symlink_to(here / "pipe")
+    (photos / "val" / "dog" / "endless.png").symlink_to("/dev/zero")
+    (photos / "val" / "dog" / "well.png").symlink_to(photos / "val" / "dog" / "1.png")  # what it leads to is a file
+    told = "it is no file, but a pipe, a device or a socket"
+    code, out, err = run(capsys, "data", "photos", "--json", "--quiet", "--workers", "0")
+    broken = [f"photos/{name}.png" for name in ("train/cat/0.fifo", "val/cat/link", "val/dog/endless")]
+    assert json.loads(out)["broken"] == [{"file": name, "reason": told, "refused": False} for name in broken]
+    assert (code, err.splitlines()[-1].startswith("dmcp: 3 of 20 image files cannot be read")) == (2, True)
+    code, _, err = run(capsys, *TRAIN)
+    assert code == 2 and f"photos/val/cat/link.png ({told}) and 1 more of the 11 test images cannot be read" in err
+    code, out, err = run(capsys, *TRAIN, "--corrupt", "skip")
+    assert code == 0 and json.loads(out)["replaced"]["test"], err
 
 
 def test_the_same_bytes_in_train_and_test_are_found(here: Path) -> None:

@@ -38,7 +38,7 @@ def real(build: Any) -> Problem:
 
 
 def grid_of(problem: Problem, groups: int = 31) -> Grid:
-    return Grid(problem.graph, problem.floor, problem.align, groups)
+    return Grid(problem.options, groups)
 
 
 def random_blocks(problem: Problem, hidden: int = 3) -> PruningNet:

@@ -16,7 +16,7 @@ import dmcp
 from dmcp.budget import parse
 from dmcp.comparison.comparing import check_method
 from dmcp.errors import BudgetError, DmcpError, TrainingError
-from dmcp.methods import METHODS, PEERS, Method, Own, Start
+from dmcp.methods import METHODS, PEERS, Method, Own, Start, find_method
 from dmcp.methods.ddpg import DdpgConfig
 from dmcp.methods.problem import Choice, Problem
 from dmcp.searching.searches import SearchResult
@@ -48,12 +48,12 @@ def searched(problem: Problem) -> SearchResult:
 
 
 def config_of(name: str) -> Any:
-    return METHODS[name].config(**QUICK.get(name, {}))
+    return find_method(name).config(**QUICK.get(name, {}))
 
 
 def choose(name: str, problem: Problem) -> Choice:
     """What a method chooses, given what its entry says that it needs."""
-    method, config = METHODS[name], config_of(name)
+    method, config = find_method(name), config_of(name)
     match method.start:
         case Start.SEARCHED:
             return method.find(problem, config, searched(problem))
@@ -79,6 +79,26 @@ def test_what_draws_from_a_search_asks_for_it(name: str) -> None:
 
 def without_norms(budget: str = "57%") -> Problem:
     return as_problem(Planted(norm=False), planted_batches(4, 0), planted_batches(2, 1), budget, 0, 1)
+
+
+# -- bounds
+
+
+@pytest.mark.parametrize("name", [*METHODS, *PEERS])
+def test_every_method_keeps_the_least_and_the_most_widths(name: str) -> None:
+    """They ask for the contrary of what is planted: no method would choose it by itself, and one ratio is not it."""
+    if name in PEERS:
+        pytest.importorskip(name.replace("-", "_"))
+    problem = planted_problem(epochs=1)
+    floor, ceiling = (problem.graph.widths(widths) for widths in ({"needed": 1, "useless": 5}, {"needed": 3}))
+    bounded = replace(problem, floor=floor, ceiling=ceiling)
+    assert bounded.most == ceiling and problem.most == problem.graph.full
+    choice = choose(name, bounded)
+    choice.check(bounded)
+    assert choice.widths["needed"] <= 3 and choice.widths["useless"] >= 5
+    free = problem.graph.widths({"needed": 5, "useless": 4})
+    with pytest.raises(BudgetError, match="keep 5 channels of needed, of which 1 to 3 are allowed"):
+        Choice(widths=free, kept=free).check(bounded)
 
 
 # -- the planted truth

@@ -157,9 +157,10 @@ def test_a_row_is_made_by_one_code(here: Path, capfd: pytest.CaptureFixture[str]
     assert command(*words, "--seeds", "2") == 2
     refusal = (
         "dmcp: table/growing-75%-seed0 was made by mine:growing before its file was changed: remove the cells of this "
-        "method (table/growing-*) and they are made again, or give --out another folder."
+        "method (rm -r table/growing-75%-seed0) and they are made again, or give --out another folder."
     )
-    assert capfd.readouterr().err.splitlines() == [refusal, refusal]
+    told = capfd.readouterr().err.splitlines()
+    assert [line for line in told if line.startswith("dmcp: ")] == [refusal, refusal]
     assert not (here / "table" / "growing-75%-seed1").exists()
     place = here / "table" / "growing-75%-seed1"  # made while the file was changed
     shutil.copytree(here / "table" / "growing-75%-seed0", place)
@@ -184,6 +185,29 @@ def growing(problem):
     dmcp.train(copy.deepcopy(problem.model), problem.loader, problem.recipe, keeper=problem.keep("mine"), on_step=tell)
     raise ValueError("SHARE: not stopped")
 """
+
+
+def test_the_folders_of_a_changed_method_are_named_and_no_others(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = compare("--methods", "mine:root_macs", "--no-unpruned", "--seeds", "1", "--out", "my table", "--dry-run")
+    for name, method in (
+        ("root_macs-50%-seed0", "mine:root_macs"),
+        ("root_macs-50%-seed7", "mine:root_macs"),
+        ("root_macs-2-50%-seed0", "=root_macs-2"),  # root_macs-* would be this one, too
+    ):
+        plan = {"job": {"seed": int(name[-1])}, "cell": {"method": method}}
+        for file, text in (
+            (f"plans/{name}.json", json.dumps(plan)),
+            (f"{name}/log.jsonl", ""),
+            (f"{name}/cost.json", ""),
+            (f"{name}/code.json", '{"code": "before"}'),
+        ):
+            path = here / "my table" / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    shutil.rmtree(here / "my table" / "root_macs-50%-seed0")  # not begun
+    assert command(*words) == 2
+    told = "remove the cells of this method (rm -r 'my table/root_macs-50%-seed7') and they are made again, or give"
+    assert told in capfd.readouterr().err
 
 
 @pytest.mark.slow

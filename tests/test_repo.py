@@ -123,6 +123,7 @@ ORDER = [
     "reports.charts",
     "reports.report",
     "reports",
+    "running.operations",
     "running.jobs",
     "running.data_checks",
     "running.recipes",

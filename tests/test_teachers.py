@@ -437,7 +437,7 @@ def test_a_teacher_decides_how_the_network_gets_its_weights(here: Path, capsys: 
 
 def test_runs_without_a_named_teacher_are_written_as_before(capsys: Capture) -> None:
     stored = plan_of(capsys, "--retrain", "teacher").to_json()
-    assert "teacher" not in stored["job"] and "teacher_temperature" not in stored["train"]
+    assert not {"teacher", "teacher_model"} & stored["job"].keys() and "teacher_temperature" not in stored["train"]
 
 
 USELESS = "learns from no teacher: add --retrain teacher, which trains one, or name one with --teacher."
@@ -473,6 +473,10 @@ USELESS = "learns from no teacher: add --retrain teacher, which trains one, or n
             "prune --teacher three.pth",
             "three.pth: fc.weight is 3x64, but the network has 10x64: these are the weights of another network, or of "
             "one for another number of classes.",
+        ),
+        (
+            "prune --retrain teacher --teacher-model cifar:resnet20",
+            "--teacher-model: it must be trained already: add --teacher FILE, the file of its weights.",
         ),
         ("prune --teacher nowhere.pth", "nowhere.pth: cannot be read: No such file or directory."),
         ("prune --teacher oter.pht", "oter.pht: cannot be read: No such file or directory. Did you mean other.pth?"),
@@ -536,6 +540,21 @@ def test_a_command_trains_with_a_given_teacher(
     assert all(torch.equal(it, wanted[name]) for net in teachers for name, it in net.state_dict().items())
     (tmp_path / "mine.pth").unlink()
     assert run(capsys, "evaluate", str(tmp_path / "3"))[0] == 0
+
+
+def test_a_teacher_may_be_another_network(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = "nn.Sequential(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))"
+    (tmp_path / "large_net.py").write_text(f"from torch import nn\n\ndef build():\n    return {net}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    torch.save(build("large_net:build").state_dict(), "large.pth")
+    words = ("train", *SMALL, "--epochs", "1", "--teacher", "large.pth")
+    code, out, err = run(capsys, *words, "--teacher-model", "large_net:build", "--out", "run")
+    assert code == 0 and "of its loss from a teacher that is no row here (accuracy " in out, err
+    code, _, err = run(capsys, *words, "--teacher-model", "cifar:resnet20")
+    assert code == 2 and "dmcp: --teacher-model cifar:resnet20: The network cannot take images of 1x8x8" in err
+    code, _, err = run(capsys, *words)
+    assert code == 2 and "large.pth: " in err  # weights of another network
 
 
 def test_the_table_of_a_training_says_who_taught(here: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -646,7 +665,8 @@ def test_a_run_goes_on_with_the_same_teacher_only(
 def test_help_names_the_options_of_a_teacher(capsys: Capture) -> None:
     for command in ("prune", "train"):
         told = run(capsys, command, "--help")[1]
-        assert all(name in told for name in ("--teacher ", "--teacher-share", "--teacher-temperature"))
+        names = ("--teacher ", "--teacher-model", "--teacher-share", "--teacher-temperature")
+        assert all(name in told for name in names)
 
 
 def test_the_given_network_is_never_changed() -> None:

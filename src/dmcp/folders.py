@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import stat
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -114,7 +115,7 @@ def usual_size(dataset: FolderSet) -> tuple[int, int] | None:
     sizes = []
     for path in dataset.paths[:: -(-len(dataset) // _LOOKED_AT)]:
         try:
-            with PIL.Image.open(path) as image:  # its first bytes only
+            with open_image(path) as image:  # its first bytes only
                 sizes.append((image.height, image.width))
         except Exception:  # what is broken is told where it is needed
             continue
@@ -328,6 +329,18 @@ class _CorruptError(DataError):
     """A file that can be opened, but not decoded."""
 
 
+def open_image(path: str) -> Image:
+    """A file as PIL opens it, its pixels not read yet."""
+    check_file(path)
+    return PIL.Image.open(path)
+
+
+def check_file(path: str) -> None:
+    """ValueError for what is named like an image but is no file, also behind a link: a pipe would be waited for."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise ValueError("it is no file, but a pipe, a device or a socket")
+
+
 def as_rgb(image: Image) -> Image:
     """Any image with three channels of 8 bits; of 16 bits the upper 8 are kept, as PIL does in colour.
 
@@ -344,7 +357,7 @@ def as_rgb(image: Image) -> Image:
 
 def _decode(path: str, root: str) -> Image:
     try:
-        with PIL.Image.open(path) as image:
+        with open_image(path) as image:
             return as_rgb(image)
     except Exception as error:  # PIL raises many kinds for a broken file
         if refused(error):

@@ -24,13 +24,14 @@ from dmcp.data import make_loader, split
 from dmcp.engine import Engine
 from dmcp.errors import DmcpError, FileError, StoppedError
 from dmcp.methods import METHODS, Own, find_method
+from dmcp.methods.problem import ends_of
 from dmcp.reports.listing import is_run
 from dmcp.running.children import following_parent
 from dmcp.running.jobs import Job, Opened, open_job
 from dmcp.running.plans import Plan, plan_from_json
-from dmcp.running.sessions import check_given, check_test_files, session, tell_ignored
+from dmcp.running.sessions import check_given, check_test_files, session, tell_ignored, tell_notices
 from dmcp.runs import SETTINGS, read_json, slug
-from dmcp.supernet import Supernet
+from dmcp.searching.bounds import BOUNDS
 from dmcp.tables import table
 from dmcp.training import TrainConfig
 
@@ -75,6 +76,8 @@ def compare(
     holdout: Held = 0.1,
     groups: o.Groups = 10,
     align: o.Align = 1,
+    smallest: o.Smallest = None,
+    largest: o.Largest = None,
     model_args: o.ModelArgs = None,
     frozen: o.Frozen = None,
     input: o.Input = "",
@@ -137,6 +140,8 @@ def compare(
         settings=read_settings(setting or (), names) | {name: {"widths": dict(kept)} for name, kept in given.items()},
         groups=groups,
         align=align,
+        smallest=o.read_bound("smallest", smallest or ()),
+        largest=o.read_bound("largest", largest or ()),
         holdout=holdout,
         scratch=scratch,
         fine_tune_epochs=max(1, 2 * epochs // 3) if fine_tune_epochs is None else fine_tune_epochs,
@@ -149,6 +154,7 @@ def compare(
     folder = Path(out or f"runs/{slug(f'compare {job.model} {Path(job.data).name}')}")  # the same one each time
     it = replace(it, only=fitting_budgets(it, given, opened))
     check_facts(it.job, folder, opened)
+    tell_notices(opened)
     if dry_run:
         _list(it, folder, as_json)
         return
@@ -211,6 +217,9 @@ def _check_settings(it: Comparison) -> None:
     for name in it.settings:
         if name not in used:
             raise DmcpError(f"--set: {name} is not among the methods that are compared: add it, or leave this out.")
+    for name in BOUNDS:  # of two for one method one would be ignored
+        if getattr(it, name) and name in it.settings.get("dmcp", {}).get("more", {}):
+            raise DmcpError(f"--{name} is for all methods: leave {name!r} out of --set dmcp.more.")
 
 
 def _check_trained(it: Comparison) -> None:
@@ -240,11 +249,11 @@ def check_job(it: Comparison, opened: Opened) -> None:
     check_test_files(opened, it.job, skips=False)
     rest, _ = split(opened.data.train, it.holdout)
     make_loader(rest, it.job.batch, train=True)  # refuses a batch that is larger
-    floor = Supernet(opened.model, opened.graph, it.groups, it.align).floor
+    ends = ends_of(opened.model, opened.graph, it.groups, it.align, it.smallest, it.largest)
     known: list[Budget] = []
     for text in it.budgets:
         budget = parse(text, opened.graph)
-        check_reachable(budget, opened.graph, floor)
+        check_reachable(budget, opened.graph, *ends)
         if same := [other.text for other in known if {*other.limits} == {*budget.limits}]:
             raise DmcpError(f"--budget: {text} is the same as {same[0]}: leave one of them out.")
         known.append(budget)

@@ -26,7 +26,7 @@ from dmcp.running.recipes import Recipe
 from dmcp.running.recipes import find as find_recipe
 from dmcp.running.recipes import names as recipe_names
 from dmcp.runs import SETTINGS, read_json
-from dmcp.searching.bounds import Bound
+from dmcp.searching.bounds import BOUNDS, Bound
 from dmcp.searching.searches import SearchConfig
 from dmcp.training import TrainConfig
 
@@ -119,6 +119,13 @@ Teacher = Annotated[
     typer.Option(
         help="Trained network to learn from: given (that of --weights), or a file of its weights; default with "
         "--retrain teacher: the unpruned network, trained first."
+    ),
+]
+TeacherModel = Annotated[
+    str,
+    typer.Option(
+        help="Network of the teacher's weights, named like --model, if it is another one: --teacher-model "
+        "cifar:resnet56 --teacher FILE."
     ),
 ]
 TeacherShare = Annotated[
@@ -262,7 +269,7 @@ def _resumed(command: str, options: Mapping[str, Any], given: set[str]) -> Plan:
     ]
     if changed:
         raise DmcpError(f"{folder} goes on with the settings it began with, leave these out: {'; '.join(changed)}.")
-    check_names(folder, plan.job, "model", "data", "weights", "teacher")
+    check_names(folder, plan.job, "model", "data", "weights", "teacher", "teacher_model")
     if options["workers"] is not None:  # how files are read changes no result
         plan = replace(plan, job=replace(plan.job, workers=options["workers"]))
     if "corrupt" in given:
@@ -290,7 +297,7 @@ def _search_config(options: Mapping[str, Any], given: set[str], recipe: Recipe |
     warmup = options["warmup"] if options["warmup"] is not None else 0.0 if ready else 0.5
     lr = options["search_lr"]
     wanted = {name: options[name] for name in ("budget", "groups", "align", "weight_decay", "label_smoothing", "seed")}
-    wanted |= {name: _bound(name, options[name] or ()) for name in ("smallest", "largest")}
+    wanted |= {name: read_bound(name, options[name] or ()) for name in BOUNDS}
     wanted |= {"epochs": options["search_epochs"], "warmup": warmup, "sort": ready, "lr": lr, "min_lr": lr / 10}
     if recipe is None:
         return SearchConfig(**wanted)
@@ -299,7 +306,7 @@ def _search_config(options: Mapping[str, Any], given: set[str], recipe: Recipe |
     return replace(recipe.search, **{name: value for name, value in wanted.items() if name in changed})
 
 
-def _bound(word: str, texts: Iterable[str]) -> Bound:
+def read_bound(word: str, texts: Iterable[str]) -> Bound:
     """8 and layer1=12 as the settings of a search have them."""
     numbers: dict[str, int] = {}
     for text in texts:
@@ -350,6 +357,8 @@ def _check_teacher(command: str, options: Mapping[str, Any]) -> None:
             "--teacher given: that is the network of --weights, and there is none: add --weights FILE, or name a file "
             "of the teacher's weights."
         )
+    if options["teacher_model"] and named in ("", GIVEN):
+        raise DmcpError("--teacher-model: it must be trained already: add --teacher FILE, the file of its weights.")
     typed = [
         f"--{name.replace('_', '-')}" for name in ("teacher_share", "teacher_temperature") if options[name] is not None
     ]
@@ -393,7 +402,7 @@ def check_names(run: Path, job: Job, *needed: str) -> None:
 def _looked_for(kind: str, name: str) -> tuple[str, tuple[str, ...]]:
     """What a name of a run means, in words, and the files or folders that may be it; none if it is no such name."""
     library, colon, _ = name.partition(":")
-    if kind == "model":
+    if kind.endswith("model"):
         own = colon and library != "timm" and library not in cifar_nets.NETS
         top = library.partition(".")[0]
         return f"module {top}", (f"{top}.py", top) if own and top else ()
@@ -405,7 +414,7 @@ def _looked_for(kind: str, name: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _is_here(kind: str, files: tuple[str, ...]) -> bool:
-    if kind != "model":
+    if not kind.endswith("model"):
         return any(Path(name).exists() for name in files)
     with contextlib.suppress(ValueError):  # of a module that is half imported
         return importlib.util.find_spec(files[-1]) is not None

@@ -34,7 +34,7 @@ from dmcp.paper.page import make_page
 from dmcp.paper.records import check_recordable, is_recordable, lost_from, read_recorded, unrecorded
 from dmcp.paper.tasks import needed_by, study_tasks
 from dmcp.running.jobs import Job, open_job
-from dmcp.running.sessions import say, tell_ignored
+from dmcp.running.sessions import say, tell_ignored, tell_notices
 from dmcp.runs import Run, read_json
 from dmcp.searching.searches import SearchConfig
 from dmcp.tables import counted, table
@@ -141,7 +141,7 @@ def paper(
         fine_tune_epochs=epochs // 3,  # none of ours does; as in the comparison whose cells these may be
     )
     folder = Path(out)
-    study = _open(it, tuple(wider or ["width=24"]), wanted, folder)
+    study = _open(it, tuple(wider or ["width=24"]), wanted, folder, tells=not gather)
     tasks = study_tasks(study, wanted)
     check_replaced(study, wanted, Path(results))
     known = {name: read_recorded(study, name, Path(results)) for name in wanted} if recorded else {}
@@ -175,17 +175,19 @@ def _search_settings(epochs: int, alpha_lr: float) -> dict[str, dict[str, Any]]:
     return {"dmcp": own} if own else {}
 
 
-def _open(it: Comparison, wider: tuple[str, ...], names: Sequence[str], folder: Path) -> Study:
-    """The study, with what its cells would refuse refused now."""
-    opened = open_job(replace(it.job, device="cpu"))
+def _open(it: Comparison, wider: tuple[str, ...], names: Sequence[str], folder: Path, tells: bool) -> Study:
+    """The study, with what its cells would refuse refused now; tells: whether what may not be known is said."""
+    opened = wide = open_job(replace(it.job, device="cpu"))
     check_job(it, opened)
     check_facts(it.job, folder, opened)
     if EXPLAIN in names:
         check_job(replace(it, budgets=ENDS), opened)
     if {*WIDER} & {*names}:
-        wide = open_job(replace(it.job, device="cpu", model_args=(*it.job.model_args, *wider))).graph
-        if wide.macs() <= opened.graph.macs():
+        wide = open_job(replace(it.job, device="cpu", model_args=(*it.job.model_args, *wider)))
+        if wide.graph.macs() <= opened.graph.macs():
             raise DmcpError(f"--wider: with {', '.join(wider)} the network is not wider than without.")
+    if tells:
+        tell_notices(opened, wide)
     return Study(common=it, graph=opened.graph, wider=wider)
 
 

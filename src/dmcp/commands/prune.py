@@ -31,7 +31,7 @@ from dmcp.folders import FolderSet, finds_all
 from dmcp.measuring import compare
 from dmcp.pruning import OURS, UNPRUNED
 from dmcp.retraining import Retrain, origin, train_all
-from dmcp.rows import AS_GIVEN, markdown, table
+from dmcp.rows import AS_GIVEN, Row, markdown, table
 from dmcp.running import seeds as several
 from dmcp.running.children import following_parent
 from dmcp.running.forecast import forecast, peak_bytes
@@ -70,6 +70,7 @@ def prune(
     seeds: o.Seeds = 1,
     retrain: o.RetrainKind = None,
     teacher: o.Teacher = "",
+    teacher_model: o.TeacherModel = "",
     teacher_share: o.TeacherShare = None,
     teacher_temperature: o.TeacherTemperature = None,
     controls: o.Controls = False,
@@ -261,6 +262,7 @@ def train(
     seed: o.Seed = 0,
     retrain: o.RetrainKind = None,
     teacher: o.Teacher = "",
+    teacher_model: o.TeacherModel = "",
     teacher_share: o.TeacherShare = None,
     teacher_temperature: o.TeacherTemperature = None,
     weights: o.Weights = "",
@@ -306,9 +308,10 @@ def train(
         settings, way = (plan.train, plan.retrain, None), (here.on_event, plan.engine, here.keep)
         guide = opened.teacher
         before = pruning.trained_before(opened.model, plan.retrain, not opened.new_head, guide, guide)
+        worth = None
         if guide is not None:
             rival = None if guide is opened.model else before.get(AS_GIVEN)
-            pruning.weigh_teacher(guide, rival, opened.data.classes, opened.loaders.test)
+            worth = pruning.weigh_teacher(guide, rival, opened.data.classes, opened.loaders.test)
         trained = train_all(start, graph, wanted, opened.loaders.retrain, *settings, *way, teacher=guide)
         example = next(iter(opened.loaders.retrain))[0]
         rows = compare(before | trained, graph, wanted, opened.loaders.test, example, on_event=here.on_event)
@@ -318,7 +321,7 @@ def train(
         save(trained[next(iter(wanted))], kept, here.run.folder)
         troubles = here.run.troubles(wanted)
         listed = (f"- **{trouble}**" for trouble in (*troubles, *here.describe_replaced(replaced)))
-        taught = _taught(plan, opened)
+        taught = _taught(plan, opened, worth)
         here.run.write(REPORT, "\n".join([f"# {plan.job.model}", "", *markdown(rows, graph, taught), *listed, ""]))
         here.run.close()
     tell_replaced(replaced)
@@ -336,10 +339,10 @@ def _folder(plan: Plan, out: str, resume: str) -> Path:
     return Path(resume or out or free_folder(slug(f"{plan.job.model} {Path(plan.job.data).name} {plan.command}")))
 
 
-def _taught(plan: Plan, opened: Opened) -> str:
+def _taught(plan: Plan, opened: Opened, worth: Row | None) -> str:
     """Whom the network of `train` has learnt from, in words; empty if from nobody, as the unpruned one alone."""
     assert plan.train is not None
-    who = pruning.who_teaches(plan.retrain, opened.teacher, opened.model)
+    who = pruning.who_teaches(plan.retrain, opened.teacher, opened.model, worth)
     if not who or not (opened.teacher or plan.widths):
         return ""
     how = (plan.train.teacher_share, plan.train.teacher_temperature)
@@ -420,7 +423,8 @@ def _forecast(plan: Plan, as_json: bool) -> None:
     print(f"{'in all':<16}{steps:>8} steps  {clock(seconds):>12}, {memory / 2**30:.1f} GiB on {device}")
     if who := pruning.who_teaches(plan.retrain, opened.teacher, opened.model):
         name = plan.job.teacher if plan.job.teacher not in ("", GIVEN) else who
-        print(f"\nteacher: {name}; what it takes to ask it is in these times")
+        took = ", as if it were the unpruned network" if plan.job.teacher_model else ""
+        print(f"\nteacher: {name}; what it takes to ask it is in these times{took}")
     if isinstance(opened.data.train, FolderSet):
         print(f"\nFew files were decoded.{finds_all(opened.data.train.root)}")
     print("\nNothing was trained or written.")

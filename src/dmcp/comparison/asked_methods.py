@@ -15,11 +15,10 @@ from dmcp.comparison.comparing import Comparison, check_method
 from dmcp.errors import DmcpError, FileError, TrainingError, WidthsError
 from dmcp.files import MOST_JSON, parse_json, read_bytes
 from dmcp.methods import GIVEN, METHODS, PEERS, find_method, title
-from dmcp.methods.problem import Choice, Problem
+from dmcp.methods.problem import Choice, Problem, ends_of
 from dmcp.running.jobs import Opened, argument
 from dmcp.runs import from_plain
 from dmcp.spaces import Widths
-from dmcp.supernet import Supernet
 
 
 def read_names(methods: str) -> list[str]:
@@ -114,7 +113,7 @@ def fitting_budgets(
 ) -> dict[str, tuple[str, ...]]:
     """Of each of the given widths the budgets that they use, as all choices must; at least one."""
     found: dict[str, tuple[str, ...]] = {}
-    floor = Supernet(opened.model, opened.graph, it.groups, it.align).floor
+    floor, ceiling = ends_of(opened.model, opened.graph, it.groups, it.align, it.smallest, it.largest)
     for name, kept in given.items():
         try:
             widths, reasons = opened.graph.widths(kept), list[str]()
@@ -129,6 +128,7 @@ def fitting_budgets(
                 budget=parse(text, opened.graph),
                 recipe=it.train,
                 floor=floor,
+                ceiling=ceiling,
                 align=it.align,
             )
             try:

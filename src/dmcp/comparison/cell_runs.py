@@ -21,10 +21,11 @@ from dmcp.comparison.cells import BASE, COPY, RECOVER
 from dmcp.comparison.comparing import Comparison, Task, tasks
 from dmcp.errors import DmcpError, FileError
 from dmcp.locks import Lock
-from dmcp.methods import Own, find_method, own_code, title
+from dmcp.methods import Own, find_method, own_code
 from dmcp.reports.listing import is_run
 from dmcp.running.children import COMMAND, Command, Ended, kept_signals, run_side_by_side
 from dmcp.running.jobs import Job, Opened
+from dmcp.running.operations import are_others
 from dmcp.running.plans import FACTS, Plan, code_digest, facts_of, plan_from_json
 from dmcp.runs import SETTINGS, Run, read_json
 
@@ -143,13 +144,15 @@ def check_begun(wanted: Sequence[Task], folder: Path) -> None:
 def _check_code(wanted: Sequence[Task], folder: Path) -> None:
     """Refuse to add to the cells of somebody's own method what its code of today would make, if it was another then."""
     now = {name: own_code(name) for name in {task.plan.cell.method for task in wanted if task.plan.cell}}
-    for _, name, (method, _) in _begun(folder):
+    begun = [(name, method) for _, name, (method, _) in _begun(folder)]
+    for name, method in begun:
         before = code_that_made(folder / name)
         if before and now.get(method, before) != before:
             word = "made" if is_done(folder / name) else "begun"
+            cells = shlex.join(str(folder / one) for one, other in begun if other == method)
             raise FileError(
-                f"{folder / name} was {word} by {method} before its file was changed: remove the cells "
-                f"of this method ({folder / title(method)}-*) and they are made again, or give --out another folder."
+                f"{folder / name} was {word} by {method} before its file was changed: remove the cells of this method "
+                f"(rm -r {cells}) and they are made again, or give --out another folder."
             )
 
 
@@ -172,7 +175,9 @@ def check_facts(job: Job, folder: Path, opened: Opened) -> None:
 def other_fact(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """What two runs do not have in common, the network or the data; empty if they have both, as far as is known."""
     differing = [name for name in FACTS if name in one and name in other and one[name] != other[name]]
-    return "" if not differing else "data" if differing == ["data"] else "network"
+    if not differing:
+        return "network" if are_others(one, other) else ""
+    return "data" if differing == ["data"] else "network"
 
 
 def row_of(name: str, seed: int) -> str:

@@ -37,7 +37,7 @@ from dmcp.errors import StoppedError, TrainingError
 from dmcp.events import Event
 from dmcp.measuring import compare
 from dmcp.methods import Method, Own, Start, blamed, find_method, is_imported, own_code, prepare, settle, title
-from dmcp.methods.problem import Choice, Prepared, Problem, Told, samples_of
+from dmcp.methods.problem import Choice, Prepared, Problem, Told, ends_of, samples_of
 from dmcp.pruning import UNPRUNED
 from dmcp.retraining import Retrain, padding, train_all
 from dmcp.running.plans import Cell
@@ -46,7 +46,6 @@ from dmcp.runs import PREPARED, load_search, read_json
 from dmcp.saving import save
 from dmcp.searching.searches import SearchRecord, SearchResult
 from dmcp.spaces import Widths
-from dmcp.supernet import Supernet
 from dmcp.training import Distillation, StepRecord, TrainConfig
 
 # what a cell may do besides what a method does
@@ -132,17 +131,21 @@ def _problem(here: Session, data: _Data, method: Method) -> Problem:
     plan, opened = here.plan, here.opened
     assert plan.search is not None and plan.train is not None
     graph = opened.graph
-    groups, align = plan.search.groups, plan.search.align
+    search = plan.search
+    floor, ceiling = ends_of(opened.model, graph, search.groups, search.align, search.smallest, search.largest)
+    # what serves all budgets is made for none: that of its plan is the whole network, which bounds may not reach
+    whole = bool(ceiling and plan.cell and plan.cell.prepares)
     learns = bool(plan.cell and plan.cell.settings.get("hold_out"))  # by held-out images, beside choosing by them
     return Problem(
         model=opened.model,
         graph=graph,
         loader=data.rest if method.holds_out or learns else data.everything,
         held=data.mixed if learns else data.held,
-        budget=parse(plan.search.budget, graph),
+        budget=parse(graph.macs(ceiling) if whole else search.budget, graph),
         recipe=plan.train,
-        floor=Supernet(opened.model, graph, groups, align).floor,
-        align=align,
+        floor=floor,
+        ceiling=ceiling,
+        align=search.align,
         seed=plan.job.seed,
         engine=plan.engine,
         keep=lambda stage: here.keep(_stage(stage, here)),

@@ -15,6 +15,7 @@ from dmcp.methods import METHODS, PEERS, Own, Start, find_method, title
 from dmcp.pruning import UNPRUNED
 from dmcp.running.jobs import Job
 from dmcp.running.plans import Cell, Plan
+from dmcp.searching.bounds import Bound
 from dmcp.searching.searches import SearchConfig
 from dmcp.training import TrainConfig
 
@@ -34,6 +35,8 @@ class Comparison:
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of some methods, by name
     groups: int = 10  # each space keeps at least a group
     align: int = 1  # widths are multiples of this
+    smallest: Bound = field(default_factory=dict)  # least channels, as SearchConfig has them
+    largest: Bound = field(default_factory=dict)  # and most
     holdout: float = 0.1  # share of the training images that methods choose by; in the final training they are back
     scratch: bool = True  # whether the chosen networks are trained from scratch
     fine_tune_epochs: int = 0  # of methods that fine-tune; 0: not done
@@ -156,7 +159,9 @@ def plan_cell(it: Comparison, seed: int, cell: Cell, budget: str = "100%") -> Pl
         command="cell",
         job=replace(it.job, seed=seed),
         engine=it.engine,
-        search=SearchConfig(budget=budget, groups=it.groups, align=it.align, seed=seed),
+        search=SearchConfig(
+            budget=budget, groups=it.groups, align=it.align, smallest=it.smallest, largest=it.largest, seed=seed
+        ),
         train=replace(it.train, seed=seed),
         cell=whole,
     )

@@ -25,6 +25,7 @@ from dmcp.running.jobs import Opened
 from dmcp.running.plans import Cell, Plan, plan_from_json
 from dmcp.runs import SETTINGS, read_json
 from dmcp.saving import load
+from dmcp.searching.bounds import BOUNDS
 from dmcp.tables import between, points, spread, table
 
 TABLE, PAGE, FIGURE = "compare.json", "compare.md", "compare.svg"
@@ -351,8 +352,18 @@ def describe(it: Stored) -> str:
     return (
         f"{name} on {Path(plan.job.data).name}: {_epochs(train.epochs)}, batch {plan.job.batch}, learning rate "
         f"{train.lr:g}{rate}, weight decay {train.weight_decay:g}; {cell.holdout:.0%} of the training images held out; "
-        f"fine-tuning {_epochs(cell.fine_tune_epochs)}; seeds {', '.join(map(str, it.seeds))}."
+        f"fine-tuning {_epochs(cell.fine_tune_epochs)}; {_bounds(plan)}seeds {', '.join(map(str, it.seeds))}."
     )
+
+
+def _bounds(plan: Plan) -> str:
+    """The least and the most channels that were asked for, in words; empty if none were."""
+    parts = []
+    for word, name in zip(("at least", "at most"), BOUNDS, strict=True):
+        bound = getattr(plan.search, name)
+        numbers = bound if isinstance(bound, Mapping) else {"": bound}
+        parts += [f"{word} {number} channels{f' in {place}' if place else ''}" for place, number in numbers.items()]
+    return f"{', '.join(parts)}; " if parts else ""
 
 
 def settings_of(it: Stored, folder: Path) -> dict[str, Any]:
@@ -366,6 +377,7 @@ def settings_of(it: Stored, folder: Path) -> dict[str, Any]:
         "train": kind["train"],
         "groups": kind["search"]["groups"],
         "align": kind["search"]["align"],
+        **{name: bound for name in BOUNDS if (bound := kind["search"].get(name))},
         **kind["cell"],
         "set": {name: values for name, values in sorted(own.items()) if values},
         "budgets": [*dict.fromkeys(budget for _, budget in it.rows)],

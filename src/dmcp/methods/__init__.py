@@ -39,7 +39,7 @@ from dmcp.methods import (
 )
 from dmcp.methods.problem import FILLED, Choice, Prepared, Problem
 from dmcp.nets import imported
-from dmcp.sampling import Options, fit
+from dmcp.sampling import fit
 
 GIVEN = "="  # begins the name of widths that somebody gives
 
@@ -230,6 +230,8 @@ def settle(name: str, method: Method, problem: Problem, choice: Any) -> Choice:
             raise TrainingError(f"{name} keeps {number} channels of {space.name}, but its width is {width}.")
         if width < problem.floor[space.name]:
             raise TrainingError(f"{name} keeps {width} channels of {space.name}: problem.floor is the least.")
+        if width > problem.most[space.name]:
+            raise TrainingError(f"{name} keeps {width} channels of {space.name}: problem.most is the most.")
     return replace(choice, widths=widths)
 
 
@@ -238,6 +240,5 @@ def _filled(problem: Problem, choice: Choice) -> Choice:
     graph, wish = problem.graph, choice.widths.tensor()
     if spent_shares(problem.budget, graph, wish[None]).max().item() > 1:  # the check refuses it
         return choice
-    options = Options(graph, problem.floor.tensor(), graph.full.tensor(), problem.align)
-    widths = fit(graph, problem.budget, wish.double(), options, FILLED)
+    widths = fit(graph, problem.budget, wish.double(), problem.options, FILLED)
     return replace(choice, widths=widths, kept=widths)

@@ -135,6 +135,7 @@ class _Course:
     options: Options
     tolerance: float  # share of the budget that every walk uses at least
     full: Tensor  # (S,)
+    most: Tensor  # that may be chosen. (S,)
     least: Tensor  # (S,)
     fixed: Tensor  # features that no choice changes. (S, F)
 
@@ -142,13 +143,14 @@ class _Course:
     def of(problem: Problem) -> _Course:
         """BudgetError if the budget cannot be reached."""
         graph, full = problem.graph, problem.graph.full.tensor()
-        options = Options(graph, problem.floor.tensor(), full, problem.align)
+        options = problem.options
         least = options.widths(torch.zeros_like(full))
-        check_reachable(problem.budget, graph, graph.widths(least))
+        check_reachable(problem.budget, graph, graph.widths(least), problem.ceiling)
         # where widths are so coarse that none uses the budget to the tolerance, asking for it leaves one structure only
         near = fit(graph, problem.budget, full.double(), options, FILLED).tensor()
         reached = spent_shares(problem.budget, graph, near[None]).max().item()
-        return _Course(graph, problem.budget, options, min(FILLED, reached), full, least, _features(graph))
+        bounds = (problem.most.tensor(), least)
+        return _Course(graph, problem.budget, options, min(FILLED, reached), full, *bounds, _features(graph))
 
     def walk(self, agent: Agent, noise: float) -> Tensor:
         """Widths inside the budget, of which they use the binding limit to the tolerance. -> (S,)"""
@@ -174,7 +176,7 @@ class _Course:
     def states(self, widths: Tensor, steps: Tensor) -> Tensor:
         """What the agent sees at some steps of the walk to these widths. (S,), (T,) -> (T, F)"""
         known = torch.arange(len(widths)) < steps[:, None]  # (T, S)
-        wide, narrow = torch.where(known, widths, self.full), torch.where(known, widths, self.least)
+        wide, narrow = torch.where(known, widths, self.most), torch.where(known, widths, self.least)
         most, least, unpruned = self._spent(wide), self._spent(narrow), self._spent(self.full[None])
         before = torch.cat([torch.ones(1), widths / self.full])[steps]  # the last action
         changing = torch.stack([1 - most / unpruned, (most - least) / unpruned, before], dim=1)  # reduced, rest, last

@@ -31,7 +31,7 @@ from dmcp.losses import classification_loss
 from dmcp.methods.judging import batch_statistics, held_batches
 from dmcp.methods.problem import FILLED, Choice, Prepared, Problem, samples_of
 from dmcp.ranks import current, mean_values
-from dmcp.sampling import Options, fit
+from dmcp.sampling import fit
 from dmcp.searching.sandwich import Draw, chains
 from dmcp.searching.search import search
 from dmcp.searching.searches import SearchConfig, SearchRecord
@@ -87,12 +87,12 @@ def find(problem: Problem, config: AutoSlimConfig, state: Mapping[str, Tensor] |
         raise TrainingError("AutoSlim narrows a network that was trained for it: give state=prepare(...).state.")
     graph = problem.graph
     net = Supernet(problem.model, graph, config.groups, problem.align)
-    borders = chains(net, smallest=problem.floor, align=problem.align).sizes.cumsum(dim=1).cpu()  # (S, G)
-    check_reachable(problem.budget, graph, graph.widths(borders[:, 0]))
+    path = chains(net, smallest=problem.floor, largest=problem.most, align=problem.align)
+    borders = path.sizes.cumsum(dim=1).cpu()  # (S, G)
+    check_reachable(problem.budget, graph, graph.widths(borders[:, 0]), problem.ceiling)
     _load(net.model, state)
     slimmed, passes = _slim(net, borders, problem, config)
-    options = Options(graph, problem.floor.tensor(), graph.full.tensor(), problem.align)
-    widths = fit(graph, problem.budget, slimmed.double(), options, FILLED)
+    widths = fit(graph, problem.budget, slimmed.double(), problem.options, FILLED)
     return Choice(widths=widths, kept=widths, model=net.model, sample_passes=passes)
 
 
@@ -105,7 +105,7 @@ def _slim(net: Supernet, borders: Tensor, problem: Problem, config: AutoSlimConf
     settled = (problem.engine or Engine()).settled(device_of(net), plain=problem.loss is None)
     with batch_statistics(net), settled.running(net.model):
         losses, samples = _judge(net, problem, config, settled)
-        widths, runs = problem.graph.full.tensor(), 0
+        widths, runs = problem.most.tensor(), 0
         shares = spent_shares(problem.budget, problem.graph, widths[None])  # (1, L)
         while shares.max() > 1:
             trials = _narrower(widths, borders)  # (C, S)
@@ -173,10 +173,12 @@ def _settings(problem: Problem, config: AutoSlimConfig, batch: int) -> SearchCon
     """A search that trains weights only, by the recipe as far as it says how."""
     recipe = problem.recipe
     return SearchConfig(
-        budget=1.0,  # any would do: the alphas stay where they are
+        # any would do that can be reached: the alphas stay where they are
+        budget=problem.graph.macs(problem.ceiling) if problem.ceiling else 1.0,
         groups=config.groups,
         align=problem.align,
         smallest=dict(problem.floor),
+        largest=dict(problem.ceiling or {}),
         epochs=config.epochs,
         warmup=1 - 1 / config.epochs,  # weights only; the search wants one epoch for its alphas, which does nothing
         warmup_draw=Draw.UNIFORM,

@@ -61,6 +61,8 @@ def find(problem: Problem, config: DmcpConfig, state: Mapping[str, Tensor] | Non
     net = Supernet(problem.model, problem.graph, settings.groups, settings.align)
     if net.floor != problem.floor and not settings.smallest:  # other groups than those of the comparison
         settings = replace(settings, smallest=dict(problem.floor))
+    if problem.ceiling and not settings.largest:
+        settings = replace(settings, largest=dict(problem.ceiling))
     if state is not None:
         net.model.load_state_dict(dict(state))
     found = search(

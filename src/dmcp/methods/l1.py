@@ -19,7 +19,6 @@ from torch import Tensor
 from dmcp.errors import TrainingError
 from dmcp.filters import magnitude, strongest
 from dmcp.methods.problem import Choice, Problem, loaded
-from dmcp.sampling import uniform
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +37,7 @@ def find(problem: Problem, config: L1Config, state: Mapping[str, Tensor] | None 
     if state is None:
         raise TrainingError("The L1 method ranks the filters of a trained network: give its state dict as state=...")
     model = loaded(problem, state)
-    widths = uniform(problem.graph, problem.budget, problem.floor, problem.align)
+    widths = problem.uniform()
     kept = {
         space.name: strongest(magnitude(model, problem.graph, space, config.power), widths[space.name])
         for space in problem.graph.spaces

@@ -38,7 +38,7 @@ from dmcp.methods.judging import batch_statistics, held_batches
 from dmcp.methods.problem import FILLED, Choice, Prepared, Problem
 from dmcp.methods.pruning_net import Grid, PruningNet, Structured
 from dmcp.ranks import current, sum_values
-from dmcp.sampling import TOLERANCE, Options, fit, uniform
+from dmcp.sampling import TOLERANCE, fit
 from dmcp.training import Distillation, train
 
 STAGE = "metapruning"
@@ -80,7 +80,7 @@ class MetaPruningConfig:
 def prepare(problem: Problem, config: MetaPruningConfig) -> Prepared:
     """Train a PruningNet on random structures: the same for all budgets."""
     net = _pruning_net(problem, config)
-    grid = Grid(problem.graph, problem.floor, problem.align, config.groups)
+    grid = Grid(problem.options, config.groups)
     loader = Structured(problem.loader, grid, problem.seed, device_of(net), whole=problem.loss is not None)
     epochs = config.epochs or problem.recipe.epochs
     warmup = min(problem.recipe.warmup_epochs, epochs)
@@ -112,8 +112,7 @@ def find(problem: Problem, config: MetaPruningConfig, state: Mapping[str, Tensor
         scores = _evolve(problem, config, judge)
     passes = len(scores) * samples * current().world
     best = torch.tensor(max(scores, key=lambda genes: scores[genes]))
-    options = Options(problem.graph, problem.floor.tensor(), problem.graph.full.tensor(), problem.align)
-    widths = fit(problem.graph, problem.budget, best.double(), options, FILLED)
+    widths = fit(problem.graph, problem.budget, best.double(), problem.options, FILLED)
     return Choice(widths=widths, kept=widths, sample_passes=prepared.sample_passes + passes)
 
 
@@ -213,8 +212,8 @@ class _Nursery:
 
     def __init__(self, problem: Problem, groups: int) -> None:
         self.graph, self.budget = problem.graph, problem.budget
-        self.grid = Grid(problem.graph, problem.floor, problem.align, groups)
-        self.uniform: Genes = tuple(uniform(problem.graph, problem.budget, problem.floor, problem.align).values())
+        self.grid = Grid(problem.options, groups)
+        self.uniform: Genes = tuple(problem.uniform().values())
         # Where no structure uses the budget to the tolerance, those count that use as much of it as this one.
         self.least = min(TOLERANCE, self._shares(torch.tensor([self.uniform])).item())
 

@@ -18,9 +18,12 @@ from dmcp.losses import Loss, Metric, check_metric, whole_of
 from dmcp.ranks import current
 from dmcp.retraining import Keep
 from dmcp.sampling import FILLED as FILLED  # which methods have from here
-from dmcp.sampling import TOLERANCE, uniform
-from dmcp.searching.searches import SearchRecord, SearchResult
+from dmcp.sampling import TOLERANCE, Options, uniform
+from dmcp.searching.bounds import Bound
+from dmcp.searching.sandwich import chains
+from dmcp.searching.searches import SearchRecord, SearchResult, extremes
 from dmcp.spaces import Widths
+from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph, Kept
 from dmcp.training import StepRecord, TrainConfig
 
@@ -51,6 +54,7 @@ class Problem:
     budget: Budget
     recipe: TrainConfig  # how networks are trained here; a method that trains takes its settings from it
     floor: Widths  # the least that a method may choose
+    ceiling: Widths | None = None  # the most; None: whole spaces
     align: int = 1  # widths are multiples of this
     seed: int = 0  # of everything random in a method
     loss: Loss | None = None  # classification, unless given
@@ -60,10 +64,35 @@ class Problem:
     tell: Tell = silent
 
     def __post_init__(self) -> None:
-        check_reachable(self.budget, self.graph, self.floor)
+        check_reachable(self.budget, self.graph, self.floor, self.ceiling)
         check_metric(self.metric, current())
         if self.metric is not None and whole_of(self.metric) is not None:
             check_parts(self.held, current())
+
+    @property
+    def most(self) -> Widths:
+        """The widest structure that a method may choose."""
+        return self.ceiling or self.graph.full
+
+    @property
+    def options(self) -> Options:
+        """The widths that a method may choose."""
+        return Options(self.graph, self.floor.tensor(), self.most.tensor(), self.align)
+
+    def uniform(self) -> Widths:
+        """One ratio for all spaces, as far as their least and most widths allow it."""
+        return uniform(self.graph, self.budget, self.floor, self.align, ceiling=self.ceiling)
+
+
+def ends_of(
+    model: nn.Module, graph: ChannelGraph, groups: int, align: int, smallest: Bound, largest: Bound
+) -> tuple[Widths, Widths | None]:
+    """The floor and the ceiling of a Problem, by what people have asked for; WidthsError where that cannot be."""
+    net = Supernet(model, graph, groups, align)
+    if not smallest and not largest:
+        return net.floor, None
+    floor, ceiling = extremes(graph, chains(net, smallest=smallest, largest=largest, align=align).sizes)
+    return floor, ceiling if largest else None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,18 +113,22 @@ class Choice:
     sample_passes: int = 0  # samples run through a network for this choice, each sub-network counted, without `prepare`
 
     def check(self, problem: Problem, tolerance: float = TOLERANCE) -> None:
-        """BudgetError if the widths are outside the budget, below the floor, or leave too much of the budget unused.
+        """BudgetError if the widths are outside the budget or their bounds, or leave too much of the budget unused.
 
         Too much is more than the tolerance allows, unless the network is too coarse to use more.
         """
         graph, widths = problem.graph, self.widths.tensor()
         share = spent_shares(problem.budget, graph, widths[None]).max().item()
-        full = uniform(graph, problem.budget, problem.floor, problem.align).tensor()
+        full = problem.uniform().tensor()
         reached = spent_shares(problem.budget, graph, full[None]).max().item()
         if not min(tolerance, reached) <= share <= 1:
             raise BudgetError(f"The method chose widths that cost {share:.1%} of the budget {problem.budget.text!r}.")
-        if (widths < problem.floor.tensor()).any():
-            raise BudgetError("The method chose widths below the floor: please report this.")
+        for name, width in self.widths.items():
+            if not problem.floor[name] <= width <= problem.most[name]:
+                raise BudgetError(
+                    f"The method chose widths that keep {width} channels of {name}, of which {problem.floor[name]} to "
+                    f"{problem.most[name]} are allowed."
+                )
 
 
 def loaded(problem: Problem, state: Mapping[str, Tensor]) -> nn.Module:

@@ -21,7 +21,6 @@ from dmcp.batches import Loader, batches_from, device_of, generator, input_of, l
 from dmcp.errors import TrainingError
 from dmcp.sampling import Options
 from dmcp.slicing import unwrap
-from dmcp.spaces import Widths
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 
@@ -94,10 +93,10 @@ def spaces_of(model: nn.Module, graph: ChannelGraph) -> dict[str, list[int]]:
 
 
 class Grid:
-    """Widths to draw structures from: so many for each space, evenly from the floor to the full size."""
+    """Widths to draw structures from: so many for each space, evenly from the least to the most."""
 
-    def __init__(self, graph: ChannelGraph, floor: Widths, align: int, groups: int) -> None:
-        self.options = Options(graph, floor.tensor(), graph.full.tensor(), align)  # all that are allowed
+    def __init__(self, options: Options, groups: int) -> None:
+        self.options = options  # all that are allowed
         self.counts = (self.options.last + 1).clamp(max=groups)  # (S,)
         steps = torch.arange(groups)[:, None].minimum(self.counts - 1) / (self.counts - 1).clamp(min=1)
         self.table = self.options.widths((steps * self.options.last).round().long()).T.contiguous()  # (S, groups)

@@ -22,5 +22,6 @@ class RandomConfig:
 def find(problem: Problem, config: RandomConfig, state: Mapping[str, Tensor] | None = None) -> Choice:
     """The first of many drawn structures that uses the budget; no data is seen."""
     draw = generator(problem.seed, _DRAW)
-    widths = random_widths(problem.graph, problem.budget, draw, problem.floor, problem.align, FILLED)
+    bounds = (problem.floor, problem.align, FILLED, problem.ceiling)
+    widths = random_widths(problem.graph, problem.budget, draw, *bounds)
     return Choice(widths=widths, kept=widths)

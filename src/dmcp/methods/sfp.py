@@ -38,7 +38,6 @@ from dmcp.calibration import recalibrate
 from dmcp.errors import TrainingError
 from dmcp.filters import Place, magnitude, placed, scaled, strongest, vectors, written
 from dmcp.methods.problem import Choice, Problem, loaded, samples_of
-from dmcp.sampling import uniform
 from dmcp.spaces import Widths
 from dmcp.training import train
 
@@ -80,7 +79,7 @@ def prune_softly(
     """Train a copy of the model, and every so many epochs zero the filters of the channels that are worth least."""
     model = copy.deepcopy(problem.model) if state is None else loaded(problem, state)
     graph, epochs = problem.graph, problem.recipe.epochs
-    widths = uniform(graph, problem.budget, problem.floor, problem.align)
+    widths = problem.uniform()
     narrowed = [space for space in graph.spaces if widths[space.name] < space.size]
     filters = {space.name: places for space in narrowed if (places := written(model, graph, space))}
     normed = [place for space in narrowed if scaled(model, graph, space) for place in filters.get(space.name, ())]

@@ -32,7 +32,7 @@ from dmcp.filters import Place, scaled, strongest, vectors
 from dmcp.losses import Loss, classification_loss
 from dmcp.methods.problem import FILLED, Choice, Prepared, Problem, loaded, samples_of
 from dmcp.ranks import current
-from dmcp.sampling import Options, fit
+from dmcp.sampling import fit
 from dmcp.training import train
 
 STAGE = "slimming"  # what the progress of the training is told as
@@ -72,20 +72,19 @@ def find(problem: Problem, config: SlimmingConfig, state: Mapping[str, Tensor] |
         raise TrainingError("Slimming needs a network that was trained for it: give state=prepare(...).state.")
     graph, model = problem.graph, loaded(problem, state)
     scores = [vectors(model, places).abs().mean(dim=1) for places in _scales(model, problem)]
-    options = Options(graph, problem.floor.tensor(), graph.full.tensor(), problem.align)
-    widths = fit(graph, problem.budget, _above_threshold(problem, scores).double(), options, FILLED)
+    widths = fit(graph, problem.budget, _above_threshold(problem, scores).double(), problem.options, FILLED)
     kept = {space.name: strongest(score, widths[space.name]) for space, score in zip(graph.spaces, scores, strict=True)}
     return Choice(widths=widths, kept=kept, model=model)
 
 
 def _above_threshold(problem: Problem, scores: list[Tensor]) -> Tensor:
-    """Channels of each space above the smallest threshold that is inside the budget, floors kept. -> (S,)"""
-    floor = problem.floor.tensor()
-    check_reachable(problem.budget, problem.graph, problem.floor)
+    """Channels of each space above the smallest threshold that is inside the budget, bounds kept. -> (S,)"""
+    floor, most = problem.floor.tensor(), problem.most.tensor()
+    check_reachable(problem.budget, problem.graph, problem.floor, problem.ceiling)
     bars = torch.cat([torch.tensor([-1.0]), *scores]).sort().values  # the first keeps all, the last none
 
     def widths(bar: Tensor) -> Tensor:
-        return torch.stack([(score > bar).sum() for score in scores]).maximum(floor)
+        return torch.stack([(score > bar).sum() for score in scores]).maximum(floor).minimum(most)
 
     low, high = 0, len(bars) - 1  # the smallest bar that is inside lies between them
     while low < high:

@@ -28,7 +28,7 @@ from dmcp.budget import check_reachable, spent_shares
 from dmcp.errors import DataError, DmcpError, TrainingError
 from dmcp.filters import magnitude, written
 from dmcp.methods.problem import FILLED, Choice, Problem
-from dmcp.sampling import Options, fit
+from dmcp.sampling import fit
 from dmcp.slicing import unwrap
 from dmcp.tracing.graph import ChannelGraph
 
@@ -58,7 +58,7 @@ class TorchPruningConfig:
 def find(problem: Problem, config: TorchPruningConfig, state: Mapping[str, Tensor] | None = None) -> Choice:
     """Prune a trained network: `state` is its state dict (None: the model is trained already)."""
     package, graph, full = _package(), problem.graph, problem.graph.full.tensor()
-    check_reachable(problem.budget, graph, problem.floor)
+    check_reachable(problem.budget, graph, problem.floor, problem.ceiling)
     model = _trained(problem.model, state)
     example = _example(problem)
     pruned = copy.deepcopy(model).cpu().float().eval().requires_grad_(True)  # its tracing follows gradients
@@ -74,8 +74,7 @@ def find(problem: Problem, config: TorchPruningConfig, state: Mapping[str, Tenso
             break
     if torch.equal(after, full):
         raise TrainingError("torch-pruning finds no channels that it can prune in this network: use another method.")
-    options = Options(graph, problem.floor.tensor(), full, problem.align)
-    widths = fit(graph, problem.budget, _part_of_step(problem, before, after), options, FILLED)
+    widths = fit(graph, problem.budget, _part_of_step(problem, before, after), problem.options, FILLED)
     kept = {name: ledger.strongest(name, width) for name, width in widths.items()}
     return Choice(widths=widths, kept=kept, model=model, sample_passes=size_of((example,)))
 

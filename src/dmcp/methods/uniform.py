@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dmcp import sampling
 from dmcp.methods.problem import Choice, Problem
 
 
@@ -18,5 +17,5 @@ class UniformConfig:
 
 def find(problem: Problem, config: UniformConfig, state: Mapping[str, Tensor] | None = None) -> Choice:
     """The uniform widths; no data is seen."""
-    widths = sampling.uniform(problem.graph, problem.budget, problem.floor, problem.align)
+    widths = problem.uniform()
     return Choice(widths=widths, kept=widths)

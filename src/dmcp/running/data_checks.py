@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 import PIL.Image
 
 from dmcp.data import NAMES, ArraySet, DataSets, load
-from dmcp.folders import FolderSet, as_rgb, empty_classes, refused
+from dmcp.folders import FolderSet, as_rgb, check_file, empty_classes, open_image, refused
 from dmcp.running.jobs import sized
 
 _THREADS = 8  # that read first bytes where a disk is waited for; elsewhere they would only wait for each other
@@ -155,6 +155,7 @@ def _check_files(
 def _look(path: str) -> _Looked:
     """Decode a file just as a loader does, and hash its bytes."""
     try:
+        check_file(path)
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").digest()
             file.seek(0)
@@ -169,7 +170,7 @@ def _look(path: str) -> _Looked:
 def _read_head(path: str) -> Broken | None:
     """Why a file cannot be an image; None if it may be one."""
     try:
-        with PIL.Image.open(path):
+        with open_image(path):
             return None
     except Exception as error:  # PIL raises many kinds for a broken file
         return _broken(path, error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import inspect
 import math
@@ -27,6 +28,7 @@ from dmcp.engine import best_device
 from dmcp.errors import DataError, DmcpError, FileError, WidthsError
 from dmcp.folders import FolderSet, usual_size
 from dmcp.ranks import current
+from dmcp.running.operations import operations_of
 from dmcp.tables import counted
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
@@ -54,6 +56,7 @@ class Job:
     input: str = ""  # shape of one sample, like 3x224x224; empty: the data's, the model's
     weights: str = ""  # file to start from; empty: fresh ones
     teacher: str = ""  # file of the weights of a network to learn from; "given": that with the weights above
+    teacher_model: str = ""  # network that these weights are of; empty: the model
     frozen: tuple[str, ...] = ()  # modules or spaces that stay whole
     inexact: bool = False  # prune through LayerNorm and GroupNorm too
     batch: int = 128  # images in a step, over all processes
@@ -130,8 +133,13 @@ class Opened:
     data: DataSets
     loaders: Loaders
     notices: tuple[str, ...] = ()  # what a person may not know: a sentence each
-    teacher: nn.Module | None = None  # whom networks learn from: the model itself, or one of the same architecture
+    teacher: nn.Module | None = None  # whom networks learn from: the model itself, or another one for the same classes
     new_head: bool = False  # whether the last layer of a trained model is fresh: as given it can do nothing yet
+
+    @functools.cached_property
+    def operations(self) -> str:
+        """What the network computes, in a few letters."""
+        return operations_of(self.model, self.data.shape)
 
 
 def open_job(job: Job) -> Opened:
@@ -146,7 +154,7 @@ def open_job(job: Job) -> Opened:
         model = build(job, data.classes)
         new_head = load_weights(model, Path(job.weights), data.classes)
         fresh = with_frozen(fresh, model)
-    teacher = _teacher(job, model, data.classes, bool(new_head)) if job.teacher else None
+    teacher = _teacher(job, model, data, bool(new_head)) if job.teacher else None
     graph = trace_job(job, model, data.shape)
     train, held = split(data.train, job.holdout, job.seed) if job.holdout else (data.train, None)
     loaders = _loaders(job, train, held, data.test, place)
@@ -157,10 +165,16 @@ def open_job(job: Job) -> Opened:
     return Opened(model, fresh.to(place), graph, data, loaders, notices, teacher, bool(new_head))
 
 
-def _teacher(job: Job, model: nn.Module, classes: int | None, new_head: bool) -> nn.Module:
+def _teacher(job: Job, model: nn.Module, data: DataSets, new_head: bool) -> nn.Module:
     """The network that others learn from."""
     if job.teacher != GIVEN:
-        found = build(job, classes)
+        other = replace(job, model=job.teacher_model, model_args=()) if job.teacher_model else job
+        found = build(other, data.classes)
+        if job.teacher_model:
+            try:
+                check_fit(found, data)
+            except DataError as error:
+                raise DataError(f"--teacher-model {job.teacher_model}: {error}") from error
         load_weights(found, Path(job.teacher), names=(GIVEN,))  # all of them: a fresh last layer has nothing to teach
         return found
     if new_head:

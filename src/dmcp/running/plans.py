@@ -19,6 +19,7 @@ from dmcp.keeping import digest
 from dmcp.ranks import ALONE
 from dmcp.retraining import Retrain
 from dmcp.running.jobs import Job, Opened, data_identity
+from dmcp.running.operations import OPERATIONS
 from dmcp.runs import from_plain
 from dmcp.searching.searches import SearchConfig
 from dmcp.training import TrainConfig
@@ -27,7 +28,7 @@ from dmcp.training import TrainConfig
 _LATER: dict[str, dict[str, Any]] = {
     "cell": {"own": True, "teacher": "", "held_out": False},
     "engine": {"kernels": None, "pad": None},
-    "job": {"teacher": ""},
+    "job": {"teacher": "", "teacher_model": ""},
     "train": {"teacher_temperature": 1.0},
 }
 FACTS = ("fingerprint", "macs", "data", "teacher")  # of those of a run, what must stay as it is
@@ -132,6 +133,7 @@ def facts_of(opened: Opened) -> dict[str, Any]:
             "unpruned": unpruned,
             "macs": graph.macs(),
             "fingerprint": graph.fingerprint,
+            OPERATIONS: opened.operations,
             "versions": versions,
         }
     )

@@ -32,6 +32,7 @@ from dmcp.ranks import Ranks, Watch, join, leave, share_tensors, sum_values
 from dmcp.reports.trackers import Tracker, open_tracker
 from dmcp.running.data_checks import no_images
 from dmcp.running.jobs import Corrupt, Job, Opened, Replaced, open_job
+from dmcp.running.operations import are_others
 from dmcp.running.plans import FACTS, Plan, facts_of
 from dmcp.running.progress import Progress
 from dmcp.runs import REPLACED, SETTINGS, Run, open_run, read_json
@@ -115,9 +116,9 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def tell_notices(opened: Opened) -> None:
-    """Say what a person may not know about the data."""
-    for text in opened.notices:
+def tell_notices(*opened: Opened) -> None:
+    """Say what a person may not know about data and networks, each sentence once."""
+    for text in dict.fromkeys(text for one in opened for text in one.notices):
         say(text)
 
 
@@ -240,6 +241,8 @@ def _take(plan: Plan, opened: Opened, folder: Path, resume: bool, undo: contextl
             raise FileError(
                 f"{folder}: the {what} is not what it was: {name} was {stored.get(name)}, is {facts.get(name)}.{way}"
             )
+    if are_others(stored, facts):
+        raise FileError(f"{folder}: the network is not what it was: it has the same tensors, but computes otherwise.")
     _refuse_done(run)  # by the process that has held the lock until now
     run.rewind()
     if stored["job"].get("corrupt", Corrupt.STOP) != plan.job.corrupt:
@@ -272,10 +275,9 @@ def _track(plan: Plan, opened: Opened, folder: Path) -> Tracker:
 def _describe(here: Session, quiet: bool) -> None:
     """State what a person may not know, then the batch and the learning rates, of all ranks together."""
     plan, ranks = here.plan, here.ranks
-    if ranks.first:
+    if ranks.first and not plan.cell:  # the command that starts the cells has said it once
         tell_notices(here.opened)
-        if not plan.cell:  # the command that starts the cells has said it once
-            tell_ignored(plan.engine, plan.job.place)
+        tell_ignored(plan.engine, plan.job.place)
     if quiet or not ranks.first:
         return
     shares = f" on {ranks.world} ranks" if ranks.world > 1 else ""

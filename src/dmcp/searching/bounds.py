@@ -11,6 +11,8 @@ from dmcp.tracing.graph import ChannelGraph
 
 Bound = int | Mapping[str, int]  # channels: of every space, or of modules or spaces by name; "" is the whole network
 
+BOUNDS = ("smallest", "largest")  # what people call them
+
 _EXACT = 1 << 30  # a space's own name goes before all others
 
 

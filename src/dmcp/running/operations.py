@@ -1,0 +1,54 @@
+"""What a network computes, in a few letters: two that have the same tensors may still be different ones."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from dmcp.errors import TraceError
+from dmcp.tracing.recording import Recording, Ref, map_leaves, record_anywhere
+
+OPERATIONS = "operations"  # the fact of a run that has them
+_PLAIN = (Ref, bool, int, float, str, torch.dtype, type(None))  # what looks the same in all processes
+
+
+def operations_of(model: nn.Module, shape: Sequence[int]) -> str:
+    """Twelve letters that change with the operations of a network for samples of this shape, in eval and train mode.
+
+    ReLU or Tanh, the share of a dropout, the order of the layers: all that is no tensor. How tensors start is not in
+    it. Empty where the network cannot be recorded, and where it makes plain numbers of tensors: then its operations
+    depend on the weights that it starts with.
+    """
+    try:
+        found = [record_anywhere(model, torch.zeros(2, *shape), training) for training in (False, True)]
+    except TraceError:
+        return ""
+    if any(recording.reads or recording.sizes for recording in found):
+        return ""
+    lines = [repr(line) for recording in found for line in _lines(recording)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+
+
+def _lines(recording: Recording) -> list[Any]:
+    """All that was called, with its arguments; tensors by the numbers that they have in the recording."""
+    calls = [(str(op.func), map_leaves(_plain, op.arguments()), op.outs) for op in recording.ops]
+    return [*calls, recording.made, recording.inputs, recording.outputs, sorted(recording.tensors.items())]
+
+
+def _plain(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, _PLAIN) else type(leaf).__name__
+
+
+def are_others(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two runs, by their facts, are of networks with different operations.
+
+    Not known of runs that have none, and of different versions of torch, which may record one network in two ways.
+    """
+    versions = [facts.get("versions") for facts in (one, other)]
+    first, second = (it.get("torch") if isinstance(it, Mapping) else None for it in versions)
+    known = bool(first and first == second and one.get(OPERATIONS) and other.get(OPERATIONS))
+    return known and one[OPERATIONS] != other[OPERATIONS]
