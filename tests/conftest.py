@@ -1,4 +1,4 @@
-"""What all tests share: fixed seeds, and the global switches of torch left as they were."""
+"""What all tests share: fixed seeds, the global switches of torch left as they were, graphs of the small networks."""
 
 from __future__ import annotations
 
