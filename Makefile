@@ -1,8 +1,8 @@
 # Every target sets up .venv by itself. Paths are relative, so the clone may live anywhere.
 PYTHON ?= python3
 RUN = .venv/bin/python
-# two workers, one torch thread each
-PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2
+# two workers, one torch thread each; tests that share what is slow to make stay together, unless a worker has none left
+PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
 
 .PHONY: setup demo test check zoo clean
 

@@ -1,16 +1,25 @@
-"""What all tests share: fixed seeds, and the global switches of torch left as they were."""
+"""What all tests share: fixed seeds, the global switches of torch left as they were, graphs of the small networks."""
 
 from __future__ import annotations
 
 import math
 import random
+import signal
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
+
+from dmcp import cifar_nets
+from dmcp.tracing.graph import ChannelGraph
+from dmcp.tracing.trace import trace
 
 torch.set_num_threads(1)  # small nets: more threads only wait for each other
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what is to run in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +37,33 @@ def _same_world() -> Iterator[None]:
 def _no_word_about_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """How fast the networks are here must not decide what commands print; tests of that set it themselves."""
     monkeypatch.setattr("dmcp.rows._SLOW", math.inf)
+
+
+@pytest.fixture(autouse=True)
+def _traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of tests type commands for the same small networks: tracing them anew would be most of the time."""
+    monkeypatch.setattr("dmcp.running.jobs.trace", _trace_once)
+
+
+_GRAPHS: dict[object, ChannelGraph] = {}
+
+
+def _trace_once(model: nn.Module, example: Tensor, **how: Any) -> ChannelGraph:
+    """The graph of a network of ours from the first time that one of this structure was traced; it has no weights."""
+    if type(model).__module__ != cifar_nets.__name__:
+        return trace(model, example, **how)
+    trained = [parameter.requires_grad for parameter in model.parameters()]
+    key = repr((model, example.shape, model.training, trained, how))
+    if key not in _GRAPHS:
+        _GRAPHS[key] = trace(model, example, **how)
+    return _GRAPHS[key]
+
+
+@pytest.fixture
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take longer than the short runs of tests."""
+    for module in ("runs", "commands.prune"):
+        monkeypatch.setattr(f"dmcp.{module}.draw_all", lambda *_, **__: [])
 
 
 def _switches() -> tuple[object, ...]:

@@ -223,7 +223,7 @@ def part_early(ready: str) -> None:
     ranks = join("cpu")
     with Watch(ranks, period=0.25, patience=2.0, outage=1.0):
         Path(ready).touch()
-        time.sleep(0 if ranks.first else 3.0 + ranks.rank)
+        time.sleep(0 if ranks.first else 2.5 + ranks.rank / 2)
     leave()
 
 

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
-from dmcp import bench
-from dmcp.bench import Measured, measure, measure_epochs, measure_pruned, measure_sampling
+from dmcp.bench import Measured, drawing, measure, measure_epochs, measure_pruned, measure_sampling, stopwatch
 from dmcp.commands import bench as bench_commands
 from dmcp.engine import Engine
 from dmcp.errors import DmcpError, TrainingError
@@ -48,7 +47,7 @@ CLOCK = Clock()
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr(bench, "time", CLOCK)
+    monkeypatch.setattr(stopwatch, "time", CLOCK)
     return CLOCK
 
 
@@ -180,7 +179,7 @@ def test_first_epochs_do_not_count_and_the_model_stays(clock: Clock) -> None:
 def test_sampling_draws_all_structures_on_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = trace(Tiny(), torch.zeros(2, *SHAPE))
     seen: list[tuple[int, int]] = []
-    real = bench.spent_shares
+    real = drawing.spent_shares
 
     def counted(budget: Any, graph: Any, widths: Tensor) -> Tensor:
         seen.append((len(widths), torch.get_num_threads()))
@@ -188,7 +187,7 @@ def test_sampling_draws_all_structures_on_one_core(monkeypatch: pytest.MonkeyPat
         assert 0.5 < shares.mean() < 1.5  # drawn around the budget, not at an end
         return shares
 
-    monkeypatch.setattr(bench, "spent_shares", counted)
+    monkeypatch.setattr(drawing, "spent_shares", counted)
     torch.set_num_threads(2)
     try:
         start = time.perf_counter()

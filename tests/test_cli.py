@@ -164,6 +164,7 @@ NOT_FASTER = f"{SLOW}dmcp prune --align 8 gives such.\n"
 NO_KERNELS = "Own kernels run on GPUs only: --kernels changes nothing on cpu.\n"
 NO_GRAPHS = "CUDA graphs run on GPUs only: --graphs changes nothing on cpu.\n"
 SHORT = (*SMALL, "--search-epochs", "2", "--epochs", "1")
+DRY = (*SHORT, "--batch", "64", "--dry-run")  # what it measures is steps, not epochs: these are shorter
 
 
 @pytest.fixture(scope="module")
@@ -276,6 +277,7 @@ def read_widths(folder: Path) -> dict[str, int]:
     return widths
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_train_takes_widths_and_weights(pruned: tuple[Path, str], capsys: Capture, tmp_path: Path) -> None:
     widths = str(pruned[0] / "widths.json")
     torch.save({"state_dict": build("digits:resnet").state_dict()}, tmp_path / "start.pth")
@@ -287,6 +289,7 @@ def test_train_takes_widths_and_weights(pruned: tuple[Path, str], capsys: Captur
     assert read_widths(tmp_path / "run") == read_widths(pruned[0])
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_weights_for_other_classes_give_all_but_the_last_layer(capsys: Capture, tmp_path: Path) -> None:
     torch.manual_seed(7)  # not the job's
     given = build("digits:resnet", num_classes=1000)
@@ -322,6 +325,7 @@ def test_frozen_weights_of_a_file_are_in_the_fresh_network_too(tmp_path: Path, m
     assert torch.equal(first[0], second[0]) and not torch.equal(first[1], second[1])
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_search_from_weights_needs_no_warm_up(capsys: Capture, tmp_path: Path) -> None:
     save_file(build("digits:resnet").state_dict(), tmp_path / "start.safetensors")
     options = (*SMALL, "--search-epochs", "1", "--weights", str(tmp_path / "start.safetensors"), "--holdout", "0.2")
@@ -334,15 +338,16 @@ def test_search_from_weights_needs_no_warm_up(capsys: Capture, tmp_path: Path) -
 
 def test_dry_run_trains_and_writes_nothing(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    code, out, err = run(capsys, "prune", *SHORT, "--controls", "--dry-run", "--kernels")
+    code, out, err = run(capsys, "prune", *DRY, "--controls", "--kernels")
     assert (code, err) == (0, NO_KERNELS)
     assert list(tmp_path.iterdir()) == []
     for words in ("reachable: from", "asked for: at most 381,760 MACs", "uniform widths", "GiB on cpu", "Nothing was"):
         assert words in out
 
 
-def test_a_dry_run_knows_of_bounds(capsys: Capture) -> None:
-    words = ("prune", *SHORT, "--dry-run", "--json")
+def test_a_dry_run_knows_of_bounds(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "forecast", lambda *_: [])  # the times of steps are not asked for
+    words = ("prune", *DRY, "--json")
     reached = [
         json.loads(run(capsys, *words, *more)[1])["reachable"]
         for more in ((), ("--smallest", "8"), ("--largest", "60"), ("--smallest", "8", "--smallest", "layer3=9"))
@@ -354,6 +359,7 @@ def test_a_dry_run_knows_of_bounds(capsys: Capture) -> None:
     assert least[0] == least[2] < least[1] < least[3] and most[0] == most[1] == most[3] > most[2]
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_bounds_on_the_command_line(capsys: Capture, tmp_path: Path) -> None:
     words = ("search", *SMALL, "--search-epochs", "2", "--budget", "30%", "--out", str(tmp_path / "run"))
     given = ("--smallest", "6", "--smallest", "layer2.0.conv1=12", "--largest", "layer3=40")
@@ -533,6 +539,7 @@ def numbers(text: str) -> list[dict[str, object]]:
     return found
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_results_are_plain_data(pruned: tuple[Path, str], capsys: Capture, tmp_path: Path) -> None:
     folder, printed = pruned
     graph = dmcp.trace(build("digits:resnet"), torch.zeros(2, 1, 8, 8))
@@ -556,10 +563,10 @@ def test_results_are_plain_data(pruned: tuple[Path, str], capsys: Capture, tmp_p
     assert graph.macs(json.loads(out)["widths"]) == json.loads(out)["macs"] <= graph.macs() // 2
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_prune_says_where_odd_widths_gain_no_time(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dmcp.runs.draw_all", lambda *_, **__: [])  # figures take longer than such a run
     for slow, align, words in ((0.0, "1", NOT_FASTER), (0.0, "8", "")):
         monkeypatch.setattr("dmcp.rows._SLOW", slow)
         odd = (*SHORT, "--align", align, "--out", str(tmp_path / f"{slow}-{align}"))
@@ -567,17 +574,17 @@ def test_prune_says_where_odd_widths_gain_no_time(
         assert (code, err) == (0, words), read_widths(tmp_path / f"{slow}-{align}")
 
 
-def test_prune_gives_plain_data(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dmcp.runs.draw_all", lambda *_, **__: [])  # figures take longer than such a run
+@pytest.mark.usefixtures("no_figures")
+def test_prune_gives_plain_data(capsys: Capture, tmp_path: Path) -> None:
     code, out, err = run(capsys, "prune", *SHORT, "--json", "--out", str(tmp_path / "run"))
     assert (code, err) == (0, "")
     data = json.loads(out)
     assert data["search_steps"] == 4 and len(data["expected_shares"]) == 1
     assert [row["name"] for row in data["networks"]] == ["ours"] and data["networks"][0]["macs"] == data["macs"]
-    code, out, err = run(capsys, "prune", *SHORT, "--dry-run", "--json")
+    code, out, err = run(capsys, "prune", *DRY, "--json")
     assert (code, err) == (0, "")
     assert json.loads(out)["asked"] == {"macs": 381_760}
-    assert sum(stage["steps"] for stage in json.loads(out)["stages"]) == json.loads(out)["steps"] == 6
+    assert sum(stage["steps"] for stage in json.loads(out)["stages"]) == json.loads(out)["steps"] == 3 * (1415 // 64)
 
 
 def test_debug_shows_where_a_mistake_was_found(capsys: Capture) -> None:
@@ -668,7 +675,7 @@ def test_of_several_ranks_one_speaks(
         ("runs", folder),
         ("report", folder),
         ("bench", "--model", "digits:resnet"),
-        ("prune", *SHORT, "--dry-run"),
+        ("prune", *DRY),
     )
     monkeypatch.setenv("RANK", "1")
     for words in alone:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from nets import Residual
-from test_cli import SHORT, SMALL, Capture, numbers, run
+from test_cli import DRY, SHORT, SMALL, Capture, numbers, run
 from test_pruning import SEARCH, TRAIN, Noise, prune, same, tensors, traced
 from torch import Tensor, nn
 
@@ -603,7 +603,7 @@ def test_the_command_says_that_a_teacher_knows_nothing(here: Path, tmp_path: Pat
     ],
 )
 def test_a_forecast_names_the_teacher(more: tuple[str, ...], told: str, here: Path, capsys: Capture) -> None:
-    code, out, _ = run(capsys, "prune", *SMALL, *more, "--epochs", "1", "--search-epochs", "2", "--dry-run")
+    code, out, _ = run(capsys, "prune", *DRY, *more)
     assert code == 0 and told in out and (told or "teacher" not in out)
 
 
@@ -627,12 +627,12 @@ def test_the_command_gives_prune_its_teacher(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_figures")
 def test_a_run_goes_on_with_the_same_teacher_only(
     here: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copy("net.pth", tmp_path / "mine.pth")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runs, "draw_all", lambda *_, **__: [])  # figures take longer than such a run
     words = ("prune", *SHORT, "--save-steps", "1", "--teacher", "mine.pth", "--teacher-share", "0.9")
     assert run(capsys, *words, "--out", "whole")[0] == 0
     assert [row.name for row in read_run(tmp_path / "whole").rows] == [TEACHER, OURS]

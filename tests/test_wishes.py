@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_cli import SHORT, Capture, run
+from test_cli import DRY, Capture, run
 from torch import nn
 
 import dmcp
@@ -29,7 +29,7 @@ def test_a_line_is_taken(line: str, capsys: Capture, tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     save_file(build("digits:resnet").state_dict(), tmp_path / "full" / "model.safetensors")
-    code, out, err = run(capsys, "prune", *SHORT, "--dry-run", "--json", *line.split())
+    code, out, err = run(capsys, "prune", *DRY, "--json", *line.split())
     assert code == 0 and json.loads(out)["reachable"], err
 
 

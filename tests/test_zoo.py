@@ -51,6 +51,7 @@ LONG = {  # seconds each; `make zoo` has them, too, and test_invariants some of 
     "tv:mobilenet_v2",
     "tv:mobilenet_v3_small",
     "tv:regnet_y_400mf",
+    "tv:resnet18",
     "tv:resnext50_32x4d",
     "tv:shufflenet_v2_x0_5",
     "timm:ghostnet_100",
