@@ -287,7 +287,7 @@ def test_the_command_makes_the_same_study(
 ) -> None:
     made: list[Comparison] = []
 
-    def spy(it: Comparison, wider: tuple[str, ...], names: list[str], folder: Path) -> Study:
+    def spy(it: Comparison, wider: tuple[str, ...], names: list[str], folder: Path, tells: bool) -> Study:
         made.append(it)
         assert (wider, names) == (("width=24",), [name])
         raise typer.Exit
