@@ -1,0 +1,438 @@
+"""Cut networks are timed, a table of latency is made of that, and widths are chosen that really are fast enough."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import platform
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dmcp.batches import device_of, generator
+from dmcp.budget import LATENCY, Budget, Limit, check_readable, limits_latency
+from dmcp.calibration import kept_modes
+from dmcp.cutting import cut
+from dmcp.errors import BudgetError, DmcpError, FileError
+from dmcp.files import MOST_JSON, parse_json, quote, read_bytes, write_files
+from dmcp.latency import FILE, FS_PER_MS, Latency, Outcome, Timed, show_ms
+from dmcp.latency_fit import fit, forecast_ms
+from dmcp.ranks import current, share_tensors
+from dmcp.sampling import Options, expected
+from dmcp.searching.searches import SearchResult
+from dmcp.slicing import narrow, unwrap
+from dmcp.spaces import Widths
+from dmcp.tracing.graph import ChannelGraph
+from dmcp.tracing.recording import batch_of, call_model, map_leaves, rebatch
+from dmcp.tracing.trace import trace
+from dmcp.tracing.work import work
+
+Measure = Callable[[nn.Module], float]  # a network in eval mode -> milliseconds of a forward pass
+CHOICE = "choice.json"  # which widths were taken, beside the checkpoints of a search
+NETWORKS = 40  # that are measured for a table
+TRIES = 3  # tighter choices, where a chosen network takes longer than its forecast
+_LEAST = 12  # networks of which a table can be made
+_HELD_OUT = 5  # one network of so many is
+_ROUNDS, _FEWEST, _PASSES = 30, 5, 3  # turns of all networks, at most and at least; passes of a turn that are timed
+_SECONDS = 30.0  # after which no further turn begins
+
+
+class LatencyWarning(UserWarning):
+    """A latency that is not known well, or that is above what was asked for."""
+
+
+# measuring
+
+
+def measure_latency(
+    model: nn.Module,
+    example: Any,
+    graph: ChannelGraph | None = None,
+    *,
+    measure: Measure | None = None,
+    batch: int = 1,
+    device: str | torch.device = "",
+    dtype: torch.dtype | str = "float32",
+    floor: Widths | None = None,
+    ceiling: Widths | None = None,
+    align: int = 1,
+    networks: int = NETWORKS,
+    seed: int = 0,
+) -> Latency:
+    """Measure cut networks of all sizes, and make a table of them that knows the time of any widths.
+
+    measure: your own function, which gets a network in eval mode and returns the milliseconds that a forward pass
+        takes, somewhere: it may export the network and time it on a phone. It is called once for each network.
+    batch, device, dtype: of the passes that are timed on this machine, where there is no such function; the
+        default device is the model's. Threads are as many as torch has.
+    floor, ceiling, align: widths between which networks are drawn, with the seed; multiples of align.
+    """
+    if type(networks) is not int or networks < _LEAST:
+        raise BudgetError(f"A table of latency needs at least {_LEAST} networks, not {networks!r}.")
+    if type(batch) is not int or batch < 1:
+        raise BudgetError(f"The batch of a latency must be an int of at least 1, not {batch!r}.")
+    graph = graph or trace(model, example)
+    model, start = unwrap(model), time.perf_counter()
+    drawn = draw(graph, floor, ceiling, align, networks, seed)
+    clock = Clock(str(device) or str(device_of(model)), batch, _dtype(dtype), torch.get_num_threads(), example, measure)
+    times = clock.times(_narrowed(model, graph, graph.widths(row)) for row in drawn)
+    kinds = work(graph)
+    out = [number >= 2 and number % _HELD_OUT == 0 for number in range(len(drawn))]
+    rest = [number for number, held in enumerate(out) if not held]
+    blind = fit(kinds, [drawn[number] for number in rest], [times[number] for number in rest])
+    terms = fit(kinds, drawn, times)
+    found = tuple(
+        Timed(tuple(row), ms, forecast_ms(blind if held else terms, row), held)
+        for row, ms, held in zip(drawn, times, out, strict=True)
+    )
+    errors = [abs(it.forecast_ms - it.ms) / it.ms for it in found if it.held_out]
+    own = {} if measure is None else {"place": "", "device": _called(measure)}
+    here: dict[str, Any] = {"place": torch.device(clock.device).type, "device": device_name(clock.device)}
+    return Latency(
+        terms=terms,
+        fingerprint=graph.fingerprint,
+        spaces=tuple(space.name for space in graph.spaces),
+        input_shape=graph.input_shape,
+        networks=found,
+        median_error=median(errors),
+        largest_error=max(errors),
+        batch=batch,
+        threads=clock.threads,
+        dtype=str(clock.dtype).removeprefix("torch."),
+        torch=torch.__version__,
+        seconds=time.perf_counter() - start,
+        **(here | own),
+    )
+
+
+def draw(
+    graph: ChannelGraph, floor: Widths | None, ceiling: Widths | None, align: int, count: int, seed: int
+) -> list[list[int]]:
+    """Widths to measure: unpruned, the smallest, all spaces at one share, and each space at a share of its own."""
+    most = (ceiling or graph.full).tensor()
+    least = torch.ones_like(most) if floor is None else floor.tensor()
+    options, source = Options(graph, least, most, align), generator(seed)
+    rows = [graph.full.tensor(), options.widths(torch.zeros_like(most))]
+    for number in range(count - 2):
+        shares = torch.rand(len(most), generator=source, dtype=torch.float64)
+        if number % 2:  # near to each other, as those of networks that were chosen for a budget
+            middle = torch.rand(1, generator=source, dtype=torch.float64)
+            shares = (middle + 0.2 * (shares - 0.5)).clamp(0, 1)
+        rows.append(options.widths((shares * options.last).round().long()))
+    return [row.tolist() for row in rows]
+
+
+def _narrowed(model: nn.Module, graph: ChannelGraph, widths: Widths) -> nn.Module:
+    """What `cut` gives, but not replayed first: it is run at once."""
+    return narrow(model, graph.cuts(widths), graph.attributes(widths))
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What measures networks: an own function, or this machine."""
+
+    device: str
+    batch: int
+    dtype: torch.dtype
+    threads: int
+    example: Any
+    measure: Measure | None = None
+
+    def times(self, nets: Iterator[nn.Module]) -> list[float]:
+        """Milliseconds of a forward pass of each."""
+        if self.measure is not None:
+            return [_checked(self.measure(net.eval()), self.measure) for net in nets]
+        try:
+            moved = [_moved(net, self.device, self.dtype) for net in nets]
+            example = map_leaves(lambda leaf: _like(leaf, self.device, self.dtype), self._example())
+            with threads(self.threads):
+                return pass_times(moved, example)
+        except (RuntimeError, AssertionError, AttributeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+            raise DmcpError(
+                f"The latency cannot be measured on {self.device} with a batch of {self.batch} in {self.dtype}: "
+                f"{reason}"
+            ) from error
+
+    def _example(self) -> Any:
+        return self.example if batch_of(self.example) is None else rebatch(self.example, self.batch)
+
+
+@torch.inference_mode()
+def pass_times(
+    nets: Sequence[nn.Module], example: Any, rounds: int = _ROUNDS, seconds: float = _SECONDS
+) -> list[float]:
+    """Milliseconds of a forward pass of each network, in eval mode: the median of the faster half of its passes.
+
+    The networks take turns, so that a machine that is slow for a while is so for all of them; the slower half goes, as
+    other programs may have slowed it. The first pass of a turn only warms the caches that the network before it filled.
+    """
+    times: list[list[float]] = [[] for _ in nets]
+    start = time.perf_counter()
+    for number in range(rounds + 1):
+        if number > _FEWEST and time.perf_counter() - start > seconds:
+            break
+        for net, own in zip(nets, times, strict=True):
+            with kept_modes(net):
+                net.eval()
+                for place in range(_PASSES + 1):
+                    _wait(net)
+                    before = time.perf_counter()
+                    call_model(net, example)
+                    _wait(net)
+                    if number and place:  # the first turn also loads kernels
+                        own.append(1000 * (time.perf_counter() - before))
+    return [median(sorted(own)[: -(-len(own) // 2)]) for own in times]
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """So many threads meanwhile."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _wait(net: nn.Module) -> None:
+    kind = device_of(net).type
+    if kind != "cpu":
+        getattr(torch, kind).synchronize()
+
+
+def _moved(net: nn.Module, device: str, dtype: torch.dtype) -> nn.Module:
+    return net.to(device=device, dtype=dtype).eval()  # a copy already
+
+
+def _like(leaf: Any, device: str, dtype: torch.dtype) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.to(device=device, dtype=dtype) if leaf.is_floating_point() else leaf.to(device)
+
+
+def _dtype(dtype: torch.dtype | str) -> torch.dtype:
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise BudgetError(f"The dtype of a latency must be float32, bfloat16 or float16, not {dtype!r}.")
+    return found
+
+
+def _called(measure: Measure) -> str:
+    return getattr(measure, "__name__", type(measure).__name__)
+
+
+def _checked(ms: Any, measure: Measure) -> float:
+    """Milliseconds that an own function gave, if they are some."""
+    with contextlib.suppress(TypeError, ValueError):
+        if not isinstance(ms, bool | str) and math.isfinite(float(ms)) and float(ms) > 0:
+            return float(ms)
+    raise BudgetError(f"{_called(measure)} must return milliseconds, a number above 0, not {ms!r}.")
+
+
+def device_name(device: str) -> str:
+    """What the device is called: a GPU's name, the model of a CPU."""
+    kind = torch.device(device).type
+    if kind == "cuda":
+        return torch.cuda.get_device_name(torch.device(device))
+    if kind != "cpu":
+        return kind
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in ("model name", "Model") and value.strip():
+                return value.strip()
+    return platform.processor() or platform.machine() or "a CPU"
+
+
+# choosing
+
+
+def is_here(table: Latency) -> bool:
+    """Whether what the table is of can be measured on this machine."""
+    if not table.place:
+        return False
+    try:
+        return device_name(table.place) == table.device
+    except (RuntimeError, AssertionError):  # no such device
+        return False
+
+
+def clock_of(table: Latency, example: Any, measure: Measure | None = None) -> Clock | None:
+    """What measures as the table was measured; None where that cannot be done here."""
+    if measure is None and not is_here(table):
+        return None
+    return Clock(table.place or "cpu", table.batch, _dtype(table.dtype), table.threads, example, measure)
+
+
+def choose(
+    found: SearchResult,
+    model: nn.Module,
+    clock: Clock | None,
+    pick: Callable[[SearchResult], Widths] = expected,
+    tries: int = TRIES,
+) -> tuple[SearchResult, Widths, Outcome]:
+    """Widths whose network, cut and measured, is inside the limit of latency; the search with the limit they are of.
+
+    Where the network takes longer than its forecast, the limit is lowered by as much and widths are picked again, from
+    the same alphas. After some tries the fastest of them is taken, and its Outcome says that the limit does not hold.
+    """
+    graph, table = found.graph, found.graph.latency
+    assert table is not None
+    asked = next(limit.target for limit in found.budget.limits if limit.kind == LATENCY)
+    best: tuple[float, SearchResult, Widths, Outcome] | None = None
+    now = found
+    for number in range(tries + 1):
+        widths = pick(now)
+        spent = graph.latency_fs(widths)
+        ms = None if clock is None else _measured(clock, model, graph, widths)
+        outcome = Outcome(
+            asked_ms=asked / FS_PER_MS,
+            predicted_ms=spent / FS_PER_MS,
+            unpruned_ms=table.unpruned_ms,
+            how=table.how,
+            measured_ms=ms,
+            tightened=number,
+        )
+        if best is None or ms is None or ms < best[0]:
+            best = (ms or 0.0, now, widths, outcome)
+        if outcome.held or ms is None:
+            break
+        limit = _limit_of(now.budget)
+        tighter = _lowered(now.budget, max(1, math.floor(min(limit, spent) * outcome.asked_ms / ms)))
+        if not _reachable(found, tighter):
+            break
+        now = replace(found, budget=tighter)
+    assert best is not None
+    _, result, widths, outcome = best
+    return result, widths, outcome
+
+
+def _measured(clock: Clock, model: nn.Module, graph: ChannelGraph, widths: Widths) -> float:
+    """Time of the cut network, as it would be had the machine the speed that it had when the table was made.
+
+    It is timed beside the unpruned one, which is in the table: on a machine that is busy now both are slow.
+    """
+    table = graph.latency
+    assert table is not None
+    whole, small = clock.times(iter([narrow(unwrap(model), {}, {}), cut(model, graph, widths)]))
+    return small * table.unpruned_ms / whole
+
+
+def _limit_of(budget: Budget) -> int:
+    return next(limit.target for limit in budget.limits if limit.kind == LATENCY)
+
+
+def _lowered(budget: Budget, target: int) -> Budget:
+    limits = tuple(Limit(it.kind, target) if it.kind == LATENCY else it for it in budget.limits)
+    return replace(budget, limits=limits)
+
+
+def _reachable(found: SearchResult, budget: Budget) -> bool:
+    floor = found.graph.widths(found.sizes[:, 0].tolist())
+    return found.graph.latency_fs(floor) <= _limit_of(budget)
+
+
+# one table and one choice for all processes, also after an interruption
+
+
+def price(
+    graph: ChannelGraph,
+    spec: object,
+    measure: Callable[[], Latency],
+    table: Latency | None = None,
+    folder: Path | None = None,
+) -> ChannelGraph:
+    """The graph with a table of latency, if the budget needs one: a given one, the folder's, or a new one kept there.
+
+    The first of several processes measures, the others get its numbers.
+    """
+    if table is not None:
+        return graph.priced(table)
+    if graph.latency is not None or not limits_latency(spec):
+        return graph
+    check_readable(spec, graph)
+
+    def find() -> dict[str, Any]:
+        if folder is not None and (folder / FILE).exists():
+            return Latency.load(folder / FILE).to_json()
+        found = measure()
+        if folder is not None:
+            found.save(folder / FILE)
+        return found.to_json()
+
+    found = Latency.from_json(_of_first(find))
+    if found.trouble and current().first:
+        warnings.warn(found.trouble, LatencyWarning, stacklevel=3)
+    return graph.priced(found)
+
+
+def settle(
+    found: SearchResult,
+    model: nn.Module,
+    example: Any,
+    measure: Measure | None = None,
+    folder: Path | None = None,
+) -> tuple[SearchResult, Widths, Outcome]:
+    """What `choose` gives; the first of several processes chooses. A choice that is in the folder stays as it is."""
+    table = found.graph.latency
+    assert table is not None
+
+    def find() -> dict[str, Any]:
+        if folder is not None and (folder / CHOICE).exists():
+            kept = parse_json(read_bytes(folder / CHOICE, MOST_JSON), folder / CHOICE)
+            if isinstance(kept, dict):
+                return kept
+        result, widths, outcome = choose(found, model, clock_of(table, example, measure))
+        kept = {"target": _limit_of(result.budget), "widths": list(widths.values()), "outcome": asdict(outcome)}
+        if folder is not None:
+            write_files(folder, {CHOICE: json.dumps(kept).encode()})
+        return kept
+
+    kept = _of_first(find)
+    try:
+        budget, widths = _lowered(found.budget, kept["target"]), found.graph.widths(kept["widths"])
+        outcome = Outcome(**kept["outcome"])
+    except (KeyError, TypeError) as error:
+        raise FileError(f"{folder}: {CHOICE} is not one of this version ({quote(error)}): remove it.") from None
+    if outcome.trouble and current().first:
+        warnings.warn(outcome.trouble, LatencyWarning, stacklevel=3)
+    return replace(found, budget=budget), widths, outcome
+
+
+def _of_first(find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Plain data that the first process finds, for all of them."""
+    ranks = current()
+    data = json.dumps(find()).encode() if ranks.first else b""
+    length = torch.tensor([len(data)])
+    share_tensors([length], ranks)
+    buffer = torch.zeros(int(length), dtype=torch.uint8)
+    if ranks.first:
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    share_tensors([buffer], ranks)
+    plain: dict[str, Any] = json.loads(bytes(buffer.tolist()))
+    return plain
+
+
+# words
+
+
+def describe(table: Latency) -> str:
+    """The networks that were measured as a text, and how good the forecasts are."""
+    lines = [f"{'network':<12}{'measured':>12}{'forecast':>12}{'error':>9}"]
+    for number, it in enumerate(table.networks):
+        name = ("unpruned", "smallest")[number] if number < 2 else "held out" if it.held_out else f"{number + 1}"
+        error = f"{it.forecast_ms / it.ms - 1:+.1%}"
+        lines.append(f"{name:<12}{show_ms(it.ms):>12}{show_ms(it.forecast_ms):>12}{error:>9}")
+    return "\n".join([*lines, "", table.summary, *filter(None, [table.trouble])])
