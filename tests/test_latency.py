@@ -394,6 +394,8 @@ def test_prune_refuses_what_cannot_be_before_it_measures() -> None:
     for budget, words in (("latency:8", "like 8ms"), ("8ms,params:many", "cannot be read")):
         with pytest.raises(BudgetError, match=words):
             prune(budget=budget, measure=device)
+    with pytest.raises(BudgetError, match="measure is for budgets of latency"):
+        prune(budget="50%", measure=device)
     assert not device.calls
     with pytest.raises(BudgetError, match="less than the floor takes"):
         prune(budget="1us", measure=device)
@@ -509,6 +511,7 @@ def test_wrong_tables_and_times_are_a_sentence(
         ([*given, "--budget", "8ms", "--frozen", "layer1"], "other layers kept whole"),
         ([*given, "--budget", "8ms", "--model-args", "width=8"], "of another architecture"),
         (["--budget", "8ms", "--latency-device", "tpu9"], "--latency-device"),
+        (["--budget", "50%", "--latency-batch", "8"], "for budgets of latency"),
     ):
         code, out, err = run(capsys, "prune", *SHORT, *FEW, *options)
         assert (code, out) == (2, "") and words in err, err

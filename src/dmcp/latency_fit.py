@@ -40,7 +40,7 @@ def fit(work: Mapping[Key, Terms], widths: Sequence[Sequence[int]], ms: Sequence
     tables = [_table(parts, widths) for parts in groupings]
     errors = [_cross_error(table, times) for table in tables]
     best = min(range(len(tables)), key=lambda number: (errors[number], len(groupings[number])))
-    prices = _prices(tables[best], times)
+    prices = _prices(tables[best], times, _weights(times))
     return _priced(groupings[best], prices)
 
 
@@ -67,10 +67,15 @@ def _table(parts: Sequence[Terms], widths: Sequence[Sequence[int]]) -> Array:
     return np.array([[float(evaluate(part, row)) for part in parts] for row in widths])
 
 
-def _prices(table: Array, times: Array) -> Array:
-    """Milliseconds for a unit of each. (N, P), (N,) -> (P,)"""
-    weights = 1 / times
+def _weights(times: Array) -> Array:
+    """How much an error of a millisecond counts. (N,) -> (N,)"""
+    weights: Array = 1 / times
     weights[0] *= _ANCHOR
+    return weights
+
+
+def _prices(table: Array, times: Array, weights: Array) -> Array:
+    """Milliseconds for a unit of each. (N, P), (N,), (N,) -> (P,)"""
     return solve(table * weights[:, None], times * weights)
 
 
@@ -79,7 +84,7 @@ def _cross_error(table: Array, times: Array) -> float:
     found: list[float] = []
     for fold in range(min(_FOLDS, len(times))):
         out = np.arange(len(times)) % _FOLDS == fold
-        prices = _prices(table[~out], times[~out])
+        prices = _prices(table[~out], times[~out], _weights(times)[~out])
         found += (np.abs(table[out] @ prices - times[out]) / times[out]).tolist()
     return median(found)
 

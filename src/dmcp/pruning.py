@@ -141,6 +141,10 @@ def prune(
     _check_functions({"loss": loss, "on_event": on_event, "keep": keep, "measure": measure})
     check_metric(metric, current())
     settings = _settled(search, budget, seed)
+    if measure is not None and not limits_latency(settings.budget):
+        raise BudgetError(
+            f"measure is for budgets of latency, like '8ms', and this one is {str(settings.budget)!r}: leave it out."
+        )
     recipe = train or default_recipe(retrain)
     recipe = recipe if seed is None else replace(recipe, seed=seed)
     check_taught(kind, recipe, teacher)

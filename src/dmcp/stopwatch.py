@@ -178,18 +178,21 @@ def pass_times(
     other programs may have slowed it. The first pass of a turn only warms the caches that the network before it filled.
     """
     times: list[list[float]] = [[] for _ in nets]
+    wait = _waiting(device_of(nets[0]))  # found now: looking for it takes as long as a small network
     start = time.perf_counter()
-    for number in range(rounds + 1):
-        if number > _FEWEST and time.perf_counter() - start > seconds:
-            break
-        for net, own in zip(nets, times, strict=True):
-            with kept_modes(net):
-                net.eval()
+    with contextlib.ExitStack() as modes:
+        for net in nets:
+            modes.enter_context(kept_modes(net))
+            net.eval()
+        for number in range(rounds + 1):
+            if number > _FEWEST and time.perf_counter() - start > seconds:
+                break
+            for net, own in zip(nets, times, strict=True):
                 for place in range(_PASSES + 1):
-                    _wait(net)
+                    wait()
                     before = time.perf_counter()
                     call_model(net, example)
-                    _wait(net)
+                    wait()
                     if number and place:  # the first turn also loads kernels
                         own.append(1000 * (time.perf_counter() - before))
     return [median(sorted(own)[: -(-len(own) // 2)]) for own in times]
@@ -206,10 +209,14 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _wait(net: nn.Module) -> None:
-    kind = device_of(net).type
-    if kind != "cpu":
-        getattr(torch, kind).synchronize()
+def _waiting(device: torch.device) -> Callable[[], None]:
+    """What waits until a device has done all it was told."""
+    if device.type == "cpu":
+        return lambda: None
+    if device.type == "cuda":
+        return lambda: torch.cuda.synchronize(device)
+    synchronize: Callable[[], None] = getattr(torch, device.type).synchronize
+    return synchronize
 
 
 def _moved(net: nn.Module, device: str, dtype: torch.dtype) -> nn.Module:

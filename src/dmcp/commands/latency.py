@@ -13,6 +13,7 @@ import typer
 
 from dmcp import nets
 from dmcp.batches import generator
+from dmcp.budget import limits_latency
 from dmcp.commands import options as o
 from dmcp.commands.printing import print_json
 from dmcp.errors import DmcpError, FileError, WidthsError
@@ -80,6 +81,8 @@ def with_latency(plan: Plan, opened: Opened, folder: Path | None = None) -> Open
     graph, job, search = opened.graph, plan.job, plan.search
     kept = folder / FILE if folder is not None and (folder / FILE).exists() else None
     given = None
+    if not limits_latency(search.budget) and (job.latency_batch != 1 or job.latency_device):
+        raise DmcpError("--latency-batch and --latency-device are for budgets of latency, like 8ms: leave them out.")
     if kept or job.latency:
         given = _read(kept or Path(job.latency), graph, "" if kept else "--latency ")
 
