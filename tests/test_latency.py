@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nets import Residual, sample
+from nets import NETS, Residual, sample
 from test_cli import Capture, run
 from test_pruning import SEARCH, TRAIN, Noise
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from dmcp.nets import build
 from dmcp.reports.listing import read_run
 from dmcp.reports.report import make_page
 from dmcp.searching.searches import SearchResult
-from dmcp.stopwatch import LatencyWarning, choose, clock_of, device_name, draw, measure_latency, pass_times
+from dmcp.stopwatch import LatencyWarning, choose, clock_of, device_name, draw, measure_latency, pass_times, usual
 from dmcp.tracing.cost import evaluate, total
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.work import MACS, work
@@ -121,6 +121,15 @@ def test_a_noisefree_device_is_forecast_exactly() -> None:
         assert graph.latency_fs(widths) / FS_PER_MS == pytest.approx(
             Device()(dmcp.cut(model, graph, widths).eval()), rel=2e-3
         )
+
+
+@pytest.mark.parametrize("kind", NETS, ids=lambda kind: kind.__name__)
+def test_every_kind_of_network_has_its_table(kind: Any) -> None:
+    model = kind(**kind.FULL)
+    measure = lambda net: 0.1 + 1e-4 * sum(it.numel() for it in net.parameters())  # noqa: E731
+    x = sample(kind.SHAPE).float()
+    found = measure_latency(model, x, measure=measure, networks=20)
+    assert found.largest_error < 0.01 and min(found.terms.values()) >= 0
 
 
 def test_noise_is_no_larger_in_the_forecasts_than_in_the_times() -> None:
@@ -336,6 +345,16 @@ def test_a_wide_network_takes_longer_than_its_floor_here() -> None:
     narrow = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1))
     whole, small = pass_times([wide, narrow], torch.zeros(1, 3, 32, 32), rounds=5)
     assert whole > 2 * small > 0
+
+
+def test_passes_that_others_disturb_do_not_change_the_order_of_networks() -> None:
+    draw = np.random.default_rng(0)
+    quiet = [[base * (1 + 0.02 * draw.random()) for _ in range(60)] for base in (1.0, 2.0, 3.0, 4.0)]
+    busy = [list(own) for own in quiet]
+    busy[1] = [ms * 3 if number % 10 < 8 else ms for number, ms in enumerate(busy[1])]  # four passes of five
+    assert usual(busy) == pytest.approx(usual(quiet), rel=0.02)
+    assert usual(quiet) == pytest.approx([1.01, 2.02, 3.03, 4.04], rel=0.01)  # their medians
+    assert usual([[2 * ms for ms in own] for own in quiet]) == pytest.approx([2 * ms for ms in usual(quiet)])
 
 
 def test_this_machine_is_measured_and_named() -> None:

@@ -42,6 +42,7 @@ TRIES = 3  # tighter choices, where a chosen network takes longer than its forec
 _LEAST = 12  # networks of which a table can be made
 _HELD_OUT = 5  # one network of so many is
 _ROUNDS, _FEWEST, _PASSES = 30, 5, 3  # turns of all networks, at most and at least; passes of a turn that are timed
+_FAST = 10  # one pass of so many is a fast one
 _SECONDS = 30.0  # after which no further turn begins
 
 
@@ -172,10 +173,10 @@ class Clock:
 def pass_times(
     nets: Sequence[nn.Module], example: Any, rounds: int = _ROUNDS, seconds: float = _SECONDS
 ) -> list[float]:
-    """Milliseconds of a forward pass of each network, in eval mode: the median of the faster half of its passes.
+    """Milliseconds of a forward pass of each network, in eval mode.
 
-    The networks take turns, so that a machine that is slow for a while is so for all of them; the slower half goes, as
-    other programs may have slowed it. The first pass of a turn only warms the caches that the network before it filled.
+    The networks take turns, so that a machine that is slow for a while is so for all of them. The first pass of a turn
+    only warms the caches that the network before it filled.
     """
     times: list[list[float]] = [[] for _ in nets]
     wait = _waiting(device_of(nets[0]))  # found now: looking for it takes as long as a small network
@@ -195,7 +196,18 @@ def pass_times(
                     wait()
                     if number and place:  # the first turn also loads kernels
                         own.append(1000 * (time.perf_counter() - before))
-    return [median(sorted(own)[: -(-len(own) // 2)]) for own in times]
+    return usual(times)
+
+
+def usual(times: Sequence[Sequence[float]]) -> list[float]:
+    """What passes of each network usually take: its fast ones, times what half of all passes take longer than such.
+
+    Other programs slow many passes, and those of one network more than those of another, as it happens. The fast ones
+    are hardly disturbed: they tell networks apart. By how much usual passes are slower is one number for all.
+    """
+    fast = [sorted(own)[len(own) // _FAST] for own in times]
+    slower = median(median(own) / quick for own, quick in zip(times, fast, strict=True))
+    return [slower * quick for quick in fast]
 
 
 @contextlib.contextmanager
