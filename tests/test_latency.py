@@ -176,11 +176,17 @@ def test_many_widths_at_once_are_those_one_by_one() -> None:
 
 def test_times_are_read() -> None:
     graph = priced()
-    full = graph.latency_fs()
+    half = round(table().unpruned_ms * FS_PER_MS) // 2
     eight = (Limit("latency", 8 * FS_PER_MS),)
     for text in ("8ms", "8 MS", "8000us", "0.008s", "latency:8ms", "latency: 8000 us"):
         assert parse(text, graph).limits == eight
-    assert parse("latency:50%", graph).limits == parse("latency:0.5", graph).limits == (Limit("latency", full // 2),)
+    assert parse("latency:50%", graph).limits == parse("latency:0.5", graph).limits == (Limit("latency", half),)
+    for measured in (0.9, 1.1):  # of what the table says of the same network
+        first = replace(table().networks[0], ms=measured * graph.latency_fs() / FS_PER_MS)
+        other = graph.priced(replace(table(), networks=(first, *table().networks[1:])))
+        share = parse("latency:50%", other).limits[0].target / graph.latency_fs()
+        assert share == pytest.approx(measured / 2)
+        check_reachable(parse("latency:100%", other), other, other.widths([1] * len(other.spaces)))
     assert parse("8ms,params:2k", graph).limits == (*eight, Limit("params", 2000))
 
 
@@ -216,10 +222,10 @@ def test_limits_of_latency_count_like_others() -> None:
     small = graph.widths([max(1, space.size // 3) for space in graph.spaces])
     assert holds(budget, graph, small) and not holds(budget, graph, graph.full)
     shares = spent_shares(budget, graph, torch.stack([small.tensor(), graph.full.tensor()]))
-    assert shares[0].max() < 1 and shares[1, 0].item() == pytest.approx(1 / 0.6, rel=1e-6)
+    assert shares[0].max() < 1 and shares[1, 0].item() == pytest.approx(1 / 0.6, rel=2e-3)
     net = dmcp.Supernet(traced()[0], graph, 4)
     certain = ratios(budget, graph, torch.ones_like(net.sizes, dtype=torch.float64), net.sizes)
-    assert certain.tolist() == pytest.approx([1 / 0.6, 2.0], rel=1e-5)
+    assert certain.tolist() == pytest.approx([1 / 0.6, 2.0], rel=2e-3)
     for widths in (dmcp.uniform(graph, budget), dmcp.random_widths(graph, budget, torch.Generator().manual_seed(0))):
         assert holds(budget, graph, widths)
 

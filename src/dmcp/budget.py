@@ -141,7 +141,9 @@ def _latency_limit(kind: str, digits: str, unit: str | None, text: str, graph: C
     if unit in _TIMES:
         number *= _TIMES[unit]
     else:
-        number *= Fraction(graph.latency_fs(), 100 if unit == "%" else 1)
+        part = number / 100 if unit == "%" else number
+        number = part * round(graph.latency.unpruned_ms * FS_PER_MS)
+        number = min(number, Fraction(graph.latency_fs())) if part <= 1 else number  # all of it is what the table says
     if not 1 <= number <= _MOST:
         raise BudgetError(f"The budget {text!r} is no time that a network takes: write it like 8ms.")
     return Limit(kind, math.floor(number))
