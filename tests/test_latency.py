@@ -574,3 +574,17 @@ def test_a_busy_machine_is_warned_of(capsys: Capture, tmp_path: Path, fake: Devi
     fake.__class__ = type("Busy", (Device,), {"__call__": lambda self, net: abs(Device.__call__(self, net)) + 0.01})
     code, out, err = run(capsys, "latency", "--model", "digits:resnet", "--device", "cpu")
     assert code == 0 and "the machine was busy" in out, err
+
+
+@pytest.mark.slow
+def test_several_seeds_share_one_table(capsys: Capture, tmp_path: Path) -> None:
+    folder = tmp_path / "seeds"
+    options = [*SHORT, *FEW, "--budget", "latency:95%", "--seeds", "2", "--out", str(folder), "--json"]
+    code, out, err = run(capsys, "prune", *options)
+    assert code == 0 and err.count("Measuring the latency") == 1, err
+    shared = Latency.load(folder / "latency.json")
+    assert all(Latency.load(folder / f"seed-{seed}" / "latency.json") == shared for seed in (0, 1))
+    told = json.loads((folder / "summary.json").read_text())["latency"]
+    assert len(told) == 2 and told == json.loads(out)["latency"] and "asked" in (folder / "summary.md").read_text()
+    assert run(capsys, "prune", *options)[0] == 0  # nothing is left to do, or to measure
+    assert Latency.load(folder / "latency.json") == shared

@@ -87,6 +87,7 @@ def with_latency(plan: Plan, opened: Opened, folder: Path | None = None) -> Open
         given = _read(kept or Path(job.latency), graph, "" if kept else "--latency ")
 
     def measure() -> Latency:
+        say(f"Measuring the latency of {NETWORKS} networks first.")
         table = _measured(job, search, opened)
         say(f"{table.summary} Measured {len(table.networks)} networks in {table.seconds:.0f} s.")
         return table
