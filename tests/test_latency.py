@@ -23,13 +23,14 @@ from dmcp import pruning, stopwatch
 from dmcp.budget import Limit, check_reachable, costs, holds, parse, ratios, spent_shares
 from dmcp.errors import BudgetError, FileError, WidthsError
 from dmcp.latency import FS_PER_MS, Latency, show_ms
+from dmcp.latency_choice import LatencyWarning, choose
 from dmcp.latency_fit import solve
 from dmcp.markov import CHAIN
 from dmcp.nets import build
 from dmcp.reports.listing import read_run
 from dmcp.reports.report import make_page
 from dmcp.searching.searches import SearchResult
-from dmcp.stopwatch import LatencyWarning, choose, clock_of, device_name, draw, measure_latency, pass_times, usual
+from dmcp.stopwatch import clock_of, device_name, draw, measure_latency, pass_times, usual
 from dmcp.tracing.cost import evaluate, total
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.work import MACS, work
@@ -268,6 +269,10 @@ def test_what_is_no_table_is_refused(tmp_path: Path) -> None:
         lambda it: it.update(terms=[[[99], 5]]),
         lambda it: it.update(terms=[[[0], -5]]),
         lambda it: it.update(networks=[]),
+        lambda it: it.update(terms=[[[0] * 99, 5]]),
+        lambda it: it.update(threads=10**9),
+        lambda it: it.update(threads=0),
+        lambda it: it["networks"][0].update(ms=0.0),
         lambda it: it.update(batch="one"),
         lambda it: it.update(median_error=float("nan")),
         lambda it: it.update(more=1),
@@ -329,7 +334,7 @@ def test_a_limit_that_is_not_kept_is_said() -> None:
             return max(super().__call__(net), 0.9 * Device()(traced()[0].eval()))
 
     _, _, outcome = choose(searched("latency:60%"), traced()[0], clock_of(table(), None, Hopeless()))
-    assert not outcome.held and "more than the" in outcome.trouble
+    assert not outcome.held and "more than the" in outcome.trouble and outcome.tightened
 
 
 def test_a_busy_machine_is_no_reason_for_a_tighter_choice() -> None:
@@ -505,6 +510,7 @@ def test_a_given_table_is_not_measured_again(capsys: Capture, tmp_path: Path, fa
     assert Latency.load(tmp_path / "run" / "latency.json") == Latency.load(table_file)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_with_its_table_and_its_choice(
     capsys: Capture, tmp_path: Path, fake: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -545,6 +551,7 @@ def test_wrong_tables_and_times_are_a_sentence(
     assert code == 2 and "is a latency" in err
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_the_range(capsys: Capture, fake: Device, table_file: Path) -> None:
     options = [*SHORT, *FEW, "--budget", "latency:60%", "--latency", str(table_file), "--dry-run"]
     code, out, err = run(capsys, "prune", *options)

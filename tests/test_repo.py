@@ -94,6 +94,7 @@ ORDER = [
     "sampling",
     "cutting",
     "stopwatch",
+    "latency_choice",
     "saving",
     "rows",
     "given",

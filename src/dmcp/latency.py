@@ -20,6 +20,7 @@ FS_PER_MS = 10**12  # femtoseconds: ints, of which a second is few enough for 64
 FILE = "latency.json"  # its name in a run
 POOR = 0.15  # median error of a forecast from which on it is not to be trusted
 _FORMAT = "torch-dmcp latency 1"
+_MOST_FACTORS, _MOST_THREADS = 16, 4096  # of a term; of a machine
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,10 @@ class Latency:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise FileError(f"{name}: not a table of latency of this version: {quote(error)}.") from None
         inside = all(number < len(found.spaces) for spaces in found.terms for number in spaces)
+        inside &= all(len(spaces) <= _MOST_FACTORS for spaces in found.terms)
+        inside &= 1 <= found.threads <= _MOST_THREADS and found.batch >= 1 and all(it.ms > 0 for it in found.networks)
         if len(found.networks) < 2 or not inside:
-            raise FileError(f"{name}: not a table of latency of this version: it has no networks, or other spaces.")
+            raise FileError(f"{name}: not a table of latency of this version: its numbers make no sense.")
         return found
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from dmcp.tracing.cost import Terms, product, total
+from dmcp.tracing.facts import Dims
 from dmcp.tracing.graph import ChannelGraph, in_spaces
 from dmcp.tracing.recording import Op
 
@@ -23,9 +24,9 @@ def work(graph: ChannelGraph) -> dict[Key, Terms]:
     numbers = graph.space_numbers
     owners = {out: op for op in recording.ops for out in op.outs if out is not None}
 
-    def polynomial(coefficient: int, dims: tuple[object, ...]) -> Terms:
+    def polynomial(coefficient: int, dims: Dims) -> Terms:
         resolve = coupling.channels.resolve
-        return product(coefficient, [in_spaces(resolve(layout), numbers) for layout in dims])  # type: ignore[arg-type]
+        return product(coefficient, [in_spaces(resolve(layout), numbers) for layout in dims])
 
     found: dict[Key, list[Terms]] = {}
     for cost in facts.costs:
