@@ -456,7 +456,8 @@ def test_progress_is_plain_lines_in_a_pipe(capsys: Capture, tmp_path: Path) -> N
 WRONG = {
     ("--budget", "120%"): "choose from",
     ("--budget", "0.1%"): "every space at its floor",
-    ("--budget", "8ms"): "is a latency",
+    ("--budget", "latency:8"): "like 8ms, 800us",
+    ("--budget", "8ms", "--latency", "nowhere.json"): "nowhere.json: cannot be read",
     ("--budget", "half"): "cannot be read",
     ("--model", "digits:resent"): "did you mean resnet",
     ("--model", "resnet18"): "cannot take images of 1x8x8",

@@ -31,6 +31,7 @@ from dmcp.errors import (
 )
 from dmcp.exporting import export
 from dmcp.keeping import Keeper
+from dmcp.latency import Latency
 from dmcp.losses import LowerIsBetter
 from dmcp.pruning import PruneResult, prune
 from dmcp.retraining import Retrain
@@ -39,6 +40,7 @@ from dmcp.saving import load, save
 from dmcp.searching.search import search
 from dmcp.searching.searches import SearchConfig, SearchResult
 from dmcp.spaces import ChannelSpace, Widths
+from dmcp.stopwatch import measure_latency
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.rules import RULES
@@ -59,6 +61,7 @@ __all__ = [
     "Engine",
     "FileError",
     "Keeper",
+    "Latency",
     "LowerIsBetter",
     "PruneResult",
     "Retrain",
@@ -78,6 +81,7 @@ __all__ = [
     "expected",
     "export",
     "load",
+    "measure_latency",
     "parse_budget",
     "prune",
     "random_widths",

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from dmcp.errors import BudgetError
+from dmcp.latency import FS_PER_MS, show_ms
 from dmcp.markov import CERTAIN, CHAIN, Process
 from dmcp.spaces import Widths
-from dmcp.tracing.graph import ChannelGraph
+from dmcp.tracing.graph import NO_TABLE, ChannelGraph
 
-KINDS = ("macs", "params")
+KINDS = ("macs", "params", "latency")
+LATENCY = "latency"
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}
+_TIMES = {"us": FS_PER_MS // 1000, "ms": FS_PER_MS, "s": 1000 * FS_PER_MS}  # in femtoseconds
 _PART = re.compile(
     r"(?:(?P<kind>[a-z]+):)?(?P<number>\d+(?:_\d+)*(?:\.\d+)?(?:e[+-]?\d{1,2})?)(?P<unit>%|[a-z]+)?", re.ASCII
 )
@@ -33,7 +36,7 @@ class Limit:
     """The most that a network may cost of one kind."""
 
     kind: str  # one of KINDS
-    target: int
+    target: int  # of latency: femtoseconds
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS or type(self.target) is not int or not 1 <= self.target <= _MOST:
@@ -58,7 +61,8 @@ class Budget:
 def parse(spec: int | float | str | Budget, graph: ChannelGraph) -> Budget:
     """Read a budget: an int (MACs), a float up to 1 (share of the full MACs), or a text.
 
-    Texts: "211M", "1.1G", "50%", "params:2M", "params:50%", and several with commas, which must all hold.
+    Texts: "211M", "1.1G", "50%", "params:2M", "params:50%", "8ms", "latency:50%" (of the unpruned network's time), and
+    several with commas, which must all hold. Times need a graph with a table of latency: see `graph.priced`.
     """
     if isinstance(spec, Budget):
         return spec
@@ -76,11 +80,35 @@ def parse(spec: int | float | str | Budget, graph: ChannelGraph) -> Budget:
     return Budget(limits, text)
 
 
+def limits_latency(spec: object) -> bool:
+    """Whether a budget, which may be one that cannot be read, has a limit of latency."""
+    if isinstance(spec, Budget):
+        return any(limit.kind == LATENCY for limit in spec.limits)
+    matches = [_PART.fullmatch(part) for part in str(spec).lower().replace(" ", "").split(",")]
+    return any(match and _kind(match) == LATENCY for match in matches)
+
+
+def check_readable(spec: object, graph: ChannelGraph) -> None:
+    """Refuse a budget that cannot be read, also where nothing is known about latencies yet."""
+    if not isinstance(spec, str):
+        return
+    for part in spec.lower().split(","):
+        try:
+            _limit(part.strip(), spec, graph)
+        except BudgetError as error:
+            if NO_TABLE not in str(error):
+                raise
+
+
+def _kind(match: re.Match[str]) -> str:
+    return match["kind"] or (LATENCY if match["unit"] in _TIMES else "macs")
+
+
 def _limit(part: str, text: str, graph: ChannelGraph) -> Limit:
     match = _PART.fullmatch(part.replace(" ", ""))
-    kind, unit = (match["kind"] or "macs", match["unit"]) if match else ("macs", None)
-    if unit in ("ms", "us", "s"):
-        raise BudgetError(f"The budget {text!r} is a latency: only macs and params can be budgets yet.")
+    kind, unit = (_kind(match), match["unit"]) if match else ("macs", None)
+    if match is not None and (kind == LATENCY or unit in _TIMES):
+        return _latency_limit(kind, match["number"], unit, text, graph)
     if match is None or kind not in KINDS or unit not in (None, "%", *_UNITS):
         near = _nearly(match["number"], unit) if match and unit and kind in KINDS else ""
         way = near or 'write "50%", "211M", "params:2M" or "50%,params:2M"'
@@ -97,6 +125,27 @@ def _limit(part: str, text: str, graph: ChannelGraph) -> Limit:
         raise BudgetError(f"{told}{_decimals(text) or '.'}")
     if number > _MOST:
         raise BudgetError(f"The budget {text!r} is more than any network costs: the limit is {_MOST:.0e}.")
+    return Limit(kind, math.floor(number))
+
+
+def _latency_limit(kind: str, digits: str, unit: str | None, text: str, graph: ChannelGraph) -> Limit:
+    if kind != LATENCY:
+        raise BudgetError(f"The budget {text!r} cannot be read: {kind} take no time; write {digits}{unit} for latency.")
+    number, share = Fraction(digits), unit is None and re.search(r"\.|e-", digits)
+    if unit not in _TIMES and unit != "%" and not (share and number <= 1):
+        raise BudgetError(
+            f"The budget {text!r} cannot be read: a latency is a time or a share, like 8ms, 800us, 0.1s or latency:50%."
+        )
+    if graph.latency is None:
+        raise BudgetError(f"The budget {text!r} is a latency. {NO_TABLE}")
+    if unit in _TIMES:
+        number *= _TIMES[unit]
+    else:
+        part = number / 100 if unit == "%" else number
+        number = part * round(graph.latency.unpruned_ms * FS_PER_MS)
+        number = min(number, Fraction(graph.latency_fs())) if part <= 1 else number  # all of it is what the table says
+    if not 1 <= number <= _MOST:
+        raise BudgetError(f"The budget {text!r} is no time that a network takes: write it like 8ms.")
     return Limit(kind, math.floor(number))
 
 
@@ -127,7 +176,12 @@ def _nearly(number: str, unit: str) -> str:
 
 
 def _full(graph: ChannelGraph, kind: str) -> int:
-    return graph.macs() if kind == "macs" else graph.params()
+    return cost(graph, kind, graph.full)
+
+
+def show_cost(kind: str, amount: float) -> str:
+    """121,000 macs; 8.12 ms."""
+    return show_ms(amount / FS_PER_MS) if kind == LATENCY else f"{amount:,.0f} {kind}"
 
 
 def check_reachable(budget: Budget, graph: ChannelGraph, floor: Widths, ceiling: Widths | None = None) -> None:
@@ -135,13 +189,15 @@ def check_reachable(budget: Budget, graph: ChannelGraph, floor: Widths, ceiling:
     least, most, full = costs(graph, floor), costs(graph, ceiling or graph.full), costs(graph, graph.full)
     for kind, target in ((limit.kind, limit.target) for limit in budget.limits):
         if not least[kind] <= target <= most[kind]:
-            above = "more than the network has" if most == full else "more than the largest widths allow"
-            side = "less than the floor costs" if target < least[kind] else above
+            has = "more than the unpruned network takes" if kind == LATENCY else "more than the network has"
+            above = has if most == full else "more than the largest widths allow"
+            side = f"less than the floor {'takes' if kind == LATENCY else 'costs'}" if target < least[kind] else above
             share = _forgotten_share(budget.text, kind) if target < least[kind] else ""
             guess = f"did you mean {share}? If not, " if share else ""
+            low, high = (show_cost(kind, it[kind]).removesuffix(f" {kind}") for it in (least, most))
             raise BudgetError(
-                f"The budget {budget.text!r} asks for {target:,} {kind}, {side}: {guess}choose from {least[kind]:,} "
-                f"(every space at its floor, {least[kind] / full[kind]:.1%}) to {most[kind]:,}"
+                f"The budget {budget.text!r} asks for {show_cost(kind, target)}, {side}: {guess}choose from {low} "
+                f"(every space at its floor, {least[kind] / full[kind]:.1%}) to {high}"
                 f"{_lower_floors(graph, floor) if target < least[kind] else ''}."
             )
 
@@ -150,7 +206,7 @@ def _forgotten_share(text: str, kind: str) -> str:
     """The part of a budget's text for this kind with the % that it seems to lack; empty if it lacks none."""
     for part in text.lower().replace(" ", "").split(","):
         match = _PART.fullmatch(part)
-        if match and (match["kind"] or "macs") == kind and not match["unit"] and 1 <= Fraction(match["number"]) <= 100:
+        if match and _kind(match) == kind and not match["unit"] and 1 <= Fraction(match["number"]) <= 100:
             return f"{part}%"
     return ""
 
@@ -172,20 +228,31 @@ def _lower_floors(graph: ChannelGraph, floor: Widths) -> str:
 # widths against the budget
 
 
+def cost(graph: ChannelGraph, kind: str, widths: Mapping[str, int]) -> int:
+    """What widths cost of one kind."""
+    count = {"macs": graph.macs, "params": graph.params, LATENCY: graph.latency_fs}[kind]
+    return count(widths)
+
+
 def costs(graph: ChannelGraph, widths: Mapping[str, int]) -> dict[str, int]:
-    """What widths cost of each kind."""
-    return {"macs": graph.macs(widths), "params": graph.params(widths)}
+    """What widths cost of each kind that is known of the network."""
+    return {kind: cost(graph, kind, widths) for kind in KINDS if kind != LATENCY or graph.latency is not None}
 
 
 def holds(budget: Budget, graph: ChannelGraph, widths: Mapping[str, int]) -> bool:
     """Whether widths are inside every limit."""
-    spent = costs(graph, widths)
-    return all(spent[limit.kind] <= limit.target for limit in budget.limits)
+    return all(cost(graph, limit.kind, widths) <= limit.target for limit in budget.limits)
+
+
+def count_many(graph: ChannelGraph, kind: str, widths: Tensor) -> Tensor:
+    """What many structures cost of one kind. (N, S) -> (N,)"""
+    count = {"macs": graph.macs, "params": graph.params, LATENCY: graph.latency_fs}[kind]
+    return count(widths)
 
 
 def spent_shares(budget: Budget, graph: ChannelGraph, widths: Tensor) -> Tensor:
     """Cost / target of many structures, exactly on the right side of 1. (N, S) int64 -> (N, L) float64"""
-    counted = [graph.macs(widths) if limit.kind == "macs" else graph.params(widths) for limit in budget.limits]
+    counted = [count_many(graph, limit.kind, widths) for limit in budget.limits]
     return torch.stack([c.double() / limit.target for c, limit in zip(counted, budget.limits, strict=True)], dim=1)
 
 
@@ -194,7 +261,11 @@ def spent_shares(budget: Budget, graph: ChannelGraph, widths: Tensor) -> Tensor:
 
 def ratios(budget: Budget, graph: ChannelGraph, marginals: Tensor, sizes: Tensor, process: Process = CHAIN) -> Tensor:
     """Expected cost / target of each limit (eqs. 9 to 12), differentiable. (S, G), (S, G) -> (L,)"""
-    expected = {"macs": graph.expected_macs, "params": graph.expected_params}
+    expected = {
+        "macs": graph.expected_macs,
+        "params": graph.expected_params,
+        LATENCY: graph.expected_latency_fs,
+    }
     return torch.stack([expected[limit.kind](marginals, sizes, process) / limit.target for limit in budget.limits])
 
 

@@ -21,7 +21,7 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 import dmcp
-from dmcp.commands import bench, compare, data, export, paper, prune, report
+from dmcp.commands import bench, compare, data, export, latency, paper, prune, report
 from dmcp.commands import options as o
 from dmcp.errors import DmcpError, RankError, StoppedError
 from dmcp.interrupts import INTERRUPTED, raise_again
@@ -217,6 +217,7 @@ app.command()(prune.train)
 app.command()(data.data)
 app.command()(report.evaluate)
 app.command()(export.export)
+app.command()(latency.latency)
 app.command()(bench.bench)
 app.command()(report.runs)
 app.command()(compare.compare)

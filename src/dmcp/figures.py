@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dmcp.batches import generator
-from dmcp.budget import ratios, spent_shares
+from dmcp.budget import LATENCY, cost, count_many, ratios, show_cost, spent_shares
 from dmcp.sampling import expected_widths
 from dmcp.searching.searches import SearchResult
 from dmcp.spaces import Widths
@@ -30,7 +30,7 @@ _ROUNDS = 100  # of so many structures, to find as many inside the budget
 _ROWS = 40  # spaces below each other before the next column starts
 _PANELS = 60  # spaces whose distribution is drawn
 _NAME = 34  # characters of a space's name; the end of a longer one says more than its start
-_WORDS = {"macs": "MACs", "params": "parameters"}
+_WORDS = {"macs": "MACs", "params": "parameters", LATENCY: "time"}
 # colours that differ for colour-blind readers too (Okabe and Ito)
 _BLUE, _ORANGE, _RED, _GREEN, _GREY = "#0072B2", "#E69F00", "#D55E00", "#009E73", "#BBBBBB"
 _MARKS = ("#009E73", "#CC79A7", "#555555", "#7A4EAB", "#8B5A2B", "#000000", "#1B7837")  # of other methods
@@ -87,7 +87,7 @@ def cost_over_time(result: SearchResult) -> Figure:
         axes.axvspan(0, first, color=_GREY, alpha=0.3, lw=0, label="warm-up: weights only")
     for number, (limit, colour) in enumerate(zip(result.budget.limits, (_BLUE, _RED), strict=False)):
         seen = [record.ratios[number] for record in moved if record.ratios is not None] + [last[number]]
-        label = f"{_WORDS[limit.kind]}, budget {_count(limit.target)}"
+        label = f"{_WORDS[limit.kind]}, budget {_amount(limit.kind, limit.target)}"
         axes.plot(steps, seen, color=colour, lw=1.5, marker="o" if len(seen) == 1 else None, label=label)
     axes.set(title="Expected cost over the search", xlabel="step", ylabel="expected cost / budget")
     low, high = axes.get_ylim()
@@ -136,18 +136,17 @@ def cost_distribution(result: SearchResult, seed: int = 0, title: str = "") -> F
     widths = result.process.sample(result.alphas, result.sizes, STRUCTURES, generator(seed)).cpu()
     figure = blank(7.0, 3.6 * len(kinds))
     for kind, axes in zip(kinds, figure.subplots(len(kinds), 1, squeeze=False)[:, 0], strict=True):
-        counted = result.graph.macs(widths) if kind == "macs" else result.graph.params(widths)
-        full = result.graph.macs() if kind == "macs" else result.graph.params()
+        counted, full = count_many(result.graph, kind, widths), cost(result.graph, kind, result.graph.full)
         mean = counted.double().mean().item()
         axes.hist(counted.tolist(), bins=50, color=_BLUE, alpha=0.8)
         if kind in targets:
-            axes.axvline(targets[kind], color="black", lw=1.5, label=f"budget {_count(targets[kind])}")
-        axes.axvline(mean, color=_RED, ls="--", lw=1.5, label=f"mean {_count(mean)}")
+            axes.axvline(targets[kind], color="black", lw=1.5, label=f"budget {_amount(kind, targets[kind])}")
+        axes.axvline(mean, color=_RED, ls="--", lw=1.5, label=f"mean {_amount(kind, mean)}")
         which = f"all of {STRUCTURES:,} structures drawn with seed {seed}, inside the budget or not"
-        told = [*filter(None, [title]), which, f"the unpruned network has {_count(full)} {_WORDS[kind]}"]
+        told = [*filter(None, [title]), which, f"the unpruned network has {_amount(kind, full)} {_WORDS[kind]}"]
         axes.set_title("\n".join(told), fontsize=10)
         axes.set(xlabel=_WORDS[kind], ylabel="structures")
-        axes.xaxis.set_major_formatter(lambda value, _: _count(value))
+        axes.xaxis.set_major_formatter(lambda value, _, kind=kind: _amount(kind, value))
         _set_ticks(axes.xaxis, 7)
         _plain(axes)
         _legend_below(axes)
@@ -334,6 +333,11 @@ def _legend_below(axes: Axes, columns: int = 3) -> None:
 
 def _name(name: str) -> str:
     return name if len(name) <= _NAME else f"…{name[1 - _NAME :]}"
+
+
+def _amount(kind: str, number: float) -> str:
+    """A cost of one kind, times with their unit."""
+    return show_cost(kind, number) if kind == LATENCY else _count(number)
 
 
 def _count(number: float) -> str:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from dmcp import training
 from dmcp.batches import Loader, check_tested, device_of, input_of, labels_of, length_of, on_device
-from dmcp.budget import Budget, ratios
+from dmcp.budget import Budget, cost, limits_latency, ratios, show_cost
 from dmcp.cutting import verify, with_frozen
 from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DataError, TrainingError, WidthsError
@@ -20,6 +20,9 @@ from dmcp.events import Event as Event  # a part of prune's interface
 from dmcp.events import Report, silent
 from dmcp.given import check_finite, check_imitable, check_labels, check_teacher, classes_of, fit_numbers
 from dmcp.keeping import Keeper, plain_settings
+from dmcp.latency import Latency, Outcome
+from dmcp.latency_choice import LatencyWarning as LatencyWarning
+from dmcp.latency_choice import price, settle
 from dmcp.losses import ImitationWarning as ImitationWarning  # what prune may warn of
 from dmcp.losses import Loss, Metric, check_metric, warn_of_imitation
 from dmcp.losses import MetricWarning as MetricWarning
@@ -34,10 +37,11 @@ from dmcp.rows import UNPRUNED as UNPRUNED
 from dmcp.rows import Row as Row
 from dmcp.sampling import expected, filled, uniform
 from dmcp.searching import search as searching
-from dmcp.searching.sandwich import sort_channels
+from dmcp.searching.sandwich import chains, sort_channels
 from dmcp.searching.searches import SearchConfig, SearchRecord, SearchResult, extremes
 from dmcp.slicing import narrow, unwrap
 from dmcp.spaces import Widths, fingerprint
+from dmcp.stopwatch import Measure, measure_latency
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.recording import tensors_in
@@ -65,11 +69,13 @@ class PruneResult:
     search: SearchResult
     rows: tuple[Row, ...]
     origin: str = ""  # where the weights come from, in words
+    latency: Outcome | None = None  # where the budget has a limit of latency: what it asks for, and what was measured
 
     @property
     def table(self) -> str:
         """The rows as text, and what they mean."""
-        return table(self.rows, self.graph, self.origin)
+        text = table(self.rows, self.graph, self.origin)
+        return text if self.latency is None else f"{text}\n{self.latency.text}"
 
 
 def prune(
@@ -95,10 +101,12 @@ def prune(
     on_event: Report | None = None,
     engine: Engine | None = None,
     keep: Keep | None = None,
+    latency: Latency | None = None,
+    measure: Measure | None = None,
 ) -> PruneResult:
     """Search the widths of the model inside the budget, cut it, train it, and test it. The model is not changed.
 
-    budget: 0.5, "50%", "211M", "params:2M", "50%,params:2M"; "50%" unless the search's settings have one.
+    budget: 0.5, "50%", "211M", "params:2M", "8ms", "50%,params:2M"; "50%" unless the search's settings have one.
     search, train: all settings; the default ones are for ImageNet, most of them the paper's.
     retrain: how the pruned network gets its weights. "scratch", the paper's way, draws them anew: what a trained model
         has learnt is lost. For a trained model take "inherit", which fine-tunes and also tests the model as given.
@@ -119,6 +127,10 @@ def prune(
     engine: precision, compiling and the like; what is best for the device, unless it says otherwise.
     keep: gives each stage a keeper, so that the run can be interrupted; other settings are then refused.
     seed: of the search and of all trainings, instead of the one in their settings.
+    latency: a table for budgets like "8ms", see `measure_latency`; without one prune measures first, with a batch of 1
+        where the model is.
+    measure: a function that gets a network and returns its milliseconds, in the place of this machine. What is chosen
+        is measured by it, too, or as the table was, if its device is here; the result's `latency` has the figures.
     """
     if retrain not in list(Retrain):
         raise TrainingError(f"retrain must be one of {', '.join(Retrain)}, not {retrain!r}.")
@@ -126,9 +138,14 @@ def prune(
     imitates = kind in (Retrain.SLIMMABLE, Retrain.TEACHER) or teacher is not None
     unwrap(model)  # refuses what is no network
     _check_kinds({"search": (search, SearchConfig), "train": (train, TrainConfig), "engine": (engine, Engine)})
-    _check_functions({"loss": loss, "on_event": on_event, "keep": keep})
+    _check_kinds({"latency": (latency, Latency)})
+    _check_functions({"loss": loss, "on_event": on_event, "keep": keep, "measure": measure})
     check_metric(metric, current())
     settings = _settled(search, budget, seed)
+    if measure is not None and not limits_latency(settings.budget):
+        raise BudgetError(
+            f"measure is for budgets of latency, like '8ms', and this one is {str(settings.budget)!r}: leave it out."
+        )
     recipe = train or default_recipe(retrain)
     recipe = recipe if seed is None else replace(recipe, seed=seed)
     check_taught(kind, recipe, teacher)
@@ -170,19 +187,30 @@ def prune(
     try_test(model, val_loader, metric)
     rival = None if _is_model(teacher, model) else before.get(AS_GIVEN)
     worth = None if guide is None else weigh_teacher(guide, rival, classes_of(guide, sample), val_loader, metric)
+    keeper = keep(SEARCH) if keep else None
+    folder = keeper.folder if isinstance(keeper, Keeper) else None
+    traced, how = graph, {"measure": measure}
+    graph = price(
+        graph, settings.budget, lambda: time_networks(model, sample, traced, settings, **how), latency, folder
+    )
     if keep:
         given = {"search": settings, "train": recipe, "engine": engine or Engine(), "retrain": kind}
         given |= {"controls": controls, "arch_loader": arch_loader is not None, "optimizer": optimizer is not None}
         given |= {"graph": graph.fingerprint}
+        given |= {} if graph.latency is None else {"latency": graph.latency.digest}
         taught_by = None if guide is None else guide.state_dict()
         keep = _noting(keep, plain_settings(given, unwrap(model).state_dict(), current(), taught_by))
     net = Supernet(model, graph, settings.groups, settings.align)
     found = find(net, loader, settings, loss, arch_loader, on_event, engine, keep and keep(SEARCH), optimizer)
-    widths = expected(found)
+    chosen, outcome = found, None
+    if limits_latency(found.budget):
+        chosen, widths, outcome = settle(found, net.model, sample, measure, folder)
+    else:
+        widths = expected(found)
     wanted = {OURS: widths}
     if controls:
         floor, ceiling = extremes(graph, found.sizes)
-        same = uniform(graph, found.budget, floor, settings.align, filled(found), ceiling)
+        same = uniform(graph, chosen.budget, floor, settings.align, filled(found), ceiling)
         wanted = {UNPRUNED: graph.full, UNIFORM: same, OURS: widths}
     weights = net.model if kind is Retrain.INHERIT else _undrawn(model, fresh, graph, settings.sort)
     batches = loader if train_loader is None else train_loader
@@ -196,7 +224,15 @@ def prune(
     for trouble in unknown(rows):
         warnings.warn(f"{trouble}.", MetricWarning, stacklevel=2)
     taught = origin(kind, who_teaches(kind, teacher, model, worth), recipe.teacher_share, recipe.teacher_temperature)
-    return PruneResult(nets[OURS], widths, graph, found, rows, taught)
+    return PruneResult(nets[OURS], widths, graph, found, rows, taught, outcome)
+
+
+def time_networks(model: nn.Module, sample: Any, graph: ChannelGraph, settings: SearchConfig, **how: Any) -> Latency:
+    """A table of latency between the floor and the ceiling of a search; how: see `measure_latency`."""
+    net = Supernet(model, graph, settings.groups, settings.align)
+    path = chains(net, settings.process, settings.smallest, settings.largest, settings.align)
+    floor, ceiling = extremes(graph, path.sizes)
+    return measure_latency(model, sample, graph, floor=floor, ceiling=ceiling, align=settings.align, **how)
 
 
 def who_teaches(kind: Retrain, teacher: nn.Module | None, model: nn.Module, worth: Row | None = None) -> str:
@@ -309,11 +345,11 @@ def find(
 
 def check_budget(small: nn.Module, widths: Widths, found: SearchResult) -> None:
     """Count the cut network once more against every limit."""
-    spent = {"macs": found.graph.macs(widths), "params": count_params(small)}
     for limit in found.budget.limits:
-        if spent[limit.kind] > limit.target:
+        spent = count_params(small) if limit.kind == "params" else cost(found.graph, limit.kind, widths)
+        if spent > limit.target:
             raise BudgetError(
-                f"The cut network has {spent[limit.kind]:,} {limit.kind}, more than the {limit.target:,} allowed: "
+                f"The cut network has {show_cost(limit.kind, spent)}, more than the {limit.target:,} allowed: "
                 "please report this, it should not be possible."
             )
 

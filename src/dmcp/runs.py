@@ -20,13 +20,16 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from dmcp.budget import Budget
+from dmcp.budget import LATENCY as KIND
+from dmcp.budget import Budget, costs
 from dmcp.checkpoints import load_checkpoint, refuse_link
 from dmcp.errors import FileError, WidthsError
 from dmcp.events import Event
 from dmcp.figures import draw_all
 from dmcp.files import MOST_JSON, parse_json, parse_tensors, quote, read_bytes, write_files
 from dmcp.keeping import Keeper
+from dmcp.latency import FILE as LATENCY
+from dmcp.latency import Latency, Outcome
 from dmcp.locks import LOCK
 from dmcp.markov import CHAIN, INDEPENDENT
 from dmcp.pruning import PruneResult, expected_shares
@@ -40,6 +43,7 @@ SETTINGS, LOG, TIMES, REPORT = "settings.json", "log.jsonl", "times.jsonl", "rep
 CHECKPOINTS = "checkpoints"  # a folder in it for each stage, until the run is done
 SEARCH, ALPHAS = "search.json", "search.safetensors"
 REPLACED = "replaced.jsonl"  # image files that could not be read, and in whose place others were taken
+OUTCOME = "outcome.json"  # how a limit of latency ended
 PREPARED = "prepared.safetensors"  # a network that other runs start from
 MOST_LOG, MOST_ALPHAS = 2**30, 2**26  # bytes that are read
 _FORMAT = "torch-dmcp search 1"
@@ -181,11 +185,17 @@ class Run:
         more: sentences that the report has, too.
         """
         save(result.model, result.widths, self.folder)
+        self.write_outcome(result.latency)
         figures = draw_all(result.search, result.widths, self.folder, seed=seed)
         troubles = self.troubles(row.name for row in result.rows)
         self.write(REPORT, report(result, [path.name for path in figures], [*troubles, *more]))
         self.close()
         return troubles
+
+    def write_outcome(self, outcome: Outcome | None) -> None:
+        """How a limit of latency ended, where there is one."""
+        if outcome is not None:
+            self.write(OUTCOME, asdict(outcome))
 
     def troubles(self, names: Iterable[str]) -> list[str]:
         """A sentence about each of these networks whose training went wrong, by the log."""
@@ -337,6 +347,8 @@ def load_search(folder: str | os.PathLike[str], graph: ChannelGraph) -> SearchRe
         raise FileError(f"{path}: not that of a search of this version: {quote(error)}.") from None
     if (facts.fingerprint, facts.spaces) != (graph.fingerprint, tuple(space.name for space in graph.spaces)):
         raise WidthsError(f"{folder}: this search was of another architecture than the model: build it as it was.")
+    if (folder / LATENCY).exists():
+        graph = graph.priced(Latency.load(folder / LATENCY))
     alphas, sizes = _chains(folder / ALPHAS, graph)
     process = INDEPENDENT if facts.independent else CHAIN
     return SearchResult(alphas, sizes, graph, facts.budget, facts.tolerance, facts.align, records, process)
@@ -370,12 +382,16 @@ def _chains(path: Path, graph: ChannelGraph) -> tuple[Tensor, Tensor]:
 def report(result: PruneResult, figures: Iterable[str], troubles: Iterable[str] = ()) -> str:
     """What a run found, as Markdown."""
     budget = result.search.budget
-    spent = {"macs": result.graph.macs(result.widths), "params": result.graph.params(result.widths)}
+    spent = costs(result.graph, result.widths)
     lines = [f"# {type(result.model).__name__}, budget {budget.text}", ""]
     lines += [
         f"- {limit.kind}: {spent[limit.kind]:,} of {limit.target:,} allowed ({spent[limit.kind] / limit.target:.1%})"
         for limit in budget.limits
+        if limit.kind != KIND
     ]
+    if result.latency is not None:
+        lines.append(f"- {result.latency.text}")
+        troubles = [*filter(None, [result.latency.trouble]), *troubles]
     listed = " and ".join(f"{share:.1%}" for share in expected_shares(result.search))
     lines.append(f"- expected cost at the end of the search, before sampling: {listed} of the budget")
     lines += [f"- **{trouble}**" for trouble in troubles]

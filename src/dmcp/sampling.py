@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from dmcp.budget import Budget, check_reachable, parse, spent_shares
+from dmcp.budget import Budget, check_reachable, parse, show_cost, spent_shares
 from dmcp.errors import BudgetError
 from dmcp.searching.searches import SearchConfig, SearchResult
 from dmcp.spaces import Widths
@@ -89,8 +89,9 @@ def _draws(result: SearchResult, tries: int, generator: torch.Generator | None) 
 def _nothing_inside(budget: Budget, shares: Tensor) -> str:
     parts = []
     for limit, column in zip(budget.limits, shares.unbind(1), strict=True):
-        low, middle, high = (f"{q.item() * limit.target:,.0f}" for q in (column.min(), column.median(), column.max()))
-        parts.append(f"{limit.kind} from {low} to {high}, median {middle}, allowed {limit.target:,}")
+        found = (q.item() * limit.target for q in (column.min(), column.median(), column.max(), torch.ones(())))
+        low, middle, high, most = (show_cost(limit.kind, it).removesuffix(f" {limit.kind}") for it in found)
+        parts.append(f"{limit.kind} from {low} to {high}, median {middle}, allowed {most}")
     return (
         f"None of {len(shares):,} sampled structures is inside the budget {budget.text!r}: {'; '.join(parts)}. "
         "Take the expected structure, which is repaired into the budget, or search longer."

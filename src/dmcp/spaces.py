@@ -90,20 +90,20 @@ class Widths(Mapping[str, int]):
             raise WidthsError(f"This is not a widths file: {error} is missing or of the wrong kind.") from None
         if not isinstance(mark, str) or not all(isinstance(name, str) and _is_size(kept) for name, kept in items):
             raise WidthsError("This is not a widths file: every width must be an int of at least 1.")
-        return Widths(items, _tuples(shape), mark)
+        return Widths(items, tuples(shape), mark)
 
 
 def _is_size(value: object) -> bool:
     return type(value) is int and 1 <= value <= _LARGEST
 
 
-def _tuples(shape: Any, depth: int = 0) -> Any:
+def tuples(shape: Any, depth: int = 0) -> Any:
     """JSON has lists only; shapes are tuples."""
     if depth > _DEEPEST:
         raise WidthsError("This is not a widths file: its input_shape is nested too deeply.")
     if isinstance(shape, dict):
-        return {key: _tuples(value, depth + 1) for key, value in shape.items()}
-    return tuple(_tuples(value, depth + 1) for value in shape) if isinstance(shape, list) else shape
+        return {key: tuples(value, depth + 1) for key, value in shape.items()}
+    return tuple(tuples(value, depth + 1) for value in shape) if isinstance(shape, list) else shape
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -74,7 +74,12 @@ ModelName = Annotated[
 ModelArgs = Annotated[list[str] | None, typer.Option(help="Argument of its builder, like width_mult=1.5; repeatable.")]
 Frozen = Annotated[list[str] | None, typer.Option(help="Module or space whose channels stay whole; repeatable.")]
 Data = Annotated[str, typer.Option(help="digits, cifar10, cifar100, a folder of shards, or one with train/ and val/.")]
-Budget = Annotated[str, typer.Option(help="50%, 211M, 1.1G, params:2M, or several: 50%,params:2M.")]
+Budget = Annotated[str, typer.Option(help="50%, 211M, 1.1G, params:2M, 8ms, latency:50%, or several: 50%,params:2M.")]
+LatencyTable = Annotated[
+    str, typer.Option(help="For budgets of latency: file of dmcp latency; default: measured before the search.")
+]
+LatencyBatch = Annotated[int, typer.Option(min=1, help="Samples in a pass that is timed.")]
+LatencyDevice = Annotated[str, typer.Option(help="Where it is timed: cpu or cuda; default: --device.")]
 Out = Annotated[str, typer.Option(help="Folder of the run; default: a new one in runs/.")]
 Epochs = Annotated[
     int | None, typer.Option(help="Passes over the data in retraining; default: 100, or 20 if inherited.")

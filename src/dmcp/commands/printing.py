@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from dmcp.batches import device_of
-from dmcp.budget import costs
+from dmcp.budget import LATENCY, costs, show_cost
 from dmcp.errors import DmcpError
 from dmcp.folders import FolderSet
+from dmcp.latency import FS_PER_MS
 from dmcp.measuring import milliseconds
 from dmcp.pruning import PruneResult
 from dmcp.rows import AS_GIVEN, OURS, UNPRUNED, mostly_odd, not_faster
@@ -81,13 +82,27 @@ def result_facts(folder: Path, graph: ChannelGraph, widths: Widths, replaced: Re
 def cost_facts(graph: ChannelGraph, widths: Widths) -> dict[str, Any]:
     """What widths cost, as a share of the unpruned network too, and the widths, as plain data."""
     spent, full = costs(graph, widths), costs(graph, graph.full)
-    return spent | {f"{kind}_share": spent[kind] / full[kind] for kind in spent} | {"widths": dict(widths)}
+    shares = {f"{kind}_share": spent[kind] / full[kind] for kind in spent}
+    return plain_costs(spent) | shares | {"widths": dict(widths)}
+
+
+def plain_costs(spent: Mapping[str, int]) -> dict[str, float]:
+    """Costs as plain data; times in milliseconds, which the name says."""
+    return {
+        f"{kind}_ms" if kind == LATENCY else kind: amount / FS_PER_MS if kind == LATENCY else amount
+        for kind, amount in spent.items()
+    }
+
+
+def describe_cost(kind: str, amount: int) -> str:
+    """121,000 MACs; 8.12 ms."""
+    return show_cost(kind, amount) if kind == LATENCY else f"{amount:,} {COST_WORDS[kind]}"
 
 
 def describe_costs(graph: ChannelGraph, widths: Widths) -> str:
     """What widths cost, like 121,000 MACs (49.9%), 41,000 params (53.8%)."""
     spent, full = costs(graph, widths), costs(graph, graph.full)
-    parts = (f"{spent[kind]:,} {word} ({spent[kind] / full[kind]:.1%})" for kind, word in COST_WORDS.items())
+    parts = (f"{describe_cost(kind, amount)} ({amount / full[kind]:.1%})" for kind, amount in spent.items())
     return ", ".join(parts)
 
 

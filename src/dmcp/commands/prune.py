@@ -5,17 +5,21 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
 import typer
 
 from dmcp import pruning, sampling
-from dmcp.budget import costs
+from dmcp.batches import device_of
+from dmcp.budget import costs, limits_latency
 from dmcp.calibration import recalibrate
 from dmcp.commands import options as o
+from dmcp.commands.latency import with_latency
 from dmcp.commands.printing import (
-    COST_WORDS,
+    describe_cost,
     describe_costs,
+    plain_costs,
     print_json,
     result_facts,
     show_widths,
@@ -28,6 +32,8 @@ from dmcp.cutting import cut
 from dmcp.errors import DmcpError, WidthsError
 from dmcp.figures import draw_all
 from dmcp.folders import FolderSet, finds_all
+from dmcp.latency import FILE as LATENCY
+from dmcp.latency_choice import settle
 from dmcp.measuring import compare
 from dmcp.pruning import OURS, UNPRUNED
 from dmcp.retraining import Retrain, origin, train_all
@@ -52,6 +58,9 @@ def prune(
     model: o.Model = "",
     data: o.Data = "",
     budget: o.Budget = "50%",
+    latency: o.LatencyTable = "",
+    latency_batch: o.LatencyBatch = 1,
+    latency_device: o.LatencyDevice = "",
     out: o.Out = "",
     epochs: o.Epochs = None,
     search_epochs: o.SearchEpochs = 40,
@@ -107,6 +116,7 @@ def prune(
     Examples:
       dmcp prune --model resnet18 --data ~/photos --budget 50% --dry-run
       dmcp prune --model digits:resnet --data digits --budget params:50% --controls
+      dmcp prune --model resnet18 --data ~/photos --budget 8ms --latency-device cpu
       dmcp prune --model cifar:resnet20 --data cifar10 --seeds 3 --json
       dmcp prune --model resnet50 --data ~/photos --weights mine.pth --teacher given
       dmcp prune --model resnet18 --data ~/photos --align 8 --smallest 16 --smallest layer1=32 --frozen conv1
@@ -131,7 +141,7 @@ def prune(
     folder = _folder(plan, out, resume)
     with (
         following_parent(),  # of several seeds
-        session(plan, folder, bool(resume), quiet, lambda it: _check_budget(plan, it)) as here,
+        session(plan, folder, bool(resume), quiet, lambda it: _check_budget(plan, it, resume)) as here,
     ):
         opened = here.opened
         result = pruning.prune(
@@ -160,7 +170,11 @@ def prune(
     tell_troubles(troubles)
     tell_slow(opened.model, result, opened.data.shape)
     if as_json:
-        facts = {"search_steps": len(result.search.log), "expected_shares": pruning.expected_shares(result.search)}
+        facts: dict[str, Any] = {
+            "search_steps": len(result.search.log),
+            "expected_shares": pruning.expected_shares(result.search),
+        }
+        facts |= {} if result.latency is None else {"latency": asdict(result.latency)}
         networks = [asdict(row) for row in result.rows]
         print_json(
             result_facts(here.run.folder, result.graph, result.widths, replaced) | facts | {"networks": networks}
@@ -176,6 +190,9 @@ def search(
     model: o.Model = "",
     data: o.Data = "",
     budget: o.Budget = "50%",
+    latency: o.LatencyTable = "",
+    latency_batch: o.LatencyBatch = 1,
+    latency_device: o.LatencyDevice = "",
     out: o.Out = "",
     search_epochs: o.SearchEpochs = 40,
     warmup: o.Warmup = None,
@@ -223,14 +240,19 @@ def search(
     """
     plan = o.make_plan(ctx, "search", locals())
     assert plan.search is not None
-    with session(plan, _folder(plan, out, resume), bool(resume), quiet, lambda it: _check_budget(plan, it)) as here:
+    with session(
+        plan, _folder(plan, out, resume), bool(resume), quiet, lambda it: _check_budget(plan, it, resume)
+    ) as here:
         opened = here.opened
         net = Supernet(opened.model, opened.graph, plan.search.groups, plan.search.align)
         loaders, report = opened.loaders, here.on_event
         found = pruning.find(
             net, loaders.train, plan.search, None, loaders.arch, report, plan.engine, here.keep(pruning.SEARCH)
         )
-        widths = sampling.expected(found)
+        widths, outcome = sampling.expected(found), None
+        if limits_latency(found.budget):
+            sample = torch.zeros(1, *opened.data.shape, device=device_of(net.model))
+            _, widths, outcome = settle(found, net.model, sample, folder=here.keep(pruning.SEARCH).folder)
         small = cut(net.model, opened.graph, widths)
         recalibrate(small, loaders.train)
         pruning.check_budget(small, widths, found)
@@ -238,13 +260,17 @@ def search(
         if not here.ranks.first:
             return
         save(small, widths, here.run.folder)
+        here.run.write_outcome(outcome)
         draw_all(found, widths, here.run.folder, seed=plan.search.seed)
         here.run.close()
     tell_replaced(replaced)
     if as_json:
-        print_json(result_facts(here.run.folder, opened.graph, widths, replaced))
+        told = {} if outcome is None else {"latency": asdict(outcome)}
+        print_json(result_facts(here.run.folder, opened.graph, widths, replaced) | told)
         return
     show_widths(opened.graph, widths)
+    if outcome is not None:
+        print(f"\n{outcome.text}")
     print(f"\n{here.run.folder}")
 
 
@@ -354,11 +380,14 @@ def _prune_seeds(plan: Plan, count: int, out: str, quiet: bool, as_json: bool) -
     opened = open_job(replace(plan.job, device="cpu"))  # one sentence now, not one of each seed
     check_given(opened)
     check_test_files(opened, plan.job)
-    _check_budget(plan, opened)
+    folder = _folder(replace(plan, command="seeds"), out, "")
+    opened = _check_budget(plan, opened, str(folder))
     tell_notices(opened)
     tell_ignored(plan.engine, plan.job.place)
-    folder = _folder(replace(plan, command="seeds"), out, "")
     first, argv = plan.job.seed, several.words_of_each(sys.argv[1:])
+    if opened.graph.latency is not None and not plan.job.latency:  # measured once: side by side they would be slow
+        opened.graph.latency.save(folder / LATENCY)
+        argv += ["--latency", str(folder / LATENCY)]
     runs = several.run_seeds(argv, range(first, first + count), folder, plan.job.place, quiet)
     summary = several.summarise(runs)
     found = ({path for run in runs for path in Run(run).replaced(part)} for part in Replaced._fields)
@@ -380,16 +409,19 @@ def _read_widths(plan: Plan, opened: Opened) -> Widths:
         raise WidthsError(f"--widths {plan.widths}: {error}") from None
 
 
-def _check_widths(plan: Plan, opened: Opened) -> None:
+def _check_widths(plan: Plan, opened: Opened) -> Opened:
     """Refuse widths of another network before anything is written."""
     _read_widths(plan, opened)
+    return opened
 
 
-def _check_budget(plan: Plan, opened: Opened) -> None:
-    """Refuse a budget that cannot be reached before anything is written."""
+def _check_budget(plan: Plan, opened: Opened, resume: str = "") -> Opened:
+    """Refuse a budget that cannot be reached before anything is written; for one of latency, measure first."""
     assert plan.search is not None
+    opened = with_latency(plan, opened, Path(resume) if resume else None)
     net = Supernet(opened.model, opened.graph, plan.search.groups, plan.search.align)
     reach(net, plan.search)
+    return opened
 
 
 def _forecast(plan: Plan, as_json: bool) -> None:
@@ -398,7 +430,7 @@ def _forecast(plan: Plan, as_json: bool) -> None:
     opened = open_job(plan.job)
     check_given(opened)
     check_test_files(opened, plan.job)
-    _check_budget(plan, opened)
+    opened = _check_budget(plan, opened)
     tell_notices(opened)
     tell_ignored(plan.engine, plan.job.place)
     graph, net = opened.graph, Supernet(opened.model, opened.graph, plan.search.groups, plan.search.align)
@@ -410,14 +442,15 @@ def _forecast(plan: Plan, as_json: bool) -> None:
     steps, seconds = sum(stage.steps for stage in stages), sum(stage.seconds for stage in stages)
     device, memory = net.alpha.device.type, peak_bytes(net.alpha.device)
     if as_json:
-        range_ = {"least": costs(graph, floor), "most": costs(graph, ceiling)}
-        facts = {"reachable": range_, "asked": {limit.kind: limit.target for limit in limits}, "device": device}
+        range_ = {"least": plain_costs(costs(graph, floor)), "most": plain_costs(costs(graph, ceiling))}
+        asked = plain_costs({limit.kind: limit.target for limit in limits})
+        facts = {"reachable": range_, "asked": asked, "device": device}
         done = {"stages": [asdict(stage) for stage in stages], "steps": steps, "seconds": seconds}
         print_json(facts | done | {"peak_bytes": memory})
         return
     print(f"{graph.summary()}\n")
     print(f"reachable: from {describe_costs(graph, floor)}\n           to   {describe_costs(graph, ceiling)}")
-    print(f"asked for: at most {', '.join(f'{limit.target:,} {COST_WORDS[limit.kind]}' for limit in limits)}\n")
+    print(f"asked for: at most {', '.join(describe_cost(limit.kind, limit.target) for limit in limits)}\n")
     for stage in stages:
         print(f"{stage.name:<16}{stage.steps:>8} steps  {clock(stage.seconds):>12}")
     print(f"{'in all':<16}{steps:>8} steps  {clock(seconds):>12}, {memory / 2**30:.1f} GiB on {device}")

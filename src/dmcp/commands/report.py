@@ -125,6 +125,7 @@ def sample(
     o.check_names(run, plan.job, "model")
     graph = trace_job(plan.job, build(plan.job, settings["classes"]), tuple(settings["shape"]))
     found = _for_budget(load_search(run, graph), budget, direct > 0)
+    graph = found.graph  # with the run's table of latency, if it has one
     drawn = sampling.direct(found, direct, generator(seed)) if direct else [sampling.expected(found)]
     kind = "-".join(filter(None, ("direct" if direct else "expected", re.sub(r"[^\w%.]+", "-", budget))))
     place = out or run

@@ -20,10 +20,24 @@ from torch import Tensor
 from dmcp.checkpoints import refuse_link
 from dmcp.errors import DmcpError, FileError
 from dmcp.files import parse_tensors, read_bytes
+from dmcp.latency import Outcome
 from dmcp.locks import LOCK, alive
 from dmcp.markov import CHAIN, INDEPENDENT, Process
 from dmcp.rows import AS_GIVEN, OURS, TEACHER, UNPRUNED, Row
-from dmcp.runs import ALPHAS, CHECKPOINTS, LOG, MOST_ALPHAS, MOST_LOG, PREPARED, SEARCH, SETTINGS, TIMES, read_json
+from dmcp.runs import (
+    ALPHAS,
+    CHECKPOINTS,
+    LOG,
+    MOST_ALPHAS,
+    MOST_LOG,
+    OUTCOME,
+    PREPARED,
+    SEARCH,
+    SETTINGS,
+    TIMES,
+    from_plain,
+    read_json,
+)
 from dmcp.saving import WIDTHS
 from dmcp.searching.searches import SearchRecord
 from dmcp.spaces import Widths
@@ -62,6 +76,7 @@ class PastRun:
     rows: tuple[Row, ...] = ()  # networks that were tested
     chances: Chances | None = None
     widths: Mapping[str, int] = field(default_factory=dict)
+    latency: Outcome | None = None  # how a limit of latency ended
     prepared: bool = False  # whether it has made the network that it was to make for other runs
     running: bool = False
     problems: tuple[str, ...] = ()  # what could not be read, a sentence each
@@ -135,6 +150,7 @@ def read_run(folder: str | os.PathLike[str], tail: int | None = None) -> PastRun
         rows=_timed(path / TIMES, rows.values(), problems),
         chances=_chances(path, problems),
         widths=_widths(path, problems),
+        latency=_latency(path, problems),
         prepared=(path / PREPARED).is_file() and not (path / CHECKPOINTS).exists(),
         running=_is_running(path),
         problems=tuple(problems),
@@ -182,6 +198,16 @@ def _widths(folder: Path, problems: list[str]) -> dict[str, int]:
     except (DmcpError, RecursionError) as error:
         problems.append(_sentence(folder / WIDTHS, error))
         return {}
+
+
+def _latency(folder: Path, problems: list[str]) -> Outcome | None:
+    if not (folder / OUTCOME).is_file():
+        return None
+    try:
+        return from_plain(Outcome, read_json(folder / OUTCOME))
+    except (FileError, TypeError, ValueError, RecursionError) as error:
+        problems.append(_sentence(folder / OUTCOME, error))
+        return None
 
 
 def _chances(folder: Path, problems: list[str]) -> Chances | None:

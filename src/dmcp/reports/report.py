@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dmcp.budget import LATENCY, limits_latency, show_cost
+from dmcp.latency import show_ms
 from dmcp.reports.charts import STYLE, Bar, Cell, Point, draw_bars, draw_heat, draw_lines, draw_scatter, percent
 from dmcp.reports.listing import PastRun, command_line, date, plain, progress, text_at, value_at
 from dmcp.retraining import AS_IT_WAS, TRAINED_FIRST, Retrain, origin
@@ -19,7 +21,7 @@ from dmcp.rows import OURS, UNPRUNED, Row, against, score, score_name, unknown
 
 _STYLE = STYLE + Path(__file__).with_name("report.css").read_text()
 _SCRIPT = Path(__file__).with_name("report.js").read_text()
-_WORDS = {"macs": "MACs", "params": "parameters"}
+_WORDS = {"macs": "MACs", "params": "parameters"}  # what networks of the table have
 _CAPTIONS = {  # what each chart shows, and how to read it
     "widths": (
         "Width of each space",
@@ -142,8 +144,16 @@ def _chart_cost(run: PastRun) -> str:
 
 def _kinds(budget: str, count: int) -> Sequence[str]:
     """The kinds of a budget's limits in their order: "50%,params:2M" -> macs, params."""
-    kinds = [part.split(":")[0].strip() if ":" in part else "macs" for part in budget.split(",")]
+    kinds = [part.split(":")[0].strip() if ":" in part else _unnamed(part) for part in budget.split(",")]
     return kinds if len(kinds) == count else [f"limit {number + 1}" for number in range(count)]
+
+
+def _unnamed(part: str) -> str:
+    return LATENCY if limits_latency(part) else "macs"
+
+
+def _cost(kind: str, target: int) -> str:
+    return show_cost(kind, target) if kind == LATENCY else f"{target:,} {_WORDS.get(kind, kind)}"
 
 
 def _chart_chances(run: PastRun) -> str:
@@ -227,6 +237,8 @@ def _section(number: int, run: PastRun) -> str:
         parts.append(f"<p>Not finished: {_safe(progress(run))}.</p>")
     parts.append(_tiles(run))
     parts += [f"<p>{_safe(text)}.</p>" for text in [*_origin(run), *unknown(run.rows)]]
+    if run.latency:
+        parts += [f"<p>{_safe(text)}</p>" for text in (f"{run.latency.text}.", run.latency.trouble) if text]
     if run.rows:
         parts.append(_networks(run))
     figures = [_figure(*_CAPTIONS[name], svg) for name, svg in chart_run(run).items()]
@@ -254,7 +266,7 @@ def _tiles(run: PastRun) -> str:
     tiles: list[tuple[str, str, str]] = []
     if run.budget:
         targets = run.chances.targets if run.chances else {}
-        notes = [f"at most {target:,} {_WORDS.get(kind, kind)}" for kind, target in targets.items()]
+        notes = [f"at most {_cost(kind, target)}" for kind, target in targets.items()]
         tiles.append(("Budget", run.budget.replace(",", ", "), ", ".join(notes)))
     row = run.result
     for kind, word in _WORDS.items():
@@ -263,6 +275,11 @@ def _tiles(run: PastRun) -> str:
             tiles.append((f"{title} kept", percent(share), f"{getattr(row, kind):,} of {run.unpruned(kind):,}"))
         elif row:
             tiles.append((title, f"{getattr(row, kind):,}", "the unpruned network was not counted"))
+    if run.latency:
+        told = run.latency
+        took = "not measured" if told.measured_ms is None else show_ms(told.measured_ms)
+        parts = {"asked": told.asked_ms, "predicted": told.predicted_ms, "unpruned": told.unpruned_ms}
+        tiles.append(("Latency", took, ", ".join(f"{word} {show_ms(ms)}" for word, ms in parts.items())))
     if row:
         others = [other for other in run.rows if other is not row]
         gaps = [against(row, other) for other in others]

@@ -66,6 +66,9 @@ class Job:
     workers: int | None = None  # processes that read image files; None: as many as there are cores, at most 8
     corrupt: Corrupt = Corrupt.STOP  # at image files that cannot be decoded
     seed: int = 0
+    latency: str = ""  # file of a table of latency; empty: measured, where the budget needs one
+    latency_batch: int = 1  # samples of a pass that is timed
+    latency_device: str = ""  # where it is; empty: the device above
 
     @property
     def place(self) -> torch.device:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from dmcp.errors import DmcpError, FileError
+from dmcp.latency import Outcome
 from dmcp.locks import Lock
 from dmcp.reports.listing import PastRun, is_run, plain, read_run
 from dmcp.running.children import COMMAND, Command, Ended, kept_signals, run_side_by_side
@@ -125,13 +126,18 @@ class Summary:
 
     runs: tuple[str, ...]
     networks: tuple[Spread, ...]
+    latency: tuple[Outcome, ...] = ()  # of each run, where the budget has a limit of it
 
 
 def summarise(folders: Sequence[Path]) -> Summary:
     """What the runs in these folders have found, network by network."""
     runs = [read_run(folder) for folder in folders]
     names = dict.fromkeys(row.name for run in runs for row in run.rows)
-    return Summary(runs=tuple(run.name for run in runs), networks=tuple(_spread(name, runs) for name in names))
+    return Summary(
+        runs=tuple(run.name for run in runs),
+        networks=tuple(_spread(name, runs) for name in names),
+        latency=tuple(run.latency for run in runs if run.latency),
+    )
 
 
 def _spread(name: str, runs: Sequence[PastRun]) -> Spread:
@@ -156,4 +162,5 @@ def markdown(summary: Summary) -> str:
         share = "" if it.macs_share is None else f" ({between(*(f'{share:.1%}' for share in it.macs_share))})"
         macs, params = (between(f"{least:,}", f"{most:,}") for least, most in (it.macs, it.params))
         rows.append([it.name, f"{macs}{share}", params, spread(it.accuracies)])
-    return table(rows)
+    told = (f"- {run}: {it.text}\n" for run, it in zip(summary.runs, summary.latency, strict=False))
+    return table(rows) + (f"\n{''.join(told)}" if summary.latency else "")

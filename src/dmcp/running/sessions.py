@@ -26,6 +26,7 @@ from dmcp.events import Event
 from dmcp.folders import FolderSet, finds_all
 from dmcp.given import check_classifier, check_finite
 from dmcp.keeping import Keeper
+from dmcp.latency import FILE as LATENCY
 from dmcp.locks import Lock
 from dmcp.pruning import DivergenceWarning
 from dmcp.ranks import Ranks, Watch, join, leave, share_tensors, sum_values
@@ -136,9 +137,12 @@ def tell_ignored(engine: Engine, place: torch.device) -> None:
 
 @contextlib.contextmanager
 def session(
-    plan: Plan, folder: Path, resume: bool, quiet: bool, check: Callable[[Opened], None] | None = None
+    plan: Plan, folder: Path, resume: bool, quiet: bool, check: Callable[[Opened], Opened] | None = None
 ) -> Iterator[Session]:
-    """Meet the other ranks, open model and data, take the run folder; `check` may still refuse before it is written."""
+    """Meet the other ranks, open model and data, take the run folder.
+
+    `check` may still refuse before it is written, and gives back what it was given, or that with a table of latency.
+    """
     ranks = join(plan.job.device)
     begun = False
     try:
@@ -154,7 +158,7 @@ def session(
             if not plan.cell:  # the command that starts the cells has looked
                 check_test_files(opened, plan.job, resume)
             if check:
-                check(opened)
+                opened = check(opened)
             folder = Path(_share_text(str(folder), ranks))
             run = Run(folder)
             if ranks.first:
@@ -228,6 +232,8 @@ def _take(plan: Plan, opened: Opened, folder: Path, resume: bool, undo: contextl
         undo.enter_context(Lock(folder))
         run.write(SETTINGS, plan.to_json() | facts | {"argv": sys.argv})
         run.write(INPUT, preprocessing(opened.data))
+        if opened.graph.latency is not None:
+            run.write(LATENCY, opened.graph.latency.to_json())
         return run
     run = Run(folder)
     _refuse_done(run)  # also where nothing can be written, not even a lock
@@ -259,8 +265,8 @@ def _refuse_done(run: Run) -> None:
 def _give_up(folder: Path, made: Sequence[Path]) -> None:
     """Remove a new run that failed before its first step: the folder is then free for the corrected command."""
     with contextlib.suppress(OSError):
-        if {path.name for path in folder.iterdir()} <= {SETTINGS, INPUT}:
-            for name in (SETTINGS, INPUT):
+        if {path.name for path in folder.iterdir()} <= {SETTINGS, INPUT, LATENCY}:
+            for name in (SETTINGS, INPUT, LATENCY):
                 (folder / name).unlink(missing_ok=True)
             for path in made:
                 path.rmdir()

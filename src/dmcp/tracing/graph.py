@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dmcp.errors import CutError, WidthsError
+from dmcp.errors import BudgetError, CutError, WidthsError
+from dmcp.latency import Latency, as_terms
 from dmcp.markov import CHAIN, Process
 from dmcp.slicing import Cut, skeleton
 from dmcp.spaces import ChannelSpace, Widths
 from dmcp.tracing.cost import LayerCost, Polynomial, Terms, evaluate, total
+from dmcp.tracing.coupling import Coupling
 from dmcp.tracing.layouts import Atom, Layout
 from dmcp.tracing.recording import Recording
 from dmcp.tracing.replay import Rehearsal
 
 Kept = int | Sequence[int] | Tensor  # how many channels stay, or which
+NO_TABLE = (
+    "Nothing is known about the latency of this network: graph.priced(dmcp.measure_latency(model, example)) has a "
+    "table of it; dmcp prune and dmcp search measure by themselves."
+)
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,7 @@ class ChannelGraph:
     entries: tuple[CostEntry, ...]
     _rehearsal: Rehearsal
     _atoms: tuple[int, ...]  # the atom of each space
+    latency: Latency | None = None  # what was measured, see priced()
 
     def __post_init__(self) -> None:
         for name, parts in (
@@ -85,6 +92,23 @@ class ChannelGraph:
             ("_params", [entry.params for entry in self.entries]),
         ):
             object.__setattr__(self, name, Polynomial(total(parts), len(self.spaces)))
+        if self.latency is not None:
+            self._check_latency(self.latency)
+            object.__setattr__(self, "_latency", Polynomial(as_terms(self.latency), len(self.spaces)))
+
+    def priced(self, latency: Latency) -> ChannelGraph:
+        """The same graph with a table of latency, so that budgets may be times: see `dmcp.measure_latency`."""
+        return replace(self, latency=latency)
+
+    def _check_latency(self, latency: Latency) -> None:
+        if latency.fingerprint != self.fingerprint:
+            raise WidthsError("This table of latency is of another architecture: measure this one.")
+        if latency.spaces != tuple(space.name for space in self.spaces):
+            raise WidthsError("This table of latency is of the same network with other layers kept whole: measure it.")
+        if latency.input_shape != self.input_shape:
+            raise WidthsError(
+                f"This table of latency is for samples of {latency.input_shape}, not {self.input_shape}: measure that."
+            )
 
     # -- widths
 
@@ -139,8 +163,22 @@ class ChannelGraph:
         """Parameters: an int for widths, (N, S) -> (N,) for a tensor of them."""
         return self._cost(self._params, widths)
 
+    @overload
+    def latency_fs(self, widths: Tensor) -> Tensor: ...
+    @overload
+    def latency_fs(self, widths: Mapping[str, int] | None = None) -> int: ...
+    def latency_fs(self, widths: Mapping[str, int] | Tensor | None = None) -> int | Tensor:
+        """Forecast of a forward pass in femtoseconds, like macs; BudgetError if the graph has no table of latency."""
+        return self._cost(self._latency_polynomial(), widths)
+
     _macs: Polynomial = None  # type: ignore[assignment]
     _params: Polynomial = None  # type: ignore[assignment]
+    _latency: Polynomial | None = None
+
+    def _latency_polynomial(self) -> Polynomial:
+        if self._latency is None:
+            raise BudgetError(NO_TABLE)
+        return self._latency
 
     def _cost(self, polynomial: Polynomial, widths: Mapping[str, int] | Tensor | None) -> int | Tensor:
         if isinstance(widths, Tensor):
@@ -159,6 +197,10 @@ class ChannelGraph:
     def expected_params(self, marginals: Tensor, sizes: Tensor, process: Process = CHAIN) -> Tensor:
         """Expected parameters when each group survives with these chances. (S, G), (S, G) -> ()"""
         return self._params.expected(lambda power: process.moment(marginals, sizes, power))
+
+    def expected_latency_fs(self, marginals: Tensor, sizes: Tensor, process: Process = CHAIN) -> Tensor:
+        """Expected forecast of the latency when each group survives with these chances. (S, G), (S, G) -> ()"""
+        return self._latency_polynomial().expected(lambda power: process.moment(marginals, sizes, power))
 
     def layers(self, widths: Mapping[str, int] | None = None) -> tuple[LayerCost, ...]:
         """What each layer costs, in the order in which they run."""
@@ -189,6 +231,16 @@ class ChannelGraph:
     def recordings(self) -> list[Recording]:
         """The passes of the unpruned model that were traced: in eval mode, in train mode."""
         return self._rehearsal.coupling.recordings
+
+    @property
+    def coupling(self) -> Coupling:
+        """The layouts of all values in these passes."""
+        return self._rehearsal.coupling
+
+    @property
+    def space_numbers(self) -> dict[int, int]:
+        """The number of the space that each atom is."""
+        return {atom: number for number, atom in enumerate(self._atoms)}
 
     def kept(self, widths: Mapping[str, Kept]) -> dict[int, Tensor]:
         """Indices that each atom keeps; a number means the first so many."""

@@ -1,0 +1,292 @@
+"""Cut networks are timed, and a table of latency is made of their times."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dmcp.batches import device_of, generator
+from dmcp.calibration import kept_modes
+from dmcp.errors import BudgetError, DmcpError
+from dmcp.latency import Latency, Timed, show_ms
+from dmcp.latency_fit import fit, forecast_ms
+from dmcp.sampling import Options
+from dmcp.slicing import narrow, unwrap
+from dmcp.spaces import Widths
+from dmcp.tracing.graph import ChannelGraph
+from dmcp.tracing.recording import batch_of, call_model, map_leaves, rebatch
+from dmcp.tracing.trace import trace
+from dmcp.tracing.work import work
+
+Measure = Callable[[nn.Module], float]  # a network in eval mode -> milliseconds of a forward pass
+NETWORKS = 40  # that are measured for a table
+_LEAST = 12  # networks of which a table can be made
+_HELD_OUT = 5  # one network of so many is
+_ROUNDS, _FEWEST, _PASSES = 30, 5, 3  # turns of all networks, at most and at least; passes of a turn that are timed
+_FAST = 10  # one pass of so many is a fast one
+_SECONDS = 30.0  # after which no further turn begins
+
+
+# measuring
+
+
+def measure_latency(
+    model: nn.Module,
+    example: Any,
+    graph: ChannelGraph | None = None,
+    *,
+    measure: Measure | None = None,
+    batch: int = 1,
+    device: str | torch.device = "",
+    dtype: torch.dtype | str = "float32",
+    floor: Widths | None = None,
+    ceiling: Widths | None = None,
+    align: int = 1,
+    networks: int = NETWORKS,
+    seed: int = 0,
+) -> Latency:
+    """Measure cut networks of all sizes, and make a table of them that knows the time of any widths.
+
+    measure: your own function, which gets a network in eval mode and returns the milliseconds that a forward pass
+        takes, somewhere: it may export the network and time it on a phone. It is called once for each network.
+    batch, device, dtype: of the passes that are timed on this machine, where there is no such function; the
+        default device is the model's. Threads are as many as torch has.
+    floor, ceiling, align: widths between which networks are drawn, with the seed; multiples of align.
+    """
+    if type(networks) is not int or networks < _LEAST:
+        raise BudgetError(f"A table of latency needs at least {_LEAST} networks, not {networks!r}.")
+    if type(batch) is not int or batch < 1:
+        raise BudgetError(f"The batch of a latency must be an int of at least 1, not {batch!r}.")
+    graph = graph or trace(model, example)
+    model, start = unwrap(model), time.perf_counter()
+    drawn = draw(graph, floor, ceiling, align, networks, seed)
+    clock = Clock(str(device) or str(device_of(model)), batch, _dtype(dtype), torch.get_num_threads(), example, measure)
+    times = clock.times(_narrowed(model, graph, graph.widths(row)) for row in drawn)
+    kinds = work(graph)
+    out = [number >= 2 and number % _HELD_OUT == 0 for number in range(len(drawn))]
+    rest = [number for number, held in enumerate(out) if not held]
+    blind = fit(kinds, [drawn[number] for number in rest], [times[number] for number in rest])
+    terms = fit(kinds, drawn, times)
+    found = tuple(
+        Timed(tuple(row), ms, forecast_ms(blind if held else terms, row), held)
+        for row, ms, held in zip(drawn, times, out, strict=True)
+    )
+    errors = [abs(it.forecast_ms - it.ms) / it.ms for it in found if it.held_out]
+    own = {} if measure is None else {"place": "", "device": _called(measure)}
+    here: dict[str, Any] = {"place": torch.device(clock.device).type, "device": device_name(clock.device)}
+    return Latency(
+        terms=terms,
+        fingerprint=graph.fingerprint,
+        spaces=tuple(space.name for space in graph.spaces),
+        input_shape=graph.input_shape,
+        networks=found,
+        median_error=median(errors),
+        largest_error=max(errors),
+        batch=batch,
+        threads=clock.threads,
+        dtype=str(clock.dtype).removeprefix("torch."),
+        torch=torch.__version__,
+        seconds=time.perf_counter() - start,
+        **(here | own),
+    )
+
+
+def draw(
+    graph: ChannelGraph, floor: Widths | None, ceiling: Widths | None, align: int, count: int, seed: int
+) -> list[list[int]]:
+    """Widths to measure: unpruned, the smallest, all spaces at one share, and each space at a share of its own."""
+    most = (ceiling or graph.full).tensor()
+    least = torch.ones_like(most) if floor is None else floor.tensor()
+    options, source = Options(graph, least, most, align), generator(seed)
+    rows = [graph.full.tensor(), options.widths(torch.zeros_like(most))]
+    for number in range(count - 2):
+        shares = torch.rand(len(most), generator=source, dtype=torch.float64)
+        if number % 2:  # near to each other, as those of networks that were chosen for a budget
+            middle = torch.rand(1, generator=source, dtype=torch.float64)
+            shares = (middle + 0.2 * (shares - 0.5)).clamp(0, 1)
+        rows.append(options.widths((shares * options.last).round().long()))
+    return [row.tolist() for row in rows]
+
+
+def _narrowed(model: nn.Module, graph: ChannelGraph, widths: Widths) -> nn.Module:
+    """What `cut` gives, but not replayed first: it is run at once."""
+    return narrow(model, graph.cuts(widths), graph.attributes(widths))
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What measures networks: an own function, or this machine."""
+
+    device: str
+    batch: int
+    dtype: torch.dtype
+    threads: int
+    example: Any
+    measure: Measure | None = None
+
+    def times(self, nets: Iterator[nn.Module]) -> list[float]:
+        """Milliseconds of a forward pass of each."""
+        if self.measure is not None:
+            return [_checked(self.measure(net.eval()), self.measure) for net in nets]
+        try:
+            moved = [_moved(net, self.device, self.dtype) for net in nets]
+            example = map_leaves(lambda leaf: _like(leaf, self.device, self.dtype), self._example())
+            with threads(self.threads):
+                return pass_times(moved, example)
+        except (RuntimeError, AssertionError, AttributeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+            raise DmcpError(
+                f"The latency cannot be measured on {self.device} with a batch of {self.batch} in {self.dtype}: "
+                f"{reason}"
+            ) from error
+
+    def _example(self) -> Any:
+        return self.example if batch_of(self.example) is None else rebatch(self.example, self.batch)
+
+
+@torch.inference_mode()
+def pass_times(
+    nets: Sequence[nn.Module], example: Any, rounds: int = _ROUNDS, seconds: float = _SECONDS
+) -> list[float]:
+    """Milliseconds of a forward pass of each network, in eval mode.
+
+    The networks take turns, so that a machine that is slow for a while is so for all of them. The first pass of a turn
+    only warms the caches that the network before it filled.
+    """
+    times: list[list[float]] = [[] for _ in nets]
+    wait = _waiting(device_of(nets[0]))  # found now: looking for it takes as long as a small network
+    start = time.perf_counter()
+    with contextlib.ExitStack() as modes:
+        for net in nets:
+            modes.enter_context(kept_modes(net))
+            net.eval()
+        for number in range(rounds + 1):
+            if number > _FEWEST and time.perf_counter() - start > seconds:
+                break
+            for net, own in zip(nets, times, strict=True):
+                for place in range(_PASSES + 1):
+                    wait()
+                    before = time.perf_counter()
+                    call_model(net, example)
+                    wait()
+                    if number and place:  # the first turn also loads kernels
+                        own.append(1000 * (time.perf_counter() - before))
+    return usual(times)
+
+
+def usual(times: Sequence[Sequence[float]]) -> list[float]:
+    """What passes of each network usually take: its fast ones, times what half of all passes take longer than such.
+
+    Other programs slow many passes, and those of one network more than those of another, as it happens. The fast ones
+    are hardly disturbed: they tell networks apart. By how much usual passes are slower is one number for all.
+    """
+    fast = [sorted(own)[len(own) // _FAST] for own in times]
+    slower = median(median(own) / quick for own, quick in zip(times, fast, strict=True))
+    return [slower * quick for quick in fast]
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """So many threads meanwhile."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _waiting(device: torch.device) -> Callable[[], None]:
+    """What waits until a device has done all it was told."""
+    if device.type == "cpu":
+        return lambda: None
+    if device.type == "cuda":
+        return lambda: torch.cuda.synchronize(device)
+    synchronize: Callable[[], None] = getattr(torch, device.type).synchronize
+    return synchronize
+
+
+def _moved(net: nn.Module, device: str, dtype: torch.dtype) -> nn.Module:
+    return net.to(device=device, dtype=dtype).eval()  # a copy already
+
+
+def _like(leaf: Any, device: str, dtype: torch.dtype) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.to(device=device, dtype=dtype) if leaf.is_floating_point() else leaf.to(device)
+
+
+def _dtype(dtype: torch.dtype | str) -> torch.dtype:
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise BudgetError(f"The dtype of a latency must be float32, bfloat16 or float16, not {dtype!r}.")
+    return found
+
+
+def _called(measure: Measure) -> str:
+    return getattr(measure, "__name__", type(measure).__name__)
+
+
+def _checked(ms: Any, measure: Measure) -> float:
+    """Milliseconds that an own function gave, if they are some."""
+    with contextlib.suppress(TypeError, ValueError):
+        if not isinstance(ms, bool | str) and math.isfinite(float(ms)) and float(ms) > 0:
+            return float(ms)
+    raise BudgetError(f"{_called(measure)} must return milliseconds, a number above 0, not {ms!r}.")
+
+
+def device_name(device: str) -> str:
+    """What the device is called: a GPU's name, the model of a CPU."""
+    kind = torch.device(device).type
+    if kind == "cuda":
+        return torch.cuda.get_device_name(torch.device(device))
+    if kind != "cpu":
+        return kind
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in ("model name", "Model") and value.strip():
+                return value.strip()
+    return platform.processor() or platform.machine() or "a CPU"
+
+
+def is_here(table: Latency) -> bool:
+    """Whether what the table is of can be measured on this machine."""
+    if not table.place:
+        return False
+    try:
+        return device_name(table.place) == table.device
+    except (RuntimeError, AssertionError):  # no such device
+        return False
+
+
+def clock_of(table: Latency, example: Any, measure: Measure | None = None) -> Clock | None:
+    """What measures as the table was measured; None where that cannot be done here."""
+    if measure is None and not is_here(table):
+        return None
+    return Clock(table.place or "cpu", table.batch, _dtype(table.dtype), table.threads, example, measure)
+
+
+# words
+
+
+def describe(table: Latency) -> str:
+    """The networks that were measured as a text, and how good the forecasts are."""
+    lines = [f"{'network':<12}{'measured':>12}{'forecast':>12}{'error':>9}"]
+    for number, it in enumerate(table.networks):
+        name = ("unpruned", "smallest")[number] if number < 2 else "held out" if it.held_out else f"{number + 1}"
+        error = f"{it.forecast_ms / it.ms - 1:+.1%}"
+        lines.append(f"{name:<12}{show_ms(it.ms):>12}{show_ms(it.forecast_ms):>12}{error:>9}")
+    return "\n".join([*lines, "", table.summary, *filter(None, [table.trouble])])
