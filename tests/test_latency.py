@@ -19,18 +19,19 @@ from test_pruning import SEARCH, TRAIN, Noise
 from torch import Tensor, nn
 
 import dmcp
-from dmcp import pruning, stopwatch
+from dmcp import pruning
 from dmcp.budget import Limit, check_reachable, costs, holds, parse, ratios, spent_shares
 from dmcp.errors import BudgetError, FileError, WidthsError
 from dmcp.latency import FS_PER_MS, Latency, show_ms
-from dmcp.latency_choice import LatencyWarning, choose
-from dmcp.latency_fit import solve
 from dmcp.markov import CHAIN
 from dmcp.nets import build
 from dmcp.reports.listing import read_run
 from dmcp.reports.report import make_page
 from dmcp.searching.searches import SearchResult
-from dmcp.stopwatch import clock_of, device_name, draw, measure_latency, pass_times, usual
+from dmcp.timing import stopwatch
+from dmcp.timing.choice import LatencyWarning, choose
+from dmcp.timing.fit import solve
+from dmcp.timing.stopwatch import clock_of, device_name, draw, measure_latency, pass_times, usual
 from dmcp.tracing.cost import evaluate, total
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.work import MACS, work

@@ -40,8 +40,8 @@ from dmcp.saving import load, save
 from dmcp.searching.search import search
 from dmcp.searching.searches import SearchConfig, SearchResult
 from dmcp.spaces import ChannelSpace, Widths
-from dmcp.stopwatch import measure_latency
 from dmcp.supernet import Supernet
+from dmcp.timing.stopwatch import measure_latency
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.rules import RULES
 from dmcp.tracing.trace import trace

@@ -21,8 +21,6 @@ from dmcp.events import Report, silent
 from dmcp.given import check_finite, check_imitable, check_labels, check_teacher, classes_of, fit_numbers
 from dmcp.keeping import Keeper, plain_settings
 from dmcp.latency import Latency, Outcome
-from dmcp.latency_choice import LatencyWarning as LatencyWarning
-from dmcp.latency_choice import price, settle
 from dmcp.losses import ImitationWarning as ImitationWarning  # what prune may warn of
 from dmcp.losses import Loss, Metric, check_metric, warn_of_imitation
 from dmcp.losses import MetricWarning as MetricWarning
@@ -41,8 +39,10 @@ from dmcp.searching.sandwich import chains, sort_channels
 from dmcp.searching.searches import SearchConfig, SearchRecord, SearchResult, extremes
 from dmcp.slicing import narrow, unwrap
 from dmcp.spaces import Widths, fingerprint
-from dmcp.stopwatch import Measure, measure_latency
 from dmcp.supernet import Supernet
+from dmcp.timing.choice import LatencyWarning as LatencyWarning
+from dmcp.timing.choice import price, settle
+from dmcp.timing.stopwatch import Measure, measure_latency
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.recording import tensors_in
 from dmcp.tracing.trace import trace

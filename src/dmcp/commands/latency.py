@@ -18,13 +18,13 @@ from dmcp.commands import options as o
 from dmcp.commands.printing import print_json
 from dmcp.errors import DmcpError, FileError, WidthsError
 from dmcp.latency import FILE, Latency
-from dmcp.latency_choice import price
 from dmcp.pruning import time_networks
 from dmcp.running.jobs import Job, Opened, build, shape, trace_job
 from dmcp.running.plans import Plan
 from dmcp.running.sessions import say
 from dmcp.searching.searches import SearchConfig
-from dmcp.stopwatch import NETWORKS, describe, measure_latency
+from dmcp.timing.choice import price
+from dmcp.timing.stopwatch import NETWORKS, describe, measure_latency
 from dmcp.tracing.graph import ChannelGraph
 
 

@@ -33,7 +33,6 @@ from dmcp.errors import DmcpError, WidthsError
 from dmcp.figures import draw_all
 from dmcp.folders import FolderSet, finds_all
 from dmcp.latency import FILE as LATENCY
-from dmcp.latency_choice import settle
 from dmcp.measuring import compare
 from dmcp.pruning import OURS, UNPRUNED
 from dmcp.retraining import Retrain, origin, train_all
@@ -51,6 +50,7 @@ from dmcp.searching.search import reach
 from dmcp.searching.searches import extremes
 from dmcp.spaces import Widths
 from dmcp.supernet import Supernet
+from dmcp.timing.choice import settle
 
 
 def prune(

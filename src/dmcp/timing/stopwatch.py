@@ -19,10 +19,10 @@ from dmcp.batches import device_of, generator
 from dmcp.calibration import kept_modes
 from dmcp.errors import BudgetError, DmcpError
 from dmcp.latency import Latency, Timed, show_ms
-from dmcp.latency_fit import fit, forecast_ms
 from dmcp.sampling import Options
 from dmcp.slicing import narrow, unwrap
 from dmcp.spaces import Widths
+from dmcp.timing.fit import fit, forecast_ms
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.recording import batch_of, call_model, map_leaves, rebatch
 from dmcp.tracing.trace import trace

@@ -23,7 +23,7 @@ from dmcp.sampling import expected
 from dmcp.searching.searches import SearchResult
 from dmcp.slicing import narrow, unwrap
 from dmcp.spaces import Widths
-from dmcp.stopwatch import Clock, Measure, clock_of
+from dmcp.timing.stopwatch import Clock, Measure, clock_of
 from dmcp.tracing.graph import ChannelGraph
 
 CHOICE = "choice.json"  # which widths were taken, beside the checkpoints of a search
