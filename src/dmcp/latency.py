@@ -152,7 +152,7 @@ class Outcome:
     unpruned_ms: float
     how: str  # the device, in words
     measured_ms: float | None = None  # None: not on this machine
-    tightened: int = 0  # how often widths were chosen again because the ones before took too long
+    again: int = 0  # how often widths were chosen again, since those before took too long, or far less than they may
 
     def __post_init__(self) -> None:
         known = (self.asked_ms, self.predicted_ms, self.unpruned_ms, self.measured_ms or 0.0)
@@ -168,7 +168,7 @@ class Outcome:
     def text(self) -> str:
         """In a sentence."""
         measured = "not measured" if self.measured_ms is None else f"measured {show_ms(self.measured_ms)}"
-        again = f", after {self.tightened} tighter choice{'s' * (self.tightened != 1)}" if self.tightened else ""
+        again = f", chosen again {_times(self.again)}" if self.again else ""
         return (
             f"latency {self.how}: asked {show_ms(self.asked_ms)}, predicted {show_ms(self.predicted_ms)}, {measured}"
             f"{again}; the unpruned network takes {show_ms(self.unpruned_ms)}"
@@ -185,8 +185,8 @@ class Outcome:
         if self.held:
             return ""
         return (
-            f"The network takes {show_ms(self.measured_ms)}, more than the {show_ms(self.asked_ms)} asked for, also "
-            f"after {self.tightened} tighter choices: ask for less, or measure on an idle machine."
+            f"The network takes {show_ms(self.measured_ms)}, more than the {show_ms(self.asked_ms)} asked for, though "
+            f"widths were chosen again {_times(self.again)}: ask for less, or measure on an idle machine."
         )
 
 
@@ -196,6 +196,10 @@ def show_ms(ms: float) -> str:
         if ms >= size:
             return f"{_short(ms / size)} {unit}"
     return f"{_short(1000 * ms)} us"
+
+
+def _times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
 def _short(number: float) -> str:

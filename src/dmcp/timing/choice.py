@@ -1,4 +1,4 @@
-"""Widths that are really fast enough: the chosen network is measured, and chosen again where it is too slow."""
+"""Widths that are really fast enough: the chosen network is measured, and chosen again where its forecast was wrong."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from dmcp.files import MOST_JSON, parse_json, quote, read_bytes, write_files
 from dmcp.latency import FILE, FS_PER_MS, Latency, Outcome
 from dmcp.ranks import current, share_tensors
 from dmcp.sampling import expected
-from dmcp.searching.searches import SearchResult
+from dmcp.searching.searches import SearchResult, extremes
 from dmcp.slicing import narrow, unwrap
 from dmcp.spaces import Widths
 from dmcp.timing.stopwatch import Clock, Measure, clock_of
 from dmcp.tracing.graph import ChannelGraph
 
 CHOICE = "choice.json"  # which widths were taken, beside the checkpoints of a search
-TRIES = 3  # tighter choices, where a chosen network takes longer than its forecast
+TRIES = 3  # further choices, where a chosen network takes another time than its forecast
+ENOUGH = 0.95  # of the limit: a network that takes less is widened
 
 
 class LatencyWarning(UserWarning):
@@ -43,14 +44,14 @@ def choose(
 ) -> tuple[SearchResult, Widths, Outcome]:
     """Widths whose network, cut and measured, is inside the limit of latency; the search with the limit they are of.
 
-    Where the network takes longer than its forecast, the limit is lowered by as much and widths are picked again, from
-    the same alphas. After some tries the fastest of them is taken, and its Outcome says that the limit does not hold.
+    Where the network takes longer than it may, or far less, the limit is changed by as much and widths are picked
+    again, from the same alphas. The slowest that is fast enough is taken; where none is, the fastest, whose Outcome
+    says that the limit does not hold.
     """
     graph, table = found.graph, found.graph.latency
     assert table is not None
-    asked = next(limit.target for limit in found.budget.limits if limit.kind == LATENCY)
-    best: tuple[float, SearchResult, Widths, Outcome] | None = None
-    now = found
+    asked = _limit_of(found.budget)
+    now, best = found, list[tuple[SearchResult, Widths, Outcome]]()
     for number in range(tries + 1):
         widths = pick(now)
         spent = graph.latency_fs(widths)
@@ -61,20 +62,26 @@ def choose(
             unpruned_ms=table.unpruned_ms,
             how=table.how,
             measured_ms=ms,
-            tightened=number,
+            again=number,
         )
-        if best is None or ms is None or ms < best[0]:
-            best = (ms or 0.0, now, widths, outcome)
-        if outcome.held or ms is None:
+        same = any(widths == other for _, other, _ in best)
+        best = sorted([*best, (now, widths, outcome)], key=lambda it: _rank(it[2]))[-1:]
+        wider = ms is not None and ms < ENOUGH * outcome.asked_ms
+        if ms is None or same or (outcome.held and not wider) or (wider and spent < ENOUGH * _limit_of(now.budget)):
+            break  # the last: another limit keeps it so small
+        target = math.floor(spent * outcome.asked_ms / ms)
+        least, most = (graph.latency_fs(it) for it in extremes(graph, found.sizes))
+        if target < least or min(target, most) == _limit_of(now.budget):
             break
-        limit = _limit_of(now.budget)
-        tighter = _lowered(now.budget, max(1, math.floor(min(limit, spent) * outcome.asked_ms / ms)))
-        if not _reachable(found, tighter):
-            break
-        now = replace(found, budget=tighter)
-    assert best is not None
-    _, result, widths, outcome = best
-    return result, widths, replace(outcome, tightened=number)
+        now = replace(found, budget=_limited(found.budget, min(target, most)))
+    ((result, widths, taken),) = best
+    return result, widths, replace(taken, again=outcome.again)
+
+
+def _rank(it: Outcome) -> tuple[bool, float]:
+    """Of two networks that are fast enough the slower one is better, otherwise the faster one."""
+    ms = it.measured_ms or 0.0
+    return it.held, ms if it.held else -ms
 
 
 def _measured(clock: Clock, model: nn.Module, graph: ChannelGraph, widths: Widths) -> float:
@@ -92,14 +99,9 @@ def _limit_of(budget: Budget) -> int:
     return next(limit.target for limit in budget.limits if limit.kind == LATENCY)
 
 
-def _lowered(budget: Budget, target: int) -> Budget:
+def _limited(budget: Budget, target: int) -> Budget:
     limits = tuple(Limit(it.kind, target) if it.kind == LATENCY else it for it in budget.limits)
     return replace(budget, limits=limits)
-
-
-def _reachable(found: SearchResult, budget: Budget) -> bool:
-    floor = found.graph.widths(found.sizes[:, 0].tolist())
-    return found.graph.latency_fs(floor) <= _limit_of(budget)
 
 
 # one table and one choice for all processes, also after an interruption
@@ -160,7 +162,7 @@ def settle(
 
     kept = _of_first(find)
     try:
-        budget, widths = _lowered(found.budget, kept["target"]), found.graph.widths(kept["widths"])
+        budget, widths = _limited(found.budget, kept["target"]), found.graph.widths(kept["widths"])
         outcome = Outcome(**kept["outcome"])
     except (KeyError, TypeError) as error:
         raise FileError(f"{folder}: {CHOICE} is not one of this version ({quote(error)}): remove it.") from None
