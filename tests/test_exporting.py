@@ -226,7 +226,7 @@ def test_outputs_are_measured_each_by_its_own_size() -> None:
             return both
 
     def difference(*outputs: Tensor) -> float:
-        return exporting._difference(Pair(), exporting._Runtime("", lambda _: list(outputs), None), [x])
+        return exporting._difference(Pair(), exporting.Runtime("", lambda _: list(outputs), None), [x])
 
     assert difference(*x) == 0
     assert difference(x[0], 1.5 * x[1]) == pytest.approx(0.5)
@@ -421,3 +421,89 @@ def test_the_code_of_the_page_runs(run: Path, monkeypatch: pytest.MonkeyPatch, c
     x = torch.cat([images for images, _ in make_loader(test, 64, train=False)])
     scores = dmcp.load("run", build("digits:resnet")).eval()(x)
     torch.testing.assert_close(torch.from_numpy(given["scores"]), scores, rtol=1e-4, atol=1e-4)
+
+
+# 8 bits
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    drawn = torch.Generator().manual_seed(0)
+    return [(torch.randn(32, 1, 8, 8, generator=drawn), torch.zeros(32, dtype=torch.int64)) for _ in range(4)]
+
+
+def test_a_file_of_8_bits_is_nearly_the_network_and_small(tmp_path: Path) -> None:
+    need(".onnx")
+    _, small = digits()
+    whole = dmcp.export(small, EXAMPLE, tmp_path / "small.onnx", preprocessing=HOW)
+    before = whole.path.read_bytes()
+    made = dmcp.quantise(whole.path, batches(), tmp_path / "int8.onnx", samples=80)
+    assert made.samples == 80 and whole.path.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["int8.onnx", "small.onnx"]
+    assert made.size_bytes == made.path.stat().st_size < 0.45 * whole.size_bytes
+    run, note = open_onnx(made.path)
+    assert json.loads(note) == HOW
+    small.eval()
+    x = batches()[3][0]  # which no range was found with
+    with torch.no_grad():
+        off = (run(x) - small(x)).square().mean().sqrt() / small(x).square().mean().sqrt()
+    assert 1e-4 < made.difference < 0.1 and off < 0.15
+    again = dmcp.quantise(whole.path, iter(batches()), tmp_path / "again.onnx", samples=80)
+    assert again.path.read_bytes() == made.path.read_bytes()
+
+
+def test_ranges_are_those_of_the_samples(tmp_path: Path) -> None:
+    """Inputs a hundred times as large as those that the ranges were found with are cut off."""
+    need(".onnx")
+    _, small = digits()
+    whole = dmcp.export(small, EXAMPLE, tmp_path / "small.onnx")
+    tiny = [(x / 100, y) for x, y in batches()]
+    run, narrow = (
+        dmcp.quantise(whole.path, some, tmp_path / f"{name}.onnx").path
+        for name, some in (("usual", batches()), ("tiny", tiny))
+    )
+    runtimes = [exporting.open_onnx(path) for path in (whole.path, run, narrow)]
+    wanted, near, cut = (runtime.run(batches()[0][0])[0] for runtime in runtimes)
+    assert (near - wanted).norm() < 0.2 * (cut - wanted).norm()
+
+
+@pytest.mark.parametrize(
+    ("source", "path", "loader", "samples", "told"),
+    [
+        ("small.pt2", "int8.onnx", batches, 8, "only .onnx files"),
+        ("small.onnx", "int8.pt2", batches, 8, "only .onnx files"),
+        ("none.onnx", "int8.onnx", batches, 8, "there is no such file"),
+        ("broken.onnx", "int8.onnx", batches, 8, "cannot open it"),
+        ("small.onnx", "int8.onnx", batches, 0, "at least one sample"),
+        ("small.onnx", "int8.onnx", list, 8, "gives no batch"),
+        ("small.onnx", "int8.onnx", lambda: [torch.zeros(2, 3, 8, 8)], 8, "cannot have 8 bits"),
+        ("small.onnx", "none/int8.onnx", batches, 8, "there is no folder"),
+    ],
+)
+def test_8_bits_are_refused_in_a_sentence(
+    source: str, path: str, loader: Callable[[], Any], samples: int, told: str, tmp_path: Path
+) -> None:
+    need(".onnx")
+    dmcp.export(digits()[1], EXAMPLE, tmp_path / "small.onnx")
+    (tmp_path / "broken.onnx").write_bytes(b"no network")
+    with pytest.raises(dmcp.DmcpError, match=re.escape(told)):
+        dmcp.quantise(tmp_path / source, loader(), tmp_path / path, samples=samples)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.onnx", "small.onnx"]
+
+
+def test_the_command_tests_a_file_of_8_bits(tmp_path: Path, capsys: Capture) -> None:
+    need(".onnx")
+    run = tmp_path / "run"
+    assert command(*PRUNE.split(), "--out", str(run)) == 0
+    capsys.readouterr()
+    assert command("export", str(run), "--int8", "--json", "--quiet") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["file"] == str(run / "model.int8.onnx") and facts["samples"] == 512
+    assert facts["size_bytes"] < 0.5 * facts["float32_size_bytes"] < facts["unpruned_size_bytes"]
+    reader, _ = open_onnx(run / "model.int8.onnx")
+    right = [(reader(x).argmax(1) == y).float() for x, y in make_loader(load("digits").test, 50, train=False)]
+    assert facts["accuracy"] == pytest.approx(float(torch.cat(right).mean()))
+    assert abs(facts["accuracy"] - facts["float32_accuracy"]) < 0.1
+    assert command("export", str(run), "--int8", "--out", str(tmp_path / "a.pt2")) == 2
+    assert "only .onnx files" in capsys.readouterr().err
+    assert command("export", str(run), "--int8") == 0
+    assert "512 training images" in (shown := capsys.readouterr().out) and "float32" in shown

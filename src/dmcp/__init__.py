@@ -34,6 +34,7 @@ from dmcp.keeping import Keeper
 from dmcp.latency import Latency
 from dmcp.losses import LowerIsBetter
 from dmcp.pruning import PruneResult, prune
+from dmcp.quantising import quantise
 from dmcp.retraining import Retrain
 from dmcp.sampling import direct, expected, random_widths, uniform
 from dmcp.saving import load, save
@@ -84,6 +85,7 @@ __all__ = [
     "measure_latency",
     "parse_budget",
     "prune",
+    "quantise",
     "random_widths",
     "recalibrate",
     "reinitialise",

@@ -18,7 +18,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -67,12 +67,13 @@ class Exported:
 
 
 @dataclass(frozen=True, eq=False)
-class _Runtime:
+class Runtime:
     """A file that was opened to be run."""
 
     name: str
     run: Callable[[Any], list[Tensor]]  # inputs as a model gets them -> all tensors of the output, in order
     note: str | None  # what the file says under NOTE
+    inputs: list[str] = field(default_factory=list)  # their names, of ONNX
 
 
 def export(
@@ -99,7 +100,7 @@ def export(
     check_finite(net, drawn[-1])
     program, dims = _record(net, _draw(example, _RECORDED))
     note = None if preprocessing is None else json.dumps(preprocessing)
-    with _staged(path) as new:
+    with staged(path) as new:
         _WRITE[kind](program, dims, new, note)
         runtime, difference = _try(kind, new, net, drawn)
         if not difference <= tolerance:
@@ -183,10 +184,10 @@ def _record(net: nn.Module, example: Any) -> tuple[ExportedProgram, Any]:
     kwargs = example if isinstance(example, dict) else {}
     dims = map_leaves(lambda leaf: {0: batch} if isinstance(leaf, Tensor) else None, kwargs or args)
     try:
-        with _silence():
+        with silence():
             program = torch.export.export(net, args, kwargs, dynamic_shapes=dims)
     except Exception as error:  # whatever a forward, or torch in it, may raise
-        raise TraceError(f"torch.export cannot take this network: {_reason(error)} See docs/export.md.") from error
+        raise TraceError(f"torch.export cannot take this network: {reason(error)} See docs/export.md.") from error
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)  # paths of this machine
     return program, dims
@@ -194,11 +195,11 @@ def _record(net: nn.Module, example: Any) -> tuple[ExportedProgram, Any]:
 
 def _write_onnx(program: ExportedProgram, dims: Any, path: Path, note: str | None) -> None:
     try:
-        with _silence():
+        with silence():
             made: Any = torch.onnx.export(program, dynamo=True, dynamic_shapes=dims, external_data=False, verbose=False)
     except Exception as error:
         raise TraceError(
-            f"This network cannot be written as ONNX: {_reason(error)} {Format.EXPORTED} may do: see docs/export.md."
+            f"This network cannot be written as ONNX: {reason(error)} {Format.EXPORTED} may do: see docs/export.md."
         ) from error
     for part in (made.model.graph, *made.model.graph.all_nodes()):
         part.metadata_props.clear()  # torch's notes for its developers: a tenth of the file of a small network
@@ -261,7 +262,7 @@ _WRITE = {Format.ONNX: _write_onnx, Format.EXPORTED: _write_exported}
 
 
 @contextlib.contextmanager
-def _staged(path: Path) -> Iterator[Path]:
+def staged(path: Path) -> Iterator[Path]:
     """A name in a folder of its own; what is written there takes the place of `path` if nothing goes wrong."""
     try:
         with tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as folder:
@@ -279,16 +280,17 @@ def _staged(path: Path) -> Iterator[Path]:
 # from a file to its outputs
 
 
-def _try(kind: Format, path: Path, net: nn.Module, drawn: Sequence[Any]) -> tuple[_Runtime, float]:
+def _try(kind: Format, path: Path, net: nn.Module, drawn: Sequence[Any]) -> tuple[Runtime, float]:
     """Open the file and run it: how far its outputs are from the network's."""
     try:
         runtime = _OPEN[kind](path)
         return runtime, _difference(net, runtime, drawn)
     except Exception as error:  # each runtime has errors of its own
-        raise FileError(f"{path.name}: not written: it was made, but cannot be run: {_reason(error)}") from error
+        raise FileError(f"{path.name}: not written: it was made, but cannot be run: {reason(error)}") from error
 
 
-def _open_onnx(path: Path) -> _Runtime:
+def open_onnx(path: Path) -> Runtime:
+    """A file of ONNX in onnxruntime, on the CPU."""
     runtime = importlib.import_module("onnxruntime")
     options = runtime.SessionOptions()
     options.log_severity_level = 3  # errors only
@@ -300,22 +302,22 @@ def _open_onnx(path: Path) -> _Runtime:
         return [torch.from_numpy(output) for output in session.run(None, given)]
 
     note = session.get_modelmeta().custom_metadata_map.get(NOTE)
-    return _Runtime(f"onnxruntime {runtime.__version__}", run, note)
+    return Runtime(f"onnxruntime {runtime.__version__}", run, note, names)
 
 
-def _open_exported(path: Path) -> _Runtime:
+def _open_exported(path: Path) -> Runtime:
     found = {NOTE: ""}
     net = torch.export.load(path, extra_files=found).module()
-    return _Runtime(
+    return Runtime(
         f"torch {torch.__version__}", lambda example: tensors_in(call_model(net, example)), found[NOTE] or None
     )
 
 
-_OPEN = {Format.ONNX: _open_onnx, Format.EXPORTED: _open_exported}
+_OPEN = {Format.ONNX: open_onnx, Format.EXPORTED: _open_exported}
 
 
 @torch.no_grad()
-def _difference(net: nn.Module, runtime: _Runtime, drawn: Sequence[Any]) -> float:
+def _difference(net: nn.Module, runtime: Runtime, drawn: Sequence[Any]) -> float:
     """Largest difference over all batches, of each output as a share of its own largest number; inf: other shapes."""
     wanted = [tensors_in(call_model(net, copy.deepcopy(example))) for example in drawn]  # a forward may write into it
     found = [runtime.run(copy.deepcopy(example)) for example in drawn]
@@ -329,7 +331,7 @@ def _difference(net: nn.Module, runtime: _Runtime, drawn: Sequence[Any]) -> floa
 
 
 @contextlib.contextmanager
-def _silence() -> Iterator[None]:
+def silence() -> Iterator[None]:
     """Keep torch from talking about its own code: what a person must know is in the error."""
     before = logging.root.manager.disable
     with (
@@ -345,7 +347,7 @@ def _silence() -> Iterator[None]:
             logging.disable(before)
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """The beginning of what torch says, as a sentence; the rest is for its developers."""
     words = " ".join(str(error).split())
     told = words if len(words) <= _LONGEST else f"{words[:_LONGEST]} …"

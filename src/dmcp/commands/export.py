@@ -14,6 +14,7 @@ import typer
 from torch import nn
 
 from dmcp.commands import options as o
+from dmcp.commands.int8 import Networks, open_images, write_int8
 from dmcp.commands.printing import print_json, result_facts
 from dmcp.errors import DmcpError, FileError
 from dmcp.exporting import NOTE, PASSES, TOLERANCE, Exported, Format, check_target, milliseconds
@@ -36,6 +37,12 @@ def export(
     tolerance: Annotated[
         float, typer.Option(help="Largest difference from the network's outputs, as a share of the largest one.")
     ] = TOLERANCE,
+    int8: Annotated[
+        bool,
+        typer.Option(
+            "--int8", help="8 bits for weights and activations, ranges from training images; default: model.int8.onnx."
+        ),
+    ] = False,
     quiet: o.Quiet = False,
     as_json: o.AsJson = False,
     debug: o.Debug = False,
@@ -47,14 +54,21 @@ def export(
       dmcp export runs/resnet18-photos-prune
       dmcp export runs/resnet18-photos-prune --out photos.onnx --json
       dmcp export runs/resnet18-photos-prune --out photos.pt2
+      dmcp export runs/resnet18-photos-prune --int8
     """
     if not o.is_first():
         return
-    out = out or run / f"model{Format.ONNX}"
+    out = out or run / (f"model.int8{Format.ONNX}" if int8 else f"model{Format.ONNX}")
     small, fresh, graph, shape = _read(run, out, tolerance)
+    images = open_images(run, out) if int8 else None
     widths = graph.widths(Widths.from_json(read_json(run / WIDTHS)))
     how = read_json(run / INPUT) if (run / INPUT).exists() else None  # old runs have none
     example = torch.zeros(1, *shape)
+    if images:
+        found = write_int8(Networks(small, fresh, example, how), images, out, tolerance, quiet)
+        facts = result_facts(run, graph, widths) | {"file": str(out)} | found.facts | {"preprocessing": how}
+        print_json(facts) if as_json else print(found.text)
+        return
     if not quiet:
         say(f"{out} is made, and run beside the network")
     made = write(small, example, out, preprocessing=how, tolerance=tolerance)
