@@ -170,6 +170,8 @@ ORDER = [
     "paper",
     "commands.printing",
     "commands.options",
+    "commands.earlier_runs",
+    "commands.asked_plan",
     "commands.latency",
     "commands.prune",
     "commands.data",

@@ -15,6 +15,7 @@ from dmcp.batches import device_of
 from dmcp.budget import costs, limits_latency
 from dmcp.calibration import recalibrate
 from dmcp.commands import options as o
+from dmcp.commands.asked_plan import make_plan
 from dmcp.commands.latency import with_latency
 from dmcp.commands.printing import (
     describe_cost,
@@ -123,7 +124,7 @@ def prune(
       dmcp prune --resume runs/resnet18-photos-prune
       torchrun --nproc-per-node 8 -m dmcp prune --recipe imagenet_resnet50_1100m --data ~/imagenet
     """
-    plan = o.make_plan(ctx, "prune", locals())
+    plan = make_plan(ctx, "prune", locals())
     assert plan.search is not None and plan.train is not None
     if dry_run:
         if o.is_first():
@@ -238,7 +239,7 @@ def search(
       dmcp search --model resnet50 --data ~/photos --weights resnet50.pth --budget 2G --holdout 0.1
       dmcp search --resume runs/cifar-resnet20-cifar10-search
     """
-    plan = o.make_plan(ctx, "search", locals())
+    plan = make_plan(ctx, "search", locals())
     assert plan.search is not None
     with session(
         plan, _folder(plan, out, resume), bool(resume), quiet, lambda it: _check_budget(plan, it, resume)
@@ -322,7 +323,7 @@ def train(
       dmcp train --model resnet18 --data ~/photos --widths runs/my-search/widths.json
       dmcp train --model cifar:resnet20 --data cifar10 --epochs 160 --json
     """
-    plan = o.make_plan(ctx, "train", locals())
+    plan = make_plan(ctx, "train", locals())
     assert plan.train is not None
     with session(plan, _folder(plan, out, resume), bool(resume), quiet, lambda it: _check_widths(plan, it)) as here:
         opened, graph = here.opened, here.opened.graph
