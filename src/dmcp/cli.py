@@ -21,7 +21,7 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 import dmcp
-from dmcp.commands import bench, compare, data, export, latency, paper, prune, report
+from dmcp.commands import bench, compare, data, export, latency, paper, prune, report, search, train
 from dmcp.commands import options as o
 from dmcp.errors import DmcpError, RankError, StoppedError
 from dmcp.interrupts import INTERRUPTED, raise_again
@@ -211,9 +211,9 @@ def inspect(
         _show(model, shape, graph)
 
 
-for _command in (prune.prune, prune.search, report.sample):
+for _command in (prune.prune, search.search, report.sample):
     app.command(cls=_OneBudget)(_command)
-app.command()(prune.train)
+app.command()(train.train)
 app.command()(data.data)
 app.command()(report.evaluate)
 app.command()(export.export)

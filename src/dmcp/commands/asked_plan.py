@@ -1,4 +1,4 @@
-"""The plan that typed options stand for: by themselves, with a recipe, or with the run that goes on."""
+"""The plan that typed options stand for, by themselves, with a recipe, or with the run that goes on; its folder."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from dmcp.running.jobs import GIVEN, Job
 from dmcp.running.plans import Plan
 from dmcp.running.recipes import Recipe
 from dmcp.running.recipes import find as find_recipe
+from dmcp.runs import free_folder, slug
 from dmcp.searching.bounds import BOUNDS
 from dmcp.searching.searches import SearchConfig
 from dmcp.training import TrainConfig
@@ -65,6 +66,11 @@ def make_plan(ctx: typer.Context, command: str, options: Mapping[str, Any]) -> P
         every_minutes=options["save_minutes"],
         options={name: value for name, value in options.items() if name not in _ANYTIME},
     )
+
+
+def run_folder(plan: Plan, out: str, resume: str) -> Path:
+    """The folder of a run: of the one that goes on, as asked for, or a new one with a name that says what it is."""
+    return Path(resume or out or free_folder(slug(f"{plan.job.model} {Path(plan.job.data).name} {plan.command}")))
 
 
 @contextlib.contextmanager
