@@ -130,6 +130,7 @@ ORDER = [
     "reports.report",
     "reports",
     "running.operations",
+    "running.weights",
     "running.jobs",
     "running.data_checks",
     "running.recipes",
