@@ -24,7 +24,8 @@ from dmcp.commands.printing import (
 )
 from dmcp.commands.search import check_reachable
 from dmcp.errors import DmcpError
-from dmcp.folders import FolderSet, finds_all
+from dmcp.folders import FolderSet
+from dmcp.image_files import finds_all
 from dmcp.latency import FILE as LATENCY
 from dmcp.running import seeds as several
 from dmcp.running.children import following_parent
