@@ -83,6 +83,7 @@ ORDER = [
     "cifar_nets",
     "nets",
     "losses",
+    "training_log",
     "training",
     "searching.stem",
     "searching.bounds",
