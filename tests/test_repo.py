@@ -107,6 +107,7 @@ ORDER = [
     "measuring",
     "padding",
     "retraining",
+    "teachers",
     "pruning",
     "methods.problem",
     "methods.judging",

@@ -38,6 +38,7 @@ from dmcp.runs import Run
 from dmcp.searching.search import reach
 from dmcp.searching.searches import extremes
 from dmcp.supernet import Supernet
+from dmcp.teachers import who_teaches
 
 
 def prune(
@@ -226,7 +227,7 @@ def _forecast(plan: Plan, as_json: bool) -> None:
     for stage in stages:
         print(f"{stage.name:<16}{stage.steps:>8} steps  {clock(stage.seconds):>12}")
     print(f"{'in all':<16}{steps:>8} steps  {clock(seconds):>12}, {memory / 2**30:.1f} GiB on {device}")
-    if who := pruning.who_teaches(plan.retrain, opened.teacher, opened.model):
+    if who := who_teaches(plan.retrain, opened.teacher, opened.model):
         name = plan.job.teacher if plan.job.teacher not in ("", GIVEN) else who
         took = ", as if it were the unpruned network" if plan.job.teacher_model else ""
         print(f"\nteacher: {name}; what it takes to ask it is in these times{took}")

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from dmcp import pruning
 from dmcp.commands import options as o
 from dmcp.commands.asked_plan import make_plan, run_folder
 from dmcp.commands.printing import print_json, result_facts, tell_other_size, tell_replaced, tell_troubles
@@ -23,6 +22,7 @@ from dmcp.running.sessions import session
 from dmcp.runs import REPORT, read_json
 from dmcp.saving import save
 from dmcp.spaces import Widths
+from dmcp.teachers import trained_before, weigh_teacher, who_teaches
 
 
 def train(
@@ -84,11 +84,11 @@ def train(
         wanted = {OURS if plan.widths else UNPRUNED: kept}
         settings, way = (plan.train, plan.retrain, None), (here.on_event, plan.engine, here.keep)
         guide = opened.teacher
-        before = pruning.trained_before(opened.model, plan.retrain, not opened.new_head, guide, guide)
+        before = trained_before(opened.model, plan.retrain, not opened.new_head, guide, guide)
         worth = None
         if guide is not None:
             rival = None if guide is opened.model else before.get(AS_GIVEN)
-            worth = pruning.weigh_teacher(guide, rival, opened.data.classes, opened.loaders.test)
+            worth = weigh_teacher(guide, rival, opened.data.classes, opened.loaders.test)
         trained = train_all(start, graph, wanted, opened.loaders.retrain, *settings, *way, teacher=guide)
         example = next(iter(opened.loaders.retrain))[0]
         rows = compare(before | trained, graph, wanted, opened.loaders.test, example, on_event=here.on_event)
@@ -112,7 +112,7 @@ def train(
 def _taught(plan: Plan, opened: Opened, worth: Row | None) -> str:
     """Whom the network of `train` has learnt from, in words; empty if from nobody, as the unpruned one alone."""
     assert plan.train is not None
-    who = pruning.who_teaches(plan.retrain, opened.teacher, opened.model, worth)
+    who = who_teaches(plan.retrain, opened.teacher, opened.model, worth)
     if not who or not (opened.teacher or plan.widths):
         return ""
     how = (plan.train.teacher_share, plan.train.teacher_temperature)
