@@ -38,6 +38,7 @@ ORDER = [
     "locks",
     "checkpoints",
     "files",
+    "plain_data",
     "spaces",
     "slicing",
     "markov",

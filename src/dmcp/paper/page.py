@@ -20,7 +20,8 @@ from dmcp.files import MOST_JSON, read_bytes
 from dmcp.paper.claims import tell_claims
 from dmcp.paper.evidence import Evidence, read_evidence
 from dmcp.paper.experiments import EXPERIMENTS, FULL, LENGTH, RECIPE
-from dmcp.runs import from_plain, read_json
+from dmcp.plain_data import from_plain
+from dmcp.runs import read_json
 from dmcp.tables import between, counted
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training import TrainConfig

@@ -23,6 +23,7 @@ from dmcp.files import parse_tensors, read_bytes
 from dmcp.latency import Outcome
 from dmcp.locks import LOCK, alive
 from dmcp.markov import CHAIN, INDEPENDENT, Process
+from dmcp.plain_data import from_plain
 from dmcp.rows import AS_GIVEN, OURS, TEACHER, UNPRUNED, Row
 from dmcp.runs import (
     ALPHAS,
@@ -35,7 +36,6 @@ from dmcp.runs import (
     SEARCH,
     SETTINGS,
     TIMES,
-    from_plain,
     read_json,
 )
 from dmcp.saving import WIDTHS
