@@ -130,6 +130,7 @@ ORDER = [
     "runs",
     "tables",
     "reports.trackers",
+    "reports.run_logs",
     "reports.listing",
     "reports.charts",
     "reports.report",

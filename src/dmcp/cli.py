@@ -24,10 +24,10 @@ import dmcp
 from dmcp.commands import bench, compare, data, export, latency, paper, prune, report, search, train
 from dmcp.commands import options as o
 from dmcp.errors import DmcpError, RankError, StoppedError
+from dmcp.files import plain
 from dmcp.interrupts import INTERRUPTED, raise_again
 from dmcp.nets import build, sample_shape
 from dmcp.ranks import EXIT_RANK_LOST
-from dmcp.reports.listing import plain
 from dmcp.running.jobs import argument
 from dmcp.running.jobs import shape as parse_shape
 from dmcp.tracing.graph import ChannelGraph
