@@ -62,7 +62,7 @@ def _trace_once(model: nn.Module, example: Tensor, **how: Any) -> ChannelGraph:
 @pytest.fixture
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take longer than the short runs of tests."""
-    for module in ("runs", "commands.prune"):
+    for module in ("runs", "commands.search"):
         monkeypatch.setattr(f"dmcp.{module}.draw_all", lambda *_, **__: [])
 
 

@@ -25,10 +25,11 @@ from dmcp.engine import KernelWarning
 from dmcp.errors import DmcpError, WidthsError
 from dmcp.nets import build
 from dmcp.pruning import Event
-from dmcp.running.jobs import Job, load_weights, open_job
+from dmcp.running.jobs import Job, open_job
 from dmcp.running.plans import Plan, plan_from_json
 from dmcp.running.progress import Progress, clock
 from dmcp.running.sessions import session
+from dmcp.running.weights import load_weights
 from dmcp.training import StepRecord
 
 LONG = "a_name_that_does_not_fit_on_a_line_of_eighty_columns_and_must_still_be_found_by_grep"

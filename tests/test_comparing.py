@@ -22,7 +22,9 @@ from dmcp.comparison import cell_runs, table_files
 from dmcp.comparison.cell_files import is_done
 from dmcp.comparison.cell_runs import COMMANDS, PLANS, longest_first, run_comparison
 from dmcp.comparison.comparing import Comparison, Task, cell_name, epochs_of, tasks
-from dmcp.comparison.gathering import against_uniform, gather, markdown, networks_of, stored, to_json
+from dmcp.comparison.gathering import gather
+from dmcp.comparison.stored_cells import stored
+from dmcp.comparison.table_text import against_uniform, markdown, networks_of, to_json
 from dmcp.engine import Engine
 from dmcp.errors import DmcpError, FileError, TrainingError
 from dmcp.locks import Lock

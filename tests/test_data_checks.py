@@ -367,7 +367,7 @@ def test_skip_given_with_resume_is_kept(here: Path, capsys: Capture, monkeypatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("dmcp.commands.prune.save", die)  # all is tested
+        patch.setattr("dmcp.commands.train.save", die)  # all is tested
         assert run(capsys, "train", "--resume", "one", "--corrupt", "skip", "--workers", "0", "--quiet")[0] == 130
     after = json.loads((here / "one" / "settings.json").read_text())
     assert after == before | {"job": before["job"] | {"corrupt": "skip"}} and before["job"]["corrupt"] == "stop"
@@ -385,7 +385,7 @@ def test_what_earlier_sittings_replaced_counts(here: Path, capsys: Capture, monk
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("dmcp.commands.prune.compare", die)  # all is trained
+        patch.setattr("dmcp.commands.train.compare", die)  # all is trained
         assert run(capsys, *words)[0] == 130
     code, out, err = run(capsys, "train", "--resume", "one", "--workers", "0", "--quiet", "--json")
     assert code == 0, err
@@ -394,7 +394,7 @@ def test_what_earlier_sittings_replaced_counts(here: Path, capsys: Capture, monk
 
 
 def test_prune_and_search_say_it_too(here: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("runs", "commands.prune"):
+    for module in ("runs", "commands.search"):
         monkeypatch.setattr(f"dmcp.{module}.draw_all", lambda *_, **__: [])  # figures take longer than such a run
     photos = write_photos(here / "photos")
     truncate(photos / "train" / "cat" / "1.png")

@@ -41,8 +41,9 @@ from dmcp.locks import LOCK, Lock
 from dmcp.pruning import Event, Row
 from dmcp.reports.listing import describe, list_runs, read_run
 from dmcp.reports.report import make_page
-from dmcp.running.jobs import Job, load_weights
+from dmcp.running.jobs import Job
 from dmcp.running.plans import Plan, plan_from_json
+from dmcp.running.weights import load_weights
 from dmcp.runs import Run, load_search, read_json, save_search
 from dmcp.searching.searches import SearchConfig, SearchRecord, SearchResult
 from dmcp.spaces import Widths

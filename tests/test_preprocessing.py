@@ -20,7 +20,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 from typed import command
 
-from dmcp import cli, folders
+from dmcp import cli, folders, image_files
 from dmcp.data import DataSets, load, make_loader, preprocessing
 from dmcp.errors import DataError, DmcpError
 from dmcp.running.data_checks import check_data
@@ -169,7 +169,7 @@ def test_squares_are_what_torchvision_makes_of_them(size: int, train: bool, tmp_
     crop = crop if train else [v2.Resize(round(size / 0.875), antialias=True), v2.CenterCrop(size)]
     mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
     before = v2.Compose([*crop, v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])
-    now = folders._transform((size, size), train)
+    now = image_files.transform((size, size), train)
     for height, width in ((20, 24), (33, 11), (18, 18), (256, 300), (341, 256)):
         image = Image.fromarray(np.random.randint(0, 256, (height, width, 3), dtype=np.uint8))
         found = []
@@ -183,13 +183,13 @@ def test_images_of_any_shape_are_not_bent() -> None:
     """A slope of brightness stays one that is as steep in both directions."""
     rows, columns = np.mgrid[:120, :200]
     image = Image.fromarray(np.repeat((rows + columns)[..., None] / 2, 3, axis=2).astype(np.uint8))
-    tall, wide = (folders._transform(size, False)(image)[0] for size in ((64, 48), (48, 64)))
+    tall, wide = (image_files.transform(size, False)(image)[0] for size in ((64, 48), (48, 64)))
     assert (tall.shape, wide.shape) == ((64, 48), (48, 64))
     for found in (tall, wide):
         down, right = (float(torch.diff(found, dim=dim).mean()) for dim in (0, 1))
         assert down == pytest.approx(right, rel=0.05)
     torch.manual_seed(0)
-    cut = folders._transform((64, 48), True)
+    cut = image_files.transform((64, 48), True)
     found = [cut(image)[0] for _ in range(50)]
     bent = [abs(float(one.diff(dim=0).mean() / one.diff(dim=1).mean())) for one in found]
     assert 0.7 < min(bent) < 0.9 < 1.1 < max(bent) < 1.4  # up to 3 : 4 in each direction, as for squares

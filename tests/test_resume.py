@@ -28,7 +28,7 @@ import numpy as np
 import pytest
 import torch
 
-import dmcp.commands.prune
+import dmcp.commands.search
 import dmcp.rows
 import dmcp.runs
 from dmcp import cli
@@ -149,7 +149,7 @@ def act_as_child(job: dict[str, Any], streams: Sequence[int]) -> int:
     os.chdir(job["folder"])
     dmcp.rows._SLOW = math.inf  # how fast the networks are here must not decide what is printed
     if not job["figures"]:  # most of the time of such a small run
-        dmcp.runs.draw_all = dmcp.commands.prune.draw_all = lambda *_, **__: []  # type: ignore[assignment]
+        dmcp.runs.draw_all = dmcp.commands.search.draw_all = lambda *_, **__: []  # type: ignore[assignment]
     if job["moments"]:
         arm([tuple(moment) for moment in job["moments"]], job["act"])
     sys.argv = ["dmcp", *job["argv"]]
@@ -738,7 +738,7 @@ CALIBRATE = "dmcp.retraining:recalibrate", "", 1
     ("argv", "moment"),
     [
         pytest.param(SEARCH, step_of("search", 23), id="search"),
-        pytest.param(SEARCH, ("dmcp.commands.prune:recalibrate", "", 1), id="search, end"),
+        pytest.param(SEARCH, ("dmcp.commands.search:recalibrate", "", 1), id="search, end"),
         pytest.param(TRAIN, step_of("unpruned", 25), id="train"),
         pytest.param(TRAIN, ("dmcp.training:evaluate", "", 1), id="train, test"),
         pytest.param((*RETRAIN, "inherit"), step_of("ours", 12), id="inherit"),

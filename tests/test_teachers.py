@@ -31,8 +31,8 @@ from dmcp.reports.report import make_page
 from dmcp.retraining import Retrain, train_all
 from dmcp.rows import AS_GIVEN, TEACHER, Row
 from dmcp.running.forecast import forecast
-from dmcp.running.jobs import _read_tensors
 from dmcp.running.plans import Plan, plan_from_json
+from dmcp.running.weights import _read_tensors
 from dmcp.supernet import Supernet
 from dmcp.training import Distillation, evaluate
 

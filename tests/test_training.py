@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmcp import training
+from dmcp import training_log
 from dmcp.data import load, make_loader
 from dmcp.engine import Engine
 from dmcp.errors import DataError, TrainingError
@@ -285,9 +285,9 @@ def test_a_training_has_the_temperature_and_the_share_of_its_settings() -> None:
 def test_losses_are_read_in_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
     """A look waits for the device, so there is one per bundle and none per step."""
     looks = []
-    look = training._Log.look
-    monkeypatch.setattr(training, "_WINDOW", 3)
-    monkeypatch.setattr(training._Log, "look", lambda log: looks.append(len(log.waiting)) or look(log))
+    look = training_log.Log.look
+    monkeypatch.setattr(training_log, "_WINDOW", 3)
+    monkeypatch.setattr(training_log.Log, "look", lambda log: looks.append(len(log.waiting)) or look(log))
     for reader in ("item", "__float__", "__bool__", "__int__"):
         monkeypatch.setattr(Tensor, reader, lambda tensor: pytest.fail("a step waits for the device"))
     train(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), some_batches(4), dataclasses.replace(SHORT, epochs=2))
@@ -309,7 +309,7 @@ def breaking(at: int) -> Any:
 
 @pytest.mark.parametrize(("at", "back"), [(0, 0), (5, 4), (7, 6)])
 def test_a_nan_stops_and_keeps_the_last_good_state(at: int, back: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "_WINDOW", 2)
+    monkeypatch.setattr(training_log, "_WINDOW", 2)
     model, batches = tiny(), some_batches(4)
     wanted = copy.deepcopy(model)
     config = dataclasses.replace(SHORT, epochs=3)

@@ -176,7 +176,7 @@ def _nearly(number: str, unit: str) -> str:
 
 
 def _full(graph: ChannelGraph, kind: str) -> int:
-    return cost(graph, kind, graph.full)
+    return graph.macs() if kind == "macs" else graph.params()
 
 
 def show_cost(kind: str, amount: float) -> str:

@@ -21,13 +21,13 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 import dmcp
-from dmcp.commands import bench, compare, data, export, latency, paper, prune, report
+from dmcp.commands import bench, compare, data, export, latency, paper, prune, report, search, train
 from dmcp.commands import options as o
 from dmcp.errors import DmcpError, RankError, StoppedError
+from dmcp.files import plain
 from dmcp.interrupts import INTERRUPTED, raise_again
 from dmcp.nets import build, sample_shape
 from dmcp.ranks import EXIT_RANK_LOST
-from dmcp.reports.listing import plain
 from dmcp.running.jobs import argument
 from dmcp.running.jobs import shape as parse_shape
 from dmcp.tracing.graph import ChannelGraph
@@ -211,9 +211,9 @@ def inspect(
         _show(model, shape, graph)
 
 
-for _command in (prune.prune, prune.search, report.sample):
+for _command in (prune.prune, search.search, report.sample):
     app.command(cls=_OneBudget)(_command)
-app.command()(prune.train)
+app.command()(train.train)
 app.command()(data.data)
 app.command()(report.evaluate)
 app.command()(export.export)

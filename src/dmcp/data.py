@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from dmcp.batches import check_size, generator, share_of
 from dmcp.errors import DataError
-from dmcp.folders import FolderLoader, FolderSet, as_tested, list_folder, open_folder
+from dmcp.folder_loader import FolderLoader
+from dmcp.folders import FolderSet, as_tested, list_folder, open_folder
 from dmcp.ranks import ALONE, Ranks
 
 NAMES = ("digits", "cifar10", "cifar100")

@@ -69,6 +69,11 @@ def quote(text: object) -> str:
     return str(text)[:_LONGEST_QUOTE].encode("unicode_escape").decode()
 
 
+def plain(text: str) -> str:
+    """Text that neither a terminal nor a page can take for anything else than text."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+
+
 # writing
 
 

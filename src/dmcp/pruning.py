@@ -6,7 +6,6 @@ import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -24,11 +23,11 @@ from dmcp.latency import Latency, Outcome
 from dmcp.losses import ImitationWarning as ImitationWarning  # what prune may warn of
 from dmcp.losses import Loss, Metric, check_metric, warn_of_imitation
 from dmcp.losses import MetricWarning as MetricWarning
-from dmcp.measuring import compare, count_params, test_copy, try_batch, try_test
+from dmcp.measuring import compare, count_params, try_batch, try_test
 from dmcp.optimizers import MakeOptimizer, check_graphs, make_optimizer
-from dmcp.ranks import current, share_tensors
-from dmcp.retraining import AS_IT_WAS, TRAINED_FIRST, Keep, Retrain, check_taught, default_recipe, origin, train_all
-from dmcp.rows import AS_GIVEN, TEACHER, poor_teacher, score, table, unknown
+from dmcp.ranks import current
+from dmcp.retraining import Keep, Retrain, check_taught, default_recipe, origin, train_all
+from dmcp.rows import AS_GIVEN, TEACHER, table, unknown
 from dmcp.rows import OURS as OURS  # these four belong to what this file reports, and are imported from it
 from dmcp.rows import UNIFORM as UNIFORM
 from dmcp.rows import UNPRUNED as UNPRUNED
@@ -37,9 +36,11 @@ from dmcp.sampling import expected, filled, uniform
 from dmcp.searching import search as searching
 from dmcp.searching.sandwich import chains, sort_channels
 from dmcp.searching.searches import SearchConfig, SearchRecord, SearchResult, extremes
-from dmcp.slicing import narrow, unwrap
+from dmcp.slicing import unwrap
 from dmcp.spaces import Widths, fingerprint
 from dmcp.supernet import Supernet
+from dmcp.teachers import TeacherWarning as TeacherWarning
+from dmcp.teachers import copied, is_model, trained_before, weigh_teacher, who_teaches
 from dmcp.timing.choice import LatencyWarning as LatencyWarning
 from dmcp.timing.choice import price, settle
 from dmcp.timing.stopwatch import Measure, measure_latency
@@ -53,10 +54,6 @@ SEARCH = "search"  # the first stage; the others are named after the network tha
 
 class DivergenceWarning(UserWarning):
     """A training whose loss ended higher than it began."""
-
-
-class TeacherWarning(UserWarning):
-    """A teacher that seems to know less than those who learn from it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,10 +149,10 @@ def prune(
     if loss is not None and imitates and current().first:
         _warn_of_imitation(kind, teacher is not None)
     _check_loaders({"loader": loader, "arch_loader": arch_loader, "train_loader": train_loader})
-    guide = None if teacher is None else _copied(teacher, device_of(model))
+    guide = None if teacher is None else copied(teacher, device_of(model))
     before = trained_before(model, kind, test_given, guide, teacher)
     also = int(kind is Retrain.TEACHER and teacher is None and not controls)  # one more network
-    also += guide is not None and (AS_GIVEN if _is_model(teacher, model) else TEACHER) not in before  # tested once more
+    also += guide is not None and (AS_GIVEN if is_model(teacher, model) else TEACHER) not in before  # tested once more
     check_tested(val_loader, networks=1 + 2 * controls + also + len(before))
     for trained in (model,) if kind is Retrain.INHERIT or fresh is None else (model, fresh):
         training.check_trainable(trained)
@@ -185,7 +182,7 @@ def prune(
     for other in (arch_loader, train_loader):
         try_batch(model, other)
     try_test(model, val_loader, metric)
-    rival = None if _is_model(teacher, model) else before.get(AS_GIVEN)
+    rival = None if is_model(teacher, model) else before.get(AS_GIVEN)
     worth = None if guide is None else weigh_teacher(guide, rival, classes_of(guide, sample), val_loader, metric)
     keeper = keep(SEARCH) if keep else None
     folder = keeper.folder if isinstance(keeper, Keeper) else None
@@ -235,31 +232,6 @@ def time_networks(model: nn.Module, sample: Any, graph: ChannelGraph, settings: 
     return measure_latency(model, sample, graph, floor=floor, ceiling=ceiling, align=settings.align, **how)
 
 
-def who_teaches(kind: Retrain, teacher: nn.Module | None, model: nn.Module, worth: Row | None = None) -> str:
-    """In words; `worth`: how good a teacher is, which is said where it is no row of the table."""
-    if teacher is None:
-        return TRAINED_FIRST if kind is Retrain.TEACHER else ""
-    if _is_model(teacher, model):
-        return AS_IT_WAS
-    if worth is None or fingerprint(unwrap(teacher)) == fingerprint(unwrap(model)):
-        return "the teacher"
-    return f"a teacher that is no row here ({'metric' if worth.own_metric else 'accuracy'} {score(worth)})"
-
-
-def weigh_teacher(
-    guide: nn.Module, given: nn.Module | None, classes: int, val_loader: Loader, metric: Metric | None = None
-) -> Row:
-    """Test a teacher before anybody learns from it, and warn of one that has little to teach.
-
-    given: the network that goes on from its own weights, to be compared with; None where it does not, or teaches.
-    """
-    worth = test_copy(TEACHER, guide, val_loader, metric)
-    other = None if given is None else test_copy(AS_GIVEN, given, val_loader, metric)
-    if current().first and (told := poor_teacher(worth, other, classes)):
-        warnings.warn(told, TeacherWarning, stacklevel=3)
-    return worth
-
-
 def _warn_of_imitation(kind: Retrain, named: bool) -> None:
     """Say what is imitated, and how not to; `named`: a teacher was given."""
     if named:
@@ -293,31 +265,6 @@ def _undrawn(model: nn.Module, fresh: nn.Module | None, graph: ChannelGraph, ord
         sort_channels(net)
         model = net.model
     return with_frozen(fresh or model, model)
-
-
-def _copied(teacher: nn.Module, device: torch.device) -> nn.Module:
-    """A copy of a teacher where the others are, on all ranks that of rank 0."""
-    net = narrow(unwrap(teacher), {}, {}).to(device)
-    share_tensors([*net.parameters(), *net.buffers()], current())
-    return net
-
-
-def trained_before(
-    model: nn.Module, kind: Retrain, test_given: bool, guide: nn.Module | None = None, teacher: nn.Module | None = None
-) -> dict[str, nn.Module]:
-    """Networks of the table that nobody has trained here: the model, and a teacher whose costs are the model's.
-
-    guide: what teaches, a copy of the given `teacher`, which may be the model itself.
-    """
-    itself = _is_model(teacher, model)
-    found = {AS_GIVEN: unwrap(model)} if test_given and (kind is Retrain.INHERIT or itself) else {}
-    if guide is not None and not itself and fingerprint(guide) == fingerprint(unwrap(model)):
-        found[TEACHER] = guide
-    return found
-
-
-def _is_model(teacher: nn.Module | None, model: nn.Module) -> bool:
-    return teacher is not None and unwrap(teacher) is unwrap(model)
 
 
 def find(

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import re
 import shutil
-import types
-import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
-from enum import StrEnum
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -32,6 +28,7 @@ from dmcp.latency import FILE as LATENCY
 from dmcp.latency import Latency, Outcome
 from dmcp.locks import LOCK
 from dmcp.markov import CHAIN, INDEPENDENT
+from dmcp.plain_data import from_plain
 from dmcp.pruning import PruneResult, expected_shares
 from dmcp.rows import Row, divergence, markdown
 from dmcp.saving import WIDTHS, save
@@ -47,8 +44,6 @@ OUTCOME = "outcome.json"  # how a limit of latency ended
 PREPARED = "prepared.safetensors"  # a network that other runs start from
 MOST_LOG, MOST_ALPHAS = 2**30, 2**26  # bytes that are read
 _FORMAT = "torch-dmcp search 1"
-_MOST_INT = 2**63
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -245,56 +240,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise FileError(f"{path}: not a file of a run: it holds a {type(data).__name__}.")
     return data
-
-
-def from_plain(kind: type[_T], data: Any) -> _T:
-    """A dataclass that was written as JSON; TypeError or ValueError for what is not as its fields say."""
-    if not isinstance(data, dict):
-        raise TypeError(f"{kind.__name__} is not a table")
-    hints, values = _hints(typing.cast(Any, kind)), {}
-    for name, value in data.items():
-        try:
-            values[name] = _as(value, hints[name])
-        except (KeyError, TypeError) as error:
-            raise TypeError(f"{kind.__name__}.{name}: {error}") from None
-    return kind(**values)
-
-
-@functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
-
-
-def _as(value: Any, hint: Any) -> Any:
-    """A JSON value as the annotation of a field wants it; ints are those that torch can hold."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        return _as_one_of(value, inner)
-    if origin is tuple and isinstance(value, list):
-        return tuple(_as(item, inner[0]) for item in value)
-    if origin is Mapping and isinstance(value, dict):
-        return {key: _as(item, inner[1]) for key, item in value.items()}
-    if isinstance(hint, type) and is_dataclass(hint):
-        return from_plain(hint, value)
-    if isinstance(hint, type) and issubclass(hint, StrEnum):
-        return hint(value)
-    if type(value) is int:
-        fits = hint is Any or (hint in (int, float) and abs(value) < _MOST_INT)
-    else:
-        fits = hint is Any or type(value) is hint
-    if not fits:
-        raise TypeError(f"{value!r} is not of its kind")
-    return value
-
-
-def _as_one_of(value: Any, hints: Iterable[Any]) -> Any:
-    errors = []
-    for hint in hints:
-        try:
-            return _as(value, hint)
-        except (TypeError, ValueError) as error:
-            errors.append(error)
-    raise errors[0]
 
 
 # the search

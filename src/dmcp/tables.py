@@ -31,6 +31,11 @@ def counted(number: int, word: str) -> str:
     return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
+def by(sizes: Sequence[int]) -> str:
+    """3x224x224 for these numbers."""
+    return "x".join(map(str, sizes)) or "a number"
+
+
 def spread(shares: Sequence[float]) -> str:
     """Mean ± standard deviation (how many) in percent; nothing of nothing."""
     if not shares:

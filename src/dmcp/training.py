@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from dmcp.batches import Loader, check_parts, device_of, input_of, length_of, mix, on_device, size_of, widest
+from dmcp.batches import Loader, check_parts, device_of, input_of, length_of, mix, on_device, size_of
 from dmcp.calibration import Forward, kept_modes
 from dmcp.engine import Engine, Precision, Settled, autocast, is_depthwise, is_narrow, set_lr, sgd
 from dmcp.errors import TrainingError
@@ -32,10 +32,11 @@ from dmcp.losses import (
     whole_of,
 )
 from dmcp.optimizers import MakeOptimizer, check_graphs, make_optimizer, rate_shares
-from dmcp.ranks import ALONE, Ranks, current, mean_gradients, mean_values, share_tensors
+from dmcp.ranks import ALONE, Ranks, current, mean_gradients, share_tensors
 from dmcp.tracing.recording import call_model, tensors_in
+from dmcp.training_log import Log
+from dmcp.training_log import StepRecord as StepRecord  # what `train` returns
 
-_WINDOW = 100  # steps between two looks at the losses: each look waits for the GPU
 _LARGE = 2_000_000  # parameters from which a network is taken for one of large images
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
@@ -100,17 +101,6 @@ class TrainConfig:
             raise TrainingError(f"teacher_temperature must lie in [0.01, 100], not {self.teacher_temperature}.")
         if type(self.seed) is not int or self.seed < 0:
             raise TrainingError(f"seed must be an int of at least 0, not {self.seed!r}.")
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """What one training step saw."""
-
-    epoch: int  # from 0
-    step: int  # from 0, over all epochs
-    steps: int  # in all
-    lr: float
-    loss: float
 
 
 # learning rates and what is trained
@@ -200,7 +190,7 @@ def train(
         run_step = settled.repeated(make_step(model, mover, task, teacher, config, settled, ranks))
         feed = Feed(loader, settled, ranks)
         steps = config.epochs * feed.per_epoch
-        log = _Log(model, on_step, ranks)
+        log = Log(model, on_step, ranks)
         shared = dict(model.named_parameters())
         own = lambda: dict(model.named_buffers())  # noqa: E731
         state = State(shared, own, [mover], [], [feed], device, given=optimizer is not None)
@@ -220,7 +210,7 @@ def train(
     return log.records
 
 
-def _resume(keeper: Keeper | None, state: State, log: _Log, ranks: Ranks) -> int:
+def _resume(keeper: Keeper | None, state: State, log: Log, ranks: Ranks) -> int:
     """The step to begin with, brought back from a checkpoint if there is one."""
     saved = keeper.load(ranks) if keeper else None
     if saved is None or keeper is None:
@@ -230,7 +220,7 @@ def _resume(keeper: Keeper | None, state: State, log: _Log, ranks: Ranks) -> int
     return saved.step
 
 
-def _keep(keeper: Keeper | None, step: int, steps: int, state: State, log: _Log, ranks: Ranks) -> None:
+def _keep(keeper: Keeper | None, step: int, steps: int, state: State, log: Log, ranks: Ranks) -> None:
     """Save the state after so many steps, if it is time to; all records are out before."""
     done = step == steps
     if keeper is not None and (done or keeper.due(step, ranks)):
@@ -295,71 +285,6 @@ def evaluate(
             return measure(whole, pairs, ranks)
         assert callable(metric)
         return mean(metric, pairs, device, ranks)
-
-
-# what is told of the steps
-
-
-class _Log:
-    """Losses that wait on the device, and the last state in which everything was finite."""
-
-    def __init__(self, model: nn.Module, on_step: Callable[[StepRecord], None] | None, ranks: Ranks) -> None:
-        self.ranks = ranks
-        self.model = model
-        self.weights = list(model.parameters())
-        self.on_step = on_step
-        self.records: list[StepRecord] = []
-        self.waiting: list[tuple[Tensor, int, dict[str, Any]]] = []
-        self._keep()
-
-    def begin(self, earlier: list[StepRecord]) -> None:
-        """Go on after these records, from the state that the model now has."""
-        self.records = earlier
-        self._keep()
-
-    def add(self, loss: Tensor, samples: int, **facts: Any) -> None:
-        """Remember a step; look at the losses once in a while."""
-        self.waiting.append((loss, samples, facts))
-        if len(self.waiting) == _WINDOW:
-            self.look()
-
-    def look(self) -> None:
-        """Read the waiting losses: the only place of the loop that waits for the device."""
-        if not self.waiting:
-            return
-        finite = torch.stack([weight.detach().isfinite().all() for weight in self.weights]).all()
-        wide = widest(self.waiting[0][0].device)
-        losses = torch.stack([loss.to(wide) for loss, _, _ in self.waiting])
-        samples = losses.new_tensor([samples for _, samples, _ in self.waiting])
-        read = torch.cat([mean_values(losses, samples, self.ranks), finite.to(losses).reshape(1)]).tolist()
-        for (_, _, facts), value in zip(self.waiting, read[:-1], strict=True):
-            if not math.isfinite(value):
-                self._stop(f"the loss is {value}", facts)
-        if not read[-1]:
-            self._stop("a weight is no longer finite", self.waiting[-1][2])
-        for (_, _, facts), value in zip(self.waiting, read[:-1], strict=True):
-            self.records.append(StepRecord(loss=value, **facts))
-            if self.on_step:
-                self.on_step(self.records[-1])
-        self.waiting.clear()
-        self._keep()
-
-    @torch.no_grad()
-    def _keep(self) -> None:
-        self.good = [tensor.detach().clone() for tensor in self._tensors()]
-
-    def _tensors(self) -> list[Tensor]:
-        """Looked up each time: a forward may have put another tensor in the place of a buffer."""
-        return [*self.model.parameters(), *self.model.buffers()]
-
-    @torch.no_grad()
-    def _stop(self, what: str, facts: dict[str, Any]) -> None:
-        for tensor, good in zip(self._tensors(), self.good, strict=True):
-            tensor.copy_(good)
-        raise TrainingError(
-            f"Training stopped at step {facts['step']} (epoch {facts['epoch']}, lr {facts['lr']:.4g}): {what}. The "
-            f"model is back where it was before step {self.waiting[0][2]['step']}; a smaller lr often helps."
-        )
 
 
 # small things

@@ -18,8 +18,8 @@ from dmcp.comparison.cell_files import is_done
 from dmcp.comparison.cell_runs import check_begun, check_facts, check_failed, run_comparison, state_of
 from dmcp.comparison.cells import run_cell
 from dmcp.comparison.comparing import Comparison, epochs_of, tasks
-from dmcp.comparison.gathering import PAGE, stored
-from dmcp.comparison.table_files import write_table
+from dmcp.comparison.stored_cells import stored
+from dmcp.comparison.table_files import PAGE, write_table
 from dmcp.data import make_loader, split
 from dmcp.engine import Engine
 from dmcp.errors import DmcpError, FileError, StoppedError

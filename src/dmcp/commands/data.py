@@ -11,7 +11,7 @@ from dmcp.commands import options as o
 from dmcp.commands.printing import print_json
 from dmcp.data import swapped
 from dmcp.errors import DataError
-from dmcp.reports.listing import plain
+from dmcp.files import plain
 from dmcp.running.data_checks import DataFacts, check_data
 from dmcp.running.progress import Progress
 from dmcp.tables import counted

@@ -14,6 +14,7 @@ import typer
 from torch import nn
 
 from dmcp.commands import options as o
+from dmcp.commands.earlier_runs import check_names, read_plan
 from dmcp.commands.int8 import Networks, open_images, write_int8
 from dmcp.commands.printing import print_json, result_facts
 from dmcp.errors import DmcpError, FileError
@@ -125,14 +126,14 @@ def _show_gain(made: Exported, graph: ChannelGraph, widths: Widths, ms: float, w
 
 def _read(run: Path, out: Path, tolerance: float) -> tuple[nn.Module, nn.Module, ChannelGraph, tuple[int, ...]]:
     """The network of the run, the unpruned one with fresh weights, its graph, and the shape of a sample; no data."""
-    settings, plan = o.read_plan(run)
+    settings, plan = read_plan(run)
     if not (run / WIDTHS).exists():
         raise FileError(f"{run} has no {WIDTHS}: go on with dmcp {plan.command} --resume {shlex.quote(str(run))}")
     check_target(out, tolerance)
     classes, shape = settings.get("classes"), settings.get("shape")
     if type(classes) is not int or not isinstance(shape, list) or not all(type(n) is int and n > 0 for n in shape):
         raise FileError(f"{run}: its settings do not say the classes, and the shape of an image.")
-    o.check_names(run, plan.job, "model")
+    check_names(run, plan.job, "model")
     fresh = build(plan.job, classes)
     return load(run, fresh), fresh, trace_job(plan.job, fresh, tuple(shape)), tuple(shape)
 

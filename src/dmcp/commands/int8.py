@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dmcp.batches import Loader
-from dmcp.commands import options as o
+from dmcp.commands.earlier_runs import check_names, read_plan
 from dmcp.data import make_loader, split
 from dmcp.errors import FileError
 from dmcp.exporting import PASSES, Format, export, milliseconds, open_onnx
@@ -54,8 +54,8 @@ def open_images(run: Path, out: Path) -> Images:
     """The data of a run, which must be there; drawn with a fixed seed, so that the same file is made again."""
     if out.suffix != Format.ONNX:
         raise FileError(f"{out}: only {Format.ONNX} files can have 8 bits.")
-    _, plan = o.read_plan(run)
-    o.check_names(run, plan.job, "data")
+    _, plan = read_plan(run)
+    check_names(run, plan.job, "data")
     job = replace(plan.job, device="cpu", weights="", teacher="", teacher_model="")
     opened = open_job(job)
     count = len(opened.data.train)

@@ -1,56 +1,44 @@
-"""The commands that make a run: prune, search, train. Each is a thin function over the public ones."""
+"""The command prune: search, cut, train and test, for one seed or several, or only a forecast of it."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import torch
 import typer
 
-from dmcp import pruning, sampling
-from dmcp.batches import device_of
-from dmcp.budget import costs, limits_latency
-from dmcp.calibration import recalibrate
+from dmcp import pruning
+from dmcp.budget import costs
 from dmcp.commands import options as o
-from dmcp.commands.latency import with_latency
+from dmcp.commands.asked_plan import make_plan, run_folder
 from dmcp.commands.printing import (
     describe_cost,
     describe_costs,
     plain_costs,
     print_json,
     result_facts,
-    show_widths,
-    tell_other_size,
     tell_replaced,
     tell_slow,
     tell_troubles,
 )
-from dmcp.cutting import cut
-from dmcp.errors import DmcpError, WidthsError
-from dmcp.figures import draw_all
-from dmcp.folders import FolderSet, finds_all
+from dmcp.commands.search import check_reachable
+from dmcp.errors import DmcpError
+from dmcp.folders import FolderSet
+from dmcp.image_files import finds_all
 from dmcp.latency import FILE as LATENCY
-from dmcp.measuring import compare
-from dmcp.pruning import OURS, UNPRUNED
-from dmcp.retraining import Retrain, origin, train_all
-from dmcp.rows import AS_GIVEN, Row, markdown, table
 from dmcp.running import seeds as several
 from dmcp.running.children import following_parent
 from dmcp.running.forecast import forecast, peak_bytes
-from dmcp.running.jobs import GIVEN, Corrupt, Opened, Replaced, open_job
+from dmcp.running.jobs import GIVEN, Corrupt, Replaced, open_job
 from dmcp.running.plans import Plan
 from dmcp.running.progress import clock
 from dmcp.running.sessions import check_given, check_test_files, session, tell_ignored, tell_notices
-from dmcp.runs import REPORT, Run, free_folder, read_json, slug
-from dmcp.saving import save
+from dmcp.runs import Run
 from dmcp.searching.search import reach
 from dmcp.searching.searches import extremes
-from dmcp.spaces import Widths
 from dmcp.supernet import Supernet
-from dmcp.timing.choice import settle
+from dmcp.teachers import who_teaches
 
 
 def prune(
@@ -123,7 +111,7 @@ def prune(
       dmcp prune --resume runs/resnet18-photos-prune
       torchrun --nproc-per-node 8 -m dmcp prune --recipe imagenet_resnet50_1100m --data ~/imagenet
     """
-    plan = o.make_plan(ctx, "prune", locals())
+    plan = make_plan(ctx, "prune", locals())
     assert plan.search is not None and plan.train is not None
     if dry_run:
         if o.is_first():
@@ -138,10 +126,10 @@ def prune(
             raise DmcpError("--seeds starts a process for each seed by itself: leave torchrun out.")
         _prune_seeds(plan, seeds, out, quiet, as_json)
         return
-    folder = _folder(plan, out, resume)
+    folder = run_folder(plan, out, resume)
     with (
         following_parent(),  # of several seeds
-        session(plan, folder, bool(resume), quiet, lambda it: _check_budget(plan, it, resume)) as here,
+        session(plan, folder, bool(resume), quiet, lambda it: check_reachable(plan, it, resume)) as here,
     ):
         opened = here.opened
         result = pruning.prune(
@@ -185,203 +173,13 @@ def prune(
     print(f"cut to {describe_costs(result.graph, result.widths)}\n\n{result.table}\n\n{here.run.folder}")
 
 
-def search(
-    ctx: typer.Context,
-    model: o.Model = "",
-    data: o.Data = "",
-    budget: o.Budget = "50%",
-    latency: o.LatencyTable = "",
-    latency_batch: o.LatencyBatch = 1,
-    latency_device: o.LatencyDevice = "",
-    out: o.Out = "",
-    search_epochs: o.SearchEpochs = 40,
-    warmup: o.Warmup = None,
-    batch: o.Batch = 128,
-    search_lr: o.SearchLr = 0.2,
-    weight_decay: o.WeightDecay = 1e-4,
-    label_smoothing: o.LabelSmoothing = 0.1,
-    groups: o.Groups = 10,
-    align: o.Align = 1,
-    smallest: o.Smallest = None,
-    largest: o.Largest = None,
-    seed: o.Seed = 0,
-    weights: o.Weights = "",
-    input: o.Input = "",
-    model_args: o.ModelArgs = None,
-    frozen: o.Frozen = None,
-    holdout: o.Holdout = 0.0,
-    recipe: o.RecipeName = "",
-    device: o.Device = "",
-    workers: o.Workers = None,
-    corrupt: o.OnCorrupt = Corrupt.STOP,
-    precision: o.Numbers = None,
-    compile: o.Compile = None,
-    graphs: o.Graphs = None,
-    kernels: o.Kernels = None,
-    channels_last: o.ChannelsLast = None,
-    tf32: o.Tf32 = True,
-    deterministic: o.Deterministic = False,
-    sync_batchnorm: o.SyncBatchnorm = False,
-    save_steps: o.SaveSteps = 1000,
-    save_minutes: o.SaveMinutes = 5.0,
-    track: o.Track = None,
-    resume: o.Resume = "",
-    quiet: o.Quiet = False,
-    as_json: o.AsJson = False,
-    debug: o.Debug = False,
-) -> None:
-    """Search only: the run keeps the alphas, the expected widths, and the network cut with the searched weights.
-
-    \b
-    Examples:
-      dmcp search --model cifar:resnet20 --data cifar10 --budget 50%
-      dmcp search --model resnet50 --data ~/photos --weights resnet50.pth --budget 2G --holdout 0.1
-      dmcp search --resume runs/cifar-resnet20-cifar10-search
-    """
-    plan = o.make_plan(ctx, "search", locals())
-    assert plan.search is not None
-    with session(
-        plan, _folder(plan, out, resume), bool(resume), quiet, lambda it: _check_budget(plan, it, resume)
-    ) as here:
-        opened = here.opened
-        net = Supernet(opened.model, opened.graph, plan.search.groups, plan.search.align)
-        loaders, report = opened.loaders, here.on_event
-        found = pruning.find(
-            net, loaders.train, plan.search, None, loaders.arch, report, plan.engine, here.keep(pruning.SEARCH)
-        )
-        widths, outcome = sampling.expected(found), None
-        if limits_latency(found.budget):
-            sample = torch.zeros(1, *opened.data.shape, device=device_of(net.model))
-            _, widths, outcome = settle(found, net.model, sample, folder=here.keep(pruning.SEARCH).folder)
-        small = cut(net.model, opened.graph, widths)
-        recalibrate(small, loaders.train)
-        pruning.check_budget(small, widths, found)
-        replaced = here.replaced()
-        if not here.ranks.first:
-            return
-        save(small, widths, here.run.folder)
-        here.run.write_outcome(outcome)
-        draw_all(found, widths, here.run.folder, seed=plan.search.seed)
-        here.run.close()
-    tell_replaced(replaced)
-    if as_json:
-        told = {} if outcome is None else {"latency": asdict(outcome)}
-        print_json(result_facts(here.run.folder, opened.graph, widths, replaced) | told)
-        return
-    show_widths(opened.graph, widths)
-    if outcome is not None:
-        print(f"\n{outcome.text}")
-    print(f"\n{here.run.folder}")
-
-
-def train(
-    ctx: typer.Context,
-    model: o.Model = "",
-    data: o.Data = "",
-    widths: Annotated[str, typer.Option(help="File of widths, of a run or of dmcp sample; default: unpruned.")] = "",
-    out: o.Out = "",
-    epochs: o.Epochs = None,
-    batch: o.Batch = 128,
-    lr: o.Lr = None,
-    weight_decay: o.WeightDecay = 1e-4,
-    label_smoothing: o.LabelSmoothing = 0.1,
-    seed: o.Seed = 0,
-    retrain: o.RetrainKind = None,
-    teacher: o.Teacher = "",
-    teacher_model: o.TeacherModel = "",
-    teacher_share: o.TeacherShare = None,
-    teacher_temperature: o.TeacherTemperature = None,
-    weights: o.Weights = "",
-    input: o.Input = "",
-    model_args: o.ModelArgs = None,
-    frozen: o.Frozen = None,
-    device: o.Device = "",
-    workers: o.Workers = None,
-    corrupt: o.OnCorrupt = Corrupt.STOP,
-    precision: o.Numbers = None,
-    compile: o.Compile = None,
-    graphs: o.Graphs = None,
-    kernels: o.Kernels = None,
-    pad: o.Pad = None,
-    channels_last: o.ChannelsLast = None,
-    tf32: o.Tf32 = True,
-    deterministic: o.Deterministic = False,
-    sync_batchnorm: o.SyncBatchnorm = False,
-    save_steps: o.SaveSteps = 1000,
-    save_minutes: o.SaveMinutes = 5.0,
-    track: o.Track = None,
-    resume: o.Resume = "",
-    quiet: o.Quiet = False,
-    as_json: o.AsJson = False,
-    debug: o.Debug = False,
-) -> None:
-    """Train a network with given widths, or unpruned, and test it.
-
-    \b
-    Examples:
-      dmcp train --model resnet18 --data ~/photos --widths runs/my-search/widths.json
-      dmcp train --model cifar:resnet20 --data cifar10 --epochs 160 --json
-    """
-    plan = o.make_plan(ctx, "train", locals())
-    assert plan.train is not None
-    with session(plan, _folder(plan, out, resume), bool(resume), quiet, lambda it: _check_widths(plan, it)) as here:
-        opened, graph = here.opened, here.opened.graph
-        kept = _read_widths(plan, opened)
-        if plan.widths and not plan.job.input and here.ranks.first:
-            tell_other_size(Path(plan.widths), opened)
-        start = opened.model if plan.retrain is Retrain.INHERIT else opened.fresh
-        wanted = {OURS if plan.widths else UNPRUNED: kept}
-        settings, way = (plan.train, plan.retrain, None), (here.on_event, plan.engine, here.keep)
-        guide = opened.teacher
-        before = pruning.trained_before(opened.model, plan.retrain, not opened.new_head, guide, guide)
-        worth = None
-        if guide is not None:
-            rival = None if guide is opened.model else before.get(AS_GIVEN)
-            worth = pruning.weigh_teacher(guide, rival, opened.data.classes, opened.loaders.test)
-        trained = train_all(start, graph, wanted, opened.loaders.retrain, *settings, *way, teacher=guide)
-        example = next(iter(opened.loaders.retrain))[0]
-        rows = compare(before | trained, graph, wanted, opened.loaders.test, example, on_event=here.on_event)
-        replaced = here.replaced()
-        if not here.ranks.first:
-            return
-        save(trained[next(iter(wanted))], kept, here.run.folder)
-        troubles = here.run.troubles(wanted)
-        listed = (f"- **{trouble}**" for trouble in (*troubles, *here.describe_replaced(replaced)))
-        taught = _taught(plan, opened, worth)
-        here.run.write(REPORT, "\n".join([f"# {plan.job.model}", "", *markdown(rows, graph, taught), *listed, ""]))
-        here.run.close()
-    tell_replaced(replaced)
-    tell_troubles(troubles)
-    if as_json:
-        print_json(result_facts(here.run.folder, graph, kept, replaced) | {"networks": [asdict(row) for row in rows]})
-        return
-    print(f"{table(rows, graph, taught)}\n\n{here.run.folder}")
-
-
-# what the commands share
-
-
-def _folder(plan: Plan, out: str, resume: str) -> Path:
-    return Path(resume or out or free_folder(slug(f"{plan.job.model} {Path(plan.job.data).name} {plan.command}")))
-
-
-def _taught(plan: Plan, opened: Opened, worth: Row | None) -> str:
-    """Whom the network of `train` has learnt from, in words; empty if from nobody, as the unpruned one alone."""
-    assert plan.train is not None
-    who = pruning.who_teaches(plan.retrain, opened.teacher, opened.model, worth)
-    if not who or not (opened.teacher or plan.widths):
-        return ""
-    how = (plan.train.teacher_share, plan.train.teacher_temperature)
-    return origin(plan.retrain, who, *how, OURS if plan.widths else UNPRUNED, "the given weights")
-
-
 def _prune_seeds(plan: Plan, count: int, out: str, quiet: bool, as_json: bool) -> None:
     """The same command for several seeds, side by side; their mean and spread."""
     opened = open_job(replace(plan.job, device="cpu"))  # one sentence now, not one of each seed
     check_given(opened)
     check_test_files(opened, plan.job)
-    folder = _folder(replace(plan, command="seeds"), out, "")
-    opened = _check_budget(plan, opened, str(folder))
+    folder = run_folder(replace(plan, command="seeds"), out, "")
+    opened = check_reachable(plan, opened, str(folder))
     tell_notices(opened)
     tell_ignored(plan.engine, plan.job.place)
     first, argv = plan.job.seed, several.words_of_each(sys.argv[1:])
@@ -399,38 +197,13 @@ def _prune_seeds(plan: Plan, count: int, out: str, quiet: bool, as_json: bool) -
         print(f"{several.markdown(summary)}\n\n{folder}")
 
 
-def _read_widths(plan: Plan, opened: Opened) -> Widths:
-    """The widths to train, checked against the network; all of it where no file was given."""
-    if not plan.widths:
-        return opened.graph.full
-    try:
-        return opened.graph.widths(Widths.from_json(read_json(Path(plan.widths))))
-    except WidthsError as error:
-        raise WidthsError(f"--widths {plan.widths}: {error}") from None
-
-
-def _check_widths(plan: Plan, opened: Opened) -> Opened:
-    """Refuse widths of another network before anything is written."""
-    _read_widths(plan, opened)
-    return opened
-
-
-def _check_budget(plan: Plan, opened: Opened, resume: str = "") -> Opened:
-    """Refuse a budget that cannot be reached before anything is written; for one of latency, measure first."""
-    assert plan.search is not None
-    opened = with_latency(plan, opened, Path(resume) if resume else None)
-    net = Supernet(opened.model, opened.graph, plan.search.groups, plan.search.align)
-    reach(net, plan.search)
-    return opened
-
-
 def _forecast(plan: Plan, as_json: bool) -> None:
     """What a run would be like, from a few steps on copies."""
     assert plan.search is not None and plan.train is not None
     opened = open_job(plan.job)
     check_given(opened)
     check_test_files(opened, plan.job)
-    opened = _check_budget(plan, opened)
+    opened = check_reachable(plan, opened)
     tell_notices(opened)
     tell_ignored(plan.engine, plan.job.place)
     graph, net = opened.graph, Supernet(opened.model, opened.graph, plan.search.groups, plan.search.align)
@@ -454,7 +227,7 @@ def _forecast(plan: Plan, as_json: bool) -> None:
     for stage in stages:
         print(f"{stage.name:<16}{stage.steps:>8} steps  {clock(stage.seconds):>12}")
     print(f"{'in all':<16}{steps:>8} steps  {clock(seconds):>12}, {memory / 2**30:.1f} GiB on {device}")
-    if who := pruning.who_teaches(plan.retrain, opened.teacher, opened.model):
+    if who := who_teaches(plan.retrain, opened.teacher, opened.model):
         name = plan.job.teacher if plan.job.teacher not in ("", GIVEN) else who
         took = ", as if it were the unpruned network" if plan.job.teacher_model else ""
         print(f"\nteacher: {name}; what it takes to ask it is in these times{took}")

@@ -17,6 +17,7 @@ from dmcp import sampling
 from dmcp.batches import generator
 from dmcp.budget import check_reachable, parse
 from dmcp.commands import options as o
+from dmcp.commands.earlier_runs import check_names, read_plan
 from dmcp.commands.printing import cost_facts, describe_costs, print_json, result_facts, tell_replaced
 from dmcp.errors import FileError
 from dmcp.measuring import compare
@@ -120,9 +121,9 @@ def sample(
         return
     if out and out.exists() and not out.is_dir():
         raise FileError(f"--out: {out} is a file: name a folder.")
-    settings, plan = o.read_plan(run)
+    settings, plan = read_plan(run)
     _check_done(run, SEARCH, plan)
-    o.check_names(run, plan.job, "model")
+    check_names(run, plan.job, "model")
     graph = trace_job(plan.job, build(plan.job, settings["classes"]), tuple(settings["shape"]))
     found = _for_budget(load_search(run, graph), budget, direct > 0)
     graph = found.graph  # with the run's table of latency, if it has one
@@ -170,9 +171,9 @@ def evaluate(
     """
     if not o.is_first():
         return
-    _, plan = o.read_plan(run)
+    _, plan = read_plan(run)
     _check_done(run, WIDTHS, plan)
-    o.check_names(run, plan.job, "model", *([] if data else ["data"]))
+    check_names(run, plan.job, "model", *([] if data else ["data"]))
     job = replace(
         plan.job, data=data or plan.job.data, batch=batch or plan.job.batch, train_batch=0, weights="", teacher=""
     )

@@ -16,8 +16,8 @@ from dmcp.errors import DmcpError, FileError, TrainingError, WidthsError
 from dmcp.files import MOST_JSON, parse_json, read_bytes
 from dmcp.methods import GIVEN, METHODS, PEERS, find_method, title
 from dmcp.methods.problem import Choice, Problem, ends_of
+from dmcp.plain_data import from_plain
 from dmcp.running.jobs import Opened, argument
-from dmcp.runs import from_plain
 from dmcp.spaces import Widths
 
 

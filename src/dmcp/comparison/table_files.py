@@ -13,31 +13,17 @@ import torch
 
 from dmcp import figures
 from dmcp.comparison.cell_runs import commands_of
-from dmcp.comparison.gathering import (
-    FIGURE,
-    LATEX,
-    NETWORKS,
-    PAGE,
-    TABLE,
-    Line,
-    Stored,
-    against_uniform,
-    cells_of,
-    describe,
-    differences_of,
-    gather,
-    markdown,
-    measure,
-    networks_of,
-    settings_of,
-    timed_cells,
-    to_json,
-)
+from dmcp.comparison.gathering import Line, gather, measure, timed_cells
+from dmcp.comparison.stored_cells import Stored, describe, settings_of
+from dmcp.comparison.table_text import against_uniform, cells_of, differences_of, markdown, networks_of, to_json
 from dmcp.errors import FileError
 from dmcp.running.jobs import Opened, open_job
 from dmcp.runs import Run, read_json
 from dmcp.saving import WEIGHTS
 from dmcp.tables import between, latex
+
+TABLE, PAGE, FIGURE = "compare.json", "compare.md", "compare.svg"
+NETWORKS, LATEX = "compare.csv", "compare.tex"
 
 
 def write_table(it: Stored, folder: Path, opened: Opened | None = None, again: bool = False) -> dict[str, Any]:

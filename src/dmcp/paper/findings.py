@@ -18,7 +18,8 @@ from dmcp import figures
 from dmcp.comparison.cell_files import is_done
 from dmcp.comparison.cell_runs import PLANS, changes
 from dmcp.comparison.comparing import UNIFORM, cell_name, plan_cell
-from dmcp.comparison.gathering import Line, against_uniform, gather, markdown, to_json
+from dmcp.comparison.gathering import Line, gather
+from dmcp.comparison.table_text import against_uniform, markdown, to_json
 from dmcp.methods import METHODS, PEERS
 from dmcp.paper.alpha_findings import show_distribution, show_recover
 from dmcp.paper.arms import Study

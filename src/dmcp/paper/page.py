@@ -13,14 +13,15 @@ from types import SimpleNamespace
 from typing import Any, cast
 from urllib.parse import quote
 
-from dmcp.budget import parse
+from dmcp.budget import limits_latency, parse
 from dmcp.comparison.gathering import Line
 from dmcp.errors import BudgetError, FileError
 from dmcp.files import MOST_JSON, read_bytes
 from dmcp.paper.claims import tell_claims
 from dmcp.paper.evidence import Evidence, read_evidence
 from dmcp.paper.experiments import EXPERIMENTS, FULL, LENGTH, RECIPE
-from dmcp.runs import from_plain, read_json
+from dmcp.plain_data import from_plain
+from dmcp.runs import read_json
 from dmcp.tables import between, counted
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training import TrainConfig
@@ -337,6 +338,6 @@ def _target(text: str, full: int) -> int | None:
     """The MACs that a budget asks for, read as a search reads it; None if it is not about MACs alone."""
     unpruned = cast(ChannelGraph, SimpleNamespace(macs=lambda: full))  # all that is asked of it
     try:
-        return None if "params" in text.lower() else parse(text, unpruned).limits[0].target
+        return None if "params" in text.lower() or limits_latency(text) else parse(text, unpruned).limits[0].target
     except BudgetError:
         return None

@@ -17,7 +17,8 @@ from dmcp.paper.experiments import EXPERIMENTS, WIDER, study_of
 from dmcp.paper.findings import difference, protocol
 from dmcp.paper.outcomes import Measured, Recorded, Shown, outcomes
 from dmcp.paper.tasks import cells_of, command, study_tasks
-from dmcp.runs import from_plain, read_json
+from dmcp.plain_data import from_plain
+from dmcp.runs import read_json
 
 _OF_FOLDERS = ("main", "recover", "distribution")  # what these show is in the folders of their cells alone
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import platform
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,25 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmcp.checkpoints import refuse_link
 from dmcp.errors import DmcpError, FileError
-from dmcp.files import parse_tensors, read_bytes
+from dmcp.files import parse_tensors, plain, read_bytes
 from dmcp.latency import Outcome
 from dmcp.locks import LOCK, alive
 from dmcp.markov import CHAIN, INDEPENDENT, Process
+from dmcp.plain_data import from_plain
+from dmcp.reports.run_logs import read_log, sentence, timed
 from dmcp.rows import AS_GIVEN, OURS, TEACHER, UNPRUNED, Row
 from dmcp.runs import (
     ALPHAS,
     CHECKPOINTS,
     LOG,
     MOST_ALPHAS,
-    MOST_LOG,
     OUTCOME,
     PREPARED,
     SEARCH,
     SETTINGS,
     TIMES,
-    from_plain,
     read_json,
 )
 from dmcp.saving import WIDTHS
@@ -43,14 +41,7 @@ from dmcp.searching.searches import SearchRecord
 from dmcp.spaces import Widths
 from dmcp.training import StepRecord
 
-_LISTS, _NAMES = {"weight_losses", "ratios"}, {"name"}  # all other fields of records are numbers
-_NULLABLE = {"lr", "weight_losses", "alpha_lr", "task_loss", "budget_loss", "ratios"}
-_FLAGS = {"own_metric", "lower_is_better"}
-_OPTIONAL = _NULLABLE | {it.name for it in fields(Row) if it.default is not MISSING}  # old logs lack some
-_KINDS: dict[str, type[SearchRecord] | type[StepRecord] | type[Row]] = {"search": SearchRecord, "test": Row}
-_FIELDS = {kind: {it.name for it in fields(kind)} for kind in (*_KINDS.values(), StepRecord)}
 _TAIL = 2**20  # bytes of a log that a list looks at
-_HUGE = 1e18  # beyond what any network costs, and what a chart can draw
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +130,7 @@ def read_run(folder: str | os.PathLike[str], tail: int | None = None) -> PastRun
         raise FileError(f"{path}: not a run: give a folder that dmcp prune, search or train has made.")
     problems: list[str] = []
     settings = _settings(path, problems)
-    search, training, rows = _read_log(path / LOG, tail, problems)
+    search, training, rows = read_log(path / LOG, tail, problems)
     started = (path / SETTINGS if (path / SETTINGS).is_file() else path).stat().st_mtime
     return PastRun(
         folder=path,
@@ -147,7 +138,7 @@ def read_run(folder: str | os.PathLike[str], tail: int | None = None) -> PastRun
         started=started,
         search=tuple(search[step] for step in sorted(search)),
         training={name: tuple(steps[step] for step in sorted(steps)) for name, steps in training.items()},
-        rows=_timed(path / TIMES, rows.values(), problems),
+        rows=timed(path / TIMES, rows.values(), problems),
         chances=_chances(path, problems),
         widths=_widths(path, problems),
         latency=_latency(path, problems),
@@ -186,7 +177,7 @@ def _settings(folder: Path, problems: list[str]) -> dict[str, Any]:
     try:
         return read_json(folder / SETTINGS)
     except (FileError, RecursionError) as error:
-        problems.append(_sentence(folder / SETTINGS, error))
+        problems.append(sentence(folder / SETTINGS, error))
         return {}
 
 
@@ -196,7 +187,7 @@ def _widths(folder: Path, problems: list[str]) -> dict[str, int]:
     try:
         return dict(Widths.from_json(read_json(folder / WIDTHS)))
     except (DmcpError, RecursionError) as error:
-        problems.append(_sentence(folder / WIDTHS, error))
+        problems.append(sentence(folder / WIDTHS, error))
         return {}
 
 
@@ -206,7 +197,7 @@ def _latency(folder: Path, problems: list[str]) -> Outcome | None:
     try:
         return from_plain(Outcome, read_json(folder / OUTCOME))
     except (FileError, TypeError, ValueError, RecursionError) as error:
-        problems.append(_sentence(folder / OUTCOME, error))
+        problems.append(sentence(folder / OUTCOME, error))
         return None
 
 
@@ -225,108 +216,8 @@ def _chances(folder: Path, problems: list[str]) -> Chances | None:
         targets = {str(limit["kind"]): int(limit["target"]) for limit in facts["budget"]["limits"]}
         return Chances(spaces, alphas.double(), sizes, targets, INDEPENDENT if facts["independent"] else CHAIN)
     except (OSError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        problems.append(_sentence(folder / ALPHAS, error))
+        problems.append(sentence(folder / ALPHAS, error))
         return None
-
-
-Log = tuple[dict[int, SearchRecord], dict[str, dict[int, StepRecord]], dict[str, Row]]
-
-
-def _read_log(path: Path, tail: int | None, problems: list[str]) -> Log:
-    """The records of a log; of a step that was done again after a stop, the later one counts."""
-    search: dict[int, SearchRecord] = {}
-    training: dict[str, dict[int, StepRecord]] = {}
-    rows: dict[str, Row] = {}
-    for stage, record in _records(path, tail, problems):
-        if isinstance(record, SearchRecord):
-            search[record.step] = record
-        elif isinstance(record, Row):
-            rows[record.name] = record
-        else:
-            training.setdefault(stage, {})[record.step] = record
-    return search, training, rows
-
-
-def _timed(path: Path, rows: Iterable[Row], problems: list[str]) -> tuple[Row, ...]:
-    """The rows with their times, which have a file of their own."""
-    times: dict[str, dict[str, Any]] = {}
-    for line in _lines(path, None, problems):
-        try:
-            data = json.loads(line)
-            times[_checked("name", data["name"])] = {name: _checked(name, data[name]) for name in ("ms", "batch")}
-        except (ValueError, TypeError, KeyError, RecursionError):
-            problems.append(f"{path.name}: not a time of a run: {line[:40]!r}.")
-            break
-    return tuple(replace(row, **times.get(row.name, {})) for row in rows)
-
-
-def _records(
-    path: Path, tail: int | None, problems: list[str]
-) -> Iterator[tuple[str, SearchRecord | StepRecord | Row]]:
-    for line in _lines(path, tail, problems):
-        try:
-            data = json.loads(line)
-            record = _record(data)
-        except (ValueError, TypeError, KeyError, RecursionError):
-            problems.append(f"{path.name}: not a record of a run: {line[:40]!r}.")
-            return
-        if record is not None:
-            yield plain(data["stage"]), record
-
-
-def _lines(path: Path, tail: int | None, problems: list[str]) -> list[bytes]:
-    """Whole lines only: at the end of a log there may be one that a kill has cut."""
-    if not path.is_file():
-        return []
-    try:
-        if tail is None:
-            return read_bytes(path, MOST_LOG).split(b"\n")[:-1]
-        refuse_link(path)
-        with path.open("rb") as file:
-            start = max(path.stat().st_size - tail, 0)
-            file.seek(start)
-            return file.read(tail).split(b"\n")[bool(start) : -1]
-    except OSError as error:
-        problems.append(_sentence(path, error))
-        return []
-
-
-def _record(data: Any) -> SearchRecord | StepRecord | Row | None:
-    """The record in one line of a log, None for a line of another kind; TypeError where values are of a wrong one."""
-    if not isinstance(data["stage"], str):
-        raise TypeError("stage")
-    kind = _KINDS.get(data["stage"], StepRecord)
-    if not _FIELDS[kind] - _OPTIONAL <= data.keys():
-        return None
-    own = data.get("own_metric") is True
-    return kind(**{name: _checked(name, data[name], own) for name in _FIELDS[kind] & data.keys()})
-
-
-def _checked(name: str, value: Any, own_metric: bool = False) -> Any:
-    """The value of a field, if it is what this field must be."""
-    if own_metric and name == "accuracy" and isinstance(value, float):
-        return value  # it may be NaN, or without end
-    if value is None and name in _NULLABLE:
-        return None
-    if name in _FLAGS and isinstance(value, bool):
-        return value
-    if name in _NAMES and isinstance(value, str):
-        return plain(value)
-    if name in _LISTS and isinstance(value, list) and all(map(_is_number, value)):
-        return tuple(value)
-    if name in _LISTS | _NAMES | _FLAGS or not _is_number(value):
-        raise TypeError(name)
-    return value
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < _HUGE  # NaN is not below either
-
-
-def _sentence(path: Path, error: BaseException) -> str:
-    """What is wrong with a file, by its name only: the page may be shown to others."""
-    text = str(error).removeprefix(f"{path}: ").rstrip(".") or type(error).__name__
-    return plain(f"{path.name}: {text}.")
 
 
 def _is_running(folder: Path) -> bool:
@@ -402,11 +293,6 @@ def text_at(data: Any, *keys: str) -> str:
     """The text or number at a path of keys, empty if there is none."""
     value = value_at(data, *keys)
     return plain(str(value)) if isinstance(value, str | int | float) else ""
-
-
-def plain(text: str) -> str:
-    """Text that neither a terminal nor a page can take for anything else than text."""
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 def command_line(run: PastRun) -> str:

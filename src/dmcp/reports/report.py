@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from dmcp.budget import LATENCY, limits_latency, show_cost
+from dmcp.files import plain
 from dmcp.latency import show_ms
 from dmcp.reports.charts import STYLE, Bar, Cell, Point, draw_bars, draw_heat, draw_lines, draw_scatter, percent
-from dmcp.reports.listing import PastRun, command_line, date, plain, progress, text_at, value_at
+from dmcp.reports.listing import PastRun, command_line, date, progress, text_at, value_at
 from dmcp.retraining import AS_IT_WAS, TRAINED_FIRST, Retrain, origin
 from dmcp.rows import OURS, UNPRUNED, Row, against, score, score_name, unknown
 

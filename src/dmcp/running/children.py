@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from dmcp.errors import DmcpError
+from dmcp.files import plain
 from dmcp.locks import alive
-from dmcp.reports.listing import plain
 
 COMMAND = (sys.executable, "-m", "dmcp")
 PARENT = "DMCP_PARENT"  # variable with the process that has started a child

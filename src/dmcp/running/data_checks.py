@@ -15,7 +15,8 @@ from typing import NamedTuple, TypeVar
 import PIL.Image
 
 from dmcp.data import NAMES, ArraySet, DataSets, load
-from dmcp.folders import FolderSet, as_rgb, check_file, empty_classes, open_image, refused
+from dmcp.folders import FolderSet, empty_classes
+from dmcp.image_files import as_rgb, check_file, open_image, refused
 from dmcp.running.jobs import sized
 
 _THREADS = 8  # that read first bytes where a disk is waited for; elsewhere they would only wait for each other

@@ -8,34 +8,32 @@ import hashlib
 import inspect
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from dmcp import cifar_nets, nets
 from dmcp.batches import Loader, device_of, too_large
 from dmcp.calibration import kept_modes
 from dmcp.cutting import with_frozen
-from dmcp.data import DataSet, DataSets, guess, load, make_loader, split, swapped
+from dmcp.data import DataSet, DataSets, load, make_loader, split, swapped
 from dmcp.engine import best_device
-from dmcp.errors import DataError, DmcpError, FileError, WidthsError
+from dmcp.errors import DataError, DmcpError
 from dmcp.folders import FolderSet, usual_size
 from dmcp.ranks import current
 from dmcp.running.operations import operations_of
-from dmcp.tables import counted
+from dmcp.running.weights import load_weights
+from dmcp.tables import by, counted
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
 
 GIVEN = "given"  # the teacher that is the network of the weights
 _MOST_NUMBERS = 2**31  # in one sample
-_ALIKE = 0.75  # of a file's name, from which on another one may be meant
 _ENLARGED = 1.5  # times by which images may grow without a word
 
 
@@ -200,7 +198,7 @@ def check_fit(model: nn.Module, data: DataSets, remedy: str = "") -> int:
             output = model.eval()(example)
     except Exception as error:
         raise DataError(
-            f"The network cannot take images of {_by(data.shape)}{remedy}: {type(error).__name__}: {error}"
+            f"The network cannot take images of {by(data.shape)}{remedy}: {type(error).__name__}: {error}"
         ) from error
     highest = max(int(part.labels.max()) for part in (data.train, data.test))
     outputs = output.shape[1] if isinstance(output, Tensor) and output.ndim >= 2 else 0
@@ -271,7 +269,7 @@ def sized(data: DataSets, name: str, text: str, usual: tuple[int, ...] = ()) -> 
     wanted = wanted or usual
     if len(wanted) != 3 or wanted[0] != 3:
         asked = "--input: image files are read" if text else "This network is not for image files, which are read"
-        raise DataError(f"{asked} in colour, like 3x224x224 or 3x240x320, not {_by(wanted)}.")
+        raise DataError(f"{asked} in colour, like 3x224x224 or 3x240x320, not {by(wanted)}.")
     train, test = (replace(part, size=wanted[1:]) for part in (data.train, data.test))
     return replace(data, train=train, test=test, shape=train.shape)
 
@@ -282,7 +280,7 @@ def _remedy(job: Job, data: DataSets) -> str:
         return ""
     found = usual_size(data.train)
     size = found if found and max(found) < min(data.shape[1:]) else (32, 32)
-    return f", their size without --input; give the size that it takes, like --input 3x{_by(size)}"
+    return f", their size without --input; give the size that it takes, like --input 3x{by(size)}"
 
 
 def _enlarged(job: Job, data: DataSets) -> Iterator[str]:
@@ -290,8 +288,8 @@ def _enlarged(job: Job, data: DataSets) -> Iterator[str]:
     found = usual_size(data.train) if isinstance(data.train, FolderSet) and not job.input else None
     if found and max(new / old for new, old in zip(data.shape[1:], found, strict=True)) >= _ENLARGED:
         yield (
-            f"The images are about {_by(found)} and are enlarged to {_by(data.shape[1:])}: "
-            f"give --input 3x{_by(found)} to train at their size."
+            f"The images are about {by(found)} and are enlarged to {by(data.shape[1:])}: "
+            f"give --input 3x{by(found)} to train at their size."
         )
 
 
@@ -337,76 +335,3 @@ def data_identity(data: DataSets) -> dict[str, Any]:
         "shape": list(data.shape),
         "labels": hashlib.sha256(labels).hexdigest()[:16],
     }
-
-
-# weights from a file
-
-
-def load_weights(model: nn.Module, path: Path, classes: int | None = None, names: Sequence[str] = ()) -> str:
-    """Put the weights of a file into the model; never by pickle.
-
-    classes: of the data. A last layer for another number of them then keeps the weights that it has, and a sentence
-    says so; everything else must fit.
-    names: that could stand in the place of the file's, for one that is not there.
-    """
-    tensors = _read_tensors(path, names)
-    own = model.state_dict()
-    wrong = [name for name in own if name in tensors and tensors[name].shape != own[name].shape]
-    odd = [name for name in {**own, **tensors} if (name in own) != (name in tensors)]
-    odd = [name for name in odd if not name.endswith("num_batches_tracked")]  # old files have none
-    others = _classes_of({name: tensors[name] for name in wrong}, own, classes)
-    if wrong and not others:
-        name = wrong[0]
-        raise WidthsError(
-            f"{path}: {name} is {_by(tensors[name].shape)}, but the network has {_by(own[name].shape)}: these are the "
-            "weights of another network, or of one for another number of classes."
-        )
-    if odd:
-        side = "is not in the file" if odd[0] in own else "is not in the network"
-        raise WidthsError(f"{path}: these are the weights of another network: {odd[0]} {side}.")
-    model.load_state_dict({name: tensor for name, tensor in tensors.items() if name not in wrong}, strict=False)
-    if not others:
-        return ""
-    return (
-        f"{wrong[0].rpartition('.')[0] or path} is for {others} classes, the data have {classes}: it starts fresh; "
-        "in a search --warmup 0.5 trains it first."
-    )
-
-
-def _classes_of(wrong: Mapping[str, Tensor], own: Mapping[str, Tensor], classes: int | None) -> int:
-    """For how many classes the one layer that does not fit is; 0 if that is not what is wrong.
-
-    Then its tensors differ in dim 0 alone, which is the number of classes here.
-    """
-    layers = {name.rpartition(".")[0] for name in wrong}
-    counts = {tensor.shape[0] if tensor.ndim else 0 for tensor in wrong.values()}
-    here = {own[name].shape[0] if own[name].ndim else 0 for name in wrong}
-    alike = all(tensor.shape[1:] == own[name].shape[1:] for name, tensor in wrong.items())
-    return counts.pop() if len(layers) == len(counts) == 1 and here == {classes} and alike else 0
-
-
-def _read_tensors(path: Path, names: Sequence[str] = ()) -> dict[str, Tensor]:
-    try:
-        if path.suffix == ".safetensors":
-            return safetensors.torch.load_file(path)
-        found: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, SafetensorError) as error:
-        meant = guess(path, names, Path.is_file, _ALIKE) if not path.exists() else ""
-        raise FileError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}.{meant}") from error
-    except Exception as error:  # torch raises many kinds for a file that holds more than weights
-        raise FileError(
-            f"{path}: not a file of plain weights: give one of torch.save(model.state_dict(), ...) or safetensors."
-        ) from error
-    for key in ("state_dict", "model_state_dict", "model"):
-        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
-            found = found[key]
-    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise FileError(f"{path}: holds no table of tensors.")
-    for wrapper in ("module.", "_orig_mod.", "module."):  # of DDP, of torch.compile, of one in the other
-        if all(name.startswith(wrapper) for name in found):
-            found = {name.removeprefix(wrapper): value for name, value in found.items()}
-    return dict(found)
-
-
-def _by(size: Sequence[int]) -> str:
-    return "x".join(map(str, size)) or "a number"

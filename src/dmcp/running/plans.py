@@ -16,11 +16,11 @@ from dmcp.engine import Engine
 from dmcp.errors import FileError, TrainingError
 from dmcp.files import quote
 from dmcp.keeping import digest
+from dmcp.plain_data import from_plain
 from dmcp.ranks import ALONE
 from dmcp.retraining import Retrain
 from dmcp.running.jobs import Job, Opened, data_identity
 from dmcp.running.operations import OPERATIONS
-from dmcp.runs import from_plain
 from dmcp.searching.searches import SearchConfig
 from dmcp.training import TrainConfig
 

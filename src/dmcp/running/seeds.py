@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 
 from dmcp.errors import DmcpError, FileError
+from dmcp.files import plain
 from dmcp.latency import Outcome
 from dmcp.locks import Lock
-from dmcp.reports.listing import PastRun, is_run, plain, read_run
+from dmcp.reports.listing import PastRun, is_run, read_run
 from dmcp.running.children import COMMAND, Command, Ended, kept_signals, run_side_by_side
 from dmcp.runs import Run, read_json
 from dmcp.tables import between, spread, table

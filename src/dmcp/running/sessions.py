@@ -23,8 +23,9 @@ from dmcp.data import preprocessing
 from dmcp.engine import Engine
 from dmcp.errors import DataError, FileError, StoppedError, TrainingError
 from dmcp.events import Event
-from dmcp.folders import FolderSet, finds_all
+from dmcp.folders import FolderSet
 from dmcp.given import check_classifier, check_finite
+from dmcp.image_files import finds_all
 from dmcp.keeping import Keeper
 from dmcp.latency import FILE as LATENCY
 from dmcp.locks import Lock
