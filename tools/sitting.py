@@ -77,9 +77,9 @@ PLANS = {
         Stage(folder="full20", options=f"{_FULL} --seeds 3", at_once=4, next_at=9),
         Stage(folder="ex", options="explain --recorded --epochs 60 --seeds 3", at_once=6, next_at=99),
     ),
-    "rest": (  # of the last one, whose cells of the first stage are there but two
-        Stage(folder="full56", options=f"{_FULL} --recorded --model cifar:resnet56 --seeds 2", at_once=2, next_at=6),
+    "rest": (  # of the last one; the first stage has a target of its own, the second trains its two teachers again
         Stage(folder="full20", options=f"{_FULL} --recorded --seeds 3", at_once=5, next_at=10),
+        Stage(folder="full56", options=f"{_FULL} --recorded --model cifar:resnet56 --seeds 2", at_once=2, next_at=5),
         Stage(folder="ex", options="explain --recorded --epochs 60 --seeds 3", at_once=6, next_at=9),
         Stage(folder="len56", options=f"{_LENGTH} --recorded --model cifar:resnet56 --seeds 2", at_once=4, next_at=99),
     ),
