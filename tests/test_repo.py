@@ -55,6 +55,7 @@ ORDER = [
     "tracing.replay",
     "tracing.settling",
     "tracing.cost",
+    "tracing.memory",
     "latency",
     "tracing.graph",
     "tracing.work",

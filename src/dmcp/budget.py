@@ -16,10 +16,12 @@ from dmcp.latency import FS_PER_MS, show_ms
 from dmcp.markov import CERTAIN, CHAIN, Process
 from dmcp.spaces import Widths
 from dmcp.tracing.graph import NO_TABLE, ChannelGraph
+from dmcp.tracing.memory import show_bytes
 
-KINDS = ("macs", "params", "latency")
-LATENCY = "latency"
+KINDS = ("macs", "params", "memory", "latency")
+MEMORY, LATENCY = "memory", "latency"
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}
+_BYTES = {"b": 1} | {f"{unit}b": size for unit, size in _UNITS.items()} | {"kib": 2**10, "mib": 2**20, "gib": 2**30}
 _TIMES = {"us": FS_PER_MS // 1000, "ms": FS_PER_MS, "s": 1000 * FS_PER_MS}  # in femtoseconds
 _PART = re.compile(
     r"(?:(?P<kind>[a-z]+):)?(?P<number>\d+(?:_\d+)*(?:\.\d+)?(?:e[+-]?\d{1,2})?)(?P<unit>%|[a-z]+)?", re.ASCII
@@ -36,7 +38,7 @@ class Limit:
     """The most that a network may cost of one kind."""
 
     kind: str  # one of KINDS
-    target: int  # of latency: femtoseconds
+    target: int  # of memory: bytes; of latency: femtoseconds
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS or type(self.target) is not int or not 1 <= self.target <= _MOST:
@@ -61,8 +63,9 @@ class Budget:
 def parse(spec: int | float | str | Budget, graph: ChannelGraph) -> Budget:
     """Read a budget: an int (MACs), a float up to 1 (share of the full MACs), or a text.
 
-    Texts: "211M", "1.1G", "50%", "params:2M", "params:50%", "8ms", "latency:50%" (of the unpruned network's time), and
-    several with commas, which must all hold. Times need a graph with a table of latency: see `graph.priced`.
+    Texts: "211M", "1.1G", "50%", "params:2M", "params:50%", "memory:256kB" (of activations that are held at once),
+    "8ms", "latency:50%" (of the unpruned network's time), and several with commas, which must all hold. Times need a
+    graph with a table of latency: see `graph.priced`.
     """
     if isinstance(spec, Budget):
         return spec
@@ -109,19 +112,20 @@ def _limit(part: str, text: str, graph: ChannelGraph) -> Limit:
     kind, unit = (_kind(match), match["unit"]) if match else ("macs", None)
     if match is not None and (kind == LATENCY or unit in _TIMES):
         return _latency_limit(kind, match["number"], unit, text, graph)
-    if match is None or kind not in KINDS or unit not in (None, "%", *_UNITS):
+    if match is None or kind not in KINDS or unit not in (None, "%", *_UNITS, *(_BYTES if kind == MEMORY else ())):
         near = _nearly(match["number"], unit) if match and unit and kind in KINDS else ""
         way = near or 'write "50%", "211M", "params:2M" or "50%,params:2M"'
         raise BudgetError(f"The budget {text!r} cannot be read: {way}.")
     number = Fraction(match["number"])  # exact: 1.1G is 1,100,000,000
-    if unit in _UNITS:
-        number *= _UNITS[unit]
+    if unit in _UNITS or unit in _BYTES:
+        number *= (_UNITS | _BYTES)[unit]
     elif unit == "%":
         number *= Fraction(_full(graph, kind), 100)
     elif number <= 1 and re.search(r"\.|e-", match["number"]):
         number *= _full(graph, kind)
     if number < 1:
-        told = f"The budget {text!r} is less than one of {kind}: nothing costs so little"
+        one = "byte" if kind == MEMORY else f"of {kind}"
+        told = f"The budget {text!r} is less than one {one}: nothing costs so little"
         raise BudgetError(f"{told}{_decimals(text) or '.'}")
     if number > _MOST:
         raise BudgetError(f"The budget {text!r} is more than any network costs: the limit is {_MOST:.0e}.")
@@ -165,7 +169,8 @@ def _nearly(number: str, unit: str) -> str:
         count = float(number) * (1024 if what == "ib" else 1000) ** " kmg".index(match["scale"]) / _FLOAT_BYTES
         short = f"{count / 1e6:.6g}M" if count >= 1e6 else f"{count / 1e3:.6g}k"
         return (
-            f"of bytes only the parameters are known, {_FLOAT_BYTES} each in float32: write them, like params:{short}"
+            f"bytes of activations held at once are memory:{number}{scale}{'iB' if what == 'ib' else 'B'}, "
+            f"those of parameters, {_FLOAT_BYTES} each in float32, params:{short}"
         )
     if what == "params":
         return f"write params:{number}{scale}"
@@ -176,12 +181,21 @@ def _nearly(number: str, unit: str) -> str:
 
 
 def _full(graph: ChannelGraph, kind: str) -> int:
-    return graph.macs() if kind == "macs" else graph.params()
+    return graph.macs() if kind == "macs" else cost(graph, kind, graph.full)
 
 
 def show_cost(kind: str, amount: float) -> str:
-    """121,000 macs; 8.12 ms."""
+    """121,000 macs; 8.12 ms; 65.5 kB."""
+    if kind == MEMORY:
+        return show_bytes(amount)
     return show_ms(amount / FS_PER_MS) if kind == LATENCY else f"{amount:,.0f} {kind}"
+
+
+def show_limit(limit: Limit, amount: int) -> str:
+    """121,000 of 122,000; 65.54 kB of 66 kB."""
+    if limit.kind in (MEMORY, LATENCY):
+        return f"{show_cost(limit.kind, amount)} of {show_cost(limit.kind, limit.target)}"
+    return f"{amount:,} of {limit.target:,}"
 
 
 def check_reachable(budget: Budget, graph: ChannelGraph, floor: Widths, ceiling: Widths | None = None) -> None:
@@ -230,7 +244,7 @@ def _lower_floors(graph: ChannelGraph, floor: Widths) -> str:
 
 def cost(graph: ChannelGraph, kind: str, widths: Mapping[str, int]) -> int:
     """What widths cost of one kind."""
-    count = {"macs": graph.macs, "params": graph.params, LATENCY: graph.latency_fs}[kind]
+    count = {"macs": graph.macs, "params": graph.params, MEMORY: graph.memory, LATENCY: graph.latency_fs}[kind]
     return count(widths)
 
 
@@ -246,7 +260,7 @@ def holds(budget: Budget, graph: ChannelGraph, widths: Mapping[str, int]) -> boo
 
 def count_many(graph: ChannelGraph, kind: str, widths: Tensor) -> Tensor:
     """What many structures cost of one kind. (N, S) -> (N,)"""
-    count = {"macs": graph.macs, "params": graph.params, LATENCY: graph.latency_fs}[kind]
+    count = {"macs": graph.macs, "params": graph.params, MEMORY: graph.memory, LATENCY: graph.latency_fs}[kind]
     return count(widths)
 
 
@@ -264,6 +278,7 @@ def ratios(budget: Budget, graph: ChannelGraph, marginals: Tensor, sizes: Tensor
     expected = {
         "macs": graph.expected_macs,
         "params": graph.expected_params,
+        MEMORY: graph.expected_memory,
         LATENCY: graph.expected_latency_fs,
     }
     return torch.stack([expected[limit.kind](marginals, sizes, process) / limit.target for limit in budget.limits])

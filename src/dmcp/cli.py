@@ -31,6 +31,7 @@ from dmcp.ranks import EXIT_RANK_LOST
 from dmcp.running.jobs import argument
 from dmcp.running.jobs import shape as parse_shape
 from dmcp.tracing.graph import ChannelGraph
+from dmcp.tracing.memory import show_bytes
 from dmcp.tracing.trace import trace
 
 _CODES = """\b
@@ -249,6 +250,7 @@ def _show(name: str, shape: tuple[int, ...], graph: ChannelGraph) -> None:
 
     print(f"{name}, one sample of {'x'.join(map(str, shape))}")
     print(f"{_count(macs)} MACs ({macs:,}), {_count(params)} params ({params:,})")
+    print(f"{show_bytes(graph.memory())} of activations at once, when {graph.memory_at() or 'the model'} runs")
     print(f"{len(graph.spaces)} spaces; {graph.prunable_share:.1%} of the MACs are in layers that read or write one")
     print("\nChannels that are kept or dropped together, and the MACs in layers on them")
     _print_table(("space", "size", "layers tied to it", "MACs"), spaces)

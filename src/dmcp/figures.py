@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dmcp.batches import generator
-from dmcp.budget import LATENCY, cost, count_many, ratios, show_cost, spent_shares
+from dmcp.budget import LATENCY, MEMORY, cost, count_many, ratios, show_cost, spent_shares
 from dmcp.sampling import expected_widths
 from dmcp.searching.searches import SearchResult
 from dmcp.spaces import Widths
@@ -30,7 +30,7 @@ _ROUNDS = 100  # of so many structures, to find as many inside the budget
 _ROWS = 40  # spaces below each other before the next column starts
 _PANELS = 60  # spaces whose distribution is drawn
 _NAME = 34  # characters of a space's name; the end of a longer one says more than its start
-_WORDS = {"macs": "MACs", "params": "parameters", LATENCY: "time"}
+_WORDS = {"macs": "MACs", "params": "parameters", MEMORY: "memory", LATENCY: "time"}
 # colours that differ for colour-blind readers too (Okabe and Ito)
 _BLUE, _ORANGE, _RED, _GREEN, _GREY = "#0072B2", "#E69F00", "#D55E00", "#009E73", "#BBBBBB"
 _MARKS = ("#009E73", "#CC79A7", "#555555", "#7A4EAB", "#8B5A2B", "#000000", "#1B7837")  # of other methods
@@ -85,7 +85,7 @@ def cost_over_time(result: SearchResult) -> Figure:
     axes.axhspan(result.tolerance, 1, color=_GREEN, alpha=0.25, lw=0, label=f"allowed, {result.tolerance:.0%} to 100%")
     if first:
         axes.axvspan(0, first, color=_GREY, alpha=0.3, lw=0, label="warm-up: weights only")
-    for number, (limit, colour) in enumerate(zip(result.budget.limits, (_BLUE, _RED), strict=False)):
+    for number, (limit, colour) in enumerate(zip(result.budget.limits, (_BLUE, _RED, _GREEN, _ORANGE), strict=False)):
         seen = [record.ratios[number] for record in moved if record.ratios is not None] + [last[number]]
         label = f"{_WORDS[limit.kind]}, budget {_amount(limit.kind, limit.target)}"
         axes.plot(steps, seen, color=colour, lw=1.5, marker="o" if len(seen) == 1 else None, label=label)
@@ -336,8 +336,8 @@ def _name(name: str) -> str:
 
 
 def _amount(kind: str, number: float) -> str:
-    """A cost of one kind, times with their unit."""
-    return show_cost(kind, number) if kind == LATENCY else _count(number)
+    """A cost of one kind, times and bytes with their unit."""
+    return show_cost(kind, number) if kind in (LATENCY, MEMORY) else _count(number)
 
 
 def _count(number: float) -> str:

@@ -13,8 +13,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from dmcp.spaces import ChannelSpace
-from dmcp.tracing.graph import ChannelGraph, in_spaces
-from dmcp.tracing.layouts import Atom, Layout
+from dmcp.tracing.graph import ChannelGraph
+from dmcp.tracing.layouts import Atom, Layout, in_spaces
 
 
 @dataclass(frozen=True, eq=False)

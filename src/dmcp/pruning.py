@@ -295,8 +295,9 @@ def check_budget(small: nn.Module, widths: Widths, found: SearchResult) -> None:
     for limit in found.budget.limits:
         spent = count_params(small) if limit.kind == "params" else cost(found.graph, limit.kind, widths)
         if spent > limit.target:
+            has, most = (show_cost(limit.kind, it) for it in (spent, limit.target))
             raise BudgetError(
-                f"The cut network has {show_cost(limit.kind, spent)}, more than the {limit.target:,} allowed: "
+                f"The cut network has {has}, more than the {most} allowed: "
                 "please report this, it should not be possible."
             )
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dmcp.budget import LATENCY as KIND
-from dmcp.budget import Budget, costs
+from dmcp.budget import Budget, costs, show_limit
 from dmcp.checkpoints import load_checkpoint, refuse_link
 from dmcp.errors import FileError, WidthsError
 from dmcp.events import Event
@@ -330,7 +330,7 @@ def report(result: PruneResult, figures: Iterable[str], troubles: Iterable[str] 
     spent = costs(result.graph, result.widths)
     lines = [f"# {type(result.model).__name__}, budget {budget.text}", ""]
     lines += [
-        f"- {limit.kind}: {spent[limit.kind]:,} of {limit.target:,} allowed ({spent[limit.kind] / limit.target:.1%})"
+        f"- {limit.kind}: {show_limit(limit, spent[limit.kind])} allowed ({spent[limit.kind] / limit.target:.1%})"
         for limit in budget.limits
         if limit.kind != KIND
     ]

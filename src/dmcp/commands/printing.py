@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dmcp.batches import device_of
-from dmcp.budget import LATENCY, costs, show_cost
+from dmcp.budget import LATENCY, MEMORY, costs, show_cost
 from dmcp.errors import DmcpError
 from dmcp.folders import FolderSet
 from dmcp.latency import FS_PER_MS
@@ -87,20 +87,20 @@ def cost_facts(graph: ChannelGraph, widths: Widths) -> dict[str, Any]:
 
 
 def plain_costs(spent: Mapping[str, int]) -> dict[str, float]:
-    """Costs as plain data; times in milliseconds, which the name says."""
-    return {
-        f"{kind}_ms" if kind == LATENCY else kind: amount / FS_PER_MS if kind == LATENCY else amount
-        for kind, amount in spent.items()
-    }
+    """Costs as plain data; times in milliseconds and bytes, which the name says."""
+    names = {LATENCY: f"{LATENCY}_ms", MEMORY: f"{MEMORY}_bytes"}
+    return {names.get(kind, kind): amount / FS_PER_MS if kind == LATENCY else amount for kind, amount in spent.items()}
 
 
 def describe_cost(kind: str, amount: int) -> str:
-    """121,000 MACs; 8.12 ms."""
+    """121,000 MACs; 8.12 ms; 65.54 kB of activations."""
+    if kind == MEMORY:
+        return f"{show_cost(kind, amount)} of activations"
     return show_cost(kind, amount) if kind == LATENCY else f"{amount:,} {COST_WORDS[kind]}"
 
 
 def describe_costs(graph: ChannelGraph, widths: Widths) -> str:
-    """What widths cost, like 121,000 MACs (49.9%), 41,000 params (53.8%)."""
+    """What widths cost, like 121,000 MACs (49.9%), 41,000 params (53.8%), 32.77 kB of activations (75.0%)."""
     spent, full = costs(graph, widths), costs(graph, graph.full)
     parts = (f"{describe_cost(kind, amount)} ({amount / full[kind]:.1%})" for kind, amount in spent.items())
     return ", ".join(parts)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 from urllib.parse import quote
 
-from dmcp.budget import limits_latency, parse
+from dmcp.budget import MEMORY, limits_latency, parse
 from dmcp.comparison.gathering import Line
 from dmcp.errors import BudgetError, FileError
 from dmcp.files import MOST_JSON, read_bytes
@@ -338,6 +338,7 @@ def _target(text: str, full: int) -> int | None:
     """The MACs that a budget asks for, read as a search reads it; None if it is not about MACs alone."""
     unpruned = cast(ChannelGraph, SimpleNamespace(macs=lambda: full))  # all that is asked of it
     try:
-        return None if "params" in text.lower() or limits_latency(text) else parse(text, unpruned).limits[0].target
+        named = any(kind in text.lower() for kind in ("params", MEMORY))
+        return None if named or limits_latency(text) else parse(text, unpruned).limits[0].target
     except BudgetError:
         return None

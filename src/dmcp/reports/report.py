@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dmcp.budget import LATENCY, limits_latency, show_cost
+from dmcp.budget import LATENCY, MEMORY, limits_latency, show_cost
 from dmcp.files import plain
 from dmcp.latency import show_ms
 from dmcp.reports.charts import STYLE, Bar, Cell, Point, draw_bars, draw_heat, draw_lines, draw_scatter, percent
@@ -154,7 +154,7 @@ def _unnamed(part: str) -> str:
 
 
 def _cost(kind: str, target: int) -> str:
-    return show_cost(kind, target) if kind == LATENCY else f"{target:,} {_WORDS.get(kind, kind)}"
+    return show_cost(kind, target) if kind in (LATENCY, MEMORY) else f"{target:,} {_WORDS.get(kind, kind)}"
 
 
 def _chart_chances(run: PastRun) -> str:

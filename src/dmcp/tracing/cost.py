@@ -93,6 +93,10 @@ class Polynomial:
             found.append(self._sum(list(itertools.accumulate([part] * self._powers, torch.mul))))
         return torch.cat(found) if floats else torch.cat(found).to(torch.int64)
 
+    def evaluate(self, widths: Sequence[int]) -> int:
+        """The exact value at some widths."""
+        return evaluate(self.terms, widths)
+
     def expected(self, moment: Callable[[int], Tensor]) -> Tensor:
         """Expectation if the widths of spaces are independent (eqs. 9 to 12); moment(p) gives E[w ** p]. -> ()"""
         return self._sum([moment(power)[:, None] for power in range(1, self._powers + 1)]).reshape(())
@@ -107,12 +111,16 @@ class Polynomial:
 
     def _sum(self, powers: Sequence[Tensor]) -> Tensor:
         """The value from the widths, their squares, ... (S, N) each -> (N,)"""
+        return self._products(powers).sum(dim=0)
+
+    def _products(self, powers: Sequence[Tensor]) -> Tensor:
+        """The value of each term. (S, N) each -> (T, N)"""
         first = powers[0]
         values = torch.cat([*powers, first.new_ones(1, first.shape[1])])
         products, *columns = self._table(values.device, values.dtype)
         for column in columns:
             products = products * values[column]  # not index_select: its gradient adds in any order on a GPU
-        return products.expand(-1, first.shape[1]).sum(dim=0)
+        return products.expand(-1, first.shape[1])
 
     def _table(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Coefficients and, for each factor of the terms, the rows to take. -> (T, 1), D times (T,)"""

@@ -18,7 +18,8 @@ from dmcp.slicing import Cut, skeleton
 from dmcp.spaces import ChannelSpace, Widths
 from dmcp.tracing.cost import LayerCost, Polynomial, Terms, evaluate, total
 from dmcp.tracing.coupling import Coupling
-from dmcp.tracing.layouts import Atom, Layout
+from dmcp.tracing.layouts import Layout
+from dmcp.tracing.memory import Moment, Peak, show_bytes
 from dmcp.tracing.recording import Recording
 from dmcp.tracing.replay import Rehearsal
 
@@ -82,6 +83,7 @@ class ChannelGraph:
     hard_folds: tuple[GateFold, ...]
     soft_folds: tuple[GateFold, ...]
     entries: tuple[CostEntry, ...]
+    moments: tuple[Moment, ...]  # when many activations are held
     _rehearsal: Rehearsal
     _atoms: tuple[int, ...]  # the atom of each space
     latency: Latency | None = None  # what was measured, see priced()
@@ -92,6 +94,7 @@ class ChannelGraph:
             ("_params", [entry.params for entry in self.entries]),
         ):
             object.__setattr__(self, name, Polynomial(total(parts), len(self.spaces)))
+        object.__setattr__(self, "_memory", Peak(self.moments, len(self.spaces)))
         if self.latency is not None:
             self._check_latency(self.latency)
             object.__setattr__(self, "_latency", Polynomial(as_terms(self.latency), len(self.spaces)))
@@ -164,6 +167,18 @@ class ChannelGraph:
         return self._cost(self._params, widths)
 
     @overload
+    def memory(self, widths: Tensor) -> Tensor: ...
+    @overload
+    def memory(self, widths: Mapping[str, int] | None = None) -> int: ...
+    def memory(self, widths: Mapping[str, int] | Tensor | None = None) -> int | Tensor:
+        """Most bytes of activations that one sample needs at once: an int, (N, S) -> (N,) for a tensor of widths."""
+        return self._cost(self._memory, widths)
+
+    def memory_at(self, widths: Mapping[str, int] | None = None) -> str:
+        """The layer that runs when most bytes of activations are held."""
+        return self._memory.at(self._numbers(widths)).name
+
+    @overload
     def latency_fs(self, widths: Tensor) -> Tensor: ...
     @overload
     def latency_fs(self, widths: Mapping[str, int] | None = None) -> int: ...
@@ -173,6 +188,7 @@ class ChannelGraph:
 
     _macs: Polynomial = None  # type: ignore[assignment]
     _params: Polynomial = None  # type: ignore[assignment]
+    _memory: Peak = None  # type: ignore[assignment]
     _latency: Polynomial | None = None
 
     def _latency_polynomial(self) -> Polynomial:
@@ -180,12 +196,12 @@ class ChannelGraph:
             raise BudgetError(NO_TABLE)
         return self._latency
 
-    def _cost(self, polynomial: Polynomial, widths: Mapping[str, int] | Tensor | None) -> int | Tensor:
+    def _cost(self, polynomial: Polynomial | Peak, widths: Mapping[str, int] | Tensor | None) -> int | Tensor:
         if isinstance(widths, Tensor):
             if widths.ndim != 2 or widths.shape[1] != len(self.spaces):
                 raise WidthsError(f"A tensor of widths must be (N, {len(self.spaces)}), not {tuple(widths.shape)}.")
             return polynomial(widths)
-        return evaluate(polynomial.terms, self._numbers(widths))
+        return polynomial.evaluate(self._numbers(widths))
 
     def _numbers(self, widths: Mapping[str, int] | None) -> list[int]:
         return list((self.full if widths is None else self.widths(widths)).values())
@@ -197,6 +213,10 @@ class ChannelGraph:
     def expected_params(self, marginals: Tensor, sizes: Tensor, process: Process = CHAIN) -> Tensor:
         """Expected parameters when each group survives with these chances. (S, G), (S, G) -> ()"""
         return self._params.expected(lambda power: process.moment(marginals, sizes, power))
+
+    def expected_memory(self, marginals: Tensor, sizes: Tensor, process: Process = CHAIN) -> Tensor:
+        """Most expected bytes of activations when each group survives with these chances. (S, G), (S, G) -> ()"""
+        return self._memory.expected(lambda power: process.moment(marginals, sizes, power))
 
     def expected_latency_fs(self, marginals: Tensor, sizes: Tensor, process: Process = CHAIN) -> Tensor:
         """Expected forecast of the latency when each group survives with these chances. (S, G), (S, G) -> ()"""
@@ -309,6 +329,8 @@ class ChannelGraph:
         return {
             "macs": self.macs(),
             "params": self.params(),
+            "memory": self.memory(),
+            "memory_at": self.memory_at(),
             "prunable_share": self.prunable_share,
             "input_shape": self.input_shape,
             "fingerprint": self.fingerprint,
@@ -324,6 +346,7 @@ class ChannelGraph:
         lines = [
             f"{self.macs():,} macs, {self.params():,} params, {len(self.spaces)} space{'s' * (len(self.spaces) != 1)}, "
             f"{self.prunable_share:.1%} of the macs in layers that can be narrowed",
+            f"{show_bytes(self.memory())} of activations are held at once, when {self.memory_at() or 'the model'} runs",
             "",
         ]
         name_width = max([len("space"), *(len(space.name) for space in self.spaces)])
@@ -363,10 +386,3 @@ def _listed(kept: Any) -> list[Any]:
         raise WidthsError(
             f"Widths are a mapping from space names to ints, or one int per space, not {kept!r}."
         ) from None
-
-
-def in_spaces(layout: Layout, numbers: Mapping[int, int]) -> Layout:
-    """A resolved layout with atoms renamed to space numbers."""
-    return tuple(
-        tuple(axis if isinstance(axis, int) else Atom(numbers[axis.index]) for axis in segment) for segment in layout
-    )

@@ -14,7 +14,8 @@ from dmcp.errors import TraceError
 from dmcp.tracing.cost import Terms, product, total
 from dmcp.tracing.coupling import Coupling, couple
 from dmcp.tracing.facts import OpCost
-from dmcp.tracing.graph import CostEntry, in_spaces
+from dmcp.tracing.graph import CostEntry
+from dmcp.tracing.layouts import in_spaces
 from dmcp.tracing.recording import Op, Recording, Ref, batch_of, map_leaves, rebatch, record
 from dmcp.tracing.replay import Rehearsal
 from dmcp.tracing.rules import RULES

@@ -91,3 +91,10 @@ def monomials(layout: Layout) -> list[tuple[int, tuple[int, ...]]]:
         )
         for segment in layout
     ]
+
+
+def in_spaces(layout: Layout, numbers: Mapping[int, int]) -> Layout:
+    """A resolved layout with atoms renamed to space numbers."""
+    return tuple(
+        tuple(axis if isinstance(axis, int) else Atom(numbers[axis.index]) for axis in segment) for segment in layout
+    )

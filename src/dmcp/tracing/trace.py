@@ -16,9 +16,10 @@ from dmcp.spaces import ChannelSpace, fingerprint
 from dmcp.tracing.coupling import Coupling, couple
 from dmcp.tracing.facts import Contraction, Dims, Rule
 from dmcp.tracing.gating import Fold, plan_folds
-from dmcp.tracing.graph import Binding, ChannelGraph, GateFold, Whole, in_spaces
+from dmcp.tracing.graph import Binding, ChannelGraph, GateFold, Whole
 from dmcp.tracing.layer_costs import BOXES, cost_entries
-from dmcp.tracing.layouts import Atom
+from dmcp.tracing.layouts import Atom, in_spaces
+from dmcp.tracing.memory import moments
 from dmcp.tracing.recording import Func, Recording, batch_of, rebatch, record_anywhere, tensors_in
 from dmcp.tracing.remarks import keep_read_whole, misfit, note_reads, note_sizes, ways_to_plain_weights, with_way_out
 from dmcp.tracing.replay import Rehearsal, meta_example
@@ -303,6 +304,7 @@ def _graph(
         hard_folds=gate_folds(folds[0]),
         soft_folds=gate_folds(folds[1]),
         entries=cost_entries(model, coupling, numbers, example, rehearsal),
+        moments=moments(coupling, numbers, batch_of(rehearsal.batches[0])),
         _rehearsal=rehearsal,
         _atoms=tuple(atom.index for atom in order),
     )

@@ -6,12 +6,13 @@ import math
 
 from dmcp.tracing.cost import Terms, product, total
 from dmcp.tracing.facts import Dims
-from dmcp.tracing.graph import ChannelGraph, in_spaces
+from dmcp.tracing.graph import ChannelGraph
+from dmcp.tracing.layouts import in_spaces
+from dmcp.tracing.memory import VIEWS
 from dmcp.tracing.recording import Op
 
 Key = tuple[str, str, int]  # macs or numbers, the kind of layer, its resolution
 MACS, NUMBERS = "macs", "numbers"
-_VIEWS = {"reshape", "flatten", "unflatten", "expand_as", "view_as", "contiguous", "dropout", "feature_dropout"}
 
 
 def work(graph: ChannelGraph) -> dict[Key, Terms]:
@@ -35,7 +36,7 @@ def work(graph: ChannelGraph) -> dict[Key, Terms]:
         found.setdefault(key, []).append(polynomial(cost.coefficient, cost.dims))
     layers = {cost.out for cost in facts.costs}
     for op in recording.ops:
-        if op.func.is_view or op.name in _VIEWS:
+        if op.func.is_view or op.name in VIEWS:
             continue
         for out in op.outs[:1]:  # what else norms and pools give back is small, or not wanted
             if out is not None and out not in recording.tensors:
