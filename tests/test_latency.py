@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -405,6 +406,55 @@ def test_passes_that_others_disturb_do_not_change_the_order_of_networks() -> Non
     assert usual(busy) == pytest.approx(usual(quiet), rel=0.02)
     assert usual(quiet) == pytest.approx([1.01, 2.02, 3.03, 4.04], rel=0.01)  # their medians
     assert usual([[2 * ms for ms in own] for own in quiet]) == pytest.approx([2 * ms for ms in usual(quiet)])
+
+
+class Processor:
+    """A make-believe clock: each pass takes so long, and other programs have the processor for a while."""
+
+    def __init__(self, others: Callable[[int], float], works: bool = True) -> None:
+        self.others, self.works = others, works
+        self.wall = self.own = 0.0
+        self.passes = 0
+
+    def perf_counter(self) -> float:
+        return self.wall
+
+    def thread_time(self) -> float:
+        return self.own
+
+    def get_clock_info(self, name: str) -> Any:
+        return time.get_clock_info(name)
+
+    def net(self, seconds: float) -> nn.Module:
+        """A network that takes so long."""
+
+        class Pass(nn.Module):
+            def forward(module, x: Tensor) -> Tensor:  # noqa: N805
+                self.passes += 1
+                self.own += seconds * self.works
+                self.wall += seconds * (1 + self.others(self.passes))
+                return x
+
+        return nn.Sequential(nn.Linear(1, 1), Pass())
+
+    def times(self, monkeypatch: pytest.MonkeyPatch, threads: int = 1) -> list[float]:
+        monkeypatch.setattr(stopwatch, "time", self)
+        with stopwatch.threads(threads):
+            return pass_times([self.net(0.004), self.net(0.001)], torch.zeros(1, 1))
+
+
+def test_time_of_other_programs_is_not_that_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nineteen passes of twenty are disturbed, and those of one network more: its fast ones are, too."""
+    busy = Processor(lambda number: 0.0 if number % 20 == 0 else 1.0 + number % 3)
+    assert busy.times(monkeypatch) == pytest.approx([4.0, 1.0])
+    assert Processor(lambda number: 0.0).times(monkeypatch) == pytest.approx([4.0, 1.0])
+
+
+def test_waiting_counts_where_the_own_thread_is_not_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several threads, and in a network whose passes all wait for something else."""
+    assert Processor(lambda number: 1.0).times(monkeypatch, threads=2) == pytest.approx([8.0, 2.0])
+    assert Processor(lambda number: 1.0).times(monkeypatch) == pytest.approx([8.0, 2.0])
+    assert Processor(lambda number: 0.0, works=False).times(monkeypatch) == pytest.approx([4.0, 1.0])
 
 
 def test_this_machine_is_measured_and_named() -> None:
