@@ -30,6 +30,7 @@ from dmcp.reports.listing import read_run
 from dmcp.reports.report import make_page
 from dmcp.sampling import expected
 from dmcp.searching.searches import SearchResult
+from dmcp.slicing import narrow
 from dmcp.timing import stopwatch
 from dmcp.timing.choice import ENOUGH, LatencyWarning, choose
 from dmcp.timing.fit import solve
@@ -147,6 +148,83 @@ def test_noise_is_no_larger_in_the_forecasts_than_in_the_times() -> None:
         for widths in map(graph.widths, draw(graph, None, None, 1, 30, seed=9))
     ]
     assert float(np.median(errors)) < 0.05
+
+
+@functools.cache
+def truth(count: int, seed: int) -> tuple[tuple[list[int], ...], tuple[float, ...]]:
+    """Some widths, and what their networks take on the make-believe device."""
+    model, graph = traced()
+    rows = draw(graph, None, None, 1, count, seed)
+    nets = (narrow(model, graph.cuts(widths), graph.attributes(widths)) for widths in map(graph.widths, rows))
+    return tuple(rows), tuple(Device()(net.eval()) for net in nets)
+
+
+class Hiccups:
+    """The make-believe device, by heart; some of its calls, counted from 0, take so much longer."""
+
+    def __init__(self, hit: Callable[[int], bool] = lambda call: False, by: float = 3.0, noise: float = 0.0) -> None:
+        self.hit, self.by, self.noise = hit, by, noise
+        self.draw = np.random.default_rng(0)
+        self.calls = 0
+
+    def __call__(self, net: nn.Module) -> float:
+        number, self.calls = self.calls, self.calls + 1
+        ms = truth(40, 0)[1][number % 40] * (1 + self.noise * float(self.draw.normal()))
+        return ms * (self.by if self.hit(number) else 1.0)
+
+
+def measured(device: Hiccups) -> tuple[Latency, float]:
+    """A table by this device, and the largest error of its forecasts of networks that it has not seen."""
+    model, graph = traced()
+    found = measure_latency(model, sample(Residual.SHAPE).float(), graph, measure=device)
+    graph, errors = graph.priced(found), []
+    for row, ms in zip(*truth(30, 9), strict=True):
+        errors.append(abs(graph.latency_fs(graph.widths(row)) / FS_PER_MS / ms - 1))
+    return found, max(errors)
+
+
+@pytest.mark.parametrize("calls", [{1}, {7}, {10}, {39}, {7, 10, 12}], ids=str)
+def test_a_hiccup_does_not_bend_the_table(calls: set[int]) -> None:
+    found, error = measured(Hiccups(calls.__contains__))
+    assert error < 2e-3
+    assert {number for number, it in enumerate(found.networks) if it.left_out} == calls
+    assert f"{len(calls)} " in found.summary and "left out" in found.summary
+    assert stopwatch.describe(found).count("left out") == len(calls) + 1
+    for number in calls:  # what was measured stays in the table
+        assert found.networks[number].ms == pytest.approx(3 * found.networks[number].forecast_ms, rel=2e-3)
+
+
+def test_a_hiccup_of_a_held_out_network_is_in_the_errors() -> None:
+    """They are of what was measured, whatever the table then makes of it."""
+    found, _ = measured(Hiccups({10}.__contains__))
+    assert found.networks[10].held_out and found.largest_error == pytest.approx(2 / 3, rel=1e-2)
+    assert found.median_error < 2e-3
+
+
+def test_a_hiccup_among_noise_is_found_and_nothing_else() -> None:
+    for seed in range(2):
+        device, clean = Hiccups({7}.__contains__, noise=0.05), Hiccups(noise=0.05)
+        device.draw, clean.draw = (np.random.default_rng(seed) for _ in range(2))
+        found, error = measured(device)
+        assert error < 0.15 and [it.left_out for it in found.networks] == [number == 7 for number in range(40)]
+        assert not any(it.left_out for it in measured(clean)[0].networks)
+
+
+def test_a_hiccup_of_the_unpruned_network_is_measured_again() -> None:
+    """Budgets are shares of its time, and what is chosen is compared with it."""
+    device = Hiccups({0}.__contains__)
+    found, error = measured(device)
+    assert device.calls == 41 and error < 2e-3 and not any(it.left_out for it in found.networks)
+    assert found.unpruned_ms == pytest.approx(truth(40, 0)[1][0])
+    found, _ = measured(Hiccups({0, 40}.__contains__))  # it really takes so long
+    assert found.unpruned_ms == pytest.approx(3 * truth(40, 0)[1][0]) and not found.networks[0].left_out
+
+
+def test_what_is_fast_or_often_slow_is_no_hiccup() -> None:
+    quick, _ = measured(Hiccups({7}.__contains__, by=0.3))
+    assert not any(it.left_out for it in quick.networks)
+    often, _ = measured(Hiccups(lambda number: number % 3 == 1))
+    assert not any(it.left_out for it in often.networks) and often.largest_error > 0.4
 
 
 def test_the_networks_that_are_measured_reach_from_the_floor_to_the_whole() -> None:
