@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -282,6 +284,10 @@ def test_times_are_read() -> None:
         ("1e12s", "no time"),
         ("8ms,latency:50%", "twice"),
         ("5 parsecs", "cannot be read"),
+        ("nanms", "a time is written like 8ms"),
+        ("-3ms", "a time is written like 8ms"),
+        ("8msec", "a time is written like 8ms"),
+        ("latency:200%", "more than the unpruned network takes"),
     ],
 )
 def test_what_is_no_time_is_refused(text: str, words: str) -> None:
@@ -548,7 +554,7 @@ def test_what_cannot_be_measured_is_a_sentence() -> None:
     model, graph = traced()
     with pytest.raises(dmcp.DmcpError, match="cannot be measured on meta"):
         measure_latency(model, sample(Residual.SHAPE).float(), graph, device="meta")
-    for wrong in ({"networks": 3}, {"batch": 0}, {"dtype": "int8"}):
+    for wrong in ({"networks": 3}, {"batch": 0}, {"dtype": "int8"}, {"seed": -1}, {"align": 0}):
         with pytest.raises(BudgetError):
             measure_latency(model, sample(Residual.SHAPE).float(), graph, **wrong)  # type: ignore[arg-type]
 
@@ -588,7 +594,18 @@ def test_prune_takes_a_table_or_a_graph_that_has_one() -> None:
 
 def test_prune_refuses_what_cannot_be_before_it_measures() -> None:
     device = Device()
-    for budget, words in (("latency:8", "like 8ms"), ("8ms,params:many", "cannot be read")):
+    for budget, words in (
+        ("latency:8", "like 8ms"),
+        ("8ms,params:many", "cannot be read"),
+        ("0ms", "no time"),
+        ("latency:0%", "no time"),
+        ("1e12s", "no time"),
+        ("latency:101%", "more than the unpruned"),
+        ("8ms,latency:50%", "twice"),
+        ("8ms,params:1", "less than the floor costs"),
+        ("8ms,200%", "more than the network has"),
+        (f"8ms,{'9' * 100}", "characters"),
+    ):
         with pytest.raises(BudgetError, match=words):
             prune(budget=budget, measure=device)
     with pytest.raises(BudgetError, match="measure is for budgets of latency"):
@@ -710,10 +727,13 @@ def test_wrong_tables_and_times_are_a_sentence(
         ([*given, "--budget", "8ms", "--model-args", "width=8"], "of another architecture"),
         (["--budget", "8ms", "--latency-device", "tpu9"], "--latency-device"),
         (["--budget", "50%", "--latency-batch", "8"], "for budgets of latency"),
+        ([*given, "--budget", "8ms", "--latency-batch", "8"], "the table is of batch 1, not 8"),
+        ([*given, "--budget", "8ms", "--latency-device", "cuda"], "the table is of cpu, not cuda"),
+        (["--budget", "8ms", "--latency", str(tmp_path / "none.json")], "No such file"),
     ):
         code, out, err = run(capsys, "prune", *SHORT, *FEW, *options)
         assert (code, out) == (2, "") and words in err, err
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [] and not fake.calls
     code, _, err = run(capsys, "compare", *SHORT[:4], "--budget", "8ms", "--methods", "uniform", "--out", "table")
     assert code == 2 and "is a latency" in err
 
@@ -737,10 +757,52 @@ def test_the_command_latency_prints_and_writes_a_table(capsys: Capture, tmp_path
     for wrong, words in (
         (["--networks", "3"], "at least 12"),
         (["--dtype", "int8"], "dtype of a latency"),
+        (["--seed", "-1"], "seed of a latency"),
         (["--out", str(tmp_path)], "is a folder"),
+        (["--out", str(path / "table.json")], "there is no folder"),
+        (["--out", str(tmp_path / "none" / "table.json")], "there is no folder"),
+        (["--out", "/proc/table.json"], "--out: /proc/table.json: cannot be written"),
     ):
+        fake.calls = 0
         code, _, err = run(capsys, *options, *wrong)
-        assert code == 2 and words in err
+        assert code == 2 and words in err and not fake.calls, err
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_taken_folder_is_refused_before_anything_is_measured(capsys: Capture, tmp_path: Path, fake: Device) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    options = [*SHORT, *FEW, "--budget", "latency:60%", "--out", str(tmp_path)]
+    code, _, err = run(capsys, "prune", *options)
+    assert code == 2 and "already holds files" in err and not fake.calls, err
+    (tmp_path / "seed-0").mkdir()
+    (tmp_path / "seed-0" / "mine.txt").write_text("mine")
+    code, _, err = run(capsys, "prune", *options, "--seeds", "2")
+    assert code == 2 and "already holds runs" in err and not fake.calls, err
+    assert sorted(it.name for it in tmp_path.iterdir()) == ["mine.txt", "seed-0"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("command", ["prune", "latency"])
+def test_measuring_is_stopped_at_once(
+    command: str, number: int, capsys: Capture, tmp_path: Path, fake: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is nothing to save, and nothing to go on with."""
+    monkeypatch.chdir(tmp_path)
+    before = {it: signal.signal(it, signal.default_int_handler) for it in (signal.SIGINT, signal.SIGTERM)}
+
+    def measure(nets: Sequence[nn.Module], example: Any) -> list[float]:
+        os.kill(os.getpid(), number)
+        return [fake(net) for net in nets]
+
+    monkeypatch.setattr(stopwatch, "pass_times", measure)
+    options = [*SHORT, *FEW, "--budget", "latency:60%"] if command == "prune" else SHORT[:2]
+    try:
+        code, out, err = run(capsys, command, *options, "--out", str(tmp_path / "out"))
+    finally:
+        for it, handler in before.items():
+            signal.signal(it, handler)
+    assert (code, out) == (3, "") and "Stopped while networks were measured" in err, err
+    assert "--resume" not in err and list(tmp_path.iterdir()) == []
 
 
 def test_a_busy_machine_is_warned_of(capsys: Capture, tmp_path: Path, fake: Device) -> None:

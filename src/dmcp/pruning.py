@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from dmcp import training
 from dmcp.batches import Loader, check_tested, device_of, input_of, labels_of, length_of, on_device
-from dmcp.budget import Budget, cost, limits_latency, ratios, show_cost
+from dmcp.budget import Budget, check_reachable, cost, known_limits, limits_latency, ratios, show_cost
 from dmcp.cutting import verify, with_frozen
 from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DataError, TrainingError, WidthsError
@@ -225,10 +225,16 @@ def prune(
 
 
 def time_networks(model: nn.Module, sample: Any, graph: ChannelGraph, settings: SearchConfig, **how: Any) -> Latency:
-    """A table of latency between the floor and the ceiling of a search; how: see `measure_latency`."""
+    """A table of latency between the floor and the ceiling of a search; how: see `measure_latency`.
+
+    What else the search would refuse is refused first.
+    """
     net = Supernet(model, graph, settings.groups, settings.align)
     path = chains(net, settings.process, settings.smallest, settings.largest, settings.align)
     floor, ceiling = extremes(graph, path.sizes)
+    if limits := known_limits(settings.budget, graph):
+        check_reachable(Budget(limits, str(getattr(settings.budget, "text", settings.budget))), graph, floor, ceiling)
+    searching.check_choice(path)
     return measure_latency(model, sample, graph, floor=floor, ceiling=ceiling, align=settings.align, **how)
 
 

@@ -213,12 +213,20 @@ def open_run(folder: str | os.PathLike[str]) -> Run:
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        taken = any(it.name != LOCK for it in path.iterdir())  # a kill may have left that alone
+    except OSError as error:
+        raise FileError(f"{path}: no run can be kept here: {error.strerror or error}.") from error
+    refuse_taken(path)
+    return Run(path)
+
+
+def refuse_taken(path: Path) -> None:
+    """Refuse a folder that already holds something; one that is not there yet is fine."""
+    try:
+        taken = path.exists() and any(it.name != LOCK for it in path.iterdir())  # a kill may have left that alone
     except OSError as error:
         raise FileError(f"{path}: no run can be kept here: {error.strerror or error}.") from error
     if taken:
         raise FileError(f"{path} already holds files: give the run another folder, or remove this one.")
-    return Run(path)
 
 
 def slug(text: str) -> str:

@@ -70,6 +70,8 @@ def measure_latency(
         raise BudgetError(f"A table of latency needs at least {_LEAST} networks, not {networks!r}.")
     if type(batch) is not int or batch < 1:
         raise BudgetError(f"The batch of a latency must be an int of at least 1, not {batch!r}.")
+    if type(seed) is not int or seed < 0:
+        raise BudgetError(f"The seed of a latency must be an int of at least 0, not {seed!r}.")
     graph = graph or trace(model, example)
     model, start = unwrap(model), time.perf_counter()
     drawn = draw(graph, floor, ceiling, align, networks, seed)
