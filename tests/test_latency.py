@@ -30,6 +30,8 @@ from dmcp.markov import CHAIN
 from dmcp.nets import build
 from dmcp.reports.listing import read_run
 from dmcp.reports.report import make_page
+from dmcp.reports.trackers import scalars
+from dmcp.runs import Run
 from dmcp.sampling import expected
 from dmcp.searching.searches import SearchResult
 from dmcp.slicing import narrow
@@ -580,6 +582,18 @@ def test_prune_measures_by_itself_and_ends_within_the_time() -> None:
     assert told.unpruned_ms == pytest.approx(whole, rel=0.05)
     for word in ("asked", "predicted", "measured", "the unpruned network takes"):
         assert word in result.table
+
+
+def test_what_prune_measures_is_an_event_before_the_search(tmp_path: Path) -> None:
+    events: list[dmcp.pruning.Event] = []
+    result = prune(budget="latency:60%", measure=Device(), on_event=events.append)
+    assert [it.stage for it in events].index("search") == 1
+    assert events[0].stage == "latency" and events[0].steps == 40 and events[0].record == result.graph.latency
+    Run(tmp_path).on_event(events[0])
+    assert scalars(events[0]) == {} and Latency.load(tmp_path / "latency.json") == result.graph.latency
+    events.clear()
+    prune(budget="latency:60%", latency=table(), measure=Device(), on_event=events.append)
+    assert "latency" not in {it.stage for it in events}
 
 
 def test_prune_takes_a_table_or_a_graph_that_has_one() -> None:

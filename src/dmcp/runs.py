@@ -69,6 +69,9 @@ class Run:
         if isinstance(event.record, SearchResult):
             save_search(event.record, self.folder)
             return
+        if isinstance(event.record, Latency):
+            self.write(LATENCY, event.record.to_json())
+            return
         facts = {"stage": event.stage} | asdict(event.record)
         if isinstance(event.record, Row):
             self.add(TIMES, {name: facts.pop(name) for name in ("ms", "batch")} | {"name": event.record.name})
