@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
+from dmcp import measuring
 from dmcp.batches import generator
 from dmcp.budget import parse
 from dmcp.errors import BudgetError, DataError, TraceError, TrainingError, WidthsError
@@ -512,6 +513,27 @@ def test_times_are_of_each_network_and_leave_its_mode() -> None:
     times = milliseconds([slow, quick], torch.zeros(64, 256))
     assert times[0] > times[1] > 0
     assert slow.training and not quick.training
+
+
+def test_only_the_pass_is_in_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that also goes on while somebody looks where the network is, or puts its mode back."""
+    now = [0.0]
+
+    class Slow(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            now[0] += 0.002
+            return super().forward(x)
+
+        def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+            now[0] += 0.05
+            return super().parameters(recurse)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            now[0] += 0.05
+            super().__setattr__(name, value)
+
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
+    assert milliseconds([Slow(2, 2)], torch.zeros(1, 2)) == pytest.approx([2.0])
 
 
 def test_bad_input_is_a_sentence() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -27,6 +27,7 @@ _PART = re.compile(
     r"(?:(?P<kind>[a-z]+):)?(?P<number>\d+(?:_\d+)*(?:\.\d+)?(?:e[+-]?\d{1,2})?)(?P<unit>%|[a-z]+)?", re.ASCII
 )
 _ELSEWHERE = re.compile(r"(?P<scale>[kmg]?)(?P<what>ib|b|macs|flops|params)")
+_LIKE_TIME = re.compile(r"(?<!para)(ms|us|sec|seconds)$")
 _FLOAT_BYTES = 4  # of a parameter in float32
 _LONGEST, _MOST = 100, 10**18  # characters of a text; more than any network costs
 _TENTHS = 10  # groups of a space, unless other settings are given
@@ -72,15 +73,23 @@ def parse(spec: int | float | str | Budget, graph: ChannelGraph) -> Budget:
     if isinstance(spec, int) and abs(spec) > _MOST:
         raise BudgetError(f"A budget of more than {_MOST:.0e} is beyond any network: give MACs as an int, or a share.")
     text = str(spec).strip()
-    if len(text) > _LONGEST:
-        raise BudgetError(f'A budget of {len(text):,} characters cannot be read: write "50%" or "50%,params:2M".')
+    _check_short(text)
     if isinstance(spec, bool) or (isinstance(spec, float) and not 0 < spec <= 1):
         raise BudgetError(f'A budget of {spec!r} is neither a share (0 to 1) nor a count: write 0.5, "50%" or "211M".')
     limits = tuple(_limit(part.strip(), text, graph) for part in text.lower().split(","))
-    if len({limit.kind for limit in limits}) < len(limits):
+    _check_once([limit.kind for limit in limits], text)
+    return Budget(limits, text)
+
+
+def _check_short(text: str) -> None:
+    if len(text) > _LONGEST:
+        raise BudgetError(f'A budget of {len(text):,} characters cannot be read: write "50%" or "50%,params:2M".')
+
+
+def _check_once(kinds: Sequence[str], text: str) -> None:
+    if len({*kinds}) < len(kinds):
         way = f"give each of {', '.join(KINDS)} once"
         raise BudgetError(f"The budget {text!r} names one kind twice: {way}{_decimals(text) or '.'}")
-    return Budget(limits, text)
 
 
 def limits_latency(spec: object) -> bool:
@@ -91,16 +100,22 @@ def limits_latency(spec: object) -> bool:
     return any(match and _kind(match) == LATENCY for match in matches)
 
 
-def check_readable(spec: object, graph: ChannelGraph) -> None:
-    """Refuse a budget that cannot be read, also where nothing is known about latencies yet."""
+def known_limits(spec: object, graph: ChannelGraph) -> tuple[Limit, ...]:
+    """Those that are not of latency; what cannot be read is refused, also where no latency is known yet."""
     if not isinstance(spec, str):
-        return
-    for part in spec.lower().split(","):
+        return tuple(it for it in spec.limits if it.kind != LATENCY) if isinstance(spec, Budget) else ()
+    text, kinds, found = spec.strip(), list[str](), list[Limit]()
+    _check_short(text)
+    for part in text.lower().split(","):
         try:
-            _limit(part.strip(), spec, graph)
+            found.append(_limit(part.strip(), text, graph))
+            kinds.append(found[-1].kind)
         except BudgetError as error:
             if NO_TABLE not in str(error):
                 raise
+            kinds.append(LATENCY)
+    _check_once(kinds, text)
+    return tuple(it for it in found if it.kind != LATENCY)
 
 
 def _kind(match: re.Match[str]) -> str:
@@ -115,6 +130,7 @@ def _limit(part: str, text: str, graph: ChannelGraph) -> Limit:
     if match is None or kind not in KINDS or unit not in (None, "%", *_UNITS, *(_BYTES if kind == MEMORY else ())):
         near = _nearly(match["number"], unit) if match and unit and kind in KINDS else ""
         way = near or 'write "50%", "211M", "params:2M" or "50%,params:2M"'
+        way = "a time is written like 8ms, 800us or 0.1s" if _LIKE_TIME.search(part) else way
         raise BudgetError(f"The budget {text!r} cannot be read: {way}.")
     number = Fraction(match["number"])  # exact: 1.1G is 1,100,000,000
     if unit in _UNITS or unit in _BYTES:
@@ -140,16 +156,19 @@ def _latency_limit(kind: str, digits: str, unit: str | None, text: str, graph: C
         raise BudgetError(
             f"The budget {text!r} cannot be read: a latency is a time or a share, like 8ms, 800us, 0.1s or latency:50%."
         )
+    number *= _TIMES[unit] if unit in _TIMES else Fraction(1, 100) if unit == "%" else 1
+    if unit not in _TIMES and number > 1:
+        raise BudgetError(f"The budget {text!r} is more than the unpruned network takes: write a share up to 100%.")
+    none = f"The budget {text!r} is no time that a network takes: write it like 8ms{_decimals(text) or '.'}"
+    if not number or (unit in _TIMES and not 1 <= number <= _MOST):
+        raise BudgetError(none)
     if graph.latency is None:
         raise BudgetError(f"The budget {text!r} is a latency. {NO_TABLE}")
-    if unit in _TIMES:
-        number *= _TIMES[unit]
-    else:
-        part = number / 100 if unit == "%" else number
-        number = part * round(graph.latency.unpruned_ms * FS_PER_MS)
-        number = min(number, Fraction(graph.latency_fs())) if part <= 1 else number  # all of it is what the table says
-    if not 1 <= number <= _MOST:
-        raise BudgetError(f"The budget {text!r} is no time that a network takes: write it like 8ms.")
+    if unit not in _TIMES:
+        number *= round(graph.latency.unpruned_ms * FS_PER_MS)
+        number = min(number, Fraction(graph.latency_fs()))  # all of it is what the table says
+    if number < 1:
+        raise BudgetError(none)
     return Limit(kind, math.floor(number))
 
 

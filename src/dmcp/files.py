@@ -88,7 +88,7 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-    except OSError:
+    except BaseException:  # Ctrl-C, too
         for path in staged:
             path.unlink(missing_ok=True)
         raise

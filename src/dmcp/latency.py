@@ -31,6 +31,7 @@ class Timed:
     ms: float
     forecast_ms: float  # of a fit that has seen all networks, or, where this one was held out, all that were not
     held_out: bool = False
+    left_out: bool = False  # of all fits, since it took far longer than the other networks say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +82,15 @@ class Latency:
         return (
             f"Latency {self.how}: the unpruned network takes {show_ms(self.unpruned_ms)}, the smallest "
             f"{show_ms(self.smallest_ms)}; forecasts of {sum(it.held_out for it in self.networks)} held-out networks "
-            f"are off by {self.median_error:.1%} (median), {self.largest_error:.1%} at most."
+            f"are off by {self.median_error:.1%} (median), {self.largest_error:.1%} at most.{self._left_out}"
         )
+
+    @property
+    def _left_out(self) -> str:
+        count = sum(it.left_out for it in self.networks)
+        several = f"{count} networks took far longer than the others say, and were" if count > 1 else ""
+        one = "1 network took far longer than the others say, and was" if count == 1 else ""
+        return f" {one or several} left out of the table." if count else ""
 
     @property
     def trouble(self) -> str:
@@ -226,7 +234,8 @@ def _spaces(numbers: Any) -> tuple[int, ...]:
 
 def _timed(plain: Any) -> Timed:
     ms, forecast = (_number(float, plain[key]) for key in ("ms", "forecast_ms"))
-    return Timed(_spaces(plain["widths"]), ms, forecast, _number(bool, plain["held_out"]))
+    held, left = _number(bool, plain["held_out"]), _number(bool, plain.get("left_out", False))
+    return Timed(_spaces(plain["widths"]), ms, forecast, held, left)
 
 
 def as_terms(latency: Latency) -> Terms:

@@ -19,6 +19,7 @@ from dmcp.ranks import current, sum_values
 from dmcp.rows import ROUNDS, Row
 from dmcp.slicing import narrow, unwrap
 from dmcp.spaces import Widths
+from dmcp.timing.stopwatch import waiting
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.recording import call_model
 
@@ -103,24 +104,21 @@ def try_batch(model: nn.Module, loader: Loader | None) -> None:
 def milliseconds(nets: Sequence[nn.Module], example: Any, rounds: int = ROUNDS) -> list[float]:
     """Time of one batch: the fastest of some passes, taken in turn so that other load hits all networks alike."""
     times: list[list[float]] = [[] for _ in nets]
+    waits = [waiting(device_of(net)) for net in nets]  # found now: looking for it takes as long as a small network
     for number in range(rounds + 1):
-        for net, own in zip(nets, times, strict=True):
+        for net, wait, own in zip(nets, waits, times, strict=True):
             with kept_modes(net):
                 net.eval()
-                _wait(net)
+                wait()
                 start = time.perf_counter()
                 call_model(net, example)
-                _wait(net)
+                wait()
+                took = time.perf_counter() - start
             if number:  # the first pass also loads kernels
-                own.append(1000 * (time.perf_counter() - start))
+                own.append(1000 * took)
     return [min(own) for own in times]
 
 
 def count_params(net: nn.Module) -> int:
     """Parameters of a network, tied ones once."""
     return sum(parameter.numel() for parameter in net.parameters())
-
-
-def _wait(net: nn.Module) -> None:
-    if device_of(net).type == "cuda":
-        torch.cuda.synchronize(device_of(net))

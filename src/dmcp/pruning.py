@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from dmcp import training
 from dmcp.batches import Loader, check_tested, device_of, input_of, labels_of, length_of, on_device
-from dmcp.budget import Budget, cost, limits_latency, ratios, show_cost
+from dmcp.budget import LATENCY, Budget, check_reachable, cost, known_limits, limits_latency, ratios, show_cost
 from dmcp.cutting import verify, with_frozen
 from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DataError, TrainingError, WidthsError
@@ -186,10 +186,14 @@ def prune(
     worth = None if guide is None else weigh_teacher(guide, rival, classes_of(guide, sample), val_loader, metric)
     keeper = keep(SEARCH) if keep else None
     folder = keeper.folder if isinstance(keeper, Keeper) else None
-    traced, how = graph, {"measure": measure}
-    graph = price(
-        graph, settings.budget, lambda: time_networks(model, sample, traced, settings, **how), latency, folder
-    )
+    traced = graph
+
+    def time_first() -> Latency:
+        found = time_networks(model, sample, traced, settings, measure=measure)
+        (on_event or silent)(Event(LATENCY, len(found.networks), found))
+        return found
+
+    graph = price(graph, settings.budget, time_first, latency, folder)
     if keep:
         given = {"search": settings, "train": recipe, "engine": engine or Engine(), "retrain": kind}
         given |= {"controls": controls, "arch_loader": arch_loader is not None, "optimizer": optimizer is not None}
@@ -225,10 +229,16 @@ def prune(
 
 
 def time_networks(model: nn.Module, sample: Any, graph: ChannelGraph, settings: SearchConfig, **how: Any) -> Latency:
-    """A table of latency between the floor and the ceiling of a search; how: see `measure_latency`."""
+    """A table of latency between the floor and the ceiling of a search; how: see `measure_latency`.
+
+    What else the search would refuse is refused first.
+    """
     net = Supernet(model, graph, settings.groups, settings.align)
     path = chains(net, settings.process, settings.smallest, settings.largest, settings.align)
     floor, ceiling = extremes(graph, path.sizes)
+    if limits := known_limits(settings.budget, graph):
+        check_reachable(Budget(limits, str(getattr(settings.budget, "text", settings.budget))), graph, floor, ceiling)
+    searching.check_choice(path)
     return measure_latency(model, sample, graph, floor=floor, ceiling=ceiling, align=settings.align, **how)
 
 

@@ -69,6 +69,9 @@ class Run:
         if isinstance(event.record, SearchResult):
             save_search(event.record, self.folder)
             return
+        if isinstance(event.record, Latency):
+            self.write(LATENCY, event.record.to_json())
+            return
         facts = {"stage": event.stage} | asdict(event.record)
         if isinstance(event.record, Row):
             self.add(TIMES, {name: facts.pop(name) for name in ("ms", "batch")} | {"name": event.record.name})
@@ -213,12 +216,20 @@ def open_run(folder: str | os.PathLike[str]) -> Run:
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        taken = any(it.name != LOCK for it in path.iterdir())  # a kill may have left that alone
+    except OSError as error:
+        raise FileError(f"{path}: no run can be kept here: {error.strerror or error}.") from error
+    refuse_taken(path)
+    return Run(path)
+
+
+def refuse_taken(path: Path) -> None:
+    """Refuse a folder that already holds something; one that is not there yet is fine."""
+    try:
+        taken = path.exists() and any(it.name != LOCK for it in path.iterdir())  # a kill may have left that alone
     except OSError as error:
         raise FileError(f"{path}: no run can be kept here: {error.strerror or error}.") from error
     if taken:
         raise FileError(f"{path} already holds files: give the run another folder, or remove this one.")
-    return Run(path)
 
 
 def slug(text: str) -> str:

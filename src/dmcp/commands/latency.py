@@ -16,16 +16,19 @@ from dmcp.batches import generator
 from dmcp.budget import limits_latency
 from dmcp.commands import options as o
 from dmcp.commands.printing import print_json
-from dmcp.errors import DmcpError, FileError, WidthsError
+from dmcp.errors import BudgetError, DmcpError, FileError, StoppedError, WidthsError
+from dmcp.files import staging_name
 from dmcp.latency import FILE, Latency
 from dmcp.pruning import time_networks
 from dmcp.running.jobs import Job, Opened, build, shape, trace_job
 from dmcp.running.plans import Plan
-from dmcp.running.sessions import say
+from dmcp.running.sessions import obeying, say
 from dmcp.searching.searches import SearchConfig
 from dmcp.timing.choice import price
 from dmcp.timing.stopwatch import NETWORKS, describe, measure_latency
 from dmcp.tracing.graph import ChannelGraph
+
+_STOPPED = "Stopped while networks were measured, as asked: nothing is kept, the same command starts again."
 
 
 def latency(
@@ -57,15 +60,16 @@ def latency(
         return
     if not model:
         raise DmcpError("--model is missing: dmcp latency --help says what it can be.")
-    if out and Path(out).is_dir():
-        raise FileError(f"--out: {out} is a folder: name the file in it, like {Path(out) / FILE}.")
+    if out:
+        _check_target(Path(out))
     job = Job(model=model, model_args=tuple(model_args or ()), frozen=tuple(frozen or ()), device=device, seed=seed)
     net = build(job, classes)
     sample = shape(input) if input else nets.sample_shape(net)
     graph, net = trace_job(job, net, sample), net.to(job.place)
     example = torch.randn(1, *sample, generator=generator(0))
     how = {"batch": batch, "dtype": dtype, "align": align, "networks": networks, "seed": seed}
-    table = measure_latency(net, example, graph, **how)  # type: ignore[arg-type]
+    with obeying(_STOPPED):
+        table = measure_latency(net, example, graph, **how)  # type: ignore[arg-type]
     if out:
         table.save(out)
     if as_json:
@@ -74,6 +78,19 @@ def latency(
     print(describe(table))
     if out:
         print(f"\n{out}")
+
+
+def _check_target(path: Path) -> None:
+    """Refuse a file that cannot be written, before anything is measured."""
+    if path.is_dir():
+        raise FileError(f"--out: {path} is a folder: name the file in it, like {path / FILE}.")
+    if not path.parent.is_dir():
+        raise FileError(f"--out: {path}: there is no folder {path.parent}: make it, or name another file.")
+    try:
+        (path.parent / staging_name(path.name)).touch()
+        (path.parent / staging_name(path.name)).unlink()
+    except OSError as error:
+        raise FileError(f"--out: {path}: cannot be written: {error.strerror or error}.") from error
 
 
 def with_latency(plan: Plan, opened: Opened, folder: Path | None = None) -> Opened:
@@ -86,10 +103,12 @@ def with_latency(plan: Plan, opened: Opened, folder: Path | None = None) -> Open
         raise DmcpError("--latency-batch and --latency-device are for budgets of latency, like 8ms: leave them out.")
     if kept or job.latency:
         given = _read(kept or Path(job.latency), graph, "" if kept else "--latency ")
+        _check_same(job, given)
 
     def measure() -> Latency:
         say(f"Measuring the latency of {NETWORKS} networks first.")
-        table = _measured(job, search, opened)
+        with obeying(_STOPPED):
+            table = _measured(job, search, opened)
         say(f"{table.summary} Measured {len(table.networks)} networks in {table.seconds:.0f} s.")
         return table
 
@@ -106,6 +125,15 @@ def _read(path: Path, graph: ChannelGraph, option: str) -> Latency:
     return table
 
 
+def _check_same(job: Job, table: Latency) -> None:
+    """Refuse a table that was not measured as the other options say."""
+    if job.latency_batch not in (1, table.batch):
+        raise DmcpError(f"--latency-batch: the table is of batch {table.batch}, not {job.latency_batch}: leave it out.")
+    place = torch.device(job.latency_device).type if job.latency_device else table.place
+    if place != table.place:
+        raise DmcpError(f"--latency-device: the table is of {table.place or table.device}, not {place}: leave it out.")
+
+
 def _measured(job: Job, search: SearchConfig, opened: Opened) -> Latency:
     """A table for networks as the job says."""
     example = torch.randn(1, *opened.data.shape, generator=generator(0))
@@ -119,5 +147,7 @@ def _about_options() -> Iterator[None]:
     """Name the options in what cannot be measured."""
     try:
         yield
+    except (BudgetError, StoppedError, WidthsError):
+        raise
     except DmcpError as error:
         raise DmcpError(f"--latency-device, --latency-batch: {error}") from error

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from dmcp import pruning
-from dmcp.budget import costs
+from dmcp.budget import costs, limits_latency
 from dmcp.commands import options as o
 from dmcp.commands.asked_plan import make_plan, run_folder
 from dmcp.commands.printing import (
@@ -179,13 +179,16 @@ def _prune_seeds(plan: Plan, count: int, out: str, quiet: bool, as_json: bool) -
     check_given(opened)
     check_test_files(opened, plan.job)
     folder = run_folder(replace(plan, command="seeds"), out, "")
+    first, argv = plan.job.seed, several.words_of_each(sys.argv[1:])
+    assert plan.search is not None
+    shared = limits_latency(plan.search.budget) and not plan.job.latency  # measured once: side by side they are slow
+    argv += ["--latency", str(folder / LATENCY)] if shared else []
+    several.refuse_others(folder, argv)
     opened = check_reachable(plan, opened, str(folder))
     tell_notices(opened)
     tell_ignored(plan.engine, plan.job.place)
-    first, argv = plan.job.seed, several.words_of_each(sys.argv[1:])
-    if opened.graph.latency is not None and not plan.job.latency:  # measured once: side by side they would be slow
+    if shared and opened.graph.latency is not None:
         opened.graph.latency.save(folder / LATENCY)
-        argv += ["--latency", str(folder / LATENCY)]
     runs = several.run_seeds(argv, range(first, first + count), folder, plan.job.place, quiet)
     summary = several.summarise(runs)
     found = ({path for run in runs for path in Run(run).replaced(part)} for part in Replaced._fields)

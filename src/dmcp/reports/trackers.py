@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from dmcp.errors import DmcpError
 from dmcp.events import Event
+from dmcp.latency import Latency
 from dmcp.rows import Row
 from dmcp.runs import Run, read_json
 from dmcp.searching.searches import SearchRecord, SearchResult
@@ -120,9 +121,9 @@ def read_kinds(texts: Sequence[str]) -> tuple[str, ...]:
 
 
 def scalars(event: Event, limits: Sequence[str] = ()) -> dict[str, float]:
-    """The numbers of an event by their names in the charts; none for the result of the search."""
+    """The numbers of an event by their names in the charts; none for the search's result, or for a table of latency."""
     record, stage = event.record, clean(event.stage)
-    if isinstance(record, SearchResult):
+    if isinstance(record, SearchResult | Latency):
         return {}
     if isinstance(record, Row):
         name = f"{stage}/{clean(record.name)}"

@@ -76,13 +76,18 @@ def _make(folder: Path) -> None:
 
 def _claim(folder: Path, argv: Sequence[str]) -> None:
     """Note the command; runs of another one must not be taken for seeds of this one."""
+    refuse_others(folder, argv)
+    Run(folder).write(SEEDS, {"argv": list(argv)})
+
+
+def refuse_others(folder: Path, argv: Sequence[str]) -> None:
+    """Refuse a folder that has runs of another command."""
     stored = read_json(folder / SEEDS).get("argv") if (folder / SEEDS).is_file() else None
     taken = is_run(folder) or any(path.is_dir() and any(path.iterdir()) for path in folder.glob("seed-*"))
     if taken and stored != list(argv):
         known = isinstance(stored, list) and bool(stored)
         what = plain(f"`dmcp {shlex.join(map(str, stored or ()))}`") if known else "something else"
         raise FileError(f"{folder} already holds runs of {what}: give another folder, or just that command.")
-    Run(folder).write(SEEDS, {"argv": list(argv)})
 
 
 def _is_done(run: Path) -> bool:

@@ -37,7 +37,7 @@ from dmcp.running.jobs import Corrupt, Job, Opened, Replaced, open_job
 from dmcp.running.operations import are_others
 from dmcp.running.plans import FACTS, Plan, facts_of
 from dmcp.running.progress import Progress
-from dmcp.runs import REPLACED, SETTINGS, Run, open_run, read_json
+from dmcp.runs import REPLACED, SETTINGS, Run, open_run, read_json, refuse_taken
 
 INPUT = "input.json"  # how images become inputs: see docs/data.md
 _LONGEST = 4096  # bytes of a path
@@ -158,6 +158,8 @@ def session(
             check_given(opened)
             if not plan.cell:  # the command that starts the cells has looked
                 check_test_files(opened, plan.job, resume)
+            if ranks.first and not resume:
+                refuse_taken(folder)  # before anything is measured
             if check:
                 opened = check(opened)
             folder = Path(_share_text(str(folder), ranks))
@@ -181,6 +183,8 @@ def session(
             f"The device ran out of memory with a batch of {batch}: try --batch {max(1, batch // 2)}.{saved}"
         ) from error
     except StoppedError as error:
+        if not begun:
+            raise
         raise StoppedError(f"{error} Go on with: dmcp {plan.command} --resume {shlex.quote(str(folder))}") from None
     except DataError as error:
         if not begun or not folder.is_dir():  # a new run that failed before its first step is gone
@@ -321,12 +325,29 @@ def _signals() -> Iterator[Callable[[], bool]]:
             say("asked to stop: the step is finished and saved first")
         asked.append(number)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    before: Mapping[int, Any] = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with _handled_by(note):
         yield lambda: bool(asked)
+
+
+@contextlib.contextmanager
+def obeying(text: str) -> Iterator[None]:
+    """SIGTERM and Ctrl-C are obeyed at once, with this text: there is nothing to save meanwhile."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise StoppedError(text)
+
+    with _handled_by(stop):
+        yield
+
+
+@contextlib.contextmanager
+def _handled_by(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before: Mapping[int, Any] = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, old in before.items():
+            signal.signal(number, old)

@@ -218,12 +218,17 @@ def reach(net: Supernet, config: SearchConfig) -> tuple[Budget, Chains]:
     path = chains(net, config.process, config.smallest, config.largest, config.align)
     budget = parse(config.budget, net.graph)
     check_reachable(budget, net.graph, *extremes(net.graph, path.sizes))
+    check_choice(path)
+    return budget, path
+
+
+def check_choice(path: Chains) -> None:
+    """Refuse chains that leave no choice."""
     if not path.sizes[:, 1:].any():
         raise WidthsError(
             "There is nothing to search: no space has a second group; use more groups, a smaller align, or other "
             "smallest and largest widths."
         )
-    return budget, path
 
 
 def _narrow(net: Supernet, path: Chains, align: int, stem: Stem | None) -> Narrow:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dmcp.budget import LATENCY, Budget, Limit, check_readable, limits_latency
+from dmcp.budget import LATENCY, Budget, Limit, known_limits, limits_latency
 from dmcp.cutting import cut
 from dmcp.errors import FileError
 from dmcp.files import MOST_JSON, parse_json, quote, read_bytes, write_files
@@ -122,7 +122,7 @@ def price(
         return graph.priced(table)
     if graph.latency is not None or not limits_latency(spec):
         return graph
-    check_readable(spec, graph)
+    known_limits(spec, graph)  # what cannot be read is refused now
 
     def find() -> dict[str, Any]:
         if folder is not None and (folder / FILE).exists():

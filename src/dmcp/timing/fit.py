@@ -1,4 +1,7 @@
-"""From times of some networks to a polynomial for all of them: least squares without negative numbers."""
+"""From times of some networks to a polynomial for all of them: least squares without negative numbers.
+
+A network during whose measuring the machine had a hiccup would bend it: such ones are found first, and left out.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,10 @@ _FOLDS = 5
 _ROUNDS = 10  # per unknown, after which the solver has gone round in circles
 _TINY = 1e-10
 _ANCHOR = 5.0  # how much more the first network counts
+_FAR, _SPREADS = 1.5, 5.0  # a hiccup takes so many times its forecast, and is so many usual errors away from it
+_SPREAD = 1.4826  # of normal errors, the deviation over the median
+_RARE = 5  # at most one network of so many has a hiccup: what happens more often is how the machine is
+_CLOSE, _TURNS = 1e-3, 8  # errors that count alike, and rounds, in the search for least absolute errors
 
 # ways to put kinds of work together; the one that forecasts best is taken
 _WAYS: tuple[Callable[[Key], object], ...] = (
@@ -28,20 +35,37 @@ _WAYS: tuple[Callable[[Key], object], ...] = (
 )
 
 
-def fit(work: Mapping[Key, Terms], widths: Sequence[Sequence[int]], ms: Sequence[float]) -> Terms:
+def fit(
+    work: Mapping[Key, Terms], widths: Sequence[Sequence[int]], ms: Sequence[float], left_out: Sequence[bool] = ()
+) -> Terms:
     """Femtoseconds as a polynomial in the widths: a constant, and so much for each unit of each kind of work.
 
     Errors count relative to the time, and more for the first network, the unpruned one, of which budgets are shares.
     Few networks cannot tell many kinds apart: they are divided as finely as forecasts best those networks that were
-    left out in turn.
+    left out in turn. left_out: networks that do not count; the first does.
     """
     groupings = _groupings(work)
-    times = np.array(ms, dtype=np.float64)
-    tables = [_table(parts, widths) for parts in groupings]
+    kept = [number for number in range(len(ms)) if not any(left_out[number : number + 1])]
+    times = np.array([ms[number] for number in kept], dtype=np.float64)
+    tables = [_table(parts, [widths[number] for number in kept]) for parts in groupings]
     errors = [_cross_error(table, times) for table in tables]
     best = min(range(len(tables)), key=lambda number: (errors[number], len(groupings[number])))
     prices = _prices(tables[best], times, _weights(times))
     return _priced(groupings[best], prices)
+
+
+def hiccups(work: Mapping[Key, Terms], widths: Sequence[Sequence[int]], ms: Sequence[float]) -> list[bool]:
+    """Which networks took far longer than the others say of them: something else had the machine meanwhile.
+
+    Nothing makes a network faster than it is, so one that is far below its forecast really was so fast. Forecasts are
+    those of least absolute errors, which few far ones do not bend, by the way of putting work together that does best.
+    """
+    times = np.array(ms, dtype=np.float64)
+    errors = [_left_out_errors(_table(parts, widths), times) for parts in _groupings(work)]
+    best = min(errors, key=lambda it: float(np.median(np.abs(it))))
+    bound = max(np.log(_FAR), _SPREADS * _SPREAD * float(np.median(np.abs(best))))
+    found: list[bool] = (best > bound).tolist()
+    return found if _RARE * sum(found) <= len(found) else [False] * len(found)
 
 
 def forecast_ms(terms: Terms, widths: Sequence[int]) -> float:
@@ -87,6 +111,26 @@ def _cross_error(table: Array, times: Array) -> float:
         prices = _prices(table[~out], times[~out], _weights(times)[~out])
         found += (np.abs(table[out] @ prices - times[out]) / times[out]).tolist()
     return median(found)
+
+
+def _left_out_errors(table: Array, times: Array) -> Array:
+    """Logarithm of time / forecast of networks that a fit has not seen, each left out once. (N, P), (N,) -> (N,)"""
+    found = np.zeros(len(times))
+    for fold in range(min(_FOLDS, len(times))):
+        out = np.arange(len(times)) % _FOLDS == fold
+        forecasts = table[out] @ _least_absolute(table[~out], times[~out])
+        found[out] = np.log(times[out] / np.maximum(forecasts, _TINY * times[out]))
+    return found
+
+
+def _least_absolute(table: Array, times: Array) -> Array:
+    """Prices with the least sum of relative errors, not of their squares, by weights that shrink with the error."""
+    weights = 1 / times
+    for _ in range(_TURNS):
+        prices = _prices(table, times, weights)
+        errors = np.abs(table @ prices / times - 1)
+        weights = 1 / (times * np.sqrt(np.maximum(errors, _CLOSE)))
+    return prices
 
 
 def _priced(parts: Sequence[Terms], prices: Array) -> Terms:
