@@ -28,6 +28,7 @@ _ELSEWHERE = re.compile(r"(?P<scale>[kmg]?)(?P<what>ib|b|macs|flops|params)")
 _FLOAT_BYTES = 4  # of a parameter in float32
 _LONGEST, _MOST = 100, 10**18  # characters of a text; more than any network costs
 _TENTHS = 10  # groups of a space, unless other settings are given
+_NO_TIME = "no time that a network takes: write it like 8ms"
 _STEEP = 10.0  # alphas beyond have a gradient near zero
 
 
@@ -122,7 +123,8 @@ def _limit(part: str, text: str, graph: ChannelGraph) -> Limit:
         number *= _full(graph, kind)
     if number < 1:
         told = f"The budget {text!r} is less than one of {kind}: nothing costs so little"
-        raise BudgetError(f"{told}{_decimals(text) or '.'}")
+        more = f"; choose more, like {'50%' if kind == 'macs' else f'{kind}:50%'}."
+        raise BudgetError(f"{told}{_decimals(text) or more}")
     if number > _MOST:
         raise BudgetError(f"The budget {text!r} is more than any network costs: the limit is {_MOST:.0e}.")
     return Limit(kind, math.floor(number))
@@ -136,16 +138,22 @@ def _latency_limit(kind: str, digits: str, unit: str | None, text: str, graph: C
         raise BudgetError(
             f"The budget {text!r} cannot be read: a latency is a time or a share, like 8ms, 800us, 0.1s or latency:50%."
         )
+    timed = _TIMES.get(unit or "")
+    number *= timed or (Fraction(1, 100) if unit == "%" else 1)
+    if number == 0:
+        raise BudgetError(f"The budget {text!r} is {_NO_TIME}.")
     if graph.latency is None:
+        if not timed and number > 1:  # said before anything is measured
+            raise BudgetError(
+                f"The budget {text!r} is more than the unpruned network takes: write a share below 100%, like "
+                "latency:50%."
+            )
         raise BudgetError(f"The budget {text!r} is a latency. {NO_TABLE}")
-    if unit in _TIMES:
-        number *= _TIMES[unit]
-    else:
-        part = number / 100 if unit == "%" else number
-        number = part * round(graph.latency.unpruned_ms * FS_PER_MS)
-        number = min(number, Fraction(graph.latency_fs())) if part <= 1 else number  # all of it is what the table says
+    if not timed:
+        whole = number * round(graph.latency.unpruned_ms * FS_PER_MS)
+        number = min(whole, Fraction(graph.latency_fs())) if number <= 1 else whole  # all of it is what the table says
     if not 1 <= number <= _MOST:
-        raise BudgetError(f"The budget {text!r} is no time that a network takes: write it like 8ms.")
+        raise BudgetError(f"The budget {text!r} is {_NO_TIME}.")
     return Limit(kind, math.floor(number))
 
 
