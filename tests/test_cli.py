@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
@@ -32,6 +33,7 @@ from dmcp.running.sessions import session
 from dmcp.running.weights import load_weights
 from dmcp.training import StepRecord
 
+DOCS = Path(__file__).parents[1] / "docs"
 LONG = "a_name_that_does_not_fit_on_a_line_of_eighty_columns_and_must_still_be_found_by_grep"
 WARM = "in a search --warmup 0.5 trains it first.\n"
 Capture = pytest.CaptureFixture[str]
@@ -529,10 +531,37 @@ def test_exit_codes_are_in_help_and_docs(capsys: Capture) -> None:
     code, out, _ = run(capsys, "--help")
     assert code == 0
     assert run(capsys)[:2] == (0, out)  # no command is no mistake
-    page = (Path(__file__).parent.parent / "docs" / "cli.md").read_text()
+    page = (DOCS / "cli.md").read_text()
     for number in ("0", "1", "2", "3", "75", "130", "141"):
         assert re.search(rf"^ +{number} +\w", out, re.MULTILINE)
         assert f"\n| {number} | " in page
+
+
+OPTION = r"(?<![\w-])--[a-z][a-z0-9-]*"
+
+
+def options_of_commands() -> dict[str, set[str]]:
+    """The options of each command, but those that all have."""
+    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    return {
+        name: {option for it in command.params for option in (*it.opts, *it.secondary_opts) if option[:2] == "--"}
+        for name, command in commands.items()
+        if not command.hidden
+    }
+
+
+def test_every_option_is_on_the_page_of_commands() -> None:
+    page = (DOCS / "cli.md").read_text()
+    assert set().union(*options_of_commands().values()) - set(re.findall(OPTION, page)) == set()
+
+
+def test_commands_in_the_documents_have_these_options() -> None:
+    known = {name: options | {"--help"} for name, options in options_of_commands().items()}
+    typed = re.compile(rf"\bdmcp ({'|'.join(known)}) ([^\n`|]*)")
+    pages = [path for path in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))) if path.name != "errors.md"]
+    lines = [(path.name, *found) for path in pages for found in typed.findall(path.read_text().replace("\\\n", " "))]
+    assert len(lines) > 40
+    assert [(*line,) for line in lines if not set(re.findall(OPTION, line[2])) <= known[line[1]]] == []
 
 
 def numbers(text: str) -> list[dict[str, object]]:

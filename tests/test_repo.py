@@ -270,6 +270,12 @@ def test_readme_lists_every_source_file() -> None:
     assert [name for name in ORDER if not re.search(readme_line(name), README, re.MULTILINE)] == []
 
 
+def test_readme_lists_every_document() -> None:
+    assert [
+        it.name for it in ROOT.glob("docs/*.md") if not re.search(rf"^ {{4}}docs/{it.name} +\S", README, re.M)
+    ] == []
+
+
 def readme_line(name: str) -> str:
     """How the line of a file begins; those of a folder are below its line, further in."""
     folder, _, leaf = name.rpartition(".")

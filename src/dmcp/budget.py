@@ -142,7 +142,8 @@ def _limit(part: str, text: str, graph: ChannelGraph) -> Limit:
     if number < 1:
         one = "byte" if kind == MEMORY else f"of {kind}"
         told = f"The budget {text!r} is less than one {one}: nothing costs so little"
-        raise BudgetError(f"{told}{_decimals(text) or '.'}")
+        more = f"; choose more, like {'50%' if kind == 'macs' else f'{kind}:50%'}."
+        raise BudgetError(f"{told}{_decimals(text) or more}")
     if number > _MOST:
         raise BudgetError(f"The budget {text!r} is more than any network costs: the limit is {_MOST:.0e}.")
     return Limit(kind, math.floor(number))

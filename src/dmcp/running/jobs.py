@@ -78,9 +78,9 @@ class Job:
             one = torch.zeros(1, device=name)
             one.item()  # some devices only pretend to compute
             return one.device
-        except (RuntimeError, AssertionError) as error:
-            reason = str(error).splitlines()[0].split(". ")[0]
-            raise DmcpError(f"--device: {name!r} cannot be used here: {reason}") from None
+        except (RuntimeError, AssertionError, ImportError) as error:
+            reason, way = str(error).splitlines()[0].split(". ")[0], "leave it out, or " if self.device else ""
+            raise DmcpError(f"--device: {name!r} cannot be used here ({reason}): {way}write --device cpu.") from None
 
 
 class Replaced(NamedTuple):
