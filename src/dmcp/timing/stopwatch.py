@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import platform
 import time
@@ -18,11 +19,13 @@ from torch import Tensor, nn
 from dmcp.batches import device_of, generator
 from dmcp.calibration import kept_modes
 from dmcp.errors import BudgetError, DmcpError
-from dmcp.latency import Latency, Timed, show_ms
+from dmcp.exporting import missing_packages, onnxruntime_version
+from dmcp.latency import Latency, RuntimeKind, Timed, show_ms
 from dmcp.sampling import Options
 from dmcp.slicing import narrow, unwrap
 from dmcp.spaces import Widths
 from dmcp.timing.fit import fit, forecast_ms
+from dmcp.timing.onnx_sessions import Call, check_here, open_all
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.recording import batch_of, call_model, map_leaves, rebatch
 from dmcp.tracing.trace import trace
@@ -54,6 +57,7 @@ def measure_latency(
     align: int = 1,
     networks: int = NETWORKS,
     seed: int = 0,
+    runtime: str = RuntimeKind.TORCH.value,
 ) -> Latency:
     """Measure cut networks of all sizes, and make a table of them that knows the time of any widths.
 
@@ -62,15 +66,18 @@ def measure_latency(
     batch, device, dtype: of the passes that are timed on this machine, where there is no such function; the
         default device is the model's. Threads are as many as torch has.
     floor, ceiling, align: widths between which networks are drawn, with the seed; multiples of align.
+    runtime: "torch", or "onnx": networks are exported and run in onnxruntime, on the CPU in float32 only.
     """
     if type(networks) is not int or networks < _LEAST:
         raise BudgetError(f"A table of latency needs at least {_LEAST} networks, not {networks!r}.")
     if type(batch) is not int or batch < 1:
         raise BudgetError(f"The batch of a latency must be an int of at least 1, not {batch!r}.")
+    in_onnx = _in_onnx(runtime, str(device), _dtype(dtype), measure)
     graph = graph or trace(model, example)
     model, start = unwrap(model), time.perf_counter()
     drawn = draw(graph, floor, ceiling, align, networks, seed)
-    clock = Clock(str(device) or str(device_of(model)), batch, _dtype(dtype), torch.get_num_threads(), example, measure)
+    place = str(device) or ("cpu" if in_onnx else str(device_of(model)))
+    clock = Clock(place, batch, _dtype(dtype), torch.get_num_threads(), example, measure, in_onnx)
     times = clock.times(_narrowed(model, graph, graph.widths(row)) for row in drawn)
     kinds = work(graph)
     out = [number >= 2 and number % _HELD_OUT == 0 for number in range(len(drawn))]
@@ -97,6 +104,8 @@ def measure_latency(
         dtype=str(clock.dtype).removeprefix("torch."),
         torch=torch.__version__,
         seconds=time.perf_counter() - start,
+        runtime=str(runtime),
+        onnxruntime=onnxruntime_version() if in_onnx else "",
         **(here | own),
     )
 
@@ -133,16 +142,19 @@ class Clock:
     threads: int
     example: Any
     measure: Measure | None = None
+    in_onnx: bool = False  # exported, in onnxruntime
 
     def times(self, nets: Iterator[nn.Module]) -> list[float]:
         """Milliseconds of a forward pass of each."""
         if self.measure is not None:
             return [_checked(self.measure(net.eval()), self.measure) for net in nets]
         try:
-            moved = [_moved(net, self.device, self.dtype) for net in nets]
+            moved = (_moved(net, self.device, self.dtype) for net in nets)
             example = map_leaves(lambda leaf: _like(leaf, self.device, self.dtype), self._example())
             with threads(self.threads):
-                return pass_times(moved, example)
+                if self.in_onnx:
+                    return turn_times(open_all(moved, example, self.threads))
+                return pass_times(list(moved), example)
         except (RuntimeError, AssertionError, AttributeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -160,29 +172,36 @@ class Clock:
 def pass_times(
     nets: Sequence[nn.Module], example: Any, rounds: int = _ROUNDS, seconds: float = _SECONDS
 ) -> list[float]:
-    """Milliseconds of a forward pass of each network, in eval mode.
-
-    The networks take turns, so that a machine that is slow for a while is so for all of them. The first pass of a turn
-    only warms the caches that the network before it filled.
-    """
-    times: list[list[float]] = [[] for _ in nets]
+    """Milliseconds of a forward pass of each network, in eval mode."""
     wait = _waiting(device_of(nets[0]))  # found now: looking for it takes as long as a small network
-    start = time.perf_counter()
     with contextlib.ExitStack() as modes:
         for net in nets:
             modes.enter_context(kept_modes(net))
             net.eval()
-        for number in range(rounds + 1):
-            if number > _FEWEST and time.perf_counter() - start > seconds:
-                break
-            for net, own in zip(nets, times, strict=True):
-                for place in range(_PASSES + 1):
-                    wait()
-                    before = time.perf_counter()
-                    call_model(net, example)
-                    wait()
-                    if number and place:  # the first turn also loads kernels
-                        own.append(1000 * (time.perf_counter() - before))
+        return turn_times([functools.partial(call_model, net, example) for net in nets], rounds, seconds, wait)
+
+
+def turn_times(
+    calls: Sequence[Call], rounds: int = _ROUNDS, seconds: float = _SECONDS, wait: Call = lambda: None
+) -> list[float]:
+    """Milliseconds that each call takes, a forward pass of one network.
+
+    The networks take turns, so that a machine that is slow for a while is so for all of them. The first pass of a turn
+    only warms the caches that the network before it filled.
+    """
+    times: list[list[float]] = [[] for _ in calls]
+    start = time.perf_counter()
+    for number in range(rounds + 1):
+        if number > _FEWEST and time.perf_counter() - start > seconds:
+            break
+        for call, own in zip(calls, times, strict=True):
+            for place in range(_PASSES + 1):
+                wait()
+                before = time.perf_counter()
+                call()
+                wait()
+                if number and place:  # the first turn also loads kernels
+                    own.append(1000 * (time.perf_counter() - before))
     return usual(times)
 
 
@@ -216,6 +235,18 @@ def _waiting(device: torch.device) -> Callable[[], None]:
         return lambda: torch.cuda.synchronize(device)
     synchronize: Callable[[], None] = getattr(torch, device.type).synchronize
     return synchronize
+
+
+def _in_onnx(runtime: str, device: str, dtype: torch.dtype, measure: Measure | None) -> bool:
+    """Whether networks are to run in onnxruntime; refused where they cannot."""
+    if runtime not in list(RuntimeKind):
+        raise BudgetError(f"The runtime of a latency must be {' or '.join(RuntimeKind)}, not {runtime!r}.")
+    if runtime == RuntimeKind.TORCH:
+        return False
+    if measure is not None:
+        raise BudgetError("Networks are timed by a function of your own, or in onnxruntime: leave one of the two out.")
+    check_here(device or "cpu", dtype)
+    return True
 
 
 def _moved(net: nn.Module, device: str, dtype: torch.dtype) -> nn.Module:
@@ -264,7 +295,7 @@ def device_name(device: str) -> str:
 
 def is_here(table: Latency) -> bool:
     """Whether what the table is of can be measured on this machine."""
-    if not table.place:
+    if not table.place or (table.runtime == RuntimeKind.ONNX and missing_packages()):
         return False
     try:
         return device_name(table.place) == table.device
@@ -276,7 +307,8 @@ def clock_of(table: Latency, example: Any, measure: Measure | None = None) -> Cl
     """What measures as the table was measured; None where that cannot be done here."""
     if measure is None and not is_here(table):
         return None
-    return Clock(table.place or "cpu", table.batch, _dtype(table.dtype), table.threads, example, measure)
+    in_onnx = table.runtime == RuntimeKind.ONNX
+    return Clock(table.place or "cpu", table.batch, _dtype(table.dtype), table.threads, example, measure, in_onnx)
 
 
 # words
