@@ -298,7 +298,9 @@ def test_this_machine_is_measured_in_onnxruntime() -> None:
 @needs_onnx
 @pytest.mark.slow
 def test_a_run_is_timed_in_onnxruntime(capsys: Capture, tmp_path: Path) -> None:
-    code, out, err = run(capsys, *PRUNE, *SHORT, *ASKED, "--model-args", "width=32", "--out", str(tmp_path), "--json")
+    code, out, err = run(
+        capsys, *PRUNE, *SHORT, *ASKED, "--model-args", "width=32", "--align", "8", "--out", str(tmp_path), "--json"
+    )
     assert code == 0 and "in onnxruntime" in err, err
     told = json.loads(out)["latency"]
     assert told["measured_ms"] > 0 and "in onnxruntime" in told["how"]
