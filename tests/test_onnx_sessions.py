@@ -23,7 +23,7 @@ from dmcp.nets import build
 from dmcp.timing import onnx_sessions, stopwatch
 from dmcp.timing.choice import choose
 from dmcp.timing.onnx_sessions import open_all
-from dmcp.timing.stopwatch import clock_of, device_name, measure_latency, pass_times, turn_times
+from dmcp.timing.stopwatch import clock_of, describe, device_name, measure_latency, pass_times, turn_times
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 needs_onnx = pytest.mark.skipif(
@@ -289,6 +289,7 @@ def test_this_machine_is_measured_in_onnxruntime() -> None:
     assert found.how.startswith(f"in onnxruntime {onnxruntime.__version__} on {device_name('cpu')} (batch 3")
     clock = clock_of(found, DIGITS)
     assert clock is not None and clock.in_onnx
+    assert f"Measured in {found.seconds:.0f} s." in describe(found)  # exports included
     (again,) = clock.times(iter([digits()]))
     assert 0.2 < again / found.unpruned_ms < 5  # a busy machine
     (eager,) = pass_times([digits()], DIGITS.expand(3, -1, -1, -1), rounds=5)

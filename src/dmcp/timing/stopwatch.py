@@ -321,4 +321,5 @@ def describe(table: Latency) -> str:
         name = ("unpruned", "smallest")[number] if number < 2 else "held out" if it.held_out else f"{number + 1}"
         error = f"{it.forecast_ms / it.ms - 1:+.1%}"
         lines.append(f"{name:<12}{show_ms(it.ms):>12}{show_ms(it.forecast_ms):>12}{error:>9}")
-    return "\n".join([*lines, "", table.summary, *filter(None, [table.trouble])])
+    took = f"Measured in {table.seconds:.0f} s."
+    return "\n".join([*lines, "", table.summary, took, *filter(None, [table.trouble])])
