@@ -158,7 +158,7 @@ def test_prune_refuses_a_runtime_that_does_not_fit(
 
 
 @needs_onnx
-@pytest.mark.parametrize("write", ["_write_quickly", "_write"])
+@pytest.mark.parametrize("write", ["_write_quickly", pytest.param("_write", marks=pytest.mark.slow)])
 def test_both_exporters_give_the_network(write: str, tmp_path: Path) -> None:
     """And onnxruntime makes the same layers of both."""
     onnxruntime, onnx = (pytest.importorskip(name) for name in ("onnxruntime", "onnx"))
