@@ -298,6 +298,7 @@ def test_this_machine_is_measured_in_onnxruntime() -> None:
 
 @needs_onnx
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::dmcp.timing.choice.LatencyWarning")  # how good times are is not the question here
 def test_a_run_is_timed_in_onnxruntime(capsys: Capture, tmp_path: Path) -> None:
     code, out, err = run(
         capsys, *PRUNE, *SHORT, *ASKED, "--model-args", "width=32", "--align", "8", "--out", str(tmp_path), "--json"
