@@ -174,14 +174,14 @@ def test_a_file_that_is_not_the_network_is_not_left_behind(
 ) -> None:
     """Here the weights of one channel change on the way. With a tolerance that allows it, the file takes its place."""
     need(suffix)
-    record = exporting._record
+    record = exporting.record
 
     def spoilt(net: nn.Module, example: Any) -> Any:
         other = copy.deepcopy(net)
         other[0].weight.data[1] += 0.1
         return record(other, example)
 
-    monkeypatch.setattr(exporting, "_record", spoilt)
+    monkeypatch.setattr(exporting, "record", spoilt)
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
     path = tmp_path / f"net{suffix}"
     path.write_text("what was there")
@@ -208,7 +208,7 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
 def test_what_the_check_finds_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net = nn.Conv2d(1, 2, 3)
     for found in (float("nan"), float("inf"), 1.1e-4):
-        monkeypatch.setattr(exporting, "_difference", lambda *_, found=found: found)
+        monkeypatch.setattr(exporting, "largest_gap", lambda *_, found=found: found)
         with pytest.raises(dmcp.FileError, match="not the same network"):
             dmcp.export(net, EXAMPLE, tmp_path / "net.pt2")
     monkeypatch.setitem(exporting._OPEN, exporting.Format.EXPORTED, lambda _: 1 / 0)
@@ -226,7 +226,7 @@ def test_outputs_are_measured_each_by_its_own_size() -> None:
             return both
 
     def difference(*outputs: Tensor) -> float:
-        return exporting._difference(Pair(), exporting.Runtime("", lambda _: list(outputs), None), [x])
+        return exporting.largest_gap(Pair(), lambda _: list(outputs), [x])
 
     assert difference(*x) == 0
     assert difference(x[0], 1.5 * x[1]) == pytest.approx(0.5)

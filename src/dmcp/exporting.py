@@ -98,7 +98,7 @@ def export(
     net = narrow(unwrap(model), {}, {}).cpu().eval().requires_grad_(False)
     drawn = [_draw(example, size) for size in _BATCHES]
     check_finite(net, drawn[-1])
-    program, dims = _record(net, _draw(example, _RECORDED))
+    program, dims = record(net, example)
     note = None if preprocessing is None else json.dumps(preprocessing)
     with staged(path) as new:
         _WRITE[kind](program, dims, new, note)
@@ -133,13 +133,16 @@ def check_target(path: Path, tolerance: float = TOLERANCE) -> Format:
     if not path.parent.is_dir():
         raise FileError(f"{path}: there is no folder {path.parent}: make it, or name another file.")
     kind = Format(path.suffix)
-    if missing := [name for name in _PACKAGES[kind] if importlib.util.find_spec(name) is None]:
-        verb = "is" if len(missing) == 1 else "are"
-        raise DmcpError(
-            f'{", ".join(missing)} {verb} not installed: pip install "torch-dmcp[export]", or name a file with '
-            f"{Format.EXPORTED}, which needs torch only."
-        )
+    if missing := missing_packages(kind):
+        raise DmcpError(f"{missing}, or name a file with {Format.EXPORTED}, which needs torch only.")
     return kind
+
+
+def missing_packages(kind: Format = Format.ONNX) -> str:
+    """Which packages such files need that are not installed, and how they are; empty if all are."""
+    missing = [name for name in _PACKAGES[kind] if importlib.util.find_spec(name) is None]
+    verb = "is" if len(missing) == 1 else "are"
+    return f'{", ".join(missing)} {verb} not installed: pip install "torch-dmcp[export]"' if missing else ""
 
 
 @torch.no_grad()
@@ -177,9 +180,9 @@ def _draw(example: Any, size: int) -> Any:
     return map_leaves(one, example)
 
 
-def _record(net: nn.Module, example: Any) -> tuple[ExportedProgram, Any]:
-    """The network as torch's graph, and which dims of its inputs are free."""
-    batch = Dim("batch")
+def record(net: nn.Module, example: Any) -> tuple[ExportedProgram, Any]:
+    """A network in eval mode as torch's graph, and which dims of its inputs are free: dim 0 of each tensor."""
+    batch, example = Dim("batch"), _draw(example, _RECORDED)
     args: Any = () if isinstance(example, dict) else example if isinstance(example, tuple) else (example,)
     kwargs = example if isinstance(example, dict) else {}
     dims = map_leaves(lambda leaf: {0: batch} if isinstance(leaf, Tensor) else None, kwargs or args)
@@ -193,7 +196,8 @@ def _record(net: nn.Module, example: Any) -> tuple[ExportedProgram, Any]:
     return program, dims
 
 
-def _write_onnx(program: ExportedProgram, dims: Any, path: Path, note: str | None) -> None:
+def write_onnx(program: ExportedProgram, dims: Any, path: Path, note: str | None = None) -> None:
+    """A graph of `record` as a file of ONNX, which must be alone in its folder."""
     try:
         with silence():
             made: Any = torch.onnx.export(program, dynamo=True, dynamic_shapes=dims, external_data=False, verbose=False)
@@ -258,7 +262,7 @@ def _write_exported(program: ExportedProgram, dims: Any, path: Path, note: str |
     path.write_bytes(made.getbuffer())
 
 
-_WRITE = {Format.ONNX: _write_onnx, Format.EXPORTED: _write_exported}
+_WRITE = {Format.ONNX: write_onnx, Format.EXPORTED: _write_exported}
 
 
 @contextlib.contextmanager
@@ -284,25 +288,42 @@ def _try(kind: Format, path: Path, net: nn.Module, drawn: Sequence[Any]) -> tupl
     """Open the file and run it: how far its outputs are from the network's."""
     try:
         runtime = _OPEN[kind](path)
-        return runtime, _difference(net, runtime, drawn)
+        return runtime, largest_gap(net, runtime.run, drawn)
     except Exception as error:  # each runtime has errors of its own
         raise FileError(f"{path.name}: not written: it was made, but cannot be run: {reason(error)}") from error
 
 
 def open_onnx(path: Path) -> Runtime:
     """A file of ONNX in onnxruntime, on the CPU."""
-    runtime = importlib.import_module("onnxruntime")
-    options = runtime.SessionOptions()
-    options.log_severity_level = 3  # errors only
-    session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    session = open_session(path)
     names = [it.name for it in session.get_inputs()]
+    note = session.get_modelmeta().custom_metadata_map.get(NOTE)
 
     def run(example: Any) -> list[Tensor]:
-        given = dict(zip(names, (tensor.numpy() for tensor in tensors_in(example)), strict=True))
-        return [torch.from_numpy(output) for output in session.run(None, given)]
+        return [torch.from_numpy(output) for output in session.run(None, named(names, example))]
 
-    note = session.get_modelmeta().custom_metadata_map.get(NOTE)
-    return Runtime(f"onnxruntime {runtime.__version__}", run, note, names)
+    return Runtime(f"onnxruntime {onnxruntime_version()}", run, note, names)
+
+
+def onnxruntime_version() -> str:
+    """Of the one that is installed."""
+    return str(importlib.import_module("onnxruntime").__version__)
+
+
+def open_session(path: Path, options: Mapping[str, str] | None = None, threads: int = 0) -> Any:
+    """A file of ONNX as a session of onnxruntime on the CPU, with options as it names them; 0 threads: as it likes."""
+    runtime = importlib.import_module("onnxruntime")
+    settings = runtime.SessionOptions()
+    settings.log_severity_level = 3  # errors only
+    settings.intra_op_num_threads = threads
+    for name, value in (options or {}).items():
+        settings.add_session_config_entry(name, value)
+    return runtime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+
+
+def named(names: Sequence[str], example: Any) -> dict[str, Any]:
+    """Inputs as a model gets them, as a session gets them: by name, in numpy."""
+    return dict(zip(names, (tensor.detach().numpy() for tensor in tensors_in(example)), strict=True))
 
 
 def _open_exported(path: Path) -> Runtime:
@@ -317,10 +338,10 @@ _OPEN = {Format.ONNX: open_onnx, Format.EXPORTED: _open_exported}
 
 
 @torch.no_grad()
-def _difference(net: nn.Module, runtime: Runtime, drawn: Sequence[Any]) -> float:
+def largest_gap(net: nn.Module, run: Callable[[Any], list[Tensor]], drawn: Sequence[Any]) -> float:
     """Largest difference over all batches, of each output as a share of its own largest number; inf: other shapes."""
     wanted = [tensors_in(call_model(net, copy.deepcopy(example))) for example in drawn]  # a forward may write into it
-    found = [runtime.run(copy.deepcopy(example)) for example in drawn]
+    found = [run(copy.deepcopy(example)) for example in drawn]
     if [[it.shape for it in outputs] for outputs in wanted] != [[it.shape for it in outputs] for outputs in found]:
         return float("inf")
     shares = []

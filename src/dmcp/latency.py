@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,13 @@ FILE = "latency.json"  # its name in a run
 POOR = 0.15  # median error of a forecast from which on it is not to be trusted
 _FORMAT = "torch-dmcp latency 1"
 _MOST_FACTORS, _MOST_THREADS = 16, 4096  # of a term; of a machine
+
+
+class RuntimeKind(StrEnum):
+    """What runs the networks that are timed."""
+
+    TORCH = "torch"  # as they are
+    ONNX = "onnx"  # exported, in onnxruntime
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,8 @@ class Latency:
     dtype: str = "float32"
     torch: str = ""
     seconds: float = 0.0  # that measuring took
+    runtime: str = RuntimeKind.TORCH.value
+    onnxruntime: str = ""  # its version, where that is the runtime
 
     @property
     def unpruned_ms(self) -> float:
@@ -74,7 +84,8 @@ class Latency:
         if not self.place:
             return f"by {self.device}"
         threads = f"{self.threads} thread{'s' * (self.threads != 1)}, " if self.place == "cpu" else ""
-        return f"on {self.device} (batch {self.batch}, {threads}{self.dtype})"
+        runtime = f"in onnxruntime {self.onnxruntime} " if self.runtime == RuntimeKind.ONNX else ""
+        return f"{runtime}on {self.device} (batch {self.batch}, {threads}{self.dtype})"
 
     @property
     def summary(self) -> str:
@@ -127,6 +138,8 @@ class Latency:
                 plain[key] = _number(int, data[key])
             for key in ("device", "place", "dtype", "torch", "fingerprint"):
                 plain[key] = _number(str, data[key])
+            plain["runtime"] = RuntimeKind(data.get("runtime", RuntimeKind.TORCH)).value  # older tables have none
+            plain["onnxruntime"] = _number(str, data.get("onnxruntime", ""))
             found = Latency(**plain)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise FileError(f"{name}: not a table of latency of this version: {quote(error)}.") from None

@@ -18,7 +18,7 @@ from dmcp.commands import options as o
 from dmcp.commands.printing import print_json
 from dmcp.errors import BudgetError, DmcpError, FileError, StoppedError, WidthsError
 from dmcp.files import staging_name
-from dmcp.latency import FILE, Latency
+from dmcp.latency import FILE, Latency, RuntimeKind
 from dmcp.pruning import time_networks
 from dmcp.running.jobs import Job, Opened, build, shape, trace_job
 from dmcp.running.plans import Plan
@@ -46,6 +46,7 @@ def latency(
     align: o.Align = 1,
     networks: Annotated[int, typer.Option(help="Networks that are measured.")] = NETWORKS,
     seed: o.Seed = 0,
+    runtime: o.LatencyRuntime = RuntimeKind.TORCH,
     as_json: o.AsJson = False,
     debug: o.Debug = False,
 ) -> None:
@@ -55,6 +56,7 @@ def latency(
     Examples:
       dmcp latency --model digits:resnet --out latency.json
       dmcp latency --model resnet18 --input 3x160x160 --classes 20 --batch 8 --device cpu
+      dmcp latency --model resnet18 --input 3x160x160 --classes 20 --runtime onnx
     """
     if not o.is_first():
         return
@@ -67,7 +69,8 @@ def latency(
     sample = shape(input) if input else nets.sample_shape(net)
     graph, net = trace_job(job, net, sample), net.to(job.place)
     example = torch.randn(1, *sample, generator=generator(0))
-    how = {"batch": batch, "dtype": dtype, "align": align, "networks": networks, "seed": seed}
+    how = {"batch": batch, "dtype": dtype, "align": align, "networks": networks, "seed": seed, "runtime": runtime}
+    how |= {"device": device} if runtime == RuntimeKind.ONNX else {}  # otherwise that of the network
     with obeying(_STOPPED):
         table = measure_latency(net, example, graph, **how)  # type: ignore[arg-type]
     if out:
@@ -99,14 +102,23 @@ def with_latency(plan: Plan, opened: Opened, folder: Path | None = None) -> Open
     graph, job, search = opened.graph, plan.job, plan.search
     kept = folder / FILE if folder is not None and (folder / FILE).exists() else None
     given = None
-    if not limits_latency(search.budget) and (job.latency_batch != 1 or job.latency_device):
-        raise DmcpError("--latency-batch and --latency-device are for budgets of latency, like 8ms: leave them out.")
+    in_onnx = job.latency_runtime == RuntimeKind.ONNX
+    if not limits_latency(search.budget) and (job.latency_batch != 1 or job.latency_device or in_onnx):
+        raise DmcpError(
+            "--latency-batch, --latency-device and --latency-runtime are for budgets of latency, like 8ms: leave them "
+            "out."
+        )
     if kept or job.latency:
         given = _read(kept or Path(job.latency), graph, "" if kept else "--latency ")
         _check_same(job, given)
+        if in_onnx and not kept and given.runtime != job.latency_runtime:
+            raise DmcpError(
+                f"--latency {job.latency}: its times are of {given.runtime}, not {job.latency_runtime}: leave "
+                "--latency-runtime out, or measure anew."
+            )
 
     def measure() -> Latency:
-        say(f"Measuring the latency of {NETWORKS} networks first.")
+        say(f"Measuring the latency of {NETWORKS} networks first{', exported for onnxruntime' * in_onnx}.")
         with obeying(_STOPPED):
             table = _measured(job, search, opened)
         say(f"{table.summary} Measured {len(table.networks)} networks in {table.seconds:.0f} s.")
@@ -137,9 +149,11 @@ def _check_same(job: Job, table: Latency) -> None:
 def _measured(job: Job, search: SearchConfig, opened: Opened) -> Latency:
     """A table for networks as the job says."""
     example = torch.randn(1, *opened.data.shape, generator=generator(0))
-    device = job.latency_device or str(job.place)
+    how = {"batch": job.latency_batch, "device": job.latency_device, "runtime": job.latency_runtime}
+    if job.latency_runtime == RuntimeKind.TORCH:
+        how["device"] = job.latency_device or str(job.place)
     with _about_options():
-        return time_networks(opened.model, example, opened.graph, search, batch=job.latency_batch, device=device)
+        return time_networks(opened.model, example, opened.graph, search, **how)
 
 
 @contextlib.contextmanager
@@ -150,4 +164,4 @@ def _about_options() -> Iterator[None]:
     except (BudgetError, StoppedError, WidthsError):
         raise
     except DmcpError as error:
-        raise DmcpError(f"--latency-device, --latency-batch: {error}") from error
+        raise DmcpError(f"--latency-device, --latency-batch, --latency-runtime: {error}") from error

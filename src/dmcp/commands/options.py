@@ -14,6 +14,7 @@ import typer
 from dmcp import nets
 from dmcp.engine import Precision
 from dmcp.errors import DmcpError
+from dmcp.latency import RuntimeKind
 from dmcp.retraining import Retrain
 from dmcp.running.jobs import Corrupt
 from dmcp.running.recipes import names as recipe_names
@@ -65,7 +66,12 @@ LatencyTable = Annotated[
     str, typer.Option(help="For budgets of latency: file of dmcp latency; default: measured before the search.")
 ]
 LatencyBatch = Annotated[int, typer.Option(min=1, help="Samples in a pass that is timed.")]
-LatencyDevice = Annotated[str, typer.Option(help="Where it is timed: cpu or cuda; default: --device.")]
+LatencyDevice = Annotated[
+    str, typer.Option(help="Where it is timed: cpu or cuda; default: --device, or the CPU for onnx.")
+]
+LatencyRuntime = Annotated[
+    RuntimeKind, typer.Option(help="In what it is timed: torch, or onnx: exported, in onnxruntime on the CPU.")
+]
 Out = Annotated[str, typer.Option(help="Folder of the run; default: a new one in runs/.")]
 Epochs = Annotated[
     int | None, typer.Option(help="Passes over the data in retraining; default: 100, or 20 if inherited.")

@@ -27,6 +27,7 @@ from dmcp.errors import DmcpError
 from dmcp.folders import FolderSet
 from dmcp.image_files import finds_all
 from dmcp.latency import FILE as LATENCY
+from dmcp.latency import RuntimeKind
 from dmcp.running import seeds as several
 from dmcp.running.children import following_parent
 from dmcp.running.forecast import forecast, peak_bytes
@@ -49,6 +50,7 @@ def prune(
     latency: o.LatencyTable = "",
     latency_batch: o.LatencyBatch = 1,
     latency_device: o.LatencyDevice = "",
+    latency_runtime: o.LatencyRuntime = RuntimeKind.TORCH,
     out: o.Out = "",
     epochs: o.Epochs = None,
     search_epochs: o.SearchEpochs = 40,

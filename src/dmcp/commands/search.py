@@ -18,6 +18,7 @@ from dmcp.commands.latency import with_latency
 from dmcp.commands.printing import print_json, result_facts, show_widths, tell_replaced
 from dmcp.cutting import cut
 from dmcp.figures import draw_all
+from dmcp.latency import RuntimeKind
 from dmcp.running.jobs import Corrupt, Opened
 from dmcp.running.plans import Plan
 from dmcp.running.sessions import session
@@ -35,6 +36,7 @@ def search(
     latency: o.LatencyTable = "",
     latency_batch: o.LatencyBatch = 1,
     latency_device: o.LatencyDevice = "",
+    latency_runtime: o.LatencyRuntime = RuntimeKind.TORCH,
     out: o.Out = "",
     search_epochs: o.SearchEpochs = 40,
     warmup: o.Warmup = None,

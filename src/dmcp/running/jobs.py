@@ -25,6 +25,7 @@ from dmcp.data import DataSet, DataSets, load, make_loader, split, swapped
 from dmcp.engine import best_device
 from dmcp.errors import DataError, DmcpError
 from dmcp.folders import FolderSet, usual_size
+from dmcp.latency import RuntimeKind
 from dmcp.ranks import current
 from dmcp.running.operations import operations_of
 from dmcp.running.weights import load_weights
@@ -66,7 +67,8 @@ class Job:
     seed: int = 0
     latency: str = ""  # file of a table of latency; empty: measured, where the budget needs one
     latency_batch: int = 1  # samples of a pass that is timed
-    latency_device: str = ""  # where it is; empty: the device above
+    latency_device: str = ""  # where it is; empty: the device above, or in onnxruntime the CPU
+    latency_runtime: RuntimeKind = RuntimeKind.TORCH  # and in what
 
     @property
     def place(self) -> torch.device:

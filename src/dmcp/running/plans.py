@@ -28,7 +28,14 @@ from dmcp.training import TrainConfig
 _LATER: dict[str, dict[str, Any]] = {
     "cell": {"own": True, "teacher": "", "held_out": False},
     "engine": {"kernels": None, "pad": None},
-    "job": {"teacher": "", "teacher_model": "", "latency": "", "latency_batch": 1, "latency_device": ""},
+    "job": {
+        "teacher": "",
+        "teacher_model": "",
+        "latency": "",
+        "latency_batch": 1,
+        "latency_device": "",
+        "latency_runtime": "torch",
+    },
     "train": {"teacher_temperature": 1.0},
 }
 FACTS = ("fingerprint", "macs", "data", "teacher")  # of those of a run, what must stay as it is

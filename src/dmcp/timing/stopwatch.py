@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import platform
 import time
@@ -18,11 +19,13 @@ from torch import Tensor, nn
 from dmcp.batches import device_of, generator
 from dmcp.calibration import kept_modes
 from dmcp.errors import BudgetError, DmcpError
-from dmcp.latency import Latency, Timed, show_ms
+from dmcp.exporting import missing_packages, onnxruntime_version
+from dmcp.latency import Latency, RuntimeKind, Timed, show_ms
 from dmcp.sampling import Options
 from dmcp.slicing import narrow, unwrap
 from dmcp.spaces import Widths
 from dmcp.timing.fit import fit, forecast_ms, hiccups
+from dmcp.timing.onnx_sessions import Call, check_here, open_all
 from dmcp.tracing.cost import Terms
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.recording import batch_of, call_model, map_leaves, rebatch
@@ -57,6 +60,7 @@ def measure_latency(
     align: int = 1,
     networks: int = NETWORKS,
     seed: int = 0,
+    runtime: str = RuntimeKind.TORCH.value,
 ) -> Latency:
     """Measure cut networks of all sizes, and make a table of them that knows the time of any widths.
 
@@ -65,6 +69,7 @@ def measure_latency(
     batch, device, dtype: of the passes that are timed on this machine, where there is no such function; the
         default device is the model's. Threads are as many as torch has.
     floor, ceiling, align: widths between which networks are drawn, with the seed; multiples of align.
+    runtime: "torch", or "onnx": networks are exported and run in onnxruntime, on the CPU in float32 only.
     """
     if type(networks) is not int or networks < _LEAST:
         raise BudgetError(f"A table of latency needs at least {_LEAST} networks, not {networks!r}.")
@@ -72,10 +77,12 @@ def measure_latency(
         raise BudgetError(f"The batch of a latency must be an int of at least 1, not {batch!r}.")
     if type(seed) is not int or seed < 0:
         raise BudgetError(f"The seed of a latency must be an int of at least 0, not {seed!r}.")
+    in_onnx = _in_onnx(runtime, str(device), _dtype(dtype), measure)
     graph = graph or trace(model, example)
     model, start = unwrap(model), time.perf_counter()
     drawn = draw(graph, floor, ceiling, align, networks, seed)
-    clock = Clock(str(device) or str(device_of(model)), batch, _dtype(dtype), torch.get_num_threads(), example, measure)
+    place = str(device) or ("cpu" if in_onnx else str(device_of(model)))
+    clock = Clock(place, batch, _dtype(dtype), torch.get_num_threads(), example, measure, in_onnx)
     times = clock.times(_narrowed(model, graph, graph.widths(row)) for row in drawn)
     if hiccups(work(graph), drawn, times)[0]:  # a second one would be odd: it is what budgets are shares of
         times[0] = min(times[0], *clock.times(iter([_narrowed(model, graph, graph.full)])))
@@ -96,6 +103,8 @@ def measure_latency(
         dtype=str(clock.dtype).removeprefix("torch."),
         torch=torch.__version__,
         seconds=time.perf_counter() - start,
+        runtime=str(runtime),
+        onnxruntime=onnxruntime_version() if in_onnx else "",
         **(here | own),
     )
 
@@ -156,16 +165,20 @@ class Clock:
     threads: int
     example: Any
     measure: Measure | None = None
+    in_onnx: bool = False  # exported, in onnxruntime
 
     def times(self, nets: Iterator[nn.Module]) -> list[float]:
         """Milliseconds of a forward pass of each."""
         if self.measure is not None:
             return [_checked(self.measure(net.eval()), self.measure) for net in nets]
         try:
-            moved = [_moved(net, self.device, self.dtype) for net in nets]
+            moved = (_moved(net, self.device, self.dtype) for net in nets)
             example = map_leaves(lambda leaf: _like(leaf, self.device, self.dtype), self._example())
             with threads(self.threads):
-                return pass_times(moved, example)
+                if self.in_onnx:
+                    alone = _works_alone(torch.device("cpu"))
+                    return turn_times(open_all(moved, example, self.threads), alone=alone)
+                return pass_times(list(moved), example)
         except (RuntimeError, AssertionError, AttributeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -183,35 +196,46 @@ class Clock:
 def pass_times(
     nets: Sequence[nn.Module], example: Any, rounds: int = _ROUNDS, seconds: float = _SECONDS
 ) -> list[float]:
-    """Milliseconds of a forward pass of each network, in eval mode.
-
-    The networks take turns, so that a machine that is slow for a while is so for all of them. The first pass of a turn
-    only warms the caches that the network before it filled.
-    """
-    walls: list[list[float]] = [[] for _ in nets]
-    worked: list[list[float]] = [[] for _ in nets]
+    """Milliseconds of a forward pass of each network, in eval mode."""
     place = device_of(nets[0])
     wait = waiting(place)  # found now: looking for it takes as long as a small network
-    alone = _works_alone(place)
-    now = time.thread_time if alone else time.perf_counter
-    start = time.perf_counter()
     with contextlib.ExitStack() as modes:
         for net in nets:
             modes.enter_context(kept_modes(net))
             net.eval()
-        for number in range(rounds + 1):
-            if number > _FEWEST and time.perf_counter() - start > seconds:
-                break
-            for net, wall, own in zip(nets, walls, worked, strict=True):
-                for turn in range(_PASSES + 1):
-                    wait()
-                    begun, before = now(), time.perf_counter()
-                    call_model(net, example)
-                    wait()
-                    after, ended = time.perf_counter(), now()
-                    if number and turn:  # the first turn also loads kernels
-                        wall.append(1000 * (after - before))
-                        own.append(1000 * (ended - begun))
+        calls = [functools.partial(call_model, net, example) for net in nets]
+        return turn_times(calls, rounds, seconds, wait, _works_alone(place))
+
+
+def turn_times(
+    calls: Sequence[Call],
+    rounds: int = _ROUNDS,
+    seconds: float = _SECONDS,
+    wait: Call = lambda: None,
+    alone: bool = False,
+) -> list[float]:
+    """Milliseconds that each call takes, a forward pass of one network.
+
+    The networks take turns, so that a machine that is slow for a while is so for all of them. The first pass of a turn
+    only warms the caches that the network before it filled. alone: whether this thread does all of the work.
+    """
+    walls: list[list[float]] = [[] for _ in calls]
+    worked: list[list[float]] = [[] for _ in calls]
+    now = time.thread_time if alone else time.perf_counter
+    start = time.perf_counter()
+    for number in range(rounds + 1):
+        if number > _FEWEST and time.perf_counter() - start > seconds:
+            break
+        for call, wall, own in zip(calls, walls, worked, strict=True):
+            for turn in range(_PASSES + 1):
+                wait()
+                begun, before = now(), time.perf_counter()
+                call()
+                wait()
+                after, ended = time.perf_counter(), now()
+                if number and turn:  # the first turn also loads kernels
+                    wall.append(1000 * (after - before))
+                    own.append(1000 * (ended - begun))
     return usual(walls, worked if alone else None)
 
 
@@ -261,8 +285,20 @@ def waiting(device: torch.device) -> Callable[[], None]:
         return lambda: None
     if device.type == "cuda":
         return lambda: torch.cuda.synchronize(device)
-    synchronize: Callable[[], None] = getattr(torch, device.type).synchronize
-    return synchronize
+    synchronize: Callable[[], None] = getattr(getattr(torch, device.type, None), "synchronize", lambda: None)
+    return synchronize  # not every device has one
+
+
+def _in_onnx(runtime: str, device: str, dtype: torch.dtype, measure: Measure | None) -> bool:
+    """Whether networks are to run in onnxruntime; refused where they cannot."""
+    if runtime not in list(RuntimeKind):
+        raise BudgetError(f"The runtime of a latency must be {' or '.join(RuntimeKind)}, not {runtime!r}.")
+    if runtime == RuntimeKind.TORCH:
+        return False
+    if measure is not None:
+        raise BudgetError("Networks are timed by a function of your own, or in onnxruntime: leave one of the two out.")
+    check_here(device or "cpu", dtype)
+    return True
 
 
 def _moved(net: nn.Module, device: str, dtype: torch.dtype) -> nn.Module:
@@ -311,7 +347,7 @@ def device_name(device: str) -> str:
 
 def is_here(table: Latency) -> bool:
     """Whether what the table is of can be measured on this machine."""
-    if not table.place:
+    if not table.place or (table.runtime == RuntimeKind.ONNX and missing_packages()):
         return False
     try:
         return device_name(table.place) == table.device
@@ -323,7 +359,8 @@ def clock_of(table: Latency, example: Any, measure: Measure | None = None) -> Cl
     """What measures as the table was measured; None where that cannot be done here."""
     if measure is None and not is_here(table):
         return None
-    return Clock(table.place or "cpu", table.batch, _dtype(table.dtype), table.threads, example, measure)
+    in_onnx = table.runtime == RuntimeKind.ONNX
+    return Clock(table.place or "cpu", table.batch, _dtype(table.dtype), table.threads, example, measure, in_onnx)
 
 
 # words
@@ -336,4 +373,5 @@ def describe(table: Latency) -> str:
         name = ("unpruned", "smallest")[number] if number < 2 else "held out" if it.held_out else f"{number + 1}"
         error, left = f"{it.forecast_ms / it.ms - 1:+.1%}", "  left out" * it.left_out
         lines.append(f"{name:<12}{show_ms(it.ms):>12}{show_ms(it.forecast_ms):>12}{error:>9}{left}")
-    return "\n".join([*lines, "", table.summary, *filter(None, [table.trouble])])
+    took = f"Measured in {table.seconds:.0f} s."
+    return "\n".join([*lines, "", table.summary, took, *filter(None, [table.trouble])])
