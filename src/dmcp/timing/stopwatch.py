@@ -285,8 +285,8 @@ def waiting(device: torch.device) -> Callable[[], None]:
         return lambda: None
     if device.type == "cuda":
         return lambda: torch.cuda.synchronize(device)
-    synchronize: Callable[[], None] = getattr(getattr(torch, device.type, None), "synchronize", lambda: None)
-    return synchronize  # not every device has one
+    synchronize: Callable[[], None] = getattr(torch, device.type).synchronize
+    return synchronize
 
 
 def _in_onnx(runtime: str, device: str, dtype: torch.dtype, measure: Measure | None) -> bool:
