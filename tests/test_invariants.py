@@ -35,7 +35,7 @@ ZOO = {  # name -> arguments, pixels
     "googlenet": ({"aux_logits": True, "init_weights": False}, 64),
 }
 every_toy = pytest.mark.parametrize("name", TOYS)
-_SLOW = ("densenet121", "googlenet")  # the contract of the zoo has both, too
+_SLOW = ("densenet121", "googlenet", "efficientnet_b0", "regnet_y_400mf")  # the contract of the zoo has them, too
 _MARKED = [pytest.param(name, marks=pytest.mark.slow if name in _SLOW else ()) for name in ZOO]
 every_zoo = pytest.mark.parametrize("name", _MARKED)
 everywhere = pytest.mark.parametrize("name", [*TOYS, *_MARKED])
@@ -235,7 +235,7 @@ def test_i4_many_structures_in_one_call(name: str) -> None:
     graph = case(name).graph
     chosen = [random_widths(graph, seed) for seed in range(17)]
     table = torch.stack([widths.tensor() for widths in chosen])
-    for cost in (graph.macs, graph.params):
+    for cost in (graph.macs, graph.params, graph.memory):
         counts = cost(table)
         assert counts.shape == (17,)
         assert not counts.is_floating_point()

@@ -64,6 +64,9 @@ LONG = {  # seconds each; `make zoo` has them, too, and test_invariants some of 
     "timm:fasternet_t0",
     "timm:nf_regnet_b0",
     "timm:levit_128s",
+    "timm:repvgg_a0",
+    "timm:skresnet18",
+    "timm:resnest14d",
 }
 
 
