@@ -146,7 +146,7 @@ def test_prune_refuses_a_runtime_that_does_not_fit(
     for options, words in (
         (ASKED, r'are not installed: pip install "torch-dmcp\[export\]"'),
         ([*ASKED, "--latency-device", "cuda"], "on the CPU in float32 only, not on cuda"),
-        ([*ASKED, "--latency", "table.json"], "--latency table.json: its times are of torch, not onnx"),
+        ([*ASKED, "--latency", "table.json"], "--latency-runtime: the table is of torch, not onnx"),
         (["--budget", "50%", "--latency-runtime", "onnx"], "are for budgets of latency"),
     ):
         code, out, err = run(capsys, *PRUNE, *SHORT, *options)

@@ -515,6 +515,11 @@ def test_times_are_of_each_network_and_leave_its_mode() -> None:
     assert slow.training and not quick.training
 
 
+def test_a_device_that_cannot_be_waited_for_is_timed_all_the_same() -> None:
+    (took,) = milliseconds([nn.Linear(2, 2, device="meta")], torch.zeros(1, 2, device="meta"))
+    assert took > 0
+
+
 def test_only_the_pass_is_in_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that also goes on while somebody looks where the network is, or puts its mode back."""
     now = [0.0]

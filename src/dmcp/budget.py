@@ -20,6 +20,7 @@ from dmcp.tracing.memory import show_bytes
 
 KINDS = ("macs", "params", "memory", "latency")
 MEMORY, LATENCY = "memory", "latency"
+_COUNTS = {"macs": "macs", "params": "params", MEMORY: "memory", LATENCY: "latency_fs"}  # methods of a graph
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}
 _BYTES = {"b": 1} | {f"{unit}b": size for unit, size in _UNITS.items()} | {"kib": 2**10, "mib": 2**20, "gib": 2**30}
 _TIMES = {"us": FS_PER_MS // 1000, "ms": FS_PER_MS, "s": 1000 * FS_PER_MS}  # in femtoseconds
@@ -264,8 +265,7 @@ def _lower_floors(graph: ChannelGraph, floor: Widths) -> str:
 
 def cost(graph: ChannelGraph, kind: str, widths: Mapping[str, int]) -> int:
     """What widths cost of one kind."""
-    count = {"macs": graph.macs, "params": graph.params, MEMORY: graph.memory, LATENCY: graph.latency_fs}[kind]
-    return count(widths)
+    return getattr(graph, _COUNTS[kind])(widths)  # type: ignore[no-any-return]
 
 
 def costs(graph: ChannelGraph, widths: Mapping[str, int]) -> dict[str, int]:
@@ -280,8 +280,7 @@ def holds(budget: Budget, graph: ChannelGraph, widths: Mapping[str, int]) -> boo
 
 def count_many(graph: ChannelGraph, kind: str, widths: Tensor) -> Tensor:
     """What many structures cost of one kind. (N, S) -> (N,)"""
-    count = {"macs": graph.macs, "params": graph.params, MEMORY: graph.memory, LATENCY: graph.latency_fs}[kind]
-    return count(widths)
+    return getattr(graph, _COUNTS[kind])(widths)  # type: ignore[no-any-return]
 
 
 def spent_shares(budget: Budget, graph: ChannelGraph, widths: Tensor) -> Tensor:

@@ -111,11 +111,6 @@ def with_latency(plan: Plan, opened: Opened, folder: Path | None = None) -> Open
     if kept or job.latency:
         given = _read(kept or Path(job.latency), graph, "" if kept else "--latency ")
         _check_same(job, given)
-        if in_onnx and not kept and given.runtime != job.latency_runtime:
-            raise DmcpError(
-                f"--latency {job.latency}: its times are of {given.runtime}, not {job.latency_runtime}: leave "
-                "--latency-runtime out, or measure anew."
-            )
 
     def measure() -> Latency:
         say(f"Measuring the latency of {NETWORKS} networks first{', exported for onnxruntime' * in_onnx}.")
@@ -141,6 +136,11 @@ def _check_same(job: Job, table: Latency) -> None:
     """Refuse a table that was not measured as the other options say."""
     if job.latency_batch not in (1, table.batch):
         raise DmcpError(f"--latency-batch: the table is of batch {table.batch}, not {job.latency_batch}: leave it out.")
+    if job.latency_runtime not in (RuntimeKind.TORCH, table.runtime):
+        raise DmcpError(
+            f"--latency-runtime: the table is of {table.runtime}, not {job.latency_runtime}: leave it out, or measure "
+            "anew."
+        )
     place = torch.device(job.latency_device).type if job.latency_device else table.place
     if place != table.place:
         raise DmcpError(f"--latency-device: the table is of {table.place or table.device}, not {place}: leave it out.")

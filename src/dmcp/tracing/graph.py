@@ -196,7 +196,7 @@ class ChannelGraph:
             raise BudgetError(NO_TABLE)
         return self._latency
 
-    def _cost(self, polynomial: Polynomial | Peak, widths: Mapping[str, int] | Tensor | None) -> int | Tensor:
+    def _cost(self, polynomial: Polynomial, widths: Mapping[str, int] | Tensor | None) -> int | Tensor:
         if isinstance(widths, Tensor):
             if widths.ndim != 2 or widths.shape[1] != len(self.spaces):
                 raise WidthsError(f"A tensor of widths must be (N, {len(self.spaces)}), not {tuple(widths.shape)}.")
