@@ -30,7 +30,7 @@ from dmcp.errors import BudgetError, DmcpError, FileError, TrainingError
 from dmcp.methods.dmcp import DmcpConfig, DrawConfig, draw, find
 from dmcp.nets import build, sample_shape
 from dmcp.paper import findings
-from dmcp.paper.arms import Study
+from dmcp.paper.arms import Arm, Study
 from dmcp.paper.experiments import ALL, DRAWS, EXPERIMENTS, check_experiment, study_of
 from dmcp.paper.findings import show, write
 from dmcp.paper.outcomes import outcomes
@@ -43,6 +43,7 @@ from dmcp.runs import LOG, SETTINGS
 from dmcp.saving import WIDTHS
 from dmcp.searching.search import search
 from dmcp.searching.searches import SearchResult
+from dmcp.spaces import Widths
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training import TrainConfig
 
@@ -205,7 +206,7 @@ def test_all_experiments_share_the_reference() -> None:
     it = study()
     for name in EXPERIMENTS:
         used = {task.name for task in study_tasks(it, [name])}
-        assert ("dmcp-50%-seed2" in used) is (name not in ("recover", "full", "recipe", "length")), name
+        assert ("dmcp-50%-seed2" in used) is (name not in ("recover", "full", "recipe", "length", "taught")), name
     every = [task.name for task in study_tasks(it, [*EXPERIMENTS])]
     assert len(every) == len({*every})
 
@@ -283,6 +284,7 @@ def test_the_full_recipe_has_cells_and_lengths_of_its_own() -> None:
     it = study(settings={"dmcp": {"epochs": 20, "groups": 5}})
     found = {task.name: task for task in study_tasks(it, ["main", "full"]) if "-full-" in task.name}
     names = ["unpruned-full", "uniform-full-50%", *(f"dmcp-{it}full-50%" for it in ("", "distilled-"))]
+    names.append("uniform-distilled-full-50%")
     assert sorted(found) == sorted(f"{name}-seed{seed}" for name in names for seed in range(3))
     plans = [task.plan for task in found.values()]
     assert {(plan.train.epochs, plan.train.lr, plan.train.warmup_epochs) for plan in plans if plan.train} == {
@@ -294,6 +296,9 @@ def test_the_full_recipe_has_cells_and_lengths_of_its_own() -> None:
     assert taught.after == ("dmcp-full-50%-seed1", "unpruned-full-seed1")
     assert (taught.plan.train.teacher_share, taught.plan.train.teacher_temperature) == (0.9, 4)
     assert (taught.plan.cell.uses, taught.plan.cell.teacher) == taught.after
+    same = found["uniform-distilled-full-50%-seed1"]
+    assert same.plan.train == taught.plan.train and same.plan.cell and same.after == ("unpruned-full-seed1",)
+    assert (same.plan.cell.method, same.plan.cell.teacher) == ("uniform", "unpruned-full-seed1")
     usual = {task.name: task.plan for task in study_tasks(it, ["main", "full"])}["dmcp-50%-seed1"]
     assert usual == {task.name: task.plan for task in study_tasks(it, ["main"])}["dmcp-50%-seed1"]
 
@@ -302,21 +307,58 @@ def test_the_recipe_is_chosen_without_the_test_images() -> None:
     it = study(seeds=1)
     arms = EXPERIMENTS["recipe"](study_of(it, "recipe"))
     found = {task.name: task.plan for task in study_tasks(it, ["recipe"])}
-    assert {plan.cell and plan.cell.held_out for plan in found.values()} == {True} and len(found) == len(arms) == 3
+    assert {plan.cell and plan.cell.held_out for plan in found.values()} == {True} and len(found) == len(arms) == 2
     usual = found.pop("uniform-recipe-50%-seed0")
     assert usual.train == replace(it.common.train, epochs=240)
     changes = []
     for plan in found.values():
         assert replace(plan, train=usual.train) == usual and plan.train and usual.train
         changes.append({key for key, value in vars(plan.train).items() if value != vars(usual.train)[key]})
-    assert changes == [{"label_smoothing"}, {"weight_decay"}]
-    assert [arm.against for arm in arms] == ["", *["uniform, the usual recipe"] * 2]
+    assert changes == [{"lr"}]
+    assert [arm.against for arm in arms] == ["", "uniform, the usual recipe"]
+
+
+def test_rates_are_chosen_without_the_test_images() -> None:
+    it = study(seeds=1)
+    found = {task.name: task for task in study_tasks(it, ["rates"])}
+    known = {task.name: task.plan for task in study_tasks(it, ["main", "explain"])}
+    own = {name: task for name, task in found.items() if "rates" in name}
+    assert len(own) == 6 and len(found) == 12
+    for name, task in own.items():
+        cell = task.plan.cell
+        assert cell and cell.held_out and cell.method == "copy" and task.after == (name.replace("-rates", ""),)
+        assert found[cell.uses].plan == known[cell.uses], name
+        assert task.plan.train == known[cell.uses].train
+    arms = EXPERIMENTS["rates"](it)
+    assert {arm.against for arm in arms} == {"", *(f"dmcp at {budget}" for budget in ("50%", "70%", "15%"))}
+    assert all(arm.against == "" or arm.label.startswith(f"{arm.against}, ") for arm in arms)
+
+
+def test_held_out_images_do_not_test_widths_that_were_chosen_by_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = study(seeds=1)
+    chosen = Arm(label="amc", name="amc", method="amc", budget="50%")
+    again = Arm(label="again", name="again", method="copy", budget="50%", uses=chosen, held_out=True)
+    monkeypatch.setitem(EXPERIMENTS, "rates", lambda it: [again])
+    with pytest.raises(TrainingError, match="'amc' chooses by them"):
+        study_tasks(it, ["rates"])
+
+
+def test_the_longest_recipe_gives_both_widths_the_same_training() -> None:
+    it = study(seeds=1, settings={"dmcp": {"epochs": 20, "groups": 5}})
+    known, found = ({task.name: task.plan for task in study_tasks(it, [name])} for name in ("full", "taught"))
+    same, ours = found.pop("uniform-longest-full-50%-seed0"), found.pop("dmcp-longest-full-50%-seed0")
+    assert same.train == ours.train and ours.train and same.cell and ours.cell
+    assert (ours.train.epochs, ours.train.teacher_share) == (360 - 40, 0.9)  # 240 of training in the full recipe
+    assert same.cell.teacher == ours.cell.teacher == "unpruned-full-seed0" and ours.cell.uses == "dmcp-full-50%-seed0"
+    assert {*found} == {"unpruned-full-seed0", "dmcp-full-50%-seed0"}
+    assert all(plan == known[name] for name, plan in found.items())
+    own = study_of(it, "taught")
+    lengths = [epochs_of(own, arm) for arm in EXPERIMENTS["taught"](own)]
+    assert lengths == [{"training": 320, "teacher": 240}, {"search": 40, "training": 320, "teacher": 240}]
 
 
 def test_what_was_chosen_is_told_by_options() -> None:
     it, plain = study(seeds=1), study(seeds=1, train=recipe(60, 1.6, 5e-4, 0.0))
-    labels = [[arm.label for arm in EXPERIMENTS["recipe"](one)] for one in (it, plain)]
-    assert "uniform, label smoothing 0" in labels[0] and "uniform, label smoothing 0.1" in labels[1]
     assert "--label-smoothing 0.0" in " ".join(command(plain, "full"))
     assert "--label-smoothing" not in command(it, "full") and "--alpha-lr" not in command(it, "full")
     rates = {"alpha_lr": 5.0, "alpha_min_lr": 1.0}
@@ -613,6 +655,7 @@ def test_the_full_recipe_tells_its_lengths(tmp_path: Path) -> None:
         "unpruned": ("92.00 (1)", "+2.00 (1)", "240"),
         "uniform": ("90.00 (1)", "", "240"),
         "dmcp": ("91.00 (1)", "+1.00 (1)", "60 + 240 = 300"),
+        "uniform, distilled": ("94.00 (1)", "+4.00 (1)", "240, and 240 of its teacher"),
         "dmcp, distilled": ("94.00 (1)", "+4.00 (1)", "60 + 240 = 300, and 240 of its teacher"),
     }
     path, *_ = write(it, "full", shown, tmp_path / "cells", tmp_path, "full")
@@ -812,11 +855,11 @@ def test_all_are_those_of_the_papers_length(capsys: pytest.CaptureFixture[str], 
         told = run(capsys, *names, *TINY, "--seeds", "1", "--dry-run", "--json", "--out", str(tmp_path))[1]
         return {experiment for cell in json.loads(told)["cells"] for experiment in cell["needed_by"]}
 
-    assert listed("all") == {*ALL} == {*EXPERIMENTS} - {"full", "recipe", "explain", "length"}
+    assert listed("all") == {*ALL} == {*EXPERIMENTS} - {"full", "recipe", "explain", "length", "rates", "taught"}
     assert listed("all", "full") == {*ALL, "full"}
     told = " ".join(re.sub(r"[│|]", " ", run(capsys, "--help")[1]).split())
-    assert "extra, all of them, or only by name full, recipe, explain, length." in told
-    with pytest.raises(DmcpError, match="all of them, or only by name full, recipe, explain, length"):
+    assert "extra, all of them, or only by name full, recipe, explain, length, rates, taught." in told
+    with pytest.raises(DmcpError, match="all of them, or only by name full, recipe, explain, length, rates, taught"):
         check_experiment("qqq")
 
 
@@ -926,7 +969,7 @@ def test_a_dry_run_says_what_is_left_and_for_whom(capsys: pytest.CaptureFixture[
     assert told.endswith("How long 6 of those left take is not known: none like them is done.\n")
 
 
-@pytest.mark.parametrize("name", ["full", "recipe", "explain", "length"])
+@pytest.mark.parametrize("name", ["full", "recipe", "explain", "length", "rates", "taught"])
 def test_the_command_beside_an_experiment_makes_the_same_cells(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -944,7 +987,9 @@ def test_the_command_beside_an_experiment_makes_the_same_cells(
     assert code == 0, error
     data = json.loads((tmp_path / "results" / f"{name}-digits-resnet.json").read_text())
     assert data["missing"] == [] and data["command"] == command(it, name)
-    assert data["train"]["epochs"] == study_of(it, name).common.train.epochs == (3 if name == "explain" else 12)
+    assert (
+        data["train"]["epochs"] == study_of(it, name).common.train.epochs == (3 if name in ("explain", "rates") else 12)
+    )
 
 
 @pytest.mark.parametrize(
@@ -1209,6 +1254,21 @@ def test_recorded_cells_are_gathered_without_folders(capsys: pytest.CaptureFixtu
     assert code == 2 and error.endswith(f"no cells of recipe with these settings {none}")
 
 
+def test_recorded_widths_are_copied_without_a_search(
+    ran: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    record(tmp_path / "results", "full", lost=["dmcp-distilled-full-50%-seed0"])
+    code, _, error = run(capsys, "full", *SHORT, *places(tmp_path), "--recorded")
+    assert code == 0, error
+    taught = [f"{name}-distilled-full-50%-seed0" for name in ("uniform", "dmcp")]  # both by the teacher that is there
+    assert ran == ["unpruned-full-seed0", *taught]  # its weights are not recorded
+    (stored,) = (cell for cell in data_of(tmp_path, "full")["cells"] if cell["name"] == "dmcp-full-50%-seed0")
+    lent = json.loads((tmp_path / "cells" / "recorded" / "dmcp-full-50%-seed0.json").read_text())
+    graph = graph_of("digits:resnet")
+    assert dict(graph.widths(Widths.from_json(lent["widths"]))) == stored["widths"]
+    assert not [*(tmp_path / "cells" / "recorded").glob("unpruned*")]
+
+
 def test_a_dry_run_lists_what_is_not_recorded(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     record(tmp_path / "results", "warmup")
     words = ["warmup", "bernoulli", *SHORT, *places(tmp_path), "--recorded", "--dry-run"]
@@ -1359,12 +1419,13 @@ def test_a_damaged_table_is_not_replaced(
 def test_two_figures_of_a_cell_are_told_on_the_page(
     ran: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    record(tmp_path / "results", "warmup", "extra", lost=["dmcp-search0-50%-seed1"], seeds=2)
+    record(tmp_path / "results", "warmup", "sampling", lost=["dmcp-direct2-50%-seed0"], seeds=2)
     page = ["--page", str(tmp_path / "page.md")]
-    assert run(capsys, "extra", *SHORT, *places(tmp_path, seeds=2), "--recorded", *page)[0] == 0
-    assert ran == ["dmcp-50%-seed0", "dmcp-search0-50%-seed1"]
+    assert run(capsys, "sampling", *SHORT, *places(tmp_path, seeds=2), "--recorded", *page)[0] == 0
+    draws = [f"dmcp-direct{number}-50%-seed0" for number in ("", *range(1, DRAWS))]
+    assert ran == ["dmcp-50%-seed0", *draws]  # a draw needs the search itself, and the others are compared with it
     told = (tmp_path / "page.md").read_text()
-    assert "- `dmcp-50%-seed0`: 90.00 in warmup; 50.00 in extra" in told and told.count("`dmcp-50%-seed") == 2
+    assert "- `dmcp-50%-seed0`: 50.00 in sampling; 90.00 in warmup" in told and told.count("`dmcp-50%-seed") == 2
 
 
 @pytest.mark.slow
@@ -1391,7 +1452,7 @@ def test_a_recipe_is_tested_by_images_that_it_was_not_trained_with(
     assert code == 0, error
     told = re.sub(r" +", " ", told)
     assert "| accuracy in % of held-out images | points above uniform, the usual recipe |" in told
-    assert "| uniform, half the weight decay |" in told
+    assert "| uniform, half the learning rate |" in told
     lines = [json.loads(line) for line in (tmp_path / "cells/uniform-recipe-50%-seed0" / LOG).read_text().splitlines()]
     tested = [line for line in lines if "accuracy" in line]
     held = len(split(load("digits").train, 0.1)[1])
@@ -1411,3 +1472,22 @@ def test_the_full_recipe_from_the_command_to_its_table(capsys: pytest.CaptureFix
     assert widths[0] == widths[1]
     steps = [json.loads(line) for line in (taught / LOG).read_text().splitlines()]
     assert {line["epoch"] for line in steps if line.get("stage") == "copy"} == {0, 1, 2, 3}
+
+
+@pytest.mark.slow
+def test_recorded_widths_are_trained_and_tested_without_their_searches(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    short = ["--epochs", "1", "--search-epochs", "2", "--seeds", "1", "--quiet"]
+    place = ["--out", str(tmp_path / "cells"), "--results", str(tmp_path / "results")]
+    assert run(capsys, "explain", *TINY, *short, *place)[0] == 0
+    shutil.rmtree(tmp_path / "cells")
+    code, told, error = run(capsys, "rates", *TINY, *short, *place, "--recorded")
+    assert code == 0, error
+    assert "| accuracy in % of held-out images | points above" in re.sub(r" +", " ", told)
+    data = json.loads((tmp_path / "results" / "explain-digits-resnet.json").read_text())
+    searched = {cell["name"]: cell["widths"] for cell in data["cells"]}
+    folders = [*(tmp_path / "cells").glob("*-seed0")]
+    assert len(folders) == 6 and all("-rates-" in path.name for path in folders)
+    for path in folders:
+        assert json.loads((path / WIDTHS).read_text())["widths"] == searched[path.name.replace("-rates", "")], path

@@ -25,6 +25,7 @@ from dmcp.tracing.graph import Kept
 COST, CHOICE, CHOSEN = "cost.json", "choice.json", "choice.safetensors"
 # what alphas won back; seconds at work in all; seconds of what COST will be about, where it was stopped in it
 RECOVERY, TIME, SPENT = "recovery.json", "time.json", "spent.json"
+LENT = "recorded"  # folder beside those of the cells, with widths of cells whose own folders are gone
 CODE = "code.json"  # which code of a method that is somebody's own has chosen, or prepared
 _CHOSEN = "choice"  # the stage that ends with a choice
 _MOST = 2**34  # bytes of a prepared network
@@ -93,6 +94,18 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def used_folder(here: Session, cell: Cell) -> Path:
     """The folder of the cell that this one starts from."""
     return here.run.folder.parent / cell.uses
+
+
+def lend_widths(folder: Path, name: str, widths: Widths) -> None:
+    """Let other cells copy the widths of one whose own folder is gone."""
+    Run(folder / LENT).write(f"{name}.json", {"widths": widths.to_json()})
+
+
+def copied_widths(here: Session, cell: Cell) -> Widths:
+    """Those of the cell that this one copies, from its folder or as they were lent."""
+    own, lent = used_folder(here, cell) / CHOICE, here.run.folder.parent / LENT / f"{cell.uses}.json"
+    path = lent if lent.exists() and not own.exists() else own
+    return here.opened.graph.widths(Widths.from_json(read_json(path)["widths"]))
 
 
 def load_network(here: Session, name: str, does: str) -> nn.Module:

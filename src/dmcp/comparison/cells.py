@@ -15,13 +15,13 @@ from dmcp import training
 from dmcp.batches import Loader, generator
 from dmcp.budget import parse
 from dmcp.comparison.cell_files import (
-    CHOICE,
     CODE,
     COST,
     RECOVERY,
     SPENT,
     TIME,
     check_there,
+    copied_widths,
     keep_choice,
     load_network,
     read_choice,
@@ -273,8 +273,7 @@ def _find(here: Session, cell: Cell, method: Method, problem: Problem) -> Choice
 
 def _copy(here: Session, cell: Cell) -> Choice:
     """What another cell has chosen."""
-    stored = read_json(used_folder(here, cell) / CHOICE)
-    widths = here.opened.graph.widths(Widths.from_json(stored["widths"]))
+    widths = copied_widths(here, cell)
     choice = Choice(widths=widths, kept=widths)
     keep_choice(here, choice, 0.0)
     return choice

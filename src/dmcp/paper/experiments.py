@@ -17,16 +17,17 @@ from dmcp.paper.arms import HALF, Arm, Study
 from dmcp.pruning import UNPRUNED
 from dmcp.searching.sandwich import Draw
 from dmcp.searching.searches import Init
-from dmcp.training import TrainConfig
 
 BUDGETS = (HALF, "30%", "70%", "15%")  # of main, the most wanted first
 ENDS = ("70%", "15%")  # of explain: the largest and the smallest of main
 DRAWS = 5  # networks that are drawn from one search
 # experiments that are done by name only: not the paper's, and longer than its
-FULL, RECIPE, EXPLAIN, LENGTH = "full", "recipe", "explain", "length"
+FULL, RECIPE, EXPLAIN, LENGTH, RATES, TAUGHT = "full", "recipe", "explain", "length", "rates", "taught"
+HELD_OUT = (RECIPE, RATES)  # experiments without the test images
 WIDER = ("scale", EXPLAIN)  # experiments with a wider unpruned network
 _MORE_TRAINING, _MORE_SEARCH = 4, 2  # times the study's epochs, in the full-length recipe
 _TAUGHT = {"teacher_share": 0.9, "teacher_temperature": 4.0}  # the distilled training of the full-length recipe
+_IN_ALL = 300  # epochs of search and training in the longest recipe, where the full-length one has 200 of training
 _LONGER, _BRIEFLY = 3, "a quarter of the training"  # times the search of the full-length recipe, and of its training
 _TIMES = 10  # as fast as in a usual search
 _FAST, _USUAL = 5.0, 0.5  # learning rates of the alphas in recover: see docs/paper_map.md; and that of a search
@@ -188,18 +189,30 @@ def full(it: Study) -> list[Arm]:
     teaches, and how softly, is usual for CIFAR and was not tuned. Both trainings are of the widths of one search. A
     slimmable one is left out: it trains the unpruned network, too.
     """
-    trained = replace(_TRAINED, name=f"{UNPRUNED}-{FULL}")
     same, ours = _FULL_PAIR
-    taught = Arm(
-        label="dmcp, distilled",
-        name=f"dmcp-distilled-{FULL}",
-        method=COPY,
-        budget=HALF,
-        uses=ours,
-        teacher=trained,
-        train=_TAUGHT,
-    )
-    return _compared(same, [trained, same, ours, taught])
+    return _compared(same, [_FULL_TRAINED, same, ours, *_taught("distilled")])
+
+
+_FULL_TRAINED = replace(_TRAINED, name=f"{UNPRUNED}-{FULL}")
+
+
+def _taught(word: str, **train: Any) -> list[Arm]:
+    """Uniform widths and those of DMCP, with the unpruned network of the same seed as a teacher."""
+    same, ours = _FULL_PAIR
+    way: dict[str, Any] = {"budget": HALF, "teacher": _FULL_TRAINED, "train": {**_TAUGHT, **train}}
+    uniform = Arm(label=f"{same.label}, {word}", name=f"uniform-{word}-{FULL}", method="uniform", **way)
+    return [uniform, Arm(label=f"{ours.label}, {word}", name=f"dmcp-{word}-{FULL}", method=COPY, uses=ours, **way)]
+
+
+def taught(it: Study) -> list[Arm]:
+    """The longest recipe: 300 epochs with the search, uniform widths and those of DMCP with the same teacher.
+
+    What the search does not take of these epochs the training has, that of uniform widths as well. The full-length
+    recipe has 200 in its place; for others all grows alike.
+    """
+    whole = _IN_ALL * it.common.train.epochs // 200
+    uniform, ours = _taught("longest", epochs=whole - it.search.epochs)
+    return _compared(uniform, [uniform, ours])
 
 
 def length(it: Study) -> list[Arm]:
@@ -228,15 +241,13 @@ def length(it: Study) -> list[Arm]:
 def recipe(it: Study) -> list[Arm]:
     """What the full-length recipe was chosen by: one setting changed at a time, tested by held-out training images.
 
-    The training with uniform widths, so that no search is favoured. Options of the command (`--label-smoothing` and its
-    like) then make a choice that of `full`.
+    The training with uniform widths, so that no search is favoured. Options of the command (`--lr` and its like) then
+    make a choice that of `full`.
     """
     train = it.common.train
-    smoothing = 0.0 if train.label_smoothing else TrainConfig.label_smoothing
     ways: dict[str, tuple[str, dict[str, float]]] = {
         "uniform, the usual recipe": ("", {}),
-        f"uniform, label smoothing {smoothing:g}": ("smoothing", {"label_smoothing": smoothing}),
-        "uniform, half the weight decay": ("less-decay", {"weight_decay": train.weight_decay / 2}),
+        "uniform, half the learning rate": ("slower", {"lr": train.lr / 2}),
     }
     arms = [
         Arm(
@@ -291,6 +302,21 @@ def _frozen(it: Study) -> list[Arm]:
     return _compared(usual, [usual, _variant(label, "frozen-trained", uses=_TRAINED, epochs=rest, more=ready)])
 
 
+def rates(it: Study) -> list[Arm]:
+    """How fast alphas should move: widths of both rates, trained without held-out images and tested by them alone.
+
+    The searches are those of main and explain, which have not seen these images.
+    """
+    arms: list[Arm] = []
+    for budget in (HALF, *ENDS):
+        usual = _dmcp(f"dmcp at {budget}", budget)
+        moved = replace(_variant(f"{usual.label}, {_FASTER}", "fast", **_fast(it)), budget=budget)
+        way: dict[str, Any] = {"method": COPY, "budget": budget, "held_out": True}
+        pair = [Arm(label=one.label, name=f"{one.name}-{RATES}", uses=one, **way) for one in (usual, moved)]
+        arms += _compared(pair[0], pair)
+    return arms
+
+
 EXPERIMENTS: dict[str, Experiment] = {  # as people type them, the most wanted first
     "main": main,
     "sampling": sampling,
@@ -307,9 +333,11 @@ EXPERIMENTS: dict[str, Experiment] = {  # as people type them, the most wanted f
     RECIPE: recipe,
     EXPLAIN: explain,
     LENGTH: length,
+    RATES: rates,
+    TAUGHT: taught,
 }
-_LONG = (FULL, RECIPE, LENGTH)  # with the lengths of the full-length recipe
-_BY_NAME = (FULL, RECIPE, EXPLAIN, LENGTH)
+_LONG = (FULL, RECIPE, LENGTH, TAUGHT)  # with the lengths of the full-length recipe
+_BY_NAME = (FULL, RECIPE, EXPLAIN, LENGTH, RATES, TAUGHT)
 ALL = tuple(name for name in EXPERIMENTS if name not in _BY_NAME)  # what people call all
 NAMES = f"{', '.join(ALL)}, all of them, or only by name {', '.join(_BY_NAME)}"  # for people
 

@@ -19,7 +19,7 @@ from dmcp.errors import BudgetError, FileError
 from dmcp.files import MOST_JSON, read_bytes
 from dmcp.paper.claims import tell_claims
 from dmcp.paper.evidence import Evidence, read_evidence
-from dmcp.paper.experiments import EXPERIMENTS, FULL, LENGTH, RECIPE
+from dmcp.paper.experiments import EXPERIMENTS, FULL, HELD_OUT, LENGTH, RECIPE, TAUGHT
 from dmcp.plain_data import from_plain
 from dmcp.runs import read_json
 from dmcp.tables import between, counted
@@ -94,7 +94,7 @@ def _read(path: Path) -> _Finding | None:
         lines = [_known(Line, row) for row in data["rows"] if "budget" in row]
         cells = [_known(_PastCell, cell) for cell in data["cells"]]
         found = from_plain(_Finding, _known(_Finding, data | {"stem": path.stem, "lines": lines, "cells": cells}))
-        judged = found.experiment != RECIPE  # whose accuracies are of other images
+        judged = found.experiment not in HELD_OUT  # whose accuracies are of other images
         return replace(found, evidence=read_evidence(data, found.network) if judged else None)
     except (KeyError, TypeError, ValueError) as error:
         raise FileError(f"{path}: not as dmcp paper writes it ({error}): remove it, or make it again.") from None
@@ -159,7 +159,7 @@ def _head(every: Sequence[_Finding], place: str) -> str:
     for it in every:
         users.setdefault(_protocol(it), []).append(it.experiment)
         cells |= {(_protocol(it), cell.name): cell for cell in it.once}
-    named = (FULL, RECIPE, LENGTH)  # whose cells have names of their own
+    named = (FULL, RECIPE, LENGTH, TAUGHT)  # whose cells have names of their own
     several = len({_protocol(it) for it in every if it.experiment not in named}) > 1
     *first, last = (f"`{it}`" for it in named)
     apart = (
@@ -291,7 +291,7 @@ def _warnings(it: _Finding) -> list[str]:
     told = [f"- Rows with fewer than {counted(len(it.seeds), 'seed')}: {', '.join(few)}."] if few else []
     if it.experiment == "main":
         told.append("- Cells ran in different sittings and side by side: rows cannot be compared by *search, s*.")
-    if it.experiment == RECIPE:
+    if it.experiment in HELD_OUT:
         told.append("- Trained without the held-out images and tested by them alone: no test image was used here.")
     if it.experiment == "distribution":
         told.append("- Rows of other starts are of the cells of `dmcp paper extra`, run before in the same `--out`.")

@@ -8,7 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from dmcp.comparison.cell_files import is_done
+from dmcp.comparison.cell_files import is_done, lend_widths
+from dmcp.comparison.cells import COPY
 from dmcp.comparison.comparing import Task, cell_name
 from dmcp.errors import DmcpError, FileError
 from dmcp.files import quote
@@ -65,7 +66,21 @@ def read_recorded(it: Study, name: str, place: Path) -> dict[str, Measured]:
 
     If these have several figures of a cell, the experiment's own data count, then the first in the order of the page.
     """
-    arms, found = {cell: arm for arm, _, cell in _table(it, name)}, dict[str, Measured]()
+    return _read_alike(it, name, place, {cell: arm for arm, _, cell in _table(it, name)})
+
+
+def read_copied(it: Study, name: str, place: Path) -> dict[str, Measured]:
+    """Cells in such data whose widths an experiment copies, by name: it needs nothing else of them."""
+    copied = {
+        cell_name(start.name, seed if arm.uses_seed is None else arm.uses_seed, start.budget): start
+        for arm, seed, _ in _table(it, name)
+        if arm.method == COPY and (start := arm.uses) and not start.model_args
+    }
+    return _read_alike(it, name, place, copied)
+
+
+def _read_alike(it: Study, name: str, place: Path, arms: Mapping[str, Arm]) -> dict[str, Measured]:
+    found = dict[str, Measured]()
     every = [(path, data) for path in sorted(place.glob("*.json")) if _is_alike(it, name, data := read_json(path))]
     order = [*EXPERIMENTS]
     every.sort(key=lambda pair: (pair[1]["experiment"] != name, order.index(pair[1]["experiment"])))
@@ -129,18 +144,21 @@ def _check_widths(it: Study, arm: Arm, cell: Measured) -> None:
 # what is left to do
 
 
-def unrecorded(it: Study, names: Sequence[str], known: Mapping[str, Recorded], folder: Path) -> list[Task]:
+def unrecorded(
+    it: Study, names: Sequence[str], known: Mapping[str, Recorded], folder: Path, copied: Collection[str] = ()
+) -> list[Task]:
     """Cells that are in the folder or have to get there: those of the tables that are not recorded, and their starts.
 
     A recorded cell has started from one that is gone. It is run again if its start is in the same table and is not the
-    recorded one: draws, say, are compared with the search that they are of.
+    recorded one: draws, say, are compared with the search that they are of. copied: recorded cells that are no starts
+    of those which only take their widths.
     """
     tasks = study_tasks(it, names)
     tables = [{cell for _, _, cell in _table(it, name)} for name in names]
     done = {task.name for task in tasks if is_done(folder / task.name)}
     same = {cell for name in names for cell in _unchanged(it, name, known[name], folder)}
     here = done | {cell for name, table in zip(names, tables, strict=True) for cell in table - known[name].keys()}
-    while more := (_starts(tasks, here - done) | _started(tasks, tables, here - same)) - here:
+    while more := (_starts(tasks, here - done, copied) | _started(tasks, tables, here - same)) - here:
         here |= more
     return [task for task in tasks if task.name in here]
 
@@ -157,9 +175,21 @@ def _unchanged(it: Study, name: str, known: Recorded, folder: Path) -> list[str]
     ]
 
 
-def _starts(tasks: Sequence[Task], names: Collection[str]) -> set[str]:
-    """What these cells start from."""
-    return {start for task in tasks if task.name in names for start in task.after}
+def _starts(tasks: Sequence[Task], names: Collection[str], copied: Collection[str]) -> set[str]:
+    """What these cells start from, but for recorded widths that they copy."""
+    own = [task for task in tasks if task.name in names]
+    return {start for task in own for start in task.after if not (start in copied and _copies(task, start))}
+
+
+def _copies(task: Task, start: str) -> bool:
+    cell = task.plan.cell
+    return cell is not None and cell.method == COPY and cell.uses == start
+
+
+def lend(it: Study, tasks: Sequence[Task], copied: Recorded, folder: Path) -> None:
+    """Put the recorded widths that these cells copy where they look for them."""
+    for name in {task.plan.cell.uses for task in tasks if task.plan.cell} & copied.keys():
+        lend_widths(folder, name, it.graph.widths(copied[name].widths))
 
 
 def _started(tasks: Sequence[Task], tables: Sequence[Collection[str]], names: Collection[str]) -> set[str]:

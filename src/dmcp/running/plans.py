@@ -39,7 +39,7 @@ _LATER: dict[str, dict[str, Any]] = {
     "train": {"teacher_temperature": 1.0},
 }
 FACTS = ("fingerprint", "macs", "data", "teacher")  # of those of a run, what must stay as it is
-_BLIND = ("", "uniform", "dmcp")  # methods that see no held-out images; the first: the unpruned network
+_BLIND = ("", "uniform", "dmcp", "copy")  # see no held-out images; the first: unpruned, the last: if its start does not
 
 
 @dataclass(frozen=True, kw_only=True)
