@@ -585,6 +585,18 @@ def test_what_cannot_be_measured_is_a_sentence() -> None:
             measure_latency(model, sample(Residual.SHAPE).float(), graph, **wrong)  # type: ignore[arg-type]
 
 
+def test_networks_that_are_all_equal_are_not_measured() -> None:
+    model, graph = traced()
+    largest = max(graph.spaces, key=lambda space: space.size)
+    x, device = sample(Residual.SHAPE).float(), Device()
+    with pytest.raises(WidthsError, match=f"multiples of 1000.* {re.escape(largest.name)}, .* {largest.size}.* align"):
+        measure_latency(model, x, graph, measure=device, align=1000)
+    for fixed in ({"floor": graph.full}, {"floor": 2, "ceiling": 2}):
+        with pytest.raises(WidthsError, match=r"nothing to measure.* another floor or ceiling"):
+            measure_latency(model, x, graph, measure=device, **fixed)  # type: ignore[arg-type]
+    assert not device.calls
+
+
 # prune
 
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from dmcp.batches import device_of, generator
 from dmcp.calibration import kept_modes
-from dmcp.errors import BudgetError, DmcpError
+from dmcp.errors import BudgetError, DmcpError, WidthsError
 from dmcp.exporting import missing_packages, onnxruntime_version
 from dmcp.latency import Latency, RuntimeKind, Timed, show_ms
-from dmcp.sampling import between
+from dmcp.sampling import Options, between
 from dmcp.searching.bounds import Bound
 from dmcp.slicing import narrow, unwrap
 from dmcp.spaces import Widths
@@ -140,6 +140,7 @@ def draw(
 ) -> list[list[int]]:
     """Widths to measure: unpruned, the smallest, all spaces at one share, and each space at a share of its own."""
     options, source = between(graph, floor, ceiling, align), generator(seed)
+    _check_different(graph, options, align)
     rows = [graph.full.tensor(), options.widths(torch.zeros_like(options.last))]
     for number in range(count - 2):
         shares = torch.rand(len(options.last), generator=source, dtype=torch.float64)
@@ -148,6 +149,18 @@ def draw(
             shares = (middle + 0.2 * (shares - 0.5)).clamp(0, 1)
         rows.append(options.widths((shares * options.last).round().long()))
     return [row.tolist() for row in rows]
+
+
+def _check_different(graph: ChannelGraph, options: Options, align: int) -> None:
+    """Refuse options that leave one network only."""
+    if options.last.any():
+        return
+    largest = max(graph.spaces, key=lambda space: space.size * space.unit)
+    steps, fix = (f" in multiples of {align}", "a smaller align") if align > 1 else ("", "another floor or ceiling")
+    raise WidthsError(
+        f"There is nothing to measure: no space can be narrowed{steps}; the largest, {largest.name}, has "
+        f"{largest.size * largest.unit} channels. Use {fix}."
+    )
 
 
 def _narrowed(model: nn.Module, graph: ChannelGraph, widths: Widths) -> nn.Module:
