@@ -31,6 +31,7 @@ from dmcp.running.operations import operations_of
 from dmcp.running.weights import load_weights
 from dmcp.tables import by, counted
 from dmcp.tracing.graph import ChannelGraph
+from dmcp.tracing.remarks import other_numbers
 from dmcp.tracing.trace import trace
 
 GIVEN = "given"  # the teacher that is the network of the weights
@@ -196,10 +197,17 @@ def check_fit(model: nn.Module, data: DataSets, remedy: str = "") -> int:
     remedy: what the sentence about the size says besides the size.
     """
     example = torch.zeros(2, *data.shape, device=device_of(model))
+
+    @torch.no_grad()
+    def run(images: Tensor) -> Any:
+        with kept_modes(model):
+            return model.eval()(images)
+
     try:
-        with kept_modes(model), torch.no_grad():
-            output = model.eval()(example)
+        output = run(example)
     except Exception as error:
+        if wanted := other_numbers(model, example, run):
+            raise DataError(f"The images hold {wanted}.") from error
         raise DataError(
             f"The network cannot take images of {by(data.shape)}{remedy}: {type(error).__name__}: {error}"
         ) from error
