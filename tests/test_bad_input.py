@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from nets import Chain, Residual, mystery, sample
+from test_cli import Capture, run
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dmcp
-from dmcp.errors import DmcpError, TraceError, WidthsError
+from dmcp.errors import DataError, DmcpError, TraceError, WidthsError
 
 X = sample(Chain.SHAPE, batch=2).float()
 
@@ -348,3 +350,60 @@ def test_a_script_module_is_refused(model: nn.Module) -> None:
 def test_what_is_no_module_is_refused() -> None:
     with refused(TraceError, "nn.Module"):
         dmcp.trace(lambda x: x, X)  # type: ignore[arg-type]
+
+
+# kinds of numbers
+
+
+class Looking(nn.Sequential):
+    """Its way depends on its input, so that it cannot be traced without values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+def small(kind: torch.dtype, base: type[nn.Sequential] = nn.Sequential) -> nn.Module:
+    return base(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)).to(kind)
+
+
+FLOATS = "convert one of them, with x.to(torch.{}) or model.to(torch.{})"
+BYTES = "convert it, with x.to(torch.float32), and scale it as the model expects: bytes of images by 1 / 255"
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "way"),
+    [
+        (torch.float32, torch.uint8, BYTES),
+        (torch.float32, torch.int64, BYTES),
+        (torch.float64, torch.float32, FLOATS.format("float64", "float32")),
+        (torch.float32, torch.float64, FLOATS.format("float32", "float64")),
+    ],
+    ids=str,
+)
+def test_other_numbers_than_those_of_the_weights_are_named(own: torch.dtype, given: torch.dtype, way: str) -> None:
+    names = (str(it).removeprefix("torch.") for it in (given, own))
+    said = re.escape("holds {}, the weights of the model {}: {}.".format(*names, way))
+    with pytest.raises(TraceError, match=f"^The example input {said}$"):
+        dmcp.trace(small(own, Looking), torch.ones(2, 1, 8, 8).to(given))
+    batches = [(torch.ones(2, 1, 8, 8).to(given), torch.zeros(2, dtype=torch.int64))]
+    with pytest.raises(DataError, match=f"^The input of a batch {said}$"):
+        dmcp.prune(small(own), batches, batches)
+
+
+def test_other_mistakes_than_numbers_keep_their_own_words() -> None:
+    for kind in (torch.uint8, torch.float32):
+        with pytest.raises(TraceError, match=r"^The model fails in its own forward on this example"):
+            dmcp.trace(small(torch.float32), torch.ones(2, 3, 8, 8).to(kind))
+
+
+def test_a_command_names_the_numbers_of_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    source = "from dmcp.nets import build as digits\n\ndef build():\n    return digits('digits:resnet').double()\n"
+    (tmp_path / "double_net.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    code, _, err = run(
+        capsys, "prune", "--model", "double_net:build", "--data", "digits", "--out", str(tmp_path / "run")
+    )
+    way = FLOATS.format("float64", "float32")
+    assert code == 2 and err == f"dmcp: The images hold float32, the weights of the model float64: {way}.\n"

@@ -19,6 +19,7 @@ from typed import command
 from dmcp.data import load
 from dmcp.errors import DataError
 from dmcp.folders import FolderSet
+from dmcp.running import children
 from dmcp.running.data_checks import check_data, no_images
 from dmcp.running.progress import Progress
 from dmcp.runs import Run
@@ -425,6 +426,20 @@ def test_several_seeds_say_it_once(here: Path, capsys: Capture, monkeypatch: pyt
     code, out, err = run(capsys, *words, "--json")
     assert code == 0 and json.loads(out)["replaced"] == {"train": 0, "test": 1}
     assert err == "1 image file could not be read and was replaced: photos/val/dog/3.png\n"
+
+
+def test_one_of_several_seeds_does_not_repeat_what_the_command_says(
+    here: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dmcp.runs.draw_all", lambda *_, **__: [])
+    truncate(write_photos(here / "photos") / "val" / "dog" / "3.png")
+    words = ("prune", *NETWORK, "--data", "photos", "--batch", "5", "--workers", "0", "--corrupt", "skip", "--quiet")
+    words += ("--search-epochs", "1", "--epochs", "1", "--warmup", "0", "--graphs", "--device", "cpu", "--json")
+    told = ("With batches of 5, 3 of 8 training images", "--graphs changes nothing on cpu", "could not be read")
+    for parent, times in (("", 1), (str(os.getppid()), 0)):
+        monkeypatch.setenv(children.PARENT, parent)
+        code, _, err = run(capsys, *words, "--out", f"run{parent}")
+        assert code == 0 and [err.count(text) for text in told] == [times] * 3, err
 
 
 def test_a_dry_run_says_how_broken_files_are_found(here: Path, capsys: Capture) -> None:

@@ -32,7 +32,7 @@ from dmcp.reports.listing import read_run
 from dmcp.reports.report import make_page
 from dmcp.reports.trackers import scalars
 from dmcp.runs import Run
-from dmcp.sampling import expected
+from dmcp.sampling import expected, uniform
 from dmcp.searching.searches import SearchResult
 from dmcp.slicing import narrow
 from dmcp.timing import stopwatch
@@ -240,6 +240,30 @@ def test_the_networks_that_are_measured_reach_from_the_floor_to_the_whole() -> N
     macs = [graph.macs(graph.widths(row)) / graph.macs() for row in rows]
     assert min(macs[2:]) < 0.2 and max(macs[2:]) > 0.7
     assert all(low <= width for row in rows for low, width in zip(floor.values(), row, strict=True))
+
+
+def test_floor_and_ceiling_are_bounds_as_those_of_a_search() -> None:
+    _, graph = traced()
+    name = graph.spaces[0].name
+    same = graph.widths([min(2, space.size) for space in graph.spaces])
+    assert draw(graph, 2, None, 1, 12, seed=0) == draw(graph, same, None, 1, 12, seed=0)
+    assert draw(graph, {}, {}, 1, 12, seed=0) == draw(graph, None, None, 1, 12, seed=0)
+    for row in draw(graph, {name: 3}, {name: 4}, 1, 12, seed=0)[1:]:
+        assert 3 <= row[0] <= 4
+
+
+@pytest.mark.parametrize("wrong", [[2], "2", 0, 1.5, {"": None}, {"conv1": True}], ids=str)
+@pytest.mark.parametrize("word", ["floor", "ceiling"])
+def test_what_is_no_bound_is_a_sentence(word: str, wrong: Any) -> None:
+    model, graph = traced()
+    x = sample(Residual.SHAPE).float()
+    for call in (lambda bound: measure_latency(model, x, graph, **bound), lambda bound: uniform(graph, 0.5, **bound)):
+        with pytest.raises(WidthsError, match=f"{word} must be an int of at least 1, or such ints by name, not "):
+            call({word: wrong})
+    with pytest.raises(WidthsError, match=f"{word}: there is no space named 'nothing'"):
+        measure_latency(model, x, graph, **{word: {"nothing": 2}})  # type: ignore[arg-type]
+    with pytest.raises(WidthsError, match=r"No width of .* lies from 3 .floor. to 2 .ceiling"):
+        uniform(graph, 0.5, 3, ceiling=2)
 
 
 # expectation and budgets
@@ -559,6 +583,18 @@ def test_what_cannot_be_measured_is_a_sentence() -> None:
     for wrong in ({"networks": 3}, {"batch": 0}, {"dtype": "int8"}, {"seed": -1}, {"align": 0}):
         with pytest.raises(BudgetError):
             measure_latency(model, sample(Residual.SHAPE).float(), graph, **wrong)  # type: ignore[arg-type]
+
+
+def test_networks_that_are_all_equal_are_not_measured() -> None:
+    model, graph = traced()
+    largest = max(graph.spaces, key=lambda space: space.size)
+    x, device = sample(Residual.SHAPE).float(), Device()
+    with pytest.raises(WidthsError, match=f"multiples of 1000.* {re.escape(largest.name)}, .* {largest.size}.* align"):
+        measure_latency(model, x, graph, measure=device, align=1000)
+    for fixed in ({"floor": graph.full}, {"floor": 2, "ceiling": 2}):
+        with pytest.raises(WidthsError, match=r"nothing to measure.* another floor or ceiling"):
+            measure_latency(model, x, graph, measure=device, **fixed)  # type: ignore[arg-type]
+    assert not device.calls
 
 
 # prune

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import NETS, randomise, sample
+from nets import NETS, mystery, randomise, sample
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -140,6 +140,49 @@ def test_what_is_read_later_stays() -> None:
     assert dmcp.trace(fresh, x).memory(narrow) == 2 * FLOAT * 64  # an input is not overwritten
     view = Flat(lambda it, x: it.b(F.relu(it.a(x)[:, :, :4])), **layers)
     assert dmcp.trace(view, x).memory() == 1.5 * map_  # half of it is read, but all of it is held meanwhile
+
+
+@pytest.mark.parametrize("kind", ["flat", "turned"])
+def test_another_look_at_all_of_it_is_overwritten(kind: str) -> None:
+    """As PyTorch does in place, and runtimes by themselves."""
+    x, last = torch.randn(1, 2, 9, 9), nn.Linear(5 * 49, 3) if kind == "flat" else nn.Conv2d(5, 3, 1)
+
+    def net(activation: Callable[[Tensor], Tensor]) -> nn.Module:
+        def run(it: Any, x: Tensor) -> Tensor:
+            if kind == "flat":
+                return it.b(activation(it.a(x).flatten(1)))  # type: ignore[no-any-return]
+            return it.b(activation(it.a(x).transpose(1, 2)).transpose(1, 2))  # type: ignore[no-any-return]
+
+        return Flat(run, a=nn.Conv2d(2, 5, 3), b=last)
+
+    inside, outside = net(F.relu_), net(F.relu)
+    with torch.no_grad(), Held(inside, x) as held:
+        inside(x)
+    found = [dmcp.trace(model, x).memory() for model in (inside, outside)]
+    assert found == [held.peak] * 2 == [FLOAT * (2 * 81 + 5 * 49)] * 2
+
+
+def test_a_part_that_was_made_as_large_again_is_not() -> None:
+    """Half of it is shown twice: to write there would write each number twice."""
+
+    def run(it: Any, x: Tensor) -> Tensor:
+        x = it.a(x)
+        return it.b(F.relu(x[:, :, None, :4].expand(-1, -1, 2, -1, -1).flatten(2, 3)))  # type: ignore[no-any-return]
+
+    model, x = Flat(run, a=nn.Conv2d(1, 4, 1), b=nn.Conv2d(4, 1, 1)), torch.randn(1, 1, 8, 8)
+    assert dmcp.trace(model, x).memory() == 2 * FLOAT * 4 * 64
+
+
+def test_an_own_rule_says_whether_it_works_number_by_number() -> None:
+    def passing(call: Any) -> Any:
+        return [call.x.dims]
+
+    model = Flat(lambda it, x: it.b(mystery(it.a(x))), a=nn.Conv2d(1, 4, 1), b=nn.Conv2d(4, 1, 1))
+    x, op, map_ = torch.randn(1, 1, 8, 8), torch.ops.dmcp_tests.mystery.default, FLOAT * 4 * 64
+    known = dmcp.RULES[torch.ops.aten.hardswish.default]
+    for rule, bytes_ in ((known, map_ + FLOAT * 64), (passing, 2 * map_)):
+        graph = dmcp.trace(model, x, rules=dmcp.RULES | {op: rule})
+        assert graph.memory() == bytes_
 
 
 def test_weights_and_batches_do_not_count() -> None:

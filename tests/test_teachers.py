@@ -31,6 +31,7 @@ from dmcp.reports.report import make_page
 from dmcp.retraining import Retrain, train_all
 from dmcp.rows import AS_GIVEN, TEACHER, Row
 from dmcp.running.forecast import forecast
+from dmcp.running.jobs import open_job
 from dmcp.running.plans import Plan, plan_from_json
 from dmcp.running.weights import _read_tensors
 from dmcp.supernet import Supernet
@@ -437,7 +438,10 @@ def test_a_teacher_decides_how_the_network_gets_its_weights(here: Path, capsys: 
 
 def test_runs_without_a_named_teacher_are_written_as_before(capsys: Capture) -> None:
     stored = plan_of(capsys, "--retrain", "teacher").to_json()
-    assert not {"teacher", "teacher_model"} & stored["job"].keys() and "teacher_temperature" not in stored["train"]
+    assert (
+        not {"teacher", "teacher_model", "teacher_model_args"} & stored["job"].keys()
+        and "teacher_temperature" not in stored["train"]
+    )
 
 
 USELESS = "learns from no teacher: add --retrain teacher, which trains one, or name one with --teacher."
@@ -477,6 +481,14 @@ USELESS = "learns from no teacher: add --retrain teacher, which trains one, or n
         (
             "prune --retrain teacher --teacher-model cifar:resnet20",
             "--teacher-model: it must be trained already: add --teacher FILE, the file of its weights.",
+        ),
+        (
+            "prune --teacher net.pth --teacher-model-args width=8",
+            "--teacher-model-args: they are for the builder of another network: name it with --teacher-model.",
+        ),
+        (
+            "train --teacher net.pth --teacher-model digits:resnet --teacher-model-args wide",
+            "--teacher-model-args: 'wide' is not of the form name=value, like width_mult=1.5.",
         ),
         ("prune --teacher nowhere.pth", "nowhere.pth: cannot be read: No such file or directory."),
         ("prune --teacher oter.pht", "oter.pht: cannot be read: No such file or directory. Did you mean other.pth?"),
@@ -555,6 +567,17 @@ def test_a_teacher_may_be_another_network(tmp_path: Path, capsys: Capture, monke
     assert code == 2 and "dmcp: --teacher-model cifar:resnet20: The network cannot take images of 1x8x8" in err
     code, _, err = run(capsys, *words)
     assert code == 2 and "large.pth: " in err  # weights of another network
+
+
+def test_the_network_of_a_teacher_may_have_arguments(tmp_path: Path, capsys: Capture) -> None:
+    torch.save(build("digits:resnet", width=24).state_dict(), tmp_path / "wide.pth")
+    asked = ("--teacher", str(tmp_path / "wide.pth"), "--teacher-model", "digits:resnet")
+    plan = plan_of(capsys, *asked, "--teacher-model-args", "width=24")
+    assert plan.job.teacher_model_args == ("width=24",) and plan.job.model_args == ()
+    assert plan_from_json(json.loads(json.dumps(plan.to_json())), "here") == plan
+    teacher = open_job(plan.job).teacher
+    assert teacher is not None and teacher.get_submodule("conv1").weight.shape[0] == 24
+    assert run(capsys, "train", *SMALL, *asked)[0] == 2  # the weights are of a wider one
 
 
 def test_the_table_of_a_training_says_who_taught(here: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -665,7 +688,7 @@ def test_a_run_goes_on_with_the_same_teacher_only(
 def test_help_names_the_options_of_a_teacher(capsys: Capture) -> None:
     for command in ("prune", "train"):
         told = run(capsys, command, "--help")[1]
-        names = ("--teacher ", "--teacher-model", "--teacher-share", "--teacher-temperature")
+        names = ("--teacher ", "--teacher-model ", "--teacher-model-args", "--teacher-share", "--teacher-temperature")
         assert all(name in told for name in names)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import replace
 
 import pytest
 import torch
 
+from dmcp import ChannelGraph
 from zoo import page
 from zoo.contract import Result, Shortfall, check, draw, worst_error
 from zoo.models import ENTRIES, find, select
@@ -78,6 +80,13 @@ def test_contract(name: str) -> None:
         result = check(entry)
     assert result.status == "correct", result.detail
     assert result.shortfall(entry) is not Shortfall.OTHER, result.whole
+
+
+def test_memory_that_is_not_what_the_cut_network_holds_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = ChannelGraph.memory
+    monkeypatch.setattr(ChannelGraph, "memory", lambda graph, widths=None: count(graph))  # whole, whatever is cut
+    result = check(find("tv:squeezenet1_1"))
+    assert result.status == "wrong" and re.fullmatch(r"memory [\d]+ are really [\d]+", result.detail)
 
 
 def test_the_list_is_the_tables() -> None:

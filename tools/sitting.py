@@ -54,7 +54,9 @@ class Stage:
 
 _MOBILE = "main --model cifar:mobilenet_v2 --budget 50% --budget 30% --seeds 2 --epochs 20"
 _FULL = "full --epochs 50 --search-epochs 15 --label-smoothing 0"  # a search of 30 and a training of 200
-_LENGTH = _FULL.replace("full", "length")
+_LENGTH, _LONGEST = (_FULL.replace("full", name) for name in ("length", "taught"))
+_RATES = "rates --recorded --epochs 60 --seeds 3"
+_RECIPE = "recipe --epochs 25 --search-epochs 15 --label-smoothing 0 --model cifar:resnet56 --seeds 2"  # half the length
 _TINY = "--model digits:resnet --epochs 1 --search-epochs 2 --seeds 1"
 PLANS = {
     "mobile": (
@@ -81,6 +83,15 @@ PLANS = {
         Stage(folder="full20", options=f"{_FULL} --recorded --seeds 3", at_once=5, next_at=10),
         Stage(folder="full56", options=f"{_FULL} --recorded --model cifar:resnet56 --seeds 2", at_once=2, next_at=5),
         Stage(folder="ex", options="explain --recorded --epochs 60 --seeds 3", at_once=6, next_at=9),
+        Stage(folder="len56", options=f"{_LENGTH} --recorded --model cifar:resnet56 --seeds 2", at_once=4, next_at=99),
+    ),
+    "choose": (  # what is chosen without the test images, before "aim"
+        Stage(folder="rec56", options=_RECIPE, at_once=4, next_at=2),
+        Stage(folder="rates", options=_RATES, at_once=6, next_at=99),
+    ),
+    "aim": (  # the longest recipe, then rows that make the tables fair; teachers of begun archives are cells, too
+        Stage(folder="full56", options=f"{_LONGEST} --recorded --model cifar:resnet56 --seeds 2", at_once=4, next_at=5),
+        Stage(folder="full20", options=f"{_FULL} --recorded --seeds 3", at_once=3, next_at=5),
         Stage(folder="len56", options=f"{_LENGTH} --recorded --model cifar:resnet56 --seeds 2", at_once=4, next_at=99),
     ),
     "rehearsal": (  # with digits, on a CPU

@@ -1,7 +1,8 @@
 """What every model of the zoo must show, as one function from an entry to a result.
 
 The reference is the original network with hard gates. It is compared with the cut network, whose channels are gone;
-costs are compared with torch's flop counter and with the parameters that are really there.
+costs are compared with torch's flop counter and with the parameters that are really there, memory with a trace of the
+cut network.
 """
 
 from __future__ import annotations
@@ -126,7 +127,8 @@ def _steps(entry: Entry) -> Iterator[dict[str, Any]]:
 
     counted = (counted_macs(net.model, images[:1]), counted_macs(small, images[:1]))
     there = (counted_params(net.model), counted_params(small))
-    claims = {"macs": (macs, counted), "params": (params, there)}
+    claims: dict[str, tuple[Any, Any]] = {"macs": (macs, counted), "params": (params, there)}
+    claims["memory"] = (graph.memory(widths), dmcp.trace(small, images).memory())
     yield {
         "detail": "; ".join(f"{name} {said} are really {real}" for name, (said, real) in claims.items() if said != real)
     }

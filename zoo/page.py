@@ -47,6 +47,7 @@ to a random width, from half of it to all but one channel; all in float64. *Corr
 * the cut network equals the original with hard gates within {TOLERANCE:g} of the difference between two images
   (*error*, of the worst output), and the gates move every output by at least {LEAST_EFFECT:g} of that unit (*effect*);
 * `graph.macs` and `graph.params` equal torch's flop counter / 2 and the real parameters, at full width and cut;
+* `graph.memory` at these widths is what a trace of the cut network counts;
 * the cut network runs in train mode (tried up to {TRAINED_PARAMS // 10**6}M parameters).
 
 *Wrong* means cut without complaint, but unequal; *vacuous* that the gates hardly move the output; *failed* that an

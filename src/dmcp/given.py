@@ -12,6 +12,17 @@ from dmcp.errors import DataError, TrainingError
 from dmcp.losses import imitation
 from dmcp.slicing import narrow, unwrap
 from dmcp.tracing.recording import call_model, tensors_in
+from dmcp.tracing.remarks import other_numbers
+
+
+@torch.no_grad()
+def check_numbers(model: nn.Module, example: Any) -> None:
+    """Refuse inputs of another kind of numbers than the network's weights, where it cannot take them."""
+    model = unwrap(model)
+    if _output(model, example, train=False) is not None:
+        return
+    if wanted := other_numbers(model, example, lambda same: _run(model, same, train=False)):
+        raise DataError(f"The input of a batch holds {wanted}.")
 
 
 @torch.no_grad()

@@ -17,7 +17,15 @@ from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DataError, TrainingError, WidthsError
 from dmcp.events import Event as Event  # a part of prune's interface
 from dmcp.events import Report, silent
-from dmcp.given import check_finite, check_imitable, check_labels, check_teacher, classes_of, fit_numbers
+from dmcp.given import (
+    check_finite,
+    check_imitable,
+    check_labels,
+    check_numbers,
+    check_teacher,
+    classes_of,
+    fit_numbers,
+)
 from dmcp.keeping import Keeper, plain_settings
 from dmcp.latency import Latency, Outcome
 from dmcp.losses import ImitationWarning as ImitationWarning  # what prune may warn of
@@ -163,6 +171,7 @@ def prune(
         )  # a trial, before hours of work
     example, labels = _example(loader, model, labelled=loss is None)
     sample = tree_map_only(Tensor, lambda x: x[:2], example)
+    check_numbers(model, sample)
     check_finite(model, sample)
     if labels is not None:
         check_labels(model, sample, labels)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dmcp.budget import Budget, check_reachable, parse, show_cost, spent_shares
-from dmcp.errors import BudgetError
+from dmcp.errors import BudgetError, WidthsError
+from dmcp.searching.bounds import Bound, bounds, check_bound
 from dmcp.searching.searches import SearchConfig, SearchResult
 from dmcp.spaces import Widths
 from dmcp.tracing.graph import ChannelGraph
@@ -104,42 +105,37 @@ def _nothing_inside(budget: Budget, shares: Tensor) -> str:
 def uniform(
     graph: ChannelGraph,
     budget: int | float | str | Budget,
-    floor: Widths | None = None,
+    floor: Bound | None = None,
     align: int = 1,
     tolerance: float = FILLED,
-    ceiling: Widths | None = None,
+    ceiling: Bound | None = None,
 ) -> Widths:
     """One ratio for all spaces, as large as the budget allows, rounded; the rest of the budget goes to single spaces.
 
     Each of them gets one channel (or step of `align`) more at most, those that rounding left furthest below first. Only
     where that does not use the budget to the tolerance, as in networks of few channels, some get more. No space is
-    narrower than in `floor` or wider than in `ceiling`.
+    narrower than in `floor` or wider than in `ceiling`: widths, one number for all, or numbers by name.
     """
     wish = graph.full.tensor().double()
-    return fit(graph, parse(budget, graph), wish, _between(graph, floor, ceiling, align), tolerance, even=True)
+    return fit(graph, parse(budget, graph), wish, between(graph, floor, ceiling, align), tolerance, even=True)
 
 
 def random_widths(
     graph: ChannelGraph,
     budget: int | float | str | Budget,
     generator: torch.Generator | None = None,
-    floor: Widths | None = None,
+    floor: Bound | None = None,
     align: int = 1,
     tolerance: float = FILLED,
-    ceiling: Widths | None = None,
+    ceiling: Bound | None = None,
 ) -> Widths:
     """Widths drawn uniformly until they use the budget to the tolerance; after many tries, the last are scaled."""
-    options, budget = _between(graph, floor, ceiling, align), parse(budget, graph)
+    options, budget = between(graph, floor, ceiling, align), parse(budget, graph)
     chances = torch.rand(_CONTROLS, len(graph.spaces), generator=generator, dtype=torch.float64)
     drawn = options.widths((chances * (options.last + 1)).long())  # (N, S)
     shares = spent_shares(budget, graph, drawn).amax(dim=1)
     inside = drawn[(shares >= tolerance) & (shares <= 1)]
     return graph.widths(inside[0]) if len(inside) else fit(graph, budget, drawn[-1].double(), options, tolerance)
-
-
-def _between(graph: ChannelGraph, floor: Widths | None, ceiling: Widths | None, align: int) -> Options:
-    most = (ceiling or graph.full).tensor()
-    return Options(graph, torch.ones_like(most) if floor is None else floor.tensor(), most, align)
 
 
 # into the budget
@@ -173,6 +169,15 @@ class Options:
         """Places of the options nearest to some widths. (S,) -> (S,)"""
         middles = (self.table[:, 1:] + self.table[:, :-1]) / 2
         return torch.searchsorted(middles, wish[:, None].to(middles)).squeeze(1).minimum(self.last)
+
+
+def between(graph: ChannelGraph, floor: Bound | None, ceiling: Bound | None, align: int) -> Options:
+    """The options from a floor up to a ceiling; all widths where there is none."""
+    least, most = {} if floor is None else floor, {} if ceiling is None else ceiling
+    check_bound("floor", least, WidthsError)
+    check_bound("ceiling", most, WidthsError)
+    lower, upper = torch.tensor(bounds(graph, least, most, words=("floor", "ceiling"))).unbind(1)
+    return Options(graph, lower, upper, align)
 
 
 def fit(

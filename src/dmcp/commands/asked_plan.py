@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from dmcp.engine import Engine
 from dmcp.errors import DmcpError, TrainingError
 from dmcp.reports.trackers import read_kinds
 from dmcp.retraining import Retrain, default_recipe
-from dmcp.running.jobs import GIVEN, Job
+from dmcp.running.jobs import GIVEN, Job, argument
 from dmcp.running.plans import Plan
 from dmcp.running.recipes import Recipe
 from dmcp.running.recipes import find as find_recipe
@@ -113,7 +113,7 @@ def _typed(value: Any) -> str:
 
 def _job(options: Mapping[str, Any], given: set[str], recipe: Recipe | None) -> Job:
     known = {name: value for name, value in options.items() if name in Job.__dataclass_fields__ and value is not None}
-    known |= {name: tuple(options[name] or ()) for name in ("model_args", "frozen")}
+    known |= {name: tuple(options.get(name) or ()) for name in ("model_args", "teacher_model_args", "frozen")}
     if recipe is not None:
         own = {"batch": recipe.job.batch, "train_batch": recipe.train_batch}
         known |= {name: value for name, value in own.items() if name not in given}
@@ -169,8 +169,7 @@ def _check_teacher(command: str, options: Mapping[str, Any]) -> None:
             "--teacher given: that is the network of --weights, and there is none: add --weights FILE, or name a file "
             "of the teacher's weights."
         )
-    if options["teacher_model"] and named in ("", GIVEN):
-        raise DmcpError("--teacher-model: it must be trained already: add --teacher FILE, the file of its weights.")
+    _check_teacher_model(named, options["teacher_model"], options["teacher_model_args"] or ())
     typed = [
         f"--{name.replace('_', '-')}" for name in ("teacher_share", "teacher_temperature") if options[name] is not None
     ]
@@ -185,3 +184,15 @@ def _check_teacher(command: str, options: Mapping[str, Any]) -> None:
         raise DmcpError(
             f"{typed[0]}: the unpruned network is its own teacher: add --widths, or name one with --teacher."
         )
+
+
+def _check_teacher_model(teacher: str, name: str, arguments: Sequence[str]) -> None:
+    """Refuse a network for a teacher that has no weights, and arguments that are for none or no arguments."""
+    if name and teacher in ("", GIVEN):
+        raise DmcpError("--teacher-model: it must be trained already: add --teacher FILE, the file of its weights.")
+    if arguments and not name:
+        raise DmcpError(
+            "--teacher-model-args: they are for the builder of another network: name it with --teacher-model."
+        )
+    for text in arguments:
+        argument(text, "--teacher-model-args")

@@ -196,7 +196,7 @@ def cell(
     wanted = plan_from_json(read_json(plan), plan)
     _check_begun(wanted, plan, folder)
     try:
-        with following_parent(), session(wanted, folder, is_run(folder), quiet=True) as here:
+        with following_parent(), session(wanted, folder, is_run(folder), quiet=True, told=True) as here:
             run_cell(here)
     except StoppedError as error:
         reason = str(error).partition(" Go on with: ")[0]  # which names a command that people do not type

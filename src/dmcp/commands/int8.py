@@ -56,7 +56,7 @@ def open_images(run: Path, out: Path) -> Images:
         raise FileError(f"{out}: only {Format.ONNX} files can have 8 bits.")
     _, plan = read_plan(run)
     check_names(run, plan.job, "data")
-    job = replace(plan.job, device="cpu", weights="", teacher="", teacher_model="")
+    job = replace(plan.job, device="cpu", weights="", teacher="", teacher_model="", teacher_model_args=())
     opened = open_job(job)
     count = len(opened.data.train)
     some = opened.data.train if count <= 2 * SAMPLES else split(opened.data.train, SAMPLES / count)[1]

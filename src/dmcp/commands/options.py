@@ -125,6 +125,9 @@ TeacherModel = Annotated[
         "cifar:resnet56 --teacher FILE."
     ),
 ]
+TeacherModelArgs = Annotated[
+    list[str] | None, typer.Option(help="Argument of the builder of --teacher-model, like width_mult=1.5; repeatable.")
+]
 TeacherShare = Annotated[
     float | None, typer.Option(help="Share of the loss that is the teacher's, not the labels'; default: 0.5.")
 ]

@@ -29,7 +29,7 @@ from dmcp.image_files import finds_all
 from dmcp.latency import FILE as LATENCY
 from dmcp.latency import RuntimeKind
 from dmcp.running import seeds as several
-from dmcp.running.children import following_parent
+from dmcp.running.children import following_parent, has_parent
 from dmcp.running.forecast import forecast, peak_bytes
 from dmcp.running.jobs import GIVEN, Corrupt, Replaced, open_job
 from dmcp.running.plans import Plan
@@ -70,6 +70,7 @@ def prune(
     retrain: o.RetrainKind = None,
     teacher: o.Teacher = "",
     teacher_model: o.TeacherModel = "",
+    teacher_model_args: o.TeacherModelArgs = None,
     teacher_share: o.TeacherShare = None,
     teacher_temperature: o.TeacherTemperature = None,
     controls: o.Controls = False,
@@ -128,10 +129,10 @@ def prune(
             raise DmcpError("--seeds starts a process for each seed by itself: leave torchrun out.")
         _prune_seeds(plan, seeds, out, quiet, as_json)
         return
-    folder = run_folder(plan, out, resume)
+    folder, told = run_folder(plan, out, resume), has_parent()  # which says of all seeds what each would say
     with (
-        following_parent(),  # of several seeds
-        session(plan, folder, bool(resume), quiet, lambda it: check_reachable(plan, it, resume)) as here,
+        following_parent(),
+        session(plan, folder, bool(resume), quiet, lambda it: check_reachable(plan, it, resume), told) as here,
     ):
         opened = here.opened
         result = pruning.prune(
@@ -156,7 +157,8 @@ def prune(
         if not here.ranks.first:
             return
         troubles = here.run.finish(result, plan.search.seed, here.describe_replaced(replaced))
-    tell_replaced(replaced)
+    if not told:
+        tell_replaced(replaced)
     tell_troubles(troubles)
     tell_slow(opened.model, result, opened.data.shape)
     if as_json:

@@ -40,6 +40,7 @@ def train(
     retrain: o.RetrainKind = None,
     teacher: o.Teacher = "",
     teacher_model: o.TeacherModel = "",
+    teacher_model_args: o.TeacherModelArgs = None,
     teacher_share: o.TeacherShare = None,
     teacher_temperature: o.TeacherTemperature = None,
     weights: o.Weights = "",

@@ -257,12 +257,17 @@ def kept_signals() -> Iterator[list[int]]:
         raise SystemExit(128 + received[0])  # the handler from before us has returned
 
 
+def has_parent() -> bool:
+    """Whether a command of ours has started this process."""
+    return os.environ.get(PARENT, "").isdigit()
+
+
 @contextlib.contextmanager
 def following_parent() -> Iterator[None]:
     """Ask ourselves to stop if the process that has started us is gone, as it would have done; then end for good."""
-    parent, over = os.environ.get(PARENT, ""), threading.Event()
-    if parent.isdigit():
-        threading.Thread(target=_watch, args=(int(parent), over), daemon=True).start()
+    over = threading.Event()
+    if has_parent():
+        threading.Thread(target=_watch, args=(int(os.environ[PARENT]), over), daemon=True).start()
     try:
         yield
     finally:

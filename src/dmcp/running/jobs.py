@@ -31,6 +31,7 @@ from dmcp.running.operations import operations_of
 from dmcp.running.weights import load_weights
 from dmcp.tables import by, counted
 from dmcp.tracing.graph import ChannelGraph
+from dmcp.tracing.remarks import other_numbers
 from dmcp.tracing.trace import trace
 
 GIVEN = "given"  # the teacher that is the network of the weights
@@ -56,6 +57,7 @@ class Job:
     weights: str = ""  # file to start from; empty: fresh ones
     teacher: str = ""  # file of the weights of a network to learn from; "given": that with the weights above
     teacher_model: str = ""  # network that these weights are of; empty: the model
+    teacher_model_args: tuple[str, ...] = ()  # name=value for the builder of that network
     frozen: tuple[str, ...] = ()  # modules or spaces that stay whole
     inexact: bool = False  # prune through LayerNorm and GroupNorm too
     batch: int = 128  # images in a step, over all processes
@@ -171,7 +173,7 @@ def open_job(job: Job) -> Opened:
 def _teacher(job: Job, model: nn.Module, data: DataSets, new_head: bool) -> nn.Module:
     """The network that others learn from."""
     if job.teacher != GIVEN:
-        other = replace(job, model=job.teacher_model, model_args=()) if job.teacher_model else job
+        other = replace(job, model=job.teacher_model, model_args=job.teacher_model_args) if job.teacher_model else job
         found = build(other, data.classes)
         if job.teacher_model:
             try:
@@ -195,10 +197,17 @@ def check_fit(model: nn.Module, data: DataSets, remedy: str = "") -> int:
     remedy: what the sentence about the size says besides the size.
     """
     example = torch.zeros(2, *data.shape, device=device_of(model))
+
+    @torch.no_grad()
+    def run(images: Tensor) -> Any:
+        with kept_modes(model):
+            return model.eval()(images)
+
     try:
-        with kept_modes(model), torch.no_grad():
-            output = model.eval()(example)
+        output = run(example)
     except Exception as error:
+        if wanted := other_numbers(model, example, run):
+            raise DataError(f"The images hold {wanted}.") from error
         raise DataError(
             f"The network cannot take images of {by(data.shape)}{remedy}: {type(error).__name__}: {error}"
         ) from error
@@ -227,11 +236,11 @@ def trace_job(job: Job, model: nn.Module, sample: tuple[int, ...]) -> ChannelGra
     return trace(model, torch.zeros(2, *sample), frozen=job.frozen, exact=not job.inexact)
 
 
-def argument(text: str) -> tuple[str, Any]:
-    """One k=v; the value is an int, float, bool, None, tuple or list where it reads as one, else text."""
+def argument(text: str, option: str = "--model-args") -> tuple[str, Any]:
+    """One k=v of an option; the value is an int, float, bool, None, tuple or list where it reads as one, else text."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
-        raise DmcpError(f"--model-args: {text!r} is not of the form name=value, like width_mult=1.5.")
+        raise DmcpError(f"{option}: {text!r} is not of the form name=value, like width_mult=1.5.")
     if value.lower() in ("true", "false"):
         return name, value.lower() == "true"
     try:

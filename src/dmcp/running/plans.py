@@ -31,6 +31,7 @@ _LATER: dict[str, dict[str, Any]] = {
     "job": {
         "teacher": "",
         "teacher_model": "",
+        "teacher_model_args": (),
         "latency": "",
         "latency_batch": 1,
         "latency_device": "",

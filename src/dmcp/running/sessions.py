@@ -138,11 +138,17 @@ def tell_ignored(engine: Engine, place: torch.device) -> None:
 
 @contextlib.contextmanager
 def session(
-    plan: Plan, folder: Path, resume: bool, quiet: bool, check: Callable[[Opened], Opened] | None = None
+    plan: Plan,
+    folder: Path,
+    resume: bool,
+    quiet: bool,
+    check: Callable[[Opened], Opened] | None = None,
+    told: bool = False,
 ) -> Iterator[Session]:
     """Meet the other ranks, open model and data, take the run folder.
 
     `check` may still refuse before it is written, and gives back what it was given, or that with a table of latency.
+    told: whether the command that has started this one has said what a person may not know.
     """
     ranks = join(plan.job.device)
     begun = False
@@ -169,7 +175,7 @@ def session(
             tracker = undo.enter_context(_track(plan, opened, folder) if ranks.first else Tracker())
             progress = undo.enter_context(Progress(quiet or not ranks.first))
             here = Session(plan, ranks, opened, run, progress, tracker, asked)
-            _describe(here, quiet)
+            _describe(here, quiet, told)
             begun = True
             yield here
     except torch.OutOfMemoryError as error:
@@ -283,10 +289,10 @@ def _track(plan: Plan, opened: Opened, folder: Path) -> Tracker:
     return open_tracker(plan.options.get("track") or (), folder, plan.to_json(), [limit.kind for limit in limits])
 
 
-def _describe(here: Session, quiet: bool) -> None:
+def _describe(here: Session, quiet: bool, told: bool) -> None:
     """State what a person may not know, then the batch and the learning rates, of all ranks together."""
     plan, ranks = here.plan, here.ranks
-    if ranks.first and not plan.cell:  # the command that starts the cells has said it once
+    if ranks.first and not told:
         tell_notices(here.opened)
         tell_ignored(plan.engine, plan.job.place)
     if quiet or not ranks.first:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 
-from dmcp.errors import TrainingError, WidthsError
+from dmcp.errors import DmcpError, TrainingError, WidthsError
 from dmcp.spaces import ChannelSpace, Widths
 from dmcp.tracing.graph import ChannelGraph
 
@@ -16,17 +16,19 @@ BOUNDS = ("smallest", "largest")  # what people call them
 _EXACT = 1 << 30  # a space's own name goes before all others
 
 
-def check_bound(word: str, bound: Bound) -> None:
-    """TrainingError for what can be no bound of any network; `word` is what people call it."""
+def check_bound(word: str, bound: Bound, error: type[DmcpError] = TrainingError) -> None:
+    """Refuse what can be no bound of any network; `word` is what people call it."""
     numbers = list(bound.values()) if isinstance(bound, Mapping) else [bound]
     if any(type(number) is not int or number < 1 for number in numbers):
-        raise TrainingError(f"{word} must be an int of at least 1, or such ints by name, not {bound!r}.")
+        raise error(f"{word} must be an int of at least 1, or such ints by name, not {bound!r}.")
 
 
-def bounds(graph: ChannelGraph, smallest: Bound, largest: Bound, align: int = 1) -> list[tuple[int, int]]:
+def bounds(
+    graph: ChannelGraph, smallest: Bound, largest: Bound, align: int = 1, words: tuple[str, str] = BOUNDS
+) -> list[tuple[int, int]]:
     """From which width to which each space may go, both in whole multiples of `align` or the whole space."""
-    least = _by_space(graph, "smallest", smallest, max, lambda number, unit: -(-number // unit))
-    most = _by_space(graph, "largest", largest, min, lambda number, unit: number // unit)
+    least = _by_space(graph, words[0], smallest, max, lambda number, unit: -(-number // unit))
+    most = _by_space(graph, words[1], largest, min, lambda number, unit: number // unit)
     ends: list[tuple[int, int]] = []
     for space in graph.spaces:
         step, lower, upper = space.step(align), least.get(space.name, 1), most.get(space.name, space.size)
@@ -36,8 +38,8 @@ def bounds(graph: ChannelGraph, smallest: Bound, largest: Bound, align: int = 1)
             some = "" if step == 1 else f" that is a multiple of {step}"
             counted = "" if space.unit == 1 else f", in whole groups of {space.unit} channels"
             raise WidthsError(
-                f"No width of {space.name}{some} lies from {lower} (smallest) to {upper} (largest{counted}): move one "
-                "of them."
+                f"No width of {space.name}{some} lies from {lower} ({words[0]}) to {upper} ({words[1]}{counted}): move "
+                "one of them."
             )
         ends.append((low, high))
     return ends
@@ -88,6 +90,6 @@ def _unused(graph: ChannelGraph, word: str, name: str) -> str:
         if kept.name == name or kept.name.startswith(f"{name}."):
             return f"{word} names {name!r}, which stays whole ({kept.reason}): leave it out."
     known = sorted({other for space in graph.spaces for other in (space.name, *space.writers)})
-    near = difflib.get_close_matches(name, known, n=3)
+    near = difflib.get_close_matches(str(name), known, n=3)
     hint = f"did you mean {', '.join(near)}?" if near else "graph.spaces (dmcp inspect) lists them."
     return f"{word}: there is no space named {name!r}, and no module of that name writes one: {hint}"

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from dmcp.batches import device_of, generator
 from dmcp.calibration import kept_modes
-from dmcp.errors import BudgetError, DmcpError
+from dmcp.errors import BudgetError, DmcpError, WidthsError
 from dmcp.exporting import missing_packages, onnxruntime_version
 from dmcp.latency import Latency, RuntimeKind, Timed, show_ms
-from dmcp.sampling import Options
+from dmcp.sampling import Options, between
+from dmcp.searching.bounds import Bound
 from dmcp.slicing import narrow, unwrap
 from dmcp.spaces import Widths
 from dmcp.timing.fit import fit, forecast_ms, hiccups
@@ -55,8 +56,8 @@ def measure_latency(
     batch: int = 1,
     device: str | torch.device = "",
     dtype: torch.dtype | str = "float32",
-    floor: Widths | None = None,
-    ceiling: Widths | None = None,
+    floor: Bound | None = None,
+    ceiling: Bound | None = None,
     align: int = 1,
     networks: int = NETWORKS,
     seed: int = 0,
@@ -68,7 +69,8 @@ def measure_latency(
         takes, somewhere: it may export the network and time it on a phone. It is called once for each network.
     batch, device, dtype: of the passes that are timed on this machine, where there is no such function; the
         default device is the model's. Threads are as many as torch has.
-    floor, ceiling, align: widths between which networks are drawn, with the seed; multiples of align.
+    floor, ceiling, align: widths between which networks are drawn, with the seed; multiples of align. Bounds are
+        widths, a number for all spaces, or numbers by the names of modules or spaces.
     runtime: "torch", or "onnx": networks are exported and run in onnxruntime, on the CPU in float32 only.
     """
     if type(networks) is not int or networks < _LEAST:
@@ -134,20 +136,31 @@ def _tabulate(
 
 
 def draw(
-    graph: ChannelGraph, floor: Widths | None, ceiling: Widths | None, align: int, count: int, seed: int
+    graph: ChannelGraph, floor: Bound | None, ceiling: Bound | None, align: int, count: int, seed: int
 ) -> list[list[int]]:
     """Widths to measure: unpruned, the smallest, all spaces at one share, and each space at a share of its own."""
-    most = (ceiling or graph.full).tensor()
-    least = torch.ones_like(most) if floor is None else floor.tensor()
-    options, source = Options(graph, least, most, align), generator(seed)
-    rows = [graph.full.tensor(), options.widths(torch.zeros_like(most))]
+    options, source = between(graph, floor, ceiling, align), generator(seed)
+    _check_different(graph, options, align)
+    rows = [graph.full.tensor(), options.widths(torch.zeros_like(options.last))]
     for number in range(count - 2):
-        shares = torch.rand(len(most), generator=source, dtype=torch.float64)
+        shares = torch.rand(len(options.last), generator=source, dtype=torch.float64)
         if number % 2:  # near to each other, as those of networks that were chosen for a budget
             middle = torch.rand(1, generator=source, dtype=torch.float64)
             shares = (middle + 0.2 * (shares - 0.5)).clamp(0, 1)
         rows.append(options.widths((shares * options.last).round().long()))
     return [row.tolist() for row in rows]
+
+
+def _check_different(graph: ChannelGraph, options: Options, align: int) -> None:
+    """Refuse options that leave one network only."""
+    if options.last.any():
+        return
+    largest = max(graph.spaces, key=lambda space: space.size * space.unit)
+    steps, fix = (f" in multiples of {align}", "a smaller align") if align > 1 else ("", "another floor or ceiling")
+    raise WidthsError(
+        f"There is nothing to measure: no space can be narrowed{steps}; the largest, {largest.name}, has "
+        f"{largest.size * largest.unit} channels. Use {fix}."
+    )
 
 
 def _narrowed(model: nn.Module, graph: ChannelGraph, widths: Widths) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,14 +11,19 @@ from torch import Tensor
 
 from dmcp.tracing.cost import Polynomial, Terms, evaluate, product, total
 from dmcp.tracing.coupling import Coupling
-from dmcp.tracing.facts import find_rule
+from dmcp.tracing.facts import Flow
 from dmcp.tracing.layouts import in_spaces
 from dmcp.tracing.recording import Op, Recording
-from dmcp.tracing.rules import RULES, pointwise
 
 # give back what they get, in eval mode: memory that is looked at in another way
 VIEWS = {"reshape", "flatten", "unflatten", "expand_as", "view_as", "contiguous", "dropout", "feature_dropout"}
-_NUMBER_BY_NUMBER = {"batch_norm", "prelu", "_prelu_kernel", "where", "masked_fill"}  # besides those with that rule
+_NUMBER_BY_NUMBER = {
+    "batch_norm",
+    "prelu",
+    "_prelu_kernel",
+    "where",
+    "masked_fill",
+}  # besides those with a pointwise rule
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ def moments(coupling: Coupling, numbers: Mapping[int, int], batch: int | None) -
     What is computed from weights alone is not counted, nor what an op needs for itself.
     """
     recording, layouts, resolve = coupling.recordings[0], coupling.layouts[0], coupling.channels.resolve
-    holders = _holders(recording)
+    holders = _holders(recording, coupling.facts[0].flows)
     samples = batch or 1
 
     def size(value: int) -> Terms:
@@ -100,9 +106,10 @@ def moments(coupling: Coupling, numbers: Mapping[int, int], batch: int | None) -
     return tuple(_worst([moment for moment in found if moment.terms]))
 
 
-def _holders(recording: Recording) -> dict[int, tuple[int, int]]:
+def _holders(recording: Recording, flows: Sequence[Flow]) -> dict[int, tuple[int, int]]:
     """First and last op during which memory is held, by the value that it was got for."""
     owners = _owners(recording)
+    whole = _whole(recording, owners)
     last: dict[int, int] = {}
     for number, op in enumerate(recording.ops):
         last |= {owners[value]: number for value in (*op.inputs(), *op.outs[:1]) if value in owners}
@@ -113,8 +120,10 @@ def _holders(recording: Recording) -> dict[int, tuple[int, int]]:
         for out in op.outs:
             if out is None or out in places or owners.get(out) != out or out not in last:  # not new, or never read
                 continue
-            free = (owners[value] for value in op.inputs() if value in owners) if _by_number(op) else ()
-            old = next((value for value in free if last[value] == number and _fits(recording, value, out)), out)
+            by_number = op.name in _NUMBER_BY_NUMBER or flows[number] is Flow.POINTWISE
+            looks = [value for value in op.inputs() if value in whole and _fits(recording, value, out)] * by_number
+            free = (owners[value] for value in looks if owners[value] not in recording.inputs)  # those are the caller's
+            old = next((value for value in free if last[value] == number), out)
             places[out] = places.get(old, out)
             held[places[out]] = (held.get(places[out], (number, 0))[0], last[out])
     return held
@@ -133,18 +142,25 @@ def _owners(recording: Recording) -> dict[int, int]:
     return found
 
 
+def _whole(recording: Recording, owners: Mapping[int, int]) -> set[int]:
+    """The activations that are looks at all of the memory, at each number once."""
+    found = {value for value, owner in owners.items() if value == owner}
+    for op in recording.ops:
+        inputs = [value for value in op.inputs() if value in owners]
+        if inputs and inputs[0] in found:
+            count = math.prod(recording.shapes[inputs[0]])
+            outs = (out for out in op.outs if out is not None and out in owners)
+            found |= {out for out in outs if math.prod(recording.shapes[out]) == count}
+    return found
+
+
 def _is_view(op: Op) -> bool:
     return op.func.is_view or op.name in VIEWS or op.name.endswith("_")  # squeeze_
 
 
-def _by_number(op: Op) -> bool:
-    return op.name in _NUMBER_BY_NUMBER or find_rule(op.func, RULES, pointwise) is pointwise
-
-
 def _fits(recording: Recording, old: int, new: int) -> bool:
-    """Whether one may be written over the other; inputs are the caller's."""
-    same = (recording.shapes[old], recording.dtypes[old]) == (recording.shapes[new], recording.dtypes[new])
-    return same and old not in recording.inputs
+    """Whether one may be written over the other."""
+    return (recording.shapes[old], recording.dtypes[old]) == (recording.shapes[new], recording.dtypes[new])
 
 
 def _worst(found: Sequence[Moment]) -> list[Moment]:

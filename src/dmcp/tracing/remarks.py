@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 
 from dmcp.tracing.coupling import Coupling
 from dmcp.tracing.readings import Read
-from dmcp.tracing.recording import Op, Recording
+from dmcp.tracing.recording import Op, Recording, map_leaves, tensors_in
 
 _SOME = 3  # places or layers that are named; the rest is counted
 _OLD_NORMS = {"WeightNorm": "remove_weight_norm", "SpectralNorm": "remove_spectral_norm"}  # hooks of torch.nn.utils
@@ -141,6 +141,27 @@ def misfit(model: nn.Module, example: Any, recording: Recording | None = None) -
 def _is_one_image(recording: Recording) -> bool:
     """Whether a convolution took the whole input as one image without a batch, which torch allows."""
     return any(op.name == "conv2d" and op.inputs()[0] in recording.inputs for op in recording.ops)
+
+
+def other_numbers(model: nn.Module, example: Any, run: Callable[[Any], Any]) -> str:
+    """What an example on which a model failed holds instead of the model's kind of numbers, and what to do.
+
+    Empty if that is not what was wrong: with its own kind of numbers the model runs.
+    """
+    own = {it.dtype for it in model.parameters() if it.is_floating_point()}
+    given = {it.dtype for it in tensors_in(example)} - own
+    if len(own) != 1 or len(given) != 1:
+        return ""
+    wanted, held = own.pop(), given.pop()
+    try:
+        run(map_leaves(lambda leaf: leaf.to(wanted) if isinstance(leaf, Tensor) else leaf, example))
+    except Exception:
+        return ""
+    way = f"convert it, with x.to({wanted}), and scale it as the model expects: bytes of images by 1 / 255"
+    if held.is_floating_point:
+        way = f"convert one of them, with x.to({wanted}) or model.to({held})"
+    kinds = (str(it).removeprefix("torch.") for it in (held, wanted))
+    return "{}, the weights of the model {}: {}".format(*kinds, way)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -21,7 +21,15 @@ from dmcp.tracing.layer_costs import BOXES, cost_entries
 from dmcp.tracing.layouts import Atom, in_spaces
 from dmcp.tracing.memory import moments
 from dmcp.tracing.recording import Func, Recording, batch_of, rebatch, record_anywhere, tensors_in
-from dmcp.tracing.remarks import keep_read_whole, misfit, note_reads, note_sizes, ways_to_plain_weights, with_way_out
+from dmcp.tracing.remarks import (
+    keep_read_whole,
+    misfit,
+    note_reads,
+    note_sizes,
+    other_numbers,
+    ways_to_plain_weights,
+    with_way_out,
+)
 from dmcp.tracing.replay import Rehearsal, meta_example
 from dmcp.tracing.rules import RULES
 from dmcp.tracing.settling import IN_CODE, Settler
@@ -117,6 +125,8 @@ def _record_first(model: nn.Module, example: Any, batch: int | None) -> tuple[Re
         wanted = misfit(model, example) if isinstance(error.__cause__, (RuntimeError, ValueError)) else ""
         if wanted:  # torch's own complaint comes after it: the cause may be another one
             raise TraceError(f"The example input does not fit: {wanted}. {error}") from error
+        if wanted := other_numbers(model, example, lambda same: record_anywhere(model, same, training=False)):
+            raise TraceError(f"The example input holds {wanted}.") from error
         raise
     if wanted := misfit(model, example, first):
         raise TraceError(f"The example input does not fit: {wanted}.")
