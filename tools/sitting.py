@@ -56,7 +56,7 @@ _MOBILE = "main --model cifar:mobilenet_v2 --budget 50% --budget 30% --seeds 2 -
 _FULL = "full --epochs 50 --search-epochs 15 --label-smoothing 0"  # a search of 30 and a training of 200
 _LENGTH, _LONGEST = (_FULL.replace("full", name) for name in ("length", "taught"))
 _RATES = "rates --recorded --epochs 60 --seeds 3"
-_RECIPE = "recipe --epochs 25 --search-epochs 15 --label-smoothing 0 --model cifar:resnet56 --seeds 2"  # half the length
+_RECIPE = "recipe --epochs 25 --search-epochs 15 --label-smoothing 0 --model cifar:resnet56 --seeds 2"  # half of it
 _TINY = "--model digits:resnet --epochs 1 --search-epochs 2 --seeds 1"
 PLANS = {
     "mobile": (
