@@ -74,6 +74,7 @@ def dots(groups: Mapping[str, Sequence[float]], title: str, words: str = "test a
     figure.suptitle(f"{title}\ndots: networks; red: mean ± one standard deviation", fontsize=9)
     axes.set_xlabel(words)
     in_percent(axes.xaxis)
+    axes.tick_params(axis="x", labelsize=8)
     axes.margins(x=0.08)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="x", alpha=0.3, lw=0.6)
