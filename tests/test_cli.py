@@ -29,7 +29,6 @@ from dmcp.pruning import Event
 from dmcp.running.jobs import Job, open_job
 from dmcp.running.plans import Plan, plan_from_json
 from dmcp.running.progress import Progress, clock
-from dmcp.running.sessions import session
 from dmcp.running.weights import load_weights
 from dmcp.training import StepRecord
 
@@ -428,8 +427,10 @@ def test_what_a_person_may_not_know_is_said_once_for_all_cells(
     for command in (("compare", "--methods", "uniform"), ("paper", "warmup", *results), ("paper", "scale", *results)):
         for more in ((), ("--dry-run",)):
             assert run(capsys, *command, *network, *usual, *more)[::2] == (0, told), command
-    with session(started[0].plan, tmp_path / "cell", False, quiet=True):
-        assert capsys.readouterr().err == ""  # each of them would say it again
+    monkeypatch.setattr("dmcp.commands.compare.run_cell", lambda here: None)
+    (tmp_path / "plan.json").write_text(json.dumps(started[0].plan.to_json()))
+    cell = run(capsys, "cell", str(tmp_path / "plan.json"), str(tmp_path / "cell"))
+    assert cell == (0, "", "")  # each of them would say it again
 
 
 def test_time_left_is_by_whole_bundles(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

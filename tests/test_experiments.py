@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,12 +22,13 @@ from dmcp import cli, sampling
 from dmcp.commands import paper as paper_commands
 from dmcp.commands.compare import recipe
 from dmcp.commands.paper import progress
-from dmcp.comparison.cell_files import CHOICE, COST, RECOVERY, TIME, is_done
+from dmcp.comparison.cell_files import CHOICE, COST, RECOVERY, TIME, copied_widths, is_done, lend_widths
 from dmcp.comparison.cell_runs import run_tasks
 from dmcp.comparison.comparing import Comparison, Task, plan_cell, tasks
 from dmcp.data import load, split
 from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DmcpError, FileError, TrainingError
+from dmcp.locks import Lock
 from dmcp.methods.dmcp import DmcpConfig, DrawConfig, draw, find
 from dmcp.nets import build, sample_shape
 from dmcp.paper import findings
@@ -34,12 +36,12 @@ from dmcp.paper.arms import Arm, Study
 from dmcp.paper.experiments import ALL, DRAWS, EXPERIMENTS, check_experiment, study_of
 from dmcp.paper.findings import show, write
 from dmcp.paper.outcomes import outcomes
-from dmcp.paper.records import read_recorded
+from dmcp.paper.records import read_copied, read_recorded
 from dmcp.paper.tasks import cells_of, command, epochs_of, study_tasks
 from dmcp.pruning import Row
 from dmcp.running.jobs import Job
 from dmcp.running.plans import Cell, plan_from_json
-from dmcp.runs import LOG, SETTINGS
+from dmcp.runs import CHECKPOINTS, LOG, SETTINGS
 from dmcp.saving import WIDTHS
 from dmcp.searching.search import search
 from dmcp.searching.searches import SearchResult
@@ -1029,6 +1031,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def run_at_once(wanted: Sequence[Task], folder: Path, *rest: Any) -> list[Any]:
         left = [task for task in wanted if not is_done(folder / task.name)]
+        for name, widths in rest[-1].items():
+            lend_widths(folder, name, widths)
         for task in left:
             write_cell(task, folder, short(), 0.5)
         names.extend(task.name for task in left)
@@ -1267,6 +1271,81 @@ def test_recorded_widths_are_copied_without_a_search(
     graph = graph_of("digits:resnet")
     assert dict(graph.widths(Widths.from_json(lent["widths"]))) == stored["widths"]
     assert not [*(tmp_path / "cells" / "recorded").glob("unpruned*")]
+
+
+def test_cells_of_which_only_the_widths_are_taken_are_counted(
+    ran: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    record(tmp_path / "results", "explain")
+    words = ["rates", *SHORT, *places(tmp_path), "--recorded"]
+    assert "Recorded in " in (told := run(capsys, *words, "--dry-run")[1]) and told.count("not listed: 6.") == 1
+    assert not (tmp_path / "cells").exists()
+    assert "6 cells taken from the data in" in run(capsys, *words)[2]
+    assert len(ran) == 6 and all("-rates-" in name for name in ran)
+    assert len([*(tmp_path / "cells" / "recorded").iterdir()]) == 6
+
+
+def test_what_is_run_again_is_not_lent(ran: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    record(tmp_path / "results", "extra", lost=["dmcp-search0-50%-seed1"], seeds=2)
+    words = ["extra", "sampling", *SHORT, *places(tmp_path, seeds=2), "--recorded"]
+    assert run(capsys, *words)[0] == 0  # draws need the search itself
+    assert {"dmcp-50%-seed0", "dmcp-search0-50%-seed1"} <= {*ran}
+    assert not (tmp_path / "cells" / "recorded").exists()
+
+
+def test_widths_that_two_tables_have_differently_are_searched_again(tmp_path: Path) -> None:
+    it, place = short(), tmp_path / "results"
+    record(place, "full", "length")
+    source = "dmcp-full-50%-seed0"
+    assert {*read_copied(it, ["full", "length"], place)} == {source}
+    path = place / "length-digits-resnet.json"
+    data = json.loads(path.read_text())
+    (cell,) = (cell for cell in data["cells"] if cell["name"] == source)
+    cell["widths"] = dict.fromkeys(cell["widths"], 1)
+    path.write_text(json.dumps(data))
+    assert not read_copied(it, ["full", "length"], place)
+    assert read_copied(it, ["full"], place)[source].widths != read_copied(it, ["length"], place)[source].widths
+
+
+def test_data_of_another_network_by_the_same_name_lend_nothing(tmp_path: Path) -> None:
+    it, place = short(), tmp_path / "results"
+    record(place, "full")
+    assert read_copied(it, ["full"], place) and read_recorded(it, "full", place)
+    path = place / "full-digits-resnet.json"
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps(data | {"macs": data["macs"] + 1}))
+    assert not read_copied(it, ["full"], place) and not read_recorded(it, "full", place)
+    for cell in data["cells"]:
+        cell["widths"] = dict.fromkeys(cell["widths"], 1000)
+    path.write_text(json.dumps(data))
+    with pytest.raises(FileError, match=r"full-digits-resnet\.json: .* has the widths of another network"):
+        read_copied(it, ["full"], place)
+
+
+def test_nothing_is_lent_to_a_command_that_is_at_work(tmp_path: Path) -> None:
+    graph = graph_of("digits:resnet")
+    lend_widths(tmp_path, "source-seed0", graph.full)
+    before = (path := tmp_path / "recorded" / "source-seed0.json").read_bytes()
+    other = graph.widths([1 for _ in graph.spaces])
+    with Lock(tmp_path), pytest.raises(DmcpError):
+        run_tasks([], tmp_path, torch.device("cpu"), None, True, {"source-seed0": other})
+    assert path.read_bytes() == before
+    assert run_tasks([], tmp_path, torch.device("cpu"), None, True, {"source-seed0": other}) == []
+    assert path.read_bytes() != before
+
+
+@pytest.mark.parametrize("state", ["done", "begun", "gone"])
+def test_a_search_that_is_not_done_does_not_count_where_widths_are_lent(state: str, tmp_path: Path) -> None:
+    it = short()
+    (task,) = (task for task in study_tasks(it, ["full"]) if task.name == "dmcp-full-50%-seed0")
+    if state != "gone":
+        write_cell(task, tmp_path, it, 0.5)
+    if state == "begun":
+        (tmp_path / task.name / CHECKPOINTS).mkdir()
+    lend_widths(tmp_path, task.name, it.graph.full)
+    here: Any = SimpleNamespace(run=SimpleNamespace(folder=tmp_path / "copy"), opened=SimpleNamespace(graph=it.graph))
+    found = copied_widths(here, Cell(method="copy", uses=task.name))
+    assert (found == it.graph.full) is (state != "done")
 
 
 def test_a_dry_run_lists_what_is_not_recorded(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

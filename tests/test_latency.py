@@ -594,6 +594,9 @@ def test_networks_that_are_all_equal_are_not_measured() -> None:
     for fixed in ({"floor": graph.full}, {"floor": 2, "ceiling": 2}):
         with pytest.raises(WidthsError, match=r"nothing to measure.* another floor or ceiling"):
             measure_latency(model, x, graph, measure=device, **fixed)  # type: ignore[arg-type]
+    bound = "between floor and ceiling.* Use another floor or ceiling, or a smaller align"
+    with pytest.raises(WidthsError, match=bound):  # multiples of 2 there are, but not from 3 on up to 4
+        measure_latency(model, x, graph, measure=device, floor=3, ceiling=4, align=2)
     assert not device.calls
 
 

@@ -176,6 +176,15 @@ def test_what_a_table_could_be_taken_for_is_said(tmp_path: Path) -> None:
     assert "picked by test accuracy" in other and "fewer" not in other and "search, s" not in other
 
 
+def test_images_that_searches_had_are_not_passed_over_in_silence(tmp_path: Path) -> None:
+    for name in ("recipe", "rates"):
+        put(tmp_path / "results", name)
+    text = page_of(tmp_path / "results")
+    assert text.count("no test image was used here.") == 2
+    had = "- The searches had all training images, the held-out ones among them: only the trainings had not."
+    assert text.count(had) == 1 and had in section(text, "rates: cifar:resnet20")
+
+
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     place = tmp_path / "results"
     put(place, "warmup", missing=[f"dmcp-cold-50%-seed{n}" for n in range(8)], command=[])

@@ -31,7 +31,7 @@ from dmcp.paper.experiments import (
 from dmcp.paper.findings import difference, protocol, show, write
 from dmcp.paper.outcomes import Recorded
 from dmcp.paper.page import make_page
-from dmcp.paper.records import check_recordable, is_recordable, lend, lost_from, read_copied, read_recorded, unrecorded
+from dmcp.paper.records import check_recordable, is_recordable, lent, lost_from, read_copied, read_recorded, unrecorded
 from dmcp.paper.tasks import needed_by, study_tasks
 from dmcp.running.jobs import Job, open_job
 from dmcp.running.sessions import say, tell_ignored, tell_notices
@@ -145,10 +145,11 @@ def paper(
     tasks = study_tasks(study, wanted)
     check_replaced(study, wanted, Path(results))
     known = {name: read_recorded(study, name, Path(results)) for name in wanted} if recorded else {}
-    copied = {cell: own for name in known for cell, own in read_copied(study, name, Path(results)).items()}
+    copied = read_copied(study, [*known], Path(results))
     if recorded:
         tasks = unrecorded(study, wanted, known, folder, copied)
-    taken = sorted({cell for own in known.values() for cell in own} - {task.name for task in tasks})
+    given = lent(study, tasks, copied)
+    taken = sorted({*given, *(cell for own in known.values() for cell in own)} - {task.name for task in tasks})
     if dry_run:
         _list(tasks, needed_by(study, wanted), folder, as_json, taken if recorded else None, results)
         return
@@ -161,8 +162,7 @@ def paper(
         tell_ignored(it.engine, it.job.place)
         if taken and not quiet:
             say(f"{counted(len(taken), 'cell')} taken from the data in {results}, not run again.")
-        lend(study, tasks, copied, folder)
-    failed = [] if gather else run_tasks(tasks, folder, it.job.place, at_once, quiet)
+    failed = [] if gather else run_tasks(tasks, folder, it.job.place, at_once, quiet, given)
     fuller = _show(study, wanted, folder, Path(results), page, as_json, known)
     check_failed(failed)
     if fuller:

@@ -25,7 +25,7 @@ from dmcp.tracing.graph import Kept
 COST, CHOICE, CHOSEN = "cost.json", "choice.json", "choice.safetensors"
 # what alphas won back; seconds at work in all; seconds of what COST will be about, where it was stopped in it
 RECOVERY, TIME, SPENT = "recovery.json", "time.json", "spent.json"
-LENT = "recorded"  # folder beside those of the cells, with widths of cells whose own folders are gone
+LENT = "recorded"  # folder beside those of the cells, with widths of cells that are recorded, and not done here
 CODE = "code.json"  # which code of a method that is somebody's own has chosen, or prepared
 _CHOSEN = "choice"  # the stage that ends with a choice
 _MOST = 2**34  # bytes of a prepared network
@@ -97,14 +97,14 @@ def used_folder(here: Session, cell: Cell) -> Path:
 
 
 def lend_widths(folder: Path, name: str, widths: Widths) -> None:
-    """Let other cells copy the widths of one whose own folder is gone."""
+    """Let other cells copy the widths of one that is not done here."""
     Run(folder / LENT).write(f"{name}.json", {"widths": widths.to_json()})
 
 
 def copied_widths(here: Session, cell: Cell) -> Widths:
-    """Those of the cell that this one copies, from its folder or as they were lent."""
-    own, lent = used_folder(here, cell) / CHOICE, here.run.folder.parent / LENT / f"{cell.uses}.json"
-    path = lent if lent.exists() and not own.exists() else own
+    """Those of the cell that this one copies, from its folder or, where it is not done, as they were lent."""
+    own, lent = used_folder(here, cell), here.run.folder.parent / LENT / f"{cell.uses}.json"
+    path = lent if lent.exists() and not is_done(own) else own / CHOICE
     return here.opened.graph.widths(Widths.from_json(read_json(path)["widths"]))
 
 

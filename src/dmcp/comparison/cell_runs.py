@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dmcp.comparison.cell_files import code_that_made, is_done
+from dmcp.comparison.cell_files import code_that_made, is_done, lend_widths
 from dmcp.comparison.cells import BASE, COPY, RECOVER
 from dmcp.comparison.comparing import Comparison, Task, tasks
 from dmcp.errors import DmcpError, FileError
@@ -28,6 +28,7 @@ from dmcp.running.jobs import Job, Opened
 from dmcp.running.operations import are_others
 from dmcp.running.plans import FACTS, Plan, code_digest, facts_of, plan_from_json
 from dmcp.runs import SETTINGS, Run, read_json
+from dmcp.spaces import Widths
 
 PLANS = "plans"  # what each cell is to do
 OUTPUT = "output"  # what each cell has said
@@ -76,12 +77,22 @@ def run_comparison(it: Comparison, folder: Path, at_once: int | None = None, qui
 
 
 def run_tasks(
-    wanted: Sequence[Task], folder: Path, device: torch.device, at_once: int | None = None, quiet: bool = False
+    wanted: Sequence[Task],
+    folder: Path,
+    device: torch.device,
+    at_once: int | None = None,
+    quiet: bool = False,
+    lent: Mapping[str, Widths] | None = None,
 ) -> list[Ended]:
-    """Run those of these cells that are not done yet; those that failed, if any."""
+    """Run those of these cells that are not done yet; those that failed, if any.
+
+    lent: widths that some of them copy, by the names of cells that are not run here.
+    """
     _make(folder)
     with kept_signals() as signals, Lock(folder):
         check_begun(wanted, folder)
+        for name, widths in (lent or {}).items():
+            lend_widths(folder, name, widths)
         for task in wanted:
             Run(folder / PLANS).write(f"{task.name}.json", task.plan.to_json())
         _note_command(folder, device)

@@ -239,7 +239,7 @@ def length(it: Study) -> list[Arm]:
 
 
 def recipe(it: Study) -> list[Arm]:
-    """What the full-length recipe was chosen by: one setting changed at a time, tested by held-out training images.
+    """What the full-length recipe may be chosen by: one setting changed at a time, tested by held-out training images.
 
     The training with uniform widths, so that no search is favoured. Options of the command (`--lr` and its like) then
     make a choice that of `full`.
@@ -305,7 +305,7 @@ def _frozen(it: Study) -> list[Arm]:
 def rates(it: Study) -> list[Arm]:
     """How fast alphas should move: widths of both rates, trained without held-out images and tested by them alone.
 
-    The searches are those of main and explain, which have not seen these images.
+    The searches are those of main and explain. They had all training images, these among them, at both rates alike.
     """
     arms: list[Arm] = []
     for budget in (HALF, *ENDS):

@@ -19,7 +19,7 @@ from dmcp.errors import BudgetError, FileError
 from dmcp.files import MOST_JSON, read_bytes
 from dmcp.paper.claims import tell_claims
 from dmcp.paper.evidence import Evidence, read_evidence
-from dmcp.paper.experiments import EXPERIMENTS, FULL, HELD_OUT, LENGTH, RECIPE, TAUGHT
+from dmcp.paper.experiments import EXPERIMENTS, FULL, HELD_OUT, LENGTH, RATES, RECIPE, TAUGHT
 from dmcp.plain_data import from_plain
 from dmcp.runs import read_json
 from dmcp.tables import between, counted
@@ -293,6 +293,8 @@ def _warnings(it: _Finding) -> list[str]:
         told.append("- Cells ran in different sittings and side by side: rows cannot be compared by *search, s*.")
     if it.experiment in HELD_OUT:
         told.append("- Trained without the held-out images and tested by them alone: no test image was used here.")
+    if it.experiment == RATES:
+        told.append("- The searches had all training images, the held-out ones among them: only the trainings had not.")
     if it.experiment == "distribution":
         told.append("- Rows of other starts are of the cells of `dmcp paper extra`, run before in the same `--out`.")
     if it.experiment == "sampling":

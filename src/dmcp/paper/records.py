@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from dmcp.comparison.cell_files import is_done, lend_widths
+from dmcp.comparison.cell_files import is_done
 from dmcp.comparison.cells import COPY
 from dmcp.comparison.comparing import Task, cell_name
 from dmcp.errors import DmcpError, FileError
@@ -20,6 +20,7 @@ from dmcp.paper.outcomes import Measured, Recorded, Shown, outcomes
 from dmcp.paper.tasks import cells_of, command, study_tasks
 from dmcp.plain_data import from_plain
 from dmcp.runs import read_json
+from dmcp.spaces import Widths
 
 _OF_FOLDERS = ("main", "recover", "distribution")  # what these show is in the folders of their cells alone
 
@@ -69,8 +70,17 @@ def read_recorded(it: Study, name: str, place: Path) -> dict[str, Measured]:
     return _read_alike(it, name, place, {cell: arm for arm, _, cell in _table(it, name)})
 
 
-def read_copied(it: Study, name: str, place: Path) -> dict[str, Measured]:
-    """Cells in such data whose widths an experiment copies, by name: it needs nothing else of them."""
+def read_copied(it: Study, names: Sequence[str], place: Path) -> dict[str, Measured]:
+    """Cells in such data whose widths experiments copy, by name: they need nothing else of them.
+
+    One that is recorded with other widths for one experiment than for another is left out: only one can be copied.
+    """
+    found = [_read_copied(it, name, place) for name in names]
+    every = {cell: own for one in found for cell, own in one.items()}
+    return {cell: own for cell, own in every.items() if all(one.get(cell, own).widths == own.widths for one in found)}
+
+
+def _read_copied(it: Study, name: str, place: Path) -> dict[str, Measured]:
     copied = {
         cell_name(start.name, seed if arm.uses_seed is None else arm.uses_seed, start.budget): start
         for arm, seed, _ in _table(it, name)
@@ -104,7 +114,7 @@ def _table(it: Study, name: str) -> list[tuple[Arm, int, str]]:
 
 def _is_alike(it: Study, name: str, data: Mapping[str, Any]) -> bool:
     """Whether data are of an experiment whose cells are the same cells as those of this one, if their names are."""
-    if data.get("experiment") not in [*EXPERIMENTS]:
+    if data.get("experiment") not in [*EXPERIMENTS] or data.get("macs", it.graph.macs()) != it.graph.macs():
         return False
     both = [command(it, name), data.get("command")]
     wider = ["--wider"] if name in WIDER and data["experiment"] in WIDER else []  # which the names do not say
@@ -137,7 +147,9 @@ def _read_cells(cells: Any) -> list[Measured]:
 
 def _check_widths(it: Study, arm: Arm, cell: Measured) -> None:
     """ValueError for widths of another network; one that is wider may have other spaces."""
-    if arm.method and not arm.model_args and {*cell.widths} != {space.name for space in it.graph.spaces}:
+    sizes = {space.name: space.size for space in it.graph.spaces}
+    fits = cell.widths.keys() == sizes.keys() and all(1 <= cell.widths[name] <= size for name, size in sizes.items())
+    if arm.method and not arm.model_args and not fits:
         raise ValueError(f"{cell.name} has the widths of another network")
 
 
@@ -186,10 +198,11 @@ def _copies(task: Task, start: str) -> bool:
     return cell is not None and cell.method == COPY and cell.uses == start
 
 
-def lend(it: Study, tasks: Sequence[Task], copied: Recorded, folder: Path) -> None:
-    """Put the recorded widths that these cells copy where they look for them."""
-    for name in {task.plan.cell.uses for task in tasks if task.plan.cell} & copied.keys():
-        lend_widths(folder, name, it.graph.widths(copied[name].widths))
+def lent(it: Study, tasks: Sequence[Task], copied: Recorded) -> dict[str, Widths]:
+    """The recorded widths that these cells copy, by the names of cells which are not among them."""
+    own = {task.name for task in tasks}
+    names = {start for task in tasks for start in task.after if start in copied.keys() - own and _copies(task, start)}
+    return {name: it.graph.widths(copied[name].widths) for name in sorted(names)}
 
 
 def _started(tasks: Sequence[Task], tables: Sequence[Collection[str]], names: Collection[str]) -> set[str]:

@@ -93,7 +93,7 @@ def _add(it: Study, arm: Arm, seed: int, found: dict[str, Task]) -> str:
         held_out=arm.held_out,
     )
     if arm.held_out and (start := found[uses].plan.cell if uses else None):
-        replace(start, held_out=True)  # refused if what it starts from was chosen by these images
+        replace(start, held_out=True)  # refused if what it starts from was chosen by these images alone
     plan = plan_cell(replace(it.common, job=job, train=train), seed, cell, arm.budget or "100%")
     task = Task(cell_name(arm.name, seed, arm.budget), plan, tuple(filter(None, (uses, teacher))))
     assert found.setdefault(task.name, task) == task, task.name

@@ -156,9 +156,11 @@ def _check_different(graph: ChannelGraph, options: Options, align: int) -> None:
     if options.last.any():
         return
     largest = max(graph.spaces, key=lambda space: space.size * space.unit)
-    steps, fix = (f" in multiples of {align}", "a smaller align") if align > 1 else ("", "another floor or ceiling")
+    where, fix = f"in multiples of {align}", "a smaller align"
+    if align == 1 or between(graph, None, None, align).last.any():  # then bounds have left nothing
+        where, fix = "between floor and ceiling", "another floor or ceiling" + (", or a smaller align" * (align > 1))
     raise WidthsError(
-        f"There is nothing to measure: no space can be narrowed{steps}; the largest, {largest.name}, has "
+        f"There is nothing to measure: no space can be narrowed {where}; the largest, {largest.name}, has "
         f"{largest.size * largest.unit} channels. Use {fix}."
     )
 
