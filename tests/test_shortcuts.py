@@ -100,6 +100,22 @@ def test_torch_refuses_what_does_not_fit(name: str) -> None:
         computed(aten.batch_norm.default, INPUTS[0], *WRONG[name], 0.1, 1e-5, False)
 
 
+@pytest.mark.parametrize(
+    "given", [*INPUTS[1:3], INPUTS[5], values(4, 6, 5, 8).transpose(1, 2)], ids=lambda it: str([*it.shape])
+)
+def test_linear_gives_what_torch_gives(given: Tensor) -> None:
+    args = (given, values(10, given.shape[-1]), values(10))
+    found, _ = computed(aten.linear.default, *args)
+    assert form(found) == form(aten.linear.default(*args))
+
+
+def test_a_bias_that_does_not_fit_is_left_to_torch() -> None:
+    with pytest.raises(RuntimeError):
+        computed(aten.linear.default, INPUTS[1], values(10, 8), values(9))
+    found, _ = computed(aten.linear.default, INPUTS[1], values(10, 8), values(10, dtype=torch.float64))
+    assert found.dtype == torch.float64
+
+
 def test_whole_numbers_and_data_are_left_to_torch() -> None:
     found, asked = computed(aten.relu.default, torch.tensor([-1.0, 2.0]))
     assert asked and found.tolist() == [0.0, 2.0]

@@ -1,4 +1,4 @@
-"""Ops whose result has the shape of their input, without asking torch.
+"""Ops whose result has the shape of their input, without asking torch, and linear without its bias.
 
 For these torch has no kernel on the meta device: it works out the result by a dozen other ops in Python, which was most
 of the time of a trace. Whatever torch might refuse, or answer with another dtype, is left to it.
@@ -44,6 +44,8 @@ def compute(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
             return args[0]
         if func in _ELEMENTWISE or (func is aten.batch_norm.default and _fits(*args)):
             return aten.empty_like.default(args[0])
+        if func is aten.linear.default and len(args) == 3 and _adds_nothing(*args):
+            return func(*args[:2])  # the bias is what takes long
     return func(*args, **kwargs)
 
 
@@ -52,3 +54,8 @@ def _fits(values: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training:
     tensors = [tensor for tensor in (weight, bias, mean, var) if tensor is not None]
     sized = all(tensor.is_meta and tensor.shape == values.shape[1:2] for tensor in tensors)
     return sized and values.numel() > 0 and (training or (mean is not None and var is not None))
+
+
+def _adds_nothing(values: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether this bias of a linear layer changes no shape and no dtype."""
+    return bias is not None and bias.is_meta and bias.shape == weight.shape[:1] and bias.dtype == values.dtype
