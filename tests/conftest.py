@@ -60,10 +60,16 @@ def _trace_once(model: nn.Module, example: Tensor, **how: Any) -> ChannelGraph:
 
 
 @pytest.fixture
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take longer than the short runs of tests."""
-    for module in ("runs", "commands.search"):
-        monkeypatch.setattr(f"dmcp.{module}.draw_all", lambda *_, **__: [])
+def figures() -> None:
+    """For tests whose runs are to end with figures."""
+
+
+@pytest.fixture(autouse=True)
+def _no_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take longer than the short runs of tests; those that start the command as a process have them."""
+    if "figures" not in request.fixturenames:
+        for module in ("runs", "commands.search"):
+            monkeypatch.setattr(f"dmcp.{module}.draw_all", lambda *_, **__: [])
 
 
 def _switches() -> tuple[object, ...]:

@@ -280,7 +280,6 @@ def read_widths(folder: Path) -> dict[str, int]:
     return widths
 
 
-@pytest.mark.usefixtures("no_figures")
 def test_train_takes_widths_and_weights(pruned: tuple[Path, str], capsys: Capture, tmp_path: Path) -> None:
     widths = str(pruned[0] / "widths.json")
     torch.save({"state_dict": build("digits:resnet").state_dict()}, tmp_path / "start.pth")
@@ -292,7 +291,6 @@ def test_train_takes_widths_and_weights(pruned: tuple[Path, str], capsys: Captur
     assert read_widths(tmp_path / "run") == read_widths(pruned[0])
 
 
-@pytest.mark.usefixtures("no_figures")
 def test_weights_for_other_classes_give_all_but_the_last_layer(capsys: Capture, tmp_path: Path) -> None:
     torch.manual_seed(7)  # not the job's
     given = build("digits:resnet", num_classes=1000)
@@ -328,7 +326,6 @@ def test_frozen_weights_of_a_file_are_in_the_fresh_network_too(tmp_path: Path, m
     assert torch.equal(first[0], second[0]) and not torch.equal(first[1], second[1])
 
 
-@pytest.mark.usefixtures("no_figures")
 def test_search_from_weights_needs_no_warm_up(capsys: Capture, tmp_path: Path) -> None:
     save_file(build("digits:resnet").state_dict(), tmp_path / "start.safetensors")
     options = (*SMALL, "--search-epochs", "1", "--weights", str(tmp_path / "start.safetensors"), "--holdout", "0.2")
@@ -362,7 +359,6 @@ def test_a_dry_run_knows_of_bounds(capsys: Capture, monkeypatch: pytest.MonkeyPa
     assert least[0] == least[2] < least[1] < least[3] and most[0] == most[1] == most[3] > most[2]
 
 
-@pytest.mark.usefixtures("no_figures")
 def test_bounds_on_the_command_line(capsys: Capture, tmp_path: Path) -> None:
     words = ("search", *SMALL, "--search-epochs", "2", "--budget", "30%", "--out", str(tmp_path / "run"))
     given = ("--smallest", "6", "--smallest", "layer2.0.conv1=12", "--largest", "layer3=40")
@@ -570,7 +566,6 @@ def numbers(text: str) -> list[dict[str, object]]:
     return found
 
 
-@pytest.mark.usefixtures("no_figures")
 def test_results_are_plain_data(pruned: tuple[Path, str], capsys: Capture, tmp_path: Path) -> None:
     folder, printed = pruned
     graph = dmcp.trace(build("digits:resnet"), torch.zeros(2, 1, 8, 8))
@@ -594,7 +589,6 @@ def test_results_are_plain_data(pruned: tuple[Path, str], capsys: Capture, tmp_p
     assert graph.macs(json.loads(out)["widths"]) == json.loads(out)["macs"] <= graph.macs() // 2
 
 
-@pytest.mark.usefixtures("no_figures")
 def test_prune_says_where_odd_widths_gain_no_time(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -605,7 +599,6 @@ def test_prune_says_where_odd_widths_gain_no_time(
         assert (code, err) == (0, words), read_widths(tmp_path / f"{slow}-{align}")
 
 
-@pytest.mark.usefixtures("no_figures")
 def test_prune_gives_plain_data(capsys: Capture, tmp_path: Path) -> None:
     code, out, err = run(capsys, "prune", *SHORT, "--json", "--out", str(tmp_path / "run"))
     assert (code, err) == (0, "")

@@ -389,7 +389,6 @@ def test_the_command_says_it_once_and_keeps_how_images_are_made(
     data = write_photos(here / "a", (64, 48), count=13)  # 26 images
     typed = f"prune --model own_net:Classifier --data {data} --device cpu --workers 0 --batch 20 --quiet"
     monkeypatch.setattr("sys.path", list(sys.path))
-    monkeypatch.setattr("dmcp.runs.draw_all", lambda *_, **__: [])  # figures take longer than such a run
     for more in ("--dry-run", "--search-epochs 1 --epochs 1 --warmup 0 --out run"):
         monkeypatch.setattr("sys.argv", ["dmcp", *typed.split(), *more.split()])
         with pytest.raises(SystemExit) as stop:
