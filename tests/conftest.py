@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import signal
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import typer.main
 from torch import Tensor, nn
 
 from dmcp import cifar_nets
@@ -18,6 +20,7 @@ from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
 
 torch.set_num_threads(1)  # small nets: more threads only wait for each other
+typer.main.get_command = functools.cache(typer.main.get_command)  # else every command typed makes all of them anew
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what is to run in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

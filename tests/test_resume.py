@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import typer.main
 
 import dmcp.commands.search
 import dmcp.rows
@@ -178,6 +179,7 @@ def serve() -> None:
     A line with a pid instead is about a child that stopped itself: it is killed.
     """
     torch.set_num_threads(1)
+    typer.main.get_command = functools.cache(typer.main.get_command)  # as in conftest.py
     warm_up()
     for line in sys.stdin:
         job = json.loads(line)
