@@ -135,7 +135,7 @@ def test_agent_learns_a_bandit_with_two_states() -> None:
         for place, goal in best.items():
             action = float(torch.rand((), generator=draw))
             agent.remember(torch.tensor([[place]]), torch.tensor([action]), 1 - abs(action - goal))
-    agent.learn(1500)
+    agent.learn(500)
     for place, goal in best.items():
         assert agent.act(torch.tensor([place])) == pytest.approx(goal, abs=0.12)
 
@@ -146,7 +146,7 @@ def test_agent_sees_that_an_early_step_pays_later() -> None:
         first, second = torch.rand(2, generator=draw).tolist()
         states = torch.tensor([[0.0, 0.0], [1.0, first]])
         agent.remember(states, torch.tensor([first, second]), first * second)
-    agent.learn(1000)
+    agent.learn(300)
     assert agent.act(torch.tensor([0.0, 0.0])) > 0.8 and agent.act(torch.tensor([1.0, 0.9])) > 0.8
 
 

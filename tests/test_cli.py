@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import re
 import subprocess
 import sys
 import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -174,8 +176,15 @@ DRY = (*SHORT, "--batch", "64", "--dry-run")  # what it measures is steps, not e
 def pruned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of a very short run, and what it printed."""
     folder = tmp_path_factory.mktemp("runs") / "short"
-    command = [sys.executable, "-m", "dmcp", "prune", *SHORT, "--budget", "50%", "--controls", "--out", str(folder)]
-    return folder, subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    words = ["dmcp", "prune", *SHORT, "--budget", "50%", "--controls", "--out", str(folder)]
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+        patch.setattr(sys, "argv", words)
+        patch.setattr(sys, "path", list(sys.path))
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+    assert not stop.value.code
+    return folder, printed.getvalue()
 
 
 def table(printed: str) -> dict[str, list[str]]:
