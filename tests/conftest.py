@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import signal
@@ -11,13 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import typer.main
 from torch import Tensor, nn
 
 from dmcp import cifar_nets
+from dmcp.running import jobs
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
 
 torch.set_num_threads(1)  # small nets: more threads only wait for each other
+typer.main.get_command = functools.cache(typer.main.get_command)  # else every command typed makes all of them anew
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what is to run in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -37,6 +41,13 @@ def _same_world() -> Iterator[None]:
 def _no_word_about_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """How fast the networks are here must not decide what commands print; tests of that set it themselves."""
     monkeypatch.setattr("dmcp.rows._SLOW", math.inf)
+
+
+@pytest.fixture(autouse=True)
+def _no_word_about_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands take 708 of the 1415 digits, which is one step an epoch; all of them would say what is left out."""
+    left_out = jobs._left_out
+    monkeypatch.setattr(jobs, "_left_out", lambda job, count: () if job.data == "digits" else left_out(job, count))
 
 
 @pytest.fixture(autouse=True)
@@ -60,10 +71,16 @@ def _trace_once(model: nn.Module, example: Tensor, **how: Any) -> ChannelGraph:
 
 
 @pytest.fixture
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take longer than the short runs of tests."""
-    for module in ("runs", "commands.search"):
-        monkeypatch.setattr(f"dmcp.{module}.draw_all", lambda *_, **__: [])
+def figures() -> None:
+    """For tests whose runs are to end with figures."""
+
+
+@pytest.fixture(autouse=True)
+def _no_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take longer than the short runs of tests; those that start the command as a process have them."""
+    if "figures" not in request.fixturenames:
+        for module in ("runs", "commands.search"):
+            monkeypatch.setattr(f"dmcp.{module}.draw_all", lambda *_, **__: [])
 
 
 def _switches() -> tuple[object, ...]:

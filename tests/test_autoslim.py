@@ -38,7 +38,7 @@ def run(problem: Problem, config: AutoSlimConfig) -> Choice:
     return find(problem, config, prepare(problem, config).state)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_the_needed_channels_stay(seed: int) -> None:
     problem = planted_problem("57%", seed)
     config = AutoSlimConfig(epochs=8)

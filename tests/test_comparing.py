@@ -583,7 +583,7 @@ def command(*words: str | Path) -> int:
 
 
 def options(*more: str) -> Sequence[str]:
-    words = "compare --model digits:resnet --data digits --methods uniform,l1 --seeds 1 --batch 512 --device cpu"
+    words = "compare --model digits:resnet --data digits --methods uniform,l1 --seeds 1 --batch 708 --device cpu"
     return [*words.split(), "--epochs", "1", "--quiet", *more]
 
 
@@ -640,7 +640,7 @@ def test_the_command_fills_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture
     assert command(*options("--methods", "uniform", "--no-unpruned"), "--out", out) == 0  # nothing is left to do
     printed = capfd.readouterr().out
     assert printed == (out / "compare.md").read_text() + f"\n{out}\n"
-    assert printed.startswith("digits:resnet on digits: 1 epoch, batch 512, ") and "seeds 0.\n\n| method " in printed
+    assert printed.startswith("digits:resnet on digits: 1 epoch, batch 708, ") and "seeds 0.\n\n| method " in printed
     assert "| l1 " in printed and "points above uniform" in printed
     assert {name: contents(out / name) for name in names} == before
     again = json.loads((out / "compare.json").read_text())
@@ -656,7 +656,7 @@ def test_the_command_fills_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture
         assert command(*words, "--lr", "0.5", *more, "--out", out) == 2
         printed, told = capfd.readouterr()
         assert ("unpruned-seed0 " in printed) is bool(more)
-        assert told.splitlines()[1:] == [  # after that of the images that these batches leave out
+        assert told.splitlines() == [
             f"dmcp: {out}/unpruned-seed0 was begun with other settings (train.lr, train.warmup_lr): "
             f"give --out another folder, or the command that began it, which is in {out / COMMANDS}."
         ]
@@ -775,7 +775,7 @@ def test_a_mapping_can_be_set(folder: Path, capfd: pytest.CaptureFixture[str]) -
 def test_the_command_names_cells_that_failed(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     let_fail(folder, "unpruned-seed0", "uniform-50%-seed0")
     assert command(*options(), "--out", folder) == 2
-    assert capfd.readouterr().err.splitlines()[1:] == [
+    assert capfd.readouterr().err.splitlines() == [
         "dmcp: 3 cells failed, the same command starts only them again: "
         "unpruned-seed0: exit code 1: unpruned-seed0 has no luck; "
         "uniform-50%-seed0: exit code 1: uniform-50%-seed0 has no luck; "

@@ -394,9 +394,7 @@ def test_what_earlier_sittings_replaced_counts(here: Path, capsys: Capture, monk
     assert "1 of 8 training images" in (here / "one" / "report.md").read_text()
 
 
-def test_prune_and_search_say_it_too(here: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("runs", "commands.search"):
-        monkeypatch.setattr(f"dmcp.{module}.draw_all", lambda *_, **__: [])  # figures take longer than such a run
+def test_prune_and_search_say_it_too(here: Path, capsys: Capture) -> None:
     photos = write_photos(here / "photos")
     truncate(photos / "train" / "cat" / "1.png")
     truncate(photos / "val" / "dog" / "3.png")

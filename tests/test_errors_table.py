@@ -23,7 +23,7 @@ from dmcp.pruning import Event
 from dmcp.tracing.trace import trace
 
 PAGE = Path(__file__).parent.parent / "docs" / "errors.md"
-PRUNE = "prune --model digits:resnet --data digits --device cpu --batch 512 --search-epochs 2 --epochs 1 --quiet"
+PRUNE = "prune --model digits:resnet --data digits --device cpu --batch 708 --search-epochs 2 --epochs 1 --quiet"
 MOVED = ('"data": "digits"', '"data": "my-shards"')  # in the settings of a run
 NET = """
 from torch import nn

@@ -229,7 +229,7 @@ def test_only_a_rise_is_a_divergence() -> None:
 
 
 def test_a_command_tells_that_a_training_went_wrong(tmp_path: Path, capsys: Capture) -> None:
-    words = (*SMALL, "--epochs", "6", "--lr", "100", "--out", str(tmp_path / "run"))
+    words = (*SMALL, "--batch", "470", "--epochs", "4", "--lr", "100", "--out", str(tmp_path / "run"))
     code, _, err = run(capsys, "train", *words)
     assert code == 0
     (line,) = err.splitlines()

@@ -432,7 +432,8 @@ WAYS: list[tuple[Any, dict[str, Any]]] = [
 def test_a_loop_with_a_users_own_loader_goes_on_where_it_was(tmp_path: Path, loop: Any, how: dict[str, Any]) -> None:
     whole = loop(None, {}, 0, **how)
     assert loop(tmp_path / "whole", {}, 0, **how) == whole  # saving changes nothing
-    for call in (6, 13, 17):  # calls of the loss: in each epoch there are at least five
+    calls = (13,) if "optimizer" in how else (6, 13, 17)  # of the loss: in each epoch there are at least five
+    for call in calls:
         folder, seen = tmp_path / str(call), {}
         with pytest.raises(CrashError):
             loop(folder, seen, 0, crash, call, **how)

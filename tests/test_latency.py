@@ -693,7 +693,7 @@ def test_an_interrupted_job_goes_on_with_the_same_numbers(tmp_path: Path) -> Non
 
 # the command line
 
-SHORT = ["--model", "digits:resnet", "--data", "digits", "--batch", "700", "--device", "cpu", "--quiet"]
+SHORT = ["--model", "digits:resnet", "--data", "digits", "--batch", "708", "--device", "cpu", "--quiet"]
 FEW = ["--search-epochs", "2", "--epochs", "1"]
 
 

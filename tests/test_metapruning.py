@@ -212,7 +212,7 @@ def test_evolution_stays_inside_and_climbs(budget: str) -> None:
 # the whole method
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_what_is_needed_is_kept(seed: int) -> None:
     problem = planted_problem(seed=seed, epochs=15)
     choice = find(problem, replace(SHORT, hidden=8, population=8, batches=4))

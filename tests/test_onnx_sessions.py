@@ -130,7 +130,7 @@ def test_the_command_refuses_what_is_not_measured(capsys: Capture, monkeypatch: 
     assert code == 2 and "are not installed" in err and "or measure in torch" in err
 
 
-PRUNE = ["prune", "--model", "digits:resnet", "--data", "digits", "--batch", "700", "--device", "cpu", "--quiet"]
+PRUNE = ["prune", "--model", "digits:resnet", "--data", "digits", "--batch", "708", "--device", "cpu", "--quiet"]
 SHORT = ["--search-epochs", "2", "--epochs", "1"]
 ASKED = ["--budget", "latency:90%", "--latency-runtime", "onnx"]
 

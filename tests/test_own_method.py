@@ -63,7 +63,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def compare(*more: str) -> list[str]:
-    return ["compare", "--model", "digits:resnet", "--data", "digits", "--device", "cpu", "--batch", "512", *more]
+    return ["compare", "--model", "digits:resnet", "--data", "digits", "--device", "cpu", "--batch", "708", *more]
 
 
 def own(find: Callable[[Problem], Any], method: Method | None = None) -> Choice:

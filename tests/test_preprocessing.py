@@ -386,10 +386,9 @@ def test_what_cannot_be_fetched_is_a_sentence(here: Path, monkeypatch: pytest.Mo
 def test_the_command_says_it_once_and_keeps_how_images_are_made(
     here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = write_photos(here / "a", (64, 48), count=13)  # 26 images
-    typed = f"prune --model own_net:Classifier --data {data} --device cpu --workers 0 --batch 20 --quiet"
+    data = write_photos(here / "a", (64, 48), count=7)  # 14 images
+    typed = f"prune --model own_net:Classifier --data {data} --device cpu --workers 0 --batch 12 --quiet"
     monkeypatch.setattr("sys.path", list(sys.path))
-    monkeypatch.setattr("dmcp.runs.draw_all", lambda *_, **__: [])  # figures take longer than such a run
     for more in ("--dry-run", "--search-epochs 1 --epochs 1 --warmup 0 --out run"):
         monkeypatch.setattr("sys.argv", ["dmcp", *typed.split(), *more.split()])
         with pytest.raises(SystemExit) as stop:
@@ -397,7 +396,7 @@ def test_the_command_says_it_once_and_keeps_how_images_are_made(
         err = capfd.readouterr().err
         assert stop.value.code == 0, err
         assert err.count("are enlarged to 224x224: give --input 3x64x48") == 1
-        assert err.count("With batches of 20, 6 of 26 training images are left out of each epoch") == 1
+        assert err.count("With batches of 12, 2 of 14 training images are left out of each epoch") == 1
     assert json.loads((here / "run" / "input.json").read_text()) == preprocessing(load(data))
 
 

@@ -121,7 +121,7 @@ def test_distances_to_all_others() -> None:
     torch.testing.assert_close(fpgm.distances(corners), torch.tensor([13.0, 10.0, 13.0], dtype=torch.float64))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_slimming_narrows_what_is_useless(seed: int) -> None:
     problem = planted_problem(budget="57%", seed=seed)
     config = slimming.SlimmingConfig(sparsity=0.01)

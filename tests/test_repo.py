@@ -43,6 +43,7 @@ ORDER = [
     "slicing",
     "markov",
     "tracing.readings",
+    "tracing.shortcuts",
     "tracing.recording",
     "tracing.layouts",
     "tracing.channels",

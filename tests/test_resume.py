@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import typer.main
 
 import dmcp.commands.search
 import dmcp.rows
@@ -178,6 +179,7 @@ def serve() -> None:
     A line with a pid instead is about a child that stopped itself: it is killed.
     """
     torch.set_num_threads(1)
+    typer.main.get_command = functools.cache(typer.main.get_command)  # as in conftest.py
     warm_up()
     for line in sys.stdin:
         job = json.loads(line)
@@ -363,7 +365,23 @@ LATER: dict[tuple[str, str], tuple[Moment, ...]] = {  # in runs that go on from 
 }
 
 
-@pytest.mark.parametrize("moment", FIRST)
+FURTHER = {  # examples of what others hold: a run goes on from its last checkpoint, wherever it was after that
+    "warm-up, before its last step",
+    "checkpoint, before it is synced",
+    "unpruned, before its last step",
+    "uniform, its first step",
+    "ours, before its first checkpoint",
+    "ours, after it",
+    "test, before the first network",
+    "before the report",
+}
+
+
+def marked(*moment: str) -> Any:
+    return pytest.param(*moment, marks=pytest.mark.slow if moment[-1] in FURTHER else ())
+
+
+@pytest.mark.parametrize("moment", map(marked, FIRST))
 def test_a_killed_run_ends_in_the_same_bits(commands: Commands, whole: Path, tmp_path: Path, moment: str) -> None:
     run = tmp_path / "run"
     assert commands.run([*PRUNE, "--out", run], *FIRST[moment]).code == -signal.SIGKILL
@@ -372,7 +390,7 @@ def test_a_killed_run_ends_in_the_same_bits(commands: Commands, whole: Path, tmp
     assert_same(run, whole)
 
 
-@pytest.mark.parametrize(("start", "moment"), LATER)
+@pytest.mark.parametrize(("start", "moment"), [marked(*it) for it in LATER])
 def test_a_run_killed_later_ends_in_the_same_bits(
     commands: Commands, killed: dict[str, Path], whole: Path, tmp_path: Path, start: str, moment: str
 ) -> None:

@@ -31,6 +31,7 @@ def pruned() -> tuple[PruneResult, list[Event]]:
     return result, events
 
 
+@pytest.mark.usefixtures("figures")
 def test_a_run_is_a_folder_that_can_be_read_back(tmp_path: Path) -> None:
     result, events = pruned()
     run = open_run(tmp_path / "deep" / "run")

@@ -112,8 +112,17 @@ def test_a_search_may_start_from_given_alphas() -> None:
     assert torch.equal(result.alphas.cpu(), given.to(result.alphas.dtype))
 
 
-@pytest.mark.parametrize("budget", ["50%", "params:60%", "50%,params:30%"])
-@pytest.mark.parametrize("init", ["zero", "random"])
+@pytest.mark.parametrize(
+    ("budget", "init"),
+    [
+        ("50%", "zero"),
+        ("params:60%", "random"),
+        ("50%,params:30%", "zero"),
+        pytest.param("50%", "random", marks=pytest.mark.slow),
+        pytest.param("params:60%", "zero", marks=pytest.mark.slow),
+        pytest.param("50%,params:30%", "random", marks=pytest.mark.slow),
+    ],
+)
 def test_the_budget_alone_brings_the_expected_cost_into_the_band(budget: str, init: str) -> None:
     config = short(
         budget=budget, init=init, warmup=0, epochs=100, task_loss=False, train_weights=False, alpha_min_lr=0.5

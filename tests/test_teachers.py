@@ -650,7 +650,6 @@ def test_the_command_gives_prune_its_teacher(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("no_figures")
 def test_a_run_goes_on_with_the_same_teacher_only(
     here: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

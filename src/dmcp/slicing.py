@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -74,6 +75,8 @@ def narrow(
         memo[id(parameter)].__dict__.update(parameter.__dict__)
     for name, buffer in model.named_buffers():
         memo.setdefault(id(buffer), _index(buffer.detach(), cuts.get(name, ()), meta))
+    for module in model.modules():  # every module has a dozen empty dicts of hooks, slow to copy
+        memo.update((id(held), type(held)()) for held in vars(module).values() if _empty_dict(held))
     with _Copying(meta):
         small_model = copy.deepcopy(model, memo)
     for path, values in attributes.items():
@@ -81,6 +84,10 @@ def narrow(
         for attribute, value in values.items():
             setattr(module, attribute, value)
     return small_model
+
+
+def _empty_dict(held: Any) -> bool:
+    return type(held) in (dict, OrderedDict) and not held
 
 
 def skeleton(model: nn.Module) -> nn.Module:

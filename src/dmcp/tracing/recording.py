@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dmcp.errors import TraceError
 from dmcp.slicing import narrow, on_meta, skeleton
 from dmcp.tracing.readings import BY_MASK, READERS, Read, looks_at_values, place, sizes_by_values
+from dmcp.tracing.shortcuts import compute
 
 aten = torch.ops.aten
 Func = torch._ops.OpOverload
@@ -200,7 +201,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
 
     def run(self, call: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the op itself; replay does more here."""
-        return call.func(*args, **kwargs)
+        return compute(call.func, args, kwargs)
 
     def read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take a tensor out of torch, without the ops of torch's own that this runs; replay has no data for it."""

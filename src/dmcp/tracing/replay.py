@@ -21,6 +21,7 @@ from dmcp.tracing.facts import Dims, Facts, Literal
 from dmcp.tracing.layouts import Layout, kept_indices, width
 from dmcp.tracing.readings import READERS, UNTAGGED
 from dmcp.tracing.recording import Func, Op, Recorder, Recording, Shape, leaves, map_leaves, run_recorded, tensors_in
+from dmcp.tracing.shortcuts import compute
 
 Place = tuple[str, str, int | None]  # module path, attribute, position if it is a list
 
@@ -90,7 +91,7 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
             by_values = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(call.func.tags)
             if by_values or call.func in UNTAGGED:
                 return self._made_up(expected, wanted)
-            out = call.func(*args, **kwargs)
+            out = compute(call.func, args, kwargs)
             got = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves(out)]
             if got != wanted:
                 kind = kind or "shape"
