@@ -381,7 +381,7 @@ def marked(*moment: str) -> Any:
     return pytest.param(*moment, marks=pytest.mark.slow if moment[-1] in FURTHER else ())
 
 
-@pytest.mark.parametrize("moment", map(marked, FIRST))
+@pytest.mark.parametrize("moment", [marked(it) for it in FIRST])
 def test_a_killed_run_ends_in_the_same_bits(commands: Commands, whole: Path, tmp_path: Path, moment: str) -> None:
     run = tmp_path / "run"
     assert commands.run([*PRUNE, "--out", run], *FIRST[moment]).code == -signal.SIGKILL
