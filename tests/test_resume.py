@@ -28,12 +28,16 @@ import numpy as np
 import pytest
 import torch
 import typer.main
+from torch import Tensor, nn
 
 import dmcp.commands.search
 import dmcp.rows
 import dmcp.runs
 from dmcp import cli
 from dmcp.locks import LOCK
+from dmcp.running import jobs
+from dmcp.tracing.graph import ChannelGraph
+from dmcp.tracing.trace import trace
 
 NET = """
 from torch import nn
@@ -161,6 +165,17 @@ def act_as_child(job: dict[str, Any], streams: Sequence[int]) -> int:
     return 0
 
 
+GRAPHS: dict[str, ChannelGraph] = {}
+
+
+def trace_once(model: nn.Module, example: Tensor, **how: Any) -> ChannelGraph:
+    """The graph of a network of this structure, which warm_up has traced; it has no weights."""
+    key = repr((model, example.shape, how))
+    if key not in GRAPHS:
+        GRAPHS[key] = trace(model, example, **how)
+    return GRAPHS[key]
+
+
 def warm_up() -> None:
     """Run the command once, so that no child has to import and build what only the first use does."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
@@ -180,6 +195,7 @@ def serve() -> None:
     """
     torch.set_num_threads(1)
     typer.main.get_command = functools.cache(typer.main.get_command)  # as in conftest.py
+    jobs.trace = trace_once  # type: ignore[assignment]
     warm_up()
     for line in sys.stdin:
         job = json.loads(line)
