@@ -357,6 +357,9 @@ def test_the_longest_recipe_gives_both_widths_the_same_training() -> None:
     own = study_of(it, "taught")
     lengths = [epochs_of(own, arm) for arm in EXPERIMENTS["taught"](own)]
     assert lengths == [{"training": 320, "teacher": 240}, {"search": 40, "training": 320, "teacher": 240}]
+    brief = study(seeds=1, train=recipe(5, 1.6, 5e-4, 0.1))  # 20 epochs of training, a search of 60
+    with pytest.raises(DmcpError, match="taught: a search of 60 epochs leaves none of 30 for the training: raise"):
+        study_tasks(brief, ["taught"])
 
 
 def test_what_was_chosen_is_told_by_options() -> None:

@@ -211,6 +211,11 @@ def taught(it: Study) -> list[Arm]:
     recipe has 200 in its place; for others all grows alike.
     """
     whole = _IN_ALL * it.common.train.epochs // 200
+    if whole <= it.search.epochs:
+        raise DmcpError(
+            f"{TAUGHT}: a search of {it.search.epochs} epochs leaves none of {whole} for the training: raise --epochs, "
+            "or lower --search-epochs."
+        )
     uniform, ours = _taught("longest", epochs=whole - it.search.epochs)
     return _compared(uniform, [uniform, ours])
 
