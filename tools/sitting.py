@@ -231,7 +231,7 @@ def ready(root: Path) -> list[list[Path]]:
     return calls
 
 
-def call(plan: str, wait: float, out: Path, root: Path, home: Path) -> bool:
+def call(plan: str, wait: float, out: Path, root: Path, home: Path, held: float = HELD) -> bool:
     """One call: bring the files that came with it, begin once all are there, wait while there is something to wait for.
 
     What is there is kept at the end. Whether the experiments have begun: without them nothing is waited for, so that
@@ -256,7 +256,7 @@ def call(plan: str, wait: float, out: Path, root: Path, home: Path) -> bool:
     if not code.exists():
         for name in ("src", "tools", "results"):  # a copy: the tree may change with the next call
             shutil.copytree(root / name, code / name)
-        seconds = max(0.0, float(first.read_text()) + HELD - time.time())
+        seconds = max(0.0, float(first.read_text()) + held - time.time())
         source = "digits" if plan == "rehearsal" else str(data)
         command = [sys.executable, "tools/sitting.py", "go", plan, f"{seconds:.0f}", source, str(base)]
         environment = {**os.environ, "PYTHONPATH": "src", "PYTHONUNBUFFERED": "1"}
@@ -386,6 +386,7 @@ def main() -> None:
     third.add_argument("plan", choices=PLANS)
     third.add_argument("--wait", type=float, default=280.0, help="seconds")
     third.add_argument("--out", type=Path, required=True, help="folder whose files come back")
+    third.add_argument("--held", type=float, default=HELD, help="seconds after the first call: then all is stopped")
     asked = parser.parse_args()
     if asked.which == "go":
         go(asked.plan, asked.seconds, asked.data, asked.base)
@@ -393,7 +394,7 @@ def main() -> None:
         for number, files in enumerate(ready(Path.cwd()), 1):
             print(f"call {number}: carry {json.dumps([str(file.relative_to(Path.cwd())) for file in files])}")
     elif asked.which == "call":
-        raise SystemExit(not call(asked.plan, asked.wait, asked.out, Path.cwd(), Path.home()))
+        raise SystemExit(not call(asked.plan, asked.wait, asked.out, Path.cwd(), Path.home(), asked.held))
     else:
         keep(asked.base, asked.out)
 
