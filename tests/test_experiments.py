@@ -362,6 +362,24 @@ def test_the_longest_recipe_gives_both_widths_the_same_training() -> None:
         study_tasks(brief, ["taught"])
 
 
+def test_more_seeds_go_on_where_main_ends() -> None:
+    it = study(seeds=5, budgets=("50%", "15%"))
+    found = {task.name: task.plan for task in study_tasks(it, ["seeds"])}
+    known = {task.name: task.plan for task in study_tasks(it, ["main"])}
+    later = [f"dmcp-seeds-{budget}-seed{seed}" for budget in ("50%", "15%") for seed in (3, 4)]
+    assert {*later} == {*found} - {*known} and len(found) == 2 * 2 * 5
+    assert all(plan == known[name] for name, plan in found.items() if name in known)
+    for name in later:
+        usual, plan = known[name.replace("-seeds", "")], found[name]
+        assert usual.cell and plan.cell and (usual.cell.own, plan.cell.own) == (True, False)
+        assert replace(plan, cell=usual.cell) == usual and replace(plan.cell, own=True) == usual.cell
+    assert {task.name for task in study_tasks(study(seeds=3), ["seeds"])} <= {*known}
+    arms = EXPERIMENTS["seeds"](it)
+    assert {(arm.label, arm.against) for arm in arms} == {
+        row for at in ("50%", "15%") for row in ((f"uniform at {at}", ""), (f"dmcp at {at}", f"uniform at {at}"))
+    }
+
+
 def test_what_was_chosen_is_told_by_options() -> None:
     it, plain = study(seeds=1), study(seeds=1, train=recipe(60, 1.6, 5e-4, 0.0))
     assert "--label-smoothing 0.0" in " ".join(command(plain, "full"))
@@ -860,11 +878,15 @@ def test_all_are_those_of_the_papers_length(capsys: pytest.CaptureFixture[str], 
         told = run(capsys, *names, *TINY, "--seeds", "1", "--dry-run", "--json", "--out", str(tmp_path))[1]
         return {experiment for cell in json.loads(told)["cells"] for experiment in cell["needed_by"]}
 
-    assert listed("all") == {*ALL} == {*EXPERIMENTS} - {"full", "recipe", "explain", "length", "rates", "taught"}
+    assert (
+        listed("all") == {*ALL} == {*EXPERIMENTS} - {"full", "recipe", "explain", "length", "rates", "taught", "seeds"}
+    )
     assert listed("all", "full") == {*ALL, "full"}
     told = " ".join(re.sub(r"[│|]", " ", run(capsys, "--help")[1]).split())
-    assert "extra, all of them, or only by name full, recipe, explain, length, rates, taught." in told
-    with pytest.raises(DmcpError, match="all of them, or only by name full, recipe, explain, length, rates, taught"):
+    assert "extra, all of them, or only by name full, recipe, explain, length, rates, taught, seeds." in told
+    with pytest.raises(
+        DmcpError, match="all of them, or only by name full, recipe, explain, length, rates, taught, seeds"
+    ):
         check_experiment("qqq")
 
 
@@ -974,7 +996,7 @@ def test_a_dry_run_says_what_is_left_and_for_whom(capsys: pytest.CaptureFixture[
     assert told.endswith("How long 6 of those left take is not known: none like them is done.\n")
 
 
-@pytest.mark.parametrize("name", ["full", "recipe", "explain", "length", "rates", "taught"])
+@pytest.mark.parametrize("name", ["full", "recipe", "explain", "length", "rates", "taught", "seeds"])
 def test_the_command_beside_an_experiment_makes_the_same_cells(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -993,7 +1015,9 @@ def test_the_command_beside_an_experiment_makes_the_same_cells(
     data = json.loads((tmp_path / "results" / f"{name}-digits-resnet.json").read_text())
     assert data["missing"] == [] and data["command"] == command(it, name)
     assert (
-        data["train"]["epochs"] == study_of(it, name).common.train.epochs == (3 if name in ("explain", "rates") else 12)
+        data["train"]["epochs"]
+        == study_of(it, name).common.train.epochs
+        == (3 if name in ("explain", "rates", "seeds") else 12)
     )
 
 

@@ -94,6 +94,10 @@ PLANS = {
         Stage(folder="full20", options=f"{_FULL} --recorded --seeds 3", at_once=3, next_at=5),
         Stage(folder="len56", options=f"{_LENGTH} --recorded --model cifar:resnet56 --seeds 2", at_once=4, next_at=99),
     ),
+    "seeds": (  # how sure the main result is, and the searches of length that were begun (begun-2.tgz)
+        Stage(folder="seeds", options="seeds --recorded --epochs 60 --seeds 8", at_once=8, next_at=16),
+        Stage(folder="len56", options=f"{_LENGTH} --recorded --model cifar:resnet56 --seeds 2", at_once=2, next_at=99),
+    ),
     "rehearsal": (  # with digits, on a CPU
         Stage(
             folder="mb",

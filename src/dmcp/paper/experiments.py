@@ -23,12 +23,14 @@ ENDS = ("70%", "15%")  # of explain: the largest and the smallest of main
 DRAWS = 5  # networks that are drawn from one search
 # experiments that are done by name only: not the paper's, and longer than its
 FULL, RECIPE, EXPLAIN, LENGTH, RATES, TAUGHT = "full", "recipe", "explain", "length", "rates", "taught"
+SEEDS = "seeds"
 HELD_OUT = (RECIPE, RATES)  # experiments without the test images
 WIDER = ("scale", EXPLAIN)  # experiments with a wider unpruned network
 _MORE_TRAINING, _MORE_SEARCH = 4, 2  # times the study's epochs, in the full-length recipe
 _TAUGHT = {"teacher_share": 0.9, "teacher_temperature": 4.0}  # the distilled training of the full-length recipe
 _IN_ALL = 300  # epochs of search and training in the longest recipe, where the full-length one has 200 of training
 _LONGER, _BRIEFLY = 3, "a quarter of the training"  # times the search of the full-length recipe, and of its training
+_MAIN_SEEDS = 3  # of the study: those that main has
 _TIMES = 10  # as fast as in a usual search
 _FAST, _USUAL = 5.0, 0.5  # learning rates of the alphas in recover: see docs/paper_map.md; and that of a search
 
@@ -322,6 +324,21 @@ def rates(it: Study) -> list[Arm]:
     return arms
 
 
+def seeds(it: Study) -> list[Arm]:
+    """How sure it is that DMCP's widths are better than uniform ones: more seeds than main has, at two budgets.
+
+    Main's seeds are main's cells. Networks of the other seeds are not also trained slimmably.
+    """
+    arms: list[Arm] = []
+    first, rest = it.common.seeds[:_MAIN_SEEDS], it.common.seeds[_MAIN_SEEDS:]
+    for budget in (HALF, ENDS[-1]):
+        same = Arm(label=f"uniform at {budget}", name="uniform", method="uniform", budget=budget)
+        ours = _dmcp(f"dmcp at {budget}", budget, first)
+        more = replace(ours, name=f"dmcp-{SEEDS}", seeds=rest, own=False)
+        arms += _compared(same, [same, ours, more])
+    return arms
+
+
 EXPERIMENTS: dict[str, Experiment] = {  # as people type them, the most wanted first
     "main": main,
     "sampling": sampling,
@@ -340,9 +357,10 @@ EXPERIMENTS: dict[str, Experiment] = {  # as people type them, the most wanted f
     LENGTH: length,
     RATES: rates,
     TAUGHT: taught,
+    SEEDS: seeds,
 }
 _LONG = (FULL, RECIPE, LENGTH, TAUGHT)  # with the lengths of the full-length recipe
-_BY_NAME = (FULL, RECIPE, EXPLAIN, LENGTH, RATES, TAUGHT)
+_BY_NAME = (FULL, RECIPE, EXPLAIN, LENGTH, RATES, TAUGHT, SEEDS)
 ALL = tuple(name for name in EXPERIMENTS if name not in _BY_NAME)  # what people call all
 NAMES = f"{', '.join(ALL)}, all of them, or only by name {', '.join(_BY_NAME)}"  # for people
 
