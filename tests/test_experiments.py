@@ -814,6 +814,17 @@ def test_figures_say_what_is_compared(tmp_path: Path) -> None:
             )
 
 
+@pytest.mark.parametrize(
+    ("name", "epochs"), [("full", "240 epochs"), ("taught", "300 epochs"), ("length", "60 or 240 epochs")]
+)
+def test_figures_say_how_long_their_networks_were_trained(name: str, epochs: str, tmp_path: Path) -> None:
+    it = study(seeds=1)
+    for task in study_tasks(it, [name]):
+        write_cell(task, tmp_path, it, 0.9)
+    shown = show(it, name, tmp_path)
+    assert shown and f"cifar10, {epochs}, 1 seed" in shown.figures[""].get_suptitle()
+
+
 def test_every_way_to_recover_is_drawn_with_its_seeds(tmp_path: Path) -> None:
     it = study(seeds=2)
     curve = {"macs_shares": [0.1] * 300, "accuracies": [0.2] * 300, "recovered": 0.2, "trained": 0.9, "frozen": True}

@@ -24,15 +24,16 @@ _LINE = 88  # characters of a title
 _PLACES = 120  # of a curve that are drawn
 
 
-def title(it: Study, name: str, seeds: str = "") -> str:
+def title(it: Study, name: str, seeds: str = "", epochs: Iterable[int] = ()) -> str:
     """What an experiment compares, then on what: the paper's numbers of tables say nothing in a figure.
 
-    seeds: words before their number.
+    seeds: words before their number. epochs: of the final trainings, if they are not the study's.
     """
     told = re.sub(r"^(Table|Figure|Appendix)[^:]*: ", "", about(name))
-    counts = {"epoch": it.common.train.epochs, "seed": len(it.common.seeds)}
-    epochs, several = (counted(count, word) for word, count in counts.items())
-    made = ", ".join([it.common.job.model, Path(it.common.job.data).name, epochs, f"{seeds}{several}"])
+    *fewer, most = sorted({*epochs}) or [it.common.train.epochs]
+    long = " or ".join([*map(str, fewer), counted(most, "epoch")])
+    several = f"{seeds}{counted(len(it.common.seeds), 'seed')}"
+    made = ", ".join([it.common.job.model, Path(it.common.job.data).name, long, several])
     return "\n".join([*textwrap.wrap(told[:1].upper() + told[1:], _LINE), made])
 
 

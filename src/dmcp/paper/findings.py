@@ -150,7 +150,8 @@ def _show_arms(
             rows[-1]["epochs"] = epochs_of(it, arm)
             cells[-1].append(_lengths(rows[-1]["epochs"]))
     words = f"accuracy{_HELD}" if of == _HELD else "test accuracy"
-    drawn = dots({label: _accuracies(group) for label, group in groups.items()}, title(it, name), words)
+    told = title(it, name, epochs=(epochs_of(it, one.arm)["training"] for one in found))
+    drawn = dots({label: _accuracies(group) for label, group in groups.items()}, told, words)
     return Shown(table(_with_points(cells, above)), rows, {"": drawn})
 
 
