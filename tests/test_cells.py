@@ -5,6 +5,7 @@ The cells are the real command in forked children of test_resume, each of which 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -21,7 +22,7 @@ import test_resume
 import torch
 from test_resume import ADD, NET, REPLACE, STEP, Commands, Moment, checkpoints, contents, save_of, step_of
 
-from dmcp.comparison.cell_files import CHOICE, CHOSEN, COST, is_done
+from dmcp.comparison.cell_files import CHOICE, CHOSEN, COST, is_done, lend_widths
 from dmcp.comparison.cells import COPY
 from dmcp.comparison.comparing import Comparison, Task, plan_cell, tasks
 from dmcp.engine import Engine
@@ -219,6 +220,24 @@ def test_a_taught_cell_is_the_network_of_a_run_with_a_teacher(
     for name, tensor in nets["ours"].state_dict().items():
         torch.testing.assert_close(tensor, taught[name], rtol=1e-4, atol=1e-5)  # threads add up in another order
     assert any((taught[name] - alone[name]).abs().max() > 1e-2 for name in taught)
+
+
+def test_a_cell_that_goes_on_to_uniform_widths(
+    commands: Commands, plans: dict[str, Task], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(commands.folder))
+    graph = open_job(plans[DMCP].plan.job).graph
+    same = [*json.loads((whole / SFP / "widths.json").read_text())["widths"].values()]  # which are uniform
+    every = [graph.widths(it) for it in itertools.product(*(range(1, space.size + 1) for space in graph.spaces))]
+    inside = [widths for widths in every if 0.9 <= 2 * graph.macs(widths) / graph.macs() <= 1]
+    far = max(inside, key=lambda widths: abs(next(iter(widths.values())) - same[0]))
+    lend_widths(tmp_path, DMCP, far)
+    cell = Cell(method=COPY, uses=DMCP, settings={"toward_uniform": 1.0})  # few widths fit between in this network
+    task = Task("even-50%-seed0", plan_cell(TABLE, 0, cell, "50%"), (DMCP,))
+    end = commands.run(["cell", write_plan(task, tmp_path), tmp_path / task.name])
+    assert (end.code, end.err) == (0, "")
+    found = [*json.loads((tmp_path / task.name / "widths.json").read_text())["widths"].values()]
+    assert found == same != [*far.values()]
 
 
 def test_a_taught_cell_without_its_teacher_says_so(

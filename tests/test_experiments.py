@@ -208,7 +208,9 @@ def test_all_experiments_share_the_reference() -> None:
     it = study()
     for name in EXPERIMENTS:
         used = {task.name for task in study_tasks(it, [name])}
-        assert ("dmcp-50%-seed2" in used) is (name not in ("recover", "full", "recipe", "length", "taught")), name
+        assert ("dmcp-50%-seed2" in used) is (
+            name not in ("recover", "full", "recipe", "length", "taught", "halfway")
+        ), name
     every = [task.name for task in study_tasks(it, [*EXPERIMENTS])]
     assert len(every) == len({*every})
 
@@ -367,17 +369,38 @@ def test_more_seeds_go_on_where_main_ends() -> None:
     found = {task.name: task.plan for task in study_tasks(it, ["seeds"])}
     known = {task.name: task.plan for task in study_tasks(it, ["main"])}
     later = [f"dmcp-seeds-{budget}-seed{seed}" for budget in ("50%", "15%") for seed in (3, 4)]
-    assert {*later} == {*found} - {*known} and len(found) == 2 * 2 * 5
+    half = {name: task for name in found if "half" in name and (task := found[name])}
+    assert {*later} == {*found} - {*known} - {*half} and len(found) == 2 * 3 * 5 and len(half) == 2 * 5
+    for name, plan in half.items():
+        start = found[name.replace("-half", "")]
+        assert plan.cell and plan.cell.uses == name.replace("-half", "") and plan.train == start.train
+        assert plan.cell.settings == {"toward_uniform": 0.5} and plan.search == start.search
     assert all(plan == known[name] for name, plan in found.items() if name in known)
     for name in later:
         usual, plan = known[name.replace("-seeds", "")], found[name]
         assert usual.cell and plan.cell and (usual.cell.own, plan.cell.own) == (True, False)
         assert replace(plan, cell=usual.cell) == usual and replace(plan.cell, own=True) == usual.cell
-    assert {task.name for task in study_tasks(study(seeds=3), ["seeds"])} <= {*known}
+    assert {task.name for task in study_tasks(study(seeds=3), ["seeds"]) if "half" not in task.name} <= {*known}
     arms = EXPERIMENTS["seeds"](it)
-    assert {(arm.label, arm.against) for arm in arms} == {
-        row for at in ("50%", "15%") for row in ((f"uniform at {at}", ""), (f"dmcp at {at}", f"uniform at {at}"))
+    assert {(arm.label, arm.against) for arm in arms if arm.budget == "15%"} == {
+        ("uniform at 15%", ""),
+        ("dmcp at 15%", "uniform at 15%"),
+        ("dmcp at 15%, half-way to uniform", "uniform at 15%"),
     }
+
+
+def test_how_far_from_uniform_is_chosen_without_the_test_images() -> None:
+    it = study(seeds=1, budgets=("70%", "50%", "30%", "15%"))
+    found = {task.name: task for task in study_tasks(it, ["even"])}
+    rates = {task.name: task.plan for task in study_tasks(it, ["rates"])}
+    for budget in ("70%", "50%", "30%", "15%"):
+        names = [f"{name}-{budget}-seed0" for name in ("uniform-even", "dmcp-rates", "dmcp-even")]
+        plans = [found.pop(name).plan for name in names]
+        assert all(plan.cell and plan.cell.held_out and plan.train == plans[0].train for plan in plans)
+        assert plans[1] == rates.get(names[1], plans[1])  # run once for both
+        assert plans[2].cell and plans[1].cell and plans[2].cell.uses == plans[1].cell.uses
+    known = {task.name: task.plan for task in study_tasks(it, ["main"])}
+    assert found and all(task.plan == known[name] for name, task in found.items())
 
 
 def test_what_was_chosen_is_told_by_options() -> None:
@@ -815,7 +838,8 @@ def test_figures_say_what_is_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "epochs"), [("full", "240 epochs"), ("taught", "300 epochs"), ("length", "60 or 240 epochs")]
+    ("name", "epochs"),
+    [("halfway", "240 epochs"), ("full", "240 epochs"), ("taught", "300 epochs"), ("length", "60 or 240 epochs")],
 )
 def test_figures_say_how_long_their_networks_were_trained(name: str, epochs: str, tmp_path: Path) -> None:
     it = study(seeds=1)
@@ -890,13 +914,19 @@ def test_all_are_those_of_the_papers_length(capsys: pytest.CaptureFixture[str], 
         return {experiment for cell in json.loads(told)["cells"] for experiment in cell["needed_by"]}
 
     assert (
-        listed("all") == {*ALL} == {*EXPERIMENTS} - {"full", "recipe", "explain", "length", "rates", "taught", "seeds"}
+        listed("all")
+        == {*ALL}
+        == {*EXPERIMENTS} - {"full", "recipe", "explain", "length", "rates", "taught", "seeds", "even", "halfway"}
     )
     assert listed("all", "full") == {*ALL, "full"}
     told = " ".join(re.sub(r"[│|]", " ", run(capsys, "--help")[1]).split())
-    assert "extra, all of them, or only by name full, recipe, explain, length, rates, taught, seeds." in told
+    assert (
+        "extra, all of them, or only by name full, recipe, explain, length, rates, taught, seeds, even, halfway."
+        in told
+    )
     with pytest.raises(
-        DmcpError, match="all of them, or only by name full, recipe, explain, length, rates, taught, seeds"
+        DmcpError,
+        match="all of them, or only by name full, recipe, explain, length, rates, taught, seeds, even, halfway",
     ):
         check_experiment("qqq")
 
@@ -1007,7 +1037,7 @@ def test_a_dry_run_says_what_is_left_and_for_whom(capsys: pytest.CaptureFixture[
     assert told.endswith("How long 6 of those left take is not known: none like them is done.\n")
 
 
-@pytest.mark.parametrize("name", ["full", "recipe", "explain", "length", "rates", "taught", "seeds"])
+@pytest.mark.parametrize("name", ["full", "recipe", "explain", "length", "rates", "taught", "seeds", "even", "halfway"])
 def test_the_command_beside_an_experiment_makes_the_same_cells(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -1028,7 +1058,7 @@ def test_the_command_beside_an_experiment_makes_the_same_cells(
     assert (
         data["train"]["epochs"]
         == study_of(it, name).common.train.epochs
-        == (3 if name in ("explain", "rates", "seeds") else 12)
+        == (3 if name in ("explain", "rates", "seeds", "even") else 12)
     )
 
 

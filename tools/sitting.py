@@ -54,7 +54,7 @@ class Stage:
 
 _MOBILE = "main --model cifar:mobilenet_v2 --budget 50% --budget 30% --seeds 2 --epochs 20"
 _FULL = "full --epochs 50 --search-epochs 15 --label-smoothing 0"  # a search of 30 and a training of 200
-_LENGTH, _LONGEST = (_FULL.replace("full", name) for name in ("length", "taught"))
+_LENGTH, _LONGEST, _HALF = (_FULL.replace("full", name) for name in ("length", "taught", "halfway"))
 _RATES = "rates --recorded --epochs 60 --seeds 3"
 _RECIPE = "recipe --epochs 25 --search-epochs 15 --label-smoothing 0 --model cifar:resnet56 --seeds 2"  # half of it
 _TINY = "--model digits:resnet --epochs 1 --search-epochs 2 --seeds 1"
@@ -95,7 +95,9 @@ PLANS = {
         Stage(folder="len56", options=f"{_LENGTH} --recorded --model cifar:resnet56 --seeds 2", at_once=4, next_at=99),
     ),
     "seeds": (  # how sure the main result is, and the searches of length that were begun (begun-2.tgz)
-        Stage(folder="seeds", options="seeds --recorded --epochs 60 --seeds 8", at_once=8, next_at=16),
+        Stage(folder="even", options="even --recorded --epochs 60 --seeds 3", at_once=8, next_at=22),
+        Stage(folder="seeds", options="seeds --recorded --epochs 60 --seeds 8", at_once=8, next_at=32),
+        Stage(folder="half56", options=f"{_HALF} --recorded --model cifar:resnet56 --seeds 2", at_once=2, next_at=1),
         Stage(folder="len56", options=f"{_LENGTH} --recorded --model cifar:resnet56 --seeds 2", at_once=2, next_at=99),
     ),
     "rehearsal": (  # with digits, on a CPU

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dmcp import training
+from dmcp import sampling, training
 from dmcp.batches import Loader, generator
 from dmcp.budget import parse
 from dmcp.comparison.cell_files import (
@@ -51,6 +51,7 @@ from dmcp.training import Distillation, StepRecord, TrainConfig
 # what a cell may do besides what a method does
 BASE = "base"  # train the unpruned network without the held-out images
 COPY = "copy"  # train the widths that another cell has chosen
+TOWARD_UNIFORM = "toward_uniform"  # setting of such a cell: how far to go from these to uniform ones
 RECOVER = "recover"  # let the alphas of a frozen network follow the task loss alone
 _SPLIT = 0  # one split for all seeds: methods differ, data does not
 
@@ -272,8 +273,13 @@ def _find(here: Session, cell: Cell, method: Method, problem: Problem) -> Choice
 
 
 def _copy(here: Session, cell: Cell) -> Choice:
-    """What another cell has chosen."""
-    widths = copied_widths(here, cell)
+    """What another cell has chosen, or widths on the way from there to uniform ones."""
+    widths, graph, search = copied_widths(here, cell), here.opened.graph, here.plan.search
+    if share := cell.settings.get(TOWARD_UNIFORM):
+        assert search is not None
+        ends = ends_of(here.opened.model, graph, search.groups, search.align, search.smallest, search.largest)
+        options = sampling.between(graph, *ends, search.align)
+        widths = sampling.mix(graph, parse(search.budget, graph), widths, share, options, sampling.FILLED)
     choice = Choice(widths=widths, kept=widths)
     keep_choice(here, choice, 0.0)
     return choice

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from dmcp.budget import parse
-from dmcp.comparison.cells import COPY, RECOVER
+from dmcp.comparison.cells import COPY, RECOVER, TOWARD_UNIFORM
 from dmcp.errors import DmcpError
 from dmcp.paper.arms import HALF, Arm, Study
 from dmcp.pruning import UNPRUNED
@@ -23,8 +23,8 @@ ENDS = ("70%", "15%")  # of explain: the largest and the smallest of main
 DRAWS = 5  # networks that are drawn from one search
 # experiments that are done by name only: not the paper's, and longer than its
 FULL, RECIPE, EXPLAIN, LENGTH, RATES, TAUGHT = "full", "recipe", "explain", "length", "rates", "taught"
-SEEDS = "seeds"
-HELD_OUT = (RECIPE, RATES)  # experiments without the test images
+SEEDS, EVEN, HALFWAY = "seeds", "even", "halfway"
+HELD_OUT = (RECIPE, RATES, EVEN)  # experiments without the test images
 WIDER = ("scale", EXPLAIN)  # experiments with a wider unpruned network
 _MORE_TRAINING, _MORE_SEARCH = 4, 2  # times the study's epochs, in the full-length recipe
 _TAUGHT = {"teacher_share": 0.9, "teacher_temperature": 4.0}  # the distilled training of the full-length recipe
@@ -335,8 +335,35 @@ def seeds(it: Study) -> list[Arm]:
         same = Arm(label=f"uniform at {budget}", name="uniform", method="uniform", budget=budget)
         ours = _dmcp(f"dmcp at {budget}", budget, first)
         more = replace(ours, name=f"dmcp-{SEEDS}", seeds=rest, own=False)
-        arms += _compared(same, [same, ours, more])
+        arms += _compared(same, [same, ours, more, *(_half(one, f"{one.name}-half") for one in (ours, more))])
     return arms
+
+
+def _half(start: Arm, name: str, **more: Any) -> Arm:
+    """Widths half-way between those of an arm and uniform ones of the same MACs."""
+    way: dict[str, Any] = {"method": COPY, "uses": start, "settings": {TOWARD_UNIFORM: 0.5}, **more}
+    return Arm(label=f"{start.label}, half-way to uniform", name=name, budget=start.budget, seeds=start.seeds, **way)
+
+
+def even(it: Study) -> list[Arm]:
+    """How far from uniform widths should be: uniform ones, DMCP's and those half-way, without the test images.
+
+    What a search finds out is uncertain, and where it narrows a layer to almost nothing an error costs most: widths
+    that go only half the way may be better than both ends. The searches are those of main.
+    """
+    arms: list[Arm] = []
+    for budget in BUDGETS:
+        same = Arm(label=f"uniform at {budget}", name=f"uniform-{EVEN}", method="uniform", budget=budget, held_out=True)
+        ours = _dmcp(f"dmcp at {budget}", budget)
+        whole = Arm(label=ours.label, name=f"dmcp-{RATES}", method=COPY, budget=budget, uses=ours, held_out=True)
+        arms += _compared(same, [same, whole, _half(ours, f"dmcp-{EVEN}", held_out=True)])
+    return arms
+
+
+def halfway(it: Study) -> list[Arm]:
+    """The full-length recipe with widths half-way between those of DMCP and uniform ones."""
+    same, ours = _FULL_PAIR
+    return _compared(same, [same, ours, _half(ours, f"dmcp-half-{FULL}")])
 
 
 EXPERIMENTS: dict[str, Experiment] = {  # as people type them, the most wanted first
@@ -358,9 +385,11 @@ EXPERIMENTS: dict[str, Experiment] = {  # as people type them, the most wanted f
     RATES: rates,
     TAUGHT: taught,
     SEEDS: seeds,
+    EVEN: even,
+    HALFWAY: halfway,
 }
-_LONG = (FULL, RECIPE, LENGTH, TAUGHT)  # with the lengths of the full-length recipe
-_BY_NAME = (FULL, RECIPE, EXPLAIN, LENGTH, RATES, TAUGHT, SEEDS)
+_LONG = (FULL, RECIPE, LENGTH, TAUGHT, HALFWAY)  # with the lengths of the full-length recipe
+_BY_NAME = (FULL, RECIPE, EXPLAIN, LENGTH, RATES, TAUGHT, SEEDS, EVEN, HALFWAY)
 ALL = tuple(name for name in EXPERIMENTS if name not in _BY_NAME)  # what people call all
 NAMES = f"{', '.join(ALL)}, all of them, or only by name {', '.join(_BY_NAME)}"  # for people
 

@@ -23,7 +23,19 @@ from dmcp.comparison.table_text import against_uniform, markdown, to_json
 from dmcp.methods import METHODS, PEERS
 from dmcp.paper.alpha_findings import show_distribution, show_recover
 from dmcp.paper.arms import Study
-from dmcp.paper.experiments import EXPERIMENTS, EXPLAIN, FULL, LENGTH, RATES, RECIPE, TAUGHT, about, study_of
+from dmcp.paper.experiments import (
+    EVEN,
+    EXPERIMENTS,
+    EXPLAIN,
+    FULL,
+    HALFWAY,
+    LENGTH,
+    RATES,
+    RECIPE,
+    TAUGHT,
+    about,
+    study_of,
+)
 from dmcp.paper.figures import curves, dots, title, width_differences
 from dmcp.paper.outcomes import PERCENT, Outcome, Recorded, Shown, by_label, outcomes, plain_row
 from dmcp.paper.tasks import cells_of, command, epochs_of
@@ -290,4 +302,6 @@ _SHOWN: dict[str, Callable[[Study, str, Sequence[Outcome], Path], Shown]] = {  #
     LENGTH: functools.partial(_show_arms, lengths=True, of=""),
     RATES: functools.partial(_show_arms, of=_HELD),
     TAUGHT: functools.partial(_show_arms, lengths=True, of=""),
+    EVEN: functools.partial(_show_arms, of=_HELD),
+    HALFWAY: functools.partial(_show_arms, lengths=True, of=""),
 }
