@@ -95,8 +95,8 @@ PLANS = {
         Stage(folder="len56", options=f"{_LENGTH} --recorded --model cifar:resnet56 --seeds 2", at_once=4, next_at=99),
     ),
     "seeds": (  # how sure the main result is, and the searches of length that were begun (begun-2.tgz)
-        Stage(folder="even", options="even --recorded --epochs 60 --seeds 3", at_once=8, next_at=22),
-        Stage(folder="seeds", options="seeds --recorded --epochs 60 --seeds 8", at_once=8, next_at=32),
+        Stage(folder="even", options="even --recorded --epochs 60 --seeds 3", at_once=10, next_at=20),
+        Stage(folder="seeds", options="seeds --recorded --epochs 60 --seeds 8", at_once=10, next_at=28),
         Stage(folder="half56", options=f"{_HALF} --recorded --model cifar:resnet56 --seeds 2", at_once=2, next_at=1),
         Stage(folder="len56", options=f"{_LENGTH} --recorded --model cifar:resnet56 --seeds 2", at_once=2, next_at=99),
     ),
