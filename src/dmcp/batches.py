@@ -36,6 +36,8 @@ def input_of(batch: Any) -> Any:
 
 def labels_of(batch: Any) -> Tensor:
     """What the classification loss and metric compare with."""
+    if isinstance(batch, Tensor):
+        raise DataError('A batch must be (input, labels) or a dict with "input" and "label"; a tensor has no label.')
     labels = _part(batch, 1, "label")
     if not isinstance(labels, Tensor):
         raise DataError(f"The labels of a batch must be a tensor, not a {type(labels).__name__}.")

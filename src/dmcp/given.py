@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dmcp.batches import device_of
 from dmcp.errors import DataError, TrainingError
-from dmcp.losses import imitation
+from dmcp.losses import check_fit, check_range, imitation
 from dmcp.slicing import narrow, unwrap
 from dmcp.tracing.recording import call_model, tensors_in
 from dmcp.tracing.remarks import other_numbers
@@ -67,16 +67,12 @@ def check_classifier(model: nn.Module, example: Tensor, classes: int) -> None:
 
 
 @torch.no_grad()
-def check_labels(model: nn.Module, example: Any, labels: Tensor) -> None:
-    """Refuse labels of classes that the network has no output for; a GPU would only report a failed kernel."""
+def check_labels(model: nn.Module, example: Any, samples: int, labels: Tensor) -> None:
+    """Refuse labels of a batch of so many samples that the default loss cannot take; a GPU would not say why."""
     output = _output(unwrap(model), example, train=True)
-    if not isinstance(output, Tensor) or output.ndim < 2 or labels.is_floating_point() or not labels.numel():
-        return  # what is wrong is said by whoever runs it next; labels may be shares of classes, too
-    if (highest := int(labels.max())) >= output.shape[1]:
-        raise DataError(
-            f"A label is {highest}, but the network has {output.shape[1]} outputs, for labels from 0 to "
-            f"{output.shape[1] - 1}: number the classes from 0, or build the network for more of them."
-        )
+    if isinstance(output, Tensor) and output.ndim >= 2:  # what else is wrong is said by whoever runs it next
+        check_fit(labels, (samples, *output.shape[1:]))
+        check_range(labels, output.shape[1])
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from dmcp import training
-from dmcp.batches import Loader, check_tested, device_of, input_of, labels_of, length_of, on_device
+from dmcp.batches import Loader, check_tested, device_of, input_of, labels_of, length_of, on_device, size_of
 from dmcp.budget import LATENCY, Budget, check_reachable, cost, known_limits, limits_latency, ratios, show_cost
 from dmcp.cutting import verify, with_frozen
 from dmcp.engine import Engine
@@ -174,7 +174,7 @@ def prune(
     check_numbers(model, sample)
     check_finite(model, sample)
     if labels is not None:
-        check_labels(model, sample, labels)
+        check_labels(model, sample, size_of((example,)), labels)
     graph = graph or trace(model, sample)
     if graph.exact:
         verify(model, graph, sample)  # before hours of work: what is cut will be what was searched

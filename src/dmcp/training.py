@@ -22,13 +22,13 @@ from dmcp.keeping import DONE, Feed, Keeper, State
 from dmcp.losses import (
     Loss,
     Metric,
+    accuracy,
     check_metric,
     classification_loss,
     imitation,
     mean,
     measure,
     one_number,
-    top1,
     whole_of,
 )
 from dmcp.optimizers import MakeOptimizer, check_graphs, make_optimizer, rate_shares
@@ -269,7 +269,7 @@ def evaluate(
     A metric that is an object with reset, update and compute gives the number itself, and keeps what it has seen.
     `forward` runs the network where that is not simply model(input), as in `recalibrate`.
     """
-    metric = top1 if metric is None else metric
+    metric = accuracy if metric is None else metric
     ranks, device = current(), device_of(model)
     check_metric(metric, ranks)
     run = forward or (lambda x: call_model(model, x))
