@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from dmcp.batches import device_of
 from dmcp.errors import DataError, TrainingError
@@ -26,6 +27,20 @@ def check_numbers(model: nn.Module, example: Any) -> None:
 
 
 @torch.no_grad()
+def check_input(model: nn.Module, example: Any) -> None:
+    """Refuse a forward that writes into its input, if that changes a second pass: networks share their batches."""
+    given = tree_map_only(Tensor, torch.clone, example)
+    first = tensors_in(_output(unwrap(model), given, train=False))
+    if _alike(tensors_in(given), tensors_in(example)):
+        return
+    if not _alike(first, tensors_in(_output(unwrap(model), given, train=False))):
+        raise TrainingError(
+            "The forward of the network changes its input (as x.mul_(2), x += 1 or an in-place layer does), and "
+            "several networks get the same batch: let it make a new tensor, x = x * 2."
+        )
+
+
+@torch.no_grad()
 def check_finite(model: nn.Module, example: Any, who: str = "network") -> None:
     """Refuse a network with a tensor, or with an output on the example, that is not finite; `who` is its name."""
     model = unwrap(model)
@@ -43,6 +58,8 @@ def check_finite(model: nn.Module, example: Any, who: str = "network") -> None:
             )
     outputs = tensors_in(_output(model, example, train=False))
     if not all(map(_is_finite, outputs)):
+        if not all(map(_is_finite, tensors_in(example))):
+            raise DataError("The input of a batch holds NaN or infinite numbers: look at the data.")
         raise TrainingError(
             f"The output of the {who} on an example is NaN or infinite, though its weights are not: look for a "
             "division by 0, a logarithm or an overflow in its forward."
@@ -130,6 +147,10 @@ def _run(model: nn.Module, example: Any, train: bool) -> Any:
     device = device_of(model)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         return call_model(narrow(model, {}, {}).train(train), example)
+
+
+def _alike(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.allclose(a, b, equal_nan=True) for a, b in zip(one, other, strict=True))
 
 
 def _is_finite(tensor: Tensor) -> bool:

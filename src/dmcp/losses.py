@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dmcp.batches import labels_of, size_of, widest
-from dmcp.errors import DataError, TrainingError
+from dmcp.errors import DataError, DmcpError, TrainingError
 from dmcp.ranks import Ranks, sum_values
 from dmcp.tracing.recording import tensors_in
 
@@ -189,8 +190,26 @@ def imitation(output: Any, target: Sequence[Tensor], temperature: float = 1.0) -
 # what people's own ones give
 
 
-def one_number(value: Any) -> Tensor:
-    """What a loss gave, if it can be trained on."""
+def loss_of(loss: Loss, output: Any, batch: Any) -> Tensor:
+    """What a loss gives, if it can be trained on."""
+    with _noted("loss(output, batch), such as lambda output, batch: cross_entropy(output, batch[1])"):
+        value = loss(output, batch)
+    return _one_number(value)
+
+
+@contextlib.contextmanager
+def _noted(call: str) -> Iterator[None]:
+    """What a function of people's own raises says how it was called."""
+    try:
+        yield
+    except DmcpError:
+        raise
+    except Exception as error:
+        error.add_note(f"dmcp calls {call}, with the whole batch: see docs/api.md.")
+        raise
+
+
+def _one_number(value: Any) -> Tensor:
     if not isinstance(value, Tensor):
         raise TrainingError(
             f"A loss must return a tensor of one number, whose gradient is needed, not a {type(value).__name__}: "
@@ -279,11 +298,8 @@ def measure(metric: WholeMetric, pairs: Iterable[tuple[Any, Any]], ranks: Ranks)
     seen = 0
     for output, batch in pairs:
         seen += size_of(batch)
-        try:
+        with _noted("update(output, batch) of a metric"):
             metric.update(output, batch)
-        except Exception as error:
-            error.add_note("dmcp calls update(output, batch) of a metric, with the whole batch: see docs/api.md.")
-            raise
     _refuse_none(sum_values(torch.tensor([seen]), ranks).item())
     own = plain_number(metric.compute())
     everyone = torch.zeros(ranks.world, dtype=torch.float64)
@@ -304,7 +320,9 @@ def mean(metric: MeanMetric, pairs: Iterable[tuple[Any, Any]], device: torch.dev
     """The mean of the metric over the samples of all these outputs and batches, and of all ranks."""
     sums, count = [torch.zeros((), dtype=widest(device), device=device)], 0
     for output, batch in pairs:
-        value, samples = sum_and_count(metric(output, batch))
+        with _noted("metric(output, batch)"):
+            found = metric(output, batch)
+        value, samples = sum_and_count(found)
         sums.append(value.to(widest(device)))
         count += samples
     total = torch.stack([torch.stack(sums).sum(), sums[0].new_tensor(float(count))])
