@@ -62,8 +62,8 @@ def verify(model: nn.Module, graph: ChannelGraph, example_input: Any, widths: Wi
     except RuntimeError as error:
         raise CutError(
             f"The network cannot be run in float64, to compare it with the cut one: {error}. A layer that it keeps in "
-            "a plain list or dict is not converted with the others, nor trained or saved: keep it in an nn.ModuleList or "
-            "nn.ModuleDict."
+            "a plain list or dict is not converted with the others, nor trained or saved: keep it in an nn.ModuleList "
+            "or nn.ModuleDict."
         ) from error
     pairs = list(zip(*map(tensors_in, both), strict=True))
     scale = max(float(gated.abs().max()) for gated, _ in pairs) or 1.0
