@@ -216,6 +216,34 @@ def test_arguments_of_another_kind_are_refused(how: Any, words: str) -> None:
         dmcp.prune(traced()[0], Noise(), Noise(1), search=SEARCH, train=TRAIN, **how)
 
 
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda model, graph: dmcp.train(model, Noise(), {"epochs": 1}),
+            "config must be a dmcp.TrainConfig, not a dict",
+        ),
+        (lambda model, graph: dmcp.search(model, Noise(), SEARCH), r"dmcp.Supernet\(model, graph\), not a Residual"),
+        (
+            lambda model, graph: dmcp.search(dmcp.Supernet(model, graph), Noise(), TRAIN),
+            "config must be a dmcp.SearchConfig, not a TrainConfig",
+        ),
+        (lambda model, graph: dmcp.Supernet(model, None), "graph must be a dmcp.ChannelGraph.*dmcp.trace.*NoneType"),
+        (lambda model, graph: dmcp.evaluate(model, None), "loader must yield batches, but a NoneType does not"),
+        (lambda model, graph: dmcp.random_widths(graph, "50%", 0), "generator must be a torch.Generator.*manual_seed"),
+        (
+            lambda model, graph: dmcp.trace(model, torch.zeros(2, *Residual.SHAPE), frozen=3),
+            r"frozen takes names.*not \[3\]",
+        ),
+        (lambda model, graph: dmcp.verify(model, graph, torch.zeros(2, 1, 8, 8)), "example input.*channels"),
+    ],
+)
+def test_parts_that_are_given_another_thing_say_what_they_take(call: Any, words: str) -> None:
+    with pytest.raises(DmcpError, match=words) as raised:
+        call(*traced())
+    assert "plain list" not in str(raised.value)
+
+
 @pytest.mark.parametrize("field", ["sort", "distil", "independent", "task_loss", "train_weights"])
 def test_a_word_is_no_yes_or_no(field: str) -> None:
     with pytest.raises(TrainingError, match=f"^{field} must be True or False, not 'no'"):

@@ -92,12 +92,15 @@ def length_of(loader: Any, name: str = "loader") -> int:
         ) from None
 
 
+def check_yields(loader: Any, name: str = "loader") -> None:
+    """Refuse what gives no batches."""
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise DataError(f"The {name} must yield batches, but a {type(loader).__name__} does not: give a DataLoader.")
+
+
 def check_tested(loader: Any, networks: int) -> None:
     """Refuse what cannot give the batches of a test once for each of so many networks."""
-    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-        raise DataError(
-            f"The val_loader must yield batches, but a {type(loader).__name__} does not: give a DataLoader."
-        )
+    check_yields(loader, "val_loader")
     if networks > 1 and isinstance(loader, GeneratorType):
         raise DataError(
             f"The val_loader is a generator, which gives its batches once, but {networks} networks are tested: give a "

@@ -60,6 +60,10 @@ def verify(model: nn.Module, graph: ChannelGraph, example_input: Any, widths: Wi
     try:
         both = net(x, net.hard(widths)), call_model(small, x)
     except RuntimeError as error:
+        try:
+            call_model(narrow(model, {}, {}).eval(), example_input)
+        except RuntimeError as own:
+            raise CutError(f"The model fails in its own forward on this example input: {own}") from error
         raise CutError(
             f"The network cannot be run in float64, to compare it with the cut one: {error}. A layer that it keeps in "
             "a plain list or dict is not converted with the others, nor trained or saved: keep it in an nn.ModuleList "

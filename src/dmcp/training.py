@@ -14,7 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from dmcp.batches import Loader, check_parts, check_seed, device_of, input_of, length_of, mix, on_device, size_of
+from dmcp.batches import (
+    Loader,
+    check_parts,
+    check_seed,
+    check_yields,
+    device_of,
+    input_of,
+    length_of,
+    mix,
+    on_device,
+    size_of,
+)
 from dmcp.calibration import Forward, kept_modes
 from dmcp.engine import Engine, Precision, Settled, autocast, is_depthwise, is_narrow, set_lr, sgd
 from dmcp.errors import TrainingError
@@ -174,6 +185,8 @@ def train(
     number of each epoch at its end, and may change weights in place. `optimizer` makes one of parameter groups, in the
     place of SGD; its learning rate is set in each step, as the config says, and the ratios between groups are kept.
     """
+    if not isinstance(config, TrainConfig):
+        raise TrainingError(f"config must be a dmcp.TrainConfig, not a {type(config).__name__}.")
     if (teacher is not None) != (config.distillation is Distillation.TEACHER):
         raise TrainingError("A teacher and distillation='teacher' go together: give both or neither.")
     check_trainable(model)
@@ -280,6 +293,7 @@ def evaluate(
     A metric that is an object with reset, update and compute gives the number itself, and keeps what it has seen.
     `forward` runs the network where that is not simply model(input), as in `recalibrate`.
     """
+    check_yields(loader)
     metric = accuracy if metric is None else metric
     ranks, device = current(), device_of(model)
     check_metric(metric, ranks)
