@@ -227,6 +227,8 @@ def test_shares_of_classes_are_right_where_the_largest_is() -> None:
     shares = torch.eye(3)[RIGHT] * 0.7 + 0.1
     assert loss_of(shares) == nn.functional.cross_entropy(SCORES, shares)
     assert dmcp.evaluate(Echo(), [(SCORES[:3], shares[:3])]) == pytest.approx(2 / 3)  # as many samples as classes
+    several = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0], [0.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
+    assert dmcp.evaluate(Echo(), [(SCORES, several)]) == 0.75  # one of those that are right
 
 
 def test_pixels_that_the_loss_leaves_out_are_not_counted() -> None:

@@ -123,8 +123,12 @@ def top1(output: Any, batch: Any) -> tuple[Tensor, int]:
     scores, labels = _classes(output, batch)
     if labels.device.type == "cpu":  # elsewhere all would wait for it
         _warn_of_range(labels, scores.shape[1])
-    right = labels.argmax(dim=1) if labels.is_floating_point() else labels
-    return ((scores.argmax(dim=1) == right) & ~scores.isnan().any(dim=1)).sum(), right.numel()
+    found = scores.argmax(dim=1)
+    if labels.is_floating_point():  # several classes may have the largest share
+        right = labels.gather(1, found.unsqueeze(1)).squeeze(1) == labels.amax(dim=1)
+    else:
+        right = found == labels
+    return (right & ~scores.isnan().any(dim=1)).sum(), right.numel()
 
 
 def accuracy(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
