@@ -277,6 +277,21 @@ def test_networks_that_cannot_be_exported(
     assert list(tmp_path.iterdir()) == []
 
 
+class Counting(nn.Conv2d):
+    def forward(self, x: Tensor) -> Any:
+        return {"map": super().forward(x), "none": None, "scale": 0.5}
+
+
+def test_an_output_that_is_no_tensor_is_named(tmp_path: Path) -> None:
+    program, dims = exporting.record(Counting(1, 2, 3), EXAMPLE)
+    with pytest.raises(dmcp.TraceError, match=r"gives 0.5 besides tensors, and ONNX has no place for it"):
+        exporting.write_onnx(program, dims, tmp_path / "net.onnx")
+
+
+def test_colours_of_a_terminal_are_left_out_of_sentences() -> None:
+    assert exporting.reason(ValueError("a \x1b[96mb\x1b[0m c")) == "ValueError: a b c."
+
+
 def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     net = nn.Conv2d(1, 2, 3)
     net.weight.data[0] = float("nan")

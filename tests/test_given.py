@@ -6,21 +6,23 @@ import copy
 import json
 import math
 import signal
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from nets import Residual
 from test_cli import SHORT, SMALL, Capture, numbers, run
 from test_pruning import SEARCH, TRAIN, Noise, traced
 from torch import Tensor, nn
 
 import dmcp
 from dmcp.commands.options import RetrainKind
-from dmcp.errors import TrainingError
-from dmcp.given import check_classifier, check_finite
-from dmcp.losses import MetricWarning
+from dmcp.errors import DataError, DmcpError, TrainingError
+from dmcp.given import check_classifier, check_finite, check_input
+from dmcp.losses import ImitationWarning, MetricWarning
 from dmcp.nets import build
 from dmcp.pruning import DivergenceWarning
 from dmcp.reports.listing import read_run
@@ -132,6 +134,133 @@ def test_numbers_that_are_none_are_named() -> None:
     masked = nn.Sequential(nn.Conv2d(3, 4, 3))
     masked.register_buffer("mask", torch.tensor([float("-inf"), 0.0]))
     check_finite(masked, torch.zeros(2, 3, 8, 8))  # a mask may be infinite
+
+
+class Writing(Residual):
+    """Writes into its input."""
+
+    def __init__(self, write: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(**Residual.FULL)
+        self.write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.write(x)
+        return super().forward(x)
+
+
+def test_a_forward_that_writes_into_its_input_is_refused() -> None:
+    """All sub-networks of a step get the same batch, and each would see what the one before has left."""
+    with pytest.raises(TrainingError, match="The forward of the network changes its input"):
+        dmcp.prune(Writing(lambda x: x.mul_(2)), Noise(), Noise(1), search=SEARCH, train=TRAIN)
+    x = torch.randn(2, *Residual.SHAPE)
+    check_input(Writing(lambda x: x.relu_()), x)  # a second pass finds it as the first has left it
+    check_input(Writing(lambda x: x.clone().mul_(2)), x)
+
+
+class Hiding(Residual):
+    """Has a layer that torch does not know of."""
+
+    def __init__(self) -> None:
+        super().__init__(**Residual.FULL)
+        self.layers = [nn.Conv2d(3, 3, 1)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.layers[0](x))
+
+
+class Late(Residual):
+    """Has a layer without a shape."""
+
+    def __init__(self) -> None:
+        super().__init__(**Residual.FULL)
+        self.late = nn.LazyConv2d(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.late(x))
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (Hiding, "plain list or dict.*nn.ModuleList"),
+        (Late, "late.weight has no shape yet: call the model once"),
+        (lambda: Residual(**Residual.FULL).to("meta"), "meta device"),
+    ],
+)
+def test_networks_that_are_not_built_as_torch_wants_are_refused(model: Any, words: str) -> None:
+    with pytest.raises(DmcpError, match=words):
+        dmcp.prune(model(), Noise(), Noise(1), search=SEARCH, train=TRAIN)
+
+
+def test_inputs_that_are_no_numbers_are_not_the_networks_fault() -> None:
+    model, graph = traced()
+    bad = Noise()
+    bad.batches = [(x * float("nan"), y) for x, y in bad.batches]
+    with pytest.raises(DataError, match="The input of a batch holds NaN or infinite numbers"):
+        dmcp.prune(model, bad, Noise(1), search=SEARCH, train=TRAIN, graph=graph)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"controls": "no"}, "controls must be True or False, not 'no'"),
+        ({"test_given": 0}, "test_given must be True or False, not 0"),
+        ({"graph": 1}, "graph must be a dmcp.ChannelGraph, not a int"),
+        ({"fresh": 1}, "fresh must be a torch.nn.Module, not a int"),
+        ({"seed": 2**64}, "seed must be at most 4611686018427387904, not"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(how: Any, words: str) -> None:
+    with pytest.raises(DmcpError, match=words):
+        dmcp.prune(traced()[0], Noise(), Noise(1), search=SEARCH, train=TRAIN, **how)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda model, graph: dmcp.train(model, Noise(), {"epochs": 1}),
+            "config must be a dmcp.TrainConfig, not a dict",
+        ),
+        (lambda model, graph: dmcp.search(model, Noise(), SEARCH), r"dmcp.Supernet\(model, graph\), not a Residual"),
+        (
+            lambda model, graph: dmcp.search(dmcp.Supernet(model, graph), Noise(), TRAIN),
+            "config must be a dmcp.SearchConfig, not a TrainConfig",
+        ),
+        (lambda model, graph: dmcp.Supernet(model, None), "graph must be a dmcp.ChannelGraph.*dmcp.trace.*NoneType"),
+        (lambda model, graph: dmcp.evaluate(model, None), "loader must yield batches, but a NoneType does not"),
+        (lambda model, graph: dmcp.random_widths(graph, "50%", 0), "generator must be a torch.Generator.*manual_seed"),
+        (
+            lambda model, graph: dmcp.trace(model, torch.zeros(2, *Residual.SHAPE), frozen=3),
+            r"frozen takes names.*not \[3\]",
+        ),
+        (lambda model, graph: dmcp.verify(model, graph, torch.zeros(2, 1, 8, 8)), "example input.*channels"),
+    ],
+)
+def test_parts_that_are_given_another_thing_say_what_they_take(call: Any, words: str) -> None:
+    with pytest.raises(DmcpError, match=words) as raised:
+        call(*traced())
+    assert "plain list" not in str(raised.value)
+
+
+@pytest.mark.parametrize("field", ["sort", "distil", "independent", "task_loss", "train_weights"])
+def test_a_word_is_no_yes_or_no(field: str) -> None:
+    with pytest.raises(TrainingError, match=f"^{field} must be True or False, not 'no'"):
+        dmcp.SearchConfig(budget="50%", **{field: "no"})
+    with pytest.raises(TrainingError, match="nesterov must be True or False, not 'no'"):
+        dmcp.TrainConfig(nesterov="no")  # type: ignore[arg-type]
+
+
+def test_a_loss_for_labels_is_told_that_it_gets_the_batch() -> None:
+    model, graph = traced()
+    how = {"search": SEARCH, "train": TRAIN, "graph": graph}
+    with pytest.warns(ImitationWarning), pytest.raises(TypeError) as raised:
+        dmcp.prune(model, Noise(), Noise(1), loss=nn.functional.cross_entropy, **how)
+    assert "loss(output, batch)" in " ".join(raised.value.__notes__)
+    with pytest.raises(TypeError) as raised:
+        dmcp.prune(model, Noise(), Noise(1), metric=lambda output, y: (output.argmax(1) - y, 1), **how)
+    assert "metric(output, batch)" in " ".join(raised.value.__notes__)
 
 
 def test_a_network_without_a_finite_output_is_refused() -> None:

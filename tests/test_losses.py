@@ -14,9 +14,9 @@ from test_pruning import SEARCH, TRAIN, Noise, prune, traced
 from torch import Tensor, nn
 
 import dmcp
-from dmcp.errors import DmcpError, TrainingError
+from dmcp.errors import DataError, DmcpError, TrainingError
 from dmcp.events import Event
-from dmcp.losses import check_metric, growing, plain_number, top1, whole_of
+from dmcp.losses import MetricWarning, check_metric, classification_loss, growing, plain_number, top1, whole_of
 from dmcp.methods import amc, metapruning
 from dmcp.ranks import ALONE, Ranks
 
@@ -205,3 +205,92 @@ def test_methods_choose_by_objects_as_by_functions(lower: bool) -> None:
         assert widths == again and best and same == pytest.approx(best)
     with pytest.raises(TrainingError, match=r"but no compute\(\)"):
         replace(problem, metric=Partial())
+
+
+# -- labels of the default loss and metric
+
+SCORES = torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 1.0], [0.0, 1.0, 2.0], [1.0, 0.0, 0.5]])
+RIGHT = torch.tensor([0, 1, 1, 0])
+
+
+def loss_of(labels: Any, scores: Tensor = SCORES) -> Tensor:
+    return classification_loss()(scores, (None, labels))
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool])
+def test_labels_of_any_integers_are_classes(kind: torch.dtype) -> None:
+    assert loss_of(RIGHT.to(kind)) == nn.functional.cross_entropy(SCORES, RIGHT)
+    assert dmcp.evaluate(Echo(), [(SCORES, RIGHT.to(kind))]) == 0.75
+
+
+def test_shares_of_classes_are_right_where_the_largest_is() -> None:
+    shares = torch.eye(3)[RIGHT] * 0.7 + 0.1
+    assert loss_of(shares) == nn.functional.cross_entropy(SCORES, shares)
+    assert dmcp.evaluate(Echo(), [(SCORES[:3], shares[:3])]) == pytest.approx(2 / 3)  # as many samples as classes
+    several = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0], [0.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
+    assert dmcp.evaluate(Echo(), [(SCORES, several)]) == 0.75  # one of those that are right
+
+
+def test_pixels_that_the_loss_leaves_out_are_not_counted() -> None:
+    scores, labels = SCORES.T[None, :, None], RIGHT.clone()[None, None]  # one image of 1 x 4 pixels
+    labels[..., 2:] = -100
+    assert loss_of(labels, scores) == nn.functional.cross_entropy(SCORES[:2], RIGHT[:2])
+    assert dmcp.evaluate(Echo(), [(scores, labels)]) == 1.0
+    with pytest.raises(TrainingError, match="no samples"):
+        dmcp.evaluate(Echo(), [(scores, torch.full_like(labels, -100))])
+
+
+def test_what_is_no_number_is_no_right_answer() -> None:
+    scores = SCORES.clone()
+    scores[0] = math.nan  # the largest of NaNs is the first
+    assert dmcp.evaluate(Echo(), [(scores, RIGHT)]) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        (RIGHT[:, None], r"labels are 4x1 of int64, the network gives 4x3: .* shape 4 \(labels.squeeze\(1\)\)"),
+        (RIGHT[:3], "labels are 3 of int64, the network gives 4x3: .* shape 4, "),
+        (torch.eye(3)[RIGHT].long(), "labels are 4x3 .*argmax"),
+        (RIGHT.float(), "float32.*long"),
+        (RIGHT[:, None].float(), r"labels are 4x1 of float32.*squeeze\(1\).long\(\)"),
+        (RIGHT.to(torch.complex64), "complex64"),
+    ],
+)
+def test_labels_that_are_no_classes_are_refused_in_the_loss_and_in_the_test(labels: Tensor, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        loss_of(labels)
+    with pytest.raises(DataError, match=words):
+        dmcp.evaluate(Echo(), [(SCORES, labels)])
+
+
+@pytest.mark.parametrize(("labels", "words"), [(RIGHT + 2, "A label is 3, but"), (RIGHT - 1, "A label is -1, but")])
+def test_labels_without_an_output_are_refused_in_the_loss_and_told_in_the_test(labels: Tensor, words: str) -> None:
+    with pytest.raises(DataError, match=f"{words} the network has 3 outputs"):
+        loss_of(labels)
+    with pytest.warns(MetricWarning, match=f"{words} the network has 3 outputs.* Here it counts as a wrong answer"):
+        assert dmcp.evaluate(Echo(), [(SCORES, labels)]) == 0.25 * (labels == SCORES.argmax(dim=1)).sum()
+
+
+def test_a_batch_without_labels_has_none() -> None:
+    with pytest.raises(DataError, match="a tensor has no label"):
+        dmcp.evaluate(nn.Identity(), [torch.randn(3, 3)])
+
+
+def test_an_output_without_classes_is_refused() -> None:
+    with pytest.raises(TrainingError, match=r"shape \(4,\), .* give your own loss and metric"):
+        loss_of(RIGHT, SCORES[:, 0])
+    with pytest.raises(TrainingError, match=r"shape \(4,\), .* give your own loss and metric"):
+        dmcp.evaluate(Echo(), [(SCORES[:, 0], RIGHT)])
+
+
+@pytest.mark.parametrize("labels", [lambda y: y[:, None], lambda y: y.float(), lambda y: y - 9])
+@pytest.mark.parametrize("where", ["loader", "val_loader"])
+def test_such_labels_are_refused_before_the_search(labels: Any, where: str) -> None:
+    (model, graph), odd = traced(), Noise()
+    odd.batches = [(x, labels(y)) for x, y in odd.batches]
+    seen: list[Event] = []
+    loaders = {"loader": Noise(), "val_loader": Noise(1)} | {where: odd}
+    with pytest.raises(DataError, match="label"):
+        dmcp.prune(model, **loaders, search=SEARCH, train=TRAIN, graph=graph, on_event=seen.append)
+    assert not seen

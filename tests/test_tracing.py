@@ -281,6 +281,23 @@ def test_halves_by_shape_are_pruned_alike() -> None:
     check(Toy(run, a=unit(3, 16), b=unit(8, 12), head=nn.Linear(12, 5)), X, {"a.0": 8, "b.0": 12})
 
 
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("size", [4, 6, 8, 12, 24, 32])
+def test_a_half_by_shape_beside_the_whole_is_found_at_any_size(size: int, joined: bool) -> None:
+    def run(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+        wide = torch.cat([m.a(x), m.b(x)], 1) if joined else m.a(x)
+        half = wide[:, : wide.shape[1] // 2]
+        return tuple(m.heads[n](it.mean((2, 3))) for n, it in enumerate((half, wide, m.c(x))))
+
+    a = unit(3, size // 2 if joined else size)
+    heads = nn.ModuleList([nn.Linear(size // 2, 5), nn.Linear(size, 5), nn.Linear(8, 5)])
+    model = Toy(run, a=a, b=unit(3, size // 2), c=unit(3, 8), heads=heads)
+    graph = check(model, X, None)
+    for narrowed in range(len(graph.spaces)):
+        widths = [1 if number == narrowed else space.size for number, space in enumerate(graph.spaces)]
+        dmcp.verify(model, graph, X, graph.widths(widths))
+
+
 def test_chunk_and_glu() -> None:
     def run(m: Any, x: Tensor) -> Tensor:
         one, other = m.a(x).chunk(2, 1)

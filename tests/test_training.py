@@ -116,7 +116,8 @@ class Echo(nn.Module):
 def test_evaluation_weighs_samples_not_batches() -> None:
     model = Echo().train()
     right, wrong = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 0.0]])
-    loader = [(right.repeat(6, 1), torch.ones(6)), (wrong, torch.ones(1))]
+    ones = torch.ones(6, dtype=torch.long)
+    loader = [(right.repeat(6, 1), ones), (wrong, ones[:1])]
     assert evaluate(model, loader) == 6 / 7  # the mean over batches would be 1/2
     assert model.training
     assert evaluate(model, loader, metric=lambda output, batch: (output.sum(), len(output))) == 1.0

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from dmcp.errors import DataError
+from dmcp.errors import DataError, TrainingError
 from dmcp.ranks import ALONE, Ranks, part
 
+MOST_SEED = 2**62  # what others add to it must fit into 64 bits, too
 _LAZY = (GeneratorType, map, filter, zip)  # iterators that somebody may keep and hand out again
 
 
@@ -36,6 +37,8 @@ def input_of(batch: Any) -> Any:
 
 def labels_of(batch: Any) -> Tensor:
     """What the classification loss and metric compare with."""
+    if isinstance(batch, Tensor):
+        raise DataError('A batch must be (input, labels) or a dict with "input" and "label"; a tensor has no label.')
     labels = _part(batch, 1, "label")
     if not isinstance(labels, Tensor):
         raise DataError(f"The labels of a batch must be a tensor, not a {type(labels).__name__}.")
@@ -89,12 +92,15 @@ def length_of(loader: Any, name: str = "loader") -> int:
         ) from None
 
 
+def check_yields(loader: Any, name: str = "loader") -> None:
+    """Refuse what gives no batches."""
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise DataError(f"The {name} must yield batches, but a {type(loader).__name__} does not: give a DataLoader.")
+
+
 def check_tested(loader: Any, networks: int) -> None:
     """Refuse what cannot give the batches of a test once for each of so many networks."""
-    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-        raise DataError(
-            f"The val_loader must yield batches, but a {type(loader).__name__} does not: give a DataLoader."
-        )
+    check_yields(loader, "val_loader")
     if networks > 1 and isinstance(loader, GeneratorType):
         raise DataError(
             f"The val_loader is a generator, which gives its batches once, but {networks} networks are tested: give a "
@@ -192,6 +198,14 @@ def too_large(batch_size: int, images: int, option: str) -> str:
         f"A batch of {batch_size} is larger than the data: there are {images} training images; lower {option} to at "
         f"most {images}."
     )
+
+
+def check_seed(seed: Any) -> None:
+    """Refuse what torch's generators cannot be seeded with."""
+    if type(seed) is not int or seed < 0:
+        raise TrainingError(f"seed must be an int of at least 0, not {seed!r}.")
+    if seed > MOST_SEED:
+        raise TrainingError(f"seed must be at most {MOST_SEED}, not {seed}.")
 
 
 def mix(*numbers: int) -> int:

@@ -56,10 +56,20 @@ def verify(model: nn.Module, graph: ChannelGraph, example_input: Any, widths: Wi
     )
     if widths is None:
         widths = graph.widths([max(1, 2 * space.size // 3) for space in graph.spaces])
-    net = Supernet(double, graph)
-    pairs = list(
-        zip(tensors_in(net(x, net.hard(widths))), tensors_in(call_model(cut(double, graph, widths), x)), strict=True)
-    )
+    net, small = Supernet(double, graph), cut(double, graph, widths)
+    try:
+        both = net(x, net.hard(widths)), call_model(small, x)
+    except RuntimeError as error:
+        try:
+            call_model(narrow(model, {}, {}).eval(), example_input)
+        except RuntimeError as own:
+            raise CutError(f"The model fails in its own forward on this example input: {own}") from error
+        raise CutError(
+            f"The network cannot be run in float64, to compare it with the cut one: {error}. A layer that it keeps in "
+            "a plain list or dict is not converted with the others, nor trained or saved: keep it in an nn.ModuleList "
+            "or nn.ModuleDict."
+        ) from error
+    pairs = list(zip(*map(tensors_in, both), strict=True))
     scale = max(float(gated.abs().max()) for gated, _ in pairs) or 1.0
     worst = max(float((gated - small).abs().max()) for gated, small in pairs) / scale
     if not math.isfinite(worst):

@@ -14,6 +14,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import tempfile
 import time
 import warnings
@@ -42,6 +43,7 @@ _BATCHES = (1, 4)  # that are compared; the batch that is recorded has another s
 _RECORDED = 2  # torch takes a batch of 1 for a constant
 _SCRIPT = (".pt", ".pth", ".ts", ".torchscript")  # what people call files of TorchScript
 _LONGEST = 300  # letters of what torch says
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Format(StrEnum):
@@ -196,8 +198,20 @@ def record(net: nn.Module, example: Any) -> tuple[ExportedProgram, Any]:
     return program, dims
 
 
+def _refuse_plain(program: ExportedProgram) -> None:
+    """Refuse outputs that are numbers or words of Python; torch does, but without naming them."""
+    for output in program.graph_signature.output_specs:
+        value = getattr(output.arg, "value", None)  # of what is no tensor
+        if value is not None:
+            raise TraceError(
+                f"This network gives {value!r} besides tensors, and ONNX has no place for it: leave it out of what "
+                f"forward returns, or export to {Format.EXPORTED}."
+            )
+
+
 def write_onnx(program: ExportedProgram, dims: Any, path: Path, note: str | None = None) -> None:
     """A graph of `record` as a file of ONNX, which must be alone in its folder."""
+    _refuse_plain(program)
     try:
         with silence():
             made: Any = torch.onnx.export(program, dynamo=True, dynamic_shapes=dims, external_data=False, verbose=False)
@@ -370,6 +384,6 @@ def silence() -> Iterator[None]:
 
 def reason(error: Exception) -> str:
     """The beginning of what torch says, as a sentence; the rest is for its developers."""
-    words = " ".join(str(error).split())
+    words = " ".join(_COLOURS.sub("", str(error)).split())
     told = words if len(words) <= _LONGEST else f"{words[:_LONGEST]} …"
     return f"{type(error).__name__}: {told.rstrip('.:') or 'no more is known'}."

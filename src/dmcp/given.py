@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from dmcp.batches import device_of
 from dmcp.errors import DataError, TrainingError
-from dmcp.losses import imitation
+from dmcp.losses import check_fit, check_range, imitation
 from dmcp.slicing import narrow, unwrap
 from dmcp.tracing.recording import call_model, tensors_in
 from dmcp.tracing.remarks import other_numbers
@@ -23,6 +24,20 @@ def check_numbers(model: nn.Module, example: Any) -> None:
         return
     if wanted := other_numbers(model, example, lambda same: _run(model, same, train=False)):
         raise DataError(f"The input of a batch holds {wanted}.")
+
+
+@torch.no_grad()
+def check_input(model: nn.Module, example: Any) -> None:
+    """Refuse a forward that writes into its input, if that changes a second pass: networks share their batches."""
+    given = tree_map_only(Tensor, torch.clone, example)
+    first = tensors_in(_output(unwrap(model), given, train=False))
+    if _alike(tensors_in(given), tensors_in(example)):
+        return
+    if not _alike(first, tensors_in(_output(unwrap(model), given, train=False))):
+        raise TrainingError(
+            "The forward of the network changes its input (as x.mul_(2), x += 1 or an in-place layer does), and "
+            "several networks get the same batch: let it make a new tensor, x = x * 2."
+        )
 
 
 @torch.no_grad()
@@ -43,6 +58,8 @@ def check_finite(model: nn.Module, example: Any, who: str = "network") -> None:
             )
     outputs = tensors_in(_output(model, example, train=False))
     if not all(map(_is_finite, outputs)):
+        if not all(map(_is_finite, tensors_in(example))):
+            raise DataError("The input of a batch holds NaN or infinite numbers: look at the data.")
         raise TrainingError(
             f"The output of the {who} on an example is NaN or infinite, though its weights are not: look for a "
             "division by 0, a logarithm or an overflow in its forward."
@@ -67,16 +84,12 @@ def check_classifier(model: nn.Module, example: Tensor, classes: int) -> None:
 
 
 @torch.no_grad()
-def check_labels(model: nn.Module, example: Any, labels: Tensor) -> None:
-    """Refuse labels of classes that the network has no output for; a GPU would only report a failed kernel."""
+def check_labels(model: nn.Module, example: Any, samples: int, labels: Tensor) -> None:
+    """Refuse labels of a batch of so many samples that the default loss cannot take; a GPU would not say why."""
     output = _output(unwrap(model), example, train=True)
-    if not isinstance(output, Tensor) or output.ndim < 2 or labels.is_floating_point() or not labels.numel():
-        return  # what is wrong is said by whoever runs it next; labels may be shares of classes, too
-    if (highest := int(labels.max())) >= output.shape[1]:
-        raise DataError(
-            f"A label is {highest}, but the network has {output.shape[1]} outputs, for labels from 0 to "
-            f"{output.shape[1] - 1}: number the classes from 0, or build the network for more of them."
-        )
+    if isinstance(output, Tensor) and output.ndim >= 2:  # what else is wrong is said by whoever runs it next
+        check_fit(labels, (samples, *output.shape[1:]))
+        check_range(labels, output.shape[1])
 
 
 @torch.no_grad()
@@ -134,6 +147,10 @@ def _run(model: nn.Module, example: Any, train: bool) -> Any:
     device = device_of(model)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         return call_model(narrow(model, {}, {}).train(train), example)
+
+
+def _alike(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.allclose(a, b, equal_nan=True) for a, b in zip(one, other, strict=True))
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Protocol
@@ -15,12 +16,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dmcp.batches import labels_of, size_of, widest
-from dmcp.errors import TrainingError
+from dmcp.errors import DataError, DmcpError, TrainingError
 from dmcp.ranks import Ranks, sum_values
 from dmcp.tracing.recording import tensors_in
 
 Loss = Callable[[Any, Any], Tensor]  # (output, batch) -> scalar
-MeanMetric = Callable[[Any, Any], tuple[Tensor, int]]  # (output, batch) -> (sum over the samples, their count)
+MeanMetric = Callable[[Any, Any], tuple[Tensor, Any]]  # (output, batch) -> (sum over the samples, their count)
 
 
 class WholeMetric(Protocol):
@@ -38,6 +39,7 @@ class WholeMetric(Protocol):
 
 Metric = MeanMetric | WholeMetric
 _METHODS = ("reset", "update", "compute")
+_LEFT_OUT = -100  # labels that cross-entropy passes over: pixels that nobody has named
 _NEAR = 1e-6  # how far, as a share, numbers of ranks may differ that have summed in another order
 
 
@@ -106,15 +108,66 @@ def classification_loss(label_smoothing: float = 0.0) -> Loss:
     """Cross-entropy of the classes along dim 1, `label_smoothing` of the target spread over all of them."""
 
     def loss(output: Any, batch: Any) -> Tensor:
-        return F.cross_entropy(_logits(output).float(), labels_of(batch), label_smoothing=label_smoothing)
+        scores, labels = _classes(output, batch)
+        try:
+            return F.cross_entropy(scores.float(), labels, label_smoothing=label_smoothing)
+        except IndexError:  # of a CPU; a GPU cannot say it
+            check_range(labels, scores.shape[1])
+            raise
 
     return loss
 
 
 def top1(output: Any, batch: Any) -> tuple[Tensor, int]:
-    """Correct answers and how many there are, of samples or of pixels."""
-    labels = labels_of(batch)
-    return (_logits(output).argmax(dim=1) == labels).sum(), labels.numel()
+    """Correct answers and how many there are, of samples or of pixels; scores that are NaN are no answer."""
+    scores, labels = _classes(output, batch)
+    if labels.device.type == "cpu":  # elsewhere all would wait for it
+        _warn_of_range(labels, scores.shape[1])
+    found = scores.argmax(dim=1)
+    if labels.is_floating_point():  # several classes may have the largest share
+        right = labels.gather(1, found.unsqueeze(1)).squeeze(1) == labels.amax(dim=1)
+    else:
+        right = found == labels
+    return (right & ~scores.isnan().any(dim=1)).sum(), right.numel()
+
+
+def accuracy(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """The same, but what the loss leaves out is not counted."""
+    right, count = top1(output, batch)
+    return right, count - (labels_of(batch) == _LEFT_OUT).sum()
+
+
+def check_fit(labels: Tensor, shape: Sequence[int]) -> None:
+    """Refuse labels that are neither class numbers nor shares of classes for scores of this shape."""
+    shape, wanted = tuple(shape), (shape[0], *shape[2:])
+    whole = not labels.is_floating_point() and not labels.is_complex()
+    if labels.shape == (wanted if whole else shape) and not labels.is_complex():
+        return
+    way = ""
+    if whole and labels.shape == shape and shape[1] > 1:
+        way = " (labels.argmax(dim=1))"
+    elif labels.shape == (wanted[0], 1, *wanted[1:]):
+        way = " (labels.squeeze(1))" if whole else " (labels.squeeze(1).long())"
+    elif labels.shape == wanted and labels.is_floating_point():
+        way = " (labels.long())"
+    kind = str(labels.dtype).removeprefix("torch.")
+    raise DataError(
+        f"The labels are {_size(labels.shape)} of {kind}, the network gives {_size(shape)}: labels must be class "
+        f"numbers, integers of shape {_size(wanted)}{way}, or shares of classes, floats of shape {_size(shape)}; for "
+        "anything else give your own loss and metric."
+    )
+
+
+def check_range(labels: Tensor, classes: int) -> None:
+    """Refuse labels of classes that the network has no output for."""
+    if labels.is_floating_point() or not labels.numel():
+        return  # shares of classes
+    lowest, highest = (int(it) for it in labels.masked_fill(labels == _LEFT_OUT, 0).aminmax())
+    if lowest < 0 or highest >= classes:
+        raise DataError(
+            f"A label is {lowest if lowest < 0 else highest}, but the network has {classes} outputs, for labels from 0 "
+            f"to {classes - 1}: number the classes from 0, or build the network for more of them."
+        )
 
 
 def imitation(output: Any, target: Sequence[Tensor], temperature: float = 1.0) -> Tensor:
@@ -141,8 +194,26 @@ def imitation(output: Any, target: Sequence[Tensor], temperature: float = 1.0) -
 # what people's own ones give
 
 
-def one_number(value: Any) -> Tensor:
-    """What a loss gave, if it can be trained on."""
+def loss_of(loss: Loss, output: Any, batch: Any) -> Tensor:
+    """What a loss gives, if it can be trained on."""
+    with _noted("loss(output, batch), such as lambda output, batch: cross_entropy(output, batch[1])"):
+        value = loss(output, batch)
+    return _one_number(value)
+
+
+@contextlib.contextmanager
+def _noted(call: str) -> Iterator[None]:
+    """What a function of people's own raises says how it was called."""
+    try:
+        yield
+    except DmcpError:
+        raise
+    except Exception as error:
+        error.add_note(f"dmcp calls {call}, with the whole batch: see docs/api.md.")
+        raise
+
+
+def _one_number(value: Any) -> Tensor:
     if not isinstance(value, Tensor):
         raise TrainingError(
             f"A loss must return a tensor of one number, whose gradient is needed, not a {type(value).__name__}: "
@@ -231,11 +302,8 @@ def measure(metric: WholeMetric, pairs: Iterable[tuple[Any, Any]], ranks: Ranks)
     seen = 0
     for output, batch in pairs:
         seen += size_of(batch)
-        try:
+        with _noted("update(output, batch) of a metric"):
             metric.update(output, batch)
-        except Exception as error:
-            error.add_note("dmcp calls update(output, batch) of a metric, with the whole batch: see docs/api.md.")
-            raise
     _refuse_none(sum_values(torch.tensor([seen]), ranks).item())
     own = plain_number(metric.compute())
     everyone = torch.zeros(ranks.world, dtype=torch.float64)
@@ -256,7 +324,9 @@ def mean(metric: MeanMetric, pairs: Iterable[tuple[Any, Any]], device: torch.dev
     """The mean of the metric over the samples of all these outputs and batches, and of all ranks."""
     sums, count = [torch.zeros((), dtype=widest(device), device=device)], 0
     for output, batch in pairs:
-        value, samples = sum_and_count(metric(output, batch))
+        with _noted("metric(output, batch)"):
+            found = metric(output, batch)
+        value, samples = sum_and_count(found)
         sums.append(value.to(widest(device)))
         count += samples
     total = torch.stack([torch.stack(sums).sum(), sums[0].new_tensor(float(count))])
@@ -278,9 +348,28 @@ def _kind(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
+def _warn_of_range(labels: Tensor, classes: int) -> None:
+    """In a test such labels are told, not refused: it comes after hours of work."""
+    try:
+        check_range(labels, classes)
+    except DataError as error:
+        warnings.warn(f"{error} Here it counts as a wrong answer.", MetricWarning, stacklevel=2)
+
+
+def _size(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "one number"
+
+
+def _classes(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """Scores with classes along dim 1, and the labels: class numbers, or shares in the shape of the scores."""
+    scores, labels = _logits(output), labels_of(batch)
+    check_fit(labels, scores.shape)
+    return scores, labels if labels.is_floating_point() else labels.long()
+
+
 def _logits(output: Any) -> Tensor:
-    if not isinstance(output, Tensor):
+    if not isinstance(output, Tensor) or output.ndim < 2:
         raise TrainingError(
-            f"The network gives a {type(output).__name__}, not one tensor of classes: give your own loss and metric."
+            f"The network gives {_kind(output)}, not one tensor of classes along dim 1: give your own loss and metric."
         )
     return output

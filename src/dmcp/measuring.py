@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from dmcp import training
-from dmcp.batches import Loader, check_parts, device_of, input_of, labels_of, peek, size_of
+from dmcp.batches import Loader, check_parts, device_of, input_of, labels_of, on_device, peek, size_of
 from dmcp.calibration import kept_modes
 from dmcp.events import Event, Report, silent
+from dmcp.given import classes_of
 from dmcp.keeping import untouched
-from dmcp.losses import LowerIsBetter, Metric, top1, whole_of
+from dmcp.losses import LowerIsBetter, Metric, accuracy, check_range, whole_of
 from dmcp.ranks import current, sum_values
 from dmcp.rows import ROUNDS, Row
 from dmcp.slicing import narrow, unwrap
@@ -67,10 +68,11 @@ def _test(net: nn.Module, loader: Loader, metric: Metric | None) -> tuple[float,
         seen += size_of((x,))
         return call_model(net, x)
 
-    def counted(output: Any, batch: Any) -> tuple[Tensor, int]:
+    def counted(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
         nonlocal answers
-        answers += labels_of(batch).numel()
-        return top1(output, batch)
+        found = accuracy(output, batch)
+        answers += output.numel() // output.shape[1]
+        return found
 
     value = training.evaluate(net, loader, counted if metric is None else metric, run)
     total, given = sum_values(torch.tensor([seen, answers]), current()).tolist()
@@ -86,10 +88,18 @@ def try_test(model: nn.Module, loader: Loader, metric: Metric | None) -> None:
         batches = peek(loader)
         if batches is not None:
             try:
+                for batch in batches if metric is None else ():
+                    _check_labels(model, batch)
                 _test(narrow(unwrap(model), {}, {}), batches, metric)
             finally:
                 if whole is not None:
                     whole.reset()  # of this trial nothing is left
+
+
+def _check_labels(model: nn.Module, batch: Any) -> None:
+    """Refuse labels that the network has no output for; later they are only told of."""
+    if classes := classes_of(model, on_device(input_of(batch), device_of(model))):
+        check_range(labels_of(batch), classes)
 
 
 def try_batch(model: nn.Module, loader: Loader | None) -> None:

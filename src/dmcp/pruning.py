@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from dmcp import training
-from dmcp.batches import Loader, check_tested, device_of, input_of, labels_of, length_of, on_device
+from dmcp.batches import Loader, check_tested, device_of, input_of, labels_of, length_of, on_device, size_of
 from dmcp.budget import LATENCY, Budget, check_reachable, cost, known_limits, limits_latency, ratios, show_cost
 from dmcp.cutting import verify, with_frozen
 from dmcp.engine import Engine
@@ -20,6 +20,7 @@ from dmcp.events import Report, silent
 from dmcp.given import (
     check_finite,
     check_imitable,
+    check_input,
     check_labels,
     check_numbers,
     check_teacher,
@@ -143,7 +144,10 @@ def prune(
     imitates = kind in (Retrain.SLIMMABLE, Retrain.TEACHER) or teacher is not None
     unwrap(model)  # refuses what is no network
     _check_kinds({"search": (search, SearchConfig), "train": (train, TrainConfig), "engine": (engine, Engine)})
-    _check_kinds({"latency": (latency, Latency)})
+    _check_kinds({"latency": (latency, Latency), "graph": (graph, ChannelGraph)})
+    _check_flags({"controls": controls, "test_given": test_given})
+    if fresh is not None and not isinstance(fresh, nn.Module):
+        raise TrainingError(f"fresh must be a torch.nn.Module, not a {type(fresh).__name__}.")
     _check_functions({"loss": loss, "on_event": on_event, "keep": keep, "measure": measure})
     check_metric(metric, current())
     settings = _settled(search, budget, seed)
@@ -173,8 +177,9 @@ def prune(
     sample = tree_map_only(Tensor, lambda x: x[:2], example)
     check_numbers(model, sample)
     check_finite(model, sample)
+    check_input(model, sample)
     if labels is not None:
-        check_labels(model, sample, labels)
+        check_labels(model, sample, size_of((example,)), labels)
     graph = graph or trace(model, sample)
     if graph.exact:
         verify(model, graph, sample)  # before hours of work: what is cut will be what was searched
@@ -346,6 +351,13 @@ def _check_kinds(given: dict[str, tuple[Any, type]]) -> None:
     for name, (value, kind) in given.items():
         if value is not None and not isinstance(value, kind):
             raise TrainingError(f"{name} must be a dmcp.{kind.__name__}, not a {type(value).__name__}.")
+
+
+def _check_flags(given: dict[str, Any]) -> None:
+    """Refuse words for yes and no: "no" would be taken for a yes."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise TrainingError(f"{name} must be True or False, not {value!r}.")
 
 
 def _check_functions(given: dict[str, Any]) -> None:

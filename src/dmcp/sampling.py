@@ -145,6 +145,8 @@ def random_widths(
     ceiling: Bound | None = None,
 ) -> Widths:
     """Widths drawn uniformly until they use the budget to the tolerance; after many tries, the last are scaled."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise BudgetError(f"generator must be a torch.Generator, not {generator!r}: torch.Generator().manual_seed(0).")
     options, budget = between(graph, floor, ceiling, align), parse(budget, graph)
     chances = torch.rand(_CONTROLS, len(graph.spaces), generator=generator, dtype=torch.float64)
     drawn = options.widths((chances * (options.last + 1)).long())  # (N, S)

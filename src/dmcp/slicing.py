@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode
 
 from dmcp.errors import TraceError
@@ -54,8 +55,15 @@ def unwrap(model: nn.Module) -> nn.Module:
         if inner is None and isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             inner = model.module
         if inner is None:
+            _check_built(model)
             return model
         model = inner
+
+
+def _check_built(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, UninitializedBuffer | UninitializedParameter):
+            raise TraceError(f"{name} has no shape yet: call the model once on a batch, as lazy layers need it.")
 
 
 def narrow(

@@ -26,6 +26,11 @@ class Supernet(nn.Module):
     def __init__(self, model: nn.Module, graph: ChannelGraph, groups: int = 10, align: int = 1) -> None:
         super().__init__()
         model = unwrap(model)
+        if not isinstance(graph, ChannelGraph):
+            raise WidthsError(
+                f"graph must be a dmcp.ChannelGraph, which dmcp.trace(model, example) gives, not a "
+                f"{type(graph).__name__}."
+            )
         if fingerprint(model) != graph.fingerprint:
             raise WidthsError(
                 "This graph was traced from another architecture: trace this model, then make its supernet."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -14,7 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from dmcp.batches import Loader, check_parts, device_of, input_of, length_of, mix, on_device, size_of
+from dmcp.batches import (
+    Loader,
+    check_parts,
+    check_seed,
+    check_yields,
+    device_of,
+    input_of,
+    length_of,
+    mix,
+    on_device,
+    size_of,
+)
 from dmcp.calibration import Forward, kept_modes
 from dmcp.engine import Engine, Precision, Settled, autocast, is_depthwise, is_narrow, set_lr, sgd
 from dmcp.errors import TrainingError
@@ -22,13 +33,13 @@ from dmcp.keeping import DONE, Feed, Keeper, State
 from dmcp.losses import (
     Loss,
     Metric,
+    accuracy,
     check_metric,
     classification_loss,
     imitation,
+    loss_of,
     mean,
     measure,
-    one_number,
-    top1,
     whole_of,
 )
 from dmcp.optimizers import MakeOptimizer, check_graphs, make_optimizer, rate_shares
@@ -74,6 +85,12 @@ class TrainConfig:
         if self.distillation not in list(Distillation):
             raise TrainingError(f"distillation must be one of {', '.join(Distillation)}, not {self.distillation!r}.")
         object.__setattr__(self, "distillation", Distillation(self.distillation))
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "float" and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise TrainingError(f"{field.name} must be a number, not {value!r}.")
+        if not isinstance(self.nesterov, bool):
+            raise TrainingError(f"nesterov must be True or False, not {self.nesterov!r}.")
         if type(self.epochs) is not int or self.epochs < 1:
             raise TrainingError(f"epochs must be an int of at least 1, not {self.epochs!r}.")
         if not 0 <= self.warmup_epochs <= self.epochs:
@@ -85,8 +102,9 @@ class TrainConfig:
                 f"lr must be positive, and min_lr and warmup_lr between 0 and lr, not {self.lr}, {self.min_lr} and "
                 f"{self.warmup_lr}."
             )
-        if self.reference_batch is not None and self.reference_batch < 1:
-            raise TrainingError(f"reference_batch must be at least 1 or None, not {self.reference_batch}.")
+        batch = self.reference_batch
+        if batch is not None and (not isinstance(batch, int | float) or batch < 1):
+            raise TrainingError(f"reference_batch must be at least 1 or None, not {batch!r}.")
         if not 0 <= self.momentum < 1 or not self.weight_decay >= 0:
             raise TrainingError(
                 f"momentum must lie in [0, 1) and weight_decay be at least 0, not {self.momentum}, {self.weight_decay}."
@@ -99,8 +117,7 @@ class TrainConfig:
             raise TrainingError(f"teacher_share must lie in [0, 1], not {self.teacher_share}.")
         if not 0.01 <= self.teacher_temperature <= 100:  # beyond them numbers vanish or overflow
             raise TrainingError(f"teacher_temperature must lie in [0.01, 100], not {self.teacher_temperature}.")
-        if type(self.seed) is not int or self.seed < 0:
-            raise TrainingError(f"seed must be an int of at least 0, not {self.seed!r}.")
+        check_seed(self.seed)
 
 
 # learning rates and what is trained
@@ -132,7 +149,12 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Refuse a network of which nothing is to be trained."""
+    """Refuse a network of which nothing is to be trained, or nothing can be."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise TrainingError(
+            "The model is on the meta device, where tensors have no numbers: build it on another one, or call "
+            "model.to_empty(device=...) and load its weights."
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TrainingError(
             "No parameter of the model has requires_grad, so nothing can be trained: call model.requires_grad_(True), "
@@ -163,6 +185,8 @@ def train(
     number of each epoch at its end, and may change weights in place. `optimizer` makes one of parameter groups, in the
     place of SGD; its learning rate is set in each step, as the config says, and the ratios between groups are kept.
     """
+    if not isinstance(config, TrainConfig):
+        raise TrainingError(f"config must be a dmcp.TrainConfig, not a {type(config).__name__}.")
     if (teacher is not None) != (config.distillation is Distillation.TEACHER):
         raise TrainingError("A teacher and distillation='teacher' go together: give both or neither.")
     check_trainable(model)
@@ -269,7 +293,8 @@ def evaluate(
     A metric that is an object with reset, update and compute gives the number itself, and keeps what it has seen.
     `forward` runs the network where that is not simply model(input), as in `recalibrate`.
     """
-    metric = top1 if metric is None else metric
+    check_yields(loader)
+    metric = accuracy if metric is None else metric
     ranks, device = current(), device_of(model)
     check_metric(metric, ranks)
     run = forward or (lambda x: call_model(model, x))
@@ -293,7 +318,7 @@ def evaluate(
 def _loss(forward: Forward, batch: Any, loss: Loss, teacher: Forward | None, config: TrainConfig) -> Tensor:
     """The task's loss, with a teacher mixed with imitation."""
     output = forward(input_of(batch))
-    value = one_number(loss(output, batch))
+    value = loss_of(loss, output, batch)
     if teacher is None:
         return value
     with torch.no_grad():

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from dmcp import nets
+from dmcp.batches import MOST_SEED
 from dmcp.engine import Precision
 from dmcp.errors import DmcpError
 from dmcp.latency import RuntimeKind
@@ -21,7 +22,6 @@ from dmcp.running.recipes import names as recipe_names
 from dmcp.searching.bounds import Bound
 
 _CHANNELS = re.compile("0*[1-9][0-9]{0,8}")  # no layer has more
-_MOST_SEED = 2**62  # and room for those that follow it
 
 
 def _complete_model(incomplete: str) -> list[str]:
@@ -31,8 +31,8 @@ def _complete_model(incomplete: str) -> list[str]:
 
 
 def _check_seed(seed: int) -> int:
-    if abs(seed) > _MOST_SEED:
-        raise DmcpError(f"--seed: {seed} is too large; choose one up to {_MOST_SEED}.")
+    if abs(seed) > MOST_SEED:
+        raise DmcpError(f"--seed: {seed} is too large; choose one up to {MOST_SEED}.")
     return seed
 
 

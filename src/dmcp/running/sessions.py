@@ -24,7 +24,7 @@ from dmcp.engine import Engine
 from dmcp.errors import DataError, FileError, StoppedError, TrainingError
 from dmcp.events import Event
 from dmcp.folders import FolderSet
-from dmcp.given import check_classifier, check_finite
+from dmcp.given import check_classifier, check_finite, check_input
 from dmcp.image_files import finds_all
 from dmcp.keeping import Keeper
 from dmcp.latency import FILE as LATENCY
@@ -209,6 +209,7 @@ def check_given(opened: Opened) -> None:
     noise = torch.randn(2, *data.shape, generator=generator(0)).to(device_of(model))
     check_classifier(model, noise, data.classes)
     check_finite(model, noise)
+    check_input(model, noise)
     if opened.teacher is not None:
         check_finite(opened.teacher, noise, "teacher")
 

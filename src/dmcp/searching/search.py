@@ -50,6 +50,10 @@ def search(
     makes one for the weights of their parameter groups, in the place of SGD; the config has its learning rate,
     and the ratios between its groups are kept.
     """
+    if not isinstance(net, Supernet):
+        raise TrainingError(f"A search needs a dmcp.Supernet(model, graph), not a {type(net).__name__}.")
+    if not isinstance(config, SearchConfig):
+        raise TrainingError(f"config must be a dmcp.SearchConfig, not a {type(config).__name__}.")
     check_graphs(engine, optimizer)
     budget, path = _prepare(net, config, arch_loader)
     ranks, device = current(), device_of(net)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dmcp.batches import check_seed
 from dmcp.budget import Budget
 from dmcp.errors import TrainingError
 from dmcp.markov import CHAIN, INDEPENDENT, Process
@@ -77,6 +78,10 @@ class SearchConfig:
         for name, least in _INTS.items():
             if type(getattr(self, name)) is not int or getattr(self, name) < least:
                 raise TrainingError(f"{name} must be an int of at least {least}, not {getattr(self, name)!r}.")
+        check_seed(self.seed)
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise TrainingError(f"{name} must be True or False, not {getattr(self, name)!r}.")
         check_bound("smallest", self.smallest)
         check_bound("largest", self.largest)
         for name, (low, high) in _FLOATS.items():
@@ -113,8 +118,8 @@ _INTS = {  # the least that each may be
     "reference_batch": 1,
     "accumulate": 1,
     "log_every": 1,
-    "seed": 0,
 }
+_FLAGS = ("sort", "distil", "independent", "task_loss", "train_weights")
 _FLOATS = {  # from, to below
     "tolerance": (0, 1),
     "warmup": (0, 1),

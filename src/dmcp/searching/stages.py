@@ -13,7 +13,7 @@ from torch import Tensor
 from dmcp.batches import input_of, size_of
 from dmcp.budget import Budget, budget_loss, ratios
 from dmcp.engine import Precision, autocast
-from dmcp.losses import Loss, imitation, one_number
+from dmcp.losses import Loss, imitation, loss_of
 from dmcp.ranks import ALONE, Ranks, mean_gradients
 from dmcp.searching.sandwich import Chains
 from dmcp.supernet import Supernet
@@ -102,7 +102,7 @@ def weight_step(
             given = subnet.part(h) if isinstance(subnet, Sliced) and h is not None else h
             with autocast(net.alpha.device, precision):
                 output = _run(net, passes, subnet, x, given)
-                value = imitation(output, target) if distil and target else one_number(loss(output, batch))
+                value = imitation(output, target) if distil and target else loss_of(loss, output, batch)
             slopes, back = _add_slopes(slopes, back, value * (size_of(batch) / samples), weights, given, h)
             losses.append(value.detach())
             target = target or [tensor.detach() for tensor in tensors_in(output)]
@@ -141,7 +141,7 @@ def arch_step(
             assert loss is not None
             gates = chains.gates(chains.marginals(net.alpha))
             with autocast(net.alpha.device, precision):
-                value = one_number(loss((passes or net)(input_of(batch), gates), batch))
+                value = loss_of(loss, (passes or net)(input_of(batch), gates), batch)
             torch.autograd.backward(value * (size_of(batch) / samples))
             task.append(value.detach())
         mean_gradients(_parameters(optimizer), samples, ranks)

@@ -14,6 +14,7 @@ from dmcp.tracing.replay import Bound, Conflict, Outcome, Place, Rehearsal
 _ROUNDS = 80  # replays at most
 _BINDING_ROUNDS = 30  # after these, whatever disagrees is kept whole
 _DRAWS = ("wide", "narrow", "any", "extreme")
+_UNEVEN = ("first", "second")  # one of two neighbours has all channels, the other one: halves by shape are none then
 _MULTIPLES = (1, 2, 3)  # an attribute may be this many times the width: qkv sizes
 _CANDIDATES = 6
 
@@ -39,12 +40,15 @@ class Settler:
     def settle(self) -> None:
         """Until every kind of draw has replayed clean, in a row, in turns with every recording."""
         clean, count = 0, len(self.coupling.recordings)
+        draws = _DRAWS + _UNEVEN if self._has_neighbours() else _DRAWS
         for round_ in range(_ROUNDS):
             atoms = self.coupling.atoms(self.parameters)
-            if not atoms or clean >= len(_DRAWS):
+            if not atoms or clean >= len(draws):
                 return
             sizes = {atom.index: self.coupling.channels.axis_size(atom) for atom in atoms}
-            widths = {atom: self._draw(_DRAWS[clean], size) for atom, size in sizes.items()}
+            widths = {
+                atom: self._draw(draws[clean], size, place % 2) for place, (atom, size) in enumerate(sizes.items())
+            }
             self.widths = widths
             number = clean % count
             outcome = self.rehearsal.replay(number, self.rehearsal.narrow(widths, sizes), widths)
@@ -55,8 +59,15 @@ class Settler:
                 self._mend(number, outcome, may_bind=self.bind and round_ < _BINDING_ROUNDS)
         raise TraceError("The narrow model never agreed with its recording: please report this model.")
 
-    def _draw(self, kind: str, size: int) -> int:
-        """A width: most channels, few, any number of them, or one or all."""
+    def _has_neighbours(self) -> bool:
+        """Whether some tensor has several spaces in one dim, so that a part of it may be cut out by its size."""
+        found = {layout for values in self.coupling.layouts for dims in values.values() for layout in dims}
+        return any(len(self.coupling.channels.atoms(layout)) > 1 for layout in found)
+
+    def _draw(self, kind: str, size: int, second: int) -> int:
+        """A width: most channels, few, any number of them, or one or all (at random, or of every second space)."""
+        if kind in _UNEVEN:
+            return size if _UNEVEN[second] == kind else 1
         ranges = {"wide": (0.3 * size, size - 1), "narrow": (0.05 * size, 0.4 * size), "any": (1, size)}
         if kind == "extreme":
             return self.random.choice((1, size))

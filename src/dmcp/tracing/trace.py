@@ -58,7 +58,7 @@ def trace(
     """
     model = unwrap(model)
     recordings, batches, notes = _record_modes(model, example_input)
-    frozen = [frozen] if isinstance(frozen, str) else list(frozen or ())
+    frozen = [frozen] if isinstance(frozen, str) or not isinstance(frozen, Iterable | None) else list(frozen or ())
     if not all(isinstance(name, str) for name in frozen):
         raise TraceError(f"frozen takes names of modules or spaces, not {frozen!r}.")
     for note in filter(None, (note_reads(model, recordings), note_sizes(model, recordings))):
