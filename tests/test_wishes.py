@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from test_cli import DRY, Capture, run
+from test_onnx_sessions import needs_onnx
 from torch import nn
 
 import dmcp
@@ -24,7 +25,7 @@ def test_the_page_has_lines_to_try() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("line", [pytest.param(it, marks=needs_onnx) if "onnx" in it else it for it in LINES])
 def test_a_line_is_taken(line: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
