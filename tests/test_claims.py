@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -32,6 +34,7 @@ from dmcp.paper.evidence import PAPER, PEERS, Evidence, gains, paper_says, read_
 from dmcp.paper.experiments import EXPERIMENTS
 from dmcp.paper.tasks import cells_of
 from dmcp.tables import pooled
+from dmcp.training import TrainConfig
 
 Arms = dict[str, dict[int, float]]  # accuracy by seed, by the cell's name without it
 
@@ -360,6 +363,16 @@ def test_cells_of_another_protocol_are_others(change: dict[str, Any]) -> None:
     usual = {"data": "d", "batch": 512, "settings": {}, "search_epochs": 30, "holdout": 0.1, "model_args": []}
     assert evidence("main", {}, **usual).protocol != evidence("main", {}, **usual | change).protocol
     assert evidence("main", {}, **usual).protocol == evidence("warmup", {"x": seeds(1)}, **usual).protocol
+
+
+def test_cells_are_the_same_where_settings_came_later() -> None:
+    """Data that were written before a field of the recipe was there have it as it was then."""
+    now = {"train": json.loads(json.dumps(asdict(TrainConfig(epochs=60))))}
+    before, other = ({"train": dict(now["train"])} for _ in range(2))
+    del before["train"]["teacher_temperature"]
+    other["train"]["teacher_temperature"] = 4.0
+    first, same, apart = (evidence("main", {}, **data).protocol for data in (now, before, other))
+    assert first == same != apart
 
 
 # -- what is not there

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from dmcp.comparison.comparing import cell_name
-from dmcp.paper.findings import Protocol
+from dmcp.paper.findings import written_protocol
 from dmcp.tables import counted
 
 _NAME = re.compile(r"(?P<arm>.+?)(?:-(?P<budget>[^-]*\d[^-]*))??-seed(?P<seed>-?\d+)")  # of a cell: see cell_name
@@ -73,7 +73,7 @@ def read_evidence(data: Mapping[str, Any], network: str) -> Evidence:
     return Evidence(
         experiment=data["experiment"],
         network=network,
-        protocol=json.dumps([data.get(it.name) for it in fields(Protocol)], sort_keys=True),
+        protocol=json.dumps(written_protocol(data), sort_keys=True),
         recipe=f"{' '.join((data['model'], *data.get('model_args', ())))}, {epochs}{search}",
         tested=tuple(known.values()),
         recovered={arm: _read_recovered(ended[label]) for arm, label in labels.items() if label in ended},

@@ -10,7 +10,7 @@ import json
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +85,17 @@ def protocol(it: Study, name: str) -> dict[str, Any]:
     return dict(json.loads(json.dumps(asdict(known))))
 
 
+def written_protocol(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The protocol in data that were written before, whatever came later as it was then."""
+    found = {field.name: data.get(field.name) for field in fields(Protocol)}
+    if isinstance(found["train"], dict):
+        found["train"] = json.loads(json.dumps(asdict(TrainConfig()))) | found["train"]
+    return found
+
+
 def difference(part: str, before: Any, now: Any) -> str:
     """The first difference of a part of two protocols in words; empty: none."""
-    if part == "train" and isinstance(before, dict):  # fields that came later
-        before = json.loads(json.dumps(asdict(TrainConfig()))) | before
+    before = written_protocol({part: before}).get(part)
     if before == now:
         return ""
     field = next(iter(changes(part, before, now)), part)
