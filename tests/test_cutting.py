@@ -7,6 +7,7 @@ import errno
 import hashlib
 import json
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -312,6 +313,31 @@ def test_save_refuses_in_a_sentence(chain: Case, tmp_path: Path) -> None:
             dmcp.save(small, widths, folder)
     with pytest.raises(dmcp.WidthsError, match="save needs the Widths"):
         dmcp.save(small, dict(widths), tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(dmcp.FileError, match="save needs the path of a folder, not None"):
+        dmcp.save(small, widths, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("net", NETS, ids=lambda net: net.__name__)
+def test_save_refuses_widths_of_another_network(net: Any, tmp_path: Path) -> None:
+    model, graph, widths, small = narrowed(randomise(net(**net.FULL)), net.SHAPE)
+    for network, other in ((model, widths), (small, graph.full)):
+        with pytest.raises(dmcp.WidthsError, match=r"These widths are not those of this network: .* must be"):
+            dmcp.save(network, other, tmp_path / "result")
+    for space, width in widths.items():
+        if width > 1:
+            other = graph.widths(dict(widths) | {space: width - 1})
+            with pytest.raises(dmcp.WidthsError, match="These widths are not those"):
+                dmcp.save(small, copy.deepcopy(pickle.loads(pickle.dumps(other))), tmp_path / "result")
+    assert not (tmp_path / "result").exists()
+    dmcp.save(model, graph.full, tmp_path / "result")
+
+
+def test_save_takes_another_head(chain: Case, tmp_path: Path) -> None:
+    _, _, widths, small = chain
+    name, head = [(name, it) for name, it in small.named_modules() if isinstance(it, nn.Linear | nn.Conv2d)][-1]
+    assert isinstance(head, nn.Linear)
+    small.set_submodule(name, nn.Linear(head.in_features, head.out_features + 3))
+    dmcp.save(small, widths, tmp_path)
 
 
 def edit(**changes: Any) -> Callable[[bytes], bytes]:

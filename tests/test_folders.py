@@ -46,6 +46,25 @@ def test_image_folder(tmp_path: Path) -> None:
     assert torch.equal(torch.cat([labels for _, labels in test]), sets.test.labels)
 
 
+def test_hidden_folders_and_files_are_passed_over(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / ".hidden" / "pets")
+    for part in ("train", "val"):
+        (root / part / ".ipynb_checkpoints").mkdir()
+        (root / part / "cat" / ".ipynb_checkpoints").mkdir()
+        for place in ("._0.png", ".ipynb_checkpoints/0.png", "../.ipynb_checkpoints/0.png"):
+            (root / part / "cat" / place).write_bytes((root / part / "cat" / "0.png").read_bytes())
+    for strict in (True, False):
+        sets = load(root, size=16, strict=strict)
+        assert (len(sets.train), len(sets.test), sets.train.names) == (12, 12, ("cat", "dog", "eel"))
+        assert torch.equal(sets.train.labels, torch.arange(3).repeat_interleave(4))
+
+
+def test_only_hidden_folders_are_no_classes(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "pets", (".cat", ".dog"))
+    with pytest.raises(DataError, match=r"Couldn't find any class folder in .*train"):
+        load(root, size=16)
+
+
 def test_image_files_are_augmented_by_seed_epoch_and_index(tmp_path: Path) -> None:
     part = load(write_folder(tmp_path / "pets"), size=16).train
     before = torch.get_rng_state()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import math
+import random
 import signal
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from nets import Residual
@@ -152,9 +154,36 @@ def test_a_forward_that_writes_into_its_input_is_refused() -> None:
     """All sub-networks of a step get the same batch, and each would see what the one before has left."""
     with pytest.raises(TrainingError, match="The forward of the network changes its input"):
         dmcp.prune(Writing(lambda x: x.mul_(2)), Noise(), Noise(1), search=SEARCH, train=TRAIN)
+    doubling = Writing(lambda x: x.mul_(2))
+    supernet = dmcp.Supernet(doubling, dmcp.trace(doubling, torch.randn(2, *Residual.SHAPE)), groups=SEARCH.groups)
+    with pytest.raises(TrainingError, match="The forward of the network changes its input"):
+        dmcp.search(supernet, Noise(), SEARCH)
     x = torch.randn(2, *Residual.SHAPE)
     check_input(Writing(lambda x: x.relu_()), x)  # a second pass finds it as the first has left it
     check_input(Writing(lambda x: x.clone().mul_(2)), x)
+
+
+class Dicing(Residual):
+    """Rolls the dice of Python, NumPy and torch in every pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.rand(1, dtype=x.dtype) * random.random() * np.random.rand()
+        return super().forward(x + noise)
+
+
+def test_looking_at_the_first_batch_of_a_search_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[object] = []
+    found = []
+    for look in (check_input, lambda model, example: looks.append(model)):
+        monkeypatch.setattr("dmcp.searching.search.check_input", look)
+        torch.manual_seed(0), random.seed(0), np.random.seed(0)
+        net = Dicing(**Residual.FULL).float()
+        graph = dmcp.trace(net, torch.randn(2, *Residual.SHAPE))
+        supernet = dmcp.Supernet(net, graph, groups=SEARCH.groups)
+        result = dmcp.search(supernet, Noise(), SEARCH)
+        found.append([result.alphas, *supernet.model.state_dict().values()])
+    assert len(looks) == 1
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 class Hiding(Residual):

@@ -148,7 +148,38 @@ def by_list(m: Any, x: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("way", [by_numpy, by_list])
+def by_cpu_and_numpy(m: Any, x: Tensor) -> Tensor:
+    y: Tensor = m.b(torch.from_numpy(m.a(x).detach().cpu().numpy() * 2))
+    return y
+
+
+def of_the_input(m: Any, x: Tensor) -> Tensor:
+    y: Tensor = m.b(m.a(torch.from_numpy(x.numpy())))
+    return y
+
+
+WAYS_OUT = [by_numpy, by_list, by_cpu_and_numpy]
+
+
+@pytest.mark.parametrize("way", [*WAYS_OUT, of_the_input])
+def test_what_comes_back_into_torch_is_counted(way: Any) -> None:
+    graph, plain = (dmcp.trace(Reads(it).eval(), X) for it in (way, lambda m, x: m.b(m.a(x))))
+    assert (graph.macs(), graph.params(), graph.memory()) == (plain.macs(), plain.params(), plain.memory())
+    assert graph.memory_at() == plain.memory_at()
+    (note,) = graph.notes
+    assert "what is computed between leaving torch and coming back is not counted" in note
+
+
+def test_a_constant_that_was_not_read_is_a_constant() -> None:
+    def reads_first(m: Any, x: Tensor) -> Tensor:
+        y: Tensor = m.b(m.a(x) * (1.0 if x.sum().item() > 0 else 2.0)) * torch.tensor(m.limit.tolist()).mean()
+        return y
+
+    (note,) = dmcp.trace(Reads(reads_first).eval(), X).notes
+    assert "coming back" not in note
+
+
+@pytest.mark.parametrize("way", WAYS_OUT)
 def test_channels_that_leave_torch_are_kept_whole_and_the_rest_is_pruned(way: Any) -> None:
     model = Reads(way).eval()
     graph = dmcp.trace(model, X)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -78,8 +79,8 @@ def empty_classes(dataset: FolderSet) -> list[str]:
 
 
 def _list_part(path: Path, part: str, sides: tuple[int, int]) -> FolderSet:
-    """The files of `train/` or `val/`, as torchvision lists them."""
-    import torchvision  # late: see cifar_nets.mobilenet_v2
+    """The files of `train/` or `val/`, as torchvision lists them, but without what is hidden."""
+    from torchvision.datasets import folder as listing  # late: see cifar_nets.mobilenet_v2
 
     folder = path / part
     if not folder.is_dir():
@@ -89,11 +90,17 @@ def _list_part(path: Path, part: str, sides: tuple[int, int]) -> FolderSet:
             raise DataError(f"{path} is one part of the data only: give the folder that it lies in, {str(above)!r}.")
         raise DataError(f"{path} needs {part}/ with one folder of images per class (or train-*.npz, test-*.npz).")
     try:
-        found = torchvision.datasets.ImageFolder(str(folder), allow_empty=True)
-    except (FileNotFoundError, OSError) as error:
+        names = tuple(name for name in listing.find_classes(folder)[0] if not name.startswith("."))
+        if not names:
+            raise FileNotFoundError(f"Couldn't find any class folder in {folder}.")
+        numbers = {name: number for number, name in enumerate(names)}
+        found = listing.make_dataset(folder, numbers, _ENDINGS, allow_empty=True)
+    except OSError as error:
         raise DataError(f"{folder}: {str(error).splitlines()[0]}") from error
-    labels, names = torch.tensor(found.targets, dtype=torch.int64), tuple(found.classes)
-    return FolderSet(tuple(file for file, _ in found.samples), labels, len(names), sides, names, str(path))
+    start = len(str(folder))  # what is hidden below the folder counts, like ._1.png of macOS or .ipynb_checkpoints/
+    found = [(file, number) for file, number in found if f"{os.sep}." not in file[start:]]
+    labels = torch.tensor([number for _, number in found], dtype=torch.int64)
+    return FolderSet(tuple(file for file, _ in found), labels, len(names), sides, names, str(path))
 
 
 def usual_size(dataset: FolderSet) -> tuple[int, int] | None:

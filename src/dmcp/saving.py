@@ -39,7 +39,10 @@ def save(small: nn.Module, widths: Widths, folder: str | os.PathLike[str]) -> No
     """
     if not isinstance(widths, Widths):
         raise WidthsError("save needs the Widths of the network, to know its architecture: graph.widths(...).")
+    if not isinstance(folder, str | os.PathLike):
+        raise FileError(f"save needs the path of a folder, not {folder!r}.")
     small, folder = unwrap(small), Path(folder)
+    _check_widths(small, widths)
     _refuse_foreign(folder)
     tensors = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -89,6 +92,18 @@ def load(folder: str | os.PathLike[str], model: nn.Module) -> nn.Module:
 
 
 # what is in the network
+
+
+def _check_widths(small: nn.Module, widths: Widths) -> None:
+    """Refuse widths that are not those of the network: its tensors show them, in dims that the graph knows."""
+    tensors = named_tensors(small)
+    for dim in widths.dims:
+        shape = tuple(tensors[dim.tensor].shape) if dim.tensor in tensors else ()
+        if dim.dim >= len(shape) or shape[dim.dim] != dim.size(widths):
+            found = f"is {shape}, and dim {dim.dim} must be {dim.size(widths)}" if shape else "must be in it"
+            raise WidthsError(
+                f"These widths are not those of this network: {dim.tensor} {found}; give the widths that it was cut to."
+            )
 
 
 def _attributes(module: nn.Module) -> dict[str, dict[str, Any]]:

@@ -16,8 +16,8 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,18 @@ class ChannelSpace:
         return align // math.gcd(align, self.unit)
 
 
+class Dim(NamedTuple):
+    """A dim of a tensor whose size follows from widths: a sum of products of fixed sizes and widths, by space name."""
+
+    tensor: str
+    dim: int
+    parts: tuple[tuple[int | str, ...], ...]
+
+    def size(self, widths: Mapping[str, int]) -> int:
+        """How long it is at these widths."""
+        return sum(math.prod(widths[axis] if isinstance(axis, str) else axis for axis in part) for part in self.parts)
+
+
 @dataclass(frozen=True, eq=False)
 class Widths(Mapping[str, int]):
     """How many channels each space keeps, and for which architecture this was meant."""
@@ -50,6 +62,7 @@ class Widths(Mapping[str, int]):
     channels: tuple[tuple[str, int], ...]  # (space name, channels kept), in the graph's order
     input_shape: Any  # shape of one sample, nested like the model's input
     fingerprint: str  # of the unpruned architecture, see fingerprint()
+    dims: tuple[Dim, ...] = field(default=(), repr=False)  # where a network shows them; read from a file there are none
 
     def __getitem__(self, name: str) -> int:
         for known, kept in self.channels:

@@ -15,7 +15,8 @@ from dmcp.batches import Loader, device_of, input_of, length_of, mix, size_of
 from dmcp.budget import Budget, check_reachable, constant_alpha, parse
 from dmcp.engine import Engine, Settled, is_depthwise, is_narrow, set_lr, sgd
 from dmcp.errors import TrainingError, WidthsError
-from dmcp.keeping import DONE, Feed, Keeper, State
+from dmcp.given import check_input
+from dmcp.keeping import DONE, Feed, Keeper, State, random_state, set_random_state
 from dmcp.losses import Loss, classification_loss, warn_of_imitation
 from dmcp.markov import CERTAIN, group_sizes, merged
 from dmcp.optimizers import MakeOptimizer, check_graphs, make_optimizer, rate_shares
@@ -82,6 +83,8 @@ def search(
         begin, scale = _resume(keeper, state, log, first, ranks)
         for step in range(begin, total):
             trained, moved, lr, alpha_lr, batches = None, None, 0.0, 0.0, feed.next()
+            if step == begin:
+                _check_first(net, batches)
             if step < first or config.train_weights:
                 scale = scale or feed.samples(batches, ranks) / config.reference_batch
                 lr = scale * cosine(step, total, config.lr, config.min_lr)
@@ -259,6 +262,13 @@ def _start(net: Supernet, path: Chains, budget: Budget, config: SearchConfig) ->
         case Init.GIVEN:
             pass
     net.alpha.masked_fill_(certain, CERTAIN)  # where they stay: a step without a slope does not move
+
+
+def _check_first(net: Supernet, batches: list[Any]) -> None:
+    """Refuse a forward that writes into its input; no random number and no statistic is another one afterwards."""
+    state = random_state(device_of(net))
+    check_input(net.model, input_of(batches[0]))
+    set_random_state(state, device_of(net))
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from dmcp.errors import BudgetError, CutError, WidthsError
 from dmcp.latency import Latency, as_terms
 from dmcp.markov import CHAIN, Process
 from dmcp.slicing import Cut, skeleton
-from dmcp.spaces import ChannelSpace, Widths
+from dmcp.spaces import ChannelSpace, Dim, Widths
 from dmcp.tracing.cost import LayerCost, Polynomial, Terms, evaluate, total
 from dmcp.tracing.coupling import Coupling
 from dmcp.tracing.layouts import Layout
@@ -95,6 +95,9 @@ class ChannelGraph:
         ):
             object.__setattr__(self, name, Polynomial(total(parts), len(self.spaces)))
         object.__setattr__(self, "_memory", Peak(self.moments, len(self.spaces)))
+        object.__setattr__(
+            self, "_dims", tuple(Dim(it.tensor, it.dim, self._named(it.layout)) for it in self.hard_folds)
+        )
         if self.latency is not None:
             self._check_latency(self.latency)
             object.__setattr__(self, "_latency", Polynomial(as_terms(self.latency), len(self.spaces)))
@@ -102,6 +105,13 @@ class ChannelGraph:
     def priced(self, latency: Latency) -> ChannelGraph:
         """The same graph with a table of latency, so that budgets may be times: see `dmcp.measure_latency`."""
         return replace(self, latency=latency)
+
+    def _named(self, layout: Layout) -> tuple[tuple[int | str, ...], ...]:
+        """A layout over spaces with their names."""
+        return tuple(
+            tuple(axis if isinstance(axis, int) else self.spaces[axis.index].name for axis in segment)
+            for segment in layout
+        )
 
     def _check_latency(self, latency: Latency) -> None:
         if latency.fingerprint != self.fingerprint:
@@ -122,7 +132,7 @@ class ChannelGraph:
 
     def _widths(self, kept: Iterable[int]) -> Widths:
         names = (space.name for space in self.spaces)
-        return Widths(tuple(zip(names, kept, strict=True)), self.input_shape, self.fingerprint)
+        return Widths(tuple(zip(names, kept, strict=True)), self.input_shape, self.fingerprint, self._dims)
 
     def widths(self, kept: Mapping[str, int] | Sequence[int] | Tensor) -> Widths:
         """Some spaces narrowed by name and the rest full, or one number per space in order."""
@@ -190,6 +200,7 @@ class ChannelGraph:
     _params: Polynomial = None  # type: ignore[assignment]
     _memory: Peak = None  # type: ignore[assignment]
     _latency: Polynomial | None = None
+    _dims: tuple[Dim, ...] = ()  # that show the widths
 
     def _latency_polynomial(self) -> Polynomial:
         if self._latency is None:

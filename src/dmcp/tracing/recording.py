@@ -113,13 +113,25 @@ class Recording:
     def own(self) -> dict[int, frozenset[int]]:
         """Values that no input has a part in: weights, and what the model computes from them. -> the tensors used"""
         own: dict[int, frozenset[int]] = {value: frozenset((value,)) for value in self.tensors}
-        own.update((value, frozenset()) for value in self.constants if value not in own)
-        for op in self.ops:
+        constants, left = set(self.constants), False
+        for number, op in enumerate(self.ops):
             inputs = op.inputs()
+            left = left or self._has_left(number, own)
+            for value in constants.intersection(inputs):
+                constants.remove(value)
+                if not left:
+                    own.setdefault(value, frozenset())
             if all(value in own for value in inputs):
                 sources = frozenset[int]().union(*(own[value] for value in inputs))
                 own.update((value, sources) for value in op.outs if value is not None and value not in own)
         return own
+
+    def _has_left(self, number: int, own: Mapping[int, frozenset[int]]) -> bool:
+        """Whether values of the input left torch as arrays or lists just before this op, to come back as constants."""
+        return any(
+            read.number == number and read.way in READERS.values() and any(value not in own for value in read.values)
+            for read in self.reads
+        )
 
     def add(self, tensor: Tensor) -> int:
         """A new value of this tensor's shape."""

@@ -15,6 +15,7 @@ from dmcp.tracing.recording import Op, Recording, map_leaves, tensors_in
 _SOME = 3  # places or layers that are named; the rest is counted
 _OLD_NORMS = {"WeightNorm": "remove_weight_norm", "SpectralNorm": "remove_spectral_norm"}  # hooks of torch.nn.utils
 _USUAL = (224, 224)
+_UNCOUNTED = "; what is computed between leaving torch and coming back is not counted in macs and memory"
 
 
 # values that forward reads
@@ -28,7 +29,7 @@ def note_reads(model: nn.Module, recordings: Sequence[Recording]) -> str:
     return (
         f"forward turns values that depend on its input into Python values ({places}): another input may take "
         "another way, which was not seen, and a cut network is only right for inputs that take this one"
-        f"{_asleep(model, recordings)}"
+        f"{_UNCOUNTED if any(map(_comes_back, recordings)) else ''}{_asleep(model, recordings)}"
     )
 
 
@@ -47,6 +48,12 @@ def note_sizes(model: nn.Module, recordings: Sequence[Recording]) -> str:
 def _places(reads: Iterable[tuple[Recording, Sequence[Read]]]) -> str:
     """Where values of the input are read."""
     return _listed(dict.fromkeys(read.where for recording, all_ in reads for read in _of_input(recording, all_)))
+
+
+def _comes_back(recording: Recording) -> bool:
+    """Whether tensors were made of values of the input that had left torch, as far as anybody can tell."""
+    own, constants = recording.own(), set(recording.constants)
+    return any(value in constants and value not in own for op in recording.ops for value in op.inputs())
 
 
 def _asleep(model: nn.Module, recordings: Sequence[Recording]) -> str:

@@ -75,6 +75,8 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
     def run(self, call: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.original.reads:  # what comes back from NumPy has data
             args, kwargs = map_leaves(_without_data, args), map_leaves(_without_data, kwargs)
+        if kwargs.get("device") is not None:  # .cpu() of what has no data
+            kwargs = kwargs | {"device": torch.device("meta")}
         number = len(self.recording.ops)
         if number >= len(self.original.ops) or self.original.ops[number].func is not call.func:
             raise _AstrayError(f"the narrow model goes another way at {call.name} in {call.path or 'the top'}")
