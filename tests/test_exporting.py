@@ -445,6 +445,20 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(32, 1, 8, 8, generator=drawn), torch.zeros(32, dtype=torch.int64)) for _ in range(4)]
 
 
+def nans() -> list[Tensor]:
+    x = torch.randn(8, 1, 8, 8)
+    x[5, 0, 0, 0] = float("nan")
+    return [x]
+
+
+def doubles() -> list[Tensor]:
+    return [torch.randn(8, 1, 8, 8, dtype=torch.float64)]
+
+
+def bytes_() -> list[Tensor]:
+    return [torch.zeros(8, 1, 8, 8, dtype=torch.uint8)]
+
+
 def test_a_file_of_8_bits_is_nearly_the_network_and_small(tmp_path: Path) -> None:
     need(".onnx")
     _, small = digits()
@@ -491,6 +505,11 @@ def test_ranges_are_those_of_the_samples(tmp_path: Path) -> None:
         ("small.onnx", "int8.onnx", list, 8, "gives no batch"),
         ("small.onnx", "int8.onnx", lambda: [torch.zeros(2, 3, 8, 8)], 8, "cannot have 8 bits"),
         ("small.onnx", "none/int8.onnx", batches, 8, "there is no folder"),
+        ("small.onnx", "small.onnx", batches, 8, "is made of this file: name another one to write"),
+        ("small.onnx", "../link/small.onnx", batches, 8, "is made of this file: name another one to write"),
+        ("small.onnx", "int8.onnx", nans, 8, "The input of a batch holds NaN or infinite numbers"),
+        ("small.onnx", "int8.onnx", doubles, 8, "holds float64, the file takes float32: convert it with x.to(torch.fl"),
+        ("small.onnx", "int8.onnx", bytes_, 8, "The input of a batch holds uint8, the file takes float32"),
     ],
 )
 def test_8_bits_are_refused_in_a_sentence(
@@ -499,9 +518,13 @@ def test_8_bits_are_refused_in_a_sentence(
     need(".onnx")
     dmcp.export(digits()[1], EXAMPLE, tmp_path / "small.onnx")
     (tmp_path / "broken.onnx").write_bytes(b"no network")
+    (link := tmp_path.parent / "link").unlink(missing_ok=True)
+    link.symlink_to(tmp_path)
+    before = (tmp_path / "small.onnx").read_bytes()
     with pytest.raises(dmcp.DmcpError, match=re.escape(told)):
         dmcp.quantise(tmp_path / source, loader(), tmp_path / path, samples=samples)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.onnx", "small.onnx"]
+    assert (tmp_path / "small.onnx").read_bytes() == before
 
 
 def test_the_command_tests_a_file_of_8_bits(tmp_path: Path, capsys: Capture) -> None:

@@ -76,6 +76,7 @@ class Runtime:
     run: Callable[[Any], list[Tensor]]  # inputs as a model gets them -> all tensors of the output, in order
     note: str | None  # what the file says under NOTE
     inputs: list[str] = field(default_factory=list)  # their names, of ONNX
+    kinds: list[str] = field(default_factory=list)  # and their numbers, as it writes them: "tensor(float)"
 
 
 def export(
@@ -310,13 +311,13 @@ def _try(kind: Format, path: Path, net: nn.Module, drawn: Sequence[Any]) -> tupl
 def open_onnx(path: Path) -> Runtime:
     """A file of ONNX in onnxruntime, on the CPU."""
     session = open_session(path)
-    names = [it.name for it in session.get_inputs()]
+    names, kinds = ([getattr(it, fact) for it in session.get_inputs()] for fact in ("name", "type"))
     note = session.get_modelmeta().custom_metadata_map.get(NOTE)
 
     def run(example: Any) -> list[Tensor]:
         return [torch.from_numpy(output) for output in session.run(None, named(names, example))]
 
-    return Runtime(f"onnxruntime {onnxruntime_version()}", run, note, names)
+    return Runtime(f"onnxruntime {onnxruntime_version()}", run, note, names, kinds)
 
 
 def onnxruntime_version() -> str:

@@ -18,6 +18,7 @@ from dmcp.exporting import Format, check_target, open_onnx, reason, silence, sta
 from dmcp.tracing.recording import map_leaves, tensors_in
 
 SAMPLES = 512  # that the ranges of activations are found with
+_FLOATS = {"tensor(float)": torch.float32, "tensor(double)": torch.float64, "tensor(float16)": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,8 @@ def quantise(
             raise FileError(f"{file}: only {Format.ONNX} files can have 8 bits: name {what}.")
     if not source.is_file():
         raise FileError(f"{source}: there is no such file: export writes it.")
+    if path.exists() and path.samefile(source):
+        raise FileError(f"{path}: what has 8 bits is made of this file: name another one to write.")
     if type(samples) is not int or samples < 1:
         raise DmcpError(f"The ranges are found with at least one sample, not {samples!r}.")
     try:
@@ -59,6 +62,7 @@ def quantise(
     batches = list(_first(loader, samples))
     if not batches:
         raise DataError("The loader gives no batch to find the ranges of activations with.")
+    _check_batches(batches, before.kinds)
     with staged(path) as new:
         try:
             _write(source, batches, before.inputs, new)
@@ -83,6 +87,21 @@ def _first(loader: Iterable[Any], samples: int) -> Iterator[Any]:
         left -= size_of((given,))
         if left <= 0:
             return
+
+
+def _check_batches(batches: list[Any], kinds: list[str]) -> None:
+    """Refuse numbers that onnxruntime does not take, or that have no range."""
+    for batch in batches:
+        for tensor, kind in zip(tensors_in(batch), kinds, strict=False):  # a wrong number of inputs is told later
+            wanted = _FLOATS.get(kind, tensor.dtype)
+            if tensor.dtype != wanted:
+                held, taken = (str(it).removeprefix("torch.") for it in (tensor.dtype, wanted))
+                raise DataError(
+                    f"The input of a batch holds {held}, the file takes {taken}: convert it with x.to({wanted}), "
+                    "scaled as for the network."
+                )
+            if not tensor.isfinite().all():
+                raise DataError("The input of a batch holds NaN or infinite numbers: look at the data.")
 
 
 class _Reader:
