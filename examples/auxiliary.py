@@ -18,11 +18,11 @@ from torch.nn import functional as F
 import dmcp
 from dmcp.budget import parse
 from dmcp.data import load, make_loader
-from dmcp.losses import ImitationWarning
+from dmcp.losses import ImitationWarning, top1
 from dmcp.sampling import expected, uniform
 from dmcp.searching.search import search
 from dmcp.searching.searches import SearchConfig
-from dmcp.training import TrainConfig, evaluate, top1, train
+from dmcp.training import TrainConfig, evaluate, train
 
 Batch = tuple[Tensor, Tensor]
 Scores = Tensor | tuple[Tensor, Tensor]  # of the main head; in train mode also of the auxiliary one
