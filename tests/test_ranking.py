@@ -249,7 +249,7 @@ def test_slimming_says_what_to_do_without_batch_norms() -> None:
 @pytest.mark.parametrize(
     ("build", "methods"),
     [
-        (resnet18, METHODS),
+        pytest.param(resnet18, METHODS, marks=pytest.mark.slow),
         pytest.param(mobilenet_v2, METHODS, marks=pytest.mark.slow),
         pytest.param(densenet121, METHODS, marks=pytest.mark.slow),
     ],

@@ -441,6 +441,7 @@ def test_half_a_checkpoint_costs_nothing(
     assert_same(run, whole)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again(commands: Commands, whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert commands.run([*PRUNE, "--out", run], step_of("search", 3)).code == -signal.SIGKILL
