@@ -170,6 +170,7 @@ ORDER = [
     "comparison.asked_methods",
     "comparison",
     "paper.arms",
+    "paper.own_experiments",
     "paper.experiments",
     "paper.tasks",
     "paper.figures",

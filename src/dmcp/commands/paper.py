@@ -18,18 +18,11 @@ from dmcp.comparison.comparing import Comparison, Task
 from dmcp.engine import Engine
 from dmcp.errors import DmcpError, FileError
 from dmcp.methods.dmcp import DmcpConfig
-from dmcp.paper.arms import Study
-from dmcp.paper.experiments import (
-    ALL,
-    BUDGETS,
-    ENDS,
-    EXPLAIN,
-    NAMES,
-    WIDER,
-    check_experiment,
-)
+from dmcp.paper.arms import BUDGETS, Study
+from dmcp.paper.experiments import ALL, NAMES, WIDER, check_experiment
 from dmcp.paper.findings import difference, protocol, show, write
 from dmcp.paper.outcomes import Recorded
+from dmcp.paper.own_experiments import ENDS, EXPLAIN
 from dmcp.paper.page import make_page
 from dmcp.paper.records import check_recordable, is_recordable, lent, lost_from, read_copied, read_recorded, unrecorded
 from dmcp.paper.tasks import needed_by, study_tasks

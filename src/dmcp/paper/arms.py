@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dmcp.budget import parse
 from dmcp.comparison.comparing import Comparison
 from dmcp.methods.dmcp import DmcpConfig
+from dmcp.pruning import UNPRUNED
 from dmcp.searching.searches import SearchConfig
 from dmcp.tracing.graph import ChannelGraph
 
 HALF = "50%"  # the budget of all experiments but main
+BUDGETS = (HALF, "30%", "70%", "15%")  # of main, the most wanted first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,3 +49,29 @@ class Study:
     def search(self) -> SearchConfig:
         """The usual search."""
         return DmcpConfig(**self.common.settings.get("dmcp", {})).search_config(HALF)
+
+
+# arms that several experiments have
+
+TRAINED = Arm(label=UNPRUNED, name=UNPRUNED, method="")
+
+
+def dmcp_arm(label: str, budget: str = HALF, seeds: tuple[int, ...] | None = None) -> Arm:
+    """The reference of every ablation."""
+    return Arm(label=label, name="dmcp", method="dmcp", budget=budget, seeds=seeds)
+
+
+def variant(label: str, name: str, uses: Arm | None = None, **settings: Any) -> Arm:
+    """The reference with some settings changed; trained from scratch only."""
+    return Arm(label=label, name=f"dmcp-{name}", method="dmcp", budget=HALF, settings=settings, uses=uses, own=False)
+
+
+def compared(reference: Arm, arms: Sequence[Arm]) -> list[Arm]:
+    """The same arms, all but the reference compared with it."""
+    return [arm if arm.label == reference.label else replace(arm, against=reference.label) for arm in arms]
+
+
+def widened(it: Study, label: str, name: str, **settings: Any) -> Arm:
+    """Half of the MACs of the usual network, searched in the wider one."""
+    target = parse(HALF, it.graph).limits[0].target
+    return replace(variant(label, name, **settings), model_args=it.wider, budget=str(target))

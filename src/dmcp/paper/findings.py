@@ -23,21 +23,10 @@ from dmcp.comparison.table_text import against_uniform, markdown, to_json
 from dmcp.methods import METHODS, PEERS
 from dmcp.paper.alpha_findings import show_distribution, show_recover
 from dmcp.paper.arms import Study
-from dmcp.paper.experiments import (
-    EVEN,
-    EXPERIMENTS,
-    EXPLAIN,
-    FULL,
-    HALFWAY,
-    LENGTH,
-    RATES,
-    RECIPE,
-    TAUGHT,
-    about,
-    study_of,
-)
+from dmcp.paper.experiments import EXPERIMENTS, about, study_of
 from dmcp.paper.figures import curves, dots, title, width_differences
 from dmcp.paper.outcomes import PERCENT, Outcome, Recorded, Shown, by_label, outcomes, plain_row
+from dmcp.paper.own_experiments import EVEN, EXPLAIN, FULL, HALFWAY, LENGTH, RATES, RECIPE, TAUGHT
 from dmcp.paper.tasks import cells_of, command, epochs_of
 from dmcp.pruning import UNPRUNED
 from dmcp.running.plans import Cell

@@ -19,7 +19,8 @@ from dmcp.errors import BudgetError, FileError
 from dmcp.files import MOST_JSON, read_bytes
 from dmcp.paper.claims import tell_claims
 from dmcp.paper.evidence import Evidence, read_evidence
-from dmcp.paper.experiments import EVEN, EXPERIMENTS, FULL, HALFWAY, HELD_OUT, LENGTH, RATES, RECIPE, TAUGHT
+from dmcp.paper.experiments import EXPERIMENTS
+from dmcp.paper.own_experiments import EVEN, FULL, HALFWAY, HELD_OUT, LENGTH, RATES, RECIPE, TAUGHT
 from dmcp.plain_data import from_plain
 from dmcp.runs import read_json
 from dmcp.tables import between, counted
