@@ -31,7 +31,7 @@ from dmcp.paper.claims import (
     tell_claims,
 )
 from dmcp.paper.evidence import PAPER, PEERS, Evidence, gains, paper_says, read_evidence
-from dmcp.paper.experiments import EXPERIMENTS
+from dmcp.paper.experiments import ALL, EXPERIMENTS
 from dmcp.paper.tasks import cells_of
 from dmcp.tables import pooled
 from dmcp.training import TrainConfig
@@ -117,6 +117,13 @@ DIRECTIONS = (  # experiment, the better cells, the worse ones, words of the sen
         "uniform-50%",
         "DMCP is better than uniform widths at 50%",
         "MobileNetV2: +1.2 at 45 %; ResNet-50: +1.6 at 54 %",
+    ),
+    (
+        "seeds",
+        "dmcp-15%",
+        "uniform-15%",
+        "DMCP is better than uniform widths at 15%, more seeds",
+        "MobileNetV2: +2.2 at 14 %",
     ),
     ("main", "dmcp-50%", "random-50%", "DMCP is better than random widths at 50%", ""),
     ("main", "dmcp-50%", "amc-50%", "DMCP is better than AMC at 50%", "none near; nearest MobileNetV2: +1.4 at 31 %"),
@@ -242,6 +249,73 @@ def test_draws_of_a_search_are_one_value_of_its_seed() -> None:
     inside = pooled([[0.8, 0.86], [0.7, 0.72]])
     assert spread.here == f"deviation inside a search {100 * inside:.2f} (2), over seeds 7.07"
     assert (spread.agree, spread.holds) == ("0 of 2 spread more", "no rule")
+
+
+# -- seeds of one arm under two names
+
+
+def later(first: Sequence[float], rest: Sequence[float], budget: str = "50%", arm: str = "dmcp{}") -> Arms:
+    """The first seeds as in main, the others with a name of their own."""
+    count = len(first)
+    return {
+        f"{arm.format('')}-{budget}": dict(enumerate(first)),
+        f"{arm.format('-seeds')}-{budget}": {count + n: value for n, value in enumerate(rest)},
+    }
+
+
+EIGHT = [0.90, 0.91, 0.92, 0.93, 0.94, 0.95, 0.96, 0.88]
+
+
+def test_later_seeds_are_of_the_same_arm() -> None:
+    ours = later(EIGHT[:3], EIGHT[3:]) | later(EIGHT[:3], EIGHT[3:], arm="dmcp{}-half")
+    it = evidence("seeds", ours, missing=["dmcp-seeds-half-15%-seed7"])
+    assert {(one.arm, one.budget) for one in it.tested} == {
+        ("dmcp", "50%"),
+        ("dmcp-half", "50%"),
+        ("dmcp-half", "15%"),
+    }
+    assert [one.seed for one in it.tested if (one.arm, one.is_done) == ("dmcp", True)] == [*range(8)]
+    whole = pooled_over_seeds([it], it.protocol)
+    assert whole and (whole.arms, whole.freedom, whole.seeds) == (2, 14, 8)
+    assert whole.deviation == pytest.approx(statistics.stdev(EIGHT))
+    other = evidence("seeds", {"dmcp-seedsman-50%": seeds(0.9), "seeds-50%": seeds(0.9)})
+    assert {one.arm for one in other.tested} == {"dmcp-seedsman", "seeds"}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_claim_about_more_seeds_has_all_of_them_seed_by_seed(order: int) -> None:
+    gains = [0.01, 0.02, 0.01, 0.02, 0.01, 0.02, 0.01, -0.02]
+    worse = [own - gain for own, gain in zip(EIGHT, gains, strict=True)]
+    arms = later(EIGHT[:3], EIGHT[3:]) | {"uniform-50%": dict(enumerate(worse))}
+    arms |= later([0.8], [0.8], "15%") | {"uniform-15%": seeds(0.81, 0.82)}
+    it = evidence("seeds", arms, order=order)
+    most, least = [one for one in judge_all([it]) if "more seeds" in one.says]
+    assert (most.says, most.network) == (
+        "DMCP is better than uniform widths at 50%, more seeds than main's, which are among them (table 6).",
+        "net",
+    )
+    assert (most.here, most.agree) == (f"+1.00 ± {100 * statistics.stdev(gains):.2f} (8)", "7 of 8")
+    assert (least.here, least.agree) == ("-1.50 ± 0.71 (2)", "0 of 2")
+
+
+def test_more_seeds_leave_the_differences_of_main_alone() -> None:
+    arms = {"dmcp-50%": seeds(0.90, 0.91, 0.92), "uniform-50%": seeds(0.88, 0.90, 0.90)}
+    usual = evidence("main", arms)
+    more = evidence("seeds", later([0.90, 0.91, 0.92], EIGHT) | {"uniform-50%": seeds(0.88, 0.90, 0.90, *EIGHT)})
+    alone, beside = (
+        [one for one in judge_all(every) if "uniform widths" in one.says] for every in ([usual], [usual, more])
+    )
+    assert len(alone) == 1 and len(beside) == 2
+    assert (alone[0].says, alone[0].here, alone[0].agree) == (beside[0].says, beside[0].here, beside[0].agree)
+
+
+def test_the_standard_error_is_told_for_most_arms_and_for_those_with_most_seeds() -> None:
+    arms: Arms = {f"{arm}-50%": seeds(0.90, 0.91, 0.92) for arm in "abc"} | later(EIGHT[:3], EIGHT[3:])
+    it = evidence("main", arms)
+    whole = pooled_over_seeds([it], it.protocol)
+    assert whole and (whole.usual_seeds, whole.seeds) == (3, 8)
+    three, eight = (f"{100 * whole.deviation * (2 / count) ** 0.5:.2f}" for count in (3, 8))
+    assert f"of 3 seeds has a standard error of {three}, of 8 seeds {eight}, and no" in tell_claims([it])
 
 
 # -- alphas that recover
@@ -380,7 +454,9 @@ def test_cells_are_the_same_where_settings_came_later() -> None:
 
 def test_a_claim_without_data_has_a_row_that_says_so() -> None:
     rows = judge_all([])
-    assert len(rows) == len(CLAIMS) + 1 + len(RECOVERIES) + len(PEAKS)
+    usual = [claim for claim in CLAIMS if claim.experiment in ALL]
+    assert len(rows) == len(usual) + 1 + len(RECOVERIES) + len(PEAKS)
+    assert len(usual) == len(CLAIMS) - 1 and not [one for one in rows if "more seeds" in one.says]  # by name only
     assert all(one.holds == MISSING and one.here.startswith("no data: `dmcp ") for one in rows)
     assert "each budget" in rows[0].says and "Standard deviation of" not in tell_claims([])
     half = row([evidence("warmup", {"dmcp-50%": seeds(0.9)})], "Warm-up helps")

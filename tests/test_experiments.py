@@ -651,6 +651,31 @@ def test_differences_are_of_networks_with_the_same_seed(tmp_path: Path) -> None:
     assert head[2] == "points above with warm-up" and [row[2] for row in rows] == ["", "-1.00 (1)"]
 
 
+def test_seeds_of_two_arms_are_one_row_and_one_line_of_dots(tmp_path: Path) -> None:
+    it = study(seeds=8)
+    gains = {"uniform": 0.0, "dmcp": 0.02, "half": 0.03}
+    for task in study_tasks(it, ["seeds"]):
+        way = "half" if "-half" in task.name else task.name.partition("-")[0]
+        write_cell(task, tmp_path, it, 0.8 + 0.01 * task.plan.job.seed + gains[way])
+    shown = show(it, "seeds", tmp_path)
+    assert shown
+    rows = [re.split(r" *\| *", line)[1:4] for line in shown.text.splitlines()[2:]]
+    assert rows[:3] == [
+        ["uniform at 50%", "83.50 ± 2.45 (8)", ""],
+        ["dmcp at 50%", "85.50 ± 2.45 (8)", "uniform at 50%: +2.00 ± 0.00 (8)"],
+        ["dmcp at 50%, half-way to uniform", "86.50 ± 2.45 (8)", "uniform at 50%: +3.00 ± 0.00 (8)"],
+    ]
+    assert len(rows) == 6 and all(row[1].endswith("(8)") for row in rows)
+    plain_rows = {row["label"]: row for row in shown.rows}
+    ours = plain_rows["dmcp at 15%"]
+    assert ours["accuracies"] == pytest.approx([0.82 + 0.01 * seed for seed in range(8)])
+    assert (ours["above"]["of"], ours["above"]["seeds"]) == ("uniform at 15%", [*range(8)])
+    (axes,) = shown.figures[""].axes
+    dotted = [line for line in axes.lines if line.get_marker() == "o"]
+    assert [len(line.get_xdata()) for line in dotted] == [8] * 6  # type: ignore[arg-type]
+    assert "8 seeds" in shown.figures[""].get_suptitle()
+
+
 def test_rows_are_in_the_order_of_the_arms(tmp_path: Path) -> None:
     """Also where the first seed of the first arm is not done yet."""
     it = study()

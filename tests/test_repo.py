@@ -180,6 +180,7 @@ ORDER = [
     "paper.records",
     "paper.evidence",
     "paper.claims",
+    "paper.half_findings",
     "paper.page",
     "paper",
     "commands.printing",

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from dmcp.paper.evidence import PEERS, Evidence, Tested, paper_says, tell_repeated
+from dmcp.paper.experiments import ALL
+from dmcp.paper.own_experiments import SEEDS
 from dmcp.tables import counted, points, pooled, spread, table
 
 YES, NO, UNCLEAR, MISSING = "yes", "no", "not clear", "missing"
@@ -48,6 +50,12 @@ class Claim:
 
 CLAIMS = (
     Claim("main", "dmcp", "uniform", "DMCP is better than uniform widths at {} (table 6)."),
+    Claim(
+        SEEDS,
+        "dmcp",
+        "uniform",
+        "DMCP is better than uniform widths at {}, more seeds than main's, which are among them (table 6).",
+    ),
     Claim("main", "dmcp", "random", "DMCP is better than random widths at {} (table 6, which has none)."),
     Claim("main", "dmcp", "amc", "DMCP is better than AMC at {} (table 6)."),
     Claim("main", "dmcp", "metapruning", "DMCP is better than MetaPruning at {} (table 6)."),
@@ -135,10 +143,10 @@ def in_errors(differences: Sequence[float], deviation: float | None) -> float | 
     return mean / error if error else math.copysign(math.inf, mean) if mean else 0.0
 
 
-def paired(it: Evidence, claim: Claim, budget: str | None = None) -> list[float]:
+def paired(it: Evidence, claim: Claim, budget: str | None = None) -> dict[int, float]:
     """Better less worse of each seed that both have."""
     better, worse = _accuracies(it, claim.better, budget), _accuracies(it, claim.worse, budget)
-    return [better[seed] - worse[seed] for seed in sorted(better.keys() & worse.keys())]
+    return {seed: better[seed] - worse[seed] for seed in sorted(better.keys() & worse.keys())}
 
 
 def _accuracies(it: Evidence, arm: str, budget: str | None = None) -> dict[int, float]:
@@ -156,7 +164,10 @@ def _draws(it: Evidence, arm: str, budget: str | None = None) -> dict[int, list[
 
 
 def judge_all(every: Sequence[Evidence]) -> list[Row]:
-    """A row for each claim and network, and for each claim that no experiment is there for."""
+    """A row for each claim and network, and for each claim that no experiment is there for.
+
+    Not for claims of experiments that are done by name only.
+    """
     rows: list[Row] = []
     for claim in CLAIMS:
         none = Row(
@@ -184,25 +195,28 @@ def _no_data(command: str) -> str:
 
 def _rows_of(every: Sequence[Evidence], experiment: str, none: Row, judged: _Judged) -> list[Row]:
     own = [(it, replace(none, network=it.network)) for it in every if it.experiment == experiment]
-    return [row for it, start in own for row in judged(it, start)] or [none]
+    return [row for it, start in own for row in judged(it, start)] or [none] * (experiment in ALL)
 
 
 def _judge_claim(every: Sequence[Evidence], claim: Claim, it: Evidence, start: Row) -> list[Row]:
     rows, alike = [], pooled_over_seeds(every, it.protocol, drawn=False)
     usable = alike and alike.freedom >= LEAST_FREEDOM and not {claim.better, claim.worse} & {*DRAWN}
-    for budget in _budgets(it, claim) if claim.each_budget else [None]:
-        found, there = paired(it, claim, budget), paper_says(claim.better, claim.worse, budget)
+    for budget in budgets_of(it, claim) if claim.each_budget else [None]:
+        found, there = [*paired(it, claim, budget).values()], paper_says(claim.better, claim.worse, budget)
         row = replace(start, says=claim.says.format(budget), paper=there, here=NO_PAIR)
         if found:
             errors = in_errors(found, alike.deviation if alike and usable else None)
-            agree = f"{sum(value > 0 for value in found)} of {len(found)}"
-            told = _tell_errors(errors)
-            row = replace(row, here=points(found), errors=told, agree=agree, holds=judge(errors))
+            row = replace(row, here=points(found), errors=tell_errors(errors), agree=above(found), holds=judge(errors))
         rows.append(row)
     return rows
 
 
-def _tell_errors(errors: float | None) -> str:
+def above(differences: Sequence[float]) -> str:
+    """How many are above zero, in words."""
+    return f"{sum(value > 0 for value in differences)} of {len(differences)}"
+
+
+def tell_errors(errors: float | None) -> str:
     """With one decimal; two where one would round to the limit from below."""
     if errors is None:
         return ""
@@ -210,7 +224,7 @@ def _tell_errors(errors: float | None) -> str:
     return f"{errors:+z.{2 if near else 1}f}" if abs(errors) < 100 else f"beyond {math.copysign(100, errors):+.0f}"
 
 
-def _budgets(it: Evidence, claim: Claim) -> list[str]:
+def budgets_of(it: Evidence, claim: Claim) -> list[str]:
     """Those of the two arms, the largest first, also where nothing is done yet; of peers only those of both."""
     better, worse = (
         {cell.budget for cell in it.tested if cell.arm == arm and cell.budget}
@@ -270,6 +284,11 @@ class Pooled:
     arms: int  # with two or more seeds
     freedom: int  # degrees
     seeds: int  # of the arm that has most
+    usual_seeds: int  # that most arms have
+
+    def error(self, seeds: int) -> float:
+        """The standard error of a difference of two means."""
+        return self.deviation * math.sqrt(2 / seeds)
 
 
 def pooled_over_seeds(every: Sequence[Evidence], protocol: str, drawn: bool = True) -> Pooled | None:
@@ -283,15 +302,21 @@ def pooled_over_seeds(every: Sequence[Evidence], protocol: str, drawn: bool = Tr
             if cell.is_done:
                 cells.setdefault(cell.name, cell)
     groups: dict[tuple[str, bool], list[float]] = {}
-    for name, cell in cells.items():
+    for cell in cells.values():
         for own, value in ((False, cell.accuracy), (True, cell.own_accuracy)):
             if value is not None and (drawn or cell.arm not in DRAWN):
-                groups.setdefault((name.rpartition("-seed")[0], own), []).append(value)
+                groups.setdefault((cell.setting, own), []).append(value)
     several = [group for group in groups.values() if len(group) > 1]
     if not several:
         return None
-    sizes = [len(group) for group in several]
-    return Pooled(deviation=pooled(several), arms=len(several), freedom=sum(sizes) - len(several), seeds=max(sizes))
+    sizes = sorted(map(len, several), reverse=True)
+    return Pooled(
+        deviation=pooled(several),
+        arms=len(several),
+        freedom=sum(sizes) - len(several),
+        seeds=sizes[0],
+        usual_seeds=statistics.mode(sizes),
+    )
 
 
 def by_chance(freedom: int) -> float:
@@ -317,12 +342,13 @@ def _tell_pooled(every: Sequence[Evidence]) -> list[str]:
         if whole and whole != fixed:
             told.append(f"{100 * whole.deviation:.2f} over {counted(whole.arms, 'arm')} with those that are drawn anew")
         if fixed and fixed.freedom >= LEAST_FREEDOM:
-            error = 100 * fixed.deviation * math.sqrt(2 / fixed.seeds)
+            usual, most = (f"{100 * fixed.error(count):.2f}" for count in (fixed.usual_seeds, fixed.seeds))
             word = "first" if len(told) > 1 else "deviation"
+            more = f", of {fixed.seeds} seeds {most}" if fixed.seeds != fixed.usual_seeds else ""
             told[-1] += (
                 f". By the {word}, which has {fixed.freedom} degrees of freedom, a difference of two means of "
-                f"{fixed.seeds} seeds has a standard error of {error:.2f}, and no difference at all gets yes or no in "
-                f"{_of_100(fixed.freedom)}"
+                f"{fixed.usual_seeds} seeds has a standard error of {usual}{more}, and no difference at all gets yes "
+                f"or no in {_of_100(fixed.freedom)}"
             )
         lines += [f"- **{recipe}**: {', '.join(told)}."] if told else []
     return lines

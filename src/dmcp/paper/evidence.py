@@ -10,9 +10,11 @@ from typing import Any
 
 from dmcp.comparison.comparing import cell_name
 from dmcp.paper.findings import written_protocol
+from dmcp.paper.own_experiments import SEEDS
 from dmcp.tables import counted
 
 _NAME = re.compile(r"(?P<arm>.+?)(?:-(?P<budget>[^-]*\d[^-]*))??-seed(?P<seed>-?\d+)")  # of a cell: see cell_name
+_LATER = re.compile(rf"(?<=.)-{SEEDS}(?=-|$)")  # in the name of an arm: its other seeds are those of one without it
 PEERS = ("amc", "metapruning", "autoslim", "slimming")  # methods of `dmcp compare` that choose widths of their own
 
 
@@ -21,7 +23,7 @@ class Tested:
     """A cell that is done, or is not yet."""
 
     name: str
-    arm: str  # its name without budget, seed and number of the draw
+    arm: str  # its name without budget, seed and number of the draw; the same for later seeds of an arm
     budget: str  # empty: none
     seed: int
     accuracy: float | None = None  # of the network trained from scratch, 0 to 1
@@ -30,6 +32,11 @@ class Tested:
     @property
     def is_done(self) -> bool:
         return self.accuracy is not None or self.own_accuracy is not None
+
+    @property
+    def setting(self) -> str:
+        """The same for cells that differ by their seeds alone."""
+        return _LATER.sub("", self.name.rpartition("-seed")[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +115,7 @@ def _read_cell(cell: Mapping[str, Any]) -> Tested | None:
     if not parts:
         return None
     values = {key: None if cell.get(key) is None else float(cell[key]) for key in ("accuracy", "own_accuracy")}
-    arm = parts["arm"].rstrip("0123456789")
+    arm = _LATER.sub("", parts["arm"]).rstrip("0123456789")
     return Tested(name=cell["name"], arm=arm, budget=parts["budget"] or "", seed=int(parts["seed"]), **values)
 
 

@@ -20,6 +20,7 @@ from dmcp.files import MOST_JSON, read_bytes
 from dmcp.paper.claims import tell_claims
 from dmcp.paper.evidence import Evidence, read_evidence
 from dmcp.paper.experiments import EXPERIMENTS
+from dmcp.paper.half_findings import tell_half
 from dmcp.paper.own_experiments import EVEN, FULL, HALFWAY, HELD_OUT, LENGTH, RATES, RECIPE, TAUGHT
 from dmcp.plain_data import from_plain
 from dmcp.runs import read_json
@@ -69,7 +70,7 @@ class _Finding:
     command: tuple[str, ...] = ()  # empty: not kept
     search_epochs: int | None = None  # None: not kept
     holdout: float | None = None  # the same
-    evidence: Evidence | None = None  # for claims
+    evidence: Evidence | None = None  # of its cells
     recorded: tuple[str, ...] = ()  # cells that were not in the folders, but in the data of other commands
 
     @property
@@ -79,6 +80,11 @@ class _Finding:
     @property
     def title(self) -> str:
         return f"{self.experiment}: {self.network}"
+
+    @property
+    def held_out(self) -> bool:
+        """Whether its accuracies are not of the test images."""
+        return self.experiment in HELD_OUT
 
     @property
     def once(self) -> list[_PastCell]:
@@ -95,8 +101,7 @@ def _read(path: Path) -> _Finding | None:
         lines = [_known(Line, row) for row in data["rows"] if "budget" in row]
         cells = [_known(_PastCell, cell) for cell in data["cells"]]
         found = from_plain(_Finding, _known(_Finding, data | {"stem": path.stem, "lines": lines, "cells": cells}))
-        judged = found.experiment not in HELD_OUT  # whose accuracies are of other images
-        return replace(found, evidence=read_evidence(data, found.network) if judged else None)
+        return replace(found, evidence=read_evidence(data, found.network))
     except (KeyError, TypeError, ValueError) as error:
         raise FileError(f"{path}: not as dmcp paper writes it ({error}): remove it, or make it again.") from None
 
@@ -126,7 +131,7 @@ def make_page(place: Path, page: Path) -> str:
     parts += [_claims(every, titles), _contents(every, titles)]
     for it, title in zip(every, titles, strict=True):
         own = [cell for cell in it.once if users[_protocol(it), cell.name] == [it.stem]]
-        parts.append(_section(it, title, place, links[it.stem], own))
+        parts.append(_section(it, title, place, links[it.stem], own, _halves(every, it)))
     return "\n".join(parts)
 
 
@@ -214,12 +219,20 @@ def _to(title: str) -> str:
 def _claims(every: Sequence[_Finding], titles: Sequence[str]) -> str:
     """The paper's claims; networks are called as in the titles, which tell those apart that are alike."""
     networks = [title.removeprefix(f"{it.experiment}: ") for it, title in zip(every, titles, strict=True)]
-    known = [(it.evidence, name) for it, name in zip(every, networks, strict=True)]
+    known = [(it.evidence, name) for it, name in zip(every, networks, strict=True) if not it.held_out]
     return f"## {CLAIMS}\n\n{tell_claims([replace(it, network=name) for it, name in known if it])}"
 
 
-def _section(it: _Finding, title: str, place: Path, links: Sequence[str], own: Sequence[_PastCell]) -> str:
-    """How an experiment was made, and what it found; own: cells that no other shares."""
+def _halves(every: Sequence[_Finding], it: _Finding) -> list[str]:
+    """What follows the table of an experiment with widths half-way to uniform ones."""
+    alike = [other.evidence for other in every if other.evidence and other.held_out == it.held_out]
+    return [told] if it.evidence and (told := tell_half(alike, it.evidence)) else []
+
+
+def _section(
+    it: _Finding, title: str, place: Path, links: Sequence[str], own: Sequence[_PastCell], more: Sequence[str]
+) -> str:
+    """How an experiment was made, and what it found; own: cells that no other shares; more: after the table."""
     again = f"```sh\n{shlex.join(it.command)}\n```" if it.command else "The command was not kept: make it again."
     path = place / f"{it.stem}.md"
     table = read_bytes(path, MOST_JSON).decode().strip() if path.exists() else f"The table is missing: {path.name}."
@@ -234,7 +247,9 @@ def _section(it: _Finding, title: str, place: Path, links: Sequence[str], own: S
     ]
     images = [f"![{title}: {Path(link).stem}]({link})\n" for link in links]
     checks = [f"{line}\n" for line in _check_macs(it)]
-    return "\n".join([f"## {title}\n", f"{it.about}\n", f"{again}\n", *facts, "", f"{table}\n", *checks, *images])
+    return "\n".join(
+        [f"## {title}\n", f"{it.about}\n", f"{again}\n", *facts, "", f"{table}\n", *more, *checks, *images]
+    )
 
 
 def _machines(cells: Iterable[_PastCell]) -> str:
@@ -292,7 +307,7 @@ def _warnings(it: _Finding) -> list[str]:
     told = [f"- Rows with fewer than {counted(len(it.seeds), 'seed')}: {', '.join(few)}."] if few else []
     if it.experiment == "main":
         told.append("- Cells ran in different sittings and side by side: rows cannot be compared by *search, s*.")
-    if it.experiment in HELD_OUT:
+    if it.held_out:
         told.append("- Trained without the held-out images and tested by them alone: no test image was used here.")
     if it.experiment in (RATES, EVEN):
         told.append("- The searches had all training images, the held-out ones among them: only the trainings had not.")
