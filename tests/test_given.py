@@ -265,6 +265,16 @@ def test_arguments_of_another_kind_are_refused(how: Any, words: str) -> None:
             r"frozen takes names.*not \[3\]",
         ),
         (lambda model, graph: dmcp.verify(model, graph, torch.zeros(2, 1, 8, 8)), "example input.*channels"),
+        (lambda model, graph: dmcp.Keeper(3), "A keeper needs the path of a folder, not 3"),
+        (lambda model, graph: dmcp.Keeper("a", every_steps="x"), "every_steps must be a number, not 'x'"),
+        (lambda model, graph: dmcp.Keeper("a", every_seconds=None), "every_seconds must be a number, not None"),
+        (lambda model, graph: dmcp.recalibrate(model, 3), "loader must yield batches, but a int does not"),
+        (lambda model, graph: dmcp.recalibrate(3, Noise()), "A torch.nn.Module is needed, not int"),
+        (lambda model, graph: dmcp.recalibrate(model, Noise(), "2"), "batches must be an int of at least 1.*not '2'"),
+        (lambda model, graph: dmcp.recalibrate(model, Noise(), 0), "batches must be an int of at least 1.*not 0"),
+        (lambda model, graph: dmcp.recalibrate(model, Noise(), forward=3), "forward must be a function, not a int"),
+        (lambda model, graph: dmcp.parse_budget("50%", None), "graph must be a dmcp.ChannelGraph.*not a NoneType"),
+        (lambda model, graph: dmcp.parse_budget("1M", model), "graph must be a dmcp.ChannelGraph.*not a Residual"),
     ],
 )
 def test_parts_that_are_given_another_thing_say_what_they_take(call: Any, words: str) -> None:
