@@ -16,6 +16,7 @@ import typer.main
 from torch import Tensor, nn
 
 from dmcp import cifar_nets
+from dmcp.measuring import milliseconds
 from dmcp.running import jobs
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
@@ -43,6 +44,13 @@ def _same_world() -> Iterator[None]:
 def _no_word_about_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """How fast the networks are here must not decide what commands print; tests of that set it themselves."""
     monkeypatch.setattr("dmcp.rows._SLOW", math.inf)
+
+
+@pytest.fixture(autouse=True)
+def _timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it looked for ten times; test_pruning calls what does that itself."""
+    for module in ("measuring", "commands.printing", "comparison.gathering"):
+        monkeypatch.setattr(f"dmcp.{module}.milliseconds", lambda nets, example, *_: milliseconds(nets, example, 1))
 
 
 @pytest.fixture(autouse=True)
