@@ -16,11 +16,14 @@ import typer.main
 from torch import Tensor, nn
 
 from dmcp import cifar_nets
+from dmcp.measuring import milliseconds
 from dmcp.running import jobs
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
 
 torch.set_num_threads(1)  # small nets: more threads only wait for each other
+# without a GPU torch would write down the stack of each call, for the moment when there is one
+_seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
 typer.main.get_command = functools.cache(typer.main.get_command)  # else every command typed makes all of them anew
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what is to run in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -31,7 +34,7 @@ def _same_world() -> Iterator[None]:
     """Every test starts from the same seeds, and must not leave a global switch changed."""
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    _seed(0)
     before = _switches()
     yield
     assert _switches() == before
@@ -41,6 +44,13 @@ def _same_world() -> Iterator[None]:
 def _no_word_about_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """How fast the networks are here must not decide what commands print; tests of that set it themselves."""
     monkeypatch.setattr("dmcp.rows._SLOW", math.inf)
+
+
+@pytest.fixture(autouse=True)
+def _timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it looked for ten times; test_pruning calls what does that itself."""
+    for module in ("measuring", "commands.printing", "comparison.gathering"):
+        monkeypatch.setattr(f"dmcp.{module}.milliseconds", lambda nets, example, *_: milliseconds(nets, example, 1))
 
 
 @pytest.fixture(autouse=True)

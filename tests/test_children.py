@@ -332,21 +332,23 @@ with children.following_parent():
 """
 
 
-@pytest.mark.parametrize("kind", ["heeds", "deaf"])
-def test_a_child_whose_parent_was_killed_stops(folder: Path, kind: str) -> None:
+def test_children_whose_parent_was_killed_stop(folder: Path) -> None:
+    kinds = ("heeds", "deaf")
     source = "import sys; from pathlib import Path; import torch\n"
+    source += "from dmcp.running import children\n"
     source += "from dmcp.running.children import Command, kept_signals, run_side_by_side\n"
     source += "with kept_signals() as signals:\n"
-    source += "    one = Command('a', (sys.executable, '-c', *sys.argv[2:]))\n"
-    source += "    run_side_by_side([one], Path(sys.argv[1]), torch.device('cpu'), signals)\n"
-    said = folder / "a.out"
-    with subprocess.Popen([sys.executable, "-c", source, folder, ORPHAN, kind]) as process:
-        wait_for(lambda: said.exists() and said.read_text())
-        pid = int(said.read_text())
-        assert alive(pid, None)
+    source += "    both = [Command(kind, (sys.executable, '-c', sys.argv[2], kind)) for kind in sys.argv[3:]]\n"
+    source += "    children._cores = lambda: 2\n"  # not one after the other
+    source += "    run_side_by_side(both, Path(sys.argv[1]), torch.device('cpu'), signals)\n"
+    said = [folder / f"{kind}.out" for kind in kinds]
+    with subprocess.Popen([sys.executable, "-c", source, folder, ORPHAN, *kinds]) as process:
+        wait_for(lambda: all(it.exists() and it.read_text() for it in said))
+        pids = [int(it.read_text()) for it in said]
+        assert all(alive(pid, None) for pid in pids)
         process.kill()
-    wait_for(lambda: not alive(pid, None))
-    assert ("stopped as asked" in said.read_text()) is (kind == "heeds")
+    wait_for(lambda: not any(alive(pid, None) for pid in pids))
+    assert ["stopped as asked" in it.read_text() for it in said] == [True, False]
 
 
 def test_nobody_is_followed_without_a_parent_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -602,7 +602,17 @@ def test_a_table_for_latex() -> None:
     ]
 
 
-def test_the_command_fills_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def run_here(commands: Sequence[children.Command], *_: Any, **__: Any) -> list[children.Ended]:
+    """The same commands in this process, one after the other: new ones would import torch for most of the time."""
+    return [children.Ended(it, command(*it.argv[len(children.COMMAND) :]), "") for it in commands]
+
+
+@pytest.mark.parametrize("where", ["here", pytest.param("children", marks=pytest.mark.slow)])
+def test_the_command_fills_a_folder(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if where == "here":
+        monkeypatch.setattr(cell_runs, "run_side_by_side", run_here)
     out = tmp_path / "table"
     words = options("--set", "l1.power=2")
     assert command(*words, "--json", "--out", out) == 0

@@ -95,7 +95,11 @@ def gap(one: Any, other: Any) -> float:
 
 @pytest.mark.parametrize(
     ("world", "batch"),
-    [pytest.param(2, 32, id="even", marks=pytest.mark.slow), pytest.param(3, 10, id="uneven")],
+    [
+        pytest.param(2, 32, id="even", marks=pytest.mark.slow),
+        pytest.param(2, 11, id="uneven"),
+        pytest.param(3, 10, id="three", marks=pytest.mark.slow),
+    ],
 )
 def test_without_batchnorm_ranks_compute_what_one_process_does(world: int, batch: int, tmp_path: Path) -> None:
     everyone = learned(tmp_path, world, "train_plain", batch)

@@ -1602,9 +1602,7 @@ def test_two_figures_of_a_cell_are_told_on_the_page(
 
 @pytest.mark.slow
 def test_an_experiment_from_the_command_to_its_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    short = ["--epochs", "1", "--search-epochs", "2", "--seeds", "1", "--quiet"]
-    place = ["--out", str(tmp_path / "cells"), "--results", str(tmp_path / "results")]
-    code, told, _ = run(capsys, "bernoulli", *TINY, *short, *place)
+    code, told, _ = run(capsys, "bernoulli", *SHORT, *places(tmp_path), "--quiet")
     assert code == 0 and "| independent Bernoulli |" in told
     stems = ["json", "md", "svg"]
     assert sorted(path.name for path in (tmp_path / "results").iterdir()) == [
@@ -1618,9 +1616,7 @@ def test_an_experiment_from_the_command_to_its_files(capsys: pytest.CaptureFixtu
 def test_a_recipe_is_tested_by_images_that_it_was_not_trained_with(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    short = ["--epochs", "1", "--search-epochs", "2", "--seeds", "1", "--quiet"]
-    place = ["--out", str(tmp_path / "cells"), "--results", str(tmp_path / "results")]
-    code, told, error = run(capsys, "recipe", *TINY, *short, *place)
+    code, told, error = run(capsys, "recipe", *SHORT, *places(tmp_path), "--quiet")
     assert code == 0, error
     told = re.sub(r" +", " ", told)
     assert "| accuracy in % of held-out images | points above uniform, the usual recipe |" in told
@@ -1634,9 +1630,7 @@ def test_a_recipe_is_tested_by_images_that_it_was_not_trained_with(
 
 @pytest.mark.slow
 def test_the_full_recipe_from_the_command_to_its_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    short = ["--epochs", "1", "--search-epochs", "2", "--seeds", "1", "--quiet"]
-    place = ["--out", str(tmp_path / "cells"), "--results", str(tmp_path / "results")]
-    code, told, error = run(capsys, "full", *TINY, *short, *place)
+    code, told, error = run(capsys, "full", *SHORT, *places(tmp_path), "--quiet")
     assert code == 0, error
     assert "| 4 + 4 = 8, and 4 of its teacher |" in told
     ours, taught = (tmp_path / "cells" / f"dmcp-{name}-50%-seed0" for name in ("full", "distilled-full"))
@@ -1650,11 +1644,9 @@ def test_the_full_recipe_from_the_command_to_its_table(capsys: pytest.CaptureFix
 def test_recorded_widths_are_trained_and_tested_without_their_searches(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    short = ["--epochs", "1", "--search-epochs", "2", "--seeds", "1", "--quiet"]
-    place = ["--out", str(tmp_path / "cells"), "--results", str(tmp_path / "results")]
-    assert run(capsys, "explain", *TINY, *short, *place)[0] == 0
+    assert run(capsys, "explain", *SHORT, *places(tmp_path), "--quiet")[0] == 0
     shutil.rmtree(tmp_path / "cells")
-    code, told, error = run(capsys, "rates", *TINY, *short, *place, "--recorded")
+    code, told, error = run(capsys, "rates", *SHORT, *places(tmp_path), "--quiet", "--recorded")
     assert code == 0, error
     assert "| accuracy in % of held-out images | points above" in re.sub(r" +", " ", told)
     data = json.loads((tmp_path / "results" / "explain-digits-resnet.json").read_text())

@@ -141,7 +141,7 @@ def test_numbers_that_are_none_are_named() -> None:
 class Writing(Residual):
     """Writes into its input."""
 
-    def __init__(self, write: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, write: Callable[[Tensor], object]) -> None:
         super().__init__(**Residual.FULL)
         self.write = write
 
@@ -161,6 +161,16 @@ def test_a_forward_that_writes_into_its_input_is_refused() -> None:
     x = torch.randn(2, *Residual.SHAPE)
     check_input(Writing(lambda x: x.relu_()), x)  # a second pass finds it as the first has left it
     check_input(Writing(lambda x: x.clone().mul_(2)), x)
+
+
+def test_a_search_looks_at_two_samples_whether_its_input_is_written_into() -> None:
+    """`prune` has looked before: a whole batch would cost a pass for nothing."""
+    seen: list[int] = []
+    net = Writing(lambda x: seen.append(len(x)))
+    supernet = dmcp.Supernet(net, dmcp.trace(net, torch.randn(2, *Residual.SHAPE)), groups=SEARCH.groups)
+    seen.clear()
+    dmcp.search(supernet, Noise(), replace(SEARCH, epochs=2))
+    assert seen[0] == 2 and seen[-1] == len(Noise().batches[0][0]) > 2
 
 
 class Dicing(Residual):
@@ -265,6 +275,16 @@ def test_arguments_of_another_kind_are_refused(how: Any, words: str) -> None:
             r"frozen takes names.*not \[3\]",
         ),
         (lambda model, graph: dmcp.verify(model, graph, torch.zeros(2, 1, 8, 8)), "example input.*channels"),
+        (lambda model, graph: dmcp.Keeper(3), "A keeper needs the path of a folder, not 3"),
+        (lambda model, graph: dmcp.Keeper("a", every_steps="x"), "every_steps must be a number, not 'x'"),
+        (lambda model, graph: dmcp.Keeper("a", every_seconds=None), "every_seconds must be a number, not None"),
+        (lambda model, graph: dmcp.recalibrate(model, 3), "loader must yield batches, but a int does not"),
+        (lambda model, graph: dmcp.recalibrate(3, Noise()), "A torch.nn.Module is needed, not int"),
+        (lambda model, graph: dmcp.recalibrate(model, Noise(), "2"), "batches must be an int of at least 1.*not '2'"),
+        (lambda model, graph: dmcp.recalibrate(model, Noise(), 0), "batches must be an int of at least 1.*not 0"),
+        (lambda model, graph: dmcp.recalibrate(model, Noise(), forward=3), "forward must be a function, not a int"),
+        (lambda model, graph: dmcp.parse_budget("50%", None), "graph must be a dmcp.ChannelGraph.*not a NoneType"),
+        (lambda model, graph: dmcp.parse_budget("1M", model), "graph must be a dmcp.ChannelGraph.*not a Residual"),
     ],
 )
 def test_parts_that_are_given_another_thing_say_what_they_take(call: Any, words: str) -> None:

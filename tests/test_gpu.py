@@ -19,6 +19,7 @@ import dmcp
 from dmcp.cuda_graphs import Repeated
 from dmcp.errors import StoppedError
 from dmcp.keeping import Keeper
+from dmcp.losses import MetricWarning
 from dmcp.nets import build
 from dmcp.padding import padded
 
@@ -307,6 +308,13 @@ def test_a_teacher_on_the_cpu_teaches_a_network_on_the_gpu(retrain: str) -> None
         assert all(torch.equal(it, before[name]) for name, it in teacher.state_dict().items())
         assert not any(it.is_cuda for it in teacher.state_dict().values())
         assert all(row.accuracy == row.accuracy for row in result.rows)  # numbers, not NaN
+
+
+def test_labels_without_an_output_in_a_later_batch_are_told() -> None:
+    net, x = torch.nn.Linear(4, 3).cuda(), torch.randn(5, 4)
+    batches = [(x, torch.zeros(5, dtype=torch.long)), (x, torch.full((5,), 3))]
+    with pytest.warns(MetricWarning, match="A label is 3, but the network has 3 outputs"):
+        assert dmcp.evaluate(net, batches) <= 0.5
 
 
 def test_a_wide_network_in_batches_is_faster_where_it_is_narrow_and_its_time_is_forecast() -> None:

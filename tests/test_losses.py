@@ -16,7 +16,16 @@ from torch import Tensor, nn
 import dmcp
 from dmcp.errors import DataError, DmcpError, TrainingError
 from dmcp.events import Event
-from dmcp.losses import MetricWarning, check_metric, classification_loss, growing, plain_number, top1, whole_of
+from dmcp.losses import (
+    Accuracy,
+    MetricWarning,
+    check_metric,
+    classification_loss,
+    growing,
+    plain_number,
+    top1,
+    whole_of,
+)
 from dmcp.methods import amc, metapruning
 from dmcp.ranks import ALONE, Ranks
 
@@ -270,6 +279,22 @@ def test_labels_without_an_output_are_refused_in_the_loss_and_told_in_the_test(l
         loss_of(labels)
     with pytest.warns(MetricWarning, match=f"{words} the network has 3 outputs.* Here it counts as a wrong answer"):
         assert dmcp.evaluate(Echo(), [(SCORES, labels)]) == 0.25 * (labels == SCORES.argmax(dim=1)).sum()
+
+
+def test_labels_without_an_output_are_told_once_for_all_batches_of_a_test() -> None:
+    batches = [(SCORES, RIGHT), (SCORES, RIGHT + 3), (SCORES, RIGHT + 5), (SCORES, RIGHT)]
+    with pytest.warns(MetricWarning, match="A label is 6, but the network has 3 outputs") as told:
+        assert dmcp.evaluate(Echo(), batches) == 0.375
+    assert len(told) == 1
+
+
+def test_looking_at_labels_waits_for_no_device() -> None:
+    """What would wait for a GPU fails on the meta device, where tensors have no values."""
+    metric = Accuracy()
+    for _ in range(2):
+        metric(SCORES.to("meta"), (None, RIGHT.to("meta")))
+    with pytest.raises(RuntimeError, match="meta"):
+        metric.tell()  # at the end it is looked at
 
 
 def test_a_batch_without_labels_has_none() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tools import sitting
-from tools.sitting import MOST_BYTES, PART, SHARDS, UNFINISHED, begin, call, keep, ready
+from tools.sitting import MOST_BYTES, PART, SHARDS, call, keep, ready
 
 
 def put(path: Path, *lines: object) -> None:
@@ -101,18 +101,6 @@ def test_an_archive_is_small_enough_to_come_back(tmp_path: Path) -> None:
         put(cell / "settings.json", {})
         large(cell / "checkpoints" / "dmcp" / "step-000100-ab.safetensors", PART // 2)
     assert [len(names) for names in kept_files(base, tmp_path / "there")] == [4, 2, 2]
-
-
-def test_a_sitting_begins_with_what_is_recorded_and_with_cells_that_are_not_finished(tmp_path: Path) -> None:
-    there, base = tmp_path / "results", tmp_path / "base"
-    put(tmp_path / "settings.json", {"a": 1})
-    put(there / "main.json", {})
-    begin(there, base)
-    assert [path.name for path in base.iterdir()] == ["results"] and (base / "results" / "main.json").exists()
-    with tarfile.open(there / UNFINISHED, "w:xz") as kept:
-        kept.add(tmp_path / "settings.json", "ex/cell/settings.json")
-    begin(there, tmp_path / "other")
-    assert json.loads((tmp_path / "other" / "ex" / "cell" / "settings.json").read_text()) == {"a": 1}
 
 
 def test_calls_carry_all_files_and_none_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,7 @@ LONG = {  # seconds each; `make zoo` has them, too, and test_invariants some of 
     "tv:resnet18",
     "tv:resnext50_32x4d",
     "tv:shufflenet_v2_x0_5",
+    "seg:lraspp_mobilenet_v3_large",
     "timm:ghostnet_100",
     "timm:res2net50_26w_4s",
     "timm:mixnet_s",

@@ -37,7 +37,6 @@ SHARDS = ("train-0.npz", "train-1.npz", "train-2.npz", "test-0.npz")
 MOST_SENT, MOST_PATHS = 63 * 2**20, 8  # bytes that travel with a call, the working tree among them, and carried paths
 HELD = 1650  # seconds from the first call until the experiments are stopped: the start before it counts, too
 _ENDED = "ended"  # a file that is there when no experiment runs any more
-UNFINISHED = "unfinished.tar.xz"  # in the folder of results: cells as `keep` has them, to go on with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +119,7 @@ def go(plan: str, seconds: float, data: str, base: Path) -> None:
     base.mkdir(parents=True, exist_ok=True)
     results = base / "results"
     if not results.exists():  # what is recorded counts
-        begin(Path(__file__).resolve().parents[1] / "results", base)
+        shutil.copytree(Path(__file__).resolve().parents[1] / "results", results)
     running: list[subprocess.Popen[bytes]] = []
     with _told_end(base), _mps(base):
         for stage in PLANS[plan]:
@@ -142,14 +141,6 @@ def go(plan: str, seconds: float, data: str, base: Path) -> None:
             process.terminate()  # once: it saves, and a second signal would kill
         for process in running:
             _note(base, f"{'time is over, ended' if process in late else 'ended'}: {process.wait()}")
-
-
-def begin(recorded: Path, base: Path) -> None:
-    """Bring what is recorded, and the cells that an earlier sitting has not finished."""
-    if (packed := recorded / UNFINISHED).exists():
-        with tarfile.open(packed) as kept:
-            kept.extractall(base, filter="data")
-    shutil.copytree(recorded, base / "results")  # last: where it is, all is
 
 
 _DMCP = (sys.executable, "-m", "dmcp")

@@ -71,6 +71,11 @@ def parse(spec: int | float | str | Budget, graph: ChannelGraph) -> Budget:
     """
     if isinstance(spec, Budget):
         return spec
+    if not isinstance(graph, ChannelGraph):
+        raise BudgetError(
+            "A budget is read for one network, and graph must be a dmcp.ChannelGraph, which dmcp.trace(model, example) "
+            f"gives, not a {type(graph).__name__}."
+        )
     if isinstance(spec, int) and abs(spec) > _MOST:
         raise BudgetError(f"A budget of more than {_MOST:.0e} is beyond any network: give MACs as an int, or a share.")
     text = str(spec).strip()

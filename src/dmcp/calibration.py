@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dmcp.batches import device_of, input_of, on_device, size_of, widest
-from dmcp.errors import DataError
+from dmcp.batches import check_yields, device_of, input_of, on_device, size_of, widest
+from dmcp.errors import DataError, TraceError, TrainingError
 from dmcp.ranks import Ranks, current, sum_values
 from dmcp.tracing.recording import call_model
 
@@ -36,6 +36,7 @@ def recalibrate(
     forward never renews its statistics keep what they had, and so do those of a class that is not one of torch's
     BatchNorms or made from it.
     """
+    _check_given(model, loader, batches, forward)
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.running_mean is not None]
     pooled = {norm: _Pooled(norm) for norm in norms}
     run = forward or (lambda x: call_model(model, x))
@@ -58,6 +59,17 @@ def recalibrate(
             raise DataError("Calibration needs at least one batch, and the loader gave none.")
         for statistics in pooled.values():
             statistics.accept(current())
+
+
+def _check_given(model: Any, loader: Any, batches: Any, forward: Any) -> None:
+    """Refuse arguments of another kind."""
+    if not isinstance(model, nn.Module):
+        raise TraceError(f"A torch.nn.Module is needed, not {type(model).__name__}.")
+    check_yields(loader)
+    if batches is not None and (type(batches) is not int or batches < 1):
+        raise DataError(f"batches must be an int of at least 1, or None for all of them, not {batches!r}.")
+    if forward is not None and not callable(forward):
+        raise TrainingError(f"forward must be a function, not a {type(forward).__name__}: lambda x: net(x, gates).")
 
 
 @contextlib.contextmanager

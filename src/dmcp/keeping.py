@@ -7,10 +7,12 @@ import functools
 import hashlib
 import itertools
 import json
+import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from torch.utils.data import DataLoader
 from dmcp.batches import Loader, batches_from, length_of, on_device, size_of, start_epoch
 from dmcp.checkpoints import Checkpoint, load_checkpoint, save_checkpoint
 from dmcp.engine import Settled
-from dmcp.errors import DataError, FileError, RankError, StoppedError
+from dmcp.errors import DataError, FileError, RankError, StoppedError, TrainingError
 from dmcp.optimizers import check_keepable, check_state, put_state, state_tensors
 from dmcp.ranks import Ranks, fewest, gather_bytes, same_everywhere, share_tensors, sum_values
 
@@ -270,6 +272,11 @@ class Keeper:
     _time: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.folder, str | os.PathLike):
+            raise FileError(f"A keeper needs the path of a folder, not {self.folder!r}.")
+        for name in ("every_steps", "every_seconds"):
+            if not isinstance(value := getattr(self, name), Real):
+                raise TrainingError(f"{name} must be a number, not {value!r}.")
         self.folder = Path(self.folder)  # text will do
 
     def load(self, ranks: Ranks) -> Checkpoint | None:

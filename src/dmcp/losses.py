@@ -123,6 +123,10 @@ def top1(output: Any, batch: Any) -> tuple[Tensor, int]:
     scores, labels = _classes(output, batch)
     if labels.device.type == "cpu":  # elsewhere all would wait for it
         _warn_of_range(labels, scores.shape[1])
+    return _right(scores, labels)
+
+
+def _right(scores: Tensor, labels: Tensor) -> tuple[Tensor, int]:
     found = scores.argmax(dim=1)
     if labels.is_floating_point():  # several classes may have the largest share
         right = labels.gather(1, found.unsqueeze(1)).squeeze(1) == labels.amax(dim=1)
@@ -131,10 +135,28 @@ def top1(output: Any, batch: Any) -> tuple[Tensor, int]:
     return (right & ~scores.isnan().any(dim=1)).sum(), right.numel()
 
 
-def accuracy(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
-    """The same, but what the loss leaves out is not counted."""
-    right, count = top1(output, batch)
-    return right, count - (labels_of(batch) == _LEFT_OUT).sum()
+class Accuracy:
+    """The same for one test, but what the loss leaves out is not counted; it also keeps what labels there were."""
+
+    def __init__(self) -> None:
+        self.answers = 0  # those that are left out among them
+        self.classes = 0
+        self.ends: list[Tensor] = []  # lowest and highest label of each batch, where they are: no batch waits for it
+
+    def __call__(self, output: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        scores, labels = _classes(output, batch)
+        right, count = _right(scores, labels)
+        self.answers += count
+        self.classes = scores.shape[1]
+        left_out = labels == _LEFT_OUT
+        if count and not labels.is_floating_point():
+            self.ends.append(torch.stack(labels.masked_fill(left_out, 0).aminmax()))
+        return right, count - left_out.sum()
+
+    def tell(self) -> None:
+        """Say which label the network has no output for: not refused, since a test comes after hours of work."""
+        if self.ends:
+            _warn_of_range(torch.stack(self.ends), self.classes)
 
 
 def check_fit(labels: Tensor, shape: Sequence[int]) -> None:

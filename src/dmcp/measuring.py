@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dmcp import training
 from dmcp.batches import Loader, check_parts, device_of, input_of, labels_of, on_device, peek, size_of
@@ -15,7 +15,7 @@ from dmcp.calibration import kept_modes
 from dmcp.events import Event, Report, silent
 from dmcp.given import classes_of
 from dmcp.keeping import untouched
-from dmcp.losses import LowerIsBetter, Metric, accuracy, check_range, whole_of
+from dmcp.losses import Accuracy, LowerIsBetter, Metric, check_range, whole_of
 from dmcp.ranks import current, sum_values
 from dmcp.rows import ROUNDS, Row
 from dmcp.slicing import narrow, unwrap
@@ -61,21 +61,15 @@ def _kind(metric: Metric | None) -> dict[str, bool]:
 
 def _test(net: nn.Module, loader: Loader, metric: Metric | None) -> tuple[float, int]:
     """The metric and how many samples it is of; 0 where there is more than one answer per sample."""
-    seen, answers = 0, 0
+    seen, own = 0, Accuracy() if metric is None else None
 
     def run(x: Any) -> Any:
         nonlocal seen
         seen += size_of((x,))
         return call_model(net, x)
 
-    def counted(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
-        nonlocal answers
-        found = accuracy(output, batch)
-        answers += output.numel() // output.shape[1]
-        return found
-
-    value = training.evaluate(net, loader, counted if metric is None else metric, run)
-    total, given = sum_values(torch.tensor([seen, answers]), current()).tolist()
+    value = training.evaluate(net, loader, own or metric, run)
+    total, given = sum_values(torch.tensor([seen, own.answers if own else 0]), current()).tolist()
     return value, total if metric is not None or total == given else 0
 
 

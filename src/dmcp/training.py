@@ -31,9 +31,9 @@ from dmcp.engine import Engine, Precision, Settled, autocast, is_depthwise, is_n
 from dmcp.errors import TrainingError
 from dmcp.keeping import DONE, Feed, Keeper, State
 from dmcp.losses import (
+    Accuracy,
     Loss,
     Metric,
-    accuracy,
     check_metric,
     classification_loss,
     imitation,
@@ -294,7 +294,7 @@ def evaluate(
     `forward` runs the network where that is not simply model(input), as in `recalibrate`.
     """
     check_yields(loader)
-    metric = accuracy if metric is None else metric
+    metric = Accuracy() if metric is None else metric
     ranks, device = current(), device_of(model)
     check_metric(metric, ranks)
     run = forward or (lambda x: call_model(model, x))
@@ -309,7 +309,10 @@ def evaluate(
         if whole is not None:
             return measure(whole, pairs, ranks)
         assert callable(metric)
-        return mean(metric, pairs, device, ranks)
+        found = mean(metric, pairs, device, ranks)
+    if isinstance(metric, Accuracy):
+        metric.tell()
+    return found
 
 
 # small things
