@@ -328,24 +328,8 @@ def test_save_refuses_widths_of_another_network(net: Any, tmp_path: Path) -> Non
             other = graph.widths(dict(widths) | {space: width - 1})
             with pytest.raises(dmcp.WidthsError, match="These widths are not those"):
                 dmcp.save(small, copy.deepcopy(pickle.loads(pickle.dumps(other))), tmp_path / "result")
-            with pytest.raises(dmcp.WidthsError, match="These widths are not those"):
-                dmcp.save(small, reread(other), tmp_path / "result")
     assert not (tmp_path / "result").exists()
     dmcp.save(model, graph.full, tmp_path / "result")
-    dmcp.save(small, reread(widths), tmp_path / "result")
-
-
-def reread(widths: dmcp.Widths) -> dmcp.Widths:
-    """The same widths from a file."""
-    return dmcp.Widths.from_json(json.loads(json.dumps(widths.to_json())))
-
-
-def test_save_takes_widths_from_files_of_older_versions(chain: Case, tmp_path: Path) -> None:
-    """Which do not say where a network shows them."""
-    _, graph, widths, small = chain
-    old = dmcp.Widths.from_json({key: value for key, value in widths.to_json().items() if key != "dims"})
-    dmcp.save(small, old, tmp_path)
-    assert json.loads((tmp_path / "widths.json").read_text())["widths"] == dict(graph.widths(old))
 
 
 def test_save_takes_another_head(chain: Case, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dmcp.errors import WidthsError
-from dmcp.spaces import ChannelSpace, Dim, Widths, fingerprint
+from dmcp.spaces import ChannelSpace, Widths, fingerprint
 
 
 def widths(**changes: Any) -> Widths:
@@ -68,11 +68,6 @@ def test_json_and_back(shape: Any) -> None:
     assert json.dumps(again.to_json()) == text
 
 
-def test_dims_of_a_space_that_was_taken_out_of_a_file_are_left_out() -> None:
-    dims = [["stem.weight", 0, [["stem"]]], ["head.weight", 1, [["stem"], [2, "gone"]]]]
-    assert Widths.from_json(broken(dims=dims)).dims == (Dim("stem.weight", 0, (("stem",),)),)
-
-
 def broken(**changes: Any) -> dict[str, Any]:
     return widths().to_json() | changes
 
@@ -101,25 +96,6 @@ def broken(**changes: Any) -> dict[str, Any]:
         broken(widths={1: 2}),
         broken(fingerprint=None),
         broken(fingerprint=7),
-        *[
-            broken(dims=dims)
-            for dims in (
-                None,
-                7,
-                {},
-                [7],
-                [["stem.weight"]],
-                [["stem.weight", 0, 5]],
-                [["stem.weight", 0, [5]]],
-                [["stem.weight", 0, [[None]]]],
-                [["stem.weight", 0, [[[5]]]]],
-                [["stem.weight", 0, [[0]]]],
-                [["stem.weight", True, [["stem"]]]],
-                [["stem.weight", -1, [["stem"]]]],
-                [["stem.weight", "0", [["stem"]]]],
-                [[7, 0, [["stem"]]]],
-            )
-        ],
     ],
     ids=str,
 )

@@ -62,7 +62,7 @@ class Widths(Mapping[str, int]):
     channels: tuple[tuple[str, int], ...]  # (space name, channels kept), in the graph's order
     input_shape: Any  # shape of one sample, nested like the model's input
     fingerprint: str  # of the unpruned architecture, see fingerprint()
-    dims: tuple[Dim, ...] = field(default=(), repr=False)  # where a network shows them; older files have none
+    dims: tuple[Dim, ...] = field(default=(), repr=False)  # where a network shows them; read from a file there are none
 
     def __getitem__(self, name: str) -> int:
         for known, kept in self.channels:
@@ -91,8 +91,7 @@ class Widths(Mapping[str, int]):
 
     def to_json(self) -> dict[str, Any]:
         """Plain data that `from_json` turns back into the same value."""
-        plain = {"widths": dict(self.channels), "input_shape": self.input_shape, "fingerprint": self.fingerprint}
-        return plain | {"dims": [[dim.tensor, dim.dim, dim.parts] for dim in self.dims]}
+        return {"widths": dict(self.channels), "input_shape": self.input_shape, "fingerprint": self.fingerprint}
 
     @staticmethod
     def from_json(data: Any) -> Widths:
@@ -100,29 +99,11 @@ class Widths(Mapping[str, int]):
         try:
             channels, shape, mark = data["widths"], data["input_shape"], data["fingerprint"]
             items = tuple((name, kept) for name, kept in channels.items())
-            dims = data.get("dims", [])
         except (TypeError, KeyError, AttributeError) as error:
             raise WidthsError(f"This is not a widths file: {error} is missing or of the wrong kind.") from None
         if not isinstance(mark, str) or not all(isinstance(name, str) and _is_size(kept) for name, kept in items):
             raise WidthsError("This is not a widths file: every width must be an int of at least 1.")
-        return Widths(items, tuples(shape), mark, _read_dims(dims, [name for name, _ in items]))
-
-
-def _read_dims(plain: Any, names: list[str]) -> tuple[Dim, ...]:
-    """Where a network shows the widths, without spaces that somebody has taken out of the file."""
-    if not isinstance(plain, list) or not all(map(_is_dim, plain)):
-        raise WidthsError("This is not a widths file: its dims are not those of tensors.")
-    dims = [Dim(tensor, dim, tuple(map(tuple, parts))) for tensor, dim, parts in plain]
-    known = {*names}
-    return tuple(dim for dim in dims if {axis for part in dim.parts for axis in part if isinstance(axis, str)} <= known)
-
-
-def _is_dim(plain: Any) -> bool:
-    match plain:
-        case [str(), int() as dim, [*parts]] if type(dim) is int and dim >= 0:
-            axes = [axis for part in parts for axis in (part if isinstance(part, list | tuple) else [None])]
-            return all(isinstance(axis, str) or _is_size(axis) for axis in axes)
-    return False
+        return Widths(items, tuples(shape), mark)
 
 
 def _is_size(value: object) -> bool:
