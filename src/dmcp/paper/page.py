@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 from urllib.parse import quote
 
-from dmcp.budget import MEMORY, limits_latency, parse
+from dmcp.budget import MEMORY, known_limits, limits_latency
 from dmcp.comparison.gathering import Line
 from dmcp.errors import BudgetError, FileError
 from dmcp.files import MOST_JSON, read_bytes
@@ -357,6 +357,6 @@ def _target(text: str, full: int) -> int | None:
     unpruned = cast(ChannelGraph, SimpleNamespace(macs=lambda: full))  # all that is asked of it
     try:
         named = any(kind in text.lower() for kind in ("params", MEMORY))
-        return None if named or limits_latency(text) else parse(text, unpruned).limits[0].target
+        return None if named or limits_latency(text) else known_limits(text, unpruned)[0].target
     except BudgetError:
         return None
