@@ -204,12 +204,18 @@ def test_cells_of_a_comparison_are_the_same_cells() -> None:
 # -- which cells
 
 
+BY_NAME = (  # in the order in which they are told
+    *("full", "recipe", "explain", "length", "rates", "taught"),
+    *("seeds", "even", "halfway", "border", "bordered", "borderlong"),
+)
+
+
 def test_all_experiments_share_the_reference() -> None:
     it = study()
     for name in EXPERIMENTS:
         used = {task.name for task in study_tasks(it, [name])}
         assert ("dmcp-50%-seed2" in used) is (
-            name not in ("recover", "full", "recipe", "length", "taught", "halfway")
+            name not in ("recover", "full", "recipe", "length", "taught", "halfway", "borderlong")
         ), name
     every = [task.name for task in study_tasks(it, [*EXPERIMENTS])]
     assert len(every) == len({*every})
@@ -651,6 +657,28 @@ def test_differences_are_of_networks_with_the_same_seed(tmp_path: Path) -> None:
     assert head[2] == "points above with warm-up" and [row[2] for row in rows] == ["", "-1.00 (1)"]
 
 
+def test_borders_are_searched_once_and_trained_with_and_without_the_held_out_images() -> None:
+    it = study(seeds=5)
+    found = {task.name: task.plan for task in study_tasks(it, ["border", "bordered"])}
+    known = {task.name: task.plan for task in study_tasks(it, ["rates", "even", "seeds"])}
+    new = {name: plan for name, plan in found.items() if "border" in name}
+    assert {*found} - {*new} <= {*known} and all(found[name] == known[name] for name in {*found} - {*new})
+    searched = [f"dmcp-border-{budget}-seed{seed}" for budget in ("50%", "30%", "70%", "15%") for seed in range(3)]
+    later = [f"dmcp-border-seeds-{budget}-seed{seed}" for budget in ("50%", "15%") for seed in (3, 4)]
+    copies = {name: name.replace("border", "border-rates") for name in searched}
+    assert {*new} == {*searched, *later, *copies.values()}
+    for name in (*searched, *later):
+        cell = new[name].cell
+        assert cell and cell.settings == {"more": {"border": True}} and not cell.held_out and not cell.own
+    for name, copied in copies.items():
+        cell = new[copied].cell
+        assert cell and cell.uses == name and cell.held_out and cell.method == "copy"
+    (long,) = {task.name for task in study_tasks(study(seeds=1), ["borderlong"])} - {
+        task.name for task in study_tasks(study(seeds=1), ["full"])
+    }
+    assert long == "dmcp-border-full-50%-seed0"
+
+
 def test_seeds_of_two_arms_are_one_row_and_one_line_of_dots(tmp_path: Path) -> None:
     it = study(seeds=8)
     gains = {"uniform": 0.0, "dmcp": 0.02, "half": 0.03}
@@ -938,21 +966,11 @@ def test_all_are_those_of_the_papers_length(capsys: pytest.CaptureFixture[str], 
         told = run(capsys, *names, *TINY, "--seeds", "1", "--dry-run", "--json", "--out", str(tmp_path))[1]
         return {experiment for cell in json.loads(told)["cells"] for experiment in cell["needed_by"]}
 
-    assert (
-        listed("all")
-        == {*ALL}
-        == {*EXPERIMENTS} - {"full", "recipe", "explain", "length", "rates", "taught", "seeds", "even", "halfway"}
-    )
+    assert listed("all") == {*ALL} == {*EXPERIMENTS} - {*BY_NAME}
     assert listed("all", "full") == {*ALL, "full"}
     told = " ".join(re.sub(r"[│|]", " ", run(capsys, "--help")[1]).split())
-    assert (
-        "extra, all of them, or only by name full, recipe, explain, length, rates, taught, seeds, even, halfway."
-        in told
-    )
-    with pytest.raises(
-        DmcpError,
-        match="all of them, or only by name full, recipe, explain, length, rates, taught, seeds, even, halfway",
-    ):
+    assert f"extra, all of them, or only by name {', '.join(BY_NAME)}." in told
+    with pytest.raises(DmcpError, match=f"all of them, or only by name {', '.join(BY_NAME)}"):
         check_experiment("qqq")
 
 
@@ -1062,7 +1080,7 @@ def test_a_dry_run_says_what_is_left_and_for_whom(capsys: pytest.CaptureFixture[
     assert told.endswith("How long 6 of those left take is not known: none like them is done.\n")
 
 
-@pytest.mark.parametrize("name", ["full", "recipe", "explain", "length", "rates", "taught", "seeds", "even", "halfway"])
+@pytest.mark.parametrize("name", BY_NAME)
 def test_the_command_beside_an_experiment_makes_the_same_cells(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -1083,7 +1101,7 @@ def test_the_command_beside_an_experiment_makes_the_same_cells(
     assert (
         data["train"]["epochs"]
         == study_of(it, name).common.train.epochs
-        == (3 if name in ("explain", "rates", "seeds", "even") else 12)
+        == (3 if name in ("explain", "rates", "seeds", "even", "border", "bordered") else 12)
     )
 
 

@@ -99,7 +99,7 @@ def test_one_budget_is_no_mean_and_other_experiments_have_none() -> None:
 
 def test_arms_are_those_of_the_experiments() -> None:
     it = study()
-    for experiment, arms in ARMS.items():
+    for experiment, (_, *arms) in ARMS.items():
         names = [name for _, _, name in cells_of(it, EXPERIMENTS[experiment](it))]
         assert {one.arm for one in evidence(experiment, {}, missing=names).tested} == {*arms}
 

@@ -53,7 +53,9 @@ class Stage:
 
 _MOBILE = "main --model cifar:mobilenet_v2 --budget 50% --budget 30% --seeds 2 --epochs 20"
 _FULL = "full --epochs 50 --search-epochs 15 --label-smoothing 0"  # a search of 30 and a training of 200
-_LENGTH, _LONGEST, _HALF = (_FULL.replace("full", name) for name in ("length", "taught", "halfway"))
+_LENGTH, _LONGEST, _HALF, _BORDER = (
+    _FULL.replace("full", name) for name in ("length", "taught", "halfway", "borderlong")
+)
 _RATES = "rates --recorded --epochs 60 --seeds 3"
 _RECIPE = "recipe --epochs 25 --search-epochs 15 --label-smoothing 0 --model cifar:resnet56 --seeds 2"  # half of it
 _TINY = "--model digits:resnet --epochs 1 --search-epochs 2 --seeds 1"
@@ -98,6 +100,10 @@ PLANS = {
         Stage(folder="seeds", options="seeds --recorded --epochs 60 --seeds 8", at_once=10, next_at=28),
         Stage(folder="half56", options=f"{_HALF} --recorded --model cifar:resnet56 --seeds 2", at_once=2, next_at=1),
         Stage(folder="len56", options=f"{_LENGTH} --recorded --model cifar:resnet56 --seeds 2", at_once=2, next_at=99),
+    ),
+    "border": (  # whether a border is better, on held-out images, and what it gives; beside it the long recipe
+        Stage(folder="border", options="border bordered --recorded --epochs 60 --seeds 8", at_once=11, next_at=1),
+        Stage(folder="long56", options=f"{_BORDER} --recorded --model cifar:resnet56 --seeds 2", at_once=2, next_at=99),
     ),
     "rehearsal": (  # with digits, on a CPU
         Stage(

@@ -14,6 +14,9 @@ from dmcp.comparison.cells import COPY, RECOVER
 from dmcp.errors import DmcpError
 from dmcp.paper.arms import HALF, TRAINED, Arm, Study, compared, dmcp_arm, variant, widened
 from dmcp.paper.own_experiments import (
+    BORDER,
+    BORDER_LONG,
+    BORDERED,
     EVEN,
     EXPLAIN,
     FULL,
@@ -25,6 +28,9 @@ from dmcp.paper.own_experiments import (
     RECIPE,
     SEEDS,
     TAUGHT,
+    border,
+    border_long,
+    bordered,
     even,
     explain,
     full,
@@ -183,9 +189,12 @@ EXPERIMENTS: dict[str, Experiment] = {  # as people type them, the most wanted f
     SEEDS: seeds,
     EVEN: even,
     HALFWAY: halfway,
+    BORDER: border,
+    BORDERED: bordered,
+    BORDER_LONG: border_long,
 }
-_LONG = (FULL, RECIPE, LENGTH, TAUGHT, HALFWAY)  # with the lengths of the full-length recipe
-_BY_NAME = (FULL, RECIPE, EXPLAIN, LENGTH, RATES, TAUGHT, SEEDS, EVEN, HALFWAY)
+_LONG = (FULL, RECIPE, LENGTH, TAUGHT, HALFWAY, BORDER_LONG)  # with the lengths of the full-length recipe
+_BY_NAME = tuple(EXPERIMENTS)[list(EXPERIMENTS).index(FULL) :]
 ALL = tuple(name for name in EXPERIMENTS if name not in _BY_NAME)  # what people call all
 NAMES = f"{', '.join(ALL)}, all of them, or only by name {', '.join(_BY_NAME)}"  # for people
 

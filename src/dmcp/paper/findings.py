@@ -26,7 +26,7 @@ from dmcp.paper.arms import Study
 from dmcp.paper.experiments import EXPERIMENTS, about, study_of
 from dmcp.paper.figures import curves, dots, title, width_differences
 from dmcp.paper.outcomes import PERCENT, Outcome, Recorded, Shown, by_label, outcomes, plain_row
-from dmcp.paper.own_experiments import EVEN, EXPLAIN, FULL, HALFWAY, LENGTH, RATES, RECIPE, TAUGHT
+from dmcp.paper.own_experiments import BORDER, BORDER_LONG, EVEN, EXPLAIN, FULL, HALFWAY, LENGTH, RATES, RECIPE, TAUGHT
 from dmcp.paper.tasks import cells_of, command, epochs_of
 from dmcp.pruning import UNPRUNED
 from dmcp.running.plans import Cell
@@ -300,4 +300,6 @@ _SHOWN: dict[str, Callable[[Study, str, Sequence[Outcome], Path], Shown]] = {  #
     TAUGHT: functools.partial(_show_arms, lengths=True, of=""),
     EVEN: functools.partial(_show_arms, of=_HELD),
     HALFWAY: functools.partial(_show_arms, lengths=True, of=""),
+    BORDER: functools.partial(_show_arms, of=_HELD),
+    BORDER_LONG: functools.partial(_show_arms, lengths=True, of=""),
 }

@@ -15,7 +15,8 @@ from dmcp.pruning import UNPRUNED
 
 FULL, RECIPE, EXPLAIN, LENGTH, RATES, TAUGHT = "full", "recipe", "explain", "length", "rates", "taught"
 SEEDS, EVEN, HALFWAY = "seeds", "even", "halfway"
-HELD_OUT = (RECIPE, RATES, EVEN)  # experiments without the test images
+BORDER, BORDERED, BORDER_LONG = "border", "bordered", "borderlong"
+HELD_OUT = (RECIPE, RATES, EVEN, BORDER)  # experiments without the test images
 ENDS = ("70%", "15%")  # of explain: the largest and the smallest of main
 MORE_TRAINING, MORE_SEARCH = 4, 2  # times the study's epochs, in the full-length recipe
 _TAUGHT = {"teacher_share": 0.9, "teacher_temperature": 4.0}  # the distilled training of the full-length recipe
@@ -210,3 +211,46 @@ def halfway(it: Study) -> list[Arm]:
     """The full-length recipe with widths half-way between those of DMCP and uniform ones."""
     same, ours = _FULL_PAIR
     return compared(same, [same, ours, _half(ours, f"dmcp-half-{FULL}")])
+
+
+def border(it: Study) -> list[Arm]:
+    """Whether one border for each space is better than a chance for each step, without the test images.
+
+    By free chances most widths end with two peaks, at everything and at the floor: the soft network then has all
+    channels, each a little weaker, for the cost of their mean number. With a border it has most of them whole or not
+    at all, like the networks that are cut. Those of free chances are main's, also their searches.
+    """
+    arms: list[Arm] = []
+    first = it.common.seeds[:_MAIN_SEEDS]
+    for budget in BUDGETS:
+        way: dict[str, Any] = {"budget": budget, "held_out": True, "seeds": first}
+        same = Arm(label=f"uniform at {budget}", name=f"uniform-{EVEN}", method="uniform", **way)
+        ours, moved = dmcp_arm(f"dmcp at {budget}", budget, first), _with_border(budget, first)
+        free = Arm(label=ours.label, name=f"dmcp-{RATES}", method=COPY, uses=ours, **way)
+        held = Arm(label=moved.label, name=f"{moved.name}-{RATES}", method=COPY, uses=moved, **way)
+        arms += compared(same, [same, free, held])
+    return arms
+
+
+def _with_border(budget: str, seeds: tuple[int, ...]) -> Arm:
+    usual = variant(f"dmcp at {budget}, with a border", BORDER, more={"border": True})
+    return replace(usual, budget=budget, seeds=seeds)
+
+
+def bordered(it: Study) -> list[Arm]:
+    """The budgets and the seeds of `seeds`, with a border for each space."""
+    arms: list[Arm] = []
+    first, rest = it.common.seeds[:_MAIN_SEEDS], it.common.seeds[_MAIN_SEEDS:]
+    for budget in (HALF, ENDS[-1]):
+        same = Arm(label=f"uniform at {budget}", name="uniform", method="uniform", budget=budget)
+        ours, moved = dmcp_arm(f"dmcp at {budget}", budget, first), _with_border(budget, first)
+        more = replace(ours, name=f"dmcp-{SEEDS}", seeds=rest, own=False)
+        arms += compared(same, [same, ours, more, moved, replace(moved, name=f"{moved.name}-{SEEDS}", seeds=rest)])
+    return arms
+
+
+def border_long(it: Study) -> list[Arm]:
+    """The full-length recipe with a border for each space."""
+    same, ours = _FULL_PAIR
+    way: dict[str, Any] = {"settings": {"more": {"border": True}}, "name": f"dmcp-{BORDER}-{FULL}"}
+    return compared(same, [same, ours, replace(ours, label=f"{ours.label}, with a border", **way)])

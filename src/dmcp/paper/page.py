@@ -21,7 +21,7 @@ from dmcp.paper.claims import tell_claims
 from dmcp.paper.evidence import Evidence, read_evidence
 from dmcp.paper.experiments import EXPERIMENTS
 from dmcp.paper.half_findings import tell_half
-from dmcp.paper.own_experiments import EVEN, FULL, HALFWAY, HELD_OUT, LENGTH, RATES, RECIPE, TAUGHT
+from dmcp.paper.own_experiments import BORDER, BORDER_LONG, EVEN, FULL, HALFWAY, HELD_OUT, LENGTH, RATES, RECIPE, TAUGHT
 from dmcp.plain_data import from_plain
 from dmcp.runs import read_json
 from dmcp.tables import between, counted
@@ -165,7 +165,7 @@ def _head(every: Sequence[_Finding], place: str) -> str:
     for it in every:
         users.setdefault(_protocol(it), []).append(it.experiment)
         cells |= {(_protocol(it), cell.name): cell for cell in it.once}
-    named = (FULL, RECIPE, LENGTH, TAUGHT, HALFWAY)  # whose cells have names of their own
+    named = (FULL, RECIPE, LENGTH, TAUGHT, HALFWAY, BORDER_LONG)  # whose cells have names of their own
     several = len({_protocol(it) for it in every if it.experiment not in named}) > 1
     *first, last = (f"`{it}`" for it in named)
     apart = (
@@ -309,7 +309,7 @@ def _warnings(it: _Finding) -> list[str]:
         told.append("- Cells ran in different sittings and side by side: rows cannot be compared by *search, s*.")
     if it.held_out:
         told.append("- Trained without the held-out images and tested by them alone: no test image was used here.")
-    if it.experiment in (RATES, EVEN):
+    if it.experiment in (RATES, EVEN, BORDER):
         told.append("- The searches had all training images, the held-out ones among them: only the trainings had not.")
     if it.experiment == "distribution":
         told.append("- Rows of other starts are of the cells of `dmcp paper extra`, run before in the same `--out`.")

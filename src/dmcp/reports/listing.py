@@ -20,7 +20,7 @@ from dmcp.errors import DmcpError, FileError
 from dmcp.files import parse_tensors, plain, read_bytes
 from dmcp.latency import Outcome
 from dmcp.locks import LOCK, alive
-from dmcp.markov import CHAIN, INDEPENDENT, Process
+from dmcp.markov import Process, process_of
 from dmcp.plain_data import from_plain
 from dmcp.reports.run_logs import read_log, sentence, timed
 from dmcp.rows import AS_GIVEN, OURS, TEACHER, UNPRUNED, Row
@@ -214,7 +214,8 @@ def _chances(folder: Path, problems: list[str]) -> Chances | None:
         if not fits or alphas.isnan().any() or (sizes < 0).any() or (sizes > 2**31).any():
             raise FileError("its tensors are not those of this search's spaces.")
         targets = {str(limit["kind"]): int(limit["target"]) for limit in facts["budget"]["limits"]}
-        return Chances(spaces, alphas.double(), sizes, targets, INDEPENDENT if facts["independent"] else CHAIN)
+        process = process_of(bool(facts["independent"]), bool(facts.get("border")))
+        return Chances(spaces, alphas.double(), sizes, targets, process)
     except (OSError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         problems.append(sentence(folder / ALPHAS, error))
         return None

@@ -18,7 +18,7 @@ from dmcp.errors import TrainingError, WidthsError
 from dmcp.given import check_input
 from dmcp.keeping import DONE, Feed, Keeper, State, random_state, set_random_state
 from dmcp.losses import Loss, classification_loss, warn_of_imitation
-from dmcp.markov import CERTAIN, group_sizes, merged
+from dmcp.markov import BORDER, CERTAIN, border_start, group_sizes, merged
 from dmcp.optimizers import MakeOptimizer, check_graphs, make_optimizer, rate_shares
 from dmcp.ranks import ALONE, Ranks, current, share_tensors
 from dmcp.searching.sandwich import Chains, Draw, chains, draw_gates, sort_channels
@@ -250,6 +250,12 @@ def _start(net: Supernet, path: Chains, budget: Budget, config: SearchConfig) ->
     net.train()
     if config.sort:
         sort_channels(net)
+    if path.process is BORDER:
+        if config.init is Init.TARGET:
+            begin = border_start(path.sizes)
+            shift = constant_alpha(budget, net.graph, path.sizes, process=path.process, begin=begin)
+            net.alpha.copy_(begin + shift)
+        return
     certain = merged(net.sizes, path.sizes)
     match config.init:
         case Init.TARGET:
