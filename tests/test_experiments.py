@@ -19,6 +19,7 @@ from planted import planted_problem
 
 import dmcp
 from dmcp import cli, sampling
+from dmcp.budget import parse
 from dmcp.commands import paper as paper_commands
 from dmcp.commands.compare import recipe
 from dmcp.commands.paper import progress
@@ -29,9 +30,11 @@ from dmcp.data import load, split
 from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DmcpError, FileError, TrainingError
 from dmcp.locks import Lock
+from dmcp.markov import BORDER
 from dmcp.methods.dmcp import DmcpConfig, DrawConfig, draw, find
 from dmcp.nets import build, sample_shape
 from dmcp.paper import findings
+from dmcp.paper.alpha_findings import _row_of_draws
 from dmcp.paper.arms import Arm, Study
 from dmcp.paper.experiments import ALL, DRAWS, EXPERIMENTS, check_experiment, study_of
 from dmcp.paper.findings import show, write
@@ -568,6 +571,14 @@ def test_recover_and_variants_leave_what_is_shown(done: Path) -> None:
             again = show(other, name, done)
             assert any("start" in row for row in shown.rows)
             assert again and not any("start" in row for row in again.rows)  # cells of extra by other settings
+
+
+def test_peaks_are_those_of_what_the_alphas_mean() -> None:
+    graph = study().graph
+    net = dmcp.Supernet(build("cifar:resnet20"), graph)  # with alphas of zero
+    found = SearchResult(net.alpha.detach(), net.sizes, graph, parse("50%", graph), 0.95)
+    assert _row_of_draws("", found, 0)["one_peak"] == 1  # the floor: each step halves what is left
+    assert _row_of_draws("", replace(found, process=BORDER), 0)["one_peak"] == 0  # the floor, or all of a space
 
 
 def test_alphas_that_see_the_budget_alone_need_no_warm_up() -> None:

@@ -233,6 +233,17 @@ def test_the_budget_alone_moves_a_border_into_the_band() -> None:
     assert seen[0] > 1.2 and 0.94 < seen[-1] < 1.01
 
 
+def test_given_alphas_that_grow_along_a_space_are_no_border() -> None:
+    net = supernet()
+    with torch.no_grad():
+        net.alpha[2, 1] = 0.5
+    with pytest.raises(TrainingError, match="alphas of a border must never grow along a space"):
+        search(net, Noise(), short(border=True, init="given"))
+    with torch.no_grad():
+        net.alpha[2, 0] = 0.5
+    assert search(net, Noise(), short(border=True, init="given")).process is BORDER
+
+
 def test_a_border_stays_inside_bounds() -> None:
     _, result = ran(short(border=True, smallest={"stem": 5}, largest={"conv3": 4, "conv1": 5}, epochs=6))
     widths = BORDER.sample(result.alphas, result.sizes, 20_000)

@@ -12,7 +12,7 @@ from dmcp.batches import generator
 from dmcp.budget import spent_shares
 from dmcp.comparison.cell_files import RECOVERY
 from dmcp.comparison.cell_runs import state_of
-from dmcp.markov import border_chances, count_peaks, marginals
+from dmcp.markov import border_chances, count_peaks
 from dmcp.paper.arms import Study
 from dmcp.paper.experiments import EXPERIMENTS
 from dmcp.paper.figures import recoveries, title
@@ -81,7 +81,7 @@ def _row_of_draws(label: str, result: SearchResult, seed: int) -> dict[str, Any]
     shares = (result.graph.macs(widths).double() / result.graph.macs()).tolist()
     inside = (spent_shares(result.budget, result.graph, widths).amax(dim=1) <= 1).double().mean().item()
     row = {key: value for key, value in plain_row(label, shares).items() if key != "accuracies"}
-    chances = border_chances(marginals(result.alphas.double()), result.sizes)
+    chances = border_chances(result.process.marginals(result.alphas.double()), result.sizes)
     peaks = {"one_peak": 0.0, "one_peak_filled": _DIP}
     return row | {
         "inside": inside,
