@@ -55,7 +55,7 @@ def dropped(num_classes: int = 10) -> nn.Module:
 
 
 def train_plain(ranks: Ranks, batch: int) -> dict[str, Any]:
-    """Two searches and a training without BatchNorm: 5 steps for the weights, 5 for weights and alphas."""
+    """Three searches and a training without BatchNorm: 5 steps for the weights, 5 for weights and alphas."""
     return {
         "usual search": search(plain(ranks), loader(ranks, batch), reference_batch=4 * batch),
         "held-out search": search(
@@ -67,6 +67,7 @@ def train_plain(ranks: Ranks, batch: int) -> dict[str, Any]:
             init="zero",
             alpha_lr=5.0,
         ),
+        "search of borders": search(plain(ranks), loader(ranks, batch), reference_batch=4 * batch, border=True),
         "training": train(plain(ranks), loader(ranks, batch), lr=0.2, reference_batch=batch),
     }
 

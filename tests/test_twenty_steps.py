@@ -71,12 +71,12 @@ class Pictures:
 
 
 def searched(
-    engine: dmcp.Engine, build: Callable[[], nn.Module] = Smooth, keeper: Keeper | None = None
+    engine: dmcp.Engine, build: Callable[[], nn.Module] = Smooth, keeper: Keeper | None = None, border: bool = False
 ) -> tuple[dmcp.Supernet, dmcp.SearchResult]:
     torch.manual_seed(0)
     model = build().to(DEVICE)
     net = dmcp.Supernet(model, dmcp.trace(model, torch.zeros(2, 3, 32, 32, device=DEVICE)))
-    config = dmcp.SearchConfig(budget="50%", epochs=2, reference_batch=128, log_every=1)
+    config = dmcp.SearchConfig(budget="50%", epochs=2, reference_batch=128, log_every=1, border=border)
     return net, dmcp.search(net, Pictures(), config, engine=engine, keeper=keeper)
 
 

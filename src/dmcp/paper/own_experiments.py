@@ -217,8 +217,8 @@ def border(it: Study) -> list[Arm]:
     """Whether one border for each space is better than a chance for each step, without the test images.
 
     By free chances most widths end with two peaks, at everything and at the floor: the soft network then has all
-    channels, each a little weaker, for the cost of their mean number. With a border it has most of them whole or not
-    at all, like the networks that are cut. Those of free chances are main's, also their searches.
+    channels, each a little weaker, for the cost of their mean number. With a border the first are nearly whole and the
+    last nearly gone, more like the networks that are cut. Those of free chances are main's, also their searches.
     """
     arms: list[Arm] = []
     first = it.common.seeds[:_MAIN_SEEDS]
