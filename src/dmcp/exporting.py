@@ -33,6 +33,7 @@ from torch.utils import _pytree as pytree
 from dmcp.batches import generator
 from dmcp.errors import DmcpError, FileError, TraceError
 from dmcp.given import check_finite
+from dmcp.kinds import path_of
 from dmcp.slicing import narrow, unwrap
 from dmcp.tracing.recording import call_model, map_leaves, tensors_in
 
@@ -94,7 +95,7 @@ def export(
     preprocessing: plain data about what is done to an image before; it goes into the file.
     tolerance: largest difference, as a share of the largest output. Beyond it FileError, and what was there stays.
     """
-    path = Path(path)
+    path = path_of("export", path)
     kind = check_target(path, tolerance)
     if not tensors_in(example) or not all(tensor.ndim for tensor in tensors_in(example)):
         raise TraceError("The example must hold tensors, and dim 0 of each must be the batch.")
@@ -126,8 +127,8 @@ def export(
 
 def check_target(path: Path, tolerance: float = TOLERANCE) -> Format:
     """What the file will be; refuse one that cannot be written, before anything is done."""
-    if not 0 < tolerance < 1:
-        raise DmcpError(f"The tolerance must be a number above 0 and below 1, not {tolerance}.")
+    if not isinstance(tolerance, int | float) or not 0 < tolerance < 1:
+        raise DmcpError(f"The tolerance must be a number above 0 and below 1, not {tolerance!r}.")
     if path.is_dir():
         raise FileError(f"{path} is a folder: name the file in it, like {path / 'model.onnx'}.")
     if path.suffix not in list(Format):

@@ -28,6 +28,7 @@ from dmcp.given import (
     fit_numbers,
 )
 from dmcp.keeping import Keeper, plain_settings
+from dmcp.kinds import check_function, check_kind
 from dmcp.latency import Latency, Outcome
 from dmcp.losses import ImitationWarning as ImitationWarning  # what prune may warn of
 from dmcp.losses import Loss, Metric, check_metric, warn_of_imitation
@@ -349,8 +350,8 @@ def _settled(search: SearchConfig | None, budget: int | float | str | Budget | N
 def _check_kinds(given: dict[str, tuple[Any, type]]) -> None:
     """Refuse settings that are none, which would be found out as late as they are read."""
     for name, (value, kind) in given.items():
-        if value is not None and not isinstance(value, kind):
-            raise TrainingError(f"{name} must be a dmcp.{kind.__name__}, not a {type(value).__name__}.")
+        if value is not None:
+            check_kind(name, value, kind, TrainingError)
 
 
 def _check_flags(given: dict[str, Any]) -> None:
@@ -363,8 +364,7 @@ def _check_flags(given: dict[str, Any]) -> None:
 def _check_functions(given: dict[str, Any]) -> None:
     """Refuse what cannot be called, for the same reason."""
     for name, value in given.items():
-        if value is not None and not callable(value):
-            raise TrainingError(f"{name} must be a function, not a {type(value).__name__}: see docs/api.md.")
+        check_function(name, value)
 
 
 def _check_loaders(loaders: dict[str, Loader | None]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dmcp.errors import WidthsError
+from dmcp.kinds import check_kind
 from dmcp.markov import group_sizes, marginals
 from dmcp.slicing import Cut, narrow, unwrap
 from dmcp.spaces import Widths, fingerprint
@@ -26,11 +27,7 @@ class Supernet(nn.Module):
     def __init__(self, model: nn.Module, graph: ChannelGraph, groups: int = 10, align: int = 1) -> None:
         super().__init__()
         model = unwrap(model)
-        if not isinstance(graph, ChannelGraph):
-            raise WidthsError(
-                f"graph must be a dmcp.ChannelGraph, which dmcp.trace(model, example) gives, not a "
-                f"{type(graph).__name__}."
-            )
+        check_kind("graph", graph, ChannelGraph, WidthsError)
         if fingerprint(model) != graph.fingerprint:
             raise WidthsError(
                 "This graph was traced from another architecture: trace this model, then make its supernet."
