@@ -299,6 +299,28 @@ def test_arguments_of_another_kind_are_refused(how: Any, words: str) -> None:
         (lambda model, graph: dmcp.train(3, Noise(), TRAIN), "A torch.nn.Module is needed, not int"),
         (lambda model, graph: dmcp.reinitialise(model, init=3), "init must be a function, not a int"),
         (lambda model, graph: dmcp.reinitialise(model, generator=0), "generator must be a torch.Generator, not 0"),
+        (
+            lambda model, graph: dmcp.train(model, Noise(), TRAIN, engine="cpu"),
+            "engine must be a dmcp.Engine, not a str",
+        ),
+        (lambda model, graph: dmcp.train(model, Noise(), TRAIN, keeper="a"), "keeper must be a dmcp.Keeper, not a str"),
+        (lambda model, graph: dmcp.train(model, Noise(), TRAIN, loss=3), "loss must be a function, not a int"),
+        (
+            lambda model, graph: dmcp.search(dmcp.Supernet(model, graph), Noise(), SEARCH, engine="cpu"),
+            "engine must be a dmcp.Engine, not a str",
+        ),
+        (
+            lambda model, graph: dmcp.search(dmcp.Supernet(model, graph), Noise(), SEARCH, on_record=3),
+            "on_record must be a function, not a int",
+        ),
+        (
+            lambda model, graph: dmcp.measure_latency(model, torch.zeros(2, *Residual.SHAPE), 3),
+            "graph must be a dmcp.ChannelGraph.*not a int",
+        ),
+        (
+            lambda model, graph: dmcp.measure_latency(model, torch.zeros(2, *Residual.SHAPE), measure=3),
+            "measure must be a function, not a int: it gets a network",
+        ),
         (lambda model, graph: dmcp.Budget("50%", "50%"), "a tuple of Limits: dmcp.parse_budget"),
     ],
 )

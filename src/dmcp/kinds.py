@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -23,6 +24,13 @@ def check_kind(name: str, value: object, kind: type, error: type[DmcpError]) -> 
         raise error(f"{name} must be a dmcp.{kind.__name__}{way}, not a {type(value).__name__}.")
 
 
+def check_kinds(given: Mapping[str, tuple[object, type]]) -> None:
+    """Refuse settings that are none, which would be found out as late as they are read; None is left out."""
+    for name, (value, kind) in given.items():
+        if value is not None:
+            check_kind(name, value, kind, TrainingError)
+
+
 def check_module(model: object) -> None:
     """Refuse what is no network."""
     if isinstance(model, type):
@@ -36,6 +44,12 @@ def check_function(name: str, value: object, like: str = "see docs/api.md") -> N
     """Refuse what cannot be called; None is for arguments that may be left out."""
     if value is not None and not callable(value):
         raise TrainingError(f"{name} must be a function, not a {type(value).__name__}: {like}.")
+
+
+def check_functions(given: Mapping[str, object]) -> None:
+    """Refuse what cannot be called, of several arguments."""
+    for name, value in given.items():
+        check_function(name, value)
 
 
 def check_generator(value: object, error: type[DmcpError]) -> None:

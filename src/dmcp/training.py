@@ -30,7 +30,7 @@ from dmcp.calibration import GATED, Forward, kept_modes
 from dmcp.engine import Engine, Precision, Settled, autocast, is_depthwise, is_narrow, set_lr, sgd
 from dmcp.errors import TrainingError
 from dmcp.keeping import DONE, Feed, Keeper, State
-from dmcp.kinds import check_function, check_kind, check_module
+from dmcp.kinds import check_function, check_functions, check_kind, check_kinds, check_module
 from dmcp.losses import (
     Accuracy,
     Loss,
@@ -190,6 +190,8 @@ def train(
     check_kind("config", config, TrainConfig, TrainingError)
     if (teacher is not None) != (config.distillation is Distillation.TEACHER):
         raise TrainingError("A teacher and distillation='teacher' go together: give both or neither.")
+    check_kinds({"engine": (engine, Engine), "keeper": (keeper, Keeper)})
+    check_functions({"loss": loss, "on_step": on_step, "after_epoch": after_epoch})
     check_trainable(model)
     _check_apart(model, teacher)
     check_graphs(engine, optimizer)
