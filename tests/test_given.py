@@ -321,6 +321,20 @@ def test_arguments_of_another_kind_are_refused(how: Any, words: str) -> None:
             lambda model, graph: dmcp.measure_latency(model, torch.zeros(2, *Residual.SHAPE), measure=3),
             "measure must be a function, not a int: it gets a network",
         ),
+        (lambda model, graph: dmcp.evaluate(model, torch.zeros(2)), "dim 0 of its first tensor, which has none"),
+        (lambda model, graph: dmcp.evaluate(model, [], precision="x"), "precision must be one of float32.*not 'x'"),
+        (lambda model, graph: dmcp.prune(model, None, Noise()), "The loader, a NoneType, has no length"),
+        (lambda model, graph: graph.priced(3), "latency must be a dmcp.Latency.*dmcp.measure_latency.*not a int"),
+        (lambda model, graph: dmcp.Supernet(model, graph).fold(3), "Gates must be one number per channel.*not a int"),
+        (lambda model, graph: dmcp.verify(model, graph, 3), "The example input holds no tensor"),
+        (
+            lambda model, graph: dmcp.trace(model, torch.zeros(2, *Residual.SHAPE), rules=3),
+            r"rules are a mapping from ops.*RULES \| .*not a int",
+        ),
+        (
+            lambda model, graph: dmcp.export(model, torch.zeros(2, *Residual.SHAPE), "a.pt2", preprocessing=object()),
+            "preprocessing must be plain data.*object",
+        ),
         (lambda model, graph: dmcp.Budget("50%", "50%"), "a tuple of Limits: dmcp.parse_budget"),
     ],
 )

@@ -54,6 +54,8 @@ def size_of(batch: Any) -> int:
         if not parts:
             raise DataError("The input of a batch holds no tensor.")
         part = parts[0]
+    if not part.ndim:
+        raise DataError("The batch is dim 0 of its first tensor, which has none: let the loader give whole batches.")
     return part.shape[0]
 
 

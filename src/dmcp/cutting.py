@@ -17,6 +17,7 @@ from dmcp.spaces import Widths, fingerprint
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph, Kept
 from dmcp.tracing.recording import call_model, map_leaves, tensors_in
+from dmcp.tracing.trace import check_example
 
 _SAME = 1e-6  # largest difference of two float64 outputs that rounding explains
 
@@ -51,6 +52,7 @@ def verify(model: nn.Module, graph: ChannelGraph, example_input: Any, widths: Wi
     """
     model = unwrap(model)
     check_kind("graph", graph, ChannelGraph, WidthsError)
+    check_example(example_input)
     home = torch.device("cpu") if device_of(model).type == "mps" else device_of(model)  # that has no float64
     double = narrow(model, {}, {}).to(home).double().eval()
     x = map_leaves(

@@ -97,13 +97,16 @@ def export(
     """
     path = path_of("export", path)
     kind = check_target(path, tolerance)
+    try:
+        note = None if preprocessing is None else json.dumps(preprocessing)
+    except (TypeError, ValueError) as error:
+        raise FileError(f"preprocessing must be plain data, which JSON can hold: {error}.") from None
     if not tensors_in(example) or not all(tensor.ndim for tensor in tensors_in(example)):
         raise TraceError("The example must hold tensors, and dim 0 of each must be the batch.")
     net = narrow(unwrap(model), {}, {}).cpu().eval().requires_grad_(False)
     drawn = [_draw(example, size) for size in _BATCHES]
     check_finite(net, drawn[-1])
     program, dims = record(net, example)
-    note = None if preprocessing is None else json.dumps(preprocessing)
     with staged(path) as new:
         _WRITE[kind](program, dims, new, note)
         runtime, difference = _try(kind, new, net, drawn)

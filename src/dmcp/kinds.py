@@ -12,6 +12,7 @@ from torch import nn
 from dmcp.errors import DmcpError, FileError, TraceError, TrainingError
 
 _WAYS = {
+    "Latency": ", which dmcp.measure_latency(model, example) gives",
     "ChannelGraph": ", which dmcp.trace(model, example) gives",
     "SearchResult": ", which dmcp.search(net, loader, config) gives",
 }

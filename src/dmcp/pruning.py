@@ -357,7 +357,7 @@ def _check_flags(given: dict[str, Any]) -> None:
 def _check_loaders(loaders: dict[str, Loader | None]) -> None:
     """Refuse training batches that no epoch can be made of."""
     for name, loader in loaders.items():
-        if loader is not None and not length_of(loader, name):
+        if (loader is not None or name == "loader") and not length_of(loader, name):
             raise DataError(f"The {name} has no batches: is the batch larger than the data?")
 
 

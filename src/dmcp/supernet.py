@@ -108,10 +108,9 @@ class Supernet(nn.Module):
 
     def fold(self, gates: Tensor) -> dict[str, Tensor]:
         """The weights that differ with these gates, by name."""
-        if gates.shape != self.position.shape:
-            raise WidthsError(
-                f"Gates must be one number per channel, {len(self.position)} in all, not {tuple(gates.shape)}."
-            )
+        if not isinstance(gates, Tensor) or gates.shape != self.position.shape:
+            found = tuple(gates.shape) if isinstance(gates, Tensor) else f"a {type(gates).__name__}"
+            raise WidthsError(f"Gates must be one number per channel, {len(self.position)} in all, not {found}.")
         table = self._hard if gates.dtype == torch.bool else self._soft
         return table.fold(partial(_tensor, self.model), gates)
 

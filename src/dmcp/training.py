@@ -27,7 +27,7 @@ from dmcp.batches import (
     size_of,
 )
 from dmcp.calibration import GATED, Forward, kept_modes
-from dmcp.engine import Engine, Precision, Settled, autocast, is_depthwise, is_narrow, set_lr, sgd
+from dmcp.engine import Engine, Precision, Settled, autocast, check_precision, is_depthwise, is_narrow, set_lr, sgd
 from dmcp.errors import TrainingError
 from dmcp.keeping import DONE, Feed, Keeper, State
 from dmcp.kinds import check_function, check_functions, check_kind, check_kinds, check_module
@@ -299,6 +299,7 @@ def evaluate(
     check_module(model)
     check_yields(loader)
     check_function("forward", forward, GATED)
+    check_precision(precision)
     metric = Accuracy() if metric is None else metric
     ranks, device = current(), device_of(model)
     check_metric(metric, ranks)
