@@ -121,9 +121,7 @@ class ChannelGraph:
         if latency.spaces != tuple(space.name for space in self.spaces):
             raise WidthsError("This table of latency is of the same network with other layers kept whole: measure it.")
         if latency.input_shape != (own := self.input_shape):
-            raise WidthsError(
-                f"This table of latency is for samples of {latency.input_shape}, not {own}: measure that."
-            )
+            raise WidthsError(f"This table of latency has samples of {latency.input_shape}, not {own}: measure that.")
 
     # -- widths
 
