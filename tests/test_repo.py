@@ -35,6 +35,7 @@ SOURCES = {dotted(path): path for path in PACKAGE.rglob("*.py")}
 ORDER = [
     "interrupts",
     "errors",
+    "kinds",
     "locks",
     "checkpoints",
     "files",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import GeneratorType
 from typing import Any, Protocol
 
@@ -49,10 +49,13 @@ def size_of(batch: Any) -> int:
     """Samples in the batch: the first dim of the first tensor of its input."""
     part = input_of(batch)
     while not isinstance(part, Tensor):
-        parts = list(part.values()) if isinstance(part, Mapping) else list(part)
+        known = isinstance(part, Iterable) and not isinstance(part, str | bytes)  # a letter holds itself, without end
+        parts = list(part.values() if isinstance(part, Mapping) else part) if known else []
         if not parts:
             raise DataError("The input of a batch holds no tensor.")
         part = parts[0]
+    if not part.ndim:
+        raise DataError("The batch is dim 0 of its first tensor, which has none: let the loader give whole batches.")
     return part.shape[0]
 
 

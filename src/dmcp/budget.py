@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dmcp.errors import BudgetError
+from dmcp.kinds import check_kind
 from dmcp.latency import FS_PER_MS, show_ms
 from dmcp.markov import CERTAIN, CHAIN, Process
 from dmcp.spaces import Widths
@@ -58,6 +59,8 @@ class Budget:
     text: str
 
     def __post_init__(self) -> None:
+        if not isinstance(self.limits, tuple) or not all(isinstance(limit, Limit) for limit in self.limits):
+            raise BudgetError("The limits of a Budget are a tuple of Limits: dmcp.parse_budget(text, graph) makes it.")
         if not self.limits or len({limit.kind for limit in self.limits}) < len(self.limits):
             raise BudgetError(f"The budget {self.text!r} must limit each of {', '.join(KINDS)} at most once, and one.")
 
@@ -71,11 +74,7 @@ def parse(spec: int | float | str | Budget, graph: ChannelGraph) -> Budget:
     """
     if isinstance(spec, Budget):
         return spec
-    if not isinstance(graph, ChannelGraph):
-        raise BudgetError(
-            "A budget is read for one network, and graph must be a dmcp.ChannelGraph, which dmcp.trace(model, example) "
-            f"gives, not a {type(graph).__name__}."
-        )
+    check_kind("graph", graph, ChannelGraph, BudgetError)
     if isinstance(spec, int) and abs(spec) > _MOST:
         raise BudgetError(f"A budget of more than {_MOST:.0e} is beyond any network: give MACs as an int, or a share.")
     text = str(spec).strip()

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dmcp.batches import check_yields, device_of, input_of, on_device, size_of, widest
-from dmcp.errors import DataError, TraceError, TrainingError
+from dmcp.errors import DataError
+from dmcp.kinds import check_function, check_module
 from dmcp.ranks import Ranks, current, sum_values
 from dmcp.tracing.recording import call_model
 
 _ALL = 0.9999  # of the old statistics, but for rounding: a call that leaves so much has renewed nothing
+GATED = "lambda x: net(x, gates)"  # what such a function looks like
 Forward = Callable[[Any], Any]  # what runs the network on one input
 
 
@@ -63,13 +65,11 @@ def recalibrate(
 
 def _check_given(model: Any, loader: Any, batches: Any, forward: Any) -> None:
     """Refuse arguments of another kind."""
-    if not isinstance(model, nn.Module):
-        raise TraceError(f"A torch.nn.Module is needed, not {type(model).__name__}.")
+    check_module(model)
     check_yields(loader)
     if batches is not None and (type(batches) is not int or batches < 1):
         raise DataError(f"batches must be an int of at least 1, or None for all of them, not {batches!r}.")
-    if forward is not None and not callable(forward):
-        raise TrainingError(f"forward must be a function, not a {type(forward).__name__}: lambda x: net(x, gates).")
+    check_function("forward", forward, GATED)
 
 
 @contextlib.contextmanager

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from dmcp.batches import device_of
-from dmcp.errors import CutError, WidthsError
+from dmcp.errors import CutError, TrainingError, WidthsError
+from dmcp.kinds import check_function, check_generator, check_kind
 from dmcp.slicing import narrow, unwrap
 from dmcp.spaces import Widths, fingerprint
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph, Kept
 from dmcp.tracing.recording import call_model, map_leaves, tensors_in
+from dmcp.tracing.trace import check_example
 
 _SAME = 1e-6  # largest difference of two float64 outputs that rounding explains
 
@@ -31,6 +33,7 @@ def cut(model: nn.Module, graph: ChannelGraph, widths: Mapping[str, Kept]) -> nn
     spaces that it does not name stay full. The cut network is replayed: it does what the graph says, or CutError.
     """
     model = unwrap(model)
+    check_kind("graph", graph, ChannelGraph, WidthsError)
     if fingerprint(model) != graph.fingerprint:
         raise WidthsError(f"This graph was traced on another architecture than this {type(model).__name__}: trace it.")
     if isinstance(widths, Widths) and widths.fingerprint != graph.fingerprint:
@@ -48,6 +51,8 @@ def verify(model: nn.Module, graph: ChannelGraph, example_input: Any, widths: Wi
     is cut to about two thirds. Returns the largest difference, as a share of the largest output.
     """
     model = unwrap(model)
+    check_kind("graph", graph, ChannelGraph, WidthsError)
+    check_example(example_input)
     home = torch.device("cpu") if device_of(model).type == "mps" else device_of(model)  # that has no float64
     double = narrow(model, {}, {}).to(home).double().eval()
     x = map_leaves(
@@ -101,6 +106,8 @@ def reinitialise(
     their statistics.
     """
     module = unwrap(module)
+    check_function("init", init, "it is called on every module, as nn.Module.apply does")
+    check_generator(generator, TrainingError)
     kept = {name: tensor.clone() for name, tensor in _frozen(module).items()}
     if fresh is not None:
         _copy_values(unwrap(fresh), module)

@@ -52,6 +52,12 @@ class Precision(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+def check_precision(precision: object) -> None:
+    """Refuse what is none."""
+    if precision not in list(Precision):
+        raise TrainingError(f"precision must be one of {', '.join(Precision)}, not {precision!r}.")
+
+
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:
     """While entered, forward passes on the device compute in this precision."""
     return torch.autocast(device.type, torch.bfloat16, enabled=Precision(precision) is Precision.BFLOAT16)
@@ -73,8 +79,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         if self.precision is not None:
-            if self.precision not in list(Precision):
-                raise TrainingError(f"precision must be one of {', '.join(Precision)}, not {self.precision!r}.")
+            check_precision(self.precision)
             object.__setattr__(self, "precision", Precision(self.precision))
         for name, automatic in _SWITCHES.items():
             value = getattr(self, name)

@@ -33,6 +33,7 @@ from torch.utils import _pytree as pytree
 from dmcp.batches import generator
 from dmcp.errors import DmcpError, FileError, TraceError
 from dmcp.given import check_finite
+from dmcp.kinds import path_of
 from dmcp.slicing import narrow, unwrap
 from dmcp.tracing.recording import call_model, map_leaves, tensors_in
 
@@ -94,15 +95,18 @@ def export(
     preprocessing: plain data about what is done to an image before; it goes into the file.
     tolerance: largest difference, as a share of the largest output. Beyond it FileError, and what was there stays.
     """
-    path = Path(path)
+    path = path_of("export", path)
     kind = check_target(path, tolerance)
+    try:
+        note = None if preprocessing is None else json.dumps(preprocessing)
+    except (TypeError, ValueError) as error:
+        raise FileError(f"preprocessing must be plain data, which JSON can hold: {error}.") from None
     if not tensors_in(example) or not all(tensor.ndim for tensor in tensors_in(example)):
         raise TraceError("The example must hold tensors, and dim 0 of each must be the batch.")
     net = narrow(unwrap(model), {}, {}).cpu().eval().requires_grad_(False)
     drawn = [_draw(example, size) for size in _BATCHES]
     check_finite(net, drawn[-1])
     program, dims = record(net, example)
-    note = None if preprocessing is None else json.dumps(preprocessing)
     with staged(path) as new:
         _WRITE[kind](program, dims, new, note)
         runtime, difference = _try(kind, new, net, drawn)
@@ -126,8 +130,8 @@ def export(
 
 def check_target(path: Path, tolerance: float = TOLERANCE) -> Format:
     """What the file will be; refuse one that cannot be written, before anything is done."""
-    if not 0 < tolerance < 1:
-        raise DmcpError(f"The tolerance must be a number above 0 and below 1, not {tolerance}.")
+    if not isinstance(tolerance, int | float) or not 0 < tolerance < 1:
+        raise DmcpError(f"The tolerance must be a number above 0 and below 1, not {tolerance!r}.")
     if path.is_dir():
         raise FileError(f"{path} is a folder: name the file in it, like {path / 'model.onnx'}.")
     if path.suffix not in list(Format):

@@ -7,7 +7,6 @@ import functools
 import hashlib
 import itertools
 import json
-import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from dmcp.batches import Loader, batches_from, length_of, on_device, size_of, st
 from dmcp.checkpoints import Checkpoint, load_checkpoint, save_checkpoint
 from dmcp.engine import Settled
 from dmcp.errors import DataError, FileError, RankError, StoppedError, TrainingError
+from dmcp.kinds import path_of
 from dmcp.optimizers import check_keepable, check_state, put_state, state_tensors
 from dmcp.ranks import Ranks, fewest, gather_bytes, same_everywhere, share_tensors, sum_values
 
@@ -272,12 +272,10 @@ class Keeper:
     _time: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.folder, str | os.PathLike):
-            raise FileError(f"A keeper needs the path of a folder, not {self.folder!r}.")
+        self.folder = path_of("A keeper", self.folder, "folder")  # text will do
         for name in ("every_steps", "every_seconds"):
             if not isinstance(value := getattr(self, name), Real):
                 raise TrainingError(f"{name} must be a number, not {value!r}.")
-        self.folder = Path(self.folder)  # text will do
 
     def load(self, ranks: Ranks) -> Checkpoint | None:
         """The newest checkpoint, if there is one; FileError where it was made with other settings."""

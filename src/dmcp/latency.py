@@ -9,11 +9,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 from dmcp.errors import FileError
 from dmcp.files import MOST_JSON, parse_json, quote, read_bytes, write_files
+from dmcp.kinds import path_of
 from dmcp.spaces import tuples
 from dmcp.tracing.cost import Terms
 
@@ -152,7 +152,7 @@ class Latency:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as a file."""
-        path = Path(path)
+        path = path_of("A table of latency", path)
         try:
             write_files(path.parent, {path.name: json.dumps(self.to_json(), indent=1).encode()})
         except OSError as error:
@@ -161,7 +161,7 @@ class Latency:
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Latency:
         """Read such a file."""
-        return Latency.from_json(parse_json(read_bytes(Path(path), MOST_JSON), path), path)
+        return Latency.from_json(parse_json(read_bytes(path_of("A table of latency", path), MOST_JSON), path), path)
 
 
 @dataclass(frozen=True, kw_only=True)

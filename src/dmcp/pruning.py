@@ -28,6 +28,7 @@ from dmcp.given import (
     fit_numbers,
 )
 from dmcp.keeping import Keeper, plain_settings
+from dmcp.kinds import check_functions, check_kinds
 from dmcp.latency import Latency, Outcome
 from dmcp.losses import ImitationWarning as ImitationWarning  # what prune may warn of
 from dmcp.losses import Loss, Metric, check_metric, warn_of_imitation
@@ -143,12 +144,12 @@ def prune(
     kind = Retrain(retrain)
     imitates = kind in (Retrain.SLIMMABLE, Retrain.TEACHER) or teacher is not None
     unwrap(model)  # refuses what is no network
-    _check_kinds({"search": (search, SearchConfig), "train": (train, TrainConfig), "engine": (engine, Engine)})
-    _check_kinds({"latency": (latency, Latency), "graph": (graph, ChannelGraph)})
+    check_kinds({"search": (search, SearchConfig), "train": (train, TrainConfig), "engine": (engine, Engine)})
+    check_kinds({"latency": (latency, Latency), "graph": (graph, ChannelGraph)})
     _check_flags({"controls": controls, "test_given": test_given})
     if fresh is not None and not isinstance(fresh, nn.Module):
         raise TrainingError(f"fresh must be a torch.nn.Module, not a {type(fresh).__name__}.")
-    _check_functions({"loss": loss, "on_event": on_event, "keep": keep, "measure": measure})
+    check_functions({"loss": loss, "on_event": on_event, "keep": keep, "measure": measure})
     check_metric(metric, current())
     settings = _settled(search, budget, seed)
     if measure is not None and not limits_latency(settings.budget):
@@ -346,13 +347,6 @@ def _settled(search: SearchConfig | None, budget: int | float | str | Budget | N
     return settings if seed is None else replace(settings, seed=seed)
 
 
-def _check_kinds(given: dict[str, tuple[Any, type]]) -> None:
-    """Refuse settings that are none, which would be found out as late as they are read."""
-    for name, (value, kind) in given.items():
-        if value is not None and not isinstance(value, kind):
-            raise TrainingError(f"{name} must be a dmcp.{kind.__name__}, not a {type(value).__name__}.")
-
-
 def _check_flags(given: dict[str, Any]) -> None:
     """Refuse words for yes and no: "no" would be taken for a yes."""
     for name, value in given.items():
@@ -360,17 +354,10 @@ def _check_flags(given: dict[str, Any]) -> None:
             raise TrainingError(f"{name} must be True or False, not {value!r}.")
 
 
-def _check_functions(given: dict[str, Any]) -> None:
-    """Refuse what cannot be called, for the same reason."""
-    for name, value in given.items():
-        if value is not None and not callable(value):
-            raise TrainingError(f"{name} must be a function, not a {type(value).__name__}: see docs/api.md.")
-
-
 def _check_loaders(loaders: dict[str, Loader | None]) -> None:
     """Refuse training batches that no epoch can be made of."""
     for name, loader in loaders.items():
-        if loader is not None and not length_of(loader, name):
+        if (loader is not None or name == "loader") and not length_of(loader, name):
             raise DataError(f"The {name} has no batches: is the batch larger than the data?")
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmcp.batches import input_of, size_of
+from dmcp.batches import check_yields, input_of, size_of
 from dmcp.errors import DataError, DmcpError, FileError
 from dmcp.exporting import Format, check_target, open_onnx, reason, silence, staged
+from dmcp.kinds import path_of
 from dmcp.tracing.recording import map_leaves, tensors_in
 
 SAMPLES = 512  # that the ranges of activations are found with
@@ -44,7 +45,8 @@ def quantise(
     loader: batches like those the network was trained with, but not augmented, and in no order of classes: the range of
         each activation is what it has on the first so many samples. Test the new file: some networks lose accuracy.
     """
-    source, path = Path(source), Path(path)
+    source, path = (path_of("quantise", it) for it in (source, path))
+    check_yields(loader)
     check_target(path)
     for file, what in ((source, "one that export has written"), (path, "like model.int8.onnx")):
         if file.suffix != Format.ONNX:

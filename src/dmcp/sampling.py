@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dmcp.budget import Budget, check_reachable, parse, show_cost, spent_shares
 from dmcp.errors import BudgetError, WidthsError
+from dmcp.kinds import check_generator, check_kind
 from dmcp.searching.bounds import Bound, bounds, check_bound
 from dmcp.searching.searches import SearchConfig, SearchResult
 from dmcp.spaces import Widths
@@ -34,6 +35,7 @@ def expected(result: SearchResult, align: int | None = None, toward_uniform: flo
     may end anywhere above its tolerance; the widths use FILLED of the budget, so that none is left over.
     `toward_uniform`: how far they then go to uniform ones: see `mix`.
     """
+    check_kind("result", result, SearchResult, BudgetError)
     least, most = result.sizes[:, 0], result.sizes.sum(dim=1)
     options = Options(result.graph, least, most, result.align if align is None else align)
     widths = fit(result.graph, result.budget, expected_widths(result), options, filled(result))
@@ -54,8 +56,10 @@ def direct(
     at least one: BudgetError with the distribution of the costs if no try is inside. Fewer than n mean that all tries
     together hold no more, as chains do that have become sure: where the number matters, look at the length.
     """
-    if n < 1 or tries < 1:
-        raise BudgetError(f"Direct sampling needs at least one structure and one try, not {n} and {tries}.")
+    check_kind("result", result, SearchResult, BudgetError)
+    check_generator(generator, BudgetError)
+    if type(n) is not int or n < 1 or type(tries) is not int or tries < 1:
+        raise BudgetError(f"Direct sampling needs at least one structure and one try, not {n!r} and {tries!r}.")
     near: dict[tuple[int, ...], float] = {}  # in the order drawn
     below: dict[tuple[int, ...], float] = {}
     seen: list[Tensor] = []
@@ -131,6 +135,8 @@ def uniform(
     where that does not use the budget to the tolerance, as in networks of few channels, some get more. No space is
     narrower than in `floor` or wider than in `ceiling`: widths, one number for all, or numbers by name.
     """
+    check_kind("graph", graph, ChannelGraph, BudgetError)
+    _check_tolerance(tolerance)
     wish = graph.full.tensor().double()
     return fit(graph, parse(budget, graph), wish, between(graph, floor, ceiling, align), tolerance, even=True)
 
@@ -145,14 +151,20 @@ def random_widths(
     ceiling: Bound | None = None,
 ) -> Widths:
     """Widths drawn uniformly until they use the budget to the tolerance; after many tries, the last are scaled."""
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise BudgetError(f"generator must be a torch.Generator, not {generator!r}: torch.Generator().manual_seed(0).")
+    check_kind("graph", graph, ChannelGraph, BudgetError)
+    check_generator(generator, BudgetError)
+    _check_tolerance(tolerance)
     options, budget = between(graph, floor, ceiling, align), parse(budget, graph)
     chances = torch.rand(_CONTROLS, len(graph.spaces), generator=generator, dtype=torch.float64)
     drawn = options.widths((chances * (options.last + 1)).long())  # (N, S)
     shares = spent_shares(budget, graph, drawn).amax(dim=1)
     inside = drawn[(shares >= tolerance) & (shares <= 1)]
     return graph.widths(inside[0]) if len(inside) else fit(graph, budget, drawn[-1].double(), options, tolerance)
+
+
+def _check_tolerance(tolerance: float) -> None:
+    if not isinstance(tolerance, int | float):
+        raise BudgetError(f"tolerance must be a number, the least share of the budget to use, not {tolerance!r}.")
 
 
 # into the budget

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from dmcp.cutting import named_tensors
 from dmcp.errors import FileError, WidthsError
 from dmcp.files import MOST_JSON, parse_json, parse_tensors, quote, read_bytes, staging_name, write_files
+from dmcp.kinds import path_of
 from dmcp.slicing import narrow, unwrap
 from dmcp.spaces import Widths, fingerprint
 
@@ -39,9 +40,8 @@ def save(small: nn.Module, widths: Widths, folder: str | os.PathLike[str]) -> No
     """
     if not isinstance(widths, Widths):
         raise WidthsError("save needs the Widths of the network, to know its architecture: graph.widths(...).")
-    if not isinstance(folder, str | os.PathLike):
-        raise FileError(f"save needs the path of a folder, not {folder!r}.")
-    small, folder = unwrap(small), Path(folder)
+    folder = path_of("save", folder, "folder")
+    small = unwrap(small)
     _check_widths(small, widths)
     _refuse_foreign(folder)
     tensors = {
@@ -71,7 +71,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module) -> nn.Module:
 
     Values and dtypes are the saved ones; devices, mode and requires_grad are the model's.
     """
-    folder, model = Path(folder), unwrap(model)
+    folder, model = path_of("load", folder, "folder"), unwrap(model)
     own = named_tensors(model)
     record, tensors = _read(folder, _MOST_WEIGHTS + sum(16 * tensor.numel() for tensor in own.values()))
     if Widths.from_json(record).fingerprint != fingerprint(model):

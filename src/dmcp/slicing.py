@@ -13,6 +13,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode
 
 from dmcp.errors import TraceError
+from dmcp.kinds import check_module
 
 Cut = tuple[Tensor | None, ...]  # per dim: the indices that stay, None for all
 
@@ -42,11 +43,7 @@ def on_meta(tensor: Tensor) -> Tensor:
 def unwrap(model: nn.Module) -> nn.Module:
     """The user's own module inside DataParallel, DistributedDataParallel or torch.compile; others are refused."""
     while True:
-        if isinstance(model, type):
-            name = model.__name__
-            raise TraceError(f"A torch.nn.Module is needed, not the class {name}: build one, {name}(...).")
-        if not isinstance(model, nn.Module):
-            raise TraceError(f"A torch.nn.Module is needed, not {type(model).__name__}.")
+        check_module(model)
         if isinstance(model, torch.jit.ScriptModule):
             raise TraceError("A TorchScript module cannot be pruned: give the Python module it was made from.")
         if type(model).__name__ == "FullyShardedDataParallel" or type(model).__name__.startswith("FSDP"):

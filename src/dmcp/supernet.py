@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dmcp.errors import WidthsError
+from dmcp.kinds import check_kind
 from dmcp.markov import group_sizes, marginals
 from dmcp.slicing import Cut, narrow, unwrap
 from dmcp.spaces import Widths, fingerprint
@@ -26,11 +27,7 @@ class Supernet(nn.Module):
     def __init__(self, model: nn.Module, graph: ChannelGraph, groups: int = 10, align: int = 1) -> None:
         super().__init__()
         model = unwrap(model)
-        if not isinstance(graph, ChannelGraph):
-            raise WidthsError(
-                f"graph must be a dmcp.ChannelGraph, which dmcp.trace(model, example) gives, not a "
-                f"{type(graph).__name__}."
-            )
+        check_kind("graph", graph, ChannelGraph, WidthsError)
         if fingerprint(model) != graph.fingerprint:
             raise WidthsError(
                 "This graph was traced from another architecture: trace this model, then make its supernet."
@@ -111,10 +108,9 @@ class Supernet(nn.Module):
 
     def fold(self, gates: Tensor) -> dict[str, Tensor]:
         """The weights that differ with these gates, by name."""
-        if gates.shape != self.position.shape:
-            raise WidthsError(
-                f"Gates must be one number per channel, {len(self.position)} in all, not {tuple(gates.shape)}."
-            )
+        if not isinstance(gates, Tensor) or gates.shape != self.position.shape:
+            found = tuple(gates.shape) if isinstance(gates, Tensor) else f"a {type(gates).__name__}"
+            raise WidthsError(f"Gates must be one number per channel, {len(self.position)} in all, not {found}.")
         table = self._hard if gates.dtype == torch.bool else self._soft
         return table.fold(partial(_tensor, self.model), gates)
 

@@ -26,10 +26,11 @@ from dmcp.batches import (
     on_device,
     size_of,
 )
-from dmcp.calibration import Forward, kept_modes
-from dmcp.engine import Engine, Precision, Settled, autocast, is_depthwise, is_narrow, set_lr, sgd
+from dmcp.calibration import GATED, Forward, kept_modes
+from dmcp.engine import Engine, Precision, Settled, autocast, check_precision, is_depthwise, is_narrow, set_lr, sgd
 from dmcp.errors import TrainingError
 from dmcp.keeping import DONE, Feed, Keeper, State
+from dmcp.kinds import check_function, check_functions, check_kind, check_kinds, check_module
 from dmcp.losses import (
     Accuracy,
     Loss,
@@ -150,6 +151,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 def check_trainable(model: nn.Module) -> None:
     """Refuse a network of which nothing is to be trained, or nothing can be."""
+    check_module(model)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise TrainingError(
             "The model is on the meta device, where tensors have no numbers: build it on another one, or call "
@@ -185,10 +187,11 @@ def train(
     number of each epoch at its end, and may change weights in place. `optimizer` makes one of parameter groups, in the
     place of SGD; its learning rate is set in each step, as the config says, and the ratios between groups are kept.
     """
-    if not isinstance(config, TrainConfig):
-        raise TrainingError(f"config must be a dmcp.TrainConfig, not a {type(config).__name__}.")
+    check_kind("config", config, TrainConfig, TrainingError)
     if (teacher is not None) != (config.distillation is Distillation.TEACHER):
         raise TrainingError("A teacher and distillation='teacher' go together: give both or neither.")
+    check_kinds({"engine": (engine, Engine), "keeper": (keeper, Keeper)})
+    check_functions({"loss": loss, "on_step": on_step, "after_epoch": after_epoch})
     check_trainable(model)
     _check_apart(model, teacher)
     check_graphs(engine, optimizer)
@@ -293,7 +296,10 @@ def evaluate(
     A metric that is an object with reset, update and compute gives the number itself, and keeps what it has seen.
     `forward` runs the network where that is not simply model(input), as in `recalibrate`.
     """
+    check_module(model)
     check_yields(loader)
+    check_function("forward", forward, GATED)
+    check_precision(precision)
     metric = Accuracy() if metric is None else metric
     ranks, device = current(), device_of(model)
     check_metric(metric, ranks)

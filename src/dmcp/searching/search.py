@@ -17,6 +17,7 @@ from dmcp.engine import Engine, Settled, is_depthwise, is_narrow, set_lr, sgd
 from dmcp.errors import TrainingError, WidthsError
 from dmcp.given import check_input
 from dmcp.keeping import DONE, Feed, Keeper, State, random_state, set_random_state
+from dmcp.kinds import check_functions, check_kind, check_kinds
 from dmcp.losses import Loss, classification_loss, warn_of_imitation
 from dmcp.markov import BORDER, CERTAIN, border_start, group_sizes, merged
 from dmcp.optimizers import MakeOptimizer, check_graphs, make_optimizer, rate_shares
@@ -54,8 +55,9 @@ def search(
     """
     if not isinstance(net, Supernet):
         raise TrainingError(f"A search needs a dmcp.Supernet(model, graph), not a {type(net).__name__}.")
-    if not isinstance(config, SearchConfig):
-        raise TrainingError(f"config must be a dmcp.SearchConfig, not a {type(config).__name__}.")
+    check_kind("config", config, SearchConfig, TrainingError)
+    check_kinds({"engine": (engine, Engine), "keeper": (keeper, Keeper)})
+    check_functions({"loss": loss, "on_record": on_record})
     check_graphs(engine, optimizer)
     budget, path = _prepare(net, config, arch_loader)
     ranks, device = current(), device_of(net)

@@ -20,6 +20,7 @@ from dmcp.batches import device_of, generator
 from dmcp.calibration import kept_modes
 from dmcp.errors import BudgetError, DmcpError, WidthsError
 from dmcp.exporting import missing_packages, onnxruntime_version
+from dmcp.kinds import check_function, check_kind
 from dmcp.latency import Latency, RuntimeKind, Timed, show_ms
 from dmcp.sampling import Options, between
 from dmcp.searching.bounds import Bound
@@ -79,6 +80,9 @@ def measure_latency(
         raise BudgetError(f"The batch of a latency must be an int of at least 1, not {batch!r}.")
     if type(seed) is not int or seed < 0:
         raise BudgetError(f"The seed of a latency must be an int of at least 0, not {seed!r}.")
+    if graph is not None:
+        check_kind("graph", graph, ChannelGraph, BudgetError)
+    check_function("measure", measure, "it gets a network, and returns milliseconds")
     in_onnx = _in_onnx(runtime, str(device), _dtype(dtype), measure)
     graph = graph or trace(model, example)
     model, start = unwrap(model), time.perf_counter()

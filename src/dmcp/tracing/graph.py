@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dmcp.errors import BudgetError, CutError, WidthsError
+from dmcp.kinds import check_kind
 from dmcp.latency import Latency, as_terms
 from dmcp.markov import CHAIN, Process
 from dmcp.slicing import Cut, skeleton
@@ -114,14 +115,13 @@ class ChannelGraph:
         )
 
     def _check_latency(self, latency: Latency) -> None:
+        check_kind("latency", latency, Latency, BudgetError)
         if latency.fingerprint != self.fingerprint:
             raise WidthsError("This table of latency is of another architecture: measure this one.")
         if latency.spaces != tuple(space.name for space in self.spaces):
             raise WidthsError("This table of latency is of the same network with other layers kept whole: measure it.")
-        if latency.input_shape != self.input_shape:
-            raise WidthsError(
-                f"This table of latency is for samples of {latency.input_shape}, not {self.input_shape}: measure that."
-            )
+        if latency.input_shape != (own := self.input_shape):
+            raise WidthsError(f"This table of latency has samples of {latency.input_shape}, not {own}: measure that.")
 
     # -- widths
 

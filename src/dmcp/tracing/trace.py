@@ -57,6 +57,10 @@ def trace(
     strict: raise on an op without a rule and on values that decide in forward; bind no attribute by its value.
     """
     model = unwrap(model)
+    if rules is not None and not isinstance(rules, Mapping):
+        raise TraceError(
+            f"rules are a mapping from ops to functions, RULES | {{op: rule}}, not a {type(rules).__name__}."
+        )
     recordings, batches, notes = _record_modes(model, example_input)
     frozen = [frozen] if isinstance(frozen, str) or not isinstance(frozen, Iterable | None) else list(frozen or ())
     if not all(isinstance(name, str) for name in frozen):
@@ -94,10 +98,15 @@ def trace(
 # -- recording
 
 
-def _record_modes(model: nn.Module, example: Any) -> tuple[list[Recording], list[Any], list[str]]:
-    """Eval mode and train mode (some layers run in one of them only), with several samples where that works."""
+def check_example(example: object) -> None:
+    """Refuse an input that no network could read."""
     if not tensors_in(example):
         raise TraceError("The example input holds no tensor: give a tensor, or a tuple or dict of them.")
+
+
+def _record_modes(model: nn.Module, example: Any) -> tuple[list[Recording], list[Any], list[str]]:
+    """Eval mode and train mode (some layers run in one of them only), with several samples where that works."""
+    check_example(example)
     batch = batch_of(example)
     if batch == 0:
         raise TraceError("The example input has no sample in it: dim 0 is the batch.")
