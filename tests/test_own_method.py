@@ -41,6 +41,7 @@ class Inner:
 """
 
 
+@pytest.mark.slow
 def test_the_methods_take_a_loss_and_a_metric_of_ones_own(tmp_path: Path) -> None:
     """The page's second block, in a process that has imported nothing yet."""
     done = subprocess.run([sys.executable, "-c", OWN_LOSS], cwd=tmp_path, capture_output=True, text=True)
