@@ -181,7 +181,7 @@ ORDER = [
     "paper.records",
     "paper.evidence",
     "paper.claims",
-    "paper.half_findings",
+    "paper.rival_findings",
     "paper.page",
     "paper",
     "commands.printing",

@@ -20,8 +20,8 @@ from dmcp.files import MOST_JSON, read_bytes
 from dmcp.paper.claims import tell_claims
 from dmcp.paper.evidence import Evidence, read_evidence
 from dmcp.paper.experiments import EXPERIMENTS
-from dmcp.paper.half_findings import tell_half
 from dmcp.paper.own_experiments import BORDER, BORDER_LONG, EVEN, FULL, HALFWAY, HELD_OUT, LENGTH, RATES, RECIPE, TAUGHT
+from dmcp.paper.rival_findings import tell_rival
 from dmcp.plain_data import from_plain
 from dmcp.runs import read_json
 from dmcp.tables import between, counted
@@ -131,7 +131,7 @@ def make_page(place: Path, page: Path) -> str:
     parts += [_claims(every, titles), _contents(every, titles)]
     for it, title in zip(every, titles, strict=True):
         own = [cell for cell in it.once if users[_protocol(it), cell.name] == [it.stem]]
-        parts.append(_section(it, title, place, links[it.stem], own, _halves(every, it)))
+        parts.append(_section(it, title, place, links[it.stem], own, _rivals(every, it)))
     return "\n".join(parts)
 
 
@@ -223,10 +223,10 @@ def _claims(every: Sequence[_Finding], titles: Sequence[str]) -> str:
     return f"## {CLAIMS}\n\n{tell_claims([replace(it, network=name) for it, name in known if it])}"
 
 
-def _halves(every: Sequence[_Finding], it: _Finding) -> list[str]:
-    """What follows the table of an experiment with widths half-way to uniform ones."""
+def _rivals(every: Sequence[_Finding], it: _Finding) -> list[str]:
+    """What follows the table of an experiment that has another way to choose widths beside DMCP's."""
     alike = [other.evidence for other in every if other.evidence and other.held_out == it.held_out]
-    return [told] if it.evidence and (told := tell_half(alike, it.evidence)) else []
+    return [told] if it.evidence and (told := tell_rival(alike, it.evidence)) else []
 
 
 def _section(

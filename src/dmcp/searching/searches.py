@@ -98,7 +98,9 @@ class SearchConfig:
                 f"A warm-up of {self.warmup:.0%} leaves none of {self.epochs} epochs for the alphas: lower warmup."
             )
         if self.border and (self.independent or self.init not in (Init.TARGET, Init.GIVEN)):
-            raise TrainingError("A border starts at the target, and is of groups that are not kept each by itself.")
+            raise TrainingError(
+                "border=True goes with init='target' or 'given', and with independent=False: set these."
+            )
         if not self.task_loss and self.budget_weight == 0:
             raise TrainingError("Nothing moves the alphas: set task_loss=True or a budget_weight above 0.")
 

@@ -1,4 +1,4 @@
-"""Widths half-way to uniform ones: differences seed by seed, in the mean over all budgets, and a verdict."""
+"""Ways to choose widths beside DMCP's: differences seed by seed, in the mean over all budgets, and a verdict."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from test_results_page import cell, page_of, put, section, study
 
 from dmcp.paper.claims import NO, UNCLEAR, YES
 from dmcp.paper.experiments import EXPERIMENTS
-from dmcp.paper.half_findings import ARMS, tell_half
 from dmcp.paper.page import CLAIMS
+from dmcp.paper.rival_findings import ARMS, tell_rival
 from dmcp.paper.tasks import cells_of
 
 BUDGETS = ("70%", "50%", "30%", "15%")
@@ -34,7 +34,7 @@ def rows(text: str) -> list[list[str]]:
 def test_the_mean_is_over_budgets_and_then_over_seeds() -> None:
     half = {budget: seeds(0.81, 0.82, 0.83) for budget in BUDGETS[1:]} | {"70%": seeds(0.77, 0.78, 0.82)}
     it = evidence("even", even(half))
-    head, ours, same, usual = rows(tell_half([it], it))
+    head, ours, same, usual = rows(tell_rival([it], it))
     assert head == [
         "mean over 70%, 50%, 30%, 15%",
         "in points",
@@ -55,28 +55,33 @@ def test_the_mean_is_over_budgets_and_then_over_seeds() -> None:
 def test_the_standard_error_is_of_all_pairs_and_pooled_over_arms() -> None:
     """All arms have a deviation of 0.01, so 12 pairs that differ by 0.01 are 0.01 / (0.01 * sqrt(2 / 12)) away."""
     it = evidence("even", even({budget: seeds(0.81, 0.82, 0.83) for budget in BUDGETS}))
-    text = tell_half([it], it)
+    text = tell_rival([it], it)
     assert [row[3] for row in rows(text)[1:]] == ["+2.4", "+4.9", "+2.4"]
     assert "the deviation over seeds, 1.00 points over 12 arms" in text
     few = evidence("halfway", {"dmcp-half-full-50%": seeds(0.9, 0.91), "dmcp-full-50%": seeds(0.8, 0.81)})
-    assert rows(tell_half([few], few))[1][1:] == ["+10.00 ± 0.00 (2)", "", "2 of 2", UNCLEAR]  # too few for any verdict
+    assert rows(tell_rival([few], few))[1][1:] == [
+        "+10.00 ± 0.00 (2)",
+        "",
+        "2 of 2",
+        UNCLEAR,
+    ]  # too few for any verdict
     other = evidence("main", {f"{arm}-50%": seeds(0.90, 0.91, 0.92) for arm in "abc"})
-    assert rows(tell_half([few, other], few))[1][4] == YES  # the deviation of its recipe
+    assert rows(tell_rival([few, other], few))[1][4] == YES  # the deviation of its recipe
 
 
 @pytest.mark.parametrize(("gain", "verdict"), [(0.02, YES), (-0.02, NO), (0.001, UNCLEAR)])
 def test_a_verdict_is_that_of_claims(gain: float, verdict: str) -> None:
     half = seeds(*(value + gain for value in (0.80, 0.81, 0.82)))
     it = evidence("even", even(dict.fromkeys(BUDGETS, half)))
-    assert rows(tell_half([it], it))[1][-1] == verdict
+    assert rows(tell_rival([it], it))[1][-1] == verdict
 
 
 def test_seeds_that_miss_a_budget_are_left_out() -> None:
     half = {budget: seeds(0.81, 0.82, 0.99) for budget in BUDGETS[1:]} | {"70%": seeds(0.81, 0.82)}
     it = evidence("even", even(half), missing=["dmcp-even-70%-seed2"])
-    assert rows(tell_half([it], it))[1][1] == "+1.00 ± 0.00 (2)"
+    assert rows(tell_rival([it], it))[1][1] == "+1.00 ± 0.00 (2)"
     begun = evidence("even", even({"50%": seeds(0.81)}), missing=["dmcp-even-70%-seed0"])
-    assert rows(tell_half([begun], begun))[1][1:] == ["no seed has both at all of them yet", "", "", "", "missing"]
+    assert rows(tell_rival([begun], begun))[1][1:] == ["no seed has both at all of them yet", "", "", "", "missing"]
 
 
 def test_later_seeds_count_and_each_budget_has_its_mean() -> None:
@@ -86,15 +91,15 @@ def test_later_seeds_count_and_each_budget_has_its_mean() -> None:
         arms |= {f"dmcp-half-{budget}": seeds(*[0.8 + gain] * 3)}
         arms |= {f"dmcp-seeds-half-{budget}": dict.fromkeys((3, 4), 0.8 + gain), f"uniform-{budget}": seeds(*[0.7] * 5)}
     it = evidence("seeds", arms)
-    head, ours, *_ = rows(tell_half([it], it))
+    head, ours, *_ = rows(tell_rival([it], it))
     assert head[0] == "mean over 50%, 15%" and ours[1:3] == ["+1.50 ± 0.00 (5)", "+1.00, +2.00"]
 
 
 def test_one_budget_is_no_mean_and_other_experiments_have_none() -> None:
     it = evidence("halfway", {"dmcp-half-full-50%": seeds(0.9, 0.91), "dmcp-full-50%": seeds(0.8, 0.81)})
-    head, *_ = rows(tell_half([it], it))
+    head, *_ = rows(tell_rival([it], it))
     assert head == ["at 50%", "in points", "standard errors", "seeds that agree", "holds"]
-    assert tell_half([], evidence("rates", {"dmcp-rates-50%": seeds(0.9)})) == ""
+    assert tell_rival([], evidence("rates", {"dmcp-rates-50%": seeds(0.9)})) == ""
 
 
 def test_arms_are_those_of_the_experiments() -> None:

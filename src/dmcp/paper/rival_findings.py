@@ -33,8 +33,8 @@ ARMS = {  # by experiment: what is asked about, its arm, DMCP's, uniform
 }
 
 
-def tell_half(every: Sequence[Evidence], it: Evidence) -> str:
-    """A table as Markdown; empty for experiments without such widths. every: tested by the same images."""
+def tell_rival(every: Sequence[Evidence], it: Evidence) -> str:
+    """A table as Markdown; empty for experiments without such a way. every: tested by the same images."""
     if it.experiment not in ARMS:
         return ""
     what, asked, ours, same = ARMS[it.experiment]
