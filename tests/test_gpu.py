@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -163,10 +164,9 @@ def test_a_search_of_a_mobilenet_learns_as_it_does_without_own_kernels() -> None
     found = []
     for kernels in (True, False):
         engine = dmcp.Engine(compile=False, graphs=True, kernels=kernels)
-        found.append(losses(searched(engine, lambda: build("cifar:mobilenet_v2"))[1]))
-    assert bool(torch.stack(found).isfinite().all())
-    ours, torchs = (it[-10:, 0].mean() for it in found)  # of the largest sub-network
-    assert (ours - torchs).abs() <= 0.1 * torchs
+        found.append(losses(searched(engine, lambda: build("cifar:mobilenet_v2"), lr=0.02)[1]))  # with 0.2 it is chaos
+    ours, torchs = (it[:, 0] for it in found)  # of the largest sub-network; on a CPU bfloat16 is up to 0.027 away
+    torch.testing.assert_close(ours, torchs, rtol=0.06, atol=0.0)
 
 
 def test_depthwise_kernels_run_inside_a_graph() -> None:
@@ -225,6 +225,48 @@ def test_a_step_that_asks_the_gpu_for_a_number_runs_without_a_graph() -> None:
     repeated = Repeated(step)
     results = [repeated(torch.ones(3, device="cuda")).item() for _ in range(6)]
     assert repeated.refused and results == [3.0, 6.0, 9.0, 12.0, 15.0, 18.0]
+
+
+def _waits(x: torch.Tensor) -> torch.Tensor:
+    return torch.dropout(x, 0.5, True) * float(x.max())
+
+
+def _raises(x: torch.Tensor) -> torch.Tensor:
+    if torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError
+    return torch.dropout(x, 0.5, True)
+
+
+@pytest.mark.parametrize("step", [_waits, _raises])
+def test_a_step_that_cannot_be_captured_leaves_the_others_their_graphs_and_random_numbers(
+    step: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Torch itself leaves its generator, its allocator and the stream inside a capture that fails."""
+    x, before, after = torch.ones(64, device="cuda"), Repeated(torch.dropout), Repeated(torch.dropout)
+    drawn = [before(x, 0.5, True) for _ in range(5)]
+    failing = Repeated(step)
+    drawn += [failing(x) for _ in range(5)]
+    assert failing.refused and torch.cuda.current_stream() == torch.cuda.default_stream()
+    drawn += [torch.dropout(x, 0.5, True) for _ in range(2)]
+    drawn += [other(x, 0.5, True) for _ in range(5) for other in (before, after)]
+    assert before.graphs and after.graphs and not before.refused and not after.refused
+    assert len({tuple(it.tolist()) for it in drawn}) == len(drawn)  # no numbers are drawn twice
+
+
+def test_memory_is_given_back_after_a_step_that_cannot_be_captured() -> None:
+    """A block that another stream has read is not free for good while a capture seems to go on."""
+    failing, other = Repeated(lambda x: x * float(x.max())), torch.cuda.Stream()
+    for _ in range(5):
+        failing(torch.ones(3, device="cuda"))
+    assert failing.refused
+
+    def read_elsewhere() -> int:
+        torch.ones(2**22, device="cuda").record_stream(other)
+        torch.cuda.synchronize()
+        return torch.cuda.memory_reserved()
+
+    read_elsewhere()
+    assert len({read_elsewhere() for _ in range(5)}) == 1
 
 
 # kills

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -71,12 +72,12 @@ class Pictures:
 
 
 def searched(
-    engine: dmcp.Engine, build: Callable[[], nn.Module] = Smooth, keeper: Keeper | None = None, border: bool = False
+    engine: dmcp.Engine, build: Callable[[], nn.Module] = Smooth, keeper: Keeper | None = None, **settings: Any
 ) -> tuple[dmcp.Supernet, dmcp.SearchResult]:
     torch.manual_seed(0)
     model = build().to(DEVICE)
     net = dmcp.Supernet(model, dmcp.trace(model, torch.zeros(2, 3, 32, 32, device=DEVICE)))
-    config = dmcp.SearchConfig(budget="50%", epochs=2, reference_batch=128, log_every=1, border=border)
+    config = dmcp.SearchConfig(budget="50%", epochs=2, reference_batch=128, log_every=1, **settings)
     return net, dmcp.search(net, Pictures(), config, engine=engine, keeper=keeper)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -44,8 +45,7 @@ class Repeated:
         try:
             self.graphs[key] = self._capture(leaves, spec)
         except Exception as error:  # whatever stops a capture: the step still works without
-            self.refused = str(error).splitlines()[0]
-            torch.cuda.synchronize()
+            self.refused = (str(error).splitlines() or [type(error).__name__])[0]
             return self.step(*inputs)
         return self.graphs[key].replay(leaves)
 
@@ -65,10 +65,15 @@ class Repeated:
         global _pool
         if not _alive:  # the memory of a pool goes with the last graph in it
             _pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
+        graph, main = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=_pool, stream=_side_stream()):
-            out = self.step(*tree_unflatten(static, spec))
+        try:
+            with torch.cuda.graph(graph, pool=_pool, stream=_side_stream()):
+                out = self.step(*tree_unflatten(static, spec))
+        except Exception:
+            torch.cuda.set_stream(main)
+            _tidy(graph)
+            raise
         captured = _Graph(graph, static, out)
         _alive.add(captured)
         return captured
@@ -90,7 +95,25 @@ class _Graph:
 
 _pool: Any = None  # memory that all graphs share: only one of them runs at a time
 _alive: weakref.WeakSet[_Graph] = weakref.WeakSet()
+_failed: list[Any] = []  # graphs: the allocator may still ask one whether a stream is being captured
 _streams: dict[int, torch.cuda.Stream] = {}
+
+
+def _tidy(graph: Any) -> None:
+    """Undo what torch leaves behind when a capture fails.
+
+    Its pool would stay open, and what other streams have read would never be free again. The generator of the GPU
+    would stay inside it, and the next dropout raise, as would the next replay: a capture that ends well takes it out.
+    """
+    global _pool
+    _failed.append(graph)
+    torch.cuda.synchronize()
+    with contextlib.suppress(RuntimeError):  # it has ended after all
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), _pool)
+    _pool = torch.cuda.graph_pool_handle()
+    number = torch.zeros((), device="cuda")
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=_side_stream()):
+        number.add_(1)
 
 
 def _side_stream() -> torch.cuda.Stream:
