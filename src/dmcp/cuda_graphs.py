@@ -95,7 +95,7 @@ class _Graph:
 
 _pool: Any = None  # memory that all graphs share: only one of them runs at a time
 _alive: weakref.WeakSet[_Graph] = weakref.WeakSet()
-_failed: list[Any] = []  # graphs: the allocator may still ask one whether a stream is being captured
+_failed: list[Any] = []  # graphs that torch may still ask whether a stream is in their capture
 _streams: dict[int, torch.cuda.Stream] = {}
 
 
@@ -106,10 +106,10 @@ def _tidy(graph: Any) -> None:
     would stay inside it, and the next dropout raise, as would the next replay: a capture that ends well takes it out.
     """
     global _pool
-    _failed.append(graph)
     torch.cuda.synchronize()
-    with contextlib.suppress(RuntimeError):  # it has ended after all
+    with contextlib.suppress(RuntimeError):  # the pool is closed: the step itself has raised
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), _pool)
+        _failed.append(graph)
     _pool = torch.cuda.graph_pool_handle()
     number = torch.zeros((), device="cuda")
     with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=_side_stream()):
