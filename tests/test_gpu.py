@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import signal
 import subprocess
 import sys
@@ -167,6 +168,7 @@ def test_a_search_of_a_mobilenet_learns_as_it_does_without_own_kernels() -> None
         found.append(losses(searched(engine, lambda: build("cifar:mobilenet_v2"), lr=0.02)[1]))  # with 0.2 it is chaos
     ours, torchs = (it[:, 0] for it in found)  # of the largest sub-network; on a CPU bfloat16 is up to 0.027 away
     torch.testing.assert_close(ours, torchs, rtol=0.06, atol=0.0)
+    assert float((torchs / torchs[0] - 1).abs().max()) > 0.06  # it does move: by 0.12 on a CPU
 
 
 def test_depthwise_kernels_run_inside_a_graph() -> None:
@@ -232,21 +234,22 @@ def _waits(x: torch.Tensor) -> torch.Tensor:
 
 
 def _raises(x: torch.Tensor) -> torch.Tensor:
+    drawn = torch.dropout(x, 0.5, True)
     if torch.cuda.is_current_stream_capturing():
         raise NotImplementedError
-    return torch.dropout(x, 0.5, True)
+    return drawn
 
 
-@pytest.mark.parametrize("step", [_waits, _raises])
+@pytest.mark.parametrize(("step", "why"), [(_waits, "CUDA error"), (_raises, "NotImplementedError")])
 def test_a_step_that_cannot_be_captured_leaves_the_others_their_graphs_and_random_numbers(
-    step: Callable[[torch.Tensor], torch.Tensor],
+    step: Callable[[torch.Tensor], torch.Tensor], why: str
 ) -> None:
-    """Torch itself leaves its generator, its allocator and the stream inside a capture that fails."""
+    """Torch 2.11 itself leaves its generator, its allocator and the stream inside a capture that is invalid."""
     x, before, after = torch.ones(64, device="cuda"), Repeated(torch.dropout), Repeated(torch.dropout)
     drawn = [before(x, 0.5, True) for _ in range(5)]
     failing = Repeated(step)
     drawn += [failing(x) for _ in range(5)]
-    assert failing.refused and torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert why in failing.refused and torch.cuda.current_stream() == torch.cuda.default_stream()
     drawn += [torch.dropout(x, 0.5, True) for _ in range(2)]
     drawn += [other(x, 0.5, True) for _ in range(5) for other in (before, after)]
     assert before.graphs and after.graphs and not before.refused and not after.refused
@@ -254,16 +257,26 @@ def test_a_step_that_cannot_be_captured_leaves_the_others_their_graphs_and_rando
 
 
 def test_memory_is_given_back_after_a_step_that_cannot_be_captured() -> None:
-    """A block that another stream has read is not free for good while a capture seems to go on."""
-    failing, other = Repeated(lambda x: x * float(x.max())), torch.cuda.Stream()
+    """Neither its own, nor what another stream has read, which is not free while a capture seems to go on."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * float(torch.ones(2**24, device="cuda").max())  # 64 MiB
+
+    def reserved() -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    failing, other, before = Repeated(step), torch.cuda.Stream(), reserved()
     for _ in range(5):
         failing(torch.ones(3, device="cuda"))
-    assert failing.refused
+    assert failing.refused and reserved() < before + 2**25
 
     def read_elsewhere() -> int:
         torch.ones(2**22, device="cuda").record_stream(other)
         torch.cuda.synchronize()
-        return torch.cuda.memory_reserved()
+        return int(torch.cuda.memory_stats()["active_bytes.all.current"])
 
     read_elsewhere()
     assert len({read_elsewhere() for _ in range(5)}) == 1

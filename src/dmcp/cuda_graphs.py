@@ -46,8 +46,9 @@ class Repeated:
             self.graphs[key] = self._capture(leaves, spec)
         except Exception as error:  # whatever stops a capture: the step still works without
             self.refused = (str(error).splitlines() or [type(error).__name__])[0]
-            return self.step(*inputs)
-        return self.graphs[key].replay(leaves)
+        else:
+            return self.graphs[key].replay(leaves)
+        return self.step(*inputs)  # here, where the error no longer holds what the capture has made
 
     def _aside(self, inputs: Sequence[Any]) -> Any:
         stream, main = _side_stream(), torch.cuda.current_stream()
@@ -71,8 +72,7 @@ class Repeated:
             with torch.cuda.graph(graph, pool=_pool, stream=_side_stream()):
                 out = self.step(*tree_unflatten(static, spec))
         except Exception:
-            torch.cuda.set_stream(main)
-            _tidy(graph)
+            _tidy(graph, main)
             raise
         captured = _Graph(graph, static, out)
         _alive.add(captured)
@@ -95,25 +95,32 @@ class _Graph:
 
 _pool: Any = None  # memory that all graphs share: only one of them runs at a time
 _alive: weakref.WeakSet[_Graph] = weakref.WeakSet()
-_failed: list[Any] = []  # graphs that torch may still ask whether a stream is in their capture
+_failed: list[Any] = []  # graphs that torch's allocator for pinned memory may still ask which capture is theirs
 _streams: dict[int, torch.cuda.Stream] = {}
 
 
-def _tidy(graph: Any) -> None:
-    """Undo what torch leaves behind when a capture fails.
+def _tidy(graph: Any, main: torch.cuda.Stream) -> None:
+    """Undo what torch 2.11 leaves behind when a capture fails; newer ones do some of it themselves.
 
-    Its pool would stay open, and what other streams have read would never be free again. The generator of the GPU
-    would stay inside it, and the next dropout raise, as would the next replay: a capture that ends well takes it out.
+    Its stream would stay the current one. Its pool would stay open and taken, and what other streams have read would
+    never be free again. The generator of the GPU would stay inside the capture, and the next dropout raise, as would
+    the next replay: a capture that ends well takes it out.
     """
     global _pool
+    torch.cuda.set_stream(main)
     torch.cuda.synchronize()
-    with contextlib.suppress(RuntimeError):  # the pool is closed: the step itself has raised
-        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), _pool)
+    device = torch.cuda.current_device()
+    with contextlib.suppress(RuntimeError):  # torch has closed the pool: it is newer, or the step itself has raised
+        torch._C._cuda_endAllocateToPool(device, _pool)
         _failed.append(graph)
+        torch._C._cuda_releasePool(device, _pool)
     _pool = torch.cuda.graph_pool_handle()
-    number = torch.zeros((), device="cuda")
-    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=_side_stream()):
-        number.add_(1)
+    number, whole = torch.zeros((), device="cuda"), torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(whole, stream=_side_stream(), capture_error_mode="thread_local"):
+            number.add_(1)
+    finally:
+        torch.cuda.set_stream(main)
 
 
 def _side_stream() -> torch.cuda.Stream:

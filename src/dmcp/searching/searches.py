@@ -53,7 +53,7 @@ class SearchConfig:
     distil: bool = True  # whether sub-networks imitate the largest one instead of learning the labels
     init: Init = Init.TARGET  # where the alphas start
     independent: bool = False  # whether each group is kept by itself (Bernoulli), not along the chain; an ablation
-    border: bool = False  # whether one number moves for each space, the border between kept and dropped groups
+    border: bool = False  # whether one number moves for each space, the border of its kept groups; gains nothing
     task_loss: bool = True  # whether the task loss moves the alphas, and not the budget alone
     budget_weight: float = 0.1  # weight of the budget loss (lambda of eq. 15)
     train_weights: bool = True  # whether the weights still move after the warm-up
