@@ -261,6 +261,15 @@ def test_determinism_is_switched_on_and_back(before: bool, warn_only: bool, monk
         torch.use_deterministic_algorithms(False)
 
 
+def test_an_assert_of_a_gpu_is_explained() -> None:
+    with pytest.raises(RuntimeError, match="device-side") as told, settled().running():
+        raise RuntimeError("CUDA error: device-side assert triggered")
+    assert "Most often a label" in told.value.__notes__[0]
+    with pytest.raises(RuntimeError) as plain, settled().running():
+        raise RuntimeError("mat1 and mat2")
+    assert not hasattr(plain.value, "__notes__")
+
+
 def test_the_environment_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")

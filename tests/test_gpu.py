@@ -374,6 +374,20 @@ def test_labels_without_an_output_in_a_later_batch_are_told() -> None:
         assert dmcp.evaluate(net, batches) <= 0.5
 
 
+def test_a_label_without_an_output_in_a_later_batch_of_a_training_is_explained() -> None:
+    """In a process of its own: afterwards it cannot use the GPU."""
+    code = """
+import torch, dmcp
+net, x = torch.nn.Linear(4, 3).cuda(), torch.randn(5, 4)
+try:
+    dmcp.train(net, [(x, torch.zeros(5, dtype=torch.long)), (x, torch.full((5,), 3))], dmcp.TrainConfig(epochs=1))
+except RuntimeError as error:
+    print(error.__notes__[0])
+"""
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert child.stdout.startswith("Most often a label"), child.stderr
+
+
 def test_a_wide_network_in_batches_is_faster_where_it_is_narrow_and_its_time_is_forecast() -> None:
     model = resnet18(num_classes=10).cuda()
     how = {"batch": 512, "dtype": "bfloat16", "align": 8, "networks": 20}  # a smaller batch is all kernel starts

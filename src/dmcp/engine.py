@@ -179,7 +179,7 @@ class Settled:
     @contextlib.contextmanager
     def running(self, *models: nn.Module) -> Iterator[None]:
         """While entered, torch's global switches and the layout of the models' weights are the chosen ones."""
-        with contextlib.ExitStack() as undo:
+        with _asserts_explained(), contextlib.ExitStack() as undo:
             if self.deterministic:
                 _deterministic(undo)
             if self.device.type == "cuda":
@@ -191,6 +191,20 @@ class Settled:
             for model in models if self.channels_last else ():
                 undo.callback(_restride, _lay_out(model))
             yield
+
+
+@contextlib.contextmanager
+def _asserts_explained() -> Iterator[None]:
+    """An index that does not exist ends all work of a GPU, which cannot say which one it was."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "device-side assert" in str(error):
+            error.add_note(
+                "Most often a label is none of the network's outputs: with the network on the CPU the same call names "
+                "it. This process cannot use the GPU any more."
+            )
+        raise
 
 
 def _computes_in_half(device: torch.device) -> bool:
