@@ -339,7 +339,6 @@ def constant_alpha(
     low, high, sizes = -_STEEP, _STEEP, sizes.cpu()  # in double precision, which not every device has
     shape = (sizes.shape[0], sizes.shape[1] - 1)
     fixed = torch.zeros(shape, dtype=torch.bool) if certain is None else certain.cpu()
-
     added = torch.zeros(shape, dtype=torch.float64) if begin is None else begin.cpu().double()
 
     def too_much(alpha: float) -> bool:

@@ -22,6 +22,7 @@ from dmcp.paper.own_experiments import (
     FULL,
     HALFWAY,
     LENGTH,
+    LONG,
     MORE_SEARCH,
     MORE_TRAINING,
     RATES,
@@ -193,7 +194,6 @@ EXPERIMENTS: dict[str, Experiment] = {  # as people type them, the most wanted f
     BORDERED: bordered,
     BORDER_LONG: border_long,
 }
-_LONG = (FULL, RECIPE, LENGTH, TAUGHT, HALFWAY, BORDER_LONG)  # with the lengths of the full-length recipe
 _BY_NAME = tuple(EXPERIMENTS)[list(EXPERIMENTS).index(FULL) :]
 ALL = tuple(name for name in EXPERIMENTS if name not in _BY_NAME)  # what people call all
 NAMES = f"{', '.join(ALL)}, all of them, or only by name {', '.join(_BY_NAME)}"  # for people
@@ -206,7 +206,7 @@ def about(name: str) -> str:
 
 def study_of(it: Study, name: str) -> Study:
     """The study as one experiment has it: its epochs are others in the full-length recipe."""
-    if name not in _LONG:
+    if name not in LONG:
         return it
     common, train = it.common, it.common.train
     search = {**common.settings.get("dmcp", {}), "epochs": MORE_SEARCH * it.search.epochs}

@@ -17,6 +17,7 @@ FULL, RECIPE, EXPLAIN, LENGTH, RATES, TAUGHT = "full", "recipe", "explain", "len
 SEEDS, EVEN, HALFWAY = "seeds", "even", "halfway"
 BORDER, BORDERED, BORDER_LONG = "border", "bordered", "borderlong"
 HELD_OUT = (RECIPE, RATES, EVEN, BORDER)  # experiments without the test images
+LONG = (FULL, RECIPE, LENGTH, TAUGHT, HALFWAY, BORDER_LONG)  # of the full-length recipe; their cells have own names
 ENDS = ("70%", "15%")  # of explain: the largest and the smallest of main
 MORE_TRAINING, MORE_SEARCH = 4, 2  # times the study's epochs, in the full-length recipe
 _TAUGHT = {"teacher_share": 0.9, "teacher_temperature": 4.0}  # the distilled training of the full-length recipe

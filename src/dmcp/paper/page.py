@@ -20,7 +20,7 @@ from dmcp.files import MOST_JSON, read_bytes
 from dmcp.paper.claims import tell_claims
 from dmcp.paper.evidence import Evidence, read_evidence
 from dmcp.paper.experiments import EXPERIMENTS
-from dmcp.paper.own_experiments import BORDER, BORDER_LONG, EVEN, FULL, HALFWAY, HELD_OUT, LENGTH, RATES, RECIPE, TAUGHT
+from dmcp.paper.own_experiments import BORDER, EVEN, HELD_OUT, LONG, RATES
 from dmcp.paper.rival_findings import tell_rival
 from dmcp.plain_data import from_plain
 from dmcp.runs import read_json
@@ -165,9 +165,8 @@ def _head(every: Sequence[_Finding], place: str) -> str:
     for it in every:
         users.setdefault(_protocol(it), []).append(it.experiment)
         cells |= {(_protocol(it), cell.name): cell for cell in it.once}
-    named = (FULL, RECIPE, LENGTH, TAUGHT, HALFWAY, BORDER_LONG)  # whose cells have names of their own
-    several = len({_protocol(it) for it in every if it.experiment not in named}) > 1
-    *first, last = (f"`{it}`" for it in named)
+    several = len({_protocol(it) for it in every if it.experiment not in LONG}) > 1
+    *first, last = (f"`{it}`" for it in LONG)
     apart = (
         f" Each of these protocols, but that of {', '.join(first)} and {last}, needs an `--out` of its own."
         if several
