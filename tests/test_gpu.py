@@ -319,6 +319,8 @@ def test_a_killed_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     ],
     ids=["float32", "graphs", "kernels", "compiled"],
 )
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the compiler's, and the next one
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_padded_network_learns_the_same(engine: dmcp.Engine) -> None:
     torch.manual_seed(0)
     model = build("cifar:resnet20").cuda()
@@ -374,13 +376,25 @@ def test_labels_without_an_output_in_a_later_batch_are_told() -> None:
         assert dmcp.evaluate(net, batches) <= 0.5
 
 
-def test_a_label_without_an_output_in_a_later_batch_of_a_training_is_explained() -> None:
+@pytest.mark.parametrize(
+    "call",
+    [
+        "dmcp.train(net, batches, dmcp.TrainConfig(epochs=1))",
+        "dmcp.search(dmcp.Supernet(net, dmcp.trace(net, x.cuda())), batches, config)",
+        "dmcp.prune(net, batches, batches[:1], search=config)",
+    ],
+    ids=["train", "search", "prune"],
+)
+def test_a_label_without_an_output_in_a_later_batch_of_a_training_is_explained(call: str) -> None:
     """In a process of its own: afterwards it cannot use the GPU."""
-    code = """
+    code = f"""
 import torch, dmcp
-net, x = torch.nn.Linear(4, 3).cuda(), torch.randn(5, 4)
+net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).cuda()
+x = torch.randn(5, 4)
+batches = [(x, torch.zeros(5, dtype=torch.long)), (x, torch.full((5,), 3))]
+config = dmcp.SearchConfig(budget="50%", epochs=2)
 try:
-    dmcp.train(net, [(x, torch.zeros(5, dtype=torch.long)), (x, torch.full((5,), 3))], dmcp.TrainConfig(epochs=1))
+    {call}
 except RuntimeError as error:
     print(error.__notes__[0])
 """

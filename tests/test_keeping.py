@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -22,13 +23,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
+from dmcp import keeping
 from dmcp.checkpoints import load_checkpoint
 from dmcp.engine import Engine
 from dmcp.errors import DataError, FileError, StoppedError, TrainingError
 from dmcp.keeping import Feed, Keeper, State, plain_settings, random_state, set_random_state, untouched
 from dmcp.optimizers import state_tensors
 from dmcp.pruning import prune
-from dmcp.ranks import ALONE
+from dmcp.ranks import ALONE, Ranks
 from dmcp.searching.search import search
 from dmcp.searching.searches import SearchConfig
 from dmcp.supernet import Supernet
@@ -171,6 +173,36 @@ def test_the_global_generators_come_back(before: int) -> None:
     assert draw() not in first
     set_random_state(state, CPU)
     assert [draw(), draw()] == first
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_generators_are_seeded_and_put_back(rank: int) -> None:
+    before = torch.get_rng_state()
+    drawn = []
+    for seed in (3, 3, 4):
+        with keeping.seeded(seed, CPU, Ranks(rank, 2)):
+            drawn.append(torch.rand(1).item())
+        assert torch.equal(torch.get_rng_state(), before)
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert (drawn[0] == torch.rand(1, generator=torch.Generator().manual_seed(3)).item()) == (rank == 0)
+
+
+def test_a_gpu_that_takes_no_state_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for one: after an assert of its own every call raises."""
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda _: torch.zeros(16))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", refuse)
+    monkeypatch.setattr(torch.cuda, "manual_seed", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    gpu, before = torch.device("cuda"), torch.get_rng_state()
+    with pytest.raises(ValueError, match="the first one"), keeping.seeded(0, gpu, Ranks()):
+        raise ValueError("the first one")
+    assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(RuntimeError, match="CUDA error"), keeping.seeded(0, gpu, Ranks()):
+        pass
 
 
 class Drawn:

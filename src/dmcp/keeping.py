@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from dmcp.batches import Loader, batches_from, length_of, on_device, size_of, start_epoch
+from dmcp.batches import Loader, batches_from, length_of, mix, on_device, size_of, start_epoch
 from dmcp.checkpoints import Checkpoint, load_checkpoint, save_checkpoint
 from dmcp.engine import Settled
 from dmcp.errors import DataError, FileError, RankError, StoppedError, TrainingError
@@ -128,6 +128,30 @@ def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
     np.random.set_state(("MT19937", np.array(array, np.uint32), position, has_gauss, state["numpy.gauss"].item()))
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+@contextlib.contextmanager
+def seeded(seed: int, device: torch.device, ranks: Ranks) -> Iterator[None]:
+    """Torch's global generators (dropout, loaders) seeded, for each rank with other numbers, and afterwards as before.
+
+    What has failed meanwhile is what is raised: after an assert of its own a GPU cannot be given a state.
+    """
+    own = mix(seed, ranks.rank) if ranks.rank else seed
+    cuda = device.type == "cuda"
+    host, there = torch.get_rng_state(), torch.cuda.get_rng_state(device) if cuda else None
+    torch.default_generator.manual_seed(own)
+    if cuda:
+        with torch.cuda.device(device):  # not all GPUs: only this one is put back
+            torch.cuda.manual_seed(own)
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        torch.set_rng_state(host)
+        if there is not None:
+            with contextlib.suppress(RuntimeError) if failed else contextlib.nullcontext():
+                torch.cuda.set_rng_state(there, device)
 
 
 @contextlib.contextmanager

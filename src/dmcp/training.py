@@ -22,14 +22,13 @@ from dmcp.batches import (
     device_of,
     input_of,
     length_of,
-    mix,
     on_device,
     size_of,
 )
 from dmcp.calibration import GATED, Forward, kept_modes
 from dmcp.engine import Engine, Precision, Settled, autocast, check_precision, is_depthwise, is_narrow, set_lr, sgd
 from dmcp.errors import TrainingError
-from dmcp.keeping import DONE, Feed, Keeper, State
+from dmcp.keeping import DONE, Feed, Keeper, State, seeded
 from dmcp.kinds import check_function, check_functions, check_kind, check_kinds, check_module
 from dmcp.losses import (
     Accuracy,
@@ -206,7 +205,7 @@ def train(
         narrow=is_narrow(model),
         depthwise=is_depthwise(model),
     )
-    with kept_modes(model), _evaluating(teacher), _seeded(config.seed, device, ranks), settled.running(model):
+    with kept_modes(model), _evaluating(teacher), seeded(config.seed, device, ranks), settled.running(model):
         model.train()
         share_tensors([*model.parameters(), *model.buffers()], ranks)
         groups = parameter_groups(model, config.weight_decay)
@@ -357,17 +356,4 @@ def _evaluating(teacher: nn.Module | None) -> Iterator[None]:
     with kept_modes(teacher) if teacher is not None else contextlib.nullcontext():
         if teacher is not None:
             teacher.eval()
-        yield
-
-
-@contextlib.contextmanager
-def _seeded(seed: int, device: torch.device, ranks: Ranks) -> Iterator[None]:
-    """The global generators seeded, for each rank with other numbers, and afterwards as before."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        own = mix(seed, ranks.rank) if ranks.rank else seed
-        torch.default_generator.manual_seed(own)
-        for one in devices:  # not all GPUs: only these are put back
-            with torch.cuda.device(one):
-                torch.cuda.manual_seed(own)
         yield

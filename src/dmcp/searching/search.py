@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from dmcp.batches import Loader, device_of, input_of, length_of, mix, size_of
+from dmcp.batches import Loader, device_of, input_of, length_of, size_of
 from dmcp.budget import Budget, check_reachable, constant_alpha, parse
 from dmcp.engine import Engine, Settled, is_depthwise, is_narrow, set_lr, sgd
 from dmcp.errors import TrainingError, WidthsError
 from dmcp.given import check_input
-from dmcp.keeping import DONE, Feed, Keeper, State, random_state, set_random_state
+from dmcp.keeping import DONE, Feed, Keeper, State, random_state, seeded, set_random_state
 from dmcp.kinds import check_functions, check_kind, check_kinds
 from dmcp.losses import Loss, classification_loss, warn_of_imitation
 from dmcp.markov import BORDER, CERTAIN, border_start, group_sizes, merged
@@ -74,7 +74,8 @@ def search(
         narrow=is_narrow(net.model),
         depthwise=is_depthwise(net.model),
     )
-    with _seeded(net, config.seed, ranks) as generator, settled.running(net.model), uncounted(net.model):
+    with seeded(config.seed, device, ranks), settled.running(net.model), uncounted(net.model):
+        generator = torch.Generator(device).manual_seed(config.seed)  # the same on every rank
         share_tensors([*net.model.parameters(), *net.model.buffers()], ranks)
         feed = Feed(loader, settled, ranks, config.accumulate)
         held_out = feed if arch_loader is None else Feed(arch_loader, settled, ranks, config.accumulate)
@@ -283,22 +284,6 @@ def _check_first(net: Supernet, batches: list[Any]) -> None:
     state = random_state(device_of(net))
     check_input(net.model, input_of(batches[0]))
     set_random_state(state, device_of(net))
-
-
-@contextlib.contextmanager
-def _seeded(net: Supernet, seed: int, ranks: Ranks) -> Iterator[torch.Generator]:
-    """A generator where the supernet lives, the same on every rank; the global ones (dropout, loaders) are seeded, for
-    each rank with other numbers, and put back at the end.
-    """
-    device = device_of(net)
-    cuda = device.type == "cuda"
-    with torch.random.fork_rng([device] if cuda else []):
-        own = mix(seed, ranks.rank) if ranks.rank else seed
-        torch.default_generator.manual_seed(own)
-        if cuda:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(own)
-        yield torch.Generator(device).manual_seed(seed)
 
 
 @contextlib.contextmanager
