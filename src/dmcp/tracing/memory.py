@@ -116,6 +116,9 @@ def _holders(recording: Recording, flows: Sequence[Flow]) -> dict[int, tuple[int
     last |= {owners[value]: len(recording.ops) for value in recording.outputs if value in owners}
     places = {value: value for value in recording.inputs if value in owners}
     held = {value: (0, last.get(value, 0)) for value in places}
+    back = {value: since.ops for value, since in recording.constants.items() if value in last}  # of the input's values
+    places |= {value: value for value in back}
+    held |= {value: (born, last[value]) for value, born in back.items()}
     for number, op in enumerate(recording.ops):
         for out in op.outs:
             if out is None or out in places or owners.get(out) != out or out not in last:  # not new, or never read
@@ -132,7 +135,7 @@ def _holders(recording: Recording, flows: Sequence[Flow]) -> dict[int, tuple[int
 def _owners(recording: Recording) -> dict[int, int]:
     """Of each activation: the value whose memory it is a look at, which may be itself."""
     own = recording.own()
-    found = {value: value for value in recording.inputs if value not in own}
+    found = {value: value for value in (*recording.inputs, *recording.constants) if value not in own}
     for op in recording.ops:
         inputs = [value for value in op.inputs() if value in found]
         for out in op.outs:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +32,8 @@ Shape = tuple[int, ...]
 
 # Ops that only move memory: their result is the same value.
 _SAME_VALUE = {aten.clone.default, aten.detach.default, aten.alias.default, aten.contiguous.default}
+# How numbers become a tensor: torch's versions differ in which of these they run, and on which device.
+_BIRTH = {aten.lift_fresh.default, aten.detach_.default}
 # Which of these appears depends on strides, and strides depend on widths.
 _ONE_NAME = {aten._unsafe_view.default: aten.view.default, aten._reshape_alias.default: aten.view.default}
 
@@ -92,6 +94,23 @@ class Op:
         return [leaf.value for leaf in leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Ref)]
 
 
+@dataclass(frozen=True)
+class Since:
+    """How much had happened when a constant was first seen."""
+
+    ops: int
+    reads: int
+
+
+@dataclass(frozen=True)
+class Made:
+    """Numbers that became a tensor."""
+
+    number: int  # of ops before it
+    path: str  # the module that did it
+    numbers: list[float]
+
+
 @dataclass
 class Recording:
     """The ops of one forward pass, and the shapes of all values in it."""
@@ -102,42 +121,56 @@ class Recording:
     dtypes: list[torch.dtype] = field(default_factory=list)
     tensors: dict[int, str] = field(default_factory=dict)  # value -> name of the parameter or buffer
     inputs: list[int] = field(default_factory=list)
-    constants: list[int] = field(default_factory=list)  # tensors that come from nowhere we know
+    constants: dict[int, Since] = field(default_factory=dict)  # tensors that come from nowhere we know
     outputs: list[int] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)  # tensors that became Python values
     sizes: list[Read] = field(default_factory=list)  # tensors whose values became the size of another one
-    made: list[tuple[int, list[float]]] = field(default_factory=list)  # (op that follows, numbers made into a tensor)
+    made: list[Made] = field(default_factory=list)  # numbers that became tensors
     caches: dict[tuple[str, str], Any] = field(default_factory=dict)  # plain attributes that the pass set: old value
     recomputes: bool = False  # whether layers are computed once more in the backward pass (activation checkpointing)
 
     def own(self) -> dict[int, frozenset[int]]:
         """Values that no input has a part in: weights, and what the model computes from them. -> the tensors used"""
         own: dict[int, frozenset[int]] = {value: frozenset((value,)) for value in self.tensors}
-        constants, left = set(self.constants), False
+        coming = list(self.constants.items())
         for number, op in enumerate(self.ops):
             inputs = op.inputs()
-            left = left or self._has_left(number, own)
-            for value in constants.intersection(inputs):
-                constants.remove(value)
-                if not left:
+            while coming and coming[0][1].ops <= number:
+                value, since = coming.pop(0)
+                if not self._have_left(self.reads[: since.reads], own):
                     own.setdefault(value, frozenset())
             if all(value in own for value in inputs):
                 sources = frozenset[int]().union(*(own[value] for value in inputs))
                 own.update((value, sources) for value in op.outs if value is not None and value not in own)
         return own
 
-    def _has_left(self, number: int, own: Mapping[int, frozenset[int]]) -> bool:
-        """Whether values of the input left torch as arrays or lists just before this op, to come back as constants."""
-        return any(
-            read.number == number and read.way in READERS.values() and any(value not in own for value in read.values)
-            for read in self.reads
-        )
+    def _have_left(self, reads: Sequence[Read], own: Mapping[int, frozenset[int]]) -> bool:
+        """Whether values of the input left torch as arrays or lists: what comes from nowhere may be made of them."""
+        return any(read.way in READERS.values() and any(value not in own for value in read.values) for read in reads)
 
     def add(self, tensor: Tensor) -> int:
         """A new value of this tensor's shape."""
         self.shapes.append(tuple(int(n) for n in tensor.shape))
         self.dtypes.append(tensor.dtype)
         return len(self.shapes) - 1
+
+
+# Functions and methods that make tensors of numbers, or look up entries by them.
+_MAKERS = {torch.tensor, torch.as_tensor, torch.asarray}
+_MAKERS |= {Tensor.new_tensor, Tensor.new, Tensor.__getitem__, Tensor.__setitem__}
+
+
+def _numbers_in(nested: Any) -> list[float]:
+    """Every number in tuples, lists, dicts and arrays."""
+    found: list[float] = []
+    for leaf in leaves(nested):
+        if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "biufc":
+            found += _numbers_in(leaf.ravel().tolist())
+        elif isinstance(leaf, complex):
+            found += (leaf.real, leaf.imag)
+        elif isinstance(leaf, (int, float)):
+            found.append(float(leaf))
+    return found
 
 
 class _Borders(TorchFunctionMode):
@@ -150,9 +183,8 @@ class _Borders(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in READERS:
             return self.recorder.read(func, args, kwargs or {})
-        if func in (torch.tensor, torch.as_tensor, torch.asarray) and args:
-            numbers = [float(leaf) for leaf in leaves(args[0]) if isinstance(leaf, (int, float))]
-            self.recording.made.append((len(self.recording.ops), numbers))
+        if func in _MAKERS:
+            return self.recorder.make(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
@@ -164,7 +196,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         self.recording = Recording(model.training)
         self._known: dict[int, int] = {}  # id of a tensor -> its value
         self._alive: list[Tensor] = []  # ids are reused unless every tensor stays alive
-        self._paused = False
+        self._paused = self._making = False
         self.path: list[str] = [""]
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             self.recording.tensors[self._value(tensor)] = name
@@ -183,7 +215,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in self._known:
-            self.recording.constants.append(self._value(leaf))
+            self.recording.constants[self._value(leaf)] = Since(len(self.recording.ops), len(self.recording.reads))
         return Ref(self._known[id(leaf)])
 
     def __torch_dispatch__(
@@ -192,9 +224,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        if func in _SAME_VALUE and id(args[0]) in self._known:
+        if func in _BIRTH or (func in _SAME_VALUE and id(args[0]) in self._known):
+            value = self._argument(args[0]).value
+            if func is aten.lift_fresh.default and not self._making and not args[0].is_meta:  # torch.Tensor([2.0])
+                with torch._C.DisableTorchFunction():  # reading it here is not the model's doing
+                    self._note_made(args[0].tolist())
             out = func(*args, **kwargs)
-            self._known[id(out)] = self._known[id(args[0])]
+            self._known[id(out)] = value
             self._alive.append(out)
             return out
         func = _ONE_NAME.get(func, func)
@@ -225,6 +261,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
             self._paused = False
         self._note_read([value], READERS[func], copy.deepcopy(result))
         return result
+
+    def make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a tensor of numbers, which may depend on a width."""
+        self._note_made((args, kwargs))
+        before, self._making = self._making, True
+        try:
+            if func is Tensor.__setitem__ and isinstance(args[2], (int, float)):
+                # which ops write a number depends on the device in torch 2.11; a tensor is written by the same ones
+                args = (*args[:2], args[0].new_full((), args[2]))
+            return func(*args, **kwargs)
+        finally:
+            self._making = before
+
+    def _note_made(self, numbers: Any) -> None:
+        self.recording.made.append(Made(len(self.recording.ops), self.path[-1], _numbers_in(numbers)))
 
     def _note_read(self, values: list[int], way: str, result: Any) -> None:
         ops = len(self.recording.ops)

@@ -39,7 +39,8 @@ class Conflict:
     """An op of the narrow model that is not as predicted."""
 
     number: int
-    kind: str  # "number", "shape", "error" or "scale"
+    path: str  # the module in which it happened
+    kind: str  # "number", "shape", "error", "scale", or "tensor": one that was made of numbers before the op
     literals: tuple[tuple[Literal, int], ...] = ()  # numbers in the arguments that are wrong, and what they are
     scales: tuple[tuple[float, float], ...] = ()  # factors in the arithmetic, wide and narrow
 
@@ -73,8 +74,7 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
         self.outcome = Outcome()
 
     def run(self, call: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.original.reads:  # what comes back from NumPy has data
-            args, kwargs = map_leaves(_without_data, args), map_leaves(_without_data, kwargs)
+        args, kwargs = map_leaves(_without_data, args), map_leaves(_without_data, kwargs)  # NumPy's numbers have data
         if kwargs.get("device") is not None:  # .cpu() of what has no data
             kwargs = kwargs | {"device": torch.device("meta")}
         number = len(self.recording.ops)
@@ -86,7 +86,12 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
         wanted = [None if value is None else self.shapes[value] for value in expected.outs]
         literals = self._wrong_literals(number, call)
         kind = "number" if literals else ""
-        old, new = _numbers(expected), _numbers(call)
+        same = all(
+            self.shapes[value] == self.original.shapes[value]
+            for value in (*expected.inputs(), *expected.outs)
+            if value is not None
+        )
+        old, new = _numbers(expected, same), _numbers(call, same)
         if old != new:
             kind = "scale"
         try:
@@ -102,7 +107,7 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
             got = None
         if kind:
             scales = tuple(pair for pair in zip(old, new, strict=False) if pair[0] != pair[1])
-            self.outcome.conflicts.append(Conflict(number, kind, tuple(literals), scales))
+            self.outcome.conflicts.append(Conflict(number, expected.path, kind, tuple(literals), scales))
         if got == wanted:
             return out
         in_place = call.func._schema.name.endswith("_") and isinstance(args[0], Tensor)
@@ -158,11 +163,14 @@ def _number_arguments(func: Func) -> tuple[str, ...]:
     return tuple(name for name, kind in types.items() if kind in kinds)
 
 
-def _numbers(op: Op) -> list[float]:
-    """Python numbers that the op computes with: 1 / sqrt(head size) and the like."""
+def _numbers(op: Op, same: bool) -> list[float]:
+    """Python numbers that the op computes with: 1 / sqrt(head size) and the like.
+
+    Where all shapes are the `same`, no number is there to tell a size: all must be what they were.
+    """
     arguments = op.arguments()
-    found = [arguments[name] for name in _number_arguments(op.func)]
-    return [round(float(value), 12) for value in found if isinstance(value, (int, float))]
+    found = list(arguments.values()) if same else [arguments[name] for name in _number_arguments(op.func)]
+    return [round(float(value), 12) for value in leaves(found) if isinstance(value, (int, float))]
 
 
 @dataclass
@@ -235,11 +243,12 @@ class Rehearsal:
         except Exception as error:  # the model's own complaint about its widths
             kind = "" if isinstance(error, _AstrayError) else f"{type(error).__name__}: "
             replayer.outcome.stopped = f"{kind}{error}"
-        for (at, old), (_, new) in zip(recording.made, replayer.recording.made, strict=False):
-            scales = tuple(pair for pair in zip(old, new, strict=False) if pair[0] != pair[1])
-            if scales or len(old) != len(new):
-                place = min(at, len(recording.ops) - 1)
-                replayer.outcome.conflicts.append(Conflict(place, "scale", scales=scales))
+        for old, new in zip(recording.made, replayer.recording.made, strict=False):
+            pairs = zip(old.numbers, new.numbers, strict=False)
+            scales = tuple((a, b) for a, b in pairs if a != b and not (a != a and b != b))  # NaN is like NaN
+            if scales or len(old.numbers) != len(new.numbers):
+                place = min(old.number, len(recording.ops) - 1)
+                replayer.outcome.conflicts.append(Conflict(place, old.path, "tensor", scales=scales))
         replayer.outcome.conflicts.sort(key=lambda conflict: conflict.number)
         self.stopped_at = len(replayer.recording.ops)
         return replayer.outcome

@@ -76,7 +76,7 @@ class Settler:
 
     def _mend(self, number: int, outcome: Outcome, may_bind: bool) -> None:
         """Try attributes first: a wrong guess makes new conflicts, and nothing may be kept whole for those."""
-        scales = [conflict for conflict in outcome.conflicts if conflict.kind == "scale"]
+        scales = [conflict for conflict in outcome.conflicts if conflict.kind in ("scale", "tensor")]
         conflicts = scales or outcome.conflicts
         ops = self.coupling.recordings[number].ops
         self.new.clear()
@@ -89,11 +89,12 @@ class Settler:
         if any(bound):
             return
         kept = [self._keep_whole(number, conflict) for conflict in conflicts]
-        if any(kept) or self._unbind([ops[conflict.number].path for conflict in conflicts]):
+        if any(kept) or self._unbind([conflict.path for conflict in conflicts]):
             return
-        at = [conflict.number for conflict in outcome.conflicts] or [min(self.rehearsal.stopped_at, len(ops) - 1)]
+        last = min(self.rehearsal.stopped_at, len(ops) - 1)
+        at = [(conflict.number, conflict.path) for conflict in outcome.conflicts] or [(last, ops[last].path)]
         why = outcome.stopped or f"{IN_CODE} depends on another width"
-        if not any(self._freeze_module(number, place, why) for place in at):
+        if not any(self._freeze_module(number, *place, why) for place in at):
             raise TraceError(f"The narrow model does not run, and nothing is left to keep whole: {why}")
 
     def _unbind(self, paths: list[str]) -> bool:
@@ -110,9 +111,10 @@ class Settler:
 
     def _keep_whole(self, number: int, conflict: Conflict) -> bool:
         op, layouts = self.coupling.recordings[number].ops[conflict.number], self.coupling.layouts[number]
-        where = f"{op.name} at {op.path}" if op.path else op.name
-        if conflict.kind == "scale":
-            first = layouts[op.inputs()[0]][-1:] if op.inputs() else ()
+        made = conflict.kind == "tensor"
+        where = " at ".join(filter(None, ("a tensor" if made else op.name, conflict.path)))
+        if made or conflict.kind == "scale":
+            first = layouts[op.inputs()[0]][-1:] if op.inputs() and not made else ()
             reason = f"a factor in the code depends on its size ({where})"
             return self._freeze(tuple(self._explaining(conflict)), reason) or self._freeze(first, reason)
         reason = f"a number in the code fixes its size ({where})"
@@ -195,10 +197,9 @@ class Settler:
                         if type(here[0] if here else None) is int and here[0] == value:
                             yield (owner, name, position), 1
 
-    def _freeze_module(self, number: int, at: int, why: str) -> bool:
+    def _freeze_module(self, number: int, at: int, path: str, why: str) -> bool:
         """Keep whole what enters the module in which it happened, else all in it, else the same one module up."""
         recording, layouts = self.coupling.recordings[number], self.coupling.layouts[number]
-        path = recording.ops[at].path
         while True:
             inside = [
                 op for op in recording.ops[: at + 1] if not path or op.path == path or op.path.startswith(path + ".")

@@ -1,0 +1,134 @@
+"""Numbers in the code of a network that follow a width, in every way in which they can come into torch.
+
+A cut network computes them anew, a gated one has those of the whole network: such a width is kept, or both differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import dmcp
+
+X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+TABLE = torch.arange(40.0)
+
+
+class Scaled(nn.Module):
+    def __init__(self, way: Callable[[Tensor], Any], reads: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 12, 1), nn.Conv2d(12, 4, 1)
+        self.way, self.reads = way, reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reads:  # then it is recorded with data, and replayed without
+            x = x * (1.0 if x.sum().item() > -1e9 else 2.0)
+        h = self.a(x)
+        return self.head(self.b(h + self.way(h)))
+
+
+def written(h: Tensor) -> Tensor:
+    table = torch.zeros(40)
+    table[h.shape[1]] = 5
+    return table[8]
+
+
+def filled(h: Tensor) -> Tensor:
+    table = torch.zeros(2)
+    table[0] = float(h.shape[1])
+    return table[0]
+
+
+WITH_WIDTH: dict[str, Callable[[Tensor], Any]] = {
+    "a number": lambda h: math.sqrt(h.shape[1]),
+    "tensor": lambda h: torch.tensor(float(h.shape[1])),
+    "tensor, by name": lambda h: torch.tensor(data=float(h.shape[1])),
+    "tensor of an array": lambda h: torch.tensor(np.array([h.shape[1]], np.float32)),
+    "tensor of a number of NumPy": lambda h: torch.tensor(np.float32(h.shape[1])),
+    "tensor of tensors": lambda h: torch.tensor([torch.tensor(float(h.shape[1])), 1.0])[0],
+    "tensor of a shape": lambda h: torch.tensor(h.shape)[1],
+    "tensor of a complex number": lambda h: torch.tensor(complex(h.shape[1], 0)).real,
+    "tensor of a comparison": lambda h: torch.tensor(h.shape[1] > 10).float(),
+    "as_tensor": lambda h: torch.as_tensor([float(h.shape[1])]),
+    "asarray": lambda h: torch.asarray(float(h.shape[1])),
+    "new_tensor": lambda h: h.new_tensor([1.0 * h.shape[1]]),
+    "new": lambda h: h.new([1.0 * h.shape[1]]),
+    "Tensor": lambda h: torch.Tensor([h.shape[1]])[0],
+    "FloatTensor": lambda h: torch.FloatTensor([h.shape[1]])[0],
+    "from_numpy": lambda h: torch.from_numpy(np.array([h.shape[1]], np.float32)),
+    "full": lambda h: torch.full((1,), float(h.shape[1])),
+    "fill": lambda h: torch.zeros(1).fill_(h.shape[1]),
+    "ones": lambda h: torch.ones(h.shape[1]).sum(),
+    "an entry": lambda h: TABLE.to(h.device)[h.shape[1]],
+    "entries": lambda h: TABLE.to(h.device)[[h.shape[1], 3]].sum(),
+    "an entry that is written": written,
+    "a number that is written": filled,
+    "select": lambda h: torch.arange(40.0).select(0, h.shape[1]),
+    "narrow": lambda h: torch.arange(40.0).narrow(0, h.shape[1], 1),
+    "roll": lambda h: torch.arange(40.0).roll(h.shape[1])[0],
+    "tril": lambda h: torch.ones(40, 40).tril(-h.shape[1]).sum() / 100,
+    "kthvalue": lambda h: torch.arange(40.0).kthvalue(h.shape[1])[0],
+    "dilation": lambda h: F.max_pool1d(torch.arange(40.0)[None], 2, dilation=h.shape[1]).sum() / 100,
+}
+
+
+def gated_and_cut(model: nn.Module) -> tuple[Any, Tensor, Tensor]:
+    graph = dmcp.trace(model, X)
+    widths = graph.widths([space.size // 2 for space in graph.spaces])
+    net, small = dmcp.Supernet(model, graph).eval(), dmcp.cut(model, graph, widths)
+    with torch.no_grad():
+        return graph, net(X, net.hard(widths)), small(X)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("way", WITH_WIDTH)
+def test_a_width_in_the_arithmetic_is_kept(way: str, reads: bool) -> None:
+    graph, gated, small = gated_and_cut(Scaled(WITH_WIDTH[way], reads).eval())
+    assert [space.name for space in graph.spaces] == ["b"]  # the rest is pruned all the same
+    torch.testing.assert_close(gated, small)
+
+
+WITHOUT_WIDTH: dict[str, Callable[[Tensor], Any]] = {
+    "a number": lambda h: 3.0,
+    "tensor": lambda h: torch.tensor([2.0, 3.0]).sum(),
+    "not a number": lambda h: torch.tensor(float("nan")).nan_to_num(2.0),
+    "not a number, of an array": lambda h: torch.from_numpy(np.array([np.nan], np.float32)).nan_to_num(2.0),
+    "new_tensor": lambda h: h.new_tensor([float(h.shape[-1])]),
+    "Tensor": lambda h: torch.Tensor([2.0, 3.0]).sum(),
+    "from_numpy": lambda h: torch.from_numpy(np.array([2.0, 3.0], np.float32)).sum(),
+    "an entry": lambda h: TABLE.to(h.device)[h.shape[-1]],
+    "entries": lambda h: TABLE.to(h.device)[[1, 3]].sum(),
+    "a number that is written": lambda h: _filled_with(2.0),
+}
+
+
+def _filled_with(number: float) -> Tensor:
+    table = torch.zeros(2)
+    table[0] = number
+    return table[0]
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("way", WITHOUT_WIDTH)
+def test_other_numbers_cost_no_space(way: str, reads: bool) -> None:
+    graph, gated, small = gated_and_cut(Scaled(WITHOUT_WIDTH[way], reads).eval())
+    assert [space.name for space in graph.spaces] == ["a", "b"]
+    torch.testing.assert_close(gated, small)
+
+
+def test_the_module_that_made_the_number_is_named() -> None:
+    class Half(nn.Module):
+        def forward(self, h: Tensor) -> Tensor:
+            return h * torch.tensor(float(h.shape[1]))
+
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), Half(), nn.Conv2d(16, 12, 1), nn.Conv2d(12, 4, 1)).eval()
+    graph = dmcp.trace(model, X)
+    (reason,) = [item.reason for item in graph.whole if item.name == "0"]
+    assert reason == "a factor in the code depends on its size (a tensor at 1)"
