@@ -325,7 +325,8 @@ def _unwrapped(wrapped: nn.Module, model: nn.Module, graph: Any) -> None:
     assert type(net.model) is Chain
 
 
-def test_data_parallel_is_unwrapped(model: nn.Module, graph: Any) -> None:
+def test_data_parallel_is_unwrapped(model: nn.Module, graph: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # it would take the model there
     _unwrapped(nn.DataParallel(model, device_ids=[]), model, graph)
 
 

@@ -208,7 +208,7 @@ def test_sampling_draws_all_structures_on_one_core(monkeypatch: pytest.MonkeyPat
 def test_tables_and_file_of_two_networks_at_two_batches(tmp_path: Path) -> None:
     file = tmp_path / "new" / "bench.json"
     asked = ["--model", "test_bench:Tiny", "--also", "test_bench:Tiny width=12 num_classes=7", "--batch", "2"]
-    result = run(*asked, "--batch", "8", "--rounds", "1", "--sampling", "500", "--json", str(file))
+    result = run(*asked, "--device", "cpu", "--batch", "8", "--rounds", "1", "--sampling", "500", "--json", str(file))
     assert result.exit_code == 0, result.exception
     data = json.loads(file.read_text())
     steps = data["steps"]

@@ -65,10 +65,9 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Task]:
 def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
     folder = tmp_path_factory.mktemp("net")
     (folder / "killed_net.py").write_text(NET)
+    alone = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # children by fork: none can use a GPU
     command, pipe = [sys.executable, "-W", "error", test_resume.__file__], subprocess.PIPE
-    with subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    ) as server:
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=alone) as server:
         yield Commands(server, folder)
         assert server.stdin is not None
         server.stdin.close()

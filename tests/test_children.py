@@ -415,13 +415,16 @@ def test_a_daemon_that_runs_already_is_used(folder: Path, mps: Path, monkeypatch
     assert {call["env"]["CUDA_MPS_PIPE_DIRECTORY"] for call in calls(folder)} == {str(mps)}
 
 
-def test_without_mps_the_commands_run_all_the_same(folder: Path, mps: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_mps_the_commands_run_all_the_same(
+    folder: Path, mps: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     (mps / "broken").touch()
     two(folder)
     assert not [name for call in calls(folder) for name in call["env"] if name.startswith("CUDA_")]
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("dmcp")]
     assert line == f"dmcp: {children.MPS} could not be started: the runs take turns on the GPU, which is slower."
     (mps / children.MPS).unlink()
+    monkeypatch.setenv("PATH", str(mps))  # the real one may be there
     two(folder)
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("dmcp")]
     assert line == f"dmcp: {children.MPS} is not on PATH: the runs take turns on the GPU, which is slower."

@@ -107,7 +107,8 @@ def test_cut_takes_kept_indices(chain: Case) -> None:
 
 
 @pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile])
-def test_cut_unwraps(chain: Case, wrap: Callable[[nn.Module], nn.Module]) -> None:
+def test_cut_unwraps(chain: Case, wrap: Callable[[nn.Module], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # DataParallel would take the model there
     model, graph, widths, small = chain
     again = dmcp.cut(wrap(model), graph, widths)
     assert type(again) is Chain

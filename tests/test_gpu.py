@@ -319,8 +319,6 @@ def test_a_killed_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     ],
     ids=["float32", "graphs", "kernels", "compiled"],
 )
-@pytest.mark.filterwarnings("ignore::UserWarning")  # the compiler's, and the next one
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_padded_network_learns_the_same(engine: dmcp.Engine) -> None:
     torch.manual_seed(0)
     model = build("cifar:resnet20").cuda()
