@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -258,7 +259,8 @@ def counted_macs(model: nn.Module, image: Tensor) -> int:
     try:
         for parameter in trained:  # the counter fails where one is handed from module to module without gradients
             parameter.requires_grad_(False)
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        plain = sdpa_kernel(SDPBackend.MATH)  # the counter of torch 2.11 does not know the fused one of CPUs
+        with torch.no_grad(), plain, FlopCounterMode(display=False) as counter:
             model(image)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
