@@ -6,6 +6,8 @@ A cut network computes them anew, a gated one has those of the whole network: su
 from __future__ import annotations
 
 import math
+from array import array
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,7 @@ import dmcp
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 TABLE = torch.arange(40.0)
+TABLES = [torch.tensor(2.0), torch.tensor(3.0, dtype=torch.bfloat16)]
 
 
 class Scaled(nn.Module):
@@ -75,6 +78,21 @@ WITH_WIDTH: dict[str, Callable[[Tensor], Any]] = {
     "roll": lambda h: torch.arange(40.0).roll(h.shape[1])[0],
     "tril": lambda h: torch.ones(40, 40).tril(-h.shape[1]).sum() / 100,
     "kthvalue": lambda h: torch.arange(40.0).kthvalue(h.shape[1])[0],
+    "a range": lambda h: torch.tensor(range(h.shape[1])).sum() / 100,
+    "an array of Python": lambda h: torch.as_tensor(array("f", [h.shape[1]])),
+    "a deque": lambda h: torch.tensor(deque([h.shape[1]])),
+    "a large array": lambda h: torch.from_numpy(np.full(5000, h.shape[1], np.float32)).mean(),
+    "a complex number": lambda h: torch.full((1,), complex(h.shape[1], 1)).real,
+    "one_hot": lambda h: F.one_hot(torch.tensor([0]), h.shape[1]).float().mean(),
+    "bincount": lambda h: torch.bincount(torch.tensor([0]), minlength=h.shape[1]).float().mean(),
+    "roll of a map": lambda h: h.roll(h.shape[1] // 4, dims=2),
+    "select of a map": lambda h: h.select(2, h.shape[1] // 4)[:, :, None],
+    "padding of a map": lambda h: F.pad(h, (h.shape[1] // 8, 2 - h.shape[1] // 8, 0, 0))[..., 1:-1],
+    "divisor of a pooling": lambda h: F.avg_pool2d(h, 3, 1, 1, divisor_override=h.shape[1]),
+    "a switch": lambda h: h.var((2, 3), unbiased=h.shape[1] > 10, keepdim=True),
+    "a kind of gelu": lambda h: F.gelu(h, approximate="tanh" if h.shape[1] > 10 else "none"),
+    "a kind of number": lambda h: h.to(torch.float64 if h.shape[1] > 10 else torch.float32).sin().float(),
+    "a dim": lambda h: h.cumsum(2 if h.shape[1] > 10 else 3),
     "dilation": lambda h: F.max_pool1d(torch.arange(40.0)[None], 2, dilation=h.shape[1]).sum() / 100,
 }
 
@@ -95,6 +113,54 @@ def test_a_width_in_the_arithmetic_is_kept(way: str, reads: bool) -> None:
     torch.testing.assert_close(gated, small)
 
 
+BRANCHES: dict[str, Callable[[Tensor], Any]] = {
+    "the order of two": lambda h: h.relu() - h.sigmoid() if h.shape[1] > 10 else h.sigmoid() - h.relu(),
+    "where": lambda h: torch.where(h > 0, h, -h) if h.shape[1] > 10 else torch.where(h > 0, -h, h),
+    "one of two tables": lambda h: TABLES[h.shape[1] > 10].to(h.device),
+    "from dlpack": lambda h: torch.from_dlpack(np.array([float(h.shape[1])], np.float32)).to(h.device),
+    "from a buffer": lambda h: torch.frombuffer(bytearray([h.shape[1]] * 4), dtype=torch.uint8).sum().to(h.device),
+    "other ops": lambda h: h.relu() if h.shape[1] > 10 else h.sigmoid(),
+    "one of two constants": lambda h: (torch.ones(1) if h.shape[1] > 10 else torch.zeros(1)).to(h.device),
+}
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("way", BRANCHES)
+def test_a_branch_by_a_width_is_seen(way: str, reads: bool) -> None:
+    graph, gated, small = gated_and_cut(Scaled(BRANCHES[way], reads).eval())
+    assert [space.name for space in graph.spaces] == ["b"]
+    torch.testing.assert_close(gated, small)
+
+
+def test_a_branch_by_a_width_that_picks_a_parameter_is_seen() -> None:
+    class Picks(Scaled):
+        def __init__(self) -> None:
+            super().__init__(torch.relu)
+            self.few, self.many = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.tensor(2.5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            return self.head(self.b(h * (self.few if h.shape[1] <= 10 else self.many)))
+
+    graph, gated, small = gated_and_cut(Picks().eval())
+    assert [space.name for space in graph.spaces] == ["b"]
+    torch.testing.assert_close(gated, small)
+
+
+def test_numbers_of_a_generator_of_its_own_follow_no_width() -> None:
+    dice = np.random.default_rng(0)
+    ways: list[Callable[[Tensor], Any]] = [
+        lambda h: torch.zeros(40)[int(dice.integers(40))],
+        lambda h: 0 * torch.from_numpy(dice.random(1).astype(np.float32)).to(h.device),
+        lambda h: torch.tensor(dice.random()) * 0,
+        lambda h: h.relu() * (0 * dice.random()),
+    ]
+    for way in ways:
+        assert [space.name for space in dmcp.trace(Scaled(way).eval(), X).spaces] == ["a", "b"]
+    also_wide = dmcp.trace(Scaled(lambda h: torch.tensor(dice.random()) * h.shape[1]).eval(), X)
+    assert [space.name for space in also_wide.spaces] == ["b"]
+
+
 WITHOUT_WIDTH: dict[str, Callable[[Tensor], Any]] = {
     "a number": lambda h: 3.0,
     "tensor": lambda h: torch.tensor([2.0, 3.0]).sum(),
@@ -105,14 +171,23 @@ WITHOUT_WIDTH: dict[str, Callable[[Tensor], Any]] = {
     "from_numpy": lambda h: torch.from_numpy(np.array([2.0, 3.0], np.float32)).sum(),
     "an entry": lambda h: TABLE.to(h.device)[h.shape[-1]],
     "entries": lambda h: TABLE.to(h.device)[[1, 3]].sum(),
-    "a number that is written": lambda h: _filled_with(2.0),
+    "a number that is written": lambda h: _written(torch.zeros(2), 0)[0],
+    "a number for a part": lambda h: _written(h.clone(), (slice(None), slice(None), 0)),
+    "a number for the rest": lambda h: _written(h.clone(), (..., slice(2, None))),
+    "a number for all": lambda h: _written(h.clone(), ...),
+    "a number for what a mask says": lambda h: _written(h.clone(), h < 0),
+    "a number for samples": lambda h: _written(h.clone(), h.new_zeros(2) < 1),
+    "a tensor for a part": lambda h: _written(h.clone(), (slice(None), slice(None), 0), h[:, :, 1]),
+    "an array, by an old name": lambda h: torch.Tensor(np.full((1, 1, 1, 1), 0.4, np.float32)).to(h.device),
+    "sizes": lambda h: h.new(h.shape[0], h.shape[1], 1, 1).zero_(),
+    "a size": lambda h: h.new(h.size()).zero_(),
+    "not a number, in an op": lambda h: h.masked_fill(h > 3, float("nan")).nan_to_num(0.0),
 }
 
 
-def _filled_with(number: float) -> Tensor:
-    table = torch.zeros(2)
-    table[0] = number
-    return table[0]
+def _written(table: Tensor, index: Any, what: Any = 2.0) -> Tensor:
+    table[index] = what
+    return table
 
 
 @pytest.mark.parametrize("reads", [False, True])

@@ -43,7 +43,7 @@ def letters(**changes: Any) -> str:
 def test_they_change_with_all_that_is_no_tensor() -> None:
     changes: list[dict[str, Any]] = [{"act": nn.Tanh()}, {"drop": 0.5}, {"eps": 1e-3}, {"shift": 0.4}]
     found = [letters(), *(letters(**change) for change in changes)]
-    assert len({*found}) == 5 and all(len(one) == 12 for one in found)
+    assert len({*found}) == 5 and all(len(one) == 14 for one in found)
     assert letters() == found[0]  # fresh weights are others
     assert operations_of(nn.Linear(7, 2), (3, 8, 8)) == ""  # which does not run
 
@@ -70,7 +70,12 @@ def test_they_are_the_same_in_another_process() -> None:
 def test_what_is_not_known_tells_nothing() -> None:
     one: dict[str, Any] = {"operations": "a", "versions": {"torch": "2.8"}}
     assert are_others(one, one | {"operations": "b"}) and not are_others(one, one)
-    others: list[dict[str, Any]] = [{"operations": ""}, {"operations": None}, {"versions": {"torch": "2.9"}}]
+    others: list[dict[str, Any]] = [
+        {"operations": ""},
+        {"operations": None},
+        {"operations": "2.b"},
+        {"versions": {"torch": "2.9"}},
+    ]
     for change in [*others, {"versions": {}}, {"versions": "2.8"}]:
         other = one | {"operations": "b"} | change
         assert not are_others(one, other) and not are_others(other, one)
@@ -83,7 +88,7 @@ def test_a_run_does_not_go_on_with_another_network(tmp_path: Path) -> None:
         pass
     path = tmp_path / "run" / "settings.json"
     stored = json.loads(path.read_text())
-    path.write_text(json.dumps(stored | {"operations": "others"}))
+    path.write_text(json.dumps(stored | {"operations": "2.others"}))
     told = "run: the network is not what it was: it has the same tensors, but computes otherwise"
     with pytest.raises(FileError, match=told), session(plan, tmp_path / "run", True, quiet=True):
         pass

@@ -134,24 +134,35 @@ def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
 def seeded(seed: int, device: torch.device, ranks: Ranks) -> Iterator[None]:
     """Torch's global generators (dropout, loaders) seeded, for each rank with other numbers, and afterwards as before.
 
-    What has failed meanwhile is what is raised: after an assert of its own a GPU cannot be given a state.
+    Not by fork_rng: after an assert of its own a GPU cannot be given a state, and that failure would hide the assert.
     """
     own = mix(seed, ranks.rank) if ranks.rank else seed
     cuda = device.type == "cuda"
     host, there = torch.get_rng_state(), torch.cuda.get_rng_state(device) if cuda else None
-    torch.default_generator.manual_seed(own)
-    if cuda:
-        with torch.cuda.device(device):  # not all GPUs: only this one is put back
-            torch.cuda.manual_seed(own)
-    failed = True
-    try:
-        yield
-        failed = False
-    finally:
+
+    def back() -> None:
         torch.set_rng_state(host)
         if there is not None:
-            with contextlib.suppress(RuntimeError) if failed else contextlib.nullcontext():
-                torch.cuda.set_rng_state(there, device)
+            torch.cuda.set_rng_state(there, device)
+
+    with _in_the_end(back):
+        torch.default_generator.manual_seed(own)
+        if cuda:
+            with torch.cuda.device(device):  # not all GPUs: only this one is put back
+                torch.cuda.manual_seed(own)
+        yield
+
+
+@contextlib.contextmanager
+def _in_the_end(back: Callable[[], None]) -> Iterator[None]:
+    """Call it; where something has failed before, that is what is raised."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(RuntimeError):
+            back()
+        raise
+    back()
 
 
 @contextlib.contextmanager
@@ -164,12 +175,12 @@ def untouched(loader: Any, device: torch.device) -> Iterator[None]:
         if isinstance(part, DataLoader):  # the random numbers of persistent workers are out of reach: take others
             back.append(functools.partial(setattr, part, "_iterator", part._iterator))
             part._iterator = None
-    try:
-        yield
-    finally:
-        for undo in back:
-            undo()
-        set_random_state(state, device)
+    with _in_the_end(lambda: set_random_state(state, device)):
+        try:
+            yield
+        finally:
+            for undo in back:
+                undo()
 
 
 def _ways_back(part: Any) -> Iterator[Callable[[], object]]:

@@ -116,7 +116,7 @@ def _holders(recording: Recording, flows: Sequence[Flow]) -> dict[int, tuple[int
     last |= {owners[value]: len(recording.ops) for value in recording.outputs if value in owners}
     places = {value: value for value in recording.inputs if value in owners}
     held = {value: (0, last.get(value, 0)) for value in places}
-    back = {value: since.ops for value, since in recording.constants.items() if value in last}  # of the input's values
+    back = {value: since.ops for value, since in recording.constants.items() if value in last}  # not own
     places |= {value: value for value in back}
     held |= {value: (born, last[value]) for value, born in back.items()}
     for number, op in enumerate(recording.ops):

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import random
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import SimpleNamespace
@@ -100,11 +102,12 @@ class Since:
 
     ops: int
     reads: int
+    data: float | None  # a number that follows from its values, where it has any
 
 
 @dataclass(frozen=True)
 class Made:
-    """Numbers that became a tensor."""
+    """Numbers that became a tensor, or an index of one."""
 
     number: int  # of ops before it
     path: str  # the module that did it
@@ -125,7 +128,7 @@ class Recording:
     outputs: list[int] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)  # tensors that became Python values
     sizes: list[Read] = field(default_factory=list)  # tensors whose values became the size of another one
-    made: list[Made] = field(default_factory=list)  # numbers that became tensors
+    made: list[Made] = field(default_factory=list)  # numbers that became tensors or indices
     caches: dict[tuple[str, str], Any] = field(default_factory=dict)  # plain attributes that the pass set: old value
     recomputes: bool = False  # whether layers are computed once more in the backward pass (activation checkpointing)
 
@@ -137,16 +140,12 @@ class Recording:
             inputs = op.inputs()
             while coming and coming[0][1].ops <= number:
                 value, since = coming.pop(0)
-                if not self._have_left(self.reads[: since.reads], own):
+                if not _have_left(self.reads[: since.reads], own):
                     own.setdefault(value, frozenset())
             if all(value in own for value in inputs):
                 sources = frozenset[int]().union(*(own[value] for value in inputs))
                 own.update((value, sources) for value in op.outs if value is not None and value not in own)
         return own
-
-    def _have_left(self, reads: Sequence[Read], own: Mapping[int, frozenset[int]]) -> bool:
-        """Whether values of the input left torch as arrays or lists: what comes from nowhere may be made of them."""
-        return any(read.way in READERS.values() and any(value not in own for value in read.values) for read in reads)
 
     def add(self, tensor: Tensor) -> int:
         """A new value of this tensor's shape."""
@@ -155,22 +154,41 @@ class Recording:
         return len(self.shapes) - 1
 
 
+_LARGE = 1000  # larger arrays are one number, that of their bytes
 # Functions and methods that make tensors of numbers, or look up entries by them.
 _MAKERS = {torch.tensor, torch.as_tensor, torch.asarray}
 _MAKERS |= {Tensor.new_tensor, Tensor.new, Tensor.__getitem__, Tensor.__setitem__}
 
 
 def _numbers_in(nested: Any) -> list[float]:
-    """Every number in tuples, lists, dicts and arrays."""
+    """Every number in sequences, dicts and arrays."""
     found: list[float] = []
     for leaf in leaves(nested):
         if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "biufc":
-            found += _numbers_in(leaf.ravel().tolist())
+            found += _numbers_in(leaf.ravel().tolist()) if leaf.size <= _LARGE else [_digest(leaf.tobytes())]
+        elif isinstance(leaf, (Sequence, array)) and not isinstance(leaf, (str, bytes)):  # such as a range
+            found += _numbers_in(list(leaf))
         elif isinstance(leaf, complex):
             found += (leaf.real, leaf.imag)
         elif isinstance(leaf, (int, float)):
             found.append(float(leaf))
     return found
+
+
+def _digest(data: bytes) -> float:
+    return float(int.from_bytes(hashlib.sha256(data).digest()[:6]))
+
+
+def _write_number(tensor: Tensor, index: Any, number: float) -> None:
+    """`tensor[index] = number` by ops that are the same on every device and in every version of torch."""
+    parts = index if isinstance(index, tuple) else (index,)
+    mask = parts[0]
+    if len(parts) == 1 and isinstance(mask, Tensor) and mask.dtype == torch.bool:
+        tensor.masked_fill_(mask[(..., *[None] * (tensor.ndim - mask.ndim))], number)
+    elif all(part is None or part is ... or isinstance(part, slice) or type(part) is int for part in parts):
+        tensor[index].copy_(tensor.new_full((), number))
+    else:
+        tensor[index] = tensor.new_full((), number)
 
 
 class _Borders(TorchFunctionMode):
@@ -186,6 +204,15 @@ class _Borders(TorchFunctionMode):
         if func in _MAKERS:
             return self.recorder.make(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+
+def _is_half(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.itemsize <= 2
+
+
+def _have_left(reads: Sequence[Read], own: Mapping[int, frozenset[int]]) -> bool:
+    """Whether values of the input left torch as arrays or lists: what comes from nowhere may be made of them."""
+    return any(read.way in READERS.values() and any(value not in own for value in read.values) for read in reads)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -215,8 +242,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in self._known:
-            self.recording.constants[self._value(leaf)] = Since(len(self.recording.ops), len(self.recording.reads))
+            found = self._array(leaf)
+            data = None if found is None else _digest(repr(found.shape).encode() + found.tobytes())
+            since = Since(len(self.recording.ops), len(self.recording.reads), data)
+            self.recording.constants[self._value(leaf)] = since
         return Ref(self._known[id(leaf)])
+
+    def _array(self, tensor: Tensor) -> np.ndarray[Any, Any] | None:
+        """Its values, if it has any; reading them is not the model's doing."""
+        before, self._paused = self._paused, True
+        try:
+            with torch._C.DisableTorchFunction():
+                return None if tensor.is_meta else (tensor.float() if _is_half(tensor) else tensor).numpy(force=True)
+        except (TypeError, RuntimeError):  # a kind that NumPy does not have
+            return None
+        finally:
+            self._paused = before
 
     def __torch_dispatch__(
         self, func: Func, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -227,8 +268,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         if func in _BIRTH or (func in _SAME_VALUE and id(args[0]) in self._known):
             value = self._argument(args[0]).value
             if func is aten.lift_fresh.default and not self._making and not args[0].is_meta:  # torch.Tensor([2.0])
-                with torch._C.DisableTorchFunction():  # reading it here is not the model's doing
-                    self._note_made(args[0].tolist())
+                self._note_made(self._array(args[0]))
             out = func(*args, **kwargs)
             self._known[id(out)] = value
             self._alive.append(out)
@@ -263,13 +303,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         return result
 
     def make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a tensor of numbers, which may depend on a width."""
-        self._note_made((args, kwargs))
+        """Make a tensor of numbers, which may depend on a width, or use them as an index."""
+        if func is not Tensor.new or not all(
+            isinstance(item, (int, torch.Size)) for item in args[1:]
+        ):  # those are sizes
+            self._note_made((args, kwargs))
         before, self._making = self._making, True
         try:
             if func is Tensor.__setitem__ and isinstance(args[2], (int, float)):
-                # which ops write a number depends on the device in torch 2.11; a tensor is written by the same ones
-                args = (*args[:2], args[0].new_full((), args[2]))
+                return _write_number(*args)
             return func(*args, **kwargs)
         finally:
             self._making = before

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from dmcp.slicing import Cut, narrow, on_meta
 from dmcp.tracing.coupling import Coupling
 from dmcp.tracing.facts import Dims, Facts, Literal
-from dmcp.tracing.layouts import Layout, kept_indices, width
+from dmcp.tracing.layouts import Atom, Layout, kept_indices, width
 from dmcp.tracing.readings import READERS, UNTAGGED
 from dmcp.tracing.recording import Func, Op, Recorder, Recording, Shape, leaves, map_leaves, run_recorded, tensors_in
 from dmcp.tracing.shortcuts import compute
 
+LOOSE = ("scale", "tensor")  # kinds of conflicts about numbers that tell no size
 Place = tuple[str, str, int | None]  # module path, attribute, position if it is a list
 
 
@@ -72,11 +73,11 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
         super().__init__(model, inputs)
         self.original, self.facts, self.shapes, self.sizes = original, facts, shapes, sizes
         self.outcome = Outcome()
+        self.pairs: dict[int, set[int | None]] = {}  # value -> those of the wide model that it stands for
+        self.paired = 0  # ops whose outputs are among them
 
     def run(self, call: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = map_leaves(_without_data, args), map_leaves(_without_data, kwargs)  # NumPy's numbers have data
-        if kwargs.get("device") is not None:  # .cpu() of what has no data
-            kwargs = kwargs | {"device": torch.device("meta")}
         number = len(self.recording.ops)
         if number >= len(self.original.ops) or self.original.ops[number].func is not call.func:
             raise _AstrayError(f"the narrow model goes another way at {call.name} in {call.path or 'the top'}")
@@ -86,19 +87,22 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
         wanted = [None if value is None else self.shapes[value] for value in expected.outs]
         literals = self._wrong_literals(number, call)
         kind = "number" if literals else ""
-        same = all(
-            self.shapes[value] == self.original.shapes[value]
-            for value in (*expected.inputs(), *expected.outs)
-            if value is not None
-        )
-        old, new = _numbers(expected, same), _numbers(call, same)
+        old, new = _numbers(expected), _numbers(call)
+        if not kind and old == new:
+            sizes = (
+                ()
+                if self._same_shapes(expected)
+                else {*_SIZES, *(it.argument for it in self.facts.literals.get(number, ()))}
+            )
+            old, new = _words(expected, sizes), _words(call, sizes)
         if old != new:
             kind = "scale"
+        if not self._same_tensors(expected, call):
+            raise _AstrayError(f"the narrow model takes other tensors for {call.name} in {call.path or 'the top'}")
+        by_values = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(call.func.tags)
+        made_up = bool(by_values) or call.func in UNTAGGED
         try:
-            by_values = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(call.func.tags)
-            if by_values or call.func in UNTAGGED:
-                return self._made_up(expected, wanted)
-            out = compute(call.func, args, kwargs)
+            out = self._made_up(expected, wanted) if made_up else compute(call.func, args, kwargs)
             got = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves(out)]
             if got != wanted:
                 kind = kind or "shape"
@@ -106,12 +110,43 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
             kind = kind or "error"
             got = None
         if kind:
-            scales = tuple(pair for pair in zip(old, new, strict=False) if pair[0] != pair[1])
-            self.outcome.conflicts.append(Conflict(number, expected.path, kind, tuple(literals), scales))
+            conflict = Conflict(number, expected.path, kind, tuple(literals), _different(old, new))
+            self.outcome.conflicts.append(conflict)
         if got == wanted:
             return out
         in_place = call.func._schema.name.endswith("_") and isinstance(args[0], Tensor)
         return args[0] if in_place else self._made_up(expected, wanted)
+
+    def _same_shapes(self, expected: Op) -> bool:
+        values = [value for value in (*expected.inputs(), *expected.outs) if value is not None]
+        return all(self.shapes[value] == self.original.shapes[value] for value in values)
+
+    def _same_tensors(self, expected: Op, call: Op) -> bool:
+        """Whether the op takes what it took in the wide model; a branch by a width may run the same ops on others."""
+        done = slice(self.paired, None)
+        for mine, theirs in zip(self.recording.ops[done], self.original.ops[done], strict=False):
+            for value, other in zip(mine.outs, theirs.outs, strict=False):
+                if value is not None:  # it may stand for several: what gives back its input here, copies it there
+                    self.pairs.setdefault(value, set()).add(other)
+        self.paired = len(self.recording.ops)
+        mine_now, theirs_now = call.inputs(), expected.inputs()
+        if len(mine_now) != len(theirs_now):
+            return False
+        for value, other in zip(mine_now, theirs_now, strict=True):
+            if value in self.recording.tensors or value in self.recording.inputs:
+                self.pairs.setdefault(value, set()).add(value)  # both models have the same ones, in the same order
+            if value not in self.pairs:
+                self.pairs[value] = {other}
+                self._compare_constants(value, other, expected.path)
+            if other not in self.pairs[value]:
+                return False
+        return True
+
+    def _compare_constants(self, value: int, other: int, path: str) -> None:
+        """Tensors from outside the model: which one it takes may depend on a width."""
+        mine, theirs = (held.constants.get(it) for held, it in ((self.recording, value), (self.original, other)))
+        if mine and theirs and None not in (mine.data, theirs.data) and mine.data != theirs.data:
+            self.outcome.conflicts.append(Conflict(len(self.recording.ops), path, "tensor"))
 
     def read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the wide model read here: its dims are whole, and the narrow model has no data."""
@@ -146,6 +181,8 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
 
 
 def _without_data(leaf: Any) -> Any:
+    if isinstance(leaf, torch.device):  # .cpu() of what has no data
+        return torch.device("meta")
     return on_meta(leaf) if isinstance(leaf, Tensor) and not leaf.is_meta else leaf
 
 
@@ -163,14 +200,41 @@ def _number_arguments(func: Func) -> tuple[str, ...]:
     return tuple(name for name, kind in types.items() if kind in kinds)
 
 
-def _numbers(op: Op, same: bool) -> list[float]:
-    """Python numbers that the op computes with: 1 / sqrt(head size) and the like.
+# Arguments that tell a size, which may follow a width.
+_SIZES = {"size", "sizes", "shape", "normalized_shape", "output_size", "output_padding", "length", "num_classes"}
+_SIZES |= {"split_size", "split_sizes", "sections", "chunks", "repeats", "start", "end", "storage_offset"}
+_SIZES |= {"groups", "group", "num_groups", "N", "C", "HxW"}
 
-    Where all shapes are the `same`, no number is there to tell a size: all must be what they were.
-    """
+
+def _numbers(op: Op) -> list[Any]:
+    """Python numbers that the op computes with: 1 / sqrt(head size) and the like."""
     arguments = op.arguments()
-    found = list(arguments.values()) if same else [arguments[name] for name in _number_arguments(op.func)]
-    return [round(float(value), 12) for value in leaves(found) if isinstance(value, (int, float))]
+    return _plain([arguments[name] for name in _number_arguments(op.func)])
+
+
+def _words(op: Op, sizes: Collection[str]) -> list[Any]:
+    """All that the op was told besides tensors and sizes: by how much to roll, what to pad with, which kind of gelu."""
+    strided = {"stride"} if "stride" in op.name else set()
+    return _plain([item for name, item in op.arguments().items() if name not in sizes and name not in strided])
+
+
+def _plain(nested: Any) -> list[Any]:
+    """What can be compared; NaN is like NaN."""
+    found: list[Any] = []
+    for leaf in leaves(nested):
+        if isinstance(leaf, complex):
+            found += (leaf.real, leaf.imag)
+        elif isinstance(leaf, (int, float)):
+            found.append(round(float(leaf), 12) if leaf == leaf else "nan")
+        elif isinstance(leaf, (str, torch.dtype)):
+            found.append(leaf)
+    return found
+
+
+def _different(old: Sequence[Any], new: Sequence[Any]) -> tuple[tuple[float, float], ...]:
+    """The numbers that are not the same, in pairs."""
+    pairs = zip(old, new, strict=False)
+    return tuple((one, other) for one, other in pairs if one != other and {type(one), type(other)} == {float})
 
 
 @dataclass
@@ -182,6 +246,8 @@ class Rehearsal:
     batches: list[Any]  # the example of each recording, on the meta device
     coupling: Coupling
     bindings: dict[Place, Bound] = field(default_factory=dict)
+    dice: dict[int, set[tuple[int, str]]] = field(default_factory=dict)  # recording -> conflicts at full width, too
+    stopped_at: int = 0  # ops that the last replay ran
 
     def cuts(self, kept: Mapping[int, Tensor], sizes: Mapping[int, int]) -> dict[str, Cut]:
         """Indices that stay of every tensor that has atoms; `kept` per atom."""
@@ -230,7 +296,21 @@ class Rehearsal:
         return narrow(self.model, self.cuts(kept, sizes), self.attributes(widths), meta=True)
 
     def replay(self, number: int, small: nn.Module, widths: Mapping[int, int]) -> Outcome:
-        """Run a throw-away narrow model in lockstep with one of the recordings."""
+        """Run a throw-away narrow model in lockstep with one of the recordings.
+
+        Numbers that are others in every run (of a generator of the model's own) follow no width.
+        """
+        outcome = self._replay(number, small, widths)
+        if number not in self.dice and any(conflict.kind in LOOSE for conflict in outcome.conflicts):
+            at, sizes = self.stopped_at, {atom: self.coupling.channels.axis_size(Atom(atom)) for atom in widths}
+            whole = self._replay(number, self.narrow(sizes, sizes), sizes)
+            self.dice[number] = {(conflict.number, conflict.kind) for conflict in whole.conflicts}
+            self.stopped_at = at
+        thrown = self.dice.get(number, set())
+        outcome.conflicts = [it for it in outcome.conflicts if (it.number, it.kind) not in thrown]
+        return outcome
+
+    def _replay(self, number: int, small: nn.Module, widths: Mapping[int, int]) -> Outcome:
         recording, facts = self.coupling.recordings[number], self.coupling.facts[number]
         layouts = {literal.layout for literals in facts.literals.values() for literal in literals}
         sizes = {layout: width(self.coupling.channels.resolve(layout), widths) for layout in layouts}
@@ -244,11 +324,11 @@ class Rehearsal:
             kind = "" if isinstance(error, _AstrayError) else f"{type(error).__name__}: "
             replayer.outcome.stopped = f"{kind}{error}"
         for old, new in zip(recording.made, replayer.recording.made, strict=False):
-            pairs = zip(old.numbers, new.numbers, strict=False)
-            scales = tuple((a, b) for a, b in pairs if a != b and not (a != a and b != b))  # NaN is like NaN
-            if scales or len(old.numbers) != len(new.numbers):
+            wide, narrow_ = _plain(old.numbers), _plain(new.numbers)
+            if wide != narrow_:
                 place = min(old.number, len(recording.ops) - 1)
-                replayer.outcome.conflicts.append(Conflict(place, old.path, "tensor", scales=scales))
+                conflict = Conflict(place, old.path, "tensor", scales=_different(wide, narrow_))
+                replayer.outcome.conflicts.append(conflict)
         replayer.outcome.conflicts.sort(key=lambda conflict: conflict.number)
         self.stopped_at = len(replayer.recording.ops)
         return replayer.outcome

@@ -9,7 +9,7 @@ from dmcp.errors import TraceError
 from dmcp.tracing.facts import Dims, Literal
 from dmcp.tracing.layouts import Atom, Layout
 from dmcp.tracing.recording import Op
-from dmcp.tracing.replay import Bound, Conflict, Outcome, Place, Rehearsal
+from dmcp.tracing.replay import LOOSE, Bound, Conflict, Outcome, Place, Rehearsal
 
 _ROUNDS = 80  # replays at most
 _BINDING_ROUNDS = 30  # after these, whatever disagrees is kept whole
@@ -76,7 +76,7 @@ class Settler:
 
     def _mend(self, number: int, outcome: Outcome, may_bind: bool) -> None:
         """Try attributes first: a wrong guess makes new conflicts, and nothing may be kept whole for those."""
-        scales = [conflict for conflict in outcome.conflicts if conflict.kind in ("scale", "tensor")]
+        scales = [conflict for conflict in outcome.conflicts if conflict.kind in LOOSE]
         conflicts = scales or outcome.conflicts
         ops = self.coupling.recordings[number].ops
         self.new.clear()
