@@ -147,6 +147,24 @@ def test_a_branch_by_a_width_that_picks_a_parameter_is_seen() -> None:
     torch.testing.assert_close(gated, small)
 
 
+def test_a_number_that_follows_a_later_width_keeps_that_one() -> None:
+    class Ahead(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.b(self.a(x) / (3 + self.b.out_channels)))
+
+    graph, gated, small = gated_and_cut(Ahead(torch.relu).eval())
+    assert [space.name for space in graph.spaces] == ["a"]
+    assert {item.name: item.reason for item in graph.whole}["b"] == "a number in the code depends on its size"
+    torch.testing.assert_close(gated, small)
+
+
+def test_an_op_that_cannot_run_without_data_keeps_only_its_own_channels() -> None:
+    model = Scaled(lambda h: torch.fake_quantize_per_tensor_affine(h, 0.1, 0, -8, 8)).eval()
+    graph, gated, small = gated_and_cut(model)
+    assert [space.name for space in graph.spaces] == ["b"]
+    torch.testing.assert_close(gated, small)
+
+
 def test_numbers_of_a_generator_of_its_own_follow_no_width() -> None:
     dice = np.random.default_rng(0)
     ways: list[Callable[[Tensor], Any]] = [

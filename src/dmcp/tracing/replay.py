@@ -246,7 +246,7 @@ class Rehearsal:
     batches: list[Any]  # the example of each recording, on the meta device
     coupling: Coupling
     bindings: dict[Place, Bound] = field(default_factory=dict)
-    dice: dict[int, set[tuple[int, str]]] = field(default_factory=dict)  # recording -> conflicts at full width, too
+    always: dict[int, set[tuple[int, str]]] = field(default_factory=dict)  # recording -> conflicts at full width, too
     stopped_at: int = 0  # ops that the last replay ran
 
     def cuts(self, kept: Mapping[int, Tensor], sizes: Mapping[int, int]) -> dict[str, Cut]:
@@ -298,16 +298,17 @@ class Rehearsal:
     def replay(self, number: int, small: nn.Module, widths: Mapping[int, int]) -> Outcome:
         """Run a throw-away narrow model in lockstep with one of the recordings.
 
-        Numbers that are others in every run (of a generator of the model's own) follow no width.
+        What differs at full width, too, follows no width: numbers that are others in every run (of a generator of the
+        model's own), and ops that cannot run without data.
         """
         outcome = self._replay(number, small, widths)
-        if number not in self.dice and any(conflict.kind in LOOSE for conflict in outcome.conflicts):
+        if number not in self.always and any(conflict.kind in (*LOOSE, "error") for conflict in outcome.conflicts):
             at, sizes = self.stopped_at, {atom: self.coupling.channels.axis_size(Atom(atom)) for atom in widths}
             whole = self._replay(number, self.narrow(sizes, sizes), sizes)
-            self.dice[number] = {(conflict.number, conflict.kind) for conflict in whole.conflicts}
+            self.always[number] = {(conflict.number, conflict.kind) for conflict in whole.conflicts}
             self.stopped_at = at
-        thrown = self.dice.get(number, set())
-        outcome.conflicts = [it for it in outcome.conflicts if (it.number, it.kind) not in thrown]
+        always = self.always.get(number, set())
+        outcome.conflicts = [it for it in outcome.conflicts if (it.number, it.kind) not in always]
         return outcome
 
     def _replay(self, number: int, small: nn.Module, widths: Mapping[int, int]) -> Outcome:

@@ -91,11 +91,24 @@ class Settler:
         kept = [self._keep_whole(number, conflict) for conflict in conflicts]
         if any(kept) or self._unbind([conflict.path for conflict in conflicts]):
             return
+        if scales and self._keep_guilty(number, scales):
+            return
         last = min(self.rehearsal.stopped_at, len(ops) - 1)
         at = [(conflict.number, conflict.path) for conflict in outcome.conflicts] or [(last, ops[last].path)]
         why = outcome.stopped or f"{IN_CODE} depends on another width"
         if not any(self._freeze_module(number, *place, why) for place in at):
             raise TraceError(f"The narrow model does not run, and nothing is left to keep whole: {why}")
+
+    def _keep_guilty(self, number: int, conflicts: list[Conflict]) -> bool:
+        """Keep each space whole that makes one of the conflicts when it alone is narrow."""
+        sizes = {atom: self.coupling.channels.axis_size(Atom(atom)) for atom in self.widths}
+        known, guilty = {(conflict.number, conflict.kind) for conflict in conflicts}, []
+        for atom, size in sizes.items():
+            widths = sizes | {atom: max(1, size // 2)}
+            found = self.rehearsal.replay(number, self.rehearsal.narrow(widths, sizes), widths).conflicts
+            if any((conflict.number, conflict.kind) in known for conflict in found):
+                guilty.append(((Atom(atom),),))
+        return self._freeze(tuple(guilty), f"{IN_CODE} depends on its size")
 
     def _unbind(self, paths: list[str]) -> bool:
         """Take back the bindings in these modules and around them, for good: one of them must be wrong."""
