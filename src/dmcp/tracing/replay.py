@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,11 +89,7 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
         kind = "number" if literals else ""
         old, new = _numbers(expected), _numbers(call)
         if not kind and old == new:
-            sizes = (
-                ()
-                if self._same_shapes(expected)
-                else {*_SIZES, *(it.argument for it in self.facts.literals.get(number, ()))}
-            )
+            sizes = self._sizes(number, expected)
             old, new = _words(expected, sizes), _words(call, sizes)
         if old != new:
             kind = "scale"
@@ -117,9 +113,12 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
         in_place = call.func._schema.name.endswith("_") and isinstance(args[0], Tensor)
         return args[0] if in_place else self._made_up(expected, wanted)
 
-    def _same_shapes(self, expected: Op) -> bool:
+    def _sizes(self, number: int, expected: Op) -> set[str]:
+        """Arguments that may follow a width: none where all shapes are what they were."""
         values = [value for value in (*expected.inputs(), *expected.outs) if value is not None]
-        return all(self.shapes[value] == self.original.shapes[value] for value in values)
+        if all(self.shapes[value] == self.original.shapes[value] for value in values):
+            return set()
+        return _SIZES | {literal.argument for literal in self.facts.literals.get(number, ())}
 
     def _same_tensors(self, expected: Op, call: Op) -> bool:
         """Whether the op takes what it took in the wide model; a branch by a width may run the same ops on others."""
@@ -212,7 +211,7 @@ def _numbers(op: Op) -> list[Any]:
     return _plain([arguments[name] for name in _number_arguments(op.func)])
 
 
-def _words(op: Op, sizes: Collection[str]) -> list[Any]:
+def _words(op: Op, sizes: set[str]) -> list[Any]:
     """All that the op was told besides tensors and sizes: by how much to roll, what to pad with, which kind of gelu."""
     strided = {"stride"} if "stride" in op.name else set()
     return _plain([item for name, item in op.arguments().items() if name not in sizes and name not in strided])
