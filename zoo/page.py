@@ -39,7 +39,7 @@ def _head(rows: Sequence[Row], command: str) -> str:
     about = ", ".join([f"{len(rows)} of {len(ENTRIES)} models", *(f"{name} {text}" for name, text in versions.items())])
     return f"""# The zoo
 
-Written by `{command}`, not by hand. {about}, CPU, one thread per model.
+Written by `{command}`, not by hand. {about}, CPU ({platform.machine()}), one thread per model.
 
 Each model gets random parameters and BatchNorm statistics (no zeros, no tiny scales), and every prunable space is cut
 to a random width, from half of it to all but one channel; all in float64. *Correct* means that
