@@ -203,6 +203,8 @@ def test_a_gpu_that_takes_no_state_hides_no_error(monkeypatch: pytest.MonkeyPatc
     assert torch.equal(torch.get_rng_state(), before)
     with pytest.raises(RuntimeError, match="CUDA error"), keeping.seeded(0, gpu, Ranks()):
         pass
+    with pytest.raises(ValueError, match="of a metric"), untouched([], gpu):
+        raise ValueError("of a metric")
 
 
 class Drawn:

@@ -154,6 +154,14 @@ class Recording:
         return len(self.shapes) - 1
 
 
+def _have_left(reads: Sequence[Read], own: Mapping[int, frozenset[int]]) -> bool:
+    """Whether values of the input left torch as arrays or lists: what comes from nowhere may be made of them."""
+    return any(read.way in READERS.values() and any(value not in own for value in read.values) for read in reads)
+
+
+# numbers that become tensors
+
+
 _LARGE = 1000  # larger arrays are one number, that of their bytes
 # Functions and methods that make tensors of numbers, or look up entries by them.
 _MAKERS = {torch.tensor, torch.as_tensor, torch.asarray}
@@ -191,6 +199,9 @@ def _write_number(tensor: Tensor, index: Any, number: float) -> None:
         tensor[index] = tensor.new_full((), number)
 
 
+# recording
+
+
 class _Borders(TorchFunctionMode):
     """Notes the numbers that the model turns into tensors, which the meta device would lose, and the way back."""
 
@@ -208,11 +219,6 @@ class _Borders(TorchFunctionMode):
 
 def _is_half(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.itemsize <= 2
-
-
-def _have_left(reads: Sequence[Read], own: Mapping[int, frozenset[int]]) -> bool:
-    """Whether values of the input left torch as arrays or lists: what comes from nowhere may be made of them."""
-    return any(read.way in READERS.values() and any(value not in own for value in read.values) for read in reads)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -304,9 +310,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
 
     def make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a tensor of numbers, which may depend on a width, or use them as an index."""
-        if func is not Tensor.new or not all(
-            isinstance(item, (int, torch.Size)) for item in args[1:]
-        ):  # those are sizes
+        tells_size = func is Tensor.new and all(isinstance(item, (int, torch.Size)) for item in args[1:])
+        if not tells_size:
             self._note_made((args, kwargs))
         before, self._making = self._making, True
         try:
