@@ -15,7 +15,6 @@ import argparse
 import hashlib
 import importlib
 import inspect
-import itertools
 import json
 import os
 import subprocess
@@ -26,11 +25,17 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -131,28 +136,54 @@ def retrain(name: str, teacher: nn.Module) -> dict[str, Any]:
     return {key: teacher if value == "given" else value for key, value in chosen.items()}
 
 
-# ---- settings
+# ---- settings: all of them explicit
 
-
-def engine() -> Any:
-    switches = dict.fromkeys(("channels_last", "compile", "graphs", "kernels", "pad", "tf32", "deterministic"), False)
-    return call(dmcp.Engine, precision="float32", sync_batchnorm=False, **switches)
-
-
-def search_config(**changes: Any) -> Any:
-    settings: dict[str, Any] = {"budget": "50%", "tolerance": 0.95, "groups": 8, "align": 1, "min_channels": {}}
-    settings |= {"max_channels": {}, "epochs": 2, "warmup": 0.5, "sort": False, "subnets": 2, "sampling": "markov"}
-    settings |= {"warmup_sampling": "uniform", "distill": True, "init": "target", "independent": False}
-    settings |= {"task_loss": True, "budget_weight": 0.1, "train_weights": True, "lr": 0.3, "min_lr": 0.03}
-    settings |= {"reference_batch": 16, "momentum": 0.9, "weight_decay": 1e-4, "label_smoothing": 0.1, "seed": 0}
-    settings |= {"alpha_lr": 0.5, "alpha_min_lr": 0.1, "alpha_momentum": 0.9, "accumulate": 1, "log_every": 4}
-    return call(dmcp.SearchConfig, **settings | changes)
-
-
-def train_config(**changes: Any) -> Any:
-    settings: dict[str, Any] = {"epochs": 2, "lr": 0.2, "reference_batch": 16, "warmup_epochs": 0.5, "warmup_lr": 0.05}
-    settings |= {"min_lr": 0.0, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-4, "label_smoothing": 0.1}
-    return call(dmcp.TrainConfig, **settings | {"kd_weight": 0.5, "kd_temperature": 1.0, "seed": 0} | changes)
+# fmt: off
+ENGINE = {"precision": "float32", "channels_last": False, "compile": False, "graphs": False, "kernels": False,
+          "pad": False, "tf32": False, "deterministic": False, "sync_batchnorm": False}
+SEARCH = {"budget": "50%", "tolerance": 0.95, "groups": 8, "align": 1, "min_channels": {}, "max_channels": {},
+          "epochs": 2, "warmup": 0.5, "sort": False, "subnets": 2, "sampling": "markov", "warmup_sampling": "uniform",
+          "distill": True, "init": "target", "independent": False, "task_loss": True, "budget_weight": 0.1,
+          "train_weights": True, "lr": 0.3, "min_lr": 0.03, "reference_batch": 16, "momentum": 0.9,
+          "weight_decay": 1e-4, "label_smoothing": 0.1, "alpha_lr": 0.5, "alpha_min_lr": 0.1, "alpha_momentum": 0.9,
+          "accumulate": 1, "log_every": 4, "seed": 0}
+TRAIN = {"epochs": 2, "lr": 0.2, "reference_batch": 16, "warmup_epochs": 0.5, "warmup_lr": 0.05, "min_lr": 0.0,
+         "momentum": 0.9, "nesterov": True, "weight_decay": 1e-4, "label_smoothing": 0.1, "kd_weight": 0.5,
+         "kd_temperature": 1.0, "seed": 0}
+COMMAND = {"budget": "60%", "search_epochs": 2, "warmup": 0.5, "epochs": 1, "batch": 16, "train_batch": 16, "lr": 2.0,
+           "search_lr": 1.0, "weight_decay": 1e-4, "label_smoothing": 0.1, "groups": 5, "align": 2, "min_channels": 4,
+           "max_channels": "layer3=48", "ignore": "layer1.0.conv1", "holdout": 0.25, "retrain": "scratch", "seed": 3,
+           "device": "cpu", "precision": "float32"}
+SEARCHES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "mixed": {"net": "mixed", "sort": True, "init": "random", "budget": "60%,params:70%"},
+    "independent": {"independent": True},
+    "arch_loader": {"arch_loader": True},
+    "no distillation": {"distill": False},
+    "another seed": {"seed": 7},
+    "accumulate": {"accumulate": 2, "epochs": 4, "init": "zero", "sampling": "uniform"},
+    "fixed weights": {"train_weights": False, "align": 4},
+    "channels": {"min_channels": {"layer2": 12}, "max_channels": 40, "budget": "memory:80%"},
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "l1": {"power": 1},
+    "sfp": {"every": 1, "regrowth": 0.01},
+    "fpgm": {"every": 1, "regrowth": 0.1},
+    "slimming": {"sparsity": 1e-3},
+    "autoslim": {"epochs": 1, "groups": 4, "subnets": 1, "distill": True, "lr_share": 0.5, "batches": 1},
+    "amc": {"warmup": 3, "episodes": 4, "noise": 0.5, "last_noise": 0.01, "batches": 1},
+    "metapruning": {"hidden": 4, "groups": 4, "epochs": 1, "population": 6, "generations": 2, "parents": 2,
+                    "mutation": 0.1, "crossed": 0.5, "batches": 1},
+}
+AGENT = {"hidden": 8, "actor_lr": 1e-3, "critic_lr": 1e-2, "soft": 0.01, "discount": 1.0, "memory": 100, "batch": 8,
+         "baseline": 0.95}
+NETS: dict[str, tuple[int, ...]] = {  # shape of a sample; the first FEW are those of the stored structure
+    "digits:resnet": (1, 8, 8), "mixed": (1, 8, 8), "cifar:resnet20": (3, 32, 32), "cifar:mobilenet_v2": (3, 32, 32),
+    **dict.fromkeys(("resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5", "googlenet", "squeezenet1_1",
+                     "efficientnet_b0", "timm:res2net50_26w_4s", "timm:resnest14d", "timm:convnext_atto"), (3, 64, 64)),
+}
+FEW = 4
+# fmt: on
 
 
 class Mixed(nn.Module):
@@ -177,24 +208,6 @@ class Mixed(nn.Module):
         one, two = torch.split(x, self.half, dim=1)
         out: Tensor = self.fc((F.relu(one) * torch.sigmoid(two)).flatten(1))
         return out
-
-
-NETS: dict[str, tuple[int, ...]] = {  # shape of a sample; the first four are those of the stored structure
-    "digits:resnet": (1, 8, 8),
-    "mixed": (1, 8, 8),
-    "cifar:resnet20": (3, 32, 32),
-    "cifar:mobilenet_v2": (3, 32, 32),
-    "resnet18": (3, 64, 64),
-    "mobilenet_v3_small": (3, 64, 64),
-    "shufflenet_v2_x0_5": (3, 64, 64),
-    "googlenet": (3, 64, 64),
-    "squeezenet1_1": (3, 64, 64),
-    "efficientnet_b0": (3, 64, 64),
-    "timm:res2net50_26w_4s": (3, 64, 64),
-    "timm:resnest14d": (3, 64, 64),
-    "timm:convnext_atto": (3, 64, 64),
-}
-FEW = 4
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
@@ -229,8 +242,8 @@ def all_bits(value: Any) -> Any:
     return bits(value) if isinstance(value, Tensor) else value
 
 
-def ordered(terms: Mapping[tuple[int, ...], int]) -> list[Any]:
-    return sorted([list(key), factor] for key, factor in terms.items())
+def terms(polynomial: Mapping[tuple[int, ...], int]) -> list[Any]:
+    return sorted([list(key), factor] for key, factor in polynomial.items())
 
 
 def structure(graph: Any) -> dict[str, Any]:
@@ -259,61 +272,72 @@ def write_structure() -> None:
     STRUCTURE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def traced(name: str, seed: int = 0) -> tuple[nn.Module, Any]:
-    model = build(name, seed)
-    return model, dmcp.trace(model, torch.zeros(2, *NETS[name]))
-
-
-def random_points(graph: Any, count: int) -> list[Any]:
-    draw = torch.Generator().manual_seed(0)
-    rows = [[int(torch.randint(1, it.size + 1, (), generator=draw)) for it in graph.spaces] for _ in range(count)]
-    return [graph.widths(row) for row in rows]
+def traced(name: str, **how: Any) -> tuple[nn.Module, Any]:
+    model = build(name)
+    return model, call(dmcp.trace, model, torch.zeros(2, *NETS[name]), **how)
 
 
 # ---- the probe: cases by name, each gives plain data
 
-Cases = Iterator[tuple[str, Callable[[], Any]]]
-KEYS = ("macs", "params", "memory", "memory_at", "prunable_share", "input_shape", "fingerprint", "unknown")
+Case = Callable[[], Any]
 
 
-def trace_cases(quick: bool) -> Cases:
-    def one(name: str) -> Any:
-        model, graph = traced(name)
-        found, plain, points = structure(graph), graph.to_json(), random_points(graph, 5)
-        found["json"] = {key: get(plain, key) for key in KEYS} | {"spaces": plain["spaces"]}
-        found["json"] |= {key: [{k: v for k, v in it.items() if k != "reason"} for it in get(plain, key)]
-                          for key in ("unprunable", "bindings")}  # fmt: skip
-        found["terms"] = [[it.name, ordered(it.macs), ordered(it.params)] for it in graph.entries]
-        found["moments"] = [[it.name, ordered(it.terms)] for it in graph.moments]
-        many = torch.stack([widths.tensor() for widths in points])
-        for kind in ("macs", "params", "memory"):
-            cost = getattr(graph, kind)
-            found[f"{kind} at random"] = [[cost(widths) for widths in points], bits(cost(many)), bits(cost(many + 0.5))]
-        found["cuts"] = [all_bits(graph.cuts(widths)) for widths in points[:2]]
-        found["attributes"] = [repr(sorted(graph.attributes(widths).items())) for widths in points]
-        found["cut"] = all_bits(dmcp.cut(model, graph, points[0]))
-        net, x = dmcp.Supernet(model, graph, groups=5, align=1), torch.rand(2, *NETS[name])
-        with torch.no_grad():
-            net.alpha.copy_(torch.randn_like(net.alpha))
-            net.eval()
-            found["gated"] = all_bits([net(x, net.hard(points[0])), net(x, net.soft())])
-            net.train()
-            out = net(x, net.soft())
-            found["gated in train mode"] = all_bits(list(out) if isinstance(out, tuple) else out)
-        return found
+def cases(quick: bool) -> dict[str, dict[str, Case]]:
+    """All cases by section, or the first few of each."""
+    seeds: dict[str, Case] = {f"digits seed {it}": partial(digit_batches, 1024, it) for it in (0, 3)}
+    seeds |= {f"folder seed {it}": partial(folder_batches, True, it) for it in (0, 3)}
+    found: dict[str, dict[str, Case]] = {
+        "trace": {
+            **{name: partial(trace_case, name) for name in NETS},
+            "ignored layers": lambda: structure(traced("digits:resnet", ignore=["layer2", "conv1"])[1]),
+            "inexact": lambda: structure(traced("timm:convnext_atto", exact=False)[1]),
+        },
+        "search": {name: partial(search_case, **settings) for name, settings in SEARCHES.items()},
+        "prune": {way: partial(pruned, way) for way in RETRAIN} | {"command line": command_line},
+        "resume": {  # of prune 10 batches are of the search, then 10 of each of 3 trainings
+            "search": lambda: interrupted(search_case, digits(), kills=(8, 7)),
+            "prune": lambda: interrupted(partial(pruned, "scratch"), digits(80), kills=(10, 24)),
+        },
+        "batches": seeds | {
+            "digits test": partial(digit_batches, 300, 0, train=False),
+            "folder test": partial(folder_batches, False, 0),
+            "holdout": holdout,
+        },
+        "sampling": {
+            "macs": partial(sampled, "digits:resnet", "50%"),
+            "several": partial(sampled, "mixed", "60%,params:60%"),
+        },
+        "methods": {name: partial(method_case, name) for name in METHODS},
+    }  # fmt: skip
+    few = {"trace": FEW, "search": 2, "prune": 2, "resume": 1, "sampling": 1, "methods": 2}
+    return {key: dict(islice(own.items(), few.get(key) if quick else None)) for key, own in found.items()}
 
-    for name in list(NETS)[: FEW if quick else None]:
-        yield name, lambda name=name: one(name)
-    yield (
-        "ignored layers",
-        lambda: structure(
-            call(dmcp.trace, build("digits:resnet"), torch.zeros(2, 1, 8, 8), ignore=["layer2", "conv1"])
-        ),
-    )
-    yield (
-        "inexact",
-        lambda: structure(call(dmcp.trace, build("timm:convnext_atto"), torch.zeros(2, 3, 64, 64), exact=False)),
-    )
+
+def trace_case(name: str) -> Any:
+    model, graph = traced(name)
+    found, plain, draw = structure(graph), graph.to_json(), torch.Generator().manual_seed(0)
+    keys = ("macs", "params", "memory", "memory_at", "prunable_share", "input_shape", "fingerprint", "unknown")
+    found["json"] = [[get(plain, key) for key in keys], [[it["name"], it["share"]] for it in plain["spaces"]]]
+    found["json"] += [[it["name"], it["size"]] for it in get(plain, "unprunable")]
+    found["terms"] = [[it.name, terms(it.macs), terms(it.params)] for it in get(graph, "entries")]
+    found["moments"] = [[it.name, terms(it.terms)] for it in get(graph, "moments")]
+    many = (torch.rand(5, len(graph.spaces), generator=draw) * graph.full.tensor()).long() + 1
+    points = [graph.widths(row) for row in many]
+    for kind in ("macs", "params", "memory"):
+        cost = getattr(graph, kind)
+        found[f"random {kind}"] = [[cost(widths) for widths in points], bits(cost(many)), bits(cost(many - 0.5))]
+    found["cuts"] = [all_bits(graph.cuts(widths)) for widths in points[:2]]
+    found["attributes"] = [[[key, repr(sorted(value.items()))] for key, value in sorted(graph.attributes(it).items())]
+                           for it in points]  # fmt: skip
+    found["cut"] = all_bits(dmcp.cut(model, graph, points[0]))
+    net, x = dmcp.Supernet(model, graph, groups=5, align=1), torch.rand(2, *NETS[name], generator=draw)
+    with torch.no_grad():
+        net.alpha.copy_(torch.randn(net.alpha.shape, generator=draw))
+        for mode in (True, False):
+            net.train(mode)
+            torch.manual_seed(0)  # of dropout
+            found[f"gated, train={mode}"] = all_bits([net(x, gates) for gates in (net.hard(points[0]), net.soft())])
+    return found
 
 
 def digits(images: int = 160, batch: int = 16, seed: int = 0, first: int = 0, train: bool = True) -> Any:
@@ -323,59 +347,61 @@ def digits(images: int = 160, batch: int = 16, seed: int = 0, first: int = 0, tr
     return call(place("make_loader"), chosen, batch_size=batch, train=train, seed=seed)
 
 
-SEARCHES: dict[str, dict[str, Any]] = {
-    "default": {},
-    "independent": {"independent": True},
-    "arch_loader": {"arch_loader": True},
-    "no distillation": {"distill": False},
-    "another seed": {"seed": 7},
-    "mixed": {"net": "mixed", "sort": True, "init": "random", "budget": "60%,params:70%"},
-    "accumulate": {"accumulate": 2, "epochs": 4, "init": "zero", "sampling": "uniform"},
-    "no weights": {"train_weights": False, "warmup": 0.5, "align": 4},
-    "channels": {"min_channels": {"layer2": 12}, "max_channels": 40, "budget": "memory:80%"},
-}
-
-
-def searched(net: str = "digits:resnet", arch_loader: bool = False, loader: Any = None, **settings: Any) -> Any:
+def searched(
+    net: str = "digits:resnet", arch_loader: bool = False, loader: Any = None, checkpointer: Any = None, **settings: Any
+) -> tuple[Any, Any]:
     """A search of 20 steps on digits: what it found, and its supernet."""
     model, graph = traced(net)
-    more = {name: settings.pop(name) for name in ("checkpointer",) if name in settings}
-    config = search_config(**settings)
+    config = call(dmcp.SearchConfig, **SEARCH | settings)
     supernet = dmcp.Supernet(model, graph, groups=config.groups, align=config.align)
-    more |= {"arch_loader": digits(first=640, seed=3)} if arch_loader else {}
-    return call(dmcp.search, supernet, loader or digits(), config, engine=engine(), **more), supernet
+    more = {"arch_loader": digits(first=640, seed=3)} if arch_loader else {}
+    more |= {} if checkpointer is None else {"checkpointer": checkpointer}
+    engine = call(dmcp.Engine, **ENGINE)
+    return call(dmcp.search, supernet, loader or digits(), config, engine=engine, **more), supernet
 
 
-def search_bits(found: Any, net: Any) -> dict[str, Any]:
-    return {"alphas": bits(found.alphas), "alpha": bits(net.alpha), "sizes": found.sizes.tolist(),
-            "weights": all_bits(net.model), "expected": dict(dmcp.expected(found))}  # fmt: skip
+def search_case(loader: Any = None, checkpoint: Any = None, **settings: Any) -> dict[str, Any]:
+    found, net = searched(loader=loader, checkpointer=checkpoint and checkpoint("search"), **settings)
+    names = ("step", "epoch", "lr", "weight_losses", "alpha_lr", "task_loss", "budget_loss", "ratios")
+    log = {} if checkpoint else {"log": [[get(it, name) for name in names] for it in found.log]}
+    plain = {"alphas": bits(found.alphas), "alpha": bits(net.alpha), "sizes": found.sizes.tolist()}
+    return plain | {"weights": all_bits(net.model), "expected": dict(dmcp.expected(found))} | log
 
 
-def search_cases(quick: bool) -> Cases:
-    def one(settings: dict[str, Any]) -> Any:
-        found, net = searched(**settings)
-        names = ("step", "epoch", "lr", "weight_losses", "alpha_lr", "task_loss", "budget_loss", "ratios")
-        return search_bits(found, net) | {"log": [[get(it, name) for name in names] for it in found.log]}
-
-    for name in list(SEARCHES)[: 2 if quick else None]:
-        yield name, lambda name=name: one(SEARCHES[name])
-
-
-def pruned(way: str, loader: Any = None, **more: Any) -> Any:
+def pruned(way: str, loader: Any = None, checkpoint: Any = None) -> dict[str, Any]:
     model, graph = traced("digits:resnet")
-    taught = {"kd_weight": 0.7, "kd_temperature": 3.0} if "teacher" in way or way == "trained_first" else {}
-    told = retrain(way, build("mixed", seed=5)) | {"engine": engine(), "graph": graph} | more
-    told |= {"search": search_config(), "train": train_config(**taught), "baselines": True}
+    told = retrain(way, build("mixed", seed=5))
+    taught = {"kd_weight": 0.7, "kd_temperature": 3.0} if "teacher" in way else {}
+    told |= {"search": call(dmcp.SearchConfig, **SEARCH), "train": call(dmcp.TrainConfig, **TRAIN | taught)}
+    told |= {"baselines": True, "graph": graph, "engine": call(dmcp.Engine, **ENGINE)}
+    told |= {} if checkpoint is None else {"checkpoint": checkpoint}
     result = call(dmcp.prune, model, loader or digits(80), digits(300, 100, train=False), **told)
     rows = [[ROWS.get(it.name, it.name), it.macs, it.params, it.accuracy, it.samples] for it in result.rows]
-    return {"rows": rows, "widths": dict(result.widths), "model": all_bits(result.model)} | {
-        "alphas": bits(result.search.alphas)
-    }
+    found = {"rows": rows, "widths": dict(result.widths), "model": all_bits(result.model)}
+    return found | {"alphas": bits(result.search.alphas)}
 
 
-def prune_cases(quick: bool) -> Cases:
-    for way in list(RETRAIN)[: 2 if quick else None]:
-        yield way, lambda way=way: pruned(way)
+def command_line() -> Any:
+    """The command on shards of random images; its options by any of their spellings."""
+    command = [sys.executable, "-m", "dmcp", "prune"]
+    known = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True).stdout
+    draw = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as folder:
+        for part, count in (("train", 128), ("test", 40)):
+            images = draw.integers(0, 256, (count, 8, 8, 1), dtype=np.uint8)
+            np.savez(Path(folder) / f"{part}-0.npz", images=images, labels=np.arange(count) % 10)
+        command += ["--model", "digits:resnet", "--data", folder, "--out", f"{folder}/out"]
+        for name, value in (COMMAND | {"baselines": None}).items():
+            words = [f"--{it.replace('_', '-')}" for it in SPELLINGS.get(name, (name,))]
+            word = next((it for it in words if f" {it} " in known), None)
+            if word is None:
+                raise LookupError(f"dmcp prune has none of {', '.join(words)}: see SPELLINGS")
+            command += [word] if value is None else [word, str(value)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+        assert done.returncode == 0, done.stderr[-400:]
+        (widths,) = Path(folder, "out").rglob("widths.json")
+        tensors = all_bits(load_file(widths.with_name("model.safetensors")))
+        return {"widths": json.loads(widths.read_text())["widths"], "model": tensors}
 
 
 class KilledError(Exception):
@@ -386,7 +412,7 @@ class Dying:
     """A loader that fails after some batches."""
 
     def __init__(self, loader: Any, after: int) -> None:
-        self.loader, self.batches = loader, itertools.chain(range(after), ["kill"])
+        self.loader, self.left = loader, iter(range(after))
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -396,153 +422,107 @@ class Dying:
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.loader:
-            if next(self.batches) == "kill":
+            if next(self.left, None) is None:
                 raise KilledError
             yield batch
 
 
-def interrupted(run: Callable[[Any, Callable[[str], Any]], Any], loader: Any, kills: tuple[int, ...]) -> Any:
-    """The outcome of a run that was killed after so many batches, each time begun again from its checkpoints."""
+def interrupted(run: Callable[..., Any], loader: Any, kills: tuple[int, ...]) -> Any:
+    """What a run gives that was killed after so many batches, each time begun again from its checkpoints."""
     with tempfile.TemporaryDirectory() as folder:
-        maker = get(dmcp, "Checkpointer")
-        checkpoint = lambda stage: call(maker, Path(folder) / stage, every_steps=3, every_seconds=1e6)  # noqa: E731
+
+        def checkpoint(stage: str) -> Any:
+            return call(get(dmcp, "Checkpointer"), Path(folder) / stage, every_steps=3, every_seconds=1e6)
+
         for after in kills:
             try:
-                run(Dying(loader, after), checkpoint)
+                run(loader=Dying(loader, after), checkpoint=checkpoint)
             except KilledError:
                 assert any(Path(folder).rglob("*.safetensors")), "killed before the first checkpoint"
             else:
                 raise AssertionError(f"not killed after {after} batches")
-        return run(loader, checkpoint)
+        again, whole = run(loader=loader, checkpoint=checkpoint), run(loader=loader)
+    odd = [it for it in differences(again, whole) if not it.startswith("/log:")]  # begins where it was resumed
+    assert not odd, f"resumed -> unbroken: {odd[:3]}"
+    return again
 
 
-def resume_cases(quick: bool) -> Cases:
-    """Every case also compares the two inside one checkout."""
-
-    def same(whole: Any, again: Any) -> Any:
-        assert not list(differences(whole, again)), f"resumed differs: {list(differences(whole, again))[:3]}"
-        return again
-
-    def run_search(loader: Any, checkpoint: Any) -> Any:
-        return search_bits(*searched(loader=loader, checkpointer=checkpoint("search")))
-
-    def run_prune(loader: Any, checkpoint: Any) -> Any:
-        return pruned("scratch", loader, checkpoint=checkpoint)
-
-    # prune looks at a few batches first; 10 are of the search, then 10 of each of 3 trainings
-    yield "search", lambda: same(search_bits(*searched()), interrupted(run_search, digits(), (8, 7)))
-    if not quick:
-        yield "prune", lambda: same(pruned("scratch"), interrupted(run_prune, digits(80), (10, 24)))
+def batches(loader: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"length": len(loader)}
+    for epoch in (0, 2):
+        loader.set_epoch(epoch)
+        every = list(loader)
+        found |= {f"epoch {epoch} index {index}": all_bits(every[index]) for index in (0, 1, -1)}
+    return found
 
 
-def batch_cases(quick: bool) -> Cases:
-    def some(loader: Any, epochs: tuple[int, ...] = (0, 2), indices: tuple[int, ...] = (0, 2)) -> Any:
-        found: dict[str, Any] = {"batches": len(loader)}
-        for epoch in epochs:
-            loader.set_epoch(epoch)
-            batches = list(loader)
-            found |= {f"epoch {epoch} index {index}": all_bits(batches[index]) for index in (*indices, -1)}
-        return found
-
-    def holdout() -> Any:
-        parts = place("split")(place("load_data")("digits").train, 0.2, 1)
-        loaders = [call(place("make_loader"), part, batch_size=64, train=False, seed=0) for part in parts]
-        return [some(loader, (0,)) for loader in loaders]
-
-    def folder(train: bool, seed: int) -> Any:
-        from PIL import Image
-
-        draw = torch.Generator().manual_seed(0)
-        with tempfile.TemporaryDirectory() as path:
-            for part, label, number in itertools.product(("train", "val"), ("cat", "dog"), range(8)):
-                height, width = torch.randint(40, 70, (2,), generator=draw).tolist()
-                pixels = torch.randint(0, 256, (height, width, 3), generator=draw, dtype=torch.uint8)
-                file = Path(path) / part / label / f"{number}.png"
-                file.parent.mkdir(parents=True, exist_ok=True)
-                Image.fromarray(pixels.numpy()).resize((width * 2, height * 2)).save(file)
-            data = place("load_data")(path, size=32)
-            chosen = data.train if train else data.test
-            return some(call(place("make_loader"), chosen, batch_size=4, train=train, seed=seed, workers=0))
-
-    for seed in (0, 3):
-        yield f"digits seed {seed}", lambda seed=seed: some(digits(1024, 100, seed))
-        yield f"folder seed {seed}", lambda seed=seed: folder(True, seed)
-    yield "digits test", lambda: some(digits(300, 100, train=False))
-    yield "folder test", lambda: folder(False, 0)
-    yield "holdout", holdout
+def digit_batches(images: int, seed: int, train: bool = True) -> Any:
+    return batches(digits(images, 100, seed, train=train))
 
 
-def sampling_cases(quick: bool) -> Cases:
-    def one(name: str, budget: str) -> Any:
-        found, _ = searched(net=name, epochs=2, budget=budget)
-        alphas = torch.linspace(-1, 3, found.alphas.numel()).view_as(found.alphas).contiguous()
-        fixed, draw, graph = replace(found, alphas=alphas), lambda: torch.Generator().manual_seed(5), found.graph
-        least = {space.name: 2 for space in graph.spaces}
-        widths = {
-            "expected": [dmcp.expected(fixed), dmcp.expected(fixed, align=4)],
-            "direct": dmcp.direct(fixed, n=5, generator=draw(), tries=100_000),
-            "uniform": [
-                call(dmcp.uniform, graph, it, min_widths=least, align=2, tolerance=0.9) for it in (budget, "70%")
-            ],
-            "random": [
-                call(dmcp.random_widths, graph, budget, generator=draw(), min_widths=least, align=1, tolerance=0.95)
-            ],
-        }
-        return {name: [dict(it) for it in found] for name, found in widths.items()}
-
-    yield "macs", lambda: one("digits:resnet", "50%")
-    yield "several", lambda: one("mixed", "60%,params:60%")
+def holdout() -> list[Any]:
+    parts = place("split")(place("load_data")("digits").train, 0.2, 1)
+    return [batches(call(place("make_loader"), part, batch_size=64, train=False, seed=0)) for part in parts]
 
 
-def method_cases(quick: bool) -> Cases:
-    def one(name: str, **settings: Any) -> Any:
-        model, graph = traced("digits:resnet")
-        least = graph.widths([max(1, space.size // 8) for space in graph.spaces])
-        given: dict[str, Any] = {"model": model, "graph": graph, "loader": digits(), "align": 1, "seed": 2}
-        given |= {"held_out": list(digits(64, first=1000)), "budget": dmcp.parse_budget("50%", graph)}
-        problem = call(place("Problem"), **given, recipe=train_config(), min_widths=least, engine=engine())
-        method = place("METHODS")[name]
-        config = call(method.config, **settings)
-        state = method.prepare(problem, config).state if method.prepare else model.state_dict()
-        choice = method.find(problem, config, state)
-        kept = {key: value if isinstance(value, int) else list(value) for key, value in choice.kept.items()}
-        found = {"widths": dict(choice.widths), "kept": {key: all_bits(value) for key, value in kept.items()}}
-        return found | {"passes": choice.sample_passes, "model": all_bits(choice.model)}
-
-    yield "l1", lambda: one("l1", power=1)
-    yield "sfp", lambda: one("sfp", every=1, regrowth=0.01)
-    if quick:
-        return
-    yield "fpgm", lambda: one("fpgm", every=1, regrowth=0.1)
-    yield "slimming", lambda: one("slimming", sparsity=1e-3)
-    yield "autoslim", lambda: one("autoslim", epochs=1, groups=4, subnets=1, distill=True, lr_share=0.5, batches=1)
-    agent = {"hidden": 8, "actor_lr": 1e-3, "critic_lr": 1e-2, "batch": 8}
-    yield "amc", lambda: one("amc", warmup=3, episodes=4, batches=1, agent=call(place("DdpgConfig"), **agent))
-    bred = {"hidden": 4, "groups": 4, "epochs": 1, "population": 6, "generations": 2, "parents": 2, "batches": 1}
-    yield "metapruning", lambda: one("metapruning", **bred)
+def folder_batches(train: bool, seed: int) -> Any:
+    """Image files of random pixels and sizes."""
+    draw = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as path:
+        for part, label, number in product(("train", "val"), ("cat", "dog"), range(8)):
+            file = Path(path, part, label, f"{number}.png")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            pixels = draw.integers(0, 256, (*draw.integers(40, 70, 2), 3), dtype=np.uint8)
+            Image.fromarray(pixels).resize((100, 80)).save(file)
+        data = place("load_data")(path, size=32)
+        chosen = data.train if train else data.test
+        return batches(call(place("make_loader"), chosen, batch_size=4, train=train, seed=seed, workers=0))
 
 
-SECTIONS: dict[str, Callable[[bool], Cases]] = {
-    "trace": trace_cases,
-    "search": search_cases,
-    "prune": prune_cases,
-    "resume": resume_cases,
-    "batches": batch_cases,
-    "sampling": sampling_cases,
-    "methods": method_cases,
-}
+def sampled(name: str, budget: str) -> Any:
+    """Widths of fixed alphas, and baselines."""
+    found, _ = searched(net=name, budget=budget, loader=digits(16))
+    alphas = torch.linspace(-1, 3, found.alphas.numel()).view_as(found.alphas)
+    fixed, graph = replace(found, alphas=alphas), found.graph
+    least = {space.name: 2 for space in graph.spaces}
+    draw = [torch.Generator().manual_seed(seed) for seed in (5, 6)]
+    chosen = [dmcp.expected(fixed), dmcp.expected(fixed, align=4)]
+    chosen += dmcp.direct(fixed, n=5, generator=draw[0], tries=100_000)
+    for wish in (budget, "70%"):
+        chosen.append(call(dmcp.uniform, graph, wish, min_widths=least, align=2, tolerance=0.9))
+        more = {"min_widths": least, "align": 1, "tolerance": 0.95}
+        chosen.append(call(dmcp.random_widths, graph, wish, generator=draw[1], **more))
+    return [dict(widths) for widths in chosen]
+
+
+def method_case(name: str) -> Any:
+    """What a method of `compare` chooses on digits."""
+    model, graph = traced("digits:resnet")
+    least = graph.widths([max(1, space.size // 8) for space in graph.spaces])
+    given: dict[str, Any] = {"model": model, "graph": graph, "loader": digits(), "align": 1, "seed": 2}
+    given |= {"held_out": list(digits(64, first=1000)), "budget": dmcp.parse_budget("50%", graph)}
+    given |= {"recipe": call(dmcp.TrainConfig, **TRAIN), "engine": call(dmcp.Engine, **ENGINE)}
+    problem, method = call(place("Problem"), **given, min_widths=least), place("METHODS")[name]
+    agent = {"agent": call(place("DdpgConfig"), **AGENT)} if name == "amc" else {}
+    config = call(method.config, **METHODS[name], **agent)
+    state = method.prepare(problem, config).state if method.prepare else model.state_dict()
+    choice = method.find(problem, config, state)
+    found = {"widths": dict(choice.widths), "passes": choice.sample_passes, "model": all_bits(choice.model)}
+    return found | {"kept": {key: str(list(it)) if hasattr(it, "__iter__") else it for key, it in choice.kept.items()}}
 
 
 def probe(sections: list[str], quick: bool, stem: bool) -> dict[str, Any]:
     """All cases in this process; what fails is an error of its case."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    if not stem and (loop := sys.modules.get("dmcp.searching.search")) and hasattr(loop, "find_stem"):
-        loop.find_stem = lambda net: None  # type: ignore[attr-defined]
+    if not stem:
+        with suppress(ImportError):
+            importlib.import_module("dmcp.searching.search").find_stem = lambda net: None  # type: ignore[attr-defined]
     found: dict[str, Any] = {"seconds": {}}
+    every = cases(quick)
     for section in sections:
         start = time.monotonic()
-        for name, case in SECTIONS[section](quick):
+        for name, case in every[section].items():
             try:
                 found[f"{section}/{name}"] = {"": case()}
             except Exception as error:
@@ -574,7 +554,7 @@ def run(checkout: Path, options: list[str], folder: str, name: str) -> dict[str,
     """The probe in another process."""
     out = Path(folder) / f"{name}.json"
     source = str(checkout.resolve() / "src")
-    env = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+    env = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, __file__, "--probe", str(out), *options], env=env, cwd=folder, check=True)
     found: dict[str, Any] = json.loads(out.read_text())
     if not found.pop("from").startswith(source):
@@ -587,7 +567,7 @@ def main() -> int:
     parser.add_argument("--base", type=Path, help="checkout to compare with")
     parser.add_argument("--head", type=Path, default=ROOT, help="checkout that is compared (this one)")
     parser.add_argument("--quick", action="store_true", help="fewer nets and settings")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections to run")
+    parser.add_argument("--only", nargs="+", choices=cases(True), default=list(cases(True)), help="sections to run")
     parser.add_argument("--jobs", type=int, choices=(1, 2), default=1, help="2: both checkouts at once")
     parser.add_argument("--no-stem", action="store_true", help="switch the stem off where there is one")
     parser.add_argument("--show", type=int, default=5, help="differences shown of each case")
