@@ -17,7 +17,7 @@ import dmcp.searching.search
 import dmcp.searching.search_log
 from dmcp.budget import parse, ratios
 from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError, WidthsError
-from dmcp.markov import BORDER, CERTAIN, CHAIN, INDEPENDENT, border_chances, border_start, count_peaks
+from dmcp.markov import BORDER, CERTAIN, CHAIN, INDEPENDENT, border_start
 from dmcp.searching.sandwich import Draw
 from dmcp.searching.search import search
 from dmcp.searching.searches import SearchConfig, SearchRecord, SearchResult
@@ -209,8 +209,6 @@ def test_a_border_moves_as_a_whole() -> None:
     moved = result.alphas - start.alphas
     assert moved.abs().amax(dim=1).min() > 1e-6
     torch.testing.assert_close(moved, moved[:, :1].expand_as(moved))
-    for chances in border_chances(result.process.marginals(result.alphas), result.sizes):
-        assert count_peaks(chances) == 1
     widths = BORDER.sample(result.alphas, result.sizes, 20_000, torch.Generator().manual_seed(0))
     last = result.log[-1].ratios
     share = net.graph.macs(widths).double().mean() / result.budget.limits[0].target

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -87,28 +87,6 @@ def merged(sizes: Tensor, inside: Tensor) -> Tensor:
     """
     ends = sizes.cumsum(dim=1)
     return ((sizes > 0) & (ends <= inside[:, :1]))[:, 1:]
-
-
-def border_chances(probabilities: Tensor, sizes: Tensor) -> list[list[float]]:
-    """Chance of each width that a space can have, the smallest first, by the marginals of a chain. (S, G), (S, G)"""
-    found = []
-    for row, own in zip(probabilities.tolist(), sizes.tolist(), strict=True):
-        least = [chance for chance, size in zip(row, own, strict=True) if size]  # that the width is this or larger
-        found.append([chance - further for chance, further in zip(least, [*least[1:], 0.0], strict=True)])
-    return found
-
-
-def count_peaks(chances: Sequence[float], dip: float = 0.0) -> int:
-    """Local maxima, a plateau counted once; dips of no more than `dip` between two of them are filled."""
-    peaks, rising, last = 0, True, 0.0  # last: the highest since the last dip, or the lowest since the last peak
-    for chance in [*chances, -math.inf]:
-        if rising and chance < last - dip:
-            peaks, rising, last = peaks + 1, False, chance
-        elif not rising and chance > last + dip:
-            rising, last = True, chance
-        else:
-            last = max(last, chance) if rising else min(last, chance)
-    return peaks
 
 
 # a border that moves instead of a chance for each step

@@ -26,7 +26,6 @@ from dmcp.training import TrainConfig
 
 # fields that came later, and are only written where they are not so: what was begun before goes on
 _LATER: dict[str, dict[str, Any]] = {
-    "cell": {"own": True, "teacher": "", "held_out": False},
     "engine": {"kernels": None, "pad": None},
     "job": {
         "teacher": "",
@@ -41,7 +40,6 @@ _LATER: dict[str, dict[str, Any]] = {
     "train": {"teacher_temperature": 1.0},
 }
 FACTS = ("fingerprint", "macs", "data", "teacher")  # of those of a run, what must stay as it is
-_BLIND = ("", "uniform", "dmcp", "copy")  # see no held-out images; the first: unpruned, the last: if its start does not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,21 +53,6 @@ class Cell:
     holdout: float = 0.1  # share of the training images that methods choose by
     scratch: bool = True  # whether the chosen network is trained from scratch
     fine_tune_epochs: int = 0  # epochs of the method's own way of training, where it fine-tunes; 0: not that way
-    own: bool = True  # whether the method's own way of training is done at all, where it has one
-    teacher: str = ""  # name of the cell whose network the chosen one also learns from, in the same folder
-    held_out: bool = False  # whether its network is trained without the held-out images, and tested by them alone
-
-    def __post_init__(self) -> None:
-        if self.teacher and (not self.method or self.prepares or not self.scratch):
-            raise TrainingError(
-                "Only a network that was chosen and is trained from scratch has a teacher: leave the teacher out."
-            )
-        chooses = self.method not in _BLIND or bool(self.settings.get("hold_out"))
-        if self.held_out and (chooses or not self.scratch):
-            raise TrainingError(
-                f"Held-out images can only test networks that were trained and chosen without them: {self.method!r} "
-                "chooses by them."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
