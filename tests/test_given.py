@@ -344,7 +344,7 @@ def test_parts_that_are_given_another_thing_say_what_they_take(call: Any, words:
     assert "plain list" not in str(raised.value)
 
 
-@pytest.mark.parametrize("field", ["sort", "distil", "independent", "border", "task_loss", "train_weights"])
+@pytest.mark.parametrize("field", ["sort", "distil", "independent", "task_loss", "train_weights"])
 def test_a_word_is_no_yes_or_no(field: str) -> None:
     with pytest.raises(TrainingError, match=f"^{field} must be True or False, not 'no'"):
         dmcp.SearchConfig(budget="50%", **{field: "no"})

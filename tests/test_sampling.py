@@ -18,7 +18,7 @@ from torchvision.models import mobilenet_v2
 import dmcp
 from dmcp.budget import holds, parse, spent_shares
 from dmcp.errors import BudgetError
-from dmcp.markov import BORDER, CHAIN, INDEPENDENT, Process, border_start, bounded, sample_groups
+from dmcp.markov import CHAIN, INDEPENDENT, Process, bounded, sample_groups
 from dmcp.nets import build, sample_shape
 from dmcp.sampling import FILLED, Options, direct, expected, expected_widths, filled, fit, random_widths, uniform
 from dmcp.searching.searches import SearchResult
@@ -130,12 +130,10 @@ def test_rounding_alone_would_exceed_the_budget() -> None:
     assert 0 < wrong < cases
 
 
-@pytest.mark.parametrize("process", [CHAIN, INDEPENDENT, BORDER], ids=["chain", "independent", "border"])
+@pytest.mark.parametrize("process", [CHAIN, INDEPENDENT], ids=["chain", "independent"])
 def test_the_expected_widths_are_the_means_of_samples(process: Process) -> None:
     net = wide()
     alphas = torch.randn(net[1].alpha.shape)
-    if process is BORDER:
-        alphas = border_start(net[1].sizes).float() + 2 * alphas[:, :1]
     found = result("50%", alphas, net, process=process)
     widths = process.sample(found.alphas, found.sizes, 100_000, seeded()).double()
     error = widths.std(dim=0) / len(widths) ** 0.5

@@ -31,7 +31,7 @@ from dmcp.ranks import Ranks, fewest, gather_bytes, same_everywhere, share_tenso
 _TURN = 10  # steps after which ranks agree whether to save
 _WEIGHTS = "the digest of the model's weights"
 _TEACHER = "the digest of the teacher's weights"
-_LATER = {_TEACHER: None, "search.border": False, "train.teacher_temperature": 1.0}  # what came later, as it was before
+_LATER = {_TEACHER: None, "train.teacher_temperature": 1.0}  # what came later, as it was before
 _FREE = ("log_every",)  # settings that change nothing of a result
 DONE = "done"  # whether the loop of a checkpoint was at its end
 

@@ -36,7 +36,6 @@ _LATER: dict[str, dict[str, Any]] = {
         "latency_device": "",
         "latency_runtime": "torch",
     },
-    "search": {"border": False},
     "train": {"teacher_temperature": 1.0},
 }
 FACTS = ("fingerprint", "macs", "data", "teacher")  # of those of a run, what must stay as it is
