@@ -575,14 +575,6 @@ def test_a_share_that_is_no_number_is_damage(tmp_path: Path) -> None:
     assert read_run(tmp_path).state == "damaged" and not read_run(tmp_path).rows
 
 
-def test_old_logs_still_load(tmp_path: Path) -> None:
-    (tmp_path / "settings.json").write_text("{}")
-    old = {"stage": "test", "name": "ours", "macs": 5, "params": 4, "accuracy": 0.5}
-    (tmp_path / "log.jsonl").write_text(json.dumps(old) + "\n")
-    (row,) = read_run(tmp_path).rows
-    assert row == Row("ours", 5, 4, 0.5) and not row.own_metric
-
-
 def test_it_is_said_once_that_a_stop_was_asked_for(capsys: Capture) -> None:
     with _signals() as asked:
         for _ in range(3):

@@ -113,11 +113,6 @@ def check_begun(wanted: Sequence[Task], folder: Path) -> None:
     for task in wanted:
         if fields := changed_fields(task, folder):
             known = f", which is in {folder / COMMANDS}" if (folder / COMMANDS).exists() else ""
-            if foreign := task.plan.foreign_fields(read_json(_plan_path(task, folder))):
-                raise FileError(
-                    f"{folder / task.name} was begun by another version of dmcp ({', '.join(foreign)} is not in both): "
-                    f"give --out another folder, or go on with the version that began it{known}."
-                )
             raise FileError(
                 f"{folder / task.name} was begun with other settings ({', '.join(fields)}): give --out another folder, "
                 f"or the command that began it{known}."

@@ -24,20 +24,6 @@ from dmcp.running.operations import OPERATIONS
 from dmcp.searching.searches import SearchConfig
 from dmcp.training import TrainConfig
 
-# fields that came later, and are only written where they are not so: what was begun before goes on
-_LATER: dict[str, dict[str, Any]] = {
-    "engine": {"kernels": None, "pad": None},
-    "job": {
-        "teacher": "",
-        "teacher_model": "",
-        "teacher_model_args": (),
-        "latency": "",
-        "latency_batch": 1,
-        "latency_device": "",
-        "latency_runtime": "torch",
-    },
-    "train": {"teacher_temperature": 1.0},
-}
 FACTS = ("fingerprint", "macs", "data", "teacher")  # of those of a run, what must stay as it is
 
 
@@ -73,28 +59,13 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        plain = asdict(self) | {"options": dict(self.options)}
-        for part, usual in _LATER.items():
-            for name, value in usual.items():
-                if plain[part] is not None and plain[part][name] == value:
-                    del plain[part][name]
-        return plain
-
-    def foreign_fields(self, stored: Mapping[str, Any]) -> list[str]:
-        """Fields of a stored plan that this version has not, or the other way round: another version wrote it."""
-        found: set[str] = set()
-        for part, now in asdict(self).items():
-            before = stored.get(part)
-            if part != "options" and isinstance(now, dict) and isinstance(before, dict):
-                lacks = now.keys() - before.keys() - _LATER.get(part, {}).keys()
-                found |= {f"{part}.{name}" for name in lacks | (before.keys() - now.keys())}
-        return sorted(found)
+        return asdict(self) | {"options": dict(self.options)}
 
 
 def plan_from_json(data: Mapping[str, Any], path: object) -> Plan:
     """The plan of a run; FileError where it is not one of this version."""
     try:
-        return from_plain(Plan, {it.name: data[it.name] for it in fields(Plan) if it.name in data or it.name != "cell"})
+        return from_plain(Plan, {it.name: data[it.name] for it in fields(Plan)})
     except (KeyError, TypeError, ValueError, OverflowError, TrainingError) as error:
         raise FileError(
             f"{path}: not the settings of a run of this version ({quote(error)}): another version of dmcp began it, "
