@@ -104,7 +104,6 @@ def run_train(args: argparse.Namespace) -> None:
         "dmcp": lambda: Widths.from_json(json.loads(args.widths.read_text())),
         "full": lambda: graph.full,
         "uniform": lambda: sampling.uniform(graph, limit),
-        # docs/cifar10.md has random widths that were drawn so
         "random": lambda: sampling.random_widths(graph, limit, seeded(args.seed), tolerance=0.95),
     }[kind]()
     small = cut(model, graph, widths)

@@ -67,7 +67,6 @@ def train_plain(ranks: Ranks, batch: int) -> dict[str, Any]:
             init="zero",
             alpha_lr=5.0,
         ),
-        "search of borders": search(plain(ranks), loader(ranks, batch), reference_batch=4 * batch, border=True),
         "training": train(plain(ranks), loader(ranks, batch), lr=0.2, reference_batch=batch),
     }
 

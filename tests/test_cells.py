@@ -5,7 +5,6 @@ The cells are the real command in forked children of test_resume, each of which 
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
@@ -19,19 +18,13 @@ from typing import Any
 
 import pytest
 import test_resume
-import torch
 from test_resume import ADD, NET, REPLACE, STEP, Commands, Moment, checkpoints, contents, save_of, step_of
 
-from dmcp.comparison.cell_files import CHOICE, CHOSEN, COST, is_done, lend_widths
-from dmcp.comparison.cells import COPY
-from dmcp.comparison.comparing import Comparison, Task, plan_cell, tasks
+from dmcp.comparison.cell_files import CHOICE, CHOSEN, COST, is_done
+from dmcp.comparison.comparing import Comparison, Task, tasks
 from dmcp.engine import Engine
-from dmcp.retraining import Retrain, train_all
-from dmcp.running.jobs import Job, open_job
-from dmcp.running.plans import Cell
+from dmcp.running.jobs import Job
 from dmcp.runs import PREPARED
-from dmcp.saving import load
-from dmcp.spaces import Widths
 from dmcp.training import TrainConfig
 
 METHODS = ("slimming", "amc", "sfp", "dmcp")
@@ -46,19 +39,15 @@ TABLE = Comparison(
     fine_tune_epochs=1,
 )
 DMCP, SFP, SLIMMING, AMC = "dmcp-50%-seed0", "sfp-50%-seed0", "slimming-50%-seed0", "amc-50%-seed0"
-TAUGHT = "dmcp-distilled-50%-seed0"  # dmcp's widths, with the unpruned network as teacher
 KEPT = ("log.jsonl", "model.safetensors", "widths.json", "search.safetensors", "search.json", CHOICE, CHOSEN, PREPARED)
 WRITE = "dmcp.runs:Run.write"
-AGAIN = "start the dmcp compare or dmcp paper that this cell is of again."
+AGAIN = "start the dmcp compare that this cell is of again."
 
 
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Task]:
     """The cells by name, each with a file of its plan and checkpoints after every tenth step."""
-    cell = Cell(method=COPY, uses=DMCP, teacher="unpruned-seed0")
-    taught = Task(TAUGHT, plan_cell(TABLE, 0, cell, "50%"), (DMCP, "unpruned-seed0"))
-    every = (*tasks(TABLE), taught)
-    return {task.name: replace(task, plan=replace(task.plan, every_steps=10)) for task in every}
+    return {task.name: replace(task, plan=replace(task.plan, every_steps=10)) for task in tasks(TABLE)}
 
 
 @pytest.fixture(scope="module")
@@ -138,10 +127,6 @@ KILLS: dict[tuple[str, str], tuple[Moment, ...]] = {
     ("slimming-seed0", "a network that is prepared"): (step_of("slimming,-choosing", 12),),
     ("base-seed0", "before its cost is written"): ((WRITE, COST, 1),),
     ("unpruned-seed0", "training"): (step_of("unpruned", 12),),
-    (TAUGHT, "widths copied, but not noted"): (save_of("choice", 1),),
-    (TAUGHT, "training, before its first checkpoint"): (step_of("copy", 4),),
-    (TAUGHT, "training, after it"): (step_of("copy", 14),),
-    (TAUGHT, "before the network is saved"): (("dmcp.comparison.cells:save", "", 1),),
 }
 
 
@@ -153,7 +138,6 @@ QUICK = {  # one of each kind; the others take a minute together
     (AMC, "choosing, among the lines of its log"),
     (AMC, "final training"),
     ("slimming-seed0", "a network that is prepared"),
-    (TAUGHT, "training, after it"),
 }
 
 
@@ -193,59 +177,6 @@ def test_a_cell_that_is_asked_to_stop(begin: Any, whole: Path, tmp_path: Path) -
     assert end.err.endswith("everything up to here is saved. The command that started it goes on with it.\n")
     assert begin(DMCP).code == 0
     assert_same(tmp_path / DMCP, whole / DMCP)
-
-
-# taught
-
-
-def test_a_taught_cell_is_the_network_of_a_run_with_a_teacher(
-    commands: Commands, plans: dict[str, Task], whole: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(commands.folder))
-    plan = plans[TAUGHT].plan
-    opened = open_job(plan.job)
-    widths = opened.graph.widths(Widths.from_json(json.loads((whole / DMCP / CHOICE).read_text())["widths"]))
-    assert plan.train is not None
-    nets = train_all(
-        opened.fresh,
-        opened.graph,
-        {"ours": widths},
-        opened.loaders.train,
-        plan.train,
-        Retrain.TEACHER,
-        engine=plan.engine,
-    )
-    taught, alone = (load(whole / name, opened.fresh).state_dict() for name in (TAUGHT, DMCP))
-    for name, tensor in nets["ours"].state_dict().items():
-        torch.testing.assert_close(tensor, taught[name], rtol=1e-4, atol=1e-5)  # threads add up in another order
-    assert any((taught[name] - alone[name]).abs().max() > 1e-2 for name in taught)
-
-
-def test_a_cell_that_goes_on_to_uniform_widths(
-    commands: Commands, plans: dict[str, Task], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(commands.folder))
-    graph = open_job(plans[DMCP].plan.job).graph
-    same = [*json.loads((whole / SFP / "widths.json").read_text())["widths"].values()]  # which are uniform
-    every = [graph.widths(it) for it in itertools.product(*(range(1, space.size + 1) for space in graph.spaces))]
-    inside = [widths for widths in every if 0.9 <= 2 * graph.macs(widths) / graph.macs() <= 1]
-    far = max(inside, key=lambda widths: abs(next(iter(widths.values())) - same[0]))
-    lend_widths(tmp_path, DMCP, far)
-    cell = Cell(method=COPY, uses=DMCP, settings={"toward_uniform": 1.0})  # few widths fit between in this network
-    task = Task("even-50%-seed0", plan_cell(TABLE, 0, cell, "50%"), (DMCP,))
-    end = commands.run(["cell", write_plan(task, tmp_path), tmp_path / task.name])
-    assert (end.code, end.err) == (0, "")
-    found = [*json.loads((tmp_path / task.name / "widths.json").read_text())["widths"].values()]
-    assert found == same != [*far.values()]
-
-
-def test_a_taught_cell_without_its_teacher_says_so(
-    commands: Commands, plans: dict[str, Task], whole: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(whole / DMCP, tmp_path / DMCP)
-    end = commands.run(["cell", write_plan(plans[TAUGHT], tmp_path), tmp_path / TAUGHT])
-    assert (end.code, end.out) == (2, "") and str(tmp_path / "unpruned-seed0") in end.err
-    assert end.err.endswith(f"the network that this cell learns from is not there: {AGAIN}\n")
 
 
 # refused

@@ -404,15 +404,12 @@ def test_what_the_device_cannot_run_is_noticed_once(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dmcp.commands.compare.run_comparison", lambda *_: [])
-    monkeypatch.setattr("dmcp.commands.paper.run_tasks", lambda *_: [])
     monkeypatch.setattr("dmcp.commands.bench._measure_job", lambda *_: [])
     monkeypatch.setattr("dmcp.commands.bench._show", lambda *_: None)
     network = ("--model", "digits:resnet", "--data", "digits", "--device", "cpu", "--quiet")
-    places = ("--out", str(tmp_path / "out"), "--results", str(tmp_path / "results"))
     for command in (
         ("train", *SMALL, "--epochs", "1", "--out", str(tmp_path / "run")),
         ("compare", *network, "--epochs", "1", "--methods", "uniform", "--out", str(tmp_path / "out")),
-        ("paper", "warmup", *network, "--epochs", "1", "--batch", "64", *places),
         ("bench", *network),
     ):
         assert run(capsys, *command, "--kernels", "--graphs")[::2] == (0, NO_GRAPHS + NO_KERNELS), command
@@ -424,14 +421,11 @@ def test_what_a_person_may_not_know_is_said_once_for_all_cells(
 ) -> None:
     started: list[Task] = []
     monkeypatch.setattr("dmcp.commands.compare.run_comparison", lambda it, *_: started.extend(tasks(it)) or [])
-    monkeypatch.setattr("dmcp.commands.paper.run_tasks", lambda *_: [])
     network = ("--model", "digits:resnet", "--model-args", "num_classes=12", "--data", "digits", "--device", "cpu")
     usual = ("--quiet", "--epochs", "1", "--batch", "128", "--out", str(tmp_path / "out"))
     told = "The network has 12 outputs, the data have 10 classes: build it with num_classes=10, unless that is meant.\n"
-    results = ("--results", str(tmp_path / "results"))
-    for command in (("compare", "--methods", "uniform"), ("paper", "warmup", *results), ("paper", "scale", *results)):
-        for more in ((), ("--dry-run",)):
-            assert run(capsys, *command, *network, *usual, *more)[::2] == (0, told), command
+    for more in ((), ("--dry-run",)):
+        assert run(capsys, "compare", "--methods", "uniform", *network, *usual, *more)[::2] == (0, told)
     monkeypatch.setattr("dmcp.commands.compare.run_cell", lambda here: None)
     (tmp_path / "plan.json").write_text(json.dumps(started[0].plan.to_json()))
     cell = run(capsys, "cell", str(tmp_path / "plan.json"), str(tmp_path / "cell"))

@@ -259,33 +259,6 @@ def test_a_folder_of_other_settings_is_refused(folder: Path) -> None:
     assert contents(folder) == before and calls(folder) == []
 
 
-@pytest.mark.parametrize(
-    ("part", "gone", "new"), [("cell", "slimmable", ""), ("train", "", "momentum"), ("search", "older", "align")]
-)
-def test_a_folder_of_another_version_is_refused_as_such(folder: Path, part: str, gone: str, new: str) -> None:
-    """No command of this version would fit it, so the way out is another one."""
-    run_comparison(SMALL, folder, quiet=True)
-    path = folder / PLANS / "amc-50%-seed0.json"
-    plan = json.loads(path.read_text())
-    plan[part] |= {gone: False} if gone else {}
-    if new:
-        del plan[part][new]
-    path.write_text(json.dumps(plan))
-    names = ", ".join(f"{part}.{name}" for name in sorted((gone, new)) if name)
-    with pytest.raises(FileError) as error:
-        run_comparison(SMALL, folder, quiet=True)
-    assert str(error.value) == (
-        f"{folder / 'amc-50%-seed0'} was begun by another version of dmcp ({names} is not in both): give --out another "
-        f"folder, or go on with the version that began it, which is in {folder / COMMANDS}."
-    )
-
-
-def test_fields_that_are_only_written_where_they_say_something_are_of_this_version(folder: Path) -> None:
-    run_comparison(SMALL, folder, quiet=True)
-    with pytest.raises(FileError, match=r"begun with other settings \(engine.kernels\)"):
-        run_comparison(replace(SMALL, engine=Engine(kernels=False)), folder, quiet=True)
-
-
 def test_nothing_is_written_before_a_refusal(folder: Path) -> None:
     run_comparison(SMALL, folder, quiet=True)
     before = contents(folder)
@@ -513,7 +486,7 @@ def test_seeds_of_one_row_have_the_same_settings(folder: Path) -> None:
     path = folder / cell_runs.PLANS / "slimming-50%-seed0.json"
     plan = json.loads(path.read_text())
     place = folder / "slimming-50%-seed5"
-    shutil.copytree(folder / "slimming-50%-seed0", place)  # as older versions let it happen
+    shutil.copytree(folder / "slimming-50%-seed0", place)
     plan["job"]["seed"], plan["cell"]["settings"] = 5, {"sparsity": 0.2}
     path.with_name("slimming-50%-seed5.json").write_text(json.dumps(plan))
     with pytest.raises(FileError, match="slimming-50%-seed0 and slimming-50%-seed5 are not the same method"):

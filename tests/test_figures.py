@@ -88,21 +88,10 @@ def test_every_space_is_named_with_its_widths() -> None:
 
 
 def test_distributions_say_seed_and_which_structures() -> None:
-    (axes,) = figures.cost_distribution(found(), 5, "a title").axes
-    assert axes.get_title().startswith("a title\nall of 3,000 structures drawn with seed 5, inside the budget or not")
-    told = figures.width_distribution(found(alpha=-3.0), 5, "a title").get_suptitle()
-    assert told.startswith("a title\n") and "3,000 structures inside the budget, drawn with seed 5" in told
-
-
-def test_points_stay_where_they_are() -> None:
-    """Marks of one budget are moved by half a point of the MACs at most, and each is of its own kind."""
-    points = [(share, 0.9, 0.01) for share in (0.15, 0.5, 1.0)]
-    others = {f"other {number}": points for number in range(9)}
-    axes, *_ = figures.accuracy_over_macs({"one": points, "two": points}, others, "title").axes
-    marks = [box.lines[0] for box in axes.containers]
-    for mark in marks:
-        assert all(abs(x - share) <= 0.005 + 1e-9 for x, (share, _, _) in zip(mark.get_xdata(), points, strict=True))
-    assert len({(mark.get_marker(), mark.get_color()) for mark in marks}) == len(marks) == 11
+    (axes,) = figures.cost_distribution(found(), 5).axes
+    assert axes.get_title().startswith("all of 3,000 structures drawn with seed 5, inside the budget or not")
+    told = figures.width_distribution(found(alpha=-3.0), 5).get_suptitle()
+    assert "3,000 structures inside the budget, drawn with seed 5" in told
 
 
 @pytest.mark.parametrize(

@@ -344,7 +344,7 @@ def test_parts_that_are_given_another_thing_say_what_they_take(call: Any, words:
     assert "plain list" not in str(raised.value)
 
 
-@pytest.mark.parametrize("field", ["sort", "distil", "independent", "border", "task_loss", "train_weights"])
+@pytest.mark.parametrize("field", ["sort", "distil", "independent", "task_loss", "train_weights"])
 def test_a_word_is_no_yes_or_no(field: str) -> None:
     with pytest.raises(TrainingError, match=f"^{field} must be True or False, not 'no'"):
         dmcp.SearchConfig(budget="50%", **{field: "no"})
@@ -573,14 +573,6 @@ def test_a_share_that_is_no_number_is_damage(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text("{}")
     (tmp_path / "log.jsonl").write_text(json.dumps({"stage": "test"} | asdict(Row(OURS, 5, 5, math.nan))) + "\n")
     assert read_run(tmp_path).state == "damaged" and not read_run(tmp_path).rows
-
-
-def test_old_logs_still_load(tmp_path: Path) -> None:
-    (tmp_path / "settings.json").write_text("{}")
-    old = {"stage": "test", "name": "ours", "macs": 5, "params": 4, "accuracy": 0.5}
-    (tmp_path / "log.jsonl").write_text(json.dumps(old) + "\n")
-    (row,) = read_run(tmp_path).rows
-    assert row == Row("ours", 5, 4, 0.5) and not row.own_metric
 
 
 def test_it_is_said_once_that_a_stop_was_asked_for(capsys: Capture) -> None:

@@ -27,7 +27,7 @@ from dmcp import keeping
 from dmcp.checkpoints import load_checkpoint
 from dmcp.engine import Engine
 from dmcp.errors import DataError, FileError, StoppedError, TrainingError
-from dmcp.keeping import Feed, Keeper, State, plain_settings, random_state, set_random_state, untouched
+from dmcp.keeping import Feed, Keeper, State, random_state, set_random_state, untouched
 from dmcp.optimizers import state_tensors
 from dmcp.pruning import prune
 from dmcp.ranks import ALONE, Ranks
@@ -375,18 +375,6 @@ def test_folders_of_an_older_version_go_on(tmp_path: Path) -> None:
     assert pruned(tmp_path, seed=1) == first  # what was not kept cannot be compared
 
 
-def test_a_job_of_a_version_without_borders_had_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def older(*given: Any) -> dict[str, Any]:
-        return {name: value for name, value in plain_settings(*given).items() if name != "search.border"}
-
-    with monkeypatch.context() as patch:
-        patch.setattr("dmcp.pruning.plain_settings", older)
-        first = pruned(tmp_path)
-    with pytest.raises(FileError, match=r"search\.border was false, is true"):
-        pruned(tmp_path, search=replace(SHORT["search"], border=True))
-    assert pruned(tmp_path) == first
-
-
 # searching and training
 
 
@@ -407,8 +395,7 @@ def searched(folder: Path | None, seen: dict[int, Any], seed: int, act: Act = cr
     """All that a search comes to; the seed is that of the process, whose generators the loaders use."""
     seeded(seed)
     net = Supernet(fresh(), graph(), groups=4)
-    more = {"accumulate": how.get("accumulate", 1), "border": how.get("border", False)}
-    config = SearchConfig(budget=0.5, groups=4, epochs=4, log_every=7, **more)
+    config = SearchConfig(budget=0.5, groups=4, epochs=4, log_every=7, accumulate=how.get("accumulate", 1))
     asked: list[bool] = []
     loss = loss_that(act, call, asked)
     found = search(
@@ -464,7 +451,6 @@ WAYS: list[tuple[Any, dict[str, Any]]] = [
     (searched, {}),
     (searched, {"accumulate": 2}),
     (searched, {"arch": True}),
-    (searched, {"border": True}),
     (searched, {"arch": True, "accumulate": 2, "loader": Replayed}),
     (trained, {}),
     (trained, {"loader": Replayed, "momentum": 0.0}),

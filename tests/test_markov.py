@@ -14,9 +14,7 @@ from dmcp.markov import (
     CHAIN,
     INDEPENDENT,
     Process,
-    border_chances,
     bounded,
-    count_peaks,
     group_sizes,
     independent_marginals,
     independent_moment,
@@ -223,43 +221,3 @@ def test_moments_of_independent_groups(power: int) -> None:
         assert found[row].item() == pytest.approx(sum(chance * width**power for width, chance in every))
     if power > 1:  # the chain's formula is another one
         assert not torch.allclose(found, moment(independent_marginals(ALPHA), SIZES, power))
-
-
-# peaks
-
-
-def test_border_chances_are_those_of_all_outcomes() -> None:
-    sizes = torch.stack(
-        [SIZES[0], torch.tensor([2, 0, 3, 0])]
-    )  # the second: a bound has emptied one, another is behind
-    found = border_chances(marginals(ALPHA), sizes)
-    for row in range(2):
-        every = chances(ALPHA[row], sizes[row], CHAIN)
-        assert found[row] == pytest.approx([every[width] for width in sorted(every)])
-
-
-@pytest.mark.parametrize(
-    ("heights", "strict", "filled"),
-    [
-        ([0.1, 0.2, 0.4, 0.3], 1, 1),
-        ([0.4, 0.3, 0.2, 0.1], 1, 1),  # at either end, too
-        ([0.1, 0.2, 0.7], 1, 1),
-        ([0.1, 0.4, 0.4, 0.1], 1, 1),  # a plateau is one peak
-        ([0.3, 0.3, 0.1, 0.3], 2, 2),
-        ([0.3, 0.28, 0.3, 0.12], 2, 1),  # a dip of two points
-        ([0.06, 0.02, 0.92], 2, 1),
-        ([0.5, 0.1, 0.3, 0.0, 0.1], 3, 3),
-        ([1.0], 1, 1),
-        ([0.02] * 25 + [0.01] + [0.02] * 24, 2, 1),  # many groups: all of them low
-    ],
-)
-def test_peaks_are_local_maxima(heights: list[float], strict: int, filled: int) -> None:
-    assert (count_peaks(heights), count_peaks(heights, 0.05)) == (strict, filled)
-    assert (count_peaks(heights[::-1]), count_peaks(heights[::-1], 0.05)) == (strict, filled)
-
-
-def test_equal_alphas_have_two_peaks_unless_few_survive() -> None:
-    """Where searches start: the floor, and all groups."""
-    for alpha, peaks in ((2.0, 2), (0.0, 1)):
-        found = border_chances(marginals(torch.full((1, 9), alpha, dtype=torch.float64)), torch.ones(1, 10))
-        assert count_peaks(found[0]) == peaks

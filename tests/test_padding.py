@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 import dmcp
 from dmcp import retraining
-from dmcp.comparison import cells
 from dmcp.cutting import cut, reinitialise
 from dmcp.engine import Engine
 from dmcp.nets import build
@@ -159,23 +157,3 @@ def test_padding_is_for_gpus_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, it=capability: it)
         assert Engine().pads(gpu) is half and Engine(pad=True).pads(gpu) and not Engine(pad=False).pads(gpu)
         assert not Engine(precision="float32").pads(gpu)  # type: ignore[arg-type]
-
-
-def test_a_cell_with_a_teacher_is_padded_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    net, graph = traced(lambda: build("digits:resnet"))
-    opened, plan = SimpleNamespace(fresh=net, graph=graph), SimpleNamespace(train=SHORT, engine=Engine(pad=True))
-    given: list[nn.Module] = []
-
-    def learn(here: Any, name: str, model: nn.Module, *others: Any) -> None:
-        given.append(model)
-        for parameter in model.parameters():
-            nn.init.constant_(parameter, 3.0)
-
-    monkeypatch.setattr(Engine, "pads", lambda engine, device: bool(engine.pad))
-    monkeypatch.setattr(cells, "load_network", lambda *args: net)
-    monkeypatch.setattr(cells, "_train", learn)
-    cell, here = SimpleNamespace(teacher="unpruned", method="copy"), SimpleNamespace(opened=opened, plan=plan)
-    small = cells._train_taught(here, cell, odd(graph), None)  # type: ignore[arg-type]
-    (wide,) = given
-    assert wide is not small and all((parameter == 3).all() for parameter in small.parameters())
-    assert [p.shape for p in small.parameters()] == [p.shape for p in cut(net, graph, odd(graph)).parameters()]

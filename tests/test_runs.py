@@ -16,7 +16,7 @@ from test_pruning import SEARCH, TRAIN, Noise, traced
 import dmcp
 from dmcp.checkpoints import Checkpoint, save_checkpoint
 from dmcp.errors import DmcpError, FileError, WidthsError
-from dmcp.markov import BORDER, CHAIN, INDEPENDENT, Process
+from dmcp.markov import CHAIN, INDEPENDENT, Process
 from dmcp.pruning import Event, PruneResult
 from dmcp.runs import free_folder, load_search, open_run, read_json, save_search
 
@@ -68,15 +68,11 @@ def test_a_run_is_a_folder_that_can_be_read_back(tmp_path: Path) -> None:
     assert found.budget == result.search.budget
 
 
-@pytest.mark.parametrize("process", [CHAIN, INDEPENDENT, BORDER], ids=["chain", "independent", "border"])
+@pytest.mark.parametrize("process", [CHAIN, INDEPENDENT], ids=["chain", "independent"])
 def test_a_search_is_read_with_what_its_alphas_mean(tmp_path: Path, process: Process) -> None:
     found = replace(pruned()[0].search, process=process)
     save_search(found, tmp_path)
     assert load_search(tmp_path, found.graph).process is process
-    facts = read_json(tmp_path / "search.json")
-    if not facts.pop("border"):  # as older files are
-        (tmp_path / "search.json").write_text(json.dumps(facts))
-        assert load_search(tmp_path, found.graph).process is process
 
 
 def test_a_folder_with_files_is_refused_and_a_free_name_is_found(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torchvision.models import mobilenet_v2
 import dmcp
 from dmcp.budget import holds, parse, spent_shares
 from dmcp.errors import BudgetError
-from dmcp.markov import BORDER, CHAIN, INDEPENDENT, Process, border_start, bounded, sample_groups
+from dmcp.markov import CHAIN, INDEPENDENT, Process, bounded, sample_groups
 from dmcp.nets import build, sample_shape
 from dmcp.sampling import FILLED, Options, direct, expected, expected_widths, filled, fit, random_widths, uniform
 from dmcp.searching.searches import SearchResult
@@ -93,24 +93,6 @@ def test_final_widths_leave_little_of_the_budget(name: str) -> None:
     assert share(found, expected(replace(found, tolerance=0.995))) >= 0.995  # a search that is to use more
 
 
-@pytest.mark.parametrize("align", [1, 4])
-def test_expected_widths_may_go_some_of_the_way_to_uniform_ones(align: int) -> None:
-    graph, net = wide(align=align)
-    found = result("50%", 2 + 3 * torch.randn(net.alpha.shape, generator=seeded()), (graph, net), align)
-    ours, same = expected(found), uniform(graph, found.budget, net.floor, align)
-    assert expected(found, toward_uniform=0) == ours != same == expected(found, toward_uniform=1)
-    ends = torch.stack([ours.tensor(), same.tensor()]).double()
-    far = [(widths := expected(found, toward_uniform=share)).tensor() for share in (0.25, 0.5, 0.75)]
-    for share_of, at in zip((0.25, 0.5, 0.75), far, strict=True):
-        wish = torch.lerp(*ends, share_of)
-        assert (at - wish).abs().max() <= max(2 * align, 0.1 * wish.max())
-        assert FILLED <= share(found, graph.widths(at)) <= 1
-    assert all(w % align == 0 or w == space.size for w, space in zip(widths.values(), graph.spaces, strict=True))
-    for wrong in (-0.1, 1.1, float("nan"), "half"):
-        with pytest.raises(BudgetError, match="toward_uniform must be a number from 0 to 1"):
-            expected(found, toward_uniform=wrong)  # type: ignore[arg-type]
-
-
 def test_rounding_alone_would_exceed_the_budget() -> None:
     """Peers round the expected widths and never count again."""
     graph, net = wide()
@@ -130,12 +112,10 @@ def test_rounding_alone_would_exceed_the_budget() -> None:
     assert 0 < wrong < cases
 
 
-@pytest.mark.parametrize("process", [CHAIN, INDEPENDENT, BORDER], ids=["chain", "independent", "border"])
+@pytest.mark.parametrize("process", [CHAIN, INDEPENDENT], ids=["chain", "independent"])
 def test_the_expected_widths_are_the_means_of_samples(process: Process) -> None:
     net = wide()
     alphas = torch.randn(net[1].alpha.shape)
-    if process is BORDER:
-        alphas = border_start(net[1].sizes).float() + 2 * alphas[:, :1]
     found = result("50%", alphas, net, process=process)
     widths = process.sample(found.alphas, found.sizes, 100_000, seeded()).double()
     error = widths.std(dim=0) / len(widths) ** 0.5

@@ -17,7 +17,7 @@ import dmcp.searching.search
 import dmcp.searching.search_log
 from dmcp.budget import parse, ratios
 from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError, WidthsError
-from dmcp.markov import BORDER, CERTAIN, CHAIN, INDEPENDENT, border_chances, border_start, count_peaks
+from dmcp.markov import CERTAIN, CHAIN, INDEPENDENT
 from dmcp.searching.sandwich import Draw
 from dmcp.searching.search import search
 from dmcp.searching.searches import SearchConfig, SearchRecord, SearchResult
@@ -142,7 +142,7 @@ def test_the_budget_alone_brings_the_expected_cost_into_the_band(budget: str, in
     assert max(costs) == pytest.approx(seen[-1], abs=0.03)
 
 
-@pytest.mark.parametrize("more", [{}, {"independent": True}, {"border": True}])
+@pytest.mark.parametrize("more", [{}, {"independent": True}])
 def test_target_starts_at_the_budget(more: dict[str, Any]) -> None:
     _, result = ran(short(**more))
     first = next(record for record in result.log if record.ratios)
@@ -199,62 +199,6 @@ def test_independent_gates() -> None:
     alone = ratios(parse("50%", net.graph), net.graph, INDEPENDENT.marginals(net.alpha), net.sizes, INDEPENDENT)
     assert result.log[0].ratios == pytest.approx(alone.tolist(), rel=1e-5)
     assert result.log[0].ratios != pytest.approx(chain.log[0].ratios, rel=1e-2)
-
-
-def test_a_border_moves_as_a_whole() -> None:
-    still = {"alpha_lr": 0, "alpha_min_lr": 0}
-    _, start = ran(short(border=True, **still))
-    net, result = ran(short(border=True))
-    assert result.process is BORDER
-    moved = result.alphas - start.alphas
-    assert moved.abs().amax(dim=1).min() > 1e-6
-    torch.testing.assert_close(moved, moved[:, :1].expand_as(moved))
-    for chances in border_chances(result.process.marginals(result.alphas), result.sizes):
-        assert count_peaks(chances) == 1
-    widths = BORDER.sample(result.alphas, result.sizes, 20_000, torch.Generator().manual_seed(0))
-    last = result.log[-1].ratios
-    share = net.graph.macs(widths).double().mean() / result.budget.limits[0].target
-    assert last is not None and share == pytest.approx(last[0], abs=0.05)
-
-
-def test_a_border_starts_at_the_same_share_of_every_space() -> None:
-    _, result = ran(short(border=True, alpha_lr=0, alpha_min_lr=0))
-    widths = BORDER.moment(BORDER.marginals(result.alphas), result.sizes, 1)
-    shares = widths / result.sizes.sum(dim=1)
-    assert shares.max() - shares.min() < 0.1  # but for groups of different sizes
-
-
-def test_the_budget_alone_moves_a_border_into_the_band() -> None:
-    net = supernet()
-    net.alpha.data = border_start(net.sizes).float() + 3
-    way = {"warmup": 0, "epochs": 100, "task_loss": False, "train_weights": False, "alpha_min_lr": 0.5}
-    result = search(net, Noise(), short(border=True, init="given", **way))
-    seen = [max(record.ratios or ()) for record in result.log]
-    assert seen[0] > 1.2 and 0.94 < seen[-1] < 1.01
-
-
-def test_given_alphas_that_grow_along_a_space_are_no_border() -> None:
-    net = supernet()
-    with torch.no_grad():
-        net.alpha[2, 1] = 0.5
-    with pytest.raises(TrainingError, match="alphas of a border must never grow along a space"):
-        search(net, Noise(), short(border=True, init="given"))
-    with torch.no_grad():
-        net.alpha[2, 0] = 0.5
-    assert search(net, Noise(), short(border=True, init="given")).process is BORDER
-
-
-def test_a_border_stays_inside_bounds() -> None:
-    _, result = ran(short(border=True, smallest={"stem": 5}, largest={"conv3": 4, "conv1": 5}, epochs=6))
-    widths = BORDER.sample(result.alphas, result.sizes, 20_000)
-    assert widths.amin(dim=0).tolist() == [5, 1, 2, 2]
-    assert widths.amax(dim=0).tolist() == [8, 5, 4, 11]
-
-
-@pytest.mark.parametrize("more", [{"independent": True}, {"init": "zero"}, {"init": "random"}])
-def test_what_a_border_cannot_be(more: dict[str, Any]) -> None:
-    with pytest.raises(dmcp.TrainingError, match="border"):
-        short(border=True, **more)
 
 
 def test_alphas_see_only_their_own_data() -> None:

@@ -22,7 +22,6 @@ import dmcp
 from dmcp import runs, training
 from dmcp.batches import generator
 from dmcp.errors import TrainingError
-from dmcp.keeping import plain_settings
 from dmcp.losses import ImitationWarning, classification_loss, imitation, top1
 from dmcp.nets import build
 from dmcp.pruning import OURS, UNIFORM, UNPRUNED, Event, TeacherWarning
@@ -349,25 +348,6 @@ def test_a_job_goes_on_with_the_same_teacher_only(tmp_path: Path) -> None:
     assert same(tensors(again.model), tensors(whole.model))
 
 
-def test_a_job_of_a_version_without_teachers_had_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def older(*given: Any) -> dict[str, Any]:
-        new = ("the digest of the teacher's weights", "train.teacher_temperature")
-        return {name: value for name, value in plain_settings(*given).items() if name not in new}
-
-    def keep(name: str) -> dmcp.Keeper:
-        return dmcp.Keeper(tmp_path / name, every_steps=1, asked_to_stop=lambda: True)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("dmcp.pruning.plain_settings", older)
-        with pytest.raises(dmcp.StoppedError):
-            prune(retrain="teacher", keep=keep)
-    with pytest.raises(dmcp.FileError, match="the digest of the teacher's weights was null, is"):
-        prune(retrain="teacher", teacher=other(), keep=keep)
-    with pytest.raises(dmcp.FileError, match=r"train\.teacher_temperature was 1\.0, is 4\.0"):
-        prune(retrain="teacher", train=replace(TRAIN, teacher_temperature=4.0), keep=keep)
-    assert prune(retrain="teacher", keep=lambda name: dmcp.Keeper(tmp_path / name)).rows
-
-
 # how long it takes
 
 
@@ -434,14 +414,6 @@ def test_a_teacher_decides_how_the_network_gets_its_weights(here: Path, capsys: 
     assert plan_of(capsys, "--teacher", "net.pth").retrain is Retrain.TEACHER
     assert plan_of(capsys, *weights, "--teacher", "given").retrain is Retrain.INHERIT
     assert plan_of(capsys, *weights, "--teacher", "given", "--retrain", "teacher").retrain is Retrain.TEACHER
-
-
-def test_runs_without_a_named_teacher_are_written_as_before(capsys: Capture) -> None:
-    stored = plan_of(capsys, "--retrain", "teacher").to_json()
-    assert (
-        not {"teacher", "teacher_model", "teacher_model_args"} & stored["job"].keys()
-        and "teacher_temperature" not in stored["train"]
-    )
 
 
 USELESS = "learns from no teacher: add --retrain teacher, which trains one, or name one with --teacher."

@@ -168,5 +168,5 @@ def _number(value: float | None, style: str) -> str:
 
 
 def _spaces(count: int) -> str:
-    """Older records do not have it."""
+    """Nothing where none were counted."""
     return f", {count} spaces" if count else ""

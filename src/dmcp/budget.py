@@ -329,20 +329,18 @@ def constant_alpha(
     ratio: float = 1.0,
     process: Process = CHAIN,
     certain: Tensor | None = None,
-    begin: Tensor | None = None,
 ) -> float:
     """One number for all alphas whose largest expected cost / target is the ratio, or just below it.
 
     Where only steep sigmoids would do, the end of the range in which alphas still have a gradient. certain: steps that
-    are CERTAIN instead. (S, G-1) bool. begin: what it is added to. (S, G-1)
+    are CERTAIN instead. (S, G-1) bool
     """
     low, high, sizes = -_STEEP, _STEEP, sizes.cpu()  # in double precision, which not every device has
     shape = (sizes.shape[0], sizes.shape[1] - 1)
     fixed = torch.zeros(shape, dtype=torch.bool) if certain is None else certain.cpu()
-    added = torch.zeros(shape, dtype=torch.float64) if begin is None else begin.cpu().double()
 
     def too_much(alpha: float) -> bool:
-        chances = process.marginals((added + alpha).masked_fill(fixed, CERTAIN))
+        chances = process.marginals(torch.full(shape, alpha, dtype=torch.float64).masked_fill(fixed, CERTAIN))
         return ratios(budget, graph, chances, sizes, process).max().item() > ratio
 
     if too_much(low) or not too_much(high):

@@ -21,7 +21,7 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 import dmcp
-from dmcp.commands import bench, compare, data, export, latency, paper, prune, report, search, train
+from dmcp.commands import bench, compare, data, export, latency, prune, report, search, train
 from dmcp.commands import options as o
 from dmcp.errors import DmcpError, RankError, StoppedError
 from dmcp.files import plain
@@ -51,7 +51,7 @@ _EXIT = {StoppedError: 3, RankError: EXIT_RANK_LOST}
 _MISTAKE, _BUG, _NO_READER = 2, 1, 141
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, which newer typers have a copy of
 _LONGEST = 1000  # letters of a sentence
-_ABSENT = {  # options of the other commands that those which fill tables have not, and why
+_ABSENT = {  # options of the other commands that compare has not, and why
     "--weights": "all methods begin from scratch, or from a network that the command trains itself.",
     "--resume": "the same command with the same --out goes on.",
 }
@@ -124,7 +124,7 @@ def _explain(error: Any) -> str:
     more = f"see {error.ctx.command_path if error.ctx else 'dmcp'} --help."
     if hasattr(error, "possibilities") and error.ctx:
         known = [name for option in error.ctx.command.params for name in option.opts + option.secondary_opts]
-        if reason := _ABSENT.get(error.option_name) if error.ctx.info_name in ("compare", "paper") else None:
+        if reason := _ABSENT.get(error.option_name) if error.ctx.info_name == "compare" else None:
             return f"There is no option {error.option_name}: {reason}"
         near = difflib.get_close_matches(error.option_name, known, n=1, cutoff=0.7)
         return f"There is no option {error.option_name}; {f'did you mean {near[0]}?' if near else more}"
@@ -223,7 +223,6 @@ app.command()(bench.bench)
 app.command()(report.runs)
 app.command()(compare.compare)
 app.command(hidden=True)(compare.cell)
-app.command()(paper.paper)
 app.command()(report.report)
 
 

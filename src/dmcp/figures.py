@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import statistics
@@ -33,8 +32,6 @@ _NAME = 34  # characters of a space's name; the end of a longer one says more th
 _WORDS = {"macs": "MACs", "params": "parameters", MEMORY: "memory", LATENCY: "time"}
 # colours that differ for colour-blind readers too (Okabe and Ito)
 _BLUE, _ORANGE, _RED, _GREEN, _GREY = "#0072B2", "#E69F00", "#D55E00", "#009E73", "#BBBBBB"
-_MARKS = ("#009E73", "#CC79A7", "#555555", "#7A4EAB", "#8B5A2B", "#000000", "#1B7837")  # of other methods
-_MOST_SHIFT = 0.005  # of a mark from its place, half a point of the MACs
 
 
 def draw_all(result: SearchResult, widths: Widths, folder: str | os.PathLike[str], seed: int = 0) -> list[Path]:
@@ -59,14 +56,14 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
-def blank(width: float, height: float) -> Figure:
+def _blank(width: float, height: float) -> Figure:
     """A figure with nothing on it, in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def in_percent(axis: Axis, decimals: int | None = None) -> None:
+def _in_percent(axis: Axis, decimals: int | None = None) -> None:
     """Show the shares of an axis as percentages."""
     from matplotlib.ticker import PercentFormatter
 
@@ -92,7 +89,7 @@ def cost_over_time(result: SearchResult) -> Figure:
     axes.set(title="Expected cost over the search", xlabel="step", ylabel="expected cost / budget")
     low, high = axes.get_ylim()
     axes.set(xlim=(0, max(end, 1)), ylim=(min(low, 0.9), max(high, 1.05)))  # some room around the band
-    in_percent(axes.yaxis)
+    _in_percent(axes.yaxis)
     _set_ticks(axes.xaxis, 10, integer=True)
     _legend_below(axes)
     return figure
@@ -103,7 +100,7 @@ def widths_per_space(result: SearchResult, widths: Widths) -> Figure:
     spaces, kept, wished = result.graph.spaces, list(widths.values()), expected_widths(result).tolist()
     columns = -(-len(spaces) // _ROWS)
     rows = -(-len(spaces) // columns)
-    figure = blank(max(5.5 * columns, 6.5), 1.5 + 0.24 * rows)
+    figure = _blank(max(5.5 * columns, 6.5), 1.5 + 0.24 * rows)
     for column, axes in enumerate(figure.subplots(1, columns, squeeze=False)[0]):
         part = range(column * rows, min((column + 1) * rows, len(spaces)))
         places = [number - part[0] for number in part]
@@ -117,7 +114,7 @@ def widths_per_space(result: SearchResult, widths: Widths) -> Figure:
             axes.text(1.02, place, text, va="center", fontsize=8, clip_on=False)
         axes.set_yticks(places, [_name(spaces[number].name) for number in part], fontsize=8)
         axes.set(xlim=(0, 1), ylim=(rows - 0.5, -0.5), xlabel="channels kept")
-        in_percent(axes.xaxis)
+        _in_percent(axes.xaxis)
         axes.spines[["top", "right"]].set_visible(False)
     before, after = (_count(cost) for cost in (result.graph.macs(), result.graph.macs(widths)))
     figure.suptitle(f"Width of each space: {before} MACs before, {after} after")
@@ -126,15 +123,12 @@ def widths_per_space(result: SearchResult, widths: Widths) -> Figure:
     return figure
 
 
-def cost_distribution(result: SearchResult, seed: int = 0, title: str = "") -> Figure:
-    """Costs of 3,000 structures drawn from the chains, with their mean and the target (the paper's figure 6).
-
-    title: a line above what every such figure says.
-    """
+def cost_distribution(result: SearchResult, seed: int = 0) -> Figure:
+    """Costs of 3,000 structures drawn from the chains, with their mean and the target (the paper's figure 6)."""
     targets = {limit.kind: limit.target for limit in result.budget.limits}
     kinds = ["macs", *(kind for kind in targets if kind != "macs")]
     widths = result.process.sample(result.alphas, result.sizes, STRUCTURES, generator(seed)).cpu()
-    figure = blank(7.0, 3.6 * len(kinds))
+    figure = _blank(7.0, 3.6 * len(kinds))
     for kind, axes in zip(kinds, figure.subplots(len(kinds), 1, squeeze=False)[:, 0], strict=True):
         counted, full = count_many(result.graph, kind, widths), cost(result.graph, kind, result.graph.full)
         mean = counted.double().mean().item()
@@ -143,8 +137,7 @@ def cost_distribution(result: SearchResult, seed: int = 0, title: str = "") -> F
             axes.axvline(targets[kind], color="black", lw=1.5, label=f"budget {_amount(kind, targets[kind])}")
         axes.axvline(mean, color=_RED, ls="--", lw=1.5, label=f"mean {_amount(kind, mean)}")
         which = f"all of {STRUCTURES:,} structures drawn with seed {seed}, inside the budget or not"
-        told = [*filter(None, [title]), which, f"the unpruned network has {_amount(kind, full)} {_WORDS[kind]}"]
-        axes.set_title("\n".join(told), fontsize=10)
+        axes.set_title(f"{which}\nthe unpruned network has {_amount(kind, full)} {_WORDS[kind]}", fontsize=10)
         axes.set(xlabel=_WORDS[kind], ylabel="structures")
         axes.xaxis.set_major_formatter(lambda value, _, kind=kind: _amount(kind, value))
         _set_ticks(axes.xaxis, 7)
@@ -153,17 +146,14 @@ def cost_distribution(result: SearchResult, seed: int = 0, title: str = "") -> F
     return figure
 
 
-def width_distribution(result: SearchResult, seed: int = 0, title: str = "") -> Figure:
-    """How often each width of each space is drawn, in structures inside the budget (the paper's figure 7).
-
-    title: a line above what every such figure says.
-    """
+def width_distribution(result: SearchResult, seed: int = 0) -> Figure:
+    """How often each width of each space is drawn, in structures inside the budget (the paper's figure 7)."""
     spaces = result.graph.spaces
     drawn, inside = _inside(result, seed)
     shown = sorted({round(place) for place in torch.linspace(0, len(spaces) - 1, min(len(spaces), _PANELS)).tolist()})
     columns = min(4, len(shown))
     rows = -(-len(shown) // columns)
-    figure = blank(max(2.6 * columns, 6.5), 0.9 + 1.5 * rows)
+    figure = _blank(max(2.6 * columns, 6.5), 0.9 + 1.5 * rows)
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes in panels[len(shown) :]:
         axes.remove()
@@ -176,73 +166,16 @@ def width_distribution(result: SearchResult, seed: int = 0, title: str = "") -> 
         axes.set_xlim(0, spaces[number].size + gap)
         _set_ticks(axes.xaxis, 5, integer=True)
         _set_ticks(axes.yaxis, 3)
-        in_percent(axes.yaxis, decimals=0)
+        _in_percent(axes.yaxis, decimals=0)
         axes.tick_params(labelsize=7)
         _plain(axes)
     which = "inside the budget" if inside else "of which none is inside the budget"
     some = "" if len(shown) == len(spaces) else f", {len(shown)} of {len(spaces)} spaces"
     told = f"Width of each space in {len(drawn):,} structures {which}, drawn with seed {seed} (dashed: mean){some}"
-    figure.suptitle("\n".join(filter(None, [title, told])), fontsize=10)
+    figure.suptitle(told, fontsize=10)
     figure.supxlabel("channels kept", fontsize=9)
     figure.supylabel("share of the structures", fontsize=9)
     return figure
-
-
-Curve = Sequence[tuple[float, float, float]]  # share of the MACs, mean accuracy, its standard deviation
-
-
-def accuracy_over_macs(curves: Mapping[str, Curve], others: Mapping[str, Curve], title: str) -> Figure:
-    """Lines, and others as marks; bars are one standard deviation up and down.
-
-    Marks are moved a little, so that bars do not hide each other; not so far that one seems to be on another line.
-    """
-    figure, axes = _panel(8.0, 6.0)
-    _draw_curves(axes, curves, others)
-    figure.suptitle(title, fontsize=10)
-    axes.set(xlabel="multiply-adds, share of the unpruned network's", ylabel="test accuracy")
-    in_percent(axes.xaxis)
-    _legend_below(axes, 4)
-    if others:
-        _draw_closer(axes, curves, others)
-    return figure
-
-
-def _draw_curves(axes: Axes, curves: Mapping[str, Curve], others: Mapping[str, Curve]) -> None:
-    colours = itertools.cycle(("#000000", _GREY, _ORANGE, _BLUE, _RED, _GREEN))
-    for number, (name, points) in enumerate(curves.items()):
-        shift = _shift(number, len(curves)) / 2
-        x, y, error = ([*column] for column in zip(*sorted(points), strict=True))
-        style: dict[str, Any] = {"color": next(colours), "fmt": "o-", "ms": 4.5, "lw": 1.5, "capsize": 2}
-        axes.errorbar([place + shift for place in x], y, error, label=name, **style)
-    for number, (name, points) in enumerate(others.items()):
-        shift = _shift(number, len(others))
-        x, y, error = ([*column] for column in zip(*sorted(points), strict=True))
-        style = {"color": _MARKS[number % len(_MARKS)], "fmt": "sD^vP*Xp<>"[number % 10], "ms": 5, "mfc": "white"}
-        axes.errorbar([place + shift for place in x], y, error, label=name, **style, lw=0.7, capsize=1.5)
-    in_percent(axes.yaxis)
-
-
-def _draw_closer(axes: Axes, curves: Mapping[str, Curve], others: Mapping[str, Curve]) -> None:
-    """The largest budget of the others once more: there accuracies are close together. Lines leave that corner free."""
-    middle = max(place for points in others.values() for place, _, _ in points)
-    near = [it for points in (*curves.values(), *others.values()) for it in points if abs(it[0] - middle) < 0.03]
-    places = [place for place, _, _ in near]
-    low, high = min(mean - error for _, mean, error in near), max(mean + error for _, mean, error in near)
-    room = 0.05 * (high - low) or 0.001
-    inset = axes.inset_axes((0.52, 0.08, 0.46, 0.5))
-    _draw_curves(inset, curves, others)
-    inset.set(xlim=(min(places) - 1.5 * _MOST_SHIFT, max(places) + 1.5 * _MOST_SHIFT), ylim=(low - room, high + room))
-    inset.set_title("closer", fontsize=8)
-    inset.tick_params(labelsize=7)
-    _set_ticks(inset.xaxis, 4)
-    in_percent(inset.xaxis, decimals=1)
-    inset.grid(axis="y", alpha=0.3, lw=0.6)
-    axes.indicate_inset_zoom(inset, edgecolor="#888888", lw=0.8)
-
-
-def _shift(number: int, count: int) -> float:
-    """Where one of several marks stands beside its place: from the left end to the right one."""
-    return _MOST_SHIFT * (2 * number / (count - 1) - 1) if count > 1 else 0.0
 
 
 Spread = Sequence[float] | None  # accuracies of several seeds
@@ -255,7 +188,7 @@ def accuracy_by_method(panels: Mapping[str, Mapping[str, tuple[Spread, Spread]]]
     """
     sizes, columns = [len(rows) for rows in panels.values()], min(2, len(panels))
     most = [max(sizes[start : start + columns]) for start in range(0, len(sizes), columns)]  # methods of each line
-    figure = blank(3.8 * columns + 1.2, 0.8 + len(most) + 0.3 * sum(most))
+    figure = _blank(3.8 * columns + 1.2, 0.8 + len(most) + 0.3 * sum(most))
     figure.suptitle(title, fontsize=11)
     heights = [1 + 0.3 * count for count in most]
     places = [*figure.subplots(len(most), columns, squeeze=False, height_ratios=heights).flat]
@@ -269,7 +202,7 @@ def accuracy_by_method(panels: Mapping[str, Mapping[str, tuple[Spread, Spread]]]
         axes.set_yticks(range(len(order)), order, fontsize=8)
         axes.set(title=f"budget {budget}", xlabel="test accuracy", ylim=(-0.6, len(order) - 0.4))
         _set_ticks(axes.xaxis, 5)
-        in_percent(axes.xaxis)
+        _in_percent(axes.xaxis)
         marks, words = axes.get_legend_handles_labels()
         known |= dict(zip(words, marks, strict=True))
     figure.legend([*known.values()], [*known], loc="outside lower center", ncols=2, frameon=False, fontsize=8)
@@ -308,7 +241,7 @@ def _inside(result: SearchResult, seed: int) -> tuple[Tensor, bool]:
 
 
 def _panel(width: float, height: float) -> tuple[Figure, Axes]:
-    figure = blank(width, height)
+    figure = _blank(width, height)
     axes = figure.subplots()
     _plain(axes)
     return figure, axes
@@ -326,9 +259,9 @@ def _plain(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def _legend_below(axes: Axes, columns: int = 3) -> None:
+def _legend_below(axes: Axes) -> None:
     """Where no line can be under it."""
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=columns, frameon=False, fontsize=8)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3, frameon=False, fontsize=8)
 
 
 def _name(name: str) -> str:

@@ -31,7 +31,6 @@ from dmcp.ranks import Ranks, fewest, gather_bytes, same_everywhere, share_tenso
 _TURN = 10  # steps after which ranks agree whether to save
 _WEIGHTS = "the digest of the model's weights"
 _TEACHER = "the digest of the teacher's weights"
-_LATER = {_TEACHER: None, "search.border": False, "train.teacher_temperature": 1.0}  # what came later, as it was before
 _FREE = ("log_every",)  # settings that change nothing of a result
 DONE = "done"  # whether the loop of a checkpoint was at its end
 
@@ -332,13 +331,12 @@ class Keeper:
         return found
 
     def _check_settings(self, before: Mapping[str, Any]) -> None:
-        """Refuse what prune was given and was not given before; a folder of an older version says nothing of it."""
-        before = _LATER | dict(before) if before else {}
-        for name, now in self.settings.items():
-            if name in before and before[name] != now:
+        """Refuse what prune was given and was not given before; a keeper that is complete has kept nothing of it."""
+        for name, now in self.settings.items() if before else ():
+            if (was := before.get(name)) != now:
                 same = "; an untrained one must be built after the same torch.manual_seed" if name == _WEIGHTS else ""
                 raise FileError(
-                    f"{self.folder}: this job was begun with other settings: {name} was {json.dumps(before[name])}, is "
+                    f"{self.folder}: this job was begun with other settings: {name} was {json.dumps(was)}, is "
                     f"{json.dumps(now)}. Give another folder for a new job, or go on with what it began with{same}."
                 )
 

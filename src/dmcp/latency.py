@@ -138,8 +138,8 @@ class Latency:
                 plain[key] = _number(int, data[key])
             for key in ("device", "place", "dtype", "torch", "fingerprint"):
                 plain[key] = _number(str, data[key])
-            plain["runtime"] = RuntimeKind(data.get("runtime", RuntimeKind.TORCH)).value  # older tables have none
-            plain["onnxruntime"] = _number(str, data.get("onnxruntime", ""))
+            plain["runtime"] = RuntimeKind(data["runtime"]).value
+            plain["onnxruntime"] = _number(str, data["onnxruntime"])
             found = Latency(**plain)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise FileError(f"{name}: not a table of latency of this version: {quote(error)}.") from None
@@ -247,7 +247,7 @@ def _spaces(numbers: Any) -> tuple[int, ...]:
 
 def _timed(plain: Any) -> Timed:
     ms, forecast = (_number(float, plain[key]) for key in ("ms", "forecast_ms"))
-    held, left = _number(bool, plain["held_out"]), _number(bool, plain.get("left_out", False))
+    held, left = _number(bool, plain["held_out"]), _number(bool, plain["left_out"])
     return Timed(_spaces(plain["widths"]), ms, forecast, held, left)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-SOFT = 0.1  # share of a space: a border is as soft as a sigmoid of this scale
 CERTAIN = 30.0  # alpha of a step that is never left to chance: its sigmoid is 1, without a slope
 
 
@@ -56,11 +55,7 @@ def sample_groups(alpha: Tensor, sizes: Tensor, n: int, generator: torch.Generat
     By inverse CDF: of the groups of one space, one uniform number keeps those whose marginal it does not pass. Drawn
     where the generator lives (the CPU by default): the same structures on every device.
     """
-    return _draw(marginals(alpha.detach()), sizes, n, generator)
-
-
-def _draw(probabilities: Tensor, sizes: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
-    ends = 1 - probabilities[:, 1:]  # ascending; groups behind a short chain are empty and add no width
+    ends = 1 - marginals(alpha.detach())[:, 1:]  # ascending; groups behind a short chain are empty and add no width
     last = torch.searchsorted(ends, _uniform(len(sizes), n, ends, generator), right=True)
     return sizes.cumsum(dim=1).gather(1, last).T
 
@@ -87,46 +82,6 @@ def merged(sizes: Tensor, inside: Tensor) -> Tensor:
     """
     ends = sizes.cumsum(dim=1)
     return ((sizes > 0) & (ends <= inside[:, :1]))[:, 1:]
-
-
-def border_chances(probabilities: Tensor, sizes: Tensor) -> list[list[float]]:
-    """Chance of each width that a space can have, the smallest first, by the marginals of a chain. (S, G), (S, G)"""
-    found = []
-    for row, own in zip(probabilities.tolist(), sizes.tolist(), strict=True):
-        least = [chance for chance, size in zip(row, own, strict=True) if size]  # that the width is this or larger
-        found.append([chance - further for chance, further in zip(least, [*least[1:], 0.0], strict=True)])
-    return found
-
-
-def count_peaks(chances: Sequence[float], dip: float = 0.0) -> int:
-    """Local maxima, a plateau counted once; dips of no more than `dip` between two of them are filled."""
-    peaks, rising, last = 0, True, 0.0  # last: the highest since the last dip, or the lowest since the last peak
-    for chance in [*chances, -math.inf]:
-        if rising and chance < last - dip:
-            peaks, rising, last = peaks + 1, False, chance
-        elif not rising and chance > last + dip:
-            rising, last = True, chance
-        else:
-            last = max(last, chance) if rising else min(last, chance)
-    return peaks
-
-
-# a border that moves instead of a chance for each step
-
-
-def border_start(sizes: Tensor) -> Tensor:
-    """Alphas of a border in the middle of each space: a sigmoid of the distance to it, in shares of the space.
-
-    Groups behind a short chain, and those that a bound has made empty, are where they end. (S, G) -> (S, G-1) float64
-    """
-    ends = sizes.cumsum(dim=1).double()
-    middles = (ends - sizes / 2) / ends[:, -1:]
-    return ((0.5 - middles) / SOFT)[:, 1:]
-
-
-def sample_border(alpha: Tensor, sizes: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
-    """Widths of n structures, as `sample_groups` draws them. (S, G-1), (S, G) -> (n, S) int64"""
-    return _draw(independent_marginals(alpha.detach()), sizes, n, generator)
 
 
 # independent gates instead of a chain, for the ablation in the paper's appendix
@@ -176,10 +131,9 @@ class Process:
 
 
 CHAIN = Process(marginals, moment, sample_groups)
-BORDER = Process(independent_marginals, moment, sample_border)  # the alphas of a space move together
 INDEPENDENT = Process(independent_marginals, independent_moment, sample_independent)
 
 
-def process_of(independent: bool, border: bool) -> Process:
+def process_of(independent: bool) -> Process:
     """What the alphas mean by the settings of a search."""
-    return BORDER if border else INDEPENDENT if independent else CHAIN
+    return INDEPENDENT if independent else CHAIN

@@ -27,7 +27,7 @@ from dmcp.keeping import Keeper
 from dmcp.latency import FILE as LATENCY
 from dmcp.latency import Latency, Outcome
 from dmcp.locks import LOCK
-from dmcp.markov import BORDER, INDEPENDENT, process_of
+from dmcp.markov import INDEPENDENT, process_of
 from dmcp.plain_data import from_plain
 from dmcp.pruning import PruneResult, expected_shares
 from dmcp.rows import Row, divergence, markdown
@@ -267,7 +267,6 @@ class _Facts:
     tolerance: float
     align: int
     independent: bool
-    border: bool = False  # not in older files
 
     def __post_init__(self) -> None:
         if not 0 < self.tolerance < 1 or self.align < 1:
@@ -285,7 +284,6 @@ def save_search(result: SearchResult, folder: Path) -> None:
         tolerance=result.tolerance,
         align=result.align,
         independent=result.process is INDEPENDENT,
-        border=result.process is BORDER,
     )
     _write_files(folder, {ALPHAS: alphas, SEARCH: json.dumps(asdict(facts), indent=1).encode()})
 
@@ -308,7 +306,7 @@ def load_search(folder: str | os.PathLike[str], graph: ChannelGraph) -> SearchRe
     if (folder / LATENCY).exists():
         graph = graph.priced(Latency.load(folder / LATENCY))
     alphas, sizes = _chains(folder / ALPHAS, graph)
-    process = process_of(facts.independent, facts.border)
+    process = process_of(facts.independent)
     return SearchResult(alphas, sizes, graph, facts.budget, facts.tolerance, facts.align, records, process)
 
 

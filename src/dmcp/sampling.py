@@ -28,18 +28,16 @@ def expected_widths(result: SearchResult) -> Tensor:
     return result.process.moment(chances, result.sizes, 1).cpu()
 
 
-def expected(result: SearchResult, align: int | None = None, toward_uniform: float = 0.0) -> Widths:
+def expected(result: SearchResult, align: int | None = None) -> Widths:
     """Expected sampling: the expected widths, rounded to multiples of `align`, then repaired into the budget.
 
     The repair stays as near to the expectation as it can: see `fit`. `align` is the search's own by default. A search
     may end anywhere above its tolerance; the widths use FILLED of the budget, so that none is left over.
-    `toward_uniform`: how far they then go to uniform ones: see `mix`.
     """
     check_kind("result", result, SearchResult, BudgetError)
     least, most = result.sizes[:, 0], result.sizes.sum(dim=1)
     options = Options(result.graph, least, most, result.align if align is None else align)
-    widths = fit(result.graph, result.budget, expected_widths(result), options, filled(result))
-    return mix(result.graph, result.budget, widths, toward_uniform, options, filled(result))
+    return fit(result.graph, result.budget, expected_widths(result), options, filled(result))
 
 
 def filled(asked: SearchResult | SearchConfig) -> float:
@@ -103,19 +101,6 @@ def _nothing_inside(budget: Budget, shares: Tensor) -> str:
         f"None of {len(shares):,} sampled structures is inside the budget {budget.text!r}: {'; '.join(parts)}. "
         "Take the expected structure, which is repaired into the budget, or search longer."
     )
-
-
-def mix(
-    graph: ChannelGraph, budget: Budget, widths: Widths, toward_uniform: float, options: Options, tolerance: float
-) -> Widths:
-    """Widths on the way to uniform ones of the same budget: at 0 as they are, at 1 uniform, at 0.5 half-way."""
-    if not isinstance(toward_uniform, int | float) or not 0 <= toward_uniform <= 1:  # also refuses NaN
-        raise BudgetError(f"toward_uniform must be a number from 0 to 1, not {toward_uniform!r}.")
-    if not toward_uniform:
-        return widths
-    same = fit(graph, budget, graph.full.tensor().double(), options, tolerance, even=True)
-    wish = torch.lerp(widths.tensor().double(), same.tensor().double(), float(toward_uniform))
-    return fit(graph, budget, wish, options, tolerance)
 
 
 # controls at the same budget

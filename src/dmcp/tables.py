@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import statistics
 from collections.abc import Sequence
@@ -42,13 +41,6 @@ def spread(shares: Sequence[float]) -> str:
         return ""
     deviation = f" ± {100 * statistics.stdev(shares):.2f}" if len(shares) > 1 else ""
     return f"{100 * statistics.fmean(shares):.2f}{deviation} ({len(shares)})"
-
-
-def pooled(groups: Sequence[Sequence[float]]) -> float:
-    """Standard deviation inside groups, all together: variances weigh by the number of values less one."""
-    several = [group for group in groups if len(group) > 1]
-    whole = sum((len(group) - 1) * statistics.variance(group) for group in several)
-    return math.sqrt(whole / sum(len(group) - 1 for group in several))
 
 
 def between(least: str, most: str) -> str:

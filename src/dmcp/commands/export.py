@@ -63,7 +63,7 @@ def export(
     small, fresh, graph, shape = _read(run, out, tolerance)
     images = open_images(run, out) if int8 else None
     widths = graph.widths(Widths.from_json(read_json(run / WIDTHS)))
-    how = read_json(run / INPUT) if (run / INPUT).exists() else None  # old runs have none
+    how = read_json(run / INPUT)
     example = torch.zeros(1, *shape)
     if images:
         found = write_int8(Networks(small, fresh, example, how), images, out, tolerance, quiet)

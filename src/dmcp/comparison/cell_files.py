@@ -23,9 +23,8 @@ from dmcp.tracing.graph import Kept
 
 # what choosing took; the widths and channels that were chosen; weights that came with them
 COST, CHOICE, CHOSEN = "cost.json", "choice.json", "choice.safetensors"
-# what alphas won back; seconds at work in all; seconds of what COST will be about, where it was stopped in it
-RECOVERY, TIME, SPENT = "recovery.json", "time.json", "spent.json"
-LENT = "recorded"  # folder beside those of the cells, with widths of cells that are recorded, and not done here
+# seconds at work in all; seconds of what COST will be about, where it was stopped in it
+TIME, SPENT = "time.json", "spent.json"
 CODE = "code.json"  # which code of a method that is somebody's own has chosen, or prepared
 _CHOSEN = "choice"  # the stage that ends with a choice
 _MOST = 2**34  # bytes of a prepared network
@@ -35,7 +34,7 @@ def is_done(folder: Path) -> bool:
     """Whether nothing is left to do in the folder of a cell."""
     if (folder / CHECKPOINTS).exists() or not (folder / COST).exists():
         return False
-    return any((folder / name).exists() for name in (WIDTHS, PREPARED, RECOVERY))
+    return any((folder / name).exists() for name in (WIDTHS, PREPARED))
 
 
 def code_that_made(folder: Path) -> str:
@@ -96,27 +95,15 @@ def used_folder(here: Session, cell: Cell) -> Path:
     return here.run.folder.parent / cell.uses
 
 
-def lend_widths(folder: Path, name: str, widths: Widths) -> None:
-    """Let other cells copy the widths of one that is not done here."""
-    Run(folder / LENT).write(f"{name}.json", {"widths": widths.to_json()})
-
-
-def copied_widths(here: Session, cell: Cell) -> Widths:
-    """Those of the cell that this one copies, from its folder or, where it is not done, as they were lent."""
-    own, lent = used_folder(here, cell), here.run.folder.parent / LENT / f"{cell.uses}.json"
-    path = lent if lent.exists() and not is_done(own) else own / CHOICE
-    return here.opened.graph.widths(Widths.from_json(read_json(path)["widths"]))
-
-
-def load_network(here: Session, name: str, does: str) -> nn.Module:
-    """The network of another cell, which this one starts or learns from."""
+def load_network(here: Session, name: str) -> nn.Module:
+    """The network of another cell, which this one starts from."""
     folder = here.run.folder.parent / name
-    check_there(folder / WEIGHTS, does)
+    check_there(folder / WEIGHTS)
     return load(folder, here.opened.fresh)
 
 
-def check_there(path: Path, does: str) -> None:
-    """FileError where a file of another cell is missing, which this one starts or learns from."""
+def check_there(path: Path) -> None:
+    """FileError where a file of another cell is missing, which this one starts from."""
     if not path.exists():
-        again = "start the dmcp compare or dmcp paper that this cell is of again."
-        raise FileError(f"{path}: the network that this cell {does} from is not there: {again}")
+        again = "start the dmcp compare that this cell is of again."
+        raise FileError(f"{path}: the network that this cell starts from is not there: {again}")

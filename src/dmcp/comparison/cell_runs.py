@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from dmcp.comparison.cell_files import code_that_made, is_done, lend_widths
-from dmcp.comparison.cells import BASE, COPY, RECOVER
+from dmcp.comparison.cell_files import code_that_made, is_done
+from dmcp.comparison.cells import BASE
 from dmcp.comparison.comparing import Comparison, Task, tasks
 from dmcp.errors import DmcpError, FileError
 from dmcp.locks import Lock
@@ -28,7 +28,6 @@ from dmcp.running.jobs import Job, Opened
 from dmcp.running.operations import are_others
 from dmcp.running.plans import FACTS, Plan, code_digest, facts_of, plan_from_json
 from dmcp.runs import SETTINGS, Run, read_json
-from dmcp.spaces import Widths
 
 PLANS = "plans"  # what each cell is to do
 OUTPUT = "output"  # what each cell has said
@@ -55,9 +54,7 @@ def _work(plan: Plan) -> float:
     """How long a cell takes, roughly, in epochs of the unpruned network; never nothing."""
     cell, recipe = plan.cell, plan.train
     assert cell is not None and recipe is not None
-    if cell.method == RECOVER:
-        return float(cell.settings.get("epochs", 1))
-    if cell.method in ("", BASE, COPY):
+    if cell.method in ("", BASE):
         return float(recipe.epochs)
     method = find_method(cell.method)
     inside = _PASSES if method.own is Own.SLIMMABLE else 1
@@ -68,31 +65,15 @@ def _work(plan: Plan) -> float:
     work = float(recipe.epochs if cell.scratch else 0)
     work += recipe.epochs if method.own is Own.AS_IT_IS else inside * (searched or 0) if method.prepare is None else 0
     own = {Own.FINE_TUNED: cell.fine_tune_epochs, Own.SLIMMABLE: inside * recipe.epochs}
-    return work + (own.get(method.own, 0) if method.own and cell.own else 0) or 1.0
+    return work + (own.get(method.own, 0) if method.own else 0) or 1.0
 
 
 def run_comparison(it: Comparison, folder: Path, at_once: int | None = None, quiet: bool = False) -> list[Ended]:
     """Run the cells that are not done yet; those that failed, if any. Started again, it goes on where it was."""
-    return run_tasks(tasks(it), folder, it.job.place, at_once, quiet)
-
-
-def run_tasks(
-    wanted: Sequence[Task],
-    folder: Path,
-    device: torch.device,
-    at_once: int | None = None,
-    quiet: bool = False,
-    lent: Mapping[str, Widths] | None = None,
-) -> list[Ended]:
-    """Run those of these cells that are not done yet; those that failed, if any.
-
-    lent: widths that some of them copy, by the names of cells that are not run here.
-    """
+    wanted, device = tasks(it), it.job.place
     _make(folder)
     with kept_signals() as signals, Lock(folder):
         check_begun(wanted, folder)
-        for name, widths in (lent or {}).items():
-            lend_widths(folder, name, widths)
         for task in wanted:
             Run(folder / PLANS).write(f"{task.name}.json", task.plan.to_json())
         _note_command(folder, device)
@@ -132,11 +113,6 @@ def check_begun(wanted: Sequence[Task], folder: Path) -> None:
     for task in wanted:
         if fields := changed_fields(task, folder):
             known = f", which is in {folder / COMMANDS}" if (folder / COMMANDS).exists() else ""
-            if foreign := task.plan.foreign_fields(read_json(_plan_path(task, folder))):
-                raise FileError(
-                    f"{folder / task.name} was begun by another version of dmcp ({', '.join(foreign)} is not in both): "
-                    f"give --out another folder, or go on with the version that began it{known}."
-                )
             raise FileError(
                 f"{folder / task.name} was begun with other settings ({', '.join(fields)}): give --out another folder, "
                 f"or the command that began it{known}."

@@ -5,23 +5,21 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from dmcp import sampling, training
-from dmcp.batches import Loader, generator
+from dmcp import training
+from dmcp.batches import Loader
 from dmcp.budget import parse
 from dmcp.comparison.cell_files import (
     CODE,
     COST,
-    RECOVERY,
     SPENT,
     TIME,
     check_there,
-    copied_widths,
     keep_choice,
     load_network,
     read_choice,
@@ -30,29 +28,24 @@ from dmcp.comparison.cell_files import (
     write_cost,
     write_tensors,
 )
-from dmcp.comparison.recovery import RecoveryConfig, recover
-from dmcp.cutting import cut, reinitialise
+from dmcp.cutting import cut
 from dmcp.data import make_loader, split
-from dmcp.errors import StoppedError, TrainingError
+from dmcp.errors import TrainingError
 from dmcp.events import Event
 from dmcp.measuring import compare
 from dmcp.methods import Method, Own, Start, blamed, find_method, is_imported, own_code, prepare, settle, title
 from dmcp.methods.problem import Choice, Prepared, Problem, Told, ends_of, samples_of
 from dmcp.pruning import UNPRUNED
-from dmcp.retraining import Retrain, padding, train_all
+from dmcp.retraining import Retrain, train_all
 from dmcp.running.plans import Cell
 from dmcp.running.sessions import Session
 from dmcp.runs import PREPARED, load_search, read_json
 from dmcp.saving import save
 from dmcp.searching.searches import SearchRecord, SearchResult
 from dmcp.spaces import Widths
-from dmcp.training import Distillation, StepRecord, TrainConfig
+from dmcp.training import StepRecord
 
-# what a cell may do besides what a method does
-BASE = "base"  # train the unpruned network without the held-out images
-COPY = "copy"  # train the widths that another cell has chosen
-TOWARD_UNIFORM = "toward_uniform"  # setting of such a cell: how far to go from these to uniform ones
-RECOVER = "recover"  # let the alphas of a frozen network follow the task loss alone
+BASE = "base"  # a cell that trains the unpruned network without the held-out images
 _SPLIT = 0  # one split for all seeds: methods differ, data does not
 
 
@@ -65,7 +58,7 @@ def own_name(method: str) -> str:
 class _Data:
     """Batches of all training images; and of all but the held-out ones, beside those in a fixed order."""
 
-    everything: Loader  # that the final training has: all but the held-out ones where these are the test
+    everything: Loader
     rest: Loader
     held: Loader
     mixed: Loader  # the held-out ones, too, shuffled and augmented
@@ -80,8 +73,6 @@ def run_cell(here: Session) -> None:
     with _timed(here):
         if cell.prepares:
             _prepare(here, cell, data)
-        elif cell.method == RECOVER:
-            _recover(here, cell, data)
         else:
             _fill(here, cell, data)
     here.run.close()
@@ -117,14 +108,12 @@ def _data(here: Session, cell: Cell) -> _Data:
     place = job.place
     rest, held = split(opened.data.train, cell.holdout, _SPLIT)
     how: dict[str, Any] = {"workers": job.workers, "corrupt": job.corrupt}
-    without = make_loader(rest, job.batch, True, job.seed, place, **how)
-    alone = make_loader(held, min(job.batch, len(held)), False, job.seed, place, **how)
     return _Data(
-        everything=without if cell.held_out else opened.loaders.train,
-        rest=without,
-        held=alone,
+        everything=opened.loaders.train,
+        rest=make_loader(rest, job.batch, True, job.seed, place, **how),
+        held=make_loader(held, min(job.batch, len(held)), False, job.seed, place, **how),
         mixed=make_loader(held, min(job.batch, len(held)), True, job.seed, place, **how),
-        test=alone if cell.held_out else opened.loaders.test,
+        test=opened.loaders.test,
     )
 
 
@@ -220,15 +209,13 @@ def _fill(here: Session, cell: Cell, data: _Data) -> None:
                 write_cost(here.run, seconds(), recipe.epochs * samples_of(data.everything))
         _finish(here, nets, wanted, data)
         return
-    method = None if cell.method == COPY else find_method(cell.method)
-    choice = read_choice(here) or (_choose(here, cell, method, data) if method else _copy(here, cell))
+    method = find_method(cell.method)
+    choice = read_choice(here) or _choose(here, cell, method, data)
     nets = {}
-    if cell.scratch and cell.teacher:
-        nets[title(cell.method)] = _train_taught(here, cell, choice.widths, data)
-    elif cell.scratch:
+    if cell.scratch:
         wanted = {title(cell.method): choice.widths}
         nets |= train_all(opened.fresh, graph, wanted, data.everything, recipe, Retrain.SCRATCH, *way)
-    if method and method.own and cell.own and (cell.fine_tune_epochs or method.own is not Own.FINE_TUNED):
+    if method.own and (cell.fine_tune_epochs or method.own is not Own.FINE_TUNED):
         nets[own_name(cell.method)] = _train_own(here, cell, method.own, choice, data)
     if not nets:
         raise TrainingError(f"{title(cell.method)} has no training of its own: train it from scratch, or leave it out.")
@@ -264,25 +251,12 @@ def _find(here: Session, cell: Cell, method: Method, problem: Problem) -> Choice
         case Start.SEARCHED:
             return method.find(problem, config, load_search(uses, problem.graph))
         case Start.HELD | Start.PREPARED:
-            check_there(uses / PREPARED, "starts")
+            check_there(uses / PREPARED)
             return method.find(problem, config, read_tensors(uses / PREPARED))
-        case Start.TRAINED | Start.FRESH if cell.uses:  # a fresh one in an experiment that wants trained weights
-            return method.find(problem, config, load_network(here, cell.uses, "starts").state_dict())
+        case Start.TRAINED:
+            return method.find(problem, config, load_network(here, cell.uses).state_dict())
         case _:
             return method.find(problem, config)
-
-
-def _copy(here: Session, cell: Cell) -> Choice:
-    """What another cell has chosen, or widths on the way from there to uniform ones."""
-    widths, graph, search = copied_widths(here, cell), here.opened.graph, here.plan.search
-    if share := cell.settings.get(TOWARD_UNIFORM):
-        assert search is not None
-        ends = ends_of(here.opened.model, graph, search.groups, search.align, search.smallest, search.largest)
-        options = sampling.between(graph, *ends, search.align)
-        widths = sampling.mix(graph, parse(search.budget, graph), widths, share, options, sampling.FILLED)
-    choice = Choice(widths=widths, kept=widths)
-    keep_choice(here, choice, 0.0)
-    return choice
 
 
 def _train_own(here: Session, cell: Cell, own: Own, choice: Choice, data: _Data) -> nn.Module:
@@ -296,7 +270,11 @@ def _train_own(here: Session, cell: Cell, own: Own, choice: Choice, data: _Data)
         gentle = replace(
             recipe, epochs=cell.fine_tune_epochs, lr=recipe.lr / 10, warmup_lr=recipe.lr / 10, warmup_epochs=0
         )
-        _train(here, name, small, data, gentle)
+
+        def tell(record: StepRecord) -> None:
+            here.on_event(Event(name, record.steps, record))
+
+        training.train(small, data.everything, gentle, None, None, tell, here.plan.engine, here.keep(name))
     return small
 
 
@@ -309,53 +287,9 @@ def _train_inside(here: Session, name: str, widths: Widths, data: _Data) -> nn.M
     return train_all(opened.fresh, opened.graph, wanted, data.everything, recipe, Retrain.SLIMMABLE, *way)[name]
 
 
-def _train_taught(here: Session, cell: Cell, widths: Widths, data: _Data) -> nn.Module:
-    """The chosen network with fresh weights, which learns from the labels and from the network of another cell."""
-    opened, recipe = here.opened, here.plan.train
-    assert recipe is not None
-    teacher = load_network(here, cell.teacher, "learns")
-    small = cut(opened.fresh, opened.graph, widths)
-    reinitialise(small, generator=generator(recipe.seed))  # the weights that it would have without a teacher
-    taught = replace(recipe, distillation=Distillation.TEACHER)
-    with padding(small, opened.fresh, opened.graph, widths, here.plan.engine) as net:
-        _train(here, title(cell.method), net, data, taught, teacher)
-    return small
-
-
-def _train(
-    here: Session, name: str, net: nn.Module, data: _Data, recipe: TrainConfig, teacher: nn.Module | None = None
-) -> None:
-    """Train a network in place, as a stage that is reported and kept."""
-
-    def tell(record: StepRecord) -> None:
-        here.on_event(Event(name, record.steps, record))
-
-    training.train(net, data.everything, recipe, None, teacher, tell, here.plan.engine, here.keep(name))
-
-
 def _finish(here: Session, nets: dict[str, nn.Module], widths: dict[str, Widths], data: _Data) -> None:
     """Test the networks, and keep the first one."""
     example = next(iter(data.test))[0]
     compare(nets, here.opened.graph, widths, data.test, example, on_event=here.on_event)
     name, net = next(iter(nets.items()))
     save(net, widths[name], here.run.folder)
-
-
-# an experiment without a network in the end
-
-
-def _recover(here: Session, cell: Cell, data: _Data) -> None:
-    """Freeze a trained network and see what random alphas make of it; not long enough to be kept in between."""
-    start, opened, job = time.perf_counter(), here.opened, here.plan.job
-    assert here.plan.search is not None
-
-    def look() -> None:
-        if here.asked_to_stop():
-            raise StoppedError("Stopped as asked: what was done so far is done again.")
-
-    config = RecoveryConfig(**cell.settings, groups=here.plan.search.groups, seed=job.seed)
-    model = load_network(here, cell.uses, "starts").to(job.place)
-    images = make_loader(opened.data.train, job.batch, False, job.seed, job.place, workers=job.workers)
-    found = recover(model, opened.graph, data.everything, images, config, here.plan.engine, look)
-    here.run.write(RECOVERY, asdict(found))
-    write_cost(here.run, time.perf_counter() - start, config.epochs * samples_of(data.everything))

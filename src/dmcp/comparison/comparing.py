@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dmcp.comparison.cells import BASE, COPY, RECOVER
+from dmcp.comparison.cells import BASE
 from dmcp.engine import Engine
 from dmcp.errors import DmcpError
 from dmcp.methods import METHODS, PEERS, Own, Start, find_method, title
@@ -70,7 +70,7 @@ def check_method(name: str) -> None:
 
 def _check_titles(methods: Sequence[str]) -> None:
     """Refuse methods whose cells would have the same folders."""
-    known = {*METHODS, *PEERS, UNPRUNED, BASE, COPY, RECOVER}
+    known = {*METHODS, *PEERS, UNPRUNED, BASE}
     names = Counter(map(title, methods))
     for name in methods:
         if names[title(name)] > 1 or (name not in known and title(name) in known):

@@ -67,7 +67,7 @@ def stored(folder: Path, it: Comparison | None = None) -> Stored | None:
 
 
 def _done(folder: Path) -> dict[str, Task]:
-    """Cells that are done and are those of a comparison: `dmcp paper` has others, too, by other names."""
+    """Cells that are done, each by the name that its plan gives it."""
     found: dict[str, Task] = {}
     for path in sorted((folder / PLANS).glob("*.json")):
         name = path.name.removesuffix(".json")

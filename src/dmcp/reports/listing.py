@@ -214,7 +214,7 @@ def _chances(folder: Path, problems: list[str]) -> Chances | None:
         if not fits or alphas.isnan().any() or (sizes < 0).any() or (sizes > 2**31).any():
             raise FileError("its tensors are not those of this search's spaces.")
         targets = {str(limit["kind"]): int(limit["target"]) for limit in facts["budget"]["limits"]}
-        process = process_of(bool(facts["independent"]), bool(facts.get("border")))
+        process = process_of(bool(facts["independent"]))
         return Chances(spaces, alphas.double(), sizes, targets, process)
     except (OSError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         problems.append(sentence(folder / ALPHAS, error))

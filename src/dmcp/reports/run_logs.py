@@ -18,7 +18,7 @@ from dmcp.training import StepRecord
 _LISTS, _NAMES = {"weight_losses", "ratios"}, {"name"}  # all other fields of records are numbers
 _NULLABLE = {"lr", "weight_losses", "alpha_lr", "task_loss", "budget_loss", "ratios"}
 _FLAGS = {"own_metric", "lower_is_better"}
-_OPTIONAL = _NULLABLE | {it.name for it in fields(Row) if it.default is not MISSING}  # old logs lack some
+_OPTIONAL = _NULLABLE | {it.name for it in fields(Row) if it.default is not MISSING}
 _KINDS: dict[str, type[SearchRecord] | type[StepRecord] | type[Row]] = {"search": SearchRecord, "test": Row}
 _FIELDS = {kind: {it.name for it in fields(kind)} for kind in (*_KINDS.values(), StepRecord)}
 _HUGE = 1e18  # beyond what any network costs, and what a chart can draw

@@ -24,24 +24,7 @@ from dmcp.running.operations import OPERATIONS
 from dmcp.searching.searches import SearchConfig
 from dmcp.training import TrainConfig
 
-# fields that came later, and are only written where they are not so: what was begun before goes on
-_LATER: dict[str, dict[str, Any]] = {
-    "cell": {"own": True, "teacher": "", "held_out": False},
-    "engine": {"kernels": None, "pad": None},
-    "job": {
-        "teacher": "",
-        "teacher_model": "",
-        "teacher_model_args": (),
-        "latency": "",
-        "latency_batch": 1,
-        "latency_device": "",
-        "latency_runtime": "torch",
-    },
-    "search": {"border": False},
-    "train": {"teacher_temperature": 1.0},
-}
 FACTS = ("fingerprint", "macs", "data", "teacher")  # of those of a run, what must stay as it is
-_BLIND = ("", "uniform", "dmcp", "copy")  # see no held-out images; the first: unpruned, the last: if its start does not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,21 +38,6 @@ class Cell:
     holdout: float = 0.1  # share of the training images that methods choose by
     scratch: bool = True  # whether the chosen network is trained from scratch
     fine_tune_epochs: int = 0  # epochs of the method's own way of training, where it fine-tunes; 0: not that way
-    own: bool = True  # whether the method's own way of training is done at all, where it has one
-    teacher: str = ""  # name of the cell whose network the chosen one also learns from, in the same folder
-    held_out: bool = False  # whether its network is trained without the held-out images, and tested by them alone
-
-    def __post_init__(self) -> None:
-        if self.teacher and (not self.method or self.prepares or not self.scratch):
-            raise TrainingError(
-                "Only a network that was chosen and is trained from scratch has a teacher: leave the teacher out."
-            )
-        chooses = self.method not in _BLIND or bool(self.settings.get("hold_out"))
-        if self.held_out and (chooses or not self.scratch):
-            raise TrainingError(
-                f"Held-out images can only test networks that were trained and chosen without them: {self.method!r} "
-                "chooses by them."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,28 +59,13 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        plain = asdict(self) | {"options": dict(self.options)}
-        for part, usual in _LATER.items():
-            for name, value in usual.items():
-                if plain[part] is not None and plain[part][name] == value:
-                    del plain[part][name]
-        return plain
-
-    def foreign_fields(self, stored: Mapping[str, Any]) -> list[str]:
-        """Fields of a stored plan that this version has not, or the other way round: another version wrote it."""
-        found: set[str] = set()
-        for part, now in asdict(self).items():
-            before = stored.get(part)
-            if part != "options" and isinstance(now, dict) and isinstance(before, dict):
-                lacks = now.keys() - before.keys() - _LATER.get(part, {}).keys()
-                found |= {f"{part}.{name}" for name in lacks | (before.keys() - now.keys())}
-        return sorted(found)
+        return asdict(self) | {"options": dict(self.options)}
 
 
 def plan_from_json(data: Mapping[str, Any], path: object) -> Plan:
     """The plan of a run; FileError where it is not one of this version."""
     try:
-        return from_plain(Plan, {it.name: data[it.name] for it in fields(Plan) if it.name in data or it.name != "cell"})
+        return from_plain(Plan, {it.name: data[it.name] for it in fields(Plan)})
     except (KeyError, TypeError, ValueError, OverflowError, TrainingError) as error:
         raise FileError(
             f"{path}: not the settings of a run of this version ({quote(error)}): another version of dmcp began it, "

@@ -19,7 +19,7 @@ from dmcp.given import check_input
 from dmcp.keeping import DONE, Feed, Keeper, State, random_state, seeded, set_random_state
 from dmcp.kinds import check_functions, check_kind, check_kinds
 from dmcp.losses import Loss, classification_loss, warn_of_imitation
-from dmcp.markov import BORDER, CERTAIN, border_start, group_sizes, merged
+from dmcp.markov import CERTAIN, group_sizes, merged
 from dmcp.optimizers import MakeOptimizer, check_graphs, make_optimizer, rate_shares
 from dmcp.ranks import ALONE, Ranks, current, share_tensors
 from dmcp.searching.sandwich import Chains, Draw, chains, draw_gates, sort_channels
@@ -31,7 +31,6 @@ from dmcp.supernet import Narrow, Supernet, run_folded
 from dmcp.training import check_trainable, cosine, parameter_groups
 
 LARGE = 100_000_000  # macs of one sample from which a network is a large one
-_EQUAL = 1e-3  # alphas that moved together may be so far apart by rounding
 
 
 def search(
@@ -215,11 +214,6 @@ def _prepare(net: Supernet, config: SearchConfig, arch_loader: Loader | None) ->
         raise TrainingError("With task_loss=False the alphas see no data: leave arch_loader out.")
     if config.warmup_epochs or config.train_weights:
         check_trainable(net.model)
-    if config.border and config.init is Init.GIVEN and (net.alpha.diff(dim=1) > _EQUAL).any():
-        raise TrainingError(
-            "Given alphas of a border must never grow along a space: take those of a search with border=True, or "
-            "init='target'."
-        )
     wanted = [list(group_sizes(it.size, config.groups, it.step(config.align))) for it in net.graph.spaces]
     if [[size for size in row if size] for row in net.sizes.tolist()] != wanted:
         raise WidthsError(
@@ -259,12 +253,6 @@ def _start(net: Supernet, path: Chains, budget: Budget, config: SearchConfig) ->
     net.train()
     if config.sort:
         sort_channels(net)
-    if path.process is BORDER:
-        if config.init is Init.TARGET:
-            begin = border_start(path.sizes.cpu())  # in double precision, as there
-            shift = constant_alpha(budget, net.graph, path.sizes, process=path.process, begin=begin)
-            net.alpha.copy_((begin + shift).to(net.alpha.dtype))
-        return
     certain = merged(net.sizes, path.sizes)
     match config.init:
         case Init.TARGET:

@@ -53,7 +53,6 @@ class SearchConfig:
     distil: bool = True  # whether sub-networks imitate the largest one instead of learning the labels
     init: Init = Init.TARGET  # where the alphas start
     independent: bool = False  # whether each group is kept by itself (Bernoulli), not along the chain; an ablation
-    border: bool = False  # whether one number moves for each space, the border of its kept groups; gains nothing
     task_loss: bool = True  # whether the task loss moves the alphas, and not the budget alone
     budget_weight: float = 0.1  # weight of the budget loss (lambda of eq. 15)
     train_weights: bool = True  # whether the weights still move after the warm-up
@@ -97,10 +96,6 @@ class SearchConfig:
             raise TrainingError(
                 f"A warm-up of {self.warmup:.0%} leaves none of {self.epochs} epochs for the alphas: lower warmup."
             )
-        if self.border and (self.independent or self.init not in (Init.TARGET, Init.GIVEN)):
-            raise TrainingError(
-                "border=True goes with init='target' or 'given', and with independent=False: set these."
-            )
         if not self.task_loss and self.budget_weight == 0:
             raise TrainingError("Nothing moves the alphas: set task_loss=True or a budget_weight above 0.")
 
@@ -112,7 +107,7 @@ class SearchConfig:
     @property
     def process(self) -> Process:
         """What the alphas mean."""
-        return process_of(self.independent, self.border)
+        return process_of(self.independent)
 
 
 _INTS = {  # the least that each may be
@@ -124,7 +119,7 @@ _INTS = {  # the least that each may be
     "accumulate": 1,
     "log_every": 1,
 }
-_FLAGS = ("sort", "distil", "independent", "border", "task_loss", "train_weights")
+_FLAGS = ("sort", "distil", "independent", "task_loss", "train_weights")
 _FLOATS = {  # from, to below
     "tolerance": (0, 1),
     "warmup": (0, 1),

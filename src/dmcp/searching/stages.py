@@ -14,7 +14,6 @@ from dmcp.batches import input_of, size_of
 from dmcp.budget import Budget, budget_loss, ratios
 from dmcp.engine import Precision, autocast
 from dmcp.losses import Loss, imitation, loss_of
-from dmcp.markov import BORDER
 from dmcp.ranks import ALONE, Ranks, mean_gradients
 from dmcp.searching.sandwich import Chains
 from dmcp.supernet import Supernet
@@ -149,8 +148,6 @@ def arch_step(
         seen = ratios(budget, net.graph, chains.marginals(net.alpha), chains.sizes, chains.process)
         excess = budget_loss(seen, tolerance)
         torch.autograd.backward(budget_weight * excess)
-    if chains.process is BORDER and net.alpha.grad is not None:  # the border of a space moves as a whole
-        net.alpha.grad = net.alpha.grad.sum(dim=1, keepdim=True).expand_as(net.alpha).contiguous()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return ArchRecord(torch.stack(task).mean() if task else None, excess.detach(), seen.detach())
