@@ -405,15 +405,12 @@ def test_what_the_device_cannot_run_is_noticed_once(
 ) -> None:
     monkeypatch.setattr("dmcp.commands.compare.run_comparison", lambda *_: [])
     monkeypatch.setattr("dmcp.commands.paper.run_tasks", lambda *_: [])
-    monkeypatch.setattr("dmcp.commands.bench._measure_job", lambda *_: [])
-    monkeypatch.setattr("dmcp.commands.bench._show", lambda *_: None)
     network = ("--model", "digits:resnet", "--data", "digits", "--device", "cpu", "--quiet")
     places = ("--out", str(tmp_path / "out"), "--results", str(tmp_path / "results"))
     for command in (
         ("train", *SMALL, "--epochs", "1", "--out", str(tmp_path / "run")),
         ("compare", *network, "--epochs", "1", "--methods", "uniform", "--out", str(tmp_path / "out")),
         ("paper", "warmup", *network, "--epochs", "1", "--batch", "64", *places),
-        ("bench", *network),
     ):
         assert run(capsys, *command, "--kernels", "--graphs")[::2] == (0, NO_GRAPHS + NO_KERNELS), command
     assert run(capsys, *command, "--no-kernels", "--no-graphs")[::2] == (0, "")
@@ -520,7 +517,7 @@ def test_wrong_weights_and_folders_are_a_sentence(capsys: Capture, tmp_path: Pat
 # for programs: plain data, exit codes, completion
 
 
-COMMANDS = ("inspect", "data", "prune", "search", "sample", "train", "evaluate", "bench", "runs", "report")
+COMMANDS = ("inspect", "data", "prune", "search", "sample", "train", "evaluate", "runs", "report")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -708,7 +705,6 @@ def test_of_several_ranks_one_speaks(
         ("evaluate", folder),
         ("runs", folder),
         ("report", folder),
-        ("bench", "--model", "digits:resnet"),
         ("prune", *DRY),
     )
     monkeypatch.setenv("RANK", "1")
