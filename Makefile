@@ -30,4 +30,4 @@ zoo: setup  ## every model through one contract; make zoo ARGS=--help
 
 clean:  ## caches and builds; runs, data and .venv stay
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
-	find src tests examples experiments zoo -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests examples experiments zoo benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -404,13 +404,10 @@ def test_what_the_device_cannot_run_is_noticed_once(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dmcp.commands.compare.run_comparison", lambda *_: [])
-    monkeypatch.setattr("dmcp.commands.bench._measure_job", lambda *_: [])
-    monkeypatch.setattr("dmcp.commands.bench._show", lambda *_: None)
     network = ("--model", "digits:resnet", "--data", "digits", "--device", "cpu", "--quiet")
     for command in (
         ("train", *SMALL, "--epochs", "1", "--out", str(tmp_path / "run")),
         ("compare", *network, "--epochs", "1", "--methods", "uniform", "--out", str(tmp_path / "out")),
-        ("bench", *network),
     ):
         assert run(capsys, *command, "--kernels", "--graphs")[::2] == (0, NO_GRAPHS + NO_KERNELS), command
     assert run(capsys, *command, "--no-kernels", "--no-graphs")[::2] == (0, "")
@@ -514,7 +511,7 @@ def test_wrong_weights_and_folders_are_a_sentence(capsys: Capture, tmp_path: Pat
 # for programs: plain data, exit codes, completion
 
 
-COMMANDS = ("inspect", "data", "prune", "search", "sample", "train", "evaluate", "bench", "runs", "report")
+COMMANDS = ("inspect", "data", "prune", "search", "sample", "train", "evaluate", "runs", "report")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -702,7 +699,6 @@ def test_of_several_ranks_one_speaks(
         ("evaluate", folder),
         ("runs", folder),
         ("report", folder),
-        ("bench", "--model", "digits:resnet"),
         ("prune", *DRY),
     )
     monkeypatch.setenv("RANK", "1")

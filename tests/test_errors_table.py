@@ -185,5 +185,5 @@ def test_the_page_has_many_different_mistakes() -> None:
     assert len(ROWS) >= 40
     assert len({typed for _, typed, _ in ROWS}) == len(ROWS)
     commands = {re.search(r"dmcp (\w*)", typed)[1] for _, typed, _ in ROWS}  # type: ignore[index]
-    every = {"data", "inspect", "prune", "search", "sample", "train", "evaluate", "bench", "runs", "report"}
+    every = {"data", "inspect", "prune", "search", "sample", "train", "evaluate", "runs", "report"}
     assert every <= commands

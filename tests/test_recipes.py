@@ -167,7 +167,7 @@ def test_a_slow_loader_makes_the_hours() -> None:
 
 
 def benches() -> list[dict[str, object]]:
-    """What `dmcp bench` writes of the three networks, each slower than the one before."""
+    """What benchmarks/bench.py writes of the three networks, each slower than the one before."""
     nets: list[tuple[str, list[str]]] = [("resnet18", []), ("mobilenet_v2", ["width_mult=1.5"]), ("resnet50", [])]
     return [
         {"model": model, "model_args": args, "batch": 256, "plain_ms": k, "stage1_ms": 4 * k, "search_ms": 5 * k}

@@ -21,7 +21,7 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 import dmcp
-from dmcp.commands import bench, compare, data, export, latency, prune, report, search, train
+from dmcp.commands import compare, data, export, latency, prune, report, search, train
 from dmcp.commands import options as o
 from dmcp.errors import DmcpError, RankError, StoppedError
 from dmcp.files import plain
@@ -219,7 +219,6 @@ app.command()(data.data)
 app.command()(report.evaluate)
 app.command()(export.export)
 app.command()(latency.latency)
-app.command()(bench.bench)
 app.command()(report.runs)
 app.command()(compare.compare)
 app.command(hidden=True)(compare.cell)

@@ -233,7 +233,7 @@ def loader_rate(recipe: Recipe, step_ms: Mapping[str, float], gpus: int) -> floa
 def hours_table(
     benches: Sequence[Mapping[str, Any]], gpus: int, loader: float = math.inf, only: Sequence[str] = ("",)
 ) -> str:
-    """The hours of recipes as a Markdown table, from what `dmcp bench` measured; `only` those named with such words."""
+    """The hours of recipes as a Markdown table, by the step times of benchmarks/bench.py; `only`: words in names."""
     lines = [
         "| recipe | warm-up, h | search, h | retraining, h | in all, h | loader must give, images/s |",
         "|---|---|---|---|---|---|",
@@ -260,7 +260,7 @@ def _times_of(recipe: Recipe, benches: Sequence[Mapping[str, Any]]) -> dict[str,
     name = " ".join([recipe.job.model, *recipe.job.model_args])
     found = [bench for bench in benches if " ".join([str(bench.get("model")), *bench.get("model_args", ())]) == name]
     if not found:
-        raise DmcpError(f"No step times of {name}: measure them with dmcp bench, and give the file here too.")
+        raise DmcpError(f"No step times of {name}: measure them with benchmarks/bench.py, and give the file here too.")
     times: dict[str, float] = {}
     for key in ("batch", "plain_ms", "stage1_ms", "search_ms"):
         value = found[-1].get(key)
@@ -274,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """python -m dmcp.running.recipes hours BENCH.json: print the table of hours."""
     parser = argparse.ArgumentParser(prog="python -m dmcp.running.recipes", description="How long the recipes take.")
     parser.add_argument("command", choices=["hours"])
-    parser.add_argument("bench", nargs="+", type=Path, help="files that dmcp bench wrote, one per network")
+    parser.add_argument("bench", nargs="+", type=Path, help="files that benchmarks/bench.py wrote, one per network")
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--loader", type=float, default=math.inf, help="images a second that your loader gives")
     parser.add_argument("--only", nargs="*", default=[""], help="only recipes with one of these words in their names")
