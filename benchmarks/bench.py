@@ -30,13 +30,14 @@ import torch
 from torch import nn
 
 from dmcp import Engine, SearchConfig, Supernet, TrainConfig, cut, search, trace, train, uniform
-from dmcp.data import DataSets, load, make_loader
-from dmcp.engine import Settled, best_device, is_depthwise, is_narrow, sgd
+from dmcp.cutting import padded
+from dmcp.data.datasets import DataSets, load
+from dmcp.data.loaders import make_loader
 from dmcp.losses import classification_loss
 from dmcp.markov import sample_groups
-from dmcp.nets import build, sample_shape
-from dmcp.padding import padded
-from dmcp.searching.sandwich import Draw
+from dmcp.models import build, sample_shape
+from dmcp.runtime.engine import Settled, best_device, is_depthwise, is_narrow, sgd
+from dmcp.searching.config import Draw
 from dmcp.searching.search import LARGE, Steps, reach, uncounted
 from dmcp.training import make_step, parameter_groups
 

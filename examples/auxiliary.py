@@ -17,11 +17,12 @@ from torch.nn import functional as F
 
 import dmcp
 from dmcp.budget import parse
-from dmcp.data import load, make_loader
+from dmcp.data.datasets import load
+from dmcp.data.loaders import make_loader
 from dmcp.losses import ImitationWarning, top1
 from dmcp.sampling import expected, uniform
+from dmcp.searching.config import SearchConfig
 from dmcp.searching.search import search
-from dmcp.searching.searches import SearchConfig
 from dmcp.training import TrainConfig, evaluate, train
 
 Batch = tuple[Tensor, Tensor]

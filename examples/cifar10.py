@@ -19,14 +19,15 @@ from pathlib import Path
 
 import torch
 
-from dmcp import budget, data, nets, sampling, training
+from dmcp import budget, models, sampling, training
 from dmcp.cutting import cut, reinitialise
+from dmcp.data import datasets, loaders
+from dmcp.searching import config as config_module
 from dmcp.searching import search as searching
-from dmcp.searching import searches
-from dmcp.spaces import Widths
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
+from dmcp.widths import Widths
 
 
 def options() -> argparse.Namespace:
@@ -48,24 +49,24 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def prepare(args: argparse.Namespace) -> tuple[torch.nn.Module, ChannelGraph, data.DataSets, str]:
+def prepare(args: argparse.Namespace) -> tuple[torch.nn.Module, ChannelGraph, datasets.DataSets, str]:
     """Model, graph and data on the best device there is."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(args.seed)
-    sets = data.load(args.data)
+    sets = datasets.load(args.data)
     if args.images:
         first = torch.arange(args.images)
-        sets = data.DataSets(sets.train.subset(first), sets.test.subset(first), sets.classes, sets.shape)
-    model = nets.build(args.model, num_classes=sets.classes).to(device)
+        sets = datasets.DataSets(sets.train.subset(first), sets.test.subset(first), sets.classes, sets.shape)
+    model = models.build(args.model, num_classes=sets.classes).to(device)
     return model, trace(model, torch.zeros(1, *sets.shape, device=device)), sets, device
 
 
 def run_search(args: argparse.Namespace) -> None:
     """Search, sample by expectation, write the widths and the log."""
     model, graph, sets, device = prepare(args)
-    loader = data.make_loader(sets.train, args.batch, train=True, seed=args.seed, device=device, channels_last=True)
+    loader = loaders.make_loader(sets.train, args.batch, train=True, seed=args.seed, device=device, channels_last=True)
     net = Supernet(model, graph)
-    config = searches.SearchConfig(
+    config = config_module.SearchConfig(
         budget=args.budget,
         epochs=args.search_epochs,
         reference_batch=args.batch,
@@ -108,7 +109,7 @@ def run_train(args: argparse.Namespace) -> None:
     }[kind]()
     small = cut(model, graph, widths)
     reinitialise(small, generator=seeded(args.seed))
-    loader = data.make_loader(sets.train, args.batch, train=True, seed=args.seed, device=device, channels_last=True)
+    loader = loaders.make_loader(sets.train, args.batch, train=True, seed=args.seed, device=device, channels_last=True)
     config = training.TrainConfig(
         epochs=args.epochs,
         lr=0.4,
@@ -120,7 +121,7 @@ def run_train(args: argparse.Namespace) -> None:
     start = time.time()
     training.train(small, loader, config)
     seconds = time.time() - start
-    test = data.make_loader(sets.test, 1000 if not args.images else args.images, train=False, device=device)
+    test = loaders.make_loader(sets.test, 1000 if not args.images else args.images, train=False, device=device)
     accuracy = training.evaluate(small, test)
     report = {
         "kind": kind,

@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from dmcp.cli import main
+from dmcp.cli.main import main
 
 OPTIONS = (
     "prune --model digits:resnet --data digits --budget 50% --controls --device cpu "

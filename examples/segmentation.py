@@ -21,8 +21,8 @@ from dmcp.budget import parse
 from dmcp.calibration import recalibrate
 from dmcp.losses import ImitationWarning
 from dmcp.sampling import expected, uniform
+from dmcp.searching.config import SearchConfig
 from dmcp.searching.search import search
-from dmcp.searching.searches import SearchConfig
 from dmcp.training import TrainConfig, evaluate, train
 
 Batch = tuple[Tensor, Tensor]

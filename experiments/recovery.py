@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmcp.batches import Loader
-from dmcp.engine import Engine
 from dmcp.errors import TrainingError
 from dmcp.losses import top1
+from dmcp.runtime.engine import Engine
+from dmcp.searching.config import Init, SearchConfig
 from dmcp.searching.search import search
-from dmcp.searching.searches import Init, SearchConfig
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 

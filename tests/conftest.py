@@ -15,9 +15,9 @@ import torch
 import typer.main
 from torch import Tensor, nn
 
-from dmcp import cifar_nets
-from dmcp.measuring import milliseconds
-from dmcp.running import jobs
+from dmcp import models
+from dmcp.cli import job as job_module
+from dmcp.results import milliseconds
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
 
@@ -43,7 +43,7 @@ def _same_world() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _no_word_about_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """How fast the networks are here must not decide what commands print; tests of that set it themselves."""
-    monkeypatch.setattr("dmcp.rows._SLOW", math.inf)
+    monkeypatch.setattr("dmcp.results._SLOW", math.inf)
 
 
 @pytest.fixture(autouse=True)
@@ -56,14 +56,16 @@ def _timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _no_word_about_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands take 708 of the 1415 digits, which is one step an epoch; all of them would say what is left out."""
-    left_out = jobs._left_out
-    monkeypatch.setattr(jobs, "_left_out", lambda job, count: () if job.data == "digits" else left_out(job, count))
+    left_out = job_module._left_out
+    monkeypatch.setattr(
+        job_module, "_left_out", lambda job, count: () if job.data == "digits" else left_out(job, count)
+    )
 
 
 @pytest.fixture(autouse=True)
 def _traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hundreds of tests type commands for the same small networks: tracing them anew would be most of the time."""
-    monkeypatch.setattr("dmcp.running.jobs.trace", _trace_once)
+    monkeypatch.setattr("dmcp.cli.job.trace", _trace_once)
 
 
 _GRAPHS: dict[object, ChannelGraph] = {}
@@ -71,7 +73,7 @@ _GRAPHS: dict[object, ChannelGraph] = {}
 
 def _trace_once(model: nn.Module, example: Tensor, **how: Any) -> ChannelGraph:
     """The graph of a network of ours from the first time that one of this structure was traced; it has no weights."""
-    if type(model).__module__ != cifar_nets.__name__:
+    if type(model).__module__ != models.__name__:
         return trace(model, example, **how)
     trained = [parameter.requires_grad for parameter in model.parameters()]
     key = repr((model, example.shape, model.training, trained, how))

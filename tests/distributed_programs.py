@@ -17,10 +17,11 @@ from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Subset, TensorDataset
 
 import dmcp
-from dmcp import cli
-from dmcp.data import load, make_loader
-from dmcp.nets import build
-from dmcp.ranks import Ranks, Watch, join, leave
+from dmcp.cli import main
+from dmcp.data.datasets import load
+from dmcp.data.loaders import make_loader
+from dmcp.models import build
+from dmcp.runtime.distributed import Ranks, Watch, join, leave
 
 STEPS = 5  # in an epoch
 PIXELS = (1, 8, 8)
@@ -234,7 +235,7 @@ def keep_a_list(folder: Path) -> None:
 def command(*arguments: str) -> None:
     """The command `dmcp`."""
     sys.argv = ["dmcp", *arguments]
-    cli.main()
+    main.main()
 
 
 def start(rank: int, world: int, port: int, text: Path, program: str, *arguments: Any) -> None:

@@ -17,8 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from triton.runtime import interpreter
 
-from dmcp import engine, kernels
-from dmcp.kernels import OwnKernels, batch_norm, conv2d, convolution, depthwise, depthwise_conv2d, norm
+from dmcp.runtime import engine, kernels
+from dmcp.runtime.kernels import OwnKernels, convolution, depthwise, norm
+from dmcp.runtime.kernels.convolution import conv2d
+from dmcp.runtime.kernels.depthwise import depthwise_conv2d
+from dmcp.runtime.kernels.norm import batch_norm
 
 _convert = interpreter._convert_float
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import dmcp
 from dmcp.budget import parse
-from dmcp.methods.problem import Problem
+from dmcp.compare.problem import Problem
 from dmcp.supernet import Supernet
 from dmcp.training import TrainConfig
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dmcp import ranks as ranks_file
-from dmcp.ranks import (
+from dmcp.errors import RankError
+from dmcp.runtime import distributed as ranks_file
+from dmcp.runtime.distributed import (
     ALONE,
-    RankError,
     Ranks,
     Watch,
     current,

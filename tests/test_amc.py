@@ -16,11 +16,11 @@ from torchvision.models import densenet121, mobilenet_v2, resnet18
 import dmcp
 from dmcp.batches import generator
 from dmcp.budget import spent_shares
+from dmcp.compare.amc import Agent, AmcConfig, DdpgConfig, _Course, truncated_normal
+from dmcp.compare.amc import find_amc as find
+from dmcp.compare.problem import Problem
 from dmcp.errors import BudgetError, DataError, TrainingError
-from dmcp.filters import magnitude
-from dmcp.methods.amc import AmcConfig, _Course, find
-from dmcp.methods.ddpg import Agent, DdpgConfig, truncated_normal
-from dmcp.methods.problem import Problem
+from dmcp.importance import magnitude
 
 SHORT = AmcConfig(warmup=2, episodes=2, agent=DdpgConfig(hidden=8))
 QUICK = DdpgConfig(hidden=32, actor_lr=1e-3, critic_lr=1e-2)

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import dmcp
-from dmcp.pruning import TeacherWarning
+from dmcp.retraining import TeacherWarning
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 SETTINGS = (dmcp.SearchConfig, dmcp.TrainConfig, dmcp.Engine)

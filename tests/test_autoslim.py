@@ -16,12 +16,14 @@ from torchvision.models import densenet121, mobilenet_v2, resnet18
 import dmcp
 import dmcp.searching.search
 from dmcp.budget import parse
+from dmcp.compare.autoslim import AutoSlimConfig, prepare
+from dmcp.compare.autoslim import find_autoslim as find
+from dmcp.compare.problem import Choice, Problem
 from dmcp.errors import BudgetError, DataError, StoppedError, TrainingError
-from dmcp.methods.autoslim import AutoSlimConfig, find, prepare
-from dmcp.methods.problem import Choice, Problem
-from dmcp.pruning import Event
+from dmcp.results import Event
 from dmcp.runs import Run
-from dmcp.searching.sandwich import Draw, draw_gates
+from dmcp.searching.config import Draw
+from dmcp.searching.subnets import draw_gates
 
 SHORT = AutoSlimConfig(epochs=1, groups=3, subnets=1, batches=1)
 

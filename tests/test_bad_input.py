@@ -400,7 +400,7 @@ def test_other_mistakes_than_numbers_keep_their_own_words() -> None:
 def test_a_command_names_the_numbers_of_a_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    source = "from dmcp.nets import build as digits\n\ndef build():\n    return digits('digits:resnet').double()\n"
+    source = "from dmcp.models import build as digits\n\ndef build():\n    return digits('digits:resnet').double()\n"
     (tmp_path / "double_net.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     code, _, err = run(

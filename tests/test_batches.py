@@ -11,9 +11,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from dmcp.batches import batches_from, check_parts, input_of, labels_of, length_of, peek, share_of
-from dmcp.data import ArrayLoader, load, make_loader
+from dmcp.data.datasets import load
+from dmcp.data.loaders import ArrayLoader, make_loader
 from dmcp.errors import DataError
-from dmcp.ranks import ALONE, Ranks
+from dmcp.runtime.distributed import ALONE, Ranks
 
 
 class Noisy:

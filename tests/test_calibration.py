@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import dmcp
 from dmcp.calibration import recalibrate
-from dmcp.nets import build
+from dmcp.models import build
 
 
 class Net(nn.Module):

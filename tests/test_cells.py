@@ -20,11 +20,10 @@ import pytest
 import test_resume
 from test_resume import ADD, NET, REPLACE, STEP, Commands, Moment, checkpoints, contents, save_of, step_of
 
-from dmcp.comparison.cell_files import CHOICE, CHOSEN, COST, is_done
-from dmcp.comparison.comparing import Comparison, Task, tasks
-from dmcp.engine import Engine
-from dmcp.running.jobs import Job
+from dmcp.cli.job import Job
+from dmcp.compare.runner import CHOICE, CHOSEN, COST, Comparison, Task, is_done, tasks
 from dmcp.runs import PREPARED
+from dmcp.runtime.engine import Engine
 from dmcp.training import TrainConfig
 
 METHODS = ("slimming", "amc", "sfp", "dmcp")
@@ -115,8 +114,8 @@ KILLS: dict[tuple[str, str], tuple[Moment, ...]] = {
     (DMCP, "own training, before its first checkpoint"): (step_of("dmcp,-own", 3),),
     (DMCP, "own training, after it"): (step_of("dmcp,-own", 14),),
     (DMCP, "test, between two networks"): (("dmcp.training:evaluate", "", 2),),
-    (DMCP, "before the network is saved"): (("dmcp.comparison.cells:save", "", 1),),
-    (DMCP, "weights renamed, widths not"): (("dmcp.comparison.cells:save", "", 1), (REPLACE, "", 2)),
+    (DMCP, "before the network is saved"): (("dmcp.compare.runner:save", "", 1),),
+    (DMCP, "weights renamed, widths not"): (("dmcp.compare.runner:save", "", 1), (REPLACE, "", 2)),
     (DMCP, "before it is closed"): (("dmcp.runs:Run.close", "", 1),),
     (SFP, "choosing, which trains"): (step_of("sfp,-choosing", 12),),
     (SLIMMING, "own training, before its first checkpoint"): (step_of("slimming,-own", 6),),

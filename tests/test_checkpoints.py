@@ -22,8 +22,8 @@ import safetensors
 import torch
 from torch import Tensor, nn
 
-import dmcp.checkpoints
-from dmcp.checkpoints import Checkpoint, load_checkpoint, save_checkpoint
+import dmcp.checkpoint
+from dmcp.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from dmcp.errors import FileError
 
 HERE = Path(__file__).parent
@@ -192,7 +192,7 @@ def test_what_cannot_be_held_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
             Checkpoint(step, {}, {})  # type: ignore[arg-type]
     with pytest.raises(FileError, match="At least 1"):
         save_checkpoint(tmp_path, state(1), keep=0)
-    monkeypatch.setattr(dmcp.checkpoints, "_LONGEST_HEADER", 1000)
+    monkeypatch.setattr(dmcp.checkpoint, "_LONGEST_HEADER", 1000)
     with pytest.raises(FileError, match="too long"):
         save_checkpoint(tmp_path, Checkpoint(1, {}, {"a": "x" * 1000}))
     assert names(tmp_path) == []
@@ -256,7 +256,7 @@ def test_a_damaged_newest_one_is_passed_over_and_never_costs_the_good_ones(tmp_p
 def test_what_dead_writers_left_is_cleaned(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
-    parent = dmcp.checkpoints.process_start(os.getppid())
+    parent = dmcp.checkpoint.process_start(os.getppid())
     left = [f".tmp-{child.pid}-5-ab", f".tmp-{child.pid}-0-ab"] + (
         [f".tmp-{os.getppid()}-{parent + 1}-ab"] if parent else []
     )
@@ -381,7 +381,7 @@ def test_no_link_is_followed(tmp_path: Path) -> None:
 
 def test_a_link_that_comes_after_the_look_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_checkpoint(tmp_path / "run", state(1))
-    find = dmcp.checkpoints._find
+    find = dmcp.checkpoint._find
 
     def find_and_swap(folder: Path) -> Any:
         found = find(folder)
@@ -389,7 +389,7 @@ def test_a_link_that_comes_after_the_look_is_not_followed(tmp_path: Path, monkey
         path.symlink_to(tmp_path / "elsewhere")
         return found
 
-    monkeypatch.setattr(dmcp.checkpoints, "_find", find_and_swap)
+    monkeypatch.setattr(dmcp.checkpoint, "_find", find_and_swap)
     with pytest.raises(FileError, match="all checkpoints are damaged"):
         load_checkpoint(tmp_path / "run")
 

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+from dmcp.cli import launch
+from dmcp.cli.launch import Command, Ended, kept_signals, run_side_by_side
 from dmcp.errors import DmcpError
-from dmcp.locks import alive
-from dmcp.running import children
-from dmcp.running.children import Command, Ended, kept_signals, run_side_by_side
+from dmcp.runtime.io import alive
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -89,7 +89,7 @@ exit 0
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder for the files of commands, which are run by the program above."""
     (tmp_path / "child.py").write_text(CHILD)
-    monkeypatch.setattr(children, "_PAUSE", 0.02)
+    monkeypatch.setattr(launch, "_PAUSE", 0.02)
     for name in [name for name in os.environ if name.startswith("CUDA_")]:
         monkeypatch.delenv(name)
     (tmp_path / "runs").mkdir()
@@ -101,8 +101,8 @@ def mps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a control of MPS that is on PATH."""
     fake = folder.parent / "mps"
     fake.mkdir()
-    (fake / children.MPS).write_text(DAEMON)
-    (fake / children.MPS).chmod(0o755)
+    (fake / launch.MPS).write_text(DAEMON)
+    (fake / launch.MPS).chmod(0o755)
     monkeypatch.setenv("PATH", f"{fake}:/usr/bin:/bin")
     monkeypatch.setenv("FAKE", str(fake))
     return fake
@@ -201,7 +201,7 @@ def test_cores_are_divided(
     most: int,
     threads: int,
 ) -> None:
-    monkeypatch.setattr(children, "_cores", lambda: cores)
+    monkeypatch.setattr(launch, "_cores", lambda: cores)
     monkeypatch.setenv("PATH", "")  # no MPS
     commands = [command(folder, str(number), f"meet{most}") for number in range(4)]
     run(folder, *commands, device=device, at_once=at_once)
@@ -211,13 +211,13 @@ def test_cores_are_divided(
 
 
 def test_a_gpu_has_eight_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(children, "_cores", lambda: 16)
-    assert children._divide(None, GPU) == (8, 2) and children._divide(None, CPU) == (16, 1)
+    monkeypatch.setattr(launch, "_cores", lambda: 16)
+    assert launch._divide(None, GPU) == (8, 2) and launch._divide(None, CPU) == (16, 1)
 
 
 def test_cores_are_those_of_this_process() -> None:
     listed = subprocess.run(["nproc"], capture_output=True, text=True, check=True, env={"PATH": os.environ["PATH"]})
-    assert children._cores() == int(listed.stdout)
+    assert launch._cores() == int(listed.stdout)
 
 
 def test_commands_that_make_no_sense(folder: Path) -> None:
@@ -268,7 +268,7 @@ def test_the_end_of_a_child_that_said_nothing() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_all_children_once(folder: Path, mps: Path, number: signal.Signals) -> None:
     source = "import sys, torch; from pathlib import Path\n"
-    source += "from dmcp.running.children import Command, kept_signals, run_side_by_side\n"
+    source += "from dmcp.cli.launch import Command, kept_signals, run_side_by_side\n"
     source += "words = (sys.executable, '-S', sys.argv[1])\n"
     source += "commands = [Command(name, (*words, name, 'hang')) for name in 'ab']\n"
     source += "commands += [Command('c', words, after=('a',)), Command('d', words)]\n"
@@ -290,7 +290,7 @@ def test_a_signal_ends_all_children_once(folder: Path, mps: Path, number: signal
 
 
 def test_a_child_that_heeds_no_signal_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(children, "_PATIENCE", 0.3)
+    monkeypatch.setattr(launch, "_PATIENCE", 0.3)
 
     def interrupt() -> None:
         wait_for(lambda: calls(folder))
@@ -311,7 +311,7 @@ def test_an_error_of_ours_leaves_no_child(folder: Path, monkeypatch: pytest.Monk
         wait_for(lambda: calls(folder))
         raise ZeroDivisionError
 
-    monkeypatch.setattr(children._Child, "look", fail)
+    monkeypatch.setattr(launch._Child, "look", fail)
     with pytest.raises(ZeroDivisionError):
         run(folder, command(folder, "a", "hang"))
     (call,) = calls(folder)
@@ -336,7 +336,7 @@ def test_children_whose_parent_was_killed_stop(folder: Path) -> None:
     kinds = ("heeds", "deaf")
     source = "import sys; from pathlib import Path; import torch\n"
     source += "from dmcp.running import children\n"
-    source += "from dmcp.running.children import Command, kept_signals, run_side_by_side\n"
+    source += "from dmcp.cli.launch import Command, kept_signals, run_side_by_side\n"
     source += "with kept_signals() as signals:\n"
     source += "    both = [Command(kind, (sys.executable, '-c', sys.argv[2], kind)) for kind in sys.argv[3:]]\n"
     source += "    children._cores = lambda: 2\n"  # not one after the other
@@ -352,9 +352,9 @@ def test_children_whose_parent_was_killed_stop(folder: Path) -> None:
 
 
 def test_nobody_is_followed_without_a_parent_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(children.PARENT, raising=False)
+    monkeypatch.delenv(launch.PARENT, raising=False)
     before = threading.active_count()
-    with children.following_parent():
+    with launch.following_parent():
         assert threading.active_count() == before
 
 
@@ -387,12 +387,12 @@ def test_children_on_a_gpu_share_a_daemon_of_ours(
     wait_for(lambda: not alive(int((mps / "daemon").read_text()), None))
     assert not Path(pipe).parent.exists()
     assert os.environ["CUDA_MPS_PIPE_DIRECTORY"] == nowhere
-    assert children.MPS not in capfd.readouterr().err
+    assert launch.MPS not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("visible", "renumbered"), [("", {}), ("GPU-8a", {}), ("5", {"CUDA_VISIBLE_DEVICES": "0"})])
 def test_names_of_gpus_stay(visible: str, renumbered: dict[str, str]) -> None:
-    assert children._renumber(visible) == renumbered
+    assert launch._renumber(visible) == renumbered
 
 
 def test_the_daemon_ends_after_errors(folder: Path, mps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,7 +400,7 @@ def test_the_daemon_ends_after_errors(folder: Path, mps: Path, monkeypatch: pyte
     assert asked(mps)[-1][0] == "quit"
     wait_for(lambda: not alive(int((mps / "daemon").read_text()), None))
     (mps / "daemon").unlink()
-    monkeypatch.setattr(children, "_run_all", lambda *_: 1 / 0)
+    monkeypatch.setattr(launch, "_run_all", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         two(folder)
     assert asked(mps)[-1][0] == "quit"
@@ -422,12 +422,12 @@ def test_without_mps_the_commands_run_all_the_same(
     two(folder)
     assert not [name for call in calls(folder) for name in call["env"] if name.startswith("CUDA_")]
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("dmcp")]
-    assert line == f"dmcp: {children.MPS} could not be started: the runs take turns on the GPU, which is slower."
-    (mps / children.MPS).unlink()
+    assert line == f"dmcp: {launch.MPS} could not be started: the runs take turns on the GPU, which is slower."
+    (mps / launch.MPS).unlink()
     monkeypatch.setenv("PATH", str(mps))  # the real one may be there
     two(folder)
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("dmcp")]
-    assert line == f"dmcp: {children.MPS} is not on PATH: the runs take turns on the GPU, which is slower."
+    assert line == f"dmcp: {launch.MPS} is not on PATH: the runs take turns on the GPU, which is slower."
 
 
 @pytest.mark.parametrize(("device", "number", "at_once"), [(GPU, 1, None), (GPU, 2, 1), (CPU, 2, None)])

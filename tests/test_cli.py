@@ -21,17 +21,16 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
-from dmcp import cli
-from dmcp.commands import prune as commands
-from dmcp.comparison.comparing import Task, tasks
-from dmcp.engine import KernelWarning
+from dmcp.cli import main
+from dmcp.cli import prune as commands
+from dmcp.cli.config import Plan, plan_from_json
+from dmcp.cli.job import Job, load_weights, open_job
+from dmcp.cli.session import Progress, clock
+from dmcp.compare.runner import Task, tasks
 from dmcp.errors import DmcpError, WidthsError
-from dmcp.nets import build
-from dmcp.pruning import Event
-from dmcp.running.jobs import Job, open_job
-from dmcp.running.plans import Plan, plan_from_json
-from dmcp.running.progress import Progress, clock
-from dmcp.running.weights import load_weights
+from dmcp.models import build
+from dmcp.results import Event
+from dmcp.runtime.engine import KernelWarning
 from dmcp.training import StepRecord
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -47,7 +46,7 @@ def run(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
         patch.setattr(sys, "path", list(sys.path))
         patch.setenv("COLUMNS", "80")
         with pytest.raises(SystemExit) as stop:
-            cli.main()
+            main.main()
     printed = capsys.readouterr()
     return int(stop.value.code or 0), printed.out, printed.err
 
@@ -181,7 +180,7 @@ def pruned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         patch.setattr(sys, "argv", words)
         patch.setattr(sys, "path", list(sys.path))
         with pytest.raises(SystemExit) as stop:
-            cli.main()
+            main.main()
     assert not stop.value.code
     return folder, printed.getvalue()
 
@@ -322,7 +321,7 @@ def test_weights_for_other_classes_give_all_but_the_last_layer(capsys: Capture, 
 
 
 def test_frozen_weights_of_a_file_are_in_the_fresh_network_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = ["from dmcp.nets import build", "def still():", "    net = build('digits:resnet')"]
+    lines = ["from dmcp.models import build", "def still():", "    net = build('digits:resnet')"]
     (tmp_path / "my_still_net.py").write_text(
         "\n".join([*lines, "    net.layer1.requires_grad_(False)", "    return net"])
     )
@@ -403,7 +402,7 @@ def test_one_bound_is_kept_as_one_number(
 def test_what_the_device_cannot_run_is_noticed_once(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dmcp.commands.compare.run_comparison", lambda *_: [])
+    monkeypatch.setattr("dmcp.cli.show.run_comparison", lambda *_: [])
     network = ("--model", "digits:resnet", "--data", "digits", "--device", "cpu", "--quiet")
     for command in (
         ("train", *SMALL, "--epochs", "1", "--out", str(tmp_path / "run")),
@@ -417,13 +416,13 @@ def test_what_a_person_may_not_know_is_said_once_for_all_cells(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Task] = []
-    monkeypatch.setattr("dmcp.commands.compare.run_comparison", lambda it, *_: started.extend(tasks(it)) or [])
+    monkeypatch.setattr("dmcp.cli.show.run_comparison", lambda it, *_: started.extend(tasks(it)) or [])
     network = ("--model", "digits:resnet", "--model-args", "num_classes=12", "--data", "digits", "--device", "cpu")
     usual = ("--quiet", "--epochs", "1", "--batch", "128", "--out", str(tmp_path / "out"))
     told = "The network has 12 outputs, the data have 10 classes: build it with num_classes=10, unless that is meant.\n"
     for more in ((), ("--dry-run",)):
         assert run(capsys, "compare", "--methods", "uniform", *network, *usual, *more)[::2] == (0, told)
-    monkeypatch.setattr("dmcp.commands.compare.run_cell", lambda here: None)
+    monkeypatch.setattr("dmcp.cli.show.run_cell", lambda here: None)
     (tmp_path / "plan.json").write_text(json.dumps(started[0].plan.to_json()))
     cell = run(capsys, "cell", str(tmp_path / "plan.json"), str(tmp_path / "cell"))
     assert cell == (0, "", "")  # each of them would say it again
@@ -432,7 +431,7 @@ def test_what_a_person_may_not_know_is_said_once_for_all_cells(
 def test_time_left_is_by_whole_bundles(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Records come in bundles of 50, each after 20 s: the line at the start of the third knows 200 steps in 80 s."""
     now = [0.0]
-    monkeypatch.setattr("dmcp.running.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("dmcp.cli.session.time.monotonic", lambda: now[0])
     progress = Progress()
     for step in range(150):
         now[0] = 20.0 * (step // 50 + 1)
@@ -539,7 +538,7 @@ OPTION = r"(?<![\w-])--[a-z][a-z0-9-]*"
 
 def options_of_commands() -> dict[str, set[str]]:
     """The options of each command, but those that all have."""
-    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    commands = typer.main.get_command(main.app).commands  # type: ignore[attr-defined]
     return {
         name: {option for it in command.params for option in (*it.opts, *it.secondary_opts) if option[:2] == "--"}
         for name, command in commands.items()
@@ -594,7 +593,7 @@ def test_prune_says_where_odd_widths_gain_no_time(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for slow, align, words in ((0.0, "1", NOT_FASTER), (0.0, "8", "")):
-        monkeypatch.setattr("dmcp.rows._SLOW", slow)
+        monkeypatch.setattr("dmcp.results._SLOW", slow)
         odd = (*SHORT, "--align", align, "--out", str(tmp_path / f"{slow}-{align}"))
         code, _, err = run(capsys, "prune", *odd)
         assert (code, err) == (0, words), read_widths(tmp_path / f"{slow}-{align}")
@@ -626,7 +625,7 @@ def test_a_bug_is_1_and_an_interrupt_130(capsys: Capture, monkeypatch: pytest.Mo
         def trace(*_: object, **__: object) -> None:
             raise error
 
-        monkeypatch.setattr(cli, "trace", trace)
+        monkeypatch.setattr(main, "trace", trace)
 
     fail(ZeroDivisionError("ours"))
     code, out, err = run(capsys, "inspect", "digits:resnet")
@@ -646,7 +645,7 @@ def test_warnings_of_ours_are_plain_lines(capsys: Capture, monkeypatch: pytest.M
         warnings.warn("of somebody else", UserWarning, stacklevel=1)
         raise DmcpError("The end.")
 
-    monkeypatch.setattr(cli, "trace", trace)
+    monkeypatch.setattr(main, "trace", trace)
     warnings.simplefilter("default")
     err = run(capsys, "inspect", "digits:resnet")[2].splitlines()
     assert (err[0], err[-1]) == ("Own kernels are not used.", "dmcp: The end.")
@@ -661,7 +660,7 @@ def test_nobody_reads_and_nothing_is_said(capsys: Capture, monkeypatch: pytest.M
     def trace(*_: object, **__: object) -> None:
         raise BrokenPipeError(32, "Broken pipe")
 
-    monkeypatch.setattr(cli, "trace", trace)  # seen in the midst of a longer output
+    monkeypatch.setattr(main, "trace", trace)  # seen in the midst of a longer output
     monkeypatch.setattr("os.dup2", lambda *_: 0)
     assert run(capsys, "inspect", "digits:resnet") == (141, "", "")
 

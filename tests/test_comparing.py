@@ -16,24 +16,36 @@ from typing import Any
 
 import pytest
 
-from dmcp import cli
-from dmcp.commands.compare import recipe
-from dmcp.comparison import cell_runs, table_files
-from dmcp.comparison.cell_files import is_done
-from dmcp.comparison.cell_runs import COMMANDS, PLANS, longest_first, run_comparison
-from dmcp.comparison.comparing import Comparison, Task, cell_name, epochs_of, tasks
-from dmcp.comparison.gathering import gather
-from dmcp.comparison.stored_cells import stored
-from dmcp.comparison.table_text import against_uniform, markdown, networks_of, to_json
-from dmcp.engine import Engine
+from dmcp.cli import launch, main
+from dmcp.cli.config import facts_of, plan_from_json
+from dmcp.cli.job import Job, open_job
+from dmcp.cli.show import recipe
+from dmcp.compare import runner
+from dmcp.compare import runner as runner_module
+from dmcp.compare.methods import METHODS
+from dmcp.compare.runner import (
+    COMMANDS,
+    PLANS,
+    Comparison,
+    Task,
+    against_uniform,
+    cell_name,
+    epochs_of,
+    gather,
+    is_done,
+    longest_first,
+    markdown,
+    networks_of,
+    run_comparison,
+    stored,
+    tasks,
+    to_json,
+)
 from dmcp.errors import DmcpError, FileError, TrainingError
-from dmcp.locks import Lock
-from dmcp.methods import METHODS
-from dmcp.running import children
-from dmcp.running.jobs import Job, open_job
-from dmcp.running.plans import facts_of, plan_from_json
-from dmcp.tables import latex
+from dmcp.runtime.engine import Engine
+from dmcp.runtime.io import Lock
 from dmcp.training import TrainConfig
+from dmcp.units import latex
 
 TWO = Comparison(
     job=Job(model="digits:resnet", data="digits", device="cpu"),
@@ -76,8 +88,8 @@ for name in ["prepared.safetensors"] if cell["prepares"] else ["widths.json", "m
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder for cells, which are filled by the program above."""
     (tmp_path / "child.py").write_text(CHILD)
-    monkeypatch.setattr(cell_runs, "COMMAND", (sys.executable, "-S", str(tmp_path / "child.py")))
-    monkeypatch.setattr(children, "_PAUSE", 0.02)
+    monkeypatch.setattr(runner, "COMMAND", (sys.executable, "-S", str(tmp_path / "child.py")))
+    monkeypatch.setattr(launch, "_PAUSE", 0.02)
     let_fail(tmp_path / "cells")
     return tmp_path / "cells"
 
@@ -483,7 +495,7 @@ def test_seeds_of_one_row_have_the_same_settings(folder: Path) -> None:
     run_comparison(few, folder, quiet=True)
     with pytest.raises(FileError, match=r"slimming-seed5: another seed of this row, slimming-seed0, was begun with"):
         run_comparison(replace(many, seeds=(5,)), folder, quiet=True)
-    path = folder / cell_runs.PLANS / "slimming-50%-seed0.json"
+    path = folder / runner.PLANS / "slimming-50%-seed0.json"
     plan = json.loads(path.read_text())
     place = folder / "slimming-50%-seed5"
     shutil.copytree(folder / "slimming-50%-seed0", place)
@@ -510,7 +522,7 @@ def test_damage_does_not_stop_the_table(folder: Path, name: str, text: str | Non
         (folder / name).write_bytes(text.encode("latin-1"))
     found = stored(folder)
     assert found
-    table_files.write_table(found, folder)
+    runner_module.write_table(found, folder)
     assert ("uniform" in (folder / "compare.md").read_text()) is not name.startswith(("uniform", "plans"))
 
 
@@ -551,7 +563,7 @@ def command(*words: str | Path) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["dmcp", *map(str, words)])
         with pytest.raises(SystemExit) as stop:
-            cli.main()
+            main.main()
     return int(stop.value.code or 0)
 
 
@@ -575,9 +587,9 @@ def test_a_table_for_latex() -> None:
     ]
 
 
-def run_here(commands: Sequence[children.Command], *_: Any, **__: Any) -> list[children.Ended]:
+def run_here(commands: Sequence[launch.Command], *_: Any, **__: Any) -> list[launch.Ended]:
     """The same commands in this process, one after the other: new ones would import torch for most of the time."""
-    return [children.Ended(it, command(*it.argv[len(children.COMMAND) :]), "") for it in commands]
+    return [launch.Ended(it, command(*it.argv[len(launch.COMMAND) :]), "") for it in commands]
 
 
 @pytest.mark.parametrize("where", ["here", pytest.param("children", marks=pytest.mark.slow)])
@@ -585,7 +597,7 @@ def test_the_command_fills_a_folder(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     if where == "here":
-        monkeypatch.setattr(cell_runs, "run_side_by_side", run_here)
+        monkeypatch.setattr(runner, "run_side_by_side", run_here)
     out = tmp_path / "table"
     words = options("--set", "l1.power=2")
     assert command(*words, "--json", "--out", out) == 0
@@ -730,7 +742,7 @@ def test_speeds_are_measured_again_if_asked(
         asked.append([*names])
         return dict.fromkeys(names, 1.0)
 
-    monkeypatch.setattr(table_files, "measure", spy)
+    monkeypatch.setattr(runner_module, "measure", spy)
     every = ["unpruned-seed0", "uniform-50%-seed0", "l1-50%-seed0"]
     for more, names in ((["--methods", "uniform"], every[:2]), ([], every[2:]), (["--measure"], every)):
         asked.clear()
@@ -781,7 +793,7 @@ def test_true_and_false_are_not_words(folder: Path) -> None:
 def test_bounds_are_in_the_plans_of_all_cells_and_on_the_page(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(table_files, "measure", lambda names, *_: dict.fromkeys(names, 1.0))
+    monkeypatch.setattr(runner_module, "measure", lambda names, *_: dict.fromkeys(names, 1.0))
     words = [*options("--smallest", "8", "--smallest", "layer1=12", "--largest", "48"), "--out", folder]
     assert command(*words) == 0
     for path in (folder / PLANS).iterdir():

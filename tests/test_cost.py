@@ -20,7 +20,7 @@ import dmcp
 from dmcp.markov import group_sizes, marginals, moment
 from dmcp.tracing import cost
 from dmcp.tracing.cost import Polynomial, evaluate, product, total
-from dmcp.tracing.layouts import Atom, fixed
+from dmcp.tracing.layout import Atom, fixed
 
 A, B = ((Atom(0),),), ((Atom(1), 3), (2,))  # dims of width a and 3b + 2
 

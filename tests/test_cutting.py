@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torchvision.models import resnet18
 
 import dmcp
-from dmcp.spaces import fingerprint
+from dmcp.widths import fingerprint
 
 
 class Odd(nn.Module):

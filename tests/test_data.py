@@ -20,15 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dmcp import data
 from dmcp.batches import generator
-from dmcp.data import ArraySet, Augmentation, DataSets, load, make_loader, split
+from dmcp.cli.job import check_fit
+from dmcp.data import datasets
+from dmcp.data.datasets import ArraySet, Augmentation, DataSets, load, split
+from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError
-from dmcp.nets import build
-from dmcp.ranks import Ranks
-from dmcp.running.jobs import check_fit
+from dmcp.models import build
+from dmcp.runtime.distributed import Ranks
 
-PACKAGE = Path(data.__file__).parent
+PACKAGE = Path(datasets.__file__).parent
 
 
 def contents(part: ArraySet) -> set[bytes]:
@@ -51,7 +52,7 @@ def test_digits_are_what_they_say() -> None:
 def test_digits_name_their_source_and_are_packaged() -> None:
     with np.load(PACKAGE / "digits.npz") as file:
         source = str(file["source"])
-    for text in (source, data.__doc__ or ""):
+    for text in (source, datasets.__doc__ or ""):
         for word in ("Alpaydin", "Kaynak", "UCI", "Optical Recognition of Handwritten Digits", "CC BY 4.0"):
             assert word in text.replace("\n", " ")
     project = tomllib.loads((PACKAGE.parents[1] / "pyproject.toml").read_text())
@@ -349,7 +350,7 @@ def test_a_real_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(load(folder).train) == 10
     np.savez_compressed(folder / "train-0.npz", images=pixels(2000, 12, 12, 3), labels=np.arange(2000) % 4)
     assert len(load(folder).train) == 2004
-    monkeypatch.setattr(data, "_MOST_DENSE", 100_000)
+    monkeypatch.setattr(datasets, "_MOST_DENSE", 100_000)
     with pytest.raises(DataError, match=r"images\.npy claims 864128 bytes, packed into \d{3,4}$"):
         load(folder)
 

@@ -16,12 +16,11 @@ import pytest
 from PIL import Image
 from typed import command
 
-from dmcp.data import load
+from dmcp.cli import launch
+from dmcp.cli.session import Progress
+from dmcp.data.check import check_data, no_images
+from dmcp.data.datasets import FolderSet, load
 from dmcp.errors import DataError
-from dmcp.folders import FolderSet
-from dmcp.running import children
-from dmcp.running.data_checks import check_data, no_images
-from dmcp.running.progress import Progress
 from dmcp.runs import Run
 
 Capture = pytest.CaptureFixture[str]
@@ -264,13 +263,13 @@ def test_rare_kinds_of_files_are_known_before_threads_begin(here: Path, monkeypa
     write_photos(here / "photos")
     done: list[str] = []
     monkeypatch.setattr("PIL.Image.init", lambda: done.append("init"))
-    monkeypatch.setattr("dmcp.running.data_checks._read_head", done.append)
+    monkeypatch.setattr("dmcp.data.check._read_head", done.append)
     part = load("photos").test
     assert isinstance(part, FolderSet)
     for tried in (100, 2):  # the second time most are left to threads, since no disk is so fast
         done.clear()
-        monkeypatch.setattr("dmcp.running.data_checks._TRIED", tried)
-        monkeypatch.setattr("dmcp.running.data_checks._WAITED", 0.0)
+        monkeypatch.setattr("dmcp.data.check._TRIED", tried)
+        monkeypatch.setattr("dmcp.data.check._WAITED", 0.0)
         assert no_images(part) == []
         assert done[0] == "init" and [path for path in done if path != "init"] == list(part.paths)
 
@@ -367,7 +366,7 @@ def test_skip_given_with_resume_is_kept(here: Path, capsys: Capture, monkeypatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("dmcp.commands.train.save", die)  # all is tested
+        patch.setattr("dmcp.cli.prune.save", die)  # all is tested
         assert run(capsys, "train", "--resume", "one", "--corrupt", "skip", "--workers", "0", "--quiet")[0] == 130
     after = json.loads((here / "one" / "settings.json").read_text())
     assert after == before | {"job": before["job"] | {"corrupt": "skip"}} and before["job"]["corrupt"] == "stop"
@@ -385,7 +384,7 @@ def test_what_earlier_sittings_replaced_counts(here: Path, capsys: Capture, monk
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("dmcp.commands.train.compare", die)  # all is trained
+        patch.setattr("dmcp.cli.prune.compare", die)  # all is trained
         assert run(capsys, *words)[0] == 130
     code, out, err = run(capsys, "train", "--resume", "one", "--workers", "0", "--quiet", "--json")
     assert code == 0, err
@@ -418,7 +417,7 @@ def test_several_seeds_say_it_once(here: Path, capsys: Capture, monkeypatch: pyt
             Run(one).note_replaced("test", ["photos/val/dog/3.png"])
         return [folder / f"seed-{seed}" for seed in seeds]
 
-    monkeypatch.setattr("dmcp.running.seeds.run_seeds", prune)
+    monkeypatch.setattr("dmcp.cli.launch.run_seeds", prune)
     words = ("prune", *NETWORK, "--data", "photos", "--batch", "4", "--corrupt", "skip", "--seeds", "2", "--out", "all")
     code, out, err = run(capsys, *words, "--json")
     assert code == 0 and json.loads(out)["replaced"] == {"train": 0, "test": 1}
@@ -434,7 +433,7 @@ def test_one_of_several_seeds_does_not_repeat_what_the_command_says(
     words += ("--search-epochs", "1", "--epochs", "1", "--warmup", "0", "--graphs", "--device", "cpu", "--json")
     told = ("With batches of 5, 3 of 8 training images", "--graphs changes nothing on cpu", "could not be read")
     for parent, times in (("", 1), (str(os.getppid()), 0)):
-        monkeypatch.setenv(children.PARENT, parent)
+        monkeypatch.setenv(launch.PARENT, parent)
         code, _, err = run(capsys, *words, "--out", f"run{parent}")
         assert code == 0 and [err.count(text) for text in told] == [times] * 3, err
 
@@ -450,7 +449,7 @@ def test_a_dry_run_says_how_broken_files_are_found(here: Path, capsys: Capture) 
 def test_the_time_that_is_left_is_that_of_the_files(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not also that before the first one: they may have been listed for minutes."""
     now = [1000.0]
-    monkeypatch.setattr("dmcp.running.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("dmcp.cli.session.time.monotonic", lambda: now[0])
     progress = Progress()
     now[0] += 500
     for done in range(1, 101):

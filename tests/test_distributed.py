@@ -24,8 +24,8 @@ from distributed_programs import STEPS
 from torch import Tensor, nn
 
 import dmcp
-from dmcp.nets import build
-from dmcp.ranks import ALONE, EXIT_RANK_LOST, Ranks
+from dmcp.models import build
+from dmcp.runtime.distributed import ALONE, EXIT_RANK_LOST, Ranks
 
 NEAR = 1e-5
 FIRST_CONV, FIRST_NORM = "conv1", "bn1"  # of digits:resnet
@@ -43,7 +43,7 @@ def started(folder: Path, world: int, program: str, *arguments: Any) -> Iterator
     """The ranks of a program, which print to files; none is left behind."""
     folder.mkdir(exist_ok=True)
     context = multiprocessing.get_context("forkserver")  # imports torch once, not once per process
-    context.set_forkserver_preload(["dmcp.cli", "pytest"])
+    context.set_forkserver_preload(["dmcp.cli.main", "pytest"])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -17,14 +17,24 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._pytree import tree_flatten
 
 import dmcp
-import dmcp.cuda_graphs
-import dmcp.engine
-from dmcp.cuda_graphs import Repeated
-from dmcp.engine import Engine, KernelWarning, Precision, Settled, best_device, is_depthwise, is_narrow, set_lr, sgd
+import dmcp.runtime.cuda_graphs
+import dmcp.runtime.engine
 from dmcp.errors import TrainingError
-from dmcp.nets import build
+from dmcp.models import build
+from dmcp.runtime.cuda_graphs import Repeated
+from dmcp.runtime.engine import (
+    Engine,
+    KernelWarning,
+    Precision,
+    Settled,
+    best_device,
+    is_depthwise,
+    is_narrow,
+    set_lr,
+    sgd,
+)
+from dmcp.searching.config import SearchConfig
 from dmcp.searching.search import search
-from dmcp.searching.searches import SearchConfig
 from dmcp.training import TrainConfig, train
 
 CPU = torch.device("cpu")
@@ -79,11 +89,11 @@ def test_narrow_networks_get_kernels_and_others_are_compiled(
     asked: dict[str, Any], facts: dict[str, Any], kernels: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(dmcp.engine, "kernels_refused", lambda device, depthwise=False: "")
+    monkeypatch.setattr(dmcp.runtime.engine, "kernels_refused", lambda device, depthwise=False: "")
     warnings.simplefilter("ignore", KernelWarning)
     settled = Engine(**asked).settled(Hopper(), **facts)  # type: ignore[arg-type]
     assert (settled.kernels, settled.compile) == (kernels, compiled)
-    monkeypatch.setattr(dmcp.engine, "kernels_refused", lambda device, depthwise=False: "no C compiler")
+    monkeypatch.setattr(dmcp.runtime.engine, "kernels_refused", lambda device, depthwise=False: "no C compiler")
     if kernels and asked:
         with pytest.raises(TrainingError, match=r"Own kernels cannot run on .* \(no C compiler\): leave kernels out"):
             Engine(**asked).settled(Hopper(), **facts)  # type: ignore[arg-type]
@@ -113,7 +123,7 @@ def test_kernels_for_depthwise_layers_are_used_where_these_are_and_if_right(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(dmcp.engine, "kernels_refused", lambda device, alone=False: refused if alone else "")
+    monkeypatch.setattr(dmcp.runtime.engine, "kernels_refused", lambda device, alone=False: refused if alone else "")
     warnings.simplefilter("ignore", KernelWarning)
     found = Engine(kernels=asked).settled(Hopper(), **{"steps": 10**6} | facts)  # type: ignore[arg-type]
     assert (found.kernels, found.depthwise) == (kernels, used)
@@ -136,8 +146,8 @@ def test_kernels_that_are_asked_for_and_not_used_are_told_once(
     refused: str, asked: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(dmcp.engine, "kernels_refused", lambda device, alone=False: refused if alone else "")
-    dmcp.engine._warn_once.cache_clear()
+    monkeypatch.setattr(dmcp.runtime.engine, "kernels_refused", lambda device, alone=False: refused if alone else "")
+    dmcp.runtime.engine._warn_once.cache_clear()
     device = torch.device("cuda", 0)
     for kernels in (None, False):  # nothing is missed that was not asked for
         Engine(kernels=kernels, **asked).settled(device, steps=10**6, narrow=True)
@@ -145,7 +155,7 @@ def test_kernels_that_are_asked_for_and_not_used_are_told_once(
         Engine(kernels=True, **asked).settled(device)
     assert "\n" not in str(found[0].message)
     assert Engine(kernels=True, **asked).settled(device)  # no second time
-    dmcp.engine._warn_once.cache_clear()
+    dmcp.runtime.engine._warn_once.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -178,10 +188,10 @@ def test_kernels_that_do_not_run_are_not_used(monkeypatch: pytest.MonkeyPatch) -
     def fails(name: str) -> None:
         raise ImportError(f"No module named {name}\nand more")
 
-    dmcp.engine.kernels_refused.cache_clear()
-    monkeypatch.setattr(dmcp.engine.importlib, "import_module", fails)
-    assert dmcp.engine.kernels_refused(torch.device("cuda", 7)) == "No module named dmcp.kernels"
-    dmcp.engine.kernels_refused.cache_clear()
+    dmcp.runtime.engine.kernels_refused.cache_clear()
+    monkeypatch.setattr(dmcp.runtime.engine.importlib, "import_module", fails)
+    assert dmcp.runtime.engine.kernels_refused(torch.device("cuda", 7)) == "No module named dmcp.runtime.kernels"
+    dmcp.runtime.engine.kernels_refused.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -483,16 +493,17 @@ def test_a_repeated_step_on_the_cpu_just_runs() -> None:
 
 @pytest.mark.parametrize("inputs", [(torch.ones(2),), (torch.ones(2, device="meta"), 3), ({"a": [torch.ones(1)]},)])
 def test_tensors_elsewhere_have_no_key(inputs: Any) -> None:
-    assert dmcp.cuda_graphs._key(*tree_flatten(inputs)) is None
+    assert dmcp.runtime.cuda_graphs._key(*tree_flatten(inputs)) is None
 
 
 def test_keys_tell_structures_apart() -> None:
     keys = [
-        dmcp.cuda_graphs._key(*tree_flatten(inputs)) for inputs in ((1, 2), ((1, 2),), ([1, 2],), (1, 3), (1, True))
+        dmcp.runtime.cuda_graphs._key(*tree_flatten(inputs))
+        for inputs in ((1, 2), ((1, 2),), ([1, 2],), (1, 3), (1, True))
     ]
     assert all(key is not None for key in keys)
     assert len(set(keys[:4])) == 4
-    assert dmcp.cuda_graphs._key(*tree_flatten((1, {3}))) is None  # a set cannot be compared quickly
+    assert dmcp.runtime.cuda_graphs._key(*tree_flatten((1, {3}))) is None  # a set cannot be compared quickly
 
 
 # -- compiling

@@ -18,8 +18,8 @@ from torch import nn
 from typed import command
 
 from dmcp import runs
-from dmcp.nets import build
-from dmcp.pruning import Event
+from dmcp.models import build
+from dmcp.results import Event
 from dmcp.tracing.trace import trace
 
 PAGE = Path(__file__).parent.parent / "docs" / "errors.md"

@@ -24,10 +24,11 @@ from typed import command
 
 import dmcp
 from dmcp import exporting, runs
-from dmcp.commands import export as export_commands
-from dmcp.data import load, make_loader, preprocessing
-from dmcp.nets import build
-from dmcp.tracing.recording import tensors_in
+from dmcp import exporting as exporting_module
+from dmcp.data.datasets import load, preprocessing
+from dmcp.data.loaders import make_loader
+from dmcp.models import build
+from dmcp.modules import tensors_in
 
 PAGE = Path(__file__).parent.parent / "docs" / "export.md"
 PRUNE = "prune --model digits:resnet --data digits --device cpu --batch 708 --search-epochs 2 --epochs 1 --quiet"
@@ -326,7 +327,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_command_needs_no_data_and_tells_what_was_gained(
     run: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dmcp.running.jobs.load", lambda *_: 1 / 0)
+    monkeypatch.setattr("dmcp.cli.job.load", lambda *_: 1 / 0)
     out = tmp_path / "net.pt2"
     capsys.readouterr()
     assert command("export", str(run), "--out", str(out), "--json", "--quiet") == 0
@@ -339,7 +340,7 @@ def test_the_command_needs_no_data_and_tells_what_was_gained(
     assert facts["size_bytes"] < facts["unpruned_size_bytes"]  # of files alike, not of bare weights
     dmcp.export(build("digits:resnet"), EXAMPLE, tmp_path / "whole.pt2")
     assert facts["unpruned_size_bytes"] == pytest.approx((tmp_path / "whole.pt2").stat().st_size, rel=0.01)
-    monkeypatch.setattr("dmcp.rows._SLOW", 0.0)
+    monkeypatch.setattr("dmcp.results._SLOW", 0.0)
     assert command("export", str(run), "--out", str(out)) == 0  # what is there is replaced
     printed = capsys.readouterr()
     assert [line.split("|")[1].strip() for line in printed.out.splitlines() if re.match(r"\| \w", line)] == [
@@ -355,7 +356,7 @@ def test_the_command_needs_no_data_and_tells_what_was_gained(
     assert float(row.split("|")[-2].strip(" %")) < 100
     assert len(printed.err.splitlines()) == 3
     assert "\nNot faster here: most widths are no multiples of 8" in printed.err
-    monkeypatch.setattr("dmcp.commands.export.write", only_once(export_commands.write))
+    monkeypatch.setattr("dmcp.cli.show.write", only_once(exporting_module.export))
     assert command("export", str(run), "--out", str(out)) == 0  # the unpruned network may be too large for a file
     (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("| bytes"))
     assert [cell.strip() for cell in row.split("|")[3:5]] == ["", ""]
@@ -390,7 +391,7 @@ def test_a_run_from_another_folder_says_where_its_names_are_looked_for(
     assert command(*words) == 2
     told = capsys.readouterr().err
     assert "there is no module exported_net here" in told and "type the command in that one" in told
-    (started / "exported_net.py").write_text("from dmcp.cifar_nets import NETS\n\nbuild = NETS['digits']['resnet']\n")
+    (started / "exported_net.py").write_text("from dmcp.models import NETS\n\nbuild = NETS['digits']['resnet']\n")
     assert command(*words) == 2
     assert f"There is one in {started}: type the command there." in capsys.readouterr().err
     monkeypatch.chdir(started)

@@ -11,11 +11,11 @@ import torch
 from nets import Chain, Residual, randomise, sample
 
 import dmcp
-from dmcp import figures
 from dmcp.budget import parse
 from dmcp.markov import CHAIN, INDEPENDENT
+from dmcp.report import figures
 from dmcp.sampling import expected
-from dmcp.searching.searches import SearchRecord, SearchResult
+from dmcp.searching.config import SearchRecord, SearchResult
 
 
 def found(budget: str = "50%", toy: Any = Residual, alpha: float = 1.0, **changes: Any) -> SearchResult:

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dmcp
-from dmcp.filters import Place, magnitude, placed, scaled, strongest, vectors, written
-from dmcp.spaces import ChannelSpace
+from dmcp.importance import Place, magnitude, placed, scaled, strongest, vectors, written
 from dmcp.tracing.graph import ChannelGraph
+from dmcp.widths import ChannelSpace
 
 
 class Transposed(nn.Module):

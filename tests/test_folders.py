@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from dmcp.batches import batches_from, generator
-from dmcp.data import load, make_loader, split
+from dmcp.data.datasets import FolderSet, load, split
+from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError
-from dmcp.folders import FolderSet
-from dmcp.ranks import Ranks
+from dmcp.runtime.distributed import Ranks
 
 
 def write_folder(root: Path, classes: tuple[str, ...] = ("cat", "dog", "eel"), count: int = 4) -> Path:

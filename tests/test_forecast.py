@@ -8,14 +8,14 @@ import pytest
 from test_pruning import TRAIN, Noise, prune, traced
 from torch import nn
 
+from dmcp.cli.prune import forecast
 from dmcp.cutting import cut
-from dmcp.pruning import UNIFORM
+from dmcp.results import UNIFORM
 from dmcp.retraining import Retrain
-from dmcp.running.forecast import forecast
-from dmcp.searching.searches import SearchConfig
-from dmcp.spaces import Widths
+from dmcp.searching.config import SearchConfig
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
+from dmcp.widths import Widths
 
 
 @pytest.mark.parametrize("batches", [1, 2, 7])
@@ -23,7 +23,7 @@ from dmcp.tracing.graph import ChannelGraph
 def test_every_step_takes_its_time(batches: int, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clock that only counts how often it was read, a step takes 1 s, whatever the loader's length."""
     ticks = count()
-    monkeypatch.setattr("dmcp.running.forecast._now", lambda model: float(next(ticks)))
+    monkeypatch.setattr("dmcp.cli.prune._now", lambda model: float(next(ticks)))
     config = SearchConfig(budget="60%", epochs=4, groups=4, accumulate=accumulate)
     model, graph = traced()
     stages = forecast(Supernet(model, graph, 4), Noise(batches), config, TRAIN, Retrain.TEACHER, controls=True)
@@ -45,7 +45,7 @@ def test_it_times_the_uniform_network_of_the_run(tolerance: float, monkeypatch: 
         seen.append(graph.macs(widths))
         return cut(model, graph, widths)
 
-    monkeypatch.setattr("dmcp.running.forecast.cut", noted)
+    monkeypatch.setattr("dmcp.cli.prune.cut", noted)
     config = SearchConfig(budget="65%", epochs=2, groups=4, tolerance=tolerance)
     model, graph = traced()
     forecast(Supernet(model, graph, 4), Noise(), config, TRAIN, Retrain.SCRATCH, controls=True)

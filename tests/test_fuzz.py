@@ -33,21 +33,20 @@ from hypothesis.configuration import set_hypothesis_home_dir
 from torch import nn
 
 import dmcp
-from dmcp import budget, data
-from dmcp.checkpoints import Checkpoint, load_checkpoint, save_checkpoint
-from dmcp.engine import Engine
+from dmcp import budget
+from dmcp.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from dmcp.cli.config import Plan, plan_from_json
+from dmcp.cli.job import Job, load_weights
+from dmcp.data import datasets, loaders
 from dmcp.errors import DataError, DmcpError, FileError
-from dmcp.locks import LOCK, Lock
-from dmcp.pruning import Event, Row
-from dmcp.reports.listing import describe, list_runs, read_run
-from dmcp.reports.report import make_page
-from dmcp.running.jobs import Job
-from dmcp.running.plans import Plan, plan_from_json
-from dmcp.running.weights import load_weights
+from dmcp.report.html import describe, list_runs, make_page, read_run
+from dmcp.results import Event, Row
 from dmcp.runs import Run, load_search, read_json, save_search
-from dmcp.searching.searches import SearchConfig, SearchRecord, SearchResult
-from dmcp.spaces import Widths
+from dmcp.runtime.engine import Engine
+from dmcp.runtime.io import LOCK, Lock
+from dmcp.searching.config import SearchConfig, SearchRecord, SearchResult
 from dmcp.training import StepRecord, TrainConfig
+from dmcp.widths import Widths
 
 set_hypothesis_home_dir(Path(tempfile.gettempdir()) / "hypothesis")  # not in the repository
 SECONDS = 20.0  # that one case may take on a busy machine
@@ -450,7 +449,7 @@ def read_shards(draw: Draw, folder: Path) -> None:
             )
         },
     )
-    attempt(lambda: data.make_loader(data.load(folder).train, 2, train=True).batch(0))
+    attempt(lambda: loaders.make_loader(datasets.load(folder).train, 2, train=True).batch(0))
     (folder / "train-1.npz").unlink(missing_ok=True)
 
 
@@ -637,7 +636,7 @@ def test_no_pipe_is_waited_for(name: str, tmp_path: Path) -> None:
     put(tmp_path, files() | shards())
     (tmp_path / name).unlink()
     os.mkfifo(tmp_path / name)
-    read = READERS.get(name, data.load)
+    read = READERS.get(name, datasets.load)
     assert not attempt(lambda: read(tmp_path))
     assert attempt(lambda: read_run(tmp_path))
 
@@ -671,7 +670,7 @@ def test_weights_that_would_run_code_are_refused(tmp_path: Path, monkeypatch: py
     with zipfile.ZipFile(tmp_path / "train-0.npz", "w") as shard:
         shard.writestr("images.npy", member.getvalue())
     with pytest.raises(DataError, match="cannot be read as a shard"):
-        data.load(tmp_path)
+        datasets.load(tmp_path)
     assert not (tmp_path / "sprung").exists()
     torch.load(tmp_path / "weights.pth", weights_only=False)
     assert (tmp_path / "sprung").exists()  # the trap works
@@ -729,7 +728,7 @@ def refuse_huge_files(folder: Path) -> None:
             np.lib.format.write_array_header_1_0(head, {"descr": "|u1", "fortran_order": False, "shape": shape})
             shard.writestr("images.npy", head.getvalue() + bytes(10**8 if name == "many-channels" else 99))
             shard.writestr("labels.npy", npy(np.zeros(1, "i8")))
-        expect(name, lambda: data.load(folder))
+        expect(name, lambda: datasets.load(folder))
     put(folder / "stage", {f"step-000000003-{'0' * 16}.safetensors": (2**40).to_bytes(8, "little")})
     os.truncate(next((folder / "stage").iterdir()), 2**41)
     expect("header", lambda: load_checkpoint(folder / "stage"))

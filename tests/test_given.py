@@ -21,17 +21,17 @@ from test_pruning import SEARCH, TRAIN, Noise, traced
 from torch import Tensor, nn
 
 import dmcp
-from dmcp.commands.options import RetrainKind
+from dmcp.cli.config import RetrainKind
+from dmcp.cli.session import _signals
 from dmcp.errors import DataError, DmcpError, TrainingError
-from dmcp.given import check_classifier, check_finite, check_input
 from dmcp.losses import ImitationWarning, MetricWarning
-from dmcp.nets import build
+from dmcp.models import build
+from dmcp.preflight import check_classifier, check_finite, check_input
 from dmcp.pruning import DivergenceWarning
-from dmcp.reports.listing import read_run
-from dmcp.reports.report import chart_runs, make_page
+from dmcp.report.html import chart_runs, make_page, read_run
+from dmcp.results import AS_GIVEN, OURS, UNPRUNED, Row, divergence, notes, standard_error
+from dmcp.results import results_table as table
 from dmcp.retraining import Retrain
-from dmcp.rows import AS_GIVEN, OURS, UNPRUNED, Row, divergence, notes, standard_error, table
-from dmcp.running.sessions import _signals
 from dmcp.runs import open_run
 from dmcp.training import evaluate
 
@@ -84,7 +84,7 @@ def test_given_weights_are_kept_unless_somebody_says_otherwise(
 ) -> None:
     plans = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dmcp.commands.prune._forecast", lambda plan, as_json: plans.append(plan))
+        patch.setattr("dmcp.cli.prune._forecast", lambda plan, as_json: plans.append(plan))
         assert run(capsys, "prune", *SMALL, "--dry-run", *words, "--weights", str(trained))[0] == 0
         assert run(capsys, "prune", *SMALL, "--dry-run", *words)[0] == 0
         assert run(capsys, "prune", "--recipe", "imagenet_resnet18_1040m", *SMALL, "--dry-run", *words)[0] == 0

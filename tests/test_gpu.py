@@ -18,12 +18,12 @@ from test_twenty_steps import EAGER, losses, resnet20, searched
 from torchvision.models import mobilenet_v3_small, resnet18
 
 import dmcp
-from dmcp.cuda_graphs import Repeated
+from dmcp.checkpoint import Keeper
+from dmcp.cutting import padded
 from dmcp.errors import StoppedError
-from dmcp.keeping import Keeper
 from dmcp.losses import MetricWarning
-from dmcp.nets import build
-from dmcp.padding import padded
+from dmcp.models import build
+from dmcp.runtime.cuda_graphs import Repeated
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -75,7 +75,8 @@ def test_bf16_model_with_soft_gates() -> None:
     ("c", "size", "kernel", "stride"), [(16, 32, 3, 1), (11, 15, 3, 2), (64, 8, 1, 2), (3, 32, 3, 1)]
 )
 def test_own_kernels_compute_what_torchs_do(c: int, size: int, kernel: int, stride: int, c_out: int) -> None:
-    from dmcp.kernels import batch_norm, conv2d
+    from dmcp.runtime.kernels.convolution import conv2d
+    from dmcp.runtime.kernels.norm import batch_norm
 
     torch.manual_seed(0)
     x = torch.randn(8, size, size, c, device="cuda").bfloat16().permute(0, 3, 1, 2).requires_grad_()
@@ -97,7 +98,8 @@ def test_own_kernels_compute_what_torchs_do(c: int, size: int, kernel: int, stri
     [(96, 32, 3, 1), (144, 32, 3, 2), (37, 15, 3, 1), (11, 15, 3, 2), (22, 9, 5, 1), (48, 16, 5, 2), (960, 4, 3, 1)],
 )
 def test_depthwise_kernels_compute_what_torchs_do(c: int, size: int, kernel: int, stride: int) -> None:
-    from dmcp.kernels import batch_norm, depthwise_conv2d
+    from dmcp.runtime.kernels.depthwise import depthwise_conv2d
+    from dmcp.runtime.kernels.norm import batch_norm
 
     torch.manual_seed(0)
     x = torch.randn(64, size, size, c, device="cuda").bfloat16().permute(0, 3, 1, 2).requires_grad_()
@@ -124,7 +126,7 @@ def test_depthwise_kernels_compute_what_torchs_do(c: int, size: int, kernel: int
 
 @pytest.mark.parametrize(("c", "size"), [(130, 9), (1280, 4), (2048, 2), (2047, 2)])
 def test_batch_norm_of_many_channels_computes_what_torchs_does(c: int, size: int) -> None:
-    from dmcp.kernels import batch_norm
+    from dmcp.runtime.kernels.norm import batch_norm
 
     torch.manual_seed(0)
     x = (torch.randn(64, size, size, c, device="cuda") + 3).bfloat16().permute(0, 3, 1, 2).requires_grad_()
@@ -172,7 +174,8 @@ def test_a_search_of_a_mobilenet_learns_as_it_does_without_own_kernels() -> None
 
 
 def test_depthwise_kernels_run_inside_a_graph() -> None:
-    from dmcp.kernels import batch_norm, depthwise_conv2d
+    from dmcp.runtime.kernels.depthwise import depthwise_conv2d
+    from dmcp.runtime.kernels.norm import batch_norm
 
     weight = torch.randn(37, 1, 3, 3, device="cuda", requires_grad=True)
 

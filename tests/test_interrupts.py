@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from dmcp import cli, interrupts
+from dmcp import interrupts
+from dmcp.cli import main
 
 TORCH = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(0.1)\n"  # one that is interrupted
-SCRIPT = "import sys\nfrom dmcp.cli import main\nsys.exit(main())\n"  # what pip makes of an entry point
+SCRIPT = "import sys\nfrom dmcp.cli.main import main\nsys.exit(main())\n"  # what pip makes of an entry point
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +29,7 @@ def handler() -> Iterator[None]:
 def start(folder: Path, *words: str | Path) -> tuple[int, str]:
     """Exit code and stderr of a program whose user presses Ctrl-C while torch is being imported."""
     (folder / "torch.py").write_text(TORCH)
-    path = os.pathsep.join([str(folder), str(Path(cli.__file__).parents[1])])
+    path = os.pathsep.join([str(folder), str(Path(main.__file__).parents[1])])
     end = subprocess.run(
         [sys.executable, *words], capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path}
     )
@@ -55,5 +56,5 @@ def test_once_started_a_command_is_interrupted_as_usual(monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "argv", ["dmcp", "--version"])
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(SystemExit):
-        cli.main()
+        main.main()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

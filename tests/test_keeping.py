@@ -23,16 +23,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from dmcp import keeping
-from dmcp.checkpoints import load_checkpoint
-from dmcp.engine import Engine
+from dmcp import checkpoint
+from dmcp.checkpoint import (
+    Feed,
+    Keeper,
+    State,
+    load_checkpoint,
+    random_state,
+    set_random_state,
+    state_tensors,
+    untouched,
+)
 from dmcp.errors import DataError, FileError, StoppedError, TrainingError
-from dmcp.keeping import Feed, Keeper, State, random_state, set_random_state, untouched
-from dmcp.optimizers import state_tensors
 from dmcp.pruning import prune
-from dmcp.ranks import ALONE, Ranks
+from dmcp.runtime.distributed import ALONE, Ranks
+from dmcp.runtime.engine import Engine
+from dmcp.searching.config import SearchConfig
 from dmcp.searching.search import search
-from dmcp.searching.searches import SearchConfig
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
@@ -180,7 +187,7 @@ def test_generators_are_seeded_and_put_back(rank: int) -> None:
     before = torch.get_rng_state()
     drawn = []
     for seed in (3, 3, 4):
-        with keeping.seeded(seed, CPU, Ranks(rank, 2)):
+        with checkpoint.seeded(seed, CPU, Ranks(rank, 2)):
             drawn.append(torch.rand(1).item())
         assert torch.equal(torch.get_rng_state(), before)
     assert drawn[0] == drawn[1] != drawn[2]
@@ -198,10 +205,10 @@ def test_a_gpu_that_takes_no_state_hides_no_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "manual_seed", lambda _: None)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     gpu, before = torch.device("cuda"), torch.get_rng_state()
-    with pytest.raises(ValueError, match="the first one"), keeping.seeded(0, gpu, Ranks()):
+    with pytest.raises(ValueError, match="the first one"), checkpoint.seeded(0, gpu, Ranks()):
         raise ValueError("the first one")
     assert torch.equal(torch.get_rng_state(), before)
-    with pytest.raises(RuntimeError, match="CUDA error"), keeping.seeded(0, gpu, Ranks()):
+    with pytest.raises(RuntimeError, match="CUDA error"), checkpoint.seeded(0, gpu, Ranks()):
         pass
     with pytest.raises(ValueError, match="of a metric"), untouched([], gpu):
         raise ValueError("of a metric")
@@ -283,7 +290,7 @@ def kept(**how: Any) -> tuple[Keeper, State]:
 
 def test_a_checkpoint_is_due_by_steps_by_time_and_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("dmcp.keeping.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("dmcp.checkpoint.time.monotonic", lambda: now[0])
     asked: list[bool] = []
     keeper, state = kept(every_steps=5, every_seconds=60.0, asked_to_stop=lambda: bool(asked))
     assert [keeper.due(step, ALONE) for step in (4, 5, 6)] == [False, True, True]

@@ -25,23 +25,32 @@ import dmcp
 from dmcp import pruning
 from dmcp.budget import Limit, check_reachable, costs, holds, parse, ratios, spent_shares
 from dmcp.errors import BudgetError, FileError, WidthsError
-from dmcp.latency import FS_PER_MS, Latency, show_ms
+from dmcp.latency import measure as measure_module
+from dmcp.latency.measure import (
+    ENOUGH,
+    MACS,
+    LatencyWarning,
+    choose,
+    clock_of,
+    device_name,
+    draw,
+    measure_latency,
+    pass_times,
+    solve,
+    usual,
+    work,
+)
+from dmcp.latency.table import FS_PER_MS, Latency, show_ms
 from dmcp.markov import CHAIN
-from dmcp.nets import build
-from dmcp.reports.listing import read_run
-from dmcp.reports.report import make_page
-from dmcp.reports.trackers import scalars
+from dmcp.models import build
+from dmcp.modules import narrow
+from dmcp.report.html import make_page, read_run
+from dmcp.report.trackers import scalars
 from dmcp.runs import Run
 from dmcp.sampling import expected, uniform
-from dmcp.searching.searches import SearchResult
-from dmcp.slicing import narrow
-from dmcp.timing import stopwatch
-from dmcp.timing.choice import ENOUGH, LatencyWarning, choose
-from dmcp.timing.fit import solve
-from dmcp.timing.stopwatch import clock_of, device_name, draw, measure_latency, pass_times, usual
+from dmcp.searching.config import SearchResult
 from dmcp.tracing.cost import evaluate, total
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.tracing.work import MACS, work
 
 
 class Device:
@@ -193,7 +202,7 @@ def test_a_hiccup_does_not_bend_the_table(calls: set[int]) -> None:
     assert error < 2e-3
     assert {number for number, it in enumerate(found.networks) if it.left_out} == calls
     assert f"{len(calls)} " in found.summary and "left out" in found.summary
-    assert stopwatch.describe(found).count("left out") == len(calls) + 1
+    assert measure_module.describe(found).count("left out") == len(calls) + 1
     for number in calls:  # what was measured stays in the table
         assert found.networks[number].ms == pytest.approx(3 * found.networks[number].forecast_ms, rel=2e-3)
 
@@ -548,8 +557,8 @@ class Processor:
         return nn.Sequential(nn.Linear(1, 1), Pass())
 
     def times(self, monkeypatch: pytest.MonkeyPatch, threads: int = 1) -> list[float]:
-        monkeypatch.setattr(stopwatch, "time", self)
-        with stopwatch.threads(threads):
+        monkeypatch.setattr(measure_module, "time", self)
+        with measure_module.threads(threads):
             return pass_times([self.net(0.004), self.net(0.001)], torch.zeros(1, 1))
 
 
@@ -717,7 +726,7 @@ def table_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fake(monkeypatch: pytest.MonkeyPatch) -> Device:
     """This machine is the make-believe device."""
     device = Device(shape=(1, 8, 8))
-    monkeypatch.setattr(stopwatch, "pass_times", lambda nets, example: [device(net) for net in nets])
+    monkeypatch.setattr(measure_module, "pass_times", lambda nets, example: [device(net) for net in nets])
     return device
 
 
@@ -847,7 +856,7 @@ def test_measuring_is_stopped_at_once(
         os.kill(os.getpid(), number)
         return [fake(net) for net in nets]
 
-    monkeypatch.setattr(stopwatch, "pass_times", measure)
+    monkeypatch.setattr(measure_module, "pass_times", measure)
     options = [*SHORT, *FEW, "--budget", "latency:60%"] if command == "prune" else SHORT[:2]
     try:
         code, out, err = run(capsys, command, *options, "--out", str(tmp_path / "out"))

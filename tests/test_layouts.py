@@ -15,8 +15,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dmcp.tracing.channels import Channels
-from dmcp.tracing.layouts import Atom, Layout, atoms_of, fixed, kept_indices, monomials, width
+from dmcp.tracing.layout import Atom, Channels, Layout, atoms_of, fixed, kept_indices, monomials, width
 
 Labels = list[frozenset[tuple[int, int]]]
 LARGEST = 240  # channels of a dim in random programs

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from dmcp.errors import FileError
-from dmcp.locks import LOCK, Lock, alive, process_start
+from dmcp.runtime.io import LOCK, Lock, alive, process_start
 
 HERE = Path(__file__).parent
 PROC = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the start of a process is read from /proc")
@@ -67,7 +67,7 @@ def test_a_folder_is_held_while_the_block_runs(tmp_path: Path) -> None:
 
 
 def test_another_process_is_refused_until_the_holder_is_killed(tmp_path: Path) -> None:
-    source = "import sys, time; from pathlib import Path; from dmcp.locks import Lock\n"
+    source = "import sys, time; from pathlib import Path; from dmcp.runtime.io import Lock\n"
     source += "Lock(Path(sys.argv[1])).__enter__(); print('held', flush=True); time.sleep(60)"
     child = subprocess.Popen([sys.executable, "-c", source, tmp_path], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None and child.stdout.readline() == "held\n"

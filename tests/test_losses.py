@@ -14,8 +14,8 @@ from test_pruning import SEARCH, TRAIN, Noise, prune, traced
 from torch import Tensor, nn
 
 import dmcp
+from dmcp.compare import amc, metapruning
 from dmcp.errors import DataError, DmcpError, TrainingError
-from dmcp.events import Event
 from dmcp.losses import (
     Accuracy,
     MetricWarning,
@@ -26,8 +26,8 @@ from dmcp.losses import (
     top1,
     whole_of,
 )
-from dmcp.methods import amc, metapruning
-from dmcp.ranks import ALONE, Ranks
+from dmcp.results import Event
+from dmcp.runtime.distributed import ALONE, Ranks
 
 
 class Iou:
@@ -208,7 +208,7 @@ def test_methods_choose_by_objects_as_by_functions(lower: bool) -> None:
     agent = amc.AmcConfig(warmup=2, episodes=2, batches=2)
     few = metapruning.MetaPruningConfig(hidden=2, population=3, generations=1, parents=2, batches=2)
     problem = planted_problem(epochs=1)
-    for find, config in ((amc.find, agent), (metapruning.find, few)):
+    for find, config in ((amc.find_amc, agent), (metapruning.find_metapruning, few)):
         widths, best = told(problem, find, config, top1)
         again, same = told(problem, find, config, Right(10))
         assert widths == again and best and same == pytest.approx(best)

@@ -18,8 +18,8 @@ import dmcp
 from dmcp.budget import holds, parse, ratios, show_cost
 from dmcp.errors import BudgetError
 from dmcp.markov import CHAIN
-from dmcp.tracing import memory
-from dmcp.tracing.memory import show_bytes
+from dmcp.tracing import cost
+from dmcp.tracing.cost import show_bytes
 
 FLOAT = 4
 
@@ -226,7 +226,7 @@ def test_many_widths_at_once_and_the_moments_that_were_left_out(monkeypatch: pyt
     assert counted.dtype == torch.int64
     assert counted.tolist() == [graph.memory(graph.widths(row)) for row in table]
     with monkeypatch.context() as patched:
-        patched.setattr(memory, "_worst", list)
+        patched.setattr(cost, "_worst", list)
         every = dmcp.trace(model, x)
     assert len(every.moments) > len(graph.moments) > 1
     assert every.memory(table).equal(counted)

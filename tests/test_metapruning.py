@@ -20,13 +20,13 @@ from torchvision.models import densenet121, mobilenet_v2, resnet18
 import dmcp
 from dmcp.batches import batches_from, generator, input_of, labels_of
 from dmcp.budget import holds, parse, spent_shares
+from dmcp.checkpoint import Keeper
+from dmcp.compare import metapruning
+from dmcp.compare.metapruning import Grid, MetaPruningConfig, PruningNet, Structured, cross, mutate, prepare, spaces_of
+from dmcp.compare.metapruning import find_metapruning as find
+from dmcp.compare.problem import Problem
 from dmcp.errors import BudgetError, DataError, StoppedError, TrainingError
-from dmcp.keeping import Keeper
 from dmcp.losses import LowerIsBetter, MetricWarning, top1
-from dmcp.methods import metapruning
-from dmcp.methods.metapruning import MetaPruningConfig, cross, find, mutate, prepare
-from dmcp.methods.problem import Problem
-from dmcp.methods.pruning_net import Grid, PruningNet, Structured, spaces_of
 
 SHORT = MetaPruningConfig(hidden=2, population=4, generations=2, parents=2, batches=1)
 

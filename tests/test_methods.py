@@ -14,12 +14,12 @@ from torch import Tensor
 
 import dmcp
 from dmcp.budget import parse
-from dmcp.comparison.comparing import check_method
+from dmcp.compare.amc import DdpgConfig
+from dmcp.compare.methods import METHODS, PEERS, Method, Own, Start, find_method
+from dmcp.compare.problem import Choice, Problem
+from dmcp.compare.runner import check_method
 from dmcp.errors import BudgetError, DmcpError, TrainingError
-from dmcp.methods import METHODS, PEERS, Method, Own, Start, find_method
-from dmcp.methods.ddpg import DdpgConfig
-from dmcp.methods.problem import Choice, Problem
-from dmcp.searching.searches import SearchResult
+from dmcp.searching.config import SearchResult
 
 QUICK: dict[str, dict[str, Any]] = {  # settings in which a second or two are enough
     "slimming": {"sparsity": 0.01},

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
-from dmcp.nets import build, sample_shape
+from dmcp.models import build, sample_shape
 
 
 def resnet_macs(blocks: int, width: int, channels: int, size: int) -> int:

@@ -17,13 +17,22 @@ from test_latency import Device, searched, table, traced
 from torch import Tensor, nn
 
 import dmcp
+from dmcp import exporting
 from dmcp.errors import FileError
-from dmcp.latency import Latency
-from dmcp.nets import build
-from dmcp.timing import onnx_sessions, stopwatch
-from dmcp.timing.choice import choose
-from dmcp.timing.onnx_sessions import open_all
-from dmcp.timing.stopwatch import clock_of, describe, device_name, measure_latency, pass_times, turn_times
+from dmcp.latency import measure
+from dmcp.latency import measure as measure_module
+from dmcp.latency.measure import (
+    choose,
+    clock_of,
+    describe,
+    device_name,
+    measure_latency,
+    open_all,
+    pass_times,
+    turn_times,
+)
+from dmcp.latency.table import Latency
+from dmcp.models import build
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 needs_onnx = pytest.mark.skipif(
@@ -59,7 +68,7 @@ def lacking(patch: pytest.MonkeyPatch, *missing: str) -> None:
 def test_what_onnxruntime_does_not_measure_is_refused_first(
     options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stopwatch, "trace", lambda *_: pytest.fail("it began"))
+    monkeypatch.setattr(measure_module, "trace", lambda *_: pytest.fail("it began"))
     with pytest.raises(dmcp.DmcpError, match=words):
         measure_latency(traced()[0], torch.zeros(2, 3, 16, 16), **{"runtime": "onnx"} | options)
 
@@ -78,7 +87,7 @@ def test_missing_packages_are_named_at_once(
         "find_spec",
         lambda name, *more: there.get(name) if name in PACKAGES else find(name, *more),
     )
-    monkeypatch.setattr(stopwatch, "trace", lambda *_: pytest.fail("it began"))
+    monkeypatch.setattr(measure_module, "trace", lambda *_: pytest.fail("it began"))
     with pytest.raises(dmcp.DmcpError, match=rf'^{words}: pip install "torch-dmcp\[export\]", or measure in torch\.$'):
         measure_latency(traced()[0], torch.zeros(2, 3, 16, 16), runtime="onnx")
 
@@ -162,7 +171,7 @@ def test_both_exporters_give_the_network(write: str, tmp_path: Path) -> None:
     net, x = digits(), torch.randn(3, 1, 8, 8)
     (tmp_path / "new").mkdir()
     path = tmp_path / "new" / "net.onnx"
-    getattr(onnx_sessions, write)(net, x, path)
+    getattr(measure, write)(net, x, path)
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "fused.onnx")
     session = onnxruntime.InferenceSession(path, options)
@@ -201,8 +210,8 @@ def test_calls_give_outputs_whatever_a_network_takes() -> None:
 @needs_onnx
 def test_sessions_have_the_threads_that_are_asked_for_and_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     sessions: list[Any] = []
-    real = onnx_sessions.open_session
-    monkeypatch.setattr(onnx_sessions, "open_session", lambda *given: sessions.append(real(*given)) or sessions[-1])
+    real = exporting.open_session
+    monkeypatch.setattr(measure, "open_session", lambda *given: sessions.append(real(*given)) or sessions[-1])
     open_all(iter([digits(), digits(4)]), DIGITS, 2)
     for session in sessions:
         options = session.get_session_options()
@@ -215,7 +224,7 @@ def test_sessions_have_the_threads_that_are_asked_for_and_rest(monkeypatch: pyte
 @pytest.mark.slow
 def test_the_newer_exporter_takes_over_where_the_older_one_fails_or_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     net, written = digits(4), list[str]()
-    slow, quick = onnx_sessions._write, onnx_sessions._write_quickly
+    slow, quick = measure._write, measure._write_quickly
 
     def fail(*_: Any) -> None:
         raise TypeError("export() got an unexpected keyword argument 'dynamo'")
@@ -227,9 +236,9 @@ def test_the_newer_exporter_takes_over_where_the_older_one_fails_or_is_wrong(mon
         written.append("slow")
         slow(*given)
 
-    monkeypatch.setattr(onnx_sessions, "_write", count)
+    monkeypatch.setattr(measure, "_write", count)
     for number, broken in enumerate((fail, wrong), 1):
-        monkeypatch.setattr(onnx_sessions, "_write_quickly", broken)
+        monkeypatch.setattr(measure, "_write_quickly", broken)
         (call,) = open_all(iter([net]), DIGITS, 1)
         assert len(written) == number
         torch.testing.assert_close(torch.from_numpy(call()[0]), net(DIGITS), atol=1e-5, rtol=1e-4)  # type: ignore[index]
@@ -295,7 +304,9 @@ def test_this_machine_is_measured_in_onnxruntime() -> None:
 
 @needs_onnx
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::dmcp.timing.choice.LatencyWarning")  # how good times are is not the question here
+@pytest.mark.filterwarnings(
+    "ignore::dmcp.latency.measure.LatencyWarning"
+)  # how good times are is not the question here
 def test_a_run_is_timed_in_onnxruntime(capsys: Capture, tmp_path: Path) -> None:
     code, out, err = run(
         capsys, *PRUNE, *SHORT, *ASKED, "--model-args", "width=32", "--align", "8", "--out", str(tmp_path), "--json"

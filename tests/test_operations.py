@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dmcp import nets
-from dmcp.engine import Engine
+from dmcp import models
+from dmcp.cli.config import Plan
+from dmcp.cli.job import Job
+from dmcp.cli.session import session
 from dmcp.errors import FileError
-from dmcp.running.jobs import Job
 from dmcp.running.operations import are_others, operations_of
-from dmcp.running.plans import Plan
-from dmcp.running.sessions import session
+from dmcp.runtime.engine import Engine
 from dmcp.training import TrainConfig
 
 
@@ -64,7 +64,7 @@ def test_they_are_the_same_in_another_process() -> None:
     code = f"from dmcp import nets; from dmcp.running.operations import operations_of; {code}"
     places = {"PYTHONHASHSEED": "7", "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=places)
-    assert done.stdout.strip() == operations_of(nets.build("cifar:mobilenet_v2"), (3, 32, 32)) != "", done.stderr
+    assert done.stdout.strip() == operations_of(models.build("cifar:mobilenet_v2"), (3, 32, 32)) != "", done.stderr
 
 
 def test_what_is_not_known_tells_nothing() -> None:

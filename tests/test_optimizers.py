@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import dmcp
+from dmcp.checkpoint import rate_shares
 from dmcp.errors import TrainingError
-from dmcp.optimizers import rate_shares
 from dmcp.training import learning_rate, train
 
 

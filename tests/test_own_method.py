@@ -18,19 +18,30 @@ from planted import planted_problem
 from typed import command
 
 from dmcp.budget import spent_shares
-from dmcp.comparison import comparing
-from dmcp.comparison.asked_methods import read_names
-from dmcp.comparison.cell_files import code_that_made
+from dmcp.compare import runner
+from dmcp.compare.methods import (
+    METHODS,
+    PEERS,
+    Method,
+    Own,
+    Start,
+    blamed,
+    find_method,
+    own_code,
+    prepare,
+    settle,
+    title,
+)
+from dmcp.compare.problem import Choice, Problem
+from dmcp.compare.runner import code_that_made, read_names
 from dmcp.errors import BudgetError, DmcpError, TrainingError
-from dmcp.methods import METHODS, PEERS, Method, Own, Start, blamed, find_method, own_code, prepare, settle, title
-from dmcp.methods.problem import FILLED, Choice, Problem
-from dmcp.sampling import uniform
+from dmcp.sampling import FILLED, uniform
 
 PAGE = (Path(__file__).parents[1] / "docs" / "compare.md").read_text()
 EXAMPLE, OWN_LOSS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 HAND = {"layer2.0.conv1": 16, "layer3.0.conv1": 40}  # 74.7 % of the MACs
 MISTAKES = """
-from dmcp.methods import Method, Start
+from dmcp.compare.methods import Method, Start
 number = 3
 late = Method(lambda problem, config: None, dict, Start.PREPARED)
 dmcp = Method(lambda problem, config: None, dict)
@@ -109,7 +120,7 @@ def test_the_page_has_the_defaults_of_all_methods() -> None:
 # a method that is changed while its table grows
 
 GROWING = """
-from dmcp.methods.problem import Choice
+from dmcp.compare.problem import Choice
 
 
 def growing(problem):
@@ -179,7 +190,7 @@ def test_a_row_is_made_by_one_code(here: Path, capfd: pytest.CaptureFixture[str]
 STOPPED = """
 import copy, os, signal
 import dmcp
-from dmcp.methods import Choice
+from dmcp.compare.methods import Choice
 
 def growing(problem):
     tell = lambda record: os.kill(os.getpid(), signal.SIGTERM)
@@ -273,7 +284,7 @@ def test_too_wide_is_refused_and_channels_are_left_alone() -> None:
 
 
 def test_what_is_no_choice_is_refused() -> None:
-    with pytest.raises(TrainingError, match=r"mine:find returned a dict: return a dmcp.methods.problem.Choice"):
+    with pytest.raises(TrainingError, match=r"mine:find returned a dict: return a dmcp.compare.problem.Choice"):
         own(lambda _: {})
     tuned = Method(lambda _: None, dict, own=Own.FINE_TUNED)  # type: ignore[arg-type, return-value]
     with pytest.raises(TrainingError, match=r"its own training starts from the network that it chose in"):
@@ -292,7 +303,7 @@ def test_errors_of_ones_own_code_are_not_ours(here: Path, capsys: pytest.Capture
 
 def test_a_network_of_its_own_making_is_one() -> None:
     method = Method(lambda *_: None, dict, Start.PREPARED, lambda problem, config: problem.model)  # type: ignore
-    with pytest.raises(TrainingError, match=r"mine:it: prepare must return a dmcp.methods.problem.Prepared, not "):
+    with pytest.raises(TrainingError, match=r"mine:it: prepare must return a dmcp.compare.problem.Prepared, not "):
         prepare("mine:it", method, planted_problem("57%"), {})
 
 
@@ -305,7 +316,10 @@ def test_a_network_of_its_own_making_is_one() -> None:
         ("nowhere_at_all:mine", "nowhere_at_all:mine: nowhere_at_all cannot be imported: ModuleNotFoundError"),
         ("mine:rot_macs", "There is no 'rot_macs' in mine; did you mean root_macs?"),
         ("mine.py:root_macs", "give the module as Python imports it, not a file: mine:root_macs."),
-        ("mistakes:number", "mistakes:number is a int: give a dmcp.methods.Method, or a function find(problem)"),
+        (
+            "mistakes:number",
+            "mistakes:number is a int: give a dmcp.compare.methods.Method, or a function find(problem)",
+        ),
         ("mistakes:late", "mistakes:late starts from a network of its own making: give Method(prepare=...)."),
         ("mistakes:dmcp", "There is another dmcp, and rows and folders go by name: give yours another one."),
         ("mine:find,mistakes:Inner.mine,mine:find", "each only once"),
@@ -354,7 +368,7 @@ def test_mistakes_with_settings_and_widths(
 
 def test_titles_name_rows_and_folders() -> None:
     assert [*map(title, ("dmcp", "a.b:mine", "a:Outer.mine", "=hand"))] == ["dmcp", "mine", "Outer.mine", "hand"]
-    assert comparing.cell_name("a.b:mine", 3, "50%") == "mine-50%-seed3"
+    assert runner.cell_name("a.b:mine", 3, "50%") == "mine-50%-seed3"
     assert find_method("=hand").start is Start.FRESH
     with pytest.raises(DmcpError, match="--widths NAME=FILE"):
         read_names("uniform,=../../evil")

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 import dmcp
 from dmcp import retraining
-from dmcp.cutting import cut, reinitialise
-from dmcp.engine import Engine
-from dmcp.nets import build
-from dmcp.padding import Padded, padded
+from dmcp.cutting import Padded, cut, padded, reinitialise
+from dmcp.models import build
 from dmcp.retraining import Retrain, padding, train_all
-from dmcp.spaces import Widths
+from dmcp.runtime.engine import Engine
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training import TrainConfig, train
+from dmcp.widths import Widths
 
 SHORT = TrainConfig(epochs=2, lr=0.1, warmup_lr=0.1, warmup_epochs=0, reference_batch=None, weight_decay=1e-2)
 

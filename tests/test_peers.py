@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from torchvision.models.mobilenetv2 import InvertedResidual
 
 import dmcp
-from dmcp.searching.sandwich import sort_channels
+from dmcp.searching.config import SearchConfig
 from dmcp.searching.search import search
-from dmcp.searching.searches import SearchConfig
+from dmcp.searching.subnets import sort_channels
 
 
 class Pair(nn.Module):

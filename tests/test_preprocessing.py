@@ -20,11 +20,14 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 from typed import command
 
-from dmcp import cli, folders, image_files
-from dmcp.data import DataSets, load, make_loader, preprocessing
+from dmcp.cli import main
+from dmcp.cli.job import Job, open_job
+from dmcp.data import datasets
+from dmcp.data import datasets as datasets_module
+from dmcp.data.check import check_data
+from dmcp.data.datasets import DataSets, load, preprocessing
+from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError
-from dmcp.running.data_checks import check_data
-from dmcp.running.jobs import Job, open_job
 
 PAGE = Path(__file__).parent.parent / "docs" / "data.md"
 NET = """
@@ -154,8 +157,8 @@ def test_the_tables_of_the_page_are_what_is_done(tmp_path: Path) -> None:
         for key in ("shape", "channels", "resize", "interpolation", "crop", "range"):
             assert keys[f"`{key}`"][name].strip("| ").startswith(json.dumps(sets[key])), key
     assert f"{json.dumps(photos['mean'])}, {json.dumps(photos['std'])}" in keys["`mean`, `std`"][0]
-    assert all(ending in PAGE.read_text() for ending in folders._ENDINGS)
-    assert IMG_EXTENSIONS == folders._ENDINGS
+    assert all(ending in PAGE.read_text() for ending in datasets._ENDINGS)
+    assert IMG_EXTENSIONS == datasets._ENDINGS
 
 
 # -- sizes
@@ -169,7 +172,7 @@ def test_squares_are_what_torchvision_makes_of_them(size: int, train: bool, tmp_
     crop = crop if train else [v2.Resize(round(size / 0.875), antialias=True), v2.CenterCrop(size)]
     mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
     before = v2.Compose([*crop, v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])
-    now = image_files.transform((size, size), train)
+    now = datasets_module.transform((size, size), train)
     for height, width in ((20, 24), (33, 11), (18, 18), (256, 300), (341, 256)):
         image = Image.fromarray(np.random.randint(0, 256, (height, width, 3), dtype=np.uint8))
         found = []
@@ -183,13 +186,13 @@ def test_images_of_any_shape_are_not_bent() -> None:
     """A slope of brightness stays one that is as steep in both directions."""
     rows, columns = np.mgrid[:120, :200]
     image = Image.fromarray(np.repeat((rows + columns)[..., None] / 2, 3, axis=2).astype(np.uint8))
-    tall, wide = (image_files.transform(size, False)(image)[0] for size in ((64, 48), (48, 64)))
+    tall, wide = (datasets_module.transform(size, False)(image)[0] for size in ((64, 48), (48, 64)))
     assert (tall.shape, wide.shape) == ((64, 48), (48, 64))
     for found in (tall, wide):
         down, right = (float(torch.diff(found, dim=dim).mean()) for dim in (0, 1))
         assert down == pytest.approx(right, rel=0.05)
     torch.manual_seed(0)
-    cut = image_files.transform((64, 48), True)
+    cut = datasets_module.transform((64, 48), True)
     found = [cut(image)[0] for _ in range(50)]
     bent = [abs(float(one.diff(dim=0).mean() / one.diff(dim=1).mean())) for one in found]
     assert 0.7 < min(bent) < 0.9 < 1.1 < max(bent) < 1.4  # up to 3 : 4 in each direction, as for squares
@@ -392,7 +395,7 @@ def test_the_command_says_it_once_and_keeps_how_images_are_made(
     for more in ("--dry-run", "--search-epochs 1 --epochs 1 --warmup 0 --out run"):
         monkeypatch.setattr("sys.argv", ["dmcp", *typed.split(), *more.split()])
         with pytest.raises(SystemExit) as stop:
-            cli.main()
+            main.main()
         err = capfd.readouterr().err
         assert stop.value.code == 0, err
         assert err.count("are enlarged to 224x224: give --input 3x64x48") == 1

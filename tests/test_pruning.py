@@ -21,17 +21,17 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
-from dmcp import measuring
+from dmcp import results
 from dmcp.batches import generator
 from dmcp.budget import parse
 from dmcp.errors import BudgetError, DataError, TraceError, TrainingError, WidthsError
 from dmcp.losses import ImitationWarning, classification_loss, imitation
-from dmcp.measuring import milliseconds, try_test
-from dmcp.pruning import OURS, UNIFORM, UNPRUNED, Event, Row, expected_shares
+from dmcp.preflight import try_test
+from dmcp.pruning import expected_shares
+from dmcp.results import AS_GIVEN, OURS, UNIFORM, UNPRUNED, Event, Row, milliseconds, not_faster
 from dmcp.retraining import Retrain, train_all
-from dmcp.rows import AS_GIVEN, not_faster
-from dmcp.searching.searches import SearchConfig, SearchRecord
-from dmcp.searching.stages import weight_step
+from dmcp.searching.config import SearchConfig, SearchRecord
+from dmcp.searching.steps import weight_step
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training import TrainConfig
 
@@ -537,7 +537,7 @@ def test_only_the_pass_is_in_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
             now[0] += 0.05
             super().__setattr__(name, value)
 
-    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(results.time, "perf_counter", lambda: now[0])
     assert milliseconds([Slow(2, 2)], torch.zeros(1, 2)) == pytest.approx([2.0])
 
 

@@ -17,30 +17,33 @@ from torch import Tensor, nn
 from torchvision.models import densenet121, mobilenet_v2, resnet18
 
 import dmcp
+from dmcp.checkpoint import Keeper
+from dmcp.compare import magnitude
+from dmcp.compare import magnitude as magnitude_module
+from dmcp.compare import magnitude as sfp
+from dmcp.compare import magnitude as slimming
+from dmcp.compare.problem import Choice, Problem
 from dmcp.errors import StoppedError, TrainingError
-from dmcp.keeping import Keeper
-from dmcp.methods import fpgm, l1, sfp, slimming
-from dmcp.methods.problem import Choice, Problem
 from dmcp.training import evaluate
 
 WEAK = [1, 4, 6]  # channels that are planted to go
 
 
 def by_l1(problem: Problem) -> Choice:
-    return l1.find(problem, l1.L1Config(), problem.model.state_dict())
+    return magnitude_module.find_l1(problem, magnitude_module.L1Config(), problem.model.state_dict())
 
 
 def by_slimming(problem: Problem) -> Choice:
     config = slimming.SlimmingConfig(sparsity=0.01)
-    return slimming.find(problem, config, slimming.prepare(problem, config).state)
+    return slimming.find_slimming(problem, config, slimming.prepare(problem, config).state)
 
 
 def by_sfp(problem: Problem) -> Choice:
-    return sfp.find(problem, sfp.SoftConfig())
+    return sfp.find_sfp(problem, sfp.SoftConfig())
 
 
 def by_fpgm(problem: Problem) -> Choice:
-    return fpgm.find(problem, sfp.SoftConfig())
+    return magnitude.find_fpgm(problem, sfp.SoftConfig())
 
 
 METHODS: list[Callable[[Problem], Choice]] = [by_l1, by_slimming, by_sfp, by_fpgm]
@@ -78,8 +81,8 @@ def assert_weak_go(problem: Problem, choice: Choice) -> None:
 
 def test_l1_drops_small_filters() -> None:
     problem, state = weak_problem(lambda weight: 0.01 * weight[WEAK])
-    assert_weak_go(problem, l1.find(problem, l1.L1Config(), state))
-    assert_weak_go(problem, l1.find(problem, l1.L1Config(power=2), state))
+    assert_weak_go(problem, magnitude_module.find_l1(problem, magnitude_module.L1Config(), state))
+    assert_weak_go(problem, magnitude_module.find_l1(problem, magnitude_module.L1Config(power=2), state))
 
 
 def test_the_two_norms_rank_differently() -> None:
@@ -90,14 +93,14 @@ def test_the_two_norms_rank_differently() -> None:
         return torch.full_like(weight[WEAK], 1.5 / SIGNS)
 
     problem, state = weak_problem(spread)
-    assert_weak_go(problem, l1.find(problem, l1.L1Config(power=2), state))
-    assert set(WEAK) <= set(l1.find(problem, l1.L1Config(), state).kept["needed"])
+    assert_weak_go(problem, magnitude_module.find_l1(problem, magnitude_module.L1Config(power=2), state))
+    assert set(WEAK) <= set(magnitude_module.find_l1(problem, magnitude_module.L1Config(), state).kept["needed"])
 
 
 def test_sfp_drops_small_filters() -> None:
     problem, state = weak_problem(lambda weight: 0.01 * weight[WEAK])
     problem = replace(problem, recipe=replace(problem.recipe, lr=1e-4, warmup_lr=1e-4))
-    choice = sfp.find(problem, sfp.SoftConfig(), state)
+    choice = sfp.find_sfp(problem, sfp.SoftConfig(), state)
     assert_weak_go(problem, choice)
     assert choice.sample_passes == 2 * 20 * 64 + 4 * 64
 
@@ -112,13 +115,13 @@ def test_fpgm_drops_filters_that_others_stand_in_for() -> None:
 
     problem, state = weak_problem(midst)
     problem = replace(problem, recipe=replace(problem.recipe, epochs=1, lr=1e-4, warmup_lr=1e-4))
-    assert_weak_go(problem, fpgm.find(problem, sfp.SoftConfig(), state))
-    assert 0 not in sfp.find(problem, sfp.SoftConfig(), state).kept["needed"]
+    assert_weak_go(problem, magnitude.find_fpgm(problem, sfp.SoftConfig(), state))
+    assert 0 not in sfp.find_sfp(problem, sfp.SoftConfig(), state).kept["needed"]
 
 
 def test_distances_to_all_others() -> None:
     corners = torch.tensor([[0.0, 0.0], [3.0, 4.0], [0.0, 8.0]], dtype=torch.float64)
-    torch.testing.assert_close(fpgm.distances(corners), torch.tensor([13.0, 10.0, 13.0], dtype=torch.float64))
+    torch.testing.assert_close(magnitude.distances(corners), torch.tensor([13.0, 10.0, 13.0], dtype=torch.float64))
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
@@ -126,7 +129,7 @@ def test_slimming_narrows_what_is_useless(seed: int) -> None:
     problem = planted_problem(budget="57%", seed=seed)
     config = slimming.SlimmingConfig(sparsity=0.01)
     prepared = slimming.prepare(problem, config)
-    choice = slimming.find(problem, config, prepared.state)
+    choice = slimming.find_slimming(problem, config, prepared.state)
     choice.check(problem)
     assert choice.widths["needed"] > choice.widths["useless"] + 2
     assert prepared.sample_passes == 20 * 20 * 64
@@ -139,7 +142,7 @@ def test_slimming_drops_small_scales_wherever_they_are() -> None:
     scales = {"needed": [0.1, 0.9, 0.2, -0.8, 0.3, 0.7, -0.25, 0.15], "useless": [0.6, -0.5, 1, 1, 1, 0.05, 1, 1]}
     for name, values in scales.items():
         trained.get_parameter(f"{name}_norm.weight").data = torch.tensor(values)
-    choice = slimming.find(problem, slimming.SlimmingConfig(), trained.state_dict())
+    choice = slimming.find_slimming(problem, slimming.SlimmingConfig(), trained.state_dict())
     assert choice.kept == {"needed": [1, 3, 5], "useless": [0, 1, 2, 3, 4, 6, 7]}
 
 
@@ -148,7 +151,7 @@ def test_slimming_takes_the_mean_over_tied_norms() -> None:
     trained = copy.deepcopy(problem.model)
     trained.bn0.weight.data = torch.tensor([9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0])
     trained.bn2.weight.data = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.1, 1.0, 1.0, 1.9])
-    choice = slimming.find(problem, slimming.SlimmingConfig(), trained.state_dict())
+    choice = slimming.find_slimming(problem, slimming.SlimmingConfig(), trained.state_dict())
     order = [0, 1, 2, 3, 5, 6, 7, 4]  # means: 4.5, then 1, 0.95 and 0.55
     assert list(choice.kept["stem"]) == sorted(order[: choice.widths["stem"]])
 
@@ -237,7 +240,7 @@ def test_slimming_says_what_to_do_without_batch_norms() -> None:
     problem = as_problem(Planted(norm=False), planted_batches(2, 0), planted_batches(2, 1), "60%", 0, 1)
     for call in (
         lambda: slimming.prepare(problem, slimming.SlimmingConfig()),
-        lambda: slimming.find(problem, slimming.SlimmingConfig(), problem.model.state_dict()),
+        lambda: slimming.find_slimming(problem, slimming.SlimmingConfig(), problem.model.state_dict()),
     ):
         with pytest.raises(TrainingError, match=r"needed and 1 more.*frozen=\['needed', 'useless'\].*l1"):
             call()
@@ -311,7 +314,7 @@ def test_an_interrupted_run_ends_the_same(method: Callable[[Problem], Choice], s
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (lambda: l1.L1Config(power=3), "power must be 1"),
+        (lambda: magnitude_module.L1Config(power=3), "power must be 1"),
         (lambda: slimming.SlimmingConfig(sparsity=-1.0), "sparsity must be a number of at least 0"),
         (lambda: slimming.SlimmingConfig(sparsity=float("nan")), "sparsity must be a number of at least 0"),
         (lambda: sfp.SoftConfig(every=0), "every must be an int of at least 1"),
@@ -327,15 +330,15 @@ def test_settings_that_are_refused(settings: Callable[[], object], words: str) -
 def test_states_that_are_refused() -> None:
     problem = planted_problem()
     with pytest.raises(TrainingError, match="give its state dict"):
-        l1.find(problem, l1.L1Config())
+        magnitude_module.find_l1(problem, magnitude_module.L1Config())
     with pytest.raises(TrainingError, match=r"give state=prepare"):
-        slimming.find(problem, slimming.SlimmingConfig())
+        slimming.find_slimming(problem, slimming.SlimmingConfig())
     other = nn.Linear(2, 2).state_dict()
     for find in (
-        lambda: l1.find(problem, l1.L1Config(), other),
-        lambda: slimming.find(problem, slimming.SlimmingConfig(), other),
-        lambda: sfp.find(problem, sfp.SoftConfig(), other),
-        lambda: fpgm.find(problem, sfp.SoftConfig(), other),
+        lambda: magnitude_module.find_l1(problem, magnitude_module.L1Config(), other),
+        lambda: slimming.find_slimming(problem, slimming.SlimmingConfig(), other),
+        lambda: sfp.find_sfp(problem, sfp.SoftConfig(), other),
+        lambda: magnitude.find_fpgm(problem, sfp.SoftConfig(), other),
     ):
         with pytest.raises(TrainingError, match="not one of this network"):
             find()

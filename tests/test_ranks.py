@@ -18,10 +18,10 @@ import rank_programs
 import torch
 from torch import nn
 
-from dmcp.ranks import (
+from dmcp.errors import RankError
+from dmcp.runtime.distributed import (
     ALONE,
     EXIT_RANK_LOST,
-    RankError,
     Ranks,
     Watch,
     current,
@@ -45,7 +45,7 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 def started(program: str, world: int, folder: Path, *, waits: bool = False) -> Iterator[list[ForkServerProcess]]:
     """The processes of a program, all of them at work if it says so; none is left behind."""
     context = multiprocessing.get_context("forkserver")  # imports torch once, not once per process
-    context.set_forkserver_preload(["dmcp.ranks", "pytest"])
+    context.set_forkserver_preload(["dmcp.runtime.distributed", "pytest"])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

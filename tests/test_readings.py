@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import dmcp
 from dmcp.errors import TraceError
-from dmcp.tracing.recording import record
+from dmcp.tracing.record import record
 
 X = torch.rand(2, 3, 8, 8)
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from dmcp.budget import check_reachable, parse
+from dmcp.cli import config
+from dmcp.cli.config import Recipe, find, hours, hours_table, loader_rate, main, names
+from dmcp.cli.job import build, shape, trace_job
 from dmcp.errors import DmcpError
 from dmcp.retraining import Retrain
-from dmcp.running import recipes
-from dmcp.running.jobs import build, shape, trace_job
-from dmcp.running.recipes import Recipe, find, hours, hours_table, loader_rate, main, names
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training import learning_rate
@@ -71,7 +71,7 @@ def test_names_are_the_rows_of_table_6() -> None:
 @pytest.mark.parametrize("row", ROWS, ids=row_name)
 def test_a_recipe_is_its_row(row: list[str]) -> None:
     recipe = find(row_name(row))
-    assert recipe == getattr(recipes, recipe.name)()
+    assert recipe == getattr(config, recipe.name)()
     assert (recipe.job.model, recipe.paper_macs, recipe.paper_top1) == (MODELS[row[0]], row[1], float(row[2]))
     assert recipe.retrain is (Retrain.SLIMMABLE if row[-1] == "*" else Retrain.SCRATCH)
     assert recipe.job.data == ""

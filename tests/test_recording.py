@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmcp.errors import TraceError
-from dmcp.slicing import skeleton
-from dmcp.tracing.recording import Ref, batch_of, rebatch, record, record_anywhere, tensors_in
+from dmcp.modules import batch_of, rebatch, skeleton, tensors_in
+from dmcp.tracing.record import Ref, record, record_anywhere
 
 aten = torch.ops.aten
 

@@ -26,14 +26,26 @@ from browser import Browser
 from test_runs import pruned
 from typer.testing import CliRunner
 
-from dmcp.commands import report as report_commands
+from dmcp.cli import show as report_commands
 from dmcp.errors import FileError
-from dmcp.locks import Lock
-from dmcp.pruning import UNPRUNED
-from dmcp.reports.charts import STYLE, Bar, draw_bars, draw_lines, ticks
-from dmcp.reports.listing import describe, list_runs, progress, read_run, read_runs
-from dmcp.reports.report import chart_run, chart_runs, make_page
+from dmcp.report.html import (
+    STYLE,
+    Bar,
+    chart_run,
+    chart_runs,
+    describe,
+    draw_bars,
+    draw_lines,
+    list_runs,
+    make_page,
+    progress,
+    read_run,
+    read_runs,
+    ticks,
+)
+from dmcp.results import UNPRUNED
 from dmcp.runs import open_run
+from dmcp.runtime.io import Lock
 
 EVIL = "<img src=x onerror=alert(1)>\"'&\x1b[31m"
 SETTINGS: dict[str, Any] = {

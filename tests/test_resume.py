@@ -30,12 +30,12 @@ import torch
 import typer.main
 from torch import Tensor, nn
 
-import dmcp.commands.search
-import dmcp.rows
+import dmcp.cli.prune
+import dmcp.results
 import dmcp.runs
-from dmcp import cli
-from dmcp.locks import LOCK
-from dmcp.running import jobs
+from dmcp.cli import main
+from dmcp.runtime.io import LOCK
+from dmcp.tracing import trace as trace_module
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
 
@@ -54,7 +54,7 @@ EPOCH = 17  # steps; the search has two epochs, the first of them warm-up, and e
 KEPT = ("log.jsonl", "model.safetensors", "widths.json", "search.safetensors", "search.json")
 
 Moment = tuple[str, str, int]  # before the n-th call of this function, of those that have this text in what they get
-DUE, SAVE = "dmcp.keeping:Keeper.due", "dmcp.keeping:save_checkpoint"
+DUE, SAVE = "dmcp.checkpoint:Keeper.due", "dmcp.checkpoint:save_checkpoint"
 REPLACE, UNLINK, FSYNC, ADD, STEP = (
     "pathlib:Path.replace",
     "pathlib:Path.unlink",
@@ -152,14 +152,14 @@ def act_as_child(job: dict[str, Any], streams: Sequence[int]) -> int:
     for number, stream in enumerate(streams, start=1):
         os.dup2(stream, number)
     os.chdir(job["folder"])
-    dmcp.rows._SLOW = math.inf  # how fast the networks are here must not decide what is printed
+    dmcp.results._SLOW = math.inf  # how fast the networks are here must not decide what is printed
     if not job["figures"]:  # most of the time of such a small run
-        dmcp.runs.draw_all = dmcp.commands.search.draw_all = lambda *_, **__: []  # type: ignore[assignment]
+        dmcp.runs.draw_all = dmcp.cli.prune.draw_all = lambda *_, **__: []  # type: ignore[assignment]
     if job["moments"]:
         arm([tuple(moment) for moment in job["moments"]], job["act"])
     sys.argv = ["dmcp", *job["argv"]]
     try:
-        cli.main()
+        main.main()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0
     return 0
@@ -195,7 +195,7 @@ def serve() -> None:
     """
     torch.set_num_threads(1)
     typer.main.get_command = functools.cache(typer.main.get_command)  # as in conftest.py
-    jobs.trace = trace_once  # type: ignore[assignment]
+    trace_module.trace = trace_once  # type: ignore[assignment]
     warm_up()
     for line in sys.stdin:
         job = json.loads(line)
@@ -476,11 +476,11 @@ def test_only_what_was_left_is_done(commands: Commands, killed: dict[str, Path],
     run, left = shutil.copytree(killed["searching"], tmp_path / "run"), 2 * EPOCH - 20 + 3 * EPOCH
     assert (
         commands.resume(
-            shutil.copytree(killed["searching"], tmp_path / "other"), ("dmcp.keeping:Feed.next", "", left)
+            shutil.copytree(killed["searching"], tmp_path / "other"), ("dmcp.checkpoint:Feed.next", "", left)
         ).code
         < 0
     )
-    assert commands.resume(run, ("dmcp.keeping:Feed.next", "", left + 1)).code == 0
+    assert commands.resume(run, ("dmcp.checkpoint:Feed.next", "", left + 1)).code == 0
     assert_same(run, whole)
 
 
@@ -643,7 +643,7 @@ def test_a_run_that_is_done_is_refused_as_such_where_no_lock_can_be_written(
 
 def test_several_seeds_do_not_go_on_with_one_run(commands: Commands, killed: dict[str, Path], tmp_path: Path) -> None:
     run = shutil.copytree(killed["trained"], tmp_path / "run")
-    end = commands.run(["prune", "--resume", run, "--seeds", "2"], ("dmcp.running.seeds:run_seeds", "", 1))
+    end = commands.run(["prune", "--resume", run, "--seeds", "2"], ("dmcp.cli.launch:run_seeds", "", 1))
     assert end.code == 2 and "--seeds" in end.err
 
 
@@ -772,7 +772,7 @@ CALIBRATE = "dmcp.retraining:recalibrate", "", 1
     ("argv", "moment"),
     [
         pytest.param(SEARCH, step_of("search", 23), id="search"),
-        pytest.param(SEARCH, ("dmcp.commands.search:recalibrate", "", 1), id="search, end"),
+        pytest.param(SEARCH, ("dmcp.cli.prune:recalibrate", "", 1), id="search, end"),
         pytest.param(TRAIN, step_of("unpruned", 25), id="train"),
         pytest.param(TRAIN, ("dmcp.training:evaluate", "", 1), id="train, test"),
         pytest.param((*RETRAIN, "inherit"), step_of("ours", 12), id="inherit"),

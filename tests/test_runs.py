@@ -14,10 +14,11 @@ import torch
 from test_pruning import SEARCH, TRAIN, Noise, traced
 
 import dmcp
-from dmcp.checkpoints import Checkpoint, save_checkpoint
+from dmcp.checkpoint import Checkpoint, save_checkpoint
 from dmcp.errors import DmcpError, FileError, WidthsError
 from dmcp.markov import CHAIN, INDEPENDENT, Process
-from dmcp.pruning import Event, PruneResult
+from dmcp.pruning import PruneResult
+from dmcp.results import Event
 from dmcp.runs import free_folder, load_search, open_run, read_json, save_search
 
 FILES = {"log.jsonl", "search.json", "search.safetensors", "widths.json", "model.safetensors", "report.md"}

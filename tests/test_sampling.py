@@ -19,9 +19,9 @@ import dmcp
 from dmcp.budget import holds, parse, spent_shares
 from dmcp.errors import BudgetError
 from dmcp.markov import CHAIN, INDEPENDENT, Process, bounded, sample_groups
-from dmcp.nets import build, sample_shape
+from dmcp.models import build, sample_shape
 from dmcp.sampling import FILLED, Options, direct, expected, expected_widths, filled, fit, random_widths, uniform
-from dmcp.searching.searches import SearchResult
+from dmcp.searching.config import SearchResult
 
 GAMMA = 0.95
 

@@ -15,8 +15,8 @@ from torchvision.models import resnet18, resnext50_32x4d
 import dmcp
 from dmcp.errors import WidthsError
 from dmcp.markov import CHAIN, INDEPENDENT
-from dmcp.searching.bounds import bounds
-from dmcp.searching.sandwich import Chains, Draw, chains, draw_gates, sandwich, sort_channels
+from dmcp.searching.config import Draw, bounds
+from dmcp.searching.subnets import Chains, chains, draw_gates, sandwich, sort_channels
 
 MANY = 4000
 SPREAD = 4 * 0.5 / MANY**0.5  # four standard deviations of a frequency

@@ -14,13 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmcp
 import dmcp.searching.search
-import dmcp.searching.search_log
+import dmcp.searching.steps
 from dmcp.budget import parse, ratios
 from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError, WidthsError
 from dmcp.markov import CERTAIN, CHAIN, INDEPENDENT
-from dmcp.searching.sandwich import Draw
+from dmcp.searching.config import Draw, SearchConfig, SearchRecord, SearchResult
 from dmcp.searching.search import search
-from dmcp.searching.searches import SearchConfig, SearchRecord, SearchResult
 
 
 class Dropping(Residual):
@@ -269,7 +268,7 @@ class Reads(TorchDispatchMode):
 def test_the_host_does_not_wait_in_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     before_the_log = []
     with Reads() as reads:
-        monkeypatch.setattr(dmcp.searching.search_log.Log, "flush", lambda log: before_the_log.append(reads.count))
+        monkeypatch.setattr(dmcp.searching.steps.Log, "flush", lambda log: before_the_log.append(reads.count))
         for epochs in (2, 4):
             reads.count = 0
             ran(short(epochs=epochs, log_every=1000))

@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 import torch
 
+from dmcp.cli import launch
+from dmcp.cli import launch as launch_module
+from dmcp.cli.launch import markdown, run_seeds, summarise
 from dmcp.errors import DmcpError, FileError
-from dmcp.locks import Lock, alive
-from dmcp.pruning import OURS, UNIFORM, UNPRUNED, Row
-from dmcp.running import children, seeds
-from dmcp.running.seeds import markdown, run_seeds, summarise
+from dmcp.results import OURS, UNIFORM, UNPRUNED, Row
 from dmcp.runs import LOG, SETTINGS, Run
+from dmcp.runtime.io import Lock, alive
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -80,8 +81,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder for seeds; commands are run by the program above."""
     (tmp_path / "child.py").write_text(CHILD)
     (tmp_path / "acts").write_text("")
-    monkeypatch.setattr(seeds, "COMMAND", (sys.executable, "-S", str(tmp_path / "child.py")))
-    monkeypatch.setattr(children, "_PAUSE", 0.02)
+    monkeypatch.setattr(launch_module, "COMMAND", (sys.executable, "-S", str(tmp_path / "child.py")))
+    monkeypatch.setattr(launch, "_PAUSE", 0.02)
     for name in [name for name in os.environ if name.startswith("CUDA_")]:
         monkeypatch.delenv(name)
     return tmp_path / "runs"
@@ -149,7 +150,7 @@ def test_cores_are_divided(
     at_once: int,
     threads: int,
 ) -> None:
-    monkeypatch.setattr(children, "_cores", lambda: cores)
+    monkeypatch.setattr(launch, "_cores", lambda: cores)
     monkeypatch.setenv("PATH", "")  # no MPS
     monkeypatch.setenv("PYTHONPATH", "kept")
     act(folder, "slow")
@@ -216,7 +217,7 @@ def test_seeds_that_make_no_sense(folder: Path, wrong: list[int]) -> None:
 def test_a_seed_that_fails_lets_the_others_go_on(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(children, "_cores", lambda: 2)
+    monkeypatch.setattr(launch, "_cores", lambda: 2)
     act(folder, "fail-0", "crash-1", "nothing-3")
     with pytest.raises(DmcpError) as caught:
         run_seeds(["prune"], [3, 2, 1, 0], folder, CPU)

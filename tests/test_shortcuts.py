@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dmcp.tracing import shortcuts
-from dmcp.tracing.recording import record
-from dmcp.tracing.shortcuts import compute
+from dmcp.tracing import record as record_module
+from dmcp.tracing.record import compute, record
 
 aten = torch.ops.aten
 
@@ -52,7 +51,7 @@ INPUTS = [
 ]
 
 
-@pytest.mark.parametrize("func", sorted(shortcuts._ELEMENTWISE, key=str), ids=str)
+@pytest.mark.parametrize("func", sorted(record_module._ELEMENTWISE, key=str), ids=str)
 def test_elementwise_ops_give_what_torch_gives(func: Any) -> None:
     limits = (0, 6) if func is aten.clamp.default else ()
     for given in INPUTS:
@@ -61,7 +60,7 @@ def test_elementwise_ops_give_what_torch_gives(func: Any) -> None:
         assert form(found) == form(wanted)
 
 
-@pytest.mark.parametrize("func", sorted(shortcuts._IN_PLACE, key=str), ids=str)
+@pytest.mark.parametrize("func", sorted(record_module._IN_PLACE, key=str), ids=str)
 def test_ops_in_place_give_their_input_back(func: Any) -> None:
     limits = (0, 6) if func is aten.clamp_.default else ()
     found, asked = computed(func, INPUTS[0], *limits)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dmcp.errors import TraceError
-from dmcp.slicing import narrow, skeleton, unwrap
+from dmcp.modules import narrow, skeleton, unwrap
 
 
 class Net(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dmcp.errors import WidthsError
-from dmcp.spaces import ChannelSpace, Widths, fingerprint
+from dmcp.widths import ChannelSpace, Widths, fingerprint
 
 
 def widths(**changes: Any) -> Widths:

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dmcp
-import dmcp.searching.stages
+import dmcp.searching.steps
 from dmcp.budget import parse
 from dmcp.errors import TrainingError
-from dmcp.searching.sandwich import Draw, chains, sandwich
-from dmcp.searching.stages import arch_step, weight_step
+from dmcp.searching.config import Draw
+from dmcp.searching.steps import arch_step, weight_step
+from dmcp.searching.subnets import chains, sandwich
 
 
 @functools.cache
@@ -98,7 +99,7 @@ def test_arch_step_leaves_weights_and_buffers(monkeypatch: pytest.MonkeyPatch) -
             weight.requires_grad_(False)
         yield
 
-    monkeypatch.setattr(dmcp.searching.stages, "_only_alphas", wrong)
+    monkeypatch.setattr(dmcp.searching.steps, "_only_alphas", wrong)
     before = photograph(net)
     arch_step(net, batches[:1], sgd(net.alphas()), path, cross_entropy, budget)
     assert "bn0.running_mean" in changed(net, before)

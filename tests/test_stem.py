@@ -20,12 +20,11 @@ from torch.nn import functional as F
 
 import dmcp
 import dmcp.searching.search
-import dmcp.searching.stem
-from dmcp.searching.sandwich import Draw, chains, sandwich
+import dmcp.searching.subnets
+from dmcp.searching.config import Draw, SearchConfig
 from dmcp.searching.search import search
-from dmcp.searching.searches import SearchConfig
-from dmcp.searching.stages import Passes, weight_step
-from dmcp.searching.stem import Stem, find_stem
+from dmcp.searching.steps import Passes, weight_step
+from dmcp.searching.subnets import Stem, chains, find_stem, sandwich
 from dmcp.supernet import Narrow
 
 FOUND = {  # what a reader of their code would write down: all up to the first layer whose inputs can be dropped
@@ -502,9 +501,9 @@ def test_a_buffer_that_is_replaced_arrives_in_the_supernet() -> None:
 def test_networks_that_are_slow_to_try_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = randomise(Plain())
     net = supernet(model, dmcp.trace(model, sample((3, 16, 16))))
-    monkeypatch.setattr(dmcp.searching.stem, "_SLOW", net.graph.macs())
+    monkeypatch.setattr(dmcp.searching.subnets, "_SLOW", net.graph.macs())
     assert find_stem(net) is not None
-    monkeypatch.setattr(dmcp.searching.stem, "_SLOW", net.graph.macs() - 1)
+    monkeypatch.setattr(dmcp.searching.subnets, "_SLOW", net.graph.macs() - 1)
     assert find_stem(net) is None
 
 

@@ -21,18 +21,15 @@ from torch import Tensor, nn
 import dmcp
 from dmcp import runs, training
 from dmcp.batches import generator
+from dmcp.cli.config import Plan, plan_from_json
+from dmcp.cli.job import _read_tensors, open_job
+from dmcp.cli.prune import forecast
 from dmcp.errors import TrainingError
 from dmcp.losses import ImitationWarning, classification_loss, imitation, top1
-from dmcp.nets import build
-from dmcp.pruning import OURS, UNIFORM, UNPRUNED, Event, TeacherWarning
-from dmcp.reports.listing import read_run
-from dmcp.reports.report import make_page
-from dmcp.retraining import Retrain, train_all
-from dmcp.rows import AS_GIVEN, TEACHER, Row
-from dmcp.running.forecast import forecast
-from dmcp.running.jobs import open_job
-from dmcp.running.plans import Plan, plan_from_json
-from dmcp.running.weights import _read_tensors
+from dmcp.models import build
+from dmcp.report.html import make_page, read_run
+from dmcp.results import AS_GIVEN, OURS, TEACHER, UNIFORM, UNPRUNED, Event, Row
+from dmcp.retraining import Retrain, TeacherWarning, train_all
 from dmcp.supernet import Supernet
 from dmcp.training import Distillation, evaluate
 
@@ -353,7 +350,7 @@ def test_a_job_goes_on_with_the_same_teacher_only(tmp_path: Path) -> None:
 
 def test_the_forecast_knows_a_given_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count()
-    monkeypatch.setattr("dmcp.running.forecast._now", lambda model: float(next(ticks)))  # each step takes 1 s
+    monkeypatch.setattr("dmcp.cli.prune._now", lambda model: float(next(ticks)))  # each step takes 1 s
     model, graph = traced()
 
     def stages(kind: Retrain, controls: bool, taught: bool) -> dict[str, float]:
@@ -390,7 +387,7 @@ def here(files: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def plan_of(capsys: Capture, *words: str) -> Plan:
     plans: list[Plan] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dmcp.commands.prune._forecast", lambda plan, as_json: plans.append(plan))
+        patch.setattr("dmcp.cli.prune._forecast", lambda plan, as_json: plans.append(plan))
         code, _, err = run(capsys, "prune", *SMALL, "--dry-run", *words)
     assert (code, err) == (0, "")
     return plans[0]
@@ -614,7 +611,7 @@ def test_the_command_gives_prune_its_teacher(
         seen.append((model, teacher))
         raise TrainingError("enough")
 
-    monkeypatch.setattr("dmcp.commands.prune.pruning.prune", noting)
+    monkeypatch.setattr("dmcp.cli.prune.pruning.prune", noting)
     assert run(capsys, "prune", *SMALL, *words, "--out", str(tmp_path / "run"))[0] == 2
     ((model, teacher),) = seen
     wanted = torch.load("net.pth" if itself else "other.pth", weights_only=True)

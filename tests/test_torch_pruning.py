@@ -15,9 +15,10 @@ from torch import nn
 from torchvision.models import densenet121, mobilenet_v2, resnet18
 
 import dmcp
+from dmcp.compare import baselines
+from dmcp.compare.baselines import TorchPruningConfig
+from dmcp.compare.baselines import find_torch_pruning as find
 from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError
-from dmcp.methods import torch_pruning
-from dmcp.methods.torch_pruning import TorchPruningConfig, find
 from dmcp.training import train
 
 needs_it = pytest.mark.skipif(
@@ -67,8 +68,8 @@ def test_what_we_cut_out_is_what_the_package_leaves(build: Any, global_pruning: 
     graph, x = dmcp.trace(model, torch.zeros(2, 3, 32, 32)), torch.randn(3, 3, 32, 32)
     config = TorchPruningConfig(steps=10, global_pruning=global_pruning)
     pruned = copy.deepcopy(model)
-    ledger = torch_pruning._Ledger(model, graph, config.steps)
-    pruner = torch_pruning._pruner(torch_pruning._package(), config, pruned, graph, x)
+    ledger = baselines._Ledger(model, graph, config.steps)
+    pruner = baselines._pruner(baselines._package(), config, pruned, graph, x)
     for step in range(4):
         ledger.follow(pruner, step)
     widths = graph.widths(ledger.widths())
@@ -123,7 +124,7 @@ def test_what_cannot_be_pruned_is_said_in_a_sentence(monkeypatch: pytest.MonkeyP
     with pytest.raises(DataError, match="no held-out batches"):
         find(replace(problem, held=Batches([])), config)
     with monkeypatch.context() as patch:
-        patch.setattr(torch_pruning._Ledger, "follow", lambda *_: None)
+        patch.setattr(baselines._Ledger, "follow", lambda *_: None)
         with pytest.raises(TrainingError, match="finds no channels that it can prune"):
             find(problem, config)
     monkeypatch.setattr("torch_pruning.pruner.BasePruner.step", lambda *_, **__: 1 / 0)

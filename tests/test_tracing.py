@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
 from dmcp.errors import TraceError
-from dmcp.tracing.rules import pointwise
+from dmcp.tracing.ops import pointwise
 
 EVAL, BOTH = (False,), (False, True)
 

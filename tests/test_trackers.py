@@ -22,10 +22,10 @@ from nets import Residual
 
 import dmcp
 from dmcp.errors import DmcpError
-from dmcp.pruning import Event, Row
-from dmcp.reports.trackers import Tracker, open_tracker, scalars
+from dmcp.report.trackers import Tracker, open_tracker, scalars
+from dmcp.results import Event, Row
 from dmcp.runs import Run
-from dmcp.searching.searches import SearchConfig, SearchRecord, SearchResult
+from dmcp.searching.config import SearchConfig, SearchRecord, SearchResult
 from dmcp.training import StepRecord, TrainConfig
 
 SETTINGS = {"job": {"model": "resnet18", "frozen": ["fc"]}, "search": {"lr": 0.2}, "train": None}
@@ -112,7 +112,7 @@ def test_a_missing_package_is_named_with_its_command(
 
 def test_nothing_is_imported_or_written_unless_asked_for(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from dmcp.reports.trackers import open_tracker\n"
+        "import sys; from pathlib import Path; from dmcp.report.trackers import open_tracker\n"
         "for none in ([], [''], ''):\n"
         "    with open_tracker(none, Path.cwd(), {}) as tracker: assert not tracker.services\n"
         "print({'tensorboard', 'wandb', 'mlflow', 'accelerate', 'torch.utils.tensorboard'} & {*sys.modules})"

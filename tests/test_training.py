@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmcp import training_log
-from dmcp.data import load, make_loader
-from dmcp.engine import Engine
+from dmcp import training
+from dmcp.data.datasets import load
+from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, TrainingError
 from dmcp.losses import classification_loss, imitation, top1
-from dmcp.nets import build
+from dmcp.models import build
+from dmcp.runtime.engine import Engine
 from dmcp.training import StepRecord, TrainConfig, cosine, evaluate, learning_rate, parameter_groups, train
 
 SHORT = TrainConfig(epochs=1, lr=0.1, warmup_lr=0.02, reference_batch=None)
@@ -286,9 +287,9 @@ def test_a_training_has_the_temperature_and_the_share_of_its_settings() -> None:
 def test_losses_are_read_in_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
     """A look waits for the device, so there is one per bundle and none per step."""
     looks = []
-    look = training_log.Log.look
-    monkeypatch.setattr(training_log, "_WINDOW", 3)
-    monkeypatch.setattr(training_log.Log, "look", lambda log: looks.append(len(log.waiting)) or look(log))
+    look = training.Log.look
+    monkeypatch.setattr(training, "_WINDOW", 3)
+    monkeypatch.setattr(training.Log, "look", lambda log: looks.append(len(log.waiting)) or look(log))
     for reader in ("item", "__float__", "__bool__", "__int__"):
         monkeypatch.setattr(Tensor, reader, lambda tensor: pytest.fail("a step waits for the device"))
     train(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), some_batches(4), dataclasses.replace(SHORT, epochs=2))
@@ -310,7 +311,7 @@ def breaking(at: int) -> Any:
 
 @pytest.mark.parametrize(("at", "back"), [(0, 0), (5, 4), (7, 6)])
 def test_a_nan_stops_and_keeps_the_last_good_state(at: int, back: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_log, "_WINDOW", 2)
+    monkeypatch.setattr(training, "_WINDOW", 2)
     model, batches = tiny(), some_batches(4)
     wanted = copy.deepcopy(model)
     config = dataclasses.replace(SHORT, epochs=3)

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import dmcp
-from dmcp import nets
-from dmcp.keeping import Keeper
+from dmcp import models
+from dmcp.checkpoint import Keeper
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -82,7 +82,7 @@ def searched(
 
 
 def resnet20() -> nn.Module:
-    return nets.build("cifar:resnet20", num_classes=10)
+    return models.build("cifar:resnet20", num_classes=10)
 
 
 def losses(result: dmcp.SearchResult) -> torch.Tensor:

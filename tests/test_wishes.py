@@ -14,7 +14,7 @@ from test_onnx_sessions import needs_onnx
 from torch import nn
 
 import dmcp
-from dmcp.nets import build
+from dmcp.models import build
 
 PAGE = (Path(__file__).parents[1] / "docs" / "wishes.md").read_text()
 LINES = re.findall(r"^\|[^|]*\| `(--[^`]*)` \|", PAGE, re.MULTILINE)

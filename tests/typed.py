@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from dmcp import cli
+from dmcp.cli import main
 
 
 def command(*words: str) -> int:
@@ -15,5 +15,5 @@ def command(*words: str) -> int:
         patch.setattr(sys, "argv", ["dmcp", *words])
         patch.setattr(sys, "path", list(sys.path))
         with pytest.raises(SystemExit) as stop:
-            cli.main()
+            main.main()
     return int(stop.value.code or 0)

@@ -16,8 +16,8 @@ from dmcp import interrupts as interrupts  # first: before torch is imported
 from dmcp.budget import Budget
 from dmcp.budget import parse as parse_budget
 from dmcp.calibration import recalibrate
+from dmcp.checkpoint import Keeper
 from dmcp.cutting import cut, reinitialise, verify
-from dmcp.engine import Engine
 from dmcp.errors import (
     BudgetError,
     CutError,
@@ -29,24 +29,23 @@ from dmcp.errors import (
     TrainingError,
     WidthsError,
 )
-from dmcp.exporting import export
-from dmcp.keeping import Keeper
-from dmcp.latency import Latency
+from dmcp.exporting import export, quantise
+from dmcp.latency.measure import measure_latency
+from dmcp.latency.table import Latency
 from dmcp.losses import LowerIsBetter
 from dmcp.pruning import PruneResult, prune
-from dmcp.quantising import quantise
 from dmcp.retraining import Retrain
+from dmcp.runtime.engine import Engine
 from dmcp.sampling import direct, expected, random_widths, uniform
-from dmcp.saving import load, save
+from dmcp.searching.config import SearchConfig, SearchResult
 from dmcp.searching.search import search
-from dmcp.searching.searches import SearchConfig, SearchResult
-from dmcp.spaces import ChannelSpace, Widths
+from dmcp.storage import load, save
 from dmcp.supernet import Supernet
-from dmcp.timing.stopwatch import measure_latency
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.rules import RULES
 from dmcp.tracing.trace import trace
 from dmcp.training import TrainConfig, evaluate, train
+from dmcp.widths import ChannelSpace, Widths
 
 __version__ = "0.1.0"
 

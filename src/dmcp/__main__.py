@@ -1,5 +1,5 @@
 """`python -m dmcp` is the command `dmcp`."""
 
-from dmcp.cli import main
+from dmcp.cli.main import main
 
 main()

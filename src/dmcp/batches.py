@@ -1,4 +1,4 @@
-"""What a loader yields, (input, labels, ...) or a dict with "input" and "label", and the random numbers behind it."""
+"""What a loader yields, and the random numbers behind it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from dmcp.errors import DataError, TrainingError
-from dmcp.ranks import ALONE, Ranks, part
+from dmcp.runtime.distributed import ALONE, Ranks, part
 
 MOST_SEED = 2**62  # what others add to it must fit into 64 bits, too
 _LAZY = (GeneratorType, map, filter, zip)  # iterators that somebody may keep and hand out again

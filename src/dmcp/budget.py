@@ -1,4 +1,4 @@
-"""What must not be exceeded: reading it, measuring widths against it, and the loss that pulls the alphas into it."""
+"""What must not be exceeded: parsing it, and the budget loss."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from dmcp.errors import BudgetError
-from dmcp.kinds import check_kind
-from dmcp.latency import FS_PER_MS, show_ms
+from dmcp.latency.table import FS_PER_MS, show_ms
 from dmcp.markov import CERTAIN, CHAIN, Process
-from dmcp.spaces import Widths
+from dmcp.modules import check_kind
+from dmcp.tracing.cost import show_bytes
 from dmcp.tracing.graph import NO_TABLE, ChannelGraph
-from dmcp.tracing.memory import show_bytes
+from dmcp.widths import Widths
 
 KINDS = ("macs", "params", "memory", "latency")
 MEMORY, LATENCY = "memory", "latency"

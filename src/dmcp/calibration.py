@@ -1,7 +1,4 @@
-"""Exact BatchNorm statistics: those of all samples seen, pooled, not of the last batch or a moving average.
-
-The running statistics of a supernet mix all widths, so every evaluation of a sub-network calibrates first.
-"""
+"""Exact BatchNorm statistics."""
 
 from __future__ import annotations
 
@@ -16,9 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dmcp.batches import check_yields, device_of, input_of, on_device, size_of, widest
 from dmcp.errors import DataError
-from dmcp.kinds import check_function, check_module
-from dmcp.ranks import Ranks, current, sum_values
-from dmcp.tracing.recording import call_model
+from dmcp.modules import call_model, check_function, check_module
+from dmcp.runtime.distributed import Ranks, current, sum_values
 
 _ALL = 0.9999  # of the old statistics, but for rounding: a call that leaves so much has renewed nothing
 GATED = "lambda x: net(x, gates)"  # what such a function looks like

@@ -1,16 +1,4 @@
-"""Every error this package raises on purpose, in one tree.
-
-DmcpError
-├── TraceError      the model could not be recorded, or nothing in it can be pruned
-├── WidthsError     widths, indices or names that do not fit the network (also a ValueError)
-├── BudgetError     a budget that cannot be read, reached or kept (also a ValueError)
-├── DataError       data that is missing, or does not fit the network or the settings
-├── TrainingError   training that cannot go on: a loss that is not a number
-├── CutError        a cut network that does not do what the graph predicted
-├── FileError       a saved result that cannot be written, read or trusted (also an OSError)
-├── RankError       processes of one run that cannot meet, have lost each other or do not agree
-└── StoppedError    a run that was asked to stop, and has saved where it is
-"""
+"""Every error that is raised on purpose, in one tree."""
 
 from __future__ import annotations
 

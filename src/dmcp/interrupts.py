@@ -1,7 +1,4 @@
-"""Ctrl-C while the command is still starting: it ends at once, as it does later, and without a traceback.
-
-The package imports this file before all others, since torch takes seconds. In programs of others nothing changes.
-"""
+"""Ctrl-C while torch is being imported."""
 
 from __future__ import annotations
 

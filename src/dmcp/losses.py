@@ -1,4 +1,4 @@
-"""What is learned and what is counted: losses, metrics, and imitation of another network's output."""
+"""Losses, metrics and distillation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from dmcp.batches import labels_of, size_of, widest
 from dmcp.errors import DataError, DmcpError, TrainingError
-from dmcp.ranks import Ranks, sum_values
-from dmcp.tracing.recording import tensors_in
+from dmcp.modules import tensors_in
+from dmcp.runtime.distributed import Ranks, sum_values
 
 Loss = Callable[[Any, Any], Tensor]  # (output, batch) -> scalar
 MeanMetric = Callable[[Any, Any], tuple[Tensor, Any]]  # (output, batch) -> (sum over the samples, their count)

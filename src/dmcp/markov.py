@@ -1,4 +1,4 @@
-"""The Markov chain over the groups of a space: keep the next group, given that this one is kept."""
+"""The Markov chain over channel groups: transitions, marginals, expectation, samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole job: search, sample, cut, retrain, and compare with what was there before."""
+"""prune: search, sample, cut, retrain, and compare with what was there before."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from torch.utils._pytree import tree_map_only
 from dmcp import training
 from dmcp.batches import Loader, check_tested, device_of, input_of, labels_of, length_of, on_device, size_of
 from dmcp.budget import LATENCY, Budget, check_reachable, cost, known_limits, limits_latency, ratios, show_cost
+from dmcp.checkpoint import Keeper, MakeOptimizer, check_graphs, make_optimizer, plain_settings
 from dmcp.cutting import verify, with_frozen
-from dmcp.engine import Engine
 from dmcp.errors import BudgetError, DataError, TrainingError, WidthsError
-from dmcp.events import Event as Event  # a part of prune's interface
-from dmcp.events import Report, silent
-from dmcp.given import (
+from dmcp.latency.measure import Measure, measure_latency, price, settle
+from dmcp.latency.table import Latency, Outcome
+from dmcp.losses import Loss, Metric, MetricWarning, check_metric, warn_of_imitation
+from dmcp.modules import check_functions, check_kinds, tensors_in, unwrap
+from dmcp.preflight import (
     check_finite,
     check_imitable,
     check_input,
@@ -26,38 +28,48 @@ from dmcp.given import (
     check_teacher,
     classes_of,
     fit_numbers,
+    try_batch,
+    try_test,
 )
-from dmcp.keeping import Keeper, plain_settings
-from dmcp.kinds import check_functions, check_kinds
-from dmcp.latency import Latency, Outcome
-from dmcp.losses import ImitationWarning as ImitationWarning  # what prune may warn of
-from dmcp.losses import Loss, Metric, check_metric, warn_of_imitation
-from dmcp.losses import MetricWarning as MetricWarning
-from dmcp.measuring import compare, count_params, try_batch, try_test
-from dmcp.optimizers import MakeOptimizer, check_graphs, make_optimizer
-from dmcp.ranks import current
-from dmcp.retraining import Keep, Retrain, check_taught, default_recipe, origin, train_all
-from dmcp.rows import AS_GIVEN, TEACHER, table, unknown
-from dmcp.rows import OURS as OURS  # these four belong to what this file reports, and are imported from it
-from dmcp.rows import UNIFORM as UNIFORM
-from dmcp.rows import UNPRUNED as UNPRUNED
-from dmcp.rows import Row as Row
+from dmcp.results import (
+    AS_GIVEN,
+    OURS,
+    TEACHER,
+    UNIFORM,
+    UNPRUNED,
+    Event,
+    Report,
+    Row,
+    compare,
+    count_params,
+    results_table,
+    silent,
+    unknown,
+)
+from dmcp.retraining import (
+    Keep,
+    Retrain,
+    check_taught,
+    copied,
+    default_recipe,
+    is_model,
+    origin,
+    train_all,
+    trained_before,
+    weigh_teacher,
+    who_teaches,
+)
+from dmcp.runtime.distributed import current
+from dmcp.runtime.engine import Engine
 from dmcp.sampling import expected, filled, uniform
 from dmcp.searching import search as searching
-from dmcp.searching.sandwich import chains, sort_channels
-from dmcp.searching.searches import SearchConfig, SearchRecord, SearchResult, extremes
-from dmcp.slicing import unwrap
-from dmcp.spaces import Widths, fingerprint
+from dmcp.searching.config import SearchConfig, SearchRecord, SearchResult, extremes
+from dmcp.searching.subnets import chains, sort_channels
 from dmcp.supernet import Supernet
-from dmcp.teachers import TeacherWarning as TeacherWarning
-from dmcp.teachers import copied, is_model, trained_before, weigh_teacher, who_teaches
-from dmcp.timing.choice import LatencyWarning as LatencyWarning
-from dmcp.timing.choice import price, settle
-from dmcp.timing.stopwatch import Measure, measure_latency
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.tracing.recording import tensors_in
 from dmcp.tracing.trace import trace
 from dmcp.training import TrainConfig
+from dmcp.widths import Widths, fingerprint
 
 SEARCH = "search"  # the first stage; the others are named after the network that they train
 
@@ -81,7 +93,7 @@ class PruneResult:
     @property
     def table(self) -> str:
         """The rows as text, and what they mean."""
-        text = table(self.rows, self.graph, self.origin)
+        text = results_table(self.rows, self.graph, self.origin)
         return text if self.latency is None else f"{text}\n{self.latency.text}"
 
 

@@ -1,4 +1,4 @@
-"""A run is a folder: settings, log, search, result, report and figures, as JSON, safetensors, Markdown and SVG."""
+"""A run is a folder."""
 
 from __future__ import annotations
 
@@ -18,23 +18,28 @@ from torch import Tensor
 
 from dmcp.budget import LATENCY as KIND
 from dmcp.budget import Budget, costs, show_limit
-from dmcp.checkpoints import load_checkpoint, refuse_link
+from dmcp.checkpoint import Keeper, load_checkpoint
 from dmcp.errors import FileError, WidthsError
-from dmcp.events import Event
-from dmcp.figures import draw_all
-from dmcp.files import MOST_JSON, parse_json, parse_tensors, quote, read_bytes, write_files
-from dmcp.keeping import Keeper
-from dmcp.latency import FILE as LATENCY
-from dmcp.latency import Latency, Outcome
-from dmcp.locks import LOCK
+from dmcp.latency.table import LATENCY_FILE, Latency, Outcome
 from dmcp.markov import INDEPENDENT, process_of
-from dmcp.plain_data import from_plain
 from dmcp.pruning import PruneResult, expected_shares
-from dmcp.rows import Row, divergence, markdown
-from dmcp.saving import WIDTHS, save
-from dmcp.searching.searches import SearchRecord, SearchResult
-from dmcp.spaces import Widths
+from dmcp.report.figures import draw_all
+from dmcp.results import Event, Row, divergence, markdown
+from dmcp.runtime.io import (
+    LOCK,
+    MOST_JSON,
+    from_plain,
+    parse_json,
+    parse_tensors,
+    quote,
+    read_bytes,
+    refuse_link,
+    write_files,
+)
+from dmcp.searching.config import SearchRecord, SearchResult
+from dmcp.storage import WIDTHS, save
 from dmcp.tracing.graph import ChannelGraph
+from dmcp.widths import Widths
 
 SETTINGS, LOG, TIMES, REPORT = "settings.json", "log.jsonl", "times.jsonl", "report.md"
 CHECKPOINTS = "checkpoints"  # a folder in it for each stage, until the run is done
@@ -70,7 +75,7 @@ class Run:
             save_search(event.record, self.folder)
             return
         if isinstance(event.record, Latency):
-            self.write(LATENCY, event.record.to_json())
+            self.write(LATENCY_FILE, event.record.to_json())
             return
         facts = {"stage": event.stage} | asdict(event.record)
         if isinstance(event.record, Row):
@@ -303,8 +308,8 @@ def load_search(folder: str | os.PathLike[str], graph: ChannelGraph) -> SearchRe
         raise FileError(f"{path}: not that of a search of this version: {quote(error)}.") from None
     if (facts.fingerprint, facts.spaces) != (graph.fingerprint, tuple(space.name for space in graph.spaces)):
         raise WidthsError(f"{folder}: this search was of another architecture than the model: build it as it was.")
-    if (folder / LATENCY).exists():
-        graph = graph.priced(Latency.load(folder / LATENCY))
+    if (folder / LATENCY_FILE).exists():
+        graph = graph.priced(Latency.load(folder / LATENCY_FILE))
     alphas, sizes = _chains(folder / ALPHAS, graph)
     process = process_of(facts.independent)
     return SearchResult(alphas, sizes, graph, facts.budget, facts.tolerance, facts.align, records, process)

@@ -1,4 +1,4 @@
-"""From alphas to structures inside the budget: the expected one, drawn ones, and the controls to compare them with."""
+"""Widths from alphas: expected, sampled, uniform, random, fitted into a budget."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from torch import Tensor
 
 from dmcp.budget import Budget, check_reachable, parse, show_cost, spent_shares
 from dmcp.errors import BudgetError, WidthsError
-from dmcp.kinds import check_generator, check_kind
-from dmcp.searching.bounds import Bound, bounds, check_bound
-from dmcp.searching.searches import SearchConfig, SearchResult
-from dmcp.spaces import Widths
+from dmcp.modules import check_generator, check_kind
+from dmcp.searching.config import Bound, SearchConfig, SearchResult, bounds, check_bound
 from dmcp.tracing.graph import ChannelGraph
+from dmcp.widths import Widths
 
 TOLERANCE = 0.95  # of the budget is the least that a method may use, where the widths allow it
 FILLED = 0.98  # of it is used by what a search, a method or a control chooses: the same for all

@@ -1,4 +1,4 @@
-"""The supernet: the model's own copy, with gates folded into its parameters, and the alphas beside it."""
+"""Every sub-network of a model, through gates."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dmcp.errors import WidthsError
-from dmcp.kinds import check_kind
 from dmcp.markov import group_sizes, marginals
-from dmcp.slicing import Cut, narrow, unwrap
-from dmcp.spaces import Widths, fingerprint
+from dmcp.modules import Cut, call_model, check_kind, narrow, unwrap
 from dmcp.tracing.graph import ChannelGraph, GateFold
-from dmcp.tracing.layouts import atoms_of
-from dmcp.tracing.recording import call_model
+from dmcp.tracing.layout import atoms_of
+from dmcp.widths import Widths, fingerprint
 
 
 class Supernet(nn.Module):

@@ -1,4 +1,4 @@
-"""Plain training and evaluation of one network, on the CPU or a GPU, without waiting for the GPU at each step."""
+"""Train and evaluate one network."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ from dmcp.batches import (
     length_of,
     on_device,
     size_of,
+    widest,
 )
 from dmcp.calibration import GATED, Forward, kept_modes
-from dmcp.engine import Engine, Precision, Settled, autocast, check_precision, is_depthwise, is_narrow, set_lr, sgd
+from dmcp.checkpoint import DONE, Feed, Keeper, MakeOptimizer, State, check_graphs, make_optimizer, rate_shares, seeded
 from dmcp.errors import TrainingError
-from dmcp.keeping import DONE, Feed, Keeper, State, seeded
-from dmcp.kinds import check_function, check_functions, check_kind, check_kinds, check_module
 from dmcp.losses import (
     Accuracy,
     Loss,
@@ -42,11 +41,95 @@ from dmcp.losses import (
     measure,
     whole_of,
 )
-from dmcp.optimizers import MakeOptimizer, check_graphs, make_optimizer, rate_shares
-from dmcp.ranks import ALONE, Ranks, current, mean_gradients, share_tensors
-from dmcp.tracing.recording import call_model, tensors_in
-from dmcp.training_log import Log
-from dmcp.training_log import StepRecord as StepRecord  # what `train` returns
+from dmcp.modules import call_model, check_function, check_functions, check_kind, check_kinds, check_module, tensors_in
+from dmcp.runtime.distributed import ALONE, Ranks, current, mean_gradients, mean_values, share_tensors
+from dmcp.runtime.engine import (
+    Engine,
+    Precision,
+    Settled,
+    autocast,
+    check_precision,
+    is_depthwise,
+    is_narrow,
+    set_lr,
+    sgd,
+)
+
+_WINDOW = 100  # steps between two looks at the losses: each look waits for the GPU
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one training step saw."""
+
+    epoch: int  # from 0
+    step: int  # from 0, over all epochs
+    steps: int  # in all
+    lr: float
+    loss: float
+
+
+class Log:
+    """Losses that wait on the device, and the last state in which everything was finite."""
+
+    def __init__(self, model: nn.Module, on_step: Callable[[StepRecord], None] | None, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.model = model
+        self.weights = list(model.parameters())
+        self.on_step = on_step
+        self.records: list[StepRecord] = []
+        self.waiting: list[tuple[Tensor, int, dict[str, Any]]] = []
+        self._keep()
+
+    def begin(self, earlier: list[StepRecord]) -> None:
+        """Go on after these records, from the state that the model now has."""
+        self.records = earlier
+        self._keep()
+
+    def add(self, loss: Tensor, samples: int, **facts: Any) -> None:
+        """Remember a step; look at the losses once in a while."""
+        self.waiting.append((loss, samples, facts))
+        if len(self.waiting) == _WINDOW:
+            self.look()
+
+    def look(self) -> None:
+        """Read the waiting losses: the only place of the loop that waits for the device."""
+        if not self.waiting:
+            return
+        finite = torch.stack([weight.detach().isfinite().all() for weight in self.weights]).all()
+        wide = widest(self.waiting[0][0].device)
+        losses = torch.stack([loss.to(wide) for loss, _, _ in self.waiting])
+        samples = losses.new_tensor([samples for _, samples, _ in self.waiting])
+        read = torch.cat([mean_values(losses, samples, self.ranks), finite.to(losses).reshape(1)]).tolist()
+        for (_, _, facts), value in zip(self.waiting, read[:-1], strict=True):
+            if not math.isfinite(value):
+                self._stop(f"the loss is {value}", facts)
+        if not read[-1]:
+            self._stop("a weight is no longer finite", self.waiting[-1][2])
+        for (_, _, facts), value in zip(self.waiting, read[:-1], strict=True):
+            self.records.append(StepRecord(loss=value, **facts))
+            if self.on_step:
+                self.on_step(self.records[-1])
+        self.waiting.clear()
+        self._keep()
+
+    @torch.no_grad()
+    def _keep(self) -> None:
+        self.good = [tensor.detach().clone() for tensor in self._tensors()]
+
+    def _tensors(self) -> list[Tensor]:
+        """Looked up each time: a forward may have put another tensor in the place of a buffer."""
+        return [*self.model.parameters(), *self.model.buffers()]
+
+    @torch.no_grad()
+    def _stop(self, what: str, facts: dict[str, Any]) -> None:
+        for tensor, good in zip(self._tensors(), self.good, strict=True):
+            tensor.copy_(good)
+        raise TrainingError(
+            f"Training stopped at step {facts['step']} (epoch {facts['epoch']}, lr {facts['lr']:.4g}): {what}. The "
+            f"model is back where it was before step {self.waiting[0][2]['step']}; a smaller lr often helps."
+        )
+
 
 _LARGE = 2_000_000  # parameters from which a network is taken for one of large images
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from dmcp.errors import TraceError
-from dmcp.tracing.recording import Recording, Ref, map_leaves, record_anywhere
+from dmcp.modules import map_leaves
+from dmcp.tracing.record import Recording, Ref, record_anywhere
 
 OPERATIONS = "operations"  # the fact of a run that has them
 _WAY = "2"  # how operations are written down: other ways give other letters for the same network

@@ -1,4 +1,4 @@
-"""The search: warm the weights up, then move weights and alphas in turn until the alphas know the widths."""
+"""The search: weights and alphas in turn."""
 
 from __future__ import annotations
 
@@ -13,20 +13,29 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from dmcp.batches import Loader, device_of, input_of, length_of, size_of
 from dmcp.budget import Budget, check_reachable, constant_alpha, parse
-from dmcp.engine import Engine, Settled, is_depthwise, is_narrow, set_lr, sgd
+from dmcp.checkpoint import (
+    DONE,
+    Feed,
+    Keeper,
+    MakeOptimizer,
+    State,
+    check_graphs,
+    make_optimizer,
+    random_state,
+    rate_shares,
+    seeded,
+    set_random_state,
+)
 from dmcp.errors import TrainingError, WidthsError
-from dmcp.given import check_input
-from dmcp.keeping import DONE, Feed, Keeper, State, random_state, seeded, set_random_state
-from dmcp.kinds import check_functions, check_kind, check_kinds
 from dmcp.losses import Loss, classification_loss, warn_of_imitation
 from dmcp.markov import CERTAIN, group_sizes, merged
-from dmcp.optimizers import MakeOptimizer, check_graphs, make_optimizer, rate_shares
-from dmcp.ranks import ALONE, Ranks, current, share_tensors
-from dmcp.searching.sandwich import Chains, Draw, chains, draw_gates, sort_channels
-from dmcp.searching.search_log import Log, Step
-from dmcp.searching.searches import Init, SearchConfig, SearchRecord, SearchResult, extremes
-from dmcp.searching.stages import ArchRecord, Passes, Sliced, Subnet, WeightRecord, arch_step, weight_step
-from dmcp.searching.stem import Stem, find_stem
+from dmcp.modules import check_functions, check_kind, check_kinds
+from dmcp.preflight import check_input
+from dmcp.runtime.distributed import ALONE, Ranks, current, share_tensors
+from dmcp.runtime.engine import Engine, Settled, is_depthwise, is_narrow, set_lr, sgd
+from dmcp.searching.config import Draw, Init, SearchConfig, SearchRecord, SearchResult, extremes
+from dmcp.searching.steps import ArchRecord, Log, Passes, Sliced, Step, Subnet, WeightRecord, arch_step, weight_step
+from dmcp.searching.subnets import Chains, Stem, chains, draw_gates, find_stem, sort_channels
 from dmcp.supernet import Narrow, Supernet, run_folded
 from dmcp.training import check_trainable, cosine, parameter_groups
 

@@ -1,1 +1,1 @@
-"""What `trace` is made of: one forward pass as a list of ops, and which channels in it are the same."""
+"""How `trace` finds which channels of a network belong together, and what they cost."""

@@ -1,15 +1,18 @@
-"""What widths cost: multiply-adds and parameters as polynomials in the widths of the spaces."""
+"""MACs, parameters and memory as polynomials in the widths."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dmcp.tracing.layouts import Layout, monomials
+from dmcp.tracing.layout import Layout, in_spaces, monomials
+from dmcp.tracing.ops import Coupling, Flow
+from dmcp.tracing.record import Op, Recording
 
 _CHUNK = 1 << 16  # numbers in one intermediate tensor: few enough for a CPU's cache
 _EXACT = 1 << 53  # float64 holds every integer up to here
@@ -133,3 +136,167 @@ class Polynomial:
                 table = (coefficients[:, None], *columns.unbind(0))
             self._tables[device, dtype] = table
         return table
+
+
+# give back what they get, in eval mode: memory that is looked at in another way
+VIEWS = {"reshape", "flatten", "unflatten", "expand_as", "view_as", "contiguous", "dropout", "feature_dropout"}
+_NUMBER_BY_NUMBER = {
+    "batch_norm",
+    "prelu",
+    "_prelu_kernel",
+    "where",
+    "masked_fill",
+}  # besides those with a pointwise rule
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The run of one op, and the bytes of all activations that are held then."""
+
+    name: str  # of the layer
+    terms: Terms
+
+
+class Peak(Polynomial):
+    """The most of some polynomials over the same products of widths; like one of them, it grows with each width.
+
+    Its expectation is the most of theirs, which is not above the expectation of the most.
+    """
+
+    def __init__(self, moments: Sequence[Moment], spaces: int) -> None:
+        self.moments = tuple(moments) or (Moment("", {(): 0}),)
+        keys = list(dict.fromkeys(key for moment in self.moments for key in moment.terms))
+        super().__init__(dict.fromkeys(keys, 1), spaces)
+        self._rows_of_factors = [[moment.terms.get(key, 0) for key in keys] for moment in self.moments]
+        self._weights = {}
+        for key, *factors in zip(keys, *self._rows_of_factors, strict=True):
+            self._weights[len(key)] = self._weights.get(len(key), 0) + max(factors)
+        self._factors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def evaluate(self, widths: Sequence[int]) -> int:
+        """The exact value at some widths."""
+        return evaluate(self.at(widths).terms, widths)
+
+    def at(self, widths: Sequence[int]) -> Moment:
+        """When most is held at some widths; the first of several."""
+        return max(self.moments, key=lambda moment: evaluate(moment.terms, widths))
+
+    def _sum(self, powers: Sequence[Tensor]) -> Tensor:
+        products = self._products(powers)  # (T, N)
+        factors = self._factor_table(products.device, products.dtype)  # (M, T)
+        if products.is_floating_point() and products.device.type == "cpu":
+            return (factors @ products).amax(dim=0)
+        return (factors[:, :, None] * products).sum(dim=1).amax(dim=0)  # no matmul: a GPU's would round, or has no ints
+
+    def _factor_table(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        if (device, dtype) not in self._factors:
+            with torch.inference_mode(False):
+                table = torch.tensor(self._rows_of_factors, dtype=torch.int64, device=device)
+                self._factors[device, dtype] = table.to(dtype)
+        return self._factors[device, dtype]
+
+
+def show_bytes(amount: float) -> str:
+    """Four digits with the unit that fits: 65.54 kB."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if amount >= size:
+            return f"{amount / size:.4g} {unit}"
+    return f"{amount:,.0f} bytes"
+
+
+def moments(coupling: Coupling, numbers: Mapping[int, int], batch: int | None) -> tuple[Moment, ...]:
+    """Of the pass in eval mode, for one sample: the moments that can be the worst ones at some widths.
+
+    Held is what is still to be read, the inputs and what an op is writing. An op that works number by number overwrites
+    what nobody reads after it, as runtimes do, so that norms and activation functions take no memory of their own.
+    What is computed from weights alone is not counted, nor what an op needs for itself.
+    """
+    recording, layouts, resolve = coupling.recordings[0], coupling.layouts[0], coupling.channels.resolve
+    holders = _holders(recording, coupling.facts[0].flows)
+    samples = batch or 1
+
+    def size(value: int) -> Terms:
+        whole = product(
+            recording.dtypes[value].itemsize, [in_spaces(resolve(dims), numbers) for dims in layouts[value]]
+        )
+        return {spaces: -(-factor // samples) for spaces, factor in whole.items()}
+
+    held = [(born, dies, size(value)) for value, (born, dies) in holders.items()]
+    found = [
+        Moment(op.path, total(terms for born, dies, terms in held if born <= number <= dies))
+        for number, op in enumerate(recording.ops)
+    ]
+    return tuple(_worst([moment for moment in found if moment.terms]))
+
+
+def _holders(recording: Recording, flows: Sequence[Flow]) -> dict[int, tuple[int, int]]:
+    """First and last op during which memory is held, by the value that it was got for."""
+    owners = _owners(recording)
+    whole = _whole(recording, owners)
+    last: dict[int, int] = {}
+    for number, op in enumerate(recording.ops):
+        last |= {owners[value]: number for value in (*op.inputs(), *op.outs[:1]) if value in owners}
+    last |= {owners[value]: len(recording.ops) for value in recording.outputs if value in owners}
+    places = {value: value for value in recording.inputs if value in owners}
+    held = {value: (0, last.get(value, 0)) for value in places}
+    back = {value: since.ops for value, since in recording.constants.items() if value in last}  # not own
+    places |= {value: value for value in back}
+    held |= {value: (born, last[value]) for value, born in back.items()}
+    for number, op in enumerate(recording.ops):
+        for out in op.outs:
+            if out is None or out in places or owners.get(out) != out or out not in last:  # not new, or never read
+                continue
+            by_number = op.name in _NUMBER_BY_NUMBER or flows[number] is Flow.POINTWISE
+            looks = [value for value in op.inputs() if value in whole and _fits(recording, value, out)] * by_number
+            free = (owners[value] for value in looks if owners[value] not in recording.inputs)  # those are the caller's
+            old = next((value for value in free if last[value] == number), out)
+            places[out] = places.get(old, out)
+            held[places[out]] = (held.get(places[out], (number, 0))[0], last[out])
+    return held
+
+
+def _owners(recording: Recording) -> dict[int, int]:
+    """Of each activation: the value whose memory it is a look at, which may be itself."""
+    own = recording.own()
+    found = {value: value for value in (*recording.inputs, *recording.constants) if value not in own}
+    for op in recording.ops:
+        inputs = [value for value in op.inputs() if value in found]
+        for out in op.outs:
+            if out is not None and out not in found and out not in own:
+                looks = inputs and _is_view(op) and recording.dtypes[out] == recording.dtypes[inputs[0]]
+                found[out] = found[inputs[0]] if looks else out
+    return found
+
+
+def _whole(recording: Recording, owners: Mapping[int, int]) -> set[int]:
+    """The activations that are looks at all of the memory, at each number once."""
+    found = {value for value, owner in owners.items() if value == owner}
+    for op in recording.ops:
+        inputs = [value for value in op.inputs() if value in owners]
+        if inputs and inputs[0] in found:
+            count = math.prod(recording.shapes[inputs[0]])
+            outs = (out for out in op.outs if out is not None and out in owners)
+            found |= {out for out in outs if math.prod(recording.shapes[out]) == count}
+    return found
+
+
+def _is_view(op: Op) -> bool:
+    return op.func.is_view or op.name in VIEWS or op.name.endswith("_")  # squeeze_
+
+
+def _fits(recording: Recording, old: int, new: int) -> bool:
+    """Whether one may be written over the other."""
+    return (recording.shapes[old], recording.dtypes[old]) == (recording.shapes[new], recording.dtypes[new])
+
+
+def _worst(found: Sequence[Moment]) -> list[Moment]:
+    """Those that no other one exceeds at all widths, each once, in order."""
+    kept: list[Moment] = []
+    for moment in found:
+        if not any(_covers(other.terms, moment.terms) for other in kept):
+            kept = [other for other in kept if not _covers(moment.terms, other.terms)] + [moment]
+    return kept
+
+
+def _covers(most: Terms, least: Terms) -> bool:
+    return all(most.get(spaces, 0) >= factor for spaces, factor in least.items())

@@ -1,4 +1,4 @@
-"""The channel graph of a model: its spaces, what they cost, where their gates go and how to narrow them."""
+"""ChannelGraph: what trace found."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from dmcp.errors import BudgetError, CutError, WidthsError
-from dmcp.kinds import check_kind
-from dmcp.latency import Latency, as_terms
+from dmcp.latency.table import Latency, as_terms
 from dmcp.markov import CHAIN, Process
-from dmcp.slicing import Cut, skeleton
-from dmcp.spaces import ChannelSpace, Dim, Widths
-from dmcp.tracing.cost import LayerCost, Polynomial, Terms, evaluate, total
-from dmcp.tracing.coupling import Coupling
-from dmcp.tracing.layouts import Layout
-from dmcp.tracing.memory import Moment, Peak, show_bytes
-from dmcp.tracing.recording import Recording
+from dmcp.modules import Cut, check_kind, skeleton
+from dmcp.tracing.cost import LayerCost, Moment, Peak, Polynomial, Terms, evaluate, show_bytes, total
+from dmcp.tracing.layout import Layout
+from dmcp.tracing.ops import Coupling
+from dmcp.tracing.record import Recording
 from dmcp.tracing.replay import Rehearsal
+from dmcp.widths import ChannelSpace, Dim, Widths
 
 Kept = int | Sequence[int] | Tensor  # how many channels stay, or which
 NO_TABLE = (

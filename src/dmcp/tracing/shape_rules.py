@@ -1,4 +1,4 @@
-"""Rules for ops that move, split, join or pick entries and change no value."""
+"""How ops that move, split, join or pick entries pass channels on."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from dmcp.tracing.facts import Call, Dims, Flow, Literal, regroup, unknown
-from dmcp.tracing.layouts import Layout, fixed
+from dmcp.tracing.layout import Layout, fixed
+from dmcp.tracing.ops import Call, Dims, Flow, Literal, regroup, unknown
 
 
 def reshape(call: Call) -> list[Dims]:

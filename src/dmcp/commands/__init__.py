@@ -1,1 +1,0 @@
-"""What people type: one file for a few commands, thin, on the functions beneath."""

@@ -1,0 +1,1 @@
+"""Pruning methods under one protocol."""

@@ -1,0 +1,339 @@
+"""AMC: a reinforcement-learning agent chooses what to keep of each space."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dmcp.batches import device_of, generator, input_of, size_of, widest
+from dmcp.budget import Budget, check_reachable, spent_shares
+from dmcp.compare.problem import Choice, Problem, batch_statistics, held_batches
+from dmcp.errors import TrainingError
+from dmcp.importance import magnitude
+from dmcp.losses import growing, measure, top1, whole_of
+from dmcp.modules import narrow, unwrap
+from dmcp.runtime.distributed import current, sum_values
+from dmcp.runtime.engine import Engine
+from dmcp.sampling import FILLED, Options, fit
+from dmcp.supernet import Supernet
+from dmcp.tracing.graph import ChannelGraph
+
+_SMALL = 3e-3  # weights of the last layers at the start: first actions are near the middle, first values near zero
+
+
+@dataclass(frozen=True, kw_only=True)
+class DdpgConfig:
+    """How the agent learns; the defaults are those of the two papers."""
+
+    hidden: int = 300  # units of each of the two hidden layers, of actor and critic
+    actor_lr: float = 1e-4  # of Adam
+    critic_lr: float = 1e-3  # of Adam
+    soft: float = 0.01  # share of the learned networks that goes into the slow ones at each update
+    discount: float = 1.0  # of the value of the next step
+    memory: int = 2000  # steps of walks that are remembered
+    batch: int = 64  # remembered steps in one update
+    baseline: float = 0.95  # share of the old moving average of rewards in the new one
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "memory", "batch"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise TrainingError(f"{name} must be an int of at least 1, not {value!r}.")
+        if not 0 < self.actor_lr < math.inf or not 0 < self.critic_lr < math.inf:
+            raise TrainingError(
+                f"actor_lr and critic_lr must be positive numbers, not {self.actor_lr} and {self.critic_lr}."
+            )
+        if not 0 < self.soft <= 1 or not 0 <= self.discount <= 1 or not 0 <= self.baseline < 1:
+            raise TrainingError(
+                f"soft must lie in (0, 1], discount in [0, 1] and baseline in [0, 1), not {self.soft}, {self.discount} "
+                f"and {self.baseline}."
+            )
+
+
+def truncated_normal(middle: float, spread: float, low: float, high: float, chance: Tensor) -> Tensor:
+    """Numbers from low to high, normal around the middle, by inverse CDF of uniform numbers; any shape."""
+    middle = min(max(middle, low), high)  # far outside, the tail would have no digits left
+    if not spread:
+        return torch.full_like(chance, middle)
+    ends = torch.special.ndtr((chance.new_tensor([low, high]) - middle) / spread)
+    quantiles: Tensor = torch.special.ndtri(ends[0] + chance * (ends[1] - ends[0]))
+    return (middle + spread * quantiles).clamp(low, high)
+
+
+class Agent:
+    """Actor and critic, their slow copies, and the steps that they learn from."""
+
+    def __init__(self, features: int, config: DdpgConfig, seed: int) -> None:
+        self.config = config
+        self.draw = generator(seed, 1)
+        self.actor = _network(features, config.hidden, self.draw)
+        self.critic = _network(features + 1, config.hidden, self.draw)
+        self.slow_actor, self.slow_critic = copy.deepcopy((self.actor, self.critic))
+        self.actor_weights, self.critic_weights = list(self.actor.parameters()), list(self.critic.parameters())
+        self.actor_steps = torch.optim.Adam(self.actor_weights, config.actor_lr, fused=True)
+        self.critic_steps = torch.optim.Adam(self.critic_weights, config.critic_lr, fused=True)
+        self.states = torch.zeros(config.memory, features)
+        self.nexts = torch.zeros(config.memory, features)
+        self.rest = torch.zeros(config.memory, 3)  # action, reward, whether the walk goes on
+        self.seen = 0  # steps remembered so far; the newest take the places of the oldest
+        self.baseline: float | None = None  # moving average of the rewards
+
+    def act(self, state: Tensor, low: float = 0.0, spread: float = 0.0) -> float:
+        """An action from low to 1: the actor's, with noise of this standard deviation. (F,)"""
+        with torch.no_grad():
+            middle = torch.sigmoid(self.actor(state)).item()
+        chance = torch.rand((), generator=self.draw, dtype=torch.float64)
+        return float(truncated_normal(middle, spread, low, 1.0, chance))
+
+    def remember(self, states: Tensor, actions: Tensor, reward: float) -> None:
+        """One walk: its steps, what was done there, and what came of it. (T, F), (T,)"""
+        places = (self.seen + torch.arange(len(states))) % self.config.memory
+        goes_on = torch.ones(len(states))
+        goes_on[-1] = 0
+        self.states[places] = states.float()
+        self.nexts[places] = states.roll(-1, 0).float()  # behind the last step nothing is looked at
+        self.rest[places] = torch.stack([actions.float(), torch.full_like(goes_on, reward), goes_on], dim=1)
+        self.seen += len(states)
+        old = reward if self.baseline is None else self.baseline
+        self.baseline = self.config.baseline * old + (1 - self.config.baseline) * reward
+
+    def learn(self, updates: int) -> None:
+        """Improve critic and actor, each update by some remembered steps."""
+        for _ in range(updates if self.seen else 0):
+            places = torch.randint(min(self.seen, self.config.memory), (self.config.batch,), generator=self.draw)
+            states, nexts = self.states[places], self.nexts[places]  # (B, F)
+            action, reward, goes_on = self.rest[places, :, None].unbind(1)  # (B, 1)
+            with torch.no_grad():
+                later = _value(self.slow_critic, nexts, torch.sigmoid(self.slow_actor(nexts)))
+                target = reward - (self.baseline or 0.0) + self.config.discount * goes_on * later
+            _descend(F.mse_loss(_value(self.critic, states, action), target), self.critic_weights, self.critic_steps)
+            chosen = _value(self.critic, states, torch.sigmoid(self.actor(states)))
+            _descend(-chosen.mean(), self.actor_weights, self.actor_steps)
+            for slow, quick in ((self.slow_actor, self.actor_weights), (self.slow_critic, self.critic_weights)):
+                torch._foreach_lerp_([p.data for p in slow.parameters()], [p.data for p in quick], self.config.soft)
+
+
+def _value(critic: nn.Module, states: Tensor, actions: Tensor) -> Tensor:
+    """What the rest of a walk is worth. (B, F), (B, 1) -> (B, 1)"""
+    return cast(Tensor, critic(torch.cat([states, actions], dim=1)))
+
+
+def _descend(loss: Tensor, weights: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """One step of these weights alone: the actor's loss goes through the critic, which must not learn from it."""
+    for weight, slope in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+        weight.grad = slope
+    optimizer.step()
+
+
+def _network(features: int, hidden: int, draw: torch.Generator) -> nn.Sequential:
+    """Two hidden layers and one output, drawn as Lillicrap et al. do, without touching torch's own random numbers."""
+    sizes = [(features, hidden), (hidden, hidden), (hidden, 1)]
+    linears = [nn.Linear(*size, device="meta").to_empty(device="cpu") for size in sizes]
+    for (inputs, outputs), linear in zip(sizes, linears, strict=True):
+        bound = _SMALL if outputs == 1 else 1 / math.sqrt(inputs)
+        for parameter in linear.parameters():
+            nn.init.uniform_(parameter, -bound, bound, generator=draw)
+    first, second, last = linears
+    return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), last)
+
+
+STAGE = "amc"
+_CHANGING = 3  # features that depend on the walk, behind those of the space itself
+
+
+@dataclass(frozen=True, kw_only=True)
+class AmcConfig:
+    """How the agent searches; the defaults are the paper's."""
+
+    warmup: int = 100  # first episodes, with constant noise; nothing is learned in them
+    episodes: int = 300  # episodes after them, with less and less noise
+    noise: float = 0.5  # standard deviation of the actions in the warm-up
+    last_noise: float = 0.01  # and in the last episode
+    batches: int | None = None  # held-out batches that a structure is judged by, kept on the device; None: all of them
+    agent: DdpgConfig = field(default_factory=DdpgConfig)  # how it learns
+
+    def __post_init__(self) -> None:
+        for name, least in (("warmup", 0), ("episodes", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise TrainingError(f"{name} must be an int of at least {least}, not {value!r}.")
+        if not 0 < self.last_noise <= self.noise < math.inf:
+            raise TrainingError(
+                f"noise must be at least last_noise, and both above 0, not {self.noise} and {self.last_noise}."
+            )
+        if self.batches is not None and (type(self.batches) is not int or self.batches < 1):
+            raise TrainingError(f"batches must be an int of at least 1, or None for all, not {self.batches!r}.")
+
+
+def find_amc(problem: Problem, config: AmcConfig | None = None, state: Mapping[str, Tensor] | None = None) -> Choice:
+    """Search a structure for a trained network: `state` is its state dict (None: the model is trained already).
+
+    The metric must grow with quality, or be a LowerIsBetter, whose negative is the reward. There is one wait for the
+    device per episode, and a structure that comes again is not judged again.
+    """
+    config = config or AmcConfig()
+    net = Supernet(_sorted(problem, state), problem.graph)
+    course = _Course.of(problem)
+    agent = Agent(course.fixed.shape[1] + _CHANGING, config.agent, problem.seed)
+    rewards: dict[tuple[int, ...], float] = {}  # by the widths
+    best: tuple[int, ...] = ()
+    with _judging(problem, config, net) as (judge, samples):
+        for episode in range(config.warmup + config.episodes):
+            widths = course.walk(agent, _noise(episode, config))
+            key = tuple(widths.tolist())
+            if key not in rewards:
+                rewards[key] = judge(widths)
+            best = key if not best or rewards[key] > rewards[best] else best
+            agent.remember(course.states(widths, torch.arange(len(key))), widths / course.full, rewards[key])
+            if episode >= config.warmup:
+                agent.learn(len(key))  # as many updates as steps were taken
+            told = {"episode": episode, "reward": rewards[key], "best": rewards[best]}
+            problem.tell(STAGE, told | {"macs": int(problem.graph.macs(widths[None]))})
+    found = problem.graph.widths(best)
+    return Choice(widths=found, kept=found, model=net.model, sample_passes=len(rewards) * samples)
+
+
+def _noise(episode: int, config: AmcConfig) -> float:
+    """Standard deviation of the actions: constant, then falling exponentially."""
+    share = max(0, episode - config.warmup + 1) / config.episodes
+    return float(config.noise * (config.last_noise / config.noise) ** share)
+
+
+def _sorted(problem: Problem, state: Mapping[str, Tensor] | None) -> nn.Module:
+    """A copy of the network with the trained weights, the channels of every space with the largest L1 norm first."""
+    model, graph = narrow(unwrap(problem.model), {}, {}), problem.graph
+    if state is not None:
+        try:
+            model.load_state_dict(dict(state))
+        except RuntimeError:
+            raise TrainingError(
+                "The state is not of this network: give the state dict of the same model, trained but not pruned."
+            ) from None
+    norms = {space.name: magnitude(model, graph, space) for space in graph.spaces}
+    order = {name: norm.argsort(descending=True, stable=True) for name, norm in norms.items() if norm is not None}
+    return narrow(model, graph.cuts(order), {})
+
+
+# the walk
+
+
+@dataclass(frozen=True, eq=False)
+class _Course:
+    """The spaces in order, and what an agent sees of them."""
+
+    graph: ChannelGraph
+    budget: Budget
+    options: Options
+    tolerance: float  # share of the budget that every walk uses at least
+    full: Tensor  # (S,)
+    most: Tensor  # that may be chosen. (S,)
+    least: Tensor  # (S,)
+    fixed: Tensor  # features that no choice changes. (S, F)
+
+    @staticmethod
+    def of(problem: Problem) -> _Course:
+        """BudgetError if the budget cannot be reached."""
+        graph, full = problem.graph, problem.graph.full.tensor()
+        options = problem.options
+        least = options.widths(torch.zeros_like(full))
+        check_reachable(problem.budget, graph, graph.widths(least), problem.ceiling)
+        # where widths are so coarse that none uses the budget to the tolerance, asking for it leaves one structure only
+        near = fit(graph, problem.budget, full.double(), options, FILLED).tensor()
+        reached = spent_shares(problem.budget, graph, near[None]).max().item()
+        bounds = (problem.most.tensor(), least)
+        return _Course(graph, problem.budget, options, min(FILLED, reached), full, *bounds, _features(graph))
+
+    def walk(self, agent: Agent, noise: float) -> Tensor:
+        """Widths inside the budget, of which they use the binding limit to the tolerance. -> (S,)"""
+        widths = self.least.clone()
+        for step in range(len(widths)):
+            (state,) = self.states(widths, torch.tensor([step]))
+            share = agent.act(state, float(self.least[step] / self.full[step]), noise)
+            wished = self.options.nearest(share * self.full)[step]
+            # every width that this space may have, with all later ones at the floor
+            trials = widths.repeat(self.options.table.shape[1], 1)
+            trials[:, step] = self.options.table[step]
+            highest = (self._spent(trials) <= 1).sum() - 1
+            widths[step] = self.options.table[step, torch.minimum(wished, highest)]
+        return self._filled(widths)
+
+    def _filled(self, widths: Tensor) -> Tensor:
+        """Widths that leave too much unused, made wider in proportion until nothing more fits. (S,) -> (S,)"""
+        if self._spent(widths[None]) >= self.tolerance:
+            return widths
+        beyond = widths * (self.full / widths).max()  # `fit` narrows up to the border, but widens to the tolerance only
+        return fit(self.graph, self.budget, beyond.double(), self.options, self.tolerance).tensor()
+
+    def states(self, widths: Tensor, steps: Tensor) -> Tensor:
+        """What the agent sees at some steps of the walk to these widths. (S,), (T,) -> (T, F)"""
+        known = torch.arange(len(widths)) < steps[:, None]  # (T, S)
+        wide, narrow = torch.where(known, widths, self.most), torch.where(known, widths, self.least)
+        most, least, unpruned = self._spent(wide), self._spent(narrow), self._spent(self.full[None])
+        before = torch.cat([torch.ones(1), widths / self.full])[steps]  # the last action
+        changing = torch.stack([1 - most / unpruned, (most - least) / unpruned, before], dim=1)  # reduced, rest, last
+        return torch.cat([self.fixed[steps], changing], dim=1).float()
+
+    def _spent(self, widths: Tensor) -> Tensor:
+        """Cost / target of the binding limit. (N, S) -> (N,)"""
+        return spent_shares(self.budget, self.graph, widths).amax(dim=1)
+
+
+def _features(graph: ChannelGraph) -> Tensor:
+    """What each space is like, all from 0 to 1. -> (S, 6)"""
+    rows: list[list[float]] = []
+    layers = list(zip(graph.entries, graph.layers(), strict=True))
+    for number, space in enumerate(graph.spaces):
+        own = [cost for entry, cost in layers if any(number in key for key in (*entry.macs, *entry.params))]
+        macs, params = sum(cost.macs for cost in own), sum(cost.params for cost in own)
+        rows.append([number, space.size, len(own), macs, params, math.log1p(macs / max(1, params))])
+    table = torch.tensor(rows, dtype=torch.float64)
+    return table / table.amax(dim=0).clamp(min=1e-9)
+
+
+# the reward
+
+
+@contextlib.contextmanager
+def _judging(problem: Problem, config: AmcConfig, net: Supernet) -> Iterator[tuple[Callable[[Tensor], float], int]]:
+    """While entered: what gives the reward of widths, and how many samples it runs each time."""
+    device, ranks = device_of(net.model), current()
+    settled = (problem.engine or Engine()).settled(device, plain=problem.metric is None and ranks.world == 1)
+    with settled.running(net.model), batch_statistics(net.model):
+        batches = held_batches(problem, config.batches, settled)
+        metric = growing(top1 if problem.metric is None else problem.metric)
+        whole = whole_of(metric)
+
+        def score(batch: Any, gates: Tensor) -> tuple[Tensor, int]:
+            assert callable(metric)
+            with torch.no_grad(), settled.autocast():
+                value, count = metric(net(input_of(batch), gates), batch)
+            return value.to(widest(device)), count
+
+        run = settled.repeated(score)  # the gates are its input: one CUDA graph for all structures
+
+        def mean(gates: Tensor) -> float:
+            sums, counts = zip(*(run(batch, gates) for batch in batches), strict=True)
+            total = torch.stack(sums).sum()
+            pair = sum_values(torch.stack([total, total.new_tensor(float(sum(counts)))]), ranks)
+            return float(pair[0] / pair[1])
+
+        def judge(widths: Tensor) -> float:
+            gates = net.hard(widths)
+            if whole is None:
+                reward = mean(gates)
+            else:
+                with torch.no_grad(), settled.autocast():
+                    reward = measure(whole, ((net(input_of(batch), gates), batch) for batch in batches), ranks)
+            if not math.isfinite(reward):
+                raise TrainingError(f"The metric of a narrowed network is {reward}: look at the trained weights.")
+            return reward
+
+        yield judge, sum(map(size_of, batches))

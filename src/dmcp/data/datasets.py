@@ -1,0 +1,485 @@
+"""Data sets by name or path: digits, CIFAR, shards, image folders."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import shlex
+import stat
+import statistics
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import torch
+from PIL.Image import Image
+from torch import Tensor
+
+from dmcp.batches import generator
+from dmcp.errors import DataError
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which pre-trained networks expect
+_KEPT = 0.875  # share of each side of a test image that the crop keeps
+
+
+class CorruptError(DataError):
+    """A file that can be opened, but not decoded."""
+
+
+def open_image(path: str) -> Image:
+    """A file as PIL opens it, its pixels not read yet."""
+    check_file(path)
+    return PIL.Image.open(path)
+
+
+def check_file(path: str) -> None:
+    """ValueError for what is named like an image but is no file, also behind a link: a pipe would be waited for."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise ValueError("it is no file, but a pipe, a device or a socket")
+
+
+def as_rgb(image: Image) -> Image:
+    """Any image with three channels of 8 bits; of 16 bits the upper 8 are kept, as PIL does in colour.
+
+    With 16 bits of grey PIL itself would take 255 of 65535 for white, and so nearly all pixels.
+    """
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PPM", "PNG")):
+        image = PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        raise ValueError(
+            "its pixels are 32-bit numbers, and which one is white is not known: save it with 8 or 16 bits"
+        )
+    return image.convert("RGB")
+
+
+def decode(path: str, root: str) -> Image:
+    """An image file in colour; root: the folder of the data, which an error names."""
+    try:
+        with open_image(path) as image:
+            return as_rgb(image)
+    except Exception as error:  # PIL raises many kinds for a broken file
+        if refused(error):
+            raise DataError(f"{path} cannot be opened ({error}): check the disk, its rights and the memory.") from error
+        raise CorruptError(
+            f"{path} cannot be read as an image ({error}): repair or remove it, or skip such files with --corrupt skip "
+            f"(in Python corrupt='skip').{finds_all(root)}"
+        ) from error
+
+
+def refused(error: Exception) -> bool:
+    """Whether it was the system that did not hand out a file, which says nothing about the image."""
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None)
+
+
+def finds_all(root: str) -> str:
+    """A sentence about how to find all broken files of a folder."""
+    return f" dmcp data {shlex.quote(root)} finds all broken files at once." if root else ""
+
+
+def transform(size: tuple[int, int], train: bool) -> Callable[[Any], Tensor]:
+    """What is done to an image; size: height and width that the model gets."""
+    from torchvision.transforms import v2  # late: see cifar_nets.mobilenet_v2
+
+    aspect = size[1] / size[0]
+    ratio = (3 / 4 * aspect, 4 / 3 * aspect)  # of what is cut out, so that squares and others are bent alike
+    crop = (
+        [v2.RandomResizedCrop(size, ratio=ratio, antialias=True), v2.RandomHorizontalFlip()]
+        if train
+        else [partial(_cover, size=before_crop(size)), v2.CenterCrop(size)]
+    )
+    last = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD), v2.ToPureTensor()]
+    return v2.Compose([*crop, *last])  # type: ignore[no-any-return]
+
+
+def before_crop(size: tuple[int, int]) -> tuple[int, int]:
+    """Height and width that a test image covers before it is cropped."""
+    return round(size[0] / _KEPT), round(size[1] / _KEPT)
+
+
+def _cover(image: Image, size: tuple[int, int]) -> Image:
+    """Scale an image, bent in no direction, so that it just covers a height and a width."""
+    height, width = size
+    if width * image.height >= height * image.width:  # its width is what must be met
+        height = int(width * image.height / image.width)
+    else:
+        width = int(height * image.width / image.height)
+    from torchvision.transforms import v2
+
+    return v2.functional.resize(image, [height, width], antialias=True)  # type: ignore[no-any-return]
+
+
+_LOOKED_AT = 9  # images whose size is looked at
+_PARTS = ("train", "val")
+_ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # which torchvision reads
+
+
+@dataclass(frozen=True, eq=False)
+class FolderSet:
+    """Image files and their labels."""
+
+    paths: tuple[str, ...]
+    labels: Tensor  # (N,) int64
+    classes: int
+    size: tuple[int, int]  # height and width that the model gets
+    names: tuple[str, ...] = ()  # of the classes, in the order of their numbers
+    root: str = ""  # folder that `train/` and `val/` are in
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one image as the model gets it: channels, height, width."""
+        return 3, *self.size
+
+    def subset(self, indices: Tensor) -> FolderSet:
+        """The files at these places."""
+        return replace(self, paths=tuple(self.paths[i] for i in indices.tolist()), labels=self.labels[indices])
+
+
+def open_folder(path: Path, size: int | tuple[int, int]) -> tuple[FolderSet, FolderSet]:
+    """Training and test files of a directory with `train/` and `val/`, checked."""
+    train, test = list_folder(path, size)
+    for part, found in zip(_PARTS, (train, test), strict=True):
+        if empty := empty_classes(found):
+            more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
+            raise DataError(
+                f"There are no image files ({', '.join(_ENDINGS[:3])}, ...) in "
+                f"{', '.join(str(path / part / name) for name in empty[:3])}{more}: put some there, or remove the "
+                "class from train/ and val/."
+            )
+    if train.names != test.names:
+        lone = [sorted(set(one.names) - set(other.names)) for one, other in ((train, test), (test, train))]
+        odd = (f"only in {part}/: {', '.join(names)}" for part, names in zip(_PARTS, lone, strict=True) if names)
+        raise DataError(f"{path}: train/ and val/ must have the same classes; {'; '.join(odd)}.")
+    if len(train.names) < 2:
+        raise DataError(f"{path}: there is one class, {train.names[0]}; at least two are needed.")
+    return train, test
+
+
+def list_folder(path: Path, size: int | tuple[int, int]) -> tuple[FolderSet, FolderSet]:
+    """The same as it is: classes may be empty, or in one of the two only."""
+    sides = size if isinstance(size, tuple) else (size, size)
+    if len(sides) != 2 or any(type(side) is not int or side < 1 for side in sides):
+        raise DataError(f"The image size must be an int of at least 1, or (height, width), not {size!r}.")
+    train, test = (_list_part(path, part, sides) for part in _PARTS)
+    return train, test
+
+
+def empty_classes(dataset: FolderSet) -> list[str]:
+    """Names of the classes that have no files."""
+    filled = set(dataset.labels.tolist())
+    return [name for number, name in enumerate(dataset.names) if number not in filled]
+
+
+def _list_part(path: Path, part: str, sides: tuple[int, int]) -> FolderSet:
+    """The files of `train/` or `val/`, as torchvision lists them, but without what is hidden."""
+    from torchvision.datasets import folder as listing  # late: see cifar_nets.mobilenet_v2
+
+    folder = path / part
+    if not folder.is_dir():
+        here = path if path.name in _PARTS else path.resolve()
+        if here.name in _PARTS and here.is_dir():
+            above = path.parent if path.name in _PARTS else path / ".."
+            raise DataError(f"{path} is one part of the data only: give the folder that it lies in, {str(above)!r}.")
+        raise DataError(f"{path} needs {part}/ with one folder of images per class (or train-*.npz, test-*.npz).")
+    try:
+        names = tuple(name for name in listing.find_classes(folder)[0] if not name.startswith("."))
+        if not names:
+            raise FileNotFoundError(f"Couldn't find any class folder in {folder}.")
+        numbers = {name: number for number, name in enumerate(names)}
+        found = listing.make_dataset(folder, numbers, _ENDINGS, allow_empty=True)
+    except OSError as error:
+        raise DataError(f"{folder}: {str(error).splitlines()[0]}") from error
+    start = len(str(folder))  # what is hidden below the folder counts, like ._1.png of macOS or .ipynb_checkpoints/
+    found = [(file, number) for file, number in found if f"{os.sep}." not in file[start:]]
+    labels = torch.tensor([number for _, number in found], dtype=torch.int64)
+    return FolderSet(tuple(file for file, _ in found), labels, len(names), sides, names, str(path))
+
+
+def usual_size(dataset: FolderSet) -> tuple[int, int] | None:
+    """Height and width that a few of the files have, the medians of them; None where none can be read."""
+    sizes = []
+    for path in dataset.paths[:: -(-len(dataset) // _LOOKED_AT)]:
+        try:
+            with open_image(path) as image:  # its first bytes only
+                sizes.append((image.height, image.width))
+        except Exception:  # what is broken is told where it is needed
+            continue
+    heights, widths = zip(*sizes, strict=True) if sizes else ((), ())
+    return (statistics.median_low(heights), statistics.median_low(widths)) if sizes else None
+
+
+def as_tested(dataset: FolderSet) -> dict[str, Any]:
+    """What is done to a test image, in plain data."""
+    return {
+        "channels": "RGB",
+        "resize": list(before_crop(dataset.size)),
+        "interpolation": "bilinear",
+        "crop": list(dataset.size),
+        "range": [0.0, 1.0],
+        "mean": list(MEAN),
+        "std": list(STD),
+        "classes": list(dataset.names),
+    }
+
+
+NAMES = ("digits", "cifar10", "cifar100")
+_DIGITS_TEST = 382  # images of the last three writers
+_MOST_CLASSES = 2**24
+_MOST_CHANNELS = 2**12  # of an image; each has its own mean
+_MOST_RATIO, _MOST_DENSE = 64, 2**30  # an array of more bytes than this must not be packed more tightly
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """What is done to a training image, drawn anew in every epoch."""
+
+    shift: int = 0  # pixels by which the image may move, in both directions
+    flip: bool = False  # left and right may be swapped
+    reflect: bool = False  # what moves in is the mirrored border, not black
+
+
+@dataclass(frozen=True, eq=False)
+class ArraySet:
+    """Images and labels that fit into memory."""
+
+    images: Tensor  # (N, H, W, C) uint8
+    labels: Tensor  # (N,) int64
+    classes: int
+    mean: tuple[float, ...]  # per channel, of the training images
+    std: tuple[float, ...]
+    augmentation: Augmentation = Augmentation()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one image as the model gets it: channels, height, width."""
+        height, width, channels = self.images.shape[1:]
+        return channels, height, width
+
+    def subset(self, indices: Tensor) -> ArraySet:
+        """The images at these places."""
+        return replace(self, images=self.images[indices], labels=self.labels[indices])
+
+
+DataSet = ArraySet | FolderSet
+
+
+@dataclass(frozen=True, eq=False)
+class DataSets:
+    """What a model is trained on, and what it is tested on at the very end."""
+
+    train: DataSet
+    test: DataSet
+    classes: int
+    shape: tuple[int, ...]  # of one image: channels, height, width
+
+
+def load(
+    name: str | Path,
+    root: str | Path = "data",
+    size: int | tuple[int, int] = 224,
+    download: bool = False,
+    strict: bool = True,
+) -> DataSets:
+    """Open a data set: `digits`, `cifar10`, `cifar100`, or a folder.
+
+    A folder holds `train-*.npz` and `test-*.npz` with `images` (N, H, W, C) uint8 and `labels` (N,), or `train/` and
+    `val/` with one folder of image files per class, which are cropped to `size`: one side of a square, or height and
+    width. The CIFAR sets are looked for as shards in the folder of their name in `root`, then as torchvision keeps
+    them in `root`; `download` lets torchvision fetch them. docs/data.md says what is done to the images.
+    strict=False, to look at broken data: classes of image files may be empty, or in `train/` or `val/` only.
+    """
+    path = Path(name)
+    if str(name) == "digits":
+        return _digits()
+    if str(name) in NAMES:
+        shards = Path(root) / path
+        return _shards(shards) if list(shards.glob("train-*.npz")) else _cifar(str(name), Path(root), download)
+    if not path.exists():
+        meant = guess(path, NAMES, Path.is_dir)
+        raise DataError(f"There is no data {str(name)!r}: it is no folder, and none of {', '.join(NAMES)}.{meant}")
+    if list(path.glob("*.npz")):
+        return _shards(path)
+    train, test = open_folder(path, size) if strict else list_folder(path, size)
+    return DataSets(train, test, train.classes, train.shape)
+
+
+def guess(path: Path, names: Sequence[str], is_one: Callable[[Path], bool], cutoff: float = 0.6) -> str:
+    """Which of these names, or of what is beside the path and is one, may have been meant: a question, or nothing."""
+    try:
+        beside = [other for other in path.parent.iterdir() if is_one(other)]
+    except OSError:
+        beside = []
+    known = {name.lower(): name for name in names} | {other.stem.lower(): str(other) for other in beside}
+    near = difflib.get_close_matches(path.stem.lower(), known, n=1, cutoff=cutoff)
+    return f" Did you mean {known[near[0]]}?" if near else ""
+
+
+def swapped(train: int, test: int, files: bool) -> str:
+    """A question about data with more test images than training images; empty if there are fewer."""
+    parts = "train/ and val/" if files else "train-*.npz and test-*.npz"
+    told = f"There are more test images ({test:,}) than training images ({train:,}): are {parts} swapped?"
+    return told if test > train else ""
+
+
+def preprocessing(data: DataSets) -> dict[str, Any]:
+    """What is done to a test image before the network gets it, in plain data: whoever uses the network must do it too.
+
+    An image is scaled, bent in no direction, to just cover `resize` (height, width), and the middle `crop` of it is
+    kept; None: its size stays. Then 0..255 becomes `range`, `mean` is subtracted, and what is left is divided by `std`,
+    channel by channel. `shape` is (channels, height, width); `classes` are the names of the outputs, where there are.
+    """
+    how: dict[str, Any] = {"shape": list(data.shape)}
+    if isinstance(data.test, FolderSet):
+        return how | as_tested(data.test)
+    sizes = {"channels": "as stored", "resize": None, "interpolation": None, "crop": None, "range": [0.0, 255.0]}
+    return how | sizes | {"mean": list(data.test.mean), "std": list(data.test.std), "classes": []}
+
+
+def split(dataset: DataSet, share: float, seed: int = 0) -> tuple[Any, Any]:
+    """Hold out a share of each class, drawn at random: (the rest, the held-out part), without a common image."""
+    if not 0 < share < 1:
+        raise DataError(f"The held-out share must lie between 0 and 1, not {share}.")
+    order = torch.randperm(len(dataset), generator=generator(seed))
+    held = torch.zeros(len(dataset), dtype=torch.bool)
+    for label in sorted(set(dataset.labels.tolist())):
+        own = order[dataset.labels[order] == label]
+        held[own[: round(share * len(own))]] = True
+    if not held.any() or held.all():
+        raise DataError(f"A share of {share} of {len(dataset)} images leaves one part empty.")
+    return dataset.subset((~held).nonzero().flatten()), dataset.subset(held.nonzero().flatten())
+
+
+def _digits() -> DataSets:
+    with np.load(Path(__file__).with_name("digits.npz")) as file:
+        images, labels = file["images"][..., None], file["labels"]
+    edge = len(labels) - _DIGITS_TEST
+    return _arrays(
+        (images[:edge], labels[:edge]), (images[edge:], labels[edge:]), Augmentation(shift=1), "the package's digits"
+    )
+
+
+def _cifar(name: str, root: Path, download: bool) -> DataSets:
+    import torchvision  # late: see cifar_nets.mobilenet_v2
+
+    kind = {"cifar10": torchvision.datasets.CIFAR10, "cifar100": torchvision.datasets.CIFAR100}[name]
+    try:
+        parts = [kind(str(root), train=train, download=download) for train in (True, False)]
+    except Exception as error:
+        reason = f"({type(error).__name__}: {error})"
+        if download:
+            raise DataError(f"{name} cannot be fetched into {root} {reason}: put it there by hand.") from error
+        where = "" if root == Path("data") else f", root={str(root)!r}"
+        fetch = f"from dmcp.data.datasets import load; load({name!r}{where}, download=True)"
+        raise DataError(
+            f"{name} is not in {root}: neither {root / name}/train-*.npz nor what torchvision keeps there {reason}. "
+            f"Put it there, or let Python fetch it once: {fetch}"
+        ) from error
+    train, test = ((part.data, np.asarray(part.targets)) for part in parts)
+    return _arrays(train, test, Augmentation(shift=4, flip=True, reflect=True), name)
+
+
+def _shards(folder: Path) -> DataSets:
+    train, test = (_read_shards(folder, part) for part in ("train", "test"))
+    return _arrays(train, test, Augmentation(shift=4, flip=True, reflect=True), str(folder))
+
+
+def _read_shards(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
+    """All shards of one part, in the order of their numbers."""
+    paths = sorted(folder.glob(f"{part}-*.npz"), key=lambda path: (len(path.name), path.name))
+    if not paths:
+        raise DataError(f"{folder} has no {part}-*.npz.")
+    images: list[np.ndarray] = []
+    labels: list[np.ndarray] = []
+    for path in paths:
+        try:
+            if not path.is_file():
+                raise ValueError("it is not a file")  # a pipe would be waited for
+            with zipfile.ZipFile(path) as file:
+                for name, arrays in (("images.npy", images), ("labels.npy", labels)):
+                    arrays.append(_read_member(file, name, path.stat().st_size))
+        except Exception as error:  # zipfile and numpy raise many kinds for a broken file
+            reason = str(error)[:200].encode("unicode_escape").decode()  # it quotes the file
+            raise DataError(f"{path} cannot be read as a shard with images and labels: {reason}") from error
+        if images[-1].dtype != np.uint8 or images[-1].ndim != 4 or labels[-1].shape != images[-1].shape[:1]:
+            raise DataError(
+                f"{path}: images must be (N, H, W, C) uint8 and labels (N,), not {images[-1].shape} "
+                f"{images[-1].dtype} and {labels[-1].shape}."
+            )
+        if images[-1].shape[3] > _MOST_CHANNELS:
+            raise DataError(f"{path}: images of {images[-1].shape[3]} channels: the last of (N, H, W, C) is too many.")
+        if labels[-1].dtype.kind not in "iu":
+            raise DataError(f"{path}: labels must be integers, not {labels[-1].dtype}.")
+        if labels[-1].max(initial=0) > _MOST_CLASSES:
+            raise DataError(f"{path}: labels go up to {labels[-1].max()}; number the classes from 0.")
+        if images[-1].shape[1:] != images[0].shape[1:]:
+            raise DataError(f"{path}: images of {images[-1].shape[1:]}, but {paths[0].name} has {images[0].shape[1:]}.")
+        labels[-1] = labels[-1].astype(np.int64)
+    return np.concatenate(images), np.concatenate(labels)
+
+
+def _read_member(file: zipfile.ZipFile, name: str, most: int) -> np.ndarray:
+    """One array of a shard of `most` bytes; what its headers claim is checked before memory is taken for it."""
+    info = file.getinfo(name)
+    dense = max(_MOST_RATIO * info.compress_size, _MOST_DENSE)
+    limits = {zipfile.ZIP_STORED: info.compress_size, zipfile.ZIP_DEFLATED: dense}  # numpy knows these two
+    if info.compress_size > most or info.file_size > limits.get(info.compress_type, 0):
+        raise ValueError(f"{name} claims {info.file_size} bytes, packed into {info.compress_size}")
+    with file.open(info) as member:
+        version = np.lib.format.read_magic(member)
+        if version not in _HEADERS:
+            raise ValueError(f"{name} has a header of version {version}")
+        shape, _, dtype = _HEADERS[version](member)
+        if dtype.hasobject or member.tell() + math.prod(shape) * dtype.itemsize != info.file_size:
+            raise ValueError(f"{name} claims {shape} {dtype}, but holds {info.file_size} bytes")
+    with file.open(info) as member:
+        return np.lib.format.read_array(member, allow_pickle=False)
+
+
+def _arrays(
+    train: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, np.ndarray], augmentation: Augmentation, name: str
+) -> DataSets:
+    """Check two parts, and normalise both by the training images."""
+    for part, (images, labels) in (("training", train), ("test", test)):
+        if not images.size:
+            raise DataError(f"{name}: there are no {part} images.")
+        if images.shape[1:] != train[0].shape[1:]:
+            raise DataError(f"{name}: test images are {images.shape[1:]}, training images {train[0].shape[1:]}.")
+        if labels.min() < 0 or labels.max() > train[1].max():
+            raise DataError(
+                f"{name}: {part} labels go from {labels.min()} to {labels.max()}, but the training labels are "
+                f"0 to {train[1].max()}."
+            )
+    if len(np.unique(train[1])) < 2:
+        raise DataError(f"{name}: all training images have one label; at least two classes are needed.")
+    classes = int(train[1].max()) + 1
+    mean, std = _statistics(train[0])
+    sets = [
+        ArraySet(torch.from_numpy(images), torch.from_numpy(labels.astype(np.int64)), classes, mean, std, augmentation)
+        for images, labels in (train, test)
+    ]
+    return DataSets(sets[0], sets[1], classes, sets[0].shape)
+
+
+def _statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and deviation of each channel, from histograms: exact, without a float copy. (N, H, W, C) uint8"""
+    means, deviations = [], []
+    values = np.arange(256)
+    for channel in range(images.shape[-1]):
+        counts = np.bincount(images[..., channel].ravel(), minlength=256)
+        mean = (counts * values).sum() / counts.sum()
+        variance = (counts * (values - mean) ** 2).sum() / counts.sum()
+        means.append(float(mean))
+        deviations.append(float(variance**0.5) or 1.0)  # a channel of one value stays what it is
+    return tuple(means), tuple(deviations)

@@ -1,0 +1,315 @@
+"""Batches of a data set: arrays on the device, image files read by workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+
+from dmcp.batches import check_size, generator, mix, share_of
+from dmcp.data.datasets import ArraySet, Augmentation, CorruptError, DataSet, FolderSet, decode, finds_all, transform
+from dmcp.errors import DataError
+from dmcp.runtime.distributed import ALONE, Ranks
+
+
+class ArrayLoader:
+    """Batches of a data set that lies on the device, augmented there, a whole batch in a few operations."""
+
+    def __init__(
+        self,
+        dataset: ArraySet,
+        batch_size: int,
+        train: bool,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        channels_last: bool = False,
+        ranks: Ranks = ALONE,  # who share each batch
+    ) -> None:
+        check_size(batch_size, len(dataset), train, ranks)
+        self.batch_size = batch_size
+        self.train = train
+        self.seed = seed
+        self.device = torch.device(device)
+        self.layout = torch.channels_last if channels_last else torch.contiguous_format
+        self.ranks = ranks
+        self.augmentation = dataset.augmentation if train else Augmentation()
+        self.shape = dataset.shape
+        self.images = _pad(dataset.images, self.augmentation).to(self.device)  # (N, H + 2 shift, W + 2 shift, C) uint8
+        self.labels = dataset.labels.to(self.device)
+        self.mean = torch.tensor(dataset.mean, device=self.device)[:, None, None]
+        self.std = torch.tensor(dataset.std, device=self.device)[:, None, None]
+        # the rows of each crop, and its columns: first those of all crops, then the same from right to left
+        moves = torch.arange(2 * self.augmentation.shift + 1)[:, None]
+        rows, columns = (moves + torch.arange(extent) for extent in self.shape[1:])
+        self.rows, self.columns = rows.to(self.device), torch.cat([columns, columns.flip(1)]).to(self.device)
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the order of the images and how each one is augmented: a function of (seed, epoch)."""
+        self.epoch = epoch
+        count, moves = len(self.labels), 2 * self.augmentation.shift + 1
+        draw = generator(self.seed, epoch)  # on the CPU, so that a GPU sees the same images
+        order = torch.randperm(count, generator=draw) if self.train else torch.arange(count)
+        down, right = torch.randint(moves, (2, count), generator=draw)
+        flips = torch.rand(count, generator=draw) < (0.5 if self.augmentation.flip else 0.0)
+        drawn = torch.stack([order, down[order], (right + moves * flips)[order]])
+        # one copy, and from memory that the device can read while we go on
+        drawn = drawn.pin_memory() if self.device.type == "cuda" else drawn
+        self.drawn = drawn.to(self.device, non_blocking=True)  # (3, N) in the order of the epoch: image, row, column
+
+    def __len__(self) -> int:
+        whole, rest = divmod(len(self.labels), self.batch_size)
+        return whole + bool(rest and not self.train)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self.starting_at(0)
+
+    def starting_at(self, skip: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of this epoch from number `skip` on."""
+        return (self.batch(number) for number in range(skip, len(self)))
+
+    def batch(self, number: int) -> tuple[Tensor, Tensor]:
+        """Images (B, C, H, W) and labels (B,) of one step of this epoch, as far as they are this rank's."""
+        # every operation is a launch on a GPU, and there are many small batches
+        index, down, right = self.drawn[:, share_of(number, self.batch_size, len(self.labels), self.ranks)]
+        rows, columns = self.rows[down], self.columns[right]  # (B, H), (B, W)
+        pixels = self.images[index[:, None, None], rows[:, :, None], columns[:, None, :]]  # (B, H, W, C)
+        images = torch.empty((len(index), *self.shape), device=self.device, memory_format=self.layout)
+        torch.sub(pixels.permute(0, 3, 1, 2), self.mean, out=images)
+        return images.div_(self.std), self.labels[index]
+
+
+def make_loader(
+    dataset: DataSet,
+    batch_size: int,
+    train: bool,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    channels_last: bool = False,
+    workers: int | None = None,
+    ranks: Ranks = ALONE,
+    corrupt: str = "stop",
+) -> ArrayLoader | FolderLoader:
+    """The loader for this kind of data set; `train` shuffles, augments, and drops an incomplete last batch.
+
+    Each rank gets its part of every batch of `batch_size`, one after the other, so that all see what one alone would.
+    Image files that cannot be decoded stop the pass (corrupt="stop"), or are replaced ("skip") and in `loader.skipped`.
+    """
+    if isinstance(dataset, FolderSet):
+        return FolderLoader(dataset, batch_size, train, seed, device, channels_last, workers, ranks, corrupt)
+    return ArrayLoader(dataset, batch_size, train, seed, device, channels_last, ranks)
+
+
+def _pad(images: Tensor, augmentation: Augmentation) -> Tensor:
+    """Room to move: black, or the mirrored border. (N, H, W, C) -> (N, H + 2 shift, W + 2 shift, C)"""
+    shift = augmentation.shift
+    if not augmentation.reflect:
+        return nn.functional.pad(images, (0, 0, shift, shift, shift, shift))
+    for dim in (1, 2):
+        last = images.shape[dim] - 1
+        if shift > last:
+            raise DataError(f"Images of {last + 1} pixels are too small to be moved by {shift}.")
+        places = torch.arange(-shift, last + shift + 1).abs()
+        images = images.index_select(dim, torch.where(places > last, 2 * last - places, places))
+    return images
+
+
+_TRIES = 100  # unreadable images in a row that are skipped: more are not bad luck
+
+
+class FolderLoader:
+    """Batches of image files; `train` crops and flips at random, shuffles, and drops an incomplete last batch.
+
+    An image that cannot be decoded stops the pass (corrupt="stop"), or the next one in the order of the epoch that can
+    takes its place ("skip"), and its path is in `skipped`. A file that the system does not hand out always stops.
+    """
+
+    def __init__(
+        self,
+        dataset: FolderSet,
+        batch_size: int,
+        train: bool,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        channels_last: bool = False,
+        workers: int | None = None,  # processes that decode; None: as many as there are cores, at most 8
+        ranks: Ranks = ALONE,  # who share each batch
+        corrupt: str = "stop",
+    ) -> None:
+        check_size(batch_size, len(dataset), train, ranks)
+        if corrupt not in ("stop", "skip"):
+            raise DataError(f"corrupt must be stop or skip, not {corrupt!r}.")
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.device = torch.device(device)
+        self.channels_last = channels_last
+        self.skipped: set[str] = set()
+        self.passes = 0  # begun so far
+        self.keys = _Keys(len(dataset), batch_size, train, seed, ranks)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        workers = min(8, cores) if workers is None else workers
+        self.files: DataLoader[_Batch] = DataLoader(
+            _Files(dataset, train, seed, corrupt == "skip"),
+            sampler=self.keys,
+            batch_size=None,  # a key stands for a whole batch
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            generator=torch.Generator(),  # else each pass draws from the global one
+            pin_memory=self.device.type == "cuda",
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """The order and the augmentation of the next pass are a function of (seed, epoch)."""
+        self.keys.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self.starting_at(0)
+
+    def starting_at(self, skip: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of this epoch from number `skip` on; the files of those before are not read."""
+        layout = torch.channels_last if self.channels_last else torch.contiguous_format
+        self.passes += 1
+        own = self.passes
+        batches: Iterator[_Batch] | None = None
+        for number in range(skip, len(self)):
+            if own != self.passes:  # the workers serve the last one only
+                raise DataError("Another pass over this loader began before this one ended: make a second loader.")
+            batches, batch = self._read(batches, number)
+            self.skipped.update(batch.unreadable)
+            if batch.failure:
+                raise DataError(batch.failure)
+            moved = batch.images.to(self.device, non_blocking=True, memory_format=layout)
+            yield moved, batch.labels.to(self.device, non_blocking=True)
+
+    def _read(
+        self, batches: Iterator[_Batch] | None, number: int, again: bool = False
+    ) -> tuple[Iterator[_Batch], _Batch]:
+        """A batch, and where the next one comes from."""
+        try:
+            batches = self._start(number) if batches is None else batches
+            return batches, next(batches)
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader worker (pid"):
+                raise
+            if again or not _were_stopped(batches):
+                raise DataError(self._explain_death(number)) from error
+        self.files._iterator = None  # with new workers: the step that waits for this batch is finished and saved first
+        return self._read(None, number, again=True)
+
+    def _start(self, skip: int) -> Iterator[_Batch]:
+        self.keys.skip = skip
+        batches = iter(self.files)
+        # torch reports a dead worker from a signal handler too, that is anywhere in the program, such as in the midst
+        # of writing a file; without this it does so only where its batch is waited for, after some seconds
+        if getattr(batches, "_worker_pids_set", False):
+            torch._C._remove_worker_pids(id(batches))
+            batches._worker_pids_set = False  # type: ignore[attr-defined]
+        return batches
+
+    def _explain_death(self, number: int) -> str:
+        epoch, start, stop = self.keys.key(number)
+        order = _draw_order(self.keys.count, self.keys.train, self.keys.seed, epoch)
+        ends = [self.dataset.paths[int(order[place])] for place in (start, stop - 1) if start < stop]
+        workers = self.files.num_workers
+        return (
+            f"One of {workers} workers has died while {' to '.join(ends) or 'no file'} was awaited, most likely for "
+            f"lack of memory or shared memory (/dev/shm): try workers={workers // 2} or a smaller batch."
+        )
+
+
+def _were_stopped(batches: Iterator[_Batch] | None) -> bool:
+    """Whether the workers that are gone were asked to go, by a signal that was meant for the whole command.
+
+    SIGTERM may be sent to all processes, as by Slurm, and Ctrl-C is; torch makes the latter a quiet end.
+    """
+    codes = {worker.exitcode for worker in getattr(batches, "_workers", ())} - {None}
+    return bool(codes) and codes <= {0, -signal.SIGTERM, -signal.SIGINT}
+
+
+class _Batch(NamedTuple):
+    """What a worker hands over; not as an exception, since torch would make a page of its one sentence."""
+
+    images: Tensor  # (B, 3, height, width)
+    labels: Tensor  # (B,)
+    unreadable: list[str]  # paths of the images that were replaced
+    failure: str  # why there is no batch
+
+
+class _Keys(Sampler[tuple[int, int, int]]):
+    """Batches as (epoch, first, end) in the order of the epoch: workers live on and learn the epoch with each batch."""
+
+    def __init__(self, count: int, batch_size: int, train: bool, seed: int, ranks: Ranks) -> None:
+        self.count, self.batch_size, self.train, self.seed, self.ranks = count, batch_size, train, seed, ranks
+        self.epoch = 0
+        self.skip = 0  # batches left out at the start
+
+    def __len__(self) -> int:
+        return self.count // self.batch_size if self.train else -(-self.count // self.batch_size)
+
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        return iter([self.key(number) for number in range(self.skip, len(self))])
+
+    def key(self, number: int) -> tuple[int, int, int]:
+        """What this rank reads of one batch of this epoch."""
+        share = share_of(number, self.batch_size, self.count, self.ranks)
+        return self.epoch, share.start, share.stop
+
+
+class _Files(Dataset[_Batch]):
+    """Batches of files, decoded and transformed; their random numbers are a function of (seed, epoch, index)."""
+
+    def __init__(self, dataset: FolderSet, train: bool, seed: int, skip: bool) -> None:
+        self.dataset, self.train, self.seed, self.skip = dataset, train, seed, skip
+        self.labels = dataset.labels.tolist()
+        self.transform = transform(dataset.size, train)
+        self.epoch = -1  # of the order, which is drawn once
+        self.order = torch.empty(0, dtype=torch.int64)
+
+    def __getitem__(self, key: tuple[int, int, int]) -> _Batch:
+        epoch, start, stop = key
+        if epoch != self.epoch:
+            self.epoch, self.order = epoch, _draw_order(len(self.dataset), self.train, self.seed, epoch)
+        unreadable: list[str] = []
+        # a rank may have no share of the last batch
+        images, labels = torch.empty(0, *self.dataset.shape), torch.empty(0, dtype=torch.int64)
+        try:
+            if samples := [self._sample(place, unreadable) for place in range(start, stop)]:
+                images, labels = default_collate(samples)
+        except DataError as error:
+            return _Batch(images, labels, unreadable, str(error))
+        return _Batch(images, labels, unreadable, "")
+
+    def _sample(self, place: int, unreadable: list[str]) -> tuple[Tensor, int]:
+        """The image at a place in the order of the epoch, or, if wanted, the next one there that can be read."""
+        tries = min(len(self.order), _TRIES)
+        for step in range(tries):
+            index = int(self.order[(place + step) % len(self.order)])
+            path = self.dataset.paths[index]
+            try:
+                image = decode(path, self.dataset.root)
+            except CorruptError:
+                if not self.skip:
+                    raise
+                unreadable.append(path)
+                continue
+            with torch.random.fork_rng(devices=[]):  # torchvision draws from the global generator
+                # seeded for the place, since the image that replaces another has a place of its own too
+                torch.manual_seed(mix(self.seed, self.epoch, int(self.order[place])))
+                return self.transform(image), self.labels[index]
+        raise DataError(
+            f"{tries} images in a row cannot be read, the last is {path}: repair or remove them."
+            f"{finds_all(self.dataset.root)}"
+        )
+
+
+def _draw_order(count: int, train: bool, seed: int, epoch: int) -> Tensor:
+    """Which file comes when."""
+    return torch.randperm(count, generator=generator(seed, epoch)) if train else torch.arange(count)

@@ -1,0 +1,1 @@
+"""Latency tables: measured, fitted, used as a budget."""

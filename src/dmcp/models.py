@@ -1,0 +1,279 @@
+"""Networks by the name that a person types, and plain networks for small images."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib.util
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dmcp.errors import DmcpError
+
+
+class Block(nn.Module):
+    """Two 3x3 convolutions and a shortcut, which is a 1x1 projection where the shape changes."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.downsample = None
+        if stride != 1 or inputs != outputs:
+            self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x if self.downsample is None else self.downsample(x)
+        x = F.relu(self.bn1(self.conv1(x)))
+        return F.relu(self.bn2(self.conv2(x)) + shortcut)
+
+
+class ResNet(nn.Module):
+    """Residual network of three stages for small images (He et al., 2016, section 4.2)."""
+
+    def __init__(
+        self,
+        blocks: int,  # per stage
+        num_classes: int = 10,
+        width: int = 16,  # channels of the first stage; each next one has twice as many
+        sample_shape: tuple[int, int, int] = (3, 32, 32),
+    ) -> None:
+        super().__init__()
+        self.sample_shape = sample_shape
+        self.conv1 = nn.Conv2d(sample_shape[0], width, 3, 1, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.layer1 = self._stage(width, width, 1, blocks)
+        self.layer2 = self._stage(width, 2 * width, 2, blocks)
+        self.layer3 = self._stage(2 * width, 4 * width, 2, blocks)
+        self.fc = nn.Linear(4 * width, num_classes)
+        _initialise(self)
+
+    @staticmethod
+    def _stage(inputs: int, outputs: int, stride: int, blocks: int) -> nn.Sequential:
+        first = Block(inputs, outputs, stride)
+        return nn.Sequential(first, *(Block(outputs, outputs, 1) for _ in range(blocks - 1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn1(self.conv1(x)))
+        x = self.layer3(self.layer2(self.layer1(x)))
+        logits: Tensor = self.fc(x.mean(dim=(2, 3)))
+        return logits
+
+
+class Vgg16(nn.Module):
+    """VGG-16 with BatchNorm and one linear layer, as is usual on CIFAR."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__()
+        self.sample_shape = (3, 32, 32)
+        layers: list[nn.Module] = []
+        inputs = 3
+        for stage in ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512)):
+            for outputs in stage:
+                layers += [nn.Conv2d(inputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(True)]
+                inputs = outputs
+            layers.append(nn.MaxPool2d(2))
+        self.features = nn.Sequential(*layers)
+        self.classifier = nn.Linear(inputs, num_classes)
+        _initialise(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(torch.flatten(self.features(x), 1))
+        return logits
+
+
+def mobilenet_v2(num_classes: int = 10, **kwargs: Any) -> nn.Module:
+    """torchvision's MobileNetV2 with two strides less, so that 32x32 images end at 4x4."""
+    import torchvision  # takes seconds, so only who needs it waits for it: the command line starts in half of the time
+
+    # expansion, channels, repeats, stride: the second stage has stride 1, and so has the stem
+    stages = [(1, 16, 1, 1), (6, 24, 2, 1), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1)]
+    settings = {"inverted_residual_setting": [list(stage) for stage in stages], "dropout": 0.0} | kwargs
+    model: nn.Module = torchvision.models.MobileNetV2(num_classes=num_classes, **settings)
+    stem = model.get_submodule("features.0.0")
+    assert isinstance(stem, nn.Conv2d)
+    stem.stride = (1, 1)
+    model.sample_shape = (3, 32, 32)  # type: ignore[assignment]
+    return model
+
+
+def _initialise(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+
+NETS: Mapping[str, Mapping[str, Callable[..., nn.Module]]] = {
+    "cifar": {
+        "resnet20": partial(ResNet, 3),
+        "resnet32": partial(ResNet, 5),
+        "resnet56": partial(ResNet, 9),
+        "resnet110": partial(ResNet, 18),
+        "mobilenet_v2": mobilenet_v2,
+        "vgg16_bn": Vgg16,
+    },
+    "digits": {"resnet": partial(ResNet, blocks=1, sample_shape=(1, 8, 8))},
+}
+
+
+def build(name: str, /, **kwargs: Any) -> nn.Module:
+    """Build a network with fresh weights; nothing is downloaded.
+
+    `resnet18` is torchvision's, `timm:mobilenetv3_large_100` is timm's, `cifar:resnet20` and `digits:resnet` are plain
+    networks for small images, `package.module:factory` is your own function or class. The keyword arguments go to its
+    builder.
+    """
+    factory = find(name)
+    try:
+        with warnings.catch_warnings():  # GoogLeNet and Inception announce a change of their own initialisation
+            warnings.simplefilter("ignore", FutureWarning)
+            model = factory(**kwargs)
+    except DmcpError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise DmcpError(f"{name}: its builder failed: {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise DmcpError(f"{name}: gave a {type(model).__name__}, not an nn.Module.")
+    return model
+
+
+def sample_shape(model: nn.Module) -> tuple[int, ...]:
+    """Shape of one image for the model: what it or timm says of it, else the usual 3x224x224."""
+    own = getattr(model, "sample_shape", None)
+    if own is not None:
+        if not isinstance(own, tuple) or not all(type(size) is int and size > 0 for size in own):
+            raise DmcpError(f"The model's sample_shape must be a tuple of sizes, like (3, 224, 224), not {own!r}.")
+        return own
+    config = getattr(model, "pretrained_cfg", None) or {}
+    return tuple(config.get("input_size", (3, 224, 224)))
+
+
+def names(timm: bool = False) -> list[str]:
+    """Names that `build` knows: those of torchvision and the small networks, or those of timm, if it is installed."""
+    if timm:
+        return [f"timm:{name}" for name in _import_timm().list_models()]
+    import torchvision  # late: see cifar_nets.mobilenet_v2
+
+    small = [f"{library}:{name}" for library, known in NETS.items() for name in known]
+    return [*small, *torchvision.models.list_models()]
+
+
+def find(name: str) -> Callable[..., Any]:
+    """The function or class that builds the network of this name."""
+    try:
+        return _find(name)
+    except DmcpError as error:
+        raise DmcpError(_file_named(name) or str(error)) from error.__cause__
+
+
+def _find(name: str) -> Callable[..., Any]:
+    library, colon, rest = name.partition(":")
+    if not colon:
+        return _torchvision(name)
+    if library in NETS:
+        known = NETS[library]
+        if rest not in known:
+            raise DmcpError(_unknown(rest, known, library, f"All of them: {', '.join(known)}."))
+        return known[rest]
+    return _timm(rest) if library == "timm" else _own(library, rest)
+
+
+def _torchvision(name: str) -> Callable[..., Any]:
+    import torchvision  # late: see cifar_nets.mobilenet_v2
+
+    known = torchvision.models.list_models()
+    if name not in known:
+        if own := _dotted(name):
+            raise DmcpError(f"There is no {name!r} in torchvision; did you mean {own}?")
+        raise DmcpError(
+            _unknown(
+                name,
+                known,
+                "torchvision",
+                "Other ways: timm:NAME, package.module:factory. For small images: cifar:NAME, digits:resnet.",
+            )
+        )
+    builder = torchvision.models.get_model_builder(name)
+    arguments = {"weights": None}
+    if "weights_backbone" in inspect.signature(builder).parameters:  # else segmentation nets download a backbone
+        arguments["weights_backbone"] = None
+    return lambda **kwargs: builder(**arguments | kwargs)
+
+
+def _import_timm() -> Any:
+    try:
+        import timm
+    except ImportError:
+        raise DmcpError("timm is not installed: pip install torch-dmcp[timm]") from None
+    return timm
+
+
+def _timm(name: str) -> Callable[..., Any]:
+    timm = _import_timm()
+    if not timm.is_model(name):
+        raise DmcpError(_unknown(name, timm.list_models(), "timm"))
+    return lambda **kwargs: timm.create_model(name, **{"pretrained": False} | kwargs)
+
+
+def imported(module: str, name: str) -> Any:
+    """What somebody's own module has under a name, like `build` or `Outer.build`."""
+    try:
+        found: Any = importlib.import_module(module)
+    except (Exception, SystemExit) as error:  # a script that is no module may leave by sys.exit
+        raise DmcpError(f"{module}:{name}: {module} cannot be imported: {type(error).__name__}: {error}") from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise DmcpError(_unknown(part, dir(found), module))
+        found = getattr(found, part)
+    return found
+
+
+def _own(module: str, factory: str) -> Callable[..., Any]:
+    found = imported(module, factory)
+    if not callable(found):
+        raise DmcpError(f"{module}:{factory}: not a function or class that builds a network.")
+    return found  # type: ignore[no-any-return]
+
+
+def _file_named(name: str) -> str:
+    """How the module is named, where a file was named; empty for any other name."""
+    file, colon, factory = name.partition(":")
+    path = Path(file)
+    inside = [part for part in path.parts if part not in (".", "..", "/")]
+    module = ".".join(inside).removesuffix(".py")
+    if not inside or module == file:
+        return ""
+    far = ".." in path.parts or path.is_absolute()
+    where = f" in the folder {str(path.parent)!r}" if far else ""
+    module = inside[-1].removesuffix(".py") if far else module
+    hint = "" if colon else ", with the function or class that builds it for NAME"
+    return (
+        f"{name}: a network of your own is named by its module, not by a file: write "
+        f"{module}:{factory or 'NAME'}{where}{hint}."
+    )
+
+
+def _dotted(name: str) -> str:
+    """The name with a colon, where the part before its last dot is a module; empty otherwise."""
+    module, _, factory = name.rpartition(".")
+    with contextlib.suppress(Exception):  # of somebody's package, or of a name that is none
+        if module and factory and importlib.util.find_spec(module) is not None:
+            return f"{module}:{factory}"
+    return ""
+
+
+def _unknown(name: str, known: Iterable[str], where: str, hint: str = "") -> str:
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or [key for key in known if name and name in key][:3]
+    guess = f"did you mean {', '.join(near)}?" if near else "and no name near it."
+    return f"There is no {name!r} in {where}; {guess} {hint}".strip()

@@ -1,0 +1,230 @@
+"""Modules of any model: unwrapping, calling, slicing tensors and attributes."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.overrides import TorchFunctionMode
+
+from dmcp.errors import DmcpError, FileError, TraceError, TrainingError
+
+_WAYS = {
+    "Latency": ", which dmcp.measure_latency(model, example) gives",
+    "ChannelGraph": ", which dmcp.trace(model, example) gives",
+    "SearchResult": ", which dmcp.search(net, loader, config) gives",
+}
+
+
+def check_kind(name: str, value: object, kind: type, error: type[DmcpError]) -> None:
+    """Refuse what is no such object of ours; `name` is the argument's."""
+    if not isinstance(value, kind):
+        way = _WAYS.get(kind.__name__, "")
+        raise error(f"{name} must be a dmcp.{kind.__name__}{way}, not a {type(value).__name__}.")
+
+
+def check_kinds(given: Mapping[str, tuple[object, type]]) -> None:
+    """Refuse settings that are none, which would be found out as late as they are read; None is left out."""
+    for name, (value, kind) in given.items():
+        if value is not None:
+            check_kind(name, value, kind, TrainingError)
+
+
+def check_module(model: object) -> None:
+    """Refuse what is no network."""
+    if isinstance(model, type):
+        name = model.__name__
+        raise TraceError(f"A torch.nn.Module is needed, not the class {name}: build one, {name}(...).")
+    if not isinstance(model, nn.Module):
+        raise TraceError(f"A torch.nn.Module is needed, not {type(model).__name__}.")
+
+
+def check_function(name: str, value: object, like: str = "see docs/api.md") -> None:
+    """Refuse what cannot be called; None is for arguments that may be left out."""
+    if value is not None and not callable(value):
+        raise TrainingError(f"{name} must be a function, not a {type(value).__name__}: {like}.")
+
+
+def check_functions(given: Mapping[str, object]) -> None:
+    """Refuse what cannot be called, of several arguments."""
+    for name, value in given.items():
+        check_function(name, value)
+
+
+def check_generator(value: object, error: type[DmcpError]) -> None:
+    """Refuse a seed in the place of a generator, and the like; None is for arguments that may be left out."""
+    if value is not None and not isinstance(value, torch.Generator):
+        raise error(f"generator must be a torch.Generator, not {value!r}: torch.Generator().manual_seed(0).")
+
+
+def path_of(who: str, path: object, what: str = "file") -> Path:
+    """The path of a file or a folder; what is none is refused."""
+    if not isinstance(path, str | os.PathLike):
+        raise FileError(f"{who} needs the path of a {what}, not {path!r}.")
+    return Path(path)
+
+
+Cut = tuple[Tensor | None, ...]  # per dim: the indices that stay, None for all
+
+
+class _Copying(TorchFunctionMode):
+    """While entered, deep copies of tensors that are no parameters have no history, and may land on the meta device."""
+
+    def __init__(self, meta: bool) -> None:
+        super().__init__()
+        self.meta = meta
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__:
+            tensor, memo = args
+            if id(tensor) not in memo and (self.meta or not tensor.is_leaf):
+                memo[id(tensor)] = on_meta(tensor) if self.meta else tensor.detach().clone()
+            if id(tensor) in memo:
+                return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
+
+
+def on_meta(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape and strides without data."""
+    return torch.empty_like(tensor, device="meta")
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's own module inside DataParallel, DistributedDataParallel or torch.compile; others are refused."""
+    while True:
+        check_module(model)
+        if isinstance(model, torch.jit.ScriptModule):
+            raise TraceError("A TorchScript module cannot be pruned: give the Python module it was made from.")
+        if type(model).__name__ == "FullyShardedDataParallel" or type(model).__name__.startswith("FSDP"):
+            raise TraceError("A module wrapped in FSDP cannot be pruned: trace it before wrapping.")
+        inner = getattr(model, "_orig_mod", None)  # torch.compile
+        if inner is None and isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            inner = model.module
+        if inner is None:
+            _check_built(model)
+            return model
+        model = inner
+
+
+def _check_built(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, UninitializedBuffer | UninitializedParameter):
+            raise TraceError(f"{name} has no shape yet: call the model once on a batch, as lazy layers need it.")
+
+
+def narrow(
+    model: nn.Module,
+    cuts: Mapping[str, Cut],
+    attributes: Mapping[str, Mapping[str, Any]],
+    meta: bool = False,
+) -> nn.Module:
+    """A copy of the model with some tensors indexed per dim and some attributes set; tied tensors stay tied.
+
+    The copy is made of the narrow tensors at once: the wide ones are never copied.
+    """
+    memo: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        small = _index(parameter.detach(), cuts.get(name, ()), meta)
+        memo[id(parameter)] = nn.Parameter(small, requires_grad=parameter.requires_grad)
+        memo[id(parameter)].__dict__.update(parameter.__dict__)
+    for name, buffer in model.named_buffers():
+        memo.setdefault(id(buffer), _index(buffer.detach(), cuts.get(name, ()), meta))
+    for module in model.modules():  # every module has a dozen empty dicts of hooks, slow to copy
+        memo.update((id(held), type(held)()) for held in vars(module).values() if _empty_dict(held))
+    with _Copying(meta):
+        small_model = copy.deepcopy(model, memo)
+    for path, values in attributes.items():
+        module = small_model.get_submodule(path)
+        for attribute, value in values.items():
+            setattr(module, attribute, value)
+    return small_model
+
+
+def _empty_dict(held: Any) -> bool:
+    return type(held) in (dict, OrderedDict) and not held
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """A copy of the model on the meta device: no data is copied, tied tensors stay tied."""
+    return narrow(model, {}, {}, meta=True)
+
+
+def _index(tensor: Tensor, cut: Cut, meta: bool) -> Tensor:
+    """A copy of the tensor with the chosen indices of each dim."""
+    if meta:
+        shape = [n if kept is None else len(kept) for n, kept in zip(tensor.shape, cut, strict=True)] if cut else None
+        return on_meta(tensor) if shape is None else torch.empty(shape, dtype=tensor.dtype, device="meta")
+    small = tensor
+    for dim, kept in enumerate(cut):
+        if kept is not None:
+            small = small.index_select(dim, kept.to(tensor.device))
+    if small is tensor:
+        return small.clone()
+    last = tensor.ndim == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+    return small.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+
+
+def map_leaves(function: Callable[[Any], Any], nested: Any) -> Any:
+    """The same tuples, lists and dicts with every leaf replaced."""
+    if isinstance(nested, dict):
+        return {key: map_leaves(function, item) for key, item in nested.items()}
+    if isinstance(nested, (tuple, list)):
+        mapped = [map_leaves(function, item) for item in nested]
+        return mapped if isinstance(nested, list) else tuple(mapped)
+    return function(nested)
+
+
+def leaves(nested: Any) -> list[Any]:
+    """All that tuples, lists and dicts hold, in order."""
+    found: list[Any] = []
+    map_leaves(found.append, nested)
+    return found
+
+
+def tensors_in(nested: Any) -> list[Tensor]:
+    """Every tensor in tuples, lists, mappings and dataclasses, in order."""
+    if isinstance(nested, Tensor):
+        return [nested]
+    if isinstance(nested, Mapping):
+        nested = list(nested.values())
+    elif is_dataclass(nested) and not isinstance(nested, type):
+        nested = [getattr(nested, item.name) for item in fields(nested)]
+    if isinstance(nested, (list, tuple, set)):
+        return [tensor for item in nested for tensor in tensors_in(item)]
+    return []
+
+
+def call_model(model: Callable[..., Any], example: Any) -> Any:
+    """A tuple is positional arguments, a dict keyword arguments, anything else the one argument."""
+    if isinstance(example, tuple):
+        return model(*example)
+    return model(**example) if isinstance(example, dict) else model(example)
+
+
+def batch_of(example: Any) -> int | None:
+    """The number of samples: dim 0 of all tensors but scalars and those that are shared by all samples."""
+    sizes = {tensor.shape[0] for tensor in tensors_in(example) if tensor.ndim}
+    several = sizes - {1}
+    if len(several) > 1 or not sizes:
+        return None
+    return several.pop() if several else 1
+
+
+def rebatch(example: Any, size: int) -> Any:
+    """The same example with its samples repeated or dropped until there are `size` of them."""
+    batch = batch_of(example)
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.ndim or leaf.shape[0] != batch:
+            return leaf
+        return leaf[torch.arange(size, device=leaf.device) % batch]
+
+    return map_leaves(one, example)

@@ -1,0 +1,1 @@
+"""Figures, the HTML page and trackers."""

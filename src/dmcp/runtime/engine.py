@@ -1,0 +1,344 @@
+"""How a step is computed: precision, memory format, compiling, CUDA graphs, kernels, determinism."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from dmcp.errors import TrainingError
+from dmcp.runtime.cuda_graphs import Repeated
+from dmcp.runtime.distributed import current
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_NARROW, _KERNELS = 64, ((1, 1), (3, 3))  # channels and sizes of convolutions that our kernels take
+_DEPTHWISE = ((3, 3), (5, 5))  # sizes of depthwise ones that they take, of any number of channels
+_DEPTHWISE_SHARE = 6  # a network is one of depthwise layers if at least every sixth convolution is one
+_NEEDED = "they need bfloat16, a GPU that computes in it, channels_last, and no compiling"
+_WORTH_KERNELS = 1_000  # steps from which it pays to load our kernels, and to compile them on a new machine
+_WORTH_COMPILING = {True: 2_000, False: 20_000}  # steps from which compiling a large or a small network pays
+
+
+_SWITCHES = {  # whether None is a choice
+    "channels_last": True,
+    "compile": True,
+    "graphs": True,
+    "kernels": True,
+    "pad": True,
+    "tf32": False,
+    "deterministic": False,
+    "sync_batchnorm": False,
+}
+
+
+class KernelWarning(UserWarning):
+    """Own kernels that were asked for and are not used."""
+
+
+class Precision(StrEnum):
+    """In what numbers the forward pass computes; weights and losses are always float32."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+def check_precision(precision: object) -> None:
+    """Refuse what is none."""
+    if precision not in list(Precision):
+        raise TrainingError(f"precision must be one of {', '.join(Precision)}, not {precision!r}.")
+
+
+def autocast(device: torch.device, precision: Precision) -> torch.autocast:
+    """While entered, forward passes on the device compute in this precision."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=Precision(precision) is Precision.BFLOAT16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """How networks are run; None means: what is best for the device."""
+
+    precision: Precision | None = None  # bfloat16 on GPUs that compute in it, float32 elsewhere
+    channels_last: bool | None = None  # images stored pixel by pixel: on GPUs, where convolutions are faster so
+    compile: bool | None = None  # torch.compile: on GPUs, where the run is long enough to pay for the compiling
+    graphs: bool | None = None  # steps replayed as CUDA graphs: on one GPU, with the default losses and optimizer
+    kernels: bool | None = None  # own kernels for few channels and depthwise layers: in bfloat16, on one GPU
+    pad: bool | None = None  # pruned networks trained in ones of the next multiples of 8 channels: in bfloat16 on GPUs
+    tf32: bool = True  # float32 products on a GPU may round their factors to 10 bits
+    deterministic: bool = False  # the same bits in every run, also on a GPU; slower
+    sync_batchnorm: bool = False  # of several ranks on GPUs: BatchNorms use the statistics of all ranks together
+
+    def __post_init__(self) -> None:
+        if self.precision is not None:
+            check_precision(self.precision)
+            object.__setattr__(self, "precision", Precision(self.precision))
+        for name, automatic in _SWITCHES.items():
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (value is None and automatic):
+                choice = " or None (automatic)" if automatic else ""
+                raise TrainingError(f"{name} must be True or False{choice}, not {value!r}.")
+
+    def settled(
+        self,
+        device: torch.device,
+        *,
+        steps: int = 0,
+        large: bool = False,
+        plain: bool = True,
+        narrow: bool = False,
+        depthwise: bool = False,
+    ) -> Settled:
+        """Every choice made, for a run of so many steps of a small or large network on a device.
+
+        `plain`: nothing of the user's own runs inside a step, and no other process takes part in it. `narrow`,
+        `depthwise`: our kernels are for such networks, see `is_narrow` and `is_depthwise`.
+        """
+        gpu, half, precision = device.type == "cuda", _computes_in_half(device), self._numbers(device)
+        last = gpu if self.channels_last is None else self.channels_last
+        graphs = gpu and (plain if self.graphs is None else self.graphs)
+        meant = graphs and (narrow or depthwise) and steps >= _WORTH_KERNELS
+        fit = half and last and precision is Precision.BFLOAT16 and not self.compile
+        kernels = fit and (meant if self.kernels is None else self.kernels) and self._can_run_kernels(device)
+        alone = kernels and (bool(self.kernels) or depthwise) and not kernels_refused(device, True)
+        kernels &= bool(self.kernels) or narrow or alone  # the others alone do little for a network of depthwise layers
+        if self.kernels and gpu and not alone:
+            what, why = ("kernels for depthwise layers", kernels_refused(device, True)) if fit else ("kernels", _NEEDED)
+            _warn_once(f"Own {what} are not used on {device} ({why}): torch's are.")
+        compiled = gpu and not kernels and steps >= _WORTH_COMPILING[large] if self.compile is None else self.compile
+        return Settled(
+            device=device,
+            precision=precision,
+            channels_last=last,
+            compile=compiled,
+            graphs=graphs,
+            kernels=kernels,
+            depthwise=alone,
+            tf32=self.tf32,
+            deterministic=self.deterministic,
+            sync_batchnorm=self.sync_batchnorm and gpu and current().world > 1,
+        )
+
+    def pads(self, device: torch.device) -> bool:
+        """Whether networks that were cut are trained inside ones of rounder widths: see `padding`."""
+        if device.type != "cuda":
+            return False
+        return self._numbers(device) is Precision.BFLOAT16 if self.pad is None else self.pad
+
+    def _numbers(self, device: torch.device) -> Precision:
+        return self.precision or (Precision.BFLOAT16 if _computes_in_half(device) else Precision.FLOAT32)
+
+    def _can_run_kernels(self, device: torch.device) -> bool:
+        refused = kernels_refused(device)
+        if refused and self.kernels:
+            raise TrainingError(f"Own kernels cannot run on {device} ({refused}): leave kernels out.")
+        return not refused
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settled:
+    """An engine for one device, with nothing left to choose."""
+
+    device: torch.device
+    precision: Precision
+    channels_last: bool
+    compile: bool
+    graphs: bool
+    tf32: bool
+    deterministic: bool
+    sync_batchnorm: bool = False
+    kernels: bool = False
+    depthwise: bool = False  # whether these kernels are used for depthwise layers, too
+
+    def autocast(self) -> torch.autocast:
+        """While entered, forward passes compute in the chosen precision."""
+        return autocast(self.device, self.precision)
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, compiled if that was chosen; once for each shape that it is given."""
+        return torch.compile(function, dynamic=False) if self.compile else function
+
+    def repeated(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """A training step, replayed as a CUDA graph if that was chosen."""
+        return Repeated(step) if self.graphs else step
+
+    def laid_out(self, x: Any) -> Any:
+        """The input of a network in the chosen memory layout."""
+        if not self.channels_last:
+            return x
+        return tree_map_only(Tensor, _channels_last, x)
+
+    @contextlib.contextmanager
+    def running(self, *models: nn.Module) -> Iterator[None]:
+        """While entered, torch's global switches and the layout of the models' weights are the chosen ones."""
+        with _asserts_explained(), contextlib.ExitStack() as undo:
+            if self.deterministic:
+                _deterministic(undo)
+            if self.device.type == "cuda":
+                _cuda_switches(undo, self.tf32, benchmark=not self.deterministic)
+            if self.kernels:
+                undo.enter_context(_kernels().OwnKernels(self.depthwise))
+            for model in models if self.sync_batchnorm else ():
+                undo.callback(unsynchronise, synchronised(model))
+            for model in models if self.channels_last else ():
+                undo.callback(_restride, _lay_out(model))
+            yield
+
+
+@contextlib.contextmanager
+def _asserts_explained() -> Iterator[None]:
+    """An index that does not exist ends all work of a GPU, which cannot say which one it was."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "device-side assert" in str(error):
+            error.add_note(
+                "Most often a label is none of the network's outputs: with the network on the CPU the same call names "
+                "it. This process cannot use the GPU any more."
+            )
+        raise
+
+
+def _computes_in_half(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def synchronised(model: nn.Module) -> list[tuple[nn.Module, type[nn.Module]]]:
+    """Make the BatchNorms of a model, in place, use the statistics of all ranks; what each of them was before."""
+    norms = [(module, type(module)) for module in model.modules() if type(module) in _BATCH_NORMS]
+    for module, _ in norms:
+        module.__class__ = nn.SyncBatchNorm  # the same parameters, buffers and attributes, but for one
+        vars(module)["process_group"] = None
+    return norms
+
+
+def unsynchronise(norms: list[tuple[nn.Module, type[nn.Module]]]) -> None:
+    """Undo that."""
+    for module, kind in norms:
+        module.__class__ = kind
+        del vars(module)["process_group"]
+
+
+def is_narrow(model: nn.Module) -> bool:
+    """Whether a model gets our kernels unasked: most of its convolutions have few channels."""
+    convs = [it for it in model.modules() if isinstance(it, nn.Conv2d)]
+    fit = [it for it in convs if it.groups == 1 and max(it.weight.shape[:2]) <= _NARROW and it.kernel_size in _KERNELS]
+    return 2 * len(fit) > len(convs)
+
+
+def is_depthwise(model: nn.Module) -> bool:
+    """Whether a model gets our kernels unasked for its depthwise layers; torch computes its other ones.
+
+    At least every sixth convolution is depthwise, of a size that the kernels take, and the first one keeps the size of
+    the images. So it is a MobileNet or EfficientNet for small images; those for large ones halve them at once, and are
+    compiled instead.
+    """
+    convs = [it for it in model.modules() if isinstance(it, nn.Conv2d)]
+    alone = [it for it in convs if 1 < it.groups == it.in_channels == it.out_channels and it.kernel_size in _DEPTHWISE]
+    return bool(convs) and convs[0].stride == (1, 1) and _DEPTHWISE_SHARE * len(alone) >= len(convs)
+
+
+def _kernels() -> Any:
+    """The kernels; an ImportError where there is no Triton."""
+    return importlib.import_module("dmcp.runtime.kernels")
+
+
+@functools.cache
+def kernels_refused(device: torch.device, depthwise: bool = False) -> str:
+    """Why our kernels, or those for depthwise layers, cannot run on a GPU, or "": tried once."""
+    try:
+        _kernels().try_out(device, depthwise)
+    except Exception as error:  # no Triton, no C compiler, a GPU that it does not know: torch's kernels do the work
+        return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return ""
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    """Every search and training of a process has an engine to settle."""
+    if current().first:
+        warnings.warn(text, KernelWarning, stacklevel=4)
+
+
+def best_device() -> torch.device:
+    """A GPU if there is one."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def sgd(groups: Any, lr: float, momentum: float, nesterov: bool, device: torch.device) -> torch.optim.SGD:
+    """SGD; on a GPU one kernel with its learning rate there and momentum from zero, so that a graph can hold it."""
+    gpu = device.type == "cuda"
+    rate: Any = torch.tensor(lr, device=device) if gpu else lr
+    optimizer = torch.optim.SGD(groups, rate, momentum, nesterov=nesterov, fused=gpu or None)
+    if momentum:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float, shares: Sequence[float] = ()) -> None:
+    """The learning rate of the next step: of all parameters, or of each group its share of it."""
+    groups = optimizer.param_groups
+    for group, share in zip(groups, shares or [1.0] * len(groups), strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr * share)
+        else:
+            group["lr"] = lr * share
+
+
+def _channels_last(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
+
+
+@torch.no_grad()
+def _lay_out(model: nn.Module) -> list[tuple[Tensor, tuple[int, ...]]]:
+    """Store the images among the parameters pixel by pixel, in place; the tensors and their strides before."""
+    found: list[tuple[Tensor, tuple[int, ...]]] = [(it, it.stride()) for it in model.parameters() if it.ndim == 4]
+    for parameter, _ in found:
+        parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+    return found
+
+
+@torch.no_grad()
+def _restride(before: list[tuple[Tensor, tuple[int, ...]]]) -> None:
+    for tensor, stride in before:
+        if tensor.stride() != stride:
+            tensor.data = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(
+                tensor
+            )
+
+
+def _deterministic(undo: contextlib.ExitStack) -> None:
+    """Only kernels that give the same bits each time."""
+    undo.callback(
+        torch.use_deterministic_algorithms,
+        torch.are_deterministic_algorithms_enabled(),
+        warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    if "CUBLAS_WORKSPACE_CONFIG" not in os.environ:  # without it cuBLAS refuses
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        undo.callback(os.environ.pop, "CUBLAS_WORKSPACE_CONFIG", None)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def _cuda_switches(undo: contextlib.ExitStack, tf32: bool, benchmark: bool) -> None:
+    cudnn = torch.backends.cudnn
+    undo.callback(setattr, cudnn, "benchmark", cudnn.benchmark)
+    with contextlib.suppress(RuntimeError):  # the user has set torch's newer switches, which then stay as they are
+        matmul, conv = torch.get_float32_matmul_precision(), cudnn.allow_tf32
+        undo.callback(torch.set_float32_matmul_precision, matmul)
+        undo.callback(setattr, cudnn, "allow_tf32", conv)
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        cudnn.allow_tf32 = tf32
+    cudnn.benchmark = benchmark  # shapes stay the same from step to step

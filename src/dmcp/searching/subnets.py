@@ -1,0 +1,301 @@
+"""The sandwich rule's sub-networks, and the stem that they share."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dmcp.batches import widest
+from dmcp.checkpoint import random_state, set_random_state
+from dmcp.importance import magnitude
+from dmcp.markov import CHAIN, INDEPENDENT, Process, bounded
+from dmcp.modules import leaves, narrow, tensors_in
+from dmcp.searching.config import Bound, Draw, bounds
+from dmcp.supernet import Supernet, given_name, run_folded, skip
+from dmcp.tracing.record import Op, Recording, Ref
+
+
+@dataclass(frozen=True)
+class Chains:
+    """What the alphas of a supernet mean in one search: their process, and the widths that they may reach."""
+
+    process: Process
+    sizes: (
+        Tensor  # group sizes inside the bounds: the first group and the sum are the smallest and largest widths. (S, G)
+    )
+    place: Tensor  # of each channel: its group in a flattened (S, G + 1) table, whose last column is never kept
+
+    def marginals(self, alpha: Tensor) -> Tensor:
+        """Chance that each group is kept; zero where it is empty. (S, G-1) -> (S, G)"""
+        return self.process.marginals(alpha) * (self.sizes > 0)
+
+    def gates(self, groups: Tensor) -> Tensor:
+        """What is known of each group, spread over its channels. (..., S, G) -> (..., channels)"""
+        return F.pad(groups, (0, 1)).flatten(-2)[..., self.place]
+
+
+def chains(
+    net: Supernet,
+    process: Process = CHAIN,
+    smallest: Bound | None = None,
+    largest: Bound | None = None,
+    align: int = 1,
+) -> Chains:
+    """The chains of a supernet with bounded widths, in whole multiples of `align`."""
+    ends = bounds(net.graph, smallest or {}, largest or {}, align)
+    low_high = torch.tensor(ends, device=net.sizes.device)
+    sizes = bounded(net.sizes, low_high[:, 0], low_high[:, 1])
+    behind = sizes.cumsum(dim=1)[net.space_of] <= net.position[:, None]  # (channels, G)
+    return Chains(process, sizes, behind.sum(dim=1) + net.space_of * (sizes.shape[1] + 1))
+
+
+def sandwich(
+    net: Supernet, chains: Chains, draw: Draw, count: int, generator: torch.Generator | None = None
+) -> list[Tensor]:
+    """Gates of the sub-networks of one weight step: the largest, the smallest, then random ones. Each (channels,)"""
+    ends = [net.hard(chains.sizes.sum(dim=1)), net.hard(chains.sizes[:, 0])]
+    return ends + draw_gates(net, chains, draw, count, generator)
+
+
+def draw_gates(
+    net: Supernet, chains: Chains, draw: Draw, count: int, generator: torch.Generator | None = None
+) -> list[Tensor]:
+    """Gates of random sub-networks; a generator on the device of the alphas keeps the host from waiting for it."""
+    sizes = chains.sizes
+    if draw is Draw.MARKOV and chains.process is INDEPENDENT:  # any groups, not the first ones: no widths
+        chances = chains.marginals(net.alpha.detach())
+        return list(chains.gates(_uniform((count, *sizes.shape), sizes, generator) < chances))
+    if draw is Draw.MARKOV:
+        widths = chains.process.sample(net.alpha, sizes, count, generator)
+    else:
+        rank = (sizes > 0).cumsum(dim=1)  # the number of different widths up to each group
+        shape = (len(sizes) if draw is Draw.UNIFORM else 1, count)
+        chosen = (_uniform(shape, sizes, generator) * rank[:, -1:]).long() + 1  # (S, count)
+        group = torch.searchsorted(rank, chosen.clamp(max=rank[:, -1:]))  # a product may have been rounded up
+        widths = sizes.cumsum(dim=1).gather(1, group).T
+    return [net.hard(row) for row in widths]
+
+
+def _uniform(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
+    device = torch.device("cpu") if generator is None else generator.device
+    return torch.rand(shape, generator=generator, device=device).to(like.device)
+
+
+@torch.no_grad()
+def sort_channels(net: Supernet) -> None:
+    """Order the channels of every space by importance, in place: sub-networks keep the first ones.
+
+    The network computes the same as before. Importance is the L2 norm of the weights that write a channel.
+    """
+    order: dict[str, list[int]] = {}
+    for space in net.graph.spaces:
+        importance = magnitude(net.model, net.graph, space, power=2)
+        if importance is not None:
+            order[space.name] = importance.argsort(descending=True, stable=True).tolist()
+    ordered = narrow(net.model, net.graph.cuts(order), {})
+    for old, new in zip(net.model.parameters(), ordered.parameters(), strict=True):
+        old.copy_(new)
+    for old_buffer, new_buffer in zip(net.model.buffers(), ordered.buffers(), strict=True):
+        old_buffer.copy_(new_buffer)
+
+
+_RANDOM = torch.Tag.nondeterministic_seeded
+_STEEP = 1e6
+_SLOW = 5 * 10**8  # macs beyond which trying a stem takes long on a CPU
+
+
+class Stem:
+    """A supernet divided behind its first layers: head(x) has no gates, tail(x, h, folded) has them all."""
+
+    def __init__(self, net: Supernet, paths: Sequence[str], value: int) -> None:
+        self.net = net
+        self.paths = tuple(paths)
+        self.value = value  # its output, in the last recording
+        self.parts = [net.model.get_submodule(path) for path in paths]
+        shared: dict[int, Any] = {id(tensor): tensor for tensor in (*net.model.parameters(), *net.model.buffers())}
+        self.rest = copy.deepcopy(net.model, shared)  # the same tensors
+        skip(self.rest, paths)
+
+    def head(self, x: Tensor) -> Any:
+        """What the first layers make of an input."""
+        for part in self.parts:
+            x = part(x)
+        return x
+
+    def tail(self, x: Tensor, h: Tensor, folded: dict[str, Tensor]) -> Any:
+        """What the rest of the network, with gates folded into its weights, makes of that."""
+        return run_folded(self.rest, x, folded | {given_name(self.paths): h})
+
+    def fits(self, x: Any) -> bool:
+        """Whether an input is of the kind that was traced: with another size the network may do other things."""
+        return isinstance(x, Tensor) and tuple(x.shape[1:]) == tuple(self.net.graph.input_shape)
+
+
+def find_stem(net: Supernet) -> Stem | None:
+    """The longest stem that changes nothing, or None; tried in train mode, outputs and gradients."""
+    recordings, shape = net.graph.recordings, net.graph.input_shape
+    plain = isinstance(shape, (tuple, list)) and all(isinstance(size, int) for size in shape)
+    if not plain or (net.position.device.type == "cpu" and net.graph.macs() > _SLOW):
+        return None
+    chains = [_chain(recording, net) for recording in recordings]
+    for count in range(min(map(len, chains)), 0, -1):
+        paths = [link.path for link in chains[-1][:count]]
+        last = [chain[count - 1] for chain in chains]
+        if any([link.path for link in chain[:count]] != paths for chain in chains) or not all(
+            _is_border(recording, link) for recording, link in zip(recordings, last, strict=True)
+        ):
+            continue
+        with contextlib.suppress(Exception):  # the code around those modules may want more of them than a chain gives
+            stem = Stem(net, paths, last[-1].value)
+            if not _tied(stem) and _is_same(stem):
+                return stem
+    return None
+
+
+@dataclass(frozen=True)
+class _Link:
+    path: str  # of the module
+    end: int  # number of ops up to its end
+    value: int  # its output
+
+
+def _chain(recording: Recording, net: Supernet) -> list[_Link]:
+    """Modules at the start of a pass, each fed by the one before, that no gate reaches."""
+    if len(recording.inputs) != 1 or recording.caches:
+        return []
+    gated = {fold.tensor for fold in net.graph.hard_folds}
+    known = {path for path, module in net.model.named_modules() if _is_known(module)}
+    chain: list[_Link] = []
+    start, value = 0, recording.inputs[0]
+    while start < len(recording.ops):
+        link = _module_at(recording, start, value, gated, known)
+        if link is None:
+            break
+        chain.append(link)
+        start, value = link.end, link.value
+    return chain
+
+
+def _module_at(recording: Recording, start: int, given: int, gated: set[str], known: set[str]) -> _Link | None:
+    """The outermost module whose ops begin here and need nothing but the given value and its own tensors."""
+    names = recording.ops[start].path.split(".")
+    for depth in range(1, len(names) + 1) if names != [""] else ():
+        path = ".".join(names[:depth])
+        inside = [number for number, op in enumerate(recording.ops) if f"{op.path}.".startswith(f"{path}.")]
+        end = inside[-1] + 1
+        ops = recording.ops[start:end]
+        whole = len(inside) == len(ops) and all(op.path in known for op in ops)
+        if whole and _is_closed(recording, ops, given, gated):
+            outs = [value for op in ops for value in op.outs if value is not None and value not in recording.tensors]
+            if outs:
+                return _Link(path, end, outs[-1])
+    return None
+
+
+def _is_closed(recording: Recording, ops: Sequence[Op], given: int, gated: set[str]) -> bool:
+    known = {given}
+    for op in ops:
+        if _RANDOM in op.func.tags or len(op.outs) != 1:
+            return False
+        for value in op.inputs():
+            name = recording.tensors.get(value)
+            if name in gated or (name is None and value not in known):
+                return False
+        known.update(value for value in op.outs if value is not None)
+    return True
+
+
+def _is_border(recording: Recording, link: _Link) -> bool:
+    """Whether all later ops know the earlier values by the link's output only, and leave that as it is."""
+    before = {out for op in recording.ops[: link.end] for out in op.outs} | set(recording.inputs)
+    hidden = before - {link.value} - set(recording.tensors)
+    views = {link.value}
+    for op in recording.ops[link.end :]:
+        inputs = op.inputs()
+        if hidden & set(inputs):
+            return False
+        given = op.arguments()
+        for argument in op.func._schema.arguments:
+            values = {leaf.value for leaf in leaves(given[argument.name]) if isinstance(leaf, Ref)}
+            if argument.alias_info is not None and views & values:
+                if argument.alias_info.is_write:
+                    return False
+                views.update(out for out in op.outs if out is not None)
+    return not before & set(recording.outputs)
+
+
+def _tied(stem: Stem) -> bool:
+    """Whether a parameter of the stem is one of the rest, too."""
+    rest = {id(parameter) for parameter in stem.rest.parameters()}
+    return any(id(parameter) in rest for part in stem.parts for parameter in part.parameters())
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Whether a module is torch's own and nobody has hooked into it: it computes what its ops say, and no more."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return type(module).__module__.startswith("torch.nn.modules.") and not any(getattr(module, name) for name in hooks)
+
+
+def _is_same(stem: Stem) -> bool:
+    """Whether two sub-networks give the same outputs and gradients both ways, on copies with other weights."""
+    net, device = stem.net, stem.net.position.device
+    wide = widest(device)
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(2, *net.graph.input_shape, generator=draw, dtype=wide).to(device)
+    twin = copy.deepcopy(net, {id(net.graph): net.graph}).to(wide).train()
+    with torch.no_grad():
+        for weight in twin.weights():
+            weight.add_(0.1 * torch.randn(weight.shape, generator=draw, dtype=wide).to(device))
+    host = random_state(torch.device("cpu"))
+    whole = _slopes(copy.deepcopy(twin, {id(net.graph): net.graph}), None, x)
+    own = Stem(twin, stem.paths, stem.value)
+    before = _plain_state(own.rest)
+    divided = _slopes(twin, own, x)
+    drawn = random_state(torch.device("cpu"))
+    if any(not torch.equal(drawn[name].nan_to_num(), it.nan_to_num()) for name, it in host.items()):
+        set_random_state(host, torch.device("cpu"))
+        return False  # the model decides something by the host's random numbers, maybe before its first layer
+    buffers = dict(twin.model.named_buffers())
+    if before != _plain_state(own.rest) or any(
+        buffer is not buffers.get(name, buffer) for name, buffer in own.rest.named_buffers()
+    ):
+        return False  # a forward counts, or put another tensor in the place of a buffer: that would get lost
+    bound = 1e-6 if wide is torch.float64 else 1e-3
+    return all(
+        a.shape == b.shape and bool((a - b).abs().max() <= bound * (1e-9 + b.abs().max()))
+        for a, b in zip(divided, whole, strict=True)
+    )
+
+
+def _slopes(net: Supernet, stem: Stem | None, x: Tensor) -> list[Tensor]:
+    """Outputs of two sub-networks, and the gradients of a sum over both."""
+    found: list[Tensor] = []
+    devices = [x.device] if x.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(0)
+        h = stem.head(x) if stem else None
+        given = None if h is None else h.detach().requires_grad_(h.requires_grad)
+        for gates in (net.hard(net.graph.full), net.hard(net.floor)):
+            folded = net.fold(gates)
+            out = net(x, gates) if stem is None or given is None else stem.tail(x, given, folded)
+            outputs = tensors_in(out)
+            found += [tensor.detach().clone() for tensor in outputs]
+            steep = _STEEP  # so that code that looks at the size of gradients shows itself
+            ramps = [torch.linspace(-steep, steep, one.numel(), dtype=one.dtype, device=x.device) for one in outputs]
+            torch.autograd.backward([(one.flatten() * ramp).sum() for one, ramp in zip(outputs, ramps, strict=True)])
+        if h is not None and given is not None and given.grad is not None:
+            torch.autograd.backward(h, given.grad)
+    return found + [torch.zeros_like(one) if one.grad is None else one.grad / _STEEP for one in net.weights()]
+
+
+def _plain_state(model: nn.Module) -> list[dict[str, Any]]:
+    """Numbers and words that the modules of a network keep."""
+    kinds = (int, float, str)
+    return [{name: it for name, it in vars(module).items() if type(it) in kinds} for module in model.modules()]

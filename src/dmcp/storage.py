@@ -1,0 +1,214 @@
+"""Save a cut network to a folder and load it back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from dmcp.cutting import named_tensors
+from dmcp.errors import FileError, WidthsError
+from dmcp.modules import narrow, path_of, unwrap
+from dmcp.runtime.io import MOST_JSON, parse_json, parse_tensors, quote, read_bytes, staging_name, write_files
+from dmcp.widths import Widths, fingerprint
+
+FORMAT = "torch-dmcp 1"
+WEIGHTS, WIDTHS = "model.safetensors", "widths.json"
+_MOST_WEIGHTS = 2**30  # bytes of weights beyond those of the model, for a head with more classes
+
+
+def save(small: nn.Module, widths: Widths, folder: str | os.PathLike[str]) -> None:
+    """Write the network into the folder as model.safetensors and widths.json; other files there are left alone.
+
+    A result that is already there is replaced. Files of these names that something else wrote are not: FileError.
+    Whenever this is killed, `load` finds the old result or the new one. Both files are complete on the disk before
+    the first one gets its name, and each names its partner: see `_read`.
+    """
+    if not isinstance(widths, Widths):
+        raise WidthsError("save needs the Widths of the network, to know its architecture: graph.widths(...).")
+    folder = path_of("save", folder, "folder")
+    small = unwrap(small)
+    _check_widths(small, widths)
+    _refuse_foreign(folder)
+    tensors = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in named_tensors(small).items()
+    }
+    try:
+        weights = safetensors.torch.save(tensors)
+    except (KeyError, SafetensorError) as error:
+        raise FileError(f"{folder}: safetensors cannot hold this network: {error}.") from error
+    record = {
+        "format": FORMAT,
+        **widths.to_json(),
+        "attributes": _attributes(small),
+        "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
+        "sha256": hashlib.sha256(weights).hexdigest(),
+    }
+    text = json.dumps(record | {"digest": _digest(record)}, indent=1)
+    try:
+        write_files(folder, {WEIGHTS: weights, WIDTHS: text.encode()})
+    except OSError as error:
+        raise FileError(f"{folder}: the result cannot be written: {error.strerror or error}.") from error
+
+
+def load(folder: str | os.PathLike[str], model: nn.Module) -> nn.Module:
+    """The network that `save` wrote, as a copy of the model: the unpruned architecture, freshly built, not changed.
+
+    Values and dtypes are the saved ones; devices, mode and requires_grad are the model's.
+    """
+    folder, model = path_of("load", folder, "folder"), unwrap(model)
+    own = named_tensors(model)
+    record, tensors = _read(folder, _MOST_WEIGHTS + sum(16 * tensor.numel() for tensor in own.values()))
+    if Widths.from_json(record).fingerprint != fingerprint(model):
+        raise WidthsError(
+            f"{folder}: saved from another architecture than this {type(model).__name__}: "
+            "build the unpruned model exactly as it was before pruning (same classes, same arguments)."
+        )
+    if any(tensor.is_meta for tensor in own.values()):
+        raise WidthsError("The model is on the meta device, where tensors have no values: build it on a real one.")
+    _fit(folder, record, model)
+    _check_tensors(folder, record, own, tensors)
+    small = narrow(
+        model, {}, {path: _like(model.get_submodule(path), new) for path, new in record["attributes"].items()}
+    )
+    for name, tensor in named_tensors(small).items():
+        tensor.data = tensors[name].to(tensor.device)
+    return small
+
+
+# what is in the network
+
+
+def _check_widths(small: nn.Module, widths: Widths) -> None:
+    """Refuse widths that are not those of the network: its tensors show them, in dims that the graph knows."""
+    tensors = named_tensors(small)
+    for dim in widths.dims:
+        shape = tuple(tensors[dim.tensor].shape) if dim.tensor in tensors else ()
+        if dim.dim >= len(shape) or shape[dim.dim] != dim.size(widths):
+            found = f"is {shape}, and dim {dim.dim} must be {dim.size(widths)}" if shape else "must be in it"
+            raise WidthsError(
+                f"These widths are not those of this network: {dim.tensor} {found}; give the widths that it was cut to."
+            )
+
+
+def _attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Every attribute that could follow a width, changed or not: `save` does not know the unpruned model."""
+    found = {path: {key: v for key, v in vars(part).items() if _is_ints(v)} for path, part in module.named_modules()}
+    return {path: attributes for path, attributes in found.items() if attributes}
+
+
+def _is_ints(value: object) -> bool:
+    """An int, or a tuple or list of ints; bools are not ints here."""
+    items = list(value) if isinstance(value, tuple | list) else [value]
+    return bool(items) and all(type(item) is int for item in items)
+
+
+def _fit(folder: Path, record: dict[str, Any], model: nn.Module) -> None:
+    """Refuse a model whose names differ from the record's: the fingerprint sees neither ties nor attributes."""
+    odd = set(record["tensors"]) ^ set(named_tensors(model))
+    parts = dict(model.named_modules())
+    for path, attributes in record["attributes"].items():
+        known = vars(parts[path]) if path in parts else {}
+        odd |= {
+            f"{path}.{name}".lstrip(".")
+            for name, value in attributes.items()
+            if not (_is_ints(known.get(name)) and _is_ints(value))
+            or isinstance(value, int) != isinstance(known[name], int)
+        }
+    if odd:
+        names = ", ".join(map(quote, sorted(odd)[:3]))
+        raise WidthsError(
+            f"{folder}: saved from another version of this {type(model).__name__}: "
+            f"{names} {'is' if len(odd) == 1 else 'are'} not in both; build the model as it was."
+        )
+
+
+def _check_tensors(
+    folder: Path, record: dict[str, Any], own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+) -> None:
+    """Refuse tensors that are not those of the record, or cannot take the place of the model's."""
+    if {name: list(tensor.shape) for name, tensor in tensors.items()} != record["tensors"]:
+        raise FileError(f"{folder / WEIGHTS}: its tensors are not those that {WIDTHS} lists: save the network again.")
+    for name, tensor in tensors.items():
+        old = own[name]
+        if (tensor.ndim, tensor.is_floating_point(), tensor.is_complex()) != (
+            old.ndim,
+            old.is_floating_point(),
+            old.is_complex(),
+        ):
+            raise WidthsError(
+                f"{folder / WEIGHTS}: {name} is {tensor.ndim}-dimensional {tensor.dtype}, but the model's is "
+                f"{old.ndim}-dimensional {old.dtype}: build the model as it was."
+            )
+
+
+def _like(part: nn.Module, attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has lists only; the attribute gets the type that it had."""
+    kinds = {name: type(getattr(part, name)) for name in attributes}
+    return {name: getattr(kinds[name], "_make", kinds[name])(value) for name, value in attributes.items()}
+
+
+# what is on the disk
+
+
+def _digest(record: Mapping[str, Any]) -> str:
+    text = json.dumps({key: value for key, value in record.items() if key != "digest"}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Do not replace weights that lie there without our widths.json, nor another widths.json."""
+    records = [folder / name for name in (WIDTHS, staging_name(WIDTHS)) if os.path.exists(folder / name)]
+    foreign = WEIGHTS if os.path.exists(folder / WEIGHTS) and not records else ""
+    for path in records:
+        try:
+            record = parse_json(read_bytes(path, MOST_JSON), path)
+        except FileError:
+            continue  # a damaged one of ours, as far as anybody can tell
+        if not isinstance(record, dict) or "fingerprint" not in record:
+            foreign = path.name
+    if foreign:
+        raise FileError(f"{folder}: the {foreign} in it is not a result of ours, so it stays: give another folder.")
+
+
+def _read(folder: Path, most: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The record and the tensors of a saved result, if they belong together.
+
+    A save that was killed between its two renames left new weights, and their widths.json under its staging name.
+    """
+    weights = read_bytes(folder / WEIGHTS, most)
+    problems: list[FileError] = []
+    for name in (WIDTHS, staging_name(WIDTHS)):
+        try:
+            record = _record(folder / name)
+            if record["sha256"] != hashlib.sha256(weights).hexdigest():
+                raise FileError(f"{folder / WEIGHTS}: not the weights that were saved: truncated or changed since.")
+            return record, parse_tensors(weights, folder / WEIGHTS)
+        except FileError as error:
+            problems.append(error)
+    raise problems[0]
+
+
+def _record(path: Path) -> dict[str, Any]:
+    """widths.json as plain data, if it is ours and nobody has edited it."""
+    record = parse_json(read_bytes(path, MOST_JSON), path)
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        mark = quote(record.get("format")) if isinstance(record, dict) else None
+        raise FileError(f"{path}: not a result that this version can read: format is {mark!r}, not {FORMAT!r}.")
+    if record.get("digest") != _digest(record):
+        raise FileError(f"{path}: changed since it was saved: its digest does not match.")
+    attributes, tensors = record.get("attributes"), record.get("tensors")
+    if not isinstance(tensors, dict) or not isinstance(attributes, dict) or not isinstance(record.get("sha256"), str):
+        raise FileError(f"{path}: not a result that this version can read: tensors, attributes or sha256 are missing.")
+    if not all(isinstance(values, dict) for values in attributes.values()):
+        raise FileError(f"{path}: not a result that this version can read: its attributes are not tables.")
+    return record

@@ -1,0 +1,229 @@
+"""Where the gates of each space are folded into weights and norms."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dmcp.modules import map_leaves
+from dmcp.tracing.layout import Atom
+from dmcp.tracing.ops import Contraction, Coupling, Flow
+from dmcp.tracing.record import Op, Ref
+
+Fold = tuple[str, int]  # tensor name, dim: this dim is multiplied by its gates
+
+# What an operand that is not known to be zero may be; f must give zero for all of them.
+_ANYTHING = (0.7, -0.3, 0.0)
+_MOST_OPERANDS = 4
+
+
+@dataclass
+class Plan:
+    """The folds for hard and soft gates, and the atoms for which none are exact."""
+
+    hard: list[Fold] = field(default_factory=list)
+    soft: list[Fold] = field(default_factory=list)
+    stuck: dict[Atom, str] = field(default_factory=dict)
+
+
+def plan_folds(coupling: Coupling, parameters: Iterable[str]) -> Plan:
+    """Decide where the gates of every atom go."""
+    flows = [_Zeros(coupling, number) for number in range(len(coupling.recordings))]
+    readers: dict[Fold, None] = {}
+    unread: set[Atom] = set()  # summed without a weight of the model's own
+    sure = True
+    for flow in flows:
+        for contraction, atom in flow.sums():
+            folds = flow.reader(contraction, atom)
+            readers.update(dict.fromkeys(folds))
+            sure &= bool(folds) and contraction.weight in flow.recording.tensors
+            if not folds:
+                unread.add(atom)
+    every = [(name, dim) for name in parameters for dim in range(len(coupling.tensors.get(name, ())))]
+    everywhere = [fold for fold in every if unread & set(_atoms(coupling, fold))] if unread else []
+    hard = dict.fromkeys([*readers, *everywhere])
+    plan = Plan(hard=list(hard))
+    if not sure:  # the zeros must survive what lies between a parameter and the sum
+        for flow in flows:
+            for contraction, atom in flow.follow(set(hard)):
+                plan.stuck[atom] = f"no weight reads it that could be gated (at {contraction.path or 'the top'})"
+    soft = dict.fromkeys(fold for flow in flows for fold in flow.norms())
+    soft.update(dict.fromkeys(fold for fold in everywhere if fold not in readers))
+    for flow in flows:
+        for contraction, atom in flow.follow(set(soft)):
+            soft.update(dict.fromkeys(flow.reader(contraction, atom)))
+    plan.soft = list(soft)
+    return plan
+
+
+def _atoms(coupling: Coupling, fold: Fold) -> list[Atom]:
+    name, dim = fold
+    return coupling.channels.atoms(coupling.tensors[name][dim])
+
+
+class _Zeros:
+    """Follows exact zeros through one recording."""
+
+    def __init__(self, coupling: Coupling, number: int) -> None:
+        self.coupling = coupling
+        self.recording, self.facts = coupling.recordings[number], coupling.facts[number]
+        self.own = self.recording.own()
+        resolve = coupling.channels.atoms
+        known: dict[object, frozenset[Atom]] = {}
+        self.atoms: dict[int, frozenset[Atom]] = {}
+        self.by_dim: dict[int, list[frozenset[Atom]]] = {}
+        for value, dims in coupling.layouts[number].items():
+            for layout in dims:
+                if layout not in known:
+                    known[layout] = frozenset(resolve(layout))
+            self.by_dim[value] = [known[layout] for layout in dims]
+            self.atoms[value] = frozenset().union(*self.by_dim[value])
+        self.folds: set[Fold] = set()
+        self.zero: dict[int, frozenset[Atom]] = {}
+        self.family: dict[int, set[int]] = {}  # values that share memory: views of one another
+        self._tried: dict[object, bool] = {}
+
+    # -- what there is
+
+    def sums(self) -> Iterable[tuple[Contraction, Atom]]:
+        """Every sum over an atom."""
+        for contractions in self.facts.contractions.values():
+            for contraction in contractions:
+                for atom in self.coupling.channels.atoms(contraction.over):
+                    yield contraction, atom
+
+    def norms(self) -> Iterable[Fold]:
+        """Scale and shift of every norm whose both are tensors of the model."""
+        for norm in self.facts.norms.values():
+            names = [self.recording.tensors.get(value) for value in (norm.weight, norm.bias) if value is not None]
+            if norm.weight is not None and None not in names and self.coupling.channels.atoms(norm.over):
+                yield from ((name, 0) for name in names if name is not None)
+
+    def reader(self, contraction: Contraction, atom: Atom) -> list[Fold]:
+        """Dims of the model's own tensors that are the weight of a sum, or from which the model computes it."""
+        name = None if contraction.weight is None else self.recording.tensors.get(contraction.weight)
+        if name is not None:
+            return [(name, contraction.weight_dim)]
+        for value in (contraction.weight, contraction.data):
+            sources = sorted(self.own.get(value, ())) if value is not None else []
+            if sources:
+                return [
+                    (self.recording.tensors[source], dim)
+                    for source in sources
+                    for dim, atoms in enumerate(self.by_dim[source])
+                    if atom in atoms
+                ]
+        return []
+
+    # -- following zeros
+
+    def follow(self, folds: set[Fold]) -> list[tuple[Contraction, Atom]]:
+        """With these folds, which sums over an atom have no factor that is zero where it is off?"""
+        self.folds = folds
+        self.zero = {value: self._folded(value) for value in self.recording.tensors}
+        open_sums: list[tuple[Contraction, Atom]] = []
+        for number, op in enumerate(self.recording.ops):
+            for contraction in self.facts.contractions.get(number, ()):
+                for atom in self.coupling.channels.atoms(contraction.over):
+                    if not self._has_zero_factor(contraction, atom):
+                        open_sums.append((contraction, atom))
+            for value in op.outs:
+                if value is not None and self.atoms[value]:
+                    self._set(op, value, frozenset(self._out(number, op, value)))
+        return open_sums
+
+    def _set(self, op: Op, value: int, zero: frozenset[Atom]) -> None:
+        """In place, zeros are only ever lost, for all views of the memory: they may have been read before."""
+        inputs = op.inputs()
+        if value in inputs:
+            for member in self.family.get(value, {value}):
+                self.zero[member] = self.zero.get(member, frozenset()) & zero
+            return
+        # An atom in two dims of one value would need a zero for each of them.
+        dims = self.by_dim[value]
+        twice = {atom for atom in zero if sum(atom in atoms for atoms in dims) > 1}
+        self.zero[value] = zero - twice
+        if inputs and op.func._schema.arguments[0].alias_info is not None:  # a view
+            family = self.family.setdefault(inputs[0], {inputs[0]})
+            family.add(value)
+            self.family[value] = family
+
+    def _folded(self, value: int) -> frozenset[Atom]:
+        """Atoms whose every dim in a tensor of the model is folded."""
+        name, dims = self.recording.tensors[value], self.by_dim[value]
+        bare = [atoms for dim, atoms in enumerate(dims) if (name, dim) not in self.folds]
+        return self.atoms[value].difference(*bare)
+
+    def _zero_at(self, value: int | None, atom: Atom) -> bool:
+        return value is not None and atom in self.zero.get(value, frozenset())
+
+    def _has_zero_factor(self, contraction: Contraction, atom: Atom) -> bool:
+        name = self.recording.tensors.get(contraction.weight) if contraction.weight is not None else None
+        if (name, contraction.weight_dim) in self.folds:
+            return True
+        return self._zero_at(contraction.data, atom) or self._zero_at(contraction.weight, atom)
+
+    def _out(self, number: int, op: Op, value: int) -> Iterable[Atom]:
+        flow, inputs = self.facts.flows[number], op.inputs()
+        for atom in self.atoms[value]:
+            carriers = [source for source in inputs if atom in self.atoms[source]]
+            zeros = [self._zero_at(source, atom) for source in carriers]
+            if (
+                (flow in (Flow.KEEPS, Flow.PADS) and all(zeros) and (carriers or flow is Flow.PADS))
+                or (flow is Flow.POINTWISE and any(zeros) and self._stays_zero(op, atom))
+                or (flow is Flow.CONTRACTS and self._passes(number, atom))
+                or (flow is Flow.NORMALISES and self._shifts_nothing(number, atom))
+            ):
+                yield atom
+
+    def _stays_zero(self, op: Op, atom: Atom) -> bool:
+        """Try f: zero where an operand is known to be zero, anything elsewhere, in all combinations."""
+        zeros = tuple(self._zero_at(value, atom) for value in op.inputs())
+        key = (id(op), zeros)
+        if key not in self._tried:
+            choices = [(0.0,) if zero else _ANYTHING for zero in zeros]
+            self._tried[key] = len(zeros) <= _MOST_OPERANDS and all(
+                self._is_zero(op, iter(numbers)) for numbers in itertools.product(*choices)
+            )
+        return self._tried[key]
+
+    def _is_zero(self, op: Op, numbers: Iterator[float]) -> bool:
+        def sample(leaf: object) -> object:
+            if not isinstance(leaf, Ref):
+                return leaf
+            dtype = self.recording.dtypes[leaf.value]
+            number = next(numbers)
+            return torch.tensor([number if dtype.is_floating_point or dtype.is_complex else round(4 * number)]).to(
+                dtype
+            )
+
+        try:
+            out = op.func(*map_leaves(sample, op.args), **map_leaves(sample, dict(op.kwargs)))
+        except Exception:  # an op that cannot be tried on one number is not known to keep zeros
+            return False
+        return isinstance(out, Tensor) and bool((out == 0).all())
+
+    def _passes(self, number: int, atom: Atom) -> bool:
+        """Output channels are zero if a factor that hands them on is, and nothing is added."""
+        contractions = self.facts.contractions.get(number, [])
+        if not contractions:  # a product without a sum
+            return any(self._zero_at(value, atom) for value in self.recording.ops[number].inputs())
+        last = contractions[-1]  # of attention this is the sum over values; elsewhere all have the same factors
+        if last.bias is not None and not self._zero_at(last.bias, atom):
+            return False
+        if last.weight is not None and last.out_dim is not None:
+            name, written = self.recording.tensors.get(last.weight), self.by_dim[last.weight][last.out_dim]
+            if (name, last.out_dim) in self.folds and atom in written:
+                return True
+        summed = any(atom in self.coupling.channels.atoms(item.over) for item in contractions)
+        return self._zero_at(last.weight, atom) or (not summed and self._zero_at(last.data, atom))
+
+    def _shifts_nothing(self, number: int, atom: Atom) -> bool:
+        norm = self.facts.norms[number]
+        if atom not in self.coupling.channels.atoms(norm.over):
+            return False
+        return self._zero_at(norm.weight, atom) and (norm.bias is None or self._zero_at(norm.bias, atom))

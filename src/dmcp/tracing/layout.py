@@ -1,0 +1,396 @@
+"""A dim of a tensor in terms of channel spaces, and the algebra of such layouts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Atom:
+    """A set of channels that may be narrowed, by number."""
+
+    index: int
+
+
+Axis = int | Atom
+Segment = tuple[Axis, ...]
+Layout = tuple[Segment, ...]
+
+
+def fixed(size: int) -> Layout:
+    """A dim that nothing can narrow."""
+    return ((size,),)
+
+
+def tidy(segments: Sequence[Segment]) -> Layout:
+    """Drop axes of size one, multiply and add neighbouring fixed sizes."""
+    tidied: list[Segment] = []
+    for segment in segments:
+        axes: list[Axis] = []
+        for axis in segment:
+            if isinstance(axis, int) and axes and isinstance(axes[-1], int):
+                axes[-1] *= axis
+            elif axis != 1:
+                axes.append(axis)
+        new, last = tuple(axes) or (1,), tidied[-1] if tidied else ()
+        if len(new) == len(last) == 1 and isinstance(new[0], int) and isinstance(last[0], int):
+            tidied[-1] = (last[0] + new[0],)
+        else:
+            tidied.append(new)
+    return tuple(tidied)
+
+
+# -- reading resolved layouts; `kept` says which channels of each atom remain
+
+
+def atoms_of(layout: Layout) -> list[Atom]:
+    """The atoms of a resolved layout, in order."""
+    return [axis for segment in layout for axis in segment if isinstance(axis, Atom)]
+
+
+def width(layout: Layout, widths: Mapping[int, int]) -> int:
+    """Size of the dim when each atom has its width."""
+    return sum(
+        math.prod(axis if isinstance(axis, int) else widths[axis.index] for axis in segment) for segment in layout
+    )
+
+
+def kept_indices(layout: Layout, kept: Mapping[int, Tensor], sizes: Mapping[int, int]) -> Tensor:
+    """Indices of the dim that remain when each atom keeps its own. -> (n,) int64"""
+    pieces: list[Tensor] = []
+    offset = 0
+    for segment in layout:
+        index = torch.zeros(1, dtype=torch.int64)
+        total = 1
+        for axis in segment:
+            size = axis if isinstance(axis, int) else sizes[axis.index]
+            own = torch.arange(size) if isinstance(axis, int) else kept[axis.index]
+            index = (index[:, None] * size + own[None, :]).flatten()
+            total *= size
+        pieces.append(index + offset)
+        offset += total
+    return torch.cat(pieces)
+
+
+def monomials(layout: Layout) -> list[tuple[int, tuple[int, ...]]]:
+    """The dim's size as a polynomial: a coefficient and the atoms it multiplies, per segment."""
+    return [
+        (
+            math.prod(axis for axis in segment if isinstance(axis, int)),
+            tuple(atom.index for atom in atoms_of((segment,))),
+        )
+        for segment in layout
+    ]
+
+
+def in_spaces(layout: Layout, numbers: Mapping[int, int]) -> Layout:
+    """A resolved layout with atoms renamed to space numbers."""
+    return tuple(
+        tuple(axis if isinstance(axis, int) else Atom(numbers[axis.index]) for axis in segment) for segment in layout
+    )
+
+
+# A concatenation inside a product is written out; beyond this many segments it is kept whole instead.
+_LONGEST = 512
+# A concatenation is split into at most this many equal pieces that are then joined.
+_MOST_PIECES = 64
+
+
+@dataclass
+class _Node:
+    """What is known of an atom: whom it was joined with, what it was split into, why it must stay whole."""
+
+    size: int
+    parent: int
+    product: tuple[Axis, Axis] | None = None
+    concat: tuple[Axis, Axis] | None = None
+    reason: str | None = None
+
+
+@dataclass
+class Channels:
+    """All atoms of one model, in a union-find whose members can be split into finer atoms."""
+
+    because: str = ""  # what is being looked at, for the reasons
+    _nodes: list[_Node] = field(default_factory=list)
+
+    # -- atoms
+
+    def fresh(self, size: int) -> Layout:
+        """A dim of channels that nothing is known about yet."""
+        return ((self._atom(size),),)
+
+    def _atom(self, size: int) -> Axis:
+        if size <= 1:
+            return size
+        self._nodes.append(_Node(size, len(self._nodes)))
+        return Atom(len(self._nodes) - 1)
+
+    def _find(self, atom: Atom) -> int:
+        index = atom.index
+        while self._nodes[index].parent != index:
+            self._nodes[index].parent = self._nodes[self._nodes[index].parent].parent
+            index = self._nodes[index].parent
+        return index
+
+    def axis_size(self, axis: Axis) -> int:
+        """Channels of one axis."""
+        return axis if isinstance(axis, int) else self._nodes[axis.index].size
+
+    def segment_size(self, segment: Segment) -> int:
+        """Channels of one segment."""
+        return math.prod(self.axis_size(axis) for axis in segment)
+
+    def size(self, layout: Layout) -> int:
+        """Channels of the whole dim."""
+        return sum(self.segment_size(segment) for segment in layout)
+
+    def reason(self, atom: Atom) -> str | None:
+        """Why this atom is kept whole, or None if it is not."""
+        return self._nodes[self._find(atom)].reason
+
+    def freeze(self, layout: Layout, reason: str | None = None) -> int:
+        """Keep every atom of the dim whole; how many were not so before."""
+        count = 0
+        for atom in self.atoms(layout):
+            self._nodes[atom.index].reason = reason or self.because
+            count += 1
+        return count
+
+    # -- reading a layout
+
+    def resolve(self, layout: Layout) -> Layout:
+        """The layout in terms of what is known now: atoms replaced by their parts, whole ones by their size."""
+        segments: list[Segment] = []
+        for segment in layout:
+            segments.extend(self._resolve_segment(segment))
+        return tidy(segments)
+
+    def _resolve_segment(self, segment: Segment) -> list[Segment]:
+        grown: list[Segment] = [()]
+        for axis in segment:
+            grown = self._times(grown, self._resolve_axis(axis))
+        return grown
+
+    def _resolve_axis(self, axis: Axis) -> list[Segment]:
+        if isinstance(axis, int):
+            return [(axis,)]
+        index = self._find(axis)
+        node = self._nodes[index]
+        if node.product:
+            return self._resolve_segment(node.product)
+        if node.concat:
+            return [part for side in node.concat for part in self._resolve_axis(side)]
+        return [(node.size,)] if node.reason else [(Atom(index),)]
+
+    def _times(self, outer: list[Segment], inner: list[Segment]) -> list[Segment]:
+        """Product of two concatenations. An outer axis around an inner concatenation cannot be narrowed."""
+        if len(inner) == 1:
+            return [segment + inner[0] for segment in outer]
+        product: list[Segment] = []
+        for segment in outer:
+            copies = self.segment_size(segment)
+            if copies > 1:
+                self.freeze((segment,), f"a concatenation lies inside it ({self.because})")
+            if copies * len(inner) > _LONGEST:
+                self.freeze(tuple(inner), f"too many concatenated pieces ({self.because})")
+                product.append((copies * sum(self.segment_size(part) for part in inner),))
+            else:
+                product.extend(list(inner) * copies)
+        return product
+
+    def atoms(self, layout: Layout) -> list[Atom]:
+        """The atoms of the dim that can be narrowed, in order, each once."""
+        return list(dict.fromkeys(atoms_of(self.resolve(layout))))
+
+    def whole(self, layout: Layout) -> list[tuple[int, str]]:
+        """Size and reason of every part of the dim that has no atoms left."""
+        parts: list[tuple[int, str]] = []
+        for segment in layout:
+            if self.atoms((segment,)):
+                for axis in segment:
+                    concat = self._nodes[self._find(axis)].concat if isinstance(axis, Atom) else None
+                    parts += [part for side in concat or () for part in self.whole(((side,),))]
+            else:
+                reasons = dict.fromkeys(reason for axis in segment for reason in self._reasons(axis))
+                parts += [(self.segment_size(segment), "; ".join(reasons))] if reasons else []
+        return parts
+
+    def _reasons(self, axis: Axis) -> list[str]:
+        if isinstance(axis, int):
+            return []
+        node = self._nodes[self._find(axis)]
+        inner = [reason for part in node.product or node.concat or () for reason in self._reasons(part)]
+        return inner or ([node.reason] if node.reason else [])
+
+    # -- building layouts
+
+    def multiply(self, outer: Layout, inner: Layout) -> Layout:
+        """The dim that flattening two dims gives."""
+        return tidy(self._times(list(self.resolve(outer)), list(self.resolve(inner))))
+
+    def _split_concat(self, axis: Axis, front: int) -> tuple[Axis, Axis]:
+        if isinstance(axis, int):
+            return front, axis - front
+        node = self._nodes[self._find(axis)]
+        node.concat = (self._atom(front), self._atom(node.size - front))
+        return node.concat
+
+    def _split_product(self, axis: Axis, outer: int) -> tuple[Axis, Axis]:
+        if isinstance(axis, int):
+            return outer, axis // outer
+        node = self._nodes[self._find(axis)]
+        node.product = (self._atom(outer), self._atom(node.size // outer))
+        return node.product
+
+    def _split_segment(self, segment: Segment, front: int) -> tuple[Layout, Layout]:
+        """Cut a resolved segment after its first `front` channels."""
+        inner = self.segment_size(segment[1:])
+        if front % inner == 0:
+            head, tail = self._split_concat(segment[0], front // inner)
+            return ((head, *segment[1:]),), ((tail, *segment[1:]),)
+        total = self.segment_size(segment)
+        self.freeze((segment,), f"it is split in the middle of a group ({self.because})")
+        return fixed(front), fixed(total - front)
+
+    def divide(self, layout: Layout, sizes: Sequence[int]) -> list[Layout]:
+        """Cut the dim into pieces of these sizes."""
+        rest = list(self.resolve(layout))
+        pieces: list[Layout] = []
+        for size in sizes:
+            piece: list[Segment] = []
+            while size > 0:
+                now = self.resolve((rest.pop(0),))  # an earlier cut may have split it
+                rest[:0] = now[1:]
+                have = self.segment_size(now[0])
+                if have <= size:
+                    piece.append(now[0])
+                    size -= have
+                else:
+                    front, back = self._split_segment(now[0], size)
+                    piece.extend(front)
+                    rest[:0] = back
+                    size = 0
+            pieces.append(tuple(piece) or fixed(0))
+        return pieces
+
+    def factor(self, layout: Layout, outer: int) -> tuple[Layout, Layout]:
+        """Write the dim as a product whose outer part has `outer` channels."""
+        inner = self.size(layout) // outer
+        if outer == 1:
+            return fixed(1), layout
+        if inner == 1:
+            return layout, fixed(1)
+        segments = self.resolve(layout)
+        split = self._factor_segments(segments, inner)
+        if split is not None:
+            return split
+        if len(segments) > 1 and outer <= _MOST_PIECES:
+            first, *others = self.divide(layout, [inner] * outer)
+            for other in others:
+                self.join(first, other)
+            return fixed(outer), first
+        self.freeze(layout, f"it is regrouped across its borders ({self.because})")
+        return fixed(outer), fixed(inner)
+
+    def _factor_segments(self, segments: Layout, inner: int) -> tuple[Layout, Layout] | None:
+        """Factor every segment by the same inner size, and join the inner parts."""
+        if any(self.segment_size(segment) % inner for segment in segments):
+            return None
+        outers: list[Segment] = []
+        inners: list[Layout] = []
+        for segment in segments:
+            split = self._factor_segment(segment, self.segment_size(segment) // inner)
+            if split is None:
+                return None
+            outers.append(split[0])
+            inners.append((split[1],))
+        for other in inners[1:]:
+            self.join(inners[0], other)
+        return tuple(outers), inners[0]
+
+    def _factor_segment(self, segment: Segment, outer: int) -> tuple[Segment, Segment] | None:
+        head: list[Axis] = []
+        rest = [axis for part in self.resolve((segment,))[:1] for axis in part]
+        while outer > 1:
+            axis = rest.pop(0)
+            size = self.axis_size(axis)
+            if outer % size == 0:
+                head.append(axis)
+                outer //= size
+            elif size % outer == 0:
+                first, second = self._split_product(axis, outer)
+                head.append(first)
+                rest.insert(0, second)
+                outer = 1
+            else:
+                return None
+        return tuple(head) or (1,), tuple(rest) or (1,)
+
+    # -- joining
+
+    def join(self, one: Layout, other: Layout) -> None:
+        """Make two dims the same channels; where they cannot be, both stay whole."""
+        left, right = list(self.resolve(one)), list(self.resolve(other))
+        while left and right:
+            here, there = self.resolve((left.pop(0),)), self.resolve((right.pop(0),))
+            left[:0], right[:0] = here[1:], there[1:]
+            a, b = here[0], there[0]
+            size_a, size_b = self.segment_size(a), self.segment_size(b)
+            if size_a == size_b:
+                self._join_segments(a, b)
+            elif size_a < size_b:
+                front, back = self._split_segment(b, size_a)
+                left.insert(0, a)
+                right[:0] = front + back
+            else:
+                front, back = self._split_segment(a, size_b)
+                left[:0] = front + back
+                right.insert(0, b)
+
+    def _join_segments(self, one: Segment, other: Segment) -> None:
+        left, right = list(one), list(other)
+        while left and right:
+            # Splitting one side may have split an atom that the other side holds too.
+            here, there = self._resolve_segment(tuple(left)), self._resolve_segment(tuple(right))
+            if len(here) > 1 or len(there) > 1:
+                self.join(tuple(here), tuple(there))
+                return
+            left, right = list(here[0]), list(there[0])
+            a, b = left.pop(0), right.pop(0)
+            size_a, size_b = self.axis_size(a), self.axis_size(b)
+            if size_a == size_b:
+                self._join_axes(a, b)
+            elif size_a < size_b and size_b % size_a == 0:
+                right[:0] = self._split_product(b, size_a)
+                left.insert(0, a)
+            elif size_b < size_a and size_a % size_b == 0:
+                left[:0] = self._split_product(a, size_b)
+                right.insert(0, b)
+            else:
+                self.freeze(((a, *left), (b, *right)), f"two groupings do not align ({self.because})")
+                return
+        self.freeze((tuple(left), tuple(right)), f"two groupings do not align ({self.because})")
+
+    def _join_axes(self, a: Axis, b: Axis) -> None:
+        if isinstance(a, int) or isinstance(b, int):
+            self.freeze(((a, b),), self._reason_of(a) or self._reason_of(b) or f"meets a fixed size ({self.because})")
+            return
+        one, other = self._find(a), self._find(b)
+        if one == other:
+            return
+        first, second = self._nodes[one], self._nodes[other]
+        if (first.product or first.concat) and (second.product or second.concat):
+            self.join(((a,),), ((b,),))
+        elif second.product or second.concat:
+            first.parent = other
+        else:
+            second.parent = one
+
+    def _reason_of(self, axis: Axis) -> str | None:
+        return self.reason(axis) if isinstance(axis, Atom) else None

@@ -1,0 +1,380 @@
+"""What a rule sees of an op and what it can state, and rules applied to a recording."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+import torch
+
+from dmcp.errors import TraceError
+from dmcp.modules import map_leaves
+from dmcp.tracing.layout import Atom, Channels, Layout, fixed, width
+from dmcp.tracing.record import Func, Op, Recording, Ref, Shape
+
+Dims = tuple[Layout, ...]
+
+
+class Flow(Enum):
+    """What an op does to channels that are exactly zero."""
+
+    KEEPS = auto()  # they come out zero
+    POINTWISE = auto()  # they come out as f(0), which can be tried
+    CONTRACTS = auto()  # they are summed away, or pass as a batch
+    NORMALISES = auto()  # they come out as the norm's shift
+    PADS = auto()  # they come out zero, and channels that are added are zero too
+    LOSES = auto()  # nothing is known
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor argument of an op."""
+
+    value: int
+    dims: Dims
+    shape: Shape
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """A sum of products over one dim. Channels that are off must be zero in one of the two factors."""
+
+    path: str
+    data: int
+    weight: int | None  # None: a plain sum
+    weight_dim: int  # the dim of `weight` that is summed away
+    over: Layout
+    bias: int | None = None
+    out_dim: int | None = None  # the dim of `weight` that becomes output channels
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A normalisation with the scale and shift that it applies per channel."""
+
+    path: str
+    weight: int | None
+    bias: int | None
+    over: Layout
+
+
+@dataclass(frozen=True)
+class OpCost:
+    """Multiply-adds of one op: a coefficient times a product of dims."""
+
+    path: str
+    kind: str
+    coefficient: int
+    dims: Dims
+    out: int  # the op's output, whose size tells how the cost grows with the batch
+
+
+@dataclass(frozen=True)
+class Literal:
+    """A number among an op's arguments that should follow the width of a dim."""
+
+    argument: str
+    position: int | None  # where in the list, if the argument is one
+    layout: Layout
+
+
+@dataclass
+class Facts:
+    """All that the rules said about one recording."""
+
+    contractions: dict[int, list[Contraction]] = field(default_factory=dict)  # by op number
+    norms: dict[int, Norm] = field(default_factory=dict)
+    costs: list[OpCost] = field(default_factory=list)
+    flows: list[Flow] = field(default_factory=list)
+    literals: dict[int, list[Literal]] = field(default_factory=dict)
+    attributes: dict[tuple[str, str], Dims] = field(default_factory=dict)  # (module path, attribute) -> what it counts
+    written: list[Layout] = field(default_factory=list)  # output channels of layers
+    mixed: list[tuple[Layout, str]] = field(default_factory=list)  # gated is not cut here, and why
+    unknown: list[Op] = field(default_factory=list)
+
+
+class Call:
+    """One op with the layouts of its arguments, as a rule sees it. Arguments are read by their schema name."""
+
+    def __init__(
+        self, channels: Channels, recording: Recording, layouts: Mapping[int, Dims], number: int, facts: Facts
+    ):
+        self.channels, self.facts, self.number = channels, facts, number
+        self.op = recording.ops[number]
+        self.path = self.op.path
+        self.flow = Flow.LOSES
+        self.out_values = self.op.outs
+        self.out_shapes = [() if value is None else recording.shapes[value] for value in self.op.outs]
+
+        def operand(leaf: Any) -> Any:
+            if not isinstance(leaf, Ref):
+                return leaf
+            return Operand(leaf.value, layouts[leaf.value], recording.shapes[leaf.value], recording.dtypes[leaf.value])
+
+        self.arguments = {name: map_leaves(operand, leaf) for name, leaf in self.op.arguments().items()}
+        self.operands: list[Operand] = [operand(Ref(value)) for value in self.op.inputs()]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments.get(name)
+
+    @property
+    def x(self) -> Operand:
+        """The first tensor argument."""
+        return self.operands[0]
+
+    def where(self) -> str:
+        """The op in words, for reasons: "conv2d at layer1.0.conv1"."""
+        return f"{self.op.name} at {self.path}" if self.path else self.op.name
+
+    def fixed_outputs(self) -> list[Dims]:
+        """Outputs that nothing can narrow."""
+        return [tuple(fixed(size) for size in shape) for shape in self.out_shapes]
+
+    def freeze(self, layout: Layout, reason: str) -> None:
+        """Keep a dim whole."""
+        self.channels.freeze(layout, f"{reason} ({self.where()})")
+
+    def mixes(self, layout: Layout, reason: str) -> None:
+        """Say that this op mixes channels of the dim, so that gating is not cutting."""
+        self.facts.mixed.append((layout, f"{reason} ({self.where()})"))
+
+    def join_all(self, layout: Layout, *operands: Operand | None) -> None:
+        """Join dim 0 of per-channel parameters with a dim."""
+        for operand in operands:
+            if isinstance(operand, Operand):
+                self.channels.join(layout, operand.dims[0])
+
+    def broadcast(self, operands: list[Dims]) -> Dims:
+        """Dims of an element-wise op: those of equal size become one."""
+        rank = max((len(dims) for dims in operands), default=0)
+        out: list[Layout] = []
+        for back in range(rank, 0, -1):
+            here = [dims[-back] for dims in operands if len(dims) >= back]
+            wide = [layout for layout in here if self.channels.size(layout) != 1]
+            for other in wide[1:]:
+                self.channels.join(wide[0], other)
+            out.append(wide[0] if wide else fixed(1))
+        return tuple(out)
+
+    def contracts(
+        self,
+        data: Operand,
+        weight: Operand | None,
+        weight_dim: int,
+        over: Layout,
+        bias: Operand | None = None,
+        out_dim: int | None = None,
+    ) -> None:
+        """Say that a dim is summed away."""
+        self.flow = Flow.CONTRACTS
+        self.facts.contractions.setdefault(self.number, []).append(
+            Contraction(
+                self.path,
+                data.value,
+                weight.value if weight else None,
+                weight_dim,
+                over,
+                bias.value if isinstance(bias, Operand) else None,
+                out_dim,
+            )
+        )
+
+    def costs(self, kind: str, coefficient: int, *dims: Layout) -> None:
+        """Say what the op costs: coefficient times the product of the dims."""
+        out = self.out_values[0]
+        assert out is not None
+        self.facts.costs.append(OpCost(self.path, kind, coefficient, dims, out))
+
+    def follows(self, argument: str, layouts: Iterable[Layout]) -> None:
+        """Say that an argument's numbers are the sizes of these dims."""
+        single = not isinstance(self[argument], (list, tuple))
+        self.facts.literals.setdefault(self.number, []).extend(
+            Literal(argument, None if single else position, layout) for position, layout in enumerate(layouts)
+        )
+
+    def describes(self, **attributes: Dims) -> None:
+        """Say what attributes of the calling module count, if it has attributes of these names."""
+        for name, counted in attributes.items():
+            self.facts.attributes[self.path, name] = counted
+
+    def writes(self, *layouts: Layout) -> None:
+        """Say that these are output channels of a layer."""
+        self.facts.written.extend(layouts)
+
+    def normalises(self, over: Layout) -> None:
+        """Say that the op's weight and bias scale and shift the channels of a dim."""
+        self.flow = Flow.NORMALISES
+        weight, bias = (
+            value.value if isinstance(value := self[name], Operand) else None for name in ("weight", "bias")
+        )
+        self.facts.norms[self.number] = Norm(self.path, weight, bias, over)
+
+
+Rule = Callable[[Call], list[Dims]]
+
+
+def regroup(channels: Channels, dims: Dims, shape: Shape) -> Dims:
+    """Dims after a reshape: the shortest runs of old and new dims with equal products match each other."""
+    sizes = [channels.size(layout) for layout in dims]
+    out: list[Layout] = []
+    old = new = 0
+    while old < len(sizes) or new < len(shape):
+        old_stop, new_stop = min(old + 1, len(sizes)), min(new + 1, len(shape))
+        while math.prod(sizes[old:old_stop]) != math.prod(shape[new:new_stop]):
+            if math.prod(sizes[old:old_stop]) < math.prod(shape[new:new_stop]):
+                old_stop += 1
+            else:
+                new_stop += 1
+        out.extend(_refactor(channels, dims[old:old_stop], shape[new:new_stop]))
+        old, new = old_stop, new_stop
+    return tuple(out)
+
+
+def _refactor(channels: Channels, dims: Dims, shape: Shape) -> list[Layout]:
+    """Multiply the dims into one, then factor it into the new sizes."""
+    if len(dims) == len(shape) == 1:
+        return [dims[0]]
+    rest: Layout | None = None
+    for layout in dims:
+        if channels.size(layout) != 1:
+            rest = layout if rest is None else channels.multiply(rest, layout)
+    out: list[Layout] = []
+    for position, size in enumerate(shape):
+        if size == 1 or rest is None:
+            out.append(fixed(size))
+        elif math.prod(shape[position + 1 :]) == 1:
+            out.append(rest)
+            rest = None
+        else:
+            outer, rest = channels.factor(rest, size)
+            out.append(outer)
+    return out
+
+
+def find_rule(func: Func, rules: Mapping[Func, Rule], pointwise: Rule) -> Rule | None:
+    """The rule of an op, of its out-of-place twin, or the pointwise one where torch says that it is."""
+    name, overload = func._schema.name.split("::")[1], func._overloadname
+    twin = getattr(getattr(torch.ops.aten, name[:-1], None), overload, None) if name.endswith("_") else None
+    candidates: list[Func] = [func] if twin is None else [func, twin]
+    for candidate in candidates:
+        if candidate in rules:
+            return rules[candidate]
+    return pointwise if any(torch.Tag.pointwise in candidate.tags for candidate in candidates) else None
+
+
+def unknown(call: Call, reason: str = "there is no channel rule for it") -> list[Dims]:
+    """Nothing is known: inputs and outputs stay whole, and the op is reported."""
+    call.facts.unknown.append(call.op)
+    call.flow = Flow.LOSES
+    outs = [tuple(call.channels.fresh(size) for size in shape) for shape in call.out_shapes]
+    for dims in (*(operand.dims for operand in call.operands), *outs):  # what meets an output gets the reason too
+        for layout in dims:
+            call.freeze(layout, reason)
+    return outs
+
+
+@dataclass
+class Coupling:
+    """Layouts of every value in every recording, over one set of atoms."""
+
+    channels: Channels
+    tensors: dict[str, Dims]  # parameters and buffers by name
+    recordings: list[Recording] = field(default_factory=list)
+    layouts: list[dict[int, Dims]] = field(default_factory=list)  # per recording: value -> dims
+    facts: list[Facts] = field(default_factory=list)
+
+    def atoms(self, names: Sequence[str]) -> list[Atom]:
+        """The atoms that can be narrowed in these tensors, in order, each once."""
+        found: dict[Atom, None] = {}
+        for name in names:
+            for layout in self.tensors.get(name, ()):
+                found.update(dict.fromkeys(self.channels.atoms(layout)))
+        return list(found)
+
+    def predict(self, number: int, widths: Mapping[int, int]) -> dict[int, Shape]:
+        """Shapes of all values of a recording when each atom has its width."""
+        sizes: dict[Layout, int] = {}  # many values share their dims
+
+        def size(layout: Layout) -> int:
+            if layout not in sizes:
+                sizes[layout] = width(self.channels.resolve(layout), widths)
+            return sizes[layout]
+
+        return {value: tuple(size(layout) for layout in dims) for value, dims in self.layouts[number].items()}
+
+
+def couple(
+    recordings: Sequence[Recording], rules: Mapping[Func, Rule], strict: bool, frozen: Sequence[str] = ()
+) -> Coupling:
+    """Apply the rules to every op of every recording; strict: an op without a rule must lie in a frozen module."""
+    coupling = Coupling(Channels(), {})
+    for recording in recordings:
+        coupling.recordings.append(recording)
+        facts, layouts = _follow(coupling, recording, rules, strict, frozen)
+        coupling.facts.append(facts)
+        coupling.layouts.append(layouts)
+    for recording, layouts in zip(coupling.recordings, coupling.layouts, strict=True):
+        for value in recording.outputs:
+            for layout in layouts[value]:
+                coupling.channels.freeze(layout, "it is an output of the model")
+    return coupling
+
+
+def _follow(
+    coupling: Coupling, recording: Recording, rules: Mapping[Func, Rule], strict: bool, frozen: Sequence[str]
+) -> tuple[Facts, dict[int, Dims]]:
+    channels, facts = coupling.channels, Facts()
+    layouts: dict[int, Dims] = {}
+    for value, name in recording.tensors.items():
+        shape = recording.shapes[value]
+        layouts[value] = coupling.tensors.setdefault(name, tuple(channels.fresh(size) for size in shape))
+    for value in recording.inputs:
+        layouts[value] = tuple(fixed(size) for size in recording.shapes[value])
+    for value in recording.constants:
+        layouts.setdefault(value, tuple(fixed(size) for size in recording.shapes[value]))
+    for number, op in enumerate(recording.ops):
+        call = Call(channels, recording, layouts, number, facts)
+        channels.because = call.where()
+        rule = find_rule(op.func, rules, pointwise)
+        if rule is None and strict and not _inside(op.path, frozen):
+            raise TraceError(_no_rule(call))
+        outs = unknown(call) if rule is None else rule(call)
+        facts.flows.append(call.flow)
+        if len(outs) != len(op.outs):
+            raise TraceError(f"The channel rule of {op.func} gave {len(outs)} outputs, not {len(op.outs)}.")
+        for out, dims in zip(op.outs, outs, strict=True):
+            if out is not None:
+                _check(call, dims, recording.shapes[out])
+                layouts[out] = dims
+    return facts, layouts
+
+
+def _check(call: Call, dims: Dims, shape: Shape) -> None:
+    """A rule that gives dims of other sizes than the op did is wrong, whoever wrote it."""
+    sizes = tuple(call.channels.size(layout) for layout in dims)
+    if sizes != shape:
+        raise TraceError(f"The channel rule of {call.op.func} at {call.path or 'the top'} gave {sizes}, not {shape}.")
+
+
+def _inside(path: str, names: Sequence[str]) -> bool:
+    return any(path == name or path.startswith(name + ".") for name in names)
+
+
+def _no_rule(call: Call) -> str:
+    shape = "x".join(str(size) for size in call.x.shape) if call.operands else "none"
+    layer = call.path.partition(".parametrizations.")[0]  # what computes a weight has no parameters of its own
+    second = f'trace(..., frozen=["{layer}"])' if layer else "trace(..., strict=False)"
+    return (
+        f"{call.path or 'the model'}: no channel rule for {call.op.func} (input {shape}). Give one: "
+        f"trace(..., rules=RULES | {{{call.op.func}: my_rule}}), or keep its channels whole: {second}."
+    )
+
+
+def pointwise(call: Call) -> list[Dims]:
+    """Element by element, with broadcasting."""
+    call.flow = Flow.POINTWISE
+    return [call.broadcast([operand.dims for operand in call.operands])] * len(call.out_shapes)

@@ -1,0 +1,541 @@
+"""One forward pass as a list of ATen ops, and where it reads values on the host."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import os
+import random
+import sys
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dmcp.errors import TraceError
+from dmcp.modules import call_model, leaves, map_leaves, narrow, on_meta, skeleton, tensors_in
+
+aten = torch.ops.aten
+
+# Ways out of torch that are no op; the others end in one that gives no tensor.
+READERS: dict[Any, str] = {Tensor.tolist: "tolist", Tensor.numpy: "numpy", Tensor.__array__: "numpy"}
+
+# Ops whose first tensor is chosen from: the others decide how much.
+BY_MASK = {aten.index.Tensor, aten.masked_select.default, aten.repeat_interleave.self_Tensor}
+# Made of ops that torch says have a size by values, which it does not say of them.
+UNTAGGED = {aten.where.default, aten.nonzero_numpy.default, aten.repeat_interleave.self_Tensor}
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OURS = os.path.dirname(__file__) + os.sep  # the tracer: no model lives in its folder
+_MODULES = call_model.__code__.co_filename
+
+
+@dataclass(frozen=True)
+class Read:
+    """Values of tensors that became Python's, or the size of another tensor."""
+
+    number: int  # of ops before it
+    values: tuple[int, ...]  # the tensors, by the numbers of their values
+    way: str  # like "item" or "numpy"
+    place: str  # file and line, like "net.py:12"; empty where nobody's code is on the stack
+    path: str  # the module that did it
+    result: Any = None  # what came of it, if it is Python's
+
+    @property
+    def where(self) -> str:
+        """The place for people: a line of code, else a module."""
+        return self.place or self.path or "the model"
+
+
+def looks_at_values(func: torch._ops.OpOverload, result: Any) -> bool:
+    """Whether an op that gave this, and no tensor, must have looked at values; others tell of dtypes or memory."""
+    if result is None:
+        return False
+    if torch.Tag.data_dependent_output in func.tags or func.namespace != "aten":
+        return True
+    return func is aten.is_nonzero.default
+
+
+def sizes_by_values(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the size of what an op gives follows from values: nonzero, unique, an index that is a mask."""
+    if torch.Tag.dynamic_output_shape not in func.tags and func not in UNTAGGED:
+        return False
+    if func is aten.index.Tensor:
+        return any(isinstance(it, Tensor) and it.dtype in (torch.bool, torch.uint8) for it in args[1])
+    if func is aten.one_hot.default:  # as many classes as there are, unless their number is given
+        return all(number < 0 for number in (*args[1:], *kwargs.values()))
+    return True
+
+
+def place() -> str:
+    """The line of the model's code that is running; torch's own lines and ours are passed over."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not call_model.__code__:  # above it is who traces, below it the model
+        code = frame.f_code
+        if not code.co_filename.startswith((_OURS, _MODULES, _TORCH, "<")):
+            return f"{os.path.basename(code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+_ELEMENTWISE = {
+    aten.relu.default,
+    aten.hardtanh.default,
+    aten.relu6.default,
+    aten.hardswish.default,
+    aten.hardsigmoid.default,
+    aten.leaky_relu.default,
+    aten.elu.default,
+    aten.gelu.default,
+    aten.mish.default,
+    aten.clamp.default,
+}
+_IN_PLACE = {
+    aten.hardtanh_.default,
+    aten.relu6_.default,
+    aten.hardswish_.default,
+    aten.hardsigmoid_.default,
+    aten.leaky_relu_.default,
+    aten.elu_.default,
+    aten.mish_.default,
+    aten.clamp_.default,
+}
+
+
+def compute(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the op gives for these arguments."""
+    if args and isinstance(args[0], Tensor) and args[0].is_meta and args[0].is_floating_point():
+        if func in _IN_PLACE:
+            return args[0]
+        if func in _ELEMENTWISE or (func is aten.batch_norm.default and _fits(*args)):
+            return aten.empty_like.default(args[0])
+        if func is aten.linear.default and len(args) == 3 and _adds_nothing(*args):
+            return func(*args[:2])  # the bias is what takes long
+    return func(*args, **kwargs)
+
+
+def _fits(values: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *_: object) -> bool:
+    """Whether torch takes these arguments of batch_norm, all of which it gives by position."""
+    tensors = [tensor for tensor in (weight, bias, mean, var) if tensor is not None]
+    sized = all(tensor.is_meta and tensor.shape == values.shape[1:2] for tensor in tensors)
+    return sized and values.numel() > 0 and (training or (mean is not None and var is not None))
+
+
+def _adds_nothing(values: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether this bias of a linear layer changes no shape and no dtype."""
+    return bias is not None and bias.is_meta and bias.shape == weight.shape[:1] and bias.dtype == values.dtype
+
+
+Func = torch._ops.OpOverload
+Shape = tuple[int, ...]
+
+# Ops that only move memory: their result is the same value.
+_SAME_VALUE = {aten.clone.default, aten.detach.default, aten.alias.default, aten.contiguous.default}
+# How numbers become a tensor: torch's versions differ in which of these they run, and on which device.
+_BIRTH = {aten.lift_fresh.default, aten.detach_.default}
+# Which of these appears depends on strides, and strides depend on widths.
+_ONE_NAME = {aten._unsafe_view.default: aten.view.default, aten._reshape_alias.default: aten.view.default}
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor among an op's arguments, by the number of its value."""
+
+    value: int
+
+
+@dataclass(frozen=True)
+class Op:
+    """One ATen call; tensors are value numbers."""
+
+    func: Func
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outs: tuple[int | None, ...]
+    path: str  # the module that called it
+    result: Any = None  # what came back, where it was not a tensor
+    single: bool = True  # one output rather than a list of them
+
+    @property
+    def name(self) -> str:
+        """The op's name without namespace and overload: "conv2d"."""
+        return self.func._schema.name.split("::")[1]
+
+    def arguments(self) -> dict[str, Any]:
+        """All arguments by their schema name, defaults filled in."""
+        found: dict[str, Any] = {}
+        for position, argument in enumerate(self.func._schema.arguments):
+            if position < len(self.args) and not argument.kwarg_only:
+                found[argument.name] = self.args[position]
+            else:
+                found[argument.name] = self.kwargs.get(argument.name, argument.default_value)
+        return found
+
+    def inputs(self) -> list[int]:
+        """The values it takes, in order."""
+        return [leaf.value for leaf in leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Ref)]
+
+
+@dataclass(frozen=True)
+class Since:
+    """How much had happened when a constant was first seen."""
+
+    ops: int
+    reads: int
+    data: float | None  # a number that follows from its values, where it has any
+
+
+@dataclass(frozen=True)
+class Made:
+    """Numbers that became a tensor, or an index of one."""
+
+    number: int  # of ops before it
+    path: str  # the module that did it
+    numbers: list[float]
+
+
+@dataclass
+class Recording:
+    """The ops of one forward pass, and the shapes of all values in it."""
+
+    training: bool
+    ops: list[Op] = field(default_factory=list)
+    shapes: list[Shape] = field(default_factory=list)
+    dtypes: list[torch.dtype] = field(default_factory=list)
+    tensors: dict[int, str] = field(default_factory=dict)  # value -> name of the parameter or buffer
+    inputs: list[int] = field(default_factory=list)
+    constants: dict[int, Since] = field(default_factory=dict)  # tensors that come from nowhere we know
+    outputs: list[int] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)  # tensors that became Python values
+    sizes: list[Read] = field(default_factory=list)  # tensors whose values became the size of another one
+    made: list[Made] = field(default_factory=list)  # numbers that became tensors or indices
+    caches: dict[tuple[str, str], Any] = field(default_factory=dict)  # plain attributes that the pass set: old value
+    recomputes: bool = False  # whether layers are computed once more in the backward pass (activation checkpointing)
+
+    def own(self) -> dict[int, frozenset[int]]:
+        """Values that no input has a part in: weights, and what the model computes from them. -> the tensors used"""
+        own: dict[int, frozenset[int]] = {value: frozenset((value,)) for value in self.tensors}
+        coming = list(self.constants.items())
+        for number, op in enumerate(self.ops):
+            inputs = op.inputs()
+            while coming and coming[0][1].ops <= number:
+                value, since = coming.pop(0)
+                if not _have_left(self.reads[: since.reads], own):
+                    own.setdefault(value, frozenset())
+            if all(value in own for value in inputs):
+                sources = frozenset[int]().union(*(own[value] for value in inputs))
+                own.update((value, sources) for value in op.outs if value is not None and value not in own)
+        return own
+
+    def add(self, tensor: Tensor) -> int:
+        """A new value of this tensor's shape."""
+        self.shapes.append(tuple(int(n) for n in tensor.shape))
+        self.dtypes.append(tensor.dtype)
+        return len(self.shapes) - 1
+
+
+def _have_left(reads: Sequence[Read], own: Mapping[int, frozenset[int]]) -> bool:
+    """Whether values of the input left torch as arrays or lists: what comes from nowhere may be made of them."""
+    return any(read.way in READERS.values() and any(value not in own for value in read.values) for read in reads)
+
+
+# numbers that become tensors
+
+
+_LARGE = 1000  # larger arrays are one number, that of their bytes
+# Functions and methods that make tensors of numbers, or look up entries by them.
+_MAKERS = {torch.tensor, torch.as_tensor, torch.asarray}
+_MAKERS |= {Tensor.new_tensor, Tensor.new, Tensor.__getitem__, Tensor.__setitem__}
+
+
+def _numbers_in(nested: Any) -> list[float]:
+    """Every number in sequences, dicts and arrays."""
+    found: list[float] = []
+    for leaf in leaves(nested):
+        if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "biufc":
+            found += _numbers_in(leaf.ravel().tolist()) if leaf.size <= _LARGE else [_digest(leaf.tobytes())]
+        elif isinstance(leaf, (Sequence, array)) and not isinstance(leaf, (str, bytes)):  # such as a range
+            found += _numbers_in(list(leaf))
+        elif isinstance(leaf, complex):
+            found += (leaf.real, leaf.imag)
+        elif isinstance(leaf, (int, float)):
+            found.append(float(leaf))
+    return found
+
+
+def _digest(data: bytes) -> float:
+    return float(int.from_bytes(hashlib.sha256(data).digest()[:6]))
+
+
+def _write_number(tensor: Tensor, index: Any, number: float) -> None:
+    """`tensor[index] = number` by ops that are the same on every device and in every version of torch."""
+    parts = index if isinstance(index, tuple) else (index,)
+    mask = parts[0]
+    if len(parts) == 1 and isinstance(mask, Tensor) and mask.dtype == torch.bool:
+        tensor.masked_fill_(mask[(..., *[None] * (tensor.ndim - mask.ndim))], number)
+    elif all(part is None or part is ... or isinstance(part, slice) or type(part) is int for part in parts):
+        tensor[index].copy_(tensor.new_full((), number))
+    else:
+        tensor[index] = tensor.new_full((), number)
+
+
+# recording
+
+
+class _Borders(TorchFunctionMode):
+    """Notes the numbers that the model turns into tensors, which the meta device would lose, and the way back."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder, self.recording = recorder, recorder.recording
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READERS:
+            return self.recorder.read(func, args, kwargs or {})
+        if func in _MAKERS:
+            return self.recorder.make(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _is_half(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.itemsize <= 2
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Writes down every op that runs while it is entered."""
+
+    def __init__(self, model: nn.Module, inputs: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recording = Recording(model.training)
+        self._known: dict[int, int] = {}  # id of a tensor -> its value
+        self._alive: list[Tensor] = []  # ids are reused unless every tensor stays alive
+        self._paused = self._making = False
+        self.path: list[str] = [""]
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            self.recording.tensors[self._value(tensor)] = name
+        self.recording.inputs = [self._value(tensor) for tensor in inputs]
+
+    def _value(self, tensor: Tensor) -> int:
+        known = self._known.get(id(tensor))
+        if known is None or self.recording.shapes[known] != tuple(
+            tensor.shape
+        ):  # squeeze_() and its like reshape in place
+            self._known[id(tensor)] = self.recording.add(tensor)
+            self._alive.append(tensor)
+        return self._known[id(tensor)]
+
+    def _argument(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in self._known:
+            found = self._array(leaf)
+            data = None if found is None else _digest(repr(found.shape).encode() + found.tobytes())
+            since = Since(len(self.recording.ops), len(self.recording.reads), data)
+            self.recording.constants[self._value(leaf)] = since
+        return Ref(self._known[id(leaf)])
+
+    def _array(self, tensor: Tensor) -> np.ndarray[Any, Any] | None:
+        """Its values, if it has any; reading them is not the model's doing."""
+        before, self._paused = self._paused, True
+        try:
+            with torch._C.DisableTorchFunction():
+                return None if tensor.is_meta else (tensor.float() if _is_half(tensor) else tensor).numpy(force=True)
+        except (TypeError, RuntimeError):  # a kind that NumPy does not have
+            return None
+        finally:
+            self._paused = before
+
+    def __torch_dispatch__(
+        self, func: Func, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        if func in _BIRTH or (func in _SAME_VALUE and id(args[0]) in self._known):
+            value = self._argument(args[0]).value
+            if func is aten.lift_fresh.default and not self._making and not args[0].is_meta:  # torch.Tensor([2.0])
+                self._note_made(self._array(args[0]))
+            out = func(*args, **kwargs)
+            self._known[id(out)] = value
+            self._alive.append(out)
+            return out
+        func = _ONE_NAME.get(func, func)
+        call = Op(func, map_leaves(self._argument, args), map_leaves(self._argument, kwargs), (), self.path[-1])
+        out = self.run(call, args, kwargs)
+        outs = tuple(self._value(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves(out))
+        result = None if any(leaf is not None for leaf in outs) else out
+        if looks_at_values(func, result):
+            self._note_read(call.inputs(), call.name, result)
+        if sizes_by_values(func, args, kwargs):
+            deciding = tuple(call.inputs()[1 if func in BY_MASK else 0 :])
+            self.recording.sizes.append(Read(len(self.recording.ops), deciding, call.name, place(), call.path))
+        single = isinstance(out, Tensor)
+        self.recording.ops.append(Op(func, call.args, call.kwargs, outs, call.path, result, single))
+        return out
+
+    def run(self, call: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the op itself; replay does more here."""
+        return compute(call.func, args, kwargs)
+
+    def read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Take a tensor out of torch, without the ops of torch's own that this runs; replay has no data for it."""
+        value = self._argument(args[0]).value
+        self._paused = True
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._paused = False
+        self._note_read([value], READERS[func], copy.deepcopy(result))
+        return result
+
+    def make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a tensor of numbers, which may depend on a width, or use them as an index."""
+        tells_size = func is Tensor.new and all(isinstance(item, (int, torch.Size)) for item in args[1:])
+        if not tells_size:
+            self._note_made((args, kwargs))
+        before, self._making = self._making, True
+        try:
+            if func is Tensor.__setitem__ and isinstance(args[2], (int, float)):
+                return _write_number(*args)
+            return func(*args, **kwargs)
+        finally:
+            self._making = before
+
+    def _note_made(self, numbers: Any) -> None:
+        self.recording.made.append(Made(len(self.recording.ops), self.path[-1], _numbers_in(numbers)))
+
+    def _note_read(self, values: list[int], way: str, result: Any) -> None:
+        ops = len(self.recording.ops)
+        self.recording.reads.append(Read(ops, tuple(values), way, place(), self.path[-1], result))
+
+    def finish(self, output: Any) -> Recording:
+        """Note which values the model returned."""
+        self.recording.outputs = [self._argument(tensor).value for tensor in tensors_in(output)]
+        return self.recording
+
+
+@contextlib.contextmanager
+def untouched_world(device: str) -> Iterator[None]:
+    """Every random state and global switch is afterwards as it was before."""
+    python, numpy_state, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # the fused kernel hides the layers inside it
+    random.seed(0)  # a model that rolls dice rolls the same ones in every recording and replay
+    np.random.seed(0)
+    torch.default_generator.manual_seed(0)
+    try:
+        with contextlib.ExitStack() as stack:
+            for kind in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            if device == "meta":
+                stack.enter_context(torch.device("meta"))
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        random.setstate(python)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(cpu)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+def run_recorded(recorder: Recorder, model: nn.Module, example: Any) -> Recording:
+    """Run a throw-away model under a recorder that was made for it."""
+
+    def enter(name: str) -> Callable[..., None]:
+        return lambda module, inputs: recorder.path.append(name)
+
+    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+        recorder.path.pop()
+
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(enter(name), prepend=True)
+        module.register_forward_hook(leave, always_call=True)
+    borders = _Borders(recorder)
+    device = next((tensor.device.type for tensor in tensors_in(example)), "cpu")
+    below = torch._C._AutoDispatchBelowAutograd()
+    with untouched_world(device), torch.no_grad(), below, recorder, borders, _noted_checkpoints(recorder.recording):
+        return recorder.finish(call_model(model, example))
+
+
+@contextlib.contextmanager
+def _noted_checkpoints(recording: Recording) -> Iterator[None]:
+    """Activation checkpointing leaves no op behind; all its ways, old and new, go through these names of its module."""
+    names = ("_checkpoint_impl", "_checkpoint_without_reentrant_generator", "CheckpointFunction")
+    before = {name: getattr(checkpoint, name) for name in names if hasattr(checkpoint, name)}
+
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            recording.recomputes = True
+            return function(*args, **kwargs)
+
+        return call
+
+    try:
+        for name, old in before.items():
+            new: Any = SimpleNamespace(apply=noted(old.apply)) if hasattr(old, "apply") else noted(old)
+            setattr(checkpoint, name, new)
+        yield
+    finally:
+        for name, old in before.items():
+            setattr(checkpoint, name, old)
+
+
+def record(model: nn.Module, example: Any, training: bool, device: str = "meta") -> Recording:
+    """One forward pass of a copy of the model, in the mode asked for, on the meta device or on the CPU."""
+    if device == "meta":
+        twin = skeleton(model)
+        example = map_leaves(lambda leaf: on_meta(leaf) if isinstance(leaf, Tensor) else leaf, example)
+    else:
+        twin = narrow(model, {}, {}).to(device)
+        example = map_leaves(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, example)
+    twin.train(training)
+    before = _plain_state(twin)
+    recording = run_recorded(Recorder(twin, tensors_in(example)), twin, example)
+    modules = dict(model.named_modules())
+    for (path, name), state in _plain_state(twin).items():
+        if state != before.get((path, name)):
+            held = vars(modules[path]).get(name)
+            recording.caches[path, name] = {} if isinstance(held, dict) else _without_history(held)
+    return recording
+
+
+def _without_history(held: Any) -> Any:
+    """A copy; a tensor that autograd made is detached, since it cannot be copied otherwise."""
+    return held.detach().clone() if isinstance(held, Tensor) else copy.deepcopy(held)
+
+
+def _plain_state(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Tensors that modules keep as plain attributes, alone or in dicts, by identity."""
+    return {
+        (path, name): [id(item) for item in held.values() if isinstance(item, Tensor)]
+        if type(held) is dict
+        else id(held)
+        for path, module in model.named_modules()
+        for name, held in vars(module).items()
+        if isinstance(held, Tensor) or (type(held) is dict and name not in ("_parameters", "_buffers", "_modules"))
+    }
+
+
+def record_anywhere(model: nn.Module, example: Any, training: bool) -> Recording:
+    """On the meta device; where the model looks at values, on the CPU with the example's real ones."""
+    try:
+        return record(model, example, training)
+    except Exception as on_meta_error:
+        try:
+            return record(model, example, training, device="cpu")
+        except Exception as error:
+            raise TraceError(
+                f"The model fails in its own forward on this example input: {type(error).__name__}: {error}"
+            ) from on_meta_error

@@ -1,0 +1,56 @@
+"""Counts, times and tables as text."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Sequence
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Cells as Markdown, the first row as head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    text = [f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows]
+    return "\n".join([text[0], f"|{'|'.join('-' * (width + 2) for width in widths)}|", *text[1:], ""])
+
+
+def latex(rows: Sequence[Sequence[str]]) -> str:
+    """The same for LaTeX with booktabs."""
+    signs = {sign: f"\\{sign}" for sign in "%&#_${}"} | {"±": r"$\pm$", "–": "--", "\\": r"\textbackslash{}"}
+    signs |= {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    plain = str.maketrans({ord(sign): text for sign, text in signs.items()})
+    cells = [[re.sub(r"^-(?=\d)", "$-$", cell.translate(plain)) for cell in row] for row in rows]
+    head, *rest = [" & ".join(row) + r" \\" for row in cells]
+    top = [rf"\begin{{tabular}}{{{'l' * len(rows[0])}}}", r"\toprule", head, r"\midrule"]
+    return "\n".join([*top, *rest, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def counted(number: int, word: str) -> str:
+    """1 cell, 2 cells."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
+def by(sizes: Sequence[int]) -> str:
+    """3x224x224 for these numbers."""
+    return "x".join(map(str, sizes)) or "a number"
+
+
+def spread(shares: Sequence[float]) -> str:
+    """Mean ± standard deviation (how many) in percent; nothing of nothing."""
+    if not shares:
+        return ""
+    deviation = f" ± {100 * statistics.stdev(shares):.2f}" if len(shares) > 1 else ""
+    return f"{100 * statistics.fmean(shares):.2f}{deviation} ({len(shares)})"
+
+
+def between(least: str, most: str) -> str:
+    """A range, or the one value."""
+    return least if least == most else f"{least}–{most}"
+
+
+def points(differences: Sequence[float]) -> str:
+    """Mean ± standard deviation (how many) of differences between shares, in percentage points with their sign."""
+    if not differences:
+        return ""
+    deviation = f" ± {100 * statistics.stdev(differences):.2f}" if len(differences) > 1 else ""
+    return f"{100 * statistics.fmean(differences):+z.2f}{deviation} ({len(differences)})"
