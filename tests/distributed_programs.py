@@ -21,7 +21,7 @@ from dmcp.cli import main
 from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
 from dmcp.models import build
-from dmcp.runtime.distributed import Ranks, Watch, join, leave
+from dmcp.runtime.distributed import Ranks, join, leave
 
 STEPS = 5  # in an epoch
 PIXELS = (1, 8, 8)
@@ -218,8 +218,7 @@ def digest(tensors: Iterable[Tensor]) -> str:
 def learn(program: str, batch: int, folder: Path) -> None:
     """Run one of the above among the other ranks, and keep what it gave."""
     ranks = join("cpu")
-    with Watch(ranks):
-        found = globals()[program](ranks, batch)
+    found = globals()[program](ranks, batch)
     leave()
     torch.save(found, folder / f"rank{ranks.rank}.pt")
 
@@ -228,8 +227,7 @@ def keep_a_list(folder: Path) -> None:
     """Try to save a training that cannot be saved."""
     ranks = join("cpu")
     config = dmcp.TrainConfig(epochs=1, lr=0.2, warmup_lr=0.2)
-    with Watch(ranks):
-        dmcp.train(plain(ranks), loader(ranks, 4), config, keeper=dmcp.Keeper(folder), optimizer=Listing)
+    dmcp.train(plain(ranks), loader(ranks, 4), config, keeper=dmcp.Keeper(folder), optimizer=Listing)
 
 
 def command(*arguments: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,7 +17,6 @@ from dmcp.runtime import distributed as ranks_file
 from dmcp.runtime.distributed import (
     ALONE,
     Ranks,
-    Watch,
     current,
     fewest,
     gather_bytes,
@@ -40,19 +38,12 @@ def agree() -> None:
     assert (
         ranks == current() == join("cpu") == Ranks(*(int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
     )
-    with Watch(ranks):
-        for count in (10 * ranks.world + 1, ranks.world - 1):  # uneven, and none at all for the last rank
-            check_gradients(count, ranks)
-        check_values(ranks)
-        check_shared(ranks)
-        check_gathered(ranks)
-        check_errors(ranks)
-    store = dist.distributed_c10d._get_default_store()
-    if ranks.rank == ranks.world - 1:
-        time.sleep(0.5)
-        store.set("late", "here")
-    with Watch(ranks):  # a second one does not hear the last words of the first
-        assert store.check(["late"])
+    for count in (10 * ranks.world + 1, ranks.world - 1):  # uneven, and none at all for the last rank
+        check_gradients(count, ranks)
+    check_values(ranks)
+    check_shared(ranks)
+    check_gathered(ranks)
+    check_errors(ranks)
     leave()
     assert current() == ALONE
     leave()
@@ -195,36 +186,9 @@ def borrow() -> None:
 def reduce(ready: str) -> None:
     """Sum for ever."""
     ranks = join("cpu")
-    with Watch(ranks):
-        Path(ready).touch()
-        while True:
-            sum_values(torch.ones(1000), ranks)
-
-
-def sleep(ready: str) -> None:
-    """Sleep for ever: only the watch can notice a loss."""
-    with Watch(join("cpu"), period=0.25, patience=4.0, outage=3.0):
-        Path(ready).touch()
-        time.sleep(600)
-
-
-def fail(ready: str) -> None:
-    """Rank 1 fails, the others would wait for ever."""
-    ranks = join("cpu")
-    with Watch(ranks, period=0.5, patience=60.0, outage=10.0):
-        Path(ready).touch()
-        if ranks.rank == 1:
-            raise ValueError("no more images")
-        time.sleep(600)
-
-
-def part_early(ready: str) -> None:
-    """Rank 0 leaves, and takes the store with it; rank 1 goes on for longer than its patience."""
-    ranks = join("cpu")
-    with Watch(ranks, period=0.25, patience=2.0, outage=1.0):
-        Path(ready).touch()
-        time.sleep(0 if ranks.first else 2.5 + ranks.rank / 2)
-    leave()
+    Path(ready).touch()
+    while True:
+        sum_values(torch.ones(1000), ranks)
 
 
 def start(program: str, ready: str, rank: int, world: int, port: int, errors: str) -> None:

@@ -1,4 +1,4 @@
-"""Commands side by side: order and number, what becomes of those that fail or are stopped, and MPS."""
+"""Commands side by side: order and number, and what becomes of those that fail or are stopped."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ start = time.monotonic()
 name, *words = sys.argv[1:]
 
 def note(**facts):
-    keys = [key for key in os.environ if key.startswith(("CUDA_", "OMP_"))]
-    facts |= {"name": name, "env": {key: os.environ[key] for key in keys}, "start": start}
+    facts |= {"name": name, "threads": os.environ["OMP_NUM_THREADS"], "start": start}
     with open(__file__.replace("child.py", "calls"), "a") as file:
         file.write(json.dumps(facts) + "\\n")
 
@@ -61,51 +60,14 @@ time.sleep(0.3 if words else 0)
 note(end=time.monotonic())
 """
 
-# Stands for the control of MPS: its daemon is a process that keeps what it was started with open, as the real one does.
-DAEMON = """#!/bin/sh
-echo "${1:-$(cat)} ${CUDA_MPS_PIPE_DIRECTORY:-none} ${CUDA_VISIBLE_DEVICES:-all}" >> "$FAKE/asked"
-word=$(tail -n 1 "$FAKE/asked" | cut -d ' ' -f 1)
-pipe=${CUDA_MPS_PIPE_DIRECTORY:-$FAKE}/control
-if [ "$word" = -d ]; then
-    [ -e "$FAKE/broken" ] && exit 1
-    [ -d "$CUDA_MPS_LOG_DIRECTORY" ] || exit 1
-    sleep 60 &
-    echo $! > "$pipe"
-    cp "$pipe" "$FAKE/daemon"
-    exit 0
-fi
-if [ ! -e "$pipe" ]; then
-    [ -e "$FAKE/silent" ] && exit 0
-    echo "Cannot find MPS control daemon process"
-    [ -e "$FAKE/polite" ]
-    exit
-fi
-[ "$word" = quit ] && kill "$(cat "$pipe")"
-exit 0
-"""
-
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder for the files of commands, which are run by the program above."""
     (tmp_path / "child.py").write_text(CHILD)
     monkeypatch.setattr(launch, "_PAUSE", 0.02)
-    for name in [name for name in os.environ if name.startswith("CUDA_")]:
-        monkeypatch.delenv(name)
     (tmp_path / "runs").mkdir()
     return tmp_path / "runs"
-
-
-@pytest.fixture
-def mps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a control of MPS that is on PATH."""
-    fake = folder.parent / "mps"
-    fake.mkdir()
-    (fake / launch.MPS).write_text(DAEMON)
-    (fake / launch.MPS).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{fake}:/usr/bin:/bin")
-    monkeypatch.setenv("FAKE", str(fake))
-    return fake
 
 
 def command(folder: Path, name: str, *words: str, after: tuple[str, ...] = ()) -> Command:
@@ -123,11 +85,6 @@ def calls(folder: Path) -> list[dict[str, Any]]:
     path = folder.parent / "calls"
     found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return sorted(found, key=lambda call: call["name"])
-
-
-def asked(mps: Path) -> list[list[str]]:
-    """What the control of MPS was asked: word, folder of its pipes, GPUs."""
-    return [line.split() for line in (mps / "asked").read_text().splitlines()] if (mps / "asked").exists() else []
 
 
 def most_at_once(found: list[dict[str, Any]]) -> int:
@@ -202,12 +159,11 @@ def test_cores_are_divided(
     threads: int,
 ) -> None:
     monkeypatch.setattr(launch, "_cores", lambda: cores)
-    monkeypatch.setenv("PATH", "")  # no MPS
     commands = [command(folder, str(number), f"meet{most}") for number in range(4)]
     run(folder, *commands, device=device, at_once=at_once)
     found = calls(folder)
     assert len(found) == 4 and most_at_once(found) == most
-    assert {call["env"]["OMP_NUM_THREADS"] for call in found} == {str(threads)}
+    assert {call["threads"] for call in found} == {str(threads)}
 
 
 def test_a_gpu_has_eight_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +222,7 @@ def test_the_end_of_a_child_that_said_nothing() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_all_children_once(folder: Path, mps: Path, number: signal.Signals) -> None:
+def test_a_signal_ends_all_children_once(folder: Path, number: signal.Signals) -> None:
     source = "import sys, torch; from pathlib import Path\n"
     source += "from dmcp.cli.launch import Command, kept_signals, run_side_by_side\n"
     source += "words = (sys.executable, '-S', sys.argv[1])\n"
@@ -286,7 +242,6 @@ def test_a_signal_ends_all_children_once(folder: Path, mps: Path, number: signal
     assert "dmcp: stopping 2 of 4 runs; the same command goes on with them." in said
     assert not [line for line in said if line.startswith(("c", "d:"))]
     wait_for(lambda: not any(alive(pid, None) for pid in pids))  # the workers too
-    assert asked(mps)[-1][0] == "quit"
 
 
 def test_a_child_that_heeds_no_signal_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,81 +311,3 @@ def test_nobody_is_followed_without_a_parent_of_ours(monkeypatch: pytest.MonkeyP
     before = threading.active_count()
     with launch.following_parent():
         assert threading.active_count() == before
-
-
-# MPS
-
-
-def two(folder: Path, *words: str) -> dict[str, int | None]:
-    """Two commands on a GPU."""
-    (folder.parent / "calls").unlink(missing_ok=True)
-    return run(folder, command(folder, "a", *words), command(folder, "b", *words), device=GPU)
-
-
-@pytest.mark.parametrize("control", ["", "polite", "silent"])  # what it does without a daemon is documented nowhere
-def test_children_on_a_gpu_share_a_daemon_of_ours(
-    folder: Path, mps: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], control: str
-) -> None:
-    (mps / control).touch()
-    nowhere = str(mps / "nowhere")
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", nowhere)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 1")
-    two(folder)
-    pipe = calls(folder)[0]["env"]["CUDA_MPS_PIPE_DIRECTORY"]
-    for call in calls(folder):
-        assert call["env"]["CUDA_MPS_PIPE_DIRECTORY"] == pipe
-        assert Path(call["env"]["CUDA_MPS_LOG_DIRECTORY"]).parent == Path(pipe).parent
-        assert call["env"]["CUDA_VISIBLE_DEVICES"] == "0,1"  # as the daemon counts them
-    words = [(word, place) for word, place, *_ in asked(mps)]
-    assert words == [("get_server_list", nowhere), ("-d", pipe), ("get_server_list", pipe), ("quit", pipe)]
-    assert asked(mps)[1][2:] == ["3,", "1"]
-    wait_for(lambda: not alive(int((mps / "daemon").read_text()), None))
-    assert not Path(pipe).parent.exists()
-    assert os.environ["CUDA_MPS_PIPE_DIRECTORY"] == nowhere
-    assert launch.MPS not in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(("visible", "renumbered"), [("", {}), ("GPU-8a", {}), ("5", {"CUDA_VISIBLE_DEVICES": "0"})])
-def test_names_of_gpus_stay(visible: str, renumbered: dict[str, str]) -> None:
-    assert launch._renumber(visible) == renumbered
-
-
-def test_the_daemon_ends_after_errors(folder: Path, mps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert two(folder, "fail") == {"a": 3, "b": 3}
-    assert asked(mps)[-1][0] == "quit"
-    wait_for(lambda: not alive(int((mps / "daemon").read_text()), None))
-    (mps / "daemon").unlink()
-    monkeypatch.setattr(launch, "_run_all", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        two(folder)
-    assert asked(mps)[-1][0] == "quit"
-    wait_for(lambda: not alive(int((mps / "daemon").read_text()), None))
-
-
-def test_a_daemon_that_runs_already_is_used(folder: Path, mps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (mps / "control").touch()
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(mps))
-    two(folder)
-    assert [word for word, *_ in asked(mps)] == ["get_server_list"]
-    assert {call["env"]["CUDA_MPS_PIPE_DIRECTORY"] for call in calls(folder)} == {str(mps)}
-
-
-def test_without_mps_the_commands_run_all_the_same(
-    folder: Path, mps: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (mps / "broken").touch()
-    two(folder)
-    assert not [name for call in calls(folder) for name in call["env"] if name.startswith("CUDA_")]
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("dmcp")]
-    assert line == f"dmcp: {launch.MPS} could not be started: the runs take turns on the GPU, which is slower."
-    (mps / launch.MPS).unlink()
-    monkeypatch.setenv("PATH", str(mps))  # the real one may be there
-    two(folder)
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("dmcp")]
-    assert line == f"dmcp: {launch.MPS} is not on PATH: the runs take turns on the GPU, which is slower."
-
-
-@pytest.mark.parametrize(("device", "number", "at_once"), [(GPU, 1, None), (GPU, 2, 1), (CPU, 2, None)])
-def test_mps_is_not_needed(folder: Path, mps: Path, device: torch.device, number: int, at_once: int | None) -> None:
-    run(folder, *(command(folder, str(name)) for name in range(number)), device=device, at_once=at_once)
-    assert asked(mps) == []

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -699,22 +699,6 @@ def build(num_classes):
         )
     finally:
         sys.modules.pop("growing_net", None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "growing_net", ModuleType("growing_net"))
-        same = net.replace("WIDTH", "24")
-        exec(same, vars(sys.modules["growing_net"]))
-        assert command(*words, "--dry-run") == 0
-        capfd.readouterr()
-        exec(same.replace("ReLU", "Tanh"), vars(sys.modules["growing_net"]))  # the same tensors and MACs
-        assert command(*words, "--dry-run") == 2
-        assert (
-            "uniform-50%-seed0 was made when growing_net:build was another network than now" in capfd.readouterr().err
-        )
-        for place in folder.glob("*-seed0"):
-            facts = json.loads((place / "settings.json").read_text())
-            del facts["operations"]  # as before there were any
-            (place / "settings.json").write_text(json.dumps(facts))
-        assert command(*words, "--dry-run") == 0
     other = folder / "uniform-50%-seed0" / "settings.json"
     facts = json.loads(other.read_text())
     other.write_text(json.dumps(facts | {"data": facts["data"] | {"train": 7}}))

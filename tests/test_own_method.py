@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,21 +17,9 @@ from typed import command
 
 from dmcp.budget import spent_shares
 from dmcp.compare import runner
-from dmcp.compare.methods import (
-    METHODS,
-    PEERS,
-    Method,
-    Own,
-    Start,
-    blamed,
-    find_method,
-    own_code,
-    prepare,
-    settle,
-    title,
-)
+from dmcp.compare.methods import METHODS, PEERS, Method, Own, Start, blamed, find_method, prepare, settle, title
 from dmcp.compare.problem import Choice, Problem
-from dmcp.compare.runner import code_that_made, read_names
+from dmcp.compare.runner import read_names
 from dmcp.errors import BudgetError, DmcpError, TrainingError
 from dmcp.sampling import FILLED, uniform
 
@@ -117,7 +103,7 @@ def test_the_page_has_the_defaults_of_all_methods() -> None:
         assert rows[name] == (", ".join(told) or "–"), name
 
 
-# a method that is changed while its table grows
+# a method that is changed
 
 GROWING = """
 from dmcp.compare.problem import Choice
@@ -127,122 +113,6 @@ def growing(problem):
     widths = problem.graph.widths({space.name: space.size // SHARE for space in problem.graph.spaces})
     return Choice(widths=widths, kept=widths)
 """
-
-
-def test_which_code_a_method_has(here: Path) -> None:
-    find_method("mine:root_macs")
-    first = own_code("mine:root_macs")
-    assert len(first) == 12 and own_code("mine:by_score") == first  # both are in this file
-    (here / "mine.py").write_text("# only a remark\n" + EXAMPLE)
-    assert own_code("mine:root_macs") == first
-    (here / "mine.py").write_text(EXAMPLE.replace("sqrt()", "square()"))
-    assert own_code("mine:root_macs") not in ("", first)
-    (here / "mine.py").write_text("what is no Python")
-    assert [own_code(name) for name in ("mine:root_macs", "l1", "=hand")] == ["", "", ""]
-
-
-def test_the_code_of_a_method_is_the_same_for_all_versions_of_python(here: Path) -> None:
-    """What `ast.unparse` writes is not: since Python 3.12 it quotes some texts in another way."""
-    find_method("mine:root_macs")
-    text = 'def mine(it):  # a remark\n\n    said = f"{it!r} \\f # in it"\n    # another\n    return said\n'
-    (here / "mine.py").write_text(text)
-    plain = 'def mine(it):\n    said = f"{it!r} \\f # in it"\n    return said'
-    assert own_code("mine:root_macs") == hashlib.sha256(plain.encode()).hexdigest()[:12]
-    first = own_code("mine:root_macs")
-    (here / "mine.py").write_bytes(
-        b"\xef\xbb\xbf" + text.replace("# a remark", "# \x0b").replace("\n", "\r\n").encode()
-    )
-    assert own_code("mine:root_macs") == first  # as another editor writes it
-
-
-@pytest.mark.slow
-def test_a_row_is_made_by_one_code(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    file = here / "mine.py"
-    file.write_text(GROWING.replace("SHARE", "2"))
-    words = compare("--methods", "mine:growing", "--epochs", "1", "--no-unpruned", "--out", "table", "--budget", "75%")
-    assert command(*words, "--seeds", "1") == 0
-    file.write_text("# only a remark\n" + GROWING.replace("SHARE", "2"))
-    assert command(*words, "--seeds", "1") == 0
-    file.write_text(GROWING.replace("SHARE", "3"))
-    capfd.readouterr()
-    assert command(*words, "--seeds", "2", "--dry-run") == 2
-    assert command(*words, "--seeds", "2") == 2
-    refusal = (
-        "dmcp: table/growing-75%-seed0 was made by mine:growing before its file was changed: remove the cells of this "
-        "method (rm -r table/growing-75%-seed0) and they are made again, or give --out another folder."
-    )
-    told = capfd.readouterr().err.splitlines()
-    assert [line for line in told if line.startswith("dmcp: ")] == [refusal, refusal]
-    assert not (here / "table" / "growing-75%-seed1").exists()
-    place = here / "table" / "growing-75%-seed1"  # made while the file was changed
-    shutil.copytree(here / "table" / "growing-75%-seed0", place)
-    (place / "code.json").write_text(json.dumps({"code": "another"}))
-    plan = json.loads((here / "table" / "plans" / "growing-75%-seed0.json").read_text())
-    plan["job"]["seed"] = plan["train"]["seed"] = plan["search"]["seed"] = 1
-    (here / "table" / "plans" / "growing-75%-seed1.json").write_text(json.dumps(plan))
-    assert command("compare", "--gather", "table") == 2
-    assert "growing-75%-seed0 and growing-75%-seed1 were made by different code of one method" in capfd.readouterr().err
-    shutil.rmtree(place)
-    shutil.rmtree(here / "table" / "growing-75%-seed0")
-    assert command(*words, "--seeds", "1", "--dry-run") == 0
-
-
-STOPPED = """
-import copy, os, signal
-import dmcp
-from dmcp.compare.methods import Choice
-
-def growing(problem):
-    tell = lambda record: os.kill(os.getpid(), signal.SIGTERM)
-    dmcp.train(copy.deepcopy(problem.model), problem.loader, problem.recipe, keeper=problem.keep("mine"), on_step=tell)
-    raise ValueError("SHARE: not stopped")
-"""
-
-
-def test_the_folders_of_a_changed_method_are_named_and_no_others(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = compare("--methods", "mine:root_macs", "--no-unpruned", "--seeds", "1", "--out", "my table", "--dry-run")
-    for name, method in (
-        ("root_macs-50%-seed0", "mine:root_macs"),
-        ("root_macs-50%-seed7", "mine:root_macs"),
-        ("root_macs-2-50%-seed0", "=root_macs-2"),  # root_macs-* would be this one, too
-    ):
-        plan = {"job": {"seed": int(name[-1])}, "cell": {"method": method}}
-        for file, text in (
-            (f"plans/{name}.json", json.dumps(plan)),
-            (f"{name}/log.jsonl", ""),
-            (f"{name}/cost.json", ""),
-            (f"{name}/code.json", '{"code": "before"}'),
-        ):
-            path = here / "my table" / file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-    shutil.rmtree(here / "my table" / "root_macs-50%-seed0")  # not begun
-    assert command(*words) == 2
-    told = "remove the cells of this method (rm -r 'my table/root_macs-50%-seed7') and they are made again, or give"
-    assert told in capfd.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_method_that_was_stopped_goes_on_by_the_same_code_only(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    file, place = here / "mine.py", here / "table" / "growing-50%-seed0"
-    file.write_text(STOPPED)
-    words = compare("--methods", "mine:growing", "--epochs", "30", "--no-unpruned", "--seeds", "1", "--out", "table")
-    assert command(*words) != 0
-    assert [*(place / "checkpoints").iterdir()] and not (place / "cost.json").exists()
-    file.write_text(STOPPED.replace("SHARE", "another"))
-    capfd.readouterr()
-    assert command(*words) == 2
-    assert "growing-50%-seed0 was begun by mine:growing before its file was changed" in capfd.readouterr().err
-    file.write_text(STOPPED)
-    assert command(*words, "--dry-run") == 0
-
-
-def test_the_code_of_a_cell_counts_as_soon_as_something_is_kept(tmp_path: Path) -> None:
-    """What failed before that is made anew; a checkpoint is gone on from, and is of that code."""
-    (tmp_path / "code.json").write_text('{"code": "abc"}')
-    assert code_that_made(tmp_path) == ""
-    (tmp_path / "checkpoints" / "mine").mkdir(parents=True)
-    assert code_that_made(tmp_path) == "abc"
 
 
 @pytest.mark.slow

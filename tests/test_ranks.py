@@ -1,9 +1,8 @@
-"""Several processes compute what one would, and none outlives another for long."""
+"""Several processes compute what one would; where one is killed, the collectives of the others fail."""
 
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import socket
 import time
@@ -21,9 +20,7 @@ from torch import nn
 from dmcp.errors import RankError
 from dmcp.runtime.distributed import (
     ALONE,
-    EXIT_RANK_LOST,
     Ranks,
-    Watch,
     current,
     fewest,
     gather_bytes,
@@ -94,50 +91,10 @@ def test_a_killed_rank_ends_the_collectives_of_the_others(tmp_path: Path) -> Non
     with started("reduce", 3, tmp_path, waits=True) as processes:
         processes[1].kill()
         ended = codes(processes, 30)
-    assert ended[1] == -signal.SIGKILL and all(code in (1, EXIT_RANK_LOST) for code in (ended[0], ended[2])), ended
+    assert ended == [1, -signal.SIGKILL, 1]
     for rank in (0, 2):
         told = texts(tmp_path)[rank]
-        ends = (f"RankError: Rank {rank} of 3 lost the others", "Rank 1 has", "ends, because rank")
-        assert any(end in told for end in ends)
-        assert CHECKPOINT in told
-
-
-@pytest.mark.parametrize(
-    ("lost", "how", "reason"),
-    [
-        pytest.param(1, signal.SIGKILL, "rank 1 has given no sign of life", marks=pytest.mark.slow),
-        (1, signal.SIGSTOP, "rank 1 has given no sign of life"),
-        pytest.param(0, signal.SIGKILL, "the store of rank 0 does not answer", marks=pytest.mark.slow),
-        pytest.param(  # its connections stay open
-            0, signal.SIGSTOP, "the store of rank 0 does not answer", marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_only_the_watch_notices(lost: int, how: signal.Signals, reason: str, tmp_path: Path) -> None:
-    with started("sleep", 3, tmp_path, waits=True) as processes:
-        others = [process for rank, process in enumerate(processes) if rank != lost]
-        time.sleep(1)
-        assert codes(processes, 0) == [None] * 3, texts(tmp_path)
-        os.kill(processes[lost].pid or 0, how)
-        assert codes(others, 20) == [EXIT_RANK_LOST] * 2, texts(tmp_path)
-    told = texts(tmp_path)
-    for rank in {0, 1, 2} - {lost}:
-        assert f"Rank {rank} of 3 ends, because {reason}: {CHECKPOINT}\n" in told[rank]
-
-
-def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
-    with started("fail", 3, tmp_path, waits=True) as processes:
-        assert codes(processes, 20) == [EXIT_RANK_LOST, 1, EXIT_RANK_LOST], texts(tmp_path)
-    told = texts(tmp_path)
-    assert "ValueError: no more images" in told[1]
-    for rank in (0, 2):
-        assert f"Rank {rank} of 3 ends, because rank 1 has failed: {CHECKPOINT}\n" in told[rank]
-
-
-def test_a_rank_may_leave_before_the_others(tmp_path: Path) -> None:
-    with started("part_early", 3, tmp_path, waits=True) as processes:
-        assert codes(processes[:1], 2.5) == [0], texts(tmp_path)
-        assert codes(processes, 20) == [0, 0, 0], texts(tmp_path)
+        assert f"RankError: Rank {rank} of 3 lost the others" in told and CHECKPOINT in told
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
@@ -159,9 +116,8 @@ def test_alone_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     model, values = nn.Linear(2, 2), torch.tensor([1, 2])
     model(torch.ones(1, 2)).sum().backward()
     gradients = [one.grad.clone() for one in model.parameters() if one.grad is not None]
-    with Watch(ALONE):
-        mean_gradients(list(model.parameters()), 3, ALONE)
-        share_tensors(list(model.parameters()), ALONE)
+    mean_gradients(list(model.parameters()), 3, ALONE)
+    share_tensors(list(model.parameters()), ALONE)
     assert all(torch.equal(one.grad, kept) for one, kept in zip(model.parameters(), gradients, strict=True))
     assert torch.equal(sum_values(values, ALONE), values) and sum_values(values, ALONE) is not values
     assert torch.equal(mean_values(values, 5, ALONE), values)

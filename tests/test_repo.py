@@ -140,7 +140,6 @@ ORDER = [
     "reports.charts",
     "reports.report",
     "reports",
-    "running.operations",
     "running.weights",
     "running.jobs",
     "running.data_checks",

@@ -151,7 +151,6 @@ def test_cores_are_divided(
     threads: int,
 ) -> None:
     monkeypatch.setattr(launch, "_cores", lambda: cores)
-    monkeypatch.setenv("PATH", "")  # no MPS
     monkeypatch.setenv("PYTHONPATH", "kept")
     act(folder, "slow")
     run_seeds(["prune"], range(number), folder, device)
@@ -239,7 +238,6 @@ def test_a_seed_that_fails_lets_the_others_go_on(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_all_seeds(folder: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
-    monkeypatch.setenv("PATH", "")  # no MPS
     act(folder, "hang")
     source = "import sys, torch; from pathlib import Path; from dmcp.running import seeds\n"
     source += "seeds.COMMAND = (sys.executable, '-S', sys.argv[1])\n"

@@ -66,13 +66,13 @@ SPELLINGS = {  # of parameters, fields, attributes and keys
     "min_widths": ("min_widths", "floor"),  # of a method's problem, and of uniform and random_widths
 }
 PLACES = {  # module:name of what `import dmcp` does not give
-    "build": ("dmcp.models:build", "dmcp.models:build"),
-    "load_data": ("dmcp.data.datasets.datasets:load", "dmcp.data.datasets:load"),
-    "split": ("dmcp.data.datasets.datasets:split", "dmcp.data.datasets:split"),
-    "make_loader": ("dmcp.data.datasets.loaders:make_loader", "dmcp.data.datasets:make_loader"),
-    "METHODS": ("dmcp.compare.methods:METHODS", "dmcp.compare.methods:METHODS"),
-    "Problem": ("dmcp.compare.problem:Problem", "dmcp.compare.problem:Problem"),
-    "DdpgConfig": ("dmcp.compare.amc:DdpgConfig", "dmcp.compare.amc:DdpgConfig"),
+    "build": ("dmcp.models:build", "dmcp.nets:build"),
+    "load_data": ("dmcp.data.datasets:load", "dmcp.data:load"),
+    "split": ("dmcp.data.datasets:split", "dmcp.data:split"),
+    "make_loader": ("dmcp.data.loaders:make_loader", "dmcp.data:make_loader"),
+    "METHODS": ("dmcp.compare.methods:METHODS", "dmcp.methods:METHODS"),
+    "Problem": ("dmcp.compare.problem:Problem", "dmcp.methods.problem:Problem"),
+    "DdpgConfig": ("dmcp.compare.amc:DdpgConfig", "dmcp.methods.ddpg:DdpgConfig"),
     "Task": ("dmcp.training:Task", "dmcp.preflight:Task"),
     "Runtime": ("dmcp.runtime.engine:Runtime", "dmcp.runtime:Runtime", "dmcp.training:Runtime"),
 }

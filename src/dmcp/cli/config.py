@@ -31,7 +31,6 @@ from dmcp.errors import DmcpError, FileError, TrainingError
 from dmcp.latency.table import RuntimeKind
 from dmcp.report.trackers import read_kinds
 from dmcp.retraining import Retrain, default_recipe
-from dmcp.running.operations import OPERATIONS
 from dmcp.runs import SETTINGS, free_folder, read_json, slug
 from dmcp.runtime.distributed import ALONE
 from dmcp.runtime.engine import Engine, Precision
@@ -110,7 +109,6 @@ def facts_of(opened: Opened) -> dict[str, Any]:
             "unpruned": unpruned,
             "macs": graph.macs(),
             "fingerprint": graph.fingerprint,
-            OPERATIONS: opened.operations,
             "versions": versions,
         }
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import hashlib
 import inspect
 import math
@@ -27,7 +26,6 @@ from dmcp.data.datasets import DataSet, DataSets, FolderSet, guess, load, split,
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError, WidthsError
 from dmcp.latency.table import RuntimeKind
-from dmcp.running.operations import operations_of
 from dmcp.runtime.distributed import current
 from dmcp.runtime.engine import best_device
 from dmcp.tracing.graph import ChannelGraph
@@ -209,11 +207,6 @@ class Opened:
     notices: tuple[str, ...] = ()  # what a person may not know: a sentence each
     teacher: nn.Module | None = None  # whom networks learn from: the model itself, or another one for the same classes
     new_head: bool = False  # whether the last layer of a trained model is fresh: as given it can do nothing yet
-
-    @functools.cached_property
-    def operations(self) -> str:
-        """What the network computes, in a few letters."""
-        return operations_of(self.model, self.data.shape)
 
 
 def open_job(job: Job) -> Opened:

@@ -6,12 +6,10 @@ import contextlib
 import itertools
 import os
 import shlex
-import shutil
 import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,12 +29,10 @@ from dmcp.units import between, spread, table
 
 COMMAND = (sys.executable, "-m", "dmcp")
 PARENT = "DMCP_PARENT"  # variable with the process that has started a child
-MPS = "nvidia-cuda-mps-control"
 _ON_A_GPU = 8  # children at once, if nobody says how many
 _PAUSE = 0.1  # seconds between two looks at the children
 _LOOK = 1.0  # seconds between two looks of a child at its parent
 _PATIENCE = 60.0  # seconds that a child has to heed a signal
-_ANSWER = 20.0  # seconds that the control of MPS has to answer
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
@@ -90,9 +86,8 @@ def run_side_by_side(
     """
     _check(commands, at_once)
     at_once, threads = _divide(at_once, device)
-    with _mps(device, min(at_once, len(commands)), noun) as places:
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), PARENT: str(os.getpid()), **places}
-        ended = _run_all(commands, folder, environment, at_once, quiet, signals, noun, total)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), PARENT: str(os.getpid())}
+    ended = _run_all(commands, folder, environment, at_once, quiet, signals, noun, total)
     order = [command.name for command in commands]
     return sorted(ended, key=lambda end: order.index(end.command.name))
 
@@ -289,73 +284,6 @@ def _watch(parent: int, over: threading.Event) -> None:
         if os.getpgrp() == os.getpid():  # our workers are in it, and nobody else
             os.killpg(os.getpid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-# MPS, which lets several processes compute on one GPU at the same time; without it they take turns
-
-
-@contextlib.contextmanager
-def _mps(device: torch.device, number: int, noun: str) -> Iterator[dict[str, str]]:
-    """Variables that let so many children share the GPU: those of a daemon of our own, none if it is not needed."""
-    if device.type != "cuda" or number < 2:
-        yield {}
-    elif shutil.which(MPS) is None:
-        _say(f"dmcp: {MPS} is not on PATH: the {noun} take turns on the GPU, which is slower.")
-        yield {}
-    elif _ask_mps("get_server_list", os.environ) and _pipes().is_dir():
-        yield {}  # one runs already, and the children will find it as we did
-    else:
-        with tempfile.TemporaryDirectory(prefix="dmcp-mps-", ignore_cleanup_errors=True) as folder:
-            places = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
-            yield from _own_mps(places, noun)
-
-
-def _own_mps(places: dict[str, str], noun: str) -> Iterator[dict[str, str]]:
-    """Start a daemon there, and end it after the yield."""
-    for place in places.values():
-        os.mkdir(place)
-    environment = os.environ | places
-    try:
-        if _ask_mps("", environment, "-d") and _ask_mps("get_server_list", environment):
-            yield places | _renumber(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-        else:
-            _say(f"dmcp: {MPS} could not be started: the {noun} take turns on the GPU, which is slower.")
-            yield {}
-    finally:
-        _ask_mps("quit", environment)
-
-
-def _pipes() -> Path:
-    """Where a daemon of our environment listens: without such a folder there is none, whatever its control says."""
-    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")
-
-
-def _ask_mps(question: str, environment: Mapping[str, str], *options: str) -> bool:
-    """Whether the daemon of this environment has understood; false if there is none."""
-    with tempfile.TemporaryFile() as answer:  # no pipe: it would be held open by the daemon that is started
-        try:
-            done = subprocess.run(
-                [MPS, *options],
-                input=f"{question}\n".encode(),
-                stdout=answer,
-                stderr=answer,
-                env=environment,
-                timeout=_ANSWER,
-                start_new_session=True,  # a Ctrl-C is for us, not for the daemon
-            )
-        except (OSError, subprocess.SubprocessError):
-            return False
-        answer.seek(0)
-        # "Cannot find MPS control daemon process": said to come with an exit code, which is documented nowhere
-        return done.returncode == 0 and b"cannot find" not in answer.read().lower()
-
-
-def _renumber(visible: str) -> dict[str, str]:
-    """The GPUs that clients may use: a daemon counts those that it sees from 0 on, names of GPUs stay."""
-    words = [word.strip() for word in visible.split(",")]
-    if not all(word.isdigit() for word in words):
-        return {}
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(len(words))))}
 
 
 SEEDS, SUMMARY, SUMMARY_TABLE = "seeds.json", "summary.json", "summary.md"

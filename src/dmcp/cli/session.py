@@ -36,9 +36,8 @@ from dmcp.preflight import check_classifier, check_finite, check_input
 from dmcp.pruning import DivergenceWarning, PruneResult
 from dmcp.report.trackers import Tracker, open_tracker
 from dmcp.results import AS_GIVEN, OURS, UNPRUNED, Event, milliseconds, mostly_odd, not_faster
-from dmcp.running.operations import are_others
 from dmcp.runs import REPLACED, SETTINGS, Run, open_run, read_json, refuse_taken
-from dmcp.runtime.distributed import Ranks, Watch, join, leave, share_tensors, sum_values
+from dmcp.runtime.distributed import Ranks, join, leave, share_tensors, sum_values
 from dmcp.runtime.engine import Engine
 from dmcp.runtime.io import Lock
 from dmcp.searching.config import SearchRecord
@@ -247,7 +246,6 @@ def session(
     begun = False
     try:
         with contextlib.ExitStack() as undo:
-            undo.enter_context(Watch(ranks))
             asked = undo.enter_context(_signals())
             if ranks.world > 1 and plan.job.place.type == "cuda":
                 torch.cuda.set_device(plan.job.place)
@@ -352,8 +350,6 @@ def _take(plan: Plan, opened: Opened, folder: Path, resume: bool, undo: contextl
             raise FileError(
                 f"{folder}: the {what} is not what it was: {name} was {stored.get(name)}, is {facts.get(name)}.{way}"
             )
-    if are_others(stored, facts):
-        raise FileError(f"{folder}: the network is not what it was: it has the same tensors, but computes otherwise.")
     _refuse_done(run)  # by the process that has held the lock until now
     run.rewind()
     if stored["job"].get("corrupt", Corrupt.STOP) != plan.job.corrupt:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import difflib
-import hashlib
-import io
-import sys
-import tokenize
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -156,31 +150,6 @@ def _imported(name: str) -> Method:
         f"{name} is a {type(found).__name__}: give a dmcp.compare.methods.Method, or a function find(problem) that returns a "
         "Choice."
     )
-
-
-def own_code(name: str) -> str:
-    """Twelve letters that change with the file of a method that is somebody's own, but not with its comments."""
-    path = getattr(sys.modules.get(name.partition(":")[0]), "__file__", None) if is_imported(name) else None
-    if path is None:
-        return ""
-    try:
-        data = Path(path).read_bytes()
-        ast.parse(data)
-        lines = _without_comments(data)
-    except (OSError, SyntaxError, ValueError):  # compiled, or changed into what is no Python since it was imported
-        return ""
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
-
-
-def _without_comments(source: bytes) -> list[str]:
-    """The lines of a file, but its comments and what is empty: the same for all versions of Python."""
-    encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
-    lines = io.TextIOWrapper(io.BytesIO(source), encoding).read().split("\n")
-    for token in tokenize.tokenize(io.BytesIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
-    return [line.rstrip() for line in lines if line.strip()]
 
 
 @contextlib.contextmanager

@@ -46,7 +46,6 @@ from dmcp.compare.methods import (
     blamed,
     find_method,
     is_imported,
-    own_code,
     prepare,
     settle,
     title,
@@ -60,7 +59,6 @@ from dmcp.report import figures
 from dmcp.report.html import PastRun, is_run, read_run
 from dmcp.results import UNPRUNED, Event, Row, compare, milliseconds
 from dmcp.retraining import Retrain, train_all
-from dmcp.running.operations import are_others
 from dmcp.runs import CHECKPOINTS, PREPARED, SETTINGS, Run, load_search, read_json
 from dmcp.runtime.engine import Engine
 from dmcp.runtime.io import MOST_JSON, Lock, from_plain, parse_json, parse_tensors, read_bytes
@@ -75,7 +73,6 @@ from dmcp.widths import Widths
 COST, CHOICE, CHOSEN = "cost.json", "choice.json", "choice.safetensors"
 # seconds at work in all; seconds of what COST will be about, where it was stopped in it
 TIME, SPENT = "time.json", "spent.json"
-CODE = "code.json"  # which code of a method that is somebody's own has chosen, or prepared
 _CHOSEN = "choice"  # the stage that ends with a choice
 _MOST = 2**34  # bytes of a prepared network
 
@@ -85,15 +82,6 @@ def is_done(folder: Path) -> bool:
     if (folder / CHECKPOINTS).exists() or not (folder / COST).exists():
         return False
     return any((folder / name).exists() for name in (WIDTHS, PREPARED))
-
-
-def code_that_made(folder: Path) -> str:
-    """Which code of a method that is somebody's own has made what is in the folder of a cell; empty if nothing has.
-
-    Checkpoints are such a thing, too: a cell that was stopped goes on from them. What failed before is made anew.
-    """
-    made = any((folder / name).exists() for name in (COST, CHECKPOINTS)) and (folder / CODE).exists()
-    return str(read_json(folder / CODE).get("code", "")) if made else ""
 
 
 def keep_choice(here: Session, choice: Choice, seconds: float) -> None:
@@ -303,7 +291,6 @@ def _trained_base(here: Session, data: _Data) -> Prepared:
 
 def _prepared(here: Session, cell: Cell, data: _Data) -> Prepared:
     method = find_method(cell.method)
-    _note_code(here, cell)
     return prepare(cell.method, method, _problem(here, data, method), _config(method, cell))
 
 
@@ -339,7 +326,6 @@ def _fill(here: Session, cell: Cell, data: _Data) -> None:
 def _choose(here: Session, cell: Cell, method: Method, data: _Data) -> Choice:
     """Let the method choose, and keep what it chose: an interrupted cell does not choose again."""
     with _clock(here) as seconds:
-        _note_code(here, cell)
         problem = _problem(here, data, method)
         with blamed(cell.method):
             choice = _find(here, cell, method, problem)
@@ -350,12 +336,6 @@ def _choose(here: Session, cell: Cell, method: Method, data: _Data) -> Choice:
             choice = replace(choice, model=None)
         keep_choice(here, choice, seconds())
     return choice
-
-
-def _note_code(here: Session, cell: Cell) -> None:
-    """Keep which code of somebody's own method is at work: it may change before the next seed."""
-    if code := own_code(cell.method):
-        here.run.write(CODE, {"code": code})
 
 
 def _find(here: Session, cell: Cell, method: Method, problem: Problem) -> Choice:
@@ -669,7 +649,6 @@ def check_begun(wanted: Sequence[Task], folder: Path) -> None:
                 f"{folder / task.name} was begun with other settings ({', '.join(fields)}): give --out another folder, "
                 f"or the command that began it{known}."
             )
-    _check_code(wanted, folder)
     before = {row: (name, kind) for row, name, kind in _begun(folder)}
     for task in wanted:
         name, kind = before.get(row_of(task.name, task.plan.job.seed), ("", None))
@@ -677,21 +656,6 @@ def check_begun(wanted: Sequence[Task], folder: Path) -> None:
             raise FileError(
                 f"{folder / task.name}: another seed of this row, {name}, was begun with another method or other "
                 "settings: give --out another folder, or the same settings."
-            )
-
-
-def _check_code(wanted: Sequence[Task], folder: Path) -> None:
-    """Refuse to add to the cells of somebody's own method what its code of today would make, if it was another then."""
-    now = {name: own_code(name) for name in {task.plan.cell.method for task in wanted if task.plan.cell}}
-    begun = [(name, method) for _, name, (method, _) in _begun(folder)]
-    for name, method in begun:
-        before = code_that_made(folder / name)
-        if before and now.get(method, before) != before:
-            word = "made" if is_done(folder / name) else "begun"
-            cells = shlex.join(str(folder / one) for one, other in begun if other == method)
-            raise FileError(
-                f"{folder / name} was {word} by {method} before its file was changed: remove the cells of this method "
-                f"(rm -r {cells}) and they are made again, or give --out another folder."
             )
 
 
@@ -714,9 +678,7 @@ def check_facts(job: Job, folder: Path, opened: Opened) -> None:
 def other_fact(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """What two runs do not have in common, the network or the data; empty if they have both, as far as is known."""
     differing = [name for name in FACTS if name in one and name in other and one[name] != other[name]]
-    if not differing:
-        return "network" if are_others(one, other) else ""
-    return "data" if differing == ["data"] else "network"
+    return "" if not differing else "data" if differing == ["data"] else "network"
 
 
 def row_of(name: str, seed: int) -> str:
@@ -879,11 +841,6 @@ def _check_alike(found: Mapping[str, Task], folder: Path) -> None:
         if kind_of(task.plan.to_json()) != kind_of(other.plan.to_json()):
             raise FileError(
                 f"{folder}: {other.name} and {name} are not the same method with the same settings: move one elsewhere."
-            )
-        if len({*filter(None, (code_that_made(folder / it) for it in (other.name, name)))}) > 1:
-            raise FileError(
-                f"{folder}: {other.name} and {name} were made by different code of one method: remove one of them, and "
-                "the command that made it makes it again."
             )
 
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -21,8 +18,6 @@ EXIT_RANK_LOST = 75
 """How a process ends that has lost another rank; sysexits.h calls it a temporary failure: starting again helps."""
 
 GO_ON = "start the run again, it goes on from its last checkpoint."
-MEETING_SECONDS = 600  # how long ranks wait for each other before they watch each other
-DONE, FAILED = "done", "failed"  # the last words of a rank; before, it says how often it has spoken
 
 
 @dataclass(frozen=True)
@@ -177,106 +172,6 @@ def same_everywhere(text: str, ranks: Ranks) -> bool:
     digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
     rows = _gather(digest, ranks)
     return bool((rows == rows[0]).all())
-
-
-class Watch:
-    """Ends this process with EXIT_RANK_LOST when another rank has died, since a collective may wait for it for ever.
-
-    Enter it right after `join`, on every rank; a rank that leaves by an exception ends the others after a few seconds.
-    """
-
-    # One thread speaks with the store, through a client of its own; it may hang there when the machine of the store
-    # does, so that another one counts the seconds. Both count their own rounds and ask no clock: a process that was
-    # stopped for a while must not take its own sleep for the silence of the others.
-
-    def __init__(self, ranks: Ranks, *, period: float = 2.0, patience: float = 25.0, outage: float = 10.0) -> None:
-        self.ranks = ranks
-        self.period = period  # seconds between two signs of life
-        self.patience = patience  # seconds without one from another rank
-        self.outage = outage  # seconds without an answer of the store
-        self._leaving, self._left = threading.Event(), threading.Event()
-        self._last = DONE
-        self._unanswered = 0.0  # seconds since the store has answered
-        self._heard = [""] * ranks.world
-        self._silent = [0.0] * ranks.world
-
-    def __enter__(self) -> Watch:
-        if self.ranks.world > 1:
-            self._meet()
-            for work in (self._speak, self._guard):
-                threading.Thread(target=work, daemon=True).start()
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if self.ranks.world > 1:
-            self._last = FAILED if kind else DONE
-            self._leaving.set()
-            # after a failure one of them is probably dead, and would be waited for in vain
-            self._left.wait(3 * self.period if kind else self.patience)
-
-    def _meet(self) -> None:
-        try:
-            self._store = dist.distributed_c10d._get_default_store().clone()
-            turn = self._store.add(f"dmcp/watch/{self.ranks.rank}", 1)  # a later watch must not hear an earlier one
-            self._keys = [f"dmcp/watch/{turn}/{rank}" for rank in range(self.ranks.world)]
-            self._store.set(self._keys[self.ranks.rank], "0")
-            self._store.wait(self._keys, timedelta(seconds=MEETING_SECONDS))
-        except RuntimeError as error:
-            raise RankError(f"{self.ranks} waited in vain for the others ({_say(error)}): {GO_ON}") from error
-
-    def _speak(self) -> None:
-        spoken = 0
-        with suppress(RuntimeError):  # a broken store stays broken, and the guard counts for how long
-            while not self._leaving.wait(self.period):
-                spoken += 1
-                self._judge(self._exchange(str(spoken)))
-            self._linger()
-        self._left.set()
-
-    def _exchange(self, word: str) -> list[str]:
-        self._store.set(self._keys[self.ranks.rank], word)
-        heard = [bytes(word).decode() for word in self._store.multi_get(self._keys)]
-        self._unanswered = 0.0
-        return heard
-
-    def _judge(self, heard: list[str]) -> None:
-        # rank 0, where the store most often lives, ends last, so that the others learn the reason
-        more = 3 * self.period if self.ranks.first else 0.0
-        for rank, word in enumerate(heard):
-            same = word == self._heard[rank] and word != DONE
-            self._silent[rank] = self._silent[rank] + self.period if same else 0.0
-            # a common cause, such as a loss that is not a number, may end this rank with its own error in a moment
-            if self._silent[rank] >= more + (2 * self.period if word == FAILED else self.patience):
-                self._end(f"rank {rank} has " + ("failed" if word == FAILED else "given no sign of life"))
-        self._heard = heard
-
-    def _linger(self) -> None:
-        """Say the last word; rank 0, where the store most often lives, stays until all others have heard it."""
-        heard = before = self._exchange(self._last)
-        while self.ranks.first and not all(map(_has_read, before, heard)):
-            self._left.wait(0.05)
-            heard = self._exchange(self._last)
-
-    def _guard(self) -> None:
-        pause = min(1.0, self.outage / 4)
-        while not self._leaving.wait(pause):
-            self._unanswered += pause
-            if self._unanswered >= self.outage:
-                if self._heard[0] == DONE:
-                    return  # it took the store along, as it may
-                failed = [f"rank {rank} has failed" for rank, word in enumerate(self._heard) if word == FAILED]
-                self._end(*(failed[:1] or ["the store of rank 0 does not answer"]))
-
-    def _end(self, reason: str) -> None:
-        if not self._leaving.is_set():
-            # not sys.stderr: the main thread may hold its lock
-            os.write(2, f"{self.ranks} ends, because {reason}: {GO_ON}\n".encode())
-            os._exit(EXIT_RANK_LOST)
-
-
-def _has_read(before: str, now: str) -> bool:
-    """Whether a rank has ended, or read what was written before it said the first word: it reads after each."""
-    return now in (DONE, FAILED) or int(now) >= int(before) + 2
 
 
 def _run(operation: Callable[[Tensor], object], tensor: Tensor, ranks: Ranks) -> None:
