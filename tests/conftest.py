@@ -49,7 +49,7 @@ def _no_word_about_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is it looked for ten times; test_pruning calls what does that itself."""
-    for module in ("measuring", "commands.printing", "comparison.gathering"):
+    for module in ("results", "cli.session", "compare.runner"):
         monkeypatch.setattr(f"dmcp.{module}.milliseconds", lambda nets, example, *_: milliseconds(nets, example, 1))
 
 
@@ -91,7 +91,7 @@ def figures() -> None:
 def _no_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """They take longer than the short runs of tests; those that start the command as a process have them."""
     if "figures" not in request.fixturenames:
-        for module in ("runs", "commands.search"):
+        for module in ("runs", "cli.prune"):
             monkeypatch.setattr(f"dmcp.{module}.draw_all", lambda *_, **__: [])
 
 

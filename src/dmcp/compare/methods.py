@@ -147,7 +147,7 @@ def _imported(name: str) -> Method:
     if callable(found) and not isinstance(found, type):
         return Method(lambda problem, config: found(problem), PlainConfig)
     raise DmcpError(
-        f"{name} is a {type(found).__name__}: give a dmcp.compare.methods.Method, or a function find(problem) that returns a "
+        f"{name} is a {type(found).__name__}: give a dmcp.compare.methods.Method, or a function find(problem) that returns "
         "Choice."
     )
 
