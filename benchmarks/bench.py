@@ -36,8 +36,8 @@ from dmcp.data.loaders import make_loader
 from dmcp.losses import classification_loss
 from dmcp.markov import sample_groups
 from dmcp.models import build, sample_shape
-from dmcp.runtime.engine import Settled, best_device, is_depthwise, is_narrow, sgd
-from dmcp.searching.config import Draw
+from dmcp.runtime.engine import ResolvedEngine, best_device, is_depthwise, is_narrow, sgd
+from dmcp.searching.config import Sampling
 from dmcp.searching.search import LARGE, Steps, reach, uncounted
 from dmcp.training import make_step, parameter_groups
 
@@ -120,15 +120,15 @@ class Network:
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
         return {"model": self.name, "model_args": self.args, "batch": self.batch, "device": device} | figures
 
-    def settled(self, model: nn.Module) -> Settled:
+    def resolve(self, model: nn.Module) -> ResolvedEngine:
         """The engine's choices for a long run."""
         kinds = {"large": self.graph.macs() >= LARGE, "narrow": is_narrow(model), "depthwise": is_depthwise(model)}
-        return self.engine.settled(self.device, steps=10**6, **kinds)
+        return self.engine.resolve(self.device, steps=10**6, **kinds)
 
-    def images(self, settled: Settled) -> Any:
+    def images(self, resolved: ResolvedEngine) -> Any:
         """A random batch."""
         x = torch.randn(self.batch, *self.shape, device=self.device)
-        return settled.laid_out((x, torch.randint(self.classes, (self.batch,), device=self.device)))
+        return resolved.laid_out((x, torch.randint(self.classes, (self.batch,), device=self.device)))
 
     def search_config(self, net: Supernet, **settings: Any) -> SearchConfig:
         """A budget in the middle of what can be reached."""
@@ -136,27 +136,27 @@ class Network:
         return SearchConfig(budget=middle, groups=self.asked.groups, **settings)
 
 
-def time_training(model: nn.Module, data: Any, settled: Settled, rounds: int) -> tuple[float, float, str]:
+def time_training(model: nn.Module, data: Any, resolved: ResolvedEngine, rounds: int) -> tuple[float, float, str]:
     """Seconds of the first training step, milliseconds of later ones, and why they are no CUDA graph."""
-    with settled.running(model):
-        optimizer = sgd(parameter_groups(model, 1e-4), 0.01, 0.9, True, settled.device)
-        step = settled.repeated(make_step(model, optimizer, classification_loss(0.1), None, TrainConfig(), settled))
-        first = seconds(lambda: step(data), settled.device)
-        return first, median_ms(lambda: step(data), rounds, settled.device), getattr(step, "refused", "")
+    with resolved.running(model):
+        optimizer = sgd(parameter_groups(model, 1e-4), 0.01, 0.9, True, resolved.device)
+        step = resolved.repeated(make_step(model, optimizer, classification_loss(0.1), None, TrainConfig(), resolved))
+        first = seconds(lambda: step(data), resolved.device)
+        return first, median_ms(lambda: step(data), rounds, resolved.device), getattr(step, "refused", "")
 
 
-def time_search(network: Network, net: Supernet, data: Any, settled: Settled) -> tuple[float, Row, str]:
+def time_search(network: Network, net: Supernet, data: Any, resolved: ResolvedEngine) -> tuple[float, Row, str]:
     """Seconds of the first search step, milliseconds of each stage and of both, and why they are no CUDA graphs."""
     device, config = network.device, network.search_config(net)
-    with settled.running(net.model), uncounted(net.model):
+    with resolved.running(net.model), uncounted(net.model):
         net.train()
         budget, chains = reach(net, config)
-        steps = Steps(net, chains, config, budget, None, settled)
+        steps = Steps(net, chains, config, budget, None, resolved)
         generator = torch.Generator(device).manual_seed(0)
         with torch.no_grad():
             net.alpha.fill_(1.8)
         stages: dict[str, Callable[[], Any]] = {
-            "stage1_ms": partial(steps.train_weights, [data], Draw.MARKOV, generator, 0.01),
+            "stage1_ms": partial(steps.train_weights, [data], Sampling.MARKOV, generator, 0.01),
             "stage2_ms": partial(steps.move_alphas, [data], 1e-6),
         }
         parts = stages | {"search_ms": lambda: [stage() for stage in stages.values()]}
@@ -167,14 +167,14 @@ def time_search(network: Network, net: Supernet, data: Any, settled: Settled) ->
 
 def measure_steps(network: Network) -> Row:
     """A training step of the unpruned network and the steps of a search."""
-    device, settled = network.device, network.settled(network.model)
-    before = free_memory(device, settled.compile)
-    data, model = network.images(settled), network.fresh()
-    first, plain_ms, refused = time_training(model, data, settled, network.asked.rounds)
+    device, resolved = network.device, network.resolve(network.model)
+    before = free_memory(device, resolved.compile)
+    data, model = network.images(resolved), network.fresh()
+    first, plain_ms, refused = time_training(model, data, resolved, network.asked.rounds)
     plain_gib = peak_gib(device, before)
     net = Supernet(model, network.graph, network.asked.groups)
     free_memory(device)
-    search_first, times, search_refused = time_search(network, net, data, settled)
+    search_first, times, search_refused = time_search(network, net, data, resolved)
     return network.row(
         shape=network.shape,
         groups=network.asked.groups,
@@ -187,7 +187,7 @@ def measure_steps(network: Network) -> Row:
         plain_gib=plain_gib,
         search_gib=peak_gib(device, before),
         first_s=first + search_first,
-        engine={name: str(getattr(settled, name)) for name in ENGINE},
+        engine={name: str(getattr(resolved, name)) for name in ENGINE},
         refused=refused or search_refused,
     )
 
@@ -200,9 +200,9 @@ def measure_pruned(network: Network, budget: str) -> Row:
     nets = {"whole_ms": model, "pruned_ms": small} | ({"padded_ms": twin.wide} if twin else {})
     times = Row.fromkeys(("whole_ms", "pruned_ms", "padded_ms"))  # padded: None where all are multiples of 8 already
     for part, net in nets.items():
-        settled = network.settled(net)
-        free_memory(network.device, settled.compile)
-        times[part] = time_training(net, network.images(settled), settled, network.asked.rounds)[1]
+        resolved = network.resolve(net)
+        free_memory(network.device, resolved.compile)
+        times[part] = time_training(net, network.images(resolved), resolved, network.asked.rounds)[1]
     return network.row(budget=budget, macs=network.graph.macs(widths), **times)
 
 

@@ -19,7 +19,7 @@ import dmcp
 from dmcp.budget import parse
 from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
-from dmcp.losses import ImitationWarning, top1
+from dmcp.losses import DistillationWarning, top1
 from dmcp.sampling import expected, uniform
 from dmcp.searching.config import SearchConfig
 from dmcp.searching.search import search
@@ -94,13 +94,13 @@ def run(images: int = 1024, search_epochs: int = 12, train_epochs: int = 10, bud
     net = dmcp.Supernet(model, graph)
     config = SearchConfig(budget=budget, epochs=search_epochs, lr=0.1, min_lr=0.01, reference_batch=64, alpha_lr=5.0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ImitationWarning)  # the outputs are scores of classes
+        warnings.simplefilter("ignore", DistillationWarning)  # the outputs are scores of classes
         result = search(net, loader, config, both_heads)
     control = uniform(graph, parse(budget, graph))
     rows = []
     for name, widths in {"unpruned": graph.full, "uniform": control, "dmcp": expected(result)}.items():
         small = dmcp.cut(model, graph, widths)
-        dmcp.reinitialise(small, generator=torch.Generator().manual_seed(0))
+        dmcp.reinitialize(small, generator=torch.Generator().manual_seed(0))
         train(small, loader, TrainConfig(epochs=train_epochs, lr=0.1, warmup_lr=0.02, reference_batch=64), both_heads)
         rows.append(Row(name, graph.macs(widths), graph.params(widths), evaluate(small, test, top1)))
     return rows

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from dmcp import budget, models, sampling, training
-from dmcp.cutting import cut, reinitialise
+from dmcp.cutting import cut, reinitialize
 from dmcp.data import datasets, loaders
 from dmcp.searching import config as config_module
 from dmcp.searching import search as searching
@@ -108,7 +108,7 @@ def run_train(args: argparse.Namespace) -> None:
         "random": lambda: sampling.random_widths(graph, limit, seeded(args.seed), tolerance=0.95),
     }[kind]()
     small = cut(model, graph, widths)
-    reinitialise(small, generator=seeded(args.seed))
+    reinitialize(small, generator=seeded(args.seed))
     loader = loaders.make_loader(sets.train, args.batch, train=True, seed=args.seed, device=device, channels_last=True)
     config = training.TrainConfig(
         epochs=args.epochs,

@@ -12,7 +12,7 @@ import torch
 from dmcp.cli.main import main
 
 OPTIONS = (
-    "prune --model digits:resnet --data digits --budget 50% --controls --device cpu "
+    "prune --model digits:resnet --data digits --budget 50% --baselines --device cpu "
     "--batch 64 --search-epochs 30 --epochs 60"
 )
 

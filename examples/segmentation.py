@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import dmcp
 from dmcp.budget import parse
 from dmcp.calibration import recalibrate
-from dmcp.losses import ImitationWarning
+from dmcp.losses import DistillationWarning
 from dmcp.sampling import expected, uniform
 from dmcp.searching.config import SearchConfig
 from dmcp.searching.search import search
@@ -105,13 +105,13 @@ def run(pictures: int = 512, search_epochs: int = 12, train_epochs: int = 10, bu
     net = dmcp.Supernet(model, graph)
     config = SearchConfig(budget=budget, epochs=search_epochs, lr=0.1, min_lr=0.01, reference_batch=16, alpha_lr=5.0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ImitationWarning)  # the outputs are scores of classes
+        warnings.simplefilter("ignore", DistillationWarning)  # the outputs are scores of classes
         result = search(net, loader, config, pixel_loss)
     control = uniform(graph, parse(budget, graph))
     rows = []
     for name, widths in {"unpruned": graph.full, "uniform": control, "dmcp": expected(result)}.items():
         small = dmcp.cut(model, graph, widths)
-        dmcp.reinitialise(small, generator=torch.Generator().manual_seed(0))
+        dmcp.reinitialize(small, generator=torch.Generator().manual_seed(0))
         train(small, loader, TrainConfig(epochs=train_epochs, lr=0.2, warmup_lr=0.02, reference_batch=16), pixel_loss)
         recalibrate(small, loader)
         rows.append(Row(name, graph.macs(widths), graph.params(widths), evaluate(small, test, shape_iou)))

@@ -53,7 +53,7 @@ class Recovery:
     accuracies: list[float]  # of the soft network on each step's batch
     trained: float  # accuracy of the ungated net on all training images
     recovered: float  # the same of the soft network at the end
-    frozen: bool  # whether every weight and buffer is bit for bit what it was
+    ignore: bool  # whether every weight and buffer is bit for bit what it was
 
 
 def recover(

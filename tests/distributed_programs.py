@@ -21,7 +21,7 @@ from dmcp.cli import main
 from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
 from dmcp.models import build
-from dmcp.runtime.distributed import Ranks, join, leave
+from dmcp.runtime.distributed import World, join, leave
 
 STEPS = 5  # in an epoch
 PIXELS = (1, 8, 8)
@@ -55,48 +55,48 @@ def dropped(num_classes: int = 10) -> nn.Module:
     return model
 
 
-def train_plain(ranks: Ranks, batch: int) -> dict[str, Any]:
+def train_plain(world: World, batch: int) -> dict[str, Any]:
     """Three searches and a training without BatchNorm: 5 steps for the weights, 5 for weights and alphas."""
     return {
-        "usual search": search(plain(ranks), loader(ranks, batch), reference_batch=4 * batch),
+        "usual search": search(plain(world), loader(world, batch), reference_batch=4 * batch),
         "held-out search": search(
-            plain(ranks),
-            loader(ranks, batch, steps=2 * STEPS),
-            arch_loader=loader(ranks, batch, seed=1),
+            plain(world),
+            loader(world, batch, steps=2 * STEPS),
+            arch_loader=loader(world, batch, seed=1),
             accumulate=2,
             reference_batch=2 * batch,
             init="zero",
             alpha_lr=5.0,
         ),
-        "training": train(plain(ranks), loader(ranks, batch), lr=0.2, reference_batch=batch),
+        "training": train(plain(world), loader(world, batch), lr=0.2, reference_batch=batch),
     }
 
 
-def train_normed(ranks: Ranks, batch: int) -> dict[str, Any]:
+def train_normed(world: World, batch: int) -> dict[str, Any]:
     """The same with BatchNorm; then the trained network is tested and calibrated."""
-    torch.manual_seed(ranks.rank)
-    searched = search(build("digits:resnet"), loader(ranks, batch), reference_batch=batch)
+    torch.manual_seed(world.rank)
+    searched = search(build("digits:resnet"), loader(world, batch), reference_batch=batch)
     model = build("digits:resnet")
-    trained = train(model, loader(ranks, batch), lr=0.2, reference_batch=batch)
-    accuracy = dmcp.evaluate(model, test_loader(ranks))
-    dmcp.recalibrate(model, loader(ranks, batch))
+    trained = train(model, loader(world, batch), lr=0.2, reference_batch=batch)
+    accuracy = dmcp.evaluate(model, test_loader(world))
+    dmcp.recalibrate(model, loader(world, batch))
     return {"search": searched, "training": trained, "accuracy": accuracy, "calibrated": running(model)}
 
 
-def learn_from_a_teacher(ranks: Ranks, batch: int) -> dict[str, Any]:
+def learn_from_a_teacher(world: World, batch: int) -> dict[str, Any]:
     """A network with a given teacher, of which each rank has another one: that of rank 0 counts."""
     search = dmcp.SearchConfig(budget="50%", epochs=2, groups=4, reference_batch=batch, lr=0.05, min_lr=0.05)
-    config = dmcp.TrainConfig(epochs=1, lr=0.2, warmup_lr=0.2, reference_batch=batch, teacher_share=1.0)
-    given = loader(ranks, batch)
+    config = dmcp.TrainConfig(epochs=1, lr=0.2, warmup_lr=0.2, reference_batch=batch, kd_weight=1.0)
+    given = loader(world, batch)
     torch.manual_seed(0)
     model = Plain()
-    torch.manual_seed(7 + ranks.rank)
+    torch.manual_seed(7 + world.rank)
     teacher = Plain()
     kept = teacher.stem.weight.detach().clone()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", dmcp.pruning.TeacherWarning)  # it has learnt nothing
         found = dmcp.prune(
-            model, given, test_loader(ranks), search=search, train=config, retrain=dmcp.Retrain.TEACHER, teacher=teacher
+            model, given, test_loader(world), search=search, train=config, retrain=dmcp.Retrain.TEACHER, teacher=teacher
         )
     assert torch.equal(kept, teacher.stem.weight)  # a user's network is never written
     return {"weights": dict(found.model.state_dict()), "accuracies": [row.accuracy for row in found.rows]}
@@ -123,7 +123,7 @@ class Macro:
         return (self.table[0] / self.table[1]).nanmean()
 
 
-def measure_whole(ranks: Ranks, batch: int) -> dict[str, Any]:
+def measure_whole(world: World, batch: int) -> dict[str, Any]:
     """A network tested by a metric of the whole data set, and what is said where that cannot be."""
     from accelerate.data_loader import BatchSamplerShard  # which is slow, and for the others in vain
 
@@ -131,9 +131,9 @@ def measure_whole(ranks: Ranks, batch: int) -> dict[str, Any]:
     model = Plain()
     told = []
     for given, metric in (
-        (test_loader(ranks), Macro(gather=False)),
+        (test_loader(world), Macro(gather=False)),
         (DataLoader(DIGITS, batch, sampler=DistributedSampler(DIGITS)), Macro()),
-        (DataLoader(DIGITS, batch_sampler=BatchSamplerShard(one_by_one(batch), 2, ranks.rank)), Macro()),
+        (DataLoader(DIGITS, batch_sampler=BatchSamplerShard(one_by_one(batch), 2, world.rank)), Macro()),
     ):
         try:
             told.append(str(dmcp.evaluate(model, given, metric)))
@@ -141,12 +141,12 @@ def measure_whole(ranks: Ranks, batch: int) -> dict[str, Any]:
             told.append(str(error))
     try:
         padded = DataLoader(DIGITS, batch, sampler=DistributedSampler(DIGITS))
-        dmcp.prune(model, loader(ranks, 32), padded, metric=Macro())
+        dmcp.prune(model, loader(world, 32), padded, metric=Macro())
     except dmcp.DmcpError as error:
         told.append(str(error))
-    own = DataLoader(Subset(DIGITS, range(ranks.rank, len(DIGITS), ranks.world)), batch)
-    found = {"ours": dmcp.evaluate(model, test_loader(ranks), Macro()), "own": dmcp.evaluate(model, own, Macro())}
-    return found | {"told": told, "mean": dmcp.evaluate(model, test_loader(ranks))}
+    own = DataLoader(Subset(DIGITS, range(world.rank, len(DIGITS), world.size)), batch)
+    found = {"dmcp": dmcp.evaluate(model, test_loader(world), Macro()), "own": dmcp.evaluate(model, own, Macro())}
+    return found | {"told": told, "mean": dmcp.evaluate(model, test_loader(world))}
 
 
 def one_by_one(batch: int) -> BatchSampler:
@@ -160,21 +160,21 @@ class Listing(torch.optim.SGD):
         self.state[self.param_groups[0]["params"][0]]["seen"] = [1]
 
 
-def plain(ranks: Ranks) -> Plain:
+def plain(world: World) -> Plain:
     """Fresh weights, others on each rank: those of the first must be used."""
-    torch.manual_seed(ranks.rank)
+    torch.manual_seed(world.rank)
     return Plain()
 
 
-def loader(ranks: Ranks, batch: int, steps: int = STEPS, seed: int = 0) -> Any:
+def loader(world: World, batch: int, steps: int = STEPS, seed: int = 0) -> Any:
     """So many batches of the first digits, shuffled and shifted; a rank gets its part of each."""
     images = load("digits").train.subset(torch.arange(steps * batch))
-    return make_loader(images, batch, train=True, seed=seed, ranks=ranks)
+    return make_loader(images, batch, train=True, seed=seed, world=world)
 
 
-def test_loader(ranks: Ranks) -> Any:
+def test_loader(world: World) -> Any:
     """382 digits in batches of 127: of the last one, only the first rank has a part."""
-    return make_loader(load("digits").test, 127, train=False, ranks=ranks)
+    return make_loader(load("digits").test, 127, train=False, world=world)
 
 
 def search(model: nn.Module, batches: Any, arch_loader: Any = None, **settings: Any) -> dict[str, Any]:
@@ -217,17 +217,17 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 def learn(program: str, batch: int, folder: Path) -> None:
     """Run one of the above among the other ranks, and keep what it gave."""
-    ranks = join("cpu")
-    found = globals()[program](ranks, batch)
+    world = join("cpu")
+    found = globals()[program](world, batch)
     leave()
-    torch.save(found, folder / f"rank{ranks.rank}.pt")
+    torch.save(found, folder / f"rank{world.rank}.pt")
 
 
 def keep_a_list(folder: Path) -> None:
     """Try to save a training that cannot be saved."""
-    ranks = join("cpu")
+    world = join("cpu")
     config = dmcp.TrainConfig(epochs=1, lr=0.2, warmup_lr=0.2)
-    dmcp.train(plain(ranks), loader(ranks, 4), config, keeper=dmcp.Keeper(folder), optimizer=Listing)
+    dmcp.train(plain(world), loader(world, 4), config, checkpointer=dmcp.Checkpointer(folder), optimizer=Listing)
 
 
 def command(*arguments: str) -> None:
@@ -236,12 +236,18 @@ def command(*arguments: str) -> None:
     main.main()
 
 
-def start(rank: int, world: int, port: int, text: Path, program: str, *arguments: Any) -> None:
+def start(rank: int, world_size: int, port: int, text: Path, program: str, *arguments: Any) -> None:
     """Be one of the processes that a launcher starts; what it prints goes to a file."""
     sink = os.open(text, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(sink, 1)
     os.dup2(sink, 2)
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    names = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     os.environ.update({name: str(value) for name, value in names.items()})
     torch.set_num_threads(1)
     warnings.simplefilter("error")

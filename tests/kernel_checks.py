@@ -107,7 +107,7 @@ def test_many_slabs_and_blocks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 Alone = tuple[int, int, int, int, int, int]  # n, channels, h, w, kernel, stride
-ALONE: list[Alone] = [
+SINGLE_PROCESS: list[Alone] = [
     (1, 8, 6, 6, 3, 1), (2, 11, 5, 4, 3, 1), (1, 5, 1, 1, 3, 1), (1, 8, 6, 6, 3, 2), (2, 11, 5, 7, 3, 2),
     (1, 6, 2, 3, 5, 1), (1, 11, 7, 5, 5, 2),
 ]  # fmt: skip
@@ -131,7 +131,9 @@ def _alone(shape: Alone, bias: bool = True) -> tuple[list[Tensor], list[Tensor],
     return given, [out, *found], [exact, *wanted]
 
 
-@pytest.mark.parametrize("shape", [*ALONE, *(pytest.param(it, marks=pytest.mark.slow) for it in LONG_ALONE)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [*SINGLE_PROCESS, *(pytest.param(it, marks=pytest.mark.slow) for it in LONG_ALONE)], ids=str
+)
 def test_a_depthwise_convolution_and_its_gradients_are_torchs(shape: Alone) -> None:
     given, found, wanted = _alone(shape, bias=shape[1] % 2 == 1)
     for one, other in zip(found, wanted, strict=True):

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from dmcp.errors import RankError
 from dmcp.runtime import distributed as ranks_file
 from dmcp.runtime.distributed import (
-    ALONE,
-    Ranks,
+    SINGLE_PROCESS,
+    World,
     current,
     fewest,
     gather_bytes,
@@ -33,19 +33,19 @@ from dmcp.runtime.distributed import (
 
 def agree() -> None:
     """Every function gives what one process would have computed."""
-    assert current() == ALONE
-    ranks = join("cpu")
+    assert current() == SINGLE_PROCESS
+    world = join("cpu")
     assert (
-        ranks == current() == join("cpu") == Ranks(*(int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
+        world == current() == join("cpu") == World(*(int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
     )
-    for count in (10 * ranks.world + 1, ranks.world - 1):  # uneven, and none at all for the last rank
-        check_gradients(count, ranks)
-    check_values(ranks)
-    check_shared(ranks)
-    check_gathered(ranks)
-    check_errors(ranks)
+    for count in (10 * world.size + 1, world.size - 1):  # uneven, and none at all for the last rank
+        check_gradients(count, world)
+    check_values(world)
+    check_shared(world)
+    check_gathered(world)
+    check_errors(world)
     leave()
-    assert current() == ALONE
+    assert current() == SINGLE_PROCESS
     leave()
 
 
@@ -66,20 +66,20 @@ class Mixed(nn.Module):
         return self.wide(rows).square().sum(1) + seen.square().sum(1) + (seen.detach().bfloat16() * self.short).sum(1)
 
 
-def check_gradients(count: int, ranks: Ranks) -> None:
+def check_gradients(count: int, world: World) -> None:
     torch.manual_seed(count)
     model, rows, images = Mixed(), torch.randn(count, 5, dtype=torch.float64), torch.randn(count, 2, 6, 6)
     model(rows, images).mean().backward()
     wanted = {name: one.grad for name, one in model.named_parameters()}
     model.zero_grad()
-    mine = part(count, ranks)
+    mine = part(count, world)
     model(rows[mine], images[mine]).mean().backward()
     samples = len(rows[mine])
     for one in model.parameters():
         if one.grad is not None and not samples:
             one.grad.fill_(torch.nan)
     with patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as reduce:
-        mean_gradients(list(model.parameters()), samples, ranks)
+        mean_gradients(list(model.parameters()), samples, world)
     assert reduce.call_count == 3  # one per dtype
     for name, one in model.named_parameters():
         if name == "unused":
@@ -89,33 +89,33 @@ def check_gradients(count: int, ranks: Ranks) -> None:
         assert one.grad is not None and one.grad.dtype == one.dtype
         torch.testing.assert_close(one.grad, wanted[name], rtol=exact, atol=exact)
     bits = torch.cat([one.grad.double().reshape(-1) for one in model.parameters() if one.grad is not None])
-    assert same_everywhere(str(bits.tolist()), ranks)
+    assert same_everywhere(str(bits.tolist()), world)
 
 
-def check_values(ranks: Ranks) -> None:
-    everyone = np.random.default_rng(0).normal(size=(ranks.world, 4, 3))
-    samples = np.arange(ranks.world * 4).reshape(ranks.world, 4, 1)  # rank 0 has a row without samples
+def check_values(world: World) -> None:
+    everyone = np.random.default_rng(0).normal(size=(world.size, 4, 3))
+    samples = np.arange(world.size * 4).reshape(world.size, 4, 1)  # rank 0 has a row without samples
     everyone[0, 0] = np.nan
-    mine = torch.from_numpy(everyone[ranks.rank])
+    mine = torch.from_numpy(everyone[world.rank])
     kept = mine.clone()
     wanted = np.nansum(everyone * samples, axis=0) / samples.sum(axis=0)
-    np.testing.assert_allclose(mean_values(mine, torch.from_numpy(samples[ranks.rank]), ranks), wanted, rtol=1e-12)
+    np.testing.assert_allclose(mean_values(mine, torch.from_numpy(samples[world.rank]), world), wanted, rtol=1e-12)
     assert torch.equal(mine[1:], kept[1:])
-    one = torch.tensor(float(ranks.rank))
-    weighted = np.average(range(ranks.world), weights=range(1, ranks.world + 1))
-    torch.testing.assert_close(mean_values(one, ranks.rank + 1, ranks), torch.tensor(weighted, dtype=torch.float32))
+    one = torch.tensor(float(world.rank))
+    weighted = np.average(range(world.size), weights=range(1, world.size + 1))
+    torch.testing.assert_close(mean_values(one, world.rank + 1, world), torch.tensor(weighted, dtype=torch.float32))
 
-    large = torch.tensor([2**53 + ranks.rank, ranks.rank])  # a float64 on the way would lose the last bit
-    total = sum_values(large, ranks)
-    steps = sum(range(ranks.world))
-    assert total.dtype == torch.int64 and total.tolist() == [2**53 * ranks.world + steps, steps]
-    assert large.tolist() == [2**53 + ranks.rank, ranks.rank]
-    tiny = sum_values(torch.tensor(1 + 1e-12 * ranks.rank, dtype=torch.float64).expand(2, 2).T, ranks)
-    assert tiny.shape == (2, 2) and abs(float(tiny[0, 0]) - ranks.world - 1e-12 * steps) < 1e-15
-    assert fewest(7 - ranks.rank, ranks) == 8 - ranks.world
+    large = torch.tensor([2**53 + world.rank, world.rank])  # a float64 on the way would lose the last bit
+    total = sum_values(large, world)
+    steps = sum(range(world.size))
+    assert total.dtype == torch.int64 and total.tolist() == [2**53 * world.size + steps, steps]
+    assert large.tolist() == [2**53 + world.rank, world.rank]
+    tiny = sum_values(torch.tensor(1 + 1e-12 * world.rank, dtype=torch.float64).expand(2, 2).T, world)
+    assert tiny.shape == (2, 2) and abs(float(tiny[0, 0]) - world.size - 1e-12 * steps) < 1e-15
+    assert fewest(7 - world.rank, world) == 8 - world.size
 
 
-def check_shared(ranks: Ranks) -> None:
+def check_shared(world: World) -> None:
     def fill(seed: int) -> list[Tensor]:
         torch.manual_seed(seed)
         return [
@@ -128,15 +128,15 @@ def check_shared(ranks: Ranks) -> None:
             torch.randn(4, 6).T,
         ]
 
-    tensors = fill(ranks.rank)
+    tensors = fill(world.rank)
     places = [one.data_ptr() for one in tensors]
-    share_tensors(tensors, ranks)
+    share_tensors(tensors, world)
     assert places == [one.data_ptr() for one in tensors]
     assert all(torch.equal(mine, wanted) for mine, wanted in zip(tensors, fill(0), strict=True))
     assert tensors[0].is_contiguous(memory_format=torch.channels_last)
 
 
-def check_gathered(ranks: Ranks) -> None:
+def check_gathered(world: World) -> None:
     def hold(rank: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(rank)
         tensors = {
@@ -148,36 +148,36 @@ def check_gathered(ranks: Ranks) -> None:
         }
         return dict(sorted(tensors.items(), reverse=rank == 1))  # the order of names does not count
 
-    gathered = gather_bytes(hold(ranks.rank), ranks)
-    assert (gathered is not None) == ranks.first
+    gathered = gather_bytes(hold(world.rank), world)
+    assert (gathered is not None) == world.first
     for rank, tensors in enumerate(gathered or []):
         assert set(tensors) == set(hold(rank))
         for name, one in hold(rank).items():
             assert tensors[name].dtype == one.dtype and torch.equal(tensors[name], one)
-    assert gather_bytes({}, ranks) == ([{}] * ranks.world if ranks.first else None)
-    assert same_everywhere("batch 32", ranks)
-    assert not same_everywhere(f"batch {32 + (ranks.rank == ranks.world - 1)}", ranks)
+    assert gather_bytes({}, world) == ([{}] * world.size if world.first else None)
+    assert same_everywhere("batch 32", world)
+    assert not same_everywhere(f"batch {32 + (world.rank == world.size - 1)}", world)
 
 
-def check_errors(ranks: Ranks) -> None:
-    with pytest.raises(RankError, match=rf"Rank {ranks.rank} of {ranks.world} holds other tensors"):
-        gather_bytes({"state": torch.zeros(3 + (ranks.rank == 1))}, ranks)
+def check_errors(world: World) -> None:
+    with pytest.raises(RankError, match=rf"Rank {world.rank} of {world.size} holds other tensors"):
+        gather_bytes({"state": torch.zeros(3 + (world.rank == 1))}, world)
     broken = patch.object(dist, "broadcast", side_effect=dist.DistBackendError("NCCL is unhappy\nC++ trace"))
     with broken, pytest.raises(RankError, match=r"lost the others .*\(NCCL is unhappy\): one .* last checkpoint\.$"):
-        share_tensors([torch.zeros(1)], ranks)
+        share_tensors([torch.zeros(1)], world)
     with (
         patch.object(dist, "all_reduce", side_effect=torch.OutOfMemoryError("full")),
         pytest.raises(torch.OutOfMemoryError),  # not the fault of another rank
     ):
-        fewest(1, ranks)
+        fewest(1, world)
 
 
 def borrow() -> None:
     """A process group of the user's own is used, and not destroyed."""
     dist.init_process_group("gloo")
-    ranks = join()
-    assert ranks == current() and ranks.world == dist.get_world_size() > 1
-    assert fewest(ranks.rank, ranks) == 0
+    world = join()
+    assert world == current() and world.size == dist.get_world_size() > 1
+    assert fewest(world.rank, world) == 0
     leave()
     assert dist.is_initialized()
     dist.destroy_process_group()
@@ -185,18 +185,24 @@ def borrow() -> None:
 
 def reduce(ready: str) -> None:
     """Sum for ever."""
-    ranks = join("cpu")
+    world = join("cpu")
     Path(ready).touch()
     while True:
-        sum_values(torch.ones(1000), ranks)
+        sum_values(torch.ones(1000), world)
 
 
-def start(program: str, ready: str, rank: int, world: int, port: int, errors: str) -> None:
+def start(program: str, ready: str, rank: int, world_size: int, port: int, errors: str) -> None:
     """Be one of the processes that a launcher starts; what it prints goes to a file."""
     sink = os.open(errors, os.O_WRONLY | os.O_CREAT)
     os.dup2(sink, 1)
     os.dup2(sink, 2)
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    names = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     os.environ.update({name: str(value) for name, value in names.items()})
     torch.set_num_threads(1)
     globals()[program](*([ready] if ready else []))

@@ -90,7 +90,7 @@ def test_the_blocks_run(left: dict[str, Any]) -> None:
     assert left["printed"].count("search 8 ") == 2  # its first step and its result
 
 
-@pytest.mark.parametrize("stage", ["search", "ours"])
+@pytest.mark.parametrize("stage", ["search", "dmcp"])
 def test_a_stopped_job_ends_as_if_nothing_had_happened(left: dict[str, Any], tmp_path: Path, stage: str) -> None:
     """Each call with a loader of its own, as a new process has it."""
     calls = itertools.count()
@@ -99,12 +99,12 @@ def test_a_stopped_job_ends_as_if_nothing_had_happened(left: dict[str, Any], tmp
         loader = DataLoader(left["images"], 32, shuffle=True, generator=torch.Generator().manual_seed(0))
         return dmcp.prune(left["model"], loader, loader, search=left["kept"], train=left["recipe"], **more)
 
-    def stopping(name: str) -> dmcp.Keeper:
-        return dmcp.Keeper(tmp_path / name, asked_to_stop=lambda: name == stage and next(calls) > 1)
+    def stopping(name: str) -> dmcp.Checkpointer:
+        return dmcp.Checkpointer(tmp_path / name, asked_to_stop=lambda: name == stage and next(calls) > 1)
 
     with pytest.raises(dmcp.StoppedError, match="Stopped after step 3"):
         prune(keep=stopping)
-    again, whole = prune(keep=lambda name: dmcp.Keeper(tmp_path / name)), prune()
+    again, whole = prune(keep=lambda name: dmcp.Checkpointer(tmp_path / name)), prune()
     assert again.widths == whole.widths
     assert all(map(torch.equal, again.model.state_dict().values(), whole.model.state_dict().values()))
 

@@ -22,8 +22,8 @@ from dmcp.compare.problem import Choice, Problem
 from dmcp.errors import BudgetError, DataError, StoppedError, TrainingError
 from dmcp.results import Event
 from dmcp.runs import Run
-from dmcp.searching.config import Draw
-from dmcp.searching.subnets import draw_gates
+from dmcp.searching.config import Sampling
+from dmcp.searching.subnets import sample_gates
 
 SHORT = AutoSlimConfig(epochs=1, groups=3, subnets=1, batches=1)
 
@@ -126,15 +126,15 @@ def test_progress_and_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
     drawn: list[Any] = []
 
-    def spy(net: Any, chains: Any, draw: Draw, count: int, *rest: Any) -> list[Tensor]:
-        drawn.append((draw, count))
-        return draw_gates(net, chains, draw, count, *rest)
+    def spy(net: Any, chains: Any, sampling: Sampling, count: int, *rest: Any) -> list[Tensor]:
+        drawn.append((sampling, count))
+        return sample_gates(net, chains, sampling, count, *rest)
 
-    monkeypatch.setattr(dmcp.searching.search, "draw_gates", spy)
+    monkeypatch.setattr(dmcp.searching.search, "sample_gates", spy)
     problem = planted_problem(tell=lambda stage, record: told.append((stage, record)))
     prepared = prepare(problem, replace(SHORT, epochs=2))
     assert prepared.sample_passes == 20 * 64 * 2 * 3
-    assert drawn == [(Draw.UNIFORM, 1)] * 40
+    assert drawn == [(Sampling.UNIFORM, 1)] * 40
     assert [record.step for stage, record in told if stage == "autoslim"] == list(range(40))
     told.clear()
     find(problem, SHORT, prepared.state)
@@ -150,7 +150,9 @@ def test_a_stopped_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
         left = iter(range(steps))
         return planted_problem(
             tell=lambda stage, record: run.on_event(Event(stage, 0, record)),
-            keep=lambda stage: run.keeper(stage, {}, every_steps=7, asked_to_stop=lambda: next(left, None) is None),
+            keep=lambda stage: run.checkpointer(
+                stage, {}, every_steps=7, asked_to_stop=lambda: next(left, None) is None
+            ),
         )
 
     with pytest.raises(StoppedError):

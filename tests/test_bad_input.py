@@ -136,7 +136,7 @@ def test_nothing_to_prune(nothing: nn.Module) -> None:
 
 def test_everything_frozen(model: nn.Module) -> None:
     with refused(TraceError, "prun"):
-        dmcp.trace(model, X, frozen=["conv1", "conv2", "conv3"])
+        dmcp.trace(model, X, ignore=["conv1", "conv2", "conv3"])
 
 
 def test_no_tensor_comes_out() -> None:
@@ -149,10 +149,10 @@ def test_no_tensor_comes_out() -> None:
 
 @pytest.mark.parametrize(("wrong", "near"), [("conv22", "conv2"), ("cnv1", "conv1"), ("head1", "head")])
 def test_a_misspelt_name_in_frozen(model: nn.Module, wrong: str, near: str) -> None:
-    with refused(TraceError, "frozen", wrong, near):
-        dmcp.trace(model, X, frozen=[wrong])
+    with refused(TraceError, "ignore", wrong, near):
+        dmcp.trace(model, X, ignore=[wrong])
     with pytest.raises(TraceError) as caught:
-        dmcp.trace(model, X, frozen=["head", wrong])
+        dmcp.trace(model, X, ignore=["head", wrong])
     words = str(caught.value).replace("?", " ").replace(",", " ").split()
     assert words.count(near) == 1  # named, once
 
@@ -160,7 +160,7 @@ def test_a_misspelt_name_in_frozen(model: nn.Module, wrong: str, near: str) -> N
 def test_frozen_that_is_one_string(model: nn.Module) -> None:
     """Taken as one name or refused, but never as five letters."""
     try:
-        found = spaces(dmcp.trace(model, X, frozen="conv1"))
+        found = spaces(dmcp.trace(model, X, ignore="conv1"))
     except TraceError:
         found = {}
     assert "conv1" not in found
@@ -201,7 +201,7 @@ def test_strict_accepts_both_ways_out() -> None:
 
     rules = dmcp.RULES | {torch.ops.dmcp_tests.mystery.default: lambda call: [call.x.dims]}
     assert "inner.block.0" in {space.name for space in dmcp.trace(Roomy(), X, rules=rules, strict=True).spaces}
-    graph = dmcp.trace(Roomy(), X, frozen=["inner"], strict=True)
+    graph = dmcp.trace(Roomy(), X, ignore=["inner"], strict=True)
     assert {space.name for space in graph.spaces} == {"conv"}
 
 

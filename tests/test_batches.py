@@ -14,7 +14,7 @@ from dmcp.batches import batches_from, check_parts, input_of, labels_of, length_
 from dmcp.data.datasets import load
 from dmcp.data.loaders import ArrayLoader, make_loader
 from dmcp.errors import DataError
-from dmcp.runtime.distributed import ALONE, Ranks
+from dmcp.runtime.distributed import SINGLE_PROCESS, World
 
 
 class Noisy:
@@ -54,7 +54,7 @@ def test_the_sampler_of_a_data_loader_learns_the_epoch() -> None:
 
 
 def test_an_array_loader_is_entered_without_the_skipped_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = make_loader(load("digits").train, 100, train=True, seed=1, ranks=Ranks(1, 3))
+    loader = make_loader(load("digits").train, 100, train=True, seed=1, world=World(1, 3))
     whole = list(batches_from(loader, 4))
     made: list[int] = []
     batch = ArrayLoader.batch
@@ -107,18 +107,18 @@ def test_samplers_that_repeat_are_seen() -> None:
         return DataLoader(data, 5, sampler=DistributedSampler(data, 2, 0, **options))
 
     for fine in (loader(20), loader(21, drop_last=True), DataLoader(list(range(21)), 5), [torch.zeros(2)], Noisy()):
-        check_parts(fine, Ranks(0, 2))
-    check_parts(loader(21), ALONE)
+        check_parts(fine, World(0, 2))
+    check_parts(loader(21), SINGLE_PROCESS)
     with pytest.raises(DataError, match=r"repeats samples, so that 2 ranks .* range\(rank, len\(data\), world\)"):
-        check_parts(loader(21), Ranks(0, 2))
+        check_parts(loader(21), World(0, 2))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
 @pytest.mark.parametrize(("size", "images"), [(10, 43), (7, 7), (1, 3), (64, 10)])
-def test_shares_follow_each_other(size: int, images: int, world: int) -> None:
+def test_shares_follow_each_other(size: int, images: int, world_size: int) -> None:
     places: list[int] = []
     for number in range(-(-images // size)):
-        shares = [range(images)[share_of(number, size, images, Ranks(rank, world))] for rank in range(world)]
+        shares = [range(images)[share_of(number, size, images, World(rank, world_size))] for rank in range(world_size)]
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
         places += [place for share in shares for place in share]
         assert len(places) == min(images, (number + 1) * size)

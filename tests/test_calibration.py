@@ -151,28 +151,28 @@ class CallsEval(nn.BatchNorm2d):
 
 @pytest.mark.parametrize("kind", [ForcedEval, CallsEval])
 def test_a_norm_whose_forward_never_renews_it_keeps_its_statistics(kind: type[nn.BatchNorm2d]) -> None:
-    frozen, after = kind(3), nn.BatchNorm2d(3, momentum=None)
-    assert frozen.running_mean is not None and frozen.running_var is not None
-    frozen.running_mean.fill_(0.5)
-    frozen.running_var.fill_(4.0)
-    before = copy.deepcopy(frozen.state_dict())
+    ignore, after = kind(3), nn.BatchNorm2d(3, momentum=None)
+    assert ignore.running_mean is not None and ignore.running_var is not None
+    ignore.running_mean.fill_(0.5)
+    ignore.running_var.fill_(4.0)
+    before = copy.deepcopy(ignore.state_dict())
     x = torch.randn(8, 3, 4, 4)
-    recalibrate(nn.Sequential(frozen, after), [(x, None)])
-    assert all(torch.equal(value, before[name]) for name, value in frozen.state_dict().items())
+    recalibrate(nn.Sequential(ignore, after), [(x, None)])
+    assert all(torch.equal(value, before[name]) for name, value in ignore.state_dict().items())
     twin = nn.BatchNorm2d(3, momentum=None)
-    twin((x - 0.5) / (4.0 + frozen.eps) ** 0.5)  # what the next one sees is by those statistics, too
+    twin((x - 0.5) / (4.0 + ignore.eps) ** 0.5)  # what the next one sees is by those statistics, too
     torch.testing.assert_close((after.running_mean, after.running_var), (twin.running_mean, twin.running_var))
 
 
 def test_a_norm_that_cannot_count_keeps_its_statistics_too() -> None:
     """Of several batches: their pooled variance would be a little less than the one that all of them have."""
-    frozen = ForcedEval(3)
-    assert frozen.running_var is not None
-    frozen.running_var.fill_(4.0)
-    frozen.num_batches_tracked = None
-    before = copy.deepcopy(frozen.state_dict())
-    recalibrate(frozen, uneven())
-    assert all(torch.equal(value, before[name]) for name, value in frozen.state_dict().items())
+    ignore = ForcedEval(3)
+    assert ignore.running_var is not None
+    ignore.running_var.fill_(4.0)
+    ignore.num_batches_tracked = None
+    before = copy.deepcopy(ignore.state_dict())
+    recalibrate(ignore, uneven())
+    assert all(torch.equal(value, before[name]) for name, value in ignore.state_dict().items())
 
 
 class Uncounted(nn.BatchNorm2d):

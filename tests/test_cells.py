@@ -70,7 +70,7 @@ def write_plan(task: Task, folder: Path, **changes: Any) -> Path:
 @pytest.fixture(scope="module")
 def whole(commands: Commands, plans: dict[str, Task], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of all cells, which nothing interrupted."""
-    folder = tmp_path_factory.mktemp("whole")
+    folder = tmp_path_factory.mktemp("unprunable")
     for task in plans.values():
         end = commands.run(["cell", write_plan(task, folder), folder / task.name])
         assert (end.code, end.out, end.err) == (0, "", "")

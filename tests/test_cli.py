@@ -67,7 +67,7 @@ def test_help_names_everything(capsys: Capture) -> None:
         assert run(capsys, name, "--help")[0] == 0
     code, out, _ = run(capsys, "inspect", "--help")
     assert code == 0
-    for option in ("MODEL", "--input", "--model-args", "--frozen", "--inexact", "--json"):
+    for option in ("MODEL", "--input", "--model-args", "--ignore", "--inexact", "--json"):
         assert option in out
 
 
@@ -95,7 +95,7 @@ def test_inspect_prints_plain_data(capsys: Capture) -> None:
     with FlopCounterMode(display=False) as counter:
         build("resnet18")(torch.zeros(1, 3, 64, 64))
     assert whole["macs"] == counter.get_total_flops() // 2
-    less = json.loads(run(capsys, "inspect", "resnet18", "--input", "3x64x64", "--json", "--frozen", "layer1")[1])
+    less = json.loads(run(capsys, "inspect", "resnet18", "--input", "3x64x64", "--json", "--ignore", "layer1")[1])
     assert len(less["spaces"]) < len(whole["spaces"])
 
 
@@ -141,7 +141,7 @@ MISTAKES = {
     ("resnet18", "--input", "3,224,224"): "write it like 3x224x224",
     ("resnet18", "--input", "0x224x224"): "write it like 3x224x224",
     ("resnet18", "--input", "4x32x32"): "",
-    ("resnet18", "--input", "3x64x64", "--frozen", "layer9"): "layer9",
+    ("resnet18", "--input", "3x64x64", "--ignore", "layer9"): "layer9",
 }
 
 
@@ -174,7 +174,7 @@ DRY = (*SHORT, "--batch", "64", "--dry-run")  # what it measures is steps, not e
 def pruned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of a very short run, and what it printed."""
     folder = tmp_path_factory.mktemp("runs") / "short"
-    words = ["dmcp", "prune", *SHORT, "--budget", "50%", "--controls", "--out", str(folder)]
+    words = ["dmcp", "prune", *SHORT, "--budget", "50%", "--baselines", "--out", str(folder)]
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
         patch.setattr(sys, "argv", words)
@@ -194,7 +194,7 @@ def table(printed: str) -> dict[str, list[str]]:
 def test_prune_writes_a_run_and_prints_its_table(pruned: tuple[Path, str]) -> None:
     folder, printed = pruned
     rows = table(printed)
-    assert list(rows) == ["unpruned", "uniform widths", "ours"]
+    assert list(rows) == ["unpruned", "uniform", "dmcp"]
     assert printed.endswith(f"{folder}\n")
     small = dmcp.load(folder, build("digits:resnet"))
     with FlopCounterMode(display=False) as counter:
@@ -205,7 +205,7 @@ def test_prune_writes_a_run_and_prints_its_table(pruned: tuple[Path, str]) -> No
         "points against unpruned",
     ):
         assert words in printed
-    assert rows["ours"][0] == f"{counter.get_total_flops() // 2:,}"
+    assert rows["dmcp"][0] == f"{counter.get_total_flops() // 2:,}"
     assert counter.get_total_flops() // 2 <= int(rows["unpruned"][0].replace(",", "")) // 2
 
 
@@ -213,7 +213,7 @@ def test_evaluate_gives_the_accuracy_of_the_run(pruned: tuple[Path, str], capsys
     folder, printed = pruned
     code, out, _ = run(capsys, "evaluate", str(folder), "--device", "cpu")
     assert code == 0
-    assert table(out)["short"][:3] == table(printed)["ours"][:3]
+    assert table(out)["short"][:3] == table(printed)["dmcp"][:3]
 
 
 def test_sample_gives_different_structures_inside_the_budget(pruned: tuple[Path, str], capsys: Capture) -> None:
@@ -293,8 +293,8 @@ def test_train_takes_widths_and_weights(pruned: tuple[Path, str], capsys: Captur
     start = ("--weights", str(tmp_path / "start.pth"), "--epochs", "1")
     code, out, err = run(capsys, "train", *SMALL, *start, "--widths", widths, "--out", str(tmp_path / "run"))
     assert (code, err) == (0, "")
-    assert table(out)["ours"][:2] == table(pruned[1])["ours"][:2]
-    assert list(table(out)) == ["as given", "ours"]
+    assert table(out)["dmcp"][:2] == table(pruned[1])["dmcp"][:2]
+    assert list(table(out)) == ["original", "dmcp"]
     assert read_widths(tmp_path / "run") == read_widths(pruned[0])
 
 
@@ -307,7 +307,7 @@ def test_weights_for_other_classes_give_all_but_the_last_layer(capsys: Capture, 
     assert (code, err) == (0, "fc is for 1000 classes, the data have 10: it starts fresh; " + WARM)
     assert list(table(out)) == ["unpruned"]  # as given it can do nothing yet
     code, out, _ = run(capsys, "prune", *SMALL, *SHORT, *options[:-1], str(tmp_path / "pruned"))
-    assert code == 0 and list(table(out)) == ["ours"]
+    assert code == 0 and list(table(out)) == ["dmcp"]
     opened = open_job(Job(model="digits:resnet", data="digits", weights=str(tmp_path / "imagenet.pth"), device="cpu"))
     for name, tensor in opened.model.state_dict().items():
         source = opened.fresh.fc if name.startswith("fc.") else given
@@ -345,10 +345,10 @@ def test_search_from_weights_needs_no_warm_up(capsys: Capture, tmp_path: Path) -
 
 def test_dry_run_trains_and_writes_nothing(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    code, out, err = run(capsys, "prune", *DRY, "--controls", "--kernels")
+    code, out, err = run(capsys, "prune", *DRY, "--baselines", "--kernels")
     assert (code, err) == (0, NO_KERNELS)
     assert list(tmp_path.iterdir()) == []
-    for words in ("reachable: from", "asked for: at most 381,760 MACs", "uniform widths", "GiB on cpu", "Nothing was"):
+    for words in ("reachable: from", "asked for: at most 381,760 MACs", "uniform", "GiB on cpu", "Nothing was"):
         assert words in out
 
 
@@ -357,7 +357,12 @@ def test_a_dry_run_knows_of_bounds(capsys: Capture, monkeypatch: pytest.MonkeyPa
     words = ("prune", *DRY, "--json")
     reached = [
         json.loads(run(capsys, *words, *more)[1])["reachable"]
-        for more in ((), ("--smallest", "8"), ("--largest", "60"), ("--smallest", "8", "--smallest", "layer3=9"))
+        for more in (
+            (),
+            ("--min-channels", "8"),
+            ("--max-channels", "60"),
+            ("--min-channels", "8", "--min-channels", "layer3=9"),
+        )
     ]
     least, most = ([it[end]["macs"] for it in reached] for end in ("least", "most"))
     graph = dmcp.trace(build("digits:resnet"), torch.zeros(2, 1, 8, 8))
@@ -368,23 +373,23 @@ def test_a_dry_run_knows_of_bounds(capsys: Capture, monkeypatch: pytest.MonkeyPa
 
 def test_bounds_on_the_command_line(capsys: Capture, tmp_path: Path) -> None:
     words = ("search", *SMALL, "--search-epochs", "2", "--budget", "30%", "--out", str(tmp_path / "run"))
-    given = ("--smallest", "6", "--smallest", "layer2.0.conv1=12", "--largest", "layer3=40")
+    given = ("--min-channels", "6", "--min-channels", "layer2.0.conv1=12", "--max-channels", "layer3=40")
     code, out, err = run(capsys, *words, *given, "--json")
     assert (code, err) == (0, "")
     widths = json.loads(out)["widths"]
     assert all(width >= 6 for width in widths.values()) and widths["layer2.0.conv1"] >= 12
     assert all(width <= 40 for name, width in widths.items() if name.startswith("layer3"))
     settings = json.loads((tmp_path / "run" / "settings.json").read_text())
-    assert settings["search"]["smallest"] == {"": 6, "layer2.0.conv1": 12}
-    assert settings["search"]["largest"] == {"layer3": 40}
+    assert settings["search"]["min_channels"] == {"": 6, "layer2.0.conv1": 12}
+    assert settings["search"]["max_channels"] == {"layer3": 40}
     read = plan_from_json(settings, "run").search
     assert read and read.smallest == {"": 6, "layer2.0.conv1": 12}
-    code, _, err = run(capsys, "search", "--resume", str(tmp_path / "run"), "--smallest", "7")
-    assert code == 2 and "--smallest was ['6', 'layer2.0.conv1=12'], is ['7']." in err
+    code, _, err = run(capsys, "search", "--resume", str(tmp_path / "run"), "--min-channels", "7")
+    assert code == 2 and "--min-channels was ['6', 'layer2.0.conv1=12'], is ['7']." in err
 
 
 @pytest.mark.parametrize(
-    ("words", "smallest"), [((), {}), (("--smallest", "8"), 8), (("--smallest", "a.b=3"), {"a.b": 3})]
+    ("words", "min_channels"), [((), {}), (("--min-channels", "8"), 8), (("--min-channels", "a.b=3"), {"a.b": 3})]
 )
 def test_one_bound_is_kept_as_one_number(
     words: tuple[str, ...], smallest: object, capsys: Capture, monkeypatch: pytest.MonkeyPatch
@@ -395,7 +400,7 @@ def test_one_bound_is_kept_as_one_number(
     for more in (SMALL, ("--recipe", "imagenet_resnet18_1040m", "--data", "digits")):
         assert run(capsys, "prune", *more, *words, "--dry-run")[::2] == (0, "")
         plain = json.loads(json.dumps(seen[-1].to_json()))
-        assert plain["search"]["smallest"] == smallest and plain["search"]["largest"] == {}
+        assert plain["search"]["min_channels"] == smallest and plain["search"]["max_channels"] == {}
         assert plan_from_json(plain, "run").search == seen[-1].search
 
 
@@ -435,7 +440,7 @@ def test_time_left_is_by_whole_bundles(capsys: Capture, monkeypatch: pytest.Monk
     progress = Progress()
     for step in range(150):
         now[0] = 20.0 * (step // 50 + 1)
-        progress.on_event(Event("ours", 200, StepRecord(0, step, 200, 0.1, 1.0)))
+        progress.on_event(Event("dmcp", 200, StepRecord(0, step, 200, 0.1, 1.0)))
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(", ")[0] for line in lines] == [f"ours: step {step} of 200" for step in (1, 51, 101)]
     assert lines[2].endswith("20 s left")
@@ -573,7 +578,7 @@ def test_results_are_plain_data(pruned: tuple[Path, str], capsys: Capture, tmp_p
     assert code == 0
     (row,) = numbers(out)
     assert [f"{row['macs']:,}", f"{row['params']:,}", f"{100 * float(str(row['accuracy'])):.2f}"] == [
-        text.rstrip("%") for text in table(printed)["ours"][:3]
+        text.rstrip("%") for text in table(printed)["dmcp"][:3]
     ]
     data = json.loads(out)
     assert data["widths"] == read_widths(folder) and data["folder"] == str(folder)
@@ -604,7 +609,7 @@ def test_prune_gives_plain_data(capsys: Capture, tmp_path: Path) -> None:
     assert (code, err) == (0, "")
     data = json.loads(out)
     assert data["search_steps"] == 2 and len(data["expected_shares"]) == 1
-    assert [row["name"] for row in data["networks"]] == ["ours"] and data["networks"][0]["macs"] == data["macs"]
+    assert [row["name"] for row in data["networks"]] == ["dmcp"] and data["networks"][0]["macs"] == data["macs"]
     code, out, err = run(capsys, "prune", *DRY, "--json")
     assert (code, err) == (0, "")
     assert json.loads(out)["asked"] == {"macs": 381_760}
@@ -627,7 +632,7 @@ def test_a_bug_is_1_and_an_interrupt_130(capsys: Capture, monkeypatch: pytest.Mo
 
         monkeypatch.setattr(main, "trace", trace)
 
-    fail(ZeroDivisionError("ours"))
+    fail(ZeroDivisionError("dmcp"))
     code, out, err = run(capsys, "inspect", "digits:resnet")
     assert (code, out) == (1, "") and "Traceback" in err and "this is a bug" in err.splitlines()[-1]
     fail(KeyboardInterrupt())
@@ -673,7 +678,7 @@ def test_nobody_reads_and_nothing_is_said(capsys: Capture, monkeypatch: pytest.M
         ("dmcp inspect resnet1", {"resnet18", "resnet101", "resnet152"}),
         ("dmcp train --model digits:", {"digits:resnet"}),
         ("dmcp prune --recipe imagenet_resnet18", {"imagenet_resnet18_1040m"}),
-        ("dmcp prune --retrain in", {"inherit"}),
+        ("dmcp prune --retrain in", {"finetune"}),
     ],
 )
 def test_a_shell_completes_words(

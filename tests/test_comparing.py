@@ -768,7 +768,7 @@ def test_true_and_false_are_not_words(folder: Path) -> None:
     let_fail(folder, "autoslim-seed0", "unpruned-seed0")
     assert command(*words, "--out", folder) == 2
     plan = json.loads((folder / PLANS / "autoslim-seed0.json").read_text())
-    assert plan["cell"]["settings"] == {"distil": False, "lr_share": 1}
+    assert plan["cell"]["settings"] == {"distill": False, "lr_share": 1}
 
 
 # -- bounds on widths
@@ -778,15 +778,15 @@ def test_bounds_are_in_the_plans_of_all_cells_and_on_the_page(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(runner_module, "measure", lambda names, *_: dict.fromkeys(names, 1.0))
-    words = [*options("--smallest", "8", "--smallest", "layer1=12", "--largest", "48"), "--out", folder]
+    words = [*options("--min-channels", "8", "--min-channels", "layer1=12", "--max-channels", "48"), "--out", folder]
     assert command(*words) == 0
     for path in (folder / PLANS).iterdir():
         search = json.loads(path.read_text())["search"]
-        assert (search["smallest"], search["largest"]) == ({"": 8, "layer1": 12}, 48)
+        assert (search["min_channels"], search["max_channels"]) == ({"": 8, "layer1": 12}, 48)
     page = (folder / "compare.md").read_text()
     assert "; at least 8 channels, at least 12 channels in layer1, at most 48 channels; seeds 0." in page
     settings = json.loads((folder / "compare.json").read_text())["settings"]
-    assert (settings["smallest"], settings["largest"]) == ({"": 8, "layer1": 12}, 48)
+    assert (settings["min_channels"], settings["max_channels"]) == ({"": 8, "layer1": 12}, 48)
     capfd.readouterr()
     assert command(*options(), "--out", folder) == 2
     assert "was begun with other settings (search.largest, search.smallest)" in capfd.readouterr().err
@@ -795,19 +795,22 @@ def test_bounds_are_in_the_plans_of_all_cells_and_on_the_page(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--smallest", "conv11=8"], "smallest: there is no space named 'conv11', and no module of that name writes"),
-        (["--smallest", "few"], "--smallest few: that is no number of channels: write --smallest 8"),
         (
-            ["--largest", "layer3=32", "--budget", "90%"],
+            ["--min-channels", "conv11=8"],
+            "smallest: there is no space named 'conv11', and no module of that name writes",
+        ),
+        (["--min-channels", "few"], "--min-channels few: that is no number of channels: write --min-channels 8"),
+        (
+            ["--max-channels", "layer3=32", "--budget", "90%"],
             "The budget '90%' asks for 687,168 macs, more than the largest widths allow",
         ),
-        (["--smallest", "16"], "The budget '50%' asks for 381,760 macs, less than the floor costs"),
+        (["--min-channels", "16"], "The budget '50%' asks for 381,760 macs, less than the floor costs"),
         (
-            ["--largest", "48", "--methods", "dmcp", "--set", "dmcp.more={'largest': 40}"],
-            "--largest is for all methods: leave 'largest' out of --set dmcp.more.",
+            ["--max-channels", "48", "--methods", "dmcp", "--set", "dmcp.more={'largest': 40}"],
+            "--max-channels is for all methods: leave 'largest' out of --set dmcp.more.",
         ),
         (
-            ["--largest", "48", "--budget", "75%", "--widths", "hand=hand.json"],
+            ["--max-channels", "48", "--budget", "75%", "--widths", "hand=hand.json"],
             "--widths: hand is not inside any budget: they keep 64 channels of layer3.0.downsample.0, of which 6 to 48",
         ),
     ],
@@ -831,7 +834,7 @@ def test_cells_keep_bounds_also_those_that_start_from_others(tmp_path: Path) -> 
     methods = ["uniform", "slimming", "autoslim", "dmcp", "dmcp-direct"]
     words = options("--methods", ",".join(methods), "--no-unpruned", "--fine-tune-epochs", "0")
     words = [*words, "--set", "autoslim.epochs=1", "--set", "dmcp.epochs=2", "--out", tmp_path]
-    assert command(*words, "--smallest", "8", "--largest", "layer3=32") == 0
+    assert command(*words, "--min-channels", "8", "--max-channels", "layer3=32") == 0
     for name in methods:
         widths = json.loads((tmp_path / f"{name}-50%-seed0" / "choice.json").read_text())["widths"]["widths"]
         assert min(widths.values()) >= 8

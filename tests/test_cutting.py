@@ -1,4 +1,4 @@
-"""cut, reinitialise, save, load: the result is plain, nothing of the user's changes, no file is trusted blindly."""
+"""cut, reinitialize, save, load: the result is plain, nothing of the user's changes, no file is trusted blindly."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_cut_refuses_another_architecture(chain: Case, odd: Case) -> None:
         dmcp.cut(model, graph, odd[2])
 
 
-# reinitialise
+# reinitialize
 
 
 def test_reinitialise_follows_the_rules_at_the_cut_shape() -> None:
@@ -132,7 +132,7 @@ def test_reinitialise_follows_the_rules_at_the_cut_shape() -> None:
         nn.ConvTranspose2d(64, 32, 5, groups=2), nn.LayerNorm(32), nn.Linear(32, 400),
     )  # fmt: skip
     randomise(net).float()
-    dmcp.reinitialise(net, generator=torch.Generator().manual_seed(0))
+    dmcp.reinitialize(net, generator=torch.Generator().manual_seed(0))
     # variance 2 / fan: 64 * 9 outputs see one input of the first conv, 9 of the depthwise one, 16 * 25 of the last
     for index, fan in ((0, 64 * 9), (2, 9), (4, 16 * 25), (6, 32)):
         assert net[index].weight.std().item() == pytest.approx((2 / fan) ** 0.5, rel=0.1)
@@ -149,20 +149,20 @@ def test_reinitialise_takes_the_other_tensors_from_a_fresh_model(odd: Case) -> N
     _, graph, widths, small = odd
     before, fresh = state(small), dmcp.cut(Odd(), graph, widths)
     kept = copy.deepcopy(small)
-    dmcp.reinitialise(kept)
+    dmcp.reinitialize(kept)
     assert torch.equal(kept.scale, before["scale"])
-    dmcp.reinitialise(small, fresh)
+    dmcp.reinitialize(small, fresh)
     assert torch.equal(small.scale, fresh.scale)
     assert torch.equal(small.shift, fresh.shift)
     assert not torch.equal(small.stem.weight, fresh.stem.weight)
     with pytest.raises(dmcp.WidthsError, match="cut it to the same widths"):
-        dmcp.reinitialise(small, Odd())
+        dmcp.reinitialize(small, Odd())
 
 
 def test_reinitialise_with_a_seed_gives_the_same_bits_and_draws_ties_once() -> None:
     net, again = SharedWeight(**SharedWeight.FULL), SharedWeight(**SharedWeight.FULL).bfloat16()
-    dmcp.reinitialise(net, generator=torch.Generator().manual_seed(3))
-    dmcp.reinitialise(again, generator=torch.Generator().manual_seed(3))
+    dmcp.reinitialize(net, generator=torch.Generator().manual_seed(3))
+    dmcp.reinitialize(again, generator=torch.Generator().manual_seed(3))
     assert same(state(net.to(torch.bfloat16)), state(again))
     assert again.right.weight is again.left.weight
 
@@ -180,7 +180,7 @@ def test_reinitialise_with_the_users_own_rule(chain: Case) -> None:
             nn.init.constant_(part.weight, 0.5)
 
     bias = small.conv1.bias.clone()
-    dmcp.reinitialise(small, init=init)
+    dmcp.reinitialize(small, init=init)
     assert small.conv3.weight.unique().tolist() == [0.5]
     assert torch.equal(small.conv1.bias, bias)
 
@@ -195,7 +195,7 @@ def test_reinitialise_leaves_alone_what_is_frozen() -> None:
         for part in (net.stem, net.bn0, net.bn1.weight):
             part.requires_grad_(False)
         before = state(net)
-        dmcp.reinitialise(net, **way)
+        dmcp.reinitialize(net, **way)
         kept = {name for name, tensor in state(net).items() if torch.equal(tensor, before[name])}
         assert {name for name in before if name.startswith(("stem.", "bn0."))} | {"bn1.weight"} <= kept
         assert not {"conv1.weight", "conv4.weight"} & kept

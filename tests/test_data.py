@@ -27,7 +27,7 @@ from dmcp.data.datasets import ArraySet, Augmentation, DataSets, load, split
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError
 from dmcp.models import build
-from dmcp.runtime.distributed import Ranks
+from dmcp.runtime.distributed import World
 
 PACKAGE = Path(datasets.__file__).parent
 
@@ -229,10 +229,10 @@ def test_a_batch_takes_few_operations_and_no_copy(channels_last: bool) -> None:
 
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize(("size", "world"), [(10, 3), (8, 2), (5, 5), (20, 1)])
-def test_ranks_share_the_batches_of_one_process(size: int, world: int, train: bool) -> None:
+def test_ranks_share_the_batches_of_one_process(size: int, world_size: int, train: bool) -> None:
     part = numbered(41)  # the last test batch is one image
     alone = make_loader(part, size, train, seed=1)
-    shares = [make_loader(part, size, train, seed=1, ranks=Ranks(rank, world)) for rank in range(world)]
+    shares = [make_loader(part, size, train, seed=1, world=World(rank, world_size)) for rank in range(world_size)]
     assert {len(loader) for loader in shares} == {len(alone)}
     for loader in (alone, *shares):
         loader.set_epoch(2)
@@ -242,13 +242,13 @@ def test_ranks_share_the_batches_of_one_process(size: int, world: int, train: bo
         sizes = [len(labels) for _, labels in parts]
         assert max(sizes) - min(sizes) <= 1
         assert all(images.shape[1:] == (3, 9, 9) for images, _ in parts)  # also of no images
-    assert train or sizes == [1] + [0] * (world - 1)
+    assert train or sizes == [1] + [0] * (world_size - 1)
 
 
 def test_a_batch_that_cannot_be_shared_is_refused() -> None:
     with pytest.raises(DataError, match="A batch of 2 leaves some of 3 ranks without images"):
-        make_loader(numbered(), 2, train=True, ranks=Ranks(0, 3))
-    assert len(make_loader(numbered(), 2, train=False, ranks=Ranks(0, 3))) == 20
+        make_loader(numbered(), 2, train=True, world=World(0, 3))
+    assert len(make_loader(numbered(), 2, train=False, world=World(0, 3))) == 20
 
 
 # -- shards

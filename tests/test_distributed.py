@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import dmcp
 from dmcp.models import build
-from dmcp.runtime.distributed import ALONE, EXIT_RANK_LOST, Ranks
+from dmcp.runtime.distributed import EXIT_RANK_LOST, SINGLE_PROCESS, World
 
 NEAR = 1e-5
 FIRST_CONV, FIRST_NORM = "conv1", "bn1"  # of digits:resnet
@@ -39,7 +39,7 @@ AGAIN = "start the run again, it goes on from its last checkpoint."
 
 
 @contextmanager
-def started(folder: Path, world: int, program: str, *arguments: Any) -> Iterator[list[ForkServerProcess]]:
+def started(folder: Path, world_size: int, program: str, *arguments: Any) -> Iterator[list[ForkServerProcess]]:
     """The ranks of a program, which print to files; none is left behind."""
     folder.mkdir(exist_ok=True)
     context = multiprocessing.get_context("forkserver")  # imports torch once, not once per process
@@ -48,8 +48,10 @@ def started(folder: Path, world: int, program: str, *arguments: Any) -> Iterator
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     processes = [
-        context.Process(target=programs.start, args=(rank, world, port, folder / f"text{rank}", program, *arguments))
-        for rank in range(world)
+        context.Process(
+            target=programs.start, args=(rank, world_size, port, folder / f"text{rank}", program, *arguments)
+        )
+        for rank in range(world_size)
     ]
     try:
         for process in processes:
@@ -74,11 +76,11 @@ def ends(processes: list[ForkServerProcess], seconds: float) -> list[int | None]
     return [process.exitcode for process in processes]
 
 
-def learned(folder: Path, world: int, program: str, batch: int) -> list[dict[str, Any]]:
+def learned(folder: Path, world_size: int, program: str, batch: int) -> list[dict[str, Any]]:
     """What each of the ranks got from the same program."""
-    with started(folder, world, "learn", program, batch, folder) as processes:
-        assert ends(processes, 2 * MINUTE) == [0] * world, [told(folder, rank) for rank in range(world)]
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(world)]
+    with started(folder, world_size, "learn", program, batch, folder) as processes:
+        assert ends(processes, 2 * MINUTE) == [0] * world_size, [told(folder, rank) for rank in range(world_size)]
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(world_size)]
 
 
 def gap(one: Any, other: Any) -> float:
@@ -101,19 +103,19 @@ def gap(one: Any, other: Any) -> float:
         pytest.param(3, 10, id="three", marks=pytest.mark.slow),
     ],
 )
-def test_without_batchnorm_ranks_compute_what_one_process_does(world: int, batch: int, tmp_path: Path) -> None:
-    everyone = learned(tmp_path, world, "train_plain", batch)
-    alone = programs.train_plain(ALONE, batch)
+def test_without_batchnorm_ranks_compute_what_one_process_does(world_size: int, batch: int, tmp_path: Path) -> None:
+    everyone = learned(tmp_path, world_size, "train_plain", batch)
+    alone = programs.train_plain(SINGLE_PROCESS, batch)
     for name, wanted in alone.items():
         parts = [part for part in ("losses", "weights", "alphas") if part in wanted]
         gaps = {part: gap(everyone[0][name][part], wanted[part]) for part in parts}
-        print(f"{name} on {world} ranks:", gaps)
+        print(f"{name} on {world_size} ranks:", gaps)
         assert max(gaps.values()) < NEAR
         for mine in everyone[1:]:
             assert mine[name]["hash"] == everyone[0][name]["hash"]
             assert all(gap(mine[name][part], everyone[0][name][part]) == 0 for part in parts)
         assert len(wanted["losses"]) == 2 * STEPS
-        assert gap(wanted["weights"], dict(programs.plain(ALONE).named_parameters())) > 1e-2  # they have moved
+        assert gap(wanted["weights"], dict(programs.plain(SINGLE_PROCESS).named_parameters())) > 1e-2  # they have moved
     for name in ("usual search", "held-out search"):
         assert float(alone[name]["alphas"].std()) > 10 * NEAR  # all start from one number
 
@@ -121,7 +123,7 @@ def test_without_batchnorm_ranks_compute_what_one_process_does(world: int, batch
 @pytest.mark.slow
 def test_all_ranks_learn_from_the_teacher_of_the_first(tmp_path: Path) -> None:
     first, second = learned(tmp_path, 2, "learn_from_a_teacher", 32)
-    alone = programs.learn_from_a_teacher(ALONE, 32)
+    alone = programs.learn_from_a_teacher(SINGLE_PROCESS, 32)
     assert gap(first["weights"], second["weights"]) == 0
     assert gap(first["weights"], alone["weights"]) < NEAR
     assert first["accuracies"] == second["accuracies"] == pytest.approx(alone["accuracies"])
@@ -140,8 +142,8 @@ def test_with_batchnorm_ranks_stay_together(tmp_path: Path) -> None:
 
     model = build("digits:resnet")
     model.load_state_dict(first["training"]["weights"] | first["training"]["buffers"])
-    assert first["accuracy"] == second["accuracy"] == dmcp.evaluate(model, programs.test_loader(ALONE)) > 0.15
-    whole, shares = programs.loader(ALONE, 64), [programs.loader(Ranks(rank, 2), 64) for rank in range(2)]
+    assert first["accuracy"] == second["accuracy"] == dmcp.evaluate(model, programs.test_loader(SINGLE_PROCESS)) > 0.15
+    whole, shares = programs.loader(SINGLE_PROCESS, 64), [programs.loader(World(rank, 2), 64) for rank in range(2)]
     # a network normalises each batch by itself, so one process must be given the batches that the ranks had
     dmcp.recalibrate(model, [*shares[0], *shares[1]])
     gaps = gap(statistics(first["calibrated"]), statistics(programs.running(model)))
@@ -152,7 +154,7 @@ def test_with_batchnorm_ranks_stay_together(tmp_path: Path) -> None:
 
 
 def test_a_part_without_images_does_not_change_the_statistics() -> None:
-    shares = list(programs.test_loader(Ranks(1, 2)))
+    shares = list(programs.test_loader(World(1, 2)))
     assert [len(labels) for _, labels in shares] == [63, 63, 63, 0]
     model = build("digits:resnet")
     dmcp.recalibrate(model, shares[:-1])
@@ -167,9 +169,9 @@ def test_ranks_measure_a_whole_data_set_together(tmp_path: Path) -> None:
     alone = programs.Macro()
     torch.manual_seed(0)
     model = programs.Plain()
-    assert first["ours"] == second["ours"] == dmcp.evaluate(model, programs.test_loader(ALONE), alone)
+    assert first["dmcp"] == second["dmcp"] == dmcp.evaluate(model, programs.test_loader(SINGLE_PROCESS), alone)
     assert first["own"] == second["own"] == dmcp.evaluate(model, torch.utils.data.DataLoader(programs.DIGITS, 8), alone)
-    assert first["mean"] == second["mean"] != first["ours"]
+    assert first["mean"] == second["mean"] != first["dmcp"]
     for told in (first["told"], second["told"]):
         parts, *padded = told
         assert re.match(r"compute\(\) of the metric gave .* but not on all of 2 ranks: it must gather", parts)
@@ -238,7 +240,7 @@ def test_torchrun_starts_ranks_of_which_one_writes(launched: Any) -> None:
     records = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     assert [(record["stage"], record.get("step")) for record in records] == [
         *(("search", step) for step in range(88)),
-        *(("ours", step) for step in range(220)),
+        *(("dmcp", step) for step in range(220)),
         ("test", None),
     ]
     for losses in ([record["weight_losses"][0] for record in records[:88]], [it["loss"] for it in records[88:-1]]):

@@ -26,7 +26,7 @@ from dmcp.runtime.engine import (
     Engine,
     KernelWarning,
     Precision,
-    Settled,
+    ResolvedEngine,
     best_device,
     is_depthwise,
     is_narrow,
@@ -45,7 +45,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("facts", [{}, {"steps": 10**6}, {"large": True}, {"steps": 10**6, "large": True}])
 def test_on_the_cpu_everything_is_plain(facts: dict[str, Any]) -> None:
-    assert Engine().settled(CPU, **facts) == Settled(
+    assert Engine().resolve(CPU, **facts) == ResolvedEngine(
         device=CPU,
         precision=Precision.FLOAT32,
         channels_last=False,
@@ -58,10 +58,15 @@ def test_on_the_cpu_everything_is_plain(facts: dict[str, Any]) -> None:
 
 def test_what_is_asked_for_is_kept() -> None:
     asked = Engine(precision="bfloat16", channels_last=True, compile=True, graphs=True, tf32=False, deterministic=True)
-    settled = asked.settled(CPU)
-    assert settled.precision is Precision.BFLOAT16
-    assert (settled.channels_last, settled.compile, settled.tf32, settled.deterministic) == (True, True, False, True)
-    assert not settled.graphs  # there is nothing to capture on a CPU
+    resolved = asked.resolve(CPU)
+    assert resolved.precision is Precision.BFLOAT16
+    assert (resolved.channels_last, resolved.compile, resolved.tf32, resolved.deterministic) == (
+        True,
+        True,
+        False,
+        True,
+    )
+    assert not resolved.graphs  # there is nothing to capture on a CPU
 
 
 class Hopper:
@@ -91,14 +96,14 @@ def test_narrow_networks_get_kernels_and_others_are_compiled(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(dmcp.runtime.engine, "kernels_refused", lambda device, depthwise=False: "")
     warnings.simplefilter("ignore", KernelWarning)
-    settled = Engine(**asked).settled(Hopper(), **facts)  # type: ignore[arg-type]
-    assert (settled.kernels, settled.compile) == (kernels, compiled)
+    resolved = Engine(**asked).resolve(Hopper(), **facts)  # type: ignore[arg-type]
+    assert (resolved.kernels, resolved.compile) == (kernels, compiled)
     monkeypatch.setattr(dmcp.runtime.engine, "kernels_refused", lambda device, depthwise=False: "no C compiler")
     if kernels and asked:
         with pytest.raises(TrainingError, match=r"Own kernels cannot run on .* \(no C compiler\): leave kernels out"):
-            Engine(**asked).settled(Hopper(), **facts)  # type: ignore[arg-type]
+            Engine(**asked).resolve(Hopper(), **facts)  # type: ignore[arg-type]
     else:
-        assert not Engine(**asked).settled(Hopper(), **facts).kernels  # type: ignore[arg-type]
+        assert not Engine(**asked).resolve(Hopper(), **facts).kernels  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +130,7 @@ def test_kernels_for_depthwise_layers_are_used_where_these_are_and_if_right(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(dmcp.runtime.engine, "kernels_refused", lambda device, alone=False: refused if alone else "")
     warnings.simplefilter("ignore", KernelWarning)
-    found = Engine(kernels=asked).settled(Hopper(), **{"steps": 10**6} | facts)  # type: ignore[arg-type]
+    found = Engine(kernels=asked).resolve(Hopper(), **{"steps": 10**6} | facts)  # type: ignore[arg-type]
     assert (found.kernels, found.depthwise) == (kernels, used)
     assert found.compile is (not kernels and facts.get("steps") != 10)
 
@@ -150,11 +155,11 @@ def test_kernels_that_are_asked_for_and_not_used_are_told_once(
     dmcp.runtime.engine._warn_once.cache_clear()
     device = torch.device("cuda", 0)
     for kernels in (None, False):  # nothing is missed that was not asked for
-        Engine(kernels=kernels, **asked).settled(device, steps=10**6, narrow=True)
+        Engine(kernels=kernels, **asked).resolve(device, steps=10**6, narrow=True)
     with pytest.warns(KernelWarning, match=told) as found:
-        Engine(kernels=True, **asked).settled(device)
+        Engine(kernels=True, **asked).resolve(device)
     assert "\n" not in str(found[0].message)
-    assert Engine(kernels=True, **asked).settled(device)  # no second time
+    assert Engine(kernels=True, **asked).resolve(device)  # no second time
     dmcp.runtime.engine._warn_once.cache_clear()
 
 
@@ -234,8 +239,8 @@ def test_best_device_can_be_used() -> None:
 # -- switches
 
 
-def settled(**choices: Any) -> Settled:
-    return Engine(**choices).settled(CPU)
+def resolved(**choices: Any) -> ResolvedEngine:
+    return Engine(**choices).resolve(CPU)
 
 
 def switches() -> dict[str, Any]:
@@ -261,10 +266,13 @@ def test_determinism_is_switched_on_and_back(before: bool, warn_only: bool, monk
     torch.use_deterministic_algorithms(before, warn_only=warn_only)
     try:
         old = switches()
-        with settled(deterministic=True).running(nn.Linear(2, 2)):
+        with resolved(deterministic=True).running(nn.Linear(2, 2)):
             assert torch.are_deterministic_algorithms_enabled()
         assert switches() == old
-        with pytest.raises(KeyboardInterrupt), settled(deterministic=True, channels_last=True).running(nn.Linear(2, 2)):
+        with (
+            pytest.raises(KeyboardInterrupt),
+            resolved(deterministic=True, channels_last=True).running(nn.Linear(2, 2)),
+        ):
             raise KeyboardInterrupt
         assert switches() == old
     finally:
@@ -272,10 +280,10 @@ def test_determinism_is_switched_on_and_back(before: bool, warn_only: bool, monk
 
 
 def test_an_assert_of_a_gpu_is_explained() -> None:
-    with pytest.raises(RuntimeError, match="device-side") as told, settled().running():
+    with pytest.raises(RuntimeError, match="device-side") as told, resolved().running():
         raise RuntimeError("CUDA error: device-side assert triggered")
     assert "Most often a label" in told.value.__notes__[0]
-    with pytest.raises(RuntimeError) as plain, settled().running():
+    with pytest.raises(RuntimeError) as plain, resolved().running():
         raise RuntimeError("mat1 and mat2")
     assert not hasattr(plain.value, "__notes__")
 
@@ -284,7 +292,7 @@ def test_the_environment_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     old = switches()
-    with settled(deterministic=True).running():
+    with resolved(deterministic=True).running():
         pass
     assert switches() == old
 
@@ -294,7 +302,7 @@ def test_the_environment_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cuda_switches_are_put_back(tf32: bool, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """They can be set without a GPU."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    chosen = copy.copy(settled(tf32=tf32, deterministic=deterministic))
+    chosen = copy.copy(resolved(tf32=tf32, deterministic=deterministic))
     object.__setattr__(chosen, "device", torch.device("cuda", 0))
     old = switches()
     with chosen.running():
@@ -331,7 +339,7 @@ def test_layout_and_tensors_are_as_before(choice: bool | None) -> None:
     model, x = image_net(), sample((3, 9, 9))
     model.eval()
     values, old, out = copy.deepcopy(model.state_dict()), layout(model), model(x)
-    chosen = settled(channels_last=choice)
+    chosen = resolved(channels_last=choice)
     with chosen.running(model):
         given = chosen.laid_out(x)
         assert model.stem.weight.is_contiguous(memory_format=torch.channels_last) is bool(choice)
@@ -346,7 +354,7 @@ def test_layout_and_tensors_are_as_before(choice: bool | None) -> None:
 def test_strides_are_as_before() -> None:
     model = image_net()
     old = [tensor.stride() for tensor in tensors(model).values()]
-    with settled(channels_last=True).running(model):
+    with resolved(channels_last=True).running(model):
         pass
     assert [tensor.stride() for tensor in tensors(model).values()] == old
 
@@ -362,7 +370,7 @@ class Placed(nn.Conv2d):
 def test_buffers_are_as_before() -> None:
     model = Placed()
     old = layout(model)
-    with settled(channels_last=True).running(model):
+    with resolved(channels_last=True).running(model):
         model.place.add_(1)
     assert layout(model) == old
 
@@ -370,14 +378,14 @@ def test_buffers_are_as_before() -> None:
 def test_a_model_that_was_channels_last_stays_so() -> None:
     model = image_net().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     old = layout(model)
-    with settled(channels_last=True).running(model):
+    with resolved(channels_last=True).running(model):
         pass
     assert layout(model) == old
 
 
 def test_what_is_trained_inside_is_there_afterwards() -> None:
     model = image_net()
-    with settled(channels_last=True).running(model), torch.no_grad():
+    with resolved(channels_last=True).running(model), torch.no_grad():
         for tensor in tensors(model).values():
             tensor.fill_(7)
     assert all((tensor == 7).all() for tensor in tensors(model).values())
@@ -385,22 +393,22 @@ def test_what_is_trained_inside_is_there_afterwards() -> None:
 
 def test_three_dimensional_convs_may_be_channels_last() -> None:
     model = nn.Conv3d(3, 4, 3)
-    with settled(channels_last=True).running(model):
-        assert model(settled(channels_last=True).laid_out(torch.ones(1, 3, 4, 4, 4))).shape == (1, 4, 2, 2, 2)
+    with resolved(channels_last=True).running(model):
+        assert model(resolved(channels_last=True).laid_out(torch.ones(1, 3, 4, 4, 4))).shape == (1, 4, 2, 2, 2)
 
 
 def test_laid_out_keeps_the_shape_of_a_batch() -> None:
     x, labels = sample((3, 4, 4)), torch.arange(4)
     batch = {"input": (x, [x.clone()]), "label": labels, "name": "n"}
-    out = settled(channels_last=True).laid_out(batch)
+    out = resolved(channels_last=True).laid_out(batch)
     assert out["label"] is labels and out["name"] == "n" and isinstance(out["input"], tuple)
     assert out["input"][0].is_contiguous(memory_format=torch.channels_last)
-    assert settled().laid_out(batch) is batch
+    assert resolved().laid_out(batch) is batch
 
 
 @pytest.mark.parametrize("precision", list(Precision))
 def test_autocast(precision: Precision) -> None:
-    with settled(precision=precision).autocast():
+    with resolved(precision=precision).autocast():
         out = nn.Linear(4, 4)(torch.ones(2, 4))
     assert out.dtype is (torch.bfloat16 if precision is Precision.BFLOAT16 else torch.float32)
 
@@ -474,8 +482,8 @@ def test_graphs_are_not_used_on_the_cpu() -> None:
     def step(x: Tensor) -> Tensor:
         return x + 1
 
-    assert settled(graphs=True).repeated(step) is step
-    assert settled().repeated(step) is step
+    assert resolved(graphs=True).repeated(step) is step
+    assert resolved().repeated(step) is step
 
 
 def test_a_repeated_step_on_the_cpu_just_runs() -> None:

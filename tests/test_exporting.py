@@ -465,7 +465,7 @@ def test_a_file_of_8_bits_is_nearly_the_network_and_small(tmp_path: Path) -> Non
     _, small = digits()
     whole = dmcp.export(small, EXAMPLE, tmp_path / "small.onnx", preprocessing=HOW)
     before = whole.path.read_bytes()
-    made = dmcp.quantise(whole.path, batches(), tmp_path / "int8.onnx", samples=80)
+    made = dmcp.quantize(whole.path, batches(), tmp_path / "int8.onnx", samples=80)
     assert made.samples == 80 and whole.path.read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["int8.onnx", "small.onnx"]
     assert made.size_bytes == made.path.stat().st_size < 0.45 * whole.size_bytes
@@ -476,7 +476,7 @@ def test_a_file_of_8_bits_is_nearly_the_network_and_small(tmp_path: Path) -> Non
     with torch.no_grad():
         off = (run(x) - small(x)).square().mean().sqrt() / small(x).square().mean().sqrt()
     assert 1e-4 < made.difference < 0.1 and off < 0.15
-    again = dmcp.quantise(whole.path, iter(batches()), tmp_path / "again.onnx", samples=80)
+    again = dmcp.quantize(whole.path, iter(batches()), tmp_path / "again.onnx", samples=80)
     assert again.path.read_bytes() == made.path.read_bytes()
 
 
@@ -487,7 +487,7 @@ def test_ranges_are_those_of_the_samples(tmp_path: Path) -> None:
     whole = dmcp.export(small, EXAMPLE, tmp_path / "small.onnx")
     tiny = [(x / 100, y) for x, y in batches()]
     run, narrow = (
-        dmcp.quantise(whole.path, some, tmp_path / f"{name}.onnx").path
+        dmcp.quantize(whole.path, some, tmp_path / f"{name}.onnx").path
         for name, some in (("usual", batches()), ("tiny", tiny))
     )
     runtimes = [exporting.open_onnx(path) for path in (whole.path, run, narrow)]
@@ -523,7 +523,7 @@ def test_8_bits_are_refused_in_a_sentence(
     link.symlink_to(tmp_path)
     before = (tmp_path / "small.onnx").read_bytes()
     with pytest.raises(dmcp.DmcpError, match=re.escape(told)):
-        dmcp.quantise(tmp_path / source, loader(), tmp_path / path, samples=samples)
+        dmcp.quantize(tmp_path / source, loader(), tmp_path / path, samples=samples)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.onnx", "small.onnx"]
     assert (tmp_path / "small.onnx").read_bytes() == before
 

@@ -21,7 +21,7 @@ from dmcp.batches import batches_from, generator
 from dmcp.data.datasets import FolderSet, load, split
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError
-from dmcp.runtime.distributed import Ranks
+from dmcp.runtime.distributed import World
 
 
 def write_folder(root: Path, classes: tuple[str, ...] = ("cat", "dog", "eel"), count: int = 4) -> Path:
@@ -152,10 +152,12 @@ def same(first: list[Any], second: list[Any]) -> bool:
 
 
 @pytest.mark.parametrize(("size", "world", "train"), [(5, 3, True), (5, 3, False), (10, 3, False), (11, 2, False)])
-def test_ranks_share_the_batches_of_one_process(size: int, world: int, train: bool, tmp_path: Path) -> None:
+def test_ranks_share_the_batches_of_one_process(size: int, world_size: int, train: bool, tmp_path: Path) -> None:
     part = small(tmp_path)
     alone = make_loader(part, size, train, seed=1, workers=0)
-    shares = [make_loader(part, size, train, seed=1, workers=0, ranks=Ranks(rank, world)) for rank in range(world)]
+    shares = [
+        make_loader(part, size, train, seed=1, workers=0, world=World(rank, world_size)) for rank in range(world_size)
+    ]
     passes = [list(batches_from(loader, 2)) for loader in shares]
     assert {len(loader) for loader in shares} == {len(alone)}
     joined = [tuple(torch.cat(parts) for parts in zip(*batches, strict=True)) for batches in zip(*passes, strict=True)]
@@ -229,10 +231,10 @@ def test_broken_images_are_replaced_by_the_next_in_the_order(tmp_path: Path) -> 
         assert torch.equal(made[place], before[place]) == (place not in places)
         assert place not in places or not torch.equal(made[place], made[replaced[place]])  # another crop
 
-    for world, workers in ((1, 1), (2, 0)):
+    for world_size, workers in ((1, 1), (2, 0)):
         shares = [
-            make_loader(part, 4, True, seed=1, workers=workers, ranks=Ranks(rank, world), corrupt="skip")
-            for rank in range(world)
+            make_loader(part, 4, True, seed=1, workers=workers, world=World(rank, world_size), corrupt="skip")
+            for rank in range(world_size)
         ]
         passes = [list(batches_from(share, 2)) for share in shares]
         joined = [tuple(torch.cat(parts) for parts in zip(*found, strict=True)) for found in zip(*passes, strict=True)]

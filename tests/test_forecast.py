@@ -26,7 +26,7 @@ def test_every_step_takes_its_time(batches: int, accumulate: int, monkeypatch: p
     monkeypatch.setattr("dmcp.cli.prune._now", lambda model: float(next(ticks)))
     config = SearchConfig(budget="60%", epochs=4, groups=4, accumulate=accumulate)
     model, graph = traced()
-    stages = forecast(Supernet(model, graph, 4), Noise(batches), config, TRAIN, Retrain.TEACHER, controls=True)
+    stages = forecast(Supernet(model, graph, 4), Noise(batches), config, TRAIN, Retrain.TEACHER, baselines=True)
     per_epoch = -(-batches // accumulate)
     assert [(stage.name, stage.steps) for stage in stages[:2]] == [
         ("warm-up", 2 * per_epoch),
@@ -48,6 +48,6 @@ def test_it_times_the_uniform_network_of_the_run(tolerance: float, monkeypatch: 
     monkeypatch.setattr("dmcp.cli.prune.cut", noted)
     config = SearchConfig(budget="65%", epochs=2, groups=4, tolerance=tolerance)
     model, graph = traced()
-    forecast(Supernet(model, graph, 4), Noise(), config, TRAIN, Retrain.SCRATCH, controls=True)
-    (row,) = [row for row in prune(search=config, controls=True).rows if row.name == UNIFORM]
+    forecast(Supernet(model, graph, 4), Noise(), config, TRAIN, Retrain.SCRATCH, baselines=True)
+    (row,) = [row for row in prune(search=config, baselines=True).rows if row.name == UNIFORM]
     assert seen == [graph.macs(), row.macs] and row.macs >= tolerance * 0.65 * graph.macs()

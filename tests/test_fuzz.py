@@ -322,9 +322,9 @@ def files() -> dict[str, bytes]:
     model, graph = network()
     net = dmcp.Supernet(model, graph, groups=3)
     widths = graph.widths([space.size - 1 for space in graph.spaces])
-    search = SearchConfig(budget="60%,params:9k", epochs=2, smallest={graph.spaces[0].name: 2})
+    search = SearchConfig(budget="60%,params:9k", epochs=2, min_channels={graph.spaces[0].name: 2})
     plan = Plan(
-        command="prune", job=Job(model="m:f", frozen=("a",)), engine=Engine(), search=search, train=TrainConfig()
+        command="prune", job=Job(model="m:f", ignore=("a",)), engine=Engine(), search=search, train=TrainConfig()
     )
     with tempfile.TemporaryDirectory() as name:
         run = Run(Path(name))
@@ -333,8 +333,8 @@ def files() -> dict[str, bytes]:
         save_search(found, run.folder)
         for step in range(3):
             run.on_event(Event("search", 3, SearchRecord(step, 0, 0.1, (1.0, 2.0), 0.5, 1.5, 0.1, (1.0, 0.9))))
-            run.on_event(Event("ours", 3, StepRecord(0, step, 3, 0.1, 1.5)))
-        run.on_event(Event("test", 1, Row("ours", 1000, 100, 0.9, 1.0, 2)))
+            run.on_event(Event("dmcp", 3, StepRecord(0, step, 3, 0.1, 1.5)))
+        run.on_event(Event("test", 1, Row("dmcp", 1000, 100, 0.9, 1.0, 2)))
         dmcp.save(dmcp.cut(model, graph, widths), widths, run.folder)
         run.write("settings.json", plan.to_json() | {"unpruned": {"macs": 5}, "argv": ["dmcp", "prune"]})
         run.write(LOCK, {"pid": 1, "host": "elsewhere", "start": None, "since": "2026-01-01 10:00"})
@@ -625,7 +625,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
         Run(run).log({"stage": "search"})
     (run / "checkpoints").symlink_to(tmp_path)
     with pytest.raises(FileError, match="leads elsewhere"):
-        Run(run).keeper("search", {})
+        Run(run).checkpointer("search", {})
     assert victim.read_text() == "dear"
     assert (run / "report.md").read_text() == "mine" and not (run / "report.md").is_symlink()
     dmcp.load(run, model)

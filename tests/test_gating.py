@@ -175,4 +175,4 @@ def test_a_tied_parameter_is_frozen_by_either_name() -> None:
     x = torch.randn(2, 3, 4, 4)
     assert dmcp.trace(model, x).spaces
     with pytest.raises(dmcp.TraceError, match="frozen, as you asked"):
-        dmcp.trace(model, x, frozen=["2"])
+        dmcp.trace(model, x, ignore=["2"])

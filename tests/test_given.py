@@ -24,12 +24,12 @@ import dmcp
 from dmcp.cli.config import RetrainKind
 from dmcp.cli.session import _signals
 from dmcp.errors import DataError, DmcpError, TrainingError
-from dmcp.losses import ImitationWarning, MetricWarning
+from dmcp.losses import DistillationWarning, MetricWarning
 from dmcp.models import build
 from dmcp.preflight import check_classifier, check_finite, check_input
 from dmcp.pruning import DivergenceWarning
 from dmcp.report.html import chart_runs, make_page, read_run
-from dmcp.results import AS_GIVEN, OURS, UNPRUNED, Row, divergence, notes, standard_error
+from dmcp.results import DMCP, ORIGINAL, UNPRUNED, Row, divergence, notes, standard_error
 from dmcp.results import results_table as table
 from dmcp.retraining import Retrain
 from dmcp.runs import open_run
@@ -77,7 +77,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("words", "kind", "epochs"),
-    [((), "inherit", 20), (("--retrain", "scratch"), "scratch", 100), (("--retrain", "teacher"), "teacher", 100)],
+    [((), "finetune", 20), (("--retrain", "scratch"), "scratch", 100), (("--retrain", "teacher"), "teacher", 100)],
 )
 def test_given_weights_are_kept_unless_somebody_says_otherwise(
     words: tuple[str, ...], kind: str, epochs: int, trained: Path, capsys: Capture
@@ -99,9 +99,9 @@ def test_the_given_network_is_tested_as_it_is() -> None:
     model, graph = traced()
     before = copy.deepcopy(model)
     test = Noise(3)
-    result = dmcp.prune(model, Noise(), test, graph=graph, search=SEARCH, train=TRAIN, retrain=Retrain.INHERIT)
+    result = dmcp.prune(model, Noise(), test, graph=graph, search=SEARCH, train=TRAIN, retrain=Retrain.FINETUNE)
     given, ours = result.rows
-    assert (given.name, ours.name) == (AS_GIVEN, OURS)
+    assert (given.name, ours.name) == (ORIGINAL, DMCP)
     assert given.accuracy == evaluate(before, test)
     assert (given.macs, given.params) == (graph.macs(), graph.params())
     assert "points against as given" in result.table
@@ -111,10 +111,10 @@ def test_a_command_tests_the_given_network(trained: Path, tmp_path: Path, capsys
     words = (*SMALL, "--epochs", "1", "--weights", str(trained), "--json", "--out", str(tmp_path / "run"))
     code, out, err = run(capsys, "train", *words)
     assert (code, err) == (0, "")
-    assert [row["name"] for row in numbers(out)] == [AS_GIVEN, "unpruned"]
+    assert [row["name"] for row in numbers(out)] == [ORIGINAL, "unpruned"]
     past = read_run(tmp_path / "run")
     assert past.result is not None and past.result.name == "unpruned"
-    assert "as given" in make_page([past]) and "| as given |" in (tmp_path / "run" / "report.md").read_text()
+    assert "original" in make_page([past]) and "| as given |" in (tmp_path / "run" / "report.md").read_text()
 
 
 # networks that nothing can be done with
@@ -233,7 +233,7 @@ def test_inputs_that_are_no_numbers_are_not_the_networks_fault() -> None:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ({"controls": "no"}, "controls must be True or False, not 'no'"),
+        ({"baselines": "no"}, "controls must be True or False, not 'no'"),
         ({"test_given": 0}, "test_given must be True or False, not 0"),
         ({"graph": 1}, "graph must be a dmcp.ChannelGraph.*not a int"),
         ({"fresh": 1}, "fresh must be a torch.nn.Module, not a int"),
@@ -261,13 +261,13 @@ def test_arguments_of_another_kind_are_refused(how: Any, words: str) -> None:
         (lambda model, graph: dmcp.evaluate(model, None), "loader must yield batches, but a NoneType does not"),
         (lambda model, graph: dmcp.random_widths(graph, "50%", 0), "generator must be a torch.Generator.*manual_seed"),
         (
-            lambda model, graph: dmcp.trace(model, torch.zeros(2, *Residual.SHAPE), frozen=3),
+            lambda model, graph: dmcp.trace(model, torch.zeros(2, *Residual.SHAPE), ignore=3),
             r"frozen takes names.*not \[3\]",
         ),
         (lambda model, graph: dmcp.verify(model, graph, torch.zeros(2, 1, 8, 8)), "example input.*channels"),
-        (lambda model, graph: dmcp.Keeper(3), "A keeper needs the path of a folder, not 3"),
-        (lambda model, graph: dmcp.Keeper("a", every_steps="x"), "every_steps must be a number, not 'x'"),
-        (lambda model, graph: dmcp.Keeper("a", every_seconds=None), "every_seconds must be a number, not None"),
+        (lambda model, graph: dmcp.Checkpointer(3), "A keeper needs the path of a folder, not 3"),
+        (lambda model, graph: dmcp.Checkpointer("a", every_steps="x"), "every_steps must be a number, not 'x'"),
+        (lambda model, graph: dmcp.Checkpointer("a", every_seconds=None), "every_seconds must be a number, not None"),
         (lambda model, graph: dmcp.recalibrate(model, 3), "loader must yield batches, but a int does not"),
         (lambda model, graph: dmcp.recalibrate(3, Noise()), "A torch.nn.Module is needed, not int"),
         (lambda model, graph: dmcp.recalibrate(model, Noise(), "2"), "batches must be an int of at least 1.*not '2'"),
@@ -290,20 +290,23 @@ def test_arguments_of_another_kind_are_refused(how: Any, words: str) -> None:
             lambda model, graph: dmcp.export(model, torch.zeros(2, *Residual.SHAPE), 3),
             "export needs the path of a file",
         ),
-        (lambda model, graph: dmcp.quantise(3, [], "a.onnx"), "quantise needs the path of a file, not 3"),
+        (lambda model, graph: dmcp.quantize(3, [], "a.onnx"), "quantise needs the path of a file, not 3"),
         (lambda model, graph: dmcp.Latency.load(3), "A table of latency needs the path of a file, not 3"),
         (lambda model, graph: dmcp.evaluate(3, []), "A torch.nn.Module is needed, not int"),
         (lambda model, graph: dmcp.evaluate(Residual, []), "not the class Residual: build one"),
         (lambda model, graph: dmcp.evaluate(model, [], forward=3), "forward must be a function, not a int"),
         (lambda model, graph: dmcp.evaluate(model, "words"), "The input of a batch holds no tensor"),
         (lambda model, graph: dmcp.train(3, Noise(), TRAIN), "A torch.nn.Module is needed, not int"),
-        (lambda model, graph: dmcp.reinitialise(model, init=3), "init must be a function, not a int"),
-        (lambda model, graph: dmcp.reinitialise(model, generator=0), "generator must be a torch.Generator, not 0"),
+        (lambda model, graph: dmcp.reinitialize(model, init=3), "init must be a function, not a int"),
+        (lambda model, graph: dmcp.reinitialize(model, generator=0), "generator must be a torch.Generator, not 0"),
         (
             lambda model, graph: dmcp.train(model, Noise(), TRAIN, engine="cpu"),
             "engine must be a dmcp.Engine, not a str",
         ),
-        (lambda model, graph: dmcp.train(model, Noise(), TRAIN, keeper="a"), "keeper must be a dmcp.Keeper, not a str"),
+        (
+            lambda model, graph: dmcp.train(model, Noise(), TRAIN, checkpointer="a"),
+            "keeper must be a dmcp.Keeper, not a str",
+        ),
         (lambda model, graph: dmcp.train(model, Noise(), TRAIN, loss=3), "loss must be a function, not a int"),
         (
             lambda model, graph: dmcp.search(dmcp.Supernet(model, graph), Noise(), SEARCH, engine="cpu"),
@@ -324,7 +327,7 @@ def test_arguments_of_another_kind_are_refused(how: Any, words: str) -> None:
         (lambda model, graph: dmcp.evaluate(model, torch.zeros(2)), "dim 0 of its first tensor, which has none"),
         (lambda model, graph: dmcp.evaluate(model, [], precision="x"), "precision must be one of float32.*not 'x'"),
         (lambda model, graph: dmcp.prune(model, None, Noise()), "The loader, a NoneType, has no length"),
-        (lambda model, graph: graph.priced(3), "latency must be a dmcp.Latency.*dmcp.measure_latency.*not a int"),
+        (lambda model, graph: graph.with_latency(3), "latency must be a dmcp.Latency.*dmcp.measure_latency.*not a int"),
         (lambda model, graph: dmcp.Supernet(model, graph).fold(3), "Gates must be one number per channel.*not a int"),
         (lambda model, graph: dmcp.verify(model, graph, 3), "The example input holds no tensor"),
         (
@@ -344,7 +347,7 @@ def test_parts_that_are_given_another_thing_say_what_they_take(call: Any, words:
     assert "plain list" not in str(raised.value)
 
 
-@pytest.mark.parametrize("field", ["sort", "distil", "independent", "task_loss", "train_weights"])
+@pytest.mark.parametrize("field", ["sort", "distill", "independent", "task_loss", "train_weights"])
 def test_a_word_is_no_yes_or_no(field: str) -> None:
     with pytest.raises(TrainingError, match=f"^{field} must be True or False, not 'no'"):
         dmcp.SearchConfig(budget="50%", **{field: "no"})
@@ -355,7 +358,7 @@ def test_a_word_is_no_yes_or_no(field: str) -> None:
 def test_a_loss_for_labels_is_told_that_it_gets_the_batch() -> None:
     model, graph = traced()
     how = {"search": SEARCH, "train": TRAIN, "graph": graph}
-    with pytest.warns(ImitationWarning), pytest.raises(TypeError) as raised:
+    with pytest.warns(DistillationWarning), pytest.raises(TypeError) as raised:
         dmcp.prune(model, Noise(), Noise(1), loss=nn.functional.cross_entropy, **how)
     assert "loss(output, batch)" in " ".join(raised.value.__notes__)
     with pytest.raises(TypeError) as raised:
@@ -450,11 +453,11 @@ def test_a_training_that_went_wrong_is_told() -> None:
 
 
 def test_only_a_rise_is_a_divergence() -> None:
-    assert divergence("ours", [2.3, *[9.0] * 8, 4e5])
-    assert divergence("ours", [-1.0] * 10 + [-0.5] * 10)
-    assert not divergence("ours", [2.3] * 18 + [9.0, 1.0, 1.0])
-    assert not divergence("ours", [0.1] * 10 + [0.105] * 10)  # inherited weights, as good as before
-    assert not divergence("ours", [2.3, 9.0])  # too short to tell
+    assert divergence("dmcp", [2.3, *[9.0] * 8, 4e5])
+    assert divergence("dmcp", [-1.0] * 10 + [-0.5] * 10)
+    assert not divergence("dmcp", [2.3] * 18 + [9.0, 1.0, 1.0])
+    assert not divergence("dmcp", [0.1] * 10 + [0.105] * 10)  # inherited weights, as good as before
+    assert not divergence("dmcp", [2.3, 9.0])  # too short to tell
 
 
 def test_a_command_tells_that_a_training_went_wrong(tmp_path: Path, capsys: Capture) -> None:
@@ -470,9 +473,9 @@ def test_the_error_is_that_of_a_share() -> None:
     assert standard_error(0.6, 60) == pytest.approx(0.0632, abs=1e-4)
     assert 0 < standard_error(1.0, 60) < 0.02
     _, graph = traced()
-    rows = [Row(OURS, 5, 5, 0.6, 1.0, 8, 60)]
+    rows = [Row(DMCP, 5, 5, 0.6, 1.0, 8, 60)]
     assert "60 test samples: an accuracy is known to ± 6.3 points (standard error)" in notes(rows, graph)
-    assert not [note for note in notes([Row(OURS, 5, 5, 0.6)], graph) if "test samples" in note]  # an old log
+    assert not [note for note in notes([Row(DMCP, 5, 5, 0.6)], graph) if "test samples" in note]  # an old log
     assert f"{100 * 5 / graph.macs():.1f}%" in table(rows, graph)
 
 
@@ -486,7 +489,7 @@ def test_own_metrics_are_plain_numbers_in_a_report(tmp_path: Path) -> None:
         graph=graph,
         search=SEARCH,
         train=TRAIN,
-        controls=True,
+        baselines=True,
         metric=lambda output, batch: (torch.tensor(7.34731 * len(output)), len(output)),
         on_event=folder.on_event,
     )
@@ -505,7 +508,7 @@ def test_a_metric_of_which_little_is_good_is_told_so(tmp_path: Path) -> None:
     def errors(*values: float) -> list[Row]:
         return [
             Row(name, 5, 5, value, own_metric=True, lower_is_better=True)
-            for name, value in zip([UNPRUNED, "uniform widths", OURS], values, strict=True)
+            for name, value in zip([UNPRUNED, "uniform", DMCP], values, strict=True)
         ]
 
     text = table(errors(0.25, 0.75, 0.5), graph)
@@ -523,7 +526,7 @@ def test_a_metric_of_which_little_is_good_is_told_so(tmp_path: Path) -> None:
 def test_a_metric_that_is_no_number_is_compared_with_nothing(lower: bool) -> None:
     """Neither better nor worse: every comparison with NaN is false."""
     _, graph = traced()
-    values = {UNPRUNED: math.nan, "uniform widths": 0.25, OURS: 0.5}
+    values = {UNPRUNED: math.nan, "uniform": 0.25, DMCP: 0.5}
     rows = [Row(name, 5, 5, value, own_metric=True, lower_is_better=lower) for name, value in values.items()]
     text = table(rows, graph)
     gap = "0.25 worse than uniform widths" if lower else "+0.25 against uniform widths"
@@ -553,7 +556,7 @@ def test_a_run_with_a_metric_that_is_no_number_is_listed_and_reported(
     folder = tmp_path / "runs" / "one"
     folder.mkdir(parents=True)
     (folder / "settings.json").write_text("{}")
-    values = {UNPRUNED: value, "uniform widths": 0.25, OURS: value}
+    values = {UNPRUNED: value, "uniform": 0.25, DMCP: value}
     rows = [Row(name, 5, 5, value, own_metric=True) for name, value in values.items()]
     (folder / "log.jsonl").write_text("".join(json.dumps({"stage": "test"} | asdict(row)) + "\n" for row in rows))
     past = read_run(folder)
@@ -571,7 +574,7 @@ def test_a_run_with_a_metric_that_is_no_number_is_listed_and_reported(
 
 def test_a_share_that_is_no_number_is_damage(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text("{}")
-    (tmp_path / "log.jsonl").write_text(json.dumps({"stage": "test"} | asdict(Row(OURS, 5, 5, math.nan))) + "\n")
+    (tmp_path / "log.jsonl").write_text(json.dumps({"stage": "test"} | asdict(Row(DMCP, 5, 5, math.nan))) + "\n")
     assert read_run(tmp_path).state == "damaged" and not read_run(tmp_path).rows
 
 

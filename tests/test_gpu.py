@@ -18,7 +18,7 @@ from test_twenty_steps import EAGER, losses, resnet20, searched
 from torchvision.models import mobilenet_v3_small, resnet18
 
 import dmcp
-from dmcp.checkpoint import Keeper
+from dmcp.checkpoint import Checkpointer
 from dmcp.cutting import padded
 from dmcp.errors import StoppedError
 from dmcp.losses import MetricWarning
@@ -142,7 +142,7 @@ def test_batch_norm_of_many_channels_computes_what_torchs_does(c: int, size: int
 
 def _slopes(model: torch.nn.Module, x: torch.Tensor, slope: torch.Tensor, kernels: bool) -> list[torch.Tensor]:
     """Gradients of the convolutions' weights in bfloat16, by our kernels or by torch's."""
-    engine = dmcp.Engine(compile=False, graphs=False, kernels=kernels).settled(torch.device("cuda"))
+    engine = dmcp.Engine(compile=False, graphs=False, kernels=kernels).resolve(torch.device("cuda"))
     assert (engine.kernels, engine.depthwise) == (kernels, kernels)  # else torch would be compared with torch
     with engine.running(model), engine.autocast():
         (model(engine.laid_out(x)) * slope).sum().backward()
@@ -191,7 +191,7 @@ def test_depthwise_kernels_run_inside_a_graph() -> None:
 
 
 def test_narrow_networks_get_own_kernels() -> None:
-    assert dmcp.Engine().settled(torch.device("cuda"), steps=10_000, narrow=True).kernels
+    assert dmcp.Engine().resolve(torch.device("cuda"), steps=10_000, narrow=True).kernels
 
 
 # graphs
@@ -211,10 +211,10 @@ def test_a_stopped_search_goes_on_with_the_same_bits(graphs: bool, tmp_path: Pat
     whole = searched(engine, resnet20)
     for step in (7, 13):  # in the warm-up, and after it
         calls = iter(range(10**6))
-        keeper = Keeper(tmp_path / str(step), every_steps=3, asked_to_stop=lambda: next(calls) >= step)  # noqa: B023
+        checkpointer = Checkpointer(tmp_path / str(step), every_steps=3, asked_to_stop=lambda: next(calls) >= step)  # noqa: B023
         with pytest.raises(StoppedError):
-            searched(engine, resnet20, keeper)
-        again = searched(engine, resnet20, Keeper(tmp_path / str(step), every_steps=3))
+            searched(engine, resnet20, checkpointer)
+        again = searched(engine, resnet20, Checkpointer(tmp_path / str(step), every_steps=3))
         assert all(torch.equal(a, b) for a, b in zip(whole[0].parameters(), again[0].parameters(), strict=True))
 
 
@@ -292,8 +292,8 @@ def command(*words: str) -> subprocess.Popen[bytes]:
 
 def test_a_killed_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     job = ["--model", "digits:resnet", "--data", "digits", "--batch", "64", "--save-steps", "10", "--deterministic"]
-    job += ["--search-epochs", "8", "--epochs", "6", "--controls", "--device", "cuda"]
-    whole = tmp_path / "whole"
+    job += ["--search-epochs", "8", "--epochs", "6", "--baselines", "--device", "cuda"]
+    whole = tmp_path / "unprunable"
     assert command(*job, "--out", str(whole)).wait(timeout=300) == 0
     total = len((whole / "log.jsonl").read_text().splitlines())
     for share in (0.15, 0.4, 0.6, 0.9):  # warm-up, iterative half, and the trainings after it
@@ -348,7 +348,7 @@ def test_a_padded_network_learns_the_same(engine: dmcp.Engine) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::dmcp.pruning.TeacherWarning")  # it has learnt nothing
-@pytest.mark.parametrize("retrain", ["teacher", "inherit"])
+@pytest.mark.parametrize("retrain", ["teacher", "finetune"])
 def test_a_teacher_on_the_cpu_teaches_a_network_on_the_gpu(retrain: str) -> None:
     """A copy of it goes where the network is; the teacher itself stays where and as it was."""
     torch.manual_seed(0)
@@ -356,7 +356,7 @@ def test_a_teacher_on_the_cpu_teaches_a_network_on_the_gpu(retrain: str) -> None
     teachers = [build("digits:resnet"), torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))]
     batches = [(torch.randn(16, 1, 8, 8), torch.randint(10, (16,))) for _ in range(2)]
     search = dmcp.SearchConfig(budget="50%", epochs=2, groups=4, lr=0.01, min_lr=0.01)
-    train = dmcp.TrainConfig(epochs=1, lr=0.01, warmup_lr=0.01, teacher_share=0.9, teacher_temperature=4.0)
+    train = dmcp.TrainConfig(epochs=1, lr=0.01, warmup_lr=0.01, kd_weight=0.9, kd_temperature=4.0)
     for teacher in teachers:
         before = copy.deepcopy(teacher.state_dict())
         result = dmcp.prune(

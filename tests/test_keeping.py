@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from dmcp import checkpoint
 from dmcp.checkpoint import (
-    Feed,
-    Keeper,
+    Checkpointer,
+    ResumableIterator,
     State,
     load_checkpoint,
     random_state,
@@ -36,7 +36,7 @@ from dmcp.checkpoint import (
 )
 from dmcp.errors import DataError, FileError, StoppedError, TrainingError
 from dmcp.pruning import prune
-from dmcp.runtime.distributed import ALONE, Ranks
+from dmcp.runtime.distributed import SINGLE_PROCESS, World
 from dmcp.runtime.engine import Engine
 from dmcp.searching.config import SearchConfig
 from dmcp.searching.search import search
@@ -46,7 +46,7 @@ from dmcp.tracing.trace import trace
 from dmcp.training import Distillation, TrainConfig, train
 
 CPU = torch.device("cpu")
-SETTLED = Engine().settled(CPU)
+SETTLED = Engine().resolve(CPU)
 
 pytestmark = pytest.mark.filterwarnings("ignore::dmcp.losses.ImitationWarning")  # losses here only count and break
 
@@ -187,7 +187,7 @@ def test_generators_are_seeded_and_put_back(rank: int) -> None:
     before = torch.get_rng_state()
     drawn = []
     for seed in (3, 3, 4):
-        with checkpoint.seeded(seed, CPU, Ranks(rank, 2)):
+        with checkpoint.seeded(seed, CPU, World(rank, 2)):
             drawn.append(torch.rand(1).item())
         assert torch.equal(torch.get_rng_state(), before)
     assert drawn[0] == drawn[1] != drawn[2]
@@ -205,10 +205,10 @@ def test_a_gpu_that_takes_no_state_hides_no_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "manual_seed", lambda _: None)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     gpu, before = torch.device("cuda"), torch.get_rng_state()
-    with pytest.raises(ValueError, match="the first one"), checkpoint.seeded(0, gpu, Ranks()):
+    with pytest.raises(ValueError, match="the first one"), checkpoint.seeded(0, gpu, World()):
         raise ValueError("the first one")
     assert torch.equal(torch.get_rng_state(), before)
-    with pytest.raises(RuntimeError, match="CUDA error"), checkpoint.seeded(0, gpu, Ranks()):
+    with pytest.raises(RuntimeError, match="CUDA error"), checkpoint.seeded(0, gpu, World()):
         pass
     with pytest.raises(ValueError, match="of a metric"), untouched([], gpu):
         raise ValueError("of a metric")
@@ -243,7 +243,7 @@ def test_a_look_at_batches_leaves_no_trace() -> None:
 def test_a_feed_can_be_entered_at_any_step(kind: type[Any], accumulate: int) -> None:
     count = 5 if kind is Direct else 38  # of which a DataLoader makes five batches, the last one smaller
     seeded(3)
-    feed = Feed(kind(count), SETTLED, ALONE, accumulate)
+    feed = ResumableIterator(kind(count), SETTLED, SINGLE_PROCESS, accumulate)
     assert feed.per_epoch == -(-5 // accumulate)
     places, states, steps = [], [], 3 * feed.per_epoch
     for _ in range(steps):
@@ -255,7 +255,7 @@ def test_a_feed_can_be_entered_at_any_step(kind: type[Any], accumulate: int) -> 
     assert places[0] != places[feed.per_epoch]
     for step in range(steps):
         loader = kind(count)
-        again = Feed(loader, SETTLED, ALONE, accumulate)
+        again = ResumableIterator(loader, SETTLED, SINGLE_PROCESS, accumulate)
         seeded(step)
         again.enter(step, *states[step])
         set_random_state(states[step][1], CPU)
@@ -267,13 +267,13 @@ def test_a_feed_can_be_entered_at_any_step(kind: type[Any], accumulate: int) -> 
 
 def test_a_loader_that_gives_less_than_it_says_is_refused() -> None:
     with pytest.raises(DataError, match="The loader has no batches"):
-        Feed([], SETTLED, ALONE)
+        ResumableIterator([], SETTLED, SINGLE_PROCESS)
 
     class Short(Direct):
         def __len__(self) -> int:
             return 4
 
-    feed = Feed(Short(3), SETTLED, ALONE, accumulate=2)
+    feed = ResumableIterator(Short(3), SETTLED, SINGLE_PROCESS, accumulate=2)
     feed.next()
     with pytest.raises(DataError, match="it has 4 batches, but gave 3"):
         feed.next()
@@ -282,46 +282,48 @@ def test_a_loader_that_gives_less_than_it_says_is_refused() -> None:
 # when it is saved
 
 
-def kept(**how: Any) -> tuple[Keeper, State]:
+def kept(**how: Any) -> tuple[Checkpointer, State]:
     model = nn.Linear(2, 1)
     state = State(dict(model.named_parameters()), dict, [], [], [], CPU)
-    return Keeper(Path(tempfile.mkdtemp()), **how), state
+    return Checkpointer(Path(tempfile.mkdtemp()), **how), state
 
 
 def test_a_checkpoint_is_due_by_steps_by_time_and_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("dmcp.checkpoint.time.monotonic", lambda: now[0])
     asked: list[bool] = []
-    keeper, state = kept(every_steps=5, every_seconds=60.0, asked_to_stop=lambda: bool(asked))
-    assert [keeper.due(step, ALONE) for step in (4, 5, 6)] == [False, True, True]
-    keeper.save(6, state, {}, ALONE)
-    assert [keeper.due(step, ALONE) for step in (10, 11)] == [False, True]
+    checkpointer, state = kept(every_steps=5, every_seconds=60.0, asked_to_stop=lambda: bool(asked))
+    assert [checkpointer.due(step, SINGLE_PROCESS) for step in (4, 5, 6)] == [False, True, True]
+    checkpointer.save(6, state, {}, SINGLE_PROCESS)
+    assert [checkpointer.due(step, SINGLE_PROCESS) for step in (10, 11)] == [False, True]
     now[0] += 59
-    assert not keeper.due(7, ALONE)
+    assert not checkpointer.due(7, SINGLE_PROCESS)
     now[0] += 1
-    assert keeper.due(7, ALONE)
-    keeper.save(7, state, {}, ALONE)
-    assert not keeper.due(8, ALONE)
+    assert checkpointer.due(7, SINGLE_PROCESS)
+    checkpointer.save(7, state, {}, SINGLE_PROCESS)
+    assert not checkpointer.due(8, SINGLE_PROCESS)
     asked.append(True)
-    assert keeper.due(8, ALONE)
+    assert checkpointer.due(8, SINGLE_PROCESS)
     with pytest.raises(StoppedError, match="Stopped after step 8, as asked"):
-        keeper.save(8, state, {}, ALONE)
-    found = load_checkpoint(keeper.folder)
+        checkpointer.save(8, state, {}, SINGLE_PROCESS)
+    found = load_checkpoint(checkpointer.folder)
     assert found is not None and found.step == 8
-    keeper.save(9, state, {"done": True}, ALONE)  # nothing is left to stop
+    checkpointer.save(9, state, {"done": True}, SINGLE_PROCESS)  # nothing is left to stop
 
 
 def test_other_settings_are_named() -> None:
     settings = {"lr": 0.1, "net": {"width": [4, 5], "depth": 3}, "old": 1}
-    keeper, state = kept(identity=settings)
-    assert keeper.load(ALONE) is None
-    keeper.save(3, state, {}, ALONE)
-    again = Keeper(keeper.folder, copy.deepcopy(settings), every_steps=10)
-    assert again.load(ALONE) is not None
-    assert [again.due(step, ALONE) for step in (12, 13)] == [False, True]  # from the checkpoint on
-    other = Keeper(keeper.folder, {"lr": 0.2, "net": {"width": [4, 6], "depth": 3}, "new": None, "ranks": 2})
+    checkpointer, state = kept(identity=settings)
+    assert checkpointer.load(SINGLE_PROCESS) is None
+    checkpointer.save(3, state, {}, SINGLE_PROCESS)
+    again = Checkpointer(checkpointer.folder, copy.deepcopy(settings), every_steps=10)
+    assert again.load(SINGLE_PROCESS) is not None
+    assert [again.due(step, SINGLE_PROCESS) for step in (12, 13)] == [False, True]  # from the checkpoint on
+    other = Checkpointer(
+        checkpointer.folder, {"lr": 0.2, "net": {"width": [4, 6], "depth": 3}, "new": None, "ranks": 2}
+    )
     with pytest.raises(FileError) as error:
-        other.load(ALONE)
+        other.load(SINGLE_PROCESS)
     named = "lr was 0.1, is 0.2; net.width was [4, 5], is [4, 6]; old was 1, is null."
     assert str(error.value).endswith(f"other settings than it began with: {named}")
 
@@ -345,10 +347,10 @@ OTHER_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"seed": 1}, "search.seed was 0, is 1"),
     ({"search": replace(SHORT["search"], lr=0.1)}, "search.lr was 0.2, is 0.1"),
     ({"search": replace(SHORT["search"], budget="40%")}, 'search.budget was 0.5, is "40%"'),
-    ({"search": replace(SHORT["search"], smallest={"0": 3})}, 'search.smallest was {}, is {"0": 3}'),
+    ({"search": replace(SHORT["search"], min_channels={"0": 3})}, 'search.smallest was {}, is {"0": 3}'),
     ({"train": replace(SHORT["train"], epochs=2)}, "train.epochs was 1, is 2"),
-    ({"retrain": "inherit"}, 'retrain was "scratch", is "inherit"'),
-    ({"controls": True}, "controls was false, is true"),
+    ({"retrain": "finetune"}, 'retrain was "scratch", is "inherit"'),
+    ({"baselines": True}, "controls was false, is true"),
     ({"arch_loader": shuffled(20)}, "arch_loader was false, is true"),
     ({"optimizer": torch.optim.Adam}, "optimizer was false, is true"),
     ({"engine": Engine(deterministic=True)}, "engine.deterministic was false, is true"),
@@ -374,7 +376,7 @@ def test_prune_refuses_a_folder_of_other_settings_before_the_first_step(tmp_path
 def test_folders_of_an_older_version_go_on(tmp_path: Path) -> None:
     """Their checkpoints say nothing of what prune was given; nor do those of a keeper with all settings."""
     seeded(0)
-    keep = lambda stage: Keeper(tmp_path / stage, complete=True)  # noqa: E731
+    keep = lambda stage: Checkpointer(tmp_path / stage, complete=True)  # noqa: E731
     first = state_of(prune(fresh(), shuffled(36), shuffled(36), keep=keep, **SHORT).model)
     found = load_checkpoint(tmp_path / "search")
     assert found is not None and "settings" not in found.facts
@@ -390,12 +392,12 @@ def graph() -> ChannelGraph:
     return trace(fresh(), torch.zeros(2, 1, 6, 6))
 
 
-def kept_in(folder: Path | None, seen: dict[int, Any], asked: list[bool]) -> Keeper | None:
+def kept_in(folder: Path | None, seen: dict[int, Any], asked: list[bool]) -> Checkpointer | None:
     """A keeper that finds the earlier records where `seen` has them, as a run finds them in its log."""
     if folder is None:
         return None
     earlier, stop = lambda: [asdict(record) for record in seen.values()], lambda: bool(asked)
-    return Keeper(folder, every_steps=2, earlier=earlier, asked_to_stop=stop)
+    return Checkpointer(folder, every_steps=2, earlier=earlier, asked_to_stop=stop)
 
 
 def searched(folder: Path | None, seen: dict[int, Any], seed: int, act: Act = crash, call: int = 0, **how: Any) -> Any:
@@ -412,7 +414,7 @@ def searched(folder: Path | None, seen: dict[int, Any], seed: int, act: Act = cr
         loss,
         shuffled(20) if how.get("arch") else None,
         lambda record: seen.update({record.step: record}),
-        keeper=kept_in(folder, seen, asked),
+        checkpointer=kept_in(folder, seen, asked),
         optimizer=how.get("optimizer"),
     )
     return found.alphas.tolist(), state_of(net.model), found.log, list(seen.values())
@@ -427,8 +429,8 @@ def trained(folder: Path | None, seen: dict[int, Any], seed: int, act: Act = cra
     config = TrainConfig(epochs=4, lr=0.1, warmup_lr=0.1, momentum=momentum, nesterov=momentum > 0, distillation=kind)
     asked: list[bool] = []
     loss = loss_that(act, call, asked)
-    note, keeper = lambda record: seen.update({record.step: record}), kept_in(folder, seen, asked)
-    way = {"keeper": keeper, "optimizer": how.get("optimizer")}
+    note, checkpointer = lambda record: seen.update({record.step: record}), kept_in(folder, seen, asked)
+    way = {"checkpointer": checkpointer, "optimizer": how.get("optimizer")}
     records = train(model, how.get("loader", shuffled)(36), config, loss, teacher, note, **way)
     return state_of(model), records, list(seen.values())
 
@@ -472,7 +474,7 @@ WAYS: list[tuple[Any, dict[str, Any]]] = [
 @pytest.mark.parametrize(("loop", "how"), WAYS)
 def test_a_loop_with_a_users_own_loader_goes_on_where_it_was(tmp_path: Path, loop: Any, how: dict[str, Any]) -> None:
     whole = loop(None, {}, 0, **how)
-    assert loop(tmp_path / "whole", {}, 0, **how) == whole  # saving changes nothing
+    assert loop(tmp_path / "unprunable", {}, 0, **how) == whole  # saving changes nothing
     calls = (13,) if "optimizer" in how else (6, 13, 17)  # of the loss: in each epoch there are at least five
     for call in calls:
         folder, seen = tmp_path / str(call), {}
@@ -521,9 +523,9 @@ OTHERS = {
 def test_a_checkpoint_of_another_network_is_refused(tmp_path: Path, other: str) -> None:
     config = TrainConfig(epochs=1, lr=0.1, warmup_lr=0.1)
     batches = [(torch.randn(3, 36), torch.zeros(3, dtype=torch.int64))] * 3
-    train(nn.Sequential(nn.Linear(36, 1), nn.Linear(1, 1)), batches, config, keeper=Keeper(tmp_path))
+    train(nn.Sequential(nn.Linear(36, 1), nn.Linear(1, 1)), batches, config, checkpointer=Checkpointer(tmp_path))
     with pytest.raises(FileError, match="another network"):
-        train(OTHERS[other](), batches, config, keeper=Keeper(tmp_path))
+        train(OTHERS[other](), batches, config, checkpointer=Checkpointer(tmp_path))
 
 
 def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
@@ -601,8 +603,8 @@ def test_two_hundred_runs_in_one_process_need_no_more_memory_than_twenty(tmp_pat
     assert objects[200] - objects[20] < 180  # less than one for each run
 
 
-def keep_in(folder: Path, stage: str) -> Keeper:
-    return Keeper(folder / stage, every_steps=2)
+def keep_in(folder: Path, stage: str) -> Checkpointer:
+    return Checkpointer(folder / stage, every_steps=2)
 
 
 @pytest.mark.parametrize("stop", [3, 4, 6])  # within an epoch of four batches, at its end, in the next one
@@ -610,7 +612,7 @@ def test_a_loader_with_a_generator_of_its_own_goes_on_where_it_was(tmp_path: Pat
     class Crash(Exception):  # noqa: N818
         pass
 
-    def run(keeper: Keeper | None, crash_at: int = -1) -> list[Tensor]:
+    def run(checkpointer: Checkpointer | None, crash_at: int = -1) -> list[Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
         data = [(x, i % 2) for i, x in enumerate(torch.randn(16, 6))]
@@ -623,17 +625,17 @@ def test_a_loader_with_a_generator_of_its_own_goes_on_where_it_was(tmp_path: Pat
             return nn.functional.cross_entropy(output, batch[1])
 
         config = TrainConfig(epochs=3, lr=0.5, warmup_lr=0.5, warmup_epochs=0, reference_batch=None)
-        train(model, loader, config, loss, keeper=keeper)
+        train(model, loader, config, loss, checkpointer=checkpointer)
         return [parameter.detach().clone() for parameter in model.parameters()]
 
     whole = run(None)
     with pytest.raises(Crash):
-        run(Keeper(tmp_path, every_steps=1), stop)
-    again = run(Keeper(tmp_path, every_steps=1))
+        run(Checkpointer(tmp_path, every_steps=1), stop)
+    again = run(Checkpointer(tmp_path, every_steps=1))
     assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
 
 
 def test_the_folder_of_a_keeper_may_be_text(tmp_path: Path) -> None:
     """Else a long loop would fail where it first saves."""
-    keeper = Keeper(str(tmp_path / "kept"))  # type: ignore[arg-type]
-    assert keeper.folder == tmp_path / "kept"
+    checkpointer = Checkpointer(str(tmp_path / "kept"))  # type: ignore[arg-type]
+    assert checkpointer.folder == tmp_path / "kept"

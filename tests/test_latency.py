@@ -96,8 +96,8 @@ def table() -> Latency:
     return measure_latency(model, sample(Residual.SHAPE).float(), graph, measure=Device())
 
 
-def priced() -> ChannelGraph:
-    return traced()[1].priced(table())
+def with_latency() -> ChannelGraph:
+    return traced()[1].with_latency(table())
 
 
 # the fit
@@ -130,7 +130,7 @@ def test_work_adds_up_to_the_macs() -> None:
 
 
 def test_a_noisefree_device_is_forecast_exactly() -> None:
-    found, graph = table(), priced()
+    found, graph = table(), with_latency()
     assert found.largest_error < 1e-3 and all(factor >= 0 for factor in found.terms.values())
     model, _ = traced()
     other = draw(graph, None, None, 1, 30, seed=9)
@@ -154,7 +154,7 @@ def test_noise_is_no_larger_in_the_forecasts_than_in_the_times() -> None:
     model, graph = traced()
     found = measure_latency(model, sample(Residual.SHAPE).float(), graph, measure=Device(noise=0.05))
     assert found.median_error < 0.1 and min(found.terms.values()) >= 0
-    graph = graph.priced(found)
+    graph = graph.with_latency(found)
     truth = Device()
     errors = [
         abs(graph.latency_fs(widths) / FS_PER_MS / truth(dmcp.cut(model, graph, widths).eval()) - 1)
@@ -190,7 +190,7 @@ def measured(device: Hiccups) -> tuple[Latency, float]:
     """A table by this device, and the largest error of its forecasts of networks that it has not seen."""
     model, graph = traced()
     found = measure_latency(model, sample(Residual.SHAPE).float(), graph, measure=device)
-    graph, errors = graph.priced(found), []
+    graph, errors = graph.with_latency(found), []
     for row, ms in zip(*truth(30, 9), strict=True):
         errors.append(abs(graph.latency_fs(graph.widths(row)) / FS_PER_MS / ms - 1))
     return found, max(errors)
@@ -279,7 +279,7 @@ def test_what_is_no_bound_is_a_sentence(word: str, wrong: Any) -> None:
 
 
 def test_the_expectation_is_the_mean_of_samples() -> None:
-    graph = priced()
+    graph = with_latency()
     net = dmcp.Supernet(traced()[0], graph, 4)
     alphas = torch.linspace(-1, 2, net.sizes[:, 1:].numel(), dtype=torch.float64).reshape(net.sizes[:, 1:].shape)
     expected = graph.expected_latency_fs(CHAIN.marginals(alphas), net.sizes)
@@ -288,13 +288,13 @@ def test_the_expectation_is_the_mean_of_samples() -> None:
 
 
 def test_many_widths_at_once_are_those_one_by_one() -> None:
-    graph = priced()
+    graph = with_latency()
     rows = draw(graph, None, None, 1, 20, seed=3)
     assert graph.latency_fs(torch.tensor(rows)).tolist() == [graph.latency_fs(graph.widths(row)) for row in rows]
 
 
 def test_times_are_read() -> None:
-    graph = priced()
+    graph = with_latency()
     half = round(table().unpruned_ms * FS_PER_MS) // 2
     eight = (Limit("latency", 8 * FS_PER_MS),)
     for text in ("8ms", "8 MS", "8000us", "0.008s", "latency:8ms", "latency: 8000 us"):
@@ -302,7 +302,7 @@ def test_times_are_read() -> None:
     assert parse("latency:50%", graph).limits == parse("latency:0.5", graph).limits == (Limit("latency", half),)
     for measured in (0.9, 1.1):  # of what the table says of the same network
         first = replace(table().networks[0], ms=measured * graph.latency_fs() / FS_PER_MS)
-        other = graph.priced(replace(table(), networks=(first, *table().networks[1:])))
+        other = graph.with_latency(replace(table(), networks=(first, *table().networks[1:])))
         share = parse("latency:50%", other).limits[0].target / graph.latency_fs()
         assert share == pytest.approx(measured / 2)
         check_reachable(parse("latency:100%", other), other, other.widths([1] * len(other.spaces)))
@@ -327,7 +327,7 @@ def test_times_are_read() -> None:
 )
 def test_what_is_no_time_is_refused(text: str, words: str) -> None:
     with pytest.raises(BudgetError, match=words):
-        parse(text, priced())
+        parse(text, with_latency())
 
 
 def test_without_a_table_a_time_is_refused_with_the_way() -> None:
@@ -336,11 +336,11 @@ def test_without_a_table_a_time_is_refused_with_the_way() -> None:
         parse("8ms", graph)
     with pytest.raises(BudgetError, match="measure_latency"):
         graph.latency_fs()
-    assert "latency" not in costs(graph, graph.full) and "latency" in costs(priced(), graph.full)
+    assert "latency" not in costs(graph, graph.full) and "latency" in costs(with_latency(), graph.full)
 
 
 def test_limits_of_latency_count_like_others() -> None:
-    graph = priced()
+    graph = with_latency()
     budget = parse("latency:60%,50%", graph)
     small = graph.widths([max(1, space.size // 3) for space in graph.spaces])
     assert holds(budget, graph, small) and not holds(budget, graph, graph.full)
@@ -354,7 +354,7 @@ def test_limits_of_latency_count_like_others() -> None:
 
 
 def test_an_unreachable_time_is_refused_with_the_range() -> None:
-    graph = priced()
+    graph = with_latency()
     floor = graph.widths([1] * len(graph.spaces))
     whole = show_ms(graph.latency_fs() / FS_PER_MS)
     with pytest.raises(BudgetError, match=f"asks for 1 us, less than the floor takes: choose from .* to {whole}"):
@@ -370,18 +370,18 @@ def test_a_table_is_the_same_after_a_file(tmp_path: Path) -> None:
     table().save(tmp_path / "a" / "table.json")
     again = Latency.load(tmp_path / "a" / "table.json")
     assert again == table()
-    assert traced()[1].priced(again).latency_fs() == priced().latency_fs()
+    assert traced()[1].with_latency(again).latency_fs() == with_latency().latency_fs()
 
 
 def test_a_table_of_another_network_is_refused() -> None:
     model = Residual(**Residual.FULL)
     for graph, words in (
         (dmcp.trace(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)), torch.zeros(2, 3, 9, 9)), "architecture"),
-        (dmcp.trace(model, sample(Residual.SHAPE).float(), frozen=[traced()[1].spaces[0].name]), "kept whole"),
+        (dmcp.trace(model, sample(Residual.SHAPE).float(), ignore=[traced()[1].spaces[0].name]), "kept whole"),
         (dmcp.trace(model, torch.zeros(2, 3, 20, 20)), "samples of"),
     ):
         with pytest.raises(WidthsError, match=words):
-            graph.priced(table())
+            graph.with_latency(table())
 
 
 def test_what_is_no_table_is_refused(tmp_path: Path) -> None:
@@ -419,7 +419,7 @@ def test_an_own_function_must_give_milliseconds(ms: Any) -> None:
 
 
 def searched(text: str) -> SearchResult:
-    graph = priced()
+    graph = with_latency()
     net = dmcp.Supernet(traced()[0], graph, 4)
     return SearchResult(torch.full((len(graph.spaces), 3), 0.5), net.sizes, graph, parse(text, graph), 0.95)
 
@@ -621,7 +621,7 @@ def prune(**options: Any) -> dmcp.PruneResult:
 def test_prune_measures_by_itself_and_ends_within_the_time() -> None:
     device = Device(noise=0.01)
     whole = Device()(traced()[0].eval())
-    result = prune(budget=f"{0.6 * whole:.6f}ms", measure=device, controls=True)
+    result = prune(budget=f"{0.6 * whole:.6f}ms", measure=device, baselines=True)
     assert device.calls == 40 + 2 * (1 + result.latency.again)  # type: ignore[union-attr]
     assert Device()(result.model.eval()) <= 0.6 * whole * 1.02
     told = result.latency
@@ -646,7 +646,7 @@ def test_what_prune_measures_is_an_event_before_the_search(tmp_path: Path) -> No
 
 def test_prune_takes_a_table_or_a_graph_that_has_one() -> None:
     device = Device()
-    for options in ({"latency": table()}, {"graph": priced()}):
+    for options in ({"latency": table()}, {"graph": with_latency()}):
         device.calls = 0
         result = prune(budget="latency:60%,params:80%", measure=device, **options)
         assert device.calls == 2 and result.latency is not None and result.latency.held
@@ -687,8 +687,8 @@ def test_a_limit_above_its_reach_is_warned_of() -> None:
 
 
 def test_an_interrupted_job_goes_on_with_the_same_numbers(tmp_path: Path) -> None:
-    def keep(stage: str) -> dmcp.Keeper:
-        return dmcp.Keeper(tmp_path / stage)
+    def keep(stage: str) -> dmcp.Checkpointer:
+        return dmcp.Checkpointer(tmp_path / stage)
 
     first = prune(budget="latency:60%", measure=Device(noise=0.05), keep=keep)
     device = Device(noise=0.05, slower=3.0)  # another machine: what was measured counts
@@ -785,7 +785,7 @@ def test_wrong_tables_and_times_are_a_sentence(
     for options, words in (
         ([*given, "--budget", "1us"], "less than the floor takes: choose from"),
         ([*given, "--budget", "9s"], "more than the unpruned network takes: choose from"),
-        ([*given, "--budget", "8ms", "--frozen", "layer1"], "other layers kept whole"),
+        ([*given, "--budget", "8ms", "--ignore", "layer1"], "other layers kept whole"),
         ([*given, "--budget", "8ms", "--model-args", "width=8"], "of another architecture"),
         (["--budget", "8ms", "--latency-device", "tpu9"], "--latency-device"),
         (["--budget", "50%", "--latency-batch", "8"], "for budgets of latency"),

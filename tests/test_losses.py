@@ -27,7 +27,7 @@ from dmcp.losses import (
     whole_of,
 )
 from dmcp.results import Event
-from dmcp.runtime.distributed import ALONE, Ranks
+from dmcp.runtime.distributed import SINGLE_PROCESS, World
 
 
 class Iou:
@@ -179,14 +179,14 @@ def test_what_an_update_raises_says_how_it_was_called() -> None:
 
 
 def test_an_object_on_several_ranks_must_say_that_it_gathers() -> None:
-    check_metric(Iou(2), ALONE)
-    check_metric(top1, Ranks(1, 2))
+    check_metric(Iou(2), SINGLE_PROCESS)
+    check_metric(top1, World(1, 2))
     for metric in (Iou(2), dmcp.LowerIsBetter(Iou(2))):
         with pytest.raises(TrainingError, match=r"Each of 2 ranks sees a part .* all_ranks = True"):
-            check_metric(metric, Ranks(1, 2))
+            check_metric(metric, World(1, 2))
     gathering = Iou(2)
     gathering.all_ranks = True  # type: ignore[attr-defined]
-    check_metric(gathering, Ranks(1, 2))
+    check_metric(gathering, World(1, 2))
 
 
 def test_an_error_grows_with_a_minus() -> None:

@@ -330,7 +330,7 @@ def test_a_search_ends_inside() -> None:
     torch.manual_seed(0)
     model, x = nets()["dense"], torch.randn(8, 2, 9, 9)
     data = [(x, torch.randn(8, 3, 7, 7))] * 20
-    config = dmcp.SearchConfig(budget="memory:50%", epochs=6, distil=False)
+    config = dmcp.SearchConfig(budget="memory:50%", epochs=6, distill=False)
     found = dmcp.search(dmcp.Supernet(model, dmcp.trace(model, x)), data, config, loss=_loss)
     widths = dmcp.expected(found)
     assert holds(found.budget, found.graph, widths)

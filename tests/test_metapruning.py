@@ -20,7 +20,7 @@ from torchvision.models import densenet121, mobilenet_v2, resnet18
 import dmcp
 from dmcp.batches import batches_from, generator, input_of, labels_of
 from dmcp.budget import holds, parse, spent_shares
-from dmcp.checkpoint import Keeper
+from dmcp.checkpoint import Checkpointer
 from dmcp.compare import metapruning
 from dmcp.compare.metapruning import Grid, MetaPruningConfig, PruningNet, Structured, cross, mutate, prepare, spaces_of
 from dmcp.compare.metapruning import find_metapruning as find
@@ -157,7 +157,7 @@ def test_a_killed_training_ends_with_the_same_bits(tmp_path: Path) -> None:
 
     def keep(steps: int) -> Any:
         left = iter(range(steps))
-        return lambda stage: Keeper(tmp_path / stage, asked_to_stop=lambda: next(left, None) is None)
+        return lambda stage: Checkpointer(tmp_path / stage, asked_to_stop=lambda: next(left, None) is None)
 
     with pytest.raises(StoppedError):
         prepare(planted_problem(keep=keep(26)), config)

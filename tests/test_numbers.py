@@ -154,7 +154,7 @@ def test_a_number_that_follows_a_later_width_keeps_that_one() -> None:
 
     graph, gated, small = gated_and_cut(Ahead(torch.relu).eval())
     assert [space.name for space in graph.spaces] == ["a"]
-    assert {item.name: item.reason for item in graph.whole}["b"] == "a number in the code depends on its size"
+    assert {item.name: item.reason for item in graph.unprunable}["b"] == "a number in the code depends on its size"
     torch.testing.assert_close(gated, small)
 
 
@@ -223,5 +223,5 @@ def test_the_module_that_made_the_number_is_named() -> None:
 
     model = nn.Sequential(nn.Conv2d(3, 16, 3), Half(), nn.Conv2d(16, 12, 1), nn.Conv2d(12, 4, 1)).eval()
     graph = dmcp.trace(model, X)
-    (reason,) = [item.reason for item in graph.whole if item.name == "0"]
+    (reason,) = [item.reason for item in graph.unprunable if item.name == "0"]
     assert reason == "a factor in the code depends on its size (a tensor at 1)"

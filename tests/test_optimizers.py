@@ -111,9 +111,9 @@ def test_groups_keep_their_ratios_in_a_search_that_goes_on(tmp_path: Path) -> No
             return made[-1]
 
         calls = itertools.count(1)
-        keeper = dmcp.Keeper(tmp_path / "kept", every_steps=1, asked_to_stop=lambda: next(calls) > stop)
+        checkpointer = dmcp.Checkpointer(tmp_path / "kept", every_steps=1, asked_to_stop=lambda: next(calls) > stop)
         with contextlib.suppress(dmcp.StoppedError):
-            dmcp.search(net, Noise(), SEARCH, optimizer=make, **(kept and {"keeper": keeper}))
+            dmcp.search(net, Noise(), SEARCH, optimizer=make, **(kept and {"checkpointer": checkpointer}))
         return [it.detach() for it in net.parameters()], made
 
     whole, (mover,) = job()

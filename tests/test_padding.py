@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import dmcp
 from dmcp import retraining
-from dmcp.cutting import Padded, cut, padded, reinitialise
+from dmcp.cutting import Padded, cut, padded, reinitialize
 from dmcp.models import build
 from dmcp.retraining import Retrain, padding, train_all
 from dmcp.runtime.engine import Engine
@@ -58,7 +58,7 @@ def batches(count: int = 4) -> list[tuple[Tensor, Tensor]]:
 
 def fresh(net: nn.Module, graph: ChannelGraph, widths: Widths) -> nn.Module:
     small = cut(net, graph, widths)
-    reinitialise(small, generator=torch.Generator().manual_seed(1))
+    reinitialize(small, generator=torch.Generator().manual_seed(1))
     return small
 
 
@@ -120,11 +120,11 @@ def test_modes_and_frozen_parameters_are_those_of_the_cut_network() -> None:
 
 
 def trained(net: nn.Module, graph: ChannelGraph, data: Any, engine: Engine, kind: Retrain) -> dict[str, nn.Module]:
-    wanted = {"unpruned": graph.full, "ours": odd(graph)}
+    wanted = {"unpruned": graph.full, "dmcp": odd(graph)}
     return train_all(net, graph, wanted, data, SHORT, kind, engine=engine)
 
 
-@pytest.mark.parametrize("kind", ["scratch", "teacher", "inherit"])
+@pytest.mark.parametrize("kind", ["scratch", "teacher", "finetune"])
 def test_all_trainings_pad_where_the_engine_does(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     net, graph = traced(lambda: build("digits:resnet"))
     data, made = batches(2), list[Padded]()

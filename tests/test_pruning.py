@@ -25,10 +25,10 @@ from dmcp import results
 from dmcp.batches import generator
 from dmcp.budget import parse
 from dmcp.errors import BudgetError, DataError, TraceError, TrainingError, WidthsError
-from dmcp.losses import ImitationWarning, classification_loss, imitation
+from dmcp.losses import DistillationWarning, classification_loss, distillation_loss
 from dmcp.preflight import try_test
 from dmcp.pruning import expected_shares
-from dmcp.results import AS_GIVEN, OURS, UNIFORM, UNPRUNED, Event, Row, milliseconds, not_faster
+from dmcp.results import DMCP, ORIGINAL, UNIFORM, UNPRUNED, Event, Row, milliseconds, not_faster
 from dmcp.retraining import Retrain, train_all
 from dmcp.searching.config import SearchConfig, SearchRecord
 from dmcp.searching.steps import weight_step
@@ -95,7 +95,7 @@ def test_labels_that_no_output_is_for_are_refused_before_the_search() -> None:
 def test_the_budget_holds_on_the_cut_network(kind: Retrain, budget: str) -> None:
     model, graph = traced()
     before = tensors(model)
-    result = prune(search=SearchConfig(budget=budget, epochs=2, groups=4), retrain=kind, controls=True)
+    result = prune(search=SearchConfig(budget=budget, epochs=2, groups=4), retrain=kind, baselines=True)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         result.model.eval()(torch.zeros(1, *Residual.SHAPE))
     counted = {
@@ -105,22 +105,22 @@ def test_the_budget_holds_on_the_cut_network(kind: Retrain, budget: str) -> None
     limits = parse(budget, graph).limits
     assert all(counted[limit.kind] <= limit.target for limit in limits)
     assert max(counted[limit.kind] / limit.target for limit in limits) >= 0.9  # not just anything small
-    given = [AS_GIVEN] if kind is Retrain.INHERIT else []
-    assert [row.name for row in result.rows] == [*given, UNPRUNED, UNIFORM, OURS]
+    given = [ORIGINAL] if kind is Retrain.FINETUNE else []
+    assert [row.name for row in result.rows] == [*given, UNPRUNED, UNIFORM, DMCP]
     full, uniform, ours = result.rows[len(given) :]
     assert (ours.macs, ours.params) == (counted["macs"], counted["params"])
     assert all({"macs": uniform.macs, "params": uniform.params}[limit.kind] <= limit.target for limit in limits)
     assert (full.macs, full.params) == (graph.macs(), graph.params())
     assert type(result.model) is Residual
     assert same(before, tensors(model)) and all(parameter.grad is None for parameter in model.parameters())
-    assert all(name in result.table for name in (UNPRUNED, UNIFORM, OURS, f"{ours.macs:,}"))
+    assert all(name in result.table for name in (UNPRUNED, UNIFORM, DMCP, f"{ours.macs:,}"))
 
 
 def test_bounds_hold_for_the_control_too() -> None:
     """Uniform widths at this budget would keep about 5 of 8 and 4 of 6 channels."""
     _, graph = traced()
     seen: dict[str, Any] = {}
-    bounded = replace(SEARCH, smallest={"stem": 8}, largest={"conv1": 2})
+    bounded = replace(SEARCH, min_channels={"stem": 8}, max_channels={"conv1": 2})
 
     def keep_widths(*given: Any) -> Any:
         seen.update(given[2])
@@ -128,8 +128,8 @@ def test_bounds_hold_for_the_control_too() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dmcp.pruning.train_all", keep_widths)
-        prune(search=bounded, controls=True)
-    for name in (UNIFORM, OURS):
+        prune(search=bounded, baselines=True)
+    for name in (UNIFORM, DMCP):
         assert seen[name]["stem"] == 8 and seen[name]["conv1"] <= 2, name
         assert graph.macs(seen[name]) <= 0.6 * graph.macs()
     free = dmcp.uniform(graph, "60%")
@@ -155,7 +155,7 @@ def test_the_test_set_is_used_once_everything_is_trained() -> None:
         graph=graph,
         search=SEARCH,
         train=TRAIN,
-        controls=True,
+        baselines=True,
         on_event=lambda event: seen.append((event, test.passes)),
     )
     assert [passes for event, passes in seen if not isinstance(event.record, Row)] == [0] * 11  # 4 + 1 + 3 x 2
@@ -181,8 +181,8 @@ LATE: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"val": None}, DataError, "NoneType does not: give a DataLoader"),
     ({"metric": lambda output, batch: 0.5}, TrainingError, "A metric must return two things"),
     ({"metric": failing_metric}, CallerError, ""),
-    ({"val": (it for it in Noise(1)), "controls": True}, DataError, "3 networks are tested"),
-    ({"val": (it for it in Noise(1)), "retrain": "inherit"}, DataError, "2 networks are tested"),
+    ({"val": (it for it in Noise(1)), "baselines": True}, DataError, "3 networks are tested"),
+    ({"val": (it for it in Noise(1)), "retrain": "finetune"}, DataError, "2 networks are tested"),
     ({"train_loader": []}, DataError, "The train_loader has no batches"),
     ({"train_loader": [{"image": torch.zeros(2, 3)}]}, DataError, "has no input, only 'image'"),
     ({"arch_loader": [{"image": torch.zeros(2, 3)}]}, DataError, "has no input, only 'image'"),
@@ -309,15 +309,15 @@ def test_slimmable_training_is_one_weight_step_of_two_networks() -> None:
         epochs=1, reference_batch=None, lr=0.1, warmup_lr=0, warmup_epochs=0, weight_decay=0, label_smoothing=0
     )
     loader = Noise(1)
-    got = train_all(model, graph, {OURS: widths}, loader, config, Retrain.SLIMMABLE)[OURS]
+    got = train_all(model, graph, {DMCP: widths}, loader, config, Retrain.SLIMMABLE)[DMCP]
 
     whole = copy.deepcopy(model)
-    dmcp.reinitialise(whole, generator=generator(config.seed))
+    dmcp.reinitialize(whole, generator=generator(config.seed))
     net = dmcp.Supernet(whole, graph).train()
     optimizer = torch.optim.SGD(net.weights(), 0.1, 0.9, nesterov=True)
     weight_step(net, loader.batches, optimizer, [net.hard(graph.full), net.hard(widths)], classification_loss())
     wanted = dmcp.cut(net.model, graph, widths)
-    alone = train_all(model, graph, {OURS: widths}, loader, config, Retrain.SCRATCH)[OURS]
+    alone = train_all(model, graph, {DMCP: widths}, loader, config, Retrain.SCRATCH)[DMCP]
     for mine, theirs in zip(got.parameters(), wanted.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs)
     assert not same(tensors(got)[:1], tensors(alone)[:1])
@@ -326,11 +326,11 @@ def test_slimmable_training_is_one_weight_step_of_two_networks() -> None:
 def test_inheriting_keeps_the_weights_and_the_others_do_not() -> None:
     model, graph = traced()
     still = TrainConfig(epochs=1, lr=1e-20, warmup_lr=0, reference_batch=None, weight_decay=0)
-    for kind in (Retrain.INHERIT, Retrain.SCRATCH):
-        nets = train_all(model, graph, {OURS: graph.full}, Noise(), still, kind)
-        pairs = zip(nets[OURS].parameters(), model.parameters(), strict=True)
+    for kind in (Retrain.FINETUNE, Retrain.SCRATCH):
+        nets = train_all(model, graph, {DMCP: graph.full}, Noise(), still, kind)
+        pairs = zip(nets[DMCP].parameters(), model.parameters(), strict=True)
         kept = all(torch.allclose(mine, old) for mine, old in pairs)
-        assert kept == (kind is Retrain.INHERIT)
+        assert kept == (kind is Retrain.FINETUNE)
 
 
 class Blurred(Residual):
@@ -369,7 +369,7 @@ def test_what_is_frozen_keeps_its_values(kind: Retrain) -> None:
 def test_a_teacher_teaches() -> None:
     plain, taught = prune(), prune(retrain=Retrain.TEACHER)
     assert plain.widths == taught.widths
-    assert [row.name for row in taught.rows] == [UNPRUNED, OURS]  # the teacher was trained, so it is shown
+    assert [row.name for row in taught.rows] == [UNPRUNED, DMCP]  # the teacher was trained, so it is shown
     assert not same(tensors(plain.model), tensors(taught.model))
 
 
@@ -384,7 +384,7 @@ def test_own_loss_metric_and_batches() -> None:
     def metric(output: Tensor, batch: Any) -> tuple[Tensor, int]:
         return torch.tensor(7.0 * len(output)), len(output)
 
-    settings = replace(SEARCH, distil=False)
+    settings = replace(SEARCH, distill=False)
     result = dmcp.prune(model, batches, batches, search=settings, train=TRAIN, loss=loss, metric=metric)
     assert result.rows[0].accuracy == 7 and result.rows[0].own_metric and result.rows[0].samples == 12
     head, ours, *_ = result.table.splitlines()
@@ -401,8 +401,8 @@ def test_own_loss_metric_and_batches() -> None:
 def test_a_loss_of_ones_own_is_told_what_imitation_does_to_outputs() -> None:
     own = classification_loss()
     for options, words in (
-        ({}, [r"sub-networks imitate the whole network's outputs as class scores .* set distil=False"]),
-        ({"distil": False}, []),
+        ({}, [r"sub-networks imitate the whole network's outputs as class scores .* set distill=False"]),
+        ({"distill": False}, []),
         ({"train_weights": False, "warmup": 0}, []),  # nothing is imitated
     ):
         for kind in (Retrain.SCRATCH, Retrain.TEACHER):
@@ -410,7 +410,7 @@ def test_a_loss_of_ones_own_is_told_what_imitation_does_to_outputs() -> None:
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
                 prune(search=replace(SEARCH, **options), retrain=kind, loss=own)
-            assert len(told) == len(wanted) and all(it.category is ImitationWarning for it in told)
+            assert len(told) == len(wanted) and all(it.category is DistillationWarning for it in told)
             assert all(re.search(text, str(it.message)) for text, it in zip(wanted, told, strict=True))
             assert all(it.filename == __file__ for it in told)  # where the user called, not a line of ours
 
@@ -425,12 +425,12 @@ def test_a_training_that_stops_says_which_network_it_was() -> None:
 
         return loss, lambda event: stages.append(event.stage)
 
-    settings = replace(SEARCH, distil=False)
+    settings = replace(SEARCH, distill=False)
     loss, look = loss_until(UNPRUNED)  # from then on
     with pytest.raises(
         TrainingError, match=r"^The network 'uniform widths': Training stopped at step 0 .* loss is inf"
     ):
-        prune(search=settings, controls=True, loss=loss, on_event=look)
+        prune(search=settings, baselines=True, loss=loss, on_event=look)
     loss, look = loss_until("search")
     with pytest.raises(TrainingError, match=r"^Training stopped at step 0 .* loss is inf"):
         prune(search=settings, loss=loss, on_event=look)
@@ -439,7 +439,7 @@ def test_a_training_that_stops_says_which_network_it_was() -> None:
 def test_a_search_warns_at_the_line_of_its_caller() -> None:
     model, graph = traced()
     net = dmcp.Supernet(model, graph, groups=SEARCH.groups)
-    with pytest.warns(ImitationWarning) as told:
+    with pytest.warns(DistillationWarning) as told:
         dmcp.search(net, Noise(), SEARCH, loss=classification_loss())
     assert [it.filename for it in told] == [__file__]
 
@@ -462,7 +462,7 @@ def test_a_retraining_that_cannot_imitate_is_refused_before_the_search(kind: Ret
             model,
             Noise(),
             Noise(1),
-            search=replace(SEARCH, distil=False),
+            search=replace(SEARCH, distill=False),
             train=TRAIN,
             retrain=kind,
             loss=loss,
@@ -483,8 +483,8 @@ def test_batches_of_arrays_are_named() -> None:
 
 
 def test_outputs_of_one_number_cannot_be_imitated() -> None:
-    with pytest.raises(TrainingError, match="turn it off, in a search with distil=False"):
-        imitation(torch.zeros(4, 1), [torch.zeros(4, 1)])
+    with pytest.raises(TrainingError, match="turn it off, in a search with distill=False"):
+        distillation_loss(torch.zeros(4, 1), [torch.zeros(4, 1)])
 
 
 def test_expected_shares_are_those_of_the_last_alphas() -> None:
@@ -552,7 +552,7 @@ def test_bad_input_is_a_sentence() -> None:
     with pytest.raises(TrainingError, match="scratch, inherit, slimmable, teacher, not 'often'"):
         prune(retrain="often")
     with pytest.raises(TrainingError, match="stage 1"):
-        prune(search=replace(SEARCH, distil=False), loss=lambda output, batch: output.sum() * float("nan"))
+        prune(search=replace(SEARCH, distill=False), loss=lambda output, batch: output.sum() * float("nan"))
 
 
 def test_a_network_over_the_budget_is_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:

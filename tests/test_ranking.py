@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchvision.models import densenet121, mobilenet_v2, resnet18
 
 import dmcp
-from dmcp.checkpoint import Keeper
+from dmcp.checkpoint import Checkpointer
 from dmcp.compare import magnitude
 from dmcp.compare import magnitude as magnitude_module
 from dmcp.compare import magnitude as sfp
@@ -297,13 +297,13 @@ def test_an_interrupted_run_ends_the_same(method: Callable[[Problem], Choice], s
     """Four steps an epoch: in the midst of one, at the end of one, and when all was trained."""
     problem = residual_problem()
     alone = method(problem)
-    stopped = replace(problem, keep=lambda stage: Keeper(tmp_path / stage, asked_to_stop=Stop(step)))
+    stopped = replace(problem, keep=lambda stage: Checkpointer(tmp_path / stage, asked_to_stop=Stop(step)))
     with pytest.raises(StoppedError) if step < 12 else contextlib.nullcontext():
         method(stopped)
     steps: list[int] = []
     again = replace(
         problem,
-        keep=lambda stage: Keeper(tmp_path / stage),
+        keep=lambda stage: Checkpointer(tmp_path / stage),
         tell=lambda stage, record: steps.append(record.step),  # type: ignore[union-attr]
     )
     choice = method(again)

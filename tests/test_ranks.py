@@ -19,8 +19,8 @@ from torch import nn
 
 from dmcp.errors import RankError
 from dmcp.runtime.distributed import (
-    ALONE,
-    Ranks,
+    SINGLE_PROCESS,
+    World,
     current,
     fewest,
     gather_bytes,
@@ -39,20 +39,20 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @contextmanager
-def started(program: str, world: int, folder: Path, *, waits: bool = False) -> Iterator[list[ForkServerProcess]]:
+def started(program: str, world_size: int, folder: Path, *, waits: bool = False) -> Iterator[list[ForkServerProcess]]:
     """The processes of a program, all of them at work if it says so; none is left behind."""
     context = multiprocessing.get_context("forkserver")  # imports torch once, not once per process
     context.set_forkserver_preload(["dmcp.runtime.distributed", "pytest"])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    ready = [folder / f"ready{rank}" if waits else "" for rank in range(world)]
+    ready = [folder / f"ready{rank}" if waits else "" for rank in range(world_size)]
     processes = [
         context.Process(
             target=rank_programs.start,
-            args=(program, str(ready[rank]), rank, world, port, str(folder / f"errors{rank}")),
+            args=(program, str(ready[rank]), rank, world_size, port, str(folder / f"errors{rank}")),
         )
-        for rank in range(world)
+        for rank in range(world_size)
     ]
     try:
         for process in processes:
@@ -82,9 +82,9 @@ def codes(processes: list[ForkServerProcess], seconds: float) -> list[int | None
 
 
 @pytest.mark.parametrize(("program", "world"), [("agree", 3), ("borrow", 2)])
-def test_several_processes_give_what_one_gives(program: str, world: int, tmp_path: Path) -> None:
-    with started(program, world, tmp_path) as processes:
-        assert codes(processes, 40) == [0] * world, texts(tmp_path)
+def test_several_processes_give_what_one_gives(program: str, world_size: int, tmp_path: Path) -> None:
+    with started(program, world_size, tmp_path) as processes:
+        assert codes(processes, 40) == [0] * world_size, texts(tmp_path)
 
 
 def test_a_killed_rank_ends_the_collectives_of_the_others(tmp_path: Path) -> None:
@@ -99,30 +99,30 @@ def test_a_killed_rank_ends_the_collectives_of_the_others(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
 @pytest.mark.parametrize("count", [0, 1, 6, 7, 100])
-def test_parts_are_those_of_array_split(count: int, world: int) -> None:
+def test_parts_are_those_of_array_split(count: int, world_size: int) -> None:
     samples = np.arange(count)
-    for rank, wanted in enumerate(np.array_split(samples, world)):
-        assert samples[part(count, Ranks(rank, world))].tolist() == wanted.tolist()
+    for rank, wanted in enumerate(np.array_split(samples, world_size)):
+        assert samples[part(count, World(rank, world_size))].tolist() == wanted.tolist()
 
 
 def test_alone_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
-    assert join() == current() == ALONE and ALONE.first
+    assert join() == current() == SINGLE_PROCESS and SINGLE_PROCESS.first
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("RANK", "0")
-    assert join() == current() == ALONE
+    assert join() == current() == SINGLE_PROCESS
     assert not torch.distributed.is_initialized()
     model, values = nn.Linear(2, 2), torch.tensor([1, 2])
     model(torch.ones(1, 2)).sum().backward()
     gradients = [one.grad.clone() for one in model.parameters() if one.grad is not None]
-    mean_gradients(list(model.parameters()), 3, ALONE)
-    share_tensors(list(model.parameters()), ALONE)
+    mean_gradients(list(model.parameters()), 3, SINGLE_PROCESS)
+    share_tensors(list(model.parameters()), SINGLE_PROCESS)
     assert all(torch.equal(one.grad, kept) for one, kept in zip(model.parameters(), gradients, strict=True))
-    assert torch.equal(sum_values(values, ALONE), values) and sum_values(values, ALONE) is not values
-    assert torch.equal(mean_values(values, 5, ALONE), values)
-    assert fewest(3, ALONE) == 3 and same_everywhere("x", ALONE)
-    assert gather_bytes({"x": values}, ALONE) == [{"x": values}]
+    assert torch.equal(sum_values(values, SINGLE_PROCESS), values) and sum_values(values, SINGLE_PROCESS) is not values
+    assert torch.equal(mean_values(values, 5, SINGLE_PROCESS), values)
+    assert fewest(3, SINGLE_PROCESS) == 3 and same_everywhere("x", SINGLE_PROCESS)
+    assert gather_bytes({"x": values}, SINGLE_PROCESS) == [{"x": values}]
     leave()
 
 

@@ -214,7 +214,7 @@ def test_own_values_are_those_without_an_input() -> None:
 
 @contextmanager
 def unchanged() -> Iterator[None]:
-    def world() -> tuple[Any, ...]:
+    def world_size() -> tuple[Any, ...]:
         return (
             random.getstate(),
             repr(np.random.get_state()),
@@ -228,9 +228,9 @@ def unchanged() -> Iterator[None]:
             torch._C._dispatch_tls_local_include_set().raw_repr(),
         )
 
-    before = world()
+    before = world_size()
     yield
-    assert world() == before
+    assert world_size() == before
 
 
 @pytest.mark.parametrize("fails", [False, True])

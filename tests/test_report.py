@@ -96,8 +96,8 @@ def network_line(name: str, macs: int, accuracy: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-TESTS = [network_line("unpruned", 1000, 0.9), network_line("uniform widths", 490, 0.8), network_line("ours", 480, 0.85)]
-TRAINED = {"stage": "ours", "epoch": 0, "step": 4, "steps": 33, "lr": 0.1, "loss": 2.0}
+TESTS = [network_line("unpruned", 1000, 0.9), network_line("uniform", 490, 0.8), network_line("dmcp", 480, 0.85)]
+TRAINED = {"stage": "dmcp", "epoch": 0, "step": 4, "steps": 33, "lr": 0.1, "loss": 2.0}
 
 
 class Page(HTMLParser):
@@ -525,7 +525,7 @@ def browser(tmp_path: Path) -> Iterator[Browser]:
 
 def test_the_page_in_a_browser(tmp_path: Path, browser: Browser) -> None:
     runs = [
-        read_run(write_run(tmp_path / name, [*step_lines(40), network_line("ours", 300 + 100 * place, 0.9)]))
+        read_run(write_run(tmp_path / name, [*step_lines(40), network_line("dmcp", 300 + 100 * place, 0.9)]))
         for place, name in enumerate(["a", "b" * 80, EVIL])
     ]
     out = tmp_path / "page.html"

@@ -49,7 +49,7 @@ def build(num_classes, width=6):
     return nn.Sequential(*first, *second, *head)
 """
 COMMON = ["--model", "killed_net:build", "--data", "digits", "--batch", "80", "--save-steps", "10", "--quiet"]
-PRUNE = ["prune", *COMMON, "--search-epochs", "2", "--epochs", "1", "--controls"]
+PRUNE = ["prune", *COMMON, "--search-epochs", "2", "--epochs", "1", "--baselines"]
 EPOCH = 17  # steps; the search has two epochs, the first of them warm-up, and each training has one
 KEPT = ("log.jsonl", "model.safetensors", "widths.json", "search.safetensors", "search.json")
 
@@ -278,7 +278,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
 @pytest.fixture(scope="module")
 def whole(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run that nothing interrupts."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
+    folder = tmp_path_factory.mktemp("unprunable") / "run"
     end = commands.run([*PRUNE, "--out", folder], figures=True)
     assert end.code == 0, end.err
     return folder
@@ -290,7 +290,7 @@ def killed(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> dict
     moments = {
         "searching": step_of("search", 25),
         "searched": ("dmcp.retraining:cut", "", 1),
-        "trained": step_of("ours", 1),
+        "trained": step_of("dmcp", 1),
     }
     runs = {name: tmp_path_factory.mktemp(name) / "run" for name in moments}
     for name, moment in moments.items():
@@ -368,9 +368,9 @@ LATER: dict[tuple[str, str], tuple[Moment, ...]] = {  # in runs that go on from 
     ("searched", "uniform, its first step"): (step_of("uniform-widths", 1),),
     ("searched", "uniform, at a checkpoint"): (step_of("uniform-widths", 10),),
     ("searched", "uniform, among the lines of its log"): (step_of("uniform-widths", 15), (ADD, "log.jsonl", 3)),
-    ("trained", "ours, before its first checkpoint"): (step_of("ours", 9),),
-    ("trained", "ours, after it"): (step_of("ours", 11),),
-    ("trained", "ours, inside its last step"): (step_of("ours", 16), (STEP, "", 1)),
+    ("trained", "ours, before its first checkpoint"): (step_of("dmcp", 9),),
+    ("trained", "ours, after it"): (step_of("dmcp", 11),),
+    ("trained", "ours, inside its last step"): (step_of("dmcp", 16), (STEP, "", 1)),
     ("trained", "test, before the first network"): (("dmcp.training:evaluate", "", 1),),
     ("trained", "test, between two networks"): (("dmcp.training:evaluate", "", 3),),
     ("trained", "before the network is saved"): (("dmcp.runs:save", "", 1),),
@@ -426,7 +426,7 @@ def test_a_run_killed_among_its_figures(
     assert_same(run, whole, figures=True)
 
 
-@pytest.mark.parametrize(("start", "stage", "number"), [("searching", "search", 2), ("trained", "ours", 1)])
+@pytest.mark.parametrize(("start", "stage", "number"), [("searching", "search", 2), ("trained", "dmcp", 1)])
 def test_half_a_checkpoint_costs_nothing(
     commands: Commands, killed: dict[str, Path], whole: Path, tmp_path: Path, start: str, stage: str, number: int
 ) -> None:
@@ -435,7 +435,7 @@ def test_half_a_checkpoint_costs_nothing(
     assert commands.resume(run, *moments, act="half").code == -signal.SIGKILL
     (half,) = (run / "checkpoints" / stage).glob(".tmp-*")
     assert half.stat().st_size > 1000
-    assert checkpoints(run, stage) == {"search": [20, 30], "ours": []}[stage]
+    assert checkpoints(run, stage) == {"search": [20, 30], "dmcp": []}[stage]
     assert commands.resume(run).code == 0
     assert_same(run, whole)
 
@@ -450,7 +450,7 @@ def test_a_run_that_is_killed_again_and_again(commands: Commands, whole: Path, t
         ("unpruned", 15),
         ("unpruned", 6),
         ("uniform-widths", 16),
-        ("ours", 14),
+        ("dmcp", 14),
     ]
     for stage, step in steps:  # counted from where it goes on
         assert commands.resume(run, step_of(stage, step)).code == -signal.SIGKILL
@@ -489,7 +489,7 @@ def test_only_what_was_left_is_done(commands: Commands, killed: dict[str, Path],
 
 @pytest.mark.parametrize(
     ("start", "act", "stage", "step"),
-    [("", "term", "search", 14), ("searched", "int", "unpruned", 9), ("trained", "term", "ours", 5)],
+    [("", "term", "search", 14), ("searched", "int", "unpruned", 9), ("trained", "term", "dmcp", 5)],
 )
 def test_a_run_that_is_asked_to_stop(
     commands: Commands,
@@ -718,7 +718,7 @@ def test_a_log_with_less_lines_than_its_checkpoint_says_is_refused(
     assert "log.jsonl" in refused(commands, run)
 
 
-@pytest.mark.parametrize(("start", "stage", "number"), [("searching", "search", 1), ("trained", "ours", 2)])
+@pytest.mark.parametrize(("start", "stage", "number"), [("searching", "search", 1), ("trained", "dmcp", 2)])
 def test_a_full_disk_is_a_sentence_and_the_checkpoint_before_goes_on(
     commands: Commands, killed: dict[str, Path], whole: Path, tmp_path: Path, start: str, stage: str, number: int
 ) -> None:
@@ -729,7 +729,7 @@ def test_a_full_disk_is_a_sentence_and_the_checkpoint_before_goes_on(
     (line,) = end.err.splitlines()
     assert re.search(r"step-\d+-\w+\.safetensors: cannot be written \(.+\): free some space", line)
     assert contents(run / "checkpoints").items() >= before.items()
-    assert checkpoints(run, stage) == {"search": [10, 20], "ours": [10]}[stage]
+    assert checkpoints(run, stage) == {"search": [10, 20], "dmcp": [10]}[stage]
     assert not list((run / "checkpoints" / stage).glob(".tmp-*"))
     assert commands.resume(run).code == 0
     assert_same(run, whole)
@@ -745,7 +745,7 @@ def test_a_disk_that_is_full_for_the_log(
     assert_same(run, whole)
 
 
-@pytest.mark.parametrize(("start", "stage", "done"), [("searching", "search", 20), ("trained", "ours", 0)])
+@pytest.mark.parametrize(("start", "stage", "done"), [("searching", "search", 20), ("trained", "dmcp", 0)])
 def test_a_loss_that_is_no_number_leaves_the_last_good_checkpoint(
     commands: Commands, killed: dict[str, Path], whole: Path, tmp_path: Path, start: str, stage: str, done: int
 ) -> None:
@@ -754,7 +754,7 @@ def test_a_loss_that_is_no_number_leaves_the_last_good_checkpoint(
     assert end.code == 2
     (line,) = end.err.splitlines()
     assert f"step {done + 13} " in line and re.search(r"loss is nan.*(Lower lr|smaller lr)", line)
-    assert checkpoints(run, stage) == {"search": [20, 30], "ours": [10]}[stage]
+    assert checkpoints(run, stage) == {"search": [20, 30], "dmcp": [10]}[stage]
     assert commands.resume(run).code == 0
     assert_same(run, whole)
 
@@ -775,11 +775,11 @@ CALIBRATE = "dmcp.retraining:recalibrate", "", 1
         pytest.param(SEARCH, ("dmcp.cli.prune:recalibrate", "", 1), id="search, end"),
         pytest.param(TRAIN, step_of("unpruned", 25), id="train"),
         pytest.param(TRAIN, ("dmcp.training:evaluate", "", 1), id="train, test"),
-        pytest.param((*RETRAIN, "inherit"), step_of("ours", 12), id="inherit"),
-        pytest.param((*RETRAIN, "inherit"), CALIBRATE, id="inherit, start"),
-        pytest.param((*RETRAIN, "slimmable"), step_of("ours", 12), id="slimmable", marks=pytest.mark.slow),
+        pytest.param((*RETRAIN, "finetune"), step_of("dmcp", 12), id="finetune"),
+        pytest.param((*RETRAIN, "finetune"), CALIBRATE, id="inherit, start"),
+        pytest.param((*RETRAIN, "slimmable"), step_of("dmcp", 12), id="slimmable", marks=pytest.mark.slow),
         pytest.param((*RETRAIN, "slimmable"), CALIBRATE, id="slimmable, end"),
-        pytest.param((*RETRAIN, "teacher"), step_of("ours", 12), id="teacher", marks=pytest.mark.slow),
+        pytest.param((*RETRAIN, "teacher"), step_of("dmcp", 12), id="teacher", marks=pytest.mark.slow),
     ],
 )
 def test_other_commands_and_ways_go_on_as_well(
@@ -802,7 +802,7 @@ def test_times_are_of_one_test(commands: Commands, killed: dict[str, Path], tmp_
     assert commands.resume(run, ("dmcp.training:evaluate", "", 3)).code == -signal.SIGKILL
     assert commands.resume(run).code == 0
     names = [json.loads(line)["name"] for line in (run / "times.jsonl").read_text().splitlines()]
-    assert names == ["unpruned", "uniform widths", "ours"]
+    assert names == ["unpruned", "uniform", "dmcp"]
 
 
 if __name__ == "__main__":

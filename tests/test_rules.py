@@ -302,7 +302,7 @@ def test_an_op_without_a_rule_is_reported() -> None:
     graph = traced(model)
     assert graph.unknown == {"aten.renorm.default": 1}
     assert spaces(graph) == {"other": 8}
-    assert ["renorm" in whole.reason for whole in graph.whole if whole.name == "write"] == [True]
+    assert ["renorm" in whole.reason for whole in graph.unprunable if whole.name == "write"] == [True]
     check(model, graph)
     with pytest.raises(dmcp.TraceError, match=r"aten\.renorm\.default.*RULES"):
         dmcp.trace(model, X, strict=True)
@@ -329,7 +329,7 @@ def test_a_users_rule_goes_before_ours() -> None:
     assert graph is None
     graph = traced(model, rules=dmcp.RULES | {aten.relu_.default: careful})
     assert spaces(graph) == {"write": 8}
-    assert [(whole.name, whole.reason) for whole in graph.whole if "I said so" in whole.reason] == [
+    assert [(whole.name, whole.reason) for whole in graph.unprunable if "I said so" in whole.reason] == [
         ("other", "I said so (relu_)")
     ]
 

@@ -29,7 +29,7 @@ def pruned() -> tuple[PruneResult, list[Event]]:
     model, graph = traced()
     events: list[Event] = []
     result = dmcp.prune(
-        model, Noise(), Noise(1), graph=graph, search=SEARCH, train=TRAIN, controls=True, on_event=events.append
+        model, Noise(), Noise(1), graph=graph, search=SEARCH, train=TRAIN, baselines=True, on_event=events.append
     )
     return result, events
 
@@ -48,7 +48,7 @@ def test_a_run_is_a_folder_that_can_be_read_back(tmp_path: Path) -> None:
 
     lines = [json.loads(line) for line in (run.folder / "log.jsonl").read_text().splitlines()]
     assert len(lines) == len(events) - 1  # the search's result has its own files
-    assert {line["stage"] for line in lines} == {"search", "unpruned", "uniform widths", "ours", "test"}
+    assert {line["stage"] for line in lines} == {"search", "unpruned", "uniform", "dmcp", "test"}
     report = (run.folder / "report.md").read_text()
     for row in result.rows:
         shares = [

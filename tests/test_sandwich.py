@@ -15,8 +15,8 @@ from torchvision.models import resnet18, resnext50_32x4d
 import dmcp
 from dmcp.errors import WidthsError
 from dmcp.markov import CHAIN, INDEPENDENT
-from dmcp.searching.config import Draw, bounds
-from dmcp.searching.subnets import Chains, chains, draw_gates, sandwich, sort_channels
+from dmcp.searching.config import Sampling, bounds
+from dmcp.searching.subnets import Chains, chains, sample_gates, sandwich, sort_channels
 
 MANY = 4000
 SPREAD = 4 * 0.5 / MANY**0.5  # four standard deviations of a frequency
@@ -43,8 +43,8 @@ def widths_of(net: Any, gates: list[Tensor]) -> Tensor:
     return torch.stack([piece.sum(dim=1) for piece in torch.stack(gates).split(sizes, dim=1)], dim=1)
 
 
-def drawn(net: Any, path: Chains, draw: Draw, seed: int = 0) -> list[Tensor]:
-    return draw_gates(net, path, draw, MANY, torch.Generator().manual_seed(seed))
+def drawn(net: Any, path: Chains, sampling: Sampling, seed: int = 0) -> list[Tensor]:
+    return sample_gates(net, path, sampling, MANY, torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("process", [CHAIN, INDEPENDENT], ids=["chain", "independent"])
@@ -60,17 +60,17 @@ def test_soft_gates_without_bounds(process: Any) -> None:
     torch.testing.assert_close(stem, torch.cat([torch.ones(1), expected]).repeat_interleave(2))
 
 
-@pytest.mark.parametrize("draw", Draw)
+@pytest.mark.parametrize("sampling", Sampling)
 @pytest.mark.parametrize("process", [CHAIN, INDEPENDENT], ids=["chain", "independent"])
-def test_bounds_hold_for_every_gate(draw: Draw, process: Any) -> None:
+def test_bounds_hold_for_every_gate(sampling: Sampling, process: Any) -> None:
     net = made()
     least, most = {"stem": 3, "conv4": 11}, {"stem": 5, "conv3": 1, "conv1": 5}
     path = chains(net, process, least, most)
     assert path.sizes.sum(dim=1).tolist() == [5, 5, 1, 11]  # stem, conv1, conv3, conv4
     assert path.sizes[:, 0].tolist() == [3, 1, 1, 11]
-    ends = widths_of(net, sandwich(net, path, draw, 0))
+    ends = widths_of(net, sandwich(net, path, sampling, 0))
     assert ends.tolist() == [[5, 5, 1, 11], [3, 1, 1, 11]]
-    seen = widths_of(net, drawn(net, path, draw))
+    seen = widths_of(net, drawn(net, path, sampling))
     assert (seen >= ends[1]).all() and (seen <= ends[0]).all()
     assert len(seen[:, 0].unique()) > 1
     soft = path.gates(path.marginals(net.alpha)).split([8, 6, 9, 11])
@@ -156,18 +156,18 @@ def test_bounds_count_channels_where_whole_groups_are_kept() -> None:
 
 def test_uniform_draws_every_border_alike_and_each_space_by_itself() -> None:
     net = made()
-    widths = widths_of(net, drawn(net, chains(net), Draw.UNIFORM))
+    widths = widths_of(net, drawn(net, chains(net), Sampling.UNIFORM))
     for column, borders in zip(widths.T, ([2, 4, 6, 8], [1, 2, 4, 6], [2, 4, 6, 9], [2, 5, 8, 11]), strict=True):
         values, counts = column.unique(return_counts=True)
         assert values.tolist() == borders
         assert (counts / MANY - 1 / 4).abs().max() < SPREAD
-    ranks = torch.stack([column.unique(return_inverse=True)[1] for column in widths.T]).double()
-    assert (torch.corrcoef(ranks) - torch.eye(4)).abs().max() < 2 * SPREAD
+    world = torch.stack([column.unique(return_inverse=True)[1] for column in widths.T]).double()
+    assert (torch.corrcoef(world) - torch.eye(4)).abs().max() < 2 * SPREAD
 
 
 def test_uniform_draws_different_widths_alike_where_a_bound_swallows_groups() -> None:
     net = made()
-    column = widths_of(net, drawn(net, chains(net, CHAIN, {"stem": 6}), Draw.UNIFORM))[:, 0]
+    column = widths_of(net, drawn(net, chains(net, CHAIN, {"stem": 6}), Sampling.UNIFORM))[:, 0]
     values, counts = column.unique(return_counts=True)
     assert values.tolist() == [6, 8]
     assert (counts / MANY - 1 / 2).abs().max() < SPREAD
@@ -175,7 +175,7 @@ def test_uniform_draws_different_widths_alike_where_a_bound_swallows_groups() ->
 
 def test_the_original_rule_has_one_ratio_for_all_spaces() -> None:
     net = made()
-    widths = widths_of(net, drawn(net, chains(net), Draw.SANDWICH))
+    widths = widths_of(net, drawn(net, chains(net), Sampling.SANDWICH))
     assert {tuple(row) for row in widths.tolist()} == {(2, 1, 2, 2), (4, 2, 4, 5), (6, 4, 6, 8), (8, 6, 9, 11)}
 
 
@@ -183,7 +183,7 @@ def test_the_original_rule_has_one_ratio_for_all_spaces() -> None:
 def test_markov_draws_each_channel_as_often_as_its_soft_gate_says(process: Any) -> None:
     net = made()
     path = chains(net, process)
-    gates = torch.stack(drawn(net, path, Draw.MARKOV)).float()
+    gates = torch.stack(drawn(net, path, Sampling.MARKOV)).float()
     soft = path.gates(path.marginals(net.alpha)).detach()
     assert (gates.mean(dim=0) - soft).abs().max() < SPREAD
     # A space that is drawn from its neighbour's chain, as in Zx55/dmcp, would be seen.

@@ -18,7 +18,7 @@ import dmcp.searching.steps
 from dmcp.budget import parse, ratios
 from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError, WidthsError
 from dmcp.markov import CERTAIN, CHAIN, INDEPENDENT
-from dmcp.searching.config import Draw, SearchConfig, SearchRecord, SearchResult
+from dmcp.searching.config import Sampling, SearchConfig, SearchRecord, SearchResult
 from dmcp.searching.search import search
 
 
@@ -81,13 +81,13 @@ def ran(config: SearchConfig, **arguments: Any) -> tuple[Any, SearchResult]:
 def test_same_seed_same_bits() -> None:
     traced()
     state = torch.get_rng_state()
-    one, result = ran(short(init="random", draw="markov"))
+    one, result = ran(short(init="random", sampling="markov"))
     assert torch.equal(torch.get_rng_state(), state)
     torch.randn(7)  # what the world does in between
-    two, again = ran(short(init="random", draw="markov"))
+    two, again = ran(short(init="random", sampling="markov"))
     assert bits(one) == bits(two)
     assert torch.equal(result.alphas, again.alphas) and result.log == again.log
-    other, _ = ran(short(init="random", draw="markov", seed=1))
+    other, _ = ran(short(init="random", sampling="markov", seed=1))
     assert all(bits(other)[name] != value for name, value in bits(one).items() if "conv" in name or name == "alpha")
 
 
@@ -179,16 +179,16 @@ def test_ablation_of_the_training_scheme(train_weights: bool, task_loss: bool) -
 
 
 def test_draws_before_and_after_the_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[Draw, int]] = []
-    real = dmcp.searching.search.draw_gates
+    seen: list[tuple[Sampling, int]] = []
+    real = dmcp.searching.search.sample_gates
 
-    def spied(net: Any, path: Any, draw: Draw, count: int, generator: Any) -> Any:
-        seen.append((draw, count))
-        return real(net, path, draw, count, generator)
+    def spied(net: Any, path: Any, sampling: Sampling, count: int, generator: Any) -> Any:
+        seen.append((sampling, count))
+        return real(net, path, sampling, count, generator)
 
-    monkeypatch.setattr(dmcp.searching.search, "draw_gates", spied)
-    ran(short(draw="sandwich", warmup_draw="markov", subnets=1))
-    assert seen == [(Draw.MARKOV, 1)] * 3 + [(Draw.SANDWICH, 1)] * 3
+    monkeypatch.setattr(dmcp.searching.search, "sample_gates", spied)
+    ran(short(sampling="sandwich", warmup_sampling="markov", subnets=1))
+    assert seen == [(Sampling.MARKOV, 1)] * 3 + [(Sampling.SANDWICH, 1)] * 3
 
 
 def test_independent_gates() -> None:
@@ -210,14 +210,16 @@ def test_alphas_see_only_their_own_data() -> None:
         return F.cross_entropy(output, batch[1])
 
     net = supernet()
-    search(net, train, short(distil=False), loss=loss, arch_loader=held_out)
+    search(net, train, short(distill=False), loss=loss, arch_loader=held_out)
     assert weights_saw == {id(x) for x, _ in train.batches}
     assert alphas_saw == {id(x) for x, _ in held_out.batches}
     assert held_out.epochs == [0, 1]  # three steps over two batches
 
 
 def test_widths_by_name_hold() -> None:
-    config = short(smallest={"stem": 5}, largest={"conv3": 4, "conv1": 5}, init="zero", draw="markov", epochs=6)
+    config = short(
+        min_channels={"stem": 5}, max_channels={"conv3": 4, "conv1": 5}, init="zero", sampling="markov", epochs=6
+    )
     _, result = ran(config)
     widths = CHAIN.sample(result.alphas, result.sizes, 5000)
     assert widths.amin(dim=0).tolist() == [5, 1, 2, 2]
@@ -225,7 +227,7 @@ def test_widths_by_name_hold() -> None:
 
 
 def test_one_number_bounds_all_widths() -> None:
-    _, result = ran(short(smallest=4, largest=9, budget="70%"))
+    _, result = ran(short(min_channels=4, max_channels=9, budget="70%"))
     widths = CHAIN.sample(result.alphas, result.sizes, 5000)
     assert widths.amin(dim=0).tolist() == [4, 4, 4, 4]
     assert widths.amax(dim=0).tolist() == [8, 6, 9, 9]
@@ -233,7 +235,7 @@ def test_one_number_bounds_all_widths() -> None:
 
 def test_the_chain_of_a_bounded_space_begins_at_its_floor() -> None:
     """Steps below the floor are certain and stay so; without a bound no alpha is."""
-    _, result = ran(short(smallest={"conv4": 8}, init="target", log_every=1))
+    _, result = ran(short(min_channels={"conv4": 8}, init="target", log_every=1))
     row, ends = result.alphas[3], result.sizes[3].cumsum(dim=0)
     below = ends[1:] == 8
     assert below.sum() == 2 and (row[below] == CERTAIN).all() and (row[~below].abs() < 10).all()
@@ -334,7 +336,7 @@ def test_a_search_of_still_weights_needs_none_that_can_be_trained() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"draw": "some"}, "draw must be one of markov, uniform, sandwich"),
+        ({"sampling": "some"}, "draw must be one of markov, uniform, sandwich"),
         ({"init": "one"}, "init must be one of target, zero, random, given"),
         ({"epochs": 0}, "epochs must be an int of at least 1"),
         ({"accumulate": 1.5}, "accumulate must be an int"),
@@ -360,12 +362,16 @@ def test_settings_that_cannot_be(settings: Any, message: str) -> None:
         ({"groups": 10}, WidthsError, r"Supernet\(model, graph, groups=10, align=1\)"),
         ({"align": 2}, WidthsError, "other groups than the settings"),
         ({"budget": "1%"}, BudgetError, "less than the floor costs"),
-        ({"budget": "90%", "largest": {"stem": 4}}, BudgetError, "90%"),
-        ({"smallest": {"stem": 8, "conv4": 11}, "budget": "20%"}, BudgetError, "less than the floor costs"),
-        ({"smallest": 7, "budget": "40%"}, BudgetError, "choose from .* or lower the floors: 4 of 4 .* smallest width"),
-        ({"smallest": 99, "budget": "100%"}, WidthsError, "nothing to search: .* or other smallest and largest"),
-        ({"largest": 6, "budget": "80%"}, BudgetError, "more than the largest widths allow: choose from"),
-        ({"smallest": {"nobody": 3}}, WidthsError, "no space named 'nobody'"),
+        ({"budget": "90%", "max_channels": {"stem": 4}}, BudgetError, "90%"),
+        ({"min_channels": {"stem": 8, "conv4": 11}, "budget": "20%"}, BudgetError, "less than the floor costs"),
+        (
+            {"min_channels": 7, "budget": "40%"},
+            BudgetError,
+            "choose from .* or lower the floors: 4 of 4 .* smallest width",
+        ),
+        ({"min_channels": 99, "budget": "100%"}, WidthsError, "nothing to search: .* or other smallest and largest"),
+        ({"max_channels": 6, "budget": "80%"}, BudgetError, "more than the largest widths allow: choose from"),
+        ({"min_channels": {"nobody": 3}}, WidthsError, "no space named 'nobody'"),
     ],
 )
 def test_settings_that_do_not_fit_the_supernet(settings: Any, kind: type[DmcpError], message: str) -> None:

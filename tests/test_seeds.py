@@ -21,7 +21,7 @@ from dmcp.cli import launch
 from dmcp.cli import launch as launch_module
 from dmcp.cli.launch import markdown, run_seeds, summarise
 from dmcp.errors import DmcpError, FileError
-from dmcp.results import OURS, UNIFORM, UNPRUNED, Row
+from dmcp.results import DMCP, UNIFORM, UNPRUNED, Row
 from dmcp.runs import LOG, SETTINGS, Run
 from dmcp.runtime.io import Lock, alive
 
@@ -272,13 +272,13 @@ def test_the_summary_is_that_of_the_tables(tmp_path: Path) -> None:
     ours, uniform = [0.9041, 0.9043, 0.9057], [0.899, 0.9]
     folders = []
     for seed, accuracy in enumerate(ours):
-        rows = [Row(UNPRUNED, 1000, 90, 0.915, 1.0, 8), Row(OURS, 490 + 5 * seed, 40 - seed, accuracy, 1.0, 8)]
+        rows = [Row(UNPRUNED, 1000, 90, 0.915, 1.0, 8), Row(DMCP, 490 + 5 * seed, 40 - seed, accuracy, 1.0, 8)]
         rows += [Row(UNIFORM, 495, 41, uniform[seed], 1.0, 8)] if seed < 2 else []
         folders.append(keep(tmp_path / f"seed-{seed}", *rows))
     summary = summarise(folders)
     assert summary.runs == ("seed-0", "seed-1", "seed-2")
     first, second, third = summary.networks
-    assert (first.name, second.name, third.name) == (UNPRUNED, OURS, UNIFORM)
+    assert (first.name, second.name, third.name) == (UNPRUNED, DMCP, UNIFORM)
     assert second.accuracies == tuple(ours) and third.accuracies == tuple(uniform)
     assert second.mean == pytest.approx(np.mean(ours)) and third.mean == pytest.approx(np.mean(uniform))
     assert second.deviation == pytest.approx(np.std(ours, ddof=1))
@@ -295,13 +295,13 @@ def test_the_summary_is_that_of_the_tables(tmp_path: Path) -> None:
 
 
 def test_one_run_has_no_deviation(tmp_path: Path) -> None:
-    summary = summarise([keep(tmp_path / "one", Row(OURS, 10, 5, 0.5, 1.0, 8))])
+    summary = summarise([keep(tmp_path / "one", Row(DMCP, 10, 5, 0.5, 1.0, 8))])
     assert summary.networks[0].deviation is None and summary.networks[0].macs_share is None
     assert markdown(summary).splitlines()[2] == "| ours    | 10   | 5      | 50.00 (1)     |"
 
 
 def test_the_share_is_known_or_not_said(tmp_path: Path) -> None:
-    row = Row(OURS, 10, 5, 0.5, 1.0, 8)
+    row = Row(DMCP, 10, 5, 0.5, 1.0, 8)
     known, unknown = keep(tmp_path / "known", row, unpruned={"macs": 40}), keep(tmp_path / "unknown", row)
     assert summarise([known]).networks[0].macs_share == (0.25, 0.25)
     assert summarise([known, unknown]).networks[0].macs_share is None
@@ -317,7 +317,7 @@ def test_two_real_seeds(tmp_path: Path) -> None:
     stored = [json.loads((folder / SETTINGS).read_text())["search"]["seed"] for folder in folders]
     assert stored == [0, 1]
     reports = [(folder / "report.md").read_text() for folder in folders]
-    network = next(it for it in summarise(folders).networks if it.name == OURS)
+    network = next(it for it in summarise(folders).networks if it.name == DMCP)
     for accuracy, report in zip(network.accuracies, reports, strict=True):
         assert f"{100 * accuracy:.2f} %" in report
     written = {path: path.stat().st_mtime_ns for folder in folders for path in folder.iterdir()}

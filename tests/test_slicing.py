@@ -21,13 +21,13 @@ class Net(nn.Module):
         self.one, self.other = nn.Linear(6, 4), nn.Linear(6, 4)
         self.other.weight = self.one.weight
         self.norm = nn.BatchNorm1d(4)
-        self.frozen = nn.Parameter(torch.rand(4), requires_grad=False)
+        self.ignore = nn.Parameter(torch.rand(4), requires_grad=False)
         self.coarse = nn.Parameter(torch.rand(4, dtype=torch.float16))
         self.register_buffer("ids", torch.arange(4), persistent=False)
         self.seen: list[str] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.one(x) + self.other(x)) * self.frozen
+        return self.norm(self.one(x) + self.other(x)) * self.ignore
 
 
 ROWS = torch.tensor([2, 0])
@@ -36,7 +36,7 @@ CUTS = {
     "one.bias": (ROWS,),
     "norm.weight": (ROWS,),
     "norm.running_mean": (ROWS,),
-    "frozen": (ROWS,),
+    "ignore": (ROWS,),
     "coarse": (ROWS,),
     "ids": (ROWS,),
 }
@@ -49,7 +49,7 @@ def test_tensors_are_indexed_and_attributes_set() -> None:
     small: Any = narrow(model, CUTS, ATTRIBUTES)
     assert type(small) is Net
     assert torch.equal(small.one.weight, model.one.weight[[2, 0]][:, [5, 1, 3]])
-    for name in ("one.bias", "norm.weight", "norm.running_mean", "frozen", "coarse", "ids"):
+    for name in ("one.bias", "norm.weight", "norm.running_mean", "ignore", "coarse", "ids"):
         owner, _, leaf = name.rpartition(".")
         here, there = (getattr(net.get_submodule(owner), leaf) for net in (small, model))
         assert torch.equal(here, there[[2, 0]]), name
@@ -117,10 +117,10 @@ def test_modes_and_hooks_stay() -> None:
 def test_attributes_of_parameters_stay(meta: bool) -> None:
     model: Any = Net()
     model.one.weight._no_weight_decay = True
-    model.frozen.scale = 3
+    model.ignore.scale = 3
     small: Any = narrow(model, CUTS, {}, meta=meta)
     assert small.one.weight._no_weight_decay is True
-    assert small.frozen.scale == 3
+    assert small.ignore.scale == 3
     assert not hasattr(small.one.bias, "scale")
 
 

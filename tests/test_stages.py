@@ -19,7 +19,7 @@ import dmcp
 import dmcp.searching.steps
 from dmcp.budget import parse
 from dmcp.errors import TrainingError
-from dmcp.searching.config import Draw
+from dmcp.searching.config import Sampling
 from dmcp.searching.steps import arch_step, weight_step
 from dmcp.searching.subnets import chains, sandwich
 
@@ -75,7 +75,7 @@ def sgd(parameters: Any, lr: float = 0.1) -> Counted:
 def test_weight_step_leaves_the_alphas() -> None:
     net, path, batches = made()
     before = photograph(net)
-    record = weight_step(net, batches[:1], sgd(net.weights()), sandwich(net, path, Draw.MARKOV, 2), cross_entropy)
+    record = weight_step(net, batches[:1], sgd(net.weights()), sandwich(net, path, Sampling.MARKOV, 2), cross_entropy)
     after = changed(net, before)
     assert "alpha" not in after and net.alpha.grad is None
     assert after >= {name for name, _ in net.model.named_parameters()}
@@ -123,7 +123,7 @@ def test_arch_step_that_fails_leaves_everything() -> None:
 
 def test_one_step_along_the_sum_of_all_slopes() -> None:
     net, path, batches = made()
-    subnets = sandwich(net, path, Draw.UNIFORM, 2, torch.Generator().manual_seed(0))
+    subnets = sandwich(net, path, Sampling.UNIFORM, 2, torch.Generator().manual_seed(0))
     slopes = [torch.zeros_like(weight) for weight in net.weights()]
     for gates in subnets:
         loss = cross_entropy(net(batches[0][0], gates), batches[0])
@@ -132,7 +132,7 @@ def test_one_step_along_the_sum_of_all_slopes() -> None:
     expected = [weight.detach() - 0.1 * slope for weight, slope in zip(net.weights(), slopes, strict=True)]
     wrong = copy.deepcopy(net)
     optimizer = sgd(net.weights())
-    weight_step(net, batches[:1], optimizer, subnets, cross_entropy, distil=False)
+    weight_step(net, batches[:1], optimizer, subnets, cross_entropy, distill=False)
     assert optimizer.steps == 1
     for weight, value in zip(net.weights(), expected, strict=True):
         torch.testing.assert_close(weight.detach(), value, rtol=1e-9, atol=1e-12)
@@ -144,7 +144,7 @@ def test_one_step_along_the_sum_of_all_slopes() -> None:
 
 def test_the_others_imitate_the_first() -> None:
     net, path, batches = made()
-    subnets = sandwich(net, path, Draw.UNIFORM, 1)
+    subnets = sandwich(net, path, Sampling.UNIFORM, 1)
     outputs = [net(batches[0][0], gates) for gates in subnets]
     wanted = outputs[0].detach().softmax(dim=1)
     losses = [cross_entropy(outputs[0], batches[0])]
@@ -160,12 +160,12 @@ def test_the_others_imitate_the_first() -> None:
 def test_several_batches_are_one_large_batch() -> None:
     net, path, batches = made(Plain)  # no norms: a batch and its halves are the same
     whole = copy.deepcopy(net)
-    subnets = sandwich(net, path, Draw.UNIFORM, 1, torch.Generator().manual_seed(0))
+    subnets = sandwich(net, path, Sampling.UNIFORM, 1, torch.Generator().manual_seed(0))
     large = [(torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))]
     budget = parse("50%", net.graph)
     for one, parts in ((net, batches), (whole, large)):
         optimizer = sgd(one.weights())
-        weight_step(one, parts, optimizer, subnets, cross_entropy, distil=False)
+        weight_step(one, parts, optimizer, subnets, cross_entropy, distill=False)
         arch_step(one, parts, sgd(one.alphas()), path, cross_entropy, budget)
         assert optimizer.steps == 1
     for a, b in zip(net.parameters(), whole.parameters(), strict=True):
@@ -175,7 +175,7 @@ def test_several_batches_are_one_large_batch() -> None:
 def test_a_regression_output_cannot_be_imitated() -> None:
     net, path, batches = made()
     net.model.head = nn.Linear(11, 1).double()
-    subnets = sandwich(net, path, Draw.UNIFORM, 0)
+    subnets = sandwich(net, path, Sampling.UNIFORM, 0)
     with pytest.raises(TrainingError, match="classes along dim 1"):
         weight_step(net, batches[:1], sgd(net.weights()), subnets, lambda output, batch: output.square().mean())
     with pytest.raises(TrainingError, match="must be one number"):

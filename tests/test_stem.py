@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import dmcp
 import dmcp.searching.search
 import dmcp.searching.subnets
-from dmcp.searching.config import Draw, SearchConfig
+from dmcp.searching.config import Sampling, SearchConfig
 from dmcp.searching.search import search
 from dmcp.searching.steps import Passes, weight_step
 from dmcp.searching.subnets import Stem, chains, find_stem, sandwich
@@ -84,12 +84,12 @@ def three_steps(
     torch.manual_seed(2)  # of dropout: each sub-network draws its own
     losses = []
     for number in range(3):
-        subnets: list[Any] = sandwich(net, path, Draw.UNIFORM, 2, generator)
+        subnets: list[Any] = sandwich(net, path, Sampling.UNIFORM, 2, generator)
         if small is not None:
             assert torch.equal(subnets[1], net.hard(net.floor))
             subnets[1] = small
         batches = [(part + 0.1 * number, torch.arange(len(part)) % 5) for part in x.split(8)]
-        losses.append(weight_step(net, batches, optimizer, subnets, loss, distil=False, passes=passes).losses)
+        losses.append(weight_step(net, batches, optimizer, subnets, loss, distill=False, passes=passes).losses)
     return torch.stack(losses)
 
 
@@ -365,7 +365,7 @@ def tied() -> nn.Module:
     return net
 
 
-def frozen() -> nn.Module:
+def ignore() -> nn.Module:
     net = Plain()
     net.stem.requires_grad_(False)
     net.norm.requires_grad_(False)
@@ -413,7 +413,7 @@ ATTACKS: dict[str, Callable[[], nn.Module]] = {
     "weight of two modules": tied,
     "second argument": lambda: with_part(lambda: Scaled(3, 3, 1), lambda n, x: n.then(n.first(n.part(x, 2.0))))(),
     "two outputs": lambda: with_part(lambda: Two(8, 8, 1), lambda n, x: n.then(sum(n.part(n.first(x)))))(),
-    "frozen": frozen,
+    "ignore": ignore,
     "no gradient": coded(without_gradient),
     "no gradient in its first module": coded(first_without_gradient),
     "detached": coded(lambda n, x: n.then(n.first(x).detach())),
@@ -439,7 +439,7 @@ WHOLE = {  # odd in places that do not concern the first three layers
     "size of the input",
     "needs a gradient",
     "two outputs",
-    "frozen",
+    "ignore",
     "detached",
 }
 NONE = {  # odd in the very first layer: it is written by hand, hooked, or used for more than its output

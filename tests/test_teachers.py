@@ -25,10 +25,10 @@ from dmcp.cli.config import Plan, plan_from_json
 from dmcp.cli.job import _read_tensors, open_job
 from dmcp.cli.prune import forecast
 from dmcp.errors import TrainingError
-from dmcp.losses import ImitationWarning, classification_loss, imitation, top1
+from dmcp.losses import DistillationWarning, classification_loss, distillation_loss, top1
 from dmcp.models import build
 from dmcp.report.html import make_page, read_run
-from dmcp.results import AS_GIVEN, OURS, TEACHER, UNIFORM, UNPRUNED, Event, Row
+from dmcp.results import DMCP, ORIGINAL, TEACHER, UNIFORM, UNPRUNED, Event, Row
 from dmcp.retraining import Retrain, TeacherWarning, train_all
 from dmcp.supernet import Supernet
 from dmcp.training import Distillation, evaluate
@@ -57,7 +57,7 @@ class Mean(nn.Module):
 # in Python
 
 
-@pytest.mark.parametrize("kind", [Retrain.TEACHER, Retrain.INHERIT])
+@pytest.mark.parametrize("kind", [Retrain.TEACHER, Retrain.FINETUNE])
 @pytest.mark.parametrize("make", [other, Mean])
 def test_a_given_teacher_is_the_one_that_teaches(kind: Retrain, make: Any) -> None:
     """The same as the parts by hand; the teacher is not trained, and comes out as it was."""
@@ -66,14 +66,14 @@ def test_a_given_teacher_is_the_one_that_teaches(kind: Retrain, make: Any) -> No
     before, seen = tensors(teacher), list[Event]()
     result = prune(retrain=kind, teacher=teacher, on_event=seen.append)
     assert same(before, tensors(teacher)) and teacher.training
-    assert {event.stage for event in seen} == {"search", OURS, "test"}  # none is trained first
+    assert {event.stage for event in seen} == {"search", DMCP, "test"}  # none is trained first
     net = dmcp.Supernet(model, graph, SEARCH.groups)
     dmcp.search(net, Noise(), SEARCH)
     small = dmcp.cut(net.model, graph, result.widths)
-    if kind is Retrain.INHERIT:
+    if kind is Retrain.FINETUNE:
         dmcp.recalibrate(small, Noise())
     else:
-        dmcp.reinitialise(small, generator=generator(TRAIN.seed))
+        dmcp.reinitialize(small, generator=generator(TRAIN.seed))
     dmcp.train(small, Noise(), TAUGHT, teacher=teacher)
     assert same(tensors(small), tensors(result.model))
 
@@ -104,11 +104,11 @@ def test_a_teacher_that_writes_into_itself_comes_out_as_it_was() -> None:
 def test_the_teacher_is_a_row_where_its_costs_are_known() -> None:
     model, graph = traced()
     names = lambda **how: [row.name for row in prune(**how).rows]  # noqa: E731
-    assert names(retrain="teacher", teacher=model) == names(retrain="inherit", teacher=model) == [AS_GIVEN, OURS]
-    assert names(retrain="teacher", teacher=model, test_given=False) == [OURS]
-    assert names(retrain="teacher", teacher=Mean()) == [OURS]  # nobody has counted what it costs
-    everyone = [AS_GIVEN, TEACHER, UNPRUNED, UNIFORM, OURS]
-    assert names(retrain="inherit", teacher=other(), controls=True) == everyone
+    assert names(retrain="teacher", teacher=model) == names(retrain="finetune", teacher=model) == [ORIGINAL, DMCP]
+    assert names(retrain="teacher", teacher=model, test_given=False) == [DMCP]
+    assert names(retrain="teacher", teacher=Mean()) == [DMCP]  # nobody has counted what it costs
+    everyone = [ORIGINAL, TEACHER, UNPRUNED, UNIFORM, DMCP]
+    assert names(retrain="finetune", teacher=other(), baselines=True) == everyone
     row = prune(retrain="teacher", teacher=other()).rows[0]
     assert (row.name, row.macs, row.accuracy) == (TEACHER, graph.macs(), evaluate(other(), Noise(1)))
 
@@ -117,12 +117,12 @@ def test_the_table_says_where_the_weights_come_from() -> None:
     """Else runs with a teacher and without look alike."""
     model, _ = traced()
     torch.manual_seed(7)
-    recipe = replace(TRAIN, teacher_share=0.7, teacher_temperature=4)
+    recipe = replace(TRAIN, kd_weight=0.7, kd_temperature=4)
     told = "70% of its loss from {} (temperature 4), the rest from the labels"
     for how, words in (
         ({"retrain": "scratch"}, "from fresh weights"),
-        ({"retrain": "inherit"}, "on from the weights of the search"),
-        ({"retrain": "inherit", "teacher": model}, "on from the weights of the search, {the network as given}"),
+        ({"retrain": "finetune"}, "on from the weights of the search"),
+        ({"retrain": "finetune", "teacher": model}, "on from the weights of the search, {the network as given}"),
         ({"retrain": "teacher", "teacher": other()}, "from fresh weights, {the teacher}"),
         (
             {"retrain": "teacher", "teacher": Mean()},
@@ -138,8 +138,8 @@ def test_the_table_says_where_the_weights_come_from() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (("inherit", ""), "on from the weights of the search."),
-        (("inherit", "given"), "on from the weights of the search, 50% of its loss from the network as given (temp"),
+        (("finetune", ""), "on from the weights of the search."),
+        (("finetune", "given"), "on from the weights of the search, 50% of its loss from the network as given (temp"),
         (("teacher", "a.pth"), "from fresh weights, 50% of its loss from the teacher, a.pth (temperature 1), the"),
         (("teacher", ""), "from fresh weights, 50% of its loss from the unpruned network, which was trained first"),
     ],
@@ -147,9 +147,9 @@ def test_the_table_says_where_the_weights_come_from() -> None:
 def test_the_page_says_it_too(settings: tuple[str, str], said: str, tmp_path: Path) -> None:
     kind, teacher = settings
     job = {"model": "digits:resnet", "data": "digits"} | ({"teacher": teacher} if teacher else {})
-    plain = {"command": "prune", "job": job, "retrain": kind, "train": {"teacher_share": 0.5}}
+    plain = {"command": "prune", "job": job, "retrain": kind, "train": {"kd_weight": 0.5}}
     (tmp_path / runs.SETTINGS).write_text(json.dumps(plain))
-    row = {"name": OURS, "macs": 5, "params": 5, "accuracy": 0.5}
+    row = {"name": DMCP, "macs": 5, "params": 5, "accuracy": 0.5}
     past = replace(read_run(tmp_path), rows=(Row(**row),))
     assert f"<p>ours: trained {said}" in make_page([past])
 
@@ -195,7 +195,7 @@ def test_a_teacher_that_is_worse_than_the_network_is_noticed() -> None:
     best = Answers(good)
     with warnings.catch_warnings():
         warnings.simplefilter("error", TeacherWarning)
-        result = dmcp.prune(model, Noise(), best, teacher=good, retrain="inherit", **how)
+        result = dmcp.prune(model, Noise(), best, teacher=good, retrain="finetune", **how)
     assert [row.accuracy for row in result.rows if row.name == TEACHER] == [1.0]
     half.batches[0] = best.batches[0]  # a third of the answers are the teacher's
     score = evaluate(good, half)
@@ -205,22 +205,22 @@ def test_a_teacher_that_is_worse_than_the_network_is_noticed() -> None:
         assert dmcp.prune(model, Noise(), half, teacher=good, retrain="teacher", **how).rows
     words = f"^The teacher has an accuracy of {100 * score:.2f}%, the network as given .*: learning from it may harm"
     with pytest.warns(TeacherWarning, match=words):
-        dmcp.prune(model, Noise(), half, teacher=good, retrain="inherit", **how)
+        dmcp.prune(model, Noise(), half, teacher=good, retrain="finetune", **how)
     with pytest.warns(TeacherWarning, match=r"^The teacher has a metric of 1, the network as given of 0"):
-        dmcp.prune(model, Noise(), best, teacher=good, retrain="inherit", metric=dmcp.LowerIsBetter(top1), **how)
+        dmcp.prune(model, Noise(), best, teacher=good, retrain="finetune", metric=dmcp.LowerIsBetter(top1), **how)
 
 
 def test_controls_learn_from_a_given_teacher_as_well() -> None:
     model, graph = traced()
     wanted = {UNPRUNED: graph.full}
     alone, taught = (
-        train_all(model, graph, wanted, Noise(), TRAIN, Retrain.INHERIT, teacher=it)[UNPRUNED] for it in (None, Mean())
+        train_all(model, graph, wanted, Noise(), TRAIN, Retrain.FINETUNE, teacher=it)[UNPRUNED] for it in (None, Mean())
     )
     assert not same(tensors(alone), tensors(taught))
 
 
 def test_share_and_temperature_change_what_is_learnt() -> None:
-    changes: tuple[dict[str, float], ...] = ({}, {"teacher_share": 0.9}, {"teacher_temperature": 4.0})
+    changes: tuple[dict[str, float], ...] = ({}, {"kd_weight": 0.9}, {"kd_temperature": 4.0})
     found = [prune(retrain="teacher", train=replace(TRAIN, **it), teacher=other()) for it in changes]
     one, two, three = (tensors(it.model) for it in found)
     assert not same(one, two) and not same(one, three) and not same(two, three)
@@ -238,19 +238,19 @@ def test_a_teacher_whom_nobody_would_listen_to_is_refused(kind: Retrain) -> None
 def test_a_temperature_that_teaches_nothing_is_refused(value: float) -> None:
     """Small ones leave no gradient, large ones overflow, after the search."""
     with pytest.raises(TrainingError, match=r"^teacher_temperature must lie in \[0\.01, 100\], not "):
-        replace(TRAIN, teacher_temperature=value)
+        replace(TRAIN, kd_temperature=value)
 
 
 @pytest.mark.parametrize("value", [0.01, 100.0])
 def test_all_other_temperatures_teach(value: float) -> None:
     (x, _), teacher = Noise(1).batches[0], other().eval()
     scores = torch.zeros(6, 5, requires_grad=True)
-    (gradient,) = torch.autograd.grad(imitation(scores, [teacher(x).detach()], value), scores)
+    (gradient,) = torch.autograd.grad(distillation_loss(scores, [teacher(x).detach()], value), scores)
     assert gradient.isfinite().all() and gradient.abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("kind", [Retrain.SCRATCH, Retrain.INHERIT, Retrain.SLIMMABLE])
-@pytest.mark.parametrize("change", [{"teacher_share": 0.9}, {"teacher_temperature": 4.0}])
+@pytest.mark.parametrize("kind", [Retrain.SCRATCH, Retrain.FINETUNE, Retrain.SLIMMABLE])
+@pytest.mark.parametrize("change", [{"kd_weight": 0.9}, {"kd_temperature": 4.0}])
 def test_settings_of_a_teacher_that_there_is_not_are_refused(kind: Retrain, change: dict[str, float]) -> None:
     """As on the command line: nobody would see that they change nothing."""
     (name,) = change
@@ -302,7 +302,7 @@ def test_a_teacher_that_is_broken_is_refused() -> None:
     broken = other()
     broken.head.bias.data[0] = float("nan")
     with pytest.raises(TrainingError, match=r"^The teacher's head\.bias holds numbers that are NaN"):
-        prune(retrain="inherit", teacher=broken, on_event=pytest.fail)
+        prune(retrain="finetune", teacher=broken, on_event=pytest.fail)
 
 
 @pytest.mark.filterwarnings("ignore::dmcp.losses.ImitationWarning")
@@ -321,19 +321,19 @@ def test_a_network_with_more_outputs_in_training_than_its_teacher_is_refused_bef
 
 
 def test_a_loss_of_ones_own_is_told_that_a_teacher_is_imitated() -> None:
-    how: dict[str, Any] = {"search": replace(SEARCH, distil=False), "loss": classification_loss()}
-    with pytest.warns(ImitationWarning, match="With a teacher .* class scores .* leave the teacher out"):
-        prune(retrain="inherit", teacher=other(), **how)
+    how: dict[str, Any] = {"search": replace(SEARCH, distill=False), "loss": classification_loss()}
+    with pytest.warns(DistillationWarning, match="With a teacher .* class scores .* leave the teacher out"):
+        prune(retrain="finetune", teacher=other(), **how)
 
 
 def test_a_job_goes_on_with_the_same_teacher_only(tmp_path: Path) -> None:
     calls = itertools.count()
 
-    def stopping(name: str) -> dmcp.Keeper:
-        return dmcp.Keeper(tmp_path / name, every_steps=1, asked_to_stop=lambda: name == OURS and next(calls) > 0)
+    def stopping(name: str) -> dmcp.Checkpointer:
+        return dmcp.Checkpointer(tmp_path / name, every_steps=1, asked_to_stop=lambda: name == DMCP and next(calls) > 0)
 
-    def going(name: str) -> dmcp.Keeper:
-        return dmcp.Keeper(tmp_path / name)
+    def going(name: str) -> dmcp.Checkpointer:
+        return dmcp.Checkpointer(tmp_path / name)
 
     how: dict[str, Any] = {"retrain": "teacher", "train": replace(TRAIN, epochs=3)}
     with pytest.raises(dmcp.StoppedError):
@@ -353,15 +353,15 @@ def test_the_forecast_knows_a_given_teacher(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("dmcp.cli.prune._now", lambda model: float(next(ticks)))  # each step takes 1 s
     model, graph = traced()
 
-    def stages(kind: Retrain, controls: bool, taught: bool) -> dict[str, float]:
+    def stages(kind: Retrain, baselines: bool, taught: bool) -> dict[str, float]:
         net = Supernet(model, graph, 4)
-        found = forecast(net, Noise(3), replace(SEARCH, groups=4), TRAIN, kind, controls, taught)
+        found = forecast(net, Noise(3), replace(SEARCH, groups=4), TRAIN, kind, baselines, taught)
         return {stage.name: stage.seconds / stage.steps for stage in found[2:]}
 
-    assert stages(Retrain.TEACHER, False, False) == {UNPRUNED: 1, OURS: pytest.approx(4 / 3)}
-    assert stages(Retrain.TEACHER, False, True) == {OURS: pytest.approx(4 / 3)}
-    assert stages(Retrain.INHERIT, True, True) == dict.fromkeys([UNPRUNED, UNIFORM, OURS], pytest.approx(4 / 3))
-    assert stages(Retrain.INHERIT, False, False) == {OURS: 1}
+    assert stages(Retrain.TEACHER, False, False) == {UNPRUNED: 1, DMCP: pytest.approx(4 / 3)}
+    assert stages(Retrain.TEACHER, False, True) == {DMCP: pytest.approx(4 / 3)}
+    assert stages(Retrain.FINETUNE, True, True) == dict.fromkeys([UNPRUNED, UNIFORM, DMCP], pytest.approx(4 / 3))
+    assert stages(Retrain.FINETUNE, False, False) == {DMCP: 1}
 
 
 # on the command line
@@ -395,21 +395,21 @@ def plan_of(capsys: Capture, *words: str) -> Plan:
 
 def test_options_say_how_much_a_teacher_counts(here: Path, capsys: Capture) -> None:
     usual = plan_of(capsys, "--retrain", "teacher").train
-    assert usual is not None and (usual.teacher_share, usual.teacher_temperature) == (0.5, 1.0)
-    words = ("--teacher-share", "0.9", "--teacher-temperature", "4")
+    assert usual is not None and (usual.kd_weight, usual.kd_temperature) == (0.5, 1.0)
+    words = ("--kd-weight", "0.9", "--kd-temperature", "4")
     for more in (("--retrain", "teacher"), ("--teacher", "net.pth"), ("--weights", "net.pth", "--teacher", "given")):
         plan = plan_of(capsys, *more, *words)
         assert plan.train is not None
-        assert (plan.train.teacher_share, plan.train.teacher_temperature) == (0.9, 4.0)
+        assert (plan.train.kd_weight, plan.train.kd_temperature) == (0.9, 4.0)
         assert plan_from_json(json.loads(json.dumps(plan.to_json())), "here") == plan
     recipe = plan_of(capsys, "--recipe", "imagenet_resnet18_1040m", "--retrain", "teacher", *words).train
-    assert recipe is not None and (recipe.teacher_share, recipe.teacher_temperature) == (0.9, 4.0)
+    assert recipe is not None and (recipe.kd_weight, recipe.kd_temperature) == (0.9, 4.0)
 
 
 def test_a_teacher_decides_how_the_network_gets_its_weights(here: Path, capsys: Capture) -> None:
     weights = ("--weights", "net.pth")
     assert plan_of(capsys, "--teacher", "net.pth").retrain is Retrain.TEACHER
-    assert plan_of(capsys, *weights, "--teacher", "given").retrain is Retrain.INHERIT
+    assert plan_of(capsys, *weights, "--teacher", "given").retrain is Retrain.FINETUNE
     assert plan_of(capsys, *weights, "--teacher", "given", "--retrain", "teacher").retrain is Retrain.TEACHER
 
 
@@ -419,13 +419,13 @@ USELESS = "learns from no teacher: add --retrain teacher, which trains one, or n
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("prune --teacher-share 0.9", f"--teacher-share: a network with --retrain scratch {USELESS}"),
-        ("prune --teacher-temperature 4", f"--teacher-temperature: a network with --retrain scratch {USELESS}"),
-        ("prune --weights net.pth --teacher-share 0.9", f"--teacher-share: a network with --retrain inherit {USELESS}"),
-        ("train --teacher-share 0.9", f"--teacher-share: a network with --retrain scratch {USELESS}"),
+        ("prune --kd-weight 0.9", f"--kd-weight: a network with --retrain scratch {USELESS}"),
+        ("prune --kd-temperature 4", f"--kd-temperature: a network with --retrain scratch {USELESS}"),
+        ("prune --weights net.pth --kd-weight 0.9", f"--kd-weight: a network with --retrain inherit {USELESS}"),
+        ("train --kd-weight 0.9", f"--kd-weight: a network with --retrain scratch {USELESS}"),
         (
-            "train --retrain teacher --teacher-share 0.9",
-            "--teacher-share: the unpruned network is its own teacher: add --widths, or name one with --teacher.",
+            "train --retrain teacher --kd-weight 0.9",
+            "--kd-weight: the unpruned network is its own teacher: add --widths, or name one with --teacher.",
         ),
         (
             "prune --retrain slimmable --teacher net.pth",
@@ -471,11 +471,11 @@ USELESS = "learns from no teacher: add --retrain teacher, which trains one, or n
             "a/net.pth: cannot be read: No such file or directory.",
         ),
         (
-            "prune --retrain teacher --teacher-share 1.5",
+            "prune --retrain teacher --kd-weight 1.5",
             "Training: teacher_share must lie in [0, 1], not 1.5.",
         ),
         (
-            "prune --retrain teacher --teacher-temperature 0",
+            "prune --retrain teacher --kd-temperature 0",
             "Training: teacher_temperature must lie in [0.01, 100], not 0.0.",
         ),
     ],
@@ -509,7 +509,7 @@ def test_a_command_trains_with_a_given_teacher(
     monkeypatch.setattr(training, "train", noting)
     shutil.copy("other.pth", tmp_path / "mine.pth")
     words = (*SMALL, "--epochs", "1", "--json", "--teacher", str(tmp_path / "mine.pth"))
-    for more, names in (((), [TEACHER, UNPRUNED]), (("--weights", "net.pth"), [AS_GIVEN, TEACHER, UNPRUNED])):
+    for more, names in (((), [TEACHER, UNPRUNED]), (("--weights", "net.pth"), [ORIGINAL, TEACHER, UNPRUNED])):
         folder = tmp_path / str(len(names))
         code, out, err = run(capsys, "train", *words, *more, "--out", str(folder))
         assert (code, err) == (0, "") and [row["name"] for row in numbers(out)] == names
@@ -624,20 +624,20 @@ def test_a_run_goes_on_with_the_same_teacher_only(
 ) -> None:
     shutil.copy("net.pth", tmp_path / "mine.pth")
     monkeypatch.chdir(tmp_path)
-    words = ("prune", *SHORT, "--save-steps", "1", "--teacher", "mine.pth", "--teacher-share", "0.9")
-    assert run(capsys, *words, "--out", "whole")[0] == 0
-    assert [row.name for row in read_run(tmp_path / "whole").rows] == [TEACHER, OURS]
+    words = ("prune", *SHORT, "--save-steps", "1", "--teacher", "mine.pth", "--kd-weight", "0.9")
+    assert run(capsys, *words, "--out", "unprunable")[0] == 0
+    assert [row.name for row in read_run(tmp_path / "unprunable").rows] == [TEACHER, DMCP]
     log = runs.Run.on_event
 
     def log_and_die(it: runs.Run, event: Event) -> None:
         log(it, event)
-        if event.stage == OURS:
+        if event.stage == DMCP:
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs.Run, "on_event", log_and_die)
         assert run(capsys, *words, "--out", "half")[0] == 130
-    for wrong in (("--teacher", "given"), ("--teacher-share", "0.5")):
+    for wrong in (("--teacher", "given"), ("--kd-weight", "0.5")):
         code, _, err = run(capsys, "prune", "--resume", "half", *wrong)
         assert code == 2 and f"leave these out: {wrong[0]} was" in err
     mine, moved = tmp_path / "mine.pth", tmp_path / "moved.pth"
@@ -648,15 +648,15 @@ def test_a_run_goes_on_with_the_same_teacher_only(
     code, _, err = run(capsys, "prune", "--resume", "half")
     assert code == 2 and "half: the teacher is not what it was: teacher was" in err
     moved.replace(mine)
-    assert run(capsys, "prune", "--resume", "half", "--quiet", "--teacher-share", "0.9")[0] == 0
-    ends = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "half")]
+    assert run(capsys, "prune", "--resume", "half", "--quiet", "--kd-weight", "0.9")[0] == 0
+    ends = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("unprunable", "half")]
     assert ends[0] == ends[1]
 
 
 def test_help_names_the_options_of_a_teacher(capsys: Capture) -> None:
     for command in ("prune", "train"):
         told = run(capsys, command, "--help")[1]
-        names = ("--teacher ", "--teacher-model ", "--teacher-model-args", "--teacher-share", "--teacher-temperature")
+        names = ("--teacher ", "--teacher-model ", "--teacher-model-args", "--kd-weight", "--kd-temperature")
         assert all(name in told for name in names)
 
 

@@ -92,7 +92,7 @@ def counted(model: nn.Module, x: Any) -> int:
 
 
 def reasons(graph: Any) -> str:
-    return " | ".join(whole.reason for whole in graph.whole)
+    return " | ".join(whole.reason for whole in graph.unprunable)
 
 
 X = sample((3, 16, 16), batch=3)
@@ -240,7 +240,7 @@ class Literal(nn.Module):
 
 def test_a_shape_literal_is_kept_whole() -> None:
     graph = check(Literal(lambda m, x: x.view(-1, 16 * 16 * 16)), X, {"b.0": 11})
-    assert "a.0" in " ".join(whole.name for whole in graph.whole)
+    assert "a.0" in " ".join(whole.name for whole in graph.unprunable)
     assert graph.bindings == ()
 
 
@@ -337,7 +337,7 @@ def test_nested_outputs_are_kept_whole(wrap: Any) -> None:
 
     model = Toy(run, a=unit(3, 16), b=unit(16, 12), head=nn.Linear(12, 5), aux=nn.Conv2d(16, 9, 1))
     graph = check(model, X, {"a.0": 16, "b.0": 12})
-    assert any("aux" in whole.name and "output" in whole.reason for whole in graph.whole)
+    assert any("aux" in whole.name and "output" in whole.reason for whole in graph.unprunable)
 
 
 def test_a_feature_map_that_is_returned_is_kept_whole() -> None:
@@ -757,7 +757,7 @@ def test_a_layer_whose_weight_is_computed_is_named_with_the_way_out(how: str) ->
     wrap, undo = NORMED[how]
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), wrap(nn.Conv2d(16, 12, 1)), unit(12, 9), nn.Conv2d(9, 2, 1))
     graph = dmcp.trace(model, X.float())
-    whole = {item.name: item.reason for item in graph.whole}
+    whole = {item.name: item.reason for item in graph.unprunable}
     assert f"the weight of 2 is computed: undo that before pruning with {undo}(layer" in whole["2"]
     assert undo in whole["0"]  # its channels are read by that weight
     assert undo not in whole["4"]
@@ -778,7 +778,7 @@ def test_a_frozen_layer_with_a_computed_weight_is_strictly_fine() -> None:
     model = nn.Sequential(weight_norm(nn.Conv2d(3, 16, 3)), nn.Conv2d(16, 9, 1), nn.Conv2d(9, 2, 1))
     with pytest.raises(TraceError, match=r'frozen=\["0"\]'):
         dmcp.trace(model, X.float(), strict=True)
-    assert sizes(dmcp.trace(model, X.float(), frozen=["0"], strict=True)) == {"1": 9}
+    assert sizes(dmcp.trace(model, X.float(), ignore=["0"], strict=True)) == {"1": 9}
 
 
 # -- ops without a rule, frozen, reports
@@ -818,7 +818,7 @@ def test_a_rule_of_the_users_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("frozen", "left"),
+    ("ignore", "left"),
     [
         (["conv2"], {"a", "b", "t"}),  # a layer: what it writes stays whole, what it reads does not
         (["bn2"], {"a", "b", "t"}),  # a norm
@@ -827,9 +827,9 @@ def test_a_rule_of_the_users_own() -> None:
         ([], {"s", "a", "b", "t"}),
     ],
 )
-def test_frozen(frozen: Any, left: set[str]) -> None:
+def test_frozen(ignore: Any, left: set[str]) -> None:
     model = randomise(Residual(**Residual.FULL))
-    graph = dmcp.trace(model, sample(Residual.SHAPE), frozen=frozen)
+    graph = dmcp.trace(model, sample(Residual.SHAPE), ignore=ignore)
     assert sizes(graph) == {Residual.SPACES[key]: Residual.FULL[key] for key in left}
     check_cut(model, graph, sample(Residual.SHAPE))
 
@@ -838,9 +838,9 @@ def test_frozen_takes_everything_inside_a_module() -> None:
     body = nn.Sequential(unit(16, 12), unit(12, 10))
     model = Toy(lambda m, x: m.head(m.body(m.a(x)).mean((2, 3))), a=unit(3, 16), body=body, head=nn.Linear(10, 5))
     assert sizes(dmcp.trace(model, X.float())) == {"a.0": 16, "body.0.0": 12, "body.1.0": 10}
-    graph = dmcp.trace(model, X.float(), frozen=["body"])
+    graph = dmcp.trace(model, X.float(), ignore=["body"])
     assert sizes(graph) == {"a.0": 16}
-    assert "body" in " ".join(whole.name for whole in graph.whole)
+    assert "body" in " ".join(whole.name for whole in graph.unprunable)
 
 
 def test_writers_and_readers() -> None:
@@ -866,27 +866,27 @@ def test_shares_by_hand() -> None:
         ]
     )
     assert graph.prunable_share == pytest.approx(1)
-    kept = dmcp.trace(randomise(Chain(**Chain.FULL)), sample(Chain.SHAPE), frozen=["conv1", "conv2"])
+    kept = dmcp.trace(randomise(Chain(**Chain.FULL)), sample(Chain.SHAPE), ignore=["conv1", "conv2"])
     assert kept.prunable_share == pytest.approx((macs["conv3"] + macs["head"]) / total)
 
 
 def test_reports_name_every_space_and_reason() -> None:
     model = ConvNext()
-    graph = dmcp.trace(model, X.float(), frozen=["fc1"], exact=False)
+    graph = dmcp.trace(model, X.float(), ignore=["fc1"], exact=False)
     text, data = graph.summary(), graph.to_json()
-    assert {"macs", "params", "spaces", "whole", "bindings", "unknown", "notes", "prunable_share"} <= data.keys()
+    assert {"macs", "params", "spaces", "unprunable", "bindings", "unknown", "notes", "prunable_share"} <= data.keys()
     assert data["macs"] == graph.macs(graph.full)
     assert data["params"] == sum(parameter.numel() for parameter in model.parameters())
     plain = json.loads(json.dumps(data))
     assert [space["name"] for space in plain["spaces"]] == [space.name for space in graph.spaces]
     assert [space["size"] for space in plain["spaces"]] == [space.size for space in graph.spaces]
-    assert graph.whole
+    assert graph.unprunable
     for space in graph.spaces:
         assert space.name in text
-    for whole in graph.whole:
+    for whole in graph.unprunable:
         assert whole.reason in text
         assert whole.reason in json.dumps(data, ensure_ascii=False)
-    assert "fc1" in " ".join(whole.name for whole in graph.whole)
+    assert "fc1" in " ".join(whole.name for whole in graph.unprunable)
 
 
 def test_help_is_short() -> None:

@@ -28,7 +28,7 @@ from dmcp.runs import Run
 from dmcp.searching.config import SearchConfig, SearchRecord, SearchResult
 from dmcp.training import StepRecord, TrainConfig
 
-SETTINGS = {"job": {"model": "resnet18", "frozen": ["fc"]}, "search": {"lr": 0.2}, "train": None}
+SETTINGS = {"job": {"model": "resnet18", "ignore": ["fc"]}, "search": {"lr": 0.2}, "train": None}
 
 needs_tensorboard = pytest.mark.skipif(
     importlib.util.find_spec("tensorboard") is None, reason="NOT TESTED: pip install tensorboard"
@@ -40,10 +40,10 @@ def search(step: int, loss: float = 1.0) -> Event:
 
 
 def train(step: int, loss: float = 1.0) -> Event:
-    return Event("uniform widths", 10, StepRecord(0, step, 10, 0.1, loss))
+    return Event("uniform", 10, StepRecord(0, step, 10, 0.1, loss))
 
 
-ROW = Event("test", 2, Row("uniform widths", macs=1000, params=200, accuracy=0.75, ms=1.0, batch=8))
+ROW = Event("test", 2, Row("uniform", macs=1000, params=200, accuracy=0.75, ms=1.0, batch=8))
 EVENTS = [search(0), search(1), train(0), train(1, loss=0.5), ROW]
 
 
@@ -152,13 +152,13 @@ def test_tensorboard_shows_what_the_log_of_a_run_holds(tmp_path: Path) -> None:
             on_event=lambda event: (run.on_event(event), tracker.on_event(event))[0],
         )
     assert sorted(path.name for path in (tmp_path / "tensorboard").iterdir() if path.is_dir()) == [
-        "ours",
+        "dmcp",
         "search",
         "test",
     ]
-    found, ours, test = (read(tmp_path / "tensorboard" / stage) for stage in ("search", "ours", "test"))
+    found, ours, test = (read(tmp_path / "tensorboard" / stage) for stage in ("search", "dmcp", "test"))
     steps = run.records("search")
-    assert len(steps) == 6 and len(run.records("ours")) == 6
+    assert len(steps) == 6 and len(run.records("dmcp")) == 6
     wanted: dict[str, dict[int, float]] = defaultdict(dict)
     for record in steps:
         names = ("loss_largest", "loss_smallest", "loss_random_1", "loss_random_2")
@@ -170,7 +170,7 @@ def test_tensorboard_shows_what_the_log_of_a_run_holds(tmp_path: Path) -> None:
                 wanted[f"search/{name}"][record["step"]] = pytest.approx(value, rel=1e-6)
     assert found == wanted
     assert ours == {
-        f"ours/{name}": {record["step"]: pytest.approx(record[name], rel=1e-6) for record in run.records("ours")}
+        f"ours/{name}": {record["step"]: pytest.approx(record[name], rel=1e-6) for record in run.records("dmcp")}
         for name in ("loss", "lr")
     }
     (row,) = run.records("test")

@@ -19,7 +19,7 @@ from dmcp import training
 from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, TrainingError
-from dmcp.losses import classification_loss, imitation, top1
+from dmcp.losses import classification_loss, distillation_loss, top1
 from dmcp.models import build
 from dmcp.runtime.engine import Engine
 from dmcp.training import StepRecord, TrainConfig, cosine, evaluate, learning_rate, parameter_groups, train
@@ -87,15 +87,15 @@ def test_label_smoothing_knows_the_number_of_classes(classes: int) -> None:
 def test_imitation_is_the_divergence_from_the_target() -> None:
     own, target = torch.randn(5, 7), torch.randn(5, 7)
     right = F.kl_div(own.log_softmax(1), target.softmax(1), reduction="batchmean")
-    torch.testing.assert_close(imitation(own, [target]), right)
-    torch.testing.assert_close(imitation((own, {"aux": own}), [target, target]), 2 * right)
+    torch.testing.assert_close(distillation_loss(own, [target]), right)
+    torch.testing.assert_close(distillation_loss((own, {"aux": own}), [target, target]), 2 * right)
     pixels = torch.randn(2, 3, 4, 4), torch.randn(2, 3, 4, 4)  # every pixel is a sample
     flat = [part.movedim(1, -1).reshape(-1, 3) for part in pixels]
-    torch.testing.assert_close(imitation(pixels[0], [pixels[1]]), imitation(flat[0], [flat[1]]))
-    assert float(imitation(own, [own])) == pytest.approx(0, abs=1e-6)
+    torch.testing.assert_close(distillation_loss(pixels[0], [pixels[1]]), distillation_loss(flat[0], [flat[1]]))
+    assert float(distillation_loss(own, [own])) == pytest.approx(0, abs=1e-6)
     for bad in ((own, own), own[:, :3], own[0]):
         with pytest.raises(TrainingError, match="same classes along dim 1"):
-            imitation(bad, [target])
+            distillation_loss(bad, [target])
 
 
 def test_top1_counts_samples_and_pixels() -> None:
@@ -141,7 +141,7 @@ class Odd(nn.Module):
         self.scale = nn.Parameter(torch.ones(4))
         self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
         self.two.weight = self.one.weight
-        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+        self.ignore = nn.Linear(2, 2).requires_grad_(False)
 
 
 def test_norms_and_biases_do_not_decay() -> None:
@@ -239,7 +239,7 @@ def test_a_loss_without_a_gradient_is_told() -> None:
 def test_a_teacher_is_imitated_and_not_changed() -> None:
     teacher, batches = tiny().train(), some_batches(2)
     before = tensors(teacher)
-    config = dataclasses.replace(SHORT, epochs=30, distillation="teacher", teacher_share=1.0)
+    config = dataclasses.replace(SHORT, epochs=30, distillation="teacher", kd_weight=1.0)
     model = tiny()
     records = train(model, batches, config, teacher=teacher)
     assert records[-1].loss < 0.5 * records[0].loss
@@ -263,9 +263,9 @@ def test_a_network_is_not_its_own_teacher() -> None:
 def test_a_temperature_softens_both_and_keeps_the_size_of_gradients() -> None:
     torch.manual_seed(0)
     own, target = torch.randn(5, 7, requires_grad=True), torch.randn(5, 7)
-    warm = imitation(own, [target], 4.0)
-    torch.testing.assert_close(warm, 16 * imitation(own / 4, [target / 4]))
-    sizes = [torch.autograd.grad(imitation(own, [target], heat), own)[0].norm() for heat in (1.0, 4.0, 400.0)]
+    warm = distillation_loss(own, [target], 4.0)
+    torch.testing.assert_close(warm, 16 * distillation_loss(own / 4, [target / 4]))
+    sizes = [torch.autograd.grad(distillation_loss(own, [target], heat), own)[0].norm() for heat in (1.0, 4.0, 400.0)]
     assert 0.5 * sizes[0] < sizes[1] < 2 * sizes[0] and 0.5 * sizes[1] < sizes[2] < 2 * sizes[1]
 
 
@@ -276,9 +276,9 @@ def test_a_training_has_the_temperature_and_the_share_of_its_settings() -> None:
         model = flat(nn.Linear(64, 10))
         output, target = model(batch[0]), teacher(batch[0])
         label = classification_loss(SHORT.label_smoothing)(output, batch)
-        right = (1 - share) * label + share * imitation(output, [target], heat)
+        right = (1 - share) * label + share * distillation_loss(output, [target], heat)
         config = dataclasses.replace(
-            SHORT, epochs=1, warmup_epochs=0, distillation="teacher", teacher_share=share, teacher_temperature=heat
+            SHORT, epochs=1, warmup_epochs=0, distillation="teacher", kd_weight=share, kd_temperature=heat
         )
         (record,) = train(model, [batch], config, teacher=teacher)
         assert record.loss == pytest.approx(right.item(), rel=1e-4)
@@ -392,9 +392,9 @@ def test_a_metric_is_a_sum_over_a_count(count: Any) -> None:
         ({"momentum": 0.0}, "nesterov needs"),
         ({"weight_decay": -1.0}, "weight_decay"),
         ({"label_smoothing": 1.0}, "label_smoothing"),
-        ({"teacher_share": 1.5}, "teacher_share"),
-        ({"teacher_temperature": 0.0}, "teacher_temperature must lie in [0.01, 100], not 0.0"),
-        ({"teacher_temperature": math.nan}, "teacher_temperature"),
+        ({"kd_weight": 1.5}, "kd_weight"),
+        ({"kd_temperature": 0.0}, "teacher_temperature must lie in [0.01, 100], not 0.0"),
+        ({"kd_temperature": math.nan}, "kd_temperature"),
         ({"distillation": "self"}, "distillation must be one of none, teacher, not 'self'"),
         ({"seed": -1}, "seed must be"),
     ],

@@ -15,7 +15,7 @@ from torch import nn
 
 import dmcp
 from dmcp import models
-from dmcp.checkpoint import Keeper
+from dmcp.checkpoint import Checkpointer
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -72,13 +72,16 @@ class Pictures:
 
 
 def searched(
-    engine: dmcp.Engine, build: Callable[[], nn.Module] = Smooth, keeper: Keeper | None = None, **settings: Any
+    engine: dmcp.Engine,
+    build: Callable[[], nn.Module] = Smooth,
+    checkpointer: Checkpointer | None = None,
+    **settings: Any,
 ) -> tuple[dmcp.Supernet, dmcp.SearchResult]:
     torch.manual_seed(0)
     model = build().to(DEVICE)
     net = dmcp.Supernet(model, dmcp.trace(model, torch.zeros(2, 3, 32, 32, device=DEVICE)))
     config = dmcp.SearchConfig(budget="50%", epochs=2, reference_batch=128, log_every=1, **settings)
-    return net, dmcp.search(net, Pictures(), config, engine=engine, keeper=keeper)
+    return net, dmcp.search(net, Pictures(), config, engine=engine, checkpointer=checkpointer)
 
 
 def resnet20() -> nn.Module:
@@ -103,13 +106,13 @@ def test_twenty_steps_on_every_engine(name: str, eager: torch.Tensor) -> None:
     off = ((losses(result) - eager).abs() / eager.amax(dim=1, keepdim=True)).max().item()
     print(f"\n{name}: first loss {eager[0, 0]:.3f}, last {eager[-1, 0]:.3f}, largest difference {off:.1e}")
     assert off < tolerance
-    settled = engine.settled(DEVICE, steps=10**6)
+    resolved = engine.resolve(DEVICE, steps=10**6)
     x = Pictures(count=1).batches[0][0]
     widths = net.graph.widths({space.name: max(1, 2 * space.size // 3) for space in net.graph.spaces})
-    with torch.no_grad(), settled.running(net.model), settled.autocast():
+    with torch.no_grad(), resolved.running(net.model), resolved.autocast():
         net.train()
-        gated = settled.compiled(lambda x, gates: net(x, gates))(settled.laid_out(x), net.hard(widths)).float()
-        cut = dmcp.cut(net.model, net.graph, widths).train()(settled.laid_out(x)).float()
+        gated = resolved.compiled(lambda x, gates: net(x, gates))(resolved.laid_out(x), net.hard(widths)).float()
+        cut = dmcp.cut(net.model, net.graph, widths).train()(resolved.laid_out(x)).float()
     gap = ((gated - cut).abs().max() / cut.abs().max()).item()
     print(f"{name}: gated against cut {gap:.1e}")
     assert gap < tolerance

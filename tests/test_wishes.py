@@ -21,7 +21,7 @@ LINES = re.findall(r"^\|[^|]*\| `(--[^`]*)` \|", PAGE, re.MULTILINE)
 
 
 def test_the_page_has_lines_to_try() -> None:
-    assert len(LINES) >= 12 and {"--smallest 8", "--frozen layer1", "--align 8"} <= {*LINES}
+    assert len(LINES) >= 12 and {"--min-channels 8", "--ignore layer1", "--align 8"} <= {*LINES}
 
 
 @pytest.mark.slow
@@ -38,8 +38,8 @@ def test_a_frozen_head_still_reads_fewer_channels_unless_what_is_before_it_stays
     net = nn.Sequential()
     net.body, net.neck, net.head = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3), nn.Conv2d(16, 4, 3)
     x = torch.zeros(2, 3, 12, 12)
-    for frozen, reads in ((["head"], 8), (["head", "neck"], 16)):
-        graph = dmcp.trace(net, x, frozen=frozen)
+    for ignore, reads in ((["head"], 8), (["head", "neck"], 16)):
+        graph = dmcp.trace(net, x, ignore=ignore)
         small = dmcp.cut(net, graph, graph.widths({space.name: 8 for space in graph.spaces}))
         assert (small.head.in_channels, small.head.out_channels) == (reads, 4)
         assert small.body.out_channels == 8

@@ -80,7 +80,7 @@ def test_contract(name: str) -> None:
         warnings.simplefilter("ignore")  # other people's models
         result = check(entry)
     assert result.status == "correct", result.detail
-    assert result.shortfall(entry) is not Shortfall.OTHER, result.whole
+    assert result.shortfall(entry) is not Shortfall.OTHER, result.unprunable
 
 
 def test_memory_that_is_not_what_the_cut_network_holds_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_page_names_what_falls_short() -> None:
     results = {
         "tv:resnet18": Result(name="tv:resnet18", status="wrong", detail="differs", seconds=1.0, share=1.0),
         "tv:vgg11": Result(
-            name="tv:vgg11", status="correct", seconds=3.0, share=0.5, whole={"too short (x at a.b)": 3}
+            name="tv:vgg11", status="correct", seconds=3.0, share=0.5, unprunable={"too short (x at a.b)": 3}
         ),
     }
     text = page.write(results, None, "python -m zoo")
@@ -130,7 +130,9 @@ def test_shortfall_names_the_reason() -> None:
     found = Result(name=entry.name, status="correct", seconds=1.0, share=0.98, spaces=24)
     assert replace(found, share=0.991).shortfall(entry) is None
     assert replace(found, loose_share=1.0).shortfall(entry) is Shortfall.NORMS
-    assert replace(found, whole={"as weight standardisation does": 1}).shortfall(entry) is Shortfall.STANDARDISATION
+    assert (
+        replace(found, unprunable={"as weight standardisation does": 1}).shortfall(entry) is Shortfall.STANDARDISATION
+    )
     assert replace(found, loose_spaces=25).shortfall(entry) is Shortfall.TOTAL
     assert found.shortfall(entry) is Shortfall.OTHER
 

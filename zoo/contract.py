@@ -58,7 +58,7 @@ class Result:
     share: float = 0.0  # of the full MACs in ops that read or write a prunable space
     loose_spaces: int = 0  # with exact=False; traced only where the share falls short of the table's
     loose_share: float | None = None
-    whole: dict[str, int] = field(default_factory=dict)  # reason -> how many dims are kept whole for it
+    unprunable: dict[str, int] = field(default_factory=dict)  # reason -> how many dims are kept whole for it
     bindings: list[str] = field(default_factory=list)  # module.attribute
     unknown: dict[str, int] = field(default_factory=dict)  # ops without a rule
     notes: list[str] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Result:
             return None
         if self.loose_share is not None and self.loose_share >= least:
             return Shortfall.NORMS
-        if any("standardisation" in reason for reason in self.whole):
+        if any("standardisation" in reason for reason in self.unprunable):
             return Shortfall.STANDARDISATION
         return Shortfall.TOTAL if max(self.spaces, self.loose_spaces) >= entry.spaces else Shortfall.OTHER
 
@@ -141,7 +141,7 @@ def _description(graph: dmcp.ChannelGraph) -> dict[str, Any]:
     return {
         "spaces": len(graph.spaces),
         "share": float(graph.prunable_share),
-        "whole": dict(Counter(whole.reason for whole in graph.whole).most_common()),
+        "unprunable": dict(Counter(whole.reason for whole in graph.unprunable).most_common()),
         "bindings": [f"{binding.module}.{binding.attribute}" for binding in graph.bindings],
         "unknown": {str(op): count for op, count in graph.unknown.items()},
         "notes": list(graph.notes),

@@ -150,7 +150,7 @@ def _cells(entry: Entry, result: Result) -> dict[str, str]:
 def _reasons(result: Result, most: int = 5) -> str:
     """The most frequent reasons why dims are kept whole, wherever in the model they are."""
     kinds: Counter[str] = Counter()
-    for reason, count in result.whole.items():
+    for reason, count in result.unprunable.items():
         kinds[_PLACE.sub("", reason)] += count
     return "; ".join(f"{_line(kind)} ×{count}" for kind, count in kinds.most_common(most))
 

@@ -16,8 +16,8 @@ from dmcp import interrupts as interrupts  # first: before torch is imported
 from dmcp.budget import Budget
 from dmcp.budget import parse as parse_budget
 from dmcp.calibration import recalibrate
-from dmcp.checkpoint import Keeper
-from dmcp.cutting import cut, reinitialise, verify
+from dmcp.checkpoint import Checkpointer
+from dmcp.cutting import cut, reinitialize, verify
 from dmcp.errors import (
     BudgetError,
     CutError,
@@ -29,7 +29,7 @@ from dmcp.errors import (
     TrainingError,
     WidthsError,
 )
-from dmcp.exporting import export, quantise
+from dmcp.exporting import export, quantize
 from dmcp.latency.measure import measure_latency
 from dmcp.latency.table import Latency
 from dmcp.losses import LowerIsBetter
@@ -55,12 +55,12 @@ __all__ = [
     "BudgetError",
     "ChannelGraph",
     "ChannelSpace",
+    "Checkpointer",
     "CutError",
     "DataError",
     "DmcpError",
     "Engine",
     "FileError",
-    "Keeper",
     "Latency",
     "LowerIsBetter",
     "PruneResult",
@@ -84,10 +84,10 @@ __all__ = [
     "measure_latency",
     "parse_budget",
     "prune",
-    "quantise",
+    "quantize",
     "random_widths",
     "recalibrate",
-    "reinitialise",
+    "reinitialize",
     "save",
     "search",
     "trace",

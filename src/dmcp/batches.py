@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from dmcp.errors import DataError, TrainingError
-from dmcp.runtime.distributed import ALONE, Ranks, part
+from dmcp.runtime.distributed import SINGLE_PROCESS, World, part
 
 MOST_SEED = 2**62  # what others add to it must fit into 64 bits, too
 _LAZY = (GeneratorType, map, filter, zip)  # iterators that somebody may keep and hand out again
@@ -111,7 +111,7 @@ def check_tested(loader: Any, networks: int) -> None:
         )
 
 
-def check_parts(loader: Any, ranks: Ranks) -> None:
+def check_parts(loader: Any, world: World) -> None:
     """Refuse a loader that gives ranks some samples twice, so that all have as many. Loaders of ours do not.
 
     It is seen by what the samplers of torch, timm and accelerate say of themselves.
@@ -121,9 +121,9 @@ def check_parts(loader: Any, ranks: Ranks) -> None:
     if getattr(batches, "even_batches", False) and not getattr(batches, "drop_last", False):
         ways = 1 if getattr(batches, "split_batches", False) else _number(batches, "num_processes")
         more = _length(getattr(loader, "dataset", None)) % max(1, ways * _number(batches, "batch_size")) > 0
-    if ranks.world > 1 and more:
+    if world.size > 1 and more:
         raise DataError(
-            f"The loader of a rank repeats samples, so that {ranks.world} ranks have as many, and a metric of a whole "
+            f"The loader of a rank repeats samples, so that {world.size} ranks have as many, and a metric of a whole "
             "data set would count them twice: give each rank its own part, DataLoader(Subset(data, range(rank, "
             "len(data), world)), ...)."
         )
@@ -176,23 +176,21 @@ def batches_from(loader: Loader, epoch: int, skip: int = 0) -> Iterator[Any]:
     return batches
 
 
-def share_of(number: int, batch_size: int, images: int, ranks: Ranks) -> slice:
+def share_of(number: int, batch_size: int, images: int, world: World) -> slice:
     """Which places in the order of an epoch this rank gets of a batch that all ranks share."""
     start = number * batch_size
-    share = part(min(batch_size, images - start), ranks)
+    share = part(min(batch_size, images - start), world)
     return slice(start + share.start, start + share.stop)
 
 
-def check_size(batch_size: int, images: int, train: bool, ranks: Ranks = ALONE) -> None:
+def check_size(batch_size: int, images: int, train: bool, world: World = SINGLE_PROCESS) -> None:
     """Refuse batches that cannot be filled or divided."""
     if type(batch_size) is not int or batch_size < 1:
         raise DataError(f"The batch size must be an int of at least 1, not {batch_size!r}.")
     if train and batch_size > images:
         raise DataError(too_large(batch_size, images, "--batch (in Python batch_size)"))
-    if train and batch_size < ranks.world:
-        raise DataError(
-            f"A batch of {batch_size} leaves some of {ranks.world} ranks without images: give a larger one."
-        )
+    if train and batch_size < world.size:
+        raise DataError(f"A batch of {batch_size} leaves some of {world.size} ranks without images: give a larger one.")
 
 
 def too_large(batch_size: int, images: int, option: str) -> str:

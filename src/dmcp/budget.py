@@ -70,7 +70,7 @@ def parse(spec: int | float | str | Budget, graph: ChannelGraph) -> Budget:
 
     Texts: "211M", "1.1G", "50%", "params:2M", "params:50%", "memory:256kB" (of activations that are held at once),
     "8ms", "latency:50%" (of the unpruned network's time), and several with commas, which must all hold. Times need a
-    graph with a table of latency: see `graph.priced`.
+    graph with a table of latency: see `graph.with_latency`.
     """
     if isinstance(spec, Budget):
         return spec

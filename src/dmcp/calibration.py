@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from dmcp.batches import check_yields, device_of, input_of, on_device, size_of, widest
 from dmcp.errors import DataError
 from dmcp.modules import call_model, check_function, check_module
-from dmcp.runtime.distributed import Ranks, current, sum_values
+from dmcp.runtime.distributed import World, current, sum_values
 
 _ALL = 0.9999  # of the old statistics, but for rounding: a call that leaves so much has renewed nothing
 GATED = "lambda x: net(x, gates)"  # what such a function looks like
@@ -140,7 +140,7 @@ class _Pooled:
         self.old = new
         return seen
 
-    def accept(self, ranks: Ranks) -> None:
+    def accept(self, world: World) -> None:
         """From now on the pooled statistics, those of all ranks, are the result, if the norm's forward made any.
 
         It has if it counts batches, or if something else was there after a call than before the first: people's own
@@ -149,11 +149,11 @@ class _Pooled:
         tracked = self.norm.num_batches_tracked
         counted = tracked is not None and bool(tracked.item())
         made = counted or bool(self.renewed.item())
-        if ranks.world > 1:
+        if world.size > 1:
             counts = self.mean.new_tensor([float(self.count), float(made)])
-            total, makers = sum_values(counts, ranks)
-            mean = sum_values(self.mean * counts[0], ranks) / total
-            self.squares = sum_values(self.squares + counts[0] * (self.mean - mean).square(), ranks)
+            total, makers = sum_values(counts, world)
+            mean = sum_values(self.mean * counts[0], world) / total
+            self.squares = sum_values(self.squares + counts[0] * (self.mean - mean).square(), world)
             self.mean, self.count, made = mean, int(total), bool(makers)
         if self.count and made:
             values = [self.mean, self.squares / max(self.count - 1, 1)]

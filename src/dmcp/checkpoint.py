@@ -31,8 +31,8 @@ from torch.utils.data import DataLoader
 from dmcp.batches import Loader, batches_from, length_of, mix, on_device, size_of, start_epoch
 from dmcp.errors import DataError, FileError, RankError, StoppedError, TrainingError
 from dmcp.modules import path_of
-from dmcp.runtime.distributed import Ranks, fewest, gather_bytes, same_everywhere, share_tensors, sum_values
-from dmcp.runtime.engine import Engine, Settled
+from dmcp.runtime.distributed import World, fewest, gather_bytes, same_everywhere, share_tensors, sum_values
+from dmcp.runtime.engine import Engine, ResolvedEngine
 from dmcp.runtime.io import alive, open_file, process_start, refuse_link
 
 _FORMAT = "torch-dmcp checkpoint 1"
@@ -428,12 +428,12 @@ _FREE = ("log_every",)  # settings that change nothing of a result
 DONE = "done"  # whether the loop of a checkpoint was at its end
 
 
-class Feed:
+class ResumableIterator:
     """The batches of one step after the other, epoch after epoch, on the device; it can be entered at any step."""
 
-    def __init__(self, loader: Loader, settled: Settled, ranks: Ranks, accumulate: int = 1) -> None:
-        self.loader, self.settled, self.accumulate = loader, settled, accumulate
-        self.batches = fewest(length_of(loader), ranks)  # in an epoch; loaders of some ranks may have more
+    def __init__(self, loader: Loader, resolved: ResolvedEngine, world: World, accumulate: int = 1) -> None:
+        self.loader, self.resolved, self.accumulate = loader, resolved, accumulate
+        self.batches = fewest(length_of(loader), world)  # in an epoch; loaders of some ranks may have more
         if not self.batches:
             raise DataError("The loader has no batches: is the batch larger than the data?")
         self.per_epoch = -(-self.batches // accumulate)  # steps
@@ -454,10 +454,10 @@ class Feed:
     def random_state(self) -> dict[str, Tensor]:
         """The global generators, and those of the loader itself."""
         own = {f"loader{number}": it.get_state() for number, it in enumerate(_generators(self.loader))}
-        return random_state(self.settled.device) | own
+        return random_state(self.resolved.device) | own
 
     def _set(self, state: Mapping[str, Tensor]) -> None:
-        set_random_state(state, self.settled.device)
+        set_random_state(state, self.resolved.device)
         for number, generator in enumerate(_generators(self.loader)):
             generator.set_state(state[f"loader{number}"])
 
@@ -472,13 +472,13 @@ class Feed:
             count = place * self.accumulate + len(chunk)
             raise DataError(f"The loader says that it has {self.batches} batches, but gave {count}.")
         self.step += 1
-        device = self.settled.device
-        return [self.settled.laid_out(on_device(batch, device)) for batch in chunk]
+        device = self.resolved.device
+        return [self.resolved.laid_out(on_device(batch, device)) for batch in chunk]
 
-    def samples(self, batches: Sequence[Any], ranks: Ranks) -> int:
+    def samples(self, batches: Sequence[Any], world: World) -> int:
         """In the batches of one step, over all ranks."""
         own = sum(map(size_of, batches))
-        return own if ranks.world == 1 else int(sum_values(torch.tensor([own]), ranks))
+        return own if world.size == 1 else int(sum_values(torch.tensor([own]), world))
 
     def _open(self, place: int) -> None:
         self.start = self.random_state()
@@ -523,12 +523,12 @@ def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def seeded(seed: int, device: torch.device, ranks: Ranks) -> Iterator[None]:
+def seeded(seed: int, device: torch.device, world: World) -> Iterator[None]:
     """Torch's global generators (dropout, loaders) seeded, for each rank with other numbers, and afterwards as before.
 
     Not by fork_rng: after an assert of its own a GPU cannot be given a state, and that failure would hide the assert.
     """
-    own = mix(seed, ranks.rank) if ranks.rank else seed
+    own = mix(seed, world.rank) if world.rank else seed
     cuda = device.type == "cuda"
     host, there = torch.get_rng_state(), torch.cuda.get_rng_state(device) if cuda else None
 
@@ -602,11 +602,11 @@ class State:
     own: Callable[[], Mapping[str, Tensor]]  # buffers, such as running statistics; a forward may replace them
     optimizers: Sequence[torch.optim.Optimizer]
     generators: Sequence[torch.Generator]
-    feeds: Sequence[Feed]
+    feeds: Sequence[ResumableIterator]
     device: torch.device
     given: bool = False  # whether the first optimizer is the user's, whose state is whatever it keeps
 
-    def take(self, ranks: Ranks) -> dict[str, Tensor] | None:
+    def take(self, world: World) -> dict[str, Tensor] | None:
         """It all on the CPU, of all ranks, by name, to be written at once; for rank 0, None for the others."""
         if self.given:
             check_keepable(self.optimizers[0])
@@ -617,7 +617,7 @@ class State:
         for number, feed in enumerate(self.feeds):
             own |= {f"feed/{number}/{name}": tensor for name, tensor in feed.start.items()}
             own |= {f"now/{number}/{name}": tensor for name, tensor in feed.random_state().items()}
-        everyone = gather_bytes(own, ranks)
+        everyone = gather_bytes(own, world)
         if everyone is None:
             return None
         taken = {f"shared/{name}": tensor.detach().cpu() for name, tensor in self.shared.items()}
@@ -629,9 +629,9 @@ class State:
         return taken
 
     @torch.no_grad()
-    def put(self, taken: Mapping[str, Tensor], steps: Sequence[int], ranks: Ranks) -> None:
+    def put(self, taken: Mapping[str, Tensor], steps: Sequence[int], world: World) -> None:
         """Bring everything back to what was taken, each feed to its step; FileError if it is not of this network."""
-        mine = _under(f"rank{ranks.rank}/", taken)
+        mine = _under(f"rank{world.rank}/", taken)
         pairs = [(self.shared, _under("shared/", taken)), (self.own(), _under("own/", mine))]
         for number, optimizer in list(enumerate(self.optimizers))[self.given :]:
             pairs.append((_momenta(optimizer), _under(f"optimizer/{number}/", taken)))
@@ -682,7 +682,7 @@ def _never() -> bool:
 
 
 @dataclass(eq=False)
-class Keeper:
+class Checkpointer:
     """Saves the state of one loop in a folder now and then, and brings a new loop to where an old one was."""
 
     folder: Path
@@ -704,17 +704,17 @@ class Keeper:
             if not isinstance(value := getattr(self, name), Real):
                 raise TrainingError(f"{name} must be a number, not {value!r}.")
 
-    def load(self, ranks: Ranks) -> Checkpoint | None:
+    def load(self, world: World) -> Checkpoint | None:
         """The newest checkpoint, if there is one; FileError where it was made with other settings."""
-        found = load_checkpoint(self.folder, self.notice if ranks.first else None)
-        if not same_everywhere(str(found and found.step), ranks):
+        found = load_checkpoint(self.folder, self.notice if world.first else None)
+        if not same_everywhere(str(found and found.step), world):
             raise RankError(
                 f"{self.folder}: the ranks see different checkpoints here: give a folder that all of them share."
             )
         if found is None:
             return None
         self._step = found.step
-        differences = list(_differences(found.facts.get("identity"), self._identity(ranks)))
+        differences = list(_differences(found.facts.get("identity"), self._identity(world)))
         if differences:
             listed = "; ".join(differences)
             ranks_differ = any(it.startswith("ranks was ") for it in differences)
@@ -733,28 +733,28 @@ class Keeper:
                     f"{json.dumps(now)}. Give another folder for a new job, or go on with what it began with{same}."
                 )
 
-    def _identity(self, ranks: Ranks) -> Any:
-        return json.loads(json.dumps(dict(self.identity) | {"ranks": ranks.world}))
+    def _identity(self, world: World) -> Any:
+        return json.loads(json.dumps(dict(self.identity) | {"ranks": world.size}))
 
-    def due(self, step: int, ranks: Ranks) -> bool:
+    def due(self, step: int, world: World) -> bool:
         """Whether to save after so many steps; several ranks ask each other now and then."""
-        if ranks.world > 1 and step % _TURN:
+        if world.size > 1 and step % _TURN:
             return False
         late = time.monotonic() - self._time >= self.every_seconds
         wish = late or step - self._step >= self.every_steps or self.asked_to_stop()
-        return wish if ranks.world == 1 else bool(sum_values(torch.tensor([int(wish)]), ranks))
+        return wish if world.size == 1 else bool(sum_values(torch.tensor([int(wish)]), world))
 
-    def save(self, step: int, state: State, facts: Mapping[str, Any], ranks: Ranks) -> None:
+    def save(self, step: int, state: State, facts: Mapping[str, Any], world: World) -> None:
         """Save the state after so many steps; StoppedError if that is what was asked for."""
-        tensors = state.take(ranks)
+        tensors = state.take(world)
         if tensors is not None:
-            known = {"identity": self._identity(ranks), "lines": self.lines(), DONE: False}
+            known = {"identity": self._identity(world), "lines": self.lines(), DONE: False}
             known |= {"settings": dict(self.settings)} if self.settings else {}
             save_checkpoint(self.folder, Checkpoint(step, tensors, known | dict(facts)))
         self._step, self._time = step, time.monotonic()
         stop = self.asked_to_stop()
-        if ranks.world > 1:
-            stop = bool(sum_values(torch.tensor([int(stop)]), ranks))
+        if world.size > 1:
+            stop = bool(sum_values(torch.tensor([int(stop)]), world))
         if stop and not facts.get(DONE):
             raise StoppedError(f"Stopped after step {step}, as asked; everything up to here is saved.")
 
@@ -772,7 +772,7 @@ def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
 
 
 def plain_settings(
-    given: Mapping[str, Any], weights: Mapping[str, Tensor], ranks: Ranks, teacher: Mapping[str, Tensor] | None = None
+    given: Mapping[str, Any], weights: Mapping[str, Tensor], world: World, teacher: Mapping[str, Tensor] | None = None
 ) -> dict[str, Any]:
     """What a job was given as flat plain JSON, settings by their fields, and digests of rank 0's weights."""
     flat: dict[str, Any] = {}
@@ -781,8 +781,8 @@ def plain_settings(
             flat |= {f"{name}.{it.name}": getattr(value, it.name) for it in fields(value) if it.name not in _FREE}
         else:
             flat[name] = value
-    flat[_WEIGHTS] = digest(weights, ranks)
-    flat[_TEACHER] = None if teacher is None else digest(teacher, ranks)
+    flat[_WEIGHTS] = digest(weights, world)
+    flat[_TEACHER] = None if teacher is None else digest(teacher, world)
     plain: dict[str, Any] = json.loads(json.dumps(flat, default=_text))
     return plain
 
@@ -791,7 +791,7 @@ def _text(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else str(getattr(value, "text", value))  # a budget has a text
 
 
-def digest(tensors: Mapping[str, Tensor], ranks: Ranks) -> str:
+def digest(tensors: Mapping[str, Tensor], world: World) -> str:
     """Sixteen letters that change with any bit of the tensors, those of rank 0, which all ranks start from."""
     found = hashlib.sha256()
     for name, tensor in tensors.items():
@@ -809,5 +809,5 @@ def digest(tensors: Mapping[str, Tensor], ranks: Ranks) -> str:
                 .tobytes()
             )
     shared = torch.tensor(list(found.digest()[:8]), dtype=torch.uint8)
-    share_tensors([shared], ranks)
+    share_tensors([shared], world)
     return bytes(shared.tolist()).hex()

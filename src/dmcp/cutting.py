@@ -95,13 +95,13 @@ def verify(model: nn.Module, graph: ChannelGraph, example_input: Any, widths: Wi
     if not worst < _SAME:
         raise CutError(
             f"The cut network differs from the gated one by {worst:.1e} of its output: something in this model's code "
-            "escapes the trace. Please report it, and name the layers concerned in trace(..., frozen=[...])."
+            "escapes the trace. Please report it, and name the layers concerned in trace(..., ignore=[...])."
         )
     return worst
 
 
 @torch.no_grad()
-def reinitialise(
+def reinitialize(
     module: nn.Module,
     fresh: nn.Module | None = None,
     init: Callable[[nn.Module], None] | None = None,
@@ -191,7 +191,7 @@ def _he(part: Convs | nn.Linear, weight: Tensor, generator: torch.Generator | No
 def _copy_values(source: nn.Module, target: nn.Module) -> None:
     old, new = named_tensors(target), named_tensors(source)
     if {name: t.shape for name, t in old.items()} != {name: t.shape for name, t in new.items()}:
-        raise WidthsError("The fresh model has other tensors than the one to reinitialise: cut it to the same widths.")
+        raise WidthsError("The fresh model has other tensors than the one to reinitialize: cut it to the same widths.")
     for name, tensor in old.items():
         tensor.copy_(new[name])
 

@@ -404,7 +404,7 @@ class Quantised:
     difference: float  # from the outputs of the file it was made of: root mean square, as a share of theirs
 
 
-def quantise(
+def quantize(
     source: str | os.PathLike[str],
     loader: Iterable[Any],
     path: str | os.PathLike[str],

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from dmcp.batches import labels_of, size_of, widest
 from dmcp.errors import DataError, DmcpError, TrainingError
 from dmcp.modules import tensors_in
-from dmcp.runtime.distributed import Ranks, sum_values
+from dmcp.runtime.distributed import World, sum_values
 
 Loss = Callable[[Any, Any], Tensor]  # (output, batch) -> scalar
 MeanMetric = Callable[[Any, Any], tuple[Tensor, Any]]  # (output, batch) -> (sum over the samples, their count)
@@ -87,7 +87,7 @@ class _Negative:
         return -plain_number(self.positive())
 
 
-class ImitationWarning(UserWarning):
+class DistillationWarning(UserWarning):
     """Outputs are imitated as class scores, though the loss is the user's own and they may be something else."""
 
 
@@ -95,13 +95,13 @@ class MetricWarning(UserWarning):
     """A metric that is no number, so that nothing can be compared by it."""
 
 
-def warn_of_imitation(who: str, remedy: str) -> None:
+def warn_of_distillation(who: str, remedy: str) -> None:
     """Say once what is done to outputs that nobody has called class scores, at the user's line that leads here."""
     told = f"{who} outputs as class scores along dim 1: if they are something else, {remedy}."
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "dmcp":
         frame, level = frame.f_back, level + 1
-    warnings.warn(told, ImitationWarning, stacklevel=level)
+    warnings.warn(told, DistillationWarning, stacklevel=level)
 
 
 def classification_loss(label_smoothing: float = 0.0) -> Loss:
@@ -192,7 +192,7 @@ def check_range(labels: Tensor, classes: int) -> None:
         )
 
 
-def imitation(output: Any, target: Sequence[Tensor], temperature: float = 1.0) -> Tensor:
+def distillation_loss(output: Any, target: Sequence[Tensor], temperature: float = 1.0) -> Tensor:
     """How far the classes along dim 1 are from the target's: KL divergence, summed over the tensors of the output.
 
     A temperature divides the scores of both, so that wrong classes count more; its square keeps gradients as large.
@@ -204,7 +204,7 @@ def imitation(output: Any, target: Sequence[Tensor], temperature: float = 1.0) -
         shapes = " and ".join(str([tuple(tensor.shape) for tensor in part]) for part in (own, target))
         raise TrainingError(
             f"Imitation needs the same classes along dim 1 of all outputs, not {shapes}: turn it off, in a search with "
-            'distil=False in the SearchConfig, in a retraining with retrain="scratch" or "inherit".'
+            'distill=False in the SearchConfig, in a retraining with retrain="scratch" or "inherit".'
         )
     parts = []
     for mine, wanted in zip(own, target, strict=True):
@@ -293,12 +293,12 @@ def whole_of(metric: Any) -> WholeMetric | None:
     )
 
 
-def check_metric(metric: Metric | None, ranks: Ranks) -> None:
+def check_metric(metric: Metric | None, world: World) -> None:
     """Refuse what is no metric, and an object that would see a part of the samples only."""
     whole = None if metric is None else whole_of(metric)
-    if whole is not None and ranks.world > 1 and getattr(whole, "all_ranks", False) is not True:
+    if whole is not None and world.size > 1 and getattr(whole, "all_ranks", False) is not True:
         raise TrainingError(
-            f"Each of {ranks.world} ranks sees a part of the samples only: let compute() of the metric gather from all "
+            f"Each of {world.size} ranks sees a part of the samples only: let compute() of the metric gather from all "
             "ranks, as torchmetrics does, and say so by all_ranks = True in its class; or give a metric that is a "
             "function and returns (sum, count)."
         )
@@ -318,7 +318,7 @@ def plain_number(value: Any) -> float:
     )
 
 
-def measure(metric: WholeMetric, pairs: Iterable[tuple[Any, Any]], ranks: Ranks) -> float:
+def measure(metric: WholeMetric, pairs: Iterable[tuple[Any, Any]], world: World) -> float:
     """The metric of all these outputs and batches, the same number on every rank."""
     metric.reset()
     seen = 0
@@ -326,23 +326,23 @@ def measure(metric: WholeMetric, pairs: Iterable[tuple[Any, Any]], ranks: Ranks)
         seen += size_of(batch)
         with _noted("update(output, batch) of a metric"):
             metric.update(output, batch)
-    _refuse_none(sum_values(torch.tensor([seen]), ranks).item())
+    _refuse_none(sum_values(torch.tensor([seen]), world).item())
     own = plain_number(metric.compute())
-    everyone = torch.zeros(ranks.world, dtype=torch.float64)
-    everyone[ranks.rank] = own
-    first, *others = sum_values(everyone, ranks).tolist()
+    everyone = torch.zeros(world.size, dtype=torch.float64)
+    everyone[world.rank] = own
+    first, *others = sum_values(everyone, world).tolist()
     if not all(
         math.isclose(first, it, rel_tol=_NEAR, abs_tol=_NEAR**2) or (math.isnan(first) and math.isnan(it))
         for it in others
     ):
         raise TrainingError(
-            f"compute() of the metric gave {own:.6g} on rank {ranks.rank}, but not on all of {ranks.world} ranks: it "
+            f"compute() of the metric gave {own:.6g} on rank {world.rank}, but not on all of {world.size} ranks: it "
             "must gather what all of them have seen."
         )
     return float(first)
 
 
-def mean(metric: MeanMetric, pairs: Iterable[tuple[Any, Any]], device: torch.device, ranks: Ranks) -> float:
+def mean(metric: MeanMetric, pairs: Iterable[tuple[Any, Any]], device: torch.device, world: World) -> float:
     """The mean of the metric over the samples of all these outputs and batches, and of all ranks."""
     sums, count = [torch.zeros((), dtype=widest(device), device=device)], 0
     for output, batch in pairs:
@@ -352,7 +352,7 @@ def mean(metric: MeanMetric, pairs: Iterable[tuple[Any, Any]], device: torch.dev
         sums.append(value.to(widest(device)))
         count += samples
     total = torch.stack([torch.stack(sums).sum(), sums[0].new_tensor(float(count))])
-    summed, seen = sum_values(total, ranks).tolist()
+    summed, seen = sum_values(total, world).tolist()
     _refuse_none(seen)
     return float(summed / seen)
 

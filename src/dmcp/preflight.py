@@ -12,7 +12,7 @@ from dmcp import training
 from dmcp.batches import Loader, check_parts, device_of, input_of, labels_of, on_device, peek, size_of
 from dmcp.checkpoint import untouched
 from dmcp.errors import DataError, TrainingError
-from dmcp.losses import Accuracy, LowerIsBetter, Metric, check_fit, check_range, imitation, whole_of
+from dmcp.losses import Accuracy, LowerIsBetter, Metric, check_fit, check_range, distillation_loss, whole_of
 from dmcp.modules import call_model, narrow, tensors_in, unwrap
 from dmcp.runtime.distributed import current, sum_values
 from dmcp.tracing.trace import other_numbers
@@ -95,10 +95,10 @@ def check_labels(model: nn.Module, example: Any, samples: int, labels: Tensor) -
 
 
 @torch.no_grad()
-def check_imitable(model: nn.Module, example: Any) -> None:
+def check_distillable(model: nn.Module, example: Any) -> None:
     """Refuse a network whose outputs in training cannot be imitated: see `imitation`."""
     if (output := _output(unwrap(model), example, train=True)) is not None:
-        imitation(output, tensors_in(output))
+        distillation_loss(output, tensors_in(output))
 
 
 @torch.no_grad()
@@ -118,7 +118,7 @@ def check_teacher(model: nn.Module, teacher: nn.Module, example: Any, who: str =
             f"{who} gives {theirs} for a batch of 2, the network in training {own}: a teacher must give as many "
             "outputs, with the same classes in the same order."
         )
-    imitation(output, target)
+    distillation_loss(output, target)
 
 
 @torch.no_grad()

@@ -12,16 +12,16 @@ from torch.utils._pytree import tree_map_only
 from dmcp import training
 from dmcp.batches import Loader, check_tested, device_of, input_of, labels_of, length_of, on_device, size_of
 from dmcp.budget import LATENCY, Budget, check_reachable, cost, known_limits, limits_latency, ratios, show_cost
-from dmcp.checkpoint import Keeper, MakeOptimizer, check_graphs, make_optimizer, plain_settings
+from dmcp.checkpoint import Checkpointer, MakeOptimizer, check_graphs, make_optimizer, plain_settings
 from dmcp.cutting import verify, with_frozen
 from dmcp.errors import BudgetError, DataError, TrainingError, WidthsError
 from dmcp.latency.measure import Measure, measure_latency, price, settle
 from dmcp.latency.table import Latency, Outcome
-from dmcp.losses import Loss, Metric, MetricWarning, check_metric, warn_of_imitation
+from dmcp.losses import Loss, Metric, MetricWarning, check_metric, warn_of_distillation
 from dmcp.modules import check_functions, check_kinds, tensors_in, unwrap
 from dmcp.preflight import (
+    check_distillable,
     check_finite,
-    check_imitable,
     check_input,
     check_labels,
     check_numbers,
@@ -32,8 +32,8 @@ from dmcp.preflight import (
     try_test,
 )
 from dmcp.results import (
-    AS_GIVEN,
-    OURS,
+    DMCP,
+    ORIGINAL,
     TEACHER,
     UNIFORM,
     UNPRUNED,
@@ -47,7 +47,7 @@ from dmcp.results import (
     unknown,
 )
 from dmcp.retraining import (
-    Keep,
+    MakeCheckpointer,
     Retrain,
     check_taught,
     copied,
@@ -106,7 +106,7 @@ def prune(
     search: SearchConfig | None = None,
     train: TrainConfig | None = None,
     retrain: Retrain = Retrain.SCRATCH,
-    controls: bool = False,
+    baselines: bool = False,
     test_given: bool = True,
     graph: ChannelGraph | None = None,
     fresh: nn.Module | None = None,
@@ -119,7 +119,7 @@ def prune(
     seed: int | None = None,
     on_event: Report | None = None,
     engine: Engine | None = None,
-    keep: Keep | None = None,
+    keep: MakeCheckpointer | None = None,
     latency: Latency | None = None,
     measure: Measure | None = None,
 ) -> PruneResult:
@@ -134,7 +134,7 @@ def prune(
     controls: also train the unpruned network and uniform widths at the same budget, by the same recipe.
     test_given: whether "inherit" tests the model as given; pointless where its last layer is new and untrained.
     graph: what trace gave, if its own settings are not enough.
-    fresh: a newly built model, where the given one is trained and has tensors that `reinitialise` has no rule for.
+    fresh: a newly built model, where the given one is trained and has tensors that `reinitialize` has no rule for.
         What is frozen (requires_grad=False) is neither drawn anew nor taken from it.
     teacher: a trained network with the same classes, of any architecture, that all networks learn from with
         retrain="teacher" or "inherit"; the trained model itself, for example. It is not changed.
@@ -158,7 +158,7 @@ def prune(
     unwrap(model)  # refuses what is no network
     check_kinds({"search": (search, SearchConfig), "train": (train, TrainConfig), "engine": (engine, Engine)})
     check_kinds({"latency": (latency, Latency), "graph": (graph, ChannelGraph)})
-    _check_flags({"controls": controls, "test_given": test_given})
+    _check_flags({"baselines": baselines, "test_given": test_given})
     if fresh is not None and not isinstance(fresh, nn.Module):
         raise TrainingError(f"fresh must be a torch.nn.Module, not a {type(fresh).__name__}.")
     check_functions({"loss": loss, "on_event": on_event, "keep": keep, "measure": measure})
@@ -176,10 +176,10 @@ def prune(
     _check_loaders({"loader": loader, "arch_loader": arch_loader, "train_loader": train_loader})
     guide = None if teacher is None else copied(teacher, device_of(model))
     before = trained_before(model, kind, test_given, guide, teacher)
-    also = int(kind is Retrain.TEACHER and teacher is None and not controls)  # one more network
-    also += guide is not None and (AS_GIVEN if is_model(teacher, model) else TEACHER) not in before  # tested once more
-    check_tested(val_loader, networks=1 + 2 * controls + also + len(before))
-    for trained in (model,) if kind is Retrain.INHERIT or fresh is None else (model, fresh):
+    also = int(kind is Retrain.TEACHER and teacher is None and not baselines)  # one more network
+    also += guide is not None and (ORIGINAL if is_model(teacher, model) else TEACHER) not in before  # tested once more
+    check_tested(val_loader, networks=1 + 2 * baselines + also + len(before))
+    for trained in (model,) if kind is Retrain.FINETUNE or fresh is None else (model, fresh):
         training.check_trainable(trained)
     check_graphs(engine, optimizer)
     if optimizer is not None:
@@ -199,7 +199,7 @@ def prune(
     if fresh is not None and fingerprint(unwrap(fresh)) != graph.fingerprint:
         raise WidthsError("fresh is a network of another architecture than the model: build it as that was built.")
     if imitates:
-        check_imitable(model, sample)
+        check_distillable(model, sample)
     if guide is not None:
         fit_numbers(guide, model, sample)
         check_finite(guide, sample, "teacher")
@@ -209,10 +209,10 @@ def prune(
     for other in (arch_loader, train_loader):
         try_batch(model, other)
     try_test(model, val_loader, metric)
-    rival = None if is_model(teacher, model) else before.get(AS_GIVEN)
+    rival = None if is_model(teacher, model) else before.get(ORIGINAL)
     worth = None if guide is None else weigh_teacher(guide, rival, classes_of(guide, sample), val_loader, metric)
-    keeper = keep(SEARCH) if keep else None
-    folder = keeper.folder if isinstance(keeper, Keeper) else None
+    checkpointer = keep(SEARCH) if keep else None
+    folder = checkpointer.folder if isinstance(checkpointer, Checkpointer) else None
     traced = graph
 
     def time_first() -> Latency:
@@ -223,7 +223,7 @@ def prune(
     graph = price(graph, settings.budget, time_first, latency, folder)
     if keep:
         given = {"search": settings, "train": recipe, "engine": engine or Engine(), "retrain": kind}
-        given |= {"controls": controls, "arch_loader": arch_loader is not None, "optimizer": optimizer is not None}
+        given |= {"baselines": baselines, "arch_loader": arch_loader is not None, "optimizer": optimizer is not None}
         given |= {"graph": graph.fingerprint}
         given |= {} if graph.latency is None else {"latency": graph.latency.digest}
         taught_by = None if guide is None else guide.state_dict()
@@ -235,24 +235,24 @@ def prune(
         chosen, widths, outcome = settle(found, net.model, sample, measure, folder)
     else:
         widths = expected(found)
-    wanted = {OURS: widths}
-    if controls:
+    wanted = {DMCP: widths}
+    if baselines:
         floor, ceiling = extremes(graph, found.sizes)
         same = uniform(graph, chosen.budget, floor, settings.align, filled(found), ceiling)
-        wanted = {UNPRUNED: graph.full, UNIFORM: same, OURS: widths}
-    weights = net.model if kind is Retrain.INHERIT else _undrawn(model, fresh, graph, settings.sort)
+        wanted = {UNPRUNED: graph.full, UNIFORM: same, DMCP: widths}
+    weights = net.model if kind is Retrain.FINETUNE else _undrawn(model, fresh, graph, settings.sort)
     batches = loader if train_loader is None else train_loader
     way = (loss, on_event, engine, keep)
     troubles: list[str] = []
     nets = train_all(weights, graph, wanted, batches, recipe, kind, *way, troubles.append, optimizer, guide)
-    check_budget(nets[OURS], widths, found)
+    check_budget(nets[DMCP], widths, found)
     rows = compare(before | nets, graph, wanted, val_loader, example, metric, on_event)
     for trouble in troubles:
         warnings.warn(trouble, DivergenceWarning, stacklevel=2)
     for trouble in unknown(rows):
         warnings.warn(f"{trouble}.", MetricWarning, stacklevel=2)
-    taught = origin(kind, who_teaches(kind, teacher, model, worth), recipe.teacher_share, recipe.teacher_temperature)
-    return PruneResult(nets[OURS], widths, graph, found, rows, taught, outcome)
+    taught = origin(kind, who_teaches(kind, teacher, model, worth), recipe.kd_weight, recipe.kd_temperature)
+    return PruneResult(nets[DMCP], widths, graph, found, rows, taught, outcome)
 
 
 def time_networks(model: nn.Module, sample: Any, graph: ChannelGraph, settings: SearchConfig, **how: Any) -> Latency:
@@ -261,7 +261,7 @@ def time_networks(model: nn.Module, sample: Any, graph: ChannelGraph, settings: 
     What else the search would refuse is refused first.
     """
     net = Supernet(model, graph, settings.groups, settings.align)
-    path = chains(net, settings.process, settings.smallest, settings.largest, settings.align)
+    path = chains(net, settings.process, settings.min_channels, settings.max_channels, settings.align)
     floor, ceiling = extremes(graph, path.sizes)
     if limits := known_limits(settings.budget, graph):
         check_reachable(Budget(limits, str(getattr(settings.budget, "text", settings.budget))), graph, floor, ceiling)
@@ -272,22 +272,22 @@ def time_networks(model: nn.Module, sample: Any, graph: ChannelGraph, settings: 
 def _warn_of_imitation(kind: Retrain, named: bool) -> None:
     """Say what is imitated, and how not to; `named`: a teacher was given."""
     if named:
-        warn_of_imitation("With a teacher the pruned network imitates its", "leave the teacher out")
+        warn_of_distillation("With a teacher the pruned network imitates its", "leave the teacher out")
     else:
         who = f'With retrain="{kind}" the pruned network imitates the whole one\'s'
-        warn_of_imitation(who, 'take retrain="scratch" or "inherit"')
+        warn_of_distillation(who, 'take retrain="scratch" or "inherit"')
 
 
-def _noting(keep: Keep, settings: dict[str, Any]) -> Keep:
+def _noting(keep: MakeCheckpointer, settings: dict[str, Any]) -> MakeCheckpointer:
     """The same keepers, which also compare what prune was given."""
 
-    def noted(stage: str) -> Keeper:
-        keeper = keep(stage)
-        if not isinstance(keeper, Keeper):
-            raise TrainingError(f"keep must give a dmcp.Keeper for each stage, not a {type(keeper).__name__}.")
-        if not keeper.complete:
-            keeper.settings = settings
-        return keeper
+    def noted(stage: str) -> Checkpointer:
+        checkpointer = keep(stage)
+        if not isinstance(checkpointer, Checkpointer):
+            raise TrainingError(f"keep must give a dmcp.Keeper for each stage, not a {type(checkpointer).__name__}.")
+        if not checkpointer.complete:
+            checkpointer.settings = settings
+        return checkpointer
 
     return noted
 
@@ -312,7 +312,7 @@ def find(
     arch_loader: Loader | None = None,
     on_event: Report | None = None,
     engine: Engine | None = None,
-    keeper: Keeper | None = None,
+    checkpointer: Checkpointer | None = None,
     optimizer: MakeOptimizer | None = None,
 ) -> SearchResult:
     """`search`, with its steps and its result reported."""
@@ -322,7 +322,7 @@ def find(
     def step(record: SearchRecord) -> None:
         report(Event(SEARCH, steps, record))
 
-    found = searching.search(net, loader, config, loss, arch_loader, step, engine, keeper, optimizer)
+    found = searching.search(net, loader, config, loss, arch_loader, step, engine, checkpointer, optimizer)
     report(Event(SEARCH, steps, found))
     return found
 

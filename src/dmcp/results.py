@@ -25,8 +25,8 @@ from dmcp.tracing.graph import ChannelGraph
 from dmcp.training import StepRecord
 from dmcp.widths import Widths
 
-OURS, UNPRUNED, UNIFORM = "ours", "unpruned", "uniform widths"  # networks of the final table
-AS_GIVEN = "as given"  # the network before anything was done to it, where its weights are inherited or it teaches
+DMCP, UNPRUNED, UNIFORM = "dmcp", "unpruned", "uniform"  # networks of the final table
+ORIGINAL = "original"  # the network before anything was done to it, where its weights are inherited or it teaches
 TEACHER = "teacher"  # a given one, of the same architecture
 ROUNDS = 10  # passes that are timed
 _LONG = 10  # steps of a training of which a tenth says something
@@ -119,10 +119,10 @@ def notes(rows: Sequence[Row], graph: ChannelGraph, origin: str = "") -> list[st
     """What a reader of the table should know: what the shares are of, what was gained, and how sure that is."""
     found = [f"shares are of the unpruned network: {graph.macs():,} MACs, {graph.params():,} params"]
     found += [origin] if origin else []
-    ours = next((row for row in rows if row.name == OURS), None)
+    ours = next((row for row in rows if row.name == DMCP), None)
     others = [row for row in rows if row is not ours]
     if ours and others:
-        found.append(f"{OURS}: {', '.join(against(ours, other) for other in others)}")
+        found.append(f"{DMCP}: {', '.join(against(ours, other) for other in others)}")
     found += unknown(rows)
     if rows[0].samples and not rows[0].own_metric:
         points = 100 * max(standard_error(row.accuracy, row.samples) for row in rows)

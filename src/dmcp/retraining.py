@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from dmcp import training
 from dmcp.batches import Loader, device_of, generator
 from dmcp.calibration import recalibrate
-from dmcp.checkpoint import Keeper, MakeOptimizer
-from dmcp.cutting import cut, padded, reinitialise
+from dmcp.checkpoint import Checkpointer, MakeOptimizer
+from dmcp.cutting import cut, padded, reinitialize
 from dmcp.errors import TrainingError
-from dmcp.losses import Loss, Metric, classification_loss, imitation
+from dmcp.losses import Loss, Metric, classification_loss, distillation_loss
 from dmcp.modules import narrow, tensors_in, unwrap
 from dmcp.results import (
-    AS_GIVEN,
-    OURS,
+    DMCP,
+    ORIGINAL,
     TEACHER,
     UNPRUNED,
     Event,
@@ -47,7 +47,7 @@ class Retrain(StrEnum):
     """How the pruned network gets its weights."""
 
     SCRATCH = "scratch"  # drawn anew, then trained: the paper's way
-    INHERIT = "inherit"  # those of the search, calibrated and fine-tuned
+    FINETUNE = "finetune"  # those of the search, calibrated and fine-tuned
     SLIMMABLE = "slimmable"  # drawn anew, trained inside the unpruned network, which it imitates: the paper's DMCP*
     TEACHER = "teacher"  # drawn anew, trained on the labels and on the outputs of a teacher: see `train_all`
 
@@ -60,22 +60,22 @@ def origin(
     teacher: str,
     share: float,
     temperature: float,
-    name: str = OURS,
+    name: str = DMCP,
     earlier: str = "the weights of the search",
 ) -> str:
     """Where the weights of a network come from, for readers of its table; no teacher: an empty text."""
     inside = " inside the unpruned network" if kind == Retrain.SLIMMABLE else ""
-    begun = f"on from {earlier}" if kind == Retrain.INHERIT else f"from fresh weights{inside}"
+    begun = f"on from {earlier}" if kind == Retrain.FINETUNE else f"from fresh weights{inside}"
     shares = f"{100 * share:g}% of its loss from {teacher} (temperature {temperature:g}), the rest from the labels"
     return f"{name}: trained {begun}" + (f", {shares}" if teacher else "")
 
 
-Keep = Callable[[str], Keeper]  # stage -> what saves its state
+MakeCheckpointer = Callable[[str], Checkpointer]  # stage -> what saves its state
 
 
 def default_recipe(kind: Retrain) -> TrainConfig:
     """The paper's schedule; a short one with small steps for weights that are already good."""
-    if kind == Retrain.INHERIT:
+    if kind == Retrain.FINETUNE:
         return TrainConfig(epochs=20, lr=0.08, warmup_lr=0.08, warmup_epochs=0)
     return TrainConfig()
 
@@ -90,7 +90,7 @@ def train_all(
     loss: Loss | None = None,
     on_event: Report | None = None,
     engine: Engine | None = None,
-    keep: Keep | None = None,
+    keep: MakeCheckpointer | None = None,
     on_trouble: Callable[[str], None] | None = None,
     optimizer: MakeOptimizer | None = None,
     teacher: nn.Module | None = None,
@@ -111,10 +111,10 @@ def train_all(
                 nets[name], steps = _train_inside(weights, graph, widths, loader, config, loss, *way, optimizer)
             else:
                 small = nets[name] = cut(weights, graph, widths)
-                if kind is Retrain.INHERIT:
+                if kind is Retrain.FINETUNE:
                     recalibrate(small, loader)
                 else:
-                    reinitialise(small, generator=generator(config.seed))
+                    reinitialize(small, generator=generator(config.seed))
                 recipe = replace(config, distillation=Distillation.NONE if teacher is None else Distillation.TEACHER)
                 with padding(small, weights, graph, widths, engine, optimizer) as net:
                     steps = training.train(net, loader, recipe, loss, teacher, *way, optimizer=optimizer)
@@ -147,7 +147,7 @@ def padding(
 
 def check_taught(kind: Retrain, config: TrainConfig, teacher: object) -> None:
     """Refuse a teacher that nobody would learn from, and settings that need one where there is none."""
-    if teacher is not None and kind not in (Retrain.TEACHER, Retrain.INHERIT):
+    if teacher is not None and kind not in (Retrain.TEACHER, Retrain.FINETUNE):
         raise TrainingError(
             f'retrain="{kind}" has no use for a teacher: take "teacher" for weights that are drawn anew, or "inherit" '
             "for those of the search."
@@ -164,7 +164,7 @@ def check_taught(kind: Retrain, config: TrainConfig, teacher: object) -> None:
             f'The TrainConfig has distillation="teacher", but with retrain="{kind}" there is none: take '
             'retrain="teacher", which trains one, or name one by teacher=... with "inherit".'
         )
-    for name in ("teacher_share", "teacher_temperature") if teacher is None and kind is not Retrain.TEACHER else ():
+    for name in ("kd_weight", "kd_temperature") if teacher is None and kind is not Retrain.TEACHER else ():
         if (value := getattr(config, name)) != getattr(TrainConfig, name):
             raise TrainingError(
                 f'{name}={value}: a network with retrain="{kind}" learns from no teacher: take retrain="teacher", '
@@ -192,23 +192,23 @@ def _train_inside(
     loss: Loss | None,
     on_step: Callable[[StepRecord], None],
     engine: Engine | None,
-    keeper: Keeper | None,
+    checkpointer: Checkpointer | None,
     optimizer: MakeOptimizer | None,
 ) -> tuple[nn.Module, list[StepRecord]]:
     """Slimmable training: in each step the largest network learns the task and the pruned one imitates it."""
     whole = copy.deepcopy(weights)
-    reinitialise(whole, generator=generator(config.seed))
+    reinitialize(whole, generator=generator(config.seed))
     pair = _Pair(Supernet(whole, graph), widths)
     task = loss or classification_loss(config.label_smoothing)
 
     def both(outputs: Any, batch: Any) -> Tensor:
         largest, pruned = outputs
-        return task(largest, batch) + imitation(pruned, [tensor.detach() for tensor in tensors_in(largest)])
+        return task(largest, batch) + distillation_loss(pruned, [tensor.detach() for tensor in tensors_in(largest)])
 
     engine = engine or Engine()
-    if loss is None and optimizer is None and engine.graphs is None and current().world == 1:
+    if loss is None and optimizer is None and engine.graphs is None and current().size == 1:
         engine = replace(engine, graphs=True)  # this loss never asks the device for a number
-    steps = training.train(pair, loader, config, both, None, on_step, engine, keeper, optimizer=optimizer)
+    steps = training.train(pair, loader, config, both, None, on_step, engine, checkpointer, optimizer=optimizer)
     small = cut(pair.net.model, graph, widths)
     recalibrate(small, loader)  # the running statistics are a mixture of both networks'
     return small, steps
@@ -256,7 +256,7 @@ def weigh_teacher(
     given: the network that goes on from its own weights, to be compared with; None where it does not, or teaches.
     """
     worth = test_copy(TEACHER, guide, val_loader, metric)
-    other = None if given is None else test_copy(AS_GIVEN, given, val_loader, metric)
+    other = None if given is None else test_copy(ORIGINAL, given, val_loader, metric)
     if current().first and (told := poor_teacher(worth, other, classes)):
         warnings.warn(told, TeacherWarning, stacklevel=3)
     return worth
@@ -277,7 +277,7 @@ def trained_before(
     guide: what teaches, a copy of the given `teacher`, which may be the model itself.
     """
     itself = is_model(teacher, model)
-    found = {AS_GIVEN: unwrap(model)} if test_given and (kind is Retrain.INHERIT or itself) else {}
+    found = {ORIGINAL: unwrap(model)} if test_given and (kind is Retrain.FINETUNE or itself) else {}
     if guide is not None and not itself and fingerprint(guide) == fingerprint(unwrap(model)):
         found[TEACHER] = guide
     return found

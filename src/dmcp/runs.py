@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dmcp.budget import LATENCY as KIND
 from dmcp.budget import Budget, costs, show_limit
-from dmcp.checkpoint import Keeper, load_checkpoint
+from dmcp.checkpoint import Checkpointer, load_checkpoint
 from dmcp.errors import FileError, WidthsError
 from dmcp.latency.table import LATENCY_FILE, Latency, Outcome
 from dmcp.markov import INDEPENDENT, process_of
@@ -123,9 +123,11 @@ class Run:
         path = self.folder / LOG
         return read_bytes(path, MOST_LOG).split(b"\n")[:-1] if path.exists() or path.is_symlink() else []
 
-    def keeper(self, stage: str, identity: Mapping[str, Any], **when: Any) -> Keeper:
+    def checkpointer(self, stage: str, identity: Mapping[str, Any], **when: Any) -> Checkpointer:
         """What saves the state of one stage of this run."""
-        return Keeper(self.stage_folder(stage), identity, lines=self.lines, earlier=lambda: self.records(stage), **when)
+        return Checkpointer(
+            self.stage_folder(stage), identity, lines=self.lines, earlier=lambda: self.records(stage), **when
+        )
 
     def stage_folder(self, stage: str) -> Path:
         """Where the checkpoints of a stage are."""
@@ -309,7 +311,7 @@ def load_search(folder: str | os.PathLike[str], graph: ChannelGraph) -> SearchRe
     if (facts.fingerprint, facts.spaces) != (graph.fingerprint, tuple(space.name for space in graph.spaces)):
         raise WidthsError(f"{folder}: this search was of another architecture than the model: build it as it was.")
     if (folder / LATENCY_FILE).exists():
-        graph = graph.priced(Latency.load(folder / LATENCY_FILE))
+        graph = graph.with_latency(Latency.load(folder / LATENCY_FILE))
     alphas, sizes = _chains(folder / ALPHAS, graph)
     process = process_of(facts.independent)
     return SearchResult(alphas, sizes, graph, facts.budget, facts.tolerance, facts.align, records, process)

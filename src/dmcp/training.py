@@ -27,7 +27,17 @@ from dmcp.batches import (
     widest,
 )
 from dmcp.calibration import GATED, Forward, kept_modes
-from dmcp.checkpoint import DONE, Feed, Keeper, MakeOptimizer, State, check_graphs, make_optimizer, rate_shares, seeded
+from dmcp.checkpoint import (
+    DONE,
+    Checkpointer,
+    MakeOptimizer,
+    ResumableIterator,
+    State,
+    check_graphs,
+    make_optimizer,
+    rate_shares,
+    seeded,
+)
 from dmcp.errors import TrainingError
 from dmcp.losses import (
     Accuracy,
@@ -35,18 +45,18 @@ from dmcp.losses import (
     Metric,
     check_metric,
     classification_loss,
-    imitation,
+    distillation_loss,
     loss_of,
     mean,
     measure,
     whole_of,
 )
 from dmcp.modules import call_model, check_function, check_functions, check_kind, check_kinds, check_module, tensors_in
-from dmcp.runtime.distributed import ALONE, Ranks, current, mean_gradients, mean_values, share_tensors
+from dmcp.runtime.distributed import SINGLE_PROCESS, World, current, mean_gradients, mean_values, share_tensors
 from dmcp.runtime.engine import (
     Engine,
     Precision,
-    Settled,
+    ResolvedEngine,
     autocast,
     check_precision,
     is_depthwise,
@@ -72,8 +82,8 @@ class StepRecord:
 class Log:
     """Losses that wait on the device, and the last state in which everything was finite."""
 
-    def __init__(self, model: nn.Module, on_step: Callable[[StepRecord], None] | None, ranks: Ranks) -> None:
-        self.ranks = ranks
+    def __init__(self, model: nn.Module, on_step: Callable[[StepRecord], None] | None, world: World) -> None:
+        self.world = world
         self.model = model
         self.weights = list(model.parameters())
         self.on_step = on_step
@@ -100,7 +110,7 @@ class Log:
         wide = widest(self.waiting[0][0].device)
         losses = torch.stack([loss.to(wide) for loss, _, _ in self.waiting])
         samples = losses.new_tensor([samples for _, samples, _ in self.waiting])
-        read = torch.cat([mean_values(losses, samples, self.ranks), finite.to(losses).reshape(1)]).tolist()
+        read = torch.cat([mean_values(losses, samples, self.world), finite.to(losses).reshape(1)]).tolist()
         for (_, _, facts), value in zip(self.waiting, read[:-1], strict=True):
             if not math.isfinite(value):
                 self._stop(f"the loss is {value}", facts)
@@ -160,8 +170,8 @@ class TrainConfig:
     weight_decay: float = 1e-4  # on weights; none on norms and biases
     label_smoothing: float = 0.1  # share of the target spread over all classes, by the default loss
     distillation: Distillation = Distillation.NONE  # `teacher` needs train(..., teacher=...)
-    teacher_share: float = 0.5  # of the loss, with a teacher; the labels have the rest
-    teacher_temperature: float = 1.0  # scores of both are divided by it: the larger, the more wrong classes count
+    kd_weight: float = 0.5  # of the loss, with a teacher; the labels have the rest
+    kd_temperature: float = 1.0  # scores of both are divided by it: the larger, the more wrong classes count
     seed: int = 0  # of dropout and the like; a loader has its own
 
     def __post_init__(self) -> None:
@@ -196,10 +206,10 @@ class TrainConfig:
             raise TrainingError("nesterov needs a momentum: set nesterov=False or momentum above 0.")
         if not 0 <= self.label_smoothing < 1:
             raise TrainingError(f"label_smoothing must lie in [0, 1), not {self.label_smoothing}.")
-        if not 0 <= self.teacher_share <= 1:
-            raise TrainingError(f"teacher_share must lie in [0, 1], not {self.teacher_share}.")
-        if not 0.01 <= self.teacher_temperature <= 100:  # beyond them numbers vanish or overflow
-            raise TrainingError(f"teacher_temperature must lie in [0.01, 100], not {self.teacher_temperature}.")
+        if not 0 <= self.kd_weight <= 1:
+            raise TrainingError(f"teacher_share must lie in [0, 1], not {self.kd_weight}.")
+        if not 0.01 <= self.kd_temperature <= 100:  # beyond them numbers vanish or overflow
+            raise TrainingError(f"teacher_temperature must lie in [0.01, 100], not {self.kd_temperature}.")
         check_seed(self.seed)
 
 
@@ -257,7 +267,7 @@ def train(
     teacher: nn.Module | None = None,
     on_step: Callable[[StepRecord], None] | None = None,
     engine: Engine | None = None,
-    keeper: Keeper | None = None,
+    checkpointer: Checkpointer | None = None,
     after_epoch: Callable[[int], None] | None = None,
     optimizer: MakeOptimizer | None = None,
 ) -> list[StepRecord]:
@@ -272,40 +282,40 @@ def train(
     check_kind("config", config, TrainConfig, TrainingError)
     if (teacher is not None) != (config.distillation is Distillation.TEACHER):
         raise TrainingError("A teacher and distillation='teacher' go together: give both or neither.")
-    check_kinds({"engine": (engine, Engine), "keeper": (keeper, Keeper)})
+    check_kinds({"engine": (engine, Engine), "checkpointer": (checkpointer, Checkpointer)})
     check_functions({"loss": loss, "on_step": on_step, "after_epoch": after_epoch})
     check_trainable(model)
     _check_apart(model, teacher)
     check_graphs(engine, optimizer)
     if not length_of(loader):
         raise TrainingError("There is nothing to train on: the loader has no batches.")
-    ranks, device = current(), device_of(model)
-    settled = (engine or Engine()).settled(
+    world, device = current(), device_of(model)
+    resolved = (engine or Engine()).resolve(
         device,
         steps=config.epochs * length_of(loader),
         large=_large(model),
-        plain=loss is None and optimizer is None and ranks.world == 1,
+        plain=loss is None and optimizer is None and world.size == 1,
         narrow=is_narrow(model),
         depthwise=is_depthwise(model),
     )
-    with kept_modes(model), _evaluating(teacher), seeded(config.seed, device, ranks), settled.running(model):
+    with kept_modes(model), _evaluating(teacher), seeded(config.seed, device, world), resolved.running(model):
         model.train()
-        share_tensors([*model.parameters(), *model.buffers()], ranks)
+        share_tensors([*model.parameters(), *model.buffers()], world)
         groups = parameter_groups(model, config.weight_decay)
         usual = partial(sgd, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, device=device)
         mover = make_optimizer(optimizer or usual, groups)
         shares = rate_shares(mover)
         task = loss or classification_loss(config.label_smoothing)
-        run_step = settled.repeated(make_step(model, mover, task, teacher, config, settled, ranks))
-        feed = Feed(loader, settled, ranks)
+        run_step = resolved.repeated(make_step(model, mover, task, teacher, config, resolved, world))
+        feed = ResumableIterator(loader, resolved, world)
         steps = config.epochs * feed.per_epoch
-        log = Log(model, on_step, ranks)
+        log = Log(model, on_step, world)
         shared = dict(model.named_parameters())
         own = lambda: dict(model.named_buffers())  # noqa: E731
         state = State(shared, own, [mover], [], [feed], device, given=optimizer is not None)
-        for step in range(_resume(keeper, state, log, ranks), steps):
+        for step in range(_resume(checkpointer, state, log, world), steps):
             (batch,) = feed.next()
-            rate = learning_rate(step, steps, feed.samples([batch], ranks), config)
+            rate = learning_rate(step, steps, feed.samples([batch], world), config)
             set_lr(mover, rate, shares)
             log.add(run_step(batch), size_of(batch), epoch=step // feed.per_epoch, step=step, steps=steps, lr=rate)
             if feed.step % feed.per_epoch == 0:
@@ -313,28 +323,28 @@ def train(
                 if after_epoch:
                     after_epoch(step // feed.per_epoch)
                     log.begin(log.records)
-            _keep(keeper, step + 1, steps, state, log, ranks)
-        share_tensors(list(model.buffers()), ranks)
+            _keep(checkpointer, step + 1, steps, state, log, world)
+        share_tensors(list(model.buffers()), world)
     mover.zero_grad(set_to_none=True)
     return log.records
 
 
-def _resume(keeper: Keeper | None, state: State, log: Log, ranks: Ranks) -> int:
+def _resume(checkpointer: Checkpointer | None, state: State, log: Log, world: World) -> int:
     """The step to begin with, brought back from a checkpoint if there is one."""
-    saved = keeper.load(ranks) if keeper else None
-    if saved is None or keeper is None:
+    saved = checkpointer.load(world) if checkpointer else None
+    if saved is None or checkpointer is None:
         return 0
-    state.put(saved.tensors, [saved.step], ranks)
-    log.begin([StepRecord(**record) for record in keeper.earlier() if record["step"] < saved.step])
+    state.put(saved.tensors, [saved.step], world)
+    log.begin([StepRecord(**record) for record in checkpointer.earlier() if record["step"] < saved.step])
     return saved.step
 
 
-def _keep(keeper: Keeper | None, step: int, steps: int, state: State, log: Log, ranks: Ranks) -> None:
+def _keep(checkpointer: Checkpointer | None, step: int, steps: int, state: State, log: Log, world: World) -> None:
     """Save the state after so many steps, if it is time to; all records are out before."""
     done = step == steps
-    if keeper is not None and (done or keeper.due(step, ranks)):
+    if checkpointer is not None and (done or checkpointer.due(step, world)):
         log.look()
-        keeper.save(step, state, {DONE: done}, ranks)
+        checkpointer.save(step, state, {DONE: done}, world)
 
 
 def make_step(
@@ -343,19 +353,19 @@ def make_step(
     loss: Loss,
     teacher: nn.Module | None,
     config: TrainConfig,
-    settled: Settled,
-    ranks: Ranks = ALONE,
+    resolved: ResolvedEngine,
+    world: World = SINGLE_PROCESS,
 ) -> Callable[[Any], Tensor]:
     """What one training step does: batch -> loss."""
-    forward = settled.compiled(lambda x: call_model(model, x))
-    guide = settled.compiled(lambda x: call_model(teacher, x)) if teacher is not None else None
+    forward = resolved.compiled(lambda x: call_model(model, x))
+    guide = resolved.compiled(lambda x: call_model(teacher, x)) if teacher is not None else None
 
     def step(batch: Any) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
-        with settled.autocast():
+        with resolved.autocast():
             value = _loss(forward, batch, loss, guide, config)
         torch.autograd.backward(value)
-        mean_gradients(model.parameters(), size_of(batch), ranks)
+        mean_gradients(model.parameters(), size_of(batch), world)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return value.detach()
@@ -383,21 +393,21 @@ def evaluate(
     check_function("forward", forward, GATED)
     check_precision(precision)
     metric = Accuracy() if metric is None else metric
-    ranks, device = current(), device_of(model)
-    check_metric(metric, ranks)
+    world, device = current(), device_of(model)
+    check_metric(metric, world)
     run = forward or (lambda x: call_model(model, x))
     there = (on_device(batch, device) for batch in loader)
     # of a small last batch some ranks have no part
     pairs = ((run(input_of(batch)), batch) for batch in there if size_of(batch))
     whole = whole_of(metric)
     if whole is not None:
-        check_parts(loader, ranks)
+        check_parts(loader, world)
     with kept_modes(model), torch.no_grad(), autocast(device, precision):
         model.eval()
         if whole is not None:
-            return measure(whole, pairs, ranks)
+            return measure(whole, pairs, world)
         assert callable(metric)
-        found = mean(metric, pairs, device, ranks)
+        found = mean(metric, pairs, device, world)
     if isinstance(metric, Accuracy):
         metric.tell()
     return found
@@ -414,8 +424,8 @@ def _loss(forward: Forward, batch: Any, loss: Loss, teacher: Forward | None, con
         return value
     with torch.no_grad():
         target = tensors_in(teacher(input_of(batch)))
-    share = config.teacher_share
-    return (1 - share) * value + share * imitation(output, target, config.teacher_temperature)
+    share = config.kd_weight
+    return (1 - share) * value + share * distillation_loss(output, target, config.kd_temperature)
 
 
 def _check_apart(model: nn.Module, teacher: nn.Module | None) -> None:

@@ -32,7 +32,7 @@ from dmcp.latency.table import RuntimeKind
 from dmcp.report.trackers import read_kinds
 from dmcp.retraining import Retrain, default_recipe
 from dmcp.runs import SETTINGS, free_folder, read_json, slug
-from dmcp.runtime.distributed import ALONE
+from dmcp.runtime.distributed import SINGLE_PROCESS
 from dmcp.runtime.engine import Engine, Precision
 from dmcp.runtime.io import from_plain, quote
 from dmcp.searching.config import BOUNDS, Bound, SearchConfig
@@ -64,7 +64,7 @@ class Plan:
     search: SearchConfig | None = None
     train: TrainConfig | None = None
     retrain: Retrain = Retrain.SCRATCH
-    controls: bool = False
+    baselines: bool = False
     widths: str = ""  # file of widths that are trained
     cell: Cell | None = None  # of dmcp compare
     every_steps: int = 1000  # steps between two checkpoints
@@ -100,7 +100,7 @@ def facts_of(opened: Opened) -> dict[str, Any]:
     graph = opened.graph
     unpruned = {"macs": graph.macs(), "params": graph.params(), "widths": dict(graph.full)}
     versions = {"torch": torch.__version__, "python": platform.python_version(), "code": code_digest()}
-    teacher = {} if opened.teacher is None else {"teacher": digest(opened.teacher.state_dict(), ALONE)}
+    teacher = {} if opened.teacher is None else {"teacher": digest(opened.teacher.state_dict(), SINGLE_PROCESS)}
     known = {"classes": opened.data.classes, "shape": list(opened.data.shape), "data": data_identity(opened.data)}
     return (
         known
@@ -424,7 +424,7 @@ ModelName = Annotated[
     ),
 ]
 ModelArgs = Annotated[list[str] | None, typer.Option(help="Argument of its builder, like width_mult=1.5; repeatable.")]
-Frozen = Annotated[list[str] | None, typer.Option(help="Module or space whose channels stay whole; repeatable.")]
+Ignore = Annotated[list[str] | None, typer.Option(help="Module or space whose channels stay whole; repeatable.")]
 Data = Annotated[str, typer.Option(help="digits, cifar10, cifar100, a folder of shards, or one with train/ and val/.")]
 Budget = Annotated[str, typer.Option(help="50%, 211M, 1.1G, params:2M, 8ms, latency:50%, or several: 50%,params:2M.")]
 LatencyTable = Annotated[
@@ -457,7 +457,7 @@ Groups = Annotated[int, typer.Option(help="Groups that each space is divided int
 Align = Annotated[
     int, typer.Option(help="Widths are multiples of this, or a space's whole size; smaller spaces stay whole.")
 ]
-Smallest = Annotated[
+MinChannels = Annotated[
     list[str] | None,
     typer.Option(
         metavar="[NAME=]N",
@@ -465,7 +465,7 @@ Smallest = Annotated[
         "repeatable.",
     ),
 ]
-Largest = Annotated[
+MaxChannels = Annotated[
     list[str] | None, typer.Option(metavar="[NAME=]N", help="Most channels, said in the same way; repeatable.")
 ]
 Seed = Annotated[int, typer.Option(callback=_check_seed, help="Of everything random.")]
@@ -493,14 +493,14 @@ TeacherModel = Annotated[
 TeacherModelArgs = Annotated[
     list[str] | None, typer.Option(help="Argument of the builder of --teacher-model, like width_mult=1.5; repeatable.")
 ]
-TeacherShare = Annotated[
+KdWeight = Annotated[
     float | None, typer.Option(help="Share of the loss that is the teacher's, not the labels'; default: 0.5.")
 ]
-TeacherTemperature = Annotated[
+KdTemperature = Annotated[
     float | None,
     typer.Option(help="Scores of both are divided by it: the larger, the more wrong classes count; default: 1."),
 ]
-Controls = Annotated[bool, typer.Option("--controls", help="Also train the unpruned network and uniform widths.")]
+Baselines = Annotated[bool, typer.Option("--baselines", help="Also train the unpruned network and uniform widths.")]
 Weights = Annotated[
     str,
     typer.Option(
@@ -666,7 +666,7 @@ def make_plan(ctx: typer.Context, command: str, options: Mapping[str, Any]) -> P
         search=search,
         train=train,
         retrain=options.get("retrain") or _retrain(options, recipe),
-        controls=options.get("controls", False),
+        baselines=options.get("baselines", False),
         widths=options.get("widths", ""),
         every_steps=options["save_steps"],
         every_minutes=options["save_minutes"],
@@ -719,7 +719,7 @@ def _typed(value: Any) -> str:
 
 def _asked_job(options: Mapping[str, Any], given: set[str], recipe: Recipe | None) -> Job:
     known = {name: value for name, value in options.items() if name in Job.__dataclass_fields__ and value is not None}
-    known |= {name: tuple(options.get(name) or ()) for name in ("model_args", "teacher_model_args", "frozen")}
+    known |= {name: tuple(options.get(name) or ()) for name in ("model_args", "teacher_model_args", "ignore")}
     if recipe is not None:
         own = {"batch": recipe.job.batch, "train_batch": recipe.train_batch}
         known |= {name: value for name, value in own.items() if name not in given}
@@ -746,7 +746,7 @@ def _asked_recipe(options: Mapping[str, Any], given: set[str], recipe: Recipe | 
     epochs = usual.epochs if options["epochs"] is None else options["epochs"]
     lr = usual.lr if options["lr"] is None else options["lr"]
     asked = {name: options[name] for name in ("weight_decay", "label_smoothing") if recipe is None or name in given}
-    asked |= {name: options[name] for name in ("teacher_share", "teacher_temperature") if options[name] is not None}
+    asked |= {name: options[name] for name in ("kd_weight", "kd_temperature") if options[name] is not None}
     first = lr * usual.warmup_lr / usual.lr
     return replace(usual, epochs=epochs, **asked, seed=options["seed"], lr=lr, warmup_lr=first)
 
@@ -758,14 +758,14 @@ def _retrain(options: Mapping[str, Any], recipe: Recipe | None) -> Retrain:
     if recipe:
         return recipe.retrain
     if options.get("weights") and "retrain" in options:
-        return Retrain.INHERIT
+        return Retrain.FINETUNE
     return Retrain.TEACHER if options.get("teacher") else Retrain.SCRATCH
 
 
 def _check_teacher(command: str, options: Mapping[str, Any]) -> None:
     """Refuse options about a teacher where nobody would learn from one."""
     kind, named = options["retrain"], options["teacher"]
-    if named and kind not in (Retrain.TEACHER, Retrain.INHERIT):
+    if named and kind not in (Retrain.TEACHER, Retrain.FINETUNE):
         raise DmcpError(
             f"--teacher: --retrain {kind} has no use for it: take --retrain teacher for weights that are drawn anew, "
             "or inherit for those of the search."
@@ -776,9 +776,7 @@ def _check_teacher(command: str, options: Mapping[str, Any]) -> None:
             "of the teacher's weights."
         )
     _check_teacher_model(named, options["teacher_model"], options["teacher_model_args"] or ())
-    typed = [
-        f"--{name.replace('_', '-')}" for name in ("teacher_share", "teacher_temperature") if options[name] is not None
-    ]
+    typed = [f"--{name.replace('_', '-')}" for name in ("kd_weight", "kd_temperature") if options[name] is not None]
     if named or not typed:
         return
     if kind is not Retrain.TEACHER:

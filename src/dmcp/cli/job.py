@@ -125,7 +125,7 @@ class Job:
     teacher: str = ""  # file of the weights of a network to learn from; "given": that with the weights above
     teacher_model: str = ""  # network that these weights are of; empty: the model
     teacher_model_args: tuple[str, ...] = ()  # name=value for the builder of that network
-    frozen: tuple[str, ...] = ()  # modules or spaces that stay whole
+    ignore: tuple[str, ...] = ()  # modules or spaces that stay whole
     inexact: bool = False  # prune through LayerNorm and GroupNorm too
     batch: int = 128  # images in a step, over all processes
     train_batch: int = 0  # the same in the retraining; 0: as many
@@ -143,8 +143,8 @@ class Job:
     def place(self) -> torch.device:
         """The device, if there is such a one; of several processes on a machine each has its own GPU."""
         name = self.device or best_device().type
-        if name == "cuda" and (ranks := current()).world > 1:
-            name = f"cuda:{ranks.local}"
+        if name == "cuda" and (world := current()).size > 1:
+            name = f"cuda:{world.local}"
         try:
             one = torch.zeros(1, device=name)
             one.item()  # some devices only pretend to compute
@@ -295,7 +295,7 @@ def build(job: Job, classes: int | None) -> nn.Module:
 
 def trace_job(job: Job, model: nn.Module, sample: tuple[int, ...]) -> ChannelGraph:
     """The graph of the network for samples of this shape."""
-    return trace(model, torch.zeros(2, *sample), frozen=job.frozen, exact=not job.inexact)
+    return trace(model, torch.zeros(2, *sample), ignore=job.ignore, exact=not job.inexact)
 
 
 def argument(text: str, option: str = "--model-args") -> tuple[str, Any]:

@@ -185,7 +185,7 @@ def inspect(
     model: o.ModelName,
     input: Annotated[str, typer.Option(help="Shape of one sample, like 3x224x224; default: the model's own.")] = "",
     model_args: o.ModelArgs = None,
-    frozen: o.Frozen = None,
+    ignore: o.Ignore = None,
     inexact: Annotated[
         bool, typer.Option("--inexact", help="Prune through LayerNorm and GroupNorm too, where gates only approximate.")
     ] = False,
@@ -199,13 +199,13 @@ def inspect(
       dmcp inspect resnet50
       dmcp inspect mobilenet_v2 --model-args width_mult=1.5
       dmcp inspect timm:convnext_tiny --input 3x128x128 --inexact
-      dmcp inspect mypackage.nets:build --frozen head --json
+      dmcp inspect mypackage.nets:build --ignore head --json
     """
     if not o.is_first():
         return
     net = build(model, **dict(map(argument, model_args or [])))
     shape = parse_shape(input) if input else sample_shape(net)
-    graph = trace(net, torch.zeros(2, *shape), frozen=tuple(frozen or ()), exact=not inexact)
+    graph = trace(net, torch.zeros(2, *shape), ignore=tuple(ignore or ()), exact=not inexact)
     if as_json:
         print(json.dumps({"model": model} | graph.to_json(), indent=1))
     else:
@@ -241,7 +241,7 @@ def _show(name: str, shape: tuple[int, ...], graph: ChannelGraph) -> None:
         for space in graph.spaces
     ]
     alike: dict[tuple[int, str], list[str]] = {}
-    for kept in graph.whole:
+    for kept in graph.unprunable:
         alike.setdefault((kept.size, kept.reason), []).append(kept.name)
     whole = [(", ".join(names), str(size), reason) for (size, reason), names in alike.items()]
     bindings = [(f"{it.module}.{it.attribute}".lstrip("."), str(it.value), it.follows) for it in graph.bindings]

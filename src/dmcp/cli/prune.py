@@ -53,7 +53,7 @@ from dmcp.latency.measure import NETWORKS, describe, measure_latency, price, set
 from dmcp.latency.table import LATENCY_FILE, Latency, RuntimeKind
 from dmcp.pruning import time_networks
 from dmcp.report.figures import draw_all
-from dmcp.results import AS_GIVEN, OURS, UNIFORM, UNPRUNED, Row, compare, markdown, results_table
+from dmcp.results import DMCP, ORIGINAL, UNIFORM, UNPRUNED, Row, compare, markdown, results_table
 from dmcp.retraining import Retrain, origin, train_all, trained_before, weigh_teacher, who_teaches
 from dmcp.runs import REPORT, Run, read_json
 from dmcp.runtime.io import staging_name
@@ -86,7 +86,7 @@ def forecast(
     config: SearchConfig,
     recipe: TrainConfig,
     kind: Retrain,
-    controls: bool,
+    baselines: bool,
     taught: bool = False,
 ) -> list[Stage]:
     """The stages of a run. A copy of the supernet is trained for a few steps, and so are two cut networks.
@@ -107,11 +107,11 @@ def forecast(
     first, rest = per_epoch * config.warmup_epochs, per_epoch * (config.epochs - config.warmup_epochs)
     steps = len(loader) * recipe.epochs
     stages = [Stage("warm-up", first, first * warm), Stage("search", rest, rest * both)]
-    if controls or (kind is Retrain.TEACHER and not taught):
+    if baselines or (kind is Retrain.TEACHER and not taught):
         stages.append(Stage(UNPRUNED, steps, steps * (whole + asked if taught else whole)))
-    if controls:
+    if baselines:
         stages.append(Stage(UNIFORM, steps, steps * ours))
-    return [*stages, Stage(OURS, steps, steps * ours)]
+    return [*stages, Stage(DMCP, steps, steps * ours)]
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -168,7 +168,7 @@ def latency(
         int | None, typer.Option(min=1, help="Of the data that the network is pruned for; default: the builder's.")
     ] = None,
     model_args: o.ModelArgs = None,
-    frozen: o.Frozen = None,
+    ignore: o.Ignore = None,
     batch: o.LatencyBatch = 1,
     device: o.Device = "",
     dtype: Annotated[str, typer.Option(help="Of weights and inputs: float32, bfloat16, float16.")] = "float32",
@@ -193,7 +193,7 @@ def latency(
         raise DmcpError("--model is missing: dmcp latency --help says what it can be.")
     if out:
         _check_target(Path(out))
-    job = Job(model=model, model_args=tuple(model_args or ()), frozen=tuple(frozen or ()), device=device, seed=seed)
+    job = Job(model=model, model_args=tuple(model_args or ()), ignore=tuple(ignore or ()), device=device, seed=seed)
     net = build(job, classes)
     sample = shape(input) if input else models.sample_shape(net)
     graph, net = trace_job(job, net, sample), net.to(job.place)
@@ -255,7 +255,7 @@ def _read(path: Path, graph: ChannelGraph, option: str) -> Latency:
     """A table that is of this network."""
     table = Latency.load(path)
     try:
-        graph.priced(table)
+        graph.with_latency(table)
     except WidthsError as error:
         raise WidthsError(f"{option}{path}: {error}") from None
     return table
@@ -314,13 +314,13 @@ def search(
     label_smoothing: o.LabelSmoothing = 0.1,
     groups: o.Groups = 10,
     align: o.Align = 1,
-    smallest: o.Smallest = None,
-    largest: o.Largest = None,
+    min_channels: o.MinChannels = None,
+    max_channels: o.MaxChannels = None,
     seed: o.Seed = 0,
     weights: o.Weights = "",
     input: o.Input = "",
     model_args: o.ModelArgs = None,
-    frozen: o.Frozen = None,
+    ignore: o.Ignore = None,
     holdout: o.Holdout = 0.0,
     recipe: o.RecipeName = "",
     device: o.Device = "",
@@ -369,7 +369,7 @@ def search(
         recalibrate(small, loaders.train)
         pruning.check_budget(small, widths, found)
         replaced = here.replaced()
-        if not here.ranks.first:
+        if not here.world.first:
             return
         save(small, widths, here.run.folder)
         here.run.write_outcome(outcome)
@@ -411,12 +411,12 @@ def train(
     teacher: o.Teacher = "",
     teacher_model: o.TeacherModel = "",
     teacher_model_args: o.TeacherModelArgs = None,
-    teacher_share: o.TeacherShare = None,
-    teacher_temperature: o.TeacherTemperature = None,
+    kd_weight: o.KdWeight = None,
+    kd_temperature: o.KdTemperature = None,
     weights: o.Weights = "",
     input: o.Input = "",
     model_args: o.ModelArgs = None,
-    frozen: o.Frozen = None,
+    ignore: o.Ignore = None,
     device: o.Device = "",
     workers: o.Workers = None,
     corrupt: o.OnCorrupt = Corrupt.STOP,
@@ -449,22 +449,22 @@ def train(
     with session(plan, run_folder(plan, out, resume), bool(resume), quiet, lambda it: _check_widths(plan, it)) as here:
         opened, graph = here.opened, here.opened.graph
         kept = _read_widths(plan, opened)
-        if plan.widths and not plan.job.input and here.ranks.first:
+        if plan.widths and not plan.job.input and here.world.first:
             tell_other_size(Path(plan.widths), opened)
-        start = opened.model if plan.retrain is Retrain.INHERIT else opened.fresh
-        wanted = {OURS if plan.widths else UNPRUNED: kept}
+        start = opened.model if plan.retrain is Retrain.FINETUNE else opened.fresh
+        wanted = {DMCP if plan.widths else UNPRUNED: kept}
         settings, way = (plan.train, plan.retrain, None), (here.on_event, plan.engine, here.keep)
         guide = opened.teacher
         before = trained_before(opened.model, plan.retrain, not opened.new_head, guide, guide)
         worth = None
         if guide is not None:
-            rival = None if guide is opened.model else before.get(AS_GIVEN)
+            rival = None if guide is opened.model else before.get(ORIGINAL)
             worth = weigh_teacher(guide, rival, opened.data.classes, opened.loaders.test)
         trained = train_all(start, graph, wanted, opened.loaders.retrain, *settings, *way, teacher=guide)
         example = next(iter(opened.loaders.retrain))[0]
         rows = compare(before | trained, graph, wanted, opened.loaders.test, example, on_event=here.on_event)
         replaced = here.replaced()
-        if not here.ranks.first:
+        if not here.world.first:
             return
         save(trained[next(iter(wanted))], kept, here.run.folder)
         troubles = here.run.troubles(wanted)
@@ -486,8 +486,8 @@ def _taught(plan: Plan, opened: Opened, worth: Row | None) -> str:
     who = who_teaches(plan.retrain, opened.teacher, opened.model, worth)
     if not who or not (opened.teacher or plan.widths):
         return ""
-    how = (plan.train.teacher_share, plan.train.teacher_temperature)
-    return origin(plan.retrain, who, *how, OURS if plan.widths else UNPRUNED, "the given weights")
+    how = (plan.train.kd_weight, plan.train.kd_temperature)
+    return origin(plan.retrain, who, *how, DMCP if plan.widths else UNPRUNED, "the given weights")
 
 
 def _read_widths(plan: Plan, opened: Opened) -> Widths:
@@ -527,21 +527,21 @@ def prune(
     label_smoothing: o.LabelSmoothing = 0.1,
     groups: o.Groups = 10,
     align: o.Align = 1,
-    smallest: o.Smallest = None,
-    largest: o.Largest = None,
+    min_channels: o.MinChannels = None,
+    max_channels: o.MaxChannels = None,
     seed: o.Seed = 0,
     seeds: o.Seeds = 1,
     retrain: o.RetrainKind = None,
     teacher: o.Teacher = "",
     teacher_model: o.TeacherModel = "",
     teacher_model_args: o.TeacherModelArgs = None,
-    teacher_share: o.TeacherShare = None,
-    teacher_temperature: o.TeacherTemperature = None,
-    controls: o.Controls = False,
+    kd_weight: o.KdWeight = None,
+    kd_temperature: o.KdTemperature = None,
+    baselines: o.Baselines = False,
     weights: o.Weights = "",
     input: o.Input = "",
     model_args: o.ModelArgs = None,
-    frozen: o.Frozen = None,
+    ignore: o.Ignore = None,
     holdout: o.Holdout = 0.0,
     recipe: o.RecipeName = "",
     device: o.Device = "",
@@ -570,11 +570,11 @@ def prune(
     \b
     Examples:
       dmcp prune --model resnet18 --data ~/photos --budget 50% --dry-run
-      dmcp prune --model digits:resnet --data digits --budget params:50% --controls
+      dmcp prune --model digits:resnet --data digits --budget params:50% --baselines
       dmcp prune --model resnet18 --data ~/photos --budget 8ms --latency-device cpu
       dmcp prune --model cifar:resnet20 --data cifar10 --seeds 3 --json
       dmcp prune --model resnet50 --data ~/photos --weights mine.pth --teacher given
-      dmcp prune --model resnet18 --data ~/photos --align 8 --smallest 16 --smallest layer1=32 --frozen conv1
+      dmcp prune --model resnet18 --data ~/photos --align 8 --min-channels 16 --min-channels layer1=32 --ignore conv1
       dmcp prune --resume runs/resnet18-photos-prune
       torchrun --nproc-per-node 8 -m dmcp prune --recipe imagenet_resnet50_1100m --data ~/imagenet
     """
@@ -606,7 +606,7 @@ def prune(
             search=plan.search,
             train=plan.train,
             retrain=plan.retrain,
-            controls=plan.controls,
+            baselines=plan.baselines,
             test_given=not opened.new_head,
             graph=opened.graph,
             fresh=opened.fresh,
@@ -618,7 +618,7 @@ def prune(
             keep=here.keep,
         )
         replaced = here.replaced()
-        if not here.ranks.first:
+        if not here.world.first:
             return
         troubles = here.run.finish(result, plan.search.seed, here.describe_replaced(replaced))
     if not told:
@@ -681,7 +681,7 @@ def _forecast(plan: Plan, as_json: bool) -> None:
     budget, path = reach(net, plan.search)
     limits, (floor, ceiling) = budget.limits, extremes(graph, path.sizes)
     stages = forecast(
-        net, opened.loaders.train, plan.search, plan.train, plan.retrain, plan.controls, opened.teacher is not None
+        net, opened.loaders.train, plan.search, plan.train, plan.retrain, plan.baselines, opened.teacher is not None
     )
     steps, seconds = sum(stage.steps for stage in stages), sum(stage.seconds for stage in stages)
     device, memory = net.alpha.device.type, peak_bytes(net.alpha.device)

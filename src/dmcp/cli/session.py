@@ -25,7 +25,7 @@ from torch import nn
 
 from dmcp.batches import device_of, generator
 from dmcp.budget import LATENCY, MEMORY, costs, parse, show_cost
-from dmcp.checkpoint import Keeper
+from dmcp.checkpoint import Checkpointer
 from dmcp.cli.config import FACTS, Plan, facts_of
 from dmcp.cli.job import Corrupt, Job, Opened, Replaced, open_job
 from dmcp.data.check import no_images
@@ -35,9 +35,9 @@ from dmcp.latency.table import FS_PER_MS, LATENCY_FILE
 from dmcp.preflight import check_classifier, check_finite, check_input
 from dmcp.pruning import DivergenceWarning, PruneResult
 from dmcp.report.trackers import Tracker, open_tracker
-from dmcp.results import AS_GIVEN, OURS, UNPRUNED, Event, milliseconds, mostly_odd, not_faster
+from dmcp.results import DMCP, ORIGINAL, UNPRUNED, Event, milliseconds, mostly_odd, not_faster
 from dmcp.runs import REPLACED, SETTINGS, Run, open_run, read_json, refuse_taken
-from dmcp.runtime.distributed import Ranks, join, leave, share_tensors, sum_values
+from dmcp.runtime.distributed import World, join, leave, share_tensors, sum_values
 from dmcp.runtime.engine import Engine
 from dmcp.runtime.io import Lock
 from dmcp.searching.config import SearchRecord
@@ -140,7 +140,7 @@ class Session:
     """What a command works with."""
 
     plan: Plan
-    ranks: Ranks
+    world: World
     opened: Opened
     run: Run
     progress: Progress
@@ -148,14 +148,14 @@ class Session:
     asked_to_stop: Callable[[], bool]
     noted: dict[str, set[str]] = field(default_factory=dict)  # replaced image files that are in the run folder
 
-    def keep(self, stage: str) -> Keeper:
+    def keep(self, stage: str) -> Checkpointer:
         """What saves the state of a stage."""
         plan = self.plan.to_json() | {"options": {}}
         plan["job"].pop("workers")  # how many processes decode images changes nothing
         # nor do broken ones that are skipped from now on: up to here there were none
         plan["job"]["corrupt"] = self.plan.options.get("corrupt", self.plan.job.corrupt)
         identity = {"plan": plan} | {name: fact for name, fact in facts_of(self.opened).items() if name in FACTS}
-        return self.run.keeper(
+        return self.run.checkpointer(
             stage,
             identity,
             every_steps=self.plan.every_steps,
@@ -168,7 +168,7 @@ class Session:
     def on_event(self, event: Event) -> None:
         """Log and show what happens; only the first rank does, but each has image files of its own."""
         self._note_replaced()
-        if self.ranks.first:
+        if self.world.first:
             self.run.on_event(event)
             self.progress.on_event(event)
             self.tracker.on_event(event)
@@ -176,17 +176,17 @@ class Session:
     def replaced(self) -> Replaced:
         """Image files that were replaced, on all ranks and in all sittings; all ranks must ask, the first one knows."""
         self._note_replaced()
-        own, ranks = self.opened.loaders.replaced, self.ranks
+        own, world = self.opened.loaders.replaced, self.world
         if not isinstance(self.opened.data.train, FolderSet) or not isinstance(self.opened.data.test, FolderSet):
             return own
         parts = {"train": self.opened.data.train.paths, "test": self.opened.data.test.paths}
         found: list[frozenset[str]] = []
         for (part, paths), mine in zip(parts.items(), own, strict=True):
-            times = sum_values(torch.tensor([path in mine for path in paths], dtype=torch.int64), ranks)
+            times = sum_values(torch.tensor([path in mine for path in paths], dtype=torch.int64), world)
             of_all = {path for path, count in zip(paths, times.tolist(), strict=True) if count}
             found.append(frozenset(of_all | self.run.replaced(part)))
         every = Replaced(*found)
-        if ranks.first and any(every):  # each once: several ranks may have noted the same one
+        if world.first and any(every):  # each once: several ranks may have noted the same one
             facts = ({"part": part, "file": file} for part, files in every._asdict().items() for file in sorted(files))
             self.run.write(REPLACED, "".join(f"{json.dumps(fact)}\n" for fact in facts))
         return every
@@ -242,12 +242,12 @@ def session(
     `check` may still refuse before it is written, and gives back what it was given, or that with a table of latency.
     told: whether the command that has started this one has said what a person may not know.
     """
-    ranks = join(plan.job.device)
+    world = join(plan.job.device)
     begun = False
     try:
         with contextlib.ExitStack() as undo:
             asked = undo.enter_context(_signals())
-            if ranks.world > 1 and plan.job.place.type == "cuda":
+            if world.size > 1 and plan.job.place.type == "cuda":
                 torch.cuda.set_device(plan.job.place)
             undo.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore", DivergenceWarning)  # the command says it at its end
@@ -255,17 +255,17 @@ def session(
             check_given(opened)
             if not plan.cell:  # the command that starts the cells has looked
                 check_test_files(opened, plan.job, resume)
-            if ranks.first and not resume:
+            if world.first and not resume:
                 refuse_taken(folder)  # before anything is measured
             if check:
                 opened = check(opened)
-            folder = Path(_share_text(str(folder), ranks))
+            folder = Path(_share_text(str(folder), world))
             run = Run(folder)
-            if ranks.first:
+            if world.first:
                 run = _take(plan, opened, folder, resume, undo)
-            tracker = undo.enter_context(_track(plan, opened, folder) if ranks.first else Tracker())
-            progress = undo.enter_context(Progress(quiet or not ranks.first))
-            here = Session(plan, ranks, opened, run, progress, tracker, asked)
+            tracker = undo.enter_context(_track(plan, opened, folder) if world.first else Tracker())
+            progress = undo.enter_context(Progress(quiet or not world.first))
+            here = Session(plan, world, opened, run, progress, tracker, asked)
             _describe(here, quiet, told)
             begun = True
             yield here
@@ -381,13 +381,13 @@ def _track(plan: Plan, opened: Opened, folder: Path) -> Tracker:
 
 def _describe(here: Session, quiet: bool, told: bool) -> None:
     """State what a person may not know, then the batch and the learning rates, of all ranks together."""
-    plan, ranks = here.plan, here.ranks
-    if ranks.first and not told:
+    plan, world = here.plan, here.world
+    if world.first and not told:
         tell_notices(here.opened)
         tell_ignored(plan.engine, plan.job.place)
-    if quiet or not ranks.first:
+    if quiet or not world.first:
         return
-    shares = f" on {ranks.world} ranks" if ranks.world > 1 else ""
+    shares = f" on {world.size} ranks" if world.size > 1 else ""
     if plan.search:
         scale = plan.job.batch * plan.search.accumulate / plan.search.reference_batch
         rates = f"{scale * plan.search.lr:.4g} to {scale * plan.search.min_lr:.4g}"
@@ -398,11 +398,11 @@ def _describe(here: Session, quiet: bool, told: bool) -> None:
         say(f"training: batch {batch}{shares}, highest learning rate {scale * plan.train.lr:.4g}")
 
 
-def _share_text(text: str, ranks: Ranks) -> str:
+def _share_text(text: str, world: World) -> str:
     """The text of rank 0."""
     raw = text.encode().ljust(_LONGEST, b"\0")
     buffer = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-    share_tensors([buffer], ranks)
+    share_tensors([buffer], world)
     return bytes(buffer.tolist()).rstrip(b"\0").decode()
 
 
@@ -476,8 +476,8 @@ def tell_slow(model: nn.Module, result: PruneResult, shape: Sequence[int]) -> No
     if not mostly_odd(result.graph, result.widths):
         return
     times = {row.name: row.ms for row in result.rows}
-    before = times.get(UNPRUNED, times.get(AS_GIVEN))
-    now = times[OURS]
+    before = times.get(UNPRUNED, times.get(ORIGINAL))
+    now = times[DMCP]
     if before is None:  # it is not in the table
         example = torch.zeros(result.rows[0].batch, *shape, device=device_of(model))
         now, before = milliseconds([result.model, model], example)

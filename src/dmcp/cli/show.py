@@ -76,7 +76,7 @@ from dmcp.exporting import (
     check_target,
     milliseconds,
     open_onnx,
-    quantise,
+    quantize,
 )
 from dmcp.exporting import export as export_of_exporting
 from dmcp.exporting import export as write
@@ -284,7 +284,7 @@ def write_int8(nets: Networks, images: Images, out: Path, tolerance: float, quie
         if not quiet:
             say(f"{out} is made: exported with 32 bits, then given 8")
         export_of_exporting(nets.small, nets.example, middle, preprocessing=nets.how, tolerance=tolerance)
-        made = quantise(middle, images.ranges, out)
+        made = quantize(middle, images.ranges, out)
         export_of_exporting(nets.whole, nets.example, whole)
         if not quiet:
             say("it is tested and timed beside the one with 32 bits")
@@ -661,10 +661,10 @@ def compare(
     holdout: Held = 0.1,
     groups: o.Groups = 10,
     align: o.Align = 1,
-    smallest: o.Smallest = None,
-    largest: o.Largest = None,
+    min_channels: o.MinChannels = None,
+    max_channels: o.MaxChannels = None,
     model_args: o.ModelArgs = None,
-    frozen: o.Frozen = None,
+    ignore: o.Ignore = None,
     input: o.Input = "",
     out: o.Out = "",
     gather: Gather = "",
@@ -708,7 +708,7 @@ def compare(
         model_args=tuple(model_args or ()),
         data=data,
         input=input,
-        frozen=tuple(frozen or ()),
+        ignore=tuple(ignore or ()),
         batch=batch,
         device=device,
     )
@@ -725,8 +725,8 @@ def compare(
         settings=read_settings(setting or (), names) | {name: {"widths": dict(kept)} for name, kept in given.items()},
         groups=groups,
         align=align,
-        smallest=o.read_bound("smallest", smallest or ()),
-        largest=o.read_bound("largest", largest or ()),
+        min_channels=o.read_bound("smallest", min_channels or ()),
+        max_channels=o.read_bound("largest", max_channels or ()),
         holdout=holdout,
         scratch=scratch,
         fine_tune_epochs=max(1, 2 * epochs // 3) if fine_tune_epochs is None else fine_tune_epochs,
@@ -834,7 +834,7 @@ def check_job(it: Comparison, opened: Opened) -> None:
     check_test_files(opened, it.job, skips=False)
     rest, _ = split(opened.data.train, it.holdout)
     make_loader(rest, it.job.batch, train=True)  # refuses a batch that is larger
-    ends = ends_of(opened.model, opened.graph, it.groups, it.align, it.smallest, it.largest)
+    ends = ends_of(opened.model, opened.graph, it.groups, it.align, it.min_channels, it.max_channels)
     known: list[Budget] = []
     for text in it.budgets:
         budget = parse(text, opened.graph)

@@ -304,25 +304,25 @@ def _features(graph: ChannelGraph) -> Tensor:
 @contextlib.contextmanager
 def _judging(problem: Problem, config: AmcConfig, net: Supernet) -> Iterator[tuple[Callable[[Tensor], float], int]]:
     """While entered: what gives the reward of widths, and how many samples it runs each time."""
-    device, ranks = device_of(net.model), current()
-    settled = (problem.engine or Engine()).settled(device, plain=problem.metric is None and ranks.world == 1)
-    with settled.running(net.model), batch_statistics(net.model):
-        batches = held_batches(problem, config.batches, settled)
+    device, world = device_of(net.model), current()
+    resolved = (problem.engine or Engine()).resolve(device, plain=problem.metric is None and world.size == 1)
+    with resolved.running(net.model), batch_statistics(net.model):
+        batches = held_batches(problem, config.batches, resolved)
         metric = growing(top1 if problem.metric is None else problem.metric)
         whole = whole_of(metric)
 
         def score(batch: Any, gates: Tensor) -> tuple[Tensor, int]:
             assert callable(metric)
-            with torch.no_grad(), settled.autocast():
+            with torch.no_grad(), resolved.autocast():
                 value, count = metric(net(input_of(batch), gates), batch)
             return value.to(widest(device)), count
 
-        run = settled.repeated(score)  # the gates are its input: one CUDA graph for all structures
+        run = resolved.repeated(score)  # the gates are its input: one CUDA graph for all structures
 
         def mean(gates: Tensor) -> float:
             sums, counts = zip(*(run(batch, gates) for batch in batches), strict=True)
             total = torch.stack(sums).sum()
-            pair = sum_values(torch.stack([total, total.new_tensor(float(sum(counts)))]), ranks)
+            pair = sum_values(torch.stack([total, total.new_tensor(float(sum(counts)))]), world)
             return float(pair[0] / pair[1])
 
         def judge(widths: Tensor) -> float:
@@ -330,8 +330,8 @@ def _judging(problem: Problem, config: AmcConfig, net: Supernet) -> Iterator[tup
             if whole is None:
                 reward = mean(gates)
             else:
-                with torch.no_grad(), settled.autocast():
-                    reward = measure(whole, ((net(input_of(batch), gates), batch) for batch in batches), ranks)
+                with torch.no_grad(), resolved.autocast():
+                    reward = measure(whole, ((net(input_of(batch), gates), batch) for batch in batches), world)
             if not math.isfinite(reward):
                 raise TrainingError(f"The metric of a narrowed network is {reward}: look at the trained weights.")
             return reward

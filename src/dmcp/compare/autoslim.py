@@ -16,9 +16,9 @@ from dmcp.compare.problem import Choice, Prepared, Problem, batch_statistics, he
 from dmcp.errors import TrainingError
 from dmcp.losses import classification_loss
 from dmcp.runtime.distributed import current, mean_values
-from dmcp.runtime.engine import Engine, Settled
+from dmcp.runtime.engine import Engine, ResolvedEngine
 from dmcp.sampling import FILLED, fit
-from dmcp.searching.config import Draw, SearchConfig, SearchRecord
+from dmcp.searching.config import Sampling, SearchConfig, SearchRecord
 from dmcp.searching.search import search
 from dmcp.searching.subnets import chains
 from dmcp.supernet import Supernet
@@ -34,7 +34,7 @@ class AutoSlimConfig:
     epochs: int = 40  # passes over the data that train the slimmable network; the paper: 10 to 20 % of a full training
     groups: int = 10  # groups that each space is divided into; one is dropped at a time
     subnets: int = 2  # random sub-networks in each training step, besides the largest and the smallest
-    distil: bool = True  # whether sub-networks imitate the largest one instead of learning the labels
+    distill: bool = True  # whether sub-networks imitate the largest one instead of learning the labels
     lr_share: float = 0.5  # of the recipe's learning rate: a step sums the gradients of several sub-networks
     batches: int = 4  # held-out batches that each trial is run on
     at_once: int = 1  # spaces narrowed in one step, those that hurt least; more are faster where there are very many
@@ -45,7 +45,7 @@ class AutoSlimConfig:
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise TrainingError(f"{name} must be an int of at least {least}, not {value!r}.")
-        for name in ("distil", "per_saved"):
+        for name in ("distill", "per_saved"):
             if not isinstance(getattr(self, name), bool):
                 raise TrainingError(f"{name} must be True or False, not {getattr(self, name)!r}.")
         if not isinstance(self.lr_share, int | float) or not 0 < self.lr_share < math.inf:  # also refuses NaN
@@ -60,9 +60,11 @@ def prepare(problem: Problem, config: AutoSlimConfig) -> Prepared:
     def tell(record: SearchRecord) -> None:
         problem.tell(STAGE, record)  # as it is: a training that goes on reads it back from the log
 
-    keeper = problem.keep and problem.keep(STAGE)
+    checkpointer = problem.keep and problem.keep(STAGE)
     settings = _settings(problem, config, samples // len(problem.loader))
-    search(net, problem.loader, settings, problem.loss, on_record=tell, engine=problem.engine, keeper=keeper)
+    search(
+        net, problem.loader, settings, problem.loss, on_record=tell, engine=problem.engine, checkpointer=checkpointer
+    )
     state = {name: tensor.detach().clone() for name, tensor in net.model.state_dict().items()}
     return Prepared(state=state, sample_passes=samples * config.epochs * (2 + config.subnets))
 
@@ -73,7 +75,7 @@ def find_autoslim(problem: Problem, config: AutoSlimConfig, state: Mapping[str, 
         raise TrainingError("AutoSlim narrows a network that was trained for it: give state=prepare(...).state.")
     graph = problem.graph
     net = Supernet(problem.model, graph, config.groups, problem.align)
-    path = chains(net, smallest=problem.floor, largest=problem.most, align=problem.align)
+    path = chains(net, min_channels=problem.floor, max_channels=problem.most, align=problem.align)
     borders = path.sizes.cumsum(dim=1).cpu()  # (S, G)
     check_reachable(problem.budget, graph, graph.widths(borders[:, 0]), problem.ceiling)
     _load(net.model, state)
@@ -88,9 +90,9 @@ def find_autoslim(problem: Problem, config: AutoSlimConfig, state: Mapping[str, 
 @torch.no_grad()
 def _slim(net: Supernet, borders: Tensor, problem: Problem, config: AutoSlimConfig) -> tuple[Tensor, int]:
     """The first widths on the greedy way that are inside the budget, and the samples that were run. -> (S,)"""
-    settled = (problem.engine or Engine()).settled(device_of(net), plain=problem.loss is None)
-    with batch_statistics(net), settled.running(net.model):
-        losses, samples = _judge(net, problem, config, settled)
+    resolved = (problem.engine or Engine()).resolve(device_of(net), plain=problem.loss is None)
+    with batch_statistics(net), resolved.running(net.model):
+        losses, samples = _judge(net, problem, config, resolved)
         widths, runs = problem.most.tensor(), 0
         shares = spent_shares(problem.budget, problem.graph, widths[None])  # (1, L)
         while shares.max() > 1:
@@ -127,20 +129,20 @@ def _narrower(widths: Tensor, borders: Tensor) -> Tensor:
 
 
 def _judge(
-    net: Supernet, problem: Problem, config: AutoSlimConfig, settled: Settled
+    net: Supernet, problem: Problem, config: AutoSlimConfig, resolved: ResolvedEngine
 ) -> tuple[Callable[[Tensor], Tensor], int]:
     """What gives the held-out losses of sub-networks, (C, S) -> (C,) on the CPU, and the samples that each sees."""
-    device = settled.device
-    batches = held_batches(problem, config.batches, settled)
+    device = resolved.device
+    batches = held_batches(problem, config.batches, resolved)
     sizes = torch.tensor([float(size_of(batch)) for batch in batches])
     samples, weights = int(sizes.sum()), (sizes / sizes.sum()).to(device)
     task = problem.loss or classification_loss()
 
     def loss(batch: Any, gates: Tensor) -> Tensor:
-        with settled.autocast():
+        with resolved.autocast():
             return task(net(input_of(batch), gates), batch).float()
 
-    run = settled.repeated(loss)
+    run = resolved.repeated(loss)
 
     def losses(widths: Tensor) -> Tensor:
         rows: list[Tensor] = []
@@ -163,14 +165,14 @@ def _settings(problem: Problem, config: AutoSlimConfig, batch: int) -> SearchCon
         budget=problem.graph.macs(problem.ceiling) if problem.ceiling else 1.0,
         groups=config.groups,
         align=problem.align,
-        smallest=dict(problem.floor),
-        largest=dict(problem.ceiling or {}),
+        min_channels=dict(problem.floor),
+        max_channels=dict(problem.ceiling or {}),
         epochs=config.epochs,
         warmup=1 - 1 / config.epochs,  # weights only; the search wants one epoch for its alphas, which does nothing
-        warmup_draw=Draw.UNIFORM,
-        draw=Draw.UNIFORM,
+        warmup_sampling=Sampling.UNIFORM,
+        sampling=Sampling.UNIFORM,
         subnets=config.subnets,
-        distil=config.distil,
+        distill=config.distill,
         task_loss=False,
         alpha_lr=0.0,
         alpha_min_lr=0.0,

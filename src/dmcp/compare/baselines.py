@@ -92,10 +92,10 @@ def find_dmcp(problem: Problem, config: DmcpConfig, state: Mapping[str, Tensor] 
         known["reference_batch"] = samples_of(problem.loader) // len(problem.loader)
     settings = config.search_config(problem.budget, problem.recipe, **known)
     net = Supernet(problem.model, problem.graph, settings.groups, settings.align)
-    if net.floor != problem.floor and not settings.smallest:  # other groups than those of the comparison
-        settings = replace(settings, smallest=dict(problem.floor))
-    if problem.ceiling and not settings.largest:
-        settings = replace(settings, largest=dict(problem.ceiling))
+    if net.floor != problem.floor and not settings.min_channels:  # other groups than those of the comparison
+        settings = replace(settings, min_channels=dict(problem.floor))
+    if problem.ceiling and not settings.max_channels:
+        settings = replace(settings, max_channels=dict(problem.ceiling))
     if state is not None:
         net.model.load_state_dict(dict(state))
     found = search(
@@ -106,7 +106,7 @@ def find_dmcp(problem: Problem, config: DmcpConfig, state: Mapping[str, Tensor] 
         problem.held if config.hold_out else None,
         on_record=lambda record: problem.tell(SEARCH, record),
         engine=problem.engine,
-        keeper=problem.keep and problem.keep(SEARCH),
+        checkpointer=problem.keep and problem.keep(SEARCH),
     )
     problem.tell(SEARCH, found)
     widths = sampling.expected(replace(found, tolerance=FILLED))
@@ -115,7 +115,7 @@ def find_dmcp(problem: Problem, config: DmcpConfig, state: Mapping[str, Tensor] 
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrawConfig:
+class SampleConfig:
     """Settings of direct sampling from a search that is done."""
 
     number: int = 0  # which of the structures, in the order in which they are drawn
@@ -125,7 +125,7 @@ class DrawConfig:
             raise TrainingError(f"number must be an int of at least 0, not {self.number!r}.")
 
 
-def draw(problem: Problem, config: DrawConfig, found: SearchResult | None = None) -> Choice:
+def draw(problem: Problem, config: SampleConfig, found: SearchResult | None = None) -> Choice:
     """Direct sampling from a search that is done: one structure inside the budget, another one for each seed."""
     if not isinstance(found, SearchResult):
         raise TrainingError(
@@ -261,7 +261,7 @@ def _pruner(package: Any, config: TorchPruningConfig, pruned: nn.Module, graph: 
             pruning_ratio=1.0,
             max_pruning_ratio=config.max_pruning_ratio,
             iterative_steps=config.steps,
-            ignored_layers=[pruned.get_submodule(item.name) for item in graph.whole],
+            ignored_layers=[pruned.get_submodule(item.name) for item in graph.unprunable],
             in_channel_groups={},  # its defaults are shared by all pruners of a process, which write to them
             out_channel_groups={},
         )

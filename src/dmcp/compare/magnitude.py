@@ -113,7 +113,7 @@ def prune_softly(
             loss=problem.loss,
             on_step=lambda record: problem.tell(stage, record),
             engine=problem.engine,
-            keeper=problem.keep and problem.keep(stage),
+            checkpointer=problem.keep and problem.keep(stage),
             after_epoch=zero,
         )
     kept = _settle(model, problem, widths)
@@ -194,7 +194,7 @@ def prepare(problem: Problem, config: SlimmingConfig) -> Prepared:
         loss=_pulled(task, model, _scales(model, problem), config.sparsity),
         on_step=lambda record: problem.tell(SLIMMING_STAGE, record),
         engine=_engine(problem),
-        keeper=problem.keep and problem.keep(SLIMMING_STAGE),
+        checkpointer=problem.keep and problem.keep(SLIMMING_STAGE),
     )
     state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     return Prepared(state=state, sample_passes=problem.recipe.epochs * samples_of(problem.loader))
@@ -256,7 +256,7 @@ def _scales(model: nn.Module, problem: Problem) -> list[list[Place]]:
         raise TrainingError(
             f"Slimming ranks channels by the scales of BatchNorms, and there is none over those of {missing[0]}"
             f"{f' and {len(missing) - 1} more' if missing[1:] else ''}: keep these layers whole, "
-            f"trace(..., frozen={missing}), or use a method that needs no BatchNorm, such as l1."
+            f"trace(..., ignore={missing}), or use a method that needs no BatchNorm, such as l1."
         )
     return found
 
@@ -264,5 +264,5 @@ def _scales(model: nn.Module, problem: Problem) -> list[list[Place]]:
 def _engine(problem: Problem) -> Engine:
     """The problem's engine; a loss of ours does not keep steps from being replayed as CUDA graphs."""
     engine = problem.engine or Engine()
-    ours = problem.loss is None and current().world == 1
+    ours = problem.loss is None and current().size == 1
     return replace(engine, graphs=True) if ours and engine.graphs is None else engine

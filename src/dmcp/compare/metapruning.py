@@ -22,7 +22,7 @@ from dmcp.errors import TrainingError
 from dmcp.losses import Loss, MetricWarning, growing, measure, top1, whole_of
 from dmcp.modules import unwrap
 from dmcp.runtime.distributed import current, sum_values
-from dmcp.runtime.engine import Engine, Settled
+from dmcp.runtime.engine import Engine, ResolvedEngine
 from dmcp.sampling import FILLED, TOLERANCE, Options, fit
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
@@ -205,10 +205,10 @@ def prepare(problem: Problem, config: MetaPruningConfig) -> Prepared:
         problem.loss and _inner(problem.loss),
         on_step=lambda record: problem.tell(STAGE, record),
         engine=problem.engine,
-        keeper=problem.keep and problem.keep(STAGE),
+        checkpointer=problem.keep and problem.keep(STAGE),
     )
     state = {name: tensor.detach() for name, tensor in net.state_dict().items()}
-    return Prepared(state=state, sample_passes=epochs * loader.samples() * current().world)
+    return Prepared(state=state, sample_passes=epochs * loader.samples() * current().size)
 
 
 def find_metapruning(problem: Problem, config: MetaPruningConfig, state: Mapping[str, Tensor] | None = None) -> Choice:
@@ -223,7 +223,7 @@ def find_metapruning(problem: Problem, config: MetaPruningConfig, state: Mapping
         ) from None
     with _judging(problem, config, net) as (judge, samples):
         scores = _evolve(problem, config, judge)
-    passes = len(scores) * samples * current().world
+    passes = len(scores) * samples * current().size
     best = torch.tensor(max(scores, key=lambda genes: scores[genes]))
     widths = fit(problem.graph, problem.budget, best.double(), problem.options, FILLED)
     return Choice(widths=widths, kept=widths, sample_passes=prepared.sample_passes + passes)
@@ -246,11 +246,11 @@ def _judging(problem: Problem, config: MetaPruningConfig, net: PruningNet) -> It
     """
     device, metric = device_of(net), growing(top1 if problem.metric is None else problem.metric)
     whole = whole_of(metric)
-    settled: Settled = (problem.engine or Engine()).settled(device, plain=problem.metric is None)
-    batches = held_batches(problem, config.batches, settled)
+    resolved: ResolvedEngine = (problem.engine or Engine()).resolve(device, plain=problem.metric is None)
+    batches = held_batches(problem, config.batches, resolved)
 
     def forward(batch: Any, widths: Tensor) -> Any:
-        with settled.autocast():
+        with resolved.autocast():
             return net(input_of(batch), widths)
 
     def step(batch: Any, widths: Tensor) -> tuple[Tensor, int]:
@@ -258,7 +258,7 @@ def _judging(problem: Problem, config: MetaPruningConfig, net: PruningNet) -> It
         value, samples = metric(forward(batch, widths), batch)
         return value.to(widest(device)), samples
 
-    run = settled.repeated(step)
+    run = resolved.repeated(step)
 
     def judge(structures: Sequence[Genes]) -> list[float]:
         chosen = torch.tensor(structures).to(device)
@@ -271,7 +271,7 @@ def _judging(problem: Problem, config: MetaPruningConfig, net: PruningNet) -> It
         *totals, seen = sum_values(torch.cat([sums, count]), current()).tolist()
         return [total / seen for total in totals]
 
-    with settled.running(net), batch_statistics(net), torch.no_grad():
+    with resolved.running(net), batch_statistics(net), torch.no_grad():
         yield judge, sum(map(size_of, batches))
 
 

@@ -76,7 +76,7 @@ METHODS: dict[str, Method] = {
         metapruning.find_metapruning, metapruning.MetaPruningConfig, Start.PREPARED, metapruning.prepare, holds_out=True
     ),
     "dmcp": Method(baselines.find_dmcp, baselines.DmcpConfig, own=Own.SLIMMABLE),
-    "dmcp-direct": Method(baselines.draw, baselines.DrawConfig, Start.SEARCHED),
+    "dmcp-direct": Method(baselines.draw, baselines.SampleConfig, Start.SEARCHED),
 }
 PEERS: dict[str, Method] = {  # packages of other people
     "torch-pruning": Method(
@@ -147,8 +147,8 @@ def _imported(name: str) -> Method:
     if callable(found) and not isinstance(found, type):
         return Method(lambda problem, config: found(problem), PlainConfig)
     raise DmcpError(
-        f"{name} is a {type(found).__name__}: give a dmcp.compare.methods.Method, or a function find(problem) that returns "
-        "Choice."
+        f"{name} is a {type(found).__name__}: give a dmcp.compare.methods.Method, or a function find(problem) "
+        "that returns a Choice."
     )
 
 

@@ -18,9 +18,9 @@ from dmcp.budget import Budget, check_reachable, spent_shares
 from dmcp.calibration import kept_modes
 from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.losses import Loss, Metric, check_metric, whole_of
-from dmcp.retraining import Keep
+from dmcp.retraining import MakeCheckpointer
 from dmcp.runtime.distributed import current
-from dmcp.runtime.engine import Engine, Settled
+from dmcp.runtime.engine import Engine, ResolvedEngine
 from dmcp.sampling import TOLERANCE, Options, uniform
 from dmcp.searching.config import Bound, SearchRecord, SearchResult, extremes
 from dmcp.searching.subnets import chains
@@ -62,7 +62,7 @@ class Problem:
     loss: Loss | None = None  # classification, unless given
     metric: Metric | None = None  # accuracy, unless given; more is better, unless it is a LowerIsBetter
     engine: Engine | None = None
-    keep: Keep | None = None  # gives a stage a keeper, so that it can go on after an interruption
+    keep: MakeCheckpointer | None = None  # gives a stage a keeper, so that it can go on after an interruption
     tell: Tell = silent
 
     def __post_init__(self) -> None:
@@ -87,14 +87,16 @@ class Problem:
 
 
 def ends_of(
-    model: nn.Module, graph: ChannelGraph, groups: int, align: int, smallest: Bound, largest: Bound
+    model: nn.Module, graph: ChannelGraph, groups: int, align: int, min_channels: Bound, max_channels: Bound
 ) -> tuple[Widths, Widths | None]:
     """The floor and the ceiling of a Problem, by what people have asked for; WidthsError where that cannot be."""
     net = Supernet(model, graph, groups, align)
-    if not smallest and not largest:
+    if not min_channels and not max_channels:
         return net.floor, None
-    floor, ceiling = extremes(graph, chains(net, smallest=smallest, largest=largest, align=align).sizes)
-    return floor, ceiling if largest else None
+    floor, ceiling = extremes(
+        graph, chains(net, min_channels=min_channels, max_channels=max_channels, align=align).sizes
+    )
+    return floor, ceiling if max_channels else None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -146,12 +148,12 @@ def loaded(problem: Problem, state: Mapping[str, Tensor]) -> nn.Module:
     return model
 
 
-def held_batches(problem: Problem, most: int | None, settled: Settled) -> list[Any]:
+def held_batches(problem: Problem, most: int | None, resolved: ResolvedEngine) -> list[Any]:
     """Held-out batches on the device, up to so many; one sample alone has no batch statistics."""
     found: list[Any] = []
     for batch in itertools.islice(problem.held, most):
         if size_of(batch) > 1:
-            found.append(settled.laid_out(on_device(batch, settled.device)))
+            found.append(resolved.laid_out(on_device(batch, resolved.device)))
     if not found:
         raise DataError("There is nothing to judge structures by: give held-out batches of two samples or more.")
     return found

@@ -93,12 +93,12 @@ def keep_choice(here: Session, choice: Choice, seconds: float) -> None:
     here.run.write(CHOICE, {"widths": widths, "kept": kept, "has_model": choice.model is not None})
     write_cost(here.run, seconds, choice.sample_passes)
     nothing = State({}, dict, [], [], [], here.plan.job.place)
-    here.keep(_CHOSEN).save(1, nothing, {DONE: True}, here.ranks)  # from here on it is done, and the log stays
+    here.keep(_CHOSEN).save(1, nothing, {DONE: True}, here.world)  # from here on it is done, and the log stays
 
 
 def read_choice(here: Session) -> Choice | None:
     """What this cell has chosen before; None if it was not all written."""
-    if here.keep(_CHOSEN).load(here.ranks) is None:
+    if here.keep(_CHOSEN).load(here.world) is None:
         return None
     stored = read_json(here.run.folder / CHOICE)
     kept: dict[str, Kept] = dict(stored["kept"])
@@ -224,7 +224,7 @@ def _problem(here: Session, data: _Data, method: Method) -> Problem:
     assert plan.search is not None and plan.train is not None
     graph = opened.graph
     search = plan.search
-    floor, ceiling = ends_of(opened.model, graph, search.groups, search.align, search.smallest, search.largest)
+    floor, ceiling = ends_of(opened.model, graph, search.groups, search.align, search.min_channels, search.max_channels)
     # what serves all budgets is made for none: that of its plan is the whole network, which bounds may not reach
     whole = bool(ceiling and plan.cell and plan.cell.prepares)
     learns = bool(plan.cell and plan.cell.settings.get("hold_out"))  # by held-out images, beside choosing by them
@@ -405,8 +405,8 @@ class Comparison:
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of some methods, by name
     groups: int = 10  # each space keeps at least a group
     align: int = 1  # widths are multiples of this
-    smallest: Bound = field(default_factory=dict)  # least channels, as SearchConfig has them
-    largest: Bound = field(default_factory=dict)  # and most
+    min_channels: Bound = field(default_factory=dict)  # least channels, as SearchConfig has them
+    max_channels: Bound = field(default_factory=dict)  # and most
     holdout: float = 0.1  # share of the training images that methods choose by; in the final training they are back
     scratch: bool = True  # whether the chosen networks are trained from scratch
     fine_tune_epochs: int = 0  # of methods that fine-tune; 0: not done
@@ -530,7 +530,12 @@ def plan_cell(it: Comparison, seed: int, cell: Cell, budget: str = "100%") -> Pl
         job=replace(it.job, seed=seed),
         engine=it.engine,
         search=SearchConfig(
-            budget=budget, groups=it.groups, align=it.align, smallest=it.smallest, largest=it.largest, seed=seed
+            budget=budget,
+            groups=it.groups,
+            align=it.align,
+            min_channels=it.min_channels,
+            max_channels=it.max_channels,
+            seed=seed,
         ),
         train=replace(it.train, seed=seed),
         cell=whole,
@@ -1346,7 +1351,7 @@ def fitting_budgets(
 ) -> dict[str, tuple[str, ...]]:
     """Of each of the given widths the budgets that they use, as all choices must; at least one."""
     found: dict[str, tuple[str, ...]] = {}
-    floor, ceiling = ends_of(opened.model, opened.graph, it.groups, it.align, it.smallest, it.largest)
+    floor, ceiling = ends_of(opened.model, opened.graph, it.groups, it.align, it.min_channels, it.max_channels)
     for name, kept in given.items():
         try:
             widths, reasons = opened.graph.widths(kept), list[str]()

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 from dmcp.batches import check_size, generator, mix, share_of
 from dmcp.data.datasets import ArraySet, Augmentation, CorruptError, DataSet, FolderSet, decode, finds_all, transform
 from dmcp.errors import DataError
-from dmcp.runtime.distributed import ALONE, Ranks
+from dmcp.runtime.distributed import SINGLE_PROCESS, World
 
 
 class ArrayLoader:
@@ -28,15 +28,15 @@ class ArrayLoader:
         seed: int = 0,
         device: torch.device | str = "cpu",
         channels_last: bool = False,
-        ranks: Ranks = ALONE,  # who share each batch
+        world: World = SINGLE_PROCESS,  # who share each batch
     ) -> None:
-        check_size(batch_size, len(dataset), train, ranks)
+        check_size(batch_size, len(dataset), train, world)
         self.batch_size = batch_size
         self.train = train
         self.seed = seed
         self.device = torch.device(device)
         self.layout = torch.channels_last if channels_last else torch.contiguous_format
-        self.ranks = ranks
+        self.world = world
         self.augmentation = dataset.augmentation if train else Augmentation()
         self.shape = dataset.shape
         self.images = _pad(dataset.images, self.augmentation).to(self.device)  # (N, H + 2 shift, W + 2 shift, C) uint8
@@ -76,7 +76,7 @@ class ArrayLoader:
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
         """Images (B, C, H, W) and labels (B,) of one step of this epoch, as far as they are this rank's."""
         # every operation is a launch on a GPU, and there are many small batches
-        index, down, right = self.drawn[:, share_of(number, self.batch_size, len(self.labels), self.ranks)]
+        index, down, right = self.drawn[:, share_of(number, self.batch_size, len(self.labels), self.world)]
         rows, columns = self.rows[down], self.columns[right]  # (B, H), (B, W)
         pixels = self.images[index[:, None, None], rows[:, :, None], columns[:, None, :]]  # (B, H, W, C)
         images = torch.empty((len(index), *self.shape), device=self.device, memory_format=self.layout)
@@ -92,7 +92,7 @@ def make_loader(
     device: torch.device | str = "cpu",
     channels_last: bool = False,
     workers: int | None = None,
-    ranks: Ranks = ALONE,
+    world: World = SINGLE_PROCESS,
     corrupt: str = "stop",
 ) -> ArrayLoader | FolderLoader:
     """The loader for this kind of data set; `train` shuffles, augments, and drops an incomplete last batch.
@@ -101,8 +101,8 @@ def make_loader(
     Image files that cannot be decoded stop the pass (corrupt="stop"), or are replaced ("skip") and in `loader.skipped`.
     """
     if isinstance(dataset, FolderSet):
-        return FolderLoader(dataset, batch_size, train, seed, device, channels_last, workers, ranks, corrupt)
-    return ArrayLoader(dataset, batch_size, train, seed, device, channels_last, ranks)
+        return FolderLoader(dataset, batch_size, train, seed, device, channels_last, workers, world, corrupt)
+    return ArrayLoader(dataset, batch_size, train, seed, device, channels_last, world)
 
 
 def _pad(images: Tensor, augmentation: Augmentation) -> Tensor:
@@ -138,10 +138,10 @@ class FolderLoader:
         device: torch.device | str = "cpu",
         channels_last: bool = False,
         workers: int | None = None,  # processes that decode; None: as many as there are cores, at most 8
-        ranks: Ranks = ALONE,  # who share each batch
+        world: World = SINGLE_PROCESS,  # who share each batch
         corrupt: str = "stop",
     ) -> None:
-        check_size(batch_size, len(dataset), train, ranks)
+        check_size(batch_size, len(dataset), train, world)
         if corrupt not in ("stop", "skip"):
             raise DataError(f"corrupt must be stop or skip, not {corrupt!r}.")
         self.dataset = dataset
@@ -150,7 +150,7 @@ class FolderLoader:
         self.channels_last = channels_last
         self.skipped: set[str] = set()
         self.passes = 0  # begun so far
-        self.keys = _Keys(len(dataset), batch_size, train, seed, ranks)
+        self.keys = _Keys(len(dataset), batch_size, train, seed, world)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         workers = min(8, cores) if workers is None else workers
         self.files: DataLoader[_Batch] = DataLoader(
@@ -246,8 +246,8 @@ class _Batch(NamedTuple):
 class _Keys(Sampler[tuple[int, int, int]]):
     """Batches as (epoch, first, end) in the order of the epoch: workers live on and learn the epoch with each batch."""
 
-    def __init__(self, count: int, batch_size: int, train: bool, seed: int, ranks: Ranks) -> None:
-        self.count, self.batch_size, self.train, self.seed, self.ranks = count, batch_size, train, seed, ranks
+    def __init__(self, count: int, batch_size: int, train: bool, seed: int, world: World) -> None:
+        self.count, self.batch_size, self.train, self.seed, self.world = count, batch_size, train, seed, world
         self.epoch = 0
         self.skip = 0  # batches left out at the start
 
@@ -259,7 +259,7 @@ class _Keys(Sampler[tuple[int, int, int]]):
 
     def key(self, number: int) -> tuple[int, int, int]:
         """What this rank reads of one batch of this epoch."""
-        share = share_of(number, self.batch_size, self.count, self.ranks)
+        share = share_of(number, self.batch_size, self.count, self.world)
         return self.epoch, share.start, share.stop
 
 

@@ -820,7 +820,7 @@ def price(
     The first of several processes measures, the others get its numbers.
     """
     if table is not None:
-        return graph.priced(table)
+        return graph.with_latency(table)
     if graph.latency is not None or not limits_latency(spec):
         return graph
     known_limits(spec, graph)  # what cannot be read is refused now
@@ -836,7 +836,7 @@ def price(
     found = Latency.from_json(_of_first(find))
     if found.trouble and current().first:
         warnings.warn(found.trouble, LatencyWarning, stacklevel=3)
-    return graph.priced(found)
+    return graph.with_latency(found)
 
 
 def settle(
@@ -874,13 +874,13 @@ def settle(
 
 def _of_first(find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Plain data that the first process finds, for all of them."""
-    ranks = current()
-    data = json.dumps(find()).encode() if ranks.first else b""
+    world = current()
+    data = json.dumps(find()).encode() if world.first else b""
     length = torch.tensor([len(data)])
-    share_tensors([length], ranks)
+    share_tensors([length], world)
     buffer = torch.zeros(int(length), dtype=torch.uint8)
-    if ranks.first:
+    if world.first:
         buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    share_tensors([buffer], ranks)
+    share_tensors([buffer], world)
     plain: dict[str, Any] = json.loads(bytes(buffer.tolist()))
     return plain

@@ -25,7 +25,7 @@ from dmcp.budget import LATENCY, MEMORY, limits_latency, show_cost
 from dmcp.errors import DmcpError, FileError
 from dmcp.latency.table import Outcome, show_ms
 from dmcp.markov import Process, process_of
-from dmcp.results import AS_GIVEN, OURS, TEACHER, UNPRUNED, Row, against, score, score_name, unknown
+from dmcp.results import DMCP, ORIGINAL, TEACHER, UNPRUNED, Row, against, score, score_name, unknown
 from dmcp.retraining import AS_IT_WAS, TRAINED_FIRST, Retrain, origin
 from dmcp.runs import (
     ALPHAS,
@@ -197,7 +197,7 @@ class PastRun:
     @property
     def result(self) -> Row | None:
         """The tested network that the run was for."""
-        return self.row(OURS) or next((row for row in self.rows if row.name not in (AS_GIVEN, TEACHER)), None)
+        return self.row(DMCP) or next((row for row in self.rows if row.name not in (ORIGINAL, TEACHER)), None)
 
     @property
     def done(self) -> bool:
@@ -757,7 +757,7 @@ def make_page(runs: Sequence[PastRun]) -> str:
 
 def chart_runs(runs: Sequence[PastRun]) -> str:
     """Accuracy over MACs of every network that was tested; empty if none was."""
-    shapes = {OURS: "circle", UNPRUNED: "square"}
+    shapes = {DMCP: "circle", UNPRUNED: "square"}
     start = _shared([run.name for run in runs])  # labels need not repeat what all names begin with
     points = []
     for number, run in enumerate(runs):
@@ -765,7 +765,7 @@ def chart_runs(runs: Sequence[PastRun]) -> str:
             if row.own_metric:  # no share, as the axis has them
                 continue
             name = run.name[start:] or run.name
-            whose = row.name if len(runs) == 1 else name if row.name == OURS else f"{name}, {row.name}"
+            whose = row.name if len(runs) == 1 else name if row.name == DMCP else f"{name}, {row.name}"
             hint = f"{run.name}, {row.name}: {row.macs:,} MACs, accuracy {_accuracy(row)}"
             points.append(Point(row.macs, row.accuracy, whose, hint, number, shapes.get(row.name, "diamond")))
     return draw_scatter(points, ("MACs", "accuracy"), "Accuracy over MACs of each network") if points else ""
@@ -803,7 +803,7 @@ def _before(run: PastRun) -> dict[str, int]:
     stored = value_at(run.settings, "unpruned", "widths")
     if isinstance(stored, Mapping):
         return {name: size for name, size in stored.items() if type(size) is int and size > 0}
-    if run.chances is None or value_at(run.settings, "search", "largest"):  # then the chains do not reach the end
+    if run.chances is None or value_at(run.settings, "search", "max_channels"):  # then the chains do not reach the end
         return {}
     return dict(zip(run.chances.spaces, run.chances.sizes.sum(dim=1).tolist(), strict=True))
 

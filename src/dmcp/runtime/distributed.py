@@ -21,11 +21,11 @@ GO_ON = "start the run again, it goes on from its last checkpoint."
 
 
 @dataclass(frozen=True)
-class Ranks:
+class World:
     """Which of the processes this one is."""
 
     rank: int = 0  # its number among all
-    world: int = 1  # how many there are
+    size: int = 1  # how many there are
     local: int = 0  # its number on this machine, and that of its GPU
 
     @property
@@ -34,41 +34,41 @@ class Ranks:
         return self.rank == 0
 
     def __str__(self) -> str:
-        return f"Rank {self.rank} of {self.world}"
+        return f"Rank {self.rank} of {self.size}"
 
 
-ALONE = Ranks()
+SINGLE_PROCESS = World()
 _joined = False  # whether the process group is ours to destroy
 
 
-def join(device: str = "") -> Ranks:
+def join(device: str = "") -> World:
     """Meet the other processes of the launcher; a process group that exists already is used as it is."""
     global _joined
     if dist.is_available() and dist.is_initialized():
         return current()
-    world = _read("WORLD_SIZE", 1)
-    if world <= 1:
-        return ALONE
-    ranks = Ranks(_read("RANK"), world, _read("LOCAL_RANK", _read("RANK")))
+    world_size = _read("WORLD_SIZE", 1)
+    if world_size <= 1:
+        return SINGLE_PROCESS
+    world = World(_read("RANK"), world_size, _read("LOCAL_RANK", _read("RANK")))
     if not dist.is_available():
-        raise RankError(f"{ranks} cannot meet the others: this torch is built without torch.distributed.")
+        raise RankError(f"{world} cannot meet the others: this torch is built without torch.distributed.")
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         raise RankError(f"{missing[0]} is not set: start several processes with torchrun or accelerate launch.")
-    backend = _choose_backend(device, ranks)
+    backend = _choose_backend(device, world)
     try:
-        dist.init_process_group(backend, rank=ranks.rank, world_size=world)
+        dist.init_process_group(backend, rank=world.rank, world_size=world_size)
     except (RuntimeError, ValueError) as error:
-        raise RankError(f"{ranks} could not meet the others ({_say(error)}): start all of them.") from error
+        raise RankError(f"{world} could not meet the others ({_say(error)}): start all of them.") from error
     _joined = True
-    return ranks
+    return world
 
 
-def current() -> Ranks:
+def current() -> World:
     """The ranks of this process, as its process group has them; never starts one."""
     if not (dist.is_available() and dist.is_initialized()):
-        return ALONE
+        return SINGLE_PROCESS
     rank = dist.get_rank()
-    return Ranks(rank, dist.get_world_size(), _read("LOCAL_RANK", rank))
+    return World(rank, dist.get_world_size(), _read("LOCAL_RANK", rank))
 
 
 def leave() -> None:
@@ -79,20 +79,20 @@ def leave() -> None:
     _joined = False
 
 
-def part(count: int, ranks: Ranks) -> slice:
+def part(count: int, world: World) -> slice:
     """The share of this rank in `count` samples: one after the other, sizes differ by one at most."""
-    size, more = divmod(count, ranks.world)
-    start = ranks.rank * size + min(ranks.rank, more)
-    return slice(start, start + size + (ranks.rank < more))
+    size, more = divmod(count, world.size)
+    start = world.rank * size + min(world.rank, more)
+    return slice(start, start + size + (world.rank < more))
 
 
 @torch.no_grad()
-def mean_gradients(parameters: Iterable[Tensor], samples: int, ranks: Ranks) -> None:
+def mean_gradients(parameters: Iterable[Tensor], samples: int, world: World) -> None:
     """Make each gradient the mean over all samples of all ranks, given the mean over the `samples` of this one.
 
     The same parameters have a gradient on every rank. One all-reduce per dtype and device, and no wait for the device.
     """
-    if ranks.world == 1:
+    if world.size == 1:
         return
     for grads in _alike(parameter.grad for parameter in parameters if parameter.grad is not None):
         # half precision would lose the small summands
@@ -100,62 +100,62 @@ def mean_gradients(parameters: Iterable[Tensor], samples: int, ranks: Ranks) -> 
         flat = torch.cat([*(grad.reshape(-1).to(dtype) for grad in grads), grads[0].new_ones(1, dtype=dtype)])
         # the mean of no samples is not a number, and must not count
         flat = flat.mul_(samples) if samples else flat.zero_()
-        _run(dist.all_reduce, flat, ranks)
+        _run(dist.all_reduce, flat, world)
         _write_back(grads, flat[:-1].div_(flat[-1]))
 
 
 @torch.no_grad()
-def mean_values(values: Tensor, samples: Tensor | int, ranks: Ranks) -> Tensor:
+def mean_values(values: Tensor, samples: Tensor | int, world: World) -> Tensor:
     """The mean over all ranks of their means, each weighted by its samples (which broadcast to the values)."""
-    if ranks.world == 1:
+    if world.size == 1:
         return values.detach()
     wide = values.to(torch.float64 if values.dtype == torch.float64 else torch.float32)
     weights = torch.zeros_like(wide) + samples
     both = torch.stack([torch.where(weights > 0, wide * weights, 0), weights])
-    _run(dist.all_reduce, both, ranks)
+    _run(dist.all_reduce, both, world)
     return (both[0] / both[1]).to(values.dtype)
 
 
 @torch.no_grad()
-def sum_values(values: Tensor, ranks: Ranks) -> Tensor:
+def sum_values(values: Tensor, world: World) -> Tensor:
     """The sum over all ranks, in the dtype of the values."""
     total = values.detach().clone(memory_format=torch.contiguous_format)
-    if ranks.world > 1:
-        _run(dist.all_reduce, total, ranks)
+    if world.size > 1:
+        _run(dist.all_reduce, total, world)
     return total
 
 
-def fewest(number: int, ranks: Ranks) -> int:
+def fewest(number: int, world: World) -> int:
     """The smallest of the ranks' numbers, such as the batches of loaders of different length."""
-    if ranks.world == 1:
+    if world.size == 1:
         return number
     least = torch.tensor([number])
-    _run(lambda tensor: dist.all_reduce(tensor, op=dist.ReduceOp.MIN), least, ranks)
+    _run(lambda tensor: dist.all_reduce(tensor, op=dist.ReduceOp.MIN), least, world)
     return int(least)
 
 
 @torch.no_grad()
-def share_tensors(tensors: Sequence[Tensor], ranks: Ranks) -> None:
+def share_tensors(tensors: Sequence[Tensor], world: World) -> None:
     """Overwrite the tensors with those of rank 0; one broadcast per dtype and device."""
-    if ranks.world == 1:
+    if world.size == 1:
         return
     for same in _alike(tensors):
         flat = torch.cat([tensor.reshape(-1) for tensor in same])
         # bytes, since backends do not know every dtype
-        _run(lambda tensor: dist.broadcast(tensor, src=0), flat.view(torch.uint8), ranks)
+        _run(lambda tensor: dist.broadcast(tensor, src=0), flat.view(torch.uint8), world)
         _write_back(same, flat)
 
 
-def gather_bytes(tensors: Mapping[str, Tensor], ranks: Ranks) -> list[dict[str, Tensor]] | None:
+def gather_bytes(tensors: Mapping[str, Tensor], world: World) -> list[dict[str, Tensor]] | None:
     """The CPU tensors of every rank, for rank 0; None for the others. Names, shapes and dtypes are the same on each."""
-    if ranks.world == 1:
+    if world.size == 1:
         return [dict(tensors)]
     ordered = {name: tensors[name].detach() for name in sorted(tensors)}
-    if not same_everywhere(repr([(name, one.dtype, one.shape) for name, one in ordered.items()]), ranks):
-        raise RankError(f"{ranks} holds other tensors than the others: gather the same names, shapes and dtypes.")
+    if not same_everywhere(repr([(name, one.dtype, one.shape) for name, one in ordered.items()]), world):
+        raise RankError(f"{world} holds other tensors than the others: gather the same names, shapes and dtypes.")
     parts = [one.reshape(-1).view(torch.uint8) for one in ordered.values()]
-    rows = _gather(torch.cat([torch.empty(0, dtype=torch.uint8), *parts]), ranks)
-    if not ranks.first:
+    rows = _gather(torch.cat([torch.empty(0, dtype=torch.uint8), *parts]), world)
+    if not world.first:
         return None
     gathered = []
     for row in rows:
@@ -165,16 +165,16 @@ def gather_bytes(tensors: Mapping[str, Tensor], ranks: Ranks) -> list[dict[str, 
     return gathered
 
 
-def same_everywhere(text: str, ranks: Ranks) -> bool:
+def same_everywhere(text: str, world: World) -> bool:
     """Whether all ranks hold the same text, such as their settings."""
-    if ranks.world == 1:
+    if world.size == 1:
         return True
     digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
-    rows = _gather(digest, ranks)
+    rows = _gather(digest, world)
     return bool((rows == rows[0]).all())
 
 
-def _run(operation: Callable[[Tensor], object], tensor: Tensor, ranks: Ranks) -> None:
+def _run(operation: Callable[[Tensor], object], tensor: Tensor, world: World) -> None:
     """Run a collective on a tensor, in place: the one place where ranks wait for each other."""
     carriers = [one.split(":")[0] for one in dist.get_backend_config().split(",")]
     there = tensor if tensor.device.type in carriers else tensor.to(carriers[0])
@@ -184,18 +184,18 @@ def _run(operation: Callable[[Tensor], object], tensor: Tensor, ranks: Ranks) ->
         raise
     except RuntimeError as error:
         raise RankError(
-            f"{ranks} lost the others while it waited for them ({_say(error)}): one of them has ended; {GO_ON}"
+            f"{world} lost the others while it waited for them ({_say(error)}): one of them has ended; {GO_ON}"
         ) from error
     if there is not tensor:
         tensor.copy_(there)
 
 
-def _gather(row: Tensor, ranks: Ranks) -> Tensor:
+def _gather(row: Tensor, world: World) -> Tensor:
     """The rows of all ranks. (N) -> (world, N)"""
-    rows = row.new_zeros(ranks.world, len(row))
-    rows[ranks.rank] = row
+    rows = row.new_zeros(world.size, len(row))
+    rows[world.rank] = row
     if len(row):
-        _run(lambda rows: dist.all_gather(list(rows.unbind()), rows[ranks.rank].clone()), rows, ranks)
+        _run(lambda rows: dist.all_gather(list(rows.unbind()), rows[world.rank].clone()), rows, world)
     return rows
 
 
@@ -214,16 +214,16 @@ def _write_back(tensors: list[Tensor], flat: Tensor) -> None:
     torch._foreach_copy_(tensors, [one.view(tensor.shape) for one, tensor in zip(parts, tensors, strict=True)])
 
 
-def _choose_backend(device: str, ranks: Ranks) -> str:
+def _choose_backend(device: str, world: World) -> str:
     """NCCL between GPUs, whose one this rank then uses; gloo for all the rest."""
     cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
     if not (device.startswith("cuda") if device else torch.cuda.is_available() and not cpu):
         return "gloo"
-    if ranks.local >= (gpus := torch.cuda.device_count()):
+    if world.local >= (gpus := torch.cuda.device_count()):
         raise RankError(
-            f"{ranks} is one too many for {gpus} GPUs here: start one process per GPU, or use the device cpu."
+            f"{world} is one too many for {gpus} GPUs here: start one process per GPU, or use the device cpu."
         )
-    torch.cuda.set_device(ranks.local)
+    torch.cuda.set_device(world.local)
     return "cpu:gloo,cuda:nccl"
 
 

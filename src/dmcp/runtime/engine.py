@@ -87,7 +87,7 @@ class Engine:
                 choice = " or None (automatic)" if automatic else ""
                 raise TrainingError(f"{name} must be True or False{choice}, not {value!r}.")
 
-    def settled(
+    def resolve(
         self,
         device: torch.device,
         *,
@@ -96,7 +96,7 @@ class Engine:
         plain: bool = True,
         narrow: bool = False,
         depthwise: bool = False,
-    ) -> Settled:
+    ) -> ResolvedEngine:
         """Every choice made, for a run of so many steps of a small or large network on a device.
 
         `plain`: nothing of the user's own runs inside a step, and no other process takes part in it. `narrow`,
@@ -114,7 +114,7 @@ class Engine:
             what, why = ("kernels for depthwise layers", kernels_refused(device, True)) if fit else ("kernels", _NEEDED)
             _warn_once(f"Own {what} are not used on {device} ({why}): torch's are.")
         compiled = gpu and not kernels and steps >= _WORTH_COMPILING[large] if self.compile is None else self.compile
-        return Settled(
+        return ResolvedEngine(
             device=device,
             precision=precision,
             channels_last=last,
@@ -124,7 +124,7 @@ class Engine:
             depthwise=alone,
             tf32=self.tf32,
             deterministic=self.deterministic,
-            sync_batchnorm=self.sync_batchnorm and gpu and current().world > 1,
+            sync_batchnorm=self.sync_batchnorm and gpu and current().size > 1,
         )
 
     def pads(self, device: torch.device) -> bool:
@@ -144,7 +144,7 @@ class Engine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settled:
+class ResolvedEngine:
     """An engine for one device, with nothing left to choose."""
 
     device: torch.device

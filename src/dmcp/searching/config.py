@@ -19,7 +19,7 @@ from dmcp.tracing.graph import ChannelGraph
 from dmcp.widths import ChannelSpace, Widths
 
 
-class Draw(StrEnum):
+class Sampling(StrEnum):
     """How the random sub-networks of a weight step are drawn."""
 
     MARKOV = "markov"  # from the alphas: the paper's variant of the sandwich rule
@@ -29,7 +29,7 @@ class Draw(StrEnum):
 
 Bound = int | Mapping[str, int]  # channels: of every space, or of modules or spaces by name; "" is the whole network
 
-BOUNDS = ("smallest", "largest")  # what people call them
+BOUNDS = ("min_channels", "max_channels")  # what people call them
 
 _EXACT = 1 << 30  # a space's own name goes before all others
 
@@ -42,11 +42,11 @@ def check_bound(word: str, bound: Bound, error: type[DmcpError] = TrainingError)
 
 
 def bounds(
-    graph: ChannelGraph, smallest: Bound, largest: Bound, align: int = 1, words: tuple[str, str] = BOUNDS
+    graph: ChannelGraph, min_channels: Bound, max_channels: Bound, align: int = 1, words: tuple[str, str] = BOUNDS
 ) -> list[tuple[int, int]]:
     """From which width to which each space may go, both in whole multiples of `align` or the whole space."""
-    least = _by_space(graph, words[0], smallest, max, lambda number, unit: -(-number // unit))
-    most = _by_space(graph, words[1], largest, min, lambda number, unit: number // unit)
+    least = _by_space(graph, words[0], min_channels, max, lambda number, unit: -(-number // unit))
+    most = _by_space(graph, words[1], max_channels, min, lambda number, unit: number // unit)
     ends: list[tuple[int, int]] = []
     for space in graph.spaces:
         step, lower, upper = space.step(align), least.get(space.name, 1), most.get(space.name, space.size)
@@ -104,7 +104,7 @@ def _exactness(name: str, space: ChannelSpace) -> int:
 
 def _unused(graph: ChannelGraph, word: str, name: str) -> str:
     """Why a name bounds nothing, and what to do."""
-    for kept in graph.whole:
+    for kept in graph.unprunable:
         if kept.name == name or kept.name.startswith(f"{name}."):
             return f"{word} names {name!r}, which stays whole ({kept.reason}): leave it out."
     known = sorted({other for space in graph.spaces for other in (space.name, *space.writers)})
@@ -135,15 +135,19 @@ class SearchConfig:
     tolerance: float = 0.95  # share of the budget below which the expected cost is pushed up (gamma of eq. 13)
     groups: int = 10  # groups that each space is divided into; the supernet must be made with as many
     align: int = 1  # real channels are multiples of this; the supernet must be made with the same
-    smallest: Bound = field(default_factory=dict)  # least channels: of all spaces, or {name of module or space: number}
-    largest: Bound = field(default_factory=dict)  # most channels: of all spaces, or {name of module or space: number}
+    min_channels: Bound = field(
+        default_factory=dict
+    )  # least channels: of all spaces, or {name of module or space: number}
+    max_channels: Bound = field(
+        default_factory=dict
+    )  # most channels: of all spaces, or {name of module or space: number}
     epochs: int = 40  # passes over the data, the warm-up among them
     warmup: float = 0.5  # share of the epochs that train weights only; 0 for a pre-trained model
     sort: bool = False  # whether channels are first ordered by the norm of their weights, for a pre-trained model
     subnets: int = 2  # random sub-networks in each weight step, besides the largest and the smallest
-    draw: Draw = Draw.MARKOV  # how they are drawn after the warm-up
-    warmup_draw: Draw = Draw.UNIFORM  # how they are drawn in the warm-up
-    distil: bool = True  # whether sub-networks imitate the largest one instead of learning the labels
+    sampling: Sampling = Sampling.MARKOV  # how they are drawn after the warm-up
+    warmup_sampling: Sampling = Sampling.UNIFORM  # how they are drawn in the warm-up
+    distill: bool = True  # whether sub-networks imitate the largest one instead of learning the labels
     init: Init = Init.TARGET  # where the alphas start
     independent: bool = False  # whether each group is kept by itself (Bernoulli), not along the chain; an ablation
     task_loss: bool = True  # whether the task loss moves the alphas, and not the budget alone
@@ -163,7 +167,7 @@ class SearchConfig:
     seed: int = 0  # of everything random in the search
 
     def __post_init__(self) -> None:
-        for name, kind in (("draw", Draw), ("warmup_draw", Draw), ("init", Init)):
+        for name, kind in (("sampling", Sampling), ("warmup_sampling", Sampling), ("init", Init)):
             value = getattr(self, name)
             if value not in list(kind):
                 raise TrainingError(f"{name} must be one of {', '.join(kind)}, not {value!r}.")
@@ -175,8 +179,8 @@ class SearchConfig:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise TrainingError(f"{name} must be True or False, not {getattr(self, name)!r}.")
-        check_bound("smallest", self.smallest)
-        check_bound("largest", self.largest)
+        check_bound("min_channels", self.min_channels)
+        check_bound("max_channels", self.max_channels)
         for name, (low, high) in _FLOATS.items():
             value = getattr(self, name)
             if not isinstance(value, int | float) or not low <= value < high:  # also refuses NaN
@@ -212,7 +216,7 @@ _INTS = {  # the least that each may be
     "accumulate": 1,
     "log_every": 1,
 }
-_FLAGS = ("sort", "distil", "independent", "task_loss", "train_weights")
+_FLAGS = ("sort", "distill", "independent", "task_loss", "train_weights")
 _FLOATS = {  # from, to below
     "tolerance": (0, 1),
     "warmup": (0, 1),

@@ -15,9 +15,9 @@ from dmcp.batches import Loader, device_of, input_of, length_of, size_of
 from dmcp.budget import Budget, check_reachable, constant_alpha, parse
 from dmcp.checkpoint import (
     DONE,
-    Feed,
-    Keeper,
+    Checkpointer,
     MakeOptimizer,
+    ResumableIterator,
     State,
     check_graphs,
     make_optimizer,
@@ -27,15 +27,15 @@ from dmcp.checkpoint import (
     set_random_state,
 )
 from dmcp.errors import TrainingError, WidthsError
-from dmcp.losses import Loss, classification_loss, warn_of_imitation
+from dmcp.losses import Loss, classification_loss, warn_of_distillation
 from dmcp.markov import CERTAIN, group_sizes, merged
 from dmcp.modules import check_functions, check_kind, check_kinds
 from dmcp.preflight import check_input
-from dmcp.runtime.distributed import ALONE, Ranks, current, share_tensors
-from dmcp.runtime.engine import Engine, Settled, is_depthwise, is_narrow, set_lr, sgd
-from dmcp.searching.config import Draw, Init, SearchConfig, SearchRecord, SearchResult, extremes
+from dmcp.runtime.distributed import SINGLE_PROCESS, World, current, share_tensors
+from dmcp.runtime.engine import Engine, ResolvedEngine, is_depthwise, is_narrow, set_lr, sgd
+from dmcp.searching.config import Init, Sampling, SearchConfig, SearchRecord, SearchResult, extremes
 from dmcp.searching.steps import ArchRecord, Log, Passes, Sliced, Step, Subnet, WeightRecord, arch_step, weight_step
-from dmcp.searching.subnets import Chains, Stem, chains, draw_gates, find_stem, sort_channels
+from dmcp.searching.subnets import Chains, Stem, chains, find_stem, sample_gates, sort_channels
 from dmcp.supernet import Narrow, Supernet, run_folded
 from dmcp.training import check_trainable, cosine, parameter_groups
 
@@ -50,7 +50,7 @@ def search(
     arch_loader: Loader | None = None,
     on_record: Callable[[SearchRecord], None] | None = None,
     engine: Engine | None = None,
-    keeper: Keeper | None = None,
+    checkpointer: Checkpointer | None = None,
     optimizer: MakeOptimizer | None = None,
 ) -> SearchResult:
     """Train the supernet's weights and alphas, in place; the alphas then say which widths keep the budget best.
@@ -64,50 +64,50 @@ def search(
     if not isinstance(net, Supernet):
         raise TrainingError(f"A search needs a dmcp.Supernet(model, graph), not a {type(net).__name__}.")
     check_kind("config", config, SearchConfig, TrainingError)
-    check_kinds({"engine": (engine, Engine), "keeper": (keeper, Keeper)})
+    check_kinds({"engine": (engine, Engine), "checkpointer": (checkpointer, Checkpointer)})
     check_functions({"loss": loss, "on_record": on_record})
     check_graphs(engine, optimizer)
     budget, path = _prepare(net, config, arch_loader)
-    ranks, device = current(), device_of(net)
+    world, device = current(), device_of(net)
     trains = config.warmup_epochs or config.train_weights
-    if loss is not None and config.distil and trains and ranks.first:
-        who, remedy = "The sub-networks imitate the whole network's", "set distil=False in the SearchConfig"
-        warn_of_imitation(who, remedy)
+    if loss is not None and config.distill and trains and world.first:
+        who, remedy = "The sub-networks imitate the whole network's", "set distill=False in the SearchConfig"
+        warn_of_distillation(who, remedy)
     steps = config.epochs * -(-length_of(loader) // config.accumulate)
-    settled = (engine or Engine()).settled(
+    resolved = (engine or Engine()).resolve(
         device,
         steps=steps,
         large=net.graph.macs() >= LARGE,
-        plain=loss is None and optimizer is None and ranks.world == 1,
+        plain=loss is None and optimizer is None and world.size == 1,
         narrow=is_narrow(net.model),
         depthwise=is_depthwise(net.model),
     )
-    with seeded(config.seed, device, ranks), settled.running(net.model), uncounted(net.model):
+    with seeded(config.seed, device, world), resolved.running(net.model), uncounted(net.model):
         generator = torch.Generator(device).manual_seed(config.seed)  # the same on every rank
-        share_tensors([*net.model.parameters(), *net.model.buffers()], ranks)
-        feed = Feed(loader, settled, ranks, config.accumulate)
-        held_out = feed if arch_loader is None else Feed(arch_loader, settled, ranks, config.accumulate)
+        share_tensors([*net.model.parameters(), *net.model.buffers()], world)
+        feed = ResumableIterator(loader, resolved, world, config.accumulate)
+        held_out = feed if arch_loader is None else ResumableIterator(arch_loader, resolved, world, config.accumulate)
         total, first = feed.per_epoch * config.epochs, feed.per_epoch * config.warmup_epochs
         _start(net, path, budget, config)
-        stages = Steps(net, path, config, budget, loss, settled, ranks, optimizer)
+        stages = Steps(net, path, config, budget, loss, resolved, world, optimizer)
         state = _state(net, stages, generator, [feed] if held_out is feed else [feed, held_out])
-        log = Log(net, config.log_every, on_record, ranks)
-        begin, scale = _resume(keeper, state, log, first, ranks)
+        log = Log(net, config.log_every, on_record, world)
+        begin, scale = _resume(checkpointer, state, log, first, world)
         for step in range(begin, total):
             trained, moved, lr, alpha_lr, batches = None, None, 0.0, 0.0, feed.next()
             if step == begin:
                 _check_first(net, batches)
             if step < first or config.train_weights:
-                scale = scale or feed.samples(batches, ranks) / config.reference_batch
+                scale = scale or feed.samples(batches, world) / config.reference_batch
                 lr = scale * cosine(step, total, config.lr, config.min_lr)
-                draw = config.warmup_draw if step < first else config.draw
-                trained = stages.train_weights(batches, draw, generator, lr)
+                sampling = config.warmup_sampling if step < first else config.sampling
+                trained = stages.train_weights(batches, sampling, generator, lr)
             if step >= first:
                 alpha_lr = cosine(step - first, total - first, config.alpha_lr, config.alpha_min_lr)
                 moved = stages.move_alphas(batches if held_out is feed else held_out.next(), alpha_lr)
             samples = sum(map(size_of, batches))
             log.add(Step(step, step // feed.per_epoch, samples, lr, trained, alpha_lr, moved))
-            _keep(keeper, step + 1, total, state, log, scale, ranks)
+            _keep(checkpointer, step + 1, total, state, log, scale, world)
         log.flush()
     alpha, sizes = net.alpha.detach().cpu().clone(), path.sizes.cpu()
     return SearchResult(
@@ -118,7 +118,7 @@ def search(
 # leaving and entering
 
 
-def _state(net: Supernet, stages: Steps, generator: torch.Generator, feeds: list[Feed]) -> State:
+def _state(net: Supernet, stages: Steps, generator: torch.Generator, feeds: list[ResumableIterator]) -> State:
     shared = {f"model.{name}": tensor for name, tensor in net.model.named_parameters()} | {"alpha": net.alpha}
     narrow = dict(stages.narrow.skeleton.named_buffers()) if stages.narrow else {}
 
@@ -130,22 +130,24 @@ def _state(net: Supernet, stages: Steps, generator: torch.Generator, feeds: list
     return State(shared, own, optimizers, [generator], feeds, net.alpha.device, stages.given)
 
 
-def _resume(keeper: Keeper | None, state: State, log: Log, first: int, ranks: Ranks) -> tuple[int, float]:
+def _resume(checkpointer: Checkpointer | None, state: State, log: Log, first: int, world: World) -> tuple[int, float]:
     """The step to begin with and the scale of the learning rate, brought back from a checkpoint if there is one."""
-    saved = keeper.load(ranks) if keeper else None
-    if saved is None or keeper is None:
+    saved = checkpointer.load(world) if checkpointer else None
+    if saved is None or checkpointer is None:
         return 0, 0.0
-    state.put(saved.tensors, [saved.step, max(0, saved.step - first)][: len(state.feeds)], ranks)
-    log.begin([record for record in keeper.earlier() if record["step"] < saved.step])
+    state.put(saved.tensors, [saved.step, max(0, saved.step - first)][: len(state.feeds)], world)
+    log.begin([record for record in checkpointer.earlier() if record["step"] < saved.step])
     return saved.step, saved.facts["scale"]
 
 
-def _keep(keeper: Keeper | None, step: int, total: int, state: State, log: Log, scale: float, ranks: Ranks) -> None:
+def _keep(
+    checkpointer: Checkpointer | None, step: int, total: int, state: State, log: Log, scale: float, world: World
+) -> None:
     """Save the state after so many steps, if it is time to; all records are out before."""
     done = step == total
-    if keeper is not None and (done or keeper.due(step, ranks)):
+    if checkpointer is not None and (done or checkpointer.due(step, world)):
         log.flush()
-        keeper.save(step, state, {"scale": scale, DONE: done}, ranks)
+        checkpointer.save(step, state, {"scale": scale, DONE: done}, world)
 
 
 class Steps:
@@ -158,29 +160,29 @@ class Steps:
         config: SearchConfig,
         budget: Budget,
         loss: Loss | None,
-        settled: Settled,
-        ranks: Ranks = ALONE,
+        resolved: ResolvedEngine,
+        world: World = SINGLE_PROCESS,
         optimizer: MakeOptimizer | None = None,
     ) -> None:
         self.net, self.path, self.config = net, path, config
         loss = classification_loss(config.label_smoothing) if loss is None else loss
-        device = settled.device
+        device = resolved.device
         groups = parameter_groups(net.model, config.weight_decay)
         usual = partial(sgd, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0, device=device)
         self.weights, self.given = make_optimizer(optimizer or usual, groups), optimizer is not None
         self.shares = rate_shares(self.weights)
         self.alphas = sgd(net.alphas(), config.alpha_lr, config.alpha_momentum, config.alpha_momentum > 0, device)
-        whole = settled.compiled(lambda x, folded: run_folded(net.model, x, folded))
-        soft, plain = (Passes(settled.compiled(net.fold), whole) for _ in range(2))
+        whole = resolved.compiled(lambda x, folded: run_folded(net.model, x, folded))
+        soft, plain = (Passes(resolved.compiled(net.fold), whole) for _ in range(2))
         stem = find_stem(net) if net.graph.exact else None
-        split = Passes(plain.fold, settled.compiled(stem.tail), settled.compiled(stem.head)) if stem else plain
+        split = Passes(plain.fold, resolved.compiled(stem.tail), resolved.compiled(stem.head)) if stem else plain
         floor = net.hard(path.sizes[:, 0])
         smallest: Subnet = floor
         self.narrow: Narrow | None = None
         if net.graph.exact and not any(recording.caches for recording in net.graph.recordings):
             align = 8 if device.type == "cuda" else 1  # what tensor cores want
             self.narrow = _narrow(net, path, align, stem)
-            run, channels = settled.compiled(self.narrow), self.narrow.channels
+            run, channels = resolved.compiled(self.narrow), self.narrow.channels
             smallest = run if channels is None else Sliced(run, channels)
         self.largest = net.hard(path.sizes.sum(dim=1))
         unbounded = bool(self.largest.all())
@@ -192,19 +194,21 @@ class Steps:
             if unbounded:  # nothing is gated
                 largest = lambda x, h: passes.run(x, *(() if h is None else (h,)), net.unfolded())  # noqa: E731
             subnets = [largest, smallest if usual else floor, *gates.unbind()]
-            rules = (loss, config.distil, settled.precision)
-            return weight_step(net, batches, self.weights, subnets, *rules, passes, ranks).losses
+            rules = (loss, config.distill, resolved.precision)
+            return weight_step(net, batches, self.weights, subnets, *rules, passes, world).losses
 
         def stage2(batches: list[Any]) -> tuple[Tensor | None, Tensor, Tensor]:
             task, pull = loss if config.task_loss else None, (budget, config.budget_weight, config.tolerance)
-            moved = arch_step(net, batches, self.alphas, path, task, *pull, settled.precision, soft, ranks)
+            moved = arch_step(net, batches, self.alphas, path, task, *pull, resolved.precision, soft, world)
             return moved.task_loss, moved.budget_loss, moved.ratios
 
-        self.stage1, self.stage2 = settled.repeated(stage1), settled.repeated(stage2)
+        self.stage1, self.stage2 = resolved.repeated(stage1), resolved.repeated(stage2)
 
-    def train_weights(self, batches: list[Any], draw: Draw, generator: torch.Generator, lr: float) -> WeightRecord:
+    def train_weights(
+        self, batches: list[Any], sampling: Sampling, generator: torch.Generator, lr: float
+    ) -> WeightRecord:
         """Stage 1 with newly drawn sub-networks."""
-        gates = draw_gates(self.net, self.path, draw, self.config.subnets, generator)
+        gates = sample_gates(self.net, self.path, sampling, self.config.subnets, generator)
         set_lr(self.weights, lr, self.shares)
         return WeightRecord(self.stage1(batches, torch.stack(gates) if gates else self.largest[None][:0]))
 
@@ -234,7 +238,7 @@ def _prepare(net: Supernet, config: SearchConfig, arch_loader: Loader | None) ->
 
 def reach(net: Supernet, config: SearchConfig) -> tuple[Budget, Chains]:
     """The budget and the chains that can reach it; an error with what they reach if they cannot."""
-    path = chains(net, config.process, config.smallest, config.largest, config.align)
+    path = chains(net, config.process, config.min_channels, config.max_channels, config.align)
     budget = parse(config.budget, net.graph)
     check_reachable(budget, net.graph, *extremes(net.graph, path.sizes))
     check_choice(path)

@@ -14,9 +14,9 @@ from torch import Tensor
 from dmcp.batches import input_of, size_of
 from dmcp.budget import Budget, budget_loss, ratios
 from dmcp.errors import TrainingError
-from dmcp.losses import Loss, imitation, loss_of
+from dmcp.losses import Loss, distillation_loss, loss_of
 from dmcp.modules import tensors_in
-from dmcp.runtime.distributed import ALONE, Ranks, mean_gradients, mean_values
+from dmcp.runtime.distributed import SINGLE_PROCESS, World, mean_gradients, mean_values
 from dmcp.runtime.engine import Precision, autocast
 from dmcp.searching.config import SearchRecord, as_record
 from dmcp.searching.subnets import Chains
@@ -80,10 +80,10 @@ def weight_step(
     optimizer: torch.optim.Optimizer,
     subnets: Sequence[Subnet],
     loss: Loss,
-    distil: bool = True,
+    distill: bool = True,
     precision: Precision = Precision.FLOAT32,
     passes: Passes | None = None,
-    ranks: Ranks = ALONE,
+    world: World = SINGLE_PROCESS,
 ) -> WeightRecord:
     """Stage 1 (eq. 14): train these sub-networks, gradients accumulated, one optimizer step in all.
 
@@ -105,7 +105,7 @@ def weight_step(
             given = subnet.part(h) if isinstance(subnet, Sliced) and h is not None else h
             with autocast(net.alpha.device, precision):
                 output = _run(net, passes, subnet, x, given)
-                value = imitation(output, target) if distil and target else loss_of(loss, output, batch)
+                value = distillation_loss(output, target) if distill and target else loss_of(loss, output, batch)
             slopes, back = _add_slopes(slopes, back, value * (size_of(batch) / samples), weights, given, h)
             losses.append(value.detach())
             target = target or [tensor.detach() for tensor in tensors_in(output)]
@@ -113,7 +113,7 @@ def weight_step(
             slopes = _sums(slopes, torch.autograd.grad(shared, weights, back, allow_unused=True))
     for weight, slope in zip(weights, slopes, strict=True):
         weight.grad = slope
-    mean_gradients(weights, samples, ranks)
+    mean_gradients(weights, samples, world)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return WeightRecord(torch.stack(losses).reshape(len(batches), len(subnets)).mean(dim=0))
@@ -130,7 +130,7 @@ def arch_step(
     tolerance: float = 0.95,
     precision: Precision = Precision.FLOAT32,
     passes: Passes | None = None,
-    ranks: Ranks = ALONE,
+    world: World = SINGLE_PROCESS,
 ) -> ArchRecord:
     """Stage 2 (eq. 15): move the alphas by the task loss of the soft network and by the budget loss.
 
@@ -147,7 +147,7 @@ def arch_step(
                 value = loss_of(loss, (passes or net)(input_of(batch), gates), batch)
             torch.autograd.backward(value * (size_of(batch) / samples))
             task.append(value.detach())
-        mean_gradients(_parameters(optimizer), samples, ranks)
+        mean_gradients(_parameters(optimizer), samples, world)
         seen = ratios(budget, net.graph, chains.marginals(net.alpha), chains.sizes, chains.process)
         excess = budget_loss(seen, tolerance)
         torch.autograd.backward(budget_weight * excess)
@@ -251,11 +251,11 @@ class Step:
     alpha_lr: float
     moved: ArchRecord | None
 
-    def plain(self, ranks: Ranks) -> SearchRecord:
+    def plain(self, world: World) -> SearchRecord:
         """The same as numbers, means over all ranks; waits for the device."""
 
         def mean(values: Tensor) -> list[float]:
-            return mean_values(values.reshape(-1), self.samples, ranks).tolist()
+            return mean_values(values.reshape(-1), self.samples, world).tolist()
 
         record = SearchRecord(self.step, self.epoch)
         if self.trained is not None:
@@ -276,10 +276,10 @@ class Log:
     """Records of the steps, read from the device now and then; where one is not finite the search stops."""
 
     def __init__(
-        self, net: Supernet, every: int, on_record: Callable[[SearchRecord], None] | None, ranks: Ranks
+        self, net: Supernet, every: int, on_record: Callable[[SearchRecord], None] | None, world: World
     ) -> None:
         self.net = net
-        self.ranks = ranks
+        self.world = world
         self.every = every
         self.on_record = on_record
         self.records: list[SearchRecord] = []
@@ -302,7 +302,7 @@ class Log:
 
     def flush(self) -> None:
         """Read what waits; if all of it is finite, remember this state of the supernet, otherwise go back and stop."""
-        steps, self.waiting = [step.plain(self.ranks) for step in self.waiting], []
+        steps, self.waiting = [step.plain(self.world) for step in self.waiting], []
         for record in steps:
             self._check(record, steps, "stage 1, the weights", *(record.weight_losses or ()))
             self._check(record, steps, "stage 2, the alphas", record.task_loss or 0.0, record.budget_loss or 0.0)

@@ -17,7 +17,7 @@ from dmcp.checkpoint import random_state, set_random_state
 from dmcp.importance import magnitude
 from dmcp.markov import CHAIN, INDEPENDENT, Process, bounded
 from dmcp.modules import leaves, narrow, tensors_in
-from dmcp.searching.config import Bound, Draw, bounds
+from dmcp.searching.config import Bound, Sampling, bounds
 from dmcp.supernet import Supernet, given_name, run_folded, skip
 from dmcp.tracing.record import Op, Recording, Ref
 
@@ -44,12 +44,12 @@ class Chains:
 def chains(
     net: Supernet,
     process: Process = CHAIN,
-    smallest: Bound | None = None,
-    largest: Bound | None = None,
+    min_channels: Bound | None = None,
+    max_channels: Bound | None = None,
     align: int = 1,
 ) -> Chains:
     """The chains of a supernet with bounded widths, in whole multiples of `align`."""
-    ends = bounds(net.graph, smallest or {}, largest or {}, align)
+    ends = bounds(net.graph, min_channels or {}, max_channels or {}, align)
     low_high = torch.tensor(ends, device=net.sizes.device)
     sizes = bounded(net.sizes, low_high[:, 0], low_high[:, 1])
     behind = sizes.cumsum(dim=1)[net.space_of] <= net.position[:, None]  # (channels, G)
@@ -57,26 +57,26 @@ def chains(
 
 
 def sandwich(
-    net: Supernet, chains: Chains, draw: Draw, count: int, generator: torch.Generator | None = None
+    net: Supernet, chains: Chains, sampling: Sampling, count: int, generator: torch.Generator | None = None
 ) -> list[Tensor]:
     """Gates of the sub-networks of one weight step: the largest, the smallest, then random ones. Each (channels,)"""
     ends = [net.hard(chains.sizes.sum(dim=1)), net.hard(chains.sizes[:, 0])]
-    return ends + draw_gates(net, chains, draw, count, generator)
+    return ends + sample_gates(net, chains, sampling, count, generator)
 
 
-def draw_gates(
-    net: Supernet, chains: Chains, draw: Draw, count: int, generator: torch.Generator | None = None
+def sample_gates(
+    net: Supernet, chains: Chains, sampling: Sampling, count: int, generator: torch.Generator | None = None
 ) -> list[Tensor]:
     """Gates of random sub-networks; a generator on the device of the alphas keeps the host from waiting for it."""
     sizes = chains.sizes
-    if draw is Draw.MARKOV and chains.process is INDEPENDENT:  # any groups, not the first ones: no widths
+    if sampling is Sampling.MARKOV and chains.process is INDEPENDENT:  # any groups, not the first ones: no widths
         chances = chains.marginals(net.alpha.detach())
         return list(chains.gates(_uniform((count, *sizes.shape), sizes, generator) < chances))
-    if draw is Draw.MARKOV:
+    if sampling is Sampling.MARKOV:
         widths = chains.process.sample(net.alpha, sizes, count, generator)
     else:
         rank = (sizes > 0).cumsum(dim=1)  # the number of different widths up to each group
-        shape = (len(sizes) if draw is Draw.UNIFORM else 1, count)
+        shape = (len(sizes) if sampling is Sampling.UNIFORM else 1, count)
         chosen = (_uniform(shape, sizes, generator) * rank[:, -1:]).long() + 1  # (S, count)
         group = torch.searchsorted(rank, chosen.clamp(max=rank[:, -1:]))  # a product may have been rounded up
         widths = sizes.cumsum(dim=1).gather(1, group).T

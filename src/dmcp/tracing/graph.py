@@ -19,18 +19,18 @@ from dmcp.tracing.cost import LayerCost, Moment, Peak, Polynomial, Terms, evalua
 from dmcp.tracing.layout import Layout
 from dmcp.tracing.ops import Coupling
 from dmcp.tracing.record import Recording
-from dmcp.tracing.replay import Rehearsal
+from dmcp.tracing.replay import ReplayContext
 from dmcp.widths import ChannelSpace, Dim, Widths
 
 Kept = int | Sequence[int] | Tensor  # how many channels stay, or which
 NO_TABLE = (
-    "Nothing is known about the latency of this network: graph.priced(dmcp.measure_latency(model, example)) has a "
-    "table of it; dmcp prune and dmcp search measure by themselves."
+    "Nothing is known about the latency of this network: graph.with_latency(dmcp.measure_latency(model, example)) has "
+    "a table of it; dmcp prune and dmcp search measure by themselves."
 )
 
 
 @dataclass(frozen=True)
-class Whole:
+class Unprunable:
     """Output channels of a layer that are never narrowed, and why."""
 
     name: str
@@ -72,7 +72,7 @@ class ChannelGraph:
     """What `trace` found. A value: nothing in it changes."""
 
     spaces: tuple[ChannelSpace, ...]
-    whole: tuple[Whole, ...]
+    unprunable: tuple[Unprunable, ...]
     bindings: tuple[Binding, ...]
     unknown: Mapping[str, int]  # ops without a rule, and how often they occur
     notes: tuple[str, ...]
@@ -83,7 +83,7 @@ class ChannelGraph:
     soft_folds: tuple[GateFold, ...]
     entries: tuple[CostEntry, ...]
     moments: tuple[Moment, ...]  # when many activations are held
-    _rehearsal: Rehearsal
+    _rehearsal: ReplayContext
     _atoms: tuple[int, ...]  # the atom of each space
     latency: Latency | None = None  # what was measured, see priced()
 
@@ -101,7 +101,7 @@ class ChannelGraph:
             self._check_latency(self.latency)
             object.__setattr__(self, "_latency", Polynomial(as_terms(self.latency), len(self.spaces)))
 
-    def priced(self, latency: Latency) -> ChannelGraph:
+    def with_latency(self, latency: Latency) -> ChannelGraph:
         """The same graph with a table of latency, so that budgets may be times: see `dmcp.measure_latency`."""
         return replace(self, latency=latency)
 
@@ -320,7 +320,7 @@ class ChannelGraph:
                 why = outcome.stopped or "a number in its code does not follow the width"
                 raise CutError(
                     f"At these widths {place} does not do what the trace predicts: {why}. "
-                    f"Use other widths, or name the layers around it in trace(..., frozen=[...])."
+                    f"Use other widths, or name the layers around it in trace(..., ignore=[...])."
                 )
 
     def _like_recorded(self, small: nn.Module) -> nn.Module:
@@ -344,7 +344,7 @@ class ChannelGraph:
             "input_shape": self.input_shape,
             "fingerprint": self.fingerprint,
             "spaces": [vars(space) | {"share": self.space_share(space)} for space in self.spaces],
-            "whole": [vars(item) for item in self.whole],
+            "unprunable": [vars(item) for item in self.unprunable],
             "bindings": [vars(item) for item in self.bindings],
             "unknown": dict(self.unknown),
             "notes": list(self.notes),
@@ -365,8 +365,8 @@ class ChannelGraph:
         for space, size in zip(self.spaces, sizes, strict=True):
             share, tied = self.space_share(space), ", ".join(space.writers)
             lines.append(f"{space.name:<{name_width}}  {size:>{size_width}}  {share:>6.1%}  {tied}")
-        if self.whole:
-            lines += ["", "kept whole:", *(f"  {item.name} ({item.size}): {item.reason}" for item in self.whole)]
+        if self.unprunable:
+            lines += ["", "kept whole:", *(f"  {item.name} ({item.size}): {item.reason}" for item in self.unprunable)]
         if self.bindings:
             lines += ["", "attributes that follow a width (found by replay):"]
             lines += [f"  {item.module}.{item.attribute} = {item.value}: {item.follows}" for item in self.bindings]

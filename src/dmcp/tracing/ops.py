@@ -308,13 +308,13 @@ class Coupling:
 
 
 def couple(
-    recordings: Sequence[Recording], rules: Mapping[Func, Rule], strict: bool, frozen: Sequence[str] = ()
+    recordings: Sequence[Recording], rules: Mapping[Func, Rule], strict: bool, ignore: Sequence[str] = ()
 ) -> Coupling:
     """Apply the rules to every op of every recording; strict: an op without a rule must lie in a frozen module."""
     coupling = Coupling(Channels(), {})
     for recording in recordings:
         coupling.recordings.append(recording)
-        facts, layouts = _follow(coupling, recording, rules, strict, frozen)
+        facts, layouts = _follow(coupling, recording, rules, strict, ignore)
         coupling.facts.append(facts)
         coupling.layouts.append(layouts)
     for recording, layouts in zip(coupling.recordings, coupling.layouts, strict=True):
@@ -325,7 +325,7 @@ def couple(
 
 
 def _follow(
-    coupling: Coupling, recording: Recording, rules: Mapping[Func, Rule], strict: bool, frozen: Sequence[str]
+    coupling: Coupling, recording: Recording, rules: Mapping[Func, Rule], strict: bool, ignore: Sequence[str]
 ) -> tuple[Facts, dict[int, Dims]]:
     channels, facts = coupling.channels, Facts()
     layouts: dict[int, Dims] = {}
@@ -340,7 +340,7 @@ def _follow(
         call = Call(channels, recording, layouts, number, facts)
         channels.because = call.where()
         rule = find_rule(op.func, rules, pointwise)
-        if rule is None and strict and not _inside(op.path, frozen):
+        if rule is None and strict and not _inside(op.path, ignore):
             raise TraceError(_no_rule(call))
         outs = unknown(call) if rule is None else rule(call)
         facts.flows.append(call.flow)
@@ -367,7 +367,7 @@ def _inside(path: str, names: Sequence[str]) -> bool:
 def _no_rule(call: Call) -> str:
     shape = "x".join(str(size) for size in call.x.shape) if call.operands else "none"
     layer = call.path.partition(".parametrizations.")[0]  # what computes a weight has no parameters of its own
-    second = f'trace(..., frozen=["{layer}"])' if layer else "trace(..., strict=False)"
+    second = f'trace(..., ignore=["{layer}"])' if layer else "trace(..., strict=False)"
     return (
         f"{call.path or 'the model'}: no channel rule for {call.op.func} (input {shape}). Give one: "
         f"trace(..., rules=RULES | {{{call.op.func}: my_rule}}), or keep its channels whole: {second}."

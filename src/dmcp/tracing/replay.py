@@ -232,7 +232,7 @@ def _different(old: Sequence[Any], new: Sequence[Any]) -> tuple[tuple[float, flo
 
 
 @dataclass
-class Rehearsal:
+class ReplayContext:
     """A model, its coupling, and the attributes that were found to follow widths."""
 
     model: nn.Module  # on the meta device
@@ -349,7 +349,7 @@ IN_CODE = "a number in the code"  # how the reason begins
 class Settler:
     """Replays at random widths until all agree, binding attributes and keeping channels whole as needed."""
 
-    def __init__(self, rehearsal: Rehearsal, parameters: list[str], bind: bool, seed: int = 0) -> None:
+    def __init__(self, rehearsal: ReplayContext, parameters: list[str], bind: bool, seed: int = 0) -> None:
         self.rehearsal, self.coupling, self.parameters, self.bind = rehearsal, rehearsal.coupling, parameters, bind
         self.random = random.Random(seed)
         # attributes not tried yet, and the one that is being tried

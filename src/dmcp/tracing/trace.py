@@ -17,11 +17,11 @@ from dmcp.errors import TraceError
 from dmcp.modules import batch_of, map_leaves, rebatch, skeleton, tensors_in, unwrap
 from dmcp.tracing.cost import Terms, moments, product, total
 from dmcp.tracing.gates import Fold, plan_folds
-from dmcp.tracing.graph import Binding, ChannelGraph, CostEntry, GateFold, Whole
+from dmcp.tracing.graph import Binding, ChannelGraph, CostEntry, GateFold, Unprunable
 from dmcp.tracing.layout import Atom, in_spaces
 from dmcp.tracing.ops import Contraction, Coupling, Dims, OpCost, Rule, couple
 from dmcp.tracing.record import Func, Op, Read, Recording, Ref, record, record_anywhere
-from dmcp.tracing.replay import IN_CODE, Rehearsal, Settler, meta_example
+from dmcp.tracing.replay import IN_CODE, ReplayContext, Settler, meta_example
 from dmcp.tracing.rules import RULES
 from dmcp.widths import ChannelSpace, fingerprint
 
@@ -29,7 +29,7 @@ BOXES = "Trace the part of a detector that ends before its boxes are chosen: doc
 
 
 def cost_entries(
-    model: nn.Module, coupling: Coupling, numbers: Mapping[int, int], example: Any, rehearsal: Rehearsal
+    model: nn.Module, coupling: Coupling, numbers: Mapping[int, int], example: Any, rehearsal: ReplayContext
 ) -> tuple[CostEntry, ...]:
     """Costs per layer, in the order in which they run; parameters that no op of cost uses come last."""
     recording, facts, resolve = coupling.recordings[0], coupling.facts[0], coupling.channels.resolve
@@ -283,7 +283,7 @@ _BATCH = 3  # more than one for BatchNorm in train mode; odd, so that it is rare
 def trace(
     model: nn.Module,
     example_input: Any,
-    frozen: Iterable[str] = (),
+    ignore: Iterable[str] = (),
     rules: Mapping[Func, Rule] | None = None,
     exact: bool = True,
     strict: bool = False,
@@ -302,21 +302,21 @@ def trace(
             f"rules are a mapping from ops to functions, RULES | {{op: rule}}, not a {type(rules).__name__}."
         )
     recordings, batches, notes = _record_modes(model, example_input)
-    frozen = [frozen] if isinstance(frozen, str) or not isinstance(frozen, Iterable | None) else list(frozen or ())
-    if not all(isinstance(name, str) for name in frozen):
-        raise TraceError(f"frozen takes names of modules or spaces, not {frozen!r}.")
+    ignore = [ignore] if isinstance(ignore, str) or not isinstance(ignore, Iterable | None) else list(ignore or ())
+    if not all(isinstance(name, str) for name in ignore):
+        raise TraceError(f"frozen takes names of modules or spaces, not {ignore!r}.")
     for note in filter(None, (note_reads(model, recordings), note_sizes(model, recordings))):
         if strict:
             raise TraceError(f"{note[0].upper()}{note[1:]}. {_TWO_WAYS}")
         notes.append(note)
-    coupling = couple(recordings, RULES if rules is None else rules, strict, frozen)
+    coupling = couple(recordings, RULES if rules is None else rules, strict, ignore)
     keep_read_whole(coupling)
     parameters = [name for name, _ in model.named_parameters()]
     mixed = [pair for facts in coupling.facts for pair in facts.mixed] if exact else []
     mixed = [(layout, reason) for layout, reason in mixed if coupling.channels.freeze(layout, reason)]
     _freeze_unwritten(coupling, parameters)
-    _freeze_named(coupling, model, parameters, frozen)
-    rehearsal = Rehearsal(skeleton(model), example_input, [meta_example(batch) for batch in batches], coupling)
+    _freeze_named(coupling, model, parameters, ignore)
+    rehearsal = ReplayContext(skeleton(model), example_input, [meta_example(batch) for batch in batches], coupling)
     settler = Settler(rehearsal, parameters, bind=not strict)
     while True:
         settler.settle()
@@ -397,7 +397,7 @@ def _freeze_unwritten(coupling: Coupling, parameters: list[str]) -> None:
                 channels.freeze(((atom,),), "no layer writes it")
 
 
-def _freeze_named(coupling: Coupling, model: nn.Module, parameters: list[str], frozen: Iterable[str]) -> None:
+def _freeze_named(coupling: Coupling, model: nn.Module, parameters: list[str], ignore: Iterable[str]) -> None:
     """Keep whole what the user named: all that the parameters of a module write, or one space."""
     modules = {name for name, _ in model.named_modules() if name}
     first = {id(tensor): name for name, tensor in model.named_parameters()}
@@ -409,7 +409,7 @@ def _freeze_named(coupling: Coupling, model: nn.Module, parameters: list[str], f
         for item in contractions
         if item.weight is not None and item.weight in recording.tensors
     }
-    for wanted in frozen:
+    for wanted in ignore:
         spaces = _names(coupling, coupling.atoms(parameters))
         chosen = [atom for atom, name in spaces.items() if name == wanted]
         for atom in chosen:
@@ -485,10 +485,10 @@ def _names(coupling: Coupling, atoms: list[Atom]) -> dict[Atom, str]:
     return names
 
 
-def _whole(coupling: Coupling, model: nn.Module) -> tuple[Whole, ...]:
+def _whole(coupling: Coupling, model: nn.Module) -> tuple[Unprunable, ...]:
     plain = ways_to_plain_weights(model)
     found = dict.fromkeys(
-        Whole(layer, size, with_way_out(reason, plain))
+        Unprunable(layer, size, with_way_out(reason, plain))
         for layer, _, parts in _writers(coupling)
         for size, reason in parts
     )
@@ -501,10 +501,10 @@ def _whole(coupling: Coupling, model: nn.Module) -> tuple[Whole, ...]:
 def _graph(
     model: nn.Module,
     coupling: Coupling,
-    rehearsal: Rehearsal,
+    rehearsal: ReplayContext,
     atoms: list[Atom],
     folds: tuple[list[Fold], list[Fold]],
-    whole: tuple[Whole, ...],
+    whole: tuple[Unprunable, ...],
     notes: list[str],
     example: Any,
     exact: bool,
@@ -553,7 +553,7 @@ def _graph(
             )
             for atom in order
         ),
-        whole=whole,
+        unprunable=whole,
         bindings=bindings,
         unknown=dict(unknown),
         notes=tuple(notes),
