@@ -385,7 +385,7 @@ def _left_out(job: Job, count: int) -> Iterator[str]:
 
 
 def _loaders(job: Job, train: DataSet, held: DataSet | None, test: DataSet, place: torch.device) -> Loaders:
-    how: dict[str, Any] = {"workers": job.workers, "ranks": current(), "corrupt": job.corrupt}
+    how: dict[str, Any] = {"workers": job.workers, "world": current(), "corrupt": job.corrupt}
 
     def make(part: DataSet, batch: int, shuffled: bool) -> Loader:
         size = min(batch, len(part)) if part is not train else batch
