@@ -63,6 +63,7 @@ SPELLINGS = {  # of parameters, fields, attributes and keys
     "distill": ("distill", "distil"),
     "stop_requested": ("stop_requested", "should_stop", "asked_to_stop"),
     "held_out": ("held_out", "holdout", "held"),  # of a method's problem: batches to choose by
+    "on_event": ("on_event", "log", "tell"),  # of a method's problem: hears (stage, record)
     "min_widths": ("min_widths", "floor"),  # of a method's problem, and of uniform and random_widths
 }
 PLACES = {  # module:name of what `import dmcp` does not give
@@ -141,11 +142,11 @@ def retrain(name: str, teacher: nn.Module) -> dict[str, Any]:
 # fmt: off
 ENGINE = {"precision": "float32", "channels_last": False, "compile": False, "graphs": False, "kernels": False,
           "pad": False, "tf32": False, "deterministic": False, "sync_batchnorm": False}
-SEARCH = {"budget": "50%", "tolerance": 0.95, "groups": 8, "align": 1, "min_channels": {}, "max_channels": {},
+SEARCH = {"budget": "50%", "tolerance": 0.995, "groups": 8, "align": 1, "min_channels": {}, "max_channels": {},
           "epochs": 2, "warmup": 0.5, "sort": False, "subnets": 2, "sampling": "markov", "warmup_sampling": "uniform",
           "distill": True, "init": "target", "independent": False, "task_loss": True, "budget_weight": 0.1,
           "train_weights": True, "lr": 0.3, "min_lr": 0.03, "reference_batch": 16, "momentum": 0.9,
-          "weight_decay": 1e-4, "label_smoothing": 0.1, "alpha_lr": 0.5, "alpha_min_lr": 0.1, "alpha_momentum": 0.9,
+          "weight_decay": 1e-4, "label_smoothing": 0.1, "alpha_lr": 2.0, "alpha_min_lr": 0.5, "alpha_momentum": 0.9,
           "accumulate": 1, "log_every": 4, "seed": 0}
 TRAIN = {"epochs": 2, "lr": 0.2, "reference_batch": 16, "warmup_epochs": 0.5, "warmup_lr": 0.05, "min_lr": 0.0,
          "momentum": 0.9, "nesterov": True, "weight_decay": 1e-4, "label_smoothing": 0.1, "kd_weight": 0.5,
@@ -161,7 +162,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
     "arch_loader": {"arch_loader": True},
     "no distillation": {"distill": False},
     "another seed": {"seed": 7},
-    "accumulate": {"accumulate": 2, "epochs": 4, "init": "zero", "sampling": "uniform"},
+    "accumulate": {"accumulate": 2, "epochs": 4, "init": "zero", "sampling": "uniform", "budget": "5%"},
     "fixed weights": {"train_weights": False, "align": 4},
     "channels": {"min_channels": {"layer2": 12}, "max_channels": 40, "budget": "memory:80%"},
 }
@@ -172,8 +173,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "slimming": {"sparsity": 1e-3},
     "autoslim": {"epochs": 1, "groups": 4, "subnets": 1, "distill": True, "lr_share": 0.5, "batches": 1},
     "amc": {"warmup": 3, "episodes": 4, "noise": 0.5, "last_noise": 0.01, "batches": 1},
-    "metapruning": {"hidden": 4, "groups": 4, "epochs": 1, "population": 6, "generations": 2, "parents": 2,
-                    "mutation": 0.1, "crossed": 0.5, "batches": 1},
+    "metapruning": {"hidden": 4, "groups": 8, "epochs": 1, "population": 8, "generations": 4, "parents": 4,
+                    "mutation": 0.2, "crossed": 0.5, "batches": 4},
 }
 AGENT = {"hidden": 8, "actor_lr": 1e-3, "critic_lr": 1e-2, "soft": 0.01, "discount": 1.0, "memory": 100, "batch": 8,
          "baseline": 0.95}
@@ -473,7 +474,7 @@ def folder_batches(train: bool, seed: int) -> Any:
             file = Path(path, part, label, f"{number}.png")
             file.parent.mkdir(parents=True, exist_ok=True)
             pixels = draw.integers(0, 256, (*draw.integers(40, 70, 2), 3), dtype=np.uint8)
-            Image.fromarray(pixels).resize((100, 80)).save(file)
+            Image.fromarray(pixels).save(file)
         data = place("load_data")(path, size=32)
         chosen = data.train if train else data.test
         return batches(call(place("make_loader"), chosen, batch_size=4, train=train, seed=seed, workers=0))
@@ -501,6 +502,8 @@ def method_case(name: str) -> Any:
     least = graph.widths([max(1, space.size // 8) for space in graph.spaces])
     given: dict[str, Any] = {"model": model, "graph": graph, "loader": digits(), "align": 1, "seed": 2}
     given |= {"held_out": list(digits(64, first=1000)), "budget": dmcp.parse_budget("50%", graph)}
+    heard: list[Any] = []  # rewards of episodes and the like; the records of trainings are seen in the weights
+    given |= {"on_event": lambda *event: heard.append([*event[-1].values()] if isinstance(event[-1], dict) else 0)}
     given |= {"recipe": call(dmcp.TrainConfig, **TRAIN), "engine": call(dmcp.Engine, **ENGINE)}
     problem, method = call(place("Problem"), **given, min_widths=least), place("METHODS")[name]
     agent = {"agent": call(place("DdpgConfig"), **AGENT)} if name == "amc" else {}
@@ -508,6 +511,7 @@ def method_case(name: str) -> Any:
     state = method.prepare(problem, config).state if method.prepare else model.state_dict()
     choice = method.find(problem, config, state)
     found = {"widths": dict(choice.widths), "passes": choice.sample_passes, "model": all_bits(choice.model)}
+    found |= {"heard": [it for it in heard if it]}
     return found | {"kept": {key: str(list(it)) if hasattr(it, "__iter__") else it for key, it in choice.kept.items()}}
 
 
