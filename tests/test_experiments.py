@@ -1,0 +1,116 @@
+"""experiments/: what is recorded, the settings that made it, the tables of the report, and tiny runs of every kind."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dmcp
+from dmcp.markov import marginals
+
+FOLDER = Path(__file__).parents[1] / "experiments"
+sys.path.insert(0, str(FOLDER))
+import run  # noqa: E402
+import tables  # noqa: E402
+from alphas import chances_of_widths, count_peaks  # noqa: E402
+
+RECORDED = {path.stem: json.loads(path.read_text()) for path in sorted((FOLDER / "results").glob("*.json"))}
+SETTINGS = {path.stem: run.read_settings(path) for path in sorted((FOLDER / "settings").glob("*.toml"))}
+VARIED = [name for name, it in SETTINGS.items() if "variant" in it]
+
+
+def test_every_recorded_run_is_there() -> None:
+    """Counted when the files came here, unchanged."""
+    assert len(RECORDED) == 29
+    assert sum(len(it.get("cells", [])) for it in RECORDED.values()) == 438
+    assert sum(len(it["rows"] if "rows" in it else it["lines"]) for it in RECORDED.values()) == 240
+    for name, it in RECORDED.items():
+        found: dict[str, list[float]] = {}
+        for cell in it.get("cells", []):
+            assert cell["name"].endswith(f"-seed{cell['seed']}")
+            assert name == "recover" or (0.8 < cell["accuracy"] < 1 and (cell["widths"] or "unpruned" in cell["name"]))
+            found.setdefault(cell["label"], []).append(cell["accuracy"])
+        for row in it.get("rows", it.get("lines")):
+            assert "method" not in row or {"budget", "seeds", "accuracies"} <= row.keys()
+            if row.get("label") in found and name not in ("recover", "sampling"):
+                assert row["accuracies"] == found[row["label"]], (name, row["label"])
+
+
+@pytest.mark.parametrize("name", VARIED)
+def test_settings_are_those_of_the_recorded_runs(name: str) -> None:
+    settings = SETTINGS[name]
+    for it in run.runs_of(settings):
+        dmcp.SearchConfig(budget=it["budget"] or "50%", **it["search"])
+        dmcp.TrainConfig(**it["train"] | it.get("distilled", {}))
+    if name in RECORDED:
+        kept = RECORDED[name]
+        known = {(cell["label"], cell["name"]) for cell in kept["cells"]}
+        found = {(it["label"], it["name"]) for it in run.runs_of(settings)}
+        gone = {pair for pair in known if "half-way" in pair[0]}  # of seeds: not in the package any more
+        assert found == known - gone or (name == "distribution" and found > known)
+        assert {key: settings[key] for key in ("model", "data", "batch")} == {
+            key: kept[key] for key in ("model", "data", "batch")
+        }
+        assert settings["search"]["epochs"] == kept["search_epochs"]
+        made = vars(dmcp.TrainConfig(**settings["train"]))
+        assert {key: made[key] for key in kept["train"]} == kept["train"]
+
+
+def test_tables_of_the_report_are_what_the_results_say() -> None:
+    text = tables.REPORT.read_text()
+    assert tables.filled(text) == text
+    assert all(f"<!-- table {name} -->" in text for name in [*RECORDED, "claims", "deviations"])
+    found = [cell["accuracy"] for cell in RECORDED["warmup"]["cells"] if cell["label"] == "with warm-up"]
+    assert f"| {100 * statistics.fmean(found):.2f} ± {100 * statistics.stdev(found):.2f} (3) |" in text
+
+
+def test_a_claim_is_judged_by_its_standard_error() -> None:
+    assert tables.standard_errors([0.01, 0.03], deviation=0.01) == pytest.approx(2.0)
+    assert tables.standard_errors([0.01, 0.03], deviation=None) is None  # two seeds say nothing of their own spread
+    assert tables.standard_errors([0.01, 0.02, 0.03], None) == pytest.approx(0.02 / (0.01 / math.sqrt(3)))
+    lines = [line.split(" | ") for line in tables.claims().splitlines()[2:]]
+    for *_, errors, _, holds in lines:
+        value = float(errors or 0)
+        assert holds.rstrip(" |") == ("yes" if value >= 2 else "no" if value <= -2 else "not clear")
+
+
+def test_peaks_are_local_maxima() -> None:
+    for heights, strict, filled in (
+        ([0.1, 0.2, 0.7], 1, 1),
+        ([0.1, 0.4, 0.4, 0.1], 1, 1),  # a plateau is one peak
+        ([0.3, 0.28, 0.3, 0.12], 2, 1),  # a dip of two points
+        ([0.5, 0.1, 0.3, 0.0, 0.1], 3, 3),
+    ):
+        for own in (heights, heights[::-1]):
+            assert (count_peaks(own), count_peaks(own, 0.05)) == (strict, filled)
+    assert chances_of_widths(marginals(torch.zeros(1, 2)), torch.tensor([[2, 3, 1]])) == [[0.5, 0.25, 0.25]]
+
+
+def test_a_tiny_experiment_runs_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alone = 'recover = { epochs = 1, mean = 1.0, alpha_lr = 5.0 }\nname = "alphas"\nlabel = "one"\nwidths = '
+    small = 'base = "digits"\nbatch = 708\nmodel_args = { width = 4 }\n'
+    (tmp_path / "tiny.toml").write_text(small)
+    for kind in ("recover", "distribution"):
+        (tmp_path / f"{kind}.toml").write_text(f'{small}[[variant]]\n{alone}"{kind}"\n')
+        run.run_experiment(tmp_path / f"{kind}.toml", tmp_path, tmp_path / "out")
+        assert tables.table_of(kind, tmp_path).count("\n") == 3
+    run.run_experiment(tmp_path / "tiny.toml", tmp_path, tmp_path / "out")
+    it = json.loads((tmp_path / "tiny.json").read_text())
+    found = {cell["label"]: cell for cell in it["cells"]}
+    assert [*found] == [variant["label"] for variant in SETTINGS["digits"]["variant"]]
+    assert found["dmcp"]["widths"] == found["dmcp, distilled"]["widths"] != found["unpruned"]["widths"]
+    assert all(0.45 < cell["macs"] / it["macs"] <= 0.5 for label, cell in found.items() if label != "unpruned")
+    assert len({cell["accuracy"] for cell in found.values()}) > 4
+    kept, written = sorted((tmp_path / "out").iterdir()), (tmp_path / "tiny.json").read_bytes()
+    (tmp_path / "tiny.json").unlink()
+    capsys.readouterr()
+    run.run_experiment(tmp_path / "tiny.toml", tmp_path, tmp_path / "out")
+    assert (sorted((tmp_path / "out").iterdir()), (tmp_path / "tiny.json").read_bytes()) == (kept, written)
+    run.run_experiment(tmp_path / "tiny.toml", tmp_path, tmp_path / "out", only_list=True)
+    assert "7 of 7 runs are recorded" in capsys.readouterr().out
