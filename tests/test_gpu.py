@@ -70,82 +70,29 @@ def test_bf16_model_with_soft_gates() -> None:
 # kernels
 
 
-@pytest.mark.parametrize("c_out", [16, 21])
 @pytest.mark.parametrize(
-    ("c", "size", "kernel", "stride"), [(16, 32, 3, 1), (11, 15, 3, 2), (64, 8, 1, 2), (3, 32, 3, 1)]
-)
-def test_own_kernels_compute_what_torchs_do(c: int, size: int, kernel: int, stride: int, c_out: int) -> None:
-    from dmcp.runtime.kernels.convolution import conv2d
-    from dmcp.runtime.kernels.norm import batch_norm
+    "shape",
+    [
+        (8, 16, 32, 32, 16, 3, 1), (8, 16, 32, 32, 21, 3, 1), (8, 11, 15, 15, 16, 3, 2), (8, 11, 15, 15, 21, 3, 2),
+        (8, 64, 8, 8, 16, 1, 2), (8, 64, 8, 8, 21, 1, 2), (8, 3, 32, 32, 16, 3, 1), (8, 3, 32, 32, 21, 3, 1),
+        (64, 96, 32, 32, 0, 3, 1), (64, 144, 32, 32, 0, 3, 2), (64, 37, 15, 15, 0, 3, 1), (64, 11, 15, 15, 0, 3, 2),
+        (64, 22, 9, 9, 0, 5, 1), (64, 48, 16, 16, 0, 5, 2), (64, 960, 4, 4, 0, 3, 1),
+        (8, 16, 32, 32), (8, 21, 15, 15), (64, 130, 9, 9), (64, 1280, 4, 4), (64, 2048, 2, 2), (64, 2047, 2, 2),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_own_kernels_compute_what_torchs_do(shape: tuple[int, ...]) -> None:
+    from kernel_checks import check  # it needs Triton
 
-    torch.manual_seed(0)
-    x = torch.randn(8, size, size, c, device="cuda").bfloat16().permute(0, 3, 1, 2).requires_grad_()
-    weight = torch.randn(c_out, c, kernel, kernel, device="cuda").bfloat16().float().requires_grad_()
-    scale = torch.rand(c_out, device="cuda", requires_grad=True)
-    wide = [it.detach().double().requires_grad_() for it in (x, weight, scale)]
-    out = batch_norm(conv2d(x, weight, None, stride, kernel // 2), None, None, scale, None, 0.1, 1e-5)
-    exact = torch.nn.functional.conv2d(wide[0], wide[1], None, stride, kernel // 2)
-    exact = torch.nn.functional.batch_norm(exact, None, None, wide[2], None, True)
-    slope = torch.randn_like(exact).bfloat16()
-    found = torch.autograd.grad(out, (x, weight, scale), slope)
-    wanted = torch.autograd.grad(exact, wide, slope.double())
-    for one, other in zip((out, *found), (exact, *wanted), strict=True):
-        assert (one.double() - other).abs().max() <= 2e-2 * other.abs().max()
+    check(shape, "cuda")
 
 
-@pytest.mark.parametrize(
-    ("c", "size", "kernel", "stride"),
-    [(96, 32, 3, 1), (144, 32, 3, 2), (37, 15, 3, 1), (11, 15, 3, 2), (22, 9, 5, 1), (48, 16, 5, 2), (960, 4, 3, 1)],
-)
-def test_depthwise_kernels_compute_what_torchs_do(c: int, size: int, kernel: int, stride: int) -> None:
-    from dmcp.runtime.kernels.depthwise import depthwise_conv2d
-    from dmcp.runtime.kernels.norm import batch_norm
-
-    torch.manual_seed(0)
-    x = torch.randn(64, size, size, c, device="cuda").bfloat16().permute(0, 3, 1, 2).requires_grad_()
-    weight = torch.randn(c, 1, kernel, kernel, device="cuda").bfloat16().float().requires_grad_()
-    bias = torch.randn(c, device="cuda", requires_grad=True)
-    scale = torch.rand(c, device="cuda", requires_grad=True)
-    given = (x, weight, bias, scale)
-    wide = [it.detach().double().requires_grad_() for it in given]
-    out = depthwise_conv2d(x, weight, bias, stride)
-    exact = torch.nn.functional.conv2d(*wide[:3], stride, kernel // 2, 1, c)
-    slope = torch.randn_like(exact).bfloat16()
-    found = torch.autograd.grad(out, given[:3], slope, retain_graph=True)
-    again = torch.autograd.grad(out, given[:3], slope, retain_graph=True)
-    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
-    wanted = torch.autograd.grad(exact, wide[:3], slope.double(), retain_graph=True)
-    for one, other in zip((out, *found), (exact, *wanted), strict=True):
-        assert (one.double() - other).abs().max() <= 1e-2 * other.abs().max()
-    out = batch_norm(out, None, None, scale, None, 0.1, 1e-5)
-    exact = torch.nn.functional.batch_norm(exact, None, None, wide[3], None, True)
-    assert (out.double() - exact).abs().max() <= 2e-2 * exact.abs().max()
-    one, other = torch.autograd.grad(out, scale, slope)[0], torch.autograd.grad(exact, wide[3], slope.double())[0]
-    assert (one.double() - other).abs().max() <= 2e-2 * other.abs().max()
-
-
-@pytest.mark.parametrize(("c", "size"), [(130, 9), (1280, 4), (2048, 2), (2047, 2)])
-def test_batch_norm_of_many_channels_computes_what_torchs_does(c: int, size: int) -> None:
-    from dmcp.runtime.kernels.norm import batch_norm
-
-    torch.manual_seed(0)
-    x = (torch.randn(64, size, size, c, device="cuda") + 3).bfloat16().permute(0, 3, 1, 2).requires_grad_()
-    given = (x, torch.rand(c, device="cuda", requires_grad=True), torch.rand(c, device="cuda", requires_grad=True))
-    wide = [it.detach().double().requires_grad_() for it in given]
-    out = batch_norm(x, None, None, given[1], given[2], 0.1, 1e-5)
-    exact = torch.nn.functional.batch_norm(wide[0], None, None, wide[1], wide[2], True)
-    slope = torch.randn_like(exact).bfloat16()
-    found, wanted = torch.autograd.grad(out, given, slope), torch.autograd.grad(exact, wide, slope.double())
-    for one, other in zip((out, *found), (exact, *wanted), strict=True):
-        assert (one.double() - other).abs().max() <= 1e-2 * other.abs().max()
-
-
-def _slopes(model: torch.nn.Module, x: torch.Tensor, slope: torch.Tensor, kernels: bool) -> list[torch.Tensor]:
+def _gradients(model: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor, kernels: bool) -> list[torch.Tensor]:
     """Gradients of the convolutions' weights in bfloat16, by our kernels or by torch's."""
-    engine = dmcp.Engine(compile=False, graphs=False, kernels=kernels).resolve(torch.device("cuda"))
+    engine = dmcp.Engine(compile=False, graphs=False, kernels=kernels).resolved(torch.device("cuda"))
     assert (engine.kernels, engine.depthwise) == (kernels, kernels)  # else torch would be compared with torch
     with engine.running(model), engine.autocast():
-        (model(engine.laid_out(x)) * slope).sum().backward()
+        (model(engine.laid_out(x)) * dy).sum().backward()
     return [it.grad.double() for it in model.parameters() if it.ndim == 4]
 
 
@@ -153,11 +100,11 @@ def test_gradients_of_a_mobilenet_are_as_near_to_the_truth_as_torchs() -> None:
     """A shallow one: of all 52 layers, freshly made, bfloat16 gives noise in the first, whoever computes it."""
     torch.manual_seed(0)
     model = build("cifar:mobilenet_v2", inverted_residual_setting=[[1, 16, 1, 1], [6, 24, 1, 2], [6, 32, 1, 2]])
-    model, x, slope = model.cuda().train(), torch.randn(128, 3, 32, 32).cuda(), torch.randn(128, 10).cuda()
+    model, x, dy = model.cuda().train(), torch.randn(128, 3, 32, 32).cuda(), torch.randn(128, 10).cuda()
     wide = copy.deepcopy(model).double()
-    (wide(x.double()) * slope).sum().backward()
+    (wide(x.double()) * dy).sum().backward()
     truth = [it.grad for it in wide.parameters() if it.ndim == 4]
-    ours, torchs = (_slopes(copy.deepcopy(model), x, slope, kernels) for kernels in (True, False))
+    ours, torchs = (_gradients(copy.deepcopy(model), x, dy, kernels) for kernels in (True, False))
     for one, other, exact in zip(ours, torchs, truth, strict=True):
         error, usual = (float((it - exact).norm() / exact.norm()) for it in (one, other))
         assert error <= 1.4 * usual + 1e-2 < 0.6
@@ -174,13 +121,12 @@ def test_a_search_of_a_mobilenet_learns_as_it_does_without_own_kernels() -> None
 
 
 def test_depthwise_kernels_run_inside_a_graph() -> None:
-    from dmcp.runtime.kernels.depthwise import depthwise_conv2d
-    from dmcp.runtime.kernels.norm import batch_norm
+    from dmcp.runtime.kernels import batch_norm, conv2d
 
     weight = torch.randn(37, 1, 3, 3, device="cuda", requires_grad=True)
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        out = batch_norm(depthwise_conv2d(x, weight * 2, None, 2), None, None, None, None, 0.1, 1e-5)
+        out = batch_norm(conv2d(x, weight * 2, None, 2), None, None, None, None, 0.1, 1e-5)
         return torch.autograd.grad((out * out.detach().sin()).sum(), weight)[0]
 
     repeated = Repeated(step)
@@ -191,7 +137,7 @@ def test_depthwise_kernels_run_inside_a_graph() -> None:
 
 
 def test_narrow_networks_get_own_kernels() -> None:
-    assert dmcp.Engine().resolve(torch.device("cuda"), steps=10_000, narrow=True).kernels
+    assert dmcp.Engine().resolved(torch.device("cuda"), steps=10_000, narrow=True).kernels
 
 
 # graphs

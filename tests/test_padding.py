@@ -66,10 +66,16 @@ def fresh(net: nn.Module, graph: ChannelGraph, widths: Widths) -> nn.Module:
 def test_a_padded_network_learns_the_same(make: Callable[[], nn.Module]) -> None:
     net, graph = traced(make)
     widths, data = odd(graph), batches()
-    alone, inside = fresh(net, graph, widths), fresh(net, graph, widths)
+    alone, inside = fresh(net, graph, widths).train(), fresh(net, graph, widths).train()
+    for model in (alone, inside):  # modes and frozen parameters are those of the cut network
+        next(model.parameters()).requires_grad_(False)
+        next(module for module in model.modules() if isinstance(module, nn.BatchNorm2d)).eval()
     before = copy.deepcopy(alone.state_dict())
     twin = padded(inside, net, graph, widths, to=8)
     assert twin and sum(p.numel() for p in twin.wide.parameters()) > sum(p.numel() for p in inside.parameters())
+    assert [it.training for it in twin.wide.modules()] == [it.training for it in inside.modules()]
+    flags = [[it.requires_grad for it in model.parameters()] for model in (twin.wide, inside)]
+    assert flags[0] == flags[1] and not flags[0][0]
     one, other = train(alone, data, SHORT), train(twin.wide, data, SHORT)
     assert [step.loss for step in other] == pytest.approx([step.loss for step in one], rel=1e-9)
     assert all(torch.equal(value, before[name]) for name, value in inside.state_dict().items())
@@ -103,20 +109,6 @@ def test_nothing_is_added_to_round_widths_and_full_ones_stay() -> None:
     widths = graph.widths([size - 1 for size in sizes])
     twin = padded(fresh(net, graph, widths), net, graph, widths, to=1024)
     assert twin and all(a.shape == b.shape for a, b in zip(twin.wide.parameters(), net.parameters(), strict=True))
-
-
-def test_modes_and_frozen_parameters_are_those_of_the_cut_network() -> None:
-    net, graph = traced(lambda: build("digits:resnet"))
-    widths = odd(graph)
-    small = fresh(net, graph, widths).train()
-    first = next(iter(small.parameters()))
-    first.requires_grad_(False)
-    next(module for module in small.modules() if isinstance(module, nn.BatchNorm2d)).eval()
-    twin = padded(small, net, graph, widths)
-    assert twin
-    assert [it.training for it in twin.wide.modules()] == [it.training for it in small.modules()]
-    flags = [[it.requires_grad for it in model.parameters()] for model in (twin.wide, small)]
-    assert flags[0] == flags[1] and not flags[0][0]
 
 
 def trained(net: nn.Module, graph: ChannelGraph, data: Any, engine: Engine, kind: Retrain) -> dict[str, nn.Module]:

@@ -201,16 +201,14 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-EIGHT = 8  # what tensor cores want
-
-Places = tuple[Tensor | None, ...]  # per dim: where the entries of the cut network are, None for all
+Places = tuple[Tensor | None, ...]  # per dim: indices of the cut network's entries, None for all
 
 
 class Padded:
-    """A cut network inside one whose widths are the next multiples, to be trained in its place.
+    """A wider copy of a cut network, to be trained in its place.
 
-    What is added is zero, and of the weights that read added channels the gradient is, so they stay unread: step by
-    step the network inside learns what it would learn alone, up to rounding and the draws of dropout.
+    Added weights are zero. Those that read added channels get no gradient and stay zero, so step by step the cut
+    network inside learns what it would learn alone, up to rounding and the random numbers of dropout.
     """
 
     def __init__(self, small: nn.Module, whole: nn.Module, graph: ChannelGraph, widths: Widths, outer: Widths) -> None:
@@ -229,18 +227,17 @@ class Padded:
             reader, places = parameters.get(name), self.places.get(name, ())
             place = places[dim] if places else None
             if reader is not None and reader.requires_grad and place is not None:
-                hook: Callable[[Callable[[Tensor], Tensor]], Any] = reader.register_hook
-                hook(partial(torch.mul, _mask(reader, dim, place)))
+                reader.register_hook(partial(torch.mul, _mask(reader, dim, place)))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """Put what was learned into the cut network."""
+        """Copy the trained weights and buffers into the cut network."""
         for (name, mine), theirs in zip(_tensors(self.wide), dict(_tensors(self.small)).values(), strict=True):
             theirs.copy_(_read(mine, self.places.get(name, ())))
 
 
-def padded(small: nn.Module, whole: nn.Module, graph: ChannelGraph, widths: Widths, to: int = EIGHT) -> Padded | None:
-    """The network that was cut to these widths inside one of the next multiples; None if it is that, or cannot be.
+def padded(small: nn.Module, whole: nn.Module, graph: ChannelGraph, widths: Widths, to: int = 8) -> Padded | None:
+    """The cut network padded to the next multiples; None if its widths are such, or the graph is not exact.
 
     whole: the network that it was cut from; its weights do not matter.
     """
@@ -254,7 +251,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _places(inner: Mapping[str, Cut], outer: Mapping[str, Cut]) -> Iterator[tuple[str, Places]]:
-    """Where the entries of the narrower cut of each tensor are in the wider one."""
+    """Indices of the entries of the narrower cut of each tensor in the wider one."""
     for name, cuts in inner.items():
         others = outer.get(name, (None,) * len(cuts))
         yield name, tuple(_place(*pair) for pair in zip(cuts, others, strict=True))
@@ -270,7 +267,7 @@ def _place(kept: Tensor | None, around: Tensor | None) -> Tensor | None:
 
 
 def _spread(values: Tensor, places: Places, shape: torch.Size) -> Tensor:
-    """A tensor of zeros with values in their places."""
+    """Zeros of a shape, with values at their places."""
     for dim, place in enumerate(places):
         if place is not None:
             wider = values.new_zeros([*values.shape[:dim], shape[dim], *values.shape[dim + 1 :]])
@@ -279,7 +276,7 @@ def _spread(values: Tensor, places: Places, shape: torch.Size) -> Tensor:
 
 
 def _mask(tensor: Tensor, dim: int, place: Tensor) -> Tensor:
-    """One where a dim of a tensor has entries of the cut network, zero elsewhere."""
+    """One where a dim has entries of the cut network, zero elsewhere; broadcasts to the tensor."""
     shape = [1] * tensor.ndim
     shape[dim] = tensor.shape[dim]
     return tensor.new_zeros(tensor.shape[dim]).index_fill_(0, place.to(tensor.device), 1).reshape(shape)

@@ -1,4 +1,4 @@
-"""Steps that are captured once as CUDA graphs and replayed."""
+"""Training steps as CUDA graphs: captured once, then replayed with one launch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-_WARM = 3  # times that a step is run before it is captured: kernels are loaded and tuned in them
+_WARM = 3  # calls before the capture, in which kernels are loaded and tuned
 _MOST_GRAPHS = 2  # per step: the usual batch, and the last one of an epoch
 
 
 class Repeated:
-    """A step that is called again and again with tensors of the same shapes: captured once, then replayed.
+    """A step that is captured as a CUDA graph once for each shape of its inputs, then replayed.
 
-    The first calls run as they are, on a stream of their own as capturing wants it. A call with other shapes, or a
-    step that cannot be captured (it asks the GPU for a number), runs as it is, too. What the step returns is copied,
-    since the next replay writes to the same place.
+    The first calls run eagerly, on a side stream as capturing requires; so do further shapes, and steps that cannot be
+    captured because they wait for the GPU. Outputs are copied, since the next replay overwrites them.
     """
 
     def __init__(self, step: Callable[..., Any]) -> None:
@@ -41,16 +40,16 @@ class Repeated:
             return self.graphs[key].replay(leaves)
         self.seen[key] = self.seen.get(key, 0) + 1
         if self.seen[key] <= _WARM or len(self.graphs) == _MOST_GRAPHS:
-            return self._aside(inputs)
+            return self._run_aside(inputs)
         try:
             self.graphs[key] = self._capture(leaves, spec)
-        except Exception as error:  # whatever stops a capture: the step still works without
+        except Exception as error:  # whatever it is: the step still works without a graph
             self.refused = (str(error).splitlines() or [type(error).__name__])[0]
         else:
             return self.graphs[key].replay(leaves)
-        return self.step(*inputs)  # here, where the error no longer holds what the capture has made
+        return self.step(*inputs)  # here, where the error no longer keeps the tensors of the capture alive
 
-    def _aside(self, inputs: Sequence[Any]) -> Any:
+    def _run_aside(self, inputs: Sequence[Any]) -> Any:
         stream, main = _side_stream(), torch.cuda.current_stream()
         stream.wait_stream(main)
         host = _host_random()
@@ -95,22 +94,22 @@ class _Graph:
 
 _pool: Any = None  # memory that all graphs share: only one of them runs at a time
 _alive: weakref.WeakSet[_Graph] = weakref.WeakSet()
-_failed: list[Any] = []  # graphs that torch's allocator for pinned memory may still ask which capture is theirs
+_failed: list[Any] = []  # kept alive: torch's allocator of pinned memory may still ask for their capture
 _streams: dict[int, torch.cuda.Stream] = {}
 
 
 def _tidy(graph: Any, main: torch.cuda.Stream) -> None:
-    """Undo what torch 2.11 leaves behind when a capture fails; newer ones do some of it themselves.
+    """Undo what torch 2.11 leaves behind when a capture fails; newer versions do some of it themselves.
 
-    Its stream would stay the current one. Its pool would stay open and taken, and what other streams have read would
-    never be free again. The generator of the GPU would stay inside the capture, and the next dropout raise, as would
-    the next replay: a capture that ends well takes it out.
+    The stream of the capture would stay current. Its memory pool would stay open, and memory that other streams have
+    read would never be freed. The GPU's generator would stay in the capture, and the next dropout or replay would
+    raise: a capture that succeeds releases it.
     """
     global _pool
     torch.cuda.set_stream(main)
     torch.cuda.synchronize()
     device = torch.cuda.current_device()
-    with contextlib.suppress(RuntimeError):  # torch has closed the pool: it is newer, or the step itself has raised
+    with contextlib.suppress(RuntimeError):  # the pool is closed: a newer torch, or an error of the step itself
         torch._C._cuda_endAllocateToPool(device, _pool)
         _failed.append(graph)
         torch._C._cuda_releasePool(device, _pool)
@@ -131,13 +130,13 @@ def _side_stream() -> torch.cuda.Stream:
 
 
 def _host_random() -> tuple[Any, ...]:
-    """Where the generators of the host are."""
+    """The states of the host's random generators."""
     _, numbers, *rest = np.random.get_state(legacy=True)
     return random.getstate(), np.asarray(numbers).tobytes(), rest, torch.get_rng_state().numpy().tobytes()
 
 
 def _key(leaves: Sequence[Any], spec: Any) -> Hashable | None:
-    """What must be the same for a graph to be replayed; None where a leaf cannot be compared or is not on the GPU."""
+    """What must be equal for a graph to be replayed; None where a leaf cannot be compared or is not on the GPU."""
     parts: list[Hashable] = [str(spec)]
     for leaf in leaves:
         if isinstance(leaf, Tensor):

@@ -1,48 +1,46 @@
-"""Triton kernels that a GPU runs where channels are few or depthwise."""
+"""Triton kernels for convolutions of few channels, depthwise convolutions and BatchNorm; used inside `OwnKernels`.
+
+Torch's kernels are made for wide layers: at 16 channels they compute mostly padding, its depthwise convolutions take
+longer than their memory traffic needs, and its BatchNorm reads the images more often than it must. These need a GPU
+that computes in bfloat16.
+"""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from dmcp.runtime.kernels.convolution import INTERPRET, conv2d
-from dmcp.runtime.kernels.convolution import MOST_CHANNELS as MOST_IN_CONV
-from dmcp.runtime.kernels.depthwise import SIZES as DEPTHWISE_SIZES
-from dmcp.runtime.kernels.depthwise import depthwise_conv2d
+from dmcp.runtime.kernels import convolution, depthwise
+from dmcp.runtime.kernels.convolution import INTERPRET, nhwc
 from dmcp.runtime.kernels.norm import MOST_CHANNELS as MOST_IN_NORM
 from dmcp.runtime.kernels.norm import batch_norm
 
-__all__ = ["OwnKernels", "batch_norm", "conv2d", "depthwise_conv2d", "try_out"]
+__all__ = ["OwnKernels", "batch_norm", "conv2d", "try_out"]
 
-_MOST_NUMBERS = 2**30  # of a tensor: places are 32-bit numbers
-Conv = tuple[Tensor, Tensor, Tensor | None, int, int]  # what conv2d takes; the last is the padding
-Norm = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, float, float]  # what batch_norm takes
+_MOST_ELEMENTS = 2**30  # of a tensor: offsets are 32-bit
 
 
 class OwnKernels(TorchFunctionMode):
-    """While entered, convolutions and BatchNorms that fit run in our kernels; everything else runs as it is."""
+    """While entered, convolutions (depthwise ones if so said) and BatchNorms that fit run in these kernels."""
 
     def __init__(self, depthwise: bool = True) -> None:
-        """depthwise: whether convolutions of each channel for itself do so, too."""
         super().__init__()
         self._depthwise = depthwise
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by torch for each of its functions."""
         kwargs = kwargs or {}
-        if torch._C._are_functorch_transforms_active():  # vmap and its like do not go through our functions
+        if torch._C._are_functorch_transforms_active():  # vmap and the like cannot go through our autograd Function
             return func(*args, **kwargs)
         if func is torch.conv2d:
             conv = _conv_arguments(*args, **kwargs)
-            if conv is not None and not _is_depthwise(*conv[:2]):
+            if conv is not None and (self._depthwise or not _is_depthwise(*conv[:2])):
                 return conv2d(*conv)
-            if conv is not None and self._depthwise:
-                return depthwise_conv2d(*conv[:4])
         elif func is F.batch_norm or func is torch.batch_norm:
             norm = (_norm_arguments if func is F.batch_norm else _raw_norm_arguments)(*args, **kwargs)
             if norm is not None:
@@ -50,151 +48,145 @@ class OwnKernels(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_PLAIN = ((8, MOST_IN_CONV, 1), (8, MOST_IN_CONV, 2), (8, 3, 1))  # channels out, in, and stride that are tried out
-_ALONE = ((32, 1, 1), (32, 1, 2))
-_WIDE = (200,)  # channels of norms that take them in blocks
+class _Conv2d(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, stride: int) -> Tensor:
+        ctx.shape, ctx.stride = x.shape, stride
+        with torch.cuda.device_of(x):
+            images = nhwc(x)
+            if _is_depthwise(x, w):
+                ctx.save_for_backward(images, w, None)
+                return depthwise.convolve(images, w, bias, stride)
+            matrix, flipped = convolution.matrices(w)
+            ctx.save_for_backward(images, w, flipped)
+            return convolution.convolve(images, matrix, w.shape[0], w, bias, stride)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        images, w, flipped = ctx.saved_tensors
+        own, matrix = (depthwise, ()) if flipped is None else (convolution, (flipped,))
+        dx = dw = db = None
+        with torch.cuda.device_of(dy):
+            rows = nhwc(dy.bfloat16())
+            if ctx.needs_input_grad[0]:
+                dx = own.input_gradient(rows, w, ctx.shape, ctx.stride, *matrix)
+            if ctx.needs_input_grad[1]:
+                dw = own.weight_gradient(images, rows, w, ctx.stride)
+            if ctx.needs_input_grad[2]:
+                db = rows.sum(dim=(0, 1, 2), dtype=torch.float32)
+        return dx, dw, db, None
 
 
-def try_out(device: torch.device, depthwise: bool = False) -> None:
-    """Run the largest kernels, or those for depthwise layers, on a few numbers; an error: they cannot be used there."""
-    with torch.inference_mode(False), torch.enable_grad():
-        for outputs, c, stride in _ALONE if depthwise else _PLAIN:
-            groups = outputs if c == 1 else 1
-            x = _waves(2, c * groups, 5, 5, device=device)
-            weight = torch.linspace(1, -1, outputs * c * 9, device=device).reshape(outputs, c, 3, 3).bfloat16().float()
-            _check_alike(*(_with_slopes(x, weight, *ways, stride, groups) for ways in _WAYS))
-        for c in () if depthwise else _WIDE:
-            x = _waves(2, c, 5, 5, device=device)
-            outs = [norm(x) for _, norm in _WAYS]
-            _check_alike(*((out.detach(), *torch.autograd.grad((out * out.detach().cos()).sum(), x)) for out in outs))
+def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tensor:
+    """Convolution padded by half the filter, of stride 1 or 2: 1x1 or 3x3, or depthwise, 3x3 or 5x5.
+
+    The images are bfloat16; weight and bias are float32.
+    """
+    out: Tensor = _Conv2d.apply(x, weight, bias, stride)
+    return out
 
 
-def _waves(*shape: int, device: torch.device) -> Tensor:
-    """Images to try kernels out with; gradients of a line would cancel out."""
-    return torch.linspace(-20, 20, math.prod(shape), device=device).sin().reshape(shape).bfloat16().requires_grad_()
+# which arguments fit; all others go to torch, which also says what is wrong with them
 
 
-def _check_alike(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        if not torch.allclose(one.float(), other.float(), rtol=0.05, atol=0.05 * float(other.abs().max())):
-            raise RuntimeError("own kernels do not compute here what torch's do")
-
-
-def _with_slopes(x: Tensor, weight: Tensor, conv: Any, norm: Any, stride: int, groups: int) -> tuple[Tensor, ...]:
-    """Output of a convolution and a BatchNorm, and the gradients of both their inputs."""
-    weight = weight.clone().requires_grad_()
-    out = norm(conv(x, weight, stride, groups))
-    loss = (out * torch.linspace(-1, 1, out.shape[3], device=x.device)).sum()
-    return out.detach(), *torch.autograd.grad(loss, (x, weight))
-
-
-def _own(x: Tensor, weight: Tensor, stride: int, groups: int) -> Tensor:
-    return conv2d(x, weight, None, stride, 1) if groups == 1 else depthwise_conv2d(x, weight, None, stride)
-
-
-_WAYS: tuple[tuple[Any, Any], ...] = (
-    (_own, lambda x: batch_norm(x, None, None, None, None, 0.1, 1e-5)),
-    (
-        lambda x, weight, stride, groups: F.conv2d(x, weight.bfloat16(), None, stride, 1, 1, groups),
-        lambda x: F.batch_norm(x.float(), None, None, training=True),
-    ),
-)  # ours and torch's
+def _is_depthwise(x: Tensor, weight: Tensor) -> bool:
+    return 1 < weight.shape[0] == x.shape[1] > weight.shape[1] == 1
 
 
 def _within_reach(x: Any) -> bool:
     """Whether these are images where the kernels run."""
     plain = type(x) in (Tensor, nn.Parameter) and x.ndim == 4
-    return plain and 0 < x.numel() < _MOST_NUMBERS and (x.is_cuda or INTERPRET)
+    return plain and 0 < x.numel() < _MOST_ELEMENTS and (x.is_cuda or INTERPRET)
 
 
 def _in_bfloat16(x: Tensor) -> bool:
-    """Whether a convolution of x computes in bfloat16, with weights of float32."""
+    """Whether autocast computes a convolution of x in bfloat16."""
     kind = x.device.type
     cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.bfloat16
     return cast and x.dtype in (torch.bfloat16, torch.float32)
 
 
+def _fits(vector: Tensor | None, c: int, device: torch.device) -> bool:
+    """Whether this is None or one float32 per channel."""
+    if vector is None:
+        return True
+    return vector.shape == (c,) and vector.dtype is torch.float32 and vector.device == device and vector.is_contiguous()
+
+
 def _single(value: Any) -> int:
-    """The number of (n, n) or n; -1 where there is no such one."""
-    if isinstance(value, str):
-        return -1
+    """n of n or (n, n); -1 for others, and for padding="same"."""
     values = {value} if isinstance(value, int) else set(value)
     return int(values.pop()) if len(values) == 1 else -1
 
 
-def _conv_arguments(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Conv | None:
-    """What conv2d and depthwise_conv2d take, or None where neither can."""
+def _conv_arguments(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1) -> tuple[Any, ...] | None:
+    """Arguments of conv2d, or None."""
     if not _within_reach(input) or not _in_bfloat16(input) or weight.dtype is not torch.float32 or weight.ndim != 4:
         return None
-    step, edge, shape = _single(stride), _single(padding), weight.shape
-    if step not in (1, 2) or _single(dilation) != 1 or edge != shape[2] // 2 or shape[2] != shape[3]:
+    c, (c_out, c_in, k, width) = input.shape[1], weight.shape
+    if _is_depthwise(input, weight) and groups == c:
+        known = k in depthwise.SIZES
+    else:
+        known = k in (1, 3) and groups == 1 and c_in == c and max(c_in, c_out) <= convolution.MOST_CHANNELS
+    step, padded = _single(stride), k == width and _single(padding) == k // 2 and _single(dilation) == 1
+    small = input.numel() // c * c_out < _MOST_ELEMENTS  # the output
+    fits = weight.device == input.device and _fits(bias, c_out, input.device)
+    if not (known and step in (1, 2) and padded and small and fits):
         return None
-    alone = _is_depthwise(input, weight) and groups == shape[0]
-    if shape[2] not in (DEPTHWISE_SIZES if alone else (1, 3)):
-        return None
-    if not alone and (groups != 1 or shape[1] != input.shape[1] or max(shape[:2]) > MOST_IN_CONV):
-        return None
-    if bias is not None and bias.dtype is not torch.float32:
-        return None
-    if input.numel() // input.shape[1] * shape[0] >= _MOST_NUMBERS or weight.device != input.device:
-        return None
-    if bias is not None and (bias.shape != shape[:1] or bias.device != input.device):
-        return None
-    return input.to(torch.bfloat16), weight, bias, step, edge
-
-
-def _is_depthwise(x: Tensor, weight: Tensor) -> bool:
-    """Whether these weights are for each channel of x alone, and there are several."""
-    return 1 < weight.shape[0] == x.shape[1] > weight.shape[1] == 1
+    return input.to(torch.bfloat16), weight, bias, step
 
 
 def _norm_arguments(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Norm | None:
-    """What batch_norm takes, or None where it cannot."""
+    input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
+) -> tuple[Any, ...] | None:
+    """Arguments of batch_norm, or None."""
     if not training or not _within_reach(input) or input.dtype is not torch.bfloat16 or not isinstance(momentum, float):
         return None
     c = input.shape[1]
-    if c > MOST_IN_NORM or input.numel() <= c:  # one row has no variance: torch says so
-        return None
-    tensors = (running_mean, running_var, weight, bias)
-    if not all(it is None or _fits(it, c, input.device) for it in tensors):  # torch says what is wrong
-        return None
-    if (running_mean is None) != (running_var is None):
+    fits = all(_fits(it, c, input.device) for it in (running_mean, running_var, weight, bias))
+    if not fits or c > MOST_IN_NORM or input.numel() <= c or (running_mean is None) != (running_var is None):
         return None
     return input, running_mean, running_var, weight, bias, momentum, eps
 
 
-def _fits(vector: Tensor, c: int, device: torch.device) -> bool:
-    """Whether this is a number for each channel, as the kernels read it."""
-    return vector.shape == (c,) and vector.dtype is torch.float32 and vector.device == device and vector.is_contiguous()
-
-
-def _raw_norm_arguments(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Norm | None:
-    """The same for torch.batch_norm, which has another order."""
+def _raw_norm_arguments(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled):
+    """The same from the arguments of torch.batch_norm, which have another order."""
     return _norm_arguments(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+# whether they work here
+
+
+def try_out(device: torch.device, depthwise: bool = False) -> None:
+    """Compare the largest kernels, or those for depthwise layers, with torch's; RuntimeError where they differ."""
+    plain = ((8, 64, 1), (8, 64, 2), (8, 3, 1), (200, 0, 1))  # channels out and in, stride; none in: only a BatchNorm
+    with torch.inference_mode(False), torch.enable_grad():
+        for c_out, c_in, stride in ((32, 1, 1), (32, 1, 2)) if depthwise else plain:
+            c = c_in if c_in > 1 else c_out
+            wave = torch.linspace(-20, 20, 50 * c, device=device).sin()
+            given = [wave.reshape(2, c, 5, 5).bfloat16().requires_grad_()]
+            if c_in:
+                line = torch.linspace(1, -1, 9 * c_out * c_in, device=device)
+                given.append(line.reshape(c_out, c_in, 3, 3).bfloat16().float().requires_grad_())
+            for found, wanted in zip(*(_outcome(run, given, stride) for run in (_run_own, _run_torchs)), strict=True):
+                if not torch.allclose(found, wanted, rtol=0.05, atol=0.05 * float(wanted.abs().max())):
+                    raise RuntimeError("own kernels do not compute here what torch's do")
+
+
+def _outcome(run: Any, given: list[Tensor], stride: int) -> list[Tensor]:
+    """Output and gradients."""
+    out = run(*given, stride=stride)
+    loss = (out * torch.linspace(-1, 1, out.shape[3], device=out.device)).sum()
+    return [it.detach().float() for it in (out, *torch.autograd.grad(loss, given))]
+
+
+def _run_own(x: Tensor, weight: Tensor | None = None, stride: int = 1) -> Tensor:
+    out = x if weight is None else conv2d(x, weight, None, stride)
+    return batch_norm(out, None, None, None, None, 0.1, 1e-5)
+
+
+def _run_torchs(x: Tensor, weight: Tensor | None = None, stride: int = 1) -> Tensor:
+    groups = x.shape[1] if weight is not None and weight.shape[1] == 1 else 1
+    out = x if weight is None else F.conv2d(x, weight.bfloat16(), None, stride, 1, 1, groups)
+    return F.batch_norm(out.float(), None, None, training=True)

@@ -1,9 +1,13 @@
-"""BatchNorm in Triton."""
-# ruff: noqa: N803, N806 (numbers that a kernel is given are written in capitals)
+"""BatchNorm in train mode as Triton kernels: bfloat16 images in NHWC order, everything else float32.
 
+A row is a pixel. Each program computes mean and squared deviations of some rows (Welford's method, every element of a
+tile on its own); they are merged by Chan's formula. All sums have a fixed order.
+"""
+
+# ruff: noqa: N803, N806 (arguments of kernels are written in capitals)
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 from typing import Any
 
 import torch
@@ -12,34 +16,25 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dmcp.runtime.kernels.convolution import empty_images, nhwc, on, small_divider, vector
+from dmcp.runtime.kernels.convolution import empty_images, nhwc, small_divider, vector
 
 MOST_CHANNELS = 2048
 WHOLE = 64  # channels up to which a program takes all of them; beyond, a block
 BLOCKS, WASTE = (128, 64, 32), 1.15  # the widest block that pads channels to no more than so many times, or the last
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tiles:
-    """How a kernel that reads each number once is divided."""
-
-    numbers: int  # of a tile
-    programs: int = 0  # most, each with a run of tiles; 0: one for each tile
-    warps: int = 4
-
-
-STATISTICS = Tiles(numbers=4096, programs=512)
-NORMALISE = Tiles(numbers=4096)
-SUMS = Tiles(numbers=4096, programs=512)  # of the backward pass
-GRADIENT = Tiles(numbers=2048)
+TILE, GRADIENT_TILE = 4096, 2048  # elements
+MOST_PROGRAMS = 512  # of a kernel that sums over rows
 REGISTERS = 128  # of a thread: four programs of four warps on a multiprocessor, so that all run at once
 MERGED = 8  # channels of a program that merges partial results
+INTS = ["R", "SPAN", "PROGRAMS", "CV", "MAGIC", "SHIFT", "momentum", "eps"]  # no value compiles another program
 
 
-@triton.jit(do_not_specialize=["R", "SPAN", "CV"])
+# kernels
+
+
+@triton.jit(do_not_specialize=INTS)
 def _statistics_kernel(x, part, R, SPAN, CV, V: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     """Mean and sum of squared deviations of SPAN rows, of a block of channels. (R, C) -> (2, programs, C)"""
-    C = CV * V  # so that Triton knows what divides it
+    C = CV * V  # tells Triton what divides it
     program = tl.program_id(1)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     first = program * SPAN
@@ -56,7 +51,7 @@ def _statistics_kernel(x, part, R, SPAN, CV, V: tl.constexpr, BR: tl.constexpr, 
         mean += delta * (1.0 / seen)
         m2 += delta * (v - mean)
     end = tl.minimum(first + SPAN, R)
-    count = ((end - first - rows + BR - 1) // BR).to(tl.float32)  # rows that this place of the tile has seen
+    count = ((end - first - rows + BR - 1) // BR).to(tl.float32)  # rows that this element of the tile has seen
     count = tl.maximum(count, 0.0)[:, None]
     total = (end - first).to(tl.float32)
     middle = tl.sum(mean * count, axis=0) / total
@@ -69,20 +64,20 @@ def _statistics_kernel(x, part, R, SPAN, CV, V: tl.constexpr, BR: tl.constexpr, 
 
 @triton.jit
 def _both(part, c, C, PROGRAMS, BP: tl.constexpr):
-    """What all programs have found for some channels, zero beyond. (2, programs, C) -> two of (BP, channels)"""
+    """Partial results of all programs for some channels, zero beyond. (2, programs, C) -> two of (BP, channels)"""
     p = tl.arange(0, BP)
     where = (p < PROGRAMS)[:, None] & (c < C)[None, :]
     at = part + (p[:, None] * C + c[None, :])
     return tl.load(at, mask=where, other=0.0), tl.load(at + PROGRAMS * C, mask=where, other=0.0)
 
 
-@triton.jit(do_not_specialize=["R", "SPAN", "PROGRAMS", "momentum", "eps", "CV"])
+@triton.jit(do_not_specialize=INTS)
 def _merge_kernel(
     part, weight, bias, running_mean, running_var, coef, R, SPAN, PROGRAMS, momentum, eps, CV,
     V: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, RUNNING: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of all rows, into the running ones and into mean, scale, shift and 1 / std. -> (4, C)"""
+    """Statistics of all rows: updates the running ones; mean, scale, shift and 1 / std. -> (4, C)"""
     C = CV * V
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     known = c < C
@@ -112,12 +107,12 @@ def _merge_kernel(
 
 @triton.jit
 def _tile(TOTAL, CV, MAGIC, SHIFT, V: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, FLAT: tl.constexpr):
-    """Places of a tile, their channels and which of them exist: rows of all channels, or just a run of numbers."""
+    """Offsets of a tile, their channels and a mask: rows of all channels, or (FLAT) a run of elements."""
     if FLAT:
         start = tl.program_id(0) * (BR * BC)
         place = tl.arange(0, BR * BC)
         e = start + place
-        vectors = (start // V) % CV + place // V  # counted from a row's first one, so that the numbers are small
+        vectors = (start // V) % CV + place // V  # from the start of a row, so that they are small
         c = (vectors - ((vectors * MAGIC) >> SHIFT) * CV) * V + place % V
     else:
         e = (tl.program_id(0) * BR + tl.arange(0, BR))[:, None] * BC + tl.arange(0, BC)[None, :]
@@ -125,8 +120,8 @@ def _tile(TOTAL, CV, MAGIC, SHIFT, V: tl.constexpr, BR: tl.constexpr, BC: tl.con
     return e, c, e < TOTAL
 
 
-@triton.jit(do_not_specialize=["CV", "MAGIC", "SHIFT"])
-def _normalise_kernel(
+@triton.jit(do_not_specialize=INTS)
+def _normalize_kernel(
     x, coef, y, TOTAL, CV, MAGIC, SHIFT, V: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, FLAT: tl.constexpr
 ):
     """y = (x - mean) scale + shift"""
@@ -137,7 +132,7 @@ def _normalise_kernel(
     tl.store(y + e, ((v - mean) * scale + shift).to(tl.bfloat16), mask=known)
 
 
-@triton.jit(do_not_specialize=["R", "SPAN", "CV"])
+@triton.jit(do_not_specialize=INTS)
 def _sums_kernel(x, dy, coef, part, R, SPAN, CV, V: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     """Sums of dy and of dy (x - mean) over SPAN rows, of a block of channels. (R, C) -> (2, programs, C)"""
     C = CV * V
@@ -159,9 +154,9 @@ def _sums_kernel(x, dy, coef, part, R, SPAN, CV, V: tl.constexpr, BR: tl.constex
     tl.store(to + tl.num_programs(1) * C, tl.sum(product, axis=0), mask=c < C)
 
 
-@triton.jit(do_not_specialize=["R", "PROGRAMS", "CV"])
-def _finish_kernel(part, coef, slopes, R, PROGRAMS, CV, V: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
-    """Gradients of weight and bias, and the factors of dy, of x - mean and of 1 in that of x. -> (5, C)"""
+@triton.jit(do_not_specialize=INTS)
+def _finish_kernel(part, coef, grads, R, PROGRAMS, CV, V: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
+    """Gradients of weight and bias, and the factors a, b and d of _gradient_kernel. -> (5, C)"""
     C = CV * V
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     known = c < C
@@ -170,16 +165,16 @@ def _finish_kernel(part, coef, slopes, R, PROGRAMS, CV, V: tl.constexpr, BP: tl.
     scale = tl.load(coef + C + c, mask=known, other=0.0)
     rate = tl.load(coef + 3 * C + c, mask=known, other=0.0)
     rows = R.to(tl.float32)
-    tl.store(slopes + c, product * rate, mask=known)
-    tl.store(slopes + C + c, plain, mask=known)
-    tl.store(slopes + 2 * C + c, scale, mask=known)
-    tl.store(slopes + 3 * C + c, -scale * rate * rate * product / rows, mask=known)
-    tl.store(slopes + 4 * C + c, -scale * plain / rows, mask=known)
+    tl.store(grads + c, product * rate, mask=known)
+    tl.store(grads + C + c, plain, mask=known)
+    tl.store(grads + 2 * C + c, scale, mask=known)
+    tl.store(grads + 3 * C + c, -scale * rate * rate * product / rows, mask=known)
+    tl.store(grads + 4 * C + c, -scale * plain / rows, mask=known)
 
 
-@triton.jit(do_not_specialize=["CV", "MAGIC", "SHIFT"])
+@triton.jit(do_not_specialize=INTS)
 def _gradient_kernel(
-    x, dy, coef, slopes, dx, TOTAL, CV, MAGIC, SHIFT,
+    x, dy, coef, grads, dx, TOTAL, CV, MAGIC, SHIFT,
     V: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """dx = a dy + b (x - mean) + d"""
@@ -188,8 +183,11 @@ def _gradient_kernel(
     v = tl.load(x + e, mask=known, other=0.0).to(tl.float32)
     g = tl.load(dy + e, mask=known, other=0.0).to(tl.float32)
     mean = tl.load(coef + c)
-    a, b, d = tl.load(slopes + 2 * C + c), tl.load(slopes + 3 * C + c), tl.load(slopes + 4 * C + c)
+    a, b, d = tl.load(grads + 2 * C + c), tl.load(grads + 3 * C + c), tl.load(grads + 4 * C + c)
     tl.store(dx + e, (a * g + b * (v - mean) + d).to(tl.bfloat16), mask=known)
+
+
+# launches
 
 
 def _wide(c: int) -> int:
@@ -199,102 +197,62 @@ def _wide(c: int) -> int:
     return next((it for it in BLOCKS if -(-c // it) * it <= WASTE * c), BLOCKS[-1])
 
 
-def _divided(rows: int, c: int, tiles: Tiles) -> tuple[tuple[int, int], int, tuple[int, ...]]:
-    """Grid (blocks of channels, programs for each), rows of a program, and width and tile as the kernel takes them."""
+def _sums(kernel: Any, *images: Tensor) -> tuple[Tensor, int, int]:
+    """Launch a kernel that sums over rows; its partial results (2, programs, c), rows, and rows of a program."""
+    c = images[0].shape[3]
+    rows = images[0].numel() // c
     v, wide = vector(c, 2), _wide(c)
-    numbers = tiles.numbers // 2 if c % 2 else tiles.numbers  # odd widths need more registers for each
-    high, blocks = max(1, numbers // wide), -(-c // wide)
-    span = -(-rows // max(1, tiles.programs // blocks) // high) * high
-    return (blocks, -(-rows // span)), span, (c // v, v, high, wide)
+    high, blocks = max(1, (TILE // 2 if c % 2 else TILE) // wide), -(-c // wide)  # odd widths need more registers
+    span = -(-rows // max(1, MOST_PROGRAMS // blocks) // high) * high
+    part = torch.empty((2, -(-rows // span), c), dtype=torch.float32, device=images[0].device)
+    kernel[(blocks, part.shape[1])](*images, part, rows, span, c // v, v, high, wide, maxnreg=REGISTERS)
+    return part, rows, span
 
 
-def _each(rows: int, c: int, tiles: Tiles) -> tuple[tuple[int], tuple[Any, ...]]:
-    """Grid and blocks of a kernel over all numbers; widths that leave vectors open are taken as a run of numbers."""
+def _each(kernel: Any, tile: int, x: Tensor, *others: Tensor) -> Tensor:
+    """Launch a kernel over all elements; widths that leave vectors open are taken as a run of elements."""
+    n, h, w, c = x.shape
+    y = empty_images(n, c, h, w, x.device)
     flat = c < 8 or c & (c - 1) != 0
     v, wide = vector(c), 1 if flat else c
-    high = max(1, tiles.numbers // wide)
-    return (triton.cdiv(rows * c, high * wide),), (c // v, *small_divider(c // v), v, high, wide, flat)
-
-
-def _normalised(
-    x: Tensor, running: tuple[Tensor, Tensor] | None, w: Tensor | None, b: Tensor | None, momentum: float, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Normalised rows, and mean, scale, shift and 1 / std of each channel. (n, h, w, c) -> (n, c, h, w), (4, c)"""
-    c = x.shape[3]
-    rows = x.numel() // c
-    grid, span, tile = _divided(rows, c, STATISTICS)
-    programs = grid[1]
-    part = torch.empty((2, programs, c), dtype=torch.float32, device=x.device)
-    coef = torch.empty((4, c), dtype=torch.float32, device=x.device)
-    _statistics_kernel[grid](x, part, rows, span, *tile, num_warps=STATISTICS.warps, maxnreg=REGISTERS)
-    v = min(4, vector(c))
-    mean, var = (part, part) if running is None else running
-    _merge_kernel[(triton.cdiv(c, MERGED),)](
-        part, part if w is None else w, part if b is None else b, mean, var, coef, rows, span, programs,
-        float(momentum), float(eps), c // v, v, w is not None, b is not None, running is not None,
-        triton.next_power_of_2(programs), MERGED,
-    )  # fmt: skip
-    y = _empty_like(x)
-    tiles, blocks = _each(rows, c, NORMALISE)
-    _normalise_kernel[tiles](x, coef, y, x.numel(), *blocks, num_warps=NORMALISE.warps)
-    return y, coef
-
-
-def _empty_like(rows: Tensor) -> Tensor:
-    """Images stored as those of (n, h, w, c) are. -> (n, c, h, w)"""
-    n, h, w, c = rows.shape
-    return empty_images(n, c, h, w, rows.device)
-
-
-def _slopes(x: Tensor, dy: Tensor, coef: Tensor) -> Tensor:
-    """Gradients of weight and bias, and three factors of that of x, per channel. -> (5, c)"""
-    c = x.shape[3]
-    rows = x.numel() // c
-    grid, span, tile = _divided(rows, c, SUMS)
-    programs = grid[1]
-    part = torch.empty((2, programs, c), dtype=torch.float32, device=x.device)
-    slopes = torch.empty((5, c), dtype=torch.float32, device=x.device)
-    _sums_kernel[grid](x, dy, coef, part, rows, span, *tile, num_warps=SUMS.warps, maxnreg=REGISTERS)
-    v, block = min(4, vector(c)), triton.next_power_of_2(programs)
-    _finish_kernel[(triton.cdiv(c, MERGED),)](part, coef, slopes, rows, programs, c // v, v, block, MERGED)
-    return slopes
-
-
-def _gradient(x: Tensor, dy: Tensor, coef: Tensor, slopes: Tensor) -> Tensor:
-    """Gradient of x. -> (n, c, h, w)"""
-    dx = _empty_like(x)
-    grid, blocks = _each(x.numel() // x.shape[3], x.shape[3], GRADIENT)
-    _gradient_kernel[grid](x, dy, coef, slopes, dx, x.numel(), *blocks, num_warps=GRADIENT.warps)
-    return dx
+    high = max(1, tile // wide)
+    kernel[(triton.cdiv(x.numel(), high * wide),)](
+        x, *others, y, x.numel(), c // v, *small_divider(c // v), v, high, wide, flat
+    )
+    return y
 
 
 class _BatchNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        running: tuple[Tensor, Tensor] | None,
-        w: Tensor | None,
-        b: Tensor | None,
-        momentum: float,
-        eps: float,
-    ) -> Tensor:
-        with on(x):
-            rows = nhwc(x)
-            y, coef = _normalised(rows, running, w, b, momentum, eps)
-        ctx.save_for_backward(rows, coef)
-        return y
+    def forward(ctx, x, running, w, b, momentum, eps):
+        with torch.cuda.device_of(x):
+            images, c = nhwc(x), x.shape[1]
+            part, rows, span = _sums(_statistics_kernel, images)
+            programs, v = part.shape[1], math.gcd(c, 4)
+            coef = torch.empty((4, c), dtype=torch.float32, device=x.device)
+            mean, var = (part, part) if running is None else running
+            _merge_kernel[(triton.cdiv(c, MERGED),)](
+                part, part if w is None else w, part if b is None else b, mean, var, coef, rows, span, programs,
+                float(momentum), float(eps), c // v, v, w is not None, b is not None, running is not None,
+                triton.next_power_of_2(programs), MERGED,
+            )  # fmt: skip
+            ctx.save_for_backward(images, coef)
+            return _each(_normalize_kernel, TILE, images, coef)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, coef = ctx.saved_tensors
-        with on(x):
-            dy = nhwc(grad.bfloat16())
-            slopes = _slopes(x, dy, coef)
-            dx = _gradient(x, dy, coef, slopes) if ctx.needs_input_grad[0] else None
-        dw = slopes[0] if ctx.needs_input_grad[2] else None
-        db = slopes[1] if ctx.needs_input_grad[3] else None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        images, coef = ctx.saved_tensors
+        with torch.cuda.device_of(images):
+            dy, c = nhwc(dy.bfloat16()), images.shape[3]
+            part, rows, _ = _sums(_sums_kernel, images, dy, coef)
+            programs, v = part.shape[1], math.gcd(c, 4)
+            grads = torch.empty((5, c), dtype=torch.float32, device=images.device)
+            _finish_kernel[(triton.cdiv(c, MERGED),)](
+                part, coef, grads, rows, programs, c // v, v, triton.next_power_of_2(programs), MERGED
+            )
+            dx = _each(_gradient_kernel, GRADIENT_TILE, images, dy, coef, grads) if ctx.needs_input_grad[0] else None
+        dw, db = (grads[i] if ctx.needs_input_grad[2 + i] else None for i in range(2))
         return dx, None, dw, db, None, None
 
 
@@ -307,7 +265,7 @@ def batch_norm(
     momentum: float,
     eps: float,
 ) -> Tensor:
-    """BatchNorm of bfloat16 images by their own statistics; the running ones are moved in place."""
+    """BatchNorm of bfloat16 images by their own statistics; updates the running ones in place."""
     running = None if running_mean is None or running_var is None else (running_mean, running_var)
     out: Tensor = _BatchNorm.apply(x, running, weight, bias, momentum, eps)
     return out
