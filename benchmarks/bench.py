@@ -37,8 +37,8 @@ from dmcp.losses import classification_loss
 from dmcp.markov import sample_groups
 from dmcp.models import build, sample_shape
 from dmcp.runtime.engine import ResolvedEngine, best_device, is_depthwise, is_narrow, sgd
-from dmcp.searching.config import Sampling
 from dmcp.searching.search import LARGE, Steps, reach, uncounted
+from dmcp.settings import Sampling
 from dmcp.training import make_step, parameter_groups
 
 Row = dict[str, Any]

@@ -21,9 +21,9 @@ from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
 from dmcp.losses import DistillationWarning, top1
 from dmcp.sampling import expected, uniform
-from dmcp.searching.config import SearchConfig
 from dmcp.searching.search import search
-from dmcp.training import TrainConfig, evaluate, train
+from dmcp.settings import SearchConfig, TrainConfig
+from dmcp.training import evaluate, train
 
 Batch = tuple[Tensor, Tensor]
 Scores = Tensor | tuple[Tensor, Tensor]  # of the main head; in train mode also of the auxiliary one

@@ -21,9 +21,9 @@ from dmcp.budget import parse
 from dmcp.calibration import recalibrate
 from dmcp.losses import DistillationWarning
 from dmcp.sampling import expected, uniform
-from dmcp.searching.config import SearchConfig
 from dmcp.searching.search import search
-from dmcp.training import TrainConfig, evaluate, train
+from dmcp.settings import SearchConfig, TrainConfig
+from dmcp.training import evaluate, train
 
 Batch = tuple[Tensor, Tensor]
 PIXELS = 16

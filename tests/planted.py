@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import dmcp
 from dmcp.budget import parse
 from dmcp.compare.problem import Problem
+from dmcp.settings import TrainConfig
 from dmcp.supernet import Supernet
-from dmcp.training import TrainConfig
 
 SIGNS = 8
 

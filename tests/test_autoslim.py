@@ -22,8 +22,8 @@ from dmcp.compare.problem import Choice, Problem
 from dmcp.errors import BudgetError, DataError, StoppedError, TrainingError
 from dmcp.results import Event
 from dmcp.runs import Run
-from dmcp.searching.config import Sampling
 from dmcp.searching.subnets import sample_gates
+from dmcp.settings import Sampling
 
 SHORT = AutoSlimConfig(epochs=1, groups=3, subnets=1, batches=1)
 

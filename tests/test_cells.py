@@ -23,8 +23,7 @@ from test_resume import ADD, NET, REPLACE, STEP, Commands, Moment, checkpoints, 
 from dmcp.cli.job import Job
 from dmcp.compare.runner import CHOICE, CHOSEN, COST, Comparison, Task, is_done, tasks
 from dmcp.runs import PREPARED
-from dmcp.runtime.engine import Engine
-from dmcp.training import TrainConfig
+from dmcp.settings import Engine, TrainConfig
 
 METHODS = ("slimming", "amc", "sfp", "dmcp")
 TABLE = Comparison(

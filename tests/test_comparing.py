@@ -42,9 +42,8 @@ from dmcp.compare.runner import (
     to_json,
 )
 from dmcp.errors import DmcpError, FileError, TrainingError
-from dmcp.runtime.engine import Engine
 from dmcp.runtime.io import Lock
-from dmcp.training import TrainConfig
+from dmcp.settings import Engine, TrainConfig
 from dmcp.units import latex
 
 TWO = Comparison(

@@ -22,20 +22,10 @@ import dmcp.runtime.engine
 from dmcp.errors import TrainingError
 from dmcp.models import build
 from dmcp.runtime.cuda_graphs import Repeated
-from dmcp.runtime.engine import (
-    Engine,
-    KernelWarning,
-    Precision,
-    ResolvedEngine,
-    best_device,
-    is_depthwise,
-    is_narrow,
-    set_lr,
-    sgd,
-)
-from dmcp.searching.config import SearchConfig
+from dmcp.runtime.engine import KernelWarning, ResolvedEngine, best_device, is_depthwise, is_narrow, set_lr, sgd
 from dmcp.searching.search import search
-from dmcp.training import TrainConfig, train
+from dmcp.settings import Engine, Precision, SearchConfig, TrainConfig
+from dmcp.training import train
 
 CPU = torch.device("cpu")
 

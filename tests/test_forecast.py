@@ -11,8 +11,7 @@ from torch import nn
 from dmcp.cli.prune import forecast
 from dmcp.cutting import cut
 from dmcp.results import UNIFORM
-from dmcp.retraining import Retrain
-from dmcp.searching.config import SearchConfig
+from dmcp.settings import Retrain, SearchConfig
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.widths import Widths

@@ -31,8 +31,8 @@ from dmcp.pruning import DivergenceWarning
 from dmcp.report.html import chart_runs, make_page, read_run
 from dmcp.results import DMCP, ORIGINAL, UNPRUNED, Row, divergence, notes, standard_error
 from dmcp.results import results_table as table
-from dmcp.retraining import Retrain
 from dmcp.runs import open_run
+from dmcp.settings import Retrain
 from dmcp.training import evaluate
 
 NETS = """

@@ -89,7 +89,7 @@ def test_own_kernels_compute_what_torchs_do(shape: tuple[int, ...]) -> None:
 
 def _gradients(model: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor, kernels: bool) -> list[torch.Tensor]:
     """Gradients of the convolutions' weights in bfloat16, by our kernels or by torch's."""
-    engine = dmcp.Engine(compile=False, graphs=False, kernels=kernels).resolved(torch.device("cuda"))
+    engine = dmcp.Engine(compile=False, graphs=False, kernels=kernels).resolve(torch.device("cuda"))
     assert (engine.kernels, engine.depthwise) == (kernels, kernels)  # else torch would be compared with torch
     with engine.running(model), engine.autocast():
         (model(engine.laid_out(x)) * dy).sum().backward()
@@ -137,7 +137,7 @@ def test_depthwise_kernels_run_inside_a_graph() -> None:
 
 
 def test_narrow_networks_get_own_kernels() -> None:
-    assert dmcp.Engine().resolved(torch.device("cuda"), steps=10_000, narrow=True).kernels
+    assert dmcp.Engine().resolve(torch.device("cuda"), steps=10_000, narrow=True).kernels
 
 
 # graphs

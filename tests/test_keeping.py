@@ -37,13 +37,12 @@ from dmcp.checkpoint import (
 from dmcp.errors import DataError, FileError, StoppedError, TrainingError
 from dmcp.pruning import prune
 from dmcp.runtime.distributed import SINGLE_PROCESS, World
-from dmcp.runtime.engine import Engine
-from dmcp.searching.config import SearchConfig
 from dmcp.searching.search import search
+from dmcp.settings import Distillation, Engine, SearchConfig, TrainConfig
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
-from dmcp.training import Distillation, TrainConfig, train
+from dmcp.training import train
 
 CPU = torch.device("cpu")
 SETTLED = Engine().resolve(CPU)

@@ -14,10 +14,11 @@ import dmcp
 from dmcp import retraining
 from dmcp.cutting import Padded, cut, padded, reinitialize
 from dmcp.models import build
-from dmcp.retraining import Retrain, padding, train_all
-from dmcp.runtime.engine import Engine
+from dmcp.retraining import padding, train_all
+from dmcp.runtime.engine import pads
+from dmcp.settings import Engine, Retrain, TrainConfig
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.training import TrainConfig, train
+from dmcp.training import train
 from dmcp.widths import Widths
 
 SHORT = TrainConfig(epochs=2, lr=0.1, warmup_lr=0.1, warmup_epochs=0, reference_batch=None, weight_decay=1e-2)
@@ -143,8 +144,8 @@ def test_an_optimizer_of_ones_own_sees_the_network_as_it_was_cut(monkeypatch: py
 
 def test_padding_is_for_gpus_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert not Engine(pad=True).pads(cpu) and not Engine().pads(cpu)
+    assert not pads(Engine(pad=True), cpu) and not pads(Engine(), cpu)
     for capability, half in (((9, 0), True), ((7, 5), False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, it=capability: it)
-        assert Engine().pads(gpu) is half and Engine(pad=True).pads(gpu) and not Engine(pad=False).pads(gpu)
-        assert not Engine(precision="float32").pads(gpu)  # type: ignore[arg-type]
+        assert pads(Engine(), gpu) is half and pads(Engine(pad=True), gpu) and not pads(Engine(pad=False), gpu)
+        assert not pads(Engine(precision="float32"), gpu)  # type: ignore[arg-type]

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from torchvision.models.mobilenetv2 import InvertedResidual
 
 import dmcp
-from dmcp.searching.config import SearchConfig
 from dmcp.searching.search import search
 from dmcp.searching.subnets import sort_channels
+from dmcp.settings import SearchConfig
 
 
 class Pair(nn.Module):

@@ -29,11 +29,11 @@ from dmcp.losses import DistillationWarning, classification_loss, distillation_l
 from dmcp.preflight import try_test
 from dmcp.pruning import expected_shares
 from dmcp.results import DMCP, ORIGINAL, UNIFORM, UNPRUNED, Event, Row, milliseconds, not_faster
-from dmcp.retraining import Retrain, train_all
-from dmcp.searching.config import SearchConfig, SearchRecord
+from dmcp.retraining import train_all
+from dmcp.searching.config import SearchRecord
 from dmcp.searching.steps import weight_step
+from dmcp.settings import Retrain, SearchConfig, TrainConfig
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.training import TrainConfig
 
 SEARCH = SearchConfig(budget="60%", epochs=2, groups=4)
 TRAIN = TrainConfig(epochs=1, reference_batch=None, lr=0.05, warmup_lr=0.05)

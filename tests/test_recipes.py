@@ -16,7 +16,7 @@ from dmcp.cli import config
 from dmcp.cli.config import Recipe, find, hours, hours_table, loader_rate, main, names
 from dmcp.cli.job import build, shape, trace_job
 from dmcp.errors import DmcpError
-from dmcp.retraining import Retrain
+from dmcp.settings import Retrain
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training import learning_rate

@@ -15,8 +15,9 @@ from torchvision.models import resnet18, resnext50_32x4d
 import dmcp
 from dmcp.errors import WidthsError
 from dmcp.markov import CHAIN, INDEPENDENT
-from dmcp.searching.config import Sampling, bounds
+from dmcp.searching.config import bounds
 from dmcp.searching.subnets import Chains, chains, sample_gates, sandwich, sort_channels
+from dmcp.settings import Sampling
 
 MANY = 4000
 SPREAD = 4 * 0.5 / MANY**0.5  # four standard deviations of a frequency

@@ -18,8 +18,9 @@ import dmcp.searching.steps
 from dmcp.budget import parse, ratios
 from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError, WidthsError
 from dmcp.markov import CERTAIN, CHAIN, INDEPENDENT
-from dmcp.searching.config import Sampling, SearchConfig, SearchRecord, SearchResult
+from dmcp.searching.config import SearchRecord, SearchResult
 from dmcp.searching.search import search
+from dmcp.settings import Sampling, SearchConfig
 
 
 class Dropping(Residual):

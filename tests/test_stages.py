@@ -19,9 +19,9 @@ import dmcp
 import dmcp.searching.steps
 from dmcp.budget import parse
 from dmcp.errors import TrainingError
-from dmcp.searching.config import Sampling
 from dmcp.searching.steps import arch_step, weight_step
 from dmcp.searching.subnets import chains, sandwich
+from dmcp.settings import Sampling
 
 
 @functools.cache

@@ -21,10 +21,10 @@ from torch.nn import functional as F
 import dmcp
 import dmcp.searching.search
 import dmcp.searching.subnets
-from dmcp.searching.config import Sampling, SearchConfig
 from dmcp.searching.search import search
 from dmcp.searching.steps import Passes, weight_step
 from dmcp.searching.subnets import Stem, chains, find_stem, sandwich
+from dmcp.settings import Sampling, SearchConfig
 from dmcp.supernet import Narrow
 
 FOUND = {  # what a reader of their code would write down: all up to the first layer whose inputs can be dropped

@@ -29,9 +29,10 @@ from dmcp.losses import DistillationWarning, classification_loss, distillation_l
 from dmcp.models import build
 from dmcp.report.html import make_page, read_run
 from dmcp.results import DMCP, ORIGINAL, TEACHER, UNIFORM, UNPRUNED, Event, Row
-from dmcp.retraining import Retrain, TeacherWarning, train_all
+from dmcp.retraining import TeacherWarning, train_all
+from dmcp.settings import Distillation, Retrain
 from dmcp.supernet import Supernet
-from dmcp.training import Distillation, evaluate
+from dmcp.training import evaluate
 
 pytestmark = pytest.mark.filterwarnings("ignore::dmcp.pruning.TeacherWarning")  # most of them know nothing here
 TAUGHT = replace(TRAIN, distillation=Distillation.TEACHER)

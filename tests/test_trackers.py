@@ -25,8 +25,9 @@ from dmcp.errors import DmcpError
 from dmcp.report.trackers import Tracker, open_tracker, scalars
 from dmcp.results import Event, Row
 from dmcp.runs import Run
-from dmcp.searching.config import SearchConfig, SearchRecord, SearchResult
-from dmcp.training import StepRecord, TrainConfig
+from dmcp.searching.config import SearchRecord, SearchResult
+from dmcp.settings import SearchConfig, TrainConfig
+from dmcp.training import StepRecord
 
 SETTINGS = {"job": {"model": "resnet18", "ignore": ["fc"]}, "search": {"lr": 0.2}, "train": None}
 

@@ -21,8 +21,8 @@ from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, TrainingError
 from dmcp.losses import classification_loss, distillation_loss, top1
 from dmcp.models import build
-from dmcp.runtime.engine import Engine
-from dmcp.training import StepRecord, TrainConfig, cosine, evaluate, learning_rate, parameter_groups, train
+from dmcp.settings import Engine, TrainConfig
+from dmcp.training import StepRecord, cosine, evaluate, learning_rate, parameter_groups, train
 
 SHORT = TrainConfig(epochs=1, lr=0.1, warmup_lr=0.02, reference_batch=None)
 

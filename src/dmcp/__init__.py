@@ -34,17 +34,16 @@ from dmcp.latency.measure import measure_latency
 from dmcp.latency.table import Latency
 from dmcp.losses import LowerIsBetter
 from dmcp.pruning import PruneResult, prune
-from dmcp.retraining import Retrain
-from dmcp.runtime.engine import Engine
 from dmcp.sampling import direct, expected, random_widths, uniform
-from dmcp.searching.config import SearchConfig, SearchResult
+from dmcp.searching.config import SearchResult
 from dmcp.searching.search import search
+from dmcp.settings import Engine, Retrain, SearchConfig, TrainConfig
 from dmcp.storage import load, save
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.rules import RULES
 from dmcp.tracing.trace import trace
-from dmcp.training import TrainConfig, evaluate, train
+from dmcp.training import evaluate, train
 from dmcp.widths import ChannelSpace, Widths
 
 __version__ = "0.1.0"

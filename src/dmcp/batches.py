@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from dmcp.errors import DataError, TrainingError
+from dmcp.errors import DataError
 from dmcp.runtime.distributed import SINGLE_PROCESS, World, part
 
-MOST_SEED = 2**62  # what others add to it must fit into 64 bits, too
 _LAZY = (GeneratorType, map, filter, zip)  # iterators that somebody may keep and hand out again
 
 
@@ -199,14 +198,6 @@ def too_large(batch_size: int, images: int, option: str) -> str:
         f"A batch of {batch_size} is larger than the data: there are {images} training images; lower {option} to at "
         f"most {images}."
     )
-
-
-def check_seed(seed: Any) -> None:
-    """Refuse what torch's generators cannot be seeded with."""
-    if type(seed) is not int or seed < 0:
-        raise TrainingError(f"seed must be an int of at least 0, not {seed!r}.")
-    if seed > MOST_SEED:
-        raise TrainingError(f"seed must be at most {MOST_SEED}, not {seed}.")
 
 
 def mix(*numbers: int) -> int:

@@ -32,8 +32,9 @@ from dmcp.batches import Loader, batches_from, length_of, mix, on_device, size_o
 from dmcp.errors import DataError, FileError, RankError, StoppedError, TrainingError
 from dmcp.modules import path_of
 from dmcp.runtime.distributed import World, fewest, gather_bytes, same_everywhere, share_tensors, sum_values
-from dmcp.runtime.engine import Engine, ResolvedEngine
+from dmcp.runtime.engine import ResolvedEngine
 from dmcp.runtime.io import alive, open_file, process_start, refuse_link
+from dmcp.settings import Engine
 
 _FORMAT = "torch-dmcp checkpoint 1"
 _FACTS, _METADATA = "facts", "__metadata__"  # the key of ours in the header's table, and that table's own key

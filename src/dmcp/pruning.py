@@ -18,6 +18,7 @@ from dmcp.errors import BudgetError, DataError, TrainingError, WidthsError
 from dmcp.latency.measure import Measure, measure_latency, price, settle
 from dmcp.latency.table import Latency, Outcome
 from dmcp.losses import Loss, Metric, MetricWarning, check_metric, warn_of_distillation
+from dmcp.markov import process_of
 from dmcp.modules import check_functions, check_kinds, tensors_in, unwrap
 from dmcp.preflight import (
     check_distillable,
@@ -48,7 +49,6 @@ from dmcp.results import (
 )
 from dmcp.retraining import (
     MakeCheckpointer,
-    Retrain,
     check_taught,
     copied,
     default_recipe,
@@ -60,15 +60,14 @@ from dmcp.retraining import (
     who_teaches,
 )
 from dmcp.runtime.distributed import current
-from dmcp.runtime.engine import Engine
 from dmcp.sampling import expected, filled, uniform
 from dmcp.searching import search as searching
-from dmcp.searching.config import SearchConfig, SearchRecord, SearchResult, extremes
+from dmcp.searching.config import SearchRecord, SearchResult, extremes
 from dmcp.searching.subnets import chains, sort_channels
+from dmcp.settings import Engine, Retrain, SearchConfig, TrainConfig
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
-from dmcp.training import TrainConfig
 from dmcp.widths import Widths, fingerprint
 
 SEARCH = "search"  # the first stage; the others are named after the network that they train
@@ -261,7 +260,7 @@ def time_networks(model: nn.Module, sample: Any, graph: ChannelGraph, settings: 
     What else the search would refuse is refused first.
     """
     net = Supernet(model, graph, settings.groups, settings.align)
-    path = chains(net, settings.process, settings.min_channels, settings.max_channels, settings.align)
+    path = chains(net, process_of(settings.independent), settings.min_channels, settings.max_channels, settings.align)
     floor, ceiling = extremes(graph, path.sizes)
     if limits := known_limits(settings.budget, graph):
         check_reachable(Budget(limits, str(getattr(settings.budget, "text", settings.budget))), graph, floor, ceiling)

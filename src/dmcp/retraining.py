@@ -7,7 +7,6 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from enum import StrEnum
 from typing import Any
 
 import torch
@@ -36,21 +35,12 @@ from dmcp.results import (
     test_copy,
 )
 from dmcp.runtime.distributed import current, share_tensors
-from dmcp.runtime.engine import Engine
+from dmcp.runtime.engine import pads
+from dmcp.settings import Distillation, Engine, Retrain, TrainConfig
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.training import Distillation, StepRecord, TrainConfig
+from dmcp.training import StepRecord
 from dmcp.widths import Widths, fingerprint
-
-
-class Retrain(StrEnum):
-    """How the pruned network gets its weights."""
-
-    SCRATCH = "scratch"  # drawn anew, then trained: the paper's way
-    FINETUNE = "finetune"  # those of the search, calibrated and fine-tuned
-    SLIMMABLE = "slimmable"  # drawn anew, trained inside the unpruned network, which it imitates: the paper's DMCP*
-    TEACHER = "teacher"  # drawn anew, trained on the labels and on the outputs of a teacher: see `train_all`
-
 
 AS_IT_WAS, TRAINED_FIRST = "the network as given", "the unpruned network, which was trained first"  # who teach
 
@@ -138,7 +128,7 @@ def padding(
 
     Not with an optimizer of one's own: some mix the entries of a tensor, so that its shape counts.
     """
-    wanted = optimizer is None and (engine or Engine()).pads(device_of(small))
+    wanted = optimizer is None and pads(engine or Engine(), device_of(small))
     twin = padded(small, whole, graph, widths) if wanted else None
     yield twin.wide if twin else small
     if twin:

@@ -11,7 +11,8 @@ from torch import Tensor
 from dmcp.budget import Budget, check_reachable, parse, show_cost, spent_shares
 from dmcp.errors import BudgetError, WidthsError
 from dmcp.modules import check_generator, check_kind
-from dmcp.searching.config import Bound, SearchConfig, SearchResult, bounds, check_bound
+from dmcp.searching.config import SearchResult, bounds, check_bound
+from dmcp.settings import Bound, SearchConfig
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.widths import Widths
 

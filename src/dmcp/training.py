@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
-from enum import StrEnum
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from dmcp.batches import (
     Loader,
     check_parts,
-    check_seed,
     check_yields,
     device_of,
     input_of,
@@ -53,17 +51,8 @@ from dmcp.losses import (
 )
 from dmcp.modules import call_model, check_function, check_functions, check_kind, check_kinds, check_module, tensors_in
 from dmcp.runtime.distributed import SINGLE_PROCESS, World, current, mean_gradients, mean_values, share_tensors
-from dmcp.runtime.engine import (
-    Engine,
-    Precision,
-    ResolvedEngine,
-    autocast,
-    check_precision,
-    is_depthwise,
-    is_narrow,
-    set_lr,
-    sgd,
-)
+from dmcp.runtime.engine import ResolvedEngine, autocast, is_depthwise, is_narrow, set_lr, sgd
+from dmcp.settings import Distillation, Engine, Precision, TrainConfig
 
 _WINDOW = 100  # steps between two looks at the losses: each look waits for the GPU
 
@@ -143,74 +132,6 @@ class Log:
 
 _LARGE = 2_000_000  # parameters from which a network is taken for one of large images
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-
-
-class Distillation(StrEnum):
-    """Whom the network learns from besides the labels."""
-
-    NONE = "none"
-    TEACHER = "teacher"  # a trained network, given to `train`
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """How a network is trained; the defaults are the paper's recipe for a pruned ResNet, but for label_smoothing.
-
-    It names no momentum and no weight_decay.
-    """
-
-    epochs: int = 100  # passes over the training data
-    lr: float = 0.8  # highest learning rate, at a batch of `reference_batch`
-    reference_batch: int | None = 2048  # other batches scale all learning rates linearly; None: never scaled
-    warmup_epochs: float = 1.0  # epochs in which the learning rate grows to `lr`
-    warmup_lr: float = 0.2  # learning rate of the first step, scaled as well
-    min_lr: float = 0.0  # where the cosine ends, scaled as well
-    momentum: float = 0.9  # of SGD
-    nesterov: bool = True  # look ahead along the momentum
-    weight_decay: float = 1e-4  # on weights; none on norms and biases
-    label_smoothing: float = 0.1  # share of the target spread over all classes, by the default loss
-    distillation: Distillation = Distillation.NONE  # `teacher` needs train(..., teacher=...)
-    kd_weight: float = 0.5  # of the loss, with a teacher; the labels have the rest
-    kd_temperature: float = 1.0  # scores of both are divided by it: the larger, the more wrong classes count
-    seed: int = 0  # of dropout and the like; a loader has its own
-
-    def __post_init__(self) -> None:
-        if self.distillation not in list(Distillation):
-            raise TrainingError(f"distillation must be one of {', '.join(Distillation)}, not {self.distillation!r}.")
-        object.__setattr__(self, "distillation", Distillation(self.distillation))
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type == "float" and (isinstance(value, bool) or not isinstance(value, int | float)):
-                raise TrainingError(f"{field.name} must be a number, not {value!r}.")
-        if not isinstance(self.nesterov, bool):
-            raise TrainingError(f"nesterov must be True or False, not {self.nesterov!r}.")
-        if type(self.epochs) is not int or self.epochs < 1:
-            raise TrainingError(f"epochs must be an int of at least 1, not {self.epochs!r}.")
-        if not 0 <= self.warmup_epochs <= self.epochs:
-            raise TrainingError(
-                f"warmup_epochs must lie between 0 and epochs ({self.epochs}), not {self.warmup_epochs}."
-            )
-        if not 0 < self.lr < math.inf or not 0 <= self.min_lr <= self.lr or not 0 <= self.warmup_lr <= self.lr:
-            raise TrainingError(
-                f"lr must be positive, and min_lr and warmup_lr between 0 and lr, not {self.lr}, {self.min_lr} and "
-                f"{self.warmup_lr}."
-            )
-        batch = self.reference_batch
-        if batch is not None and (not isinstance(batch, int | float) or batch < 1):
-            raise TrainingError(f"reference_batch must be at least 1 or None, not {batch!r}.")
-        if not 0 <= self.momentum < 1 or not self.weight_decay >= 0:
-            raise TrainingError(
-                f"momentum must lie in [0, 1) and weight_decay be at least 0, not {self.momentum}, {self.weight_decay}."
-            )
-        if self.nesterov and not self.momentum:
-            raise TrainingError("nesterov needs a momentum: set nesterov=False or momentum above 0.")
-        if not 0 <= self.label_smoothing < 1:
-            raise TrainingError(f"label_smoothing must lie in [0, 1), not {self.label_smoothing}.")
-        if not 0 <= self.kd_weight <= 1:
-            raise TrainingError(f"teacher_share must lie in [0, 1], not {self.kd_weight}.")
-        if not 0.01 <= self.kd_temperature <= 100:  # beyond them numbers vanish or overflow
-            raise TrainingError(f"teacher_temperature must lie in [0.01, 100], not {self.kd_temperature}.")
-        check_seed(self.seed)
 
 
 # learning rates and what is trained
@@ -391,7 +312,7 @@ def evaluate(
     check_module(model)
     check_yields(loader)
     check_function("forward", forward, GATED)
-    check_precision(precision)
+    Engine(precision=precision)  # refuses others
     metric = Accuracy() if metric is None else metric
     world, device = current(), device_of(model)
     check_metric(metric, world)

@@ -23,20 +23,18 @@ import torch
 import typer
 
 from dmcp import models
-from dmcp.batches import MOST_SEED
 from dmcp.checkpoint import digest
 from dmcp.cli.job import GIVEN, Corrupt, Job, Opened, argument, data_identity
 from dmcp.data.datasets import NAMES as DATA
 from dmcp.errors import DmcpError, FileError, TrainingError
 from dmcp.latency.table import RuntimeKind
 from dmcp.report.trackers import read_kinds
-from dmcp.retraining import Retrain, default_recipe
+from dmcp.retraining import default_recipe
 from dmcp.runs import SETTINGS, free_folder, read_json, slug
 from dmcp.runtime.distributed import SINGLE_PROCESS
-from dmcp.runtime.engine import Engine, Precision
 from dmcp.runtime.io import from_plain, quote
-from dmcp.searching.config import BOUNDS, Bound, SearchConfig
-from dmcp.training import TrainConfig
+from dmcp.searching.config import BOUNDS
+from dmcp.settings import MAX_SEED, Bound, Engine, Precision, Retrain, SearchConfig, TrainConfig
 
 FACTS = ("fingerprint", "macs", "data", "teacher")  # of those of a run, what must stay as it is
 
@@ -396,8 +394,8 @@ def _complete_model(incomplete: str) -> list[str]:
 
 
 def _check_seed(seed: int) -> int:
-    if abs(seed) > MOST_SEED:
-        raise DmcpError(f"--seed: {seed} is too large; choose one up to {MOST_SEED}.")
+    if abs(seed) > MAX_SEED:
+        raise DmcpError(f"--seed: {seed} is too large; choose one up to {MAX_SEED}.")
     return seed
 
 

@@ -54,17 +54,17 @@ from dmcp.latency.table import LATENCY_FILE, Latency, RuntimeKind
 from dmcp.pruning import time_networks
 from dmcp.report.figures import draw_all
 from dmcp.results import DMCP, ORIGINAL, UNIFORM, UNPRUNED, Row, compare, markdown, results_table
-from dmcp.retraining import Retrain, origin, train_all, trained_before, weigh_teacher, who_teaches
+from dmcp.retraining import origin, train_all, trained_before, weigh_teacher, who_teaches
 from dmcp.runs import REPORT, Run, read_json
 from dmcp.runtime.io import staging_name
 from dmcp.sampling import filled, uniform
-from dmcp.searching.config import SearchConfig, extremes
+from dmcp.searching.config import extremes
 from dmcp.searching.search import reach
 from dmcp.searching.search import search as search_of_search
+from dmcp.settings import Retrain, SearchConfig, TrainConfig
 from dmcp.storage import save
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.training import TrainConfig
 from dmcp.training import train as train_of_training
 from dmcp.widths import Widths
 

@@ -38,9 +38,9 @@ from dmcp.report.trackers import Tracker, open_tracker
 from dmcp.results import DMCP, ORIGINAL, UNPRUNED, Event, milliseconds, mostly_odd, not_faster
 from dmcp.runs import REPLACED, SETTINGS, Run, open_run, read_json, refuse_taken
 from dmcp.runtime.distributed import World, join, leave, share_tensors, sum_values
-from dmcp.runtime.engine import Engine
 from dmcp.runtime.io import Lock
 from dmcp.searching.config import SearchRecord
+from dmcp.settings import Engine
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training import StepRecord
 from dmcp.units import counted

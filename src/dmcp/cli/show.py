@@ -95,12 +95,11 @@ from dmcp.report.html import (
 from dmcp.results import compare as compare_of_results
 from dmcp.results import not_faster, results_table, score
 from dmcp.runs import SEARCH, SETTINGS, Run, load_search, read_json, slug
-from dmcp.runtime.engine import Engine
 from dmcp.runtime.io import plain
 from dmcp.searching.config import BOUNDS, SearchResult, extremes
+from dmcp.settings import Engine, TrainConfig
 from dmcp.storage import WIDTHS, load
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.training import TrainConfig
 from dmcp.training import evaluate as evaluate_of_training
 from dmcp.units import counted, table
 from dmcp.widths import Widths

@@ -21,8 +21,8 @@ from dmcp.importance import magnitude
 from dmcp.losses import growing, measure, top1, whole_of
 from dmcp.modules import narrow, unwrap
 from dmcp.runtime.distributed import current, sum_values
-from dmcp.runtime.engine import Engine
 from dmcp.sampling import FILLED, Options, fit
+from dmcp.settings import Engine
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 

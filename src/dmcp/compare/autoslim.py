@@ -16,11 +16,12 @@ from dmcp.compare.problem import Choice, Prepared, Problem, batch_statistics, he
 from dmcp.errors import TrainingError
 from dmcp.losses import classification_loss
 from dmcp.runtime.distributed import current, mean_values
-from dmcp.runtime.engine import Engine, ResolvedEngine
+from dmcp.runtime.engine import ResolvedEngine
 from dmcp.sampling import FILLED, fit
-from dmcp.searching.config import Sampling, SearchConfig, SearchRecord
+from dmcp.searching.config import SearchRecord
 from dmcp.searching.search import search
 from dmcp.searching.subnets import chains
+from dmcp.settings import Engine, Sampling, SearchConfig
 from dmcp.supernet import Supernet
 
 STAGE = "autoslim"  # what the progress of the training is told as

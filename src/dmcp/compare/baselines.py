@@ -21,8 +21,9 @@ from dmcp.importance import magnitude, written
 from dmcp.modules import unwrap
 from dmcp.pruning import SEARCH
 from dmcp.sampling import FILLED, fit, random_widths
-from dmcp.searching.config import SearchConfig, SearchResult
+from dmcp.searching.config import SearchResult
 from dmcp.searching.search import search
+from dmcp.settings import SearchConfig
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 

@@ -21,8 +21,8 @@ from dmcp.errors import TrainingError
 from dmcp.importance import Place, magnitude, placed, scaled, strongest, vectors, written
 from dmcp.losses import Loss, classification_loss
 from dmcp.runtime.distributed import current
-from dmcp.runtime.engine import Engine
 from dmcp.sampling import FILLED, fit
+from dmcp.settings import Engine
 from dmcp.training import train
 from dmcp.widths import Widths
 

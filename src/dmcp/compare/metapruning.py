@@ -22,11 +22,12 @@ from dmcp.errors import TrainingError
 from dmcp.losses import Loss, MetricWarning, growing, measure, top1, whole_of
 from dmcp.modules import unwrap
 from dmcp.runtime.distributed import current, sum_values
-from dmcp.runtime.engine import Engine, ResolvedEngine
+from dmcp.runtime.engine import ResolvedEngine
 from dmcp.sampling import FILLED, TOLERANCE, Options, fit
+from dmcp.settings import Distillation, Engine
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.training import Distillation, train
+from dmcp.training import train
 
 _INIT, _STRUCTURES = 1, 2  # what random numbers are for
 

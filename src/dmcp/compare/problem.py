@@ -20,13 +20,14 @@ from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.losses import Loss, Metric, check_metric, whole_of
 from dmcp.retraining import MakeCheckpointer
 from dmcp.runtime.distributed import current
-from dmcp.runtime.engine import Engine, ResolvedEngine
+from dmcp.runtime.engine import ResolvedEngine
 from dmcp.sampling import TOLERANCE, Options, uniform
-from dmcp.searching.config import Bound, SearchRecord, SearchResult, extremes
+from dmcp.searching.config import SearchRecord, SearchResult, extremes
 from dmcp.searching.subnets import chains
+from dmcp.settings import Bound, Engine, TrainConfig
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph, Kept
-from dmcp.training import StepRecord, TrainConfig
+from dmcp.training import StepRecord
 from dmcp.widths import Widths
 
 Told = StepRecord | SearchRecord | SearchResult | Mapping[str, Any]

@@ -58,14 +58,14 @@ from dmcp.errors import DmcpError, FileError, TrainingError, WidthsError
 from dmcp.report import figures
 from dmcp.report.html import PastRun, is_run, read_run
 from dmcp.results import UNPRUNED, Event, Row, compare, milliseconds
-from dmcp.retraining import Retrain, train_all
+from dmcp.retraining import train_all
 from dmcp.runs import CHECKPOINTS, PREPARED, SETTINGS, Run, load_search, read_json
-from dmcp.runtime.engine import Engine
 from dmcp.runtime.io import MOST_JSON, Lock, from_plain, parse_json, parse_tensors, read_bytes
-from dmcp.searching.config import BOUNDS, Bound, SearchConfig, SearchRecord, SearchResult
+from dmcp.searching.config import BOUNDS, SearchRecord, SearchResult
+from dmcp.settings import Bound, Engine, Retrain, SearchConfig, TrainConfig
 from dmcp.storage import WEIGHTS, WIDTHS, load, save
 from dmcp.tracing.graph import Kept
-from dmcp.training import StepRecord, TrainConfig
+from dmcp.training import StepRecord
 from dmcp.units import between, latex, points, spread, table
 from dmcp.widths import Widths
 

@@ -54,7 +54,8 @@ from dmcp.modules import (
 from dmcp.runtime.distributed import current, share_tensors
 from dmcp.runtime.io import MOST_JSON, parse_json, quote, read_bytes, write_files
 from dmcp.sampling import Options, between, expected
-from dmcp.searching.config import Bound, SearchResult, extremes
+from dmcp.searching.config import SearchResult, extremes
+from dmcp.settings import Bound
 from dmcp.tracing.cost import VIEWS, Terms, evaluate, product, total
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.layout import in_spaces

@@ -26,7 +26,7 @@ from dmcp.errors import DmcpError, FileError
 from dmcp.latency.table import Outcome, show_ms
 from dmcp.markov import Process, process_of
 from dmcp.results import DMCP, ORIGINAL, TEACHER, UNPRUNED, Row, against, score, score_name, unknown
-from dmcp.retraining import AS_IT_WAS, TRAINED_FIRST, Retrain, origin
+from dmcp.retraining import AS_IT_WAS, TRAINED_FIRST, origin
 from dmcp.runs import (
     ALPHAS,
     CHECKPOINTS,
@@ -42,6 +42,7 @@ from dmcp.runs import (
 )
 from dmcp.runtime.io import LOCK, alive, from_plain, parse_tensors, plain, read_bytes, refuse_link
 from dmcp.searching.config import SearchRecord
+from dmcp.settings import Retrain
 from dmcp.storage import WIDTHS
 from dmcp.training import StepRecord
 from dmcp.widths import Widths

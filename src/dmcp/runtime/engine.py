@@ -9,7 +9,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from dmcp.errors import TrainingError
 from dmcp.runtime.cuda_graphs import Repeated
 from dmcp.runtime.distributed import current
+from dmcp.settings import Engine, Precision
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _NARROW, _KERNELS = 64, ((1, 1), (3, 3))  # channels and sizes of convolutions that our kernels take
@@ -29,33 +29,8 @@ _WORTH_KERNELS = 1_000  # steps from which it pays to load our kernels, and to c
 _WORTH_COMPILING = {True: 2_000, False: 20_000}  # steps from which compiling a large or a small network pays
 
 
-_SWITCHES = {  # whether None is a choice
-    "channels_last": True,
-    "compile": True,
-    "graphs": True,
-    "kernels": True,
-    "pad": True,
-    "tf32": False,
-    "deterministic": False,
-    "sync_batchnorm": False,
-}
-
-
 class KernelWarning(UserWarning):
     """Own kernels that were asked for and are not used."""
-
-
-class Precision(StrEnum):
-    """In what numbers the forward pass computes; weights and losses are always float32."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
-
-def check_precision(precision: object) -> None:
-    """Refuse what is none."""
-    if precision not in list(Precision):
-        raise TrainingError(f"precision must be one of {', '.join(Precision)}, not {precision!r}.")
 
 
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:
@@ -63,84 +38,63 @@ def autocast(device: torch.device, precision: Precision) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=Precision(precision) is Precision.BFLOAT16)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Engine:
-    """How networks are run; None means: what is best for the device."""
+def resolve(
+    engine: Engine,
+    device: torch.device,
+    *,
+    steps: int = 0,
+    large: bool = False,
+    plain: bool = True,
+    narrow: bool = False,
+    depthwise: bool = False,
+) -> ResolvedEngine:
+    """Every choice made, for a run of so many steps of a small or large network on a device.
 
-    precision: Precision | None = None  # bfloat16 on GPUs that compute in it, float32 elsewhere
-    channels_last: bool | None = None  # images stored pixel by pixel: on GPUs, where convolutions are faster so
-    compile: bool | None = None  # torch.compile: on GPUs, where the run is long enough to pay for the compiling
-    graphs: bool | None = None  # steps replayed as CUDA graphs: on one GPU, with the default losses and optimizer
-    kernels: bool | None = None  # own kernels for few channels and depthwise layers: in bfloat16, on one GPU
-    pad: bool | None = None  # pruned networks trained in ones of the next multiples of 8 channels: in bfloat16 on GPUs
-    tf32: bool = True  # float32 products on a GPU may round their factors to 10 bits
-    deterministic: bool = False  # the same bits in every run, also on a GPU; slower
-    sync_batchnorm: bool = False  # of several ranks on GPUs: BatchNorms use the statistics of all ranks together
+    `plain`: nothing of the user's own runs inside a step, and no other process takes part in it. `narrow`,
+    `depthwise`: our kernels are for such networks, see `is_narrow` and `is_depthwise`.
+    """
+    gpu, half, precision = device.type == "cuda", _computes_in_half(device), _precision(engine, device)
+    last = gpu if engine.channels_last is None else engine.channels_last
+    graphs = gpu and (plain if engine.graphs is None else engine.graphs)
+    meant = graphs and (narrow or depthwise) and steps >= _WORTH_KERNELS
+    fit = half and last and precision is Precision.BFLOAT16 and not engine.compile
+    kernels = fit and (meant if engine.kernels is None else engine.kernels) and _can_run_kernels(engine, device)
+    alone = kernels and (bool(engine.kernels) or depthwise) and not kernels_refused(device, True)
+    kernels &= bool(engine.kernels) or narrow or alone  # the others alone do little for a network of depthwise layers
+    if engine.kernels and gpu and not alone:
+        what, why = ("kernels for depthwise layers", kernels_refused(device, True)) if fit else ("kernels", _NEEDED)
+        _warn_once(f"Own {what} are not used on {device} ({why}): torch's are.")
+    compiled = gpu and not kernels and steps >= _WORTH_COMPILING[large] if engine.compile is None else engine.compile
+    return ResolvedEngine(
+        device=device,
+        precision=precision,
+        channels_last=last,
+        compile=compiled,
+        graphs=graphs,
+        kernels=kernels,
+        depthwise=alone,
+        tf32=engine.tf32,
+        deterministic=engine.deterministic,
+        sync_batchnorm=engine.sync_batchnorm and gpu and current().size > 1,
+    )
 
-    def __post_init__(self) -> None:
-        if self.precision is not None:
-            check_precision(self.precision)
-            object.__setattr__(self, "precision", Precision(self.precision))
-        for name, automatic in _SWITCHES.items():
-            value = getattr(self, name)
-            if not isinstance(value, bool) and not (value is None and automatic):
-                choice = " or None (automatic)" if automatic else ""
-                raise TrainingError(f"{name} must be True or False{choice}, not {value!r}.")
 
-    def resolve(
-        self,
-        device: torch.device,
-        *,
-        steps: int = 0,
-        large: bool = False,
-        plain: bool = True,
-        narrow: bool = False,
-        depthwise: bool = False,
-    ) -> ResolvedEngine:
-        """Every choice made, for a run of so many steps of a small or large network on a device.
+def pads(engine: Engine, device: torch.device) -> bool:
+    """Whether networks that were cut are trained inside ones of rounder widths: see `padding`."""
+    if device.type != "cuda":
+        return False
+    return _precision(engine, device) is Precision.BFLOAT16 if engine.pad is None else engine.pad
 
-        `plain`: nothing of the user's own runs inside a step, and no other process takes part in it. `narrow`,
-        `depthwise`: our kernels are for such networks, see `is_narrow` and `is_depthwise`.
-        """
-        gpu, half, precision = device.type == "cuda", _computes_in_half(device), self._numbers(device)
-        last = gpu if self.channels_last is None else self.channels_last
-        graphs = gpu and (plain if self.graphs is None else self.graphs)
-        meant = graphs and (narrow or depthwise) and steps >= _WORTH_KERNELS
-        fit = half and last and precision is Precision.BFLOAT16 and not self.compile
-        kernels = fit and (meant if self.kernels is None else self.kernels) and self._can_run_kernels(device)
-        alone = kernels and (bool(self.kernels) or depthwise) and not kernels_refused(device, True)
-        kernels &= bool(self.kernels) or narrow or alone  # the others alone do little for a network of depthwise layers
-        if self.kernels and gpu and not alone:
-            what, why = ("kernels for depthwise layers", kernels_refused(device, True)) if fit else ("kernels", _NEEDED)
-            _warn_once(f"Own {what} are not used on {device} ({why}): torch's are.")
-        compiled = gpu and not kernels and steps >= _WORTH_COMPILING[large] if self.compile is None else self.compile
-        return ResolvedEngine(
-            device=device,
-            precision=precision,
-            channels_last=last,
-            compile=compiled,
-            graphs=graphs,
-            kernels=kernels,
-            depthwise=alone,
-            tf32=self.tf32,
-            deterministic=self.deterministic,
-            sync_batchnorm=self.sync_batchnorm and gpu and current().size > 1,
-        )
 
-    def pads(self, device: torch.device) -> bool:
-        """Whether networks that were cut are trained inside ones of rounder widths: see `padding`."""
-        if device.type != "cuda":
-            return False
-        return self._numbers(device) is Precision.BFLOAT16 if self.pad is None else self.pad
+def _precision(engine: Engine, device: torch.device) -> Precision:
+    return engine.precision or (Precision.BFLOAT16 if _computes_in_half(device) else Precision.FLOAT32)
 
-    def _numbers(self, device: torch.device) -> Precision:
-        return self.precision or (Precision.BFLOAT16 if _computes_in_half(device) else Precision.FLOAT32)
 
-    def _can_run_kernels(self, device: torch.device) -> bool:
-        refused = kernels_refused(device)
-        if refused and self.kernels:
-            raise TrainingError(f"Own kernels cannot run on {device} ({refused}): leave kernels out.")
-        return not refused
+def _can_run_kernels(engine: Engine, device: torch.device) -> bool:
+    refused = kernels_refused(device)
+    if refused and engine.kernels:
+        raise TrainingError(f"Own kernels cannot run on {device} ({refused}): leave kernels out.")
+    return not refused
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from dmcp.batches import check_seed
 from dmcp.budget import Budget
 from dmcp.errors import DmcpError, TrainingError, WidthsError
-from dmcp.markov import CHAIN, Process, process_of
+from dmcp.markov import CHAIN, Process
+from dmcp.settings import Bound
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.widths import ChannelSpace, Widths
-
-
-class Sampling(StrEnum):
-    """How the random sub-networks of a weight step are drawn."""
-
-    MARKOV = "markov"  # from the alphas: the paper's variant of the sandwich rule
-    UNIFORM = "uniform"  # every group border of a space alike, each space by itself
-    SANDWICH = "sandwich"  # one ratio for all spaces: the original sandwich rule
-
-
-Bound = int | Mapping[str, int]  # channels: of every space, or of modules or spaces by name; "" is the whole network
 
 BOUNDS = ("min_channels", "max_channels")  # what people call them
 
@@ -111,125 +98,6 @@ def _unused(graph: ChannelGraph, word: str, name: str) -> str:
     near = difflib.get_close_matches(str(name), known, n=3)
     hint = f"did you mean {', '.join(near)}?" if near else "graph.spaces (dmcp inspect) lists them."
     return f"{word}: there is no space named {name!r}, and no module of that name writes one: {hint}"
-
-
-class Init(StrEnum):
-    """Where the alphas start."""
-
-    TARGET = "target"  # one constant for which the expected cost is the budget
-    ZERO = "zero"  # every transition at one half: far below any budget
-    RANDOM = "random"  # standard normal
-    GIVEN = "given"  # those that the supernet has
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchConfig:
-    """Settings of a search, for a batch of 1024 as in the paper.
-
-    The defaults of tolerance, groups (for ResNet; 15 for MobileNetV2), epochs, warmup, draw, budget_weight, lr and
-    min_lr are the paper's. Those of warmup_draw, distil, init, label_smoothing, alpha_lr and alpha_min_lr are not, and
-    it names none for subnets, the momenta and weight_decay: see the last table of docs/paper_map.md.
-    """
-
-    budget: int | float | str | Budget  # what the result may cost: 0.5, "50%", "211M", "params:2M", "50%,params:2M"
-    tolerance: float = 0.95  # share of the budget below which the expected cost is pushed up (gamma of eq. 13)
-    groups: int = 10  # groups that each space is divided into; the supernet must be made with as many
-    align: int = 1  # real channels are multiples of this; the supernet must be made with the same
-    min_channels: Bound = field(
-        default_factory=dict
-    )  # least channels: of all spaces, or {name of module or space: number}
-    max_channels: Bound = field(
-        default_factory=dict
-    )  # most channels: of all spaces, or {name of module or space: number}
-    epochs: int = 40  # passes over the data, the warm-up among them
-    warmup: float = 0.5  # share of the epochs that train weights only; 0 for a pre-trained model
-    sort: bool = False  # whether channels are first ordered by the norm of their weights, for a pre-trained model
-    subnets: int = 2  # random sub-networks in each weight step, besides the largest and the smallest
-    sampling: Sampling = Sampling.MARKOV  # how they are drawn after the warm-up
-    warmup_sampling: Sampling = Sampling.UNIFORM  # how they are drawn in the warm-up
-    distill: bool = True  # whether sub-networks imitate the largest one instead of learning the labels
-    init: Init = Init.TARGET  # where the alphas start
-    independent: bool = False  # whether each group is kept by itself (Bernoulli), not along the chain; an ablation
-    task_loss: bool = True  # whether the task loss moves the alphas, and not the budget alone
-    budget_weight: float = 0.1  # weight of the budget loss (lambda of eq. 15)
-    train_weights: bool = True  # whether the weights still move after the warm-up
-    lr: float = 0.2  # learning rate of the weights at the start, at `reference_batch` samples in a step
-    min_lr: float = 0.02  # the same at the end of its cosine
-    reference_batch: int = 1024  # other numbers of samples in a step scale lr and min_lr linearly
-    momentum: float = 0.9  # Nesterov momentum of the weights
-    weight_decay: float = 1e-4  # of the weights; none on norms and biases
-    label_smoothing: float = 0.1  # of the default loss
-    alpha_lr: float = 0.5  # learning rate of the alphas after the warm-up; not scaled
-    alpha_min_lr: float = 0.1  # the same at the end of its cosine
-    alpha_momentum: float = 0.9  # Nesterov momentum of the alphas; they have no weight decay
-    accumulate: int = 1  # batches whose gradients make one step
-    log_every: int = 50  # steps after which records are read from the device, and a loss that is not finite is noticed
-    seed: int = 0  # of everything random in the search
-
-    def __post_init__(self) -> None:
-        for name, kind in (("sampling", Sampling), ("warmup_sampling", Sampling), ("init", Init)):
-            value = getattr(self, name)
-            if value not in list(kind):
-                raise TrainingError(f"{name} must be one of {', '.join(kind)}, not {value!r}.")
-            object.__setattr__(self, name, kind(value))
-        for name, least in _INTS.items():
-            if type(getattr(self, name)) is not int or getattr(self, name) < least:
-                raise TrainingError(f"{name} must be an int of at least {least}, not {getattr(self, name)!r}.")
-        check_seed(self.seed)
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise TrainingError(f"{name} must be True or False, not {getattr(self, name)!r}.")
-        check_bound("min_channels", self.min_channels)
-        check_bound("max_channels", self.max_channels)
-        for name, (low, high) in _FLOATS.items():
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not low <= value < high:  # also refuses NaN
-                raise TrainingError(f"{name} must be a number from {low} to below {high}, not {value!r}.")
-        if not self.tolerance:
-            raise TrainingError("tolerance must be above 0, like 0.95: at 0 nothing pushes the expected cost up.")
-        if self.min_lr > self.lr or self.alpha_min_lr > self.alpha_lr:
-            raise TrainingError("A learning rate falls: min_lr must not be above lr, nor alpha_min_lr above alpha_lr.")
-        if self.warmup_epochs == self.epochs:
-            raise TrainingError(
-                f"A warm-up of {self.warmup:.0%} leaves none of {self.epochs} epochs for the alphas: lower warmup."
-            )
-        if not self.task_loss and self.budget_weight == 0:
-            raise TrainingError("Nothing moves the alphas: set task_loss=True or a budget_weight above 0.")
-
-    @property
-    def warmup_epochs(self) -> int:
-        """Epochs that train weights only."""
-        return round(self.epochs * self.warmup)
-
-    @property
-    def process(self) -> Process:
-        """What the alphas mean."""
-        return process_of(self.independent)
-
-
-_INTS = {  # the least that each may be
-    "groups": 1,
-    "align": 1,
-    "epochs": 1,
-    "subnets": 0,
-    "reference_batch": 1,
-    "accumulate": 1,
-    "log_every": 1,
-}
-_FLAGS = ("sort", "distill", "independent", "task_loss", "train_weights")
-_FLOATS = {  # from, to below
-    "tolerance": (0, 1),
-    "warmup": (0, 1),
-    "budget_weight": (0, math.inf),
-    "lr": (0, math.inf),
-    "min_lr": (0, math.inf),
-    "momentum": (0, 1),
-    "weight_decay": (0, math.inf),
-    "label_smoothing": (0, 1),
-    "alpha_lr": (0, math.inf),
-    "alpha_min_lr": (0, math.inf),
-    "alpha_momentum": (0, 1),
-}
 
 
 def extremes(graph: ChannelGraph, sizes: Tensor) -> tuple[Widths, Widths]:

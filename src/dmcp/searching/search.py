@@ -28,14 +28,15 @@ from dmcp.checkpoint import (
 )
 from dmcp.errors import TrainingError, WidthsError
 from dmcp.losses import Loss, classification_loss, warn_of_distillation
-from dmcp.markov import CERTAIN, group_sizes, merged
+from dmcp.markov import CERTAIN, group_sizes, merged, process_of
 from dmcp.modules import check_functions, check_kind, check_kinds
 from dmcp.preflight import check_input
 from dmcp.runtime.distributed import SINGLE_PROCESS, World, current, share_tensors
-from dmcp.runtime.engine import Engine, ResolvedEngine, is_depthwise, is_narrow, set_lr, sgd
-from dmcp.searching.config import Init, Sampling, SearchConfig, SearchRecord, SearchResult, extremes
+from dmcp.runtime.engine import ResolvedEngine, is_depthwise, is_narrow, set_lr, sgd
+from dmcp.searching.config import SearchRecord, SearchResult, extremes
 from dmcp.searching.steps import ArchRecord, Log, Passes, Sliced, Step, Subnet, WeightRecord, arch_step, weight_step
 from dmcp.searching.subnets import Chains, Stem, chains, find_stem, sample_gates, sort_channels
+from dmcp.settings import Engine, Init, Sampling, SearchConfig
 from dmcp.supernet import Narrow, Supernet, run_folded
 from dmcp.training import check_trainable, cosine, parameter_groups
 
@@ -111,7 +112,14 @@ def search(
         log.flush()
     alpha, sizes = net.alpha.detach().cpu().clone(), path.sizes.cpu()
     return SearchResult(
-        alpha, sizes, net.graph, budget, config.tolerance, config.align, tuple(log.records), config.process
+        alpha,
+        sizes,
+        net.graph,
+        budget,
+        config.tolerance,
+        config.align,
+        tuple(log.records),
+        process_of(config.independent),
     )
 
 
@@ -238,7 +246,7 @@ def _prepare(net: Supernet, config: SearchConfig, arch_loader: Loader | None) ->
 
 def reach(net: Supernet, config: SearchConfig) -> tuple[Budget, Chains]:
     """The budget and the chains that can reach it; an error with what they reach if they cannot."""
-    path = chains(net, config.process, config.min_channels, config.max_channels, config.align)
+    path = chains(net, process_of(config.independent), config.min_channels, config.max_channels, config.align)
     budget = parse(config.budget, net.graph)
     check_reachable(budget, net.graph, *extremes(net.graph, path.sizes))
     check_choice(path)

@@ -17,9 +17,10 @@ from dmcp.errors import TrainingError
 from dmcp.losses import Loss, distillation_loss, loss_of
 from dmcp.modules import tensors_in
 from dmcp.runtime.distributed import SINGLE_PROCESS, World, mean_gradients, mean_values
-from dmcp.runtime.engine import Precision, autocast
+from dmcp.runtime.engine import autocast
 from dmcp.searching.config import SearchRecord, as_record
 from dmcp.searching.subnets import Chains
+from dmcp.settings import Precision
 from dmcp.supernet import Supernet
 
 Run = Callable[[Any, Tensor | None], Any]  # a network on an input and the head's output

@@ -17,7 +17,8 @@ from dmcp.checkpoint import random_state, set_random_state
 from dmcp.importance import magnitude
 from dmcp.markov import CHAIN, INDEPENDENT, Process, bounded
 from dmcp.modules import leaves, narrow, tensors_in
-from dmcp.searching.config import Bound, Sampling, bounds
+from dmcp.searching.config import bounds
+from dmcp.settings import Bound, Sampling
 from dmcp.supernet import Supernet, given_name, run_folded, skip
 from dmcp.tracing.record import Op, Recording, Ref
 

@@ -1,0 +1,210 @@
+"""All settings, as frozen dataclasses: names, defaults, help and ranges. Imports no torch, so that --help is quick."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from dmcp.errors import TrainingError
+
+if TYPE_CHECKING:
+    import torch
+
+    from dmcp.budget import Budget
+    from dmcp.runtime.engine import ResolvedEngine
+
+MAX_SEED = 2**62  # what others add to it must fit into 64 bits, too
+Bound = int | Mapping[str, int]  # channels: of every space, or of modules or spaces by name; "" is the whole network
+
+
+class Sampling(StrEnum):
+    """How the random sub-networks of a weight step are sampled."""
+
+    MARKOV = "markov"  # from the alphas: the paper's variant of the sandwich rule
+    UNIFORM = "uniform"  # every number of groups alike, each space by itself
+    SANDWICH = "sandwich"  # one ratio for all spaces: the original sandwich rule
+
+
+class Init(StrEnum):
+    """Where the alphas start."""
+
+    TARGET = "target"  # one constant for which the expected cost is the budget
+    ZERO = "zero"  # every transition at one half: far below any budget
+    RANDOM = "random"  # standard normal
+    GIVEN = "given"  # those that the supernet has
+
+
+class Precision(StrEnum):
+    """The dtype of the forward pass; weights and losses are always float32."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class Retrain(StrEnum):
+    """How the pruned network gets its weights."""
+
+    SCRATCH = "scratch"  # initialized anew, then trained: the paper's way
+    FINETUNE = "finetune"  # those of the search, calibrated and fine-tuned
+    SLIMMABLE = "slimmable"  # initialized anew, trained inside the unpruned network, which teaches it: DMCP*
+    TEACHER = "teacher"  # initialized anew, trained on the labels and on the outputs of a teacher: see `train_all`
+
+
+class Distillation(StrEnum):
+    """Whom the network learns from besides the labels."""
+
+    NONE = "none"
+    TEACHER = "teacher"  # a trained network, given to `train`
+
+
+def setting(default: Any, help: str, low: float = -math.inf, high: float = math.inf, below: float = math.inf) -> Any:
+    """A field with its help and its range: low <= value <= high, value < below."""
+    return field(default=default, metadata={"help": help, "low": low, "high": high, "below": below})
+
+
+def check(settings: Any) -> None:
+    """Refuse values of the wrong type or range; strings become members of their Enum."""
+    for it in fields(settings):
+        value, kind = getattr(settings, it.name), str(it.type)
+        if value is None and kind.endswith("| None"):
+            continue
+        kind = kind.removesuffix(" | None")
+        if isinstance(enum := globals().get(kind), type) and issubclass(enum, StrEnum):
+            if value not in list(enum):
+                raise TrainingError(f"{it.name} must be one of {', '.join(enum)}, not {value!r}.")
+            object.__setattr__(settings, it.name, enum(value))
+        elif kind == "bool" and not isinstance(value, bool):
+            raise TrainingError(f"{it.name} must be True or False, not {value!r}.")
+        elif kind == "Bound":
+            numbers = list(value.values()) if isinstance(value, Mapping) else [value]
+            if any(type(number) is not int or number < 1 for number in numbers):
+                raise TrainingError(f"{it.name} must be an int of at least 1, or such ints by name, not {value!r}.")
+        elif kind in ("int", "float"):
+            types = int if kind == "int" else int | float
+            low, high, below = (it.metadata.get(key, 0) for key in ("low", "high", "below"))
+            if isinstance(value, bool) or not isinstance(value, types) or not (low <= value <= high and value < below):
+                upper = f" and below {below}" if below < math.inf else f" and at most {high}" if high < math.inf else ""
+                what = "an int" if kind == "int" else "a number"
+                raise TrainingError(f"{it.name} must be {what} of at least {low}{upper}, not {value!r}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchConfig:
+    """Settings of a search, for a batch of 1024 as in the paper.
+
+    The defaults of tolerance, groups (for ResNet; 15 for MobileNetV2), epochs, warmup, sampling, budget_weight, lr and
+    min_lr are the paper's. Those of warmup_sampling, distill, init, label_smoothing, alpha_lr and alpha_min_lr are not,
+    and it names none for subnets, the momenta and weight_decay: see the last table of docs/paper_map.md.
+    """
+
+    budget: int | float | str | Budget = field(
+        metadata={"help": "50%, 211M, 1.1G, params:2M, memory:256kB, 8ms, latency:50%, or several: 50%,params:2M."}
+    )
+    tolerance: float = setting(
+        0.95, "Share of the budget below which the expected cost is pushed up (gamma of eq. 13).", 1e-9, below=1
+    )
+    groups: int = setting(10, "Groups that each space is divided into.", 1)
+    align: int = setting(1, "Widths are multiples of this, or a space's full size.", 1)
+    min_channels: Bound = field(
+        default_factory=dict, metadata={"help": "Least channels of every space (8), or of a module or space."}
+    )
+    max_channels: Bound = field(default_factory=dict, metadata={"help": "Most channels, given in the same way."})
+    epochs: int = setting(40, "Passes over the data in the search, the warm-up among them.", 1)
+    warmup: float = setting(0.5, "Share of these epochs that train weights only; 0 for a trained model.", 0, below=1)
+    sort: bool = setting(False, "Order channels by the norm of their weights first, for a trained model.")
+    subnets: int = setting(2, "Random sub-networks in each weight step, besides the largest and the smallest.", 0)
+    sampling: Sampling = setting(Sampling.MARKOV, "How these are sampled after the warm-up.")
+    warmup_sampling: Sampling = setting(Sampling.UNIFORM, "How these are sampled in the warm-up.")
+    distill: bool = setting(True, "Sub-networks learn from the largest one instead of the labels.")
+    init: Init = setting(Init.TARGET, "Where the alphas start.")
+    independent: bool = setting(False, "Keep each group by itself (Bernoulli), not along the chain: an ablation.")
+    task_loss: bool = setting(True, "The task loss moves the alphas, not the budget alone.")
+    budget_weight: float = setting(0.1, "Weight of the budget loss (lambda of eq. 15).", 0)
+    train_weights: bool = setting(True, "The weights still move after the warm-up.")
+    lr: float = setting(0.2, "First learning rate of the search, at a batch of reference_batch.", 0)
+    min_lr: float = setting(0.02, "The same at the end of its cosine.", 0)
+    reference_batch: int = setting(1024, "Other batches scale lr and min_lr linearly.", 1)
+    momentum: float = setting(0.9, "Nesterov momentum of the weights.", 0, below=1)
+    weight_decay: float = setting(1e-4, "Of the weights; none on norms and biases.", 0)
+    label_smoothing: float = setting(0.1, "Of the default loss.", 0, below=1)
+    alpha_lr: float = setting(0.5, "Learning rate of the alphas after the warm-up; not scaled.", 0)
+    alpha_min_lr: float = setting(0.1, "The same at the end of its cosine.", 0)
+    alpha_momentum: float = setting(0.9, "Nesterov momentum of the alphas; they have no weight decay.", 0, below=1)
+    accumulate: int = setting(1, "Batches whose gradients make one step.", 1)
+    log_every: int = setting(50, "Steps after which records are read, and a loss that is not finite is noticed.", 1)
+    seed: int = setting(0, "Of everything random in the search.", 0, MAX_SEED)
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.min_lr > self.lr or self.alpha_min_lr > self.alpha_lr:
+            raise TrainingError("A learning rate falls: min_lr must not be above lr, nor alpha_min_lr above alpha_lr.")
+        if self.warmup_epochs == self.epochs:
+            raise TrainingError(
+                f"A warm-up of {self.warmup:.0%} leaves none of {self.epochs} epochs for the alphas: lower warmup."
+            )
+        if not self.task_loss and self.budget_weight == 0:
+            raise TrainingError("Nothing moves the alphas: set task_loss=True or a budget_weight above 0.")
+
+    @property
+    def warmup_epochs(self) -> int:
+        """Epochs that train weights only."""
+        return round(self.epochs * self.warmup)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How a network is trained; the defaults are the paper's recipe for a pruned ResNet, but for label_smoothing.
+
+    It names no momentum and no weight_decay.
+    """
+
+    epochs: int = setting(100, "Passes over the training data.", 1)
+    lr: float = setting(0.8, "Highest learning rate, at a batch of reference_batch.", 1e-300)
+    reference_batch: int | None = setting(2048, "Other batches scale all learning rates linearly; None: never.", 1)
+    warmup_epochs: float = setting(1.0, "Epochs in which the learning rate grows to lr.", 0)
+    warmup_lr: float = setting(0.2, "Learning rate of the first step, scaled as well.", 0)
+    min_lr: float = setting(0.0, "Where the cosine ends, scaled as well.", 0)
+    momentum: float = setting(0.9, "Of SGD.", 0, below=1)
+    nesterov: bool = setting(True, "Nesterov momentum.")
+    weight_decay: float = setting(1e-4, "On weights; none on norms and biases.", 0)
+    label_smoothing: float = setting(0.1, "Of the default loss.", 0, below=1)
+    distillation: Distillation = setting(Distillation.NONE, "`teacher` needs train(..., teacher=...).")
+    kd_weight: float = setting(0.5, "Weight of the teacher's outputs in the loss; the labels have the rest.", 0, 1)
+    kd_temperature: float = setting(1.0, "Logits of both are divided by it.", 0.01, 100)
+    seed: int = setting(0, "Of dropout and the like; a loader has its own.", 0, MAX_SEED)
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.warmup_epochs > self.epochs or max(self.min_lr, self.warmup_lr) > self.lr:
+            raise TrainingError(
+                f"warmup_epochs must not be above epochs ({self.epochs}), nor min_lr or warmup_lr above lr ({self.lr})."
+            )
+        if self.nesterov and not self.momentum:
+            raise TrainingError("nesterov needs a momentum: set nesterov=False or momentum above 0.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """How networks are run; None means: what is best for the device."""
+
+    precision: Precision | None = setting(None, "bfloat16 on GPUs that compute in it, float32 elsewhere.")
+    channels_last: bool | None = setting(None, "Channels-last memory format: on GPUs.")
+    compile: bool | None = setting(None, "torch.compile: on GPUs, in runs that are long enough to pay for it.")
+    graphs: bool | None = setting(None, "CUDA graphs: on one GPU, with the default losses and optimizer.")
+    kernels: bool | None = setting(None, "Own kernels for few channels and depthwise layers: in bfloat16, on one GPU.")
+    pad: bool | None = setting(None, "Train pruned networks padded to multiples of 8 channels: in bfloat16 on GPUs.")
+    tf32: bool = setting(True, "float32 products on a GPU may round their factors to 10 bits.")
+    deterministic: bool = setting(False, "The same bits in every run, also on a GPU; slower.")
+    sync_batchnorm: bool = setting(False, "BatchNorms use the statistics of all ranks, on GPUs.")
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def resolve(self, device: torch.device, **facts: Any) -> ResolvedEngine:
+        """Every choice made for a device; the facts are those of `dmcp.runtime.engine.resolve`."""
+        from dmcp.runtime.engine import resolve  # late: this file imports no torch
+
+        return resolve(self, device, **facts)
