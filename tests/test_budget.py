@@ -135,8 +135,8 @@ def test_a_budget_limits_each_kind_once(limits: tuple[Limit, ...]) -> None:
 def test_unreachable_budgets_name_the_range(spec: str, kind: str) -> None:
     graph, net = traced(Residual)
     with pytest.raises(BudgetError) as caught:
-        check_reachable(parse(spec, graph), graph, net.floor)
-    for widths in (net.floor, graph.full):
+        check_reachable(parse(spec, graph), graph, net.min_widths)
+    for widths in (net.min_widths, graph.full):
         assert f"{costs(graph, widths)[kind]:,}" in str(caught.value)
 
 
@@ -144,7 +144,7 @@ def test_floors_that_settings_made_wide_are_named() -> None:
     graph, net = traced(Residual)
     for groups, align, words in ((10, 64, "4 of 4 spaces .* there, 4 of them whole, .* align"), (2, 1, "more groups")):
         with pytest.raises(BudgetError, match=words):
-            check_reachable(parse("1%", graph), graph, dmcp.Supernet(net.model, graph, groups, align).floor)
+            check_reachable(parse("1%", graph), graph, dmcp.Supernet(net.model, graph, groups, align).min_widths)
     with pytest.raises(BudgetError, match=r"to [\d,]+\.$"):  # nothing is narrower
         check_reachable(parse(1, graph), graph, graph.widths([1] * 4))
 
@@ -156,7 +156,7 @@ def test_floors_that_settings_made_wide_are_named() -> None:
 def test_a_small_number_without_a_unit_may_be_a_share(spec: Any, meant: str) -> None:
     graph, net = traced(Residual)
     with pytest.raises(BudgetError, match=f"did you mean {meant}\\? If not, choose from"):
-        check_reachable(parse(spec, graph), graph, net.floor)
+        check_reachable(parse(spec, graph), graph, net.min_widths)
     parse(meant, graph)
 
 
@@ -164,17 +164,17 @@ def test_a_small_number_without_a_unit_may_be_a_share(spec: Any, meant: str) -> 
 def test_other_numbers_are_no_forgotten_shares(spec: str) -> None:
     graph, net = traced(Residual)
     with pytest.raises(BudgetError) as caught:
-        check_reachable(parse(spec, graph), graph, net.floor)
+        check_reachable(parse(spec, graph), graph, net.min_widths)
     assert "did you mean" not in str(caught.value)
 
 
 def test_both_ends_of_the_range_can_be_reached() -> None:
     graph, net = traced(Residual)
-    for target in (graph.macs(net.floor), graph.macs()):
-        check_reachable(parse(target, graph), graph, net.floor)
-    for target in (graph.macs(net.floor) - 1, graph.macs() + 1):
+    for target in (graph.macs(net.min_widths), graph.macs()):
+        check_reachable(parse(target, graph), graph, net.min_widths)
+    for target in (graph.macs(net.min_widths) - 1, graph.macs() + 1):
         with pytest.raises(BudgetError):
-            check_reachable(parse(target, graph), graph, net.floor)
+            check_reachable(parse(target, graph), graph, net.min_widths)
 
 
 def test_costs_are_those_of_the_cut_network() -> None:
@@ -385,7 +385,7 @@ def test_one_constant_starts_at_the_budget(process: Process, ratio: float) -> No
 
 def test_a_constant_for_the_ends_still_has_a_gradient() -> None:
     graph, net = traced(Residual)
-    ends = [constant_alpha(parse(target, graph), graph, net.sizes) for target in (graph.macs(net.floor), "100%")]
+    ends = [constant_alpha(parse(target, graph), graph, net.sizes) for target in (graph.macs(net.min_widths), "100%")]
     assert ends == [-10, 10]
 
 

@@ -294,7 +294,7 @@ def _check_no_weight_gradients(model: nn.Module, graph: Any, x: Tensor, supernet
     convs = sum(isinstance(module, nn.Conv2d) for module in model.modules())
     # With weights to train the counter sees a weight gradient for every conv, with soft gates and with hard ones.
     assert _counted(supernet, x, supernet.soft()).weight_gradients == convs
-    assert _counted(supernet, x, supernet.hard(supernet.floor)).weight_gradients == convs
+    assert _counted(supernet, x, supernet.hard(supernet.min_widths)).weight_gradients == convs
     for weight in supernet.weights():
         weight.requires_grad_(False)
         weight.grad = None
@@ -336,7 +336,7 @@ def test_soft_gates_at_both_ends() -> None:
         assert supernet.soft().tolist() == [1.0] * sum(space.size for space in graph.spaces)
         for alpha in supernet.alphas():
             alpha.fill_(-1e4)
-        assert supernet.soft().tolist() == supernet.hard(supernet.floor).double().tolist()
+        assert supernet.soft().tolist() == supernet.hard(supernet.min_widths).double().tolist()
 
 
 def test_hard_gates_keep_the_first_channels() -> None:
@@ -356,9 +356,9 @@ def test_hard_gates_keep_the_first_channels() -> None:
 def test_floor_is_the_first_group(groups: int, align: int) -> None:
     model, graph, _, _ = made(Residual)
     supernet = dmcp.Supernet(model, graph, groups=groups, align=align)
-    assert dict(supernet.floor) == {space.name: group_sizes(space.size, groups, align)[0] for space in graph.spaces}
-    first = supernet.hard(supernet.floor).split([space.size for space in graph.spaces])
-    assert [piece.sum().item() for piece in first] == list(supernet.floor.values())
+    assert dict(supernet.min_widths) == {space.name: group_sizes(space.size, groups, align)[0] for space in graph.spaces}
+    first = supernet.hard(supernet.min_widths).split([space.size for space in graph.spaces])
+    assert [piece.sum().item() for piece in first] == list(supernet.min_widths.values())
     assert all(piece[0] for piece in first)
 
 

@@ -66,7 +66,7 @@ def test_the_expected_network_keeps_the_budget(spec: str, alpha: float, align: i
     found = result(spec, alpha + torch.randn(net.alpha.shape, generator=seeded()), (graph, net), align)
     widths = expected(found)
     assert all(w % align == 0 or w == space.size for w, space in zip(widths.values(), graph.spaces, strict=True))
-    assert all(w >= floor for w, floor in zip(widths.values(), net.floor.values(), strict=True))
+    assert all(w >= floor for w, floor in zip(widths.values(), net.min_widths.values(), strict=True))
     small = dmcp.cut(net.model, graph, widths)
     with FlopCounterMode(display=False) as counter:
         small(sample(Depthwise.SHAPE, batch=1))
@@ -129,7 +129,7 @@ def test_the_tolerance_is_reached_where_any_widths_reach_it(net: Any) -> None:
     graph, supernet = traced(net, groups=3, align=2)
     rows = [
         [k for k in range(floor, space.size + 1) if k % 2 == 0 or k == space.size]
-        for space, floor in zip(graph.spaces, supernet.floor.values(), strict=True)
+        for space, floor in zip(graph.spaces, supernet.min_widths.values(), strict=True)
     ]
     every = torch.tensor(list(itertools.product(*rows)))
     for seed, spec in enumerate(["50%", "40%", "70%,params:60%", "60%,params:90%", "85%"] * 2):
@@ -206,7 +206,7 @@ def test_direct_sampling_below_the_band_returns_what_is_inside() -> None:
 
 def test_a_chain_that_knows_one_structure_gives_one() -> None:
     found = result("90%", -60.0, wide())
-    assert direct(found, n=5, generator=seeded(), tries=1_000) == [wide()[1].floor]
+    assert direct(found, n=5, generator=seeded(), tries=1_000) == [wide()[1].min_widths]
     for n, tries in ((0, 10), (1, 0)):
         with pytest.raises(BudgetError, match="at least one"):
             direct(found, n=n, tries=tries)
@@ -253,7 +253,7 @@ def test_controls_use_the_same_budget(spec: str) -> None:
     graph, net = wide()
     budget = parse(spec, graph)
     drawn = [random_widths(graph, budget, seeded(seed)) for seed in range(5)]
-    for widths in (uniform(graph, budget), uniform(graph, budget, net.floor, align=4), *drawn):
+    for widths in (uniform(graph, budget), uniform(graph, budget, net.min_widths, align=4), *drawn):
         assert FILLED <= spent_shares(budget, graph, widths.tensor()[None]).max().item() <= 1
     assert drawn[0] == random_widths(graph, budget, seeded(0))
     assert len(set(drawn)) > 1
@@ -266,9 +266,9 @@ def test_uniform_fills_coarse_widths_as_ours_do(tolerance: float) -> None:
     graph = dmcp.trace(net, torch.zeros(2, 1, 8, 8))
     supernet = dmcp.Supernet(net, graph, align=8)
     found = SearchResult(supernet.alpha.detach(), supernet.sizes, graph, parse("30%", graph), tolerance, align=8)
-    even = uniform(graph, found.budget, supernet.floor, 8, filled(found))
+    even = uniform(graph, found.budget, supernet.min_widths, 8, filled(found))
     assert min(share(found, even), share(found, expected(found))) >= max(tolerance, FILLED)
-    assert uniform(graph, found.budget, supernet.floor, 8) == uniform(graph, found.budget, supernet.floor, 8, FILLED)
+    assert uniform(graph, found.budget, supernet.min_widths, 8) == uniform(graph, found.budget, supernet.min_widths, 8, FILLED)
 
 
 def test_uniform_is_one_ratio_for_all() -> None:
@@ -319,9 +319,9 @@ def test_controls_take_what_prune_takes(spec: Any) -> None:
 
 def test_budgets_that_the_floor_exceeds_are_refused() -> None:
     for graph, net in (traced(Chain), traced(Residual)):
-        budget = parse(graph.macs(net.floor) - 1, graph)
+        budget = parse(graph.macs(net.min_widths) - 1, graph)
         with pytest.raises(BudgetError, match="choose from"):
-            uniform(graph, budget, net.floor)
+            uniform(graph, budget, net.min_widths)
         with pytest.raises(BudgetError, match="choose from"):
             expected(SearchResult(net.alpha, net.sizes, graph, budget, GAMMA))
 
@@ -359,7 +359,7 @@ def test_align_counts_real_channels_where_whole_groups_are_kept() -> None:
     assert steps == {1: [1, 1, 1], 4: [4, 1, 4], 8: [8, 1, 8], 16: [16, 2, 16]}
     supernet = dmcp.Supernet(net, graph, 10, align=8)
     assert supernet.sizes[1].count_nonzero() == 8 and supernet.sizes[0].count_nonzero() == 4
-    narrow = dmcp.cut(net, graph, uniform(graph, "30%", supernet.floor, align=8))
+    narrow = dmcp.cut(net, graph, uniform(graph, "30%", supernet.min_widths, align=8))
     widths = [it.out_channels for it in narrow if isinstance(it, nn.Conv1d)][:-1]
     assert all(width % 8 == 0 for width in widths) and widths[1] in (24, 32, 40)
     assert "8 x 8   97.1%  1" in graph.summary()

@@ -87,7 +87,7 @@ def test_the_mode_is_the_models(model: nn.Module, graph: Any) -> None:
 def test_running_statistics_are_those_of_the_copy(model: nn.Module, graph: Any) -> None:
     net = dmcp.Supernet(model, graph).train()
     before = model.bn1.running_mean.clone()
-    net(X, net.hard(net.floor))
+    net(X, net.hard(net.min_widths))
     assert torch.equal(model.bn1.running_mean, before)
     assert not torch.equal(net.model.bn1.running_mean, before)
 
@@ -95,7 +95,7 @@ def test_running_statistics_are_those_of_the_copy(model: nn.Module, graph: Any) 
 def test_a_copy_of_a_supernet_is_its_own(model: nn.Module, graph: Any) -> None:
     net = dmcp.Supernet(model, graph).eval()
     twin = copy.deepcopy(net)
-    gates = net.hard(net.floor)
+    gates = net.hard(net.min_widths)
     assert torch.equal(twin(X, gates), net(X, gates))
     with torch.no_grad():
         twin.model.conv1.weight.zero_()
@@ -106,12 +106,12 @@ def test_a_copy_of_a_supernet_is_its_own(model: nn.Module, graph: Any) -> None:
 
 def test_other_precisions(model: nn.Module, graph: Any) -> None:
     net = dmcp.Supernet(model, graph).eval()
-    exact = net(X, net.hard(net.floor))
+    exact = net(X, net.hard(net.min_widths))
     net.float()
-    for gates in (net.hard(net.floor), net.soft()):
+    for gates in (net.hard(net.min_widths), net.soft()):
         assert net(X.float(), gates).dtype == torch.float32
-    assert distance(net(X.float(), net.hard(net.floor)).double(), exact) < 1e-4
-    assert net.hard(net.floor).dtype == torch.bool
+    assert distance(net(X.float(), net.hard(net.min_widths)).double(), exact) < 1e-4
+    assert net.hard(net.min_widths).dtype == torch.bool
 
 
 def test_gates_of_zero_and_one_are_hard_gates_where_zero_stays_zero() -> None:
@@ -193,7 +193,7 @@ def test_a_module_of_a_supernet_is_compiled_once_per_kind(model: nn.Module, grap
     torch._dynamo.reset()
     compiled = torch.compile(net, backend=backend, fullgraph=True)
     with torch.no_grad():
-        for widths in (graph.full, net.floor, graph.widths([3, 4, 5])):
+        for widths in (graph.full, net.min_widths, graph.widths([3, 4, 5])):
             gates = net.hard(widths)
             assert distance(compiled(X, gates), net(X, gates)) < 1e-10
         assert len(graphs) == 1
@@ -208,7 +208,7 @@ def test_activations_run_through_the_model_itself(model: nn.Module, graph: Any) 
     seen: list[Tensor] = []
     watched.conv2.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     net = dmcp.Supernet(watched, graph).eval()
-    net(X, net.hard(net.floor))
+    net(X, net.hard(net.min_widths))
     assert [value.shape[1] for value in seen] == [7]
 
 
@@ -274,7 +274,7 @@ def bits(net: Any) -> dict[str, Any]:
 def test_a_narrow_network_is_the_gated_one(name: str) -> None:
     net, x = trained(name)
     some = [some_widths(net.graph, seed) for seed in range(3 if name in TOYS else 1)]
-    some += [net.floor, net.graph.full] if name in TOYS else []
+    some += [net.min_widths, net.graph.full] if name in TOYS else []
     for training in (True, False):
         gated = copy.deepcopy(net.train(training), {id(net.graph): net.graph})
         before = bits(net)
@@ -306,16 +306,16 @@ def test_a_narrow_network_is_as_wide_as_said(align: int) -> None:
 def test_a_narrow_network_follows_the_weights() -> None:
     """It is made once and used after every step."""
     net, x = trained("Residual")
-    small = Narrow(net, net.floor, 4)
+    small = Narrow(net, net.min_widths, 4)
     with torch.no_grad():
         for weight in net.weights():
             weight.add_(torch.randn_like(weight) / 10)
-    assert distance(small(x), net(x, net.hard(net.floor))) < 1e-9
+    assert distance(small(x), net(x, net.hard(net.min_widths))) < 1e-9
 
 
 def test_a_narrow_network_has_its_own_statistics() -> None:
     net, x = trained("Chain")
-    small = Narrow(net, net.floor)
+    small = Narrow(net, net.min_widths)
     before, own = net.model.bn1.running_mean.clone(), small.skeleton.bn1.running_mean.clone()
     assert torch.equal(own, before[: len(own)])
     small(x)
@@ -334,7 +334,7 @@ def test_shared_weights_of_a_narrow_network_stay_shared() -> None:
 def test_frozen_weights_of_a_narrow_network_get_no_gradient() -> None:
     net, x = trained("Chain")
     net.model.conv2.requires_grad_(False)
-    Narrow(net, net.floor)(x).sum().backward()
+    Narrow(net, net.min_widths)(x).sum().backward()
     assert net.model.conv2.weight.grad is None and net.model.conv1.weight.grad is not None
 
 
@@ -354,7 +354,7 @@ def test_narrow_networks_of_inexact_graphs_are_refused() -> None:
     assert not graph.exact
     net = dmcp.Supernet(Normed(), graph)
     with pytest.raises(WidthsError, match="not exact"):
-        Narrow(net, net.floor)
+        Narrow(net, net.min_widths)
 
 
 @pytest.mark.parametrize("widths", [{"conv1": 0}, {"conv1": 99}, {"conv9": 1}])
