@@ -156,7 +156,7 @@ def _other_unit(match: re.Match[str]) -> str:
         "macs": f"write {number}, which are MACs",
         "params": f"write params:{number}",
         "flops": f"write MACs, like {number}; some count a MAC as two FLOPs",
-    }.get(found["what"], f"bytes of activations are memory:{match['number']}{found['scale']}B; parameters are counted")
+    }.get(found["what"], f"bytes of activations are memory:{number}{found['what'].replace('b', 'B')}")
 
 
 def show_cost(kind: str, amount: float) -> str:
