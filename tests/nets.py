@@ -1,4 +1,4 @@
-"""Nine small nets whose narrow versions are written by hand: the independent oracle of the invariants.
+"""Ten small nets whose narrow versions are written by hand: the independent oracle of the invariants.
 
 Each class takes the width of every space as an argument. `narrow` builds the class at smaller widths and copies the
 kept channels by indices written down for this one net; nothing here knows the package's layouts. FULL are the
@@ -481,6 +481,39 @@ class SharedWeight(nn.Module):
         return small
 
 
+class Lifted(nn.Module):
+    """Activations with f(0) != 0: hard gates at the layers that write a space would leak."""
+
+    FULL: ClassVar[dict[str, int]] = {"a": 7, "b": 6}
+    SPACES: ClassVar[dict[str, str]] = {"a": "conv1", "b": "conv2"}
+    SHAPE = (3, 8, 8)
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, a, 3, padding=1)
+        self.bn1 = nn.BatchNorm2d(a)
+        self.depth = nn.Conv2d(a, a, 3, padding=1, groups=a)
+        self.bn2 = nn.BatchNorm2d(a)
+        self.conv2 = nn.Conv2d(a, b, 3, padding=1)
+        self.head = nn.Linear(b, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cos(self.bn1(self.conv1(x)))
+        x = F.hardsigmoid(self.bn2(self.depth(x)))
+        return self.head((F.softplus(self.conv2(x)) + 0.3).mean((2, 3)))
+
+    @staticmethod
+    def narrow(full: Lifted, a: Kept, b: Kept) -> Lifted:
+        small = Lifted(len(a), len(b)).to(full.head.weight.dtype)
+        pick(small.conv1, full.conv1, a, keep(3))
+        pick(small.bn1, full.bn1, a)
+        pick(small.depth, full.depth, a)
+        pick(small.bn2, full.bn2, a)
+        pick(small.conv2, full.conv2, b, a)
+        pick(small.head, full.head, keep(5), b)
+        return small
+
+
 NETS: tuple[Any, ...] = (
     Chain,
     Residual,
@@ -491,6 +524,7 @@ NETS: tuple[Any, ...] = (
     PreActivation,
     OptionA,
     SharedWeight,
+    Lifted,
 )
 
 # -- an op that no rule knows

@@ -62,7 +62,7 @@ def test_bf16_model_with_soft_gates() -> None:
     net = dmcp.Supernet(model, graph)
     net(x, net.soft()).float().square().mean().backward()
     assert net.alpha.grad is not None and bool(net.alpha.grad.isfinite().all()) and bool(net.alpha.grad.any())
-    small = dmcp.cut(model, graph, net.floor)
+    small = dmcp.cut(model, graph, net.min_widths)
     assert small(x).dtype == torch.bfloat16
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
