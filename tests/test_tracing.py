@@ -776,7 +776,7 @@ def test_nothing_but_computed_weights_says_what_to_do(wrap: Any) -> None:
 
 def test_a_frozen_layer_with_a_computed_weight_is_strictly_fine() -> None:
     model = nn.Sequential(weight_norm(nn.Conv2d(3, 16, 3)), nn.Conv2d(16, 9, 1), nn.Conv2d(9, 2, 1))
-    with pytest.raises(TraceError, match=r'frozen=\["0"\]'):
+    with pytest.raises(TraceError, match=r'ignore=\["0"\]'):
         dmcp.trace(model, X.float(), strict=True)
     assert sizes(dmcp.trace(model, X.float(), ignore=["0"], strict=True)) == {"1": 9}
 

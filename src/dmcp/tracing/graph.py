@@ -83,7 +83,7 @@ class ChannelGraph:
     soft_folds: tuple[GateFold, ...]
     entries: tuple[CostEntry, ...]
     moments: tuple[Moment, ...]  # when many activations are held
-    _rehearsal: ReplayContext
+    _context: ReplayContext
     _atoms: tuple[int, ...]  # the atom of each space
     latency: Latency | None = None  # what was measured, see priced()
 
@@ -259,12 +259,12 @@ class ChannelGraph:
     @property
     def recordings(self) -> list[Recording]:
         """The passes of the unpruned model that were traced: in eval mode, in train mode."""
-        return self._rehearsal.coupling.recordings
+        return self._context.coupling.recordings
 
     @property
     def coupling(self) -> Coupling:
         """The layouts of all values in these passes."""
-        return self._rehearsal.coupling
+        return self._context.coupling
 
     @property
     def space_numbers(self) -> dict[int, int]:
@@ -298,22 +298,22 @@ class ChannelGraph:
     def cuts(self, widths: Mapping[str, Kept]) -> dict[str, Cut]:
         """Indices that stay, per dim of every tensor that changes."""
         sizes = {atom: space.size for atom, space in zip(self._atoms, self.spaces, strict=True)}
-        return self._rehearsal.cuts(self.kept(widths), sizes)
+        return self._context.cuts(self.kept(widths), sizes)
 
     def cut_value(self, value: int, widths: Mapping[str, Kept]) -> Cut:
         """Indices that stay, per dim of a value of the last recording."""
         sizes = {atom: space.size for atom, space in zip(self._atoms, self.spaces, strict=True)}
-        return self._rehearsal.cut_value(value, self.kept(widths), sizes)
+        return self._context.cut_value(value, self.kept(widths), sizes)
 
     def attributes(self, widths: Mapping[str, Kept]) -> dict[str, dict[str, Any]]:
         """Attributes of modules that change: {module path: {attribute: value}}."""
-        return self._rehearsal.attributes({atom: len(kept) for atom, kept in self.kept(widths).items()})
+        return self._context.attributes({atom: len(kept) for atom, kept in self.kept(widths).items()})
 
     def check(self, small: nn.Module, widths: Mapping[str, Kept]) -> None:
         """Replay a cut model, without data, against every recording; CutError if a shape is not as predicted."""
         counts = {atom: len(kept) for atom, kept in self.kept(widths).items()}
-        for number, recording in enumerate(self._rehearsal.coupling.recordings):
-            outcome = self._rehearsal.replay(number, self._like_recorded(small), counts)
+        for number, recording in enumerate(self._context.coupling.recordings):
+            outcome = self._context.replay(number, self._like_recorded(small), counts)
             if not outcome.clean:
                 op = recording.ops[outcome.conflicts[0].number] if outcome.conflicts else None
                 place = f"{op.name} in {op.path or 'the model'}" if op else "the model"
@@ -325,7 +325,7 @@ class ChannelGraph:
 
     def _like_recorded(self, small: nn.Module) -> nn.Module:
         """A copy without data, in the precision of the recording."""
-        twin, model = skeleton(small), self._rehearsal.model
+        twin, model = skeleton(small), self._context.model
         recorded = dict(model.named_parameters()) | dict(model.named_buffers())
         for name, tensor in [*twin.named_parameters(), *twin.named_buffers()]:
             tensor.data = tensor.data.to(recorded[name].dtype)
