@@ -331,7 +331,7 @@ class ChannelGraph:
             tensor.data = tensor.data.to(recorded[name].dtype)
         return twin
 
-    # -- words
+    # -- text
 
     def to_json(self) -> dict[str, Any]:
         """The summary as plain data."""
@@ -351,7 +351,7 @@ class ChannelGraph:
         }
 
     def summary(self) -> str:
-        """A table of the spaces, then what is kept whole and why."""
+        """A table of the spaces, then what is unprunable and why."""
         lines = [
             f"{self.macs():,} macs, {self.params():,} params, {len(self.spaces)} space{'s' * (len(self.spaces) != 1)}, "
             f"{self.prunable_share:.1%} of the macs in layers that can be narrowed",
@@ -366,13 +366,13 @@ class ChannelGraph:
             share, tied = self.space_share(space), ", ".join(space.writers)
             lines.append(f"{space.name:<{name_width}}  {size:>{size_width}}  {share:>6.1%}  {tied}")
         if self.unprunable:
-            lines += ["", "kept whole:", *(f"  {item.name} ({item.size}): {item.reason}" for item in self.unprunable)]
+            lines += ["", "unprunable:", *(f"  {item.name} ({item.size}): {item.reason}" for item in self.unprunable)]
         if self.bindings:
             lines += ["", "attributes that follow a width (found by replay):"]
             lines += [f"  {item.module}.{item.attribute} = {item.value}: {item.follows}" for item in self.bindings]
         if self.unknown:
             listed = ", ".join(f"{name} ({count})" for name, count in self.unknown.items())
-            lines += ["", f"ops without a channel rule, their inputs kept whole: {listed}"]
+            lines += ["", f"ops without a channel rule, so what they touch is unprunable: {listed}"]
         return "\n".join([*lines, *(f"\nnote: {note}" for note in self.notes)])
 
     def __str__(self) -> str:
