@@ -86,7 +86,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_the_blocks_run(left: dict[str, Any]) -> None:
     assert isinstance(left["again"], left["Net"]) and isinstance(left["mine"], left["Net"])
     assert "Stopped after step 1, as asked; everything up to here is saved." in left["printed"].splitlines()
-    assert "stem.0 (16): frozen, as you asked" in left["printed"]
+    assert "stem.0 (16): ignored, as you asked" in left["printed"]
     assert left["printed"].count("search 8 ") == 2  # its first step and its result
 
 
