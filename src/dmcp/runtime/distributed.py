@@ -15,22 +15,20 @@ from torch import Tensor
 from dmcp.errors import RankError
 
 EXIT_RANK_LOST = 75
-"""How a process ends that has lost another rank; sysexits.h calls it a temporary failure: starting again helps."""
-
-GO_ON = "start the run again, it goes on from its last checkpoint."
+"""Exit code of a process that has lost another rank: a temporary failure, in the words of sysexits.h."""
 
 
 @dataclass(frozen=True)
 class World:
-    """Which of the processes this one is."""
+    """Which of the processes this one is: rank of all, size of the group, local rank and number of the GPU."""
 
-    rank: int = 0  # its number among all
-    size: int = 1  # how many there are
-    local: int = 0  # its number on this machine, and that of its GPU
+    rank: int = 0
+    size: int = 1
+    local: int = 0
 
     @property
     def first(self) -> bool:
-        """Whether this process writes files and prints."""
+        """True on rank 0."""
         return self.rank == 0
 
     def __str__(self) -> str:
@@ -42,7 +40,7 @@ _joined = False  # whether the process group is ours to destroy
 
 
 def join(device: str = "") -> World:
-    """Meet the other processes of the launcher; a process group that exists already is used as it is."""
+    """Join the process group of the launcher; one that exists already is used as it is."""
     global _joined
     if dist.is_available() and dist.is_initialized():
         return current()
@@ -58,13 +56,13 @@ def join(device: str = "") -> World:
     try:
         dist.init_process_group(backend, rank=world.rank, world_size=world_size)
     except (RuntimeError, ValueError) as error:
-        raise RankError(f"{world} could not meet the others ({_say(error)}): start all of them.") from error
+        raise RankError(f"{world} could not meet the others ({_reason(error)}): start all of them.") from error
     _joined = True
     return world
 
 
 def current() -> World:
-    """The ranks of this process, as its process group has them; never starts one."""
+    """The place of this process in its process group, if there is one."""
     if not (dist.is_available() and dist.is_initialized()):
         return SINGLE_PROCESS
     rank = dist.get_rank()
@@ -72,7 +70,7 @@ def current() -> World:
 
 
 def leave() -> None:
-    """Destroy the process group that `join` made; another one is not ours."""
+    """Destroy the process group if `join` has made it."""
     global _joined
     if _joined and dist.is_initialized():
         dist.destroy_process_group()
@@ -80,7 +78,7 @@ def leave() -> None:
 
 
 def part(count: int, world: World) -> slice:
-    """The share of this rank in `count` samples: one after the other, sizes differ by one at most."""
+    """The samples of this rank: contiguous shares, whose sizes differ by one at most."""
     size, more = divmod(count, world.size)
     start = world.rank * size + min(world.rank, more)
     return slice(start, start + size + (world.rank < more))
@@ -88,9 +86,9 @@ def part(count: int, world: World) -> slice:
 
 @torch.no_grad()
 def mean_gradients(parameters: Iterable[Tensor], samples: int, world: World) -> None:
-    """Make each gradient the mean over all samples of all ranks, given the mean over the `samples` of this one.
+    """Turn gradients, which are means over the samples of this rank, into means over those of all ranks.
 
-    The same parameters have a gradient on every rank. One all-reduce per dtype and device, and no wait for the device.
+    One all-reduce per dtype and device, and no wait for the device.
     """
     if world.size == 1:
         return
@@ -106,7 +104,7 @@ def mean_gradients(parameters: Iterable[Tensor], samples: int, world: World) -> 
 
 @torch.no_grad()
 def mean_values(values: Tensor, samples: Tensor | int, world: World) -> Tensor:
-    """The mean over all ranks of their means, each weighted by its samples (which broadcast to the values)."""
+    """The mean over all ranks, weighted by their samples (which broadcast to the values)."""
     if world.size == 1:
         return values.detach()
     wide = values.to(torch.float64 if values.dtype == torch.float64 else torch.float32)
@@ -126,7 +124,7 @@ def sum_values(values: Tensor, world: World) -> Tensor:
 
 
 def fewest(number: int, world: World) -> int:
-    """The smallest of the ranks' numbers, such as the batches of loaders of different length."""
+    """The smallest of the ranks' numbers, such as the lengths of their loaders."""
     if world.size == 1:
         return number
     least = torch.tensor([number])
@@ -175,7 +173,7 @@ def same_everywhere(text: str, world: World) -> bool:
 
 
 def _run(operation: Callable[[Tensor], object], tensor: Tensor, world: World) -> None:
-    """Run a collective on a tensor, in place: the one place where ranks wait for each other."""
+    """Run a collective on a tensor, in place; RankError if another rank has ended."""
     carriers = [one.split(":")[0] for one in dist.get_backend_config().split(",")]
     there = tensor if tensor.device.type in carriers else tensor.to(carriers[0])
     try:
@@ -184,7 +182,8 @@ def _run(operation: Callable[[Tensor], object], tensor: Tensor, world: World) ->
         raise
     except RuntimeError as error:
         raise RankError(
-            f"{world} lost the others while it waited for them ({_say(error)}): one of them has ended; {GO_ON}"
+            f"{world} lost the others while it waited for them ({_reason(error)}): start the run again, it goes on "
+            "from its last checkpoint."
         ) from error
     if there is not tensor:
         tensor.copy_(there)
@@ -200,7 +199,7 @@ def _gather(row: Tensor, world: World) -> Tensor:
 
 
 def _alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The tensors that fit into one buffer, together."""
+    """The tensors by device and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -209,13 +208,13 @@ def _alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def _write_back(tensors: list[Tensor], flat: Tensor) -> None:
-    """Overwrite the tensors with what follows each other in the buffer."""
+    """Copy a flat buffer into the tensors."""
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     torch._foreach_copy_(tensors, [one.view(tensor.shape) for one, tensor in zip(parts, tensors, strict=True)])
 
 
 def _choose_backend(device: str, world: World) -> str:
-    """NCCL between GPUs, whose one this rank then uses; gloo for all the rest."""
+    """NCCL on GPUs, one of which this rank then uses; gloo otherwise."""
     cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
     if not (device.startswith("cuda") if device else torch.cuda.is_available() and not cpu):
         return "gloo"
@@ -228,7 +227,7 @@ def _choose_backend(device: str, world: World) -> str:
 
 
 def _read(name: str, default: int | None = None) -> int:
-    """A number that the launcher has set."""
+    """A number in the environment that the launcher has set."""
     text = os.environ.get(name, "" if default is None else str(default))
     if not text.isdigit():
         raise RankError(
@@ -237,7 +236,7 @@ def _read(name: str, default: int | None = None) -> int:
     return int(text)
 
 
-def _say(error: Exception) -> str:
-    """The backend's first sentence, without the place in its source."""
+def _reason(error: Exception) -> str:
+    """The first sentence of the backend's error, without the place in its source."""
     first = str(error).strip().split("\n")[0].split(". ")[0]
     return re.sub(r"^\[\S*\] *", "", first)[:200].rstrip(" .") or type(error).__name__

@@ -16,13 +16,9 @@ from dmcp.budget import Budget, check_reachable, constant_alpha, parse
 from dmcp.checkpoint import (
     DONE,
     Checkpointer,
-    MakeOptimizer,
     ResumableIterator,
     State,
-    check_graphs,
-    make_optimizer,
     random_state,
-    rate_shares,
     seeded,
     set_random_state,
 )
@@ -32,7 +28,17 @@ from dmcp.markov import CERTAIN, group_sizes, merged, process_of
 from dmcp.modules import check_functions, check_kind, check_kinds
 from dmcp.preflight import check_input
 from dmcp.runtime.distributed import SINGLE_PROCESS, World, current, share_tensors
-from dmcp.runtime.engine import ResolvedEngine, is_depthwise, is_narrow, set_lr, sgd
+from dmcp.runtime.engine import (
+    MakeOptimizer,
+    ResolvedEngine,
+    check_graphs,
+    is_depthwise,
+    is_narrow,
+    make_optimizer,
+    rate_shares,
+    set_lr,
+    sgd,
+)
 from dmcp.searching.config import SearchRecord, SearchResult, extremes
 from dmcp.searching.steps import ArchRecord, Log, Passes, Sliced, Step, Subnet, WeightRecord, arch_step, weight_step
 from dmcp.searching.subnets import Chains, Stem, chains, find_stem, sample_gates, sort_channels
@@ -135,7 +141,7 @@ def _state(net: Supernet, stages: Steps, generator: torch.Generator, feeds: list
         return {f"model.{name}": tensor for name, tensor in net.model.named_buffers()} | small
 
     optimizers = [stages.weights, stages.alphas]
-    return State(shared, own, optimizers, [generator], feeds, net.alpha.device, stages.given)
+    return State(shared, own, optimizers, [generator], feeds, net.alpha.device)
 
 
 def _resume(checkpointer: Checkpointer | None, state: State, log: Log, first: int, world: World) -> tuple[int, float]:
@@ -143,7 +149,7 @@ def _resume(checkpointer: Checkpointer | None, state: State, log: Log, first: in
     saved = checkpointer.load(world) if checkpointer else None
     if saved is None or checkpointer is None:
         return 0, 0.0
-    state.put(saved.tensors, [saved.step, max(0, saved.step - first)][: len(state.feeds)], world)
+    state.restore(saved.tensors, [saved.step, max(0, saved.step - first)][: len(state.iterators)], world)
     log.begin([record for record in checkpointer.earlier() if record["step"] < saved.step])
     return saved.step, saved.facts["scale"]
 
@@ -177,7 +183,7 @@ class Steps:
         device = resolved.device
         groups = parameter_groups(net.model, config.weight_decay)
         usual = partial(sgd, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0, device=device)
-        self.weights, self.given = make_optimizer(optimizer or usual, groups), optimizer is not None
+        self.weights = make_optimizer(optimizer or usual, groups)
         self.shares = rate_shares(self.weights)
         self.alphas = sgd(net.alphas(), config.alpha_lr, config.alpha_momentum, config.alpha_momentum > 0, device)
         whole = resolved.compiled(lambda x, folded: run_folded(net.model, x, folded))
