@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 from dmcp.batches import Loader, batches_from, length_of, mix, on_device, size_of, start_epoch
 from dmcp.errors import DataError, FileError, RankError, StoppedError, TrainingError
 from dmcp.modules import path_of
-from dmcp.runtime.distributed import World, fewest, gather_bytes, same_everywhere, share_tensors, sum_values
+from dmcp.runtime.distributed import World, gather, sum_values
 from dmcp.runtime.engine import ResolvedEngine
 from dmcp.runtime.io import parse_json, parse_tensors, read_bytes, refuse_link, staging_name, write_files
 
@@ -62,10 +62,10 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> Path
     Those of later steps stay: they are damaged ones that loading has passed over.
     """
     record = json.dumps({"step": checkpoint.step, "facts": checkpoint.facts})
-    tensors = {name: _copy(tensor) for name, tensor in checkpoint.tensors.items()}
     try:
+        tensors = {name: _copy(tensor) for name, tensor in checkpoint.tensors.items()}
         data = safetensors.torch.save(tensors, {"facts": record})
-    except Exception as error:  # safetensors raises many classes
+    except Exception as error:  # torch and safetensors raise many classes for tensors that are not plain
         raise FileError(f"{folder}: the state cannot be written as safetensors: {error}.") from error
     path = folder / f"step-{checkpoint.step:09d}-{hashlib.sha256(data).hexdigest()[:16]}.safetensors"
     try:
@@ -241,7 +241,7 @@ class ResumableIterator:
 
     def __init__(self, loader: Loader, resolved: ResolvedEngine, world: World, accumulate: int = 1) -> None:
         self.loader, self.resolved, self.accumulate = loader, resolved, accumulate
-        self.batches = fewest(length_of(loader), world)  # in an epoch; loaders of some ranks may have more
+        self.batches = min(gather(length_of(loader), world))  # in an epoch; loaders of some ranks may have more
         if not self.batches:
             raise DataError("The loader has no batches: is the batch larger than the data?")
         self.per_epoch = -(-self.batches // accumulate)  # steps
@@ -265,8 +265,8 @@ class ResumableIterator:
 
     def samples(self, batches: Sequence[Any], world: World) -> int:
         """In the batches of one step, over all ranks."""
-        own = sum(map(size_of, batches))
-        return own if world.size == 1 else int(sum_values(torch.tensor([own]), world))
+        own = torch.tensor([sum(map(size_of, batches))])
+        return int(sum_values(own, world))
 
     def random_state(self) -> dict[str, Tensor]:
         """The global generators, and those of the loader."""
@@ -326,8 +326,8 @@ class State:
         for number, batches in enumerate(self.iterators):
             own |= {f"start/{number}/{name}": tensor for name, tensor in batches.start.items()}
             own |= {f"now/{number}/{name}": tensor for name, tensor in batches.random_state().items()}
-        everyone = gather_bytes(own, world)
-        if everyone is None:
+        everyone = gather(own, world)
+        if not world.first:
             return None
         found = {f"shared/{name}": tensor.detach().cpu() for name, tensor in self.shared.items()}
         for number, optimizer in enumerate(self.optimizers):
@@ -398,10 +398,8 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
                     where = "device" if value.device == parameter.device else "host"
                     found[f"{type(optimizer).__name__}/{part}/{number}/{where}/{key}"] = value.detach().cpu()
                 elif isinstance(value, int | float):
-                    dtype = torch.int64 if isinstance(value, int) else torch.float64
-                    dtype = torch.bool if isinstance(value, bool) else dtype
-                    name = f"{type(optimizer).__name__}/{part}/{number}/number/{key}"
-                    found[name] = torch.tensor(value, dtype=dtype)
+                    dtype = torch.float64 if isinstance(value, float) else None
+                    found[f"{type(optimizer).__name__}/{part}/{number}/number/{key}"] = torch.tensor(value, dtype=dtype)
     return found
 
 
@@ -470,7 +468,7 @@ class Checkpointer:
     def load(self, world: World) -> Checkpoint | None:
         """The newest checkpoint, if there is one; FileError if it was made with other settings."""
         found = load_checkpoint(self.folder, self.warn if world.first else None)
-        if not same_everywhere(str(found and found.step), world):
+        if len({*gather(found and found.step, world)}) > 1:
             raise RankError(f"{self.folder}: ranks see different checkpoints: give a folder that all of them share.")
         if found is None:
             return None
@@ -486,7 +484,7 @@ class Checkpointer:
         if world.size > 1 and step % _TURN:
             return False
         late = time.monotonic() - self._time >= self.every_seconds
-        return _any(late or step - self._step >= self.every_steps or self.stop_requested(), world)
+        return any(gather(late or step - self._step >= self.every_steps or self.stop_requested(), world))
 
     def save(self, step: int, state: State, facts: Mapping[str, Any], world: World) -> None:
         """Save the state after so many steps; StoppedError if a stop was requested."""
@@ -495,15 +493,11 @@ class Checkpointer:
             known = {"identity": self._identity(world), "lines": self.lines(), DONE: False}
             save_checkpoint(self.folder, Checkpoint(step, tensors, known | dict(facts)))
         self._step, self._time = step, time.monotonic()
-        if _any(self.stop_requested(), world) and not facts.get(DONE):
+        if any(gather(self.stop_requested(), world)) and not facts.get(DONE):
             raise StoppedError(f"Stopped after step {step}, as asked; everything up to here is saved.")
 
     def _identity(self, world: World) -> Any:
         return json.loads(json.dumps(dict(self.identity) | {"world_size": world.size}))
-
-
-def _any(wish: bool, world: World) -> bool:
-    return wish if world.size == 1 else bool(sum_values(torch.tensor([int(wish)]), world))
 
 
 def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
@@ -542,6 +536,4 @@ def digest(tensors: Mapping[str, Tensor], world: World) -> str:
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         if not tensor.is_meta and tensor.layout == torch.strided:
             found.update(_copy(tensor).reshape(-1).view(torch.uint8).numpy().tobytes())
-    shared = torch.tensor(list(found.digest()[:8]), dtype=torch.uint8)
-    share_tensors([shared], world)
-    return bytes(shared.tolist()).hex()
+    return str(gather(found.hexdigest()[:16], world)[0])

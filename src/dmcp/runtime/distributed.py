@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,23 +43,17 @@ _joined = False  # whether the process group is ours to destroy
 def join(device: str = "") -> World:
     """Join the process group of the launcher; one that exists already is used as it is."""
     global _joined
-    if dist.is_available() and dist.is_initialized():
-        return current()
-    world_size = _read("WORLD_SIZE", 1)
-    if world_size <= 1:
-        return SINGLE_PROCESS
-    world = World(_read("RANK"), world_size, _read("LOCAL_RANK", _read("RANK")))
-    if not dist.is_available():
-        raise RankError(f"{world} cannot meet the others: this torch is built without torch.distributed.")
-    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
-        raise RankError(f"{missing[0]} is not set: start several processes with torchrun or accelerate launch.")
-    backend = _choose_backend(device, world)
-    try:
-        dist.init_process_group(backend, rank=world.rank, world_size=world_size)
-    except (RuntimeError, ValueError) as error:
-        raise RankError(f"{world} could not meet the others ({_reason(error)}): start all of them.") from error
-    _joined = True
-    return world
+    if os.environ.get("WORLD_SIZE", "1") != "1" and not dist.is_initialized():
+        try:
+            backend = _choose_backend(device, int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
+            dist.init_process_group(backend)
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise RankError(
+                f"This process could not meet the others ({_reason(error)}): start several processes with torchrun or "
+                "accelerate launch."
+            ) from error
+        _joined = True
+    return current()
 
 
 def current() -> World:
@@ -66,7 +61,7 @@ def current() -> World:
     if not (dist.is_available() and dist.is_initialized()):
         return SINGLE_PROCESS
     rank = dist.get_rank()
-    return World(rank, dist.get_world_size(), _read("LOCAL_RANK", rank))
+    return World(rank, dist.get_world_size(), int(os.environ.get("LOCAL_RANK", rank)))
 
 
 def leave() -> None:
@@ -123,15 +118,6 @@ def sum_values(values: Tensor, world: World) -> Tensor:
     return total
 
 
-def fewest(number: int, world: World) -> int:
-    """The smallest of the ranks' numbers, such as the lengths of their loaders."""
-    if world.size == 1:
-        return number
-    least = torch.tensor([number])
-    _run(lambda tensor: dist.all_reduce(tensor, op=dist.ReduceOp.MIN), least, world)
-    return int(least)
-
-
 @torch.no_grad()
 def share_tensors(tensors: Sequence[Tensor], world: World) -> None:
     """Overwrite the tensors with those of rank 0; one broadcast per dtype and device."""
@@ -144,40 +130,20 @@ def share_tensors(tensors: Sequence[Tensor], world: World) -> None:
         _write_back(same, flat)
 
 
-def gather_bytes(tensors: Mapping[str, Tensor], world: World) -> list[dict[str, Tensor]] | None:
-    """The CPU tensors of every rank, for rank 0; None for the others. Names, shapes and dtypes are the same on each."""
-    if world.size == 1:
-        return [dict(tensors)]
-    ordered = {name: tensors[name].detach() for name in sorted(tensors)}
-    if not same_everywhere(repr([(name, one.dtype, one.shape) for name, one in ordered.items()]), world):
-        raise RankError(f"{world} holds other tensors than the others: gather the same names, shapes and dtypes.")
-    parts = [one.reshape(-1).view(torch.uint8) for one in ordered.values()]
-    rows = _gather(torch.cat([torch.empty(0, dtype=torch.uint8), *parts]), world)
-    if not world.first:
-        return None
-    gathered = []
-    for row in rows:
-        pairs = zip(ordered.items(), torch.split(row, [len(one) for one in parts]), strict=True)
-        # a part of a buffer may lie where its dtype must not; its copy does not
-        gathered.append({name: one.clone().view(like.dtype).view(like.shape) for (name, like), one in pairs})
-    return gathered
+def gather(value: Any, world: World) -> list[Any]:
+    """The values of all ranks."""
+    everyone = [value] * world.size
+    if world.size > 1:
+        with _losing_others(world):
+            dist.all_gather_object(everyone, value)
+    return everyone
 
 
-def same_everywhere(text: str, world: World) -> bool:
-    """Whether all ranks hold the same text, such as their settings."""
-    if world.size == 1:
-        return True
-    digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
-    rows = _gather(digest, world)
-    return bool((rows == rows[0]).all())
-
-
-def _run(operation: Callable[[Tensor], object], tensor: Tensor, world: World) -> None:
-    """Run a collective on a tensor, in place; RankError if another rank has ended."""
-    carriers = [one.split(":")[0] for one in dist.get_backend_config().split(",")]
-    there = tensor if tensor.device.type in carriers else tensor.to(carriers[0])
+@contextlib.contextmanager
+def _losing_others(world: World) -> Iterator[None]:
+    """RankError if another rank has ended."""
     try:
-        operation(there)
+        yield
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
@@ -185,17 +151,16 @@ def _run(operation: Callable[[Tensor], object], tensor: Tensor, world: World) ->
             f"{world} lost the others while it waited for them ({_reason(error)}): start the run again, it goes on "
             "from its last checkpoint."
         ) from error
+
+
+def _run(operation: Callable[[Tensor], object], tensor: Tensor, world: World) -> None:
+    """Run a collective on a tensor, in place."""
+    carriers = [one.split(":")[0] for one in dist.get_backend_config().split(",")]
+    there = tensor if tensor.device.type in carriers else tensor.to(carriers[0])
+    with _losing_others(world):
+        operation(there)
     if there is not tensor:
         tensor.copy_(there)
-
-
-def _gather(row: Tensor, world: World) -> Tensor:
-    """The rows of all ranks. (N) -> (world, N)"""
-    rows = row.new_zeros(world.size, len(row))
-    rows[world.rank] = row
-    if len(row):
-        _run(lambda rows: dist.all_gather(list(rows.unbind()), rows[world.rank].clone()), rows, world)
-    return rows
 
 
 def _alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -213,27 +178,17 @@ def _write_back(tensors: list[Tensor], flat: Tensor) -> None:
     torch._foreach_copy_(tensors, [one.view(tensor.shape) for one, tensor in zip(parts, tensors, strict=True)])
 
 
-def _choose_backend(device: str, world: World) -> str:
+def _choose_backend(device: str, local: int) -> str:
     """NCCL on GPUs, one of which this rank then uses; gloo otherwise."""
     cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
     if not (device.startswith("cuda") if device else torch.cuda.is_available() and not cpu):
         return "gloo"
-    if world.local >= (gpus := torch.cuda.device_count()):
+    if local >= (gpus := torch.cuda.device_count()):
         raise RankError(
-            f"{world} is one too many for {gpus} GPUs here: start one process per GPU, or use the device cpu."
+            f"There are {gpus} GPUs here, but local rank {local}: start one process per GPU, or on the cpu."
         )
-    torch.cuda.set_device(world.local)
+    torch.cuda.set_device(local)
     return "cpu:gloo,cuda:nccl"
-
-
-def _read(name: str, default: int | None = None) -> int:
-    """A number in the environment that the launcher has set."""
-    text = os.environ.get(name, "" if default is None else str(default))
-    if not text.isdigit():
-        raise RankError(
-            f"{name} is {text!r}, not a number: start several processes with torchrun or accelerate launch."
-        )
-    return int(text)
 
 
 def _reason(error: Exception) -> str:
