@@ -100,7 +100,7 @@ def test_a_stopped_job_ends_as_if_nothing_had_happened(left: dict[str, Any], tmp
         return dmcp.prune(left["model"], loader, loader, search=left["kept"], train=left["recipe"], **more)
 
     def stopping(name: str) -> dmcp.Checkpointer:
-        return dmcp.Checkpointer(tmp_path / name, asked_to_stop=lambda: name == stage and next(calls) > 1)
+        return dmcp.Checkpointer(tmp_path / name, stop_requested=lambda: name == stage and next(calls) > 1)
 
     with pytest.raises(dmcp.StoppedError, match="Stopped after step 3"):
         prune(keep=stopping)
