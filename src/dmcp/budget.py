@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from dmcp.errors import BudgetError
-from dmcp.latency.table import FS_PER_MS, show_ms
 from dmcp.markov import CERTAIN, CHAIN, Process
 from dmcp.modules import check_kind
 from dmcp.tracing.cost import show_bytes
-from dmcp.tracing.graph import NO_TABLE, ChannelGraph
+from dmcp.tracing.graph import ChannelGraph
+from dmcp.units import FS_PER_MS, show_ms
 from dmcp.widths import Widths
 
 KINDS = ("macs", "params", "memory", "latency")
 MEMORY, LATENCY = "memory", "latency"
-_COUNTS = {"macs": "macs", "params": "params", MEMORY: "memory", LATENCY: "latency_fs"}  # methods of a graph
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}
 _BYTES = {"b": 1} | {f"{unit}b": size for unit, size in _UNITS.items()} | {"kib": 2**10, "mib": 2**20, "gib": 2**30}
 _TIMES = {"us": FS_PER_MS // 1000, "ms": FS_PER_MS, "s": 1000 * FS_PER_MS}  # in femtoseconds
@@ -70,7 +69,7 @@ def parse(spec: int | float | str | Budget, graph: ChannelGraph) -> Budget:
 
     Texts: "211M", "1.1G", "50%", "params:2M", "params:50%", "memory:256kB" (of activations that are held at once),
     "8ms", "latency:50%" (of the unpruned network's time), and several with commas, which must all hold. Times need a
-    graph with a table of latency: see `graph.with_latency`.
+    graph with a table of latency: see `Latency.attach`.
     """
     if isinstance(spec, Budget):
         return spec
@@ -112,15 +111,15 @@ def known_limits(spec: object, graph: ChannelGraph) -> tuple[Limit, ...]:
     text, kinds, found = spec.strip(), list[str](), list[Limit]()
     _check_short(text)
     for part in text.lower().split(","):
-        try:
+        match = _PART.fullmatch(part.replace(" ", ""))
+        if match and (_kind(match) == LATENCY or match["unit"] in _TIMES):
+            _read_latency(match, text)
+            kinds.append(LATENCY)
+        else:
             found.append(_limit(part.strip(), text, graph))
             kinds.append(found[-1].kind)
-        except BudgetError as error:
-            if NO_TABLE not in str(error):
-                raise
-            kinds.append(LATENCY)
     _check_once(kinds, text)
-    return tuple(it for it in found if it.kind != LATENCY)
+    return tuple(found)
 
 
 def _kind(match: re.Match[str]) -> str:
@@ -131,7 +130,7 @@ def _limit(part: str, text: str, graph: ChannelGraph) -> Limit:
     match = _PART.fullmatch(part.replace(" ", ""))
     kind, unit = (_kind(match), match["unit"]) if match else ("macs", None)
     if match is not None and (kind == LATENCY or unit in _TIMES):
-        return _latency_limit(kind, match["number"], unit, text, graph)
+        return _latency_limit(match, text, graph)
     if match is None or kind not in KINDS or unit not in (None, "%", *_UNITS, *(_BYTES if kind == MEMORY else ())):
         near = _nearly(match["number"], unit) if match and unit and kind in KINDS else ""
         way = near or 'write "50%", "211M", "params:2M" or "50%,params:2M"'
@@ -154,28 +153,42 @@ def _limit(part: str, text: str, graph: ChannelGraph) -> Limit:
     return Limit(kind, math.floor(number))
 
 
-def _latency_limit(kind: str, digits: str, unit: str | None, text: str, graph: ChannelGraph) -> Limit:
-    if kind != LATENCY:
-        raise BudgetError(f"The budget {text!r} cannot be read: {kind} take no time; write {digits}{unit} for latency.")
-    number, share = Fraction(digits), unit is None and re.search(r"\.|e-", digits)
-    if unit not in _TIMES and unit != "%" and not (share and number <= 1):
+def _latency_limit(match: re.Match[str], text: str, graph: ChannelGraph) -> Limit:
+    number, share = _read_latency(match, text)
+    if LATENCY not in graph.extra:
+        raise BudgetError(
+            f"The budget {text!r} is a latency, and nothing was measured: dmcp.measure_latency(model, example)"
+            ".attach(graph) has it; dmcp prune and dmcp search measure by themselves."
+        )
+    if share:  # all of it is what the table says
+        number = min(number * graph.extra[LATENCY].full, Fraction(graph.cost(LATENCY)))
+    if number < 1:
+        raise BudgetError(_no_time(text))
+    return Limit(LATENCY, math.floor(number))
+
+
+def _read_latency(match: re.Match[str], text: str) -> tuple[Fraction, bool]:
+    """Femtoseconds, or a share of the unpruned network's time, and whether it is that."""
+    digits, unit = match["number"], match["unit"]
+    if _kind(match) != LATENCY:
+        raise BudgetError(
+            f"The budget {text!r} cannot be read: {match['kind']} take no time; write {digits}{unit} for latency."
+        )
+    number, share = Fraction(digits), unit == "%" or (unit is None and bool(re.search(r"\.|e-", digits)))
+    if unit not in _TIMES and (not share or (unit is None and number > 1)):
         raise BudgetError(
             f"The budget {text!r} cannot be read: a latency is a time or a share, like 8ms, 800us, 0.1s or latency:50%."
         )
     number *= _TIMES[unit] if unit in _TIMES else Fraction(1, 100) if unit == "%" else 1
-    if unit not in _TIMES and number > 1:
+    if share and number > 1:
         raise BudgetError(f"The budget {text!r} is more than the unpruned network takes: write a share up to 100%.")
-    none = f"The budget {text!r} is no time that a network takes: write it like 8ms{_decimals(text) or '.'}"
-    if not number or (unit in _TIMES and not 1 <= number <= _MOST):
-        raise BudgetError(none)
-    if graph.latency is None:
-        raise BudgetError(f"The budget {text!r} is a latency. {NO_TABLE}")
-    if unit not in _TIMES:
-        number *= round(graph.latency.unpruned_ms * FS_PER_MS)
-        number = min(number, Fraction(graph.latency_fs()))  # all of it is what the table says
-    if number < 1:
-        raise BudgetError(none)
-    return Limit(kind, math.floor(number))
+    if not number or (not share and not 1 <= number <= _MOST):
+        raise BudgetError(_no_time(text))
+    return number, share
+
+
+def _no_time(text: str) -> str:
+    return f"The budget {text!r} is no time that a network takes: write it like 8ms{_decimals(text) or '.'}"
 
 
 def _decimals(text: str) -> str:
@@ -269,12 +282,12 @@ def _lower_floors(graph: ChannelGraph, floor: Widths) -> str:
 
 def cost(graph: ChannelGraph, kind: str, widths: Mapping[str, int]) -> int:
     """What widths cost of one kind."""
-    return getattr(graph, _COUNTS[kind])(widths)  # type: ignore[no-any-return]
+    return graph.cost(kind, widths)
 
 
 def costs(graph: ChannelGraph, widths: Mapping[str, int]) -> dict[str, int]:
     """What widths cost of each kind that is known of the network."""
-    return {kind: cost(graph, kind, widths) for kind in KINDS if kind != LATENCY or graph.latency is not None}
+    return {kind: cost(graph, kind, widths) for kind in KINDS if kind != LATENCY or LATENCY in graph.extra}
 
 
 def holds(budget: Budget, graph: ChannelGraph, widths: Mapping[str, int]) -> bool:
@@ -284,7 +297,7 @@ def holds(budget: Budget, graph: ChannelGraph, widths: Mapping[str, int]) -> boo
 
 def count_many(graph: ChannelGraph, kind: str, widths: Tensor) -> Tensor:
     """What many structures cost of one kind. (N, S) -> (N,)"""
-    return getattr(graph, _COUNTS[kind])(widths)  # type: ignore[no-any-return]
+    return graph.cost(kind, widths)
 
 
 def spent_shares(budget: Budget, graph: ChannelGraph, widths: Tensor) -> Tensor:
@@ -298,13 +311,8 @@ def spent_shares(budget: Budget, graph: ChannelGraph, widths: Tensor) -> Tensor:
 
 def ratios(budget: Budget, graph: ChannelGraph, marginals: Tensor, sizes: Tensor, process: Process = CHAIN) -> Tensor:
     """Expected cost / target of each limit (eqs. 9 to 12), differentiable. (S, G), (S, G) -> (L,)"""
-    expected = {
-        "macs": graph.expected_macs,
-        "params": graph.expected_params,
-        MEMORY: graph.expected_memory,
-        LATENCY: graph.expected_latency_fs,
-    }
-    return torch.stack([expected[limit.kind](marginals, sizes, process) / limit.target for limit in budget.limits])
+    expected = (graph.expected_cost(it.kind, marginals, sizes, process) / it.target for it in budget.limits)
+    return torch.stack(list(expected))
 
 
 def budget_loss(ratios: Tensor, tolerance: float) -> Tensor:
