@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dmcp.budget import LATENCY, MEMORY, limits_latency, show_cost
 from dmcp.errors import DmcpError, FileError
-from dmcp.latency.table import Outcome, show_ms
+from dmcp.latency.table import Outcome
 from dmcp.markov import Process, process_of
 from dmcp.results import DMCP, ORIGINAL, TEACHER, UNPRUNED, Row, against, score, score_name, unknown
 from dmcp.retraining import AS_IT_WAS, TRAINED_FIRST, origin
@@ -44,6 +44,7 @@ from dmcp.searching.config import SearchRecord
 from dmcp.settings import Retrain
 from dmcp.storage import WIDTHS
 from dmcp.training import StepRecord
+from dmcp.units import show_ms
 from dmcp.widths import Widths
 
 _LISTS, _NAMES = {"weight_losses", "ratios"}, {"name"}  # all other fields of records are numbers
@@ -916,7 +917,7 @@ def _section(number: int, run: PastRun) -> str:
     parts.append(_tiles(run))
     parts += [f"<p>{_safe(text)}.</p>" for text in [*_origin(run), *unknown(run.rows)]]
     if run.latency:
-        parts += [f"<p>{_safe(text)}</p>" for text in (f"{run.latency.text}.", run.latency.trouble) if text]
+        parts += [f"<p>{_safe(text)}</p>" for text in (f"{run.latency.text}.", run.latency.warning) if text]
     if run.rows:
         parts.append(_networks(run))
     figures = [_figure(*_CAPTIONS[name], svg) for name, svg in chart_run(run).items()]
