@@ -157,7 +157,7 @@ def test_a_stopped_search_goes_on_with_the_same_bits(graphs: bool, tmp_path: Pat
     whole = searched(engine, resnet20)
     for step in (7, 13):  # in the warm-up, and after it
         calls = iter(range(10**6))
-        checkpointer = Checkpointer(tmp_path / str(step), every_steps=3, asked_to_stop=lambda: next(calls) >= step)  # noqa: B023
+        checkpointer = Checkpointer(tmp_path / str(step), every_steps=3, stop_requested=lambda: next(calls) >= step)  # noqa: B023
         with pytest.raises(StoppedError):
             searched(engine, resnet20, checkpointer)
         again = searched(engine, resnet20, Checkpointer(tmp_path / str(step), every_steps=3))

@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from dmcp.errors import BudgetError
-from dmcp.latency.table import FS_PER_MS, show_ms
 from dmcp.markov import CERTAIN, CHAIN, Process
 from dmcp.modules import check_kind
 from dmcp.tracing.cost import show_bytes
-from dmcp.tracing.graph import NO_TABLE, ChannelGraph
+from dmcp.tracing.graph import ChannelGraph
+from dmcp.units import FS_PER_MS, show_ms
 from dmcp.widths import Widths
 
 KINDS = ("macs", "params", "memory", "latency")
 MEMORY, LATENCY = "memory", "latency"
-_COUNTS = {"macs": "macs", "params": "params", MEMORY: "memory", LATENCY: "latency_fs"}  # methods of a graph
 _SCALES = {"k": 10**3, "m": 10**6, "g": 10**9}
 _BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _TIMES = {"us": FS_PER_MS // 1000, "ms": FS_PER_MS, "s": 1000 * FS_PER_MS}  # in femtoseconds
@@ -63,7 +62,7 @@ def parse(spec: int | float | str | Budget, graph: ChannelGraph) -> Budget:
 
     Texts: "211M", "1.1G", "50%", "params:2M", "params:50%", "memory:256kB" (of activations that are held at once),
     "8ms", "latency:50%" (of the unpruned network's time), and several with commas, which must all hold. Times need a
-    graph with a table of latency: see `graph.with_latency`.
+    graph with a table of latency: see `Latency.attach`.
     """
     if isinstance(spec, Budget):
         return spec
@@ -99,12 +98,13 @@ class _Part:
 
     def limit(self, graph: ChannelGraph, text: str) -> Limit:
         number = self.number
-        if self.kind == LATENCY and graph.latency is None:
-            raise BudgetError(f"The budget {text!r} is a latency. {NO_TABLE}")
-        if self.share and self.kind == LATENCY:
-            assert graph.latency is not None
-            number *= round(graph.latency.unpruned_ms * FS_PER_MS)
-            number = min(number, Fraction(graph.latency_fs()))  # 100% is what the table says
+        if self.kind == LATENCY and LATENCY not in graph.extra:
+            raise BudgetError(
+                f"The budget {text!r} is a latency, and nothing was measured: dmcp.measure_latency(model, example)"
+                ".attach(graph) has it; dmcp prune and dmcp search measure by themselves."
+            )
+        if self.share and self.kind == LATENCY:  # 100% is what the table says
+            number = min(number * graph.extra[LATENCY].full, Fraction(graph.cost(LATENCY)))
         elif self.share:
             number *= cost(graph, self.kind, graph.full)
         if not 1 <= number <= _MAX_TARGET:
@@ -206,12 +206,12 @@ def _forgotten_percent(text: str, kind: str) -> str:
 
 def cost(graph: ChannelGraph, kind: str, widths: Mapping[str, int]) -> int:
     """What widths cost of one kind."""
-    return getattr(graph, _COUNTS[kind])(widths)  # type: ignore[no-any-return]
+    return graph.cost(kind, widths)
 
 
 def costs(graph: ChannelGraph, widths: Mapping[str, int]) -> dict[str, int]:
     """What widths cost of each kind that is known of the network."""
-    return {kind: cost(graph, kind, widths) for kind in KINDS if kind != LATENCY or graph.latency is not None}
+    return {kind: cost(graph, kind, widths) for kind in KINDS if kind != LATENCY or LATENCY in graph.extra}
 
 
 def holds(budget: Budget, graph: ChannelGraph, widths: Mapping[str, int]) -> bool:
@@ -221,7 +221,7 @@ def holds(budget: Budget, graph: ChannelGraph, widths: Mapping[str, int]) -> boo
 
 def count_many(graph: ChannelGraph, kind: str, widths: Tensor) -> Tensor:
     """What many widths cost of one kind. (N, S) -> (N,)"""
-    return getattr(graph, _COUNTS[kind])(widths)  # type: ignore[no-any-return]
+    return graph.cost(kind, widths)
 
 
 def spent_shares(budget: Budget, graph: ChannelGraph, widths: Tensor) -> Tensor:
@@ -234,13 +234,8 @@ def spent_shares(budget: Budget, graph: ChannelGraph, widths: Tensor) -> Tensor:
 
 def ratios(budget: Budget, graph: ChannelGraph, marginals: Tensor, sizes: Tensor, process: Process = CHAIN) -> Tensor:
     """Expected cost / target of each limit (eqs. 9 to 12), differentiable. (S, G), (S, G) -> (L,)"""
-    expected = {
-        "macs": graph.expected_macs,
-        "params": graph.expected_params,
-        MEMORY: graph.expected_memory,
-        LATENCY: graph.expected_latency_fs,
-    }
-    return torch.stack([expected[limit.kind](marginals, sizes, process) / limit.target for limit in budget.limits])
+    expected = (graph.expected_cost(it.kind, marginals, sizes, process) / it.target for it in budget.limits)
+    return torch.stack(list(expected))
 
 
 def budget_loss(ratios: Tensor, tolerance: float) -> Tensor:

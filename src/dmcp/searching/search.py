@@ -15,10 +15,8 @@ from dmcp.budget import Budget, check_reachable, constant_alpha, parse
 from dmcp.checkpoint import (
     DONE,
     Checkpointer,
-    MakeOptimizer,
     ResumableIterator,
     State,
-    check_graphs,
     random_state,
     seeded,
     set_random_state,
@@ -29,7 +27,7 @@ from dmcp.markov import CERTAIN, group_sizes, merged, process_of
 from dmcp.modules import check_functions, check_kind, check_kinds
 from dmcp.preflight import check_input
 from dmcp.runtime.distributed import World, current, share_tensors
-from dmcp.runtime.engine import is_depthwise, is_narrow
+from dmcp.runtime.engine import MakeOptimizer, check_graphs, is_depthwise, is_narrow
 from dmcp.searching.config import Log, SearchRecord, SearchResult, Step, as_record, extremes
 from dmcp.searching.steps import Setup, Steps
 from dmcp.searching.subnets import Chains, chains, sort_channels
@@ -128,7 +126,7 @@ def _state(net: Supernet, steps: Steps, generator: torch.Generator, data: list[R
         return {f"model.{name}": tensor for name, tensor in net.model.named_buffers()} | small
 
     optimizers = [steps.weights, steps.alphas]
-    return State(shared, own, optimizers, [generator], data, net.alpha.device, steps.own_optimizer)
+    return State(shared, own, optimizers, [generator], data, net.alpha.device)
 
 
 def _resume(checkpointer: Checkpointer | None, state: State, log: Log, warmup: int, world: World) -> tuple[int, float]:
@@ -136,7 +134,7 @@ def _resume(checkpointer: Checkpointer | None, state: State, log: Log, warmup: i
     saved = checkpointer.load(world) if checkpointer else None
     if saved is None or checkpointer is None:
         return 0, 0.0
-    state.put(saved.tensors, [saved.step, max(0, saved.step - warmup)][: len(state.feeds)], world)
+    state.restore(saved.tensors, [saved.step, max(0, saved.step - warmup)][: len(state.iterators)], world)
     log.begin([as_record(record) for record in checkpointer.earlier() if record["step"] < saved.step])
     return saved.step, saved.facts["scale"]
 

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from dmcp.batches import input_of, size_of
 from dmcp.budget import Budget, budget_loss, ratios
-from dmcp.checkpoint import MakeOptimizer, make_optimizer, rate_shares
 from dmcp.losses import Loss, distillation_loss, loss_of
 from dmcp.modules import tensors_in
 from dmcp.runtime.distributed import SINGLE_PROCESS, World, mean_gradients
-from dmcp.runtime.engine import ResolvedEngine, autocast, set_lr, sgd
+from dmcp.runtime.engine import MakeOptimizer, ResolvedEngine, autocast, make_optimizer, rate_shares, set_lr, sgd
 from dmcp.searching.config import extremes
 from dmcp.searching.subnets import Chains, find_stem, sample_gates
 from dmcp.settings import Precision, Sampling, SearchConfig
@@ -237,7 +236,6 @@ class Steps:
         self.setup, net, config, device = setup, setup.net, setup.config, engine.device
         usual = partial(sgd, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0, device=device)
         self.weights = make_optimizer(optimizer or usual, parameter_groups(net.model, config.weight_decay))
-        self.own_optimizer = optimizer is not None
         self.shares = rate_shares(self.weights)
         self.alphas = sgd(net.alphas(), config.alpha_lr, config.alpha_momentum, config.alpha_momentum > 0, device)
         full = engine.compiled(lambda x, folded: run_folded(net.model, x, folded))
