@@ -201,7 +201,7 @@ def test_an_outlier_of_the_unpruned_network_is_measured_again() -> None:
     assert measured(device).unpruned_ms == pytest.approx(whole) and device.calls == 41
     assert measured(Device(slow={0, 40}.__contains__)).unpruned_ms == pytest.approx(
         3 * whole
-    )  # it really takes so long
+    )  # it is so slow
 
 
 def test_networks_from_the_smallest_to_the_unpruned_are_measured() -> None:
