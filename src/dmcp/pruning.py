@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 from dmcp import training
 from dmcp.batches import Loader, check_tested, device_of, input_of, labels_of, length_of, on_device, size_of
 from dmcp.budget import LATENCY, Budget, check_reachable, cost, known_limits, limits_latency, ratios, show_cost
-from dmcp.checkpoint import Checkpointer, MakeOptimizer, check_graphs, make_optimizer, plain_settings
+from dmcp.checkpoint import Checkpointer, plain_settings
 from dmcp.cutting import verify, with_frozen
 from dmcp.errors import BudgetError, DataError, TrainingError, WidthsError
 from dmcp.latency.measure import Measure, attach_latency, choose_once, measure_latency
@@ -60,6 +60,7 @@ from dmcp.retraining import (
     who_teaches,
 )
 from dmcp.runtime.distributed import current
+from dmcp.runtime.engine import MakeOptimizer, check_graphs, make_optimizer
 from dmcp.sampling import expected, filled, uniform
 from dmcp.searching import search as searching
 from dmcp.searching.config import SearchRecord, SearchResult, extremes
@@ -288,14 +289,13 @@ def _warn_of_imitation(kind: Retrain, named: bool) -> None:
 
 
 def _noting(keep: MakeCheckpointer, settings: dict[str, Any]) -> MakeCheckpointer:
-    """The same keepers, which also compare what prune was given."""
+    """The same checkpointers; those without an identity compare what prune was given."""
 
     def noted(stage: str) -> Checkpointer:
         checkpointer = keep(stage)
         if not isinstance(checkpointer, Checkpointer):
             raise TrainingError(f"keep must give a dmcp.Keeper for each stage, not a {type(checkpointer).__name__}.")
-        if not checkpointer.complete:
-            checkpointer.settings = settings
+        checkpointer.identity = checkpointer.identity or settings
         return checkpointer
 
     return noted

@@ -160,9 +160,8 @@ class Session:
             identity,
             every_steps=self.plan.every_steps,
             every_seconds=60 * self.plan.every_minutes,
-            asked_to_stop=self.asked_to_stop,
-            notice=say,
-            complete=True,  # the plan has them all
+            stop_requested=self.asked_to_stop,
+            warn=say,
         )
 
     def on_event(self, event: Event) -> None:

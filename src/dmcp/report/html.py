@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 import os
-import platform
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,7 +39,7 @@ from dmcp.runs import (
     TIMES,
     read_json,
 )
-from dmcp.runtime.io import LOCK, alive, from_plain, parse_tensors, plain, read_bytes, refuse_link
+from dmcp.runtime.io import from_plain, is_locked, parse_tensors, plain, read_bytes, refuse_link
 from dmcp.searching.config import SearchRecord
 from dmcp.settings import Retrain
 from dmcp.storage import WIDTHS
@@ -257,7 +256,7 @@ def read_run(folder: str | os.PathLike[str], tail: int | None = None) -> PastRun
         widths=_widths(path, problems),
         latency=_latency(path, problems),
         prepared=(path / PREPARED).is_file() and not (path / CHECKPOINTS).exists(),
-        running=_is_running(path),
+        running=is_locked(path),
         problems=tuple(problems),
     )
 
@@ -333,18 +332,6 @@ def _chances(folder: Path, problems: list[str]) -> Chances | None:
     except (OSError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         problems.append(sentence(folder / ALPHAS, error))
         return None
-
-
-def _is_running(folder: Path) -> bool:
-    """Whether the process that holds the run's lock is alive; one on another machine is believed."""
-    try:
-        holder = read_json(folder / LOCK) if (folder / LOCK).is_file() else {}
-    except (FileError, RecursionError):
-        return False
-    pid, start = holder.get("pid"), holder.get("start")
-    if type(pid) is not int or pid < 1 or type(start) not in (int, type(None)):
-        return False
-    return holder.get("host") != platform.node() or alive(pid, start)
 
 
 # what it says

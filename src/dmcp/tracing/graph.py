@@ -90,7 +90,7 @@ class ChannelGraph:
     soft_folds: tuple[GateFold, ...]
     entries: tuple[CostEntry, ...]
     moments: tuple[Moment, ...]  # when many activations are held
-    _rehearsal: ReplayContext
+    _context: ReplayContext
     _atoms: tuple[int, ...]  # the atom of each space
     extra: Mapping[str, ExtraCost] = field(default_factory=dict)  # by name, see `Latency.attach`
 
@@ -251,12 +251,12 @@ class ChannelGraph:
     @property
     def recordings(self) -> list[Recording]:
         """The passes of the unpruned model that were traced: in eval mode, in train mode."""
-        return self._rehearsal.coupling.recordings
+        return self._context.coupling.recordings
 
     @property
     def coupling(self) -> Coupling:
         """The layouts of all values in these passes."""
-        return self._rehearsal.coupling
+        return self._context.coupling
 
     @property
     def space_numbers(self) -> dict[int, int]:
@@ -290,22 +290,22 @@ class ChannelGraph:
     def cuts(self, widths: Mapping[str, Kept]) -> dict[str, Cut]:
         """Indices that stay, per dim of every tensor that changes."""
         sizes = {atom: space.size for atom, space in zip(self._atoms, self.spaces, strict=True)}
-        return self._rehearsal.cuts(self.kept(widths), sizes)
+        return self._context.cuts(self.kept(widths), sizes)
 
     def cut_value(self, value: int, widths: Mapping[str, Kept]) -> Cut:
         """Indices that stay, per dim of a value of the last recording."""
         sizes = {atom: space.size for atom, space in zip(self._atoms, self.spaces, strict=True)}
-        return self._rehearsal.cut_value(value, self.kept(widths), sizes)
+        return self._context.cut_value(value, self.kept(widths), sizes)
 
     def attributes(self, widths: Mapping[str, Kept]) -> dict[str, dict[str, Any]]:
         """Attributes of modules that change: {module path: {attribute: value}}."""
-        return self._rehearsal.attributes({atom: len(kept) for atom, kept in self.kept(widths).items()})
+        return self._context.attributes({atom: len(kept) for atom, kept in self.kept(widths).items()})
 
     def check(self, small: nn.Module, widths: Mapping[str, Kept]) -> None:
         """Replay a cut model, without data, against every recording; CutError if a shape is not as predicted."""
         counts = {atom: len(kept) for atom, kept in self.kept(widths).items()}
-        for number, recording in enumerate(self._rehearsal.coupling.recordings):
-            outcome = self._rehearsal.replay(number, self._like_recorded(small), counts)
+        for number, recording in enumerate(self._context.coupling.recordings):
+            outcome = self._context.replay(number, self._like_recorded(small), counts)
             if not outcome.clean:
                 op = recording.ops[outcome.conflicts[0].number] if outcome.conflicts else None
                 place = f"{op.name} in {op.path or 'the model'}" if op else "the model"
@@ -317,13 +317,13 @@ class ChannelGraph:
 
     def _like_recorded(self, small: nn.Module) -> nn.Module:
         """A copy without data, in the precision of the recording."""
-        twin, model = skeleton(small), self._rehearsal.model
+        twin, model = skeleton(small), self._context.model
         recorded = dict(model.named_parameters()) | dict(model.named_buffers())
         for name, tensor in [*twin.named_parameters(), *twin.named_buffers()]:
             tensor.data = tensor.data.to(recorded[name].dtype)
         return twin
 
-    # -- words
+    # -- text
 
     def to_json(self) -> dict[str, Any]:
         """The summary as plain data."""
@@ -343,7 +343,7 @@ class ChannelGraph:
         }
 
     def summary(self) -> str:
-        """A table of the spaces, then what is kept whole and why."""
+        """A table of the spaces, then what is unprunable and why."""
         lines = [
             f"{self.macs():,} macs, {self.params():,} params, {len(self.spaces)} space{'s' * (len(self.spaces) != 1)}, "
             f"{self.prunable_share:.1%} of the macs in layers that can be narrowed",
@@ -358,13 +358,13 @@ class ChannelGraph:
             share, tied = self.space_share(space), ", ".join(space.writers)
             lines.append(f"{space.name:<{name_width}}  {size:>{size_width}}  {share:>6.1%}  {tied}")
         if self.unprunable:
-            lines += ["", "kept whole:", *(f"  {item.name} ({item.size}): {item.reason}" for item in self.unprunable)]
+            lines += ["", "unprunable:", *(f"  {item.name} ({item.size}): {item.reason}" for item in self.unprunable)]
         if self.bindings:
             lines += ["", "attributes that follow a width (found by replay):"]
             lines += [f"  {item.module}.{item.attribute} = {item.value}: {item.follows}" for item in self.bindings]
         if self.unknown:
             listed = ", ".join(f"{name} ({count})" for name, count in self.unknown.items())
-            lines += ["", f"ops without a channel rule, their inputs kept whole: {listed}"]
+            lines += ["", f"ops without a channel rule, so what they touch is unprunable: {listed}"]
         return "\n".join([*lines, *(f"\nnote: {note}" for note in self.notes)])
 
     def __str__(self) -> str:
