@@ -35,19 +35,19 @@ from dmcp.checkpoint import (
     untouched,
 )
 from dmcp.errors import DataError, FileError, StoppedError, TrainingError
-from dmcp.pruning import prune
+from dmcp.pruning import Loaders, prune
 from dmcp.runtime.distributed import SINGLE_PROCESS, World
 from dmcp.searching.search import search
-from dmcp.settings import Distillation, Engine, SearchConfig, TrainConfig
+from dmcp.settings import Engine, SearchConfig, TrainConfig
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
-from dmcp.training import train
+from dmcp.training import Runtime, Task, train
 
 CPU = torch.device("cpu")
 SETTLED = Engine().resolve(CPU)
 
-pytestmark = pytest.mark.filterwarnings("ignore::dmcp.losses.ImitationWarning")  # losses here only count and break
+pytestmark = pytest.mark.filterwarnings("ignore::dmcp.losses.DistillationWarning")  # losses here only count and break
 
 
 class Noisy(Dataset[tuple[Tensor, int]]):
@@ -335,23 +335,23 @@ SHORT = {
 }
 
 
-def pruned(folder: Path, model: nn.Module | None = None, **how: Any) -> Any:
+def pruned(folder: Path, model: nn.Module | None = None, hear: Any = None, **how: Any) -> Any:
     seeded(0)
-    keep = functools.partial(keep_in, folder)
-    result = prune(model or fresh(), shuffled(36), shuffled(36), keep=keep, **SHORT | how)
+    runtime = Runtime(checkpointer=Checkpointer(folder, every_steps=2), engine=how.pop("engine", None), on_event=hear)
+    result = prune(model or fresh(), how.pop("loader", shuffled(36)), shuffled(36), runtime=runtime, **SHORT | how)
     return state_of(result.model)
 
 
 OTHER_SETTINGS: list[tuple[dict[str, Any], str]] = [
-    ({"seed": 1}, "search.seed was 0, is 1"),
+    ({"search": replace(SHORT["search"], seed=1)}, "search.seed was 0, is 1"),
     ({"search": replace(SHORT["search"], lr=0.1)}, "search.lr was 0.2, is 0.1"),
     ({"search": replace(SHORT["search"], budget="40%")}, 'search.budget was 0.5, is "40%"'),
-    ({"search": replace(SHORT["search"], min_channels={"0": 3})}, 'search.smallest was {}, is {"0": 3}'),
+    ({"search": replace(SHORT["search"], min_channels={"0": 3})}, 'search.min_channels was {}, is {"0": 3}'),
     ({"train": replace(SHORT["train"], epochs=2)}, "train.epochs was 1, is 2"),
-    ({"retrain": "finetune"}, 'retrain was "scratch", is "inherit"'),
-    ({"baselines": True}, "controls was false, is true"),
-    ({"arch_loader": shuffled(20)}, "arch_loader was false, is true"),
-    ({"optimizer": torch.optim.Adam}, "optimizer was false, is true"),
+    ({"retrain": "finetune"}, 'retrain was "scratch", is "finetune"'),
+    ({"baselines": True}, "baselines was"),
+    ({"loader": Loaders(search=shuffled(36), arch=shuffled(20))}, "arch_loader was false, is true"),
+    ({"task": Task(optimizer=torch.optim.Adam)}, "optimizer was false, is true"),
     ({"engine": Engine(deterministic=True)}, "engine.deterministic was false, is true"),
 ]
 
@@ -366,7 +366,7 @@ def test_prune_refuses_a_folder_of_other_settings_before_the_first_step(tmp_path
     for how, sentence in [*OTHER_SETTINGS, ({"model": other}, "the digest of the model's weights was ")]:
         seen: list[Any] = []
         with pytest.raises(FileError) as error:
-            pruned(tmp_path, on_event=seen.append, **how)
+            pruned(tmp_path, hear=seen.append, **how)
         assert f"{tmp_path / 'search'}: this job was begun with other settings: {sentence}" in str(error.value)
         assert "Give another folder for a new job, or go on with what it began with" in str(error.value)
         assert ("torch.manual_seed" in str(error.value)) == ("model" in how) and not seen
@@ -375,12 +375,12 @@ def test_prune_refuses_a_folder_of_other_settings_before_the_first_step(tmp_path
 def test_folders_of_an_older_version_go_on(tmp_path: Path) -> None:
     """Their checkpoints say nothing of what prune was given; nor do those of a keeper with all settings."""
     seeded(0)
-    keep = lambda stage: Checkpointer(tmp_path / stage, complete=True)  # noqa: E731
-    first = state_of(prune(fresh(), shuffled(36), shuffled(36), keep=keep, **SHORT).model)
+    runtime = Runtime(checkpointer=Checkpointer(tmp_path, complete=True))
+    first = state_of(prune(fresh(), shuffled(36), shuffled(36), runtime=runtime, **SHORT).model)
     found = load_checkpoint(tmp_path / "search")
     assert found is not None and "settings" not in found.facts
     assert pruned(tmp_path) == first
-    assert pruned(tmp_path, seed=1) == first  # what was not kept cannot be compared
+    assert pruned(tmp_path, search=replace(SHORT["search"], seed=1)) == first  # what was not kept cannot be compared
 
 
 # searching and training
@@ -391,11 +391,15 @@ def graph() -> ChannelGraph:
     return trace(fresh(), torch.zeros(2, 1, 6, 6))
 
 
+def noting(seen: dict[int, Any]) -> Any:
+    return lambda event: seen.update({event.record.step: event.record}) if hasattr(event.record, "step") else None
+
+
 def kept_in(folder: Path | None, seen: dict[int, Any], asked: list[bool]) -> Checkpointer | None:
     """A keeper that finds the earlier records where `seen` has them, as a run finds them in its log."""
     if folder is None:
         return None
-    earlier, stop = lambda: [asdict(record) for record in seen.values()], lambda: bool(asked)
+    earlier, stop = lambda stage: [asdict(record) for record in seen.values()], lambda: bool(asked)
     return Checkpointer(folder, every_steps=2, earlier=earlier, asked_to_stop=stop)
 
 
@@ -410,11 +414,9 @@ def searched(folder: Path | None, seen: dict[int, Any], seed: int, act: Act = cr
         net,
         how.get("loader", shuffled)(36),
         config,
-        loss,
-        shuffled(20) if how.get("arch") else None,
-        lambda record: seen.update({record.step: record}),
-        checkpointer=kept_in(folder, seen, asked),
-        optimizer=how.get("optimizer"),
+        arch_loader=shuffled(20) if how.get("arch") else None,
+        task=Task(loss=loss, optimizer=how.get("optimizer")),
+        runtime=Runtime(checkpointer=kept_in(folder, seen, asked), on_event=noting(seen)),
     )
     return found.alphas.tolist(), state_of(net.model), found.log, list(seen.values())
 
@@ -424,13 +426,12 @@ def trained(folder: Path | None, seen: dict[int, Any], seed: int, act: Act = cra
     seeded(seed)
     model, teacher = fresh(), fresh() if how.get("teacher") else None
     momentum = how.get("momentum", 0.9)
-    kind = Distillation.TEACHER if teacher else Distillation.NONE
-    config = TrainConfig(epochs=4, lr=0.1, warmup_lr=0.1, momentum=momentum, nesterov=momentum > 0, distillation=kind)
+    config = TrainConfig(epochs=4, lr=0.1, warmup_lr=0.1, momentum=momentum, nesterov=momentum > 0)
     asked: list[bool] = []
     loss = loss_that(act, call, asked)
-    note, checkpointer = lambda record: seen.update({record.step: record}), kept_in(folder, seen, asked)
-    way = {"checkpointer": checkpointer, "optimizer": how.get("optimizer")}
-    records = train(model, how.get("loader", shuffled)(36), config, loss, teacher, note, **way)
+    task = Task(loss=loss, optimizer=how.get("optimizer"))
+    runtime = Runtime(checkpointer=kept_in(folder, seen, asked), on_event=noting(seen))
+    records = train(model, how.get("loader", shuffled)(36), config, task=task, runtime=runtime, teacher=teacher)
     return state_of(model), records, list(seen.values())
 
 
@@ -522,9 +523,14 @@ OTHERS = {
 def test_a_checkpoint_of_another_network_is_refused(tmp_path: Path, other: str) -> None:
     config = TrainConfig(epochs=1, lr=0.1, warmup_lr=0.1)
     batches = [(torch.randn(3, 36), torch.zeros(3, dtype=torch.int64))] * 3
-    train(nn.Sequential(nn.Linear(36, 1), nn.Linear(1, 1)), batches, config, checkpointer=Checkpointer(tmp_path))
+    train(
+        nn.Sequential(nn.Linear(36, 1), nn.Linear(1, 1)),
+        batches,
+        config,
+        runtime=Runtime(checkpointer=Checkpointer(tmp_path)),
+    )
     with pytest.raises(FileError, match="another network"):
-        train(OTHERS[other](), batches, config, checkpointer=Checkpointer(tmp_path))
+        train(OTHERS[other](), batches, config, runtime=Runtime(checkpointer=Checkpointer(tmp_path)))
 
 
 def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
@@ -591,8 +597,8 @@ def test_two_hundred_runs_in_one_process_need_no_more_memory_than_twenty(tmp_pat
     used, objects = {}, {}
     for number in range(1, 201):
         folder = tmp_path / str(number)
-        keep = functools.partial(keep_in, folder)
-        prune(tiny(), shuffled(36), shuffled(36), search=settings[0], train=settings[1], keep=keep)
+        runtime = Runtime(checkpointer=Checkpointer(folder, every_steps=2))
+        prune(tiny(), shuffled(36), shuffled(36), search=settings[0], train=settings[1], runtime=runtime)
         shutil.rmtree(folder)
         if number in (20, 100, 200):
             gc.collect()
@@ -600,10 +606,6 @@ def test_two_hundred_runs_in_one_process_need_no_more_memory_than_twenty(tmp_pat
     print(" ".join(f"RSS at run {number}: {size:.1f} MiB." for number, size in used.items()))
     assert used[200] - used[20] < 20
     assert objects[200] - objects[20] < 180  # less than one for each run
-
-
-def keep_in(folder: Path, stage: str) -> Checkpointer:
-    return Checkpointer(folder / stage, every_steps=2)
 
 
 @pytest.mark.parametrize("stop", [3, 4, 6])  # within an epoch of four batches, at its end, in the next one
@@ -624,7 +626,7 @@ def test_a_loader_with_a_generator_of_its_own_goes_on_where_it_was(tmp_path: Pat
             return nn.functional.cross_entropy(output, batch[1])
 
         config = TrainConfig(epochs=3, lr=0.5, warmup_lr=0.5, warmup_epochs=0, reference_batch=None)
-        train(model, loader, config, loss, checkpointer=checkpointer)
+        train(model, loader, config, task=Task(loss=loss), runtime=Runtime(checkpointer=checkpointer))
         return [parameter.detach().clone() for parameter in model.parameters()]
 
     whole = run(None)

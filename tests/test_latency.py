@@ -621,7 +621,7 @@ def prune(**options: Any) -> dmcp.PruneResult:
 def test_prune_measures_by_itself_and_ends_within_the_time() -> None:
     device = Device(noise=0.01)
     whole = Device()(traced()[0].eval())
-    result = prune(budget=f"{0.6 * whole:.6f}ms", measure=device, baselines=True)
+    result = prune(budget=f"{0.6 * whole:.6f}ms", latency=device, baselines=True)
     assert device.calls == 40 + 2 * (1 + result.latency.again)  # type: ignore[union-attr]
     assert Device()(result.model.eval()) <= 0.6 * whole * 1.02
     told = result.latency
@@ -633,23 +633,21 @@ def test_prune_measures_by_itself_and_ends_within_the_time() -> None:
 
 
 def test_what_prune_measures_is_an_event_before_the_search(tmp_path: Path) -> None:
-    events: list[dmcp.pruning.Event] = []
-    result = prune(budget="latency:60%", measure=Device(), on_event=events.append)
+    events: list[dmcp.Event] = []
+    result = prune(budget="latency:60%", latency=Device(), runtime=dmcp.Runtime(on_event=events.append))
     assert [it.stage for it in events].index("search") == 1
     assert events[0].stage == "latency" and events[0].steps == 40 and events[0].record == result.graph.latency
     Run(tmp_path).on_event(events[0])
     assert scalars(events[0]) == {} and Latency.load(tmp_path / "latency.json") == result.graph.latency
     events.clear()
-    prune(budget="latency:60%", latency=table(), measure=Device(), on_event=events.append)
+    prune(budget="latency:60%", graph=with_latency(), latency=Device(), runtime=dmcp.Runtime(on_event=events.append))
     assert "latency" not in {it.stage for it in events}
 
 
 def test_prune_takes_a_table_or_a_graph_that_has_one() -> None:
     device = Device()
-    for options in ({"latency": table()}, {"graph": with_latency()}):
-        device.calls = 0
-        result = prune(budget="latency:60%,params:80%", measure=device, **options)
-        assert device.calls == 2 and result.latency is not None and result.latency.held
+    result = prune(budget="latency:60%,params:80%", graph=with_latency(), latency=device)
+    assert device.calls == 2 and result.latency is not None and result.latency.held
     with pytest.warns(LatencyWarning, match="is a forecast"):
         assert prune(budget="latency:60%", latency=table()).latency.measured_ms is None  # type: ignore[union-attr]
 
@@ -669,12 +667,12 @@ def test_prune_refuses_what_cannot_be_before_it_measures() -> None:
         (f"8ms,{'9' * 100}", "characters"),
     ):
         with pytest.raises(BudgetError, match=words):
-            prune(budget=budget, measure=device)
-    with pytest.raises(BudgetError, match="measure is for budgets of latency"):
-        prune(budget="50%", measure=device)
+            prune(budget=budget, latency=device)
+    with pytest.raises(BudgetError, match="like '8ms'"):
+        prune(budget="50%", latency=device)
     assert not device.calls
     with pytest.raises(BudgetError, match="less than the floor takes"):
-        prune(budget="1us", measure=device)
+        prune(budget="1us", latency=device)
 
 
 def test_a_limit_above_its_reach_is_warned_of() -> None:
@@ -683,21 +681,19 @@ def test_a_limit_above_its_reach_is_warned_of() -> None:
             return max(super().__call__(net), 0.9 * Device()(traced()[0].eval()))
 
     with pytest.warns(LatencyWarning, match="more than the"):
-        prune(budget="latency:60%", latency=table(), measure=Stuck())
+        prune(budget="latency:60%", graph=with_latency(), latency=Stuck())
 
 
 def test_an_interrupted_job_goes_on_with_the_same_numbers(tmp_path: Path) -> None:
-    def keep(stage: str) -> dmcp.Checkpointer:
-        return dmcp.Checkpointer(tmp_path / stage)
-
-    first = prune(budget="latency:60%", measure=Device(noise=0.05), keep=keep)
+    runtime = dmcp.Runtime(checkpointer=dmcp.Checkpointer(tmp_path))
+    first = prune(budget="latency:60%", latency=Device(noise=0.05), runtime=runtime)
     device = Device(noise=0.05, slower=3.0)  # another machine: what was measured counts
-    again = prune(budget="latency:60%", measure=device, keep=keep)
+    again = prune(budget="latency:60%", latency=device, runtime=runtime)
     assert not device.calls and again.latency == first.latency and again.widths == first.widths
     for one, other in zip(first.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(one, other)
     with pytest.raises(FileError, match="latency was"):
-        prune(budget="latency:60%", latency=table(), measure=device, keep=keep)
+        prune(budget="latency:60%", graph=with_latency(), latency=device, runtime=runtime)
 
 
 # the command line

@@ -17,7 +17,7 @@ import secrets
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -682,6 +682,10 @@ def _never() -> bool:
     return False
 
 
+def _no_records(stage: str) -> list[dict[str, Any]]:
+    return []
+
+
 @dataclass(eq=False)
 class Checkpointer:
     """Saves the state of one loop in a folder now and then, and brings a new loop to where an old one was."""
@@ -692,10 +696,11 @@ class Checkpointer:
     every_seconds: float = 300.0
     asked_to_stop: Callable[[], bool] = _never
     lines: Callable[[], int] = int  # lines in the log of the run
-    earlier: Callable[[], list[dict[str, Any]]] = list  # records of this loop in that log
+    earlier: Callable[[str], list[dict[str, Any]]] = _no_records  # stage -> its records in that log
     notice: Callable[[str], None] | None = None  # hears what a person should know
     complete: bool = False  # whether the identity has all settings; otherwise prune adds those that it was given
     settings: Mapping[str, Any] = field(default_factory=dict)  # what prune was given, as plain JSON
+    name: str = ""  # of the stage, if it is of one
     _step: int = 0  # of the last checkpoint
     _time: float = field(default_factory=time.monotonic)
 
@@ -704,6 +709,10 @@ class Checkpointer:
         for name in ("every_steps", "every_seconds"):
             if not isinstance(value := getattr(self, name), Real):
                 raise TrainingError(f"{name} must be a number, not {value!r}.")
+
+    def stage(self, name: str) -> Checkpointer:
+        """The checkpointer of one stage of a run, in a folder of its own."""
+        return replace(self, name=name, folder=self.folder / name.replace(" ", "-"), _step=0, _time=time.monotonic())
 
     def load(self, world: World) -> Checkpoint | None:
         """The newest checkpoint, if there is one; FileError where it was made with other settings."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,6 @@ from dmcp.budget import Budget, check_reachable, constant_alpha, parse
 from dmcp.checkpoint import (
     DONE,
     Checkpointer,
-    MakeOptimizer,
     ResumableIterator,
     State,
     check_graphs,
@@ -27,19 +26,20 @@ from dmcp.checkpoint import (
     set_random_state,
 )
 from dmcp.errors import TrainingError, WidthsError
-from dmcp.losses import Loss, classification_loss, warn_of_distillation
+from dmcp.losses import classification_loss, warn_of_distillation
 from dmcp.markov import CERTAIN, group_sizes, merged, process_of
-from dmcp.modules import check_functions, check_kind, check_kinds
+from dmcp.modules import check_kind
 from dmcp.preflight import check_input
 from dmcp.runtime.distributed import SINGLE_PROCESS, World, current, share_tensors
 from dmcp.runtime.engine import ResolvedEngine, is_depthwise, is_narrow, set_lr, sgd
-from dmcp.searching.config import SearchRecord, SearchResult, extremes
+from dmcp.searching.config import SearchResult, extremes
 from dmcp.searching.steps import ArchRecord, Log, Passes, Sliced, Step, Subnet, WeightRecord, arch_step, weight_step
 from dmcp.searching.subnets import Chains, Stem, chains, find_stem, sample_gates, sort_channels
 from dmcp.settings import Engine, Init, Sampling, SearchConfig
 from dmcp.supernet import Narrow, Supernet, run_folded
-from dmcp.training import check_trainable, cosine, parameter_groups
+from dmcp.training import Runtime, Task, check_trainable, cosine, parameter_groups
 
+SEARCH = "search"  # the stage of its events
 LARGE = 100_000_000  # macs of one sample from which a network is a large one
 
 
@@ -47,39 +47,32 @@ def search(
     net: Supernet,
     loader: Loader,
     config: SearchConfig,
-    loss: Loss | None = None,
+    *,
     arch_loader: Loader | None = None,
-    on_record: Callable[[SearchRecord], None] | None = None,
-    engine: Engine | None = None,
-    checkpointer: Checkpointer | None = None,
-    optimizer: MakeOptimizer | None = None,
+    task: Task = Task(),
+    runtime: Runtime = Runtime(),
 ) -> SearchResult:
     """Train the supernet's weights and alphas, in place; the alphas then say which widths keep the budget best.
 
-    `arch_loader` gives the alphas batches of their own; `on_record` sees each record once it has left the device.
-    The same supernet, data, settings and device end in the same bits; the random state of torch is left as it was. With
-    a `keeper` the search saves its state now and then, and begins where the keeper's last checkpoint is. `optimizer`
-    makes one for the weights of their parameter groups, in the place of SGD; the config has its learning rate,
-    and the ratios between its groups are kept.
+    `arch_loader` gives the alphas batches of their own. The same supernet, data, settings and device end in the same
+    bits; the random state of torch is left as it was.
     """
     if not isinstance(net, Supernet):
         raise TrainingError(f"A search needs a dmcp.Supernet(model, graph), not a {type(net).__name__}.")
     check_kind("config", config, SearchConfig, TrainingError)
-    check_kinds({"engine": (engine, Engine), "checkpointer": (checkpointer, Checkpointer)})
-    check_functions({"loss": loss, "on_record": on_record})
-    check_graphs(engine, optimizer)
+    check_graphs(runtime.engine, task.optimizer)
     budget, path = _prepare(net, config, arch_loader)
     world, device = current(), device_of(net)
     trains = config.warmup_epochs or config.train_weights
-    if loss is not None and config.distill and trains and world.first:
+    if task.loss is not None and config.distill and trains and world.first:
         who, remedy = "The sub-networks imitate the whole network's", "set distill=False in the SearchConfig"
         warn_of_distillation(who, remedy)
     steps = config.epochs * -(-length_of(loader) // config.accumulate)
-    resolved = (engine or Engine()).resolve(
+    resolved = (runtime.engine or Engine()).resolve(
         device,
         steps=steps,
         large=net.graph.macs() >= LARGE,
-        plain=loss is None and optimizer is None and world.size == 1,
+        plain=task.loss is None and task.optimizer is None and world.size == 1,
         narrow=is_narrow(net.model),
         depthwise=is_depthwise(net.model),
     )
@@ -90,10 +83,10 @@ def search(
         held_out = feed if arch_loader is None else ResumableIterator(arch_loader, resolved, world, config.accumulate)
         total, first = feed.per_epoch * config.epochs, feed.per_epoch * config.warmup_epochs
         _start(net, path, budget, config)
-        stages = Steps(net, path, config, budget, loss, resolved, world, optimizer)
+        stages = Steps(net, path, config, budget, task, resolved, world)
         state = _state(net, stages, generator, [feed] if held_out is feed else [feed, held_out])
-        log = Log(net, config.log_every, on_record, world)
-        begin, scale = _resume(checkpointer, state, log, first, world)
+        log = Log(net, config.log_every, lambda record: runtime.emit(SEARCH, total, record), world)
+        begin, scale = _resume(runtime.checkpointer, state, log, first, world)
         for step in range(begin, total):
             trained, moved, lr, alpha_lr, batches = None, None, 0.0, 0.0, feed.next()
             if step == begin:
@@ -108,10 +101,10 @@ def search(
                 moved = stages.move_alphas(batches if held_out is feed else held_out.next(), alpha_lr)
             samples = sum(map(size_of, batches))
             log.add(Step(step, step // feed.per_epoch, samples, lr, trained, alpha_lr, moved))
-            _keep(checkpointer, step + 1, total, state, log, scale, world)
+            _keep(runtime.checkpointer, step + 1, total, state, log, scale, world)
         log.flush()
     alpha, sizes = net.alpha.detach().cpu().clone(), path.sizes.cpu()
-    return SearchResult(
+    found = SearchResult(
         alpha,
         sizes,
         net.graph,
@@ -121,6 +114,8 @@ def search(
         tuple(log.records),
         process_of(config.independent),
     )
+    runtime.emit(SEARCH, total, found)
+    return found
 
 
 # leaving and entering
@@ -144,7 +139,7 @@ def _resume(checkpointer: Checkpointer | None, state: State, log: Log, first: in
     if saved is None or checkpointer is None:
         return 0, 0.0
     state.put(saved.tensors, [saved.step, max(0, saved.step - first)][: len(state.feeds)], world)
-    log.begin([record for record in checkpointer.earlier() if record["step"] < saved.step])
+    log.begin([record for record in checkpointer.earlier(checkpointer.name) if record["step"] < saved.step])
     return saved.step, saved.facts["scale"]
 
 
@@ -167,17 +162,16 @@ class Steps:
         path: Chains,
         config: SearchConfig,
         budget: Budget,
-        loss: Loss | None,
+        task: Task,
         resolved: ResolvedEngine,
         world: World = SINGLE_PROCESS,
-        optimizer: MakeOptimizer | None = None,
     ) -> None:
         self.net, self.path, self.config = net, path, config
-        loss = classification_loss(config.label_smoothing) if loss is None else loss
+        loss = task.loss or classification_loss(config.label_smoothing)
         device = resolved.device
         groups = parameter_groups(net.model, config.weight_decay)
         usual = partial(sgd, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0, device=device)
-        self.weights, self.given = make_optimizer(optimizer or usual, groups), optimizer is not None
+        self.weights, self.given = make_optimizer(task.optimizer or usual, groups), task.optimizer is not None
         self.shares = rate_shares(self.weights)
         self.alphas = sgd(net.alphas(), config.alpha_lr, config.alpha_momentum, config.alpha_momentum > 0, device)
         whole = resolved.compiled(lambda x, folded: run_folded(net.model, x, folded))
@@ -206,8 +200,8 @@ class Steps:
             return weight_step(net, batches, self.weights, subnets, *rules, passes, world).losses
 
         def stage2(batches: list[Any]) -> tuple[Tensor | None, Tensor, Tensor]:
-            task, pull = loss if config.task_loss else None, (budget, config.budget_weight, config.tolerance)
-            moved = arch_step(net, batches, self.alphas, path, task, *pull, resolved.precision, soft, world)
+            own, pull = loss if config.task_loss else None, (budget, config.budget_weight, config.tolerance)
+            moved = arch_step(net, batches, self.alphas, path, own, *pull, resolved.precision, soft, world)
             return moved.task_loss, moved.budget_loss, moved.ratios
 
         self.stage1, self.stage2 = resolved.repeated(stage1), resolved.repeated(stage2)
