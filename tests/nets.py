@@ -1,4 +1,4 @@
-"""Nine small nets that also exist at any narrower widths: the independent oracle of the invariants.
+"""Ten small nets that also exist at any narrower widths: the independent oracle of the invariants.
 
 LAYERS says which channels each layer writes and reads, in plain text: "s+g" are two spaces side by side, "c*4" are four
 entries per channel, "2*a" are two copies. FULL are the unpruned widths, SPACES the name that each width has in the
@@ -371,8 +371,29 @@ class SharedWeight(HandNet):
         return self.head(torch.cat([left, right], 1).mean((2, 3)))
 
 
+class Lifted(HandNet):
+    """Activations with f(0) != 0: hard gates at the layers that write a space would leak."""
+
+    FULL: ClassVar = {"a": 7, "b": 6}
+    SPACES: ClassVar = {"a": "conv1", "b": "conv2"}
+    SHAPE = (3, 8, 8)
+    LAYERS: ClassVar = {
+        "conv1": conv("3", "a", padding=1, bias=True),
+        "bn1": norm("a"),
+        "depth": conv("1", "a", padding=1, groups="a", bias=True),
+        "bn2": norm("a"),
+        "conv2": conv("a", "b", padding=1, bias=True),
+        "head": linear("b"),
+    }
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cos(self.bn1(self.conv1(x)))
+        x = F.hardsigmoid(self.bn2(self.depth(x)))
+        return self.head((F.softplus(self.conv2(x)) + 0.3).mean((2, 3)))
+
+
 NETS: tuple[Any, ...] = (
-    Chain, Residual, Depthwise, Concat, Grouped, SqueezeExcite, PreActivation, OptionA, SharedWeight
+    Chain, Residual, Depthwise, Concat, Grouped, SqueezeExcite, PreActivation, OptionA, SharedWeight, Lifted
 )  # fmt: skip
 
 

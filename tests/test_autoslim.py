@@ -20,10 +20,10 @@ from dmcp.compare.autoslim import AutoSlimConfig, prepare
 from dmcp.compare.autoslim import find_autoslim as find
 from dmcp.compare.problem import Choice, Problem
 from dmcp.errors import BudgetError, DataError, StoppedError, TrainingError
-from dmcp.results import Event
 from dmcp.runs import Run
 from dmcp.searching.subnets import sample_gates
 from dmcp.settings import Sampling
+from dmcp.training import Event
 
 SHORT = AutoSlimConfig(epochs=1, groups=3, subnets=1, batches=1)
 
@@ -151,7 +151,7 @@ def test_a_stopped_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
         return planted_problem(
             tell=lambda stage, record: run.on_event(Event(stage, 0, record)),
             keep=lambda stage: run.checkpointer(
-                stage, {}, every_steps=7, asked_to_stop=lambda: next(left, None) is None
+                stage, {}, every_steps=7, stop_requested=lambda: next(left, None) is None
             ),
         )
 

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmcp
 from dmcp.budget import holds, parse, ratios, show_cost
-from dmcp.errors import BudgetError
 from dmcp.markov import CHAIN, group_sizes, marginals, moment
 from dmcp.tracing import cost
 from dmcp.tracing.cost import Polynomial, evaluate, product, show_bytes, total
@@ -199,7 +198,7 @@ def test_the_expected_cost_has_the_right_gradient(squared: Any) -> None:
 
 def test_at_the_ends_of_the_chain_the_expected_cost_is_exact(squared: Any) -> None:
     net = dmcp.Supernet(Squared(), squared, groups=3).double()
-    for alpha, widths in ((1e4, squared.full), (-1e4, net.floor)):
+    for alpha, widths in ((1e4, squared.full), (-1e4, net.min_widths)):
         survive = marginals(torch.full_like(net.alpha, alpha)) * (net.sizes > 0)
         assert squared.expected_macs(survive, net.sizes).item() == squared.macs(widths)
         assert squared.expected_params(survive, net.sizes).item() == squared.params(widths)
@@ -435,80 +434,24 @@ def test_expectation_is_the_most_of_the_moments() -> None:
 # -- budgets of memory
 
 
-@pytest.fixture(scope="module")
-def graph() -> dmcp.ChannelGraph:
-    return dmcp.trace(nets()["residual"], torch.randn(1, 2, 9, 9))
-
-
-def test_texts_are_read(graph: dmcp.ChannelGraph) -> None:
-    full = graph.memory()
-    for text, target in {
-        "memory:2kB": 2000,
-        "memory:2 KB": 2000,
-        "memory:2KiB": 2048,
-        "memory:1.5k": 1500,
-        "memory:1500": 1500,
-        "memory:900B": 900,
-        "memory:0.001MB": 1000,
-        "memory:50%": full // 2,
-        "memory:0.5": full // 2,
-    }.items():
-        (limit,) = parse(text, graph).limits
-        assert (limit.kind, limit.target) == ("memory", target), text
-    assert [limit.kind for limit in parse("50%,memory:2kB,params:60%", graph).limits] == ["macs", "memory", "params"]
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("memory:8ms", "memory"),
-        ("params:2kB", "params:0.5k"),
-        ("2kB", "memory:2kB"),
-        ("2MiB", "memory:2MiB"),
-        ("memory:0.2B", "one byte"),
-        ("memory:1kB,memory:2kB", "twice"),
-        ("memory:2kHz", "cannot be read"),
-    ],
-)
-def test_other_texts_are_refused(graph: dmcp.ChannelGraph, text: str, said: str) -> None:
-    with pytest.raises(BudgetError, match=said):
-        parse(text, graph)
-
-
-def test_unreachable_ones_say_what_can_be_reached() -> None:
-    model, x = nets()["residual"], torch.randn(4, 2, 9, 9)
-    net = dmcp.Supernet(model, dmcp.trace(model, x))
-    for text in ("memory:100B", "memory:1GB"):
-        with pytest.raises(BudgetError, match=r"choose from [\d.,]+ (bytes|kB) .* to [\d.]+ kB"):
-            dmcp.search(net, [(x, torch.zeros(4, 3, 7, 7))], dmcp.SearchConfig(budget=text, epochs=2), loss=_loss)
-
-
-def _loss(output: Tensor, batch: Any) -> Tensor:
-    return (output - batch[1]).square().mean()
-
-
-def test_widths_are_found_inside(graph: dmcp.ChannelGraph) -> None:
-    for text in ("memory:60%", "memory:60%,70%"):
-        found = dmcp.uniform(graph, text)
-        assert holds(parse(text, graph), graph, found)
-        wider = [
-            graph.widths(dict(found) | {name: kept + 1}) for name, kept in found.items() if kept < graph.full[name]
-        ]
-        assert any(not holds(parse(text, graph), graph, it) for it in wider)
-
-
-def test_a_search_ends_inside() -> None:
+def test_a_search_and_uniform_widths_end_inside() -> None:
     torch.manual_seed(0)
     model, x = nets()["dense"], torch.randn(8, 2, 9, 9)
-    data = [(x, torch.randn(8, 3, 7, 7))] * 20
+    task = dmcp.Task(loss=lambda output, batch: (output - batch[1]).square().mean())
     config = dmcp.SearchConfig(budget="memory:50%", epochs=6, distill=False)
-    found = dmcp.search(dmcp.Supernet(model, dmcp.trace(model, x)), data, config, loss=_loss)
+    graph = dmcp.trace(model, x)
+    found = dmcp.search(dmcp.Supernet(model, graph), [(x, torch.randn(8, 3, 7, 7))] * 20, config, task=task)
     widths = dmcp.expected(found)
     assert holds(found.budget, found.graph, widths)
     chances = found.process.marginals(found.alphas.double())
     (share,) = ratios(found.budget, found.graph, chances, found.sizes, found.process).tolist()
     assert 0.8 < share < 1.1  # the loss has pulled it there
     assert found.graph.memory(widths) > 0.8 * found.budget.limits[0].target
+    for text in ("memory:60%", "memory:60%,70%"):
+        inside = dmcp.uniform(graph, text)
+        wider = (graph.widths(dict(inside) | {it: kept + 1}) for it, kept in inside.items() if kept < graph.full[it])
+        assert holds(parse(text, graph), graph, inside)
+        assert any(not holds(parse(text, graph), graph, it) for it in wider)
 
 
 def test_texts() -> None:

@@ -1,4 +1,4 @@
-"""Which channels of a space matter most, and where they lie in weights and norms."""
+"""Where the channels of a space are in weights and norms, and how large their weights are."""
 
 from __future__ import annotations
 

@@ -36,7 +36,11 @@ def check_kinds(given: Mapping[str, tuple[object, type]]) -> None:
 def check_module(model: object) -> None:
     """Refuse what is no network."""
     if not isinstance(model, nn.Module):
-        what = f"the class {model.__name__}: build one, {model.__name__}(...)" if isinstance(model, type) else type(model).__name__
+        what = (
+            f"the class {model.__name__}: build one, {model.__name__}(...)"
+            if isinstance(model, type)
+            else type(model).__name__
+        )
         raise TraceError(f"A torch.nn.Module is needed, not {what}.")
 
 

@@ -6,6 +6,8 @@ import re
 import statistics
 from collections.abc import Sequence
 
+FS_PER_MS = 10**12  # latency is counted in femtoseconds: ints, like all costs
+
 
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Cells as Markdown, the first row as head."""
@@ -51,3 +53,9 @@ def between(low: str, high: str) -> str:
 def points(differences: Sequence[float]) -> str:
     """Mean ± standard deviation (how many) of differences between shares, in percentage points with their sign."""
     return spread(differences, sign="+z")
+
+
+def show_ms(ms: float) -> str:
+    """Three digits with the unit that fits: 8.12 ms, 812 us, 1.2 s."""
+    amount, unit = (ms / 1000, "s") if ms >= 1000 else (ms, "ms") if ms >= 1 else (1000 * ms, "us")
+    return f"{amount:.0f} {unit}" if amount >= 100 else f"{amount:.3g} {unit}"
