@@ -72,7 +72,13 @@ def search(
 ) -> SearchResult:
     config = SearchConfig(**{"budget": "50%", "groups": 4, "epochs": 2, **settings})
     batches = Noise() if loader is None else loader
-    return dmcp.search(net, batches, config, loss=loss, arch_loader=arch_loader, on_record=on_record)
+
+    def hear(event: dmcp.Event) -> None:
+        if on_record is not None and isinstance(event.record, SearchRecord):
+            on_record(event.record)
+
+    task, runtime = dmcp.Task(loss=loss), dmcp.Runtime(on_event=hear)
+    return dmcp.search(net, batches, config, arch_loader=arch_loader, task=task, runtime=runtime)
 
 
 def ran(**settings: Any) -> tuple[Any, SearchResult]:
@@ -371,7 +377,8 @@ def searched(
     model = build().to(DEVICE)
     net = dmcp.Supernet(model, dmcp.trace(model, torch.zeros(2, 3, 32, 32, device=DEVICE)))
     config = SearchConfig(budget="50%", epochs=2, reference_batch=128, log_every=1, **settings)
-    return net, dmcp.search(net, Pictures(), config, engine=engine, checkpointer=checkpointer)
+    runtime = dmcp.Runtime(engine=engine, checkpointer=checkpointer)
+    return net, dmcp.search(net, Pictures(), config, runtime=runtime)
 
 
 def losses(result: SearchResult) -> Tensor:
