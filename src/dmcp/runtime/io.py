@@ -151,7 +151,7 @@ def plain(text: str) -> str:
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write all files under temporary names, and rename them in their order once all are on the disk."""
     folder.mkdir(parents=True, exist_ok=True)
-    staged = {folder / staging_name(name): folder / name for name in files}
+    staged, renamed = {folder / staging_name(name): folder / name for name in files}, False
     try:
         for path, data in zip(staged, files.values(), strict=True):
             path.unlink(missing_ok=True)  # what a killed process left, or a link
@@ -161,9 +161,11 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
                 os.fsync(file.fileno())
         for path, final in staged.items():
             path.replace(final)
+            renamed = True
     except BaseException:  # Ctrl-C, too
-        for path in staged:
-            path.unlink(missing_ok=True)
+        if not renamed:  # otherwise the rest keeps its temporary name, where `load` finds it
+            for path in staged:
+                path.unlink(missing_ok=True)
         raise
     if os.name == "posix":  # make the new names last through a loss of power
         descriptor = os.open(folder, os.O_RDONLY)
