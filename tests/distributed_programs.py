@@ -1,4 +1,4 @@
-"""What each process of tests/test_distributed.py runs; a process alone runs the same, to compare with."""
+"""What each process of test_distributed.py runs; a process alone runs the same, to compare with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,8 +23,21 @@ import dmcp
 from dmcp.cli import main
 from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
+from dmcp.errors import RankError
 from dmcp.models import build
-from dmcp.runtime.distributed import World, join, leave
+from dmcp.runtime.distributed import (
+    SINGLE_PROCESS,
+    World,
+    current,
+    gather,
+    join,
+    leave,
+    mean_gradients,
+    mean_values,
+    part,
+    share_tensors,
+    sum_values,
+)
 
 STEPS = 5  # in an epoch
 PIXELS = (1, 8, 8)
@@ -210,6 +226,107 @@ def running(model: nn.Module) -> dict[str, Tensor]:
 def digest(tensors: Iterable[Tensor]) -> str:
     """One hash of the bits of all."""
     return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
+# every collective gives what one process would have computed
+
+
+class Mixed(nn.Module):
+    """Three dtypes, a strided gradient, and a parameter without any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(5, 4, dtype=torch.float64)
+        self.conv = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+        self.short = nn.Parameter(torch.randn(3, dtype=torch.bfloat16))
+        self.unused = nn.Parameter(torch.randn(2))
+
+    def forward(self, rows: Tensor, images: Tensor) -> Tensor:
+        """One loss per sample."""
+        seen = self.conv(images).mean(dim=(2, 3))
+        return self.wide(rows).square().sum(1) + seen.square().sum(1) + (seen.detach().bfloat16() * self.short).sum(1)
+
+
+def agree() -> None:
+    assert current() == SINGLE_PROCESS
+    world = join("cpu")
+    assert world == current() == join("cpu") == World(*(int(os.environ[it]) for it in ("RANK", "WORLD_SIZE", "RANK")))
+    for count in (10 * world.size + 1, world.size - 1):  # uneven, and none at all for the last rank
+        check_gradients(count, world)
+    check_values(world)
+    broken = patch.object(dist, "broadcast", side_effect=dist.DistBackendError("NCCL is unhappy\nC++ trace"))
+    with broken, pytest.raises(RankError, match=r"lost the others .*\(NCCL is unhappy\)"):
+        share_tensors([torch.zeros(1)], world)
+    full = patch.object(dist, "all_reduce", side_effect=torch.OutOfMemoryError("full"))
+    with full, pytest.raises(torch.OutOfMemoryError):  # not the fault of another rank
+        sum_values(torch.zeros(1), world)
+    leave()
+    assert current() == SINGLE_PROCESS
+    leave()
+
+
+def check_gradients(count: int, world: World) -> None:
+    torch.manual_seed(count)
+    model, rows, images = Mixed(), torch.randn(count, 5, dtype=torch.float64), torch.randn(count, 2, 6, 6)
+    model(rows, images).mean().backward()
+    wanted = {name: one.grad for name, one in model.named_parameters()}
+    model.zero_grad()
+    mine = part(count, world)
+    model(rows[mine], images[mine]).mean().backward()  # without samples: NaN
+    with patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as reduce:
+        mean_gradients(list(model.parameters()), len(rows[mine]), world)
+    assert reduce.call_count == 3  # one per dtype
+    for name, one in model.named_parameters():
+        exact = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[one.dtype]
+        assert (one.grad is None) == (name == "unused")
+        if one.grad is not None:
+            assert one.grad.dtype == one.dtype
+            torch.testing.assert_close(one.grad, wanted[name], rtol=exact, atol=exact)
+    first, *others = gather([one.grad for one in model.parameters() if one.grad is not None], world)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+def check_values(world: World) -> None:
+    everyone = np.random.default_rng(0).normal(size=(world.size, 4, 3))
+    samples = np.arange(world.size * 4).reshape(world.size, 4, 1)  # rank 0 has a row without samples
+    everyone[0, 0] = np.nan
+    mine = torch.from_numpy(everyone[world.rank])
+    wanted = np.nansum(everyone * samples, axis=0) / samples.sum(axis=0)
+    np.testing.assert_allclose(mean_values(mine, torch.from_numpy(samples[world.rank]), world), wanted, rtol=1e-12)
+    one, weighted = torch.tensor(float(world.rank)), np.average(range(world.size), weights=range(1, world.size + 1))
+    torch.testing.assert_close(mean_values(one, world.rank + 1, world), torch.tensor(weighted, dtype=torch.float32))
+    large, total = torch.tensor([2**53 + world.rank]), sum(range(world.size))  # a float64 would lose the last bit
+    assert sum_values(large, world).tolist() == [2**53 * world.size + total] and large.item() == 2**53 + world.rank
+    assert gather(world.rank, world) == [*range(world.size)]
+
+    def fill(seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        images = nn.Parameter(torch.randn(3, 2, 4, 4).to(memory_format=torch.channels_last))
+        return [images, torch.randn(5).half(), torch.randint(99, (2, 3)), torch.rand(7) > 0.5, torch.randn(4, 6).T]
+
+    tensors = fill(world.rank)
+    places = [(it.data_ptr(), it.stride()) for it in tensors]
+    share_tensors(tensors, world)
+    assert places == [(it.data_ptr(), it.stride()) for it in tensors]
+    assert all(torch.equal(mine, wanted) for mine, wanted in zip(tensors, fill(0), strict=True))
+
+
+def borrow() -> None:
+    """A process group of the user's own is used, and not destroyed."""
+    dist.init_process_group("gloo")
+    world = join()
+    assert world == current() and world.size == dist.get_world_size() > 1 and sum(gather(1, world)) == world.size
+    leave()
+    assert dist.is_initialized()
+    dist.destroy_process_group()
+
+
+def reduce(ready: Path) -> None:
+    """Sum for ever."""
+    world = join("cpu")
+    (ready / f"ready{world.rank}").touch()
+    while True:
+        sum_values(torch.ones(1000), world)
 
 
 # the processes

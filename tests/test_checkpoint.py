@@ -476,7 +476,7 @@ class Loop:
 
         saver = None
         if self.folder is not None:
-            earlier = lambda: [asdict(record) for record in self.seen.values()]  # noqa: E731
+            earlier = lambda _: [asdict(record) for record in self.seen.values()]  # noqa: E731
             saver = Checkpointer(self.folder, every_steps=2, earlier=earlier, stop_requested=lambda: bool(asked))
         loader = self.how.get("loader", shuffled)(36)
         note = lambda record: self.seen.update({record.step: record})  # noqa: E731

@@ -17,7 +17,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -454,8 +454,9 @@ class Checkpointer:
     every_seconds: float = 300.0
     stop_requested: Callable[[], bool] = bool
     lines: Callable[[], int] = int  # lines in the log of the run
-    earlier: Callable[[], list[dict[str, Any]]] = list  # records of this loop in that log
+    earlier: Callable[[str], list[dict[str, Any]]] = lambda stage: []  # records of a stage in that log
     warn: Callable[[str], None] | None = None
+    name: str = ""  # of the stage
     _step: int = 0  # of the last checkpoint
     _time: float = field(default_factory=time.monotonic)
 
@@ -464,6 +465,10 @@ class Checkpointer:
         for name in ("every_steps", "every_seconds"):
             if not isinstance(value := getattr(self, name), Real):
                 raise TrainingError(f"{name} must be a number, not {value!r}.")
+
+    def stage(self, name: str) -> Checkpointer:
+        """The checkpointer of one stage of a run, in a folder of its own."""
+        return replace(self, name=name, folder=self.folder / name.replace(" ", "-"), _step=0, _time=time.monotonic())
 
     def load(self, world: World) -> Checkpoint | None:
         """The newest checkpoint, if there is one; FileError if it was made with other settings."""

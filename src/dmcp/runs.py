@@ -126,7 +126,7 @@ class Run:
     def checkpointer(self, stage: str, identity: Mapping[str, Any], **when: Any) -> Checkpointer:
         """What saves the state of one stage of this run."""
         return Checkpointer(
-            self.stage_folder(stage), identity, lines=self.lines, earlier=lambda: self.records(stage), **when
+            self.stage_folder(stage), identity, lines=self.lines, earlier=lambda _: self.records(stage), **when
         )
 
     def stage_folder(self, stage: str) -> Path:

@@ -150,7 +150,7 @@ def _resume(checkpointer: Checkpointer | None, state: State, log: Log, first: in
     if saved is None or checkpointer is None:
         return 0, 0.0
     state.restore(saved.tensors, [saved.step, max(0, saved.step - first)][: len(state.iterators)], world)
-    log.begin([record for record in checkpointer.earlier() if record["step"] < saved.step])
+    log.begin([record for record in checkpointer.earlier(checkpointer.name) if record["step"] < saved.step])
     return saved.step, saved.facts["scale"]
 
 
