@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import sys
+import tempfile
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -96,7 +98,37 @@ def train_normed(world: World, batch: int) -> dict[str, Any]:
     trained = train(model, loader(world, batch), lr=0.2, reference_batch=batch)
     accuracy = dmcp.evaluate(model, test_loader(world))
     dmcp.recalibrate(model, loader(world, batch))
-    return {"search": searched, "training": trained, "accuracy": accuracy, "calibrated": running(model)}
+    found = {"search": searched, "training": trained, "accuracy": accuracy, "calibrated": running(model)}
+    return found | {"interrupted": interrupted(world, 16)}
+
+
+def interrupted(world: World, batch: int) -> list[str]:
+    """Hashes of a search and a training with dropout: unbroken, and left by an error and resumed."""
+    warnings.simplefilter("ignore", dmcp.losses.DistillationWarning)
+    (folder,) = {*gather(tempfile.mkdtemp() if world.first else None, world)} - {None}
+
+    def run(act: Callable[..., Any], crash: int, name: str = "") -> str:
+        torch.manual_seed(world.rank)
+        calls = itertools.count()
+
+        def loss(output: Tensor, labelled: Any) -> Tensor:
+            if next(calls) == crash:
+                raise RuntimeError("crash")
+            return F.cross_entropy(output, labelled[1])
+
+        saver = dmcp.Checkpointer(Path(folder) / name, every_steps=1) if name else None
+        batches = loader(world, batch, steps=20)
+        found = act(dropped(), batches, loss=loss, checkpointer=saver, reference_batch=batch)
+        return str(found["hash"]) + digest([found.get("alphas", torch.zeros(1))])
+
+    hashes = []
+    for act, crash in ((search, 80), (train, 30)):  # an epoch has 20 steps, of which every tenth may be saved
+        hashes.append(run(act, -1))
+        try:
+            run(act, crash, act.__name__)
+        except RuntimeError:
+            hashes.append(run(act, -1, act.__name__))
+    return hashes
 
 
 def learn_from_a_teacher(world: World, batch: int) -> dict[str, Any]:
@@ -193,11 +225,13 @@ def test_loader(world: World) -> Any:
     return make_loader(load("digits").test, 127, train=False, world=world)
 
 
-def search(model: nn.Module, batches: Any, arch_loader: Any = None, **settings: Any) -> dict[str, Any]:
+def search(
+    model: nn.Module, batches: Any, arch_loader: Any = None, loss: Any = None, checkpointer: Any = None, **settings: Any
+) -> dict[str, Any]:
     """What a search of two epochs saw, and where it ended."""
     net = dmcp.Supernet(model, dmcp.trace(model, torch.zeros(2, *PIXELS)))
     config = dmcp.SearchConfig(budget="50%", epochs=2, **settings)
-    found = dmcp.search(net, batches, config, arch_loader=arch_loader)
+    found = dmcp.search(net, batches, config, loss, arch_loader=arch_loader, checkpointer=checkpointer)
     losses = [
         torch.tensor([*record.weight_losses, record.task_loss or 0.0, record.budget_loss or 0.0])
         for record in found.log
@@ -206,9 +240,11 @@ def search(model: nn.Module, batches: Any, arch_loader: Any = None, **settings: 
     return result(net.model, torch.stack(losses)) | {"alphas": found.alphas}
 
 
-def train(model: nn.Module, batches: Any, **settings: Any) -> dict[str, Any]:
+def train(
+    model: nn.Module, batches: Any, loss: Any = None, checkpointer: Any = None, **settings: Any
+) -> dict[str, Any]:
     """What a training of two epochs saw, and where it ended."""
-    records = dmcp.train(model, batches, dmcp.TrainConfig(epochs=2, **settings))
+    records = dmcp.train(model, batches, dmcp.TrainConfig(epochs=2, **settings), loss, checkpointer=checkpointer)
     return result(model, torch.tensor([record.loss for record in records], dtype=torch.float64))
 
 

@@ -215,6 +215,9 @@ def test_with_batchnorm_ranks_stay_together(tmp_path: Path) -> None:
     assert gap(first["search"]["buffers"], second["search"]["buffers"]) > 1e-3  # statistics are those of a rank
     assert gap(first["training"]["buffers"], second["training"]["buffers"]) == 0
 
+    for searched, searched_again, trained, trained_again in (first["interrupted"], second["interrupted"]):
+        assert searched == searched_again and trained == trained_again  # resumed with the same bits
+
     model = build("digits:resnet")
     model.load_state_dict(first["training"]["weights"] | first["training"]["buffers"])
     assert first["accuracy"] == second["accuracy"] == dmcp.evaluate(model, programs.test_loader(SINGLE_PROCESS)) > 0.15
