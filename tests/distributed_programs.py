@@ -27,6 +27,7 @@ from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
 from dmcp.errors import RankError
 from dmcp.models import build
+from dmcp.retraining import TeacherWarning
 from dmcp.runtime.distributed import (
     SINGLE_PROCESS,
     World,
@@ -122,7 +123,7 @@ def interrupted(world: World, batch: int) -> list[str]:
         return str(found["hash"]) + digest([found.get("alphas", torch.zeros(1))])
 
     hashes = []
-    for act, crash in ((search, 80), (train, 30)):  # an epoch has 20 steps, of which every tenth may be saved
+    for act, crash in ((search, 45), (train, 30)):  # an epoch has 20 steps, of which every tenth may be saved
         hashes.append(run(act, -1))
         try:
             run(act, crash, act.__name__)
@@ -142,10 +143,8 @@ def learn_from_a_teacher(world: World, batch: int) -> dict[str, Any]:
     teacher = Plain()
     kept = teacher.stem.weight.detach().clone()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", dmcp.pruning.TeacherWarning)  # it has learnt nothing
-        found = dmcp.prune(
-            model, given, test_loader(world), search=search, train=config, retrain=dmcp.Retrain.TEACHER, teacher=teacher
-        )
+        warnings.simplefilter("ignore", TeacherWarning)  # it has learnt nothing
+        found = dmcp.prune(model, given, test_loader(world), search=search, train=config, teacher=teacher)
     assert torch.equal(kept, teacher.stem.weight)  # a user's network is never written
     return {"weights": dict(found.model.state_dict()), "accuracies": [row.accuracy for row in found.rows]}
 
@@ -189,7 +188,7 @@ def measure_whole(world: World, batch: int) -> dict[str, Any]:
             told.append(str(error))
     try:
         padded = DataLoader(DIGITS, batch, sampler=DistributedSampler(DIGITS))
-        dmcp.prune(model, loader(world, 32), padded, metric=Macro())
+        dmcp.prune(model, loader(world, 32), padded, task=dmcp.Task(metric=Macro()))
     except dmcp.DmcpError as error:
         told.append(str(error))
     own = DataLoader(Subset(DIGITS, range(world.rank, len(DIGITS), world.size)), batch)
@@ -231,7 +230,8 @@ def search(
     """What a search of two epochs saw, and where it ended."""
     net = dmcp.Supernet(model, dmcp.trace(model, torch.zeros(2, *PIXELS)))
     config = dmcp.SearchConfig(budget="50%", epochs=2, **settings)
-    found = dmcp.search(net, batches, config, loss, arch_loader=arch_loader, checkpointer=checkpointer)
+    how = {"task": dmcp.Task(loss=loss), "runtime": dmcp.Runtime(checkpointer=checkpointer)}
+    found = dmcp.search(net, batches, config, arch_loader=arch_loader, **how)
     losses = [
         torch.tensor([*record.weight_losses, record.task_loss or 0.0, record.budget_loss or 0.0])
         for record in found.log
@@ -244,7 +244,8 @@ def train(
     model: nn.Module, batches: Any, loss: Any = None, checkpointer: Any = None, **settings: Any
 ) -> dict[str, Any]:
     """What a training of two epochs saw, and where it ended."""
-    records = dmcp.train(model, batches, dmcp.TrainConfig(epochs=2, **settings), loss, checkpointer=checkpointer)
+    how = {"task": dmcp.Task(loss=loss), "runtime": dmcp.Runtime(checkpointer=checkpointer)}
+    records = dmcp.train(model, batches, dmcp.TrainConfig(epochs=2, **settings), **how)
     return result(model, torch.tensor([record.loss for record in records], dtype=torch.float64))
 
 
@@ -380,7 +381,13 @@ def keep_a_list(folder: Path) -> None:
     """Try to save a training that cannot be saved."""
     world = join("cpu")
     config = dmcp.TrainConfig(epochs=1, lr=0.2, warmup_lr=0.2)
-    dmcp.train(plain(world), loader(world, 4), config, checkpointer=dmcp.Checkpointer(folder), optimizer=Listing)
+    dmcp.train(
+        plain(world),
+        loader(world, 4),
+        config,
+        task=dmcp.Task(optimizer=Listing),
+        runtime=dmcp.Runtime(checkpointer=dmcp.Checkpointer(folder)),
+    )
 
 
 def command(*arguments: str) -> None:

@@ -42,14 +42,14 @@ from dmcp.checkpoint import (
     untouched,
 )
 from dmcp.errors import DataError, FileError, StoppedError, TrainingError
-from dmcp.pruning import prune
+from dmcp.pruning import Loaders, prune
 from dmcp.runtime.distributed import SINGLE_PROCESS, World
 from dmcp.searching.search import search
-from dmcp.settings import Distillation, Engine, SearchConfig, TrainConfig
+from dmcp.settings import Engine, SearchConfig, TrainConfig
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
-from dmcp.training import train
+from dmcp.training import Runtime, Task, train
 
 CPU = torch.device("cpu")
 RESOLVED = Engine().resolve(CPU)
@@ -479,27 +479,27 @@ class Loop:
             earlier = lambda _: [asdict(record) for record in self.seen.values()]  # noqa: E731
             saver = Checkpointer(self.folder, every_steps=2, earlier=earlier, stop_requested=lambda: bool(asked))
         loader = self.how.get("loader", shuffled)(36)
-        note = lambda record: self.seen.update({record.step: record})  # noqa: E731
-        ends = (self._search if self.kind == "search" else self._train)(loader, loss, note, saver)
-        return *ends, list(self.seen.values())
 
-    def _search(self, loader: Any, loss: Any, note: Any, saver: Checkpointer | None) -> Any:
+        def note(event: Any) -> None:
+            if hasattr(event.record, "step"):
+                self.seen[event.record.step] = event.record
+
+        how = {"task": Task(loss=loss, optimizer=self.how.get("optimizer"))}
+        how |= {"runtime": Runtime(checkpointer=saver, on_event=note)}
+        return *(self._search if self.kind == "search" else self._train)(loader, how), list(self.seen.values())
+
+    def _search(self, loader: Any, how: dict[str, Any]) -> Any:
         net = Supernet(fresh(), graph(), groups=4)
         accumulate = self.how.get("accumulate", 1)
         config = SearchConfig(budget=0.5, groups=4, epochs=4, log_every=7, accumulate=accumulate)
-        arch = shuffled(20) if self.how.get("arch") else None
-        made = self.how.get("optimizer")
-        found = search(net, loader, config, loss, arch, note, checkpointer=saver, optimizer=made)
+        found = search(net, loader, config, arch_loader=shuffled(20) if self.how.get("arch") else None, **how)
         return found.alphas.tolist(), bits_of(net.model), found.log
 
-    def _train(self, loader: Any, loss: Any, note: Any, saver: Checkpointer | None) -> Any:
+    def _train(self, loader: Any, how: dict[str, Any]) -> Any:
         model, teacher = fresh(), fresh() if self.how.get("teacher") else None
         momentum = self.how.get("momentum", 0.9)
-        kind = Distillation.TEACHER if teacher else Distillation.NONE
         config = TrainConfig(epochs=4, lr=0.1, warmup_lr=0.1, momentum=momentum, nesterov=momentum > 0)
-        config, made = replace(config, distillation=kind), self.how.get("optimizer")
-        records = train(model, loader, config, loss, teacher, note, checkpointer=saver, optimizer=made)
-        return bits_of(model), records
+        return bits_of(model), train(model, loader, config, teacher=teacher, **how)
 
 
 class Counting(torch.optim.SGD):
@@ -564,7 +564,7 @@ def test_a_loop_that_is_asked_to_stop_saves_its_step(tmp_path: Path, kind: str, 
 @pytest.mark.parametrize("kind", ["search", "train"])
 def test_a_loss_that_is_no_number_leaves_the_last_good_checkpoint(tmp_path: Path, kind: str) -> None:
     loop = Loop(kind, tmp_path)
-    with pytest.raises(TrainingError, match="loss is nan"):
+    with pytest.raises(TrainingError, match=r"loss.* is (nan|not finite)"):
         loop.run(0, no_number, 9)
     found = load_checkpoint(tmp_path, sys.exit)
     assert found is not None and found.step == 8 == len(loop.seen)
@@ -575,11 +575,12 @@ def test_a_loss_that_is_no_number_leaves_the_last_good_checkpoint(tmp_path: Path
 def test_a_checkpoint_of_another_network_or_optimizer_is_refused(tmp_path: Path) -> None:
     config = TrainConfig(epochs=1, lr=0.1, warmup_lr=0.1)
     batches = [(torch.randn(3, 36), torch.zeros(3, dtype=torch.int64))] * 3
-    train(nn.Sequential(nn.Linear(36, 1), nn.Linear(1, 1)), batches, config, checkpointer=Checkpointer(tmp_path / "a"))
+    runtime = Runtime(checkpointer=Checkpointer(tmp_path / "a"))
+    train(nn.Sequential(nn.Linear(36, 1), nn.Linear(1, 1)), batches, config, runtime=runtime)
     others = [nn.Linear(36, 1), nn.Sequential(nn.Linear(36, 4), nn.Linear(4, 1)), nn.Sequential(nn.Linear(36, 1))]
     for other in others:  # other names, other shapes (which copy_ would stretch), fewer layers
         with pytest.raises(FileError, match="another network"):
-            train(other, batches, config, checkpointer=Checkpointer(tmp_path / "a"))
+            train(other, batches, config, runtime=runtime)
     for first, second in itertools.permutations([None, torch.optim.Adam, torch.optim.RMSprop], 2):
         folder = tmp_path / f"{first}{second}"
         with pytest.raises(CrashError):
@@ -615,22 +616,23 @@ SHORT = {
 }
 
 
-def pruned(folder: Path, model: nn.Module | None = None, **how: Any) -> Any:
+def pruned(folder: Path, model: nn.Module | None = None, loader: Any = None, **how: Any) -> Any:
     seed_all(0)
-    keep = lambda stage: Checkpointer(folder / stage, every_steps=2)  # noqa: E731
-    result = prune(model or fresh(), shuffled(36), shuffled(36), keep=keep, **SHORT | how)
+    parts = {name: how.pop(name) for name in ("engine", "on_event") if name in how}
+    runtime = Runtime(checkpointer=Checkpointer(folder, every_steps=2), **parts)
+    result = prune(model or fresh(), loader or shuffled(36), shuffled(36), runtime=runtime, **SHORT | how)
     return bits_of(result.model)
 
 
 OTHER_SETTINGS: list[tuple[dict[str, Any], str]] = [
-    ({"seed": 1}, "search.seed was 0, is 1"),
+    ({"search": replace(SHORT["search"], seed=1)}, "search.seed was 0, is 1"),
     ({"search": replace(SHORT["search"], budget="40%")}, 'search.budget was 0.5, is "40%"'),
     ({"search": replace(SHORT["search"], min_channels={"0": 3})}, "search.min_channels.0 was null, is 3"),
     ({"train": replace(SHORT["train"], epochs=2)}, "train.epochs was 1, is 2"),
     ({"retrain": "finetune"}, "retrain was"),
-    ({"baselines": True}, "baselines was false, is true"),
-    ({"arch_loader": shuffled(20)}, "arch_loader was false, is true"),
-    ({"optimizer": torch.optim.Adam}, "optimizer was false, is true"),
+    ({"baselines": True}, "baselines was [], is"),
+    ({"loader": Loaders(search=shuffled(36), arch=shuffled(20))}, "arch_loader was false, is true"),
+    ({"task": Task(optimizer=torch.optim.Adam)}, "optimizer was false, is true"),
     ({"engine": Engine(deterministic=True)}, "engine.deterministic was false, is true"),
 ]
 

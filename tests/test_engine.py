@@ -315,7 +315,7 @@ def test_training_in_either_layout_gives_the_same_weights() -> None:
     config = TrainConfig(epochs=2, lr=0.05, reference_batch=None, warmup_epochs=0, warmup_lr=0)
     for model, chosen in zip(models, (Engine(), Engine(channels_last=True)), strict=True):
         old = layout(model)
-        train(model, loader, config, engine=chosen)
+        train(model, loader, config, runtime=dmcp.Runtime(engine=chosen))
         assert layout(model) == old
     one, other = (tensors(model) for model in models)
     assert all((one[name] - other[name]).abs().max() < 1e-6 for name in one)  # the loss is in float32
@@ -395,7 +395,8 @@ def searched(toy: Any, chosen: Engine, counter: CompileCounterWithBackend | None
     config = SearchConfig(budget=0.5, groups=4, epochs=4, log_every=1, lr=0.05, min_lr=0.01, reference_batch=4)
     counts: list[int] = []
     count = lambda _: counts.append(counter.frame_count if counter else 0)  # noqa: E731
-    return search(net, images(toy.SHAPE), config, engine=chosen, on_record=count), counts
+    runtime = dmcp.Runtime(engine=chosen, on_event=count)
+    return search(net, images(toy.SHAPE), config, runtime=runtime), counts
 
 
 @pytest.fixture
@@ -413,7 +414,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_nothing_is_compiled_twice(toy: Any, counter: CompileCounterWithBackend) -> None:
     expected, _ = searched(toy, Engine())
     result, counts = searched(toy, Engine(compile=True), counter)
-    assert len(counts) == 12 and counts[0] > 0 and len({*counts[:6]}) == 1  # 6 of the warm-up
+    assert len(counts) == 13 and counts[0] > 0 and len({*counts[:6]}) == 1  # 6 of the warm-up, and the result
     assert counts[0] < counts[6] and len({*counts[6:]}) == 1
     for own, other in zip(result.log, expected.log, strict=True):
         assert own.weight_losses == pytest.approx(other.weight_losses, abs=1e-4)
@@ -426,6 +427,7 @@ def test_training_is_compiled_once(counter: CompileCounterWithBackend) -> None:
     config = TrainConfig(epochs=2, lr=0.05, reference_batch=None, warmup_epochs=0, warmup_lr=0)
     logs = []
     for chosen in (Engine(), Engine(compile=True)):
-        logs.append(train(randomise(Chain(**Chain.FULL)).float(), images(Chain.SHAPE), config, engine=chosen))
+        model, runtime = randomise(Chain(**Chain.FULL)).float(), dmcp.Runtime(engine=chosen)
+        logs.append(train(model, images(Chain.SHAPE), config, runtime=runtime))
     assert counter.frame_count == 1
     assert [record.loss for record in logs[1]] == pytest.approx([record.loss for record in logs[0]], abs=1e-4)

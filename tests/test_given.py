@@ -27,10 +27,10 @@ from dmcp.errors import DataError, DmcpError, TrainingError
 from dmcp.losses import DistillationWarning, MetricWarning
 from dmcp.models import build
 from dmcp.preflight import check_classifier, check_finite, check_input
-from dmcp.pruning import DivergenceWarning
 from dmcp.report.html import chart_runs, make_page, read_run
 from dmcp.results import DMCP, ORIGINAL, UNPRUNED, Row, divergence, notes, standard_error
 from dmcp.results import results_table as table
+from dmcp.retraining import DivergenceWarning
 from dmcp.runs import open_run
 from dmcp.settings import Retrain
 from dmcp.training import evaluate
@@ -262,7 +262,7 @@ def test_arguments_of_another_kind_are_refused(how: Any, words: str) -> None:
         (lambda model, graph: dmcp.random_widths(graph, "50%", 0), "generator must be a torch.Generator.*manual_seed"),
         (
             lambda model, graph: dmcp.trace(model, torch.zeros(2, *Residual.SHAPE), ignore=3),
-            r"frozen takes names.*not \[3\]",
+            r"ignore takes names.*not \[3\]",
         ),
         (lambda model, graph: dmcp.verify(model, graph, torch.zeros(2, 1, 8, 8)), "example input.*channels"),
         (lambda model, graph: dmcp.Checkpointer(3), "A keeper needs the path of a folder, not 3"),
@@ -290,8 +290,8 @@ def test_arguments_of_another_kind_are_refused(how: Any, words: str) -> None:
             lambda model, graph: dmcp.export(model, torch.zeros(2, *Residual.SHAPE), 3),
             "export needs the path of a file",
         ),
-        (lambda model, graph: dmcp.quantize(3, [], "a.onnx"), "quantise needs the path of a file, not 3"),
-        (lambda model, graph: dmcp.Latency.load(3), "A table of latency needs the path of a file, not 3"),
+        (lambda model, graph: dmcp.quantize(3, [], "a.onnx"), "quantize needs the path of a file, not 3"),
+        (lambda model, graph: dmcp.Latency.load(3), "A latency table needs the path of a file, not 3"),
         (lambda model, graph: dmcp.evaluate(3, []), "A torch.nn.Module is needed, not int"),
         (lambda model, graph: dmcp.evaluate(Residual, []), "not the class Residual: build one"),
         (lambda model, graph: dmcp.evaluate(model, [], forward=3), "forward must be a function, not a int"),
@@ -300,20 +300,27 @@ def test_arguments_of_another_kind_are_refused(how: Any, words: str) -> None:
         (lambda model, graph: dmcp.reinitialize(model, init=3), "init must be a function, not a int"),
         (lambda model, graph: dmcp.reinitialize(model, generator=0), "generator must be a torch.Generator, not 0"),
         (
-            lambda model, graph: dmcp.train(model, Noise(), TRAIN, engine="cpu"),
+            lambda model, graph: dmcp.train(model, Noise(), TRAIN, runtime=dmcp.Runtime(engine="cpu")),
             "engine must be a dmcp.Engine, not a str",
         ),
         (
-            lambda model, graph: dmcp.train(model, Noise(), TRAIN, checkpointer="a"),
+            lambda model, graph: dmcp.train(model, Noise(), TRAIN, runtime=dmcp.Runtime(checkpointer="a")),
             "keeper must be a dmcp.Keeper, not a str",
         ),
-        (lambda model, graph: dmcp.train(model, Noise(), TRAIN, loss=3), "loss must be a function, not a int"),
         (
-            lambda model, graph: dmcp.search(dmcp.Supernet(model, graph), Noise(), SEARCH, engine="cpu"),
+            lambda model, graph: dmcp.train(model, Noise(), TRAIN, task=dmcp.Task(loss=3)),
+            "loss must be a function, not a int",
+        ),
+        (
+            lambda model, graph: dmcp.search(
+                dmcp.Supernet(model, graph), Noise(), SEARCH, runtime=dmcp.Runtime(engine="cpu")
+            ),
             "engine must be a dmcp.Engine, not a str",
         ),
         (
-            lambda model, graph: dmcp.search(dmcp.Supernet(model, graph), Noise(), SEARCH, on_record=3),
+            lambda model, graph: dmcp.search(
+                dmcp.Supernet(model, graph), Noise(), SEARCH, runtime=dmcp.Runtime(on_event=3)
+            ),
             "on_record must be a function, not a int",
         ),
         (
@@ -327,12 +334,11 @@ def test_arguments_of_another_kind_are_refused(how: Any, words: str) -> None:
         (lambda model, graph: dmcp.evaluate(model, torch.zeros(2)), "dim 0 of its first tensor, which has none"),
         (lambda model, graph: dmcp.evaluate(model, [], precision="x"), "precision must be one of float32.*not 'x'"),
         (lambda model, graph: dmcp.prune(model, None, Noise()), "The loader, a NoneType, has no length"),
-        (lambda model, graph: graph.with_latency(3), "latency must be a dmcp.Latency.*dmcp.measure_latency.*not a int"),
         (lambda model, graph: dmcp.Supernet(model, graph).fold(3), "Gates must be one number per channel.*not a int"),
         (lambda model, graph: dmcp.verify(model, graph, 3), "The example input holds no tensor"),
         (
             lambda model, graph: dmcp.trace(model, torch.zeros(2, *Residual.SHAPE), rules=3),
-            r"rules are a mapping from ops.*RULES \| .*not a int",
+            r"rules are a mapping.*RULES \| .*not a int",
         ),
         (
             lambda model, graph: dmcp.export(model, torch.zeros(2, *Residual.SHAPE), "a.pt2", preprocessing=object()),
@@ -359,10 +365,10 @@ def test_a_loss_for_labels_is_told_that_it_gets_the_batch() -> None:
     model, graph = traced()
     how = {"search": SEARCH, "train": TRAIN, "graph": graph}
     with pytest.warns(DistillationWarning), pytest.raises(TypeError) as raised:
-        dmcp.prune(model, Noise(), Noise(1), loss=nn.functional.cross_entropy, **how)
+        dmcp.prune(model, Noise(), Noise(1), **how, task=dmcp.Task(loss=nn.functional.cross_entropy))
     assert "loss(output, batch)" in " ".join(raised.value.__notes__)
     with pytest.raises(TypeError) as raised:
-        dmcp.prune(model, Noise(), Noise(1), metric=lambda output, y: (output.argmax(1) - y, 1), **how)
+        dmcp.prune(model, Noise(), Noise(1), **how, task=dmcp.Task(metric=lambda output, y: (output.argmax(1) - y, 1)))
     assert "metric(output, batch)" in " ".join(raised.value.__notes__)
 
 
@@ -490,8 +496,8 @@ def test_own_metrics_are_plain_numbers_in_a_report(tmp_path: Path) -> None:
         search=SEARCH,
         train=TRAIN,
         baselines=True,
-        metric=lambda output, batch: (torch.tensor(7.34731 * len(output)), len(output)),
-        on_event=folder.on_event,
+        task=dmcp.Task(metric=lambda output, batch: (torch.tensor(7.34731 * len(output)), len(output))),
+        runtime=dmcp.Runtime(on_event=folder.on_event),
     )
     folder.finish(result)
     past = read_run(folder.folder)
@@ -544,7 +550,7 @@ def test_a_metric_that_is_no_number_is_warned_of(lower: bool) -> None:
     metric: Any = lambda output, batch: (output.sum() * math.nan, len(output))  # noqa: E731
     metric = dmcp.LowerIsBetter(metric) if lower else metric
     with pytest.warns(MetricWarning, match="ours: its metric is nan") as told:
-        dmcp.prune(model, Noise(), Noise(1), graph=graph, search=SEARCH, train=TRAIN, metric=metric)
+        dmcp.prune(model, Noise(), Noise(1), graph=graph, search=SEARCH, train=TRAIN, task=dmcp.Task(metric=metric))
     assert len(told) == 1
 
 

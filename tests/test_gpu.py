@@ -62,7 +62,7 @@ def test_bf16_model_with_soft_gates() -> None:
     net = dmcp.Supernet(model, graph)
     net(x, net.soft()).float().square().mean().backward()
     assert net.alpha.grad is not None and bool(net.alpha.grad.isfinite().all()) and bool(net.alpha.grad.any())
-    small = dmcp.cut(model, graph, net.floor)
+    small = dmcp.cut(model, graph, net.min_widths)
     assert small(x).dtype == torch.bfloat16
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
@@ -277,7 +277,7 @@ def test_a_padded_network_learns_the_same(engine: dmcp.Engine) -> None:
     alone = copy.deepcopy(small)
     twin = padded(small, model, graph, widths)
     assert twin
-    one, other = (dmcp.train(net, batches, rates, engine=engine) for net in (alone, twin.wide))
+    one, other = (dmcp.train(net, batches, rates, runtime=dmcp.Runtime(engine=engine)) for net in (alone, twin.wide))
     alike = [(step.loss, pytest.approx(same.loss, rel=3e-2)) for step, same in zip(other, one, strict=True)]
     if engine.precision:  # float32: rounding grows with the steps, on a CPU too (to 1e-3 at the tenth)
         alike += [(step.loss, pytest.approx(same.loss, rel=1e-4)) for step, same in zip(other[:4], one, strict=False)]

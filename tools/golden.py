@@ -64,7 +64,7 @@ SPELLINGS = {  # of parameters, fields, attributes and keys
     "stop_requested": ("stop_requested", "should_stop", "asked_to_stop"),
     "held_out": ("held_out", "holdout", "held"),  # of a method's problem: batches to choose by
     "on_event": ("on_event", "log", "tell"),  # of a method's problem: hears (stage, record)
-    "min_widths": ("min_widths", "floor"),  # of a method's problem, and of uniform and random_widths
+    "min_widths": ("min_widths", "min_channels", "floor"),  # of a method's problem, and of uniform and random_widths
 }
 PLACES = {  # module:name of what `import dmcp` does not give
     "build": ("dmcp.models:build", "dmcp.nets:build"),
@@ -369,13 +369,17 @@ def search_case(loader: Any = None, checkpoint: Any = None, **settings: Any) -> 
     return plain | {"weights": all_bits(net.model), "expected": dict(dmcp.expected(found))} | log
 
 
+PARAMETERS = inspect.signature(dmcp.prune).parameters
+
+
 def pruned(way: str, loader: Any = None, checkpoint: Any = None) -> dict[str, Any]:
     model, graph = traced("digits:resnet")
     told = retrain(way, build("mixed", seed=5))
     taught = {"kd_weight": 0.7, "kd_temperature": 3.0} if "teacher" in way else {}
     told |= {"search": call(dmcp.SearchConfig, **SEARCH), "train": call(dmcp.TrainConfig, **TRAIN | taught)}
     told |= {"baselines": True, "graph": graph, "engine": call(dmcp.Engine, **ENGINE)}
-    told |= {} if checkpoint is None else {"checkpoint": checkpoint}
+    if checkpoint is not None:  # now one checkpointer, which gives each stage its own
+        told |= {"checkpointer": checkpoint("")} if "runtime" in PARAMETERS else {"checkpoint": checkpoint}
     result = call(dmcp.prune, model, loader or digits(80), digits(300, 100, train=False), **told)
     rows = [[ROWS.get(it.name, it.name), it.macs, it.params, it.accuracy, it.samples] for it in result.rows]
     found = {"rows": rows, "widths": dict(result.widths), "model": all_bits(result.model)}
@@ -520,8 +524,9 @@ def probe(sections: list[str], quick: bool, stem: bool) -> dict[str, Any]:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     if not stem:
-        with suppress(ImportError):
-            importlib.import_module("dmcp.searching.search").find_stem = lambda net: None  # type: ignore[attr-defined]
+        for name in ("dmcp.searching.steps", "dmcp.searching.search"):
+            with suppress(ImportError):
+                importlib.import_module(name).find_stem = lambda net: None  # type: ignore[attr-defined]
     found: dict[str, Any] = {"seconds": {}}
     every = cases(quick)
     for section in sections:

@@ -24,7 +24,7 @@ from dmcp.latency.table import LATENCY_FILE, Latency, Outcome
 from dmcp.markov import INDEPENDENT, process_of
 from dmcp.pruning import PruneResult, expected_shares
 from dmcp.report.figures import draw_all
-from dmcp.results import Event, Row, divergence, markdown
+from dmcp.results import Row, divergence, markdown
 from dmcp.runtime.io import (
     LOCK,
     MOST_JSON,
@@ -39,6 +39,7 @@ from dmcp.runtime.io import (
 from dmcp.searching.config import SearchRecord, SearchResult
 from dmcp.storage import WIDTHS, save
 from dmcp.tracing.graph import ChannelGraph
+from dmcp.training import Event
 from dmcp.widths import Widths
 
 SETTINGS, LOG, TIMES, REPORT = "settings.json", "log.jsonl", "times.jsonl", "report.md"
@@ -123,16 +124,12 @@ class Run:
         path = self.folder / LOG
         return read_bytes(path, MOST_LOG).split(b"\n")[:-1] if path.exists() or path.is_symlink() else []
 
-    def checkpointer(self, stage: str, identity: Mapping[str, Any], **when: Any) -> Checkpointer:
-        """What saves the state of one stage of this run."""
-        return Checkpointer(
-            self.stage_folder(stage), identity, lines=self.lines, earlier=lambda _: self.records(stage), **when
-        )
-
-    def stage_folder(self, stage: str) -> Path:
-        """Where the checkpoints of a stage are."""
+    def checkpointer(self, identity: Mapping[str, Any], **when: Any) -> Checkpointer:
+        """What saves the state of this run's stages."""
         refuse_link(self.folder / CHECKPOINTS)
-        return self.folder / CHECKPOINTS / stage.replace(" ", "-")
+        return Checkpointer(
+            self.folder / CHECKPOINTS, identity, lines=self.lines, earlier=lambda stage: self.records(stage), **when
+        )
 
     def note_replaced(self, part: str, files: Iterable[str]) -> None:
         """Keep the names of image files that were replaced."""
@@ -311,7 +308,7 @@ def load_search(folder: str | os.PathLike[str], graph: ChannelGraph) -> SearchRe
     if (facts.fingerprint, facts.spaces) != (graph.fingerprint, tuple(space.name for space in graph.spaces)):
         raise WidthsError(f"{folder}: this search was of another architecture than the model: build it as it was.")
     if (folder / LATENCY_FILE).exists():
-        graph = graph.with_latency(Latency.load(folder / LATENCY_FILE))
+        graph = Latency.load(folder / LATENCY_FILE).attach(graph)
     alphas, sizes = _chains(folder / ALPHAS, graph)
     process = process_of(facts.independent)
     return SearchResult(alphas, sizes, graph, facts.budget, facts.tolerance, facts.align, records, process)
@@ -354,7 +351,7 @@ def report(result: PruneResult, figures: Iterable[str], troubles: Iterable[str] 
     ]
     if result.latency is not None:
         lines.append(f"- {result.latency.text}")
-        troubles = [*filter(None, [result.latency.trouble]), *troubles]
+        troubles = [*filter(None, [result.latency.warning]), *troubles]
     listed = " and ".join(f"{share:.1%}" for share in expected_shares(result.search))
     lines.append(f"- expected cost at the end of the search, before sampling: {listed} of the budget")
     lines += [f"- **{trouble}**" for trouble in troubles]

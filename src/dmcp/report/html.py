@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dmcp.budget import LATENCY, MEMORY, limits_latency, show_cost
 from dmcp.errors import DmcpError, FileError
-from dmcp.latency.table import Outcome, show_ms
+from dmcp.latency.table import Outcome
 from dmcp.markov import Process, process_of
 from dmcp.results import DMCP, ORIGINAL, TEACHER, UNPRUNED, Row, against, score, score_name, unknown
 from dmcp.retraining import AS_IT_WAS, TRAINED_FIRST, origin
@@ -44,6 +44,7 @@ from dmcp.searching.config import SearchRecord
 from dmcp.settings import Retrain
 from dmcp.storage import WIDTHS
 from dmcp.training import StepRecord
+from dmcp.units import show_ms
 from dmcp.widths import Widths
 
 _LISTS, _NAMES = {"weight_losses", "ratios"}, {"name"}  # all other fields of records are numbers
@@ -916,7 +917,7 @@ def _section(number: int, run: PastRun) -> str:
     parts.append(_tiles(run))
     parts += [f"<p>{_safe(text)}.</p>" for text in [*_origin(run), *unknown(run.rows)]]
     if run.latency:
-        parts += [f"<p>{_safe(text)}</p>" for text in (f"{run.latency.text}.", run.latency.trouble) if text]
+        parts += [f"<p>{_safe(text)}</p>" for text in (f"{run.latency.text}.", run.latency.warning) if text]
     if run.rows:
         parts.append(_networks(run))
     figures = [_figure(*_CAPTIONS[name], svg) for name, svg in chart_run(run).items()]
@@ -931,10 +932,8 @@ def _origin(run: PastRun) -> list[str]:
     if text_at(run.settings, "command") != "prune" or not run.rows or kind not in list(Retrain):
         return []
     if teacher:
-        teacher = AS_IT_WAS if teacher == "given" else f"the teacher, {teacher}"
-    elif kind == Retrain.TEACHER:
-        teacher = TRAINED_FIRST
-    told = [value_at(run.settings, "train", f"teacher_{name}") for name in ("share", "temperature")]
+        teacher = {"given": AS_IT_WAS, UNPRUNED: TRAINED_FIRST}.get(teacher, f"the teacher, {teacher}")
+    told = [value_at(run.settings, "train", f"kd_{name}") for name in ("weight", "temperature")]
     share, temperature = (float(it) if isinstance(it, int | float) else 1.0 for it in told)  # 1 is left out
     return [origin(Retrain(kind), teacher, share, temperature)]
 
