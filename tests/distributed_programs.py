@@ -27,7 +27,6 @@ from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
 from dmcp.errors import RankError
 from dmcp.models import build
-from dmcp.retraining import TeacherWarning
 from dmcp.runtime.distributed import (
     SINGLE_PROCESS,
     World,
@@ -130,23 +129,6 @@ def interrupted(world: World, batch: int) -> list[str]:
         except RuntimeError:
             hashes.append(run(act, -1, act.__name__))
     return hashes
-
-
-def learn_from_a_teacher(world: World, batch: int) -> dict[str, Any]:
-    """A network with a given teacher, of which each rank has another one: that of rank 0 counts."""
-    search = dmcp.SearchConfig(budget="50%", epochs=2, groups=4, reference_batch=batch, lr=0.05, min_lr=0.05)
-    config = dmcp.TrainConfig(epochs=1, lr=0.2, warmup_lr=0.2, reference_batch=batch, kd_weight=1.0)
-    given = loader(world, batch)
-    torch.manual_seed(0)
-    model = Plain()
-    torch.manual_seed(7 + world.rank)
-    teacher = Plain()
-    kept = teacher.stem.weight.detach().clone()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", TeacherWarning)  # it has learnt nothing
-        found = dmcp.prune(model, given, test_loader(world), search=search, train=config, teacher=teacher)
-    assert torch.equal(kept, teacher.stem.weight)  # a user's network is never written
-    return {"weights": dict(found.model.state_dict()), "accuracies": [row.accuracy for row in found.rows]}
 
 
 class Macro:

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import hashlib
 import itertools
 import json
 import os
 import random
-import shutil
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -162,43 +157,6 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(FileError, match="cannot be written"):
         save_checkpoint(outside, state(6))
     assert [it.name for it in outside.iterdir()] == [path.name]
-
-
-def save_until_killed(folder: Path, step: int, after: float) -> int:
-    """The last step that a process said it had saved, before it was killed after so many seconds."""
-    told, tell = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        while True:
-            step += 1
-            save_checkpoint(folder, state(step, 300_000))
-            os.write(tell, step.to_bytes(8, "little"))
-    os.close(tell)
-    time.sleep(after)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    with open(told, "rb") as pipe:
-        return int.from_bytes(pipe.read()[-8:], "little") or step
-
-
-def kill_savers(folder: Path) -> None:
-    """What killed processes said they had saved is there, and what is there is right."""
-    times, step, rounds, halves = random.Random(0), 0, 0, 0
-    while rounds < 12 or step == 0 or halves == 0:  # some must be killed in the middle of a file
-        promised = save_until_killed(folder, step, times.uniform(0, 0.15))
-        rounds, halves = rounds + 1, halves + any(folder.glob(".*"))
-        found = load_checkpoint(folder, sys.exit)
-        step = found.step if found else 0
-        assert (found is None or same(found, state(step, 300_000))) and step in (promised, promised + 1)
-        assert len(steps(folder)) <= 3
-    save_checkpoint(folder, state(step + 1))
-    assert len(list(folder.iterdir())) == 2  # what the killed ones left is gone
-
-
-def test_a_killed_process_leaves_what_it_had_saved(tmp_path: Path) -> None:
-    # in a process of its own: forking one that has threads is not safe, and pytest may have some
-    source = "import sys, pathlib, test_checkpoint as t; t.kill_savers(pathlib.Path(sys.argv[1]))"
-    subprocess.run([sys.executable, "-c", source, tmp_path], cwd=Path(__file__).parent, check=True, timeout=100)
 
 
 # random numbers
@@ -648,17 +606,3 @@ def test_prune_refuses_a_folder_of_other_settings_before_the_first_step(tmp_path
         with pytest.raises(FileError) as error:
             pruned(tmp_path, on_event=seen.append, **how)
         assert sentence in str(error.value) and not seen
-
-
-@pytest.mark.slow
-def test_two_hundred_runs_in_one_process_need_no_more_memory_than_twenty(tmp_path: Path) -> None:
-    used, objects = {}, {}
-    for number in range(1, 201):
-        pruned(tmp_path / str(number), tiny())
-        shutil.rmtree(tmp_path / str(number))
-        if number in (20, 200):
-            gc.collect()
-            pages = int(Path("/proc/self/statm").read_text().split()[1])
-            used[number], objects[number] = pages * os.sysconf("SC_PAGE_SIZE") / 2**20, len(gc.get_objects())
-    assert used[200] - used[20] < 20  # MiB
-    assert objects[200] - objects[20] < 180  # less than one for each run

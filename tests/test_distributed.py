@@ -195,16 +195,6 @@ def test_without_batchnorm_ranks_compute_what_one_process_does(world_size: int, 
         assert float(alone[name]["alphas"].std()) > 10 * NEAR  # all start from one number
 
 
-@pytest.mark.slow
-def test_all_ranks_learn_from_the_teacher_of_the_first(tmp_path: Path) -> None:
-    first, second = learned(tmp_path, 2, "learn_from_a_teacher", 32)
-    alone = programs.learn_from_a_teacher(SINGLE_PROCESS, 32)
-    assert gap(first["weights"], second["weights"]) == 0
-    assert gap(first["weights"], alone["weights"]) < NEAR
-    assert first["accuracies"] == second["accuracies"] == pytest.approx(alone["accuracies"])
-    assert len(alone["accuracies"]) == 2  # the teacher's is one of them
-
-
 def test_with_batchnorm_ranks_stay_together(tmp_path: Path) -> None:
     first, second = learned(tmp_path, 2, "train_normed", 64)
     for name in ("search", "training"):

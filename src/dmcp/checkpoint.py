@@ -412,7 +412,7 @@ def _check_optimizer(optimizer: Optimizer, saved: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def set_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Tensor]) -> None:
-    """Set a new optimizer to a state that was saved."""
+    """Set a new optimizer to a state that was saved; tensors that it has already are written in place."""
     owners = _owners(optimizer)
     for path, value in saved.items():
         _, part, number, where, key = path.split("/", 4)
@@ -421,10 +421,10 @@ def set_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Tensor]) -> No
             values = optimizer.state[parameter]
         if where == "number":
             values[key] = value.item()
-        elif where == "host":
-            values[key] = value.clone()
-        elif value.shape != parameter.shape:
-            values[key] = value.to(parameter.device, copy=True)
+        elif isinstance(values.get(key), Tensor) and values[key].shape == value.shape:
+            values[key].copy_(value)
+        elif where == "host" or value.shape != parameter.shape:
+            values[key] = value.to("cpu" if where == "host" else parameter.device, copy=True)
         else:  # with the memory layout of the parameter, which fused steps want
             values[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
