@@ -103,8 +103,8 @@ class _Part:
                 f"The budget {text!r} is a latency, and nothing was measured: dmcp.measure_latency(model, example)"
                 ".attach(graph) has it; dmcp prune and dmcp search measure by themselves."
             )
-        if self.share and self.kind == LATENCY:
-            number = min(number * graph.extra[LATENCY].full, Fraction(graph.cost(LATENCY)))  # 100%: as forecast
+        if self.share and self.kind == LATENCY:  # 100% is what the table says
+            number = min(number * graph.extra[LATENCY].full, Fraction(graph.cost(LATENCY)))
         elif self.share:
             number *= cost(graph, self.kind, graph.full)
         if not 1 <= number <= _MAX_TARGET:
