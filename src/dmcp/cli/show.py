@@ -23,7 +23,7 @@ from dmcp.batches import Loader, generator
 from dmcp.budget import Budget, check_reachable, parse
 from dmcp.cli import config as o
 from dmcp.cli.config import Plan, check_names, plan_from_json, read_plan
-from dmcp.cli.job import Corrupt, Job, Opened, build, open_job, trace_job
+from dmcp.cli.job import Corrupt, Job, Opened, build, open_job, sized, trace_job
 from dmcp.cli.launch import following_parent
 from dmcp.cli.session import (
     INPUT,
@@ -63,6 +63,7 @@ from dmcp.compare.runner import (
     write_table,
 )
 from dmcp.data.check import DataFacts, check_data
+from dmcp.data.datasets import load as load_data
 from dmcp.data.datasets import split, swapped
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError, StoppedError
@@ -139,9 +140,10 @@ def data(
         def tell(done: int, count: int) -> None:
             progress.count("reading", done, count, "files")
 
-        facts = check_data(name, input=input, workers=workers, tell=tell)
+        loaded = load_data(name, strict=False)
+        facts = check_data(sized(loaded, name, input) if input else loaded, workers, tell)
     if as_json:
-        print_json(_plain(name, facts))
+        print_json(_plain(name, facts, input))
     else:
         for line in _lines(name, facts, input, most):
             print(plain(line))
@@ -180,7 +182,7 @@ def _lines(name: str, facts: DataFacts, input: str, most: int) -> Iterator[str]:
         yield f"height x width: {', '.join(f'{word} {_by(found)}' for word, found in words)}"
         modes = ", ".join(f"{mode} {count:,}" for mode, count in facts.modes.items())
         yield f"colour: {modes}{'; all are read as RGB' if facts.is_files else ''}"
-    if facts.enlarged is not None:
+    if input and facts.enlarged is not None:
         size = input.partition("x")[2]
         yield f"smaller than {size} in height or width, and enlarged: {facts.enlarged:,}"
     if facts.empty_classes:
@@ -207,7 +209,7 @@ def _list(head: str, entries: Iterable[str], most: int) -> Iterator[str]:
         yield f"  and {len(every) - most:,} more: --most {len(every)} lists all"
 
 
-def _plain(name: str, facts: DataFacts) -> dict[str, Any]:
+def _plain(name: str, facts: DataFacts, input: str) -> dict[str, Any]:
     ends = {"smallest": facts.smallest_class, "largest": facts.largest_class}
     return {
         "data": name,
@@ -218,7 +220,7 @@ def _plain(name: str, facts: DataFacts) -> dict[str, Any]:
         "test": {"images": facts.test, "from": facts.test_from},
         "sizes": dict(zip(("smallest", "median", "largest"), map(list, facts.sizes), strict=False)),
         "modes": facts.modes,
-        "enlarged": facts.enlarged,
+        "enlarged": facts.enlarged if input else None,
         "broken": [it._asdict() for it in facts.broken],
         "in_both": [{"test": one, "train": other} for one, other in facts.in_both],
         "empty_classes": list(facts.empty_classes),

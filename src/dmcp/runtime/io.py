@@ -164,8 +164,9 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
         for path, final in staged.items():
             path.replace(final)
     except BaseException:  # Ctrl-C, too
-        for path in staged:
-            path.unlink(missing_ok=True)
+        if next(iter(staged)).exists():  # between two renames the rest stays, for `load` to find
+            for path in staged:
+                path.unlink(missing_ok=True)
         raise
     if os.name == "posix":  # make the new names last through a loss of power
         descriptor = os.open(folder, os.O_RDONLY)
