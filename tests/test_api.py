@@ -86,7 +86,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_the_blocks_run(left: dict[str, Any]) -> None:
     assert isinstance(left["again"], left["Net"]) and isinstance(left["mine"], left["Net"])
     assert "Stopped after step 1, as asked; everything up to here is saved." in left["printed"].splitlines()
-    assert "stem.0 (16): frozen, as you asked" in left["printed"]
+    assert "stem.0 (16): ignored, as you asked" in left["printed"]
     assert left["printed"].count("search 8 ") == 2  # its first step and its result
 
 
@@ -103,7 +103,7 @@ def test_a_stopped_job_ends_as_if_nothing_had_happened(left: dict[str, Any], tmp
         now.append(event.stage)
 
     now: list[str] = []
-    stopping = dmcp.Checkpointer(tmp_path, asked_to_stop=lambda: now[-1:] == [stage] and next(calls) > 1)
+    stopping = dmcp.Checkpointer(tmp_path, stop_requested=lambda: now[-1:] == [stage] and next(calls) > 1)
     with pytest.raises(dmcp.StoppedError, match="Stopped after step"):
         prune(runtime=dmcp.Runtime(checkpointer=stopping, on_event=hear))
     again, whole = prune(runtime=dmcp.Runtime(checkpointer=dmcp.Checkpointer(tmp_path))), prune()

@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_map_only
 from dmcp import training
 from dmcp.batches import Loader, check_tested, device_of, input_of, labels_of, length_of, on_device, size_of
 from dmcp.budget import LATENCY, Budget, check_reachable, cost, known_limits, limits_latency, ratios, show_cost
-from dmcp.checkpoint import check_graphs, make_optimizer, plain_settings
+from dmcp.checkpoint import plain_settings
 from dmcp.cutting import verify, with_frozen
 from dmcp.errors import BudgetError, DataError, TrainingError, WidthsError
-from dmcp.latency.measure import Measure, measure_latency, price, settle
+from dmcp.latency.measure import Measure, attach_latency, choose_once, measure_latency
 from dmcp.latency.table import Latency, Outcome
 from dmcp.losses import MetricWarning, check_metric, warn_of_distillation
 from dmcp.markov import process_of
@@ -57,12 +57,13 @@ from dmcp.retraining import (
     who_teaches,
 )
 from dmcp.runtime.distributed import current
+from dmcp.runtime.engine import check_graphs, make_optimizer
 from dmcp.sampling import expected, filled, uniform
 from dmcp.searching import search as searching
 from dmcp.searching.config import SearchResult, extremes
 from dmcp.searching.search import SEARCH
 from dmcp.searching.subnets import chains, sort_channels
-from dmcp.settings import Engine, Retrain, SearchConfig, TrainConfig
+from dmcp.settings import Engine, LatencyConfig, Retrain, SearchConfig, TrainConfig
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
@@ -202,22 +203,23 @@ def prune(
         runtime.emit(LATENCY, len(found.networks), found)
         return found
 
-    graph = price(graph, settings.budget, time_first, table, folder)
-    if runtime.checkpointer and not runtime.checkpointer.complete:
+    graph = attach_latency(graph, settings.budget, time_first, table, folder)
+    if runtime.checkpointer and not runtime.checkpointer.identity:
         given = {"search": settings, "train": how.config, "engine": engine or Engine(), "retrain": kind}
         given |= {"baselines": sorted(extra), "arch_loader": loaders.arch is not None}
         given |= {"optimizer": optimizer is not None, "graph": graph.fingerprint}
-        given |= {} if graph.latency is None else {"latency": graph.latency.digest}
+        timed = Latency.of(graph)
+        given |= {} if timed is None else {"latency": timed.digest}
         taught_by = None if guide is None else guide.state_dict()
         plain = plain_settings(given, unwrap(model).state_dict(), current(), taught_by)
-        runtime = replace(runtime, checkpointer=replace(runtime.checkpointer, settings=plain))
+        runtime = replace(runtime, checkpointer=replace(runtime.checkpointer, identity=plain))
     net = Supernet(model, graph, settings.groups, settings.align)
     found = searching.search(
         net, loaders.search, settings, arch_loader=loaders.arch, task=task, runtime=runtime.stage(SEARCH)
     )
     chosen, outcome = found, None
     if limits_latency(found.budget):
-        chosen, widths, outcome = settle(found, net.model, sample, measure, folder)
+        chosen, widths, outcome = choose_once(found, net.model, sample, measure, folder)
     else:
         widths = expected(found)
     wanted = {UNPRUNED: graph.full} if UNPRUNED in extra else {}
@@ -247,8 +249,16 @@ def _rows(baselines: bool | Collection[str], original: bool) -> set[str]:
     return set(baselines)
 
 
-def time_networks(model: nn.Module, sample: Any, graph: ChannelGraph, settings: SearchConfig, **how: Any) -> Latency:
-    """A table of latency between the floor and the ceiling of a search; how: see `measure_latency`.
+def time_networks(
+    model: nn.Module,
+    sample: Any,
+    graph: ChannelGraph,
+    settings: SearchConfig,
+    config: LatencyConfig | None = None,
+    measure: Measure | None = None,
+) -> Latency:
+    """A latency table between the smallest and the largest widths of a search.
+
 
     What else the search would refuse is refused first.
     """
@@ -258,7 +268,8 @@ def time_networks(model: nn.Module, sample: Any, graph: ChannelGraph, settings: 
     if limits := known_limits(settings.budget, graph):
         check_reachable(Budget(limits, str(getattr(settings.budget, "text", settings.budget))), graph, floor, ceiling)
     searching.check_choice(path)
-    return measure_latency(model, sample, graph, floor=floor, ceiling=ceiling, align=settings.align, **how)
+    config = replace(config or LatencyConfig(), min_channels=floor, max_channels=ceiling, align=settings.align)
+    return measure_latency(model, sample, graph, config, measure=measure)
 
 
 def _warn_of_distillation(kind: Retrain, named: bool) -> None:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from dmcp import training
 from dmcp.batches import Loader, device_of, generator
 from dmcp.calibration import recalibrate
-from dmcp.checkpoint import MakeOptimizer
 from dmcp.cutting import cut, padded, reinitialize
 from dmcp.errors import TrainingError
 from dmcp.losses import Metric, classification_loss, distillation_loss
@@ -32,7 +31,7 @@ from dmcp.results import (
     test_copy,
 )
 from dmcp.runtime.distributed import current, share_tensors
-from dmcp.runtime.engine import pads
+from dmcp.runtime.engine import MakeOptimizer, pads
 from dmcp.settings import Engine, Retrain, TrainConfig
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
