@@ -208,8 +208,8 @@ def prune(
         given = {"search": settings, "train": how.config, "engine": engine or Engine(), "retrain": kind}
         given |= {"baselines": sorted(extra), "arch_loader": loaders.arch is not None}
         given |= {"optimizer": optimizer is not None, "graph": graph.fingerprint}
-        timed = Latency.of(graph)
-        given |= {} if timed is None else {"latency": timed.digest}
+        measured = Latency.of(graph)
+        given |= {} if measured is None else {"latency": measured.digest}
         taught_by = None if guide is None else guide.state_dict()
         plain = plain_settings(given, unwrap(model).state_dict(), current(), taught_by)
         runtime = replace(runtime, checkpointer=replace(runtime.checkpointer, identity=plain))

@@ -305,9 +305,8 @@ def _resume(checkpointer: Checkpointer | None, state: State, log: Log, world: Wo
     if saved is None or checkpointer is None:
         return 0
     state.restore(saved.tensors, [saved.step], world)
-    log.begin(
-        [StepRecord(**record) for record in checkpointer.earlier(checkpointer.name) if record["step"] < saved.step]
-    )
+    earlier = checkpointer.earlier(checkpointer.name)
+    log.begin([StepRecord(**record) for record in earlier if record["step"] < saved.step])
     return saved.step
 
 

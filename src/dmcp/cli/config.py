@@ -33,7 +33,17 @@ from dmcp.runs import SETTINGS, free_folder, read_json, slug
 from dmcp.runtime.distributed import SINGLE_PROCESS
 from dmcp.runtime.io import from_plain, quote
 from dmcp.searching.config import BOUNDS
-from dmcp.settings import MAX_SEED, UNPRUNED, Bound, Engine, Precision, Retrain, RuntimeKind, SearchConfig, TrainConfig
+from dmcp.settings import (
+    MAX_SEED,
+    UNPRUNED,
+    Bound,
+    Engine,
+    Precision,
+    Retrain,
+    RuntimeKind,
+    SearchConfig,
+    TrainConfig,
+)
 
 FACTS = ("fingerprint", "macs", "data", "teacher")  # of those of a run, what must stay as it is
 

@@ -58,7 +58,7 @@ def search(
     check_kind("config", config, SearchConfig, TrainingError)
     check_graphs(runtime.engine, task.optimizer)
     budget, chain = _prepare(net, config, arch_loader)
-    world, device, checkpointer = current(), device_of(net), runtime.checkpointer
+    world, device = current(), device_of(net)
     if task.loss is not None and config.distill and (config.warmup_epochs or config.train_weights) and world.first:
         warn_of_distillation("The sub-networks learn from the full network's", "set distill=False in the SearchConfig")
     resolved = (runtime.engine or Engine()).resolve(
@@ -80,7 +80,7 @@ def search(
         steps = Steps(Setup(net, chain, budget, config, loss, resolved.precision, world), resolved, task.optimizer)
         state = _state(net, steps, generator, [data] if arch_data is data else [data, arch_data])
         log = Log(net, config.log_every, lambda record: runtime.emit(SEARCH, total, record), world)
-        begin, scale = _resume(checkpointer, state, log, warmup, world)
+        begin, scale = _resume(runtime.checkpointer, state, log, warmup, world)
         for step in range(begin, total):
             losses, moved, lr, alpha_lr, batches = None, None, 0.0, 0.0, data.next()
             if step == begin:
@@ -94,6 +94,7 @@ def search(
                 alpha_lr = cosine(step - warmup, total - warmup, config.alpha_lr, config.alpha_min_lr)
                 moved = steps.move_alphas(batches if arch_data is data else arch_data.next(), alpha_lr)
             log.add(Step(step, step // data.per_epoch, sum(map(size_of, batches)), lr, losses, alpha_lr, moved))
+            checkpointer = runtime.checkpointer
             if checkpointer and (step + 1 == total or checkpointer.due(step + 1, world)):
                 log.flush()
                 checkpointer.save(step + 1, state, {"scale": scale, DONE: step + 1 == total}, world)
