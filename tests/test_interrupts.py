@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dmcp import interrupts
+from dmcp import cli
 from dmcp.cli import main
 
 TORCH = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(0.1)\n"  # one that is interrupted
@@ -40,19 +40,21 @@ def start(folder: Path, *words: str | Path) -> tuple[int, str]:
 def test_a_command_that_is_starting_ends_without_a_word(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "dmcp").write_text(SCRIPT)
-    assert start(tmp_path, "-m", "dmcp", "--version") == (130, "")
-    assert start(tmp_path, tmp_path / "bin" / "dmcp", "--version") == (130, "")
+    assert start(tmp_path, "-m", "dmcp", "inspect", "--model", "digits:resnet") == (130, "")
+    assert start(tmp_path, tmp_path / "bin" / "dmcp", "inspect", "--model", "digits:resnet") == (130, "")
 
 
 def test_other_programs_are_interrupted_as_usual(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("try:\n    import dmcp\nexcept KeyboardInterrupt:\n    raise SystemExit(7)\n")
+    (tmp_path / "mine.py").write_text(
+        "try:\n    import dmcp.training\nexcept KeyboardInterrupt:\n    raise SystemExit(7)\n"
+    )
     for words in [("mine.py",), ("-m", "mine"), ("-c", "import mine")]:
         place = [tmp_path / words[0]] if len(words) == 1 else words
         assert start(tmp_path, *place, "-m", "dmcp") == (7, "")
 
 
 def test_once_started_a_command_is_interrupted_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
-    signal.signal(signal.SIGINT, interrupts.leave)
+    signal.signal(signal.SIGINT, cli.leave)
     monkeypatch.setattr(sys, "argv", ["dmcp", "--version"])
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(SystemExit):

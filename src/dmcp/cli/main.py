@@ -21,12 +21,11 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 import dmcp
+from dmcp.cli import INTERRUPTED, prune, raise_again, show
 from dmcp.cli import config as o
-from dmcp.cli import prune, show
 from dmcp.cli.job import argument
 from dmcp.cli.job import shape as parse_shape
 from dmcp.errors import DmcpError, RankError, StoppedError
-from dmcp.interrupts import INTERRUPTED, raise_again
 from dmcp.models import build, sample_shape
 from dmcp.runtime.distributed import EXIT_RANK_LOST
 from dmcp.runtime.io import plain
