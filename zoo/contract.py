@@ -141,7 +141,7 @@ def _description(graph: dmcp.ChannelGraph) -> dict[str, Any]:
     return {
         "spaces": len(graph.spaces),
         "share": float(graph.prunable_share),
-        "unprunable": dict(Counter(whole.reason for whole in graph.unprunable).most_common()),
+        "unprunable": dict(Counter(item.reason for item in graph.unprunable).most_common()),
         "bindings": [f"{binding.module}.{binding.attribute}" for binding in graph.bindings],
         "unknown": {str(op): count for op, count in graph.unknown.items()},
         "notes": list(graph.notes),
