@@ -213,8 +213,7 @@ MASK = sample((1, 16, 16), batch=3, seed=1)
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "a module called on two tensors": (
         lambda: Toy(
-            lambda m, x: head(m, m.shared(m.a(x)) + m.shared(m.b(x))),
-            **ab(16, 16, 3, shared=unit(16, 12), last=12),
+            lambda m, x: head(m, m.shared(m.a(x)) + m.shared(m.b(x))), **ab(16, 16, 3, shared=unit(16, 12), last=12)
         ),
         {"a.0": 16, "shared.0": 12},
     ),
