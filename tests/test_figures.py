@@ -52,7 +52,7 @@ def test_the_curve_is_the_log_and_ends_at_the_result() -> None:
     (axes,) = figures.cost_over_time(result).axes
     (line,) = (line for line in axes.get_lines() if str(line.get_label()).startswith("MACs"))
     chances = CHAIN.marginals(result.alphas)
-    last = float(result.graph.expected_macs(chances, result.sizes)) / result.budget.limits[0].target
+    last = float(result.graph.expected_cost("macs", chances, result.sizes)) / result.budget.limits[0].target
     assert line.get_xydata()[:, 0].tolist() == [2, 3, 4]  # two steps of warm-up have no cost
     assert line.get_xydata()[:, 1].tolist() == pytest.approx([0.9, 0.9, last])
 
