@@ -36,7 +36,7 @@ from dmcp.results import (
 )
 from dmcp.runtime.distributed import current, share_tensors
 from dmcp.runtime.engine import pads
-from dmcp.settings import Distillation, Engine, Retrain, TrainConfig
+from dmcp.settings import Distillation, Engine, Retrain, TrainConfig, default_recipe as default_recipe
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training import StepRecord
@@ -61,13 +61,6 @@ def origin(
 
 
 MakeCheckpointer = Callable[[str], Checkpointer]  # stage -> what saves its state
-
-
-def default_recipe(kind: Retrain) -> TrainConfig:
-    """The paper's schedule; a short one with small steps for weights that are already good."""
-    if kind == Retrain.FINETUNE:
-        return TrainConfig(epochs=20, lr=0.08, warmup_lr=0.08, warmup_epochs=0)
-    return TrainConfig()
 
 
 def train_all(

@@ -60,6 +60,20 @@ class Distillation(StrEnum):
     TEACHER = "teacher"  # a trained network, given to `train`
 
 
+class RuntimeKind(StrEnum):
+    """What a latency is measured in."""
+
+    TORCH = "torch"
+    ONNX = "onnx"  # exported, in onnxruntime on the CPU
+
+
+class Corrupt(StrEnum):
+    """What happens at an image file that cannot be decoded."""
+
+    STOP = "stop"
+    SKIP = "skip"  # another image takes its place
+
+
 def setting(default: Any, help: str, low: float = -math.inf, high: float = math.inf, below: float = math.inf) -> Any:
     """A field with its help and its range: low <= value <= high, value < below."""
     return field(default=default, metadata={"help": help, "low": low, "high": high, "below": below})
@@ -78,6 +92,10 @@ def check(settings: Any) -> None:
             object.__setattr__(settings, it.name, enum(value))
         elif kind == "bool" and not isinstance(value, bool):
             raise TrainingError(f"{it.name} must be True or False, not {value!r}.")
+        elif kind == "str" and not isinstance(value, str):
+            raise TrainingError(f"{it.name} must be a text, not {value!r}.")
+        elif kind.startswith("tuple[str") and not all(isinstance(text, str) for text in value):
+            raise TrainingError(f"{it.name} must be texts, not {value!r}.")
         elif kind == "Bound":
             numbers = list(value.values()) if isinstance(value, Mapping) else [value]
             if any(type(number) is not int or number < 1 for number in numbers):
@@ -184,6 +202,13 @@ class TrainConfig:
             )
         if self.nesterov and not self.momentum:
             raise TrainingError("nesterov needs a momentum: set nesterov=False or momentum above 0.")
+
+
+def default_recipe(retrain: Retrain) -> TrainConfig:
+    """The paper's schedule; a short one with small steps for weights that are already good."""
+    if retrain == Retrain.FINETUNE:
+        return TrainConfig(epochs=20, lr=0.08, warmup_lr=0.08, warmup_epochs=0)
+    return TrainConfig()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,12 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from typing import Any
 
 from dmcp.errors import FileError
 from dmcp.modules import path_of
 from dmcp.runtime.io import MOST_JSON, parse_json, quote, read_bytes, write_files
+from dmcp.settings import RuntimeKind
 from dmcp.tracing.cost import Terms
 from dmcp.widths import tuples
 
@@ -22,13 +22,6 @@ LATENCY_FILE = "latency.json"  # its name in a run
 POOR = 0.15  # median error of a forecast from which on it is not to be trusted
 _FORMAT = "torch-dmcp latency 1"
 _MOST_FACTORS, _MOST_THREADS = 16, 4096  # of a term; of a machine
-
-
-class RuntimeKind(StrEnum):
-    """What runs the networks that are timed."""
-
-    TORCH = "torch"  # as they are
-    ONNX = "onnx"  # exported, in onnxruntime
 
 
 @dataclass(frozen=True)
