@@ -22,6 +22,7 @@ from dmcp import settings
 from dmcp.errors import DmcpError, FileError, TrainingError
 from dmcp.settings import (
     MAX_SEED,
+    UNPRUNED,
     Bound,
     Corrupt,
     Engine,
@@ -33,7 +34,7 @@ from dmcp.settings import (
     setting,
 )
 
-GIVEN, UNPRUNED = "given", "unpruned"  # teachers that are no files
+GIVEN = "given"  # the teacher that is the network of --weights
 _CHANNELS = re.compile("0*[1-9][0-9]{0,8}")
 
 

@@ -22,7 +22,7 @@ from dmcp import models
 from dmcp.batches import Loader, device_of, too_large
 from dmcp.calibration import kept_modes
 from dmcp.checkpoint import digest
-from dmcp.cli.config import GIVEN, UNPRUNED, RunConfig, argument
+from dmcp.cli.config import GIVEN, RunConfig, argument
 from dmcp.cutting import with_frozen
 from dmcp.data.datasets import NAMES as DATA
 from dmcp.data.datasets import DataSet, DataSets, FolderSet, guess, load, split, swapped, usual_size
@@ -30,6 +30,7 @@ from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError, WidthsError
 from dmcp.runtime.distributed import SINGLE_PROCESS, current
 from dmcp.runtime.engine import best_device
+from dmcp.settings import UNPRUNED
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import other_numbers, trace
 from dmcp.units import by, counted

@@ -22,7 +22,7 @@ from dmcp.calibration import recalibrate
 from dmcp.cli import launch
 from dmcp.cli.config import GIVEN, Request, RunConfig
 from dmcp.cli.job import Job, Replaced, open_job, place_of
-from dmcp.cli.launch import following_parent, has_parent
+from dmcp.cli.launch import has_parent
 from dmcp.cli.session import (
     check_job,
     clock,
@@ -34,6 +34,7 @@ from dmcp.cli.session import (
     plain_costs,
     print_json,
     result_facts,
+    run_folder,
     session,
     stopping,
 )
@@ -47,7 +48,6 @@ from dmcp.results import (
     DMCP,
     ORIGINAL,
     UNIFORM,
-    UNPRUNED,
     compare,
     markdown,
     milliseconds,
@@ -56,12 +56,12 @@ from dmcp.results import (
     results_table,
 )
 from dmcp.retraining import Retraining, is_model, origin, train_all, trained_before, weigh_teacher, who_teaches
-from dmcp.runs import REPORT, SETTINGS, Run, free_folder, read_json, slug
+from dmcp.runs import REPORT, SETTINGS, Run, read_json
 from dmcp.sampling import expected, filled, uniform
 from dmcp.searching.config import SearchRecord, extremes
 from dmcp.searching.search import SEARCH, reach
 from dmcp.searching.search import search as run_search
-from dmcp.settings import Retrain, RuntimeKind, SearchConfig, TrainConfig
+from dmcp.settings import UNPRUNED, Retrain, RuntimeKind, SearchConfig, TrainConfig
 from dmcp.storage import save
 from dmcp.supernet import Supernet
 from dmcp.training import Event, Runtime, StepRecord
@@ -69,24 +69,14 @@ from dmcp.training import train as run_training
 from dmcp.widths import Widths
 
 STOPPED = "Stopped while networks were measured, as asked: nothing is kept, the same command starts again."
+Clock = Callable[[nn.Module], float]  # seconds, once the device of a network has done its work
 _STEPS = 4  # measured of each kind: the first one is slow, of the others the median counts
 
 
 def prune(config: RunConfig, request: Request) -> None:
     """dmcp prune."""
     assert config.search is not None and config.train is not None
-    folder, alone = _run_folder(config, request), not has_parent()
-    with (
-        following_parent(),
-        session(
-            config,
-            folder,
-            resume=bool(request.resume),
-            quiet=request.quiet,
-            warn=alone,
-            check=lambda job: check_reachable(config, job, request.resume),
-        ) as here,
-    ):
+    with session(config, request, lambda job: check_reachable(config, job, request.resume)) as here:
         job = here.job
         rows = {UNPRUNED, UNIFORM} if config.baselines else set()
         if not job.new_head and (config.retrain is Retrain.FINETUNE or is_model(job.teacher, job.model)):
@@ -108,7 +98,7 @@ def prune(config: RunConfig, request: Request) -> None:
         if not here.world.first:
             return
         warnings = here.run.finish(result, config.search.seed, here.describe_replaced(replaced))
-    if alone:
+    if not has_parent():  # which names those of all seeds
         log_replaced(replaced)
     for text in warnings:
         log(text)
@@ -128,13 +118,7 @@ def prune(config: RunConfig, request: Request) -> None:
 def search(config: RunConfig, request: Request) -> None:
     """dmcp search."""
     assert config.search is not None
-    with session(
-        config,
-        _run_folder(config, request),
-        resume=bool(request.resume),
-        quiet=request.quiet,
-        check=lambda job: check_reachable(config, job, request.resume),
-    ) as here:
+    with session(config, request, lambda job: check_reachable(config, job, request.resume)) as here:
         job, outcome = here.job, None
         net = Supernet(job.model, job.graph, config.search.groups, config.search.align)
         runtime = here.runtime.stage(SEARCH)
@@ -172,13 +156,7 @@ def train(config: RunConfig, request: Request) -> None:
     """dmcp train."""
     assert config.train is not None
     name = DMCP if config.widths else UNPRUNED
-    with session(
-        config,
-        _run_folder(config, request),
-        resume=bool(request.resume),
-        quiet=request.quiet,
-        check=lambda job: (_read_widths(config, job), job)[1],  # refuses those of another network
-    ) as here:
+    with session(config, request, lambda job: _check_widths(config, job)) as here:
         job, graph = here.job, here.job.graph
         kept = _read_widths(config, job)
         if here.world.first:
@@ -193,7 +171,7 @@ def train(config: RunConfig, request: Request) -> None:
         how = Retraining(config.train, config.retrain, _teacher(config, job))
         nets = train_all(start, graph, {name: kept}, job.loaders.retrain, how, runtime=here.runtime)
         example = next(iter(job.loaders.retrain))[0]
-        rows = compare(before | nets, graph, {name: kept}, job.loaders.test, example, on_event=here.on_event)
+        rows = compare(before | nets, graph, {name: kept}, job.loaders.test, example, runtime=here.runtime)
         replaced = here.replaced()
         if not here.world.first:
             return
@@ -219,7 +197,7 @@ def prune_seeds(config: RunConfig, request: Request) -> None:
     assert config.search is not None
     job = open_job(replace(config, device="cpu"))  # one sentence now, not one of each seed
     check_job(job, config)
-    folder = Path(request.out or free_folder(_name(config, "seeds")))
+    folder = run_folder(config, request)
     argv = launch.words_of_each(sys.argv[1:])
     shared = limits_latency(config.search.budget) and not config.latency  # measured once: side by side they are slow
     argv += ["--latency", str(folder / LATENCY_FILE)] if shared else []
@@ -240,15 +218,6 @@ def prune_seeds(config: RunConfig, request: Request) -> None:
         print(f"{launch.markdown(summary)}\n\n{folder}")
 
 
-def _run_folder(config: RunConfig, request: Request) -> Path:
-    """The folder of the run that goes on, as asked for, or a new one whose name says what it is."""
-    return Path(request.resume or request.out or free_folder(_name(config, config.command)))
-
-
-def _name(config: RunConfig, command: str) -> str:
-    return slug(f"{config.model} {Path(config.data).name} {command}")
-
-
 def _teacher(config: RunConfig, job: Job) -> nn.Module | str | None:
     return UNPRUNED if config.teacher == UNPRUNED else job.teacher
 
@@ -261,6 +230,12 @@ def _read_widths(config: RunConfig, job: Job) -> Widths:
         return job.graph.widths(Widths.from_json(read_json(Path(config.widths))))
     except WidthsError as error:
         raise WidthsError(f"--widths {config.widths}: {error}") from None
+
+
+def _check_widths(config: RunConfig, job: Job) -> Job:
+    """Refuse widths of another network before anything is written."""
+    _read_widths(config, job)
+    return job
 
 
 def _log_other_size(config: RunConfig, job: Job) -> None:
@@ -395,9 +370,7 @@ def dry_run(config: RunConfig, request: Request) -> None:
     print("\nNothing was trained or written.")
 
 
-def forecast(
-    net: Supernet, loader: Loader, config: RunConfig, now: Callable[[nn.Module], float] | None = None
-) -> list[Stage]:
+def forecast(net: Supernet, loader: Loader, config: RunConfig, now: Clock | None = None) -> list[Stage]:
     """The stages of a run, by a few steps of a copy of the supernet and of two cut networks; now: the clock."""
     search, train = config.search, config.train
     assert search is not None and train is not None
@@ -426,9 +399,7 @@ class _Few(list[Any]):
     """A loader of some batches."""
 
 
-def _search_steps(
-    net: Supernet, batches: list[Any], config: SearchConfig, now: Callable[[nn.Module], float]
-) -> tuple[float, float]:
+def _search_steps(net: Supernet, batches: list[Any], config: SearchConfig, now: Clock) -> tuple[float, float]:
     """Seconds of a step in the warm-up and after it."""
     times: list[float] = []
 
@@ -441,7 +412,7 @@ def _search_steps(
     return _median_step(times[: len(times) // 2]), _median_step(times[len(times) // 2 :])
 
 
-def _train_step(model: nn.Module, batches: list[Any], config: TrainConfig, now: Callable[[nn.Module], float]) -> float:
+def _train_step(model: nn.Module, batches: list[Any], config: TrainConfig, now: Clock) -> float:
     times: list[float] = []
 
     def read(event: Event) -> None:

@@ -27,8 +27,9 @@ from dmcp import __version__
 from dmcp.batches import device_of, generator
 from dmcp.budget import LATENCY, MEMORY, costs, parse, show_cost
 from dmcp.checkpoint import Checkpointer
-from dmcp.cli.config import RunConfig
+from dmcp.cli.config import Request, RunConfig
 from dmcp.cli.job import Job, Replaced, check_names, open_job, place_of
+from dmcp.cli.launch import following_parent, has_parent
 from dmcp.data.check import no_images
 from dmcp.data.datasets import FolderSet, finds_all, preprocessing
 from dmcp.errors import DataError, FileError, StoppedError, TrainingError
@@ -36,7 +37,7 @@ from dmcp.latency.table import FS_PER_MS, LATENCY_FILE
 from dmcp.preflight import check_classifier, check_finite, check_input
 from dmcp.report.trackers import Tracker, open_tracker
 from dmcp.retraining import DivergenceWarning
-from dmcp.runs import CHECKPOINTS, REPLACED, SETTINGS, Run, open_run, read_json, refuse_taken
+from dmcp.runs import CHECKPOINTS, REPLACED, SETTINGS, Run, free_folder, open_run, read_json, refuse_taken, slug
 from dmcp.runtime.distributed import World, join, leave, share_tensors, sum_values
 from dmcp.runtime.io import Lock, refuse_link
 from dmcp.searching.config import SearchRecord
@@ -114,8 +115,8 @@ def _losses(record: SearchRecord | StepRecord) -> str:
         return f"loss {record.loss:.3f}"
     parts = [f"loss {record.weight_losses[0]:.3f}"] if record.weight_losses else []
     parts += [f"soft loss {record.task_loss:.3f}"] if record.task_loss is not None else []
-    shares = " and ".join(f"{ratio:.1%}" for ratio in record.ratios)
-    return ", ".join([*parts, f"expected cost {shares} of the budget" if record.ratios else "warm-up"])
+    shares = " and ".join(f"{ratio:.1%}" for ratio in record.ratios or ())
+    return ", ".join([*parts, f"expected cost {shares} of the budget" if shares else "warm-up"])
 
 
 def clock(seconds: float) -> str:
@@ -199,24 +200,20 @@ class Session:
 
 @contextlib.contextmanager
 def session(
-    config: RunConfig,
-    folder: Path,
-    *,
-    resume: bool = False,
-    quiet: bool = False,
-    warn: bool = True,
-    check: Callable[[Job], Job] = lambda job: job,
+    config: RunConfig, request: Request, check: Callable[[Job], Job] = lambda job: job, whole: bool = True
 ) -> Iterator[Session]:
     """Meet the other ranks, open model and data, take the run folder.
 
-    warn: say what a person may not know about network and data; False where the command that has started this one did.
     check: may refuse before anything is written, and gives the job back, or that with a table of latency.
+    whole: look at data and network as a person should; False where the command that has started this one did.
     """
+    resume, folder = bool(request.resume), run_folder(config, request)
     world, begun = join(config.device), False
     again = f"dmcp {config.command} --resume {shlex.quote(str(folder))}"
     try:
         with contextlib.ExitStack() as undo:
             asked = undo.enter_context(_signals())
+            undo.enter_context(following_parent())
             if world.size > 1 and place_of(config).type == "cuda":
                 torch.cuda.set_device(place_of(config))
             undo.enter_context(warnings.catch_warnings())
@@ -224,21 +221,20 @@ def session(
             if resume:
                 check_names(folder, config, "model", "data", "weights", "teacher", "teacher_model")
             job = open_job(config)
-            check_job(job, config, resume=resume, files=not config.cell)  # of cells, dmcp compare has looked
+            check_job(job, config, resume=resume, files=whole)
             if world.first and not resume:
                 refuse_taken(folder)  # before anything is measured
             job = check(job)
             folder = Path(_share_text(str(folder), world))
             run = _take(config, job, folder, resume, undo) if world.first else Run(folder)
             tracker = undo.enter_context(_track(config, job, folder) if world.first else Tracker())
-            progress = undo.enter_context(Progress(quiet or not world.first))
-            here = Session(config, world, job, run, progress, tracker, asked)
-            if world.first and warn:
+            progress = undo.enter_context(Progress(request.quiet or not world.first))
+            if world.first and whole and not has_parent():
                 log_notes(job, config)
-            if world.first and not quiet:
+            if world.first and not request.quiet:
                 _log_rates(config, world)
             begun = True
-            yield here
+            yield Session(config, world, job, run, progress, tracker, asked)
     except torch.OutOfMemoryError as error:
         batch = max(config.batch, config.train_batch)
         raise TrainingError(
@@ -255,6 +251,13 @@ def session(
         raise DataError(f"{error} What is done so far is kept: remove no files now, and go on with: {again}") from error
     finally:
         leave()
+
+
+def run_folder(config: RunConfig, request: Request) -> Path:
+    """The folder of the run that goes on, as asked for, or a new one whose name says what it is."""
+    command = "seeds" if request.seeds > 1 else config.command
+    name = slug(f"{config.model} {Path(config.data).name} {command}")
+    return Path(request.resume or request.out or free_folder(name))
 
 
 def log_notes(job: Job, config: RunConfig) -> None:

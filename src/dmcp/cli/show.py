@@ -289,7 +289,7 @@ def _check_done(run: Path, name: str, config: RunConfig) -> None:
 
 
 def _open_run(run: Path, name: str) -> tuple[RunConfig, nn.Module, ChannelGraph, tuple[int, ...]]:
-    """The settings of a run that has this file, the unpruned network with fresh weights, its graph, a sample's shape."""
+    """Settings of a run that has this file, its unpruned network with fresh weights, its graph, a sample's shape."""
     stored, config = read_config(run)
     _check_done(run, name, config)
     classes, sample = stored.get("classes"), stored.get("shape")
