@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from dmcp.sampling import direct, expected, random_widths, uniform
     from dmcp.searching.config import SearchResult
     from dmcp.searching.search import search
-    from dmcp.settings import Engine, Retrain, SearchConfig, TrainConfig
+    from dmcp.settings import Engine, LatencyConfig, Retrain, SearchConfig, TrainConfig
     from dmcp.storage import load, save
     from dmcp.supernet import Supernet
     from dmcp.tracing.graph import ChannelGraph
@@ -64,6 +64,7 @@ __all__ = [
     "Engine",
     "FileError",
     "Latency",
+    "LatencyConfig",
     "LowerIsBetter",
     "PruneResult",
     "Retrain",
@@ -103,7 +104,8 @@ _HOME = {  # where each public name lives; imported when it is first asked for
     "dmcp.calibration": "recalibrate",
     "dmcp.checkpoint": "Checkpointer",
     "dmcp.cutting": "cut reinitialize verify",
-    "dmcp.errors": "BudgetError CutError DataError DmcpError FileError StoppedError TraceError TrainingError WidthsError",
+    "dmcp.errors": "BudgetError CutError DataError DmcpError FileError "
+    "StoppedError TraceError TrainingError WidthsError",
     "dmcp.exporting": "export quantize",
     "dmcp.latency.measure": "measure_latency",
     "dmcp.latency.table": "Latency",
@@ -112,7 +114,7 @@ _HOME = {  # where each public name lives; imported when it is first asked for
     "dmcp.sampling": "direct expected random_widths uniform",
     "dmcp.searching.config": "SearchResult",
     "dmcp.searching.search": "search",
-    "dmcp.settings": "Engine Retrain SearchConfig TrainConfig",
+    "dmcp.settings": "Engine LatencyConfig Retrain SearchConfig TrainConfig",
     "dmcp.storage": "load save",
     "dmcp.supernet": "Supernet",
     "dmcp.tracing.graph": "ChannelGraph",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dmcp import training
 from dmcp.batches import Loader, device_of, generator
 from dmcp.calibration import recalibrate
-from dmcp.checkpoint import Checkpointer, MakeOptimizer
+from dmcp.checkpoint import Checkpointer
 from dmcp.cutting import cut, padded, reinitialize
 from dmcp.errors import TrainingError
 from dmcp.losses import Loss, Metric, classification_loss, distillation_loss
@@ -35,8 +35,8 @@ from dmcp.results import (
     test_copy,
 )
 from dmcp.runtime.distributed import current, share_tensors
-from dmcp.runtime.engine import pads
-from dmcp.settings import Distillation, Engine, Retrain, TrainConfig, default_recipe as default_recipe
+from dmcp.runtime.engine import MakeOptimizer, pads
+from dmcp.settings import Distillation, Engine, Retrain, TrainConfig
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training import StepRecord
@@ -61,6 +61,13 @@ def origin(
 
 
 MakeCheckpointer = Callable[[str], Checkpointer]  # stage -> what saves its state
+
+
+def default_recipe(kind: Retrain) -> TrainConfig:
+    """The paper's schedule; a short one with small steps for weights that are already good."""
+    if kind == Retrain.FINETUNE:
+        return TrainConfig(epochs=20, lr=0.08, warmup_lr=0.08, warmup_epochs=0)
+    return TrainConfig()
 
 
 def train_all(

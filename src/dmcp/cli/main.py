@@ -18,7 +18,7 @@ from dmcp import __version__
 from dmcp.cli.compare_command import compare, run_of_comparison
 from dmcp.cli.config import Request, RunConfig, complete_model, make_config, takes_settings
 from dmcp.errors import DmcpError, RankError, StoppedError
-from dmcp.settings import MAX_SEED, Corrupt, RuntimeKind
+from dmcp.settings import MAX_SEED, Corrupt, FloatType, LatencyConfig, RuntimeKind
 
 _CODES = """\b
 Exit codes:
@@ -154,9 +154,9 @@ def is_first() -> bool:
     return not is_launched() or os.environ.get("RANK", "0") == "0"
 
 
-def _help(name: str) -> str:
+def _help(name: str, kind: Any = RunConfig) -> str:
     """The help of a setting."""
-    return str(RunConfig.__dataclass_fields__[name].metadata["help"])
+    return str(kind.__dataclass_fields__[name].metadata["help"])
 
 
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", help=_help("model"), autocompletion=complete_model)]
@@ -376,13 +376,13 @@ def latency(
     classes: Annotated[int | None, typer.Option(min=1, help="Of the data; default: the builder's.")] = None,
     model_args: ModelArgs = None,
     ignore: Ignore = None,
-    batch: Annotated[int, typer.Option(min=1, help=_help("latency_batch"))] = 1,
+    batch: Annotated[int, typer.Option(help=_help("batch", LatencyConfig))] = LatencyConfig.batch,
     device: Device = "",
-    dtype: Annotated[str, typer.Option(help="Of weights and inputs: float32, bfloat16, float16.")] = "float32",
-    align: Annotated[int, typer.Option(help="Widths are multiples of this, or a space's full size.")] = 1,
-    networks: Annotated[int | None, typer.Option(help="Networks that are measured.")] = None,
+    dtype: Annotated[FloatType, typer.Option(help=_help("dtype", LatencyConfig))] = LatencyConfig.dtype,
+    align: Annotated[int, typer.Option(help=_help("align", LatencyConfig))] = LatencyConfig.align,
+    networks: Annotated[int, typer.Option(help=_help("networks", LatencyConfig))] = LatencyConfig.networks,
     seed: Seed = 0,
-    runtime: Annotated[RuntimeKind, typer.Option(help=_help("latency_runtime"))] = RuntimeKind.TORCH,
+    runtime: Annotated[RuntimeKind, typer.Option(help=_help("runtime", LatencyConfig))] = LatencyConfig.runtime,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -396,21 +396,15 @@ def latency(
     """
     if not model:
         raise DmcpError("--model is missing: dmcp latency --help says what it can be.")
-    config = RunConfig(
-        model=model,
-        model_args=tuple(model_args or ()),
-        ignore=tuple(ignore or ()),
-        input=input,
-        device=device,
-        seed=seed,
-        latency_runtime=runtime,
+    what = {"model_args": tuple(model_args or ()), "ignore": tuple(ignore or ()), "input": input, "device": device}
+    where = device if runtime is RuntimeKind.ONNX else ""  # else where the network is
+    how = LatencyConfig(
+        batch=batch, device=where, dtype=dtype, runtime=runtime, networks=networks, align=align, seed=seed
     )
-    how = {"batch": batch, "dtype": dtype, "align": align, "seed": seed, "runtime": runtime}
-    how |= {"networks": networks} if networks is not None else {}
     if is_first():
         from dmcp.cli import show
 
-        show.latency(config, classes, how, out, as_json)
+        show.latency(RunConfig(model=model, seed=seed, **what), classes, how, out, as_json)
 
 
 @app.command()

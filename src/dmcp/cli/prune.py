@@ -41,7 +41,7 @@ from dmcp.cli.session import (
 from dmcp.cutting import cut
 from dmcp.data.datasets import FolderSet, finds_all
 from dmcp.errors import BudgetError, DmcpError, StoppedError, WidthsError
-from dmcp.latency.measure import NETWORKS, price, settle
+from dmcp.latency.measure import attach_latency, choose_once
 from dmcp.latency.table import LATENCY_FILE, Latency
 from dmcp.report.figures import draw_all
 from dmcp.results import (
@@ -61,7 +61,7 @@ from dmcp.sampling import expected, filled, uniform
 from dmcp.searching.config import SearchRecord, extremes
 from dmcp.searching.search import SEARCH, reach
 from dmcp.searching.search import search as run_search
-from dmcp.settings import UNPRUNED, Retrain, RuntimeKind, SearchConfig, TrainConfig
+from dmcp.settings import UNPRUNED, LatencyConfig, Retrain, RuntimeKind, SearchConfig, TrainConfig
 from dmcp.storage import save
 from dmcp.supernet import Supernet
 from dmcp.training import Event, Runtime, StepRecord
@@ -127,7 +127,7 @@ def search(config: RunConfig, request: Request) -> None:
         if limits_latency(found.budget):
             assert runtime.checkpointer is not None
             sample = torch.zeros(1, *job.data.shape, device=device_of(net.model))
-            _, widths, outcome = settle(found, net.model, sample, folder=runtime.checkpointer.folder)
+            _, widths, outcome = choose_once(found, net.model, sample, folder=runtime.checkpointer.folder)
         small = cut(net.model, job.graph, widths)
         recalibrate(small, job.loaders.train)
         pruning.check_budget(small, widths, found)
@@ -204,8 +204,8 @@ def prune_seeds(config: RunConfig, request: Request) -> None:
     launch.refuse_others(folder, argv)
     job = check_reachable(config, job, str(folder))
     log_notes(job, config)
-    if shared and job.graph.latency is not None:
-        job.graph.latency.save(folder / LATENCY_FILE)
+    if shared and (table := Latency.of(job.graph)) is not None:
+        table.save(folder / LATENCY_FILE)
     seeds = range(config.seed, config.seed + request.seeds)
     runs = launch.run_seeds(argv, seeds, folder, place_of(config), request.quiet)
     summary = launch.summarize(runs)
@@ -286,19 +286,19 @@ def _with_latency(config: RunConfig, job: Job, kept: Path | None) -> Job:
         path = kept if kept and kept.exists() else Path(config.latency)
         given = Latency.load(path)
         try:
-            job.graph.with_latency(given)
+            given.attach(job.graph)
         except WidthsError as error:
             raise WidthsError(f"{path}: {error}") from None
         _check_same(config, given)
 
     def measure() -> Latency:
-        log(f"Measuring the latency of {NETWORKS} networks first{', in onnxruntime' * in_onnx}.")
+        log(f"Measuring the latency of {LatencyConfig.networks} networks first{', in onnxruntime' * in_onnx}.")
         example = torch.randn(1, *job.data.shape, generator=generator(0))
         device = config.latency_device or ("" if in_onnx else str(place_of(config)))
-        how = {"batch": config.latency_batch, "device": device, "runtime": config.latency_runtime}
         try:
+            how = LatencyConfig(batch=config.latency_batch, device=device, runtime=config.latency_runtime)
             with stopping(STOPPED):
-                table = pruning.time_networks(job.model, example, job.graph, search, **how)
+                table = pruning.time_networks(job.model, example, job.graph, search, how)
         except (BudgetError, StoppedError, WidthsError):
             raise
         except DmcpError as error:
@@ -306,7 +306,7 @@ def _with_latency(config: RunConfig, job: Job, kept: Path | None) -> Job:
         log(f"{table.summary} Measured {len(table.networks)} networks in {table.seconds:.0f} s.")
         return table
 
-    return replace(job, graph=price(job.graph, search.budget, measure, given))
+    return replace(job, graph=attach_latency(job.graph, search.budget, measure, given))
 
 
 def _check_same(config: RunConfig, table: Latency) -> None:

@@ -33,7 +33,7 @@ from dmcp.cli.launch import following_parent, has_parent
 from dmcp.data.check import no_images
 from dmcp.data.datasets import FolderSet, finds_all, preprocessing
 from dmcp.errors import DataError, FileError, StoppedError, TrainingError
-from dmcp.latency.table import FS_PER_MS, LATENCY_FILE
+from dmcp.latency.table import LATENCY_FILE, Latency
 from dmcp.preflight import check_classifier, check_finite, check_input
 from dmcp.report.trackers import Tracker, open_tracker
 from dmcp.retraining import DivergenceWarning
@@ -44,7 +44,7 @@ from dmcp.searching.config import SearchRecord
 from dmcp.settings import Corrupt
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training import Event, Runtime, StepRecord
-from dmcp.units import counted
+from dmcp.units import FS_PER_MS, counted
 from dmcp.widths import Widths
 
 INPUT = "input.json"  # how images become inputs
@@ -151,11 +151,10 @@ class Session:
             {"config": config.to_json()} | self.job.identity,
             every_steps=config.save_steps,
             every_seconds=60 * config.save_minutes,
-            asked_to_stop=self.asked_to_stop,
+            stop_requested=self.asked_to_stop,
             lines=self.run.lines,
             earlier=self.run.records,
-            notice=log,
-            complete=True,
+            warn=log,
         )
         return Runtime(engine=self.config.engine, checkpointer=checkpointer, on_event=self.on_event)
 
@@ -325,8 +324,8 @@ def _take(config: RunConfig, job: Job, folder: Path, resume: bool, undo: context
         undo.enter_context(Lock(folder))
         run.write(SETTINGS, config.to_json() | facts_of(job) | {"argv": sys.argv})
         run.write(INPUT, preprocessing(job.data))
-        if job.graph.latency is not None:
-            run.write(LATENCY_FILE, job.graph.latency.to_json())
+        if (table := Latency.of(job.graph)) is not None:
+            run.write(LATENCY_FILE, table.to_json())
         return run
     run = Run(folder)
     refuse_done(run)  # also where nothing can be written, not even a lock

@@ -39,7 +39,6 @@ from dmcp.data.check import DataFacts, check_data
 from dmcp.data.datasets import split, swapped
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError
-from dmcp.latency.measure import describe as describe_latency
 from dmcp.latency.measure import measure_latency
 from dmcp.latency.table import LATENCY_FILE
 from dmcp.report.html import as_file, chart_run, chart_runs, list_runs, make_page, percent, read_runs
@@ -48,7 +47,7 @@ from dmcp.results import compare, not_faster, results_table, score
 from dmcp.runs import SEARCH, Run, load_search, read_json
 from dmcp.runtime.io import plain, staging_name
 from dmcp.searching.config import SearchResult, extremes
-from dmcp.settings import RuntimeKind
+from dmcp.settings import LatencyConfig
 from dmcp.storage import WIDTHS, load
 from dmcp.tracing.cost import show_bytes
 from dmcp.tracing.graph import ChannelGraph
@@ -117,23 +116,22 @@ def _count(number: int) -> str:
     return str(number)
 
 
-def latency(config: RunConfig, classes: int | None, how: Mapping[str, Any], out: str, as_json: bool) -> None:
-    """dmcp latency; how: settings of `measure_latency`."""
+def latency(config: RunConfig, classes: int | None, how: LatencyConfig, out: str, as_json: bool) -> None:
+    """dmcp latency."""
     if out:
         _check_target(Path(out))
     net = build(config, classes)
     sample = shape(config.input) if config.input else models.sample_shape(net)
     graph, net = trace_job(config, net, sample), net.to(place_of(config))
     example = torch.randn(1, *sample, generator=generator(0))
-    device = {"device": config.device} if config.latency_runtime is RuntimeKind.ONNX else {}  # else the network's
     with stopping(STOPPED):
-        found = measure_latency(net, example, graph, **how, **device)
+        found = measure_latency(net, example, graph, how)
     if out:
         found.save(out)
     if as_json:
         print_json(found.to_json() | ({"file": out} if out else {}))
     else:
-        print(describe_latency(found) + (f"\n\n{out}" if out else ""))
+        print(found.table + (f"\n\n{out}" if out else ""))
 
 
 def _check_target(path: Path) -> None:
@@ -460,6 +458,6 @@ def _images(config: RunConfig) -> tuple[Loader, Loader]:
 
 def _accuracy(small: nn.Module, path: Path, test: Loader) -> float:
     """Of a file on the test images; the network says where batches go, and is not run."""
-    runtime = exporting.open_onnx(path)
+    runtime = exporting.open_file(path)
     with torch.no_grad():
         return accuracy_of(small, test, forward=lambda x: runtime.run(x)[0])
