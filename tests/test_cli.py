@@ -189,9 +189,7 @@ def test_dry_run_trains_and_writes_nothing(capsys: Capture, tmp_path: Path, monk
         assert words in out
 
 
-def test_a_dry_run_knows_of_bounds(
-    graph: dmcp.ChannelGraph, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_knows_of_bounds(graph: dmcp.ChannelGraph, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "forecast", lambda *_: [])  # the times of steps are not asked for
     given = ((), ("--min-channels", "8"), ("--max-channels", "60"))
     reached = [json.loads(run(capsys, "prune", *DRY, "--json", *more)[1])["reachable"] for more in given]

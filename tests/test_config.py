@@ -134,7 +134,14 @@ def test_a_run_goes_on_with_its_settings(tmp_path: Path) -> None:
 
 def test_settings_of_another_version_are_refused() -> None:
     plain = json.loads(json.dumps(config().to_json()))
-    for change in ({"engine": None}, {"search": 3}, {"model": 7}, {"ignore": [1]}, {"search": {"more": 1}}, {"batch": "x"}):
+    for change in (
+        {"engine": None},
+        {"search": 3},
+        {"model": 7},
+        {"ignore": [1]},
+        {"search": {"more": 1}},
+        {"batch": "x"},
+    ):
         with pytest.raises(FileError):
             config_from_json(plain | change, "settings.json")
     with pytest.raises(FileError):

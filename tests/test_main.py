@@ -134,7 +134,11 @@ def fail(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
 @pytest.mark.parametrize(
     ("error", "code", "told"),
     [
-        (ZeroDivisionError("dmcp"), 1, "dmcp: this is a bug, please report it with the lines above (ZeroDivisionError)."),
+        (
+            ZeroDivisionError("dmcp"),
+            1,
+            "dmcp: this is a bug, please report it with the lines above (ZeroDivisionError).",
+        ),
         (DmcpError("two\nlines \x1b[31m"), 2, "dmcp: two lines \N{REPLACEMENT CHARACTER}[31m"),
         (OSError(28, "No space left on device", "disk"), 2, "dmcp: disk: No space left on device."),
         (StoppedError("Stopped."), 3, "dmcp: Stopped."),
