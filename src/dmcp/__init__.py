@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from dmcp.latency.measure import measure_latency
     from dmcp.latency.table import Latency
     from dmcp.losses import LowerIsBetter
-    from dmcp.pruning import PruneResult, prune
+    from dmcp.pruning import Loaders, PruneResult, prune
     from dmcp.sampling import direct, expected, random_widths, uniform
     from dmcp.searching.config import SearchResult
     from dmcp.searching.search import search
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from dmcp.tracing.graph import ChannelGraph
     from dmcp.tracing.rules import RULES
     from dmcp.tracing.trace import trace
-    from dmcp.training import evaluate, train
+    from dmcp.training import Event, Runtime, Task, evaluate, train
     from dmcp.widths import ChannelSpace, Widths
 
 __version__ = "0.1.0"
@@ -62,16 +62,20 @@ __all__ = [
     "DataError",
     "DmcpError",
     "Engine",
+    "Event",
     "FileError",
     "Latency",
     "LatencyConfig",
+    "Loaders",
     "LowerIsBetter",
     "PruneResult",
     "Retrain",
+    "Runtime",
     "SearchConfig",
     "SearchResult",
     "StoppedError",
     "Supernet",
+    "Task",
     "TraceError",
     "TrainConfig",
     "TrainingError",
@@ -110,7 +114,7 @@ _HOME = {  # where each public name lives; imported when it is first asked for
     "dmcp.latency.measure": "measure_latency",
     "dmcp.latency.table": "Latency",
     "dmcp.losses": "LowerIsBetter",
-    "dmcp.pruning": "PruneResult prune",
+    "dmcp.pruning": "Loaders PruneResult prune",
     "dmcp.sampling": "direct expected random_widths uniform",
     "dmcp.searching.config": "SearchResult",
     "dmcp.searching.search": "search",
@@ -120,7 +124,7 @@ _HOME = {  # where each public name lives; imported when it is first asked for
     "dmcp.tracing.graph": "ChannelGraph",
     "dmcp.tracing.rules": "RULES",
     "dmcp.tracing.trace": "trace",
-    "dmcp.training": "evaluate train",
+    "dmcp.training": "Event Runtime Task evaluate train",
     "dmcp.widths": "ChannelSpace Widths",
 }
 

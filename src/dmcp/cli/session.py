@@ -26,7 +26,6 @@ from rich.text import Text
 from dmcp import __version__
 from dmcp.batches import device_of, generator
 from dmcp.budget import LATENCY, MEMORY, costs, parse, show_cost
-from dmcp.checkpoint import Checkpointer
 from dmcp.cli.config import Request, RunConfig
 from dmcp.cli.job import Job, Replaced, check_names, open_job, place_of
 from dmcp.cli.launch import following_parent, has_parent
@@ -37,9 +36,9 @@ from dmcp.latency.table import LATENCY_FILE, Latency
 from dmcp.preflight import check_classifier, check_finite, check_input
 from dmcp.report.trackers import Tracker, open_tracker
 from dmcp.retraining import DivergenceWarning
-from dmcp.runs import CHECKPOINTS, REPLACED, SETTINGS, Run, free_folder, open_run, read_json, refuse_taken, slug
+from dmcp.runs import REPLACED, SETTINGS, Run, free_folder, open_run, read_json, refuse_taken, slug
 from dmcp.runtime.distributed import World, join, leave, share_tensors, sum_values
-from dmcp.runtime.io import Lock, refuse_link
+from dmcp.runtime.io import Lock
 from dmcp.searching.config import SearchRecord
 from dmcp.settings import Corrupt
 from dmcp.tracing.graph import ChannelGraph
@@ -145,15 +144,11 @@ class Session:
     def runtime(self) -> Runtime:
         """Engine, checkpoints and events of this run."""
         config = replace(self.config, workers=None, corrupt=Corrupt.STOP, track=())  # they change no result
-        refuse_link(self.run.folder / CHECKPOINTS)
-        checkpointer = Checkpointer(
-            self.run.folder / CHECKPOINTS,
+        checkpointer = self.run.checkpointer(
             {"config": config.to_json()} | self.job.identity,
             every_steps=config.save_steps,
             every_seconds=60 * config.save_minutes,
             stop_requested=self.asked_to_stop,
-            lines=self.run.lines,
-            earlier=self.run.records,
             warn=log,
         )
         return Runtime(engine=self.config.engine, checkpointer=checkpointer, on_event=self.on_event)
