@@ -79,7 +79,7 @@ WRONG: list[tuple[dict[str, Any], type[DmcpError]]] = [
     ({"model": ""}, DmcpError),
     ({"epochs": 0}, TrainingError),
     ({"groups": 0}, TrainingError),
-    ({"seed": 2**63}, TrainingError),
+    ({"seed": 2**63}, DmcpError),
     ({"search_epochs": 1, "warmup": 0.9}, TrainingError),
     ({"min_channels": ["0"]}, DmcpError),
     ({"min_channels": ["=3"]}, DmcpError),

@@ -96,7 +96,7 @@ class RunConfig:
     track: tuple[str, ...] = setting((), "Also send the curves to tensorboard, wandb or mlflow; repeatable.")
 
     def __post_init__(self) -> None:
-        settings.check(self)
+        settings.check(self, DmcpError)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -107,7 +107,7 @@ def config_from_json(data: Mapping[str, Any], path: object) -> RunConfig:
     """The settings of a run; FileError where they are not of this version."""
     try:
         return _load(RunConfig, {it.name: data[it.name] for it in fields(RunConfig)})
-    except (KeyError, TypeError, ValueError, OverflowError, TrainingError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, DmcpError) as error:
         reason = "".join(letter if letter.isprintable() else "?" for letter in str(error))[:200]
         raise FileError(
             f"{path}: not the settings of a run of this version ({reason}): go on with the version that began it, or "
@@ -246,14 +246,14 @@ def _apply(config: RunConfig, typed: Mapping[str, Any]) -> RunConfig:
         changes["search"]["min_lr"] = typed["search_lr"] / 10
     if "lr" in typed and config.train:
         changes["train"]["warmup_lr"] = typed["lr"] * config.train.warmup_lr / config.train.lr
-    own = changes.pop("", {})
+    config = replace(config, **changes.pop("", {}))
     for part, values in changes.items():
         if (node := getattr(config, part)) is not None:
             try:
-                own[part] = replace(node, **values)
+                config = replace(config, **{part: replace(node, **values)})
             except TrainingError as error:  # names the one of two that is meant, such as the epochs
                 raise TrainingError(f"{part}: {error}") from None
-    return replace(config, **own)
+    return config
 
 
 def _places(name: str) -> tuple[tuple[str, str], ...]:
