@@ -40,19 +40,6 @@ FACTS = ("fingerprint", "macs", "data", "teacher")  # of those of a run, what mu
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One cell of a comparison: what `dmcp cell` does besides what the rest of its plan says."""
-
-    method: str  # see methods; "" for the unpruned network
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of the method, where they are not its defaults
-    prepares: bool = False  # whether it only trains a network that other cells start from
-    uses: str = ""  # name of the cell whose network it starts from, in the same folder
-    holdout: float = 0.1  # share of the training images that methods choose by
-    scratch: bool = True  # whether the chosen network is trained from scratch
-    fine_tune_epochs: int = 0  # epochs of the method's own way of training, where it fine-tunes; 0: not that way
-
-
-@dataclass(frozen=True, kw_only=True)
 class Plan:
     """All settings of one command."""
 
@@ -64,7 +51,7 @@ class Plan:
     retrain: Retrain = Retrain.SCRATCH
     baselines: bool = False
     widths: str = ""  # file of widths that are trained
-    cell: Cell | None = None  # of dmcp compare
+    comparison: Mapping[str, Any] | None = None  # what a run of dmcp compare is to do: see PlannedRun
     every_steps: int = 1000  # steps between two checkpoints
     every_minutes: float = 5.0  # minutes between two, if that is sooner
     options: Mapping[str, Any] = field(default_factory=dict)  # as they were typed

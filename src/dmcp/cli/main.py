@@ -221,7 +221,7 @@ app.command()(show.export)
 app.command()(prune.latency)
 app.command()(show.runs)
 app.command()(show.compare)
-app.command(hidden=True)(show.cell)
+app.command(hidden=True)(show.compare_run)
 app.command()(show.report)
 
 

@@ -253,7 +253,7 @@ def session(
             warnings.simplefilter("ignore", DivergenceWarning)  # the command says it at its end
             opened = open_job(plan.job)
             check_given(opened)
-            if not plan.cell:  # the command that starts the cells has looked
+            if not plan.comparison:  # the command that starts its runs has looked
                 check_test_files(opened, plan.job, resume)
             if world.first and not resume:
                 refuse_taken(folder)  # before anything is measured

@@ -6,7 +6,7 @@ import contextlib
 import re
 import shlex
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from dmcp import sampling
 from dmcp.batches import Loader, generator
-from dmcp.budget import Budget, check_reachable, parse
+from dmcp.budget import check_reachable, parse
 from dmcp.cli import config as o
-from dmcp.cli.config import Plan, check_names, plan_from_json, read_plan
-from dmcp.cli.job import Corrupt, Job, Opened, build, open_job, trace_job
-from dmcp.cli.launch import following_parent
+from dmcp.cli.config import Plan, check_names, facts_of, read_plan
+from dmcp.cli.job import Corrupt, Job, Opened, argument, build, open_job, trace_job
+from dmcp.cli.launch import COMMAND, Command, following_parent, kept_signals, run_side_by_side
 from dmcp.cli.session import (
     INPUT,
     Progress,
@@ -40,28 +40,26 @@ from dmcp.cli.session import (
     tell_notices,
     tell_replaced,
 )
-from dmcp.compare.methods import METHODS, Own, find_method
-from dmcp.compare.problem import ends_of
+from dmcp.compare.methods import METHODS
 from dmcp.compare.runner import (
-    PAGE,
+    OUTPUT,
+    PLANS,
     Comparison,
+    Inputs,
+    PlannedRun,
+    Protocol,
     check_begun,
-    check_facts,
-    check_failed,
+    check_one,
+    check_peer,
     epochs_of,
-    fitting_budgets,
-    is_done,
-    read_given,
-    read_names,
-    read_peers,
-    read_settings,
-    run_cell,
-    run_comparison,
+    is_begun,
+    plan,
+    run_one,
     state_of,
-    stored,
-    tasks,
-    write_table,
 )
+from dmcp.compare.runner import read_plan as read_run_plan
+from dmcp.compare.runner import run as run_comparison
+from dmcp.compare.table import PAGE, write_table
 from dmcp.data.check import DataFacts, check_data
 from dmcp.data.datasets import split, swapped
 from dmcp.data.loaders import make_loader
@@ -86,7 +84,6 @@ from dmcp.report.html import (
     chart_run,
     chart_runs,
     describe,
-    is_run,
     list_runs,
     make_page,
     percent,
@@ -94,10 +91,10 @@ from dmcp.report.html import (
 )
 from dmcp.results import compare as compare_of_results
 from dmcp.results import not_faster, results_table, score
-from dmcp.runs import SEARCH, SETTINGS, Run, load_search, read_json, slug
-from dmcp.runtime.io import plain
-from dmcp.searching.config import BOUNDS, SearchResult, extremes
-from dmcp.settings import Engine, TrainConfig
+from dmcp.runs import SEARCH, Run, load_search, read_json, slug
+from dmcp.runtime.io import MOST_JSON, parse_json, plain, read_bytes
+from dmcp.searching.config import SearchResult, extremes
+from dmcp.settings import Engine, SearchConfig, TrainConfig
 from dmcp.storage import WIDTHS, load
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training import evaluate as evaluate_of_training
@@ -633,10 +630,10 @@ TrainLr = Annotated[float, typer.Option(help="Highest learning rate of the final
 Held = Annotated[float, typer.Option(help="Share of the training images that methods choose by.")]
 Scratch = Annotated[bool, typer.Option(help="Train what each method chose from scratch, by the same recipe.")]
 Unpruned = Annotated[bool, typer.Option(help="Also train the unpruned network.")]
-AtOnce = Annotated[int | None, typer.Option(min=1, help="Cells that run side by side; default: 8 on a GPU, the cores.")]
+AtOnce = Annotated[int | None, typer.Option(min=1, help="Runs side by side; default: 8 on a GPU, the cores.")]
 Gather = Annotated[str, typer.Option(metavar="FOLDER", help="Run nothing: make the table of this folder again.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Run nothing: list the cells, their state and their epochs.")]
-Measure = Annotated[bool, typer.Option("--measure", help="Measure all speeds again, not those of new cells only.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Run nothing: list the runs, their state and their epochs.")]
+Measure = Annotated[bool, typer.Option("--measure", help="Measure all speeds again, not those of new networks only.")]
 
 
 def compare(
@@ -649,7 +646,7 @@ def compare(
     seeds: SeedCount = 3,
     seed: o.Seed = 0,
     epochs: TrainEpochs = 60,
-    fine_tune_epochs: FineTune = None,
+    finetune_epochs: FineTune = None,
     scratch: Scratch = True,
     unpruned: Unpruned = True,
     setting: Settings = None,
@@ -697,154 +694,196 @@ def compare(
     if gather:
         if model or data or dry_run or measure:
             raise DmcpError("--gather makes the table of a folder and nothing else: leave the other options out.")
-        _gather(Path(gather), as_json)
+        _print_comparison(write_table(Path(gather)), Path(gather), as_json)
         return
     for name, word in (("model", model), ("data", data)):
         if not word:
             raise DmcpError(f"--{name} is missing: dmcp compare --help says what it can be.")
-    job = Job(
-        model=model,
-        model_args=tuple(model_args or ()),
-        data=data,
-        input=input,
-        ignore=tuple(ignore or ()),
-        batch=batch,
-        device=device,
-    )
-    names, given = (*read_names(methods), *read_peers(peer or ())), read_given(widths or ())
-    it = Comparison(
-        job=job,
-        engine=Engine(
-            precision=precision, compile=compile, graphs=graphs, kernels=kernels, pad=pad, deterministic=deterministic
+    comparison = Comparison(
+        protocol=Protocol(
+            model=model,
+            model_args=tuple(model_args or ()),
+            data=data,
+            input=input,
+            ignore=tuple(ignore or ()),
+            batch=batch,
+            device=device,
+            engine=Engine(
+                precision=precision,
+                compile=compile,
+                graphs=graphs,
+                kernels=kernels,
+                pad=pad,
+                deterministic=deterministic,
+            ),
+            train=TrainConfig(
+                epochs=epochs,
+                lr=lr,
+                warmup_lr=lr / 4,
+                warmup_epochs=min(1, epochs / 2),
+                weight_decay=weight_decay,
+                label_smoothing=label_smoothing,
+            ),
+            groups=groups,
+            align=align,
+            min_channels=o.read_bound("smallest", min_channels or ()),
+            max_channels=o.read_bound("largest", max_channels or ()),
+            holdout=holdout,
+            finetune_epochs=max(1, 2 * epochs // 3) if finetune_epochs is None else finetune_epochs,
         ),
-        train=recipe(epochs, lr, weight_decay, label_smoothing),
         budgets=tuple(budget or ["50%"]),
-        methods=(*names, *given),
+        methods=(*_read_methods(methods), *map(check_peer, peer or ())),
         seeds=tuple(range(seed, seed + seeds)),
-        settings=read_settings(setting or (), names) | {name: {"widths": dict(kept)} for name, kept in given.items()},
-        groups=groups,
-        align=align,
-        min_channels=o.read_bound("smallest", min_channels or ()),
-        max_channels=o.read_bound("largest", max_channels or ()),
-        holdout=holdout,
+        settings=_read_settings(setting or ()),
+        widths=_read_widths(widths or ()),
         scratch=scratch,
-        fine_tune_epochs=max(1, 2 * epochs // 3) if fine_tune_epochs is None else fine_tune_epochs,
         unpruned=unpruned,
     )
-    _check_settings(it)
-    _check_trained(it)
-    opened = open_job(replace(job, device="cpu"))
-    check_job(it, opened)
-    folder = Path(out or f"runs/{slug(f'compare {job.model} {Path(job.data).name}')}")  # the same one each time
-    it = replace(it, only=fitting_budgets(it, given, opened))
-    check_facts(it.job, folder, opened)
+    job = job_of(comparison.protocol, seed)
+    opened, place = open_job(replace(job, device="cpu")), job.place
+    check_given(opened)
+    check_test_files(opened, job, skips=False)
+    inputs = _inputs(opened, place)
+    runs = plan(comparison, inputs)
+    folder = Path(out or f"runs/{slug(f'compare {model} {Path(data).name}')}")  # the same one each time
     tell_notices(opened)
     if dry_run:
-        _list_methods(it, folder, as_json)
+        _list_planned(runs, folder, as_json)
         return
-    tell_ignored(it.engine, job.place)
-    failed = run_comparison(it, folder, at_once, quiet)
-    if found := stored(folder, it):
-        _print(write_table(found, folder, opened, measure), folder, as_json)
-    check_failed(failed)
+    tell_ignored(comparison.protocol.engine, place)
+    failed = run_comparison(runs, folder, lambda left: _launch(left, folder, place, at_once, quiet, len(runs)))
+    if table := write_table(folder, runs, inputs, measure):
+        _print_comparison(table, folder, as_json)
+    if failed:
+        listed = "; ".join([*failed.values()][:3]) + ("; ..." if len(failed) > 3 else "")
+        raise DmcpError(f"{len(failed)} runs failed, the same command starts only them again: {listed}")
 
 
-def _gather(folder: Path, as_json: bool) -> None:
-    """The table alone, of what is there."""
-    found = stored(folder)
-    if found is None:
-        raise FileError(f"{folder}: no cells of a comparison are done here: give the folder that dmcp compare filled.")
-    _print(write_table(found, folder), folder, as_json)
+def _read_methods(text: str) -> list[str]:
+    names = [word.strip() for word in text.split(",") if word.strip()]
+    return [*METHODS] if names == ["all"] else names
 
 
-def _list_methods(it: Comparison, folder: Path, as_json: bool) -> None:
-    """The cells, how far they are, and how long each trains; what would be refused is refused."""
-    wanted, rows = tasks(it), list[dict[str, str]]()
-    for task in wanted:
-        search, training = epochs_of(task.plan)
-        rows.append({"cell": task.name, "state": state_of(task, folder), "search": search, "training": training})
-    if as_json:
-        print_json({"folder": str(folder), "cells": rows})
-    else:
-        print(table([("cell", "state", "search epochs", "training epochs"), *(tuple(row.values()) for row in rows)]))
-        print(f"{sum(row['state'] == 'done' for row in rows)} of {len(rows)} cells are done in {folder}.")
-    check_begun(wanted, folder)
+def _read_settings(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """amc.episodes=100 as a mapping of mappings."""
+    found: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        place, equals, _ = text.partition("=")
+        method, dot, name = place.rpartition(".")
+        if not equals or not dot or not name.isidentifier():
+            raise DmcpError(f"--set: {text!r} is not of the form METHOD.NAME=VALUE, like amc.episodes=100.")
+        if name in found.setdefault(method, {}):
+            raise DmcpError(f"--set: {place} is given twice: give it once.")
+        found[method][name] = argument(text.removeprefix(f"{method}."))[1]
+    return found
 
 
-def cell(
-    plan: Annotated[Path, typer.Argument(help="What the cell is to do.")],
-    folder: Annotated[Path, typer.Argument(help="Its run folder.")],
-    debug: o.Debug = False,
-) -> None:
-    """Fill one cell of a table; dmcp compare starts these."""
-    wanted = plan_from_json(read_json(plan), plan)
-    _check_begun(wanted, plan, folder)
-    try:
-        with following_parent(), session(wanted, folder, is_run(folder), quiet=True, told=True) as here:
-            run_cell(here)
-    except StoppedError as error:
-        reason = str(error).partition(" Go on with: ")[0]  # which names a command that people do not type
-        raise StoppedError(f"{reason} The command that started it goes on with it.") from None
+def _read_widths(texts: Iterable[str]) -> dict[str, dict[str, int]]:
+    """NAME=FILE as a name and its widths."""
+    found: dict[str, dict[str, int]] = {}
+    for text in texts:
+        name, equals, file = text.partition("=")
+        if not equals or not file or not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name):
+            raise DmcpError(f"--widths: {text!r} is not of the form NAME=FILE, like hand=widths.json.")
+        if name in found:
+            raise DmcpError(f"--widths: {name} is given twice: give each a name of its own.")
+        stored: Any = parse_json(read_bytes(Path(file), MOST_JSON), file)
+        ours = isinstance(stored, dict) and {"widths", "fingerprint"} <= stored.keys()
+        if not isinstance(stored, dict) or not (ours or all(type(kept) is int for kept in stored.values())):
+            raise FileError(f'{file}: not a file of widths: give a widths.json, or {{"space": width, ...}}.')
+        found[name] = dict(Widths.from_json(stored)) if ours else stored
+    return found
 
 
-def _check_begun(wanted: Plan, plan: Path, folder: Path) -> None:
-    """Refuse a folder in which nothing is left to do, or in which something else was begun."""
-    if is_done(folder):
-        raise FileError(f"{folder}: this run is done; dmcp report {shlex.quote(str(folder))} shows it.")
-    if (folder / SETTINGS).is_file() and plan_from_json(read_json(folder / SETTINGS), folder / SETTINGS) != wanted:
-        raise FileError(f"{folder} was begun with another plan than {plan}: go on with that one, or remove the folder.")
+def job_of(protocol: Protocol, seed: int) -> Job:
+    """What is opened for a comparison."""
+    names = ("model", "model_args", "data", "input", "ignore", "batch", "device")
+    return Job(seed=seed, **{name: getattr(protocol, name) for name in names})
 
 
-def _check_settings(it: Comparison) -> None:
-    """Refuse settings that would change nothing."""
-    used = {*it.methods} | ({"dmcp"} if "dmcp-direct" in it.methods else set())
-    for name in it.settings:
-        if name not in used:
-            raise DmcpError(f"--set: {name} is not among the methods that are compared: add it, or leave this out.")
-    for name in BOUNDS:  # of two for one method one would be ignored
-        if getattr(it, name) and name in it.settings.get("dmcp", {}).get("more", {}):
-            raise DmcpError(f"--{name} is for all methods: leave {name!r} out of --set dmcp.more.")
-
-
-def _check_trained(it: Comparison) -> None:
-    """Refuse methods whose networks nobody would train."""
-    ways = [Own.AS_IT_IS, Own.SLIMMABLE] + ([Own.FINE_TUNED] if it.fine_tune_epochs else [])
-    left = [name for name in it.methods if find_method(name).own not in ways]
-    if left and not it.scratch:
-        raise DmcpError(f"--no-scratch: {', '.join(left)} would not be trained at all: leave out one or the other.")
-
-
-def recipe(epochs: int, lr: float, weight_decay: float, label_smoothing: float) -> TrainConfig:
-    """The final training: the paper's, as long and as fast as is said."""
-    return TrainConfig(
-        epochs=epochs,
-        lr=lr,
-        warmup_lr=lr / 4,
-        warmup_epochs=min(1, epochs / 2),
-        weight_decay=weight_decay,
-        label_smoothing=label_smoothing,
+def _inputs(opened: Opened, place: torch.device) -> Inputs:
+    facts = {name: fact for name, fact in facts_of(opened).items() if name in o.FACTS}
+    loaders, images = opened.loaders, opened.data.train
+    return Inputs(
+        model=opened.model,
+        graph=opened.graph,
+        images=images,
+        train=loaders.train,
+        test=loaders.test,
+        device=place,
+        facts=facts,
     )
 
 
-def check_job(it: Comparison, opened: Opened) -> None:
-    """One sentence now, not one of each cell."""
-    _ = it.job.place  # whether there is such a device
-    check_given(opened)
-    check_test_files(opened, it.job, skips=False)
-    rest, _ = split(opened.data.train, it.holdout)
-    make_loader(rest, it.job.batch, train=True)  # refuses a batch that is larger
-    ends = ends_of(opened.model, opened.graph, it.groups, it.align, it.min_channels, it.max_channels)
-    known: list[Budget] = []
-    for text in it.budgets:
-        budget = parse(text, opened.graph)
-        check_reachable(budget, opened.graph, *ends)
-        if same := [other.text for other in known if {*other.limits} == {*budget.limits}]:
-            raise DmcpError(f"--budget: {text} is the same as {same[0]}: leave one of them out.")
-        known.append(budget)
+def _launch(
+    runs: Sequence[PlannedRun], folder: Path, device: torch.device, at_once: int | None, quiet: bool, total: int
+) -> dict[str, str]:
+    """Each run as a process of its own; how those ended that failed."""
+    names = {it.name for it in runs}
+    commands = [
+        Command(
+            it.name,
+            (*COMMAND, "compare-run", str(folder / PLANS / f"{it.name}.json"), str(folder / it.name)),
+            (it.uses,) if it.uses in names else (),
+        )
+        for it in runs
+    ]
+    with kept_signals() as signals:
+        ended = run_side_by_side(
+            commands, folder / OUTPUT, device, signals, at_once=at_once, quiet=quiet, noun="runs", total=total
+        )
+    return {end.command.name: end.describe() for end in ended if end.code != 0}
 
 
-def _print(data: Mapping[str, Any], folder: Path, as_json: bool) -> None:
+def _list_planned(runs: Sequence[PlannedRun], folder: Path, as_json: bool) -> None:
+    """The runs, how far they are, and how long each trains; what would be refused is refused."""
+    rows = [{"run": it.name, "state": state_of(it, folder), "epochs": epochs_of(it)} for it in runs]
+    if as_json:
+        print_json({"folder": str(folder), "runs": rows})
+    else:
+        epochs = [", ".join(f"{number} {kind}" for kind, number in epochs_of(it).items()) for it in runs]
+        cells = [[it.name, state_of(it, folder), words] for it, words in zip(runs, epochs, strict=True)]
+        print(table([["run", "state", "epochs"], *cells]))
+        print(f"{sum(row['state'] == 'done' for row in rows)} of {len(rows)} runs are done in {folder}.")
+    check_begun(runs, folder)
+
+
+def _print_comparison(data: Mapping[str, Any] | None, folder: Path, as_json: bool) -> None:
+    if data is None:
+        raise FileError(f"{folder}: no runs of a comparison are done here: give the folder that dmcp compare filled.")
     if as_json:
         print_json({"folder": str(folder), **data})
     else:
         print(f"{(folder / PAGE).read_text()}\n{folder}")
+
+
+def compare_run(
+    plan: Annotated[Path, typer.Argument(help="What the run is to do.")],
+    folder: Annotated[Path, typer.Argument(help="Its run folder.")],
+    debug: o.Debug = False,
+) -> None:
+    """Do one run of a comparison; dmcp compare starts these."""
+    it = read_run_plan(plan)
+    check_one(it, folder)
+    protocol = it.protocol
+    search = SearchConfig(
+        budget=it.budget or "100%",
+        groups=protocol.groups,
+        align=protocol.align,
+        min_channels=protocol.min_channels,
+        max_channels=protocol.max_channels,
+        seed=it.seed,
+    )
+    settings = Plan(
+        command="compare",
+        job=job_of(protocol, it.seed),
+        engine=protocol.engine,
+        search=search,
+        train=replace(protocol.train, seed=it.seed),
+        comparison=asdict(it),
+    )
+    try:
+        with following_parent(), session(settings, folder, is_begun(folder), quiet=True, told=True) as here:
+            run_one(it, _inputs(here.opened, settings.job.place), folder, here.runtime)
+    except StoppedError:
+        raise StoppedError("Stopped; everything up to here is saved. dmcp compare goes on with it.") from None
