@@ -311,7 +311,7 @@ def load_search(folder: str | os.PathLike[str], graph: ChannelGraph) -> SearchRe
     if (facts.fingerprint, facts.spaces) != (graph.fingerprint, tuple(space.name for space in graph.spaces)):
         raise WidthsError(f"{folder}: this search was of another architecture than the model: build it as it was.")
     if (folder / LATENCY_FILE).exists():
-        graph = graph.with_latency(Latency.load(folder / LATENCY_FILE))
+        graph = Latency.load(folder / LATENCY_FILE).attach(graph)
     alphas, sizes = _chains(folder / ALPHAS, graph)
     process = process_of(facts.independent)
     return SearchResult(alphas, sizes, graph, facts.budget, facts.tolerance, facts.align, records, process)
@@ -354,7 +354,7 @@ def report(result: PruneResult, figures: Iterable[str], troubles: Iterable[str] 
     ]
     if result.latency is not None:
         lines.append(f"- {result.latency.text}")
-        troubles = [*filter(None, [result.latency.trouble]), *troubles]
+        troubles = [*filter(None, [result.latency.warning]), *troubles]
     listed = " and ".join(f"{share:.1%}" for share in expected_shares(result.search))
     lines.append(f"- expected cost at the end of the search, before sampling: {listed} of the budget")
     lines += [f"- **{trouble}**" for trouble in troubles]

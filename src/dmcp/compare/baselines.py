@@ -87,7 +87,7 @@ def find_dmcp(problem: Problem, config: DmcpConfig, state: Mapping[str, Tensor] 
         seed=problem.seed,
     )
     net = Supernet(problem.model, problem.graph, settings.groups, settings.align)
-    if net.floor != problem.min_widths and not settings.min_channels:  # other groups than those of the comparison
+    if net.min_widths != problem.min_widths and not settings.min_channels:  # other groups than those of the comparison
         settings = replace(settings, min_channels=dict(problem.min_widths))
     if problem.max_widths and not settings.max_channels:
         settings = replace(settings, max_channels=dict(problem.max_widths))

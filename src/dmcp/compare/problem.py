@@ -65,7 +65,7 @@ class Problem:
 
     def uniform(self) -> Widths:
         """One ratio for all spaces, as far as their bounds allow it."""
-        return uniform(self.graph, self.budget, self.min_widths, self.align, ceiling=self.max_widths)
+        return uniform(self.graph, self.budget, self.min_widths, self.align, max_channels=self.max_widths)
 
     def fit(self, wish: Tensor) -> Widths:
         """The allowed widths nearest to the wished ones that use the budget. (S,)"""

@@ -269,7 +269,7 @@ def _check(it: Comparison, inputs: Inputs) -> None:
 def _problem(protocol: Protocol, inputs: Inputs, budget: str, **more: Any) -> Problem:
     """What methods get; without a budget it is the widest network."""
     graph, net = inputs.graph, Supernet(inputs.model, inputs.graph, protocol.groups, protocol.align)
-    at_least, at_most, low, high = protocol.min_channels, protocol.max_channels, net.floor, None
+    at_least, at_most, low, high = protocol.min_channels, protocol.max_channels, net.min_widths, None
     if at_least or at_most:
         low, widest = extremes(
             graph, chains(net, min_channels=at_least, max_channels=at_most, align=protocol.align).sizes

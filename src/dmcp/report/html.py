@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 import os
-import platform
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from dmcp.budget import LATENCY, MEMORY, limits_latency, show_cost
 from dmcp.errors import DmcpError, FileError
-from dmcp.latency.table import Outcome, show_ms
+from dmcp.latency.table import Outcome
 from dmcp.markov import Process, process_of
 from dmcp.results import DMCP, ORIGINAL, TEACHER, UNPRUNED, Row, against, score, score_name, unknown
 from dmcp.retraining import AS_IT_WAS, TRAINED_FIRST, origin
@@ -40,11 +39,12 @@ from dmcp.runs import (
     TIMES,
     read_json,
 )
-from dmcp.runtime.io import LOCK, alive, from_plain, parse_tensors, plain, read_bytes, refuse_link
+from dmcp.runtime.io import from_plain, is_locked, parse_tensors, plain, read_bytes, refuse_link
 from dmcp.searching.config import SearchRecord
 from dmcp.settings import Retrain
 from dmcp.storage import WIDTHS
 from dmcp.training import StepRecord
+from dmcp.units import show_ms
 from dmcp.widths import Widths
 
 _LISTS, _NAMES = {"weight_losses", "ratios"}, {"name"}  # all other fields of records are numbers
@@ -256,7 +256,7 @@ def read_run(folder: str | os.PathLike[str], tail: int | None = None) -> PastRun
         widths=_widths(path, problems),
         latency=_latency(path, problems),
         prepared=(path / PREPARED).is_file() and not (path / CHECKPOINTS).exists(),
-        running=_is_running(path),
+        running=is_locked(path),
         problems=tuple(problems),
     )
 
@@ -332,18 +332,6 @@ def _chances(folder: Path, problems: list[str]) -> Chances | None:
     except (OSError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         problems.append(sentence(folder / ALPHAS, error))
         return None
-
-
-def _is_running(folder: Path) -> bool:
-    """Whether the process that holds the run's lock is alive; one on another machine is believed."""
-    try:
-        holder = read_json(folder / LOCK) if (folder / LOCK).is_file() else {}
-    except (FileError, RecursionError):
-        return False
-    pid, start = holder.get("pid"), holder.get("start")
-    if type(pid) is not int or pid < 1 or type(start) not in (int, type(None)):
-        return False
-    return holder.get("host") != platform.node() or alive(pid, start)
 
 
 # what it says
@@ -929,7 +917,7 @@ def _section(number: int, run: PastRun) -> str:
     parts.append(_tiles(run))
     parts += [f"<p>{_safe(text)}.</p>" for text in [*_origin(run), *unknown(run.rows)]]
     if run.latency:
-        parts += [f"<p>{_safe(text)}</p>" for text in (f"{run.latency.text}.", run.latency.trouble) if text]
+        parts += [f"<p>{_safe(text)}</p>" for text in (f"{run.latency.text}.", run.latency.warning) if text]
     if run.rows:
         parts.append(_networks(run))
     figures = [_figure(*_CAPTIONS[name], svg) for name, svg in chart_run(run).items()]
