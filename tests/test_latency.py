@@ -199,9 +199,7 @@ def test_only_rare_and_slow_networks_are_outliers() -> None:
 def test_an_outlier_of_the_unpruned_network_is_measured_again() -> None:
     device, whole = Device(slow={0}.__contains__), true_ms(traced()[0])
     assert measured(device).unpruned_ms == pytest.approx(whole) and device.calls == 41
-    assert measured(Device(slow={0, 40}.__contains__)).unpruned_ms == pytest.approx(
-        3 * whole
-    )  # it really takes so long
+    assert measured(Device(slow={0, 40}.__contains__)).unpruned_ms == pytest.approx(3 * whole)  # it is so slow
 
 
 def test_networks_from_the_smallest_to_the_unpruned_are_measured() -> None:
