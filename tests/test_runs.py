@@ -18,8 +18,8 @@ from dmcp.checkpoint import Checkpoint, save_checkpoint
 from dmcp.errors import DmcpError, FileError, WidthsError
 from dmcp.markov import CHAIN, INDEPENDENT, Process
 from dmcp.pruning import PruneResult
-from dmcp.results import Event
 from dmcp.runs import free_folder, load_search, open_run, read_json, save_search
+from dmcp.training import Event
 
 FILES = {"log.jsonl", "search.json", "search.safetensors", "widths.json", "model.safetensors", "report.md"}
 
@@ -29,7 +29,14 @@ def pruned() -> tuple[PruneResult, list[Event]]:
     model, graph = traced()
     events: list[Event] = []
     result = dmcp.prune(
-        model, Noise(), Noise(1), graph=graph, search=SEARCH, train=TRAIN, baselines=True, on_event=events.append
+        model,
+        Noise(),
+        Noise(1),
+        graph=graph,
+        search=SEARCH,
+        train=TRAIN,
+        baselines=True,
+        runtime=dmcp.Runtime(on_event=events.append),
     )
     return result, events
 
@@ -123,7 +130,7 @@ def test_only_whole_lines_of_the_log_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("facts", [{}, {"lines": "2", "done": False}, {"lines": 2, "done": 0}], ids=str)
 def test_checkpoints_that_are_not_of_a_run_are_refused(facts: dict[str, Any], tmp_path: Path) -> None:
     run = open_run(tmp_path)
-    save_checkpoint(run.stage_folder("search"), Checkpoint(1, {}, facts))
+    save_checkpoint(run.checkpointer({}).stage("search").folder, Checkpoint(1, {}, facts))
     with pytest.raises(FileError, match="not the checkpoints of a run"):
         run.rewind()
 

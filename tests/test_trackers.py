@@ -23,11 +23,11 @@ from nets import Residual
 import dmcp
 from dmcp.errors import DmcpError
 from dmcp.report.trackers import Tracker, open_tracker, scalars
-from dmcp.results import Event, Row
+from dmcp.results import Row
 from dmcp.runs import Run
 from dmcp.searching.config import SearchRecord, SearchResult
 from dmcp.settings import SearchConfig, TrainConfig
-from dmcp.training import StepRecord
+from dmcp.training import Event, StepRecord
 
 SETTINGS = {"job": {"model": "resnet18", "ignore": ["fc"]}, "search": {"lr": 0.2}, "train": None}
 
@@ -150,7 +150,7 @@ def test_tensorboard_shows_what_the_log_of_a_run_holds(tmp_path: Path) -> None:
             batches[:1],
             search=SearchConfig(budget="60%", epochs=2, groups=4),
             train=TrainConfig(epochs=2, reference_batch=None, lr=0.05, warmup_lr=0.05),
-            on_event=lambda event: (run.on_event(event), tracker.on_event(event))[0],
+            runtime=dmcp.Runtime(on_event=lambda event: (run.on_event(event), tracker.on_event(event))[0]),
         )
     assert sorted(path.name for path in (tmp_path / "tensorboard").iterdir() if path.is_dir()) == [
         "dmcp",

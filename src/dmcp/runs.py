@@ -24,7 +24,7 @@ from dmcp.latency.table import LATENCY_FILE, Latency, Outcome
 from dmcp.markov import INDEPENDENT, process_of
 from dmcp.pruning import PruneResult, expected_shares
 from dmcp.report.figures import draw_all
-from dmcp.results import Event, Row, divergence, markdown
+from dmcp.results import Row, divergence, markdown
 from dmcp.runtime.io import (
     LOCK,
     MOST_JSON,
@@ -39,6 +39,7 @@ from dmcp.runtime.io import (
 from dmcp.searching.config import SearchRecord, SearchResult
 from dmcp.storage import WIDTHS, save
 from dmcp.tracing.graph import ChannelGraph
+from dmcp.training import Event
 from dmcp.widths import Widths
 
 SETTINGS, LOG, TIMES, REPORT = "settings.json", "log.jsonl", "times.jsonl", "report.md"
@@ -123,16 +124,12 @@ class Run:
         path = self.folder / LOG
         return read_bytes(path, MOST_LOG).split(b"\n")[:-1] if path.exists() or path.is_symlink() else []
 
-    def checkpointer(self, stage: str, identity: Mapping[str, Any], **when: Any) -> Checkpointer:
-        """What saves the state of one stage of this run."""
-        return Checkpointer(
-            self.stage_folder(stage), identity, lines=self.lines, earlier=lambda: self.records(stage), **when
-        )
-
-    def stage_folder(self, stage: str) -> Path:
-        """Where the checkpoints of a stage are."""
+    def checkpointer(self, identity: Mapping[str, Any], **when: Any) -> Checkpointer:
+        """What saves the state of this run's stages."""
         refuse_link(self.folder / CHECKPOINTS)
-        return self.folder / CHECKPOINTS / stage.replace(" ", "-")
+        return Checkpointer(
+            self.folder / CHECKPOINTS, identity, lines=self.lines, earlier=lambda stage: self.records(stage), **when
+        )
 
     def note_replaced(self, part: str, files: Iterable[str]) -> None:
         """Keep the names of image files that were replaced."""

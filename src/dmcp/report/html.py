@@ -932,10 +932,8 @@ def _origin(run: PastRun) -> list[str]:
     if text_at(run.settings, "command") != "prune" or not run.rows or kind not in list(Retrain):
         return []
     if teacher:
-        teacher = AS_IT_WAS if teacher == "given" else f"the teacher, {teacher}"
-    elif kind == Retrain.TEACHER:
-        teacher = TRAINED_FIRST
-    told = [value_at(run.settings, "train", f"teacher_{name}") for name in ("share", "temperature")]
+        teacher = {"given": AS_IT_WAS, UNPRUNED: TRAINED_FIRST}.get(teacher, f"the teacher, {teacher}")
+    told = [value_at(run.settings, "train", f"kd_{name}") for name in ("weight", "temperature")]
     share, temperature = (float(it) if isinstance(it, int | float) else 1.0 for it in told)  # 1 is left out
     return [origin(Retrain(kind), teacher, share, temperature)]
 

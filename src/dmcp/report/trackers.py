@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 from dmcp.errors import DmcpError
 from dmcp.latency.table import Latency
-from dmcp.results import Event, Row
+from dmcp.results import Row
 from dmcp.runs import Run, read_json
 from dmcp.searching.config import SearchRecord, SearchResult
-from dmcp.training import StepRecord
+from dmcp.training import Event, StepRecord
 
 KINDS = TENSORBOARD, WANDB, MLFLOW = "tensorboard", "wandb", "mlflow"  # also the names of their packages
 IDS = "trackers.json"  # how W&B and MLflow call the run, so that it goes on there when it is resumed
