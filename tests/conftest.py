@@ -49,7 +49,7 @@ def _no_word_about_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is it looked for ten times; test_pruning calls what does that itself."""
-    for module in ("results", "cli.prune"):
+    for module in ("results", "cli.prune", "compare.table"):
         monkeypatch.setattr(f"dmcp.{module}.milliseconds", lambda nets, example, *_: milliseconds(nets, example, 1))
 
 

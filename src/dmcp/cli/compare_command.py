@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Mapping
-from dataclasses import replace
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dmcp.cli.config import RunConfig, read_bound, read_config_file
+from dmcp.cli.config import Request, RunConfig, argument, read_bound
 from dmcp.errors import DmcpError, FileError, StoppedError
-from dmcp.settings import Engine, Precision, TrainConfig
+from dmcp.settings import Engine, Precision, SearchConfig, TrainConfig
 
 if TYPE_CHECKING:
+    import torch
+
     from dmcp.cli.job import Job
-    from dmcp.compare.runner import Comparison
+    from dmcp.compare.runner import Inputs, PlannedRun, Protocol
 
 
 def _help(name: str) -> str:
     """The help of a setting."""
-    from dmcp.settings import SearchConfig
-
     kinds: tuple[Any, ...] = (RunConfig, TrainConfig, SearchConfig, Engine)
     found = next(kind.__dataclass_fields__[name] for kind in kinds if name in kind.__dataclass_fields__)
     return str(found.metadata["help"])
@@ -38,7 +38,7 @@ def compare(
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of everything, from --seed on.")] = 3,
     seed: Annotated[int, typer.Option(help=_help("seed"))] = 0,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the data in the final training.")] = 60,
-    fine_tune_epochs: Annotated[
+    finetune_epochs: Annotated[
         int | None, typer.Option(min=0, help="Epochs of fine-tuning; default: two thirds of --epochs.")
     ] = None,
     scratch: Annotated[
@@ -95,181 +95,212 @@ def compare(
 
     if not is_first():
         return
-    if gather:
-        if model or data or dry_run or measure:
-            raise DmcpError("--gather makes the table of a folder and nothing else: leave the other options out.")
-        _gather(Path(gather), as_json)
-        return
+    if gather and (model or data or dry_run or measure):
+        raise DmcpError("--gather makes the table of a folder and nothing else: leave the other options out.")
     for name, word in (("model", model), ("data", data)):
-        if not word:
+        if not word and not gather:
             raise DmcpError(f"--{name} is missing: dmcp compare --help says what it can be.")
-    from dmcp.cli.job import open_job
-    from dmcp.cli.session import log_notes
+    from dmcp.cli.job import open_job, place_of
+    from dmcp.cli.session import check_job, log_notes
     from dmcp.compare import runner
+    from dmcp.compare.table import write_table
     from dmcp.runs import slug
 
-    config = RunConfig(
-        command="cell",
-        model=model,
-        model_args=tuple(model_args or ()),
-        data=data,
-        input=input,
-        ignore=tuple(ignore or ()),
-        batch=batch,
-        device=device,
-        engine=Engine(
-            precision=precision, compile=compile, graphs=graphs, kernels=kernels, pad=pad, deterministic=deterministic
+    if gather:
+        _print(write_table(Path(gather)), Path(gather), as_json)
+        return
+    choices = {"precision": precision, "compile": compile, "graphs": graphs, "kernels": kernels, "pad": pad}
+    comparison = runner.Comparison(
+        protocol=runner.Protocol(
+            model=model,
+            model_args=tuple(model_args or ()),
+            data=data,
+            input=input,
+            ignore=tuple(ignore or ()),
+            batch=batch,
+            device=device,
+            engine=Engine(**choices, deterministic=deterministic),  # type: ignore[arg-type]
+            train=TrainConfig(
+                epochs=epochs,
+                lr=lr,
+                warmup_lr=lr / 4,
+                warmup_epochs=min(1, epochs / 2),
+                weight_decay=weight_decay,
+                label_smoothing=label_smoothing,
+            ),
+            groups=groups,
+            align=align,
+            min_channels=read_bound("min_channels", min_channels or ()),
+            max_channels=read_bound("max_channels", max_channels or ()),
+            holdout=holdout,
+            finetune_epochs=max(1, 2 * epochs // 3) if finetune_epochs is None else finetune_epochs,
         ),
-        train=recipe(epochs, lr, weight_decay, label_smoothing),
-    )
-    names, given = (*runner.read_names(methods), *runner.read_peers(peer or ())), runner.read_given(widths or ())
-    it = runner.Comparison(
-        config=config,
         budgets=tuple(budget or ["50%"]),
-        methods=(*names, *given),
+        methods=(*_read_methods(methods), *map(runner.check_peer, peer or ())),
         seeds=tuple(range(seed, seed + seeds)),
-        settings=runner.read_settings(setting or (), names)
-        | {name: {"widths": dict(kept)} for name, kept in given.items()},
-        groups=groups,
-        align=align,
-        min_channels=read_bound("min_channels", min_channels or ()),
-        max_channels=read_bound("max_channels", max_channels or ()),
-        holdout=holdout,
+        settings=_read_settings(setting or ()),
+        widths=_read_widths(widths or ()),
         scratch=scratch,
-        fine_tune_epochs=max(1, 2 * epochs // 3) if fine_tune_epochs is None else fine_tune_epochs,
         unpruned=unpruned,
     )
-    _check_settings(it)
-    _check_trained(it)
-    job = open_job(replace(config, device="cpu"))
-    check_comparison(it, job)
+    config = config_of(comparison.protocol, seed)
+    job, place = open_job(replace(config, device="cpu")), place_of(config)
+    check_job(job, config, skips=False)
+    inputs = inputs_of(job, place)
+    runs = runner.plan(comparison, inputs)
     folder = Path(out or f"runs/{slug(f'compare {model} {Path(data).name}')}")  # the same one each time
-    it = replace(it, only=runner.fitting_budgets(it, given, job))
-    runner.check_facts(it.config, folder, job)
     log_notes(job, config)
     if dry_run:
-        _list_runs(it, folder, as_json)
+        _list_planned(runs, folder, as_json)
         return
-    failed = runner.run_comparison(it, folder, at_once, quiet)
-    if found := runner.stored(folder, it):
-        _print(runner.write_table(found, folder, job, measure), folder, as_json)
-    runner.check_failed(failed)
+    failed = runner.run(runs, folder, lambda left: _launch(left, folder, place, at_once, quiet, len(runs)))
+    if table := write_table(folder, runs, inputs, measure):
+        _print(table, folder, as_json)
+    if failed:
+        listed = "; ".join([*failed.values()][:3]) + ("; ..." if len(failed) > 3 else "")
+        raise DmcpError(f"{len(failed)} runs failed, the same command starts only them again: {listed}")
 
 
-def run_of_comparison(
-    settings: Annotated[Path, typer.Argument(help="What the run is to do.")],
-    folder: Annotated[Path, typer.Argument(help="Its folder.")],
+def compare_run(
+    plan: Annotated[Path, typer.Argument(help="What the run is to do.")],
+    folder: Annotated[Path, typer.Argument(help="Its run folder.")],
     debug: Annotated[bool, typer.Option("--debug")] = False,
 ) -> None:
     """Do one run of a comparison; dmcp compare starts these."""
-    from dmcp.cli.launch import following_parent
-    from dmcp.cli.session import refuse_done, session
-    from dmcp.compare import runner
-    from dmcp.report.html import is_run
-    from dmcp.runs import SETTINGS, Run
+    from dmcp.cli.job import place_of
+    from dmcp.cli.session import session
+    from dmcp.compare.runner import check_one, is_begun, read_plan, run_one
 
-    wanted = read_config_file(settings)
-    if runner.is_done(folder):
-        raise FileError(f"{folder}: this run is done; dmcp report {shlex.quote(str(folder))} shows it.")
-    refuse_done(Run(folder))
-    if (folder / SETTINGS).is_file() and read_config_file(folder / SETTINGS) != wanted:
-        raise FileError(f"{folder} was begun with other settings than {settings}: go on with those, or remove it.")
+    it = read_plan(plan)
+    check_one(it, folder)
+    protocol = it.protocol
+    search = SearchConfig(
+        budget=it.budget or "100%",
+        groups=protocol.groups,
+        align=protocol.align,
+        min_channels=protocol.min_channels,
+        max_channels=protocol.max_channels,
+        seed=it.seed,
+    )
+    train = replace(protocol.train, seed=it.seed)
+    config = replace(config_of(protocol, it.seed), search=search, train=train, comparison=asdict(it))
+    place = {"resume": str(folder)} if is_begun(folder) else {"out": str(folder)}
+    request = Request(command="compare", typed={}, quiet=True, **place)  # type: ignore[arg-type]
     try:
-        with following_parent(), session(wanted, folder, resume=is_run(folder), quiet=True, warn=False) as here:
-            runner.run_cell(here)
-    except StoppedError as error:
-        raise StoppedError(f"{str(error).partition(' Go on with: ')[0]} The command that started it goes on.") from None
+        with session(config, request, whole=False) as here:
+            run_one(it, inputs_of(here.job, place_of(config)), folder, here.runtime)
+    except StoppedError:
+        raise StoppedError("Stopped; everything up to here is saved. dmcp compare goes on with it.") from None
 
 
-def _gather(folder: Path, as_json: bool) -> None:
-    """The table alone, of what is there."""
-    from dmcp.compare import runner
-
-    found = runner.stored(folder)
-    if found is None:
-        raise FileError(f"{folder}: no runs of a comparison are done here: give the folder that dmcp compare filled.")
-    _print(runner.write_table(found, folder), folder, as_json)
+def config_of(protocol: Protocol, seed: int) -> RunConfig:
+    """What is opened for a comparison."""
+    names = ("model", "model_args", "data", "input", "ignore", "batch", "device", "engine")
+    return RunConfig(command="compare", seed=seed, **{name: getattr(protocol, name) for name in names})
 
 
-def _list_runs(it: Comparison, folder: Path, as_json: bool) -> None:
-    """The runs, how far they are, and how long each trains; what would be refused is refused."""
-    from dmcp.cli.session import print_json
-    from dmcp.compare import runner
-    from dmcp.units import table
+def inputs_of(job: Job, place: torch.device) -> Inputs:
+    """What the runs of a comparison work with."""
+    from dmcp.compare.runner import Inputs
 
-    wanted, rows = runner.tasks(it), list[dict[str, str]]()
-    for task in wanted:
-        search, training = runner.epochs_of(task.config)
-        state = runner.state_of(task, folder)
-        rows.append({"cell": task.name, "state": state, "search": search, "training": training})
-    if as_json:
-        print_json({"folder": str(folder), "cells": rows})
-    else:
-        print(table([("run", "state", "search epochs", "training epochs"), *(tuple(row.values()) for row in rows)]))
-        print(f"{sum(row['state'] == 'done' for row in rows)} of {len(rows)} runs are done in {folder}.")
-    runner.check_begun(wanted, folder)
-
-
-def _check_settings(it: Comparison) -> None:
-    """Refuse settings that would change nothing."""
-    used = {*it.methods} | ({"dmcp"} if "dmcp-direct" in it.methods else set())
-    for name in it.settings:
-        if name not in used:
-            raise DmcpError(f"--set: {name} is not among the methods that are compared: add it, or leave this out.")
-    for name in ("min_channels", "max_channels"):  # of two for one method one would be ignored
-        if getattr(it, name) and name in it.settings.get("dmcp", {}).get("more", {}):
-            raise DmcpError(f"--{name.replace('_', '-')} is for all methods: leave it out of --set dmcp.more.")
-
-
-def _check_trained(it: Comparison) -> None:
-    """Refuse methods whose networks nobody would train."""
-    from dmcp.compare.methods import Own, find_method
-
-    ways = [Own.AS_IT_IS, Own.SLIMMABLE] + ([Own.FINE_TUNED] if it.fine_tune_epochs else [])
-    left = [name for name in it.methods if find_method(name).own not in ways]
-    if left and not it.scratch:
-        raise DmcpError(f"--no-scratch: {', '.join(left)} would not be trained at all: leave out one or the other.")
-
-
-def recipe(epochs: int, lr: float, weight_decay: float, label_smoothing: float) -> TrainConfig:
-    """The final training: the paper's, with this length and learning rate."""
-    return TrainConfig(
-        epochs=epochs,
-        lr=lr,
-        warmup_lr=lr / 4,
-        warmup_epochs=min(1, epochs / 2),
-        weight_decay=weight_decay,
-        label_smoothing=label_smoothing,
+    return Inputs(
+        model=job.model,
+        graph=job.graph,
+        images=job.data.train,
+        train=job.loaders.train,
+        test=job.loaders.test,
+        device=place,
+        facts=job.identity,
     )
 
 
-def check_comparison(it: Comparison, job: Job) -> None:
-    """Refuse now, in one sentence, what each run would refuse."""
-    from dmcp.budget import Budget, check_reachable, parse
-    from dmcp.cli.job import place_of
-    from dmcp.cli.session import check_job
-    from dmcp.compare.problem import ends_of
-    from dmcp.data.datasets import split
-    from dmcp.data.loaders import make_loader
+def _read_methods(text: str) -> list[str]:
+    from dmcp.compare.methods import METHODS
 
-    place_of(it.config)  # whether there is such a device
-    check_job(job, it.config, skips=False)
-    rest, _ = split(job.data.train, it.holdout)
-    make_loader(rest, it.config.batch, train=True)  # refuses a batch that is larger
-    ends = ends_of(job.model, job.graph, it.groups, it.align, it.min_channels, it.max_channels)
-    known: list[Budget] = []
-    for text in it.budgets:
-        budget = parse(text, job.graph)
-        check_reachable(budget, job.graph, *ends)
-        if same := [other.text for other in known if {*other.limits} == {*budget.limits}]:
-            raise DmcpError(f"--budget: {text} is the same as {same[0]}: leave one of them out.")
-        known.append(budget)
+    names = [word.strip() for word in text.split(",") if word.strip()]
+    return [*METHODS] if names == ["all"] else names
 
 
-def _print(data: Mapping[str, Any], folder: Path, as_json: bool) -> None:
+def _read_settings(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """amc.episodes=100 as a mapping of mappings."""
+    found: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        place, equals, _ = text.partition("=")
+        method, dot, name = place.rpartition(".")
+        if not equals or not dot or not name.isidentifier():
+            raise DmcpError(f"--set: {text!r} is not of the form METHOD.NAME=VALUE, like amc.episodes=100.")
+        if name in found.setdefault(method, {}):
+            raise DmcpError(f"--set: {place} is given twice: give it once.")
+        found[method][name] = argument(text.removeprefix(f"{method}."))[1]
+    return found
+
+
+def _read_widths(texts: Iterable[str]) -> dict[str, dict[str, int]]:
+    """NAME=FILE as a name and its widths."""
+    from dmcp.runtime.io import MOST_JSON, parse_json, read_bytes
+    from dmcp.widths import Widths
+
+    found: dict[str, dict[str, int]] = {}
+    for text in texts:
+        name, equals, file = text.partition("=")
+        if not equals or not file or not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name):
+            raise DmcpError(f"--widths: {text!r} is not of the form NAME=FILE, like hand=widths.json.")
+        if name in found:
+            raise DmcpError(f"--widths: {name} is given twice: give each a name of its own.")
+        stored: Any = parse_json(read_bytes(Path(file), MOST_JSON), file)
+        ours = isinstance(stored, dict) and {"widths", "fingerprint"} <= stored.keys()
+        if not isinstance(stored, dict) or not (ours or all(type(kept) is int for kept in stored.values())):
+            raise FileError(f'{file}: not a file of widths: give a widths.json, or {{"space": width, ...}}.')
+        found[name] = dict(Widths.from_json(stored)) if ours else stored
+    return found
+
+
+def _launch(
+    runs: Sequence[PlannedRun], folder: Path, device: torch.device, at_once: int | None, quiet: bool, total: int
+) -> dict[str, str]:
+    """Each run as a process of its own; how those ended that failed."""
+    from dmcp.cli.launch import COMMAND, Command, kept_signals, run_side_by_side
+    from dmcp.compare.runner import OUTPUT, PLANS
+
+    names = {it.name for it in runs}
+    commands = [
+        Command(
+            it.name,
+            (*COMMAND, "compare-run", str(folder / PLANS / f"{it.name}.json"), str(folder / it.name)),
+            (it.uses,) if it.uses in names else (),
+        )
+        for it in runs
+    ]
+    with kept_signals() as signals:
+        ended = run_side_by_side(
+            commands, folder / OUTPUT, device, signals, at_once=at_once, quiet=quiet, noun="runs", total=total
+        )
+    return {end.command.name: end.describe() for end in ended if end.code != 0}
+
+
+def _list_planned(runs: Sequence[PlannedRun], folder: Path, as_json: bool) -> None:
+    """The runs, how far they are, and how long each trains; what would be refused is refused."""
     from dmcp.cli.session import print_json
-    from dmcp.compare.runner import PAGE
+    from dmcp.compare.runner import check_begun, epochs_of, state_of
+    from dmcp.units import table
 
+    rows = [{"run": it.name, "state": state_of(it, folder), "epochs": epochs_of(it)} for it in runs]
+    if as_json:
+        print_json({"folder": str(folder), "runs": rows})
+    else:
+        epochs = [", ".join(f"{number} {kind}" for kind, number in epochs_of(it).items()) for it in runs]
+        cells = [[it.name, state_of(it, folder), words] for it, words in zip(runs, epochs, strict=True)]
+        print(table([["run", "state", "epochs"], *cells]))
+        print(f"{sum(row['state'] == 'done' for row in rows)} of {len(rows)} runs are done in {folder}.")
+    check_begun(runs, folder)
+
+
+def _print(data: Mapping[str, Any] | None, folder: Path, as_json: bool) -> None:
+    from dmcp.cli.session import print_json
+    from dmcp.compare.table import PAGE
+
+    if data is None:
+        raise FileError(f"{folder}: no runs of a comparison are done here: give the folder that dmcp compare filled.")
     if as_json:
         print_json({"folder": str(folder), **data})
     else:

@@ -12,7 +12,7 @@ import inspect
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,19 +36,6 @@ from dmcp.settings import (
 
 GIVEN = "given"  # the teacher that is the network of --weights
 _CHANNELS = re.compile("0*[1-9][0-9]{0,8}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One run of a comparison: what it does besides what the rest of its settings say."""
-
-    method: str  # see methods; "" for the unpruned network
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of the method, where they are not its defaults
-    prepares: bool = False  # it only trains a network that other runs start from
-    uses: str = ""  # name of the run whose network it starts from, in the same folder
-    holdout: float = 0.1  # share of the training images that methods choose by
-    scratch: bool = True  # the chosen network is trained from scratch
-    fine_tune_epochs: int = 0  # epochs of the method's own training, where it fine-tunes; 0: none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +77,7 @@ class RunConfig:
     search: SearchConfig | None = None
     train: TrainConfig | None = None
     engine: Engine = Engine()
-    cell: Cell | None = None  # of dmcp compare
+    comparison: Mapping[str, Any] | None = None  # what a run of dmcp compare is to do: see PlannedRun
     save_steps: int = setting(1000, "Steps between two checkpoints.", 1)
     save_minutes: float = setting(5.0, "Minutes between two checkpoints, if that is sooner.", 0)
     track: tuple[str, ...] = setting((), "Also send the curves to tensorboard, wandb or mlflow; repeatable.")
@@ -115,7 +102,7 @@ def config_from_json(data: Mapping[str, Any], path: object) -> RunConfig:
         ) from None
 
 
-_PARTS: Mapping[str, Any] = {"train": TrainConfig, "search": SearchConfig, "engine": Engine, "cell": Cell}
+_PARTS: Mapping[str, Any] = {"train": TrainConfig, "search": SearchConfig, "engine": Engine}
 
 
 def _load(kind: Any, data: Any) -> Any:
@@ -295,13 +282,6 @@ def _resumed(request: Request) -> RunConfig:
     if changed:
         raise DmcpError(f"{folder} goes on with the settings it began with, leave these out: {'; '.join(changed)}.")
     return replace(config, **{name: getattr(wanted, name) for name in _RENEWABLE})
-
-
-def read_config_file(path: Path) -> RunConfig:
-    """The settings in a file."""
-    from dmcp.runs import read_json  # imports torch
-
-    return config_from_json(read_json(path), path)
 
 
 def read_config(run: Path) -> tuple[dict[str, Any], RunConfig]:

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from dmcp import __version__
-from dmcp.cli.compare_command import compare, run_of_comparison
+from dmcp.cli.compare_command import compare, compare_run
 from dmcp.cli.config import Request, RunConfig, complete_model, make_config, takes_settings
 from dmcp.errors import DmcpError, RankError, StoppedError
 from dmcp.settings import MAX_SEED, Corrupt, FloatType, LatencyConfig, RuntimeKind
@@ -396,7 +396,14 @@ def latency(
     """
     if not model:
         raise DmcpError("--model is missing: dmcp latency --help says what it can be.")
-    what = {"model_args": tuple(model_args or ()), "ignore": tuple(ignore or ()), "input": input, "device": device}
+    what = RunConfig(
+        model=model,
+        model_args=tuple(model_args or ()),
+        ignore=tuple(ignore or ()),
+        input=input,
+        device=device,
+        seed=seed,
+    )
     where = device if runtime is RuntimeKind.ONNX else ""  # else where the network is
     how = LatencyConfig(
         batch=batch, device=where, dtype=dtype, runtime=runtime, networks=networks, align=align, seed=seed
@@ -404,7 +411,7 @@ def latency(
     if is_first():
         from dmcp.cli import show
 
-        show.latency(RunConfig(model=model, seed=seed, **what), classes, how, out, as_json)
+        show.latency(what, classes, how, out, as_json)
 
 
 @app.command()
@@ -479,4 +486,4 @@ def report(
 
 
 app.command()(compare)
-app.command("cell", hidden=True)(run_of_comparison)
+app.command(hidden=True)(compare_run)
