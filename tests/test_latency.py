@@ -44,9 +44,9 @@ from dmcp.latency.table import FS_PER_MS, Latency, show_ms
 from dmcp.markov import CHAIN
 from dmcp.models import build
 from dmcp.modules import narrow
-from dmcp.report.html import make_page, read_run
+from dmcp.report.html import make_page
 from dmcp.report.trackers import scalars
-from dmcp.runs import Run
+from dmcp.runs import Run, read_run
 from dmcp.sampling import expected, uniform
 from dmcp.searching.config import SearchResult
 from dmcp.tracing.cost import evaluate, total

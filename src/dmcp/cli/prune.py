@@ -467,7 +467,7 @@ def train(
         if not here.world.first:
             return
         save(trained[next(iter(wanted))], kept, here.run.folder)
-        troubles = here.run.troubles(wanted)
+        troubles = here.run.divergences(wanted)
         listed = (f"- **{trouble}**" for trouble in (*troubles, *here.describe_replaced(replaced)))
         taught = _taught(plan, opened, worth)
         here.run.write(REPORT, "\n".join([f"# {plan.job.model}", "", *markdown(rows, graph, taught), *listed, ""]))

@@ -80,21 +80,11 @@ from dmcp.exporting import (
 )
 from dmcp.exporting import export as export_of_exporting
 from dmcp.exporting import export as write
-from dmcp.report.html import (
-    PastRun,
-    as_file,
-    chart_run,
-    chart_runs,
-    describe,
-    is_run,
-    list_runs,
-    make_page,
-    percent,
-    read_runs,
-)
+from dmcp.report.figures import save as save_figure
+from dmcp.report.html import draw_runs, make_page, percent
 from dmcp.results import compare as compare_of_results
 from dmcp.results import not_faster, results_table, score
-from dmcp.runs import SEARCH, SETTINGS, Run, load_search, read_json, slug
+from dmcp.runs import SEARCH, SETTINGS, Run, is_run, list_runs, load_search, read_json, read_runs, slug
 from dmcp.runtime.io import plain
 from dmcp.searching.config import BOUNDS, SearchResult, extremes
 from dmcp.settings import Engine, TrainConfig
@@ -457,7 +447,7 @@ def runs(
     if not o.is_first():
         return
     found = list_runs(folder)
-    facts = [describe(run) for run in found]
+    facts = [run.describe() for run in found]
     if as_json:
         print_json(facts)
         return
@@ -499,9 +489,8 @@ def report(
     Run(out.parent).write(out.name, make_page(found))
     print(out)
     if svg:
-        for name, chart in _charts(found).items():
-            Run(svg).write(name, as_file(chart))
-            print(svg / name)
+        for name, figure in draw_runs(found).items():
+            print(save_figure(figure, svg / f"{name}.svg"))
 
 
 def sample(
@@ -608,15 +597,6 @@ def _check_done(run: Path, name: str, plan: Plan) -> None:
             else "give a run of dmcp prune or search"
         )
         raise FileError(f"{run} has no {name}: {way}")
-
-
-def _charts(found: list[PastRun]) -> dict[str, str]:
-    """All charts by the names of their files; a number keeps runs of one name apart."""
-    charts = {"accuracy-macs.svg": chart_runs(found)}
-    for number, run in enumerate(found, start=1):
-        start = re.sub(r"\W+", "-", f"{number} {run.name}", flags=re.ASCII).strip("-")
-        charts |= {f"{start}-{name}.svg": chart for name, chart in chart_run(run).items()}
-    return {name: chart for name, chart in charts.items() if chart}
 
 
 Budgets = Annotated[list[str] | None, typer.Option("--budget", help="50%, 211M, params:2M; repeatable. Default: 50%.")]

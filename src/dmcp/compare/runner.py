@@ -56,10 +56,9 @@ from dmcp.data.datasets import split
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DmcpError, FileError, TrainingError, WidthsError
 from dmcp.report import figures
-from dmcp.report.html import PastRun, is_run, read_run
 from dmcp.results import UNPRUNED, Event, Row, compare, milliseconds
 from dmcp.retraining import train_all
-from dmcp.runs import CHECKPOINTS, PREPARED, SETTINGS, Run, load_search, read_json
+from dmcp.runs import CHECKPOINTS, LOG, PREPARED, SETTINGS, PastRun, Run, is_run, load_search, read_json, read_run
 from dmcp.runtime.io import MOST_JSON, Lock, from_plain, parse_json, parse_tensors, read_bytes
 from dmcp.searching.config import BOUNDS, SearchRecord, SearchResult
 from dmcp.settings import Bound, Engine, Retrain, SearchConfig, TrainConfig
@@ -117,7 +116,7 @@ def write_cost(run: Run, seconds: float, passes: int) -> None:
 def write_tensors(run: Run, name: str, state: Mapping[str, Tensor]) -> None:
     """Write tensors from any device."""
     plain = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in state.items()}
-    run.write_bytes(name, safetensors.torch.save(plain))
+    run.write(name, safetensors.torch.save(plain))
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -259,7 +258,7 @@ def _tell(here: Session) -> Any:
         elif isinstance(record, SearchRecord | SearchResult):
             here.on_event(Event(stage, 0, record))
         else:
-            here.run.log({"stage": stage} | dict(record))
+            here.run.add(LOG, {"stage": stage} | dict(record))
 
     return tell
 
