@@ -37,7 +37,8 @@ from dmcp.losses import classification_loss
 from dmcp.markov import sample_groups
 from dmcp.models import build, sample_shape
 from dmcp.runtime.engine import ResolvedEngine, best_device, is_depthwise, is_narrow, sgd
-from dmcp.searching.search import LARGE, Steps, reach, uncounted
+from dmcp.searching.search import LARGE, reach, uncounted
+from dmcp.searching.steps import Setup, Steps
 from dmcp.settings import Sampling
 from dmcp.training import make_step, parameter_groups
 
@@ -132,7 +133,7 @@ class Network:
 
     def search_config(self, net: Supernet, **settings: Any) -> SearchConfig:
         """A budget in the middle of what can be reached."""
-        middle = (self.graph.macs(net.floor) + self.graph.macs()) // 2
+        middle = (self.graph.macs(net.min_widths) + self.graph.macs()) // 2
         return SearchConfig(budget=middle, groups=self.asked.groups, **settings)
 
 
@@ -151,7 +152,8 @@ def time_search(network: Network, net: Supernet, data: Any, resolved: ResolvedEn
     with resolved.running(net.model), uncounted(net.model):
         net.train()
         budget, chains = reach(net, config)
-        steps = Steps(net, chains, config, budget, None, resolved)
+        setup = Setup(net, chains, budget, config, classification_loss(config.label_smoothing), resolved.precision)
+        steps = Steps(setup, resolved)
         generator = torch.Generator(device).manual_seed(0)
         with torch.no_grad():
             net.alpha.fill_(1.8)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmcp import engine, kernels
+from dmcp.runtime import engine, kernels
 from dmcp.runtime.kernels import OwnKernels, batch_norm, conv2d, convolution, depthwise, norm
 
 if convolution.INTERPRET:

@@ -1,27 +1,62 @@
-"""Nine small nets whose narrow versions are written by hand: the independent oracle of the invariants.
+"""Ten small nets that also exist at any narrower widths: the independent oracle of the invariants.
 
-Each class takes the width of every space as an argument. `narrow` builds the class at smaller widths and copies the
-kept channels by indices written down for this one net; nothing here knows the package's layouts. FULL are the
-unpruned widths, SPACES the name that each width has in the graph: the first layer that writes the space.
+LAYERS says which channels each layer writes and reads, in plain text: "s+g" are two spaces side by side, "c*4" are four
+entries per channel, "2*a" are two copies. FULL are the unpruned widths, SPACES the name that each width has in the
+graph: the first layer that writes the space. `narrow` copies the kept channels; nothing here knows the package.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import dmcp
 
 Kept = Sequence[int]  # indices of the channels that stay
+Layer = tuple[str, str, str, dict[str, Any]]
+
+
+def conv(reads: str, writes: str, kernel: int = 3, **options: Any) -> Layer:
+    """Of a grouped one: what each group reads."""
+    return "conv", reads, writes, {"kernel_size": kernel, "bias": False} | options
+
+
+def norm(channels: str) -> Layer:
+    return "norm", "", channels, {}
+
+
+def linear(reads: str, writes: str = "5") -> Layer:
+    return "linear", reads, writes, {}
 
 
 def keep(k: int, after: int = 0) -> list[int]:
     """The first k channels, counted from an offset."""
     return list(range(after, after + k))
+
+
+def positions(text: str, full: Mapping[str, int], kept: Mapping[str, Kept]) -> list[int]:
+    """Where the kept channels lie in a dim."""
+    found: list[int] = []
+    offset = 0
+    for term in text.split("+"):
+        places, size = [0], 1
+        for factor in term.split("*"):
+            own = kept.get(factor) if factor in full else range(int(factor))
+            count = full.get(factor) or int(factor)
+            places, size = [place * count + index for place in places for index in own], size * count
+        found += [offset + place for place in places]
+        offset += size
+    return found
 
 
 @torch.no_grad()
@@ -37,22 +72,53 @@ def pick(small: nn.Module, full: nn.Module, rows: Kept, cols: Kept | None = None
         target.copy_(value)
 
 
-class Chain(nn.Module):
+class HandNet(nn.Module):
+    FULL: ClassVar[dict[str, int]]
+    SPACES: ClassVar[dict[str, str]]
+    LAYERS: ClassVar[dict[str, Layer]]
+    SHAPE: ClassVar[tuple[int, ...]] = (3, 9, 9)
+
+    def __init__(self, *widths: int, **named: int) -> None:
+        super().__init__()
+        sizes = dict(zip(self.FULL, widths, strict=False)) | named
+
+        def width(text: str) -> int:
+            return len(positions(text, sizes, {name: range(size) for name, size in sizes.items()}))
+
+        for name, (kind, reads, writes, options) in self.LAYERS.items():
+            if kind == "norm":
+                layer: nn.Module = nn.BatchNorm2d(width(writes))
+            elif kind == "linear":
+                layer = nn.Linear(width(reads), width(writes))
+            else:
+                groups = width(str(options.get("groups", 1)))
+                layer = nn.Conv2d(groups * width(reads), width(writes), **options | {"groups": groups})
+            self.add_module(name, layer)
+
+    @classmethod
+    def narrow(cls, full: Any, **kept: Kept) -> Any:
+        small: Any = cls(**{name: len(own) for name, own in kept.items()}).to(full.head.weight.dtype)
+        for name, (_, reads, writes, _) in cls.LAYERS.items():
+            columns = positions(reads, cls.FULL, kept) if reads else None
+            pick(getattr(small, name), getattr(full, name), positions(writes, cls.FULL, kept), columns)
+        return small
+
+
+class Chain(HandNet):
     """Three conv-bn-relu, flattened into a linear."""
 
-    FULL: ClassVar[dict[str, int]] = {"a": 7, "b": 9, "c": 6}
-    SPACES: ClassVar[dict[str, str]] = {"a": "conv1", "b": "conv2", "c": "conv3"}
+    FULL: ClassVar = {"a": 7, "b": 9, "c": 6}
+    SPACES: ClassVar = {"a": "conv1", "b": "conv2", "c": "conv3"}
     SHAPE = (3, 11, 11)
-
-    def __init__(self, a: int, b: int, c: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, a, 3, padding=1)
-        self.bn1 = nn.BatchNorm2d(a)
-        self.conv2 = nn.Conv2d(a, b, 3, stride=2, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(b)
-        self.conv3 = nn.Conv2d(b, c, 3, stride=2, bias=False)
-        self.bn3 = nn.BatchNorm2d(c)
-        self.head = nn.Linear(c * 4, 5)
+    LAYERS: ClassVar = {
+        "conv1": conv("3", "a", padding=1, bias=True),
+        "bn1": norm("a"),
+        "conv2": conv("a", "b", stride=2, padding=1),
+        "bn2": norm("b"),
+        "conv3": conv("b", "c", stride=2),
+        "bn3": norm("c"),
+        "head": linear("c*4"),
+    }
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.bn1(self.conv1(x)))
@@ -60,41 +126,27 @@ class Chain(nn.Module):
         x = F.relu(self.bn3(self.conv3(x)))
         return self.head(x.flatten(1))
 
-    @staticmethod
-    def narrow(full: Chain, a: Kept, b: Kept, c: Kept) -> Chain:
-        small = Chain(len(a), len(b), len(c)).to(full.head.weight.dtype)
-        pick(small.conv1, full.conv1, a)
-        pick(small.bn1, full.bn1, a)
-        pick(small.conv2, full.conv2, b, a)
-        pick(small.bn2, full.bn2, b)
-        pick(small.conv3, full.conv3, c, b)
-        pick(small.bn3, full.bn3, c)
-        pick(small.head, full.head, keep(5), [4 * channel + place for channel in c for place in range(4)])
-        return small
 
-
-class Residual(nn.Module):
+class Residual(HandNet):
     """A stem and a basic block that share their stream, then a block with a projection shortcut."""
 
-    FULL: ClassVar[dict[str, int]] = {"s": 8, "a": 6, "b": 9, "t": 11}
-    SPACES: ClassVar[dict[str, str]] = {"s": "stem", "a": "conv1", "b": "conv3", "t": "conv4"}
-    SHAPE = (3, 9, 9)
-
-    def __init__(self, s: int, a: int, b: int, t: int) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, s, 3, padding=1, bias=False)
-        self.bn0 = nn.BatchNorm2d(s)
-        self.conv1 = nn.Conv2d(s, a, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(a)
-        self.conv2 = nn.Conv2d(a, s, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(s)
-        self.conv3 = nn.Conv2d(s, b, 3, stride=2, padding=1, bias=False)
-        self.bn3 = nn.BatchNorm2d(b)
-        self.conv4 = nn.Conv2d(b, t, 3, padding=1, bias=False)
-        self.bn4 = nn.BatchNorm2d(t)
-        self.project = nn.Conv2d(s, t, 1, stride=2, bias=False)
-        self.bn5 = nn.BatchNorm2d(t)
-        self.head = nn.Linear(t, 5)
+    FULL: ClassVar = {"s": 8, "a": 6, "b": 9, "t": 11}
+    SPACES: ClassVar = {"s": "stem", "a": "conv1", "b": "conv3", "t": "conv4"}
+    LAYERS: ClassVar = {
+        "stem": conv("3", "s", padding=1),
+        "bn0": norm("s"),
+        "conv1": conv("s", "a", padding=1),
+        "bn1": norm("a"),
+        "conv2": conv("a", "s", padding=1),
+        "bn2": norm("s"),
+        "conv3": conv("s", "b", stride=2, padding=1),
+        "bn3": norm("b"),
+        "conv4": conv("b", "t", padding=1),
+        "bn4": norm("t"),
+        "project": conv("s", "t", 1, stride=2),
+        "bn5": norm("t"),
+        "head": linear("t"),
+    }
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.bn0(self.stem(x)))
@@ -103,49 +155,29 @@ class Residual(nn.Module):
         x = F.relu(y + self.bn5(self.project(x)))
         return self.head(x.mean((2, 3)))
 
-    @staticmethod
-    def narrow(full: Residual, s: Kept, a: Kept, b: Kept, t: Kept) -> Residual:
-        small = Residual(len(s), len(a), len(b), len(t)).to(full.head.weight.dtype)
-        pick(small.stem, full.stem, s, keep(3))
-        pick(small.bn0, full.bn0, s)
-        pick(small.conv1, full.conv1, a, s)
-        pick(small.bn1, full.bn1, a)
-        pick(small.conv2, full.conv2, s, a)
-        pick(small.bn2, full.bn2, s)
-        pick(small.conv3, full.conv3, b, s)
-        pick(small.bn3, full.bn3, b)
-        pick(small.conv4, full.conv4, t, b)
-        pick(small.bn4, full.bn4, t)
-        pick(small.project, full.project, t, s)
-        pick(small.bn5, full.bn5, t)
-        pick(small.head, full.head, keep(5), t)
-        return small
 
-
-class Depthwise(nn.Module):
+class Depthwise(HandNet):
     """Two inverted residual blocks, the second without its shortcut."""
 
-    FULL: ClassVar[dict[str, int]] = {"s": 6, "e": 14, "f": 10, "t": 8}
-    SPACES: ClassVar[dict[str, str]] = {"s": "stem", "e": "expand1", "f": "expand2", "t": "project2"}
-    SHAPE = (3, 9, 9)
-
-    def __init__(self, s: int, e: int, f: int, t: int) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, s, 3, padding=1, bias=False)
-        self.bn0 = nn.BatchNorm2d(s)
-        self.expand1 = nn.Conv2d(s, e, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(e)
-        self.depth1 = nn.Conv2d(e, e, 3, padding=1, groups=e, bias=False)
-        self.bn2 = nn.BatchNorm2d(e)
-        self.project1 = nn.Conv2d(e, s, 1, bias=False)
-        self.bn3 = nn.BatchNorm2d(s)
-        self.expand2 = nn.Conv2d(s, f, 1, bias=False)
-        self.bn4 = nn.BatchNorm2d(f)
-        self.depth2 = nn.Conv2d(f, f, 3, stride=2, padding=1, groups=f, bias=False)
-        self.bn5 = nn.BatchNorm2d(f)
-        self.project2 = nn.Conv2d(f, t, 1, bias=False)
-        self.bn6 = nn.BatchNorm2d(t)
-        self.head = nn.Linear(t, 5)
+    FULL: ClassVar = {"s": 6, "e": 14, "f": 10, "t": 8}
+    SPACES: ClassVar = {"s": "stem", "e": "expand1", "f": "expand2", "t": "project2"}
+    LAYERS: ClassVar = {
+        "stem": conv("3", "s", padding=1),
+        "bn0": norm("s"),
+        "expand1": conv("s", "e", 1),
+        "bn1": norm("e"),
+        "depth1": conv("1", "e", padding=1, groups="e"),
+        "bn2": norm("e"),
+        "project1": conv("e", "s", 1),
+        "bn3": norm("s"),
+        "expand2": conv("s", "f", 1),
+        "bn4": norm("f"),
+        "depth2": conv("1", "f", stride=2, padding=1, groups="f"),
+        "bn5": norm("f"),
+        "project2": conv("f", "t", 1),
+        "bn6": norm("t"),
+        "head": linear("t"),
+    }
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu6(self.bn0(self.stem(x)))
@@ -157,56 +189,28 @@ class Depthwise(nn.Module):
         x = self.bn6(self.project2(y))
         return self.head(x.mean((2, 3)))
 
-    @staticmethod
-    def narrow(full: Depthwise, s: Kept, e: Kept, f: Kept, t: Kept) -> Depthwise:
-        small = Depthwise(len(s), len(e), len(f), len(t)).to(full.head.weight.dtype)
-        pick(small.stem, full.stem, s, keep(3))
-        pick(small.bn0, full.bn0, s)
-        pick(small.expand1, full.expand1, e, s)
-        pick(small.bn1, full.bn1, e)
-        pick(small.depth1, full.depth1, e, [0])
-        pick(small.bn2, full.bn2, e)
-        pick(small.project1, full.project1, s, e)
-        pick(small.bn3, full.bn3, s)
-        pick(small.expand2, full.expand2, f, s)
-        pick(small.bn4, full.bn4, f)
-        pick(small.depth2, full.depth2, f, [0])
-        pick(small.bn5, full.bn5, f)
-        pick(small.project2, full.project2, t, f)
-        pick(small.bn6, full.bn6, t)
-        pick(small.head, full.head, keep(5), t)
-        return small
 
-
-class Concat(nn.Module):
+class Concat(HandNet):
     """Two dense layers, a transition, then three branches side by side."""
 
-    FULL: ClassVar[dict[str, int]] = {"s": 6, "g": 5, "h": 4, "t": 9, "p": 3, "q": 7, "r": 5}
-    SPACES: ClassVar[dict[str, str]] = {
-        "s": "stem",
-        "g": "dense1",
-        "h": "dense2",
-        "t": "transition",
-        "p": "branch1",
-        "q": "branch2",
-        "r": "branch3",
+    FULL: ClassVar = {"s": 6, "g": 5, "h": 4, "t": 9, "p": 3, "q": 7, "r": 5}
+    SPACES: ClassVar = dict(
+        zip("sghtpqr", ["stem", "dense1", "dense2", "transition", "branch1", "branch2", "branch3"], strict=True)
+    )
+    LAYERS: ClassVar = {
+        "stem": conv("3", "s", padding=1),
+        "bn1": norm("s"),
+        "dense1": conv("s", "g", padding=1),
+        "bn2": norm("s+g"),
+        "dense2": conv("s+g", "h", padding=1),
+        "bn3": norm("s+g+h"),
+        "transition": conv("s+g+h", "t", 1),
+        "branch1": conv("t", "p", 1, bias=True),
+        "branch2": conv("t", "q", padding=1, bias=True),
+        "branch3": conv("t", "r", 1, bias=True),
+        "bn4": norm("p+q+r"),
+        "head": linear("p+q+r"),
     }
-    SHAPE = (3, 9, 9)
-
-    def __init__(self, s: int, g: int, h: int, t: int, p: int, q: int, r: int) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, s, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(s)
-        self.dense1 = nn.Conv2d(s, g, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(s + g)
-        self.dense2 = nn.Conv2d(s + g, h, 3, padding=1, bias=False)
-        self.bn3 = nn.BatchNorm2d(s + g + h)
-        self.transition = nn.Conv2d(s + g + h, t, 1, bias=False)
-        self.branch1 = nn.Conv2d(t, p, 1)
-        self.branch2 = nn.Conv2d(t, q, 3, padding=1)
-        self.branch3 = nn.Conv2d(t, r, 1)
-        self.bn4 = nn.BatchNorm2d(p + q + r)
-        self.head = nn.Linear(p + q + r, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -216,50 +220,28 @@ class Concat(nn.Module):
         x = torch.cat([self.branch1(x), self.branch2(x), self.branch3(F.max_pool2d(x, 3, 1, 1))], 1)
         return self.head(F.relu(self.bn4(x)).mean((2, 3)))
 
-    @staticmethod
-    def narrow(full: Concat, s: Kept, g: Kept, h: Kept, t: Kept, p: Kept, q: Kept, r: Kept) -> Concat:
-        small = Concat(len(s), len(g), len(h), len(t), len(p), len(q), len(r)).to(full.head.weight.dtype)
-        two = [*s, *(6 + i for i in g)]
-        three = [*two, *(11 + i for i in h)]
-        mixed = [*p, *(3 + i for i in q), *(10 + i for i in r)]
-        pick(small.stem, full.stem, s, keep(3))
-        pick(small.bn1, full.bn1, s)
-        pick(small.dense1, full.dense1, g, s)
-        pick(small.bn2, full.bn2, two)
-        pick(small.dense2, full.dense2, h, two)
-        pick(small.bn3, full.bn3, three)
-        pick(small.transition, full.transition, t, three)
-        pick(small.branch1, full.branch1, p, t)
-        pick(small.branch2, full.branch2, q, t)
-        pick(small.branch3, full.branch3, r, t)
-        pick(small.bn4, full.bn4, mixed)
-        pick(small.head, full.head, keep(5), mixed)
-        return small
 
-
-class Grouped(nn.Module):
-    """A conv with few wide groups, narrowed inside every group; then ResNeXt's many thin ones, which go whole.
+class Grouped(HandNet):
+    """A conv with few wide groups, narrowed inside every group; then ResNeXt's many thin ones, pruned as one each.
 
     a and b are channels per group of the first, g is the number of groups of the second.
     """
 
-    FULL: ClassVar[dict[str, int]] = {"a": 7, "b": 5, "g": 6, "t": 9}
-    SPACES: ClassVar[dict[str, str]] = {"a": "stem", "b": "wide", "g": "reduce", "t": "expand"}
-    SHAPE = (3, 9, 9)
-
-    def __init__(self, a: int, b: int, g: int, t: int) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 2 * a, 3, padding=1, bias=False)
-        self.bn0 = nn.BatchNorm2d(2 * a)
-        self.wide = nn.Conv2d(2 * a, 2 * b, 3, padding=1, groups=2)
-        self.bn1 = nn.BatchNorm2d(2 * b)
-        self.reduce = nn.Conv2d(2 * b, 2 * g, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(2 * g)
-        self.thin = nn.Conv2d(2 * g, 3 * g, 3, stride=2, padding=1, groups=g, bias=False)
-        self.bn3 = nn.BatchNorm2d(3 * g)
-        self.expand = nn.Conv2d(3 * g, t, 1, bias=False)
-        self.bn4 = nn.BatchNorm2d(t)
-        self.head = nn.Linear(t, 5)
+    FULL: ClassVar = {"a": 7, "b": 5, "g": 6, "t": 9}
+    SPACES: ClassVar = {"a": "stem", "b": "wide", "g": "reduce", "t": "expand"}
+    LAYERS: ClassVar = {
+        "stem": conv("3", "2*a", padding=1),
+        "bn0": norm("2*a"),
+        "wide": conv("a", "2*b", padding=1, groups=2, bias=True),
+        "bn1": norm("2*b"),
+        "reduce": conv("2*b", "g*2", 1),
+        "bn2": norm("g*2"),
+        "thin": conv("2", "g*3", stride=2, padding=1, groups="g"),
+        "bn3": norm("g*3"),
+        "expand": conv("g*3", "t", 1),
+        "bn4": norm("t"),
+        "head": linear("t"),
+    }
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.bn0(self.stem(x)))
@@ -269,45 +251,23 @@ class Grouped(nn.Module):
         x = F.relu(self.bn4(self.expand(x)))
         return self.head(x.mean((2, 3)))
 
-    @staticmethod
-    def narrow(full: Grouped, a: Kept, b: Kept, g: Kept, t: Kept) -> Grouped:
-        small = Grouped(len(a), len(b), len(g), len(t)).to(full.head.weight.dtype)
-        into = [*a, *(7 + i for i in a)]  # both groups keep the same channels
-        out = [*b, *(5 + i for i in b)]
-        pairs = [2 * group + i for group in g for i in range(2)]
-        threes = [3 * group + i for group in g for i in range(3)]
-        pick(small.stem, full.stem, into, keep(3))
-        pick(small.bn0, full.bn0, into)
-        pick(small.wide, full.wide, out, a)
-        pick(small.bn1, full.bn1, out)
-        pick(small.reduce, full.reduce, pairs, out)
-        pick(small.bn2, full.bn2, pairs)
-        pick(small.thin, full.thin, threes, keep(2))
-        pick(small.bn3, full.bn3, threes)
-        pick(small.expand, full.expand, t, threes)
-        pick(small.bn4, full.bn4, t)
-        pick(small.head, full.head, keep(5), t)
-        return small
 
-
-class SqueezeExcite(nn.Module):
+class SqueezeExcite(HandNet):
     """A residual block whose inner channels are rescaled by a squeeze and excitation."""
 
-    FULL: ClassVar[dict[str, int]] = {"s": 7, "c": 12, "r": 5}
-    SPACES: ClassVar[dict[str, str]] = {"s": "stem", "c": "conv", "r": "squeeze"}
-    SHAPE = (3, 9, 9)
-
-    def __init__(self, s: int, c: int, r: int) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, s, 3, padding=1, bias=False)
-        self.bn0 = nn.BatchNorm2d(s)
-        self.conv = nn.Conv2d(s, c, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(c)
-        self.squeeze = nn.Conv2d(c, r, 1)
-        self.excite = nn.Conv2d(r, c, 1)
-        self.project = nn.Conv2d(c, s, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(s)
-        self.head = nn.Linear(s, 5)
+    FULL: ClassVar = {"s": 7, "c": 12, "r": 5}
+    SPACES: ClassVar = {"s": "stem", "c": "conv", "r": "squeeze"}
+    LAYERS: ClassVar = {
+        "stem": conv("3", "s", padding=1),
+        "bn0": norm("s"),
+        "conv": conv("s", "c", padding=1),
+        "bn1": norm("c"),
+        "squeeze": conv("c", "r", 1, bias=True),
+        "excite": conv("r", "c", 1, bias=True),
+        "project": conv("c", "s", 1),
+        "bn2": norm("s"),
+        "head": linear("s"),
+    }
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.bn0(self.stem(x)))
@@ -316,42 +276,26 @@ class SqueezeExcite(nn.Module):
         x = F.relu(x + self.bn2(self.project(y)))
         return self.head(x.mean((2, 3)))
 
-    @staticmethod
-    def narrow(full: SqueezeExcite, s: Kept, c: Kept, r: Kept) -> SqueezeExcite:
-        small = SqueezeExcite(len(s), len(c), len(r)).to(full.head.weight.dtype)
-        pick(small.stem, full.stem, s, keep(3))
-        pick(small.bn0, full.bn0, s)
-        pick(small.conv, full.conv, c, s)
-        pick(small.bn1, full.bn1, c)
-        pick(small.squeeze, full.squeeze, r, c)
-        pick(small.excite, full.excite, c, r)
-        pick(small.project, full.project, s, c)
-        pick(small.bn2, full.bn2, s)
-        pick(small.head, full.head, keep(5), s)
-        return small
 
-
-class PreActivation(nn.Module):
+class PreActivation(HandNet):
     """ResNetV2: norm and relu before each conv; the raw stream goes on, and through the second shortcut."""
 
-    FULL: ClassVar[dict[str, int]] = {"s": 8, "a": 6, "b": 9, "t": 11}
-    SPACES: ClassVar[dict[str, str]] = {"s": "stem", "a": "conv1", "b": "conv3", "t": "conv4"}
-    SHAPE = (3, 9, 9)
-
-    def __init__(self, s: int, a: int, b: int, t: int) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, s, 3, padding=1)
-        self.bn1 = nn.BatchNorm2d(s)
-        self.conv1 = nn.Conv2d(s, a, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(a)
-        self.conv2 = nn.Conv2d(a, s, 3, padding=1, bias=False)
-        self.bn3 = nn.BatchNorm2d(s)
-        self.conv3 = nn.Conv2d(s, b, 3, stride=2, padding=1, bias=False)
-        self.bn4 = nn.BatchNorm2d(b)
-        self.conv4 = nn.Conv2d(b, t, 3, padding=1, bias=False)
-        self.shortcut = nn.Conv2d(s, t, 1, stride=2, bias=False)
-        self.bn5 = nn.BatchNorm2d(t)
-        self.head = nn.Linear(t, 5)
+    FULL: ClassVar = {"s": 8, "a": 6, "b": 9, "t": 11}
+    SPACES: ClassVar = {"s": "stem", "a": "conv1", "b": "conv3", "t": "conv4"}
+    LAYERS: ClassVar = {
+        "stem": conv("3", "s", padding=1, bias=True),
+        "bn1": norm("s"),
+        "conv1": conv("s", "a", padding=1),
+        "bn2": norm("a"),
+        "conv2": conv("a", "s", padding=1),
+        "bn3": norm("s"),
+        "conv3": conv("s", "b", stride=2, padding=1),
+        "bn4": norm("b"),
+        "conv4": conv("b", "t", padding=1),
+        "shortcut": conv("s", "t", 1, stride=2),
+        "bn5": norm("t"),
+        "head": linear("t"),
+    }
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -361,48 +305,29 @@ class PreActivation(nn.Module):
         x = self.conv4(F.relu(self.bn4(y))) + self.shortcut(x)
         return self.head(F.relu(self.bn5(x)).mean((2, 3)))
 
-    @staticmethod
-    def narrow(full: PreActivation, s: Kept, a: Kept, b: Kept, t: Kept) -> PreActivation:
-        small = PreActivation(len(s), len(a), len(b), len(t)).to(full.head.weight.dtype)
-        pick(small.stem, full.stem, s, keep(3))
-        pick(small.bn1, full.bn1, s)
-        pick(small.conv1, full.conv1, a, s)
-        pick(small.bn2, full.bn2, a)
-        pick(small.conv2, full.conv2, s, a)
-        pick(small.bn3, full.bn3, s)
-        pick(small.conv3, full.conv3, b, s)
-        pick(small.bn4, full.bn4, b)
-        pick(small.conv4, full.conv4, t, b)
-        pick(small.shortcut, full.shortcut, t, s)
-        pick(small.bn5, full.bn5, t)
-        pick(small.head, full.head, keep(5), t)
-        return small
 
+class OptionA(HandNet):
+    """CIFAR's parameter-free shortcut: every second pixel, and two zero channels on either side, which are kept."""
 
-class OptionA(nn.Module):
-    """CIFAR's parameter-free shortcut: every second pixel, and two zero channels on either side, which stay whole."""
-
-    FULL: ClassVar[dict[str, int]] = {"s": 8, "a": 7, "b": 9, "c": 5}
-    SPACES: ClassVar[dict[str, str]] = {"s": "stem", "a": "conv1", "b": "conv3", "c": "conv5"}
-    SHAPE = (3, 9, 9)
-
-    def __init__(self, s: int, a: int, b: int, c: int) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, s, 3, padding=1, bias=False)
-        self.bn0 = nn.BatchNorm2d(s)
-        self.conv1 = nn.Conv2d(s, a, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(a)
-        self.conv2 = nn.Conv2d(a, s, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(s)
-        self.conv3 = nn.Conv2d(s, b, 3, stride=2, padding=1, bias=False)
-        self.bn3 = nn.BatchNorm2d(b)
-        self.conv4 = nn.Conv2d(b, s + 4, 3, padding=1, bias=False)
-        self.bn4 = nn.BatchNorm2d(s + 4)
-        self.conv5 = nn.Conv2d(s + 4, c, 3, padding=1, bias=False)
-        self.bn5 = nn.BatchNorm2d(c)
-        self.conv6 = nn.Conv2d(c, s + 4, 3, padding=1, bias=False)
-        self.bn6 = nn.BatchNorm2d(s + 4)
-        self.head = nn.Linear(s + 4, 5)
+    FULL: ClassVar = {"s": 8, "a": 7, "b": 9, "c": 5}
+    SPACES: ClassVar = {"s": "stem", "a": "conv1", "b": "conv3", "c": "conv5"}
+    LAYERS: ClassVar = {
+        "stem": conv("3", "s", padding=1),
+        "bn0": norm("s"),
+        "conv1": conv("s", "a", padding=1),
+        "bn1": norm("a"),
+        "conv2": conv("a", "s", padding=1),
+        "bn2": norm("s"),
+        "conv3": conv("s", "b", stride=2, padding=1),
+        "bn3": norm("b"),
+        "conv4": conv("b", "2+s+2", padding=1),
+        "bn4": norm("2+s+2"),
+        "conv5": conv("2+s+2", "c", padding=1),
+        "bn5": norm("c"),
+        "conv6": conv("c", "2+s+2", padding=1),
+        "bn6": norm("2+s+2"),
+        "head": linear("2+s+2"),
+    }
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.bn0(self.stem(x)))
@@ -412,48 +337,28 @@ class OptionA(nn.Module):
         x = F.relu(x + self.bn6(self.conv6(F.relu(self.bn5(self.conv5(x))))))
         return self.head(x.mean((2, 3)))
 
-    @staticmethod
-    def narrow(full: OptionA, s: Kept, a: Kept, b: Kept, c: Kept) -> OptionA:
-        small = OptionA(len(s), len(a), len(b), len(c)).to(full.head.weight.dtype)
-        padded = [0, 1, *(2 + i for i in s), 10, 11]
-        pick(small.stem, full.stem, s, keep(3))
-        pick(small.bn0, full.bn0, s)
-        pick(small.conv1, full.conv1, a, s)
-        pick(small.bn1, full.bn1, a)
-        pick(small.conv2, full.conv2, s, a)
-        pick(small.bn2, full.bn2, s)
-        pick(small.conv3, full.conv3, b, s)
-        pick(small.bn3, full.bn3, b)
-        pick(small.conv4, full.conv4, padded, b)
-        pick(small.bn4, full.bn4, padded)
-        pick(small.conv5, full.conv5, c, padded)
-        pick(small.bn5, full.bn5, c)
-        pick(small.conv6, full.conv6, padded, c)
-        pick(small.bn6, full.bn6, padded)
-        pick(small.head, full.head, keep(5), padded)
-        return small
 
-
-class SharedWeight(nn.Module):
+class SharedWeight(HandNet):
     """One conv called twice, and two convs with one Parameter, whose inputs are thereby one space."""
 
-    FULL: ClassVar[dict[str, int]] = {"c": 8, "d": 6}
-    SPACES: ClassVar[dict[str, str]] = {"c": "stem", "d": "left"}
-    SHAPE = (3, 9, 9)
+    FULL: ClassVar = {"c": 8, "d": 6}
+    SPACES: ClassVar = {"c": "stem", "d": "left"}
+    LAYERS: ClassVar = {
+        "stem": conv("3", "c", padding=1),
+        "bn0": norm("c"),
+        "mix": conv("c", "c", padding=1, bias=True),
+        "bn1": norm("c"),
+        "left": conv("c", "d", padding=1, bias=True),
+        "bn2": norm("d"),
+        "other": conv("c", "c", 1),
+        "bn3": norm("c"),
+        "right": conv("c", "d", padding=1, bias=True),
+        "bn4": norm("d"),
+        "head": linear("2*d"),
+    }
 
-    def __init__(self, c: int, d: int) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, c, 3, padding=1, bias=False)
-        self.bn0 = nn.BatchNorm2d(c)
-        self.mix = nn.Conv2d(c, c, 3, padding=1)
-        self.bn1 = nn.BatchNorm2d(c)
-        self.left = nn.Conv2d(c, d, 3, padding=1)
-        self.bn2 = nn.BatchNorm2d(d)
-        self.other = nn.Conv2d(c, c, 1, bias=False)
-        self.bn3 = nn.BatchNorm2d(c)
-        self.right = nn.Conv2d(c, d, 3, padding=1)
-        self.bn4 = nn.BatchNorm2d(d)
-        self.head = nn.Linear(2 * d, 5)
+    def __init__(self, *widths: int, **named: int) -> None:
+        super().__init__(*widths, **named)
         self.right.weight = self.left.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -464,34 +369,51 @@ class SharedWeight(nn.Module):
         right = F.relu(self.bn4(self.right(F.relu(self.bn3(self.other(x))))))
         return self.head(torch.cat([left, right], 1).mean((2, 3)))
 
-    @staticmethod
-    def narrow(full: SharedWeight, c: Kept, d: Kept) -> SharedWeight:
-        small = SharedWeight(len(c), len(d)).to(full.head.weight.dtype)
-        pick(small.stem, full.stem, c, keep(3))
-        pick(small.bn0, full.bn0, c)
-        pick(small.mix, full.mix, c, c)
-        pick(small.bn1, full.bn1, c)
-        pick(small.left, full.left, d, c)
-        pick(small.bn2, full.bn2, d)
-        pick(small.other, full.other, c, c)
-        pick(small.bn3, full.bn3, c)
-        pick(small.right, full.right, d, c)
-        pick(small.bn4, full.bn4, d)
-        pick(small.head, full.head, keep(5), [*d, *(6 + i for i in d)])
-        return small
+
+class Lifted(HandNet):
+    """Activations with f(0) != 0: hard gates at the layers that write a space would leak."""
+
+    FULL: ClassVar = {"a": 7, "b": 6}
+    SPACES: ClassVar = {"a": "conv1", "b": "conv2"}
+    SHAPE = (3, 8, 8)
+    LAYERS: ClassVar = {
+        "conv1": conv("3", "a", padding=1, bias=True),
+        "bn1": norm("a"),
+        "depth": conv("1", "a", padding=1, groups="a", bias=True),
+        "bn2": norm("a"),
+        "conv2": conv("a", "b", padding=1, bias=True),
+        "head": linear("b"),
+    }
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cos(self.bn1(self.conv1(x)))
+        x = F.hardsigmoid(self.bn2(self.depth(x)))
+        return self.head((F.softplus(self.conv2(x)) + 0.3).mean((2, 3)))
 
 
 NETS: tuple[Any, ...] = (
-    Chain,
-    Residual,
-    Depthwise,
-    Concat,
-    Grouped,
-    SqueezeExcite,
-    PreActivation,
-    OptionA,
-    SharedWeight,
-)
+    Chain, Residual, Depthwise, Concat, Grouped, SqueezeExcite, PreActivation, OptionA, SharedWeight, Lifted
+)  # fmt: skip
+
+
+class Toy(nn.Module):
+    """Layers by name, and a forward that is written where it is tested."""
+
+    def __init__(self, run: Callable[[Any, Any], Any], **layers: Any) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+        self.run = run
+
+    def forward(self, x: Any) -> Any:
+        return self.run(self, x)
+
+
+def unit(channels: int, out: int, kernel: int = 3, **options: Any) -> nn.Sequential:
+    """conv, norm, relu; its space is called `<name>.0`."""
+    layer = nn.Conv2d(channels, out, kernel, padding=kernel // 2, **options)
+    return nn.Sequential(layer, nn.BatchNorm2d(out), nn.ReLU())
+
 
 # -- an op that no rule knows
 
@@ -565,3 +487,55 @@ def _spread(output: Tensor) -> Tensor:
     """How much two samples differ; where a net so narrow that its relus are dead answers all alike, its size."""
     between = (output[0] - output[1]).abs().max()
     return between if between > 1e-6 else output.abs().max().clamp(min=1e-6)
+
+
+# -- the contract of tracing
+
+
+def sizes(graph: Any) -> dict[str, int]:
+    return {space.name: space.size for space in graph.spaces}
+
+
+def counted_macs(model: nn.Module, x: Any) -> int:
+    """Multiply-adds of one sample by torch's own counter; the batch of all inputs is their dim 0."""
+    batch = len(leaves(x)[0])
+    # With gradients and without fused attention, which torch does not count on every device and version.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        call(copy.deepcopy(model).eval(), x)
+    assert counter.get_total_flops() % (2 * batch) == 0
+    return counter.get_total_flops() // (2 * batch)
+
+
+def check_graph(model: nn.Module, graph: Any, x: Any, modes: Sequence[bool] = (False, True)) -> None:
+    """At full width, at width 1 and at random widths the cut model is the gated one, and costs what is predicted."""
+    generator = random.Random(0)
+    for training in modes:
+        net = dmcp.Supernet(model, graph).train(training)
+        full = call(copy.deepcopy(net.model), x)
+        assert distance(net(x, net.hard(graph.full)), full) < 1e-10
+        for narrowest in (True, False):
+            chosen = {name: 1 if narrowest else generator.randint(min(2, n), n) for name, n in sizes(graph).items()}
+            widths = graph.widths(chosen)
+            small = dmcp.cut(net.model, graph, widths)
+            expected = call(small, x)
+            assert distance(net(x, net.hard(widths)), expected) < 1e-9, chosen
+            assert graph.params(widths) == sum(parameter.numel() for parameter in small.parameters())
+            if narrowest:  # a wider net is another net
+                assert max(distance(a, b) for a, b in zip(leaves(full), leaves(expected), strict=True)) > 0.01
+            elif not training:  # at width 1 torch multiplies where it has nothing to sum, and does not count that
+                assert graph.macs(widths) == counted_macs(small, x) == sum(it.macs for it in graph.layers(widths))
+
+
+def check(model: nn.Module, x: Any, spaces: Any = None, modes: Sequence[bool] = (False, True), **how: Any) -> Any:
+    """Trace; the spaces are these, by name or (a number) in sum, and the graph keeps its promises. -> graph or None"""
+    randomise(model)
+    try:
+        graph = dmcp.trace(model, x, **how)
+    except dmcp.TraceError as error:
+        if spaces or "Nothing in this model can be pruned" not in str(error):
+            raise
+        return None
+    found = sizes(graph)
+    assert spaces is None or spaces == (sum(found.values()) if isinstance(spaces, int) else found), found
+    check_graph(model, graph, x, modes)
+    return graph

@@ -110,7 +110,7 @@ def as_problem(
         held=held,
         budget=parse(budget, graph),
         recipe=recipe,
-        floor=Supernet(model, graph).floor,
+        floor=Supernet(model, graph).min_widths,
         seed=seed,
     )
     return replace(problem, **changes)

@@ -86,7 +86,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_the_blocks_run(left: dict[str, Any]) -> None:
     assert isinstance(left["again"], left["Net"]) and isinstance(left["mine"], left["Net"])
     assert "Stopped after step 1, as asked; everything up to here is saved." in left["printed"].splitlines()
-    assert "stem.0 (16): frozen, as you asked" in left["printed"]
+    assert "stem.0 (16): ignored, as you asked" in left["printed"]
     assert left["printed"].count("search 8 ") == 2  # its first step and its result
 
 
@@ -100,7 +100,7 @@ def test_a_stopped_job_ends_as_if_nothing_had_happened(left: dict[str, Any], tmp
         return dmcp.prune(left["model"], loader, loader, search=left["kept"], train=left["recipe"], **more)
 
     def stopping(name: str) -> dmcp.Checkpointer:
-        return dmcp.Checkpointer(tmp_path / name, asked_to_stop=lambda: name == stage and next(calls) > 1)
+        return dmcp.Checkpointer(tmp_path / name, stop_requested=lambda: name == stage and next(calls) > 1)
 
     with pytest.raises(dmcp.StoppedError, match="Stopped after step 3"):
         prune(keep=stopping)

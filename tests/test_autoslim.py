@@ -151,7 +151,7 @@ def test_a_stopped_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
         return planted_problem(
             tell=lambda stage, record: run.on_event(Event(stage, 0, record)),
             keep=lambda stage: run.checkpointer(
-                stage, {}, every_steps=7, asked_to_stop=lambda: next(left, None) is None
+                stage, {}, every_steps=7, stop_requested=lambda: next(left, None) is None
             ),
         )
 

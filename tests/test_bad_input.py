@@ -186,7 +186,7 @@ class Secret(nn.Module):
 
 
 def test_strict_names_the_op_the_place_and_two_ways_out() -> None:
-    with refused(TraceError, "secret", "mystery", "8x9x9", "rules=RULES |", "frozen=", lines=2):
+    with refused(TraceError, "secret", "mystery", "8x9x9", "rules=RULES |", "ignore=", lines=2):
         dmcp.trace(Mysterious(), X, strict=True)
 
 

@@ -234,14 +234,14 @@ def test_a_signal_ends_all_children_once(folder: Path, number: signal.Signals) -
     with subprocess.Popen(started, stderr=subprocess.PIPE, text=True) as process:
         wait_for(lambda: len(calls(folder)) == 2)
         pids = [pid for call in calls(folder) for pid in call["pids"]]
-        assert all(alive(pid, None) for pid in pids)
+        assert all(alive(pid) for pid in pids)
         process.send_signal(number)
         said = process.communicate(timeout=60)[1].splitlines()
     assert process.returncode == -number
     assert [said.count(f"{name}: stopped by {number.name}") for name in "ab"] == [1, 1]
     assert "dmcp: stopping 2 of 4 runs; the same command goes on with them." in said
     assert not [line for line in said if line.startswith(("c", "d:"))]
-    wait_for(lambda: not any(alive(pid, None) for pid in pids))  # the workers too
+    wait_for(lambda: not any(alive(pid) for pid in pids))  # the workers too
 
 
 def test_a_child_that_heeds_no_signal_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +257,7 @@ def test_a_child_that_heeds_no_signal_is_killed(folder: Path, monkeypatch: pytes
         run(folder, command(folder, "a", "hang", "deaf"), command(folder, "b"), at_once=1)
     thread.join()
     (call,) = calls(folder)  # the second has not been started any more
-    wait_for(lambda: not any(alive(pid, None) for pid in call["pids"]))
+    wait_for(lambda: not any(alive(pid) for pid in call["pids"]))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -270,7 +270,7 @@ def test_an_error_of_ours_leaves_no_child(folder: Path, monkeypatch: pytest.Monk
     with pytest.raises(ZeroDivisionError):
         run(folder, command(folder, "a", "hang"))
     (call,) = calls(folder)
-    wait_for(lambda: not any(alive(pid, None) for pid in call["pids"]))
+    wait_for(lambda: not any(alive(pid) for pid in call["pids"]))
 
 
 ORPHAN = """
@@ -300,9 +300,9 @@ def test_children_whose_parent_was_killed_stop(folder: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", source, folder, ORPHAN, *kinds]) as process:
         wait_for(lambda: all(it.exists() and it.read_text() for it in said))
         pids = [int(it.read_text()) for it in said]
-        assert all(alive(pid, None) for pid in pids)
+        assert all(alive(pid) for pid in pids)
         process.kill()
-    wait_for(lambda: not any(alive(pid, None) for pid in pids))
+    wait_for(lambda: not any(alive(pid) for pid in pids))
     assert ["stopped as asked" in it.read_text() for it in said] == [True, False]
 
 

@@ -239,7 +239,7 @@ def test_the_expected_cost_has_the_right_gradient(squared: Any) -> None:
 
 def test_at_the_ends_of_the_chain_the_expected_cost_is_exact(squared: Any) -> None:
     net = dmcp.Supernet(Squared(), squared, groups=3).double()
-    for alpha, widths in ((1e4, squared.full), (-1e4, net.floor)):
+    for alpha, widths in ((1e4, squared.full), (-1e4, net.min_widths)):
         survive = marginals(torch.full_like(net.alpha, alpha)) * (net.sizes > 0)
         assert squared.expected_macs(survive, net.sizes).item() == squared.macs(widths)
         assert squared.expected_params(survive, net.sizes).item() == squared.params(widths)

@@ -12,7 +12,6 @@ import hashlib
 import io
 import json
 import os
-import platform
 import shutil
 import signal
 import subprocess
@@ -337,7 +336,6 @@ def files() -> dict[str, bytes]:
         run.on_event(Event("test", 1, Row("dmcp", 1000, 100, 0.9, 1.0, 2)))
         dmcp.save(dmcp.cut(model, graph, widths), widths, run.folder)
         run.write("settings.json", plan.to_json() | {"unpruned": {"macs": 5}, "argv": ["dmcp", "prune"]})
-        run.write(LOCK, {"pid": 1, "host": "elsewhere", "start": None, "since": "2026-01-01 10:00"})
         return {path.name: path.read_bytes() for path in run.folder.iterdir()}
 
 
@@ -435,7 +433,7 @@ def read_checkpoint(draw: Draw, folder: Path) -> None:
     if kind == "link":
         (stage / name).rename(stage / "moved")
         (stage / name).symlink_to("moved")
-    if attempt(lambda: load_checkpoint(stage, notice=len)):
+    if attempt(lambda: load_checkpoint(stage, warn=len)):
         attempt(Run(folder).rewind)
 
 
@@ -516,24 +514,11 @@ def read_listing(draw: Draw, folder: Path) -> None:
     assert attempt(lambda: list_runs(folder.parent))
 
 
-def read_lock(draw: Draw, folder: Path) -> None:
-    holder = json.loads(files()[LOCK]) | {"host": draw(st.sampled_from([platform.node(), "elsewhere"]))}
-    holder["pid"] = draw(st.sampled_from([1, os.getpid(), 2**22 + 1, 2**70]))
-    text = json.dumps(holder).encode()
-    put(folder, {LOCK: change_json(draw, text) if draw(st.booleans()) else text})
-
-    def take() -> None:
-        with Lock(folder):
-            pass
-
-    attempt(take)
-
-
 CASES: dict[str, Case] = {
     case.__name__.removeprefix("read_"): case
     for case in (
         *(read_widths, read_result, read_listed_shapes, read_checkpoint, read_shards),
-        *(read_budget, read_search, read_settings, read_listing, read_lock),
+        *(read_budget, read_search, read_settings, read_listing),
     )
 }
 
@@ -590,7 +575,6 @@ def test_no_link_out_of_the_folder_is_followed(name: str, tmp_path: Path) -> Non
     run, outside = tmp_path / "run", tmp_path / "outside"
     put(run, files())
     put(outside, files())
-    (run / LOCK).unlink()
     (run / name).unlink(missing_ok=True)
     (run / name).symlink_to(outside / name)
     with pytest.raises(FileError, match="link that leads elsewhere" if name != LOCK else "cannot be locked"):

@@ -62,7 +62,7 @@ def test_bf16_model_with_soft_gates() -> None:
     net = dmcp.Supernet(model, graph)
     net(x, net.soft()).float().square().mean().backward()
     assert net.alpha.grad is not None and bool(net.alpha.grad.isfinite().all()) and bool(net.alpha.grad.any())
-    small = dmcp.cut(model, graph, net.floor)
+    small = dmcp.cut(model, graph, net.min_widths)
     assert small(x).dtype == torch.bfloat16
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
@@ -157,7 +157,7 @@ def test_a_stopped_search_goes_on_with_the_same_bits(graphs: bool, tmp_path: Pat
     whole = searched(engine, resnet20)
     for step in (7, 13):  # in the warm-up, and after it
         calls = iter(range(10**6))
-        checkpointer = Checkpointer(tmp_path / str(step), every_steps=3, asked_to_stop=lambda: next(calls) >= step)  # noqa: B023
+        checkpointer = Checkpointer(tmp_path / str(step), every_steps=3, stop_requested=lambda: next(calls) >= step)  # noqa: B023
         with pytest.raises(StoppedError):
             searched(engine, resnet20, checkpointer)
         again = searched(engine, resnet20, Checkpointer(tmp_path / str(step), every_steps=3))

@@ -224,7 +224,7 @@ def test_a_shuffle_and_its_groups() -> None:
     shuffled = channels.multiply(inner, groups)
     assert labels(channels, shuffled) == [label for at in range(6) for label in labels(channels, both)[at::6]]
     assert len(channels.atoms(both)) == 2
-    channels.freeze(groups, "the groups of a shuffle")
+    channels.fix(groups, "the groups of a shuffle")
     assert channels.atoms(both) == channels.atoms(inner) == channels.atoms(shuffled)
     assert [len(channels.atoms(layout)) for layout in (both, inner, shuffled, groups)] == [1, 1, 1, 0]
 
@@ -246,7 +246,7 @@ def test_join_is_transitive_and_reaches_earlier_dims() -> None:
         channels.join(flat[one], flat[other])
     assert len({channels.resolve(dim) for dim in dims}) == 1
     assert len(channels.atoms(dims[0])) == 1
-    channels.freeze(dims[4], "why")
+    channels.fix(dims[4], "why")
     assert all(channels.resolve(dim) == fixed(8) for dim in dims)
 
 
@@ -258,38 +258,38 @@ def test_freezing_counts_and_keeps_the_first_reason() -> None:
     one, other, third = channels.fresh(4), channels.fresh(5), channels.fresh(6)
     (atom,), (second,), (last,) = (channels.atoms(dim) for dim in (one, other, third))
     assert channels.reason(atom) is None
-    assert channels.freeze(one + other, "first") == 2
-    assert channels.freeze(one, "second") == 0
+    assert channels.fix(one + other, "first") == 2
+    assert channels.fix(one, "second") == 0
     assert (channels.reason(atom), channels.reason(second)) == ("first", "first")
-    assert channels.freeze(third) == 1
+    assert channels.fix(third) == 1
     assert channels.reason(last) == "the op at hand"
     assert channels.atoms(one + other + third) == []
-    assert channels.whole(one + other + third) == [(4, "first"), (5, "first"), (6, "the op at hand")]
-    assert channels.freeze(fixed(7), "nothing to do") == 0
+    assert channels.unprunable(one + other + third) == [(4, "first"), (5, "first"), (6, "the op at hand")]
+    assert channels.fix(fixed(7), "nothing to do") == 0
 
 
 def test_whole_tells_the_parts_of_a_dim() -> None:
     channels = Channels()
     dim = channels.fresh(10)
     front, back = channels.divide(dim, [4, 6])
-    assert channels.whole(dim) == []
-    channels.freeze(front, "its entries are picked")
-    assert channels.whole(dim) == [(4, "its entries are picked")]
+    assert channels.unprunable(dim) == []
+    channels.fix(front, "its entries are picked")
+    assert channels.unprunable(dim) == [(4, "its entries are picked")]
     assert channels.atoms(dim) == channels.atoms(back)
-    channels.freeze(back, "an output")
-    assert channels.whole(dim) == [(10, "its entries are picked; an output")]
+    channels.fix(back, "an output")
+    assert channels.unprunable(dim) == [(10, "its entries are picked; an output")]
 
 
 def test_joining_with_a_fixed_size_hands_on_the_reason() -> None:
     channels = Channels(because="add at block")
     one, other, third = channels.fresh(4), channels.fresh(4), channels.fresh(4)
-    channels.freeze(one, "it is an output of the model")
+    channels.fix(one, "it is an output of the model")
     channels.join(one, other)
     (atom,) = atoms_of(other)
     assert channels.atoms(other) == []
     assert channels.reason(atom)
     channels.join(third, fixed(4))
-    assert channels.whole(third) == [(4, "meets a fixed size (add at block)")]
+    assert channels.unprunable(third) == [(4, "meets a fixed size (add at block)")]
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -300,7 +300,7 @@ def test_groupings_that_do_not_align_are_kept_whole(order: tuple[int, int]) -> N
     channels.factor(other, 4)
     channels.join(*((one, other)[at] for at in order))
     assert labels(channels, one) == labels(channels, other)
-    reasons = " ".join(reason for dim in (one, other) for _, reason in channels.whole(dim))
+    reasons = " ".join(reason for dim in (one, other) for _, reason in channels.unprunable(dim))
     assert "do not align" in reasons and "view at block" in reasons
 
 
@@ -309,7 +309,7 @@ def test_a_cut_inside_a_group_is_kept_whole() -> None:
     dim = channels.fresh(4)
     flat = channels.multiply(dim, fixed(3))
     assert channels.divide(flat, [4, 8]) == [fixed(4), fixed(8)]
-    assert channels.whole(dim) == [(4, "it is split in the middle of a group (split at block)")]
+    assert channels.unprunable(dim) == [(4, "it is split in the middle of a group (split at block)")]
 
 
 @pytest.mark.parametrize("copies", [2, 3, 4, 6])
@@ -327,7 +327,7 @@ def test_an_axis_around_a_concatenation_is_kept_whole() -> None:
     outer, front, back = channels.fresh(3), channels.fresh(4), channels.fresh(5)
     flat = channels.multiply(outer, front + back)
     assert channels.atoms(flat) == [*channels.atoms(front), *channels.atoms(back)]
-    assert channels.whole(outer) == [(3, "a concatenation lies inside it (flatten at block)")]
+    assert channels.unprunable(outer) == [(3, "a concatenation lies inside it (flatten at block)")]
 
 
 def test_very_many_pieces_are_kept_whole() -> None:
@@ -336,7 +336,7 @@ def test_very_many_pieces_are_kept_whole() -> None:
     flat = channels.multiply(fixed(1000), pieces)
     assert channels.resolve(flat) == fixed(5000)
     assert channels.atoms(pieces) == []
-    assert "too many" in channels.whole(pieces)[0][1]
+    assert "too many" in channels.unprunable(pieces)[0][1]
 
 
 def test_dims_of_size_one_and_none_are_fixed() -> None:

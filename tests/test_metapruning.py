@@ -157,7 +157,7 @@ def test_a_killed_training_ends_with_the_same_bits(tmp_path: Path) -> None:
 
     def keep(steps: int) -> Any:
         left = iter(range(steps))
-        return lambda stage: Checkpointer(tmp_path / stage, asked_to_stop=lambda: next(left, None) is None)
+        return lambda stage: Checkpointer(tmp_path / stage, stop_requested=lambda: next(left, None) is None)
 
     with pytest.raises(StoppedError):
         prepare(planted_problem(keep=keep(26)), config)

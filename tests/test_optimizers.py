@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import dmcp
-from dmcp.checkpoint import rate_shares
 from dmcp.errors import TrainingError
+from dmcp.runtime.engine import rate_shares
 from dmcp.training import learning_rate, train
 
 
@@ -111,7 +111,7 @@ def test_groups_keep_their_ratios_in_a_search_that_goes_on(tmp_path: Path) -> No
             return made[-1]
 
         calls = itertools.count(1)
-        checkpointer = dmcp.Checkpointer(tmp_path / "kept", every_steps=1, asked_to_stop=lambda: next(calls) > stop)
+        checkpointer = dmcp.Checkpointer(tmp_path / "kept", every_steps=1, stop_requested=lambda: next(calls) > stop)
         with contextlib.suppress(dmcp.StoppedError):
             dmcp.search(net, Noise(), SEARCH, optimizer=make, **(kept and {"checkpointer": checkpointer}))
         return [it.detach() for it in net.parameters()], made

@@ -297,7 +297,7 @@ def test_an_interrupted_run_ends_the_same(method: Callable[[Problem], Choice], s
     """Four steps an epoch: in the midst of one, at the end of one, and when all was trained."""
     problem = residual_problem()
     alone = method(problem)
-    stopped = replace(problem, keep=lambda stage: Checkpointer(tmp_path / stage, asked_to_stop=Stop(step)))
+    stopped = replace(problem, keep=lambda stage: Checkpointer(tmp_path / stage, stop_requested=Stop(step)))
     with pytest.raises(StoppedError) if step < 12 else contextlib.nullcontext():
         method(stopped)
     steps: list[int] = []

@@ -99,8 +99,8 @@ def test_the_budget_is_the_papers_and_can_be_reached(row: list[str]) -> None:
     net, graph = traced(recipe.job.model)
     budget = parse(recipe.search.budget, graph)
     assert [(limit.kind, limit.target) for limit in budget.limits] == [("macs", macs(row[1]))]
-    check_reachable(budget, graph, net.floor)
-    assert graph.macs(net.floor) < macs(row[1]) < graph.macs()
+    check_reachable(budget, graph, net.min_widths)
+    assert graph.macs(net.min_widths) < macs(row[1]) < graph.macs()
 
 
 @pytest.mark.parametrize(("model", "printed"), [("mobilenet_v2", 672e6), ("resnet18", 1.8e9), ("resnet50", 4.1e9)])

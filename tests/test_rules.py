@@ -320,7 +320,7 @@ def test_a_rule_of_the_users_own() -> None:
 
 def test_a_users_rule_goes_before_ours() -> None:
     def careful(call: Call) -> list[Dims]:
-        call.freeze(call.x.dims[1], "I said so")
+        call.fix(call.x.dims[1], "I said so")
         return [call.x.dims]
 
     model = Between(lambda x, y: torch.cat([x.relu(), y.relu_()], 1), writers=2)

@@ -7,8 +7,6 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -262,14 +260,8 @@ def test_a_run_is_running_while_its_lock_is_held(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", step_lines(7), done=False)
     with Lock(folder):
         assert read_run(folder).state == "running"
-        held = (folder / "lock.json").read_text()
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    for text in (json.dumps(json.loads(held) | {"pid": gone.pid}), "{", '{"pid": -1}', '{"pid": "1"}'):
-        (folder / "lock.json").write_text(text)
-        assert read_run(folder).state == "stopped", text
-    (folder / "lock.json").write_text(json.dumps({"pid": 1, "host": "elsewhere", "start": 1}))
-    assert read_run(folder).state == "running"
+    (folder / "lock").write_text("process 1 on elsewhere")  # nobody holds it
+    assert read_run(folder).state == "stopped"
 
 
 def test_the_end_of_a_log_is_enough_for_a_list(tmp_path: Path) -> None:

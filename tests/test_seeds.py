@@ -246,13 +246,13 @@ def test_a_signal_ends_all_seeds(folder: Path, monkeypatch: pytest.MonkeyPatch, 
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         wait_for(lambda: len(calls(folder)) == 2)
         pids = [pid for call in calls(folder) for pid in call["pids"]]
-        assert all(alive(pid, None) for pid in pids)
+        assert all(alive(pid) for pid in pids)
         process.send_signal(number)
         said = process.communicate(timeout=60)[1]
     assert process.returncode == -number
     assert {f"seed {seed}: stopped by {number.name}" for seed in (0, 1)} < set(said.splitlines())
     assert "dmcp: stopping 2 of 2 seeds; the same command goes on with them." in said.splitlines()
-    wait_for(lambda: not any(alive(pid, None) for pid in pids))  # the workers too
+    wait_for(lambda: not any(alive(pid) for pid in pids))  # the workers too
     assert not list(folder.glob("summary*")) and not list(folder.glob("*lock*"))
 
 
@@ -333,10 +333,10 @@ def test_seeds_stop_when_the_command_that_started_them_is_gone(tmp_path: Path) -
     parent = subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_for(lambda: all((out / f"seed-{seed}" / LOG).exists() for seed in (0, 1)))
-        locks = [json.loads(path.read_text()) for path in out.glob("seed-*/lock.json")]
+        pids = [int(path.read_text().split()[1]) for path in out.glob("seed-*/lock")]
     finally:
         parent.kill()
         parent.wait()
-    assert len(locks) == 2
-    wait_for(lambda: not any(alive(lock["pid"], None) for lock in locks))
+    assert len(pids) == 2
+    wait_for(lambda: not any(alive(pid) for pid in pids))
     assert all((out / f"seed-{seed}" / "checkpoints").exists() for seed in (0, 1))  # they saved before they went

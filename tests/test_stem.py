@@ -79,14 +79,14 @@ def three_steps(
     optimizer = torch.optim.SGD(net.weights(), lr, 0.9)
     generator, path = torch.Generator().manual_seed(1), chains(net)
     given = () if stem is None else (stem.paths, stem.value)
-    small = None if align is None else Narrow(net, net.floor, align, *given)
+    small = None if align is None else Narrow(net, net.min_widths, align, *given)
     passes = None if stem is None else Passes(net.fold, stem.tail, stem.head)
     torch.manual_seed(2)  # of dropout: each sub-network draws its own
     losses = []
     for number in range(3):
         subnets: list[Any] = sandwich(net, path, Sampling.UNIFORM, 2, generator)
         if small is not None:
-            assert torch.equal(subnets[1], net.hard(net.floor))
+            assert torch.equal(subnets[1], net.hard(net.min_widths))
             subnets[1] = small
         batches = [(part + 0.1 * number, torch.arange(len(part)) % 5) for part in x.split(8)]
         losses.append(weight_step(net, batches, optimizer, subnets, loss, distill=False, passes=passes).losses)

@@ -1,125 +1,287 @@
-"""The supernet as an object. That its gates are right is in test_gates.py and test_invariants.py."""
+"""The supernet: gates folded into parameters against nets with gate layers written out, and narrow sub-networks.
+
+That gated, cut and narrow networks compute the same is in test_invariants.py.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 import torch
-import torchvision
-from nets import NETS, Chain, Residual, SharedWeight, distance, randomise, sample
+from nets import Chain, Depthwise, PreActivation, Residual, SharedWeight, SqueezeExcite, distance, randomise, sample
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmcp
 from dmcp.errors import WidthsError
+from dmcp.markov import group_sizes
 from dmcp.supernet import Narrow
 
 X = sample(Chain.SHAPE)
+Gates = dict[str, Tensor]  # by the width names of the hand-written nets
 
 
-@pytest.fixture(scope="module")
-def model() -> nn.Module:
-    return randomise(Chain(**Chain.FULL))
+def _map(gate: Tensor) -> Tensor:
+    """A gate per channel, for feature maps. (C,) -> (C, 1, 1)"""
+    return gate[:, None, None]
 
 
-@pytest.fixture(scope="module")
-def graph(model: nn.Module) -> Any:
-    return dmcp.trace(model, X)
+# -- the nets of nets.py with a gate layer after each norm, and before readers that no norm comes before
+
+
+def gated_chain(net: Chain, x: Tensor, g: Gates) -> Tensor:
+    x = F.relu(net.bn1(net.conv1(x)) * _map(g["a"]))
+    x = F.relu(net.bn2(net.conv2(x)) * _map(g["b"]))
+    x = F.relu(net.bn3(net.conv3(x)) * _map(g["c"]))
+    return net.head(x.flatten(1))
+
+
+def gated_residual(net: Residual, x: Tensor, g: Gates) -> Tensor:
+    x = F.relu(net.bn0(net.stem(x)) * _map(g["s"]))
+    y = F.relu(net.bn1(net.conv1(x)) * _map(g["a"]))
+    x = F.relu(net.bn2(net.conv2(y)) * _map(g["s"]) + x)
+    y = F.relu(net.bn3(net.conv3(x)) * _map(g["b"]))
+    x = F.relu(net.bn4(net.conv4(y)) * _map(g["t"]) + net.bn5(net.project(x)) * _map(g["t"]))
+    return net.head(x.mean((2, 3)))
+
+
+def gated_depthwise(net: Depthwise, x: Tensor, g: Gates) -> Tensor:
+    x = F.relu6(net.bn0(net.stem(x)) * _map(g["s"]))
+    y = F.relu6(net.bn1(net.expand1(x)) * _map(g["e"]))
+    y = F.relu6(net.bn2(net.depth1(y)) * _map(g["e"]))
+    x = x + net.bn3(net.project1(y)) * _map(g["s"])
+    y = F.relu6(net.bn4(net.expand2(x)) * _map(g["f"]))
+    y = F.relu6(net.bn5(net.depth2(y)) * _map(g["f"]))
+    x = net.bn6(net.project2(y)) * _map(g["t"])
+    return net.head(x.mean((2, 3)))
+
+
+def gated_squeeze_excite(net: SqueezeExcite, x: Tensor, g: Gates) -> Tensor:
+    x = F.relu(net.bn0(net.stem(x)) * _map(g["s"]))
+    y = F.silu(net.bn1(net.conv(x)) * _map(g["c"]))
+    squeezed = F.relu(net.squeeze(F.adaptive_avg_pool2d(y, 1))) * _map(g["r"])  # no norm: before its reader
+    y = y * torch.sigmoid(net.excite(squeezed))
+    x = F.relu(x + net.bn2(net.project(y)) * _map(g["s"]))
+    return net.head(x.mean((2, 3)))
+
+
+def gated_pre_activation(net: PreActivation, x: Tensor, g: Gates) -> Tensor:
+    x = net.stem(x)
+    y = net.conv1(F.relu(net.bn1(x) * _map(g["s"])))
+    x = x + net.conv2(F.relu(net.bn2(y) * _map(g["a"])))
+    y = net.conv3(F.relu(net.bn3(x) * _map(g["s"])))
+    raw = net.shortcut(x * _map(g["s"]))  # reads the stream with no norm between
+    x = net.conv4(F.relu(net.bn4(y) * _map(g["b"]))) + raw
+    return net.head(F.relu(net.bn5(x) * _map(g["t"])).mean((2, 3)))
+
+
+class Plain(nn.Module):
+    """VGG without norms; the gate of a space lies before its reader."""
+
+    FULL: ClassVar[dict[str, int]] = {"a": 7, "b": 9, "c": 6}
+    SPACES: ClassVar[dict[str, str]] = {"a": "conv1", "b": "conv2", "c": "hidden"}
+    SHAPE = (3, 8, 8)
+
+    def __init__(self, a: int, b: int, c: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, a, 3, padding=1)
+        self.conv2 = nn.Conv2d(a, b, 3, padding=1)
+        self.hidden = nn.Linear(b * 4, c)
+        self.head = nn.Linear(c, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
+        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
+        return self.head(F.relu(self.hidden(x.flatten(1))))
+
+
+def gated_plain(net: Plain, x: Tensor, g: Gates) -> Tensor:
+    x = F.max_pool2d(F.relu(net.conv1(x)), 2) * _map(g["a"])
+    x = F.max_pool2d(F.relu(net.conv2(x)), 2) * _map(g["b"])
+    return net.head(F.relu(net.hidden(x.flatten(1))) * g["c"])
+
+
+class NoAffine(nn.Module):
+    """Norms without scale and shift of their own; the gate lies before the reader."""
+
+    FULL: ClassVar[dict[str, int]] = {"a": 7, "b": 6}
+    SPACES: ClassVar[dict[str, str]] = {"a": "conv1", "b": "conv2"}
+    SHAPE = (3, 8, 8)
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, a, 3, padding=1)
+        self.bn1 = nn.BatchNorm2d(a, affine=False)
+        self.conv2 = nn.Conv2d(a, b, 3, padding=1)
+        self.bn2 = nn.BatchNorm2d(b, affine=False)
+        self.head = nn.Linear(b, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.silu(self.bn1(self.conv1(x)))
+        return self.head(F.silu(self.bn2(self.conv2(x))).mean((2, 3)))
+
+
+def gated_no_affine(net: NoAffine, x: Tensor, g: Gates) -> Tensor:
+    x = F.silu(net.bn1(net.conv1(x))) * _map(g["a"])
+    x = F.silu(net.bn2(net.conv2(x))) * _map(g["b"])
+    return net.head(x.mean((2, 3)))
+
+
+EXPLICIT: dict[Any, Callable[[Any, Tensor, Gates], Tensor]] = {
+    Chain: gated_chain,
+    Residual: gated_residual,
+    Depthwise: gated_depthwise,
+    SqueezeExcite: gated_squeeze_excite,
+    PreActivation: gated_pre_activation,
+    Plain: gated_plain,
+    NoAffine: gated_no_affine,
+}
+
+
+@functools.cache
+def traced(toy: Any) -> tuple[nn.Module, Any]:
+    """A model that no test changes, and its graph."""
+    model = randomise(toy(**toy.FULL))
+    return model, dmcp.trace(model, sample(toy.SHAPE))
+
+
+def made(toy: Any = Chain, groups: int = 4) -> Any:
+    """A supernet in float64 with random alphas, in train mode."""
+    net = dmcp.Supernet(*traced(toy), groups).double().train()
+    with torch.no_grad():
+        net.alpha.copy_(torch.randn(net.alpha.shape, generator=torch.Generator().manual_seed(0)))
+    return net
+
+
+def by_width(toy: Any, graph: Any, gates: Tensor) -> Gates:
+    """The flat gates of a supernet, divided by hand."""
+    names = {space: width for width, space in toy.SPACES.items()}
+    pieces = gates.split([space.size for space in graph.spaces])
+    return {names[space.name]: piece for space, piece in zip(graph.spaces, pieces, strict=True)}
+
+
+# soft gates
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("toy", EXPLICIT, ids=lambda toy: toy.__name__)
+def test_soft_gates_are_gate_layers(toy: Any, training: bool) -> None:
+    """Outputs, the gradient of the gates, and that of the alphas (I11)."""
+    net, x = made(toy).train(training), sample(toy.SHAPE)
+    model = copy.deepcopy(net.model)
+    dice = torch.Generator().manual_seed(3)
+    # Some are negative, which no probability is, so that a gate before a relu is not one after it.
+    noise = torch.randn(len(net.position), dtype=torch.float64, generator=dice).requires_grad_()
+    for gates, source in ((noise, noise), (net.soft(), net.alpha)):
+        expected = EXPLICIT[toy](copy.deepcopy(model), x, by_width(toy, net.graph, gates))
+        output = net(x, gates)
+        assert distance(output, expected) < 1e-10
+        assert gates is not noise or distance(output, copy.deepcopy(model)(x)) > 0.1  # the gates do something
+        weight = torch.randn(expected.shape, generator=dice, dtype=torch.float64)
+        (found,) = torch.autograd.grad((output * weight).sum(), source, retain_graph=True)
+        (wanted,) = torch.autograd.grad((expected * weight).sum(), source)
+        torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10 * wanted.abs().max().item())
+        assert wanted.count_nonzero() > wanted.numel() // 2
+
+
+def test_soft_gates_are_products_of_probabilities() -> None:
+    net = made()
+    expected: list[float] = []
+    for row, space in enumerate(net.graph.spaces):
+        chance = 1.0
+        for step, size in enumerate(group_sizes(space.size, 4, 1)):
+            chance *= torch.sigmoid(net.alpha[row, step - 1]).item() if step else 1
+            expected += [chance] * size
+    torch.testing.assert_close(net.soft(), torch.tensor(expected, dtype=torch.float64))
+    with torch.no_grad():
+        assert net.alpha.fill_(1e4) is not None and net.soft().tolist() == [1.0] * 22
+        net.alpha.fill_(-1e4)
+        assert net.soft().tolist() == net.hard(net.min_widths).double().tolist()
+
+
+class Backwards(TorchDispatchMode):
+    """Counts the backward passes of convolutions, and how many of them compute a weight gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = 0
+        self.weight_gradients = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.convolution_backward.default:
+            _input, weight, _bias = args[-1]  # output_mask
+            self.convs += 1
+            self.weight_gradients += bool(weight)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("toy", [Chain, Residual, Depthwise], ids=lambda toy: toy.__name__)
+def test_no_conv_weight_gradient_for_gates_alone(toy: Any) -> None:
+    net, x = made(toy), sample(toy.SHAPE)
+    convs = sum(isinstance(module, nn.Conv2d) for module in net.model.modules())
+    for trained in (True, False):
+        net.model.requires_grad_(trained)
+        loss = net(x, net.soft()).square().sum()
+        with Backwards() as backwards:
+            loss.backward()
+        assert backwards.convs > 0 and backwards.weight_gradients == (convs if trained else 0)
+    assert net.alpha.grad.count_nonzero() > 0
+
+
+# hard gates
+
+
+def test_hard_gates_keep_the_first_channels() -> None:
+    net = dmcp.Supernet(*traced(Chain), groups=8)  # spaces of 7, 9 and 6 channels
+    gates = net.hard({"conv1": 3, "conv3": 1})
+    assert gates.dtype == torch.bool and torch.equal(gates, net.hard(torch.tensor([3, 9, 1])))
+    assert gates.tolist() == [True] * 3 + [False] * 4 + [True] * 10 + [False] * 5
+    assert dict(net.min_widths) == {"conv1": 1, "conv2": 1, "conv3": 1}
+    for widths in (torch.tensor([3, 9]), torch.tensor([3.0, 9.0, 1.0])):
+        with pytest.raises(WidthsError):
+            net.hard(widths)
+    for shape in ((), (21,), (1, 22)):
+        with pytest.raises(WidthsError):
+            net(X, torch.ones(shape, dtype=torch.bool))
 
 
 @pytest.mark.parametrize(("groups", "align"), [(0, 1), (-1, 1), (2.0, 1), ("10", 1), (True, 1), (10, 0), (10, 1.5)])
-def test_groups_that_make_no_sense_are_refused(model: nn.Module, graph: Any, groups: Any, align: Any) -> None:
-    with pytest.raises(WidthsError, match=r"ints of at least 1.*" + repr(align).replace(".", r"\.")):
-        dmcp.Supernet(model, graph, groups=groups, align=align)
+def test_groups_that_make_no_sense_are_refused(groups: Any, align: Any) -> None:
+    with pytest.raises(WidthsError):
+        dmcp.Supernet(*traced(Chain), groups=groups, align=align)
 
 
-@pytest.mark.parametrize("shape", [(), (21,), (23,), (1, 22)])
-def test_gates_of_another_length_are_refused(model: nn.Module, graph: Any, shape: tuple[int, ...]) -> None:
-    with pytest.raises(WidthsError, match="22 in all"):
-        dmcp.Supernet(model, graph)(X, torch.ones(shape, dtype=torch.bool))
-
-
-def test_hard_takes_a_tensor_of_widths(model: nn.Module, graph: Any) -> None:
-    net = dmcp.Supernet(model, graph)
-    widths = graph.widths({"conv1": 3, "conv2": 9, "conv3": 1})
-    assert torch.equal(net.hard(widths), net.hard(torch.tensor([3, 9, 1])))
-    assert torch.equal(net.hard(widths), net.hard({"conv1": 3, "conv3": 1}))
-
-
-def test_short_chains_are_padded(model: nn.Module, graph: Any) -> None:
-    net = dmcp.Supernet(model, graph, groups=8)  # spaces of 7, 9 and 6 channels
+def test_short_chains_are_padded() -> None:
+    net = made(groups=8)
     assert net.alpha.shape == (3, 7)
     assert [row[row > 0].tolist() for row in net.sizes] == [[1] * 7, [1] * 7 + [2], [1] * 6]
+    (net(X, net.soft()).square().sum() + net.graph.expected_macs(net.marginals(), net.sizes)).backward()
+    there = net.sizes[:, 1:] > 0
+    assert (net.alpha.grad[there] != 0).all() and (net.alpha.grad[~there] == 0).all() and (~there).any()
     with torch.no_grad():
         net.alpha.fill_(1e4)
     assert net.marginals().tolist() == [[1.0] * n + [0.0] * (8 - n) for n in (7, 8, 6)]
-    assert graph.expected_macs(net.marginals(), net.sizes).item() == graph.macs()
+    assert net.graph.expected_macs(net.marginals(), net.sizes).item() == net.graph.macs()
 
 
-def test_padding_gets_no_gradient(model: nn.Module, graph: Any) -> None:
-    net = dmcp.Supernet(model, graph, groups=8).train()
-    (net(X, net.soft()).square().sum() + graph.expected_macs(net.marginals(), net.sizes)).backward()
-    there = net.sizes[:, 1:] > 0
-    assert (net.alpha.grad[there] != 0).all()
-    assert (net.alpha.grad[~there] == 0).all()
-    assert (~there).any()
-
-
-def test_the_state_is_the_models_and_the_alphas(model: nn.Module, graph: Any) -> None:
-    net, other = dmcp.Supernet(model, graph), dmcp.Supernet(Chain(**Chain.FULL).double(), graph)
-    assert set(net.state_dict()) == {"alpha", *(f"model.{name}" for name in model.state_dict())}
-    with torch.no_grad():
-        net.alpha.copy_(torch.randn_like(net.alpha))
+def test_state_copies_and_dtypes() -> None:
+    net = made().eval()
+    assert set(net.state_dict()) == {"alpha", *(f"model.{name}" for name in net.model.state_dict())}
+    other, twin = dmcp.Supernet(Chain(**Chain.FULL).double(), net.graph, 4).double().eval(), copy.deepcopy(net)
     other.load_state_dict(net.state_dict())
-    assert torch.equal(other.eval()(X, other.soft()), net.eval()(X, net.soft()))
-
-
-def test_the_mode_is_the_models(model: nn.Module, graph: Any) -> None:
-    dirty = copy.deepcopy(model).train()
-    dirty.bn1.eval()
-    net = dmcp.Supernet(dirty, graph)
-    assert [part.training for part in net.model.modules()] == [part.training for part in dirty.modules()]
-
-
-def test_running_statistics_are_those_of_the_copy(model: nn.Module, graph: Any) -> None:
-    net = dmcp.Supernet(model, graph).train()
-    before = model.bn1.running_mean.clone()
-    net(X, net.hard(net.floor))
-    assert torch.equal(model.bn1.running_mean, before)
-    assert not torch.equal(net.model.bn1.running_mean, before)
-
-
-def test_a_copy_of_a_supernet_is_its_own(model: nn.Module, graph: Any) -> None:
-    net = dmcp.Supernet(model, graph).eval()
-    twin = copy.deepcopy(net)
-    gates = net.hard(net.floor)
-    assert torch.equal(twin(X, gates), net(X, gates))
+    for gates in (net.hard(net.min_widths), net.soft()):
+        assert torch.equal(other(X, gates), net(X, gates)) and torch.equal(twin(X, gates), net(X, gates))
     with torch.no_grad():
         twin.model.conv1.weight.zero_()
-        twin.alpha.fill_(3)
     assert net.model.conv1.weight.count_nonzero() > 0
-    assert net.alpha.count_nonzero() == 0
-
-
-def test_other_precisions(model: nn.Module, graph: Any) -> None:
-    net = dmcp.Supernet(model, graph).eval()
-    exact = net(X, net.hard(net.floor))
-    net.float()
-    for gates in (net.hard(net.floor), net.soft()):
-        assert net(X.float(), gates).dtype == torch.float32
-    assert distance(net(X.float(), net.hard(net.floor)).double(), exact) < 1e-4
-    assert net.hard(net.floor).dtype == torch.bool
-
-
-def test_gates_of_zero_and_one_are_hard_gates_where_zero_stays_zero() -> None:
-    model, x = randomise(Residual(**Residual.FULL)), sample(Residual.SHAPE)
-    graph = dmcp.trace(model, x)
-    net = dmcp.Supernet(model, graph).eval()
-    gates = net.hard(graph.widths([3, 2, 5, 4]))
-    assert distance(net(x, gates.double()), net(x, gates)) < 1e-10
+    exact = net(X, net.hard(net.min_widths))
+    assert net.float()(X.float(), net.soft()).dtype == torch.float32
+    assert distance(net(X.float(), net.hard(net.min_widths)).double(), exact) < 1e-4
 
 
 class Pairs(nn.Module):
@@ -169,22 +331,24 @@ class Summed(nn.Module):
         return self.other(self.one(x)).relu().sum((1, 3))
 
 
-def test_a_tensor_that_is_gated_along_two_dims() -> None:
-    model: Any = randomise(Summed())
+def test_dims_made_of_several_spaces_and_tensors_with_two_gated_dims() -> None:
+    model: Any = randomise(Pairs())
     graph = dmcp.trace(model, X)
-    assert {space.name: space.size for space in graph.spaces} == {"one": 4, "other": 5}
     net = dmcp.Supernet(model, graph).eval()
-    hidden = model.one(X)[:, :2]
+    for gates in (net.hard(graph.widths([2, 3])), torch.rand(9, dtype=torch.float64)):
+        assert distance(net(X, gates), gated_pairs(model, X, gates.double())) < 1e-10
+        assert distance(net(X, gates), model(X)) > 0.01
+    model = randomise(Summed())
+    graph = dmcp.trace(model, X)
+    net = dmcp.Supernet(model, graph).eval()
     weight, bias = model.other.weight[:3, :2], model.other.bias[:3]
-    narrow = nn.functional.conv2d(hidden, weight, bias).relu().sum((1, 3))
+    narrow = F.conv2d(model.one(X)[:, :2], weight, bias).relu().sum((1, 3))
     assert distance(net(X, net.hard(graph.widths([2, 3]))), narrow) < 1e-10
-    assert distance(net(X, net.hard(graph.full)), model(X)) < 1e-10
 
 
-def test_a_module_of_a_supernet_is_compiled_once_per_kind(model: nn.Module, graph: Any) -> None:
+def test_a_supernet_is_compiled_once_per_kind_of_gates() -> None:
     """Shapes do not depend on the widths: nothing is compiled again for other ones."""
-    net = dmcp.Supernet(model, graph).eval()
-    graphs: list[Any] = []
+    net, graphs = made().eval(), list[Any]()
 
     def backend(module: Any, inputs: Any) -> Any:
         graphs.append(module)
@@ -193,191 +357,59 @@ def test_a_module_of_a_supernet_is_compiled_once_per_kind(model: nn.Module, grap
     torch._dynamo.reset()
     compiled = torch.compile(net, backend=backend, fullgraph=True)
     with torch.no_grad():
-        for widths in (graph.full, net.floor, graph.widths([3, 4, 5])):
-            gates = net.hard(widths)
-            assert distance(compiled(X, gates), net(X, gates)) < 1e-10
+        for widths in (net.graph.full, net.min_widths, net.graph.widths([3, 4, 5])):
+            assert distance(compiled(X, net.hard(widths)), net(X, net.hard(widths))) < 1e-10
         assert len(graphs) == 1
         assert distance(compiled(X, net.soft()), net(X, net.soft())) < 1e-10
     assert len(graphs) == 2
     torch._dynamo.reset()
 
 
-def test_activations_run_through_the_model_itself(model: nn.Module, graph: Any) -> None:
-    """Nothing is rewritten: hooks of the user's layers are called, at full width."""
-    watched = copy.deepcopy(model)
-    seen: list[Tensor] = []
-    watched.conv2.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-    net = dmcp.Supernet(watched, graph).eval()
-    net(X, net.hard(net.floor))
-    assert [value.shape[1] for value in seen] == [7]
-
-
-# -- narrow networks, fed with slices of the shared weights
-
-TOYS = {toy.__name__: toy for toy in NETS}
-ZOO = ("resnet18", "mobilenet_v2", "mobilenet_v3_small", "shufflenet_v2_x1_0", "densenet121")
-
-
-@functools.cache
-def traced(name: str) -> tuple[nn.Module, Any, Tensor]:
-    """A model that no test changes, its graph, and an input."""
-    if name in TOYS:
-        model, shape = TOYS[name](**TOYS[name].FULL), TOYS[name].SHAPE
-    else:
-        model, shape = getattr(torchvision.models, name)(num_classes=5), (3, 32, 32)
-    for part in model.modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0
-    x = sample(shape)
-    randomise(model)
-    return model, dmcp.trace(model, x[:2]), x
-
-
-def trained(name: str) -> tuple[Any, Tensor]:
-    """A supernet in train mode; a small one whose weights and statistics have moved a little."""
-    model, graph, x = traced(name)
-    net = dmcp.Supernet(model, graph, 4).double().train()
-    optimizer = torch.optim.SGD(net.weights(), 0.01)
-    for _ in range(2 if name in TOYS else 0):  # all numbers are random anyway
-        F.cross_entropy(net(x, net.hard(graph.full)), torch.arange(len(x)) % 5).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return net, x
-
-
-def some_widths(graph: Any, seed: int) -> Any:
-    dice = torch.Generator().manual_seed(seed)
-    return graph.widths([int(torch.randint(1, space.size + 1, (), generator=dice)) for space in graph.spaces])
-
-
-def outcome(net: Any, run: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output, and the gradient of every shared weight."""
-    net.zero_grad()
-    output = run()
-    weights = torch.linspace(-1, 2, output.numel(), dtype=output.dtype).reshape(output.shape)
-    (output * weights).sum().backward()
-    slopes = {
-        name: torch.zeros_like(weight) if weight.grad is None else weight.grad.clone()
-        for name, weight in net.model.named_parameters()
-    }
-    net.zero_grad()
-    return output.detach(), slopes
-
-
-def bits(net: Any) -> dict[str, Any]:
-    """Weights, alphas, statistics and modes."""
-    tensors = {name: tensor.clone() for name, tensor in [*net.named_parameters(), *net.named_buffers()]}
-    return {**tensors, **{f"mode of {name}": torch.tensor(part.training) for name, part in net.named_modules()}}
-
-
-@pytest.mark.parametrize("name", [*TOYS, ZOO[0], *(pytest.param(it, marks=pytest.mark.slow) for it in ZOO[1:])])
-def test_a_narrow_network_is_the_gated_one(name: str) -> None:
-    net, x = trained(name)
-    some = [some_widths(net.graph, seed) for seed in range(3 if name in TOYS else 1)]
-    some += [net.floor, net.graph.full] if name in TOYS else []
-    for training in (True, False):
-        gated = copy.deepcopy(net.train(training), {id(net.graph): net.graph})
-        before = bits(net)
-        for widths in some:
-            expected, slopes = outcome(gated, lambda w=widths, n=gated: n(x, n.hard(w)))
-            scale = max(slope.abs().max() for slope in slopes.values())
-            for align in (1, 4, 8) if name in TOYS else (1, 8) if name != "densenet121" else (4,):  # it has 121 layers
-                small = Narrow(net, widths, align)
-                output, own = outcome(net, lambda run=small: run(x))
-                assert distance(output, expected) < 1e-8, (training, align)
-                worst = {weight: (own[weight] - slope).abs().max() / scale for weight, slope in slopes.items()}
-                assert max(worst.values()) < 1e-8, (training, align, max(worst, key=worst.__getitem__))
-        after = bits(net)
-        assert [key for key in before if not torch.equal(before[key], after[key])] == []
-
-
-@pytest.mark.parametrize("align", [1, 4, 8])
-def test_a_narrow_network_is_as_wide_as_said(align: int) -> None:
-    net, x = trained("Chain")
-    small = Narrow(net, {"conv1": 3, "conv2": 5, "conv3": 6}, align)
-    wide = {1: (3, 5, 6), 4: (4, 8, 6), 8: (7, 8, 6)}[align]  # never wider than the 7, 9 and 6 that there are
-    assert [small.skeleton.get_submodule(f"conv{n}").weight.shape[0] for n in (1, 2, 3)] == list(wide)
-    seen: list[int] = []
-    small.skeleton.conv3.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].shape[1]))
-    small(x)
-    assert seen == [wide[1]]
-
-
-def test_a_narrow_network_follows_the_weights() -> None:
-    """It is made once and used after every step."""
-    net, x = trained("Residual")
-    small = Narrow(net, net.floor, 4)
-    with torch.no_grad():
-        for weight in net.weights():
-            weight.add_(torch.randn_like(weight) / 10)
-    assert distance(small(x), net(x, net.hard(net.floor))) < 1e-9
-
-
-def test_a_narrow_network_has_its_own_statistics() -> None:
-    net, x = trained("Chain")
-    small = Narrow(net, net.floor)
-    before, own = net.model.bn1.running_mean.clone(), small.skeleton.bn1.running_mean.clone()
-    assert torch.equal(own, before[: len(own)])
-    small(x)
-    assert torch.equal(net.model.bn1.running_mean, before)
-    assert not torch.equal(small.skeleton.bn1.running_mean, own)
-
-
-def test_shared_weights_of_a_narrow_network_stay_shared() -> None:
-    net, x = trained(SharedWeight.__name__)
-    small = Narrow(net, some_widths(net.graph, 1), 4)
-    _, slopes = outcome(net, lambda: small(x))
-    assert small.skeleton.left.weight is small.skeleton.right.weight
-    assert "right.weight" not in slopes and slopes["left.weight"].count_nonzero() > 0
-
-
-def test_frozen_weights_of_a_narrow_network_get_no_gradient() -> None:
-    net, x = trained("Chain")
-    net.model.conv2.requires_grad_(False)
-    Narrow(net, net.floor)(x).sum().backward()
-    assert net.model.conv2.weight.grad is None and net.model.conv1.weight.grad is not None
-
-
-class Normed(nn.Module):
-    """A layer norm over channels: narrow ones compute something else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.norm, self.two = nn.Linear(3, 8), nn.LayerNorm(8), nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.two(self.norm(self.one(x)))
-
-
-def test_narrow_networks_of_inexact_graphs_are_refused() -> None:
-    graph = dmcp.trace(Normed(), torch.ones(2, 3), exact=False)
-    assert not graph.exact
-    net = dmcp.Supernet(Normed(), graph)
-    with pytest.raises(WidthsError, match="not exact"):
-        Narrow(net, net.floor)
-
-
-@pytest.mark.parametrize("widths", [{"conv1": 0}, {"conv1": 99}, {"conv9": 1}])
-def test_narrow_networks_of_impossible_widths_are_refused(widths: dict[str, int]) -> None:
-    net, _ = trained("Chain")
-    with pytest.raises(WidthsError):
-        Narrow(net, widths)
-
-
 @pytest.mark.filterwarnings("ignore:None of the inputs")  # torch's own, of the old kind under no_grad
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_is_refused(reentrant: bool) -> None:
-    class Frugal(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 4, 1)
-
+    class Frugal(Summed):
         def forward(self, x: Tensor) -> Tensor:
-            x = torch.utils.checkpoint.checkpoint(self.a, x, use_reentrant=reentrant)
-            return self.b(x)
+            return self.other(torch.utils.checkpoint.checkpoint(self.one, x, use_reentrant=reentrant))
 
     model = Frugal()
     graph = dmcp.trace(model, torch.zeros(2, 3, 8, 8))
     assert dmcp.cut(model, graph, graph.full) is not None  # cutting needs no gates
-    with pytest.raises(dmcp.WidthsError, match="activation checkpointing"):
+    with pytest.raises(WidthsError):
         dmcp.Supernet(model, graph)
+
+
+# narrow sub-networks
+
+
+@pytest.mark.parametrize(("align", "wide"), [(1, [3, 5, 6]), (4, [4, 8, 6]), (8, [7, 8, 6])])
+def test_a_narrow_network_is_as_wide_as_its_alignment(align: int, wide: list[int]) -> None:
+    net = made()
+    small: Any = Narrow(net, {"conv1": 3, "conv2": 5, "conv3": 6}, align)
+    assert [small.skeleton.get_submodule(f"conv{n}").weight.shape[0] for n in (1, 2, 3)] == wide
+    before, own = net.model.bn1.running_mean.clone(), small.skeleton.bn1.running_mean.clone()
+    with torch.no_grad():  # it is made once and used after every step
+        for weight in net.weights():
+            weight.add_(torch.randn_like(weight) / 10)
+    net.model.conv2.requires_grad_(False)
+    output = small(X)
+    assert torch.equal(net.model.bn1.running_mean, before)  # its statistics are its own
+    assert not torch.equal(small.skeleton.bn1.running_mean, own)
+    assert distance(output, net(X, net.hard({"conv1": 3, "conv2": 5, "conv3": 6}))) < 1e-9
+    output.sum().backward()
+    assert net.model.conv2.weight.grad is None and net.model.conv1.weight.grad is not None
+
+
+def test_shared_weights_of_a_narrow_network_stay_shared() -> None:
+    small: Any = Narrow(made(SharedWeight), {"stem": 5, "left": 3}, 4)
+    assert small.skeleton.left.weight is small.skeleton.right.weight
+
+
+def test_narrow_networks_that_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.Linear(8, 5))  # a narrow layer norm computes otherwise
+    net = dmcp.Supernet(model, dmcp.trace(model, torch.ones(2, 3), exact=False))
+    with pytest.raises(WidthsError):
+        Narrow(net, net.min_widths)
+    for widths in ({"conv1": 0}, {"conv1": 99}, {"conv9": 1}):
+        with pytest.raises(WidthsError):
+            Narrow(made(), widths)

@@ -332,7 +332,9 @@ def test_a_job_goes_on_with_the_same_teacher_only(tmp_path: Path) -> None:
     calls = itertools.count()
 
     def stopping(name: str) -> dmcp.Checkpointer:
-        return dmcp.Checkpointer(tmp_path / name, every_steps=1, asked_to_stop=lambda: name == DMCP and next(calls) > 0)
+        return dmcp.Checkpointer(
+            tmp_path / name, every_steps=1, stop_requested=lambda: name == DMCP and next(calls) > 0
+        )
 
     def going(name: str) -> dmcp.Checkpointer:
         return dmcp.Checkpointer(tmp_path / name)

@@ -131,7 +131,7 @@ def test_shortfall_names_the_reason() -> None:
     assert replace(found, share=0.991).shortfall(entry) is None
     assert replace(found, loose_share=1.0).shortfall(entry) is Shortfall.NORMS
     assert (
-        replace(found, unprunable={"as weight standardisation does": 1}).shortfall(entry) is Shortfall.STANDARDISATION
+        replace(found, unprunable={"as weight standardization does": 1}).shortfall(entry) is Shortfall.STANDARDIZATION
     )
     assert replace(found, loose_spaces=25).shortfall(entry) is Shortfall.TOTAL
     assert found.shortfall(entry) is Shortfall.OTHER

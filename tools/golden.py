@@ -64,7 +64,7 @@ SPELLINGS = {  # of parameters, fields, attributes and keys
     "stop_requested": ("stop_requested", "should_stop", "asked_to_stop"),
     "held_out": ("held_out", "holdout", "held"),  # of a method's problem: batches to choose by
     "on_event": ("on_event", "log", "tell"),  # of a method's problem: hears (stage, record)
-    "min_widths": ("min_widths", "floor"),  # of a method's problem, and of uniform and random_widths
+    "min_widths": ("min_widths", "min_channels", "floor"),  # of a method's problem, and of uniform and random_widths
 }
 PLACES = {  # module:name of what `import dmcp` does not give
     "build": ("dmcp.models:build", "dmcp.nets:build"),
@@ -520,8 +520,9 @@ def probe(sections: list[str], quick: bool, stem: bool) -> dict[str, Any]:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     if not stem:
-        with suppress(ImportError):
-            importlib.import_module("dmcp.searching.search").find_stem = lambda net: None  # type: ignore[attr-defined]
+        for name in ("dmcp.searching.steps", "dmcp.searching.search"):
+            with suppress(ImportError):
+                importlib.import_module(name).find_stem = lambda net: None  # type: ignore[attr-defined]
     found: dict[str, Any] = {"seconds": {}}
     every = cases(quick)
     for section in sections:

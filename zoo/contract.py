@@ -38,7 +38,7 @@ class Shortfall(Enum):
     """Why there is less to prune than TRACING.md found, in the words of the page."""
 
     NORMS = "LayerNorm or GroupNorm mixes the channels of a space: kept whole, unless `exact=False`"
-    STANDARDISATION = "Weights are standardised over the channels of a space: kept whole"
+    STANDARDIZATION = "Weights are standardized over the channels of a space: kept whole"
     TOTAL = "As many spaces as TRACING.md found, or more; the total that the share is taken of is the flop counter's"
     OTHER = "Other reasons"
 
@@ -75,8 +75,8 @@ class Result:
             return None
         if self.loose_share is not None and self.loose_share >= least:
             return Shortfall.NORMS
-        if any("standardisation" in reason for reason in self.unprunable):
-            return Shortfall.STANDARDISATION
+        if any("standardization" in reason for reason in self.unprunable):
+            return Shortfall.STANDARDIZATION
         return Shortfall.TOTAL if max(self.spaces, self.loose_spaces) >= entry.spaces else Shortfall.OTHER
 
     @staticmethod

@@ -37,7 +37,7 @@ from dmcp.pruning import PruneResult, prune
 from dmcp.sampling import direct, expected, random_widths, uniform
 from dmcp.searching.config import SearchResult
 from dmcp.searching.search import search
-from dmcp.settings import Engine, Retrain, SearchConfig, TrainConfig
+from dmcp.settings import Engine, LatencyConfig, Retrain, SearchConfig, TrainConfig
 from dmcp.storage import load, save
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
@@ -61,6 +61,7 @@ __all__ = [
     "Engine",
     "FileError",
     "Latency",
+    "LatencyConfig",
     "LowerIsBetter",
     "PruneResult",
     "Retrain",

@@ -15,13 +15,13 @@ from torch.utils.data import DataLoader, IterableDataset
 from dmcp.errors import DataError
 from dmcp.runtime.distributed import SINGLE_PROCESS, World, part
 
-_LAZY = (GeneratorType, map, filter, zip)  # iterators that somebody may keep and hand out again
+_ITERATORS = (GeneratorType, map, filter, zip)  # that a loader may hold and hand out again
 
 
 class Loader(Protocol):
     """Yields batches; if it also has `set_epoch(int)`, the loops call it at the start of each epoch.
 
-    With `starting_at(int)`, which yields the batches from that number on, none is drawn in vain to enter an epoch.
+    With `starting_at(int)`, which yields the batches from that number on, an epoch is resumed without drawing others.
     """
 
     def __iter__(self) -> Iterator[Any]: ...
@@ -48,7 +48,7 @@ def size_of(batch: Any) -> int:
     """Samples in the batch: the first dim of the first tensor of its input."""
     part = input_of(batch)
     while not isinstance(part, Tensor):
-        known = isinstance(part, Iterable) and not isinstance(part, str | bytes)  # a letter holds itself, without end
+        known = isinstance(part, Iterable) and not isinstance(part, str | bytes)
         parts = list(part.values() if isinstance(part, Mapping) else part) if known else []
         if not parts:
             raise DataError("The input of a batch holds no tensor.")
@@ -78,7 +78,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """The numbers to sum in: double precision, which Apple's GPUs lack."""
+    """The dtype to sum in: float64, which Apple's GPUs lack."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -88,20 +88,19 @@ def length_of(loader: Any, name: str = "loader") -> int:
         return len(loader)
     except (TypeError, NotImplementedError):  # torch's of an iterable dataset
         raise DataError(
-            f"The {name}, a {type(loader).__name__}, has no length: give something with __len__ and an __iter__ that "
-            "starts anew for each epoch, such as a list of batches or a DataLoader of a dataset with __len__; wrap a "
-            "stream in a class that says how many batches are an epoch."
+            f"The {name}, a {type(loader).__name__}, has no length: give a list of batches, a DataLoader of a dataset "
+            "with __len__, or a class of your own that says how many batches are an epoch."
         ) from None
 
 
 def check_yields(loader: Any, name: str = "loader") -> None:
-    """Refuse what gives no batches."""
+    """Refuse what cannot be iterated."""
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise DataError(f"The {name} must yield batches, but a {type(loader).__name__} does not: give a DataLoader.")
 
 
 def check_tested(loader: Any, networks: int) -> None:
-    """Refuse what cannot give the batches of a test once for each of so many networks."""
+    """Refuse a generator where several networks are tested."""
     check_yields(loader, "val_loader")
     if networks > 1 and isinstance(loader, GeneratorType):
         raise DataError(
@@ -111,10 +110,8 @@ def check_tested(loader: Any, networks: int) -> None:
 
 
 def check_parts(loader: Any, world: World) -> None:
-    """Refuse a loader that gives ranks some samples twice, so that all have as many. Loaders of ours do not.
-
-    It is seen by what the samplers of torch, timm and accelerate say of themselves.
-    """
+    """Refuse a loader that repeats samples so that all ranks have as many, by what the samplers of torch, timm and
+    accelerate say of themselves."""
     sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
     more = _number(sampler, "total_size") > _length(getattr(sampler, "dataset", None))
     if getattr(batches, "even_batches", False) and not getattr(batches, "drop_last", False):
@@ -122,9 +119,8 @@ def check_parts(loader: Any, world: World) -> None:
         more = _length(getattr(loader, "dataset", None)) % max(1, ways * _number(batches, "batch_size")) > 0
     if world.size > 1 and more:
         raise DataError(
-            f"The loader of a rank repeats samples, so that {world.size} ranks have as many, and a metric of a whole "
-            "data set would count them twice: give each rank its own part, DataLoader(Subset(data, range(rank, "
-            "len(data), world)), ...)."
+            f"The loader of a rank repeats samples, so that {world.size} ranks have as many, and a metric would count "
+            "them twice: give each rank its part, DataLoader(Subset(data, range(rank, len(data), world_size)), ...)."
         )
 
 
@@ -138,13 +134,13 @@ def _length(data: Any) -> int:
 
 
 def peek(loader: Any) -> list[Any] | None:
-    """The first batch that holds a sample, alone in a list; [] if there is none, None where looking would lose it."""
+    """[the first batch that holds a sample]; [] if there is none, None if looking would lose it."""
     stream = loader.dataset if isinstance(loader, DataLoader) else None
     if isinstance(loader, Iterator) or isinstance(stream, Iterator):
         return None
     batches = iter(loader)
     source, first = (stream, iter(stream)) if isinstance(stream, IterableDataset) else (loader, batches)
-    if isinstance(first, _LAZY) and iter(source) is first:  # it hands out the same one each time
+    if isinstance(first, _ITERATORS) and iter(source) is first:  # it hands out the same one each time
         return None
     return list(itertools.islice((batch for batch in batches if size_of(batch)), 1))
 
@@ -161,8 +157,7 @@ def start_epoch(loader: Any, epoch: int) -> None:
 def batches_from(loader: Loader, epoch: int, skip: int = 0) -> Iterator[Any]:
     """The batches of one epoch from number `skip` on.
 
-    A loader with `starting_at(skip)` is entered there. Any other draws the skipped batches once more, so that its
-    random numbers go on as they would have; a `state_dict` that it may have is for the caller to use.
+    A loader without `starting_at` draws the skipped batches once more, so that its random numbers go on as before.
     """
     start_epoch(loader, epoch)
     enter = getattr(loader, "starting_at", None)
@@ -176,7 +171,7 @@ def batches_from(loader: Loader, epoch: int, skip: int = 0) -> Iterator[Any]:
 
 
 def share_of(number: int, batch_size: int, images: int, world: World) -> slice:
-    """Which places in the order of an epoch this rank gets of a batch that all ranks share."""
+    """The places, in the order of an epoch, of this rank's part of a batch."""
     start = number * batch_size
     share = part(min(batch_size, images - start), world)
     return slice(start + share.start, start + share.stop)
@@ -193,15 +188,12 @@ def check_size(batch_size: int, images: int, train: bool, world: World = SINGLE_
 
 
 def too_large(batch_size: int, images: int, option: str) -> str:
-    """What is wrong with a batch that the data cannot fill, and what to do."""
-    return (
-        f"A batch of {batch_size} is larger than the data: there are {images} training images; lower {option} to at "
-        f"most {images}."
-    )
+    """The text of an error: more images in a batch than there are."""
+    return f"A batch of {batch_size} is larger than the data: lower {option} to at most {images}, the training images."
 
 
 def mix(*numbers: int) -> int:
-    """One seed from several numbers, such as (seed, epoch, index): near ones give unrelated seeds."""
+    """One seed from several numbers, such as (seed, epoch, index)."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
@@ -215,25 +207,8 @@ def _part(batch: Any, place: int, key: str) -> Any:
         return batch[key if isinstance(batch, Mapping) else place]
     except (KeyError, IndexError, TypeError):
         only = f", only {', '.join(map(repr, batch)) or 'nothing'}" if isinstance(batch, Mapping) else ""
-        own = (
-            " A loss and a metric of your own (loss=, metric=) read what they like." if key == "label" and only else ""
-        )
         raise DataError(
-            f'A batch must be (input, labels) or a dict with "input" and "label"; this {type(batch).__name__} '
-            f"has no {key}{only}.{own}{_renaming(batch) if only else ''}"
+            f'A batch must be (input, labels) or a dict with "input" and "label"; this {type(batch).__name__} has no '
+            f"{key}{only}. Give the DataLoader a collate_fn that makes such batches"
+            + (", or a loss and a metric of your own." if key == "label" else ".")
         ) from None
-
-
-def _renaming(batch: Mapping[Any, Any]) -> str:
-    """How the entries of such batches get the names that they need, the first ones in the order that they have."""
-    needed = [name for name in ("input", "label") if name not in batch]
-    others = [name for name in batch if name not in ("input", "label")]
-    pairs = list(zip(needed, others, strict=False))
-    if not pairs:
-        return ""
-    which = " and ".join(f"{other!r} is the {name}" for name, other in pairs)
-    added = ", ".join(f'"{name}": batch[{other!r}]' for name, other in pairs)
-    return (
-        f" If {which}, give the DataLoader collate_fn=collate with: def collate(samples): batch = "
-        f"torch.utils.data.default_collate(samples); return batch | {{{added}}}"
-    )

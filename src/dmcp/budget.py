@@ -1,10 +1,10 @@
-"""What must not be exceeded: parsing it, and the budget loss."""
+"""The budget: its text, reachability, and the budget loss (eqs. 12 and 13)."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -12,28 +12,25 @@ import torch
 from torch import Tensor
 
 from dmcp.errors import BudgetError
-from dmcp.latency.table import FS_PER_MS, show_ms
 from dmcp.markov import CERTAIN, CHAIN, Process
 from dmcp.modules import check_kind
 from dmcp.tracing.cost import show_bytes
-from dmcp.tracing.graph import NO_TABLE, ChannelGraph
+from dmcp.tracing.graph import ChannelGraph
+from dmcp.units import FS_PER_MS, show_ms
 from dmcp.widths import Widths
 
 KINDS = ("macs", "params", "memory", "latency")
 MEMORY, LATENCY = "memory", "latency"
-_COUNTS = {"macs": "macs", "params": "params", MEMORY: "memory", LATENCY: "latency_fs"}  # methods of a graph
-_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}
-_BYTES = {"b": 1} | {f"{unit}b": size for unit, size in _UNITS.items()} | {"kib": 2**10, "mib": 2**20, "gib": 2**30}
+_SCALES = {"k": 10**3, "m": 10**6, "g": 10**9}
+_BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _TIMES = {"us": FS_PER_MS // 1000, "ms": FS_PER_MS, "s": 1000 * FS_PER_MS}  # in femtoseconds
+_UNITS = {"macs": _SCALES, "params": _SCALES, MEMORY: _SCALES | _BYTES, LATENCY: _TIMES}
 _PART = re.compile(
     r"(?:(?P<kind>[a-z]+):)?(?P<number>\d+(?:_\d+)*(?:\.\d+)?(?:e[+-]?\d{1,2})?)(?P<unit>%|[a-z]+)?", re.ASCII
 )
-_ELSEWHERE = re.compile(r"(?P<scale>[kmg]?)(?P<what>ib|b|macs|flops|params)")
-_LIKE_TIME = re.compile(r"(?<!para)(ms|us|sec|seconds)$")
-_FLOAT_BYTES = 4  # of a parameter in float32
-_LONGEST, _MOST = 100, 10**18  # characters of a text; more than any network costs
-_TENTHS = 10  # groups of a space, unless other settings are given
+_MAX_LENGTH, _MAX_TARGET = 100, 10**18  # characters of a text; more than any network costs
 _STEEP = 10.0  # alphas beyond have a gradient near zero
+_HELP = 'write "50%", "211M", "params:2M", "memory:256kB", "8ms", "latency:50%", or several: "50%,params:2M"'
 
 
 @dataclass(frozen=True)
@@ -44,11 +41,8 @@ class Limit:
     target: int  # of memory: bytes; of latency: femtoseconds
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS or type(self.target) is not int or not 1 <= self.target <= _MOST:
-            raise BudgetError(
-                f"A limit is one of {', '.join(KINDS)} with an int from 1 to {_MOST:.0e}, not {self.kind!r} with "
-                f"{self.target!r}."
-            )
+        if self.kind not in KINDS or type(self.target) is not int or not 1 <= self.target <= _MAX_TARGET:
+            raise BudgetError(f"A limit is one of {', '.join(KINDS)} and an int from 1 to {_MAX_TARGET:.0e}: {self!r}.")
 
 
 @dataclass(frozen=True)
@@ -59,8 +53,6 @@ class Budget:
     text: str
 
     def __post_init__(self) -> None:
-        if not isinstance(self.limits, tuple) or not all(isinstance(limit, Limit) for limit in self.limits):
-            raise BudgetError("The limits of a Budget are a tuple of Limits: dmcp.parse_budget(text, graph) makes it.")
         if not self.limits or len({limit.kind for limit in self.limits}) < len(self.limits):
             raise BudgetError(f"The budget {self.text!r} must limit each of {', '.join(KINDS)} at most once, and one.")
 
@@ -70,143 +62,101 @@ def parse(spec: int | float | str | Budget, graph: ChannelGraph) -> Budget:
 
     Texts: "211M", "1.1G", "50%", "params:2M", "params:50%", "memory:256kB" (of activations that are held at once),
     "8ms", "latency:50%" (of the unpruned network's time), and several with commas, which must all hold. Times need a
-    graph with a table of latency: see `graph.with_latency`.
+    graph with a table of latency: see `Latency.attach`.
     """
     if isinstance(spec, Budget):
         return spec
     check_kind("graph", graph, ChannelGraph, BudgetError)
-    if isinstance(spec, int) and abs(spec) > _MOST:
-        raise BudgetError(f"A budget of more than {_MOST:.0e} is beyond any network: give MACs as an int, or a share.")
-    text = str(spec).strip()
-    _check_short(text)
-    if isinstance(spec, bool) or (isinstance(spec, float) and not 0 < spec <= 1):
-        raise BudgetError(f'A budget of {spec!r} is neither a share (0 to 1) nor a count: write 0.5, "50%" or "211M".')
-    limits = tuple(_limit(part.strip(), text, graph) for part in text.lower().split(","))
-    _check_once([limit.kind for limit in limits], text)
-    return Budget(limits, text)
-
-
-def _check_short(text: str) -> None:
-    if len(text) > _LONGEST:
-        raise BudgetError(f'A budget of {len(text):,} characters cannot be read: write "50%" or "50%,params:2M".')
-
-
-def _check_once(kinds: Sequence[str], text: str) -> None:
-    if len({*kinds}) < len(kinds):
-        way = f"give each of {', '.join(KINDS)} once"
-        raise BudgetError(f"The budget {text!r} names one kind twice: {way}{_decimals(text) or '.'}")
+    text = _text(spec)
+    return Budget(tuple(part.limit(graph, text) for part in _parts(text)), text)
 
 
 def limits_latency(spec: object) -> bool:
-    """Whether a budget, which may be one that cannot be read, has a limit of latency."""
-    if isinstance(spec, Budget):
-        return any(limit.kind == LATENCY for limit in spec.limits)
-    matches = [_PART.fullmatch(part) for part in str(spec).lower().replace(" ", "").split(",")]
-    return any(match and _kind(match) == LATENCY for match in matches)
+    """True if a budget limits latency; False for one that cannot be read."""
+    try:
+        kinds = spec.limits if isinstance(spec, Budget) else _parts(_text(spec))
+    except BudgetError:
+        return False
+    return any(it.kind == LATENCY for it in kinds)
 
 
 def known_limits(spec: object, graph: ChannelGraph) -> tuple[Limit, ...]:
-    """Those that are not of latency; what cannot be read is refused, also where no latency is known yet."""
-    if not isinstance(spec, str):
-        return tuple(it for it in spec.limits if it.kind != LATENCY) if isinstance(spec, Budget) else ()
-    text, kinds, found = spec.strip(), list[str](), list[Limit]()
-    _check_short(text)
-    for part in text.lower().split(","):
-        try:
-            found.append(_limit(part.strip(), text, graph))
-            kinds.append(found[-1].kind)
-        except BudgetError as error:
-            if NO_TABLE not in str(error):
-                raise
-            kinds.append(LATENCY)
-    _check_once(kinds, text)
-    return tuple(it for it in found if it.kind != LATENCY)
+    """The limits of a budget other than latency, which may not have been measured yet."""
+    if isinstance(spec, Budget):
+        return tuple(limit for limit in spec.limits if limit.kind != LATENCY)
+    text = _text(spec)
+    return tuple(part.limit(graph, text) for part in _parts(text) if part.kind != LATENCY)
 
 
-def _kind(match: re.Match[str]) -> str:
-    return match["kind"] or (LATENCY if match["unit"] in _TIMES else "macs")
+@dataclass(frozen=True)
+class _Part:
+    """One limit as it was written."""
+
+    kind: str
+    number: Fraction
+    share: bool  # of the unpruned network's cost
+
+    def limit(self, graph: ChannelGraph, text: str) -> Limit:
+        number = self.number
+        if self.kind == LATENCY and LATENCY not in graph.extra:
+            raise BudgetError(
+                f"The budget {text!r} is a latency, and nothing was measured: dmcp.measure_latency(model, example)"
+                ".attach(graph) has it; dmcp prune and dmcp search measure by themselves."
+            )
+        if self.share and self.kind == LATENCY:  # 100% is what the table says
+            number = min(number * graph.extra[LATENCY].full, Fraction(graph.cost(LATENCY)))
+        elif self.share:
+            number *= cost(graph, self.kind, graph.full)
+        if not 1 <= number <= _MAX_TARGET:
+            raise BudgetError(f"The budget {text!r} is not between 1 and {_MAX_TARGET:.0e} of {self.kind}.")
+        return Limit(self.kind, math.floor(number))
 
 
-def _limit(part: str, text: str, graph: ChannelGraph) -> Limit:
-    match = _PART.fullmatch(part.replace(" ", ""))
-    kind, unit = (_kind(match), match["unit"]) if match else ("macs", None)
-    if match is not None and (kind == LATENCY or unit in _TIMES):
-        return _latency_limit(kind, match["number"], unit, text, graph)
-    if match is None or kind not in KINDS or unit not in (None, "%", *_UNITS, *(_BYTES if kind == MEMORY else ())):
-        near = _nearly(match["number"], unit) if match and unit and kind in KINDS else ""
-        way = near or 'write "50%", "211M", "params:2M" or "50%,params:2M"'
-        way = "a time is written like 8ms, 800us or 0.1s" if _LIKE_TIME.search(part) else way
-        raise BudgetError(f"The budget {text!r} cannot be read: {way}.")
-    number = Fraction(match["number"])  # exact: 1.1G is 1,100,000,000
-    if unit in _UNITS or unit in _BYTES:
-        number *= (_UNITS | _BYTES)[unit]
-    elif unit == "%":
-        number *= Fraction(_full(graph, kind), 100)
-    elif number <= 1 and re.search(r"\.|e-", match["number"]):
-        number *= _full(graph, kind)
-    if number < 1:
-        one = "byte" if kind == MEMORY else f"of {kind}"
-        told = f"The budget {text!r} is less than one {one}: nothing costs so little"
-        more = f"; choose more, like {'50%' if kind == 'macs' else f'{kind}:50%'}."
-        raise BudgetError(f"{told}{_decimals(text) or more}")
-    if number > _MOST:
-        raise BudgetError(f"The budget {text!r} is more than any network costs: the limit is {_MOST:.0e}.")
-    return Limit(kind, math.floor(number))
+def _text(spec: object) -> str:
+    """The text of a budget that may be a number."""
+    if isinstance(spec, bool) or (isinstance(spec, float) and not 0 < spec <= 1):
+        raise BudgetError(f'A budget of {spec!r} is neither a share (0 to 1) nor a count: write 0.5, "50%" or "211M".')
+    if isinstance(spec, int) and abs(spec) > _MAX_TARGET:
+        raise BudgetError(f"A budget of more than {_MAX_TARGET:.0e} is beyond any network.")
+    text = str(spec).strip()
+    if len(text) > _MAX_LENGTH:
+        raise BudgetError(f"A budget of {len(text):,} characters cannot be read: {_HELP}.")
+    return text
 
 
-def _latency_limit(kind: str, digits: str, unit: str | None, text: str, graph: ChannelGraph) -> Limit:
-    if kind != LATENCY:
-        raise BudgetError(f"The budget {text!r} cannot be read: {kind} take no time; write {digits}{unit} for latency.")
-    number, share = Fraction(digits), unit is None and re.search(r"\.|e-", digits)
-    if unit not in _TIMES and unit != "%" and not (share and number <= 1):
-        raise BudgetError(
-            f"The budget {text!r} cannot be read: a latency is a time or a share, like 8ms, 800us, 0.1s or latency:50%."
-        )
-    number *= _TIMES[unit] if unit in _TIMES else Fraction(1, 100) if unit == "%" else 1
-    if unit not in _TIMES and number > 1:
-        raise BudgetError(f"The budget {text!r} is more than the unpruned network takes: write a share up to 100%.")
-    none = f"The budget {text!r} is no time that a network takes: write it like 8ms{_decimals(text) or '.'}"
-    if not number or (unit in _TIMES and not 1 <= number <= _MOST):
-        raise BudgetError(none)
-    if graph.latency is None:
-        raise BudgetError(f"The budget {text!r} is a latency. {NO_TABLE}")
-    if unit not in _TIMES:
-        number *= round(graph.latency.unpruned_ms * FS_PER_MS)
-        number = min(number, Fraction(graph.latency_fs()))  # all of it is what the table says
-    if number < 1:
-        raise BudgetError(none)
-    return Limit(kind, math.floor(number))
+def _parts(text: str) -> list[_Part]:
+    parts = [_part(part, text) for part in text.lower().replace(" ", "").split(",")]
+    if len({part.kind for part in parts}) < len(parts):
+        raise BudgetError(f"The budget {text!r} limits one kind twice; decimals have a point: 1.5G.")
+    return parts
 
 
-def _decimals(text: str) -> str:
-    """What may have been meant by a text with a comma inside a number; empty if there is none."""
-    meant = re.sub(r"(?<![\w.])(\d+),(?=\d+[a-z%]*(,|$))", r"\1.", text, flags=re.IGNORECASE)
-    return f"; a comma separates limits: did you mean {meant!r}?" if meant != text else ""
+def _part(part: str, text: str) -> _Part:
+    if (match := _PART.fullmatch(part)) is None:
+        raise BudgetError(f"The budget {text!r} cannot be read: {_HELP}.")
+    unit, number = match["unit"], Fraction(match["number"])  # exact: 1.1G is 1,100,000,000
+    kind = match["kind"] or (LATENCY if unit in _TIMES else "macs")
+    share = unit == "%" or (unit is None and number <= 1 and bool(re.search(r"\.|e-", match["number"])))
+    units = _UNITS.get(kind, {})
+    if kind not in KINDS or not (share or unit in units or (unit is None and kind != LATENCY)):
+        raise BudgetError(f"The budget {text!r} cannot be read: {_other_unit(match) or _HELP}.")
+    number *= Fraction(1, 100) if unit == "%" else units.get(unit or "", 1)
+    if kind == LATENCY and not (0 < number <= (1 if share else _MAX_TARGET)):
+        raise BudgetError(f"The budget {text!r} is no time that a network takes: write a time or a share up to 100%.")
+    return _Part(kind, number, share)
 
 
-def _nearly(number: str, unit: str) -> str:
-    """What to write instead of a unit that people know from elsewhere; nothing of others."""
-    match = _ELSEWHERE.fullmatch(unit)
-    if not match:
+def _other_unit(match: re.Match[str]) -> str:
+    """What to write instead of a unit that people know from elsewhere."""
+    found = re.fullmatch(r"(?P<scale>[kmg]?)(?P<what>i?b|macs|flops|params)", match["unit"] or "")
+    if not found:
         return ""
-    scale, what = match["scale"].upper().replace("K", "k"), match["what"]
-    if what in ("b", "ib"):
-        count = float(number) * (1024 if what == "ib" else 1000) ** " kmg".index(match["scale"]) / _FLOAT_BYTES
-        short = f"{count / 1e6:.6g}M" if count >= 1e6 else f"{count / 1e3:.6g}k"
-        return (
-            f"bytes of activations held at once are memory:{number}{scale}{'iB' if what == 'ib' else 'B'}, "
-            f"those of parameters, {_FLOAT_BYTES} each in float32, params:{short}"
-        )
-    if what == "params":
-        return f"write params:{number}{scale}"
-    if what == "macs":
-        return f"write {number}{scale}, which are MACs"
-    half = f"{float(number) / 2:.6g}{scale}"
-    return f"some count a MAC as one FLOP, others as two: write MACs, like {number}{scale} or {half}"
-
-
-def _full(graph: ChannelGraph, kind: str) -> int:
-    return graph.macs() if kind == "macs" else cost(graph, kind, graph.full)
+    number = match["number"] + found["scale"].upper().replace("K", "k")
+    return {
+        "macs": f"write {number}, which are MACs",
+        "params": f"write params:{number}",
+        "flops": f"write MACs, like {number}; some count a MAC as two FLOPs",
+    }.get(found["what"], f"bytes of activations are memory:{number}{found['what'].replace('b', 'B')}")
 
 
 def show_cost(kind: str, amount: float) -> str:
@@ -223,45 +173,32 @@ def show_limit(limit: Limit, amount: int) -> str:
     return f"{amount:,} of {limit.target:,}"
 
 
-def check_reachable(budget: Budget, graph: ChannelGraph, floor: Widths, ceiling: Widths | None = None) -> None:
-    """Refuse a target that the unpruned network (or the widest allowed) keeps anyway, or that the floor exceeds."""
-    least, most, full = costs(graph, floor), costs(graph, ceiling or graph.full), costs(graph, graph.full)
-    for kind, target in ((limit.kind, limit.target) for limit in budget.limits):
-        if not least[kind] <= target <= most[kind]:
-            has = "more than the unpruned network takes" if kind == LATENCY else "more than the network has"
-            above = has if most == full else "more than the largest widths allow"
-            side = f"less than the floor {'takes' if kind == LATENCY else 'costs'}" if target < least[kind] else above
-            share = _forgotten_share(budget.text, kind) if target < least[kind] else ""
-            guess = f"did you mean {share}? If not, " if share else ""
-            low, high = (show_cost(kind, it[kind]).removesuffix(f" {kind}") for it in (least, most))
-            raise BudgetError(
-                f"The budget {budget.text!r} asks for {show_cost(kind, target)}, {side}: {guess}choose from {low} "
-                f"(every space at its floor, {least[kind] / full[kind]:.1%}) to {high}"
-                f"{_lower_floors(graph, floor) if target < least[kind] else ''}."
-            )
+def check_reachable(budget: Budget, graph: ChannelGraph, low: Widths, high: Widths | None = None) -> None:
+    """Refuse a target below the cost of the smallest widths, or above that of the largest (default: unpruned)."""
+    least, most, full = costs(graph, low), costs(graph, high or graph.full), costs(graph, graph.full)
+    for limit in budget.limits:
+        kind, target = limit.kind, limit.target
+        if least[kind] <= target <= most[kind]:
+            continue
+        small = target < least[kind]
+        side = "less than the smallest widths cost" if small else "more than the largest widths cost"
+        share = _forgotten_percent(budget.text, kind) if small else ""
+        guess = f"did you mean {share}? If not, " if share else ""
+        ends = (show_cost(kind, it[kind]).removesuffix(f" {kind}") for it in (least, most))
+        raise BudgetError(
+            f"The budget {budget.text!r} asks for {show_cost(kind, target)}, {side}: {guess}choose from "
+            f"{' to '.join(ends)} ({least[kind] / full[kind]:.1%} to {most[kind] / full[kind]:.1%})"
+            f"{', or allow smaller widths: a smaller align or min_channels, or more groups' if small else ''}."
+        )
 
 
-def _forgotten_share(text: str, kind: str) -> str:
+def _forgotten_percent(text: str, kind: str) -> str:
     """The part of a budget's text for this kind with the % that it seems to lack; empty if it lacks none."""
     for part in text.lower().replace(" ", "").split(","):
         match = _PART.fullmatch(part)
-        if match and _kind(match) == kind and not match["unit"] and 1 <= Fraction(match["number"]) <= 100:
+        if match and (match["kind"] or "macs") == kind and not match["unit"] and 1 <= Fraction(match["number"]) <= 100:
             return f"{part}%"
     return ""
-
-
-def _lower_floors(graph: ChannelGraph, floor: Widths) -> str:
-    """What else helps where floors are wider than those of the default settings, which are a tenth at most."""
-    floors = [(floor[space.name], space.size) for space in graph.spaces]
-    wide = sum(kept > 1 and size < _TENTHS * kept for kept, size in floors)
-    whole = sum(kept == size > 1 for kept, size in floors)
-    if not wide:
-        return ""
-    stay = f", {whole} of them whole" if whole else ""
-    return (
-        f", or lower the floors: {wide} of {len(floors)} spaces keep more than a tenth there{stay}, which a smaller "
-        "align, more groups or a lower smallest width changes"
-    )
 
 
 # widths against the budget
@@ -269,49 +206,43 @@ def _lower_floors(graph: ChannelGraph, floor: Widths) -> str:
 
 def cost(graph: ChannelGraph, kind: str, widths: Mapping[str, int]) -> int:
     """What widths cost of one kind."""
-    return getattr(graph, _COUNTS[kind])(widths)  # type: ignore[no-any-return]
+    return graph.cost(kind, widths)
 
 
 def costs(graph: ChannelGraph, widths: Mapping[str, int]) -> dict[str, int]:
     """What widths cost of each kind that is known of the network."""
-    return {kind: cost(graph, kind, widths) for kind in KINDS if kind != LATENCY or graph.latency is not None}
+    return {kind: cost(graph, kind, widths) for kind in KINDS if kind != LATENCY or LATENCY in graph.extra}
 
 
 def holds(budget: Budget, graph: ChannelGraph, widths: Mapping[str, int]) -> bool:
-    """Whether widths are inside every limit."""
+    """True if widths are inside every limit."""
     return all(cost(graph, limit.kind, widths) <= limit.target for limit in budget.limits)
 
 
 def count_many(graph: ChannelGraph, kind: str, widths: Tensor) -> Tensor:
-    """What many structures cost of one kind. (N, S) -> (N,)"""
-    return getattr(graph, _COUNTS[kind])(widths)  # type: ignore[no-any-return]
+    """What many widths cost of one kind. (N, S) -> (N,)"""
+    return graph.cost(kind, widths)
 
 
 def spent_shares(budget: Budget, graph: ChannelGraph, widths: Tensor) -> Tensor:
-    """Cost / target of many structures, exactly on the right side of 1. (N, S) int64 -> (N, L) float64"""
-    counted = [count_many(graph, limit.kind, widths) for limit in budget.limits]
-    return torch.stack([c.double() / limit.target for c, limit in zip(counted, budget.limits, strict=True)], dim=1)
+    """Cost / target of many widths, exactly on the right side of 1. (N, S) int64 -> (N, L) float64"""
+    return torch.stack([count_many(graph, it.kind, widths).double() / it.target for it in budget.limits], dim=1)
 
 
-# the alphas against the budget
+# alphas against the budget
 
 
 def ratios(budget: Budget, graph: ChannelGraph, marginals: Tensor, sizes: Tensor, process: Process = CHAIN) -> Tensor:
     """Expected cost / target of each limit (eqs. 9 to 12), differentiable. (S, G), (S, G) -> (L,)"""
-    expected = {
-        "macs": graph.expected_macs,
-        "params": graph.expected_params,
-        MEMORY: graph.expected_memory,
-        LATENCY: graph.expected_latency_fs,
-    }
-    return torch.stack([expected[limit.kind](marginals, sizes, process) / limit.target for limit in budget.limits])
+    expected = (graph.expected_cost(it.kind, marginals, sizes, process) / it.target for it in budget.limits)
+    return torch.stack(list(expected))
 
 
 def budget_loss(ratios: Tensor, tolerance: float) -> Tensor:
-    """Pull the expected cost into the band from tolerance to 1 (eq. 13); zero inside it. (L,) -> ()
+    """Pull the expected cost into the band from tolerance (gamma) to 1 times the target (eq. 13). (L,) -> ()
 
     Ratios, not counts: no unit can be mixed up. Every limit that is exceeded pushes down, with log(r - tolerance)
-    since log|r - 1| has a pole at the target; only if all are below the band the one nearest to it pushes up.
+    since log|r - 1| has a pole at the target. If all are below the band, the one nearest to it pushes up.
     """
     if not 0 < tolerance < 1:
         raise BudgetError(f"The tolerance must be above 0 and below 1, like 0.95, not {tolerance!r}.")
@@ -323,17 +254,11 @@ def budget_loss(ratios: Tensor, tolerance: float) -> Tensor:
 
 
 def constant_alpha(
-    budget: Budget,
-    graph: ChannelGraph,
-    sizes: Tensor,
-    ratio: float = 1.0,
-    process: Process = CHAIN,
-    certain: Tensor | None = None,
+    budget: Budget, graph: ChannelGraph, sizes: Tensor, process: Process = CHAIN, certain: Tensor | None = None
 ) -> float:
-    """One number for all alphas whose largest expected cost / target is the ratio, or just below it.
+    """The largest constant for all alphas whose expected cost is inside the budget, from -10 to 10.
 
-    Where only steep sigmoids would do, the end of the range in which alphas still have a gradient. certain: steps that
-    are CERTAIN instead. (S, G-1) bool
+    certain: steps that are CERTAIN instead. (S, G-1) bool
     """
     low, high, sizes = -_STEEP, _STEEP, sizes.cpu()  # in double precision, which not every device has
     shape = (sizes.shape[0], sizes.shape[1] - 1)
@@ -341,7 +266,7 @@ def constant_alpha(
 
     def too_much(alpha: float) -> bool:
         chances = process.marginals(torch.full(shape, alpha, dtype=torch.float64).masked_fill(fixed, CERTAIN))
-        return ratios(budget, graph, chances, sizes, process).max().item() > ratio
+        return ratios(budget, graph, chances, sizes, process).max().item() > 1
 
     if too_much(low) or not too_much(high):
         return low if too_much(low) else high

@@ -1,4 +1,4 @@
-"""Cut a model to given widths, and verify the cut."""
+"""Cut a model to given widths; verify, initialize or pad what was cut."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def cut(model: nn.Module, graph: ChannelGraph, widths: Mapping[str, Kept]) -> nn
 
 @torch.no_grad()
 def verify(model: nn.Module, graph: ChannelGraph, example_input: Any, widths: Widths | None = None) -> float:
-    """Run the cut network beside the gated one in float64, in eval mode; CutError if they differ.
+    """Compare the cut network with the gated one in float64 and eval mode; CutError if they differ.
 
-    Shapes are checked by every cut; this checks values, for the price of two forward passes. Without widths each space
-    is cut to about two thirds. Returns the largest difference, as a share of the largest output.
+    Every cut checks shapes; this checks values. Without widths each space is cut to about two thirds. Returns the
+    largest difference, as a share of the largest output.
     """
     model = unwrap(model)
     check_kind("graph", graph, ChannelGraph, WidthsError)
@@ -80,24 +80,23 @@ def verify(model: nn.Module, graph: ChannelGraph, example_input: Any, widths: Wi
         except RuntimeError as own:
             raise CutError(f"The model fails in its own forward on this example input: {own}") from error
         raise CutError(
-            f"The network cannot be run in float64, to compare it with the cut one: {error}. A layer that it keeps in "
-            "a plain list or dict is not converted with the others, nor trained or saved: keep it in an nn.ModuleList "
-            "or nn.ModuleDict."
+            f"The network does not run in float64: {error}. Keep its layers in an nn.ModuleList or nn.ModuleDict, not "
+            "in a plain list or dict, where they are not converted, trained or saved."
         ) from error
     pairs = list(zip(*map(tensors_in, both), strict=True))
     scale = max(float(gated.abs().max()) for gated, _ in pairs) or 1.0
     worst = max(float((gated - small).abs().max()) for gated, small in pairs) / scale
     if not math.isfinite(worst):
-        raise CutError(
-            "The output of the network on the example is NaN or infinite, so that the cut one cannot be compared with "
-            "it: look at its weights, and for a division by 0 or an overflow in its forward."
-        )
-    if not worst < _SAME:
+        raise CutError("The output of the network on the example is NaN or infinite: look at its weights and forward.")
+    if worst >= _SAME:
         raise CutError(
             f"The cut network differs from the gated one by {worst:.1e} of its output: something in this model's code "
             "escapes the trace. Please report it, and name the layers concerned in trace(..., ignore=[...])."
         )
     return worst
+
+
+# new weights
 
 
 @torch.no_grad()
@@ -109,11 +108,10 @@ def reinitialize(
 ) -> None:
     """Give the module, in place, the weights of a network of its shape that was never trained.
 
-    Convs and linears are drawn by He's rule, norms become 1 and 0 with empty running statistics, biases 0. All other
-    tensors (position embeddings, layer scales, ...) are copied from `fresh`, a newly built model cut to the same
+    Convs and linears are initialized by He's rule, norms become 1 and 0 with empty running statistics, biases 0. All
+    other tensors (position embeddings, layer scales, ...) are copied from `fresh`, a newly built model cut to the same
     widths; without it they stay. `init` replaces the rules: it is called on every module, as nn.Module.apply does.
-    What is not trained is not drawn: parameters without requires_grad keep their values, and norms that have no others
-    their statistics.
+    Frozen parameters keep their values, and norms that have no others their statistics.
     """
     module = unwrap(module)
     check_function("init", init, "it is called on every module, as nn.Module.apply does")
@@ -124,20 +122,20 @@ def reinitialize(
     if init is not None:
         module.apply(init)
     else:
-        _draw(module, generator)
+        _initialize(module, generator)
     now = named_tensors(module)
     for name, tensor in kept.items():
         now[name].copy_(tensor)
 
 
 def with_frozen(model: nn.Module, source: nn.Module) -> nn.Module:
-    """The model, or a copy of it that has what is frozen in the source, which is of the same architecture."""
+    """The model, or a copy of it with the tensors that are frozen in the source, which is of the same architecture."""
     model, source = unwrap(model), unwrap(source)
     kept = _frozen(source)
     if model is source or not kept:
         return model
     if fingerprint(model) != fingerprint(source):
-        raise WidthsError("The fresh model is of another architecture than the given one: build it in the same way.")
+        raise WidthsError("The fresh model is of another architecture than the given one.")
     copied = narrow(model, {}, {})
     now = named_tensors(copied)
     with torch.no_grad():
@@ -147,7 +145,7 @@ def with_frozen(model: nn.Module, source: nn.Module) -> nn.Module:
 
 
 def _frozen(module: nn.Module) -> dict[str, Tensor]:
-    """What is not trained, by name: parameters without requires_grad, statistics of norms that have no others."""
+    """Parameters without requires_grad, and statistics of norms that have no others, by name."""
     still: set[Tensor] = {parameter for parameter in module.parameters() if not parameter.requires_grad}
     for part in module.modules():
         own = set(part.parameters(recurse=False))
@@ -156,8 +154,8 @@ def _frozen(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named_tensors(module).items() if tensor in still}
 
 
-def _draw(module: nn.Module, generator: torch.Generator | None) -> None:
-    """Give convs, linears and norms their first values, by our rules."""
+def _initialize(module: nn.Module, generator: torch.Generator | None) -> None:
+    """Give convs, linears and norms their first values."""
     done: set[Tensor] = set()  # a tied parameter belongs to the first module that has it
     for part in module.modules():
         own = {name: tensor for name, tensor in part.named_parameters(recurse=False) if tensor not in done}
@@ -178,14 +176,14 @@ def _draw(module: nn.Module, generator: torch.Generator | None) -> None:
 
 
 def _he(part: Convs | nn.Linear, weight: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Normal with variance 2 / fan: what one input channel reaches for a conv, what one output reads for a linear.
+    """Normal with variance 2 / fan: fan out of a conv, fan in of a linear.
 
-    Drawn in float32 where the generator lives (the CPU by default): the same numbers on every device and precision.
+    Made in float32 where the generator lives (the CPU by default): the same numbers on every device and dtype.
     """
     fan = weight.shape[1] if isinstance(part, nn.Linear) else weight.numel() // part.in_channels
     device = torch.device("cpu") if generator is None else generator.device
-    draw = torch.randn(weight.shape, generator=generator, device=device, dtype=torch.float32)
-    return draw.mul_((2 / fan) ** 0.5).to(weight)
+    noise = torch.randn(weight.shape, generator=generator, device=device, dtype=torch.float32)
+    return noise.mul_((2 / fan) ** 0.5).to(weight)
 
 
 def _copy_values(source: nn.Module, target: nn.Module) -> None:
@@ -201,21 +199,24 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
+# padding
+
+
 Places = tuple[Tensor | None, ...]  # per dim: indices of the cut network's entries, None for all
 
 
 class Padded:
     """A wider copy of a cut network, to be trained in its place.
 
-    Added weights are zero. Those that read added channels get no gradient and stay zero, so step by step the cut
-    network inside learns what it would learn alone, up to rounding and the random numbers of dropout.
+    Added weights are zero. Those that read added channels get no gradient and stay zero, so the cut network inside
+    learns what it would learn alone, up to rounding and the random numbers of dropout.
     """
 
-    def __init__(self, small: nn.Module, whole: nn.Module, graph: ChannelGraph, widths: Widths, outer: Widths) -> None:
-        self.small, self.wide = small, cut(whole, graph, outer)
+    def __init__(self, small: nn.Module, full: nn.Module, graph: ChannelGraph, widths: Widths, outer: Widths) -> None:
+        self.small, self.wide = small, cut(full, graph, outer)
         self.places = dict(_places(graph.cuts(widths), graph.cuts(outer)))
         with torch.no_grad():
-            for (name, mine), theirs in zip(_tensors(self.wide), dict(_tensors(small)).values(), strict=True):
+            for name, mine, theirs in self._pairs():
                 mine.copy_(_spread(theirs, self.places.get(name, ()), mine.shape))
         for module, other in zip(self.wide.modules(), small.modules(), strict=True):
             module.training = other.training
@@ -232,22 +233,26 @@ class Padded:
     @torch.no_grad()
     def give_back(self) -> None:
         """Copy the trained weights and buffers into the cut network."""
-        for (name, mine), theirs in zip(_tensors(self.wide), dict(_tensors(self.small)).values(), strict=True):
-            theirs.copy_(_read(mine, self.places.get(name, ())))
+        for name, mine, theirs in self._pairs():
+            for dim, place in enumerate(self.places.get(name, ())):
+                if place is not None:
+                    mine = mine.index_select(dim, place.to(mine.device))
+            theirs.copy_(mine)
+
+    def _pairs(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Each tensor of the wide network beside that of the cut one."""
+        small = named_tensors(self.small).values()
+        for (name, mine), theirs in zip(named_tensors(self.wide).items(), small, strict=True):
+            yield name, mine, theirs
 
 
-def padded(small: nn.Module, whole: nn.Module, graph: ChannelGraph, widths: Widths, to: int = 8) -> Padded | None:
+def padded(small: nn.Module, full: nn.Module, graph: ChannelGraph, widths: Widths, to: int = 8) -> Padded | None:
     """The cut network padded to the next multiples; None if its widths are such, or the graph is not exact.
 
-    whole: the network that it was cut from; its weights do not matter.
+    `full` is a network like the one that it was cut from; its weights do not matter.
     """
     outer = graph.widths([min(it.size, -(-widths[it.name] // to) * to) for it in graph.spaces])
-    return None if outer == widths or not graph.exact else Padded(small, whole, graph, widths, outer)
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+    return None if outer == widths or not graph.exact else Padded(small, full, graph, widths, outer)
 
 
 def _places(inner: Mapping[str, Cut], outer: Mapping[str, Cut]) -> Iterator[tuple[str, Places]]:
@@ -280,10 +285,3 @@ def _mask(tensor: Tensor, dim: int, place: Tensor) -> Tensor:
     shape = [1] * tensor.ndim
     shape[dim] = tensor.shape[dim]
     return tensor.new_zeros(tensor.shape[dim]).index_fill_(0, place.to(tensor.device), 1).reshape(shape)
-
-
-def _read(tensor: Tensor, places: Places) -> Tensor:
-    for dim, place in enumerate(places):
-        if place is not None:
-            tensor = tensor.index_select(dim, place.to(tensor.device))
-    return tensor

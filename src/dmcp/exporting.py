@@ -1,4 +1,4 @@
-"""ONNX, .pt2 and int8 files of a network."""
+"""ONNX, .pt2 and int8 files of a network, each run and compared with it before it is kept."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import copy
 import importlib
 import importlib.util
 import io
-import itertools
 import json
 import logging
 import os
@@ -16,7 +15,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -32,47 +31,55 @@ from dmcp.errors import DataError, DmcpError, FileError, TraceError
 from dmcp.modules import call_model, map_leaves, narrow, path_of, tensors_in, unwrap
 from dmcp.preflight import check_finite
 
-NOTE = "input.json"  # the preprocessing: its key in the metadata of ONNX, its name among the extra files of .pt2
+NOTE = "input.json"  # the preprocessing: a key in the metadata of ONNX, an extra file in .pt2
 PASSES = 50  # that are timed
 TOLERANCE = 1e-4  # what rounding explains, as a share of the largest output
-_BATCHES = (1, 4)  # that are compared; the batch that is recorded has another size
+SAMPLES = 512  # that the ranges of int8 activations come from
+_BATCHES = (1, 4)  # that are compared
 _RECORDED = 2  # torch takes a batch of 1 for a constant
-_SCRIPT = (".pt", ".pth", ".ts", ".torchscript")  # what people call files of TorchScript
-_LONGEST = 300  # letters of what torch says
+_LONGEST = 300  # characters of torch's message that an error repeats
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_FLOATS = {"tensor(float)": torch.float32, "tensor(double)": torch.float64, "tensor(float16)": torch.float16}
 
 
 class Format(StrEnum):
-    """What is written, by the ending of its name."""
+    """Formats by the suffix of the file."""
 
     ONNX = ".onnx"
     EXPORTED = ".pt2"  # of torch.export
 
 
-_PACKAGES = {Format.ONNX: ("onnx", "onnxscript", "onnxruntime"), Format.EXPORTED: ()}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """A file that was written, and what came out when it was run."""
+    """A file that was written, and how it compares with the network."""
 
     path: Path
     size_bytes: int
     params: int  # of the network
-    runtime: str  # what has run the file, with its version
-    difference: float  # largest one between an output of the file and of the network, as a share of the largest output
+    runtime: str  # that ran the file, with its version
+    difference: float  # largest difference of an output, as a share of the largest number in it
     batches: tuple[int, ...]  # sizes of the batches that were compared
 
 
-@dataclass(frozen=True, eq=False)
-class Runtime:
-    """A file that was opened to be run."""
+@dataclass(frozen=True, kw_only=True)
+class Quantized:
+    """An int8 file that was written, and how it compares with the float32 file."""
 
-    name: str
+    path: Path
+    size_bytes: int
+    samples: int  # that the ranges come from
+    runtime: str  # that ran the file, with its version
+    difference: float  # root mean square of the outputs' difference, as a share of that of the outputs
+
+
+@dataclass(frozen=True, eq=False)
+class OpenFile:
+    """A file that can be run."""
+
+    runtime: str
     run: Callable[[Any], list[Tensor]]  # inputs as a model gets them -> all tensors of the output, in order
     note: str | None  # what the file says under NOTE
-    inputs: list[str] = field(default_factory=list)  # their names, of ONNX
-    kinds: list[str] = field(default_factory=list)  # and their numbers, as it writes them: "tensor(float)"
+    inputs: Mapping[str, str]  # of ONNX: name -> type, like "tensor(float)"
 
 
 def export(
@@ -83,10 +90,10 @@ def export(
     preprocessing: Mapping[str, Any] | None = None,
     tolerance: float = TOLERANCE,
 ) -> Exported:
-    """Write the network in eval mode to a file, .onnx or .pt2, and run that beside it. The model is not changed.
+    """Write the network in eval mode to an .onnx or .pt2 file, and compare the two. The model is not changed.
 
     example: one input as the model gets it: a tensor, a tuple (positional) or a dict (keyword arguments). Dim 0 of each
-        tensor is the batch, of any size; the other dims stay what they are. Its integers should be valid ones.
+        tensor is the batch, of any size; the other dims are fixed.
     preprocessing: plain data about what is done to an image before; it goes into the file.
     tolerance: largest difference, as a share of the largest output. Beyond it FileError, and what was there stays.
     """
@@ -95,71 +102,67 @@ def export(
     try:
         note = None if preprocessing is None else json.dumps(preprocessing)
     except (TypeError, ValueError) as error:
-        raise FileError(f"preprocessing must be plain data, which JSON can hold: {error}.") from None
+        raise FileError(f"preprocessing must be plain data that JSON can hold: {error}.") from None
     if not tensors_in(example) or not all(tensor.ndim for tensor in tensors_in(example)):
         raise TraceError("The example must hold tensors, and dim 0 of each must be the batch.")
     net = narrow(unwrap(model), {}, {}).cpu().eval().requires_grad_(False)
-    drawn = [_draw(example, size) for size in _BATCHES]
-    check_finite(net, drawn[-1])
+    inputs = [random_like(example, size) for size in _BATCHES]
+    check_finite(net, inputs[-1])
     program, dims = record(net, example)
     with staged(path) as new:
-        _WRITE[kind](program, dims, new, note)
-        runtime, difference = _try(kind, new, net, drawn)
-        if not difference <= tolerance:
+        (write_onnx if kind is Format.ONNX else _write_exported)(program, dims, new, note)
+        try:
+            made = open_file(new)
+            difference = largest_gap(net, made.run, inputs)
+        except Exception as error:  # each runtime has errors of its own
+            raise FileError(f"{path.name}: not written: it cannot be run: {reason(error)}") from error
+        if not difference <= tolerance or made.note != note:
             raise FileError(
-                f"{path}: not written: in {runtime.name} it is not the same network, its outputs differ by "
-                f"{difference:.1e} of the largest one, more than the tolerance of {tolerance:.0e}."
+                f"{path}: not written: in {made.runtime} it is not the same network: its outputs differ by "
+                f"{difference:.1e} of the largest one (tolerance {tolerance:.0e}), or its preprocessing is lost."
             )
-        if runtime.note != note:
-            raise FileError(f"{path}: not written: {runtime.name} does not find the preprocessing in it.")
         size_bytes = new.stat().st_size
     return Exported(
         path=path,
         size_bytes=size_bytes,
         params=sum(parameter.numel() for parameter in net.parameters()),
-        runtime=runtime.name,
+        runtime=made.runtime,
         difference=difference,
         batches=_BATCHES,
     )
 
 
 def check_target(path: Path, tolerance: float = TOLERANCE) -> Format:
-    """What the file will be; refuse one that cannot be written, before anything is done."""
+    """The format of a file; one that cannot be written is refused before anything is done."""
     if not isinstance(tolerance, int | float) or not 0 < tolerance < 1:
         raise DmcpError(f"The tolerance must be a number above 0 and below 1, not {tolerance!r}.")
     if path.is_dir():
         raise FileError(f"{path} is a folder: name the file in it, like {path / 'model.onnx'}.")
     if path.suffix not in list(Format):
-        script = " (TorchScript, which torch has given up, is not written)" if path.suffix in _SCRIPT else ""
-        raise FileError(f"{path}: its ending must say what it is to be: {' or '.join(Format)}{script}.")
+        raise FileError(f"{path}: its suffix must be {' or '.join(Format)}.")
     if not path.parent.is_dir():
         raise FileError(f"{path}: there is no folder {path.parent}: make it, or name another file.")
-    kind = Format(path.suffix)
-    if missing := missing_packages(kind):
-        raise DmcpError(f"{missing}, or name a file with {Format.EXPORTED}, which needs torch only.")
-    return kind
+    if path.suffix == Format.ONNX and (missing := missing_packages()):
+        raise DmcpError(f"{missing}, or name a {Format.EXPORTED} file, which needs torch only.")
+    return Format(path.suffix)
 
 
-def missing_packages(kind: Format = Format.ONNX) -> str:
-    """Which packages such files need that are not installed, and how they are; empty if all are."""
-    missing = [name for name in _PACKAGES[kind] if importlib.util.find_spec(name) is None]
+def missing_packages() -> str:
+    """Packages that ONNX needs and that are not installed, as the beginning of a sentence; empty if all are."""
+    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
     verb = "is" if len(missing) == 1 else "are"
     return f'{", ".join(missing)} {verb} not installed: pip install "torch-dmcp[export]"' if missing else ""
 
 
 @torch.no_grad()
 def milliseconds(paths: Sequence[Path], example: Any) -> list[float]:
-    """Time of one sample in each file's runtime, on this machine's CPU: the fastest of some passes.
-
-    They are taken in turn, so that other load hits all files alike.
-    """
-    sample = _draw(example, 1)
-    runtimes = [_OPEN[check_target(path)](path) for path in paths]
-    times: list[list[float]] = [[] for _ in runtimes]
+    """Fastest pass of one sample in each file, on the CPU; files take turns, so that other load hits all alike."""
+    sample, files = random_like(example, 1), [open_file(path) for path in paths]
+    times: list[list[float]] = [[] for _ in files]
     for _ in range(1 + PASSES):
-        for runtime, own in zip(runtimes, times, strict=True):
+        for file, own in zip(files, times, strict=True):
             start = time.perf_counter()
-            runtime.run(sample)
+            file.run(sample)
             own.append(1000 * (time.perf_counter() - start))
     return [min(own[1:]) for own in times]  # the first pass also prepares
 
@@ -167,14 +170,14 @@ def milliseconds(paths: Sequence[Path], example: Any) -> list[float]:
 # from the network to a file
 
 
-def _draw(example: Any, size: int) -> Any:
-    """Random inputs of the example's shapes for a batch of this size; whole numbers are drawn from those in it."""
-    random = generator(size)
+def random_like(example: Any, size: int | None = None) -> Any:
+    """Random inputs of the example's shapes for a batch of some size; integers are taken from those in it."""
+    random = generator(size or 0)
 
     def one(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        shape = (size, *leaf.shape[1:])
+        shape = leaf.shape if size is None else (size, *leaf.shape[1:])
         if leaf.is_floating_point():
             return torch.randn(shape, generator=random).to(leaf.dtype)
         return leaf.cpu().flatten()[torch.randint(leaf.numel(), shape, generator=random)]
@@ -183,8 +186,8 @@ def _draw(example: Any, size: int) -> Any:
 
 
 def record(net: nn.Module, example: Any) -> tuple[ExportedProgram, Any]:
-    """A network in eval mode as torch's graph, and which dims of its inputs are free: dim 0 of each tensor."""
-    batch, example = Dim("batch"), _draw(example, _RECORDED)
+    """A network in eval mode as torch's graph, and the free dims of its inputs: dim 0 of each tensor."""
+    batch, example = Dim("batch"), random_like(example, _RECORDED)
     args: Any = () if isinstance(example, dict) else example if isinstance(example, tuple) else (example,)
     kwargs = example if isinstance(example, dict) else {}
     dims = map_leaves(lambda leaf: {0: batch} if isinstance(leaf, Tensor) else None, kwargs or args)
@@ -192,32 +195,26 @@ def record(net: nn.Module, example: Any) -> tuple[ExportedProgram, Any]:
         with silence():
             program = torch.export.export(net, args, kwargs, dynamic_shapes=dims)
     except Exception as error:  # whatever a forward, or torch in it, may raise
-        raise TraceError(f"torch.export cannot take this network: {reason(error)} See docs/export.md.") from error
+        raise TraceError(f"torch.export cannot take this network: {reason(error)}") from error
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)  # paths of this machine
     return program, dims
 
 
-def _refuse_plain(program: ExportedProgram) -> None:
-    """Refuse outputs that are numbers or words of Python; torch does, but without naming them."""
-    for output in program.graph_signature.output_specs:
-        value = getattr(output.arg, "value", None)  # of what is no tensor
-        if value is not None:
-            raise TraceError(
-                f"This network gives {value!r} besides tensors, and ONNX has no place for it: leave it out of what "
-                f"forward returns, or export to {Format.EXPORTED}."
-            )
-
-
 def write_onnx(program: ExportedProgram, dims: Any, path: Path, note: str | None = None) -> None:
-    """A graph of `record` as a file of ONNX, which must be alone in its folder."""
-    _refuse_plain(program)
+    """A graph of `record` as an ONNX file, which must be alone in its folder."""
+    for output in program.graph_signature.output_specs:
+        if (value := getattr(output.arg, "value", None)) is not None:
+            raise TraceError(
+                f"This network returns {value!r} besides tensors, which ONNX cannot hold: leave it out of what forward "
+                f"returns, or export to {Format.EXPORTED}."
+            )
     try:
         with silence():
             made: Any = torch.onnx.export(program, dynamo=True, dynamic_shapes=dims, external_data=False, verbose=False)
     except Exception as error:
         raise TraceError(
-            f"This network cannot be written as ONNX: {reason(error)} {Format.EXPORTED} may do: see docs/export.md."
+            f"This network cannot be written as ONNX: {reason(error)} {Format.EXPORTED} may do."
         ) from error
     for part in (made.model.graph, *made.model.graph.all_nodes()):
         part.metadata_props.clear()  # torch's notes for its developers: a tenth of the file of a small network
@@ -226,22 +223,27 @@ def write_onnx(program: ExportedProgram, dims: Any, path: Path, note: str | None
         made.model.metadata_props[NOTE] = note
     made.save(path, external_data=False)
     if [it.name for it in path.parent.iterdir()] != [path.name]:
-        raise FileError(f"{path.name}: too large for one file of ONNX: give one with {Format.EXPORTED}.")
+        raise FileError(f"{path.name}: too large for one ONNX file: give one with {Format.EXPORTED}.")
 
 
 def _name_ends(graph: Any, program: ExportedProgram) -> None:
-    """Name what goes into a graph of ONNX and what comes out as the network does; torch names outputs after ops."""
-    given = [it.arg for it in program.graph_signature.input_specs if it.kind is InputKind.USER_INPUT]
-    made = [it.arg for it in program.graph_signature.output_specs if it.kind is OutputKind.USER_OUTPUT]
+    """Name inputs and outputs of an ONNX graph as the network does; torch names outputs after ops."""
+    signature = program.graph_signature
+    made = [it.arg for it in signature.output_specs if it.kind is OutputKind.USER_OUTPUT]
+    given = [it.arg for it in signature.input_specs if it.kind is InputKind.USER_INPUT]
     places = _output_names(program.call_spec.out_spec)
-    outputs = [name for name, arg in zip(places, made, strict=True) if isinstance(arg, TensorArgument)]
-    inputs = [arg.name for arg in given if isinstance(arg, TensorArgument)]  # numbers are constants in the file
+    names = [name for name, arg in zip(places, made, strict=True) if isinstance(arg, TensorArgument)]
+    outputs = len(names)
+    names += [arg.name for arg in given if isinstance(arg, TensorArgument)]  # numbers are constants in the file
     ends = [*graph.outputs, *graph.inputs]
-    if (len(graph.outputs), len(graph.inputs), len({*ends})) != (len(outputs), len(inputs), len(outputs + inputs)):
+    if outputs != len(graph.outputs) or not len(names) == len(ends) == len({*ends}):
         return  # more or fewer than the network has: torch's own names are better than wrong ones
-    names = _unique([*outputs, *inputs])
+    for number, name in enumerate(names):
+        earlier, count = names[:number], 2
+        while names[number] in earlier:
+            names[number], count = f"{name}_{count}", count + 1
     inner = [value for node in graph.all_nodes() for value in node.outputs] + [*graph.initializers.values()]
-    for number, value in enumerate([*ends, *inner]):  # first out of the way: names are unique in the whole graph
+    for number, value in enumerate([*ends, *inner]):  # out of the way first: names are unique in the whole graph
         if value in ends or value.name in names:
             value.name = f"_{number}_{value.name}"
     for value, name in zip(ends, names, strict=True):
@@ -253,21 +255,11 @@ def _output_names(spec: Any) -> list[str]:
     found, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(range(spec.num_leaves), spec))
     names = []
     for path, _ in found:
-        first, *parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", "")))) for key in path] or [
-            ""
-        ]
-        numbered = bool(path) and isinstance(path[0], pytree.SequenceKey)
-        names.append(".".join([f"output_{first}" if numbered else first or "output", *parts]))
+        parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", "")))) for key in path] or ["output"]
+        if path and isinstance(path[0], pytree.SequenceKey):
+            parts[0] = f"output_{parts[0]}"
+        names.append(".".join(parts))
     return names
-
-
-def _unique(names: Sequence[str]) -> list[str]:
-    """The same names; one that is taken gets a number."""
-    found: list[str] = []
-    for name in names:
-        others = (f"{name}_{number}" for number in itertools.count(2))
-        found.append(next(it for it in itertools.chain([name], others) if it not in found))
-    return found
 
 
 def _write_exported(program: ExportedProgram, dims: Any, path: Path, note: str | None) -> None:
@@ -276,12 +268,9 @@ def _write_exported(program: ExportedProgram, dims: Any, path: Path, note: str |
     path.write_bytes(made.getbuffer())
 
 
-_WRITE = {Format.ONNX: write_onnx, Format.EXPORTED: _write_exported}
-
-
 @contextlib.contextmanager
 def staged(path: Path) -> Iterator[Path]:
-    """A name in a folder of its own; what is written there takes the place of `path` if nothing goes wrong."""
+    """A path in a temporary folder; what is written there replaces `path` if nothing goes wrong."""
     try:
         with tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as folder:
             new = Path(folder) / path.name
@@ -298,25 +287,20 @@ def staged(path: Path) -> Iterator[Path]:
 # from a file to its outputs
 
 
-def _try(kind: Format, path: Path, net: nn.Module, drawn: Sequence[Any]) -> tuple[Runtime, float]:
-    """Open the file and run it: how far its outputs are from the network's."""
-    try:
-        runtime = _OPEN[kind](path)
-        return runtime, largest_gap(net, runtime.run, drawn)
-    except Exception as error:  # each runtime has errors of its own
-        raise FileError(f"{path.name}: not written: it was made, but cannot be run: {reason(error)}") from error
+def open_file(path: Path) -> OpenFile:
+    """An .onnx file in onnxruntime on the CPU, a .pt2 file in torch."""
+    if path.suffix == Format.ONNX:
+        session = open_session(path)
+        inputs = {it.name: it.type for it in session.get_inputs()}
+        note = session.get_modelmeta().custom_metadata_map.get(NOTE)
 
+        def run(example: Any) -> list[Tensor]:
+            return [torch.from_numpy(output) for output in session.run(None, by_name([*inputs], example))]
 
-def open_onnx(path: Path) -> Runtime:
-    """A file of ONNX in onnxruntime, on the CPU."""
-    session = open_session(path)
-    names, kinds = ([getattr(it, fact) for it in session.get_inputs()] for fact in ("name", "type"))
-    note = session.get_modelmeta().custom_metadata_map.get(NOTE)
-
-    def run(example: Any) -> list[Tensor]:
-        return [torch.from_numpy(output) for output in session.run(None, named(names, example))]
-
-    return Runtime(f"onnxruntime {onnxruntime_version()}", run, note, names, kinds)
+        return OpenFile(f"onnxruntime {onnxruntime_version()}", run, note, inputs)
+    extra = {NOTE: ""}
+    net = torch.export.load(path, extra_files=extra).module()
+    return OpenFile(f"torch {torch.__version__}", lambda x: tensors_in(call_model(net, x)), extra[NOTE] or None, {})
 
 
 def onnxruntime_version() -> str:
@@ -325,7 +309,7 @@ def onnxruntime_version() -> str:
 
 
 def open_session(path: Path, options: Mapping[str, str] | None = None, threads: int = 0) -> Any:
-    """A file of ONNX as a session of onnxruntime on the CPU, with options as it names them; 0 threads: as it likes."""
+    """An ONNX file as a session of onnxruntime on the CPU; 0 threads: its own choice."""
     runtime = importlib.import_module("onnxruntime")
     settings = runtime.SessionOptions()
     settings.log_severity_level = 3  # errors only
@@ -335,27 +319,16 @@ def open_session(path: Path, options: Mapping[str, str] | None = None, threads: 
     return runtime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
 
 
-def named(names: Sequence[str], example: Any) -> dict[str, Any]:
-    """Inputs as a model gets them, as a session gets them: by name, in numpy."""
+def by_name(names: Sequence[str], example: Any) -> dict[str, Any]:
+    """Inputs of a model as those of a session: NumPy arrays by name."""
     return dict(zip(names, (tensor.detach().numpy() for tensor in tensors_in(example)), strict=True))
 
 
-def _open_exported(path: Path) -> Runtime:
-    found = {NOTE: ""}
-    net = torch.export.load(path, extra_files=found).module()
-    return Runtime(
-        f"torch {torch.__version__}", lambda example: tensors_in(call_model(net, example)), found[NOTE] or None
-    )
-
-
-_OPEN = {Format.ONNX: open_onnx, Format.EXPORTED: _open_exported}
-
-
 @torch.no_grad()
-def largest_gap(net: nn.Module, run: Callable[[Any], list[Tensor]], drawn: Sequence[Any]) -> float:
-    """Largest difference over all batches, of each output as a share of its own largest number; inf: other shapes."""
-    wanted = [tensors_in(call_model(net, copy.deepcopy(example))) for example in drawn]  # a forward may write into it
-    found = [run(copy.deepcopy(example)) for example in drawn]
+def largest_gap(net: nn.Module, run: Callable[[Any], list[Tensor]], inputs: Sequence[Any]) -> float:
+    """Largest difference over all inputs, of each output as a share of its own largest number; inf: other shapes."""
+    wanted = [tensors_in(call_model(net, copy.deepcopy(example))) for example in inputs]  # a forward may write into it
+    found = [run(copy.deepcopy(example)) for example in inputs]
     if [[it.shape for it in outputs] for outputs in wanted] != [[it.shape for it in outputs] for outputs in found]:
         return float("inf")
     shares = []
@@ -367,7 +340,7 @@ def largest_gap(net: nn.Module, run: Callable[[Any], list[Tensor]], drawn: Seque
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """Keep torch from talking about its own code: what a person must know is in the error."""
+    """Mute what exporters print: what a user must know is in the error."""
     before = logging.root.manager.disable
     with (
         warnings.catch_warnings(),
@@ -383,138 +356,101 @@ def silence() -> Iterator[None]:
 
 
 def reason(error: Exception) -> str:
-    """The beginning of what torch says, as a sentence; the rest is for its developers."""
+    """The beginning of another library's message, as a sentence."""
     words = " ".join(_COLOURS.sub("", str(error)).split())
-    told = words if len(words) <= _LONGEST else f"{words[:_LONGEST]} …"
-    return f"{type(error).__name__}: {told.rstrip('.:') or 'no more is known'}."
+    short = words if len(words) <= _LONGEST else f"{words[:_LONGEST]} …"
+    return f"{type(error).__name__}: {short.rstrip('.:') or 'no message'}."
 
 
-SAMPLES = 512  # that the ranges of activations are found with
-_FLOATS = {"tensor(float)": torch.float32, "tensor(double)": torch.float64, "tensor(float16)": torch.float16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Quantised:
-    """A file that was written, and what came out when it was run."""
-
-    path: Path
-    size_bytes: int
-    samples: int  # that the ranges were found with
-    runtime: str  # what has run the file, with its version
-    difference: float  # from the outputs of the file it was made of: root mean square, as a share of theirs
+# int8
 
 
 def quantize(
-    source: str | os.PathLike[str],
-    loader: Iterable[Any],
-    path: str | os.PathLike[str],
-    *,
-    samples: int = SAMPLES,
-) -> Quantised:
-    """Write an ONNX file with 8 bits for each weight and activation, from one that `export` wrote; nothing is trained.
+    source: str | os.PathLike[str], loader: Iterable[Any], path: str | os.PathLike[str], *, samples: int = SAMPLES
+) -> Quantized:
+    """Write an ONNX file with 8 bits per weight and activation, from one that `export` wrote; nothing is trained.
 
-    loader: batches like those the network was trained with, but not augmented, and in no order of classes: the range of
-        each activation is what it has on the first so many samples. Test the new file: some networks lose accuracy.
+    loader: batches like those of training, but shuffled and not augmented: the ranges of activations are those of the
+        first `samples`. Test the new file: some networks lose accuracy.
     """
-    source, path = (path_of("quantise", it) for it in (source, path))
+    source, path = (path_of("quantize", it) for it in (source, path))
     check_yields(loader)
     check_target(path)
-    for file, what in ((source, "one that export has written"), (path, "like model.int8.onnx")):
-        if file.suffix != Format.ONNX:
-            raise FileError(f"{file}: only {Format.ONNX} files can have 8 bits: name {what}.")
+    if {source.suffix, path.suffix} != {Format.ONNX}:
+        raise FileError(f"{source}, {path}: only {Format.ONNX} files can have 8 bits.")
     if not source.is_file():
         raise FileError(f"{source}: there is no such file: export writes it.")
     if path.exists() and path.samefile(source):
-        raise FileError(f"{path}: what has 8 bits is made of this file: name another one to write.")
+        raise FileError(f"{path}: the int8 file is made from this one: name another file.")
     if type(samples) is not int or samples < 1:
-        raise DmcpError(f"The ranges are found with at least one sample, not {samples!r}.")
+        raise DmcpError(f"samples must be an int of at least 1, not {samples!r}.")
     try:
-        before = open_onnx(source)
+        before = open_file(source)
     except Exception as error:  # onnxruntime has errors of its own
         raise FileError(f"{source}: onnxruntime cannot open it: {reason(error)}") from error
-    batches = list(_first(loader, samples))
-    if not batches:
-        raise DataError("The loader gives no batch to find the ranges of activations with.")
-    _check_batches(batches, before.kinds)
+    batches = list(_first_inputs(loader, samples))
+    _check_inputs(batches, before.inputs)
     with staged(path) as new:
         try:
-            _write(source, batches, before.inputs, new)
-            after = open_onnx(new)
-            difference = _difference(before.run, after.run, batches)
+            _write_int8(source, [by_name([*before.inputs], batch) for batch in batches], new)
+            after = open_file(new)
+            difference = _difference(before, after, batches)
         except Exception as error:
-            raise FileError(f"{path}: not written: it cannot have 8 bits: {reason(error)}") from error
+            raise FileError(f"{path}: not written: int8 is not possible: {reason(error)}") from error
         if not difference < float("inf"):
-            raise FileError(f"{path}: not written: its outputs are not finite, or of other shapes.")
+            raise FileError(f"{path}: not written: its outputs are not finite.")
         size_bytes = new.stat().st_size
     seen = sum(size_of((batch,)) for batch in batches)
-    return Quantised(path=path, size_bytes=size_bytes, samples=seen, runtime=after.name, difference=difference)
+    return Quantized(path=path, size_bytes=size_bytes, samples=seen, runtime=after.runtime, difference=difference)
 
 
-def _first(loader: Iterable[Any], samples: int) -> Iterator[Any]:
-    """The inputs of the first so many samples, on the CPU; the last batch may be cut."""
-    left = samples
+def _first_inputs(loader: Iterable[Any], samples: int) -> Iterator[Any]:
+    """The inputs of the first samples, on the CPU; the last batch may be shortened."""
     for batch in loader:
-        given = input_of(batch)
-        room = left
-        yield map_leaves(lambda leaf: leaf[:room].detach().cpu() if isinstance(leaf, Tensor) else leaf, given)  # noqa: B023
-        left -= size_of((given,))
-        if left <= 0:
+        inputs, room = input_of(batch), samples
+        yield map_leaves(lambda leaf: leaf[:room].detach().cpu() if isinstance(leaf, Tensor) else leaf, inputs)  # noqa: B023
+        samples -= size_of((inputs,))
+        if samples <= 0:
             return
 
 
-def _check_batches(batches: list[Any], kinds: list[str]) -> None:
-    """Refuse numbers that onnxruntime does not take, or that have no range."""
+def _check_inputs(batches: list[Any], inputs: Mapping[str, str]) -> None:
+    """Refuse what onnxruntime would take for something else, or crash on."""
+    if not batches:
+        raise DataError("The loader gives no batch to find the ranges of activations with.")
     for batch in batches:
-        for tensor, kind in zip(tensors_in(batch), kinds, strict=False):  # a wrong number of inputs is told later
-            wanted = _FLOATS.get(kind, tensor.dtype)
-            if tensor.dtype != wanted:
-                held, taken = (str(it).removeprefix("torch.") for it in (tensor.dtype, wanted))
-                raise DataError(
-                    f"The input of a batch holds {held}, the file takes {taken}: convert it with x.to({wanted}), "
-                    "scaled as for the network."
-                )
+        for tensor, kind in zip(tensors_in(batch), inputs.values(), strict=False):
+            if tensor.dtype != (wanted := _FLOATS.get(kind, tensor.dtype)):
+                raise DataError(f"A batch holds {tensor.dtype}, the file takes {wanted}: convert it.")
             if not tensor.isfinite().all():
-                raise DataError("The input of a batch holds NaN or infinite numbers: look at the data.")
+                raise DataError("A batch holds NaN or infinite numbers: look at the data.")
 
 
-class _Reader:
-    """Batches as onnxruntime asks for them."""
-
-    def __init__(self, batches: list[Any], names: list[str]) -> None:
-        self.left = iter(batches)
-        self.names = names
-
-    def get_next(self) -> dict[str, Any] | None:
-        """The next one; None at the end."""
-        batch = next(self.left, None)
-        if batch is None:
-            return None
-        return dict(zip(self.names, (tensor.numpy() for tensor in tensors_in(batch)), strict=True))
-
-
-def _write(source: Path, batches: list[Any], names: list[str], path: Path) -> None:
-    """Norms are folded into convolutions first; each channel of a weight gets a range of its own."""
+def _write_int8(source: Path, inputs: list[dict[str, Any]], path: Path) -> None:
+    """Norms are folded into convolutions first; each channel of a weight has a range of its own."""
     quantization = importlib.import_module("onnxruntime.quantization")
     prepare = importlib.import_module("onnxruntime.quantization.shape_inference").quant_pre_process
+
+    class Reader(quantization.CalibrationDataReader):  # type: ignore[misc, name-defined]
+        left = iter(inputs)
+
+        def get_next(self) -> dict[str, Any] | None:
+            return next(self.left, None)
+
     folded = path.with_name(f"folded-{path.name}")
     with silence():
         prepare(str(source), str(folded), skip_symbolic_shape=True)
-        kind = quantization.QuantFormat.QDQ
         quantization.quantize_static(
-            str(folded), str(path), _Reader(batches, names), quant_format=kind, per_channel=True
+            str(folded), str(path), Reader(), quant_format=quantization.QuantFormat.QDQ, per_channel=True
         )
     folded.unlink()
 
 
-def _difference(before: Any, after: Any, batches: list[Any]) -> float:
-    """Root mean square of what changed, as a share of what the outputs were; inf where they cannot be compared."""
-    changed, was = 0.0, 0.0
-    for batch in batches:
-        wanted, found = before(batch), after(batch)
-        if [it.shape for it in wanted] != [it.shape for it in found]:
-            return float("inf")
-        for one, other in zip(wanted, found, strict=True):
-            changed += float((one.double() - other.double()).square().sum())
-            was += float(one.double().square().sum())
-    share = (changed / was) ** 0.5 if was else float("inf")
-    return share if torch.isfinite(torch.tensor(share)) else float("inf")
+def _difference(before: OpenFile, after: OpenFile, batches: list[Any]) -> float:
+    """Root mean square of the change, as a share of that of the outputs; inf where they cannot be compared."""
+    pairs = [pair for batch in batches for pair in zip(before.run(batch), after.run(batch), strict=True)]
+    if any(one.shape != other.shape for one, other in pairs):
+        return float("inf")
+    changed = sum(float((one.double() - other.double()).square().sum()) for one, other in pairs)
+    was = sum(float(one.double().square().sum()) for one, _ in pairs)
+    return (changed / was) ** 0.5 if was and changed < float("inf") else float("inf")

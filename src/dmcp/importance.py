@@ -1,4 +1,4 @@
-"""Which channels of a space matter most, and where they lie in weights and norms."""
+"""Where the channels of a space are in weights and norms, and how large their weights are."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _places(graph: ChannelGraph) -> list[list[Place]]:
 
 def _layouts(graph: ChannelGraph) -> Iterator[tuple[str, int, Layout]]:
     """Each dim of each tensor as a layout over the numbers of the spaces."""
-    coupling = graph._rehearsal.coupling  # cuts know no more, and asking for one per space takes a minute in DenseNet
+    coupling = graph.coupling  # cuts know no more, and asking for one per space takes a minute in DenseNet
     numbers = {atom: number for number, atom in enumerate(graph._atoms)}
     for name, dims in coupling.tensors.items():
         for dim, layout in enumerate(dims):

@@ -1,21 +1,21 @@
-"""The Markov chain over channel groups: transitions, marginals, expectation, samples."""
+"""The Markov chain over channel groups: transitions, marginals, expected widths, samples (eqs. 2 to 8)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-CERTAIN = 30.0  # alpha of a step that is never left to chance: its sigmoid is 1, without a slope
+CERTAIN = 30.0  # alpha of a step that is always taken: its sigmoid is 1 and has no gradient
 
 
 def group_sizes(size: int, groups: int, align: int = 1) -> tuple[int, ...]:
     """Channels of each group: equal up to one unit of `align` channels, smaller ones first.
 
-    A space of fewer units than groups has one group per unit; what is left over of the last unit makes it smaller.
+    A space of fewer units than groups has one group per unit; the last unit may be smaller.
     """
     units = -(-size // align)
     count = min(groups, units)
@@ -26,104 +26,104 @@ def group_sizes(size: int, groups: int, align: int = 1) -> tuple[int, ...]:
 
 
 def transitions(alpha: Tensor) -> Tensor:
-    """Chance to keep a group, given that the one before is kept (eq. 5). (S, G-1) -> (S, G-1)"""
+    """Probability to keep a group, given that the one before is kept (eq. 5). (S, G-1) -> (S, G-1)"""
     return torch.sigmoid(alpha)
 
 
 def marginals(alpha: Tensor) -> Tensor:
-    """Chance that each group survives (eq. 6); never grows along the chain. (S, G-1) -> (S, G)"""
-    found = [alpha.new_ones(len(alpha))]
-    for keep in transitions(alpha).unbind(1):  # not cumprod: its gradient waits for the GPU, to look for zeros
-        found.append(found[-1] * keep)
-    return torch.stack(found, dim=1)
+    """Probability that each group is kept (eq. 6); never grows along the chain. (S, G-1) -> (S, G)"""
+    kept = [alpha.new_ones(len(alpha))]
+    for step in transitions(alpha).unbind(1):  # not cumprod: its gradient waits for the GPU, to look for zeros
+        kept.append(kept[-1] * step)
+    return torch.stack(kept, dim=1)
 
 
-def moment(probabilities: Tensor, sizes: Tensor, power: int) -> Tensor:
+def moment(marginals: Tensor, sizes: Tensor, power: int) -> Tensor:
     """Expected power of the width (eq. 8 for power 1). (S, G), (S, G) -> (S,)
 
-    The width is W_k, the first k group sizes summed, for the last group k that survives; so the expectation
-    telescopes into the growth of W_k ** power at each group times the chance that the group survives.
+    The width is W_k, the sum of the first k group sizes, if k groups are kept. So the expectation is the sum over all
+    groups of the growth of W_k ** power times the marginal.
     """
-    total = sizes.cumsum(dim=1).to(probabilities.dtype) ** power
+    total = sizes.cumsum(dim=1).to(marginals.dtype) ** power
     growth = torch.cat([total[:, :1], total[:, 1:] - total[:, :-1]], dim=1)
-    return (growth * probabilities).sum(dim=1)
+    return (growth * marginals).sum(dim=1)
 
 
 def sample_groups(alpha: Tensor, sizes: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
-    """Widths of n structures drawn from the chains, each space from its own. (S, G-1), (S, G) -> (n, S) int64
+    """Widths of n sub-networks sampled from the chains (eqs. 2 to 4). (S, G-1), (S, G) -> (n, S) int64
 
-    By inverse CDF: of the groups of one space, one uniform number keeps those whose marginal it does not pass. Drawn
-    where the generator lives (the CPU by default): the same structures on every device.
+    By inverse CDF: one uniform number per space keeps the groups whose marginal is above it.
     """
     ends = 1 - marginals(alpha.detach())[:, 1:]  # ascending; groups behind a short chain are empty and add no width
-    last = torch.searchsorted(ends, _uniform(len(sizes), n, ends, generator), right=True)
+    last = torch.searchsorted(ends, rand((len(sizes), n), ends.device, generator, ends.dtype), right=True)
     return sizes.cumsum(dim=1).gather(1, last).T
 
 
-def bounded(sizes: Tensor, lower: Tensor | None = None, upper: Tensor | None = None) -> Tensor:
+def rand(
+    shape: Sequence[int], device: torch.device, generator: torch.Generator | None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Uniform numbers, made where the generator lives (the CPU by default): the same on every device."""
+    home = torch.device("cpu") if generator is None else generator.device
+    return torch.rand(shape, generator=generator, device=home, dtype=dtype).to(device)
+
+
+# chains inside bounds
+
+
+def bounded(sizes: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
     """Group sizes of chains whose widths are clamped to [lower, upper]. (S, G), (S,), (S,) -> (S, G)
 
-    Groups that must stay go into the first one and those that must not become empty, so that moments, samples and
-    costs of the clamped widths need nothing else.
+    Groups that must stay are merged into the first one, those that must go become empty.
     """
-    ends = sizes.cumsum(dim=1)
-    if lower is not None:
-        ends = torch.maximum(ends, lower[:, None].to(ends))
-    if upper is not None:
-        ends = torch.minimum(ends, upper[:, None].to(ends))
+    ends = torch.maximum(sizes.cumsum(dim=1), lower[:, None].to(sizes))
+    ends = torch.minimum(ends, upper[:, None].to(sizes))
     return ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1]))
 
 
 def merged(sizes: Tensor, inside: Tensor) -> Tensor:
-    """Steps of the chain to groups that a lower bound has merged into the first one. (S, G), (S, G) -> (S, G-1) bool
+    """Steps to groups that `bounded` (inside) has merged into the first one. (S, G), (S, G) -> (S, G-1) bool
 
-    A chain that may still end at one of them ends at the floor: if they were left to chance, several steps together
-    would make the floor likely, whatever it is worth. inside: what `bounded` has made of the sizes.
+    They must be certain: otherwise several steps together would make the minimum width likely.
     """
     ends = sizes.cumsum(dim=1)
     return ((sizes > 0) & (ends <= inside[:, :1]))[:, 1:]
 
 
-# independent gates instead of a chain, for the ablation in the paper's appendix
+# independent gates instead of a chain: the ablation in the paper's appendix C
 
 
 def independent_marginals(alpha: Tensor) -> Tensor:
-    """Chance that each group is kept if no group asks another; the first always is. (S, G-1) -> (S, G)"""
+    """Probability that each group is kept by itself; the first always is. (S, G-1) -> (S, G)"""
     return torch.cat([alpha.new_ones(len(alpha), 1), torch.sigmoid(alpha)], dim=1)
 
 
-def independent_moment(probabilities: Tensor, sizes: Tensor, power: int) -> Tensor:
+def independent_moment(marginals: Tensor, sizes: Tensor, power: int) -> Tensor:
     """Expected power of the number of kept channels. (S, G), (S, G) -> (S,)
 
     Group by group, from the moments without the group: (w + n) ** p by the binomial theorem if it is kept.
     """
     if power == 1:
-        return (probabilities * sizes).sum(dim=1)
-    moments = [torch.ones_like(probabilities[:, 0])] + [torch.zeros_like(probabilities[:, 0])] * power
-    for chance, size in zip(probabilities.unbind(1), sizes.to(probabilities.dtype).unbind(1), strict=True):
+        return (marginals * sizes).sum(dim=1)
+    moments = [torch.ones_like(marginals[:, 0])] + [torch.zeros_like(marginals[:, 0])] * power
+    for kept, size in zip(marginals.unbind(1), sizes.to(marginals.dtype).unbind(1), strict=True):
         moments = [
-            (1 - chance) * moments[p]
-            + chance * torch.stack([math.comb(p, i) * size ** (p - i) * moments[i] for i in range(p + 1)]).sum(dim=0)
+            (1 - kept) * moments[p]
+            + kept * torch.stack([math.comb(p, i) * size ** (p - i) * moments[i] for i in range(p + 1)]).sum(dim=0)
             for p in range(power + 1)
         ]
     return moments[power]
 
 
 def sample_independent(alpha: Tensor, sizes: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
-    """Widths of n structures: how many channels are kept, each group by its own draw. (S, G-1), (S, G) -> (n, S)"""
+    """Numbers of channels that n sub-networks keep, each group sampled by itself. (S, G-1), (S, G) -> (n, S)"""
     chances = independent_marginals(alpha.detach())
-    kept = _uniform(sizes.numel(), n, chances, generator) < chances.reshape(-1, 1)
+    kept = rand((sizes.numel(), n), chances.device, generator, chances.dtype) < chances.reshape(-1, 1)
     return (kept.reshape(*sizes.shape, n) * sizes[..., None]).sum(dim=1).T
-
-
-def _uniform(rows: int, n: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
-    device = torch.device("cpu") if generator is None else generator.device
-    return torch.rand(rows, n, generator=generator, device=device, dtype=like.dtype).to(like.device)
 
 
 @dataclass(frozen=True)
 class Process:
-    """How the groups of a space come to be kept: what the alphas mean."""
+    """What the alphas mean: how the groups of a space are kept."""
 
     marginals: Callable[[Tensor], Tensor]  # (S, G-1) -> (S, G)
     moment: Callable[[Tensor, Tensor, int], Tensor]  # marginals, sizes, power -> (S,)
@@ -135,5 +135,5 @@ INDEPENDENT = Process(independent_marginals, independent_moment, sample_independ
 
 
 def process_of(independent: bool) -> Process:
-    """What the alphas mean by the settings of a search."""
+    """The process that the setting `independent` names."""
     return INDEPENDENT if independent else CHAIN

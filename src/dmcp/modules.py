@@ -17,22 +17,17 @@ from torch.overrides import TorchFunctionMode
 
 from dmcp.errors import DmcpError, FileError, TraceError, TrainingError
 
-_WAYS = {
-    "Latency": ", which dmcp.measure_latency(model, example) gives",
-    "ChannelGraph": ", which dmcp.trace(model, example) gives",
-    "SearchResult": ", which dmcp.search(net, loader, config) gives",
-}
+Cut = tuple[Tensor | None, ...]  # per dim: the indices that stay, None for all
 
 
 def check_kind(name: str, value: object, kind: type, error: type[DmcpError]) -> None:
-    """Refuse what is no such object of ours; `name` is the argument's."""
+    """Refuse an argument of another class."""
     if not isinstance(value, kind):
-        way = _WAYS.get(kind.__name__, "")
-        raise error(f"{name} must be a dmcp.{kind.__name__}{way}, not a {type(value).__name__}.")
+        raise error(f"{name} must be a dmcp.{kind.__name__}, not a {type(value).__name__}.")
 
 
 def check_kinds(given: Mapping[str, tuple[object, type]]) -> None:
-    """Refuse settings that are none, which would be found out as late as they are read; None is left out."""
+    """Refuse arguments of another class; None is left out."""
     for name, (value, kind) in given.items():
         if value is not None:
             check_kind(name, value, kind, TrainingError)
@@ -40,15 +35,17 @@ def check_kinds(given: Mapping[str, tuple[object, type]]) -> None:
 
 def check_module(model: object) -> None:
     """Refuse what is no network."""
-    if isinstance(model, type):
-        name = model.__name__
-        raise TraceError(f"A torch.nn.Module is needed, not the class {name}: build one, {name}(...).")
     if not isinstance(model, nn.Module):
-        raise TraceError(f"A torch.nn.Module is needed, not {type(model).__name__}.")
+        what = (
+            f"the class {model.__name__}: build one, {model.__name__}(...)"
+            if isinstance(model, type)
+            else type(model).__name__
+        )
+        raise TraceError(f"A torch.nn.Module is needed, not {what}.")
 
 
 def check_function(name: str, value: object, like: str = "see docs/api.md") -> None:
-    """Refuse what cannot be called; None is for arguments that may be left out."""
+    """Refuse what cannot be called; None is left out."""
     if value is not None and not callable(value):
         raise TrainingError(f"{name} must be a function, not a {type(value).__name__}: {like}.")
 
@@ -60,19 +57,16 @@ def check_functions(given: Mapping[str, object]) -> None:
 
 
 def check_generator(value: object, error: type[DmcpError]) -> None:
-    """Refuse a seed in the place of a generator, and the like; None is for arguments that may be left out."""
+    """Refuse a seed in the place of a generator; None is left out."""
     if value is not None and not isinstance(value, torch.Generator):
         raise error(f"generator must be a torch.Generator, not {value!r}: torch.Generator().manual_seed(0).")
 
 
 def path_of(who: str, path: object, what: str = "file") -> Path:
-    """The path of a file or a folder; what is none is refused."""
+    """A path from text or a path."""
     if not isinstance(path, str | os.PathLike):
         raise FileError(f"{who} needs the path of a {what}, not {path!r}.")
     return Path(path)
-
-
-Cut = tuple[Tensor | None, ...]  # per dim: the indices that stay, None for all
 
 
 class _Copying(TorchFunctionMode):
@@ -121,10 +115,7 @@ def _check_built(model: nn.Module) -> None:
 
 
 def narrow(
-    model: nn.Module,
-    cuts: Mapping[str, Cut],
-    attributes: Mapping[str, Mapping[str, Any]],
-    meta: bool = False,
+    model: nn.Module, cuts: Mapping[str, Cut], attributes: Mapping[str, Mapping[str, Any]], meta: bool = False
 ) -> nn.Module:
     """A copy of the model with some tensors indexed per dim and some attributes set; tied tensors stay tied.
 
@@ -138,7 +129,8 @@ def narrow(
     for name, buffer in model.named_buffers():
         memo.setdefault(id(buffer), _index(buffer.detach(), cuts.get(name, ()), meta))
     for module in model.modules():  # every module has a dozen empty dicts of hooks, slow to copy
-        memo.update((id(held), type(held)()) for held in vars(module).values() if _empty_dict(held))
+        empty = (it for it in vars(module).values() if type(it) in (dict, OrderedDict) and not it)
+        memo.update((id(held), type(held)()) for held in empty)
     with _Copying(meta):
         small_model = copy.deepcopy(model, memo)
     for path, values in attributes.items():
@@ -146,10 +138,6 @@ def narrow(
         for attribute, value in values.items():
             setattr(module, attribute, value)
     return small_model
-
-
-def _empty_dict(held: Any) -> bool:
-    return type(held) in (dict, OrderedDict) and not held
 
 
 def skeleton(model: nn.Module) -> nn.Module:

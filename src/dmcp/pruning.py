@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_map_only
 from dmcp import training
 from dmcp.batches import Loader, check_tested, device_of, input_of, labels_of, length_of, on_device, size_of
 from dmcp.budget import LATENCY, Budget, check_reachable, cost, known_limits, limits_latency, ratios, show_cost
-from dmcp.checkpoint import Checkpointer, MakeOptimizer, check_graphs, make_optimizer, plain_settings
+from dmcp.checkpoint import Checkpointer, plain_settings
 from dmcp.cutting import verify, with_frozen
 from dmcp.errors import BudgetError, DataError, TrainingError, WidthsError
-from dmcp.latency.measure import Measure, measure_latency, price, settle
+from dmcp.latency.measure import Measure, attach_latency, choose_once, measure_latency
 from dmcp.latency.table import Latency, Outcome
 from dmcp.losses import Loss, Metric, MetricWarning, check_metric, warn_of_distillation
 from dmcp.markov import process_of
@@ -60,11 +60,12 @@ from dmcp.retraining import (
     who_teaches,
 )
 from dmcp.runtime.distributed import current
+from dmcp.runtime.engine import MakeOptimizer, check_graphs, make_optimizer
 from dmcp.sampling import expected, filled, uniform
 from dmcp.searching import search as searching
 from dmcp.searching.config import SearchRecord, SearchResult, extremes
 from dmcp.searching.subnets import chains, sort_channels
-from dmcp.settings import Engine, Retrain, SearchConfig, TrainConfig
+from dmcp.settings import Engine, LatencyConfig, Retrain, SearchConfig, TrainConfig
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
@@ -219,19 +220,20 @@ def prune(
         (on_event or silent)(Event(LATENCY, len(found.networks), found))
         return found
 
-    graph = price(graph, settings.budget, time_first, latency, folder)
+    graph = attach_latency(graph, settings.budget, time_first, latency, folder)
     if keep:
         given = {"search": settings, "train": recipe, "engine": engine or Engine(), "retrain": kind}
         given |= {"baselines": baselines, "arch_loader": arch_loader is not None, "optimizer": optimizer is not None}
         given |= {"graph": graph.fingerprint}
-        given |= {} if graph.latency is None else {"latency": graph.latency.digest}
+        table = Latency.of(graph)
+        given |= {} if table is None else {"latency": table.digest}
         taught_by = None if guide is None else guide.state_dict()
         keep = _noting(keep, plain_settings(given, unwrap(model).state_dict(), current(), taught_by))
     net = Supernet(model, graph, settings.groups, settings.align)
     found = find(net, loader, settings, loss, arch_loader, on_event, engine, keep and keep(SEARCH), optimizer)
     chosen, outcome = found, None
     if limits_latency(found.budget):
-        chosen, widths, outcome = settle(found, net.model, sample, measure, folder)
+        chosen, widths, outcome = choose_once(found, net.model, sample, measure, folder)
     else:
         widths = expected(found)
     wanted = {DMCP: widths}
@@ -254,8 +256,16 @@ def prune(
     return PruneResult(nets[DMCP], widths, graph, found, rows, taught, outcome)
 
 
-def time_networks(model: nn.Module, sample: Any, graph: ChannelGraph, settings: SearchConfig, **how: Any) -> Latency:
-    """A table of latency between the floor and the ceiling of a search; how: see `measure_latency`.
+def time_networks(
+    model: nn.Module,
+    sample: Any,
+    graph: ChannelGraph,
+    settings: SearchConfig,
+    config: LatencyConfig | None = None,
+    measure: Measure | None = None,
+) -> Latency:
+    """A latency table between the smallest and the largest widths of a search.
+
 
     What else the search would refuse is refused first.
     """
@@ -265,7 +275,8 @@ def time_networks(model: nn.Module, sample: Any, graph: ChannelGraph, settings: 
     if limits := known_limits(settings.budget, graph):
         check_reachable(Budget(limits, str(getattr(settings.budget, "text", settings.budget))), graph, floor, ceiling)
     searching.check_choice(path)
-    return measure_latency(model, sample, graph, floor=floor, ceiling=ceiling, align=settings.align, **how)
+    config = replace(config or LatencyConfig(), min_channels=floor, max_channels=ceiling, align=settings.align)
+    return measure_latency(model, sample, graph, config, measure=measure)
 
 
 def _warn_of_imitation(kind: Retrain, named: bool) -> None:
@@ -278,14 +289,13 @@ def _warn_of_imitation(kind: Retrain, named: bool) -> None:
 
 
 def _noting(keep: MakeCheckpointer, settings: dict[str, Any]) -> MakeCheckpointer:
-    """The same keepers, which also compare what prune was given."""
+    """The same checkpointers; those without an identity compare what prune was given."""
 
     def noted(stage: str) -> Checkpointer:
         checkpointer = keep(stage)
         if not isinstance(checkpointer, Checkpointer):
             raise TrainingError(f"keep must give a dmcp.Keeper for each stage, not a {type(checkpointer).__name__}.")
-        if not checkpointer.complete:
-            checkpointer.settings = settings
+        checkpointer.identity = checkpointer.identity or settings
         return checkpointer
 
     return noted

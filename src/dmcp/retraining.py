@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dmcp import training
 from dmcp.batches import Loader, device_of, generator
 from dmcp.calibration import recalibrate
-from dmcp.checkpoint import Checkpointer, MakeOptimizer
+from dmcp.checkpoint import Checkpointer
 from dmcp.cutting import cut, padded, reinitialize
 from dmcp.errors import TrainingError
 from dmcp.losses import Loss, Metric, classification_loss, distillation_loss
@@ -35,7 +35,7 @@ from dmcp.results import (
     test_copy,
 )
 from dmcp.runtime.distributed import current, share_tensors
-from dmcp.runtime.engine import pads
+from dmcp.runtime.engine import MakeOptimizer, pads
 from dmcp.settings import Distillation, Engine, Retrain, TrainConfig
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph

@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import os
-import platform
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,8 +30,8 @@ from dmcp.results import DMCP, ORIGINAL, TEACHER, UNPRUNED, Event, Row, divergen
 from dmcp.runtime.io import (
     LOCK,
     MOST_JSON,
-    alive,
     from_plain,
+    is_locked,
     parse_json,
     parse_tensors,
     plain,
@@ -243,7 +242,7 @@ def report(result: PruneResult, figures: Iterable[str], warnings: Iterable[str] 
             lines.append(f"- {limit.kind}: {show_limit(limit, spent[limit.kind])} allowed ({share:.1%})")
     if result.latency is not None:
         lines.append(f"- {result.latency.text}")
-        warnings = [*filter(None, [result.latency.trouble]), *warnings]
+        warnings = [*filter(None, [result.latency.warning]), *warnings]
     listed = " and ".join(f"{share:.1%}" for share in expected_shares(result.search))
     lines.append(f"- expected cost at the end of the search, before sampling: {listed} of the budget")
     lines += [f"- **{warning}**" for warning in warnings]
@@ -306,7 +305,7 @@ def load_search(folder: str | os.PathLike[str], graph: ChannelGraph) -> SearchRe
     if (known.fingerprint, known.spaces) != (graph.fingerprint, tuple(space.name for space in graph.spaces)):
         raise WidthsError(f"{folder}: this search was of another architecture than the model: build it as it was.")
     if (folder / LATENCY_FILE).exists():
-        graph = graph.with_latency(Latency.load(folder / LATENCY_FILE))
+        graph = Latency.load(folder / LATENCY_FILE).attach(graph)
     alphas, sizes = _chains(folder / ALPHAS, len(graph.spaces))
     if (sizes.sum(dim=1) > torch.tensor([space.size for space in graph.spaces])).any():
         raise FileError(f"{folder / ALPHAS}: its chains have more channels than this network.")
@@ -464,7 +463,7 @@ def read_run(folder: str | os.PathLike[str], tail: int | None = None) -> PastRun
     elif value_at(found.get("settings"), "search", "max_channels"):
         found.pop("before", None)  # such chains end earlier
     started = (path / SETTINGS if (path / SETTINGS).is_file() else path).stat().st_mtime
-    return PastRun(folder=path, started=started, running=_is_running(path), problems=tuple(problems), **found)
+    return PastRun(folder=path, started=started, running=is_locked(path), problems=tuple(problems), **found)
 
 
 def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[PastRun]:
@@ -573,18 +572,6 @@ def _read_chains(folder: Path) -> dict[str, Any]:
         "expected": dict(zip(spaces, expected, strict=True)),
         "before": dict(zip(spaces, sizes.sum(dim=1).tolist(), strict=True)),
     }
-
-
-def _is_running(folder: Path) -> bool:
-    """Whether the process that holds the lock is alive; one on another machine is believed."""
-    try:
-        holder = read_json(folder / LOCK) if (folder / LOCK).is_file() else {}
-    except FileError:
-        return False
-    pid, start = holder.get("pid"), holder.get("start")
-    if type(pid) is not int or pid < 1 or type(start) not in (int, type(None)):
-        return False
-    return holder.get("host") != platform.node() or alive(pid, start)
 
 
 def _lines(path: Path, tail: int | None = None) -> list[bytes]:

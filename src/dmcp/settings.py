@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from dmcp.errors import TrainingError
+from dmcp.errors import BudgetError, DmcpError, TrainingError
 
 if TYPE_CHECKING:
     import torch
@@ -60,12 +60,28 @@ class Distillation(StrEnum):
     TEACHER = "teacher"  # a trained network, given to `train`
 
 
+class RuntimeKind(StrEnum):
+    """What runs the networks whose latency is measured."""
+
+    TORCH = "torch"
+    ONNX = "onnx"  # exported, in onnxruntime on the CPU in float32
+
+
+class FloatType(StrEnum):
+    """Dtypes in which latency is measured."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT64 = "float64"
+
+
 def setting(default: Any, help: str, low: float = -math.inf, high: float = math.inf, below: float = math.inf) -> Any:
     """A field with its help and its range: low <= value <= high, value < below."""
     return field(default=default, metadata={"help": help, "low": low, "high": high, "below": below})
 
 
-def check(settings: Any) -> None:
+def check(settings: Any, error: type[DmcpError] = TrainingError) -> None:
     """Refuse values of the wrong type or range; strings become members of their Enum."""
     for it in fields(settings):
         value, kind = getattr(settings, it.name), str(it.type)
@@ -74,21 +90,21 @@ def check(settings: Any) -> None:
         kind = kind.removesuffix(" | None")
         if isinstance(enum := globals().get(kind), type) and issubclass(enum, StrEnum):
             if value not in list(enum):
-                raise TrainingError(f"{it.name} must be one of {', '.join(enum)}, not {value!r}.")
+                raise error(f"{it.name} must be one of {', '.join(enum)}, not {value!r}.")
             object.__setattr__(settings, it.name, enum(value))
         elif kind == "bool" and not isinstance(value, bool):
-            raise TrainingError(f"{it.name} must be True or False, not {value!r}.")
+            raise error(f"{it.name} must be True or False, not {value!r}.")
         elif kind == "Bound":
             numbers = list(value.values()) if isinstance(value, Mapping) else [value]
             if any(type(number) is not int or number < 1 for number in numbers):
-                raise TrainingError(f"{it.name} must be an int of at least 1, or such ints by name, not {value!r}.")
+                raise error(f"{it.name} must be an int of at least 1, or such ints by name, not {value!r}.")
         elif kind in ("int", "float"):
             types = int if kind == "int" else int | float
             low, high, below = (it.metadata.get(key, 0) for key in ("low", "high", "below"))
             if isinstance(value, bool) or not isinstance(value, types) or not (low <= value <= high and value < below):
                 upper = f" and below {below}" if below < math.inf else f" and at most {high}" if high < math.inf else ""
                 what = "an int" if kind == "int" else "a number"
-                raise TrainingError(f"{it.name} must be {what} of at least {low}{upper}, not {value!r}.")
+                raise error(f"{it.name} must be {what} of at least {low}{upper}, not {value!r}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,3 +224,21 @@ class Engine:
         from dmcp.runtime.engine import resolve  # late: this file imports no torch
 
         return resolve(self, device, **facts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyConfig:
+    """Which networks are measured for a latency table, and how."""
+
+    batch: int = setting(1, "Samples in a forward pass.", 1)
+    device: str = setting("", "Where it is timed; default: the device of the model, the CPU in onnxruntime.")
+    dtype: FloatType = setting(FloatType.FLOAT32, "Of weights and inputs.")
+    runtime: RuntimeKind = setting(RuntimeKind.TORCH, "What runs the networks: torch, or onnxruntime on the CPU.")
+    networks: int = setting(40, "Networks that are measured.", 12)
+    align: int = setting(1, "Widths are multiples of this, or a space's full size.", 1)
+    min_channels: Bound = field(default_factory=dict, metadata={"help": "Narrowest widths, as in SearchConfig."})
+    max_channels: Bound = field(default_factory=dict, metadata={"help": "Widest widths, given in the same way."})
+    seed: int = setting(0, "Of the widths that are measured.", 0, MAX_SEED)
+
+    def __post_init__(self) -> None:
+        check(self, BudgetError)

@@ -22,20 +22,19 @@ from dmcp.widths import Widths, fingerprint
 
 FORMAT = "torch-dmcp 1"
 WEIGHTS, WIDTHS = "model.safetensors", "widths.json"
-_MOST_WEIGHTS = 2**30  # bytes of weights beyond those of the model, for a head with more classes
+_MAX_EXTRA = 2**30  # bytes of weights beyond those of the model, for a head with more classes
 
 
 def save(small: nn.Module, widths: Widths, folder: str | os.PathLike[str]) -> None:
     """Write the network into the folder as model.safetensors and widths.json; other files there are left alone.
 
-    A result that is already there is replaced. Files of these names that something else wrote are not: FileError.
-    Whenever this is killed, `load` finds the old result or the new one. Both files are complete on the disk before
-    the first one gets its name, and each names its partner: see `_read`.
+    An earlier result is replaced; files of these names that something else wrote are not. Whenever this is killed,
+    `load` finds the old result or the new one: both files are complete before either is renamed, and each names the
+    other.
     """
     if not isinstance(widths, Widths):
         raise WidthsError("save needs the Widths of the network, to know its architecture: graph.widths(...).")
-    folder = path_of("save", folder, "folder")
-    small = unwrap(small)
+    folder, small = path_of("save", folder, "folder"), unwrap(small)
     _check_widths(small, widths)
     _refuse_foreign(folder)
     tensors = {
@@ -67,7 +66,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     """
     folder, model = path_of("load", folder, "folder"), unwrap(model)
     own = named_tensors(model)
-    record, tensors = _read(folder, _MOST_WEIGHTS + sum(16 * tensor.numel() for tensor in own.values()))
+    record, tensors = _read(folder, _MAX_EXTRA + sum(16 * tensor.numel() for tensor in own.values()))
     if Widths.from_json(record).fingerprint != fingerprint(model):
         raise WidthsError(
             f"{folder}: saved from another architecture than this {type(model).__name__}: "
@@ -75,8 +74,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module) -> nn.Module:
         )
     if any(tensor.is_meta for tensor in own.values()):
         raise WidthsError("The model is on the meta device, where tensors have no values: build it on a real one.")
-    _fit(folder, record, model)
-    _check_tensors(folder, record, own, tensors)
+    _check_fit(folder, record, model, tensors)
     small = narrow(
         model, {}, {path: _like(model.get_submodule(path), new) for path, new in record["attributes"].items()}
     )
@@ -85,18 +83,18 @@ def load(folder: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     return small
 
 
-# what is in the network
+# the network
 
 
 def _check_widths(small: nn.Module, widths: Widths) -> None:
-    """Refuse widths that are not those of the network: its tensors show them, in dims that the graph knows."""
+    """Refuse widths that are not those of the network: they show in dims that the graph knows."""
     tensors = named_tensors(small)
     for dim in widths.dims:
         shape = tuple(tensors[dim.tensor].shape) if dim.tensor in tensors else ()
-        if dim.dim >= len(shape) or shape[dim.dim] != dim.size(widths):
-            found = f"is {shape}, and dim {dim.dim} must be {dim.size(widths)}" if shape else "must be in it"
+        if shape[dim.dim : dim.dim + 1] != (dim.size(widths),):
             raise WidthsError(
-                f"These widths are not those of this network: {dim.tensor} {found}; give the widths that it was cut to."
+                f"These widths are not those of this network: dim {dim.dim} of {dim.tensor} must be "
+                f"{dim.size(widths)}, but its shape is {shape}."
             )
 
 
@@ -112,9 +110,10 @@ def _is_ints(value: object) -> bool:
     return bool(items) and all(type(item) is int for item in items)
 
 
-def _fit(folder: Path, record: dict[str, Any], model: nn.Module) -> None:
-    """Refuse a model whose names differ from the record's: the fingerprint sees neither ties nor attributes."""
-    odd = set(record["tensors"]) ^ set(named_tensors(model))
+def _check_fit(folder: Path, record: dict[str, Any], model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors or attributes that are not the model's: the fingerprint sees neither ties nor attributes."""
+    own = named_tensors(model)
+    odd = {name for name in own.keys() | tensors.keys() if _sort(own.get(name)) != _sort(tensors.get(name))}
     parts = dict(model.named_modules())
     for path, attributes in record["attributes"].items():
         known = vars(parts[path]) if path in parts else {}
@@ -127,28 +126,13 @@ def _fit(folder: Path, record: dict[str, Any], model: nn.Module) -> None:
     if odd:
         names = ", ".join(map(quote, sorted(odd)[:3]))
         raise WidthsError(
-            f"{folder}: saved from another version of this {type(model).__name__}: "
-            f"{names} {'is' if len(odd) == 1 else 'are'} not in both; build the model as it was."
+            f"{folder}: saved from another version of this {type(model).__name__}: {names} differ; build the model as "
+            "it was."
         )
 
 
-def _check_tensors(
-    folder: Path, record: dict[str, Any], own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
-) -> None:
-    """Refuse tensors that are not those of the record, or cannot take the place of the model's."""
-    if {name: list(tensor.shape) for name, tensor in tensors.items()} != record["tensors"]:
-        raise FileError(f"{folder / WEIGHTS}: its tensors are not those that {WIDTHS} lists: save the network again.")
-    for name, tensor in tensors.items():
-        old = own[name]
-        if (tensor.ndim, tensor.is_floating_point(), tensor.is_complex()) != (
-            old.ndim,
-            old.is_floating_point(),
-            old.is_complex(),
-        ):
-            raise WidthsError(
-                f"{folder / WEIGHTS}: {name} is {tensor.ndim}-dimensional {tensor.dtype}, but the model's is "
-                f"{old.ndim}-dimensional {old.dtype}: build the model as it was."
-            )
+def _sort(tensor: Tensor | None) -> object:
+    return tensor is not None and (tensor.ndim, tensor.is_floating_point(), tensor.is_complex())
 
 
 def _like(part: nn.Module, attributes: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,7 +141,7 @@ def _like(part: nn.Module, attributes: Mapping[str, Any]) -> dict[str, Any]:
     return {name: getattr(kinds[name], "_make", kinds[name])(value) for name, value in attributes.items()}
 
 
-# what is on the disk
+# the files
 
 
 def _digest(record: Mapping[str, Any]) -> str:
@@ -177,7 +161,7 @@ def _refuse_foreign(folder: Path) -> None:
         if not isinstance(record, dict) or "fingerprint" not in record:
             foreign = path.name
     if foreign:
-        raise FileError(f"{folder}: the {foreign} in it is not a result of ours, so it stays: give another folder.")
+        raise FileError(f"{folder}: {foreign} there was not written by dmcp.save, so it stays: give another folder.")
 
 
 def _read(folder: Path, most: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -192,7 +176,10 @@ def _read(folder: Path, most: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
             record = _record(folder / name)
             if record["sha256"] != hashlib.sha256(weights).hexdigest():
                 raise FileError(f"{folder / WEIGHTS}: not the weights that were saved: truncated or changed since.")
-            return record, parse_tensors(weights, folder / WEIGHTS)
+            tensors = parse_tensors(weights, folder / WEIGHTS)
+            if {name: list(tensor.shape) for name, tensor in tensors.items()} != record["tensors"]:
+                raise FileError(f"{folder / WEIGHTS}: its tensors are not those that {WIDTHS} lists.")
+            return record, tensors
         except FileError as error:
             problems.append(error)
     raise problems[0]
@@ -202,13 +189,11 @@ def _record(path: Path) -> dict[str, Any]:
     """widths.json as plain data, if it is ours and nobody has edited it."""
     record = parse_json(read_bytes(path, MOST_JSON), path)
     if not isinstance(record, dict) or record.get("format") != FORMAT:
-        mark = quote(record.get("format")) if isinstance(record, dict) else None
-        raise FileError(f"{path}: not a result that this version can read: format is {mark!r}, not {FORMAT!r}.")
+        raise FileError(f"{path}: not a result that this version can read: its format is not {FORMAT!r}.")
     if record.get("digest") != _digest(record):
         raise FileError(f"{path}: changed since it was saved: its digest does not match.")
-    attributes, tensors = record.get("attributes"), record.get("tensors")
-    if not isinstance(tensors, dict) or not isinstance(attributes, dict) or not isinstance(record.get("sha256"), str):
-        raise FileError(f"{path}: not a result that this version can read: tensors, attributes or sha256 are missing.")
-    if not all(isinstance(values, dict) for values in attributes.values()):
-        raise FileError(f"{path}: not a result that this version can read: its attributes are not tables.")
+    tables = [record.get("tensors"), record.get("attributes")]
+    tables += tables[1].values() if isinstance(tables[1], dict) else []
+    if not all(isinstance(it, dict) for it in tables) or not isinstance(record.get("sha256"), str):
+        raise FileError(f"{path}: not a result that this version can read: tensors, attributes or sha256 are wrong.")
     return record

@@ -1,4 +1,4 @@
-"""Every sub-network of a model, through gates."""
+"""The supernet: a copy of the model whose gates make any sub-network of it."""
 
 from __future__ import annotations
 
@@ -22,46 +22,36 @@ from dmcp.widths import Widths, fingerprint
 class Supernet(nn.Module):
     """A copy of the model whose channels can be gated, and the alphas of the Markov chains."""
 
+    sizes: Tensor  # channels of each group, zeros behind short chains. (S, G)
+    group_of: Tensor  # of each channel: its group in the flattened (S, G) table
+    space_of: Tensor  # of each channel: its space
+    position: Tensor  # of each channel: its place in the space
+
     def __init__(self, model: nn.Module, graph: ChannelGraph, groups: int = 10, align: int = 1) -> None:
         super().__init__()
         model = unwrap(model)
         check_kind("graph", graph, ChannelGraph, WidthsError)
         if fingerprint(model) != graph.fingerprint:
-            raise WidthsError(
-                "This graph was traced from another architecture: trace this model, then make its supernet."
-            )
+            raise WidthsError("This graph was traced from another architecture: trace this model.")
         if type(groups) is not int or groups < 1 or type(align) is not int or align < 1:
             raise WidthsError(f"groups and align must be ints of at least 1, not {groups!r} and {align!r}.")
         if any(recording.recomputes for recording in graph.recordings):
-            raise WidthsError(
-                "This model computes layers once more in its backward pass (activation checkpointing), where gates are "
-                "lost: switch that off, trace it again, then make its supernet."
-            )
+            raise WidthsError("Activation checkpointing loses gates: switch it off and trace the model again.")
         self.model = narrow(model, {}, {})
         self.graph = graph
-        sizes = [group_sizes(space.size, groups, space.step(align)) for space in graph.spaces]
-        most = max(len(row) for row in sizes)
-        padded = torch.tensor([row + (0,) * (most - len(row)) for row in sizes])  # (S, G), zeros behind short chains
-        device = next((tensor.device for tensor in self.model.parameters()), torch.device("cpu"))
-        self.alpha = nn.Parameter(torch.zeros(len(sizes), most - 1, device=device))
-        self.sizes: Tensor
-        self.group_of: Tensor
-        self.space_of: Tensor
-        self.position: Tensor
         spaces = [space.size for space in graph.spaces]
-        group = torch.cat(
-            [
-                torch.arange(len(row)).repeat_interleave(torch.tensor(row)) + number * most
-                for number, row in enumerate(sizes)
-            ]
-        )
-        space = torch.arange(len(spaces)).repeat_interleave(torch.tensor(spaces))
-        for name, table in (
-            ("sizes", padded),
-            ("group_of", group),  # of each channel: its place in the flattened (S, G) table
-            ("space_of", space),  # of each channel: its space
-            ("position", torch.cat([torch.arange(size) for size in spaces])),  # of each channel: its place in the space
-        ):
+        sizes = [group_sizes(space.size, groups, space.step(align)) for space in graph.spaces]
+        longest = max(len(row) for row in sizes)
+        padded = torch.tensor([row + (0,) * (longest - len(row)) for row in sizes])
+        device = next((tensor.device for tensor in self.model.parameters()), torch.device("cpu"))
+        self.alpha = nn.Parameter(torch.zeros(len(sizes), longest - 1, device=device))
+        tables = {
+            "sizes": padded,
+            "group_of": torch.arange(padded.numel()).repeat_interleave(padded.flatten()),
+            "space_of": torch.arange(len(spaces)).repeat_interleave(torch.tensor(spaces)),
+            "position": torch.cat([torch.arange(size) for size in spaces]),
+        }
+        for name, table in tables.items():
             self.register_buffer(name, table.to(device), persistent=False)
         self._hard = _FoldTable(graph.hard_folds, spaces).to(device)
         self._soft = _FoldTable(graph.soft_folds, spaces).to(device)
@@ -75,16 +65,16 @@ class Supernet(nn.Module):
         return [self.alpha]
 
     @property
-    def floor(self) -> Widths:
+    def min_widths(self) -> Widths:
         """The first group of every space."""
         return self.graph.widths(self.sizes[:, 0].tolist())
 
     def marginals(self) -> Tensor:
-        """Chance that each group survives; zero behind the end of a short chain. -> (S, G)"""
+        """Probability that each group is kept; zero behind the end of a short chain. -> (S, G)"""
         return marginals(self.alpha) * (self.sizes > 0)
 
     def hard(self, widths: Mapping[str, int] | Tensor) -> Tensor:
-        """Gates of the sub-network with these widths. -> (channels,) bool"""
+        """Gates of the sub-network with these widths: its first channels. -> (channels,) bool"""
         kept = widths if isinstance(widths, Tensor) else self.graph.widths(widths).tensor()
         if kept.shape != self.sizes.shape[:1] or kept.dtype.is_floating_point:
             raise WidthsError(
@@ -93,11 +83,11 @@ class Supernet(nn.Module):
         return self.position < kept.to(self.position.device)[self.space_of]
 
     def soft(self) -> Tensor:
-        """Gates of the soft network: the chance that each channel survives. -> (channels,)"""
+        """Gates of the soft network: each channel's marginal (eq. 7). -> (channels,)"""
         return self.marginals().flatten()[self.group_of]
 
     def forward(self, x: Any, gates: Tensor) -> Any:
-        """Run with gates: bool ones fold into readers, others into norms."""
+        """Run with gates: bool ones are folded into readers, others into norms."""
         return run_folded(self.model, x, self.fold(gates))
 
     def unfolded(self) -> dict[str, Tensor]:
@@ -107,8 +97,7 @@ class Supernet(nn.Module):
     def fold(self, gates: Tensor) -> dict[str, Tensor]:
         """The weights that differ with these gates, by name."""
         if not isinstance(gates, Tensor) or gates.shape != self.position.shape:
-            found = tuple(gates.shape) if isinstance(gates, Tensor) else f"a {type(gates).__name__}"
-            raise WidthsError(f"Gates must be one number per channel, {len(self.position)} in all, not {found}.")
+            raise WidthsError(f"Gates must be a tensor of one number per channel, {len(self.position)} in all.")
         table = self._hard if gates.dtype == torch.bool else self._soft
         return table.fold(partial(_tensor, self.model), gates)
 
@@ -118,13 +107,77 @@ def run_folded(model: nn.Module, x: Any, folded: dict[str, Tensor]) -> Any:
     return call_model(lambda *args, **kwargs: functional_call(model, folded, args, kwargs), x)
 
 
-class Narrow:
-    """One sub-network of a supernet as a really narrow network, which is fed with slices of the shared weights.
+class _FoldTable(nn.Module):
+    """Spreads the gate vector over the dims of tensors: one gather for all of them."""
 
-    It computes what the gated one does, at the cost of its own width; its running statistics are its own. The modes of
-    its modules are those that the supernet had when this was made. On GPUs convolutions of odd widths are slow: with
-    `align` the network is as wide as the next multiple, and the rest of its channels are gated. With a `stem` it takes
-    the output `h` of the whole network's first layers, too, of which it uses its part.
+    index: Tensor  # places in the gate vector. (depth, all dims)
+
+    def __init__(self, folds: tuple[GateFold, ...], sizes: list[int]) -> None:
+        super().__init__()
+        offsets = [0, *itertools.accumulate(sizes)]
+        tables = [_gate_index(fold, offsets) for fold in folds]
+        depth = max((len(table) for table in tables), default=1)
+        ones = [torch.full((depth - len(table), table.shape[1]), offsets[-1]) for table in tables]
+        rows = [torch.cat(pair) for pair in zip(tables, ones, strict=True)]
+        index = torch.cat(rows, dim=1) if rows else torch.zeros(1, 0, dtype=torch.int64)
+        self.register_buffer("index", index, persistent=False)
+        self.folds = [(fold.tensor, fold.dim) for fold in folds]
+        self.sizes = [table.shape[1] for table in tables]
+        self.names = list(dict.fromkeys(fold.tensor for fold in folds))
+
+    def fold(self, find: Callable[[str], Tensor], gates: Tensor) -> dict[str, Tensor]:
+        """Tensors multiplied by their gates, by name."""
+        extended = torch.cat([gates, gates.new_ones(1)])
+        factors = extended[self.index[0]]
+        for row in self.index[1:]:
+            factors = factors * extended[row]
+        folded: dict[str, Tensor] = {}
+        cast: dict[torch.dtype, tuple[Tensor, ...]] = {}
+        for place, (name, dim) in enumerate(self.folds):
+            tensor = folded[name] if name in folded else find(name)
+            if tensor.dtype not in cast:
+                cast[tensor.dtype] = torch.split(factors.to(tensor.dtype), self.sizes)
+            shape = [1] * tensor.ndim
+            shape[dim] = -1
+            folded[name] = tensor * cast[tensor.dtype][place].reshape(shape)
+        return folded
+
+
+def _gate_index(fold: GateFold, offsets: list[int]) -> Tensor:
+    """For each channel of a dim, the gates that multiply it; the last gate is always one. -> (D, n)"""
+    depth = max(len(atoms_of((segment,))) for segment in fold.layout)
+    columns: list[Tensor] = []
+    for segment in fold.layout:
+        rows = torch.zeros(0, 1, dtype=torch.int64)
+        count = 1
+        for axis in segment:
+            size = axis if isinstance(axis, int) else offsets[axis.index + 1] - offsets[axis.index]
+            rows = rows.repeat_interleave(size, dim=1)
+            if not isinstance(axis, int):
+                own = torch.arange(offsets[axis.index], offsets[axis.index + 1]).repeat(count)
+                rows = torch.cat([rows, own[None]])
+            count *= size
+        ones = torch.full((depth - len(rows), count), offsets[-1])
+        columns.append(torch.cat([rows.reshape(-1, count), ones]))
+    return torch.cat(columns, dim=1)
+
+
+def _tensor(model: nn.Module, name: str) -> Tensor:
+    owner, _, leaf = name.rpartition(".")
+    tensor = getattr(model.get_submodule(owner), leaf)
+    assert isinstance(tensor, Tensor)
+    return tensor
+
+
+# one sub-network that is really narrow
+
+
+class Narrow:
+    """One sub-network as a really narrow network, whose weights are slices of the shared ones.
+
+    It computes what the gated one does, at the cost of its own width; its running statistics and modes are its own. On
+    GPUs convolutions of odd widths are slow: with `align` the network is as wide as the next multiple, and the rest of
+    its channels are gated. With a `stem` its first layers are skipped, and their output `h` at full width is an input.
     """
 
     def __init__(
@@ -142,9 +195,7 @@ class Narrow:
         skip(self.skeleton, stem)
         device = net.position.device
         self.slices = {name: _slices(cut, device) for name, cut in cuts.items()}
-        self.given = (
-            [] if at is None else _slices(graph.cut_value(at, outer), device)
-        )  # what is used of the stem's output
+        self.used = [] if at is None else _slices(graph.cut_value(at, outer), device)  # part of the stem's output
         self.gates: Tensor | None = None
         if outer != exact:
             pairs = zip(outer.values(), exact.values(), strict=True)
@@ -169,16 +220,16 @@ class Narrow:
 
     @property
     def channels(self) -> int | None:
-        """How many of the first channels of that output it uses, if it is no other part of it."""
-        whole = len(self.given) == 1 and self.given[0][0] == 1 and isinstance(self.given[0][1], int)
-        return int(self.given[0][1]) if whole else None
+        """How many of the first channels of the stem's output it uses; None if it uses others."""
+        first = len(self.used) == 1 and self.used[0][0] == 1 and isinstance(self.used[0][1], int)
+        return int(self.used[0][1]) if first else None
 
     def _part(self, h: Tensor) -> Tensor:
-        """What this network uses of the output of the whole one's first layers; it may be given just that."""
+        """What it uses of the stem's output; it may be given just that."""
         if self.channels == h.shape[1]:
             return h
         last = h.ndim == 4 and h.is_contiguous(memory_format=torch.channels_last)
-        for how in self.given:
+        for how in self.used:
             h = _slice(h, *how)
         return h.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
 
@@ -197,14 +248,14 @@ class _Given(nn.Module):
 
 
 def skip(model: nn.Module, paths: Sequence[str]) -> None:
-    """Let a chain of modules of a network give out what goes in as `given_name(paths)`, in place."""
+    """Let a chain of modules give out what `run_folded` puts in as `given_name(paths)`, in place."""
     for path in paths:
         owner, _, name = path.rpartition(".")
         setattr(model.get_submodule(owner), name, nn.Identity() if path != paths[-1] else _Given())
 
 
 def given_name(paths: Sequence[str]) -> str:
-    """What `run_folded` must replace in a network that skips these modules."""
+    """The name of the output of skipped modules."""
     return f"{paths[-1]}.given"
 
 
@@ -220,65 +271,3 @@ def _slices(cut: Cut, device: torch.device) -> list[tuple[int, int | Tensor]]:
 
 def _slice(tensor: Tensor, dim: int, kept: int | Tensor) -> Tensor:
     return tensor.narrow(dim, 0, kept) if isinstance(kept, int) else tensor.index_select(dim, kept)
-
-
-class _FoldTable(nn.Module):
-    """Spreads the gate vector over the dims of tensors: one gather for all of them."""
-
-    index: Tensor
-
-    def __init__(self, folds: tuple[GateFold, ...], sizes: list[int]) -> None:
-        super().__init__()
-        offsets = [0, *itertools.accumulate(sizes)]
-        tables = [_gate_index(fold, offsets) for fold in folds]
-        depth = max((len(table) for table in tables), default=1)
-        ones = [torch.full((depth - len(table), table.shape[1]), offsets[-1]) for table in tables]
-        rows = [torch.cat(pair) for pair in zip(tables, ones, strict=True)]
-        index = torch.cat(rows, dim=1) if rows else torch.zeros(1, 0, dtype=torch.int64)
-        self.register_buffer("index", index, persistent=False)  # (depth, all dims), places in the gate vector
-        self.folds = [(fold.tensor, fold.dim) for fold in folds]
-        self.sizes = [table.shape[1] for table in tables]
-        self.names = list(dict.fromkeys(fold.tensor for fold in folds))
-
-    def fold(self, find: Callable[[str], Tensor], gates: Tensor) -> dict[str, Tensor]:
-        """Tensors multiplied by their gates, by name."""
-        extended = torch.cat([gates, gates.new_ones(1)])
-        factors = extended[self.index[0]]
-        for row in self.index[1:]:
-            factors = factors * extended[row]
-        folded: dict[str, Tensor] = {}
-        cast: dict[torch.dtype, tuple[Tensor, ...]] = {}
-        for place, (name, dim) in enumerate(self.folds):
-            tensor = folded[name] if name in folded else find(name)
-            if tensor.dtype not in cast:
-                cast[tensor.dtype] = torch.split(factors.to(tensor.dtype), self.sizes)
-            shape = [1] * tensor.ndim
-            shape[dim] = -1
-            folded[name] = tensor * cast[tensor.dtype][place].reshape(shape)
-        return folded
-
-
-def _tensor(model: nn.Module, name: str) -> Tensor:
-    owner, _, leaf = name.rpartition(".")
-    tensor = getattr(model.get_submodule(owner), leaf)
-    assert isinstance(tensor, Tensor)
-    return tensor
-
-
-def _gate_index(fold: GateFold, offsets: list[int]) -> Tensor:
-    """For each channel of a dim, the gates that multiply it; the last gate is always one. -> (D, n)"""
-    depth = max(len(atoms_of((segment,))) for segment in fold.layout)
-    columns: list[Tensor] = []
-    for segment in fold.layout:
-        rows = torch.zeros(0, 1, dtype=torch.int64)
-        count = 1
-        for axis in segment:
-            size = axis if isinstance(axis, int) else offsets[axis.index + 1] - offsets[axis.index]
-            rows = rows.repeat_interleave(size, dim=1)
-            if not isinstance(axis, int):
-                own = torch.arange(offsets[axis.index], offsets[axis.index + 1]).repeat(count)
-                rows = torch.cat([rows, own[None]])
-            count *= size
-        ones = torch.full((depth - len(rows), count), offsets[-1])
-        columns.append(torch.cat([rows.reshape(-1, count), ones]))
-    return torch.cat(columns, dim=1)

@@ -28,12 +28,8 @@ from dmcp.calibration import GATED, Forward, kept_modes
 from dmcp.checkpoint import (
     DONE,
     Checkpointer,
-    MakeOptimizer,
     ResumableIterator,
     State,
-    check_graphs,
-    make_optimizer,
-    rate_shares,
     seeded,
 )
 from dmcp.errors import TrainingError
@@ -51,7 +47,18 @@ from dmcp.losses import (
 )
 from dmcp.modules import call_model, check_function, check_functions, check_kind, check_kinds, check_module, tensors_in
 from dmcp.runtime.distributed import SINGLE_PROCESS, World, current, mean_gradients, mean_values, share_tensors
-from dmcp.runtime.engine import ResolvedEngine, autocast, is_depthwise, is_narrow, set_lr, sgd
+from dmcp.runtime.engine import (
+    MakeOptimizer,
+    ResolvedEngine,
+    autocast,
+    check_graphs,
+    is_depthwise,
+    is_narrow,
+    make_optimizer,
+    rate_shares,
+    set_lr,
+    sgd,
+)
 from dmcp.settings import Distillation, Engine, Precision, TrainConfig
 
 _WINDOW = 100  # steps between two looks at the losses: each look waits for the GPU
@@ -233,7 +240,7 @@ def train(
         log = Log(model, on_step, world)
         shared = dict(model.named_parameters())
         own = lambda: dict(model.named_buffers())  # noqa: E731
-        state = State(shared, own, [mover], [], [feed], device, given=optimizer is not None)
+        state = State(shared, own, [mover], [], [feed], device)
         for step in range(_resume(checkpointer, state, log, world), steps):
             (batch,) = feed.next()
             rate = learning_rate(step, steps, feed.samples([batch], world), config)
@@ -255,7 +262,7 @@ def _resume(checkpointer: Checkpointer | None, state: State, log: Log, world: Wo
     saved = checkpointer.load(world) if checkpointer else None
     if saved is None or checkpointer is None:
         return 0
-    state.put(saved.tensors, [saved.step], world)
+    state.restore(saved.tensors, [saved.step], world)
     log.begin([StepRecord(**record) for record in checkpointer.earlier() if record["step"] < saved.step])
     return saved.step
 

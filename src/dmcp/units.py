@@ -6,6 +6,8 @@ import re
 import statistics
 from collections.abc import Sequence
 
+FS_PER_MS = 10**12  # latency is counted in femtoseconds: ints, like all costs
+
 
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Cells as Markdown, the first row as head."""
@@ -26,7 +28,7 @@ def latex(rows: Sequence[Sequence[str]]) -> str:
 
 
 def counted(number: int, word: str) -> str:
-    """1 cell, 2 cells."""
+    """1 run, 2 runs."""
     return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
@@ -35,22 +37,25 @@ def by(sizes: Sequence[int]) -> str:
     return "x".join(map(str, sizes)) or "a number"
 
 
-def spread(shares: Sequence[float]) -> str:
-    """Mean ± standard deviation (how many) in percent; nothing of nothing."""
+def spread(shares: Sequence[float], sign: str = "") -> str:
+    """Mean ± standard deviation (how many) in percent; empty for none."""
     if not shares:
         return ""
     deviation = f" ± {100 * statistics.stdev(shares):.2f}" if len(shares) > 1 else ""
-    return f"{100 * statistics.fmean(shares):.2f}{deviation} ({len(shares)})"
+    return f"{100 * statistics.fmean(shares):{sign}.2f}{deviation} ({len(shares)})"
 
 
-def between(least: str, most: str) -> str:
+def between(low: str, high: str) -> str:
     """A range, or the one value."""
-    return least if least == most else f"{least}–{most}"
+    return low if low == high else f"{low}–{high}"
 
 
 def points(differences: Sequence[float]) -> str:
     """Mean ± standard deviation (how many) of differences between shares, in percentage points with their sign."""
-    if not differences:
-        return ""
-    deviation = f" ± {100 * statistics.stdev(differences):.2f}" if len(differences) > 1 else ""
-    return f"{100 * statistics.fmean(differences):+z.2f}{deviation} ({len(differences)})"
+    return spread(differences, sign="+z")
+
+
+def show_ms(ms: float) -> str:
+    """Three digits with the unit that fits: 8.12 ms, 812 us, 1.2 s."""
+    amount, unit = (ms / 1000, "s") if ms >= 1000 else (ms, "ms") if ms >= 1 else (1000 * ms, "us")
+    return f"{amount:.0f} {unit}" if amount >= 100 else f"{amount:.3g} {unit}"

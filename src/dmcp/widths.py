@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from dmcp.errors import WidthsError
 
-_LARGEST = 2**31  # channels; no layer has more
-_DEEPEST = 32  # levels in the input of a model
+_MAX_CHANNELS = 2**31
+_MAX_DEPTH = 32  # of the nested shapes of a model's input
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Dim(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Widths(Mapping[str, int]):
-    """How many channels each space keeps, and for which architecture this was meant."""
+    """How many channels each space keeps, and for which architecture."""
 
     channels: tuple[tuple[str, int], ...]  # (space name, channels kept), in the graph's order
     input_shape: Any  # shape of one sample, nested like the model's input
@@ -91,18 +91,15 @@ class Widths(Mapping[str, int]):
             items = tuple((name, kept) for name, kept in channels.items())
         except (TypeError, KeyError, AttributeError) as error:
             raise WidthsError(f"This is not a widths file: {error} is missing or of the wrong kind.") from None
-        if not isinstance(mark, str) or not all(isinstance(name, str) and _is_size(kept) for name, kept in items):
+        valid = all(isinstance(name, str) and type(kept) is int and 1 <= kept <= _MAX_CHANNELS for name, kept in items)
+        if not isinstance(mark, str) or not valid:
             raise WidthsError("This is not a widths file: every width must be an int of at least 1.")
         return Widths(items, tuples(shape), mark)
 
 
-def _is_size(value: object) -> bool:
-    return type(value) is int and 1 <= value <= _LARGEST
-
-
 def tuples(shape: Any, depth: int = 0) -> Any:
     """JSON has lists only; shapes are tuples."""
-    if depth > _DEEPEST:
+    if depth > _MAX_DEPTH:
         raise WidthsError("This is not a widths file: its input_shape is nested too deeply.")
     if isinstance(shape, dict):
         return {key: tuples(value, depth + 1) for key, value in shape.items()}

@@ -27,14 +27,13 @@ from dmcp.checkpoint import digest
 from dmcp.cli.job import GIVEN, Corrupt, Job, Opened, argument, data_identity
 from dmcp.data.datasets import NAMES as DATA
 from dmcp.errors import DmcpError, FileError, TrainingError
-from dmcp.latency.table import RuntimeKind
 from dmcp.report.trackers import read_kinds
 from dmcp.retraining import default_recipe
 from dmcp.runs import SETTINGS, free_folder, read_json, slug
 from dmcp.runtime.distributed import SINGLE_PROCESS
 from dmcp.runtime.io import from_plain, quote
 from dmcp.searching.config import BOUNDS
-from dmcp.settings import MAX_SEED, Bound, Engine, Precision, Retrain, SearchConfig, TrainConfig
+from dmcp.settings import MAX_SEED, Bound, Engine, Precision, Retrain, RuntimeKind, SearchConfig, TrainConfig
 
 FACTS = ("fingerprint", "macs", "data", "teacher")  # of those of a run, what must stay as it is
 

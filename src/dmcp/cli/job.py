@@ -25,9 +25,9 @@ from dmcp.cutting import with_frozen
 from dmcp.data.datasets import DataSet, DataSets, FolderSet, guess, load, split, swapped, usual_size
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError, WidthsError
-from dmcp.latency.table import RuntimeKind
 from dmcp.runtime.distributed import current
 from dmcp.runtime.engine import best_device
+from dmcp.settings import RuntimeKind
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import other_numbers, trace
 from dmcp.units import by, counted

@@ -275,7 +275,7 @@ def following_parent() -> Iterator[None]:
 
 def _watch(parent: int, over: threading.Event) -> None:
     first = os.getppid()  # the parent itself, unless something between has started us
-    while os.getppid() == first and alive(parent, None):
+    while os.getppid() == first and alive(parent):
         if over.wait(_LOOK):
             return
     os.kill(os.getpid(), signal.SIGTERM)

@@ -49,8 +49,8 @@ from dmcp.cli.session import (
 from dmcp.cutting import cut
 from dmcp.data.datasets import FolderSet, finds_all
 from dmcp.errors import BudgetError, DmcpError, FileError, StoppedError, WidthsError
-from dmcp.latency.measure import NETWORKS, describe, measure_latency, price, settle
-from dmcp.latency.table import LATENCY_FILE, Latency, RuntimeKind
+from dmcp.latency.measure import attach_latency, choose_once, measure_latency
+from dmcp.latency.table import LATENCY_FILE, Latency
 from dmcp.pruning import time_networks
 from dmcp.report.figures import draw_all
 from dmcp.results import DMCP, ORIGINAL, UNIFORM, UNPRUNED, Row, compare, markdown, results_table
@@ -61,7 +61,7 @@ from dmcp.sampling import filled, uniform
 from dmcp.searching.config import extremes
 from dmcp.searching.search import reach
 from dmcp.searching.search import search as search_of_search
-from dmcp.settings import Retrain, SearchConfig, TrainConfig
+from dmcp.settings import LatencyConfig, Retrain, RuntimeKind, SearchConfig, TrainConfig
 from dmcp.storage import save
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
@@ -173,7 +173,7 @@ def latency(
     device: o.Device = "",
     dtype: Annotated[str, typer.Option(help="Of weights and inputs: float32, bfloat16, float16.")] = "float32",
     align: o.Align = 1,
-    networks: Annotated[int, typer.Option(help="Networks that are measured.")] = NETWORKS,
+    networks: Annotated[int, typer.Option(help="Networks that are measured.")] = LatencyConfig.networks,
     seed: o.Seed = 0,
     runtime: o.LatencyRuntime = RuntimeKind.TORCH,
     as_json: o.AsJson = False,
@@ -198,16 +198,17 @@ def latency(
     sample = shape(input) if input else models.sample_shape(net)
     graph, net = trace_job(job, net, sample), net.to(job.place)
     example = torch.randn(1, *sample, generator=generator(0))
-    how = {"batch": batch, "dtype": dtype, "align": align, "networks": networks, "seed": seed, "runtime": runtime}
-    how |= {"device": device} if runtime == RuntimeKind.ONNX else {}  # otherwise that of the network
+    how: dict[str, Any] = {"batch": batch, "dtype": dtype, "align": align, "networks": networks, "seed": seed}
+    where = device if runtime == RuntimeKind.ONNX else ""  # otherwise that of the network
+    config = LatencyConfig(**how, runtime=runtime, device=where)
     with obeying(_STOPPED):
-        table = measure_latency(net, example, graph, **how)  # type: ignore[arg-type]
+        table = measure_latency(net, example, graph, config)
     if out:
         table.save(out)
     if as_json:
         print_json(table.to_json() | ({"file": out} if out else {}))
         return
-    print(describe(table))
+    print(table.table)
     if out:
         print(f"\n{out}")
 
@@ -242,20 +243,20 @@ def with_latency(plan: Plan, opened: Opened, folder: Path | None = None) -> Open
         _check_same(job, given)
 
     def measure() -> Latency:
-        say(f"Measuring the latency of {NETWORKS} networks first{', exported for onnxruntime' * in_onnx}.")
+        say(f"Measuring the latency of {LatencyConfig.networks} networks first{', in onnxruntime' * in_onnx}.")
         with obeying(_STOPPED):
             table = _measured(job, search, opened)
         say(f"{table.summary} Measured {len(table.networks)} networks in {table.seconds:.0f} s.")
         return table
 
-    return replace(opened, graph=price(graph, search.budget, measure, given))
+    return replace(opened, graph=attach_latency(graph, search.budget, measure, given))
 
 
 def _read(path: Path, graph: ChannelGraph, option: str) -> Latency:
     """A table that is of this network."""
     table = Latency.load(path)
     try:
-        graph.with_latency(table)
+        table.attach(graph)
     except WidthsError as error:
         raise WidthsError(f"{option}{path}: {error}") from None
     return table
@@ -278,11 +279,10 @@ def _check_same(job: Job, table: Latency) -> None:
 def _measured(job: Job, search: SearchConfig, opened: Opened) -> Latency:
     """A table for networks as the job says."""
     example = torch.randn(1, *opened.data.shape, generator=generator(0))
-    how = {"batch": job.latency_batch, "device": job.latency_device, "runtime": job.latency_runtime}
-    if job.latency_runtime == RuntimeKind.TORCH:
-        how["device"] = job.latency_device or str(job.place)
+    device = job.latency_device or (str(job.place) if job.latency_runtime == RuntimeKind.TORCH else "")
     with _about_options():
-        return time_networks(opened.model, example, opened.graph, search, **how)
+        config = LatencyConfig(batch=job.latency_batch, device=device, runtime=job.latency_runtime)
+        return time_networks(opened.model, example, opened.graph, search, config)
 
 
 @contextlib.contextmanager
@@ -364,7 +364,7 @@ def search(
         widths, outcome = sampling.expected(found), None
         if limits_latency(found.budget):
             sample = torch.zeros(1, *opened.data.shape, device=device_of(net.model))
-            _, widths, outcome = settle(found, net.model, sample, folder=here.keep(pruning.SEARCH).folder)
+            _, widths, outcome = choose_once(found, net.model, sample, folder=here.keep(pruning.SEARCH).folder)
         small = cut(net.model, opened.graph, widths)
         recalibrate(small, loaders.train)
         pruning.check_budget(small, widths, found)
@@ -655,8 +655,8 @@ def _prune_seeds(plan: Plan, count: int, out: str, quiet: bool, as_json: bool) -
     opened = check_reachable(plan, opened, str(folder))
     tell_notices(opened)
     tell_ignored(plan.engine, plan.job.place)
-    if shared and opened.graph.latency is not None:
-        opened.graph.latency.save(folder / LATENCY_FILE)
+    if shared and (table := Latency.of(opened.graph)) is not None:
+        table.save(folder / LATENCY_FILE)
     runs = several.run_seeds(argv, range(first, first + count), folder, plan.job.place, quiet)
     summary = several.summarise(runs)
     found = ({path for run in runs for path in Run(run).replaced(part)} for part in Replaced._fields)

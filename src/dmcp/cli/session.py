@@ -31,7 +31,7 @@ from dmcp.cli.job import Corrupt, Job, Opened, Replaced, open_job
 from dmcp.data.check import no_images
 from dmcp.data.datasets import FolderSet, finds_all, preprocessing
 from dmcp.errors import DataError, DmcpError, FileError, StoppedError, TrainingError
-from dmcp.latency.table import FS_PER_MS, LATENCY_FILE
+from dmcp.latency.table import LATENCY_FILE, Latency
 from dmcp.preflight import check_classifier, check_finite, check_input
 from dmcp.pruning import DivergenceWarning, PruneResult
 from dmcp.report.trackers import Tracker, open_tracker
@@ -43,7 +43,7 @@ from dmcp.searching.config import SearchRecord
 from dmcp.settings import Engine
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training import StepRecord
-from dmcp.units import counted
+from dmcp.units import FS_PER_MS, counted
 from dmcp.widths import Widths
 
 _SECONDS = 10.0  # between two plain lines
@@ -160,9 +160,8 @@ class Session:
             identity,
             every_steps=self.plan.every_steps,
             every_seconds=60 * self.plan.every_minutes,
-            asked_to_stop=self.asked_to_stop,
-            notice=say,
-            complete=True,  # the plan has them all
+            stop_requested=self.asked_to_stop,
+            warn=say,
         )
 
     def on_event(self, event: Event) -> None:
@@ -335,8 +334,8 @@ def _take(plan: Plan, opened: Opened, folder: Path, resume: bool, undo: contextl
         undo.enter_context(Lock(folder))
         run.write(SETTINGS, plan.to_json() | facts | {"argv": sys.argv})
         run.write(INPUT, preprocessing(opened.data))
-        if opened.graph.latency is not None:
-            run.write(LATENCY_FILE, opened.graph.latency.to_json())
+        if (table := Latency.of(opened.graph)) is not None:
+            run.write(LATENCY_FILE, table.to_json())
         return run
     run = Run(folder)
     _refuse_done(run)  # also where nothing can be written, not even a lock

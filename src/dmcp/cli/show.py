@@ -75,7 +75,7 @@ from dmcp.exporting import (
     Format,
     check_target,
     milliseconds,
-    open_onnx,
+    open_file,
     quantize,
 )
 from dmcp.exporting import export as export_of_exporting
@@ -301,7 +301,7 @@ def write_int8(nets: Networks, images: Images, out: Path, tolerance: float, quie
 
 def _accuracy(small: nn.Module, path: Path, test: Loader) -> float:
     """Of a file on the test images; the network says where batches go, and is not run."""
-    runtime = open_onnx(path)
+    runtime = open_file(path)
     with torch.no_grad():
         return evaluate_of_training(small, test, forward=lambda x: runtime.run(x)[0])
 

@@ -93,7 +93,7 @@ def find_dmcp(problem: Problem, config: DmcpConfig, state: Mapping[str, Tensor] 
         known["reference_batch"] = samples_of(problem.loader) // len(problem.loader)
     settings = config.search_config(problem.budget, problem.recipe, **known)
     net = Supernet(problem.model, problem.graph, settings.groups, settings.align)
-    if net.floor != problem.floor and not settings.min_channels:  # other groups than those of the comparison
+    if net.min_widths != problem.floor and not settings.min_channels:  # other groups than those of the comparison
         settings = replace(settings, min_channels=dict(problem.floor))
     if problem.ceiling and not settings.max_channels:
         settings = replace(settings, max_channels=dict(problem.ceiling))

@@ -84,7 +84,7 @@ class Problem:
 
     def uniform(self) -> Widths:
         """One ratio for all spaces, as far as their least and most widths allow it."""
-        return uniform(self.graph, self.budget, self.floor, self.align, ceiling=self.ceiling)
+        return uniform(self.graph, self.budget, self.floor, self.align, max_channels=self.ceiling)
 
 
 def ends_of(
@@ -93,7 +93,7 @@ def ends_of(
     """The floor and the ceiling of a Problem, by what people have asked for; WidthsError where that cannot be."""
     net = Supernet(model, graph, groups, align)
     if not min_channels and not max_channels:
-        return net.floor, None
+        return net.min_widths, None
     floor, ceiling = extremes(
         graph, chains(net, min_channels=min_channels, max_channels=max_channels, align=align).sizes
     )

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from dmcp.budget import LATENCY, MEMORY, limits_latency, show_cost
 from dmcp.errors import FileError
-from dmcp.latency.table import show_ms
 from dmcp.report import figures
 from dmcp.results import DMCP, against, score, score_name, unknown
 from dmcp.runs import PastRun, text_at, value_at
 from dmcp.runtime.io import plain, read_bytes
+from dmcp.units import show_ms
 
 if TYPE_CHECKING:  # imported where they are needed: most commands make no page
     from jinja2 import Template
@@ -127,7 +127,7 @@ def _describe(number: int, run: PastRun, charts: dict[str, str]) -> dict[str, An
         "share": percent(share) if share else "",
         "problems": run.problems,
         "tiles": list(_tiles(run)),
-        "notes": [*unknown(run.rows), *([run.latency.text, run.latency.trouble] if run.latency else [])],
+        "notes": [*unknown(run.rows), *([run.latency.text, run.latency.warning] if run.latency else [])],
         "networks": _networks(run),
         "charts": [svg for name, svg in charts.items() if name.startswith(own)],
         "saved": dict(_saved(run)),

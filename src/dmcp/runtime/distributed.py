@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,22 +16,20 @@ from torch import Tensor
 from dmcp.errors import RankError
 
 EXIT_RANK_LOST = 75
-"""How a process ends that has lost another rank; sysexits.h calls it a temporary failure: starting again helps."""
-
-GO_ON = "start the run again, it goes on from its last checkpoint."
+"""Exit code of a process that has lost another rank: a temporary failure, in the words of sysexits.h."""
 
 
 @dataclass(frozen=True)
 class World:
-    """Which of the processes this one is."""
+    """Which of the processes this one is: rank of all, size of the group, local rank and number of the GPU."""
 
-    rank: int = 0  # its number among all
-    size: int = 1  # how many there are
-    local: int = 0  # its number on this machine, and that of its GPU
+    rank: int = 0
+    size: int = 1
+    local: int = 0
 
     @property
     def first(self) -> bool:
-        """Whether this process writes files and prints."""
+        """True on rank 0."""
         return self.rank == 0
 
     def __str__(self) -> str:
@@ -42,37 +41,31 @@ _joined = False  # whether the process group is ours to destroy
 
 
 def join(device: str = "") -> World:
-    """Meet the other processes of the launcher; a process group that exists already is used as it is."""
+    """Join the process group of the launcher; one that exists already is used as it is."""
     global _joined
-    if dist.is_available() and dist.is_initialized():
-        return current()
-    world_size = _read("WORLD_SIZE", 1)
-    if world_size <= 1:
-        return SINGLE_PROCESS
-    world = World(_read("RANK"), world_size, _read("LOCAL_RANK", _read("RANK")))
-    if not dist.is_available():
-        raise RankError(f"{world} cannot meet the others: this torch is built without torch.distributed.")
-    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
-        raise RankError(f"{missing[0]} is not set: start several processes with torchrun or accelerate launch.")
-    backend = _choose_backend(device, world)
-    try:
-        dist.init_process_group(backend, rank=world.rank, world_size=world_size)
-    except (RuntimeError, ValueError) as error:
-        raise RankError(f"{world} could not meet the others ({_say(error)}): start all of them.") from error
-    _joined = True
-    return world
+    if os.environ.get("WORLD_SIZE", "1") != "1" and not dist.is_initialized():
+        try:
+            backend = _choose_backend(device, int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
+            dist.init_process_group(backend)
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise RankError(
+                f"This process could not meet the others ({_reason(error)}): start several processes with torchrun or "
+                "accelerate launch."
+            ) from error
+        _joined = True
+    return current()
 
 
 def current() -> World:
-    """The ranks of this process, as its process group has them; never starts one."""
+    """The place of this process in its process group, if there is one."""
     if not (dist.is_available() and dist.is_initialized()):
         return SINGLE_PROCESS
     rank = dist.get_rank()
-    return World(rank, dist.get_world_size(), _read("LOCAL_RANK", rank))
+    return World(rank, dist.get_world_size(), int(os.environ.get("LOCAL_RANK", rank)))
 
 
 def leave() -> None:
-    """Destroy the process group that `join` made; another one is not ours."""
+    """Destroy the process group if `join` has made it."""
     global _joined
     if _joined and dist.is_initialized():
         dist.destroy_process_group()
@@ -80,7 +73,7 @@ def leave() -> None:
 
 
 def part(count: int, world: World) -> slice:
-    """The share of this rank in `count` samples: one after the other, sizes differ by one at most."""
+    """The samples of this rank: contiguous shares, whose sizes differ by one at most."""
     size, more = divmod(count, world.size)
     start = world.rank * size + min(world.rank, more)
     return slice(start, start + size + (world.rank < more))
@@ -88,9 +81,9 @@ def part(count: int, world: World) -> slice:
 
 @torch.no_grad()
 def mean_gradients(parameters: Iterable[Tensor], samples: int, world: World) -> None:
-    """Make each gradient the mean over all samples of all ranks, given the mean over the `samples` of this one.
+    """Turn gradients, which are means over the samples of this rank, into means over those of all ranks.
 
-    The same parameters have a gradient on every rank. One all-reduce per dtype and device, and no wait for the device.
+    One all-reduce per dtype and device, and no wait for the device.
     """
     if world.size == 1:
         return
@@ -106,7 +99,7 @@ def mean_gradients(parameters: Iterable[Tensor], samples: int, world: World) -> 
 
 @torch.no_grad()
 def mean_values(values: Tensor, samples: Tensor | int, world: World) -> Tensor:
-    """The mean over all ranks of their means, each weighted by its samples (which broadcast to the values)."""
+    """The mean over all ranks, weighted by their samples (which broadcast to the values)."""
     if world.size == 1:
         return values.detach()
     wide = values.to(torch.float64 if values.dtype == torch.float64 else torch.float32)
@@ -125,15 +118,6 @@ def sum_values(values: Tensor, world: World) -> Tensor:
     return total
 
 
-def fewest(number: int, world: World) -> int:
-    """The smallest of the ranks' numbers, such as the batches of loaders of different length."""
-    if world.size == 1:
-        return number
-    least = torch.tensor([number])
-    _run(lambda tensor: dist.all_reduce(tensor, op=dist.ReduceOp.MIN), least, world)
-    return int(least)
-
-
 @torch.no_grad()
 def share_tensors(tensors: Sequence[Tensor], world: World) -> None:
     """Overwrite the tensors with those of rank 0; one broadcast per dtype and device."""
@@ -146,61 +130,41 @@ def share_tensors(tensors: Sequence[Tensor], world: World) -> None:
         _write_back(same, flat)
 
 
-def gather_bytes(tensors: Mapping[str, Tensor], world: World) -> list[dict[str, Tensor]] | None:
-    """The CPU tensors of every rank, for rank 0; None for the others. Names, shapes and dtypes are the same on each."""
-    if world.size == 1:
-        return [dict(tensors)]
-    ordered = {name: tensors[name].detach() for name in sorted(tensors)}
-    if not same_everywhere(repr([(name, one.dtype, one.shape) for name, one in ordered.items()]), world):
-        raise RankError(f"{world} holds other tensors than the others: gather the same names, shapes and dtypes.")
-    parts = [one.reshape(-1).view(torch.uint8) for one in ordered.values()]
-    rows = _gather(torch.cat([torch.empty(0, dtype=torch.uint8), *parts]), world)
-    if not world.first:
-        return None
-    gathered = []
-    for row in rows:
-        pairs = zip(ordered.items(), torch.split(row, [len(one) for one in parts]), strict=True)
-        # a part of a buffer may lie where its dtype must not; its copy does not
-        gathered.append({name: one.clone().view(like.dtype).view(like.shape) for (name, like), one in pairs})
-    return gathered
+def gather(value: Any, world: World) -> list[Any]:
+    """The values of all ranks."""
+    everyone = [value] * world.size
+    if world.size > 1:
+        with _losing_others(world):
+            dist.all_gather_object(everyone, value)
+    return everyone
 
 
-def same_everywhere(text: str, world: World) -> bool:
-    """Whether all ranks hold the same text, such as their settings."""
-    if world.size == 1:
-        return True
-    digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
-    rows = _gather(digest, world)
-    return bool((rows == rows[0]).all())
-
-
-def _run(operation: Callable[[Tensor], object], tensor: Tensor, world: World) -> None:
-    """Run a collective on a tensor, in place: the one place where ranks wait for each other."""
-    carriers = [one.split(":")[0] for one in dist.get_backend_config().split(",")]
-    there = tensor if tensor.device.type in carriers else tensor.to(carriers[0])
+@contextlib.contextmanager
+def _losing_others(world: World) -> Iterator[None]:
+    """RankError if another rank has ended."""
     try:
-        operation(there)
+        yield
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
         raise RankError(
-            f"{world} lost the others while it waited for them ({_say(error)}): one of them has ended; {GO_ON}"
+            f"{world} lost the others while it waited for them ({_reason(error)}): start the run again, it goes on "
+            "from its last checkpoint."
         ) from error
+
+
+def _run(operation: Callable[[Tensor], object], tensor: Tensor, world: World) -> None:
+    """Run a collective on a tensor, in place."""
+    carriers = [one.split(":")[0] for one in dist.get_backend_config().split(",")]
+    there = tensor if tensor.device.type in carriers else tensor.to(carriers[0])
+    with _losing_others(world):
+        operation(there)
     if there is not tensor:
         tensor.copy_(there)
 
 
-def _gather(row: Tensor, world: World) -> Tensor:
-    """The rows of all ranks. (N) -> (world, N)"""
-    rows = row.new_zeros(world.size, len(row))
-    rows[world.rank] = row
-    if len(row):
-        _run(lambda rows: dist.all_gather(list(rows.unbind()), rows[world.rank].clone()), rows, world)
-    return rows
-
-
 def _alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The tensors that fit into one buffer, together."""
+    """The tensors by device and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -209,35 +173,25 @@ def _alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def _write_back(tensors: list[Tensor], flat: Tensor) -> None:
-    """Overwrite the tensors with what follows each other in the buffer."""
+    """Copy a flat buffer into the tensors."""
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     torch._foreach_copy_(tensors, [one.view(tensor.shape) for one, tensor in zip(parts, tensors, strict=True)])
 
 
-def _choose_backend(device: str, world: World) -> str:
-    """NCCL between GPUs, whose one this rank then uses; gloo for all the rest."""
+def _choose_backend(device: str, local: int) -> str:
+    """NCCL on GPUs, one of which this rank then uses; gloo otherwise."""
     cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
     if not (device.startswith("cuda") if device else torch.cuda.is_available() and not cpu):
         return "gloo"
-    if world.local >= (gpus := torch.cuda.device_count()):
+    if local >= (gpus := torch.cuda.device_count()):
         raise RankError(
-            f"{world} is one too many for {gpus} GPUs here: start one process per GPU, or use the device cpu."
+            f"There are {gpus} GPUs here, but local rank {local}: start one process per GPU, or on the cpu."
         )
-    torch.cuda.set_device(world.local)
+    torch.cuda.set_device(local)
     return "cpu:gloo,cuda:nccl"
 
 
-def _read(name: str, default: int | None = None) -> int:
-    """A number that the launcher has set."""
-    text = os.environ.get(name, "" if default is None else str(default))
-    if not text.isdigit():
-        raise RankError(
-            f"{name} is {text!r}, not a number: start several processes with torchrun or accelerate launch."
-        )
-    return int(text)
-
-
-def _say(error: Exception) -> str:
-    """The backend's first sentence, without the place in its source."""
+def _reason(error: Exception) -> str:
+    """The first sentence of the backend's error, without the place in its source."""
     first = str(error).strip().split("\n")[0].split(". ")[0]
     return re.sub(r"^\[\S*\] *", "", first)[:200].rstrip(" .") or type(error).__name__

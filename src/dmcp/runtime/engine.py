@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -20,17 +21,18 @@ from dmcp.runtime.cuda_graphs import Repeated
 from dmcp.runtime.distributed import current
 from dmcp.settings import Engine, Precision
 
+MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]  # parameter groups -> optimizer
+
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _NARROW, _KERNELS = 64, ((1, 1), (3, 3))  # channels and sizes of convolutions that our kernels take
 _DEPTHWISE = ((3, 3), (5, 5))  # sizes of depthwise ones that they take, of any number of channels
-_DEPTHWISE_SHARE = 6  # a network is one of depthwise layers if at least every sixth convolution is one
 _NEEDED = "they need bfloat16, a GPU that computes in it, channels_last, and no compiling"
 _WORTH_KERNELS = 1_000  # steps from which it pays to load our kernels, and to compile them on a new machine
 _WORTH_COMPILING = {True: 2_000, False: 20_000}  # steps from which compiling a large or a small network pays
 
 
 class KernelWarning(UserWarning):
-    """Own kernels that were asked for and are not used."""
+    """Own kernels were asked for and are not used."""
 
 
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:
@@ -48,10 +50,9 @@ def resolve(
     narrow: bool = False,
     depthwise: bool = False,
 ) -> ResolvedEngine:
-    """Every choice made, for a run of so many steps of a small or large network on a device.
+    """Make every choice that the engine leaves open, for a run of so many steps of a small or large network.
 
-    `plain`: nothing of the user's own runs inside a step, and no other process takes part in it. `narrow`,
-    `depthwise`: our kernels are for such networks, see `is_narrow` and `is_depthwise`.
+    plain: no loss or optimizer of the user's own, and one process. narrow, depthwise: see the functions `is_*` below.
     """
     gpu, half, precision = device.type == "cuda", _computes_in_half(device), _precision(engine, device)
     last = gpu if engine.channels_last is None else engine.channels_last
@@ -60,7 +61,7 @@ def resolve(
     fit = half and last and precision is Precision.BFLOAT16 and not engine.compile
     kernels = fit and (meant if engine.kernels is None else engine.kernels) and _can_run_kernels(engine, device)
     alone = kernels and (bool(engine.kernels) or depthwise) and not kernels_refused(device, True)
-    kernels &= bool(engine.kernels) or narrow or alone  # the others alone do little for a network of depthwise layers
+    kernels &= bool(engine.kernels) or narrow or alone  # the others do little for a network of depthwise layers
     if engine.kernels and gpu and not alone:
         what, why = ("kernels for depthwise layers", kernels_refused(device, True)) if fit else ("kernels", _NEEDED)
         _warn_once(f"Own {what} are not used on {device} ({why}): torch's are.")
@@ -80,10 +81,9 @@ def resolve(
 
 
 def pads(engine: Engine, device: torch.device) -> bool:
-    """Whether networks that were cut are trained inside ones of rounder widths: see `padding`."""
-    if device.type != "cuda":
-        return False
-    return _precision(engine, device) is Precision.BFLOAT16 if engine.pad is None else engine.pad
+    """Whether cut networks are trained padded to rounder widths: see `cutting.padded`."""
+    chosen = _precision(engine, device) is Precision.BFLOAT16 if engine.pad is None else engine.pad
+    return chosen and device.type == "cuda"
 
 
 def _precision(engine: Engine, device: torch.device) -> Precision:
@@ -140,10 +140,11 @@ class ResolvedEngine:
                 _cuda_switches(undo, self.tf32, benchmark=not self.deterministic)
             if self.kernels:
                 undo.enter_context(_kernels().OwnKernels(self.depthwise))
-            for model in models if self.sync_batchnorm else ():
-                undo.callback(unsynchronise, synchronised(model))
-            for model in models if self.channels_last else ():
-                undo.callback(_restride, _lay_out(model))
+            for model in models:
+                if self.sync_batchnorm:
+                    _sync_batchnorm(model, undo)
+                if self.channels_last:
+                    _use_channels_last(model, undo)
             yield
 
 
@@ -165,39 +166,32 @@ def _computes_in_half(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def synchronised(model: nn.Module) -> list[tuple[nn.Module, type[nn.Module]]]:
-    """Make the BatchNorms of a model, in place, use the statistics of all ranks; what each of them was before."""
-    norms = [(module, type(module)) for module in model.modules() if type(module) in _BATCH_NORMS]
-    for module, _ in norms:
-        module.__class__ = nn.SyncBatchNorm  # the same parameters, buffers and attributes, but for one
-        vars(module)["process_group"] = None
-    return norms
-
-
-def unsynchronise(norms: list[tuple[nn.Module, type[nn.Module]]]) -> None:
-    """Undo that."""
-    for module, kind in norms:
-        module.__class__ = kind
-        del vars(module)["process_group"]
+def _sync_batchnorm(model: nn.Module, undo: contextlib.ExitStack) -> None:
+    """Let the BatchNorms of a model use the statistics of all ranks."""
+    for module in model.modules():
+        if (kind := type(module)) in _BATCH_NORMS:
+            module.__class__ = nn.SyncBatchNorm  # the same parameters, buffers and attributes, but for one
+            vars(module)["process_group"] = None
+            undo.callback(setattr, module, "__class__", kind)
+            undo.callback(vars(module).pop, "process_group")
 
 
 def is_narrow(model: nn.Module) -> bool:
-    """Whether a model gets our kernels unasked: most of its convolutions have few channels."""
+    """Whether most convolutions of a model have few channels, so that it gets our kernels by default."""
     convs = [it for it in model.modules() if isinstance(it, nn.Conv2d)]
     fit = [it for it in convs if it.groups == 1 and max(it.weight.shape[:2]) <= _NARROW and it.kernel_size in _KERNELS]
     return 2 * len(fit) > len(convs)
 
 
 def is_depthwise(model: nn.Module) -> bool:
-    """Whether a model gets our kernels unasked for its depthwise layers; torch computes its other ones.
+    """Whether a model gets our kernels for depthwise layers by default.
 
     At least every sixth convolution is depthwise, of a size that the kernels take, and the first one keeps the size of
-    the images. So it is a MobileNet or EfficientNet for small images; those for large ones halve them at once, and are
-    compiled instead.
+    the images: a MobileNet or EfficientNet for small images. Those for large ones are compiled instead.
     """
     convs = [it for it in model.modules() if isinstance(it, nn.Conv2d)]
     alone = [it for it in convs if 1 < it.groups == it.in_channels == it.out_channels and it.kernel_size in _DEPTHWISE]
-    return bool(convs) and convs[0].stride == (1, 1) and _DEPTHWISE_SHARE * len(alone) >= len(convs)
+    return bool(convs) and convs[0].stride == (1, 1) and 6 * len(alone) >= len(convs)
 
 
 def _kernels() -> Any:
@@ -207,17 +201,16 @@ def _kernels() -> Any:
 
 @functools.cache
 def kernels_refused(device: torch.device, depthwise: bool = False) -> str:
-    """Why our kernels, or those for depthwise layers, cannot run on a GPU, or "": tried once."""
+    """Why our kernels, or those for depthwise layers, cannot run on a GPU; "" if they can. Tried once."""
     try:
         _kernels().try_out(device, depthwise)
-    except Exception as error:  # no Triton, no C compiler, a GPU that it does not know: torch's kernels do the work
+    except Exception as error:  # no Triton, no C compiler, a GPU that it does not know
         return str(error).splitlines()[0] if str(error) else type(error).__name__
     return ""
 
 
 @functools.cache
 def _warn_once(text: str) -> None:
-    """Every search and training of a process has an engine to settle."""
     if current().first:
         warnings.warn(text, KernelWarning, stacklevel=4)
 
@@ -227,6 +220,9 @@ def best_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+# optimizers
 
 
 def sgd(groups: Any, lr: float, momentum: float, nesterov: bool, device: torch.device) -> torch.optim.SGD:
@@ -241,6 +237,50 @@ def sgd(groups: Any, lr: float, momentum: float, nesterov: bool, device: torch.d
     return optimizer
 
 
+def make_optimizer(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """What the function makes of the groups; TrainingError if it cannot train them."""
+    wanted = {id(parameter) for group in groups for parameter in group["params"]}
+    made = make(groups) if callable(make) else make
+    if not callable(make) or not isinstance(made, torch.optim.Optimizer):
+        raise TrainingError(
+            "optimizer must be a function that makes a torch.optim.Optimizer of parameter groups, like "
+            f"optimizer=torch.optim.AdamW; this {'gives' if callable(make) else 'is'} a {type(made).__name__}."
+        )
+    name = type(made).__name__
+    if {id(parameter) for group in made.param_groups for parameter in group["params"]} != wanted:
+        raise TrainingError(
+            f"The {name} has other parameters than it was given: give it all of the groups; what is not to be trained "
+            "has requires_grad=False."
+        )
+    if not all("lr" in group for group in made.param_groups):
+        raise TrainingError(f"The {name} has groups without an lr, which the schedule sets: take another one.")
+    _, *inputs = inspect.signature(type(made).step).parameters.values()
+    if any(it.default is it.empty and it.kind not in (it.VAR_POSITIONAL, it.VAR_KEYWORD) for it in inputs):
+        raise TrainingError(f"The step of {name} needs a closure, which there is not: take another optimizer.")
+    return made
+
+
+def check_graphs(engine: Engine | None, make: MakeOptimizer | None) -> None:
+    """Refuse CUDA graphs with an optimizer of the user's own: they would replay its first learning rate."""
+    if make is not None and engine is not None and engine.graphs:
+        raise TrainingError("Steps with an optimizer of your own cannot be CUDA graphs: leave graphs out.")
+
+
+def rate_shares(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The learning rates of a new optimizer's groups, relative to that of the schedule.
+
+    The optimizer's default stands for the schedule's. If no group has it, the highest rate does, so that no group is
+    faster than the settings say.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups]
+    if not all(isinstance(rate, int | float | Tensor) for rate in rates):
+        return [1.0] * len(rates)
+    usual, numbers = optimizer.defaults.get("lr"), [float(rate) for rate in rates]
+    base = float(usual) if isinstance(usual, int | float | Tensor) and float(usual) in numbers else 0.0
+    base = base or max(numbers)
+    return [rate / base if base else 1.0 for rate in numbers]
+
+
 def set_lr(optimizer: torch.optim.Optimizer, lr: float, shares: Sequence[float] = ()) -> None:
     """The learning rate of the next step: of all parameters, or of each group its share of it."""
     groups = optimizer.param_groups
@@ -251,26 +291,27 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float, shares: Sequence[float] 
             group["lr"] = lr * share
 
 
+# what is switched and put back
+
+
 def _channels_last(tensor: Tensor) -> Tensor:
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
 
 
 @torch.no_grad()
-def _lay_out(model: nn.Module) -> list[tuple[Tensor, tuple[int, ...]]]:
-    """Store the images among the parameters pixel by pixel, in place; the tensors and their strides before."""
-    found: list[tuple[Tensor, tuple[int, ...]]] = [(it, it.stride()) for it in model.parameters() if it.ndim == 4]
-    for parameter, _ in found:
-        parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
-    return found
+def _use_channels_last(model: nn.Module, undo: contextlib.ExitStack) -> None:
+    """Store the parameters of four dims in this layout, in place."""
+    for parameter in model.parameters():
+        if parameter.ndim == 4:
+            undo.callback(_restride, parameter, parameter.stride())
+            parameter.data = _channels_last(parameter.data)
 
 
 @torch.no_grad()
-def _restride(before: list[tuple[Tensor, tuple[int, ...]]]) -> None:
-    for tensor, stride in before:
-        if tensor.stride() != stride:
-            tensor.data = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(
-                tensor
-            )
+def _restride(tensor: Tensor, stride: tuple[int, ...]) -> None:
+    if tensor.stride() != stride:
+        there = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+        tensor.data = there.copy_(tensor)
 
 
 def _deterministic(undo: contextlib.ExitStack) -> None:

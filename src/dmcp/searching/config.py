@@ -1,51 +1,43 @@
-"""Settings, records and result of a search."""
+"""Bounds of the widths, and what a search records and returns."""
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from dmcp.budget import Budget
-from dmcp.errors import DmcpError, TrainingError, WidthsError
+from dmcp.errors import TrainingError, WidthsError
 from dmcp.markov import CHAIN, Process
+from dmcp.runtime.distributed import World, mean_values
 from dmcp.settings import Bound
+from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.widths import ChannelSpace, Widths
 
-BOUNDS = ("min_channels", "max_channels")  # what people call them
-
+BOUNDS = ("min_channels", "max_channels")
 _EXACT = 1 << 30  # a space's own name goes before all others
 
 
-def check_bound(word: str, bound: Bound, error: type[DmcpError] = TrainingError) -> None:
-    """Refuse what can be no bound of any network; `word` is what people call it."""
-    numbers = list(bound.values()) if isinstance(bound, Mapping) else [bound]
-    if any(type(number) is not int or number < 1 for number in numbers):
-        raise error(f"{word} must be an int of at least 1, or such ints by name, not {bound!r}.")
-
-
-def bounds(
-    graph: ChannelGraph, min_channels: Bound, max_channels: Bound, align: int = 1, words: tuple[str, str] = BOUNDS
-) -> list[tuple[int, int]]:
-    """From which width to which each space may go, both in whole multiples of `align` or the whole space."""
-    least = _by_space(graph, words[0], min_channels, max, lambda number, unit: -(-number // unit))
-    most = _by_space(graph, words[1], max_channels, min, lambda number, unit: number // unit)
+def bounds(graph: ChannelGraph, min_channels: Bound, max_channels: Bound, align: int = 1) -> list[tuple[int, int]]:
+    """The smallest and the largest width of each space: multiples of `align`, or its full size."""
+    lowest = _by_space(graph, BOUNDS[0], min_channels, max, lambda number, unit: -(-number // unit))
+    highest = _by_space(graph, BOUNDS[1], max_channels, min, lambda number, unit: number // unit)
     ends: list[tuple[int, int]] = []
     for space in graph.spaces:
-        step, lower, upper = space.step(align), least.get(space.name, 1), most.get(space.name, space.size)
+        step, lower, upper = space.step(align), lowest.get(space.name, 1), highest.get(space.name, space.size)
         low = min(space.size, -(-lower // step) * step)
         high = upper if upper == space.size else upper // step * step
         if low > high:
-            some = "" if step == 1 else f" that is a multiple of {step}"
-            counted = "" if space.unit == 1 else f", in whole groups of {space.unit} channels"
-            raise WidthsError(
-                f"No width of {space.name}{some} lies from {lower} ({words[0]}) to {upper} ({words[1]}{counted}): move "
-                "one of them."
-            )
+            multiple = "" if step == 1 else f" that is a multiple of {step}"
+            unit = "" if space.unit == 1 else f", in groups of {space.unit} channels"
+            between = f"{lower} (min_channels) to {upper} (max_channels)"
+            raise WidthsError(f"No width of {space.name}{multiple} is from {between}{unit}.")
         ends.append((low, high))
     return ends
 
@@ -61,7 +53,9 @@ def _by_space(
 
     Of several names that fit a space the most exact one counts; of equally exact ones the strictest number.
     """
-    numbers = {"": bound} if isinstance(bound, int) else dict(bound)
+    numbers = dict(bound) if isinstance(bound, Mapping) else {"": bound}
+    if any(type(number) is not int or number < 1 for number in numbers.values()):
+        raise WidthsError(f"{word} must be an int of at least 1, or such ints by name, not {bound!r}.")
     own = {name: number for name, number in numbers.items() if name in {space.name for space in graph.spaces}}
     graph.widths(bound if isinstance(bound, Widths) else own)  # refuses numbers that do not fit
     found: dict[str, int] = {}
@@ -75,7 +69,7 @@ def _by_space(
             found[space.name] = number if best == _EXACT else min(space.size, in_units(number, space.unit))
     for name in numbers:
         if name not in used:
-            raise WidthsError(_unused(graph, word, name))
+            raise WidthsError(f"{word}: {_unused(graph, name)}")
     return found
 
 
@@ -89,15 +83,15 @@ def _exactness(name: str, space: ChannelSpace) -> int:
     return name.count(".") + 1 if writes else -1
 
 
-def _unused(graph: ChannelGraph, word: str, name: str) -> str:
+def _unused(graph: ChannelGraph, name: str) -> str:
     """Why a name bounds nothing, and what to do."""
     for kept in graph.unprunable:
         if kept.name == name or kept.name.startswith(f"{name}."):
-            return f"{word} names {name!r}, which stays whole ({kept.reason}): leave it out."
+            return f"{name!r} is not pruned ({kept.reason}): leave it out."
     known = sorted({other for space in graph.spaces for other in (space.name, *space.writers)})
     near = difflib.get_close_matches(str(name), known, n=3)
     hint = f"did you mean {', '.join(near)}?" if near else "graph.spaces (dmcp inspect) lists them."
-    return f"{word}: there is no space named {name!r}, and no module of that name writes one: {hint}"
+    return f"there is no space named {name!r}, and no module of that name writes one: {hint}"
 
 
 def extremes(graph: ChannelGraph, sizes: Tensor) -> tuple[Widths, Widths]:
@@ -107,7 +101,7 @@ def extremes(graph: ChannelGraph, sizes: Tensor) -> tuple[Widths, Widths]:
 
 @dataclass(frozen=True)
 class SearchRecord:
-    """What one step of a search saw, as plain numbers; None for what it did not do."""
+    """Losses and learning rates of one search step; None for what it did not do."""
 
     step: int
     epoch: int
@@ -120,20 +114,101 @@ class SearchRecord:
 
 
 def as_record(plain: Mapping[str, Any]) -> SearchRecord:
-    """A record that was written as JSON."""
+    """A record read from JSON."""
     lists = {key: tuple(value) for key, value in plain.items() if isinstance(value, list)}
     return SearchRecord(**{**plain, **lists})
 
 
 @dataclass(frozen=True, eq=False)
 class SearchResult:
-    """What a search found: the distribution of widths, and what it was searched for."""
+    """The distribution of widths that a search found, and its budget."""
 
     alphas: Tensor  # (S, G-1)
-    sizes: Tensor  # (S, G), inside the smallest and largest widths that were asked for
+    sizes: Tensor  # group sizes inside min_channels and max_channels. (S, G)
     graph: ChannelGraph
     budget: Budget
     tolerance: float
     align: int = 1
     log: tuple[SearchRecord, ...] = ()
     process: Process = CHAIN
+
+
+# records of the steps
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step saw, still on the device."""
+
+    step: int
+    epoch: int
+    samples: int  # of this rank
+    lr: float
+    weight_losses: Tensor | None
+    alpha_lr: float
+    moved: tuple[Tensor | None, Tensor, Tensor] | None  # task loss, budget loss, ratios
+
+    def read(self, world: World) -> SearchRecord:
+        """The same as plain numbers, means over all ranks; waits for the device."""
+
+        def mean(values: Tensor) -> list[float]:
+            return mean_values(values.reshape(-1), self.samples, world).tolist()
+
+        record = SearchRecord(self.step, self.epoch)
+        if self.weight_losses is not None:
+            record = replace(record, lr=self.lr, weight_losses=tuple(mean(self.weight_losses)))
+        if self.moved is not None:
+            task, budget, ratios = self.moved
+            record = replace(
+                record,
+                alpha_lr=self.alpha_lr,
+                task_loss=None if task is None else mean(task)[0],
+                budget_loss=budget.item(),
+                ratios=tuple(ratios.tolist()),
+            )
+        return record
+
+
+class Log:
+    """Reads the records from the device now and then; if one is not finite, the last good state comes back."""
+
+    def __init__(self, net: Supernet, every: int, on_record: Callable[[SearchRecord], None], world: World) -> None:
+        self.net, self.every, self.on_record, self.world = net, every, on_record, world
+        self.waiting: list[Step] = []
+        self.begin([])
+
+    def begin(self, earlier: list[SearchRecord]) -> None:
+        """Go on after these records, from the state that the supernet now has."""
+        self.records = earlier
+        self.good = {name: tensor.clone() for name, tensor in self.net.state_dict().items()}
+
+    def add(self, step: Step) -> None:
+        """Keep what a step saw."""
+        self.waiting.append(step)
+        if len(self.waiting) == self.every:
+            self.flush()
+
+    def flush(self) -> None:
+        """Read what waits, and check that it is finite."""
+        read, self.waiting = [step.read(self.world) for step in self.waiting], []
+        for record in read:
+            where = f"at step {record.step} (epoch {record.epoch})"
+            if not all(map(math.isfinite, record.weight_losses or ())):
+                self._stop(f"The loss of stage 1, the weights, is not finite {where}", "lr")
+            if not all(math.isfinite(loss or 0.0) for loss in (record.task_loss, record.budget_loss)):
+                self._stop(f"The loss of stage 2, the alphas, is not finite {where}", "lr or alpha_lr")
+        if read and not torch.stack([tensor.isfinite().all() for tensor in self.net.parameters()]).all().item():
+            self._stop(f"Weights or alphas are not finite after step {read[-1].step}", "lr or alpha_lr")
+        self.begin(self.records + read)
+        for record in read:
+            self.on_record(record)
+
+    @torch.no_grad()
+    def _stop(self, what: str, rate: str) -> NoReturn:
+        for name, tensor in self.net.state_dict().items():
+            tensor.copy_(self.good[name])
+        last = f"after step {self.records[-1].step}" if self.records else "before the first step"
+        raise TrainingError(
+            f"{what}; the supernet is as it was {last}. Lower {rate} (a trained model needs a small lr), or look at "
+            "the data."
+        )

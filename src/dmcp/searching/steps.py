@@ -1,40 +1,40 @@
-"""Stage 1 (weights) and stage 2 (alphas) of one search step."""
+"""One step of the search: stage 1 trains the weights (eq. 14), stage 2 moves the alphas (eq. 15)."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dmcp.batches import input_of, size_of
 from dmcp.budget import Budget, budget_loss, ratios
-from dmcp.errors import TrainingError
 from dmcp.losses import Loss, distillation_loss, loss_of
 from dmcp.modules import tensors_in
-from dmcp.runtime.distributed import SINGLE_PROCESS, World, mean_gradients, mean_values
-from dmcp.runtime.engine import autocast
-from dmcp.searching.config import SearchRecord, as_record
-from dmcp.searching.subnets import Chains
-from dmcp.settings import Precision
-from dmcp.supernet import Supernet
+from dmcp.runtime.distributed import SINGLE_PROCESS, World, mean_gradients
+from dmcp.runtime.engine import MakeOptimizer, ResolvedEngine, autocast, make_optimizer, rate_shares, set_lr, sgd
+from dmcp.searching.config import extremes
+from dmcp.searching.subnets import Chains, find_stem, sample_gates
+from dmcp.settings import Precision, Sampling, SearchConfig
+from dmcp.supernet import Narrow, Supernet, run_folded
+from dmcp.training import parameter_groups
 
-Run = Callable[[Any, Tensor | None], Any]  # a network on an input and the head's output
+Run = Callable[[Any, Tensor | None], Any]  # a network on an input and the stem's output
 
 
 @dataclass(frozen=True)
 class Sliced:
-    """A sub-network that takes only the first channels of the head's output, as a tensor of their own."""
+    """A sub-network that takes only the first channels of the stem's output, as a tensor of their own."""
 
     run: Run
     channels: int
 
     def part(self, h: Tensor) -> Tensor:
-        """What it takes."""
+        """The channels that it takes."""
         last = h.ndim == 4 and h.is_contiguous(memory_format=torch.channels_last)
         layout = torch.channels_last if last else torch.contiguous_format
         return h.detach()[:, : self.channels].contiguous(memory_format=layout).requires_grad_(h.requires_grad)
@@ -47,12 +47,12 @@ Subnet = Tensor | Run | Sliced  # its gates, or what runs it
 class Passes:
     """How a supernet is run with gates: they are folded into weights, then the network runs with these.
 
-    A head runs once for all sub-networks; then `run` takes its output, too.
+    A stem runs once for all sub-networks; then `run` takes its output, too.
     """
 
     fold: Callable[[Tensor], dict[str, Tensor]]
-    run: Callable[..., Any]  # (input, folded weights), or (input, the head's output, folded weights)
-    head: Callable[[Any], Tensor] | None = None
+    run: Callable[..., Any]  # (input, folded weights), or (input, the stem's output, folded weights)
+    stem: Callable[[Any], Tensor] | None = None
 
     def __call__(self, x: Any, gates: Tensor, h: Tensor | None = None) -> Any:
         folded = self.fold(gates)
@@ -60,15 +60,20 @@ class Passes:
 
 
 @dataclass(frozen=True)
-class WeightRecord:
-    """What one weight step saw; still on the device, so that no step waits for the host."""
+class Setup:
+    """What all steps of a search share."""
 
-    losses: Tensor  # of each sub-network, the largest first. (n,)
+    net: Supernet
+    chains: Chains
+    budget: Budget
+    config: SearchConfig
+    loss: Loss
+    precision: Precision = Precision.FLOAT32
+    world: World = SINGLE_PROCESS
 
 
-@dataclass(frozen=True)
-class ArchRecord:
-    """What one architecture step saw; still on the device."""
+class ArchRecord(NamedTuple):
+    """What one step of the alphas saw; still on the device, so that no step waits for the host."""
 
     task_loss: Tensor | None  # () or None where the task loss does not move the alphas
     budget_loss: Tensor  # ()
@@ -76,108 +81,99 @@ class ArchRecord:
 
 
 def weight_step(
-    net: Supernet,
+    setup: Setup,
     batches: Sequence[Any],
     optimizer: torch.optim.Optimizer,
     subnets: Sequence[Subnet],
-    loss: Loss,
-    distill: bool = True,
-    precision: Precision = Precision.FLOAT32,
     passes: Passes | None = None,
-    world: World = SINGLE_PROCESS,
-) -> WeightRecord:
-    """Stage 1 (eq. 14): train these sub-networks, gradients accumulated, one optimizer step in all.
+) -> Tensor:
+    """Stage 1 (eq. 14): train sub-networks by the sandwich rule, in one optimizer step; returns their losses. (n,)
 
-    The first one learns the task; with `distil` the others imitate its output instead, which is not trained by that.
-    Several batches count as one large one whose parts are normalised by themselves. The alphas are not touched.
+    The first sub-network learns the task; with `distill` the others learn from its output. Several batches count as
+    one large batch. The alphas are not touched.
     """
+    run = passes or Passes(setup.net.fold, partial(run_folded, setup.net.model))
     weights = [parameter for parameter in _parameters(optimizer) if parameter.requires_grad]
-    slopes: list[Tensor | None] = [None] * len(weights)
+    gradients: list[Tensor | None] = [None] * len(weights)
     samples = sum(map(size_of, batches))
     losses: list[Tensor] = []
     for batch in batches:
         x = input_of(batch)
-        with autocast(net.alpha.device, precision):
-            shared = passes.head(x) if passes and passes.head else None
+        with autocast(setup.net.alpha.device, setup.precision):
+            shared = run.stem(x) if run.stem else None
         h = None if shared is None else shared.detach().requires_grad_(shared.requires_grad)
-        back: Tensor | None = None  # the slope that goes into the head, of all sub-networks at once
+        back: Tensor | None = None  # the gradient into the stem, of all sub-networks at once
         target: list[Tensor] = []
         for subnet in subnets:
             given = subnet.part(h) if isinstance(subnet, Sliced) and h is not None else h
-            with autocast(net.alpha.device, precision):
-                output = _run(net, passes, subnet, x, given)
-                value = distillation_loss(output, target) if distill and target else loss_of(loss, output, batch)
-            slopes, back = _add_slopes(slopes, back, value * (size_of(batch) / samples), weights, given, h)
+            with autocast(setup.net.alpha.device, setup.precision):
+                output = _run(run, subnet, x, given)
+                learns = setup.config.distill and target
+                value = distillation_loss(output, target) if learns else loss_of(setup.loss, output, batch)
+            share = size_of(batch) / samples
+            gradients, back = _add_gradients(gradients, back, value * share, weights, given, h)
             losses.append(value.detach())
             target = target or [tensor.detach() for tensor in tensors_in(output)]
         if shared is not None and back is not None:
-            slopes = _sums(slopes, torch.autograd.grad(shared, weights, back, allow_unused=True))
-    for weight, slope in zip(weights, slopes, strict=True):
-        weight.grad = slope
-    mean_gradients(weights, samples, world)
+            gradients = _sums(gradients, torch.autograd.grad(shared, weights, back, allow_unused=True))
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight.grad = gradient
+    mean_gradients(weights, samples, setup.world)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return WeightRecord(torch.stack(losses).reshape(len(batches), len(subnets)).mean(dim=0))
+    return torch.stack(losses).reshape(len(batches), len(subnets)).mean(dim=0)
 
 
 def arch_step(
-    net: Supernet,
-    batches: Sequence[Any],
-    optimizer: torch.optim.Optimizer,
-    chains: Chains,
-    loss: Loss | None,
-    budget: Budget,
-    budget_weight: float = 0.1,
-    tolerance: float = 0.95,
-    precision: Precision = Precision.FLOAT32,
-    passes: Passes | None = None,
-    world: World = SINGLE_PROCESS,
+    setup: Setup, batches: Sequence[Any], optimizer: torch.optim.Optimizer, passes: Passes | None = None
 ) -> ArchRecord:
     """Stage 2 (eq. 15): move the alphas by the task loss of the soft network and by the budget loss.
 
-    Without a loss the budget alone moves them, and the network is not run. Weights and buffers come out bit-identical.
+    With `task_loss=False` the network is not run. Weights and buffers come out bit-identical.
     """
+    net, chains, config = setup.net, setup.chains, setup.config
     optimizer.zero_grad(set_to_none=True)
     task: list[Tensor] = []
     samples = sum(map(size_of, batches))
     with _only_alphas(net):
-        for batch in batches if loss else ():
-            assert loss is not None
+        for batch in batches if config.task_loss else ():
             gates = chains.gates(chains.marginals(net.alpha))
-            with autocast(net.alpha.device, precision):
-                value = loss_of(loss, (passes or net)(input_of(batch), gates), batch)
+            with autocast(net.alpha.device, setup.precision):
+                value = loss_of(setup.loss, (passes or net)(input_of(batch), gates), batch)
             torch.autograd.backward(value * (size_of(batch) / samples))
             task.append(value.detach())
-        mean_gradients(_parameters(optimizer), samples, world)
-        seen = ratios(budget, net.graph, chains.marginals(net.alpha), chains.sizes, chains.process)
-        excess = budget_loss(seen, tolerance)
-        torch.autograd.backward(budget_weight * excess)
+        mean_gradients(_parameters(optimizer), samples, setup.world)
+        seen = ratios(setup.budget, net.graph, chains.marginals(net.alpha), chains.sizes, chains.process)
+        excess = budget_loss(seen, config.tolerance)
+        torch.autograd.backward(config.budget_weight * excess)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return ArchRecord(torch.stack(task).mean() if task else None, excess.detach(), seen.detach())
 
 
-def _run(net: Supernet, passes: Passes | None, subnet: Subnet, x: Any, h: Tensor | None) -> Any:
-    if isinstance(subnet, Sliced):
-        return subnet.run(x, h)
-    if not isinstance(subnet, Tensor):
-        return subnet(x, h)
-    return passes(x, subnet, h) if passes else net(x, subnet)
+def _run(passes: Passes, subnet: Subnet, x: Any, h: Tensor | None) -> Any:
+    if isinstance(subnet, Tensor):
+        return passes(x, subnet, h)
+    return subnet.run(x, h) if isinstance(subnet, Sliced) else subnet(x, h)
 
 
-def _add_slopes(
-    slopes: Sequence[Tensor | None],
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _add_gradients(
+    gradients: Sequence[Tensor | None],
     back: Tensor | None,
     value: Tensor,
     weights: Sequence[Tensor],
-    given: Tensor | None,  # what came from the head
+    given: Tensor | None,  # what came from the stem
     h: Tensor | None,
 ) -> tuple[list[Tensor | None], Tensor | None]:
-    """Earlier gradients and those of one more loss; nothing of the latter alone outlives this, they are large."""
+    """Earlier gradients plus those of one more loss, which are large and are freed at once."""
     if given is None or not given.requires_grad:
-        return _sums(slopes, torch.autograd.grad(value, weights, allow_unused=True)), back
-    *found, slope = torch.autograd.grad(value, [*weights, given], allow_unused=True)
-    return _sums(slopes, found), _add_back(back, slope, h)
+        return _sums(gradients, torch.autograd.grad(value, weights, allow_unused=True)), back
+    *found, gradient = torch.autograd.grad(value, [*weights, given], allow_unused=True)
+    return _sums(gradients, found), _add_back(back, gradient, h)
 
 
 def _sums(before: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -193,7 +189,7 @@ def _sums(before: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> li
 
 
 def _add_back(before: Tensor | None, found: Tensor | None, h: Tensor | None) -> Tensor | None:
-    """The gradient into the head's output, of one more sub-network, which may have had only its first channels."""
+    """The gradient into the stem's output, of one more sub-network, which may have had only its first channels."""
     if found is None or h is None:
         return before
     if found.shape == h.shape:
@@ -203,10 +199,6 @@ def _add_back(before: Tensor | None, found: Tensor | None, h: Tensor | None) -> 
         total = total.contiguous()  # of a sum, autograd gives one number for many places
     total[:, : found.shape[1]] += found
     return total
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 @contextlib.contextmanager
@@ -231,123 +223,58 @@ def _only_alphas(net: Supernet) -> Iterator[None]:
 
 @torch.no_grad()
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """All tensors of one kind at once: one kernel on a GPU, not one for each."""
+    """All tensors of one dtype at once: one kernel on a GPU, not one for each."""
     for dtype in {target.dtype for target in targets}:
         pairs = [pair for pair in zip(targets, sources, strict=True) if pair[0].dtype == dtype]
         torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
-_MUCH = 10  # times the first losses of the weights, from where on they diverge
+class Steps:
+    """Both stages as they are run: compiled, with a stem and a narrow smallest sub-network where the graph is exact."""
 
+    def __init__(self, setup: Setup, engine: ResolvedEngine, optimizer: MakeOptimizer | None = None) -> None:
+        self.setup, net, config, device = setup, setup.net, setup.config, engine.device
+        usual = partial(sgd, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0, device=device)
+        self.weights = make_optimizer(optimizer or usual, parameter_groups(net.model, config.weight_decay))
+        self.shares = rate_shares(self.weights)
+        self.alphas = sgd(net.alphas(), config.alpha_lr, config.alpha_momentum, config.alpha_momentum > 0, device)
+        full = engine.compiled(lambda x, folded: run_folded(net.model, x, folded))
+        soft, plain = (Passes(engine.compiled(net.fold), full) for _ in range(2))
+        stem = find_stem(net) if net.graph.exact else None
+        split = Passes(plain.fold, engine.compiled(stem.tail), engine.compiled(stem.head)) if stem else plain
+        gated = net.hard(setup.chains.sizes[:, 0])
+        smallest: Subnet = gated
+        self.narrow: Narrow | None = None
+        if net.graph.exact and not any(recording.caches for recording in net.graph.recordings):
+            align = 8 if device.type == "cuda" else 1  # what tensor cores want
+            border = (stem.paths, stem.value) if stem else ()
+            self.narrow = Narrow(net, extremes(net.graph, setup.chains.sizes)[0], align, *border)
+            run, channels = engine.compiled(self.narrow), self.narrow.channels
+            smallest = run if channels is None else Sliced(run, channels)
+        self.largest = net.hard(setup.chains.sizes.sum(dim=1))
+        unbounded = bool(self.largest.all())
 
-@dataclass(frozen=True)
-class Step:
-    """What one step saw, still on the device."""
+        def stage1(batches: list[Any], gates: Tensor) -> Tensor:
+            as_traced = stem is None or all(stem.fits(input_of(batch)) for batch in batches)
+            passes = split if as_traced else plain
+            largest: Subnet = self.largest
+            if unbounded:  # nothing is gated
+                largest = lambda x, h: passes.run(x, *(() if h is None else (h,)), net.unfolded())  # noqa: E731
+            subnets = [largest, smallest if as_traced else gated, *gates.unbind()]
+            return weight_step(setup, batches, self.weights, subnets, passes)
 
-    step: int
-    epoch: int
-    samples: int  # of this rank
-    lr: float
-    trained: WeightRecord | None
-    alpha_lr: float
-    moved: ArchRecord | None
+        def stage2(batches: list[Any]) -> ArchRecord:
+            return arch_step(setup, batches, self.alphas, soft)
 
-    def plain(self, world: World) -> SearchRecord:
-        """The same as numbers, means over all ranks; waits for the device."""
+        self.stage1, self.stage2 = engine.repeated(stage1), engine.repeated(stage2)
 
-        def mean(values: Tensor) -> list[float]:
-            return mean_values(values.reshape(-1), self.samples, world).tolist()
+    def train_weights(self, batches: list[Any], sampling: Sampling, generator: torch.Generator, lr: float) -> Tensor:
+        """Stage 1 with newly sampled sub-networks."""
+        gates = sample_gates(self.setup.net, self.setup.chains, sampling, self.setup.config.subnets, generator)
+        set_lr(self.weights, lr, self.shares)
+        return self.stage1(batches, torch.stack(gates) if gates else self.largest[None][:0])  # type: ignore[no-any-return]
 
-        record = SearchRecord(self.step, self.epoch)
-        if self.trained is not None:
-            record = replace(record, lr=self.lr, weight_losses=tuple(mean(self.trained.losses)))
-        if self.moved is not None:
-            task = self.moved.task_loss
-            record = replace(
-                record,
-                alpha_lr=self.alpha_lr,
-                task_loss=None if task is None else mean(task)[0],
-                budget_loss=self.moved.budget_loss.item(),
-                ratios=tuple(self.moved.ratios.tolist()),
-            )
-        return record
-
-
-class Log:
-    """Records of the steps, read from the device now and then; where one is not finite the search stops."""
-
-    def __init__(
-        self, net: Supernet, every: int, on_record: Callable[[SearchRecord], None] | None, world: World
-    ) -> None:
-        self.net = net
-        self.world = world
-        self.every = every
-        self.on_record = on_record
-        self.records: list[SearchRecord] = []
-        self.waiting: list[Step] = []
-        self.good = self._state()
-
-    def _state(self) -> dict[str, Tensor]:
-        return {name: tensor.clone() for name, tensor in self.net.state_dict().items()}
-
-    def begin(self, earlier: list[dict[str, Any]]) -> None:
-        """Go on after these records, from the state that the supernet now has."""
-        self.records = [as_record(record) for record in earlier]
-        self.good = self._state()
-
-    def add(self, step: Step) -> None:
-        """Keep what a step saw."""
-        self.waiting.append(step)
-        if len(self.waiting) == self.every:
-            self.flush()
-
-    def flush(self) -> None:
-        """Read what waits; if all of it is finite, remember this state of the supernet, otherwise go back and stop."""
-        steps, self.waiting = [step.plain(self.world) for step in self.waiting], []
-        for record in steps:
-            self._check(record, steps, "stage 1, the weights", *(record.weight_losses or ()))
-            self._check(record, steps, "stage 2, the alphas", record.task_loss or 0.0, record.budget_loss or 0.0)
-        if steps and not torch.stack([tensor.isfinite().all() for tensor in self.net.parameters()]).all().item():
-            what = f"Weights or alphas became infinite or NaN by step {steps[-1].step} (epoch {steps[-1].epoch})"
-            self._stop(what, "", steps)
-        self.records += steps
-        self.good = self._state()
-        for record in steps if self.on_record else ():
-            assert self.on_record is not None
-            self.on_record(record)
-
-    def _check(self, record: SearchRecord, steps: list[SearchRecord], stage: str, *losses: float) -> None:
-        for loss in losses:
-            if not math.isfinite(loss):
-                what = f"The loss is {loss} in {stage}, at step {record.step} (epoch {record.epoch})"
-                self._stop(what, stage, [it for it in steps if it.step <= record.step])
-
-    @torch.no_grad()
-    def _stop(self, what: str, stage: str, steps: list[SearchRecord]) -> NoReturn:
-        records = [*self.records, *steps]
-        for name, tensor in self.net.state_dict().items():
-            tensor.copy_(self.good[name])
-        last = f"after step {self.records[-1].step}" if self.records else "before the first step"
-        grown = _growth(records)
-        if grown:
-            what = f"The weights diverged: {grown}. {what}"
-        raise TrainingError(
-            f"{what}; the supernet is again as it was {last}, a model that was given to dmcp.prune is as it was given. "
-            f"{_advice(stage, records, bool(grown))}, or look at the data."
-        )
-
-
-def _growth(records: list[SearchRecord]) -> str:
-    """How far the losses of the weights have grown, if that is much."""
-    finite = [(it.step, max(filter(math.isfinite, it.weight_losses or ()), default=None)) for it in records]
-    found = [(step, loss) for step, loss in finite if loss is not None]
-    (_, first), (step, last) = (found[0], max(found, key=lambda it: it[1])) if found else ((0, 0.0), (0, 0.0))
-    return f"their loss grew from {first:.3g} to {last:.3g} by step {step}" if last > _MUCH * first else ""
-
-
-def _advice(stage: str, records: list[SearchRecord], grown: bool) -> str:
-    """Which learning rate to lower; the one of the weights is shown as the steps have it, scaled by their samples."""
-    rates = [it.lr for it in records if it.lr is not None]
-    if rates and (grown or stage.startswith("stage 1")):
-        return f"Lower lr, the weights' learning rate ({rates[-1]:.3g} in this step; a trained model needs a small one)"
-    return "Lower lr or alpha_lr" if rates else "Lower alpha_lr"
+    def move_alphas(self, batches: list[Any], lr: float) -> ArchRecord:
+        """Stage 2."""
+        set_lr(self.alphas, lr)
+        return self.stage2(batches)  # type: ignore[no-any-return]

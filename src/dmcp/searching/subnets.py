@@ -1,4 +1,4 @@
-"""The sandwich rule's sub-networks, and the stem that they share."""
+"""The sub-networks of the sandwich rule, and the stem that they share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from dmcp.batches import widest
 from dmcp.checkpoint import random_state, set_random_state
 from dmcp.importance import magnitude
-from dmcp.markov import CHAIN, INDEPENDENT, Process, bounded
+from dmcp.markov import CHAIN, INDEPENDENT, Process, bounded, rand
 from dmcp.modules import leaves, narrow, tensors_in
 from dmcp.searching.config import bounds
 from dmcp.settings import Bound, Sampling
@@ -28,17 +28,15 @@ class Chains:
     """What the alphas of a supernet mean in one search: their process, and the widths that they may reach."""
 
     process: Process
-    sizes: (
-        Tensor  # group sizes inside the bounds: the first group and the sum are the smallest and largest widths. (S, G)
-    )
+    sizes: Tensor  # groups inside the bounds: the first one and the sum are the smallest and largest widths. (S, G)
     place: Tensor  # of each channel: its group in a flattened (S, G + 1) table, whose last column is never kept
 
     def marginals(self, alpha: Tensor) -> Tensor:
-        """Chance that each group is kept; zero where it is empty. (S, G-1) -> (S, G)"""
+        """Probability that each group is kept; zero where it is empty. (S, G-1) -> (S, G)"""
         return self.process.marginals(alpha) * (self.sizes > 0)
 
     def gates(self, groups: Tensor) -> Tensor:
-        """What is known of each group, spread over its channels. (..., S, G) -> (..., channels)"""
+        """A number per group, spread over its channels (eq. 7). (..., S, G) -> (..., channels)"""
         return F.pad(groups, (0, 1)).flatten(-2)[..., self.place]
 
 
@@ -49,10 +47,10 @@ def chains(
     max_channels: Bound | None = None,
     align: int = 1,
 ) -> Chains:
-    """The chains of a supernet with bounded widths, in whole multiples of `align`."""
+    """The chains of a supernet with bounded widths, in multiples of `align`."""
     ends = bounds(net.graph, min_channels or {}, max_channels or {}, align)
-    low_high = torch.tensor(ends, device=net.sizes.device)
-    sizes = bounded(net.sizes, low_high[:, 0], low_high[:, 1])
+    lower, upper = torch.tensor(ends, device=net.sizes.device).unbind(1)
+    sizes = bounded(net.sizes, lower, upper)
     behind = sizes.cumsum(dim=1)[net.space_of] <= net.position[:, None]  # (channels, G)
     return Chains(process, sizes, behind.sum(dim=1) + net.space_of * (sizes.shape[1] + 1))
 
@@ -72,28 +70,23 @@ def sample_gates(
     sizes = chains.sizes
     if sampling is Sampling.MARKOV and chains.process is INDEPENDENT:  # any groups, not the first ones: no widths
         chances = chains.marginals(net.alpha.detach())
-        return list(chains.gates(_uniform((count, *sizes.shape), sizes, generator) < chances))
+        return list(chains.gates(rand((count, *sizes.shape), sizes.device, generator) < chances))
     if sampling is Sampling.MARKOV:
         widths = chains.process.sample(net.alpha, sizes, count, generator)
     else:
         rank = (sizes > 0).cumsum(dim=1)  # the number of different widths up to each group
         shape = (len(sizes) if sampling is Sampling.UNIFORM else 1, count)
-        chosen = (_uniform(shape, sizes, generator) * rank[:, -1:]).long() + 1  # (S, count)
+        chosen = (rand(shape, sizes.device, generator) * rank[:, -1:]).long() + 1  # (S, count)
         group = torch.searchsorted(rank, chosen.clamp(max=rank[:, -1:]))  # a product may have been rounded up
         widths = sizes.cumsum(dim=1).gather(1, group).T
     return [net.hard(row) for row in widths]
 
 
-def _uniform(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
-    device = torch.device("cpu") if generator is None else generator.device
-    return torch.rand(shape, generator=generator, device=device).to(like.device)
-
-
 @torch.no_grad()
 def sort_channels(net: Supernet) -> None:
-    """Order the channels of every space by importance, in place: sub-networks keep the first ones.
+    """Order the channels of every space by the L2 norm of the weights that write them, in place.
 
-    The network computes the same as before. Importance is the L2 norm of the weights that write a channel.
+    Sub-networks keep the first channels; the full network computes the same as before.
     """
     order: dict[str, list[int]] = {}
     for space in net.graph.spaces:
@@ -107,9 +100,12 @@ def sort_channels(net: Supernet) -> None:
         old_buffer.copy_(new_buffer)
 
 
+# the stem: first layers that no gate reaches, run once for all sub-networks of a step
+
+
 _RANDOM = torch.Tag.nondeterministic_seeded
-_STEEP = 1e6
-_SLOW = 5 * 10**8  # macs beyond which trying a stem takes long on a CPU
+_LARGE_GRADIENT = 1e6  # shows code that looks at the size of gradients
+_SLOW = 5 * 10**8  # MACs above which trying a stem takes long on a CPU
 
 
 class Stem:
@@ -135,12 +131,12 @@ class Stem:
         return run_folded(self.rest, x, folded | {given_name(self.paths): h})
 
     def fits(self, x: Any) -> bool:
-        """Whether an input is of the kind that was traced: with another size the network may do other things."""
+        """True if an input has the traced shape: at another size the network may do other things."""
         return isinstance(x, Tensor) and tuple(x.shape[1:]) == tuple(self.net.graph.input_shape)
 
 
 def find_stem(net: Supernet) -> Stem | None:
-    """The longest stem that changes nothing, or None; tried in train mode, outputs and gradients."""
+    """The longest stem that leaves outputs and gradients in train mode as they are, or None."""
     recordings, shape = net.graph.recordings, net.graph.input_shape
     plain = isinstance(shape, (tuple, list)) and all(isinstance(size, int) for size in shape)
     if not plain or (net.position.device.type == "cpu" and net.graph.macs() > _SLOW):
@@ -214,7 +210,7 @@ def _is_closed(recording: Recording, ops: Sequence[Op], given: int, gated: set[s
 
 
 def _is_border(recording: Recording, link: _Link) -> bool:
-    """Whether all later ops know the earlier values by the link's output only, and leave that as it is."""
+    """True if later ops read only the link's output of all earlier values, and do not write it."""
     before = {out for op in recording.ops[: link.end] for out in op.outs} | set(recording.inputs)
     hidden = before - {link.value} - set(recording.tensors)
     views = {link.value}
@@ -233,70 +229,66 @@ def _is_border(recording: Recording, link: _Link) -> bool:
 
 
 def _tied(stem: Stem) -> bool:
-    """Whether a parameter of the stem is one of the rest, too."""
+    """True if a parameter of the stem is one of the rest, too."""
     rest = {id(parameter) for parameter in stem.rest.parameters()}
     return any(id(parameter) in rest for part in stem.parts for parameter in part.parameters())
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Whether a module is torch's own and nobody has hooked into it: it computes what its ops say, and no more."""
+    """True if a module is torch's own and has no hooks: it computes what its ops say, and no more."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return type(module).__module__.startswith("torch.nn.modules.") and not any(getattr(module, name) for name in hooks)
 
 
 def _is_same(stem: Stem) -> bool:
-    """Whether two sub-networks give the same outputs and gradients both ways, on copies with other weights."""
-    net, device = stem.net, stem.net.position.device
-    wide = widest(device)
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randn(2, *net.graph.input_shape, generator=draw, dtype=wide).to(device)
+    """True if two sub-networks give the same outputs and gradients both ways, on copies with other weights."""
+    net, device, cpu = stem.net, stem.net.position.device, torch.device("cpu")
+    wide, dice = widest(device), torch.Generator().manual_seed(0)
+    x = torch.randn(2, *net.graph.input_shape, generator=dice, dtype=wide).to(device)
     twin = copy.deepcopy(net, {id(net.graph): net.graph}).to(wide).train()
     with torch.no_grad():
         for weight in twin.weights():
-            weight.add_(0.1 * torch.randn(weight.shape, generator=draw, dtype=wide).to(device))
-    host = random_state(torch.device("cpu"))
-    whole = _slopes(copy.deepcopy(twin, {id(net.graph): net.graph}), None, x)
+            weight.add_(0.1 * torch.randn(weight.shape, generator=dice, dtype=wide).to(device))
+    host = random_state(cpu)
+    undivided = _outputs_and_gradients(copy.deepcopy(twin, {id(net.graph): net.graph}), None, x)
     own = Stem(twin, stem.paths, stem.value)
     before = _plain_state(own.rest)
-    divided = _slopes(twin, own, x)
-    drawn = random_state(torch.device("cpu"))
-    if any(not torch.equal(drawn[name].nan_to_num(), it.nan_to_num()) for name, it in host.items()):
-        set_random_state(host, torch.device("cpu"))
+    divided = _outputs_and_gradients(twin, own, x)
+    after = random_state(cpu)
+    if any(not torch.equal(after[name].nan_to_num(), it.nan_to_num()) for name, it in host.items()):
+        set_random_state(host, cpu)
         return False  # the model decides something by the host's random numbers, maybe before its first layer
     buffers = dict(twin.model.named_buffers())
-    if before != _plain_state(own.rest) or any(
-        buffer is not buffers.get(name, buffer) for name, buffer in own.rest.named_buffers()
-    ):
+    replaced = any(buffer is not buffers.get(name, buffer) for name, buffer in own.rest.named_buffers())
+    if replaced or before != _plain_state(own.rest):
         return False  # a forward counts, or put another tensor in the place of a buffer: that would get lost
     bound = 1e-6 if wide is torch.float64 else 1e-3
     return all(
         a.shape == b.shape and bool((a - b).abs().max() <= bound * (1e-9 + b.abs().max()))
-        for a, b in zip(divided, whole, strict=True)
+        for a, b in zip(divided, undivided, strict=True)
     )
 
 
-def _slopes(net: Supernet, stem: Stem | None, x: Tensor) -> list[Tensor]:
+def _outputs_and_gradients(net: Supernet, stem: Stem | None, x: Tensor) -> list[Tensor]:
     """Outputs of two sub-networks, and the gradients of a sum over both."""
     found: list[Tensor] = []
-    devices = [x.device] if x.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng([x.device] if x.device.type == "cuda" else []):
         torch.manual_seed(0)
         h = stem.head(x) if stem else None
         given = None if h is None else h.detach().requires_grad_(h.requires_grad)
-        for gates in (net.hard(net.graph.full), net.hard(net.floor)):
-            folded = net.fold(gates)
-            out = net(x, gates) if stem is None or given is None else stem.tail(x, given, folded)
+        for gates in (net.hard(net.graph.full), net.hard(net.min_widths)):
+            out = net(x, gates) if stem is None or given is None else stem.tail(x, given, net.fold(gates))
             outputs = tensors_in(out)
             found += [tensor.detach().clone() for tensor in outputs]
-            steep = _STEEP  # so that code that looks at the size of gradients shows itself
-            ramps = [torch.linspace(-steep, steep, one.numel(), dtype=one.dtype, device=x.device) for one in outputs]
+            ends = -_LARGE_GRADIENT, _LARGE_GRADIENT
+            ramps = [torch.linspace(*ends, one.numel(), dtype=one.dtype, device=x.device) for one in outputs]
             torch.autograd.backward([(one.flatten() * ramp).sum() for one, ramp in zip(outputs, ramps, strict=True)])
         if h is not None and given is not None and given.grad is not None:
             torch.autograd.backward(h, given.grad)
-    return found + [torch.zeros_like(one) if one.grad is None else one.grad / _STEEP for one in net.weights()]
+    return found + [torch.zeros_like(one) if one.grad is None else one.grad / _LARGE_GRADIENT for one in net.weights()]
 
 
 def _plain_state(model: nn.Module) -> list[dict[str, Any]]:
-    """Numbers and words that the modules of a network keep."""
+    """Numbers and texts that the modules of a network keep."""
     kinds = (int, float, str)
     return [{name: it for name, it in vars(module).items() if type(it) in kinds} for module in model.modules()]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dmcp.tracing.layout import Layout, in_spaces, monomials
 from dmcp.tracing.ops import Coupling, Flow
-from dmcp.tracing.record import Op, Recording
+from dmcp.tracing.record import Recording
 
 _CHUNK = 1 << 16  # numbers in one intermediate tensor: few enough for a CPU's cache
 _EXACT = 1 << 53  # float64 holds every integer up to here
@@ -138,29 +138,23 @@ class Polynomial:
         return table
 
 
-# give back what they get, in eval mode: memory that is looked at in another way
+# ops that give back the memory of their input, in eval mode
 VIEWS = {"reshape", "flatten", "unflatten", "expand_as", "view_as", "contiguous", "dropout", "feature_dropout"}
-_NUMBER_BY_NUMBER = {
-    "batch_norm",
-    "prelu",
-    "_prelu_kernel",
-    "where",
-    "masked_fill",
-}  # besides those with a pointwise rule
+_ELEMENTWISE = {"batch_norm", "prelu", "_prelu_kernel", "where", "masked_fill"}  # besides those with a pointwise rule
 
 
 @dataclass(frozen=True)
 class Moment:
-    """The run of one op, and the bytes of all activations that are held then."""
+    """One op as it runs, and the bytes of all activations that are held then."""
 
     name: str  # of the layer
     terms: Terms
 
 
 class Peak(Polynomial):
-    """The most of some polynomials over the same products of widths; like one of them, it grows with each width.
+    """The maximum of some polynomials over the same products of widths; like one of them, it grows with each width.
 
-    Its expectation is the most of theirs, which is not above the expectation of the most.
+    Its expectation is the maximum of theirs, which is not above the expectation of the maximum.
     """
 
     def __init__(self, moments: Sequence[Moment], spaces: int) -> None:
@@ -178,7 +172,7 @@ class Peak(Polynomial):
         return evaluate(self.at(widths).terms, widths)
 
     def at(self, widths: Sequence[int]) -> Moment:
-        """When most is held at some widths; the first of several."""
+        """The moment of the peak at some widths; the first of several."""
         return max(self.moments, key=lambda moment: evaluate(moment.terms, widths))
 
     def _sum(self, powers: Sequence[Tensor]) -> Tensor:
@@ -207,19 +201,18 @@ def show_bytes(amount: float) -> str:
 def moments(coupling: Coupling, numbers: Mapping[int, int], batch: int | None) -> tuple[Moment, ...]:
     """Of the pass in eval mode, for one sample: the moments that can be the worst ones at some widths.
 
-    Held is what is still to be read, the inputs and what an op is writing. An op that works number by number overwrites
-    what nobody reads after it, as runtimes do, so that norms and activation functions take no memory of their own.
-    What is computed from weights alone is not counted, nor what an op needs for itself.
+    Held is what is still to be read, the inputs and what an op is writing. An elementwise op overwrites what nobody
+    reads after it, as runtimes do, so norms and activation functions take no memory of their own. What is computed
+    from weights alone is not counted, nor what an op needs for itself.
     """
     recording, layouts, resolve = coupling.recordings[0], coupling.layouts[0], coupling.channels.resolve
     holders = _holders(recording, coupling.facts[0].flows)
     samples = batch or 1
 
     def size(value: int) -> Terms:
-        whole = product(
-            recording.dtypes[value].itemsize, [in_spaces(resolve(dims), numbers) for dims in layouts[value]]
-        )
-        return {spaces: -(-factor // samples) for spaces, factor in whole.items()}
+        dims = [in_spaces(resolve(layout), numbers) for layout in layouts[value]]
+        terms = product(recording.dtypes[value].itemsize, dims)
+        return {spaces: -(-factor // samples) for spaces, factor in terms.items()}
 
     held = [(born, dies, size(value)) for value, (born, dies) in holders.items()]
     found = [
@@ -230,9 +223,13 @@ def moments(coupling: Coupling, numbers: Mapping[int, int], batch: int | None) -
 
 
 def _holders(recording: Recording, flows: Sequence[Flow]) -> dict[int, tuple[int, int]]:
-    """First and last op during which memory is held, by the value that it was got for."""
+    """First and last op during which memory is held, by the value that it was allocated for."""
+
+    def same(old: int, new: int) -> bool:
+        return (recording.shapes[old], recording.dtypes[old]) == (recording.shapes[new], recording.dtypes[new])
+
     owners = _owners(recording)
-    whole = _whole(recording, owners)
+    complete = _complete(recording, owners)
     last: dict[int, int] = {}
     for number, op in enumerate(recording.ops):
         last |= {owners[value]: number for value in (*op.inputs(), *op.outs[:1]) if value in owners}
@@ -246,8 +243,8 @@ def _holders(recording: Recording, flows: Sequence[Flow]) -> dict[int, tuple[int
         for out in op.outs:
             if out is None or out in places or owners.get(out) != out or out not in last:  # not new, or never read
                 continue
-            by_number = op.name in _NUMBER_BY_NUMBER or flows[number] is Flow.POINTWISE
-            looks = [value for value in op.inputs() if value in whole and _fits(recording, value, out)] * by_number
+            elementwise = op.name in _ELEMENTWISE or flows[number] is Flow.POINTWISE
+            looks = [value for value in op.inputs() if value in complete and same(value, out)] * elementwise
             free = (owners[value] for value in looks if owners[value] not in recording.inputs)  # those are the caller's
             old = next((value for value in free if last[value] == number), out)
             places[out] = places.get(old, out)
@@ -256,20 +253,21 @@ def _holders(recording: Recording, flows: Sequence[Flow]) -> dict[int, tuple[int
 
 
 def _owners(recording: Recording) -> dict[int, int]:
-    """Of each activation: the value whose memory it is a look at, which may be itself."""
+    """Of each activation: the value whose memory it is a view of, which may be itself."""
     own = recording.own()
     found = {value: value for value in (*recording.inputs, *recording.constants) if value not in own}
     for op in recording.ops:
         inputs = [value for value in op.inputs() if value in found]
         for out in op.outs:
             if out is not None and out not in found and out not in own:
-                looks = inputs and _is_view(op) and recording.dtypes[out] == recording.dtypes[inputs[0]]
+                view = op.func.is_view or op.name in VIEWS or op.name.endswith("_")  # squeeze_
+                looks = inputs and view and recording.dtypes[out] == recording.dtypes[inputs[0]]
                 found[out] = found[inputs[0]] if looks else out
     return found
 
 
-def _whole(recording: Recording, owners: Mapping[int, int]) -> set[int]:
-    """The activations that are looks at all of the memory, at each number once."""
+def _complete(recording: Recording, owners: Mapping[int, int]) -> set[int]:
+    """The activations that are views of all of the memory, of each number once."""
     found = {value for value, owner in owners.items() if value == owner}
     for op in recording.ops:
         inputs = [value for value in op.inputs() if value in owners]
@@ -280,23 +278,14 @@ def _whole(recording: Recording, owners: Mapping[int, int]) -> set[int]:
     return found
 
 
-def _is_view(op: Op) -> bool:
-    return op.func.is_view or op.name in VIEWS or op.name.endswith("_")  # squeeze_
-
-
-def _fits(recording: Recording, old: int, new: int) -> bool:
-    """Whether one may be written over the other."""
-    return (recording.shapes[old], recording.dtypes[old]) == (recording.shapes[new], recording.dtypes[new])
-
-
 def _worst(found: Sequence[Moment]) -> list[Moment]:
     """Those that no other one exceeds at all widths, each once, in order."""
+
+    def covers(one: Moment, other: Moment) -> bool:
+        return all(one.terms.get(spaces, 0) >= factor for spaces, factor in other.terms.items())
+
     kept: list[Moment] = []
     for moment in found:
-        if not any(_covers(other.terms, moment.terms) for other in kept):
-            kept = [other for other in kept if not _covers(moment.terms, other.terms)] + [moment]
+        if not any(covers(other, moment) for other in kept):
+            kept = [other for other in kept if not covers(moment, other)] + [moment]
     return kept
-
-
-def _covers(most: Terms, least: Terms) -> bool:
-    return all(most.get(spaces, 0) >= factor for spaces, factor in least.items())

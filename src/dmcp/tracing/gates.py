@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -16,9 +17,8 @@ from dmcp.tracing.record import Op, Ref
 
 Fold = tuple[str, int]  # tensor name, dim: this dim is multiplied by its gates
 
-# What an operand that is not known to be zero may be; f must give zero for all of them.
-_ANYTHING = (0.7, -0.3, 0.0)
-_MOST_OPERANDS = 4
+_ANYTHING = (0.7, -0.3, 0.0)  # values of an operand that is not known to be zero
+_MAX_OPERANDS = 4
 
 
 @dataclass
@@ -72,16 +72,11 @@ class _Zeros:
         self.coupling = coupling
         self.recording, self.facts = coupling.recordings[number], coupling.facts[number]
         self.own = self.recording.own()
-        resolve = coupling.channels.atoms
-        known: dict[object, frozenset[Atom]] = {}
-        self.atoms: dict[int, frozenset[Atom]] = {}
-        self.by_dim: dict[int, list[frozenset[Atom]]] = {}
-        for value, dims in coupling.layouts[number].items():
-            for layout in dims:
-                if layout not in known:
-                    known[layout] = frozenset(resolve(layout))
-            self.by_dim[value] = [known[layout] for layout in dims]
-            self.atoms[value] = frozenset().union(*self.by_dim[value])
+        atoms = functools.cache(lambda layout: frozenset(coupling.channels.atoms(layout)))
+        self.by_dim: dict[int, list[frozenset[Atom]]] = {
+            value: [atoms(layout) for layout in dims] for value, dims in coupling.layouts[number].items()
+        }
+        self.atoms = {value: frozenset[Atom]().union(*dims) for value, dims in self.by_dim.items()}
         self.folds: set[Fold] = set()
         self.zero: dict[int, frozenset[Atom]] = {}
         self.family: dict[int, set[int]] = {}  # values that share memory: views of one another
@@ -176,7 +171,7 @@ class _Zeros:
                 (flow in (Flow.KEEPS, Flow.PADS) and all(zeros) and (carriers or flow is Flow.PADS))
                 or (flow is Flow.POINTWISE and any(zeros) and self._stays_zero(op, atom))
                 or (flow is Flow.CONTRACTS and self._passes(number, atom))
-                or (flow is Flow.NORMALISES and self._shifts_nothing(number, atom))
+                or (flow is Flow.NORMALIZES and self._shifts_nothing(number, atom))
             ):
                 yield atom
 
@@ -186,7 +181,7 @@ class _Zeros:
         key = (id(op), zeros)
         if key not in self._tried:
             choices = [(0.0,) if zero else _ANYTHING for zero in zeros]
-            self._tried[key] = len(zeros) <= _MOST_OPERANDS and all(
+            self._tried[key] = len(zeros) <= _MAX_OPERANDS and all(
                 self._is_zero(op, iter(numbers)) for numbers in itertools.product(*choices)
             )
         return self._tried[key]
@@ -197,9 +192,8 @@ class _Zeros:
                 return leaf
             dtype = self.recording.dtypes[leaf.value]
             number = next(numbers)
-            return torch.tensor([number if dtype.is_floating_point or dtype.is_complex else round(4 * number)]).to(
-                dtype
-            )
+            real = dtype.is_floating_point or dtype.is_complex
+            return torch.tensor([number if real else round(4 * number)]).to(dtype)
 
         try:
             out = op.func(*map_leaves(sample, op.args), **map_leaves(sample, dict(op.kwargs)))

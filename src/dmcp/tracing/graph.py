@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, overload
+from dataclasses import dataclass, field
+from typing import Any, Protocol, overload
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dmcp.errors import BudgetError, CutError, WidthsError
-from dmcp.latency.table import Latency, as_terms
 from dmcp.markov import CHAIN, Process
-from dmcp.modules import Cut, check_kind, skeleton
+from dmcp.modules import Cut, skeleton
 from dmcp.tracing.cost import LayerCost, Moment, Peak, Polynomial, Terms, evaluate, show_bytes, total
 from dmcp.tracing.layout import Layout
 from dmcp.tracing.ops import Coupling
@@ -23,10 +22,18 @@ from dmcp.tracing.replay import ReplayContext
 from dmcp.widths import ChannelSpace, Dim, Widths
 
 Kept = int | Sequence[int] | Tensor  # how many channels stay, or which
-NO_TABLE = (
-    "Nothing is known about the latency of this network: graph.with_latency(dmcp.measure_latency(model, example)) has "
-    "a table of it; dmcp prune and dmcp search measure by themselves."
-)
+
+
+class ExtraCost(Protocol):
+    """A cost that is measured, not counted, so that budgets can limit it: latency."""
+
+    @property
+    def terms(self) -> Mapping[tuple[int, ...], int]:
+        """Spaces that are multiplied -> coefficient."""
+
+    @property
+    def full(self) -> int:
+        """Cost of the unpruned network, as it was measured."""
 
 
 @dataclass(frozen=True)
@@ -83,27 +90,21 @@ class ChannelGraph:
     soft_folds: tuple[GateFold, ...]
     entries: tuple[CostEntry, ...]
     moments: tuple[Moment, ...]  # when many activations are held
-    _rehearsal: ReplayContext
+    _context: ReplayContext
     _atoms: tuple[int, ...]  # the atom of each space
-    latency: Latency | None = None  # what was measured, see priced()
+    extra: Mapping[str, ExtraCost] = field(default_factory=dict)  # by name, see `Latency.attach`
 
     def __post_init__(self) -> None:
-        for name, parts in (
-            ("_macs", [entry.macs for entry in self.entries]),
-            ("_params", [entry.params for entry in self.entries]),
-        ):
-            object.__setattr__(self, name, Polynomial(total(parts), len(self.spaces)))
-        object.__setattr__(self, "_memory", Peak(self.moments, len(self.spaces)))
-        object.__setattr__(
-            self, "_dims", tuple(Dim(it.tensor, it.dim, self._named(it.layout)) for it in self.hard_folds)
-        )
-        if self.latency is not None:
-            self._check_latency(self.latency)
-            object.__setattr__(self, "_latency", Polynomial(as_terms(self.latency), len(self.spaces)))
-
-    def with_latency(self, latency: Latency) -> ChannelGraph:
-        """The same graph with a table of latency, so that budgets may be times: see `dmcp.measure_latency`."""
-        return replace(self, latency=latency)
+        count = len(self.spaces)
+        polynomials = {
+            "macs": Polynomial(total(entry.macs for entry in self.entries), count),
+            "params": Polynomial(total(entry.params for entry in self.entries), count),
+            "memory": (memory := Peak(self.moments, count)),
+        }
+        polynomials |= {name: Polynomial(dict(cost.terms), count) for name, cost in self.extra.items()}
+        dims = tuple(Dim(it.tensor, it.dim, self._named(it.layout)) for it in self.hard_folds)
+        for name, value in (("_polynomials", polynomials), ("_memory", memory), ("_dims", dims)):
+            object.__setattr__(self, name, value)
 
     def _named(self, layout: Layout) -> tuple[tuple[int | str, ...], ...]:
         """A layout over spaces with their names."""
@@ -111,15 +112,6 @@ class ChannelGraph:
             tuple(axis if isinstance(axis, int) else self.spaces[axis.index].name for axis in segment)
             for segment in layout
         )
-
-    def _check_latency(self, latency: Latency) -> None:
-        check_kind("latency", latency, Latency, BudgetError)
-        if latency.fingerprint != self.fingerprint:
-            raise WidthsError("This table of latency is of another architecture: measure this one.")
-        if latency.spaces != tuple(space.name for space in self.spaces):
-            raise WidthsError("This table of latency is of the same network with other layers kept whole: measure it.")
-        if latency.input_shape != (own := self.input_shape):
-            raise WidthsError(f"This table of latency has samples of {latency.input_shape}, not {own}: measure that.")
 
     # -- widths
 
@@ -164,7 +156,7 @@ class ChannelGraph:
     def macs(self, widths: Mapping[str, int] | None = None) -> int: ...
     def macs(self, widths: Mapping[str, int] | Tensor | None = None) -> int | Tensor:
         """Multiply-adds of one sample: an int for widths, (N, S) -> (N,) for a tensor of them."""
-        return self._cost(self._macs, widths)
+        return self.cost("macs", widths)
 
     @overload
     def params(self, widths: Tensor) -> Tensor: ...
@@ -172,7 +164,7 @@ class ChannelGraph:
     def params(self, widths: Mapping[str, int] | None = None) -> int: ...
     def params(self, widths: Mapping[str, int] | Tensor | None = None) -> int | Tensor:
         """Parameters: an int for widths, (N, S) -> (N,) for a tensor of them."""
-        return self._cost(self._params, widths)
+        return self.cost("params", widths)
 
     @overload
     def memory(self, widths: Tensor) -> Tensor: ...
@@ -180,56 +172,56 @@ class ChannelGraph:
     def memory(self, widths: Mapping[str, int] | None = None) -> int: ...
     def memory(self, widths: Mapping[str, int] | Tensor | None = None) -> int | Tensor:
         """Most bytes of activations that one sample needs at once: an int, (N, S) -> (N,) for a tensor of widths."""
-        return self._cost(self._memory, widths)
+        return self.cost("memory", widths)
 
     def memory_at(self, widths: Mapping[str, int] | None = None) -> str:
         """The layer that runs when most bytes of activations are held."""
         return self._memory.at(self._numbers(widths)).name
 
-    @overload
-    def latency_fs(self, widths: Tensor) -> Tensor: ...
-    @overload
-    def latency_fs(self, widths: Mapping[str, int] | None = None) -> int: ...
-    def latency_fs(self, widths: Mapping[str, int] | Tensor | None = None) -> int | Tensor:
-        """Forecast of a forward pass in femtoseconds, like macs; BudgetError if the graph has no table of latency."""
-        return self._cost(self._latency_polynomial(), widths)
-
-    _macs: Polynomial = None  # type: ignore[assignment]
-    _params: Polynomial = None  # type: ignore[assignment]
+    _polynomials: Mapping[str, Polynomial] = field(default_factory=dict)  # of each kind of cost
     _memory: Peak = None  # type: ignore[assignment]
-    _latency: Polynomial | None = None
     _dims: tuple[Dim, ...] = ()  # that show the widths
 
-    def _latency_polynomial(self) -> Polynomial:
-        if self._latency is None:
-            raise BudgetError(NO_TABLE)
-        return self._latency
-
-    def _cost(self, polynomial: Polynomial, widths: Mapping[str, int] | Tensor | None) -> int | Tensor:
+    @overload
+    def cost(self, kind: str, widths: Tensor) -> Tensor: ...
+    @overload
+    def cost(self, kind: str, widths: Mapping[str, int] | None = None) -> int: ...
+    @overload
+    def cost(self, kind: str, widths: Mapping[str, int] | Tensor | None) -> int | Tensor: ...
+    def cost(self, kind: str, widths: Mapping[str, int] | Tensor | None = None) -> int | Tensor:
+        """Cost of one kind, macs, params, memory or one of `extra`: an int, (N, S) -> (N,) for a tensor of widths."""
+        polynomial = self._polynomial(kind)
         if isinstance(widths, Tensor):
             if widths.ndim != 2 or widths.shape[1] != len(self.spaces):
                 raise WidthsError(f"A tensor of widths must be (N, {len(self.spaces)}), not {tuple(widths.shape)}.")
             return polynomial(widths)
         return polynomial.evaluate(self._numbers(widths))
 
+    def _polynomial(self, kind: str) -> Polynomial:
+        if kind not in self._polynomials:
+            raise BudgetError(
+                f"The {kind} of this network is not known: measure it, and attach the table to the graph."
+            )
+        return self._polynomials[kind]
+
     def _numbers(self, widths: Mapping[str, int] | None) -> list[int]:
         return list((self.full if widths is None else self.widths(widths)).values())
 
+    def expected_cost(self, kind: str, marginals: Tensor, sizes: Tensor, process: Process = CHAIN) -> Tensor:
+        """Expected cost of one kind when each group survives with these chances. (S, G), (S, G) -> ()"""
+        return self._polynomial(kind).expected(lambda power: process.moment(marginals, sizes, power))
+
     def expected_macs(self, marginals: Tensor, sizes: Tensor, process: Process = CHAIN) -> Tensor:
         """Expected multiply-adds when each group survives with these chances. (S, G), (S, G) -> ()"""
-        return self._macs.expected(lambda power: process.moment(marginals, sizes, power))
+        return self.expected_cost("macs", marginals, sizes, process)
 
     def expected_params(self, marginals: Tensor, sizes: Tensor, process: Process = CHAIN) -> Tensor:
         """Expected parameters when each group survives with these chances. (S, G), (S, G) -> ()"""
-        return self._params.expected(lambda power: process.moment(marginals, sizes, power))
+        return self.expected_cost("params", marginals, sizes, process)
 
     def expected_memory(self, marginals: Tensor, sizes: Tensor, process: Process = CHAIN) -> Tensor:
         """Most expected bytes of activations when each group survives with these chances. (S, G), (S, G) -> ()"""
-        return self._memory.expected(lambda power: process.moment(marginals, sizes, power))
-
-    def expected_latency_fs(self, marginals: Tensor, sizes: Tensor, process: Process = CHAIN) -> Tensor:
-        """Expected forecast of the latency when each group survives with these chances. (S, G), (S, G) -> ()"""
-        return self._latency_polynomial().expected(lambda power: process.moment(marginals, sizes, power))
+        return self.expected_cost("memory", marginals, sizes, process)
 
     def layers(self, widths: Mapping[str, int] | None = None) -> tuple[LayerCost, ...]:
         """What each layer costs, in the order in which they run."""
@@ -259,12 +251,12 @@ class ChannelGraph:
     @property
     def recordings(self) -> list[Recording]:
         """The passes of the unpruned model that were traced: in eval mode, in train mode."""
-        return self._rehearsal.coupling.recordings
+        return self._context.coupling.recordings
 
     @property
     def coupling(self) -> Coupling:
         """The layouts of all values in these passes."""
-        return self._rehearsal.coupling
+        return self._context.coupling
 
     @property
     def space_numbers(self) -> dict[int, int]:
@@ -298,22 +290,22 @@ class ChannelGraph:
     def cuts(self, widths: Mapping[str, Kept]) -> dict[str, Cut]:
         """Indices that stay, per dim of every tensor that changes."""
         sizes = {atom: space.size for atom, space in zip(self._atoms, self.spaces, strict=True)}
-        return self._rehearsal.cuts(self.kept(widths), sizes)
+        return self._context.cuts(self.kept(widths), sizes)
 
     def cut_value(self, value: int, widths: Mapping[str, Kept]) -> Cut:
         """Indices that stay, per dim of a value of the last recording."""
         sizes = {atom: space.size for atom, space in zip(self._atoms, self.spaces, strict=True)}
-        return self._rehearsal.cut_value(value, self.kept(widths), sizes)
+        return self._context.cut_value(value, self.kept(widths), sizes)
 
     def attributes(self, widths: Mapping[str, Kept]) -> dict[str, dict[str, Any]]:
         """Attributes of modules that change: {module path: {attribute: value}}."""
-        return self._rehearsal.attributes({atom: len(kept) for atom, kept in self.kept(widths).items()})
+        return self._context.attributes({atom: len(kept) for atom, kept in self.kept(widths).items()})
 
     def check(self, small: nn.Module, widths: Mapping[str, Kept]) -> None:
         """Replay a cut model, without data, against every recording; CutError if a shape is not as predicted."""
         counts = {atom: len(kept) for atom, kept in self.kept(widths).items()}
-        for number, recording in enumerate(self._rehearsal.coupling.recordings):
-            outcome = self._rehearsal.replay(number, self._like_recorded(small), counts)
+        for number, recording in enumerate(self._context.coupling.recordings):
+            outcome = self._context.replay(number, self._like_recorded(small), counts)
             if not outcome.clean:
                 op = recording.ops[outcome.conflicts[0].number] if outcome.conflicts else None
                 place = f"{op.name} in {op.path or 'the model'}" if op else "the model"
@@ -325,13 +317,13 @@ class ChannelGraph:
 
     def _like_recorded(self, small: nn.Module) -> nn.Module:
         """A copy without data, in the precision of the recording."""
-        twin, model = skeleton(small), self._rehearsal.model
+        twin, model = skeleton(small), self._context.model
         recorded = dict(model.named_parameters()) | dict(model.named_buffers())
         for name, tensor in [*twin.named_parameters(), *twin.named_buffers()]:
             tensor.data = tensor.data.to(recorded[name].dtype)
         return twin
 
-    # -- words
+    # -- text
 
     def to_json(self) -> dict[str, Any]:
         """The summary as plain data."""
@@ -351,7 +343,7 @@ class ChannelGraph:
         }
 
     def summary(self) -> str:
-        """A table of the spaces, then what is kept whole and why."""
+        """A table of the spaces, then what is unprunable and why."""
         lines = [
             f"{self.macs():,} macs, {self.params():,} params, {len(self.spaces)} space{'s' * (len(self.spaces) != 1)}, "
             f"{self.prunable_share:.1%} of the macs in layers that can be narrowed",
@@ -366,13 +358,13 @@ class ChannelGraph:
             share, tied = self.space_share(space), ", ".join(space.writers)
             lines.append(f"{space.name:<{name_width}}  {size:>{size_width}}  {share:>6.1%}  {tied}")
         if self.unprunable:
-            lines += ["", "kept whole:", *(f"  {item.name} ({item.size}): {item.reason}" for item in self.unprunable)]
+            lines += ["", "unprunable:", *(f"  {item.name} ({item.size}): {item.reason}" for item in self.unprunable)]
         if self.bindings:
             lines += ["", "attributes that follow a width (found by replay):"]
             lines += [f"  {item.module}.{item.attribute} = {item.value}: {item.follows}" for item in self.bindings]
         if self.unknown:
             listed = ", ".join(f"{name} ({count})" for name, count in self.unknown.items())
-            lines += ["", f"ops without a channel rule, their inputs kept whole: {listed}"]
+            lines += ["", f"ops without a channel rule, so what they touch is unprunable: {listed}"]
         return "\n".join([*lines, *(f"\nnote: {note}" for note in self.notes)])
 
     def __str__(self) -> str:

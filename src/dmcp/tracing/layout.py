@@ -21,6 +21,9 @@ Axis = int | Atom
 Segment = tuple[Axis, ...]
 Layout = tuple[Segment, ...]
 
+_MAX_SEGMENTS = 512  # of a concatenation inside a product that is written out; beyond this it is unprunable
+_MAX_PIECES = 64  # equal pieces that a concatenation is split into and that are then joined
+
 
 def fixed(size: int) -> Layout:
     """A dim that nothing can narrow."""
@@ -55,9 +58,8 @@ def atoms_of(layout: Layout) -> list[Atom]:
 
 def width(layout: Layout, widths: Mapping[int, int]) -> int:
     """Size of the dim when each atom has its width."""
-    return sum(
-        math.prod(axis if isinstance(axis, int) else widths[axis.index] for axis in segment) for segment in layout
-    )
+    sizes = ([axis if isinstance(axis, int) else widths[axis.index] for axis in segment] for segment in layout)
+    return sum(map(math.prod, sizes))
 
 
 def kept_indices(layout: Layout, kept: Mapping[int, Tensor], sizes: Mapping[int, int]) -> Tensor:
@@ -80,10 +82,7 @@ def kept_indices(layout: Layout, kept: Mapping[int, Tensor], sizes: Mapping[int,
 def monomials(layout: Layout) -> list[tuple[int, tuple[int, ...]]]:
     """The dim's size as a polynomial: a coefficient and the atoms it multiplies, per segment."""
     return [
-        (
-            math.prod(axis for axis in segment if isinstance(axis, int)),
-            tuple(atom.index for atom in atoms_of((segment,))),
-        )
+        (math.prod(it for it in segment if isinstance(it, int)), tuple(it.index for it in atoms_of((segment,))))
         for segment in layout
     ]
 
@@ -95,15 +94,9 @@ def in_spaces(layout: Layout, numbers: Mapping[int, int]) -> Layout:
     )
 
 
-# A concatenation inside a product is written out; beyond this many segments it is kept whole instead.
-_LONGEST = 512
-# A concatenation is split into at most this many equal pieces that are then joined.
-_MOST_PIECES = 64
-
-
 @dataclass
 class _Node:
-    """What is known of an atom: whom it was joined with, what it was split into, why it must stay whole."""
+    """What is known of an atom: its parent in the union-find, what it was split into, why it is unprunable."""
 
     size: int
     parent: int
@@ -151,25 +144,21 @@ class Channels:
         return sum(self.segment_size(segment) for segment in layout)
 
     def reason(self, atom: Atom) -> str | None:
-        """Why this atom is kept whole, or None if it is not."""
+        """Why this atom is unprunable, or None if it is not."""
         return self._nodes[self._find(atom)].reason
 
-    def freeze(self, layout: Layout, reason: str | None = None) -> int:
-        """Keep every atom of the dim whole; how many were not so before."""
-        count = 0
-        for atom in self.atoms(layout):
+    def fix(self, layout: Layout, reason: str | None = None) -> int:
+        """Make every atom of the dim unprunable; how many were not so before."""
+        atoms = self.atoms(layout)
+        for atom in atoms:
             self._nodes[atom.index].reason = reason or self.because
-            count += 1
-        return count
+        return len(atoms)
 
     # -- reading a layout
 
     def resolve(self, layout: Layout) -> Layout:
-        """The layout in terms of what is known now: atoms replaced by their parts, whole ones by their size."""
-        segments: list[Segment] = []
-        for segment in layout:
-            segments.extend(self._resolve_segment(segment))
-        return tidy(segments)
+        """The layout in terms of what is known now: atoms replaced by their parts, unprunable ones by their size."""
+        return tidy([part for segment in layout for part in self._resolve_segment(segment)])
 
     def _resolve_segment(self, segment: Segment) -> list[Segment]:
         grown: list[Segment] = [()]
@@ -196,9 +185,9 @@ class Channels:
         for segment in outer:
             copies = self.segment_size(segment)
             if copies > 1:
-                self.freeze((segment,), f"a concatenation lies inside it ({self.because})")
-            if copies * len(inner) > _LONGEST:
-                self.freeze(tuple(inner), f"too many concatenated pieces ({self.because})")
+                self.fix((segment,), f"a concatenation lies inside it ({self.because})")
+            if copies * len(inner) > _MAX_SEGMENTS:
+                self.fix(tuple(inner), f"too many concatenated pieces ({self.because})")
                 product.append((copies * sum(self.segment_size(part) for part in inner),))
             else:
                 product.extend(list(inner) * copies)
@@ -208,14 +197,14 @@ class Channels:
         """The atoms of the dim that can be narrowed, in order, each once."""
         return list(dict.fromkeys(atoms_of(self.resolve(layout))))
 
-    def whole(self, layout: Layout) -> list[tuple[int, str]]:
+    def unprunable(self, layout: Layout) -> list[tuple[int, str]]:
         """Size and reason of every part of the dim that has no atoms left."""
         parts: list[tuple[int, str]] = []
         for segment in layout:
             if self.atoms((segment,)):
                 for axis in segment:
                     concat = self._nodes[self._find(axis)].concat if isinstance(axis, Atom) else None
-                    parts += [part for side in concat or () for part in self.whole(((side,),))]
+                    parts += [part for side in concat or () for part in self.unprunable(((side,),))]
             else:
                 reasons = dict.fromkeys(reason for axis in segment for reason in self._reasons(axis))
                 parts += [(self.segment_size(segment), "; ".join(reasons))] if reasons else []
@@ -255,7 +244,7 @@ class Channels:
             head, tail = self._split_concat(segment[0], front // inner)
             return ((head, *segment[1:]),), ((tail, *segment[1:]),)
         total = self.segment_size(segment)
-        self.freeze((segment,), f"it is split in the middle of a group ({self.because})")
+        self.fix((segment,), f"it is split in the middle of a group ({self.because})")
         return fixed(front), fixed(total - front)
 
     def divide(self, layout: Layout, sizes: Sequence[int]) -> list[Layout]:
@@ -290,12 +279,12 @@ class Channels:
         split = self._factor_segments(segments, inner)
         if split is not None:
             return split
-        if len(segments) > 1 and outer <= _MOST_PIECES:
+        if len(segments) > 1 and outer <= _MAX_PIECES:
             first, *others = self.divide(layout, [inner] * outer)
             for other in others:
                 self.join(first, other)
             return fixed(outer), first
-        self.freeze(layout, f"it is regrouped across its borders ({self.because})")
+        self.fix(layout, f"it is regrouped across its borders ({self.because})")
         return fixed(outer), fixed(inner)
 
     def _factor_segments(self, segments: Layout, inner: int) -> tuple[Layout, Layout] | None:
@@ -335,7 +324,7 @@ class Channels:
     # -- joining
 
     def join(self, one: Layout, other: Layout) -> None:
-        """Make two dims the same channels; where they cannot be, both stay whole."""
+        """Make two dims the same channels; where they cannot be, both are unprunable."""
         left, right = list(self.resolve(one)), list(self.resolve(other))
         while left and right:
             here, there = self.resolve((left.pop(0),)), self.resolve((right.pop(0),))
@@ -373,13 +362,14 @@ class Channels:
                 left[:0] = self._split_product(a, size_b)
                 right.insert(0, b)
             else:
-                self.freeze(((a, *left), (b, *right)), f"two groupings do not align ({self.because})")
+                self.fix(((a, *left), (b, *right)), f"two groupings do not align ({self.because})")
                 return
-        self.freeze((tuple(left), tuple(right)), f"two groupings do not align ({self.because})")
+        self.fix((tuple(left), tuple(right)), f"two groupings do not align ({self.because})")
 
     def _join_axes(self, a: Axis, b: Axis) -> None:
         if isinstance(a, int) or isinstance(b, int):
-            self.freeze(((a, b),), self._reason_of(a) or self._reason_of(b) or f"meets a fixed size ({self.because})")
+            reasons = [self.reason(axis) for axis in (a, b) if isinstance(axis, Atom)]
+            self.fix(((a, b),), next(filter(None, reasons), f"meets a fixed size ({self.because})"))
             return
         one, other = self._find(a), self._find(b)
         if one == other:
@@ -391,6 +381,3 @@ class Channels:
             first.parent = other
         else:
             second.parent = one
-
-    def _reason_of(self, axis: Axis) -> str | None:
-        return self.reason(axis) if isinstance(axis, Atom) else None

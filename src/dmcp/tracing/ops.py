@@ -1,4 +1,4 @@
-"""What a rule sees of an op and what it can state, and rules applied to a recording."""
+"""Call, what a channel rule sees of an op and can state about it; and the rules applied to a recording."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Dims = tuple[Layout, ...]
 
 
 class Flow(Enum):
-    """What an op does to channels that are exactly zero."""
+    """What an op makes of channels that are exactly zero."""
 
     KEEPS = auto()  # they come out zero
     POINTWISE = auto()  # they come out as f(0), which can be tried
     CONTRACTS = auto()  # they are summed away, or pass as a batch
-    NORMALISES = auto()  # they come out as the norm's shift
+    NORMALIZES = auto()  # they come out as the norm's shift
     PADS = auto()  # they come out zero, and channels that are added are zero too
     LOSES = auto()  # nothing is known
 
@@ -54,9 +54,8 @@ class Contraction:
 
 @dataclass(frozen=True)
 class Norm:
-    """A normalisation with the scale and shift that it applies per channel."""
+    """A normalization with the scale and shift that it applies per channel."""
 
-    path: str
     weight: int | None
     bias: int | None
     over: Layout
@@ -98,7 +97,7 @@ class Facts:
 
 
 class Call:
-    """One op with the layouts of its arguments, as a rule sees it. Arguments are read by their schema name."""
+    """One op with the layouts of its arguments, as a rule sees it: call["weight"] is an argument by its schema name."""
 
     def __init__(
         self, channels: Channels, recording: Recording, layouts: Mapping[int, Dims], number: int, facts: Facts
@@ -107,7 +106,6 @@ class Call:
         self.op = recording.ops[number]
         self.path = self.op.path
         self.flow = Flow.LOSES
-        self.out_values = self.op.outs
         self.out_shapes = [() if value is None else recording.shapes[value] for value in self.op.outs]
 
         def operand(leaf: Any) -> Any:
@@ -127,19 +125,19 @@ class Call:
         return self.operands[0]
 
     def where(self) -> str:
-        """The op in words, for reasons: "conv2d at layer1.0.conv1"."""
+        """The op, for reasons: "conv2d at layer1.0.conv1"."""
         return f"{self.op.name} at {self.path}" if self.path else self.op.name
 
     def fixed_outputs(self) -> list[Dims]:
         """Outputs that nothing can narrow."""
         return [tuple(fixed(size) for size in shape) for shape in self.out_shapes]
 
-    def freeze(self, layout: Layout, reason: str) -> None:
-        """Keep a dim whole."""
-        self.channels.freeze(layout, f"{reason} ({self.where()})")
+    def fix(self, layout: Layout, reason: str) -> None:
+        """State that a dim is unprunable."""
+        self.channels.fix(layout, f"{reason} ({self.where()})")
 
     def mixes(self, layout: Layout, reason: str) -> None:
-        """Say that this op mixes channels of the dim, so that gating is not cutting."""
+        """State that this op mixes channels of the dim, so that gating is not cutting."""
         self.facts.mixed.append((layout, f"{reason} ({self.where()})"))
 
     def join_all(self, layout: Layout, *operands: Operand | None) -> None:
@@ -169,49 +167,39 @@ class Call:
         bias: Operand | None = None,
         out_dim: int | None = None,
     ) -> None:
-        """Say that a dim is summed away."""
+        """State that a dim is summed away."""
         self.flow = Flow.CONTRACTS
-        self.facts.contractions.setdefault(self.number, []).append(
-            Contraction(
-                self.path,
-                data.value,
-                weight.value if weight else None,
-                weight_dim,
-                over,
-                bias.value if isinstance(bias, Operand) else None,
-                out_dim,
-            )
-        )
+        factor, added = (it.value if isinstance(it, Operand) else None for it in (weight, bias))
+        found = Contraction(self.path, data.value, factor, weight_dim, over, added, out_dim)
+        self.facts.contractions.setdefault(self.number, []).append(found)
 
     def costs(self, kind: str, coefficient: int, *dims: Layout) -> None:
-        """Say what the op costs: coefficient times the product of the dims."""
-        out = self.out_values[0]
+        """State what the op costs: coefficient times the product of the dims."""
+        out = self.op.outs[0]
         assert out is not None
         self.facts.costs.append(OpCost(self.path, kind, coefficient, dims, out))
 
     def follows(self, argument: str, layouts: Iterable[Layout]) -> None:
-        """Say that an argument's numbers are the sizes of these dims."""
+        """State that an argument's numbers are the sizes of these dims."""
         single = not isinstance(self[argument], (list, tuple))
         self.facts.literals.setdefault(self.number, []).extend(
             Literal(argument, None if single else position, layout) for position, layout in enumerate(layouts)
         )
 
     def describes(self, **attributes: Dims) -> None:
-        """Say what attributes of the calling module count, if it has attributes of these names."""
+        """State what attributes of the calling module count, if it has attributes of these names."""
         for name, counted in attributes.items():
             self.facts.attributes[self.path, name] = counted
 
     def writes(self, *layouts: Layout) -> None:
-        """Say that these are output channels of a layer."""
+        """State that these are output channels of a layer."""
         self.facts.written.extend(layouts)
 
-    def normalises(self, over: Layout) -> None:
-        """Say that the op's weight and bias scale and shift the channels of a dim."""
-        self.flow = Flow.NORMALISES
-        weight, bias = (
-            value.value if isinstance(value := self[name], Operand) else None for name in ("weight", "bias")
-        )
-        self.facts.norms[self.number] = Norm(self.path, weight, bias, over)
+    def normalizes(self, over: Layout) -> None:
+        """State that the op's weight and bias scale and shift the channels of a dim."""
+        self.flow = Flow.NORMALIZES
+        weight, bias = (it.value if isinstance(it, Operand) else None for it in (self["weight"], self["bias"]))
+        self.facts.norms[self.number] = Norm(weight, bias, over)
 
 
 Rule = Callable[[Call], list[Dims]]
@@ -255,8 +243,25 @@ def _refactor(channels: Channels, dims: Dims, shape: Shape) -> list[Layout]:
     return out
 
 
-def find_rule(func: Func, rules: Mapping[Func, Rule], pointwise: Rule) -> Rule | None:
-    """The rule of an op, of its out-of-place twin, or the pointwise one where torch says that it is."""
+def unknown(call: Call, reason: str = "there is no channel rule for it") -> list[Dims]:
+    """An op without a rule: its inputs and outputs are unprunable, and it is reported."""
+    call.facts.unknown.append(call.op)
+    call.flow = Flow.LOSES
+    outs = [tuple(call.channels.fresh(size) for size in shape) for shape in call.out_shapes]
+    for dims in (*(operand.dims for operand in call.operands), *outs):  # what meets an output has the reason too
+        for layout in dims:
+            call.fix(layout, reason)
+    return outs
+
+
+def pointwise(call: Call) -> list[Dims]:
+    """Element by element, with broadcasting."""
+    call.flow = Flow.POINTWISE
+    return [call.broadcast([operand.dims for operand in call.operands])] * len(call.out_shapes)
+
+
+def find_rule(func: Func, rules: Mapping[Func, Rule]) -> Rule | None:
+    """The rule of an op or of its out-of-place twin, else `pointwise` if torch tags the op so."""
     name, overload = func._schema.name.split("::")[1], func._overloadname
     twin = getattr(getattr(torch.ops.aten, name[:-1], None), overload, None) if name.endswith("_") else None
     candidates: list[Func] = [func] if twin is None else [func, twin]
@@ -264,17 +269,6 @@ def find_rule(func: Func, rules: Mapping[Func, Rule], pointwise: Rule) -> Rule |
         if candidate in rules:
             return rules[candidate]
     return pointwise if any(torch.Tag.pointwise in candidate.tags for candidate in candidates) else None
-
-
-def unknown(call: Call, reason: str = "there is no channel rule for it") -> list[Dims]:
-    """Nothing is known: inputs and outputs stay whole, and the op is reported."""
-    call.facts.unknown.append(call.op)
-    call.flow = Flow.LOSES
-    outs = [tuple(call.channels.fresh(size) for size in shape) for shape in call.out_shapes]
-    for dims in (*(operand.dims for operand in call.operands), *outs):  # what meets an output gets the reason too
-        for layout in dims:
-            call.freeze(layout, reason)
-    return outs
 
 
 @dataclass
@@ -310,17 +304,16 @@ class Coupling:
 def couple(
     recordings: Sequence[Recording], rules: Mapping[Func, Rule], strict: bool, ignore: Sequence[str] = ()
 ) -> Coupling:
-    """Apply the rules to every op of every recording; strict: an op without a rule must lie in a frozen module."""
-    coupling = Coupling(Channels(), {})
+    """Apply the rules to every op of every recording; strict: an op without a rule must be in an ignored module."""
+    coupling = Coupling(Channels(), {}, list(recordings))
     for recording in recordings:
-        coupling.recordings.append(recording)
         facts, layouts = _follow(coupling, recording, rules, strict, ignore)
         coupling.facts.append(facts)
         coupling.layouts.append(layouts)
     for recording, layouts in zip(coupling.recordings, coupling.layouts, strict=True):
         for value in recording.outputs:
             for layout in layouts[value]:
-                coupling.channels.freeze(layout, "it is an output of the model")
+                coupling.channels.fix(layout, "it is an output of the model")
     return coupling
 
 
@@ -339,8 +332,8 @@ def _follow(
     for number, op in enumerate(recording.ops):
         call = Call(channels, recording, layouts, number, facts)
         channels.because = call.where()
-        rule = find_rule(op.func, rules, pointwise)
-        if rule is None and strict and not _inside(op.path, ignore):
+        rule = find_rule(op.func, rules)
+        if rule is None and strict and not any(op.path == name or op.path.startswith(name + ".") for name in ignore):
             raise TraceError(_no_rule(call))
         outs = unknown(call) if rule is None else rule(call)
         facts.flows.append(call.flow)
@@ -348,33 +341,18 @@ def _follow(
             raise TraceError(f"The channel rule of {op.func} gave {len(outs)} outputs, not {len(op.outs)}.")
         for out, dims in zip(op.outs, outs, strict=True):
             if out is not None:
-                _check(call, dims, recording.shapes[out])
                 layouts[out] = dims
+                if (sizes := tuple(map(channels.size, dims))) != (shape := recording.shapes[out]):
+                    where = call.path or "the top"
+                    raise TraceError(f"The channel rule of {op.func} at {where} gave {sizes}, not {shape}.")
     return facts, layouts
 
 
-def _check(call: Call, dims: Dims, shape: Shape) -> None:
-    """A rule that gives dims of other sizes than the op did is wrong, whoever wrote it."""
-    sizes = tuple(call.channels.size(layout) for layout in dims)
-    if sizes != shape:
-        raise TraceError(f"The channel rule of {call.op.func} at {call.path or 'the top'} gave {sizes}, not {shape}.")
-
-
-def _inside(path: str, names: Sequence[str]) -> bool:
-    return any(path == name or path.startswith(name + ".") for name in names)
-
-
 def _no_rule(call: Call) -> str:
-    shape = "x".join(str(size) for size in call.x.shape) if call.operands else "none"
+    shape = "x".join(map(str, call.x.shape)) if call.operands else "none"
     layer = call.path.partition(".parametrizations.")[0]  # what computes a weight has no parameters of its own
     second = f'trace(..., ignore=["{layer}"])' if layer else "trace(..., strict=False)"
     return (
         f"{call.path or 'the model'}: no channel rule for {call.op.func} (input {shape}). Give one: "
-        f"trace(..., rules=RULES | {{{call.op.func}: my_rule}}), or keep its channels whole: {second}."
+        f"trace(..., rules=RULES | {{{call.op.func}: my_rule}}), or leave its channels unpruned: {second}."
     )
-
-
-def pointwise(call: Call) -> list[Dims]:
-    """Element by element, with broadcasting."""
-    call.flow = Flow.POINTWISE
-    return [call.broadcast([operand.dims for operand in call.operands])] * len(call.out_shapes)

@@ -26,8 +26,11 @@ from dmcp.modules import call_model, leaves, map_leaves, narrow, on_meta, skelet
 
 aten = torch.ops.aten
 
+Func = torch._ops.OpOverload
+Shape = tuple[int, ...]
+
 # Ways out of torch that are no op; the others end in one that gives no tensor.
-READERS: dict[Any, str] = {Tensor.tolist: "tolist", Tensor.numpy: "numpy", Tensor.__array__: "numpy"}
+HOST_READS: dict[Any, str] = {Tensor.tolist: "tolist", Tensor.numpy: "numpy", Tensor.__array__: "numpy"}
 
 # Ops whose first tensor is chosen from: the others decide how much.
 BY_MASK = {aten.index.Tensor, aten.masked_select.default, aten.repeat_interleave.self_Tensor}
@@ -41,31 +44,28 @@ _MODULES = call_model.__code__.co_filename
 
 @dataclass(frozen=True)
 class Read:
-    """Values of tensors that became Python's, or the size of another tensor."""
+    """A host read: values of tensors that became Python's, or the size of another tensor."""
 
     number: int  # of ops before it
     values: tuple[int, ...]  # the tensors, by the numbers of their values
     way: str  # like "item" or "numpy"
-    place: str  # file and line, like "net.py:12"; empty where nobody's code is on the stack
+    place: str  # file and line, like "net.py:12"; empty where no code of the model is on the stack
     path: str  # the module that did it
-    result: Any = None  # what came of it, if it is Python's
+    result: Any = None  # the Python value, if there is one
 
     @property
     def where(self) -> str:
-        """The place for people: a line of code, else a module."""
+        """A line of code, else a module."""
         return self.place or self.path or "the model"
 
 
-def looks_at_values(func: torch._ops.OpOverload, result: Any) -> bool:
-    """Whether an op that gave this, and no tensor, must have looked at values; others tell of dtypes or memory."""
-    if result is None:
-        return False
-    if torch.Tag.data_dependent_output in func.tags or func.namespace != "aten":
-        return True
-    return func is aten.is_nonzero.default
+def looks_at_values(func: Func, result: Any) -> bool:
+    """Whether an op that gave this, and no tensor, looked at values; others look at dtypes or memory."""
+    by_value = torch.Tag.data_dependent_output in func.tags or func is aten.is_nonzero.default
+    return result is not None and (by_value or func.namespace != "aten")
 
 
-def sizes_by_values(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def sizes_by_values(func: Func, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether the size of what an op gives follows from values: nonzero, unique, an index that is a mask."""
     if torch.Tag.dynamic_output_shape not in func.tags and func not in UNTAGGED:
         return False
@@ -87,39 +87,21 @@ def place() -> str:
     return ""
 
 
-_ELEMENTWISE = {
-    aten.relu.default,
-    aten.hardtanh.default,
-    aten.relu6.default,
-    aten.hardswish.default,
-    aten.hardsigmoid.default,
-    aten.leaky_relu.default,
-    aten.elu.default,
-    aten.gelu.default,
-    aten.mish.default,
-    aten.clamp.default,
-}
-_IN_PLACE = {
-    aten.hardtanh_.default,
-    aten.relu6_.default,
-    aten.hardswish_.default,
-    aten.hardsigmoid_.default,
-    aten.leaky_relu_.default,
-    aten.elu_.default,
-    aten.mish_.default,
-    aten.clamp_.default,
-}
+# The meta fast path: ops whose output is like their first input, so that torch need not be asked.
+_ELEMENTWISE = "relu hardtanh relu6 hardswish hardsigmoid leaky_relu elu gelu mish clamp"
+_ELEMENTWISE_OPS = {getattr(aten, name).default for name in _ELEMENTWISE.split()}
+_IN_PLACE_OPS = {getattr(aten, f"{name}_").default for name in _ELEMENTWISE.split() if name not in ("relu", "gelu")}
 
 
-def compute(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def compute(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the op gives for these arguments."""
     if args and isinstance(args[0], Tensor) and args[0].is_meta and args[0].is_floating_point():
-        if func in _IN_PLACE:
+        if func in _IN_PLACE_OPS:
             return args[0]
-        if func in _ELEMENTWISE or (func is aten.batch_norm.default and _fits(*args)):
+        if func in _ELEMENTWISE_OPS or (func is aten.batch_norm.default and _fits(*args)):
             return aten.empty_like.default(args[0])
         if func is aten.linear.default and len(args) == 3 and _adds_nothing(*args):
-            return func(*args[:2])  # the bias is what takes long
+            return func(*args[:2])  # adding the bias takes longest
     return func(*args, **kwargs)
 
 
@@ -134,9 +116,6 @@ def _adds_nothing(values: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether this bias of a linear layer changes no shape and no dtype."""
     return bias is not None and bias.is_meta and bias.shape == weight.shape[:1] and bias.dtype == values.dtype
 
-
-Func = torch._ops.OpOverload
-Shape = tuple[int, ...]
 
 # Ops that only move memory: their result is the same value.
 _SAME_VALUE = {aten.clone.default, aten.detach.default, aten.alias.default, aten.contiguous.default}
@@ -244,11 +223,8 @@ class Recording:
 
 
 def _have_left(reads: Sequence[Read], own: Mapping[int, frozenset[int]]) -> bool:
-    """Whether values of the input left torch as arrays or lists: what comes from nowhere may be made of them."""
-    return any(read.way in READERS.values() and any(value not in own for value in read.values) for read in reads)
-
-
-# numbers that become tensors
+    """Whether values of the input left torch as arrays or lists: constants may be made of them."""
+    return any(read.way in HOST_READS.values() and any(value not in own for value in read.values) for read in reads)
 
 
 _LARGE = 1000  # larger arrays are one number, that of their bytes
@@ -288,26 +264,19 @@ def _write_number(tensor: Tensor, index: Any, number: float) -> None:
         tensor[index] = tensor.new_full((), number)
 
 
-# recording
-
-
-class _Borders(TorchFunctionMode):
-    """Notes the numbers that the model turns into tensors, which the meta device would lose, and the way back."""
+class _HostAccess(TorchFunctionMode):
+    """Notes numbers that become tensors, which the meta device would lose, and tensors that become numbers."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
-        self.recorder, self.recording = recorder, recorder.recording
+        self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in READERS:
+        if func in HOST_READS:
             return self.recorder.read(func, args, kwargs or {})
         if func in _MAKERS:
             return self.recorder.make(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
-
-
-def _is_half(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.itemsize <= 2
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -326,9 +295,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
 
     def _value(self, tensor: Tensor) -> int:
         known = self._known.get(id(tensor))
-        if known is None or self.recording.shapes[known] != tuple(
-            tensor.shape
-        ):  # squeeze_() and its like reshape in place
+        # squeeze_() and its like reshape in place
+        if known is None or self.recording.shapes[known] != tuple(tensor.shape):
             self._known[id(tensor)] = self.recording.add(tensor)
             self._alive.append(tensor)
         return self._known[id(tensor)]
@@ -345,11 +313,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
 
     def _array(self, tensor: Tensor) -> np.ndarray[Any, Any] | None:
         """Its values, if it has any; reading them is not the model's doing."""
+        if tensor.is_meta:
+            return None
         before, self._paused = self._paused, True
+        half = tensor.is_floating_point() and tensor.itemsize <= 2
         try:
             with torch._C.DisableTorchFunction():
-                return None if tensor.is_meta else (tensor.float() if _is_half(tensor) else tensor).numpy(force=True)
-        except (TypeError, RuntimeError):  # a kind that NumPy does not have
+                return (tensor.float() if half else tensor).numpy(force=True)
+        except (TypeError, RuntimeError):  # a dtype that NumPy does not have
             return None
         finally:
             self._paused = before
@@ -387,14 +358,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         return compute(call.func, args, kwargs)
 
     def read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Take a tensor out of torch, without the ops of torch's own that this runs; replay has no data for it."""
+        """Run a host read, without recording torch's own ops in it; replay has no data for it."""
         value = self._argument(args[0]).value
         self._paused = True
         try:
             result = func(*args, **kwargs)
         finally:
             self._paused = False
-        self._note_read([value], READERS[func], copy.deepcopy(result))
+        self._note_read([value], HOST_READS[func], copy.deepcopy(result))
         return result
 
     def make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -430,7 +401,7 @@ def untouched_world(device: str) -> Iterator[None]:
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # the fused kernel hides the layers inside it
-    random.seed(0)  # a model that rolls dice rolls the same ones in every recording and replay
+    random.seed(0)  # every recording and replay has the same random numbers
     np.random.seed(0)
     torch.default_generator.manual_seed(0)
     try:
@@ -462,10 +433,9 @@ def run_recorded(recorder: Recorder, model: nn.Module, example: Any) -> Recordin
     for name, module in model.named_modules():
         module.register_forward_pre_hook(enter(name), prepend=True)
         module.register_forward_hook(leave, always_call=True)
-    borders = _Borders(recorder)
     device = next((tensor.device.type for tensor in tensors_in(example)), "cpu")
-    below = torch._C._AutoDispatchBelowAutograd()
-    with untouched_world(device), torch.no_grad(), below, recorder, borders, _noted_checkpoints(recorder.recording):
+    below, host = torch._C._AutoDispatchBelowAutograd(), _HostAccess(recorder)
+    with untouched_world(device), torch.no_grad(), below, recorder, host, _noted_checkpoints(recorder.recording):
         return recorder.finish(call_model(model, example))
 
 
@@ -492,11 +462,16 @@ def _noted_checkpoints(recording: Recording) -> Iterator[None]:
             setattr(checkpoint, name, old)
 
 
+def meta_example(example: Any) -> Any:
+    """The example input without its data."""
+    return map_leaves(lambda leaf: on_meta(leaf) if isinstance(leaf, Tensor) else leaf, example)
+
+
 def record(model: nn.Module, example: Any, training: bool, device: str = "meta") -> Recording:
     """One forward pass of a copy of the model, in the mode asked for, on the meta device or on the CPU."""
     if device == "meta":
         twin = skeleton(model)
-        example = map_leaves(lambda leaf: on_meta(leaf) if isinstance(leaf, Tensor) else leaf, example)
+        example = meta_example(example)
     else:
         twin = narrow(model, {}, {}).to(device)
         example = map_leaves(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, example)
@@ -507,13 +482,11 @@ def record(model: nn.Module, example: Any, training: bool, device: str = "meta")
     for (path, name), state in _plain_state(twin).items():
         if state != before.get((path, name)):
             held = vars(modules[path]).get(name)
-            recording.caches[path, name] = {} if isinstance(held, dict) else _without_history(held)
+            if isinstance(held, Tensor):
+                recording.caches[path, name] = held.detach().clone()
+            else:
+                recording.caches[path, name] = {} if isinstance(held, dict) else copy.deepcopy(held)
     return recording
-
-
-def _without_history(held: Any) -> Any:
-    """A copy; a tensor that autograd made is detached, since it cannot be copied otherwise."""
-    return held.detach().clone() if isinstance(held, Tensor) else copy.deepcopy(held)
 
 
 def _plain_state(model: nn.Module) -> dict[tuple[str, str], Any]:

@@ -7,41 +7,10 @@ from collections.abc import Iterable
 
 import torch
 
+from dmcp.tracing import shape_rules as shape
 from dmcp.tracing.layout import Layout, fixed
 from dmcp.tracing.ops import Call, Dims, Flow, Operand, Rule, pointwise, unknown
 from dmcp.tracing.record import Func
-from dmcp.tracing.shape_rules import (
-    channel_shuffle,
-    col2im,
-    concatenate,
-    embedding,
-    expand,
-    glu,
-    im2col,
-    index,
-    index_select,
-    movedim,
-    pad,
-    permute,
-    pixel_shuffle,
-    pixel_unshuffle,
-    reorder,
-    repeat,
-    repeat_interleave,
-    reshape,
-    reverse_dims,
-    same,
-    select,
-    slice_,
-    split,
-    stack,
-    swap_last,
-    transpose,
-    unbind,
-    unfold,
-    view_as_complex,
-    view_as_real,
-)
 
 
 def convolution(call: Call) -> list[Dims]:
@@ -53,7 +22,7 @@ def convolution(call: Call) -> list[Dims]:
         return unknown(call)
     channels, (w_out, w_in) = call.channels, weight.dims[:2][::-1] if transposed else weight.dims[:2]
     for layout in (*weight.dims[2:], *x.dims[2:]):
-        call.freeze(layout, "convolved along it")
+        call.fix(layout, "convolved along it")
     count = fixed(1)
     out = w_out
     if groups == 1:
@@ -67,10 +36,10 @@ def convolution(call: Call) -> list[Dims]:
         out_inner = w_out if transposed else per_group
         out = channels.multiply(count, w_out) if transposed else w_out
         if groups >= max(channels.size(x_inner), channels.size(out_inner)):
-            call.freeze(x_inner, "whole groups are pruned instead")
-            call.freeze(out_inner, "whole groups are pruned instead")
+            call.fix(x_inner, "whole groups are pruned instead")
+            call.fix(out_inner, "whole groups are pruned instead")
         else:
-            call.freeze(count, "pruned inside each group instead")
+            call.fix(count, "pruned inside each group instead")
     call.join_all(out, bias)
     spatial = math.prod(x.shape[2:] if transposed else call.out_shapes[0][2:])
     call.costs("conv", spatial * math.prod(weight.shape[2:]), x.dims[0], *weight.dims[:2])
@@ -148,8 +117,8 @@ def attention(call: Call) -> list[Dims]:
     channels.join(query.dims[-1], key.dims[-1])
     channels.join(key.dims[-2], value.dims[-2])
     if call["scale"] is None:
-        call.freeze(query.dims[-1], "attention scales by the square root of its size")
-    call.freeze(key.dims[-2], "attention normalises over it")
+        call.fix(query.dims[-1], "attention scales by the square root of its size")
+    call.fix(key.dims[-2], "attention normalizes over it")
     batch = call.broadcast([operand.dims[:-2] for operand in (query, key, value)])
     if isinstance(call["attn_mask"], Operand):
         call.broadcast([(*batch, query.dims[-2], key.dims[-2]), call["attn_mask"].dims])
@@ -165,9 +134,9 @@ def batch_norm(call: Call) -> list[Dims]:
     x = call["input"]
     call.join_all(x.dims[1], *(call[name] for name in ("weight", "bias", "running_mean", "running_var")))
     for layout in (x.dims[0], *x.dims[2:]):
-        call.mixes(layout, "statistics are taken over it, as weight standardisation does")
+        call.mixes(layout, "statistics are taken over it, as weight standardization does")
     call.describes(num_features=(x.dims[1],))
-    call.normalises(x.dims[1])
+    call.normalizes(x.dims[1])
     return _first(call, x.dims)
 
 
@@ -182,24 +151,24 @@ def layer_norm(call: Call) -> list[Dims]:
         call.mixes(layout, "LayerNorm mixes its channels")
     call.describes(normalized_shape=last)
     call.follows("normalized_shape", last)
-    call.normalises(last[-1])
+    call.normalizes(last[-1])
     return _first(call, x.dims)
 
 
 def group_norm(call: Call) -> list[Dims]:
-    """Whole groups may go; inside a group channels depend on each other."""
+    """Groups are pruned as one: inside a group channels depend on each other."""
     x, groups = call["input"], call["num_groups"]
     count, inner = call.channels.factor(x.dims[1], groups)
     if groups == 1:
         call.mixes(x.dims[1], "GroupNorm with one group mixes its channels")
     else:
-        call.freeze(inner, "whole groups of a GroupNorm are pruned instead")
+        call.fix(inner, "whole groups of a GroupNorm are pruned instead")
     for layout in x.dims[2:]:
         call.mixes(layout, "statistics are taken over it")
     call.join_all(x.dims[1], call["weight"], call["bias"])
     call.describes(num_channels=(x.dims[1],), num_groups=(count,))
     call.follows("num_groups", [count])
-    call.normalises(x.dims[1])
+    call.normalizes(x.dims[1])
     return _first(call, x.dims)
 
 
@@ -234,7 +203,7 @@ def spatial(call: Call) -> list[Dims]:
     x = call.x
     lead = len(x.dims) - _SPATIAL_RANK[call.op.name.rstrip("_")]
     for layout in x.dims[lead:]:
-        call.freeze(layout, "pooled or resized along it")
+        call.fix(layout, "pooled or resized along it")
     return [(*x.dims[:lead], *(fixed(size) for size in shape[lead:])) for shape in call.out_shapes]
 
 
@@ -243,7 +212,7 @@ def grid_sample(call: Call) -> list[Dims]:
     call.flow = Flow.KEEPS
     x, grid = call.operands
     for layout in (*x.dims[2:], *grid.dims[1:]):
-        call.freeze(layout, "pixels are picked along it")
+        call.fix(layout, "pixels are picked along it")
     call.channels.join(x.dims[0], grid.dims[0])
     return [(*x.dims[:2], *(fixed(size) for size in call.out_shapes[0][2:]))]
 
@@ -256,13 +225,13 @@ def transform(call: Call) -> list[Dims]:
     chosen = range(rank) if given is None else [given] if isinstance(given, int) else given
     dims = list(call.x.dims)
     for dim in chosen:
-        call.freeze(dims[dim], "it is Fourier transformed")
+        call.fix(dims[dim], "it is Fourier transformed")
         dims[dim] = fixed(call.out_shapes[0][dim])
     return [tuple(dims)]
 
 
 def reduce(call: Call) -> list[Dims]:
-    """Some dims vanish. Zeros may be summed over; other reductions see them, so the dim stays whole."""
+    """Some dims vanish. Zeros may be summed over; other reductions see them, so the dim is unprunable."""
     if isinstance(call["other"], Operand):
         return pointwise(call)
     x, rank = call.x, len(call.x.dims)
@@ -274,7 +243,7 @@ def reduce(call: Call) -> list[Dims]:
         if call.op.name == "sum":
             call.contracts(x, None, 0, x.dims[dim])
         else:
-            call.freeze(x.dims[dim], f"{call.op.name} is taken over it")
+            call.fix(x.dims[dim], f"{call.op.name} is taken over it")
     keep = bool(call["keepdim"])
     dims = tuple(fixed(1) if dim in gone else x.dims[dim] for dim in range(rank) if keep or dim not in gone)
     return [dims] * len(call.out_shapes)
@@ -284,7 +253,7 @@ def along(call: Call) -> list[Dims]:
     """Softmax, sort and the like: entries of one dim depend on each other."""
     dims = list(call.x.dims)
     dim = -1 if call["dim"] is None else call["dim"]
-    call.freeze(dims[dim], f"{call.op.name} is taken along it")
+    call.fix(dims[dim], f"{call.op.name} is taken along it")
     dims[dim] = fixed(call.out_shapes[0][dim])
     return [tuple(dims)] * len(call.out_shapes)
 
@@ -301,46 +270,24 @@ def create(call: Call) -> list[Dims]:
 
 
 def opaque(call: Call) -> list[Dims]:
-    """Numbers that have nothing to do with channels; what goes in stays whole."""
+    """Numbers that have nothing to do with channels; what goes in is unprunable."""
     for operand in call.operands:
         for layout in operand.dims:
-            call.freeze(layout, "its values are looked at")
+            call.fix(layout, "its values are looked at")
     return call.fixed_outputs()
 
 
-_ZERO_OF_ZEROS = {
-    "sum",
-    "mean",
-    "amax",
-    "amin",
-    "max",
-    "min",
-    "var",
-    "std",
-    "norm",
-    "linalg_vector_norm",
-    "nansum",
-    "prod",
-}
+_ZERO_OF_ZEROS = {"sum", "mean", "amax", "amin", "max", "min", "var", "std", "norm", "nansum", "prod"}
+_ZERO_OF_ZEROS |= {"linalg_vector_norm"}
+_POOLS = ("max_pool", "avg_pool", "adaptive_avg_pool", "_adaptive_avg_pool", "adaptive_max_pool")
 _SPATIAL_RANK = {
-    **{
-        f"{name}1d": 1 for name in ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "upsample_linear")
-    },
-    **{
-        f"{name}2d": 2
-        for name in ("max_pool", "avg_pool", "adaptive_avg_pool", "_adaptive_avg_pool", "adaptive_max_pool")
-    },
-    **{
-        f"{name}3d": 3
-        for name in ("max_pool", "avg_pool", "adaptive_avg_pool", "_adaptive_avg_pool", "adaptive_max_pool")
-    },
-    **{f"upsample_{kind}": 2 for kind in ("nearest2d", "bilinear2d", "bicubic2d")},
+    **{f"{pool}{rank}d": rank for pool in _POOLS for rank in (1, 2, 3)},
+    **{f"{border}_pad{rank}d": rank for border in ("reflection", "replication") for rank in (1, 2, 3)},
+    **dict.fromkeys(("upsample_nearest1d", "upsample_linear1d"), 1),
+    **{f"upsample_{kind}2d": 2 for kind in ("nearest", "bilinear", "bicubic")},
     **{f"_upsample_{kind}": 2 for kind in ("nearest_exact2d", "bilinear2d_aa", "bicubic2d_aa")},
-    "upsample_nearest1d": 1,
-    "upsample_nearest3d": 3,
-    "upsample_trilinear3d": 3,
     "max_pool2d_with_indices": 2,
-    **{f"{kind}_pad{rank}d": rank for kind in ("reflection", "replication") for rank in (1, 2, 3)},
+    **dict.fromkeys(("upsample_nearest3d", "upsample_trilinear3d"), 3),
 }
 
 _BY_NAME: dict[Rule, str] = {
@@ -353,32 +300,32 @@ _BY_NAME: dict[Rule, str] = {
     layer_norm: "layer_norm rms_norm",
     group_norm: "group_norm",
     prelu: "prelu _prelu_kernel",
-    reshape: "view reshape flatten unflatten view_as reshape_as squeeze unsqueeze",
-    permute: "permute",
-    transpose: "transpose swapaxes swapdims",
-    reverse_dims: "t numpy_T",
-    swap_last: "mT mH adjoint",
-    movedim: "movedim moveaxis",
-    expand: "expand expand_as broadcast_to",
-    repeat: "repeat tile",
-    repeat_interleave: "repeat_interleave.self_int",
-    concatenate: "cat concat concatenate",
-    stack: "stack",
-    split: "split chunk split_with_sizes tensor_split unsafe_split unsafe_chunk unsafe_split_with_sizes",
-    unbind: "unbind",
-    slice_: "slice",
-    select: "select",
-    index: "index _unsafe_index",
-    index_select: "index_select",
-    embedding: "embedding",
-    pad: "constant_pad_nd pad",
-    reorder: "roll flip",
-    im2col: "im2col",
-    unfold: "unfold",
-    pixel_shuffle: "pixel_shuffle",
-    pixel_unshuffle: "pixel_unshuffle",
-    channel_shuffle: "channel_shuffle native_channel_shuffle",
-    same: "alias clone contiguous _to_copy to detach dropout feature_dropout native_dropout lift_fresh "
+    shape.reshape: "view reshape flatten unflatten view_as reshape_as squeeze unsqueeze",
+    shape.permute: "permute",
+    shape.transpose: "transpose swapaxes swapdims",
+    shape.reverse_dims: "t numpy_T",
+    shape.swap_last: "mT mH adjoint",
+    shape.movedim: "movedim moveaxis",
+    shape.expand: "expand expand_as broadcast_to",
+    shape.repeat: "repeat tile",
+    shape.repeat_interleave: "repeat_interleave.self_int",
+    shape.concatenate: "cat concat concatenate",
+    shape.stack: "stack",
+    shape.split: "split chunk split_with_sizes tensor_split unsafe_split unsafe_chunk unsafe_split_with_sizes",
+    shape.unbind: "unbind",
+    shape.slice_: "slice",
+    shape.select: "select",
+    shape.index: "index _unsafe_index",
+    shape.index_select: "index_select",
+    shape.embedding: "embedding",
+    shape.pad: "constant_pad_nd pad",
+    shape.reorder: "roll flip",
+    shape.im2col: "im2col",
+    shape.unfold: "unfold",
+    shape.pixel_shuffle: "pixel_shuffle",
+    shape.pixel_unshuffle: "pixel_unshuffle",
+    shape.channel_shuffle: "channel_shuffle native_channel_shuffle",
+    shape.same: "alias clone contiguous _to_copy to detach dropout feature_dropout native_dropout lift_fresh "
     "lift_fresh_copy type_as bernoulli zero nan_to_num",
     pointwise: "hardswish relu6 celu selu rrelu square floor_divide masked_fill copy lerp",
     noise: "alpha_dropout feature_alpha_dropout",
@@ -390,11 +337,11 @@ _BY_NAME: dict[Rule, str] = {
     transform: " ".join(
         f"fft_{half}{kind}{rank}" for half in ("", "i") for kind in ("fft", "rfft") for rank in ("", "2", "n")
     ),
-    col2im: "col2im",
-    view_as_complex: "view_as_complex",
-    view_as_real: "view_as_real",
+    shape.col2im: "col2im",
+    shape.view_as_complex: "view_as_complex",
+    shape.view_as_real: "view_as_real",
     along: "softmax _softmax log_softmax _log_softmax _safe_softmax cumsum cumprod sort argsort topk",
-    glu: "glu",
+    shape.glu: "glu",
     create: "zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like "
     "rand randn rand_like randn_like scalar_tensor",
     opaque: "arange linspace item _local_scalar_dense is_nonzero eye tril triu meshgrid nonzero _assert_async "

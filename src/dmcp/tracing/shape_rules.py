@@ -55,10 +55,8 @@ def movedim(call: Call) -> list[Dims]:
     """Some dims go to other places, the rest keep their order."""
     call.flow = Flow.KEEPS
     rank = len(call.x.dims)
-    source, target = (
-        [dim % rank for dim in (call[name] if isinstance(call[name], (list, tuple)) else [call[name]])]
-        for name in ("source", "destination")
-    )
+    given = ([dims] if isinstance(dims, int) else dims for dims in (call["source"], call["destination"]))
+    source, target = ([dim % rank for dim in dims] for dims in given)
     rest = iter(dim for dim in range(rank) if dim not in source)
     order = [source[target.index(dim)] if dim in target else next(rest) for dim in range(rank)]
     return [tuple(call.x.dims[dim] for dim in order)]
@@ -144,17 +142,17 @@ def split(call: Call) -> list[Dims]:
         for piece in pieces[1:]:
             call.channels.join(pieces[0], piece)
     else:
-        call.freeze(call.x.dims[dim], "it is split into unequal pieces by their number")
+        call.fix(call.x.dims[dim], "it is split into unequal pieces by their number")
     if isinstance(call["split_size"], int):
         call.follows("split_size", pieces[:1])
     return [_replaced(call, dim, piece) for piece in pieces]
 
 
 def unbind(call: Call) -> list[Dims]:
-    """Entries of a dim one by one, so the dim stays whole."""
+    """Entries of a dim one by one, so the dim is unprunable."""
     call.flow = Flow.KEEPS
     dim = call["dim"] % len(call.x.dims)
-    call.freeze(call.x.dims[dim], "its entries are picked one by one")
+    call.fix(call.x.dims[dim], "its entries are picked one by one")
     return [(*call.x.dims[:dim], *call.x.dims[dim + 1 :])] * len(call.out_shapes)
 
 
@@ -168,7 +166,7 @@ def slice_(call: Call) -> list[Dims]:
     if out_size == size:
         return [call.x.dims]
     if (call["step"] or 1) != 1:
-        call.freeze(call.x.dims[dim], "every n-th entry is taken")
+        call.fix(call.x.dims[dim], "every n-th entry is taken")
         return [_replaced(call, dim, fixed(out_size))]
     pieces = call.channels.divide(call.x.dims[dim], [start, out_size, size - start - out_size])
     if start and call["start"] > 0:
@@ -179,19 +177,19 @@ def slice_(call: Call) -> list[Dims]:
 
 
 def select(call: Call) -> list[Dims]:
-    """One entry of a dim, so the dim stays whole."""
+    """One entry of a dim, so the dim is unprunable."""
     return unbind(call)[:1]
 
 
 def index(call: Call) -> list[Dims]:
-    """Entries by a table of indices: those dims stay whole, the others pass."""
+    """Entries by a table of indices: those dims are unprunable, the others pass."""
     x, tables = call.x, call["indices"]
     where = [dim for dim, table in enumerate(tables) if table is not None]
     if not where or any(tables[dim].dtype in (torch.bool, torch.uint8) for dim in where):
         return unknown(call)
     call.flow = Flow.KEEPS
     for dim in where:
-        call.freeze(x.dims[dim], "its entries are picked by index")
+        call.fix(x.dims[dim], "its entries are picked by index")
     shape = call.out_shapes[0]
     rank = len(shape) - (len(x.dims) - len(where))
     together = where == list(range(where[0], where[-1] + 1))
@@ -204,18 +202,18 @@ def index_select(call: Call) -> list[Dims]:
     """Entries by a list of indices."""
     call.flow = Flow.KEEPS
     dim = call["dim"] % len(call.x.dims)
-    call.freeze(call.x.dims[dim], "its entries are picked by index")
+    call.fix(call.x.dims[dim], "its entries are picked by index")
     return [_replaced(call, dim, fixed(call.out_shapes[0][dim]))]
 
 
 def embedding(call: Call) -> list[Dims]:
     """Rows of a table."""
-    call.freeze(call["weight"].dims[0], "its rows are picked by index")
+    call.fix(call["weight"].dims[0], "its rows are picked by index")
     return [(*call["indices"].dims, call["weight"].dims[1])]
 
 
 def pad(call: Call) -> list[Dims]:
-    """Zeros around a dim are new channels; other values keep the dim whole."""
+    """Zeros around a dim are new channels; with other values the dim is unprunable."""
     plain = call.op.name == "constant_pad_nd" or call["mode"] in (None, "constant")
     zeros = plain and not call["value"]
     call.flow = Flow.PADS if zeros or not plain else Flow.LOSES
@@ -230,17 +228,17 @@ def pad(call: Call) -> list[Dims]:
             dims[dim] = sides[0] + dims[dim] + sides[1]
             added += [Literal("pad", 2 * back + at, side) for at, side in enumerate(sides) if side]
         else:
-            call.freeze(dims[dim], "padded or cropped")
+            call.fix(dims[dim], "padded or cropped")
             dims[dim] = fixed(call.out_shapes[0][dim])
     call.facts.literals[call.number] = added
     return [tuple(dims)]
 
 
 def reorder(call: Call) -> list[Dims]:
-    """Entries of some dims change places, so these stay whole."""
+    """Entries of some dims change places, so these are unprunable."""
     call.flow = Flow.KEEPS
     for dim in call["dims"] or range(len(call.x.dims)):  # without dims the whole tensor is rolled as one
-        call.freeze(call.x.dims[dim], "its entries change places")
+        call.fix(call.x.dims[dim], "its entries change places")
     return [call.x.dims]
 
 
@@ -255,14 +253,14 @@ def col2im(call: Call) -> list[Dims]:
     """Overlapping patches are added up: the opposite of im2col."""
     call.flow = Flow.KEEPS
     channels, patch = call.channels.factor(call.x.dims[1], call.out_shapes[0][1])
-    call.freeze(patch, "positions in a patch")
+    call.fix(patch, "positions in a patch")
     return [(call.x.dims[0], channels, *(fixed(size) for size in call.out_shapes[0][2:]))]
 
 
 def view_as_complex(call: Call) -> list[Dims]:
     """The last dim becomes the two parts of a number."""
     call.flow = Flow.KEEPS
-    call.freeze(call.x.dims[-1], "the parts of a complex number")
+    call.fix(call.x.dims[-1], "the parts of a complex number")
     return [call.x.dims[:-1]]
 
 
@@ -276,16 +274,16 @@ def unfold(call: Call) -> list[Dims]:
     """Sliding windows along a dim."""
     call.flow = Flow.KEEPS
     dim = call["dimension"] % len(call.x.dims)
-    call.freeze(call.x.dims[dim], "windows slide along it")
+    call.fix(call.x.dims[dim], "windows slide along it")
     return [(*_replaced(call, dim, fixed(call.out_shapes[0][dim])), fixed(call["size"]))]
 
 
 def pixel_shuffle(call: Call) -> list[Dims]:
-    """Channels become pixels in blocks; whole blocks may go."""
+    """Channels become pixels in blocks, which are pruned as one."""
     call.flow = Flow.KEEPS
     block = call["upscale_factor"] ** 2
     outer, inner = call.channels.factor(call.x.dims[-3], call.x.shape[-3] // block)
-    call.freeze(inner, "it becomes pixels")
+    call.fix(inner, "it becomes pixels")
     return [(*call.x.dims[:-3], outer, *(fixed(size) for size in call.out_shapes[0][-2:]))]
 
 
@@ -301,7 +299,7 @@ def channel_shuffle(call: Call) -> list[Dims]:
     """Groups x channels becomes channels x groups."""
     call.flow = Flow.KEEPS
     outer, inner = call.channels.factor(call.x.dims[1], call["groups"])
-    call.freeze(outer, "the groups of a shuffle")
+    call.fix(outer, "the groups of a shuffle")
     return [_replaced(call, 1, call.channels.multiply(inner, outer))]
 
 

@@ -16,268 +16,23 @@ from torch.nn.utils import parametrize
 from dmcp.errors import TraceError
 from dmcp.modules import batch_of, map_leaves, rebatch, skeleton, tensors_in, unwrap
 from dmcp.tracing.cost import Terms, moments, product, total
-from dmcp.tracing.gates import Fold, plan_folds
+from dmcp.tracing.gates import Fold, Plan, plan_folds
 from dmcp.tracing.graph import Binding, ChannelGraph, CostEntry, GateFold, Unprunable
 from dmcp.tracing.layout import Atom, in_spaces
 from dmcp.tracing.ops import Contraction, Coupling, Dims, OpCost, Rule, couple
-from dmcp.tracing.record import Func, Op, Read, Recording, Ref, record, record_anywhere
-from dmcp.tracing.replay import IN_CODE, ReplayContext, Settler, meta_example
+from dmcp.tracing.record import Func, Op, Read, Recording, Ref, meta_example, record, record_anywhere
+from dmcp.tracing.replay import IN_CODE, ReplayContext, Resolver
 from dmcp.tracing.rules import RULES
 from dmcp.widths import ChannelSpace, fingerprint
 
-BOXES = "Trace the part of a detector that ends before its boxes are chosen: docs/api.md, Detectors."
-
-
-def cost_entries(
-    model: nn.Module, coupling: Coupling, numbers: Mapping[int, int], example: Any, rehearsal: ReplayContext
-) -> tuple[CostEntry, ...]:
-    """Costs per layer, in the order in which they run; parameters that no op of cost uses come last."""
-    recording, facts, resolve = coupling.recordings[0], coupling.facts[0], coupling.channels.resolve
-    batch = batch_of(rehearsal.batches[0])
-    shares = _per_sample(model, example, coupling, batch)
-    costs = [*facts.costs, *(_measured(op, recording) for op in facts.unknown)]
-    shares += [Fraction(1, batch or 1)] * len(facts.unknown)
-    owners = {name: _owner(name) for name, _ in model.named_parameters()}
-    kinds: dict[str, str] = {}
-    macs: dict[str, list[Terms]] = {}
-    for cost, share in zip(costs, shares, strict=True):
-        kinds.setdefault(cost.path, cost.kind)
-        terms = product(cost.coefficient, [in_spaces(resolve(layout), numbers) for layout in cost.dims])
-        macs.setdefault(cost.path, []).append(_scaled(terms, share))
-    params: dict[str, list[Terms]] = {}
-    for name, _ in model.named_parameters():
-        dims = coupling.tensors[name]
-        terms = product(1, [in_spaces(resolve(layout), numbers) for layout in dims])
-        params.setdefault(owners[name], []).append(terms)
-    return tuple(
-        CostEntry(path, kinds.get(path, "other"), total(macs.get(path, [])), total(params.get(path, [])))
-        for path in dict.fromkeys([*macs, *params])
-    )
-
-
-def _per_sample(model: nn.Module, example: Any, coupling: Coupling, batch: int | None) -> list[Fraction]:
-    """Of each op that costs something: the share that one sample has. Some ops run once for the whole batch."""
-    recording, costs = coupling.recordings[0], coupling.facts[0].costs
-    if batch is None:
-        return [Fraction(1)] * len(costs)
-    try:
-        single = couple([record(model, rebatch(example, 1), training=False)], RULES, strict=False)
-    except Exception:  # the batch size is written into the model, or it looks at values
-        return [Fraction(1, batch)] * len(costs)
-    ones = single.facts[0].costs
-    if [op.func for op in single.recordings[0].ops] != [op.func for op in recording.ops] or len(ones) != len(costs):
-        return [Fraction(1, batch)] * len(costs)
-    return [
-        Fraction(_full_cost(single, one), max(1, _full_cost(coupling, many)))
-        for one, many in zip(ones, costs, strict=True)
-    ]
-
-
-def _full_cost(coupling: Coupling, cost: OpCost) -> int:
-    return cost.coefficient * math.prod(coupling.channels.size(layout) for layout in cost.dims)
-
-
-def _owner(parameter: str) -> str:
-    return parameter.rpartition(".")[0]
-
-
-def _scaled(terms: Terms, share: Fraction) -> Terms:
-    scaled = {key: factor * share for key, factor in terms.items()}
-    if any(factor.denominator != 1 for factor in scaled.values()):
-        raise TraceError(
-            f"The cost of one sample cannot be told from that of a batch: dim 0 of the inputs must be it. {BOXES}"
-        )
-    return {key: int(factor) for key, factor in scaled.items()}
-
-
-def _measured(op: Op, recording: Recording) -> OpCost:
-    """Multiply-adds of an op without a rule, counted by torch on tensors without data."""
-    from torch.utils.flop_counter import FlopCounterMode  # here: it imports Triton, and is seldom needed
-
-    def empty(leaf: Any) -> Any:
-        if not isinstance(leaf, Ref):
-            return leaf
-        return torch.empty(recording.shapes[leaf.value], dtype=recording.dtypes[leaf.value], device="meta")
-
-    counter = FlopCounterMode(display=False)
-    try:
-        with counter:
-            op.func(*map_leaves(empty, op.args), **map_leaves(empty, dict(op.kwargs)))
-    except Exception:  # no meta kernel: torch itself counts nothing for it either
-        pass
-    out = next((value for value in op.outs if value is not None), -1)
-    return OpCost(op.path, op.name, counter.get_total_flops() // 2, (), out)
-
-
-_SOME = 3  # places or layers that are named; the rest is counted
+_BATCH = 3  # more than one for BatchNorm in train mode; odd, so that it is rarely mistaken for channels
+_MAX_LISTED = 3  # places or layers that are named; the rest is counted
+_IGNORED = "ignored, as you asked"
 _OLD_NORMS = {"WeightNorm": "remove_weight_norm", "SpectralNorm": "remove_spectral_norm"}  # hooks of torch.nn.utils
-_USUAL = (224, 224)
-_UNCOUNTED = "; what is computed between leaving torch and coming back is not counted in macs and memory"
-
-
-# values that forward reads
-
-
-def note_reads(model: nn.Module, recordings: Sequence[Recording]) -> str:
-    """That another input may take another way, which nobody has seen; empty if forward reads nothing of its input."""
-    places = _places((it, it.reads) for it in recordings)
-    if not places:
-        return ""
-    return (
-        f"forward turns values that depend on its input into Python values ({places}): another input may take "
-        "another way, which was not seen, and a cut network is only right for inputs that take this one"
-        f"{_UNCOUNTED if any(map(_comes_back, recordings)) else ''}{_asleep(model, recordings)}"
-    )
-
-
-def note_sizes(model: nn.Module, recordings: Sequence[Recording]) -> str:
-    """That shapes and macs are those of the example; empty if no size follows from values of the input."""
-    places = _places((it, it.sizes) for it in recordings)
-    if not places:
-        return ""
-    return (
-        f"forward makes tensors whose size depends on values of its input ({places}): macs are those of this example, "
-        "and code that asks for such a size may take another way with another input, which was not seen"
-        f"{_asleep(model, recordings)}"
-    )
-
-
-def _places(reads: Iterable[tuple[Recording, Sequence[Read]]]) -> str:
-    """Where values of the input are read."""
-    return _listed(dict.fromkeys(read.where for recording, all_ in reads for read in _of_input(recording, all_)))
-
-
-def _comes_back(recording: Recording) -> bool:
-    """Whether tensors were made of values of the input that had left torch, as far as anybody can tell."""
-    own, constants = recording.own(), set(recording.constants)
-    return any(value in constants and value not in own for op in recording.ops for value in op.inputs())
-
-
-def _asleep(model: nn.Module, recordings: Sequence[Recording]) -> str:
-    layers = _not_run(model, recordings)
-    return f"; layers that were not run: {_listed(layers)}" if layers else ""
-
-
-def _of_input(recording: Recording, reads: Sequence[Read]) -> list[Read]:
-    """Those that another input would have given other values."""
-    depends, found, done = set(recording.inputs), [], 0
-    for read in reads:
-        for op in recording.ops[done : read.number]:
-            if not depends.isdisjoint(_sources(op)):
-                depends.update(value for value in op.outs if value is not None)
-        done = read.number
-        if not depends.isdisjoint(read.values):
-            found.append(read)
-    return found
-
-
-def _sources(op: Op) -> list[int]:
-    """The values whose numbers, not only their shape or dtype, an op takes."""
-    if op.name.endswith("_like") or op.name.startswith("new_"):
-        return []
-    return op.inputs()[:1] if op.name.endswith("_as") else op.inputs()
-
-
-def _not_run(model: nn.Module, recordings: Sequence[Recording]) -> list[str]:
-    """Layers with parameters, none of which any op took."""
-    used = {recording.tensors.get(value) for recording in recordings for op in recording.ops for value in op.inputs()}
-    first = {id(parameter): name for name, parameter in model.named_parameters()}  # a tied one has one name
-    return [
-        path
-        for path, module in model.named_modules()
-        if (own := list(module.parameters(recurse=False))) and not any(first[id(item)] in used for item in own)
-    ]
-
-
-def keep_read_whole(coupling: Coupling) -> None:
-    """Channels of tensors that leave torch without an op stay whole."""
-    for recording, layouts in zip(coupling.recordings, coupling.layouts, strict=True):
-        for read in recording.reads:
-            for value in read.values:
-                for layout in layouts[value]:
-                    coupling.channels.freeze(layout, f"its values are read by {read.way} ({read.where})")
-
-
-# weights that are computed
-
-
-def ways_to_plain_weights(model: nn.Module) -> dict[str, str]:
-    """Layers whose weights torch computes by a parametrization or a hook, and the call that undoes it."""
-    found: dict[str, str] = {}
-    for path, module in model.named_modules():
-        if parametrize.is_parametrized(module):
-            first = next(iter(module.parametrizations))
-            found[path] = f"torch.nn.utils.parametrize.remove_parametrizations(layer, {first!r})"
-        for hook in module._forward_pre_hooks.values():
-            kind = type(hook)
-            if kind.__name__ in _OLD_NORMS and kind.__module__.startswith("torch.nn.utils."):
-                found[path] = f"torch.nn.utils.{_OLD_NORMS[kind.__name__]}(layer)"
-    return found
-
-
-def with_way_out(reason: str, plain: dict[str, str]) -> str:
-    """A reason, and what to do where a computed weight is behind it."""
-    for path, undo in plain.items():
-        if f" at {path})" in reason or f" at {path}.parametrizations." in reason:
-            return f"{reason}, as the weight of {path} is computed: undo that before pruning with {undo}"
-    return reason
-
-
-# samples
-
-
-def misfit(model: nn.Module, example: Any, recording: Recording | None = None) -> str:
-    """What a sample should be, where forward failed or took a batch of lines for an image; empty if it is one."""
-    convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    first = next((module for module in model.modules() if isinstance(module, convolutions)), None)
-    if not isinstance(example, Tensor) or not isinstance(first, nn.Conv2d) or example.ndim == 4:
-        return ""
-    if recording is not None and not _is_one_image(recording):
-        return ""
-    given = tuple(example.shape[1:])
-    height, width = given[-2:] if len(given) > 1 else _USUAL
-    return (
-        f"one sample for the convolutions of this model is channels x height x width, as in "
-        f"{first.in_channels}x{height}x{width}, not {'x'.join(map(str, given)) or 'a number'}"
-    )
-
-
-def _is_one_image(recording: Recording) -> bool:
-    """Whether a convolution took the whole input as one image without a batch, which torch allows."""
-    return any(op.name == "conv2d" and op.inputs()[0] in recording.inputs for op in recording.ops)
-
-
-def other_numbers(model: nn.Module, example: Any, run: Callable[[Any], Any]) -> str:
-    """What an example on which a model failed holds instead of the model's kind of numbers, and what to do.
-
-    Empty if that is not what was wrong: with its own kind of numbers the model runs.
-    """
-    own = {it.dtype for it in model.parameters() if it.is_floating_point()}
-    given = {it.dtype for it in tensors_in(example)} - own
-    if len(own) != 1 or len(given) != 1:
-        return ""
-    wanted, held = own.pop(), given.pop()
-    try:
-        run(map_leaves(lambda leaf: leaf.to(wanted) if isinstance(leaf, Tensor) else leaf, example))
-    except Exception:
-        return ""
-    way = f"convert it, with x.to({wanted}), and scale it as the model expects: bytes of images by 1 / 255"
-    if held.is_floating_point:
-        way = f"convert one of them, with x.to({wanted}) or model.to({held})"
-    kinds = (str(it).removeprefix("torch.") for it in (held, wanted))
-    return "{}, the weights of the model {}: {}".format(*kinds, way)
-
-
-def _listed(names: Iterable[str]) -> str:
-    every = list(names)
-    more = f" and {len(every) - _SOME} more" if len(every) > _SOME else ""
-    return ", ".join(every[:_SOME]) + more
-
-
-_TWO_WAYS = (
+_DETECTORS = "Trace the part of a detector that ends before its boxes are chosen: docs/api.md, Detectors."
+_WAYS_OUT = (
     "Compute both ways, or with all values, and choose with torch.where, or accept it: trace(..., strict=False)."
 )
-_BATCH = 3  # more than one for BatchNorm in train mode; odd, so that it is rarely mistaken for channels
 
 
 def trace(
@@ -291,55 +46,57 @@ def trace(
     """Find the channels of a model that must be kept or dropped together. The model is not changed.
 
     example_input: a tensor, a tuple of positional or a dict of keyword arguments; dim 0 of each tensor is the batch.
-    frozen: modules or spaces, by name, whose channels stay whole.
+    ignore: modules or spaces, by name, whose channels are not pruned.
     rules: op -> channel rule, `dmcp.RULES` by default; extend with `RULES | {op: rule}`.
-    exact: keep whole what a gated network computes differently from a cut one (channels under LayerNorm).
+    exact: do not prune what a gated network computes differently from a cut one (channels under LayerNorm).
     strict: raise on an op without a rule and on values that decide in forward; bind no attribute by its value.
     """
     model = unwrap(model)
     if rules is not None and not isinstance(rules, Mapping):
-        raise TraceError(
-            f"rules are a mapping from ops to functions, RULES | {{op: rule}}, not a {type(rules).__name__}."
-        )
+        raise TraceError(f"rules are a mapping, RULES | {{op: rule}}, not a {type(rules).__name__}.")
     recordings, batches, notes = _record_modes(model, example_input)
     ignore = [ignore] if isinstance(ignore, str) or not isinstance(ignore, Iterable | None) else list(ignore or ())
     if not all(isinstance(name, str) for name in ignore):
-        raise TraceError(f"frozen takes names of modules or spaces, not {ignore!r}.")
-    for note in filter(None, (note_reads(model, recordings), note_sizes(model, recordings))):
+        raise TraceError(f"ignore takes names of modules or spaces, not {ignore!r}.")
+    for note in _note_reads(model, recordings):
         if strict:
-            raise TraceError(f"{note[0].upper()}{note[1:]}. {_TWO_WAYS}")
+            raise TraceError(f"{note[0].upper()}{note[1:]}. {_WAYS_OUT}")
         notes.append(note)
     coupling = couple(recordings, RULES if rules is None else rules, strict, ignore)
-    keep_read_whole(coupling)
     parameters = [name for name, _ in model.named_parameters()]
+    _fix_host_reads(coupling)
     mixed = [pair for facts in coupling.facts for pair in facts.mixed] if exact else []
-    mixed = [(layout, reason) for layout, reason in mixed if coupling.channels.freeze(layout, reason)]
-    _freeze_unwritten(coupling, parameters)
-    _freeze_named(coupling, model, parameters, ignore)
-    rehearsal = ReplayContext(skeleton(model), example_input, [meta_example(batch) for batch in batches], coupling)
-    settler = Settler(rehearsal, parameters, bind=not strict)
+    mixed = [(layout, reason) for layout, reason in mixed if coupling.channels.fix(layout, reason)]
+    _fix_unwritten(coupling, parameters)
+    _fix_ignored(coupling, model, parameters, ignore)
+    context = ReplayContext(skeleton(model), example_input, [meta_example(batch) for batch in batches], coupling)
+    plan = _resolve(context, parameters, bind=not strict)
+    if not coupling.atoms(parameters):
+        unprunable = _unprunable(coupling, model)
+        reasons = "; ".join(f"{item.name}: {item.reason}" for item in unprunable[:3])
+        hint = " With exact=False channels under LayerNorm or weight standardization could be." if mixed else ""
+        hint += f" {_DETECTORS}" if any(item.reason.startswith(IN_CODE) for item in unprunable) else ""
+        raise TraceError(f"Nothing in this model can be pruned. {reasons or 'no conv or linear layer was seen'}.{hint}")
+    return _graph(model, context, plan, notes, exact)
+
+
+def _resolve(context: ReplayContext, parameters: list[str], bind: bool) -> Plan:
+    """Replay until the narrow models agree, and until the gates of every atom have a place."""
+    resolver = Resolver(context, parameters, bind)
     while True:
-        settler.settle()
-        plan = plan_folds(coupling, parameters)
+        resolver.run()
+        plan = plan_folds(context.coupling, parameters)
         if not plan.stuck:
-            break
+            return plan
         for atom, reason in plan.stuck.items():
-            coupling.channels.freeze(((atom,),), reason)
-    atoms = coupling.atoms(parameters)
-    whole = _whole(coupling, model)
-    if not atoms:
-        reasons = "; ".join(f"{item.name}: {item.reason}" for item in whole[:3]) or "no conv or linear layer was seen"
-        hint = " With exact=False channels under LayerNorm or weight standardisation could be." if mixed else ""
-        hint += f" {BOXES}" if any(item.reason.startswith(IN_CODE) for item in whole) else ""
-        raise TraceError(f"Nothing in this model can be pruned. {reasons}.{hint}")
-    return _graph(model, coupling, rehearsal, atoms, (plan.hard, plan.soft), whole, notes, example_input, exact)
+            context.coupling.channels.fix(((atom,),), reason)
 
 
 # -- recording
 
 
 def check_example(example: object) -> None:
-    """Refuse an input that no network could read."""
+    """Refuse an input without tensors."""
     if not tensors_in(example):
         raise TraceError("The example input holds no tensor: give a tensor, or a tuple or dict of them.")
 
@@ -382,10 +139,19 @@ def _record_first(model: nn.Module, example: Any, batch: int | None) -> tuple[Re
     return first, several
 
 
-# -- keeping whole
+# -- unprunable channels
 
 
-def _freeze_unwritten(coupling: Coupling, parameters: list[str]) -> None:
+def _fix_host_reads(coupling: Coupling) -> None:
+    """Channels of tensors that leave torch without an op."""
+    for recording, layouts in zip(coupling.recordings, coupling.layouts, strict=True):
+        for read in recording.reads:
+            for value in read.values:
+                for layout in layouts[value]:
+                    coupling.channels.fix(layout, f"its values are read by {read.way} ({read.where})")
+
+
+def _fix_unwritten(coupling: Coupling, parameters: list[str]) -> None:
     """A space needs a layer that writes it and a parameter that has it."""
     channels = coupling.channels
     written = {atom for facts in coupling.facts for layout in facts.written for atom in channels.atoms(layout)}
@@ -394,11 +160,11 @@ def _freeze_unwritten(coupling: Coupling, parameters: list[str]) -> None:
     for layout in layouts | {layout for dims in coupling.tensors.values() for layout in dims}:
         for atom in channels.atoms(layout):
             if atom not in spaces:
-                channels.freeze(((atom,),), "no layer writes it")
+                channels.fix(((atom,),), "no layer writes it")
 
 
-def _freeze_named(coupling: Coupling, model: nn.Module, parameters: list[str], ignore: Iterable[str]) -> None:
-    """Keep whole what the user named: all that the parameters of a module write, or one space."""
+def _fix_ignored(coupling: Coupling, model: nn.Module, parameters: list[str], ignore: Iterable[str]) -> None:
+    """What the user named: all that the parameters of a module write, or one space."""
     modules = {name for name, _ in model.named_modules() if name}
     first = {id(tensor): name for name, tensor in model.named_parameters()}
     tied = [(name, first[id(tensor)]) for name, tensor in model.named_parameters(remove_duplicate=False)]
@@ -413,20 +179,18 @@ def _freeze_named(coupling: Coupling, model: nn.Module, parameters: list[str], i
         spaces = _names(coupling, coupling.atoms(parameters))
         chosen = [atom for atom, name in spaces.items() if name == wanted]
         for atom in chosen:
-            coupling.channels.freeze(((atom,),), "frozen, as you asked")
+            coupling.channels.fix(((atom,),), _IGNORED)
         inside = {own for name, own in tied if name == wanted or name.startswith(wanted + ".")}
         for name in inside:
             for dim, layout in enumerate(coupling.tensors[name]):
                 if (name, dim) not in read:
-                    coupling.channels.freeze(layout, "frozen, as you asked")
+                    coupling.channels.fix(layout, _IGNORED)
         if wanted in modules and not inside:
-            raise TraceError(
-                f"frozen names {wanted!r}, which has no parameters to keep whole: name the layer before it."
-            )
+            raise TraceError(f"ignore names {wanted!r}, which has no parameters: name the layer before it.")
         if not chosen and not inside:
             near = difflib.get_close_matches(wanted, sorted({*modules, *spaces.values()}), n=3)
             hint = f"did you mean {', '.join(near)}?" if near else "graph.spaces and model.named_modules() list names."
-            raise TraceError(f"frozen names no module and no space of this model: {wanted!r}; {hint}")
+            raise TraceError(f"ignore names no module and no space of this model: {wanted!r}; {hint}")
 
 
 def _weighted(coupling: Coupling) -> Iterable[tuple[str, Dims, Contraction]]:
@@ -441,16 +205,16 @@ def _weighted(coupling: Coupling) -> Iterable[tuple[str, Dims, Contraction]]:
 
 
 def _layer(tensor: str) -> str:
-    """The layer that a tensor belongs to, for people: its module, or the parameter itself."""
+    """The layer that a tensor belongs to: its module, or the parameter itself."""
     return tensor.removesuffix(".weight")
 
 
 def _writers(coupling: Coupling) -> Iterable[tuple[str, list[Atom], list[tuple[int, str]]]]:
-    """Layers with the atoms that they write and the parts that are whole, in order."""
+    """Layers with the atoms that they write and the parts that are unprunable, in order."""
     for layer, dims, item in _weighted(coupling):
         if item.out_dim is not None:
             layout = dims[item.out_dim]
-            yield layer, coupling.channels.atoms(layout), coupling.channels.whole(layout)
+            yield layer, coupling.channels.atoms(layout), coupling.channels.unprunable(layout)
 
 
 def _units(coupling: Coupling) -> dict[int, int]:
@@ -485,43 +249,27 @@ def _names(coupling: Coupling, atoms: list[Atom]) -> dict[Atom, str]:
     return names
 
 
-def _whole(coupling: Coupling, model: nn.Module) -> tuple[Unprunable, ...]:
-    plain = ways_to_plain_weights(model)
-    found = dict.fromkeys(
-        Unprunable(layer, size, with_way_out(reason, plain))
-        for layer, _, parts in _writers(coupling)
-        for size, reason in parts
-    )
-    return tuple(found)
+def _unprunable(coupling: Coupling, model: nn.Module) -> tuple[Unprunable, ...]:
+    undo = _undo_computed_weights(model)
+    found = [(layer, size, reason) for layer, _, parts in _writers(coupling) for size, reason in parts]
+    return tuple(dict.fromkeys(Unprunable(layer, size, _with_way_out(reason, undo)) for layer, size, reason in found))
 
 
 # -- the graph
 
 
-def _graph(
-    model: nn.Module,
-    coupling: Coupling,
-    rehearsal: ReplayContext,
-    atoms: list[Atom],
-    folds: tuple[list[Fold], list[Fold]],
-    whole: tuple[Unprunable, ...],
-    notes: list[str],
-    example: Any,
-    exact: bool,
-) -> ChannelGraph:
+def _graph(model: nn.Module, context: ReplayContext, plan: Plan, notes: list[str], exact: bool) -> ChannelGraph:
+    coupling, example = context.coupling, context.example
     channels, units = coupling.channels, _units(coupling)
+    atoms = coupling.atoms([name for name, _ in model.named_parameters()])
     names = _names(coupling, atoms)
     order = sorted(atoms, key=list(names).index)
     numbers = {atom.index: number for number, atom in enumerate(order)}
 
-    def layouts(name: str) -> list[Any]:
-        return [in_spaces(channels.resolve(layout), numbers) for layout in coupling.tensors[name]]
-
-    def gate_folds(chosen: list[Fold]) -> tuple[GateFold, ...]:
+    def gate_folds(folds: list[Fold]) -> tuple[GateFold, ...]:
+        found = [(name, dim, channels.resolve(coupling.tensors[name][dim])) for name, dim in folds]
         return tuple(
-            GateFold(name, dim, layouts(name)[dim])
-            for name, dim in chosen
-            if channels.atoms(coupling.tensors[name][dim])
+            GateFold(name, dim, in_spaces(layout, numbers)) for name, dim, layout in found if channels.atoms(layout)
         )
 
     writers: dict[Atom, dict[str, None]] = {atom: {} for atom in order}
@@ -539,7 +287,7 @@ def _graph(
             bound.multiple * channels.size(bound.layout),
             ", ".join(names[atom] for atom in channels.atoms(bound.layout)),
         )
-        for (module, attribute, position), bound in rehearsal.bindings.items()
+        for (module, attribute, position), bound in context.bindings.items()
     )
     unknown = Counter(str(op.func) for facts in coupling.facts[:1] for op in facts.unknown)
     return ChannelGraph(
@@ -553,18 +301,18 @@ def _graph(
             )
             for atom in order
         ),
-        unprunable=whole,
+        unprunable=_unprunable(coupling, model),
         bindings=bindings,
         unknown=dict(unknown),
         notes=tuple(notes),
         input_shape=_sample_shape(example),
         fingerprint=fingerprint(model),
         exact=exact,
-        hard_folds=gate_folds(folds[0]),
-        soft_folds=gate_folds(folds[1]),
-        entries=cost_entries(model, coupling, numbers, example, rehearsal),
-        moments=moments(coupling, numbers, batch_of(rehearsal.batches[0])),
-        _rehearsal=rehearsal,
+        hard_folds=gate_folds(plan.hard),
+        soft_folds=gate_folds(plan.soft),
+        entries=_cost_entries(model, context, numbers),
+        moments=moments(coupling, numbers, batch_of(context.batches[0])),
+        _context=context,
         _atoms=tuple(atom.index for atom in order),
     )
 
@@ -576,3 +324,210 @@ def _sample_shape(example: Any) -> Any:
     if isinstance(example, Mapping):
         return {str(key): _sample_shape(value) for key, value in example.items()}
     return tuple(_sample_shape(value) for value in example) if isinstance(example, (list, tuple)) else None
+
+
+# -- costs
+
+
+def _cost_entries(model: nn.Module, context: ReplayContext, numbers: Mapping[int, int]) -> tuple[CostEntry, ...]:
+    """Costs per layer, in the order in which they run; parameters that no op of cost uses come last."""
+    coupling, batch = context.coupling, batch_of(context.batches[0])
+    recording, facts = coupling.recordings[0], coupling.facts[0]
+
+    def terms(coefficient: int, dims: Dims) -> Terms:
+        return product(coefficient, [in_spaces(coupling.channels.resolve(layout), numbers) for layout in dims])
+
+    shares = _per_sample(model, context.example, coupling, batch)
+    costs = [*facts.costs, *(_measured(op, recording) for op in facts.unknown)]
+    shares += [Fraction(1, batch or 1)] * len(facts.unknown)
+    kinds: dict[str, str] = {}
+    macs: dict[str, list[Terms]] = {}
+    params: dict[str, list[Terms]] = {}
+    for cost, share in zip(costs, shares, strict=True):
+        kinds.setdefault(cost.path, cost.kind)
+        macs.setdefault(cost.path, []).append(_scaled(terms(cost.coefficient, cost.dims), share))
+    for name, _ in model.named_parameters():
+        params.setdefault(name.rpartition(".")[0], []).append(terms(1, coupling.tensors[name]))
+    return tuple(
+        CostEntry(path, kinds.get(path, "other"), total(macs.get(path, [])), total(params.get(path, [])))
+        for path in dict.fromkeys([*macs, *params])
+    )
+
+
+def _per_sample(model: nn.Module, example: Any, coupling: Coupling, batch: int | None) -> list[Fraction]:
+    """Of each op that costs something: the share that one sample has. Some ops run once for the whole batch."""
+    recording, costs = coupling.recordings[0], coupling.facts[0].costs
+    if batch is None:
+        return [Fraction(1)] * len(costs)
+    try:
+        single = couple([record(model, rebatch(example, 1), training=False)], RULES, strict=False)
+    except Exception:  # the batch size is written into the model, or it looks at values
+        return [Fraction(1, batch)] * len(costs)
+    ones = single.facts[0].costs
+    if [op.func for op in single.recordings[0].ops] != [op.func for op in recording.ops] or len(ones) != len(costs):
+        return [Fraction(1, batch)] * len(costs)
+    return [
+        Fraction(_full_cost(single, one), max(1, _full_cost(coupling, many)))
+        for one, many in zip(ones, costs, strict=True)
+    ]
+
+
+def _full_cost(coupling: Coupling, cost: OpCost) -> int:
+    return cost.coefficient * math.prod(coupling.channels.size(layout) for layout in cost.dims)
+
+
+def _scaled(terms: Terms, share: Fraction) -> Terms:
+    scaled = {key: factor * share for key, factor in terms.items()}
+    if any(factor.denominator != 1 for factor in scaled.values()):
+        raise TraceError(
+            f"The cost of one sample cannot be told from that of a batch: dim 0 of the inputs must be it. {_DETECTORS}"
+        )
+    return {key: int(factor) for key, factor in scaled.items()}
+
+
+def _measured(op: Op, recording: Recording) -> OpCost:
+    """Multiply-adds of an op without a rule, counted by torch on tensors without data."""
+    from torch.utils.flop_counter import FlopCounterMode  # here: it imports Triton, and is seldom needed
+
+    def empty(leaf: Any) -> Any:
+        if not isinstance(leaf, Ref):
+            return leaf
+        return torch.empty(recording.shapes[leaf.value], dtype=recording.dtypes[leaf.value], device="meta")
+
+    counter = FlopCounterMode(display=False)
+    try:
+        with counter:
+            op.func(*map_leaves(empty, op.args), **map_leaves(empty, dict(op.kwargs)))
+    except Exception:  # no meta kernel: torch itself counts nothing for it either
+        pass
+    out = next((value for value in op.outs if value is not None), -1)
+    return OpCost(op.path, op.name, counter.get_total_flops() // 2, (), out)
+
+
+# -- diagnostics
+
+
+def _note_reads(model: nn.Module, recordings: Sequence[Recording]) -> Iterable[str]:
+    """Where forward reads values of its input, and where the size of a tensor depends on them."""
+    used = {recording.tensors.get(value) for recording in recordings for op in recording.ops for value in op.inputs()}
+    first = {id(parameter): name for name, parameter in model.named_parameters()}  # a tied one has one name
+    unused = [
+        path
+        for path, module in model.named_modules()
+        if (own := list(module.parameters(recurse=False))) and not any(first[id(item)] in used for item in own)
+    ]
+    not_run = f"; layers that were not run: {_listed(unused)}" if unused else ""
+    if places := _places((it, it.reads) for it in recordings):
+        outside = "; what is computed between leaving torch and coming back is not counted in macs and memory"
+        yield (
+            f"forward turns values that depend on its input into Python values ({places}): another input may take "
+            "another way, which was not seen, and a cut network is only right for inputs that take this one"
+            f"{outside if any(map(_comes_back, recordings)) else ''}{not_run}"
+        )
+    if places := _places((it, it.sizes) for it in recordings):
+        yield (
+            f"forward makes tensors whose size depends on values of its input ({places}): macs are those of this "
+            "example, and code that asks for such a size may take another way with another input, which was not seen"
+            f"{not_run}"
+        )
+
+
+def _places(reads: Iterable[tuple[Recording, Sequence[Read]]]) -> str:
+    """Where values of the input are read."""
+    return _listed(dict.fromkeys(read.where for recording, all_ in reads for read in _of_input(recording, all_)))
+
+
+def _comes_back(recording: Recording) -> bool:
+    """Whether tensors were made of values of the input that had left torch, as far as anybody can tell."""
+    own, constants = recording.own(), set(recording.constants)
+    return any(value in constants and value not in own for op in recording.ops for value in op.inputs())
+
+
+def _of_input(recording: Recording, reads: Sequence[Read]) -> list[Read]:
+    """Those that another input would have given other values."""
+    depends, found, done = set(recording.inputs), [], 0
+    for read in reads:
+        for op in recording.ops[done : read.number]:
+            if not depends.isdisjoint(_sources(op)):
+                depends.update(value for value in op.outs if value is not None)
+        done = read.number
+        if not depends.isdisjoint(read.values):
+            found.append(read)
+    return found
+
+
+def _sources(op: Op) -> list[int]:
+    """The values whose numbers, not only their shape or dtype, an op takes."""
+    if op.name.endswith("_like") or op.name.startswith("new_"):
+        return []
+    return op.inputs()[:1] if op.name.endswith("_as") else op.inputs()
+
+
+def _undo_computed_weights(model: nn.Module) -> dict[str, str]:
+    """Layers whose weights torch computes by a parametrization or a hook, and the call that undoes it."""
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        if parametrize.is_parametrized(module):
+            first = next(iter(module.parametrizations))
+            found[path] = f"torch.nn.utils.parametrize.remove_parametrizations(layer, {first!r})"
+        for hook in module._forward_pre_hooks.values():
+            kind = type(hook)
+            if kind.__name__ in _OLD_NORMS and kind.__module__.startswith("torch.nn.utils."):
+                found[path] = f"torch.nn.utils.{_OLD_NORMS[kind.__name__]}(layer)"
+    return found
+
+
+def _with_way_out(reason: str, undos: Mapping[str, str]) -> str:
+    """A reason, and what to do where a computed weight is behind it."""
+    for path, undo in undos.items():
+        if f" at {path})" in reason or f" at {path}.parametrizations." in reason:
+            return f"{reason}, as the weight of {path} is computed: undo that before pruning with {undo}"
+    return reason
+
+
+def misfit(model: nn.Module, example: Any, recording: Recording | None = None) -> str:
+    """What a sample should be, where forward failed or took a batch of lines for an image; empty if it is one."""
+    convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    first = next((module for module in model.modules() if isinstance(module, convolutions)), None)
+    if not isinstance(example, Tensor) or not isinstance(first, nn.Conv2d) or example.ndim == 4:
+        return ""
+    if recording is not None and not _is_one_image(recording):
+        return ""
+    given = tuple(example.shape[1:])
+    height, width = given[-2:] if len(given) > 1 else (224, 224)
+    return (
+        f"one sample for the convolutions of this model is channels x height x width, as in "
+        f"{first.in_channels}x{height}x{width}, not {'x'.join(map(str, given)) or 'a number'}"
+    )
+
+
+def _is_one_image(recording: Recording) -> bool:
+    """Whether a convolution took the whole input as one image without a batch, which torch allows."""
+    return any(op.name == "conv2d" and op.inputs()[0] in recording.inputs for op in recording.ops)
+
+
+def other_numbers(model: nn.Module, example: Any, run: Callable[[Any], Any]) -> str:
+    """What an example on which a model failed holds instead of the model's kind of numbers, and what to do.
+
+    Empty if that is not what was wrong: with its own kind of numbers the model runs.
+    """
+    own = {it.dtype for it in model.parameters() if it.is_floating_point()}
+    given = {it.dtype for it in tensors_in(example)} - own
+    if len(own) != 1 or len(given) != 1:
+        return ""
+    wanted, held = own.pop(), given.pop()
+    try:
+        run(map_leaves(lambda leaf: leaf.to(wanted) if isinstance(leaf, Tensor) else leaf, example))
+    except Exception:
+        return ""
+    way = f"convert it, with x.to({wanted}), and scale it as the model expects: bytes of images by 1 / 255"
+    if held.is_floating_point:
+        way = f"convert one of them, with x.to({wanted}) or model.to({held})"
+    kinds = (str(it).removeprefix("torch.") for it in (held, wanted))
+    return "{}, the weights of the model {}: {}".format(*kinds, way)
+
+
+def _listed(names: Iterable[str]) -> str:
+    every = list(names)
+    more = f" and {len(every) - _MAX_LISTED} more" if len(every) > _MAX_LISTED else ""
+    return ", ".join(every[:_MAX_LISTED]) + more

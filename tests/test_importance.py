@@ -1,4 +1,4 @@
-"""Where channels lie, against indices written down by hand and against what a cut leaves."""
+"""Where the channels of a space are, against indices written by hand and against what a cut leaves."""
 
 from __future__ import annotations
 
@@ -77,12 +77,6 @@ def test_transposed_convs_write_along_dim_one() -> None:
     by_hand = model.up.weight.abs().sum((0, 2, 3)) + model.depth.weight.abs().sum((1, 2, 3))
     torch.testing.assert_close(magnitude(model, graph, spaces["up"]), by_hand.detach().double())
     assert names(written(model, graph, spaces["mix"])) == [("mix.weight", 0)]  # wide reads it, inside its groups
-
-
-def test_a_part_of_a_concatenation() -> None:
-    model, graph, spaces = traced(Chain)
-    head = next(place for place in placed(model, graph, spaces["conv3"]) if place.name == "head.weight")
-    assert head.dim == 1 and head.rows.tolist() == [[4 * i + j for j in range(4)] for i in range(6)]  # flattened
 
 
 @pytest.mark.parametrize("kind", [Chain, Residual, Depthwise, Concat, Grouped, SqueezeExcite, SharedWeight, Transposed])

@@ -1,0 +1,662 @@
+"""A loop that is left anywhere and resumed is the same loop, also with a user's own loader, loss and dropout."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import hashlib
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from dmcp import checkpoint
+from dmcp.checkpoint import (
+    Checkpoint,
+    Checkpointer,
+    ResumableIterator,
+    State,
+    load_checkpoint,
+    optimizer_state,
+    random_state,
+    save_checkpoint,
+    set_random_state,
+    untouched,
+)
+from dmcp.errors import DataError, FileError, StoppedError, TrainingError
+from dmcp.pruning import prune
+from dmcp.runtime.distributed import SINGLE_PROCESS, World
+from dmcp.searching.search import search
+from dmcp.settings import Distillation, Engine, SearchConfig, TrainConfig
+from dmcp.supernet import Supernet
+from dmcp.tracing.graph import ChannelGraph
+from dmcp.tracing.trace import trace
+from dmcp.training import train
+
+CPU = torch.device("cpu")
+RESOLVED = Engine().resolve(CPU)
+
+pytestmark = pytest.mark.filterwarnings("ignore::dmcp.losses.DistillationWarning")  # losses here only count and break
+
+
+# files
+
+
+def bits(tensor: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
+    """All that makes two tensors the same, NaNs and the sign of zero included."""
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).clone(memory_format=torch.contiguous_format)
+    return tensor.dtype, tensor.shape, flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def state(step: int, size: int = 200) -> Checkpoint:
+    """A state that is a function of the step."""
+    generator = torch.Generator().manual_seed(step)
+    tensors = {"a": torch.randn(size, generator=generator), "rng": generator.get_state(), "n": torch.tensor(step)}
+    return Checkpoint(step, tensors, {"lr": 0.1 / (step + 1), "seen": [step, str(step)]})
+
+
+def same(found: Checkpoint | None, saved: Checkpoint) -> bool:
+    both = [{name: bits(tensor) for name, tensor in it.tensors.items()} for it in (found, saved) if it]
+    return found is not None and (found.step, found.facts) == (saved.step, saved.facts) and both[0] == both[1]
+
+
+def steps(folder: Path) -> list[int]:
+    return sorted(int(path.name.split("-")[1]) for path in folder.glob("step-*"))
+
+
+def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    raw, images = torch.randint(0, 256, (64,), dtype=torch.uint8), torch.randn(2, 3, 4, 5)
+    dtypes = [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint16]
+    tensors = {str(dtype): raw.clone().view(dtype) for dtype in dtypes} | {"bool": raw > 99}
+    tensors |= {"conj": torch.randn(2, dtype=torch.complex64).conj(), "parameter": nn.Parameter(torch.randn(3))}
+    tensors |= {"odd": torch.tensor([float("nan"), -0.0, float("inf"), 1e-45]), "none": torch.empty(0, 3)}
+    tensors |= {"last": images.to(memory_format=torch.channels_last), "turned": images.mT, "part": images[:, 1:, ::2]}
+    tensors |= {"wide": torch.randn(3, 1).expand(3, 4), "tied": images, "tied again": images, "scalar": images[1, 1, 1]}
+    before = {name: (bits(tensor), tensor.stride(), tensor.data_ptr()) for name, tensor in tensors.items()}
+    facts = {"floats": [0.1 + 0.2, 5e-324, -0.0, 1e308], "big": [2**63], "text": 'é"\n\0', "": {"a": [None, True]}}
+    path = save_checkpoint(tmp_path / "new", Checkpoint(7, tensors, facts))
+    assert {name: (bits(it), it.stride(), it.data_ptr()) for name, it in tensors.items()} == before
+
+    found = load_checkpoint(tmp_path / "new")
+    assert found is not None and found.step == 7 and repr(found.facts) == repr(facts)
+    assert {name: bits(tensor) for name, tensor in found.tensors.items()} == {
+        name: it[0] for name, it in before.items()
+    }
+    found.tensors["tied"].zero_()  # its memory is its own
+    assert found.tensors["tied again"].any() and images.any()
+    assert [it.name for it in path.parent.iterdir()] == [path.name]
+    assert path.name == f"step-000000007-{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}.safetensors"
+    with safetensors.safe_open(path, "pt") as file:  # any safetensors reader opens it
+        assert set(file.keys()) == set(tensors) and json.loads(file.metadata()["facts"])["step"] == 7
+
+
+def test_the_newest_two_stay(tmp_path: Path) -> None:
+    assert load_checkpoint(tmp_path / "missing") is None and load_checkpoint(tmp_path) is None
+    (tmp_path / ".step-000000001-ab.safetensors.new").write_text("left by a killed process")
+    (tmp_path / "notes").write_text("mine")
+    for step in (8, 9, 9, 10, 1_000_000_000):
+        save_checkpoint(tmp_path, state(step))
+        assert same(load_checkpoint(tmp_path), state(step))
+    assert steps(tmp_path) == [10, 1_000_000_000]
+    save_checkpoint(tmp_path, Checkpoint(1_000_000_000, {}, {"again": True}))
+    found = load_checkpoint(tmp_path)
+    assert found is not None and found.facts == {"again": True} and steps(tmp_path) == [10, 1_000_000_000]
+    save_checkpoint(tmp_path, state(1_000_000_001), keep=1)
+    assert steps(tmp_path) == [1_000_000_001] and len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    paths = [save_checkpoint(tmp_path, state(step)) for step in (1, 2)]
+    whole = paths[1].read_bytes()
+    for damaged in (whole[:-1], whole[:20], b"", whole + b"x", whole[:-1] + bytes([whole[-1] ^ 1])):
+        paths[1].write_bytes(damaged)
+        warnings: list[str] = []
+        assert same(load_checkpoint(tmp_path, warnings.append), state(1))
+        assert len(warnings) == 1 and paths[1].name in warnings[0]
+    save_checkpoint(tmp_path, state(1), keep=1)  # the run goes on from before the damage, which stays
+    assert same(load_checkpoint(tmp_path), state(1)) and paths[1].exists()
+    paths[0].write_bytes(b"")
+    with pytest.raises(FileError, match="all checkpoints are damaged"):
+        load_checkpoint(tmp_path)
+    paths[0].unlink()
+    forged = paths[1].with_name(f"step-000000003-{hashlib.sha256(whole).hexdigest()[:16]}.safetensors")
+    forged.write_bytes(whole)  # of another step than its name says
+    with pytest.raises(FileError, match="all checkpoints are damaged"):
+        load_checkpoint(tmp_path)
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, outside = tmp_path / "run", tmp_path / "outside"
+    path = save_checkpoint(outside, state(5))
+    inside.mkdir()
+    (inside / "out").symlink_to(outside)
+    (tmp_path / "file").write_text("")
+    (inside / path.name).symlink_to(path)
+    for folder in (inside, inside / "out", tmp_path / "file"):
+        for act in (lambda: load_checkpoint(folder), lambda: save_checkpoint(folder, state(6))):  # noqa: B023
+            with pytest.raises(FileError):
+                act()
+    assert steps(outside) == [5]
+    for tensor in (torch.ones(2, device="meta"), torch.eye(2).to_sparse(), torch.ones(2, dtype=torch.complex128), 3):
+        with pytest.raises(FileError, match="safetensors"):
+            save_checkpoint(outside, Checkpoint(6, {"a": tensor}, {}))  # type: ignore[dict-item]
+    monkeypatch.setattr(os, "fsync", lambda _: os.close(-1))  # a disk that fails
+    with pytest.raises(FileError, match="cannot be written"):
+        save_checkpoint(outside, state(6))
+    assert [it.name for it in outside.iterdir()] == [path.name]
+
+
+def save_until_killed(folder: Path, step: int, after: float) -> int:
+    """The last step that a process said it had saved, before it was killed after so many seconds."""
+    told, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        while True:
+            step += 1
+            save_checkpoint(folder, state(step, 300_000))
+            os.write(tell, step.to_bytes(8, "little"))
+    os.close(tell)
+    time.sleep(after)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    with open(told, "rb") as pipe:
+        return int.from_bytes(pipe.read()[-8:], "little") or step
+
+
+def kill_savers(folder: Path) -> None:
+    """What killed processes said they had saved is there, and what is there is right."""
+    times, step, rounds, halves = random.Random(0), 0, 0, 0
+    while rounds < 12 or step == 0 or halves == 0:  # some must be killed in the middle of a file
+        promised = save_until_killed(folder, step, times.uniform(0, 0.15))
+        rounds, halves = rounds + 1, halves + any(folder.glob(".*"))
+        found = load_checkpoint(folder, sys.exit)
+        step = found.step if found else 0
+        assert (found is None or same(found, state(step, 300_000))) and step in (promised, promised + 1)
+        assert len(steps(folder)) <= 3
+    save_checkpoint(folder, state(step + 1))
+    assert len(list(folder.iterdir())) == 2  # what the killed ones left is gone
+
+
+def test_a_killed_process_leaves_what_it_had_saved(tmp_path: Path) -> None:
+    # in a process of its own: forking one that has threads is not safe, and pytest may have some
+    source = "import sys, pathlib, test_checkpoint as t; t.kill_savers(pathlib.Path(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", source, tmp_path], cwd=Path(__file__).parent, check=True, timeout=100)
+
+
+# random numbers
+
+
+def seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def draw() -> list[Any]:
+    mine = [torch.rand(2).tolist(), torch.randn(1).item(), random.random(), random.gauss(0, 1), random.randbytes(3)]
+    return [*mine, np.random.rand(), np.random.normal(), np.random.randint(9)]
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_the_global_generators_come_back(before: int) -> None:
+    for _ in range(before):  # the gauss of both libraries keeps every second number
+        random.gauss(0, 1)
+        np.random.normal()
+    saved = {name: tensor.clone() for name, tensor in random_state(CPU).items()}
+    first = [draw(), draw()]
+    seed_all(7)
+    assert draw() not in first
+    set_random_state(saved, CPU)
+    assert [draw(), draw()] == first
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_generators_are_seeded_and_put_back(rank: int) -> None:
+    before, drawn = torch.get_rng_state(), []
+    for seed in (3, 3, 4):
+        with checkpoint.seeded(seed, CPU, World(rank, 2)):
+            drawn.append(torch.rand(1).item())
+        assert torch.equal(torch.get_rng_state(), before)
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert (drawn[0] == torch.rand(1, generator=torch.Generator().manual_seed(3)).item()) == (rank == 0)
+
+
+def test_a_gpu_that_takes_no_state_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an assert of its own every call of a GPU raises."""
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda _: torch.zeros(16))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", refuse)
+    monkeypatch.setattr(torch.cuda, "manual_seed", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    gpu, before = torch.device("cuda"), torch.get_rng_state()
+    for block in (lambda: checkpoint.seeded(0, gpu, World()), lambda: untouched([], gpu)):
+        with pytest.raises(ValueError, match="the first one"), block():
+            raise ValueError("the first one")
+    assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(RuntimeError, match="CUDA error"), checkpoint.seeded(0, gpu, World()):
+        pass
+
+
+class Generators:
+    """A loader with generators of every kind, and a counter."""
+
+    def __init__(self) -> None:
+        self.mine, self.numpy, self.python = torch.Generator(), np.random.default_rng(0), random.Random(0)
+        self.old, self.passes = np.random.RandomState(0), 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        own = [torch.rand(1, generator=self.mine).item(), self.numpy.random(), self.python.random(), self.old.rand()]
+        return iter([self.passes, *own, *draw()])
+
+
+def test_a_look_at_batches_leaves_no_trace() -> None:
+    loader = Generators()
+    with untouched(loader, CPU):
+        first = list(loader)
+    assert list(loader) == first and list(loader) != first
+
+
+# batches
+
+
+class Noisy(Dataset[tuple[Tensor, int]]):
+    """Images that no two looks give the same: all three global generators are in them."""
+
+    def __init__(self, count: int) -> None:
+        self.images = torch.randn(count, 1, 6, 6, generator=torch.Generator().manual_seed(count))
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, place: int) -> tuple[Tensor, int]:
+        noise = torch.randn(1, 6, 6) + random.gauss(0, 1) + np.random.normal()
+        return self.images[place] + 0.3 * noise.float(), place % 4
+
+
+def shuffled(count: int, **how: Any) -> DataLoader[Any]:
+    return DataLoader(Noisy(count), 8, shuffle=True, **how)
+
+
+def with_generator(count: int) -> DataLoader[Any]:
+    return shuffled(count, generator=torch.Generator().manual_seed(3))
+
+
+class Replayed:
+    """A loader that counts what it drew."""
+
+    def __init__(self, count: int) -> None:
+        self.loader, self.drawn = shuffled(count), 0
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            self.drawn += 1
+            yield batch
+
+
+class Direct:
+    """A loader that can start anywhere, in an order of each epoch's own."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.epoch, self.drawn = -(-count // 8), 0, 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.starting_at(0)
+
+    def starting_at(self, skip: int) -> Iterator[Any]:
+        for number in range(skip, self.count):
+            self.drawn += 1
+            yield torch.tensor([[100 * self.epoch + number]]), torch.tensor([0])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 9])
+@pytest.mark.parametrize("kind", [Direct, Replayed])
+def test_an_iterator_can_be_resumed_at_any_step(kind: type[Any], accumulate: int) -> None:
+    def plain(batches: list[Any]) -> list[Any]:
+        return [[part.tolist() for part in batch] for batch in batches]
+
+    first = ResumableIterator(kind(38), RESOLVED, SINGLE_PROCESS, accumulate)  # five batches
+    assert first.per_epoch == -(-5 // accumulate)
+    seen, states, total = [], [], 3 * first.per_epoch
+    for _ in range(total):
+        states.append((first.start, first.random_state()))
+        seen.append(plain(first.next()))
+    sizes = [len(batches) for batches in seen[: first.per_epoch]]
+    assert sum(sizes) == 5 and max(sizes) == min(5, accumulate) and seen[0] != seen[first.per_epoch]
+    for step in range(total):
+        loader = kind(38)
+        again = ResumableIterator(loader, RESOLVED, SINGLE_PROCESS, accumulate)
+        seed_all(step)
+        again.resume(step, *states[step])
+        assert loader.drawn == (0 if kind is Direct else accumulate * (step % first.per_epoch))
+        assert [plain(again.next()) for _ in range(step, total)] == seen[step:]
+
+
+def test_a_loader_that_gives_less_than_it_says_is_refused() -> None:
+    class Short(Direct):
+        def __len__(self) -> int:
+            return 4
+
+    with pytest.raises(DataError, match="no batches"):
+        ResumableIterator([], RESOLVED, SINGLE_PROCESS)
+    batches = ResumableIterator(Short(24), RESOLVED, SINGLE_PROCESS, accumulate=2)
+    batches.next()
+    with pytest.raises(DataError, match="it has 4 batches, but gave 3"):
+        batches.next()
+
+
+# when it is saved
+
+
+def test_a_checkpoint_is_due_by_steps_by_time_and_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, asked = [100.0], [False]
+    monkeypatch.setattr("dmcp.checkpoint.time.monotonic", lambda: now[0])
+    loop = State({"w": torch.ones(1)}, dict, [], [], [], CPU)
+    saver = Checkpointer(str(tmp_path), {"a": 1}, 5, 60.0, lambda: asked[0])  # type: ignore[arg-type]
+    due = functools.partial(saver.due, world=SINGLE_PROCESS)
+    assert [due(step) for step in (4, 5, 6)] == [False, True, True]
+    saver.save(6, loop, {}, SINGLE_PROCESS)
+    assert [due(step) for step in (10, 11)] == [False, True]
+    now[0] += 60
+    assert due(7)
+    saver.save(7, loop, {}, SINGLE_PROCESS)
+    assert not due(8)
+    asked[0] = True
+    assert due(8)
+    with pytest.raises(StoppedError, match="after step 8"):
+        saver.save(8, loop, {}, SINGLE_PROCESS)
+    assert steps(tmp_path) == [7, 8]
+    saver.save(9, loop, {"done": True}, SINGLE_PROCESS)  # nothing is left to stop
+    again = Checkpointer(tmp_path, {"a": 1}, 5)
+    found = again.load(SINGLE_PROCESS)
+    assert found is not None and found.step == 9
+    assert [again.due(step, SINGLE_PROCESS) for step in (13, 14)] == [False, True]  # from the checkpoint on
+
+
+def test_other_settings_are_named(tmp_path: Path) -> None:
+    settings = {"lr": 0.1, "net": {"width": [4, 5], "depth": 3}, "old": 1}
+    saver = Checkpointer(tmp_path, settings)
+    assert saver.load(SINGLE_PROCESS) is None
+    saver.save(3, State({}, dict, [], [], [], CPU), {}, SINGLE_PROCESS)
+    assert saver.load(SINGLE_PROCESS) is not None
+    other = Checkpointer(tmp_path, {"lr": 0.2, "net": {"width": [4, 6], "depth": 3}, "new": None})
+    with pytest.raises(FileError, match=r"lr was 0\.1, is 0\.2; net\.width was \[4, 5\], is \[4, 6\]; old was 1, is"):
+        other.load(SINGLE_PROCESS)
+
+
+# searching and training
+
+
+def tiny() -> nn.Sequential:
+    first = [nn.Conv2d(1, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2)]
+    second = [nn.Conv2d(6, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Dropout(0.3)]
+    return nn.Sequential(*first, *second, nn.Linear(8, 4))
+
+
+def fresh() -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return tiny()
+
+
+@functools.cache
+def graph() -> ChannelGraph:
+    return trace(fresh(), torch.zeros(2, 1, 6, 6))
+
+
+def bits_of(model: nn.Module) -> dict[str, list[Any]]:
+    return {name: tensor.tolist() for name, tensor in model.state_dict().items()}
+
+
+class CrashError(Exception):
+    """Stands for whatever ends a process."""
+
+
+Act = Callable[[Tensor, list[bool]], Tensor]  # (loss, where a request to stop is put) -> loss
+
+
+def crash(loss: Tensor, asked: list[bool]) -> Tensor:
+    raise CrashError
+
+
+def ask(loss: Tensor, asked: list[bool]) -> Tensor:
+    asked.append(True)
+    return loss
+
+
+def no_number(loss: Tensor, asked: list[bool]) -> Tensor:
+    return loss * float("nan")
+
+
+class Loop:
+    """A search or a training with losses of its own; its log is `seen`, as a run has one in a file."""
+
+    def __init__(self, kind: str, folder: Path | None = None, **how: Any) -> None:
+        self.kind, self.folder, self.how = kind, folder, how
+        self.seen: dict[int, Any] = {}
+
+    def run(self, seed: int = 0, act: Act = crash, call: int = 0) -> Any:
+        """All that the loop comes to; the seed is that of the process, and in this call of the loss `act` is done."""
+        seed_all(seed)
+        calls, asked = itertools.count(1), []
+
+        def loss(output: Any, batch: Any) -> Tensor:
+            found = F.cross_entropy(output, batch[1])
+            return act(found, asked) if next(calls) == call else found
+
+        saver = None
+        if self.folder is not None:
+            earlier = lambda: [asdict(record) for record in self.seen.values()]  # noqa: E731
+            saver = Checkpointer(self.folder, every_steps=2, earlier=earlier, stop_requested=lambda: bool(asked))
+        loader = self.how.get("loader", shuffled)(36)
+        note = lambda record: self.seen.update({record.step: record})  # noqa: E731
+        ends = (self._search if self.kind == "search" else self._train)(loader, loss, note, saver)
+        return *ends, list(self.seen.values())
+
+    def _search(self, loader: Any, loss: Any, note: Any, saver: Checkpointer | None) -> Any:
+        net = Supernet(fresh(), graph(), groups=4)
+        accumulate = self.how.get("accumulate", 1)
+        config = SearchConfig(budget=0.5, groups=4, epochs=4, log_every=7, accumulate=accumulate)
+        arch = shuffled(20) if self.how.get("arch") else None
+        made = self.how.get("optimizer")
+        found = search(net, loader, config, loss, arch, note, checkpointer=saver, optimizer=made)
+        return found.alphas.tolist(), bits_of(net.model), found.log
+
+    def _train(self, loader: Any, loss: Any, note: Any, saver: Checkpointer | None) -> Any:
+        model, teacher = fresh(), fresh() if self.how.get("teacher") else None
+        momentum = self.how.get("momentum", 0.9)
+        kind = Distillation.TEACHER if teacher else Distillation.NONE
+        config = TrainConfig(epochs=4, lr=0.1, warmup_lr=0.1, momentum=momentum, nesterov=momentum > 0)
+        config, made = replace(config, distillation=kind), self.how.get("optimizer")
+        records = train(model, loader, config, loss, teacher, note, checkpointer=saver, optimizer=made)
+        return bits_of(model), records
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer whose groups and state have plain numbers that change."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__([group | {"steps": 0} for group in groups])
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["steps"] += 1
+            for parameter in group["params"]:
+                own = self.state[parameter]
+                own["slowed"] = 0.9 * own.get("slowed", 1.0)
+                if parameter.grad is not None:
+                    parameter.grad *= own["slowed"] / group["steps"]
+        super().step()
+
+
+WAYS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {  # with the calls of the loss that crash
+    "search": ("search", {}, (6, 13, 17)),
+    "search, held-out data, replayed": ("search", {"arch": True, "accumulate": 2, "loader": Replayed}, (6, 13, 17)),
+    "search, Adam": ("search", {"optimizer": torch.optim.Adam, "arch": True}, (13,)),
+    "train": ("train", {}, (5, 6, 13)),
+    "train, plain SGD": ("train", {"loader": with_generator, "momentum": 0.0}, (5, 6, 13)),
+    "train, teacher": ("train", {"teacher": True}, (13,)),
+    "train, workers": ("train", {"loader": functools.partial(shuffled, num_workers=2)}, (13,)),
+    **{
+        f"train, {name}": ("train", {"optimizer": make}, (13,))
+        for name, make in {
+            "NAdam": torch.optim.NAdam,
+            "Adafactor": torch.optim.Adafactor,
+            "RMSprop": lambda groups: torch.optim.RMSprop(groups, centered=True, momentum=0.9),
+            "counting": Counting,
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("way", [pytest.param(it, marks=pytest.mark.slow if "workers" in it else ()) for it in WAYS])
+def test_a_loop_that_crashes_goes_on_where_it_was(tmp_path: Path, way: str) -> None:
+    kind, how, calls = WAYS[way]
+    whole = Loop(kind, **how).run()
+    assert Loop(kind, tmp_path / "whole", **how).run() == whole  # saving changes nothing
+    for call in calls:  # an epoch has at least five
+        loop = Loop(kind, tmp_path / str(call), **how)
+        with pytest.raises(CrashError):
+            loop.run(0, crash, call)
+        assert loop.run(99) == whole
+        assert loop.run(98, crash, 1) == whole  # it is done: no call of the loss, no crash
+
+
+@pytest.mark.parametrize(("kind", "how", "step"), [("search", {"arch": True, "accumulate": 2}, 5), ("train", {}, 9)])
+def test_a_loop_that_is_asked_to_stop_saves_its_step(tmp_path: Path, kind: str, how: dict[str, Any], step: int) -> None:
+    loop = Loop(kind, tmp_path, **how)
+    with pytest.raises(StoppedError, match=f"after step {step}"):
+        loop.run(0, ask, 9)
+    assert steps(tmp_path)[-1] == len(loop.seen) == step
+    assert loop.run(99) == Loop(kind, **how).run()
+
+
+@pytest.mark.parametrize("kind", ["search", "train"])
+def test_a_loss_that_is_no_number_leaves_the_last_good_checkpoint(tmp_path: Path, kind: str) -> None:
+    loop = Loop(kind, tmp_path)
+    with pytest.raises(TrainingError, match="loss is nan"):
+        loop.run(0, no_number, 9)
+    found = load_checkpoint(tmp_path, sys.exit)
+    assert found is not None and found.step == 8 == len(loop.seen)
+    assert all(tensor.isfinite().all() for name, tensor in found.tensors.items() if "gauss" not in name)
+    assert loop.run(99) == Loop(kind).run()
+
+
+def test_a_checkpoint_of_another_network_or_optimizer_is_refused(tmp_path: Path) -> None:
+    config = TrainConfig(epochs=1, lr=0.1, warmup_lr=0.1)
+    batches = [(torch.randn(3, 36), torch.zeros(3, dtype=torch.int64))] * 3
+    train(nn.Sequential(nn.Linear(36, 1), nn.Linear(1, 1)), batches, config, checkpointer=Checkpointer(tmp_path / "a"))
+    others = [nn.Linear(36, 1), nn.Sequential(nn.Linear(36, 4), nn.Linear(4, 1)), nn.Sequential(nn.Linear(36, 1))]
+    for other in others:  # other names, other shapes (which copy_ would stretch), fewer layers
+        with pytest.raises(FileError, match="another network"):
+            train(other, batches, config, checkpointer=Checkpointer(tmp_path / "a"))
+    for first, second in itertools.permutations([None, torch.optim.Adam, torch.optim.RMSprop], 2):
+        folder = tmp_path / f"{first}{second}"
+        with pytest.raises(CrashError):
+            Loop("train", folder, optimizer=first).run(0, crash, 9)
+        with pytest.raises(FileError, match="another optimizer"):
+            Loop("train", folder, optimizer=second).run()
+
+
+def test_an_optimizer_that_cannot_be_saved_is_refused(tmp_path: Path) -> None:
+    class Listing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            self.state[self.param_groups[0]["params"][0]]["seen"] = [1]
+
+    class Named(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            self.state["all"] = {"steps": 1}  # type: ignore[index]
+
+    for kind in (Listing, Named):
+        with pytest.raises(TrainingError, match=f"{kind.__name__} has .* in its state"):
+            Loop("train", tmp_path / kind.__name__, optimizer=kind).run()
+    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(2))])
+    optimizer.param_groups[0]["weight_decay"] = np.float64(0.1)
+    found = optimizer_state(optimizer)
+    assert not optimizer.state and found["Adam/groups/0/number/weight_decay"].item() == 0.1  # no trace of the look
+    assert found["Adam/groups/0/number/amsgrad"].dtype is torch.bool
+
+
+# prune
+
+SHORT = {
+    "search": SearchConfig(budget=0.5, groups=4, epochs=2),
+    "train": TrainConfig(epochs=1, warmup_epochs=0, lr=0.1, warmup_lr=0.1),
+}
+
+
+def pruned(folder: Path, model: nn.Module | None = None, **how: Any) -> Any:
+    seed_all(0)
+    keep = lambda stage: Checkpointer(folder / stage, every_steps=2)  # noqa: E731
+    result = prune(model or fresh(), shuffled(36), shuffled(36), keep=keep, **SHORT | how)
+    return bits_of(result.model)
+
+
+OTHER_SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"seed": 1}, "search.seed was 0, is 1"),
+    ({"search": replace(SHORT["search"], budget="40%")}, 'search.budget was 0.5, is "40%"'),
+    ({"search": replace(SHORT["search"], min_channels={"0": 3})}, "search.min_channels.0 was null, is 3"),
+    ({"train": replace(SHORT["train"], epochs=2)}, "train.epochs was 1, is 2"),
+    ({"retrain": "finetune"}, "retrain was"),
+    ({"baselines": True}, "baselines was false, is true"),
+    ({"arch_loader": shuffled(20)}, "arch_loader was false, is true"),
+    ({"optimizer": torch.optim.Adam}, "optimizer was false, is true"),
+    ({"engine": Engine(deterministic=True)}, "engine.deterministic was false, is true"),
+]
+
+
+def test_prune_refuses_a_folder_of_other_settings_before_the_first_step(tmp_path: Path) -> None:
+    first = pruned(tmp_path)
+    assert pruned(tmp_path) == pruned(tmp_path, search=replace(SHORT["search"], log_every=3)) == first
+    other = fresh()
+    with torch.no_grad():
+        other[-1].bias[0] += 1e-3
+    for how, sentence in [*OTHER_SETTINGS, ({"model": other}, "the model's weights")]:
+        seen: list[Any] = []
+        with pytest.raises(FileError) as error:
+            pruned(tmp_path, on_event=seen.append, **how)
+        assert sentence in str(error.value) and not seen
+
+
+@pytest.mark.slow
+def test_two_hundred_runs_in_one_process_need_no_more_memory_than_twenty(tmp_path: Path) -> None:
+    used, objects = {}, {}
+    for number in range(1, 201):
+        pruned(tmp_path / str(number), tiny())
+        shutil.rmtree(tmp_path / str(number))
+        if number in (20, 200):
+            gc.collect()
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            used[number], objects[number] = pages * os.sysconf("SC_PAGE_SIZE") / 2**20, len(gc.get_objects())
+    assert used[200] - used[20] < 20  # MiB
+    assert objects[200] - objects[20] < 180  # less than one for each run

@@ -1,0 +1,217 @@
+"""Files appear whole or not at all, and a folder is held by one process at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import platform
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dmcp.errors import FileError
+from dmcp.runtime.io import LOCK, Lock, alive, from_plain, is_locked, parse_json, plain, read_bytes, write_files
+
+# the lock
+
+
+def test_a_folder_is_held_while_the_block_runs(tmp_path: Path) -> None:
+    for _ in range(2):
+        with contextlib.suppress(ZeroDivisionError), Lock(tmp_path):
+            assert is_locked(tmp_path)
+            with pytest.raises(FileError, match=rf"in use by process {os.getpid()} on {platform.node()}: wait for it"):
+                Lock(tmp_path).__enter__()
+            assert is_locked(tmp_path)  # the one that was refused took nothing away
+            _ = 1 / 0
+        assert list(tmp_path.iterdir()) == [] and not is_locked(tmp_path)
+
+
+def race(folder: Path, runners: int = 4) -> None:
+    """Many processes want the folder at once; each time exactly one gets it."""
+    for number in range(10):
+        if number % 2:
+            (folder / LOCK).write_text("left by a killed process")
+        start, finish, told = os.pipe(), os.pipe(), os.pipe()
+        for _ in range(runners):
+            if os.fork() == 0:
+                os.close(start[1]), os.close(finish[1])
+                os.read(start[0], 1)  # until the parent closes it
+                try:
+                    with Lock(folder):
+                        os.write(told[1], b"+")
+                        os.read(finish[0], 1)
+                except FileError as error:
+                    os.write(told[1], b"-" if "is in use by" in str(error) else b"?")
+                os._exit(0)
+        os.close(start[0]), os.close(start[1])
+        heard = b"".join(os.read(told[0], 1) for _ in range(runners))
+        os.close(finish[0]), os.close(finish[1]), os.close(told[0]), os.close(told[1])
+        for _ in range(runners):
+            os.wait()
+        assert sorted(heard) == sorted(b"+" + b"-" * (runners - 1)), (number, heard)
+        assert not (folder / LOCK).exists()
+
+
+def kill_holder(folder: Path) -> None:
+    """The lock of a killed process is free, though a child that it has forked lives on."""
+    told, tell = os.pipe()
+    holder = os.fork()
+    if holder == 0:
+        with Lock(folder):
+            if child := os.fork():
+                os.write(tell, str(child).encode())
+            time.sleep(60)
+        os._exit(0)
+    child = int(os.read(told, 20))
+    with pytest.raises(FileError, match=f"in use by process {holder} on "):
+        Lock(folder).__enter__()
+    os.kill(holder, signal.SIGKILL)
+    os.waitpid(holder, 0)
+    assert alive(child) and not alive(holder) and not is_locked(folder)
+    with Lock(folder):
+        assert (folder / LOCK).read_text().startswith(f"process {os.getpid()} ")
+    os.kill(child, signal.SIGKILL)
+
+
+def test_one_living_process_has_the_lock(tmp_path: Path) -> None:
+    # in a process of its own: forking one that has threads is not safe, and pytest may have some
+    source = "import sys, pathlib, test_io as t; [f(pathlib.Path(sys.argv[1])) for f in (t.race, t.kill_holder)]"
+    subprocess.run([sys.executable, "-c", source, tmp_path], cwd=Path(__file__).parent, check=True, timeout=60)
+
+
+def test_what_cannot_be_locked_is_an_error_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("dear")
+    (tmp_path / LOCK).symlink_to(tmp_path / "victim")
+    with pytest.raises(FileError, match="cannot be locked"):
+        Lock(tmp_path).__enter__()
+    assert (tmp_path / "victim").read_text() == "dear"
+
+
+# reading
+
+
+def test_only_files_of_the_folder_are_read(tmp_path: Path) -> None:
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    run.mkdir()
+    outside.write_bytes(b"secret")
+    (run / "file").write_bytes(b"abc")
+    (run / "inside").symlink_to("file")
+    assert read_bytes(run / "file", 3) == read_bytes(run / "inside", 3) == b"abc"
+    (run / "link").symlink_to(outside)
+    (run / "round").symlink_to("round")
+    os.mkfifo(run / "pipe")
+    for name in ("link", "round", "pipe", "missing", "."):
+        with pytest.raises(FileError):
+            read_bytes(run / name, 100)
+    with pytest.raises(FileError, match="too many"):
+        read_bytes(run / "file", 2)
+
+
+def test_json_that_cannot_be_ours_is_refused() -> None:
+    assert parse_json(b'{"a": [1]}', "x") == {"a": [1]}
+    for text in (b"", b"{", b"\xff", b"[" * 100_000, b"[" * 100 + b"]" * 100):
+        with pytest.raises(FileError, match="x: "):
+            parse_json(text, "x")
+    assert plain("a\x1b[1mb") == "a\N{REPLACEMENT CHARACTER}[1mb"
+
+
+# writing
+
+
+def failing(code: int) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("owner", "call", "act", "error"),
+    [
+        (os, "fsync", failing(errno.EIO), OSError),
+        (Path, "replace", failing(errno.EIO), OSError),
+        (os, "fsync", interrupt, KeyboardInterrupt),
+    ],
+)
+def test_a_write_that_fails_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, call: str, act: Any, error: type[BaseException]
+) -> None:
+    write_files(tmp_path / "new", {"a": b"old", "b": b"old"})
+    monkeypatch.setattr(owner, call, act)
+    with pytest.raises(error):
+        write_files(tmp_path / "new", {"a": b"new", "b": b"new"})
+    assert {path.name: path.read_bytes() for path in (tmp_path / "new").iterdir()} == {"a": b"old", "b": b"old"}
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
+    write_files(tmp_path, {"a": b"old"})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_files(tmp_path, {"a": bytes(10_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": b"old"}
+
+
+# dataclasses
+
+
+class Colour(StrEnum):
+    RED = "red"
+
+
+@dataclass(frozen=True)
+class Inner:
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.size < 0:
+            raise ValueError("size must not be negative")
+
+
+@dataclass(frozen=True)
+class Outer:
+    inner: Inner
+    maybe: Inner | None = None
+    rate: float = 0.5
+    flag: bool = False
+    colour: Colour = Colour.RED
+    names: tuple[str, ...] = ()
+    table: Mapping[str, int | str] | None = None
+
+
+def test_dataclasses_come_back_from_json() -> None:
+    whole = Outer(Inner(3), Inner(4), 1, True, Colour.RED, ("a", "b"), {"x": 1, "y": "z"})
+    assert from_plain(Outer, asdict(whole) | {"names": ["a", "b"]}) == whole
+    assert from_plain(Outer, {"inner": {}, "maybe": None}) == Outer(Inner())
+    for change, what in {
+        "inner": [3, {"size": "1"}, {"size": True}, {"size": 2**63}, {"size": -1}, {"other": 1}],
+        "rate": ["1", None, True],
+        "flag": [1],
+        "colour": ["blue", None],
+        "names": ["ab", [1]],
+        "table": [[], {"x": 1.5}],
+        "other": [1],
+    }.items():
+        for value in what:
+            with pytest.raises((TypeError, ValueError)):
+                from_plain(Outer, {"inner": {}, change: value})
+    for data in (None, [], {}):
+        with pytest.raises(TypeError):
+            from_plain(Outer, data)

@@ -1,0 +1,234 @@
+"""save and load: the files are plain, a kill leaves the old result or the new one, and no file is trusted blindly."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import safetensors.torch
+import torch
+from nets import NETS, Chain, distance, randomise, sample
+from safetensors import safe_open
+from test_cutting import Odd, narrowed, same, state
+from torch import nn
+
+import dmcp
+from dmcp.widths import fingerprint
+
+Case = tuple[nn.Module, Any, Any, Any]
+
+
+@pytest.fixture
+def chain() -> Case:
+    return narrowed(randomise(Chain(**Chain.FULL)).eval(), Chain.SHAPE)
+
+
+@pytest.mark.parametrize("net", NETS, ids=lambda net: net.__name__)
+def test_load_gives_back_what_was_saved(net: Any, tmp_path: Path) -> None:
+    model, graph, widths, small = narrowed(randomise(net(**net.FULL)), net.SHAPE)
+    fresh = net(**net.FULL).eval()
+    dmcp.save(small, widths, tmp_path / "result")
+    before = state(fresh)
+    again = dmcp.load(tmp_path / "result", fresh)
+    assert type(again) is net and not again.training  # the fresh model's mode
+    assert same(state(again), state(small)) and same(before, state(fresh))
+    assert len(list(again.parameters())) == len(list(model.parameters()))  # ties are still ties
+    x = sample(net.SHAPE)
+    assert distance(again.train()(x), small.train()(x)) < 1e-10
+    dmcp.trace(again, x)  # attributes and tensors fit together: the loaded network can be pruned again
+    shrunk = {space: max(1, width - 1) for space, width in widths.items()}
+    for network, other in ((model, widths), (small, graph.full), (small, graph.widths(shrunk))):
+        with pytest.raises(dmcp.WidthsError):
+            dmcp.save(network, other, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+class Extent(NamedTuple):
+    height: int
+    width: int
+
+
+def test_saved_files_need_nothing_of_ours(tmp_path: Path) -> None:
+    _, _, widths, small = narrowed(Odd().eval(), (3, 8, 8))
+    small.to(memory_format=torch.channels_last)
+    small.extent = Extent(3, 4)
+    (tmp_path / "notes.txt").write_text("mine")
+    dmcp.save(small, widths, tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "notes.txt", "widths.json"]
+
+    record = json.loads((tmp_path / "widths.json").read_text())
+    assert record["widths"] == dict(widths) and record["input_shape"] == [3, 8, 8]
+    assert record["fingerprint"] == fingerprint(Odd())
+    assert record["attributes"][""]["channels"] == small.channels == 4
+    assert record["attributes"]["stem"]["kernel_size"] == [3, 3]
+    assert record["sha256"] == hashlib.sha256((tmp_path / "model.safetensors").read_bytes()).hexdigest()
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert {name: file.get_slice(name).get_shape() for name in file.keys()} == record["tensors"]  # noqa: SIM118
+    assert record["tensors"]["shift"] == [4, 1, 1]
+
+    fresh = Odd()
+    fresh.extent = Extent(5, 6)
+    again = dmcp.load(tmp_path, fresh)
+    assert again.channels == 4 and again.stem.kernel_size == (3, 3)
+    assert again.extent == Extent(3, 4) and type(again.extent) is Extent
+
+
+def test_wrappers_dtypes_and_another_head(chain: Case, tmp_path: Path) -> None:
+    _, _, widths, small = chain
+    dmcp.save(nn.DataParallel(small.bfloat16()), widths, tmp_path / "a")
+    again = dmcp.load(tmp_path / "a", nn.DataParallel(Chain(**Chain.FULL)))
+    assert {p.dtype for p in again.parameters()} == {torch.bfloat16} and same(state(again), state(small))
+    small.head = nn.Linear(small.head.in_features, small.head.out_features + 3)
+    dmcp.save(small, widths, tmp_path / "b")
+
+
+def test_a_killed_save_leaves_the_old_result_or_the_new_one(
+    chain: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, graph, widths, old = chain
+    new = dmcp.cut(model, graph, graph.full)
+    outcomes = []
+    for survive in range(5):  # calls to the disk before the kill: two fsyncs, two renames
+        folder = tmp_path / str(survive)
+        dmcp.save(old, widths, folder)
+        left = iter(range(survive))
+
+        def step(real: Callable[..., Any], left: Any = left) -> Callable[..., Any]:
+            def run(*args: Any) -> Any:
+                if next(left, None) is None:
+                    raise KeyboardInterrupt
+                return real(*args)
+
+            return run
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", step(os.fsync))
+            patch.setattr(Path, "replace", step(Path.replace))
+            try:
+                dmcp.save(new, graph.full, folder)
+                killed = False
+            except KeyboardInterrupt:
+                killed = True
+        found = state(dmcp.load(folder, Chain(**Chain.FULL)))
+        outcomes.append((killed, "new" if same(found, state(new)) else "old" if same(found, state(old)) else "mix"))
+        dmcp.save(old, widths, folder)  # and the next save works
+        assert len(os.listdir(folder)) == 2
+    assert outcomes == [(True, "old"), (True, "old"), (True, "old"), (True, "new"), (False, "new")]
+
+
+def test_a_full_disk_leaves_the_old_result(chain: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, graph, widths, old = chain
+    dmcp.save(old, widths, tmp_path)
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(dmcp.FileError):
+        dmcp.save(dmcp.cut(model, graph, graph.full), graph.full, tmp_path)
+    assert len(os.listdir(tmp_path)) == 2 and same(state(dmcp.load(tmp_path, model)), state(old))
+
+
+def test_places_and_widths_that_are_refused(chain: Case, tmp_path: Path) -> None:
+    _, _, widths, small = chain
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", None):
+        with pytest.raises(dmcp.FileError):
+            dmcp.save(small, widths, folder)  # type: ignore[arg-type]
+    with pytest.raises(dmcp.WidthsError):
+        dmcp.save(small, dict(widths), tmp_path)  # type: ignore[arg-type]
+
+
+def edit(**changes: Any) -> Callable[[bytes], bytes]:
+    return lambda data: json.dumps(json.loads(data) | changes).encode()
+
+
+DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes | None]]] = {
+    "no weights": ("model.safetensors", lambda data: None),
+    "no widths": ("widths.json", lambda data: None),
+    "truncated weights": ("model.safetensors", lambda data: data[:-8]),
+    "edited weights": ("model.safetensors", lambda data: data[:-1] + bytes([data[-1] ^ 1])),
+    "empty weights": ("model.safetensors", lambda data: b""),
+    "truncated widths": ("widths.json", lambda data: data[:-8]),
+    "binary widths": ("widths.json", lambda data: b"\x80\xff" + data),
+    "a list": ("widths.json", lambda data: b"[1, 2]"),
+    "somebody else's": ("widths.json", lambda data: b'{"widths": {}}'),
+    "of the future": ("widths.json", edit(format="torch-dmcp 9")),
+    "edited widths": ("widths.json", edit(widths={"conv1": 1})),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_load_refuses_damaged_files(damage: str, chain: Case, tmp_path: Path) -> None:
+    model, _, widths, small = chain
+    dmcp.save(small, widths, tmp_path)
+    name, change = DAMAGE[damage]
+    data = change((tmp_path / name).read_bytes())
+    (tmp_path / name).unlink() if data is None else (tmp_path / name).write_bytes(data)
+    with pytest.raises(dmcp.FileError) as caught:
+        dmcp.load(tmp_path, model)
+    assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_load_refuses_another_architecture_or_version(chain: Case, tmp_path: Path) -> None:
+    _, _, widths, small = chain
+    dmcp.save(small, widths, tmp_path)
+    for other in (Odd(), small, Chain(**Chain.FULL).to("meta")):  # the cut network is not the unpruned one
+        with pytest.raises(dmcp.WidthsError):
+            dmcp.load(tmp_path, other)
+    _, _, widths, small = narrowed(Odd().eval(), (3, 8, 8))
+    dmcp.save(small, widths, tmp_path)
+    renamed = Odd()
+    renamed.width = renamed.__dict__.pop("channels")
+    with pytest.raises(dmcp.WidthsError):
+        dmcp.load(tmp_path, renamed)
+
+
+def resealed(folder: Path, **changes: Any) -> None:
+    """widths.json edited by somebody who knows how its digest is made."""
+    weights = (folder / "model.safetensors").read_bytes()
+    record = json.loads((folder / "widths.json").read_text()) | changes
+    record["sha256"] = hashlib.sha256(weights).hexdigest()
+    del record["digest"]
+    digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    (folder / "widths.json").write_text(json.dumps(record | {"digest": digest}))
+
+
+EDITS: dict[str, dict[str, Any]] = {
+    "no tensors": {"tensors": None},
+    "no tables": {"attributes": {"conv1": 3}},
+    "not a tuple": {"attributes": {"conv1": {"kernel_size": 3}}},
+    "a method": {"attributes": {"conv1": {"forward": 3}}},
+    "a terminal's": {"attributes": {"conv1": {"\x1b[2J": 3}}},
+    "long": {"format": [[[[3]]]] * 1000},
+}
+
+
+@pytest.mark.parametrize("edits", EDITS)
+def test_load_refuses_what_was_edited_with_care(chain: Case, edits: str, tmp_path: Path) -> None:
+    model, _, widths, small = chain
+    dmcp.save(small, widths, tmp_path)
+    resealed(tmp_path, **EDITS[edits])
+    with pytest.raises(dmcp.DmcpError) as caught:
+        dmcp.load(tmp_path, model)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("kind", ["ints", "a dim more", "another shape"])
+def test_load_refuses_tensors_that_are_no_weights_of_the_model(chain: Case, kind: str, tmp_path: Path) -> None:
+    model, _, widths, small = chain
+    dmcp.save(small, widths, tmp_path)
+    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    bias = tensors["conv1.bias"]
+    tensors["conv1.bias"] = bias.long() if kind == "ints" else bias[None] if kind == "a dim more" else bias[:1].clone()
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    listed = {"tensors": {name: list(tensor.shape) for name, tensor in tensors.items()}}
+    resealed(tmp_path, **(listed if kind != "another shape" else {}))
+    with pytest.raises(dmcp.DmcpError):
+        dmcp.load(tmp_path, model)

@@ -1,0 +1,745 @@
+"""What trace makes of models with odd code in them: one row each through the contract of nets.check."""
+
+from __future__ import annotations
+
+import json
+import pydoc
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from nets import Chain, Residual, Toy, check, check_graph, distance, keep, mystery, pick, randomise, sample, sizes, unit
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
+
+import dmcp
+from dmcp.errors import TraceError
+from dmcp.tracing.ops import pointwise
+from dmcp.tracing.record import record
+
+X = sample((3, 16, 16), batch=3)
+EVAL = (False,)
+
+
+class Raw(nn.Module):
+    """Parameters and buffers of the model itself, used by function calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.ones(16, 3, 3, 3)), nn.Parameter(torch.ones(12, 16, 3, 3))
+        self.gamma, self.beta = nn.Parameter(torch.ones(16)), nn.Parameter(torch.zeros(16))
+        self.layer_scale, self.mix = nn.Parameter(torch.ones(12, 1, 1)), nn.Parameter(torch.ones(12, 10))
+        self.register_buffer("mean", torch.full((16,), 0.1))
+        self.register_buffer("var", torch.full((16,), 0.7))
+        self.last = nn.Parameter(torch.ones(5, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.conv2d(x, self.first, padding=1)
+        x = F.relu(F.batch_norm(x, self.mean, self.var, self.gamma, self.beta, self.training))
+        x = F.relu(F.conv2d(x, self.second)) * self.layer_scale
+        return F.linear(F.relu(torch.einsum("bchw,cd->bdhw", x, self.mix)).mean((2, 3)), self.last)
+
+
+class ConvNext(nn.Module):
+    """A block with LayerNorm over the stream and a free hidden space."""
+
+    def __init__(self, stream: int = 8, hidden: int = 20) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, stream, 4, 4)
+        self.depth = nn.Conv2d(stream, stream, 3, padding=1, groups=stream)
+        self.norm = nn.LayerNorm(stream)
+        self.fc1, self.fc2 = nn.Linear(stream, hidden), nn.Linear(hidden, stream)
+        self.scale = nn.Parameter(torch.ones(stream))
+        self.head = nn.Linear(stream, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        y = self.norm(self.depth(x).permute(0, 2, 3, 1))
+        y = self.fc2(F.gelu(self.fc1(y))) * self.scale
+        return self.head((x + y.permute(0, 3, 1, 2)).mean((2, 3)))
+
+
+class Literal(nn.Module):
+    """A view whose size is written down: as a number, or as one that an attribute holds."""
+
+    def __init__(self, view: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.c = 16
+        self.divisor = 16  # the same number, with another meaning
+        self.a, self.b = unit(3, 16), unit(16, 11)
+        self.head, self.other = nn.Linear(16 * 16 * 16, 5), nn.Linear(11, 5)
+        self.view = view
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        return self.head(self.view(self, x)) / self.divisor + self.other(self.b(x).mean((2, 3)))
+
+
+def head(m: Any, x: Tensor) -> Tensor:
+    return m.head(x.mean((2, 3)))
+
+
+def tied_transposed(m: Any, x: Tensor) -> Tensor:
+    hidden = F.relu(m.code(m.a(x).mean((2, 3))))
+    return m.head(F.relu(F.linear(hidden, m.code.weight.t())))
+
+
+def in_place(m: Any, x: Tensor) -> Tensor:
+    x = m.a(x).relu_()
+    y = m.b(x)
+    y += x
+    y.mul_(0.5).clamp_(min=-0.3)
+    return head(m, F.silu(y, inplace=True))
+
+
+def halves_by_shape(m: Any, x: Tensor) -> Tensor:
+    x = m.a(x)
+    half = x.shape[1] // 2
+    return head(m, m.b(x[:, :half] * torch.sigmoid(x[:, half:])))
+
+
+def chunk_and_glu(m: Any, x: Tensor) -> Tensor:
+    one, other = m.a(x).chunk(2, 1)
+    return head(m, F.glu(m.b(one + 2 * other), 1))
+
+
+def branch_by_shape(m: Any, x: Tensor) -> Tensor:
+    x = m.a(x)
+    if x.shape[-1] > 8:
+        x = F.max_pool2d(x, 2)
+    for _ in range(len(x.shape) - 2):
+        x = m.b(x) + x
+    return head(m, x)
+
+
+def train_mode_only(m: Any, x: Tensor) -> Any:
+    x = m.a(x)
+    logits = head(m, m.b(x))
+    return (logits, m.last(F.relu(m.aux(x)).mean((2, 3)))) if m.training else logits
+
+
+def shuffle_by_hand(m: Any, x: Tensor) -> Tensor:
+    n, c, h, w = (x := m.a(x)).shape
+    return head(m, m.c(m.b(x.view(n, 2, c // 2, h, w).transpose(1, 2).reshape(n, c, h, w))))
+
+
+def u_net(m: Any, x: Tensor) -> Tensor:
+    x = m.a(x)
+    y = F.interpolate(m.b(F.avg_pool2d(x, 2)), scale_factor=2, mode="bilinear")
+    return m.out(m.c(torch.cat([y, F.pad(x, (1, 1, 1, 1))[:, :, 1:-1, 1:-1]], 1)))
+
+
+def attention_by_hand(m: Any, x: Tensor) -> Tensor:
+    tokens = m.a(x).flatten(2).transpose(1, 2)
+    b, n, _ = tokens.shape
+    q, k, v = (part.reshape(b, n, 2, -1).transpose(1, 2) for part in (m.q(tokens), m.k(tokens), m.v(tokens)))
+    mixed = F.scaled_dot_product_attention(q, k, v, scale=0.3).transpose(1, 2).reshape(b, n, -1)
+    return m.head(m.out(mixed).relu().mean(1))
+
+
+def block_of_a_transformer(m: Any, x: Tensor) -> Tensor:
+    tokens = m.stem(x).flatten(2).transpose(1, 2)
+    tokens = tokens + m.attention(tokens, tokens, tokens, need_weights=False)[0]
+    tokens = tokens + m.fc2(F.gelu(m.fc1(m.norm(tokens))))
+    return m.head(tokens.mean(1))
+
+
+def channel_statistics(m: Any, x: Tensor) -> Tensor:
+    x = m.a(x)
+    seen = torch.cat([x.mean(1, keepdim=True), x.amax(1, keepdim=True)], 1)
+    return head(m, m.b(x * torch.sigmoid(m.look(seen))))
+
+
+def standardized(m: Any, x: Tensor) -> Tensor:
+    weight = m.b.weight
+    weight = (weight - weight.mean((1, 2, 3), keepdim=True)) / weight.std((1, 2, 3), keepdim=True)
+    return head(m, m.c(F.relu(F.conv2d(m.a(x), weight, m.b.bias))))
+
+
+def tied() -> nn.Module:
+    model = Toy(
+        lambda m, x: head(m, F.relu(m.n(m.b(y := m.a(x)) + m.c(y)))),
+        a=unit(3, 16),
+        b=nn.Conv2d(16, 12, 3, padding=1),
+        c=nn.Conv2d(16, 12, 3, padding=1),
+        n=nn.BatchNorm2d(12),
+        head=nn.Linear(12, 5),
+    )
+    model.c.weight = model.b.weight
+    return model
+
+
+def buffered(table: Tensor, buffer: bool) -> nn.Module:
+    def run(m: Any, x: Tensor) -> Tensor:
+        y = m.a(x)
+        return head(m, m.b(F.conv2d(y, m.table, groups=m.table.shape[0]) if buffer else y * m.table))
+
+    model = Toy(run, **ab())
+    if buffer:
+        model.register_buffer("table", table)
+    else:
+        model.table = table
+    return model
+
+
+def normed(norm: nn.Module, width: int = 16) -> nn.Module:
+    a, b = nn.Conv2d(3, width, 3), unit(width, 12)
+    return Toy(lambda m, x: head(m, m.b(F.relu(m.n(m.a(x))))), a=a, n=norm, b=b, head=nn.Linear(12, 5))
+
+
+def ab(a: int = 16, b: int = 12, reads: int | None = None, **more: Any) -> dict[str, nn.Module]:
+    return {"a": unit(3, a), "b": unit(reads or a, b), "head": nn.Linear(more.pop("last", b), 5), **more}
+
+
+def three(op: nn.Module, reads: int, first: int) -> nn.Module:
+    return Toy(lambda m, x: head(m, m.b(m.op(m.a(x)))), **ab(first, 12, reads, op=op))
+
+
+def other_rank(conv: Any, norm: Any) -> nn.Module:
+    run = lambda m, x: m.head(F.relu(m.b(F.relu(m.n(m.a(x))))).flatten(2).mean(2))  # noqa: E731
+    return Toy(run, a=conv(3, 16, 3), n=norm(16), b=conv(16, 12, 3), head=nn.Linear(12, 5))
+
+
+AB = {"a.0": 16, "b.0": 12}
+MASK = sample((1, 16, 16), batch=3, seed=1)
+# name: (model, its spaces)
+MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "a module called on two tensors": (
+        lambda: Toy(
+            lambda m, x: head(m, m.shared(m.a(x)) + m.shared(m.b(x))),
+            **ab(16, 16, 3, shared=unit(16, 12), last=12),
+        ),
+        {"a.0": 16, "shared.0": 12},
+    ),
+    "a tied transposed weight": (
+        lambda: Toy(tied_transposed, a=unit(3, 16), code=nn.Linear(16, 7), head=nn.Linear(16, 5)),
+        {"a.0": 16, "code": 7},
+    ),
+    "tied parameters": (tied, {"a.0": 16, "b": 12}),
+    "raw parameters": (Raw, {"first": 16, "second": 12, "mix": 10}),
+    "unused layers": (lambda: Toy(lambda m, x: head(m, m.b(m.a(x))), **ab(), spare=nn.Linear(16, 16)), AB),
+    "norm of the batch": (lambda: normed(nn.BatchNorm2d(16, track_running_stats=False)), {"a": 16, "b.0": 12}),
+    "norm without scale": (lambda: normed(nn.BatchNorm2d(16, affine=False)), {"a": 16, "b.0": 12}),
+    "norm without momentum": (lambda: normed(nn.BatchNorm2d(16, momentum=None)), {"a": 16, "b.0": 12}),
+    "group norm": (lambda: normed(nn.GroupNorm(5, 20), 20), {"a": 5, "b.0": 12}),
+    "group norm of one group": (lambda: normed(nn.GroupNorm(1, 16)), {"b.0": 12}),
+    "instance norm": (lambda: normed(nn.InstanceNorm2d(16, affine=True)), {"a": 16, "b.0": 12}),
+    "layer norm": (ConvNext, {"fc1": 20}),
+    "in place": (lambda: Toy(in_place, **ab(16, 16)), {"a.0": 16}),
+    "a silent literal slice": (
+        lambda: Toy(lambda m, x: head(m, m.b((y := m.a(x))[:, :8] + y[:, 8:])), **ab(16, 12, 8)),
+        {"b.0": 12},
+    ),
+    "a literal view": (lambda: Literal(lambda m, x: x.view(-1, 16 * 16 * 16)), {"b.0": 11}),
+    "halves of an attribute": (
+        lambda: Literal(lambda m, x: torch.cat(x.split([m.c // 2, m.c - m.c // 2], 1), 1).flatten(1)),
+        None,
+    ),
+    "halves by shape": (lambda: Toy(halves_by_shape, **ab(16, 12, 8)), {"a.0": 8, "b.0": 12}),
+    "chunk and glu": (lambda: Toy(chunk_and_glu, **ab(16, 12, 8, last=6)), {"a.0": 8, "b.0": 6}),
+    "a returned map": (lambda: Toy(lambda m, x: [y := m.a(x), head(m, m.b(y))], **ab()), {"b.0": 12}),
+    "a branch by shape": (lambda: Toy(branch_by_shape, **ab(16, 16)), {"a.0": 16}),
+    "layers that run in train mode only": (
+        lambda: Toy(train_mode_only, **ab(), aux=nn.Conv2d(16, 9, 1), last=nn.Linear(9, 5)),
+        {**AB, "aux": 9},
+    ),
+    "a plain tensor": (lambda: buffered(torch.rand(16, 1, 1, dtype=torch.float64), buffer=False), {"b.0": 12}),
+    "a buffer": (lambda: buffered(torch.rand(16, 1, 3, 3), buffer=True), AB),
+    "shuffle": (
+        lambda: Toy(shuffle_by_hand, **ab(16, 16, last=12) | {"b": unit(16, 16, groups=16), "c": unit(16, 12)}),
+        {"a.0": 8, "c.0": 12},
+    ),
+    "pixel shuffle": (lambda: three(nn.PixelShuffle(2), 5, 20), {"a.0": 5, "b.0": 12}),
+    "pixel unshuffle": (lambda: three(nn.PixelUnshuffle(2), 24, 6), {"a.0": 6, "b.0": 12}),
+    "transposed conv": (lambda: three(nn.ConvTranspose2d(16, 10, 2, 2), 10, 16), {**AB, "op": 10}),
+    "grouped transposed conv": (
+        lambda: three(nn.ConvTranspose2d(14, 10, 2, 2, groups=2), 10, 14),
+        {"a.0": 7, "op": 5, "b.0": 12},
+    ),
+    "prelu": (lambda: three(nn.PReLU(16), 16, 16), AB),
+    "u-net": (lambda: Toy(u_net, **ab(), c=unit(28, 9), out=nn.Conv2d(9, 4, 1)), {**AB, "c.0": 9}),
+    "channel statistics": (lambda: Toy(channel_statistics, **ab(), look=nn.Conv2d(2, 1, 7, padding=3)), {"b.0": 12}),
+    "attention": (
+        lambda: Toy(
+            block_of_a_transformer,
+            stem=nn.Conv2d(3, 16, 4, 4),
+            attention=nn.MultiheadAttention(16, 4, batch_first=True),
+            norm=nn.LayerNorm(16),
+            fc1=nn.Linear(16, 21),
+            fc2=nn.Linear(21, 16),
+            head=nn.Linear(16, 5),
+        ),
+        {"fc1": 21},
+    ),
+    "attention by hand": (
+        lambda: Toy(
+            attention_by_hand,
+            a=unit(3, 16),
+            q=nn.Linear(16, 12),
+            k=nn.Linear(16, 12),
+            v=nn.Linear(16, 14),
+            out=nn.Linear(14, 9),
+            head=nn.Linear(9, 5),
+        ),
+        None,
+    ),
+    "standardized weights": (
+        lambda: Toy(standardized, **ab(last=9) | {"b": nn.Conv2d(16, 12, 3), "c": unit(12, 9)}),
+        None,
+    ),
+    "an op without a rule": (lambda: Toy(lambda m, x: head(m, m.b(mystery(m.a(x)))), **ab()), {"b.0": 12}),
+}
+REASONS = {  # part of what is said of unprunable channels
+    "group norm of one group": "GroupNorm",
+    "layer norm": "LayerNorm",
+    "a literal view": "in the code",
+    "a returned map": "output",
+    "a plain tensor": "fixed size",
+    "channel statistics": "mean",
+    "an op without a rule": "mystery",
+}
+
+
+@pytest.mark.parametrize("row", MODELS)
+def test_spaces_and_contract(row: str) -> None:
+    make, spaces = MODELS[row]
+    graph = check(make(), X, spaces)
+    assert REASONS.get(row, "") in " | ".join(item.reason for item in graph.unprunable)
+    for text in (graph.summary(), json.dumps(graph.to_json(), ensure_ascii=False)):
+        assert all(item.reason in text for item in graph.unprunable) and all(it.name in text for it in graph.spaces)
+
+
+@pytest.mark.parametrize(("conv", "norm", "rank"), [(nn.Conv1d, nn.BatchNorm1d, 1), (nn.Conv3d, nn.BatchNorm3d, 3)])
+def test_other_ranks(conv: Any, norm: Any, rank: int) -> None:
+    check(other_rank(conv, norm), sample((3, *(7,) * rank)), {"a": 16, "b": 12})
+
+
+@dataclass
+class Answer:
+    logits: Tensor
+    extra: dict[str, Any]
+
+
+class Pair(NamedTuple):
+    logits: Tensor
+    aux: Tensor
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda a, b: {"out": a, "aux": (b, [2 * b])},
+        lambda a, b: Answer(a, {"aux": [b, None]}),
+        Pair,
+        lambda a, b: [a, (b,), None],
+    ],
+    ids=["dict", "dataclass", "namedtuple", "list"],
+)
+def test_nested_outputs_are_unprunable(wrap: Any) -> None:
+    model = Toy(lambda m, x: wrap(head(m, m.b(y := m.a(x))), m.aux(y)), **ab(), aux=nn.Conv2d(16, 9, 1))
+    graph = check(model, X, AB)
+    assert any(item.name == "aux" and "output" in item.reason for item in graph.unprunable)
+
+
+def test_several_inputs() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.head = unit(3, 16), unit(1, 16), nn.Linear(16, 5)
+
+        def forward(self, image: Tensor, mask: Tensor) -> Tensor:
+            return head(self, self.a(image) * self.b(mask))
+
+    for x in ((X, MASK), {"mask": MASK, "image": X}):
+        check(Two(), x, {"a.0": 16})
+
+
+def test_what_cut_does_to_parameters_buffers_and_attributes() -> None:
+    def cut(row: str, widths: dict[str, int]) -> tuple[Any, Any]:
+        model = randomise(MODELS[row][0]())
+        return model, dmcp.cut(model, dmcp.trace(model, X), widths)
+
+    _, small = cut("tied parameters", {"b": 3})
+    assert small.c.weight is small.b.weight and small.b.bias is not small.c.bias
+    _, small = cut("raw parameters", {"first": 5, "second": 4})
+    shapes = [tuple(getattr(small, name).shape) for name in ("gamma", "beta", "mean", "var", "layer_scale")]
+    assert shapes == [(5,)] * 4 + [(4, 1, 1)]
+    model, small = cut("unused layers", {"a.0": 2})
+    assert torch.equal(small.spare.weight, model.spare.weight)
+    _, small = cut("a buffer", {"a.0": 5})
+    assert small.table.shape == (5, 1, 3, 3)
+    _, small = cut("group norm", {"a": 2})
+    assert (small.n.num_groups, small.n.num_channels, small.a.out_channels) == (2, 8, 8)
+    _, small = cut("layers that run in train mode only", {"a.0": 4, "aux": 2})
+    assert small.aux.weight.shape == (2, 4, 1, 1)
+
+
+def test_an_in_place_literal_slice_means_channels_by_number() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        y = m.a(x)
+        y[:, :8].mul_(-3.0)
+        return head(m, m.b(y))
+
+    model = Toy(run, **ab())
+    graph = check(model, X)
+    assert sizes(graph)["b.0"] == 12
+    small: Any = dmcp.cut(model, graph, dict.fromkeys(sizes(graph), 1))
+    assert torch.equal(small.a[0].weight[:8], model.a[0].weight[:8])
+
+
+@pytest.mark.parametrize(
+    "view", [lambda m, x: x.view(-1, m.c * 16 * 16), lambda m, x: x.view(x.shape[0], m.c, 256).flatten(1)]
+)
+def test_a_literal_from_an_attribute_is_bound(view: Any) -> None:
+    model = Literal(view)
+    graph = check(model, X, {"a.0": 16, "b.0": 11})
+    assert [(binding.module, binding.attribute, binding.value) for binding in graph.bindings] == [("", "c", 16)]
+    small: Any = dmcp.cut(model, graph, {"a.0": 6})
+    assert (small.c, small.divisor, model.c) == (6, 16, 16)
+
+
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("size", [4, 12, 24])
+def test_a_half_by_shape_beside_the_whole_is_found_at_any_size(size: int, joined: bool) -> None:
+    def run(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+        wide = torch.cat([m.a(x), m.b(x)], 1) if joined else m.a(x)
+        half = wide[:, : wide.shape[1] // 2]
+        return tuple(m.heads[n](it.mean((2, 3))) for n, it in enumerate((half, wide, m.c(x))))
+
+    a = unit(3, size // 2 if joined else size)
+    heads = nn.ModuleList([nn.Linear(size // 2, 5), nn.Linear(size, 5), nn.Linear(8, 5)])
+    model = Toy(run, a=a, b=unit(3, size // 2), c=unit(3, 8), heads=heads)
+    graph = check(model, X)
+    for narrowed in range(len(graph.spaces)):
+        widths = [1 if number == narrowed else space.size for number, space in enumerate(graph.spaces)]
+        dmcp.verify(model, graph, X, graph.widths(widths))
+
+
+def test_randomness_in_forward() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        x = m.drop2d(m.a(x))
+        if random.random() < 0.5 and m.training:
+            return head(m, m.b(x))
+        noise = torch.rand(len(x), 1, 1, 1, dtype=x.dtype).floor() + 1  # always one, but nobody knows
+        return head(m, m.b(m.drop(x * noise)) + torch.randn(len(x), 1, 1, 1, dtype=x.dtype) * 0)
+
+    model = Toy(run, **ab(), drop=nn.Dropout(0.5), drop2d=nn.Dropout2d(0.5))
+    states = random.getstate(), torch.get_rng_state()
+    check(model, X, AB, EVAL)
+    random.setstate(states[0])
+    torch.set_rng_state(states[1])
+    dmcp.cut(model, dmcp.trace(model, X), {"a.0": 4})
+    assert random.getstate() == states[0] and torch.equal(torch.get_rng_state(), states[1])
+
+
+def test_train_mode_with_a_batch_of_one() -> None:
+    model = Toy(lambda m, x: m.head(m.n(m.a(x).mean((2, 3)))), a=unit(3, 16), n=nn.BatchNorm1d(16))
+    model.head = nn.Linear(16, 5)
+    graph = dmcp.trace(randomise(model).train(), X[:1])  # a norm over the batch alone: one sample has no variance
+    assert sizes(graph) == {"a.0": 16} and model.training
+    check_graph(model, graph, X)
+
+
+def test_bfloat16() -> None:
+    model = randomise(Chain(**Chain.FULL)).bfloat16()
+    x = sample(Chain.SHAPE)
+    graph = dmcp.trace(model, x.bfloat16())
+    assert sizes(graph) == {"conv1": 7, "conv2": 9, "conv3": 6}
+    small = dmcp.cut(model, graph, {"conv1": 3})
+    assert {value.dtype for value in small.parameters()} == {torch.bfloat16} == {small(x.bfloat16()).dtype}
+    net = dmcp.Supernet(model, graph).eval()
+    assert net(x.bfloat16(), net.soft()).isfinite().all()
+    check_graph(model.double(), graph, x)
+
+
+class Caching(nn.Module):
+    """Keeps tables from its first eval pass, and its last activation with its history."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.head = unit(3, 16), nn.Linear(16, 5)
+        self.bias = nn.Parameter(torch.ones(5))
+        self.register_buffer("grid", None)
+        self.cache: dict[str, Tensor] = {}
+        self.seen: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        if not self.training:
+            if self.grid is None:
+                self.grid = torch.linspace(0, 1, x.shape[-1], device=x.device, dtype=x.dtype)
+            if str(x.device) not in self.cache:
+                self.cache[f"bias {x.device}"] = self.bias[[0, 2, 1, 4, 3]]
+                self.cache[str(x.device)] = self.a[0].weight.sum((1, 2, 3))[:, None, None]
+            x = x * self.grid + self.cache[str(x.device)]
+        self.seen = x
+        return head(self, x) + self.cache.get(f"bias {x.device}", self.bias)
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_caches_are_not_cut(filled: bool) -> None:
+    model: Any = randomise(Caching()).eval()
+    if filled:
+        model(X)
+    graph = dmcp.trace(model, X)
+    assert sizes(graph) == {"a.0": 16}
+    assert (model.grid is None, model.cache == {}) == (not filled, not filled)
+    small: Any = dmcp.cut(model, graph, {"a.0": 5})
+    assert small.cache == {} and (filled or small.grid is None)
+    net = dmcp.Supernet(model, graph)
+    with torch.no_grad():
+        assert distance(net(X, net.hard(graph.widths({"a.0": 5}))), small(X)) < 1e-10
+
+
+def test_layer_norm_is_pruned_with_exact_false() -> None:
+    model: Any = randomise(ConvNext())
+    loose = dmcp.trace(model, X, exact=False)
+    assert sizes(loose) == {"stem": 8, "fc1": 20}
+    small, narrow = dmcp.cut(model, loose, {"stem": 5, "fc1": 9}), ConvNext(5, 9).double()
+    rows = {"stem": (5, 3), "depth": (5, 1), "norm": (5, None), "fc1": (9, 5), "fc2": (5, 9), "head": (5, 5)}
+    for name, (out, into) in rows.items():
+        pick(getattr(narrow, name), getattr(model, name), keep(out), None if into is None else keep(into))
+    with torch.no_grad():
+        narrow.scale.copy_(model.scale[:5])
+    assert distance(small(X), narrow(X)) < 1e-10
+
+
+# -- weights that are computed
+
+UNDO = "torch.nn.utils.parametrize.remove_parametrizations"
+NORMED = {
+    "weight_norm": (weight_norm, UNDO),
+    "old weight_norm": (nn.utils.weight_norm, "torch.nn.utils.remove_weight_norm"),
+    "spectral_norm": (spectral_norm, UNDO),
+    "old spectral_norm": (nn.utils.spectral_norm, "torch.nn.utils.remove_spectral_norm"),
+    "orthogonal": (orthogonal, UNDO),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", NORMED)
+def test_a_layer_whose_weight_is_computed_is_named_with_the_way_out(how: str) -> None:
+    wrap, undo = NORMED[how]
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), wrap(nn.Conv2d(16, 12, 1)), unit(12, 9), nn.Conv2d(9, 2, 1))
+    graph = check(model, X) if how == "weight_norm" else dmcp.trace(model, X.float())
+    reasons = {item.name: item.reason for item in graph.unprunable}
+    assert f"the weight of 2 is computed: undo that before pruning with {undo}(layer" in reasons["2"]
+    assert undo in reasons["0"]  # its channels are read by that weight
+    assert undo not in reasons["4"]
+    assert sizes(graph)["3.0"] == 9
+
+
+def test_undoing_a_computed_weight_or_ignoring_its_layer() -> None:
+    model = nn.Sequential(weight_norm(nn.Conv2d(3, 16, 3)), nn.Conv2d(16, 9, 1), nn.Conv2d(9, 2, 1)).double()
+    with pytest.raises(TraceError, match=r'ignore=\["0"\]'):
+        dmcp.trace(model, X, strict=True)
+    assert sizes(dmcp.trace(model, X, ignore=["0"], strict=True)) == {"1": 9}
+    with pytest.raises(TraceError, match=r"0: .*the weight of 0 is computed: .*remove_parametrizations"):
+        dmcp.trace(model[:2], X)
+    parametrize.remove_parametrizations(model[0], "weight")
+    assert sizes(dmcp.trace(model, X)) == {"0": 16, "1": 9}
+
+
+# -- rules, ignore, reports
+
+
+@pytest.mark.parametrize(
+    "name", ["ssdlite320_mobilenet_v3_large", pytest.param("retinanet_resnet50_fpn", marks=pytest.mark.slow)]
+)
+def test_a_detector_with_its_boxes_says_what_to_trace_instead(name: str) -> None:
+    detector = getattr(torchvision.models.detection, name)(weights=None, weights_backbone=None, num_classes=3)
+    with pytest.raises(TraceError, match="Trace the part of a detector that ends before its boxes"):
+        dmcp.trace(detector, ([torch.rand(3, 64, 64), torch.rand(3, 64, 64)],))
+
+
+def test_a_rule_of_the_users_own() -> None:
+    model = MODELS["an op without a rule"][0]()
+    graph = dmcp.trace(model.double(), X)
+    assert list(graph.unknown) == ["dmcp_tests.mystery.default"] and "mystery" in graph.summary()
+    rules = dmcp.RULES | {torch.ops.dmcp_tests.mystery.default: pointwise}
+    assert check(model, X, AB, rules=rules, strict=True).unknown == {}
+
+
+@pytest.mark.parametrize(
+    ("ignore", "left"),
+    [
+        (["conv2"], {"a", "b", "t"}),  # a layer: what it writes is kept, what it reads is not
+        (["bn2"], {"a", "b", "t"}),  # a norm
+        (["stem"], {"a", "b", "t"}),  # the name of the space, too
+        (("conv1", "project"), {"s", "b"}),
+        ([], {"s", "a", "b", "t"}),
+    ],
+)
+def test_ignore(ignore: Any, left: set[str]) -> None:
+    spaces = {Residual.SPACES[key]: Residual.FULL[key] for key in left}
+    check(Residual(**Residual.FULL), sample(Residual.SHAPE), spaces, ignore=ignore)
+
+
+def test_ignore_takes_everything_inside_a_module_and_tied_parameters_by_either_name() -> None:
+    body = nn.Sequential(unit(16, 12), unit(12, 10))
+    model = Toy(lambda m, x: head(m, m.body(m.a(x))), a=unit(3, 16), body=body, head=nn.Linear(10, 5))
+    assert sizes(dmcp.trace(model, X.float())) == {"a.0": 16, "body.0.0": 12, "body.1.0": 10}
+    graph = dmcp.trace(model, X.float(), ignore=["body"])
+    assert sizes(graph) == {"a.0": 16}
+    assert {"body.0.0", "body.1.0"} <= {item.name for item in graph.unprunable}
+    convs = [nn.Conv2d(3, 6, 1), *(nn.Conv2d(6, 6, 1, bias=False) for _ in "12"), nn.Conv2d(6, 2, 1)]
+    convs[2].weight = convs[1].weight
+    assert dmcp.trace(nn.Sequential(*convs), X.float()).spaces
+    with pytest.raises(TraceError, match="ignored, as you asked"):
+        dmcp.trace(nn.Sequential(*convs), X.float(), ignore=["2"])
+
+
+def test_writers_readers_and_shares_by_hand() -> None:
+    graph = dmcp.trace(randomise(Residual(**Residual.FULL)), sample(Residual.SHAPE))
+    stream = next(space for space in graph.spaces if space.name == "stem")
+    assert (set(stream.writers), set(stream.readers)) == ({"stem", "conv2"}, {"conv1", "conv3", "project"})
+    again = dmcp.trace(randomise(Residual(**Residual.FULL)), sample(Residual.SHAPE))
+    assert (again.to_json(), again.full) == (graph.to_json(), graph.full)
+    graph = dmcp.trace(randomise(Chain(**Chain.FULL)), sample(Chain.SHAPE))
+    macs = {"conv1": 121 * 27 * 7, "conv2": 36 * 63 * 9, "conv3": 4 * 81 * 6, "head": 24 * 5}
+    assert {layer.name: layer.macs for layer in graph.layers() if layer.macs} == macs
+    total, pairs = sum(macs.values()), (("conv1", "conv2"), ("conv2", "conv3"), ("conv3", "head"))
+    assert graph.macs(graph.full) == graph.to_json()["macs"] == total
+    shares = [graph.space_share(space) for space in graph.spaces]
+    assert shares == pytest.approx([(macs[one] + macs[other]) / total for one, other in pairs])
+    assert graph.prunable_share == pytest.approx(1)
+    kept = dmcp.trace(randomise(Chain(**Chain.FULL)), sample(Chain.SHAPE), ignore=["conv1", "conv2"])
+    assert kept.prunable_share == pytest.approx((macs["conv3"] + macs["head"]) / total)
+
+
+def test_help_is_short() -> None:
+    for name in dmcp.__all__:
+        if callable(value := getattr(dmcp, name)) and not isinstance(value, type):
+            assert len(pydoc.render_doc(value)) < 4000, name
+
+
+# -- values that forward reads
+
+
+class Reads(nn.Module):
+    """Two convs before the head, another way around the second, and a forward that is written where it is tested."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 12, 1), nn.Conv2d(16, 12, 1)
+        self.head = nn.Conv2d(12, 4, 1)
+        self.register_buffer("limit", torch.ones(1))
+        self.run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.run(self, x))
+
+
+IMAGE = torch.rand(2, 3, 8, 8)
+READS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "if": lambda m, x: m.b(m.a(x)) if x.mean() > 0 else m.c(m.a(x)),
+    "if later": lambda m, x: m.b(y) if (y := m.a(x)).mean() > 9 else m.c(y),
+    "item": lambda m, x: m.b(m.a(x) * x.amax().item()),
+    "float": lambda m, x: m.b(m.a(x) * float(x.amax())),
+    "int": lambda m, x: m.b(m.a(x[..., : 4 + int(x.sum() > 0)])),
+    "max of Python": lambda m, x: m.b(m.a(x) * max(x[0, 0, 0, 0], x[0, 0, 0, 1])),
+    "in": lambda m, x: m.b(m.a(x)) if 7.0 in x else m.c(m.a(x)),
+    "equal": lambda m, x: m.b(m.a(x)) if torch.equal(x, x + 1) else m.c(m.a(x)),
+    "allclose": lambda m, x: m.b(m.a(x)) if torch.allclose(x, x + 1) else m.c(m.a(x)),
+    "tolist": lambda m, x: m.b(m.a(x) * x[0, 0, 0].tolist()[0]),
+    "numpy": lambda m, x: m.b(m.a(x) * float(x.detach().numpy().mean())),
+    "asarray": lambda m, x: m.b(m.a(x) * float(np.asarray(x).mean())),
+    "written into a buffer": lambda m, x: m.b(m.a(x)) if m.limit.mul_(x.mean()) > 9 else m.c(m.a(x)),
+}
+SIZES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a mask": lambda m, x: m.b(m.a(x) * x[x > 0.5].mean()),
+    "samples by a mask": lambda m, x: m.b(m.a(x)[x[:, 0, 0, 0] > 0.5]),
+    "nonzero": lambda m, x: m.b(m.a(x[x.mean((1, 2, 3)).nonzero()[:, 0]])),
+    "where": lambda m, x: m.b(m.a(x[torch.where(x.mean((1, 2, 3)) > 0)[0]])),
+    "repeat_interleave": lambda m, x: m.b(m.a(x.repeat_interleave(1 + (x[:, 0, 0, 0] > 0.5).long(), 0))),
+    "a branch by a size": lambda m, x: m.b(m.a(x)) if len(x.nonzero()) else m.c(m.a(x)),
+    "masked_select": lambda m, x: m.b(m.a(x) * x.masked_select(x > 0.5).sum()),
+    "unique": lambda m, x: m.b(m.a(x) * x.unique().mean()),
+    "one_hot": lambda m, x: m.b(m.a(x) * F.one_hot((9 * x).long()).float().mean()),
+}
+NO_READS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "plain": lambda m, x: m.b(m.a(x)),
+    "a buffer": lambda m, x: m.b(m.a(x)) if m.limit > 0 else m.c(m.a(x)),
+    "a buffer, by numpy": lambda m, x: m.b(m.a(x) * float(m.limit.numpy()[0])),
+    "a buffer of the input's type": lambda m, x: m.b(m.a(x) * m.limit.type_as(x).item()),
+    "a parameter": lambda m, x: m.b(m.a(x)) if m.a.bias.sum() < 99 else m.c(m.a(x)),
+    "a constant": lambda m, x: m.b(m.a(x) * torch.tensor([2.0, 3.0]).tolist()[0]),
+    "dice": lambda m, x: m.b(m.a(x)) if torch.rand(1) < 2 else m.c(m.a(x)),
+    "ones like the input": lambda m, x: m.b(m.a(x) * torch.ones_like(x).sum().item()),
+    "a shape": lambda m, x: m.b(m.a(x)) if x.shape[-1] > 2 and x.numel() else m.c(m.a(x)),
+    "read before it is written": lambda m, x: m.b(m.a(x) * m.limit.item() + m.limit.mul_(x.mean())),
+    "a mask that is a constant": lambda m, x: m.b(m.a(x[:, :, torch.tensor([True, False] * 4)])),
+    "a mask of a buffer": lambda m, x: m.b(m.a(x) * m.limit[m.limit > 0].mean()),
+    "places": lambda m, x: m.b(m.a(x[:, :, (7 * x[0, 0, 0]).long()])),
+    "written by a mask": lambda m, x: m.b(m.a(x.masked_fill(x > 0.5, 0.0))),
+    "one_hot of so many": lambda m, x: m.b(m.a(x) * F.one_hot((9 * x).long(), 10).float().mean()),
+}
+
+
+@pytest.mark.parametrize("way", [*READS, *SIZES])
+def test_host_reads_of_the_input_are_noted_with_their_line(way: str) -> None:
+    run = (READS | SIZES)[way]
+    graph = dmcp.trace(Reads(run), IMAGE)
+    (note,) = graph.notes
+    assert note.startswith("forward makes tensors whose size depends on values" if way in SIZES else "forward turns")
+    assert f"(test_trace.py:{run.__code__.co_firstlineno})" in note
+    assert ("layers that were not run: " in note) and note in graph.summary() and note in graph.to_json()["notes"]
+    with pytest.raises(TraceError, match=r"test_trace.py:\d+.*torch.where.*strict=False"):
+        dmcp.trace(Reads(run), IMAGE, strict=True)
+
+
+@pytest.mark.parametrize("way", NO_READS)
+def test_other_values_give_no_note(way: str) -> None:
+    strict = way not in ("places", "written by a mask", "one_hot of so many", "a mask of a buffer")
+    graph = dmcp.trace(Reads(NO_READS[way]), IMAGE, strict=strict)
+    assert graph.notes == () and {"a", "b"} <= set(sizes(graph))
+
+
+def test_the_layers_that_did_not_run_are_those_of_the_other_branch() -> None:
+    assert dmcp.trace(Reads(READS["if"]), IMAGE).notes[0].endswith("not run: c")
+    assert dmcp.trace(Reads(READS["if"]), -IMAGE).notes[0].endswith("not run: b")
+
+
+WAYS_OUT: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "numpy": lambda m, x: m.b(torch.from_numpy(m.a(x).detach().numpy() * 2)),
+    "tolist": lambda m, x: m.b(torch.tensor(m.a(x).tolist())),
+    "cpu and numpy": lambda m, x: m.b(torch.from_numpy(m.a(x).detach().cpu().numpy() * 2)),
+    "of the input": lambda m, x: m.b(m.a(torch.from_numpy(x.numpy()))),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_OUT)
+def test_channels_that_leave_torch_are_unprunable_and_what_comes_back_is_counted(way: str) -> None:
+    model = Reads(WAYS_OUT[way]).eval()
+    graph, plain = dmcp.trace(model, IMAGE), dmcp.trace(Reads(NO_READS["plain"]).eval(), IMAGE)
+    for cost in ("macs", "params", "memory", "memory_at"):
+        assert getattr(graph, cost)() == getattr(plain, cost)()
+    assert "what is computed between leaving torch and coming back is not counted" in graph.notes[0]
+    reasons = {item.name: item.reason for item in graph.unprunable}
+    line = WAYS_OUT[way].__code__.co_firstlineno
+    assert way == "of the input" or ("read" in reasons["a"] and f"test_trace.py:{line}" in reasons["a"])
+    small: Any = dmcp.cut(model, graph, {"b": 5})
+    assert small.b.weight.shape[0] == 5 and small(IMAGE).shape == model(IMAGE).shape
+
+
+def test_a_constant_that_was_not_read_is_a_constant() -> None:
+    def reads_first(m: Any, x: Tensor) -> Tensor:
+        return m.b(m.a(x) * (1.0 if x.sum().item() > 0 else 2.0)) * torch.tensor(m.limit.tolist()).mean()
+
+    (note,) = dmcp.trace(Reads(reads_first).eval(), IMAGE).notes
+    assert "coming back" not in note
+
+
+@pytest.mark.parametrize("net", ["resnet18", "mobilenet_v2", "shufflenet_v2_x0_5", "googlenet"])
+def test_networks_of_torchvision_read_nothing(net: str) -> None:
+    options = {"init_weights": False} if net == "googlenet" else {}
+    model = torchvision.models.get_model(net, weights=None, **options).eval()
+    for training in (False, True):
+        assert record(model, torch.zeros(3, 3, 64, 64), training).reads == []  # without data: nothing to read
