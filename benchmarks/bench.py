@@ -37,10 +37,11 @@ from dmcp.losses import classification_loss
 from dmcp.markov import sample_groups
 from dmcp.models import build, sample_shape
 from dmcp.runtime.engine import ResolvedEngine, best_device, is_depthwise, is_narrow, sgd
+from dmcp.searching.config import SearchRecord
 from dmcp.searching.search import LARGE, reach, uncounted
 from dmcp.searching.steps import Setup, Steps
 from dmcp.settings import Sampling
-from dmcp.training import make_step, parameter_groups
+from dmcp.training import Event, Runtime, StepRecord, make_step, parameter_groups
 
 Row = dict[str, Any]
 KINDS = ("steps", "pruned", "epochs", "sampling")  # of rows, each a list in the JSON file
@@ -217,18 +218,19 @@ def measure_epochs(network: Network, data: DataSets, epochs: int) -> Row:
     loader = make_loader(data.train, network.batch, True, 0, device)
     steps, ends = len(loader), list[float]()
 
-    def note_end(record: Any) -> None:
+    def note_end(event: Event) -> None:
         """The records of an epoch come at its end, when the device is done."""
-        if (record.step + 1) % steps == 0:
+        if isinstance(event.record, StepRecord | SearchRecord) and (event.record.step + 1) % steps == 0:
             ends.append(time.perf_counter())
 
     rates = TrainConfig(epochs=epochs, lr=0.1, warmup_epochs=0, warmup_lr=0.0)
     free_memory(device)
-    train(network.fresh(), loader, rates, on_step=note_end, engine=network.engine)
+    runtime = Runtime(engine=network.engine, on_event=note_end)
+    train(network.fresh(), loader, rates, runtime=runtime)
     net = Supernet(network.fresh(), network.graph, network.asked.groups)
     config = network.search_config(net, epochs=2 * epochs, lr=0.05, min_lr=0.0, log_every=steps, warmup=0.5)
     free_memory(device)
-    search(net, loader, config, on_record=note_end, engine=network.engine)
+    search(net, loader, config, runtime=runtime)
     parts = (ends[start : start + epochs] for start in range(0, 3 * epochs, epochs))
     names = ("train_s", "warmup_s", "search_s")
     medians = (statistics.median(end - start for start, end in itertools.pairwise(part)) for part in parts)

@@ -23,7 +23,7 @@ from dmcp.losses import DistillationWarning, top1
 from dmcp.sampling import expected, uniform
 from dmcp.searching.search import search
 from dmcp.settings import SearchConfig, TrainConfig
-from dmcp.training import evaluate, train
+from dmcp.training import Task, evaluate, train
 
 Batch = tuple[Tensor, Tensor]
 Scores = Tensor | tuple[Tensor, Tensor]  # of the main head; in train mode also of the auxiliary one
@@ -93,15 +93,16 @@ def run(images: int = 1024, search_epochs: int = 12, train_epochs: int = 10, bud
     graph = dmcp.trace(model, torch.zeros(2, *digits.shape))
     net = dmcp.Supernet(model, graph)
     config = SearchConfig(budget=budget, epochs=search_epochs, lr=0.1, min_lr=0.01, reference_batch=64, alpha_lr=5.0)
+    task = Task(loss=both_heads)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DistillationWarning)  # the outputs are scores of classes
-        result = search(net, loader, config, both_heads)
+        result = search(net, loader, config, task=task)
     control = uniform(graph, parse(budget, graph))
     rows = []
     for name, widths in {"unpruned": graph.full, "uniform": control, "dmcp": expected(result)}.items():
         small = dmcp.cut(model, graph, widths)
         dmcp.reinitialize(small, generator=torch.Generator().manual_seed(0))
-        train(small, loader, TrainConfig(epochs=train_epochs, lr=0.1, warmup_lr=0.02, reference_batch=64), both_heads)
+        train(small, loader, TrainConfig(epochs=train_epochs, lr=0.1, warmup_lr=0.02, reference_batch=64), task=task)
         rows.append(Row(name, graph.macs(widths), graph.params(widths), evaluate(small, test, top1)))
     return rows
 

@@ -23,7 +23,7 @@ from dmcp.losses import DistillationWarning
 from dmcp.sampling import expected, uniform
 from dmcp.searching.search import search
 from dmcp.settings import SearchConfig, TrainConfig
-from dmcp.training import evaluate, train
+from dmcp.training import Task, evaluate, train
 
 Batch = tuple[Tensor, Tensor]
 PIXELS = 16
@@ -104,15 +104,16 @@ def run(pictures: int = 512, search_epochs: int = 12, train_epochs: int = 10, bu
     graph = dmcp.trace(model, images[:2])
     net = dmcp.Supernet(model, graph)
     config = SearchConfig(budget=budget, epochs=search_epochs, lr=0.1, min_lr=0.01, reference_batch=16, alpha_lr=5.0)
+    task = Task(loss=pixel_loss)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DistillationWarning)  # the outputs are scores of classes
-        result = search(net, loader, config, pixel_loss)
+        result = search(net, loader, config, task=task)
     control = uniform(graph, parse(budget, graph))
     rows = []
     for name, widths in {"unpruned": graph.full, "uniform": control, "dmcp": expected(result)}.items():
         small = dmcp.cut(model, graph, widths)
         dmcp.reinitialize(small, generator=torch.Generator().manual_seed(0))
-        train(small, loader, TrainConfig(epochs=train_epochs, lr=0.2, warmup_lr=0.02, reference_batch=16), pixel_loss)
+        train(small, loader, TrainConfig(epochs=train_epochs, lr=0.2, warmup_lr=0.02, reference_batch=16), task=task)
         recalibrate(small, loader)
         rows.append(Row(name, graph.macs(widths), graph.params(widths), evaluate(small, test, shape_iou)))
     return rows

@@ -30,7 +30,6 @@ def recover(
     with torch.no_grad():
         net.alpha.copy_(torch.randn(net.alpha.shape, generator=torch.Generator().manual_seed(seed)) + settings["mean"])
     before = copy.deepcopy(net.model.state_dict())
-    shares: list[float] = []
     correct: list[Tensor] = []
 
     def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -49,7 +48,8 @@ def recover(
         seed=seed,
     )
     engine = dmcp.Engine(graphs=False)  # in a replayed step nothing would be appended
-    dmcp.search(net, loader, config, loss, on_record=lambda it: shares.extend(it.ratios or ()), engine=engine)
+    found = dmcp.search(net, loader, config, task=dmcp.Task(loss=loss), runtime=dmcp.Runtime(engine=engine))
+    shares = [share for record in found.log for share in record.ratios or ()]
     seen = torch.stack(correct).tolist()
     return {
         "first_macs": shares[0],

@@ -149,9 +149,8 @@ def train(here: Problem, widths: Any, it: Run, out: Path) -> nn.Module:
     """A network of these widths, trained from scratch; a distilled one has the unpruned network as its teacher."""
     small = dmcp.cut(here.model, here.graph, widths)
     dmcp.reinitialize(small, generator=torch.Generator().manual_seed(it["seed"]))
-    more = {"distillation": "teacher", **it["distilled"]} if "distilled" in it else {}
     teacher = load_unpruned(it, out) if "distilled" in it else None
-    config = dmcp.TrainConfig(seed=it["seed"], **{**it["train"], **more})
+    config = dmcp.TrainConfig(seed=it["seed"], **{**it["train"], **it.get("distilled", {})})
     dmcp.train(small, here.loader("rest" if it.get("held_out") else "all"), config, teacher=teacher)
     return small
 

@@ -21,6 +21,7 @@ from dmcp.cli import main
 from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
 from dmcp.models import build
+from dmcp.retraining import TeacherWarning
 from dmcp.runtime.distributed import World, join, leave
 
 STEPS = 5  # in an epoch
@@ -94,10 +95,8 @@ def learn_from_a_teacher(world: World, batch: int) -> dict[str, Any]:
     teacher = Plain()
     kept = teacher.stem.weight.detach().clone()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", dmcp.pruning.TeacherWarning)  # it has learnt nothing
-        found = dmcp.prune(
-            model, given, test_loader(world), search=search, train=config, retrain=dmcp.Retrain.TEACHER, teacher=teacher
-        )
+        warnings.simplefilter("ignore", TeacherWarning)  # it has learnt nothing
+        found = dmcp.prune(model, given, test_loader(world), search=search, train=config, teacher=teacher)
     assert torch.equal(kept, teacher.stem.weight)  # a user's network is never written
     return {"weights": dict(found.model.state_dict()), "accuracies": [row.accuracy for row in found.rows]}
 
@@ -141,7 +140,7 @@ def measure_whole(world: World, batch: int) -> dict[str, Any]:
             told.append(str(error))
     try:
         padded = DataLoader(DIGITS, batch, sampler=DistributedSampler(DIGITS))
-        dmcp.prune(model, loader(world, 32), padded, metric=Macro())
+        dmcp.prune(model, loader(world, 32), padded, task=dmcp.Task(metric=Macro()))
     except dmcp.DmcpError as error:
         told.append(str(error))
     own = DataLoader(Subset(DIGITS, range(world.rank, len(DIGITS), world.size)), batch)
@@ -227,7 +226,13 @@ def keep_a_list(folder: Path) -> None:
     """Try to save a training that cannot be saved."""
     world = join("cpu")
     config = dmcp.TrainConfig(epochs=1, lr=0.2, warmup_lr=0.2)
-    dmcp.train(plain(world), loader(world, 4), config, checkpointer=dmcp.Checkpointer(folder), optimizer=Listing)
+    dmcp.train(
+        plain(world),
+        loader(world, 4),
+        config,
+        task=dmcp.Task(optimizer=Listing),
+        runtime=dmcp.Runtime(checkpointer=dmcp.Checkpointer(folder)),
+    )
 
 
 def command(*arguments: str) -> None:

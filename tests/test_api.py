@@ -99,12 +99,14 @@ def test_a_stopped_job_ends_as_if_nothing_had_happened(left: dict[str, Any], tmp
         loader = DataLoader(left["images"], 32, shuffle=True, generator=torch.Generator().manual_seed(0))
         return dmcp.prune(left["model"], loader, loader, search=left["kept"], train=left["recipe"], **more)
 
-    def stopping(name: str) -> dmcp.Checkpointer:
-        return dmcp.Checkpointer(tmp_path / name, stop_requested=lambda: name == stage and next(calls) > 1)
+    def hear(event: dmcp.Event) -> None:
+        now.append(event.stage)
 
-    with pytest.raises(dmcp.StoppedError, match="Stopped after step 3"):
-        prune(keep=stopping)
-    again, whole = prune(keep=lambda name: dmcp.Checkpointer(tmp_path / name)), prune()
+    now: list[str] = []
+    stopping = dmcp.Checkpointer(tmp_path, stop_requested=lambda: now[-1:] == [stage] and next(calls) > 1)
+    with pytest.raises(dmcp.StoppedError, match="Stopped after step"):
+        prune(runtime=dmcp.Runtime(checkpointer=stopping, on_event=hear))
+    again, whole = prune(runtime=dmcp.Runtime(checkpointer=dmcp.Checkpointer(tmp_path))), prune()
     assert again.widths == whole.widths
     assert all(map(torch.equal, again.model.state_dict().values(), whole.model.state_dict().values()))
 

@@ -20,10 +20,10 @@ from dmcp.compare.autoslim import AutoSlimConfig, prepare
 from dmcp.compare.autoslim import find_autoslim as find
 from dmcp.compare.problem import Choice, Problem
 from dmcp.errors import BudgetError, DataError, StoppedError, TrainingError
-from dmcp.results import Event
 from dmcp.runs import Run
 from dmcp.searching.subnets import sample_gates
 from dmcp.settings import Sampling
+from dmcp.training import Event
 
 SHORT = AutoSlimConfig(epochs=1, groups=3, subnets=1, batches=1)
 

@@ -29,9 +29,8 @@ from dmcp.cli.session import Progress, clock
 from dmcp.compare.runner import Task, tasks
 from dmcp.errors import DmcpError, WidthsError
 from dmcp.models import build
-from dmcp.results import Event
 from dmcp.runtime.engine import KernelWarning
-from dmcp.training import StepRecord
+from dmcp.training import Event, StepRecord
 
 DOCS = Path(__file__).parents[1] / "docs"
 LONG = "a_name_that_does_not_fit_on_a_line_of_eighty_columns_and_must_still_be_found_by_grep"

@@ -410,7 +410,7 @@ def test_training_in_either_layout_gives_the_same_weights() -> None:
     config = TrainConfig(epochs=2, lr=0.05, reference_batch=None, warmup_epochs=0, warmup_lr=0)
     for model, chosen in zip(models, (Engine(), Engine(channels_last=True)), strict=True):
         old = layout(model)
-        train(model, loader, config, engine=chosen)
+        train(model, loader, config, runtime=dmcp.Runtime(engine=chosen))
         assert layout(model) == old
     one, other = (tensors(model) for model in models)
     assert all((one[name] - other[name]).abs().max() < 1e-6 for name in one)  # the loss is in float32
@@ -528,7 +528,10 @@ def searched(toy: Any, engine: Engine, counter: CompileCounterWithBackend | None
     config = SearchConfig(budget=0.5, groups=4, epochs=4, log_every=1, lr=0.05, min_lr=0.01, reference_batch=4)
     loader = Images(toy.SHAPE, 3)
     result = search(
-        net, loader, config, engine=engine, on_record=lambda _: counts.append(counter.frame_count if counter else 0)
+        net,
+        loader,
+        config,
+        runtime=dmcp.Runtime(engine=engine, on_event=lambda _: counts.append(counter.frame_count if counter else 0)),
     )
     return result, counts
 
@@ -563,6 +566,6 @@ def test_training_is_compiled_once(counter: CompileCounterWithBackend) -> None:
     config = TrainConfig(epochs=2, lr=0.05, reference_batch=None, warmup_epochs=0, warmup_lr=0)
     logs = []
     for engine in (Engine(), Engine(compile=True)):
-        logs.append(train(randomise(Chain(**Chain.FULL)).float(), loader, config, engine=engine))
+        logs.append(train(randomise(Chain(**Chain.FULL)).float(), loader, config, runtime=dmcp.Runtime(engine=engine)))
     assert counter.frame_count == 1
     assert [record.loss for record in logs[1]] == pytest.approx([record.loss for record in logs[0]], abs=1e-4)

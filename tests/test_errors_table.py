@@ -19,8 +19,8 @@ from typed import command
 
 from dmcp import runs
 from dmcp.models import build
-from dmcp.results import Event
 from dmcp.tracing.trace import trace
+from dmcp.training import Event
 
 PAGE = Path(__file__).parent.parent / "docs" / "errors.md"
 PRUNE = "prune --model digits:resnet --data digits --device cpu --batch 708 --search-epochs 2 --epochs 1 --quiet"

@@ -39,12 +39,12 @@ from dmcp.cli.job import Job, load_weights
 from dmcp.data import datasets, loaders
 from dmcp.errors import DataError, DmcpError, FileError
 from dmcp.report.html import make_page
-from dmcp.results import Event, Row
+from dmcp.results import Row
 from dmcp.runs import Run, list_runs, load_search, read_json, read_run, save_search
 from dmcp.runtime.io import LOCK, Lock
 from dmcp.searching.config import SearchRecord, SearchResult
 from dmcp.settings import Engine, SearchConfig, TrainConfig
-from dmcp.training import StepRecord
+from dmcp.training import Event, StepRecord
 from dmcp.widths import Widths
 
 set_hypothesis_home_dir(Path(tempfile.gettempdir()) / "hypothesis")  # not in the repository

@@ -27,10 +27,10 @@ from dmcp.errors import DataError, DmcpError, TrainingError
 from dmcp.losses import DistillationWarning, MetricWarning
 from dmcp.models import build
 from dmcp.preflight import check_classifier, check_finite, check_input
-from dmcp.pruning import DivergenceWarning
 from dmcp.report.html import draw_runs, make_page
 from dmcp.results import DMCP, ORIGINAL, UNPRUNED, Row, divergence, notes, standard_error
 from dmcp.results import results_table as table
+from dmcp.retraining import DivergenceWarning
 from dmcp.runs import open_run, read_run
 from dmcp.settings import Retrain
 from dmcp.training import evaluate
@@ -300,20 +300,27 @@ def test_arguments_of_another_kind_are_refused(how: Any, words: str) -> None:
         (lambda model, graph: dmcp.reinitialize(model, init=3), "init must be a function, not a int"),
         (lambda model, graph: dmcp.reinitialize(model, generator=0), "generator must be a torch.Generator, not 0"),
         (
-            lambda model, graph: dmcp.train(model, Noise(), TRAIN, engine="cpu"),
+            lambda model, graph: dmcp.train(model, Noise(), TRAIN, runtime=dmcp.Runtime(engine="cpu")),
             "engine must be a dmcp.Engine, not a str",
         ),
         (
-            lambda model, graph: dmcp.train(model, Noise(), TRAIN, checkpointer="a"),
+            lambda model, graph: dmcp.train(model, Noise(), TRAIN, runtime=dmcp.Runtime(checkpointer="a")),
             "keeper must be a dmcp.Keeper, not a str",
         ),
-        (lambda model, graph: dmcp.train(model, Noise(), TRAIN, loss=3), "loss must be a function, not a int"),
         (
-            lambda model, graph: dmcp.search(dmcp.Supernet(model, graph), Noise(), SEARCH, engine="cpu"),
+            lambda model, graph: dmcp.train(model, Noise(), TRAIN, task=dmcp.Task(loss=3)),
+            "loss must be a function, not a int",
+        ),
+        (
+            lambda model, graph: dmcp.search(
+                dmcp.Supernet(model, graph), Noise(), SEARCH, runtime=dmcp.Runtime(engine="cpu")
+            ),
             "engine must be a dmcp.Engine, not a str",
         ),
         (
-            lambda model, graph: dmcp.search(dmcp.Supernet(model, graph), Noise(), SEARCH, on_record=3),
+            lambda model, graph: dmcp.search(
+                dmcp.Supernet(model, graph), Noise(), SEARCH, runtime=dmcp.Runtime(on_event=3)
+            ),
             "on_record must be a function, not a int",
         ),
         (
@@ -358,10 +365,10 @@ def test_a_loss_for_labels_is_told_that_it_gets_the_batch() -> None:
     model, graph = traced()
     how = {"search": SEARCH, "train": TRAIN, "graph": graph}
     with pytest.warns(DistillationWarning), pytest.raises(TypeError) as raised:
-        dmcp.prune(model, Noise(), Noise(1), loss=nn.functional.cross_entropy, **how)
+        dmcp.prune(model, Noise(), Noise(1), **how, task=dmcp.Task(loss=nn.functional.cross_entropy))
     assert "loss(output, batch)" in " ".join(raised.value.__notes__)
     with pytest.raises(TypeError) as raised:
-        dmcp.prune(model, Noise(), Noise(1), metric=lambda output, y: (output.argmax(1) - y, 1), **how)
+        dmcp.prune(model, Noise(), Noise(1), **how, task=dmcp.Task(metric=lambda output, y: (output.argmax(1) - y, 1)))
     assert "metric(output, batch)" in " ".join(raised.value.__notes__)
 
 
@@ -489,8 +496,8 @@ def test_own_metrics_are_plain_numbers_in_a_report(tmp_path: Path) -> None:
         search=SEARCH,
         train=TRAIN,
         baselines=True,
-        metric=lambda output, batch: (torch.tensor(7.34731 * len(output)), len(output)),
-        on_event=folder.on_event,
+        task=dmcp.Task(metric=lambda output, batch: (torch.tensor(7.34731 * len(output)), len(output))),
+        runtime=dmcp.Runtime(on_event=folder.on_event),
     )
     folder.finish(result)
     past = read_run(folder.folder)
@@ -543,7 +550,7 @@ def test_a_metric_that_is_no_number_is_warned_of(lower: bool) -> None:
     metric: Any = lambda output, batch: (output.sum() * math.nan, len(output))  # noqa: E731
     metric = dmcp.LowerIsBetter(metric) if lower else metric
     with pytest.warns(MetricWarning, match="ours: its metric is nan") as told:
-        dmcp.prune(model, Noise(), Noise(1), graph=graph, search=SEARCH, train=TRAIN, metric=metric)
+        dmcp.prune(model, Noise(), Noise(1), graph=graph, search=SEARCH, train=TRAIN, task=dmcp.Task(metric=metric))
     assert len(told) == 1
 
 

@@ -277,7 +277,7 @@ def test_a_padded_network_learns_the_same(engine: dmcp.Engine) -> None:
     alone = copy.deepcopy(small)
     twin = padded(small, model, graph, widths)
     assert twin
-    one, other = (dmcp.train(net, batches, rates, engine=engine) for net in (alone, twin.wide))
+    one, other = (dmcp.train(net, batches, rates, runtime=dmcp.Runtime(engine=engine)) for net in (alone, twin.wide))
     alike = [(step.loss, pytest.approx(same.loss, rel=3e-2)) for step, same in zip(other, one, strict=True)]
     if engine.precision:  # float32: rounding grows with the steps, on a CPU too (to 1e-3 at the tenth)
         alike += [(step.loss, pytest.approx(same.loss, rel=1e-4)) for step, same in zip(other[:4], one, strict=False)]

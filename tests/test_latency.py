@@ -200,9 +200,7 @@ def test_only_rare_and_slow_networks_are_outliers() -> None:
 def test_an_outlier_of_the_unpruned_network_is_measured_again() -> None:
     device, whole = Device(slow={0}.__contains__), true_ms(traced()[0])
     assert measured(device).unpruned_ms == pytest.approx(whole) and device.calls == 41
-    assert measured(Device(slow={0, 40}.__contains__)).unpruned_ms == pytest.approx(
-        3 * whole
-    )  # it really takes so long
+    assert measured(Device(slow={0, 40}.__contains__)).unpruned_ms == pytest.approx(3 * whole)  # it is so slow
 
 
 def test_networks_from_the_smallest_to_the_unpruned_are_measured() -> None:
@@ -584,7 +582,9 @@ def prune(**options: Any) -> dmcp.PruneResult:
 
 def test_prune_measures_by_itself_and_ends_within_the_time() -> None:
     device, whole, events = Device(noise=0.01), true_ms(traced()[0]), list[Any]()
-    result = prune(budget=f"{0.6 * whole:.6f}ms", measure=device, baselines=True, on_event=events.append)
+    result = prune(
+        budget=f"{0.6 * whole:.6f}ms", latency=device, baselines=True, runtime=dmcp.Runtime(on_event=events.append)
+    )
     outcome, found = result.latency, Latency.of(result.graph)
     assert outcome is not None and found is not None and outcome.held and device.calls == 40 + 2 * (1 + outcome.again)
     assert true_ms(result.model.eval()) <= 0.6 * whole * 1.02
@@ -594,30 +594,30 @@ def test_prune_measures_by_itself_and_ends_within_the_time() -> None:
 
 
 def test_prune_takes_a_table_or_a_graph_that_has_one() -> None:
-    for options in ({"latency": table()}, {"graph": with_latency()}):
-        device, events = Device(), list[Any]()
-        result = prune(budget="latency:60%,params:80%", measure=device, on_event=events.append, **options)
-        assert device.calls == 2 and result.latency is not None and result.latency.held
-        assert "latency" not in {it.stage for it in events}
+    device, events = Device(), list[Any]()
+    runtime = dmcp.Runtime(on_event=events.append)
+    result = prune(budget="latency:60%,params:80%", graph=with_latency(), latency=device, runtime=runtime)
+    assert device.calls == 2 and result.latency is not None and result.latency.held
+    assert "latency" not in {it.stage for it in events}
     with pytest.warns(LatencyWarning, match="is a forecast"):
         prune(budget="latency:60%", latency=table())
     device.scale = lambda params: 1.0 if params == WHOLE else 3.0
     with pytest.warns(LatencyWarning, match="more than the"):
-        prune(budget="latency:60%", latency=table(), measure=device)
+        prune(budget="latency:60%", graph=with_latency(), latency=device)
     with pytest.raises(BudgetError):
-        prune(budget="50%", measure=device)
+        prune(budget="50%", latency=device)
 
 
 def test_an_interrupted_run_goes_on_with_the_same_numbers(tmp_path: Path) -> None:
-    keep = lambda stage: dmcp.Checkpointer(tmp_path / stage)  # noqa: E731
-    first = prune(budget="latency:60%", measure=Device(noise=0.05), keep=keep)
+    runtime = dmcp.Runtime(checkpointer=dmcp.Checkpointer(tmp_path))
+    first = prune(budget="latency:60%", latency=Device(noise=0.05), runtime=runtime)
     device = Device(noise=0.5)  # another machine: what was measured counts
-    again = prune(budget="latency:60%", measure=device, keep=keep)
+    again = prune(budget="latency:60%", latency=device, runtime=runtime)
     assert not device.calls and again.latency == first.latency and again.widths == first.widths
     for one, other in zip(first.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(one, other)
     with pytest.raises(FileError):
-        prune(budget="latency:60%", latency=table(), measure=device, keep=keep)
+        prune(budget="latency:60%", latency=table(), runtime=runtime)
 
 
 # the command line

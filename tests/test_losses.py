@@ -26,8 +26,8 @@ from dmcp.losses import (
     top1,
     whole_of,
 )
-from dmcp.results import Event
 from dmcp.runtime.distributed import SINGLE_PROCESS, World
+from dmcp.training import Event
 
 
 class Iou:
@@ -133,12 +133,12 @@ REFUSED: list[tuple[Any, str]] = [
 def test_what_is_no_metric_is_refused_before_the_first_step(metric: Any, words: str) -> None:
     seen: list[Event] = []
     with pytest.raises(TrainingError, match=words):
-        prune(metric=metric, on_event=seen.append)
+        prune(task=dmcp.Task(metric=metric), runtime=dmcp.Runtime(on_event=seen.append))
     assert not seen
     with pytest.raises(TrainingError, match=words):
         dmcp.evaluate(nn.Flatten(), Noise(1), metric)
     with pytest.raises(DmcpError, match=words if metric != "iou" else "LowerIsBetter takes a metric"):
-        prune(metric=dmcp.LowerIsBetter(metric))
+        prune(task=dmcp.Task(metric=dmcp.LowerIsBetter(metric)))
 
 
 def test_a_function_with_a_reset_of_its_own_stays_one() -> None:
@@ -157,13 +157,13 @@ def test_the_trial_leaves_no_trace_and_the_test_is_that_of_the_result() -> None:
             assert metric.calls[-3:] == ["update", "compute", "reset"]  # it was tried
             before.append(metric.matrix.clone())
 
-    result = prune(metric=metric, on_event=look)
+    result = prune(task=dmcp.Task(metric=metric), runtime=dmcp.Runtime(on_event=look))
     assert before and not before[0].any()
     (row,) = result.rows
     assert row.own_metric and not row.lower_is_better and row.samples == metric.matrix.sum()
     assert row.accuracy == dmcp.evaluate(result.model, Noise(1), Iou(10))
     assert row.accuracy != dmcp.evaluate(result.model, Noise(1))
-    lower = prune(metric=dmcp.LowerIsBetter(Iou(10)))
+    lower = prune(task=dmcp.Task(metric=dmcp.LowerIsBetter(Iou(10))))
     assert lower.rows[0].lower_is_better and lower.rows[0].accuracy == row.accuracy
 
 
@@ -174,7 +174,7 @@ def test_what_an_update_raises_says_how_it_was_called() -> None:
 
     model, graph = traced()
     with pytest.raises(AttributeError) as error:
-        dmcp.prune(model, Noise(), Noise(1), graph=graph, search=SEARCH, train=TRAIN, metric=Named(10))
+        dmcp.prune(model, Noise(), Noise(1), graph=graph, search=SEARCH, train=TRAIN, task=dmcp.Task(metric=Named(10)))
     assert "update(output, batch)" in error.value.__notes__[0]
 
 
@@ -317,5 +317,7 @@ def test_such_labels_are_refused_before_the_search(labels: Any, where: str) -> N
     seen: list[Event] = []
     loaders = {"loader": Noise(), "val_loader": Noise(1)} | {where: odd}
     with pytest.raises(DataError, match="label"):
-        dmcp.prune(model, **loaders, search=SEARCH, train=TRAIN, graph=graph, on_event=seen.append)
+        dmcp.prune(
+            model, **loaders, search=SEARCH, train=TRAIN, graph=graph, runtime=dmcp.Runtime(on_event=seen.append)
+        )
     assert not seen

@@ -309,7 +309,12 @@ def test_unreachable_ones_say_what_can_be_reached() -> None:
     net = dmcp.Supernet(model, dmcp.trace(model, x))
     for text in ("memory:100B", "memory:1GB"):
         with pytest.raises(BudgetError, match=r"choose from [\d.,]+ (bytes|kB) .* to [\d.]+ kB"):
-            dmcp.search(net, [(x, torch.zeros(4, 3, 7, 7))], dmcp.SearchConfig(budget=text, epochs=2), loss=_loss)
+            dmcp.search(
+                net,
+                [(x, torch.zeros(4, 3, 7, 7))],
+                dmcp.SearchConfig(budget=text, epochs=2),
+                task=dmcp.Task(loss=_loss),
+            )
 
 
 def _loss(output: Tensor, batch: Any) -> Tensor:
@@ -331,7 +336,7 @@ def test_a_search_ends_inside() -> None:
     model, x = nets()["dense"], torch.randn(8, 2, 9, 9)
     data = [(x, torch.randn(8, 3, 7, 7))] * 20
     config = dmcp.SearchConfig(budget="memory:50%", epochs=6, distill=False)
-    found = dmcp.search(dmcp.Supernet(model, dmcp.trace(model, x)), data, config, loss=_loss)
+    found = dmcp.search(dmcp.Supernet(model, dmcp.trace(model, x)), data, config, task=dmcp.Task(loss=_loss))
     widths = dmcp.expected(found)
     assert holds(found.budget, found.graph, widths)
     chances = found.process.marginals(found.alphas.double())

@@ -25,7 +25,12 @@ def test_it_is_a_plain_loop_with_the_schedule_of_the_settings() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for layer in tiny() if not isinstance(layer, nn.Dropout)))
     twin, batches = copy.deepcopy(model).train(), some_batches()
-    train(model, batches, SHORT, optimizer=lambda groups: torch.optim.AdamW(groups, lr=9.0, betas=(0.8, 0.9)))
+    train(
+        model,
+        batches,
+        SHORT,
+        task=dmcp.Task(optimizer=lambda groups: torch.optim.AdamW(groups, lr=9.0, betas=(0.8, 0.9))),
+    )
     weights = [twin[0].weight, twin[-1].weight]
     others = [it for it in twin.parameters() if not any(it is weight for weight in weights)]
     groups = [{"params": weights, "weight_decay": SHORT.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -47,7 +52,7 @@ def test_prune_has_it_in_search_and_training(kind: dmcp.Retrain) -> None:
         made.append(torch.optim.Adam(groups))
         return made[-1]
 
-    ours = prune(optimizer=adam, retrain=kind)
+    ours = prune(retrain=kind, task=dmcp.Task(optimizer=adam))
     trial, *used = made
     trainings = 2 if kind is dmcp.Retrain.TEACHER else 1
     assert len(used) == 1 + trainings and not trial.state and all(it.state for it in used)
@@ -65,7 +70,7 @@ def test_the_alphas_keep_theirs() -> None:
         return torch.optim.Adam(groups)
 
     before = net.alpha.detach().clone()
-    dmcp.search(net, Noise(), SEARCH, optimizer=noted)
+    dmcp.search(net, Noise(), SEARCH, task=dmcp.Task(optimizer=noted))
     assert sorted(seen) == sorted(id(it) for it in net.weights()) and id(net.alpha) not in seen
     assert not torch.equal(before, net.alpha)
 
@@ -89,7 +94,7 @@ def test_groups_keep_their_ratios(as_tensor: bool) -> None:
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float64) if as_tensor else group["lr"]
         return made
 
-    train(model, batches, SHORT, optimizer=make)
+    train(model, batches, SHORT, task=dmcp.Task(optimizer=make))
     for step, (x, y) in enumerate(batches):
         loss = F.cross_entropy(twin(x), y, label_smoothing=SHORT.label_smoothing)
         rate = learning_rate(step, len(batches), len(x), SHORT)
@@ -113,7 +118,7 @@ def test_groups_keep_their_ratios_in_a_search_that_goes_on(tmp_path: Path) -> No
         calls = itertools.count(1)
         checkpointer = dmcp.Checkpointer(tmp_path / "kept", every_steps=1, stop_requested=lambda: next(calls) > stop)
         with contextlib.suppress(dmcp.StoppedError):
-            dmcp.search(net, Noise(), SEARCH, optimizer=make, **(kept and {"checkpointer": checkpointer}))
+            dmcp.search(net, Noise(), SEARCH, **kept and {"checkpointer": checkpointer}, task=dmcp.Task(optimizer=make))
         return [it.detach() for it in net.parameters()], made
 
     whole, (mover,) = job()
@@ -159,13 +164,19 @@ WRONG: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("make", "words"), WRONG, ids=[words.split()[-1] for _, words in WRONG])
 def test_what_cannot_train_is_refused_before_the_search(make: Any, words: str) -> None:
     with pytest.raises(TrainingError, match=words):
-        prune(optimizer=make, on_event=lambda event: pytest.fail("too late"))
+        prune(task=dmcp.Task(optimizer=make), runtime=dmcp.Runtime(on_event=lambda event: pytest.fail("too late")))
 
 
 def test_it_is_no_cuda_graph() -> None:
     """Which would replay the learning rate of the step that was captured."""
     engine = dmcp.Engine(graphs=True)
     with pytest.raises(TrainingError, match="cannot be CUDA graphs"):
-        prune(optimizer=torch.optim.Adam, engine=engine)
+        prune(task=dmcp.Task(optimizer=torch.optim.Adam), runtime=dmcp.Runtime(engine=engine))
     with pytest.raises(TrainingError, match="cannot be CUDA graphs"):
-        train(tiny(), some_batches(), TRAIN, optimizer=torch.optim.Adam, engine=engine)
+        train(
+            tiny(),
+            some_batches(),
+            TRAIN,
+            task=dmcp.Task(optimizer=torch.optim.Adam),
+            runtime=dmcp.Runtime(engine=engine),
+        )

@@ -14,7 +14,7 @@ import dmcp
 from dmcp import retraining
 from dmcp.cutting import Padded, cut, padded, reinitialize
 from dmcp.models import build
-from dmcp.retraining import padding, train_all
+from dmcp.retraining import Retraining, padding, train_all
 from dmcp.runtime.engine import pads
 from dmcp.settings import Engine, Retrain, TrainConfig
 from dmcp.tracing.graph import ChannelGraph
@@ -112,25 +112,25 @@ def test_nothing_is_added_to_round_widths_and_full_ones_stay() -> None:
     assert twin and all(a.shape == b.shape for a, b in zip(twin.wide.parameters(), net.parameters(), strict=True))
 
 
-def trained(net: nn.Module, graph: ChannelGraph, data: Any, engine: Engine, kind: Retrain) -> dict[str, nn.Module]:
+def trained(net: nn.Module, graph: ChannelGraph, data: Any, engine: Engine, *how: Any) -> dict[str, nn.Module]:
     wanted = {"unpruned": graph.full, "dmcp": odd(graph)}
-    return train_all(net, graph, wanted, data, SHORT, kind, engine=engine)
+    return train_all(net, graph, wanted, data, Retraining(SHORT, *how), runtime=dmcp.Runtime(engine=engine))
 
 
-@pytest.mark.parametrize("kind", ["scratch", "teacher", "finetune"])
-def test_all_trainings_pad_where_the_engine_does(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "teacher"), [("scratch", None), ("scratch", "unpruned"), ("finetune", None)])
+def test_all_trainings_pad_where_the_engine_does(kind: str, teacher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     net, graph = traced(lambda: build("digits:resnet"))
     data, made = batches(2), list[Padded]()
-    usual = trained(net, graph, data, Engine(pad=True), Retrain(kind))  # on a CPU it changes nothing
+    usual = trained(net, graph, data, Engine(pad=True), Retrain(kind), teacher)  # on a CPU it changes nothing
     monkeypatch.setattr(Engine, "pads", lambda engine, device: bool(engine.pad))
     monkeypatch.setattr(retraining, "padded", lambda *args: made.append(padded(*args)) or made[-1])
-    found = trained(net, graph, data, Engine(pad=True), Retrain(kind))
+    found = trained(net, graph, data, Engine(pad=True), Retrain(kind), teacher)
     assert [twin is not None for twin in made] == [False, True]
     for name, model in found.items():
         for tensor, other in zip(model.state_dict().values(), usual[name].state_dict().values(), strict=True):
             torch.testing.assert_close(tensor, other, rtol=1e-7, atol=1e-9)
     made.clear()
-    trained(net, graph, data, Engine(), Retrain(kind))
+    trained(net, graph, data, Engine(), Retrain(kind), teacher)
     assert not made
 
 

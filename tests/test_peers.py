@@ -14,6 +14,7 @@ import dmcp
 from dmcp.searching.search import search
 from dmcp.searching.subnets import sort_channels
 from dmcp.settings import SearchConfig
+from dmcp.training import Task
 
 
 class Pair(nn.Module):
@@ -76,7 +77,8 @@ def test_the_alphas_learn_from_statistics_of_the_batch() -> None:
     for training in (True, False):
         twin = copy.deepcopy(net).train(training)
         losses[training] = F.cross_entropy(twin(x, twin.soft()), batch[1]).item()
-    found = search(net, [batch], config, lambda output, batch: F.cross_entropy(output, batch[1])).log[0].task_loss
+    task = Task(loss=lambda output, batch: F.cross_entropy(output, batch[1]))
+    found = search(net, [batch], config, task=task).log[0].task_loss
     assert found is not None
     assert abs(found - losses[True]) < 1e-10 < 0.01 < abs(found - losses[False])
 

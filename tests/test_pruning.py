@@ -28,12 +28,13 @@ from dmcp.errors import BudgetError, DataError, TraceError, TrainingError, Width
 from dmcp.losses import DistillationWarning, classification_loss, distillation_loss
 from dmcp.preflight import try_test
 from dmcp.pruning import expected_shares
-from dmcp.results import DMCP, ORIGINAL, UNIFORM, UNPRUNED, Event, Row, milliseconds, not_faster
+from dmcp.results import DMCP, ORIGINAL, UNIFORM, UNPRUNED, Row, milliseconds, not_faster
 from dmcp.retraining import train_all
 from dmcp.searching.config import SearchRecord
 from dmcp.searching.steps import weight_step
 from dmcp.settings import Retrain, SearchConfig, TrainConfig
 from dmcp.tracing.graph import ChannelGraph
+from dmcp.training import Event
 
 SEARCH = SearchConfig(budget="60%", epochs=2, groups=4)
 TRAIN = TrainConfig(epochs=1, reference_batch=None, lr=0.05, warmup_lr=0.05)
@@ -156,7 +157,7 @@ def test_the_test_set_is_used_once_everything_is_trained() -> None:
         search=SEARCH,
         train=TRAIN,
         baselines=True,
-        on_event=lambda event: seen.append((event, test.passes)),
+        runtime=dmcp.Runtime(on_event=lambda event: seen.append((event, test.passes))),
     )
     assert [passes for event, passes in seen if not isinstance(event.record, Row)] == [0] * 11  # 4 + 1 + 3 x 2
     assert [passes for event, passes in seen if isinstance(event.record, Row)] == [1, 2, 3]  # the trial leaves no trace
@@ -206,7 +207,7 @@ def test_what_is_wrong_with_the_test_is_said_before_the_first_step(
     seen: list[Event] = []
     how = {"search": SEARCH, "train": TRAIN, "graph": graph} | {k: v for k, v in options.items() if k != "val"}
     with pytest.raises(kind, match=message or None):
-        dmcp.prune(model, Noise(), options.get("val", Noise(1)), on_event=seen.append, **how)
+        dmcp.prune(model, Noise(), options.get("val", Noise(1)), **how, runtime=dmcp.Runtime(on_event=seen.append))
     assert not seen
 
 
@@ -249,7 +250,7 @@ def test_the_trial_of_the_test_changes_no_bit(own: bool, monkeypatch: pytest.Mon
         model, loader = Stateful(**Residual.FULL).train(), drawing(own)
         model.stem.eval()
         before = tensors(model)
-        result = dmcp.prune(model, loader, loader, search=SEARCH, train=TRAIN, metric=metric)
+        result = dmcp.prune(model, loader, loader, search=SEARCH, train=TRAIN, task=dmcp.Task(metric=metric))
         assert same(before, tensors(model)) and model.training and not model.stem.training
         mine = [loader.generator.get_state().tolist()] if own else []
         after = [torch.rand(1).item(), random.random(), np.random.rand(), *mine]
@@ -367,7 +368,7 @@ def test_what_is_frozen_keeps_its_values(kind: Retrain) -> None:
 
 
 def test_a_teacher_teaches() -> None:
-    plain, taught = prune(), prune(retrain=Retrain.TEACHER)
+    plain, taught = prune(), prune(teacher="unpruned")
     assert plain.widths == taught.widths
     assert [row.name for row in taught.rows] == [UNPRUNED, DMCP]  # the teacher was trained, so it is shown
     assert not same(tensors(plain.model), tensors(taught.model))
@@ -385,14 +386,14 @@ def test_own_loss_metric_and_batches() -> None:
         return torch.tensor(7.0 * len(output)), len(output)
 
     settings = replace(SEARCH, distill=False)
-    result = dmcp.prune(model, batches, batches, search=settings, train=TRAIN, loss=loss, metric=metric)
+    result = dmcp.prune(model, batches, batches, search=settings, train=TRAIN, task=dmcp.Task(loss=loss, metric=metric))
     assert result.rows[0].accuracy == 7 and result.rows[0].own_metric and result.rows[0].samples == 12
     head, ours, *_ = result.table.splitlines()
     assert "metric" in head and "accuracy" not in head
     assert ours.split()[-2] == "7" and "points" not in result.table
     assert not result.rows[0].lower_is_better
     lower = dmcp.LowerIsBetter(metric)
-    result = dmcp.prune(model, batches, batches, search=settings, train=TRAIN, loss=loss, metric=lower)
+    result = dmcp.prune(model, batches, batches, search=settings, train=TRAIN, task=dmcp.Task(loss=loss, metric=lower))
     assert result.rows[0].lower_is_better and "metric (lower is better)" in result.table
     with pytest.raises(TrainingError, match="LowerIsBetter takes a metric, a function of output and batch, not"):
         dmcp.LowerIsBetter(0.5)  # type: ignore[arg-type]
@@ -409,7 +410,7 @@ def test_a_loss_of_ones_own_is_told_what_imitation_does_to_outputs() -> None:
             wanted = [*([r'With retrain="teacher" .* class scores'] if kind is Retrain.TEACHER else []), *words]
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
-                prune(search=replace(SEARCH, **options), retrain=kind, loss=own)
+                prune(search=replace(SEARCH, **options), retrain=kind, task=dmcp.Task(loss=own))
             assert len(told) == len(wanted) and all(it.category is DistillationWarning for it in told)
             assert all(re.search(text, str(it.message)) for text, it in zip(wanted, told, strict=True))
             assert all(it.filename == __file__ for it in told)  # where the user called, not a line of ours
@@ -430,22 +431,22 @@ def test_a_training_that_stops_says_which_network_it_was() -> None:
     with pytest.raises(
         TrainingError, match=r"^The network 'uniform widths': Training stopped at step 0 .* loss is inf"
     ):
-        prune(search=settings, baselines=True, loss=loss, on_event=look)
+        prune(search=settings, baselines=True, task=dmcp.Task(loss=loss), runtime=dmcp.Runtime(on_event=look))
     loss, look = loss_until("search")
     with pytest.raises(TrainingError, match=r"^Training stopped at step 0 .* loss is inf"):
-        prune(search=settings, loss=loss, on_event=look)
+        prune(search=settings, task=dmcp.Task(loss=loss), runtime=dmcp.Runtime(on_event=look))
 
 
 def test_a_search_warns_at_the_line_of_its_caller() -> None:
     model, graph = traced()
     net = dmcp.Supernet(model, graph, groups=SEARCH.groups)
     with pytest.warns(DistillationWarning) as told:
-        dmcp.search(net, Noise(), SEARCH, loss=classification_loss())
+        dmcp.search(net, Noise(), SEARCH, task=dmcp.Task(loss=classification_loss()))
     assert [it.filename for it in told] == [__file__]
 
 
-@pytest.mark.filterwarnings("ignore::dmcp.losses.ImitationWarning")
-@pytest.mark.parametrize("kind", [Retrain.TEACHER, Retrain.SLIMMABLE])
+@pytest.mark.filterwarnings("ignore::dmcp.losses.DistillationWarning")
+@pytest.mark.parametrize("kind", [Retrain.SLIMMABLE])
 def test_a_retraining_that_cannot_imitate_is_refused_before_the_search(kind: Retrain) -> None:
     class Ages(Residual):  # in training only: what is tested could be imitated
         def forward(self, x: Tensor) -> Any:
@@ -465,8 +466,8 @@ def test_a_retraining_that_cannot_imitate_is_refused_before_the_search(kind: Ret
             search=replace(SEARCH, distill=False),
             train=TRAIN,
             retrain=kind,
-            loss=loss,
-            on_event=seen.append,
+            task=dmcp.Task(loss=loss),
+            runtime=dmcp.Runtime(on_event=seen.append),
         )
     assert not seen and same(before, tensors(model))
 
@@ -552,7 +553,10 @@ def test_bad_input_is_a_sentence() -> None:
     with pytest.raises(TrainingError, match="scratch, inherit, slimmable, teacher, not 'often'"):
         prune(retrain="often")
     with pytest.raises(TrainingError, match="stage 1"):
-        prune(search=replace(SEARCH, distill=False), loss=lambda output, batch: output.sum() * float("nan"))
+        prune(
+            search=replace(SEARCH, distill=False),
+            task=dmcp.Task(loss=lambda output, batch: output.sum() * float("nan")),
+        )
 
 
 def test_a_network_over_the_budget_is_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,9 +22,10 @@ from dmcp.checkpoint import Checkpoint, save_checkpoint
 from dmcp.errors import DmcpError, FileError, WidthsError
 from dmcp.markov import CHAIN, INDEPENDENT, Process
 from dmcp.pruning import PruneResult
-from dmcp.results import UNPRUNED, Event
+from dmcp.results import UNPRUNED
 from dmcp.runs import free_folder, list_runs, load_search, open_run, read_json, read_run, read_runs, save_search
 from dmcp.runtime.io import Lock
+from dmcp.training import Event
 
 FILES = {"log.jsonl", "search.json", "search.safetensors", "widths.json", "model.safetensors", "report.md"}
 SETTINGS: dict[str, Any] = {
@@ -47,7 +48,7 @@ def pruned() -> tuple[PruneResult, list[Event]]:
         search=dmcp.SearchConfig(budget="60%", epochs=2, groups=4),
         train=dmcp.TrainConfig(epochs=1, reference_batch=None, lr=0.05, warmup_lr=0.05),
         baselines=True,
-        on_event=events.append,
+        runtime=dmcp.Runtime(on_event=events.append),
     )
     return result, events
 
@@ -148,7 +149,7 @@ def test_only_whole_lines_of_the_log_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("facts", [{}, {"lines": "2", "done": False}, {"lines": 2, "done": 0}], ids=str)
 def test_checkpoints_that_are_not_of_a_run_are_refused(facts: dict[str, Any], tmp_path: Path) -> None:
     run = open_run(tmp_path)
-    save_checkpoint(run.stage_folder("search"), Checkpoint(1, {}, facts))
+    save_checkpoint(run.checkpointer({}).stage("search").folder, Checkpoint(1, {}, facts))
     with pytest.raises(FileError):
         run.rewind()
 

@@ -18,7 +18,7 @@ import dmcp.searching.steps
 from dmcp.budget import parse, ratios
 from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError, WidthsError
 from dmcp.markov import CERTAIN, CHAIN, INDEPENDENT
-from dmcp.searching.config import SearchRecord, SearchResult
+from dmcp.searching.config import SearchResult
 from dmcp.searching.search import search
 from dmcp.settings import Sampling, SearchConfig
 
@@ -211,7 +211,7 @@ def test_alphas_see_only_their_own_data() -> None:
         return F.cross_entropy(output, batch[1])
 
     net = supernet()
-    search(net, train, short(distill=False), loss=loss, arch_loader=held_out)
+    search(net, train, short(distill=False), arch_loader=held_out, task=dmcp.Task(loss=loss))
     assert weights_saw == {id(x) for x, _ in train.batches}
     assert alphas_saw == {id(x) for x, _ in held_out.batches}
     assert held_out.epochs == [0, 1]  # three steps over two batches
@@ -252,8 +252,10 @@ def test_sorting_comes_first() -> None:
 
 
 def test_records_arrive_once_and_in_order() -> None:
-    seen: list[SearchRecord] = []
-    _, result = ran(short(log_every=4), on_record=seen.append)
+    events: list[dmcp.Event] = []
+    _, result = ran(short(log_every=4), runtime=dmcp.Runtime(on_event=events.append))
+    seen = [event.record for event in events]
+    assert seen.pop() is result
     assert tuple(seen) == result.log
     assert [record.step for record in seen] == list(range(6))
 
@@ -282,7 +284,7 @@ def test_the_host_does_not_wait_in_the_loop(monkeypatch: pytest.MonkeyPatch) -> 
 # -- what cannot be
 
 
-@pytest.mark.filterwarnings("ignore::dmcp.losses.ImitationWarning")
+@pytest.mark.filterwarnings("ignore::dmcp.losses.DistillationWarning")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_loss_that_is_not_finite_stops_at_the_last_good_state(stage: int) -> None:
     net, calls = supernet(), [0, 0]
@@ -297,14 +299,20 @@ def test_a_loss_that_is_not_finite_stops_at_the_last_good_state(stage: int) -> N
     good: list[tuple[int, dict[str, bytes]]] = []
     config = short(log_every=2)
     with pytest.raises(TrainingError, match=rf"nan in stage {stage}, .* at step 4 \(epoch 1\).* after step 3") as error:
-        search(net, Noise(), config, loss=loss, on_record=lambda record: good.append((record.step, bits(net))))
+        search(
+            net,
+            Noise(),
+            config,
+            task=dmcp.Task(loss=loss),
+            runtime=dmcp.Runtime(on_event=lambda event: good.append((event.record.step, bits(net)))),
+        )
     assert str(error.value).count(". ") == 1
     assert good[-1][0] == 3
     assert bits(net).items() >= good[-1][1].items()  # but for counts of batches, which a search leaves alone
     assert torch.isfinite(net.alpha).all()
 
 
-@pytest.mark.filterwarnings("ignore::dmcp.losses.ImitationWarning")
+@pytest.mark.filterwarnings("ignore::dmcp.losses.DistillationWarning")
 @pytest.mark.parametrize("log_every", [1, 50])
 @pytest.mark.parametrize("factor", [5.0, 100.0])
 def test_weights_that_diverged_are_named_where_the_alphas_show_it(factor: float, log_every: int) -> None:
@@ -318,7 +326,7 @@ def test_weights_that_diverged_are_named_where_the_alphas_show_it(factor: float,
         return value * (1.0 if calls[0] == 1 else factor)
 
     with pytest.raises(TrainingError) as error:
-        search(net, Noise(), short(log_every=log_every, lr=1e-6, min_lr=1e-6), loss=loss)
+        search(net, Noise(), short(log_every=log_every, lr=1e-6, min_lr=1e-6), task=dmcp.Task(loss=loss))
     text = str(error.value)
     assert "The loss is nan in stage 2, the alphas, at step 3 (epoch 1); the supernet is again as it was " in text
     assert "a model that was given to dmcp.prune is as it was given. Lower lr" in text

@@ -28,15 +28,15 @@ from dmcp.errors import TrainingError
 from dmcp.losses import DistillationWarning, classification_loss, distillation_loss, top1
 from dmcp.models import build
 from dmcp.report.html import make_page
-from dmcp.results import DMCP, ORIGINAL, TEACHER, UNIFORM, UNPRUNED, Event, Row
+from dmcp.results import DMCP, ORIGINAL, TEACHER, UNIFORM, UNPRUNED, Row
 from dmcp.retraining import TeacherWarning, train_all
 from dmcp.runs import read_run
-from dmcp.settings import Distillation, Retrain
+from dmcp.settings import Retrain
 from dmcp.supernet import Supernet
-from dmcp.training import evaluate
+from dmcp.training import Event, evaluate
 
 pytestmark = pytest.mark.filterwarnings("ignore::dmcp.pruning.TeacherWarning")  # most of them know nothing here
-TAUGHT = replace(TRAIN, distillation=Distillation.TEACHER)
+TAUGHT = TRAIN
 
 
 def other() -> nn.Module:
@@ -59,14 +59,14 @@ class Mean(nn.Module):
 # in Python
 
 
-@pytest.mark.parametrize("kind", [Retrain.TEACHER, Retrain.FINETUNE])
+@pytest.mark.parametrize("kind", [Retrain.SCRATCH, Retrain.FINETUNE])
 @pytest.mark.parametrize("make", [other, Mean])
 def test_a_given_teacher_is_the_one_that_teaches(kind: Retrain, make: Any) -> None:
     """The same as the parts by hand; the teacher is not trained, and comes out as it was."""
     (model, graph), teacher = traced(), make()
     teacher.train()
     before, seen = tensors(teacher), list[Event]()
-    result = prune(retrain=kind, teacher=teacher, on_event=seen.append)
+    result = prune(retrain=kind, teacher=teacher, runtime=dmcp.Runtime(on_event=seen.append))
     assert same(before, tensors(teacher)) and teacher.training
     assert {event.stage for event in seen} == {"search", DMCP, "test"}  # none is trained first
     net = dmcp.Supernet(model, graph, SEARCH.groups)
@@ -99,19 +99,19 @@ def test_a_teacher_that_writes_into_itself_comes_out_as_it_was() -> None:
     torch.manual_seed(7)
     teacher = Counting()
     torch.manual_seed(7)
-    one, two = (prune(retrain="teacher", teacher=it) for it in (teacher, Mean()))
+    one, two = (prune(teacher=it) for it in (teacher, Mean()))
     assert teacher.count == 0 and same(tensors(one.model), tensors(two.model))
 
 
 def test_the_teacher_is_a_row_where_its_costs_are_known() -> None:
     model, graph = traced()
     names = lambda **how: [row.name for row in prune(**how).rows]  # noqa: E731
-    assert names(retrain="teacher", teacher=model) == names(retrain="finetune", teacher=model) == [ORIGINAL, DMCP]
-    assert names(retrain="teacher", teacher=model, test_given=False) == [DMCP]
-    assert names(retrain="teacher", teacher=Mean()) == [DMCP]  # nobody has counted what it costs
+    assert names(teacher=model) == names(retrain="finetune", teacher=model) == [ORIGINAL, DMCP]
+    assert names(teacher=model, test_given=False) == [DMCP]
+    assert names(teacher=Mean()) == [DMCP]  # nobody has counted what it costs
     everyone = [ORIGINAL, TEACHER, UNPRUNED, UNIFORM, DMCP]
     assert names(retrain="finetune", teacher=other(), baselines=True) == everyone
-    row = prune(retrain="teacher", teacher=other()).rows[0]
+    row = prune(teacher=other()).rows[0]
     assert (row.name, row.macs, row.accuracy) == (TEACHER, graph.macs(), evaluate(other(), Noise(1)))
 
 
@@ -125,12 +125,12 @@ def test_the_table_says_where_the_weights_come_from() -> None:
         ({"retrain": "scratch"}, "from fresh weights"),
         ({"retrain": "finetune"}, "on from the weights of the search"),
         ({"retrain": "finetune", "teacher": model}, "on from the weights of the search, {the network as given}"),
-        ({"retrain": "teacher", "teacher": other()}, "from fresh weights, {the teacher}"),
+        ({"teacher": other()}, "from fresh weights, {the teacher}"),
         (
-            {"retrain": "teacher", "teacher": Mean()},
+            {"teacher": Mean()},
             "from fresh weights, {a teacher that is no row here (accuracy 16.67%)}",
         ),
-        ({"retrain": "teacher"}, "from fresh weights, {the unpruned network, which was trained first}"),
+        ({"teacher": "unpruned"}, "from fresh weights, {the unpruned network, which was trained first}"),
     ):
         begun, _, who = words.rstrip("}").partition("{")
         line = f"ours: trained {begun}{told.format(who) if who else ''}"
@@ -182,7 +182,7 @@ def test_a_teacher_that_knows_nothing_is_noticed_before_the_search(make: Any) ->
         raise KeyboardInterrupt
 
     with pytest.warns(TeacherWarning) as told, pytest.raises(KeyboardInterrupt):
-        dmcp.prune(model, Noise(), tests, teacher=teacher, on_event=stop, **how)
+        dmcp.prune(model, Noise(), tests, teacher=teacher, **how, runtime=dmcp.Runtime(on_event=stop))
     assert [str(it.message) for it in told] == [f"The teacher is right on 20.00% {GUESSES}"]
 
 
@@ -204,12 +204,20 @@ def test_a_teacher_that_is_worse_than_the_network_is_noticed() -> None:
     assert 0.28 < score < evaluate(model, half) - 0.2
     with warnings.catch_warnings():
         warnings.simplefilter("error", TeacherWarning)
-        assert dmcp.prune(model, Noise(), half, teacher=good, retrain="teacher", **how).rows
+        assert dmcp.prune(model, Noise(), half, teacher=good, **how).rows
     words = f"^The teacher has an accuracy of {100 * score:.2f}%, the network as given .*: learning from it may harm"
     with pytest.warns(TeacherWarning, match=words):
         dmcp.prune(model, Noise(), half, teacher=good, retrain="finetune", **how)
     with pytest.warns(TeacherWarning, match=r"^The teacher has a metric of 1, the network as given of 0"):
-        dmcp.prune(model, Noise(), best, teacher=good, retrain="finetune", metric=dmcp.LowerIsBetter(top1), **how)
+        dmcp.prune(
+            model,
+            Noise(),
+            best,
+            teacher=good,
+            retrain="finetune",
+            **how,
+            task=dmcp.Task(metric=dmcp.LowerIsBetter(top1)),
+        )
 
 
 def test_controls_learn_from_a_given_teacher_as_well() -> None:
@@ -223,7 +231,7 @@ def test_controls_learn_from_a_given_teacher_as_well() -> None:
 
 def test_share_and_temperature_change_what_is_learnt() -> None:
     changes: tuple[dict[str, float], ...] = ({}, {"kd_weight": 0.9}, {"kd_temperature": 4.0})
-    found = [prune(retrain="teacher", train=replace(TRAIN, **it), teacher=other()) for it in changes]
+    found = [prune(train=replace(TRAIN, **it), teacher=other()) for it in changes]
     one, two, three = (tensors(it.model) for it in found)
     assert not same(one, two) and not same(one, three) and not same(two, three)
 
@@ -231,9 +239,9 @@ def test_share_and_temperature_change_what_is_learnt() -> None:
 @pytest.mark.parametrize("kind", [Retrain.SCRATCH, Retrain.SLIMMABLE])
 def test_a_teacher_whom_nobody_would_listen_to_is_refused(kind: Retrain) -> None:
     with pytest.raises(TrainingError, match=f'^retrain="{kind}" has no use for a teacher: take "teacher" for weights'):
-        prune(retrain=kind, teacher=other(), on_event=pytest.fail)
-    with pytest.raises(TrainingError, match=r'distillation="teacher".* take retrain="teacher"'):
-        prune(retrain=kind, train=TAUGHT, on_event=pytest.fail)
+        prune(retrain=kind, teacher=other(), runtime=dmcp.Runtime(on_event=pytest.fail))
+    with pytest.raises(TrainingError, match=r'distillation="teacher".* take teacher="unpruned"'):
+        prune(retrain=kind, train=TAUGHT, runtime=dmcp.Runtime(on_event=pytest.fail))
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-30, 0.009, 101.0, 1e200, float("inf"), float("nan")])
@@ -256,9 +264,9 @@ def test_all_other_temperatures_teach(value: float) -> None:
 def test_settings_of_a_teacher_that_there_is_not_are_refused(kind: Retrain, change: dict[str, float]) -> None:
     """As on the command line: nobody would see that they change nothing."""
     (name,) = change
-    words = f'^{name}={change[name]}: a network with retrain="{kind}" learns from no teacher: take retrain="teacher"'
+    words = f'^{name}={change[name]}: a network with retrain="{kind}" learns from no teacher: take teacher="unpruned"'
     with pytest.raises(TrainingError, match=words):
-        prune(retrain=kind, train=replace(TRAIN, **change), on_event=pytest.fail)
+        prune(retrain=kind, train=replace(TRAIN, **change), runtime=dmcp.Runtime(on_event=pytest.fail))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -266,7 +274,7 @@ def test_settings_of_a_teacher_that_there_is_not_are_refused(kind: Retrain, chan
 def test_a_teacher_of_other_numbers_teaches(dtype: torch.dtype, make: Any) -> None:
     teacher = make().to(dtype)
     plain = copy.deepcopy(teacher).float()
-    one, two = (prune(retrain="teacher", teacher=it) for it in (teacher, plain))
+    one, two = (prune(teacher=it) for it in (teacher, plain))
     assert same(tensors(one.model), tensors(two.model)) and teacher.head.weight.dtype == dtype
     assert [row.accuracy for row in one.rows] == [row.accuracy for row in two.rows]
 
@@ -276,11 +284,11 @@ def test_a_teacher_that_makes_its_own_numbers_is_asked_as_it_is() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x.double()).float()
 
-    assert prune(retrain="teacher", teacher=Half().double()).rows
+    assert prune(teacher=Half().double()).rows
 
 
 def test_settings_may_say_themselves_that_there_is_a_teacher() -> None:
-    one, two = (prune(retrain="teacher", train=it) for it in (TRAIN, TAUGHT))
+    one, two = (prune(teacher="unpruned", train=it) for it in (TRAIN, TAUGHT))
     assert same(tensors(one.model), tensors(two.model))
 
 
@@ -297,17 +305,17 @@ def test_settings_may_say_themselves_that_there_is_a_teacher() -> None:
 )
 def test_a_teacher_that_does_not_fit_is_refused_before_the_search(teacher: Any, words: str) -> None:
     with pytest.raises(TrainingError, match=words):
-        prune(retrain="teacher", teacher=teacher, on_event=pytest.fail)
+        prune(teacher=teacher, runtime=dmcp.Runtime(on_event=pytest.fail))
 
 
 def test_a_teacher_that_is_broken_is_refused() -> None:
     broken = other()
     broken.head.bias.data[0] = float("nan")
     with pytest.raises(TrainingError, match=r"^The teacher's head\.bias holds numbers that are NaN"):
-        prune(retrain="finetune", teacher=broken, on_event=pytest.fail)
+        prune(retrain="finetune", teacher=broken, runtime=dmcp.Runtime(on_event=pytest.fail))
 
 
-@pytest.mark.filterwarnings("ignore::dmcp.losses.ImitationWarning")
+@pytest.mark.filterwarnings("ignore::dmcp.losses.DistillationWarning")
 def test_a_network_with_more_outputs_in_training_than_its_teacher_is_refused_before_the_search() -> None:
     class Aux(Residual):
         def forward(self, x: Tensor) -> Any:
@@ -319,7 +327,7 @@ def test_a_network_with_more_outputs_in_training_than_its_teacher_is_refused_bef
 
     how: dict[str, Any] = {"search": SEARCH, "train": TRAIN, "loss": loss, "on_event": pytest.fail}
     with pytest.raises(TrainingError, match=r"^The unpruned network as a teacher gives \[\(2, 5\)\]"):
-        dmcp.prune(Aux(**Residual.FULL), Noise(), Noise(1), retrain=Retrain.TEACHER, **how)
+        dmcp.prune(Aux(**Residual.FULL), Noise(), Noise(1), teacher="unpruned", **how)
 
 
 def test_a_loss_of_ones_own_is_told_that_a_teacher_is_imitated() -> None:
@@ -339,7 +347,7 @@ def test_a_job_goes_on_with_the_same_teacher_only(tmp_path: Path) -> None:
     def going(name: str) -> dmcp.Checkpointer:
         return dmcp.Checkpointer(tmp_path / name)
 
-    how: dict[str, Any] = {"retrain": "teacher", "train": replace(TRAIN, epochs=3)}
+    how: dict[str, Any] = {"train": replace(TRAIN, epochs=3)}
     with pytest.raises(dmcp.StoppedError):
         prune(teacher=other(), keep=stopping, **how)
     for wrong in (None, traced()[0]):
@@ -362,8 +370,8 @@ def test_the_forecast_knows_a_given_teacher(monkeypatch: pytest.MonkeyPatch) -> 
         found = forecast(net, Noise(3), replace(SEARCH, groups=4), TRAIN, kind, baselines, taught)
         return {stage.name: stage.seconds / stage.steps for stage in found[2:]}
 
-    assert stages(Retrain.TEACHER, False, False) == {UNPRUNED: 1, DMCP: pytest.approx(4 / 3)}
-    assert stages(Retrain.TEACHER, False, True) == {DMCP: pytest.approx(4 / 3)}
+    assert stages(Retrain.SCRATCH, False, False) == {UNPRUNED: 1, DMCP: pytest.approx(4 / 3)}
+    assert stages(Retrain.SCRATCH, False, True) == {DMCP: pytest.approx(4 / 3)}
     assert stages(Retrain.FINETUNE, True, True) == dict.fromkeys([UNPRUNED, UNIFORM, DMCP], pytest.approx(4 / 3))
     assert stages(Retrain.FINETUNE, False, False) == {DMCP: 1}
 
@@ -412,9 +420,9 @@ def test_options_say_how_much_a_teacher_counts(here: Path, capsys: Capture) -> N
 
 def test_a_teacher_decides_how_the_network_gets_its_weights(here: Path, capsys: Capture) -> None:
     weights = ("--weights", "net.pth")
-    assert plan_of(capsys, "--teacher", "net.pth").retrain is Retrain.TEACHER
+    assert plan_of(capsys, "--teacher", "net.pth").retrain is Retrain.SCRATCH
     assert plan_of(capsys, *weights, "--teacher", "given").retrain is Retrain.FINETUNE
-    assert plan_of(capsys, *weights, "--teacher", "given", "--retrain", "teacher").retrain is Retrain.TEACHER
+    assert plan_of(capsys, *weights, "--teacher", "given", "--retrain", "teacher").retrain is Retrain.SCRATCH
 
 
 USELESS = "learns from no teacher: add --retrain teacher, which trains one, or name one with --teacher."
@@ -667,7 +675,7 @@ def test_help_names_the_options_of_a_teacher(capsys: Capture) -> None:
 def test_the_given_network_is_never_changed() -> None:
     model = copy.deepcopy(traced()[0])
     before = tensors(model)
-    dmcp.prune(model, Noise(), Noise(1), search=SEARCH, train=TRAIN, retrain=Retrain.TEACHER, teacher=model)
+    dmcp.prune(model, Noise(), Noise(1), search=SEARCH, train=TRAIN, teacher=model)
     assert same(before, tensors(model)) and all(parameter.grad is None for parameter in model.parameters())
 
 

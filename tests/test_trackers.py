@@ -18,9 +18,9 @@ import torch
 
 from dmcp.errors import DmcpError
 from dmcp.report.trackers import Tracker, open_tracker, scalars
-from dmcp.results import Event, Row
+from dmcp.results import Row
 from dmcp.searching.config import SearchRecord, SearchResult
-from dmcp.training import StepRecord
+from dmcp.training import Event, StepRecord
 
 SETTINGS = {"job": {"model": "resnet18", "ignore": ["fc"]}, "search": {"lr": 0.2}, "train": None}
 

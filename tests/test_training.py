@@ -22,7 +22,7 @@ from dmcp.errors import DataError, TrainingError
 from dmcp.losses import classification_loss, distillation_loss, top1
 from dmcp.models import build
 from dmcp.settings import Engine, TrainConfig
-from dmcp.training import StepRecord, cosine, evaluate, learning_rate, parameter_groups, train
+from dmcp.training import Runtime, StepRecord, Task, cosine, evaluate, learning_rate, parameter_groups, train
 
 SHORT = TrainConfig(epochs=1, lr=0.1, warmup_lr=0.02, reference_batch=None)
 
@@ -163,7 +163,7 @@ def test_digits_are_learnt_in_three_epochs() -> None:
     seen: list[StepRecord] = []
     loader = make_loader(sets.train, 64, train=True)
     config = TrainConfig(epochs=3, lr=0.2, warmup_lr=0.05, reference_batch=64)
-    records = train(model, loader, config, on_step=seen.append)
+    records = train(model, loader, config, runtime=Runtime(on_event=lambda event: seen.append(event.record)))
     assert evaluate(model, make_loader(sets.test, 256, train=False)) > 0.8
     assert records == seen and [record.step for record in records] == list(range(66))
     assert [record.epoch for record in records] == [0] * 22 + [1] * 22 + [2] * 22
@@ -215,17 +215,17 @@ def test_own_loss_and_dict_batches() -> None:
         return (output - batch["mask"]).square().mean()
 
     batches = [{"input": torch.randn(4, 1, 5, 5), "mask": torch.zeros(4, 2, 5, 5), "weight": 7}]
-    train(model, batches, SHORT, loss=loss)
+    train(model, batches, SHORT, task=Task(loss=loss))
     assert seen == [7]
     with pytest.raises(TrainingError, match="one number, not a tensor of shape"):
-        train(model, batches, SHORT, loss=lambda output, batch: output)
+        train(model, batches, SHORT, task=Task(loss=lambda output, batch: output))
 
 
 def test_bfloat16_trains_too() -> None:
     model = tiny()
     kinds = []
     model[0].register_forward_hook(lambda *args: kinds.append(args[-1].dtype))
-    records = train(model, some_batches(2), SHORT, engine=Engine(precision="bfloat16"))
+    records = train(model, some_batches(2), SHORT, runtime=Runtime(engine=Engine(precision="bfloat16")))
     assert set(kinds) == {torch.bfloat16} and model[0].weight.dtype == torch.float32
     assert all(math.isfinite(record.loss) for record in records)
 
@@ -317,7 +317,13 @@ def test_a_nan_stops_and_keeps_the_last_good_state(at: int, back: int, monkeypat
     config = dataclasses.replace(SHORT, epochs=3)
     seen: list[StepRecord] = []
     with pytest.raises(TrainingError, match=rf"step {at} \(epoch {at // 4}, .*the loss is nan.*before step {back};"):
-        train(model, batches, config, loss=breaking(at), on_step=seen.append)
+        train(
+            model,
+            batches,
+            config,
+            task=Task(loss=breaking(at)),
+            runtime=Runtime(on_event=lambda event: seen.append(event.record)),
+        )
     assert len(seen) == back and model.training
     assert all(bool(tensor.isfinite().all()) for tensor in tensors(model))
     if back:  # the same steps again, ended by the caller instead
@@ -327,7 +333,7 @@ def test_a_nan_stops_and_keeps_the_last_good_state(at: int, back: int, monkeypat
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            train(wanted, batches, config, loss=breaking(-1), on_step=stop)
+            train(wanted, batches, config, task=Task(loss=breaking(-1)), runtime=Runtime(on_event=stop))
     assert same(tensors(model), tensors(wanted))
 
 
@@ -339,7 +345,7 @@ def test_weights_that_overflow_at_the_last_step_are_noticed() -> None:
         return (output - output.detach()).abs().sqrt().sum()  # 0, but its slope is not finite
 
     with pytest.raises(TrainingError, match=r"step 0 .*a weight is no longer finite"):
-        train(model, some_batches(1), SHORT, loss=loss)
+        train(model, some_batches(1), SHORT, task=Task(loss=loss))
     assert same(before, tensors(model))
 
 
@@ -353,7 +359,7 @@ def test_weights_that_overflow_at_the_last_step_are_noticed() -> None:
 )
 def test_a_loss_that_cannot_be_trained_on(value: Any, words: str) -> None:
     with pytest.raises(TrainingError, match=words):
-        train(tiny(), some_batches(1), SHORT, loss=lambda output, batch: value(output.mean()))
+        train(tiny(), some_batches(1), SHORT, task=Task(loss=lambda output, batch: value(output.mean())))
 
 
 @pytest.mark.parametrize(

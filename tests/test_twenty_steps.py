@@ -81,7 +81,7 @@ def searched(
     model = build().to(DEVICE)
     net = dmcp.Supernet(model, dmcp.trace(model, torch.zeros(2, 3, 32, 32, device=DEVICE)))
     config = dmcp.SearchConfig(budget="50%", epochs=2, reference_batch=128, log_every=1, **settings)
-    return net, dmcp.search(net, Pictures(), config, engine=engine, checkpointer=checkpointer)
+    return net, dmcp.search(net, Pictures(), config, runtime=dmcp.Runtime(engine=engine, checkpointer=checkpointer))
 
 
 def resnet20() -> nn.Module:

@@ -369,13 +369,17 @@ def search_case(loader: Any = None, checkpoint: Any = None, **settings: Any) -> 
     return plain | {"weights": all_bits(net.model), "expected": dict(dmcp.expected(found))} | log
 
 
+PARAMETERS = inspect.signature(dmcp.prune).parameters
+
+
 def pruned(way: str, loader: Any = None, checkpoint: Any = None) -> dict[str, Any]:
     model, graph = traced("digits:resnet")
     told = retrain(way, build("mixed", seed=5))
     taught = {"kd_weight": 0.7, "kd_temperature": 3.0} if "teacher" in way else {}
     told |= {"search": call(dmcp.SearchConfig, **SEARCH), "train": call(dmcp.TrainConfig, **TRAIN | taught)}
     told |= {"baselines": True, "graph": graph, "engine": call(dmcp.Engine, **ENGINE)}
-    told |= {} if checkpoint is None else {"checkpoint": checkpoint}
+    if checkpoint is not None:  # now one checkpointer, which gives each stage its own
+        told |= {"checkpointer": checkpoint("")} if "runtime" in PARAMETERS else {"checkpoint": checkpoint}
     result = call(dmcp.prune, model, loader or digits(80), digits(300, 100, train=False), **told)
     rows = [[ROWS.get(it.name, it.name), it.macs, it.params, it.accuracy, it.samples] for it in result.rows]
     found = {"rows": rows, "widths": dict(result.widths), "model": all_bits(result.model)}

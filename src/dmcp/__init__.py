@@ -33,7 +33,7 @@ from dmcp.exporting import export, quantize
 from dmcp.latency.measure import measure_latency
 from dmcp.latency.table import Latency
 from dmcp.losses import LowerIsBetter
-from dmcp.pruning import PruneResult, prune
+from dmcp.pruning import Loaders, PruneResult, prune
 from dmcp.sampling import direct, expected, random_widths, uniform
 from dmcp.searching.config import SearchResult
 from dmcp.searching.search import search
@@ -43,7 +43,7 @@ from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.rules import RULES
 from dmcp.tracing.trace import trace
-from dmcp.training import evaluate, train
+from dmcp.training import Event, Runtime, Task, evaluate, train
 from dmcp.widths import ChannelSpace, Widths
 
 __version__ = "0.1.0"
@@ -59,16 +59,20 @@ __all__ = [
     "DataError",
     "DmcpError",
     "Engine",
+    "Event",
     "FileError",
     "Latency",
     "LatencyConfig",
+    "Loaders",
     "LowerIsBetter",
     "PruneResult",
     "Retrain",
+    "Runtime",
     "SearchConfig",
     "SearchResult",
     "StoppedError",
     "Supernet",
+    "Task",
     "TraceError",
     "TrainConfig",
     "TrainingError",

@@ -17,7 +17,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -444,6 +444,10 @@ def _owners(optimizer: Optimizer) -> dict[str, list[tuple[dict[str, Any], Tensor
 # when it is saved
 
 
+def _no_records(stage: str) -> list[dict[str, Any]]:
+    return []
+
+
 @dataclass(eq=False)
 class Checkpointer:
     """Saves the state of a loop in a folder now and then, and brings a new loop to where an old one was."""
@@ -454,8 +458,9 @@ class Checkpointer:
     every_seconds: float = 300.0
     stop_requested: Callable[[], bool] = bool
     lines: Callable[[], int] = int  # lines in the log of the run
-    earlier: Callable[[], list[dict[str, Any]]] = list  # records of this loop in that log
+    earlier: Callable[[str], list[dict[str, Any]]] = _no_records  # stage -> its records in that log
     warn: Callable[[str], None] | None = None
+    name: str = ""  # of the stage, if it is of one
     _step: int = 0  # of the last checkpoint
     _time: float = field(default_factory=time.monotonic)
 
@@ -464,6 +469,10 @@ class Checkpointer:
         for name in ("every_steps", "every_seconds"):
             if not isinstance(value := getattr(self, name), Real):
                 raise TrainingError(f"{name} must be a number, not {value!r}.")
+
+    def stage(self, name: str) -> Checkpointer:
+        """The checkpointer of one stage of a run, in a folder of its own."""
+        return replace(self, name=name, folder=self.folder / name.replace(" ", "-"), _step=0, _time=time.monotonic())
 
     def load(self, world: World) -> Checkpoint | None:
         """The newest checkpoint, if there is one; FileError if it was made with other settings."""

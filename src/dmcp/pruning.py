@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,12 +13,12 @@ from torch.utils._pytree import tree_map_only
 from dmcp import training
 from dmcp.batches import Loader, check_tested, device_of, input_of, labels_of, length_of, on_device, size_of
 from dmcp.budget import LATENCY, Budget, check_reachable, cost, known_limits, limits_latency, ratios, show_cost
-from dmcp.checkpoint import Checkpointer, plain_settings
+from dmcp.checkpoint import plain_settings
 from dmcp.cutting import verify, with_frozen
 from dmcp.errors import BudgetError, DataError, TrainingError, WidthsError
 from dmcp.latency.measure import Measure, attach_latency, choose_once, measure_latency
 from dmcp.latency.table import Latency, Outcome
-from dmcp.losses import Loss, Metric, MetricWarning, check_metric, warn_of_distillation
+from dmcp.losses import MetricWarning, check_metric, warn_of_distillation
 from dmcp.markov import process_of
 from dmcp.modules import check_functions, check_kinds, tensors_in, unwrap
 from dmcp.preflight import (
@@ -38,18 +39,14 @@ from dmcp.results import (
     TEACHER,
     UNIFORM,
     UNPRUNED,
-    Event,
-    Report,
     Row,
     compare,
     count_params,
     results_table,
-    silent,
     unknown,
 )
 from dmcp.retraining import (
-    MakeCheckpointer,
-    check_taught,
+    Retraining,
     copied,
     default_recipe,
     is_model,
@@ -60,22 +57,27 @@ from dmcp.retraining import (
     who_teaches,
 )
 from dmcp.runtime.distributed import current
-from dmcp.runtime.engine import MakeOptimizer, check_graphs, make_optimizer
+from dmcp.runtime.engine import check_graphs, make_optimizer
 from dmcp.sampling import expected, filled, uniform
 from dmcp.searching import search as searching
-from dmcp.searching.config import SearchRecord, SearchResult, extremes
+from dmcp.searching.config import SearchResult, extremes
+from dmcp.searching.search import SEARCH
 from dmcp.searching.subnets import chains, sort_channels
 from dmcp.settings import Engine, LatencyConfig, Retrain, SearchConfig, TrainConfig
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
+from dmcp.training import Runtime, Task
 from dmcp.widths import Widths, fingerprint
 
-SEARCH = "search"  # the first stage; the others are named after the network that they train
 
+@dataclass(frozen=True, kw_only=True)
+class Loaders:
+    """Batches of each part of `prune`, where one loader is not enough."""
 
-class DivergenceWarning(UserWarning):
-    """A training whose loss ended higher than it began."""
+    search: Loader
+    arch: Loader | None = None  # for the alphas, if other ones than for the weights
+    train: Loader | None = None  # for the final training, if other ones than for the search
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,94 +101,76 @@ class PruneResult:
 
 def prune(
     model: nn.Module,
-    loader: Loader,
+    loader: Loader | Loaders,
     val_loader: Loader,
     budget: int | float | str | Budget | None = None,
     *,
     search: SearchConfig | None = None,
     train: TrainConfig | None = None,
-    retrain: Retrain = Retrain.SCRATCH,
-    baselines: bool = False,
-    test_given: bool = True,
+    retrain: Retrain | str = Retrain.SCRATCH,
+    teacher: nn.Module | str | None = None,
+    baselines: bool | Collection[str] = False,
     graph: ChannelGraph | None = None,
     fresh: nn.Module | None = None,
-    teacher: nn.Module | None = None,
-    loss: Loss | None = None,
-    metric: Metric | None = None,
-    optimizer: MakeOptimizer | None = None,
-    arch_loader: Loader | None = None,
-    train_loader: Loader | None = None,
-    seed: int | None = None,
-    on_event: Report | None = None,
-    engine: Engine | None = None,
-    keep: MakeCheckpointer | None = None,
-    latency: Latency | None = None,
-    measure: Measure | None = None,
+    latency: Latency | Measure | None = None,
+    task: Task = Task(),
+    runtime: Runtime = Runtime(),
 ) -> PruneResult:
     """Search the widths of the model inside the budget, cut it, train it, and test it. The model is not changed.
 
     budget: 0.5, "50%", "211M", "params:2M", "8ms", "50%,params:2M"; "50%" unless the search's settings have one.
-    search, train: all settings; the default ones are for ImageNet, most of them the paper's.
-    retrain: how the pruned network gets its weights. "scratch", the paper's way, draws them anew: what a trained model
-        has learnt is lost. For a trained model take "inherit", which fine-tunes and also tests the model as given.
-        "teacher" also draws them anew, and learns from a teacher besides the labels: the unpruned network, trained
-        first, unless `teacher` is another one.
-    controls: also train the unpruned network and uniform widths at the same budget, by the same recipe.
-    test_given: whether "inherit" tests the model as given; pointless where its last layer is new and untrained.
+    search, train: all settings; the defaults are for ImageNet, most of them the paper's.
+    retrain: how the pruned network gets its weights. "scratch", the paper's way, initializes them anew. For a trained
+        model take "finetune", which goes on from the weights of the search. "slimmable" is the paper's DMCP*.
+    teacher: a trained network with the same classes, of any architecture, that all networks learn from besides the
+        labels; the model itself, for example. "unpruned": the unpruned network, which is trained first.
+    baselines: also train the unpruned network and uniform widths at the same budget, in the same way. Or the names of
+        the rows: "unpruned", "uniform", and "original", the model as it is, which "finetune" and a model that is its
+        own teacher else have by themselves.
     graph: what trace gave, if its own settings are not enough.
     fresh: a newly built model, where the given one is trained and has tensors that `reinitialize` has no rule for.
-        What is frozen (requires_grad=False) is neither drawn anew nor taken from it.
-    teacher: a trained network with the same classes, of any architecture, that all networks learn from with
-        retrain="teacher" or "inherit"; the trained model itself, for example. It is not changed.
-    val_loader, metric: of the final test; one batch is tried before the first step, and forgotten. A metric is a
-        function (output, batch) -> (sum, count), or an object with reset(), update(output, batch) and compute().
-    optimizer: makes the one that trains weights, in search and trainings, of parameter groups; SGD unless given.
-    arch_loader: batches for the alphas.
-    train_loader: batches for the retraining, if other ones than for the search.
-    engine: precision, compiling and the like; what is best for the device, unless it says otherwise.
-    keep: gives each stage a keeper, so that the run can be interrupted; other settings are then refused.
-    seed: of the search and of all trainings, instead of the one in their settings.
-    latency: a table for budgets like "8ms", see `measure_latency`; without one prune measures first, with a batch of 1
-        where the model is.
-    measure: a function that gets a network and returns its milliseconds, in the place of this machine. What is chosen
-        is measured by it, too, or as the table was, if its device is here; the result's `latency` has the figures.
+        What has requires_grad=False is neither initialized anew nor taken from it.
+    latency: for budgets like "8ms": a table, see `measure_latency`, or a function that gets a network and returns its
+        milliseconds. Without one prune measures first, with a batch of 1 where the model is.
+    task: your own loss, metric and optimizer. One batch of val_loader is tried before the first step.
+    runtime: engine, checkpoints to resume from, and who hears of each step.
     """
     if retrain not in list(Retrain):
         raise TrainingError(f"retrain must be one of {', '.join(Retrain)}, not {retrain!r}.")
+    loaders = loader if isinstance(loader, Loaders) else Loaders(search=loader)
+    loss, metric, optimizer, engine = task.loss, task.metric, task.optimizer, runtime.engine
+    measure, table = (None, latency) if latency is None or isinstance(latency, Latency) else (latency, None)
     kind = Retrain(retrain)
-    imitates = kind in (Retrain.SLIMMABLE, Retrain.TEACHER) or teacher is not None
+    distills = kind is Retrain.SLIMMABLE or teacher is not None
     unwrap(model)  # refuses what is no network
-    check_kinds({"search": (search, SearchConfig), "train": (train, TrainConfig), "engine": (engine, Engine)})
-    check_kinds({"latency": (latency, Latency), "graph": (graph, ChannelGraph)})
-    _check_flags({"baselines": baselines, "test_given": test_given})
+    check_kinds({"search": (search, SearchConfig), "train": (train, TrainConfig), "graph": (graph, ChannelGraph)})
+    check_functions({"latency": measure})
+    extra = _rows(baselines, kind is Retrain.FINETUNE or is_model(teacher, model))
     if fresh is not None and not isinstance(fresh, nn.Module):
         raise TrainingError(f"fresh must be a torch.nn.Module, not a {type(fresh).__name__}.")
-    check_functions({"loss": loss, "on_event": on_event, "keep": keep, "measure": measure})
     check_metric(metric, current())
-    settings = _settled(search, budget, seed)
+    settings = _settled(search, budget)
     if measure is not None and not limits_latency(settings.budget):
         raise BudgetError(
-            f"measure is for budgets of latency, like '8ms', and this one is {str(settings.budget)!r}: leave it out."
+            f"A function for latency is for budgets like '8ms', and this one is {str(settings.budget)!r}: leave it out."
         )
-    recipe = train or default_recipe(retrain)
-    recipe = recipe if seed is None else replace(recipe, seed=seed)
-    check_taught(kind, recipe, teacher)
-    if loss is not None and imitates and current().first:
-        _warn_of_imitation(kind, teacher is not None)
-    _check_loaders({"loader": loader, "arch_loader": arch_loader, "train_loader": train_loader})
-    guide = None if teacher is None else copied(teacher, device_of(model))
-    before = trained_before(model, kind, test_given, guide, teacher)
-    also = int(kind is Retrain.TEACHER and teacher is None and not baselines)  # one more network
+    how = Retraining(train or default_recipe(kind), kind, teacher)
+    if loss is not None and distills and current().first:
+        _warn_of_distillation(kind, teacher is not None)
+    _check_loaders({"loader": loaders.search, "arch_loader": loaders.arch, "train_loader": loaders.train})
+    guide = copied(teacher, device_of(model)) if isinstance(teacher, nn.Module) else None
+    before = trained_before(model, ORIGINAL in extra, guide, teacher)
+    also = int(teacher == UNPRUNED and UNPRUNED not in extra)  # one more network
     also += guide is not None and (ORIGINAL if is_model(teacher, model) else TEACHER) not in before  # tested once more
-    check_tested(val_loader, networks=1 + 2 * baselines + also + len(before))
+    check_tested(val_loader, networks=1 + len(extra - {ORIGINAL}) + also + len(before))
     for trained in (model,) if kind is Retrain.FINETUNE or fresh is None else (model, fresh):
         training.check_trainable(trained)
     check_graphs(engine, optimizer)
     if optimizer is not None:
         make_optimizer(
-            optimizer, training.parameter_groups(model, recipe.weight_decay)
+            optimizer, training.parameter_groups(model, how.config.weight_decay)
         )  # a trial, before hours of work
-    example, labels = _example(loader, model, labelled=loss is None)
+    example, labels = _example(loaders.search, model, labelled=loss is None)
     sample = tree_map_only(Tensor, lambda x: x[:2], example)
     check_numbers(model, sample)
     check_finite(model, sample)
@@ -198,62 +182,71 @@ def prune(
         verify(model, graph, sample)  # before hours of work: what is cut will be what was searched
     if fresh is not None and fingerprint(unwrap(fresh)) != graph.fingerprint:
         raise WidthsError("fresh is a network of another architecture than the model: build it as that was built.")
-    if imitates:
+    if distills:
         check_distillable(model, sample)
     if guide is not None:
         fit_numbers(guide, model, sample)
         check_finite(guide, sample, "teacher")
         check_teacher(model, guide, sample)
-    elif kind is Retrain.TEACHER:
+    elif teacher == UNPRUNED:
         check_teacher(model, model, sample, "The unpruned network as a teacher")
-    for other in (arch_loader, train_loader):
+    for other in (loaders.arch, loaders.train):
         try_batch(model, other)
     try_test(model, val_loader, metric)
     rival = None if is_model(teacher, model) else before.get(ORIGINAL)
     worth = None if guide is None else weigh_teacher(guide, rival, classes_of(guide, sample), val_loader, metric)
-    checkpointer = keep(SEARCH) if keep else None
-    folder = checkpointer.folder if isinstance(checkpointer, Checkpointer) else None
+    folder = runtime.checkpointer.stage(SEARCH).folder if runtime.checkpointer else None
     traced = graph
 
     def time_first() -> Latency:
         found = time_networks(model, sample, traced, settings, measure=measure)
-        (on_event or silent)(Event(LATENCY, len(found.networks), found))
+        runtime.emit(LATENCY, len(found.networks), found)
         return found
 
-    graph = attach_latency(graph, settings.budget, time_first, latency, folder)
-    if keep:
-        given = {"search": settings, "train": recipe, "engine": engine or Engine(), "retrain": kind}
-        given |= {"baselines": baselines, "arch_loader": arch_loader is not None, "optimizer": optimizer is not None}
-        given |= {"graph": graph.fingerprint}
-        table = Latency.of(graph)
-        given |= {} if table is None else {"latency": table.digest}
+    graph = attach_latency(graph, settings.budget, time_first, table, folder)
+    if runtime.checkpointer and not runtime.checkpointer.identity:
+        given = {"search": settings, "train": how.config, "engine": engine or Engine(), "retrain": kind}
+        given |= {"baselines": sorted(extra), "arch_loader": loaders.arch is not None}
+        given |= {"optimizer": optimizer is not None, "graph": graph.fingerprint}
+        measured = Latency.of(graph)
+        given |= {} if measured is None else {"latency": measured.digest}
         taught_by = None if guide is None else guide.state_dict()
-        keep = _noting(keep, plain_settings(given, unwrap(model).state_dict(), current(), taught_by))
+        plain = plain_settings(given, unwrap(model).state_dict(), current(), taught_by)
+        runtime = replace(runtime, checkpointer=replace(runtime.checkpointer, identity=plain))
     net = Supernet(model, graph, settings.groups, settings.align)
-    found = find(net, loader, settings, loss, arch_loader, on_event, engine, keep and keep(SEARCH), optimizer)
+    found = searching.search(
+        net, loaders.search, settings, arch_loader=loaders.arch, task=task, runtime=runtime.stage(SEARCH)
+    )
     chosen, outcome = found, None
     if limits_latency(found.budget):
         chosen, widths, outcome = choose_once(found, net.model, sample, measure, folder)
     else:
         widths = expected(found)
-    wanted = {DMCP: widths}
-    if baselines:
+    wanted = {UNPRUNED: graph.full} if UNPRUNED in extra else {}
+    if UNIFORM in extra:
         floor, ceiling = extremes(graph, found.sizes)
-        same = uniform(graph, chosen.budget, floor, settings.align, filled(found), ceiling)
-        wanted = {UNPRUNED: graph.full, UNIFORM: same, DMCP: widths}
+        wanted[UNIFORM] = uniform(graph, chosen.budget, floor, settings.align, filled(found), ceiling)
+    wanted[DMCP] = widths
     weights = net.model if kind is Retrain.FINETUNE else _undrawn(model, fresh, graph, settings.sort)
-    batches = loader if train_loader is None else train_loader
-    way = (loss, on_event, engine, keep)
-    troubles: list[str] = []
-    nets = train_all(weights, graph, wanted, batches, recipe, kind, *way, troubles.append, optimizer, guide)
+    batches = loaders.search if loaders.train is None else loaders.train
+    how = replace(how, teacher=guide or how.teacher)
+    nets = train_all(weights, graph, wanted, batches, how, task=task, runtime=runtime)
     check_budget(nets[DMCP], widths, found)
-    rows = compare(before | nets, graph, wanted, val_loader, example, metric, on_event)
-    for trouble in troubles:
-        warnings.warn(trouble, DivergenceWarning, stacklevel=2)
-    for trouble in unknown(rows):
-        warnings.warn(f"{trouble}.", MetricWarning, stacklevel=2)
-    taught = origin(kind, who_teaches(kind, teacher, model, worth), recipe.kd_weight, recipe.kd_temperature)
+    rows = compare(before | nets, graph, wanted, val_loader, example, task=task, runtime=runtime)
+    for text in unknown(rows):
+        warnings.warn(f"{text}.", MetricWarning, stacklevel=2)
+    taught = origin(kind, who_teaches(teacher, model, worth), how.config.kd_weight, how.config.kd_temperature)
     return PruneResult(nets[DMCP], widths, graph, found, rows, taught, outcome)
+
+
+def _rows(baselines: bool | Collection[str], original: bool) -> set[str]:
+    """Names of the baselines; original: whether the model as it is is one unless names are given."""
+    names = {UNPRUNED, UNIFORM, ORIGINAL}
+    if isinstance(baselines, bool):
+        return ({UNPRUNED, UNIFORM} if baselines else set()) | ({ORIGINAL} if original else set())
+    if isinstance(baselines, str) or not names.issuperset(baselines):
+        raise TrainingError(f"baselines must be True, False, or names among {', '.join(names)}, not {baselines!r}.")
+    return set(baselines)
 
 
 def time_networks(
@@ -279,26 +272,13 @@ def time_networks(
     return measure_latency(model, sample, graph, config, measure=measure)
 
 
-def _warn_of_imitation(kind: Retrain, named: bool) -> None:
-    """Say what is imitated, and how not to; `named`: a teacher was given."""
+def _warn_of_distillation(kind: Retrain, named: bool) -> None:
+    """Warn that outputs are taken for class scores; `named`: a teacher was given."""
     if named:
-        warn_of_distillation("With a teacher the pruned network imitates its", "leave the teacher out")
+        warn_of_distillation("With a teacher the pruned network learns from its", "leave the teacher out")
     else:
-        who = f'With retrain="{kind}" the pruned network imitates the whole one\'s'
-        warn_of_distillation(who, 'take retrain="scratch" or "inherit"')
-
-
-def _noting(keep: MakeCheckpointer, settings: dict[str, Any]) -> MakeCheckpointer:
-    """The same checkpointers; those without an identity compare what prune was given."""
-
-    def noted(stage: str) -> Checkpointer:
-        checkpointer = keep(stage)
-        if not isinstance(checkpointer, Checkpointer):
-            raise TrainingError(f"keep must give a dmcp.Keeper for each stage, not a {type(checkpointer).__name__}.")
-        checkpointer.identity = checkpointer.identity or settings
-        return checkpointer
-
-    return noted
+        who = f'With retrain="{kind}" the pruned network learns from the unpruned one\'s'
+        warn_of_distillation(who, 'take retrain="scratch" or "finetune"')
 
 
 def _undrawn(model: nn.Module, fresh: nn.Module | None, graph: ChannelGraph, ordered: bool) -> nn.Module:
@@ -311,29 +291,6 @@ def _undrawn(model: nn.Module, fresh: nn.Module | None, graph: ChannelGraph, ord
         sort_channels(net)
         model = net.model
     return with_frozen(fresh or model, model)
-
-
-def find(
-    net: Supernet,
-    loader: Loader,
-    config: SearchConfig,
-    loss: Loss | None = None,
-    arch_loader: Loader | None = None,
-    on_event: Report | None = None,
-    engine: Engine | None = None,
-    checkpointer: Checkpointer | None = None,
-    optimizer: MakeOptimizer | None = None,
-) -> SearchResult:
-    """`search`, with its steps and its result reported."""
-    report = on_event or silent
-    steps = -(-length_of(loader) // config.accumulate) * config.epochs
-
-    def step(record: SearchRecord) -> None:
-        report(Event(SEARCH, steps, record))
-
-    found = searching.search(net, loader, config, loss, arch_loader, step, engine, checkpointer, optimizer)
-    report(Event(SEARCH, steps, found))
-    return found
 
 
 def check_budget(small: nn.Module, widths: Widths, found: SearchResult) -> None:
@@ -360,19 +317,11 @@ def expected_shares(found: SearchResult) -> tuple[float, ...]:
 # small things
 
 
-def _settled(search: SearchConfig | None, budget: int | float | str | Budget | None, seed: int | None) -> SearchConfig:
+def _settled(search: SearchConfig | None, budget: int | float | str | Budget | None) -> SearchConfig:
     """One set of settings from what was given, which must not say two things."""
     if search is not None and budget is not None and search.budget != budget:
         raise BudgetError(f"Two budgets were given, {budget!r} and {search.budget!r} in the settings: give one.")
-    settings = search or SearchConfig(budget="50%" if budget is None else budget)
-    return settings if seed is None else replace(settings, seed=seed)
-
-
-def _check_flags(given: dict[str, Any]) -> None:
-    """Refuse words for yes and no: "no" would be taken for a yes."""
-    for name, value in given.items():
-        if not isinstance(value, bool):
-            raise TrainingError(f"{name} must be True or False, not {value!r}.")
+    return search or SearchConfig(budget="50%" if budget is None else budget)
 
 
 def _check_loaders(loaders: dict[str, Loader | None]) -> None:

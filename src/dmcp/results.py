@@ -16,16 +16,15 @@ from dmcp.batches import Loader, device_of, size_of
 from dmcp.calibration import kept_modes
 from dmcp.checkpoint import untouched
 from dmcp.latency.measure import waiting
-from dmcp.latency.table import Latency
 from dmcp.losses import Metric, whole_of
 from dmcp.modules import call_model, narrow, unwrap
 from dmcp.preflight import _kind, _test
-from dmcp.searching.config import SearchRecord, SearchResult
+from dmcp.settings import UNPRUNED as UNPRUNED
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.training import StepRecord
+from dmcp.training import Runtime, Task
 from dmcp.widths import Widths
 
-DMCP, UNPRUNED, UNIFORM = "dmcp", "unpruned", "uniform"  # networks of the final table
+DMCP, UNIFORM = "dmcp", "uniform"  # networks of the final table
 ORIGINAL = "original"  # the network before anything was done to it, where its weights are inherited or it teaches
 TEACHER = "teacher"  # a given one, of the same architecture
 ROUNDS = 10  # passes that are timed
@@ -208,42 +207,26 @@ def divergence(name: str, losses: Sequence[float]) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Event:
-    """What a run reports while it goes on: each step, the result of the search, each row of the table.
-
-    Where networks are measured for a budget of latency, also their table, before the search.
-    """
-
-    stage: str  # "latency", "search", or the name of the network that is trained
-    steps: int  # of this stage, in all; of latency: networks
-    record: SearchRecord | StepRecord | SearchResult | Row | Latency
-
-
-Report = Callable[[Event], None]
-
-
-def silent(event: Event) -> None:
-    """Where nobody listens."""
-
-
 def compare(
     nets: dict[str, nn.Module],
     graph: ChannelGraph,
     widths: dict[str, Widths],
     val_loader: Loader,
     example: Any,
-    metric: Metric | None = None,
-    on_event: Report | None = None,
+    *,
+    task: Task = Task(),
+    runtime: Runtime = Runtime(),
 ) -> tuple[Row, ...]:
     """Test all networks, and time them on one batch."""
     times = milliseconds(list(nets.values()), example)
     rows: list[Row] = []
     for (name, net), ms in zip(nets.items(), times, strict=True):
         macs = graph.macs(widths.get(name, graph.full))
-        accuracy, samples = _test(net, val_loader, metric)
-        rows.append(Row(name, macs, count_params(net), accuracy, ms, size_of((example,)), samples, **_kind(metric)))
-        (on_event or silent)(Event("test", len(nets), rows[-1]))
+        accuracy, samples = _test(net, val_loader, task.metric)
+        rows.append(
+            Row(name, macs, count_params(net), accuracy, ms, size_of((example,)), samples, **_kind(task.metric))
+        )
+        runtime.emit("test", len(nets), rows[-1])
     return tuple(rows)
 
 

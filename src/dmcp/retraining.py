@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,31 +15,27 @@ from torch import Tensor, nn
 from dmcp import training
 from dmcp.batches import Loader, device_of, generator
 from dmcp.calibration import recalibrate
-from dmcp.checkpoint import Checkpointer
 from dmcp.cutting import cut, padded, reinitialize
 from dmcp.errors import TrainingError
-from dmcp.losses import Loss, Metric, classification_loss, distillation_loss
+from dmcp.losses import Metric, classification_loss, distillation_loss
 from dmcp.modules import narrow, tensors_in, unwrap
 from dmcp.results import (
     DMCP,
     ORIGINAL,
     TEACHER,
     UNPRUNED,
-    Event,
-    Report,
     Row,
     divergence,
     poor_teacher,
     score,
-    silent,
     test_copy,
 )
 from dmcp.runtime.distributed import current, share_tensors
 from dmcp.runtime.engine import MakeOptimizer, pads
-from dmcp.settings import Distillation, Engine, Retrain, TrainConfig
+from dmcp.settings import Engine, Retrain, TrainConfig
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.training import StepRecord
+from dmcp.training import Runtime, StepRecord, Task
 from dmcp.widths import Widths, fingerprint
 
 AS_IT_WAS, TRAINED_FIRST = "the network as given", "the unpruned network, which was trained first"  # who teach
@@ -60,7 +56,25 @@ def origin(
     return f"{name}: trained {begun}" + (f", {shares}" if teacher else "")
 
 
-MakeCheckpointer = Callable[[str], Checkpointer]  # stage -> what saves its state
+@dataclass(frozen=True)
+class Retraining:
+    """How networks get their weights, and whom they learn from besides the labels."""
+
+    config: TrainConfig
+    kind: Retrain = Retrain.SCRATCH
+    teacher: nn.Module | str | None = None  # a trained network, or "unpruned": the unpruned one, which is trained first
+
+    def __post_init__(self) -> None:
+        teacher = self.teacher
+        if teacher is not None and self.kind is Retrain.SLIMMABLE:
+            raise TrainingError('retrain="slimmable" has its own teacher, the unpruned network: leave teacher out.')
+        if not (teacher is None or teacher == UNPRUNED or isinstance(teacher, nn.Module)):
+            raise TrainingError(f'teacher must be a trained torch.nn.Module or "{UNPRUNED}", not {teacher!r}.')
+        if isinstance(teacher, torch.jit.ScriptModule):
+            raise TrainingError("teacher is a TorchScript module, which cannot be copied: give its Python module.")
+        for name in ("kd_weight", "kd_temperature") if teacher is None else ():
+            if (value := getattr(self.config, name)) != getattr(TrainConfig, name):
+                raise TrainingError(f'{name}={value} needs a teacher: give one, or teacher="{UNPRUNED}".')
 
 
 def default_recipe(kind: Retrain) -> TrainConfig:
@@ -70,48 +84,45 @@ def default_recipe(kind: Retrain) -> TrainConfig:
     return TrainConfig()
 
 
+class DivergenceWarning(UserWarning):
+    """A training whose loss ended higher than it began."""
+
+
 def train_all(
     weights: nn.Module,
     graph: ChannelGraph,
     wanted: dict[str, Widths],
     loader: Loader,
-    config: TrainConfig,
-    kind: Retrain,
-    loss: Loss | None = None,
-    on_event: Report | None = None,
-    engine: Engine | None = None,
-    keep: MakeCheckpointer | None = None,
-    on_trouble: Callable[[str], None] | None = None,
-    optimizer: MakeOptimizer | None = None,
-    teacher: nn.Module | None = None,
+    how: Retraining,
+    *,
+    task: Task = Task(),
+    runtime: Runtime = Runtime(),
 ) -> dict[str, nn.Module]:
-    """Networks with these widths, cut out of one with the given weights and all trained by the same recipe.
-
-    teacher: whom all of them learn from as well, with Retrain.TEACHER or INHERIT. Without one, Retrain.TEACHER trains
-        the unpruned network first, and the others learn from that.
-    on_trouble: gets a sentence about each training whose loss ended higher than it began.
-    """
+    """Networks with these widths, cut out of one with the given weights and all trained in the same way."""
     nets: dict[str, nn.Module] = {}
-    if kind is Retrain.TEACHER and teacher is None:
+    teacher, warned = how.teacher, list[str]()
+    if teacher == UNPRUNED:
         wanted = {UNPRUNED: graph.full} | wanted
     for name, widths in wanted.items():
-        way = (_steps_of(name, on_event), engine, keep and keep(name))
+        own = runtime.stage(name)
         with _naming(name if len(wanted) > 1 else ""):
-            if kind is Retrain.SLIMMABLE and widths != graph.full:
-                nets[name], steps = _train_inside(weights, graph, widths, loader, config, loss, *way, optimizer)
+            if how.kind is Retrain.SLIMMABLE and widths != graph.full:
+                nets[name], steps = _train_inside(weights, graph, widths, loader, how.config, task, own)
             else:
                 small = nets[name] = cut(weights, graph, widths)
-                if kind is Retrain.FINETUNE:
+                if how.kind is Retrain.FINETUNE:
                     recalibrate(small, loader)
                 else:
-                    reinitialize(small, generator=generator(config.seed))
-                recipe = replace(config, distillation=Distillation.NONE if teacher is None else Distillation.TEACHER)
-                with padding(small, weights, graph, widths, engine, optimizer) as net:
-                    steps = training.train(net, loader, recipe, loss, teacher, *way, optimizer=optimizer)
-                if kind is Retrain.TEACHER and teacher is None:
+                    reinitialize(small, generator=generator(how.config.seed))
+                guide = teacher if isinstance(teacher, nn.Module) else None
+                with padding(small, weights, graph, widths, runtime.engine, task.optimizer) as net:
+                    steps = training.train(net, loader, how.config, task=task, runtime=own, teacher=guide)
+                if teacher == UNPRUNED:
                     teacher = small
-        if on_trouble and (trouble := divergence(name, [step.loss for step in steps])):
-            on_trouble(trouble)
+        if trouble := divergence(name, [step.loss for step in steps]):
+            warned.append(trouble)
+    for trouble in warned:
+        warnings.warn(trouble, DivergenceWarning, stacklevel=3)
     return nets
 
 
@@ -135,33 +146,6 @@ def padding(
         twin.give_back()
 
 
-def check_taught(kind: Retrain, config: TrainConfig, teacher: object) -> None:
-    """Refuse a teacher that nobody would learn from, and settings that need one where there is none."""
-    if teacher is not None and kind not in (Retrain.TEACHER, Retrain.FINETUNE):
-        raise TrainingError(
-            f'retrain="{kind}" has no use for a teacher: take "teacher" for weights that are drawn anew, or "inherit" '
-            "for those of the search."
-        )
-    if teacher is not None and not isinstance(teacher, nn.Module):
-        name = f"a {type(teacher).__name__}"
-        if isinstance(teacher, type):
-            name = f"the class {teacher.__name__}: build it and load its weights"
-        raise TrainingError(f"teacher must be a trained torch.nn.Module, not {name}.")
-    if isinstance(teacher, torch.jit.ScriptModule):
-        raise TrainingError("teacher is a TorchScript module, of which no copy is made: give the Python module of it.")
-    if teacher is None and kind is not Retrain.TEACHER and config.distillation is Distillation.TEACHER:
-        raise TrainingError(
-            f'The TrainConfig has distillation="teacher", but with retrain="{kind}" there is none: take '
-            'retrain="teacher", which trains one, or name one by teacher=... with "inherit".'
-        )
-    for name in ("kd_weight", "kd_temperature") if teacher is None and kind is not Retrain.TEACHER else ():
-        if (value := getattr(config, name)) != getattr(TrainConfig, name):
-            raise TrainingError(
-                f'{name}={value}: a network with retrain="{kind}" learns from no teacher: take retrain="teacher", '
-                'which trains one, or name one by teacher=... with "inherit".'
-            )
-
-
 @contextlib.contextmanager
 def _naming(name: str) -> Iterator[None]:
     """A training that cannot go on says of which network it was, where there are several."""
@@ -179,26 +163,23 @@ def _train_inside(
     widths: Widths,
     loader: Loader,
     config: TrainConfig,
-    loss: Loss | None,
-    on_step: Callable[[StepRecord], None],
-    engine: Engine | None,
-    checkpointer: Checkpointer | None,
-    optimizer: MakeOptimizer | None,
+    task: Task,
+    runtime: Runtime,
 ) -> tuple[nn.Module, list[StepRecord]]:
-    """Slimmable training: in each step the largest network learns the task and the pruned one imitates it."""
+    """Slimmable training: in each step the largest network learns the task, and the pruned one learns from it."""
     whole = copy.deepcopy(weights)
     reinitialize(whole, generator=generator(config.seed))
     pair = _Pair(Supernet(whole, graph), widths)
-    task = loss or classification_loss(config.label_smoothing)
+    loss = task.loss or classification_loss(config.label_smoothing)
 
     def both(outputs: Any, batch: Any) -> Tensor:
         largest, pruned = outputs
-        return task(largest, batch) + distillation_loss(pruned, [tensor.detach() for tensor in tensors_in(largest)])
+        return loss(largest, batch) + distillation_loss(pruned, [tensor.detach() for tensor in tensors_in(largest)])
 
-    engine = engine or Engine()
-    if loss is None and optimizer is None and engine.graphs is None and current().size == 1:
+    engine = runtime.engine or Engine()
+    if task.loss is None and task.optimizer is None and engine.graphs is None and current().size == 1:
         engine = replace(engine, graphs=True)  # this loss never asks the device for a number
-    steps = training.train(pair, loader, config, both, None, on_step, engine, checkpointer, optimizer=optimizer)
+    steps = training.train(pair, loader, config, task=replace(task, loss=both), runtime=replace(runtime, engine=engine))
     small = cut(pair.net.model, graph, widths)
     recalibrate(small, loader)  # the running statistics are a mixture of both networks'
     return small, steps
@@ -218,19 +199,14 @@ class _Pair(nn.Module):
         return [self.net(x, gates) for gates in self.gates]
 
 
-def _steps_of(name: str, on_event: Report | None) -> Callable[[StepRecord], None]:
-    report = on_event or silent
-    return lambda record: report(Event(name, record.steps, record))
-
-
 class TeacherWarning(UserWarning):
     """A teacher that seems to know less than those who learn from it."""
 
 
-def who_teaches(kind: Retrain, teacher: nn.Module | None, model: nn.Module, worth: Row | None = None) -> str:
+def who_teaches(teacher: nn.Module | str | None, model: nn.Module, worth: Row | None = None) -> str:
     """In words; `worth`: how good a teacher is, which is said where it is no row of the table."""
-    if teacher is None:
-        return TRAINED_FIRST if kind is Retrain.TEACHER else ""
+    if not isinstance(teacher, nn.Module):
+        return TRAINED_FIRST if teacher else ""
     if is_model(teacher, model):
         return AS_IT_WAS
     if worth is None or fingerprint(unwrap(teacher)) == fingerprint(unwrap(model)):
@@ -260,19 +236,18 @@ def copied(teacher: nn.Module, device: torch.device) -> nn.Module:
 
 
 def trained_before(
-    model: nn.Module, kind: Retrain, test_given: bool, guide: nn.Module | None = None, teacher: nn.Module | None = None
+    model: nn.Module, original: bool, guide: nn.Module | None = None, teacher: nn.Module | str | None = None
 ) -> dict[str, nn.Module]:
     """Networks of the table that nobody has trained here: the model, and a teacher whose costs are the model's.
 
     guide: what teaches, a copy of the given `teacher`, which may be the model itself.
     """
-    itself = is_model(teacher, model)
-    found = {ORIGINAL: unwrap(model)} if test_given and (kind is Retrain.FINETUNE or itself) else {}
-    if guide is not None and not itself and fingerprint(guide) == fingerprint(unwrap(model)):
+    found = {ORIGINAL: unwrap(model)} if original else {}
+    if guide is not None and not is_model(teacher, model) and fingerprint(guide) == fingerprint(unwrap(model)):
         found[TEACHER] = guide
     return found
 
 
-def is_model(teacher: nn.Module | None, model: nn.Module) -> bool:
+def is_model(teacher: nn.Module | str | None, model: nn.Module) -> bool:
     """Whether the teacher is the network that is pruned."""
-    return teacher is not None and unwrap(teacher) is unwrap(model)
+    return isinstance(teacher, nn.Module) and unwrap(teacher) is unwrap(model)

@@ -26,7 +26,7 @@ from dmcp.latency.table import LATENCY_FILE, Latency, Outcome
 from dmcp.markov import INDEPENDENT, process_of
 from dmcp.pruning import PruneResult, expected_shares
 from dmcp.report.figures import draw_all
-from dmcp.results import DMCP, ORIGINAL, TEACHER, UNPRUNED, Event, Row, divergence, markdown
+from dmcp.results import DMCP, ORIGINAL, TEACHER, UNPRUNED, Row, divergence, markdown
 from dmcp.runtime.io import (
     LOCK,
     MOST_JSON,
@@ -43,7 +43,7 @@ from dmcp.runtime.io import (
 from dmcp.searching.config import SearchRecord, SearchResult
 from dmcp.storage import WIDTHS, save
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.training import StepRecord
+from dmcp.training import Event, StepRecord
 from dmcp.widths import Widths
 
 SETTINGS, LOG, TIMES, REPORT = "settings.json", "log.jsonl", "times.jsonl", "report.md"
@@ -115,15 +115,10 @@ class Run:
                 os.fsync(file.fileno())
         return len(_lines(path))
 
-    def checkpointer(self, stage: str, identity: Mapping[str, Any], **when: Any) -> Checkpointer:
-        """The checkpointer of one stage."""
-        folder = self.stage_folder(stage)
-        return Checkpointer(folder, identity, lines=self.lines, earlier=lambda: self.records(stage), **when)
-
-    def stage_folder(self, stage: str) -> Path:
-        """The checkpoints of a stage."""
+    def checkpointer(self, identity: Mapping[str, Any], **when: Any) -> Checkpointer:
+        """The checkpointer of this run's stages."""
         refuse_link(self.folder / CHECKPOINTS)
-        return self.folder / CHECKPOINTS / stage.replace(" ", "-")
+        return Checkpointer(self.folder / CHECKPOINTS, identity, lines=self.lines, earlier=self.records, **when)
 
     def note_replaced(self, part: str, files: Iterable[str]) -> None:
         """Log image files that were replaced."""
@@ -416,6 +411,10 @@ class PastRun:
         full = self.unpruned(kind)
         return getattr(self.result, kind) / full if self.result and full else None
 
+    def setting(self, name: str) -> str:
+        """One of the settings that are not of the search, the training or the engine, as text."""
+        return text_at(self.settings, name) or text_at(self.settings, "job", name)
+
     def describe(self) -> dict[str, Any]:
         """The run as plain data; shares from 0 to 1, None for a metric that is no number."""
         result = self.result
@@ -423,8 +422,8 @@ class PastRun:
             "name": self.name,
             "folder": plain(str(self.folder)),
             "command": text_at(self.settings, "command"),
-            "model": text_at(self.settings, "job", "model"),
-            "data": text_at(self.settings, "job", "data"),
+            "model": self.setting("model"),
+            "data": self.setting("data"),
             "budget": self.budget,
             "state": self.state,
             "progress": "" if self.done else self.progress,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dmcp.budget import Budget
     from dmcp.runtime.engine import ResolvedEngine
 
+UNPRUNED = "unpruned"  # a row of the table, and the teacher that is trained first
 MAX_SEED = 2**62  # what others add to it must fit into 64 bits, too
 Bound = int | Mapping[str, int]  # channels: of every space, or of modules or spaces by name; "" is the whole network
 
@@ -50,14 +51,6 @@ class Retrain(StrEnum):
     SCRATCH = "scratch"  # initialized anew, then trained: the paper's way
     FINETUNE = "finetune"  # those of the search, calibrated and fine-tuned
     SLIMMABLE = "slimmable"  # initialized anew, trained inside the unpruned network, which teaches it: DMCP*
-    TEACHER = "teacher"  # initialized anew, trained on the labels and on the outputs of a teacher: see `train_all`
-
-
-class Distillation(StrEnum):
-    """Whom the network learns from besides the labels."""
-
-    NONE = "none"
-    TEACHER = "teacher"  # a trained network, given to `train`
 
 
 class RuntimeKind(StrEnum):
@@ -187,7 +180,6 @@ class TrainConfig:
     nesterov: bool = setting(True, "Nesterov momentum.")
     weight_decay: float = setting(1e-4, "On weights; none on norms and biases.", 0)
     label_smoothing: float = setting(0.1, "Of the default loss.", 0, below=1)
-    distillation: Distillation = setting(Distillation.NONE, "`teacher` needs train(..., teacher=...).")
     kd_weight: float = setting(0.5, "Weight of the teacher's outputs in the loss; the labels have the rest.", 0, 1)
     kd_temperature: float = setting(1.0, "Logits of both are divided by it.", 0.01, 100)
     seed: int = setting(0, "Of dropout and the like; a loader has its own.", 0, MAX_SEED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -59,8 +59,58 @@ from dmcp.runtime.engine import (
     set_lr,
     sgd,
 )
-from dmcp.settings import Distillation, Engine, Precision, TrainConfig
+from dmcp.settings import Engine, Precision, TrainConfig
 
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is learned: the loss, the metric of the test, and what makes the optimizer of the weights."""
+
+    loss: Loss | None = None  # (output, batch) -> scalar; cross-entropy of the labels
+    metric: Metric | None = None  # (output, batch) -> (sum, count), or reset, update and compute; accuracy
+    optimizer: MakeOptimizer | None = None  # parameter groups -> optimizer; SGD. Schedules set its learning rate
+
+    def __post_init__(self) -> None:
+        check_functions({"loss": self.loss})
+        if self.metric is not None:
+            whole_of(self.metric)  # refuses what is no metric
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a run reports while it goes on: each step, the result of the search, each row of the table."""
+
+    stage: str  # "latency", "search", "test", or the network that is trained
+    steps: int  # of this stage, in all; of latency: networks
+    record: Any  # StepRecord, SearchRecord, SearchResult, Row or Latency
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """How it is run: engine, checkpoints, and who hears of each step."""
+
+    engine: Engine | None = None  # what is best for the device
+    checkpointer: Checkpointer | None = None  # saves the state now and then, and resumes from it
+    on_event: Callable[[Event], None] | None = None
+
+    def __post_init__(self) -> None:
+        check_kinds({"engine": (self.engine, Engine), "checkpointer": (self.checkpointer, Checkpointer)})
+        check_functions({"on_event": self.on_event})
+
+    def emit(self, stage: str, steps: int, record: Any) -> None:
+        """Report a record to whoever listens."""
+        if self.on_event:
+            self.on_event(Event(stage, steps, record))
+
+    def stage(self, name: str) -> Runtime:
+        """The same for one stage of a run: checkpoints in a folder of its own, events under its name."""
+        checkpointer, hear = self.checkpointer and self.checkpointer.stage(name), self.on_event
+        return replace(
+            self, checkpointer=checkpointer, on_event=hear and (lambda event: hear(replace(event, stage=name)))
+        )
+
+
+TRAIN = "train"  # the stage of a training by itself
 _WINDOW = 100  # steps between two looks at the losses: each look waits for the GPU
 
 
@@ -78,11 +128,11 @@ class StepRecord:
 class Log:
     """Losses that wait on the device, and the last state in which everything was finite."""
 
-    def __init__(self, model: nn.Module, on_step: Callable[[StepRecord], None] | None, world: World) -> None:
+    def __init__(self, model: nn.Module, runtime: Runtime, world: World) -> None:
         self.world = world
         self.model = model
         self.weights = list(model.parameters())
-        self.on_step = on_step
+        self.runtime = runtime
         self.records: list[StepRecord] = []
         self.waiting: list[tuple[Tensor, int, dict[str, Any]]] = []
         self._keep()
@@ -114,8 +164,7 @@ class Log:
             self._stop("a weight is no longer finite", self.waiting[-1][2])
         for (_, _, facts), value in zip(self.waiting, read[:-1], strict=True):
             self.records.append(StepRecord(loss=value, **facts))
-            if self.on_step:
-                self.on_step(self.records[-1])
+            self.runtime.emit(TRAIN, facts["steps"], self.records[-1])
         self.waiting.clear()
         self._keep()
 
@@ -191,38 +240,31 @@ def train(
     model: nn.Module,
     loader: Loader,
     config: TrainConfig,
-    loss: Loss | None = None,
+    *,
+    task: Task = Task(),
+    runtime: Runtime = Runtime(),
     teacher: nn.Module | None = None,
-    on_step: Callable[[StepRecord], None] | None = None,
-    engine: Engine | None = None,
-    checkpointer: Checkpointer | None = None,
     after_epoch: Callable[[int], None] | None = None,
-    optimizer: MakeOptimizer | None = None,
 ) -> list[StepRecord]:
     """Train the model in place; afterwards it is in the mode that it was in.
 
-    The records come in bundles, so that no step waits for the device. A loss or weight that is not finite stops the
-    training with a TrainingError that says where, and leaves the model as it was at the last bundle. With a `keeper`
-    the training saves its state now and then, and begins where the keeper's last checkpoint is. `after_epoch` gets the
-    number of each epoch at its end, and may change weights in place. `optimizer` makes one of parameter groups, in the
-    place of SGD; its learning rate is set in each step, as the config says, and the ratios between groups are kept.
+    A loss or weight that is not finite stops the training with a TrainingError that says where, and leaves the model as
+    it was when the losses were last read. The learning rate of each step is that of the config; ratios between the
+    groups of an optimizer are kept. `teacher` is a trained network to learn from besides the labels. `after_epoch` gets
+    the number of each epoch at its end, and may change weights in place.
     """
     check_kind("config", config, TrainConfig, TrainingError)
-    if (teacher is not None) != (config.distillation is Distillation.TEACHER):
-        raise TrainingError("A teacher and distillation='teacher' go together: give both or neither.")
-    check_kinds({"engine": (engine, Engine), "checkpointer": (checkpointer, Checkpointer)})
-    check_functions({"loss": loss, "on_step": on_step, "after_epoch": after_epoch})
     check_trainable(model)
     _check_apart(model, teacher)
-    check_graphs(engine, optimizer)
+    check_graphs(runtime.engine, task.optimizer)
     if not length_of(loader):
         raise TrainingError("There is nothing to train on: the loader has no batches.")
     world, device = current(), device_of(model)
-    resolved = (engine or Engine()).resolve(
+    resolved = (runtime.engine or Engine()).resolve(
         device,
         steps=config.epochs * length_of(loader),
         large=_large(model),
-        plain=loss is None and optimizer is None and world.size == 1,
+        plain=task.loss is None and task.optimizer is None and world.size == 1,
         narrow=is_narrow(model),
         depthwise=is_depthwise(model),
     )
@@ -231,17 +273,17 @@ def train(
         share_tensors([*model.parameters(), *model.buffers()], world)
         groups = parameter_groups(model, config.weight_decay)
         usual = partial(sgd, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, device=device)
-        mover = make_optimizer(optimizer or usual, groups)
+        mover = make_optimizer(task.optimizer or usual, groups)
         shares = rate_shares(mover)
-        task = loss or classification_loss(config.label_smoothing)
-        run_step = resolved.repeated(make_step(model, mover, task, teacher, config, resolved, world))
+        loss = task.loss or classification_loss(config.label_smoothing)
+        run_step = resolved.repeated(make_step(model, mover, loss, teacher, config, resolved, world))
         feed = ResumableIterator(loader, resolved, world)
         steps = config.epochs * feed.per_epoch
-        log = Log(model, on_step, world)
+        log = Log(model, runtime, world)
         shared = dict(model.named_parameters())
         own = lambda: dict(model.named_buffers())  # noqa: E731
         state = State(shared, own, [mover], [], [feed], device)
-        for step in range(_resume(checkpointer, state, log, world), steps):
+        for step in range(_resume(runtime.checkpointer, state, log, world), steps):
             (batch,) = feed.next()
             rate = learning_rate(step, steps, feed.samples([batch], world), config)
             set_lr(mover, rate, shares)
@@ -251,7 +293,7 @@ def train(
                 if after_epoch:
                     after_epoch(step // feed.per_epoch)
                     log.begin(log.records)
-            _keep(checkpointer, step + 1, steps, state, log, world)
+            _keep(runtime.checkpointer, step + 1, steps, state, log, world)
         share_tensors(list(model.buffers()), world)
     mover.zero_grad(set_to_none=True)
     return log.records
@@ -263,7 +305,8 @@ def _resume(checkpointer: Checkpointer | None, state: State, log: Log, world: Wo
     if saved is None or checkpointer is None:
         return 0
     state.restore(saved.tensors, [saved.step], world)
-    log.begin([StepRecord(**record) for record in checkpointer.earlier() if record["step"] < saved.step])
+    earlier = checkpointer.earlier(checkpointer.name)
+    log.begin([StepRecord(**record) for record in earlier if record["step"] < saved.step])
     return saved.step
 
 

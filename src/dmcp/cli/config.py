@@ -33,7 +33,17 @@ from dmcp.runs import SETTINGS, free_folder, read_json, slug
 from dmcp.runtime.distributed import SINGLE_PROCESS
 from dmcp.runtime.io import from_plain, quote
 from dmcp.searching.config import BOUNDS
-from dmcp.settings import MAX_SEED, Bound, Engine, Precision, Retrain, RuntimeKind, SearchConfig, TrainConfig
+from dmcp.settings import (
+    MAX_SEED,
+    UNPRUNED,
+    Bound,
+    Engine,
+    Precision,
+    Retrain,
+    RuntimeKind,
+    SearchConfig,
+    TrainConfig,
+)
 
 FACTS = ("fingerprint", "macs", "data", "teacher")  # of those of a run, what must stay as it is
 
@@ -468,16 +478,13 @@ MaxChannels = Annotated[
 Seed = Annotated[int, typer.Option(callback=_check_seed, help="Of everything random.")]
 RetrainKind = Annotated[
     Retrain | None,
-    typer.Option(
-        help="How the pruned network gets its weights; default: inherit with --weights, teacher with --teacher, else "
-        "scratch."
-    ),
+    typer.Option(help="How the pruned network gets its weights; default: finetune with --weights, else scratch."),
 ]
 Teacher = Annotated[
     str,
     typer.Option(
-        help="Trained network to learn from: given (that of --weights), or a file of its weights; default with "
-        "--retrain teacher: the unpruned network, trained first."
+        help="Trained network to learn from besides the labels: given (that of --weights), a file of its weights, or "
+        "unpruned: the unpruned network, trained first."
     ),
 ]
 TeacherModel = Annotated[
@@ -616,7 +623,7 @@ def _looked_for(kind: str, name: str) -> tuple[str, tuple[str, ...]]:
         return f"module {top}", (f"{top}.py", top) if own and top else ()
     if kind == "data" and name in DATA:
         return "folder 'data'", () if name == "digits" else ("data",)
-    if kind == "teacher" and name == GIVEN:
+    if kind == "teacher" and name in (GIVEN, UNPRUNED):
         return "", ()
     return f"{'data' if kind == 'data' else 'file'} {name!r}", (name,) if name and not Path(name).is_absolute() else ()
 
@@ -756,17 +763,16 @@ def _retrain(options: Mapping[str, Any], recipe: Recipe | None) -> Retrain:
         return recipe.retrain
     if options.get("weights") and "retrain" in options:
         return Retrain.FINETUNE
-    return Retrain.TEACHER if options.get("teacher") else Retrain.SCRATCH
+    return Retrain.SCRATCH
 
 
 def _check_teacher(command: str, options: Mapping[str, Any]) -> None:
     """Refuse options about a teacher where nobody would learn from one."""
     kind, named = options["retrain"], options["teacher"]
-    if named and kind not in (Retrain.TEACHER, Retrain.FINETUNE):
-        raise DmcpError(
-            f"--teacher: --retrain {kind} has no use for it: take --retrain teacher for weights that are drawn anew, "
-            "or inherit for those of the search."
-        )
+    if named and kind is Retrain.SLIMMABLE:
+        raise DmcpError(f"--teacher: --retrain {kind} has its own teacher, the unpruned network: leave it out.")
+    if named == UNPRUNED and command == "train" and not options["widths"]:
+        raise DmcpError("--teacher unpruned: that is the network that is trained: add --widths.")
     if named == GIVEN and not options["weights"]:
         raise DmcpError(
             "--teacher given: that is the network of --weights, and there is none: add --weights FILE, or name a file "
@@ -774,22 +780,13 @@ def _check_teacher(command: str, options: Mapping[str, Any]) -> None:
         )
     _check_teacher_model(named, options["teacher_model"], options["teacher_model_args"] or ())
     typed = [f"--{name.replace('_', '-')}" for name in ("kd_weight", "kd_temperature") if options[name] is not None]
-    if named or not typed:
-        return
-    if kind is not Retrain.TEACHER:
-        raise DmcpError(
-            f"{typed[0]}: a network with --retrain {kind} learns from no teacher: add --retrain teacher, which trains "
-            "one, or name one with --teacher."
-        )
-    if command == "train" and not options["widths"]:
-        raise DmcpError(
-            f"{typed[0]}: the unpruned network is its own teacher: add --widths, or name one with --teacher."
-        )
+    if typed and not named:
+        raise DmcpError(f"{typed[0]} needs a teacher: add --teacher FILE, or --teacher unpruned, which trains one.")
 
 
 def _check_teacher_model(teacher: str, name: str, arguments: Sequence[str]) -> None:
     """Refuse a network for a teacher that has no weights, and arguments that are for none or no arguments."""
-    if name and teacher in ("", GIVEN):
+    if name and teacher in ("", GIVEN, UNPRUNED):
         raise DmcpError("--teacher-model: it must be trained already: add --teacher FILE, the file of its weights.")
     if arguments and not name:
         raise DmcpError(

@@ -27,7 +27,7 @@ from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError, WidthsError
 from dmcp.runtime.distributed import current
 from dmcp.runtime.engine import best_device
-from dmcp.settings import RuntimeKind
+from dmcp.settings import UNPRUNED, RuntimeKind
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import other_numbers, trace
 from dmcp.units import by, counted
@@ -122,7 +122,7 @@ class Job:
     data: str = ""  # digits, cifar10, cifar100, or a folder
     input: str = ""  # shape of one sample, like 3x224x224; empty: the data's, the model's
     weights: str = ""  # file to start from; empty: fresh ones
-    teacher: str = ""  # file of the weights of a network to learn from; "given": that with the weights above
+    teacher: str = ""  # file of the weights of a network to learn from; given: that with the weights above; unpruned
     teacher_model: str = ""  # network that these weights are of; empty: the model
     teacher_model_args: tuple[str, ...] = ()  # name=value for the builder of that network
     ignore: tuple[str, ...] = ()  # modules or spaces that stay whole
@@ -221,7 +221,7 @@ def open_job(job: Job) -> Opened:
         model = build(job, data.classes)
         new_head = load_weights(model, Path(job.weights), data.classes)
         fresh = with_frozen(fresh, model)
-    teacher = _teacher(job, model, data, bool(new_head)) if job.teacher else None
+    teacher = _teacher(job, model, data, bool(new_head)) if job.teacher not in ("", UNPRUNED) else None
     graph = trace_job(job, model, data.shape)
     train, held = split(data.train, job.holdout, job.seed) if job.holdout else (data.train, None)
     loaders = _loaders(job, train, held, data.test, place)

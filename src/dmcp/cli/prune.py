@@ -51,20 +51,21 @@ from dmcp.data.datasets import FolderSet, finds_all
 from dmcp.errors import BudgetError, DmcpError, FileError, StoppedError, WidthsError
 from dmcp.latency.measure import attach_latency, choose_once, measure_latency
 from dmcp.latency.table import LATENCY_FILE, Latency
-from dmcp.pruning import time_networks
+from dmcp.pruning import Loaders, time_networks
 from dmcp.report.figures import draw_all
 from dmcp.results import DMCP, ORIGINAL, UNIFORM, UNPRUNED, Row, compare, markdown, results_table
-from dmcp.retraining import origin, train_all, trained_before, weigh_teacher, who_teaches
+from dmcp.retraining import Retraining, origin, train_all, trained_before, weigh_teacher, who_teaches
 from dmcp.runs import REPORT, Run, read_json
 from dmcp.runtime.io import staging_name
 from dmcp.sampling import filled, uniform
-from dmcp.searching.config import extremes
-from dmcp.searching.search import reach
+from dmcp.searching.config import SearchRecord, extremes
+from dmcp.searching.search import SEARCH, reach
 from dmcp.searching.search import search as search_of_search
 from dmcp.settings import LatencyConfig, Retrain, RuntimeKind, SearchConfig, TrainConfig
 from dmcp.storage import save
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
+from dmcp.training import Runtime
 from dmcp.training import train as train_of_training
 from dmcp.widths import Widths
 
@@ -84,15 +85,10 @@ def forecast(
     net: Supernet,
     loader: Loader,
     config: SearchConfig,
-    recipe: TrainConfig,
-    kind: Retrain,
+    how: Retraining,
     baselines: bool,
-    taught: bool = False,
 ) -> list[Stage]:
-    """The stages of a run. A copy of the supernet is trained for a few steps, and so are two cut networks.
-
-    taught: whether all networks learn from a given one of the same architecture.
-    """
+    """The stages of a run. A copy of the supernet is trained for a few steps, and so are two cut networks."""
     graph = net.graph
     budget, path = reach(net, config)
     floor, ceiling = extremes(graph, path.sizes)
@@ -101,13 +97,14 @@ def forecast(
     batches = [first_ones[number % len(first_ones)] for number in range(_STEPS)]  # also where an epoch has only one
     per_epoch = -(-len(loader) // config.accumulate)
     warm, both = _search_steps(copy.deepcopy(net), batches, config)
-    whole, pruned = (_train_step(cut(net.model, graph, widths), batches, recipe) for widths in (graph.full, same))
+    whole, pruned = (_train_step(cut(net.model, graph, widths), batches, how.config) for widths in (graph.full, same))
     asked = whole / 3  # what a teacher takes: a forward is a third of a step
-    ours = pruned + {Retrain.SLIMMABLE: whole, Retrain.TEACHER: asked}.get(kind, asked if taught else 0.0)
+    taught = how.teacher is not None and how.teacher != UNPRUNED
+    ours = pruned + (whole if how.kind is Retrain.SLIMMABLE else 0.0 if how.teacher is None else asked)
     first, rest = per_epoch * config.warmup_epochs, per_epoch * (config.epochs - config.warmup_epochs)
-    steps = len(loader) * recipe.epochs
+    steps = len(loader) * how.config.epochs
     stages = [Stage("warm-up", first, first * warm), Stage("search", rest, rest * both)]
-    if baselines or (kind is Retrain.TEACHER and not taught):
+    if baselines or how.teacher == UNPRUNED:
         stages.append(Stage(UNPRUNED, steps, steps * (whole + asked if taught else whole)))
     if baselines:
         stages.append(Stage(UNIFORM, steps, steps * ours))
@@ -131,14 +128,15 @@ def _search_steps(net: Supernet, batches: list[Any], config: SearchConfig) -> tu
     times: list[float] = []
     few = _Few(batches * config.accumulate)
     few_steps = replace(config, epochs=2, warmup=0.5, log_every=1)
-    search_of_search(net, few, few_steps, on_record=lambda record: times.append(_now(net)))
+    hear = lambda event: times.append(_now(net)) if isinstance(event.record, SearchRecord) else None  # noqa: E731
+    search_of_search(net, few, few_steps, runtime=Runtime(on_event=hear))
     return _step(times[: len(times) // 2]), _step(times[len(times) // 2 :])
 
 
 def _train_step(model: nn.Module, batches: list[Any], recipe: TrainConfig) -> float:
     times: list[float] = []
     few = replace(recipe, epochs=len(batches), warmup_epochs=0)  # records come at the end of an epoch
-    train_of_training(model, _Few(batches[:1]), few, on_step=lambda record: times.append(_now(model)))
+    train_of_training(model, _Few(batches[:1]), few, runtime=Runtime(on_event=lambda _: times.append(_now(model))))
     return _step(times)
 
 
@@ -357,14 +355,12 @@ def search(
     ) as here:
         opened = here.opened
         net = Supernet(opened.model, opened.graph, plan.search.groups, plan.search.align)
-        loaders, report = opened.loaders, here.on_event
-        found = pruning.find(
-            net, loaders.train, plan.search, None, loaders.arch, report, plan.engine, here.keep(pruning.SEARCH)
-        )
+        loaders, own = opened.loaders, here.runtime.stage(SEARCH)
+        found = search_of_search(net, loaders.train, plan.search, arch_loader=loaders.arch, runtime=own)
         widths, outcome = sampling.expected(found), None
         if limits_latency(found.budget):
             sample = torch.zeros(1, *opened.data.shape, device=device_of(net.model))
-            _, widths, outcome = choose_once(found, net.model, sample, folder=here.keep(pruning.SEARCH).folder)
+            _, widths, outcome = choose_once(found, net.model, sample, folder=here.checkpointer.stage(SEARCH).folder)
         small = cut(net.model, opened.graph, widths)
         recalibrate(small, loaders.train)
         pruning.check_budget(small, widths, found)
@@ -453,16 +449,17 @@ def train(
             tell_other_size(Path(plan.widths), opened)
         start = opened.model if plan.retrain is Retrain.FINETUNE else opened.fresh
         wanted = {DMCP if plan.widths else UNPRUNED: kept}
-        settings, way = (plan.train, plan.retrain, None), (here.on_event, plan.engine, here.keep)
         guide = opened.teacher
-        before = trained_before(opened.model, plan.retrain, not opened.new_head, guide, guide)
+        original = not opened.new_head and (plan.retrain is Retrain.FINETUNE or guide is opened.model)
+        before = trained_before(opened.model, original, guide, guide)
         worth = None
         if guide is not None:
             rival = None if guide is opened.model else before.get(ORIGINAL)
             worth = weigh_teacher(guide, rival, opened.data.classes, opened.loaders.test)
-        trained = train_all(start, graph, wanted, opened.loaders.retrain, *settings, *way, teacher=guide)
+        how = Retraining(plan.train, plan.retrain, _teacher(plan, opened))
+        trained = train_all(start, graph, wanted, opened.loaders.retrain, how, runtime=here.runtime)
         example = next(iter(opened.loaders.retrain))[0]
-        rows = compare(before | trained, graph, wanted, opened.loaders.test, example, on_event=here.on_event)
+        rows = compare(before | trained, graph, wanted, opened.loaders.test, example, runtime=here.runtime)
         replaced = here.replaced()
         if not here.world.first:
             return
@@ -480,10 +477,14 @@ def train(
     print(f"{results_table(rows, graph, taught)}\n\n{here.run.folder}")
 
 
+def _teacher(plan: Plan, opened: Opened) -> nn.Module | str | None:
+    return opened.teacher or (UNPRUNED if plan.job.teacher == UNPRUNED else None)
+
+
 def _taught(plan: Plan, opened: Opened, worth: Row | None) -> str:
     """Whom the network of `train` has learnt from, in words; empty if from nobody, as the unpruned one alone."""
     assert plan.train is not None
-    who = who_teaches(plan.retrain, opened.teacher, opened.model, worth)
+    who = who_teaches(_teacher(plan, opened), opened.model, worth)
     if not who or not (opened.teacher or plan.widths):
         return ""
     how = (plan.train.kd_weight, plan.train.kd_temperature)
@@ -599,23 +600,19 @@ def prune(
         session(plan, folder, bool(resume), quiet, lambda it: check_reachable(plan, it, resume), told) as here,
     ):
         opened = here.opened
+        rows = (UNPRUNED, UNIFORM) if plan.baselines else ()
         result = pruning.prune(
             opened.model,
-            opened.loaders.train,
+            Loaders(search=opened.loaders.train, arch=opened.loaders.arch, train=opened.loaders.retrain),
             opened.loaders.test,
             search=plan.search,
             train=plan.train,
             retrain=plan.retrain,
-            baselines=plan.baselines,
-            test_given=not opened.new_head,
+            baselines=rows if opened.new_head else plan.baselines,  # an untrained head is not tested
             graph=opened.graph,
             fresh=opened.fresh,
-            teacher=opened.teacher,
-            arch_loader=opened.loaders.arch,
-            train_loader=opened.loaders.retrain,
-            on_event=here.on_event,
-            engine=plan.engine,
-            keep=here.keep,
+            teacher=_teacher(plan, opened),
+            runtime=here.runtime,
         )
         replaced = here.replaced()
         if not here.world.first:
@@ -680,9 +677,8 @@ def _forecast(plan: Plan, as_json: bool) -> None:
     graph, net = opened.graph, Supernet(opened.model, opened.graph, plan.search.groups, plan.search.align)
     budget, path = reach(net, plan.search)
     limits, (floor, ceiling) = budget.limits, extremes(graph, path.sizes)
-    stages = forecast(
-        net, opened.loaders.train, plan.search, plan.train, plan.retrain, plan.baselines, opened.teacher is not None
-    )
+    how = Retraining(plan.train, plan.retrain, _teacher(plan, opened))
+    stages = forecast(net, opened.loaders.train, plan.search, how, plan.baselines)
     steps, seconds = sum(stage.steps for stage in stages), sum(stage.seconds for stage in stages)
     device, memory = net.alpha.device.type, peak_bytes(net.alpha.device)
     if as_json:
@@ -698,8 +694,8 @@ def _forecast(plan: Plan, as_json: bool) -> None:
     for stage in stages:
         print(f"{stage.name:<16}{stage.steps:>8} steps  {clock(stage.seconds):>12}")
     print(f"{'in all':<16}{steps:>8} steps  {clock(seconds):>12}, {memory / 2**30:.1f} GiB on {device}")
-    if who := who_teaches(plan.retrain, opened.teacher, opened.model):
-        name = plan.job.teacher if plan.job.teacher not in ("", GIVEN) else who
+    if who := who_teaches(_teacher(plan, opened), opened.model):
+        name = plan.job.teacher if opened.teacher is not None and plan.job.teacher != GIVEN else who
         took = ", as if it were the unpruned network" if plan.job.teacher_model else ""
         print(f"\nteacher: {name}; what it takes to ask it is in these times{took}")
     if isinstance(opened.data.train, FolderSet):

@@ -33,16 +33,17 @@ from dmcp.data.datasets import FolderSet, finds_all, preprocessing
 from dmcp.errors import DataError, DmcpError, FileError, StoppedError, TrainingError
 from dmcp.latency.table import LATENCY_FILE, Latency
 from dmcp.preflight import check_classifier, check_finite, check_input
-from dmcp.pruning import DivergenceWarning, PruneResult
+from dmcp.pruning import PruneResult
 from dmcp.report.trackers import Tracker, open_tracker
-from dmcp.results import DMCP, ORIGINAL, UNPRUNED, Event, milliseconds, mostly_odd, not_faster
+from dmcp.results import DMCP, ORIGINAL, UNPRUNED, milliseconds, mostly_odd, not_faster
+from dmcp.retraining import DivergenceWarning
 from dmcp.runs import REPLACED, SETTINGS, Run, open_run, read_json, refuse_taken
 from dmcp.runtime.distributed import World, join, leave, share_tensors, sum_values
 from dmcp.runtime.io import Lock
 from dmcp.searching.config import SearchRecord
 from dmcp.settings import Engine
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.training import StepRecord
+from dmcp.training import Event, Runtime, StepRecord
 from dmcp.units import FS_PER_MS, counted
 from dmcp.widths import Widths
 
@@ -148,15 +149,20 @@ class Session:
     asked_to_stop: Callable[[], bool]
     noted: dict[str, set[str]] = field(default_factory=dict)  # replaced image files that are in the run folder
 
-    def keep(self, stage: str) -> Checkpointer:
-        """What saves the state of a stage."""
+    @property
+    def runtime(self) -> Runtime:
+        """Engine, checkpoints and log of the run."""
+        return Runtime(engine=self.plan.engine, checkpointer=self.checkpointer, on_event=self.on_event)
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        """What saves the state of the stages."""
         plan = self.plan.to_json() | {"options": {}}
         plan["job"].pop("workers")  # how many processes decode images changes nothing
         # nor do broken ones that are skipped from now on: up to here there were none
         plan["job"]["corrupt"] = self.plan.options.get("corrupt", self.plan.job.corrupt)
         identity = {"plan": plan} | {name: fact for name, fact in facts_of(self.opened).items() if name in FACTS}
         return self.run.checkpointer(
-            stage,
             identity,
             every_steps=self.plan.every_steps,
             every_seconds=60 * self.plan.every_minutes,

@@ -18,11 +18,11 @@ from dmcp.losses import classification_loss
 from dmcp.runtime.distributed import current, mean_values
 from dmcp.runtime.engine import ResolvedEngine
 from dmcp.sampling import FILLED, fit
-from dmcp.searching.config import SearchRecord
 from dmcp.searching.search import search
 from dmcp.searching.subnets import chains
 from dmcp.settings import Engine, Sampling, SearchConfig
 from dmcp.supernet import Supernet
+from dmcp.training import Task
 
 STAGE = "autoslim"  # what the progress of the training is told as
 GREEDY = "autoslim greedy"  # the same of the choice
@@ -58,14 +58,8 @@ def prepare(problem: Problem, config: AutoSlimConfig) -> Prepared:
     samples = samples_of(problem.loader)
     net = Supernet(problem.model, problem.graph, config.groups, problem.align)
 
-    def tell(record: SearchRecord) -> None:
-        problem.tell(STAGE, record)  # as it is: a training that goes on reads it back from the log
-
-    checkpointer = problem.keep and problem.keep(STAGE)
     settings = _settings(problem, config, samples // len(problem.loader))
-    search(
-        net, problem.loader, settings, problem.loss, on_record=tell, engine=problem.engine, checkpointer=checkpointer
-    )
+    search(net, problem.loader, settings, task=Task(loss=problem.loss), runtime=problem.runtime(STAGE))
     state = {name: tensor.detach().clone() for name, tensor in net.model.state_dict().items()}
     return Prepared(state=state, sample_passes=samples * config.epochs * (2 + config.subnets))
 

@@ -19,13 +19,13 @@ from dmcp.compare.problem import Choice, Problem, samples_of
 from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError
 from dmcp.importance import magnitude, written
 from dmcp.modules import unwrap
-from dmcp.pruning import SEARCH
 from dmcp.sampling import FILLED, fit, random_widths
 from dmcp.searching.config import SearchResult
-from dmcp.searching.search import search
+from dmcp.searching.search import SEARCH, search
 from dmcp.settings import SearchConfig
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
+from dmcp.training import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,13 +103,10 @@ def find_dmcp(problem: Problem, config: DmcpConfig, state: Mapping[str, Tensor] 
         net,
         problem.loader,
         settings,
-        problem.loss,
-        problem.held if config.hold_out else None,
-        on_record=lambda record: problem.tell(SEARCH, record),
-        engine=problem.engine,
-        checkpointer=problem.keep and problem.keep(SEARCH),
+        arch_loader=problem.held if config.hold_out else None,
+        task=Task(loss=problem.loss),
+        runtime=problem.runtime(SEARCH),
     )
-    problem.tell(SEARCH, found)
     widths = sampling.expected(replace(found, tolerance=FILLED))
     passes = samples_of(problem.loader) * _passes(settings)
     return Choice(widths=widths, kept=widths, model=net.model, sample_passes=passes)

@@ -23,7 +23,7 @@ from dmcp.losses import Loss, classification_loss
 from dmcp.runtime.distributed import current
 from dmcp.sampling import FILLED, fit
 from dmcp.settings import Engine
-from dmcp.training import train
+from dmcp.training import Task, train
 from dmcp.widths import Widths
 
 
@@ -110,10 +110,8 @@ def prune_softly(
             model,
             problem.loader,
             problem.recipe,
-            loss=problem.loss,
-            on_step=lambda record: problem.tell(stage, record),
-            engine=problem.engine,
-            checkpointer=problem.keep and problem.keep(stage),
+            task=Task(loss=problem.loss),
+            runtime=problem.runtime(stage),
             after_epoch=zero,
         )
     kept = _settle(model, problem, widths)
@@ -191,10 +189,8 @@ def prepare(problem: Problem, config: SlimmingConfig) -> Prepared:
         model,
         problem.loader,
         problem.recipe,
-        loss=_pulled(task, model, _scales(model, problem), config.sparsity),
-        on_step=lambda record: problem.tell(SLIMMING_STAGE, record),
-        engine=_engine(problem),
-        checkpointer=problem.keep and problem.keep(SLIMMING_STAGE),
+        task=Task(loss=_pulled(task, model, _scales(model, problem), config.sparsity)),
+        runtime=replace(problem.runtime(SLIMMING_STAGE), engine=_engine(problem)),
     )
     state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     return Prepared(state=state, sample_passes=problem.recipe.epochs * samples_of(problem.loader))

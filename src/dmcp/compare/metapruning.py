@@ -24,10 +24,10 @@ from dmcp.modules import unwrap
 from dmcp.runtime.distributed import current, sum_values
 from dmcp.runtime.engine import ResolvedEngine
 from dmcp.sampling import FILLED, TOLERANCE, Options, fit
-from dmcp.settings import Distillation, Engine
+from dmcp.settings import Engine
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.training import train
+from dmcp.training import Task, train
 
 _INIT, _STRUCTURES = 1, 2  # what random numbers are for
 
@@ -198,15 +198,13 @@ def prepare(problem: Problem, config: MetaPruningConfig) -> Prepared:
     loader = Structured(problem.loader, grid, problem.seed, device_of(net), whole=problem.loss is not None)
     epochs = config.epochs or problem.recipe.epochs
     warmup = min(problem.recipe.warmup_epochs, epochs)
-    recipe = replace(problem.recipe, epochs=epochs, warmup_epochs=warmup, distillation=Distillation.NONE)
+    recipe = replace(problem.recipe, epochs=epochs, warmup_epochs=warmup)
     train(
         net,
         loader,
         recipe,
-        problem.loss and _inner(problem.loss),
-        on_step=lambda record: problem.tell(STAGE, record),
-        engine=problem.engine,
-        checkpointer=problem.keep and problem.keep(STAGE),
+        task=Task(loss=problem.loss and _inner(problem.loss)),
+        runtime=problem.runtime(STAGE),
     )
     state = {name: tensor.detach() for name, tensor in net.state_dict().items()}
     return Prepared(state=state, sample_passes=epochs * loader.samples() * current().size)

@@ -16,18 +16,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from dmcp.batches import Loader, check_parts, on_device, size_of
 from dmcp.budget import Budget, check_reachable, spent_shares
 from dmcp.calibration import kept_modes
+from dmcp.checkpoint import Checkpointer
 from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.losses import Loss, Metric, check_metric, whole_of
-from dmcp.retraining import MakeCheckpointer
 from dmcp.runtime.distributed import current
 from dmcp.runtime.engine import ResolvedEngine
 from dmcp.sampling import TOLERANCE, Options, uniform
 from dmcp.searching.config import SearchRecord, SearchResult, extremes
+from dmcp.searching.search import SEARCH
 from dmcp.searching.subnets import chains
 from dmcp.settings import Bound, Engine, TrainConfig
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph, Kept
-from dmcp.training import StepRecord
+from dmcp.training import Event, Runtime, StepRecord
 from dmcp.widths import Widths
 
 Told = StepRecord | SearchRecord | SearchResult | Mapping[str, Any]
@@ -63,8 +64,17 @@ class Problem:
     loss: Loss | None = None  # classification, unless given
     metric: Metric | None = None  # accuracy, unless given; more is better, unless it is a LowerIsBetter
     engine: Engine | None = None
-    keep: MakeCheckpointer | None = None  # gives a stage a keeper, so that it can go on after an interruption
+    keep: Callable[[str], Checkpointer] | None = None  # of a stage
     tell: Tell = silent
+
+    def runtime(self, stage: str) -> Runtime:
+        """Engine, checkpoints and log of a stage; what a search has found is told for the stage "search" only."""
+
+        def hear(event: Event) -> None:
+            if not isinstance(event.record, SearchResult) or stage == SEARCH:
+                self.tell(stage, event.record)
+
+        return Runtime(engine=self.engine, checkpointer=self.keep and self.keep(stage), on_event=hear)
 
     def __post_init__(self) -> None:
         check_reachable(self.budget, self.graph, self.floor, self.ceiling)

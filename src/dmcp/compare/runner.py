@@ -56,15 +56,15 @@ from dmcp.data.datasets import split
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DmcpError, FileError, TrainingError, WidthsError
 from dmcp.report import figures
-from dmcp.results import UNPRUNED, Event, Row, compare, milliseconds
-from dmcp.retraining import train_all
+from dmcp.results import UNPRUNED, Row, compare, milliseconds
+from dmcp.retraining import Retraining, train_all
 from dmcp.runs import CHECKPOINTS, LOG, PREPARED, SETTINGS, PastRun, Run, is_run, load_search, read_json, read_run
 from dmcp.runtime.io import MOST_JSON, Lock, from_plain, parse_json, parse_tensors, read_bytes
 from dmcp.searching.config import BOUNDS, SearchRecord, SearchResult
 from dmcp.settings import Bound, Engine, Retrain, SearchConfig, TrainConfig
 from dmcp.storage import WEIGHTS, WIDTHS, load, save
 from dmcp.tracing.graph import Kept
-from dmcp.training import StepRecord
+from dmcp.training import Event, StepRecord
 from dmcp.units import between, latex, points, spread, table
 from dmcp.widths import Widths
 
@@ -92,12 +92,14 @@ def keep_choice(here: Session, choice: Choice, seconds: float) -> None:
     here.run.write(CHOICE, {"widths": widths, "kept": kept, "has_model": choice.model is not None})
     write_cost(here.run, seconds, choice.sample_passes)
     nothing = State({}, dict, [], [], [], here.plan.job.place)
-    here.keep(_CHOSEN).save(1, nothing, {DONE: True}, here.world)  # from here on it is done, and the log stays
+    here.checkpointer.stage(_CHOSEN).save(
+        1, nothing, {DONE: True}, here.world
+    )  # from here on it is done, and the log stays
 
 
 def read_choice(here: Session) -> Choice | None:
     """What this cell has chosen before; None if it was not all written."""
-    if here.keep(_CHOSEN).load(here.world) is None:
+    if here.checkpointer.stage(_CHOSEN).load(here.world) is None:
         return None
     stored = read_json(here.run.folder / CHOICE)
     kept: dict[str, Kept] = dict(stored["kept"])
@@ -239,7 +241,7 @@ def _problem(here: Session, data: _Data, method: Method) -> Problem:
         align=search.align,
         seed=plan.job.seed,
         engine=plan.engine,
-        keep=lambda stage: here.keep(_stage(stage, here)),
+        keep=lambda stage: here.checkpointer.stage(_stage(stage, here)),
         tell=_tell(here),
     )
 
@@ -282,9 +284,8 @@ def _trained_base(here: Session, data: _Data) -> Prepared:
     """The unpruned network, trained without the held-out images."""
     opened, recipe = here.opened, here.plan.train
     assert recipe is not None
-    way = (None, here.on_event, here.plan.engine, here.keep)
     wanted = {BASE: opened.graph.full}
-    net = train_all(opened.fresh, opened.graph, wanted, data.rest, recipe, Retrain.SCRATCH, *way)[BASE]
+    net = train_all(opened.fresh, opened.graph, wanted, data.rest, Retraining(recipe), runtime=here.runtime)[BASE]
     return Prepared(state=net.state_dict(), sample_passes=recipe.epochs * samples_of(data.rest))
 
 
@@ -300,11 +301,10 @@ def _fill(here: Session, cell: Cell, data: _Data) -> None:
     opened, recipe = here.opened, here.plan.train
     assert recipe is not None
     graph = opened.graph
-    way = (None, here.on_event, here.plan.engine, here.keep)
     if not cell.method:
         wanted = {UNPRUNED: graph.full}
         with _clock(here) as seconds:
-            nets = train_all(opened.fresh, graph, wanted, data.everything, recipe, Retrain.SCRATCH, *way)
+            nets = train_all(opened.fresh, graph, wanted, data.everything, Retraining(recipe), runtime=here.runtime)
             if not (here.run.folder / COST).exists():  # else it was killed after this
                 write_cost(here.run, seconds(), recipe.epochs * samples_of(data.everything))
         _finish(here, nets, wanted, data)
@@ -314,7 +314,7 @@ def _fill(here: Session, cell: Cell, data: _Data) -> None:
     nets = {}
     if cell.scratch:
         wanted = {title(cell.method): choice.widths}
-        nets |= train_all(opened.fresh, graph, wanted, data.everything, recipe, Retrain.SCRATCH, *way)
+        nets |= train_all(opened.fresh, graph, wanted, data.everything, Retraining(recipe), runtime=here.runtime)
     if method.own and (cell.fine_tune_epochs or method.own is not Own.FINE_TUNED):
         nets[own_name(cell.method)] = _train_own(here, cell, method.own, choice, data)
     if not nets:
@@ -364,10 +364,7 @@ def _train_own(here: Session, cell: Cell, own: Own, choice: Choice, data: _Data)
             recipe, epochs=cell.fine_tune_epochs, lr=recipe.lr / 10, warmup_lr=recipe.lr / 10, warmup_epochs=0
         )
 
-        def tell(record: StepRecord) -> None:
-            here.on_event(Event(name, record.steps, record))
-
-        training.train(small, data.everything, gentle, None, None, tell, here.plan.engine, here.keep(name))
+        training.train(small, data.everything, gentle, runtime=here.runtime.stage(name))
     return small
 
 
@@ -375,15 +372,15 @@ def _train_inside(here: Session, name: str, widths: Widths, data: _Data) -> nn.M
     """The chosen network with fresh weights, trained inside the unpruned network, which it imitates."""
     opened, recipe = here.opened, here.plan.train
     assert recipe is not None
-    way = (None, here.on_event, here.plan.engine, here.keep)
     wanted = {name: widths}
-    return train_all(opened.fresh, opened.graph, wanted, data.everything, recipe, Retrain.SLIMMABLE, *way)[name]
+    how = Retraining(recipe, Retrain.SLIMMABLE)
+    return train_all(opened.fresh, opened.graph, wanted, data.everything, how, runtime=here.runtime)[name]
 
 
 def _finish(here: Session, nets: dict[str, nn.Module], widths: dict[str, Widths], data: _Data) -> None:
     """Test the networks, and keep the first one."""
     example = next(iter(data.test))[0]
-    compare(nets, here.opened.graph, widths, data.test, example, on_event=here.on_event)
+    compare(nets, here.opened.graph, widths, data.test, example, runtime=here.runtime)
     name, net = next(iter(nets.items()))
     save(net, widths[name], here.run.folder)
 

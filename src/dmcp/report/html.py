@@ -15,7 +15,7 @@ from dmcp.budget import LATENCY, MEMORY, limits_latency, show_cost
 from dmcp.errors import FileError
 from dmcp.report import figures
 from dmcp.results import DMCP, against, score, score_name, unknown
-from dmcp.runs import PastRun, text_at, value_at
+from dmcp.runs import PastRun, value_at
 from dmcp.runtime.io import plain, read_bytes
 from dmcp.units import show_ms
 
@@ -161,9 +161,9 @@ def _tiles(run: PastRun) -> Iterator[tuple[str, str, str]]:
     if row:
         gaps = ", ".join(against(row, other) for other in run.rows if other is not row)
         yield f"{score_name([row])}, {row.name}", score(row, " %"), gaps.replace("-", "\N{MINUS SIGN}")
-    how = {name: text_at(run.settings, name) or text_at(run.settings, "job", name) for name in ("retrain", "teacher")}
-    if how["retrain"] and row:
-        yield "Final training", how["retrain"], f"teacher: {how['teacher']}" if how["teacher"] else ""
+    if row and (retrain := run.setting("retrain")):
+        teacher = run.setting("teacher")
+        yield "Final training", retrain, f"teacher: {teacher}" if teacher else ""
 
 
 def _cost(kind: str, target: int) -> str:

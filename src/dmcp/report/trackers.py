@@ -15,10 +15,10 @@ from typing import Any
 
 from dmcp.errors import DmcpError
 from dmcp.latency.table import Latency
-from dmcp.results import Event, Row
+from dmcp.results import Row
 from dmcp.runs import Run, read_json
 from dmcp.searching.config import SearchRecord, SearchResult
-from dmcp.training import StepRecord
+from dmcp.training import Event, StepRecord
 
 KINDS = TENSORBOARD, WANDB, MLFLOW = "tensorboard", "wandb", "mlflow"  # also the names of their packages
 IDS = "trackers.json"  # the ids of the run in W&B and MLflow, with which it is resumed there

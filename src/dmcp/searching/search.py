@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,19 +22,20 @@ from dmcp.checkpoint import (
     set_random_state,
 )
 from dmcp.errors import TrainingError, WidthsError
-from dmcp.losses import Loss, classification_loss, warn_of_distillation
+from dmcp.losses import classification_loss, warn_of_distillation
 from dmcp.markov import CERTAIN, group_sizes, merged, process_of
-from dmcp.modules import check_functions, check_kind, check_kinds
+from dmcp.modules import check_kind
 from dmcp.preflight import check_input
 from dmcp.runtime.distributed import World, current, share_tensors
-from dmcp.runtime.engine import MakeOptimizer, check_graphs, is_depthwise, is_narrow
-from dmcp.searching.config import Log, SearchRecord, SearchResult, Step, as_record, extremes
+from dmcp.runtime.engine import check_graphs, is_depthwise, is_narrow
+from dmcp.searching.config import Log, SearchResult, Step, as_record, extremes
 from dmcp.searching.steps import Setup, Steps
 from dmcp.searching.subnets import Chains, chains, sort_channels
 from dmcp.settings import Engine, Init, SearchConfig
 from dmcp.supernet import Supernet
-from dmcp.training import check_trainable, cosine
+from dmcp.training import Runtime, Task, check_trainable, cosine
 
+SEARCH = "search"  # the stage of its events
 LARGE = 100_000_000  # MACs of one sample from which a network is a large one
 
 
@@ -42,12 +43,10 @@ def search(
     net: Supernet,
     loader: Loader,
     config: SearchConfig,
-    loss: Loss | None = None,
+    *,
     arch_loader: Loader | None = None,
-    on_record: Callable[[SearchRecord], None] | None = None,
-    engine: Engine | None = None,
-    checkpointer: Checkpointer | None = None,
-    optimizer: MakeOptimizer | None = None,
+    task: Task = Task(),
+    runtime: Runtime = Runtime(),
 ) -> SearchResult:
     """Train the supernet's weights and alphas in turn, in place; the alphas are the distribution of widths.
 
@@ -57,18 +56,16 @@ def search(
     if not isinstance(net, Supernet):
         raise TrainingError(f"A search needs a dmcp.Supernet(model, graph), not a {type(net).__name__}.")
     check_kind("config", config, SearchConfig, TrainingError)
-    check_kinds({"engine": (engine, Engine), "checkpointer": (checkpointer, Checkpointer)})
-    check_functions({"loss": loss, "on_record": on_record})
-    check_graphs(engine, optimizer)
+    check_graphs(runtime.engine, task.optimizer)
     budget, chain = _prepare(net, config, arch_loader)
     world, device = current(), device_of(net)
-    if loss is not None and config.distill and (config.warmup_epochs or config.train_weights) and world.first:
+    if task.loss is not None and config.distill and (config.warmup_epochs or config.train_weights) and world.first:
         warn_of_distillation("The sub-networks learn from the full network's", "set distill=False in the SearchConfig")
-    resolved = (engine or Engine()).resolve(
+    resolved = (runtime.engine or Engine()).resolve(
         device,
         steps=config.epochs * -(-length_of(loader) // config.accumulate),
         large=net.graph.macs() >= LARGE,
-        plain=loss is None and optimizer is None and world.size == 1,
+        plain=task.loss is None and task.optimizer is None and world.size == 1,
         narrow=is_narrow(net.model),
         depthwise=is_depthwise(net.model),
     )
@@ -79,11 +76,11 @@ def search(
         arch_data = data if arch_loader is None else ResumableIterator(arch_loader, resolved, world, config.accumulate)
         total, warmup = data.per_epoch * config.epochs, data.per_epoch * config.warmup_epochs
         _start(net, chain, budget, config)
-        task = loss or classification_loss(config.label_smoothing)
-        steps = Steps(Setup(net, chain, budget, config, task, resolved.precision, world), resolved, optimizer)
+        loss = task.loss or classification_loss(config.label_smoothing)
+        steps = Steps(Setup(net, chain, budget, config, loss, resolved.precision, world), resolved, task.optimizer)
         state = _state(net, steps, generator, [data] if arch_data is data else [data, arch_data])
-        log = Log(net, config.log_every, on_record or (lambda record: None), world)
-        begin, scale = _resume(checkpointer, state, log, warmup, world)
+        log = Log(net, config.log_every, lambda record: runtime.emit(SEARCH, total, record), world)
+        begin, scale = _resume(runtime.checkpointer, state, log, warmup, world)
         for step in range(begin, total):
             losses, moved, lr, alpha_lr, batches = None, None, 0.0, 0.0, data.next()
             if step == begin:
@@ -97,11 +94,12 @@ def search(
                 alpha_lr = cosine(step - warmup, total - warmup, config.alpha_lr, config.alpha_min_lr)
                 moved = steps.move_alphas(batches if arch_data is data else arch_data.next(), alpha_lr)
             log.add(Step(step, step // data.per_epoch, sum(map(size_of, batches)), lr, losses, alpha_lr, moved))
+            checkpointer = runtime.checkpointer
             if checkpointer and (step + 1 == total or checkpointer.due(step + 1, world)):
                 log.flush()
                 checkpointer.save(step + 1, state, {"scale": scale, DONE: step + 1 == total}, world)
         log.flush()
-    return SearchResult(
+    found = SearchResult(
         alphas=net.alpha.detach().cpu().clone(),
         sizes=chain.sizes.cpu(),
         graph=net.graph,
@@ -111,6 +109,8 @@ def search(
         log=tuple(log.records),
         process=chain.process,
     )
+    runtime.emit(SEARCH, total, found)
+    return found
 
 
 # checkpoints
@@ -135,7 +135,7 @@ def _resume(checkpointer: Checkpointer | None, state: State, log: Log, warmup: i
     if saved is None or checkpointer is None:
         return 0, 0.0
     state.restore(saved.tensors, [saved.step, max(0, saved.step - warmup)][: len(state.iterators)], world)
-    log.begin([as_record(record) for record in checkpointer.earlier() if record["step"] < saved.step])
+    log.begin([as_record(record) for record in checkpointer.earlier(checkpointer.name) if record["step"] < saved.step])
     return saved.step, saved.facts["scale"]
 
 
