@@ -38,9 +38,9 @@ from dmcp.cli.config import RunConfig, config_from_json
 from dmcp.cli.job import load_weights
 from dmcp.data import datasets, loaders
 from dmcp.errors import DataError, DmcpError, FileError
-from dmcp.report.html import describe, list_runs, make_page, read_run
+from dmcp.report.html import make_page
 from dmcp.results import Row
-from dmcp.runs import Run, load_search, read_json, save_search
+from dmcp.runs import Run, list_runs, load_search, read_json, read_run, save_search
 from dmcp.runtime.io import LOCK, Lock
 from dmcp.searching.config import SearchRecord, SearchResult
 from dmcp.settings import SearchConfig, TrainConfig
@@ -441,8 +441,8 @@ def read_listing(draw: Draw, folder: Path) -> None:
     name = draw(st.sampled_from(sorted(files().keys() - {"model.safetensors"})))
     change = {".safetensors": change_tensors, ".jsonl": change_log}.get(Path(name).suffix, change_json)
     put(folder, files() | {name: change(draw, files()[name])})
-    assert attempt(lambda: json.dumps(describe(read_run(folder, draw(st.sampled_from([None, 100, 2**20]))))))
-    assert attempt(lambda: make_page([read_run(folder), *list_runs(folder.parent)]))
+    assert attempt(lambda: json.dumps(read_run(folder, draw(st.sampled_from([None, 100, 2**20]))).describe()))
+    assert attempt(lambda: list_runs(folder.parent))
 
 
 CASES: dict[str, Case] = {
@@ -598,7 +598,7 @@ def test_listing_a_run_imports_nothing_that_it_names(tmp_path: Path, monkeypatch
     settings_of["model"] = "named_by_a_run:build"
     put(tmp_path / "run", files() | {"settings.json": json.dumps(settings_of).encode()})
     past = read_run(tmp_path / "run")
-    assert describe(past)["model"] == "named_by_a_run:build" and "named_by_a_run" in make_page([past])
+    assert past.describe()["model"] == "named_by_a_run:build" and "named_by_a_run" in make_page([past])
     assert "named_by_a_run" not in sys.modules
 
 

@@ -93,7 +93,7 @@ class RunConfig:
 def config_from_json(data: Mapping[str, Any], path: object) -> RunConfig:
     """The settings of a run; FileError where they are not of this version."""
     try:
-        return _load(RunConfig, {it.name: data[it.name] for it in fields(RunConfig)})
+        return _load(RunConfig, {it.name: data[it.name] for it in fields(RunConfig)})  # type: ignore[no-any-return]
     except (KeyError, TypeError, ValueError, OverflowError, DmcpError) as error:
         reason = "".join(letter if letter.isprintable() else "?" for letter in str(error))[:200]
         raise FileError(
@@ -431,7 +431,7 @@ def option(name: str, *, group: str = "", default: Any = None, help: str = "") -
         if name == "recipe":
             words["autocompletion"] = lambda incomplete: _starting(incomplete, RECIPES)
     names = () if kind == bool | None and not only else (flag,)  # none: --name and --no-name
-    hint = Annotated[kind, typer.Option(*names, help=help or text, **words)]
+    hint: Any = Annotated[kind, typer.Option(*names, help=help or text, **words)]
     return inspect.Parameter(parameter, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 

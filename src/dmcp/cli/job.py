@@ -205,7 +205,7 @@ def open_job(config: RunConfig) -> Job:
     turned = swapped(len(data.train), len(data.test), isinstance(data.train, FolderSet))
     notes = [new_head, turned, _unused(outputs, data.classes), _enlarged(config, data)]
     notes += [*_left_out(config, len(train)), *graph.notes]
-    model, fresh, teacher = (net if net is None else net.to(place) for net in (model, fresh, teacher))
+    model, fresh, teacher = model.to(place), fresh.to(place), None if teacher is None else teacher.to(place)
     return Job(model, fresh, graph, data, loaders, tuple(filter(None, notes)), teacher, bool(new_head))
 
 

@@ -21,8 +21,7 @@ import torch
 
 from dmcp.errors import DmcpError, FileError
 from dmcp.latency.table import Outcome
-from dmcp.report.html import PastRun, is_run, read_run
-from dmcp.runs import Run, read_json
+from dmcp.runs import PastRun, Run, is_run, read_json, read_run
 from dmcp.runtime.io import Lock, alive, plain
 from dmcp.units import between, spread, table
 

@@ -176,7 +176,7 @@ def train(config: RunConfig, request: Request) -> None:
         if not here.world.first:
             return
         save(nets[name], kept, here.run.folder)
-        warnings = here.run.troubles([name])
+        warnings = here.run.divergences([name])
         listed = (f"- **{text}**" for text in (*warnings, *here.describe_replaced(replaced)))
         who = who_teaches(how.teacher, job.model, worth)
         kd = (config.train.kd_weight, config.train.kd_temperature)

@@ -34,7 +34,7 @@ from dmcp.data.datasets import FolderSet, finds_all, preprocessing
 from dmcp.errors import DataError, FileError, StoppedError, TrainingError
 from dmcp.latency.table import LATENCY_FILE, Latency
 from dmcp.preflight import check_classifier, check_finite, check_input
-from dmcp.report.trackers import Tracker, open_tracker
+from dmcp.report.trackers import Tracker, open_tracker, read_kinds
 from dmcp.retraining import DivergenceWarning
 from dmcp.runs import REPLACED, SETTINGS, Run, free_folder, open_run, read_json, refuse_taken, slug
 from dmcp.runtime.distributed import World, join, leave, share_tensors, sum_values
@@ -202,6 +202,7 @@ def session(
     whole: look at data and network as a person should; False where the command that has started this one did.
     """
     resume, folder = bool(request.resume), run_folder(config, request)
+    read_kinds(config.track)  # refuses what is not installed
     world, begun = join(config.device), False
     again = f"dmcp {config.command} --resume {shlex.quote(str(folder))}"
     try:

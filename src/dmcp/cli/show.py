@@ -41,10 +41,10 @@ from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError
 from dmcp.latency.measure import measure_latency
 from dmcp.latency.table import LATENCY_FILE
-from dmcp.report.html import as_file, chart_run, chart_runs, list_runs, make_page, percent, read_runs
-from dmcp.report.html import describe as describe_run
+from dmcp.report import figures
+from dmcp.report.html import draw_runs, make_page, percent
 from dmcp.results import compare, not_faster, results_table, score
-from dmcp.runs import SEARCH, Run, load_search, read_json
+from dmcp.runs import SEARCH, Run, list_runs, load_search, read_json, read_runs
 from dmcp.runtime.io import plain, staging_name
 from dmcp.searching.config import SearchResult, extremes
 from dmcp.settings import LatencyConfig
@@ -238,7 +238,7 @@ def _plain(name: str, facts: DataFacts) -> dict[str, Any]:
 def runs(folder: Path, as_json: bool) -> None:
     """dmcp runs."""
     found = list_runs(folder)
-    facts = [describe_run(run) for run in found]
+    facts = [run.describe() for run in found]
     if as_json:
         print_json(facts)
         return
@@ -265,16 +265,9 @@ def report(runs: Sequence[Path], out: Path, svg: Path | None) -> None:
     found = read_runs(runs)
     Run(out.parent).write(out.name, make_page(found))
     print(out)
-    if not svg:
-        return
-    charts = {"accuracy-macs.svg": chart_runs(found)}
-    for number, run in enumerate(found, start=1):
-        start = re.sub(r"\W+", "-", f"{number} {run.name}", flags=re.ASCII).strip("-")
-        charts |= {f"{start}-{name}.svg": chart for name, chart in chart_run(run).items()}
-    for name, chart in charts.items():
-        if chart:
-            Run(svg).write(name, as_file(chart))
-            print(svg / name)
+    if svg:
+        for name, figure in draw_runs(found).items():
+            print(figures.save(figure, svg / f"{name}.svg"))
 
 
 def _check_done(run: Path, name: str, config: RunConfig) -> None:

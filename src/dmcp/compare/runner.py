@@ -35,7 +35,7 @@ from dmcp.data.loaders import make_loader
 from dmcp.errors import DmcpError, FileError, TrainingError, WidthsError
 from dmcp.results import UNIFORM, UNPRUNED, compare
 from dmcp.retraining import Retraining, train_all
-from dmcp.runs import CHECKPOINTS, PREPARED, SETTINGS, Run, load_search, read_json
+from dmcp.runs import CHECKPOINTS, LOG, PREPARED, SETTINGS, Run, load_search, read_json
 from dmcp.runtime.distributed import current
 from dmcp.runtime.io import Lock, from_plain, parse_tensors, read_bytes
 from dmcp.searching.config import BOUNDS, SearchResult, extremes
@@ -463,7 +463,7 @@ class _OneRun:
     def _hear(self, event: Event) -> None:
         """Plain records become lines of the log; a search is kept where it is what the method does."""
         if isinstance(event.record, Mapping):
-            self.files.log({"stage": event.stage} | dict(event.record))
+            self.files.add(LOG, {"stage": event.stage} | dict(event.record))
         elif not isinstance(event.record, SearchResult) or event.stage == SEARCH:
             self.report(event)
 
@@ -615,7 +615,7 @@ class _OneRun:
 
     def _write_tensors(self, name: str, state: Mapping[str, Tensor]) -> None:
         plain = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in state.items()}
-        self.files.write_bytes(name, safetensors.torch.save(plain))
+        self.files.write(name, safetensors.torch.save(plain))
 
     def _read_tensors(self, path: Path) -> dict[str, Tensor]:
         return parse_tensors(read_bytes(path, _MAX_BYTES), path)
