@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
+from dmcp.modules import rebatch
 
 Kept = Sequence[int]  # indices of the channels that stay
 Layer = tuple[str, str, str, dict[str, Any]]
@@ -497,13 +498,11 @@ def sizes(graph: Any) -> dict[str, int]:
 
 
 def counted_macs(model: nn.Module, x: Any) -> int:
-    """Multiply-adds of one sample by torch's own counter; the batch of all inputs is their dim 0."""
-    batch = len(leaves(x)[0])
+    """Multiply-adds of one sample by torch's own counter."""
     # With gradients and without fused attention, which torch does not count on every device and version.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        call(copy.deepcopy(model).eval(), x)
-    assert counter.get_total_flops() % (2 * batch) == 0
-    return counter.get_total_flops() // (2 * batch)
+        call(copy.deepcopy(model).eval(), rebatch(x, 1))
+    return counter.get_total_flops() // 2
 
 
 def check_graph(model: nn.Module, graph: Any, x: Any, modes: Sequence[bool] = (False, True)) -> None:
