@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import json
 import os
 import platform
 import stat
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -151,7 +153,7 @@ def plain(text: str) -> str:
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write all files under temporary names, and rename them in their order once all are on the disk."""
     folder.mkdir(parents=True, exist_ok=True)
-    staged, renamed = {folder / staging_name(name): folder / name for name in files}, False
+    staged = {folder / staging_name(name): folder / name for name in files}
     try:
         for path, data in zip(staged, files.values(), strict=True):
             path.unlink(missing_ok=True)  # what a killed process left, or a link
@@ -161,9 +163,8 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
                 os.fsync(file.fileno())
         for path, final in staged.items():
             path.replace(final)
-            renamed = True
     except BaseException:  # Ctrl-C, too
-        if not renamed:  # otherwise the rest keeps its temporary name, where `load` finds it
+        if next(iter(staged)).exists():  # between two renames the rest stays, for `load` to find
             for path in staged:
                 path.unlink(missing_ok=True)
         raise
@@ -195,9 +196,16 @@ def from_plain(kind: type[_T], data: Any) -> _T:
     return kind(**values)
 
 
+class _Names(dict[str, Any]):
+    """Names in annotations; those that only type checkers import stand for a type that nothing has."""
+
+    def __missing__(self, name: str) -> Any:
+        return getattr(builtins, name, _Names)
+
+
 @functools.cache
 def _hints(kind: Any) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+    return typing.get_type_hints(kind, localns=_Names(vars(sys.modules[kind.__module__])))
 
 
 def _convert(hint: Any, value: Any) -> Any:
