@@ -15,7 +15,7 @@ from dmcp.errors import DataError, TrainingError
 from dmcp.losses import Accuracy, LowerIsBetter, Metric, check_fit, check_range, distillation_loss, whole_of
 from dmcp.modules import call_model, narrow, tensors_in, unwrap
 from dmcp.runtime.distributed import current, sum_values
-from dmcp.tracing.trace import other_numbers
+from dmcp.tracing.trace import wrong_dtype
 
 
 @torch.no_grad()
@@ -24,7 +24,7 @@ def check_numbers(model: nn.Module, example: Any) -> None:
     model = unwrap(model)
     if _output(model, example, train=False) is not None:
         return
-    if wanted := other_numbers(model, example, lambda same: _run(model, same, train=False)):
+    if wanted := wrong_dtype(model, example, lambda same: _run(model, same, train=False)):
         raise DataError(f"The input of a batch holds {wanted}.")
 
 
