@@ -1,4 +1,4 @@
-"""An optimizer of one's own trains what SGD would train, by the same schedule; tests/test_keeping.py has its state."""
+"""An optimizer of one's own trains what SGD would train, by the same schedule; test_checkpoint.py has its state."""
 
 from __future__ import annotations
 
