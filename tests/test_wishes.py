@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from test_cli import DRY, Capture, run
-from test_onnx_sessions import needs_onnx
+from test_exporting import needs_onnx
 from torch import nn
 
 import dmcp
