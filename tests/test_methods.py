@@ -133,7 +133,7 @@ def test_a_stopped_training_ends_in_the_same_bits(name: str, tmp_path: Path) -> 
 
         def hear(event: Any) -> None:
             record = event.record
-            run.log({"stage": event.stage, **record}) if isinstance(record, dict) else run.on_event(event)
+            run.add("log.jsonl", {"stage": event.stage, **record}) if isinstance(record, dict) else run.on_event(event)
 
         keeper = run.checkpointer({}, every_steps=7, stop_requested=lambda: next(left, None) is None)
         return planted_problem(epochs=2, runtime=Runtime(checkpointer=keeper, on_event=hear))
