@@ -369,7 +369,7 @@ def test_skip_given_with_resume_is_kept(here: Path, capsys: Capture, monkeypatch
         patch.setattr("dmcp.cli.prune.save", die)  # all is tested
         assert run(capsys, "train", "--resume", "one", "--corrupt", "skip", "--workers", "0", "--quiet")[0] == 130
     after = json.loads((here / "one" / "settings.json").read_text())
-    assert after == before | {"job": before["job"] | {"corrupt": "skip"}} and before["job"]["corrupt"] == "stop"
+    assert after == before | {"corrupt": "skip"} and before["corrupt"] == "stop"
     code, out, err = run(capsys, "train", "--resume", "one", "--workers", "0", "--quiet", "--json")
     assert code == 0, err
     assert json.loads(out)["replaced"] == {"train": 0, "test": 1}

@@ -21,7 +21,8 @@ from torchvision.transforms import v2
 from typed import command
 
 from dmcp.cli import main
-from dmcp.cli.job import Job, open_job
+from dmcp.cli.config import RunConfig
+from dmcp.cli.job import open_job
 from dmcp.data import datasets
 from dmcp.data import datasets as datasets_module
 from dmcp.data.check import check_data
@@ -71,8 +72,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def job(data: Path | str, **changes: Any) -> Job:
-    return Job(
+def job(data: Path | str, **changes: Any) -> RunConfig:
+    return RunConfig(
         **{"model": "own_net:Classifier", "data": str(data), "batch": 4, "device": "cpu", "workers": 0} | changes
     )
 
@@ -208,7 +209,7 @@ def test_a_job_trains_at_height_and_width(here: Path) -> None:
     opened = open_job(job(write_photos(here / "a", (70, 50)), input="3x64x48"))
     assert opened.data.shape == (3, 64, 48) == next(iter(opened.loaders.train))[0].shape[1:]
     assert next(iter(opened.loaders.test))[0].shape[1:] == (3, 64, 48)
-    assert opened.notices == ()
+    assert opened.notes == ()
 
 
 # -- notices
@@ -217,12 +218,12 @@ def test_a_job_trains_at_height_and_width(here: Path) -> None:
 def test_enlarged_images_are_noticed(here: Path) -> None:
     small = write_photos(here / "small", (64, 48))
     (here / "small" / "train" / "cat" / "0.png").write_bytes(b"broken")
-    assert open_job(job(small)).notices == (
+    assert open_job(job(small)).notes == (
         "The images are about 64x48 and are enlarged to 224x224: give --input 3x64x48 to train at their size.",
     )
-    assert open_job(job(small, input="3x224x224")).notices == ()  # as asked for
-    assert open_job(job(write_photos(here / "large", (160, 150)))).notices == ()  # not clearly smaller
-    assert open_job(job("digits", model="digits:resnet", batch=128)).notices == ()
+    assert open_job(job(small, input="3x224x224")).notes == ()  # as asked for
+    assert open_job(job(write_photos(here / "large", (160, 150)))).notes == ()  # not clearly smaller
+    assert open_job(job("digits", model="digits:resnet", batch=128)).notes == ()
 
 
 def test_images_that_are_left_out_are_noticed(here: Path) -> None:
@@ -237,7 +238,7 @@ def test_images_that_are_left_out_are_noticed(here: Path) -> None:
         ({"batch": 11}, []),  # two
         ({"batch": 10, "holdout": 0.25}, [text.format(10, 8, 18, "--batch", 9)]),
     ):
-        assert list(open_job(job(data, input="3x8x8", **changes)).notices) == expected
+        assert list(open_job(job(data, input="3x8x8", **changes)).notes) == expected
 
 
 def test_swapped_parts_are_noticed(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -246,14 +247,14 @@ def test_swapped_parts_are_noticed(here: Path, capfd: pytest.CaptureFixture[str]
     for path in [*(data / "train").glob("*/[23].png")]:
         path.unlink()
     told = "There are more test images (10) than training images (6): are train/ and val/ swapped?"
-    assert open_job(job(data, input="3x8x8", batch=6)).notices == (told,)
+    assert open_job(job(data, input="3x8x8", batch=6)).notes == (told,)
     assert command("data", str(data), "--quiet") == 0
     out = capfd.readouterr().out
     assert told in out.splitlines()
     (data / "train").rename(data / "other")
     (data / "val").rename(data / "train")
     (data / "other").rename(data / "val")
-    assert open_job(job(data, input="3x8x8", batch=10)).notices == ()
+    assert open_job(job(data, input="3x8x8", batch=10)).notes == ()
     assert command("data", str(data), "--quiet") == 0 and "swapped?" not in capfd.readouterr().out
     shards = write_shards(here / "b")
     assert command("data", str(shards), "--quiet") == 0 and "swapped?" not in capfd.readouterr().out  # as many
@@ -268,7 +269,7 @@ def test_outputs_that_no_image_has_are_noticed(here: Path) -> None:
     data = write_photos(here / "a", (8, 8))
     told = "The network has 5 outputs, the data have 2 classes: build it with num_classes=2, unless that is meant."
     for words, expected in ((("num_classes=5",), (told,)), (("num_classes=2",), ()), ((), ())):
-        assert open_job(job(data, input="3x8x8", model_args=words)).notices == expected
+        assert open_job(job(data, input="3x8x8", model_args=words)).notes == expected
 
 
 # -- sentences

@@ -580,7 +580,7 @@ def test_another_network_data_or_setting_is_refused(
 ) -> None:
     run = shutil.copytree(killed["searching"], tmp_path / "run")
     settings = (run / "settings.json").read_text()
-    edit(run / "settings.json", lambda it: it["job"].update(model_args=["width=8"]))
+    edit(run / "settings.json", lambda it: it.update(model_args=["width=8"]))
     assert "the network is not what it was: fingerprint was" in refused(commands, run)
 
     (run / "settings.json").write_text(settings)
@@ -588,7 +588,7 @@ def test_another_network_data_or_setting_is_refused(
     for part in ("train", "test"):
         images, labels = draws.integers(0, 255, (200, 8, 8, 1), np.uint8), np.arange(200) % 10
         np.savez(tmp_path / f"{part}-0.npz", images=images, labels=labels)
-    edit(run / "settings.json", lambda it: it["job"].update(data=str(tmp_path)))
+    edit(run / "settings.json", lambda it: it.update(data=str(tmp_path)))
     found = refused(commands, run)
     assert "the data is not what it was" in found and "'train': 1415" in found and "'train': 200" in found
 
