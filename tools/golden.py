@@ -118,8 +118,9 @@ def place(name: str) -> Any:
 def call(function: Callable[..., Any], *args: Any, **settings: Any) -> Any:
     """Call it with settings by any of their spellings."""
     known, given, bundles = inspect.signature(function).parameters, {}, dict[tuple[str, str], dict[str, Any]]()
+    open_ended = any(it.kind is it.VAR_KEYWORD for it in known.values())
     for name, value in settings.items():
-        spelling = next((it for it in SPELLINGS.get(name, (name,)) if it in known), None)
+        spelling = next((it for it in SPELLINGS.get(name, (name,)) if it in known), name if open_ended else None)
         if spelling is not None:
             given[spelling] = value
         elif name in BUNDLES and BUNDLES[name][0] in known:

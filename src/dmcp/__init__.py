@@ -1,18 +1,21 @@
 """Channel pruning for any PyTorch CNN.
 
-result = dmcp.prune(model, loader, test_loader, budget="50%")   # all of what follows; the model is not changed
+result = dmcp.prune(model, loader, val_loader, budget="50%")    # all of what follows; the model is not changed
 
-graph = dmcp.trace(model, torch.zeros(2, 3, 224, 224))          # spaces, and what is kept whole and why
+graph = dmcp.trace(model, torch.zeros(2, 3, 224, 224))          # spaces, and what is unprunable and why
 net = dmcp.Supernet(model, graph)                               # every sub-network of the model
 found = dmcp.search(net, loader, dmcp.SearchConfig(budget="50%"))
-widths = dmcp.expected(found)                                   # inside the budget; dmcp.direct draws others
+widths = dmcp.expected(found)                                   # inside the budget; dmcp.direct samples others
 small = dmcp.cut(net.model, graph, widths)                      # a plain nn.Module of the model's own class
 dmcp.recalibrate(small, loader)
 dmcp.train(small, loader, dmcp.TrainConfig(epochs=20))
 dmcp.save(small, widths, "folder")                              # safetensors and JSON
+
+A name is imported when it is first used: `import dmcp` alone does not import torch.
 """
 
-import importlib
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -51,94 +54,41 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+# fmt: off
 __all__ = [
-    "RULES",
-    "Budget",
-    "BudgetError",
-    "ChannelGraph",
-    "ChannelSpace",
-    "Checkpointer",
-    "CutError",
-    "DataError",
-    "DmcpError",
-    "Engine",
-    "Event",
-    "FileError",
-    "Latency",
-    "LatencyConfig",
-    "Loaders",
-    "LowerIsBetter",
-    "PruneResult",
-    "Retrain",
-    "Runtime",
-    "SearchConfig",
-    "SearchResult",
-    "StoppedError",
-    "Supernet",
-    "Task",
-    "TraceError",
-    "TrainConfig",
-    "TrainingError",
-    "Widths",
-    "WidthsError",
-    "__version__",
-    "cut",
-    "direct",
-    "evaluate",
-    "expected",
-    "export",
-    "load",
-    "measure_latency",
-    "parse_budget",
-    "prune",
-    "quantize",
-    "random_widths",
-    "recalibrate",
-    "reinitialize",
-    "save",
-    "search",
-    "trace",
-    "train",
-    "uniform",
-    "verify",
+    "RULES", "Budget", "BudgetError", "ChannelGraph", "ChannelSpace", "Checkpointer", "CutError", "DataError",
+    "DmcpError", "Engine", "Event", "FileError", "Latency", "LatencyConfig", "Loaders", "LowerIsBetter", "PruneResult",
+    "Retrain", "Runtime", "SearchConfig", "SearchResult", "StoppedError", "Supernet", "Task", "TraceError",
+    "TrainConfig", "TrainingError", "Widths", "WidthsError", "__version__", "cut", "direct", "evaluate", "expected",
+    "export", "load", "measure_latency", "parse_budget", "prune", "quantize", "random_widths", "recalibrate",
+    "reinitialize", "save", "search", "trace", "train", "uniform", "verify",
 ]
-
-_HOME = {  # where each public name lives; imported when it is first asked for
-    "dmcp.budget": "Budget parse_budget=parse",
-    "dmcp.calibration": "recalibrate",
-    "dmcp.checkpoint": "Checkpointer",
-    "dmcp.cutting": "cut reinitialize verify",
-    "dmcp.errors": "BudgetError CutError DataError DmcpError FileError "
-    "StoppedError TraceError TrainingError WidthsError",
-    "dmcp.exporting": "export quantize",
-    "dmcp.latency.measure": "measure_latency",
-    "dmcp.latency.table": "Latency",
-    "dmcp.losses": "LowerIsBetter",
-    "dmcp.pruning": "Loaders PruneResult prune",
-    "dmcp.sampling": "direct expected random_widths uniform",
-    "dmcp.searching.config": "SearchResult",
-    "dmcp.searching.search": "search",
-    "dmcp.settings": "Engine LatencyConfig Retrain SearchConfig TrainConfig",
-    "dmcp.storage": "load save",
-    "dmcp.supernet": "Supernet",
-    "dmcp.tracing.graph": "ChannelGraph",
-    "dmcp.tracing.rules": "RULES",
-    "dmcp.tracing.trace": "trace",
-    "dmcp.training": "Event Runtime Task evaluate train",
-    "dmcp.widths": "ChannelSpace Widths",
+_NAMES = {  # module -> what it gives
+    "budget": "Budget", "calibration": "recalibrate", "checkpoint": "Checkpointer",
+    "cutting": "cut reinitialize verify",
+    "errors": "BudgetError CutError DataError DmcpError FileError StoppedError TraceError TrainingError WidthsError",
+    "exporting": "export quantize", "latency.measure": "measure_latency", "latency.table": "Latency",
+    "losses": "LowerIsBetter", "pruning": "Loaders PruneResult prune",
+    "sampling": "direct expected random_widths uniform", "searching.config": "SearchResult",
+    "searching.search": "search", "settings": "Engine LatencyConfig Retrain SearchConfig TrainConfig",
+    "storage": "load save", "supernet": "Supernet", "tracing.graph": "ChannelGraph", "tracing.rules": "RULES",
+    "tracing.trace": "trace", "training": "Event Runtime Task evaluate train", "widths": "ChannelSpace Widths",
 }
+# fmt: on
+_PLACES = {name: (module, name) for module, names in _NAMES.items() for name in names.split()}
+_PLACES["parse_budget"] = ("budget", "parse")
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for, so that `import dmcp` and `dmcp --help` need no torch."""
-    for module, names in _HOME.items():
-        for entry in names.split():
-            public, _, own = entry.partition("=")
-            if public == name:
-                globals()[name] = value = getattr(importlib.import_module(module), own or public)
-                return value
+    """Import a public name, or a module of the package, when it is first used."""
+    if name in _PLACES:
+        module, attribute = _PLACES[name]
+        globals()[name] = getattr(import_module(f"dmcp.{module}"), attribute)
+        return globals()[name]
+    if not name.startswith("_") and find_spec(f"dmcp.{name}"):
+        return import_module(f"dmcp.{name}")
     raise AttributeError(f"module 'dmcp' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*globals(), *__all__]

@@ -22,7 +22,7 @@ from dmcp import exporting, models, sampling
 from dmcp.batches import Loader, generator
 from dmcp.budget import check_reachable, parse
 from dmcp.cli.config import RunConfig, read_config
-from dmcp.cli.job import build, check_names, open_job, place_of, shape, trace_job
+from dmcp.cli.job import build, check_names, open_job, place_of, shape, sized, trace_job
 from dmcp.cli.prune import STOPPED
 from dmcp.cli.session import (
     INPUT,
@@ -36,6 +36,7 @@ from dmcp.cli.session import (
     stopping,
 )
 from dmcp.data.check import DataFacts, check_data
+from dmcp.data.datasets import load as load_data
 from dmcp.data.datasets import split, swapped
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError
@@ -151,9 +152,10 @@ def _check_target(path: Path) -> None:
 def data(name: str, input: str, workers: int | None, most: int, quiet: bool, as_json: bool) -> None:
     """dmcp data."""
     with Progress(quiet) as progress:
-        facts = check_data(
-            name, input=input, workers=workers, tell=lambda done, all: progress.count("reading", done, all, "files")
-        )
+        loaded = load_data(name, strict=False)
+        loaded = sized(loaded, name, input) if input else loaded
+        facts = check_data(loaded, workers, lambda done, count: progress.count("reading", done, count, "files"))
+        facts = facts if input else replace(facts, enlarged=None)
     if as_json:
         print_json(_plain(name, facts))
     else:
