@@ -370,6 +370,7 @@ def _loaders(config: RunConfig, train: DataSet, held: DataSet | None, test: Data
 
 def check_names(run: Path, config: RunConfig, *needed: str) -> None:
     """Refuse a run whose network, data or weights have names that mean nothing in this folder; say where they do."""
+    files: tuple[str, ...]
     for kind in needed:
         name = getattr(config, kind)
         if kind.endswith("model"):
