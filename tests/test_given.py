@@ -21,7 +21,6 @@ from test_pruning import SEARCH, TRAIN, Noise, traced
 from torch import Tensor, nn
 
 import dmcp
-from dmcp.cli.config import RetrainKind
 from dmcp.cli.session import _signals
 from dmcp.errors import DataError, DmcpError, TrainingError
 from dmcp.losses import DistillationWarning, MetricWarning
@@ -77,22 +76,20 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("words", "kind", "epochs"),
-    [((), "finetune", 20), (("--retrain", "scratch"), "scratch", 100), (("--retrain", "teacher"), "teacher", 100)],
+    [((), "finetune", 20), (("--retrain", "scratch"), "scratch", 100)],
 )
 def test_given_weights_are_kept_unless_somebody_says_otherwise(
     words: tuple[str, ...], kind: str, epochs: int, trained: Path, capsys: Capture
 ) -> None:
     plans = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dmcp.cli.prune._forecast", lambda plan, as_json: plans.append(plan))
+        patch.setattr("dmcp.cli.prune.dry_run", lambda config, request: plans.append(config))
         assert run(capsys, "prune", *SMALL, "--dry-run", *words, "--weights", str(trained))[0] == 0
         assert run(capsys, "prune", *SMALL, "--dry-run", *words)[0] == 0
         assert run(capsys, "prune", "--recipe", "imagenet_resnet18_1040m", *SMALL, "--dry-run", *words)[0] == 0
     with_weights, without, recipe = plans
     assert (with_weights.retrain, with_weights.train.epochs) == (kind, epochs)
     assert without.retrain == recipe.retrain == (words[1] if words else "scratch")
-    assert json.loads(json.dumps(with_weights.to_json()))["options"]["retrain"] == kind
-    assert "inherit with --weights" in RetrainKind.__metadata__[0].help
 
 
 def test_the_given_network_is_tested_as_it_is() -> None:

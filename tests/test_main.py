@@ -113,7 +113,7 @@ def test_every_option_is_on_the_page_of_commands() -> None:
 def test_commands_in_the_documents_have_these_options() -> None:
     known = {name: options | {"--help"} for name, options in options_of_commands().items()}
     typed = re.compile(rf"\bdmcp ({'|'.join(known)}) ([^\n`|]*)")
-    pages = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
+    pages = [DOCS.parent / "README.md", *(it for it in sorted(DOCS.glob("*.md")) if it.name != "errors.md")]
     lines = [(path.name, *found) for path in pages for found in typed.findall(path.read_text().replace("\\\n", " "))]
     assert len(lines) > 20
     assert [(*line,) for line in lines if not set(re.findall(OPTION, line[2])) <= known[line[1]]] == []

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import dmcp
 from dmcp import runs, training
 from dmcp.batches import generator
-from dmcp.cli.config import Plan, plan_from_json
+from dmcp.cli.config import RunConfig, config_from_json
 from dmcp.cli.job import _read_tensors, open_job
 from dmcp.cli.prune import forecast
 from dmcp.errors import TrainingError
@@ -360,20 +360,20 @@ def test_a_job_goes_on_with_the_same_teacher_only(tmp_path: Path) -> None:
 # how long it takes
 
 
-def test_the_forecast_knows_a_given_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_forecast_knows_a_given_teacher() -> None:
     ticks = itertools.count()
-    monkeypatch.setattr("dmcp.cli.prune._now", lambda model: float(next(ticks)))  # each step takes 1 s
     model, graph = traced()
 
-    def stages(kind: Retrain, baselines: bool, taught: bool) -> dict[str, float]:
-        net = Supernet(model, graph, 4)
-        found = forecast(net, Noise(3), replace(SEARCH, groups=4), TRAIN, kind, baselines, taught)
+    def stages(kind: Retrain, baselines: bool, teacher: str) -> dict[str, float]:
+        search = replace(SEARCH, groups=4)
+        config = RunConfig(search=search, train=TRAIN, retrain=kind, baselines=baselines, teacher=teacher)
+        found = forecast(Supernet(model, graph, 4), Noise(3), config, lambda net: float(next(ticks)))  # 1 s a step
         return {stage.name: stage.seconds / stage.steps for stage in found[2:]}
 
-    assert stages(Retrain.SCRATCH, False, False) == {UNPRUNED: 1, DMCP: pytest.approx(4 / 3)}
-    assert stages(Retrain.SCRATCH, False, True) == {DMCP: pytest.approx(4 / 3)}
-    assert stages(Retrain.FINETUNE, True, True) == dict.fromkeys([UNPRUNED, UNIFORM, DMCP], pytest.approx(4 / 3))
-    assert stages(Retrain.FINETUNE, False, False) == {DMCP: 1}
+    assert stages(Retrain.SCRATCH, False, UNPRUNED) == {UNPRUNED: 1, DMCP: pytest.approx(4 / 3)}
+    assert stages(Retrain.SCRATCH, False, "net.pth") == {DMCP: pytest.approx(4 / 3)}
+    assert stages(Retrain.FINETUNE, True, "given") == dict.fromkeys([UNPRUNED, UNIFORM, DMCP], pytest.approx(4 / 3))
+    assert stages(Retrain.FINETUNE, False, "") == {DMCP: 1}
 
 
 # on the command line
@@ -396,25 +396,25 @@ def here(files: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return files
 
 
-def plan_of(capsys: Capture, *words: str) -> Plan:
-    plans: list[Plan] = []
+def plan_of(capsys: Capture, *words: str) -> RunConfig:
+    plans: list[RunConfig] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dmcp.cli.prune._forecast", lambda plan, as_json: plans.append(plan))
+        patch.setattr("dmcp.cli.prune.dry_run", lambda config, request: plans.append(config))
         code, _, err = run(capsys, "prune", *SMALL, "--dry-run", *words)
     assert (code, err) == (0, "")
     return plans[0]
 
 
 def test_options_say_how_much_a_teacher_counts(here: Path, capsys: Capture) -> None:
-    usual = plan_of(capsys, "--retrain", "teacher").train
+    usual = plan_of(capsys, "--teacher", "unpruned").train
     assert usual is not None and (usual.kd_weight, usual.kd_temperature) == (0.5, 1.0)
     words = ("--kd-weight", "0.9", "--kd-temperature", "4")
-    for more in (("--retrain", "teacher"), ("--teacher", "net.pth"), ("--weights", "net.pth", "--teacher", "given")):
+    for more in (("--teacher", "unpruned"), ("--teacher", "net.pth"), ("--weights", "net.pth", "--teacher", "given")):
         plan = plan_of(capsys, *more, *words)
         assert plan.train is not None
         assert (plan.train.kd_weight, plan.train.kd_temperature) == (0.9, 4.0)
-        assert plan_from_json(json.loads(json.dumps(plan.to_json())), "here") == plan
-    recipe = plan_of(capsys, "--recipe", "imagenet_resnet18_1040m", "--retrain", "teacher", *words).train
+        assert config_from_json(json.loads(json.dumps(plan.to_json())), "here") == plan
+    recipe = plan_of(capsys, "--recipe", "imagenet_resnet18_1040m", "--teacher", "unpruned", *words).train
     assert recipe is not None and (recipe.kd_weight, recipe.kd_temperature) == (0.9, 4.0)
 
 
@@ -422,7 +422,7 @@ def test_a_teacher_decides_how_the_network_gets_its_weights(here: Path, capsys: 
     weights = ("--weights", "net.pth")
     assert plan_of(capsys, "--teacher", "net.pth").retrain is Retrain.SCRATCH
     assert plan_of(capsys, *weights, "--teacher", "given").retrain is Retrain.FINETUNE
-    assert plan_of(capsys, *weights, "--teacher", "given", "--retrain", "teacher").retrain is Retrain.SCRATCH
+    assert plan_of(capsys, *weights, "--teacher", "given", "--retrain", "scratch").retrain is Retrain.SCRATCH
 
 
 USELESS = "learns from no teacher: add --retrain teacher, which trains one, or name one with --teacher."
@@ -554,9 +554,9 @@ def test_the_network_of_a_teacher_may_have_arguments(tmp_path: Path, capsys: Cap
     torch.save(build("digits:resnet", width=24).state_dict(), tmp_path / "wide.pth")
     asked = ("--teacher", str(tmp_path / "wide.pth"), "--teacher-model", "digits:resnet")
     plan = plan_of(capsys, *asked, "--teacher-model-args", "width=24")
-    assert plan.job.teacher_model_args == ("width=24",) and plan.job.model_args == ()
-    assert plan_from_json(json.loads(json.dumps(plan.to_json())), "here") == plan
-    teacher = open_job(plan.job).teacher
+    assert plan.teacher_model_args == ("width=24",) and plan.model_args == ()
+    assert config_from_json(json.loads(json.dumps(plan.to_json())), "here") == plan
+    teacher = open_job(plan).teacher
     assert teacher is not None and teacher.get_submodule("conv1").weight.shape[0] == 24
     assert run(capsys, "train", *SMALL, *asked)[0] == 2  # the weights are of a wider one
 
@@ -570,9 +570,12 @@ def test_the_table_of_a_training_says_who_taught(here: Path, tmp_path: Path, cap
         (
             (("--teacher", "other.pth"), f"unpruned: trained from fresh weights, {share} the teacher (temp"),
             ((*kept, "--teacher", "given"), f"unpruned: trained on from the given weights, {share} the network as giv"),
-            (("--retrain", "teacher", "--widths", str(tmp_path / "widths.json")), f"weights, {share} the unpruned net"),
+            (
+                ("--teacher", "unpruned", "--widths", str(tmp_path / "widths.json")),
+                f"weights, {share} the unpruned net",
+            ),
             (kept, ""),
-            (("--retrain", "teacher"), ""),  # nobody taught
+            (("--teacher", "unpruned"), ""),  # nobody taught
         )
     ):
         code, out, _ = run(capsys, *train, *more, "--out", str(tmp_path / str(number)))
@@ -592,15 +595,15 @@ def test_the_command_says_that_a_teacher_knows_nothing(here: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        (("--teacher", "other.pth"), "teacher: other.pth; what it takes to ask it is in these times"),
+        (("--teacher", "other.pth"), "teacher: other.pth; its forward passes are in these times"),
         pytest.param(
             ("--weights", "net.pth", "--teacher", "given"),
-            "teacher: the network as given; what it takes to ask it is",
+            "teacher: the network as given; its forward passes",
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            ("--retrain", "teacher"),
-            "teacher: the unpruned network, which was trained first; what it takes to ask it",
+            ("--teacher", "unpruned"),
+            "teacher: the unpruned network, trained first; its forward passes",
             marks=pytest.mark.slow,
         ),
         pytest.param((), "", marks=pytest.mark.slow),
