@@ -156,52 +156,34 @@ def test_the_expected_cost_is_the_average_over_all_widths(squared: Any, groups: 
     for row, size in enumerate((STREAM, INNER)):
         sizes = group_sizes(size, groups)
         keep = [1.0, *(1 / (1 + math.exp(-a)) for a in alpha[row].tolist()[: len(sizes) - 1]), 0.0]
-        chances.append(
-            {sum(sizes[:k]): math.prod(keep[:k]) * (1 - keep[k]) for k in range(1, len(sizes) + 1)},
-        )
+        chances.append({sum(sizes[:k]): math.prod(keep[:k]) * (1 - keep[k]) for k in range(1, len(sizes) + 1)})
         assert sum(chances[-1].values()) == pytest.approx(1)
-    for by_hand, found in ((squared_macs, squared.expected_macs), (squared_params, squared.expected_params)):
-        average = sum(
-            p * q * by_hand(stream, inner)
-            for (stream, p), (inner, q) in itertools.product(chances[0].items(), chances[1].items())
-        )
-        survive = marginals(alpha) * (net.sizes > 0)
-        assert found(survive, net.sizes).item() == pytest.approx(average, rel=1e-12)
+    pairs = list(itertools.product(chances[0].items(), chances[1].items()))
+    survive = marginals(alpha) * (net.sizes > 0)
+    for kind, by_hand in (("macs", squared_macs), ("params", squared_params)):
+        average = sum(p * q * by_hand(stream, inner) for (stream, p), (inner, q) in pairs)
+        assert squared.expected_cost(kind, survive, net.sizes).item() == pytest.approx(average, rel=1e-12)
     if groups > 1:  # the square of the mean is not the mean of the square
         means = [sum(width * p for width, p in chance.items()) for chance in chances]
         assert squared_params(*means) < 0.999 * average
 
 
-def test_a_copied_graph_costs_the_same(squared: Any) -> None:
-    table = torch.tensor(list(every_width()))
-    assert squared.macs(table).tolist() == [squared_macs(*w) for w in every_width()]  # its tensors are made
-    twin = copy.deepcopy(squared)
-    assert twin.macs(table).tolist() == [squared_macs(*w) for w in every_width()]
-    net = dmcp.Supernet(Squared(), squared, groups=3)
-    for kind in ("expected_macs", "expected_params"):
-        before = getattr(squared, kind)(net.marginals(), net.sizes)
-        assert torch.equal(getattr(copy.deepcopy(squared), kind)(net.marginals(), net.sizes), before)
+def test_the_expected_cost_has_the_right_gradient_and_ends(squared: Any) -> None:
+    net = dmcp.Supernet(Squared(), squared, groups=3).double()
 
-
-def test_the_expected_cost_has_the_right_gradient(squared: Any) -> None:
-    net = dmcp.Supernet(Squared(), squared, groups=3)
-
-    def costs(alpha: Tensor) -> Tensor:
+    def costs(alpha: Tensor, graph: Any = squared) -> Tensor:
         survive = marginals(alpha) * (net.sizes > 0)
-        return torch.stack([squared.expected_macs(survive, net.sizes), squared.expected_params(survive, net.sizes)])
+        return torch.stack([graph.expected_cost(kind, survive, net.sizes) for kind in ("macs", "params")])
 
     alpha = torch.tensor([[0.3, -0.8], [1.1, 0.2]], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(costs, alpha)
     (gradient,) = torch.autograd.grad(costs(alpha)[0], alpha)
     assert (gradient > 0).all()
-
-
-def test_at_the_ends_of_the_chain_the_expected_cost_is_exact(squared: Any) -> None:
-    net = dmcp.Supernet(Squared(), squared, groups=3).double()
-    for alpha, widths in ((1e4, squared.full), (-1e4, net.min_widths)):
-        survive = marginals(torch.full_like(net.alpha, alpha)) * (net.sizes > 0)
-        assert squared.expected_macs(survive, net.sizes).item() == squared.macs(widths)
-        assert squared.expected_params(survive, net.sizes).item() == squared.params(widths)
+    for end, widths in ((1e4, squared.full), (-1e4, net.min_widths)):
+        assert costs(torch.full_like(net.alpha, end)).tolist() == [squared.macs(widths), squared.params(widths)]
+    twin = copy.deepcopy(squared)  # with the tensors that it has made
+    table = torch.tensor(list(every_width()))
+    assert torch.equal(costs(alpha, twin), costs(alpha)) and torch.equal(twin.macs(table), squared.macs(table))
 
 
 # -- memory
@@ -299,77 +281,45 @@ def test_by_hand() -> None:
     assert "1.312 kB of activations" in graph.summary()
 
 
-def test_what_is_read_later_stays() -> None:
-    layers = {"a": nn.Conv2d(1, 4, 1), "b": nn.Conv2d(4, 1, 1)}
-    once = Toy(lambda it, x: it.b(F.relu(it.a(x))), **layers)
-    again = Toy(lambda it, x: (lambda y: it.b(F.relu(y) + F.hardtanh(y)))(it.a(x)), **layers)
-    x = torch.randn(1, 1, 8, 8)
-    map_ = FLOAT * 4 * 64
-    assert dmcp.trace(once, x).memory() == map_ + FLOAT * 64
-    assert dmcp.trace(again, x).memory() == 2 * map_  # hardtanh writes over what relu has read
-    fresh = Toy(lambda it, x: it.b(it.a(F.relu(x))), a=nn.Conv2d(1, 2, 1), b=nn.Conv2d(2, 1, 1))
-    narrow = dmcp.trace(fresh, x).widths([1])
-    assert dmcp.trace(fresh, x).memory(narrow) == 2 * FLOAT * 64  # an input is not overwritten
-    view = Toy(lambda it, x: it.b(F.relu(it.a(x)[:, :, :4])), **layers)
-    assert dmcp.trace(view, x).memory() == 1.5 * map_  # half of it is read, but all of it is held meanwhile
+MAP, PLANE = 4 * 64, 64  # numbers in the map between `a` and `b`, and in their input and output
+HELD: dict[str, tuple[Callable[[Any, Tensor], Tensor], float]] = {
+    "relu overwrites": (lambda it, x: it.b(F.relu(it.a(x))), MAP + PLANE),
+    "not what is read later": (lambda it, x: it.b(F.relu(y := it.a(x)) + F.hardtanh(y)), 2 * MAP),
+    "half is read, but all is held": (lambda it, x: it.b(F.relu(it.a(x)[:, :, :4])), 1.5 * MAP),
+    "a flat view is overwritten": (lambda it, x: it.b(F.relu(it.a(x).flatten(1)).view(len(x), -1, 8, 8)), MAP + PLANE),
+    "so is a turned one": (lambda it, x: it.b(F.relu(it.a(x).transpose(1, 2)).transpose(1, 2)), MAP + PLANE),
+    "not one that shows a part twice": (
+        lambda it, x: it.b(F.relu(it.a(x)[:, :, None, :4].expand(-1, -1, 2, -1, -1).flatten(2, 3))),
+        2 * MAP,
+    ),
+    "computed weights do not count": (lambda it, x: it.b(F.conv2d(x, 2 * it.a.weight)), MAP + PLANE),
+    "an op without a rule": (lambda it, x: it.b(mystery(it.a(x))) + it.d(it.c(x)), 2 * MAP + PLANE),
+}
 
 
-@pytest.mark.parametrize("kind", ["flat", "turned"])
-def test_another_look_at_all_of_it_is_overwritten(kind: str) -> None:
-    """As PyTorch does in place, and runtimes by themselves."""
-    x, last = torch.randn(1, 2, 9, 9), nn.Linear(5 * 49, 3) if kind == "flat" else nn.Conv2d(5, 3, 1)
-
-    def net(activation: Callable[[Tensor], Tensor]) -> nn.Module:
-        def run(it: Any, x: Tensor) -> Tensor:
-            if kind == "flat":
-                return it.b(activation(it.a(x).flatten(1)))
-            return it.b(activation(it.a(x).transpose(1, 2)).transpose(1, 2))
-
-        return Toy(run, a=nn.Conv2d(2, 5, 3), b=last)
-
-    inside, outside = net(F.relu_), net(F.relu)
-    with torch.no_grad(), Held(inside, x) as held:
-        inside(x)
-    found = [dmcp.trace(model, x).memory() for model in (inside, outside)]
-    assert found == [held.peak] * 2 == [FLOAT * (2 * 81 + 5 * 49)] * 2
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("row", HELD)
+def test_memory_by_hand(row: str, dtype: torch.dtype) -> None:
+    run, numbers = HELD[row]
+    convs = {"a": nn.Conv2d(1, 4, 1), "b": nn.Conv2d(4, 1, 1), "c": nn.Conv2d(1, 2, 1), "d": nn.Conv2d(2, 1, 1)}
+    model = Toy(run, **convs).to(dtype)
+    for batch in (1, 4):
+        assert dmcp.trace(model, torch.randn(batch, 1, 8, 8, dtype=dtype)).memory() == dtype.itemsize * numbers
 
 
-def test_a_part_that_was_made_as_large_again_is_not() -> None:
-    """Half of it is shown twice: to write there would write each number twice."""
-
-    def run(it: Any, x: Tensor) -> Tensor:
-        x = it.a(x)
-        return it.b(F.relu(x[:, :, None, :4].expand(-1, -1, 2, -1, -1).flatten(2, 3)))
-
-    model, x = Toy(run, a=nn.Conv2d(1, 4, 1), b=nn.Conv2d(4, 1, 1)), torch.randn(1, 1, 8, 8)
-    assert dmcp.trace(model, x).memory() == 2 * FLOAT * 4 * 64
-
-
-def test_a_users_rule_says_whether_the_op_is_elementwise() -> None:
-    def passing(call: Any) -> Any:
-        return [call.x.dims]
-
-    model = Toy(lambda it, x: it.b(mystery(it.a(x))), a=nn.Conv2d(1, 4, 1), b=nn.Conv2d(4, 1, 1))
-    x, op, map_ = torch.randn(1, 1, 8, 8), torch.ops.dmcp_tests.mystery.default, FLOAT * 4 * 64
-    known = dmcp.RULES[torch.ops.aten.hardswish.default]
-    for rule, bytes_ in ((known, map_ + FLOAT * 64), (passing, 2 * map_)):
-        graph = dmcp.trace(model, x, rules=dmcp.RULES | {op: rule})
-        assert graph.memory() == bytes_
+def test_inputs_are_not_overwritten_and_rules_say_which_ops_are_elementwise() -> None:
+    x, layers = torch.randn(1, 1, 8, 8), {"a": nn.Conv2d(1, 4, 1), "b": nn.Conv2d(4, 1, 1)}
+    graph = dmcp.trace(Toy(lambda it, x: it.b(it.a(F.relu(x))), **layers), x)
+    assert graph.memory(graph.widths([1])) == FLOAT * 2 * PLANE
+    model = Toy(HELD["an op without a rule"][0], **layers, c=nn.Conv2d(1, 2, 1), d=nn.Conv2d(2, 1, 1))
+    elementwise = dmcp.RULES[torch.ops.aten.hardswish.default]
+    for rule, numbers in ((elementwise, MAP + 2 * PLANE), (passing, 2 * MAP + PLANE)):
+        graph = dmcp.trace(model, x, rules=dmcp.RULES | {torch.ops.dmcp_tests.mystery.default: rule})
+        assert graph.memory() == FLOAT * numbers
 
 
-def test_weights_and_batches_do_not_count() -> None:
-    def computed(it: Any, x: Tensor) -> Tensor:
-        weight = 2 * it.a.weight
-        return it.b(F.conv2d(x, weight))
-
-    layers = {"a": nn.Conv2d(1, 40, 1, bias=False), "b": nn.Conv2d(40, 1, 1)}
-    plain = Toy(lambda it, x: it.b(it.a(x)), **layers)
-    sizes = {
-        dmcp.trace(net, torch.randn(n, 1, 2, 2)).memory() for net in (plain, Toy(computed, **layers)) for n in (1, 4)
-    }
-    assert sizes == {FLOAT * 41 * 4}
-    half = dmcp.trace(plain.to(torch.bfloat16), torch.randn(1, 1, 2, 2, dtype=torch.bfloat16))
-    assert half.memory() == 2 * 41 * 4
+def passing(call: Any) -> Any:
+    return [call.x.dims]
 
 
 @pytest.mark.parametrize("toy", NETS, ids=lambda toy: toy.__name__)
@@ -383,15 +333,10 @@ def test_cut_networks_trace_to_the_same_number(toy: Any) -> None:
         assert dmcp.trace(small, x).memory() == graph.memory(graph.widths(row))
 
 
-def sampled(graph: dmcp.ChannelGraph, count: int = 50) -> Tensor:
-    random = torch.Generator().manual_seed(0)
-    return torch.stack([torch.randint(1, space.size + 1, (count,), generator=random) for space in graph.spaces], dim=1)
-
-
 def test_many_widths_at_once_and_the_moments_that_were_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nets()["residual"], torch.randn(1, 2, 9, 9)
-    graph, table = dmcp.trace(model, x), None
-    table = sampled(graph)
+    graph = dmcp.trace(model, x)
+    table = torch.stack([torch.randint(1, space.size + 1, (50,)) for space in graph.spaces], dim=1)
     counted = graph.memory(table)
     assert counted.dtype == torch.int64
     assert counted.tolist() == [graph.memory(graph.widths(row)) for row in table]
@@ -419,7 +364,7 @@ def test_expectation_is_the_most_of_the_moments() -> None:
     sizes = dmcp.Supernet(model, graph, groups=4).sizes
     alphas = torch.linspace(-1, 2, sizes.shape[0] * (sizes.shape[1] - 1)).reshape(sizes.shape[0], -1).double()
     chances = CHAIN.marginals(alphas)
-    got = graph.expected_memory(chances, sizes)
+    got = graph.expected_cost("memory", chances, sizes)
     widths = CHAIN.sample(alphas, sizes, 20_000, torch.Generator().manual_seed(0))
     means = [
         sum(factor * widths[:, list(key)].double().prod(dim=1).mean() for key, factor in moment.terms.items())
@@ -428,7 +373,7 @@ def test_expectation_is_the_most_of_the_moments() -> None:
     assert got.item() == pytest.approx(float(max(means)), rel=0.01)
     assert got.item() <= graph.memory(widths).double().mean().item() * 1.01
     certain = CHAIN.marginals(torch.full_like(alphas, 40.0))
-    assert graph.expected_memory(certain, sizes).item() == pytest.approx(graph.memory())
+    assert graph.expected_cost("memory", certain, sizes).item() == pytest.approx(graph.memory())
 
 
 # -- budgets of memory

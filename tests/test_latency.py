@@ -45,7 +45,8 @@ from dmcp.latency.measure import (
 from dmcp.latency.table import Latency
 from dmcp.markov import CHAIN
 from dmcp.models import build
-from dmcp.report.html import make_page, read_run
+from dmcp.report.html import make_page
+from dmcp.runs import read_run
 from dmcp.sampling import expected
 from dmcp.searching.config import SearchResult
 from dmcp.settings import LatencyConfig, RuntimeKind

@@ -1,9 +1,13 @@
-"""A run is a folder: what is in it, and what is read back from it."""
+"""A run is a folder: what is written, what is read back, and what is done with folders that nobody should trust."""
 
 from __future__ import annotations
 
 import functools
 import json
+import os
+import random
+import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,69 +15,146 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from test_pruning import SEARCH, TRAIN, Noise, traced
+from nets import Residual, sample
 
 import dmcp
 from dmcp.checkpoint import Checkpoint, save_checkpoint
 from dmcp.errors import DmcpError, FileError, WidthsError
 from dmcp.markov import CHAIN, INDEPENDENT, Process
 from dmcp.pruning import PruneResult
-from dmcp.runs import free_folder, load_search, open_run, read_json, save_search
+from dmcp.results import UNPRUNED
+from dmcp.runs import free_folder, list_runs, load_search, open_run, read_json, read_run, read_runs, save_search
+from dmcp.runtime.io import Lock
 from dmcp.training import Event
 
 FILES = {"log.jsonl", "search.json", "search.safetensors", "widths.json", "model.safetensors", "report.md"}
+SETTINGS: dict[str, Any] = {
+    "command": "prune",
+    "job": {"model": "digits:resnet", "data": "digits"},
+    "search": {"budget": "50%,params:60%", "tolerance": 0.95, "epochs": 4},
+}
+TENSORS = {"alphas": torch.tensor([[0.0, 0.0], [2.0, 0.0]]), "sizes": torch.tensor([[1, 2, 2], [4, 4, 0]])}
 
 
 @functools.cache
 def pruned() -> tuple[PruneResult, list[Event]]:
-    model, graph = traced()
+    torch.manual_seed(0)
+    batches = [(torch.randn(6, *Residual.SHAPE), torch.arange(6) % 5) for _ in range(2)]
     events: list[Event] = []
     result = dmcp.prune(
-        model,
-        Noise(),
-        Noise(1),
-        graph=graph,
-        search=SEARCH,
-        train=TRAIN,
+        Residual(**Residual.FULL),
+        batches,
+        batches[:1],
+        search=dmcp.SearchConfig(budget="60%", epochs=2, groups=4),
+        train=dmcp.TrainConfig(epochs=1, reference_batch=None, lr=0.05, warmup_lr=0.05),
         baselines=True,
         runtime=dmcp.Runtime(on_event=events.append),
     )
     return result, events
 
 
-@pytest.mark.usefixtures("figures")
-def test_a_run_is_a_folder_that_can_be_read_back(tmp_path: Path) -> None:
+def step_lines(steps: int, per_epoch: int = 10) -> list[dict[str, Any]]:
+    """A search whose second half moves the alphas."""
+    return [
+        {
+            "stage": "search",
+            "step": step,
+            "epoch": step // per_epoch,
+            "weight_losses": [2.0, 0.5, 0.7],
+            "ratios": [0.9 + step / 1000, 1.1] if step >= steps // 2 else None,
+        }
+        for step in range(steps)
+    ]
+
+
+def network_line(name: str, macs: int, accuracy: float) -> dict[str, Any]:
+    return {"stage": "test", "name": name, "macs": macs, "params": macs // 10, "accuracy": accuracy}
+
+
+TESTS = [network_line("unpruned", 1000, 0.9), network_line("uniform", 490, 0.8), network_line("dmcp", 480, 0.85)]
+TRAINED = {"stage": "dmcp", "epoch": 0, "step": 4, "steps": 33, "lr": 0.1, "loss": 2.0}
+
+
+def write_run(folder: Path, lines: list[dict[str, Any]], done: bool = True, **settings: Any) -> Path:
+    """A run of two spaces, written without the package."""
+    folder.mkdir(parents=True)
+    (folder / "settings.json").write_text(json.dumps(SETTINGS | settings))
+    (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if done:
+        limits = [{"kind": "macs", "target": 500}, {"kind": "params", "target": 60}]
+        facts = {"spaces": ["conv1", "conv2"], "budget": {"limits": limits}, "independent": False}
+        (folder / "search.json").write_text(json.dumps(facts))
+        safetensors.torch.save_file(TENSORS, folder / "search.safetensors")
+        widths = {"widths": {"conv1": 3, "conv2": 8}, "input_shape": [1, 8, 8], "fingerprint": "x"}
+        (folder / "widths.json").write_text(json.dumps(widths))
+    return folder
+
+
+# writing
+
+
+def test_a_real_run_is_written_and_read_back(tmp_path: Path) -> None:
     result, events = pruned()
     run = open_run(tmp_path / "deep" / "run")
+    run.write("settings.json", SETTINGS)
     for event in events:
         run.on_event(event)
+    assert read_run(run.folder).state == "stopped"
     run.finish(result)
     names = {path.name for path in run.folder.iterdir()}
-    assert names >= FILES
-    assert len([name for name in names if name.endswith(".svg")]) >= 4
-    assert not [name for name in names if name.startswith(".")]  # nothing half written is left
-
-    lines = [json.loads(line) for line in (run.folder / "log.jsonl").read_text().splitlines()]
-    assert len(lines) == len(events) - 1  # the search's result has its own files
-    assert {line["stage"] for line in lines} == {"search", "unpruned", "uniform", "dmcp", "test"}
+    assert names >= FILES and not [name for name in names if name.startswith(".")]  # nothing half written
     report = (run.folder / "report.md").read_text()
-    for row in result.rows:
-        shares = [
-            f"{100 * part:.1f} %" for part in (row.macs / result.graph.macs(), row.params / result.graph.params())
-        ]
-        counts = f"| {row.macs:,} | {shares[0]} | {row.params:,} | {shares[1]} |"
-        assert f"| {row.name} {counts} {100 * row.accuracy:.2f} % |" in report
-    for name in names:
-        assert not name.endswith(".svg") or f"({name})" in report
+    assert all(f"| {row.name} | {row.macs:,} |" in report for row in result.rows)
 
-    small = dmcp.load(run.folder, traced()[0])
+    past = read_run(run.folder)
+    assert (past.state, past.problems) == ("done", ())
+    assert past.rows == result.rows and past.search == result.search.log
+    assert set(past.training) == {row.name for row in result.rows}
+    assert dict(past.widths) == dict(result.widths)
+    assert past.before == {space.name: space.size for space in result.graph.spaces}
+    assert past.share("macs") == result.graph.macs(result.widths) / result.graph.macs()
+
+    small = dmcp.load(run.folder, Residual(**Residual.FULL))
     x = torch.randn(2, *result.graph.input_shape)
     assert torch.equal(small.eval()(x), result.model.eval()(x))
     found = load_search(run.folder, result.graph)
     assert torch.equal(found.alphas, result.search.alphas)
-    assert found.log == result.search.log
+    assert (found.log, found.budget) == (result.search.log, result.search.budget)
     assert dmcp.expected(found) == result.widths
-    assert found.budget == result.search.budget
+
+
+def test_a_folder_with_files_is_refused_and_a_free_name_is_found(tmp_path: Path) -> None:
+    assert open_run(tmp_path).folder == tmp_path  # empty
+    (tmp_path / "mine.txt").write_text("dear")
+    for taken in (tmp_path, tmp_path / "mine.txt"):
+        with pytest.raises(FileError):
+            open_run(taken)
+    assert free_folder("new", tmp_path).name == "new"
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new-2").mkdir()
+    assert free_folder("new", tmp_path).name == "new-3"
+
+
+def test_only_whole_lines_of_the_log_are_read(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    run.add("log.jsonl", {"stage": "search", "step": 0})
+    with (tmp_path / "log.jsonl").open("a") as file:
+        file.write('{"stage": "sea')  # killed here
+    assert run.records("search") == [{"step": 0}] and run.lines() == 1
+    (tmp_path / "log.jsonl").write_text('{"step": 3}\n')
+    with pytest.raises(FileError, match="line 1"):
+        run.records("search")
+
+
+@pytest.mark.parametrize("facts", [{}, {"lines": "2", "done": False}, {"lines": 2, "done": 0}], ids=str)
+def test_checkpoints_that_are_not_of_a_run_are_refused(facts: dict[str, Any], tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    save_checkpoint(run.checkpointer({}).stage("search").folder, Checkpoint(1, {}, facts))
+    with pytest.raises(FileError):
+        run.rewind()
+
+
+# the search
 
 
 @pytest.mark.parametrize("process", [CHAIN, INDEPENDENT], ids=["chain", "independent"])
@@ -83,80 +164,29 @@ def test_a_search_is_read_with_what_its_alphas_mean(tmp_path: Path, process: Pro
     assert load_search(tmp_path, found.graph).process is process
 
 
-def test_a_folder_with_files_is_refused_and_a_free_name_is_found(tmp_path: Path) -> None:
-    assert open_run(tmp_path).folder == tmp_path  # empty
-    (tmp_path / "mine.txt").write_text("dear")
-    with pytest.raises(FileError, match="already holds files"):
-        open_run(tmp_path)
-    with pytest.raises(FileError, match="no run can be kept here"):
-        open_run(tmp_path / "mine.txt")
-    assert free_folder("new", tmp_path).name == "new"
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new-2").mkdir()
-    assert free_folder("new", tmp_path).name == "new-3"
-
-
-def test_a_search_of_another_network_or_a_broken_file_is_refused(tmp_path: Path) -> None:
-    found = pruned()[0].search
-    with pytest.raises(FileError, match=r"search\.json: cannot be read"):
-        load_search(tmp_path, found.graph)
-    save_search(found, tmp_path)
-    other = dmcp.trace(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), torch.nn.Conv2d(4, 2, 1)), torch.zeros(2, 3, 4, 4))
-    with pytest.raises(WidthsError, match="another architecture"):
-        load_search(tmp_path, other)
-    (tmp_path / "search.safetensors").write_bytes(b"no")
-    with pytest.raises(FileError, match=r"search\.safetensors: not a safetensors file"):
-        load_search(tmp_path, found.graph)
-    (tmp_path / "search.json").write_text("{")
-    with pytest.raises(FileError, match="not JSON"):
-        load_search(tmp_path, found.graph)
-    (tmp_path / "search.json").write_text("[]")
-    with pytest.raises(FileError, match="holds a list"):
-        read_json(tmp_path / "search.json")
-
-
-def test_only_whole_lines_of_the_log_are_read(tmp_path: Path) -> None:
-    run = open_run(tmp_path)
-    run.log({"stage": "search", "step": 0})
-    with (tmp_path / "log.jsonl").open("a") as file:
-        file.write('{"stage": "sea')  # killed here
-    assert run.records("search") == [{"step": 0}]
-    assert run.lines() == 1
-    (tmp_path / "log.jsonl").write_text('{"step": 3}\n')
-    with pytest.raises(FileError, match="line 1: not a record of a run"):
-        run.records("search")
-
-
-@pytest.mark.parametrize("facts", [{}, {"lines": "2", "done": False}, {"lines": 2, "done": 0}], ids=str)
-def test_checkpoints_that_are_not_of_a_run_are_refused(facts: dict[str, Any], tmp_path: Path) -> None:
-    run = open_run(tmp_path)
-    save_checkpoint(run.checkpointer({}).stage("search").folder, Checkpoint(1, {}, facts))
-    with pytest.raises(FileError, match="not the checkpoints of a run"):
-        run.rewind()
-
-
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "error"),
     [
-        ({"budget": None}, "Budget is not a table"),
-        ({"budget": {"limits": [{"kind": "watts", "target": 3}], "text": ""}}, "A limit is one of"),
-        ({"tolerance": 1.5}, "a tolerance of 1.5"),
-        ({"align": True}, "align: True"),
-        ({"more": 1}, "more"),
-        ({"spaces": ["a"]}, "another architecture"),
+        ({"budget": None}, FileError),
+        ({"budget": {"limits": [{"kind": "watts", "target": 3}], "text": ""}}, DmcpError),
+        ({"tolerance": 1.5}, FileError),
+        ({"align": True}, FileError),
+        ({"more": 1}, FileError),
+        ({"format": "torch-dmcp search 0"}, FileError),
+        ({"spaces": ["a"]}, WidthsError),
     ],
     ids=str,
 )
-def test_an_edited_search_is_refused(changes: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+def test_an_edited_search_is_refused(changes: dict[str, Any], error: type[DmcpError], tmp_path: Path) -> None:
     found = pruned()[0].search
     save_search(found, tmp_path)
     path = tmp_path / "search.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(DmcpError, match=sentence):
+    with pytest.raises(error):
         load_search(tmp_path, found.graph)
 
 
-@pytest.mark.parametrize("kind", ["float sizes", "no floor", "too wide", "NaN", "no alphas"])
+@pytest.mark.parametrize("kind", ["float sizes", "empty group", "too wide", "NaN", "no alphas", "no tensors"])
 def test_chains_that_cannot_be_are_refused(kind: str, tmp_path: Path) -> None:
     found = pruned()[0].search
     save_search(found, tmp_path)
@@ -168,7 +198,161 @@ def test_chains_that_cannot_be_are_refused(kind: str, tmp_path: Path) -> None:
     elif kind == "no alphas":
         del tensors["alphas"]
     else:
-        tensors["sizes"][0, 0] = 0 if kind == "no floor" else 2**62
+        tensors["sizes"][0, 0] = {"empty group": 0, "too wide": 1000}.get(kind, 1)
     safetensors.torch.save_file(tensors, tmp_path / "search.safetensors")
-    with pytest.raises(FileError, match="of this network's chains"):
+    if kind == "no tensors":
+        (tmp_path / "search.safetensors").write_bytes(b"no")
+    with pytest.raises(FileError, match=r"search\.safetensors"):
         load_search(tmp_path, found.graph)
+
+
+def test_a_search_of_another_network_or_of_no_file_is_refused(tmp_path: Path) -> None:
+    found = pruned()[0].search
+    with pytest.raises(FileError):
+        load_search(tmp_path, found.graph)
+    save_search(found, tmp_path)
+    other = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), torch.nn.Conv2d(4, 2, 1))
+    with pytest.raises(WidthsError):
+        load_search(tmp_path, dmcp.trace(other, sample((3, 4, 4)).float()))
+    for text in ("{", "[]"):
+        (tmp_path / "search.json").write_text(text)
+        with pytest.raises(FileError):
+            read_json(tmp_path / "search.json")
+
+
+# reading
+
+
+def test_facts_of_a_finished_run(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "a", [*step_lines(40), *TESTS]))
+    wanted = {"name": "a", "state": "done", "progress": "", "accuracy": 0.85, "macs": 480, "macs_share": 0.48}
+    wanted |= {"budget": "50%,params:60%", "model": "digits:resnet", "data": "digits"}
+    assert run.describe().items() >= wanted.items()
+    assert run.targets == {"macs": 500, "params": 60} and run.before == {"conv1": 5, "conv2": 8}
+    sigmoid = torch.tensor(2.0).sigmoid().item()
+    assert run.expected == pytest.approx({"conv1": 1 + 2 / 2 + 2 / 4, "conv2": 4 + 4 * sigmoid})
+
+
+def test_the_unpruned_cost_may_stand_in_the_settings(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "a", TESTS[2:], unpruned={"macs": 960, "params": 96}))
+    assert run.row(UNPRUNED) is None
+    assert (run.share("macs"), run.share("params")) == (0.5, 0.5)
+    assert read_run(write_run(tmp_path / "b", TESTS[2:])).share("macs") is None
+
+
+@pytest.mark.parametrize(
+    ("lines", "where"),
+    [
+        ([], "before the first logged step"),
+        (step_lines(7), "search, step 7, in epoch 1 of 4"),
+        (step_lines(17), "search, step 17 of 40"),
+        ([*step_lines(40), TRAINED], "dmcp, step 5 of 33"),
+    ],
+)
+def test_an_unfinished_run_says_how_far_it_is(tmp_path: Path, lines: list[dict[str, Any]], where: str) -> None:
+    folder = write_run(tmp_path / "a", lines, done=False)
+    with (folder / "log.jsonl").open("a") as file:
+        file.write('{"stage": "sea')
+    run = read_run(folder)
+    assert (run.state, run.progress) == ("stopped", where)
+
+
+def test_a_run_is_running_while_its_lock_is_held(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", step_lines(7), done=False)
+    with Lock(folder):
+        assert read_run(folder).state == "running"
+    (folder / "lock").write_text("process 1 on elsewhere")  # nobody holds it
+    assert read_run(folder).state == "stopped"
+
+
+def test_the_end_of_a_log_is_enough_for_a_list(tmp_path: Path) -> None:
+    finished = write_run(tmp_path / "a", [*step_lines(400), *TESTS])
+    run = read_run(finished, tail=2000)
+    assert 0 < len(run.search) < 20 and run.describe() == read_run(finished).describe()
+    stopped = read_run(write_run(tmp_path / "b", step_lines(35), done=False), tail=2000)
+    assert 0 < len(stopped.search) < 20 and stopped.progress == "search, step 35 of 40"
+
+
+def test_a_step_that_was_done_again_counts_once(tmp_path: Path) -> None:
+    again = [line | {"weight_losses": [9.0]} for line in step_lines(20)[10:]]
+    run = read_run(write_run(tmp_path / "a", [*step_lines(15), *again], done=False))
+    assert [record.step for record in run.search] == list(range(20))
+    assert [record.weight_losses for record in run.search[9:11]] == [(2.0, 0.5, 0.7), (9.0,)]
+
+
+def test_lines_and_fields_of_later_versions_are_passed_over(tmp_path: Path) -> None:
+    lines = [{"stage": "resumed", "from": 3}, TESTS[0] | {"energy": "low"}]
+    run = read_run(write_run(tmp_path / "a", lines))
+    assert (run.state, len(run.rows), dict(run.training)) == ("done", 1, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("settings.json", "{"),
+        ("settings.json", "[]"),
+        ("settings.json", "[" * 100_000),
+        ("log.jsonl", '{"stage": "test"\n'),
+        ("log.jsonl", "[1]\n"),
+        ("log.jsonl", json.dumps(TESTS[0] | {"accuracy": "high"}) + "\n"),
+        ("log.jsonl", json.dumps(TESTS[0] | {"accuracy": float("nan")}) + "\n"),
+        ("log.jsonl", json.dumps(TESTS[0] | {"macs": 10**30}) + "\n"),
+        ("log.jsonl", json.dumps(step_lines(1)[0] | {"ratios": ["1"]}) + "\n"),
+        ("times.jsonl", json.dumps({"name": "dmcp", "ms": "fast", "batch": 8}) + "\n"),
+        ("widths.json", '{"widths": {"conv1": -3}, "input_shape": [], "fingerprint": ""}'),
+        ("outcome.json", '{"asked_ms": -1}'),
+        ("search.json", '{"spaces": ["one"], "budget": {"limits": []}, "independent": false}'),
+        ("search.json", '{"spaces": 3}'),
+        ("search.safetensors", "short"),
+    ],
+)
+def test_a_damaged_run_says_which_file(tmp_path: Path, name: str, text: str) -> None:
+    folder = write_run(tmp_path / "a", [*step_lines(40), *TESTS])
+    (folder / name).write_text(text)
+    run = read_run(folder)
+    assert run.state == "damaged"
+    assert run.problems[0].startswith("search." if name.startswith("search.") else name)
+    assert str(tmp_path) not in run.problems[0]
+
+
+def test_what_comes_before_a_damaged_line_is_read(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", step_lines(5))
+    with (folder / "log.jsonl").open("a") as file:
+        file.write("no\n" + json.dumps(TESTS[0]) + "\n")
+    run = read_run(folder)
+    assert (len(run.search), run.rows, run.state) == (5, (), "damaged")
+
+
+def spoilt(tmp_path: Path, count: int) -> Iterator[Path]:
+    """Runs of which one file has other bytes, or an early end."""
+    chance = random.Random(0)
+    clean = write_run(tmp_path / "clean", [*step_lines(12), *TESTS])
+    for number in range(count):
+        folder = shutil.copytree(clean, tmp_path / str(number))
+        path = chance.choice(sorted(folder.iterdir()))
+        data = bytearray(path.read_bytes())
+        for _ in range(chance.randint(1, 4)):
+            data[chance.randrange(len(data))] = chance.choice(b'\x00\xff{}[]",:019-eE\n<&x')
+        path.write_bytes(data[: chance.choice([len(data), chance.randrange(len(data))])])
+        yield folder
+
+
+def test_whatever_the_bytes_are_a_run_is_read(tmp_path: Path) -> None:
+    seen = {read_run(folder).describe()["state"] for folder in spoilt(tmp_path, 150)}
+    assert seen >= {"done", "damaged"}
+
+
+def test_runs_of_folders(tmp_path: Path) -> None:
+    table = tmp_path / "my table"  # as dmcp compare leaves one: not all in it are runs
+    for place, name in enumerate(("two", "one")):
+        folder = write_run(table / name, step_lines(17), done=False)
+        os.utime(folder / "settings.json", (1e9 - place, 1e9 - place))
+    (table / "plans").mkdir()
+    (table / "file").touch()
+    assert [run.name for run in list_runs(table)] == ["one", "two"]  # the oldest first
+    alone = write_run(tmp_path / "alone", step_lines(17), done=False)
+    assert [run.name for run in read_runs([alone, table])] == ["alone", "one", "two"]
+    assert [run.name for run in read_runs([table / "two", table])] == ["two", "one"]  # none twice
+    for read in (lambda: list_runs(tmp_path / "none"), lambda: read_run(table), lambda: read_runs([table / "plans"])):
+        with pytest.raises(FileError):
+            read()

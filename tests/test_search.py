@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dmcp
 import dmcp.searching.steps
 from dmcp.budget import parse, ratios
+from dmcp.checkpoint import Checkpointer
 from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError, WidthsError
 from dmcp.markov import CERTAIN, CHAIN, INDEPENDENT
 from dmcp.searching.config import Log, SearchRecord, SearchResult
@@ -71,7 +72,13 @@ def search(
 ) -> SearchResult:
     config = SearchConfig(**{"budget": "50%", "groups": 4, "epochs": 2, **settings})
     batches = Noise() if loader is None else loader
-    return dmcp.search(net, batches, config, loss=loss, arch_loader=arch_loader, on_record=on_record)
+
+    def hear(event: dmcp.Event) -> None:
+        if on_record is not None and isinstance(event.record, SearchRecord):
+            on_record(event.record)
+
+    task, runtime = dmcp.Task(loss=loss), dmcp.Runtime(on_event=hear)
+    return dmcp.search(net, batches, config, arch_loader=arch_loader, task=task, runtime=runtime)
 
 
 def ran(**settings: Any) -> tuple[Any, SearchResult]:
@@ -359,28 +366,37 @@ class Pictures:
         return iter(self.batches)
 
 
-def twenty_steps(engine: dmcp.Engine) -> tuple[Any, Tensor]:
-    """The supernet and all losses."""
+def searched(
+    engine: dmcp.Engine,
+    build: Callable[[], nn.Module] = Smooth,
+    checkpointer: Checkpointer | None = None,
+    **settings: Any,
+) -> tuple[Any, SearchResult]:
+    """The supernet and the result after twenty steps; test_gpu.py uses it, too."""
     torch.manual_seed(0)
-    model = Smooth().to(DEVICE)
+    model = build().to(DEVICE)
     net = dmcp.Supernet(model, dmcp.trace(model, torch.zeros(2, 3, 32, 32, device=DEVICE)))
-    config = SearchConfig(budget="50%", epochs=2, reference_batch=128, log_every=1)
-    log = dmcp.search(net, Pictures(), config, engine=engine).log
-    return net, torch.tensor([[*(r.weight_losses or ()), r.task_loss or 0.0, *(r.ratios or (0.0,))] for r in log])
+    config = SearchConfig(budget="50%", epochs=2, reference_batch=128, log_every=1, **settings)
+    runtime = dmcp.Runtime(engine=engine, checkpointer=checkpointer)
+    return net, dmcp.search(net, Pictures(), config, runtime=runtime)
+
+
+def losses(result: SearchResult) -> Tensor:
+    return torch.tensor([[*(r.weight_losses or ()), r.task_loss or 0.0, *(r.ratios or (0.0,))] for r in result.log])
 
 
 @functools.cache
 def eager() -> Tensor:
-    return twenty_steps(EAGER)[1]
+    return losses(searched(EAGER)[1])
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # dynamo's
 @pytest.mark.parametrize("name", [pytest.param(it, marks=() if GPU else pytest.mark.slow) for it in ENGINES])
 def test_twenty_steps_on_every_engine(name: str) -> None:
     engine, tolerance = ENGINES[name]
-    net, losses = twenty_steps(engine)
+    net, result = searched(engine)
     assert (eager()[-1] - eager()[0]).abs().max() > 0.1  # they move
-    assert ((losses - eager()).abs() / eager().amax(dim=1, keepdim=True)).max() < tolerance
+    assert ((losses(result) - eager()).abs() / eager().amax(dim=1, keepdim=True)).max() < tolerance
     resolved, x = engine.resolve(DEVICE, steps=10**6), Pictures(count=1).batches[0][0]
     widths = net.graph.widths({space.name: max(1, 2 * space.size // 3) for space in net.graph.spaces})
     with torch.no_grad(), resolved.running(net.model), resolved.autocast():

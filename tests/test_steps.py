@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from nets import Chain, Depthwise, Residual, sample
+from test_subnets import sandwich
 from test_supernet import EXPLICIT, Backwards, Plain, by_width
 from test_supernet import made as supernet
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from dmcp.budget import parse
 from dmcp.errors import TrainingError
 from dmcp.searching.steps import Setup, arch_step, weight_step
-from dmcp.searching.subnets import chains, sandwich
+from dmcp.searching.subnets import chains
 from dmcp.settings import Sampling, SearchConfig
 
 Batches = list[tuple[Tensor, Tensor]]

@@ -27,7 +27,7 @@ from dmcp.markov import CHAIN, INDEPENDENT
 from dmcp.searching.config import bounds
 from dmcp.searching.search import search
 from dmcp.searching.steps import Passes, Setup, weight_step
-from dmcp.searching.subnets import Chains, Stem, chains, find_stem, sample_gates, sandwich, sort_channels
+from dmcp.searching.subnets import Chains, Stem, chains, find_stem, sample_gates, sort_channels
 from dmcp.settings import Sampling, SearchConfig
 from dmcp.supernet import Narrow
 
@@ -63,6 +63,12 @@ def widths_of(net: Any, gates: list[Tensor]) -> Tensor:
 
 def sampled(net: Any, chain: Chains, sampling: Sampling) -> list[Tensor]:
     return sample_gates(net, chain, sampling, MANY, torch.Generator().manual_seed(0))
+
+
+def sandwich(net: Any, chain: Chains, sampling: Sampling, count: int, dice: torch.Generator | None = None) -> list[Any]:
+    """The largest, the smallest, then random sub-networks."""
+    ends = [net.hard(chain.sizes.sum(dim=1)), net.hard(chain.sizes[:, 0])]
+    return ends + sample_gates(net, chain, sampling, count, dice)
 
 
 # bounds
@@ -227,7 +233,7 @@ def three_steps(net: Any, stem: Stem | None, x: Tensor, lr: float, align: int | 
     torch.manual_seed(2)  # of dropout: each sub-network has its own
     losses = []
     for number in range(3):
-        subnets: list[Any] = sandwich(net, setup.chains, Sampling.UNIFORM, 2, dice)
+        subnets = sandwich(net, setup.chains, Sampling.UNIFORM, 2, dice)
         subnets[1] = subnets[1] if small is None else small
         batches = [(part + 0.1 * number, torch.arange(len(part)) % 5) for part in x.split(8)]
         losses.append(weight_step(setup, batches, optimizer, subnets, passes))
@@ -373,13 +379,6 @@ class ReZero(nn.Module):
         return x + self.scale * self.conv(x)
 
 
-class Scaled(nn.Conv2d):
-    """Takes a second argument."""
-
-    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        return super().forward(x) * scale
-
-
 class Two(nn.Conv2d):
     """Gives two tensors."""
 
@@ -509,15 +508,12 @@ ATTACKS: dict[str, Callable[[], nn.Module]] = {
     "copy of the output written": coded(copied),
     "in-place activation": lambda: with_part(lambda: nn.ReLU(True), lambda n, x: n.then(n.part(n.norm(n.stem(x)))))(),
     "input written": lambda: with_part(lambda: nn.ReLU(inplace=True))(),
-    "input written in each pass": lambda: with_part(lambda: nn.LeakyReLU(0.5, inplace=True))(),
     "module called twice": lambda: with_part(lambda: nn.LeakyReLU(0.3), AGAIN)(),
-    "relu called twice": lambda: with_part(nn.ReLU, AGAIN)(),
     "module called again later": coded(lambda n, x: n.then(n.act(n.conv3(n.conv2(n.first(x)))[:, :1] + n.first(x)))),
     "code between the modules": coded(lambda n, x: n.then(F.relu(n.norm(F.relu(n.stem(x)))))),
     "dropout in the stem": lambda: with_part(nn.Dropout, AGAIN)(),
     "dropout behind it": coded(lambda n, x: n.then(F.dropout(n.first(x), 0.5, n.training))),
     "hook on a module": hooked("register_forward_hook", lambda m, x, out: out * 2),
-    "hook before a module": hooked("register_forward_pre_hook", lambda m, x: (x[0] * 2,)),
     "hook before the network": hooked("register_forward_pre_hook", lambda m, x: (x[0] * 2,), ""),
     "hook on the network": hooked("register_forward_hook", lambda m, x, out: out * x[0].shape[1], ""),
     "shape of the input, behind zeros": lambda: coded(lambda n, x: n.then(n.first(x)) * x.shape[1])(zero=True),
@@ -526,12 +522,8 @@ ATTACKS: dict[str, Callable[[], nn.Module]] = {
     "size of the input, in training": lambda: with_part(lambda: nn.Conv2d(8, 5, 1), auxiliary)(stride=2),
     "needs a gradient": coded(lambda n, x: n.then(n.first(x)) * (2 if x.requires_grad else 1)),
     "attribute of a module": coded(lambda n, x: n.then(n.first(x)) / n.stem.out_channels),
-    "attribute, in training": coded(
-        lambda n, x: n.then(n.first(x)) / (getattr(n.stem, "out_channels", 1) if n.training else 1)
-    ),
     "weight of a module": coded(lambda n, x: n.then(n.first(x)) * (1 + n.norm.weight.mean() + n.stem.weight.norm())),
     "weight of two modules": tied,
-    "second argument": lambda: with_part(lambda: Scaled(3, 3, 1), lambda n, x: n.then(n.first(n.part(x, 2.0))))(),
     "two outputs": lambda: with_part(lambda: Two(8, 8, 1), lambda n, x: n.then(sum(n.part(n.first(x)))))(),
     "ignore": ignore,
     "no gradient": coded(without_gradient),
@@ -569,7 +561,6 @@ NONE = {  # odd in the very first layer: it is written by hand, hooked, or used 
     "attribute of a module",
     "weight of a module",
     "weight of two modules",
-    "second argument",
     "no gradient in its first module",
     "counts its calls",
     "spectral norm",

@@ -27,9 +27,10 @@ from dmcp.cli.prune import forecast
 from dmcp.errors import TrainingError
 from dmcp.losses import DistillationWarning, classification_loss, distillation_loss, top1
 from dmcp.models import build
-from dmcp.report.html import make_page, read_run
+from dmcp.report.html import make_page
 from dmcp.results import DMCP, ORIGINAL, TEACHER, UNIFORM, UNPRUNED, Row
 from dmcp.retraining import TeacherWarning, train_all
+from dmcp.runs import read_run
 from dmcp.settings import Retrain
 from dmcp.supernet import Supernet
 from dmcp.training import Event, evaluate

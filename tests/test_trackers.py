@@ -6,34 +6,23 @@ import contextlib
 import importlib.machinery
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import types
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import pytest
 import torch
-from nets import Residual
 
-import dmcp
 from dmcp.errors import DmcpError
 from dmcp.report.trackers import Tracker, open_tracker, scalars
 from dmcp.results import Row
-from dmcp.runs import Run
 from dmcp.searching.config import SearchRecord, SearchResult
-from dmcp.settings import SearchConfig, TrainConfig
 from dmcp.training import Event, StepRecord
 
 SETTINGS = {"job": {"model": "resnet18", "ignore": ["fc"]}, "search": {"lr": 0.2}, "train": None}
-
-needs_tensorboard = pytest.mark.skipif(
-    importlib.util.find_spec("tensorboard") is None, reason="NOT TESTED: pip install tensorboard"
-)
 
 
 def search(step: int, loss: float = 1.0) -> Event:
@@ -41,26 +30,19 @@ def search(step: int, loss: float = 1.0) -> Event:
 
 
 def train(step: int, loss: float = 1.0) -> Event:
-    return Event("uniform", 10, StepRecord(0, step, 10, 0.1, loss))
+    return Event("my net", 10, StepRecord(0, step, 10, 0.1, loss))
 
 
-ROW = Event("test", 2, Row("uniform", macs=1000, params=200, accuracy=0.75, ms=1.0, batch=8))
+ROW = Event("test", 2, Row("my net", macs=1000, params=200, accuracy=0.75, ms=1.0, batch=8))
 EVENTS = [search(0), search(1), train(0), train(1, loss=0.5), ROW]
 
 
-def send(tracker: Tracker, events: Sequence[Event] = EVENTS) -> None:
-    for event in events:
-        tracker.on_event(event)
-
-
-def interrupt(tracker: Tracker, events: Sequence[Event]) -> None:
-    """A run that is ended by Ctrl-C after these events."""
+def send(tracker: Tracker, events: Sequence[Event] = EVENTS, interrupt: bool = False) -> None:
     with contextlib.suppress(KeyboardInterrupt), tracker:
-        send(tracker, events)
-        raise KeyboardInterrupt
-
-
-# names
+        for event in events:
+            tracker.on_event(event)
+        if interrupt:
+            raise KeyboardInterrupt
 
 
 def test_names_of_the_numbers() -> None:
@@ -77,36 +59,24 @@ def test_names_of_the_numbers() -> None:
         "search/expected_cost_params": 0.8,
     }
     assert {"search/expected_cost_1", "search/expected_cost_2"} < scalars(search(3)).keys()
-    assert scalars(train(3)) == {"uniform-widths/loss": 1.0, "uniform-widths/lr": 0.1}
-    assert scalars(ROW) == {
-        "test/uniform-widths/accuracy": 0.75,
-        "test/uniform-widths/macs": 1000,
-        "test/uniform-widths/params": 200,
-    }
-
-
-def test_what_a_step_did_not_do_has_no_number() -> None:
-    assert scalars(Event("search", 9, SearchRecord(0, 0, 0.0, (1.0, 2.0)))) == {
-        "search/lr": 0.0,
-        "search/loss_largest": 1.0,
-        "search/loss_smallest": 2.0,
-    }
+    assert scalars(train(3)) == {"my-net/loss": 1.0, "my-net/lr": 0.1}
+    assert scalars(ROW) == {"test/my-net/accuracy": 0.75, "test/my-net/macs": 1000, "test/my-net/params": 200}
+    warmup = scalars(Event("search", 9, SearchRecord(0, 0, 0.0, (1.0, 2.0))))
+    assert warmup == {"search/lr": 0.0, "search/loss_largest": 1.0, "search/loss_smallest": 2.0}
     result: Any = SearchResult(torch.zeros(1, 1), torch.ones(1, 2), None, None, 0.95)  # type: ignore[arg-type]
     assert scalars(Event("search", 9, result)) == {}
 
 
-@pytest.mark.parametrize(("asked", "near"), [("tensorbord", "tensorboard"), ("wnb", "wandb"), ("ml-flow", "mlflow")])
-def test_an_unknown_name_is_answered_with_the_nearest(asked: str, near: str, tmp_path: Path) -> None:
-    with pytest.raises(DmcpError, match=f"'{asked}' is none of tensorboard, wandb, mlflow; did you mean {near}?"):
-        open_tracker([asked], tmp_path, SETTINGS)
+@pytest.mark.parametrize(("typed", "near"), [("tensorbord", "tensorboard"), ("wnb", "wandb"), ("ml-flow", "mlflow")])
+def test_an_unknown_name_is_answered_with_the_nearest(typed: str, near: str, tmp_path: Path) -> None:
+    with pytest.raises(DmcpError, match=f"did you mean {near}?"):
+        open_tracker([typed], tmp_path, SETTINGS)
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
-def test_a_missing_package_is_named_with_its_command(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(DmcpError, match=f"{name} is not installed: pip install {name}$"):
+    with pytest.raises(DmcpError, match=f"pip install {name}$"):
         open_tracker([name], tmp_path, SETTINGS)
     assert not list(tmp_path.iterdir())
 
@@ -122,91 +92,34 @@ def test_nothing_is_imported_or_written_unless_asked_for(tmp_path: Path) -> None
     assert done.stdout.strip() == "set()" and not list(tmp_path.iterdir())
 
 
-# TensorBoard
-
-
-def read(folder: Path) -> dict[str, dict[int, float]]:
-    """Every curve of a folder of TensorBoard, by its own reader; each step must be there once."""
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="NOT TESTED: pip install tensorboard")
+def test_tensorboard_shows_every_stage_and_hides_steps_done_again(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    reader = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    curves = {}
-    for tag in reader.Tags()["scalars"]:
-        points = [(event.step, event.value) for event in reader.Scalars(tag)]
-        assert len(dict(points)) == len(points), f"{tag} has a step twice"
-        curves[tag] = dict(points)
-    return curves
+    def read(stage: str) -> dict[str, list[tuple[int, float]]]:
+        reader = EventAccumulator(str(tmp_path / "tensorboard" / stage), size_guidance={"scalars": 0}).Reload()
+        return {tag: [(it.step, it.value) for it in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
 
-
-@needs_tensorboard
-def test_tensorboard_shows_what_the_log_of_a_run_holds(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    draw = torch.Generator().manual_seed(0)
-    batches = [(torch.randn(6, *Residual.SHAPE, generator=draw), torch.arange(6) % 5) for _ in range(3)]
-    with open_tracker(["tensorboard"], tmp_path, SETTINGS, ["macs"]) as tracker:
-        dmcp.prune(
-            Residual(**Residual.FULL),
-            batches,
-            batches[:1],
-            search=SearchConfig(budget="60%", epochs=2, groups=4),
-            train=TrainConfig(epochs=2, reference_batch=None, lr=0.05, warmup_lr=0.05),
-            runtime=dmcp.Runtime(on_event=lambda event: (run.on_event(event), tracker.on_event(event))[0]),
-        )
-    assert sorted(path.name for path in (tmp_path / "tensorboard").iterdir() if path.is_dir()) == [
-        "dmcp",
-        "search",
-        "test",
-    ]
-    found, ours, test = (read(tmp_path / "tensorboard" / stage) for stage in ("search", "dmcp", "test"))
-    steps = run.records("search")
-    assert len(steps) == 6 and len(run.records("dmcp")) == 6
-    wanted: dict[str, dict[int, float]] = defaultdict(dict)
-    for record in steps:
-        names = ("loss_largest", "loss_smallest", "loss_random_1", "loss_random_2")
-        parts = dict(zip(names, record["weight_losses"], strict=True))
-        parts |= {name: record[name] for name in ("lr", "alpha_lr", "task_loss", "budget_loss")}
-        parts |= {"expected_cost_macs": record["ratios"] and record["ratios"][0]}
-        for name, value in parts.items():
-            if value is not None:
-                wanted[f"search/{name}"][record["step"]] = pytest.approx(value, rel=1e-6)
-    assert found == wanted
-    assert ours == {
-        f"ours/{name}": {record["step"]: pytest.approx(record[name], rel=1e-6) for record in run.records("dmcp")}
-        for name in ("loss", "lr")
-    }
-    (row,) = run.records("test")
-    assert test == {f"test/ours/{name}": {0: pytest.approx(row[name])} for name in ("accuracy", "macs", "params")}
-
-
-@needs_tensorboard
-def test_tensorboard_hides_the_steps_that_a_resumed_run_does_again(tmp_path: Path) -> None:
-    interrupt(open_tracker("tensorboard", tmp_path, SETTINGS), [*map(search, range(9)), *map(train, range(6))])
-    with open_tracker("tensorboard", tmp_path, SETTINGS) as tracker:
-        send(tracker, [train(3, loss=7.0), train(4, loss=7.0)])
-    again = read(tmp_path / "tensorboard" / "uniform-widths")
-    assert again["uniform-widths/loss"] == {0: 1.0, 1: 1.0, 2: 1.0, 3: 7.0, 4: 7.0}
-    assert [*read(tmp_path / "tensorboard" / "search")["search/task_loss"]] == [*range(9)]  # of another stage
-
-
-@needs_tensorboard
-def test_tensorboard_keeps_the_settings(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    open_tracker(["tensorboard"], tmp_path, SETTINGS).__exit__(None, None, None)
+    events = [*map(search, range(9)), *map(train, range(6)), ROW]
+    send(open_tracker("tensorboard", tmp_path, SETTINGS, ["macs"]), events, interrupt=True)
+    send(open_tracker("tensorboard", tmp_path, SETTINGS, ["macs"]), [train(3, loss=7.0), train(4, loss=7.0)])
+    assert read("my-net")["my-net/loss"] == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 7.0), (4, 7.0)]
+    found = read("search")
+    assert set(found) == set(scalars(search(0), ["macs"]))
+    assert found["search/task_loss"] == [(step, 1.5) for step in range(9)]
+    assert read("test") == {name: [(0, value)] for name, value in scalars(ROW).items()}
     reader = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    ((tag,), text) = reader.Tags()["tensors"], reader.Tensors("settings/text_summary")[0].tensor_proto.string_val[0]
-    assert tag == "settings/text_summary" and json.loads(text) == SETTINGS
+    assert json.loads(reader.Tensors("settings/text_summary")[0].tensor_proto.string_val[0]) == SETTINGS
 
 
 # W&B and MLflow, by stand-ins
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **parts: Any) -> Any:
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **parts: Any) -> None:
     module: Any = types.ModuleType(name)
     module.__spec__ = importlib.machinery.ModuleSpec(name, None)
     module.__dict__.update(parts)
     monkeypatch.setitem(sys.modules, name, module)
-    return module
 
 
 class FakeWandB:
@@ -251,74 +164,68 @@ class FakeMLflow:
         self.runs: list[dict[str, Any]] = []
         self.ended: list[str] = []
         self.waits = True
-        limits = types.SimpleNamespace(MAX_PARAM_VAL_LENGTH=6000, MAX_PARAMS_TAGS_PER_BATCH=2)
         stand_in(
             monkeypatch,
             "mlflow",
-            utils=types.SimpleNamespace(validation=limits),
-            config=types.SimpleNamespace(enable_async_logging=self.enable),
-            search_experiments=lambda filter_string: [],
-            create_experiment=lambda name, artifact_location, tags: name,
+            config=types.SimpleNamespace(enable_async_logging=lambda on: setattr(self, "waits", not on)),
+            set_experiment=lambda name: self.runs.append({"experiment": name}),
             start_run=self.start_run,
             log_params=self.log_params,
             log_metrics=lambda metrics, step: self.metrics.append((step, metrics)),
             flush_async_logging=lambda: self.ended.append("flushed"),
-            end_run=lambda status="FINISHED": self.ended.append(status),
+            end_run=self.ended.append,
         )
 
-    def enable(self, on: bool) -> None:
-        self.waits = not on
-
-    def start_run(self, **how: Any) -> Any:
-        self.runs.append(how)
-        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=how["run_id"] or "f00"))
+    def start_run(self, run_id: str | None, run_name: str) -> Any:
+        self.runs[-1] |= {"run_id": run_id, "run_name": run_name}
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=run_id or "f00"))
 
     def log_params(self, params: dict[str, Any]) -> None:
-        assert not params.keys() & self.params.keys()
+        assert not params.keys() & self.params.keys() and len(params) <= 100
         self.params |= params
 
 
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandB:
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
     return FakeWandB(monkeypatch)
 
 
 @pytest.fixture
 def mlflow(monkeypatch: pytest.MonkeyPatch) -> FakeMLflow:
-    for name in ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_TAGS", "MLFLOW_NESTED_RUN"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
     return FakeMLflow(monkeypatch)
 
 
 def test_wandb_gets_every_stage_with_its_own_steps(wandb: FakeWandB, tmp_path: Path) -> None:
-    with open_tracker(["wandb"], tmp_path, SETTINGS) as tracker:
-        send(tracker)
+    send(open_tracker(["wandb"], tmp_path, SETTINGS))
     (begun,) = wandb.begun
     assert begun["project"] == "dmcp" and begun["config"] == SETTINGS and begun["dir"] == str(tmp_path)
     assert len(wandb.rows) == 5  # none dropped
     assert [row["search/step"] for row in wandb.rows[:2]] == [0, 1]
-    assert wandb.rows[3] == {"uniform-widths/loss": 0.5, "uniform-widths/lr": 0.1, "uniform-widths/step": 1}
-    assert wandb.rows[4]["test/uniform-widths/accuracy"] == 0.75
-    assert wandb.axes["search/*"] == "search/step" and wandb.axes["uniform-widths/*"] == "uniform-widths/step"
+    assert wandb.rows[3] == {"my-net/loss": 0.5, "my-net/lr": 0.1, "my-net/step": 1}
+    assert wandb.rows[4]["test/my-net/accuracy"] == 0.75
+    assert wandb.axes == {f"{stage}/*": f"{stage}/step" for stage in ("search", "my-net", "test")}
     assert wandb.ended == [0]
 
 
 def test_mlflow_gets_flat_settings_and_the_steps(mlflow: FakeMLflow, tmp_path: Path) -> None:
-    with open_tracker(["mlflow"], tmp_path, SETTINGS) as tracker:
-        assert not mlflow.waits
-        send(tracker)
-    assert mlflow.params == {"job.model": "resnet18", "job.frozen": ["fc"], "search.lr": 0.2, "train": None}
+    many = SETTINGS | {"more": {str(number): number for number in range(150)}}
+    tracker = open_tracker(["mlflow"], tmp_path, many)
+    assert not mlflow.waits
+    send(tracker)
+    wanted = {"job.model": "resnet18", "job.ignore": ["fc"], "search.lr": 0.2, "train": None, "more.149": 149}
+    assert wanted.items() <= mlflow.params.items() and len(mlflow.params) == 154
     assert [step for step, _ in mlflow.metrics] == [0, 1, 0, 1, 0]
-    assert mlflow.metrics[3][1] == {"uniform-widths/loss": 0.5, "uniform-widths/lr": 0.1}
-    assert mlflow.runs[0]["run_name"] == tmp_path.name and mlflow.runs[0]["experiment_id"] == "dmcp"
+    assert mlflow.metrics[3][1] == {"my-net/loss": 0.5, "my-net/lr": 0.1}
+    assert mlflow.runs == [{"experiment": "dmcp", "run_id": None, "run_name": tmp_path.name}]
     assert mlflow.ended == ["flushed", "FINISHED"] and mlflow.waits
 
 
 def test_a_resumed_run_goes_on_in_the_same_runs_there(wandb: FakeWandB, mlflow: FakeMLflow, tmp_path: Path) -> None:
-    interrupt(open_tracker(["wandb,mlflow", "wandb"], tmp_path, SETTINGS), EVENTS)
+    send(open_tracker(["wandb,mlflow", "wandb"], tmp_path, SETTINGS), interrupt=True)
     assert wandb.ended == [1] and mlflow.ended == ["flushed", "FAILED"]
-    with open_tracker(["wandb", "mlflow"], tmp_path, SETTINGS) as tracker:
-        send(tracker)
+    send(open_tracker(["wandb", "mlflow"], tmp_path, SETTINGS))
     assert [begun["id"] for begun in wandb.begun] == [None, "abc123"] and wandb.begun[1]["resume"] == "allow"
     assert [run["run_id"] for run in mlflow.runs] == [None, "f00"]
 
@@ -331,7 +238,7 @@ def test_a_service_that_fails_does_not_end_the_run(
         wandb.broken = True
         tracker.on_event(search(1))
         tracker.on_event(search(2))
-    assert capsys.readouterr().err == "wandb fails, the run goes on without it: the server is gone\n"
+    assert capsys.readouterr().err.count("wandb") == 1  # one line
     assert [step for step, _ in mlflow.metrics] == [0, 1, 2] and mlflow.ended[-1] == "FINISHED"
 
 
@@ -339,20 +246,6 @@ def test_a_service_that_does_not_start_is_an_error_and_leaves_nothing_open(
     wandb: FakeWandB, mlflow: FakeMLflow, tmp_path: Path
 ) -> None:
     wandb.broken = True
-    with pytest.raises(DmcpError, match=r"wandb does not start: .* leave it out \(api_key not configured\)\.$"):
+    with pytest.raises(DmcpError, match="wandb does not start"):
         open_tracker(["mlflow", "wandb"], tmp_path, SETTINGS)
-    assert mlflow.ended[-1] == "FAILED" and not accelerate.PartialState._shared_state
-
-
-def test_the_first_of_many_ranks_writes_without_meeting_the_others(
-    wandb: FakeWandB, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("MASTER_ADDR", "MASTER_PORT", "ACCELERATE_TORCH_DEVICE"):  # to meet would fail at once, not wait
-        monkeypatch.delenv(name, raising=False)
-    for name, value in {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    before = dict(os.environ)
-    with open_tracker(["wandb"], tmp_path, SETTINGS) as tracker:
-        send(tracker)
-        assert not torch.distributed.is_initialized()
-    assert len(wandb.rows) == 5 and dict(os.environ) == before and not accelerate.PartialState._shared_state
+    assert mlflow.ended[-1] == "FAILED"

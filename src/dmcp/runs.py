@@ -1,14 +1,17 @@
-"""A run is a folder."""
+"""A run is a folder: files are written whole or not at all, only logs grow, and reading trusts nothing."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import math
 import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +19,22 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from dmcp.budget import LATENCY as KIND
-from dmcp.budget import Budget, costs, show_limit
+from dmcp.budget import LATENCY, Budget, costs, show_limit
 from dmcp.checkpoint import Checkpointer, load_checkpoint
-from dmcp.errors import FileError, WidthsError
+from dmcp.errors import DmcpError, FileError, WidthsError
 from dmcp.latency.table import LATENCY_FILE, Latency, Outcome
 from dmcp.markov import INDEPENDENT, process_of
 from dmcp.pruning import PruneResult, expected_shares
 from dmcp.report.figures import draw_all
-from dmcp.results import Row, divergence, markdown
+from dmcp.results import DMCP, ORIGINAL, TEACHER, UNPRUNED, Row, divergence, markdown
 from dmcp.runtime.io import (
     LOCK,
     MOST_JSON,
     from_plain,
+    is_locked,
     parse_json,
     parse_tensors,
+    plain,
     quote,
     read_bytes,
     refuse_link,
@@ -39,120 +43,103 @@ from dmcp.runtime.io import (
 from dmcp.searching.config import SearchRecord, SearchResult
 from dmcp.storage import WIDTHS, save
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.training import Event
+from dmcp.training import Event, StepRecord
 from dmcp.widths import Widths
 
 SETTINGS, LOG, TIMES, REPORT = "settings.json", "log.jsonl", "times.jsonl", "report.md"
 CHECKPOINTS = "checkpoints"  # a folder in it for each stage, until the run is done
 SEARCH, ALPHAS = "search.json", "search.safetensors"
-REPLACED = "replaced.jsonl"  # image files that could not be read, and in whose place others were taken
+REPLACED = "replaced.jsonl"  # unreadable image files that others were taken for
 OUTCOME = "outcome.json"  # how a limit of latency ended
 PREPARED = "prepared.safetensors"  # a network that other runs start from
-MOST_LOG, MOST_ALPHAS = 2**30, 2**26  # bytes that are read
+_MAX_LOG, _MAX_ALPHAS, _LIST_TAIL = 2**30, 2**26, 2**20  # bytes that are read; of a log, for a list of runs
+_MAX_NUMBER = 1e18  # beyond what any network costs, and what a chart can show
 _FORMAT = "torch-dmcp search 1"
+_READ_ERRORS = (DmcpError, OSError, KeyError, TypeError, ValueError, ArithmeticError, RuntimeError)
+
+
+# writing
 
 
 @dataclass(frozen=True)
 class Run:
-    """The folder of one run; every file in it appears whole or not at all, only the log grows."""
+    """The folder of a run that is being written."""
 
     folder: Path
 
     def write(self, name: str, data: Any) -> None:
-        """Write a file: text as it is, anything else as JSON."""
-        text = data if isinstance(data, str) else json.dumps(data, indent=1)
-        _write_files(self.folder, {name: text.encode()})
-
-    def write_bytes(self, name: str, data: bytes) -> None:
-        """Write a file of bytes."""
-        _write_files(self.folder, {name: data})
-
-    def on_event(self, event: Event) -> None:
-        """Keep what a run reports: records as lines of the log, the search as soon as it is done.
-
-        Times have a file of their own, so that the logs of two equal runs are equal bit for bit.
-        """
-        if isinstance(event.record, SearchResult):
-            save_search(event.record, self.folder)
-            return
-        if isinstance(event.record, Latency):
-            self.write(LATENCY_FILE, event.record.to_json())
-            return
-        facts = {"stage": event.stage} | asdict(event.record)
-        if isinstance(event.record, Row):
-            self.add(TIMES, {name: facts.pop(name) for name in ("ms", "batch")} | {"name": event.record.name})
-        self.log(facts)
-
-    def log(self, record: Mapping[str, Any]) -> None:
-        """Add one line to the log."""
-        self.add(LOG, record)
+        """Write a file: text and bytes as they are, anything else as JSON."""
+        text = data if isinstance(data, str | bytes) else json.dumps(data, indent=1)
+        with _file_errors(self.folder):
+            write_files(self.folder, {name: text.encode() if isinstance(text, str) else text})
 
     def add(self, name: str, record: Mapping[str, Any]) -> None:
-        """Add one line to a file of records."""
-        try:
+        """Add a line to a file of records."""
+        with _file_errors(self.folder / name):
             refuse_link(self.folder / name)
             with (self.folder / name).open("a") as file:
                 file.write(json.dumps(record) + "\n")
-        except FileError:
-            raise
-        except OSError as error:
-            raise FileError(f"{self.folder / name}: cannot be written: {error.strerror or error}.") from error
+
+    def on_event(self, event: Event) -> None:
+        """Log a record, or save the result of the search.
+
+        Times go to a file of their own, so that equal runs have equal logs.
+        """
+        record = event.record
+        if isinstance(record, SearchResult):
+            save_search(record, self.folder)
+        elif isinstance(record, Latency):
+            self.write(LATENCY_FILE, record.to_json())
+        else:
+            facts = {"stage": event.stage} | asdict(record)
+            if isinstance(record, Row):
+                self.add(TIMES, {"ms": facts.pop("ms"), "batch": facts.pop("batch"), "name": record.name})
+            self.add(LOG, facts)
+
+    def records(self, stage: str | None = None) -> list[dict[str, Any]]:
+        """The log of one stage, or all of it with the stages."""
+        found = []
+        for number, line in enumerate(_lines(self.folder / LOG), start=1):
+            record = parse_json(line, f"{self.folder / LOG}, line {number}")
+            if not isinstance(record, dict) or not isinstance(record.get("stage"), str):
+                raise FileError(f"{self.folder / LOG}, line {number}: not a record of a run.")
+            if stage is None or record["stage"] == stage:
+                found.append({key: value for key, value in record.items() if stage is None or key != "stage"})
+        return found
 
     def lines(self) -> int:
-        """Lines in the log, once they are safe on the disk."""
+        """Lines of the log, all of them safe on the disk."""
         path = self.folder / LOG
         if path.exists():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-        return len(self._log())
-
-    def records(self, stage: str) -> list[dict[str, Any]]:
-        """What one stage has logged."""
-        found = (record for record in self._all_records() if record["stage"] == stage)
-        return [{key: value for key, value in record.items() if key != "stage"} for record in found]
-
-    def _all_records(self) -> Iterator[dict[str, Any]]:
-        path = self.folder / LOG
-        for number, line in enumerate(self._log(), start=1):
-            record = parse_json(line, f"{path}, line {number}")
-            if not isinstance(record, dict) or not isinstance(record.get("stage"), str):
-                raise FileError(f"{path}, line {number}: not a record of a run.")
-            yield record
-
-    def _log(self) -> list[bytes]:
-        """Whole lines only: at the end there may be one that a kill has cut."""
-        path = self.folder / LOG
-        return read_bytes(path, MOST_LOG).split(b"\n")[:-1] if path.exists() or path.is_symlink() else []
+        return len(_lines(path))
 
     def checkpointer(self, identity: Mapping[str, Any], **when: Any) -> Checkpointer:
-        """What saves the state of this run's stages."""
+        """The checkpointer of this run's stages."""
         refuse_link(self.folder / CHECKPOINTS)
-        return Checkpointer(
-            self.folder / CHECKPOINTS, identity, lines=self.lines, earlier=lambda stage: self.records(stage), **when
-        )
+        return Checkpointer(self.folder / CHECKPOINTS, identity, lines=self.lines, earlier=self.records, **when)
 
     def note_replaced(self, part: str, files: Iterable[str]) -> None:
-        """Keep the names of image files that were replaced."""
+        """Log image files that were replaced."""
         for file in sorted(files):
             self.add(REPLACED, {"part": part, "file": file})
 
     def replaced(self, part: str) -> set[str]:
-        """Image files of `train` or `test` that were replaced, in all sittings."""
-        path = self.folder / REPLACED
+        """Image files of `train` or `test` that were replaced since the run began."""
         found: list[Any] = []
-        for line in read_bytes(path, MOST_LOG).splitlines() if path.exists() or path.is_symlink() else []:
-            with contextlib.suppress(FileError):  # a kill may have cut it, and no run is to be lost for that
-                found.append(parse_json(line, path))
+        for line in _lines(self.folder / REPLACED):
+            with contextlib.suppress(FileError):  # a kill may have cut it
+                found.append(parse_json(line, self.folder / REPLACED))
         files = (it.get("file") for it in found if isinstance(it, dict) and it.get("part") == part)
         return {file for file in files if isinstance(file, str)}
 
     def rewind(self) -> None:
-        """Forget what was logged after the last checkpoint: the run will do it again, in the same way.
+        """Cut the log back to the last checkpoint, from where the run goes on.
 
-        Stages follow each other; if the newest checkpoint of one was damaged, so that it is not done any more, those
-        after it begin anew.
+        Stages follow each other: those after the first unfinished one begin anew.
         """
-        for path in self.folder.iterdir():  # among them are figures that this run will write again
+        for path in self.folder.iterdir():  # figures, too, are written again
             refuse_link(path)
         path = self.folder / CHECKPOINTS
         stages = sorted(path.iterdir()) if path.is_dir() else []
@@ -168,47 +155,43 @@ class Run:
                 break
         for _, stage in loaded:
             shutil.rmtree(stage)
-        lines = self._log()
+        lines = _lines(self.folder / LOG)
         if len(lines) < kept:
             raise FileError(f"{self.folder / LOG}: {kept} lines were there, {len(lines)} are left: it cannot go on.")
-        _write_files(self.folder, {LOG: b"".join(line + b"\n" for line in lines[:kept])})
+        self.write(LOG, b"".join(line + b"\n" for line in lines[:kept]))
         (self.folder / TIMES).unlink(missing_ok=True)
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing left to do."""
-        return (self.folder / REPORT).exists() or (
-            (self.folder / WIDTHS).exists() and not (self.folder / CHECKPOINTS).exists()
-        )
+        """Whether nothing is left to do."""
+        has_widths, has_checkpoints = (self.folder / WIDTHS).exists(), (self.folder / CHECKPOINTS).exists()
+        return (self.folder / REPORT).exists() or (has_widths and not has_checkpoints)
 
-    def finish(self, result: PruneResult, seed: int = 0, more: Sequence[str] = ()) -> list[str]:
-        """Write the network, the figures and the report; a sentence about each training that went wrong.
-
-        more: sentences that the report has, too.
-        """
+    def finish(self, result: PruneResult, seed: int = 0, notes: Sequence[str] = ()) -> list[str]:
+        """Write the network, the figures and the report with these notes; return warnings of diverged trainings."""
         save(result.model, result.widths, self.folder)
         self.write_outcome(result.latency)
         figures = draw_all(result.search, result.widths, self.folder, seed=seed)
-        troubles = self.troubles(row.name for row in result.rows)
-        self.write(REPORT, report(result, [path.name for path in figures], [*troubles, *more]))
+        warnings = self.divergences(row.name for row in result.rows)
+        self.write(REPORT, report(result, [path.name for path in figures], [*warnings, *notes]))
         self.close()
-        return troubles
+        return warnings
 
     def write_outcome(self, outcome: Outcome | None) -> None:
-        """How a limit of latency ended, where there is one."""
+        """Write how a limit of latency ended, if there is one."""
         if outcome is not None:
             self.write(OUTCOME, asdict(outcome))
 
-    def troubles(self, names: Iterable[str]) -> list[str]:
-        """A sentence about each of these networks whose training went wrong, by the log."""
+    def divergences(self, names: Iterable[str]) -> list[str]:
+        """A warning for each of these networks whose loss ended higher than it began."""
         losses: dict[str, list[float]] = {name: [] for name in names}
-        for record in self._all_records():
+        for record in self.records():
             if record["stage"] in losses:
                 losses[record["stage"]].append(record["loss"])
-        return [trouble for name, seen in losses.items() if (trouble := divergence(name, seen))]
+        return [warning for name, seen in losses.items() if (warning := divergence(name, seen))]
 
     def close(self) -> None:
-        """The run is done: its checkpoints are not needed any more."""
+        """Remove the checkpoints."""
         path = self.folder / CHECKPOINTS
         if path.exists():
             old = path.rename(path.with_name(f".{CHECKPOINTS}"))  # at once, so that half of them is never seen
@@ -218,26 +201,21 @@ class Run:
 def open_run(folder: str | os.PathLike[str]) -> Run:
     """A new run folder; one that already holds something is refused."""
     path = Path(folder)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FileError(f"{path}: no run can be kept here: {error.strerror or error}.") from error
     refuse_taken(path)
+    with _file_errors(path):
+        path.mkdir(parents=True, exist_ok=True)
     return Run(path)
 
 
 def refuse_taken(path: Path) -> None:
-    """Refuse a folder that already holds something; one that is not there yet is fine."""
-    try:
-        taken = path.exists() and any(it.name != LOCK for it in path.iterdir())  # a kill may have left that alone
-    except OSError as error:
-        raise FileError(f"{path}: no run can be kept here: {error.strerror or error}.") from error
-    if taken:
-        raise FileError(f"{path} already holds files: give the run another folder, or remove this one.")
+    """Refuse a folder that holds something else than a lock."""
+    with _file_errors(path):
+        if path.exists() and any(it.name != LOCK for it in path.iterdir()):
+            raise FileError(f"{path} already holds files: give the run another folder, or remove this one.")
 
 
 def slug(text: str) -> str:
-    """A text as the name of a folder; a file system has its longest one."""
+    """A text as the name of a folder."""
     return re.sub(r"\W+", "-", text).strip("-")[:100]
 
 
@@ -249,12 +227,25 @@ def free_folder(name: str, root: str | os.PathLike[str] = "runs") -> Path:
     return path
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """One of the small files of a run."""
-    data = parse_json(read_bytes(path, MOST_JSON), path)
-    if not isinstance(data, dict):
-        raise FileError(f"{path}: not a file of a run: it holds a {type(data).__name__}.")
-    return data
+def report(result: PruneResult, figures: Iterable[str], warnings: Iterable[str] = ()) -> str:
+    """What a run found, as Markdown."""
+    budget, spent = result.search.budget, costs(result.graph, result.widths)
+    lines = [f"# {type(result.model).__name__}, budget {budget.text}", ""]
+    for limit in budget.limits:
+        if limit.kind != LATENCY:
+            share = spent[limit.kind] / limit.target
+            lines.append(f"- {limit.kind}: {show_limit(limit, spent[limit.kind])} allowed ({share:.1%})")
+    if result.latency is not None:
+        lines.append(f"- {result.latency.text}")
+        warnings = [*filter(None, [result.latency.warning]), *warnings]
+    listed = " and ".join(f"{share:.1%}" for share in expected_shares(result.search))
+    lines.append(f"- expected cost at the end of the search, before sampling: {listed} of the budget")
+    lines += [f"- **{warning}**" for warning in warnings]
+    lines += ["", *markdown(result.rows, result.graph, result.origin), ""]
+    lines += ["| space | channels | kept |", "|---|---:|---:|"]
+    lines += [f"| {space.name} | {space.size} | {result.widths[space.name]} |" for space in result.graph.spaces]
+    lines += ["", *(line for name in figures for line in (f"![{Path(name).stem}]({name})", ""))]
+    return "\n".join([*lines, f"The settings are in {SETTINGS}, every step in {LOG}.", ""])
 
 
 # the search
@@ -289,84 +280,318 @@ def save_search(result: SearchResult, folder: Path) -> None:
         align=result.align,
         independent=result.process is INDEPENDENT,
     )
-    _write_files(folder, {ALPHAS: alphas, SEARCH: json.dumps(asdict(facts), indent=1).encode()})
+    with _file_errors(folder):
+        write_files(folder, {ALPHAS: alphas, SEARCH: json.dumps(asdict(facts), indent=1).encode()})
 
 
 def load_search(folder: str | os.PathLike[str], graph: ChannelGraph) -> SearchResult:
     """The search of a run; `graph` is traced from the unpruned model, freshly built."""
     folder = Path(folder)
-    plain = read_json(folder / SEARCH)
-    if plain.get("format") != _FORMAT:
-        raise FileError(f"{folder / SEARCH}: its format is {quote(plain.get('format'))!r}, not {_FORMAT!r}.")
+    facts = read_json(folder / SEARCH)
+    if facts.get("format") != _FORMAT:
+        raise FileError(f"{folder / SEARCH}: its format is {quote(facts.get('format'))!r}, not {_FORMAT!r}.")
     path = folder / SEARCH
     try:
-        facts = from_plain(_Facts, plain)
+        known = from_plain(_Facts, facts)
         path = folder / LOG
         records = tuple(from_plain(SearchRecord, record) for record in Run(folder).records("search"))
     except (TypeError, ValueError) as error:
         raise FileError(f"{path}: not that of a search of this version: {quote(error)}.") from None
-    if (facts.fingerprint, facts.spaces) != (graph.fingerprint, tuple(space.name for space in graph.spaces)):
+    if (known.fingerprint, known.spaces) != (graph.fingerprint, tuple(space.name for space in graph.spaces)):
         raise WidthsError(f"{folder}: this search was of another architecture than the model: build it as it was.")
     if (folder / LATENCY_FILE).exists():
         graph = Latency.load(folder / LATENCY_FILE).attach(graph)
-    alphas, sizes = _chains(folder / ALPHAS, graph)
-    process = process_of(facts.independent)
-    return SearchResult(alphas, sizes, graph, facts.budget, facts.tolerance, facts.align, records, process)
+    alphas, sizes = _chains(folder / ALPHAS, len(graph.spaces))
+    if (sizes.sum(dim=1) > torch.tensor([space.size for space in graph.spaces])).any():
+        raise FileError(f"{folder / ALPHAS}: its chains have more channels than this network.")
+    process = process_of(known.independent)
+    return SearchResult(alphas, sizes, graph, known.budget, known.tolerance, known.align, records, process)
 
 
-def _chains(path: Path, graph: ChannelGraph) -> tuple[Tensor, Tensor]:
-    """Alphas and group sizes, if they are chains of this network's spaces."""
-    tensors = parse_tensors(read_bytes(path, MOST_ALPHAS), path)
-    full = torch.tensor([space.size for space in graph.spaces])
-    alphas, sizes = tensors.get("alphas"), tensors.get("sizes")
-    fits = (
-        alphas is not None
-        and sizes is not None
-        and alphas.is_floating_point()
-        and sizes.dtype == torch.int64
-        and sizes.ndim == 2
-        and len(sizes) == len(full)
-        and alphas.shape == (len(full), sizes.shape[1] - 1)
-    )
-    if not fits or alphas is None or sizes is None:
-        raise FileError(f"{path}: its tensors are not the alphas and sizes of this network's chains.")
-    inside = (sizes >= 0).all() and (sizes <= full[:, None]).all() and (sizes.sum(dim=1) <= full).all()
-    if not inside or (sizes[:, 0] < 1).any() or not alphas.isfinite().all():
-        raise FileError(f"{path}: its numbers are not those of this network's chains.")
+def _chains(path: Path, spaces: int) -> tuple[Tensor, Tensor]:
+    """Alphas (S, G-1) and group sizes (S, G) of a file, checked."""
+    tensors = parse_tensors(read_bytes(path, _MAX_ALPHAS), path)
+    alphas, sizes = tensors.get("alphas", torch.empty(0)), tensors.get("sizes", torch.empty(0))
+    fits = alphas.is_floating_point() and sizes.dtype == torch.int64 and alphas.ndim == sizes.ndim == 2
+    fits = fits and len(sizes) == spaces and alphas.shape == (spaces, sizes.shape[1] - 1)
+    fits = fits and bool(alphas.isfinite().all() and (sizes[:, 0] > 0).all() and (sizes >= 0).all())
+    if not fits or (sizes >= 2**31).any():
+        raise FileError(f"{path}: its tensors are not chains of {spaces} spaces.")
     return alphas, sizes
 
 
-# the report
+# reading
 
 
-def report(result: PruneResult, figures: Iterable[str], troubles: Iterable[str] = ()) -> str:
-    """What a run found, as Markdown."""
-    budget = result.search.budget
-    spent = costs(result.graph, result.widths)
-    lines = [f"# {type(result.model).__name__}, budget {budget.text}", ""]
-    lines += [
-        f"- {limit.kind}: {show_limit(limit, spent[limit.kind])} allowed ({spent[limit.kind] / limit.target:.1%})"
-        for limit in budget.limits
-        if limit.kind != KIND
-    ]
-    if result.latency is not None:
-        lines.append(f"- {result.latency.text}")
-        troubles = [*filter(None, [result.latency.warning]), *troubles]
-    listed = " and ".join(f"{share:.1%}" for share in expected_shares(result.search))
-    lines.append(f"- expected cost at the end of the search, before sampling: {listed} of the budget")
-    lines += [f"- **{trouble}**" for trouble in troubles]
-    lines += ["", *markdown(result.rows, result.graph, result.origin), "", *_widths(result.widths, result.graph), ""]
-    lines += [line for name in figures for line in (f"![{Path(name).stem}]({name})", "")]
-    return "\n".join([*lines, f"The settings are in {SETTINGS}, every step in {LOG}.", ""])
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PastRun:
+    """Everything that a run folder says about itself; empty where it says nothing."""
+
+    folder: Path
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    started: float = 0.0  # seconds since 1970
+    search: tuple[SearchRecord, ...] = ()
+    training: Mapping[str, tuple[StepRecord, ...]] = field(default_factory=dict)  # by network
+    rows: tuple[Row, ...] = ()  # networks that were tested
+    targets: Mapping[str, int] = field(default_factory=dict)  # of the budget, by kind
+    expected: Mapping[str, float] = field(default_factory=dict)  # width of each space at the end of the search
+    before: Mapping[str, int] = field(default_factory=dict)  # channels of each space, unpruned
+    widths: Mapping[str, int] = field(default_factory=dict)
+    latency: Outcome | None = None
+    prepared: bool = False  # whether the network for other runs is there
+    running: bool = False
+    problems: tuple[str, ...] = ()  # what could not be read
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return plain(self.folder.resolve().name)
+
+    @property
+    def budget(self) -> str:
+        """The budget as it was given."""
+        return text_at(self.settings, "search", "budget")
+
+    @property
+    def date(self) -> str:
+        """When it was started; empty if the file's time is none."""
+        try:
+            return datetime.fromtimestamp(self.started).isoformat(" ", "minutes")
+        except (OverflowError, ValueError, OSError):
+            return ""
+
+    @property
+    def result(self) -> Row | None:
+        """The tested network that the run was for."""
+        return self.row(DMCP) or next((row for row in self.rows if row.name not in (ORIGINAL, TEACHER)), None)
+
+    @property
+    def done(self) -> bool:
+        """Whether everything that the command makes is there."""
+        return self.prepared or (bool(self.widths) and (bool(self.rows) or self.settings.get("command") == "search"))
+
+    @property
+    def state(self) -> str:
+        """One word: done, running, stopped or damaged."""
+        if self.problems:
+            return "damaged"
+        return "done" if self.done else "running" if self.running else "stopped"
+
+    @property
+    def progress(self) -> str:
+        """The last step that was logged."""
+        if self.training:
+            stage, records = list(self.training.items())[-1]
+            return f"{stage}, step {records[-1].step + 1:,} of {records[-1].steps:,}"
+        if not self.search:
+            return "before the first logged step"
+        last, epochs = self.search[-1], value_at(self.settings, "search", "epochs")
+        if type(epochs) is not int:
+            return f"search, step {last.step + 1:,}"
+        pairs = itertools.pairwise(self.search)  # the first step of an epoch gives the steps per epoch
+        first = next((new for old, new in pairs if old.epoch < new.epoch and new.epoch > 0), None)
+        if first is None:
+            return f"search, step {last.step + 1:,}, in epoch {last.epoch + 1} of {epochs}"
+        return f"search, step {last.step + 1:,} of {round(first.step / first.epoch * epochs):,}"
+
+    def row(self, name: str) -> Row | None:
+        """The tested network of this name."""
+        return next((row for row in self.rows if row.name == name), None)
+
+    def unpruned(self, kind: str) -> int | None:
+        """What the unpruned network costs, if the run says so."""
+        stored = value_at(self.settings, "unpruned", kind)
+        if type(stored) is int and stored > 0:
+            return stored
+        row = self.row(UNPRUNED)
+        return int(getattr(row, kind)) if row else None
+
+    def share(self, kind: str) -> float | None:
+        """Cost of the result over that of the unpruned network."""
+        full = self.unpruned(kind)
+        return getattr(self.result, kind) / full if self.result and full else None
+
+    def setting(self, name: str) -> str:
+        """One of the settings that are not of the search, the training or the engine, as text."""
+        return text_at(self.settings, name)
+
+    def describe(self) -> dict[str, Any]:
+        """The run as plain data; shares from 0 to 1, None for a metric that is no number."""
+        result = self.result
+        return {
+            "name": self.name,
+            "folder": plain(str(self.folder)),
+            "command": text_at(self.settings, "command"),
+            "model": self.setting("model"),
+            "data": self.setting("data"),
+            "budget": self.budget,
+            "state": self.state,
+            "progress": "" if self.done else self.progress,
+            "accuracy": result.accuracy if result and math.isfinite(result.accuracy) else None,
+            "macs": result.macs if result else None,
+            "macs_share": self.share("macs"),
+            "started": self.date,
+        }
 
 
-def _widths(widths: Widths, graph: ChannelGraph) -> list[str]:
-    lines = ["| space | channels | kept |", "|---|---:|---:|"]
-    return lines + [f"| {space.name} | {space.size} | {widths[space.name]} |" for space in graph.spaces]
+def read_run(folder: str | os.PathLike[str], tail: int | None = None) -> PastRun:
+    """A run as far as it can be read; only a folder that holds no run is refused.
+
+    tail: bytes at the end of the log to read; default: all.
+    """
+    path = Path(folder)
+    if not is_run(path):
+        raise FileError(f"{path}: not a run: give a folder that dmcp prune, search or train has made.")
+    found: dict[str, Any] = {"prepared": (path / PREPARED).is_file() and not (path / CHECKPOINTS).exists()}
+    problems: list[str] = []
+    with _noting(path / SETTINGS, problems):
+        found["settings"] = read_json(path / SETTINGS)
+    found |= _read_log(path, tail, problems)
+    if (path / SEARCH).is_file():
+        with _noting(path / ALPHAS, problems):
+            found |= _read_chains(path)
+    if (path / WIDTHS).is_file():
+        with _noting(path / WIDTHS, problems):
+            found["widths"] = dict(Widths.from_json(read_json(path / WIDTHS)))
+    if (path / OUTCOME).is_file():
+        with _noting(path / OUTCOME, problems):
+            found["latency"] = from_plain(Outcome, read_json(path / OUTCOME))
+    stored = value_at(found.get("settings"), "unpruned", "widths")
+    if isinstance(stored, Mapping):
+        found["before"] = {name: size for name, size in stored.items() if type(size) is int and size > 0}
+    elif value_at(found.get("settings"), "search", "max_channels"):
+        found.pop("before", None)  # such chains end earlier
+    started = (path / SETTINGS if (path / SETTINGS).is_file() else path).stat().st_mtime
+    return PastRun(folder=path, started=started, running=is_locked(path), problems=tuple(problems), **found)
 
 
-def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[PastRun]:
+    """Runs, each once; a folder of runs stands for the runs in it."""
+    found: dict[Path, Path] = {}
+    for folder in map(Path, folders):
+        inside = [] if is_run(folder) or not folder.is_dir() else sorted(filter(is_run, folder.iterdir()))
+        for path in inside or [folder]:
+            found.setdefault(path.resolve(), path)
+    return [read_run(path) for path in found.values()]
+
+
+def list_runs(root: str | os.PathLike[str]) -> list[PastRun]:
+    """The runs in a folder, oldest first, with the ends of their logs."""
+    with _file_errors(Path(root), "read"):
+        runs = [read_run(folder, _LIST_TAIL) for folder in Path(root).iterdir() if is_run(folder)]
+    return sorted(runs, key=lambda run: (run.started, run.name))
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder holds a run, or what is left of one."""
+    return any((folder / name).is_file() for name in (SETTINGS, LOG))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A small file of a run."""
+    data = parse_json(read_bytes(path, MOST_JSON), path)
+    if not isinstance(data, dict):
+        raise FileError(f"{path}: not a file of a run: it holds a {type(data).__name__}.")
+    return data
+
+
+def value_at(data: Any, *keys: str) -> Any:
+    """The value at a path of keys, or None."""
+    for key in keys:
+        data = data.get(key) if isinstance(data, Mapping) else None
+    return data
+
+
+def text_at(data: Any, *keys: str) -> str:
+    """The text or number at a path of keys, or empty."""
+    value = value_at(data, *keys)
+    return plain(str(value)) if isinstance(value, str | int | float) else ""
+
+
+@contextlib.contextmanager
+def _noting(path: Path, problems: list[str]) -> Iterator[None]:
+    """Note why a file cannot be read, by its name only: the page may be shown to others."""
     try:
-        write_files(folder, files)
+        yield
+    except _READ_ERRORS as error:
+        reason = str(error).removeprefix(f"{path}").removeprefix(": ").rstrip(".") or type(error).__name__
+        problems.append(plain(f"{path.name}: {reason}."))
+
+
+def _read_log(folder: Path, tail: int | None, problems: list[str]) -> dict[str, Any]:
+    """Records by kind; of a step that was done again after a stop, the later one counts."""
+    search: dict[int, SearchRecord] = {}
+    training: dict[str, dict[int, StepRecord]] = {}
+    rows: dict[str, Row] = {}
+    with _noting(folder / LOG, problems):
+        for line in _lines(folder / LOG, tail):
+            data = json.loads(line)
+            stage = data["stage"]
+            record = _record({"search": SearchRecord, "test": Row}.get(stage, StepRecord), data)
+            if isinstance(record, SearchRecord):
+                search[record.step] = record
+            elif isinstance(record, Row):
+                rows[record.name] = record
+            elif record is not None:
+                training.setdefault(plain(stage), {})[record.step] = record
+    with _noting(folder / TIMES, problems):
+        for line in _lines(folder / TIMES):
+            time = json.loads(line)
+            if time["name"] in rows:
+                times = {"ms": time["ms"], "batch": time["batch"]}
+                rows[time["name"]] = _record(Row, asdict(rows[time["name"]]) | times)
+    return {
+        "search": tuple(search[step] for step in sorted(search)),
+        "training": {name: tuple(steps[step] for step in sorted(steps)) for name, steps in training.items()},
+        "rows": tuple(replace(row, name=plain(row.name)) for row in rows.values()),
+    }
+
+
+def _record(kind: Any, data: dict[str, Any]) -> Any:
+    """A record with finite numbers, None for a line of another kind; a metric of the user's own may be anything."""
+    if not {it.name for it in fields(kind) if it.default is MISSING} <= data.keys():
+        return None
+    record = from_plain(kind, {it.name: data[it.name] for it in fields(kind) if it.name in data})
+    for name, value in vars(record).items():
+        numbers = value if isinstance(value, tuple) else (value,)
+        free = name == "accuracy" and record.own_metric
+        if not free and any(isinstance(it, int | float) and not abs(it) < _MAX_NUMBER for it in numbers):
+            raise ValueError(f"{name} is {value}")
+    return record
+
+
+def _read_chains(folder: Path) -> dict[str, Any]:
+    facts = read_json(folder / SEARCH)
+    spaces = tuple(map(str, facts["spaces"]))
+    alphas, sizes = _chains(folder / ALPHAS, len(spaces))
+    process = process_of(bool(facts["independent"]))
+    expected = process.moment(process.marginals(alphas.double()), sizes, 1).tolist()
+    return {
+        "targets": {str(limit["kind"]): int(limit["target"]) for limit in facts["budget"]["limits"]},
+        "expected": dict(zip(spaces, expected, strict=True)),
+        "before": dict(zip(spaces, sizes.sum(dim=1).tolist(), strict=True)),
+    }
+
+
+def _lines(path: Path, tail: int | None = None) -> list[bytes]:
+    """Whole lines of a file, if it is there: the last one may have been cut by a kill."""
+    if not path.exists() and not path.is_symlink():
+        return []
+    if tail is None:
+        return read_bytes(path, _MAX_LOG).split(b"\n")[:-1]
+    refuse_link(path)
+    with path.open("rb") as file:
+        start = max(path.stat().st_size - tail, 0)
+        file.seek(start)
+        return file.read(tail).split(b"\n")[bool(start) : -1]
+
+
+@contextlib.contextmanager
+def _file_errors(path: Path, what: str = "written") -> Iterator[None]:
+    """What the system refuses, as an error of ours."""
+    try:
+        yield
+    except FileError:
+        raise
     except OSError as error:
-        raise FileError(f"{folder}: cannot be written: {error.strerror or error}.") from error
+        raise FileError(f"{path}: cannot be {what}: {error.strerror or error}.") from error

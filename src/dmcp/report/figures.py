@@ -1,13 +1,17 @@
-"""The figures of the paper, drawn with matplotlib."""
+"""All charts, drawn with matplotlib: those of a search (the paper's figures 6 and 7), of the page, of a comparison."""
 
 from __future__ import annotations
 
+import functools
+import io
 import math
 import os
+import re
 import statistics
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import numpy as np
 import torch
@@ -16,266 +20,342 @@ from torch import Tensor
 from dmcp.batches import generator
 from dmcp.budget import LATENCY, MEMORY, cost, count_many, ratios, show_cost, spent_shares
 from dmcp.sampling import expected_widths
-from dmcp.searching.config import SearchResult
+from dmcp.searching.config import SearchRecord, SearchResult
 from dmcp.widths import Widths
 
 if TYPE_CHECKING:  # functions import matplotlib: it takes half a second, and most commands draw nothing
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-STRUCTURES = 3000  # that the distributions show, as in the paper
-_ROUNDS = 100  # of so many structures, to find as many inside the budget
+P = ParamSpec("P")
+SAMPLES = 3000  # that the distributions show, as in the paper
+KINDS = {"macs": "MACs", "params": "parameters", MEMORY: "memory", LATENCY: "time"}
+INK = "#24292f"  # of text and axes; a page has its own
+# differ for colour-blind readers (Okabe and Ito), and can be seen on white and on black
+COLORS = BLUE, RED, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#B86B98", "#808080"
+_ROUNDS = 100  # of so many samples, to find as many inside the budget
 _ROWS = 40  # spaces below each other before the next column starts
 _PANELS = 60  # spaces whose distribution is drawn
 _NAME = 34  # characters of a space's name; the end of a longer one says more than its start
-_WORDS = {"macs": "MACs", "params": "parameters", MEMORY: "memory", LATENCY: "time"}
-# colours that differ for colour-blind readers too (Okabe and Ito)
-_BLUE, _ORANGE, _RED, _GREEN, _GREY = "#0072B2", "#E69F00", "#D55E00", "#009E73", "#BBBBBB"
+_POINTS = 200  # of a curve; more steps than that are averaged
+_STYLE: dict[Any, Any] = {
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+    **{f"axes.spines.{side}": False for side in ("top", "right")},
+    "axes.axisbelow": True,
+    "grid.alpha": 0.3,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "svg.fonttype": "none",  # text stays text
+    "text.parse_math": False,  # a name may have a $
+}
+
+
+def _styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
+    """Draw in our style, and leave matplotlib's settings as they were."""
+
+    @functools.wraps(draw)
+    def styled(*args: P.args, **kwargs: P.kwargs) -> Figure:
+        import matplotlib
+
+        with matplotlib.rc_context(_STYLE):
+            return draw(*args, **kwargs)
+
+    return styled
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Write the figure, black on white; the same figure gives the same bytes, and the format is the suffix."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _savefig(figure, path, "dmcp", metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
+    return path
+
+
+def to_svg(figure: Figure, salt: str) -> str:
+    """The figure as an SVG element of a page: transparent, in the color of the page's text.
+
+    salt: makes its ids differ from those of other figures of the page.
+    """
+    file = io.StringIO()
+    _savefig(figure, file, salt, format="svg", transparent=True)
+    text = file.getvalue().replace(INK, "currentColor")
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    return re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", text)  # nothing refers to these
+
+
+def _savefig(figure: Figure, file: Any, salt: str, **how: Any) -> None:
+    import matplotlib
+
+    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": salt}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # of a name in another script
+        figure.savefig(file, **how)
+
+
+# a search
 
 
 def draw_all(result: SearchResult, widths: Widths, folder: str | os.PathLike[str], seed: int = 0) -> list[Path]:
-    """Write every figure of a search and its chosen widths into the folder, as SVG; the files, in order."""
+    """Write every figure of a search and its chosen widths as SVG; the files, in order."""
+    marginals = result.process.marginals(result.alphas.detach())
+    last = ratios(result.budget, result.graph, marginals, result.sizes, result.process).tolist()
+    names = [f"{KINDS[limit.kind]}, budget {amount(limit.kind, limit.target)}" for limit in result.budget.limits]
+    expected = expected_widths(result).tolist()
+    rows = [
+        (space.name, space.size, widths[space.name], wished)
+        for space, wished in zip(result.graph.spaces, expected, strict=True)
+    ]
+    before, after = (amount("macs", result.graph.macs(it)) for it in (result.graph.full, widths))
     figures = {
-        "cost": cost_over_time(result),
-        "widths": widths_per_space(result, widths),
+        "cost": cost_over_time(result.log, names, result.tolerance, last),
+        "widths": widths_per_space(rows, f"Width of each space: {before} MACs before, {after} after"),
         "macs": cost_distribution(result, seed),
         "distribution": width_distribution(result, seed),
     }
     return [save(figure, Path(folder) / f"{name}.svg") for name, figure in figures.items()]
 
 
-def save(figure: Figure, path: Path) -> Path:
-    """Write the figure; the same figure gives the same bytes, and the format is the suffix."""
-    import matplotlib
+@_styled
+def cost_over_time(
+    log: Sequence[SearchRecord], names: Sequence[str], tolerance: float | None, last: Sequence[float] = ()
+) -> Figure:
+    """Expected cost over target of each limit, and the band that the budget loss pulls it into.
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    metadata = {"Date": None} if path.suffix == ".svg" else None
-    with matplotlib.rc_context({"svg.hashsalt": "dmcp"}):  # else ids are random; put back at once
-        figure.savefig(path, metadata=metadata, dpi=150)
-    return path
-
-
-def _blank(width: float, height: float) -> Figure:
-    """A figure with nothing on it, in inches."""
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def _in_percent(axis: Axis, decimals: int | None = None) -> None:
-    """Show the shares of an axis as percentages."""
-    from matplotlib.ticker import PercentFormatter
-
-    axis.set_major_formatter(PercentFormatter(1.0, decimals))
-
-
-def cost_over_time(result: SearchResult) -> Figure:
-    """Expected cost after each step, against the band that the budget loss pulls it into."""
-    figure, axes = _panel(7.0, 3.6)
-    moved = [record for record in result.log if record.ratios is not None]
-    first, end = (moved[0].step if moved else 0), (result.log[-1].step + 1 if result.log else 0)
-    # a record holds what its step saw, before it moved the alphas; the last point is the result
-    steps = [record.step for record in moved] + [end]
-    chances = result.process.marginals(result.alphas.detach())
-    last = ratios(result.budget, result.graph, chances, result.sizes, result.process).tolist()
-    axes.axhspan(result.tolerance, 1, color=_GREEN, alpha=0.25, lw=0, label=f"allowed, {result.tolerance:.0%} to 100%")
-    if first:
-        axes.axvspan(0, first, color=_GREY, alpha=0.3, lw=0, label="warm-up: weights only")
-    for number, (limit, colour) in enumerate(zip(result.budget.limits, (_BLUE, _RED, _GREEN, _ORANGE), strict=False)):
-        seen = [record.ratios[number] for record in moved if record.ratios is not None] + [last[number]]
-        label = f"{_WORDS[limit.kind]}, budget {_amount(limit.kind, limit.target)}"
-        axes.plot(steps, seen, color=colour, lw=1.5, marker="o" if len(seen) == 1 else None, label=label)
+    last: the costs after the last step; a record holds what its step saw before it moved the alphas.
+    """
+    moved = [(record.step, record.ratios) for record in log if record.ratios is not None]
+    end = log[-1].step + 1 if log else 0
+    points = [*moved, *([(end, last)] if last else [])]
+    axes = _panel(7.0, 3.6)
+    if tolerance:
+        axes.axhspan(tolerance, 1, color=GREEN, alpha=0.25, lw=0, label=f"allowed, {tolerance:.0%} to 100%")
+    if moved and moved[0][0]:
+        axes.axvspan(0, moved[0][0], color=GREY, alpha=0.2, lw=0, label="warm-up: weights only")
+    for number, name in enumerate(names):
+        _curve(axes, [step for step, _ in points], [seen[number] for _, seen in points], name, number)
     axes.set(title="Expected cost over the search", xlabel="step", ylabel="expected cost / budget")
     low, high = axes.get_ylim()
-    axes.set(xlim=(0, max(end, 1)), ylim=(min(low, 0.9), max(high, 1.05)))  # some room around the band
+    axes.set(xlim=(0, max(end, 1)), ylim=(min(low, 0.9), max(high, 1.05)))
     _in_percent(axes.yaxis)
-    _set_ticks(axes.xaxis, 10, integer=True)
-    _legend_below(axes)
-    return figure
+    return _with_legend(axes)
 
 
-def widths_per_space(result: SearchResult, widths: Widths) -> Figure:
-    """Channels of each space before and after, and what the chain expected before any repair."""
-    spaces, kept, wished = result.graph.spaces, list(widths.values()), expected_widths(result).tolist()
-    columns = -(-len(spaces) // _ROWS)
-    rows = -(-len(spaces) // columns)
-    figure = _blank(max(5.5 * columns, 6.5), 1.5 + 0.24 * rows)
+@_styled
+def losses(curves: Mapping[str, Mapping[int, float]], title: str) -> Figure:
+    """The loss of each network over the steps."""
+    axes = _panel(7.0, 3.6)
+    for number, (name, values) in enumerate(curves.items()):
+        _curve(axes, list(values), list(values.values()), name, number)
+    axes.set(title=title, xlabel="step", ylabel="loss")
+    return _with_legend(axes)
+
+
+def _curve(axes: Axes, steps: Sequence[float], values: Sequence[float], name: str, number: int) -> None:
+    parts = min(len(steps), _POINTS)
+    means = [[part.mean() for part in np.array_split(np.array(it, float), parts)] for it in (steps, values)]
+    axes.plot(*means, color=COLORS[number % len(COLORS)], lw=1.5, marker="o" if parts == 1 else None, label=name)
+
+
+@_styled
+def widths_per_space(rows: Sequence[tuple[str, int | None, int, float | None]], title: str) -> Figure:
+    """Channels of each space: (name, before, kept, expected by the chain); as counts where `before` is not known."""
+    known = all(before for _, before, _, _ in rows)
+    columns = -(-len(rows) // _ROWS)
+    count = -(-len(rows) // columns)
+    figure = _blank(max(5.5 * columns, 6.5), 1.5 + 0.24 * count)
     for column, axes in enumerate(figure.subplots(1, columns, squeeze=False)[0]):
-        part = range(column * rows, min((column + 1) * rows, len(spaces)))
-        places = [number - part[0] for number in part]
-        shares = [kept[number] / spaces[number].size for number in part]
-        axes.barh(places, [1.0] * len(part), color=_GREY, alpha=0.5, height=0.75, label="before")
-        axes.barh(places, shares, color=_BLUE, height=0.75, label="after")
-        marks = [wished[number] / spaces[number].size for number in part]
-        axes.plot(marks, places, "|", color="black", ms=9, mew=1.5, label="expected, before rounding and repair")
-        for place, number in zip(places, part, strict=True):
-            text = f"{kept[number]} of {spaces[number].size}"
-            axes.text(1.02, place, text, va="center", fontsize=8, clip_on=False)
-        axes.set_yticks(places, [_name(spaces[number].name) for number in part], fontsize=8)
-        axes.set(xlim=(0, 1), ylim=(rows - 0.5, -0.5), xlabel="channels kept")
-        _in_percent(axes.xaxis)
-        axes.spines[["top", "right"]].set_visible(False)
-    before, after = (_count(cost) for cost in (result.graph.macs(), result.graph.macs(widths)))
-    figure.suptitle(f"Width of each space: {before} MACs before, {after} after")
+        part = rows[column * count : (column + 1) * count]
+        places = range(len(part))
+        full = [(before or 1) if known else 1 for _, before, _, _ in part]
+        if known:
+            axes.barh(places, [1.0] * len(part), color=GREY, alpha=0.4, height=0.75, label="before")
+            axes.set_xlim(0, 1)
+            _in_percent(axes.xaxis)
+        shares = [kept / size for (_, _, kept, _), size in zip(part, full, strict=True)]
+        axes.barh(places, shares, color=BLUE, height=0.75, label="kept")
+        marks = [(it[3] / size, place) for it, size, place in zip(part, full, places, strict=True) if it[3] is not None]
+        if marks and known:
+            axes.plot(*zip(*marks, strict=True), "|", color=INK, ms=9, mew=1.5, label="expected, before rounding")
+        for place, (_, before, kept, _) in enumerate(part):
+            text = f"{kept} of {before}" if known else f"{kept}"
+            axes.annotate(text, (1.02, place), xycoords=("axes fraction", "data"), va="center", fontsize=8)
+        axes.set_yticks(places, [_short(name) for name, *_ in part], fontsize=8)
+        axes.set(ylim=(count - 0.5, -0.5), xlabel="channels kept")
+    figure.suptitle(title)
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    figure.legend(handles, labels, loc="outside lower center", ncols=3)
     return figure
 
 
+@_styled
 def cost_distribution(result: SearchResult, seed: int = 0) -> Figure:
-    """Costs of 3,000 structures drawn from the chains, with their mean and the target (the paper's figure 6)."""
+    """Costs of 3,000 samples of the chains, with their mean and the target (the paper's figure 6)."""
     targets = {limit.kind: limit.target for limit in result.budget.limits}
     kinds = ["macs", *(kind for kind in targets if kind != "macs")]
-    widths = result.process.sample(result.alphas, result.sizes, STRUCTURES, generator(seed)).cpu()
+    widths = result.process.sample(result.alphas, result.sizes, SAMPLES, generator(seed)).cpu()
     figure = _blank(7.0, 3.6 * len(kinds))
     for kind, axes in zip(kinds, figure.subplots(len(kinds), 1, squeeze=False)[:, 0], strict=True):
         counted, full = count_many(result.graph, kind, widths), cost(result.graph, kind, result.graph.full)
         mean = counted.double().mean().item()
-        axes.hist(counted.tolist(), bins=50, color=_BLUE, alpha=0.8)
+        axes.hist(counted.tolist(), bins=50, color=BLUE, alpha=0.8)
         if kind in targets:
-            axes.axvline(targets[kind], color="black", lw=1.5, label=f"budget {_amount(kind, targets[kind])}")
-        axes.axvline(mean, color=_RED, ls="--", lw=1.5, label=f"mean {_amount(kind, mean)}")
-        which = f"all of {STRUCTURES:,} structures drawn with seed {seed}, inside the budget or not"
-        axes.set_title(f"{which}\nthe unpruned network has {_amount(kind, full)} {_WORDS[kind]}", fontsize=10)
-        axes.set(xlabel=_WORDS[kind], ylabel="structures")
-        axes.xaxis.set_major_formatter(lambda value, _, kind=kind: _amount(kind, value))
-        _set_ticks(axes.xaxis, 7)
-        _plain(axes)
-        _legend_below(axes)
+            axes.axvline(targets[kind], color=INK, lw=1.5, label=f"budget {amount(kind, targets[kind])}")
+        axes.axvline(mean, color=RED, ls="--", lw=1.5, label=f"mean {amount(kind, mean)}")
+        which = f"all of {SAMPLES:,} samples (seed {seed}), inside the budget or not"
+        axes.set_title(f"{which}\nthe unpruned network has {amount(kind, full)} {KINDS[kind]}", fontsize=10)
+        axes.set(xlabel=KINDS[kind], ylabel="samples")
+        axes.xaxis.set_major_formatter(functools.partial(_tick, kind))
+        axes.locator_params(axis="x", nbins=7)
+        axes.grid(axis="y")
+        _with_legend(axes)
     return figure
 
 
+@_styled
 def width_distribution(result: SearchResult, seed: int = 0) -> Figure:
-    """How often each width of each space is drawn, in structures inside the budget (the paper's figure 7)."""
+    """How often each width of each space is sampled, inside the budget (the paper's figure 7)."""
     spaces = result.graph.spaces
-    drawn, inside = _inside(result, seed)
+    samples, inside = _sample_inside(result, seed)
     shown = sorted({round(place) for place in torch.linspace(0, len(spaces) - 1, min(len(spaces), _PANELS)).tolist()})
     columns = min(4, len(shown))
     rows = -(-len(shown) // columns)
     figure = _blank(max(2.6 * columns, 6.5), 0.9 + 1.5 * rows)
-    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for axes in panels[len(shown) :]:
-        axes.remove()
-    for axes, number in zip(panels, shown, strict=False):
-        found, counts = np.unique(drawn[:, number].numpy(), return_counts=True)
+    for axes, number in zip(_panels(figure, rows, columns, len(shown)), shown, strict=True):
+        found, counts = np.unique(samples[:, number].numpy(), return_counts=True)
         gap = int(np.diff(found).min(initial=spaces[number].size))
-        axes.bar(found, counts / len(drawn), width=0.8 * gap, color=_BLUE)
-        axes.axvline(drawn[:, number].double().mean().item(), color=_RED, ls="--", lw=1.2)
-        axes.set_title(_name(spaces[number].name), fontsize=8)
+        axes.bar(found, counts / len(samples), width=0.8 * gap, color=BLUE)
+        axes.axvline(samples[:, number].double().mean().item(), color=RED, ls="--", lw=1.2)
+        axes.set_title(_short(spaces[number].name), fontsize=8)
         axes.set_xlim(0, spaces[number].size + gap)
-        _set_ticks(axes.xaxis, 5, integer=True)
-        _set_ticks(axes.yaxis, 3)
+        axes.locator_params(axis="x", nbins=5, integer=True)
+        axes.locator_params(axis="y", nbins=3)
         _in_percent(axes.yaxis, decimals=0)
         axes.tick_params(labelsize=7)
-        _plain(axes)
+        axes.grid(axis="y")
     which = "inside the budget" if inside else "of which none is inside the budget"
     some = "" if len(shown) == len(spaces) else f", {len(shown)} of {len(spaces)} spaces"
-    told = f"Width of each space in {len(drawn):,} structures {which}, drawn with seed {seed} (dashed: mean){some}"
-    figure.suptitle(told, fontsize=10)
+    title = f"Width of each space in {len(samples):,} samples {which} (seed {seed}; dashed: mean){some}"
+    figure.suptitle(title, fontsize=10)
     figure.supxlabel("channels kept", fontsize=9)
-    figure.supylabel("share of the structures", fontsize=9)
+    figure.supylabel("share of the samples", fontsize=9)
     return figure
+
+
+def _sample_inside(result: SearchResult, seed: int) -> tuple[Tensor, bool]:
+    """Samples inside the budget, or, if none of many is, any. -> (n, S), whether they are inside"""
+    draw, found = generator(seed), result.sizes.new_zeros(0, len(result.sizes))
+    for _ in range(_ROUNDS):
+        widths = result.process.sample(result.alphas, result.sizes, SAMPLES, draw).cpu()
+        found = torch.cat([found, widths[spent_shares(result.budget, result.graph, widths).amax(dim=1) <= 1]])
+        if len(found) >= SAMPLES:
+            break
+    return (found[:SAMPLES], True) if len(found) else (widths, False)
+
+
+# accuracies
+
+
+@_styled
+def accuracy_over_cost(points: Iterable[tuple[str, str, int, float]]) -> Figure:
+    """Accuracy over MACs of tested networks: (kind, text beside it, MACs, accuracy)."""
+    axes = _panel(7.0, 4.0)
+    kinds: dict[str, list[tuple[str, int, float]]] = {}
+    for kind, *point in points:
+        kinds.setdefault(kind, []).append(tuple(point))  # type: ignore[arg-type]
+    for number, (kind, found) in enumerate(kinds.items()):
+        color, shape = COLORS[number % len(COLORS)], "osD^v"[number % 5]
+        axes.plot([it[1] for it in found], [it[2] for it in found], shape, color=color, ms=7, alpha=0.8, label=kind)
+        for text, macs, accuracy in found:
+            axes.annotate(text, (macs, accuracy), (6, 4), textcoords="offset points", fontsize=8)
+    axes.set(title="Accuracy over MACs of each network", xlabel="MACs", ylabel="accuracy")
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_formatter(functools.partial(_tick, "macs"))
+    _in_percent(axes.yaxis)
+    return _with_legend(axes)
 
 
 Spread = Sequence[float] | None  # accuracies of several seeds
 
 
+@_styled
 def accuracy_by_method(panels: Mapping[str, Mapping[str, tuple[Spread, Spread]]], title: str) -> Figure:
-    """A panel for each budget, two in a line: methods from best to worst, trained by one recipe and in their own way.
+    """A panel for each budget: methods from best to worst, trained by one recipe and in their own way.
 
     Marks are means, bars one standard deviation up and down.
     """
     sizes, columns = [len(rows) for rows in panels.values()], min(2, len(panels))
-    most = [max(sizes[start : start + columns]) for start in range(0, len(sizes), columns)]  # methods of each line
-    figure = _blank(3.8 * columns + 1.2, 0.8 + len(most) + 0.3 * sum(most))
+    heights = [1 + 0.3 * max(sizes[start : start + columns]) for start in range(0, len(sizes), columns)]
+    figure = _blank(3.8 * columns + 1.2, 0.8 + sum(heights))
     figure.suptitle(title, fontsize=11)
-    heights = [1 + 0.3 * count for count in most]
-    places = [*figure.subplots(len(most), columns, squeeze=False, height_ratios=heights).flat]
-    for axes in places[len(panels) :]:
-        axes.remove()
     known: dict[str, Any] = {}  # marks by their words
-    for axes, (budget, rows) in zip(places, panels.items(), strict=False):
-        order = _draw_methods(axes, rows)
-        _plain(axes)
-        axes.grid(axis="x", alpha=0.3, lw=0.6)
+    places = _panels(figure, len(heights), columns, len(panels), height_ratios=heights)
+    for axes, (budget, rows) in zip(places, panels.items(), strict=True):
+        order = sorted(rows, key=lambda name, rows=rows: max(statistics.fmean(it) for it in rows[name] if it))  # type: ignore[misc]
+        for number, (color, shape, label) in enumerate(((BLUE, "o", "same recipe"), (RED, "s", "its own training"))):
+            found = [(place, it) for place, name in enumerate(order) if (it := rows[name][number])]
+            if found:
+                means = [statistics.fmean(it) for _, it in found]
+                spread = [statistics.stdev(it) if len(it) > 1 else 0.0 for _, it in found]
+                heights_at = [place + 0.12 - 0.24 * number for place, _ in found]
+                axes.errorbar(
+                    means, heights_at, xerr=spread, fmt=shape, color=color, ms=5, capsize=2, lw=1, label=label
+                )
+        axes.grid()
         axes.set_yticks(range(len(order)), order, fontsize=8)
         axes.set(title=f"budget {budget}", xlabel="test accuracy", ylim=(-0.6, len(order) - 0.4))
-        _set_ticks(axes.xaxis, 5)
+        axes.locator_params(axis="x", nbins=5)
         _in_percent(axes.xaxis)
         marks, words = axes.get_legend_handles_labels()
         known |= dict(zip(words, marks, strict=True))
-    figure.legend([*known.values()], [*known], loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    figure.legend([*known.values()], [*known], loc="outside lower center", ncols=2)
     return figure
 
 
-def _draw_methods(axes: Axes, rows: Mapping[str, tuple[Spread, Spread]]) -> list[str]:
-    """Marks and bars of one panel; the methods from the lowest place up."""
-    order = sorted(rows, key=lambda name: max(statistics.fmean(it) for it in rows[name] if it))
-    for number, (colour, shape, label) in enumerate(((_BLUE, "o", "same recipe"), (_RED, "s", "its own training"))):
-        found = [(place, it) for place, name in enumerate(order) if (it := rows[name][number])]
-        if found:
-            axes.errorbar(
-                [statistics.fmean(it) for _, it in found],
-                [place + 0.12 - 0.24 * number for place, _ in found],
-                xerr=[statistics.stdev(it) if len(it) > 1 else 0.0 for _, it in found],
-                fmt=shape,
-                color=colour,
-                ms=5,
-                capsize=2,
-                lw=1,
-                label=label,
-            )
-    return order
+# pieces
 
 
-def _inside(result: SearchResult, seed: int) -> tuple[Tensor, bool]:
-    """Structures inside the budget, or, if none of many is, any. -> (n, S), whether they are inside"""
-    draw, found = generator(seed), result.sizes.new_zeros(0, len(result.sizes))
-    for _ in range(_ROUNDS):
-        widths = result.process.sample(result.alphas, result.sizes, STRUCTURES, draw).cpu()
-        found = torch.cat([found, widths[spent_shares(result.budget, result.graph, widths).amax(dim=1) <= 1]])
-        if len(found) >= STRUCTURES:
-            break
-    return (found[:STRUCTURES], True) if len(found) else (widths, False)
+def _blank(width: float, height: float) -> Figure:
+    """An empty figure, in inches."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
 
 
-def _panel(width: float, height: float) -> tuple[Figure, Axes]:
-    figure = _blank(width, height)
-    axes = figure.subplots()
-    _plain(axes)
-    return figure, axes
+def _panel(width: float, height: float) -> Axes:
+    axes = _blank(width, height).subplots()
+    axes.grid(axis="y")
+    return axes
 
 
-def _set_ticks(axis: Axis, most: int, integer: bool = False) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axis.set_major_locator(MaxNLocator(most, integer=integer))
-
-
-def _plain(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", alpha=0.3, lw=0.6)
-    axes.set_axisbelow(True)
+def _panels(figure: Figure, rows: int, columns: int, count: int, **how: Any) -> list[Axes]:
+    """The first `count` panels of a grid; the others are removed."""
+    places = [*figure.subplots(rows, columns, squeeze=False, **how).flat]
+    for axes in places[count:]:
+        axes.remove()
+    return places[:count]
 
 
-def _legend_below(axes: Axes) -> None:
-    """Where no line can be under it."""
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3, frameon=False, fontsize=8)
+def _with_legend(axes: Axes) -> Figure:
+    """The figure, with a legend where no line can be under it."""
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3)
+    return axes.get_figure(root=True)  # type: ignore[return-value]
 
 
-def _name(name: str) -> str:
+def _in_percent(axis: Any, decimals: int | None = None) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    axis.set_major_formatter(PercentFormatter(1.0, decimals))
+
+
+def _short(name: str) -> str:
     return name if len(name) <= _NAME else f"…{name[1 - _NAME :]}"
 
 
-def _amount(kind: str, number: float) -> str:
-    """A cost of one kind, times and bytes with their unit."""
-    return show_cost(kind, number) if kind in (LATENCY, MEMORY) else _count(number)
+def _tick(kind: str, value: float, place: int | None = None) -> str:
+    return amount(kind, value)
 
 
-def _count(number: float) -> str:
-    """A cost as people read it: 20.4M."""
-    if not number:
-        return "0"
-    power = min(max(int(math.log10(abs(number))) // 3, 0), 3)
+def amount(kind: str, number: float) -> str:
+    """A cost as people read it: 20.4M, 8.12 ms, 65.5 kB."""
+    if kind in (LATENCY, MEMORY):
+        return show_cost(kind, number)
+    power = min(max(int(math.log10(abs(number))) // 3, 0), 3) if number else 0
     return f"{number / 1000**power:.4g}{('', 'k', 'M', 'G')[power]}"

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import functools
+import importlib
 import importlib.util
 import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from dmcp.errors import DmcpError
 from dmcp.latency.table import Latency
@@ -23,86 +21,70 @@ from dmcp.searching.config import SearchRecord, SearchResult
 from dmcp.training import Event, StepRecord
 
 KINDS = TENSORBOARD, WANDB, MLFLOW = "tensorboard", "wandb", "mlflow"  # also the names of their packages
-IDS = "trackers.json"  # how W&B and MLflow call the run, so that it goes on there when it is resumed
-_PROJECT = "dmcp"  # where they put it, unless WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME says otherwise
-_SECONDS = 10  # the longest that a number waits before it is in TensorBoard's files
-
-
-class Service(Protocol):
-    """One of the places that numbers are sent to."""
-
-    run_id: str  # what it calls the run; empty where the folder says it all
-
-    def log(self, stage: str, step: int, values: Mapping[str, float]) -> None:
-        """Send the numbers of one step; every stage counts its steps from 0."""
-
-    def close(self, failed: bool) -> None:
-        """Send what still waits, and tell how the run has ended."""
+IDS = "trackers.json"  # the ids of the run in W&B and MLflow, with which it is resumed there
+_PROJECT = "dmcp"  # unless WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME says otherwise
+_FLUSH_SECONDS = 10  # of TensorBoard's files
+_PARAMS = 100  # that MLflow takes at once
 
 
 class Tracker:
-    """Sends what a run reports to its services; one that fails is given up, since the run is worth more.
+    """Sends events to services; one that fails is dropped with a warning, and the run goes on.
 
-    Steps that a resumed run does again are sent again: TensorBoard then hides the earlier ones, W&B and MLflow show
-    both.
+    Steps that a resumed run does again are sent again: TensorBoard hides the earlier ones, W&B and MLflow show both.
     """
 
     def __init__(self, limits: Sequence[str] = ()) -> None:
         self.limits = limits  # the kind of each limit of the budget
-        self.services: dict[str, Service] = {}
-        self.undo = contextlib.ExitStack()  # for when all services are closed
+        self.services: dict[str, TensorBoard | WandB | MLflow] = {}
 
     def __enter__(self) -> Tracker:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for name, service in list(self.services.items()):
-            self._try(name, functools.partial(service.close, kind is not None))
+            self._try(name, service.close, kind is not None)
         self.services.clear()
-        self.undo.close()
 
     def on_event(self, event: Event) -> None:
         """Send the numbers of a step, or of a row of the final table."""
         values = scalars(event, self.limits)
         step = event.record.step if isinstance(event.record, SearchRecord | StepRecord) else 0
         for name, service in list(self.services.items()) if values else ():
-            self._try(name, functools.partial(service.log, clean(event.stage), step, values))
+            self._try(name, service.log, clean(event.stage), step, values)
 
-    def _try(self, name: str, work: Callable[[], None]) -> None:
+    def _try(self, name: str, send: Callable[..., None], *values: Any) -> None:
         try:
-            work()
-        except Exception as error:  # the packages raise what they like: a full disk, a server that is gone
+            send(*values)
+        except Exception as error:  # each package has errors of its own
             del self.services[name]
-            print(f"{name} fails, the run goes on without it: {_say(error)}", file=sys.stderr, flush=True)
+            print(f"{name} fails, the run goes on without it: {_first_line(error)}", file=sys.stderr, flush=True)
 
 
 def open_tracker(
     kinds: Sequence[str], folder: Path, settings: Mapping[str, Any], limits: Sequence[str] = ()
 ) -> Tracker:
-    """Start the services for the run in this folder, on its first rank only; without kinds nothing is ever done.
+    """Start these services for the run in a folder; called on rank 0.
 
     settings: plain data that the services keep with the run.
-    limits: the kind of each limit of the budget, for the names of the expected costs; else they are numbered.
+    limits: the kind of each limit of the budget, for the names of the expected costs.
     """
     names, tracker = read_kinds(kinds), Tracker(limits)
-    known = read_json(folder / IDS) if names and (folder / IDS).exists() else {}
-    with contextlib.ExitStack() as failing:
-        failing.push(tracker)
-        if WANDB in names or MLFLOW in names:
-            tracker.undo.enter_context(_lone_process())
-        for name in names:
-            tracker.services[name] = _start(name, folder, settings, known.get(name, ""))
-        ids = {name: service.run_id for name, service in tracker.services.items() if service.run_id}
-        if ids:
-            Run(folder).write(IDS, known | ids)
-        failing.pop_all()
+    ids = read_json(folder / IDS) if names and (folder / IDS).exists() else {}
+    for name in names:
+        try:
+            tracker.services[name] = _SERVICES[name](folder, settings, ids.get(name, ""))
+        except Exception as error:
+            tracker.__exit__(type(error))
+            text = f"--track: {name} does not start: set it up, or leave it out ({_first_line(error)})."
+            raise DmcpError(text) from error
+    new = {name: service.run_id for name, service in tracker.services.items() if service.run_id}
+    if new:
+        Run(folder).write(IDS, ids | new)
     return tracker
 
 
 def read_kinds(texts: Sequence[str]) -> tuple[str, ...]:
-    """The services that were asked for, one by one or with commas; DmcpError for one that cannot be had here."""
+    """Names of services, one by one or with commas; DmcpError for an unknown or missing one."""
     texts = [texts] if isinstance(texts, str) else texts
     names = dict.fromkeys(name.strip().lower() for text in texts for name in text.split(",") if name.strip())
     for name in names:
@@ -115,7 +97,7 @@ def read_kinds(texts: Sequence[str]) -> tuple[str, ...]:
 
 
 def scalars(event: Event, limits: Sequence[str] = ()) -> dict[str, float]:
-    """The numbers of an event by their names in the charts; none for the search's result, or for a table of latency."""
+    """The numbers of an event by their names in the charts."""
     record, stage = event.record, clean(event.stage)
     if isinstance(record, SearchResult | Latency):
         return {}
@@ -135,11 +117,11 @@ def scalars(event: Event, limits: Sequence[str] = ()) -> dict[str, float]:
 
 
 def clean(name: str) -> str:
-    """A name with those characters only that all services, and folders, take."""
+    """A name with only those characters that all services, and folders, take."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name)
 
 
-# the services
+# the services: every stage counts its steps from 0
 
 
 class TensorBoard:
@@ -150,11 +132,11 @@ class TensorBoard:
 
     run_id = ""
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, settings: Mapping[str, Any], earlier: str) -> None:
         self.folder = folder / TENSORBOARD
         self.writers: dict[str, Any] = {}
         text = json.dumps(settings, indent=1, default=str)
-        self._writer("", 0).add_text("settings", "    " + text.replace("\n", "\n    "), 0)  # Markdown for "as it is"
+        self._writer("", 0).add_text("settings", "    " + text.replace("\n", "\n    "), 0)  # a code block in Markdown
 
     def log(self, stage: str, step: int, values: Mapping[str, float]) -> None:
         """Add the numbers to the file of the stage."""
@@ -170,52 +152,49 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         if stage not in self.writers:
-            self.writers[stage] = SummaryWriter(str(self.folder / stage), purge_step=step, flush_secs=_SECONDS)
+            path = str(self.folder / stage)
+            self.writers[stage] = SummaryWriter(path, purge_step=step, flush_secs=_FLUSH_SECONDS)
         return self.writers[stage]
 
 
 class WandB:
-    """A run of Weights & Biases; what it keeps on this machine is in FOLDER/wandb."""
+    """A run of Weights & Biases; its local files are in FOLDER/wandb."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], earlier: str) -> None:
         project = os.environ.get("WANDB_PROJECT") or _PROJECT
         place = {"dir": str(folder), "name": folder.name, "id": earlier or None, "resume": "allow"}
-        self.tracker = importlib.import_module("accelerate.tracking").WandBTracker(
-            project, config=dict(settings), **place
-        )
-        self.tracker.start()
-        self.run_id = str(self.tracker.tracker.id)
+        self.run = importlib.import_module(WANDB).init(project=project, config=dict(settings), **place)
+        self.run_id = str(self.run.id)
         self.stages: set[str] = set()
 
     def log(self, stage: str, step: int, values: Mapping[str, float]) -> None:
-        """Send the numbers, with the step as one more: W&B's own must never fall, and every stage begins at 0."""
+        """Send the numbers and the step: W&B's own step must never fall, and every stage begins at 0."""
         if stage not in self.stages:
-            self.tracker.tracker.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
+            self.run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
             self.stages.add(stage)
-        self.tracker.log({**values, f"{stage}/step": step})
+        self.run.log({**values, f"{stage}/step": step})
 
     def close(self, failed: bool) -> None:
         """Wait until all is sent."""
-        self.tracker.tracker.finish(exit_code=int(failed))
+        self.run.finish(exit_code=int(failed))
 
 
 class MLflow:
     """A run of MLflow, where MLFLOW_TRACKING_URI says."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], earlier: str) -> None:
-        self.tracker = importlib.import_module("accelerate.tracking").MLflowTracker(
-            _PROJECT, run_name=folder.name, run_id=earlier or None
-        )
-        self.tracker.start()
-        self.run_id = str(self.tracker.tracker.info.run_id)
         self.package = importlib.import_module(MLFLOW)
+        self.package.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME") or _PROJECT)
+        self.run_id = str(self.package.start_run(run_id=earlier or None, run_name=folder.name).info.run_id)
+        if self.run_id != earlier:  # parameters can be written once
+            flat = list(_flat(settings).items())
+            for start in range(0, len(flat), _PARAMS):
+                self.package.log_params(dict(flat[start : start + _PARAMS]))
         self.package.config.enable_async_logging(True)  # a step must not wait for a database
-        if self.run_id != earlier:  # it has them already, and lets nobody write them twice
-            self.tracker.store_init_configuration(_flat(settings))
 
     def log(self, stage: str, step: int, values: Mapping[str, float]) -> None:
         """Send the numbers."""
-        self.tracker.log(values, step)
+        self.package.log_metrics(dict(values), step=step)
 
     def close(self, failed: bool) -> None:
         """Wait until all is sent, and end the run there."""
@@ -224,36 +203,8 @@ class MLflow:
         self.package.end_run("FAILED" if failed else "FINISHED")
 
 
-def _start(name: str, folder: Path, settings: Mapping[str, Any], earlier: str) -> Service:
-    try:
-        if name == TENSORBOARD:
-            return TensorBoard(folder, settings)
-        return (WandB if name == WANDB else MLflow)(folder, settings, earlier)
-    except Exception as error:  # no key, no network, another version: each package has errors of its own
-        raise DmcpError(f"--track: {name} does not start: set it up, or leave it out ({_say(error)}).") from error
-
-
-@contextlib.contextmanager
-def _lone_process() -> Iterator[None]:
-    """The state that Accelerate's trackers ask whether they may write; they may, and no process group is started."""
-    state = importlib.import_module("accelerate").PartialState
-    if state._shared_state:  # the caller's own
-        yield
-        return
-    told = {"LOCAL_RANK": "-1", "ACCELERATE_TORCH_DEVICE": "cpu"}
-    before = {name: os.environ.get(name) for name in told}
-    os.environ.update(told)
-    try:
-        state()
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
-    try:
-        yield
-    finally:
-        state._reset_state()
+_SERVICES: dict[str, Callable[[Path, Mapping[str, Any], str], TensorBoard | WandB | MLflow]]
+_SERVICES = {TENSORBOARD: TensorBoard, WANDB: WandB, MLFLOW: MLflow}
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -265,6 +216,5 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _say(error: Exception) -> str:
-    """The first line of what a package says, or as much of it as can be read at a glance."""
+def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(" .")
