@@ -297,7 +297,7 @@ def load(
     A folder holds `train-*.npz` and `test-*.npz` with `images` (N, H, W, C) uint8 and `labels` (N,), or `train/` and
     `val/` with one folder of image files per class, which are cropped to `size`: one side of a square, or height and
     width. The CIFAR sets are looked for as shards in the folder of their name in `root`, then as torchvision keeps
-    them in `root`; `download` lets torchvision fetch them. docs/data.md says what is done to the images.
+    them in `root`; `download` lets torchvision fetch them. docs/getting-started.md says what is done to the images.
     strict=False, to look at broken data: classes of image files may be empty, or in `train/` or `val/` only.
     """
     path = Path(name)
