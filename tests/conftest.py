@@ -49,7 +49,7 @@ def _no_word_about_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is it looked for ten times; test_pruning calls what does that itself."""
-    for module in ("results", "cli.session", "compare.runner"):
+    for module in ("results", "cli.prune", "compare.table"):
         monkeypatch.setattr(f"dmcp.{module}.milliseconds", lambda nets, example, *_: milliseconds(nets, example, 1))
 
 
@@ -58,7 +58,7 @@ def _no_word_about_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands take 708 of the 1415 digits, which is one step an epoch; all of them would say what is left out."""
     left_out = job_module._left_out
     monkeypatch.setattr(
-        job_module, "_left_out", lambda job, count: () if job.data == "digits" else left_out(job, count)
+        job_module, "_left_out", lambda config, count: () if config.data == "digits" else left_out(config, count)
     )
 
 

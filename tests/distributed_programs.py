@@ -1,15 +1,20 @@
-"""What each process of tests/test_distributed.py runs; a process alone runs the same, to compare with."""
+"""What each process of test_distributed.py runs; a process alone runs the same, to compare with."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import sys
+import tempfile
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,9 +25,21 @@ import dmcp
 from dmcp.cli import main
 from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
+from dmcp.errors import RankError
 from dmcp.models import build
-from dmcp.retraining import TeacherWarning
-from dmcp.runtime.distributed import World, join, leave
+from dmcp.runtime.distributed import (
+    SINGLE_PROCESS,
+    World,
+    current,
+    gather,
+    join,
+    leave,
+    mean_gradients,
+    mean_values,
+    part,
+    share_tensors,
+    sum_values,
+)
 
 STEPS = 5  # in an epoch
 PIXELS = (1, 8, 8)
@@ -81,24 +98,37 @@ def train_normed(world: World, batch: int) -> dict[str, Any]:
     trained = train(model, loader(world, batch), lr=0.2, reference_batch=batch)
     accuracy = dmcp.evaluate(model, test_loader(world))
     dmcp.recalibrate(model, loader(world, batch))
-    return {"search": searched, "training": trained, "accuracy": accuracy, "calibrated": running(model)}
+    found = {"search": searched, "training": trained, "accuracy": accuracy, "calibrated": running(model)}
+    return found | {"interrupted": interrupted(world, 16)}
 
 
-def learn_from_a_teacher(world: World, batch: int) -> dict[str, Any]:
-    """A network with a given teacher, of which each rank has another one: that of rank 0 counts."""
-    search = dmcp.SearchConfig(budget="50%", epochs=2, groups=4, reference_batch=batch, lr=0.05, min_lr=0.05)
-    config = dmcp.TrainConfig(epochs=1, lr=0.2, warmup_lr=0.2, reference_batch=batch, kd_weight=1.0)
-    given = loader(world, batch)
-    torch.manual_seed(0)
-    model = Plain()
-    torch.manual_seed(7 + world.rank)
-    teacher = Plain()
-    kept = teacher.stem.weight.detach().clone()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", TeacherWarning)  # it has learnt nothing
-        found = dmcp.prune(model, given, test_loader(world), search=search, train=config, teacher=teacher)
-    assert torch.equal(kept, teacher.stem.weight)  # a user's network is never written
-    return {"weights": dict(found.model.state_dict()), "accuracies": [row.accuracy for row in found.rows]}
+def interrupted(world: World, batch: int) -> list[str]:
+    """Hashes of a search and a training with dropout: unbroken, and left by an error and resumed."""
+    warnings.simplefilter("ignore", dmcp.losses.DistillationWarning)
+    (folder,) = {*gather(tempfile.mkdtemp() if world.first else None, world)} - {None}
+
+    def run(act: Callable[..., Any], crash: int, name: str = "") -> str:
+        torch.manual_seed(world.rank)
+        calls = itertools.count()
+
+        def loss(output: Tensor, labelled: Any) -> Tensor:
+            if next(calls) == crash:
+                raise RuntimeError("crash")
+            return F.cross_entropy(output, labelled[1])
+
+        saver = dmcp.Checkpointer(Path(folder) / name, every_steps=1) if name else None
+        batches = loader(world, batch, steps=20)
+        found = act(dropped(), batches, loss=loss, checkpointer=saver, reference_batch=batch)
+        return str(found["hash"]) + digest([found.get("alphas", torch.zeros(1))])
+
+    hashes = []
+    for act, crash in ((search, 45), (train, 30)):  # an epoch has 20 steps, of which every tenth may be saved
+        hashes.append(run(act, -1))
+        try:
+            run(act, crash, act.__name__)
+        except RuntimeError:
+            hashes.append(run(act, -1, act.__name__))
+    return hashes
 
 
 class Macro:
@@ -176,11 +206,14 @@ def test_loader(world: World) -> Any:
     return make_loader(load("digits").test, 127, train=False, world=world)
 
 
-def search(model: nn.Module, batches: Any, arch_loader: Any = None, **settings: Any) -> dict[str, Any]:
+def search(
+    model: nn.Module, batches: Any, arch_loader: Any = None, loss: Any = None, checkpointer: Any = None, **settings: Any
+) -> dict[str, Any]:
     """What a search of two epochs saw, and where it ended."""
     net = dmcp.Supernet(model, dmcp.trace(model, torch.zeros(2, *PIXELS)))
     config = dmcp.SearchConfig(budget="50%", epochs=2, **settings)
-    found = dmcp.search(net, batches, config, arch_loader=arch_loader)
+    how = {"task": dmcp.Task(loss=loss), "runtime": dmcp.Runtime(checkpointer=checkpointer)}
+    found = dmcp.search(net, batches, config, arch_loader=arch_loader, **how)
     losses = [
         torch.tensor([*record.weight_losses, record.task_loss or 0.0, record.budget_loss or 0.0])
         for record in found.log
@@ -189,9 +222,12 @@ def search(model: nn.Module, batches: Any, arch_loader: Any = None, **settings: 
     return result(net.model, torch.stack(losses)) | {"alphas": found.alphas}
 
 
-def train(model: nn.Module, batches: Any, **settings: Any) -> dict[str, Any]:
+def train(
+    model: nn.Module, batches: Any, loss: Any = None, checkpointer: Any = None, **settings: Any
+) -> dict[str, Any]:
     """What a training of two epochs saw, and where it ended."""
-    records = dmcp.train(model, batches, dmcp.TrainConfig(epochs=2, **settings))
+    how = {"task": dmcp.Task(loss=loss), "runtime": dmcp.Runtime(checkpointer=checkpointer)}
+    records = dmcp.train(model, batches, dmcp.TrainConfig(epochs=2, **settings), **how)
     return result(model, torch.tensor([record.loss for record in records], dtype=torch.float64))
 
 
@@ -209,6 +245,107 @@ def running(model: nn.Module) -> dict[str, Tensor]:
 def digest(tensors: Iterable[Tensor]) -> str:
     """One hash of the bits of all."""
     return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
+# every collective gives what one process would have computed
+
+
+class Mixed(nn.Module):
+    """Three dtypes, a strided gradient, and a parameter without any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(5, 4, dtype=torch.float64)
+        self.conv = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+        self.short = nn.Parameter(torch.randn(3, dtype=torch.bfloat16))
+        self.unused = nn.Parameter(torch.randn(2))
+
+    def forward(self, rows: Tensor, images: Tensor) -> Tensor:
+        """One loss per sample."""
+        seen = self.conv(images).mean(dim=(2, 3))
+        return self.wide(rows).square().sum(1) + seen.square().sum(1) + (seen.detach().bfloat16() * self.short).sum(1)
+
+
+def agree() -> None:
+    assert current() == SINGLE_PROCESS
+    world = join("cpu")
+    assert world == current() == join("cpu") == World(*(int(os.environ[it]) for it in ("RANK", "WORLD_SIZE", "RANK")))
+    for count in (10 * world.size + 1, world.size - 1):  # uneven, and none at all for the last rank
+        check_gradients(count, world)
+    check_values(world)
+    broken = patch.object(dist, "broadcast", side_effect=dist.DistBackendError("NCCL is unhappy\nC++ trace"))
+    with broken, pytest.raises(RankError, match=r"lost the others .*\(NCCL is unhappy\)"):
+        share_tensors([torch.zeros(1)], world)
+    full = patch.object(dist, "all_reduce", side_effect=torch.OutOfMemoryError("full"))
+    with full, pytest.raises(torch.OutOfMemoryError):  # not the fault of another rank
+        sum_values(torch.zeros(1), world)
+    leave()
+    assert current() == SINGLE_PROCESS
+    leave()
+
+
+def check_gradients(count: int, world: World) -> None:
+    torch.manual_seed(count)
+    model, rows, images = Mixed(), torch.randn(count, 5, dtype=torch.float64), torch.randn(count, 2, 6, 6)
+    model(rows, images).mean().backward()
+    wanted = {name: one.grad for name, one in model.named_parameters()}
+    model.zero_grad()
+    mine = part(count, world)
+    model(rows[mine], images[mine]).mean().backward()  # without samples: NaN
+    with patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as reduce:
+        mean_gradients(list(model.parameters()), len(rows[mine]), world)
+    assert reduce.call_count == 3  # one per dtype
+    for name, one in model.named_parameters():
+        exact = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[one.dtype]
+        assert (one.grad is None) == (name == "unused")
+        if one.grad is not None:
+            assert one.grad.dtype == one.dtype
+            torch.testing.assert_close(one.grad, wanted[name], rtol=exact, atol=exact)
+    first, *others = gather([one.grad for one in model.parameters() if one.grad is not None], world)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+def check_values(world: World) -> None:
+    everyone = np.random.default_rng(0).normal(size=(world.size, 4, 3))
+    samples = np.arange(world.size * 4).reshape(world.size, 4, 1)  # rank 0 has a row without samples
+    everyone[0, 0] = np.nan
+    mine = torch.from_numpy(everyone[world.rank])
+    wanted = np.nansum(everyone * samples, axis=0) / samples.sum(axis=0)
+    np.testing.assert_allclose(mean_values(mine, torch.from_numpy(samples[world.rank]), world), wanted, rtol=1e-12)
+    one, weighted = torch.tensor(float(world.rank)), np.average(range(world.size), weights=range(1, world.size + 1))
+    torch.testing.assert_close(mean_values(one, world.rank + 1, world), torch.tensor(weighted, dtype=torch.float32))
+    large, total = torch.tensor([2**53 + world.rank]), sum(range(world.size))  # a float64 would lose the last bit
+    assert sum_values(large, world).tolist() == [2**53 * world.size + total] and large.item() == 2**53 + world.rank
+    assert gather(world.rank, world) == [*range(world.size)]
+
+    def fill(seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        images = nn.Parameter(torch.randn(3, 2, 4, 4).to(memory_format=torch.channels_last))
+        return [images, torch.randn(5).half(), torch.randint(99, (2, 3)), torch.rand(7) > 0.5, torch.randn(4, 6).T]
+
+    tensors = fill(world.rank)
+    places = [(it.data_ptr(), it.stride()) for it in tensors]
+    share_tensors(tensors, world)
+    assert places == [(it.data_ptr(), it.stride()) for it in tensors]
+    assert all(torch.equal(mine, wanted) for mine, wanted in zip(tensors, fill(0), strict=True))
+
+
+def borrow() -> None:
+    """A process group of the user's own is used, and not destroyed."""
+    dist.init_process_group("gloo")
+    world = join()
+    assert world == current() and world.size == dist.get_world_size() > 1 and sum(gather(1, world)) == world.size
+    leave()
+    assert dist.is_initialized()
+    dist.destroy_process_group()
+
+
+def reduce(ready: Path) -> None:
+    """Sum for ever."""
+    world = join("cpu")
+    (ready / f"ready{world.rank}").touch()
+    while True:
+        sum_values(torch.ones(1000), world)
 
 
 # the processes

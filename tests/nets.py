@@ -1,8 +1,10 @@
 """Ten small nets that also exist at any narrower widths: the independent oracle of the invariants.
 
-LAYERS says which channels each layer writes and reads, in plain text: "s+g" are two spaces side by side, "c*4" are four
-entries per channel, "2*a" are two copies. FULL are the unpruned widths, SPACES the name that each width has in the
-graph: the first layer that writes the space. `narrow` copies the kept channels; nothing here knows the package.
+LAYERS says which channels each layer reads and writes ("s>a"; of a norm only one), and the kernel (k1, else 3), stride,
+padding, groups and bias of a convolution, of which it reads the channels of one group. "s+g" are two spaces side by
+side, "c*4" are four entries per channel, "2*a" are two copies. FULL are the unpruned widths, SPACES the name that each
+width has in the graph: the first layer that writes the space. `narrow` copies the kept channels; it knows nothing of
+the package.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar
 
@@ -21,22 +23,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
+from dmcp.modules import rebatch
 
 Kept = Sequence[int]  # indices of the channels that stay
-Layer = tuple[str, str, str, dict[str, Any]]
-
-
-def conv(reads: str, writes: str, kernel: int = 3, **options: Any) -> Layer:
-    """Of a grouped one: what each group reads."""
-    return "conv", reads, writes, {"kernel_size": kernel, "bias": False} | options
-
-
-def norm(channels: str) -> Layer:
-    return "norm", "", channels, {}
-
-
-def linear(reads: str, writes: str = "5") -> Layer:
-    return "linear", reads, writes, {}
 
 
 def keep(k: int, after: int = 0) -> list[int]:
@@ -75,7 +64,7 @@ def pick(small: nn.Module, full: nn.Module, rows: Kept, cols: Kept | None = None
 class HandNet(nn.Module):
     FULL: ClassVar[dict[str, int]]
     SPACES: ClassVar[dict[str, str]]
-    LAYERS: ClassVar[dict[str, Layer]]
+    LAYERS: ClassVar[str]
     SHAPE: ClassVar[tuple[int, ...]] = (3, 9, 9)
 
     def __init__(self, *widths: int, **named: int) -> None:
@@ -85,20 +74,31 @@ class HandNet(nn.Module):
         def width(text: str) -> int:
             return len(positions(text, sizes, {name: range(size) for name, size in sizes.items()}))
 
-        for name, (kind, reads, writes, options) in self.LAYERS.items():
-            if kind == "norm":
+        for name, reads, writes, flags in self.layers():
+            if not reads:
                 layer: nn.Module = nn.BatchNorm2d(width(writes))
-            elif kind == "linear":
+            elif name == "head":
                 layer = nn.Linear(width(reads), width(writes))
             else:
-                groups = width(str(options.get("groups", 1)))
-                layer = nn.Conv2d(groups * width(reads), width(writes), **options | {"groups": groups})
+                kernel, stride, padding, groups = (
+                    flags.get(flag, usual) for flag, usual in zip("kspg", "3101", strict=False)
+                )
+                options = {"stride": int(stride), "padding": int(padding), "groups": width(groups)}
+                inputs = width(groups) * width(reads)
+                layer = nn.Conv2d(inputs, width(writes), int(kernel), bias="b" in flags, **options)
             self.add_module(name, layer)
+
+    @classmethod
+    def layers(cls) -> Iterator[tuple[str, str, str, dict[str, str]]]:
+        for text in cls.LAYERS.split(";"):
+            name, channels, *flags = text.split()
+            reads, _, writes = channels.rpartition(">")
+            yield name, reads, writes, {flag[0]: flag[1:] for flag in flags}
 
     @classmethod
     def narrow(cls, full: Any, **kept: Kept) -> Any:
         small: Any = cls(**{name: len(own) for name, own in kept.items()}).to(full.head.weight.dtype)
-        for name, (_, reads, writes, _) in cls.LAYERS.items():
+        for name, reads, writes, _ in cls.layers():
             columns = positions(reads, cls.FULL, kept) if reads else None
             pick(getattr(small, name), getattr(full, name), positions(writes, cls.FULL, kept), columns)
         return small
@@ -110,15 +110,9 @@ class Chain(HandNet):
     FULL: ClassVar = {"a": 7, "b": 9, "c": 6}
     SPACES: ClassVar = {"a": "conv1", "b": "conv2", "c": "conv3"}
     SHAPE = (3, 11, 11)
-    LAYERS: ClassVar = {
-        "conv1": conv("3", "a", padding=1, bias=True),
-        "bn1": norm("a"),
-        "conv2": conv("a", "b", stride=2, padding=1),
-        "bn2": norm("b"),
-        "conv3": conv("b", "c", stride=2),
-        "bn3": norm("c"),
-        "head": linear("c*4"),
-    }
+    LAYERS = """
+        conv1 3>a p1 bias; bn1 a; conv2 a>b s2 p1; bn2 b; conv3 b>c s2; bn3 c; head c*4>5
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.bn1(self.conv1(x)))
@@ -132,21 +126,10 @@ class Residual(HandNet):
 
     FULL: ClassVar = {"s": 8, "a": 6, "b": 9, "t": 11}
     SPACES: ClassVar = {"s": "stem", "a": "conv1", "b": "conv3", "t": "conv4"}
-    LAYERS: ClassVar = {
-        "stem": conv("3", "s", padding=1),
-        "bn0": norm("s"),
-        "conv1": conv("s", "a", padding=1),
-        "bn1": norm("a"),
-        "conv2": conv("a", "s", padding=1),
-        "bn2": norm("s"),
-        "conv3": conv("s", "b", stride=2, padding=1),
-        "bn3": norm("b"),
-        "conv4": conv("b", "t", padding=1),
-        "bn4": norm("t"),
-        "project": conv("s", "t", 1, stride=2),
-        "bn5": norm("t"),
-        "head": linear("t"),
-    }
+    LAYERS = """
+        stem 3>s p1; bn0 s; conv1 s>a p1; bn1 a; conv2 a>s p1; bn2 s; conv3 s>b s2 p1; bn3 b; conv4 b>t p1; bn4 t;
+        project s>t k1 s2; bn5 t; head t>5
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.bn0(self.stem(x)))
@@ -161,23 +144,10 @@ class Depthwise(HandNet):
 
     FULL: ClassVar = {"s": 6, "e": 14, "f": 10, "t": 8}
     SPACES: ClassVar = {"s": "stem", "e": "expand1", "f": "expand2", "t": "project2"}
-    LAYERS: ClassVar = {
-        "stem": conv("3", "s", padding=1),
-        "bn0": norm("s"),
-        "expand1": conv("s", "e", 1),
-        "bn1": norm("e"),
-        "depth1": conv("1", "e", padding=1, groups="e"),
-        "bn2": norm("e"),
-        "project1": conv("e", "s", 1),
-        "bn3": norm("s"),
-        "expand2": conv("s", "f", 1),
-        "bn4": norm("f"),
-        "depth2": conv("1", "f", stride=2, padding=1, groups="f"),
-        "bn5": norm("f"),
-        "project2": conv("f", "t", 1),
-        "bn6": norm("t"),
-        "head": linear("t"),
-    }
+    LAYERS = """
+        stem 3>s p1; bn0 s; expand1 s>e k1; bn1 e; depth1 1>e p1 ge; bn2 e; project1 e>s k1; bn3 s; expand2 s>f k1;
+        bn4 f; depth2 1>f s2 p1 gf; bn5 f; project2 f>t k1; bn6 t; head t>5
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu6(self.bn0(self.stem(x)))
@@ -197,20 +167,10 @@ class Concat(HandNet):
     SPACES: ClassVar = dict(
         zip("sghtpqr", ["stem", "dense1", "dense2", "transition", "branch1", "branch2", "branch3"], strict=True)
     )
-    LAYERS: ClassVar = {
-        "stem": conv("3", "s", padding=1),
-        "bn1": norm("s"),
-        "dense1": conv("s", "g", padding=1),
-        "bn2": norm("s+g"),
-        "dense2": conv("s+g", "h", padding=1),
-        "bn3": norm("s+g+h"),
-        "transition": conv("s+g+h", "t", 1),
-        "branch1": conv("t", "p", 1, bias=True),
-        "branch2": conv("t", "q", padding=1, bias=True),
-        "branch3": conv("t", "r", 1, bias=True),
-        "bn4": norm("p+q+r"),
-        "head": linear("p+q+r"),
-    }
+    LAYERS = """
+        stem 3>s p1; bn1 s; dense1 s>g p1; bn2 s+g; dense2 s+g>h p1; bn3 s+g+h; transition s+g+h>t k1;
+        branch1 t>p k1 bias; branch2 t>q p1 bias; branch3 t>r k1 bias; bn4 p+q+r; head p+q+r>5
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -229,19 +189,10 @@ class Grouped(HandNet):
 
     FULL: ClassVar = {"a": 7, "b": 5, "g": 6, "t": 9}
     SPACES: ClassVar = {"a": "stem", "b": "wide", "g": "reduce", "t": "expand"}
-    LAYERS: ClassVar = {
-        "stem": conv("3", "2*a", padding=1),
-        "bn0": norm("2*a"),
-        "wide": conv("a", "2*b", padding=1, groups=2, bias=True),
-        "bn1": norm("2*b"),
-        "reduce": conv("2*b", "g*2", 1),
-        "bn2": norm("g*2"),
-        "thin": conv("2", "g*3", stride=2, padding=1, groups="g"),
-        "bn3": norm("g*3"),
-        "expand": conv("g*3", "t", 1),
-        "bn4": norm("t"),
-        "head": linear("t"),
-    }
+    LAYERS = """
+        stem 3>2*a p1; bn0 2*a; wide a>2*b p1 g2 bias; bn1 2*b; reduce 2*b>g*2 k1; bn2 g*2; thin 2>g*3 s2 p1 gg;
+        bn3 g*3; expand g*3>t k1; bn4 t; head t>5
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.bn0(self.stem(x)))
@@ -257,17 +208,10 @@ class SqueezeExcite(HandNet):
 
     FULL: ClassVar = {"s": 7, "c": 12, "r": 5}
     SPACES: ClassVar = {"s": "stem", "c": "conv", "r": "squeeze"}
-    LAYERS: ClassVar = {
-        "stem": conv("3", "s", padding=1),
-        "bn0": norm("s"),
-        "conv": conv("s", "c", padding=1),
-        "bn1": norm("c"),
-        "squeeze": conv("c", "r", 1, bias=True),
-        "excite": conv("r", "c", 1, bias=True),
-        "project": conv("c", "s", 1),
-        "bn2": norm("s"),
-        "head": linear("s"),
-    }
+    LAYERS = """
+        stem 3>s p1; bn0 s; conv s>c p1; bn1 c; squeeze c>r k1 bias; excite r>c k1 bias; project c>s k1; bn2 s;
+        head s>5
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.bn0(self.stem(x)))
@@ -282,20 +226,10 @@ class PreActivation(HandNet):
 
     FULL: ClassVar = {"s": 8, "a": 6, "b": 9, "t": 11}
     SPACES: ClassVar = {"s": "stem", "a": "conv1", "b": "conv3", "t": "conv4"}
-    LAYERS: ClassVar = {
-        "stem": conv("3", "s", padding=1, bias=True),
-        "bn1": norm("s"),
-        "conv1": conv("s", "a", padding=1),
-        "bn2": norm("a"),
-        "conv2": conv("a", "s", padding=1),
-        "bn3": norm("s"),
-        "conv3": conv("s", "b", stride=2, padding=1),
-        "bn4": norm("b"),
-        "conv4": conv("b", "t", padding=1),
-        "shortcut": conv("s", "t", 1, stride=2),
-        "bn5": norm("t"),
-        "head": linear("t"),
-    }
+    LAYERS = """
+        stem 3>s p1 bias; bn1 s; conv1 s>a p1; bn2 a; conv2 a>s p1; bn3 s; conv3 s>b s2 p1; bn4 b; conv4 b>t p1;
+        shortcut s>t k1 s2; bn5 t; head t>5
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -311,23 +245,10 @@ class OptionA(HandNet):
 
     FULL: ClassVar = {"s": 8, "a": 7, "b": 9, "c": 5}
     SPACES: ClassVar = {"s": "stem", "a": "conv1", "b": "conv3", "c": "conv5"}
-    LAYERS: ClassVar = {
-        "stem": conv("3", "s", padding=1),
-        "bn0": norm("s"),
-        "conv1": conv("s", "a", padding=1),
-        "bn1": norm("a"),
-        "conv2": conv("a", "s", padding=1),
-        "bn2": norm("s"),
-        "conv3": conv("s", "b", stride=2, padding=1),
-        "bn3": norm("b"),
-        "conv4": conv("b", "2+s+2", padding=1),
-        "bn4": norm("2+s+2"),
-        "conv5": conv("2+s+2", "c", padding=1),
-        "bn5": norm("c"),
-        "conv6": conv("c", "2+s+2", padding=1),
-        "bn6": norm("2+s+2"),
-        "head": linear("2+s+2"),
-    }
+    LAYERS = """
+        stem 3>s p1; bn0 s; conv1 s>a p1; bn1 a; conv2 a>s p1; bn2 s; conv3 s>b s2 p1; bn3 b; conv4 b>2+s+2 p1;
+        bn4 2+s+2; conv5 2+s+2>c p1; bn5 c; conv6 c>2+s+2 p1; bn6 2+s+2; head 2+s+2>5
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.bn0(self.stem(x)))
@@ -343,19 +264,10 @@ class SharedWeight(HandNet):
 
     FULL: ClassVar = {"c": 8, "d": 6}
     SPACES: ClassVar = {"c": "stem", "d": "left"}
-    LAYERS: ClassVar = {
-        "stem": conv("3", "c", padding=1),
-        "bn0": norm("c"),
-        "mix": conv("c", "c", padding=1, bias=True),
-        "bn1": norm("c"),
-        "left": conv("c", "d", padding=1, bias=True),
-        "bn2": norm("d"),
-        "other": conv("c", "c", 1),
-        "bn3": norm("c"),
-        "right": conv("c", "d", padding=1, bias=True),
-        "bn4": norm("d"),
-        "head": linear("2*d"),
-    }
+    LAYERS = """
+        stem 3>c p1; bn0 c; mix c>c p1 bias; bn1 c; left c>d p1 bias; bn2 d; other c>c k1; bn3 c; right c>d p1 bias;
+        bn4 d; head 2*d>5
+    """
 
     def __init__(self, *widths: int, **named: int) -> None:
         super().__init__(*widths, **named)
@@ -376,14 +288,9 @@ class Lifted(HandNet):
     FULL: ClassVar = {"a": 7, "b": 6}
     SPACES: ClassVar = {"a": "conv1", "b": "conv2"}
     SHAPE = (3, 8, 8)
-    LAYERS: ClassVar = {
-        "conv1": conv("3", "a", padding=1, bias=True),
-        "bn1": norm("a"),
-        "depth": conv("1", "a", padding=1, groups="a", bias=True),
-        "bn2": norm("a"),
-        "conv2": conv("a", "b", padding=1, bias=True),
-        "head": linear("b"),
-    }
+    LAYERS = """
+        conv1 3>a p1 bias; bn1 a; depth 1>a p1 ga bias; bn2 a; conv2 a>b p1 bias; head b>5
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.cos(self.bn1(self.conv1(x)))
@@ -497,13 +404,11 @@ def sizes(graph: Any) -> dict[str, int]:
 
 
 def counted_macs(model: nn.Module, x: Any) -> int:
-    """Multiply-adds of one sample by torch's own counter; the batch of all inputs is their dim 0."""
-    batch = len(leaves(x)[0])
+    """Multiply-adds of one sample by torch's own counter."""
     # With gradients and without fused attention, which torch does not count on every device and version.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        call(copy.deepcopy(model).eval(), x)
-    assert counter.get_total_flops() % (2 * batch) == 0
-    return counter.get_total_flops() // (2 * batch)
+        call(copy.deepcopy(model).eval(), rebatch(x, 1))
+    return counter.get_total_flops() // 2
 
 
 def check_graph(model: nn.Module, graph: Any, x: Any, modes: Sequence[bool] = (False, True)) -> None:

@@ -96,7 +96,7 @@ def _planted_graph(model: Planted) -> dmcp.ChannelGraph:
 
 
 def as_problem(
-    model: nn.Module, loader: Batches, held: Batches, budget: str, seed: int, epochs: int, **changes: Any
+    model: nn.Module, loader: Batches, held_out: Batches, budget: str, seed: int, epochs: int, **changes: Any
 ) -> Problem:
     """All that a method is given."""
     graph = _planted_graph(model) if type(model) is Planted else dmcp.trace(model, loader.batches[0][0][:2])
@@ -107,10 +107,17 @@ def as_problem(
         model=model,
         graph=graph,
         loader=loader,
-        held=held,
+        held_out=held_out,
         budget=parse(budget, graph),
         recipe=recipe,
-        floor=Supernet(model, graph).min_widths,
+        min_widths=Supernet(model, graph).min_widths,
         seed=seed,
     )
     return replace(problem, **changes)
+
+
+def heard(problem: Problem) -> tuple[Problem, list[Any]]:
+    """The problem, and the records that it reports from now on."""
+    log: list[Any] = []
+    runtime = replace(problem.runtime, on_event=lambda event: log.append(event.record))
+    return replace(problem, runtime=runtime), log

@@ -43,30 +43,16 @@ def truth(batches: list[tuple[Tensor]]) -> tuple[Tensor, Tensor]:
 def test_statistics_are_those_of_all_samples() -> None:
     net, batches = Net(), uneven()
     recalibrate(net, batches)
-    mean, variance = truth(batches)
-    torch.testing.assert_close(net.first.running_mean, mean)
-    torch.testing.assert_close(net.first.running_var, variance)
+    torch.testing.assert_close((net.first.running_mean, net.first.running_var), truth(batches))
     assert net.first.num_batches_tracked == 3
-
-
-@pytest.mark.parametrize("momentum", [1.0, None], ids=["the last batch only", "batches weighted alike"])
-def test_wrong_formulas_would_fail(momentum: float | None) -> None:
-    """Zx55/dmcp calibrates with momentum 1, so the last of its batches is all that counts."""
-    norm, batches = nn.BatchNorm2d(3, momentum=momentum), uneven()
-    for (x,) in batches:
-        norm(x)
-    mean, variance = truth(batches)
-    for found, right in ((norm.running_mean, mean), (norm.running_var, variance)):
-        with pytest.raises(AssertionError):
-            torch.testing.assert_close(found, right)
-    if momentum:
-        torch.testing.assert_close(norm.running_mean, batches[-1][0].mean((0, 2, 3)))
-
-
-def test_first_batches_only() -> None:
-    net, batches = Net(), uneven()
     recalibrate(net, batches, batches=2)
     torch.testing.assert_close(net.first.running_mean, truth(batches[:2])[0])
+    for momentum in (1.0, None):  # the last batch alone, as in the authors' code, or all batches alike: both wrong
+        norm = nn.BatchNorm2d(3, momentum=momentum)
+        for (x,) in batches:
+            norm(x)
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(norm.running_mean, truth(batches)[0])
 
 
 class Still(nn.BatchNorm2d):
@@ -134,6 +120,9 @@ def test_a_sub_network_is_calibrated_like_the_cut_one() -> None:
     assert float((small.bn1.running_var - 1).abs().max()) > 1e-3
 
 
+# norms of people's own
+
+
 class ForcedEval(nn.BatchNorm2d):
     """Frozen by its forward, whatever mode it is in."""
 
@@ -149,30 +138,20 @@ class CallsEval(nn.BatchNorm2d):
         return super().forward(x)
 
 
+@pytest.mark.parametrize("counts", [True, False])
 @pytest.mark.parametrize("kind", [ForcedEval, CallsEval])
-def test_a_norm_whose_forward_never_renews_it_keeps_its_statistics(kind: type[nn.BatchNorm2d]) -> None:
-    ignore, after = kind(3), nn.BatchNorm2d(3, momentum=None)
-    assert ignore.running_mean is not None and ignore.running_var is not None
-    ignore.running_mean.fill_(0.5)
-    ignore.running_var.fill_(4.0)
-    before = copy.deepcopy(ignore.state_dict())
-    x = torch.randn(8, 3, 4, 4)
-    recalibrate(nn.Sequential(ignore, after), [(x, None)])
-    assert all(torch.equal(value, before[name]) for name, value in ignore.state_dict().items())
-    twin = nn.BatchNorm2d(3, momentum=None)
-    twin((x - 0.5) / (4.0 + ignore.eps) ** 0.5)  # what the next one sees is by those statistics, too
-    torch.testing.assert_close((after.running_mean, after.running_var), (twin.running_mean, twin.running_var))
-
-
-def test_a_norm_that_cannot_count_keeps_its_statistics_too() -> None:
-    """Of several batches: their pooled variance would be a little less than the one that all of them have."""
-    ignore = ForcedEval(3)
-    assert ignore.running_var is not None
-    ignore.running_var.fill_(4.0)
-    ignore.num_batches_tracked = None
-    before = copy.deepcopy(ignore.state_dict())
-    recalibrate(ignore, uneven())
-    assert all(torch.equal(value, before[name]) for name, value in ignore.state_dict().items())
+def test_a_norm_whose_forward_never_renews_it_keeps_its_statistics(kind: type[nn.BatchNorm2d], counts: bool) -> None:
+    frozen, after, batches = kind(3), nn.BatchNorm2d(3, momentum=None), uneven()
+    assert frozen.running_mean is not None and frozen.running_var is not None
+    frozen.running_mean.fill_(0.5)
+    frozen.running_var.fill_(4.0)
+    if not counts:
+        frozen.num_batches_tracked = None
+    before = copy.deepcopy(frozen.state_dict())
+    recalibrate(nn.Sequential(frozen, after), batches)
+    assert all(torch.equal(value, before[name]) for name, value in frozen.state_dict().items())
+    seen = [((x - 0.5) / (4.0 + frozen.eps) ** 0.5,) for (x,) in batches]  # the next one sees those statistics
+    torch.testing.assert_close((after.running_mean, after.running_var), truth(seen))
 
 
 class Uncounted(nn.BatchNorm2d):
@@ -195,38 +174,8 @@ class Replaced(nn.BatchNorm2d):
         return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
 
 
-class Scaled(nn.BatchNorm2d):
-    """Only divides, so that its mean stays zero."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert self.running_var is not None and self.momentum is not None
-        if self.training:
-            self.running_var.lerp_(x.square().mean((0, 2, 3)).detach(), self.momentum)
-        return x / (self.running_var[:, None, None] + self.eps).sqrt()
-
-
-@pytest.mark.parametrize("kind", [Uncounted, Replaced])
-def test_norms_that_do_not_count_are_renewed(kind: type[nn.BatchNorm2d]) -> None:
-    norm, batches = kind(3), uneven()
-    assert norm.num_batches_tracked is not None
-    norm.num_batches_tracked.fill_(7)
-    recalibrate(norm, batches)
-    torch.testing.assert_close((norm.running_mean, norm.running_var), truth(batches))
-    assert norm.num_batches_tracked == 7  # nobody has counted
-    recalibrate(norm, batches[-1:])
-    recalibrate(norm, batches)  # the last batch leaves what was there before
-    torch.testing.assert_close((norm.running_mean, norm.running_var), truth(batches))
-
-
-def test_a_norm_that_only_knows_a_variance_is_renewed() -> None:
-    norm, x = Scaled(3), torch.randn(8, 3, 4, 4) * 5
-    recalibrate(norm, [(x,)])
-    assert norm.running_mean is not None and not norm.running_mean.any()
-    torch.testing.assert_close(norm.running_var, x.square().mean((0, 2, 3)))
-
-
 class FixedMomentum(nn.BatchNorm2d):
-    """Its own forward does not heed the momentum of the module."""
+    """Its own forward does not use the momentum of the module."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1)
@@ -242,13 +191,33 @@ class Averaged(nn.BatchNorm2d):
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, rate)
 
 
-@pytest.mark.parametrize("kind", [FixedMomentum, Averaged])
-def test_norms_with_a_momentum_of_their_own_get_true_statistics(kind: type[nn.BatchNorm2d]) -> None:
+@pytest.mark.parametrize(("kind", "count"), [(Uncounted, 7), (Replaced, 7), (FixedMomentum, 7), (Averaged, 3)])
+def test_norms_of_ones_own_are_renewed(kind: type[nn.BatchNorm2d], count: int) -> None:
     norm, batches = kind(3), uneven()
-    assert norm.running_mean is not None and norm.running_var is not None
+    assert norm.running_mean is not None and norm.running_var is not None and norm.num_batches_tracked is not None
     norm.running_mean.fill_(-70.0)
     norm.running_var.fill_(900.0)
-    recalibrate(norm, batches)
-    for found, right in zip((norm.running_mean, norm.running_var), truth(batches), strict=True):
-        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
-    assert norm.num_batches_tracked == (3 if kind is Averaged else 0) and norm.momentum == 0.1
+    norm.num_batches_tracked.fill_(7)
+    for _ in range(2):
+        recalibrate(norm, batches[-1:])
+        recalibrate(norm, batches)  # the last batch leaves what was there before
+        for found, right in zip((norm.running_mean, norm.running_var), truth(batches), strict=True):
+            torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+    assert norm.num_batches_tracked == count and norm.momentum == 0.1
+
+
+class Scaled(nn.BatchNorm2d):
+    """Only divides, so that its mean stays zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.running_var is not None and self.momentum is not None
+        if self.training:
+            self.running_var.lerp_(x.square().mean((0, 2, 3)).detach(), self.momentum)
+        return x / (self.running_var[:, None, None] + self.eps).sqrt()
+
+
+def test_a_norm_that_only_knows_a_variance_is_renewed() -> None:
+    norm, x = Scaled(3), torch.randn(8, 3, 4, 4) * 5
+    recalibrate(norm, [(x,)])
+    assert norm.running_mean is not None and not norm.running_mean.any()
+    torch.testing.assert_close(norm.running_var, x.square().mean((0, 2, 3)))

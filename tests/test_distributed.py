@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -18,24 +17,39 @@ from pathlib import Path
 from typing import Any
 
 import distributed_programs as programs
+import numpy as np
 import pytest
 import torch
 from distributed_programs import STEPS
 from torch import Tensor, nn
 
 import dmcp
+from dmcp.errors import RankError
 from dmcp.models import build
-from dmcp.runtime.distributed import EXIT_RANK_LOST, SINGLE_PROCESS, World
+from dmcp.runtime.distributed import (
+    EXIT_RANK_LOST,
+    SINGLE_PROCESS,
+    World,
+    current,
+    gather,
+    join,
+    leave,
+    mean_gradients,
+    mean_values,
+    part,
+    share_tensors,
+    sum_values,
+)
+from dmcp.runtime.io import LOCK
 
 NEAR = 1e-5
-FIRST_CONV, FIRST_NORM = "conv1", "bn1"  # of digits:resnet
 MINUTE = 60.0
 ASKED = (
     "prune --model distributed_programs:dropped --data digits --search-epochs 2 --epochs 5 --batch 32 --device cpu "
     "--save-steps 50"
 )
 NAME = "distributed_programs-dropped-digits-prune"
-AGAIN = "start the run again, it goes on from its last checkpoint."
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @contextmanager
@@ -92,11 +106,72 @@ def gap(one: Any, other: Any) -> float:
     return max(gap(one[name], other[name]) for name in other)
 
 
+# collectives
+
+
+@pytest.mark.parametrize(("program", "world_size"), [("agree", 3), ("borrow", 2)])
+def test_several_processes_give_what_one_gives(program: str, world_size: int, tmp_path: Path) -> None:
+    with started(tmp_path, world_size, program) as processes:
+        assert ends(processes, MINUTE) == [0] * world_size, [told(tmp_path, rank) for rank in range(world_size)]
+
+
+def test_a_killed_rank_ends_the_collectives_of_the_others(tmp_path: Path) -> None:
+    with started(tmp_path, 3, "reduce", tmp_path) as processes:
+        deadline = time.monotonic() + MINUTE
+        while len(list(tmp_path.glob("ready*"))) < 3:
+            assert time.monotonic() < deadline, told(tmp_path, 0)
+            time.sleep(0.05)
+        processes[1].kill()
+        assert ends(processes, MINUTE) == [1, -signal.SIGKILL, 1]
+    assert all(f"RankError: Rank {rank} of 3 lost the others" in told(tmp_path, rank) for rank in (0, 2))
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 7])
+@pytest.mark.parametrize("count", [0, 1, 6, 100])
+def test_parts_are_those_of_array_split(count: int, world_size: int) -> None:
+    samples = np.arange(count)
+    for rank, wanted in enumerate(np.array_split(samples, world_size)):
+        assert samples[part(count, World(rank, world_size))].tolist() == wanted.tolist()
+
+
+def test_a_single_process_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    assert join() == current() == SINGLE_PROCESS and SINGLE_PROCESS.first
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert join() == SINGLE_PROCESS and not torch.distributed.is_initialized()
+    values = torch.tensor([1, 2])
+    share_tensors([values], SINGLE_PROCESS)
+    mean_gradients([values], 3, SINGLE_PROCESS)
+    assert sum_values(values, SINGLE_PROCESS).tolist() == mean_values(values, 5, SINGLE_PROCESS).tolist() == [1, 2]
+    assert gather("x", SINGLE_PROCESS) == ["x"]
+    leave()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"WORLD_SIZE": "two", "RANK": "0"},
+        {"WORLD_SIZE": "2"},
+        {"WORLD_SIZE": "2", "RANK": "0"},
+        {"WORLD_SIZE": "6", "RANK": "5", "LOCAL_RANK": "1", "device": "cuda"},  # more processes than GPUs
+    ],
+)
+def test_half_a_launcher_is_refused(settings: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(RankError, match=r"start (several processes with torchrun|one process per GPU)"):
+        join(settings.get("device", "cpu"))
+
+
 # the library
 
 
 @pytest.mark.parametrize(
-    ("world", "batch"),
+    ("world_size", "batch"),
     [
         pytest.param(2, 32, id="even", marks=pytest.mark.slow),
         pytest.param(2, 11, id="uneven"),
@@ -120,16 +195,6 @@ def test_without_batchnorm_ranks_compute_what_one_process_does(world_size: int, 
         assert float(alone[name]["alphas"].std()) > 10 * NEAR  # all start from one number
 
 
-@pytest.mark.slow
-def test_all_ranks_learn_from_the_teacher_of_the_first(tmp_path: Path) -> None:
-    first, second = learned(tmp_path, 2, "learn_from_a_teacher", 32)
-    alone = programs.learn_from_a_teacher(SINGLE_PROCESS, 32)
-    assert gap(first["weights"], second["weights"]) == 0
-    assert gap(first["weights"], alone["weights"]) < NEAR
-    assert first["accuracies"] == second["accuracies"] == pytest.approx(alone["accuracies"])
-    assert len(alone["accuracies"]) == 2  # the teacher's is one of them
-
-
 def test_with_batchnorm_ranks_stay_together(tmp_path: Path) -> None:
     first, second = learned(tmp_path, 2, "train_normed", 64)
     for name in ("search", "training"):
@@ -139,6 +204,9 @@ def test_with_batchnorm_ranks_stay_together(tmp_path: Path) -> None:
     assert gap(first["search"]["alphas"], second["search"]["alphas"]) == 0
     assert gap(first["search"]["buffers"], second["search"]["buffers"]) > 1e-3  # statistics are those of a rank
     assert gap(first["training"]["buffers"], second["training"]["buffers"]) == 0
+
+    for searched, searched_again, trained, trained_again in (first["interrupted"], second["interrupted"]):
+        assert searched == searched_again and trained == trained_again  # resumed with the same bits
 
     model = build("digits:resnet")
     model.load_state_dict(first["training"]["weights"] | first["training"]["buffers"])
@@ -174,9 +242,8 @@ def test_ranks_measure_a_whole_data_set_together(tmp_path: Path) -> None:
     assert first["mean"] == second["mean"] != first["dmcp"]
     for told in (first["told"], second["told"]):
         parts, *padded = told
-        assert re.match(r"compute\(\) of the metric gave .* but not on all of 2 ranks: it must gather", parts)
-        assert len(padded) == 3
-        assert all(it.startswith("The loader of a rank repeats samples, so that 2 ranks") for it in padded)
+        assert "it must gather" in parts and len(padded) == 3
+        assert all(it.startswith("The loader of a rank repeats samples") for it in padded)
 
 
 def statistics(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -187,18 +254,17 @@ def statistics(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
 @torch.no_grad()
 def first_norm_gap(model: nn.Module, buffers: dict[str, Tensor], batches: Any) -> float:
     """How far the statistics of the first BatchNorm are from those of all that it is given, computed at once."""
-    seen = model.get_submodule(FIRST_CONV)(torch.cat([batch[0] for batch in batches])).double()
+    seen = model.get_submodule("conv1")(torch.cat([batch[0] for batch in batches])).double()
     wanted = {"running_mean": seen.mean((0, 2, 3)), "running_var": seen.var((0, 2, 3))}
-    return gap({name: buffers[f"{FIRST_NORM}.{name}"] for name in wanted}, wanted)
+    return gap({name: buffers[f"bn1.{name}"] for name in wanted}, wanted)
 
 
-def test_every_rank_says_what_cannot_be_saved(tmp_path: Path) -> None:
+def test_every_rank_refuses_what_cannot_be_saved(tmp_path: Path) -> None:
     """The first one writes, but an optimizer that it cannot write is the same on all of them."""
     with started(tmp_path, 2, "keep_a_list", tmp_path / "kept") as processes:
         assert ends(processes, MINUTE) == [1, 1]
     for rank in range(2):
-        last = told(tmp_path, rank).splitlines()[-1]
-        assert last.startswith("dmcp.errors.TrainingError: The Listing keeps a list (seen) in its state, which no")
+        assert told(tmp_path, rank).splitlines()[-1].startswith("dmcp.errors.TrainingError: The Listing has")
 
 
 # the command
@@ -231,7 +297,7 @@ def test_torchrun_starts_ranks_of_which_one_writes(launched: Any) -> None:
     assert [path.name for path in folder.iterdir()] == ["runs"]
     assert [path.name for path in (folder / "runs").iterdir()] == [NAME]  # though each rank looks for a free name
     run = folder / "runs" / NAME
-    assert not (run / "checkpoints").exists() and not (run / "lock.json").exists()
+    assert not (run / "checkpoints").exists() and not (run / LOCK).exists()
     assert process.stdout.count("88 search steps") == process.stdout.count("ms per") == 1
     assert process.stdout.endswith(f"\n\nruns/{NAME}\n")
     for line in ("search: batch 32 on 2 ranks, learning rate 0.00625 to 0.000625", "training: batch 32 on 2 ranks, "):
@@ -256,17 +322,17 @@ def test_a_run_survives_the_loss_of_either_rank(launched: Any, tmp_path: Path) -
 
     with started(tmp_path / "alone", 1, "command", *goes_on) as processes:
         assert ends(processes, MINUTE) == [2]
-    assert "cannot go on with other settings than it began with: ranks was 2, is 1." in told(tmp_path / "alone", 0)
+    assert "world_size was 2, is 1" in told(tmp_path / "alone", 0)
 
     # the training is saved after 100 steps, and has logged 132 by the next epoch's end
     interrupt(tmp_path / "second", run, goes_on, lost=0, ready=lambda: logged(run) >= 88 + 132)
-    saved = sorted(path.name[:14] for path in run.glob("checkpoints/ours/step-*"))
+    saved = sorted(path.name[:14] for path in run.glob("checkpoints/dmcp/step-*"))
     assert saved == ["step-000000050", "step-000000100"]
     with started(tmp_path / "third", 2, "command", *goes_on) as processes:
         assert ends(processes, 2 * MINUTE) == [0, 0], [told(tmp_path / "third", rank) for rank in range(2)]
     for name in ("log.jsonl", "widths.json", "search.safetensors", "model.safetensors"):
         assert (run / name).read_bytes() == (wanted / name).read_bytes(), name
-    assert not (run / "checkpoints").exists() and not (run / "lock.json").exists()
+    assert not (run / "checkpoints").exists() and not (run / LOCK).exists()
 
 
 def logged(run: Path) -> int:
@@ -284,6 +350,5 @@ def interrupt(folder: Path, run: Path, asked: list[str], lost: int, ready: Calla
         os.kill(processes[lost].pid or 0, signal.SIGKILL)
         assert ends(processes[1 - lost : 2 - lost], MINUTE) == [EXIT_RANK_LOST], told(folder, 1 - lost)
         assert processes[lost].exitcode == -signal.SIGKILL
-    sentence = rf"Rank {1 - lost} of 2 lost the others while it waited .*: .*{re.escape(AGAIN)}\n"
-    assert re.search(sentence, told(folder, 1 - lost))
+    assert f"Rank {1 - lost} of 2 lost the others" in told(folder, 1 - lost)
     assert not (run / "report.md").exists()

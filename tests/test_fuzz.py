@@ -34,8 +34,8 @@ from torch import nn
 import dmcp
 from dmcp import budget
 from dmcp.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from dmcp.cli.config import Plan, plan_from_json
-from dmcp.cli.job import Job, load_weights
+from dmcp.cli.config import RunConfig, config_from_json
+from dmcp.cli.job import load_weights
 from dmcp.data import datasets, loaders
 from dmcp.errors import DataError, DmcpError, FileError
 from dmcp.report.html import make_page
@@ -43,7 +43,7 @@ from dmcp.results import Row
 from dmcp.runs import Run, list_runs, load_search, read_json, read_run, save_search
 from dmcp.runtime.io import LOCK, Lock
 from dmcp.searching.config import SearchRecord, SearchResult
-from dmcp.settings import Engine, SearchConfig, TrainConfig
+from dmcp.settings import SearchConfig, TrainConfig
 from dmcp.training import Event, StepRecord
 from dmcp.widths import Widths
 
@@ -95,74 +95,54 @@ def peak() -> int:
 # mutations
 
 
-class Pairs(list[Any]):
-    """An object of JSON whose keys may come twice."""
-
-
 class Raw(bytes):
     """JSON as it is written."""
 
 
-ODD = [
-    *(b"null", b"true", b"false", b"0", b"1", b"-1", b"2.5", b"1e400", b"NaN", b"-Infinity", b"9223372036854775807"),
-    *(b"9" * 30, b"9" * 5000, b'""', b'"\\ud800"', b'"\\u0000\\n\\u001b[31m"', b'"\xff"', b'"' + b"x" * 100_000 + b'"'),
-    *(
-        b"[]",
-        b"{}",
-        b"[1, 2]",
-        b'{"a": 1}',
-        b"[[[]]]",
-        b"[" * 40 + b"]" * 40,
-        b"[" * 70 + b"]" * 70,
-        b"[" * 5000 + b"]" * 5000,
-    ),
-    *(b'"../../etc/passwd"', b'"/dev/zero"', b'"F32"', b'"I64"', b'"F4"', b'"BOOL"', b'"C64"', b"[0, 0]", b"[0, 8]"),
-    *(b'"search"', b'"test"', b"[3, 4611686018427387904]", b"[-1, -1]", b'"conv1"', b"[0.5, null]", b"1e308", b"-0.0"),
-]
-RAW = st.sampled_from(ODD).map(Raw)
-VALUES = st.one_of(RAW, st.integers(), st.floats(), st.integers(0, 300), st.lists(st.integers(0, 9), max_size=4))
-
-
-def parse(text: bytes) -> Any:
-    return json.loads(text, object_pairs_hook=lambda pairs: Pairs([list(pair) for pair in pairs]))
+ODD = (
+    b"null true false 0 1 -1 2.5 1e400 NaN -Infinity 9223372036854775807 1e308 -0.0 [] {} [1,2] [[[]]] [0,0] [0,8] "
+    b'[3,4611686018427387904] [-1,-1] [0.5,null] {"a":1} "" "\\ud800" "\\u0000\\n\\u001b[31m" "\xff" "conv1" '
+    b'"../../etc/passwd" "/dev/zero" "F32" "I64" "F4" "BOOL" "C64" "search" "test"'
+).split(b" ")
+ODD += [b"9" * 30, b"9" * 5000, b'"' + b"x" * 100_000 + b'"', *(b"[" * n + b"]" * n for n in (40, 70, 5000))]
+VALUES = st.one_of(
+    st.sampled_from(ODD).map(Raw),
+    st.integers(),
+    st.floats(),
+    st.integers(0, 300),
+    st.lists(st.integers(0, 9), max_size=4),
+)
+KEYS = ["", "x", "__class__", "../up", "\x1b[2J", "steps", "k" * 300]
 
 
 def dump(node: Any) -> bytes:
     if isinstance(node, Raw):
         return bytes(node)
-    if isinstance(node, Pairs):
-        return b"{" + b", ".join(dump(key) + b": " + dump(value) for key, value in node) + b"}"
+    if isinstance(node, dict):
+        return b"{" + b", ".join(dump(key) + b": " + dump(value) for key, value in node.items()) + b"}"
     if isinstance(node, list):
         return b"[" + b", ".join(map(dump, node)) + b"]"
     return json.dumps(node).encode()
 
 
-def places(node: Any) -> list[tuple[list[Any], int]]:
-    """Every place in a document that holds a value: (container, index)."""
-    found: list[tuple[list[Any], int]] = []
-    for index, item in enumerate(node if isinstance(node, list) else ()):
-        holder, where = (item, 1) if isinstance(node, Pairs) else (node, index)
-        found += [(holder, where), *places(holder[where])]
-    return found
+def places(node: Any) -> list[tuple[Any, Any]]:
+    """Every place in a document that holds a value: (container, key or index)."""
+    keys = node.keys() if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
+    return [place for key in keys for place in [(node, key), *places(node[key])]]
 
 
 def change_json(draw: Draw, text: bytes) -> bytes:
-    """The document with up to three values, keys or items changed, left out or doubled."""
-    root = [parse(text)]
+    """The document with up to three values set, left out or renamed."""
+    root = [json.loads(text)]
     for _ in range(draw(st.integers(1, 3))):
-        holder, index = draw(st.sampled_from(places(root)))
-        value = holder[index]
-        kind = draw(st.sampled_from(["set", "set", "set", "drop", "double", "rename"]))
-        if kind == "set" or not isinstance(value, list) or not value:
-            holder[index] = draw(VALUES)
-            continue
-        child = draw(st.integers(0, len(value) - 1))
-        if kind == "drop":
-            del value[child]
-        elif kind == "double":
-            value.append([value[child][0], draw(VALUES)] if isinstance(value, Pairs) else value[child])
-        elif isinstance(value, Pairs):
-            value[child][0] = draw(st.sampled_from(["", "x", "__class__", "../up", "\x1b[2J", "steps", "k" * 300]))
+        holder, key = draw(st.sampled_from(places(root)))
+        kind = draw(st.sampled_from(["set", "set", "set", "drop", "rename"]))
+        if kind == "set" or holder is root:
+            holder[key] = draw(VALUES)
+        elif kind == "drop":
+            del holder[key]
+        elif isinstance(holder, dict):
+            holder[draw(st.sampled_from(KEYS))] = holder.pop(key)
     return change_bytes(draw, dump(root[0])) if draw(st.integers(0, 9)) == 0 else dump(root[0])
 
 
@@ -210,18 +190,7 @@ def change_facts(draw: Draw, table: dict[str, Any]) -> bytes:
 
 def reshape(draw: Draw, table: dict[str, Any]) -> tuple[bytes, bytes]:
     """A sound file with a tensor of another shape, type or name."""
-    widths = {
-        "F64": 8,
-        "F32": 4,
-        "F16": 2,
-        "BF16": 2,
-        "I64": 8,
-        "U8": 1,
-        "BOOL": 1,
-        "F8_E4M3": 1,
-        "C64": 8,
-        "F8_E8M0": 1,
-    }
+    widths = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "C64": 8}
     names = [name for name in table if name != "__metadata__"]
     chosen, end = draw(st.sampled_from(names)), 0
     table[chosen]["dtype"] = draw(st.sampled_from(list(widths)))
@@ -278,22 +247,15 @@ def draw_arrays(draw: Draw) -> dict[str, bytes]:
 
 def change_header(draw: Draw, member: bytes) -> bytes:
     """An array with another text in its header."""
-    text = draw(
-        st.sampled_from(
-            [
-                "{'descr': '|u1', 'fortran_order': False, 'shape': (%s), }",
-                "{'descr': '%s', 'fortran_order': False, 'shape': (4, 5, 5, 2), }",
-                "{'descr': '|u1', 'fortran_order': %s, 'shape': (4, 5, 5, 2), }",
-                "{'descr': [('a', '%s')], 'fortran_order': False, 'shape': (4, 5, 5, 2), }",
-                "{'shape': (4,), 'descr': %s}",
-                "%s",
-            ]
-        )
-    )
+    texts = [
+        "{'descr': '|u1', 'fortran_order': False, 'shape': (%s), }",
+        "{'descr': '%s', 'fortran_order': False, 'shape': (4, 5, 5, 2), }",
+        "{'descr': [('a', '%s')], 'fortran_order': False, 'shape': (4, 5, 5, 2), }",
+        "%s",
+    ]
     odd = ["4, 5, 5, 2", "9" * 18 + ", 9", "-4, -5, 5, 2", "4", "True, 5, 5, 2", "|O", "<i8", "|V9999999999", "[" * 500]
-    body = (
-        text % draw(st.sampled_from([*odd, "", "__import__('os')", "1 << 99", "None", "('|O', 4)", "x" * 9999]))
-    ).encode()
+    odd += ["", "__import__('os')", "1 << 99", "None", "('|O', 4)", "x" * 9999]
+    body = (draw(st.sampled_from(texts)) % draw(st.sampled_from(odd))).encode()
     version = draw(st.sampled_from([(1, 0), (1, 0), (2, 0), (3, 0), (9, 9)]))
     size = len(body).to_bytes(2 if version == (1, 0) else 4, "little")
     return b"\x93NUMPY" + bytes(version) + size + body + member[128:]
@@ -322,9 +284,7 @@ def files() -> dict[str, bytes]:
     net = dmcp.Supernet(model, graph, groups=3)
     widths = graph.widths([space.size - 1 for space in graph.spaces])
     search = SearchConfig(budget="60%,params:9k", epochs=2, min_channels={graph.spaces[0].name: 2})
-    plan = Plan(
-        command="prune", job=Job(model="m:f", ignore=("a",)), engine=Engine(), search=search, train=TrainConfig()
-    )
+    config = RunConfig(model="m:f", ignore=("a",), search=search, train=TrainConfig())
     with tempfile.TemporaryDirectory() as name:
         run = Run(Path(name))
         spent = budget.parse("60%,params:9k", graph)
@@ -335,7 +295,7 @@ def files() -> dict[str, bytes]:
             run.on_event(Event("dmcp", 3, StepRecord(0, step, 3, 0.1, 1.5)))
         run.on_event(Event("test", 1, Row("dmcp", 1000, 100, 0.9, 1.0, 2)))
         dmcp.save(dmcp.cut(model, graph, widths), widths, run.folder)
-        run.write("settings.json", plan.to_json() | {"unpruned": {"macs": 5}, "argv": ["dmcp", "prune"]})
+        run.write("settings.json", config.to_json() | {"unpruned": {"macs": 5}, "argv": ["dmcp", "prune"]})
         return {path.name: path.read_bytes() for path in run.folder.iterdir()}
 
 
@@ -438,51 +398,22 @@ def read_checkpoint(draw: Draw, folder: Path) -> None:
 
 
 def read_shards(draw: Draw, folder: Path) -> None:
-    put(
-        folder,
-        shards()
-        | {
-            f"{draw(st.sampled_from(['train-0', 'test-0', 'train-1']))}.npz": change_shard(
-                draw, shards()["train-0.npz"]
-            )
-        },
-    )
+    name = f"{draw(st.sampled_from(['train-0', 'test-0', 'train-1']))}.npz"
+    put(folder, shards() | {name: change_shard(draw, shards()["train-0.npz"])})
     attempt(lambda: loaders.make_loader(datasets.load(folder).train, 2, train=True).batch(0))
     (folder / "train-1.npz").unlink(missing_ok=True)
 
 
 def read_budget(draw: Draw, folder: Path) -> None:
-    part = st.sampled_from(
-        [
-            "50%",
-            "211M",
-            "params:",
-            "macs:",
-            ",",
-            "1e9",
-            "_",
-            ".",
-            "9" * 50,
-            "9" * 5000,
-            "k",
-            "ms",
-            " ",
-            "-",
-            "٣",
-            "\x1b",
-            "e-99",
-        ]
+    parts = ["50%", "211M", "params:", "macs:", ",", "1e9", "_", ".", "9" * 50, "9" * 5000, "k", "ms", " ", "-", "\x1b"]
+    sound = ["50%", "params:60%", "0.7", "macs:9k", "params:.5", "1e99"]
+    texts = st.one_of(
+        st.lists(st.sampled_from(parts), max_size=6).map("".join),
+        st.text(max_size=20),
+        st.lists(st.sampled_from(sound), max_size=3).map(",".join),
     )
-    sound = st.lists(st.sampled_from(["50%", "params:60%", "0.7", "macs:9k", "params:.5", "1e99"]), max_size=3).map(
-        ",".join
-    )
-    texts = st.one_of(st.lists(part, max_size=6).map("".join), st.text(max_size=20), sound)
-    spec = draw(
-        st.one_of(
-            texts, texts, texts, st.integers(), st.floats(), st.sampled_from([10**5000, -(10**5000), None, [], True])
-        )
-    )
-    graph = network()[1]
+    others = st.one_of(st.integers(), st.floats(), st.sampled_from([10**5000, -(10**5000), None, [], True]))
+    spec, graph = draw(st.one_of(texts, texts, others)), network()[1]
     attempt(lambda: budget.check_reachable(budget.parse(spec, graph), graph, graph.widths([1] * len(graph.spaces))))
 
 
@@ -502,7 +433,7 @@ def change_log(draw: Draw, raw: bytes) -> bytes:
 def read_settings(draw: Draw, folder: Path) -> None:
     path = folder / "settings.json"
     put(folder, {path.name: change_json(draw, files()[path.name])})
-    attempt(lambda: plan_from_json(read_json(path), path).to_json())
+    attempt(lambda: config_from_json(read_json(path), path).to_json())
 
 
 def read_listing(draw: Draw, folder: Path) -> None:
@@ -664,7 +595,7 @@ def test_listing_a_run_imports_nothing_that_it_names(tmp_path: Path, monkeypatch
     (tmp_path / "named_by_a_run.py").write_text("raise SystemExit")
     monkeypatch.syspath_prepend(tmp_path)
     settings_of = json.loads(files()["settings.json"])
-    settings_of["job"]["model"] = "named_by_a_run:build"
+    settings_of["model"] = "named_by_a_run:build"
     put(tmp_path / "run", files() | {"settings.json": json.dumps(settings_of).encode()})
     past = read_run(tmp_path / "run")
     assert past.describe()["model"] == "named_by_a_run:build" and "named_by_a_run" in make_page([past])

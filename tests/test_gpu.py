@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_twenty_steps import EAGER, losses, resnet20, searched
+from test_search import EAGER, losses, searched
 from torchvision.models import mobilenet_v3_small, resnet18
 
 import dmcp
@@ -25,6 +26,7 @@ from dmcp.losses import MetricWarning
 from dmcp.models import build
 from dmcp.runtime.cuda_graphs import Repeated
 
+resnet20 = functools.partial(build, "cifar:resnet20", num_classes=10)
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from planted import planted_problem
+from planted import heard, planted_problem
 from test_pruning import SEARCH, TRAIN, Noise, prune, traced
 from torch import Tensor, nn
 
@@ -197,11 +197,9 @@ def test_an_error_grows_with_a_minus() -> None:
 @pytest.mark.parametrize("lower", [False, True])
 def test_methods_choose_by_objects_as_by_functions(lower: bool) -> None:
     wrap: Any = dmcp.LowerIsBetter if lower else lambda metric: metric
-    log: list[Any] = []
 
     def told(problem: Any, find: Any, config: Any, metric: Any) -> Any:
-        log.clear()
-        asked = replace(problem, metric=wrap(metric), tell=lambda stage, record: log.append(record))
+        asked, log = heard(replace(problem, task=dmcp.Task(metric=wrap(metric))))
         widths = dict(find(asked, config).widths)
         return widths, [record["best"] for record in log if isinstance(record, dict)]
 
@@ -213,7 +211,7 @@ def test_methods_choose_by_objects_as_by_functions(lower: bool) -> None:
         again, same = told(problem, find, config, Right(10))
         assert widths == again and best and same == pytest.approx(best)
     with pytest.raises(TrainingError, match=r"but no compute\(\)"):
-        replace(problem, metric=Partial())
+        replace(problem, task=dmcp.Task(metric=Partial()))
 
 
 # -- labels of the default loss and metric

@@ -1,25 +1,34 @@
-"""The table of methods: each one finds what is planted, from what its entry says that it starts from."""
+"""The table of methods: every one of them through the same contract, and methods of one's own."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from planted import Planted, as_problem, planted_batches, planted_problem
-from torch import Tensor
+from planted import Batches, Planted, as_problem, heard, planted_batches, planted_problem, tiny_problem
+from torch import nn
+from torchvision.models import densenet121, mobilenet_v2, resnet18
 
 import dmcp
 from dmcp.budget import parse
-from dmcp.compare.amc import DdpgConfig
-from dmcp.compare.methods import METHODS, PEERS, Method, Own, Start, find_method
+from dmcp.compare.amc import AmcConfig, DdpgConfig
+from dmcp.compare.autoslim import AutoSlimConfig
+from dmcp.compare.baselines import DirectConfig, DmcpConfig, TorchPruningConfig
+from dmcp.compare.magnitude import L1Config, SlimmingConfig, SoftConfig
+from dmcp.compare.metapruning import MetaPruningConfig
+from dmcp.compare.methods import METHODS, PEERS, Own, Start, choose, find_method, prepare, title
 from dmcp.compare.problem import Choice, Problem
-from dmcp.compare.runner import check_method
-from dmcp.errors import BudgetError, DmcpError, TrainingError
+from dmcp.errors import BudgetError, DataError, DmcpError, StoppedError, TrainingError
+from dmcp.runs import Run
+from dmcp.sampling import FILLED
 from dmcp.searching.config import SearchResult
+from dmcp.training import Runtime
 
 QUICK: dict[str, dict[str, Any]] = {  # settings in which a second or two are enough
     "slimming": {"sparsity": 0.01},
@@ -28,182 +37,260 @@ QUICK: dict[str, dict[str, Any]] = {  # settings in which a second or two are en
     "metapruning": {"epochs": 8, "hidden": 8, "population": 8, "generations": 3, "parents": 4},
     "dmcp": {"epochs": 12},
 }
-EPOCHS = {"slimming": 20}  # of the recipe, where few are not enough
+TINY: dict[str, dict[str, Any]] = {  # in which they only run
+    "autoslim": {"epochs": 2, "groups": 3, "subnets": 1, "batches": 1, "at_once": 60},
+    "amc": {"warmup": 1, "episodes": 1, "agent": DdpgConfig(hidden=8)},
+    "metapruning": {"hidden": 1, "population": 4, "generations": 2, "parents": 2, "batches": 1},
+    "dmcp": {"epochs": 2},
+    "torch-pruning": {"steps": 4},
+}
 SEARCHES = ["slimming", "autoslim", "amc", "metapruning", "dmcp", "dmcp-direct"]
 ONE_RATIO = ["uniform-slimmable", "l1", "sfp", "fpgm"]
+EVERY = [*METHODS, *PEERS]
+Settings = Mapping[str, Mapping[str, Any]]
 
 
-def trained(problem: Problem) -> Mapping[str, Tensor]:
-    """The unpruned network, trained."""
-    model = copy.deepcopy(problem.model)
-    dmcp.train(model, problem.loader, problem.recipe)
-    return model.state_dict()
-
-
-def searched(problem: Problem) -> SearchResult:
-    """The search of dmcp."""
-    told: list[Any] = []
-    METHODS["dmcp"].find(replace(problem, tell=lambda _, record: told.append(record)), config_of("dmcp"))
-    return next(record for record in told if isinstance(record, SearchResult))
-
-
-def config_of(name: str) -> Any:
-    return find_method(name).config(**QUICK.get(name, {}))
-
-
-def choose(name: str, problem: Problem) -> Choice:
+def chosen(name: str, problem: Problem, settings: Settings = QUICK) -> Choice:
     """What a method chooses, given what its entry says that it needs."""
-    method, config = find_method(name), config_of(name)
-    match method.start:
-        case Start.SEARCHED:
-            return method.find(problem, config, searched(problem))
-        case Start.TRAINED | Start.HELD:
-            return method.find(problem, config, trained(problem))
-        case Start.PREPARED:
-            assert method.prepare is not None
-            return method.find(problem, config, method.prepare(problem, config).state)
-        case Start.FRESH:
-            return method.find(problem, config)
-
-
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.start is Start.SEARCHED])
-def test_what_draws_from_a_search_asks_for_it(name: str) -> None:
-    method, problem = METHODS[name], planted_problem("57%")
-    wrong: list[list[Any]] = [[], [None], [{"weight": torch.ones(1)}]]  # the last is what other methods start from
-    for found in wrong:
-        with pytest.raises(
-            TrainingError, match=r"^dmcp-direct draws from a search that is done: give its SearchResult"
-        ):
-            method.find(problem, method.config(), *found)
-
-
-def without_norms(budget: str = "57%") -> Problem:
-    return as_problem(Planted(norm=False), planted_batches(4, 0), planted_batches(2, 1), budget, 0, 1)
-
-
-# -- bounds
-
-
-@pytest.mark.parametrize("name", [*METHODS, *PEERS])
-def test_every_method_keeps_the_least_and_the_most_widths(name: str) -> None:
-    """They ask for the contrary of what is planted: no method would choose it by itself, and one ratio is not it."""
     if name in PEERS:
         pytest.importorskip(name.replace("-", "_"))
+    method, config, start = find_method(name), find_method(name).config(**settings.get(name, {})), None
+    match method.start:
+        case Start.SEARCHED:
+            hearing, log = heard(problem)
+            chosen("dmcp", hearing, settings)
+            start = next(record for record in log if isinstance(record, SearchResult))
+        case Start.TRAINED | Start.HELD_OUT:
+            model = copy.deepcopy(problem.model)
+            dmcp.train(model, problem.loader, problem.recipe)
+            start = model.state_dict()
+        case Start.PREPARED:
+            start = prepare(name, problem, config).state
+    return choose(name, problem, config, start)
+
+
+def without_norms() -> Problem:
+    return as_problem(Planted(norm=False), planted_batches(4, 0), planted_batches(2, 1), "57%", 0, 1)
+
+
+# every method
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_bounds_are_kept_and_nothing_else_is_touched(name: str) -> None:
+    """They ask for the contrary of what is planted: no method would choose it by itself, and one ratio is not it."""
     problem = planted_problem(epochs=1)
-    floor, ceiling = (problem.graph.widths(widths) for widths in ({"needed": 1, "useless": 5}, {"needed": 3}))
-    bounded = replace(problem, floor=floor, ceiling=ceiling)
-    assert bounded.most == ceiling and problem.most == problem.graph.full
-    choice = choose(name, bounded)
-    choice.check(bounded)
+    low, high = (problem.graph.widths(widths) for widths in ({"needed": 1, "useless": 5}, {"needed": 3}))
+    bounded = replace(problem, min_widths=low, max_widths=high)
+    before, random = copy.deepcopy(problem.model.state_dict()), torch.get_rng_state()
+    choice = chosen(name, bounded, TINY)
     assert choice.widths["needed"] <= 3 and choice.widths["useless"] >= 5
-    free = problem.graph.widths({"needed": 5, "useless": 4})
-    with pytest.raises(BudgetError, match="keep 5 channels of needed, of which 1 to 3 are allowed"):
-        Choice(widths=free, kept=free).check(bounded)
-
-
-# -- the planted truth
-
-
-def test_every_method_has_a_place_in_these_tests() -> None:
-    assert sorted([*SEARCHES, *ONE_RATIO, "uniform", "random"]) == sorted(METHODS)
-    assert [name for name, method in METHODS.items() if method.one_ratio] == ONE_RATIO
+    assert torch.equal(random, torch.get_rng_state()) and problem.model.training
+    assert all(torch.equal(tensor, before[key]) for key, tensor in problem.model.state_dict().items())
+    if METHODS.get(name) and METHODS[name].own in (Own.FINETUNED, Own.AS_TRAINED):
+        assert choice.model is not None and choice.model.training
+        small = dmcp.cut(choice.model, problem.graph, choice.kept)
+        assert small(next(iter(problem.held_out))[0]).shape == (64, 2, 8)
 
 
 @pytest.mark.parametrize("name", SEARCHES)
 def test_a_search_narrows_what_is_useless(name: str) -> None:
-    problem = planted_problem(epochs=EPOCHS.get(name, 6))
-    before = copy.deepcopy(problem.model.state_dict())
-    choice = choose(name, problem)
-    choice.check(problem)
-    assert choice.widths["useless"] < choice.widths["needed"]
-    assert all((tensor == before[key]).all() for key, tensor in problem.model.state_dict().items())
+    problem = planted_problem(epochs=20 if name == "slimming" else 6)
+    widths = chosen(name, problem).widths
+    assert widths["useless"] < widths["needed"]
 
 
-@pytest.mark.parametrize("name", ["uniform", *ONE_RATIO])
+@pytest.mark.parametrize("name", ONE_RATIO)
 def test_one_ratio_does_not(name: str) -> None:
     problem = planted_problem(epochs=1)
-    widths = choose(name, problem).widths
-    assert widths == choose("uniform", problem).widths
-    assert abs(widths["needed"] - widths["useless"]) <= 1  # nine channels in all cannot be halved
+    widths = chosen(name, problem).widths
+    assert widths == problem.uniform() and abs(widths["needed"] - widths["useless"]) <= 1
 
 
 def test_random_widths_know_the_budget_only() -> None:
-    drawn = []
-    for seed in range(12):
-        problem = planted_problem(seed=seed, epochs=1)
-        choice = choose("random", problem)
-        choice.check(problem)
-        drawn.append(choice.widths["needed"] - choice.widths["useless"])
-    assert min(drawn) < 0 < max(drawn)
+    widths = [chosen("random", planted_problem(seed=seed, epochs=1)).widths for seed in range(12)]
+    gaps = [it["needed"] - it["useless"] for it in widths]
+    assert min(gaps) < 0 < max(gaps)
+    assert sorted([*SEARCHES, *ONE_RATIO, "uniform", "random"]) == sorted(METHODS)
 
 
-# -- what the table says
+@pytest.mark.parametrize("name", METHODS)
+def test_networks_without_batch_norms(name: str) -> None:
+    if name != "slimming":
+        chosen(name, without_norms())
+        return
+    with pytest.raises(TrainingError, match=r"ignore=\['needed', 'useless'\].*l1"):
+        chosen(name, without_norms())
 
 
-@pytest.mark.parametrize("name", [*METHODS, *PEERS])
-def test_entries_are_whole(name: str) -> None:
-    method: Method = METHODS[name] if name in METHODS else PEERS[name]
-    assert (method.prepare is not None) == (method.start is Start.PREPARED)
-    method.config()  # there are defaults for everything
+@pytest.mark.parametrize("name", ["slimming", "sfp", "fpgm", "autoslim", "metapruning", "dmcp"])
+def test_a_stopped_training_ends_in_the_same_bits(name: str, tmp_path: Path) -> None:
+    run, short = Run(tmp_path), {"autoslim": {"epochs": 2}, "metapruning": {"epochs": 2}, "dmcp": {"epochs": 3}}
+
+    def stopping(steps: int) -> Problem:
+        left = iter(range(steps))
+
+        def hear(event: Any) -> None:
+            record = event.record
+            run.log({"stage": event.stage, **record}) if isinstance(record, dict) else run.on_event(event)
+
+        keeper = run.checkpointer({}, every_steps=7, stop_requested=lambda: next(left, None) is None)
+        return planted_problem(epochs=2, runtime=Runtime(checkpointer=keeper, on_event=hear))
+
+    whole = chosen(name, planted_problem(epochs=2), short)
+    with pytest.raises(StoppedError):
+        chosen(name, stopping(23), short)
+    again = chosen(name, stopping(10**6), short)
+    assert again.kept == whole.kept and again.sample_passes == whole.sample_passes
+    if whole.model is not None and again.model is not None:
+        pairs = zip(whole.model.state_dict().values(), again.model.state_dict().values(), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
 
 
-@pytest.mark.parametrize("name", [name for name, it in METHODS.items() if it.own not in (None, Own.SLIMMABLE)])
-def test_methods_with_a_training_of_their_own_give_its_network(name: str) -> None:
-    quick = planted_problem(epochs=1)
-    choice = choose(name, quick)
-    assert choice.model is not None
-    small = dmcp.cut(choice.model, quick.graph, choice.kept)
-    assert small(next(iter(quick.held))[0]).shape == (64, 2, 8)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("build", [resnet18, mobilenet_v2, densenet121])
+def test_real_networks(build: Any, name: str) -> None:
+    torch.manual_seed(0)
+    model = build(num_classes=10)
+    for part in model.modules():
+        if isinstance(part, nn.BatchNorm2d):  # no two channels are the same to a ranking
+            part.weight.data = 0.5 + torch.rand(part.num_features)
+    problem = tiny_problem(model, "50%,params:60%", align=2)
+    choice = chosen(name, problem, TINY)
+    assert all(width % 2 == 0 or width == problem.graph.full[space] for space, width in choice.widths.items())
+    small = dmcp.cut(choice.model or problem.model, problem.graph, choice.kept)
+    assert small.eval()(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
 
 
-# -- bad input
+# what is refused
 
 
-def test_slimming_without_batch_norms_says_what_to_do() -> None:
-    with pytest.raises(TrainingError, match=r"needed and 1 more.*frozen=\['needed', 'useless'\].*l1") as error:
-        choose("slimming", without_norms())
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "slimming"])
-def test_all_others_work_without_batch_norms(name: str) -> None:
-    problem = without_norms()
-    choose(name, problem).check(problem)
-
-
-def refuse(name: str, budget: str) -> tuple[str, Problem]:
-    """The sentence of a method about a budget that cannot be."""
+def test_budgets_and_widths_that_cannot_be() -> None:
     problem = planted_problem(epochs=1)
-    with pytest.raises(BudgetError) as error:
-        choose(name, replace(problem, budget=parse(budget, problem.graph))).check(problem)
-    return str(error.value), problem
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_budgets_below_the_floor_name_the_range(name: str) -> None:
-    sentence, problem = refuse(name, "3%")
-    least, most = problem.graph.macs(problem.floor), problem.graph.macs()
-    assert "less than the floor costs" in sentence and f"from {least:,} " in sentence and f"to {most:,}." in sentence
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_budgets_above_the_network_name_the_range(name: str) -> None:
-    sentence, problem = refuse(name, "200%")
-    assert "more than the network has" in sentence and f"to {problem.graph.macs():,}." in sentence
+    for budget in ("3%", "200%"):
+        with pytest.raises(BudgetError):
+            replace(problem, budget=parse(budget, problem.graph))
+    free, bounded = problem.uniform(), replace(problem, max_widths=problem.graph.widths({"needed": 3}))
+    with pytest.raises(BudgetError, match="channels in needed, where 1 to 3"):
+        Choice(widths=free, kept=free).check(bounded)
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("config", "wrong"),
     [
-        ("slimmning", "'slimmning': did you mean slimming?"),
-        ("torch_pruning", "'torch_pruning': did you mean torch-pruning?"),
-        ("zzz", "there are uniform, random, uniform-slimmable, l1, "),
-        ("", "there are uniform, random, uniform-slimmable, l1, "),
+        (L1Config, {"power": [3]}),
+        (SlimmingConfig, {"sparsity": [-1.0, float("nan")]}),
+        (SoftConfig, {"every": [0, 1.5], "regrowth": [0.0, 2.0]}),
+        (AutoSlimConfig, {"epochs": [0], "groups": [1], "batches": [0.5], "lr_share": [0, float("nan")]}),
+        (AutoSlimConfig, {"subnets": [-1], "distill": [1], "at_once": [0]}),
+        (AmcConfig, {"episodes": [0], "warmup": [-1], "last_noise": [0.0, 0.6], "batches": [0]}),
+        (DdpgConfig, {"hidden": [0], "memory": [1.5], "actor_lr": [0.0], "soft": [0.0], "discount": [1.1]}),
+        (MetaPruningConfig, {"hidden": [0], "groups": [1], "epochs": [0], "mutation": [0.0], "crossed": [1.1]}),
+        (MetaPruningConfig, {"population": [2.5], "generations": [0], "parents": [0], "batches": [0]}),
+        (DmcpConfig, {"lr_share": [0.0], "epochs": [0], "more": [{"warm": 1}]}),
+        (DirectConfig, {"number": [-1]}),
+        (TorchPruningConfig, {"norm": [3], "max_pruning_ratio": [0.0, 1.5], "steps": [0, 2.0]}),
     ],
 )
-def test_an_unknown_method_gets_the_nearest_name(name: str, words: str) -> None:
-    with pytest.raises(DmcpError) as error:
-        check_method(name)
-    assert words in str(error.value)
-    for known in (*METHODS, *PEERS):
-        check_method(known)
+def test_settings_that_cannot_be(config: Callable[..., object], wrong: Mapping[str, list[Any]]) -> None:
+    config()  # there are defaults for everything
+    for name, values in wrong.items():
+        for value in values:
+            with pytest.raises(TrainingError, match=name):
+                config(**{name: value})
+
+
+def test_states_and_batches_that_cannot_be() -> None:
+    problem, other = planted_problem(epochs=1), {"weight": torch.zeros(2)}
+    for name in ("l1", "slimming", "autoslim", "dmcp-direct"):
+        with pytest.raises(TrainingError, match="give"):
+            choose(name, problem, find_method(name).config())
+    for name in ("l1", "slimming", "autoslim", "amc", "metapruning", "dmcp-direct"):
+        with pytest.raises(TrainingError):
+            choose(name, problem, find_method(name).config(), other)
+    single = Batches([(x[:1], labels[:1]) for x, labels in problem.held_out])
+    for name, held_out in (("autoslim", Batches([])), ("amc", single), ("metapruning", single)):
+        with pytest.raises(DataError, match="two samples"):
+            chosen(name, replace(problem, held_out=held_out), TINY)
+
+
+# methods of one's own
+
+MINE = """
+from dmcp.compare.methods import Method, Own, Start
+from dmcp.compare.problem import Choice
+
+def narrow(problem):
+    return Choice(widths=problem.min_widths, kept=problem.min_widths)
+
+def wide(problem):
+    return Choice(widths=problem.graph.full, kept=problem.graph.full)
+
+def channels(problem):
+    widths = problem.uniform()
+    kept = {name: [*range(width)] for name, width in widths.items()}
+    return Choice(widths=widths, kept=kept, model=problem.model)
+
+def wrong_channels(problem):
+    choice = channels(problem)
+    return Choice(widths=choice.widths, kept=choice.kept | {"needed": [0]}, model=problem.model)
+
+def no_choice(problem):
+    return {}
+
+class Inner:
+    def broken(problem):
+        return problem.nothing
+
+number = 3
+tuned = Method(lambda problem, config: narrow(problem), dict, own=Own.FINETUNED)
+late = Method(lambda problem, config: None, dict, Start.PREPARED)
+prepared = Method(lambda problem, config, state: None, dict, Start.PREPARED, lambda problem, config: problem.model)
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("mine", None)
+
+
+def test_a_choice_of_ones_own(mine: None) -> None:
+    """Plain widths are filled up; channels are left alone."""
+    problem = planted_problem()
+    choice = choose("mine:narrow", problem, None)
+    assert FILLED <= problem.shares(choice.widths.tensor()[None]).item() <= 1 and choice.kept == choice.widths
+    assert choose("mine:channels", problem, None).widths == problem.uniform()
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "words"),
+    [
+        ("mine:wide", BudgetError, "of the budget"),
+        ("mine:wrong_channels", TrainingError, "keeps 1 channels of needed"),
+        ("mine:no_choice", TrainingError, "returned a dict"),
+        ("mine:tuned", TrainingError, r"Choice\(model=\)"),
+        ("mine:Inner.broken", TrainingError, "failed: AttributeError"),
+        ("mine:late", DmcpError, r"Method\(prepare="),
+        ("mine:number", DmcpError, "is a int"),
+        ("mine:narow", DmcpError, "did you mean narrow"),
+        ("mine.py:narrow", DmcpError, "mine:narrow"),
+        ("nowhere_at_all:mine", DmcpError, "cannot be imported"),
+        ("dmpc", DmcpError, "did you mean dmcp"),
+        ("torch_pruning", DmcpError, "did you mean torch-pruning"),
+        ("zzz", DmcpError, "there are uniform, random"),
+    ],
+)
+def test_mistakes(mine: None, capfd: pytest.CaptureFixture[str], name: str, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        choose(name, planted_problem(), None)
+    assert ("return problem.nothing" in capfd.readouterr().err) == ("broken" in name)  # whose traceback it is
+
+
+def test_a_network_of_its_own_making_is_one(mine: None) -> None:
+    with pytest.raises(TrainingError, match="prepare must return"):
+        prepare("mine:prepared", planted_problem(), {})
+    assert [*map(title, ("dmcp", "a.b:mine", "a:Outer.mine", "=hand"))] == ["dmcp", "mine", "Outer.mine", "hand"]

@@ -1,18 +1,18 @@
 """One row per op: a conv writes channels, the op passes them on, a conv reads them.
 
-The table says how many of the writer's channels can go (0: the op must keep them whole), and for every row the cut
-network is the gated one, in float64, with all channels, one, and random numbers of them.
+The table says how many of the writer's channels can go (0: the op makes them unprunable); every row goes through the
+contract of nets.check.
 """
 
 from __future__ import annotations
 
 import copy
-import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from nets import distance, randomise, sample
+from nets import Toy, check, counted_macs, randomise, sample
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -44,39 +44,6 @@ class Between(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         written = [self.write(x), self.other(x)] if hasattr(self, "other") else [self.write(x)]
         return self.read(self.between(*written))
-
-
-def spaces(graph: Any) -> dict[str, int]:
-    return {space.name: space.size for space in graph.spaces}
-
-
-def check(model: nn.Module, graph: Any, tried: int = 3) -> None:
-    """Gated is cut, in both modes, at width one and at random widths."""
-    generator = random.Random(0)
-    for training in (False, True):
-        net = dmcp.Supernet(model, graph).train(training)
-        full = copy.deepcopy(net.model)(X)
-        assert distance(net(X, net.hard(graph.full)), full) < 1e-12
-        for attempt in range(tried):
-            chosen = {name: generator.randint(1, size) if attempt else 1 for name, size in spaces(graph).items()}
-            widths = graph.widths(chosen)
-            small = dmcp.cut(net.model, graph, widths)
-            expected = small(X)
-            gap = distance(net(X, net.hard(widths)), expected)
-            assert gap < 1e-10, chosen
-            assert attempt or distance(full, expected) > 0.01  # a wider net is another net
-            assert sum(tensor.numel() for tensor in small.parameters()) == graph.params(widths)
-
-
-def traced(model: nn.Module, **how: Any) -> Any:
-    """The graph, or None where nothing can be pruned."""
-    randomise(model)
-    try:
-        return dmcp.trace(model, X, **how)
-    except dmcp.TraceError as error:
-        if "Nothing in this model can be pruned" not in str(error):
-            raise
-        return None
 
 
 def add_in_a_view(x: Tensor) -> Tensor:
@@ -223,21 +190,14 @@ ROWS: dict[str, tuple[Any, int]] = {
 @pytest.mark.parametrize("row", ROWS)
 def test_channels_pass(row: str) -> None:
     op, free = ROWS[row]
-    model = Between(op)
-    graph = traced(model)
-    assert (0 if graph is None else sum(spaces(graph).values())) == free
-    if graph is not None:
-        assert graph.unknown == {}
-        check(model, graph)
+    graph = check(Between(op), X, free)
+    assert graph is None or graph.unknown == {}
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_channels_that_are_off_are_zero_or_not_summed(row: str) -> None:
-    """No weight reads a plain sum, so whether zeros survive the op decides: if they may not, channels stay whole."""
-    model = Between(ROWS[row][0], summed=True)
-    graph = traced(model)
-    if graph is not None:
-        check(model, graph, tried=2)
+    """No weight reads a plain sum, so whether zeros survive the op decides: if they may not, channels are kept."""
+    check(Between(ROWS[row][0], summed=True), X)
 
 
 def tokens(x: Tensor) -> Tensor:
@@ -276,13 +236,147 @@ MEETINGS: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("row", MEETINGS)
 def test_channels_meet(row: str) -> None:
     op, free = MEETINGS[row]
-    model = Between(op, writers=2)
-    graph = traced(model)
-    found = {} if graph is None else spaces(graph)
     together = {"write": free} if isinstance(free, int) else dict(zip(("write", "other"), free, strict=True))
-    assert found == {name: size for name, size in together.items() if size}
-    if graph is not None:
-        check(model, graph)
+    check(Between(op, writers=2), X, {name: size for name, size in together.items() if size})
+
+
+# -- what torch's own counter says
+
+
+LAYERS: dict[str, nn.Module] = {
+    "dilated": nn.Conv2d(16, 12, 3, stride=2, padding=2, dilation=2),
+    "uneven kernel": nn.Conv2d(16, 12, (3, 1), stride=(1, 2), padding=(0, 1)),
+    "same padding": nn.Conv2d(16, 12, 3, padding="same"),
+    "inside groups": nn.Conv2d(16, 12, 3, groups=2),
+    "whole groups": nn.Conv2d(16, 24, 3, groups=8),
+    "depthwise": nn.Conv2d(16, 16, 3, groups=16),
+    "depthwise times two": nn.Conv2d(16, 32, 3, groups=16),
+    "transposed": nn.ConvTranspose2d(16, 12, 3, stride=2, padding=1, output_padding=1),
+    "transposed in groups": nn.ConvTranspose2d(16, 12, 3, stride=2, groups=2),
+    "transposed depthwise": nn.ConvTranspose2d(16, 16, 2, stride=2, groups=16),
+}
+OPS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "matmul": lambda m, x: (x @ x.transpose(2, 3)).mean((2, 3)),
+    "matmul with a parameter": lambda m, x: (tokens(x) @ m.square).mean(1),
+    "parameter first": lambda m, x: (m.square @ x.flatten(2)).mean(2),
+    "addmm": lambda m, x: torch.addmm(m.bias, x.mean((2, 3)), m.square),
+    "bmm": lambda m, x: torch.bmm(x.flatten(2), tokens(x) @ m.square).mean(1),
+    "linear over pixels": lambda m, x: m.fc(x.movedim(1, -1)).mean((1, 2)),
+    "einsum": lambda m, x: torch.einsum("nchw,cd->nd", x, m.square),
+    "einsum that keeps pixels": lambda m, x: torch.einsum("nchw,cd->ndhw", x, m.square).mean((2, 3)),
+    "einsum over pixels": lambda m, x: torch.einsum("nchw,ndhw->ncd", x, x).mean(1),
+    "einsum that scales": lambda m, x: torch.einsum("nchw,c->nchw", x, m.bias).mean((2, 3)),
+    "attention": lambda m, x: F.scaled_dot_product_attention(tokens(x), tokens(x), tokens(x), scale=0.5).mean(1),
+    "attention with another value": lambda m, x: F.scaled_dot_product_attention(
+        tokens(x), tokens(x), tokens(x) @ m.square
+    ).mean(1),
+    "no rule": lambda m, x: torch.tensordot(x.mean((2, 3)), m.square, 1),
+    "once for the batch": lambda m, x: x.mean((2, 3)) @ (m.square @ m.square),
+    "a sum over the batch": lambda m, x: x.mean((2, 3)) @ (x.mean((2, 3)).T @ x.mean((2, 3))),
+    "samples in the channels": lambda m, x: (
+        F.conv2d(x.flatten(0, 1)[None], m.blur.repeat(len(x), 1, 1, 1), groups=16 * len(x)).view(len(x), 16, -1).mean(2)
+    ),
+}
+
+
+def check_counts(model: nn.Module) -> None:
+    x = sample((3, 9, 9), batch=2)
+    check(model, x)
+    assert dmcp.trace(model, x).macs() == dmcp.trace(model, x[:1]).macs() == counted_macs(model, x)
+
+
+@pytest.mark.parametrize("row", LAYERS)
+def test_layers_are_counted_as_torch_does(row: str) -> None:
+    layer: Any = copy.deepcopy(LAYERS[row])
+    head = nn.Linear(layer.out_channels, 5)
+    run = lambda m, x: m.head(F.relu(m.b(F.relu(m.a(x)))).mean((2, 3)))  # noqa: E731
+    check_counts(Toy(run, a=nn.Conv2d(3, 16, 3, padding=1), b=layer, head=head))
+
+
+@pytest.mark.parametrize("row", OPS)
+def test_ops_are_counted_as_torch_does(row: str) -> None:
+    model = Toy(
+        lambda m, x: m.head(OPS[row](m, F.relu(m.a(x))[:, :, :6, :6])) + m.d(m.c(x)).mean((2, 3)),
+        a=nn.Conv2d(3, 16, 3, padding=1),
+        fc=nn.Linear(16, 16),
+        head=nn.Linear(16, 5),
+        c=nn.Conv2d(3, 4, 1),  # something to prune where the op makes the rest unprunable
+        d=nn.Conv2d(4, 5, 1),
+        square=nn.Parameter(torch.rand(16, 16)),
+        bias=nn.Parameter(torch.rand(16)),
+        blur=nn.Parameter(torch.rand(16, 1, 3, 3)),
+    )
+    check_counts(model)
+
+
+# -- zeros that could get lost
+
+
+class Net(nn.Module):
+    """Three convs and a norm, put together by a function."""
+
+    def __init__(self, together: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.norm = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.square = nn.Conv2d(16, 16, 3, padding=1, bias=False)
+        self.b, self.c = nn.Conv2d(16, 4, 1), nn.Conv2d(16, 4, 1)
+        self.shift = nn.Parameter(torch.randn(1, 1, 1, 1))
+        self.dim = 16
+        self.together = together
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.together(self, x)
+
+
+def written_in_place_after_a_copy(net: Any, x: Tensor) -> Tensor:
+    y = net.a(x)
+    s = y.sigmoid()
+    z = s.clone()
+    z.mul_(y)
+    return (s + z).sum(1)
+
+
+def read_after_a_square_conv(net: Any, x: Tensor) -> Tensor:
+    y = net.norm(net.a(x)).relu()
+    return net.b(net.square(y)) + net.c(net.square(y) + y)
+
+
+def a_view_taken_before_a_write(net: Any, x: Tensor) -> Tensor:
+    y = net.a(x)
+    view = y.flatten(2)
+    y.add_(1)
+    return view.sum(1)
+
+
+def an_outer_product(net: Any, x: Tensor) -> Tensor:
+    y = net.a(x).mean((2, 3))
+    return (y[:, :, None] * y.sigmoid()[:, None, :]).sum(2).sum(1)
+
+
+# name: (forward, channels of `a` that can go; None: any number, if it is exact)
+ZEROS: dict[str, tuple[Any, int | None]] = {
+    "divided by an attribute": (lambda net, x: net.b(net.a(x).relu().view(len(x), net.dim, 8, 8) / net.dim), 0),
+    "chosen by a mask": (lambda net, x: torch.where(x[:, :1] > 0, net.a(x), net.shift).sum(1), 0),
+    "padded with ones": (lambda net, x: F.pad(net.a(x), (1, 1, 1, 1), value=1.0).sum(1), 0),
+    "written in place after a copy": (written_in_place_after_a_copy, 0),
+    "read after a square conv": (read_after_a_square_conv, 16),
+    "summed without a weight": (lambda net, x: net.norm(net.a(x)).relu().sum(1), 16),
+    "an outer product": (an_outer_product, None),
+    "a view taken before a write": (a_view_taken_before_a_write, None),
+    "integers added": (lambda net, x: (net.a(x).relu() + torch.ones(1, dtype=torch.int64)).sum(1), None),
+}
+
+
+@pytest.mark.parametrize("row", ZEROS)
+def test_zeros_are_exact_with_hard_and_with_soft_gates(row: str) -> None:
+    together, free = ZEROS[row]
+    model = Net(together)
+    graph = check(model, X, free)
+    if free:
+        net, widths = dmcp.Supernet(model.eval(), graph), graph.widths({"a": 5})
+        small = dmcp.cut(model, graph, widths)
+        with torch.no_grad():
+            assert torch.allclose(net(X, net.hard(widths).double()), small(X), atol=1e-12)
 
 
 # -- the table
@@ -299,11 +393,9 @@ def keeps_dims(call: Call) -> list[Dims]:
 
 def test_an_op_without_a_rule_is_reported() -> None:
     model = Between(renormed, writers=2)
-    graph = traced(model)
+    graph = check(model, X, {"other": 8})
     assert graph.unknown == {"aten.renorm.default": 1}
-    assert spaces(graph) == {"other": 8}
-    assert ["renorm" in whole.reason for whole in graph.unprunable if whole.name == "write"] == [True]
-    check(model, graph)
+    assert ["renorm" in item.reason for item in graph.unprunable if item.name == "write"] == [True]
     with pytest.raises(dmcp.TraceError, match=r"aten\.renorm\.default.*RULES"):
         dmcp.trace(model, X, strict=True)
 
@@ -311,10 +403,9 @@ def test_an_op_without_a_rule_is_reported() -> None:
 def test_a_rule_of_the_users_own() -> None:
     model = Between(renormed, writers=2)
     before = dict(dmcp.RULES)
-    graph = traced(model, rules=dmcp.RULES | {aten.renorm.default: keeps_dims}, strict=True)
+    rules = dmcp.RULES | {aten.renorm.default: keeps_dims}
+    graph = check(model, X, {"write": 8, "other": 8}, rules=rules, strict=True)
     assert graph.unknown == {}
-    assert spaces(graph) == {"write": 8, "other": 8}
-    check(model, graph)
     assert before == dmcp.RULES
 
 
@@ -324,14 +415,10 @@ def test_a_users_rule_goes_before_ours() -> None:
         return [call.x.dims]
 
     model = Between(lambda x, y: torch.cat([x.relu(), y.relu_()], 1), writers=2)
-    assert spaces(traced(model)) == {"write": 8, "other": 8}
-    graph = traced(model, rules=dmcp.RULES | {aten.relu.default: careful})  # in place and out of place
-    assert graph is None
-    graph = traced(model, rules=dmcp.RULES | {aten.relu_.default: careful})
-    assert spaces(graph) == {"write": 8}
-    assert [(whole.name, whole.reason) for whole in graph.unprunable if "I said so" in whole.reason] == [
-        ("other", "I said so (relu_)")
-    ]
+    check(model, X, {"write": 8, "other": 8})
+    check(model, X, {}, rules=dmcp.RULES | {aten.relu.default: careful})  # in place and out of place
+    graph = check(model, X, {"write": 8}, rules=dmcp.RULES | {aten.relu_.default: careful})
+    assert ("other", "I said so (relu_)") in [(item.name, item.reason) for item in graph.unprunable]
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_a_killed_save_leaves_the_old_result_or_the_new_one(
     model, graph, widths, old = chain
     new = dmcp.cut(model, graph, graph.full)
     outcomes = []
-    for survive in range(5):  # calls to the disk before the kill: two fsyncs, two renames
+    for survive in range(6):  # calls to the disk before the kill: two fsyncs, two renames, one fsync of the folder
         folder = tmp_path / str(survive)
         dmcp.save(old, widths, folder)
         left = iter(range(survive))
@@ -119,7 +119,7 @@ def test_a_killed_save_leaves_the_old_result_or_the_new_one(
         outcomes.append((killed, "new" if same(found, state(new)) else "old" if same(found, state(old)) else "mix"))
         dmcp.save(old, widths, folder)  # and the next save works
         assert len(os.listdir(folder)) == 2
-    assert outcomes == [(True, "old"), (True, "old"), (True, "old"), (True, "new"), (False, "new")]
+    assert outcomes == [(True, "old"), (True, "old"), (True, "old"), (True, "new"), (True, "new"), (False, "new")]
 
 
 def test_a_full_disk_leaves_the_old_result(chain: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +143,25 @@ def test_places_and_widths_that_are_refused(chain: Case, tmp_path: Path) -> None
             dmcp.save(small, widths, folder)  # type: ignore[arg-type]
     with pytest.raises(dmcp.WidthsError):
         dmcp.save(small, dict(widths), tmp_path)  # type: ignore[arg-type]
+
+
+def test_save_replaces_a_result_of_ours_and_no_other_file(chain: Case, tmp_path: Path) -> None:
+    model, _, widths, small = chain
+    (tmp_path / "widths.json").write_text(json.dumps(widths.to_json()))  # as a user may have written it
+    dmcp.save(small, widths, tmp_path)
+    (tmp_path / "widths.json").write_text((tmp_path / "widths.json").read_text()[:-9])  # damaged
+    dmcp.save(small, widths, tmp_path)
+    assert dmcp.load(tmp_path, model)
+    for number, files in enumerate(
+        ({"model.safetensors": b"theirs"}, {"widths.json": b"[1, 2]"}, {"widths.json": b"{}"})
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for name, data in files.items():
+            (folder / name).write_bytes(data)
+        with pytest.raises(dmcp.FileError):
+            dmcp.save(small, widths, folder)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
 
 
 def edit(**changes: Any) -> Callable[[bytes], bytes]:

@@ -260,13 +260,13 @@ def test_short_chains_are_padded() -> None:
     net = made(groups=8)
     assert net.alpha.shape == (3, 7)
     assert [row[row > 0].tolist() for row in net.sizes] == [[1] * 7, [1] * 7 + [2], [1] * 6]
-    (net(X, net.soft()).square().sum() + net.graph.expected_macs(net.marginals(), net.sizes)).backward()
+    (net(X, net.soft()).square().sum() + net.graph.expected_cost("macs", net.marginals(), net.sizes)).backward()
     there = net.sizes[:, 1:] > 0
     assert (net.alpha.grad[there] != 0).all() and (net.alpha.grad[~there] == 0).all() and (~there).any()
     with torch.no_grad():
         net.alpha.fill_(1e4)
     assert net.marginals().tolist() == [[1.0] * n + [0.0] * (8 - n) for n in (7, 8, 6)]
-    assert net.graph.expected_macs(net.marginals(), net.sizes).item() == net.graph.macs()
+    assert net.graph.expected_cost("macs", net.marginals(), net.sizes).item() == net.graph.macs()
 
 
 def test_state_copies_and_dtypes() -> None:

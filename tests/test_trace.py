@@ -91,23 +91,10 @@ def tied_transposed(m: Any, x: Tensor) -> Tensor:
     return m.head(F.relu(F.linear(hidden, m.code.weight.t())))
 
 
-def in_place(m: Any, x: Tensor) -> Tensor:
-    x = m.a(x).relu_()
-    y = m.b(x)
-    y += x
-    y.mul_(0.5).clamp_(min=-0.3)
-    return head(m, F.silu(y, inplace=True))
-
-
 def halves_by_shape(m: Any, x: Tensor) -> Tensor:
     x = m.a(x)
     half = x.shape[1] // 2
     return head(m, m.b(x[:, :half] * torch.sigmoid(x[:, half:])))
-
-
-def chunk_and_glu(m: Any, x: Tensor) -> Tensor:
-    one, other = m.a(x).chunk(2, 1)
-    return head(m, F.glu(m.b(one + 2 * other), 1))
 
 
 def branch_by_shape(m: Any, x: Tensor) -> Tensor:
@@ -151,12 +138,6 @@ def block_of_a_transformer(m: Any, x: Tensor) -> Tensor:
     return m.head(tokens.mean(1))
 
 
-def channel_statistics(m: Any, x: Tensor) -> Tensor:
-    x = m.a(x)
-    seen = torch.cat([x.mean(1, keepdim=True), x.amax(1, keepdim=True)], 1)
-    return head(m, m.b(x * torch.sigmoid(m.look(seen))))
-
-
 def standardized(m: Any, x: Tensor) -> Tensor:
     weight = m.b.weight
     weight = (weight - weight.mean((1, 2, 3), keepdim=True)) / weight.std((1, 2, 3), keepdim=True)
@@ -198,10 +179,6 @@ def ab(a: int = 16, b: int = 12, reads: int | None = None, **more: Any) -> dict[
     return {"a": unit(3, a), "b": unit(reads or a, b), "head": nn.Linear(more.pop("last", b), 5), **more}
 
 
-def three(op: nn.Module, reads: int, first: int) -> nn.Module:
-    return Toy(lambda m, x: head(m, m.b(m.op(m.a(x)))), **ab(first, 12, reads, op=op))
-
-
 def other_rank(conv: Any, norm: Any) -> nn.Module:
     run = lambda m, x: m.head(F.relu(m.b(F.relu(m.n(m.a(x))))).flatten(2).mean(2))  # noqa: E731
     return Toy(run, a=conv(3, 16, 3), n=norm(16), b=conv(16, 12, 3), head=nn.Linear(12, 5))
@@ -213,8 +190,7 @@ MASK = sample((1, 16, 16), batch=3, seed=1)
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "a module called on two tensors": (
         lambda: Toy(
-            lambda m, x: head(m, m.shared(m.a(x)) + m.shared(m.b(x))),
-            **ab(16, 16, 3, shared=unit(16, 12), last=12),
+            lambda m, x: head(m, m.shared(m.a(x)) + m.shared(m.b(x))), **ab(16, 16, 3, shared=unit(16, 12), last=12)
         ),
         {"a.0": 16, "shared.0": 12},
     ),
@@ -230,20 +206,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "norm without momentum": (lambda: normed(nn.BatchNorm2d(16, momentum=None)), {"a": 16, "b.0": 12}),
     "group norm": (lambda: normed(nn.GroupNorm(5, 20), 20), {"a": 5, "b.0": 12}),
     "group norm of one group": (lambda: normed(nn.GroupNorm(1, 16)), {"b.0": 12}),
-    "instance norm": (lambda: normed(nn.InstanceNorm2d(16, affine=True)), {"a": 16, "b.0": 12}),
     "layer norm": (ConvNext, {"fc1": 20}),
-    "in place": (lambda: Toy(in_place, **ab(16, 16)), {"a.0": 16}),
-    "a silent literal slice": (
-        lambda: Toy(lambda m, x: head(m, m.b((y := m.a(x))[:, :8] + y[:, 8:])), **ab(16, 12, 8)),
-        {"b.0": 12},
-    ),
     "a literal view": (lambda: Literal(lambda m, x: x.view(-1, 16 * 16 * 16)), {"b.0": 11}),
     "halves of an attribute": (
         lambda: Literal(lambda m, x: torch.cat(x.split([m.c // 2, m.c - m.c // 2], 1), 1).flatten(1)),
         None,
     ),
     "halves by shape": (lambda: Toy(halves_by_shape, **ab(16, 12, 8)), {"a.0": 8, "b.0": 12}),
-    "chunk and glu": (lambda: Toy(chunk_and_glu, **ab(16, 12, 8, last=6)), {"a.0": 8, "b.0": 6}),
     "a returned map": (lambda: Toy(lambda m, x: [y := m.a(x), head(m, m.b(y))], **ab()), {"b.0": 12}),
     "a branch by shape": (lambda: Toy(branch_by_shape, **ab(16, 16)), {"a.0": 16}),
     "layers that run in train mode only": (
@@ -256,16 +225,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
         lambda: Toy(shuffle_by_hand, **ab(16, 16, last=12) | {"b": unit(16, 16, groups=16), "c": unit(16, 12)}),
         {"a.0": 8, "c.0": 12},
     ),
-    "pixel shuffle": (lambda: three(nn.PixelShuffle(2), 5, 20), {"a.0": 5, "b.0": 12}),
-    "pixel unshuffle": (lambda: three(nn.PixelUnshuffle(2), 24, 6), {"a.0": 6, "b.0": 12}),
-    "transposed conv": (lambda: three(nn.ConvTranspose2d(16, 10, 2, 2), 10, 16), {**AB, "op": 10}),
-    "grouped transposed conv": (
-        lambda: three(nn.ConvTranspose2d(14, 10, 2, 2, groups=2), 10, 14),
-        {"a.0": 7, "op": 5, "b.0": 12},
-    ),
-    "prelu": (lambda: three(nn.PReLU(16), 16, 16), AB),
     "u-net": (lambda: Toy(u_net, **ab(), c=unit(28, 9), out=nn.Conv2d(9, 4, 1)), {**AB, "c.0": 9}),
-    "channel statistics": (lambda: Toy(channel_statistics, **ab(), look=nn.Conv2d(2, 1, 7, padding=3)), {"b.0": 12}),
     "attention": (
         lambda: Toy(
             block_of_a_transformer,
@@ -302,7 +262,6 @@ REASONS = {  # part of what is said of unprunable channels
     "a literal view": "in the code",
     "a returned map": "output",
     "a plain tensor": "fixed size",
-    "channel statistics": "mean",
     "an op without a rule": "mystery",
 }
 

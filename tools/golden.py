@@ -81,6 +81,7 @@ BUNDLES = {  # a parameter that may have moved into an object: (parameter, what 
     "engine": ("runtime", "Runtime"),
     "checkpointer": ("runtime", "Runtime"),
     "checkpoint": ("runtime", "Runtime"),
+    "on_event": ("runtime", "Runtime"),
 }
 ROWS = {"ours": "dmcp", "uniform widths": "uniform", "as given": "original"}  # old names of rows -> new ones
 RETRAIN = {  # what prune is told: now, and before "finetune" was a word
@@ -117,8 +118,9 @@ def place(name: str) -> Any:
 def call(function: Callable[..., Any], *args: Any, **settings: Any) -> Any:
     """Call it with settings by any of their spellings."""
     known, given, bundles = inspect.signature(function).parameters, {}, dict[tuple[str, str], dict[str, Any]]()
+    open_ended = any(it.kind is it.VAR_KEYWORD for it in known.values())
     for name, value in settings.items():
-        spelling = next((it for it in SPELLINGS.get(name, (name,)) if it in known), None)
+        spelling = next((it for it in SPELLINGS.get(name, (name,)) if it in known), name if open_ended else None)
         if spelling is not None:
             given[spelling] = value
         elif name in BUNDLES and BUNDLES[name][0] in known:
@@ -507,7 +509,12 @@ def method_case(name: str) -> Any:
     given: dict[str, Any] = {"model": model, "graph": graph, "loader": digits(), "align": 1, "seed": 2}
     given |= {"held_out": list(digits(64, first=1000)), "budget": dmcp.parse_budget("50%", graph)}
     heard: list[Any] = []  # rewards of episodes and the like; the records of trainings are seen in the weights
-    given |= {"on_event": lambda *event: heard.append([*event[-1].values()] if isinstance(event[-1], dict) else 0)}
+
+    def hear(*event: Any) -> None:
+        record = getattr(event[-1], "record", event[-1])
+        heard.append([*record.values()] if isinstance(record, dict) else 0)
+
+    given |= {"on_event": hear}
     given |= {"recipe": call(dmcp.TrainConfig, **TRAIN), "engine": call(dmcp.Engine, **ENGINE)}
     problem, method = call(place("Problem"), **given, min_widths=least), place("METHODS")[name]
     agent = {"agent": call(place("DdpgConfig"), **AGENT)} if name == "amc" else {}

@@ -29,7 +29,7 @@ import dmcp
 from zoo.models import Entry
 
 TOLERANCE = 1e-6  # of the difference between two images, in float64
-LEAST_EFFECT = 0.1  # gates that change the output by less make the comparison empty
+MIN_EFFECT = 0.1  # gates that change the output by less make the comparison empty
 TRAINED_PARAMS = 60_000_000  # larger models are not run in train mode
 LARGE_PARAMS = 100_000_000  # larger models are run with two images instead of three
 
@@ -37,8 +37,8 @@ LARGE_PARAMS = 100_000_000  # larger models are run with two images instead of t
 class Shortfall(Enum):
     """Why there is less to prune than TRACING.md found, in the words of the page."""
 
-    NORMS = "LayerNorm or GroupNorm mixes the channels of a space: kept whole, unless `exact=False`"
-    STANDARDIZATION = "Weights are standardized over the channels of a space: kept whole"
+    NORMS = "LayerNorm or GroupNorm mixes the channels of a space: unprunable, unless `exact=False`"
+    STANDARDIZATION = "Weights are standardized over the channels of a space: unprunable"
     TOTAL = "As many spaces as TRACING.md found, or more; the total that the share is taken of is the flop counter's"
     OTHER = "Other reasons"
 
@@ -58,13 +58,13 @@ class Result:
     share: float = 0.0  # of the full MACs in ops that read or write a prunable space
     loose_spaces: int = 0  # with exact=False; traced only where the share falls short of the table's
     loose_share: float | None = None
-    unprunable: dict[str, int] = field(default_factory=dict)  # reason -> how many dims are kept whole for it
+    unprunable: dict[str, int] = field(default_factory=dict)  # reason -> how many dims are unprunable for it
     bindings: list[str] = field(default_factory=list)  # module.attribute
     unknown: dict[str, int] = field(default_factory=dict)  # ops without a rule
     notes: list[str] = field(default_factory=list)
     error: float | None = None  # cut against gated, in differences between two images
     effect: float | None = None  # gated against full, in the same unit
-    macs: tuple[int, int] = (0, 0)  # at full and at the drawn widths
+    macs: tuple[int, int] = (0, 0)  # at full and at the sampled widths
     params: tuple[int, int] = (0, 0)
     train: str = ""  # ok, not tried, or why the cut network does not run in train mode
 
@@ -113,7 +113,7 @@ def _steps(entry: Entry) -> Iterator[dict[str, Any]]:
     if Result(name=entry.name, status="", **described).shortfall(entry) is not None:
         loose = dmcp.trace(model, images, exact=False)
         yield {"loose_spaces": len(loose.spaces), "loose_share": float(loose.prunable_share)}
-    widths = graph.widths(draw([space.size for space in graph.spaces], generator))
+    widths = graph.widths(sample_widths([space.size for space in graph.spaces], generator))
     macs, params = (graph.macs(graph.full), graph.macs(widths)), (graph.params(graph.full), graph.params(widths))
     yield {"macs": macs, "params": params}
 
@@ -124,7 +124,7 @@ def _steps(entry: Entry) -> Iterator[dict[str, Any]]:
         reference = outputs(net(images, net.hard(widths)))
         small = dmcp.cut(net.model, graph, widths)
         result = outputs(small(images))
-    yield {"error": worst_error(result, reference), "effect": least_effect(full, reference)}
+    yield {"error": worst_error(result, reference), "effect": min_effect(full, reference)}
 
     counted = (counted_macs(net.model, images[:1]), counted_macs(small, images[:1]))
     there = (counted_params(net.model), counted_params(small))
@@ -141,7 +141,7 @@ def _description(graph: dmcp.ChannelGraph) -> dict[str, Any]:
     return {
         "spaces": len(graph.spaces),
         "share": float(graph.prunable_share),
-        "unprunable": dict(Counter(whole.reason for whole in graph.unprunable).most_common()),
+        "unprunable": dict(Counter(item.reason for item in graph.unprunable).most_common()),
         "bindings": [f"{binding.module}.{binding.attribute}" for binding in graph.bindings],
         "unknown": {str(op): count for op, count in graph.unknown.items()},
         "notes": list(graph.notes),
@@ -157,7 +157,7 @@ def _verdict(result: Result) -> dict[str, Any]:
         return {"status": "wrong"}
     if result.train not in ("ok", "not tried") and not result.train.startswith("as the original"):
         return {"status": "failed", "detail": f"in train mode: {result.train}"}
-    if not result.effect >= LEAST_EFFECT:
+    if not result.effect >= MIN_EFFECT:
         return {"status": "vacuous", "detail": f"the gates change the output by {result.effect:.1e} only"}
     return {"status": "correct"}
 
@@ -196,7 +196,7 @@ def _fill(name: str, parameter: nn.Parameter, generator: Generator) -> None:
             parameter.mul_(torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1)
 
 
-def draw(sizes: list[int], generator: Generator) -> list[int]:
+def sample_widths(sizes: list[int], generator: Generator) -> list[int]:
     """A random width per space, from half of its size to all but one channel (a single channel stays)."""
     lows = [max(1, (size + 1) // 2) for size in sizes]
     return [
@@ -217,7 +217,7 @@ def worst_error(result: list[Tensor], reference: list[Tensor]) -> float:
     return max((_relative(a, b) for a, b in zip(result, reference, strict=True)), default=float("inf"))
 
 
-def least_effect(full: list[Tensor], reference: list[Tensor]) -> float:
+def min_effect(full: list[Tensor], reference: list[Tensor]) -> float:
     """How far the gates move the output that they move least, in the same unit."""
     effects = [_relative(a, b) for a, b in zip(full, reference, strict=True)]
     return min((effect for effect in effects if effect < float("inf")), default=0.0)

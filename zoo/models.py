@@ -20,7 +20,7 @@ class Entry:
 
     name: str  # family:model
     px: int  # height and width of the input
-    spaces: int  # prunable spaces after replay, in TRACING.md, section 10; LayerNorm keeps none whole there
+    spaces: int  # prunable spaces after replay, in TRACING.md, section 10; LayerNorm makes none unprunable there
     share: int  # prunable share of the MACs in percent, from the column "prunable MAC %" of the same table
     params: int  # parameters, unpruned
 

@@ -11,7 +11,7 @@ from statistics import median
 
 import dmcp
 from zoo import peer
-from zoo.contract import LEAST_EFFECT, TOLERANCE, TRAINED_PARAMS, Result, Shortfall
+from zoo.contract import MIN_EFFECT, TOLERANCE, TRAINED_PARAMS, Result, Shortfall
 from zoo.models import ENTRIES, Entry
 
 FAMILIES = {
@@ -45,7 +45,7 @@ Each model gets random parameters and BatchNorm statistics (no zeros, no tiny sc
 to a random width, from half of it to all but one channel; all in float64. *Correct* means that
 
 * the cut network equals the original with hard gates within {TOLERANCE:g} of the difference between two images
-  (*error*, of the worst output), and the gates move every output by at least {LEAST_EFFECT:g} of that unit (*effect*);
+  (*error*, of the worst output), and the gates move every output by at least {MIN_EFFECT:g} of that unit (*effect*);
 * `graph.macs` and `graph.params` equal torch's flop counter / 2 and the real parameters, at full width and cut;
 * `graph.memory` at these widths is what a trace of the cut network counts;
 * the cut network runs in train mode (tried up to {TRAINED_PARAMS // 10**6}M parameters).
@@ -89,7 +89,7 @@ def _below(rows: Sequence[Row]) -> str:
         lines = [
             f"* {entry.name}: {_percent(result.share)} instead of {entry.share} %, {result.spaces} spaces instead of"
             f" {entry.spaces}; with `exact=False` {_percent(result.loose_share)}{_spaces(result.loose_spaces)}."
-            f" Kept whole: {_reasons(result)}"
+            f" Unprunable: {_reasons(result)}"
             for entry, result in rows
             if result.shortfall(entry) is kind
         ]
@@ -148,7 +148,7 @@ def _cells(entry: Entry, result: Result) -> dict[str, str]:
 
 
 def _reasons(result: Result, most: int = 5) -> str:
-    """The most frequent reasons why dims are kept whole, wherever in the model they are."""
+    """The most frequent reasons why dims are unprunable, wherever in the model they are."""
     kinds: Counter[str] = Counter()
     for reason, count in result.unprunable.items():
         kinds[_PLACE.sub("", reason)] += count

@@ -1,101 +1,94 @@
 """Channel pruning for any PyTorch CNN.
 
-result = dmcp.prune(model, loader, test_loader, budget="50%")   # all of what follows; the model is not changed
+result = dmcp.prune(model, loader, val_loader, budget="50%")    # all of what follows; the model is not changed
 
-graph = dmcp.trace(model, torch.zeros(2, 3, 224, 224))          # spaces, and what is kept whole and why
+graph = dmcp.trace(model, torch.zeros(2, 3, 224, 224))          # spaces, and what is unprunable and why
 net = dmcp.Supernet(model, graph)                               # every sub-network of the model
 found = dmcp.search(net, loader, dmcp.SearchConfig(budget="50%"))
-widths = dmcp.expected(found)                                   # inside the budget; dmcp.direct draws others
+widths = dmcp.expected(found)                                   # inside the budget; dmcp.direct samples others
 small = dmcp.cut(net.model, graph, widths)                      # a plain nn.Module of the model's own class
 dmcp.recalibrate(small, loader)
 dmcp.train(small, loader, dmcp.TrainConfig(epochs=20))
 dmcp.save(small, widths, "folder")                              # safetensors and JSON
+
+A name is imported when it is first used: `import dmcp` alone does not import torch.
 """
 
-from dmcp import interrupts as interrupts  # first: before torch is imported
-from dmcp.budget import Budget
-from dmcp.budget import parse as parse_budget
-from dmcp.calibration import recalibrate
-from dmcp.checkpoint import Checkpointer
-from dmcp.cutting import cut, reinitialize, verify
-from dmcp.errors import (
-    BudgetError,
-    CutError,
-    DataError,
-    DmcpError,
-    FileError,
-    StoppedError,
-    TraceError,
-    TrainingError,
-    WidthsError,
-)
-from dmcp.exporting import export, quantize
-from dmcp.latency.measure import measure_latency
-from dmcp.latency.table import Latency
-from dmcp.losses import LowerIsBetter
-from dmcp.pruning import Loaders, PruneResult, prune
-from dmcp.sampling import direct, expected, random_widths, uniform
-from dmcp.searching.config import SearchResult
-from dmcp.searching.search import search
-from dmcp.settings import Engine, LatencyConfig, Retrain, SearchConfig, TrainConfig
-from dmcp.storage import load, save
-from dmcp.supernet import Supernet
-from dmcp.tracing.graph import ChannelGraph
-from dmcp.tracing.rules import RULES
-from dmcp.tracing.trace import trace
-from dmcp.training import Event, Runtime, Task, evaluate, train
-from dmcp.widths import ChannelSpace, Widths
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dmcp.budget import Budget
+    from dmcp.budget import parse as parse_budget
+    from dmcp.calibration import recalibrate
+    from dmcp.checkpoint import Checkpointer
+    from dmcp.cutting import cut, reinitialize, verify
+    from dmcp.errors import (
+        BudgetError,
+        CutError,
+        DataError,
+        DmcpError,
+        FileError,
+        StoppedError,
+        TraceError,
+        TrainingError,
+        WidthsError,
+    )
+    from dmcp.exporting import export, quantize
+    from dmcp.latency.measure import measure_latency
+    from dmcp.latency.table import Latency
+    from dmcp.losses import LowerIsBetter
+    from dmcp.pruning import Loaders, PruneResult, prune
+    from dmcp.sampling import direct, expected, random_widths, uniform
+    from dmcp.searching.config import SearchResult
+    from dmcp.searching.search import search
+    from dmcp.settings import Engine, LatencyConfig, Retrain, SearchConfig, TrainConfig
+    from dmcp.storage import load, save
+    from dmcp.supernet import Supernet
+    from dmcp.tracing.graph import ChannelGraph
+    from dmcp.tracing.rules import RULES
+    from dmcp.tracing.trace import trace
+    from dmcp.training import Event, Runtime, Task, evaluate, train
+    from dmcp.widths import ChannelSpace, Widths
 
 __version__ = "0.1.0"
 
+# fmt: off
 __all__ = [
-    "RULES",
-    "Budget",
-    "BudgetError",
-    "ChannelGraph",
-    "ChannelSpace",
-    "Checkpointer",
-    "CutError",
-    "DataError",
-    "DmcpError",
-    "Engine",
-    "Event",
-    "FileError",
-    "Latency",
-    "LatencyConfig",
-    "Loaders",
-    "LowerIsBetter",
-    "PruneResult",
-    "Retrain",
-    "Runtime",
-    "SearchConfig",
-    "SearchResult",
-    "StoppedError",
-    "Supernet",
-    "Task",
-    "TraceError",
-    "TrainConfig",
-    "TrainingError",
-    "Widths",
-    "WidthsError",
-    "__version__",
-    "cut",
-    "direct",
-    "evaluate",
-    "expected",
-    "export",
-    "load",
-    "measure_latency",
-    "parse_budget",
-    "prune",
-    "quantize",
-    "random_widths",
-    "recalibrate",
-    "reinitialize",
-    "save",
-    "search",
-    "trace",
-    "train",
-    "uniform",
-    "verify",
+    "RULES", "Budget", "BudgetError", "ChannelGraph", "ChannelSpace", "Checkpointer", "CutError", "DataError",
+    "DmcpError", "Engine", "Event", "FileError", "Latency", "LatencyConfig", "Loaders", "LowerIsBetter", "PruneResult",
+    "Retrain", "Runtime", "SearchConfig", "SearchResult", "StoppedError", "Supernet", "Task", "TraceError",
+    "TrainConfig", "TrainingError", "Widths", "WidthsError", "__version__", "cut", "direct", "evaluate", "expected",
+    "export", "load", "measure_latency", "parse_budget", "prune", "quantize", "random_widths", "recalibrate",
+    "reinitialize", "save", "search", "trace", "train", "uniform", "verify",
 ]
+_NAMES = {  # module -> what it gives
+    "budget": "Budget", "calibration": "recalibrate", "checkpoint": "Checkpointer",
+    "cutting": "cut reinitialize verify",
+    "errors": "BudgetError CutError DataError DmcpError FileError StoppedError TraceError TrainingError WidthsError",
+    "exporting": "export quantize", "latency.measure": "measure_latency", "latency.table": "Latency",
+    "losses": "LowerIsBetter", "pruning": "Loaders PruneResult prune",
+    "sampling": "direct expected random_widths uniform", "searching.config": "SearchResult",
+    "searching.search": "search", "settings": "Engine LatencyConfig Retrain SearchConfig TrainConfig",
+    "storage": "load save", "supernet": "Supernet", "tracing.graph": "ChannelGraph", "tracing.rules": "RULES",
+    "tracing.trace": "trace", "training": "Event Runtime Task evaluate train", "widths": "ChannelSpace Widths",
+}
+# fmt: on
+_PLACES = {name: (module, name) for module, names in _NAMES.items() for name in names.split()}
+_PLACES["parse_budget"] = ("budget", "parse")
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name, or a module of the package, when it is first used."""
+    if name in _PLACES:
+        module, attribute = _PLACES[name]
+        globals()[name] = getattr(import_module(f"dmcp.{module}"), attribute)
+        return globals()[name]
+    if not name.startswith("_") and find_spec(f"dmcp.{name}"):
+        return import_module(f"dmcp.{name}")
+    raise AttributeError(f"module 'dmcp' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -16,7 +16,7 @@ from dmcp.errors import DataError
 from dmcp.modules import call_model, check_function, check_module
 from dmcp.runtime.distributed import World, current, sum_values
 
-_ALL = 0.9999  # of the old statistics, but for rounding: a call that leaves so much has renewed nothing
+_ALL = 0.9999  # share of the old statistics that a call leaves which has renewed nothing
 GATED = "lambda x: net(x, gates)"  # what such a function looks like
 Forward = Callable[[Any], Any]  # what runs the network on one input
 
@@ -26,15 +26,16 @@ def recalibrate(
 ) -> None:
     """Set the running statistics of every BatchNorm to those of the first `batches` batches (None: all of them).
 
-    `forward` runs the network where that is not simply model(input): `lambda x: net(x, gates)` for a sub-network of a
-    supernet, with net.model as the model. Only the BatchNorms run in train mode, so dropout stays off. Mean and
-    variance are those of all samples together, however they were batched. Layers that do not run keep what they had,
-    and after an error all of them do. Frozen norms are renewed, too: behind a layer that was cut their inputs are
-    others, and where the weights around them are frozen as well nothing else could make up for that. Norms whose own
-    forward never renews its statistics keep what they had, and so do those of a class that is not one of torch's
-    BatchNorms or made from it.
+    Mean and variance are those of all samples together, however they were batched. Only the BatchNorms run in train
+    mode, so dropout stays off; frozen ones are renewed, too. `forward` runs a sub-network of a supernet, with net.model
+    as the model: `lambda x: net(x, gates)`. Norms that do not run, or whose own forward never renews its statistics,
+    keep what they had; after an error all of them do.
     """
-    _check_given(model, loader, batches, forward)
+    check_module(model)
+    check_yields(loader)
+    check_function("forward", forward, GATED)
+    if batches is not None and (type(batches) is not int or batches < 1):
+        raise DataError(f"batches must be an int of at least 1, or None for all of them, not {batches!r}.")
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.running_mean is not None]
     pooled = {norm: _Pooled(norm) for norm in norms}
     run = forward or (lambda x: call_model(model, x))
@@ -57,15 +58,6 @@ def recalibrate(
             raise DataError("Calibration needs at least one batch, and the loader gave none.")
         for statistics in pooled.values():
             statistics.accept(current())
-
-
-def _check_given(model: Any, loader: Any, batches: Any, forward: Any) -> None:
-    """Refuse arguments of another kind."""
-    check_module(model)
-    check_yields(loader)
-    if batches is not None and (type(batches) is not int or batches < 1):
-        raise DataError(f"batches must be an int of at least 1, or None for all of them, not {batches!r}.")
-    check_function("forward", forward, GATED)
 
 
 @contextlib.contextmanager
@@ -91,7 +83,7 @@ class _Pooled:
         self.squares = torch.zeros_like(self.mean)  # summed squared distances from the mean
         self.before: list[Tensor] = []  # what the first call finds
         self.old: list[Tensor] = []  # what the next call finds
-        self.plain = str(getattr(norm.forward, "__module__", "")).startswith("torch.")  # torch's heed our momentum
+        self.plain = str(getattr(norm.forward, "__module__", "")).startswith("torch.")  # torch's own use the momentum
         self.renewed = torch.zeros((), dtype=torch.bool, device=self.mean.device)  # there: no call waits for it
 
     def _running(self) -> list[Tensor]:
@@ -109,7 +101,7 @@ class _Pooled:
         self.before = self.old[:2]
 
     def add(self, norm: nn.Module, inputs: tuple[Tensor, ...], more_inputs: dict[str, Any], output: object) -> None:
-        """Forward hook: the running statistics tell those of this call's input."""
+        """Forward hook: the running statistics are now those of this call's input."""
         mean, var = self._seen(lambda: norm.forward(*inputs, **more_inputs))
         more = inputs[0].numel() // inputs[0].shape[1]
         total = self.count + more
@@ -124,8 +116,8 @@ class _Pooled:
     def _seen(self, again: Callable[[], object]) -> list[Tensor]:
         """Mean and variance of this call's input.
 
-        With a momentum of 1 nothing is left of older ones. People's own norms need not heed it: the share that they
-        leave is seen in a second call, which finds other values.
+        With a momentum of 1 nothing is left of older ones. Norms that do not use the momentum leave a share of them,
+        which a second call with other values shows.
         """
         if self.plain:
             return [tensor.to(self.mean) for tensor in self._running()[:2]]
@@ -141,10 +133,9 @@ class _Pooled:
         return seen
 
     def accept(self, world: World) -> None:
-        """From now on the pooled statistics, those of all ranks, are the result, if the norm's forward made any.
+        """Make the pooled statistics of all ranks the result, if the norm's forward has renewed any.
 
-        It has if it counts batches, or if something else was there after a call than before the first: people's own
-        norms need not count. Where all calls have found what was there, the old values are the right ones anyway.
+        It has if it counts batches, or if a call changed the statistics: norms of people's own need not count.
         """
         tracked = self.norm.num_batches_tracked
         counted = tracked is not None and bool(tracked.item())

@@ -412,7 +412,7 @@ def _check_optimizer(optimizer: Optimizer, saved: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def set_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Tensor]) -> None:
-    """Set a new optimizer to a state that was saved."""
+    """Set a new optimizer to a state that was saved; tensors that it has already are written in place."""
     owners = _owners(optimizer)
     for path, value in saved.items():
         _, part, number, where, key = path.split("/", 4)
@@ -421,10 +421,10 @@ def set_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Tensor]) -> No
             values = optimizer.state[parameter]
         if where == "number":
             values[key] = value.item()
-        elif where == "host":
-            values[key] = value.clone()
-        elif value.shape != parameter.shape:
-            values[key] = value.to(parameter.device, copy=True)
+        elif isinstance(values.get(key), Tensor) and values[key].shape == value.shape:
+            values[key].copy_(value)
+        elif where == "host" or value.shape != parameter.shape:
+            values[key] = value.to("cpu" if where == "host" else parameter.device, copy=True)
         else:  # with the memory layout of the parameter, which fused steps want
             values[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
@@ -444,10 +444,6 @@ def _owners(optimizer: Optimizer) -> dict[str, list[tuple[dict[str, Any], Tensor
 # when it is saved
 
 
-def _no_records(stage: str) -> list[dict[str, Any]]:
-    return []
-
-
 @dataclass(eq=False)
 class Checkpointer:
     """Saves the state of a loop in a folder now and then, and brings a new loop to where an old one was."""
@@ -458,9 +454,9 @@ class Checkpointer:
     every_seconds: float = 300.0
     stop_requested: Callable[[], bool] = bool
     lines: Callable[[], int] = int  # lines in the log of the run
-    earlier: Callable[[str], list[dict[str, Any]]] = _no_records  # stage -> its records in that log
+    earlier: Callable[[str], list[dict[str, Any]]] = lambda stage: []  # records of a stage in that log
     warn: Callable[[str], None] | None = None
-    name: str = ""  # of the stage, if it is of one
+    name: str = ""  # of the stage
     _step: int = 0  # of the last checkpoint
     _time: float = field(default_factory=time.monotonic)
 

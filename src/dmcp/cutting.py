@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from dmcp.batches import device_of
 from dmcp.errors import CutError, TrainingError, WidthsError
 from dmcp.modules import (
-    Cut,
     call_model,
     check_function,
     check_generator,
@@ -75,13 +74,9 @@ def verify(model: nn.Module, graph: ChannelGraph, example_input: Any, widths: Wi
     try:
         both = net(x, net.hard(widths)), call_model(small, x)
     except RuntimeError as error:
-        try:
-            call_model(narrow(model, {}, {}).eval(), example_input)
-        except RuntimeError as own:
-            raise CutError(f"The model fails in its own forward on this example input: {own}") from error
         raise CutError(
-            f"The network does not run in float64: {error}. Keep its layers in an nn.ModuleList or nn.ModuleDict, not "
-            "in a plain list or dict, where they are not converted, trained or saved."
+            f"The network does not run on this example in float64: {error}. Layers in a plain list or dict are not "
+            "converted, trained or saved: keep them in an nn.ModuleList or nn.ModuleDict."
         ) from error
     pairs = list(zip(*map(tensors_in, both), strict=True))
     scale = max(float(gated.abs().max()) for gated, _ in pairs) or 1.0
@@ -214,7 +209,11 @@ class Padded:
 
     def __init__(self, small: nn.Module, full: nn.Module, graph: ChannelGraph, widths: Widths, outer: Widths) -> None:
         self.small, self.wide = small, cut(full, graph, outer)
-        self.places = dict(_places(graph.cuts(widths), graph.cuts(outer)))
+        inner, around = graph.cuts(widths), graph.cuts(outer)
+        self.places: dict[str, Places] = {}
+        for name, cuts in inner.items():
+            others = around.get(name, (None,) * len(cuts))
+            self.places[name] = tuple(map(_place, cuts, others))
         with torch.no_grad():
             for name, mine, theirs in self._pairs():
                 mine.copy_(_spread(theirs, self.places.get(name, ()), mine.shape))
@@ -255,20 +254,11 @@ def padded(small: nn.Module, full: nn.Module, graph: ChannelGraph, widths: Width
     return None if outer == widths or not graph.exact else Padded(small, full, graph, widths, outer)
 
 
-def _places(inner: Mapping[str, Cut], outer: Mapping[str, Cut]) -> Iterator[tuple[str, Places]]:
-    """Indices of the entries of the narrower cut of each tensor in the wider one."""
-    for name, cuts in inner.items():
-        others = outer.get(name, (None,) * len(cuts))
-        yield name, tuple(_place(*pair) for pair in zip(cuts, others, strict=True))
-
-
 def _place(kept: Tensor | None, around: Tensor | None) -> Tensor | None:
+    """Places of kept indices in a wider selection; None if that is no wider. Both ascend."""
     if kept is None or around is None:
         return kept
-    if torch.equal(kept, around):
-        return None
-    where = {int(index): place for place, index in enumerate(around)}
-    return torch.tensor([where[int(index)] for index in kept])
+    return None if len(kept) == len(around) else torch.isin(around, kept).nonzero().flatten()
 
 
 def _spread(values: Tensor, places: Places, shape: torch.Size) -> Tensor:

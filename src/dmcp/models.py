@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib
 import importlib.util
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ class ResNet(nn.Module):
         self.layer2 = self._stage(width, 2 * width, 2, blocks)
         self.layer3 = self._stage(2 * width, 4 * width, 2, blocks)
         self.fc = nn.Linear(4 * width, num_classes)
-        _initialise(self)
+        _initialize(self)
 
     @staticmethod
     def _stage(inputs: int, outputs: int, stride: int, blocks: int) -> nn.Sequential:
@@ -85,7 +85,7 @@ class Vgg16(nn.Module):
             layers.append(nn.MaxPool2d(2))
         self.features = nn.Sequential(*layers)
         self.classifier = nn.Linear(inputs, num_classes)
-        _initialise(self)
+        _initialize(self)
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.classifier(torch.flatten(self.features(x), 1))
@@ -94,7 +94,7 @@ class Vgg16(nn.Module):
 
 def mobilenet_v2(num_classes: int = 10, **kwargs: Any) -> nn.Module:
     """torchvision's MobileNetV2 with two strides less, so that 32x32 images end at 4x4."""
-    import torchvision  # takes seconds, so only who needs it waits for it: the command line starts in half of the time
+    import torchvision  # late, as everywhere here: it takes seconds
 
     # expansion, channels, repeats, stride: the second stage has stride 1, and so has the stem
     stages = [(1, 16, 1, 1), (6, 24, 2, 1), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1)]
@@ -107,7 +107,7 @@ def mobilenet_v2(num_classes: int = 10, **kwargs: Any) -> nn.Module:
     return model
 
 
-def _initialise(model: nn.Module) -> None:
+def _initialize(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -135,7 +135,7 @@ def build(name: str, /, **kwargs: Any) -> nn.Module:
     """
     factory = find(name)
     try:
-        with warnings.catch_warnings():  # GoogLeNet and Inception announce a change of their own initialisation
+        with warnings.catch_warnings():  # GoogLeNet and Inception announce a change of their own initialization
             warnings.simplefilter("ignore", FutureWarning)
             model = factory(**kwargs)
     except DmcpError:
@@ -148,21 +148,21 @@ def build(name: str, /, **kwargs: Any) -> nn.Module:
 
 
 def sample_shape(model: nn.Module) -> tuple[int, ...]:
-    """Shape of one image for the model: what it or timm says of it, else the usual 3x224x224."""
+    """Shape of one image for the model: its `sample_shape`, timm's input_size, else 3x224x224."""
     own = getattr(model, "sample_shape", None)
-    if own is not None:
-        if not isinstance(own, tuple) or not all(type(size) is int and size > 0 for size in own):
-            raise DmcpError(f"The model's sample_shape must be a tuple of sizes, like (3, 224, 224), not {own!r}.")
-        return own
-    config = getattr(model, "pretrained_cfg", None) or {}
-    return tuple(config.get("input_size", (3, 224, 224)))
+    if own is None:
+        config = getattr(model, "pretrained_cfg", None) or {}
+        return tuple(config.get("input_size", (3, 224, 224)))
+    if not isinstance(own, tuple) or not all(type(size) is int and size > 0 for size in own):
+        raise DmcpError(f"The model's sample_shape must be a tuple of sizes, like (3, 224, 224), not {own!r}.")
+    return own
 
 
 def names(timm: bool = False) -> list[str]:
-    """Names that `build` knows: those of torchvision and the small networks, or those of timm, if it is installed."""
+    """Names that `build` knows: torchvision's and those of small networks, or timm's."""
     if timm:
         return [f"timm:{name}" for name in _import_timm().list_models()]
-    import torchvision  # late: see cifar_nets.mobilenet_v2
+    import torchvision
 
     small = [f"{library}:{name}" for library, known in NETS.items() for name in known]
     return [*small, *torchvision.models.list_models()]
@@ -170,39 +170,40 @@ def names(timm: bool = False) -> list[str]:
 
 def find(name: str) -> Callable[..., Any]:
     """The function or class that builds the network of this name."""
-    try:
-        return _find(name)
-    except DmcpError as error:
-        raise DmcpError(_file_named(name) or str(error)) from error.__cause__
-
-
-def _find(name: str) -> Callable[..., Any]:
     library, colon, rest = name.partition(":")
+    if library.endswith(".py") or "/" in library:
+        module = library.strip("./").removesuffix(".py").replace("/", ".")
+        raise DmcpError(f"{name}: name the module of your network, not its file, like {module}:{rest or 'NAME'}.")
     if not colon:
         return _torchvision(name)
     if library in NETS:
-        known = NETS[library]
-        if rest not in known:
-            raise DmcpError(_unknown(rest, known, library, f"All of them: {', '.join(known)}."))
-        return known[rest]
-    return _timm(rest) if library == "timm" else _own(library, rest)
+        if rest not in NETS[library]:
+            raise DmcpError(_unknown(rest, NETS[library], library, f"All of them: {', '.join(NETS[library])}."))
+        return NETS[library][rest]
+    if library == "timm":
+        timm = _import_timm()
+        if not timm.is_model(rest):
+            raise DmcpError(_unknown(rest, timm.list_models(), "timm"))
+        return lambda **kwargs: timm.create_model(rest, **{"pretrained": False} | kwargs)
+    found = imported(library, rest)
+    if not callable(found):
+        raise DmcpError(f"{name}: not a function or class that builds a network.")
+    return found  # type: ignore[no-any-return]
 
 
 def _torchvision(name: str) -> Callable[..., Any]:
-    import torchvision  # late: see cifar_nets.mobilenet_v2
+    import torchvision
 
     known = torchvision.models.list_models()
     if name not in known:
-        if own := _dotted(name):
-            raise DmcpError(f"There is no {name!r} in torchvision; did you mean {own}?")
-        raise DmcpError(
-            _unknown(
-                name,
-                known,
-                "torchvision",
-                "Other ways: timm:NAME, package.module:factory. For small images: cifar:NAME, digits:resnet.",
-            )
-        )
+        module, _, factory = name.rpartition(".")
+        spec = None
+        with contextlib.suppress(Exception):  # of a user's package
+            spec = importlib.util.find_spec(module)
+        if spec is not None:
+            raise DmcpError(f"There is no {name!r} in torchvision; did you mean {module}:{factory}?")
+        hint = "Other ways: timm:NAME, package.module:factory. For small images: cifar:NAME, digits:resnet."
+        raise DmcpError(_unknown(name, known, "torchvision", hint))
     builder = torchvision.models.get_model_builder(name)
     arguments = {"weights": None}
     if "weights_backbone" in inspect.signature(builder).parameters:  # else segmentation nets download a backbone
@@ -218,15 +219,8 @@ def _import_timm() -> Any:
     return timm
 
 
-def _timm(name: str) -> Callable[..., Any]:
-    timm = _import_timm()
-    if not timm.is_model(name):
-        raise DmcpError(_unknown(name, timm.list_models(), "timm"))
-    return lambda **kwargs: timm.create_model(name, **{"pretrained": False} | kwargs)
-
-
 def imported(module: str, name: str) -> Any:
-    """What somebody's own module has under a name, like `build` or `Outer.build`."""
+    """What a user's module has under a name, like `build` or `Outer.build`."""
     try:
         found: Any = importlib.import_module(module)
     except (Exception, SystemExit) as error:  # a script that is no module may leave by sys.exit
@@ -236,40 +230,6 @@ def imported(module: str, name: str) -> Any:
             raise DmcpError(_unknown(part, dir(found), module))
         found = getattr(found, part)
     return found
-
-
-def _own(module: str, factory: str) -> Callable[..., Any]:
-    found = imported(module, factory)
-    if not callable(found):
-        raise DmcpError(f"{module}:{factory}: not a function or class that builds a network.")
-    return found  # type: ignore[no-any-return]
-
-
-def _file_named(name: str) -> str:
-    """How the module is named, where a file was named; empty for any other name."""
-    file, colon, factory = name.partition(":")
-    path = Path(file)
-    inside = [part for part in path.parts if part not in (".", "..", "/")]
-    module = ".".join(inside).removesuffix(".py")
-    if not inside or module == file:
-        return ""
-    far = ".." in path.parts or path.is_absolute()
-    where = f" in the folder {str(path.parent)!r}" if far else ""
-    module = inside[-1].removesuffix(".py") if far else module
-    hint = "" if colon else ", with the function or class that builds it for NAME"
-    return (
-        f"{name}: a network of your own is named by its module, not by a file: write "
-        f"{module}:{factory or 'NAME'}{where}{hint}."
-    )
-
-
-def _dotted(name: str) -> str:
-    """The name with a colon, where the part before its last dot is a module; empty otherwise."""
-    module, _, factory = name.rpartition(".")
-    with contextlib.suppress(Exception):  # of somebody's package, or of a name that is none
-        if module and factory and importlib.util.find_spec(module) is not None:
-            return f"{module}:{factory}"
-    return ""
 
 
 def _unknown(name: str, known: Iterable[str], where: str, hint: str = "") -> str:

@@ -48,7 +48,6 @@ from dmcp.results import (
 from dmcp.retraining import (
     Retraining,
     copied,
-    default_recipe,
     is_model,
     origin,
     train_all,
@@ -63,7 +62,7 @@ from dmcp.searching import search as searching
 from dmcp.searching.config import SearchResult, extremes
 from dmcp.searching.search import SEARCH
 from dmcp.searching.subnets import chains, sort_channels
-from dmcp.settings import Engine, LatencyConfig, Retrain, SearchConfig, TrainConfig
+from dmcp.settings import Engine, LatencyConfig, Retrain, SearchConfig, TrainConfig, default_recipe
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace

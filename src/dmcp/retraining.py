@@ -77,13 +77,6 @@ class Retraining:
                 raise TrainingError(f'{name}={value} needs a teacher: give one, or teacher="{UNPRUNED}".')
 
 
-def default_recipe(kind: Retrain) -> TrainConfig:
-    """The paper's schedule; a short one with small steps for weights that are already good."""
-    if kind == Retrain.FINETUNE:
-        return TrainConfig(epochs=20, lr=0.08, warmup_lr=0.08, warmup_epochs=0)
-    return TrainConfig()
-
-
 class DivergenceWarning(UserWarning):
     """A training whose loss ended higher than it began."""
 

@@ -413,7 +413,7 @@ class PastRun:
 
     def setting(self, name: str) -> str:
         """One of the settings that are not of the search, the training or the engine, as text."""
-        return text_at(self.settings, name) or text_at(self.settings, "job", name)
+        return text_at(self.settings, name)
 
     def describe(self) -> dict[str, Any]:
         """The run as plain data; shares from 0 to 1, None for a metric that is no number."""

@@ -69,6 +69,13 @@ class FloatType(StrEnum):
     FLOAT64 = "float64"
 
 
+class Corrupt(StrEnum):
+    """What happens at an image file that cannot be decoded."""
+
+    STOP = "stop"
+    SKIP = "skip"  # another image takes its place
+
+
 def setting(default: Any, help: str, low: float = -math.inf, high: float = math.inf, below: float = math.inf) -> Any:
     """A field with its help and its range: low <= value <= high, value < below."""
     return field(default=default, metadata={"help": help, "low": low, "high": high, "below": below})
@@ -87,6 +94,10 @@ def check(settings: Any, error: type[DmcpError] = TrainingError) -> None:
             object.__setattr__(settings, it.name, enum(value))
         elif kind == "bool" and not isinstance(value, bool):
             raise error(f"{it.name} must be True or False, not {value!r}.")
+        elif kind == "str" and not isinstance(value, str):
+            raise error(f"{it.name} must be a text, not {value!r}.")
+        elif kind.startswith("tuple[str") and not all(isinstance(text, str) for text in value):
+            raise error(f"{it.name} must be texts, not {value!r}.")
         elif kind == "Bound":
             numbers = list(value.values()) if isinstance(value, Mapping) else [value]
             if any(type(number) is not int or number < 1 for number in numbers):
@@ -192,6 +203,13 @@ class TrainConfig:
             )
         if self.nesterov and not self.momentum:
             raise TrainingError("nesterov needs a momentum: set nesterov=False or momentum above 0.")
+
+
+def default_recipe(retrain: Retrain) -> TrainConfig:
+    """The paper's schedule; a short one with small steps for weights that are already good."""
+    if retrain == Retrain.FINETUNE:
+        return TrainConfig(epochs=20, lr=0.08, warmup_lr=0.08, warmup_epochs=0)
+    return TrainConfig()
 
 
 @dataclass(frozen=True, kw_only=True)

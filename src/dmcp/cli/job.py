@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import ast
+import contextlib
 import hashlib
+import importlib.util
 import inspect
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,13 +21,16 @@ from torch import Tensor, nn
 from dmcp import models
 from dmcp.batches import Loader, device_of, too_large
 from dmcp.calibration import kept_modes
+from dmcp.checkpoint import digest
+from dmcp.cli.config import GIVEN, RunConfig, argument
 from dmcp.cutting import with_frozen
+from dmcp.data.datasets import NAMES as DATA
 from dmcp.data.datasets import DataSet, DataSets, FolderSet, guess, load, split, swapped, usual_size
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError, WidthsError
-from dmcp.runtime.distributed import current
+from dmcp.runtime.distributed import SINGLE_PROCESS, current
 from dmcp.runtime.engine import best_device
-from dmcp.settings import UNPRUNED, RuntimeKind
+from dmcp.settings import UNPRUNED
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import other_numbers, trace
 from dmcp.units import by, counted
@@ -101,57 +104,22 @@ def _read_tensors(path: Path, names: Sequence[str] = ()) -> dict[str, Tensor]:
     return dict(found)
 
 
-GIVEN = "given"  # the teacher that is the network of the weights
 _MOST_NUMBERS = 2**31  # in one sample
 _ENLARGED = 1.5  # times by which images may grow without a word
 
 
-class Corrupt(StrEnum):
-    """What happens at an image file that cannot be decoded."""
-
-    STOP = "stop"
-    SKIP = "skip"  # another image takes its place
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """Names as they were typed; this goes into the settings of a run."""
-
-    model: str  # resnet18, timm:NAME, cifar:NAME, digits:resnet, package.module:factory
-    model_args: tuple[str, ...] = ()  # name=value for its builder
-    data: str = ""  # digits, cifar10, cifar100, or a folder
-    input: str = ""  # shape of one sample, like 3x224x224; empty: the data's, the model's
-    weights: str = ""  # file to start from; empty: fresh ones
-    teacher: str = ""  # file of the weights of a network to learn from; given: that with the weights above; unpruned
-    teacher_model: str = ""  # network that these weights are of; empty: the model
-    teacher_model_args: tuple[str, ...] = ()  # name=value for the builder of that network
-    ignore: tuple[str, ...] = ()  # modules or spaces that stay whole
-    inexact: bool = False  # prune through LayerNorm and GroupNorm too
-    batch: int = 128  # images in a step, over all processes
-    train_batch: int = 0  # the same in the retraining; 0: as many
-    holdout: float = 0.0  # share of the training images that only the alphas see
-    device: str = ""  # cpu or cuda; empty: a GPU if there is one
-    workers: int | None = None  # processes that read image files; None: as many as there are cores, at most 8
-    corrupt: Corrupt = Corrupt.STOP  # at image files that cannot be decoded
-    seed: int = 0
-    latency: str = ""  # file of a table of latency; empty: measured, where the budget needs one
-    latency_batch: int = 1  # samples of a pass that is timed
-    latency_device: str = ""  # where it is; empty: the device above, or in onnxruntime the CPU
-    latency_runtime: RuntimeKind = RuntimeKind.TORCH  # and in what
-
-    @property
-    def place(self) -> torch.device:
-        """The device, if there is such a one; of several processes on a machine each has its own GPU."""
-        name = self.device or best_device().type
-        if name == "cuda" and (world := current()).size > 1:
-            name = f"cuda:{world.local}"
-        try:
-            one = torch.zeros(1, device=name)
-            one.item()  # some devices only pretend to compute
-            return one.device
-        except (RuntimeError, AssertionError, ImportError) as error:
-            reason, way = str(error).splitlines()[0].split(". ")[0], "leave it out, or " if self.device else ""
-            raise DmcpError(f"--device: {name!r} cannot be used here ({reason}): {way}write --device cpu.") from None
+def place_of(config: RunConfig) -> torch.device:
+    """The device, if there is such a one; of several processes on a machine each has its own GPU."""
+    name = config.device or best_device().type
+    if name == "cuda" and (world := current()).size > 1:
+        name = f"cuda:{world.local}"
+    try:
+        one = torch.zeros(1, device=name)
+        one.item()  # some devices only pretend to compute
+        return one.device
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = str(error).splitlines()[0].split(". ")[0]
+        raise DmcpError(f"--device: {name!r} cannot be used here ({reason}): write --device cpu.") from None
 
 
 class Replaced(NamedTuple):
@@ -196,60 +164,73 @@ class Loaders:
 
 
 @dataclass(frozen=True, eq=False)
-class Opened:
-    """A job with its network built, its data found, and both known to fit."""
+class Job:
+    """The network of a run, its data, and both known to fit."""
 
     model: nn.Module
     fresh: nn.Module  # the same network, never trained but for what is frozen in it
     graph: ChannelGraph
     data: DataSets
     loaders: Loaders
-    notices: tuple[str, ...] = ()  # what a person may not know: a sentence each
-    teacher: nn.Module | None = None  # whom networks learn from: the model itself, or another one for the same classes
-    new_head: bool = False  # whether the last layer of a trained model is fresh: as given it can do nothing yet
+    notes: tuple[str, ...] = ()  # what a person may not know: a sentence each
+    teacher: nn.Module | None = None  # the model itself, or another network for the same classes
+    new_head: bool = False  # the last layer of a trained model is fresh: the original is not tested
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must stay as it is while a run goes on: the network, the data, the teacher."""
+        labels = torch.cat([self.data.train.labels, self.data.test.labels]).numpy().tobytes()
+        counts = {"train": len(self.data.train), "test": len(self.data.test), "shape": list(self.data.shape)}
+        data = counts | {"labels": hashlib.sha256(labels).hexdigest()[:16]}
+        teacher = {} if self.teacher is None else {"teacher": digest(self.teacher.state_dict(), SINGLE_PROCESS)}
+        return {"fingerprint": self.graph.fingerprint, "macs": self.graph.macs(), "data": data} | teacher
 
 
-def open_job(job: Job) -> Opened:
+def open_job(config: RunConfig) -> Job:
     """Build the network for the data, load its weights, trace it; DmcpError for what does not fit."""
-    place = job.place
-    data = load(job.data)
-    fresh = build(job, data.classes)
-    data = sized(data, job.data, job.input, models.sample_shape(fresh))
-    outputs = check_fit(fresh, data, _remedy(job, data))
+    place = place_of(config)
+    data = load(config.data)
+    fresh = build(config, data.classes)
+    data = sized(data, config.data, config.input, models.sample_shape(fresh))
+    outputs = check_fit(fresh, data, _remedy(config, data))
     model, new_head = fresh, ""
-    if job.weights:
-        model = build(job, data.classes)
-        new_head = load_weights(model, Path(job.weights), data.classes)
+    if config.weights:
+        model = build(config, data.classes)
+        new_head = load_weights(model, Path(config.weights), data.classes)
         fresh = with_frozen(fresh, model)
-    teacher = _teacher(job, model, data, bool(new_head)) if job.teacher not in ("", UNPRUNED) else None
-    graph = trace_job(job, model, data.shape)
-    train, held = split(data.train, job.holdout, job.seed) if job.holdout else (data.train, None)
-    loaders = _loaders(job, train, held, data.test, place)
+    teacher = _teacher(config, model, data, bool(new_head))
+    graph = trace_job(config, model, data.shape)
+    train, held = split(data.train, config.holdout, config.seed) if config.holdout else (data.train, None)
+    loaders = _loaders(config, train, held, data.test, place)
     turned = swapped(len(data.train), len(data.test), isinstance(data.train, FolderSet))
-    told = filter(None, [new_head, turned, _unused(outputs, data.classes)])
-    notices = (*told, *_enlarged(job, data), *_left_out(job, len(train)), *graph.notes)
-    model, teacher = model.to(place), None if teacher is None else teacher.to(place)
-    return Opened(model, fresh.to(place), graph, data, loaders, notices, teacher, bool(new_head))
+    notes = [new_head, turned, _unused(outputs, data.classes), _enlarged(config, data)]
+    notes += [*_left_out(config, len(train)), *graph.notes]
+    model, fresh, teacher = model.to(place), fresh.to(place), None if teacher is None else teacher.to(place)
+    return Job(model, fresh, graph, data, loaders, tuple(filter(None, notes)), teacher, bool(new_head))
 
 
-def _teacher(job: Job, model: nn.Module, data: DataSets, new_head: bool) -> nn.Module:
-    """The network that others learn from."""
-    if job.teacher != GIVEN:
-        other = replace(job, model=job.teacher_model, model_args=job.teacher_model_args) if job.teacher_model else job
-        found = build(other, data.classes)
-        if job.teacher_model:
-            try:
-                check_fit(found, data)
-            except DataError as error:
-                raise DataError(f"--teacher-model {job.teacher_model}: {error}") from error
-        load_weights(found, Path(job.teacher), names=(GIVEN,))  # all of them: a fresh last layer has nothing to teach
-        return found
-    if new_head:
-        raise DmcpError(
-            "--teacher given: its last layer starts fresh, since --weights are for other classes: train it first, or "
-            "name a file of the teacher's weights."
-        )
-    return model
+def _teacher(config: RunConfig, model: nn.Module, data: DataSets, new_head: bool) -> nn.Module | None:
+    """The network that others learn from, if it is trained already."""
+    if config.teacher in ("", UNPRUNED):
+        return None
+    if config.teacher == GIVEN:
+        if new_head:
+            raise DmcpError(
+                "--teacher given: its last layer starts fresh, since --weights are for other classes: train it first, "
+                "or name a file of the teacher's weights."
+            )
+        return model
+    other = config
+    if config.teacher_model:
+        other = replace(config, model=config.teacher_model, model_args=config.teacher_model_args)
+    found = build(other, data.classes)
+    if config.teacher_model:
+        try:
+            check_fit(found, data)
+        except DataError as error:
+            raise DataError(f"--teacher-model {config.teacher_model}: {error}") from error
+    load_weights(found, Path(config.teacher), names=(GIVEN, UNPRUNED))  # no fresh last layer: it has nothing to teach
+    return found
 
 
 def check_fit(model: nn.Module, data: DataSets, remedy: str = "") -> int:
@@ -283,32 +264,19 @@ def check_fit(model: nn.Module, data: DataSets, remedy: str = "") -> int:
     return outputs
 
 
-def build(job: Job, classes: int | None) -> nn.Module:
+def build(config: RunConfig, classes: int | None) -> nn.Module:
     """The network with fresh weights that depend on the seed only; the number of classes is the data's."""
-    arguments = dict(map(argument, job.model_args))
-    if classes is not None and _takes_classes(job.model):
+    arguments = dict(map(argument, config.model_args))
+    if classes is not None and _takes_classes(config.model):
         arguments = {"num_classes": classes} | arguments
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(job.seed)
-        return models.build(job.model, **arguments)
+        torch.manual_seed(config.seed)
+        return models.build(config.model, **arguments)
 
 
-def trace_job(job: Job, model: nn.Module, sample: tuple[int, ...]) -> ChannelGraph:
+def trace_job(config: RunConfig, model: nn.Module, sample: tuple[int, ...]) -> ChannelGraph:
     """The graph of the network for samples of this shape."""
-    return trace(model, torch.zeros(2, *sample), ignore=job.ignore, exact=not job.inexact)
-
-
-def argument(text: str, option: str = "--model-args") -> tuple[str, Any]:
-    """One k=v of an option; the value is an int, float, bool, None, tuple or list where it reads as one, else text."""
-    name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier():
-        raise DmcpError(f"{option}: {text!r} is not of the form name=value, like width_mult=1.5.")
-    if value.lower() in ("true", "false"):
-        return name, value.lower() == "true"
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
+    return trace(model, torch.zeros(2, *sample), ignore=config.ignore, exact=not config.inexact)
 
 
 def shape(text: str) -> tuple[int, ...]:
@@ -347,35 +315,36 @@ def sized(data: DataSets, name: str, text: str, usual: tuple[int, ...] = ()) -> 
     return replace(data, train=train, test=test, shape=train.shape)
 
 
-def _remedy(job: Job, data: DataSets) -> str:
+def _remedy(config: RunConfig, data: DataSets) -> str:
     """What to do where the network cannot take image files of the size that nobody asked for."""
-    if job.input or not isinstance(data.train, FolderSet):
+    if config.input or not isinstance(data.train, FolderSet):
         return ""
     found = usual_size(data.train)
     size = found if found and max(found) < min(data.shape[1:]) else (32, 32)
     return f", their size without --input; give the size that it takes, like --input 3x{by(size)}"
 
 
-def _enlarged(job: Job, data: DataSets) -> Iterator[str]:
-    """Notice images that would grow much, and the budget's network with them, without that anybody asked for it."""
-    found = usual_size(data.train) if isinstance(data.train, FolderSet) and not job.input else None
-    if found and max(new / old for new, old in zip(data.shape[1:], found, strict=True)) >= _ENLARGED:
-        yield (
-            f"The images are about {by(found)} and are enlarged to {by(data.shape[1:])}: "
-            f"give --input 3x{by(found)} to train at their size."
-        )
+def _enlarged(config: RunConfig, data: DataSets) -> str:
+    """Name images that would grow much, which nobody has asked for; empty if none do."""
+    found = usual_size(data.train) if isinstance(data.train, FolderSet) and not config.input else None
+    if not found or max(new / old for new, old in zip(data.shape[1:], found, strict=True)) < _ENLARGED:
+        return ""
+    return (
+        f"The images are about {by(found)} and are enlarged to {by(data.shape[1:])}: "
+        f"give --input 3x{by(found)} to train at their size."
+    )
 
 
 def _unused(outputs: int, classes: int) -> str:
-    """Notice outputs that are right for no image; empty if there are none."""
+    """Name outputs that are right for no image; empty if there are none."""
     told = f"The network has {outputs} outputs, the data have {classes} classes: build it with num_classes={classes}"
     return f"{told}, unless that is meant." if outputs > classes else ""
 
 
-def _left_out(job: Job, count: int) -> Iterator[str]:
-    """Notice batches that leave many of so many images out of each epoch, since every batch is a full one."""
-    retrain = job.train_batch if job.train_batch != job.batch else 0
-    for option, batch in (("--batch", job.batch), ("--train-batch", retrain)):
+def _left_out(config: RunConfig, count: int) -> Iterator[str]:
+    """Name batches that leave many of so many images out of each epoch, since every batch is a full one."""
+    retrain = config.train_batch if config.train_batch != config.batch else 0
+    for option, batch in (("--batch", config.batch), ("--train-batch", retrain)):
         if batch and (left := count % batch) > count / 10:
             better = count // (count // batch + 1)  # one more step, and as good as nothing left
             yield (
@@ -384,27 +353,54 @@ def _left_out(job: Job, count: int) -> Iterator[str]:
             )
 
 
-def _loaders(job: Job, train: DataSet, held: DataSet | None, test: DataSet, place: torch.device) -> Loaders:
-    how: dict[str, Any] = {"workers": job.workers, "world": current(), "corrupt": job.corrupt}
+def _loaders(config: RunConfig, train: DataSet, held: DataSet | None, test: DataSet, place: torch.device) -> Loaders:
+    how: dict[str, Any] = {"workers": config.workers, "world": current(), "corrupt": config.corrupt}
 
     def make(part: DataSet, batch: int, shuffled: bool) -> Loader:
         size = min(batch, len(part)) if part is not train else batch
-        return make_loader(part, size, shuffled, job.seed, place, **how)
+        return make_loader(part, size, shuffled, config.seed, place, **how)
 
-    first = make(train, job.batch, True)
-    if job.train_batch > len(train):
-        raise DataError(too_large(job.train_batch, len(train), "--train-batch"))
-    retrain = make(train, job.train_batch, True) if job.train_batch not in (0, job.batch) else first
-    arch = None if held is None else make(held, job.batch, True)
-    return Loaders(first, arch, make(test, job.batch, False), retrain)
+    first = make(train, config.batch, True)
+    if config.train_batch > len(train):
+        raise DataError(too_large(config.train_batch, len(train), "--train-batch"))
+    retrain = make(train, config.train_batch, True) if config.train_batch not in (0, config.batch) else first
+    arch = None if held is None else make(held, config.batch, True)
+    return Loaders(first, arch, make(test, config.batch, False), retrain)
 
 
-def data_identity(data: DataSets) -> dict[str, Any]:
-    """What tells one data set from another: counts, the shape of an image, and the labels in their order."""
-    labels = torch.cat([data.train.labels, data.test.labels]).numpy().tobytes()
-    return {
-        "train": len(data.train),
-        "test": len(data.test),
-        "shape": list(data.shape),
-        "labels": hashlib.sha256(labels).hexdigest()[:16],
-    }
+def check_names(run: Path, config: RunConfig, *needed: str) -> None:
+    """Refuse a run whose network, data or weights have names that mean nothing in this folder; say where they do."""
+    for kind in needed:
+        name = getattr(config, kind)
+        files = _module_files(name) if kind.endswith("model") else _data_files(kind, name)
+        if not files or _is_here(kind, files):
+            continue
+        there = [folder for folder in run.resolve().parents if any((folder / file).exists() for file in files)]
+        way = f"type the command in {there[0]}." if there else "type the command in that one."
+        raise FileError(
+            f"{run}: there is no {files[-1]!r} here: the names of a run are as seen from the folder that it was "
+            f"started in: {way}"
+        )
+
+
+def _module_files(name: str) -> tuple[str, ...]:
+    """The module of a network of one's own, as file and as folder; nothing for one of a library."""
+    library, colon, _ = name.partition(":")
+    own = colon and library != "timm" and library not in models.NETS
+    top = library.partition(".")[0]
+    return (f"{top}.py", top) if own and top else ()
+
+
+def _data_files(kind: str, name: str) -> tuple[str, ...]:
+    """The file or folder that data, weights or a teacher are in; nothing for what needs none."""
+    if kind == "data" and name in DATA:
+        return () if name == "digits" else ("data",)
+    return () if name in ("", GIVEN, UNPRUNED) or Path(name).is_absolute() else (name,)
+
+
+def _is_here(kind: str, files: tuple[str, ...]) -> bool:
+    if not kind.endswith("model"):
+        return any(Path(name).exists() for name in files)
+    with contextlib.suppress(ValueError):  # of a module that is half imported
+        return importlib.util.find_spec(files[-1]) is not None
+    return True

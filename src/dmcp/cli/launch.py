@@ -1,9 +1,8 @@
-"""Several runs side by side."""
+"""Several commands side by side: the runs of a comparison, the seeds of one command."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import shlex
 import signal
@@ -27,11 +26,12 @@ from dmcp.runtime.io import Lock, alive, plain
 from dmcp.units import between, spread, table
 
 COMMAND = (sys.executable, "-m", "dmcp")
-PARENT = "DMCP_PARENT"  # variable with the process that has started a child
-_ON_A_GPU = 8  # children at once, if nobody says how many
+PARENT = "DMCP_PARENT"  # environment variable: the process that has started a child
+SEEDS, SUMMARY, SUMMARY_TABLE = "seeds.json", "summary.json", "summary.md"
+_ON_A_GPU = 8  # children at once, unless told
 _PAUSE = 0.1  # seconds between two looks at the children
 _LOOK = 1.0  # seconds between two looks of a child at its parent
-_PATIENCE = 60.0  # seconds that a child has to heed a signal
+_PATIENCE = 60.0  # seconds that a child has to obey a signal
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
@@ -41,12 +41,8 @@ class Command:
 
     name: str  # of its files NAME.out and NAME.err
     argv: tuple[str, ...]
-    after: tuple[str, ...] = ()  # names of commands that must have succeeded before
+    after: tuple[str, ...] = ()  # names of commands, given before, that must have succeeded
     title: str = ""  # shown before its lines; the name, if empty
-
-    def __post_init__(self) -> None:
-        if not self.name or Path(self.name).name != self.name:
-            raise DmcpError(f"{self.name!r} cannot name the files of a command: give it a name without slashes.")
 
 
 @dataclass(frozen=True)
@@ -55,15 +51,15 @@ class Ended:
 
     command: Command
     code: int | None  # negative: the signal that killed it; None: never started, since what it needs has failed
-    last: str  # line that it has said, or why it was not started
+    last: str  # its last line on stderr, or why it was not started
 
     def describe(self) -> str:
-        """In words: seed 1: exit code 2: dmcp: no such model."""
+        """seed 1: exit code 2: dmcp: no such model."""
         if self.code is None:
             how = "not started"
         else:
             how = f"killed by {signal.Signals(-self.code).name}" if self.code < 0 else f"exit code {self.code}"
-        return ": ".join([_title(self.command), how, *([self.last] if self.last else [])])
+        return ": ".join(filter(None, [self.command.title or self.command.name, how, self.last]))
 
 
 def run_side_by_side(
@@ -79,32 +75,35 @@ def run_side_by_side(
 ) -> list[Ended]:
     """Run commands, in the order given as far as each may start; how they ended, in that order too.
 
-    signals: of `kept_signals`; one stops all children, and nothing else is started. at_once: the most that run at a
-    time, on a CPU never more than it has cores. What is said is shown line by line, and kept in the folder. total: so
-    many are there with those that were done before; if it is given, it is told of each that ends well.
+    signals: of `kept_signals`; one stops all children, and nothing else is started. at_once: on a CPU never more than
+    it has cores. Their stderr is shown line by line; all output is kept in the folder. total: with those that were done
+    before; each that ends well is then counted.
     """
-    _check(commands, at_once)
     at_once, threads = _divide(at_once, device)
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), PARENT: str(os.getpid())}
-    ended = _run_all(commands, folder, environment, at_once, quiet, signals, noun, total)
+    pool = _Pool(commands, folder, {**os.environ, "OMP_NUM_THREADS": str(threads), PARENT: str(os.getpid())}, quiet)
+    heard, end = 0, float("inf")
+    try:
+        while (pool.running or (pool.waiting and not signals)) and time.monotonic() < end:
+            if not signals:
+                pool.start(at_once)
+            if len(signals) > heard == 0:
+                end = time.monotonic() + _PATIENCE
+                _log(f"dmcp: stopping {len(pool.running)} of {len(commands)} {noun}; the same command goes on.")
+            for number in signals[heard:]:
+                for child in pool.running:
+                    child.process.send_signal(number)  # not to its workers: it ends them
+            heard = len(signals)
+            time.sleep(_PAUSE)
+            pool.collect(None if total is None else total - len(commands), stopping=bool(signals))
+    finally:
+        for child in pool.running:
+            child.kill()
     order = [command.name for command in commands]
-    return sorted(ended, key=lambda end: order.index(end.command.name))
-
-
-def _check(commands: Sequence[Command], at_once: int | None) -> None:
-    if at_once is not None and at_once < 1:
-        raise DmcpError(f"At least one command must run at a time, not {at_once}.")
-    known = set[str]()
-    for command in commands:
-        if command.name in known:
-            raise DmcpError(f"Two commands are named {command.name}: give each a name of its own.")
-        if missing := sorted({*command.after} - known):
-            raise DmcpError(f"{command.name} waits for {', '.join(missing)}: give what it waits for before it.")
-        known.add(command.name)
+    return sorted(pool.ended, key=lambda end: order.index(end.command.name))
 
 
 def _divide(at_once: int | None, device: torch.device) -> tuple[int, int]:
-    """How many children run at once, and the threads of each: the same for few that are left as for all of them."""
+    """How many children run at once, and the threads of each."""
     cores = _cores()
     if device.type == "cpu":
         at_once = min(at_once or cores, cores)
@@ -116,37 +115,29 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _title(command: Command) -> str:
-    return command.title or command.name
-
-
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     with contextlib.suppress(OSError):  # the children go on when nobody listens any more
         print(text, file=sys.stderr, flush=True)
 
 
-# the children
-
-
 class _Child:
-    """One command at work, in a process group of its own: a Ctrl-C reaches it through us, and so only once."""
+    """A running command in a process group of its own: a Ctrl-C reaches it through us, and so only once."""
 
     def __init__(self, command: Command, folder: Path, environment: Mapping[str, str]) -> None:
-        self.command, self.running = command, True
-        self.last = ""  # line that it has said
+        self.command, self.running, self.last = command, True, ""
         self._rest = b""
         out, err = (folder / f"{command.name}.{kind}" for kind in ("out", "err"))
-        with out.open("ab") as said, err.open("ab") as told:  # files, not pipes: a child never waits for a reader
-            self._words = err.open("rb")
-            self._words.seek(0, os.SEEK_END)
+        with out.open("ab") as stdout, err.open("ab") as stderr:  # files: a child never waits for a reader
+            self._lines = err.open("rb")
+            self._lines.seek(0, os.SEEK_END)
             self.process = subprocess.Popen(
-                command.argv, stdin=subprocess.DEVNULL, stdout=said, stderr=told, env=environment, process_group=0
+                command.argv, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=environment, process_group=0
             )
 
     def look(self, quiet: bool) -> None:
-        """Show what it has said since the last look, and see whether it still runs."""
+        """Show what it has written since the last look, and see whether it still runs."""
         self.running = self.process.poll() is None  # before reading: of one that has ended all is then read
-        *lines, self._rest = (self._rest + self._words.read()).split(b"\n")
+        *lines, self._rest = (self._rest + self._lines.read()).split(b"\n")
         if not self.running:
             lines.append(self._rest)
             self._close(signal.SIGTERM)
@@ -155,11 +146,7 @@ class _Child:
             if text:
                 self.last = text.strip()
                 if not quiet:
-                    _say(f"{_title(self.command)}: {text}")
-
-    def end(self) -> Ended:
-        """How it ended, once it does not run any more."""
-        return Ended(self.command, self.process.returncode, self.last)
+                    _log(f"{self.command.title or self.command.name}: {text}")
 
     def kill(self) -> None:
         """End it now, and its workers."""
@@ -167,74 +154,49 @@ class _Child:
         self.process.wait()
 
     def _close(self, number: int) -> None:
-        self._words.close()
+        self._lines.close()
         with contextlib.suppress(ProcessLookupError):  # it has left no worker behind
             os.killpg(self.process.pid, number)
 
 
-def _run_all(
-    commands: Sequence[Command],
-    folder: Path,
-    environment: Mapping[str, str],
-    at_once: int,
-    quiet: bool,
-    signals: Sequence[int],
-    noun: str,
-    total: int | None = None,
-) -> list[Ended]:
-    """Run the commands, so many at once, and pass on what they say to us and what signals we get to them."""
-    waiting, running, ended = list(commands), list[_Child](), list[Ended]()
-    told, end = 0, float("inf")
-    try:
-        while (running or (waiting and not signals)) and time.monotonic() < end:
-            while not signals and len(running) < at_once and (ready := _next(waiting, ended)):
-                waiting.remove(ready)
-                running.append(_Child(ready, folder, environment))
-            if len(signals) > told == 0:
-                end = time.monotonic() + _PATIENCE
-                _say(f"dmcp: stopping {len(running)} of {len(commands)} {noun}; the same command goes on with them.")
-            for child, number in itertools.product(running, signals[told:]):
-                child.process.send_signal(number)  # not to its workers: they are its own to end
-            told = len(signals)
-            time.sleep(_PAUSE)
-            for child in running:
-                child.look(quiet)
-            for child in [child for child in running if not child.running]:
-                ended.append(child.end())
-                if total is not None and child.process.returncode == 0 and not quiet:
-                    done = sum(end.code == 0 for end in ended) + total - len(commands)
-                    _say(f"{_title(child.command)}: done ({done} of {total})")
-            running = [child for child in running if child.running]
-            ended += _skip(waiting, ended, quiet) if not signals else []
-    finally:
-        for child in running:
-            if child.running:
-                child.kill()
-    return ended
+class _Pool:
+    """Commands that wait, run and have ended."""
 
+    def __init__(self, commands: Sequence[Command], folder: Path, environment: Mapping[str, str], quiet: bool) -> None:
+        self.waiting, self.running, self.ended = list(commands), list[_Child](), list[Ended]()
+        self.folder, self.environment, self.quiet = folder, environment, quiet
 
-def _next(waiting: Sequence[Command], ended: Sequence[Ended]) -> Command | None:
-    """The first that may start now."""
-    done = {end.command.name for end in ended}  # with success: those after a failed one are taken out at once
-    return next((command for command in waiting if done.issuperset(command.after)), None)
+    def start(self, at_once: int) -> None:
+        """Start commands whose turn it is, up to so many at once."""
+        done = {end.command.name for end in self.ended}  # with success: those after a failed one are taken out
+        for command in [it for it in self.waiting if done.issuperset(it.after)][: at_once - len(self.running)]:
+            self.waiting.remove(command)
+            self.running.append(_Child(command, self.folder, self.environment))
 
-
-def _skip(waiting: list[Command], ended: Sequence[Ended], quiet: bool) -> list[Ended]:
-    """Take out what waits for a command that has failed, and in turn what waits for that."""
-    failed, found = {end.command.name for end in ended if end.code != 0}, list[Ended]()
-    for command in [*waiting]:  # each comes after what it waits for
-        if lost := [name for name in command.after if name in failed]:
-            waiting.remove(command)
-            failed.add(command.name)
-            found.append(Ended(command, None, f"it needs {', '.join(lost)}, and that failed"))
-            if not quiet:
-                _say(found[-1].describe())
-    return found
+    def collect(self, done_before: int | None, stopping: bool) -> None:
+        """Take in what the children write and how they end; drop what waits for one that has failed."""
+        for child in self.running:
+            child.look(self.quiet)
+        for child in [child for child in self.running if not child.running]:
+            self.running.remove(child)
+            self.ended.append(Ended(child.command, child.process.returncode, child.last))
+            if done_before is not None and child.process.returncode == 0 and not self.quiet:
+                done = done_before + sum(end.code == 0 for end in self.ended)
+                total = done_before + len(self.waiting) + len(self.running) + len(self.ended)
+                _log(f"{child.command.title or child.command.name}: done ({done} of {total})")
+        failed = {end.command.name for end in self.ended if end.code != 0}
+        for command in [*self.waiting] if not stopping else ():  # each comes after what it waits for
+            if lost := [name for name in command.after if name in failed]:
+                self.waiting.remove(command)
+                failed.add(command.name)
+                self.ended.append(Ended(command, None, f"it needs {', '.join(lost)}, and that failed"))
+                if not self.quiet:
+                    _log(self.ended[-1].describe())
 
 
 @contextlib.contextmanager
 def kept_signals() -> Iterator[list[int]]:
-    """The signals that ask us to stop, noted during the block and acted on after it; ignored ones stay ignored."""
+    """The signals that ask us to stop, noted during the block and raised after it; ignored ones stay ignored."""
     received: list[int] = []
 
     def note(number: int, _: FrameType | None) -> None:
@@ -263,7 +225,7 @@ def has_parent() -> bool:
 
 @contextlib.contextmanager
 def following_parent() -> Iterator[None]:
-    """Ask ourselves to stop if the process that has started us is gone, as it would have done; then end for good."""
+    """Stop as if asked to when the process that has started us is gone; end for good if that takes too long."""
     over = threading.Event()
     if has_parent():
         threading.Thread(target=_watch, args=(int(os.environ[PARENT]), over), daemon=True).start()
@@ -285,7 +247,7 @@ def _watch(parent: int, over: threading.Event) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-SEEDS, SUMMARY, SUMMARY_TABLE = "seeds.json", "summary.json", "summary.md"
+# seeds
 
 
 def run_seeds(
@@ -294,60 +256,45 @@ def run_seeds(
     """Run a dmcp command once per seed into FOLDER/seed-K, side by side, and write a summary; their run folders.
 
     argv: the command and its options, without --seed, --out and --quiet. Started again with the same ones, it leaves
-    finished seeds as they are and goes on with others. What they print is kept: FOLDER/seed-K.out, FOLDER/seed-K.err.
+    finished seeds as they are and goes on with others. Their output is kept: FOLDER/seed-K.out, FOLDER/seed-K.err.
     """
-    if not seeds or len({*seeds}) < len(seeds):
-        raise DmcpError(f"Give at least one seed, and each only once, not {list(seeds)}.")
-    _make(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"{folder}: no runs can be kept here: {error.strerror or error}.") from error
     runs = {seed: folder / f"seed-{seed}" for seed in seeds}
     with kept_signals() as signals, Lock(folder):
-        _claim(folder, argv)
+        refuse_others(folder, argv)
+        Run(folder).write(SEEDS, {"argv": list(argv)})
         commands = [_command(argv, seed, run) for seed, run in runs.items() if not _is_done(run)]
         ended = run_side_by_side(commands, folder, device, signals, at_once=len(seeds), quiet=quiet, noun="seeds")
         if not signals:
-            _check_seeds(ended, runs)
-            summary = summarise(list(runs.values()))
+            if failed := [end for end in ended if end.code or not _is_done(folder / end.command.name)]:
+                listed = "; ".join(end.describe() for end in failed)
+                raise DmcpError(
+                    f"{len(failed)} of {len(runs)} seeds failed, the same command starts only them again: {listed}"
+                )
+            summary = summarize(list(runs.values()))
             Run(folder).write(SUMMARY, asdict(summary))
             Run(folder).write(SUMMARY_TABLE, markdown(summary))
     return list(runs.values())
 
 
 def words_of_each(argv: Sequence[str]) -> list[str]:
-    """The words of a command line that each seed gets, too; what is for all of them together goes with its value."""
-    words = iter(argv)
-    return [word for word in words if not _drops(word, words)]
-
-
-def _drops(word: str, rest: Iterator[str]) -> bool:
-    """Whether a word of the command line is for all seeds together, not for one; its value goes with it."""
-    name, equals, _ = word.partition("=")
-    if name in ("--quiet", "--json", "--debug"):
-        return True
-    if name not in ("--seeds", "--seed", "--out"):
-        return False
-    if not equals:
-        next(rest, None)
-    return True
-
-
-# the folder
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FileError(f"{folder}: no runs can be kept here: {error.strerror or error}.") from error
-
-
-def _claim(folder: Path, argv: Sequence[str]) -> None:
-    """Note the command; runs of another one must not be taken for seeds of this one."""
-    refuse_others(folder, argv)
-    Run(folder).write(SEEDS, {"argv": list(argv)})
+    """The words of a command line that each seed gets; those that are for all of them go, with their values."""
+    words, kept = iter(argv), list[str]()
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if name in ("--seeds", "--seed", "--out"):
+            if not equals:
+                next(words, None)
+        elif name not in ("--quiet", "--json", "--debug"):
+            kept.append(word)
+    return kept
 
 
 def refuse_others(folder: Path, argv: Sequence[str]) -> None:
-    """Refuse a folder that has runs of another command."""
+    """Refuse a folder with runs of another command: they must not be taken for seeds of this one."""
     stored = read_json(folder / SEEDS).get("argv") if (folder / SEEDS).is_file() else None
     taken = is_run(folder) or any(path.is_dir() and any(path.iterdir()) for path in folder.glob("seed-*"))
     if taken and stored != list(argv):
@@ -361,22 +308,10 @@ def _is_done(run: Path) -> bool:
 
 
 def _command(argv: Sequence[str], seed: int, run: Path) -> Command:
-    """What starts a seed; what goes on with it, if it has been started before."""
+    """What starts a seed, or goes on with it."""
     resume = (argv[0], "--resume", str(run))
     words = resume if is_run(run) else (*argv, "--seed", str(seed), "--out", str(run))
     return Command(run.name, (*COMMAND, *words), title=f"seed {seed}")
-
-
-def _check_seeds(ended: Sequence[Ended], runs: Mapping[int, Path]) -> None:
-    """Stop if a child has failed, once all have ended."""
-    seeds = {run.name: seed for seed, run in runs.items()}
-    failed = [end for end in ended if end.code or not _is_done(runs[seeds[end.command.name]])]
-    if failed:
-        listed = "; ".join(end.describe() for end in sorted(failed, key=lambda end: seeds[end.command.name]))
-        raise DmcpError(f"{len(failed)} of {len(runs)} seeds failed, the same command starts only them again: {listed}")
-
-
-# the summary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -387,7 +322,7 @@ class Spread:
     accuracies: tuple[float, ...]  # in the order of the runs that tested it
     mean: float
     deviation: float | None  # standard deviation of the accuracy (ddof = 1); None for one run
-    macs: tuple[int, int]  # the least and the most
+    macs: tuple[int, int]  # lowest and highest
     macs_share: tuple[float, float] | None  # of the unpruned network; None if a run does not know it
     params: tuple[int, int]
 
@@ -401,7 +336,7 @@ class Summary:
     latency: tuple[Outcome, ...] = ()  # of each run, where the budget has a limit of it
 
 
-def summarise(folders: Sequence[Path]) -> Summary:
+def summarize(folders: Sequence[Path]) -> Summary:
     """What the runs in these folders have found, network by network."""
     runs = [read_run(folder) for folder in folders]
     names = dict.fromkeys(row.name for run in runs for row in run.rows)
@@ -432,7 +367,7 @@ def markdown(summary: Summary) -> str:
     rows = [["network", "MACs", "params", "accuracy in %"]]
     for it in summary.networks:
         share = "" if it.macs_share is None else f" ({between(*(f'{share:.1%}' for share in it.macs_share))})"
-        macs, params = (between(f"{least:,}", f"{most:,}") for least, most in (it.macs, it.params))
+        macs, params = (between(f"{low:,}", f"{high:,}") for low, high in (it.macs, it.params))
         rows.append([it.name, f"{macs}{share}", params, spread(it.accuracies)])
-    told = (f"- {run}: {it.text}\n" for run, it in zip(summary.runs, summary.latency, strict=False))
-    return table(rows) + (f"\n{''.join(told)}" if summary.latency else "")
+    latency = [f"- {run}: {it.text}\n" for run, it in zip(summary.runs, summary.latency, strict=False)]
+    return table(rows) + (f"\n{''.join(latency)}" if latency else "")

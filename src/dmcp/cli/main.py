@@ -1,38 +1,24 @@
-"""The command `dmcp`."""
+"""The command `dmcp`: its words, help and exit codes. Imports no torch; each command imports what it needs."""
 
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import re
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Sequence
-from textwrap import TextWrapper
+from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from typer.core import TyperCommand
 
-import dmcp
-from dmcp.cli import config as o
-from dmcp.cli import prune, show
-from dmcp.cli.job import argument
-from dmcp.cli.job import shape as parse_shape
+from dmcp import __version__
+from dmcp.cli.compare_command import compare, compare_run
+from dmcp.cli.config import Request, RunConfig, complete_model, make_config, takes_settings
 from dmcp.errors import DmcpError, RankError, StoppedError
-from dmcp.interrupts import INTERRUPTED, raise_again
-from dmcp.models import build, sample_shape
-from dmcp.runtime.distributed import EXIT_RANK_LOST
-from dmcp.runtime.io import plain
-from dmcp.tracing.cost import show_bytes
-from dmcp.tracing.graph import ChannelGraph
-from dmcp.tracing.trace import trace
+from dmcp.settings import MAX_SEED, Corrupt, FloatType, LatencyConfig, RuntimeKind
 
 _CODES = """\b
 Exit codes:
@@ -44,18 +30,15 @@ Exit codes:
   130  interrupted by Ctrl-C
   141  the reader of the output has gone, as head does
 Results are on stdout, all else is on stderr."""
-
-app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, epilog=_CODES)
-
-_EXIT = {StoppedError: 3, RankError: EXIT_RANK_LOST}
-_MISTAKE, _BUG, _NO_READER = 2, 1, 141
-_UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, which newer typers have a copy of
+_BUG, _MISTAKE, _STOPPED, _RANK_LOST, _INTERRUPTED, _NO_READER = 1, 2, 3, 75, 130, 141
 _LONGEST = 1000  # letters of a sentence
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, which newer typers have a copy of
 _ABSENT = {  # options of the other commands that compare has not, and why
     "--weights": "all methods begin from scratch, or from a network that the command trains itself.",
     "--resume": "the same command with the same --out goes on.",
 }
-_PIPE = TextWrapper(44, break_long_words=False, break_on_hyphens=False)  # a cell in a pipe; four columns in 80
+
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, epilog=_CODES)
 
 
 def main() -> None:
@@ -67,7 +50,7 @@ def main() -> None:
             sys.stdout.flush()
     except OSError:
         code = code or _NO_READER
-    if code == _NO_READER:  # Python writes nowhere, when it ends, what nobody could be given
+    if code == _NO_READER:  # else Python complains, when it ends, of what nobody could be given
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     raise SystemExit(code)
 
@@ -75,7 +58,6 @@ def main() -> None:
 def _run() -> int:
     """Run the command; its exit code."""
     try:
-        raise_again()
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             code = app(prog_name="dmcp", standalone_mode=False)
@@ -83,9 +65,10 @@ def _run() -> int:
             sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except DmcpError as error:
-        return _tell(error, str(error), _EXIT.get(type(error), _MISTAKE))
+        code = _STOPPED if isinstance(error, StoppedError) else _RANK_LOST if isinstance(error, RankError) else _MISTAKE
+        return _fail(error, str(error), code)
     except _UsageError as error:
-        return _tell(error, _explain(error), _MISTAKE)
+        return _fail(error, _explain(error), _MISTAKE)
     except SystemExit as stop:
         if not isinstance(stop.__context__, BrokenPipeError):  # so typer has it
             raise
@@ -93,27 +76,27 @@ def _run() -> int:
     except BrokenPipeError:
         return _NO_READER
     except OSError as error:  # of the machine: a full disk, a folder that nobody may read
-        told = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-        return _tell(error, f"{told or error}.", _MISTAKE)
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        return _fail(error, f"{text or error}.", _MISTAKE)
     except (KeyboardInterrupt, typer.Abort):
-        return INTERRUPTED
+        return _INTERRUPTED
     except Exception as error:
         traceback.print_exc()
-        return _tell(None, f"this is a bug, please report it with the lines above ({type(error).__name__}).", _BUG)
+        return _fail(None, f"this is a bug, please report it with the lines above ({type(error).__name__}).", _BUG)
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
     """Of ours the sentence alone: a person at the command line has no use for the line of the code."""
     ours = category.__module__.partition(".")[0] == "dmcp"
-    told = f"{message}\n" if ours else warnings.formatwarning(message, category, *place[:2])
-    print(told, end="", file=sys.stderr)
+    text = f"{message}\n" if ours else warnings.formatwarning(message, category, *place[:2])
+    print(text, end="", file=sys.stderr)
 
 
-def _tell(error: Exception | None, sentence: str, code: int) -> int:
+def _fail(error: Exception | None, sentence: str, code: int) -> int:
     """Print one line; what a file or torch has said may have more."""
     if error and "--debug" in sys.argv:
         traceback.print_exception(error)
-    line = plain(" ".join(sentence.splitlines()))
+    line = "".join(it if it.isprintable() else "\N{REPLACEMENT CHARACTER}" for it in " ".join(sentence.splitlines()))
     line = line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} … {line[-_LONGEST // 2 :]}"
     print(f"dmcp: {line}", file=sys.stderr)
     return code
@@ -130,33 +113,68 @@ def _explain(error: Any) -> str:
         return f"There is no option {error.option_name}; {f'did you mean {near[0]}?' if near else more}"
     text = error.format_message().replace("Value error, ", "").rstrip(".")
     if command := re.match(r"No such command '(.*?)'", text):
-        meant = _near_command(command[1], error.ctx.command.list_commands(error.ctx))
-        text = f"{command[0]}{f'. Did you mean {meant!r}?' if meant else ''}"
+        # people swap and drop letters, but rarely the first one: import is not report
+        known = [name for name in error.ctx.command.list_commands(error.ctx) if name[0] == command[1][:1]]
+        near = difflib.get_close_matches(command[1], known, n=1, cutoff=0.7)
+        text = f"{command[0]}{f'. Did you mean {near[0]!r}?' if near else ''}"
     return text if text.endswith("?") else f"{text}; {more}"
 
 
-def _near_command(word: str, known: Iterable[str]) -> str:
-    """The command that was meant: people swap and drop letters, but rarely the first one; import is not report."""
-    near = difflib.get_close_matches(word, [name for name in known if name[0] == word[:1]], n=1, cutoff=0.7)
-    return near[0] if near else ""
+class _Grouped(TyperCommand):
+    """A command whose help has its options in groups, and that takes one budget only."""
 
-
-class _OneBudget(TyperCommand):
-    """A command that refuses a second --budget, which compare takes: click would quietly forget the first."""
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options, group by group."""
+        groups: dict[str, list[Any]] = {}
+        for param in self.get_params(ctx):
+            if (record := param.get_help_record(ctx)) is not None:
+                groups.setdefault(getattr(param, "rich_help_panel", None) or "Options", []).append(record)
+        for name, records in groups.items():
+            with formatter.section(name):
+                formatter.write_dl(records)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        given = [param.name for param in self.make_parser(ctx).parse_args(args=list(args))[2]]  # in their order
-        if (times := given.count("budget")) > 1 and not ctx.resilient_parsing:
+        """Refuse a second --budget, which compare takes: click would quietly forget the first."""
+        given = [param for param in self.make_parser(ctx).parse_args(args=list(args))[2] if param.name == "budget"]
+        if len(given) > 1 and not given[0].multiple and not ctx.resilient_parsing:
             raise DmcpError(
-                f"--budget is given {times} times: give one. Where all must hold, write them as one, like "
+                f"--budget is given {len(given)} times: give one. Where all must hold, write them as one, like "
                 "50%,params:2M; for several networks, give the command again for each."
             )
         return super().parse_args(ctx, args)
 
 
+def is_launched() -> bool:
+    """Whether torchrun or accelerate launch has started this process as one of several."""
+    return os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
+
+
+def is_first() -> bool:
+    """True on rank 0: one process looks, counts and prints."""
+    return not is_launched() or os.environ.get("RANK", "0") == "0"
+
+
+def _help(name: str, kind: Any = RunConfig) -> str:
+    """The help of a setting."""
+    return str(kind.__dataclass_fields__[name].metadata["help"])
+
+
+ModelName = Annotated[str, typer.Argument(metavar="MODEL", help=_help("model"), autocompletion=complete_model)]
+ModelArgs = Annotated[list[str] | None, typer.Option(help=_help("model_args"))]
+Ignore = Annotated[list[str] | None, typer.Option(help=_help("ignore"))]
+Input = Annotated[str, typer.Option(help="Shape of one sample, like 3x224x224; default: the model's own.")]
+Device = Annotated[str, typer.Option(help=_help("device"))]
+Workers = Annotated[int | None, typer.Option(min=0, max=1024, help=_help("workers"))]
+Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help=_help("seed"))]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, only the result.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print plain data instead of text.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show where in the code a mistake was found.")]
+
+
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"torch-dmcp {dmcp.__version__}")
+        print(f"torch-dmcp {__version__}")
         raise typer.Exit
 
 
@@ -166,7 +184,7 @@ def _common(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
-    debug: o.Debug = False,
+    debug: Debug = False,
 ) -> None:
     """Channel pruning for any PyTorch CNN.
 
@@ -180,19 +198,82 @@ def _common(
         print(ctx.get_help())
 
 
+@app.command(cls=_Grouped)
+@takes_settings
+def prune(request: Request) -> None:
+    """Search the widths of a network inside a budget, cut it, train it, test it.
+
+    \b
+    Examples:
+      dmcp prune --model resnet18 --data ~/photos --budget 50% --dry-run
+      dmcp prune --model digits:resnet --data digits --budget params:50% --baselines
+      dmcp prune --model resnet18 --data ~/photos --budget 8ms --latency-device cpu
+      dmcp prune --model cifar:resnet20 --data cifar10 --seeds 3 --json
+      dmcp prune --model resnet50 --data ~/photos --weights mine.pth --teacher given
+      dmcp prune --model resnet18 --data ~/photos --align 8 --min-channels 16 --min-channels layer1=32 --ignore conv1
+      dmcp prune --resume runs/resnet18-photos-prune
+      torchrun --nproc-per-node 8 -m dmcp prune --recipe imagenet_resnet50_1100m --data ~/imagenet
+    """
+    if request.seeds > 1 and request.resume:
+        raise DmcpError("--seeds with --resume: to go on with several seeds, give the command that began them again.")
+    if request.seeds > 1 and is_launched():
+        raise DmcpError("--seeds starts a process for each seed by itself: leave torchrun out.")
+    config = make_config(request)
+    from dmcp.cli import prune as commands
+
+    if request.dry_run:
+        if is_first():
+            commands.dry_run(config, request)
+    elif request.seeds > 1:
+        commands.prune_seeds(config, request)
+    else:
+        commands.prune(config, request)
+
+
+@app.command(cls=_Grouped)
+@takes_settings
+def search(request: Request) -> None:
+    """Search only: the run keeps the alphas, the expected widths, and the network cut with the searched weights.
+
+    \b
+    Examples:
+      dmcp search --model cifar:resnet20 --data cifar10 --budget 50%
+      dmcp search --model resnet50 --data ~/photos --weights resnet50.pth --budget 2G --holdout 0.1
+      dmcp search --resume runs/cifar-resnet20-cifar10-search
+    """
+    config = make_config(request)
+    from dmcp.cli import prune as commands
+
+    commands.search(config, request)
+
+
+@app.command(cls=_Grouped)
+@takes_settings
+def train(request: Request) -> None:
+    """Train a network with given widths, or unpruned, and test it.
+
+    \b
+    Examples:
+      dmcp train --model resnet18 --data ~/photos --widths runs/my-search/widths.json
+      dmcp train --model cifar:resnet20 --data cifar10 --epochs 160 --json
+    """
+    config = make_config(request)
+    from dmcp.cli import prune as commands
+
+    commands.train(config, request)
+
+
 @app.command()
 def inspect(
-    model: o.ModelName,
-    input: Annotated[str, typer.Option(help="Shape of one sample, like 3x224x224; default: the model's own.")] = "",
-    model_args: o.ModelArgs = None,
-    ignore: o.Ignore = None,
-    inexact: Annotated[
-        bool, typer.Option("--inexact", help="Prune through LayerNorm and GroupNorm too, where gates only approximate.")
-    ] = False,
-    as_json: o.AsJson = False,
-    debug: o.Debug = False,
+    model: ModelName,
+    input: Input = "",
+    model_args: ModelArgs = None,
+    ignore: Ignore = None,
+    inexact: Annotated[bool, typer.Option("--inexact", help=_help("inexact"))] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
 ) -> None:
-    """Show what can be pruned in a network, what is tied together, and what is kept whole and why.
+    """Show what can be pruned in a network, what is tied together, and what is unprunable and why.
 
     \b
     Examples:
@@ -201,77 +282,208 @@ def inspect(
       dmcp inspect timm:convnext_tiny --input 3x128x128 --inexact
       dmcp inspect mypackage.nets:build --ignore head --json
     """
-    if not o.is_first():
-        return
-    net = build(model, **dict(map(argument, model_args or [])))
-    shape = parse_shape(input) if input else sample_shape(net)
-    graph = trace(net, torch.zeros(2, *shape), ignore=tuple(ignore or ()), exact=not inexact)
-    if as_json:
-        print(json.dumps({"model": model} | graph.to_json(), indent=1))
-    else:
-        _show(model, shape, graph)
+    config = RunConfig(
+        model=model, input=input, model_args=tuple(model_args or ()), ignore=tuple(ignore or ()), inexact=inexact
+    )
+    if is_first():
+        from dmcp.cli import show
+
+        show.inspect(config, as_json)
 
 
-for _command in (prune.prune, prune.search, show.sample):
-    app.command(cls=_OneBudget)(_command)
-app.command()(prune.train)
-app.command()(show.data)
-app.command()(show.evaluate)
-app.command()(show.export)
-app.command()(prune.latency)
-app.command()(show.runs)
-app.command()(show.compare)
-app.command(hidden=True)(show.cell)
-app.command()(show.report)
+@app.command(cls=_Grouped)
+def sample(
+    run: RunFolder,
+    direct: Annotated[int, typer.Option(min=0, max=10_000, help="So many different samples; 0: expected widths.")] = 0,
+    budget: Annotated[str, typer.Option(help="Another budget than the search's, to which widths are scaled.")] = "",
+    out: Annotated[Path | None, typer.Option(help="Folder for the files; default: the run.")] = None,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Widths of a search, inside its budget: the expected ones, or samples (each a file for dmcp train).
+
+    \b
+    Examples:
+      dmcp sample runs/cifar-resnet20-cifar10-search
+      dmcp sample runs/cifar-resnet20-cifar10-search --budget 30%
+      dmcp sample runs/cifar-resnet20-cifar10-search --direct 5 --seed 1 --json
+    """
+    if is_first():
+        from dmcp.cli import show
+
+        show.sample(run, direct, budget, out or run, seed, as_json)
 
 
-def _count(number: int) -> str:
-    """4089184256 -> 4.09 G; the unit is the largest of which there is at least a tenth."""
-    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
-        if number >= size / 10:
-            return f"{number / size:.2f} {unit}"
-    return str(number)
+@app.command()
+def evaluate(
+    run: RunFolder,
+    data: Annotated[str, typer.Option(help="Other data than the run's.")] = "",
+    batch: Annotated[int | None, typer.Option(min=1, help="Images in a batch; default: as in the run.")] = None,
+    device: Device = "",
+    workers: Workers = None,
+    corrupt: Annotated[Corrupt, typer.Option(help=_help("corrupt"))] = Corrupt.STOP,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Test the network of a run on the test set.
+
+    \b
+    Examples:
+      dmcp evaluate runs/resnet18-photos-prune
+      dmcp evaluate runs/resnet18-photos-prune --data ~/other-photos --device cpu --json
+    """
+    changes = {"device": device, "workers": workers, "corrupt": corrupt}
+    changes |= {name: value for name, value in (("data", data), ("batch", batch)) if value}
+    if is_first():
+        from dmcp.cli import show
+
+        show.evaluate(run, changes, as_json)
 
 
-def _show(name: str, shape: tuple[int, ...], graph: ChannelGraph) -> None:
-    """Totals, then three tables: the spaces, what is kept whole, the attributes that follow a width."""
-    macs, params = graph.macs(graph.full), graph.params(graph.full)
-    spaces = [
-        (space.name, str(space.size), ", ".join(space.writers), f"{graph.space_share(space):.1%}")
-        for space in graph.spaces
-    ]
-    alike: dict[tuple[int, str], list[str]] = {}
-    for kept in graph.unprunable:
-        alike.setdefault((kept.size, kept.reason), []).append(kept.name)
-    whole = [(", ".join(names), str(size), reason) for (size, reason), names in alike.items()]
-    bindings = [(f"{it.module}.{it.attribute}".lstrip("."), str(it.value), it.follows) for it in graph.bindings]
+@app.command()
+def data(
+    name: Annotated[str, typer.Argument(metavar="FOLDER", help=_help("data"))],
+    input: Annotated[str, typer.Option(help="Count what must be enlarged to this size, like 3x224x224.")] = "",
+    workers: Annotated[int | None, typer.Option(min=0, max=1024, help="Threads; default: the cores, up to 8.")] = None,
+    most: Annotated[int, typer.Option(min=0, help="Lines of each list; --json has all.")] = 20,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Look at data as the other commands read them: classes, sizes, broken files, test images that are trained on.
 
-    print(f"{name}, one sample of {'x'.join(map(str, shape))}")
-    print(f"{_count(macs)} MACs ({macs:,}), {_count(params)} params ({params:,})")
-    print(f"{show_bytes(graph.memory())} of activations at once, when {graph.memory_at() or 'the model'} runs")
-    print(f"{len(graph.spaces)} spaces; {graph.prunable_share:.1%} of the MACs are in layers that read or write one")
-    print("\nChannels that are kept or dropped together, and the MACs in layers on them")
-    _print_table(("space", "size", "layers tied to it", "MACs"), spaces)
-    if whole:
-        print("\nChannels that are kept whole")
-        _print_table(("layers", "size", "why"), whole)
-    if bindings:
-        print("\nAttributes of modules that follow a width, found by replay")
-        _print_table(("attribute", "now", "follows"), bindings)
-    for op, times in graph.unknown.items():
-        print(f"\nNo rule for {op} (called {times} times): what it touches is kept whole.")
-    for note in graph.notes:
-        print(f"\nNote: {note}")
+    Every image file is decoded. Exit code 2 if there are files that cannot be read, or classes that other commands
+    refuse.
+
+    \b
+    Examples:
+      dmcp data ~/photos
+      dmcp data ~/photos --input 3x224x224 --workers 16
+      dmcp data cifar10 --json
+    """
+    if is_first():
+        from dmcp.cli import show
+
+        show.data(name, input, workers, most, quiet, as_json)
 
 
-def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """As wide as the terminal; in a pipe as wide as it must be, so that no name is broken."""
-    console = Console(highlight=False, markup=False, emoji=False)
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for column in columns:
-        table.add_column(column, justify="right" if column in ("size", "now", "MACs") else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(row if console.is_terminal else map(_PIPE.fill, row)))
-    if not console.is_terminal:
-        console.width = 100_000
-    console.print(table)
+@app.command()
+def latency(
+    model: Annotated[str, typer.Option(help=_help("model"), autocompletion=complete_model)] = "",
+    out: Annotated[str, typer.Option(help="File of the table, for dmcp prune --latency; default: only printed.")] = "",
+    input: Input = "",
+    classes: Annotated[int | None, typer.Option(min=1, help="Of the data; default: the builder's.")] = None,
+    model_args: ModelArgs = None,
+    ignore: Ignore = None,
+    batch: Annotated[int, typer.Option(help=_help("batch", LatencyConfig))] = LatencyConfig.batch,
+    device: Device = "",
+    dtype: Annotated[FloatType, typer.Option(help=_help("dtype", LatencyConfig))] = LatencyConfig.dtype,
+    align: Annotated[int, typer.Option(help=_help("align", LatencyConfig))] = LatencyConfig.align,
+    networks: Annotated[int, typer.Option(help=_help("networks", LatencyConfig))] = LatencyConfig.networks,
+    seed: Seed = 0,
+    runtime: Annotated[RuntimeKind, typer.Option(help=_help("runtime", LatencyConfig))] = LatencyConfig.runtime,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Measure how long networks cut out of a model take here, and how well others can be forecast.
+
+    \b
+    Examples:
+      dmcp latency --model digits:resnet --out latency.json
+      dmcp latency --model resnet18 --input 3x160x160 --classes 20 --batch 8 --device cpu
+      dmcp latency --model resnet18 --input 3x160x160 --classes 20 --runtime onnx
+    """
+    if not model:
+        raise DmcpError("--model is missing: dmcp latency --help says what it can be.")
+    what = RunConfig(
+        model=model,
+        model_args=tuple(model_args or ()),
+        ignore=tuple(ignore or ()),
+        input=input,
+        device=device,
+        seed=seed,
+    )
+    where = device if runtime is RuntimeKind.ONNX else ""  # else where the network is
+    how = LatencyConfig(
+        batch=batch, device=where, dtype=dtype, runtime=runtime, networks=networks, align=align, seed=seed
+    )
+    if is_first():
+        from dmcp.cli import show
+
+        show.latency(what, classes, how, out, as_json)
+
+
+@app.command()
+def export(
+    run: RunFolder,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write, .onnx or .pt2 (torch.export); default: model.onnx in the run.")
+    ] = None,
+    tolerance: Annotated[
+        float, typer.Option(help="Largest difference from the network's outputs, as a share of the largest one.")
+    ] = 1e-4,
+    int8: Annotated[
+        bool, typer.Option("--int8", help="8 bits, ranges from training images; default: model.int8.onnx.")
+    ] = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Write the network of a run as a file that runs elsewhere, once it is known to do the same.
+
+    \b
+    Examples:
+      dmcp export runs/resnet18-photos-prune
+      dmcp export runs/resnet18-photos-prune --out photos.onnx --json
+      dmcp export runs/resnet18-photos-prune --out photos.pt2
+      dmcp export runs/resnet18-photos-prune --int8
+    """
+    if is_first():
+        from dmcp.cli import show
+
+        target = out or run / ("model.int8.onnx" if int8 else "model.onnx")
+        (show.export_int8 if int8 else show.export)(run, target, tolerance, quiet, as_json)
+
+
+@app.command()
+def runs(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder that holds run folders.")] = Path("runs"),
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """List the runs in a folder, oldest first: state, budget, accuracy, MACs as a share of the unpruned network.
+
+    \b
+    Examples:
+      dmcp runs
+      dmcp runs ~/experiments --json
+    """
+    if is_first():
+        from dmcp.cli import show
+
+        show.runs(folder, as_json)
+
+
+@app.command()
+def report(
+    run: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs, or folders that hold some.")],
+    out: Annotated[Path, typer.Option(help="File of the page.")] = Path("report.html"),
+    svg: Annotated[Path | None, typer.Option(help="Folder for the charts, each as a file of its own.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Make one HTML page about some runs, which needs no network and no other file; the files' names are printed.
+
+    \b
+    Examples:
+      dmcp report runs/resnet18-photos-prune
+      dmcp report runs --out all.html --svg charts
+    """
+    if is_first():
+        from dmcp.cli import show
+
+        show.report(run, out, svg)
+
+
+app.command()(compare)
+app.command(hidden=True)(compare_run)

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmcp.batches import device_of, generator, input_of, size_of, widest
-from dmcp.budget import Budget, check_reachable, spent_shares
-from dmcp.compare.problem import Choice, Problem, batch_statistics, held_batches
+from dmcp.batches import generator
+from dmcp.budget import check_reachable
+from dmcp.compare.problem import Choice, Problem, judging, loaded
 from dmcp.errors import TrainingError
 from dmcp.importance import magnitude
-from dmcp.losses import growing, measure, top1, whole_of
-from dmcp.modules import narrow, unwrap
-from dmcp.runtime.distributed import current, sum_values
-from dmcp.sampling import FILLED, Options, fit
-from dmcp.settings import Engine
+from dmcp.modules import narrow
+from dmcp.sampling import FILLED, fit
+from dmcp.settings import check, setting
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 
@@ -33,29 +30,17 @@ _SMALL = 3e-3  # weights of the last layers at the start: first actions are near
 class DdpgConfig:
     """How the agent learns; the defaults are those of the two papers."""
 
-    hidden: int = 300  # units of each of the two hidden layers, of actor and critic
-    actor_lr: float = 1e-4  # of Adam
-    critic_lr: float = 1e-3  # of Adam
-    soft: float = 0.01  # share of the learned networks that goes into the slow ones at each update
-    discount: float = 1.0  # of the value of the next step
-    memory: int = 2000  # steps of walks that are remembered
-    batch: int = 64  # remembered steps in one update
-    baseline: float = 0.95  # share of the old moving average of rewards in the new one
+    hidden: int = setting(300, "Units of each of the two hidden layers, of actor and critic.", 1)
+    actor_lr: float = setting(1e-4, "Of Adam.", 1e-300)
+    critic_lr: float = setting(1e-3, "Of Adam.", 1e-300)
+    soft: float = setting(0.01, "Share of the learned networks that goes into the slow ones at each update.", 1e-300, 1)
+    discount: float = setting(1.0, "Of the value of the next step.", 0, 1)
+    memory: int = setting(2000, "Steps of walks that are remembered.", 1)
+    batch: int = setting(64, "Remembered steps in one update.", 1)
+    baseline: float = setting(0.95, "Share of the old moving average of rewards in the new one.", 0, below=1)
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "memory", "batch"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise TrainingError(f"{name} must be an int of at least 1, not {value!r}.")
-        if not 0 < self.actor_lr < math.inf or not 0 < self.critic_lr < math.inf:
-            raise TrainingError(
-                f"actor_lr and critic_lr must be positive numbers, not {self.actor_lr} and {self.critic_lr}."
-            )
-        if not 0 < self.soft <= 1 or not 0 <= self.discount <= 1 or not 0 <= self.baseline < 1:
-            raise TrainingError(
-                f"soft must lie in (0, 1], discount in [0, 1] and baseline in [0, 1), not {self.soft}, {self.discount} "
-                f"and {self.baseline}."
-            )
+        check(self)
 
 
 def truncated_normal(middle: float, spread: float, low: float, high: float, chance: Tensor) -> Tensor:
@@ -128,8 +113,8 @@ def _value(critic: nn.Module, states: Tensor, actions: Tensor) -> Tensor:
 
 def _descend(loss: Tensor, weights: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
     """One step of these weights alone: the actor's loss goes through the critic, which must not learn from it."""
-    for weight, slope in zip(weights, torch.autograd.grad(loss, weights), strict=True):
-        weight.grad = slope
+    for weight, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+        weight.grad = gradient
     optimizer.step()
 
 
@@ -145,7 +130,6 @@ def _network(features: int, hidden: int, draw: torch.Generator) -> nn.Sequential
     return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), last)
 
 
-STAGE = "amc"
 _CHANGING = 3  # features that depend on the walk, behind those of the space itself
 
 
@@ -153,50 +137,44 @@ _CHANGING = 3  # features that depend on the walk, behind those of the space its
 class AmcConfig:
     """How the agent searches; the defaults are the paper's."""
 
-    warmup: int = 100  # first episodes, with constant noise; nothing is learned in them
-    episodes: int = 300  # episodes after them, with less and less noise
-    noise: float = 0.5  # standard deviation of the actions in the warm-up
-    last_noise: float = 0.01  # and in the last episode
-    batches: int | None = None  # held-out batches that a structure is judged by, kept on the device; None: all of them
-    agent: DdpgConfig = field(default_factory=DdpgConfig)  # how it learns
+    warmup: int = setting(100, "First episodes, with constant noise; nothing is learned in them.", 0)
+    episodes: int = setting(300, "Episodes after them, with less and less noise.", 1)
+    noise: float = setting(0.5, "Standard deviation of the actions in the warm-up.", 1e-300)
+    last_noise: float = setting(0.01, "The same in the last episode.", 1e-300)
+    batches: int | None = setting(None, "Held-out batches that widths are judged by; None: all of them.", 1)
+    agent: DdpgConfig = field(default_factory=DdpgConfig, metadata={"help": "How it learns."})
 
     def __post_init__(self) -> None:
-        for name, least in (("warmup", 0), ("episodes", 1)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise TrainingError(f"{name} must be an int of at least {least}, not {value!r}.")
-        if not 0 < self.last_noise <= self.noise < math.inf:
-            raise TrainingError(
-                f"noise must be at least last_noise, and both above 0, not {self.noise} and {self.last_noise}."
-            )
-        if self.batches is not None and (type(self.batches) is not int or self.batches < 1):
-            raise TrainingError(f"batches must be an int of at least 1, or None for all, not {self.batches!r}.")
+        check(self)
+        if self.last_noise > self.noise:
+            raise TrainingError(f"last_noise must be at most noise ({self.noise}), not {self.last_noise}.")
 
 
 def find_amc(problem: Problem, config: AmcConfig | None = None, state: Mapping[str, Tensor] | None = None) -> Choice:
-    """Search a structure for a trained network: `state` is its state dict (None: the model is trained already).
+    """Search widths for a trained network: `state` is its state dict (None: the model is trained already).
 
-    The metric must grow with quality, or be a LowerIsBetter, whose negative is the reward. There is one wait for the
-    device per episode, and a structure that comes again is not judged again.
+    There is one wait for the device per episode, and widths that come again are not judged again.
     """
     config = config or AmcConfig()
     net = Supernet(_sorted(problem, state), problem.graph)
-    course = _Course.of(problem)
+    course = _Course(problem)
     agent = Agent(course.fixed.shape[1] + _CHANGING, config.agent, problem.seed)
     rewards: dict[tuple[int, ...], float] = {}  # by the widths
     best: tuple[int, ...] = ()
-    with _judging(problem, config, net) as (judge, samples):
+    with judging(problem, net.model, net, config.batches) as (judge, samples):
         for episode in range(config.warmup + config.episodes):
             widths = course.walk(agent, _noise(episode, config))
             key = tuple(widths.tolist())
             if key not in rewards:
-                rewards[key] = judge(widths)
+                (rewards[key],) = judge([net.hard(widths)])
+                if not math.isfinite(rewards[key]):
+                    raise TrainingError(f"The metric of a narrowed network is {rewards[key]}: look at its weights.")
             best = key if not best or rewards[key] > rewards[best] else best
             agent.remember(course.states(widths, torch.arange(len(key))), widths / course.full, rewards[key])
             if episode >= config.warmup:
                 agent.learn(len(key))  # as many updates as steps were taken
-            told = {"episode": episode, "reward": rewards[key], "best": rewards[best]}
-            problem.tell(STAGE, told | {"macs": int(problem.graph.macs(widths[None]))})
+            record = {"episode": episode, "reward": rewards[key], "best": rewards[best]}
+            problem.log(record | {"macs": int(problem.graph.macs(widths[None]))})
     found = problem.graph.widths(best)
     return Choice(widths=found, kept=found, model=net.model, sample_passes=len(rewards) * samples)
 
@@ -209,14 +187,7 @@ def _noise(episode: int, config: AmcConfig) -> float:
 
 def _sorted(problem: Problem, state: Mapping[str, Tensor] | None) -> nn.Module:
     """A copy of the network with the trained weights, the channels of every space with the largest L1 norm first."""
-    model, graph = narrow(unwrap(problem.model), {}, {}), problem.graph
-    if state is not None:
-        try:
-            model.load_state_dict(dict(state))
-        except RuntimeError:
-            raise TrainingError(
-                "The state is not of this network: give the state dict of the same model, trained but not pruned."
-            ) from None
+    model, graph = loaded(problem, state), problem.graph
     norms = {space.name: magnitude(model, graph, space) for space in graph.spaces}
     order = {name: norm.argsort(descending=True, stable=True) for name, norm in norms.items() if norm is not None}
     return narrow(model, graph.cuts(order), {})
@@ -225,31 +196,17 @@ def _sorted(problem: Problem, state: Mapping[str, Tensor] | None) -> nn.Module:
 # the walk
 
 
-@dataclass(frozen=True, eq=False)
 class _Course:
     """The spaces in order, and what an agent sees of them."""
 
-    graph: ChannelGraph
-    budget: Budget
-    options: Options
-    tolerance: float  # share of the budget that every walk uses at least
-    full: Tensor  # (S,)
-    most: Tensor  # that may be chosen. (S,)
-    least: Tensor  # (S,)
-    fixed: Tensor  # features that no choice changes. (S, F)
-
-    @staticmethod
-    def of(problem: Problem) -> _Course:
-        """BudgetError if the budget cannot be reached."""
-        graph, full = problem.graph, problem.graph.full.tensor()
-        options = problem.options
-        least = options.widths(torch.zeros_like(full))
-        check_reachable(problem.budget, graph, graph.widths(least), problem.ceiling)
-        # where widths are so coarse that none uses the budget to the tolerance, asking for it leaves one structure only
-        near = fit(graph, problem.budget, full.double(), options, FILLED).tensor()
-        reached = spent_shares(problem.budget, graph, near[None]).max().item()
-        bounds = (problem.most.tensor(), least)
-        return _Course(graph, problem.budget, options, min(FILLED, reached), full, *bounds, _features(graph))
+    def __init__(self, problem: Problem) -> None:
+        graph = problem.graph
+        self.problem, self.options, self.full = problem, problem.options, graph.full.tensor()  # (S,)
+        self.most, self.least = problem.widest.tensor(), self.options.widths(torch.zeros_like(self.full))  # (S,)
+        check_reachable(problem.budget, graph, graph.widths(self.least), problem.max_widths)
+        # where widths are so coarse that none uses the budget to the tolerance, asking for it leaves one choice only
+        self.tolerance = min(FILLED, problem.shares(problem.fit(self.full).tensor()[None]).item())
+        self.fixed = _features(graph)  # that no choice changes. (S, F)
 
     def walk(self, agent: Agent, noise: float) -> Tensor:
         """Widths inside the budget, of which they use the binding limit to the tolerance. -> (S,)"""
@@ -258,32 +215,29 @@ class _Course:
             (state,) = self.states(widths, torch.tensor([step]))
             share = agent.act(state, float(self.least[step] / self.full[step]), noise)
             wished = self.options.nearest(share * self.full)[step]
-            # every width that this space may have, with all later ones at the floor
+            # every width that this space may have, with all later ones at their smallest
             trials = widths.repeat(self.options.table.shape[1], 1)
             trials[:, step] = self.options.table[step]
-            highest = (self._spent(trials) <= 1).sum() - 1
+            highest = (self.problem.shares(trials) <= 1).sum() - 1
             widths[step] = self.options.table[step, torch.minimum(wished, highest)]
         return self._filled(widths)
 
     def _filled(self, widths: Tensor) -> Tensor:
         """Widths that leave too much unused, made wider in proportion until nothing more fits. (S,) -> (S,)"""
-        if self._spent(widths[None]) >= self.tolerance:
+        if self.problem.shares(widths[None]) >= self.tolerance:
             return widths
+        problem = self.problem
         beyond = widths * (self.full / widths).max()  # `fit` narrows up to the border, but widens to the tolerance only
-        return fit(self.graph, self.budget, beyond.double(), self.options, self.tolerance).tensor()
+        return fit(problem.graph, problem.budget, beyond.double(), self.options, self.tolerance).tensor()
 
     def states(self, widths: Tensor, steps: Tensor) -> Tensor:
         """What the agent sees at some steps of the walk to these widths. (S,), (T,) -> (T, F)"""
         known = torch.arange(len(widths)) < steps[:, None]  # (T, S)
         wide, narrow = torch.where(known, widths, self.most), torch.where(known, widths, self.least)
-        most, least, unpruned = self._spent(wide), self._spent(narrow), self._spent(self.full[None])
+        most, least, unpruned = map(self.problem.shares, (wide, narrow, self.full[None]))
         before = torch.cat([torch.ones(1), widths / self.full])[steps]  # the last action
         changing = torch.stack([1 - most / unpruned, (most - least) / unpruned, before], dim=1)  # reduced, rest, last
         return torch.cat([self.fixed[steps], changing], dim=1).float()
-
-    def _spent(self, widths: Tensor) -> Tensor:
-        """Cost / target of the binding limit. (N, S) -> (N,)"""
-        return spent_shares(self.budget, self.graph, widths).amax(dim=1)
 
 
 def _features(graph: ChannelGraph) -> Tensor:
@@ -296,44 +250,3 @@ def _features(graph: ChannelGraph) -> Tensor:
         rows.append([number, space.size, len(own), macs, params, math.log1p(macs / max(1, params))])
     table = torch.tensor(rows, dtype=torch.float64)
     return table / table.amax(dim=0).clamp(min=1e-9)
-
-
-# the reward
-
-
-@contextlib.contextmanager
-def _judging(problem: Problem, config: AmcConfig, net: Supernet) -> Iterator[tuple[Callable[[Tensor], float], int]]:
-    """While entered: what gives the reward of widths, and how many samples it runs each time."""
-    device, world = device_of(net.model), current()
-    resolved = (problem.engine or Engine()).resolve(device, plain=problem.metric is None and world.size == 1)
-    with resolved.running(net.model), batch_statistics(net.model):
-        batches = held_batches(problem, config.batches, resolved)
-        metric = growing(top1 if problem.metric is None else problem.metric)
-        whole = whole_of(metric)
-
-        def score(batch: Any, gates: Tensor) -> tuple[Tensor, int]:
-            assert callable(metric)
-            with torch.no_grad(), resolved.autocast():
-                value, count = metric(net(input_of(batch), gates), batch)
-            return value.to(widest(device)), count
-
-        run = resolved.repeated(score)  # the gates are its input: one CUDA graph for all structures
-
-        def mean(gates: Tensor) -> float:
-            sums, counts = zip(*(run(batch, gates) for batch in batches), strict=True)
-            total = torch.stack(sums).sum()
-            pair = sum_values(torch.stack([total, total.new_tensor(float(sum(counts)))]), world)
-            return float(pair[0] / pair[1])
-
-        def judge(widths: Tensor) -> float:
-            gates = net.hard(widths)
-            if whole is None:
-                reward = mean(gates)
-            else:
-                with torch.no_grad(), resolved.autocast():
-                    reward = measure(whole, ((net(input_of(batch), gates), batch) for batch in batches), world)
-            if not math.isfinite(reward):
-                raise TrainingError(f"The metric of a narrowed network is {reward}: look at the trained weights.")
-            return reward
-
-        yield judge, sum(map(size_of, batches))

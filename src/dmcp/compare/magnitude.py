@@ -1,11 +1,10 @@
-"""L1 norms, soft filter pruning, FPGM and network slimming."""
+"""Methods that rank channels: L1 norms, soft filter pruning (SFP), FPGM and network slimming."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,28 +13,26 @@ import torch
 from torch import Tensor, nn
 
 from dmcp.batches import device_of, size_of
-from dmcp.budget import check_reachable, spent_shares
 from dmcp.calibration import recalibrate
-from dmcp.compare.problem import Choice, Prepared, Problem, loaded, samples_of
+from dmcp.compare.problem import CHOOSING, Choice, Prepared, Problem, loaded, samples_of
 from dmcp.errors import TrainingError
 from dmcp.importance import Place, magnitude, placed, scaled, strongest, vectors, written
 from dmcp.losses import Loss, classification_loss
 from dmcp.runtime.distributed import current
-from dmcp.sampling import FILLED, fit
-from dmcp.settings import Engine
-from dmcp.training import Task, train
-from dmcp.widths import Widths
+from dmcp.settings import Engine, check, setting
+from dmcp.training import train
+
+# L1
 
 
 @dataclass(frozen=True, kw_only=True)
 class L1Config:
     """Settings of the ranking by norms."""
 
-    power: int = 1  # of the weights that are summed: 1 is the paper's L1 norm, 2 ranks by the L2 norm
+    power: int = setting(1, "Of the weights that are summed: 1 is the paper's L1 norm, 2 the L2 norm.", 1, 2)
 
     def __post_init__(self) -> None:
-        if type(self.power) is not int or self.power not in (1, 2):
-            raise TrainingError(f"power must be 1 (L1 norm) or 2 (L2 norm), not {self.power!r}.")
+        check(self)
 
 
 def find_l1(problem: Problem, config: L1Config, state: Mapping[str, Tensor] | None = None) -> Choice:
@@ -51,27 +48,28 @@ def find_l1(problem: Problem, config: L1Config, state: Mapping[str, Tensor] | No
     return Choice(widths=widths, kept=kept, model=model)
 
 
-SFP_STAGE = "sfp"  # what the progress of the training is told as
-Score = Callable[[Tensor], Tensor]  # filters of a space, (size, n) -> how much each channel is worth, (size,)
+# SFP and FPGM
 
 
 @dataclass(frozen=True, kw_only=True)
 class SoftConfig:
     """Settings of soft pruning, whatever ranks the channels."""
 
-    every: int = 1  # epochs between two times that filters are set to zero; the last epoch always does it
-    regrowth: float = 0.01  # share of their gradient that zeroed filters under BatchNorms get; the paper: 1
+    every: int = setting(1, "Epochs between two times that filters are set to zero; the last one always does it.", 1)
+    regrowth: float = setting(0.01, "Share of their gradient that zeroed filters get; the paper: 1.", 1e-300, 1)
 
     def __post_init__(self) -> None:
-        if type(self.every) is not int or self.every < 1:
-            raise TrainingError(f"every must be an int of at least 1, not {self.every!r}.")
-        if type(self.regrowth) not in (int, float) or not 0 < self.regrowth <= 1:
-            raise TrainingError(f"regrowth must be a number above 0 and at most 1, like 0.01, not {self.regrowth!r}.")
+        check(self)
 
 
 def find_sfp(problem: Problem, config: SoftConfig, state: Mapping[str, Tensor] | None = None) -> Choice:
     """Train the network while its weakest channels are set to zero again and again."""
-    return prune_softly(problem, SFP_STAGE, norms, config, state)
+    return _prune_softly(problem, norms, config, state)
+
+
+def find_fpgm(problem: Problem, config: SoftConfig, state: Mapping[str, Tensor] | None = None) -> Choice:
+    """Train the network while the channels that others can stand in for are set to zero again and again."""
+    return _prune_softly(problem, distances, config, state)
 
 
 def norms(filters: Tensor) -> Tensor:
@@ -79,16 +77,16 @@ def norms(filters: Tensor) -> Tensor:
     return filters.square().sum(dim=1).sqrt()
 
 
-def prune_softly(
-    problem: Problem,
-    stage: str,
-    score: Score,
-    config: SoftConfig,
-    state: Mapping[str, Tensor] | None = None,
+def distances(filters: Tensor) -> Tensor:
+    """Summed distance of each filter to all others; least near the geometric median. (size, n) -> (size,)"""
+    return torch.cdist(filters, filters).sum(dim=1)
+
+
+def _prune_softly(
+    problem: Problem, score: Callable[[Tensor], Tensor], config: SoftConfig, state: Mapping[str, Tensor] | None
 ) -> Choice:
-    """Train a copy of the model, and every so many epochs zero the filters of the channels that are worth least."""
-    model = copy.deepcopy(problem.model) if state is None else loaded(problem, state)
-    graph, epochs = problem.graph, problem.recipe.epochs
+    """Train a copy of the model, and every so many epochs zero the filters of the channels with the lowest score."""
+    model, graph, epochs = loaded(problem, state), problem.graph, problem.recipe.epochs
     widths = problem.uniform()
     narrowed = [space for space in graph.spaces if widths[space.name] < space.size]
     filters = {space.name: places for space in narrowed if (places := written(model, graph, space))}
@@ -106,16 +104,18 @@ def prune_softly(
                     if place in shares:
                         shares[place].fill_(1)[place.rows[dropped].flatten().to(shares[place].device)] = config.regrowth
 
-        train(
-            model,
-            problem.loader,
-            problem.recipe,
-            task=Task(loss=problem.loss),
-            runtime=problem.runtime(stage),
-            after_epoch=zero,
-        )
-    kept = _settle(model, problem, widths)
-    passes = epochs * samples_of(problem.loader) + sum(map(size_of, problem.held))
+        runtime = problem.runtime.stage(CHOOSING)
+        train(model, problem.loader, problem.recipe, task=problem.task, runtime=runtime, after_epoch=zero)
+    # by what is zero, not by the score: after an interruption the last scores are not known
+    kept = {
+        space.name: strongest(magnitude(model, graph, space, power=2), widths[space.name]) for space in graph.spaces
+    }
+    for space in graph.spaces:  # all of the zeroed channels, so that the network computes what the cut one does
+        dropped = torch.tensor(sorted({*range(space.size)} - {*kept[space.name]}), dtype=torch.int64)
+        for place in placed(model, graph, space):
+            place.silence(model, dropped)
+    recalibrate(model, problem.held_out)
+    passes = epochs * samples_of(problem.loader) + sum(map(size_of, problem.held_out))
     return Choice(widths=widths, kept=kept, model=model, sample_passes=passes)
 
 
@@ -139,59 +139,28 @@ def _slowed(model: nn.Module, places: Sequence[Place]) -> Iterator[dict[Place, T
         yield shares
 
 
-def _settle(model: nn.Module, problem: Problem, widths: Widths) -> dict[str, list[int]]:
-    """Set everything of the zeroed channels to zero, so that the network computes what the cut one does; the others."""
-    kept: dict[str, list[int]] = {}
-    for space in problem.graph.spaces:
-        # by what is zero, not by the score: after an interruption the last scores are not known
-        strength = magnitude(model, problem.graph, space, power=2)
-        kept[space.name] = strongest(strength, widths[space.name])
-    for space in problem.graph.spaces:
-        dropped = torch.tensor(sorted({*range(space.size)} - {*kept[space.name]}), dtype=torch.int64)
-        for place in placed(model, problem.graph, space):
-            place.silence(model, dropped)
-    recalibrate(model, problem.held)
-    return kept
-
-
-FPGM_STAGE = "fpgm"  # what the progress of the training is told as
-
-
-def find_fpgm(problem: Problem, config: SoftConfig, state: Mapping[str, Tensor] | None = None) -> Choice:
-    """Train the network while the channels that others can stand in for are set to zero again and again."""
-    return prune_softly(problem, FPGM_STAGE, distances, config, state)
-
-
-def distances(filters: Tensor) -> Tensor:
-    """Summed distance of each filter to all others; least near the geometric median. (size, n) -> (size,)"""
-    return torch.cdist(filters, filters).sum(dim=1)
-
-
-SLIMMING_STAGE = "slimming"  # what the progress of the training is told as
+# network slimming
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlimmingConfig:
     """Settings of network slimming."""
 
-    sparsity: float = 1e-4  # weight of the summed absolute scales in the loss; the paper: 1e-4 or 1e-5
+    sparsity: float = setting(1e-4, "Weight of the summed absolute scales in the loss; the paper: 1e-4 or 1e-5.", 0)
 
     def __post_init__(self) -> None:
-        if type(self.sparsity) not in (int, float) or not 0 <= self.sparsity < math.inf:
-            raise TrainingError(f"sparsity must be a number of at least 0, like 1e-4, not {self.sparsity!r}.")
+        check(self)
 
 
 def prepare(problem: Problem, config: SlimmingConfig) -> Prepared:
     """Train the network with scales that are pulled to zero: one for all budgets."""
-    model = copy.deepcopy(problem.model)
-    task = problem.loss or classification_loss(problem.recipe.label_smoothing)
-    train(
-        model,
-        problem.loader,
-        problem.recipe,
-        task=Task(loss=_pulled(task, model, _scales(model, problem), config.sparsity)),
-        runtime=replace(problem.runtime(SLIMMING_STAGE), engine=_engine(problem)),
-    )
+    model, task, engine = copy.deepcopy(problem.model), problem.task, problem.runtime.engine or Engine()
+    if task.loss is None and current().size == 1 and engine.graphs is None:
+        engine = replace(engine, graphs=True)  # the loss below never asks the device for a number
+    usual = task.loss or classification_loss(problem.recipe.label_smoothing)
+    loss = _pulled(usual, model, _scales(model, problem), config.sparsity)
+    runtime = replace(problem.runtime.stage(CHOOSING), engine=engine)
+    train(model, problem.loader, problem.recipe, task=replace(task, loss=loss), runtime=runtime)
     state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     return Prepared(state=state, sample_passes=problem.recipe.epochs * samples_of(problem.loader))
 
@@ -202,29 +171,25 @@ def find_slimming(problem: Problem, config: SlimmingConfig, state: Mapping[str, 
         raise TrainingError("Slimming needs a network that was trained for it: give state=prepare(...).state.")
     graph, model = problem.graph, loaded(problem, state)
     scores = [vectors(model, places).abs().mean(dim=1) for places in _scales(model, problem)]
-    widths = fit(graph, problem.budget, _above_threshold(problem, scores).double(), problem.options, FILLED)
+    widths = problem.fit(_above_threshold(problem, scores))
     kept = {space.name: strongest(score, widths[space.name]) for space, score in zip(graph.spaces, scores, strict=True)}
     return Choice(widths=widths, kept=kept, model=model)
 
 
 def _above_threshold(problem: Problem, scores: list[Tensor]) -> Tensor:
     """Channels of each space above the smallest threshold that is inside the budget, bounds kept. -> (S,)"""
-    floor, most = problem.floor.tensor(), problem.most.tensor()
-    check_reachable(problem.budget, problem.graph, problem.floor, problem.ceiling)
+    low_widths, high_widths = problem.min_widths.tensor(), problem.widest.tensor()
     bars = torch.cat([torch.tensor([-1.0]), *scores]).sort().values  # the first keeps all, the last none
 
     def widths(bar: Tensor) -> Tensor:
-        return torch.stack([(score > bar).sum() for score in scores]).maximum(floor).minimum(most)
+        return torch.stack([(score > bar).sum() for score in scores]).maximum(low_widths).minimum(high_widths)
 
     low, high = 0, len(bars) - 1  # the smallest bar that is inside lies between them
     while low < high:
         middle = (low + high) // 2
-        inside = spent_shares(problem.budget, problem.graph, widths(bars[middle])[None]).max() <= 1
+        inside = problem.shares(widths(bars[middle])[None]).item() <= 1
         low, high = (low, middle) if inside else (middle + 1, high)
     return widths(bars[low])
-
-
-# the training
 
 
 def _pulled(task: Loss, model: nn.Module, scales: list[list[Place]], sparsity: float) -> Loss:
@@ -247,18 +212,9 @@ def _pulled(task: Loss, model: nn.Module, scales: list[list[Place]], sparsity: f
 def _scales(model: nn.Module, problem: Problem) -> list[list[Place]]:
     """Of each space, the scales over its channels."""
     found = [scaled(model, problem.graph, space) for space in problem.graph.spaces]
-    missing = [space.name for space, places in zip(problem.graph.spaces, found, strict=True) if not places]
-    if missing:
+    if missing := [space.name for space, places in zip(problem.graph.spaces, found, strict=True) if not places]:
         raise TrainingError(
-            f"Slimming ranks channels by the scales of BatchNorms, and there is none over those of {missing[0]}"
-            f"{f' and {len(missing) - 1} more' if missing[1:] else ''}: keep these layers whole, "
-            f"trace(..., ignore={missing}), or use a method that needs no BatchNorm, such as l1."
+            f"Slimming ranks channels by the scales of BatchNorms, and there is none over {missing[0]}: leave such "
+            f"layers alone, trace(..., ignore={missing}), or use a method that needs no BatchNorm, such as l1."
         )
     return found
-
-
-def _engine(problem: Problem) -> Engine:
-    """The problem's engine; a loss of ours does not keep steps from being replayed as CUDA graphs."""
-    engine = problem.engine or Engine()
-    ours = problem.loss is None and current().size == 1
-    return replace(engine, graphs=True) if ours and engine.graphs is None else engine

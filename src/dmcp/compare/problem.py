@@ -1,11 +1,11 @@
-"""What a pruning method gets and gives back."""
+"""What a pruning method gets and gives back, and how methods judge sub-networks by held-out batches."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,38 +13,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dmcp.batches import Loader, check_parts, on_device, size_of
+from dmcp.batches import Loader, check_parts, device_of, input_of, on_device, size_of, widest
 from dmcp.budget import Budget, check_reachable, spent_shares
 from dmcp.calibration import kept_modes
-from dmcp.checkpoint import Checkpointer
 from dmcp.errors import BudgetError, DataError, TrainingError
-from dmcp.losses import Loss, Metric, check_metric, whole_of
-from dmcp.runtime.distributed import current
+from dmcp.losses import check_metric, growing, measure, top1, whole_of
+from dmcp.modules import unwrap
+from dmcp.runtime.distributed import current, sum_values
 from dmcp.runtime.engine import ResolvedEngine
-from dmcp.sampling import TOLERANCE, Options, uniform
-from dmcp.searching.config import SearchRecord, SearchResult, extremes
-from dmcp.searching.search import SEARCH
-from dmcp.searching.subnets import chains
-from dmcp.settings import Bound, Engine, TrainConfig
-from dmcp.supernet import Supernet
+from dmcp.sampling import FILLED, TOLERANCE, Options, fit, uniform
+from dmcp.settings import Engine, TrainConfig
 from dmcp.tracing.graph import ChannelGraph, Kept
-from dmcp.training import Event, Runtime, StepRecord
+from dmcp.training import Runtime, Task
 from dmcp.widths import Widths
 
-Told = StepRecord | SearchRecord | SearchResult | Mapping[str, Any]
-Tell = Callable[[str, Told], None]  # (stage, what happened)
-
-
-def silent(stage: str, record: Told) -> None:
-    """Tell nobody."""
-
-
-def samples_of(loader: Loader) -> int:
-    """Samples in a pass over a loader, a smaller last batch counted as a whole one."""
-    with torch.random.fork_rng([]):  # a loader that shuffles draws from it
-        for batch in loader:
-            return size_of(batch) * len(loader)
-    raise DataError("The loader has no batches: is the batch larger than the data?")
+CHOOSING = "choosing"  # the stage of what a method trains and tries; that of DMCP is called search
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,67 +37,54 @@ class Problem:
     model: nn.Module  # unpruned, on its device, with fresh weights; methods work on copies
     graph: ChannelGraph
     loader: Loader  # batches to train with
-    held: Loader  # batches of other samples to choose by, always in the same order
+    held_out: Loader  # batches of other samples to choose by, always in the same order
     budget: Budget
     recipe: TrainConfig  # how networks are trained here; a method that trains takes its settings from it
-    floor: Widths  # the least that a method may choose
-    ceiling: Widths | None = None  # the most; None: whole spaces
+    min_widths: Widths
+    max_widths: Widths | None = None  # None: the full widths
     align: int = 1  # widths are multiples of this
     seed: int = 0  # of everything random in a method
-    loss: Loss | None = None  # classification, unless given
-    metric: Metric | None = None  # accuracy, unless given; more is better, unless it is a LowerIsBetter
-    engine: Engine | None = None
-    keep: Callable[[str], Checkpointer] | None = None  # of a stage
-    tell: Tell = silent
-
-    def runtime(self, stage: str) -> Runtime:
-        """Engine, checkpoints and log of a stage; what a search has found is told for the stage "search" only."""
-
-        def hear(event: Event) -> None:
-            if not isinstance(event.record, SearchResult) or stage == SEARCH:
-                self.tell(stage, event.record)
-
-        return Runtime(engine=self.engine, checkpointer=self.keep and self.keep(stage), on_event=hear)
+    task: Task = Task()
+    runtime: Runtime = Runtime()  # runtime.stage(CHOOSING) is for the training of a method
 
     def __post_init__(self) -> None:
-        check_reachable(self.budget, self.graph, self.floor, self.ceiling)
-        check_metric(self.metric, current())
-        if self.metric is not None and whole_of(self.metric) is not None:
-            check_parts(self.held, current())
+        check_reachable(self.budget, self.graph, self.min_widths, self.max_widths)
+        check_metric(self.task.metric, current())
+        if self.task.metric is not None and whole_of(self.task.metric) is not None:
+            check_parts(self.held_out, current())
 
     @property
-    def most(self) -> Widths:
-        """The widest structure that a method may choose."""
-        return self.ceiling or self.graph.full
+    def widest(self) -> Widths:
+        """The widest network that a method may choose."""
+        return self.max_widths or self.graph.full
 
     @property
     def options(self) -> Options:
         """The widths that a method may choose."""
-        return Options(self.graph, self.floor.tensor(), self.most.tensor(), self.align)
+        return Options(self.graph, self.min_widths.tensor(), self.widest.tensor(), self.align)
 
     def uniform(self) -> Widths:
-        """One ratio for all spaces, as far as their least and most widths allow it."""
-        return uniform(self.graph, self.budget, self.floor, self.align, max_channels=self.ceiling)
+        """One ratio for all spaces, as far as their bounds allow it."""
+        return uniform(self.graph, self.budget, self.min_widths, self.align, max_channels=self.max_widths)
 
+    def fit(self, wish: Tensor) -> Widths:
+        """The allowed widths nearest to the wished ones that use the budget. (S,)"""
+        return fit(self.graph, self.budget, wish.double(), self.options, FILLED)
 
-def ends_of(
-    model: nn.Module, graph: ChannelGraph, groups: int, align: int, min_channels: Bound, max_channels: Bound
-) -> tuple[Widths, Widths | None]:
-    """The floor and the ceiling of a Problem, by what people have asked for; WidthsError where that cannot be."""
-    net = Supernet(model, graph, groups, align)
-    if not min_channels and not max_channels:
-        return net.min_widths, None
-    floor, ceiling = extremes(
-        graph, chains(net, min_channels=min_channels, max_channels=max_channels, align=align).sizes
-    )
-    return floor, ceiling if max_channels else None
+    def shares(self, widths: Tensor) -> Tensor:
+        """Cost / target of the limit that is used most. (N, S) -> (N,)"""
+        return spent_shares(self.budget, self.graph, widths).amax(dim=1)
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Report how the choice goes on."""
+        self.runtime.emit(CHOOSING, 0, record)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prepared:
     """A network that a method has trained before it knows any budget: one for all budgets."""
 
-    state: Mapping[str, Tensor]  # by the names of its state dict
+    state: Mapping[str, Tensor]
     sample_passes: int = 0  # samples run through a network for it, each sub-network counted
 
 
@@ -128,54 +98,99 @@ class Choice:
     sample_passes: int = 0  # samples run through a network for this choice, each sub-network counted, without `prepare`
 
     def check(self, problem: Problem, tolerance: float = TOLERANCE) -> None:
-        """BudgetError if the widths are outside the budget or their bounds, or leave too much of the budget unused.
-
-        Too much is more than the tolerance allows, unless the network is too coarse to use more.
-        """
-        graph, widths = problem.graph, self.widths.tensor()
-        share = spent_shares(problem.budget, graph, widths[None]).max().item()
-        full = problem.uniform().tensor()
-        reached = spent_shares(problem.budget, graph, full[None]).max().item()
+        """BudgetError for widths outside the budget or their bounds, or that leave more of it unused than they must."""
+        share, reached = problem.shares(torch.stack([self.widths.tensor(), problem.uniform().tensor()])).tolist()
         if not min(tolerance, reached) <= share <= 1:
-            raise BudgetError(f"The method chose widths that cost {share:.1%} of the budget {problem.budget.text!r}.")
+            raise BudgetError(f"The widths cost {share:.1%} of the budget {problem.budget.text!r}.")
         for name, width in self.widths.items():
-            if not problem.floor[name] <= width <= problem.most[name]:
-                raise BudgetError(
-                    f"The method chose widths that keep {width} channels of {name}, of which {problem.floor[name]} to "
-                    f"{problem.most[name]} are allowed."
-                )
+            low, high = problem.min_widths[name], problem.widest[name]
+            if not low <= width <= high:
+                raise BudgetError(f"The widths have {width} channels in {name}, where {low} to {high} are allowed.")
 
 
-def loaded(problem: Problem, state: Mapping[str, Tensor]) -> nn.Module:
-    """A copy of the problem's model with these weights."""
-    model = copy.deepcopy(problem.model)
-    try:
-        model.load_state_dict(state)
-    except RuntimeError as error:
-        reason = str(error).splitlines()[-1].strip()
-        raise TrainingError(
-            f"The state is not one of this network: give that of the same architecture. {reason}"
-        ) from None
+def samples_of(loader: Loader) -> int:
+    """Samples in a pass over a loader, a smaller last batch counted as a full one."""
+    with torch.random.fork_rng([]):  # a loader that shuffles draws from it
+        for batch in loader:
+            return size_of(batch) * len(loader)
+    raise DataError("The loader has no batches: is the batch larger than the data?")
+
+
+def loaded(problem: Problem, state: Mapping[str, Tensor] | None) -> nn.Module:
+    """A copy of the problem's model with these weights; None: with its own."""
+    model = copy.deepcopy(unwrap(problem.model))
+    if state is not None:
+        load(model, state)
     return model
 
 
-def held_batches(problem: Problem, most: int | None, resolved: ResolvedEngine) -> list[Any]:
-    """Held-out batches on the device, up to so many; one sample alone has no batch statistics."""
-    found: list[Any] = []
-    for batch in itertools.islice(problem.held, most):
-        if size_of(batch) > 1:
-            found.append(resolved.laid_out(on_device(batch, resolved.device)))
-    if not found:
-        raise DataError("There is nothing to judge structures by: give held-out batches of two samples or more.")
-    return found
+def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load a state dict; TrainingError for that of another network."""
+    try:
+        model.load_state_dict(dict(state))
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise TrainingError(f"The state dict is that of another network: {reason}") from None
+
+
+# judging sub-networks
 
 
 @contextlib.contextmanager
-def batch_statistics(model: nn.Module) -> Iterator[None]:
-    """Eval mode, but for batch norms, which use the statistics of the batch and leave the learned ones alone.
+def held_out_batches(
+    problem: Problem, model: nn.Module, most: int | None, plain: bool
+) -> Iterator[tuple[list[Any], ResolvedEngine]]:
+    """Held-out batches, up to so many, on the device; while entered, the model is ready to be tried on them.
 
-    The learned ones fit the unpruned network, or mix all widths.
+    It is in eval mode, but BatchNorms use the statistics of the batch: the learned ones fit other widths.
     """
+    resolved = (problem.runtime.engine or Engine()).resolve(device_of(model), plain=plain)
+    with resolved.running(model), _batch_statistics(model):
+        several = (batch for batch in itertools.islice(problem.held_out, most) if size_of(batch) > 1)
+        batches = [resolved.laid_out(on_device(batch, resolved.device)) for batch in several]
+        if not batches:  # one sample alone has no batch statistics
+            raise DataError("There is nothing to judge networks by: give held-out batches of two samples or more.")
+        yield batches, resolved
+
+
+@contextlib.contextmanager
+def judging(
+    problem: Problem, model: nn.Module, forward: Callable[[Any, Tensor], Any], most: int | None
+) -> Iterator[tuple[Callable[[Sequence[Tensor]], list[float]], int]]:
+    """What gives the held-out metrics of sub-networks, and how many samples each of them sees.
+
+    forward: (input, gates or widths) -> output. There is one wait for the device, unless the metric is an object.
+    """
+    metric, world = growing(problem.task.metric or top1), current()
+    whole = whole_of(metric)
+    plain = problem.task.metric is None and world.size == 1
+    with held_out_batches(problem, model, most, plain) as (batches, resolved):
+
+        def score(batch: Any, subnet: Tensor) -> tuple[Tensor, int]:
+            assert callable(metric)
+            with resolved.autocast():
+                value, samples = metric(forward(input_of(batch), subnet), batch)
+            return value.to(widest(resolved.device)), samples
+
+        run = resolved.repeated(score)  # the sub-network is an input: one CUDA graph for all
+
+        @torch.no_grad()
+        def judge(subnets: Sequence[Tensor]) -> list[float]:
+            if whole is not None:
+                with resolved.autocast():
+                    pairs = (((forward(input_of(batch), it), batch) for batch in batches) for it in subnets)
+                    return [measure(whole, each, world) for each in pairs]
+            found = [[run(batch, it) for batch in batches] for it in subnets]
+            sums = torch.stack([torch.stack([value for value, _ in row]).sum() for row in found])
+            count = sums.new_tensor([float(sum(samples for _, samples in found[0]))])
+            *totals, seen = sum_values(torch.cat([sums, count]), world).tolist()
+            return [total / seen for total in totals]
+
+        yield judge, sum(map(size_of, batches))
+
+
+@contextlib.contextmanager
+def _batch_statistics(model: nn.Module) -> Iterator[None]:
     norms = [part for part in model.modules() if isinstance(part, _BatchNorm)]
     before = [norm.track_running_stats for norm in norms]
     with kept_modes(model):

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dmcp.batches import generator
 from dmcp.errors import DataError
+from dmcp.runtime.io import quote
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which pre-trained networks expect
 _KEPT = 0.875  # share of each side of a test image that the crop keeps
@@ -32,67 +33,55 @@ class CorruptError(DataError):
     """A file that can be opened, but not decoded."""
 
 
-def open_image(path: str) -> Image:
-    """A file as PIL opens it, its pixels not read yet."""
-    check_file(path)
-    return PIL.Image.open(path)
-
-
 def check_file(path: str) -> None:
-    """ValueError for what is named like an image but is no file, also behind a link: a pipe would be waited for."""
+    """Refuse a pipe or a device, also behind a link: PIL would wait for it."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise ValueError("it is no file, but a pipe, a device or a socket")
 
 
 def as_rgb(image: Image) -> Image:
-    """Any image with three channels of 8 bits; of 16 bits the upper 8 are kept, as PIL does in colour.
-
-    With 16 bits of grey PIL itself would take 255 of 65535 for white, and so nearly all pixels.
-    """
+    """Any image as RGB; of 16 bits the upper 8 are kept: of grey levels PIL would take 255 of 65535 for white."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PPM", "PNG")):
         image = PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     elif image.mode in ("I", "F"):
-        raise ValueError(
-            "its pixels are 32-bit numbers, and which one is white is not known: save it with 8 or 16 bits"
-        )
+        raise ValueError("its pixels are 32-bit numbers, of which white is not known: save it with 8 or 16 bits")
     return image.convert("RGB")
 
 
 def decode(path: str, root: str) -> Image:
-    """An image file in colour; root: the folder of the data, which an error names."""
+    """An image file as RGB; errors name `root`, the folder of the data."""
     try:
-        with open_image(path) as image:
+        check_file(path)
+        with PIL.Image.open(path) as image:
             return as_rgb(image)
     except Exception as error:  # PIL raises many kinds for a broken file
-        if refused(error):
+        if is_refused(error):
             raise DataError(f"{path} cannot be opened ({error}): check the disk, its rights and the memory.") from error
         raise CorruptError(
-            f"{path} cannot be read as an image ({error}): repair or remove it, or skip such files with --corrupt skip "
-            f"(in Python corrupt='skip').{finds_all(root)}"
+            f"{path} cannot be read as an image ({error}): repair or remove it, or skip such files: --corrupt skip, in "
+            f"Python corrupt='skip'.{finds_all(root)}"
         ) from error
 
 
-def refused(error: Exception) -> bool:
-    """Whether it was the system that did not hand out a file, which says nothing about the image."""
+def is_refused(error: Exception) -> bool:
+    """True if the system could not read the file, which says nothing about the image."""
     return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None)
 
 
 def finds_all(root: str) -> str:
-    """A sentence about how to find all broken files of a folder."""
+    """How to find all broken files of a folder."""
     return f" dmcp data {shlex.quote(root)} finds all broken files at once." if root else ""
 
 
 def transform(size: tuple[int, int], train: bool) -> Callable[[Any], Tensor]:
     """What is done to an image; size: height and width that the model gets."""
-    from torchvision.transforms import v2  # late: see cifar_nets.mobilenet_v2
+    from torchvision.transforms import v2  # late: it takes seconds to import
 
     aspect = size[1] / size[0]
-    ratio = (3 / 4 * aspect, 4 / 3 * aspect)  # of what is cut out, so that squares and others are bent alike
-    crop = (
-        [v2.RandomResizedCrop(size, ratio=ratio, antialias=True), v2.RandomHorizontalFlip()]
-        if train
-        else [partial(_cover, size=before_crop(size)), v2.CenterCrop(size)]
-    )
+    crop = [partial(_cover, size=before_crop(size)), v2.CenterCrop(size)]
+    if train:
+        ratio = (3 / 4 * aspect, 4 / 3 * aspect)  # of the crop, so that it is stretched as much as a square would be
+        crop = [v2.RandomResizedCrop(size, ratio=ratio, antialias=True), v2.RandomHorizontalFlip()]
     last = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD), v2.ToPureTensor()]
     return v2.Compose([*crop, *last])  # type: ignore[no-any-return]
 
@@ -103,18 +92,18 @@ def before_crop(size: tuple[int, int]) -> tuple[int, int]:
 
 
 def _cover(image: Image, size: tuple[int, int]) -> Image:
-    """Scale an image, bent in no direction, so that it just covers a height and a width."""
+    """Scale an image, with its aspect ratio, to just cover a height and a width."""
+    from torchvision.transforms import v2
+
     height, width = size
     if width * image.height >= height * image.width:  # its width is what must be met
         height = int(width * image.height / image.width)
     else:
         width = int(height * image.width / image.height)
-    from torchvision.transforms import v2
-
     return v2.functional.resize(image, [height, width], antialias=True)  # type: ignore[no-any-return]
 
 
-_LOOKED_AT = 9  # images whose size is looked at
+_LOOKED_AT = 9  # images whose size `usual_size` reads
 _PARTS = ("train", "val")
 _ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # which torchvision reads
 
@@ -180,7 +169,7 @@ def empty_classes(dataset: FolderSet) -> list[str]:
 
 def _list_part(path: Path, part: str, sides: tuple[int, int]) -> FolderSet:
     """The files of `train/` or `val/`, as torchvision lists them, but without what is hidden."""
-    from torchvision.datasets import folder as listing  # late: see cifar_nets.mobilenet_v2
+    from torchvision.datasets import folder as listing
 
     folder = path / part
     if not folder.is_dir():
@@ -204,37 +193,23 @@ def _list_part(path: Path, part: str, sides: tuple[int, int]) -> FolderSet:
 
 
 def usual_size(dataset: FolderSet) -> tuple[int, int] | None:
-    """Height and width that a few of the files have, the medians of them; None where none can be read."""
+    """Median height and width of a few files; None if none of them can be read."""
     sizes = []
     for path in dataset.paths[:: -(-len(dataset) // _LOOKED_AT)]:
         try:
-            with open_image(path) as image:  # its first bytes only
+            check_file(path)
+            with PIL.Image.open(path) as image:  # its first bytes only
                 sizes.append((image.height, image.width))
-        except Exception:  # what is broken is told where it is needed
+        except Exception:  # a broken file is reported where it is needed
             continue
     heights, widths = zip(*sizes, strict=True) if sizes else ((), ())
     return (statistics.median_low(heights), statistics.median_low(widths)) if sizes else None
 
 
-def as_tested(dataset: FolderSet) -> dict[str, Any]:
-    """What is done to a test image, in plain data."""
-    return {
-        "channels": "RGB",
-        "resize": list(before_crop(dataset.size)),
-        "interpolation": "bilinear",
-        "crop": list(dataset.size),
-        "range": [0.0, 1.0],
-        "mean": list(MEAN),
-        "std": list(STD),
-        "classes": list(dataset.names),
-    }
-
-
 NAMES = ("digits", "cifar10", "cifar100")
 _DIGITS_TEST = 382  # images of the last three writers
-_MOST_CLASSES = 2**24
-_MOST_CHANNELS = 2**12  # of an image; each has its own mean
-_MOST_RATIO, _MOST_DENSE = 64, 2**30  # an array of more bytes than this must not be packed more tightly
+_MAX_CLASSES, _MAX_CHANNELS = 2**24, 2**12
+_MAX_RATIO, _MAX_DENSE = 64, 2**30  # an array of more bytes than this must not be compressed more tightly
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -283,6 +258,7 @@ class DataSets:
     test: DataSet
     classes: int
     shape: tuple[int, ...]  # of one image: channels, height, width
+    sources: tuple[str, str] = ("", "")  # where training and test images come from, in words
 
 
 def load(
@@ -295,10 +271,9 @@ def load(
     """Open a data set: `digits`, `cifar10`, `cifar100`, or a folder.
 
     A folder holds `train-*.npz` and `test-*.npz` with `images` (N, H, W, C) uint8 and `labels` (N,), or `train/` and
-    `val/` with one folder of image files per class, which are cropped to `size`: one side of a square, or height and
-    width. The CIFAR sets are looked for as shards in the folder of their name in `root`, then as torchvision keeps
-    them in `root`; `download` lets torchvision fetch them. docs/getting-started.md says what is done to the images.
-    strict=False, to look at broken data: classes of image files may be empty, or in `train/` or `val/` only.
+    `val/` with one folder of image files per class, which are cropped to `size`: a square's side, or height and width.
+    The CIFAR sets are shards in the folder of their name in `root`, or what torchvision keeps in `root`, and fetches
+    with `download`. strict=False: classes of image files may be empty, or in `train/` or `val/` only.
     """
     path = Path(name)
     if str(name) == "digits":
@@ -312,11 +287,11 @@ def load(
     if list(path.glob("*.npz")):
         return _shards(path)
     train, test = open_folder(path, size) if strict else list_folder(path, size)
-    return DataSets(train, test, train.classes, train.shape)
+    return DataSets(train, test, train.classes, train.shape, (str(path / _PARTS[0]), str(path / _PARTS[1])))
 
 
 def guess(path: Path, names: Sequence[str], is_one: Callable[[Path], bool], cutoff: float = 0.6) -> str:
-    """Which of these names, or of what is beside the path and is one, may have been meant: a question, or nothing."""
+    """A question with the nearest of these names and of the path's neighbours; empty if none is near."""
     try:
         beside = [other for other in path.parent.iterdir() if is_one(other)]
     except OSError:
@@ -327,24 +302,33 @@ def guess(path: Path, names: Sequence[str], is_one: Callable[[Path], bool], cuto
 
 
 def swapped(train: int, test: int, files: bool) -> str:
-    """A question about data with more test images than training images; empty if there are fewer."""
+    """A question, if there are more test images than training images; else empty."""
+    if test <= train:
+        return ""
     parts = "train/ and val/" if files else "train-*.npz and test-*.npz"
-    told = f"There are more test images ({test:,}) than training images ({train:,}): are {parts} swapped?"
-    return told if test > train else ""
+    return f"There are more test images ({test:,}) than training images ({train:,}): are {parts} swapped?"
 
 
 def preprocessing(data: DataSets) -> dict[str, Any]:
-    """What is done to a test image before the network gets it, in plain data: whoever uses the network must do it too.
+    """What is done to a test image before the network gets it, in plain data, for whoever uses the network.
 
-    An image is scaled, bent in no direction, to just cover `resize` (height, width), and the middle `crop` of it is
-    kept; None: its size stays. Then 0..255 becomes `range`, `mean` is subtracted, and what is left is divided by `std`,
-    channel by channel. `shape` is (channels, height, width); `classes` are the names of the outputs, where there are.
+    An image is scaled, with its aspect ratio, to just cover `resize` (height, width), and its middle `crop` is kept;
+    None: its size stays. Then 0..255 becomes `range`, `mean` is subtracted, and the rest is divided by `std`, channel
+    by channel. `shape` is (channels, height, width); `classes` are the names of the outputs, if they have names.
     """
-    how: dict[str, Any] = {"shape": list(data.shape)}
-    if isinstance(data.test, FolderSet):
-        return how | as_tested(data.test)
-    sizes = {"channels": "as stored", "resize": None, "interpolation": None, "crop": None, "range": [0.0, 255.0]}
-    return how | sizes | {"mean": list(data.test.mean), "std": list(data.test.std), "classes": []}
+    test = data.test
+    files = isinstance(test, FolderSet)
+    return {
+        "shape": list(data.shape),
+        "channels": "RGB" if files else "as stored",
+        "resize": list(before_crop(test.size)) if isinstance(test, FolderSet) else None,
+        "interpolation": "bilinear" if files else None,
+        "crop": list(test.size) if isinstance(test, FolderSet) else None,
+        "range": [0.0, 1.0 if files else 255.0],
+        "mean": list(MEAN if isinstance(test, FolderSet) else test.mean),
+        "std": list(STD if isinstance(test, FolderSet) else test.std),
+        "classes": list(test.names) if isinstance(test, FolderSet) else [],
+    }
 
 
 def split(dataset: DataSet, share: float, seed: int = 0) -> tuple[Any, Any]:
@@ -362,16 +346,16 @@ def split(dataset: DataSet, share: float, seed: int = 0) -> tuple[Any, Any]:
 
 
 def _digits() -> DataSets:
+    """Optical Recognition of Handwritten Digits (E. Alpaydin, C. Kaynak), from the UCI repository, CC BY 4.0."""
     with np.load(Path(__file__).with_name("digits.npz")) as file:
         images, labels = file["images"][..., None], file["labels"]
     edge = len(labels) - _DIGITS_TEST
-    return _arrays(
-        (images[:edge], labels[:edge]), (images[edge:], labels[edge:]), Augmentation(shift=1), "the package's digits"
-    )
+    sources = ("the package's, of all writers but three", "the package's, of the last three writers")
+    return _arrays((images[:edge], labels[:edge]), (images[edge:], labels[edge:]), Augmentation(shift=1), sources)
 
 
 def _cifar(name: str, root: Path, download: bool) -> DataSets:
-    import torchvision  # late: see cifar_nets.mobilenet_v2
+    import torchvision
 
     kind = {"cifar10": torchvision.datasets.CIFAR10, "cifar100": torchvision.datasets.CIFAR100}[name]
     try:
@@ -387,12 +371,14 @@ def _cifar(name: str, root: Path, download: bool) -> DataSets:
             f"Put it there, or let Python fetch it once: {fetch}"
         ) from error
     train, test = ((part.data, np.asarray(part.targets)) for part in parts)
-    return _arrays(train, test, Augmentation(shift=4, flip=True, reflect=True), name)
+    sources = (f"{root}, as torchvision keeps them",) * 2
+    return _arrays(train, test, Augmentation(shift=4, flip=True, reflect=True), sources)
 
 
 def _shards(folder: Path) -> DataSets:
     train, test = (_read_shards(folder, part) for part in ("train", "test"))
-    return _arrays(train, test, Augmentation(shift=4, flip=True, reflect=True), str(folder))
+    sources = (str(folder / "train-*.npz"), str(folder / "test-*.npz"))
+    return _arrays(train, test, Augmentation(shift=4, flip=True, reflect=True), sources)
 
 
 def _read_shards(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
@@ -410,29 +396,26 @@ def _read_shards(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
                 for name, arrays in (("images.npy", images), ("labels.npy", labels)):
                     arrays.append(_read_member(file, name, path.stat().st_size))
         except Exception as error:  # zipfile and numpy raise many kinds for a broken file
-            reason = str(error)[:200].encode("unicode_escape").decode()  # it quotes the file
-            raise DataError(f"{path} cannot be read as a shard with images and labels: {reason}") from error
-        if images[-1].dtype != np.uint8 or images[-1].ndim != 4 or labels[-1].shape != images[-1].shape[:1]:
+            raise DataError(f"{path} cannot be read as a shard with images and labels: {quote(error)}") from error
+        image, label = images[-1], labels[-1]
+        fits = image.dtype == np.uint8 and image.ndim == 4 and image.shape[3] <= _MAX_CHANNELS
+        if not fits or label.shape != image.shape[:1] or label.dtype.kind not in "iu":
             raise DataError(
-                f"{path}: images must be (N, H, W, C) uint8 and labels (N,), not {images[-1].shape} "
-                f"{images[-1].dtype} and {labels[-1].shape}."
+                f"{path}: images must be (N, H, W, C) uint8 and labels (N,) integers, not {image.shape} {image.dtype} "
+                f"and {label.shape} {label.dtype}."
             )
-        if images[-1].shape[3] > _MOST_CHANNELS:
-            raise DataError(f"{path}: images of {images[-1].shape[3]} channels: the last of (N, H, W, C) is too many.")
-        if labels[-1].dtype.kind not in "iu":
-            raise DataError(f"{path}: labels must be integers, not {labels[-1].dtype}.")
-        if labels[-1].max(initial=0) > _MOST_CLASSES:
-            raise DataError(f"{path}: labels go up to {labels[-1].max()}; number the classes from 0.")
-        if images[-1].shape[1:] != images[0].shape[1:]:
-            raise DataError(f"{path}: images of {images[-1].shape[1:]}, but {paths[0].name} has {images[0].shape[1:]}.")
-        labels[-1] = labels[-1].astype(np.int64)
+        if label.max(initial=0) > _MAX_CLASSES:
+            raise DataError(f"{path}: labels go up to {label.max()}; number the classes from 0.")
+        if image.shape[1:] != images[0].shape[1:]:
+            raise DataError(f"{path}: images of {image.shape[1:]}, but {paths[0].name} has {images[0].shape[1:]}.")
+        labels[-1] = label.astype(np.int64)
     return np.concatenate(images), np.concatenate(labels)
 
 
 def _read_member(file: zipfile.ZipFile, name: str, most: int) -> np.ndarray:
     """One array of a shard of `most` bytes; what its headers claim is checked before memory is taken for it."""
     info = file.getinfo(name)
-    dense = max(_MOST_RATIO * info.compress_size, _MOST_DENSE)
+    dense = max(_MAX_RATIO * info.compress_size, _MAX_DENSE)
     limits = {zipfile.ZIP_STORED: info.compress_size, zipfile.ZIP_DEFLATED: dense}  # numpy knows these two
     if info.compress_size > most or info.file_size > limits.get(info.compress_type, 0):
         raise ValueError(f"{name} claims {info.file_size} bytes, packed into {info.compress_size}")
@@ -447,29 +430,28 @@ def _read_member(file: zipfile.ZipFile, name: str, most: int) -> np.ndarray:
         return np.lib.format.read_array(member, allow_pickle=False)
 
 
-def _arrays(
-    train: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, np.ndarray], augmentation: Augmentation, name: str
-) -> DataSets:
-    """Check two parts, and normalise both by the training images."""
-    for part, (images, labels) in (("training", train), ("test", test)):
+_Arrays = tuple[np.ndarray, np.ndarray]  # images (N, H, W, C) uint8, labels (N,)
+
+
+def _arrays(train: _Arrays, test: _Arrays, augmentation: Augmentation, sources: tuple[str, str]) -> DataSets:
+    """Check two parts, and normalize both by the training images."""
+    for name, (images, labels) in zip(sources, (train, test), strict=True):
         if not images.size:
-            raise DataError(f"{name}: there are no {part} images.")
+            raise DataError(f"{name}: there are no images.")
         if images.shape[1:] != train[0].shape[1:]:
-            raise DataError(f"{name}: test images are {images.shape[1:]}, training images {train[0].shape[1:]}.")
+            raise DataError(f"{name}: images are {images.shape[1:]}, but those of training {train[0].shape[1:]}.")
         if labels.min() < 0 or labels.max() > train[1].max():
-            raise DataError(
-                f"{name}: {part} labels go from {labels.min()} to {labels.max()}, but the training labels are "
-                f"0 to {train[1].max()}."
-            )
+            found = f"from {labels.min()} to {labels.max()}"
+            raise DataError(f"{name}: labels go {found}, but those of training from 0 to {train[1].max()}.")
     if len(np.unique(train[1])) < 2:
-        raise DataError(f"{name}: all training images have one label; at least two classes are needed.")
+        raise DataError(f"{sources[0]}: all images have one label; at least two classes are needed.")
     classes = int(train[1].max()) + 1
     mean, std = _statistics(train[0])
     sets = [
         ArraySet(torch.from_numpy(images), torch.from_numpy(labels.astype(np.int64)), classes, mean, std, augmentation)
         for images, labels in (train, test)
     ]
-    return DataSets(sets[0], sets[1], classes, sets[0].shape)
+    return DataSets(sets[0], sets[1], classes, sets[0].shape, sources)
 
 
 def _statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,6 @@ class ArrayLoader:
         channels_last: bool = False,
         world: World = SINGLE_PROCESS,  # who share each batch
     ) -> None:
-        check_size(batch_size, len(dataset), train, world)
         self.batch_size = batch_size
         self.train = train
         self.seed = seed
@@ -84,25 +83,32 @@ class ArrayLoader:
         return images.div_(self.std), self.labels[index]
 
 
+class LoaderOptions(TypedDict, total=False):
+    """How batches are made."""
+
+    channels_last: bool
+    world: World  # each rank gets its part of every batch, so that all together see what one process would
+    workers: int | None  # processes that decode files; None: as many as there are cores, at most 8
+    corrupt: str  # files that cannot be decoded: "stop", or "skip", which replaces them
+
+
 def make_loader(
     dataset: DataSet,
     batch_size: int,
     train: bool,
     seed: int = 0,
     device: torch.device | str = "cpu",
-    channels_last: bool = False,
-    workers: int | None = None,
-    world: World = SINGLE_PROCESS,
-    corrupt: str = "stop",
+    **options: Unpack[LoaderOptions],
 ) -> ArrayLoader | FolderLoader:
-    """The loader for this kind of data set; `train` shuffles, augments, and drops an incomplete last batch.
-
-    Each rank gets its part of every batch of `batch_size`, one after the other, so that all see what one alone would.
-    Image files that cannot be decoded stop the pass (corrupt="stop"), or are replaced ("skip") and in `loader.skipped`.
-    """
-    if isinstance(dataset, FolderSet):
-        return FolderLoader(dataset, batch_size, train, seed, device, channels_last, workers, world, corrupt)
-    return ArrayLoader(dataset, batch_size, train, seed, device, channels_last, world)
+    """The loader for a data set; `train` shuffles, augments, and drops an incomplete last batch."""
+    world, last = options.get("world", SINGLE_PROCESS), options.get("channels_last", False)
+    check_size(batch_size, len(dataset), train, world)
+    if isinstance(dataset, ArraySet):
+        return ArrayLoader(dataset, batch_size, train, seed, device, last, world)
+    if (corrupt := options.get("corrupt", "stop")) not in ("stop", "skip"):
+        raise DataError(f"corrupt must be stop or skip, not {corrupt!r}.")
+    keys = _Keys(len(dataset), batch_size, train, seed, world)
+    return FolderLoader(dataset, keys, device, last, options.get("workers"), corrupt == "skip")
 
 
 def _pad(images: Tensor, augmentation: Augmentation) -> Tensor:
@@ -123,38 +129,32 @@ _TRIES = 100  # unreadable images in a row that are skipped: more are not bad lu
 
 
 class FolderLoader:
-    """Batches of image files; `train` crops and flips at random, shuffles, and drops an incomplete last batch.
+    """Batches of image files.
 
-    An image that cannot be decoded stops the pass (corrupt="stop"), or the next one in the order of the epoch that can
-    takes its place ("skip"), and its path is in `skipped`. A file that the system does not hand out always stops.
+    An image that cannot be decoded stops the pass, or, with `skip`, the next one in the order of the epoch takes its
+    place, and its path is in `skipped`. A file that the system cannot read always stops.
     """
 
     def __init__(
         self,
         dataset: FolderSet,
-        batch_size: int,
-        train: bool,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
-        channels_last: bool = False,
-        workers: int | None = None,  # processes that decode; None: as many as there are cores, at most 8
-        world: World = SINGLE_PROCESS,  # who share each batch
-        corrupt: str = "stop",
+        keys: _Keys,
+        device: torch.device | str,
+        channels_last: bool,
+        workers: int | None,
+        skip: bool,
     ) -> None:
-        check_size(batch_size, len(dataset), train, world)
-        if corrupt not in ("stop", "skip"):
-            raise DataError(f"corrupt must be stop or skip, not {corrupt!r}.")
         self.dataset = dataset
-        self.batch_size = batch_size
+        self.keys = keys
+        self.batch_size = keys.batch_size
         self.device = torch.device(device)
-        self.channels_last = channels_last
+        self.layout = torch.channels_last if channels_last else torch.contiguous_format
         self.skipped: set[str] = set()
         self.passes = 0  # begun so far
-        self.keys = _Keys(len(dataset), batch_size, train, seed, world)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         workers = min(8, cores) if workers is None else workers
         self.files: DataLoader[_Batch] = DataLoader(
-            _Files(dataset, train, seed, corrupt == "skip"),
+            _Files(dataset, keys.train, keys.seed, skip),
             sampler=self.keys,
             batch_size=None,  # a key stands for a whole batch
             num_workers=workers,
@@ -175,7 +175,6 @@ class FolderLoader:
 
     def starting_at(self, skip: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of this epoch from number `skip` on; the files of those before are not read."""
-        layout = torch.channels_last if self.channels_last else torch.contiguous_format
         self.passes += 1
         own = self.passes
         batches: Iterator[_Batch] | None = None
@@ -186,7 +185,7 @@ class FolderLoader:
             self.skipped.update(batch.unreadable)
             if batch.failure:
                 raise DataError(batch.failure)
-            moved = batch.images.to(self.device, non_blocking=True, memory_format=layout)
+            moved = batch.images.to(self.device, non_blocking=True, memory_format=self.layout)
             yield moved, batch.labels.to(self.device, non_blocking=True)
 
     def _read(

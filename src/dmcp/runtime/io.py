@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import json
 import os
 import platform
 import stat
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -162,8 +164,9 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
         for path, final in staged.items():
             path.replace(final)
     except BaseException:  # Ctrl-C, too
-        for path in staged:
-            path.unlink(missing_ok=True)
+        if next(iter(staged)).exists():  # between two renames the rest stays, for `load` to find
+            for path in staged:
+                path.unlink(missing_ok=True)
         raise
     if os.name == "posix":  # make the new names last through a loss of power
         descriptor = os.open(folder, os.O_RDONLY)
@@ -193,9 +196,16 @@ def from_plain(kind: type[_T], data: Any) -> _T:
     return kind(**values)
 
 
+class _Names(dict[str, Any]):
+    """Names in annotations; those that only type checkers import stand for a type that nothing has."""
+
+    def __missing__(self, name: str) -> Any:
+        return getattr(builtins, name, _Names)
+
+
 @functools.cache
 def _hints(kind: Any) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+    return typing.get_type_hints(kind, localns=_Names(vars(sys.modules[kind.__module__])))
 
 
 def _convert(hint: Any, value: Any) -> Any:

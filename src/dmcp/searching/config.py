@@ -192,23 +192,24 @@ class Log:
         """Read what waits, and check that it is finite."""
         read, self.waiting = [step.read(self.world) for step in self.waiting], []
         for record in read:
-            where = f"at step {record.step} (epoch {record.epoch})"
-            if not all(map(math.isfinite, record.weight_losses or ())):
-                self._stop(f"The loss of stage 1, the weights, is not finite {where}", "lr")
-            if not all(math.isfinite(loss or 0.0) for loss in (record.task_loss, record.budget_loss)):
-                self._stop(f"The loss of stage 2, the alphas, is not finite {where}", "lr or alpha_lr")
+            stages = {"stage 1, the weights": record.weight_losses or ()}
+            stages["stage 2, the alphas"] = (record.task_loss or 0.0, record.budget_loss or 0.0)
+            for stage, losses in stages.items():
+                for loss in losses:
+                    if not math.isfinite(loss):
+                        self._stop(f"The loss is {loss} in {stage}, at step {record.step} (epoch {record.epoch})")
         if read and not torch.stack([tensor.isfinite().all() for tensor in self.net.parameters()]).all().item():
-            self._stop(f"Weights or alphas are not finite after step {read[-1].step}", "lr or alpha_lr")
+            self._stop(f"Weights or alphas are not finite after step {read[-1].step}")
         self.begin(self.records + read)
         for record in read:
             self.on_record(record)
 
     @torch.no_grad()
-    def _stop(self, what: str, rate: str) -> NoReturn:
+    def _stop(self, what: str) -> NoReturn:
         for name, tensor in self.net.state_dict().items():
             tensor.copy_(self.good[name])
         last = f"after step {self.records[-1].step}" if self.records else "before the first step"
         raise TrainingError(
-            f"{what}; the supernet is as it was {last}. Lower {rate} (a trained model needs a small lr), or look at "
-            "the data."
+            f"{what}; the supernet is as it was {last}. Lower lr (a trained model needs a small one) or alpha_lr, or "
+            "look at the data."
         )

@@ -179,8 +179,8 @@ def _add_gradients(
 def _sums(before: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Gradients added to earlier ones all at once: backward() would add those of each weight by itself."""
     total: list[Tensor | None] = [old if new is None else new for old, new in zip(before, found, strict=True)]
-    pairs = [(place, old, new) for place, (old, new) in enumerate(zip(before, found, strict=True))]
-    both = [(place, old, new) for place, old, new in pairs if old is not None and new is not None]
+    pairs = enumerate(zip(before, found, strict=True))
+    both = [(place, old, new) for place, (old, new) in pairs if old is not None and new is not None]
     for dtype in {new.dtype for _, _, new in both}:
         places, olds, news = zip(*(it for it in both if it[2].dtype == dtype), strict=True)
         for place, added in zip(places, torch._foreach_add(olds, news), strict=True):

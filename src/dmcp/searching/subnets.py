@@ -55,14 +55,6 @@ def chains(
     return Chains(process, sizes, behind.sum(dim=1) + net.space_of * (sizes.shape[1] + 1))
 
 
-def sandwich(
-    net: Supernet, chains: Chains, sampling: Sampling, count: int, generator: torch.Generator | None = None
-) -> list[Tensor]:
-    """Gates of the sub-networks of one weight step: the largest, the smallest, then random ones. Each (channels,)"""
-    ends = [net.hard(chains.sizes.sum(dim=1)), net.hard(chains.sizes[:, 0])]
-    return ends + sample_gates(net, chains, sampling, count, generator)
-
-
 def sample_gates(
     net: Supernet, chains: Chains, sampling: Sampling, count: int, generator: torch.Generator | None = None
 ) -> list[Tensor]:

@@ -211,18 +211,6 @@ class ChannelGraph:
         """Expected cost of one kind when each group survives with these chances. (S, G), (S, G) -> ()"""
         return self._polynomial(kind).expected(lambda power: process.moment(marginals, sizes, power))
 
-    def expected_macs(self, marginals: Tensor, sizes: Tensor, process: Process = CHAIN) -> Tensor:
-        """Expected multiply-adds when each group survives with these chances. (S, G), (S, G) -> ()"""
-        return self.expected_cost("macs", marginals, sizes, process)
-
-    def expected_params(self, marginals: Tensor, sizes: Tensor, process: Process = CHAIN) -> Tensor:
-        """Expected parameters when each group survives with these chances. (S, G), (S, G) -> ()"""
-        return self.expected_cost("params", marginals, sizes, process)
-
-    def expected_memory(self, marginals: Tensor, sizes: Tensor, process: Process = CHAIN) -> Tensor:
-        """Most expected bytes of activations when each group survives with these chances. (S, G), (S, G) -> ()"""
-        return self.expected_cost("memory", marginals, sizes, process)
-
     def layers(self, widths: Mapping[str, int] | None = None) -> tuple[LayerCost, ...]:
         """What each layer costs, in the order in which they run."""
         numbers = self._numbers(widths)

@@ -1,6 +1,7 @@
 """Numbers in the code of a network that follow a width, in every way in which they can come into torch.
 
-A cut network computes them anew, a gated one has those of the whole network: such a width is kept, or both differ.
+A cut network computes them anew, a gated one has those of the unpruned network: such a width is unprunable, or both
+differ.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from nets import sizes
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -28,6 +30,7 @@ class Scaled(nn.Module):
     def __init__(self, way: Callable[[Tensor], Any], reads: bool = False) -> None:
         super().__init__()
         self.a, self.b, self.head = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 12, 1), nn.Conv2d(12, 4, 1)
+        self.few, self.many = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.tensor(2.5))
         self.way, self.reads = way, reads
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,16 +40,9 @@ class Scaled(nn.Module):
         return self.head(self.b(h + self.way(h)))
 
 
-def written(h: Tensor) -> Tensor:
-    table = torch.zeros(40)
-    table[h.shape[1]] = 5
-    return table[8]
-
-
-def filled(h: Tensor) -> Tensor:
-    table = torch.zeros(2)
-    table[0] = float(h.shape[1])
-    return table[0]
+def written(table: Tensor, index: Any, what: Any = 2.0) -> Tensor:
+    table[index] = what
+    return table
 
 
 WITH_WIDTH: dict[str, Callable[[Tensor], Any]] = {
@@ -71,8 +67,8 @@ WITH_WIDTH: dict[str, Callable[[Tensor], Any]] = {
     "ones": lambda h: torch.ones(h.shape[1]).sum(),
     "an entry": lambda h: TABLE.to(h.device)[h.shape[1]],
     "entries": lambda h: TABLE.to(h.device)[[h.shape[1], 3]].sum(),
-    "an entry that is written": written,
-    "a number that is written": filled,
+    "an entry that is written": lambda h: written(torch.zeros(40), h.shape[1], 5)[8],
+    "a number that is written": lambda h: written(torch.zeros(2), 0, float(h.shape[1]))[0],
     "select": lambda h: torch.arange(40.0).select(0, h.shape[1]),
     "narrow": lambda h: torch.arange(40.0).narrow(0, h.shape[1], 1),
     "roll": lambda h: torch.arange(40.0).roll(h.shape[1])[0],
@@ -93,27 +89,9 @@ WITH_WIDTH: dict[str, Callable[[Tensor], Any]] = {
     "a kind of gelu": lambda h: F.gelu(h, approximate="tanh" if h.shape[1] > 10 else "none"),
     "a kind of number": lambda h: h.to(torch.float64 if h.shape[1] > 10 else torch.float32).sin().float(),
     "a dim": lambda h: h.cumsum(2 if h.shape[1] > 10 else 3),
+    "an op that does not run without data": lambda h: torch.fake_quantize_per_tensor_affine(h, 0.1, 0, -8, 8),
     "dilation": lambda h: F.max_pool1d(torch.arange(40.0)[None], 2, dilation=h.shape[1]).sum() / 100,
-}
-
-
-def gated_and_cut(model: nn.Module) -> tuple[Any, Tensor, Tensor]:
-    graph = dmcp.trace(model, X)
-    widths = graph.widths([space.size // 2 for space in graph.spaces])
-    net, small = dmcp.Supernet(model, graph).eval(), dmcp.cut(model, graph, widths)
-    with torch.no_grad():
-        return graph, net(X, net.hard(widths)), small(X)
-
-
-@pytest.mark.parametrize("reads", [False, True])
-@pytest.mark.parametrize("way", WITH_WIDTH)
-def test_a_width_in_the_arithmetic_is_kept(way: str, reads: bool) -> None:
-    graph, gated, small = gated_and_cut(Scaled(WITH_WIDTH[way], reads).eval())
-    assert [space.name for space in graph.spaces] == ["b"]  # the rest is pruned all the same
-    torch.testing.assert_close(gated, small)
-
-
-BRANCHES: dict[str, Callable[[Tensor], Any]] = {
+    # branches
     "the order of two": lambda h: h.relu() - h.sigmoid() if h.shape[1] > 10 else h.sigmoid() - h.relu(),
     "where": lambda h: torch.where(h > 0, h, -h) if h.shape[1] > 10 else torch.where(h > 0, -h, h),
     "one of two tables": lambda h: TABLES[h.shape[1] > 10].to(h.device),
@@ -122,29 +100,59 @@ BRANCHES: dict[str, Callable[[Tensor], Any]] = {
     "other ops": lambda h: h.relu() if h.shape[1] > 10 else h.sigmoid(),
     "one of two constants": lambda h: (torch.ones(1) if h.shape[1] > 10 else torch.zeros(1)).to(h.device),
 }
+WITHOUT_WIDTH: dict[str, Callable[[Tensor], Any]] = {
+    "a number": lambda h: 3.0,
+    "tensor": lambda h: torch.tensor([2.0, 3.0]).sum(),
+    "not a number": lambda h: torch.tensor(float("nan")).nan_to_num(2.0),
+    "not a number, of an array": lambda h: torch.from_numpy(np.array([np.nan], np.float32)).nan_to_num(2.0),
+    "new_tensor": lambda h: h.new_tensor([float(h.shape[-1])]),
+    "Tensor": lambda h: torch.Tensor([2.0, 3.0]).sum(),
+    "from_numpy": lambda h: torch.from_numpy(np.array([2.0, 3.0], np.float32)).sum(),
+    "an entry": lambda h: TABLE.to(h.device)[h.shape[-1]],
+    "entries": lambda h: TABLE.to(h.device)[[1, 3]].sum(),
+    "a number that is written": lambda h: written(torch.zeros(2), 0)[0],
+    "a number for a part": lambda h: written(h.clone(), (slice(None), slice(None), 0)),
+    "a number for the rest": lambda h: written(h.clone(), (..., slice(2, None))),
+    "a number for all": lambda h: written(h.clone(), ...),
+    "a number for what a mask says": lambda h: written(h.clone(), h < 0),
+    "a number for samples": lambda h: written(h.clone(), h.new_zeros(2) < 1),
+    "a tensor for a part": lambda h: written(h.clone(), (slice(None), slice(None), 0), h[:, :, 1]),
+    "an array, by an old name": lambda h: torch.Tensor(np.full((1, 1, 1, 1), 0.4, np.float32)).to(h.device),
+    "sizes": lambda h: h.new(h.shape[0], h.shape[1], 1, 1).zero_(),
+    "a size": lambda h: h.new(h.size()).zero_(),
+    "not a number, in an op": lambda h: h.masked_fill(h > 3, float("nan")).nan_to_num(0.0),
+}
+
+
+def gated_and_cut_agree(model: nn.Module, spaces: list[str]) -> Any:
+    graph = dmcp.trace(model.eval(), X)
+    assert list(sizes(graph)) == spaces
+    widths = graph.widths([space.size // 2 for space in graph.spaces])
+    net, small = dmcp.Supernet(model, graph).eval(), dmcp.cut(model, graph, widths)
+    with torch.no_grad():
+        torch.testing.assert_close(net(X, net.hard(widths)), small(X))
+    return graph
 
 
 @pytest.mark.parametrize("reads", [False, True])
-@pytest.mark.parametrize("way", BRANCHES)
-def test_a_branch_by_a_width_is_seen(way: str, reads: bool) -> None:
-    graph, gated, small = gated_and_cut(Scaled(BRANCHES[way], reads).eval())
-    assert [space.name for space in graph.spaces] == ["b"]
-    torch.testing.assert_close(gated, small)
+@pytest.mark.parametrize("way", WITH_WIDTH)
+def test_a_width_in_the_arithmetic_is_unprunable(way: str, reads: bool) -> None:
+    gated_and_cut_agree(Scaled(WITH_WIDTH[way], reads), ["b"])  # the rest is pruned all the same
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("way", WITHOUT_WIDTH)
+def test_other_numbers_cost_no_space(way: str, reads: bool) -> None:
+    gated_and_cut_agree(Scaled(WITHOUT_WIDTH[way], reads), ["a", "b"])
 
 
 def test_a_branch_by_a_width_that_picks_a_parameter_is_seen() -> None:
     class Picks(Scaled):
-        def __init__(self) -> None:
-            super().__init__(torch.relu)
-            self.few, self.many = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.tensor(2.5))
-
         def forward(self, x: Tensor) -> Tensor:
             h = self.a(x)
             return self.head(self.b(h * (self.few if h.shape[1] <= 10 else self.many)))
 
-    graph, gated, small = gated_and_cut(Picks().eval())
-    assert [space.name for space in graph.spaces] == ["b"]
-    torch.testing.assert_close(gated, small)
+    gated_and_cut_agree(Picks(torch.relu), ["b"])
 
 
 def test_a_number_that_follows_a_later_width_keeps_that_one() -> None:
@@ -152,17 +160,8 @@ def test_a_number_that_follows_a_later_width_keeps_that_one() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.b(self.a(x) / (3 + self.b.out_channels)))
 
-    graph, gated, small = gated_and_cut(Ahead(torch.relu).eval())
-    assert [space.name for space in graph.spaces] == ["a"]
+    graph = gated_and_cut_agree(Ahead(torch.relu), ["a"])
     assert {item.name: item.reason for item in graph.unprunable}["b"] == "a number in the code depends on its size"
-    torch.testing.assert_close(gated, small)
-
-
-def test_an_op_that_cannot_run_without_data_keeps_only_its_own_channels() -> None:
-    model = Scaled(lambda h: torch.fake_quantize_per_tensor_affine(h, 0.1, 0, -8, 8)).eval()
-    graph, gated, small = gated_and_cut(model)
-    assert [space.name for space in graph.spaces] == ["b"]
-    torch.testing.assert_close(gated, small)
 
 
 def test_numbers_of_a_generator_of_its_own_follow_no_width() -> None:
@@ -174,46 +173,9 @@ def test_numbers_of_a_generator_of_its_own_follow_no_width() -> None:
         lambda h: h.relu() * (0 * dice.random()),
     ]
     for way in ways:
-        assert [space.name for space in dmcp.trace(Scaled(way).eval(), X).spaces] == ["a", "b"]
+        assert list(sizes(dmcp.trace(Scaled(way).eval(), X))) == ["a", "b"]
     also_wide = dmcp.trace(Scaled(lambda h: torch.tensor(dice.random()) * h.shape[1]).eval(), X)
-    assert [space.name for space in also_wide.spaces] == ["b"]
-
-
-WITHOUT_WIDTH: dict[str, Callable[[Tensor], Any]] = {
-    "a number": lambda h: 3.0,
-    "tensor": lambda h: torch.tensor([2.0, 3.0]).sum(),
-    "not a number": lambda h: torch.tensor(float("nan")).nan_to_num(2.0),
-    "not a number, of an array": lambda h: torch.from_numpy(np.array([np.nan], np.float32)).nan_to_num(2.0),
-    "new_tensor": lambda h: h.new_tensor([float(h.shape[-1])]),
-    "Tensor": lambda h: torch.Tensor([2.0, 3.0]).sum(),
-    "from_numpy": lambda h: torch.from_numpy(np.array([2.0, 3.0], np.float32)).sum(),
-    "an entry": lambda h: TABLE.to(h.device)[h.shape[-1]],
-    "entries": lambda h: TABLE.to(h.device)[[1, 3]].sum(),
-    "a number that is written": lambda h: _written(torch.zeros(2), 0)[0],
-    "a number for a part": lambda h: _written(h.clone(), (slice(None), slice(None), 0)),
-    "a number for the rest": lambda h: _written(h.clone(), (..., slice(2, None))),
-    "a number for all": lambda h: _written(h.clone(), ...),
-    "a number for what a mask says": lambda h: _written(h.clone(), h < 0),
-    "a number for samples": lambda h: _written(h.clone(), h.new_zeros(2) < 1),
-    "a tensor for a part": lambda h: _written(h.clone(), (slice(None), slice(None), 0), h[:, :, 1]),
-    "an array, by an old name": lambda h: torch.Tensor(np.full((1, 1, 1, 1), 0.4, np.float32)).to(h.device),
-    "sizes": lambda h: h.new(h.shape[0], h.shape[1], 1, 1).zero_(),
-    "a size": lambda h: h.new(h.size()).zero_(),
-    "not a number, in an op": lambda h: h.masked_fill(h > 3, float("nan")).nan_to_num(0.0),
-}
-
-
-def _written(table: Tensor, index: Any, what: Any = 2.0) -> Tensor:
-    table[index] = what
-    return table
-
-
-@pytest.mark.parametrize("reads", [False, True])
-@pytest.mark.parametrize("way", WITHOUT_WIDTH)
-def test_other_numbers_cost_no_space(way: str, reads: bool) -> None:
-    graph, gated, small = gated_and_cut(Scaled(WITHOUT_WIDTH[way], reads).eval())
-    assert [space.name for space in graph.spaces] == ["a", "b"]
-    torch.testing.assert_close(gated, small)
+    assert list(sizes(also_wide)) == ["b"]
 
 
 def test_the_module_that_made_the_number_is_named() -> None:
@@ -221,7 +183,6 @@ def test_the_module_that_made_the_number_is_named() -> None:
         def forward(self, h: Tensor) -> Tensor:
             return h * torch.tensor(float(h.shape[1]))
 
-    model = nn.Sequential(nn.Conv2d(3, 16, 3), Half(), nn.Conv2d(16, 12, 1), nn.Conv2d(12, 4, 1)).eval()
-    graph = dmcp.trace(model, X)
-    (reason,) = [item.reason for item in graph.unprunable if item.name == "0"]
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), Half(), nn.Conv2d(16, 12, 1), nn.Conv2d(12, 4, 1))
+    (reason,) = [item.reason for item in gated_and_cut_agree(model, ["2"]).unprunable if item.name == "0"]
     assert reason == "a factor in the code depends on its size (a tensor at 1)"

@@ -1,0 +1,198 @@
+"""cli/config: one tree of settings, the options made from it, defaults that depend on each other, recipes."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dmcp.budget import check_reachable, parse
+from dmcp.cli.config import RECIPES, Request, RunConfig, argument, config_from_json, find_recipe, make_config
+from dmcp.cli.job import build, trace_job
+from dmcp.errors import DmcpError, FileError, TrainingError
+from dmcp.runs import SETTINGS, Run
+from dmcp.searching.config import extremes
+from dmcp.settings import UNPRUNED, Corrupt, Retrain, SearchConfig, TrainConfig
+from dmcp.supernet import Supernet
+from dmcp.tracing.graph import ChannelGraph
+from dmcp.training import learning_rate
+
+# table 6 of the paper, its DMCP rows in order: network, MACs, and * for slimmable training
+TABLE_6 = """
+mobilenet_v2 300M   | mobilenet_v2 211M   | mobilenet_v2 97M | mobilenet_v2 87M | mobilenet_v2 59M | mobilenet_v2 43M
+mobilenet_v2 300M * | mobilenet_v2 211M * | resnet18 1.04G   | resnet50 2.8G    | resnet50 2.2G    | resnet50 1.1G
+resnet50 278M
+"""
+ROWS = [tuple(row.split()) for row in TABLE_6.strip().replace("\n", "|").split("|")]
+
+
+def config(command: str = "prune", **typed: Any) -> RunConfig:
+    return make_config(Request(command=command, typed={"model": "digits:resnet", "data": "digits"} | typed))
+
+
+def test_defaults_depend_on_weights_and_retrain() -> None:
+    for typed, epochs, lr, warmup, sort, retrain in (
+        ({}, 100, 0.8, 0.5, False, Retrain.SCRATCH),
+        ({"weights": "x.pth"}, 20, 0.08, 0.0, True, Retrain.FINETUNE),
+        ({"weights": "x.pth", "retrain": Retrain.SCRATCH, "warmup": 0.25}, 100, 0.8, 0.25, True, Retrain.SCRATCH),
+        ({"retrain": Retrain.SLIMMABLE, "epochs": 3, "lr": 0.4}, 3, 0.4, 0.5, False, Retrain.SLIMMABLE),
+    ):
+        it = config(**typed)
+        assert it.train and it.search
+        found = (it.train.epochs, it.train.lr, it.search.warmup, it.search.sort, it.retrain)
+        assert found == (epochs, lr, warmup, sort, retrain)
+    it = config(lr=0.4, search_lr=0.1, seed=3, weight_decay=0.5, label_smoothing=0.0, compile=False, search_epochs=2)
+    assert it.train == TrainConfig(lr=0.4, warmup_lr=0.4 * 0.2 / 0.8, seed=3, weight_decay=0.5, label_smoothing=0)
+    assert it.search and (it.search.lr, it.search.min_lr, it.search.seed, it.search.epochs) == (0.1, 0.01, 3, 2)
+    assert (it.search.weight_decay, it.search.label_smoothing, it.seed, it.engine.compile) == (0.5, 0, 3, False)
+    assert config("search").train is None and config("train").search is None
+
+
+def test_a_recipe_is_changed_by_options() -> None:
+    recipe = find_recipe("imagenet_mobilenet_v2_211m")
+    assert config(recipe=recipe.recipe, model="resnet18").model_args == ()
+    it = make_config(Request(command="prune", typed={"recipe": recipe.recipe, "data": "x", "epochs": 2, "seed": 1}))
+    assert recipe.search and recipe.train and it.model_args == ("width_mult=1.5",)
+    assert it.search == replace(recipe.search, seed=1) and it.train == replace(recipe.train, epochs=2, seed=1)
+    it = config(recipe="imagenet_resnet50_2200m", weights="x.pth")
+    assert it.search and (it.search.warmup, it.search.sort, it.retrain) == (0, True, Retrain.SCRATCH)
+    with pytest.raises(DmcpError, match="did you mean imagenet_mobilenet_v2_211m"):
+        find_recipe("mobilenet_v2_211m")
+    with pytest.raises(FrozenInstanceError):
+        recipe.batch = 256  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("typed", "bound"),
+    [([], {}), (["8"], 8), (["a.b=3"], {"a.b": 3}), (["6", "layer2.0.conv1=12"], {"": 6, "layer2.0.conv1": 12})],
+)
+def test_bounds_are_one_number_or_numbers_by_name(typed: list[str], bound: object) -> None:
+    it = config(**({"min_channels": typed} if typed else {}))
+    assert it.search and it.search.min_channels == bound
+    assert config_from_json(json.loads(json.dumps(it.to_json())), "here") == it
+
+
+WRONG: list[tuple[dict[str, Any], type[DmcpError]]] = [
+    ({"model": ""}, DmcpError),
+    ({"epochs": 0}, TrainingError),
+    ({"groups": 0}, TrainingError),
+    ({"seed": 2**63}, DmcpError),
+    ({"search_epochs": 1, "warmup": 0.9}, TrainingError),
+    ({"min_channels": ["0"]}, DmcpError),
+    ({"min_channels": ["=3"]}, DmcpError),
+    ({"min_channels": ["8", "9"]}, DmcpError),
+    ({"max_channels": ["a=3", "a=4"]}, DmcpError),
+    ({"teacher": "given"}, DmcpError),
+    ({"teacher": "x.pth", "retrain": Retrain.SLIMMABLE}, DmcpError),
+    ({"teacher_model": "resnet18"}, DmcpError),
+    ({"teacher": UNPRUNED, "teacher_model": "resnet18"}, DmcpError),
+    ({"teacher": "x.pth", "teacher_model_args": ["width=3"]}, DmcpError),
+    ({"teacher": "x.pth", "teacher_model": "resnet18", "teacher_model_args": ["wide"]}, DmcpError),
+    ({"kd_weight": 0.5}, DmcpError),
+    ({"teacher": "x.pth", "kd_weight": 1.5}, TrainingError),
+    ({"recipe": "imagenet"}, DmcpError),
+]
+
+
+@pytest.mark.parametrize(("typed", "kind"), WRONG, ids=str)
+def test_settings_that_make_no_sense(typed: dict[str, Any], kind: type[DmcpError]) -> None:
+    with pytest.raises(DmcpError) as caught:
+        config(**typed)
+    assert caught.type is kind
+    if "teacher" in typed:
+        with pytest.raises(DmcpError):
+            config("train", **typed)
+
+
+def test_the_unpruned_network_does_not_teach_itself() -> None:
+    with pytest.raises(DmcpError):
+        config("train", teacher=UNPRUNED)
+    assert config("train", teacher=UNPRUNED, widths="w.json").teacher == UNPRUNED
+
+
+def test_a_run_goes_on_with_its_settings(tmp_path: Path) -> None:
+    begun = config(lr=0.4, search_lr=0.1, min_channels=["8"], ignore=["conv1"], seed=2)
+    Run(tmp_path).write(SETTINGS, begun.to_json() | {"argv": []})
+
+    def resumed(command: str = "prune", **typed: Any) -> RunConfig:
+        return make_config(Request(command=command, typed=typed, resume=str(tmp_path)))
+
+    assert resumed() == begun
+    assert resumed(lr=0.4, min_channels=["8"], ignore=["conv1"], seed=2) == begun
+    assert resumed(workers=3, corrupt=Corrupt.SKIP) == replace(begun, workers=3, corrupt=Corrupt.SKIP)
+    for typed in ({"lr": 0.5}, {"budget": "40%"}, {"ignore": ["fc"]}, {"min_channels": ["7"]}, {"compile": True}):
+        with pytest.raises(DmcpError, match="goes on with the settings it began with"):
+            resumed(**typed)
+    with pytest.raises(DmcpError, match="dmcp prune --resume"):
+        resumed("search")
+    with pytest.raises(FileError):
+        make_config(Request(command="prune", typed={}, resume=str(tmp_path / "nothing")))
+
+
+def test_settings_of_another_version_are_refused() -> None:
+    plain = json.loads(json.dumps(config().to_json()))
+    for change in (
+        {"engine": None},
+        {"search": 3},
+        {"model": 7},
+        {"ignore": [1]},
+        {"search": {"more": 1}},
+        {"batch": "x"},
+    ):
+        with pytest.raises(FileError):
+            config_from_json(plain | change, "settings.json")
+    with pytest.raises(FileError):
+        config_from_json({}, "settings.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("a=3", 3), ("a=1.5", 1.5), ("a=False", False), ("a=(1, 2)", (1, 2)), ("a=x", "x")]
+)
+def test_arguments_of_a_builder(text: str, value: object) -> None:
+    assert argument(text) == ("a", value)
+
+
+# recipes
+
+
+@functools.cache
+def traced(model: str) -> tuple[Supernet, ChannelGraph]:
+    """The network that the recipes of this model start from, and its graph, without data."""
+    recipe = next(recipe for recipe in map(find_recipe, RECIPES) if recipe.model == model)
+    assert recipe.search
+    net = build(recipe, 1000)
+    graph = trace_job(recipe, net, (3, 224, 224))
+    return Supernet(net, graph, recipe.search.groups, recipe.search.align), graph
+
+
+@pytest.mark.parametrize(("name", "row"), [*zip(RECIPES, ROWS, strict=True)], ids=list(RECIPES))
+def test_a_recipe_has_the_settings_of_section_4_1(name: str, row: tuple[str, ...]) -> None:
+    recipe, mobile = find_recipe(name), row[0] == "mobilenet_v2"
+    search, train = recipe.search, recipe.train
+    assert search and train and recipe.recipe == name
+    assert (recipe.model, search.budget, recipe.data) == (row[0], row[1], "")
+    assert recipe.retrain is (Retrain.SLIMMABLE if row[-1] == "*" else Retrain.SCRATCH)
+    assert (recipe.batch, recipe.train_batch) == (1024, 2048)
+    assert recipe.model_args == (("width_mult=1.5",) if mobile else ())
+    decay = 4e-5 if mobile else 1e-4
+    assert search == SearchConfig(budget=row[1], groups=15 if mobile else 10, weight_decay=decay)
+    assert (search.epochs, search.warmup_epochs, search.budget_weight, search.tolerance) == (40, 20, 0.1, 0.95)
+    assert (search.lr, search.min_lr, search.reference_batch) == (0.2, 0.02, recipe.batch)  # so never scaled
+    assert train == TrainConfig(epochs=250 if mobile else 100, weight_decay=decay)
+    steps = train.epochs * 625
+    rates = [learning_rate(step, steps, recipe.train_batch, train) for step in (0, 625, steps)]
+    assert rates == pytest.approx([0.2, 0.8, 0.0])
+    net, graph = traced(recipe.model)
+    target = round(float(row[1][:-1]) * {"M": 10**6, "G": 10**9}[row[1][-1]])
+    assert f"_{target // 10**6}m" in name
+    assert [(limit.kind, limit.target) for limit in parse(search.budget, graph).limits] == [("macs", target)]
+    check_reachable(parse(search.budget, graph), graph, extremes(graph, net.sizes)[0])
+
+
+@pytest.mark.parametrize(("model", "printed"), [("mobilenet_v2", 672e6), ("resnet18", 1.8e9), ("resnet50", 4.1e9)])
+def test_the_unpruned_network_is_the_papers(model: str, printed: float) -> None:
+    assert traced(model)[1].macs() == pytest.approx(printed, rel=0.015)  # its appendix A.1, and table 6

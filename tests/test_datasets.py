@@ -1,0 +1,390 @@
+"""Data sets: disjoint parts, images prepared as stated, and every mistake in files, folders and shards."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import math
+import pickle
+import random
+import tracemalloc
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.datasets import CIFAR10, cifar
+from torchvision.datasets.folder import IMG_EXTENSIONS
+from torchvision.transforms import v2
+
+from dmcp.data import datasets
+from dmcp.data.datasets import ArraySet, Augmentation, DataSets, load, preprocessing, split, swapped, transform
+from dmcp.data.loaders import make_loader
+from dmcp.errors import DataError
+
+
+def contents(part: ArraySet) -> set[bytes]:
+    return {image.numpy().tobytes() for image in part.images}
+
+
+def write_photos(
+    root: Path, *sizes: tuple[int, int], count: int = 4, classes: tuple[str, ...] = ("dog", "cat")
+) -> Path:
+    """Noise of these heights and widths, in turn, in train/ and val/."""
+    noise = np.random.default_rng(0)
+    for part, name in itertools.product(("train", "val"), classes):
+        (root / part / name).mkdir(parents=True)
+        for number in range(count):
+            pixels = noise.integers(0, 256, (*(sizes or ((20, 24),))[number % (len(sizes) or 1)], 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / part / name / f"{number}.png")
+    return root
+
+
+def as_loaded(sets: DataSets) -> torch.Tensor:
+    return torch.cat([images for images, _ in make_loader(sets.test, 5, train=False, workers=0)])
+
+
+# arrays
+
+
+def test_digits_are_what_they_say() -> None:
+    sets = load("digits")
+    assert (len(sets.train), len(sets.test), sets.classes, sets.shape) == (1415, 382, 10, (1, 8, 8))
+    images = torch.cat([sets.train.images, sets.test.images])
+    assert images.dtype == torch.uint8 and (int(images.min()), int(images.max())) == (0, 16)
+    labels = torch.cat([sets.train.labels, sets.test.labels])
+    assert labels.bincount().tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]  # what UCI says of its file
+    assert sets.test.labels.bincount().min() >= 35 and not contents(sets.train) & contents(sets.test)
+    with np.load(Path(datasets.__file__).with_name("digits.npz")) as file:
+        assert "CC BY 4.0" in str(file["source"]) and "Alpaydin" in str(file["source"])
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_held_out_parts_are_disjoint_and_balanced(share: float) -> None:
+    train = load("digits").train
+    rest, held = split(train, share, seed=3)
+    assert contents(rest) | contents(held) == contents(train) and not contents(rest) & contents(held)
+    assert torch.equal(held.labels.bincount().double(), (share * train.labels.bincount()).round().double())
+    assert contents(split(train, share, seed=3)[1]) == contents(held) != contents(split(train, share, seed=4)[1])
+    assert held.mean == train.mean  # normalized like the rest
+    for empty in (0.0, 1.0, 1e-9):
+        with pytest.raises(DataError):
+            split(train, empty)
+
+
+def write_shards(folder: Path, **changes: Any) -> Path:
+    """Two training shards and a test shard; `changes` replaces the arrays of one file, None removes it."""
+    folder.mkdir(exist_ok=True)
+    for name, count in (("train-0", 6), ("train-1", 4), ("test-0", 5)):
+        images = np.random.randint(0, 256, (count, 12, 12, 3), dtype=np.uint8)
+        arrays = {"images": images, "labels": np.arange(count) % 4}
+        change = changes.get(name.replace("-", ""), {})
+        if change is not None:
+            np.savez(folder / f"{name}.npz", **{k: v for k, v in (arrays | change).items() if v is not None})
+    return folder
+
+
+def test_shards(tmp_path: Path) -> None:
+    sets = load(write_shards(tmp_path / "cifar10"))
+    assert (len(sets.train), len(sets.test), sets.classes, sets.shape) == (10, 5, 4, (3, 12, 12))
+    assert sets.train.labels.tolist() == [0, 1, 2, 3, 0, 1, 0, 1, 2, 3]
+    raw = np.concatenate([np.load(tmp_path / f"cifar10/train-{i}.npz")["images"] for i in (0, 1)]).astype(float)
+    np.testing.assert_allclose(sets.train.mean, raw.mean((0, 1, 2)))
+    np.testing.assert_allclose(sets.train.std, raw.std((0, 1, 2)))
+    assert sets.train.augmentation == Augmentation(shift=4, flip=True, reflect=True)
+    assert len(load("cifar10", root=tmp_path).train) == 10  # the name finds them too
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+@pytest.mark.parametrize("dtype", ["u1", ">i2", "<u8", "i8"])
+def test_shards_of_any_integer_are_read(save: Callable[..., None], dtype: str, tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "shards")
+    black = np.asfortranarray(pixels(4000, 12, 12, 3))  # compresses a thousandfold
+    save(folder / "train-1.npz", images=black, labels=(np.arange(4000) % 4).astype(dtype))
+    sets = load(folder)
+    assert len(sets.train) == 4006 and not sets.train.images[6:].any()
+    assert sets.train.labels[6:].tolist() == [0, 1, 2, 3] * 1000
+
+
+def pixels(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.uint8)
+
+
+ONE_LABEL = {name: {"labels": np.zeros(n, int)} for name, n in (("train0", 6), ("train1", 4), ("test0", 5))}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"test0": None},
+        {"train0": None, "train1": None},
+        {"train1": {"labels": None}},
+        {"train1": {"labels": np.array([{}] * 4)}},  # a pickle, never opened
+        {"train1": {"labels": np.arange(3)}},
+        {"train1": {"labels": np.ones(4)}},
+        {"train1": {"labels": np.zeros(4, "m8[s]")}},
+        {"train1": {"labels": np.array([0, 1, 2, 2**40])}},
+        {"train1": {"labels": np.array([0, 1, 2, 2**64 - 1], np.uint64)}},
+        {"train1": {"images": pixels(4, 12, 12)}},
+        {"train1": {"images": pixels(4, 8, 8, 3)}},
+        {"test0": {"images": pixels(5, 12, 12, 1)}},
+        {"test0": {"labels": np.arange(5)}},
+        {"train0": {"labels": np.arange(6) - 1}},
+        {"test0": {"images": pixels(0, 12, 12, 3), "labels": np.arange(0)}},
+        ONE_LABEL,
+    ],
+    ids=str,
+)
+def test_bad_shards(changes: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=str(tmp_path)):
+        load(write_shards(tmp_path / "shards", **changes))
+
+
+def write_member(path: Path, shape: tuple[int, ...], content: bytes, method: int, honest: bool = False) -> None:
+    """A shard whose images claim the shape, in their header and, unless honest, in the directory of the zip file."""
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": shape})
+    with zipfile.ZipFile(path, "w", method) as file:
+        file.writestr("labels.npy", b"")
+        file.writestr("images.npy", header.getvalue() + content)
+        if not honest:  # the directory is written when the file is closed
+            file.getinfo("images.npy").file_size = len(header.getvalue()) + math.prod(shape)
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2])
+@pytest.mark.parametrize(
+    ("images", "honest"),
+    [(10**12, False), (10**7, False), (40, False), (10**12, True), (9, True), (11, True), (-10, True)],
+)
+def test_a_false_header_is_refused_and_takes_no_memory(images: int, honest: bool, method: int, tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "shards", train0=None)
+    write_member(folder / "train-0.npz", (images, 12, 12, 3), bytes(10 * 12 * 12 * 3), method, honest)
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match="train-0"):
+            load(folder)
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_zip_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All headers are true, and the array of zeros is compressed a thousandfold."""
+    folder = write_shards(tmp_path / "shards")
+    np.savez_compressed(folder / "train-0.npz", images=pixels(2000, 12, 12, 3), labels=np.arange(2000) % 4)
+    assert len(load(folder).train) == 2004
+    monkeypatch.setattr(datasets, "_MAX_DENSE", 100_000)
+    with pytest.raises(DataError, match="claims 864128 bytes"):
+        load(folder)
+
+
+def mutate(content: bytes, draw: random.Random) -> bytes:
+    """Some bytes changed, cut out, repeated, or the end cut off."""
+    changed = bytearray(content)
+    for _ in range(draw.randint(1, 4)):
+        place = draw.randrange(len(changed))
+        kind = draw.randrange(5)
+        if kind < 2:
+            changed[place] = draw.choice([0, 255, draw.randrange(256), changed[place] ^ (1 << draw.randrange(8))])
+        elif kind == 2:
+            del changed[place : place + draw.randint(1, 16)]
+        elif kind == 3:
+            changed[place:place] = changed[place : place + draw.randint(1, 16)]
+        else:
+            changed[place : place + 8] = draw.choice([b"\xff" * 8, b"99999999", b"-0000001", b"\0" * 8])
+        changed = changed or bytearray(b"\0")
+    return bytes(changed[: draw.randrange(1, len(changed) + 1)] if draw.random() < 0.1 else changed)
+
+
+def test_mutated_shards_are_refused_or_valid(tmp_path: Path) -> None:
+    """Half of the time the zip file around the mutated array is sound."""
+    folder, draw, valid = write_shards(tmp_path / "shards"), random.Random(5), 0
+    sound = (folder / "train-0.npz").read_bytes()
+    for number in range(400):
+        if number % 2:
+            chosen = draw.choice(["images.npy", "labels.npy"])
+            with (
+                zipfile.ZipFile(io.BytesIO(sound)) as before,
+                zipfile.ZipFile(folder / "train-0.npz", "w", draw.choice([0, 8])) as after,
+            ):
+                for name in before.namelist():
+                    content = before.read(name)
+                    edge = 128 if draw.random() < 0.7 else len(content)  # the header more often than the rest
+                    after.writestr(name, mutate(content[:edge], draw) + content[edge:] if name == chosen else content)
+        else:
+            (folder / "train-0.npz").write_bytes(mutate(sound, draw))
+        try:
+            sets = load(folder)
+        except DataError:
+            continue
+        valid += 1
+        assert sets.train.images.dtype == torch.uint8 and sets.train.images.shape[1:] == (12, 12, 3)
+        assert len(sets.train.labels) == len(sets.train.images) >= 4
+        assert int(sets.train.labels.min()) >= 0 and int(sets.train.labels.max()) < sets.classes <= 2**24 + 1
+    assert 10 < valid < 200
+
+
+def write_cifar(url: str, root: str, **_: Any) -> None:
+    """What torchvision would fetch, with four images in each file."""
+    folder = Path(root) / CIFAR10.base_folder
+    folder.mkdir(parents=True)
+    for name, _md5 in (*CIFAR10.train_list, *CIFAR10.test_list):
+        data = np.arange(4 * 3072).reshape(4, 3072).astype(np.uint8)
+        (folder / name).write_bytes(pickle.dumps({"data": data, "labels": [0, 1, 2, 3]}))
+    (folder / CIFAR10.meta["filename"]).write_bytes(pickle.dumps({CIFAR10.meta["key"]: list("abcd")}))
+
+
+def test_cifar_is_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError) as error:
+        load("cifar10")
+    monkeypatch.setattr(cifar, "check_integrity", lambda path, md5=None: Path(path).is_file())
+    monkeypatch.setattr(cifar, "download_and_extract_archive", lambda *_, **__: 1 / 0)
+    with pytest.raises(DataError, match="by hand"):
+        load("cifar10", download=True)
+    monkeypatch.setattr(cifar, "download_and_extract_archive", write_cifar)
+    exec(str(error.value).partition("let Python fetch it once: ")[2], {})
+    assert len(load("cifar10").train) == 20
+
+
+# image files
+
+
+def test_image_folder(tmp_path: Path) -> None:
+    root = write_photos(tmp_path / ".hidden" / "pets", classes=("cat", "dog", "eel"))
+    for part in ("train", "val"):  # what is hidden is skipped
+        (root / part / ".ipynb_checkpoints").mkdir()
+        (root / part / "cat" / ".ipynb_checkpoints").mkdir()
+        for place in ("._0.png", ".ipynb_checkpoints/0.png", "../.ipynb_checkpoints/0.png"):
+            (root / part / "cat" / place).write_bytes((root / part / "cat" / "0.png").read_bytes())
+    for strict in (True, False):
+        sets = load(root, size=16, strict=strict)
+        assert (len(sets.train), len(sets.test), sets.classes, sets.shape) == (12, 12, 3, (3, 16, 16))
+        assert sets.train.names == ("cat", "dog", "eel")
+        assert torch.equal(sets.train.labels, torch.arange(3).repeat_interleave(4))
+    rest, held = split(sets.train, 0.25)
+    assert (len(rest), len(held)) == (9, 3) and not set(rest.paths) & set(held.paths)
+    assert IMG_EXTENSIONS == datasets._ENDINGS
+    assert "swapped" in swapped(5, 6, True) and not swapped(6, 6, True)
+
+
+BAD_FOLDERS: dict[str, Callable[[Path], Any]] = {
+    "needs train/": lambda root: root.mkdir(),
+    "needs val/": lambda root: (write_photos(root) / "val").rename(root / "test"),
+    "no image files": lambda root: [(root / part / "cat").mkdir(parents=True) for part in ("train", "val")],
+    "class folder": lambda root: write_photos(root, classes=(".cat", ".dog")),
+    "one class": lambda root: write_photos(root, classes=("cat",)),
+    "only in train/: dog; only in val/: fox": lambda root: (write_photos(root) / "val/dog").rename(root / "val/fox"),
+}
+
+
+@pytest.mark.parametrize("words", BAD_FOLDERS)
+def test_bad_folders(words: str, tmp_path: Path) -> None:
+    BAD_FOLDERS[words](tmp_path / "folder")
+    with pytest.raises(DataError, match=words):
+        load(tmp_path / "folder")
+
+
+def test_names_and_sizes_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write_photos(tmp_path / "in" / "shapes", (8, 8))
+    monkeypatch.chdir(tmp_path)
+    for typed, hint in (("in/shpes", "in/shapes"), ("digts", "digits"), ("in/shapes/train", "'in/shapes'")):
+        with pytest.raises(DataError, match=hint):
+            load(typed)
+    monkeypatch.chdir(root / "train")
+    with pytest.raises(DataError, match=r"'\.\.'"):
+        load(".")
+    for size in (0, 2.5, (8,), (8, 0), (8, 8, 8), "8"):
+        with pytest.raises(DataError, match="image size"):
+            load(root, size=size)  # type: ignore[arg-type]
+
+
+def prepared(image: Any, how: dict[str, Any]) -> torch.Tensor:
+    """What `preprocessing` says, written anew with PIL and NumPy."""
+    if how["resize"]:
+        height, width = how["resize"]
+        scale = (width, None) if width * image.height >= height * image.width else (None, height)
+        size = (
+            scale[0] or int(height * image.width / image.height),
+            scale[1] or int(width * image.height / image.width),
+        )
+        image = image.convert("RGB").resize(size, Image.Resampling.BILINEAR)
+        pad = [max(0, crop - own) for crop, own in zip(how["crop"], (size[1], size[0]), strict=True)]
+        assert pad == [0, 0]
+        top, left = (round((own - crop) / 2.0) for crop, own in zip(how["crop"], (size[1], size[0]), strict=True))
+        image = image.crop((left, top, left + how["crop"][1], top + how["crop"][0]))
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() * (how["range"][1] / 255)
+    mean, std = (torch.tensor(how[key])[:, None, None] for key in ("mean", "std"))
+    return (pixels - mean) / std
+
+
+@pytest.mark.parametrize("size", [16, 17, 224, (16, 12), (9, 31), (1, 2)])
+def test_images_are_prepared_as_stated(size: Any, tmp_path: Path) -> None:
+    files = load(write_photos(tmp_path / "a", (20, 24), (33, 11), (18, 18), (64, 48), (7, 61), count=5), size=size)
+    how = json.loads(json.dumps(preprocessing(files)))
+    found = torch.stack([prepared(Image.open(path), how) for path in files.test.paths])
+    torch.testing.assert_close(found, as_loaded(files), rtol=0, atol=1e-5)
+    assert found.shape[1:] == files.shape == tuple(how["shape"]) and how["classes"] == ["cat", "dog"]
+    for arrays in (load(write_shards(tmp_path / "b")), load("digits")):
+        how = json.loads(json.dumps(preprocessing(arrays)))
+        found = torch.stack([prepared(image.numpy(), how) for image in arrays.test.images])
+        torch.testing.assert_close(found, as_loaded(arrays), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [16, 224])
+@pytest.mark.parametrize("train", [True, False])
+def test_squares_are_what_torchvision_makes_of_them(size: int, train: bool) -> None:
+    crop = [v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip()]
+    crop = crop if train else [v2.Resize(round(size / 0.875), antialias=True), v2.CenterCrop(size)]
+    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    usual = v2.Compose([*crop, v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])
+    for height, width in ((20, 24), (33, 11), (18, 18), (256, 300), (341, 256)):
+        image = Image.fromarray(np.random.randint(0, 256, (height, width, 3), dtype=np.uint8))
+        found = []
+        for steps in (usual, transform((size, size), train)):
+            torch.manual_seed(3)
+            found.append(steps(image))
+        assert torch.equal(*found)
+
+
+def test_images_of_any_shape_keep_their_aspect_ratio() -> None:
+    """A gradient of brightness stays as steep in both directions; in training up to 3 : 4, as for squares."""
+    rows, columns = np.mgrid[:120, :200]
+    image = Image.fromarray(np.repeat((rows + columns)[..., None] / 2, 3, axis=2).astype(np.uint8))
+    for size in ((64, 48), (48, 64)):
+        found = transform(size, False)(image)[0]
+        down, right = (float(torch.diff(found, dim=dim).mean()) for dim in (0, 1))
+        assert found.shape == size and down == pytest.approx(right, rel=0.05)
+    cut = transform((64, 48), True)
+    crops = [cut(image)[0] for _ in range(50)]
+    ratios = [abs(float(one.diff(dim=0).mean() / one.diff(dim=1).mean())) for one in crops]
+    assert 0.7 < min(ratios) < 0.9 < 1.1 < max(ratios) < 1.4
+
+
+@pytest.mark.parametrize("ending", [".png", ".tif", ".pgm"])
+def test_of_16_bits_the_upper_8_are_read_and_32_are_refused(ending: str, tmp_path: Path) -> None:
+    """PIL alone makes all that is above 255 of 65535 white."""
+    root = write_photos(tmp_path / "a", count=1)
+    files = sorted(root.rglob("*.png"))
+    greys = [np.array(Image.open(path))[:, :, 0] for path in files]
+    for path, grey in zip(files, greys, strict=True):
+        Image.fromarray(grey).save(path)
+    plain = as_loaded(load(root, size=16))
+    for path, grey in zip(files, greys, strict=True):
+        path.unlink()
+        deep = grey.astype(np.uint16) * 256 + 77
+        if ending == ".pgm":
+            data = f"P5 {deep.shape[1]} {deep.shape[0]} 65535\n".encode() + deep.astype(">u2").tobytes()
+            path.with_suffix(ending).write_bytes(data)
+        else:
+            Image.fromarray(deep).save(path.with_suffix(ending))
+    assert torch.equal(as_loaded(load(root, size=16)), plain) and plain.std() > 0.1
+    for kind in (np.int32, np.float32):
+        Image.fromarray(np.full((20, 24), 3000, kind)).save(root / "val" / "cat" / "x.tif")
+        with pytest.raises(DataError, match=r"x\.tif cannot be read as an image"):
+            as_loaded(load(root, size=16))

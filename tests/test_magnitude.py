@@ -1,0 +1,171 @@
+"""Methods that rank channels: the planted ones go, and what is zeroed is what is cut."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from nets import Residual
+from planted import SIGNS, Batches, as_problem, planted_problem
+from torch import Tensor
+
+import dmcp
+from dmcp.compare import magnitude
+from dmcp.compare.magnitude import L1Config, SlimmingConfig, SoftConfig, find_fpgm, find_l1, find_sfp, find_slimming
+from dmcp.compare.problem import Choice, Problem
+
+WEAK = [1, 4, 6]  # channels that are planted to go
+
+
+@torch.no_grad()
+def weak_problem(filters: Callable[[Tensor], Tensor], **changes: Any) -> tuple[Problem, dict[str, Tensor]]:
+    """The planted task; filters of WEAK channels are what the function makes of all, and no gradient reaches them."""
+    problem = planted_problem(budget="65%", epochs=2, **changes)
+    trained = copy.deepcopy(problem.model)
+    for name in ("needed", "useless"):
+        weight = trained.get_parameter(f"{name}.weight")
+        weight[WEAK] = filters(weight)
+        trained.get_parameter(f"{name}_norm.bias")[WEAK] = -10  # behind a relu: never anything but zero
+    return problem, trained.state_dict()
+
+
+def assert_weak_go(problem: Problem, choice: Choice) -> None:
+    choice.check(problem)
+    for name, width in choice.widths.items():
+        assert width == SIGNS - len(WEAK)
+        assert list(choice.kept[name]) == [i for i in range(SIGNS) if i not in WEAK]
+
+
+def test_l1_drops_small_filters() -> None:
+    problem, state = weak_problem(lambda weight: 0.01 * weight[WEAK])
+    assert_weak_go(problem, find_l1(problem, L1Config(), state))
+    assert_weak_go(problem, find_l1(problem, L1Config(power=2), state))
+
+
+def test_the_two_norms_rank_differently() -> None:
+    """One large weight has the larger L2 norm, many middling ones have the larger L1 norm."""
+
+    def spread(weight: Tensor) -> Tensor:
+        weight[:] = torch.eye(SIGNS)[..., None, None]
+        return torch.full_like(weight[WEAK], 1.5 / SIGNS)
+
+    problem, state = weak_problem(spread)
+    assert_weak_go(problem, find_l1(problem, L1Config(power=2), state))
+    assert set(WEAK) <= set(find_l1(problem, L1Config(), state).kept["needed"])
+
+
+def test_sfp_drops_small_filters() -> None:
+    problem, state = weak_problem(lambda weight: 0.01 * weight[WEAK])
+    problem = replace(problem, recipe=replace(problem.recipe, lr=1e-4, warmup_lr=1e-4))
+    choice = find_sfp(problem, SoftConfig(), state)
+    assert_weak_go(problem, choice)
+    assert choice.sample_passes == 2 * 20 * 64 + 4 * 64
+
+
+def test_fpgm_drops_filters_that_others_stand_in_for() -> None:
+    """Filters in the midst of the others, though larger than some of them: by its norm none would go."""
+
+    def midst(weight: Tensor) -> Tensor:
+        weight += 5  # norms say little now, distances are as before
+        weight[0] = 3  # small, but far from all others
+        return weight[[i for i in range(SIGNS) if i not in (0, *WEAK)]].mean(dim=0).expand(len(WEAK), -1, -1, -1)
+
+    problem, state = weak_problem(midst)
+    problem = replace(problem, recipe=replace(problem.recipe, epochs=1, lr=1e-4, warmup_lr=1e-4))
+    assert_weak_go(problem, find_fpgm(problem, SoftConfig(), state))
+    assert 0 not in find_sfp(problem, SoftConfig(), state).kept["needed"]
+
+
+def test_distances_to_all_others() -> None:
+    corners = torch.tensor([[0.0, 0.0], [3.0, 4.0], [0.0, 8.0]], dtype=torch.float64)
+    torch.testing.assert_close(magnitude.distances(corners), torch.tensor([13.0, 10.0, 13.0], dtype=torch.float64))
+
+
+def test_slimming_drops_small_scales_wherever_they_are() -> None:
+    """One threshold for all spaces: what stays are the largest scales of the network, with a sign or without."""
+    problem = planted_problem(budget="65%")
+    trained = copy.deepcopy(problem.model)
+    scales = {"needed": [0.1, 0.9, 0.2, -0.8, 0.3, 0.7, -0.25, 0.15], "useless": [0.6, -0.5, 1, 1, 1, 0.05, 1, 1]}
+    for name, values in scales.items():
+        trained.get_parameter(f"{name}_norm.weight").data = torch.tensor(values)
+    choice = find_slimming(problem, SlimmingConfig(), trained.state_dict())
+    assert choice.kept == {"needed": [1, 3, 5], "useless": [0, 1, 2, 3, 4, 6, 7]}
+
+
+def test_slimming_takes_the_mean_over_tied_norms() -> None:
+    problem = residual_problem(budget="80%")
+    trained = copy.deepcopy(problem.model)
+    trained.bn0.weight.data = torch.tensor([9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0])
+    trained.bn2.weight.data = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.1, 1.0, 1.0, 1.9])
+    choice = find_slimming(problem, SlimmingConfig(), trained.state_dict())
+    order = [0, 1, 2, 3, 5, 6, 7, 4]  # means: 4.5, then 1, 0.95 and 0.55
+    assert list(choice.kept["stem"]) == sorted(order[: choice.widths["stem"]])
+
+
+def test_slimming_pulls_the_scales_by_the_gradient_of_their_size() -> None:
+    problem = planted_problem(epochs=1)
+    sums = []
+    for sparsity in (0.0, 0.01, 0.1):
+        state = magnitude.prepare(problem, SlimmingConfig(sparsity=sparsity)).state
+        sums.append(sum(state[f"{name}_norm.weight"].abs().sum() for name in ("needed", "useless")).item())
+    assert sums[0] > sums[1] > sums[2]
+
+
+def residual_problem(budget: str = "50%", **changes: Any) -> Problem:
+    torch.manual_seed(7)
+    model = Residual(**Residual.FULL)
+    draw = torch.Generator().manual_seed(0)
+    batches = [
+        (torch.randn(8, *Residual.SHAPE, generator=draw), torch.randint(5, (8,), generator=draw)) for _ in range(6)
+    ]
+    return as_problem(model, Batches(batches[:4]), Batches(batches[4:]), budget, 0, 3, **changes)
+
+
+@pytest.mark.parametrize("find", [find_sfp, find_fpgm])
+def test_at_the_end_the_zeroed_network_is_the_cut_one(find: Any) -> None:
+    problem = residual_problem()
+    choice = find(problem, SoftConfig())
+    assert choice.model is not None
+    model = choice.model.double().eval()
+    small = dmcp.cut(model, problem.graph, choice.kept)
+    x = problem.held_out.batches[0][0].double()
+    torch.testing.assert_close(model(x), small(x))
+    torch.testing.assert_close(model.train()(x), small.train()(x))
+
+
+def test_zeroed_channels_are_trained_on() -> None:
+    seen: list[Tensor] = []
+
+    def watched(filters: Tensor) -> Tensor:
+        seen.append(filters.clone())
+        return filters.norm(dim=1)
+
+    problem = residual_problem()
+    magnitude._prune_softly(problem, watched, SoftConfig(regrowth=1), None)
+    assert len(seen) == 3 * len(problem.graph.spaces)
+    assert all((filters.norm(dim=1) > 0).all() for filters in seen)
+    seen.clear()
+    magnitude._prune_softly(problem, watched, SoftConfig(every=2, regrowth=1), None)
+    assert len(seen) == 2 * len(problem.graph.spaces)  # after the second epoch and the last
+
+
+def test_zeroed_filters_under_a_norm_do_not_outgrow_the_others() -> None:
+    """Epsilon alone is left under the root of a BatchNorm there: at the full gradient they become the largest."""
+    largest: dict[float, float] = {}
+    for regrowth in (0.01, 1.0):
+        seen: list[Tensor] = []
+
+        def watched(filters: Tensor, seen: list[Tensor] = seen) -> Tensor:
+            seen.append(filters.norm(dim=1))
+            return seen[-1]
+
+        problem = planted_problem(budget="57%", epochs=3)
+        choice = magnitude._prune_softly(problem, watched, SoftConfig(regrowth=regrowth), None)
+        assert choice.model is not None
+        assert dict(choice.model.named_buffers()).keys() == dict(problem.model.named_buffers()).keys()
+        largest[regrowth] = (torch.stack(seen[2:]).max() / torch.stack(seen[:2]).max()).item()  # two spaces
+    assert largest[0.01] < 1.5 and largest[1.0] > 4

@@ -1,0 +1,99 @@
+"""Networks by name, and those for small images against costs worked out by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import dmcp
+from dmcp.models import build, names, sample_shape
+
+
+def resnet_macs(blocks: int, width: int, channels: int, size: int) -> int:
+    """By hand: 3x3 convolutions, 1x1 projections at the two strides, one linear layer."""
+    macs = channels * width * 9 * size**2
+    for stage, (inputs, outputs) in enumerate(((width, width), (width, 2 * width), (2 * width, 4 * width))):
+        area = (size >> stage) ** 2
+        macs += (inputs * outputs + (2 * blocks - 1) * outputs**2) * 9 * area
+        macs += inputs * outputs * area if stage else 0
+    return macs + 4 * width * 10
+
+
+NETS = {
+    "cifar:resnet20": resnet_macs(3, 16, 3, 32),
+    "cifar:resnet32": resnet_macs(5, 16, 3, 32),
+    "cifar:resnet56": resnet_macs(9, 16, 3, 32),
+    "cifar:resnet110": resnet_macs(18, 16, 3, 32),
+    "digits:resnet": resnet_macs(1, 16, 1, 8),
+    "cifar:vgg16_bn": 313_201_664,  # 313 M in the literature
+    "cifar:mobilenet_v2": 87_976_448,
+}
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_costs_and_outputs(name: str) -> None:
+    model = build(name).eval()
+    image = torch.zeros(1, *sample_shape(model))
+    with FlopCounterMode(display=False) as counter:
+        assert model(image).shape == (1, 10)
+    assert counter.get_total_flops() == 2 * NETS[name] and name in names()
+    assert build(name, num_classes=7)(torch.zeros(2, *image.shape[1:])).shape == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "spaces"),
+    [("digits:resnet", 6), ("cifar:resnet20", 12), pytest.param("cifar:mobilenet_v2", 35, marks=pytest.mark.slow)],
+)
+def test_it_can_be_traced_and_halved(name: str, spaces: int) -> None:
+    model = build(name)
+    image = torch.randn(2, *sample_shape(model))
+    graph = dmcp.trace(model, image)
+    widths = graph.widths({space.name: max(1, space.size // 2) for space in graph.spaces})
+    small = dmcp.cut(model, graph, widths).eval()
+    with FlopCounterMode(display=False) as counter:
+        assert small(image).shape == (2, 10)
+    assert counter.get_total_flops() == 2 * 2 * graph.macs(widths) < 4 * 0.35 * NETS[name]
+    assert graph.macs(graph.full) == NETS[name] and len(graph.spaces) == spaces
+    assert sample_shape(small) == sample_shape(model)
+
+
+def test_other_libraries_and_own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_net.py").write_text("from torch import nn\n\nclass Outer:\n    net = nn.Flatten\n    number = 3\n")
+    assert isinstance(build("own_net:Outer.net"), nn.Flatten)
+    assert build("resnet18", num_classes=3).fc.out_features == 3 and sample_shape(build("resnet18")) == (3, 224, 224)
+    pytest.importorskip("timm")
+    assert sample_shape(build("timm:test_resnet")) == (3, 160, 160) and "timm:resnet18" in names(timm=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("cifar:resnet21", "resnet20"),
+        ("cifar:", "resnet32"),
+        ("resnt18", "resnet18"),
+        ("", "torchvision"),
+        ("own_net:Clasifier", "Classifier"),
+        ("own_net.Classifier", "own_net:Classifier"),
+        ("own_net.py:Classifier", "own_net:Classifier"),
+        ("./own_net:Classifier", "own_net:Classifier"),
+        ("./own_nets/inner_net.py", "own_nets.inner_net:NAME"),
+        ("own_net:broken", "ZeroDivisionError"),
+        ("own_net:number", "not a function"),
+        ("own_net:Nothing", "not an nn.Module"),
+        ("a.b:c", "imported"),
+        ("nowhere.Classifier", "timm:NAME"),
+    ],
+)
+def test_names_that_are_refused(name: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    lines = "number = 3\nbroken = lambda: 1 / 0\nclass Nothing: pass\nclass Classifier: pass\n"
+    (tmp_path / "own_net.py").write_text(lines)
+    monkeypatch.delitem(__import__("sys").modules, "own_net", raising=False)
+    with pytest.raises(dmcp.DmcpError) as error:
+        build(name)
+    assert hint in str(error.value)

@@ -1,0 +1,127 @@
+"""Narrowing a module: what is indexed, what stays as it was, and which wrappers are looked into."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dmcp.errors import TraceError
+from dmcp.modules import narrow, skeleton, tensors_in, unwrap
+
+
+class Net(nn.Module):
+    """Two layers that share a weight, a norm, a parameter without gradient, one of float16, and plain tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 4), nn.Linear(6, 4)
+        self.other.weight = self.one.weight
+        self.norm = nn.BatchNorm1d(4)
+        self.still = nn.Parameter(torch.rand(4), requires_grad=False)
+        self.coarse = nn.Parameter(torch.rand(4, dtype=torch.float16))
+        self.register_buffer("ids", torch.arange(4), persistent=False)
+        self.same = self.ids  # an alias of a buffer
+        self.seen: list[str] = []
+        self.plain = torch.rand(5, 2)
+        self.nested = {"list": [torch.rand(3), (torch.rand(2), "text")], "again": self.plain}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.one(x) + self.other(x)) * self.still
+
+
+ROWS = torch.tensor([2, 0])
+INDEXED = ("one.bias", "norm.weight", "norm.running_mean", "still", "coarse", "ids")
+CUTS = {"one.weight": (ROWS, torch.tensor([5, 1, 3]))} | dict.fromkeys(INDEXED, (ROWS,))
+ATTRIBUTES = {"one": {"in_features": 3, "out_features": 2}, "": {"label": "small"}}
+
+
+def test_tensors_are_indexed_and_attributes_set() -> None:
+    model: Any = Net()
+    before = copy.deepcopy(model.state_dict())
+    small: Any = narrow(model, CUTS, ATTRIBUTES)
+    assert type(small) is Net
+    assert torch.equal(small.one.weight, model.one.weight[[2, 0]][:, [5, 1, 3]])
+    for name in INDEXED:
+        owner, _, leaf = name.rpartition(".")
+        here, there = (getattr(net.get_submodule(owner), leaf) for net in (small, model))
+        assert torch.equal(here, there[[2, 0]]), name
+    assert torch.equal(small.other.bias, model.other.bias)  # not named: not cut
+    assert (small.one.in_features, small.one.out_features, small.label) == (3, 2, "small")
+    assert (model.one.in_features, model.one.out_features, hasattr(model, "label")) == (6, 4, False)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert small.state_dict().keys() == model.state_dict().keys()
+    assert narrow(model, {"one.weight": (None, torch.tensor([4]))}, {}).one.weight.shape == (4, 1)
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_ties_types_attributes_and_requires_grad_stay(meta: bool) -> None:
+    model: Any = Net()
+    model(torch.rand(3, 6)).sum().backward()
+    model.one.weight._no_weight_decay = True
+    small: Any = narrow(model, CUTS, {}, meta=meta)
+    assert small.other.weight is small.one.weight and small.other.bias is not small.one.bias
+    assert small.one.weight._no_weight_decay is True and not hasattr(small.one.bias, "_no_weight_decay")
+    for (name, here), (_, there) in zip(small.named_parameters(), model.named_parameters(), strict=True):
+        assert type(here) is nn.Parameter, name
+        assert (here.dtype, here.requires_grad) == (there.dtype, there.requires_grad), name
+        assert here.is_leaf and here.grad is None
+        assert here.device.type == ("meta" if meta else "cpu")
+    assert small.one.weight.shape == (2, 3)
+    assert small.ids.dtype == torch.int64 and "ids" not in small.state_dict()
+    assert small.norm.num_batches_tracked.shape == ()
+
+
+def test_nothing_is_shared_and_modes_hooks_and_memory_layout_stay() -> None:
+    model: Any = Net()
+    calls: list[str] = []
+    model.one.register_forward_hook(lambda module, inputs, output: calls.append("hook"))
+    model.norm.eval()
+    small: Any = narrow(model, {}, {})
+    pairs = zip([*small.parameters(), *small.buffers()], [*model.parameters(), *model.buffers()], strict=True)
+    assert all(torch.equal(here, there) and here.data_ptr() != there.data_ptr() for here, there in pairs)
+    small.seen.append("something")
+    assert model.seen == []
+    assert (small.training, small.norm.training) == (True, False)
+    small(torch.rand(3, 6))
+    assert calls == ["hook"] and len(small.one._forward_hooks) == 1
+    last = narrow(nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last), {}, {})
+    assert last.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_skeleton_shares_what_was_shared_and_holds_no_data() -> None:
+    def tensors(net: Any) -> list[Tensor]:
+        return tensors_in([*net.parameters(), *net.buffers(), net.plain, net.nested])
+
+    model: Any = Net()
+    before = [id(tensor) for tensor in tensors(model)]
+    twin: Any = skeleton(model)
+    assert twin.one.weight is twin.other.weight and twin.same is twin.ids and twin.nested["again"] is twin.plain
+    assert twin.nested["list"][1][1] == "text"
+    assert [(it.shape, it.dtype) for it in tensors(twin)] == [(it.shape, it.dtype) for it in tensors(model)]
+    assert {it.device.type for it in tensors(twin)} == {"meta"} and {it.device.type for it in tensors(model)} == {"cpu"}
+    assert [id(tensor) for tensor in tensors(model)] == before
+    assert skeleton(twin).one.weight.shape == (4, 6)  # of a skeleton, too
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_wrappers_are_looked_into_or_refused() -> None:
+    model = Net()
+    compiled = torch.compile(model, backend="eager")
+    outer = torch.compile(nn.DataParallel(model), backend="eager")
+    for wrapped in (model, compiled, nn.DataParallel(model), nn.DataParallel(compiled), outer):
+        assert unwrap(wrapped) is model
+    scripted = torch.jit.script(nn.Linear(2, 2))
+    sharded = [type(name, (nn.Module,), {})() for name in ("FullyShardedDataParallel", "FSDPLinear")]
+    for refused in (scripted, nn.DataParallel(scripted), *sharded, nn.LazyLinear(3)):
+        with pytest.raises(TraceError, match=r"TorchScript|before wrapping|lazy"):
+            unwrap(refused)
+
+
+@pytest.mark.parametrize("thing", [None, "resnet18", torch.zeros(2), lambda x: x, nn.ReLU])
+def test_what_is_no_module_is_refused(thing: Any) -> None:
+    with pytest.raises(TraceError, match=r"A torch.nn.Module is needed"):
+        unwrap(thing)

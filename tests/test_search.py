@@ -1,0 +1,406 @@
+"""The search as a whole: same seed, same bits (I9), into the band, ablations, bounds, and settings that cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from nets import Residual, sample
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dmcp
+import dmcp.searching.steps
+from dmcp.budget import parse, ratios
+from dmcp.checkpoint import Checkpointer
+from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError, WidthsError
+from dmcp.markov import CERTAIN, CHAIN, INDEPENDENT
+from dmcp.searching.config import Log, SearchRecord, SearchResult
+from dmcp.settings import Sampling, SearchConfig
+
+
+class Dropping(Residual):
+    """The residual net with dropout, which uses the global generator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.2, self.training)
+
+
+@functools.cache
+def traced() -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = Dropping(**Residual.FULL)
+    return model, dmcp.trace(model, sample(Residual.SHAPE).float())
+
+
+def supernet(groups: int = 4) -> Any:
+    return dmcp.Supernet(*traced(), groups)
+
+
+class Noise:
+    """Batches of noise; remembers the epochs that it was told."""
+
+    def __init__(self, count: int = 3, samples: int = 4, seed: int = 0) -> None:
+        dice, shape = torch.Generator().manual_seed(seed), (samples, *Residual.SHAPE)
+        self.batches = [
+            (torch.randn(shape, generator=dice), torch.randint(5, (samples,), generator=dice)) for _ in range(count)
+        ]
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+def search(
+    net: Any,
+    loader: Any = None,
+    loss: Any = None,
+    on_record: Callable[[SearchRecord], None] | None = None,
+    arch_loader: Any = None,
+    **settings: Any,
+) -> SearchResult:
+    config = SearchConfig(**{"budget": "50%", "groups": 4, "epochs": 2, **settings})
+    batches = Noise() if loader is None else loader
+
+    def hear(event: dmcp.Event) -> None:
+        if on_record is not None and isinstance(event.record, SearchRecord):
+            on_record(event.record)
+
+    task, runtime = dmcp.Task(loss=loss), dmcp.Runtime(on_event=hear)
+    return dmcp.search(net, batches, config, arch_loader=arch_loader, task=task, runtime=runtime)
+
+
+def ran(**settings: Any) -> tuple[Any, SearchResult]:
+    net = supernet()
+    return net, search(net, **settings)
+
+
+def bits(net: Any) -> dict[str, bytes]:
+    return {name: tensor.numpy().tobytes() for name, tensor in net.state_dict().items()}
+
+
+def test_same_seed_same_bits_and_the_users_model_is_left_alone() -> None:
+    """I9 and I10."""
+    model, _ = traced()
+    before, state = {name: tensor.clone() for name, tensor in model.state_dict().items()}, torch.get_rng_state()
+    one, result = ran(init="random")
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.randn(7)  # what others do in between
+    two, again = ran(init="random")
+    assert bits(one) == bits(two) and torch.equal(result.alphas, again.alphas) and result.log == again.log
+    other, _ = ran(init="random", seed=1)
+    assert all(bits(other)[name] != value for name, value in bits(one).items() if "conv" in name or name == "alpha")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert not torch.equal(one.model.stem.weight, before["stem.weight"])
+
+
+# into the band
+
+
+@pytest.mark.parametrize(("budget", "init"), [("50%", "zero"), ("params:60%", "random"), ("50%,params:30%", "zero")])
+def test_the_budget_alone_brings_the_expected_cost_into_the_band(budget: str, init: str) -> None:
+    still: dict[str, Any] = {"warmup": 0, "task_loss": False, "train_weights": False}
+    net, result = ran(budget=budget, init=init, epochs=100, alpha_min_lr=0.5, **still)
+    seen = [max(record.ratios or ()) for record in result.log]
+    assert len(seen) == 300 and not 0.95 <= seen[0] <= 1.0
+    assert 0.94 < seen[-1] < 1.01 and any(0.95 <= ratio <= 1.0 for ratio in seen)
+    # The same by the exact cost of samples.
+    widths = CHAIN.sample(result.alphas, result.sizes, 20_000, torch.Generator().manual_seed(0))
+    costs = [net.graph.cost(limit.kind, widths).double().mean() / limit.target for limit in result.budget.limits]
+    assert max(costs) == pytest.approx(seen[-1], abs=0.03)
+
+
+def test_where_the_alphas_start() -> None:
+    for independent in (False, True):
+        _, result = ran(independent=independent)
+        first = next(record for record in result.log if record.ratios)
+        assert first.ratios is not None and first.ratios[0] == pytest.approx(1.0, abs=1e-4)
+    net = supernet()
+    given = torch.linspace(-1, 2, net.alpha.numel()).view_as(net.alpha)
+    with torch.no_grad():
+        net.alpha.copy_(given)
+    result = search(net, init="given", warmup=0, epochs=1, alpha_lr=0, alpha_min_lr=0)
+    assert torch.equal(result.alphas, given)
+
+
+# settings
+
+
+def test_warmup_trains_weights_only_and_schedules_follow_the_paper() -> None:
+    loader, seen = Noise(), list[SearchRecord]()
+    result = search(supernet(), loader, on_record=seen.append, epochs=4, accumulate=2, log_every=3)
+    assert loader.epochs == [0, 1, 2, 3] and tuple(seen) == result.log
+    assert [record.step for record in result.log] == list(range(8))  # two steps for three batches
+    warm, both = result.log[:4], result.log[4:]
+    assert all(record.ratios is None and record.alpha_lr is None for record in warm)
+    assert result.log[0].lr == pytest.approx(0.2 * 8 / 1024)
+    assert result.log[4].lr == pytest.approx((0.2 + 0.02) / 2 * 8 / 1024)
+    assert [record.alpha_lr for record in both] == pytest.approx([0.5, 0.441421, 0.3, 0.158579], rel=1e-5)
+    assert all(len(record.weight_losses or ()) == 4 for record in result.log)
+
+
+@pytest.mark.parametrize("train_weights", [True, False])
+@pytest.mark.parametrize("task_loss", [True, False])
+def test_ablation_of_the_training_scheme(train_weights: bool, task_loss: bool) -> None:
+    net = supernet()
+    before = bits(net)
+    result = search(net, warmup=0, train_weights=train_weights, task_loss=task_loss, init="zero")
+    same = {name for name, value in bits(net).items() if value == before[name]}
+    assert "alpha" not in same and ("model.stem.weight" in same) == (not train_weights)
+    assert (same == before.keys() - {"alpha"}) == (not train_weights)
+    assert (result.log[0].task_loss is not None) == task_loss
+    assert (result.log[0].weight_losses is not None) == train_weights
+
+
+def test_sampling_before_and_after_the_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Sampling, int]] = []
+    real = dmcp.searching.steps.sample_gates
+
+    def spied(net: Any, path: Any, sampling: Sampling, count: int, generator: Any) -> Any:
+        seen.append((sampling, count))
+        return real(net, path, sampling, count, generator)
+
+    monkeypatch.setattr(dmcp.searching.steps, "sample_gates", spied)
+    ran(sampling="sandwich", warmup_sampling="markov", subnets=1)
+    assert seen == [(Sampling.MARKOV, 1)] * 3 + [(Sampling.SANDWICH, 1)] * 3
+
+
+def test_independent_gates() -> None:
+    still: dict[str, Any] = {"init": "random", "warmup": 0, "epochs": 1, "alpha_lr": 0, "alpha_min_lr": 0}
+    _, chain = ran(**still)
+    net, result = ran(independent=True, **still)
+    assert result.process is INDEPENDENT and chain.process is CHAIN
+    alone = ratios(parse("50%", net.graph), net.graph, INDEPENDENT.marginals(net.alpha), net.sizes, INDEPENDENT)
+    assert result.log[0].ratios == pytest.approx(alone.tolist(), rel=1e-5)
+    assert result.log[0].ratios != pytest.approx(chain.log[0].ratios, rel=1e-2)
+
+
+def test_alphas_see_only_their_own_data() -> None:
+    weights_saw, alphas_saw = set[int](), set[int]()
+    train, held_out, net = Noise(seed=1), Noise(2, seed=2), supernet()
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        (weights_saw if net.model.stem.weight.requires_grad else alphas_saw).add(id(batch[0]))
+        return F.cross_entropy(output, batch[1])
+
+    search(net, train, loss=loss, arch_loader=held_out, distill=False)
+    assert weights_saw == {id(x) for x, _ in train.batches}
+    assert alphas_saw == {id(x) for x, _ in held_out.batches}
+    assert held_out.epochs == [0, 1]  # three steps over two batches
+
+
+def test_widths_stay_inside_their_bounds() -> None:
+    """Steps below a minimum are certain and stay so; without a bound no alpha is."""
+    _, result = ran(min_channels={"conv4": 8, "stem": 5}, max_channels={"conv3": 4, "conv1": 5}, epochs=6)
+    widths = CHAIN.sample(result.alphas, result.sizes, 5000, None)
+    assert widths.amin(dim=0).tolist() == [5, 1, 2, 8] and widths.amax(dim=0).tolist() == [8, 5, 4, 11]
+    row, below = result.alphas[3], result.sizes[3].cumsum(dim=0)[1:] == 8
+    assert below.sum() == 2 and (row[below] == CERTAIN).all() and (row[~below].abs() < 10).all()
+    assert (result.alphas[1:3].abs() < 10).all()
+    _, result = ran(min_channels=4, max_channels=9, budget="70%")
+    widths = CHAIN.sample(result.alphas, result.sizes, 5000, None)
+    assert widths.amin(dim=0).tolist() == [4, 4, 4, 4] and widths.amax(dim=0).tolist() == [8, 6, 9, 9]
+
+
+def test_sorting_comes_first() -> None:
+    net, _ = ran(sort=True, warmup=0, train_weights=False)
+    norms = [it.model.conv1.weight.detach().square().sum((1, 2, 3)) for it in (net, supernet())]
+    assert (norms[0].diff() <= 0).all() and not (norms[1].diff() <= 0).all()
+
+
+class Reads(TorchDispatchMode):
+    """Counts what makes the host wait for the device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_does_not_wait_in_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    before_the_log = []
+    with Reads() as reads:
+        monkeypatch.setattr(Log, "flush", lambda log: before_the_log.append(reads.count))
+        for epochs in (2, 4):
+            reads.count = 0
+            ran(epochs=epochs, log_every=1000)
+    assert before_the_log[0] == before_the_log[1] > 0  # what is read is read before the first step
+
+
+# what cannot be
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # sub-networks learn from outputs, not by this loss
+@pytest.mark.parametrize(("stage", "bad"), [(1, 5), (2, 2)])  # the fifth step of all, the second with alphas
+def test_a_loss_that_is_not_finite_stops_at_the_last_good_state(stage: int, bad: int) -> None:
+    net, calls, good = supernet(), [0], list[tuple[int, dict[str, bytes]]]()
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        calls[0] += (1 if net.model.stem.weight.requires_grad else 2) == stage
+        value = F.cross_entropy(output, batch[1])
+        return value * float("nan") if calls[0] == bad else value
+
+    with pytest.raises(TrainingError, match=rf"stage {stage}.* step 4 \(epoch 1\).* after step 3"):
+        search(net, loss=loss, on_record=lambda record: good.append((record.step, bits(net))), log_every=2)
+    assert good[-1][0] == 3
+    assert bits(net).items() >= good[-1][1].items()  # but for counts of batches, which a search leaves alone
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sampling": "some"},
+        {"init": "one"},
+        {"epochs": 0},
+        {"accumulate": 1.5},
+        {"tolerance": 1.0},
+        {"tolerance": 0},
+        {"lr": float("nan")},
+        {"lr": "fast"},
+        {"lr": 0.1, "min_lr": 0.2},
+        {"alpha_lr": 0.05},
+        {"epochs": 3, "warmup": 0.9},
+        {"task_loss": False, "budget_weight": 0},
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_be(settings: Any) -> None:
+    with pytest.raises(TrainingError) as error:
+        SearchConfig(**{"budget": 0.5, **settings})
+    assert next(iter(settings)) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({"groups": 10}, WidthsError),
+        ({"align": 2}, WidthsError),
+        ({"budget": "1%"}, BudgetError),
+        ({"budget": "90%", "max_channels": {"stem": 4}}, BudgetError),
+        ({"min_channels": {"stem": 8, "conv4": 11}, "budget": "20%"}, BudgetError),
+        ({"min_channels": 7, "budget": "40%"}, BudgetError),
+        ({"min_channels": 99, "budget": "100%"}, WidthsError),
+        ({"max_channels": 6, "budget": "80%"}, BudgetError),
+        ({"min_channels": {"nobody": 3}}, WidthsError),
+        ({"task_loss": False, "arch_loader": Noise()}, TrainingError),
+        ({"loader": Noise(0)}, DataError),
+        ({"loader": (batch for batch in Noise())}, DataError),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_fit(settings: Any, kind: type[DmcpError]) -> None:
+    net = supernet()
+    before = bits(net)
+    with pytest.raises(kind):
+        search(net, **settings)
+    assert bits(net) == before
+
+
+def test_what_leaves_nothing_to_do() -> None:
+    with pytest.raises(WidthsError):
+        search(supernet(1), groups=1, budget="100%")
+    net = supernet()
+    net.model.requires_grad_(False)
+    with pytest.raises(TrainingError):
+        search(net)
+    assert search(net, train_weights=False, warmup=0).log
+
+
+# the same twenty steps on every engine: eager, compiled, replayed as CUDA graphs, in bfloat16
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+EAGER = dmcp.Engine(precision="float32", compile=False, graphs=False, tf32=False, channels_last=False)  # type: ignore[arg-type]
+ENGINES = {
+    "compiled": (dataclasses.replace(EAGER, compile=True, channels_last=True), 1e-4),
+    "bfloat16": (dmcp.Engine(precision="bfloat16", compile=True, graphs=True, channels_last=True), 3e-2),  # type: ignore[arg-type]
+}
+if GPU:
+    ENGINES["graphs"] = (dataclasses.replace(EAGER, graphs=True), 1e-4)
+    ENGINES["kernels"] = (dmcp.Engine(compile=False, graphs=True, kernels=True), 3e-2)
+    ENGINES["compiled, graphs"] = (dataclasses.replace(EAGER, compile=True, graphs=True, channels_last=True), 1e-4)
+
+
+class Smooth(nn.Module):
+    """Without kinks: where ReLUs flip, float32 itself is chaotic over twenty steps, whatever the engine."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        shapes = [(3, width), (width, width), (width, width), (width, 2 * width)]
+        self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1, bias=False) for a, b in shapes)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(b) for _, b in shapes)
+        self.fc = nn.Linear(2 * width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.silu(self.norms[0](self.convs[0](x)))
+        x = x + self.norms[2](self.convs[2](F.silu(self.norms[1](self.convs[1](x)))))
+        return self.fc(F.silu(self.norms[3](self.convs[3](x))).mean((2, 3)))
+
+
+class Pictures:
+    """Images whose class can be seen, so that losses fall; the same in every pass."""
+
+    def __init__(self, batch: int = 128, count: int = 10) -> None:
+        dice = torch.Generator().manual_seed(0)
+        patterns = torch.randn(10, 3, 32, 32, generator=dice)
+        labels = torch.randint(10, (count, batch), generator=dice)
+        images = patterns[labels] + torch.randn(count, batch, 3, 32, 32, generator=dice)
+        self.batches = [(x.to(DEVICE), y.to(DEVICE)) for x, y in zip(images, labels, strict=True)]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(self.batches)
+
+
+def searched(
+    engine: dmcp.Engine,
+    build: Callable[[], nn.Module] = Smooth,
+    checkpointer: Checkpointer | None = None,
+    **settings: Any,
+) -> tuple[Any, SearchResult]:
+    """The supernet and the result after twenty steps; test_gpu.py uses it, too."""
+    torch.manual_seed(0)
+    model = build().to(DEVICE)
+    net = dmcp.Supernet(model, dmcp.trace(model, torch.zeros(2, 3, 32, 32, device=DEVICE)))
+    config = SearchConfig(budget="50%", epochs=2, reference_batch=128, log_every=1, **settings)
+    runtime = dmcp.Runtime(engine=engine, checkpointer=checkpointer)
+    return net, dmcp.search(net, Pictures(), config, runtime=runtime)
+
+
+def losses(result: SearchResult) -> Tensor:
+    return torch.tensor([[*(r.weight_losses or ()), r.task_loss or 0.0, *(r.ratios or (0.0,))] for r in result.log])
+
+
+@functools.cache
+def eager() -> Tensor:
+    return losses(searched(EAGER)[1])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # dynamo's
+@pytest.mark.parametrize("name", [pytest.param(it, marks=() if GPU else pytest.mark.slow) for it in ENGINES])
+def test_twenty_steps_on_every_engine(name: str) -> None:
+    engine, tolerance = ENGINES[name]
+    net, result = searched(engine)
+    assert (eager()[-1] - eager()[0]).abs().max() > 0.1  # they move
+    assert ((losses(result) - eager()).abs() / eager().amax(dim=1, keepdim=True)).max() < tolerance
+    resolved, x = engine.resolve(DEVICE, steps=10**6), Pictures(count=1).batches[0][0]
+    widths = net.graph.widths({space.name: max(1, 2 * space.size // 3) for space in net.graph.spaces})
+    with torch.no_grad(), resolved.running(net.model), resolved.autocast():
+        net.train()
+        gated = resolved.compiled(lambda x, gates: net(x, gates))(resolved.laid_out(x), net.hard(widths)).float()
+        cut = dmcp.cut(net.model, net.graph, widths).train()(resolved.laid_out(x)).float()
+    assert (gated - cut).abs().max() / cut.abs().max() < tolerance

@@ -1,0 +1,244 @@
+"""weight_step and arch_step: what they change, what they leave alone bit for bit (I8), the alphas' gradient (I11)."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from nets import Chain, Depthwise, Residual, sample
+from test_subnets import sandwich
+from test_supernet import EXPLICIT, Backwards, Plain, by_width
+from test_supernet import made as supernet
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dmcp.budget import parse
+from dmcp.errors import TrainingError
+from dmcp.searching.steps import Setup, arch_step, weight_step
+from dmcp.searching.subnets import chains
+from dmcp.settings import Sampling, SearchConfig
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def cross_entropy(output: Tensor, batch: Any) -> Tensor:
+    return F.cross_entropy(output, batch[1])  # in the dtype of the output, unlike the default loss
+
+
+def made(toy: Any = Residual, loss: Any = cross_entropy, **settings: Any) -> tuple[Setup, Batches]:
+    """A supernet in float64 with random alphas and what its steps share, and two batches."""
+    net, x, labels = supernet(toy), sample(toy.SHAPE, batch=8), torch.arange(8) % 5
+    config = SearchConfig(budget="50%", **settings)
+    return Setup(net, chains(net), parse("50%", net.graph), config, loss), [(x[:4], labels[:4]), (x[4:], labels[4:])]
+
+
+def subnets_of(setup: Setup, count: int) -> list[Tensor]:
+    return sandwich(setup.net, setup.chains, Sampling.UNIFORM, count, torch.Generator().manual_seed(0))
+
+
+def photograph(net: Any) -> dict[str, bytes]:
+    """The bits of alphas, weights and buffers."""
+    tensors = [("alpha", net.alpha), *net.model.named_parameters(), *net.model.named_buffers()]
+    return {name: tensor.detach().numpy().tobytes() for name, tensor in tensors}
+
+
+def changed(net: Any, before: dict[str, bytes]) -> set[str]:
+    return {name for name, bits in photograph(net).items() if bits != before[name]}
+
+
+class Counted(torch.optim.SGD):
+    """SGD that counts its steps."""
+
+    steps = 0
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        self.steps += 1
+        return super().step(*args, **kwargs)
+
+
+def sgd(parameters: Any, lr: float = 0.1) -> Counted:
+    return Counted(parameters, lr=lr)
+
+
+# I8: what a step leaves alone
+
+
+def test_weight_step_leaves_the_alphas() -> None:
+    setup, batches = made()
+    before = photograph(setup.net)
+    losses = weight_step(setup, batches[:1], sgd(setup.net.weights()), subnets_of(setup, 2))
+    after = changed(setup.net, before)
+    assert "alpha" not in after and setup.net.alpha.grad is None
+    assert after >= {name for name, _ in setup.net.model.named_parameters()}
+    assert losses.shape == (4,) and not losses.requires_grad
+
+
+def test_arch_step_leaves_weights_and_buffers() -> None:
+    setup, batches = made()
+    net = setup.net
+    flags = [weight.requires_grad_(number % 3 > 0).requires_grad for number, weight in enumerate(net.weights())]
+    before = photograph(net)
+    record = arch_step(setup, batches[:1], sgd(net.alphas()))
+    assert changed(net, before) == {"alpha"}
+    assert [weight.requires_grad for weight in net.weights()] == flags
+    assert all(weight.grad is None for weight in net.weights())
+    assert record.task_loss is not None and not record.task_loss.requires_grad and not record.ratios.requires_grad
+    net(batches[0][0], net.soft())
+    assert "bn0.running_mean" in changed(net, before)  # a plain pass does change the statistics
+
+
+def test_arch_step_that_fails_leaves_everything() -> None:
+    def fails(output: Tensor, batch: Any) -> Tensor:
+        raise KeyboardInterrupt
+
+    setup, batches = made(loss=fails)
+    before = photograph(setup.net)
+    with pytest.raises(KeyboardInterrupt):
+        arch_step(setup, batches, sgd(setup.net.alphas()))
+    assert not changed(setup.net, before)
+    assert all(weight.requires_grad for weight in setup.net.weights())
+
+
+# stage 1
+
+
+@pytest.mark.parametrize("distill", [False, True])
+def test_one_step_along_the_sum_of_all_gradients(distill: bool) -> None:
+    """Also where the others learn from the first one's output, which is not trained by that."""
+    setup, batches = made(distill=distill)
+    net, (x, labels) = setup.net, batches[0]
+    subnets = subnets_of(setup, 2)
+    outputs = [net(x, gates) for gates in subnets]
+    losses = [F.cross_entropy(output, labels) for output in outputs]
+    if distill:
+        target = outputs[0].detach().softmax(dim=1)
+        losses[1:] = [F.kl_div(it.log_softmax(dim=1), target, reduction="batchmean") for it in outputs[1:]]
+    gradients = torch.autograd.grad(torch.stack(losses).sum(), net.weights())
+    expected = [weight.detach() - 0.1 * gradient for weight, gradient in zip(net.weights(), gradients, strict=True)]
+    apart, optimizer = copy.deepcopy(net), sgd(net.weights())
+    found = weight_step(setup, batches[:1], optimizer, subnets)
+    assert optimizer.steps == 1
+    near = {"rtol": 1e-4, "atol": 1e-6} if distill else {"rtol": 1e-9, "atol": 1e-12}  # distillation is float32
+    torch.testing.assert_close(found.double(), torch.stack(losses).detach(), **near)
+    for weight, value in zip(net.weights(), expected, strict=True):
+        torch.testing.assert_close(weight.detach(), value, **near)
+    for gates in subnets:  # one optimizer step per sub-network ends elsewhere
+        alone = Setup(apart, setup.chains, setup.budget, setup.config, setup.loss)
+        weight_step(alone, batches[:1], sgd(apart.weights()), [gates])
+    assert (apart.weights()[0] - expected[0]).abs().max() > 1e-6
+
+
+def test_several_batches_are_one_large_batch() -> None:
+    setup, batches = made(Plain, distill=False)  # no norms: a batch and its halves are the same
+    other = Setup(copy.deepcopy(setup.net), setup.chains, setup.budget, setup.config, setup.loss)
+    large = [(torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))]
+    for it, parts in ((setup, batches), (other, large)):
+        weight_step(it, parts, sgd(it.net.weights()), subnets_of(setup, 1))
+        arch_step(it, parts, sgd(it.net.alphas()))
+    for a, b in zip(setup.net.parameters(), other.net.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_losses_that_are_refused() -> None:
+    """A regression output cannot be distilled, and a loss is one number."""
+    for loss in (lambda output, batch: output.square().mean(), lambda output, batch: output):
+        setup, batches = made(loss=loss)
+        setup.net.model.head = nn.Linear(11, 1).double()
+        with pytest.raises(TrainingError):
+            weight_step(setup, batches[:1], sgd(setup.net.weights()), subnets_of(setup, 0))
+
+
+# stage 2
+
+
+@pytest.mark.parametrize("toy", [Chain, Residual, Depthwise], ids=lambda net: net.__name__)
+def test_arch_step_computes_no_conv_weight_gradients(toy: Any) -> None:
+    setup, batches = made(toy)
+    with Backwards() as backwards:
+        arch_step(setup, batches[:1], sgd(setup.net.alphas()))
+    assert backwards.convs > 0 and backwards.weight_gradients == 0
+
+
+def test_budget_alone_does_not_run_the_network() -> None:
+    setup, batches = made(task_loss=False)
+    with Backwards() as backwards:
+        record = arch_step(setup, batches, sgd(setup.net.alphas(), lr=10.0))
+    assert record.task_loss is None and backwards.convs == 0
+    again = arch_step(setup, batches, sgd(setup.net.alphas()))
+    assert (record.ratios - 0.975).abs() > (again.ratios - 0.975).abs()  # nearer to the band
+
+
+def step_gradient(setup: Setup, batches: Any) -> Tensor:
+    """The gradient that arch_step follows: how far it goes at learning rate one."""
+    before = setup.net.alpha.detach().clone()
+    arch_step(setup, batches, sgd(setup.net.alphas(), lr=1.0))
+    gradient = before - setup.net.alpha.detach()
+    with torch.no_grad():
+        setup.net.alpha.copy_(before)
+    return gradient
+
+
+@pytest.mark.parametrize("toy", [Chain, Residual, Depthwise], ids=lambda net: net.__name__)
+def test_gradient_is_that_of_gate_layers(toy: Any) -> None:
+    setup, batches = made(toy, budget_weight=0.0)
+    net, x = setup.net, batches[0][0]
+    explicit = EXPLICIT[toy](copy.deepcopy(net.model), x, by_width(toy, net.graph, net.soft()))
+    (expected,) = torch.autograd.grad(cross_entropy(explicit, batches[0]), net.alpha)
+    torch.testing.assert_close(step_gradient(setup, batches[:1]), expected, rtol=1e-8, atol=1e-12)
+    assert expected.count_nonzero() > expected.numel() // 2
+
+
+def test_gradient_is_that_of_finite_differences() -> None:
+    setup, batches = made()
+    gradient, alpha = step_gradient(setup, batches[:1]), setup.net.alpha.data
+
+    def total() -> Tensor:
+        seen = arch_step(setup, batches[:1], sgd(setup.net.alphas(), lr=0.0))
+        assert seen.task_loss is not None
+        return seen.task_loss + 0.1 * seen.budget_loss
+
+    for place in ((0, 0), (1, 2), (2, 1), (3, 0)):
+        values = []
+        for sign in (1, -1):
+            alpha[place] += sign * 1e-5
+            values.append(total())
+            alpha[place] -= sign * 1e-5
+        difference = (values[0] - values[1]) / 2e-5
+        torch.testing.assert_close(gradient[place], difference, rtol=1e-5, atol=1e-8)
+        assert difference.abs() > 1e-5
+
+
+def equations(net: Any, batch: Any, misprinted: bool = False) -> Tensor:
+    """Gradient of the loss by each alpha of the chain net, by equations 16 to 18, sum by sum."""
+    model, gates = copy.deepcopy(net.model), by_width(Chain, net.graph, net.soft().detach())
+    before, after, x = [], [], batch[0]
+    for number, name in ((1, "a"), (2, "b"), (3, "c")):
+        before.append(model.get_submodule(f"bn{number}")(model.get_submodule(f"conv{number}")(x)))  # O
+        after.append(before[-1] * gates[name][:, None, None])  # O hat
+        x = F.relu(after[-1])
+    outer = torch.autograd.grad(cross_entropy(model.head(x.flatten(1)), batch), after)
+    result = torch.zeros_like(net.alpha)
+    for space, sizes in enumerate(net.sizes.tolist()):
+        group_of = [group for group, size in enumerate(sizes) for _ in range(size)]
+        p = [1.0, *torch.sigmoid(net.alpha[space]).tolist()]
+        for j in range(1, len(sizes)):
+            for channel, k in enumerate(group_of):
+                if k < j:
+                    continue
+                others = 1.0
+                for r in range(k + 1):
+                    others *= p[r] if r != j else 1.0
+                own = p[k] * (1 - p[k]) if misprinted else p[j] * (1 - p[j])
+                summed = (outer[space][:, channel] * before[space][:, channel]).sum()
+                result[space, j - 1] += (summed * own * others).detach()
+    return result.detach()
+
+
+def test_gradient_is_that_of_the_papers_equations() -> None:
+    setup, batches = made(Chain, budget_weight=0.0)
+    gradient = step_gradient(setup, batches[:1])
+    torch.testing.assert_close(gradient, equations(setup.net, batches[0]), rtol=1e-7, atol=1e-10)
+    wrong = equations(setup.net, batches[0], misprinted=True)
+    assert (gradient - wrong).abs().max() > 0.01 * gradient.abs().max()

@@ -1,0 +1,670 @@
+"""Sub-networks of a weight step: bounds, how often each is sampled, sorted channels; and the stem that they share.
+
+The oracle of the stem is the step without one: on a copy of the same supernet, in float64, over three steps. Most of
+its nets are attacks: their code looks at more than the output of the first layers.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from nets import NETS, Residual, distance, randomise, sample
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import dmcp
+import dmcp.searching.steps
+import dmcp.searching.subnets
+from dmcp.budget import parse
+from dmcp.errors import WidthsError
+from dmcp.markov import CHAIN, INDEPENDENT
+from dmcp.searching.config import bounds
+from dmcp.searching.search import search
+from dmcp.searching.steps import Passes, Setup, weight_step
+from dmcp.searching.subnets import Chains, Stem, chains, find_stem, sample_gates, sort_channels
+from dmcp.settings import Sampling, SearchConfig
+from dmcp.supernet import Narrow
+
+MANY = 4000
+SPREAD = 4 * 0.5 / MANY**0.5  # four standard deviations of a frequency
+both = pytest.mark.parametrize("process", [CHAIN, INDEPENDENT], ids=["chain", "independent"])
+
+
+@functools.cache
+def traced(toy: Any) -> tuple[nn.Module, Any]:
+    """A model that no test changes, and its graph."""
+    model = randomise(toy(**toy.FULL))
+    return model, dmcp.trace(model, sample(toy.SHAPE))
+
+
+def made(groups: int = 4, align: int = 1) -> Any:
+    """A supernet of the residual net (spaces of 8, 6, 9 and 11 channels) with random alphas."""
+    net = dmcp.Supernet(*traced(Residual), groups, align)
+    with torch.no_grad():
+        net.alpha.copy_(torch.randn(net.alpha.shape, generator=torch.Generator().manual_seed(0)))
+    return net
+
+
+def ends_of(chain: Chains) -> list[tuple[int, int]]:
+    return list(zip(chain.sizes[:, 0].tolist(), chain.sizes.sum(dim=1).tolist(), strict=True))
+
+
+def widths_of(net: Any, gates: list[Tensor]) -> Tensor:
+    """Channels kept in each space, counted. -> (N, S)"""
+    sizes = [space.size for space in net.graph.spaces]
+    return torch.stack([piece.sum(dim=1) for piece in torch.stack(gates).split(sizes, dim=1)], dim=1)
+
+
+def sampled(net: Any, chain: Chains, sampling: Sampling) -> list[Tensor]:
+    return sample_gates(net, chain, sampling, MANY, torch.Generator().manual_seed(0))
+
+
+def sandwich(net: Any, chain: Chains, sampling: Sampling, count: int, dice: torch.Generator | None = None) -> list[Any]:
+    """The largest, the smallest, then random sub-networks."""
+    ends = [net.hard(chain.sizes.sum(dim=1)), net.hard(chain.sizes[:, 0])]
+    return ends + sample_gates(net, chain, sampling, count, dice)
+
+
+# bounds
+
+
+@pytest.mark.parametrize("sampling", Sampling)
+@both
+def test_bounds_hold_for_every_gate(sampling: Sampling, process: Any) -> None:
+    net = made()
+    chain = chains(net, process, {"stem": 3, "conv4": 11}, {"stem": 5, "conv3": 1, "conv1": 5})
+    assert ends_of(chain) == [(3, 5), (1, 5), (1, 1), (11, 11)]  # stem, conv1, conv3, conv4
+    ends = widths_of(net, sandwich(net, chain, sampling, 0))
+    assert ends.tolist() == [[5, 5, 1, 11], [3, 1, 1, 11]]
+    seen = widths_of(net, sampled(net, chain, sampling))
+    assert (seen >= ends[1]).all() and (seen <= ends[0]).all() and len(seen[:, 0].unique()) > 1
+    soft = chain.gates(chain.marginals(net.alpha))
+    stem, _, third, fourth = (it.tolist() for it in soft.split([8, 6, 9, 11]))
+    assert stem[:3] == [1.0] * 3 and max(stem[3:5]) < 1 and stem[5:] == [0.0] * 3
+    assert third == [1.0] + [0.0] * 8 and fourth == [1.0] * 11
+    gradient = torch.autograd.grad(soft.sum(), net.alpha)[0]
+    assert gradient[2:].count_nonzero() == 0 and gradient[:2].count_nonzero() > 0
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "align", "ends"),
+    [
+        (7, {}, 1, [(7, 8), (6, 6), (7, 9), (7, 11)]),
+        ({}, 7, 1, [(2, 7), (1, 6), (2, 7), (2, 7)]),
+        (7, 7, 1, [(7, 7), (6, 6), (7, 7), (7, 7)]),
+        ({"": 5, "conv1": 2}, {}, 1, [(5, 8), (2, 6), (5, 9), (5, 11)]),  # what is said of one space counts there
+        ({"": 5, "conv2": 3}, {}, 1, [(3, 8), (5, 6), (5, 9), (5, 11)]),  # conv2 writes the space named stem
+        ({"conv2": 9}, {}, 1, [(8, 8), (1, 6), (2, 9), (2, 11)]),  # a layer, not the space: all of it
+        ({"stem": 3}, {"conv4": 9}, 4, [(4, 8), (4, 6), (4, 9), (4, 8)]),
+        (5, 9, 4, [(8, 8), (6, 6), (8, 9), (8, 8)]),
+    ],
+)
+def test_bounds_of_the_network_and_of_modules(low: Any, high: Any, align: int, ends: list[tuple[int, int]]) -> None:
+    assert ends_of(chains(made(align=align), CHAIN, low, high, align)) == ends
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "align", "words"),
+    [
+        ({"stem": 6}, {"stem": 5}, 1, "stem"),
+        ({"stem": 5}, {"stem": 7}, 4, "multiple of 4"),
+        ({"stem": 9}, {}, 1, "stem"),
+        ({}, {"stemm": 4}, 1, "did you mean stem"),
+        (8, {"stem": 5}, 1, "stem"),
+        ({}, 3, 4, "multiple of 4"),
+        ({"head": 3}, {}, 1, "'head' is not pruned"),
+        (0, {}, 1, "at least 1"),
+    ],
+)
+def test_bounds_that_leave_nothing(low: Any, high: Any, align: int, words: str) -> None:
+    with pytest.raises(WidthsError, match=words):
+        bounds(made(align=align).graph, low, high, align)
+
+
+def test_bounds_by_module_of_torchvision() -> None:
+    """Of two modules the inner one counts, of two that say as much the stricter; channels, where groups are kept."""
+    graph = dmcp.trace(torchvision.models.resnet18(), torch.zeros(2, 3, 32, 32))
+    ends = bounds(graph, {"layer2": 20, "layer2.1": 30, "conv1": 7}, {"layer1": 60})
+    found = dict(zip(graph.full, ends, strict=True))
+    assert found["layer2.0.conv1"] == (20, 128) and found["layer2.1.conv1"] == (30, 128)
+    assert found["layer2.0.conv2"] == (30, 128)  # written by layer2.0 and layer2.1
+    assert found["conv1"] == (7, 60) and found["layer1.0.conv1"] == (1, 60) and found["layer3.0.conv1"] == (1, 256)
+    both = dict(zip(graph.full, bounds(graph, {"layer2.0": 9, "layer2.1": 30}, {}), strict=True))
+    assert both["layer2.0.conv2"] == (30, 128)
+    graph = dmcp.trace(torchvision.models.resnext50_32x4d(), torch.zeros(2, 3, 32, 32))  # 32 groups of 4 channels
+    first = list(graph.full).index("layer1.0.conv1")  # a space's own name counts groups, as its size does
+    lows = [bounds(graph, it, {})[first][0] for it in (10, {"layer1": 10}, {"layer1.0.conv1": 10})]
+    assert lows == [3, 3, 10] and bounds(graph, {}, {"layer1": 10})[first] == (1, 2)
+    with pytest.raises(WidthsError, match="groups of 16 channels"):
+        bounds(graph, {}, 10)
+
+
+# samples
+
+
+def test_uniform_and_sandwich_sampling() -> None:
+    net = made()
+    widths = widths_of(net, sampled(net, chains(net), Sampling.UNIFORM))
+    for column, borders in zip(widths.T, ([2, 4, 6, 8], [1, 2, 4, 6], [2, 4, 6, 9], [2, 5, 8, 11]), strict=True):
+        values, counts = column.unique(return_counts=True)
+        assert values.tolist() == borders and (counts / MANY - 1 / 4).abs().max() < SPREAD
+    ranks = torch.stack([column.unique(return_inverse=True)[1] for column in widths.T]).double()
+    assert (torch.corrcoef(ranks) - torch.eye(4)).abs().max() < 2 * SPREAD  # each space by itself
+    column = widths_of(net, sampled(net, chains(net, CHAIN, {"stem": 6}), Sampling.UNIFORM))[:, 0]
+    values, counts = column.unique(return_counts=True)  # a bound merges groups
+    assert values.tolist() == [6, 8] and (counts / MANY - 1 / 2).abs().max() < SPREAD
+    widths = widths_of(net, sampled(net, chains(net), Sampling.SANDWICH))  # one ratio for all spaces
+    assert {tuple(row) for row in widths.tolist()} == {(2, 1, 2, 2), (4, 2, 4, 5), (6, 4, 6, 8), (8, 6, 9, 11)}
+
+
+@both
+def test_markov_samples_each_channel_as_often_as_its_soft_gate_says(process: Any) -> None:
+    net = made()
+    chain = chains(net, process)
+    gates = torch.stack(sampled(net, chain, Sampling.MARKOV)).float()
+    soft = chain.gates(chain.marginals(net.alpha)).detach()
+    assert (gates.mean(dim=0) - soft).abs().max() < SPREAD
+    assert process is INDEPENDENT or torch.equal(soft, net.soft())
+    # A space that is sampled from its neighbour's chain, as in the authors' code, would be seen.
+    net.alpha.data = net.alpha.data.roll(1, dims=0)
+    assert (gates.mean(dim=0) - chain.gates(chain.marginals(net.alpha)).detach()).abs().max() > 3 * SPREAD
+    gaps = (gates.split([8, 6, 9, 11], dim=1)[3].diff(dim=1) > 0).any()
+    assert gaps == (process is INDEPENDENT)  # the chain keeps the first channels, independent gates any
+
+
+# channels in order
+
+
+@pytest.mark.parametrize("toy", NETS, ids=lambda net: net.__name__)
+def test_sorting_does_not_change_what_the_network_computes(toy: Any) -> None:
+    (model, graph), x = traced(toy), sample(toy.SHAPE)
+    net = dmcp.Supernet(model, graph)
+    before = copy.deepcopy(net.model)
+    sort_channels(net)
+    moved = sum(not torch.equal(a, b) for a, b in zip(net.weights(), before.parameters(), strict=True))
+    assert moved > len(graph.spaces)
+    for training in (False, True):
+        assert distance(net.train(training)(x, net.hard(graph.full)), before.train(training)(x)) < 1e-10
+
+
+def test_sorting_puts_the_largest_norms_first() -> None:
+    net = made()
+    sort_channels(net)
+    model = net.model
+    for writers in ((model.stem, model.conv2), (model.conv1,), (model.conv3,), (model.conv4, model.project)):
+        norms = sum(conv.weight.detach().square().sum((1, 2, 3)) for conv in writers)
+        assert (norms.diff() <= 0).all()
+
+
+# the stem: steps with it and without
+
+
+def supernet(model: nn.Module, shape: tuple[int, ...]) -> Any:
+    return dmcp.Supernet(model, dmcp.trace(model, sample(shape, batch=2)), 4).double().train()
+
+
+def task(output: Any, batch: Any) -> Tensor:
+    """Cross-entropy of every output; of maps, with weights that differ from pixel to pixel and with the size."""
+    outputs = output if isinstance(output, tuple) else (output,)
+    flat = [
+        part if part.ndim == 2 else (part * torch.linspace(0, 1, part.shape[-1])).sum((2, 3)) / 100 for part in outputs
+    ]
+    return sum((F.cross_entropy(part, batch[1]) for part in flat), torch.zeros(()))
+
+
+def loud(output: Any, batch: Any) -> Tensor:
+    """The same a thousand times, as where gradients are scaled."""
+    return 1000 * task(output, batch)
+
+
+def three_steps(net: Any, stem: Stem | None, x: Tensor, lr: float, align: int | None, loss: Any) -> Tensor:
+    """The losses; the smallest sub-network is a narrow one where `align` is given."""
+    optimizer, dice = torch.optim.SGD(net.weights(), lr, 0.9), torch.Generator().manual_seed(1)
+    setup = Setup(net, chains(net), parse("50%", net.graph), SearchConfig(budget="50%", distill=False), loss)
+    border = () if stem is None else (stem.paths, stem.value)
+    small = None if align is None else Narrow(net, net.min_widths, align, *border)
+    passes = None if stem is None else Passes(net.fold, stem.tail, stem.head)
+    torch.manual_seed(2)  # of dropout: each sub-network has its own
+    losses = []
+    for number in range(3):
+        subnets = sandwich(net, setup.chains, Sampling.UNIFORM, 2, dice)
+        subnets[1] = subnets[1] if small is None else small
+        batches = [(part + 0.1 * number, torch.arange(len(part)) % 5) for part in x.split(8)]
+        losses.append(weight_step(setup, batches, optimizer, subnets, passes))
+    return torch.stack(losses)
+
+
+def assert_the_same(
+    net: Any, stem: Stem | None, x: Tensor, lr: float = 0.05, align: int | None = None, loss: Any = task
+) -> None:
+    """Losses, weights and buffers of the network after three steps are those of a copy that has no stem."""
+    plain = copy.deepcopy(net, {id(net.graph): net.graph})
+    expected, losses = three_steps(plain, None, x, lr, None, loss), three_steps(net, stem, x, lr, align, loss)
+    assert (losses - expected).abs().max() < 1e-9
+    assert_equal(net, plain)
+
+
+def assert_equal(net: Any, plain: Any) -> None:
+    for (name, own), other in zip(net.named_parameters(), plain.parameters(), strict=True):
+        assert (own - other).abs().max() < 1e-9, name
+
+
+FOUND = {  # what a reader of their code would write down: all up to the first layer whose inputs can be dropped
+    "resnet18": (("conv1", "bn1", "relu", "maxpool"), None),
+    "mobilenet_v2": (("features.0", "features.1.conv.0"), 4),
+    "squeezenet1_1": (("features.0", "features.1", "features.2"), 1),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_stems_of_torchvision(name: str) -> None:
+    """Found, nothing is touched by the search for it, and steps are the same."""
+    slim = {"width_mult": 0.5} if name == "mobilenet_v2" else {}
+    model = randomise(getattr(torchvision.models, name)(num_classes=5, **slim))
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    net = supernet(model, (3, 32, 32))
+    parts = list(net.modules())
+    parts[9].eval()
+    modes, before = [it.training for it in parts], copy.deepcopy(net.state_dict())
+    state = torch.get_rng_state()
+    stem = find_stem(net)
+    paths, align = FOUND[name]
+    assert stem is not None and stem.paths == paths
+    assert list(net.modules()) == parts and [it.training for it in parts] == modes
+    assert all(torch.equal(tensor, before[key]) for key, tensor in net.state_dict().items())
+    assert all(weight.grad is None for weight in net.parameters()) and torch.equal(torch.get_rng_state(), state)
+    if align:  # more of lr makes rounding errors grow
+        assert_the_same(net.train(), stem, sample((3, 32, 32), batch=8), lr=0.005, align=align)
+
+
+class Halves(nn.Module):
+    """One half of the channels gates the other; not one of torch's own modules."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = x.chunk(2, 1)
+        return one * other.sigmoid()
+
+
+@pytest.mark.parametrize("align", [1, 3])
+@pytest.mark.parametrize(
+    ("part", "reader", "paths"),
+    [
+        (Halves(), nn.Conv2d(4, 7, 3), ("0",)),
+        (nn.ChannelShuffle(2), nn.Conv2d(8, 7, 3), ("0", "1")),
+        (nn.PixelUnshuffle(2), nn.Conv2d(32, 7, 3), ("0", "1")),
+        (nn.Flatten(), nn.Linear(8 * 12 * 12, 7), ("0", "1")),
+    ],
+    ids=["halves", "shuffled", "pixels", "flattened"],
+)
+def test_stems_whose_output_is_not_one_space(part: nn.Module, reader: nn.Module, paths: Any, align: int) -> None:
+    """A narrow network must take the right channels out of it."""
+    pool = (nn.AdaptiveAvgPool2d(1), nn.Flatten()) if isinstance(reader, nn.Conv2d) else ()
+    net = supernet(
+        randomise(nn.Sequential(nn.Conv2d(3, 8, 3), part, reader, nn.ReLU(), *pool, nn.Linear(7, 5))), (3, 14, 14)
+    )
+    stem = find_stem(net)
+    assert stem is not None and stem.paths == paths
+    assert_the_same(net, stem, sample((3, 14, 14), batch=12), align=align)
+
+
+# the stem: nets that attack it
+
+
+class Plain(nn.Module):
+    """Three layers that no gate reaches, and two convs behind them."""
+
+    def __init__(self, stride: int = 1, zero: bool = False) -> None:
+        super().__init__()
+        self.stem, self.norm, self.act = nn.Conv2d(3, 8, 3, stride, 1), nn.BatchNorm2d(8), nn.SiLU()
+        self.conv2, self.norm2 = nn.Conv2d(8, 9, 3, padding=1, bias=False), nn.BatchNorm2d(9)
+        self.conv3, self.head = nn.Conv2d(9, 7, 3, padding=1), nn.Linear(7, 5)
+        if zero:
+            nn.init.zeros_(self.head.weight)
+            nn.init.zeros_(self.head.bias)
+
+    def first(self, x: Tensor) -> Tensor:
+        return self.act(self.norm(self.stem(x)))
+
+    def then(self, h: Tensor) -> Tensor:
+        return self.head(F.relu(self.conv3(F.relu(self.norm2(self.conv2(h))))).mean((2, 3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.then(self.first(x))
+
+
+def coded(forward: Callable[[Any, Tensor], Any]) -> Callable[..., nn.Module]:
+    """A class like Plain with another forward."""
+    return type("Coded", (Plain,), {"forward": forward})
+
+
+def with_part(part: Callable[[], nn.Module], forward: Callable[[Any, Tensor], Any] | None = None) -> Any:
+    """Like Plain, with one more module, called first unless the forward says otherwise."""
+
+    def init(self: Any, **settings: Any) -> None:
+        Plain.__init__(self, **settings)
+        self.part = part()
+
+    return type("Parted", (Plain,), {"__init__": init, "forward": forward or (lambda n, x: n.then(n.first(n.part(x))))})
+
+
+class Ramp(nn.Module):
+    """Counts its calls in a buffer, and computes with the count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        return x + self.calls.log() * x.square()
+
+
+class ReZero(nn.Module):
+    """The identity until it is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.scale = nn.Conv2d(3, 3, 3, padding=1), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.conv(x)
+
+
+class Two(nn.Conv2d):
+    """Gives two tensors."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = super().forward(x)
+        return y.relu(), y.sigmoid()
+
+
+class Shrunk(torch.autograd.Function):
+    """The identity, whose gradient is not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 0.1 * gradient
+
+
+def written(net: Any, x: Tensor) -> Tensor:
+    h = net.first(x)
+    h.mul_(1.5)
+    return net.then(h)
+
+
+def written_view(net: Any, x: Tensor) -> Tensor:
+    h = net.first(x)
+    h[:, :, 1:].flatten(1).mul_(1.5)
+    h[:, 2].zero_()
+    return net.then(h)
+
+
+def unlabelled_view(net: Any, x: Tensor) -> Tensor:
+    h = net.first(x)
+    h.unsafe_chunk(2, 1)[0].mul_(0.5)  # its schema does not say that these are views
+    return net.then(h)
+
+
+def copied(net: Any, x: Tensor) -> Tensor:
+    h = net.first(x)
+    return net.then(h.clone().mul_(2) - h)
+
+
+def padded(net: Any, x: Tensor) -> Tensor:
+    missing = -x.shape[-1] % 8
+    return net.then(net.first(F.pad(x, (0, missing, 0, missing)) if missing else x))
+
+
+def without_gradient(net: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        h = net.first(x)
+    return net.then(h)
+
+
+def first_without_gradient(net: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        h = net.stem(x)
+    return net.then(net.act(net.norm(h)))
+
+
+def auxiliary(net: Any, x: Tensor) -> Any:
+    h = net.first(x)
+    out = net.then(h)
+    return (out, F.interpolate(net.part(h), size=x.shape[-2:])) if net.training else out
+
+
+def hooked(register: str, hook: Callable[..., Any], where: str = "norm") -> Callable[..., nn.Module]:
+    """Plain with a hook on one of its modules."""
+
+    def build() -> nn.Module:
+        net = Plain()
+        getattr(net.get_submodule(where), register)(hook)
+        return net
+
+    return build
+
+
+def clipped(module: nn.Module, gradients: Any, _: Any) -> Any:
+    return tuple(gradient.clamp(-0.05, 0.05) for gradient in gradients)  # only acts on gradients that are large
+
+
+def clipped_within(net: Any, x: Tensor) -> Tensor:
+    h = net.stem(x)
+    if h.requires_grad:
+        h.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
+    return net.then(net.act(net.norm(h)))
+
+
+def clipped_box() -> nn.Module:
+    net: Any = with_part(nn.Sequential, lambda n, x: n.then(n.part(x)))()
+    for name in ("stem", "norm", "act"):
+        net.part.append(getattr(net, name))
+        delattr(net, name)
+    net.part.register_full_backward_pre_hook(lambda m, gradients: (gradients[0].clamp(-0.05, 0.05),))
+    return net
+
+
+def tied() -> nn.Module:
+    net: Any = with_part(lambda: nn.Conv2d(8, 3, 1), lambda n, x: n.then(n.first(x) + n.again(n.part(n.first(x)))))()
+    net.again = nn.Conv2d(3, 8, 3, padding=1)
+    net.again.weight = net.stem.weight
+    return net
+
+
+def ignore() -> nn.Module:
+    net = Plain()
+    net.stem.requires_grad_(False)
+    net.norm.requires_grad_(False)
+    return net
+
+
+def spectral() -> nn.Module:
+    net = Plain()
+    net.stem = nn.utils.parametrizations.spectral_norm(net.stem)
+    return net
+
+
+AGAIN, TWICE = (lambda n, x: n.then(n.part(n.part(n.first(x))))), (lambda n, x: n.then(n.first(n.part(n.part(x)))))
+ATTACKS: dict[str, Callable[[], nn.Module]] = {
+    "nothing odd": Plain,
+    "input used later": coded(lambda n, x: n.then(n.first(x)) + x.mean((1, 2, 3))[:, None]),
+    "hidden value used later": coded(lambda n, x: n.then(n.first(x) + n.stem(x))),
+    "output written": coded(written),
+    "view of the output written": coded(written_view),
+    "unlabelled view of the output written": coded(unlabelled_view),
+    "copy of the output written": coded(copied),
+    "in-place activation": lambda: with_part(lambda: nn.ReLU(True), lambda n, x: n.then(n.part(n.norm(n.stem(x)))))(),
+    "input written": lambda: with_part(lambda: nn.ReLU(inplace=True))(),
+    "module called twice": lambda: with_part(lambda: nn.LeakyReLU(0.3), AGAIN)(),
+    "module called again later": coded(lambda n, x: n.then(n.act(n.conv3(n.conv2(n.first(x)))[:, :1] + n.first(x)))),
+    "code between the modules": coded(lambda n, x: n.then(F.relu(n.norm(F.relu(n.stem(x)))))),
+    "dropout in the stem": lambda: with_part(nn.Dropout, AGAIN)(),
+    "dropout behind it": coded(lambda n, x: n.then(F.dropout(n.first(x), 0.5, n.training))),
+    "hook on a module": hooked("register_forward_hook", lambda m, x, out: out * 2),
+    "hook before the network": hooked("register_forward_pre_hook", lambda m, x: (x[0] * 2,), ""),
+    "hook on the network": hooked("register_forward_hook", lambda m, x, out: out * x[0].shape[1], ""),
+    "shape of the input, behind zeros": lambda: coded(lambda n, x: n.then(n.first(x)) * x.shape[1])(zero=True),
+    "shape of the input, in training": coded(lambda n, x: n.then(n.first(x)) * (x.shape[1] if n.training else 1)),
+    "size of the input": lambda: coded(lambda n, x: n.then(F.interpolate(n.first(x), size=x.shape[-2:])))(stride=2),
+    "size of the input, in training": lambda: with_part(lambda: nn.Conv2d(8, 5, 1), auxiliary)(stride=2),
+    "needs a gradient": coded(lambda n, x: n.then(n.first(x)) * (2 if x.requires_grad else 1)),
+    "attribute of a module": coded(lambda n, x: n.then(n.first(x)) / n.stem.out_channels),
+    "weight of a module": coded(lambda n, x: n.then(n.first(x)) * (1 + n.norm.weight.mean() + n.stem.weight.norm())),
+    "weight of two modules": tied,
+    "two outputs": lambda: with_part(lambda: Two(8, 8, 1), lambda n, x: n.then(sum(n.part(n.first(x)))))(),
+    "ignore": ignore,
+    "no gradient": coded(without_gradient),
+    "no gradient in its first module": coded(first_without_gradient),
+    "detached": coded(lambda n, x: n.then(n.first(x).detach())),
+    "detached within": coded(lambda n, x: n.then(n.act(n.norm(n.stem(x).detach())))),
+    "gradient of its own": coded(lambda n, x: n.then(n.act(n.norm(Shrunk.apply(n.stem(x)))))),
+    "large gradients of a module clipped": hooked("register_full_backward_hook", clipped),
+    "large gradients clipped": coded(clipped_within),
+    "large gradients of a container clipped": clipped_box,
+    "counts its calls": lambda: with_part(Ramp)(),
+    "spectral norm": spectral,
+    "identity at first, called twice": lambda: with_part(ReZero, TWICE)(),
+    "norm called twice": coded(lambda n, x: n.then(n.norm(n.norm(n.stem(x))))),
+}
+FRESH = {"shape of the input, behind zeros", "identity at first, called twice", "norm called twice"}  # as initialised
+
+
+WHOLE = {  # odd in places that do not concern the first three layers
+    "nothing odd",
+    "dropout behind it",
+    "hook on the network",
+    "shape of the input, behind zeros",
+    "shape of the input, in training",
+    "size of the input",
+    "needs a gradient",
+    "two outputs",
+    "ignore",
+    "detached",
+}
+NONE = {  # odd in the very first layer: it is written by hand, hooked, or used for more than its output
+    "input used later",
+    "hidden value used later",
+    "hook before the network",
+    "attribute of a module",
+    "weight of a module",
+    "weight of two modules",
+    "no gradient in its first module",
+    "counts its calls",
+    "spectral norm",
+    "identity at first, called twice",
+}
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_stem_is_never_wrong(name: str) -> None:
+    torch.manual_seed(0)
+    model = ATTACKS[name]().double()
+    net = supernet(model if name in FRESH else randomise(model), (3, 16, 16))
+    stem = find_stem(net)
+    assert name not in WHOLE or (stem is not None and stem.paths == ("stem", "norm", "act"))
+    assert name not in NONE or stem is None
+    if stem is not None:
+        align = None if "dropout" in name else 4  # a narrow network has other masks
+        lr, loss = (5e-5, loud) if "large gradients" in name else (0.05, task)
+        assert_the_same(net, stem, sample((3, 16, 16), batch=12), lr, align, loss)
+
+
+class Averaging(Plain):
+    """Keeps an average in a buffer that each pass replaces by a new tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        if self.training:
+            self.average = 0.9 * self.average + 0.1 * out.detach().mean(0)
+        return out
+
+
+class Cooling(Plain):
+    """Counts its passes in a plain number, and computes with the count."""
+
+    passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += self.training
+        return super().forward(x) / (1 + self.passes)
+
+
+class Summed(nn.Module):
+    """The first gradient into its stem is one number for many places, which nothing can be added to in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.fc = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.norm(self.conv(x)).sum(dim=(2, 3)))
+
+
+def images(*sizes: int) -> list[tuple[Tensor, Tensor]]:
+    """Batches of images with these numbers of pixels, and labels."""
+    batches = [sample((3, size, size), batch=8) for size in sizes]
+    return [(x + 0.1 * number, torch.arange(8) % 5) for number, x in enumerate(batches)]
+
+
+SEARCHES: dict[str, tuple[Callable[[], nn.Module], list[Any], dict[str, int], int]] = {  # ..., batches with a stem
+    "as traced": (lambda: coded(padded)(stride=2), images(16, 16), {}, 4),
+    "other size": (lambda: coded(padded)(stride=2), images(12, 12), {}, 0),
+    "two sizes": (lambda: coded(padded)(stride=2), images(16, 12, 16), {}, 4),
+    "two sizes in a step": (lambda: coded(padded)(stride=2), images(16, 12, 16, 16), {"accumulate": 2}, 4),
+    "batch by name": (Plain, [{"input": x, "label": y} for x, y in images(16, 16)], {}, 4),
+    "input by place": (Plain, [((x,), y) for x, y in images(16, 16)], {}, 0),
+    "input by name": (Plain, [({"x": x}, y) for x, y in images(16, 16)], {}, 0),
+    "a buffer that is replaced": (Averaging, images(16, 16), {}, 0),
+    "a plain number that changes": (Cooling, images(16, 16), {}, 0),
+    "a stem that is summed": (Summed, images(16, 16), {}, 4),
+}
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_a_search_ends_as_without_a_stem(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the loader gives: the stem is used where the input is as it was traced."""
+    build, batches, settings, expected = SEARCHES[name]
+    model, used, nets = randomise(build()), list[Tensor](), list[Any]()
+
+    class Spied(Stem):
+        def head(self, x: Tensor) -> Any:
+            used.append(x)
+            return super().head(x)
+
+    def find(net: Any) -> Stem | None:
+        found = find_stem(net)
+        return Spied(net, found.paths, found.value) if found else None
+
+    for finds in (find, lambda net: None):
+        nets.append(supernet(model, (3, 16, 16)))
+        monkeypatch.setattr(dmcp.searching.steps, "find_stem", finds)
+        search(nets[-1], batches, SearchConfig(budget=0.5, groups=4, epochs=2, reference_batch=64, **settings))
+    assert len(used) == expected
+    assert_equal(*nets)
+    buffers = zip(nets[0].model.named_buffers(), nets[1].model.buffers(), strict=True)
+    assert all((own - other).abs().max() < 1e-9 for (key, own), other in buffers if key == "average")
+
+
+def test_networks_that_are_slow_to_try_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = supernet(randomise(Plain()), (3, 16, 16))
+    for slow, found in ((net.graph.macs(), True), (net.graph.macs() - 1, False)):
+        monkeypatch.setattr(dmcp.searching.subnets, "_SLOW", slow)
+        assert (find_stem(net) is not None) == found
