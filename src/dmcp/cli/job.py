@@ -376,7 +376,8 @@ def check_names(run: Path, config: RunConfig, *needed: str) -> None:
         if kind.endswith("model"):
             library, colon, _ = name.partition(":")
             top = library.partition(".")[0] if colon and library != "timm" and library not in models.NETS else ""
-            files, here = (f"{top}.py", top) if top else (), not top or _is_module(top)
+            files: tuple[str, ...] = (f"{top}.py", top) if top else ()
+            here = not top or _is_module(top)
         else:
             own = name not in ("", GIVEN, UNPRUNED, *DATA) and not Path(name).is_absolute()
             files = (name,) if own else ("data",) if name in DATA and name != "digits" else ()

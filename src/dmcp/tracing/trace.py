@@ -30,7 +30,7 @@ _BATCH = 3  # more than one for BatchNorm in train mode; odd, so that it is rare
 _MAX_LISTED = 3  # places or layers that are named; the rest is counted
 _IGNORED = "ignored, as you asked"
 _OLD_NORMS = {"WeightNorm": "remove_weight_norm", "SpectralNorm": "remove_spectral_norm"}  # hooks of torch.nn.utils
-_DETECTORS = "Trace the part of a detector that ends before its boxes are chosen: docs/api.md, Detectors."
+_DETECTORS = "Trace the part of a detector that ends before its boxes are chosen: docs/cookbook.md, Detectors."
 _WAYS_OUT = (
     "Compute both ways, or with all values, and choose with torch.where, or accept it: trace(..., strict=False)."
 )
