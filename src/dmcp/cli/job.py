@@ -376,7 +376,7 @@ def check_names(run: Path, config: RunConfig, *needed: str) -> None:
         if kind.endswith("model"):
             library, colon, _ = name.partition(":")
             top = library.partition(".")[0] if colon and library != "timm" and library not in models.NETS else ""
-            files: tuple[str, ...] = (f"{top}.py", top) if top else ()
+            files = (f"{top}.py", top) if top else ()
             here = not top or _is_module(top)
         else:
             own = name not in ("", GIVEN, UNPRUNED, *DATA) and not Path(name).is_absolute()
@@ -385,7 +385,7 @@ def check_names(run: Path, config: RunConfig, *needed: str) -> None:
         if not here:
             there = [folder for folder in run.resolve().parents if any((folder / file).exists() for file in files)]
             raise FileError(
-                f"{run}: there is no {files[-1]!r} here: the names of a run are as seen from the folder that it was "
+                f"{run}: there is no {''.join(files[-1:])!r} here: the names of a run are as seen from the folder that it was "
                 f"started in: type the command in {there[0] if there else 'that one'}."
             )
 
