@@ -385,8 +385,8 @@ def check_names(run: Path, config: RunConfig, *needed: str) -> None:
         if not here:
             there = [folder for folder in run.resolve().parents if any((folder / file).exists() for file in files)]
             raise FileError(
-                f"{run}: there is no {''.join(files[-1:])!r} here: the names of a run are as seen from the folder that it was "
-                f"started in: type the command in {there[0] if there else 'that one'}."
+                f"{run}: there is no {''.join(files[-1:])!r} here: the names of a run are as seen from the folder that "
+                f"it was started in: type the command in {there[0] if there else 'that one'}."
             )
 
 
