@@ -56,9 +56,7 @@ def test_distillation_is_the_divergence_from_the_target() -> None:
     flat = [part.movedim(1, -1).reshape(-1, 3) for part in pixels]
     torch.testing.assert_close(distillation_loss(pixels[0], [pixels[1]]), distillation_loss(flat[0], [flat[1]]))
     assert distillation_loss(own, [own]).item() == pytest.approx(0, abs=1e-6)
-    torch.testing.assert_close(
-        distillation_loss(own, [target], 4.0), 16 * distillation_loss(own / 4, [target / 4])
-    )
+    torch.testing.assert_close(distillation_loss(own, [target], 4.0), 16 * distillation_loss(own / 4, [target / 4]))
     heats = (0.01, 1.0, 4.0, 100.0)
     sizes = [torch.autograd.grad(distillation_loss(own, [target], heat), own)[0].norm() for heat in heats]
     assert all(size.isfinite() and size > 1e-4 for size in sizes) and 0.5 * sizes[1] < sizes[2] < 2 * sizes[1]

@@ -102,7 +102,7 @@ def test_the_budget_holds_on_the_cut_network(kind: Retrain, budget: str) -> None
 
 def test_bounds_hold_for_uniform_widths_too() -> None:
     """Without bounds, uniform widths at this budget keep about 5 of 8 and 4 of 6 channels."""
-    model, graph = traced()
+    _, graph = traced()
     bounded = replace(SEARCH, min_channels={"stem": 8}, max_channels={"conv1": 2})
     free = dmcp.uniform(graph, "60%")
     assert free["stem"] < 8 and free["conv1"] > 2

@@ -184,8 +184,8 @@ def test_a_nan_stops_and_keeps_the_last_good_state(at: int, back: int, monkeypat
 def test_a_weight_that_is_not_finite_stops_too() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     before = tensors(model)
+    batches = [(100 * x, y) for x, y in some_batches(1)]
     with pytest.raises(TrainingError, match="a weight is no longer finite"):
-        batches = [(100 * x, y) for x, y in some_batches(1)]
         train(model, batches, replace(SHORT, lr=1e38, warmup_lr=1e38, warmup_epochs=0))
     assert same(before, tensors(model))
 

@@ -26,7 +26,7 @@ from dmcp.losses import Metric, check_fit, check_metric, check_range, distillati
 from dmcp.modules import call_model, narrow, tensors_in, unwrap
 from dmcp.runtime.distributed import current
 from dmcp.runtime.engine import make_optimizer
-from dmcp.tracing.trace import other_numbers
+from dmcp.tracing.trace import wrong_dtype
 from dmcp.training import Task, check_trainable, evaluate, parameter_groups
 
 
@@ -94,7 +94,7 @@ def check_dtype(model: nn.Module, example: Any) -> None:
     model = unwrap(model)
     if _output(model, example, train=False) is not None:
         return
-    if wanted := other_numbers(model, example, lambda same: _run(model, same, train=False)):
+    if wanted := wrong_dtype(model, example, lambda same: _run(model, same, train=False)):
         raise DataError(f"The input of a batch holds {wanted}.")
 
 
