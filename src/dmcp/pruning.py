@@ -112,8 +112,8 @@ def prune(
     config, kind = _search_config(search, budget), _kind(retrain)
     loaders = loader if isinstance(loader, Loaders) else Loaders(search=loader)
     table, measure = _latency(latency, config)
-    own = is_model(teacher, model)
     how = Retraining(train or default_recipe(kind), kind, teacher)
+    own = is_model(teacher, model)
     guide = copied(teacher, device_of(model)) if isinstance(teacher, nn.Module) else None
     others = _baselines(baselines, original=kind is Retrain.FINETUNE or own)
     before = trained_before(model, ORIGINAL in others, guide, teacher)
