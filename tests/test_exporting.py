@@ -365,8 +365,7 @@ def test_a_run_that_cannot_be_exported_exits_with_2(run: Path, tmp_path: Path, c
     folder.mkdir()
     for path in run.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
-    job = settings["job"] | {"model": "no_such_module:build"}
-    for change in ({"shape": None}, {"shape": [1, "8", 8]}, {"classes": None}, {"job": job}):
+    for change in ({"shape": None}, {"shape": [1, "8", 8]}, {"classes": None}, {"model": "no_such_module:build"}):
         (folder / "settings.json").write_text(json.dumps(settings | change))
         assert command("export", str(folder), "--out", str(tmp_path / "net.pt2")) == 2
     assert command("export", str(run), "--int8", "--out", str(tmp_path / "a.pt2")) == 2

@@ -303,7 +303,7 @@ def keep(folder: Path, *rows: Row) -> Path:
     folder.mkdir()
     Run(folder).write(SETTINGS, {"command": "prune"})
     for row in rows:
-        Run(folder).log({"stage": "test"} | asdict(row))
+        Run(folder).add(LOG, {"stage": "test"} | asdict(row))
     return folder
 
 

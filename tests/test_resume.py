@@ -426,7 +426,7 @@ def test_a_run_goes_on_as_it_was_begun(
     for part in ("train", "test"):
         images = np.random.default_rng(0).integers(0, 255, (200, 8, 8, 1), np.uint8)
         np.savez(tmp_path / f"{part}-0.npz", images=images, labels=np.arange(200) % 10)
-    edit(run / "settings.json", lambda it: it["job"].update(data=str(tmp_path)))
+    edit(run / "settings.json", lambda it: it.update(data=str(tmp_path)))
     assert "the data is not what it was" in refused(commands, run)
     (run / "settings.json").write_text(settings)
     edit(run / "settings.json", lambda it: it["search"].update(budget_weight=0.2))

@@ -12,7 +12,7 @@ import inspect
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -180,6 +180,7 @@ class Request:
     dry_run: bool = False
     quiet: bool = False
     as_json: bool = False
+    more: Mapping[str, Any] = field(default_factory=dict)  # options of compare that are no settings
 
 
 def make_config(request: Request) -> RunConfig:
@@ -372,11 +373,16 @@ _GROUPS = {
     "Batches and device": ("batch", "train_batch", "workers", "corrupt", "device", *_ENGINE),
     "Run": ("out", "resume", "seeds", "save_steps", "save_minutes", "track", "dry_run", "quiet", "json", "debug"),
 }
-_SEARCH_ONLY = {*_GROUPS["Budget"], *_GROUPS["Latency"], *_GROUPS["Search"], "recipe"}
+_SEARCH_ONLY = {*_GROUPS["Latency"], *_GROUPS["Search"], "recipe"}
 _WITHOUT = {
     "prune": {"widths"},
     "search": {*_GROUPS["Training"], "train_batch", "pad", "seeds", "dry_run"} - {"weight_decay", "label_smoothing"},
-    "train": {*_SEARCH_ONLY, "baselines", "train_batch", "seeds", "dry_run"},
+    "train": {*_SEARCH_ONLY, *_GROUPS["Budget"], "baselines", "train_batch", "seeds", "dry_run"},
+    "compare": {
+        *(*_SEARCH_ONLY, *_GROUPS["Training"], "weights", "train_batch", "workers", "corrupt", "channels_last", "tf32"),
+        *("sync_batchnorm", "resume", "save_steps", "save_minutes", "track"),
+    }
+    - {"lr", "weight_decay", "label_smoothing"},
 }
 _DEFAULTS = {  # of settings that depend on others
     "epochs": "100, or 20 to fine-tune",
@@ -404,35 +410,61 @@ _OTHERS: dict[str, tuple[Any, Any, str]] = {  # options that are no settings: ty
     "json": (bool, False, "Print plain data instead of text."),
     "debug": (bool, False, "Show where in the code a mistake was found."),
 }
+_COMPARE: dict[str, tuple[Any, Any, str]] = {  # the same for compare
+    "budget": (list[str] | None, None, "50%, 211M, params:2M; repeatable. Default: 50%."),
+    "methods": (str, "all", "all, or names of methods, package.module:NAME, with commas."),
+    "peer": (list[str] | None, None, "Another package, if installed: torch-pruning."),
+    "widths": (list[str] | None, None, "A row of given widths, NAME=FILE; repeatable."),
+    "set": (list[str] | None, None, "Setting of a method, like amc.episodes=100; repeatable."),
+    "seeds": (int, 3, "Seeds of everything, from --seed on. Default: 3."),
+    "epochs": (int, 60, "Passes over the data in the final training. Default: 60."),
+    "finetune_epochs": (int | None, None, "Epochs of fine-tuning. Default: two thirds of --epochs."),
+    "scratch": (bool | None, None, "Train what each method chose from scratch, by the same recipe. Default: yes."),
+    "unpruned": (bool | None, None, "Also train the unpruned network. Default: yes."),
+    "holdout": (float, 0.1, "Share of the training images that methods choose by. Default: 0.1."),
+    "gather": (str, "", "Run nothing: make the table of this folder again."),
+    "measure": (bool, False, "Measure all speeds again, not only new ones."),
+    "at_once": (int | None, None, "Runs side by side. Default: 8 on a GPU, else the cores."),
+}
 
 
-def option(name: str, *, group: str = "", default: Any = None, help: str = "") -> inspect.Parameter:
-    """One option: a setting of the tree, None unless it is typed, or one of those that are no settings."""
-    words: dict[str, Any] = {"rich_help_panel": group or None, "show_default": False}
-    flag = f"--{name.replace('_', '-')}"
-    if name in _OTHERS:
-        kind, default, text = _OTHERS[name]
-        if name == "seeds":
-            words["min"] = 1
-        parameter, only = "as_json" if name == "json" else name, kind is bool
-    else:
-        part, place = _places(name)[0]
-        it = ({"": RunConfig, **_PARTS}[part]).__dataclass_fields__[place]
-        written = str(it.type).removesuffix(" | None")
-        kind = _TYPES.get(written) or getattr(settings, written)
-        usual = _DEFAULTS.get(name) or ("" if it.default in (None, "", (), False, 0) else str(it.default))
-        usual = "" if not isinstance(it.default, str | int | float) and name not in _DEFAULTS else usual
-        text, only = it.metadata["help"] + (f" Default: {usual}." if usual else ""), it.default is False
-        parameter, kind = name, kind | None
-        if written == "Bound":
-            words["metavar"] = "[NAME=]N"
-        if name in ("model", "teacher_model"):
-            words["autocompletion"] = complete_model
-        if name == "recipe":
-            words["autocompletion"] = lambda incomplete: _starting(incomplete, RECIPES)
-    names = () if kind == bool | None and not only else (flag,)  # none: --name and --no-name
-    hint: Any = Annotated[kind, typer.Option(*names, help=help or text, **words)]
+def _options_of(command: str) -> list[inspect.Parameter]:
+    """All options of a command."""
+    own = _COMPARE if command == "compare" else {}
+    groups = {group: [it for it in names if it not in _WITHOUT[command]] for group, names in _GROUPS.items()}
+    listed = {name: group for group, names in groups.items() for name in names} | dict.fromkeys(own, "Comparison")
+    others = _OTHERS | own
+    return [_other(name, others[name], it) if name in others else _setting(name, it) for name, it in listed.items()]
+
+
+def _other(name: str, facts: tuple[Any, Any, str], group: str) -> inspect.Parameter:
+    """An option that is no setting."""
+    kind, default, help = facts
+    low = {"seeds": 1, "at_once": 1, "finetune_epochs": 0}.get(name)
+    flags = () if kind == bool | None else (f"--{name.replace('_', '-')}",)  # none: --name and --no-name
+    hint: Any = Annotated[kind, typer.Option(*flags, help=help, min=low, rich_help_panel=group, show_default=False)]
+    parameter = "as_json" if name == "json" else name
     return inspect.Parameter(parameter, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+def _setting(name: str, group: str) -> inspect.Parameter:
+    """An option that is a setting of the tree: None unless it is typed."""
+    part, place = _places(name)[0]
+    it = ({"": RunConfig, **_PARTS}[part]).__dataclass_fields__[place]
+    written = str(it.type).removesuffix(" | None")
+    kind = (_TYPES.get(written) or getattr(settings, written)) | None
+    shown = isinstance(it.default, str | int | float) and it.default not in ("", 0)  # False is 0
+    usual = _DEFAULTS.get(name) or (str(it.default) if shown else "")
+    words: dict[str, Any] = {"help": it.metadata["help"] + (f" Default: {usual}." if usual else "")}
+    if written == "Bound":
+        words["metavar"] = "[NAME=]N"
+    if name in ("model", "teacher_model"):
+        words["autocompletion"] = complete_model
+    if name == "recipe":
+        words["autocompletion"] = lambda incomplete: _starting(incomplete, RECIPES)
+    flags = () if kind == bool | None and it.default is not False else (f"--{name.replace('_', '-')}",)
+    hint: Any = Annotated[kind, typer.Option(*flags, rich_help_panel=group, show_default=False, **words)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
 
 
 def takes_settings(run: Callable[[Request], None]) -> Callable[..., None]:
@@ -442,15 +474,12 @@ def takes_settings(run: Callable[[Request], None]) -> Callable[..., None]:
     def typed(**values: Any) -> None:
         values.pop("debug")
         others = {name: values.pop(name) for name in [*values] if name in Request.__dataclass_fields__}
-        run(Request(command=command, typed={k: v for k, v in values.items() if v not in (None, [])}, **others))
+        more = {name: values.pop(name) for name in _COMPARE if name in values} if command == "compare" else {}
+        wanted = {name: value for name, value in values.items() if value not in (None, [])}
+        run(Request(command=command, typed=wanted, more=more, **others))
 
-    listed = [(name, group) for group, names in _GROUPS.items() for name in names if name not in _WITHOUT[command]]
-    return with_signature(typed, run, [option(name, group=group) for name, group in listed])
-
-
-def with_signature(inner: Callable[..., None], outer: Any, parameters: list[inspect.Parameter]) -> Callable[..., None]:
-    """The inner function with the name and text of the outer one, and these parameters."""
-    inner.__name__, inner.__doc__ = outer.__name__, outer.__doc__
-    inner.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    inner.__annotations__ = {it.name: it.annotation for it in parameters}
-    return inner
+    parameters = _options_of(command)
+    typed.__name__, typed.__doc__ = command, run.__doc__
+    typed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    typed.__annotations__ = {it.name: it.annotation for it in parameters}
+    return typed

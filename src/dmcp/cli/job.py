@@ -32,7 +32,7 @@ from dmcp.runtime.distributed import SINGLE_PROCESS, current
 from dmcp.runtime.engine import best_device
 from dmcp.settings import UNPRUNED
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.tracing.trace import other_numbers, trace
+from dmcp.tracing.trace import trace, wrong_dtype
 from dmcp.units import by, counted
 
 _ALIKE = 0.75  # of a file's name, from which on another one may be meant
@@ -249,7 +249,7 @@ def check_fit(model: nn.Module, data: DataSets, remedy: str = "") -> int:
     try:
         output = run(example)
     except Exception as error:
-        if wanted := other_numbers(model, example, run):
+        if wanted := wrong_dtype(model, example, run):
             raise DataError(f"The images hold {wanted}.") from error
         raise DataError(
             f"The network cannot take images of {by(data.shape)}{remedy}: {type(error).__name__}: {error}"
@@ -370,37 +370,27 @@ def _loaders(config: RunConfig, train: DataSet, held: DataSet | None, test: Data
 
 def check_names(run: Path, config: RunConfig, *needed: str) -> None:
     """Refuse a run whose network, data or weights have names that mean nothing in this folder; say where they do."""
+    files: tuple[str, ...]
     for kind in needed:
         name = getattr(config, kind)
-        files = _module_files(name) if kind.endswith("model") else _data_files(kind, name)
-        if not files or _is_here(kind, files):
-            continue
-        there = [folder for folder in run.resolve().parents if any((folder / file).exists() for file in files)]
-        way = f"type the command in {there[0]}." if there else "type the command in that one."
-        raise FileError(
-            f"{run}: there is no {files[-1]!r} here: the names of a run are as seen from the folder that it was "
-            f"started in: {way}"
-        )
+        if kind.endswith("model"):
+            library, colon, _ = name.partition(":")
+            top = library.partition(".")[0] if colon and library != "timm" and library not in models.NETS else ""
+            files = (f"{top}.py", top) if top else ()
+            here = not top or _is_module(top)
+        else:
+            own = name not in ("", GIVEN, UNPRUNED, *DATA) and not Path(name).is_absolute()
+            files = (name,) if own else ("data",) if name in DATA and name != "digits" else ()
+            here = not files or Path(files[0]).exists()
+        if not here:
+            there = [folder for folder in run.resolve().parents if any((folder / file).exists() for file in files)]
+            raise FileError(
+                f"{run}: there is no {''.join(files[-1:])!r} here: the names of a run are as seen from the folder that it was "
+                f"started in: type the command in {there[0] if there else 'that one'}."
+            )
 
 
-def _module_files(name: str) -> tuple[str, ...]:
-    """The module of a network of one's own, as file and as folder; nothing for one of a library."""
-    library, colon, _ = name.partition(":")
-    own = colon and library != "timm" and library not in models.NETS
-    top = library.partition(".")[0]
-    return (f"{top}.py", top) if own and top else ()
-
-
-def _data_files(kind: str, name: str) -> tuple[str, ...]:
-    """The file or folder that data, weights or a teacher are in; nothing for what needs none."""
-    if kind == "data" and name in DATA:
-        return () if name == "digits" else ("data",)
-    return () if name in ("", GIVEN, UNPRUNED) or Path(name).is_absolute() else (name,)
-
-
-def _is_here(kind: str, files: tuple[str, ...]) -> bool:
-    if not kind.endswith("model"):
-        return any(Path(name).exists() for name in files)
+def _is_module(name: str) -> bool:
     with contextlib.suppress(ValueError):  # of a module that is half imported
-        return importlib.util.find_spec(files[-1]) is not None
+        return importlib.util.find_spec(name) is not None
     return True

@@ -15,7 +15,6 @@ import typer
 from typer.core import TyperCommand
 
 from dmcp import __version__
-from dmcp.cli.compare_command import compare, compare_run
 from dmcp.cli.config import Request, RunConfig, complete_model, make_config, takes_settings
 from dmcp.errors import DmcpError, RankError, StoppedError
 from dmcp.settings import MAX_SEED, Corrupt, FloatType, LatencyConfig, RuntimeKind
@@ -485,5 +484,37 @@ def report(
         show.report(run, out, svg)
 
 
-app.command()(compare)
-app.command(hidden=True)(compare_run)
+@app.command(cls=_Grouped)
+@takes_settings
+def compare(request: Request) -> None:
+    """Compare pruning methods under one protocol: the same data, split, recipe and budgets, several seeds.
+
+    Each method at each budget with each seed is a run folder; the same command started again goes on where it was.
+
+    \b
+    Examples:
+      dmcp compare --model cifar:resnet20 --data cifar10 --budget 50% --budget 30% --methods all --seeds 3
+      dmcp compare --model digits:resnet --data digits --methods uniform,l1,dmcp --epochs 10 --seeds 2
+      dmcp compare --model digits:resnet --data digits --methods uniform,mymodule:mine --widths hand=widths.json
+      dmcp compare --gather runs/table
+    """
+    if not is_first():
+        return
+    gather = request.more["gather"]
+    if gather and (request.typed or request.dry_run or request.more["measure"]):
+        raise DmcpError("--gather makes the table of a folder and nothing else: leave the other options out.")
+    config = None if gather else make_config(request)
+    from dmcp.cli import compare as commands
+
+    if config is None:
+        commands.gather(Path(gather), request.as_json)
+    else:
+        commands.compare(config, request)
+
+
+@app.command(hidden=True)
+def compare_run(settings: Path, folder: Path, debug: Debug = False) -> None:
+    """Do one run of a comparison; dmcp compare starts these."""
+    from dmcp.cli import compare as commands
+
+    commands.compare_run(settings, folder)

@@ -312,16 +312,12 @@ def _with_latency(config: RunConfig, job: Job, kept: Path | None) -> Job:
 def _check_same(config: RunConfig, table: Latency) -> None:
     """Refuse a table that was not measured as the other options say."""
     place = torch.device(config.latency_device).type if config.latency_device else table.place
-    wrong = {
-        "batch": ("" if config.latency_batch in (1, table.batch) else config.latency_batch, table.batch),
-        "runtime": (
-            "" if config.latency_runtime in (RuntimeKind.TORCH, table.runtime) else config.latency_runtime,
-            table.runtime,
-        ),
-        "device": ("" if place == table.place else place, table.place or table.device),
-    }
-    for name, (asked, found) in wrong.items():
-        if asked:
+    for name, asked, found, usual in (
+        ("batch", config.latency_batch, table.batch, 1),
+        ("runtime", config.latency_runtime, table.runtime, RuntimeKind.TORCH),
+        ("device", place, table.place, table.place),
+    ):
+        if asked not in (usual, found):
             raise DmcpError(f"--latency-{name}: the table is of {found}, not {asked}: leave it out, or measure anew.")
 
 
