@@ -380,11 +380,11 @@ def check_names(run: Path, config: RunConfig, *needed: str) -> None:
         else:
             own = name not in ("", GIVEN, UNPRUNED, *DATA) and not Path(name).is_absolute()
             files = (name,) if own else ("data",) if name in DATA and name != "digits" else ()
-            here = not files or Path(files[0]).exists()
+            here = all(Path(file).exists() for file in files)
         if not here:
             there = [folder for folder in run.resolve().parents if any((folder / file).exists() for file in files)]
             raise FileError(
-                f"{run}: there is no {files[-1]!r} here: the names of a run are as seen from the folder that it was "
+                f"{run}: there is no {name!r} here: the names of a run are as seen from the folder that it was "
                 f"started in: type the command in {there[0] if there else 'that one'}."
             )
 
