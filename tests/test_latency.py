@@ -297,7 +297,7 @@ def test_what_is_no_time_is_refused_also_before_anything_is_measured(text: str) 
         parse(text, with_latency())
     device = Device()
     with pytest.raises(BudgetError):
-        prune(budget=text, measure=device)
+        prune(budget=text, latency=device)
     assert not device.calls
 
 

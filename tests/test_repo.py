@@ -10,17 +10,13 @@ import tomllib
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import importlinter.cli
 import pytest
-import torch
-from torchvision.models import resnet18
 
 import dmcp
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
 PACKAGE = ROOT / "src" / "dmcp"
 
 
@@ -127,18 +123,6 @@ def test_no_file_names_a_registry_host() -> None:
     assert [path.name for path in committed() if hosts.search(path.read_text(errors="replace"))] == []
 
 
-@pytest.fixture
-def blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What each python block of the README leaves behind, run one after the other in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    sources = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-    spaces: list[dict[str, Any]] = []
-    for source in sources:
-        spaces.append({"source": source})
-        exec(compile(source, "README.md", "exec"), spaces[-1])
-    return spaces
-
-
 def test_the_command_line_does_not_wait_for_torchvision() -> None:
     """It takes as long to import as torch does, and dmcp --help, runs and cells on digits have no use for it."""
     for path in (ROOT / "src" / "dmcp").rglob("*.py"):
@@ -146,17 +130,6 @@ def test_the_command_line_does_not_wait_for_torchvision() -> None:
             names = [it.name for it in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not [name for name in names if name.split(".")[0] in ("torchvision", "timm")], path
-
-
-def test_readme_blocks_run_and_load_without_us(blocks: list[dict[str, Any]]) -> None:
-    _, pruned, loaded = blocks
-    assert "dmcp" not in loaded["source"]
-    assert len(loaded["source"].strip().splitlines()) <= 13  # ten lines, and the imports
-    small, again = pruned["small"].eval(), loaded["model"].eval()
-    image = torch.randn(2, 3, 64, 64)
-    assert torch.equal(small(image), again(image))
-    assert torch.equal(small(image), dmcp.load("half", resnet18()).eval()(image))
-    assert [parameter.shape for parameter in again.parameters()] != [p.shape for p in resnet18().parameters()]
 
 
 def test_demo_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

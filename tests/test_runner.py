@@ -16,7 +16,7 @@ from torch import nn
 from typed import command
 
 import dmcp
-from dmcp.cli import launch, show
+from dmcp.cli import launch
 from dmcp.compare import runner
 from dmcp.compare.methods import METHODS
 from dmcp.compare.runner import Comparison, Inputs, Network, PlannedRun, Protocol, plan, run
@@ -425,7 +425,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def run_here(commands: Sequence[launch.Command], *_: Any, **__: Any) -> list[launch.Ended]:
         return [launch.Ended(it, command(*it.argv[len(launch.COMMAND) :]), "") for it in commands]
 
-    monkeypatch.setattr(show, "run_side_by_side", run_here)
+    monkeypatch.setattr(launch, "run_side_by_side", run_here)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path

@@ -145,6 +145,25 @@ def test_places_and_widths_that_are_refused(chain: Case, tmp_path: Path) -> None
         dmcp.save(small, dict(widths), tmp_path)  # type: ignore[arg-type]
 
 
+def test_save_replaces_a_result_of_ours_and_no_other_file(chain: Case, tmp_path: Path) -> None:
+    model, _, widths, small = chain
+    (tmp_path / "widths.json").write_text(json.dumps(widths.to_json()))  # as a user may have written it
+    dmcp.save(small, widths, tmp_path)
+    (tmp_path / "widths.json").write_text((tmp_path / "widths.json").read_text()[:-9])  # damaged
+    dmcp.save(small, widths, tmp_path)
+    assert dmcp.load(tmp_path, model)
+    for number, files in enumerate(
+        ({"model.safetensors": b"theirs"}, {"widths.json": b"[1, 2]"}, {"widths.json": b"{}"})
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for name, data in files.items():
+            (folder / name).write_bytes(data)
+        with pytest.raises(dmcp.FileError):
+            dmcp.save(small, widths, folder)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
+
+
 def edit(**changes: Any) -> Callable[[bytes], bytes]:
     return lambda data: json.dumps(json.loads(data) | changes).encode()
 

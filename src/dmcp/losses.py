@@ -18,14 +18,14 @@ from torch.nn import functional as F
 from dmcp.batches import labels_of, size_of, widest
 from dmcp.errors import DataError, DmcpError, TrainingError
 from dmcp.modules import tensors_in
-from dmcp.runtime.distributed import World, sum_values
+from dmcp.runtime.distributed import World, gather, sum_values
 
 Loss = Callable[[Any, Any], Tensor]  # (output, batch) -> scalar
 MeanMetric = Callable[[Any, Any], tuple[Tensor, Any]]  # (output, batch) -> (sum over the samples, their count)
 
 
 class WholeMetric(Protocol):
-    """A metric of a whole data set, which is no mean over its samples: what it has seen it keeps itself."""
+    """A metric of a whole data set that is no mean over its samples, such as those of torchmetrics."""
 
     def reset(self) -> Any:
         """Forget all batches."""
@@ -39,32 +39,147 @@ class WholeMetric(Protocol):
 
 Metric = MeanMetric | WholeMetric
 _METHODS = ("reset", "update", "compute")
-_LEFT_OUT = -100  # labels that cross-entropy passes over: pixels that nobody has named
+_IGNORED = -100  # labels that cross-entropy leaves out
 _NEAR = 1e-6  # how far, as a share, numbers of ranks may differ that have summed in another order
+
+
+class DistillationWarning(UserWarning):
+    """Outputs are taken for class scores, though the loss is the user's own and they may be something else."""
+
+
+class MetricWarning(UserWarning):
+    """A metric that is no number, or labels that the network has no output for."""
+
+
+def warn(text: str, category: type[Warning]) -> None:
+    """A warning at the user's line that leads here."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "dmcp":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)
+
+
+def warn_of_distillation(who: str, remedy: str) -> None:
+    """Warn that outputs are taken for class scores."""
+    warn(f"{who} outputs as class scores along dim 1: if they are something else, {remedy}.", DistillationWarning)
+
+
+# losses
+
+
+def classification_loss(label_smoothing: float = 0.0) -> Loss:
+    """Cross-entropy of the classes along dim 1, `label_smoothing` of the target spread over all of them."""
+
+    def loss(output: Any, batch: Any) -> Tensor:
+        scores, labels = _classes(output, batch)
+        try:
+            return F.cross_entropy(scores.float(), labels, label_smoothing=label_smoothing)
+        except IndexError:  # on the CPU
+            check_range(labels, scores.shape[1])
+            raise
+
+    return loss
+
+
+def distillation_loss(output: Any, target: Sequence[Tensor], temperature: float = 1.0) -> Tensor:
+    """KL divergence of the classes along dim 1 from the target's, summed over the tensors of the output.
+
+    The temperature divides the scores of both; its square keeps gradients as large.
+    """
+    own = tensors_in(output)
+    if [tensor.shape for tensor in own] != [tensor.shape for tensor in target] or any(
+        tensor.ndim < 2 or tensor.shape[1] < 2 or not tensor.is_floating_point() for tensor in own
+    ):
+        shapes = " and ".join(str([tuple(tensor.shape) for tensor in part]) for part in (own, target))
+        raise TrainingError(
+            f"Distillation needs the same classes along dim 1 of all outputs, not {shapes}: set distill=False in the "
+            'SearchConfig, and take retrain="scratch" or "finetune" without a teacher.'
+        )
+    parts = []
+    for mine, wanted in zip(own, target, strict=True):
+        goal = F.log_softmax(wanted.float() / temperature, dim=1)
+        parts.append((goal.exp() * (goal - F.log_softmax(mine.float() / temperature, dim=1))).sum(dim=1).mean())
+    return temperature**2 * torch.stack(parts).sum()
+
+
+def loss_of(loss: Loss, output: Any, batch: Any) -> Tensor:
+    """What a loss gives, if it can be trained on."""
+    with _noted("loss(output, batch), such as lambda output, batch: cross_entropy(output, batch[1])"):
+        value = loss(output, batch)
+    if not isinstance(value, Tensor) or value.ndim or (torch.is_grad_enabled() and not value.requires_grad):
+        what = f"{_kind(value)}" + (" without one" if isinstance(value, Tensor) and not value.ndim else "")
+        raise TrainingError(
+            f"A loss must return a tensor of one number with a gradient, not {what}: return a mean over the samples, "
+            "and leave out .item(), .detach() and argmax."
+        )
+    return value
+
+
+# labels
+
+
+def check_fit(labels: Tensor, shape: Sequence[int]) -> None:
+    """Refuse labels that are neither class numbers nor shares of classes for scores of this shape."""
+    shape, wanted = tuple(shape), (shape[0], *shape[2:])
+    whole = not labels.is_floating_point() and not labels.is_complex()
+    if labels.shape == (wanted if whole else shape) and not labels.is_complex():
+        return
+    way = ""
+    if whole and labels.shape == shape and shape[1] > 1:
+        way = " (labels.argmax(dim=1))"
+    elif labels.shape == (wanted[0], 1, *wanted[1:]):
+        way = " (labels.squeeze(1).long())"
+    elif labels.shape == wanted:
+        way = " (labels.long())"
+    raise DataError(
+        f"The labels are {tuple(labels.shape)} of {labels.dtype}, the network gives {shape}: labels must be class "
+        f"numbers, integers of shape {wanted}{way}, or shares of classes, floats of shape {shape}; for anything else "
+        "give your own loss and metric."
+    )
+
+
+def check_range(labels: Tensor, classes: int) -> None:
+    """Refuse labels of classes that the network has no output for."""
+    if labels.is_floating_point() or not labels.numel():
+        return  # shares of classes
+    lowest, highest = (int(it) for it in labels.masked_fill(labels == _IGNORED, 0).aminmax())
+    if lowest < 0 or highest >= classes:
+        raise DataError(
+            f"A label is {lowest if lowest < 0 else highest}, but the network has {classes} outputs, for labels from 0 "
+            f"to {classes - 1}: number the classes from 0, or build the network for more of them."
+        )
+
+
+def _classes(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """Scores with classes along dim 1, and the labels: class numbers, or shares in the shape of the scores."""
+    if not isinstance(output, Tensor) or output.ndim < 2:
+        raise TrainingError(
+            f"The network gives {_kind(output)}, not one tensor of classes along dim 1: give your own loss and metric."
+        )
+    labels = labels_of(batch)
+    check_fit(labels, output.shape)
+    return output, labels if labels.is_floating_point() else labels.long()
+
+
+# metrics
 
 
 @dataclass(frozen=True)
 class LowerIsBetter:
-    """A metric of which little is good, such as an error; it gives the same numbers, and tables and methods know."""
+    """A metric of which little is good, such as an error; tables and methods know."""
 
     metric: Metric
 
     def __post_init__(self) -> None:
-        if not callable(self.metric) and not _methods(self.metric):
-            raise TrainingError(
-                f"LowerIsBetter takes a metric, a function of output and batch, not {self.metric!r}: "
-                "metric=LowerIsBetter(my_metric)."
-            )
         whole_of(self.metric)
 
     def __call__(self, output: Any, batch: Any) -> tuple[Tensor, int]:
-        if not callable(self.metric):
-            raise TrainingError("This metric is an object: call its update and compute, not itself.")
+        assert callable(self.metric)
         return self.metric(output, batch)
 
 
 def growing(metric: Metric) -> Metric:
-    """The metric as something that grows with quality, for those who look for the best: an error with a minus."""
+    """The metric as something that grows with quality: an error gets a minus."""
     if not isinstance(metric, LowerIsBetter):
         return metric
     if (whole := whole_of(metric)) is not None:
@@ -87,37 +202,6 @@ class _Negative:
         return -plain_number(self.positive())
 
 
-class DistillationWarning(UserWarning):
-    """Outputs are imitated as class scores, though the loss is the user's own and they may be something else."""
-
-
-class MetricWarning(UserWarning):
-    """A metric that is no number, so that nothing can be compared by it."""
-
-
-def warn_of_distillation(who: str, remedy: str) -> None:
-    """Say once what is done to outputs that nobody has called class scores, at the user's line that leads here."""
-    told = f"{who} outputs as class scores along dim 1: if they are something else, {remedy}."
-    frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "dmcp":
-        frame, level = frame.f_back, level + 1
-    warnings.warn(told, DistillationWarning, stacklevel=level)
-
-
-def classification_loss(label_smoothing: float = 0.0) -> Loss:
-    """Cross-entropy of the classes along dim 1, `label_smoothing` of the target spread over all of them."""
-
-    def loss(output: Any, batch: Any) -> Tensor:
-        scores, labels = _classes(output, batch)
-        try:
-            return F.cross_entropy(scores.float(), labels, label_smoothing=label_smoothing)
-        except IndexError:  # of a CPU; a GPU cannot say it
-            check_range(labels, scores.shape[1])
-            raise
-
-    return loss
-
-
 def top1(output: Any, batch: Any) -> tuple[Tensor, int]:
     """Correct answers and how many there are, of samples or of pixels; scores that are NaN are no answer."""
     scores, labels = _classes(output, batch)
@@ -136,165 +220,56 @@ def _right(scores: Tensor, labels: Tensor) -> tuple[Tensor, int]:
 
 
 class Accuracy:
-    """The same for one test, but what the loss leaves out is not counted; it also keeps what labels there were."""
+    """`top1` of one test, without the labels that the loss ignores; it keeps which labels there were."""
 
     def __init__(self) -> None:
-        self.answers = 0  # those that are left out among them
+        self.answers = 0  # ignored ones among them
         self.classes = 0
-        self.ends: list[Tensor] = []  # lowest and highest label of each batch, where they are: no batch waits for it
+        self.ends: list[Tensor] = []  # lowest and highest label of each batch, on the device: nothing waits for it
 
     def __call__(self, output: Any, batch: Any) -> tuple[Tensor, Tensor]:
         scores, labels = _classes(output, batch)
         right, count = _right(scores, labels)
         self.answers += count
         self.classes = scores.shape[1]
-        left_out = labels == _LEFT_OUT
+        ignored = labels == _IGNORED
         if count and not labels.is_floating_point():
-            self.ends.append(torch.stack(labels.masked_fill(left_out, 0).aminmax()))
-        return right, count - left_out.sum()
+            self.ends.append(torch.stack(labels.masked_fill(ignored, 0).aminmax()))
+        return right, count - ignored.sum()
 
-    def tell(self) -> None:
-        """Say which label the network has no output for: not refused, since a test comes after hours of work."""
+    def warn(self) -> None:
+        """Warn of labels that the network has no output for; an error would lose hours of work."""
         if self.ends:
             _warn_of_range(torch.stack(self.ends), self.classes)
 
 
-def check_fit(labels: Tensor, shape: Sequence[int]) -> None:
-    """Refuse labels that are neither class numbers nor shares of classes for scores of this shape."""
-    shape, wanted = tuple(shape), (shape[0], *shape[2:])
-    whole = not labels.is_floating_point() and not labels.is_complex()
-    if labels.shape == (wanted if whole else shape) and not labels.is_complex():
-        return
-    way = ""
-    if whole and labels.shape == shape and shape[1] > 1:
-        way = " (labels.argmax(dim=1))"
-    elif labels.shape == (wanted[0], 1, *wanted[1:]):
-        way = " (labels.squeeze(1))" if whole else " (labels.squeeze(1).long())"
-    elif labels.shape == wanted and labels.is_floating_point():
-        way = " (labels.long())"
-    kind = str(labels.dtype).removeprefix("torch.")
-    raise DataError(
-        f"The labels are {_size(labels.shape)} of {kind}, the network gives {_size(shape)}: labels must be class "
-        f"numbers, integers of shape {_size(wanted)}{way}, or shares of classes, floats of shape {_size(shape)}; for "
-        "anything else give your own loss and metric."
-    )
-
-
-def check_range(labels: Tensor, classes: int) -> None:
-    """Refuse labels of classes that the network has no output for."""
-    if labels.is_floating_point() or not labels.numel():
-        return  # shares of classes
-    lowest, highest = (int(it) for it in labels.masked_fill(labels == _LEFT_OUT, 0).aminmax())
-    if lowest < 0 or highest >= classes:
-        raise DataError(
-            f"A label is {lowest if lowest < 0 else highest}, but the network has {classes} outputs, for labels from 0 "
-            f"to {classes - 1}: number the classes from 0, or build the network for more of them."
-        )
-
-
-def distillation_loss(output: Any, target: Sequence[Tensor], temperature: float = 1.0) -> Tensor:
-    """How far the classes along dim 1 are from the target's: KL divergence, summed over the tensors of the output.
-
-    A temperature divides the scores of both, so that wrong classes count more; its square keeps gradients as large.
-    """
-    own = tensors_in(output)
-    if [tensor.shape for tensor in own] != [tensor.shape for tensor in target] or any(
-        tensor.ndim < 2 or tensor.shape[1] < 2 or not tensor.is_floating_point() for tensor in own
-    ):
-        shapes = " and ".join(str([tuple(tensor.shape) for tensor in part]) for part in (own, target))
-        raise TrainingError(
-            f"Imitation needs the same classes along dim 1 of all outputs, not {shapes}: turn it off, in a search with "
-            'distill=False in the SearchConfig, in a retraining with retrain="scratch" or "inherit".'
-        )
-    parts = []
-    for mine, wanted in zip(own, target, strict=True):
-        goal = F.log_softmax(wanted.float() / temperature, dim=1)
-        parts.append((goal.exp() * (goal - F.log_softmax(mine.float() / temperature, dim=1))).sum(dim=1).mean())
-    return temperature**2 * torch.stack(parts).sum()
-
-
-# what people's own ones give
-
-
-def loss_of(loss: Loss, output: Any, batch: Any) -> Tensor:
-    """What a loss gives, if it can be trained on."""
-    with _noted("loss(output, batch), such as lambda output, batch: cross_entropy(output, batch[1])"):
-        value = loss(output, batch)
-    return _one_number(value)
-
-
-@contextlib.contextmanager
-def _noted(call: str) -> Iterator[None]:
-    """What a function of people's own raises says how it was called."""
+def _warn_of_range(labels: Tensor, classes: int) -> None:
     try:
-        yield
-    except DmcpError:
-        raise
-    except Exception as error:
-        error.add_note(f"dmcp calls {call}, with the whole batch: see docs/api.md.")
-        raise
-
-
-def _one_number(value: Any) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise TrainingError(
-            f"A loss must return a tensor of one number, whose gradient is needed, not a {type(value).__name__}: "
-            "leave out .item() and the like."
-        )
-    if value.ndim:
-        raise TrainingError(
-            f"A loss must be one number, not a tensor of shape {tuple(value.shape)}: return its mean over the samples."
-        )
-    if torch.is_grad_enabled() and not value.requires_grad:
-        raise TrainingError(
-            "A loss must have a gradient, and this one has none: leave out .detach(), torch.no_grad and argmax on "
-            "the way from the network's output to it."
-        )
-    return value
-
-
-def sum_and_count(found: Any) -> tuple[Tensor, Any]:
-    """What a metric gave, if it is a sum and a count."""
-    match found:
-        case Tensor(ndim=0) as total, Real() | Tensor(ndim=0) as count:
-            return total, count
-        case tuple() | list():
-            what = f"({', '.join(map(_kind, found))})"
-        case _:
-            what = _kind(found)
-    raise TrainingError(
-        "A metric must return two things, its sum over the samples as a tensor of one number and how many samples "
-        f"there are, not {what}: a mean does not say how many it is of."
-    )
+        check_range(labels, classes)
+    except DataError as error:
+        warn(f"{error} Here it counts as a wrong answer.", MetricWarning)
 
 
 def whole_of(metric: Any) -> WholeMetric | None:
     """The object, if the metric is one of a whole data set; None for a function. What is neither is refused."""
     while isinstance(metric, LowerIsBetter):
         metric = metric.metric
-    there = _methods(metric)
-    missing = [f"{name}()" for name in _METHODS if name not in there]
-    if not missing and isinstance(metric, type):
-        raise TrainingError(f"The metric {metric.__name__} is a class: give an object of it, {metric.__name__}().")
-    if not missing:
+    there = [name for name in _METHODS if callable(getattr(metric, name, None))]
+    if len(there) == len(_METHODS) and not isinstance(metric, type):
         found: WholeMetric = metric
         return found
     if callable(metric) and there in ([], ["reset"]):
         return None
-    if there:
-        name = metric.__name__ if isinstance(metric, type) else type(metric).__name__
-        raise TrainingError(
-            f"The metric {name} has {' and '.join(f'{it}()' for it in there)}, but no {' and no '.join(missing)}: a "
-            "metric of a whole data set needs reset(), update(output, batch) and compute()."
-        )
+    missing = f" without {' and '.join(name for name in _METHODS if name not in there)}()" if there else ""
+    what = f"the class {metric.__name__}" if isinstance(metric, type) else f"a {type(metric).__name__}{missing}"
     raise TrainingError(
-        f"metric must be a function, not a {type(metric).__name__}, or an object with reset(), update(output, batch) "
-        "and compute(): see docs/api.md."
+        "metric must be a function (output, batch) -> (sum, count), or an object with reset(), update(output, batch) "
+        f"and compute(), not {what}."
     )
 
 
 def check_metric(metric: Metric | None, world: World) -> None:
-    """Refuse what is no metric, and an object that would see a part of the samples only."""
+    """Refuse an object that would see a part of the samples only."""
     whole = None if metric is None else whole_of(metric)
     if whole is not None and world.size > 1 and getattr(whole, "all_ranks", False) is not True:
         raise TrainingError(
@@ -311,11 +286,7 @@ def plain_number(value: Any) -> float:
             return float(value)
         case Real():
             return float(value)
-    ways = "" if isinstance(value, Tensor) or value is None else ", such as one of its entries"
-    raise TrainingError(
-        f"compute() of a metric must return a number or a tensor of one number, not {_kind(value)}: return the one "
-        f"that networks are compared by{ways}."
-    )
+    raise TrainingError(f"compute() of a metric must return a number or a tensor of one number, not {_kind(value)}.")
 
 
 def measure(metric: WholeMetric, pairs: Iterable[tuple[Any, Any]], world: World) -> float:
@@ -327,18 +298,12 @@ def measure(metric: WholeMetric, pairs: Iterable[tuple[Any, Any]], world: World)
         with _noted("update(output, batch) of a metric"):
             metric.update(output, batch)
     _refuse_none(sum_values(torch.tensor([seen]), world).item())
-    own = plain_number(metric.compute())
-    everyone = torch.zeros(world.size, dtype=torch.float64)
-    everyone[world.rank] = own
-    first, *others = sum_values(everyone, world).tolist()
+    first, *others = gather(plain_number(metric.compute()), world)
     if not all(
         math.isclose(first, it, rel_tol=_NEAR, abs_tol=_NEAR**2) or (math.isnan(first) and math.isnan(it))
         for it in others
     ):
-        raise TrainingError(
-            f"compute() of the metric gave {own:.6g} on rank {world.rank}, but not on all of {world.size} ranks: it "
-            "must gather what all of them have seen."
-        )
+        raise TrainingError("compute() of the metric gave other numbers on other ranks: it must gather from all.")
     return float(first)
 
 
@@ -348,9 +313,16 @@ def mean(metric: MeanMetric, pairs: Iterable[tuple[Any, Any]], device: torch.dev
     for output, batch in pairs:
         with _noted("metric(output, batch)"):
             found = metric(output, batch)
-        value, samples = sum_and_count(found)
-        sums.append(value.to(widest(device)))
-        count += samples
+        match found:
+            case Tensor(ndim=0) as value, Real() | Tensor(ndim=0) as samples:
+                sums.append(value.to(widest(device)))
+                count += samples  # type: ignore[assignment]
+            case _:
+                what = f"({', '.join(map(_kind, found))})" if isinstance(found, tuple | list) else _kind(found)
+                raise TrainingError(
+                    "A metric must return its sum over the samples, a tensor of one number, and how many samples there "
+                    f"are, not {what}."
+                )
     total = torch.stack([torch.stack(sums).sum(), sums[0].new_tensor(float(count))])
     summed, seen = sum_values(total, world).tolist()
     _refuse_none(seen)
@@ -362,36 +334,17 @@ def _refuse_none(samples: float) -> None:
         raise TrainingError("There is nothing to evaluate on: the loader gave no samples.")
 
 
-def _methods(metric: Any) -> list[str]:
-    return [name for name in _METHODS if callable(getattr(metric, name, None))]
+@contextlib.contextmanager
+def _noted(call: str) -> Iterator[None]:
+    """What a function of the user raises says how it was called."""
+    try:
+        yield
+    except DmcpError:
+        raise
+    except Exception as error:
+        error.add_note(f"dmcp calls {call}, with the whole batch: see docs/api.md.")
+        raise
 
 
 def _kind(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-
-
-def _warn_of_range(labels: Tensor, classes: int) -> None:
-    """In a test such labels are told, not refused: it comes after hours of work."""
-    try:
-        check_range(labels, classes)
-    except DataError as error:
-        warnings.warn(f"{error} Here it counts as a wrong answer.", MetricWarning, stacklevel=2)
-
-
-def _size(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape)) or "one number"
-
-
-def _classes(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
-    """Scores with classes along dim 1, and the labels: class numbers, or shares in the shape of the scores."""
-    scores, labels = _logits(output), labels_of(batch)
-    check_fit(labels, scores.shape)
-    return scores, labels if labels.is_floating_point() else labels.long()
-
-
-def _logits(output: Any) -> Tensor:
-    if not isinstance(output, Tensor) or output.ndim < 2:
-        raise TrainingError(
-            f"The network gives {_kind(output)}, not one tensor of classes along dim 1: give your own loss and metric."
-        )
-    return output

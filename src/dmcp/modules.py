@@ -36,12 +36,10 @@ def check_kinds(given: Mapping[str, tuple[object, type]]) -> None:
 def check_module(model: object) -> None:
     """Refuse what is no network."""
     if not isinstance(model, nn.Module):
-        what = (
-            f"the class {model.__name__}: build one, {model.__name__}(...)"
-            if isinstance(model, type)
-            else type(model).__name__
-        )
-        raise TraceError(f"A torch.nn.Module is needed, not {what}.")
+        name = type(model).__name__
+        if isinstance(model, type):
+            name = f"the class {model.__name__}: build one, {model.__name__}(...)"
+        raise TraceError(f"A torch.nn.Module is needed, not {name}.")
 
 
 def check_function(name: str, value: object, like: str = "see docs/api.md") -> None:

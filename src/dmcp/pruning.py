@@ -1,50 +1,25 @@
-"""prune: search, sample, cut, retrain, and compare with what was there before."""
+"""prune: search, sample, cut, train, and compare with what was there before."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch import nn
 
-from dmcp import training
-from dmcp.batches import Loader, check_tested, device_of, input_of, labels_of, length_of, on_device, size_of
+from dmcp.batches import Loader, device_of
 from dmcp.budget import LATENCY, Budget, check_reachable, cost, known_limits, limits_latency, ratios, show_cost
 from dmcp.checkpoint import plain_settings
 from dmcp.cutting import verify, with_frozen
-from dmcp.errors import BudgetError, DataError, TrainingError, WidthsError
+from dmcp.errors import BudgetError, TrainingError, WidthsError
 from dmcp.latency.measure import Measure, attach_latency, choose_once, measure_latency
 from dmcp.latency.table import Latency, Outcome
-from dmcp.losses import MetricWarning, check_metric, warn_of_distillation
+from dmcp.losses import MetricWarning, warn, warn_of_distillation
 from dmcp.markov import process_of
-from dmcp.modules import check_functions, check_kinds, tensors_in, unwrap
-from dmcp.preflight import (
-    check_distillable,
-    check_finite,
-    check_input,
-    check_labels,
-    check_numbers,
-    check_teacher,
-    classes_of,
-    fit_numbers,
-    try_batch,
-    try_test,
-)
-from dmcp.results import (
-    DMCP,
-    ORIGINAL,
-    TEACHER,
-    UNIFORM,
-    UNPRUNED,
-    Row,
-    compare,
-    count_params,
-    results_table,
-    unknown,
-)
+from dmcp.modules import check_function, check_kinds, unwrap
+from dmcp.preflight import classes_of, first_two, preflight
+from dmcp.results import DMCP, ORIGINAL, UNIFORM, UNPRUNED, Row, compare, results_table, unknown
 from dmcp.retraining import (
     Retraining,
     copied,
@@ -56,7 +31,6 @@ from dmcp.retraining import (
     who_teaches,
 )
 from dmcp.runtime.distributed import current
-from dmcp.runtime.engine import check_graphs, make_optimizer
 from dmcp.sampling import expected, filled, uniform
 from dmcp.searching import search as searching
 from dmcp.searching.config import SearchResult, extremes
@@ -66,7 +40,7 @@ from dmcp.settings import Engine, LatencyConfig, Retrain, SearchConfig, TrainCon
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
-from dmcp.training import Runtime, Task
+from dmcp.training import Runtime, Task, check_trainable
 from dmcp.widths import Widths, fingerprint
 
 
@@ -89,7 +63,7 @@ class PruneResult:
     search: SearchResult
     rows: tuple[Row, ...]
     origin: str = ""  # where the weights come from, in words
-    latency: Outcome | None = None  # where the budget has a limit of latency: what it asks for, and what was measured
+    latency: Outcome | None = None  # of a budget with a limit of latency: what it asks for, and what was measured
 
     @property
     def table(self) -> str:
@@ -124,8 +98,8 @@ def prune(
     teacher: a trained network with the same classes, of any architecture, that all networks learn from besides the
         labels; the model itself, for example. "unpruned": the unpruned network, which is trained first.
     baselines: also train the unpruned network and uniform widths at the same budget, in the same way. Or the names of
-        the rows: "unpruned", "uniform", and "original", the model as it is, which "finetune" and a model that is its
-        own teacher else have by themselves.
+        rows: "unpruned", "uniform", and "original", the model as it is. Unless there are names, "original" is a row
+        with "finetune", and if the model is its own teacher.
     graph: what trace gave, if its own settings are not enough.
     fresh: a newly built model, where the given one is trained and has tensors that `reinitialize` has no rule for.
         What has requires_grad=False is neither initialized anew nor taken from it.
@@ -134,154 +108,139 @@ def prune(
     task: your own loss, metric and optimizer. One batch of val_loader is tried before the first step.
     runtime: engine, checkpoints to resume from, and who hears of each step.
     """
-    if retrain not in list(Retrain):
-        raise TrainingError(f"retrain must be one of {', '.join(Retrain)}, not {retrain!r}.")
-    loaders = loader if isinstance(loader, Loaders) else Loaders(search=loader)
-    loss, metric, optimizer, engine = task.loss, task.metric, task.optimizer, runtime.engine
-    measure, table = (None, latency) if latency is None or isinstance(latency, Latency) else (latency, None)
-    kind = Retrain(retrain)
-    distills = kind is Retrain.SLIMMABLE or teacher is not None
-    unwrap(model)  # refuses what is no network
     check_kinds({"search": (search, SearchConfig), "train": (train, TrainConfig), "graph": (graph, ChannelGraph)})
-    check_functions({"latency": measure})
-    extra = _rows(baselines, kind is Retrain.FINETUNE or is_model(teacher, model))
-    if fresh is not None and not isinstance(fresh, nn.Module):
-        raise TrainingError(f"fresh must be a torch.nn.Module, not a {type(fresh).__name__}.")
-    check_metric(metric, current())
-    settings = _settled(search, budget)
-    if measure is not None and not limits_latency(settings.budget):
-        raise BudgetError(
-            f"A function for latency is for budgets like '8ms', and this one is {str(settings.budget)!r}: leave it out."
-        )
+    config, kind = _search_config(search, budget), _kind(retrain)
+    loaders = loader if isinstance(loader, Loaders) else Loaders(search=loader)
+    table, measure = _latency(latency, config)
     how = Retraining(train or default_recipe(kind), kind, teacher)
-    if loss is not None and distills and current().first:
-        _warn_of_distillation(kind, teacher is not None)
-    _check_loaders({"loader": loaders.search, "arch_loader": loaders.arch, "train_loader": loaders.train})
+    own = is_model(teacher, model)
     guide = copied(teacher, device_of(model)) if isinstance(teacher, nn.Module) else None
-    before = trained_before(model, ORIGINAL in extra, guide, teacher)
-    also = int(teacher == UNPRUNED and UNPRUNED not in extra)  # one more network
-    also += guide is not None and (ORIGINAL if is_model(teacher, model) else TEACHER) not in before  # tested once more
-    check_tested(val_loader, networks=1 + len(extra - {ORIGINAL}) + also + len(before))
-    for trained in (model,) if kind is Retrain.FINETUNE or fresh is None else (model, fresh):
-        training.check_trainable(trained)
-    check_graphs(engine, optimizer)
-    if optimizer is not None:
-        make_optimizer(
-            optimizer, training.parameter_groups(model, how.config.weight_decay)
-        )  # a trial, before hours of work
-    example, labels = _example(loaders.search, model, labelled=loss is None)
-    sample = tree_map_only(Tensor, lambda x: x[:2], example)
-    check_numbers(model, sample)
-    check_finite(model, sample)
-    check_input(model, sample)
-    if labels is not None:
-        check_labels(model, sample, size_of((example,)), labels)
+    others = _baselines(baselines, original=kind is Retrain.FINETUNE or own)
+    before = trained_before(model, ORIGINAL in others, guide, teacher)
+    _warn_of_scores(task, how)
+
+    example = preflight(
+        model,
+        {"loader": loaders.search, "arch_loader": loaders.arch, "train_loader": loaders.train},
+        val_loader,
+        networks=1 + len(others) + (teacher is not None),
+        task=task,
+        teacher=model if teacher == UNPRUNED else guide,
+        slimmable=kind is Retrain.SLIMMABLE,
+    )
+    sample = first_two(example)
     graph = graph or trace(model, sample)
     if graph.exact:
-        verify(model, graph, sample)  # before hours of work: what is cut will be what was searched
-    if fresh is not None and fingerprint(unwrap(fresh)) != graph.fingerprint:
-        raise WidthsError("fresh is a network of another architecture than the model: build it as that was built.")
-    if distills:
-        check_distillable(model, sample)
+        verify(model, graph, sample)  # what is cut will be what was searched
+    if fresh is not None:
+        _check_fresh(fresh, graph)
+    worth = None
     if guide is not None:
-        fit_numbers(guide, model, sample)
-        check_finite(guide, sample, "teacher")
-        check_teacher(model, guide, sample)
-    elif teacher == UNPRUNED:
-        check_teacher(model, model, sample, "The unpruned network as a teacher")
-    for other in (loaders.arch, loaders.train):
-        try_batch(model, other)
-    try_test(model, val_loader, metric)
-    rival = None if is_model(teacher, model) else before.get(ORIGINAL)
-    worth = None if guide is None else weigh_teacher(guide, rival, classes_of(guide, sample), val_loader, metric)
-    folder = runtime.checkpointer.stage(SEARCH).folder if runtime.checkpointer else None
-    traced = graph
+        rival = None if own else before.get(ORIGINAL)
+        worth = weigh_teacher(guide, rival, classes_of(guide, sample), val_loader, task.metric)
+        how = replace(how, teacher=guide)
+    graph = _with_latency(model, graph, sample, config, table, measure, runtime)
+    runtime = _identified(runtime, model, graph, config, how, sorted(others), loaders.arch is not None, task)
 
-    def time_first() -> Latency:
-        found = time_networks(model, sample, traced, settings, measure=measure)
-        runtime.emit(LATENCY, len(found.networks), found)
-        return found
-
-    graph = attach_latency(graph, settings.budget, time_first, table, folder)
-    if runtime.checkpointer and not runtime.checkpointer.identity:
-        given = {"search": settings, "train": how.config, "engine": engine or Engine(), "retrain": kind}
-        given |= {"baselines": sorted(extra), "arch_loader": loaders.arch is not None}
-        given |= {"optimizer": optimizer is not None, "graph": graph.fingerprint}
-        measured = Latency.of(graph)
-        given |= {} if measured is None else {"latency": measured.digest}
-        taught_by = None if guide is None else guide.state_dict()
-        plain = plain_settings(given, unwrap(model).state_dict(), current(), taught_by)
-        runtime = replace(runtime, checkpointer=replace(runtime.checkpointer, identity=plain))
-    net = Supernet(model, graph, settings.groups, settings.align)
-    found = searching.search(
-        net, loaders.search, settings, arch_loader=loaders.arch, task=task, runtime=runtime.stage(SEARCH)
-    )
-    chosen, outcome = found, None
+    net = Supernet(model, graph, config.groups, config.align)
+    stage = runtime.stage(SEARCH)
+    found = searching.search(net, loaders.search, config, arch_loader=loaders.arch, task=task, runtime=stage)
+    chosen, outcome, widths = found, None, None
     if limits_latency(found.budget):
-        chosen, widths, outcome = choose_once(found, net.model, sample, measure, folder)
-    else:
-        widths = expected(found)
-    wanted = {UNPRUNED: graph.full} if UNPRUNED in extra else {}
-    if UNIFORM in extra:
-        floor, ceiling = extremes(graph, found.sizes)
-        wanted[UNIFORM] = uniform(graph, chosen.budget, floor, settings.align, filled(found), ceiling)
+        chosen, widths, outcome = choose_once(found, net.model, sample, measure, _folder(runtime))
+    widths = widths or expected(found)
+    wanted = {UNPRUNED: graph.full} if UNPRUNED in others else {}
+    if UNIFORM in others:
+        low, high = extremes(graph, found.sizes)
+        wanted[UNIFORM] = uniform(graph, chosen.budget, low, config.align, filled(found), high)
     wanted[DMCP] = widths
-    weights = net.model if kind is Retrain.FINETUNE else _undrawn(model, fresh, graph, settings.sort)
-    batches = loaders.search if loaders.train is None else loaders.train
-    how = replace(how, teacher=guide or how.teacher)
-    nets = train_all(weights, graph, wanted, batches, how, task=task, runtime=runtime)
+
+    weights = net.model if kind is Retrain.FINETUNE else _untrained(model, fresh, graph, config.sort)
+    nets = train_all(weights, graph, wanted, loaders.train or loaders.search, how, task=task, runtime=runtime)
     check_budget(nets[DMCP], widths, found)
     rows = compare(before | nets, graph, wanted, val_loader, example, task=task, runtime=runtime)
     for text in unknown(rows):
-        warnings.warn(f"{text}.", MetricWarning, stacklevel=2)
+        warn(f"{text}.", MetricWarning)
     taught = origin(kind, who_teaches(teacher, model, worth), how.config.kd_weight, how.config.kd_temperature)
     return PruneResult(nets[DMCP], widths, graph, found, rows, taught, outcome)
 
 
-def _rows(baselines: bool | Collection[str], original: bool) -> set[str]:
-    """Names of the baselines; original: whether the model as it is is one unless names are given."""
-    names = {UNPRUNED, UNIFORM, ORIGINAL}
-    if isinstance(baselines, bool):
-        return ({UNPRUNED, UNIFORM} if baselines else set()) | ({ORIGINAL} if original else set())
-    if isinstance(baselines, str) or not names.issuperset(baselines):
-        raise TrainingError(f"baselines must be True, False, or names among {', '.join(names)}, not {baselines!r}.")
-    return set(baselines)
+# what was asked for
 
 
-def time_networks(
-    model: nn.Module,
-    sample: Any,
-    graph: ChannelGraph,
-    settings: SearchConfig,
-    config: LatencyConfig | None = None,
-    measure: Measure | None = None,
-) -> Latency:
-    """A latency table between the smallest and the largest widths of a search.
+def _search_config(search: SearchConfig | None, budget: int | float | str | Budget | None) -> SearchConfig:
+    """The settings with the budget, of which there must be one."""
+    if search is not None and budget is not None and search.budget != budget:
+        raise BudgetError(f"Two budgets were given, {budget!r} and {search.budget!r} in the settings: give one.")
+    return search or SearchConfig(budget="50%" if budget is None else budget)
 
 
-    What else the search would refuse is refused first.
-    """
-    net = Supernet(model, graph, settings.groups, settings.align)
-    path = chains(net, process_of(settings.independent), settings.min_channels, settings.max_channels, settings.align)
-    floor, ceiling = extremes(graph, path.sizes)
-    if limits := known_limits(settings.budget, graph):
-        check_reachable(Budget(limits, str(getattr(settings.budget, "text", settings.budget))), graph, floor, ceiling)
-    searching.check_choice(path)
-    config = replace(config or LatencyConfig(), min_channels=floor, max_channels=ceiling, align=settings.align)
-    return measure_latency(model, sample, graph, config, measure=measure)
+def _kind(retrain: Retrain | str) -> Retrain:
+    if retrain not in list(Retrain):
+        raise TrainingError(f"retrain must be one of {', '.join(Retrain)}, not {retrain!r}.")
+    return Retrain(retrain)
 
 
-def _warn_of_distillation(kind: Retrain, named: bool) -> None:
-    """Warn that outputs are taken for class scores; `named`: a teacher was given."""
-    if named:
+def _baselines(wanted: bool | Collection[str], original: bool) -> set[str]:
+    """Names of the baselines; original: whether the model as it is is one unless there are names."""
+    if isinstance(wanted, bool):
+        return ({UNPRUNED, UNIFORM} if wanted else set()) | ({ORIGINAL} if original else set())
+    if isinstance(wanted, str) or not {UNPRUNED, UNIFORM, ORIGINAL}.issuperset(wanted):
+        raise TrainingError(f'baselines must be True, False, or names like ["uniform"], not {wanted!r}.')
+    return set(wanted)
+
+
+def _latency(latency: Latency | Measure | None, config: SearchConfig) -> tuple[Latency | None, Measure | None]:
+    """A table or a function, whichever it is."""
+    if latency is None or isinstance(latency, Latency):
+        return latency, None
+    check_function("latency", latency)
+    if not limits_latency(config.budget):
+        raise BudgetError(f"latency is for budgets like '8ms', and this one is {str(config.budget)!r}: leave it out.")
+    return None, latency
+
+
+def _warn_of_scores(task: Task, how: Retraining) -> None:
+    """Warn that outputs are taken for class scores, though the loss is the user's own."""
+    if task.loss is None or not current().first:
+        return
+    if how.teacher is not None:
         warn_of_distillation("With a teacher the pruned network learns from its", "leave the teacher out")
-    else:
-        who = f'With retrain="{kind}" the pruned network learns from the unpruned one\'s'
+    elif how.kind is Retrain.SLIMMABLE:
+        who = 'With retrain="slimmable" the pruned network learns from the unpruned one\'s'
         warn_of_distillation(who, 'take retrain="scratch" or "finetune"')
 
 
-def _undrawn(model: nn.Module, fresh: nn.Module | None, graph: ChannelGraph, ordered: bool) -> nn.Module:
-    """What networks are cut out of before their weights are drawn, which what is frozen in the model must outlive.
+def _check_fresh(fresh: nn.Module, graph: ChannelGraph) -> None:
+    check_trainable(fresh)
+    if fingerprint(unwrap(fresh)) != graph.fingerprint:
+        raise WidthsError("fresh is a network of another architecture than the model: build it as that was built.")
+
+
+def _identified(
+    runtime: Runtime,
+    model: nn.Module,
+    graph: ChannelGraph,
+    config: SearchConfig,
+    how: Retraining,
+    baselines: list[str],
+    arch: bool,
+    task: Task,
+) -> Runtime:
+    """The same with checkpoints that refuse to go on with other settings, unless they have an identity already."""
+    if not runtime.checkpointer or runtime.checkpointer.identity:
+        return runtime
+    given = {"search": config, "train": how.config, "engine": runtime.engine or Engine(), "retrain": how.kind}
+    given |= {"baselines": baselines, "arch_loader": arch, "optimizer": task.optimizer is not None}
+    given |= {"graph": graph.fingerprint, "latency": table.digest if (table := Latency.of(graph)) else None}
+    teacher = how.teacher.state_dict() if isinstance(how.teacher, nn.Module) else None
+    identity = plain_settings(given, unwrap(model).state_dict(), current(), teacher)
+    identity["teacher"] = how.teacher if isinstance(how.teacher, str) else None
+    return replace(runtime, checkpointer=replace(runtime.checkpointer, identity=identity))
+
+
+def _untrained(model: nn.Module, fresh: nn.Module | None, graph: ChannelGraph, ordered: bool) -> nn.Module:
+    """What networks are cut out of before they are initialized anew; what is frozen in the model stays.
 
     ordered: whether the search has ordered the channels, of which the first ones are kept.
     """
@@ -292,52 +251,65 @@ def _undrawn(model: nn.Module, fresh: nn.Module | None, graph: ChannelGraph, ord
     return with_frozen(fresh or model, model)
 
 
-def check_budget(small: nn.Module, widths: Widths, found: SearchResult) -> None:
-    """Count the cut network once more against every limit."""
-    for limit in found.budget.limits:
-        spent = count_params(small) if limit.kind == "params" else cost(found.graph, limit.kind, widths)
-        if spent > limit.target:
-            has, most = (show_cost(limit.kind, it) for it in (spent, limit.target))
-            raise BudgetError(
-                f"The cut network has {has}, more than the {most} allowed: "
-                "please report this, it should not be possible."
-            )
+# latency
+
+
+def _folder(runtime: Runtime) -> Any:
+    return runtime.checkpointer.stage(SEARCH).folder if runtime.checkpointer else None
+
+
+def _with_latency(
+    model: nn.Module,
+    graph: ChannelGraph,
+    sample: Any,
+    config: SearchConfig,
+    table: Latency | None,
+    measure: Measure | None,
+    runtime: Runtime,
+) -> ChannelGraph:
+    """The graph with a latency table, if the budget needs one."""
+
+    def measure_first() -> Latency:
+        found = time_networks(model, sample, graph, config, measure=measure)
+        runtime.emit(LATENCY, len(found.networks), found)
+        return found
+
+    return attach_latency(graph, config.budget, measure_first, table, _folder(runtime))
+
+
+def time_networks(
+    model: nn.Module,
+    sample: Any,
+    graph: ChannelGraph,
+    settings: SearchConfig,
+    config: LatencyConfig | None = None,
+    measure: Measure | None = None,
+) -> Latency:
+    """A latency table between the smallest and the largest widths of a search that can reach its budget."""
+    net = Supernet(model, graph, settings.groups, settings.align)
+    path = chains(net, process_of(settings.independent), settings.min_channels, settings.max_channels, settings.align)
+    low, high = extremes(graph, path.sizes)
+    if limits := known_limits(settings.budget, graph):
+        check_reachable(Budget(limits, str(getattr(settings.budget, "text", settings.budget))), graph, low, high)
+    searching.check_choice(path)
+    config = replace(config or LatencyConfig(), min_channels=low, max_channels=high, align=settings.align)
+    return measure_latency(model, sample, graph, config, measure=measure)
 
 
 # what came out
+
+
+def check_budget(small: nn.Module, widths: Widths, found: SearchResult) -> None:
+    """Count the cut network once more against every limit."""
+    for limit in found.budget.limits:
+        params = sum(parameter.numel() for parameter in small.parameters())
+        spent = params if limit.kind == "params" else cost(found.graph, limit.kind, widths)
+        if spent > limit.target:
+            has, allowed = (show_cost(limit.kind, it) for it in (spent, limit.target))
+            raise BudgetError(f"The cut network has {has}, more than the {allowed} allowed: please report this.")
 
 
 def expected_shares(found: SearchResult) -> tuple[float, ...]:
     """Expected cost / target of each limit at the end of a search, before any rounding and repair."""
     chances = found.process.marginals(found.alphas.double()) * (found.sizes > 0)
     return tuple(ratios(found.budget, found.graph, chances, found.sizes, found.process).tolist())
-
-
-# small things
-
-
-def _settled(search: SearchConfig | None, budget: int | float | str | Budget | None) -> SearchConfig:
-    """One set of settings from what was given, which must not say two things."""
-    if search is not None and budget is not None and search.budget != budget:
-        raise BudgetError(f"Two budgets were given, {budget!r} and {search.budget!r} in the settings: give one.")
-    return search or SearchConfig(budget="50%" if budget is None else budget)
-
-
-def _check_loaders(loaders: dict[str, Loader | None]) -> None:
-    """Refuse training batches that no epoch can be made of."""
-    for name, loader in loaders.items():
-        if (loader is not None or name == "loader") and not length_of(loader, name):
-            raise DataError(f"The {name} has no batches: is the batch larger than the data?")
-
-
-def _example(loader: Loader, model: nn.Module, labelled: bool) -> tuple[Any, Tensor | None]:
-    """The input of the first batch, where the model is, and its labels where our own loss reads them."""
-    for batch in loader:
-        found = on_device(input_of(batch), device_of(model))
-        if not tensors_in(found):
-            raise DataError(
-                f"The input of a batch holds no tensor, but is a {type(found).__name__}: let the loader give tensors, "
-                "a tuple or a dict of them."
-            )
-        return found, labels_of(batch) if labelled else None
-    raise DataError("The loader has no batches: is the batch larger than the data?")

@@ -1,10 +1,9 @@
-"""Train the cut network: from scratch, fine-tuned, slimmable, with or without a teacher."""
+"""Train the cut network: from scratch, fine-tuned or slimmable, with or without a teacher."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import warnings
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,48 +11,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dmcp import training
 from dmcp.batches import Loader, device_of, generator
 from dmcp.calibration import recalibrate
+from dmcp.checkpoint import untouched
 from dmcp.cutting import cut, padded, reinitialize
 from dmcp.errors import TrainingError
-from dmcp.losses import Metric, classification_loss, distillation_loss
+from dmcp.losses import Metric, classification_loss, distillation_loss, warn, whole_of
 from dmcp.modules import narrow, tensors_in, unwrap
-from dmcp.results import (
-    DMCP,
-    ORIGINAL,
-    TEACHER,
-    UNPRUNED,
-    Row,
-    divergence,
-    poor_teacher,
-    score,
-    test_copy,
-)
+from dmcp.results import DMCP, ORIGINAL, TEACHER, UNPRUNED, Row, divergence, make_row, score, standard_error
 from dmcp.runtime.distributed import current, share_tensors
 from dmcp.runtime.engine import MakeOptimizer, pads
 from dmcp.settings import Engine, Retrain, TrainConfig
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.training import Runtime, StepRecord, Task
+from dmcp.training import Runtime, StepRecord, Task, train
 from dmcp.widths import Widths, fingerprint
 
 AS_IT_WAS, TRAINED_FIRST = "the network as given", "the unpruned network, which was trained first"  # who teach
+_GUESSED = 0.1  # of the way from guessing to all right, up to which nothing was learned
 
 
-def origin(
-    kind: Retrain,
-    teacher: str,
-    share: float,
-    temperature: float,
-    name: str = DMCP,
-    earlier: str = "the weights of the search",
-) -> str:
-    """Where the weights of a network come from, for readers of its table; no teacher: an empty text."""
-    inside = " inside the unpruned network" if kind == Retrain.SLIMMABLE else ""
-    begun = f"on from {earlier}" if kind == Retrain.FINETUNE else f"from fresh weights{inside}"
-    shares = f"{100 * share:g}% of its loss from {teacher} (temperature {temperature:g}), the rest from the labels"
-    return f"{name}: trained {begun}" + (f", {shares}" if teacher else "")
+class DivergenceWarning(UserWarning):
+    """A training whose loss ended higher than it began."""
+
+
+class TeacherWarning(UserWarning):
+    """A teacher that seems to know less than those who learn from it."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +60,6 @@ class Retraining:
                 raise TrainingError(f'{name}={value} needs a teacher: give one, or teacher="{UNPRUNED}".')
 
 
-class DivergenceWarning(UserWarning):
-    """A training whose loss ended higher than it began."""
-
-
 def train_all(
     weights: nn.Module,
     graph: ChannelGraph,
@@ -100,7 +79,7 @@ def train_all(
         own = runtime.stage(name)
         with _naming(name if len(wanted) > 1 else ""):
             if how.kind is Retrain.SLIMMABLE and widths != graph.full:
-                nets[name], steps = _train_inside(weights, graph, widths, loader, how.config, task, own)
+                nets[name], steps = _train_slimmable(Supernet(weights, graph), widths, loader, how.config, task, own)
             else:
                 small = nets[name] = cut(weights, graph, widths)
                 if how.kind is Retrain.FINETUNE:
@@ -109,60 +88,40 @@ def train_all(
                     reinitialize(small, generator=generator(how.config.seed))
                 guide = teacher if isinstance(teacher, nn.Module) else None
                 with padding(small, weights, graph, widths, runtime.engine, task.optimizer) as net:
-                    steps = training.train(net, loader, how.config, task=task, runtime=own, teacher=guide)
+                    steps = train(net, loader, how.config, task=task, runtime=own, teacher=guide)
                 if teacher == UNPRUNED:
                     teacher = small
-        if trouble := divergence(name, [step.loss for step in steps]):
-            warned.append(trouble)
-    for trouble in warned:
-        warnings.warn(trouble, DivergenceWarning, stacklevel=3)
+        warned.append(divergence(name, [step.loss for step in steps]))
+    for text in filter(None, warned):
+        warn(text, DivergenceWarning)
     return nets
 
 
 @contextlib.contextmanager
 def padding(
     small: nn.Module,
-    whole: nn.Module,
+    unpruned: nn.Module,
     graph: ChannelGraph,
     widths: Widths,
     engine: Engine | None,
     optimizer: MakeOptimizer | None = None,
 ) -> Iterator[nn.Module]:
-    """The network to train in place of one that was cut, if the engine wants that; afterwards that has its weights.
+    """The network to train in place of one that was cut, if the engine pads; afterwards that has its weights.
 
-    Not with an optimizer of one's own: some mix the entries of a tensor, so that its shape counts.
+    Not with an optimizer of the user's own: some mix the entries of a tensor, so that its shape counts.
     """
     wanted = optimizer is None and pads(engine or Engine(), device_of(small))
-    twin = padded(small, whole, graph, widths) if wanted else None
+    twin = padded(small, unpruned, graph, widths) if wanted else None
     yield twin.wide if twin else small
     if twin:
         twin.give_back()
 
 
-@contextlib.contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """A training that cannot go on says of which network it was, where there are several."""
-    try:
-        yield
-    except TrainingError as error:
-        if not name:
-            raise
-        raise TrainingError(f"The network {name!r}: {error}") from error
-
-
-def _train_inside(
-    weights: nn.Module,
-    graph: ChannelGraph,
-    widths: Widths,
-    loader: Loader,
-    config: TrainConfig,
-    task: Task,
-    runtime: Runtime,
+def _train_slimmable(
+    net: Supernet, widths: Widths, loader: Loader, config: TrainConfig, task: Task, runtime: Runtime
 ) -> tuple[nn.Module, list[StepRecord]]:
     """Slimmable training: in each step the largest network learns the task, and the pruned one learns from it."""
-    whole = copy.deepcopy(weights)
-    reinitialize(whole, generator=generator(config.seed))
-    pair = _Pair(Supernet(whole, graph), widths)
+    reinitialize(net.model, generator=generator(config.seed))
     loss = task.loss or classification_loss(config.label_smoothing)
 
     def both(outputs: Any, batch: Any) -> Tensor:
@@ -172,8 +131,9 @@ def _train_inside(
     engine = runtime.engine or Engine()
     if task.loss is None and task.optimizer is None and engine.graphs is None and current().size == 1:
         engine = replace(engine, graphs=True)  # this loss never asks the device for a number
-    steps = training.train(pair, loader, config, task=replace(task, loss=both), runtime=replace(runtime, engine=engine))
-    small = cut(pair.net.model, graph, widths)
+    own, runtime = replace(task, loss=both), replace(runtime, engine=engine)
+    steps = train(_Pair(net, widths), loader, config, task=own, runtime=runtime)
+    small = cut(net.model, net.graph, widths)
     recalibrate(small, loader)  # the running statistics are a mixture of both networks'
     return small, steps
 
@@ -188,16 +148,40 @@ class _Pair(nn.Module):
         self.gates = [net.hard(net.graph.full), net.hard(widths)]
 
     def forward(self, *args: Any, **kwargs: Any) -> list[Any]:
-        x = kwargs or args
-        return [self.net(x, gates) for gates in self.gates]
+        return [self.net(kwargs or args, gates) for gates in self.gates]
 
 
-class TeacherWarning(UserWarning):
-    """A teacher that seems to know less than those who learn from it."""
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """A training that cannot go on says of which network it was, if there are several."""
+    try:
+        yield
+    except TrainingError as error:
+        if not name:
+            raise
+        raise TrainingError(f"The network {name!r}: {error}") from error
+
+
+# teachers
+
+
+def origin(
+    kind: Retrain,
+    teacher: str,
+    share: float,
+    temperature: float,
+    name: str = DMCP,
+    earlier: str = "the weights of the search",
+) -> str:
+    """Where the weights of a network come from, for readers of its table; no teacher: an empty text."""
+    inside = " inside the unpruned network" if kind == Retrain.SLIMMABLE else ""
+    begun = f"on from {earlier}" if kind == Retrain.FINETUNE else f"from fresh weights{inside}"
+    shares = f"{100 * share:g}% of its loss from {teacher} (temperature {temperature:g}), the rest from the labels"
+    return f"{name}: trained {begun}" + (f", {shares}" if teacher else "")
 
 
 def who_teaches(teacher: nn.Module | str | None, model: nn.Module, worth: Row | None = None) -> str:
-    """In words; `worth`: how good a teacher is, which is said where it is no row of the table."""
+    """In words; `worth`: how good a teacher is, which is said if it is no row of the table."""
     if not isinstance(teacher, nn.Module):
         return TRAINED_FIRST if teacher else ""
     if is_model(teacher, model):
@@ -207,22 +191,13 @@ def who_teaches(teacher: nn.Module | str | None, model: nn.Module, worth: Row | 
     return f"a teacher that is no row here ({'metric' if worth.own_metric else 'accuracy'} {score(worth)})"
 
 
-def weigh_teacher(
-    guide: nn.Module, given: nn.Module | None, classes: int, val_loader: Loader, metric: Metric | None = None
-) -> Row:
-    """Test a teacher before anybody learns from it, and warn of one that has little to teach.
-
-    given: the network that goes on from its own weights, to be compared with; None where it does not, or teaches.
-    """
-    worth = test_copy(TEACHER, guide, val_loader, metric)
-    other = None if given is None else test_copy(ORIGINAL, given, val_loader, metric)
-    if current().first and (told := poor_teacher(worth, other, classes)):
-        warnings.warn(told, TeacherWarning, stacklevel=3)
-    return worth
+def is_model(teacher: nn.Module | str | None, model: nn.Module) -> bool:
+    """Whether the teacher is the network that is pruned."""
+    return isinstance(teacher, nn.Module) and unwrap(teacher) is unwrap(model)
 
 
 def copied(teacher: nn.Module, device: torch.device) -> nn.Module:
-    """A copy of a teacher where the others are, on all ranks that of rank 0."""
+    """A copy of a teacher on the device, on all ranks that of rank 0."""
     net = narrow(unwrap(teacher), {}, {}).to(device)
     share_tensors([*net.parameters(), *net.buffers()], current())
     return net
@@ -231,16 +206,45 @@ def copied(teacher: nn.Module, device: torch.device) -> nn.Module:
 def trained_before(
     model: nn.Module, original: bool, guide: nn.Module | None = None, teacher: nn.Module | str | None = None
 ) -> dict[str, nn.Module]:
-    """Networks of the table that nobody has trained here: the model, and a teacher whose costs are the model's.
-
-    guide: what teaches, a copy of the given `teacher`, which may be the model itself.
-    """
+    """Rows that are not trained here: the original model, and the guide, a copy of the teacher, if it costs as much."""
     found = {ORIGINAL: unwrap(model)} if original else {}
     if guide is not None and not is_model(teacher, model) and fingerprint(guide) == fingerprint(unwrap(model)):
         found[TEACHER] = guide
     return found
 
 
-def is_model(teacher: nn.Module | str | None, model: nn.Module) -> bool:
-    """Whether the teacher is the network that is pruned."""
-    return isinstance(teacher, nn.Module) and unwrap(teacher) is unwrap(model)
+def weigh_teacher(
+    guide: nn.Module, rival: nn.Module | None, classes: int, val_loader: Loader, metric: Metric | None = None
+) -> Row:
+    """Test a teacher, and warn of one that guesses or is worse than its rival, the network that it is to improve."""
+    row = _test_copy(TEACHER, guide, val_loader, metric)
+    other = None if rival is None else _test_copy(ORIGINAL, rival, val_loader, metric)
+    if current().first and (text := poor_teacher(row, other, classes)):
+        warn(text, TeacherWarning)
+    return row
+
+
+def poor_teacher(teacher: Row, original: Row | None, classes: int) -> str:
+    """A sentence about a teacher that guesses, or that is worse than the network as given; empty otherwise."""
+    chance = 1 / max(classes, 1)
+    if not teacher.own_metric and teacher.accuracy <= chance + _GUESSED * (1 - chance):
+        right = f"The teacher is right on {score(teacher)} of the test data, where guessing gives {100 * chance:.3g}%"
+        return f"{right}: was it trained, and are its classes in the same order?"
+    gain = 0.0 if original is None else teacher.accuracy - original.accuracy
+    if original is None or not (gain > 0 if teacher.lower_is_better else gain < 0):
+        return ""
+    if not teacher.own_metric and teacher.samples:  # else nobody knows what chance alone may do
+        gap = math.hypot(*(standard_error(row.accuracy, row.samples) for row in (teacher, original)))
+        if -gain <= 2 * gap:
+            return ""
+    both = f"{score(teacher)}, the network as given {score(original)}"
+    return f"The teacher has {both}: learning from it may harm more than it helps."
+
+
+def _test_copy(name: str, net: nn.Module, loader: Loader, metric: Metric | None) -> Row:
+    """Test a copy of a network before anything is done, and leave no trace."""
+    with untouched(loader, device_of(net)):
+        row = make_row(name, narrow(unwrap(net), {}, {}), loader, metric)
+    if metric is not None and (whole := whole_of(metric)) is not None:
+        whole.reset()
+    return row

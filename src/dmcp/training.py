@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,25 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from dmcp.batches import (
-    Loader,
-    check_parts,
-    check_yields,
-    device_of,
-    input_of,
-    length_of,
-    on_device,
-    size_of,
-    widest,
-)
+from dmcp.batches import Loader, check_parts, check_yields, device_of, input_of, length_of, on_device, size_of, widest
 from dmcp.calibration import GATED, Forward, kept_modes
-from dmcp.checkpoint import (
-    DONE,
-    Checkpointer,
-    ResumableIterator,
-    State,
-    seeded,
-)
+from dmcp.checkpoint import DONE, Checkpointer, ResumableIterator, State, seeded
 from dmcp.errors import TrainingError
 from dmcp.losses import (
     Accuracy,
@@ -45,8 +29,16 @@ from dmcp.losses import (
     measure,
     whole_of,
 )
-from dmcp.modules import call_model, check_function, check_functions, check_kind, check_kinds, check_module, tensors_in
-from dmcp.runtime.distributed import SINGLE_PROCESS, World, current, mean_gradients, mean_values, share_tensors
+from dmcp.modules import call_model, check_function, check_kind, check_kinds, check_module, tensors_in
+from dmcp.runtime.distributed import (
+    SINGLE_PROCESS,
+    World,
+    current,
+    mean_gradients,
+    mean_values,
+    share_tensors,
+    sum_values,
+)
 from dmcp.runtime.engine import (
     MakeOptimizer,
     ResolvedEngine,
@@ -61,6 +53,11 @@ from dmcp.runtime.engine import (
 )
 from dmcp.settings import Engine, Precision, TrainConfig
 
+TRAIN = "train"  # the stage of a training by itself
+_WINDOW = 100  # steps between two reads of the losses: each read waits for the GPU
+_LARGE = 2_000_000  # parameters from which a network is taken for one of large images
+_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
@@ -71,7 +68,7 @@ class Task:
     optimizer: MakeOptimizer | None = None  # parameter groups -> optimizer; SGD. Schedules set its learning rate
 
     def __post_init__(self) -> None:
-        check_functions({"loss": self.loss})
+        check_function("loss", self.loss)
         if self.metric is not None:
             whole_of(self.metric)  # refuses what is no metric
 
@@ -95,7 +92,7 @@ class Runtime:
 
     def __post_init__(self) -> None:
         check_kinds({"engine": (self.engine, Engine), "checkpointer": (self.checkpointer, Checkpointer)})
-        check_functions({"on_event": self.on_event})
+        check_function("on_event", self.on_event)
 
     def emit(self, stage: str, steps: int, record: Any) -> None:
         """Report a record to whoever listens."""
@@ -105,89 +102,8 @@ class Runtime:
     def stage(self, name: str) -> Runtime:
         """The same for one stage of a run: checkpoints in a folder of its own, events under its name."""
         checkpointer, hear = self.checkpointer and self.checkpointer.stage(name), self.on_event
-        return replace(
-            self, checkpointer=checkpointer, on_event=hear and (lambda event: hear(replace(event, stage=name)))
-        )
-
-
-TRAIN = "train"  # the stage of a training by itself
-_WINDOW = 100  # steps between two looks at the losses: each look waits for the GPU
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """What one training step saw."""
-
-    epoch: int  # from 0
-    step: int  # from 0, over all epochs
-    steps: int  # in all
-    lr: float
-    loss: float
-
-
-class Log:
-    """Losses that wait on the device, and the last state in which everything was finite."""
-
-    def __init__(self, model: nn.Module, runtime: Runtime, world: World) -> None:
-        self.world = world
-        self.model = model
-        self.weights = list(model.parameters())
-        self.runtime = runtime
-        self.records: list[StepRecord] = []
-        self.waiting: list[tuple[Tensor, int, dict[str, Any]]] = []
-        self._keep()
-
-    def begin(self, earlier: list[StepRecord]) -> None:
-        """Go on after these records, from the state that the model now has."""
-        self.records = earlier
-        self._keep()
-
-    def add(self, loss: Tensor, samples: int, **facts: Any) -> None:
-        """Remember a step; look at the losses once in a while."""
-        self.waiting.append((loss, samples, facts))
-        if len(self.waiting) == _WINDOW:
-            self.look()
-
-    def look(self) -> None:
-        """Read the waiting losses: the only place of the loop that waits for the device."""
-        if not self.waiting:
-            return
-        finite = torch.stack([weight.detach().isfinite().all() for weight in self.weights]).all()
-        wide = widest(self.waiting[0][0].device)
-        losses = torch.stack([loss.to(wide) for loss, _, _ in self.waiting])
-        samples = losses.new_tensor([samples for _, samples, _ in self.waiting])
-        read = torch.cat([mean_values(losses, samples, self.world), finite.to(losses).reshape(1)]).tolist()
-        for (_, _, facts), value in zip(self.waiting, read[:-1], strict=True):
-            if not math.isfinite(value):
-                self._stop(f"the loss is {value}", facts)
-        if not read[-1]:
-            self._stop("a weight is no longer finite", self.waiting[-1][2])
-        for (_, _, facts), value in zip(self.waiting, read[:-1], strict=True):
-            self.records.append(StepRecord(loss=value, **facts))
-            self.runtime.emit(TRAIN, facts["steps"], self.records[-1])
-        self.waiting.clear()
-        self._keep()
-
-    @torch.no_grad()
-    def _keep(self) -> None:
-        self.good = [tensor.detach().clone() for tensor in self._tensors()]
-
-    def _tensors(self) -> list[Tensor]:
-        """Looked up each time: a forward may have put another tensor in the place of a buffer."""
-        return [*self.model.parameters(), *self.model.buffers()]
-
-    @torch.no_grad()
-    def _stop(self, what: str, facts: dict[str, Any]) -> None:
-        for tensor, good in zip(self._tensors(), self.good, strict=True):
-            tensor.copy_(good)
-        raise TrainingError(
-            f"Training stopped at step {facts['step']} (epoch {facts['epoch']}, lr {facts['lr']:.4g}): {what}. The "
-            f"model is back where it was before step {self.waiting[0][2]['step']}; a smaller lr often helps."
-        )
-
-
-_LARGE = 2_000_000  # parameters from which a network is taken for one of large images
-_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+        renamed = hear and (lambda event: hear(replace(event, stage=name)))
+        return replace(self, checkpointer=checkpointer, on_event=renamed)
 
 
 # learning rates and what is trained
@@ -219,21 +135,26 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Refuse a network of which nothing is to be trained, or nothing can be."""
+    """Refuse a network without parameters that can be trained."""
     check_module(model)
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise TrainingError(
-            "The model is on the meta device, where tensors have no numbers: build it on another one, or call "
-            "model.to_empty(device=...) and load its weights."
-        )
+        raise TrainingError("The model is on the meta device, without values: call model.to_empty and load weights.")
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise TrainingError(
-            "No parameter of the model has requires_grad, so nothing can be trained: call model.requires_grad_(True), "
-            "or set it for the layers that may change."
-        )
+        raise TrainingError("No parameter of the model has requires_grad: call model.requires_grad_(True).")
 
 
 # the loop
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one training step saw."""
+
+    epoch: int  # from 0
+    step: int  # from 0, over all epochs
+    steps: int  # in all
+    lr: float
+    loss: float
 
 
 def train(
@@ -254,16 +175,17 @@ def train(
     the number of each epoch at its end, and may change weights in place.
     """
     check_kind("config", config, TrainConfig, TrainingError)
+    check_function("after_epoch", after_epoch)
     check_trainable(model)
     _check_apart(model, teacher)
     check_graphs(runtime.engine, task.optimizer)
     if not length_of(loader):
         raise TrainingError("There is nothing to train on: the loader has no batches.")
-    world, device = current(), device_of(model)
+    world, device, checkpointer = current(), device_of(model), runtime.checkpointer
     resolved = (runtime.engine or Engine()).resolve(
         device,
         steps=config.epochs * length_of(loader),
-        large=_large(model),
+        large=sum(parameter.numel() for parameter in model.parameters()) >= _LARGE,
         plain=task.loss is None and task.optimizer is None and world.size == 1,
         narrow=is_narrow(model),
         depthwise=is_depthwise(model),
@@ -271,51 +193,32 @@ def train(
     with kept_modes(model), _evaluating(teacher), seeded(config.seed, device, world), resolved.running(model):
         model.train()
         share_tensors([*model.parameters(), *model.buffers()], world)
-        groups = parameter_groups(model, config.weight_decay)
         usual = partial(sgd, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, device=device)
-        mover = make_optimizer(task.optimizer or usual, groups)
-        shares = rate_shares(mover)
+        optimizer = make_optimizer(task.optimizer or usual, parameter_groups(model, config.weight_decay))
+        shares = rate_shares(optimizer)
         loss = task.loss or classification_loss(config.label_smoothing)
-        run_step = resolved.repeated(make_step(model, mover, loss, teacher, config, resolved, world))
-        feed = ResumableIterator(loader, resolved, world)
-        steps = config.epochs * feed.per_epoch
+        run_step = resolved.repeated(make_step(model, optimizer, loss, teacher, config, resolved, world))
+        data = ResumableIterator(loader, resolved, world)
+        steps = config.epochs * data.per_epoch
         log = Log(model, runtime, world)
-        shared = dict(model.named_parameters())
         own = lambda: dict(model.named_buffers())  # noqa: E731
-        state = State(shared, own, [mover], [], [feed], device)
-        for step in range(_resume(runtime.checkpointer, state, log, world), steps):
-            (batch,) = feed.next()
-            rate = learning_rate(step, steps, feed.samples([batch], world), config)
-            set_lr(mover, rate, shares)
-            log.add(run_step(batch), size_of(batch), epoch=step // feed.per_epoch, step=step, steps=steps, lr=rate)
-            if feed.step % feed.per_epoch == 0:
-                log.look()
+        state = State(dict(model.named_parameters()), own, [optimizer], [], [data], device)
+        for step in range(_resume(checkpointer, state, log, world), steps):
+            (batch,) = data.next()
+            rate = learning_rate(step, steps, data.samples([batch], world), config)
+            set_lr(optimizer, rate, shares)
+            log.add(run_step(batch), size_of(batch), epoch=step // data.per_epoch, step=step, steps=steps, lr=rate)
+            if data.step % data.per_epoch == 0:
+                log.flush()
                 if after_epoch:
-                    after_epoch(step // feed.per_epoch)
+                    after_epoch(step // data.per_epoch)
                     log.begin(log.records)
-            _keep(runtime.checkpointer, step + 1, steps, state, log, world)
+            if checkpointer and (step + 1 == steps or checkpointer.due(step + 1, world)):
+                log.flush()
+                checkpointer.save(step + 1, state, {DONE: step + 1 == steps}, world)
         share_tensors(list(model.buffers()), world)
-    mover.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=True)
     return log.records
-
-
-def _resume(checkpointer: Checkpointer | None, state: State, log: Log, world: World) -> int:
-    """The step to begin with, brought back from a checkpoint if there is one."""
-    saved = checkpointer.load(world) if checkpointer else None
-    if saved is None or checkpointer is None:
-        return 0
-    state.restore(saved.tensors, [saved.step], world)
-    earlier = checkpointer.earlier(checkpointer.name)
-    log.begin([StepRecord(**record) for record in earlier if record["step"] < saved.step])
-    return saved.step
-
-
-def _keep(checkpointer: Checkpointer | None, step: int, steps: int, state: State, log: Log, world: World) -> None:
-    """Save the state after so many steps, if it is time to; all records are out before."""
-    done = step == steps
-    if checkpointer is not None and (done or checkpointer.due(step, world)):
-        log.look()
-        checkpointer.save(step, state, {DONE: done}, world)
 
 
 def make_step(
@@ -327,14 +230,20 @@ def make_step(
     resolved: ResolvedEngine,
     world: World = SINGLE_PROCESS,
 ) -> Callable[[Any], Tensor]:
-    """What one training step does: batch -> loss."""
+    """What one training step does: batch -> loss; with a teacher, (1 - kd_weight) of it is the task's."""
     forward = resolved.compiled(lambda x: call_model(model, x))
     guide = resolved.compiled(lambda x: call_model(teacher, x)) if teacher is not None else None
 
     def step(batch: Any) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
         with resolved.autocast():
-            value = _loss(forward, batch, loss, guide, config)
+            output = forward(input_of(batch))
+            value = loss_of(loss, output, batch)
+            if guide is not None:
+                with torch.no_grad():
+                    target = tensors_in(guide(input_of(batch)))
+                distilled = distillation_loss(output, target, config.kd_temperature)
+                value = (1 - config.kd_weight) * value + config.kd_weight * distilled
         torch.autograd.backward(value)
         mean_gradients(model.parameters(), size_of(batch), world)
         optimizer.step()
@@ -342,6 +251,89 @@ def make_step(
         return value.detach()
 
     return step
+
+
+class Log:
+    """Losses that wait on the device, and the last state in which everything was finite."""
+
+    def __init__(self, model: nn.Module, runtime: Runtime, world: World) -> None:
+        self.model, self.runtime, self.world = model, runtime, world
+        self.waiting: list[tuple[Tensor, int, dict[str, Any]]] = []
+        self.begin([])
+
+    def begin(self, earlier: list[StepRecord]) -> None:
+        """Go on after these records, from the state that the model now has."""
+        self.records = earlier
+        self._keep()
+
+    def add(self, loss: Tensor, samples: int, **facts: Any) -> None:
+        """Remember a step; read the losses once in a while."""
+        self.waiting.append((loss, samples, facts))
+        if len(self.waiting) == _WINDOW:
+            self.flush()
+
+    def flush(self) -> None:
+        """Read the waiting losses: the only place of the loop that waits for the device."""
+        if not self.waiting:
+            return
+        finite = torch.stack([weight.detach().isfinite().all() for weight in self.model.parameters()]).all()
+        wide = widest(self.waiting[0][0].device)
+        losses = torch.stack([loss.to(wide) for loss, _, _ in self.waiting])
+        samples = losses.new_tensor([samples for _, samples, _ in self.waiting])
+        *values, good = torch.cat([mean_values(losses, samples, self.world), finite.to(losses).reshape(1)]).tolist()
+        for (_, _, facts), value in zip(self.waiting, values, strict=True):
+            if not math.isfinite(value):
+                self._stop(f"the loss is {value}", facts)
+        if not good:
+            self._stop("a weight is no longer finite", self.waiting[-1][2])
+        for (_, _, facts), value in zip(self.waiting, values, strict=True):
+            self.records.append(StepRecord(loss=value, **facts))
+            self.runtime.emit(TRAIN, facts["steps"], self.records[-1])
+        self.waiting.clear()
+        self._keep()
+
+    def _keep(self) -> None:
+        self.good = [tensor.detach().clone() for tensor in self._tensors()]
+
+    def _tensors(self) -> list[Tensor]:
+        """Looked up each time: a forward may put another tensor in the place of a buffer."""
+        return [*self.model.parameters(), *self.model.buffers()]
+
+    @torch.no_grad()
+    def _stop(self, what: str, facts: dict[str, Any]) -> None:
+        for tensor, good in zip(self._tensors(), self.good, strict=True):
+            tensor.copy_(good)
+        raise TrainingError(
+            f"Training stopped at step {facts['step']} (epoch {facts['epoch']}, lr {facts['lr']:.4g}): {what}. The "
+            f"model is back where it was before step {self.waiting[0][2]['step']}; a smaller lr often helps."
+        )
+
+
+def _resume(checkpointer: Checkpointer | None, state: State, log: Log, world: World) -> int:
+    """The step to begin with, from a checkpoint if there is one."""
+    saved = checkpointer.load(world) if checkpointer else None
+    if saved is None or checkpointer is None:
+        return 0
+    state.restore(saved.tensors, [saved.step], world)
+    earlier = checkpointer.earlier(checkpointer.name)
+    log.begin([StepRecord(**record) for record in earlier if record["step"] < saved.step])
+    return saved.step
+
+
+def _check_apart(model: nn.Module, teacher: nn.Module | None) -> None:
+    """Refuse a teacher that the training would change."""
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    if teacher is not None and any(id(parameter) in trained for parameter in teacher.parameters()):
+        raise TrainingError("The teacher has parameters in common with the network: give copy.deepcopy(teacher).")
+
+
+@contextlib.contextmanager
+def _evaluating(teacher: nn.Module | None) -> Any:
+    """The teacher in eval mode, and afterwards as before."""
+    with kept_modes(teacher) if teacher is not None else contextlib.nullcontext():
+        if teacher is not None:
+            teacher.eval()
+        yield
 
 
 # the test
@@ -356,68 +348,48 @@ def evaluate(
 ) -> float:
     """Mean of the metric over all samples, by default the share of correct answers, 0 to 1; modes are kept.
 
-    A metric that is an object with reset, update and compute gives the number itself, and keeps what it has seen.
-    `forward` runs the network where that is not simply model(input), as in `recalibrate`.
+    A metric that is an object with reset, update and compute gives the number itself. `forward` runs the network where
+    that is not simply model(input), as in `recalibrate`.
     """
+    return evaluate_counted(model, loader, metric, forward, precision)[0]
+
+
+def evaluate_counted(
+    model: nn.Module,
+    loader: Iterable[Any],
+    metric: Metric | None = None,
+    forward: Forward | None = None,
+    precision: Precision = Precision.FLOAT32,
+) -> tuple[float, int]:
+    """`evaluate`, and the number of samples; 0 if there are several answers per sample."""
     check_module(model)
     check_yields(loader)
     check_function("forward", forward, GATED)
     Engine(precision=precision)  # refuses others
-    metric = Accuracy() if metric is None else metric
+    metric, own = Accuracy() if metric is None else metric, metric is not None
     world, device = current(), device_of(model)
     check_metric(metric, world)
     run = forward or (lambda x: call_model(model, x))
-    there = (on_device(batch, device) for batch in loader)
-    # of a small last batch some ranks have no part
-    pairs = ((run(input_of(batch)), batch) for batch in there if size_of(batch))
-    whole = whole_of(metric)
+    whole, seen = whole_of(metric), 0
     if whole is not None:
         check_parts(loader, world)
+
+    def pairs() -> Any:
+        nonlocal seen
+        for batch in (on_device(batch, device) for batch in loader):
+            if size := size_of(batch):  # of a small last batch some ranks have no part
+                seen += size
+                yield run(input_of(batch)), batch
+
     with kept_modes(model), torch.no_grad(), autocast(device, precision):
         model.eval()
         if whole is not None:
-            return measure(whole, pairs, world)
-        assert callable(metric)
-        found = mean(metric, pairs, device, world)
+            value = measure(whole, pairs(), world)
+        else:
+            assert callable(metric)
+            value = mean(metric, pairs(), device, world)
+    answers = metric.answers if isinstance(metric, Accuracy) else 0
     if isinstance(metric, Accuracy):
-        metric.tell()
-    return found
-
-
-# small things
-
-
-def _loss(forward: Forward, batch: Any, loss: Loss, teacher: Forward | None, config: TrainConfig) -> Tensor:
-    """The task's loss, with a teacher mixed with imitation."""
-    output = forward(input_of(batch))
-    value = loss_of(loss, output, batch)
-    if teacher is None:
-        return value
-    with torch.no_grad():
-        target = tensors_in(teacher(input_of(batch)))
-    share = config.kd_weight
-    return (1 - share) * value + share * distillation_loss(output, target, config.kd_temperature)
-
-
-def _check_apart(model: nn.Module, teacher: nn.Module | None) -> None:
-    """Refuse a teacher that the training would change."""
-    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    for name, parameter in teacher.named_parameters() if teacher is not None else ():
-        if id(parameter) in trained:
-            raise TrainingError(
-                f"The teacher has {name} in common with the network, which is trained: give a copy of the teacher, "
-                "copy.deepcopy(teacher)."
-            )
-
-
-def _large(model: nn.Module) -> bool:
-    return sum(parameter.numel() for parameter in model.parameters()) >= _LARGE
-
-
-@contextlib.contextmanager
-def _evaluating(teacher: nn.Module | None) -> Iterator[None]:
-    """The teacher in eval mode, and afterwards as before."""
-    with kept_modes(teacher) if teacher is not None else contextlib.nullcontext():
-        if teacher is not None:
-            teacher.eval()
-        yield
+        metric.warn()
+    samples, given = sum_values(torch.tensor([seen, answers]), world).tolist()
+    return value, samples if own or samples == given else 0

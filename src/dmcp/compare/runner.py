@@ -102,7 +102,8 @@ class Comparison:
                 raise DmcpError(f"Give at least one {what}, and each only once, not {list(given)}.")
         titles = Counter(map(title, names))
         for name in names:
-            reserved = (UNPRUNED, BASE) if name in METHODS | PEERS else (UNPRUNED, BASE, *METHODS, *PEERS)
+            ours = name in self.methods and name in METHODS | PEERS
+            reserved = (UNPRUNED, BASE) if ours else (UNPRUNED, BASE, *METHODS, *PEERS)
             if titles[title(name)] > 1 or title(name) in reserved or name.startswith(GIVEN):
                 raise DmcpError(f"There is another {title(name)}, and folders go by name: give yours another one.")
         ways = [Own.AS_TRAINED, Own.SLIMMABLE] + ([Own.FINETUNED] if self.protocol.finetune_epochs else [])

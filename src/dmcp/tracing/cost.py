@@ -108,8 +108,8 @@ class Polynomial:
         """The dtype in which integer widths are counted exactly: on a CPU float64 is faster, where it is exact."""
         if widths.device.type != "cpu" or not widths.numel():
             return torch.int64
-        most = max(widths.max().item(), -widths.min().item())
-        bound = sum(weight * most**degree for degree, weight in self._weights.items())
+        largest = max(widths.max().item(), -widths.min().item())
+        bound = sum(weight * largest**degree for degree, weight in self._weights.items())
         return torch.float64 if bound <= _EXACT else torch.int64
 
     def _sum(self, powers: Sequence[Tensor]) -> Tensor:

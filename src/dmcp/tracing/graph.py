@@ -364,8 +364,8 @@ class ChannelGraph:
 
 def _plain(number: Any) -> Any:
     """NumPy's ints and one-element tensors are ints too."""
-    whole = isinstance(number, np.integer) or (isinstance(number, Tensor) and not number.ndim)
-    return number.item() if whole else number
+    scalar = isinstance(number, np.integer) or (isinstance(number, Tensor) and not number.ndim)
+    return number.item() if scalar else number
 
 
 def _listed(kept: Any) -> list[Any]:

@@ -69,7 +69,7 @@ class OpCost:
     kind: str
     coefficient: int
     dims: Dims
-    out: int  # the op's output, whose size tells how the cost grows with the batch
+    out: int  # the op's output, whose size shows how the cost grows with the batch
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Literal:
 
 @dataclass
 class Facts:
-    """All that the rules said about one recording."""
+    """All that the rules stated about one recording."""
 
     contractions: dict[int, list[Contraction]] = field(default_factory=dict)  # by op number
     norms: dict[int, Norm] = field(default_factory=dict)

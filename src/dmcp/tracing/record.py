@@ -34,7 +34,7 @@ HOST_READS: dict[Any, str] = {Tensor.tolist: "tolist", Tensor.numpy: "numpy", Te
 
 # Ops whose first tensor is chosen from: the others decide how much.
 BY_MASK = {aten.index.Tensor, aten.masked_select.default, aten.repeat_interleave.self_Tensor}
-# Made of ops that torch says have a size by values, which it does not say of them.
+# Their size follows from values, but torch does not tag them so.
 UNTAGGED = {aten.where.default, aten.nonzero_numpy.default, aten.repeat_interleave.self_Tensor}
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -370,8 +370,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
 
     def make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a tensor of numbers, which may depend on a width, or use them as an index."""
-        tells_size = func is Tensor.new and all(isinstance(item, (int, torch.Size)) for item in args[1:])
-        if not tells_size:
+        is_size = func is Tensor.new and all(isinstance(item, (int, torch.Size)) for item in args[1:])
+        if not is_size:
             self._note_made((args, kwargs))
         before, self._making = self._making, True
         try:

@@ -94,7 +94,7 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
         old, new = _numbers(expected), _numbers(call)
         if not kind and old == new:
             sizes = self._sizes(number, expected)
-            old, new = _words(expected, sizes), _words(call, sizes)
+            old, new = _other_arguments(expected, sizes), _other_arguments(call, sizes)
         if old != new:
             kind = "scale"
         if not self._same_tensors(expected, call):
@@ -203,7 +203,7 @@ def _number_arguments(func: Func) -> tuple[str, ...]:
     return tuple(name for name, kind in types.items() if kind in kinds)
 
 
-# Arguments that tell a size, which may follow a width.
+# Arguments that are sizes, which may follow a width.
 _SIZES = {"size", "sizes", "shape", "normalized_shape", "output_size", "output_padding", "length", "num_classes"}
 _SIZES |= {"split_size", "split_sizes", "sections", "chunks", "repeats", "start", "end", "storage_offset"}
 _SIZES |= {"groups", "group", "num_groups", "N", "C", "HxW"}
@@ -215,8 +215,8 @@ def _numbers(op: Op) -> list[Any]:
     return _plain([arguments[name] for name in _number_arguments(op.func)])
 
 
-def _words(op: Op, sizes: set[str]) -> list[Any]:
-    """All that the op was told besides tensors and sizes: by how much to roll, what to pad with, which kind of gelu."""
+def _other_arguments(op: Op, sizes: set[str]) -> list[Any]:
+    """All arguments besides tensors and sizes: by how much to roll, what to pad with, which kind of gelu."""
     strided = {"stride"} if "stride" in op.name else set()
     return _plain([item for name, item in op.arguments().items() if name not in sizes and name not in strided])
 
@@ -304,8 +304,8 @@ class ReplayContext:
         outcome = self._replay(number, small, widths)
         if number not in self.always and any(conflict.kind in (*_LOOSE, "error") for conflict in outcome.conflicts):
             at, sizes = self.stopped_at, {atom: self.coupling.channels.axis_size(Atom(atom)) for atom in widths}
-            whole = self._replay(number, self.narrow(sizes, sizes), sizes)
-            self.always[number] = {(conflict.number, conflict.kind) for conflict in whole.conflicts}
+            full = self._replay(number, self.narrow(sizes, sizes), sizes)
+            self.always[number] = {(conflict.number, conflict.kind) for conflict in full.conflicts}
             self.stopped_at = at
         always = self.always.get(number, set())
         outcome.conflicts = [it for it in outcome.conflicts if (it.number, it.kind) not in always]

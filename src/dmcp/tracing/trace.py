@@ -23,13 +23,14 @@ from dmcp.tracing.ops import Contraction, Coupling, Dims, OpCost, Rule, couple
 from dmcp.tracing.record import Func, Op, Read, Recording, Ref, meta_example, record, record_anywhere
 from dmcp.tracing.replay import IN_CODE, ReplayContext, Resolver
 from dmcp.tracing.rules import RULES
+from dmcp.units import by
 from dmcp.widths import ChannelSpace, fingerprint
 
 _BATCH = 3  # more than one for BatchNorm in train mode; odd, so that it is rarely mistaken for channels
 _MAX_LISTED = 3  # places or layers that are named; the rest is counted
 _IGNORED = "ignored, as you asked"
 _OLD_NORMS = {"WeightNorm": "remove_weight_norm", "SpectralNorm": "remove_spectral_norm"}  # hooks of torch.nn.utils
-_DETECTORS = "Trace the part of a detector that ends before its boxes are chosen: docs/api.md, Detectors."
+_DETECTORS = "Trace the part of a detector that ends before its boxes are chosen: docs/cookbook.md, Detectors."
 _WAYS_OUT = (
     "Compute both ways, or with all values, and choose with torch.where, or accept it: trace(..., strict=False)."
 )
@@ -131,7 +132,7 @@ def _record_first(model: nn.Module, example: Any, batch: int | None) -> tuple[Re
         wanted = misfit(model, example) if isinstance(error.__cause__, (RuntimeError, ValueError)) else ""
         if wanted:  # torch's own complaint comes after it: the cause may be another one
             raise TraceError(f"The example input does not fit: {wanted}. {error}") from error
-        if wanted := other_numbers(model, example, lambda same: record_anywhere(model, same, training=False)):
+        if wanted := wrong_dtype(model, example, lambda same: record_anywhere(model, same, training=False)):
             raise TraceError(f"The example input holds {wanted}.") from error
         raise
     if wanted := misfit(model, example, first):
@@ -380,7 +381,7 @@ def _scaled(terms: Terms, share: Fraction) -> Terms:
     scaled = {key: factor * share for key, factor in terms.items()}
     if any(factor.denominator != 1 for factor in scaled.values()):
         raise TraceError(
-            f"The cost of one sample cannot be told from that of a batch: dim 0 of the inputs must be it. {_DETECTORS}"
+            f"The cost of one sample does not follow from that of a batch: dim 0 of the inputs must be it. {_DETECTORS}"
         )
     return {key: int(factor) for key, factor in scaled.items()}
 
@@ -438,7 +439,7 @@ def _places(reads: Iterable[tuple[Recording, Sequence[Read]]]) -> str:
 
 
 def _comes_back(recording: Recording) -> bool:
-    """Whether tensors were made of values of the input that had left torch, as far as anybody can tell."""
+    """Whether tensors were made of values of the input that had left torch."""
     own, constants = recording.own(), set(recording.constants)
     return any(value in constants and value not in own for op in recording.ops for value in op.inputs())
 
@@ -486,31 +487,24 @@ def _with_way_out(reason: str, undos: Mapping[str, str]) -> str:
 
 
 def misfit(model: nn.Module, example: Any, recording: Recording | None = None) -> str:
-    """What a sample should be, where forward failed or took a batch of lines for an image; empty if it is one."""
+    """The shape that a sample should have, where forward failed or took a batch of rows for an image; else empty."""
     convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
     first = next((module for module in model.modules() if isinstance(module, convolutions)), None)
     if not isinstance(example, Tensor) or not isinstance(first, nn.Conv2d) or example.ndim == 4:
         return ""
-    if recording is not None and not _is_one_image(recording):
-        return ""
+    ops = recording.ops if recording else []
+    if recording and not any(op.name == "conv2d" and op.inputs()[0] in recording.inputs for op in ops):
+        return ""  # else a convolution took the batch for one image, which torch allows
     given = tuple(example.shape[1:])
     height, width = given[-2:] if len(given) > 1 else (224, 224)
     return (
         f"one sample for the convolutions of this model is channels x height x width, as in "
-        f"{first.in_channels}x{height}x{width}, not {'x'.join(map(str, given)) or 'a number'}"
+        f"{first.in_channels}x{height}x{width}, not {by(given)}"
     )
 
 
-def _is_one_image(recording: Recording) -> bool:
-    """Whether a convolution took the whole input as one image without a batch, which torch allows."""
-    return any(op.name == "conv2d" and op.inputs()[0] in recording.inputs for op in recording.ops)
-
-
-def other_numbers(model: nn.Module, example: Any, run: Callable[[Any], Any]) -> str:
-    """What an example on which a model failed holds instead of the model's kind of numbers, and what to do.
-
-    Empty if that is not what was wrong: with its own kind of numbers the model runs.
-    """
+def wrong_dtype(model: nn.Module, example: Any, run: Callable[[Any], Any]) -> str:
+    """What to do about an example of another dtype than the weights; empty if the model fails with theirs, too."""
     own = {it.dtype for it in model.parameters() if it.is_floating_point()}
     given = {it.dtype for it in tensors_in(example)} - own
     if len(own) != 1 or len(given) != 1:
@@ -523,8 +517,9 @@ def other_numbers(model: nn.Module, example: Any, run: Callable[[Any], Any]) -> 
     way = f"convert it, with x.to({wanted}), and scale it as the model expects: bytes of images by 1 / 255"
     if held.is_floating_point:
         way = f"convert one of them, with x.to({wanted}) or model.to({held})"
-    kinds = (str(it).removeprefix("torch.") for it in (held, wanted))
-    return "{}, the weights of the model {}: {}".format(*kinds, way)
+    return f"{held}, the weights of the model {wanted}: {way}".replace("torch.", "", 1).replace(
+        "model torch.", "model ", 1
+    )
 
 
 def _listed(names: Iterable[str]) -> str:

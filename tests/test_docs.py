@@ -1,0 +1,173 @@
+"""README and docs: every python block runs, every name, link and option exists."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import shlex
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import typer.main
+from PIL import Image
+from torchvision.models import resnet18
+
+import dmcp
+from dmcp.cli.main import app
+from dmcp.data.datasets import load, preprocessing
+from dmcp.data.loaders import make_loader
+
+ROOT = Path(__file__).parents[1]
+PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+OURS = [name for name in PAGES if name != "zoo.md"]  # which is generated
+RUN = [name for name in OURS if "```python" in PAGES[name]]
+REFERENCES = sorted({it for name in OURS for it in re.findall(r"`([\w/]+\.py)::([\w.]+)`", PAGES[name])})
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_the_blocks_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": page}
+    with torch.random.fork_rng([]), warnings.catch_warnings():
+        torch.manual_seed(0)
+        for kind in (dmcp.retraining.TeacherWarning, dmcp.retraining.DivergenceWarning):  # they have learned nothing
+            warnings.simplefilter("ignore", kind)
+        for number, source in enumerate(re.findall(r"^```python\n(.*?)^```", PAGES[page], re.MULTILINE | re.DOTALL)):
+            exec(compile(source, f"{page}, block {number + 1}", "exec", dont_inherit=True), names)
+    checks = {"getting-started.md": check_getting_started, "api.md": check_api, "cookbook.md": check_cookbook}
+    checks.get(page, lambda names, folder: None)(names, tmp_path)
+
+
+def check_getting_started(names: dict[str, Any], folder: Path) -> None:
+    """The lines that need none of our code give the same network, and the same input."""
+    image = torch.randn(2, 3, 64, 64)
+    assert torch.equal(names["small"].eval()(image), names["rebuilt"].eval()(image))
+    assert [p.shape for p in names["rebuilt"].parameters()] != [p.shape for p in resnet18(num_classes=4).parameters()]
+    digits = load("digits")
+    how = preprocessing(digits)
+    wanted, _ = next(iter(make_loader(digits.test, 1, train=False)))
+    assert torch.equal(names["prepare"](digits.test.images[0].numpy(), how), wanted)
+    for part, kind in (("train", "L"), ("train", "RGB"), ("val", "I;16"), ("val", "RGB")):
+        path = folder / "photos" / part / kind.replace(";", "") / "1.png"
+        path.parent.mkdir(parents=True)
+        noise = np.random.randint(0, 256, (50, 37, 3), np.uint8)
+        (Image.fromarray(noise) if kind == "RGB" else Image.fromarray(noise[..., 0].astype(np.uint16) * 256)).save(path)
+    for part, kind in (("train", "I16"), ("val", "L")):
+        other = next((folder / "photos").glob(f"*/{kind}/1.png"))
+        target = folder / "photos" / part / kind / "1.png"
+        target.parent.mkdir(parents=True)
+        target.write_bytes(other.read_bytes())
+    photos = load(str(folder / "photos"), size=(32, 24))
+    batches = make_loader(photos.test, 1, train=False, workers=0)
+    paths = sorted((folder / "photos" / "val").glob("*/*.png"))
+    for path, (wanted, _) in zip(paths, batches, strict=True):
+        assert torch.equal(names["prepare"](Image.open(path), preprocessing(photos)), wanted), path
+
+
+def check_api(names: dict[str, Any], folder: Path) -> None:
+    assert isinstance(names["again"], names["Net"])
+    section = PAGES["api.md"].partition("\n## prune")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` ", section, re.MULTILINE) == list(inspect.signature(dmcp.prune).parameters)
+    named = "\n".join(PAGES[name] for name in OURS)
+    assert [name for name in dmcp.__all__ if not re.search(rf"\b{name}\b", named)] == []
+
+
+def check_cookbook(names: dict[str, Any], folder: Path) -> None:
+    assert {"original", "teacher", "dmcp"} == {row.name for row in names["result"].rows}
+    assert names["table"].fingerprint == names["graph"].fingerprint
+
+
+# names, links, commands
+
+
+def defined(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
+    """Names of functions, classes, their members, and values."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield prefix + node.name
+        if isinstance(node, ast.ClassDef):
+            yield from defined(node.body, f"{prefix}{node.name}.")
+        if isinstance(node, ast.AnnAssign | ast.Assign):
+            targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
+            yield from (prefix + target.id for target in targets if isinstance(target, ast.Name))
+
+
+@pytest.mark.parametrize(("file", "name"), REFERENCES, ids=lambda value: value)
+def test_names_in_files_exist(file: str, name: str) -> None:
+    ours = ROOT / "src" / "dmcp" / file
+    assert name in set(defined(ast.parse((ours if ours.exists() else ROOT / file).read_text()).body))
+
+
+def test_files_exist() -> None:
+    for name in OURS:
+        for file in re.findall(
+            r"`((?:src/|tests/|experiments/|benchmarks/|tools/|examples/)?[\w/]+\.py)`", PAGES[name]
+        ):
+            assert (ROOT / file).exists() or (ROOT / "src" / "dmcp" / file).exists() or file == "mine.py", (name, file)
+
+
+def test_links_lead_somewhere() -> None:
+    for name in OURS:
+        folder = ROOT if name == "README.md" else ROOT / "docs"
+        for file, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", PAGES[name]):
+            path = folder / file if file else folder / name
+            assert path.is_file(), (name, file)
+            titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+            anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+            assert not anchor or anchor in anchors, (name, file, anchor)
+
+
+def lines_of_commands() -> list[tuple[str, str]]:
+    found = []
+    for name in OURS:
+        for line in re.findall(r"^    (?:\w+=\S+ )?(?:.*-m )?dmcp (\w.*)$", PAGES[name], re.MULTILINE):
+            found.append((name, line))
+    table = re.findall(r"\| `((?:dmcp \w+ RUN )?--?[a-z][^`]*)` \|", PAGES["cookbook.md"])
+    return found + [("cookbook.md", it.removeprefix("dmcp ") if it[0] == "d" else f"prune {it}") for it in table]
+
+
+@pytest.mark.parametrize(("page", "line"), lines_of_commands())
+def test_commands_and_options_exist(page: str, line: str) -> None:
+    command, *words = shlex.split(line, comments=True)
+    if command == "COMMAND":
+        return
+    known = {name for param in COMMANDS[command].params for name in (*param.opts, *param.secondary_opts)}
+    assert {word for word in words if word.startswith("--")} - {"--help"} <= known
+
+
+def test_options_in_texts_exist() -> None:
+    known = {
+        name
+        for command in (typer.main.get_command(app), *COMMANDS.values())
+        for param in command.params
+        for name in (*param.opts, *param.secondary_opts)
+    } | {"--help", "--no-"}
+    programs = ("torchrun", "accelerate", "benchmarks", "experiments", "pip")
+    for name in OURS:
+        text = "\n".join(line for line in PAGES[name].splitlines() if not any(it in line for it in programs))
+        assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text)) <= known, name
+
+
+def test_exit_codes_are_those_of_the_help() -> None:
+    codes = re.findall(r"^  (\d+) ", typer.main.get_command(app).epilog or "", re.MULTILINE)
+    assert re.findall(r"^\| (\d+) \|", PAGES["command-line.md"], re.MULTILINE) == codes
+
+
+def test_every_command_is_listed() -> None:
+    listed = set(re.findall(r"^\| `(\w+)", PAGES["command-line.md"], re.MULTILINE))
+    assert listed == {name for name, command in COMMANDS.items() if not command.hidden}
+
+
+@pytest.mark.parametrize(("heading", "count"), [("Equations", 18), ("Figures", 7), ("Tables", 6)])
+def test_nothing_of_the_paper_is_missing(heading: str, count: int) -> None:
+    section = PAGES["paper_map.md"].split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    cells = re.findall(r"^\| ([\d, ]+) \|", section, re.MULTILINE)
+    assert [int(number) for cell in cells for number in cell.split(",")] == list(range(1, count + 1))

@@ -1,0 +1,249 @@
+"""What would fail after hours of work is refused before the first step."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from nets import Residual
+from test_pruning import SEARCH, Noise, Once, Random, prune, same, tensors, traced
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import dmcp
+from dmcp.errors import BudgetError, DataError, DmcpError, TraceError, TrainingError, WidthsError
+from dmcp.losses import classification_loss
+from dmcp.preflight import check_classifier, check_finite, check_input, try_test
+from dmcp.settings import SearchConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore::dmcp.losses.DistillationWarning")
+
+
+class CallerError(Exception):
+    """Of the caller's own metric."""
+
+
+def failing_metric(output: Tensor, batch: Any) -> Any:
+    raise CallerError
+
+
+def changed(x: Any = lambda x: x, y: Any = lambda y: y) -> Noise:
+    """Noise with other inputs or labels."""
+    found = Noise()
+    found.batches = [(x(a), y(b)) for a, b in found.batches]
+    return found
+
+
+def broken(change: Any) -> nn.Module:
+    model = copy.deepcopy(traced()[0])
+    change(model)
+    return model
+
+
+class Writing(Residual):
+    """Writes into its input."""
+
+    def __init__(self, write: Any = lambda x: x.mul_(2)) -> None:
+        super().__init__(**Residual.FULL)
+        self.write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.write(x)
+        return super().forward(x)
+
+
+class Hiding(Residual):
+    """Has a layer that torch does not know of."""
+
+    def __init__(self) -> None:
+        super().__init__(**Residual.FULL)
+        self.layers = [nn.Conv2d(3, 3, 1)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.layers[0](x))
+
+
+class Ages(Residual):
+    """Has an output in training that is no class scores."""
+
+    def forward(self, x: Tensor) -> Any:
+        found = super().forward(x)
+        return {"classes": found, "age": found.mean(dim=1)} if self.training else found
+
+
+class Auxiliary(Residual):
+    """Has more outputs in training than in test."""
+
+    def forward(self, x: Tensor) -> Any:
+        found = super().forward(x)
+        return (found, found) if self.training else found
+
+
+class Mean(nn.Module):
+    """Another architecture."""
+
+    def __init__(self, classes: int = 5) -> None:
+        super().__init__()
+        self.head = nn.Linear(Residual.SHAPE[0], classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x.mean((2, 3)))
+
+
+def first_output(output: Any, batch: Any) -> Tensor:
+    found = output["classes"] if isinstance(output, dict) else output[0] if isinstance(output, tuple) else output
+    return classification_loss()(found, batch)
+
+
+EMPTY = [(torch.zeros(0, *Residual.SHAPE), torch.zeros(0))]
+NAMELESS = [{"image": torch.zeros(2, *Residual.SHAPE)}]
+ARRAYS = [(np.zeros((4, *Residual.SHAPE), np.float32), np.zeros(4))]
+OWN = dmcp.Task(loss=first_output, metric=lambda output, batch: (output.sum(), len(output)))
+NAN = float("nan")
+CASES: dict[str, tuple[type[Exception], Any]] = {
+    # settings
+    "two budgets": (BudgetError, lambda: {"budget": "40%"}),
+    "unreachable budget": (BudgetError, lambda: {"search": SearchConfig(budget=3, groups=4)}),
+    "unknown way": (TrainingError, lambda: {"retrain": "often"}),
+    "dict as search": (TrainingError, lambda: {"search": {"epochs": 3}}),
+    "dict as train": (TrainingError, lambda: {"train": {"epochs": 3}}),
+    "other graph": (TrainingError, lambda: {"graph": 1}),
+    "unknown baseline": (TrainingError, lambda: {"baselines": "no"}),
+    "unknown baselines": (TrainingError, lambda: {"baselines": ["biggest"]}),
+    "latency without a limit": (BudgetError, lambda: {"latency": lambda net: 1.0}),
+    # loaders
+    "no batches": (DataError, lambda: {"loader": []}),
+    "no batches to train on": (DataError, lambda: {"loader": dmcp.Loaders(search=Noise(), train=[])}),
+    "generator": (DataError, lambda: {"loader": (it for it in Noise())}),
+    "stream": (DataError, lambda: {"loader": DataLoader(Once(), 6)}),
+    "generator for alphas": (DataError, lambda: {"loader": dmcp.Loaders(search=Noise(), arch=iter(Noise()))}),  # type: ignore[arg-type]
+    "alphas without input": (DataError, lambda: {"loader": dmcp.Loaders(search=Noise(), arch=NAMELESS)}),
+    "training without input": (DataError, lambda: {"loader": dmcp.Loaders(search=Noise(), train=NAMELESS)}),
+    "arrays": (DataError, lambda: {"loader": ARRAYS, "val_loader": ARRAYS}),
+    "bytes": (DataError, lambda: {"loader": changed(lambda x: x.byte())}),
+    "NaN": (DataError, lambda: {"loader": changed(lambda x: x * NAN)}),
+    "labels from 1": (DataError, lambda: {"loader": changed(y=lambda y: y + 1)}),
+    "labels in columns": (DataError, lambda: {"loader": changed(y=lambda y: y[:, None])}),
+    "labels as floats": (DataError, lambda: {"loader": changed(y=lambda y: y.float())}),
+    # the test
+    "nothing to test on": (TrainingError, lambda: {"val_loader": []}),
+    "empty test": (TrainingError, lambda: {"val_loader": EMPTY}),
+    "test without input": (DataError, lambda: {"val_loader": NAMELESS}),
+    "a number as test": (DataError, lambda: {"val_loader": 3}),
+    "tests of a generator": (DataError, lambda: {"val_loader": (it for it in Noise(1)), "baselines": True}),
+    "original and a generator": (DataError, lambda: {"val_loader": (it for it in Noise(1)), "retrain": "finetune"}),
+    "labels of the test": (DataError, lambda: {"val_loader": changed(y=lambda y: y - 9)}),
+    "metric of the wrong kind": (TrainingError, lambda: {"task": dmcp.Task(metric=lambda output, batch: 0.5)}),
+    "metric that fails": (CallerError, lambda: {"task": dmcp.Task(metric=failing_metric)}),
+    # networks
+    "class": (TraceError, lambda: {"model": Residual}),
+    "frozen": (TrainingError, lambda: {"model": broken(lambda it: it.requires_grad_(False))}),
+    "meta": (TrainingError, lambda: {"model": Residual(**Residual.FULL).to("meta")}),
+    "infinite weight": (TrainingError, lambda: {"model": broken(lambda it: it.stem.weight.data.fill_(float("inf")))}),
+    "NaN in a buffer": (TrainingError, lambda: {"model": broken(lambda it: it.bn0.running_mean.fill_(NAN))}),
+    "writes into its input": (TrainingError, lambda: {"model": Writing()}),
+    "hidden layer": (DmcpError, lambda: {"model": Hiding()}),
+    "other fresh network": (WidthsError, lambda: {"fresh": nn.Linear(2, 2)}),
+    "fresh is no network": (TraceError, lambda: {"fresh": 1}),
+    # optimizers
+    "an optimizer": (TrainingError, lambda: {"task": dmcp.Task(optimizer=torch.optim.SGD(Mean().parameters(), lr=1))}),  # type: ignore[arg-type]
+    "no optimizer": (TrainingError, lambda: {"task": dmcp.Task(optimizer=lambda groups: None)}),  # type: ignore[arg-type,return-value]
+    "half of it": (TrainingError, lambda: {"task": dmcp.Task(optimizer=lambda groups: torch.optim.Adam(groups[:1]))}),
+    "a closure": (TrainingError, lambda: {"task": dmcp.Task(optimizer=lambda it: torch.optim.LBFGS(it[0]["params"]))}),
+    "CUDA graphs": (TrainingError, lambda: {"task": dmcp.Task(optimizer=torch.optim.Adam), "engine": True}),
+    # teachers
+    "teacher of slimmable": (TrainingError, lambda: {"teacher": Mean(), "retrain": "slimmable"}),
+    "teacher by name": (TrainingError, lambda: {"teacher": "resnet18"}),
+    "teacher as a class": (TrainingError, lambda: {"teacher": Mean}),
+    "scripted teacher": (TrainingError, lambda: {"teacher": torch.jit.ScriptModule()}),
+    "teacher of other classes": (TrainingError, lambda: {"teacher": Mean(7)}),
+    "teacher of other inputs": (TrainingError, lambda: {"teacher": nn.Sequential(nn.Linear(3, 5))}),
+    "broken teacher": (TrainingError, lambda: {"teacher": broken(lambda it: it.head.bias.data.fill_(NAN))}),
+    "weight without a teacher": (TrainingError, lambda: {"train": dmcp.TrainConfig(kd_weight=0.9)}),
+    "temperature without one": (TrainingError, lambda: {"train": dmcp.TrainConfig(kd_temperature=4.0)}),
+    "slimmable ages": (
+        TrainingError,
+        lambda: {"model": Ages(**Residual.FULL), "retrain": "slimmable", "task": OWN},
+    ),
+    "teacher without auxiliary outputs": (
+        TrainingError,
+        lambda: {"model": Auxiliary(**Residual.FULL), "teacher": "unpruned", "task": OWN},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_mistakes_are_refused_before_the_first_step(name: str) -> None:
+    kind, make = CASES[name]
+    options, seen = make(), list[Any]()
+    engine = dmcp.Engine(graphs=True) if options.pop("engine", False) else None
+    before = tensors(traced()[0])
+    with pytest.raises(kind):
+        prune(**options, runtime=dmcp.Runtime(on_event=seen.append, engine=engine))
+    assert not seen and same(before, tensors(traced()[0]))
+
+
+def test_shares_of_classes_need_not_be_numbers_of_classes() -> None:
+    assert prune(loader=changed(y=lambda y: torch.eye(5)[y] * 7)).rows
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+def test_a_lazy_layer_is_refused() -> None:
+    class Late(Residual):
+        def __init__(self) -> None:
+            super().__init__(**Residual.FULL)
+            self.late = nn.LazyConv2d(3, 1)
+
+    with pytest.raises(TraceError, match="late.weight has no shape yet"):
+        prune(Late())
+
+
+def test_what_does_no_harm_is_allowed() -> None:
+    masked, x = nn.Sequential(nn.Conv2d(3, 4, 3)), torch.randn(2, *Residual.SHAPE)
+    masked.register_buffer("mask", torch.tensor([float("-inf"), 0.0]))
+    check_finite(masked, x)  # a mask may be infinite
+    check_input(Writing(lambda x: x.relu_()), x)  # a second pass finds it as the first has left it
+    check_input(Writing(lambda x: x.clone().mul_(2)), x)
+    with pytest.raises(TrainingError, match="look for a division by 0"):
+        check_finite(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Threshold(0, float("nan"))), x)
+
+
+def test_the_command_line_takes_classifiers_only() -> None:
+    x = torch.randn(2, *Residual.SHAPE)
+    check_classifier(traced()[0], x, 5)
+    check_classifier(traced()[0], x, 3)  # more outputs than classes
+    for model, classes in ((traced()[0], 6), (Ages(**Residual.FULL), 5), (nn.Conv2d(3, 5, 1), 5)):
+        with pytest.raises(TrainingError, match="classifiers only"):
+            check_classifier(model, x, classes)
+
+
+class Dice(Residual):
+    """Uses random numbers of Python, NumPy and torch in every pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.rand(1, dtype=x.dtype) * random.random() * np.random.rand())
+
+
+def test_a_search_looks_at_its_first_batch_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, found = list[object](), list[Any]()
+    for look in (check_input, lambda model, example: looks.append(model)):
+        monkeypatch.setattr("dmcp.searching.search.check_input", look)
+        torch.manual_seed(0), random.seed(0), np.random.seed(0)
+        net = Dice(**Residual.FULL).float()
+        supernet = dmcp.Supernet(net, dmcp.trace(net, torch.randn(2, *Residual.SHAPE)), groups=SEARCH.groups)
+        result = dmcp.search(supernet, Noise(), SEARCH)
+        found.append([result.alphas, *supernet.model.state_dict().values()])
+    assert len(looks) == 1 and same(*found)
+
+
+@pytest.mark.slow
+def test_the_trial_leaves_workers_that_live_on_alone() -> None:
+    for used in (True, False):
+        loader = DataLoader(Random(), 4, num_workers=1, persistent_workers=True)
+        workers = loader._iterator if not used else (next(iter(loader)), loader._iterator)[1]
+        try_test(Residual(**Residual.FULL), loader, None)
+        assert loader._iterator is workers

@@ -1,0 +1,123 @@
+"""The table of results: what it says of accuracies, metrics and times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_pruning import traced
+from torch import Tensor, nn
+
+import dmcp
+from dmcp import results
+from dmcp.results import (
+    DMCP,
+    UNIFORM,
+    UNPRUNED,
+    Row,
+    divergence,
+    markdown,
+    milliseconds,
+    not_faster,
+    notes,
+    results_table,
+    standard_error,
+)
+
+
+def rows(*values: float, **settings: Any) -> list[Row]:
+    names = (UNPRUNED, UNIFORM, DMCP)
+    return [Row(name, 5, 5, value, **settings) for name, value in zip(names, values, strict=True)]
+
+
+def test_an_accuracy_has_points_and_a_standard_error() -> None:
+    _, graph = traced()
+    assert standard_error(0.6, 60) == pytest.approx(0.0632, abs=1e-4) and 0 < standard_error(1.0, 60) < 0.02
+    text = results_table(rows(0.5, 0.7, 0.6, samples=60, batch=8), graph, "dmcp: trained from fresh weights")
+    assert "60 test samples: an accuracy is known to ± 6.5 points" in text and f"{100 * 5 / graph.macs():.1f}%" in text
+    assert "dmcp: +10.00 points against unpruned, -10.00 points against uniform" in text and "fresh weights" in text
+    assert "| uniform | 5 |" in "\n".join(markdown(rows(0.5, 0.7, 0.6), graph))
+    assert not [note for note in notes(rows(0.5, 0.7, 0.6), graph) if "test samples" in note]  # an old log
+
+
+def test_a_metric_of_which_little_is_good_is_compared_in_words() -> None:
+    """A plain + or - would be read as a gain or a loss of quality."""
+    _, graph = traced()
+    lower = {"own_metric": True, "lower_is_better": True}
+    text = results_table(rows(0.25, 0.75, 0.5, **lower), graph)
+    assert "0.25 worse than unpruned, 0.25 better than uniform" in text and "+" not in text
+    assert "metric (lower is better)" in text.splitlines()[0]
+    assert "dmcp: as good as unpruned" in results_table(rows(0.5, 0.75, 0.5, **lower), graph)
+
+
+@pytest.mark.parametrize("lower", [False, True])
+def test_a_metric_that_is_no_number_is_compared_with_nothing(lower: bool) -> None:
+    _, graph = traced()
+    kind = {"own_metric": True, "lower_is_better": lower}
+    text = results_table(rows(math.nan, 0.25, 0.5, **kind), graph)
+    gap = "0.25 worse than uniform" if lower else "+0.25 against uniform"
+    assert f"dmcp: not comparable with unpruned, {gap}" in text and "unpruned: its metric is nan" in text
+    assert "not comparable with uniform" in results_table(rows(0.5, 0.25, math.nan, **kind), graph)
+    assert "nan" not in results_table(rows(math.inf, math.inf, math.inf, **kind), graph)  # of a perfect picture
+
+
+@pytest.mark.parametrize(
+    ("losses", "bad"),
+    [
+        ([1.0] * 9, False),  # too few steps
+        ([1.0] + [2.0] * 19, True),
+        ([1.0] + [1.05] * 19, False),
+        ([2.0] * 10 + [1.0] * 10, False),
+        ([0.5, 0.6, 3.0, 2.0, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5], False),
+        ([-2.0] * 10 + [-1.0] * 10, True),
+    ],
+)
+def test_a_training_that_ends_higher_than_it_began_went_wrong(losses: list[float], bad: bool) -> None:
+    assert bool(divergence(DMCP, losses)) == bad
+
+
+@pytest.mark.parametrize(("ms", "odd", "warned"), [(9, 2, True), (8, 2, False), (20, 3, True), (20, 1, False)])
+def test_odd_widths_are_named_if_no_time_was_gained(
+    ms: float, odd: int, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # in tests nothing is slow
+    graph = dmcp.trace(nn.Sequential(*(nn.Conv1d(24 if it else 1, 24, 1) for it in range(4))), torch.zeros(2, 1, 8))
+    widths = {space.name: 16 + (number < odd) for number, space in enumerate(graph.spaces)}
+    assert bool(not_faster(ms, 10, graph, widths)) == warned and len(widths) == 3
+    assert not not_faster(20, 10, graph, graph.full)
+    wide = [replace(space, unit=4) for space in graph.spaces]  # two of each are eight channels
+    assert not not_faster(20, 10, replace(graph, spaces=tuple(wide)), dict.fromkeys(widths, 18))
+
+
+def test_times_are_of_each_network_and_leave_its_mode() -> None:
+    slow, quick = nn.Sequential(*(nn.Linear(256, 256) for _ in range(40))).train(), nn.Linear(256, 256).eval()
+    times = milliseconds([slow, quick], torch.zeros(64, 256))
+    assert times[0] > times[1] > 0 and slow.training and not quick.training
+    assert (
+        milliseconds([nn.Linear(2, 2, device="meta")], torch.zeros(1, 2, device="meta"))[0] > 0
+    )  # nothing to wait for
+
+
+def test_only_the_pass_is_in_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that also goes on while somebody looks where the network is, or puts its mode back."""
+    now = [0.0]
+
+    class Slow(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            now[0] += 0.002
+            return super().forward(x)
+
+        def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+            now[0] += 0.05
+            return super().parameters(recurse)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            now[0] += 0.05
+            super().__setattr__(name, value)
+
+    monkeypatch.setattr(results.time, "perf_counter", lambda: now[0])
+    assert milliseconds([Slow(2, 2)], torch.zeros(1, 2)) == pytest.approx([2.0])

@@ -1,0 +1,218 @@
+"""How the cut network gets its weights: from scratch, fine-tuned, slimmable, and from a teacher."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_preflight import Mean
+from test_pruning import SEARCH, TRAIN, Noise, Residual, prune, same, tensors, traced
+from torch import Tensor, nn
+
+import dmcp
+from dmcp.batches import generator
+from dmcp.losses import classification_loss, top1
+from dmcp.results import DMCP, ORIGINAL, TEACHER, UNIFORM, UNPRUNED, Row
+from dmcp.retraining import DivergenceWarning, Retraining, TeacherWarning, poor_teacher, train_all
+from dmcp.searching.steps import Setup, weight_step
+from dmcp.searching.subnets import chains
+from dmcp.settings import Retrain, TrainConfig
+from dmcp.training import evaluate
+
+pytestmark = pytest.mark.filterwarnings("ignore::dmcp.retraining.TeacherWarning")  # most of them know nothing here
+
+
+def other() -> nn.Module:
+    """The same architecture with other weights."""
+    torch.manual_seed(7)
+    return Residual(**Residual.FULL)
+
+
+def mean() -> nn.Module:
+    torch.manual_seed(7)
+    return Mean()
+
+
+def test_slimmable_training_is_one_weight_step_of_two_networks() -> None:
+    """Each step equals stage 1 on the largest and the pruned network: accumulated gradients, one optimizer step."""
+    model, graph = traced()
+    widths = graph.widths({space.name: max(1, space.size // 2) for space in graph.spaces})
+    config = TrainConfig(
+        epochs=1, reference_batch=None, lr=0.1, warmup_lr=0, warmup_epochs=0, weight_decay=0, label_smoothing=0
+    )
+    loader = Noise(1)
+    found = train_all(model, graph, {DMCP: widths}, loader, Retraining(config, Retrain.SLIMMABLE))[DMCP]
+    unpruned = copy.deepcopy(model)
+    dmcp.reinitialize(unpruned, generator=generator(config.seed))
+    net = dmcp.Supernet(unpruned, graph).train()
+    optimizer = torch.optim.SGD(net.weights(), 0.1, 0.9, nesterov=True)
+    setup = Setup(net, chains(net), dmcp.parse_budget("50%", graph), SEARCH, classification_loss())
+    weight_step(setup, loader.batches, optimizer, [net.hard(graph.full), net.hard(widths)])
+    wanted = dmcp.cut(net.model, graph, widths)
+    for mine, theirs in zip(found.parameters(), wanted.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    alone = train_all(model, graph, {DMCP: widths}, loader, Retraining(config))[DMCP]
+    assert not same(tensors(found)[:1], tensors(alone)[:1])
+
+
+def test_fine_tuning_keeps_the_weights_and_scratch_does_not() -> None:
+    model, graph = traced()
+    still = TrainConfig(epochs=1, lr=1e-20, warmup_lr=0, reference_batch=None, weight_decay=0)
+    for kind in (Retrain.FINETUNE, Retrain.SCRATCH):
+        (net,) = train_all(model, graph, {DMCP: graph.full}, Noise(), Retraining(still, kind)).values()
+        kept = all(torch.allclose(mine, old) for mine, old in zip(net.parameters(), model.parameters(), strict=True))
+        assert kept == (kind is Retrain.FINETUNE)
+
+
+def test_a_training_that_diverges_is_warned_of() -> None:
+    model, graph = traced()
+    wild = TrainConfig(epochs=6, lr=30.0, warmup_lr=30.0, reference_batch=None)
+    with pytest.warns(DivergenceWarning, match="'dmcp' went wrong") as found:
+        train_all(model, graph, {DMCP: graph.full}, Noise(), Retraining(wild))
+    assert [it.filename for it in found] == [__file__]
+
+
+# teachers
+
+
+@pytest.mark.parametrize("kind", [Retrain.SCRATCH, Retrain.FINETUNE])
+@pytest.mark.parametrize("make", [other, mean])
+def test_a_given_teacher_is_the_one_that_teaches(kind: Retrain, make: Any) -> None:
+    """The same as the parts by hand; the teacher is not trained, and comes out as it was."""
+    (model, graph), teacher, seen = traced(), make().train(), list[Any]()
+    before = tensors(teacher)
+    result = prune(retrain=kind, teacher=teacher, runtime=dmcp.Runtime(on_event=seen.append))
+    assert same(before, tensors(teacher)) and teacher.training
+    assert {event.stage for event in seen} == {"search", DMCP, "test"}  # none is trained first
+    net = dmcp.Supernet(model, graph, SEARCH.groups)
+    dmcp.search(net, Noise(), SEARCH)
+    small = dmcp.cut(net.model, graph, result.widths)
+    if kind is Retrain.FINETUNE:
+        dmcp.recalibrate(small, Noise())
+    else:
+        dmcp.reinitialize(small, generator=generator(TRAIN.seed))
+    dmcp.train(small, Noise(), TRAIN, teacher=teacher)
+    assert same(tensors(small), tensors(result.model))
+
+
+def test_the_unpruned_network_teaches_once_it_is_trained() -> None:
+    plain, taught = prune(), prune(teacher="unpruned")
+    assert plain.widths == taught.widths and not same(tensors(plain.model), tensors(taught.model))
+    assert [row.name for row in taught.rows] == [UNPRUNED, DMCP]
+    with_baselines = prune(teacher="unpruned", baselines=True)
+    assert [row.name for row in with_baselines.rows] == [UNPRUNED, UNIFORM, DMCP]
+    assert same(tensors(with_baselines.model), tensors(taught.model))
+
+
+class Counting(Mean):
+    """Writes into itself in each pass, and has a length, which is 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def __len__(self) -> int:
+        return 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return super().forward(x)
+
+
+def test_a_teacher_is_copied_and_gets_the_dtype_of_the_network() -> None:
+    torch.manual_seed(7)
+    teacher = Counting()
+    wanted = tensors(prune(teacher=mean()).model)
+    assert same(tensors(prune(teacher=teacher).model), wanted) and teacher.count == 0
+    double = mean().double()
+    assert same(tensors(prune(teacher=double).model), wanted) and double.head.weight.dtype == torch.float64
+
+    class Own(Mean):  # it makes its own dtype
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.double()).float()
+
+    assert prune(teacher=Own().double()).rows
+    model, _ = traced()
+    before = tensors(model)
+    prune(teacher=model)
+    assert same(before, tensors(model)) and all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_teacher_is_a_row_if_its_costs_are_known() -> None:
+    model, graph = traced()
+    cases: list[tuple[dict[str, Any], list[str]]] = [
+        ({"teacher": model}, [ORIGINAL, DMCP]),
+        ({"teacher": model, "retrain": "finetune"}, [ORIGINAL, DMCP]),
+        ({"teacher": model, "baselines": []}, [DMCP]),
+        ({"teacher": mean()}, [DMCP]),  # nobody has counted what it costs
+        (
+            {"teacher": other(), "retrain": "finetune", "baselines": True},
+            [ORIGINAL, TEACHER, UNPRUNED, UNIFORM, DMCP],
+        ),
+    ]
+    for options, names in cases:
+        assert [row.name for row in prune(**options).rows] == names
+    row = prune(teacher=other()).rows[0]
+    assert (row.name, row.macs, row.accuracy) == (TEACHER, graph.macs(), evaluate(other(), Noise(1)))
+
+
+def test_the_table_says_where_the_weights_come_from() -> None:
+    model, _ = traced()
+    recipe, share = replace(TRAIN, kd_weight=0.7, kd_temperature=4), 100 * evaluate(mean(), Noise(1))
+    cases: list[tuple[dict[str, Any], str, str]] = [
+        ({}, "from fresh weights", ""),
+        ({"retrain": "finetune"}, "on from the weights of the search", ""),
+        ({"retrain": "slimmable"}, "from fresh weights inside the unpruned network", ""),
+        ({"retrain": "finetune", "teacher": model}, "on from the weights of the search", "the network as given"),
+        ({"teacher": other()}, "from fresh weights", "the teacher"),
+        ({"teacher": mean()}, "from fresh weights", f"a teacher that is no row here (accuracy {share:.2f}%)"),
+        ({"teacher": "unpruned"}, "from fresh weights", "the unpruned network, which was trained first"),
+    ]
+    for options, begun, who in cases:
+        line = f"dmcp: trained {begun}"
+        line += f", 70% of its loss from {who} (temperature 4), the rest from the labels" if who else ""
+        assert line in prune(train=recipe if who else TRAIN, **options).table.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("teacher", "original", "own", "poor"),
+    [
+        (0.20, None, {}, True),  # guessing among 5 classes
+        (0.28, None, {}, True),
+        (0.30, None, {}, False),
+        (0.60, 0.90, {}, True),
+        (0.60, 0.65, {}, False),  # may be chance
+        (0.90, 0.60, {}, False),
+        (0.60, 0.65, {"own_metric": True}, True),
+        (0.60, 0.65, {"own_metric": True, "lower_is_better": True}, False),
+        (0.65, 0.60, {"own_metric": True, "lower_is_better": True}, True),
+    ],
+)
+def test_a_teacher_that_knows_little_is_noticed(teacher: float, original: Any, own: Any, poor: bool) -> None:
+    rows = [None if it is None else Row("", 0, 0, it, samples=100, **own) for it in (teacher, original)]
+    assert rows[0] is not None and bool(poor_teacher(rows[0], rows[1], 5)) == poor
+
+
+def test_a_poor_teacher_is_warned_of_before_the_search() -> None:
+    teacher, tests = other(), Noise(3, 40)
+    nn.init.zeros_(teacher.head.weight), nn.init.zeros_(teacher.head.bias)  # it always says the first class
+    tests.batches = [(x, torch.arange(40) % 5) for x, _ in tests.batches]
+
+    def stop(event: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.warns(TeacherWarning, match="20.00%") as found, pytest.raises(KeyboardInterrupt):
+        prune(val_loader=tests, teacher=teacher, runtime=dmcp.Runtime(on_event=stop))
+    assert len(found) == 1
+    model, lower = traced()[0], dmcp.Task(metric=dmcp.LowerIsBetter(top1))
+    with torch.no_grad():
+        tests.batches = [(x, other().eval()(x).argmax(1)) for x, _ in tests.batches]  # another one is always right
+    for task, poor in ((dmcp.Task(), False), (lower, evaluate(model, tests) < 1)):
+        with warnings.catch_warnings(record=True) as noted:
+            warnings.simplefilter("always", TeacherWarning)
+            prune(val_loader=tests, teacher=other(), retrain="finetune", task=task)
+        assert bool(noted) == poor
