@@ -32,7 +32,7 @@ from dmcp.runtime.distributed import SINGLE_PROCESS, current
 from dmcp.runtime.engine import best_device
 from dmcp.settings import UNPRUNED
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.tracing.trace import trace, wrong_dtype
+from dmcp.tracing.trace import other_numbers, trace
 from dmcp.units import by, counted
 
 _ALIKE = 0.75  # of a file's name, from which on another one may be meant
@@ -249,7 +249,7 @@ def check_fit(model: nn.Module, data: DataSets, remedy: str = "") -> int:
     try:
         output = run(example)
     except Exception as error:
-        if wanted := wrong_dtype(model, example, run):
+        if wanted := other_numbers(model, example, run):
             raise DataError(f"The images hold {wanted}.") from error
         raise DataError(
             f"The network cannot take images of {by(data.shape)}{remedy}: {type(error).__name__}: {error}"
@@ -376,17 +376,16 @@ def check_names(run: Path, config: RunConfig, *needed: str) -> None:
         if kind.endswith("model"):
             library, colon, _ = name.partition(":")
             top = library.partition(".")[0] if colon and library != "timm" and library not in models.NETS else ""
-            files = (f"{top}.py", top) if top else ()
-            here = not top or _is_module(top)
+            files, here = (f"{top}.py", top) if top else (), not top or _is_module(top)
         else:
             own = name not in ("", GIVEN, UNPRUNED, *DATA) and not Path(name).is_absolute()
             files = (name,) if own else ("data",) if name in DATA and name != "digits" else ()
-            here = not files or Path(files[0]).exists()
+            here = all(Path(file).exists() for file in files)
         if not here:
             there = [folder for folder in run.resolve().parents if any((folder / file).exists() for file in files)]
             raise FileError(
-                f"{run}: there is no {''.join(files[-1:])!r} here: the names of a run are as seen from the folder that "
-                f"it was started in: type the command in {there[0] if there else 'that one'}."
+                f"{run}: there is no {name!r} here: the names of a run are as seen from the folder that it was "
+                f"started in: type the command in {there[0] if there else 'that one'}."
             )
 
 
