@@ -32,7 +32,7 @@ from dmcp.runtime.distributed import SINGLE_PROCESS, current
 from dmcp.runtime.engine import best_device
 from dmcp.settings import UNPRUNED
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.tracing.trace import other_numbers, trace
+from dmcp.tracing.trace import trace, wrong_dtype
 from dmcp.units import by, counted
 
 _ALIKE = 0.75  # of a file's name, from which on another one may be meant
@@ -249,7 +249,7 @@ def check_fit(model: nn.Module, data: DataSets, remedy: str = "") -> int:
     try:
         output = run(example)
     except Exception as error:
-        if wanted := other_numbers(model, example, run):
+        if wanted := wrong_dtype(model, example, run):
             raise DataError(f"The images hold {wanted}.") from error
         raise DataError(
             f"The network cannot take images of {by(data.shape)}{remedy}: {type(error).__name__}: {error}"
