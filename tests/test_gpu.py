@@ -295,8 +295,8 @@ def test_a_padded_network_learns_the_same(engine: dmcp.Engine) -> None:
     assert kept is not None and int(readers.any(dim=0).sum()) == len(kept)
 
 
-@pytest.mark.filterwarnings("ignore::dmcp.pruning.TeacherWarning")  # it has learnt nothing
-@pytest.mark.parametrize("retrain", ["teacher", "finetune"])
+@pytest.mark.filterwarnings("ignore::dmcp.retraining.TeacherWarning")  # it has learnt nothing
+@pytest.mark.parametrize("retrain", ["scratch", "finetune"])
 def test_a_teacher_on_the_cpu_teaches_a_network_on_the_gpu(retrain: str) -> None:
     """A copy of it goes where the network is; the teacher itself stays where and as it was."""
     torch.manual_seed(0)
