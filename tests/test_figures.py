@@ -62,8 +62,6 @@ def test_every_space_is_named_with_its_widths() -> None:
     assert [text.get_text() for text in axes.texts] == ["8 of 16", "16 of 64", "3 of 3"]
     kept = [bar.get_width() for bar in axes.patches[3:]]  # type: ignore[attr-defined]
     assert kept == [0.5, 0.25, 1.0]
-    (axes,) = figures.widths_per_space([("a", None, 8, None)], "widths").axes
-    assert [bar.get_width() for bar in axes.patches] == [8]  # type: ignore[attr-defined]
 
 
 def test_the_histogram_counts_every_sample() -> None:

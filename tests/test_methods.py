@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -295,35 +294,3 @@ def test_a_network_of_its_own_making_is_one(mine: None) -> None:
     with pytest.raises(TrainingError, match="prepare must return"):
         prepare("mine:prepared", planted_problem(), {})
     assert [*map(title, ("dmcp", "a.b:mine", "a:Outer.mine", "=hand"))] == ["dmcp", "mine", "Outer.mine", "hand"]
-
-
-# the page
-
-PAGE = (Path(__file__).parents[1] / "docs" / "compare.md").read_text()
-EXAMPLE, OWN_LOSS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-
-
-def test_the_page_has_the_defaults_of_all_methods() -> None:
-    rows = dict(re.findall(r"^\| ([\w-]+) \| (–|`\w+=.*?`) \| .* \|$", PAGE, re.MULTILINE))
-    for name, method in (METHODS | PEERS).items():
-        values = {it.name: getattr(method.config(), it.name) for it in fields(method.config())}
-        listed = [f"`{key}={value!r}`" for key, value in values.items() if not is_dataclass(value)]
-        assert rows[name] == (", ".join(listed) or "–"), name
-
-
-def test_the_methods_of_the_page_choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "example.py").write_text(EXAMPLE)
-    monkeypatch.syspath_prepend(tmp_path)
-    problem = planted_problem()
-    choose("example:root_macs", problem, None)
-    choice = choose("example:by_score", problem, find_method("example:by_score").config(), problem.model.state_dict())
-    assert {name: len(kept) for name, kept in choice.kept.items()} == choice.widths  # type: ignore[arg-type]
-    sys.modules.pop("example")
-
-
-@pytest.mark.slow
-def test_the_methods_take_a_loss_and_a_metric_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(OWN_LOSS, "compare.md", "exec"), {})
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [line[0] for line in lines] == ["uniform", "l1", "amc", "autoslim", "dmcp"]
-    assert all(float(line[-1]) < 1 for line in lines)

@@ -11,22 +11,18 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-import typer
 from test_figures import contrast
 from test_runs import SETTINGS, TESTS, TRAINED, network_line, pruned, spoilt, step_lines, write_run
 from typer.testing import CliRunner
 
 import dmcp.report
-from dmcp.cli import show
+from dmcp.cli.main import app
 from dmcp.errors import FileError
 from dmcp.report.figures import to_svg
 from dmcp.report.html import draw_runs, make_page
 from dmcp.runs import open_run, read_run
 
 EVIL = "<img src=x onerror=alert(1)>\"'&$\\x\x1b[31m"
-app = typer.Typer()
-app.command()(show.runs)
-app.command()(show.report)
 
 
 class Page(HTMLParser):
@@ -63,7 +59,7 @@ class Page(HTMLParser):
 def test_the_page_of_a_real_run(tmp_path: Path) -> None:
     result, events = pruned()
     run = open_run(tmp_path / "run")
-    run.write("settings.json", SETTINGS)
+    run.write("settings.json", SETTINGS | {"unpruned": {"widths": dict(result.graph.full)}})
     for event in events:
         run.on_event(event)
     run.finish(result)
@@ -123,10 +119,11 @@ def test_what_the_page_says(tmp_path: Path) -> None:
 def test_nothing_from_a_folder_becomes_part_of_the_page(tmp_path: Path) -> None:
     line = {"stage": EVIL, "epoch": 0, "step": 0, "steps": 1, "lr": 1, "loss": 1}
     lines = [*step_lines(4), network_line(EVIL, 10, 0.5), line]
-    job = {"model": EVIL, "data": f"</td></table><script>{EVIL}"}
     search = {"budget": EVIL, "epochs": EVIL, EVIL: {EVIL: [EVIL]}}
     extra = {"argv": [EVIL], "versions": {EVIL: EVIL}, EVIL: EVIL, "command": EVIL, "retrain": EVIL}
-    folder = write_run(tmp_path / EVIL.replace("/", ""), lines, job=job, search=search, **extra)
+    extra |= {"model": EVIL, "data": f"</td></table><script>{EVIL}"}
+    extra["unpruned"] = {"macs": EVIL, "widths": {EVIL: 5, "conv2": 8}}
+    folder = write_run(tmp_path / EVIL.replace("/", ""), lines, search=search, **extra)
     facts = json.loads((folder / "search.json").read_text())
     facts["spaces"] = [EVIL, "conv2"]
     facts["budget"]["limits"][0]["kind"] = EVIL

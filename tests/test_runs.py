@@ -22,7 +22,6 @@ from dmcp.checkpoint import Checkpoint, save_checkpoint
 from dmcp.errors import DmcpError, FileError, WidthsError
 from dmcp.markov import CHAIN, INDEPENDENT, Process
 from dmcp.pruning import PruneResult
-from dmcp.results import UNPRUNED
 from dmcp.runs import free_folder, list_runs, load_search, open_run, read_json, read_run, read_runs, save_search
 from dmcp.runtime.io import Lock
 from dmcp.training import Event
@@ -30,8 +29,10 @@ from dmcp.training import Event
 FILES = {"log.jsonl", "search.json", "search.safetensors", "widths.json", "model.safetensors", "report.md"}
 SETTINGS: dict[str, Any] = {
     "command": "prune",
-    "job": {"model": "digits:resnet", "data": "digits"},
+    "model": "digits:resnet",
+    "data": "digits",
     "search": {"budget": "50%,params:60%", "tolerance": 0.95, "epochs": 4},
+    "unpruned": {"macs": 1000, "params": 100, "widths": {"conv1": 5, "conv2": 8}},
 }
 TENSORS = {"alphas": torch.tensor([[0.0, 0.0], [2.0, 0.0]]), "sizes": torch.tensor([[1, 2, 2], [4, 4, 0]])}
 
@@ -96,7 +97,8 @@ def write_run(folder: Path, lines: list[dict[str, Any]], done: bool = True, **se
 def test_a_real_run_is_written_and_read_back(tmp_path: Path) -> None:
     result, events = pruned()
     run = open_run(tmp_path / "deep" / "run")
-    run.write("settings.json", SETTINGS)
+    facts = {"macs": result.graph.macs(), "widths": dict(result.graph.full)}
+    run.write("settings.json", SETTINGS | {"unpruned": facts})
     for event in events:
         run.on_event(event)
     assert read_run(run.folder).state == "stopped"
@@ -231,13 +233,7 @@ def test_facts_of_a_finished_run(tmp_path: Path) -> None:
     assert run.targets == {"macs": 500, "params": 60} and run.before == {"conv1": 5, "conv2": 8}
     sigmoid = torch.tensor(2.0).sigmoid().item()
     assert run.expected == pytest.approx({"conv1": 1 + 2 / 2 + 2 / 4, "conv2": 4 + 4 * sigmoid})
-
-
-def test_the_unpruned_cost_may_stand_in_the_settings(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "a", TESTS[2:], unpruned={"macs": 960, "params": 96}))
-    assert run.row(UNPRUNED) is None
-    assert (run.share("macs"), run.share("params")) == (0.5, 0.5)
-    assert read_run(write_run(tmp_path / "b", TESTS[2:])).share("macs") is None
+    assert read_run(write_run(tmp_path / "b", TESTS, unpruned=None)).share("macs") is None
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from dmcp.latency.table import LATENCY_FILE, Latency, Outcome
 from dmcp.markov import INDEPENDENT, process_of
 from dmcp.pruning import PruneResult, expected_shares
 from dmcp.report.figures import draw_all
-from dmcp.results import DMCP, ORIGINAL, TEACHER, UNPRUNED, Row, divergence, markdown
+from dmcp.results import DMCP, ORIGINAL, TEACHER, Row, divergence, markdown
 from dmcp.runtime.io import (
     LOCK,
     MOST_JSON,
@@ -335,7 +335,6 @@ class PastRun:
     rows: tuple[Row, ...] = ()  # networks that were tested
     targets: Mapping[str, int] = field(default_factory=dict)  # of the budget, by kind
     expected: Mapping[str, float] = field(default_factory=dict)  # width of each space at the end of the search
-    before: Mapping[str, int] = field(default_factory=dict)  # channels of each space, unpruned
     widths: Mapping[str, int] = field(default_factory=dict)
     latency: Outcome | None = None
     prepared: bool = False  # whether the network for other runs is there
@@ -351,6 +350,13 @@ class PastRun:
     def budget(self) -> str:
         """The budget as it was given."""
         return text_at(self.settings, "search", "budget")
+
+    @property
+    def before(self) -> dict[str, int]:
+        """Channels of each space of the unpruned network."""
+        stored = value_at(self.settings, "unpruned", "widths")
+        sizes = stored.items() if isinstance(stored, Mapping) else ()
+        return {name: size for name, size in sizes if type(size) is int and size > 0}
 
     @property
     def date(self) -> str:
@@ -401,10 +407,7 @@ class PastRun:
     def unpruned(self, kind: str) -> int | None:
         """What the unpruned network costs, if the run says so."""
         stored = value_at(self.settings, "unpruned", kind)
-        if type(stored) is int and stored > 0:
-            return stored
-        row = self.row(UNPRUNED)
-        return int(getattr(row, kind)) if row else None
+        return stored if type(stored) is int and stored > 0 else None
 
     def share(self, kind: str) -> float | None:
         """Cost of the result over that of the unpruned network."""
@@ -456,11 +459,6 @@ def read_run(folder: str | os.PathLike[str], tail: int | None = None) -> PastRun
     if (path / OUTCOME).is_file():
         with _noting(path / OUTCOME, problems):
             found["latency"] = from_plain(Outcome, read_json(path / OUTCOME))
-    stored = value_at(found.get("settings"), "unpruned", "widths")
-    if isinstance(stored, Mapping):
-        found["before"] = {name: size for name, size in stored.items() if type(size) is int and size > 0}
-    elif value_at(found.get("settings"), "search", "max_channels"):
-        found.pop("before", None)  # such chains end earlier
     started = (path / SETTINGS if (path / SETTINGS).is_file() else path).stat().st_mtime
     return PastRun(folder=path, started=started, running=is_locked(path), problems=tuple(problems), **found)
 
@@ -569,7 +567,6 @@ def _read_chains(folder: Path) -> dict[str, Any]:
     return {
         "targets": {str(limit["kind"]): int(limit["target"]) for limit in facts["budget"]["limits"]},
         "expected": dict(zip(spaces, expected, strict=True)),
-        "before": dict(zip(spaces, sizes.sum(dim=1).tolist(), strict=True)),
     }
 
 

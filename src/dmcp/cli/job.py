@@ -376,16 +376,15 @@ def check_names(run: Path, config: RunConfig, *needed: str) -> None:
         if kind.endswith("model"):
             library, colon, _ = name.partition(":")
             top = library.partition(".")[0] if colon and library != "timm" and library not in models.NETS else ""
-            files = (f"{top}.py", top) if top else ()
-            here = not top or _is_module(top)
+            files, here = (f"{top}.py", top) if top else (), not top or _is_module(top)
         else:
             own = name not in ("", GIVEN, UNPRUNED, *DATA) and not Path(name).is_absolute()
             files = (name,) if own else ("data",) if name in DATA and name != "digits" else ()
-            here = not files or Path(files[0]).exists()
+            here = all(Path(file).exists() for file in files)
         if not here:
             there = [folder for folder in run.resolve().parents if any((folder / file).exists() for file in files)]
             raise FileError(
-                f"{run}: there is no {''.join(files[-1:])!r} here: the names of a run are as seen from the folder that it was "
+                f"{run}: there is no {name!r} here: the names of a run are as seen from the folder that it was "
                 f"started in: type the command in {there[0] if there else 'that one'}."
             )
 

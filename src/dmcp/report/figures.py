@@ -155,33 +155,25 @@ def _curve(axes: Axes, steps: Sequence[float], values: Sequence[float], name: st
 
 
 @_styled
-def widths_per_space(rows: Sequence[tuple[str, int | None, int, float | None]], title: str) -> Figure:
-    """Channels of each space: (name, before, kept, expected by the chain); as counts where `before` is not known."""
-    known = all(before for _, before, _, _ in rows)
+def widths_per_space(rows: Sequence[tuple[str, int, int, float | None]], title: str) -> Figure:
+    """Channels of each space: (name, before, kept, expected by the chain)."""
     columns = -(-len(rows) // _ROWS)
     count = -(-len(rows) // columns)
     figure = _blank(max(5.5 * columns, 6.5), 1.5 + 0.24 * count)
     for column, axes in enumerate(figure.subplots(1, columns, squeeze=False)[0]):
         part = rows[column * count : (column + 1) * count]
         places = range(len(part))
-        full = [(before or 1) if known else 1 for _, before, _, _ in part]
-        if known:
-            axes.barh(places, [1.0] * len(part), color=GREY, alpha=0.4, height=0.75, label="before")
-            axes.set_xlim(0, 1)
-            _in_percent(axes.xaxis)
-        shares = [kept / size for (_, _, kept, _), size in zip(part, full, strict=True)]
-        axes.barh(places, shares, color=BLUE, height=0.75, label="kept")
-        marks = [(it[3] / size, place) for it, size, place in zip(part, full, places, strict=True) if it[3] is not None]
-        if marks and known:
-            axes.plot(*zip(*marks, strict=True), "|", color=INK, ms=9, mew=1.5, label="expected, before rounding")
-        for place, (_, before, kept, _) in enumerate(part):
-            text = f"{kept} of {before}" if known else f"{kept}"
-            axes.annotate(text, (1.02, place), xycoords=("axes fraction", "data"), va="center", fontsize=8)
+        axes.barh(places, [1.0] * len(part), color=GREY, alpha=0.4, height=0.75, label="before")
+        axes.barh(places, [kept / full for _, full, kept, _ in part], color=BLUE, height=0.75, label="kept")
+        marks = [math.nan if expected is None else expected / full for _, full, _, expected in part]
+        axes.plot(marks, places, "|", color=INK, ms=9, mew=1.5, label="expected, before rounding")
+        for place, (_, full, kept, _) in enumerate(part):
+            axes.text(1.02, place, f"{kept} of {full}", va="center", fontsize=8, clip_on=False)
         axes.set_yticks(places, [_short(name) for name, *_ in part], fontsize=8)
-        axes.set(ylim=(count - 0.5, -0.5), xlabel="channels kept")
+        axes.set(xlim=(0, 1), ylim=(count - 0.5, -0.5), xlabel="channels kept")
+        _in_percent(axes.xaxis)
     figure.suptitle(title)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 
 
@@ -282,22 +274,21 @@ def accuracy_by_method(panels: Mapping[str, Mapping[str, tuple[Spread, Spread]]]
     Marks are means, bars one standard deviation up and down.
     """
     sizes, columns = [len(rows) for rows in panels.values()], min(2, len(panels))
-    heights = [1 + 0.3 * max(sizes[start : start + columns]) for start in range(0, len(sizes), columns)]
-    figure = _blank(3.8 * columns + 1.2, 0.8 + sum(heights))
+    tall = [1 + 0.3 * max(sizes[start : start + columns]) for start in range(0, len(sizes), columns)]
+    figure = _blank(3.8 * columns + 1.2, 0.8 + sum(tall))
     figure.suptitle(title, fontsize=11)
     known: dict[str, Any] = {}  # marks by their words
-    places = _panels(figure, len(heights), columns, len(panels), height_ratios=heights)
+    places = _panels(figure, len(tall), columns, len(panels), height_ratios=tall)
     for axes, (budget, rows) in zip(places, panels.items(), strict=True):
-        order = sorted(rows, key=lambda name, rows=rows: max(statistics.fmean(it) for it in rows[name] if it))  # type: ignore[misc]
+        best = {name: max(statistics.fmean(it) for it in pair if it) for name, pair in rows.items()}
+        order = sorted(best, key=best.__getitem__)
         for number, (color, shape, label) in enumerate(((BLUE, "o", "same recipe"), (RED, "s", "its own training"))):
             found = [(place, it) for place, name in enumerate(order) if (it := rows[name][number])]
             if found:
                 means = [statistics.fmean(it) for _, it in found]
                 spread = [statistics.stdev(it) if len(it) > 1 else 0.0 for _, it in found]
-                heights_at = [place + 0.12 - 0.24 * number for place, _ in found]
-                axes.errorbar(
-                    means, heights_at, xerr=spread, fmt=shape, color=color, ms=5, capsize=2, lw=1, label=label
-                )
+                heights = [place + 0.12 - 0.24 * number for place, _ in found]
+                axes.errorbar(means, heights, xerr=spread, fmt=shape, color=color, ms=5, capsize=2, lw=1, label=label)
         axes.grid()
         axes.set_yticks(range(len(order)), order, fontsize=8)
         axes.set(title=f"budget {budget}", xlabel="test accuracy", ylim=(-0.6, len(order) - 0.4))

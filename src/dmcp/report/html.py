@@ -80,8 +80,9 @@ def _slug(number: int, run: PastRun) -> str:
 
 
 def _draw_run(run: PastRun) -> Iterator[tuple[str, Figure]]:
-    if run.widths:
-        rows = [(plain(name), run.before.get(name), kept, run.expected.get(name)) for name, kept in run.widths.items()]
+    full = run.before
+    rows = [(plain(it), full[it], kept, run.expected.get(it)) for it, kept in run.widths.items() if it in full]
+    if rows:
         yield "widths", figures.widths_per_space(rows, "Width of each space")
     count = min((len(record.ratios) for record in run.search if record.ratios), default=0)
     if count:
@@ -118,7 +119,7 @@ def _kinds(budget: str, count: int) -> list[str]:
 def _describe(number: int, run: PastRun, charts: dict[str, str]) -> dict[str, Any]:
     """What the page says about one run."""
     row, share = run.result, run.share("macs")
-    own = f"{_slug(number, run)}-"
+    own, full = f"{_slug(number, run)}-", run.before
     return run.describe() | {
         "number": number,
         "done": run.done,
@@ -132,7 +133,7 @@ def _describe(number: int, run: PastRun, charts: dict[str, str]) -> dict[str, An
         "charts": [svg for name, svg in charts.items() if name.startswith(own)],
         "saved": dict(_saved(run)),
         "widths": [
-            (name, run.before.get(name, ""), f"{run.expected[name]:.1f}" if name in run.expected else "", kept)
+            (name, full.get(name, ""), f"{run.expected[name]:.1f}" if name in run.expected else "", kept)
             for name, kept in run.widths.items()
         ],
         "settings": list(_settings(run)),
