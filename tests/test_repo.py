@@ -59,20 +59,6 @@ def test_imports_point_one_way() -> None:
     )
 
 
-def test_all_is_what_is_exported() -> None:
-    """Names are imported when they are used; type checkers see the same ones."""
-    tree = ast.parse((PACKAGE / "__init__.py").read_text())
-    seen = {alias.asname or alias.name for block in tree.body if isinstance(block, ast.If) for alias in aliases(block)}
-    assert sorted(dmcp.__all__) == sorted({*seen, "__version__"})
-    assert all(getattr(dmcp, name) is not None for name in dmcp.__all__)
-
-
-def aliases(block: ast.If) -> Iterator[ast.alias]:
-    for node in block.body:
-        if isinstance(node, ast.ImportFrom):
-            yield from node.names
-
-
 def test_version_is_the_same_everywhere() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["version"] == dmcp.__version__

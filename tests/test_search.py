@@ -298,7 +298,7 @@ def test_settings_that_cannot_be(settings: Any) -> None:
         ({"loader": Noise(0)}, DataError),
         ({"loader": (batch for batch in Noise())}, DataError),
     ],
-    ids=str,
+    ids=lambda it: ",".join(it) if isinstance(it, dict) else None,
 )
 def test_settings_that_do_not_fit(settings: Any, kind: type[DmcpError]) -> None:
     net = supernet()
