@@ -98,8 +98,8 @@ def prune(
     teacher: a trained network with the same classes, of any architecture, that all networks learn from besides the
         labels; the model itself, for example. "unpruned": the unpruned network, which is trained first.
     baselines: also train the unpruned network and uniform widths at the same budget, in the same way. Or the names of
-        rows: "unpruned", "uniform", and "original", the model as it is. Unless there are names, "original" is a row
-        with "finetune", and if the model is its own teacher.
+        rows: "unpruned", "uniform", and "original", the model as it is. By default "original" is a row
+        with retrain="finetune", or if the model is its own teacher.
     graph: what trace gave, if its own settings are not enough.
     fresh: a newly built model, where the given one is trained and has tensors that `reinitialize` has no rule for.
         What has requires_grad=False is neither initialized anew nor taken from it.
@@ -190,7 +190,7 @@ def _kind(retrain: Retrain | str) -> Retrain:
 
 
 def _baselines(wanted: bool | Collection[str], original: bool) -> set[str]:
-    """Names of the baselines; original: whether the model as it is is one unless there are names."""
+    """Names of the baselines. original: True if the unchanged model is one by default."""
     if isinstance(wanted, bool):
         return ({UNPRUNED, UNIFORM} if wanted else set()) | ({ORIGINAL} if original else set())
     if isinstance(wanted, str) or not {UNPRUNED, UNIFORM, ORIGINAL}.issuperset(wanted):
@@ -230,7 +230,7 @@ def _identified(
 
 
 def _untrained(model: nn.Module, fresh: nn.Module | None, graph: ChannelGraph, ordered: bool) -> nn.Module:
-    """What networks are cut out of before they are initialized anew; what is frozen in the model stays.
+    """The model that networks to be trained from scratch are cut from; parameters that are frozen keep their values.
 
     ordered: whether the search has ordered the channels, of which the first ones are kept.
     """

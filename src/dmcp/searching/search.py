@@ -203,7 +203,7 @@ def _check_first(net: Supernet, batches: list[Any]) -> None:
 
 @contextlib.contextmanager
 def uncounted(model: nn.Module) -> Iterator[None]:
-    """BatchNorms count no batches meanwhile: with a momentum nothing reads the count, and each one is a kernel."""
+    """Switch off num_batches_tracked: with a momentum nothing reads it, and each update costs a kernel."""
     norms = [it for it in model.modules() if isinstance(it, _NormBase) and it.momentum is not None]
     counts = [norm.num_batches_tracked for norm in norms]
     for norm in norms:

@@ -177,7 +177,7 @@ def _add_gradients(
 
 
 def _sums(before: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Gradients added to earlier ones all at once: backward() would add those of each weight by itself."""
+    """Add gradients to earlier ones in one call; backward() would launch a kernel for each weight."""
     total: list[Tensor | None] = [old if new is None else new for old, new in zip(before, found, strict=True)]
     pairs = enumerate(zip(before, found, strict=True))
     both = [(place, old, new) for place, (old, new) in pairs if old is not None and new is not None]
@@ -189,7 +189,7 @@ def _sums(before: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> li
 
 
 def _add_back(before: Tensor | None, found: Tensor | None, h: Tensor | None) -> Tensor | None:
-    """The gradient into the stem's output, of one more sub-network, which may have had only its first channels."""
+    """Add one sub-network's gradient of the stem's output; it may cover only the first channels."""
     if found is None or h is None:
         return before
     if found.shape == h.shape:
@@ -230,7 +230,11 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 class Steps:
-    """Both stages as they are run: compiled, with a stem and a narrow smallest sub-network where the graph is exact."""
+    """Both stages as they are run.
+
+    The stem (first layers that no gate reaches) runs once for all sub-networks, and the smallest sub-network runs as a
+    narrow copy. Both need an exact graph.
+    """
 
     def __init__(self, setup: Setup, engine: ResolvedEngine, optimizer: MakeOptimizer | None = None) -> None:
         self.setup, net, config, device = setup, setup.net, setup.config, engine.device

@@ -1,4 +1,4 @@
-"""Where the gates of each space are folded into weights and norms."""
+"""Decides which weights and norms the gates of each space are folded into; the supernet folds them."""
 
 from __future__ import annotations
 
