@@ -99,22 +99,14 @@ def test_right_answers_of_shares_pixels_and_nans() -> None:
     assert dmcp.evaluate(Echo(), [(broken, RIGHT)]) == 0.5
 
 
-@pytest.mark.parametrize(
-    ("labels", "words"),
-    [
-        (RIGHT[:, None], r"squeeze\(1\)"),
-        (RIGHT[:3], r"\(3,\)"),
-        (torch.eye(3)[RIGHT].long(), "argmax"),
-        (RIGHT.float(), "long"),
-        (RIGHT[:, None].float(), r"squeeze\(1\).long\(\)"),
-        (RIGHT.to(torch.complex64), "complex64"),
-    ],
-)
-def test_labels_that_are_no_classes_are_refused_in_the_loss_and_in_the_test(labels: Tensor, words: str) -> None:
-    with pytest.raises(DataError, match=words):
-        loss_of(labels)
-    with pytest.raises(DataError, match=words):
-        dmcp.evaluate(Echo(), [(SCORES, labels)])
+ODD = [RIGHT[:, None], RIGHT[:3], torch.eye(3)[RIGHT].long(), RIGHT.float(), RIGHT.to(torch.complex64)]
+
+
+@pytest.mark.parametrize("labels", ODD)
+def test_labels_that_are_no_classes_are_refused_in_the_loss_and_in_the_test(labels: Tensor) -> None:
+    for call in (lambda: loss_of(labels), lambda: dmcp.evaluate(Echo(), [(SCORES, labels)])):
+        with pytest.raises(DataError, match="labels must be class numbers"):
+            call()
 
 
 @pytest.mark.parametrize("labels", [RIGHT + 2, RIGHT - 1])

@@ -198,7 +198,7 @@ def test_a_lazy_layer_is_refused() -> None:
             super().__init__(**Residual.FULL)
             self.late = nn.LazyConv2d(3, 1)
 
-    with pytest.raises(TraceError, match=r"late.weight has no shape yet"):
+    with pytest.raises(TraceError, match="no shape yet"):
         prune(Late())
 
 

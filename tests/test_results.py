@@ -97,9 +97,8 @@ def test_times_are_of_each_network_and_leave_its_mode() -> None:
     slow, quick = nn.Sequential(*(nn.Linear(256, 256) for _ in range(40))).train(), nn.Linear(256, 256).eval()
     times = milliseconds([slow, quick], torch.zeros(64, 256))
     assert times[0] > times[1] > 0 and slow.training and not quick.training
-    assert (
-        milliseconds([nn.Linear(2, 2, device="meta")], torch.zeros(1, 2, device="meta"))[0] > 0
-    )  # nothing to wait for
+    meta = nn.Linear(2, 2, device="meta")  # there is nothing to wait for
+    assert milliseconds([meta], torch.zeros(1, 2, device="meta"))[0] > 0
 
 
 def test_only_the_pass_is_in_its_time(monkeypatch: pytest.MonkeyPatch) -> None:

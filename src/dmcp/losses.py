@@ -120,22 +120,13 @@ def loss_of(loss: Loss, output: Any, batch: Any) -> Tensor:
 
 def check_fit(labels: Tensor, shape: Sequence[int]) -> None:
     """Refuse labels that are neither class numbers nor shares of classes for scores of this shape."""
-    shape, wanted = tuple(shape), (shape[0], *shape[2:])
-    whole = not labels.is_floating_point() and not labels.is_complex()
-    if labels.shape == (wanted if whole else shape) and not labels.is_complex():
-        return
-    way = ""
-    if whole and labels.shape == shape and shape[1] > 1:
-        way = " (labels.argmax(dim=1))"
-    elif labels.shape == (wanted[0], 1, *wanted[1:]):
-        way = " (labels.squeeze(1).long())"
-    elif labels.shape == wanted:
-        way = " (labels.long())"
-    raise DataError(
-        f"The labels are {tuple(labels.shape)} of {labels.dtype}, the network gives {shape}: labels must be class "
-        f"numbers, integers of shape {wanted}{way}, or shares of classes, floats of shape {shape}; for anything else "
-        "give your own loss and metric."
-    )
+    numbers, shares = (shape[0], *shape[2:]), tuple(shape)
+    if labels.is_complex() or labels.shape != (shares if labels.is_floating_point() else numbers):
+        raise DataError(
+            f"The labels are {tuple(labels.shape)} of {labels.dtype}, the network gives {shares}: labels must be class "
+            f"numbers, integers of shape {numbers} (try labels.squeeze(1), .long() or .argmax(1)), or shares of "
+            f"classes, floats of shape {shares}; for anything else give your own loss and metric."
+        )
 
 
 def check_range(labels: Tensor, classes: int) -> None:

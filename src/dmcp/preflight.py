@@ -68,7 +68,7 @@ def preflight(
     if task.loss is None:
         check_labels(model, sample, size_of((example,)), labels_of(batch))
     if slimmable:
-        check_distillable(model, sample)
+        check_teacher(model, model, sample, train=True)
     if teacher is not None and teacher is not model:
         match_dtype(teacher, model, sample)
         check_finite(teacher, sample, "teacher")
@@ -156,17 +156,10 @@ def check_labels(model: nn.Module, example: Any, samples: int, labels: Tensor) -
 
 
 @torch.no_grad()
-def check_distillable(model: nn.Module, example: Any) -> None:
-    """Refuse a network whose outputs in training are no class scores."""
-    if (output := _output(unwrap(model), example, train=True)) is not None:
-        distillation_loss(output, tensors_in(output))
-
-
-@torch.no_grad()
-def check_teacher(model: nn.Module, teacher: nn.Module, example: Any) -> None:
-    """Refuse a teacher, which is run in eval mode, without the outputs that the network has in training."""
+def check_teacher(model: nn.Module, teacher: nn.Module, example: Any, train: bool = False) -> None:
+    """Refuse a teacher, in train or eval mode, without the outputs that the network has in training."""
     try:
-        target = tensors_in(_run(unwrap(teacher), example, train=False))
+        target = tensors_in(_run(unwrap(teacher), example, train))
     except Exception as error:
         raise TrainingError(
             f"The teacher cannot take the network's inputs: {type(error).__name__}: {error}; it gets the same batches."

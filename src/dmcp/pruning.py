@@ -19,7 +19,7 @@ from dmcp.losses import MetricWarning, warn, warn_of_distillation
 from dmcp.markov import process_of
 from dmcp.modules import check_function, check_kinds, unwrap
 from dmcp.preflight import classes_of, first_two, preflight
-from dmcp.results import DMCP, ORIGINAL, UNIFORM, UNPRUNED, Row, compare, results_table, unknown
+from dmcp.results import DMCP, ORIGINAL, TEACHER, UNIFORM, UNPRUNED, Row, compare, results_table, unknown
 from dmcp.retraining import (
     Retraining,
     copied,
@@ -111,12 +111,13 @@ def prune(
     check_kinds({"search": (search, SearchConfig), "train": (train, TrainConfig), "graph": (graph, ChannelGraph)})
     config, kind = _search_config(search, budget), _kind(retrain)
     loaders = loader if isinstance(loader, Loaders) else Loaders(search=loader)
-    table, measure = _latency(latency, config)
+    measure = None if isinstance(latency, Latency) else latency
     how = Retraining(train or default_recipe(kind), kind, teacher)
     own = is_model(teacher, model)
     guide = copied(teacher, device_of(model)) if isinstance(teacher, nn.Module) else None
     others = _baselines(baselines, original=kind is Retrain.FINETUNE or own)
     before = trained_before(model, ORIGINAL in others, guide, teacher)
+    _check_measure(measure, config)
     _warn_of_scores(task, how)
 
     example = preflight(
@@ -133,14 +134,21 @@ def prune(
     if graph.exact:
         verify(model, graph, sample)  # what is cut will be what was searched
     if fresh is not None:
-        _check_fresh(fresh, graph)
+        check_trainable(fresh)
+        if fingerprint(unwrap(fresh)) != graph.fingerprint:
+            raise WidthsError("fresh has another architecture than the model: build it as that was built.")
     worth = None
     if guide is not None:
         rival = None if own else before.get(ORIGINAL)
         worth = weigh_teacher(guide, rival, classes_of(guide, sample), val_loader, task.metric)
         how = replace(how, teacher=guide)
-    graph = _with_latency(model, graph, sample, config, table, measure, runtime)
-    runtime = _identified(runtime, model, graph, config, how, sorted(others), loaders.arch is not None, task)
+    if isinstance(latency, Latency):
+        graph = latency.attach(graph)
+    elif limits_latency(config.budget):
+        graph = _with_latency(model, graph, sample, config, measure, runtime)
+    known = {"search": config, "train": how.config, "engine": runtime.engine or Engine(), "retrain": kind}
+    known |= {"baselines": sorted(others), "arch_loader": loaders.arch is not None}
+    runtime = _identified(runtime, known | {"optimizer": task.optimizer is not None}, model, graph, how.teacher)
 
     net = Supernet(model, graph, config.groups, config.align)
     stage = runtime.stage(SEARCH)
@@ -190,14 +198,10 @@ def _baselines(wanted: bool | Collection[str], original: bool) -> set[str]:
     return set(wanted)
 
 
-def _latency(latency: Latency | Measure | None, config: SearchConfig) -> tuple[Latency | None, Measure | None]:
-    """A table or a function, whichever it is."""
-    if latency is None or isinstance(latency, Latency):
-        return latency, None
-    check_function("latency", latency)
-    if not limits_latency(config.budget):
+def _check_measure(measure: Measure | None, config: SearchConfig) -> None:
+    check_function("latency", measure)
+    if measure is not None and not limits_latency(config.budget):
         raise BudgetError(f"latency is for budgets like '8ms', and this one is {str(config.budget)!r}: leave it out.")
-    return None, latency
 
 
 def _warn_of_scores(task: Task, how: Retraining) -> None:
@@ -211,31 +215,17 @@ def _warn_of_scores(task: Task, how: Retraining) -> None:
         warn_of_distillation(who, 'take retrain="scratch" or "finetune"')
 
 
-def _check_fresh(fresh: nn.Module, graph: ChannelGraph) -> None:
-    check_trainable(fresh)
-    if fingerprint(unwrap(fresh)) != graph.fingerprint:
-        raise WidthsError("fresh is a network of another architecture than the model: build it as that was built.")
-
-
 def _identified(
-    runtime: Runtime,
-    model: nn.Module,
-    graph: ChannelGraph,
-    config: SearchConfig,
-    how: Retraining,
-    baselines: list[str],
-    arch: bool,
-    task: Task,
+    runtime: Runtime, settings: dict[str, Any], model: nn.Module, graph: ChannelGraph, teacher: nn.Module | str | None
 ) -> Runtime:
     """The same with checkpoints that refuse to go on with other settings, unless they have an identity already."""
     if not runtime.checkpointer or runtime.checkpointer.identity:
         return runtime
-    given = {"search": config, "train": how.config, "engine": runtime.engine or Engine(), "retrain": how.kind}
-    given |= {"baselines": baselines, "arch_loader": arch, "optimizer": task.optimizer is not None}
-    given |= {"graph": graph.fingerprint, "latency": table.digest if (table := Latency.of(graph)) else None}
-    teacher = how.teacher.state_dict() if isinstance(how.teacher, nn.Module) else None
-    identity = plain_settings(given, unwrap(model).state_dict(), current(), teacher)
-    identity["teacher"] = how.teacher if isinstance(how.teacher, str) else None
+    table, guide = Latency.of(graph), teacher if isinstance(teacher, nn.Module) else None
+    settings |= {"graph": graph.fingerprint, "latency": table and table.digest}
+    settings |= {"teacher": teacher if guide is None else TEACHER}
+    taught = None if guide is None else guide.state_dict()
+    identity = plain_settings(settings, unwrap(model).state_dict(), current(), taught)
     return replace(runtime, checkpointer=replace(runtime.checkpointer, identity=identity))
 
 
@@ -259,22 +249,16 @@ def _folder(runtime: Runtime) -> Any:
 
 
 def _with_latency(
-    model: nn.Module,
-    graph: ChannelGraph,
-    sample: Any,
-    config: SearchConfig,
-    table: Latency | None,
-    measure: Measure | None,
-    runtime: Runtime,
+    model: nn.Module, graph: ChannelGraph, sample: Any, config: SearchConfig, measure: Measure | None, runtime: Runtime
 ) -> ChannelGraph:
-    """The graph with a latency table, if the budget needs one."""
+    """The graph with a latency table: its own, that of an earlier run, or a new one."""
 
     def measure_first() -> Latency:
         found = time_networks(model, sample, graph, config, measure=measure)
         runtime.emit(LATENCY, len(found.networks), found)
         return found
 
-    return attach_latency(graph, config.budget, measure_first, table, _folder(runtime))
+    return attach_latency(graph, config.budget, measure_first, folder=_folder(runtime))
 
 
 def time_networks(
