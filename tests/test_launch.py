@@ -301,7 +301,7 @@ def test_each_seed_gets_the_words_that_are_not_for_all() -> None:
 def keep(folder: Path, *rows: Row) -> Path:
     """A run that has tested these networks."""
     folder.mkdir()
-    Run(folder).write(SETTINGS, {"command": "prune"})
+    Run(folder).write(SETTINGS, {"command": "prune", "unpruned": {"macs": 1000}})
     for row in rows:
         Run(folder).add(LOG, {"stage": "test"} | asdict(row))
     return folder
