@@ -212,6 +212,7 @@ def test_a_forecast_counts_every_step(batches: int, accumulate: int) -> None:
     assert all(it.seconds >= it.steps for it in stages)
 
 
+@pytest.mark.slow
 def test_prune_says_where_odd_widths_gain_no_time(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

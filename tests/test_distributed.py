@@ -195,6 +195,7 @@ def test_without_batchnorm_ranks_compute_what_one_process_does(world_size: int, 
         assert float(alone[name]["alphas"].std()) > 10 * NEAR  # all start from one number
 
 
+@pytest.mark.slow
 def test_with_batchnorm_ranks_stay_together(tmp_path: Path) -> None:
     first, second = learned(tmp_path, 2, "train_normed", 64)
     for name in ("search", "training"):
