@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -253,24 +253,51 @@ def budget_loss(ratios: Tensor, tolerance: float) -> Tensor:
     return down + up
 
 
-def constant_alpha(
-    budget: Budget, graph: ChannelGraph, sizes: Tensor, process: Process = CHAIN, certain: Tensor | None = None
-) -> float:
-    """The largest constant for all alphas whose expected cost is inside the budget, from -10 to 10.
+def solve_start(
+    budget: Budget,
+    graph: ChannelGraph,
+    alphas: Callable[[float], Tensor],
+    ends: tuple[float, float],
+    sizes: Tensor,
+    process: Process = CHAIN,
+) -> Tensor:
+    """The alphas of the largest number between two ends whose expected cost is inside the budget; or of an end.
 
-    certain: steps that are CERTAIN instead. (S, G-1) bool
+    alphas: number -> (S, G-1) float64 on the CPU, growing with the number.
     """
-    low, high, sizes = -_STEEP, _STEEP, sizes.cpu()  # in double precision, which not every device has
-    shape = (sizes.shape[0], sizes.shape[1] - 1)
-    fixed = torch.zeros(shape, dtype=torch.bool) if certain is None else certain.cpu()
+    low, high = ends
+    sizes = sizes.cpu()  # in double precision, which not every device has
 
-    def too_much(alpha: float) -> bool:
-        chances = process.marginals(torch.full(shape, alpha, dtype=torch.float64).masked_fill(fixed, CERTAIN))
+    def too_much(number: float) -> bool:
+        chances = process.marginals(alphas(number)) * (sizes > 0)
         return ratios(budget, graph, chances, sizes, process).max().item() > 1
 
     if too_much(low) or not too_much(high):
-        return low if too_much(low) else high
+        return alphas(low if too_much(low) else high)
     for _ in range(50):
         middle = (low + high) / 2
         low, high = (low, middle) if too_much(middle) else (middle, high)
-    return low
+    return alphas(low)
+
+
+def constant_alphas(budget: Budget, graph: ChannelGraph, sizes: Tensor, certain: Tensor, process: Process) -> Tensor:
+    """One constant, except where a step is certain, at which the expected cost is the budget. (S, G-1)"""
+
+    def alphas(number: float) -> Tensor:
+        return torch.full(certain.shape, number, dtype=torch.float64).masked_fill(certain.cpu(), CERTAIN)
+
+    return solve_start(budget, graph, alphas, (-_STEEP, _STEEP), sizes, process)
+
+
+def front_alphas(
+    budget: Budget, graph: ChannelGraph, sizes: Tensor, certain: Tensor, slope: float, process: Process
+) -> Tensor:
+    """Falling by `slope` from group to group through zero at one share of every space, so that the budget is met."""
+    sizes = sizes.cpu().double()
+    groups = (sizes > 0).sum(dim=1, keepdim=True)
+    middle = (sizes.cumsum(dim=1) - sizes / 2)[:, 1:] / sizes.sum(dim=1, keepdim=True)  # of each group, as a share
+
+    def alphas(border: float) -> Tensor:
+        return (slope * groups * (border - middle)).masked_fill(certain.cpu(), CERTAIN)
+
+    return solve_start(budget, graph, alphas, (-1.0, 2.0), sizes.long(), process)

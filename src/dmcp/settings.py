@@ -32,6 +32,7 @@ class Sampling(StrEnum):
 class Init(StrEnum):
     """Where the alphas start."""
 
+    FRONT = "front"  # first groups sure, last ones unlikely, the border between them where the budget is met
     TARGET = "target"  # one constant for which the expected cost is the budget
     ZERO = "zero"  # every transition at one half: far below any budget
     RANDOM = "random"  # standard normal
@@ -152,6 +153,8 @@ class SearchConfig:
     label_smoothing: float = setting(0.1, "Of the default loss.", 0, below=1)
     alpha_lr: float = setting(0.5, "Learning rate of the alphas after the warm-up; not scaled.", 0)
     alpha_min_lr: float = setting(0.1, "The same at the end of its cosine.", 0)
+    alpha_slope: float = setting(1.0, "Fall of the alphas from group to group at a front.", 0)
+    sharpen: float = setting(1.0, "Factor by which all alphas grow in the course of the search.", 1)
     alpha_momentum: float = setting(0.9, "Nesterov momentum of the alphas; they have no weight decay.", 0, below=1)
     accumulate: int = setting(1, "Batches whose gradients make one step.", 1)
     log_every: int = setting(50, "Steps after which records are read, and a loss that is not finite is noticed.", 1)

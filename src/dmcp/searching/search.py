@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from dmcp.batches import Loader, device_of, input_of, length_of, size_of
-from dmcp.budget import Budget, check_reachable, constant_alpha, parse
+from dmcp.budget import Budget, check_reachable, constant_alphas, front_alphas, parse
 from dmcp.checkpoint import (
     DONE,
     Checkpointer,
@@ -80,6 +80,7 @@ def search(
         steps = Steps(Setup(net, chain, budget, config, loss, resolved.precision, world), resolved, task.optimizer)
         state = _state(net, steps, generator, [data] if arch_data is data else [data, arch_data])
         log = Log(net, config.log_every, lambda record: runtime.emit(SEARCH, total, record), world)
+        growth = config.sharpen ** (1 / (total - warmup))
         begin, scale = _resume(runtime.checkpointer, state, log, warmup, world)
         for step in range(begin, total):
             losses, moved, lr, alpha_lr, batches = None, None, 0.0, 0.0, data.next()
@@ -92,7 +93,7 @@ def search(
                 losses = steps.train_weights(batches, sampling, generator, lr)
             if step >= warmup:  # stage 2
                 alpha_lr = cosine(step - warmup, total - warmup, config.alpha_lr, config.alpha_min_lr)
-                moved = steps.move_alphas(batches if arch_data is data else arch_data.next(), alpha_lr)
+                moved = steps.move_alphas(batches if arch_data is data else arch_data.next(), alpha_lr, growth)
             log.add(Step(step, step // data.per_epoch, sum(map(size_of, batches)), lr, losses, alpha_lr, moved))
             checkpointer = runtime.checkpointer
             if checkpointer and (step + 1 == total or checkpointer.due(step + 1, world)):
@@ -183,8 +184,12 @@ def _start(net: Supernet, chains: Chains, budget: Budget, config: SearchConfig) 
         sort_channels(net)
     certain = merged(net.sizes, chains.sizes)
     match config.init:
+        case Init.FRONT:
+            net.alpha.copy_(
+                front_alphas(budget, net.graph, chains.sizes, certain, config.alpha_slope, chains.process)
+            )
         case Init.TARGET:
-            net.alpha.fill_(constant_alpha(budget, net.graph, chains.sizes, chains.process, certain))
+            net.alpha.copy_(constant_alphas(budget, net.graph, chains.sizes, certain, chains.process))
         case Init.ZERO:
             net.alpha.zero_()
         case Init.RANDOM:  # made on the CPU: the same on every device

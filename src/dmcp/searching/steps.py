@@ -278,7 +278,11 @@ class Steps:
         set_lr(self.weights, lr, self.shares)
         return self.stage1(batches, torch.stack(gates) if gates else self.largest[None][:0])  # type: ignore[no-any-return]
 
-    def move_alphas(self, batches: list[Any], lr: float) -> ArchRecord:
-        """Stage 2."""
+    def move_alphas(self, batches: list[Any], lr: float, growth: float = 1.0) -> ArchRecord:
+        """Stage 2; then all alphas grow by a factor, which sharpens the chains and leaves their borders in place."""
         set_lr(self.alphas, lr)
-        return self.stage2(batches)  # type: ignore[no-any-return]
+        moved: ArchRecord = self.stage2(batches)
+        if growth > 1:
+            with torch.no_grad():
+                self.setup.net.alpha.mul_(growth)
+        return moved
