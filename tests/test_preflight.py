@@ -163,8 +163,8 @@ CASES: dict[str, tuple[type[Exception], Any]] = {
     "teacher of other classes": (TrainingError, lambda: {"teacher": Mean(7)}),
     "teacher of other inputs": (TrainingError, lambda: {"teacher": nn.Sequential(nn.Linear(3, 5))}),
     "broken teacher": (TrainingError, lambda: {"teacher": broken(lambda it: it.head.bias.data.fill_(NAN))}),
-    "weight without a teacher": (TrainingError, lambda: {"train": dmcp.TrainConfig(kd_weight=0.9)}),
-    "temperature without one": (TrainingError, lambda: {"train": dmcp.TrainConfig(kd_temperature=4.0)}),
+    "weight without a teacher": (TrainingError, lambda: {"train": dmcp.TrainConfig(kd_weight=0.5), "teacher": None}),
+    "temperature without one": (TrainingError, lambda: {"train": dmcp.TrainConfig(kd_temperature=2.0)}),
     "slimmable ages": (
         TrainingError,
         lambda: {"model": Ages(**Residual.FULL), "retrain": "slimmable", "task": OWN},

@@ -20,11 +20,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
+from dmcp import models
 from dmcp.budget import parse
+from dmcp.data.datasets import load
+from dmcp.data.loaders import make_loader
 from dmcp.errors import BudgetError, TrainingError
 from dmcp.losses import DistillationWarning, MetricWarning, classification_loss
 from dmcp.pruning import expected_shares
 from dmcp.results import DMCP, ORIGINAL, UNIFORM, UNPRUNED, Row
+from dmcp.retraining import AS_IT_WAS, TRAINED_FIRST
 from dmcp.searching.config import SearchRecord
 from dmcp.settings import Retrain, SearchConfig, TrainConfig
 from dmcp.tracing.graph import ChannelGraph
@@ -63,7 +67,8 @@ def traced() -> tuple[nn.Module, ChannelGraph]:
 def prune(model: nn.Module | None = None, loader: Any = None, val_loader: Any = None, **options: Any) -> Any:
     """dmcp.prune with short settings, of the traced network unless another one is given."""
     known, graph = traced()
-    usual: dict[str, Any] = {"search": SEARCH, "train": TRAIN} | ({"graph": graph} if model is None else {})
+    usual: dict[str, Any] = {"search": SEARCH, "train": TRAIN, "retrain": "scratch", "teacher": None}
+    usual |= {"graph": graph} if model is None else {}
     loaders = [default if it is None else it for it, default in ((loader, Noise()), (val_loader, Noise(1)))]
     return dmcp.prune(known if model is None else model, *loaders, **usual | options)
 
@@ -89,9 +94,8 @@ def test_the_budget_holds_on_the_cut_network(kind: Retrain, budget: str) -> None
     limits = parse(budget, graph).limits
     assert all(counted[limit.kind] <= limit.target for limit in limits)
     assert max(counted[limit.kind] / limit.target for limit in limits) >= 0.9  # not just anything small
-    original = [ORIGINAL] if kind is Retrain.FINETUNE else []
-    assert [row.name for row in result.rows] == [*original, UNPRUNED, UNIFORM, DMCP]
-    full, uniform, pruned = result.rows[len(original) :]
+    assert [row.name for row in result.rows] == [UNPRUNED, UNIFORM, DMCP]
+    full, uniform, pruned = result.rows
     assert (pruned.macs, pruned.params) == (counted["macs"], counted["params"])
     assert all({"macs": uniform.macs, "params": uniform.params}[limit.kind] <= limit.target for limit in limits)
     assert (full.macs, full.params) == (graph.macs(), graph.params())
@@ -136,12 +140,34 @@ def test_the_test_set_is_used_once_everything_is_trained() -> None:
 def test_the_original_network_is_tested_as_it_is() -> None:
     model, graph = traced()
     test = Noise(3)
-    original, pruned = prune(val_loader=test, retrain="finetune").rows
+    original, pruned = prune(val_loader=test, retrain="finetune", baselines=["original"]).rows
     assert (original.name, pruned.name) == (ORIGINAL, DMCP)
     assert original.accuracy == evaluate(copy.deepcopy(model), test)
     assert (original.macs, original.params) == (graph.macs(), graph.params())
-    assert [row.name for row in prune(retrain="finetune", baselines=()).rows] == [DMCP]
+    assert [row.name for row in prune(retrain="finetune").rows] == [DMCP]  # this network is not trained
     assert [row.name for row in prune(baselines=["original"]).rows] == [ORIGINAL, DMCP]
+
+
+def test_by_default_a_trained_model_teaches_itself_and_an_untrained_one_learns_first() -> None:
+    digits = load("digits")
+    loaders = [make_loader(part, 64, train) for part, train in ((digits.train, True), (digits.test, False))]
+    torch.manual_seed(0)
+    model = models.build("digits:resnet")
+    short = {"train": TrainConfig(epochs=1, warmup_epochs=0), "search": SearchConfig(budget="50%", epochs=2)}
+    fresh = dmcp.prune(model, *loaders, **short)
+    assert [row.name for row in fresh.rows] == [UNPRUNED, DMCP] and TRAINED_FIRST in fresh.origin
+    dmcp.train(model, loaders[0], TrainConfig(epochs=4, lr=1.6, warmup_epochs=1))
+    seen: list[dmcp.Event] = []
+    found = dmcp.prune(model, *loaders, **short | {"search": None}, runtime=dmcp.Runtime(on_event=seen.append))
+    assert [row.name for row in found.rows] == [ORIGINAL, DMCP] and AS_IT_WAS in found.origin
+    assert next(it.record.lr for it in seen if it.stage == "search") <= 0.04  # small steps
+    assert found.search.log[0].alpha_lr is not None  # no warm-up
+    assert found.rows[1].accuracy > fresh.rows[1].accuracy
+    own = dmcp.Task(loss=classification_loss())
+    with pytest.warns(DistillationWarning):
+        assert (
+            dmcp.prune(model, *loaders, **short, task=own).origin == "dmcp: trained on from the weights of the search"
+        )
 
 
 class Stateful(Residual):

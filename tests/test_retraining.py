@@ -151,7 +151,7 @@ def test_the_teacher_is_a_row_if_its_costs_are_known() -> None:
         ({"teacher": mean()}, [DMCP]),  # nobody has counted what it costs
         (
             {"teacher": other(), "retrain": "finetune", "baselines": True},
-            [ORIGINAL, TEACHER, UNPRUNED, UNIFORM, DMCP],
+            [TEACHER, UNPRUNED, UNIFORM, DMCP],
         ),
     ]
     for options, names in cases:

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmcp
 import dmcp.searching.steps
-from dmcp.budget import parse, ratios
+from dmcp import models
+from dmcp.budget import front_alphas, parse, ratios
 from dmcp.checkpoint import Checkpointer
 from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError, WidthsError
 from dmcp.markov import CERTAIN, CHAIN, INDEPENDENT
@@ -404,3 +405,21 @@ def test_twenty_steps_on_every_engine(name: str) -> None:
         gated = resolved.compiled(lambda x, gates: net(x, gates))(resolved.laid_out(x), net.hard(widths)).float()
         cut = dmcp.cut(net.model, net.graph, widths).train()(resolved.laid_out(x)).float()
     assert (gated - cut).abs().max() / cut.abs().max() < tolerance
+
+
+def test_a_front_starts_at_the_budget_with_one_peak_and_grows_sharper() -> None:
+    torch.manual_seed(0)
+    model = models.build("cifar:resnet20")
+    graph = dmcp.trace(model, torch.zeros(2, 3, 32, 32))
+    net = dmcp.Supernet(model, graph)
+    budget = parse("40%", graph)
+    none = torch.zeros(net.alpha.shape, dtype=torch.bool)
+    start = front_alphas(budget, graph, net.sizes, CHAIN, none, 1.0)
+    assert ratios(budget, graph, CHAIN.marginals(start), net.sizes).item() == pytest.approx(1, abs=1e-6)
+    widths = CHAIN.sample(start, net.sizes, 2000, torch.Generator().manual_seed(0))
+    for own, size in zip(widths.T, net.sizes.sum(dim=1), strict=True):  # the middle is likely, both ends are not
+        assert (own == size).double().mean() < 0.05 and (own <= size / 10 + 1).double().mean() < 0.05
+    images = torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
+    settings = {"budget": "40%", "epochs": 4, "init": "front", "alpha_lr": 0.0, "alpha_min_lr": 0.0}
+    found = dmcp.search(net, [images], SearchConfig(**settings, sharpen=3.0))
+    torch.testing.assert_close(found.alphas, 3 * start.float())

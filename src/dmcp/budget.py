@@ -253,51 +253,56 @@ def budget_loss(ratios: Tensor, tolerance: float) -> Tensor:
     return down + up
 
 
-def solve_start(
-    budget: Budget,
-    graph: ChannelGraph,
-    alphas: Callable[[float], Tensor],
-    ends: tuple[float, float],
-    sizes: Tensor,
-    process: Process = CHAIN,
-) -> Tensor:
-    """The alphas of the largest number between two ends whose expected cost is inside the budget; or of an end.
+def constant_alpha(
+    budget: Budget, graph: ChannelGraph, sizes: Tensor, process: Process = CHAIN, certain: Tensor | None = None
+) -> float:
+    """The largest constant for all alphas whose expected cost is inside the budget, from -10 to 10.
 
-    alphas: number -> (S, G-1) float64 on the CPU, growing with the number.
+    certain: steps that are CERTAIN instead. (S, G-1) bool
     """
-    low, high = ends
-    sizes = sizes.cpu()  # in double precision, which not every device has
-
-    def too_much(number: float) -> bool:
-        chances = process.marginals(alphas(number)) * (sizes > 0)
-        return ratios(budget, graph, chances, sizes, process).max().item() > 1
-
-    if too_much(low) or not too_much(high):
-        return alphas(low if too_much(low) else high)
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (low, middle) if too_much(middle) else (middle, high)
-    return alphas(low)
-
-
-def constant_alphas(budget: Budget, graph: ChannelGraph, sizes: Tensor, certain: Tensor, process: Process) -> Tensor:
-    """One constant, except where a step is certain, at which the expected cost is the budget. (S, G-1)"""
+    shape = (sizes.shape[0], sizes.shape[1] - 1)
+    fixed = torch.zeros(shape, dtype=torch.bool) if certain is None else certain.cpu()
 
     def alphas(number: float) -> Tensor:
-        return torch.full(certain.shape, number, dtype=torch.float64).masked_fill(certain.cpu(), CERTAIN)
+        return torch.full(shape, number, dtype=torch.float64).masked_fill(fixed, CERTAIN)
 
-    return solve_start(budget, graph, alphas, (-_STEEP, _STEEP), sizes, process)
+    return _largest(budget, graph, sizes.cpu(), process, alphas, (-_STEEP, _STEEP))
 
 
 def front_alphas(
-    budget: Budget, graph: ChannelGraph, sizes: Tensor, certain: Tensor, slope: float, process: Process
+    budget: Budget, graph: ChannelGraph, sizes: Tensor, process: Process, certain: Tensor, slope: float
 ) -> Tensor:
-    """Falling by `slope` from group to group through zero at one share of every space, so that the budget is met."""
-    sizes = sizes.cpu().double()
-    groups = (sizes > 0).sum(dim=1, keepdim=True)
+    """Alphas that fall by `slope` from group to group, through zero at the same share of every space. (S, G-1)
+
+    That share is the largest one whose expected cost is inside the budget. certain: steps that are CERTAIN instead.
+    """
+    sizes = sizes.cpu()
     middle = (sizes.cumsum(dim=1) - sizes / 2)[:, 1:] / sizes.sum(dim=1, keepdim=True)  # of each group, as a share
+    fall = slope * (sizes > 0).sum(dim=1, keepdim=True)
 
     def alphas(border: float) -> Tensor:
-        return (slope * groups * (border - middle)).masked_fill(certain.cpu(), CERTAIN)
+        return (fall * (border - middle.double())).masked_fill(certain.cpu(), CERTAIN)
 
-    return solve_start(budget, graph, alphas, (-1.0, 2.0), sizes.long(), process)
+    return alphas(_largest(budget, graph, sizes, process, alphas, (-1.0, 2.0)))
+
+
+def _largest(
+    budget: Budget,
+    graph: ChannelGraph,
+    sizes: Tensor,
+    process: Process,
+    alphas: Callable[[float], Tensor],
+    ends: tuple[float, float],
+) -> float:
+    """The largest number between two ends whose alphas cost no more than the budget; on the CPU, in float64."""
+    low, high = ends
+
+    def too_much(number: float) -> bool:
+        return ratios(budget, graph, process.marginals(alphas(number)), sizes, process).max().item() > 1
+
+    if too_much(low) or not too_much(high):
+        return low if too_much(low) else high
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if too_much(middle) else (middle, high)
+    return low

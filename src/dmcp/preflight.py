@@ -168,6 +168,15 @@ def check_teacher(model: nn.Module, teacher: nn.Module, example: Any, train: boo
         distillation_loss(output, target)
 
 
+def can_teach(model: nn.Module, example: Any) -> bool:
+    """True if a network of this kind can learn from another one: outputs are alike in training and test."""
+    try:
+        check_teacher(model, model, example)
+    except TrainingError:
+        return False
+    return True
+
+
 @torch.no_grad()
 def match_dtype(teacher: nn.Module, model: nn.Module, example: Any) -> None:
     """Give a copy of a teacher the network's dtype, if it cannot take the inputs with its own."""

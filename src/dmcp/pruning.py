@@ -18,12 +18,13 @@ from dmcp.latency.table import Latency, Outcome
 from dmcp.losses import MetricWarning, warn, warn_of_distillation
 from dmcp.markov import process_of
 from dmcp.modules import check_function, check_kinds, unwrap
-from dmcp.preflight import classes_of, first_two, preflight
+from dmcp.preflight import can_teach, classes_of, first_two, preflight
 from dmcp.results import DMCP, ORIGINAL, TEACHER, UNIFORM, UNPRUNED, Row, compare, results_table, unknown
 from dmcp.retraining import (
     Retraining,
     copied,
     is_model,
+    is_trained,
     origin,
     train_all,
     trained_before,
@@ -36,7 +37,16 @@ from dmcp.searching import search as searching
 from dmcp.searching.config import SearchResult, extremes
 from dmcp.searching.search import SEARCH
 from dmcp.searching.subnets import chains, sort_channels
-from dmcp.settings import Engine, LatencyConfig, Retrain, SearchConfig, TrainConfig, default_recipe
+from dmcp.settings import (
+    AUTO,
+    Engine,
+    LatencyConfig,
+    Retrain,
+    SearchConfig,
+    TrainConfig,
+    default_search,
+    default_training,
+)
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
@@ -80,8 +90,8 @@ def prune(
     *,
     search: SearchConfig | None = None,
     train: TrainConfig | None = None,
-    retrain: Retrain | str = Retrain.SCRATCH,
-    teacher: nn.Module | str | None = None,
+    retrain: Retrain | str = Retrain.FINETUNE,
+    teacher: nn.Module | str | None = AUTO,
     baselines: bool | Collection[str] = False,
     graph: ChannelGraph | None = None,
     fresh: nn.Module | None = None,
@@ -92,14 +102,14 @@ def prune(
     """Search the widths of the model inside the budget, cut it, train it, and test it. The model is not changed.
 
     budget: 0.5, "50%", "211M", "params:2M", "8ms", "50%,params:2M"; "50%" unless the search's settings have one.
-    search, train: all settings; the defaults are for ImageNet, most of them the paper's.
-    retrain: how the pruned network gets its weights. "scratch", the paper's way, initializes them anew. For a trained
-        model take "finetune", which goes on from the weights of the search. "slimmable" is the paper's DMCP*.
+    search, train: all settings. Without them small steps are taken if the model is trained, which a test shows.
+    retrain: how the pruned network gets its weights. "finetune" goes on from those of the search. "scratch", the
+        paper's way, initializes them anew; "slimmable" is the paper's DMCP*.
     teacher: a trained network with the same classes, of any architecture, that all networks learn from besides the
-        labels; the model itself, for example. "unpruned": the unpruned network, which is trained first.
+        labels. "unpruned": the unpruned network, which is trained first. "auto": the model itself if it is trained,
+        else "unpruned"; with a loss of your own, nobody.
     baselines: also train the unpruned network and uniform widths at the same budget, in the same way. Or the names of
-        rows: "unpruned", "uniform", and "original", the model as it is. By default "original" is a row
-        with retrain="finetune", or if the model is its own teacher.
+        rows: "unpruned", "uniform", and "original", the model as it is, which is always one if it is trained.
     graph: what trace gave, if its own settings are not enough.
     fresh: a newly built model, where the given one is trained and has tensors that `reinitialize` has no rule for.
         What has requires_grad=False is neither initialized anew nor taken from it.
@@ -109,22 +119,19 @@ def prune(
     runtime: engine, checkpoints to resume from, and who hears of each step.
     """
     check_kinds({"search": (search, SearchConfig), "train": (train, TrainConfig), "graph": (graph, ChannelGraph)})
-    config, kind = _search_config(search, budget), _kind(retrain)
+    kind = _kind(retrain)
     loaders = loader if isinstance(loader, Loaders) else Loaders(search=loader)
     measure = None if isinstance(latency, Latency) else latency
-    how = Retraining(train or default_recipe(kind), kind, teacher)
-    own = is_model(teacher, model)
+    budget, fixed = _one_budget(search, budget), None if teacher == AUTO else teacher
+    how = Retraining(train or TrainConfig(), kind, fixed, strict=teacher != AUTO)
+    _check_measure(measure, budget)
     guide = copied(teacher, device_of(model)) if isinstance(teacher, nn.Module) else None
-    others = _baselines(baselines, original=kind is Retrain.FINETUNE or own)
-    before = trained_before(model, ORIGINAL in others, guide, teacher)
-    _check_measure(measure, config)
-    _warn_of_scores(task, how)
-
+    matters = search is None or train is None or teacher == AUTO or kind is Retrain.FINETUNE  # if the model is trained
     example = preflight(
         model,
         {"loader": loaders.search, "arch_loader": loaders.arch, "train_loader": loaders.train},
         val_loader,
-        networks=1 + len(others) + (teacher is not None),
+        networks=1 + len(_baselines(baselines, original=False)) + (teacher is not None) + matters,
         task=task,
         teacher=model if teacher == UNPRUNED else guide,
         slimmable=kind is Retrain.SLIMMABLE,
@@ -137,6 +144,17 @@ def prune(
         check_trainable(fresh)
         if fingerprint(unwrap(fresh)) != graph.fingerprint:
             raise WidthsError("fresh has another architecture than the model: build it as that was built.")
+    trained = matters and is_trained(model, classes_of(model, sample), val_loader, task.metric)
+    if teacher == AUTO:
+        able = task.loss is None and kind is not Retrain.SLIMMABLE and can_teach(model, sample)
+        teacher = (model if trained else UNPRUNED) if able else None
+        guide = copied(model, device_of(model)) if teacher is model else None
+    config = search or default_search(budget, trained)
+    how = replace(how, config=train or default_training(kind, trained), teacher=teacher)
+    _warn_of_scores(task, how)
+    own = is_model(teacher, model)
+    others = _baselines(baselines, original=trained or own)
+    before = trained_before(model, ORIGINAL in others, guide, teacher)
     worth = None
     if guide is not None:
         rival = None if own else before.get(ORIGINAL)
@@ -176,11 +194,11 @@ def prune(
 # what was asked for
 
 
-def _search_config(search: SearchConfig | None, budget: int | float | str | Budget | None) -> SearchConfig:
-    """The settings with the budget, of which there must be one."""
+def _one_budget(search: SearchConfig | None, budget: int | float | str | Budget | None) -> int | float | str | Budget:
+    """The budget, of which there must be one."""
     if search is not None and budget is not None and search.budget != budget:
         raise BudgetError(f"Two budgets were given, {budget!r} and {search.budget!r} in the settings: give one.")
-    return search or SearchConfig(budget="50%" if budget is None else budget)
+    return search.budget if search else "50%" if budget is None else budget
 
 
 def _kind(retrain: Retrain | str) -> Retrain:
@@ -198,10 +216,10 @@ def _baselines(wanted: bool | Collection[str], original: bool) -> set[str]:
     return set(wanted)
 
 
-def _check_measure(measure: Measure | None, config: SearchConfig) -> None:
+def _check_measure(measure: Measure | None, budget: int | float | str | Budget) -> None:
     check_function("latency", measure)
-    if measure is not None and not limits_latency(config.budget):
-        raise BudgetError(f"latency is for budgets like '8ms', and this one is {str(config.budget)!r}: leave it out.")
+    if measure is not None and not limits_latency(budget):
+        raise BudgetError(f"latency is for budgets like '8ms', and this one is {str(budget)!r}: leave it out.")
 
 
 def _warn_of_scores(task: Task, how: Retraining) -> None:

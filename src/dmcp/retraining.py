@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from dmcp.batches import Loader, device_of, generator
 from dmcp.calibration import recalibrate
@@ -46,6 +47,7 @@ class Retraining:
     config: TrainConfig
     kind: Retrain = Retrain.SCRATCH
     teacher: nn.Module | str | None = None  # a trained network, or "unpruned": the unpruned one, which is trained first
+    strict: bool = True  # refuse settings of distillation without a teacher
 
     def __post_init__(self) -> None:
         teacher = self.teacher
@@ -55,7 +57,7 @@ class Retraining:
             raise TrainingError(f'teacher must be a trained torch.nn.Module or "{UNPRUNED}", not {teacher!r}.')
         if isinstance(teacher, torch.jit.ScriptModule):
             raise TrainingError("teacher is a TorchScript module, which cannot be copied: give its Python module.")
-        for name in ("kd_weight", "kd_temperature") if teacher is None else ():
+        for name in ("kd_weight", "kd_temperature") if teacher is None and self.strict else ():
             if (value := getattr(self.config, name)) != getattr(TrainConfig, name):
                 raise TrainingError(f'{name}={value} needs a teacher: give one, or teacher="{UNPRUNED}".')
 
@@ -196,6 +198,20 @@ def is_model(teacher: nn.Module | str | None, model: nn.Module) -> bool:
     return isinstance(teacher, nn.Module) and unwrap(teacher) is unwrap(model)
 
 
+def is_trained(model: nn.Module, classes: int, val_loader: Loader, metric: Metric | None) -> bool:
+    """True if a model does better than guessing or, by a metric of the user's own, has norms that saw data."""
+    if metric is not None:
+        counts = (it.num_batches_tracked for it in unwrap(model).modules() if isinstance(it, _NormBase))
+        return any(bool(count) for count in counts if count is not None)
+    return _test_copy(ORIGINAL, model, val_loader, metric).accuracy > _guessing(classes)
+
+
+def _guessing(classes: int) -> float:
+    """The accuracy up to which a network has learned nothing."""
+    chance = 1 / max(classes, 1)
+    return chance + _GUESSED * (1 - chance)
+
+
 def copied(teacher: nn.Module, device: torch.device) -> nn.Module:
     """A copy of a teacher on the device, on all ranks that of rank 0."""
     net = narrow(unwrap(teacher), {}, {}).to(device)
@@ -226,9 +242,9 @@ def weigh_teacher(
 
 def poor_teacher(teacher: Row, original: Row | None, classes: int) -> str:
     """A sentence about a teacher that guesses, or that is worse than the network as given; empty otherwise."""
-    chance = 1 / max(classes, 1)
-    if not teacher.own_metric and teacher.accuracy <= chance + _GUESSED * (1 - chance):
-        right = f"The teacher is right on {score(teacher)} of the test data, where guessing gives {100 * chance:.3g}%"
+    if not teacher.own_metric and teacher.accuracy <= _guessing(classes):
+        chance = 100 / max(classes, 1)
+        right = f"The teacher is right on {score(teacher)} of the test data, where guessing gives {chance:.3g}%"
         return f"{right}: was it trained, and are its classes in the same order?"
     gain = 0.0 if original is None else teacher.accuracy - original.accuracy
     if original is None or not (gain > 0 if teacher.lower_is_better else gain < 0):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dmcp.runtime.engine import ResolvedEngine
 
 UNPRUNED = "unpruned"  # a row of the table, and the teacher that is trained first
+AUTO = "auto"  # the teacher that suits: the model itself if it is trained, else the unpruned network
 MAX_SEED = 2**62  # what others add to it must fit into 64 bits, too
 Bound = int | Mapping[str, int]  # channels: of every space, or of modules or spaces by name; "" is the whole network
 
@@ -26,6 +27,7 @@ class Sampling(StrEnum):
 
     MARKOV = "markov"  # from the alphas: the paper's variant of the sandwich rule
     UNIFORM = "uniform"  # every number of groups alike, each space by itself
+    MIXED = "mixed"  # every second one from the alphas, the others uniform
     SANDWICH = "sandwich"  # one ratio for all spaces: the original sandwich rule
 
 
@@ -194,8 +196,8 @@ class TrainConfig:
     nesterov: bool = setting(True, "Nesterov momentum.")
     weight_decay: float = setting(1e-4, "On weights; none on norms and biases.", 0)
     label_smoothing: float = setting(0.1, "Of the default loss.", 0, below=1)
-    kd_weight: float = setting(0.5, "Weight of the teacher's outputs in the loss; the labels have the rest.", 0, 1)
-    kd_temperature: float = setting(1.0, "Logits of both are divided by it.", 0.01, 100)
+    kd_weight: float = setting(0.9, "Weight of the teacher's outputs in the loss; the labels have the rest.", 0, 1)
+    kd_temperature: float = setting(4.0, "Logits of both are divided by it.", 0.01, 100)
     seed: int = setting(0, "Of dropout and the like; a loader has its own.", 0, MAX_SEED)
 
     def __post_init__(self) -> None:
@@ -208,9 +210,15 @@ class TrainConfig:
             raise TrainingError("nesterov needs a momentum: set nesterov=False or momentum above 0.")
 
 
-def default_recipe(retrain: Retrain) -> TrainConfig:
-    """The paper's schedule; a short one with small steps for weights that are already good."""
-    if retrain == Retrain.FINETUNE:
+def default_search(budget: int | float | str | Budget, trained: bool) -> SearchConfig:
+    """The usual settings; small steps, sorted channels and no warm-up for a model that is trained."""
+    gentle: dict[str, Any] = {"sort": True, "warmup": 0.0, "lr": 0.04, "min_lr": 0.004, "epochs": 10}
+    return SearchConfig(budget=budget, **gentle if trained else {})
+
+
+def default_training(retrain: Retrain, trained: bool) -> TrainConfig:
+    """The usual schedule; a short one with small steps to fine-tune a model that was trained before the search."""
+    if trained and retrain == Retrain.FINETUNE:
         return TrainConfig(epochs=20, lr=0.08, warmup_lr=0.08, warmup_epochs=0)
     return TrainConfig()
 

@@ -30,7 +30,7 @@ from dmcp.settings import (
     RuntimeKind,
     SearchConfig,
     TrainConfig,
-    default_recipe,
+    default_training,
     setting,
 )
 
@@ -210,7 +210,7 @@ def _defaults(command: str, typed: Mapping[str, Any]) -> RunConfig:
     else:
         retrain = Retrain(typed.get("retrain") or (Retrain.FINETUNE if trained else Retrain.SCRATCH))
         search = SearchConfig(budget="50%")
-        config = RunConfig(retrain=retrain, search=search, train=default_recipe(retrain))
+        config = RunConfig(retrain=retrain, search=search, train=default_training(retrain, trained))
     assert config.search is not None
     search = replace(config.search, warmup=0.0, sort=True) if trained else config.search
     return replace(

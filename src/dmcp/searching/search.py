@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from dmcp.batches import Loader, device_of, input_of, length_of, size_of
-from dmcp.budget import Budget, check_reachable, constant_alphas, front_alphas, parse
+from dmcp.budget import Budget, check_reachable, constant_alpha, front_alphas, parse
 from dmcp.checkpoint import (
     DONE,
     Checkpointer,
@@ -185,11 +185,10 @@ def _start(net: Supernet, chains: Chains, budget: Budget, config: SearchConfig) 
     certain = merged(net.sizes, chains.sizes)
     match config.init:
         case Init.FRONT:
-            net.alpha.copy_(
-                front_alphas(budget, net.graph, chains.sizes, certain, config.alpha_slope, chains.process)
-            )
+            start = front_alphas(budget, net.graph, chains.sizes, chains.process, certain, config.alpha_slope)
+            net.alpha.copy_(start)
         case Init.TARGET:
-            net.alpha.copy_(constant_alphas(budget, net.graph, chains.sizes, certain, chains.process))
+            net.alpha.fill_(constant_alpha(budget, net.graph, chains.sizes, chains.process, certain))
         case Init.ZERO:
             net.alpha.zero_()
         case Init.RANDOM:  # made on the CPU: the same on every device

@@ -60,6 +60,9 @@ def sample_gates(
 ) -> list[Tensor]:
     """Gates of random sub-networks; a generator on the device of the alphas keeps the host from waiting for it."""
     sizes = chains.sizes
+    if sampling is Sampling.MIXED:
+        likely = sample_gates(net, chains, Sampling.MARKOV, (count + 1) // 2, generator)
+        return likely + sample_gates(net, chains, Sampling.UNIFORM, count // 2, generator)
     if sampling is Sampling.MARKOV and chains.process is INDEPENDENT:  # any groups, not the first ones: no widths
         chances = chains.marginals(net.alpha.detach())
         return list(chains.gates(rand((count, *sizes.shape), sizes.device, generator) < chances))

@@ -1,0 +1,310 @@
+"""Judge searches on held-out images: a list of jobs, each a line of results.
+
+    python experiments/judge.py jobs.json --out lines.jsonl --processes 3
+    python experiments/judge.py experiments/results/judge.jsonl               # what is recorded, as tables
+
+A job searches (chains, soft against hard, judged structures), trains given widths, or both. Test images are not used:
+every tenth image of the training set is held out, and all accuracies are of these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import queue
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import alphas
+import torch
+from torch import Tensor, nn
+
+import dmcp
+from dmcp import models, sampling
+from dmcp.data import datasets
+from dmcp.data.loaders import make_loader
+from dmcp.losses import classification_loss
+from dmcp.searching import steps as search_steps
+from dmcp.searching.subnets import chains as chains_of
+
+BATCHES = 10  # of held-out images, by which networks are judged
+
+
+def spearman(a: list[float], b: list[float]) -> float:
+    """Rank correlation."""
+    ranks = [torch.tensor(x, dtype=torch.float64).argsort().argsort().double() for x in (a, b)]
+    centered = [rank - rank.mean() for rank in ranks]
+    return float((centered[0] * centered[1]).sum() / (centered[0].norm() * centered[1].norm()))
+
+
+class Problem:
+    """A network and its data: training images without the held-out ones, and these."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self.job, self.device = job, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        data = datasets.load(job["data"])
+        self.rest, self.held = datasets.split(data.train, 0.1, 0)
+        self.test = data.test
+        self.classes = data.classes
+        if job.get("size"):  # a small sample, to rehearse
+            self.rest, self.held = (it.subset(torch.arange(min(len(it), job["size"]))) for it in (self.rest, self.held))
+        torch.manual_seed(job["seed"])
+        self.model = models.build(job["model"], num_classes=data.classes, **job.get("model_args", {})).to(self.device)
+        self.graph = dmcp.trace(self.model, torch.zeros(2, *data.shape, device=self.device))
+
+    def loader(self, part: Any, train: bool, batch: int | None = None) -> Any:
+        batch = min(batch or self.job["batch"], len(part))
+        return make_loader(part, batch, train, self.job["seed"], self.device)
+
+
+def held_loss(net: nn.Module, loader: Any) -> tuple[float, float]:
+    """Cross-entropy and accuracy."""
+    loss, right, count = 0.0, 0.0, 0
+    net.eval()
+    with torch.no_grad():
+        for x, y in loader:
+            out = net(x).float()
+            loss += float(nn.functional.cross_entropy(out, y, reduction="sum"))
+            right += float((out.argmax(1) == y).sum())
+            count += len(y)
+    return loss / count, right / count
+
+
+def judge_search(
+    it: Problem, net: dmcp.Supernet, found: dmcp.SearchResult, config: dmcp.SearchConfig
+) -> dict[str, Any]:
+    """Figures about the chains, and how well the soft network sees what hard pruning does."""
+    widths = dmcp.expected(found)
+    out: dict[str, Any] = {"widths": list(widths.values()), "macs": it.graph.macs(widths) / it.graph.macs()}
+    out["params"] = it.graph.params(widths) / it.graph.params()
+    random = torch.Generator().manual_seed(0)
+    drawn = it.graph.macs(found.process.sample(found.alphas, found.sizes, 3000, random).cpu()).double()
+    target = found.budget.limits[0].target
+    out["near"] = float(((drawn / target - 1).abs() <= 0.1).double().mean())
+    out["spread"] = float((drawn / it.graph.macs()).std())
+    chances = alphas.chances_of_widths(found.process.marginals(found.alphas.double()), found.sizes)
+    out["one_peak"] = sum(alphas.count_peaks(own, 0.02) == 1 for own in chances)
+    out["at_floor"] = sum(own[0] == max(own) for own in chances)
+    out["at_full"] = sum(own[-1] == max(own) for own in chances)
+    ratios = [record.ratios[0] for record in found.log if record.ratios]
+    last = ratios[-max(1, len(ratios) // 10) :]
+    out["ratio"] = [min(last), max(last)]
+    # soft against hard, BatchNorm by the batch, on held-out images
+    batches = [batch for _, batch in zip(range(BATCHES), it.loader(it.held, False, 512), strict=False)]
+    loss = classification_loss(config.label_smoothing)
+    chain = chains_of(net, found.process, config.min_channels, config.max_channels, config.align)
+    net.train()
+    state = {name: tensor.clone() for name, tensor in net.model.state_dict().items()}
+    autocast = torch.autocast(it.device.type, torch.bfloat16, enabled=it.device.type == "cuda")
+
+    def mean(gates: Tensor) -> float:
+        with torch.no_grad(), autocast:
+            return sum(float(loss(net(x, gates), (x, y))) for x, y in batches) / len(batches)
+
+    full, hard = mean(net.hard(it.graph.full)), mean(net.hard(widths))
+    with torch.no_grad():
+        soft_gates = chain.gates(chain.marginals(net.alpha))
+    soft = mean(soft_gates)
+    out |= {"loss_full": full, "loss_hard": hard, "loss_soft": soft, "seen": (soft - full) / (hard - full)}
+    with search_steps._only_alphas(net):
+        net.alpha.grad = None
+        for x, y in batches:
+            with autocast:
+                value = loss(net(x, chain.gates(chain.marginals(net.alpha))), (x, y))
+            (value / len(batches)).backward()
+    assert net.alpha.grad is not None
+    slope = net.alpha.grad.double().sum(dim=1).cpu()  # of moving all alphas of a space together
+    net.alpha.grad = None
+    alpha = found.alphas.double().requires_grad_()
+    moment = found.process.moment(found.process.marginals(alpha) * (found.sizes > 0), found.sizes, 1)
+    moved = torch.autograd.grad(moment.sum(), alpha)[0].sum(dim=1)
+    base = list(widths.values())
+    names = list(widths)
+    sizes = [space.size for space in it.graph.spaces]
+    soft_utility, hard_utility = [], []
+    for place, (name, size) in enumerate(zip(names, sizes, strict=True)):
+        step = max(1, round(size / 8))
+        low, high = max(1, base[place] - step), min(size, base[place] + step)
+        ends = [it.graph.widths({**widths, name: end}) for end in (low, high)]
+        macs = it.graph.macs(ends[1]) - it.graph.macs(ends[0])
+        hard_utility.append((mean(net.hard(ends[0])) - mean(net.hard(ends[1]))) / macs)
+        per_channel = macs / (high - low)
+        soft_utility.append(float(-slope[place] / moved[place].clamp(min=1e-6)) / per_channel)
+    out["utility"] = spearman(soft_utility, hard_utility)
+    out["soft_utility"], out["hard_utility"] = soft_utility, hard_utility
+    if structures := it.job.get("structures"):
+        out["judged"] = [mean(net.hard(it.graph.widths(row))) for row in structures]
+    net.model.load_state_dict(state)
+    return out
+
+
+def refine(it: Problem, net: dmcp.Supernet, found: dmcp.SearchResult, config: dmcp.SearchConfig) -> dict[str, Any]:
+    """Move the expected widths by what narrowing and widening each space does to the hard loss, at equal cost."""
+    start = time.perf_counter()
+    net.train()
+    batches = [batch for _, batch in zip(range(4), it.loader(it.rest, True, 2048), strict=False)]
+    loss = classification_loss(config.label_smoothing)
+    state = {name: tensor.clone() for name, tensor in net.model.state_dict().items()}
+    autocast = torch.autocast(it.device.type, torch.bfloat16, enabled=it.device.type == "cuda")
+
+    def mean(widths: Any) -> float:
+        gates = net.hard(widths)
+        with torch.no_grad(), autocast:
+            return sum(float(loss(net(x, gates), (x, y))) for x, y in batches) / len(batches)
+
+    widths = dmcp.expected(found)
+    best, rate, path = mean(widths), 0.3, []
+    sizes = torch.tensor([space.size for space in it.graph.spaces]).double()
+    options = sampling.Options(it.graph, found.sizes[:, 0], found.sizes.sum(dim=1), config.align)
+    names = list(widths)
+    utility = None
+    while rate > 0.03 and len(path) < 16:
+        if utility is None:
+            rows = []
+            for name, size in zip(names, sizes.tolist(), strict=True):
+                step = max(1, round(size / 8))
+                low, high = max(1, widths[name] - step), min(int(size), widths[name] + step)
+                ends = [it.graph.widths({**widths, name: end}) for end in (low, high)]
+                rows.append((mean(ends[0]) - mean(ends[1])) / (it.graph.macs(ends[1]) - it.graph.macs(ends[0])))
+            utility = torch.tensor(rows).double()
+        gain = (utility / utility.abs().mean() - 1).clamp(-2, 2)
+        wish = (torch.tensor(list(widths.values())).double() * (rate * gain).exp()).clamp(min=1).minimum(sizes)
+        trial = sampling.fit(it.graph, found.budget, wish, options, sampling.filled(found))
+        value = mean(trial)
+        path.append([value, list(trial.values())])
+        if value < best:
+            best, widths, utility = value, trial, None
+        else:
+            rate /= 2
+    net.model.load_state_dict(state)
+    return {"path": path, "widths": list(widths.values()), "seconds": time.perf_counter() - start}
+
+
+def train_one(it: Problem, source: nn.Module, widths: Any, how: dict[str, Any], teacher: nn.Module | None) -> Any:
+    """A network of these widths, cut from the source; its held-out loss and accuracy."""
+    start = time.perf_counter()
+    small = dmcp.cut(source, it.graph, it.graph.widths(widths))
+    train = it.loader(it.rest, True)
+    if how.get("keep"):
+        dmcp.recalibrate(small, it.loader(it.rest, False))
+    else:
+        dmcp.reinitialize(small, generator=torch.Generator().manual_seed(it.job["seed"]))
+    settings = {key: value for key, value in how.items() if key not in ("keep", "widths", "teacher", "name")}
+    config = dmcp.TrainConfig(seed=it.job["seed"], **{**it.job["train"], **settings})
+    records = dmcp.train(small, train, config, teacher=teacher)
+    loss, accuracy = held_loss(small, it.loader(it.held, False))
+    return small, {
+        "loss": loss,
+        "accuracy": accuracy,
+        "train_loss": sum(record.loss for record in records[-50:]) / len(records[-50:]),
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def run(job: dict[str, Any], emit: Callable[..., None]) -> None:
+    """One job: search or not, then final trainings; every part is a line as soon as it is done."""
+    it = Problem(job)
+    sources: dict[str, nn.Module] = {"scratch": it.model}
+    widths: dict[str, Any] = {"unpruned": list(it.graph.full.values())}
+    if job.get("budget"):
+        align = job.get("search", {}).get("align", 1)
+        widths["uniform"] = list(dmcp.uniform(it.graph, job["budget"], align=align).values())
+    if "search" in job:
+        config = dmcp.SearchConfig(budget=job["budget"], seed=job["seed"], **job["search"])
+        net = dmcp.Supernet(it.model, it.graph, config.groups, config.align)
+        start = time.perf_counter()
+        found = dmcp.search(net, it.loader(it.rest, True), config)
+        seconds = time.perf_counter() - start
+        judged = judge_search(it, net, found, config) | {"seconds": seconds}
+        emit(search=judged)
+        widths["dmcp"] = judged["widths"]
+        sources["keep"] = net.model
+        if job.get("refine"):
+            refined = refine(it, net, found, config)
+            emit(refined=refined)
+            widths["refined"] = refined["widths"]
+    nets: dict[str, nn.Module] = {}
+    for how in job.get("finals", []):
+        key, name = how["widths"], how["name"]
+        own = widths[key] if isinstance(key, str) else key
+        teacher = nets[how["teacher"]] if how.get("teacher") else None
+        source = sources["keep" if how.get("keep") else "scratch"]
+        nets[name], tested = train_one(it, source, own, how, teacher)
+        emit(trained=how | tested)
+
+
+def worker(jobs: Any, path: str, number: int) -> None:
+    """Do jobs until none is left."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 2) // 8))
+    while True:
+        try:
+            job = jobs.get(timeout=2)
+        except queue.Empty:
+            return
+        plain = {key: value for key, value in job.items() if key not in ("structures", "finals")}
+
+        def emit(job: dict[str, Any] = plain, **found: Any) -> None:
+            with open(path, "a") as file:
+                file.write(json.dumps({"job": job, **found}) + "\n")
+            print(number, job["name"], *found, flush=True)
+
+        try:
+            run(job, emit)
+        except Exception:
+            emit(error=traceback.format_exc()[-2000:])
+
+
+def table(path: Path) -> None:
+    """Print recorded lines as the tables of REPORT.md."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    structures = json.loads((Path(__file__).parent / "structures.json").read_text())["structures"]
+    trained = [it["trained"] | {"job": it["job"]["name"]} for it in lines if "trained" in it]
+    losses = {tuple(it["widths"]): it["loss"] for it in trained if isinstance(it["widths"], list)}
+    print("| search | near | spread | one peak | E/T | seen | soft and hard | structures | loss cut | params |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for line in lines:
+        if it := line.get("search"):
+            rank = "-"
+            if "judged" in it:
+                rank = f"{spearman(it['judged'], [losses[tuple(row)] for row in structures]):.2f}"
+            print(
+                f"| {line['job']['name']} | {it['near']:.0%} | {100 * it['spread']:.1f} | {it['one_peak']} of "
+                f"{len(it['widths'])} | {it['ratio'][0]:.3f} to {it['ratio'][1]:.3f} | {it['seen']:.2f} | "
+                f"{it['utility']:.2f} | {rank} | {it['loss_hard'] - it['loss_full']:.3f} | {it['params']:.0%} |"
+            )
+    print("\n| trained | weights | teacher | accuracy | loss |\n|---|---|---|---|---|")
+    for it in trained:
+        if isinstance(it["widths"], str):
+            weights = "kept" if it.get("keep") else "fresh"
+            cells = (f"{it['job']}: {it['widths']}", weights, it.get("teacher", ""), f"{100 * it['accuracy']:.1f}")
+            print(f"| {' | '.join(cells)} | {it['loss']:.3f} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("jobs", type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--processes", type=int, default=1)
+    given = parser.parse_args()
+    if given.out is None:
+        table(given.jobs)
+        return
+    context = multiprocessing.get_context("spawn")
+    jobs = context.Queue()
+    for job in json.loads(given.jobs.read_text()):
+        jobs.put(job)
+    workers = [context.Process(target=worker, args=(jobs, str(given.out), number)) for number in range(given.processes)]
+    for one in workers:
+        one.start()
+        time.sleep(0.5)
+    for one in workers:
+        one.join()
+
+
+if __name__ == "__main__":
+    main()
