@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from dmcp.sampling import direct, expected, random_widths, uniform
     from dmcp.searching.config import SearchResult
     from dmcp.searching.search import search
-    from dmcp.settings import Engine, LatencyConfig, Retrain, SearchConfig, TrainConfig
+    from dmcp.settings import Engine, LatencyConfig, Retrain, SearchConfig, TrainConfig, paper
     from dmcp.storage import load, save
     from dmcp.supernet import Supernet
     from dmcp.tracing.graph import ChannelGraph
@@ -60,7 +60,7 @@ __all__ = [
     "DmcpError", "Engine", "Event", "FileError", "Latency", "LatencyConfig", "Loaders", "LowerIsBetter", "PruneResult",
     "Retrain", "Runtime", "SearchConfig", "SearchResult", "StoppedError", "Supernet", "Task", "TraceError",
     "TrainConfig", "TrainingError", "Widths", "WidthsError", "__version__", "cut", "direct", "evaluate", "expected",
-    "export", "load", "measure_latency", "parse_budget", "prune", "quantize", "random_widths", "recalibrate",
+    "export", "load", "measure_latency", "paper", "parse_budget", "prune", "quantize", "random_widths", "recalibrate",
     "reinitialize", "save", "search", "trace", "train", "uniform", "verify",
 ]
 _NAMES = {  # module -> what it gives
@@ -70,7 +70,7 @@ _NAMES = {  # module -> what it gives
     "exporting": "export quantize", "latency.measure": "measure_latency", "latency.table": "Latency",
     "losses": "LowerIsBetter", "pruning": "Loaders PruneResult prune",
     "sampling": "direct expected random_widths uniform", "searching.config": "SearchResult",
-    "searching.search": "search", "settings": "Engine LatencyConfig Retrain SearchConfig TrainConfig",
+    "searching.search": "search", "settings": "Engine LatencyConfig Retrain SearchConfig TrainConfig paper",
     "storage": "load save", "supernet": "Supernet", "tracing.graph": "ChannelGraph", "tracing.rules": "RULES",
     "tracing.trace": "trace", "training": "Event Runtime Task evaluate train", "widths": "ChannelSpace Widths",
 }

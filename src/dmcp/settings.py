@@ -120,7 +120,7 @@ class SearchConfig:
 
     The defaults of tolerance, groups (for ResNet; 15 for MobileNetV2), epochs, warmup, sampling, budget_weight, lr and
     min_lr are the paper's. Those of warmup_sampling, distill, init, label_smoothing, alpha_lr and alpha_min_lr are not,
-    and it names none for subnets, the momenta and weight_decay: see the last table of docs/paper_map.md.
+    and it names none for the momenta and weight_decay: see the last table of docs/paper_map.md.
     """
 
     budget: int | float | str | Budget = field(
@@ -208,6 +208,25 @@ class TrainConfig:
             )
         if self.nesterov and not self.momentum:
             raise TrainingError("nesterov needs a momentum: set nesterov=False or momentum above 0.")
+
+
+PAPER = {  # what the paper names and the defaults have otherwise
+    "search": {
+        "init": "random",
+        "warmup_sampling": "markov",
+        "distill": False,
+        "label_smoothing": 0.0,
+        "alpha_lr": 0.2,
+        "alpha_min_lr": 0.02,
+    },
+    "train": {"label_smoothing": 0.0},
+}
+
+
+def paper(budget: int | float | str | Budget = "50%") -> dict[str, Any]:
+    """The paper's own settings, as arguments of `prune`; groups and epochs are those for ResNet."""
+    search = SearchConfig(budget=budget, **PAPER["search"])
+    return {"search": search, "train": TrainConfig(**PAPER["train"]), "retrain": Retrain.SCRATCH, "teacher": None}
 
 
 def default_search(budget: int | float | str | Budget, trained: bool) -> SearchConfig:
