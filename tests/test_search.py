@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
@@ -423,3 +424,67 @@ def test_a_front_starts_at_the_budget_with_one_peak_and_grows_sharper() -> None:
     settings = {"budget": "40%", "epochs": 4, "init": "front", "alpha_lr": 0.0, "alpha_min_lr": 0.0}
     found = dmcp.search(net, [images], SearchConfig(**settings, sharpen=3.0))
     torch.testing.assert_close(found.alphas, 3 * start.float())
+
+
+# a search that a loop of the user's drives
+
+
+def looped(**settings: Any) -> tuple[dmcp.Supernet, dmcp.Searcher, list[Any], SearchConfig]:
+    torch.manual_seed(0)
+    model = Residual(**Residual.FULL)
+    graph = dmcp.trace(model, sample(Residual.SHAPE).float())
+    batches = [(torch.randn(6, *Residual.SHAPE), torch.randint(5, (6,))) for _ in range(2)]
+    config = SearchConfig(
+        budget="60%", epochs=4, groups=4, alpha_momentum=0.0, momentum=0.0, weight_decay=0.0, **settings
+    )
+    net = dmcp.Supernet(model, graph, 4)
+    return net, dmcp.Searcher(net, config, len(batches)), batches, config
+
+
+def test_a_searcher_does_what_search_does_also_from_a_saved_state() -> None:
+    net, _, batches, config = looped()
+    found = dmcp.search(net, batches, config)
+    own, searcher, _, _ = looped()
+    state: dict[str, Any] = {}
+    for step in range(8):
+        record = searcher.step(batches[step % 2])
+        assert record.step == step and (record.ratios is not None) == (step >= 4) == searcher.moves_alphas
+        if step == 4:
+            state = copy.deepcopy(searcher.state_dict())
+    assert torch.equal(searcher.result().alphas, found.alphas)
+    other, again, _, _ = looped()
+    again.load_state_dict(state)
+    for step in range(5, 8):
+        again.step(batches[step % 2])
+    for one in (own, other):
+        pairs = zip(one.state_dict().values(), net.state_dict().values(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs if a.is_floating_point())  # search counts no batches of norms
+    with pytest.raises(TrainingError, match="8 steps"):
+        again.step(batches[0])
+
+
+def test_losses_of_a_searcher_have_the_gradients_of_its_steps() -> None:
+    net, searcher, batches, _ = looped()
+    own, driven, _, _ = looped()
+    weights = torch.optim.SGD(own.weights())
+    alphas = torch.optim.SGD(own.alphas())
+    for step in range(8):
+        record = searcher.step(batches[step % 2])
+        for group, lr in ((weights, record.lr), (alphas, record.alpha_lr)):
+            group.param_groups[0]["lr"] = lr or 0.0
+        weights.zero_grad()
+        loss = driven.weight_loss(batches[step % 2])
+        assert loss.item() == pytest.approx(sum(record.weight_losses or ()))
+        loss.backward()
+        weights.step()
+        if not driven.moves_alphas:
+            with pytest.raises(TrainingError):
+                driven.arch_loss(batches[step % 2])
+            continue
+        alphas.zero_grad()
+        before = [tensor.clone() for tensor in own.model.state_dict().values()]
+        driven.arch_loss(batches[step % 2]).backward()
+        alphas.step()
+        assert all(torch.equal(a, b) for a, b in zip(before, own.model.state_dict().values(), strict=True))
+    for a, b in zip(net.state_dict().values(), own.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b)

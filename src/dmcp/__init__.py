@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from dmcp.pruning import Loaders, PruneResult, prune
     from dmcp.sampling import direct, expected, random_widths, uniform
     from dmcp.searching.config import SearchResult
-    from dmcp.searching.search import search
+    from dmcp.searching.search import Searcher, search
     from dmcp.settings import Engine, LatencyConfig, Retrain, SearchConfig, TrainConfig, paper
     from dmcp.storage import load, save
     from dmcp.supernet import Supernet
@@ -58,7 +58,7 @@ __version__ = "0.1.0"
 __all__ = [
     "RULES", "Budget", "BudgetError", "ChannelGraph", "ChannelSpace", "Checkpointer", "CutError", "DataError",
     "DmcpError", "Engine", "Event", "FileError", "Latency", "LatencyConfig", "Loaders", "LowerIsBetter", "PruneResult",
-    "Retrain", "Runtime", "SearchConfig", "SearchResult", "StoppedError", "Supernet", "Task", "TraceError",
+    "Retrain", "Runtime", "SearchConfig", "SearchResult", "Searcher", "StoppedError", "Supernet", "Task", "TraceError",
     "TrainConfig", "TrainingError", "Widths", "WidthsError", "__version__", "cut", "direct", "evaluate", "expected",
     "export", "load", "measure_latency", "paper", "parse_budget", "prune", "quantize", "random_widths", "recalibrate",
     "reinitialize", "save", "search", "trace", "train", "uniform", "verify",
@@ -70,7 +70,7 @@ _NAMES = {  # module -> what it gives
     "exporting": "export quantize", "latency.measure": "measure_latency", "latency.table": "Latency",
     "losses": "LowerIsBetter", "pruning": "Loaders PruneResult prune",
     "sampling": "direct expected random_widths uniform", "searching.config": "SearchResult",
-    "searching.search": "search", "settings": "Engine LatencyConfig Retrain SearchConfig TrainConfig paper",
+    "searching.search": "Searcher search", "settings": "Engine LatencyConfig Retrain SearchConfig TrainConfig paper",
     "storage": "load save", "supernet": "Supernet", "tracing.graph": "ChannelGraph", "tracing.rules": "RULES",
     "tracing.trace": "trace", "training": "Event Runtime Task evaluate train", "widths": "ChannelSpace Widths",
 }

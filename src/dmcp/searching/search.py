@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,12 +27,12 @@ from dmcp.losses import classification_loss, warn_of_distillation
 from dmcp.markov import CERTAIN, group_sizes, merged, process_of
 from dmcp.modules import check_kind
 from dmcp.preflight import check_input
-from dmcp.runtime.distributed import World, current, share_tensors
-from dmcp.runtime.engine import check_graphs, is_depthwise, is_narrow
-from dmcp.searching.config import Log, SearchResult, Step, as_record, extremes
-from dmcp.searching.steps import Setup, Steps
+from dmcp.runtime.distributed import World, current, share_tensors, sum_values
+from dmcp.runtime.engine import ResolvedEngine, check_graphs, is_depthwise, is_narrow
+from dmcp.searching.config import Log, SearchRecord, SearchResult, Step, as_record, extremes
+from dmcp.searching.steps import ArchRecord, Setup, Steps, arch_gradient, as_loss
 from dmcp.searching.subnets import Chains, chains, sort_channels
-from dmcp.settings import Engine, Init, SearchConfig
+from dmcp.settings import Engine, Init, Precision, Sampling, SearchConfig
 from dmcp.supernet import Supernet
 from dmcp.training import Runtime, Task, check_trainable, cosine
 
@@ -57,7 +58,9 @@ def search(
         raise TrainingError(f"A search needs a dmcp.Supernet(model, graph), not a {type(net).__name__}.")
     check_kind("config", config, SearchConfig, TrainingError)
     check_graphs(runtime.engine, task.optimizer)
-    budget, chain = _prepare(net, config, arch_loader)
+    if arch_loader is not None and not config.task_loss:
+        raise TrainingError("With task_loss=False the alphas see no data: leave arch_loader out.")
+    _prepare(net, config)
     world, device = current(), device_of(net)
     if task.loss is not None and config.distill and (config.warmup_epochs or config.train_weights) and world.first:
         warn_of_distillation("The sub-networks learn from the full network's", "set distill=False in the SearchConfig")
@@ -70,64 +73,177 @@ def search(
         depthwise=is_depthwise(net.model),
     )
     with seeded(config.seed, device, world), resolved.running(net.model), uncounted(net.model):
-        generator = torch.Generator(device).manual_seed(config.seed)  # the same on every rank
         share_tensors([*net.model.parameters(), *net.model.buffers()], world)
         data = ResumableIterator(loader, resolved, world, config.accumulate)
         arch_data = data if arch_loader is None else ResumableIterator(arch_loader, resolved, world, config.accumulate)
-        total, warmup = data.per_epoch * config.epochs, data.per_epoch * config.warmup_epochs
-        _start(net, chain, budget, config)
-        loss = task.loss or classification_loss(config.label_smoothing)
-        steps = Steps(Setup(net, chain, budget, config, loss, resolved.precision, world), resolved, task.optimizer)
-        state = _state(net, steps, generator, [data] if arch_data is data else [data, arch_data])
-        log = Log(net, config.log_every, lambda record: runtime.emit(SEARCH, total, record), world)
-        growth = config.sharpen ** (1 / (total - warmup))
-        begin, scale = _resume(runtime.checkpointer, state, log, warmup, world)
-        for step in range(begin, total):
-            losses, moved, lr, alpha_lr, batches = None, None, 0.0, 0.0, data.next()
+        searcher = Searcher(net, config, data.per_epoch, task=task, engine=resolved)
+        state = _state(searcher, [data] if arch_data is data else [data, arch_data])
+        log = Log(net, config.log_every, lambda record: runtime.emit(SEARCH, searcher.total, record), world)
+        begin, searcher.scale = _resume(runtime.checkpointer, state, log, searcher.warmup, world)
+        for step in range(begin, searcher.total):
+            searcher.at, batches = step, data.next()
             if step == begin:
                 _check_first(net, batches)
-            if step < warmup or config.train_weights:  # stage 1
-                scale = scale or data.samples(batches, world) / config.reference_batch
-                lr = scale * cosine(step, total, config.lr, config.min_lr)
-                sampling = config.warmup_sampling if step < warmup else config.sampling
-                losses = steps.train_weights(batches, sampling, generator, lr)
-            if step >= warmup:  # stage 2
-                alpha_lr = cosine(step - warmup, total - warmup, config.alpha_lr, config.alpha_min_lr)
-                moved = steps.move_alphas(batches if arch_data is data else arch_data.next(), alpha_lr, growth)
-            log.add(Step(step, step // data.per_epoch, sum(map(size_of, batches)), lr, losses, alpha_lr, moved))
+            trained = searcher.train_weights(batches)
+            moved = None
+            if searcher.moves_alphas:
+                moved = searcher.move_alphas(batches if arch_data is data else arch_data.next())
+            log.add(searcher.record(batches, trained, moved))
             checkpointer = runtime.checkpointer
-            if checkpointer and (step + 1 == total or checkpointer.due(step + 1, world)):
+            if checkpointer and (step + 1 == searcher.total or checkpointer.due(step + 1, world)):
                 log.flush()
-                checkpointer.save(step + 1, state, {"scale": scale, DONE: step + 1 == total}, world)
+                facts = {"scale": searcher.scale, DONE: step + 1 == searcher.total}
+                checkpointer.save(step + 1, state, facts, world)
         log.flush()
-    found = SearchResult(
-        alphas=net.alpha.detach().cpu().clone(),
-        sizes=chain.sizes.cpu(),
-        graph=net.graph,
-        budget=budget,
-        tolerance=config.tolerance,
-        align=config.align,
-        log=tuple(log.records),
-        process=chain.process,
-    )
-    runtime.emit(SEARCH, total, found)
+    found = replace(searcher.result(), log=tuple(log.records))
+    runtime.emit(SEARCH, searcher.total, found)
     return found
+
+
+class Searcher:
+    """A search that your own loop drives; `search` is such a loop.
+
+    Either `step(batch)` does all of one step, or `weight_loss(batch)` and, after the warm-up, `arch_loss(batch)` give
+    what your own optimizers of `net.weights()` and `net.alphas()` minimize. `result()` has the alphas at any time.
+    """
+
+    def __init__(
+        self,
+        net: Supernet,
+        config: SearchConfig,
+        steps_per_epoch: int,
+        *,
+        task: Task = Task(),
+        engine: ResolvedEngine | None = None,  # default: as plain PyTorch runs it
+    ) -> None:
+        self.net, self.config, self.world = net, config, current()
+        self.budget, self.chain = _prepare(net, config)
+        self.per_epoch = steps_per_epoch
+        self.total, self.warmup = steps_per_epoch * config.epochs, steps_per_epoch * config.warmup_epochs
+        self.at = -1  # number of the current step
+        self.scale = 0.0  # of the learning rates of the weights, by the size of the first batch
+        self.growth = config.sharpen ** (1 / (self.total - self.warmup))
+        self.generator = torch.Generator(device_of(net)).manual_seed(config.seed)  # the same on every rank
+        _start(net, self.chain, self.budget, config)
+        plain = Engine(precision=Precision.FLOAT32, compile=False, graphs=False, kernels=False)
+        engine = engine or plain.resolve(device_of(net))
+        loss = task.loss or classification_loss(config.label_smoothing)
+        self.setup = Setup(net, self.chain, self.budget, config, loss, engine.precision, self.world)
+        self.steps = Steps(self.setup, engine, task.optimizer)
+
+    @property
+    def moves_alphas(self) -> bool:
+        """True once the warm-up is over."""
+        return self.at >= self.warmup
+
+    def step(self, batch: Any, arch_batch: Any = None) -> SearchRecord:
+        """Train the weights and, after the warm-up, move the alphas, as the settings say."""
+        self._begin()
+        trained = self.train_weights([batch])
+        moved = self.move_alphas([batch if arch_batch is None else arch_batch]) if self.moves_alphas else None
+        return self.record([batch], trained, moved).read(self.world)
+
+    def weight_loss(self, batch: Any) -> Tensor:
+        """Begin a step: the summed losses of the largest, the smallest and some sampled sub-networks."""
+        self._begin()
+        weights = [weight for weight in self.net.weights() if weight.requires_grad]
+        losses, gradients = self.steps.weight_gradients(batch, self._sampling(), self.generator, weights)
+        return as_loss(losses.sum(), weights, gradients)
+
+    def arch_loss(self, batch: Any) -> Tensor:
+        """Of the same step: the loss of the soft network and of the budget, with a gradient of the alphas alone."""
+        if not self.moves_alphas:
+            raise TrainingError(f"Step {self.at} is in the warm-up: call arch_loss only if searcher.moves_alphas.")
+        if self.growth > 1:
+            with torch.no_grad():
+                self.net.alpha.mul_(self.growth)
+        loss, gradient = arch_gradient(self.setup, batch)
+        return as_loss(loss, [self.net.alpha], [gradient])
+
+    def result(self) -> SearchResult:
+        """The distribution of widths so far."""
+        return SearchResult(
+            alphas=self.net.alpha.detach().cpu().clone(),
+            sizes=self.chain.sizes.cpu(),
+            graph=self.net.graph,
+            budget=self.budget,
+            tolerance=self.config.tolerance,
+            align=self.config.align,
+            process=self.chain.process,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a search needs to go on, except for the data."""
+        return {
+            "net": self.net.state_dict(),
+            "narrow": self.steps.narrow_buffers(),
+            "optimizers": [it.state_dict() for it in (self.steps.weights, self.steps.alphas)],
+            "generator": self.generator.get_state(),
+            "at": self.at,
+            "scale": self.scale,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a searcher with the same settings was."""
+        self.net.load_state_dict(state["net"])
+        for name, buffer in self.steps.narrow_buffers().items():
+            buffer.copy_(state["narrow"][name])
+        for optimizer, own in zip((self.steps.weights, self.steps.alphas), state["optimizers"], strict=True):
+            optimizer.load_state_dict(own)
+        self.generator.set_state(state["generator"])
+        self.at, self.scale = state["at"], state["scale"]
+
+    def train_weights(self, batches: list[Any]) -> tuple[float, Tensor] | None:
+        """Stage 1 of the current step; its learning rate and losses, or None where the weights stay."""
+        config = self.config
+        if self.moves_alphas and not config.train_weights:
+            return None
+        self.scale = (
+            self.scale
+            or int(sum_values(torch.tensor([sum(map(size_of, batches))]), self.world)) / config.reference_batch
+        )
+        lr = self.scale * cosine(self.at, self.total, config.lr, config.min_lr)
+        return lr, self.steps.train_weights(batches, self._sampling(), self.generator, lr)
+
+    def move_alphas(self, batches: list[Any]) -> tuple[float, ArchRecord]:
+        """Stage 2 of the current step; its learning rate and what it saw."""
+        at, total = self.at - self.warmup, self.total - self.warmup
+        lr = cosine(at, total, self.config.alpha_lr, self.config.alpha_min_lr)
+        return lr, self.steps.move_alphas(batches, lr, self.growth)
+
+    def record(
+        self, batches: list[Any], trained: tuple[float, Tensor] | None, moved: tuple[float, ArchRecord] | None
+    ) -> Step:
+        """What the current step saw, still on the device."""
+        (lr, losses), (alpha_lr, seen) = trained or (0.0, None), moved or (0.0, None)
+        samples = sum(map(size_of, batches))
+        return Step(self.at, self.at // self.per_epoch, samples, lr, losses, alpha_lr, seen)
+
+    def _begin(self) -> None:
+        if self.at + 1 == self.total:
+            epochs = f"{self.config.epochs} epochs of {self.per_epoch}"
+            raise TrainingError(f"All {self.total} steps are done, {epochs}: take result().")
+        self.at += 1
+        self.net.train()
+
+    def _sampling(self) -> Sampling:
+        return self.config.sampling if self.moves_alphas else self.config.warmup_sampling
 
 
 # checkpoints
 
 
-def _state(net: Supernet, steps: Steps, generator: torch.Generator, data: list[ResumableIterator]) -> State:
+def _state(searcher: Searcher, data: list[ResumableIterator]) -> State:
     """All that a checkpoint of a search holds."""
+    net, steps = searcher.net, searcher.steps
     shared = {f"model.{name}": tensor for name, tensor in net.model.named_parameters()} | {"alpha": net.alpha}
-    narrow = dict(steps.narrow.skeleton.named_buffers()) if steps.narrow else {}
 
     def own() -> dict[str, Tensor]:
-        small = {f"narrow.{name}": tensor for name, tensor in narrow.items()}
+        small = {f"narrow.{name}": tensor for name, tensor in steps.narrow_buffers().items()}
         return {f"model.{name}": tensor for name, tensor in net.model.named_buffers()} | small
 
-    optimizers = [steps.weights, steps.alphas]
-    return State(shared, own, optimizers, [generator], data, net.alpha.device)
+    return State(shared, own, [steps.weights, steps.alphas], [searcher.generator], data, net.alpha.device)
 
 
 def _resume(checkpointer: Checkpointer | None, state: State, log: Log, warmup: int, world: World) -> tuple[int, float]:
@@ -143,10 +259,8 @@ def _resume(checkpointer: Checkpointer | None, state: State, log: Log, warmup: i
 # before the first step
 
 
-def _prepare(net: Supernet, config: SearchConfig, arch_loader: Loader | None) -> tuple[Budget, Chains]:
+def _prepare(net: Supernet, config: SearchConfig) -> tuple[Budget, Chains]:
     """The budget and the chains; an error if they, the supernet and the settings do not fit together."""
-    if arch_loader is not None and not config.task_loss:
-        raise TrainingError("With task_loss=False the alphas see no data: leave arch_loader out.")
     if config.warmup_epochs or config.train_weights:
         check_trainable(net.model)
     wanted = [list(group_sizes(it.size, config.groups, it.step(config.align))) for it in net.graph.spaces]

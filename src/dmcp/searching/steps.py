@@ -89,11 +89,30 @@ def weight_step(
 ) -> Tensor:
     """Stage 1 (eq. 14): train sub-networks by the sandwich rule, in one optimizer step; returns their losses. (n,)
 
-    The first sub-network learns the task; with `distill` the others learn from its output. Several batches count as
-    one large batch. The alphas are not touched.
+    Several batches count as one large batch. The alphas are not touched.
+    """
+    weights = [parameter for parameter in _parameters(optimizer) if parameter.requires_grad]
+    losses, gradients = weight_gradients(setup, batches, weights, subnets, passes)
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight.grad = gradient
+    mean_gradients(weights, sum(map(size_of, batches)), setup.world)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return losses
+
+
+def weight_gradients(
+    setup: Setup,
+    batches: Sequence[Any],
+    weights: Sequence[Tensor],
+    subnets: Sequence[Subnet],
+    passes: Passes | None = None,
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Losses of sub-networks (n,), and the gradients of their sum.
+
+    The first sub-network learns the task; with `distill` the others learn from its output.
     """
     run = passes or Passes(setup.net.fold, partial(run_folded, setup.net.model))
-    weights = [parameter for parameter in _parameters(optimizer) if parameter.requires_grad]
     gradients: list[Tensor | None] = [None] * len(weights)
     samples = sum(map(size_of, batches))
     losses: list[Tensor] = []
@@ -116,12 +135,7 @@ def weight_step(
             target = target or [tensor.detach() for tensor in tensors_in(output)]
         if shared is not None and back is not None:
             gradients = _sums(gradients, torch.autograd.grad(shared, weights, back, allow_unused=True))
-    for weight, gradient in zip(weights, gradients, strict=True):
-        weight.grad = gradient
-    mean_gradients(weights, samples, setup.world)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return torch.stack(losses).reshape(len(batches), len(subnets)).mean(dim=0)
+    return torch.stack(losses).reshape(len(batches), len(subnets)).mean(dim=0), gradients
 
 
 def arch_step(
@@ -149,6 +163,27 @@ def arch_step(
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return ArchRecord(torch.stack(task).mean() if task else None, excess.detach(), seen.detach())
+
+
+def arch_gradient(setup: Setup, batch: Any) -> tuple[Tensor, Tensor]:
+    """The loss of stage 2 (eq. 15) on one batch, and its gradient; weights and buffers come out bit-identical."""
+    net, chains, config = setup.net, setup.chains, setup.config
+    with _only_alphas(net):
+        chances = chains.marginals(net.alpha)
+        seen = ratios(setup.budget, net.graph, chances, chains.sizes, chains.process)
+        loss = config.budget_weight * budget_loss(seen, config.tolerance)
+        if config.task_loss:
+            loss = loss + loss_of(setup.loss, net(input_of(batch), chains.gates(chances)), batch)
+        (gradient,) = torch.autograd.grad(loss, net.alpha)
+    return loss.detach(), gradient
+
+
+def as_loss(value: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
+    """A scalar with this value whose backward pass gives the parameters these gradients."""
+    pairs = zip(parameters, gradients, strict=True)
+    dots = [(parameter * gradient).sum() for parameter, gradient in pairs if gradient is not None]
+    total = torch.stack(dots).sum()
+    return total + (value - total).detach()
 
 
 def _run(passes: Passes, subnet: Subnet, x: Any, h: Tensor | None) -> Any:
@@ -258,25 +293,42 @@ class Steps:
         self.largest = net.hard(setup.chains.sizes.sum(dim=1))
         unbounded = bool(self.largest.all())
 
-        def stage1(batches: list[Any], gates: Tensor) -> Tensor:
+        def sandwich(batches: list[Any], gates: Tensor) -> tuple[list[Subnet], Passes]:
             as_traced = stem is None or all(stem.fits(input_of(batch)) for batch in batches)
             passes = split if as_traced else plain
             largest: Subnet = self.largest
             if unbounded:  # nothing is gated
                 largest = lambda x, h: passes.run(x, *(() if h is None else (h,)), net.unfolded())  # noqa: E731
-            subnets = [largest, smallest if as_traced else gated, *gates.unbind()]
-            return weight_step(setup, batches, self.weights, subnets, passes)
+            return [largest, smallest if as_traced else gated, *gates.unbind()], passes
+
+        def stage1(batches: list[Any], gates: Tensor) -> Tensor:
+            return weight_step(setup, batches, self.weights, *sandwich(batches, gates))
 
         def stage2(batches: list[Any]) -> ArchRecord:
             return arch_step(setup, batches, self.alphas, soft)
 
+        self.sandwich = sandwich
         self.stage1, self.stage2 = engine.repeated(stage1), engine.repeated(stage2)
 
     def train_weights(self, batches: list[Any], sampling: Sampling, generator: torch.Generator, lr: float) -> Tensor:
         """Stage 1 with newly sampled sub-networks."""
-        gates = sample_gates(self.setup.net, self.setup.chains, sampling, self.setup.config.subnets, generator)
         set_lr(self.weights, lr, self.shares)
-        return self.stage1(batches, torch.stack(gates) if gates else self.largest[None][:0])  # type: ignore[no-any-return]
+        return self.stage1(batches, self._sample(sampling, generator))  # type: ignore[no-any-return]
+
+    def weight_gradients(
+        self, batch: Any, sampling: Sampling, generator: torch.Generator, weights: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """The losses and gradients of stage 1, without an optimizer."""
+        subnets, passes = self.sandwich([batch], self._sample(sampling, generator))
+        return weight_gradients(self.setup, [batch], weights, subnets, passes)
+
+    def narrow_buffers(self) -> dict[str, Tensor]:
+        """Running statistics of the smallest sub-network's copy."""
+        return dict(self.narrow.skeleton.named_buffers()) if self.narrow else {}
+
+    def _sample(self, sampling: Sampling, generator: torch.Generator) -> Tensor:
+        gates = sample_gates(self.setup.net, self.setup.chains, sampling, self.setup.config.subnets, generator)
+        return torch.stack(gates) if gates else self.largest[None][:0]
 
     def move_alphas(self, batches: list[Any], lr: float, growth: float = 1.0) -> ArchRecord:
         """Stage 2; then all alphas grow by a factor, which sharpens the chains and leaves their borders in place."""
