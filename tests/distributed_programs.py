@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import itertools
 import os
 import sys
-import tempfile
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -43,7 +40,6 @@ from dmcp.runtime.distributed import (
 )
 
 STEPS = 5  # in an epoch
-PIXELS = (1, 8, 8)
 
 
 @functools.cache
@@ -103,37 +99,7 @@ def train_normed(world: World, batch: int) -> dict[str, Any]:
     trained = train(model, loader(world, batch), lr=0.2, reference_batch=batch)
     accuracy = dmcp.evaluate(model, test_loader(world))
     dmcp.recalibrate(model, loader(world, batch))
-    found = {"search": searched, "training": trained, "accuracy": accuracy, "calibrated": buffers(model)}
-    return found | {"interrupted": interrupted(world, 16)}
-
-
-def interrupted(world: World, batch: int) -> list[str]:
-    """Hashes of a search and a training with dropout: unbroken, and left by an error and resumed."""
-    warnings.simplefilter("ignore", dmcp.losses.DistillationWarning)
-    (folder,) = {*gather(tempfile.mkdtemp() if world.first else None, world)} - {None}
-
-    def run(act: Callable[..., Any], crash: int, name: str = "") -> str:
-        torch.manual_seed(world.rank)
-        calls = itertools.count()
-
-        def loss(output: Tensor, labelled: Any) -> Tensor:
-            if next(calls) == crash:
-                raise RuntimeError("crash")
-            return F.cross_entropy(output, labelled[1])
-
-        saver = dmcp.Checkpointer(Path(folder) / name, every_steps=1) if name else None
-        batches = loader(world, batch, steps=20)
-        found = act(dropped(), batches, loss=loss, checkpointer=saver, reference_batch=batch)
-        return str(found["hash"]) + digest([found.get("alphas", torch.zeros(1))])
-
-    hashes = []
-    for act, crash in ((search, 45), (train, 30)):  # an epoch has 20 steps, of which every tenth may be saved
-        hashes.append(run(act, -1))
-        try:
-            run(act, crash, act.__name__)
-        except RuntimeError:
-            hashes.append(run(act, -1, act.__name__))
-    return hashes
+    return {"search": searched, "training": trained, "accuracy": accuracy, "calibrated": buffers(model)}
 
 
 class Macro:
@@ -207,14 +173,11 @@ def test_loader(world: World) -> Any:
     return make_loader(load("digits").test, 127, train=False, world=world)
 
 
-def search(
-    model: nn.Module, batches: Any, arch_loader: Any = None, loss: Any = None, checkpointer: Any = None, **settings: Any
-) -> dict[str, Any]:
+def search(model: nn.Module, batches: Any, arch_loader: Any = None, **settings: Any) -> dict[str, Any]:
     """What a search of two epochs saw, and where it ended."""
-    net = dmcp.Supernet(model, dmcp.trace(model, torch.zeros(2, *PIXELS)))
+    net = dmcp.Supernet(model, dmcp.trace(model, torch.zeros(2, 1, 8, 8)))
     config = dmcp.SearchConfig(budget="50%", epochs=2, **settings)
-    how = {"task": dmcp.Task(loss=loss), "runtime": dmcp.Runtime(checkpointer=checkpointer)}
-    found = dmcp.search(net, batches, config, arch_loader=arch_loader, **how)
+    found = dmcp.search(net, batches, config, arch_loader=arch_loader)
     losses = [
         torch.tensor([*record.weight_losses, record.task_loss or 0.0, record.budget_loss or 0.0])
         for record in found.log
@@ -223,29 +186,21 @@ def search(
     return result(net.model, torch.stack(losses)) | {"alphas": found.alphas}
 
 
-def train(
-    model: nn.Module, batches: Any, loss: Any = None, checkpointer: Any = None, **settings: Any
-) -> dict[str, Any]:
+def train(model: nn.Module, batches: Any, **settings: Any) -> dict[str, Any]:
     """What a training of two epochs saw, and where it ended."""
-    how = {"task": dmcp.Task(loss=loss), "runtime": dmcp.Runtime(checkpointer=checkpointer)}
-    records = dmcp.train(model, batches, dmcp.TrainConfig(epochs=2, **settings), **how)
+    records = dmcp.train(model, batches, dmcp.TrainConfig(epochs=2, **settings))
     return result(model, torch.tensor([record.loss for record in records], dtype=torch.float64))
 
 
 def result(model: nn.Module, losses: Tensor) -> dict[str, Any]:
-    """Losses, weights and buffers, and a hash of the weights."""
+    """Losses, weights and buffers."""
     weights = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
-    return {"losses": losses, "weights": weights, "buffers": buffers(model), "hash": digest(weights.values())}
+    return {"losses": losses, "weights": weights, "buffers": buffers(model)}
 
 
 def buffers(model: nn.Module) -> dict[str, Tensor]:
     """The running statistics of every BatchNorm."""
     return {name: tensor.clone() for name, tensor in model.named_buffers()}
-
-
-def digest(tensors: Iterable[Tensor]) -> str:
-    """One hash of the bits of all."""
-    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
 
 
 # every collective gives what one process would have computed

@@ -49,7 +49,6 @@ ASKED = (
     "--save-steps 50"
 )
 NAME = "distributed_programs-dropped-digits-prune"
-ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def free_port() -> int:
@@ -137,11 +136,17 @@ def test_parts_are_those_of_array_split(count: int, world_size: int) -> None:
         assert samples[part(count, World(rank, world_size))].tolist() == wanted.tolist()
 
 
-def test_a_single_process_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ENVIRONMENT:
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The environment that a launcher sets, so far nothing."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_a_single_process_needs_no_group(launcher: pytest.MonkeyPatch) -> None:
     assert join() == current() == SINGLE_PROCESS and SINGLE_PROCESS.first
-    monkeypatch.setenv("WORLD_SIZE", "1")
+    launcher.setenv("WORLD_SIZE", "1")
     assert join() == SINGLE_PROCESS and not torch.distributed.is_initialized()
     values = torch.tensor([1, 2])
     share_tensors([values], SINGLE_PROCESS)
@@ -160,12 +165,10 @@ def test_a_single_process_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> Non
         {"WORLD_SIZE": "6", "RANK": "5", "LOCAL_RANK": "1", "device": "cuda"},  # more processes than GPUs
     ],
 )
-def test_half_a_launcher_is_refused(settings: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ENVIRONMENT:
-        monkeypatch.delenv(name, raising=False)
+def test_half_a_launcher_is_refused(settings: dict[str, str], launcher: pytest.MonkeyPatch) -> None:
     for name, value in settings.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        launcher.setenv(name, value)
+    launcher.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(RankError, match=r"start (several processes with torchrun|one process per GPU)"):
         join(settings.get("device", "cpu"))
 
@@ -180,9 +183,7 @@ def check_plain(everyone: list[dict[str, Any]], batch: int) -> None:
         parts = [part for part in ("losses", "weights", "alphas") if part in wanted]
         gaps = {part: gap(everyone[0][name][part], wanted[part]) for part in parts}
         assert max(gaps.values()) < NEAR, (name, gaps)
-        for mine in everyone[1:]:
-            assert mine[name]["hash"] == everyone[0][name]["hash"]
-            assert all(gap(mine[name][part], everyone[0][name][part]) == 0 for part in parts)
+        assert all(gap(mine[name][part], everyone[0][name][part]) == 0 for mine in everyone[1:] for part in parts)
         assert len(wanted["losses"]) == 2 * STEPS
         assert gap(wanted["weights"], dict(programs.plain(SINGLE_PROCESS).named_parameters())) > 1e-2  # they have moved
     for name in ("usual search", "held-out search"):
@@ -203,15 +204,12 @@ def test_without_batchnorm_two_ranks_compute_what_one_process_does(batch: int, t
 def test_with_batchnorm_ranks_stay_together(tmp_path: Path) -> None:
     first, second = learned(tmp_path, 2, "train_normed", 64)
     for name in ("search", "training"):
-        assert first[name]["hash"] == second[name]["hash"]
+        assert gap(first[name]["weights"], second[name]["weights"]) == 0
         losses = first[name]["losses"].reshape(2 * STEPS, -1)[:, 0]  # of the largest network
         assert losses[-3:].mean() < losses[:3].mean() - 0.1
     assert gap(first["search"]["alphas"], second["search"]["alphas"]) == 0
     assert gap(first["search"]["buffers"], second["search"]["buffers"]) > 1e-3  # statistics are those of a rank
     assert gap(first["training"]["buffers"], second["training"]["buffers"]) == 0
-
-    for searched, searched_again, trained, trained_again in (first["interrupted"], second["interrupted"]):
-        assert searched == searched_again and trained == trained_again  # resumed with the same bits
 
     model = build("digits:resnet")
     model.load_state_dict(first["training"]["weights"] | first["training"]["buffers"])
