@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from types import GeneratorType
 from typing import Any, Protocol
@@ -180,6 +181,11 @@ def check_size(batch_size: int, images: int, train: bool, world: World = SINGLE_
 def too_large(batch_size: int, images: int, option: str) -> str:
     """The text of an error: more images in a batch than there are."""
     return f"A batch of {batch_size} is larger than the data: lower {option} to at most {images}, the training images."
+
+
+def usual_workers() -> int:
+    """Processes or threads that read files: as many as there are cores, at most 8."""
+    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 def mix(*numbers: int) -> int:

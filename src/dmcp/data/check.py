@@ -12,17 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import PIL.Image
 
-from dmcp.data.datasets import (
-    ArraySet,
-    DataSet,
-    DataSets,
-    FolderSet,
-    as_rgb,
-    check_file,
-    empty_classes,
-    is_refused,
-    usual_workers,
-)
+from dmcp.batches import usual_workers
+from dmcp.data.datasets import ArraySet, DataSet, DataSets, FolderSet, as_rgb, check_file, empty_classes, is_refused
 from dmcp.runtime.io import quote
 
 _THREADS = 8  # at most

@@ -67,11 +67,6 @@ def is_refused(error: Exception) -> bool:
     return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None)
 
 
-def usual_workers() -> int:
-    """As many as there are cores, at most 8."""
-    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-
-
 def finds_all(root: str) -> str:
     """How to find all broken files of a folder."""
     return f" dmcp data {shlex.quote(root)} finds all broken files at once." if root else ""

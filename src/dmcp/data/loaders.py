@@ -10,18 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
-from dmcp.batches import check_size, generator, mix, share_of
-from dmcp.data.datasets import (
-    ArraySet,
-    Augmentation,
-    CorruptError,
-    DataSet,
-    FolderSet,
-    decode,
-    finds_all,
-    transform,
-    usual_workers,
-)
+from dmcp.batches import check_size, generator, mix, share_of, usual_workers
+from dmcp.data.datasets import ArraySet, Augmentation, CorruptError, DataSet, FolderSet, decode, finds_all, transform
 from dmcp.errors import DataError
 from dmcp.runtime.distributed import SINGLE_PROCESS, World
 
