@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from dmcp.batches import batches_from, check_parts, input_of, labels_of, length_of, peek, share_of, size_of
+from dmcp.batches import batches_from, check_parts, input_of, labels_of, length_of, peek, size_of
 from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError
@@ -84,17 +84,6 @@ def test_samplers_that_repeat_are_seen() -> None:
     check_parts(loader(21), SINGLE_PROCESS)
     with pytest.raises(DataError, match="repeats samples"):
         check_parts(loader(21), World(0, 2))
-
-
-@pytest.mark.parametrize("ranks", [1, 3, 7])
-@pytest.mark.parametrize(("size", "images"), [(10, 43), (7, 7), (1, 3), (64, 10)])
-def test_shares_follow_each_other(size: int, images: int, ranks: int) -> None:
-    numbers = range(-(-images // size))
-    shares = [
-        [range(images)[share_of(it, size, images, World(rank, ranks))] for rank in range(ranks)] for it in numbers
-    ]
-    assert all(max(map(len, batch)) - min(map(len, batch)) <= 1 for batch in shares)
-    assert [place for batch in shares for share in batch for place in share] == list(range(images))
 
 
 # a look at the first batch

@@ -26,20 +26,8 @@ from torch import Tensor, nn
 import dmcp
 from dmcp.errors import RankError
 from dmcp.models import build
-from dmcp.runtime.distributed import (
-    EXIT_RANK_LOST,
-    SINGLE_PROCESS,
-    World,
-    current,
-    gather,
-    join,
-    leave,
-    mean_gradients,
-    mean_values,
-    part,
-    share_tensors,
-    sum_values,
-)
+from dmcp.runtime import distributed
+from dmcp.runtime.distributed import EXIT_RANK_LOST, SINGLE_PROCESS, World, current, join, leave, part
 from dmcp.runtime.io import LOCK
 
 NEAR = 1e-5
@@ -149,10 +137,11 @@ def test_a_single_process_needs_no_group(launcher: pytest.MonkeyPatch) -> None:
     launcher.setenv("WORLD_SIZE", "1")
     assert join() == SINGLE_PROCESS and not torch.distributed.is_initialized()
     values = torch.tensor([1, 2])
-    share_tensors([values], SINGLE_PROCESS)
-    mean_gradients([values], 3, SINGLE_PROCESS)
-    assert sum_values(values, SINGLE_PROCESS).tolist() == mean_values(values, 5, SINGLE_PROCESS).tolist() == [1, 2]
-    assert gather("x", SINGLE_PROCESS) == ["x"]
+    distributed.share_tensors([values], SINGLE_PROCESS)
+    distributed.mean_gradients([values], 3, SINGLE_PROCESS)
+    for found in (distributed.sum_values(values, SINGLE_PROCESS), distributed.mean_values(values, 5, SINGLE_PROCESS)):
+        assert found.tolist() == [1, 2]
+    assert distributed.gather("x", SINGLE_PROCESS) == ["x"]
     leave()
 
 

@@ -144,16 +144,6 @@ def test_which_networks_get_kernels(make: Callable[[], nn.Module], narrow: bool,
     assert (is_narrow(model), is_depthwise(model)) == (narrow, depthwise)
 
 
-def test_kernels_that_cannot_be_imported_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(name: str) -> None:
-        raise ImportError(f"No module named {name}\nand more")
-
-    engine.kernels_refused.cache_clear()
-    monkeypatch.setattr(engine.importlib, "import_module", fail)
-    assert engine.kernels_refused(torch.device("cuda", 7)) == "No module named dmcp.runtime.kernels"
-    engine.kernels_refused.cache_clear()
-
-
 # what is switched and put back
 
 
@@ -323,16 +313,11 @@ def test_set_lr_gives_each_group_its_share() -> None:
 
 
 def test_a_repeated_step_on_the_cpu_just_runs() -> None:
-    calls: list[int] = []
-
-    def step(batch: Any, scale: float) -> Tensor:
-        calls.append(1)
-        return batch[0] * scale
-
-    assert resolved(graphs=True).repeated(step) is step
-    repeated = Repeated(step)
+    calls: list[Any] = []
+    assert resolved(graphs=True).repeated(calls.append) == calls.append
+    repeated = Repeated(calls.append)
     for number in range(6):
-        assert repeated((torch.full((2,), number), "n"), 2.0).tolist() == [2 * number] * 2
+        repeated((torch.full((2,), number), "n"))
     assert len(calls) == 6 and not repeated.graphs and not repeated.seen
 
 
