@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple
 
 import PIL.Image
 
@@ -18,7 +19,6 @@ from dmcp.runtime.io import quote
 
 _THREADS = 8  # at most
 _PENDING = 8192  # files that wait for a thread
-_T = TypeVar("_T")
 
 
 class Broken(NamedTuple):
@@ -109,7 +109,8 @@ def check_data(
 
 def no_images(dataset: FolderSet) -> list[Broken]:
     """Files whose first bytes are not those of an image, such as empty ones; what is cut off later is not found."""
-    return [one for one in _in_threads(_read_head, dataset.paths, _THREADS) if one]
+    looked = _in_threads(partial(_look, whole=False), dataset.paths, _THREADS)
+    return [one.failure for one in looked if one.failure]
 
 
 class _Looked(NamedTuple):
@@ -138,29 +139,20 @@ def _look_at_all(
             yield one
 
 
-def _look(path: str) -> _Looked:
-    """Decode a file just as a loader does, and hash its bytes."""
+def _look(path: str, whole: bool = True) -> _Looked:
+    """Hash a file and decode it just as a loader does, or (not whole) look at its first bytes alone."""
     try:
         check_file(path)
         with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").digest()
+            digest = hashlib.file_digest(file, "sha256").digest() if whole else b""
             file.seek(0)
             with PIL.Image.open(file) as image:
                 size, mode = (image.height, image.width), image.mode
-                as_rgb(image)
+                if whole:
+                    as_rgb(image)
     except Exception as error:  # PIL raises many kinds for a broken file
         return _Looked(path, failure=_broken(path, error))
     return _Looked(path, size, mode, digest)
-
-
-def _read_head(path: str) -> Broken | None:
-    """Why a file cannot be an image; None if it may be one."""
-    try:
-        check_file(path)
-        with PIL.Image.open(path):
-            return None
-    except Exception as error:  # PIL raises many kinds for a broken file
-        return _broken(path, error)
 
 
 def _broken(path: str, error: Exception) -> Broken:
@@ -171,7 +163,7 @@ def _broken(path: str, error: Exception) -> Broken:
     return Broken(path, " ".join(quote(error).split()) or type(error).__name__)
 
 
-def _in_threads(work: Callable[[str], _T], paths: Sequence[str], workers: int) -> Iterable[_T]:
+def _in_threads(work: Callable[[str], _Looked], paths: Sequence[str], workers: int) -> Iterator[_Looked]:
     """The results for all paths, in order; most of the work is done while Python's lock is released."""
     PIL.Image.init()  # else threads that meet a rare file format at the same time do not all know it
     with ThreadPoolExecutor(max(1, workers)) as pool:
