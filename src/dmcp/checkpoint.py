@@ -99,10 +99,9 @@ def _find(folder: Path) -> list[tuple[int, Path]]:
     """Steps and files of the checkpoints of a folder, the oldest first."""
     refuse_link(folder)
     try:
-        named = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+        paths = folder.iterdir() if folder.exists() else ()
+        named = [(match, path) for path in paths if (match := _NAME.fullmatch(path.name))]
         found = sorted((int(match[1]), path.lstat().st_mtime_ns, path) for match, path in named)
-    except FileNotFoundError:
-        return []
     except OSError as error:
         raise FileError(f"{folder}: cannot be read: {error.strerror or error}.") from error
     for _, _, path in found:

@@ -139,14 +139,14 @@ def _folder(path: Path, size: int | tuple[int, int], strict: bool) -> DataSets:
     train, test = (_list_part(path, part, sides) for part in _PARTS)
     for part, own, other in ((_PARTS[0], train, test), (_PARTS[1], test, train)) if strict else ():
         odd = {
-            f"no image files ({', '.join(_ENDINGS[:3])}, ...) in": empty_classes(own),
-            f"classes only in {part}/:": sorted(set(own.names) - set(other.names)),
-            "one class, but at least two are needed:": own.names if len(own.names) < 2 else (),
+            f"there are no image files ({', '.join(_ENDINGS[:3])}, ...) in": empty_classes(own),
+            f"there are classes only in {part}/:": sorted(set(own.names) - set(other.names)),
+            "there is one class, but at least two are needed:": own.names if len(own.names) < 2 else (),
         }
         for text, names in odd.items():
             if names:
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-                raise DataError(f"{path / part}: there are {text} {', '.join(names[:3])}{more}.")
+                raise DataError(f"{path / part}: {text} {', '.join(names[:3])}{more}.")
     return DataSets(train, test, train.classes, train.shape, (str(path / _PARTS[0]), str(path / _PARTS[1])))
 
 

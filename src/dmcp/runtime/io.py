@@ -100,7 +100,7 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 def refuse_link(path: Path) -> None:
     """Stop if a file or folder is a link to a place outside the folder that it is in."""
-    if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(path.parent)):
+    if os.path.islink(path) and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(path.parent)):
         raise FileError(f"{path} is a link that leads elsewhere: put there what it leads to, if you trust it.")
 
 
