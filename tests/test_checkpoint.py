@@ -325,17 +325,6 @@ def test_a_checkpoint_is_due_by_steps_by_time_and_on_request(tmp_path: Path) -> 
     assert [again.due(step, SINGLE_PROCESS) for step in (13, 14)] == [False, True]  # from the checkpoint on
 
 
-def test_other_settings_are_named(tmp_path: Path) -> None:
-    settings = {"lr": 0.1, "net": {"width": [4, 5], "depth": 3}, "old": 1}
-    saver = Checkpointer(tmp_path, settings)
-    assert saver.load(SINGLE_PROCESS) is None
-    saver.save(3, State({}, dict, [], [], [], CPU), {}, SINGLE_PROCESS)
-    assert saver.load(SINGLE_PROCESS) is not None
-    other = Checkpointer(tmp_path, {"lr": 0.2, "net": {"width": [4, 6], "depth": 3}, "new": None})
-    with pytest.raises(FileError, match=r"lr was 0\.1, is 0\.2; net\.width was \[4, 5\], is \[4, 6\]; old was 1, is"):
-        other.load(SINGLE_PROCESS)
-
-
 # searching and training
 
 
