@@ -40,31 +40,25 @@ def _same_world() -> Iterator[None]:
     assert _switches() == before
 
 
+@pytest.fixture
+def figures() -> None:
+    """For tests whose runs are to end with figures."""
+
+
 @pytest.fixture(autouse=True)
-def _no_word_about_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How fast the networks are here must not decide what commands print; tests of that set it themselves."""
+def _quick_commands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What commands do beside the matter is short, and what they print does not depend on how fast this machine is."""
     monkeypatch.setattr("dmcp.results._SLOW", math.inf)
-
-
-@pytest.fixture(autouse=True)
-def _timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is it looked for ten times; test_pruning calls what does that itself."""
-    for module in ("results", "cli.prune", "compare.table"):
+    for module in ("results", "cli.prune", "compare.table"):  # not ten times; test_pruning calls what does that itself
         monkeypatch.setattr(f"dmcp.{module}.milliseconds", lambda nets, example, *_: milliseconds(nets, example, 1))
-
-
-@pytest.fixture(autouse=True)
-def _no_word_about_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands take 708 of the 1415 digits, which is one step an epoch; all of them would say what is left out."""
-    left_out = job_module._left_out
+    if "figures" not in request.fixturenames:  # they take longer than the short runs of tests
+        for module in ("runs", "cli.prune"):
+            monkeypatch.setattr(f"dmcp.{module}.draw_all", lambda *_, **__: [])
+    left_out = job_module._left_out  # commands take 708 of the 1415 digits; all of them would say what is left out
     monkeypatch.setattr(
         job_module, "_left_out", lambda config, count: () if config.data == "digits" else left_out(config, count)
     )
-
-
-@pytest.fixture(autouse=True)
-def _traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hundreds of tests type commands for the same small networks: tracing them anew would be most of the time."""
+    # hundreds of tests type commands for the same small networks: tracing them anew would be most of the time
     monkeypatch.setattr("dmcp.cli.job.trace", _trace_once)
 
 
@@ -80,19 +74,6 @@ def _trace_once(model: nn.Module, example: Tensor, **how: Any) -> ChannelGraph:
     if key not in _GRAPHS:
         _GRAPHS[key] = trace(model, example, **how)
     return _GRAPHS[key]
-
-
-@pytest.fixture
-def figures() -> None:
-    """For tests whose runs are to end with figures."""
-
-
-@pytest.fixture(autouse=True)
-def _no_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take longer than the short runs of tests; those that start the command as a process have them."""
-    if "figures" not in request.fixturenames:
-        for module in ("runs", "cli.prune"):
-            monkeypatch.setattr(f"dmcp.{module}.draw_all", lambda *_, **__: [])
 
 
 def _switches() -> tuple[object, ...]:

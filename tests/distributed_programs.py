@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
+import functools
 import os
 import sys
-import tempfile
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -42,9 +40,12 @@ from dmcp.runtime.distributed import (
 )
 
 STEPS = 5  # in an epoch
-PIXELS = (1, 8, 8)
-_DIGITS = make_loader(load("digits").test.subset(torch.arange(101)), 101, train=False)
-DIGITS = TensorDataset(*next(iter(_DIGITS)))  # not an even number
+
+
+@functools.cache
+def digits() -> TensorDataset:
+    """Not an even number of them; not made when this is imported, which a server does that forks."""
+    return TensorDataset(*next(iter(make_loader(load("digits").test.subset(torch.arange(101)), 101, train=False))))
 
 
 class Plain(nn.Module):
@@ -98,37 +99,7 @@ def train_normed(world: World, batch: int) -> dict[str, Any]:
     trained = train(model, loader(world, batch), lr=0.2, reference_batch=batch)
     accuracy = dmcp.evaluate(model, test_loader(world))
     dmcp.recalibrate(model, loader(world, batch))
-    found = {"search": searched, "training": trained, "accuracy": accuracy, "calibrated": running(model)}
-    return found | {"interrupted": interrupted(world, 16)}
-
-
-def interrupted(world: World, batch: int) -> list[str]:
-    """Hashes of a search and a training with dropout: unbroken, and left by an error and resumed."""
-    warnings.simplefilter("ignore", dmcp.losses.DistillationWarning)
-    (folder,) = {*gather(tempfile.mkdtemp() if world.first else None, world)} - {None}
-
-    def run(act: Callable[..., Any], crash: int, name: str = "") -> str:
-        torch.manual_seed(world.rank)
-        calls = itertools.count()
-
-        def loss(output: Tensor, labelled: Any) -> Tensor:
-            if next(calls) == crash:
-                raise RuntimeError("crash")
-            return F.cross_entropy(output, labelled[1])
-
-        saver = dmcp.Checkpointer(Path(folder) / name, every_steps=1) if name else None
-        batches = loader(world, batch, steps=20)
-        found = act(dropped(), batches, loss=loss, checkpointer=saver, reference_batch=batch)
-        return str(found["hash"]) + digest([found.get("alphas", torch.zeros(1))])
-
-    hashes = []
-    for act, crash in ((search, 45), (train, 30)):  # an epoch has 20 steps, of which every tenth may be saved
-        hashes.append(run(act, -1))
-        try:
-            run(act, crash, act.__name__)
-        except RuntimeError:
-            hashes.append(run(act, -1, act.__name__))
-    return hashes
+    return {"search": searched, "training": trained, "accuracy": accuracy, "calibrated": buffers(model)}
 
 
 class Macro:
@@ -152,34 +123,30 @@ class Macro:
         return (self.table[0] / self.table[1]).nanmean()
 
 
-def measure_whole(world: World, batch: int) -> dict[str, Any]:
+def measure_whole(world: World) -> dict[str, Any]:
     """A network tested by a metric of the whole data set, and what is said where that cannot be."""
     from accelerate.data_loader import BatchSamplerShard  # which is slow, and for the others in vain
 
     torch.manual_seed(0)
-    model = Plain()
-    told = []
-    for given, metric in (
-        (test_loader(world), Macro(gather=False)),
-        (DataLoader(DIGITS, batch, sampler=DistributedSampler(DIGITS)), Macro()),
-        (DataLoader(DIGITS, batch_sampler=BatchSamplerShard(one_by_one(batch), 2, world.rank)), Macro()),
-    ):
-        try:
-            told.append(str(dmcp.evaluate(model, given, metric)))
-        except dmcp.DmcpError as error:
-            told.append(str(error))
-    try:
-        padded = DataLoader(DIGITS, batch, sampler=DistributedSampler(DIGITS))
-        dmcp.prune(model, loader(world, 32), padded, task=dmcp.Task(metric=Macro()))
-    except dmcp.DmcpError as error:
-        told.append(str(error))
-    own = DataLoader(Subset(DIGITS, range(world.rank, len(DIGITS), world.size)), batch)
+    model, data = Plain(), digits()
+    padded = DataLoader(data, 8, sampler=DistributedSampler(data))
+    shard = BatchSamplerShard(BatchSampler(range(len(data)), 8, drop_last=False), world.size, world.rank)
+    refused = [
+        lambda: dmcp.evaluate(model, test_loader(world), Macro(gather=False)),
+        lambda: dmcp.evaluate(model, padded, Macro()),
+        lambda: dmcp.evaluate(model, DataLoader(data, batch_sampler=shard), Macro()),
+        lambda: dmcp.prune(model, loader(world, 32), padded, task=dmcp.Task(metric=Macro())),
+    ]
+    own = DataLoader(Subset(data, range(world.rank, len(data), world.size)), 8)
     found = {"dmcp": dmcp.evaluate(model, test_loader(world), Macro()), "own": dmcp.evaluate(model, own, Macro())}
-    return found | {"told": told, "mean": dmcp.evaluate(model, test_loader(world))}
+    return found | {"told": [refusal(call) for call in refused], "mean": dmcp.evaluate(model, test_loader(world))}
 
 
-def one_by_one(batch: int) -> BatchSampler:
-    return BatchSampler(range(len(DIGITS)), batch, drop_last=False)
+def refusal(call: Callable[[], Any]) -> str:
+    """What an error of ours says."""
+    with pytest.raises(dmcp.DmcpError) as error:
+        call()
+    return str(error.value)
 
 
 class Listing(torch.optim.SGD):
@@ -206,14 +173,11 @@ def test_loader(world: World) -> Any:
     return make_loader(load("digits").test, 127, train=False, world=world)
 
 
-def search(
-    model: nn.Module, batches: Any, arch_loader: Any = None, loss: Any = None, checkpointer: Any = None, **settings: Any
-) -> dict[str, Any]:
+def search(model: nn.Module, batches: Any, arch_loader: Any = None, **settings: Any) -> dict[str, Any]:
     """What a search of two epochs saw, and where it ended."""
-    net = dmcp.Supernet(model, dmcp.trace(model, torch.zeros(2, *PIXELS)))
+    net = dmcp.Supernet(model, dmcp.trace(model, torch.zeros(2, 1, 8, 8)))
     config = dmcp.SearchConfig(budget="50%", epochs=2, **settings)
-    how = {"task": dmcp.Task(loss=loss), "runtime": dmcp.Runtime(checkpointer=checkpointer)}
-    found = dmcp.search(net, batches, config, arch_loader=arch_loader, **how)
+    found = dmcp.search(net, batches, config, arch_loader=arch_loader)
     losses = [
         torch.tensor([*record.weight_losses, record.task_loss or 0.0, record.budget_loss or 0.0])
         for record in found.log
@@ -222,29 +186,21 @@ def search(
     return result(net.model, torch.stack(losses)) | {"alphas": found.alphas}
 
 
-def train(
-    model: nn.Module, batches: Any, loss: Any = None, checkpointer: Any = None, **settings: Any
-) -> dict[str, Any]:
+def train(model: nn.Module, batches: Any, **settings: Any) -> dict[str, Any]:
     """What a training of two epochs saw, and where it ended."""
-    how = {"task": dmcp.Task(loss=loss), "runtime": dmcp.Runtime(checkpointer=checkpointer)}
-    records = dmcp.train(model, batches, dmcp.TrainConfig(epochs=2, **settings), **how)
+    records = dmcp.train(model, batches, dmcp.TrainConfig(epochs=2, **settings))
     return result(model, torch.tensor([record.loss for record in records], dtype=torch.float64))
 
 
 def result(model: nn.Module, losses: Tensor) -> dict[str, Any]:
-    """Losses, weights and buffers, and a hash of the weights."""
+    """Losses, weights and buffers."""
     weights = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
-    return {"losses": losses, "weights": weights, "buffers": running(model), "hash": digest(weights.values())}
+    return {"losses": losses, "weights": weights, "buffers": buffers(model)}
 
 
-def running(model: nn.Module) -> dict[str, Tensor]:
+def buffers(model: nn.Module) -> dict[str, Tensor]:
     """The running statistics of every BatchNorm."""
     return {name: tensor.clone() for name, tensor in model.named_buffers()}
-
-
-def digest(tensors: Iterable[Tensor]) -> str:
-    """One hash of the bits of all."""
-    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
 
 
 # every collective gives what one process would have computed
@@ -266,22 +222,29 @@ class Mixed(nn.Module):
         return self.wide(rows).square().sum(1) + seen.square().sum(1) + (seen.detach().bfloat16() * self.short).sum(1)
 
 
-def agree() -> None:
+def check_group(port: int) -> None:
+    """A process group of our own is destroyed, one of the user's is not; it is what the rest runs in."""
     assert current() == SINGLE_PROCESS
     world = join("cpu")
     assert world == current() == join("cpu") == World(*(int(os.environ[it]) for it in ("RANK", "WORLD_SIZE", "RANK")))
-    for count in (10 * world.size + 1, world.size - 1):  # uneven, and none at all for the last rank
-        check_gradients(count, world)
-    check_values(world)
+    for _ in range(2):
+        leave()
+        assert current() == SINGLE_PROCESS
+    os.environ["MASTER_PORT"] = str(port)
+    dist.init_process_group("gloo")
+    assert world == join() == current()
+    leave()
+    assert dist.is_initialized()
+
+
+def check_losses(world: World) -> None:
+    """An error of the backend is the loss of another rank, a lack of memory is not."""
     broken = patch.object(dist, "broadcast", side_effect=dist.DistBackendError("NCCL is unhappy\nC++ trace"))
     with broken, pytest.raises(RankError, match=r"lost the others .*\(NCCL is unhappy\)"):
         share_tensors([torch.zeros(1)], world)
     full = patch.object(dist, "all_reduce", side_effect=torch.OutOfMemoryError("full"))
-    with full, pytest.raises(torch.OutOfMemoryError):  # not the fault of another rank
+    with full, pytest.raises(torch.OutOfMemoryError):
         sum_values(torch.zeros(1), world)
-    leave()
-    assert current() == SINGLE_PROCESS
-    leave()
 
 
 def check_gradients(count: int, world: World) -> None:
@@ -330,25 +293,25 @@ def check_values(world: World) -> None:
     assert all(torch.equal(mine, wanted) for mine, wanted in zip(tensors, fill(0), strict=True))
 
 
-def borrow() -> None:
-    """A process group of the user's own is used, and not destroyed."""
-    dist.init_process_group("gloo")
-    world = join()
-    assert world == current() and world.size == dist.get_world_size() > 1 and sum(gather(1, world)) == world.size
-    leave()
-    assert dist.is_initialized()
-    dist.destroy_process_group()
+# the processes
 
 
-def reduce(ready: Path) -> None:
-    """Sum for ever."""
-    world = join("cpu")
-    (ready / f"ready{world.rank}").touch()
+def everything(batch: int, folder: Path, port: int) -> None:
+    """All that ranks do together; then they sum for ever."""
+    check_group(port)
+    world = current()
+    for count in (10 * world.size + 1, world.size - 1):  # uneven, and none at all for the last rank
+        check_gradients(count, world)
+    check_values(world)
+    check_losses(world)
+    found = train_plain(world, batch) | {
+        "measured": measure_whole(world),
+        "listed": refusal(lambda: keep_a_list(folder)),
+    }
+    torch.save(found, folder / f"rank{world.rank}.new")
+    (folder / f"rank{world.rank}.new").rename(folder / f"rank{world.rank}.pt")
     while True:
         sum_values(torch.ones(1000), world)
-
-
-# the processes
 
 
 def learn(program: str, batch: int, folder: Path) -> None:
@@ -360,16 +323,13 @@ def learn(program: str, batch: int, folder: Path) -> None:
 
 
 def keep_a_list(folder: Path) -> None:
-    """Try to save a training that cannot be saved."""
-    world = join("cpu")
+    """Try to save a training that cannot be saved: the first rank writes, but all must raise."""
+    how = {
+        "task": dmcp.Task(optimizer=Listing),
+        "runtime": dmcp.Runtime(checkpointer=dmcp.Checkpointer(folder / "kept")),
+    }
     config = dmcp.TrainConfig(epochs=1, lr=0.2, warmup_lr=0.2)
-    dmcp.train(
-        plain(world),
-        loader(world, 4),
-        config,
-        task=dmcp.Task(optimizer=Listing),
-        runtime=dmcp.Runtime(checkpointer=dmcp.Checkpointer(folder)),
-    )
+    dmcp.train(plain(current()), loader(current(), 4), config, **how)
 
 
 def command(*arguments: str) -> None:
@@ -383,14 +343,8 @@ def start(rank: int, world_size: int, port: int, text: Path, program: str, *argu
     sink = os.open(text, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(sink, 1)
     os.dup2(sink, 2)
-    names = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": world_size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    os.environ.update({name: str(value) for name, value in names.items()})
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"})
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     globals()[program](*arguments)

@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from dmcp.batches import batches_from, check_parts, input_of, labels_of, length_of, peek, share_of, size_of
+from dmcp.batches import batches_from, check_parts, input_of, labels_of, length_of, peek, size_of
 from dmcp.data.datasets import load
-from dmcp.data.loaders import ArrayLoader, make_loader
+from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError
 from dmcp.runtime.distributed import SINGLE_PROCESS, World
 
@@ -53,20 +53,6 @@ def test_the_sampler_of_a_data_loader_learns_the_epoch() -> None:
     assert [batch.tolist() for (batch,) in batches_from(loader, 1, 3)] == epochs[1][3:]
 
 
-def test_an_array_loader_is_entered_without_the_skipped_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = make_loader(load("digits").train, 100, train=True, seed=1, world=World(1, 3))
-    whole = list(batches_from(loader, 4))
-    made: list[int] = []
-    batch = ArrayLoader.batch
-    monkeypatch.setattr(ArrayLoader, "batch", lambda self, number: (made.append(number), batch(self, number))[1])
-    loader.set_epoch(0)
-    rest = list(batches_from(loader, 4, 11))
-    assert made == [11, 12, 13]
-    for (images, labels), (expected, classes) in zip(rest, whole[11:], strict=True):
-        assert torch.equal(images, expected) and torch.equal(labels, classes)
-    assert not list(batches_from(loader, 4, 14))
-
-
 def test_an_epoch_that_is_too_short_is_refused() -> None:
     digits = make_loader(load("digits").train, 1000, train=True)
     for loader, length in ((Noisy(), 5), (digits, 1)):
@@ -98,18 +84,6 @@ def test_samplers_that_repeat_are_seen() -> None:
     check_parts(loader(21), SINGLE_PROCESS)
     with pytest.raises(DataError, match="repeats samples"):
         check_parts(loader(21), World(0, 2))
-
-
-@pytest.mark.parametrize("world_size", [1, 3, 7])
-@pytest.mark.parametrize(("size", "images"), [(10, 43), (7, 7), (1, 3), (64, 10)])
-def test_shares_follow_each_other(size: int, images: int, world_size: int) -> None:
-    places: list[int] = []
-    for number in range(-(-images // size)):
-        shares = [range(images)[share_of(number, size, images, World(rank, world_size))] for rank in range(world_size)]
-        assert max(map(len, shares)) - min(map(len, shares)) <= 1
-        places += [place for share in shares for place in share]
-        assert len(places) == min(images, (number + 1) * size)
-    assert places == list(range(images))
 
 
 # a look at the first batch

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -63,35 +65,23 @@ class Still(nn.BatchNorm2d):
         return self
 
 
-def test_frozen_norms_are_renewed_too() -> None:
-    """Behind a cut layer their old statistics are of other inputs, and often nothing else may make up for it."""
-    net, batches = Net(), uneven()
-    net.first = Still(3).requires_grad_(False)
+def test_frozen_norms_are_renewed_and_everything_else_is_as_before() -> None:
+    """Behind a cut layer the old statistics of frozen norms are of other inputs."""
+    net, batches = Net().train(), uneven()
+    net.first = Still(3, momentum=0.3).requires_grad_(False).eval()
     net.second.requires_grad_(False).eval()
-    recalibrate(net.train(), batches)
-    mean, variance = truth(batches)
-    torch.testing.assert_close(net.first.running_mean, mean)
-    torch.testing.assert_close(net.first.running_var, variance)
-    assert not net.first.training and net.second.num_batches_tracked == 3
-
-
-def test_everything_else_is_as_before() -> None:
-    net = Net().train()
-    net.second.eval()
     net.unused.running_mean.fill_(7.0)
     net.first.running_mean.fill_(float("nan"))  # a broken start is healed
     weights = copy.deepcopy(list(net.parameters()))
-    batches = uneven()
-    recalibrate(net, batches)
-    torch.testing.assert_close(net.first.running_mean, truth(batches)[0])
-    assert [m.training for m in (net, net.first, net.drop, net.second)] == [True, True, True, False]
-    assert (net.first.momentum, net.second.momentum) == (0.3, 0.1)
-    assert not net.first._forward_hooks
-    assert torch.equal(net.unused.running_mean, torch.full((2,), 7.0))
-    assert all(torch.equal(a, b) for a, b in zip(weights, net.parameters(), strict=True))
-    before = copy.deepcopy(net.state_dict())
-    recalibrate(net, batches)  # dropout is off, so a second time gives the same bits
+    for _ in range(2):  # dropout is off, so a second time gives the same bits
+        recalibrate(net, batches)
+        torch.testing.assert_close((net.first.running_mean, net.first.running_var), truth(batches))
+        before = copy.deepcopy(net.state_dict())
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+    assert [m.training for m in (net, net.first, net.drop, net.second, net.unused)] == [True, False, True, False, True]
+    assert (net.first.momentum, net.second.momentum) == (0.3, 0.1) and not net.first._forward_hooks
+    assert torch.equal(net.unused.running_mean, torch.full((2,), 7.0)) and net.second.num_batches_tracked == 3
+    assert all(torch.equal(a, b) for a, b in zip(weights, net.parameters(), strict=True))
 
 
 def test_after_an_error_the_old_statistics_are_back() -> None:
@@ -123,26 +113,57 @@ def test_a_sub_network_is_calibrated_like_the_cut_one() -> None:
 # norms of people's own
 
 
-class ForcedEval(nn.BatchNorm2d):
-    """Frozen by its forward, whatever mode it is in."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
+def forced_eval(self: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    """Frozen, whatever mode it is in."""
+    return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
 
 
-class CallsEval(nn.BatchNorm2d):
-    """Frozen by its forward, which leaves train mode first."""
+def calls_eval(self: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    """Frozen, since it leaves train mode first."""
+    return nn.BatchNorm2d.forward(self.eval(), x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.eval()
-        return super().forward(x)
+
+def uncounted(self: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    """Renewed, but it does not count batches."""
+    mean, var, rate = self.running_mean, self.running_var, self.momentum
+    return F.batch_norm(x, mean, var, self.weight, self.bias, self.training, rate or 0.0, self.eps)
+
+
+def replaced(self: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    """The same, with new tensors in the place of the old ones."""
+    if self.training:
+        self.running_mean = self.running_mean.lerp(x.mean((0, 2, 3)).detach(), self.momentum)
+        self.running_var = self.running_var.lerp(x.var((0, 2, 3)).detach(), self.momentum)
+    return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
+
+
+def fixed_momentum(self: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    """It does not use the momentum of the module."""
+    return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1)
+
+
+def averaged(self: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    """Nor does this one, in which all batches count alike."""
+    self.num_batches_tracked += self.training
+    rate = 1 / max(int(self.num_batches_tracked), 1)
+    return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, rate)
+
+
+def scaled(self: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    """It only divides, so that its mean stays zero."""
+    if self.training:
+        self.running_var.lerp_(x.square().mean((0, 2, 3)).detach(), self.momentum)
+    return x / (self.running_var[:, None, None] + self.eps).sqrt()
+
+
+def own_norm(forward: Callable[..., Tensor]) -> Any:
+    return type(forward.__name__, (nn.BatchNorm2d,), {"forward": forward})(3)
 
 
 @pytest.mark.parametrize("counts", [True, False])
-@pytest.mark.parametrize("kind", [ForcedEval, CallsEval])
-def test_a_norm_whose_forward_never_renews_it_keeps_its_statistics(kind: type[nn.BatchNorm2d], counts: bool) -> None:
-    frozen, after, batches = kind(3), nn.BatchNorm2d(3, momentum=None), uneven()
-    assert frozen.running_mean is not None and frozen.running_var is not None
+@pytest.mark.parametrize("forward", [forced_eval, calls_eval])
+def test_a_norm_whose_forward_never_renews_it_keeps_its_statistics(forward: Any, counts: bool) -> None:
+    frozen, after, batches = own_norm(forward), nn.BatchNorm2d(3, momentum=None), uneven()
     frozen.running_mean.fill_(0.5)
     frozen.running_var.fill_(4.0)
     if not counts:
@@ -154,70 +175,20 @@ def test_a_norm_whose_forward_never_renews_it_keeps_its_statistics(kind: type[nn
     torch.testing.assert_close((after.running_mean, after.running_var), truth(seen))
 
 
-class Uncounted(nn.BatchNorm2d):
-    """Renewed by its own forward, which does not count batches."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        mean, var, rate = self.running_mean, self.running_var, self.momentum
-        return F.batch_norm(x, mean, var, self.weight, self.bias, self.training, rate or 0.0, self.eps)
-
-
-class Replaced(nn.BatchNorm2d):
-    """The same, with new tensors in the place of the old ones."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        mean, var = x.mean((0, 2, 3)), x.var((0, 2, 3))
-        if self.training:
-            assert self.running_mean is not None and self.running_var is not None and self.momentum is not None
-            self.running_mean = self.running_mean.lerp(mean.detach(), self.momentum)
-            self.running_var = self.running_var.lerp(var.detach(), self.momentum)
-        return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
-
-
-class FixedMomentum(nn.BatchNorm2d):
-    """Its own forward does not use the momentum of the module."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1)
-
-
-class Averaged(nn.BatchNorm2d):
-    """Nor does this one, in which all batches count alike."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked += self.training
-        rate = 1 / max(int(self.num_batches_tracked), 1)
-        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, rate)
-
-
-@pytest.mark.parametrize(("kind", "count"), [(Uncounted, 7), (Replaced, 7), (FixedMomentum, 7), (Averaged, 3)])
-def test_norms_of_ones_own_are_renewed(kind: type[nn.BatchNorm2d], count: int) -> None:
-    norm, batches = kind(3), uneven()
-    assert norm.running_mean is not None and norm.running_var is not None and norm.num_batches_tracked is not None
+@pytest.mark.parametrize(("forward", "count"), [(uncounted, 7), (replaced, 7), (fixed_momentum, 7), (averaged, 3)])
+def test_norms_of_ones_own_are_renewed(forward: Any, count: int) -> None:
+    norm, batches = own_norm(forward), uneven()
     norm.running_mean.fill_(-70.0)
     norm.running_var.fill_(900.0)
     norm.num_batches_tracked.fill_(7)
     for _ in range(2):
         recalibrate(norm, batches[-1:])
         recalibrate(norm, batches)  # the last batch leaves what was there before
-        for found, right in zip((norm.running_mean, norm.running_var), truth(batches), strict=True):
-            torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close((norm.running_mean, norm.running_var), truth(batches), rtol=1e-4, atol=1e-4)
     assert norm.num_batches_tracked == count and norm.momentum == 0.1
 
 
-class Scaled(nn.BatchNorm2d):
-    """Only divides, so that its mean stays zero."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert self.running_var is not None and self.momentum is not None
-        if self.training:
-            self.running_var.lerp_(x.square().mean((0, 2, 3)).detach(), self.momentum)
-        return x / (self.running_var[:, None, None] + self.eps).sqrt()
-
-
 def test_a_norm_that_only_knows_a_variance_is_renewed() -> None:
-    norm, x = Scaled(3), torch.randn(8, 3, 4, 4) * 5
+    norm, x = own_norm(scaled), torch.randn(8, 3, 4, 4) * 5
     recalibrate(norm, [(x,)])
-    assert norm.running_mean is not None and not norm.running_mean.any()
-    torch.testing.assert_close(norm.running_var, x.square().mean((0, 2, 3)))
+    torch.testing.assert_close((norm.running_mean, norm.running_var), (torch.zeros(3), x.square().mean((0, 2, 3))))

@@ -26,20 +26,8 @@ from torch import Tensor, nn
 import dmcp
 from dmcp.errors import RankError
 from dmcp.models import build
-from dmcp.runtime.distributed import (
-    EXIT_RANK_LOST,
-    SINGLE_PROCESS,
-    World,
-    current,
-    gather,
-    join,
-    leave,
-    mean_gradients,
-    mean_values,
-    part,
-    share_tensors,
-    sum_values,
-)
+from dmcp.runtime import distributed
+from dmcp.runtime.distributed import EXIT_RANK_LOST, SINGLE_PROCESS, World, current, join, leave, part
 from dmcp.runtime.io import LOCK
 
 NEAR = 1e-5
@@ -49,7 +37,12 @@ ASKED = (
     "--save-steps 50"
 )
 NAME = "distributed_programs-dropped-digits-prune"
-ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @contextmanager
@@ -57,10 +50,8 @@ def started(folder: Path, world_size: int, program: str, *arguments: Any) -> Ite
     """The ranks of a program, which print to files; none is left behind."""
     folder.mkdir(exist_ok=True)
     context = multiprocessing.get_context("forkserver")  # imports torch once, not once per process
-    context.set_forkserver_preload(["dmcp.cli.main", "pytest"])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    context.set_forkserver_preload(["dmcp.cli.main", "distributed_programs"])
+    port = free_port()
     processes = [
         context.Process(
             target=programs.start, args=(rank, world_size, port, folder / f"text{rank}", program, *arguments)
@@ -106,24 +97,23 @@ def gap(one: Any, other: Any) -> float:
     return max(gap(one[name], other[name]) for name in other)
 
 
-# collectives
+# what ranks do together
 
 
-@pytest.mark.parametrize(("program", "world_size"), [("agree", 3), ("borrow", 2)])
-def test_several_processes_give_what_one_gives(program: str, world_size: int, tmp_path: Path) -> None:
-    with started(tmp_path, world_size, program) as processes:
-        assert ends(processes, MINUTE) == [0] * world_size, [told(tmp_path, rank) for rank in range(world_size)]
-
-
-def test_a_killed_rank_ends_the_collectives_of_the_others(tmp_path: Path) -> None:
-    with started(tmp_path, 3, "reduce", tmp_path) as processes:
-        deadline = time.monotonic() + MINUTE
-        while len(list(tmp_path.glob("ready*"))) < 3:
-            assert time.monotonic() < deadline, told(tmp_path, 0)
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What three ranks have found, of which one was killed at the end, while all waited for each other."""
+    folder = tmp_path_factory.mktemp("together")
+    with started(folder, 3, "everything", 10, folder, free_port()) as processes:
+        deadline = time.monotonic() + 2 * MINUTE
+        while len(list(folder.glob("rank*.pt"))) < 3:
+            texts = [told(folder, rank) for rank in range(3) if (folder / f"text{rank}").exists()]
+            assert time.monotonic() < deadline and ends(processes, 0) == [None] * 3, texts
             time.sleep(0.05)
         processes[1].kill()
         assert ends(processes, MINUTE) == [1, -signal.SIGKILL, 1]
-    assert all(f"RankError: Rank {rank} of 3 lost the others" in told(tmp_path, rank) for rank in (0, 2))
+    assert all(f"RankError: Rank {rank} of 3 lost the others" in told(folder, rank) for rank in (0, 2))
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(3)]
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 7])
@@ -134,17 +124,24 @@ def test_parts_are_those_of_array_split(count: int, world_size: int) -> None:
         assert samples[part(count, World(rank, world_size))].tolist() == wanted.tolist()
 
 
-def test_a_single_process_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ENVIRONMENT:
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The environment that a launcher sets, so far nothing."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_a_single_process_needs_no_group(launcher: pytest.MonkeyPatch) -> None:
     assert join() == current() == SINGLE_PROCESS and SINGLE_PROCESS.first
-    monkeypatch.setenv("WORLD_SIZE", "1")
+    launcher.setenv("WORLD_SIZE", "1")
     assert join() == SINGLE_PROCESS and not torch.distributed.is_initialized()
     values = torch.tensor([1, 2])
-    share_tensors([values], SINGLE_PROCESS)
-    mean_gradients([values], 3, SINGLE_PROCESS)
-    assert sum_values(values, SINGLE_PROCESS).tolist() == mean_values(values, 5, SINGLE_PROCESS).tolist() == [1, 2]
-    assert gather("x", SINGLE_PROCESS) == ["x"]
+    distributed.share_tensors([values], SINGLE_PROCESS)
+    distributed.mean_gradients([values], 3, SINGLE_PROCESS)
+    for found in (distributed.sum_values(values, SINGLE_PROCESS), distributed.mean_values(values, 5, SINGLE_PROCESS)):
+        assert found.tolist() == [1, 2]
+    assert distributed.gather("x", SINGLE_PROCESS) == ["x"]
     leave()
 
 
@@ -157,12 +154,10 @@ def test_a_single_process_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> Non
         {"WORLD_SIZE": "6", "RANK": "5", "LOCAL_RANK": "1", "device": "cuda"},  # more processes than GPUs
     ],
 )
-def test_half_a_launcher_is_refused(settings: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ENVIRONMENT:
-        monkeypatch.delenv(name, raising=False)
+def test_half_a_launcher_is_refused(settings: dict[str, str], launcher: pytest.MonkeyPatch) -> None:
     for name, value in settings.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        launcher.setenv(name, value)
+    launcher.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(RankError, match=r"start (several processes with torchrun|one process per GPU)"):
         join(settings.get("device", "cpu"))
 
@@ -170,44 +165,40 @@ def test_half_a_launcher_is_refused(settings: dict[str, str], monkeypatch: pytes
 # the library
 
 
-@pytest.mark.parametrize(
-    ("world_size", "batch"),
-    [
-        pytest.param(2, 32, id="even", marks=pytest.mark.slow),
-        pytest.param(2, 11, id="uneven"),
-        pytest.param(3, 10, id="three", marks=pytest.mark.slow),
-    ],
-)
-def test_without_batchnorm_ranks_compute_what_one_process_does(world_size: int, batch: int, tmp_path: Path) -> None:
-    everyone = learned(tmp_path, world_size, "train_plain", batch)
+def check_plain(everyone: list[dict[str, Any]], batch: int) -> None:
+    """Without BatchNorm ranks compute what one process does."""
     alone = programs.train_plain(SINGLE_PROCESS, batch)
     for name, wanted in alone.items():
         parts = [part for part in ("losses", "weights", "alphas") if part in wanted]
         gaps = {part: gap(everyone[0][name][part], wanted[part]) for part in parts}
-        print(f"{name} on {world_size} ranks:", gaps)
-        assert max(gaps.values()) < NEAR
-        for mine in everyone[1:]:
-            assert mine[name]["hash"] == everyone[0][name]["hash"]
-            assert all(gap(mine[name][part], everyone[0][name][part]) == 0 for part in parts)
+        assert max(gaps.values()) < NEAR, (name, gaps)
+        assert all(gap(mine[name][part], everyone[0][name][part]) == 0 for mine in everyone[1:] for part in parts)
         assert len(wanted["losses"]) == 2 * STEPS
         assert gap(wanted["weights"], dict(programs.plain(SINGLE_PROCESS).named_parameters())) > 1e-2  # they have moved
     for name in ("usual search", "held-out search"):
         assert float(alone[name]["alphas"].std()) > 10 * NEAR  # all start from one number
 
 
+def test_without_batchnorm_three_ranks_compute_what_one_process_does(together: list[dict[str, Any]]) -> None:
+    check_plain(together, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [32, 11], ids=["even", "uneven"])
+def test_without_batchnorm_two_ranks_compute_what_one_process_does(batch: int, tmp_path: Path) -> None:
+    check_plain(learned(tmp_path, 2, "train_plain", batch), batch)
+
+
 @pytest.mark.slow
 def test_with_batchnorm_ranks_stay_together(tmp_path: Path) -> None:
     first, second = learned(tmp_path, 2, "train_normed", 64)
     for name in ("search", "training"):
-        assert first[name]["hash"] == second[name]["hash"]
+        assert gap(first[name]["weights"], second[name]["weights"]) == 0
         losses = first[name]["losses"].reshape(2 * STEPS, -1)[:, 0]  # of the largest network
         assert losses[-3:].mean() < losses[:3].mean() - 0.1
     assert gap(first["search"]["alphas"], second["search"]["alphas"]) == 0
     assert gap(first["search"]["buffers"], second["search"]["buffers"]) > 1e-3  # statistics are those of a rank
     assert gap(first["training"]["buffers"], second["training"]["buffers"]) == 0
-
-    for searched, searched_again, trained, trained_again in (first["interrupted"], second["interrupted"]):
-        assert searched == searched_again and trained == trained_again  # resumed with the same bits
 
     model = build("digits:resnet")
     model.load_state_dict(first["training"]["weights"] | first["training"]["buffers"])
@@ -215,9 +206,7 @@ def test_with_batchnorm_ranks_stay_together(tmp_path: Path) -> None:
     whole, shares = programs.loader(SINGLE_PROCESS, 64), [programs.loader(World(rank, 2), 64) for rank in range(2)]
     # a network normalises each batch by itself, so one process must be given the batches that the ranks had
     dmcp.recalibrate(model, [*shares[0], *shares[1]])
-    gaps = gap(statistics(first["calibrated"]), statistics(programs.running(model)))
-    print("statistics on 2 ranks:", gaps)
-    assert gaps < 1e-6
+    assert gap(statistics(first["calibrated"]), statistics(programs.buffers(model))) < 1e-6
     assert gap(first["calibrated"], second["calibrated"]) == 0
     assert first_norm_gap(model, first["calibrated"], whole) < 1e-6
 
@@ -227,24 +216,25 @@ def test_a_part_without_images_does_not_change_the_statistics() -> None:
     assert [len(labels) for _, labels in shares] == [63, 63, 63, 0]
     model = build("digits:resnet")
     dmcp.recalibrate(model, shares[:-1])
-    wanted = statistics(programs.running(model))
+    wanted = statistics(programs.buffers(model))
     dmcp.recalibrate(model, shares)
-    assert gap(statistics(programs.running(model)), wanted) == 0
+    assert gap(statistics(programs.buffers(model)), wanted) == 0
 
 
-def test_ranks_measure_a_whole_data_set_together(tmp_path: Path) -> None:
+def test_ranks_measure_a_whole_data_set_together(together: list[dict[str, Any]]) -> None:
     """By a metric that gathers; the rest is refused, never a number of a part or of samples given twice."""
-    first, second = learned(tmp_path, 2, "measure_whole", 8)
-    alone = programs.Macro()
     torch.manual_seed(0)
-    model = programs.Plain()
-    assert first["dmcp"] == second["dmcp"] == dmcp.evaluate(model, programs.test_loader(SINGLE_PROCESS), alone)
-    assert first["own"] == second["own"] == dmcp.evaluate(model, torch.utils.data.DataLoader(programs.DIGITS, 8), alone)
-    assert first["mean"] == second["mean"] != first["dmcp"]
-    for told in (first["told"], second["told"]):
-        parts, *padded = told
-        assert "it must gather" in parts and len(padded) == 3
-        assert all(it.startswith("The loader of a rank repeats samples") for it in padded)
+    model, metric = programs.Plain(), programs.Macro()
+    wanted = {"dmcp": programs.test_loader(SINGLE_PROCESS), "own": torch.utils.data.DataLoader(programs.digits(), 8)}
+    for found in (rank["measured"] for rank in together):
+        assert all(found[name] == dmcp.evaluate(model, loader, metric) for name, loader in wanted.items())
+        assert found["mean"] == together[0]["measured"]["mean"] != found["dmcp"]
+        parts, *padded = found["told"]
+        assert "it must gather" in parts and all(it.startswith("The loader of a rank repeats") for it in padded)
+
+
+def test_every_rank_refuses_what_cannot_be_saved(together: list[dict[str, Any]]) -> None:
+    assert all(rank["listed"].startswith("The Listing has") for rank in together)
 
 
 def statistics(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -258,14 +248,6 @@ def first_norm_gap(model: nn.Module, buffers: dict[str, Tensor], batches: Any) -
     seen = model.get_submodule("conv1")(torch.cat([batch[0] for batch in batches])).double()
     wanted = {"running_mean": seen.mean((0, 2, 3)), "running_var": seen.var((0, 2, 3))}
     return gap({name: buffers[f"bn1.{name}"] for name in wanted}, wanted)
-
-
-def test_every_rank_refuses_what_cannot_be_saved(tmp_path: Path) -> None:
-    """The first one writes, but an optimizer that it cannot write is the same on all of them."""
-    with started(tmp_path, 2, "keep_a_list", tmp_path / "kept") as processes:
-        assert ends(processes, MINUTE) == [1, 1]
-    for rank in range(2):
-        assert told(tmp_path, rank).splitlines()[-1].startswith("dmcp.errors.TrainingError: The Listing has")
 
 
 # the command

@@ -131,15 +131,12 @@ def test_depthwise_kernels_run_inside_a_graph() -> None:
         out = batch_norm(conv2d(x, weight * 2, None, 2), None, None, None, None, 0.1, 1e-5)
         return torch.autograd.grad((out * out.detach().sin()).sum(), weight)[0]
 
+    assert dmcp.Engine().resolve(torch.device("cuda"), steps=10_000, narrow=True).kernels
     repeated = Repeated(step)
     for seed in range(6):
         x = torch.randn(8, 37, 9, 9, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)).bfloat16()
         assert torch.equal(repeated(x), step(x))
     assert repeated.graphs and not repeated.refused
-
-
-def test_narrow_networks_get_own_kernels() -> None:
-    assert dmcp.Engine().resolve(torch.device("cuda"), steps=10_000, narrow=True).kernels
 
 
 # graphs

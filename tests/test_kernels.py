@@ -21,8 +21,9 @@ def test_the_kernels_are_right(marks: str) -> None:
     triton = pytest.importorskip("triton")
     if triton.__version__.startswith("3.6.") and tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4):
         pytest.skip("the interpreter of triton 3.6 (of torch 2.11) does not know NumPy 2.4")
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marks, "kernel_checks.py"]
+    options = ["-q", "-p", "no:cacheprovider", "--noconftest", "-m", marks]
+    words = [sys.executable, "-m", "pytest", *options, "kernel_checks.py"]
     mode = {name: text for name, text in os.environ.items() if not name.startswith("PYTEST_")}
-    mode["TRITON_INTERPRET"] = "1"
+    mode |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, cwd=HERE, env=mode, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

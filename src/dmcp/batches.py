@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from types import GeneratorType
 from typing import Any, Protocol
@@ -48,11 +49,9 @@ def size_of(batch: Any) -> int:
     """Samples in the batch: the first dim of the first tensor of its input."""
     part = input_of(batch)
     while not isinstance(part, Tensor):
-        known = isinstance(part, Iterable) and not isinstance(part, str | bytes)
-        parts = list(part.values() if isinstance(part, Mapping) else part) if known else []
-        if not parts:
+        if isinstance(part, str | bytes) or not isinstance(part, Iterable) or not (parts := list(part)):
             raise DataError("The input of a batch holds no tensor.")
-        part = parts[0]
+        part = part[parts[0]] if isinstance(part, Mapping) else parts[0]
     if not part.ndim:
         raise DataError("The batch is dim 0 of its first tensor, which has none: let the loader give whole batches.")
     return part.shape[0]
@@ -72,9 +71,7 @@ def on_device(batch: Any, device: torch.device) -> Any:
 
 def device_of(model: nn.Module) -> torch.device:
     """Where the model's first tensor lives."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        return tensor.device
-    return torch.device("cpu")
+    return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
 
 
 def widest(device: torch.device) -> torch.dtype:
@@ -112,25 +109,19 @@ def check_tested(loader: Any, networks: int) -> None:
 def check_parts(loader: Any, world: World) -> None:
     """Refuse a loader that repeats samples so that all ranks have as many, by what the samplers of torch, timm and
     accelerate say of themselves."""
-    sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
-    more = _number(sampler, "total_size") > _length(getattr(sampler, "dataset", None))
+    if world.size == 1:
+        return
+    sampler: Any = getattr(loader, "sampler", None)
+    batches: Any = getattr(loader, "batch_sampler", None)
+    more = hasattr(sampler, "total_size") and sampler.total_size > len(getattr(sampler, "dataset", ()))
     if getattr(batches, "even_batches", False) and not getattr(batches, "drop_last", False):
-        ways = 1 if getattr(batches, "split_batches", False) else _number(batches, "num_processes")
-        more = _length(getattr(loader, "dataset", None)) % max(1, ways * _number(batches, "batch_size")) > 0
-    if world.size > 1 and more:
+        ways = 1 if batches.split_batches else batches.num_processes
+        more = len(loader.dataset) % (ways * batches.batch_size) > 0
+    if more:
         raise DataError(
             f"The loader of a rank repeats samples, so that {world.size} ranks have as many, and a metric would count "
             "them twice: give each rank its part, DataLoader(Subset(data, range(rank, len(data), world_size)), ...)."
         )
-
-
-def _number(owner: Any, name: str) -> int:
-    value = getattr(owner, name, 0)
-    return value if isinstance(value, int) else 0
-
-
-def _length(data: Any) -> int:
-    return len(data) if hasattr(data, "__len__") else 0
 
 
 def peek(loader: Any) -> list[Any] | None:
@@ -190,6 +181,11 @@ def check_size(batch_size: int, images: int, train: bool, world: World = SINGLE_
 def too_large(batch_size: int, images: int, option: str) -> str:
     """The text of an error: more images in a batch than there are."""
     return f"A batch of {batch_size} is larger than the data: lower {option} to at most {images}, the training images."
+
+
+def usual_workers() -> int:
+    """Processes or threads that read files: as many as there are cores, at most 8."""
+    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 def mix(*numbers: int) -> int:

@@ -92,11 +92,8 @@ class _Pooled:
 
     def begin(self) -> None:
         """Old values stay for a forward that reads them, but for NaN, since 0 x NaN is NaN; calls count from 0."""
-        for tensor in self._running():
-            if tensor.is_floating_point():
-                torch.nan_to_num(tensor, out=tensor)
-            else:
-                tensor.zero_()
+        mean, var, *counter = self._running()
+        self._put([mean.nan_to_num(), var.nan_to_num(), *map(torch.zeros_like, counter)])
         self.old = [tensor.clone() for tensor in self._running()]
         self.before = self.old[:2]
 

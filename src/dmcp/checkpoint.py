@@ -56,8 +56,8 @@ class Checkpoint:
     facts: dict[str, Any]  # plain JSON
 
 
-def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
-    """Write a checkpoint, then remove older ones but for the newest; `keep` are left with this one.
+def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
+    """Write a checkpoint, then remove older ones but for the last of an earlier step.
 
     Those of later steps stay: they are damaged ones that loading has passed over.
     """
@@ -68,33 +68,22 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> Path
     except Exception as error:  # torch and safetensors raise many classes for tensors that are not plain
         raise FileError(f"{folder}: the state cannot be written as safetensors: {error}.") from error
     path = folder / f"step-{checkpoint.step:09d}-{hashlib.sha256(data).hexdigest()[:16]}.safetensors"
+    older = [(step, old) for step, old in _find(folder) if step <= checkpoint.step and old != path]
     try:
-        refuse_link(folder)
-        older = [(step, old) for step, old in _find(folder) if step <= checkpoint.step and old != path]
         write_files(folder, {path.name: data})
-    except FileError:
-        raise
     except OSError as error:
         raise FileError(f"{path}: cannot be written ({error.strerror or error}): free some space.") from error
-    kept = [old for step, old in reversed(older) if step < checkpoint.step][: keep - 1]
+    kept = [old for step, old in older if step < checkpoint.step][-1:]
+    killed = folder.glob(staging_name("step-*"))  # left by a process that was
     with contextlib.suppress(OSError):  # the new one is safe, and the next save tries again
-        for _, old in older:
-            if old not in kept:
-                old.unlink()
-        for left in folder.glob(staging_name("step-*")):  # by a process that was killed
-            left.unlink()
+        for old in (*(old for _, old in older if old not in kept), *killed):
+            old.unlink()
     return path
 
 
-def load_checkpoint(folder: Path, warn: Callable[[str], None] | None = None) -> Checkpoint | None:
+def load_checkpoint(folder: Path, warn: Callable[[str], object] | None = None) -> Checkpoint | None:
     """The newest checkpoint that is not damaged, None if there never was one; `warn` hears of the damaged ones."""
-    try:
-        refuse_link(folder)
-        found = _find(folder)
-    except FileError:
-        raise
-    except OSError as error:
-        raise FileError(f"{folder}: cannot be read: {error.strerror or error}.") from error
+    found = _find(folder)
     for step, path in reversed(found):
         try:
             return _read(path, step)
@@ -108,15 +97,17 @@ def load_checkpoint(folder: Path, warn: Callable[[str], None] | None = None) -> 
 
 def _find(folder: Path) -> list[tuple[int, Path]]:
     """Steps and files of the checkpoints of a folder, the oldest first."""
-    found = []
-    for path in folder.iterdir() if folder.exists() else ():
-        match = _NAME.fullmatch(path.name)
-        if match is None:
-            continue
+    refuse_link(folder)
+    try:
+        paths = folder.iterdir() if folder.exists() else ()
+        named = [(match, path) for path in paths if (match := _NAME.fullmatch(path.name))]
+        found = sorted((int(match[1]), path.lstat().st_mtime_ns, path) for match, path in named)
+    except OSError as error:
+        raise FileError(f"{folder}: cannot be read: {error.strerror or error}.") from error
+    for _, _, path in found:
         if path.is_symlink() or not path.is_file():
             raise FileError(f"{path} is a link or not a file: remove it, checkpoints are plain files.")
-        found.append((int(match[1]), path.stat().st_mtime_ns, path))
-    return [(step, path) for step, _, path in sorted(found)]
+    return [(step, path) for step, _, path in found]
 
 
 def _read(path: Path, step: int) -> Checkpoint:
@@ -142,24 +133,25 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
     """The global generators of torch, Python and NumPy as tensors."""
     version, words, gauss = random.getstate()
     _, array, position, has_gauss, cached = np.random.get_state(legacy=True)
-    state = {
+    return {
         "torch": torch.get_rng_state(),
         "python": torch.tensor([version, *words]),
         "python.gauss": torch.tensor([float("nan") if gauss is None else gauss], dtype=torch.float64),
         "numpy": torch.tensor([*np.asarray(array).tolist(), int(position), int(has_gauss)]),
         "numpy.gauss": torch.tensor([float(cached)], dtype=torch.float64),
+        **({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}),
     }
-    return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
 
 def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    """Set the global generators to a state."""
+    """Set the global generators to a state; it may be that of torch's alone."""
     torch.set_rng_state(state["torch"])
-    version, *words = state["python"].tolist()
-    gauss = state["python.gauss"].item()
-    random.setstate((version, tuple(words), None if gauss != gauss else gauss))
-    *array, position, has_gauss = state["numpy"].tolist()
-    np.random.set_state(("MT19937", np.array(array, np.uint32), position, has_gauss, state["numpy.gauss"].item()))
+    if "python" in state:
+        version, *words = state["python"].tolist()
+        gauss = state["python.gauss"].item()
+        random.setstate((version, tuple(words), None if gauss != gauss else gauss))
+        *array, position, has_gauss = state["numpy"].tolist()
+        np.random.set_state(("MT19937", np.array(array, np.uint32), position, has_gauss, state["numpy.gauss"].item()))
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
 
@@ -170,18 +162,10 @@ def seeded(seed: int, device: torch.device, world: World) -> Iterator[None]:
 
     Not by fork_rng: after an assert a GPU takes no state, and that failure would hide the assert.
     """
-    own = mix(seed, world.rank) if world.rank else seed
-    cuda = device.type == "cuda"
-    host, there = torch.get_rng_state(), torch.cuda.get_rng_state(device) if cuda else None
-
-    def undo() -> None:
-        torch.set_rng_state(host)
-        if there is not None:
-            torch.cuda.set_rng_state(there, device)
-
-    with _finally(undo):
+    own, before = mix(seed, world.rank) if world.rank else seed, random_state(device)
+    with _put_back({name: state for name, state in before.items() if name in ("torch", "cuda")}, device):
         torch.default_generator.manual_seed(own)
-        if cuda:
+        if device.type == "cuda":
             with torch.cuda.device(device):  # not all GPUs: only this one is put back
                 torch.cuda.manual_seed(own)
         yield
@@ -190,31 +174,27 @@ def seeded(seed: int, device: torch.device, world: World) -> Iterator[None]:
 @contextlib.contextmanager
 def untouched(loader: Any, device: torch.device) -> Iterator[None]:
     """Batches that are drawn meanwhile change no random state, no counter and no living worker of a loader."""
-    state = random_state(device)
-    parts = [getattr(loader, name, None) for name in ("files", "sampler", "batch_sampler", "dataset")]
-    undos = [undo for part in (loader, *parts) for undo in _undos(part)]
-    for part in (loader, parts[0]):
-        if isinstance(part, DataLoader):  # the random numbers of persistent workers are out of reach: take others
-            undos.append(functools.partial(setattr, part, "_iterator", part._iterator))
-            part._iterator = None
-    with _finally(lambda: set_random_state(state, device)):
-        try:
-            yield
-        finally:
-            for undo in undos:
-                undo()
+    parts = [loader, *(getattr(loader, name, None) for name in ("files", "sampler", "batch_sampler", "dataset"))]
+    with _put_back(random_state(device), device), contextlib.ExitStack() as undos:
+        for undo in (undo for part in parts for undo in _undos(part)):
+            undos.callback(undo)
+        for part in parts[:2]:
+            if isinstance(part, DataLoader):  # the random numbers of persistent workers are out of reach: take others
+                undos.callback(setattr, part, "_iterator", part._iterator)
+                part._iterator = None
+        yield
 
 
 @contextlib.contextmanager
-def _finally(undo: Callable[[], None]) -> Iterator[None]:
-    """Call it at the end; an error of the block is not hidden by one of the call."""
+def _put_back(state: Mapping[str, Tensor], device: torch.device) -> Iterator[None]:
+    """Set global generators at the end; if that fails after an error of the block, it does not hide that error."""
     try:
         yield
     except BaseException:
         with contextlib.suppress(RuntimeError):
-            undo()
+            set_random_state(state, device)
         raise
-    undo()
+    set_random_state(state, device)
 
 
 def _undos(part: Any) -> Iterator[Callable[[], object]]:
@@ -260,13 +240,11 @@ class ResumableIterator:
             count = place * self.accumulate + len(chunk)
             raise DataError(f"The loader says that it has {self.batches} batches, but gave {count}.")
         self.step += 1
-        device = self.resolved.device
-        return [self.resolved.laid_out(on_device(batch, device)) for batch in chunk]
+        return [self.resolved.laid_out(on_device(batch, self.resolved.device)) for batch in chunk]
 
     def samples(self, batches: Sequence[Any], world: World) -> int:
         """In the batches of one step, over all ranks."""
-        own = torch.tensor([sum(map(size_of, batches))])
-        return int(sum_values(own, world))
+        return int(sum_values(torch.tensor([sum(map(size_of, batches))]), world))
 
     def random_state(self) -> dict[str, Tensor]:
         """The global generators, and those of the loader."""
@@ -317,8 +295,7 @@ class State:
 
     def collect(self, world: World) -> dict[str, Tensor] | None:
         """All of it on the CPU, of all ranks, by name; None for other ranks than the first."""
-        for optimizer in self.optimizers:  # on every rank, so that all raise the same
-            check_savable(optimizer)
+        states = [optimizer_state(optimizer) for optimizer in self.optimizers]  # on every rank: all raise the same
         own = {f"own/{name}": tensor.detach().cpu() for name, tensor in self.own().items()}
         own |= {f"random/{name}": tensor for name, tensor in random_state(self.device).items()}
         for number, generator in enumerate(self.generators):
@@ -330,8 +307,8 @@ class State:
         if not world.first:
             return None
         found = {f"shared/{name}": tensor.detach().cpu() for name, tensor in self.shared.items()}
-        for number, optimizer in enumerate(self.optimizers):
-            found |= {f"optimizer/{number}/{name}": tensor for name, tensor in optimizer_state(optimizer).items()}
+        for number, state in enumerate(states):
+            found |= {f"optimizer/{number}/{name}": tensor for name, tensor in state.items()}
         for rank, tensors in enumerate(everyone):
             found |= {f"rank{rank}/{name}": tensor for name, tensor in tensors.items()}
         return found
@@ -341,15 +318,23 @@ class State:
         """Set everything to what was collected, each iterator to its step; FileError if it is of another network."""
         mine = _under(f"rank{world.rank}/", saved)
         pairs = [(self.shared, _under("shared/", saved)), (self.own(), _under("own/", mine))]
-        states = [_under(f"optimizer/{number}/", saved) for number in range(len(self.optimizers))]
+        states = [(it, _under(f"optimizer/{number}/", saved)) for number, it in enumerate(self.optimizers)]
         for now, before in pairs:  # all checks come before the first write
-            _check_alike(now, before)
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            _check_optimizer(optimizer, state)
+            for name in {**now, **before}:
+                old, new = (tuple(tensors[name].shape) if name in tensors else "missing" for tensors in (before, now))
+                if old != new:
+                    raise FileError(f"This checkpoint is of another network: {name} was {old}, is {new}.")
+        for optimizer, state in states:
+            owners, kind = _owners(optimizer), type(optimizer).__name__
+            paths = [path.split("/") for path in state]
+            if not paths or not all(name == kind and int(it) < len(owners[part]) for name, part, it, *_ in paths):
+                raise FileError(
+                    f"This checkpoint is of another optimizer than {kind}: give the one that it began with."
+                )
         for now, before in pairs:
             for name, tensor in now.items():
                 tensor.copy_(before[name])
-        for optimizer, state in zip(self.optimizers, states, strict=True):
+        for optimizer, state in states:
             set_optimizer_state(optimizer, state)
         try:
             for number, generator in enumerate(self.generators):
@@ -365,49 +350,30 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def _check_alike(now: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> None:
-    """Refuse saved tensors of other names or shapes."""
-    for name in {**now, **before}:
-        old, new = (tuple(tensors[name].shape) if name in tensors else "missing" for tensors in (before, now))
-        if old != new:
-            raise FileError(f"This checkpoint is of another network: {name} was {old}, is {new}.")
-
-
 # optimizers: names are class/state or groups/number/where it is/key
 
 
-def check_savable(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose state is more than tensors and numbers of parameters."""
-    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
+    """What an optimizer holds of parameters and groups, as tensors; refused if it is more than those and numbers."""
+    name, known = type(optimizer).__name__, {id(it) for group in optimizer.param_groups for it in group["params"]}
     for owner, values in optimizer.state.items():
         others = [it for it in values.values() if it is not None and not isinstance(it, Tensor | int | float)]
         if id(owner) not in known or others:
             raise TrainingError(
-                f"The {type(optimizer).__name__} has {others or owner!r} in its state, which cannot be saved: take "
-                "another optimizer, or train without a checkpointer."
+                f"The {name} has {others or owner!r} in its state, which cannot be saved: take another optimizer, or "
+                "train without a checkpointer."
             )
-
-
-def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
-    """What an optimizer holds of parameters and groups, as tensors on the CPU."""
     found: dict[str, Tensor] = {}
     for part, owners in _owners(optimizer).items():
         for number, (values, parameter) in enumerate(owners):
             for key, value in values.items():
                 if isinstance(value, Tensor):
                     where = "device" if value.device == parameter.device else "host"
-                    found[f"{type(optimizer).__name__}/{part}/{number}/{where}/{key}"] = value.detach().cpu()
+                    found[f"{name}/{part}/{number}/{where}/{key}"] = value.detach().cpu()
                 elif isinstance(value, int | float):
                     dtype = torch.float64 if isinstance(value, float) else None
-                    found[f"{type(optimizer).__name__}/{part}/{number}/number/{key}"] = torch.tensor(value, dtype=dtype)
+                    found[f"{name}/{part}/{number}/number/{key}"] = torch.tensor(value, dtype=dtype)
     return found
-
-
-def _check_optimizer(optimizer: Optimizer, saved: Mapping[str, Tensor]) -> None:
-    owners, name = _owners(optimizer), type(optimizer).__name__
-    paths = [path.split("/", 4) for path in saved]
-    if not paths or not all(path[0] == name and int(path[2]) < len(owners[path[1]]) for path in paths):
-        raise FileError(f"This checkpoint is of another optimizer than {name}: give the one that it began with.")
 
 
 @torch.no_grad()
@@ -526,12 +492,11 @@ def plain_settings(
             flat[name] = value
     flat[_WEIGHTS] = digest(weights, world)
     flat["the teacher's weights"] = None if teacher is None else digest(teacher, world)
-    plain: dict[str, Any] = json.loads(json.dumps(flat, default=_text))
-    return plain
 
+    def text(value: Any) -> Any:
+        return dict(value) if isinstance(value, Mapping) else str(getattr(value, "text", value))  # a budget has a text
 
-def _text(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else str(getattr(value, "text", value))  # a budget has a text
+    return json.loads(json.dumps(flat, default=text))  # type: ignore[no-any-return]
 
 
 def digest(tensors: Mapping[str, Tensor], world: World) -> str:

@@ -10,7 +10,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -52,16 +52,12 @@ class ResNet(nn.Module):
         self.sample_shape = sample_shape
         self.conv1 = nn.Conv2d(sample_shape[0], width, 3, 1, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
-        self.layer1 = self._stage(width, width, 1, blocks)
-        self.layer2 = self._stage(width, 2 * width, 2, blocks)
-        self.layer3 = self._stage(2 * width, 4 * width, 2, blocks)
+        stages = ((width, width, 1), (width, 2 * width, 2), (2 * width, 4 * width, 2))
+        self.layer1, self.layer2, self.layer3 = (
+            nn.Sequential(Block(*first), *(Block(first[1], first[1], 1) for _ in range(blocks - 1))) for first in stages
+        )
         self.fc = nn.Linear(4 * width, num_classes)
         _initialize(self)
-
-    @staticmethod
-    def _stage(inputs: int, outputs: int, stride: int, blocks: int) -> nn.Sequential:
-        first = Block(inputs, outputs, stride)
-        return nn.Sequential(first, *(Block(outputs, outputs, 1) for _ in range(blocks - 1)))
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.bn1(self.conv1(x)))
@@ -177,13 +173,11 @@ def find(name: str) -> Callable[..., Any]:
     if not colon:
         return _torchvision(name)
     if library in NETS:
-        if rest not in NETS[library]:
-            raise DmcpError(_unknown(rest, NETS[library], library, f"All of them: {', '.join(NETS[library])}."))
-        return NETS[library][rest]
+        return NETS[library].get(rest) or _unknown(rest, NETS[library], library, f"All: {', '.join(NETS[library])}.")
     if library == "timm":
         timm = _import_timm()
         if not timm.is_model(rest):
-            raise DmcpError(_unknown(rest, timm.list_models(), "timm"))
+            _unknown(rest, timm.list_models(), "timm")
         return lambda **kwargs: timm.create_model(rest, **{"pretrained": False} | kwargs)
     found = imported(library, rest)
     if not callable(found):
@@ -203,12 +197,10 @@ def _torchvision(name: str) -> Callable[..., Any]:
         if spec is not None:
             raise DmcpError(f"There is no {name!r} in torchvision; did you mean {module}:{factory}?")
         hint = "Other ways: timm:NAME, package.module:factory. For small images: cifar:NAME, digits:resnet."
-        raise DmcpError(_unknown(name, known, "torchvision", hint))
+        _unknown(name, known, "torchvision", hint)
     builder = torchvision.models.get_model_builder(name)
-    arguments = {"weights": None}
-    if "weights_backbone" in inspect.signature(builder).parameters:  # else segmentation nets download a backbone
-        arguments["weights_backbone"] = None
-    return lambda **kwargs: builder(**arguments | kwargs)
+    wanted = {"weights", "weights_backbone"} & {*inspect.signature(builder).parameters}  # else a backbone is downloaded
+    return lambda **kwargs: builder(**dict.fromkeys(wanted) | kwargs)
 
 
 def _import_timm() -> Any:
@@ -227,13 +219,13 @@ def imported(module: str, name: str) -> Any:
         raise DmcpError(f"{module}:{name}: {module} cannot be imported: {type(error).__name__}: {error}") from error
     for part in name.split("."):
         if not hasattr(found, part):
-            raise DmcpError(_unknown(part, dir(found), module))
+            _unknown(part, dir(found), module)
         found = getattr(found, part)
     return found
 
 
-def _unknown(name: str, known: Iterable[str], where: str, hint: str = "") -> str:
+def _unknown(name: str, known: Iterable[str], where: str, hint: str = "") -> NoReturn:
     known = list(known)
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or [key for key in known if name and name in key][:3]
     guess = f"did you mean {', '.join(near)}?" if near else "and no name near it."
-    return f"There is no {name!r} in {where}; {guess} {hint}".strip()
+    raise DmcpError(f"There is no {name!r} in {where}; {guess} {hint}".strip())

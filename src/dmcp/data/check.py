@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple
 
 import PIL.Image
 
+from dmcp.batches import usual_workers
 from dmcp.data.datasets import ArraySet, DataSet, DataSets, FolderSet, as_rgb, check_file, empty_classes, is_refused
 from dmcp.runtime.io import quote
 
-_THREADS = 8  # that read first bytes of files on a slow disk; on a fast one they would only wait for each other
-_TRIED, _SLOW = 100, 0.001  # files that are tried first, and seconds per file of a slow disk
-_BUNDLE, _PENDING = 32, 256  # files per task of a thread, and tasks that wait for one
-_T = TypeVar("_T")
+_THREADS = 8  # at most
+_PENDING = 8192  # files that wait for a thread
 
 
 class Broken(NamedTuple):
@@ -81,7 +80,17 @@ def check_data(
     for one in looked[: len(train)]:
         first.setdefault(one.digest, one.name)
     tested = [one for one in looked[len(train) :] if one.failure is None]
-    facts = DataFacts(
+    more: dict[str, Any] = {"empty_classes": tuple(name for number, name in enumerate(names) if not counts[number])}
+    if isinstance(train, FolderSet) and isinstance(test, FolderSet):
+        parts = [(os.path.join(train.root, "train"), train, test), (os.path.join(train.root, "val"), test, train)]
+        more = {
+            "enlarged": sum(height < train.size[0] or width < train.size[1] for height, width in sizes),
+            "empty_classes": tuple(os.path.join(at, name) for at, own, _ in parts for name in empty_classes(own)),
+            "lone_classes": tuple(
+                os.path.join(at, name) for at, own, other in parts for name in own.names if name not in other.names
+            ),
+        }
+    return DataFacts(
         classes=len(names),
         smallest_class=smallest,
         largest_class=largest,
@@ -94,31 +103,14 @@ def check_data(
         is_files=isinstance(train, FolderSet),
         broken=tuple(one.failure for one in looked if one.failure),
         in_both=tuple((one.name, first[one.digest]) for one in tested if one.digest in first),
-        empty_classes=tuple(name for number, name in enumerate(names) if not counts[number]),
+        **more,
     )
-    if not (isinstance(train, FolderSet) and isinstance(test, FolderSet)):
-        return facts
-    parts = [(os.path.join(train.root, part), own, other) for part, own, other in _pairs(train, test)]
-    empty = [os.path.join(place, name) for place, own, _ in parts for name in empty_classes(own)]
-    lone = [os.path.join(place, name) for place, own, other in parts for name in own.names if name not in other.names]
-    smaller = sum(height < train.size[0] or width < train.size[1] for height, width in sizes)
-    fields = {"enlarged": smaller, "empty_classes": tuple(empty), "lone_classes": tuple(lone)}
-    return DataFacts(**vars(facts) | fields)
-
-
-def _pairs(train: FolderSet, test: FolderSet) -> Iterator[tuple[str, FolderSet, FolderSet]]:
-    yield "train", train, test
-    yield "val", test, train
 
 
 def no_images(dataset: FolderSet) -> list[Broken]:
     """Files whose first bytes are not those of an image, such as empty ones; what is cut off later is not found."""
-    first, rest = dataset.paths[:_TRIED], dataset.paths[_TRIED:]
-    start = time.perf_counter()
-    found = [*_in_threads(_read_head, first, 1)]
-    slow = time.perf_counter() - start > _SLOW * len(first)
-    found += _in_threads(_read_head, rest, _THREADS if slow else 1)
-    return [one for one in found if one]
+    looked = _in_threads(partial(_look, whole=False), dataset.paths, _THREADS)
+    return [one.failure for one in looked if one.failure]
 
 
 class _Looked(NamedTuple):
@@ -141,36 +133,26 @@ def _look_at_all(
             for place, image in enumerate(part.images.numpy()):
                 yield _Looked(f"{word} image {place}", (height, width), mode, hashlib.sha256(image).digest())
     if isinstance(train, FolderSet) and isinstance(test, FolderSet):
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         paths = train.paths + test.paths
-        for done, one in enumerate(_in_threads(_look, paths, min(8, cores) if workers is None else workers), 1):
+        for done, one in enumerate(_in_threads(_look, paths, usual_workers() if workers is None else workers), 1):
             on_file(done, len(paths))
             yield one
 
 
-def _look(path: str) -> _Looked:
-    """Decode a file just as a loader does, and hash its bytes."""
+def _look(path: str, whole: bool = True) -> _Looked:
+    """Hash a file and decode it just as a loader does, or (not whole) look at its first bytes alone."""
     try:
         check_file(path)
         with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").digest()
+            digest = hashlib.file_digest(file, "sha256").digest() if whole else b""
             file.seek(0)
             with PIL.Image.open(file) as image:
                 size, mode = (image.height, image.width), image.mode
-                as_rgb(image)
+                if whole:
+                    as_rgb(image)
     except Exception as error:  # PIL raises many kinds for a broken file
         return _Looked(path, failure=_broken(path, error))
     return _Looked(path, size, mode, digest)
-
-
-def _read_head(path: str) -> Broken | None:
-    """Why a file cannot be an image; None if it may be one."""
-    try:
-        check_file(path)
-        with PIL.Image.open(path):
-            return None
-    except Exception as error:  # PIL raises many kinds for a broken file
-        return _broken(path, error)
 
 
 def _broken(path: str, error: Exception) -> Broken:
@@ -181,14 +163,9 @@ def _broken(path: str, error: Exception) -> Broken:
     return Broken(path, " ".join(quote(error).split()) or type(error).__name__)
 
 
-def _in_threads(work: Callable[[str], _T], paths: Sequence[str], workers: int) -> Iterable[_T]:
+def _in_threads(work: Callable[[str], _Looked], paths: Sequence[str], workers: int) -> Iterator[_Looked]:
     """The results for all paths, in order; most of the work is done while Python's lock is released."""
     PIL.Image.init()  # else threads that meet a rare file format at the same time do not all know it
-    if workers < 2:
-        yield from map(work, paths)
-        return
-    bundles = [paths[start : start + _BUNDLE] for start in range(0, len(paths), _BUNDLE)]
-    with ThreadPoolExecutor(workers) as pool:
-        for start in range(0, len(bundles), _PENDING):
-            for done in pool.map(lambda bundle: [work(path) for path in bundle], bundles[start : start + _PENDING]):
-                yield from done
+    with ThreadPoolExecutor(max(1, workers)) as pool:
+        for start in range(0, len(paths), _PENDING):
+            yield from pool.map(work, paths[start : start + _PENDING])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import shlex
 import stat
@@ -132,33 +131,23 @@ class FolderSet:
         return replace(self, paths=tuple(self.paths[i] for i in indices.tolist()), labels=self.labels[indices])
 
 
-def open_folder(path: Path, size: int | tuple[int, int]) -> tuple[FolderSet, FolderSet]:
-    """Training and test files of a directory with `train/` and `val/`, checked."""
-    train, test = list_folder(path, size)
-    for part, found in zip(_PARTS, (train, test), strict=True):
-        if empty := empty_classes(found):
-            more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
-            raise DataError(
-                f"There are no image files ({', '.join(_ENDINGS[:3])}, ...) in "
-                f"{', '.join(str(path / part / name) for name in empty[:3])}{more}: put some there, or remove the "
-                "class from train/ and val/."
-            )
-    if train.names != test.names:
-        lone = [sorted(set(one.names) - set(other.names)) for one, other in ((train, test), (test, train))]
-        odd = (f"only in {part}/: {', '.join(names)}" for part, names in zip(_PARTS, lone, strict=True) if names)
-        raise DataError(f"{path}: train/ and val/ must have the same classes; {'; '.join(odd)}.")
-    if len(train.names) < 2:
-        raise DataError(f"{path}: there is one class, {train.names[0]}; at least two are needed.")
-    return train, test
-
-
-def list_folder(path: Path, size: int | tuple[int, int]) -> tuple[FolderSet, FolderSet]:
-    """The same as it is: classes may be empty, or in one of the two only."""
+def _folder(path: Path, size: int | tuple[int, int], strict: bool) -> DataSets:
+    """A directory with `train/` and `val/`; if strict, both must have the same classes, none of them empty."""
     sides = size if isinstance(size, tuple) else (size, size)
     if len(sides) != 2 or any(type(side) is not int or side < 1 for side in sides):
         raise DataError(f"The image size must be an int of at least 1, or (height, width), not {size!r}.")
     train, test = (_list_part(path, part, sides) for part in _PARTS)
-    return train, test
+    for part, own, other in ((_PARTS[0], train, test), (_PARTS[1], test, train)) if strict else ():
+        odd = {
+            f"there are no image files ({', '.join(_ENDINGS[:3])}, ...) in": empty_classes(own),
+            f"there are classes only in {part}/:": sorted(set(own.names) - set(other.names)),
+            "there is one class, but at least two are needed:": own.names if len(own.names) < 2 else (),
+        }
+        for text, names in odd.items():
+            if names:
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                raise DataError(f"{path / part}: {text} {', '.join(names[:3])}{more}.")
+    return DataSets(train, test, train.classes, train.shape, (str(path / _PARTS[0]), str(path / _PARTS[1])))
 
 
 def empty_classes(dataset: FolderSet) -> list[str]:
@@ -173,10 +162,9 @@ def _list_part(path: Path, part: str, sides: tuple[int, int]) -> FolderSet:
 
     folder = path / part
     if not folder.is_dir():
-        here = path if path.name in _PARTS else path.resolve()
-        if here.name in _PARTS and here.is_dir():
-            above = path.parent if path.name in _PARTS else path / ".."
-            raise DataError(f"{path} is one part of the data only: give the folder that it lies in, {str(above)!r}.")
+        if path.resolve().name in _PARTS:
+            above = str(path / "..")
+            raise DataError(f"{path} is one part of the data only: give the folder that it lies in, {above!r}.")
         raise DataError(f"{path} needs {part}/ with one folder of images per class (or train-*.npz, test-*.npz).")
     try:
         names = tuple(name for name in listing.find_classes(folder)[0] if not name.startswith("."))
@@ -202,15 +190,15 @@ def usual_size(dataset: FolderSet) -> tuple[int, int] | None:
                 sizes.append((image.height, image.width))
         except Exception:  # a broken file is reported where it is needed
             continue
-    heights, widths = zip(*sizes, strict=True) if sizes else ((), ())
-    return (statistics.median_low(heights), statistics.median_low(widths)) if sizes else None
+    if not sizes:
+        return None
+    return statistics.median_low(height for height, _ in sizes), statistics.median_low(width for _, width in sizes)
 
 
 NAMES = ("digits", "cifar10", "cifar100")
 _DIGITS_TEST = 382  # images of the last three writers
 _MAX_CLASSES, _MAX_CHANNELS = 2**24, 2**12
-_MAX_RATIO, _MAX_DENSE = 64, 2**30  # an array of more bytes than this must not be compressed more tightly
-_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+_MAX_RATIO, _MAX_DENSE = 64, 2**30  # a shard of more bytes than this must not be compressed more tightly
 
 
 @dataclass(frozen=True)
@@ -286,8 +274,7 @@ def load(
         raise DataError(f"There is no data {str(name)!r}: it is no folder, and none of {', '.join(NAMES)}.{meant}")
     if list(path.glob("*.npz")):
         return _shards(path)
-    train, test = open_folder(path, size) if strict else list_folder(path, size)
-    return DataSets(train, test, train.classes, train.shape, (str(path / _PARTS[0]), str(path / _PARTS[1])))
+    return _folder(path, size, strict)
 
 
 def guess(path: Path, names: Sequence[str], is_one: Callable[[Path], bool], cutoff: float = 0.6) -> str:
@@ -348,7 +335,7 @@ def split(dataset: DataSet, share: float, seed: int = 0) -> tuple[Any, Any]:
 def _digits() -> DataSets:
     """Optical Recognition of Handwritten Digits (E. Alpaydin, C. Kaynak), from the UCI repository, CC BY 4.0."""
     with np.load(Path(__file__).with_name("digits.npz")) as file:
-        images, labels = file["images"][..., None], file["labels"]
+        images, labels = file["images"][..., None], file["labels"].astype(np.int64)
     edge = len(labels) - _DIGITS_TEST
     sources = ("the package's, of all writers but three", "the package's, of the last three writers")
     return _arrays((images[:edge], labels[:edge]), (images[edge:], labels[edge:]), Augmentation(shift=1), sources)
@@ -390,11 +377,14 @@ def _read_shards(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
     labels: list[np.ndarray] = []
     for path in paths:
         try:
-            if not path.is_file():
-                raise ValueError("it is not a file")  # a pipe would be waited for
-            with zipfile.ZipFile(path) as file:
+            check_file(str(path))
+            with zipfile.ZipFile(path) as file:  # not np.load, which also takes what is no shard
+                claimed = sum(info.file_size for info in file.infolist())
+                if claimed > max(_MAX_RATIO * path.stat().st_size, _MAX_DENSE):
+                    raise ValueError(f"it claims {claimed} bytes, packed into {path.stat().st_size}")
                 for name, arrays in (("images.npy", images), ("labels.npy", labels)):
-                    arrays.append(_read_member(file, name, path.stat().st_size))
+                    with file.open(name) as member:
+                        arrays.append(np.lib.format.read_array(member, allow_pickle=False))
         except Exception as error:  # zipfile and numpy raise many kinds for a broken file
             raise DataError(f"{path} cannot be read as a shard with images and labels: {quote(error)}") from error
         image, label = images[-1], labels[-1]
@@ -406,31 +396,13 @@ def _read_shards(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
             )
         if label.max(initial=0) > _MAX_CLASSES:
             raise DataError(f"{path}: labels go up to {label.max()}; number the classes from 0.")
+        labels[-1] = label.astype(np.int64)
         if image.shape[1:] != images[0].shape[1:]:
             raise DataError(f"{path}: images of {image.shape[1:]}, but {paths[0].name} has {images[0].shape[1:]}.")
-        labels[-1] = label.astype(np.int64)
     return np.concatenate(images), np.concatenate(labels)
 
 
-def _read_member(file: zipfile.ZipFile, name: str, most: int) -> np.ndarray:
-    """One array of a shard of `most` bytes; what its headers claim is checked before memory is taken for it."""
-    info = file.getinfo(name)
-    dense = max(_MAX_RATIO * info.compress_size, _MAX_DENSE)
-    limits = {zipfile.ZIP_STORED: info.compress_size, zipfile.ZIP_DEFLATED: dense}  # numpy knows these two
-    if info.compress_size > most or info.file_size > limits.get(info.compress_type, 0):
-        raise ValueError(f"{name} claims {info.file_size} bytes, packed into {info.compress_size}")
-    with file.open(info) as member:
-        version = np.lib.format.read_magic(member)
-        if version not in _HEADERS:
-            raise ValueError(f"{name} has a header of version {version}")
-        shape, _, dtype = _HEADERS[version](member)
-        if dtype.hasobject or member.tell() + math.prod(shape) * dtype.itemsize != info.file_size:
-            raise ValueError(f"{name} claims {shape} {dtype}, but holds {info.file_size} bytes")
-    with file.open(info) as member:
-        return np.lib.format.read_array(member, allow_pickle=False)
-
-
-_Arrays = tuple[np.ndarray, np.ndarray]  # images (N, H, W, C) uint8, labels (N,)
+_Arrays = tuple[np.ndarray, np.ndarray]  # images (N, H, W, C) uint8, labels (N,) int64
 
 
 def _arrays(train: _Arrays, test: _Arrays, augmentation: Augmentation, sources: tuple[str, str]) -> DataSets:
@@ -445,23 +417,17 @@ def _arrays(train: _Arrays, test: _Arrays, augmentation: Augmentation, sources: 
             raise DataError(f"{name}: labels go {found}, but those of training from 0 to {train[1].max()}.")
     if len(np.unique(train[1])) < 2:
         raise DataError(f"{sources[0]}: all images have one label; at least two classes are needed.")
-    classes = int(train[1].max()) + 1
-    mean, std = _statistics(train[0])
-    sets = [
-        ArraySet(torch.from_numpy(images), torch.from_numpy(labels.astype(np.int64)), classes, mean, std, augmentation)
-        for images, labels in (train, test)
-    ]
-    return DataSets(sets[0], sets[1], classes, sets[0].shape, sources)
-
-
-def _statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and deviation of each channel, from histograms: exact, without a float copy. (N, H, W, C) uint8"""
-    means, deviations = [], []
-    values = np.arange(256)
-    for channel in range(images.shape[-1]):
-        counts = np.bincount(images[..., channel].ravel(), minlength=256)
+    classes, values, means, deviations = int(train[1].max()) + 1, np.arange(256), [], []
+    for channel in range(train[0].shape[-1]):  # from histograms: exact, without a float copy
+        counts = np.bincount(train[0][..., channel].ravel(), minlength=256)
         mean = (counts * values).sum() / counts.sum()
         variance = (counts * (values - mean) ** 2).sum() / counts.sum()
         means.append(float(mean))
         deviations.append(float(variance**0.5) or 1.0)  # a channel of one value stays what it is
-    return tuple(means), tuple(deviations)
+    arrays = [
+        ArraySet(
+            torch.from_numpy(images), torch.from_numpy(labels), classes, tuple(means), tuple(deviations), augmentation
+        )
+        for images, labels in (train, test)
+    ]
+    return DataSets(arrays[0], arrays[1], classes, arrays[0].shape, sources)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
-from typing import NamedTuple, TypedDict, Unpack
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
-from dmcp.batches import check_size, generator, mix, share_of
+from dmcp.batches import check_size, generator, mix, share_of, usual_workers
 from dmcp.data.datasets import ArraySet, Augmentation, CorruptError, DataSet, FolderSet, decode, finds_all, transform
 from dmcp.errors import DataError
 from dmcp.runtime.distributed import SINGLE_PROCESS, World
@@ -25,17 +24,14 @@ class ArrayLoader:
         dataset: ArraySet,
         batch_size: int,
         train: bool,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
-        channels_last: bool = False,
-        world: World = SINGLE_PROCESS,  # who share each batch
+        seed: int,
+        device: torch.device | str,
+        channels_last: bool,
+        world: World,
     ) -> None:
-        self.batch_size = batch_size
-        self.train = train
-        self.seed = seed
+        self.batch_size, self.train, self.seed, self.world = batch_size, train, seed, world
         self.device = torch.device(device)
         self.layout = torch.channels_last if channels_last else torch.contiguous_format
-        self.world = world
         self.augmentation = dataset.augmentation if train else Augmentation()
         self.shape = dataset.shape
         self.images = _pad(dataset.images, self.augmentation).to(self.device)  # (N, H + 2 shift, W + 2 shift, C) uint8
@@ -83,32 +79,26 @@ class ArrayLoader:
         return images.div_(self.std), self.labels[index]
 
 
-class LoaderOptions(TypedDict, total=False):
-    """How batches are made."""
-
-    channels_last: bool
-    world: World  # each rank gets its part of every batch, so that all together see what one process would
-    workers: int | None  # processes that decode files; None: as many as there are cores, at most 8
-    corrupt: str  # files that cannot be decoded: "stop", or "skip", which replaces them
-
-
 def make_loader(
     dataset: DataSet,
     batch_size: int,
     train: bool,
     seed: int = 0,
     device: torch.device | str = "cpu",
-    **options: Unpack[LoaderOptions],
+    *,
+    channels_last: bool = False,
+    world: World = SINGLE_PROCESS,  # each rank gets its part of every batch: all see what one process would
+    workers: int | None = None,  # processes that decode files; None: as many as there are cores, at most 8
+    corrupt: str = "stop",  # files that cannot be decoded: "stop", or "skip", which replaces them
 ) -> ArrayLoader | FolderLoader:
     """The loader for a data set; `train` shuffles, augments, and drops an incomplete last batch."""
-    world, last = options.get("world", SINGLE_PROCESS), options.get("channels_last", False)
     check_size(batch_size, len(dataset), train, world)
     if isinstance(dataset, ArraySet):
-        return ArrayLoader(dataset, batch_size, train, seed, device, last, world)
-    if (corrupt := options.get("corrupt", "stop")) not in ("stop", "skip"):
+        return ArrayLoader(dataset, batch_size, train, seed, device, channels_last, world)
+    if corrupt not in ("stop", "skip"):
         raise DataError(f"corrupt must be stop or skip, not {corrupt!r}.")
     keys = _Keys(len(dataset), batch_size, train, seed, world)
-    return FolderLoader(dataset, keys, device, last, options.get("workers"), corrupt == "skip")
+    return FolderLoader(dataset, keys, device, channels_last, workers, corrupt == "skip")
 
 
 def _pad(images: Tensor, augmentation: Augmentation) -> Tensor:
@@ -144,18 +134,15 @@ class FolderLoader:
         workers: int | None,
         skip: bool,
     ) -> None:
-        self.dataset = dataset
-        self.keys = keys
-        self.batch_size = keys.batch_size
+        self.dataset, self.keys, self.batch_size = dataset, keys, keys.batch_size
         self.device = torch.device(device)
         self.layout = torch.channels_last if channels_last else torch.contiguous_format
         self.skipped: set[str] = set()
         self.passes = 0  # begun so far
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        workers = min(8, cores) if workers is None else workers
+        workers = usual_workers() if workers is None else workers
         self.files: DataLoader[_Batch] = DataLoader(
             _Files(dataset, keys.train, keys.seed, skip),
-            sampler=self.keys,
+            sampler=keys,
             batch_size=None,  # a key stands for a whole batch
             num_workers=workers,
             persistent_workers=workers > 0,
@@ -198,7 +185,9 @@ class FolderLoader:
         except RuntimeError as error:
             if not str(error).startswith("DataLoader worker (pid"):
                 raise
-            if again or not _were_stopped(batches):
+            # SIGTERM may be sent to all processes, as by Slurm, and Ctrl-C is; torch makes the latter a quiet end
+            codes = {worker.exitcode for worker in getattr(batches, "_workers", ())} - {None}
+            if again or not codes or codes - {0, -signal.SIGTERM, -signal.SIGINT}:
                 raise DataError(self._explain_death(number)) from error
         self.files._iterator = None  # with new workers: the step that waits for this batch is finished and saved first
         return self._read(None, number, again=True)
@@ -222,15 +211,6 @@ class FolderLoader:
             f"One of {workers} workers has died while {' to '.join(ends) or 'no file'} was awaited, most likely for "
             f"lack of memory or shared memory (/dev/shm): try workers={workers // 2} or a smaller batch."
         )
-
-
-def _were_stopped(batches: Iterator[_Batch] | None) -> bool:
-    """Whether the workers that are gone were asked to go, by a signal that was meant for the whole command.
-
-    SIGTERM may be sent to all processes, as by Slurm, and Ctrl-C is; torch makes the latter a quiet end.
-    """
-    codes = {worker.exitcode for worker in getattr(batches, "_workers", ())} - {None}
-    return bool(codes) and codes <= {0, -signal.SIGTERM, -signal.SIGINT}
 
 
 class _Batch(NamedTuple):
@@ -277,14 +257,15 @@ class _Files(Dataset[_Batch]):
         if epoch != self.epoch:
             self.epoch, self.order = epoch, _draw_order(len(self.dataset), self.train, self.seed, epoch)
         unreadable: list[str] = []
+        failure = ""
         # a rank may have no share of the last batch
         images, labels = torch.empty(0, *self.dataset.shape), torch.empty(0, dtype=torch.int64)
         try:
             if samples := [self._sample(place, unreadable) for place in range(start, stop)]:
                 images, labels = default_collate(samples)
         except DataError as error:
-            return _Batch(images, labels, unreadable, str(error))
-        return _Batch(images, labels, unreadable, "")
+            failure = str(error)
+        return _Batch(images, labels, unreadable, failure)
 
     def _sample(self, place: int, unreadable: list[str]) -> tuple[Tensor, int]:
         """The image at a place in the order of the epoch, or, if wanted, the next one there that can be read."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -50,7 +51,7 @@ class Repeated:
         return self.step(*inputs)  # here, where the error no longer keeps the tensors of the capture alive
 
     def _run_aside(self, inputs: Sequence[Any]) -> Any:
-        stream, main = _side_stream(), torch.cuda.current_stream()
+        stream, main = _side_stream(torch.cuda.current_device()), torch.cuda.current_stream()
         stream.wait_stream(main)
         host = _host_random()
         with torch.cuda.stream(stream):
@@ -68,7 +69,7 @@ class Repeated:
         graph, main = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         torch.cuda.synchronize()
         try:
-            with torch.cuda.graph(graph, pool=_pool, stream=_side_stream()):
+            with torch.cuda.graph(graph, pool=_pool, stream=_side_stream(torch.cuda.current_device())):
                 out = self.step(*tree_unflatten(static, spec))
         except Exception:
             _tidy(graph, main)
@@ -95,7 +96,6 @@ class _Graph:
 _pool: Any = None  # memory that all graphs share: only one of them runs at a time
 _alive: weakref.WeakSet[_Graph] = weakref.WeakSet()
 _failed: list[Any] = []  # kept alive: torch's allocator of pinned memory may still ask for their capture
-_streams: dict[int, torch.cuda.Stream] = {}
 
 
 def _tidy(graph: Any, main: torch.cuda.Stream) -> None:
@@ -116,17 +116,15 @@ def _tidy(graph: Any, main: torch.cuda.Stream) -> None:
     _pool = torch.cuda.graph_pool_handle()
     number, whole = torch.zeros((), device="cuda"), torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(whole, stream=_side_stream(), capture_error_mode="thread_local"):
+        with torch.cuda.graph(whole, stream=_side_stream(device), capture_error_mode="thread_local"):
             number.add_(1)
     finally:
         torch.cuda.set_stream(main)
 
 
-def _side_stream() -> torch.cuda.Stream:
-    device = torch.cuda.current_device()
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return _streams[device]
+@functools.cache
+def _side_stream(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _host_random() -> tuple[Any, ...]:

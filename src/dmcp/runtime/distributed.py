@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
 
 from dmcp.errors import RankError
 
@@ -31,9 +32,6 @@ class World:
     def first(self) -> bool:
         """True on rank 0."""
         return self.rank == 0
-
-    def __str__(self) -> str:
-        return f"Rank {self.rank} of {self.size}"
 
 
 SINGLE_PROCESS = World()
@@ -81,10 +79,7 @@ def part(count: int, world: World) -> slice:
 
 @torch.no_grad()
 def mean_gradients(parameters: Iterable[Tensor], samples: int, world: World) -> None:
-    """Turn gradients, which are means over the samples of this rank, into means over those of all ranks.
-
-    One all-reduce per dtype and device, and no wait for the device.
-    """
+    """Turn gradients, which are means over the samples of this rank, into means over those of all ranks."""
     if world.size == 1:
         return
     for grads in _alike(parameter.grad for parameter in parameters if parameter.grad is not None):
@@ -148,8 +143,8 @@ def _losing_others(world: World) -> Iterator[None]:
         raise
     except RuntimeError as error:
         raise RankError(
-            f"{world} lost the others while it waited for them ({_reason(error)}): start the run again, it goes on "
-            "from its last checkpoint."
+            f"Rank {world.rank} of {world.size} lost the others while it waited for them ({_reason(error)}): start the "
+            "run again, it goes on from its last checkpoint."
         ) from error
 
 
@@ -174,8 +169,7 @@ def _alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 def _write_back(tensors: list[Tensor], flat: Tensor) -> None:
     """Copy a flat buffer into the tensors."""
-    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    torch._foreach_copy_(tensors, [one.view(tensor.shape) for one, tensor in zip(parts, tensors, strict=True)])
+    torch._foreach_copy_(tensors, list(_unflatten_dense_tensors(flat, tensors)))  # type: ignore[no-untyped-call]
 
 
 def _choose_backend(device: str, local: int) -> str:

@@ -27,6 +27,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _NARROW, _KERNELS = 64, ((1, 1), (3, 3))  # channels and sizes of convolutions that our kernels take
 _DEPTHWISE = ((3, 3), (5, 5))  # sizes of depthwise ones that they take, of any number of channels
 _NEEDED = "they need bfloat16, a GPU that computes in it, channels_last, and no compiling"
+_OPTIONAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _WORTH_KERNELS = 1_000  # steps from which it pays to load our kernels, and to compile them on a new machine
 _WORTH_COMPILING = {True: 2_000, False: 20_000}  # steps from which compiling a large or a small network pays
 
@@ -54,12 +55,16 @@ def resolve(
 
     plain: no loss or optimizer of the user's own, and one process. narrow, depthwise: see the functions `is_*` below.
     """
-    gpu, half, precision = device.type == "cuda", _computes_in_half(device), _precision(engine, device)
+    gpu, precision = device.type == "cuda", _precision(engine, device)
     last = gpu if engine.channels_last is None else engine.channels_last
     graphs = gpu and (plain if engine.graphs is None else engine.graphs)
     meant = graphs and (narrow or depthwise) and steps >= _WORTH_KERNELS
-    fit = half and last and precision is Precision.BFLOAT16 and not engine.compile
-    kernels = fit and (meant if engine.kernels is None else engine.kernels) and _can_run_kernels(engine, device)
+    fit = _computes_in_half(device) and last and precision is Precision.BFLOAT16 and not engine.compile
+    kernels = fit and (meant if engine.kernels is None else engine.kernels)
+    if kernels and (refused := kernels_refused(device)):
+        if engine.kernels:
+            raise TrainingError(f"Own kernels cannot run on {device} ({refused}): leave kernels out.")
+        kernels = False
     alone = kernels and (bool(engine.kernels) or depthwise) and not kernels_refused(device, True)
     kernels &= bool(engine.kernels) or narrow or alone  # the others do little for a network of depthwise layers
     if engine.kernels and gpu and not alone:
@@ -88,13 +93,6 @@ def pads(engine: Engine, device: torch.device) -> bool:
 
 def _precision(engine: Engine, device: torch.device) -> Precision:
     return engine.precision or (Precision.BFLOAT16 if _computes_in_half(device) else Precision.FLOAT32)
-
-
-def _can_run_kernels(engine: Engine, device: torch.device) -> bool:
-    refused = kernels_refused(device)
-    if refused and engine.kernels:
-        raise TrainingError(f"Own kernels cannot run on {device} ({refused}): leave kernels out.")
-    return not refused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,14 +124,12 @@ class ResolvedEngine:
 
     def laid_out(self, x: Any) -> Any:
         """The input of a network in the chosen memory layout."""
-        if not self.channels_last:
-            return x
-        return tree_map_only(Tensor, _channels_last, x)
+        return tree_map_only(Tensor, _channels_last, x) if self.channels_last else x
 
     @contextlib.contextmanager
     def running(self, *models: nn.Module) -> Iterator[None]:
         """While entered, torch's global switches and the layout of the models' weights are the chosen ones."""
-        with _asserts_explained(), contextlib.ExitStack() as undo:
+        with contextlib.ExitStack() as undo:
             if self.deterministic:
                 _deterministic(undo)
             if self.device.type == "cuda":
@@ -145,21 +141,15 @@ class ResolvedEngine:
                     _sync_batchnorm(model, undo)
                 if self.channels_last:
                     _use_channels_last(model, undo)
-            yield
-
-
-@contextlib.contextmanager
-def _asserts_explained() -> Iterator[None]:
-    """An index that does not exist ends all work of a GPU, which cannot say which one it was."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "device-side assert" in str(error):
-            error.add_note(
-                "Most often a label is none of the network's outputs: with the network on the CPU the same call names "
-                "it. This process cannot use the GPU any more."
-            )
-        raise
+            try:
+                yield
+            except RuntimeError as error:
+                if "device-side assert" in str(error):  # it ends all work of a GPU, which cannot say what it was
+                    error.add_note(
+                        "Most often a label is none of the network's outputs: with the network on the CPU the same "
+                        "call names it. This process cannot use the GPU any more."
+                    )
+                raise
 
 
 def _computes_in_half(device: torch.device) -> bool:
@@ -240,23 +230,21 @@ def sgd(groups: Any, lr: float, momentum: float, nesterov: bool, device: torch.d
 def make_optimizer(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """What the function makes of the groups; TrainingError if it cannot train them."""
     wanted = {id(parameter) for group in groups for parameter in group["params"]}
-    made = make(groups) if callable(make) else make
-    if not callable(make) or not isinstance(made, torch.optim.Optimizer):
+    made = make(groups) if callable(make) else None
+    if not isinstance(made, torch.optim.Optimizer):
         raise TrainingError(
             "optimizer must be a function that makes a torch.optim.Optimizer of parameter groups, like "
-            f"optimizer=torch.optim.AdamW; this {'gives' if callable(make) else 'is'} a {type(made).__name__}."
+            f"optimizer=torch.optim.AdamW, not {make!r}."
         )
-    name = type(made).__name__
-    if {id(parameter) for group in made.param_groups for parameter in group["params"]} != wanted:
-        raise TrainingError(
-            f"The {name} has other parameters than it was given: give it all of the groups; what is not to be trained "
-            "has requires_grad=False."
-        )
-    if not all("lr" in group for group in made.param_groups):
-        raise TrainingError(f"The {name} has groups without an lr, which the schedule sets: take another one.")
     _, *inputs = inspect.signature(type(made).step).parameters.values()
-    if any(it.default is it.empty and it.kind not in (it.VAR_POSITIONAL, it.VAR_KEYWORD) for it in inputs):
-        raise TrainingError(f"The step of {name} needs a closure, which there is not: take another optimizer.")
+    problems = {
+        "has other parameters than it was given": wanted
+        != {id(it) for group in made.param_groups for it in group["params"]},
+        "has groups without an lr, which the schedule sets": not all("lr" in group for group in made.param_groups),
+        "needs a closure in its step": any(it.default is it.empty and it.kind not in _OPTIONAL for it in inputs),
+    }
+    for problem in filter(problems.get, problems):
+        raise TrainingError(f"The {type(made).__name__} {problem}: take another optimizer.")
     return made
 
 
@@ -272,13 +260,11 @@ def rate_shares(optimizer: torch.optim.Optimizer) -> list[float]:
     The optimizer's default stands for the schedule's. If no group has it, the highest rate does, so that no group is
     faster than the settings say.
     """
-    rates = [group["lr"] for group in optimizer.param_groups]
+    rates, usual = [group["lr"] for group in optimizer.param_groups], optimizer.defaults.get("lr")
     if not all(isinstance(rate, int | float | Tensor) for rate in rates):
         return [1.0] * len(rates)
-    usual, numbers = optimizer.defaults.get("lr"), [float(rate) for rate in rates]
-    base = float(usual) if isinstance(usual, int | float | Tensor) and float(usual) in numbers else 0.0
-    base = base or max(numbers)
-    return [rate / base if base else 1.0 for rate in numbers]
+    base = float(usual if isinstance(usual, int | float | Tensor) and usual in rates and usual else max(rates))
+    return [float(rate) / base if base else 1.0 for rate in rates]
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float, shares: Sequence[float] = ()) -> None:
@@ -315,7 +301,6 @@ def _restride(tensor: Tensor, stride: tuple[int, ...]) -> None:
 
 
 def _deterministic(undo: contextlib.ExitStack) -> None:
-    """Only kernels that give the same bits each time."""
     undo.callback(
         torch.use_deterministic_algorithms,
         torch.are_deterministic_algorithms_enabled(),

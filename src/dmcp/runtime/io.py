@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import collections
 import contextlib
 import functools
 import json
@@ -42,12 +43,10 @@ class Lock:
         try:
             self._lock.acquire(timeout=0)
         except Timeout:
-            holder = ""
+            holder = "another process"
             with contextlib.suppress(FileError):
-                holder = quote(read_bytes(self.path, 1000).decode(errors="replace"))
-            raise FileError(
-                f"{self.path.parent} is in use by {holder or 'another process'}: wait for it or stop it."
-            ) from None
+                holder = quote(read_bytes(self.path, 1000).decode(errors="replace")) or holder
+            raise FileError(f"{self.path.parent} is in use by {holder}: wait for it or stop it.") from None
         except OSError as error:
             raise FileError(f"{self.path}: cannot be locked ({error.strerror}): give a folder for writing.") from error
         with contextlib.suppress(OSError):  # Windows writes no locked file
@@ -62,15 +61,11 @@ class Lock:
 
 def is_locked(folder: Path) -> bool:
     """Whether a process holds the folder."""
-    if not (folder / LOCK).is_file():
-        return False
     try:
-        with FileLock(folder / LOCK, timeout=0):
+        with FileLock(folder / LOCK, timeout=0) if (folder / LOCK).is_file() else contextlib.nullcontext():
             return False
-    except Timeout:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, Timeout)
 
 
 def alive(pid: int) -> bool:
@@ -89,28 +84,23 @@ def alive(pid: int) -> bool:
 
 def read_bytes(path: Path, most: int) -> bytes:
     """All bytes of a plain file of at most so many; no link out of its folder is followed."""
+    refuse_link(path)
+    careful = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # nor wait for a pipe
     try:
-        refuse_link(path)
-        with open(os.path.realpath(path), "rb", opener=_open_no_link) as file:
+        with open(os.path.realpath(path), "rb", opener=lambda name, flags: os.open(name, flags | careful)) as file:
             facts = os.fstat(file.fileno())
             if not stat.S_ISREG(facts.st_mode):
-                raise FileError(f"{path}: cannot be read: not a plain file.")
+                raise OSError("not a plain file")
             if facts.st_size > most:
-                raise FileError(f"{path}: {facts.st_size:,} bytes are too many: {most:,} are read at most.")
+                raise OSError(f"{facts.st_size:,} bytes are too many, {most:,} are read at most")
             return file.read(facts.st_size)
-    except FileError:
-        raise
     except OSError as error:
         raise FileError(f"{path}: cannot be read: {error.strerror or error}.") from error
 
 
-def _open_no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))  # nor wait for a pipe
-
-
 def refuse_link(path: Path) -> None:
     """Stop if a file or folder is a link to a place outside the folder that it is in."""
-    if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(path.parent)):
+    if os.path.islink(path) and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(path.parent)):
         raise FileError(f"{path} is a link that leads elsewhere: put there what it leads to, if you trust it.")
 
 
@@ -196,29 +186,21 @@ def from_plain(kind: type[_T], data: Any) -> _T:
     return kind(**values)
 
 
-class _Names(dict[str, Any]):
-    """Names in annotations; those that only type checkers import stand for a type that nothing has."""
-
-    def __missing__(self, name: str) -> Any:
-        return getattr(builtins, name, _Names)
-
-
 @functools.cache
 def _hints(kind: Any) -> dict[str, Any]:
-    return typing.get_type_hints(kind, localns=_Names(vars(sys.modules[kind.__module__])))
+    """Types of the fields; names that only type checkers import stand for a type that nothing has."""
+    names = collections.defaultdict(lambda: types.EllipsisType, vars(builtins) | vars(sys.modules[kind.__module__]))
+    return typing.get_type_hints(kind, localns=names)
 
 
 def _convert(hint: Any, value: Any) -> Any:
     """A JSON value as the annotation of a field says; ints are those that torch can hold."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        errors = []
         for one in inner:
-            try:
+            with contextlib.suppress(TypeError, ValueError):
                 return _convert(one, value)
-            except (TypeError, ValueError) as error:
-                errors.append(error)
-        raise errors[0]
+        return _convert(inner[0], value)  # its error is the one to raise
     if origin is tuple and isinstance(value, list):
         return tuple(_convert(inner[0], item) for item in value)
     if origin is Mapping and isinstance(value, dict):

@@ -165,28 +165,20 @@ def try_out(device: torch.device, depthwise: bool = False) -> None:
         for c_out, c_in, stride in ((32, 1, 1), (32, 1, 2)) if depthwise else plain:
             c = c_in if c_in > 1 else c_out
             wave = torch.linspace(-20, 20, 50 * c, device=device).sin()
+            line = torch.linspace(1, -1, 9 * c_out * c_in, device=device)
             given = [wave.reshape(2, c, 5, 5).bfloat16().requires_grad_()]
+            given += [line.reshape(c_out, c_in, 3, 3).bfloat16().float().requires_grad_()] if c_in else []
+            ours, torchs = given[0], given[0]
             if c_in:
-                line = torch.linspace(1, -1, 9 * c_out * c_in, device=device)
-                given.append(line.reshape(c_out, c_in, 3, 3).bfloat16().float().requires_grad_())
-            for found, wanted in zip(*(_outcome(run, given, stride) for run in (_run_own, _run_torchs)), strict=True):
+                ours = conv2d(given[0], given[1], None, stride)
+                torchs = F.conv2d(given[0], given[1].bfloat16(), None, stride, 1, 1, c // c_in)
+            ours = batch_norm(ours, None, None, None, None, 0.1, 1e-5)
+            torchs = F.batch_norm(torchs.float(), None, None, training=True)
+            for found, wanted in zip(*(_with_gradients(it, given) for it in (ours, torchs)), strict=True):
                 if not torch.allclose(found, wanted, rtol=0.05, atol=0.05 * float(wanted.abs().max())):
                     raise RuntimeError("own kernels do not compute here what torch's do")
 
 
-def _outcome(run: Any, given: list[Tensor], stride: int) -> list[Tensor]:
-    """Output and gradients."""
-    out = run(*given, stride=stride)
+def _with_gradients(out: Tensor, given: list[Tensor]) -> list[Tensor]:
     loss = (out * torch.linspace(-1, 1, out.shape[3], device=out.device)).sum()
     return [it.detach().float() for it in (out, *torch.autograd.grad(loss, given))]
-
-
-def _run_own(x: Tensor, weight: Tensor | None = None, stride: int = 1) -> Tensor:
-    out = x if weight is None else conv2d(x, weight, None, stride)
-    return batch_norm(out, None, None, None, None, 0.1, 1e-5)
-
-
-def _run_torchs(x: Tensor, weight: Tensor | None = None, stride: int = 1) -> Tensor:
-    groups = x.shape[1] if weight is not None and weight.shape[1] == 1 else 1
-    out = x if weight is None else F.conv2d(x, weight.bfloat16(), None, stride, 1, 1, groups)
-    return F.batch_norm(out.float(), None, None, training=True)
