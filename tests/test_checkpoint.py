@@ -512,7 +512,7 @@ OTHER_SETTINGS: dict[str, dict[str, Any]] = {
     'search.budget was 0.5, is "40%"': {"search": replace(SHORT["search"], budget="40%")},
     "search.min_channels.0 was null, is 3": {"search": replace(SHORT["search"], min_channels={"0": 3})},
     "train.epochs was 1, is 2": {"train": replace(SHORT["train"], epochs=2)},
-    "retrain was": {"retrain": "finetune"},
+    "retrain was": {"retrain": "scratch"},
     "baselines was [], is": {"baselines": True},
     "arch_loader was false, is true": {"loader": Loaders(search=shuffled(36), arch=shuffled(20))},
     "optimizer was false, is true": {"task": Task(optimizer=torch.optim.Adam)},
