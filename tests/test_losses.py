@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -263,3 +264,31 @@ def test_methods_choose_by_objects_as_by_functions(lower: bool) -> None:
         widths, best = chosen(problem, find, config, top1)
         again, same = chosen(problem, find, config, Right(10))
         assert widths == again and best and same == pytest.approx(best)
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda it: {"out": it, "aux": it + 1}, lambda it: SimpleNamespace(logits=it, loss=None)]
+)
+def test_scores_in_an_output_of_several_parts_are_found(wrap: Any) -> None:
+    scores, labels = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
+    assert torch.equal(
+        classification_loss(0.1)(wrap(scores), (None, labels)), classification_loss(0.1)(scores, (None, labels))
+    )
+    assert top1(wrap(scores), (None, labels)) == top1(scores, (None, labels))
+
+
+def test_a_network_with_logits_is_pruned_by_default() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(
+                nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)
+            )
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"logits": self.net(x)}
+
+    batches = [(torch.randn(6, 3, 8, 8), torch.randint(3, (6,)))] * 2
+    short = {"search": dmcp.SearchConfig(budget="60%", epochs=2, groups=4), "train": dmcp.TrainConfig(epochs=1)}
+    result = dmcp.prune(Wrapped(), batches, batches, **short)
+    assert result.model(torch.randn(2, 3, 8, 8))["logits"].shape == (2, 3) and result.rows[-1].samples == 12

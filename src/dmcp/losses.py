@@ -6,7 +6,7 @@ import contextlib
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Protocol
@@ -143,13 +143,26 @@ def check_range(labels: Tensor, classes: int) -> None:
 
 def _classes(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
     """Scores with classes along dim 1, and the labels: class numbers, or shares in the shape of the scores."""
-    if not isinstance(output, Tensor) or output.ndim < 2:
+    scores = scores_of(output)
+    if scores is None or scores.ndim < 2:
         raise TrainingError(
-            f"The network gives {_kind(output)}, not one tensor of classes along dim 1: give your own loss and metric."
+            f"The network gives {_kind(output)}, not one tensor of classes along dim 1, nor .logits or ['out']: give "
+            "your own loss and metric."
         )
     labels = labels_of(batch)
-    check_fit(labels, output.shape)
-    return output, labels if labels.is_floating_point() else labels.long()
+    check_fit(labels, scores.shape)
+    return scores, labels if labels.is_floating_point() else labels.long()
+
+
+def scores_of(output: Any) -> Tensor | None:
+    """The class scores: the output itself, its `logits` (transformers), or its "out" (torchvision's segmentation)."""
+    if isinstance(output, Tensor):
+        return output
+    for name in ("logits", "out"):
+        found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+        if isinstance(found, Tensor):
+            return found
+    return None
 
 
 # metrics

@@ -22,7 +22,7 @@ from dmcp.batches import (
 )
 from dmcp.checkpoint import untouched
 from dmcp.errors import DataError, TrainingError
-from dmcp.losses import Metric, check_fit, check_metric, check_range, distillation_loss, whole_of
+from dmcp.losses import Metric, check_fit, check_metric, check_range, distillation_loss, scores_of, whole_of
 from dmcp.modules import call_model, narrow, tensors_in, unwrap
 from dmcp.runtime.distributed import current
 from dmcp.runtime.engine import make_optimizer
@@ -149,10 +149,10 @@ def check_classifier(model: nn.Module, example: Tensor, classes: int) -> None:
 @torch.no_grad()
 def check_labels(model: nn.Module, example: Any, samples: int, labels: Tensor) -> None:
     """Refuse labels of a batch of so many samples that the default loss cannot take; a GPU would not say why."""
-    output = _output(unwrap(model), example, train=True)
-    if isinstance(output, Tensor) and output.ndim >= 2:  # what else is wrong, the loss says
-        check_fit(labels, (samples, *output.shape[1:]))
-        check_range(labels, output.shape[1])
+    scores = scores_of(_output(unwrap(model), example, train=True))
+    if scores is not None and scores.ndim >= 2:  # what else is wrong, the loss says
+        check_fit(labels, (samples, *scores.shape[1:]))
+        check_range(labels, scores.shape[1])
 
 
 @torch.no_grad()
@@ -188,7 +188,9 @@ def match_dtype(teacher: nn.Module, model: nn.Module, example: Any) -> None:
 @torch.no_grad()
 def classes_of(model: nn.Module, example: Any) -> int:
     """How many classes the network's first output is for, in eval mode; 0 if it has none."""
-    outputs = tensors_in(_output(unwrap(model), example, train=False))
+    output = _output(unwrap(model), example, train=False)
+    found = scores_of(output)
+    outputs = tensors_in(output) if found is None else [found]
     return outputs[0].shape[1] if outputs and outputs[0].ndim > 1 else 0
 
 
