@@ -42,6 +42,12 @@ def spearman(a: list[float], b: list[float]) -> float:
     return float((centered[0] * centered[1]).sum() / (centered[0].norm() * centered[1].norm()))
 
 
+def structures() -> list[list[int]]:
+    """The recorded structures that supernets of cifar:resnet20 judge."""
+    found: list[list[int]] = json.loads((Path(__file__).parent / "structures.json").read_text())["structures"]
+    return found
+
+
 class Problem:
     """A network and its data: training images without the held-out ones, and these."""
 
@@ -137,8 +143,8 @@ def judge_search(
         soft_utility.append(float(-slope[place] / moved[place].clamp(min=1e-6)) / per_channel)
     out["utility"] = spearman(soft_utility, hard_utility)
     out["soft_utility"], out["hard_utility"] = soft_utility, hard_utility
-    if structures := it.job.get("structures"):
-        out["judged"] = [mean(net.hard(it.graph.widths(row))) for row in structures]
+    if it.job.get("judge"):
+        out["judged"] = [mean(net.hard(it.graph.widths(row))) for row in structures()]
     net.model.load_state_dict(state)
     return out
 
@@ -246,7 +252,7 @@ def worker(jobs: Any, path: str, number: int) -> None:
             job = jobs.get(timeout=2)
         except queue.Empty:
             return
-        plain = {key: value for key, value in job.items() if key not in ("structures", "finals")}
+        plain = {key: value for key, value in job.items() if key != "finals"}
 
         def emit(job: dict[str, Any] = plain, **found: Any) -> None:
             with open(path, "a") as file:
@@ -262,7 +268,6 @@ def worker(jobs: Any, path: str, number: int) -> None:
 def table(path: Path) -> None:
     """Print recorded lines as the tables of REPORT.md."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    structures = json.loads((Path(__file__).parent / "structures.json").read_text())["structures"]
     trained = [it["trained"] | {"job": it["job"]["name"]} for it in lines if "trained" in it]
     losses = {tuple(it["widths"]): it["loss"] for it in trained if isinstance(it["widths"], list)}
     print("| search | near | spread | one peak | E/T | seen | soft and hard | structures | loss cut | params |")
@@ -271,7 +276,7 @@ def table(path: Path) -> None:
         if it := line.get("search"):
             rank = "-"
             if "judged" in it:
-                rank = f"{spearman(it['judged'], [losses[tuple(row)] for row in structures]):.2f}"
+                rank = f"{spearman(it['judged'], [losses[tuple(row)] for row in structures()]):.2f}"
             print(
                 f"| {line['job']['name']} | {it['near']:.0%} | {100 * it['spread']:.1f} | {it['one_peak']} of "
                 f"{len(it['widths'])} | {it['ratio'][0]:.3f} to {it['ratio'][1]:.3f} | {it['seen']:.2f} | "

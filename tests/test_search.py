@@ -169,9 +169,9 @@ def test_sampling_before_and_after_the_warmup(monkeypatch: pytest.MonkeyPatch) -
     seen: list[tuple[Sampling, int]] = []
     real = dmcp.searching.steps.sample_gates
 
-    def spied(net: Any, path: Any, sampling: Sampling, count: int, generator: Any) -> Any:
+    def spied(net: Any, path: Any, sampling: Sampling, count: int, *more: Any) -> Any:
         seen.append((sampling, count))
-        return real(net, path, sampling, count, generator)
+        return real(net, path, sampling, count, *more)
 
     monkeypatch.setattr(dmcp.searching.steps, "sample_gates", spied)
     ran(sampling="sandwich", warmup_sampling="markov", subnets=1)

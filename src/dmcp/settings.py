@@ -27,7 +27,8 @@ class Sampling(StrEnum):
 
     MARKOV = "markov"  # from the alphas: the paper's variant of the sandwich rule
     UNIFORM = "uniform"  # every number of groups alike, each space by itself
-    MIXED = "mixed"  # every second one from the alphas, the others uniform
+    BROAD = "broad"  # from one constant alpha that meets the budget: often all groups of a space, sometimes few
+    MIXED = "mixed"  # every second one from the alphas, the others broad
     SANDWICH = "sandwich"  # one ratio for all spaces: the original sandwich rule
 
 
