@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
 import sys
 import traceback
 import warnings
@@ -32,10 +30,7 @@ Results are on stdout, all else is on stderr."""
 _BUG, _MISTAKE, _STOPPED, _RANK_LOST, _INTERRUPTED, _NO_READER = 1, 2, 3, 75, 130, 141
 _LONGEST = 1000  # letters of a sentence
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, which newer typers have a copy of
-_ABSENT = {  # options of the other commands that compare has not, and why
-    "--weights": "all methods begin from scratch, or from a network that the command trains itself.",
-    "--resume": "the same command with the same --out goes on.",
-}
+_EVERY_RANK = ("prune", "search", "train", "compare-run")  # commands that several ranks work on
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, epilog=_CODES)
 
@@ -44,11 +39,6 @@ def main() -> None:
     """Run the command; what is wrong with the input is one sentence on stderr and exit code 2."""
     sys.path.insert(0, "")  # `mynet:build` may lie in the current folder
     code = _run()
-    try:
-        if sys.stdout:
-            sys.stdout.flush()
-    except OSError:
-        code = code or _NO_READER
     if code == _NO_READER:  # else Python complains, when it ends, of what nobody could be given
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     raise SystemExit(code)
@@ -57,11 +47,13 @@ def main() -> None:
 def _run() -> int:
     """Run the command; its exit code."""
     try:
-        with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
-            code = app(prog_name="dmcp", standalone_mode=False)
-        if sys.stdout:
-            sys.stdout.flush()
+        try:
+            with warnings.catch_warnings():
+                warnings.showwarning = _show_warning
+                code = app(prog_name="dmcp", standalone_mode=False)
+        finally:
+            if sys.stdout:
+                sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except DmcpError as error:
         code = _STOPPED if isinstance(error, StoppedError) else _RANK_LOST if isinstance(error, RankError) else _MISTAKE
@@ -103,20 +95,8 @@ def _fail(error: Exception | None, sentence: str, code: int) -> int:
 
 def _explain(error: Any) -> str:
     """What is wrong with the words of the command line, and where to read more."""
-    more = f"see {error.ctx.command_path if error.ctx else 'dmcp'} --help."
-    if hasattr(error, "possibilities") and error.ctx:
-        known = [name for option in error.ctx.command.params for name in option.opts + option.secondary_opts]
-        if reason := _ABSENT.get(error.option_name) if error.ctx.info_name == "compare" else None:
-            return f"There is no option {error.option_name}: {reason}"
-        near = difflib.get_close_matches(error.option_name, known, n=1, cutoff=0.7)
-        return f"There is no option {error.option_name}; {f'did you mean {near[0]}?' if near else more}"
     text = error.format_message().replace("Value error, ", "").rstrip(".")
-    if command := re.match(r"No such command '(.*?)'", text):
-        # people swap and drop letters, but rarely the first one: import is not report
-        known = [name for name in error.ctx.command.list_commands(error.ctx) if name[0] == command[1][:1]]
-        near = difflib.get_close_matches(command[1], known, n=1, cutoff=0.7)
-        text = f"{command[0]}{f'. Did you mean {near[0]!r}?' if near else ''}"
-    return text if text.endswith("?") else f"{text}; {more}"
+    return text if text.endswith("?") else f"{text}; see {error.ctx.command_path if error.ctx else 'dmcp'} --help."
 
 
 class _Grouped(TyperCommand):
@@ -136,10 +116,7 @@ class _Grouped(TyperCommand):
         """Refuse a second --budget, which compare takes: click would quietly forget the first."""
         given = [param for param in self.make_parser(ctx).parse_args(args=list(args))[2] if param.name == "budget"]
         if len(given) > 1 and not given[0].multiple and not ctx.resilient_parsing:
-            raise DmcpError(
-                f"--budget is given {len(given)} times: give one. Where all must hold, write them as one, like "
-                "50%,params:2M; for several networks, give the command again for each."
-            )
+            raise DmcpError("--budget is given twice: where all must hold, write them as one, like 50%,params:2M.")
         return super().parse_args(ctx, args)
 
 
@@ -195,6 +172,8 @@ def _common(
     """
     if ctx.invoked_subcommand is None:
         print(ctx.get_help())
+    elif ctx.invoked_subcommand not in _EVERY_RANK and not is_first():
+        raise typer.Exit
 
 
 @app.command(cls=_Grouped)
@@ -281,13 +260,11 @@ def inspect(
       dmcp inspect timm:convnext_tiny --input 3x128x128 --inexact
       dmcp inspect mypackage.nets:build --ignore head --json
     """
-    config = RunConfig(
-        model=model, input=input, model_args=tuple(model_args or ()), ignore=tuple(ignore or ()), inexact=inexact
-    )
-    if is_first():
-        from dmcp.cli import show
+    args, kept = tuple(model_args or ()), tuple(ignore or ())
+    config = RunConfig(model=model, input=input, model_args=args, ignore=kept, inexact=inexact)
+    from dmcp.cli import show
 
-        show.inspect(config, as_json)
+    show.inspect(config, as_json)
 
 
 @app.command(cls=_Grouped)
@@ -308,10 +285,9 @@ def sample(
       dmcp sample runs/cifar-resnet20-cifar10-search --budget 30%
       dmcp sample runs/cifar-resnet20-cifar10-search --direct 5 --seed 1 --json
     """
-    if is_first():
-        from dmcp.cli import show
+    from dmcp.cli import show
 
-        show.sample(run, direct, budget, out or run, seed, as_json)
+    show.sample(run, direct, budget, out or run, seed, as_json)
 
 
 @app.command()
@@ -334,10 +310,9 @@ def evaluate(
     """
     changes = {"device": device, "workers": workers, "corrupt": corrupt}
     changes |= {name: value for name, value in (("data", data), ("batch", batch)) if value}
-    if is_first():
-        from dmcp.cli import show
+    from dmcp.cli import show
 
-        show.evaluate(run, changes, as_json)
+    show.evaluate(run, changes, as_json)
 
 
 @app.command()
@@ -361,10 +336,9 @@ def data(
       dmcp data ~/photos --input 3x224x224 --workers 16
       dmcp data cifar10 --json
     """
-    if is_first():
-        from dmcp.cli import show
+    from dmcp.cli import show
 
-        show.data(name, input, workers, most, quiet, as_json)
+    show.data(name, input, workers, most, quiet, as_json)
 
 
 @app.command()
@@ -395,22 +369,14 @@ def latency(
     """
     if not model:
         raise DmcpError("--model is missing: dmcp latency --help says what it can be.")
-    what = RunConfig(
-        model=model,
-        model_args=tuple(model_args or ()),
-        ignore=tuple(ignore or ()),
-        input=input,
-        device=device,
-        seed=seed,
-    )
+    args, kept = tuple(model_args or ()), tuple(ignore or ())
+    what = RunConfig(model=model, model_args=args, ignore=kept, input=input, device=device, seed=seed)
     where = device if runtime is RuntimeKind.ONNX else ""  # else where the network is
-    how = LatencyConfig(
-        batch=batch, device=where, dtype=dtype, runtime=runtime, networks=networks, align=align, seed=seed
-    )
-    if is_first():
-        from dmcp.cli import show
+    times: dict[str, Any] = {"batch": batch, "device": where, "dtype": dtype, "runtime": runtime}
+    how = LatencyConfig(**times, networks=networks, align=align, seed=seed)
+    from dmcp.cli import show
 
-        show.latency(what, classes, how, out, as_json)
+    show.latency(what, classes, how, out, as_json)
 
 
 @app.command()
@@ -438,11 +404,10 @@ def export(
       dmcp export runs/resnet18-photos-prune --out photos.pt2
       dmcp export runs/resnet18-photos-prune --int8
     """
-    if is_first():
-        from dmcp.cli import show
+    from dmcp.cli import show
 
-        target = out or run / ("model.int8.onnx" if int8 else "model.onnx")
-        (show.export_int8 if int8 else show.export)(run, target, tolerance, quiet, as_json)
+    target = out or run / ("model.int8.onnx" if int8 else "model.onnx")
+    show.export(run, target, tolerance, int8, quiet, as_json)
 
 
 @app.command()
@@ -458,10 +423,9 @@ def runs(
       dmcp runs
       dmcp runs ~/experiments --json
     """
-    if is_first():
-        from dmcp.cli import show
+    from dmcp.cli import show
 
-        show.runs(folder, as_json)
+    show.runs(folder, as_json)
 
 
 @app.command()
@@ -478,10 +442,9 @@ def report(
       dmcp report runs/resnet18-photos-prune
       dmcp report runs --out all.html --svg charts
     """
-    if is_first():
-        from dmcp.cli import show
+    from dmcp.cli import show
 
-        show.report(run, out, svg)
+    show.report(run, out, svg)
 
 
 @app.command(cls=_Grouped)
@@ -498,8 +461,6 @@ def compare(request: Request) -> None:
       dmcp compare --model digits:resnet --data digits --methods uniform,mymodule:mine --widths hand=widths.json
       dmcp compare --gather runs/table
     """
-    if not is_first():
-        return
     gather = request.more["gather"]
     if gather and (request.typed or request.dry_run or request.more["measure"]):
         raise DmcpError("--gather makes the table of a folder and nothing else: leave the other options out.")
