@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,7 @@ import pytest
 import torch
 from nets import Chain, Residual, mystery, sample
 from test_cli import Capture, run
-from torch import Tensor, distributed, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, nn
 
 import dmcp
 from dmcp.errors import DataError, DmcpError, TraceError, WidthsError
@@ -145,30 +144,6 @@ def test_widths_of_another_architecture(model: nn.Module, graph: Any, other: nn.
     again = Chain(**Chain.FULL)  # with other weights
     small: Any = dmcp.cut(again, graph, dmcp.trace(again, X).widths({"conv1": 2}))
     assert torch.equal(small.conv1.weight, again.conv1.weight[:2])
-
-
-# wrapped models
-
-
-@pytest.fixture
-def process_group(tmp_path: Path) -> Iterator[None]:
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
-@pytest.mark.usefixtures("process_group")
-@pytest.mark.filterwarnings("ignore")
-def test_wrapped_models_are_unwrapped(graph: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # DataParallel would take the model there
-    model = Chain(**Chain.FULL)
-    both = torch.compile(DistributedDataParallel(model), backend="eager")
-    for wrapped in (nn.DataParallel(model, device_ids=[]), both):
-        found = dmcp.trace(wrapped, X)
-        assert spaces(found) == spaces(graph) and found.fingerprint == graph.fingerprint
-        small: Any = dmcp.cut(wrapped, found, {"conv1": 2})
-        assert type(small) is Chain and torch.equal(small.conv1.weight, model.conv1.weight[:2])
-        assert type(dmcp.Supernet(wrapped, found).model) is Chain
 
 
 # dtypes

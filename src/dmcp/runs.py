@@ -41,7 +41,7 @@ SEARCH, ALPHAS = "search.json", "search.safetensors"
 REPLACED = "replaced.jsonl"  # unreadable image files that others were taken for
 OUTCOME = "outcome.json"  # how a limit of latency ended
 PREPARED = "prepared.safetensors"  # a network that other runs start from
-_MAX_ALPHAS, _LIST_TAIL = 2**26, 2**20  # bytes that are read; of a log, for a list of runs
+_MAX_LOG, _MAX_ALPHAS, _LIST_TAIL = 2**30, 2**26, 2**20  # bytes that are read; of a log, for a list of runs
 _MAX_NUMBER = 1e18  # beyond what any network costs, and what a chart can show
 _FORMAT = "torch-dmcp search 1"
 
@@ -487,13 +487,15 @@ def _read_outcome(folder: Path) -> dict[str, Any]:
 
 def _lines(path: Path, tail: int = 0) -> list[bytes]:
     """Whole lines of a file, if it is there: the last one may have been cut by a kill."""
-    if not path.is_file():
+    if not path.exists() and not path.is_symlink():
         return []
+    if not tail:
+        return read_bytes(path, _MAX_LOG).split(b"\n")[:-1]
     refuse_link(path)
     with path.open("rb") as file:
-        start = max(path.stat().st_size - tail, 0) if tail else 0
+        start = max(path.stat().st_size - tail, 0)
         file.seek(start)
-        return file.read().split(b"\n")[bool(start) : -1]
+        return file.read(tail).split(b"\n")[bool(start) : -1]
 
 
 @contextlib.contextmanager

@@ -18,7 +18,8 @@ from dmcp.compare.methods import METHODS
 from dmcp.compare.runner import PlannedRun
 from dmcp.compare.table import PAGE, write_table
 from dmcp.errors import DmcpError, FileError, StoppedError
-from dmcp.runs import read_json, slug
+from dmcp.runs import slug
+from dmcp.runtime.io import MOST_JSON, parse_json, read_bytes
 from dmcp.settings import SearchConfig
 from dmcp.units import table
 from dmcp.widths import Widths
@@ -113,8 +114,8 @@ def _inputs(job: Job, place: torch.device) -> runner.Inputs:
         model=job.model,
         graph=job.graph,
         images=job.data.train,
-        train=job.loaders.train,
-        test=job.loaders.test,
+        train=job.loaders.search,
+        test=job.test,
         device=place,
         facts=job.identity,
     )
@@ -144,11 +145,13 @@ def _read_widths(texts: Iterable[str]) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
     for text in texts:
         name, _, file = text.partition("=")
-        if not file or not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name) or name in found:
-            raise DmcpError(f"--widths: {text!r} is not of the form NAME=FILE, like hand=widths.json, with a new name.")
-        stored = read_json(Path(file))
-        ours = {"widths", "fingerprint"} <= stored.keys()
-        if not ours and not all(type(kept) is int for kept in stored.values()):
+        if not file or not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name):
+            raise DmcpError(f"--widths: {text!r} is not of the form NAME=FILE, like hand=widths.json.")
+        if name in found:
+            raise DmcpError(f"--widths: {name} is given twice: give each a name of its own.")
+        stored: Any = parse_json(read_bytes(Path(file), MOST_JSON), file)
+        ours = isinstance(stored, dict) and {"widths", "fingerprint"} <= stored.keys()
+        if not isinstance(stored, dict) or not (ours or all(type(kept) is int for kept in stored.values())):
             raise FileError(f'{file}: not a file of widths: give a widths.json, or {{"space": width, ...}}.')
         found[name] = dict(Widths.from_json(stored)) if ours else stored
     return found

@@ -275,10 +275,6 @@ def read_config(run: Path) -> tuple[dict[str, Any], RunConfig]:
     """All that the settings of a run say, and its tree."""
     from dmcp.runs import SETTINGS, read_json  # imports torch
 
-    if not (run / SETTINGS).exists():
-        raise FileError(
-            f"{run / SETTINGS}: cannot be read: give the folder of a run, which dmcp prune, search or train has made."
-        )
     stored = read_json(run / SETTINGS)
     return stored, config_from_json(stored, run / SETTINGS)
 
@@ -405,57 +401,47 @@ _COMPARE: dict[str, tuple[Any, Any, str]] = {  # the same for compare
 }
 
 
-def _options_of(command: str) -> list[inspect.Parameter]:
-    """All options of a command."""
-    own = _COMPARE if command == "compare" else {}
-    groups = {group: [it for it in names if it not in _WITHOUT[command]] for group, names in _GROUPS.items()}
-    listed = {name: group for group, names in groups.items() for name in names} | dict.fromkeys(own, "Comparison")
-    others = _OTHERS | own
-    return [_other(name, others[name], it) if name in others else _setting(name, it) for name, it in listed.items()]
-
-
-def _other(name: str, facts: tuple[Any, Any, str], group: str) -> inspect.Parameter:
-    """An option that is no setting."""
-    kind, default, help = facts
-    low = {"seeds": 1, "at_once": 1, "finetune_epochs": 0}.get(name)
-    flags = () if kind == bool | None else (f"--{name.replace('_', '-')}",)  # none: --name and --no-name
-    hint: Any = Annotated[kind, typer.Option(*flags, help=help, min=low, rich_help_panel=group, show_default=False)]
+def _option(name: str, group: str, others: Mapping[str, tuple[Any, Any, str]]) -> inspect.Parameter:
+    """An option of a command: a setting of the tree, None unless it is typed, or one of the others."""
+    words: dict[str, Any] = {"rich_help_panel": group, "show_default": False}
+    if name in others:
+        kind, default, words["help"] = others[name]
+        usual, words["min"] = default, {"seeds": 1, "at_once": 1, "finetune_epochs": 0}.get(name)
+    else:
+        part, place = _places(name)[0]
+        it = _PARTS[part].__dataclass_fields__[place]
+        written, usual, default = str(it.type).removesuffix(" | None"), it.default, None
+        kind = (_TYPES.get(written) or getattr(settings, written)) | None
+        shown = isinstance(usual, str | int | float) and usual not in ("", 0)  # False is 0
+        told = _DEFAULTS.get(name) or (str(usual) if shown else "")
+        words["help"] = it.metadata["help"] + (f" Default: {told}." if told else "")
+        if written == "Bound":
+            words["metavar"] = "[NAME=]N"
+        if name in ("model", "teacher_model"):
+            words["autocompletion"] = complete_model
+        if name == "recipe":
+            words["autocompletion"] = lambda incomplete: [it for it in RECIPES if it.startswith(incomplete)]
+    both = kind == bool | None and usual is not False  # --name and --no-name
+    hint: Any = Annotated[kind, typer.Option(*(() if both else (f"--{name.replace('_', '-')}",)), **words)]
     parameter = "as_json" if name == "json" else name
     return inspect.Parameter(parameter, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
-
-
-def _setting(name: str, group: str) -> inspect.Parameter:
-    """An option that is a setting of the tree: None unless it is typed."""
-    part, place = _places(name)[0]
-    it = _PARTS[part].__dataclass_fields__[place]
-    written = str(it.type).removesuffix(" | None")
-    kind = (_TYPES.get(written) or getattr(settings, written)) | None
-    shown = isinstance(it.default, str | int | float) and it.default not in ("", 0)  # False is 0
-    usual = _DEFAULTS.get(name) or (str(it.default) if shown else "")
-    words: dict[str, Any] = {"help": it.metadata["help"] + (f" Default: {usual}." if usual else "")}
-    if written == "Bound":
-        words["metavar"] = "[NAME=]N"
-    if name in ("model", "teacher_model"):
-        words["autocompletion"] = complete_model
-    if name == "recipe":
-        words["autocompletion"] = lambda incomplete: [it for it in RECIPES if it.startswith(incomplete)]
-    flags = () if kind == bool | None and it.default is not False else (f"--{name.replace('_', '-')}",)
-    hint: Any = Annotated[kind, typer.Option(*flags, rich_help_panel=group, show_default=False, **words)]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
 
 
 def takes_settings(run: Callable[[Request], None]) -> Callable[..., None]:
     """A command that takes all the options of its name, and gets them as a Request."""
     command = run.__name__
+    own = _COMPARE if command == "compare" else {}
 
     def typed(**values: Any) -> None:
         values.pop("debug")
         others = {name: values.pop(name) for name in [*values] if name in Request.__dataclass_fields__}
-        more = {name: values.pop(name) for name in _COMPARE if name in values} if command == "compare" else {}
+        more = {name: values.pop(name) for name in own if name in values}
         wanted = {name: value for name, value in values.items() if value not in (None, [])}
         run(Request(command=command, typed=wanted, more=more, **others))
 
-    parameters = _options_of(command)
+    listed = {name: group for group, names in _GROUPS.items() for name in names if name not in _WITHOUT[command]}
+    groups = listed | dict.fromkeys(own, "Comparison")
+    parameters = [_option(name, group, _OTHERS | own) for name, group in groups.items()]
     typed.__name__, typed.__doc__ = command, run.__doc__
     typed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     typed.__annotations__ = {it.name: it.annotation for it in parameters}

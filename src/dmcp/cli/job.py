@@ -28,6 +28,7 @@ from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError, WidthsError
 from dmcp.losses import check_range
 from dmcp.preflight import check_dtype
+from dmcp.pruning import Loaders
 from dmcp.runtime.distributed import SINGLE_PROCESS, current
 from dmcp.runtime.engine import best_device
 from dmcp.settings import UNPRUNED
@@ -41,22 +42,6 @@ Replaced = Mapping[str, set[str]]  # train and test: image files that could not 
 
 
 @dataclass(frozen=True, eq=False)
-class Loaders:
-    """Batches for the search, for its alphas (None: the same), for the test at the end, and for the retraining."""
-
-    train: Loader
-    arch: Loader | None
-    test: Loader
-    retrain: Loader
-
-    @property
-    def replaced(self) -> Replaced:
-        """Image files that could not be read so far, and in whose place others were taken."""
-        parts = {"train": (self.train, self.arch, self.retrain), "test": (self.test,)}
-        return {part: {path for it in some for path in getattr(it, "skipped", ())} for part, some in parts.items()}
-
-
-@dataclass(frozen=True, eq=False)
 class Job:
     """The network of a run, its data, and both known to fit."""
 
@@ -65,9 +50,16 @@ class Job:
     graph: ChannelGraph
     data: DataSets
     loaders: Loaders
+    test: Loader
     notes: tuple[str, ...] = ()  # what a person may not know: a sentence each
     teacher: nn.Module | None = None  # the model itself, or another network for the same classes
     new_head: bool = False  # the last layer of a trained model is fresh: the original is not tested
+
+    @property
+    def replaced(self) -> Replaced:
+        """Image files that could not be read so far, and in whose place others were taken."""
+        parts = {"train": (self.loaders.search, self.loaders.arch, self.loaders.train), "test": (self.test,)}
+        return {part: {path for it in some for path in getattr(it, "skipped", ())} for part, some in parts.items()}
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -95,7 +87,7 @@ def open_job(config: RunConfig) -> Job:
     teacher = _teacher(config, model, data, bool(new_head))
     graph = trace_job(config, model, data.shape)
     train, held = split(data.train, config.holdout, config.seed) if config.holdout else (data.train, None)
-    loaders = _loaders(config, train, held, data.test, place)
+    loaders, test = _loaders(config, train, held, data.test, place)
     notes = [new_head, swapped(len(data.train), len(data.test), isinstance(data.train, FolderSet))]
     if outputs > data.classes:
         notes.append(f"The network has {outputs} outputs, the data {data.classes} classes: is num_classes meant?")
@@ -104,7 +96,7 @@ def open_job(config: RunConfig) -> Job:
         notes.append(f"{larger}: give --input 3x{by(found)} to train at their size.")
     notes += [*_left_out(config, len(train)), *graph.notes]
     model, fresh, teacher = model.to(place), fresh.to(place), None if teacher is None else teacher.to(place)
-    return Job(model, fresh, graph, data, loaders, tuple(filter(None, notes)), teacher, bool(new_head))
+    return Job(model, fresh, graph, data, loaders, test, tuple(filter(None, notes)), teacher, bool(new_head))
 
 
 def place_of(config: RunConfig) -> torch.device:
@@ -274,7 +266,9 @@ def _left_out(config: RunConfig, count: int) -> Iterator[str]:
             )
 
 
-def _loaders(config: RunConfig, train: DataSet, held: DataSet | None, test: DataSet, place: torch.device) -> Loaders:
+def _loaders(
+    config: RunConfig, train: DataSet, held: DataSet | None, test: DataSet, place: torch.device
+) -> tuple[Loaders, Loader]:
     how: dict[str, Any] = {"workers": config.workers, "world": current(), "corrupt": config.corrupt}
 
     def make(part: DataSet, batch: int, shuffled: bool) -> Loader:
@@ -284,9 +278,9 @@ def _loaders(config: RunConfig, train: DataSet, held: DataSet | None, test: Data
     first = make(train, config.batch, True)
     if config.train_batch > len(train):
         raise DataError(too_large(config.train_batch, len(train), "--train-batch"))
-    retrain = make(train, config.train_batch, True) if config.train_batch not in (0, config.batch) else first
+    retrain = make(train, config.train_batch, True) if config.train_batch not in (0, config.batch) else None
     arch = None if held is None else make(held, config.batch, True)
-    return Loaders(first, arch, make(test, config.batch, False), retrain)
+    return Loaders(search=first, arch=arch, train=retrain), make(test, config.batch, False)
 
 
 def check_names(run: Path, config: RunConfig, *needed: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import traceback
@@ -130,6 +131,11 @@ def is_first() -> bool:
     return not is_launched() or os.environ.get("RANK", "0") == "0"
 
 
+def _late(module: str) -> Any:
+    """A module of commands, which imports torch."""
+    return importlib.import_module(f"dmcp.cli.{module}")
+
+
 def _help(name: str, kind: Any = RunConfig) -> str:
     """The help of a setting."""
     return str(kind.__dataclass_fields__[name].metadata["help"])
@@ -148,18 +154,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print plain data instead o
 Debug = Annotated[bool, typer.Option("--debug", help="Show where in the code a mistake was found.")]
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
-        print(f"torch-dmcp {__version__}")
-        raise typer.Exit
-
-
 @app.callback(invoke_without_command=True)
 def _common(
     ctx: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version.")] = False,
     debug: Debug = False,
 ) -> None:
     """Channel pruning for any PyTorch CNN.
@@ -170,9 +168,10 @@ def _common(
       dmcp prune --model digits:resnet --data digits --budget 50%
       dmcp COMMAND --help
     """
-    if ctx.invoked_subcommand is None:
-        print(ctx.get_help())
-    elif ctx.invoked_subcommand not in _EVERY_RANK and not is_first():
+    if version or ctx.invoked_subcommand is None:
+        print(f"torch-dmcp {__version__}" if version else ctx.get_help())
+        raise typer.Exit
+    if ctx.invoked_subcommand not in _EVERY_RANK and not is_first():
         raise typer.Exit
 
 
@@ -197,15 +196,10 @@ def prune(request: Request) -> None:
     if request.seeds > 1 and is_launched():
         raise DmcpError("--seeds starts a process for each seed by itself: leave torchrun out.")
     config = make_config(request)
-    from dmcp.cli import prune as commands
-
-    if request.dry_run:
-        if is_first():
-            commands.dry_run(config, request)
-    elif request.seeds > 1:
-        commands.prune_seeds(config, request)
-    else:
-        commands.prune(config, request)
+    if not request.dry_run:
+        (_late("prune").prune_seeds if request.seeds > 1 else _late("prune").prune)(config, request)
+    elif is_first():
+        _late("prune").dry_run(config, request)
 
 
 @app.command(cls=_Grouped)
@@ -219,10 +213,7 @@ def search(request: Request) -> None:
       dmcp search --model resnet50 --data ~/photos --weights resnet50.pth --budget 2G --holdout 0.1
       dmcp search --resume runs/cifar-resnet20-cifar10-search
     """
-    config = make_config(request)
-    from dmcp.cli import prune as commands
-
-    commands.search(config, request)
+    _late("prune").search(make_config(request), request)
 
 
 @app.command(cls=_Grouped)
@@ -235,10 +226,7 @@ def train(request: Request) -> None:
       dmcp train --model resnet18 --data ~/photos --widths runs/my-search/widths.json
       dmcp train --model cifar:resnet20 --data cifar10 --epochs 160 --json
     """
-    config = make_config(request)
-    from dmcp.cli import prune as commands
-
-    commands.train(config, request)
+    _late("prune").train(make_config(request), request)
 
 
 @app.command()
@@ -262,9 +250,7 @@ def inspect(
     """
     args, kept = tuple(model_args or ()), tuple(ignore or ())
     config = RunConfig(model=model, input=input, model_args=args, ignore=kept, inexact=inexact)
-    from dmcp.cli import show
-
-    show.inspect(config, as_json)
+    _late("show").inspect(config, as_json)
 
 
 @app.command(cls=_Grouped)
@@ -285,9 +271,7 @@ def sample(
       dmcp sample runs/cifar-resnet20-cifar10-search --budget 30%
       dmcp sample runs/cifar-resnet20-cifar10-search --direct 5 --seed 1 --json
     """
-    from dmcp.cli import show
-
-    show.sample(run, direct, budget, out or run, seed, as_json)
+    _late("show").sample(run, direct, budget, out or run, seed, as_json)
 
 
 @app.command()
@@ -310,9 +294,7 @@ def evaluate(
     """
     changes = {"device": device, "workers": workers, "corrupt": corrupt}
     changes |= {name: value for name, value in (("data", data), ("batch", batch)) if value}
-    from dmcp.cli import show
-
-    show.evaluate(run, changes, as_json)
+    _late("show").evaluate(run, changes, as_json)
 
 
 @app.command()
@@ -336,9 +318,7 @@ def data(
       dmcp data ~/photos --input 3x224x224 --workers 16
       dmcp data cifar10 --json
     """
-    from dmcp.cli import show
-
-    show.data(name, input, workers, most, quiet, as_json)
+    _late("show").data(name, input, workers, most, quiet, as_json)
 
 
 @app.command()
@@ -374,23 +354,17 @@ def latency(
     where = device if runtime is RuntimeKind.ONNX else ""  # else where the network is
     times: dict[str, Any] = {"batch": batch, "device": where, "dtype": dtype, "runtime": runtime}
     how = LatencyConfig(**times, networks=networks, align=align, seed=seed)
-    from dmcp.cli import show
-
-    show.latency(what, classes, how, out, as_json)
+    _late("show").latency(what, classes, how, out, as_json)
 
 
 @app.command()
 def export(
     run: RunFolder,
-    out: Annotated[
-        Path | None, typer.Option(help="File to write, .onnx or .pt2 (torch.export); default: model.onnx in the run.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help=".onnx or .pt2 file; default: model.onnx in the run.")] = None,
     tolerance: Annotated[
-        float, typer.Option(help="Largest difference from the network's outputs, as a share of the largest one.")
+        float, typer.Option(help="Largest difference of an output, as a share of the largest.")
     ] = 1e-4,
-    int8: Annotated[
-        bool, typer.Option("--int8", help="8 bits, ranges from training images; default: model.int8.onnx.")
-    ] = False,
+    int8: Annotated[bool, typer.Option("--int8", help="8 bits; default: model.int8.onnx in the run.")] = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -404,10 +378,8 @@ def export(
       dmcp export runs/resnet18-photos-prune --out photos.pt2
       dmcp export runs/resnet18-photos-prune --int8
     """
-    from dmcp.cli import show
-
     target = out or run / ("model.int8.onnx" if int8 else "model.onnx")
-    show.export(run, target, tolerance, int8, quiet, as_json)
+    _late("show").export(run, target, tolerance, int8, quiet, as_json)
 
 
 @app.command()
@@ -423,9 +395,7 @@ def runs(
       dmcp runs
       dmcp runs ~/experiments --json
     """
-    from dmcp.cli import show
-
-    show.runs(folder, as_json)
+    _late("show").runs(folder, as_json)
 
 
 @app.command()
@@ -442,9 +412,7 @@ def report(
       dmcp report runs/resnet18-photos-prune
       dmcp report runs --out all.html --svg charts
     """
-    from dmcp.cli import show
-
-    show.report(run, out, svg)
+    _late("show").report(run, out, svg)
 
 
 @app.command(cls=_Grouped)
@@ -464,18 +432,13 @@ def compare(request: Request) -> None:
     gather = request.more["gather"]
     if gather and (request.typed or request.dry_run or request.more["measure"]):
         raise DmcpError("--gather makes the table of a folder and nothing else: leave the other options out.")
-    config = None if gather else make_config(request)
-    from dmcp.cli import compare as commands
-
-    if config is None:
-        commands.gather(Path(gather), request.as_json)
+    if gather:
+        _late("compare").gather(Path(gather), request.as_json)
     else:
-        commands.compare(config, request)
+        _late("compare").compare(make_config(request), request)
 
 
 @app.command(hidden=True)
 def compare_run(settings: Path, folder: Path, debug: Debug = False) -> None:
     """Do one run of a comparison; dmcp compare starts these."""
-    from dmcp.cli import compare as commands
-
-    commands.compare_run(settings, folder)
+    _late("compare").compare_run(settings, folder)

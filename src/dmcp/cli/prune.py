@@ -59,8 +59,8 @@ def prune(config: RunConfig, request: Request) -> None:
             rows |= {ORIGINAL}
         result = pruning.prune(
             job.model,
-            pruning.Loaders(search=job.loaders.train, arch=job.loaders.arch, train=job.loaders.retrain),
-            job.loaders.test,
+            job.loaders,
+            job.test,
             search=config.search,
             train=config.train,
             retrain=config.retrain,
@@ -98,14 +98,14 @@ def search(config: RunConfig, request: Request) -> None:
         job, outcome = here.job, None
         net = Supernet(job.model, job.graph, config.search.groups, config.search.align)
         runtime = here.runtime.stage(SEARCH)
-        found = run_search(net, job.loaders.train, config.search, arch_loader=job.loaders.arch, runtime=runtime)
+        found = run_search(net, job.loaders.search, config.search, arch_loader=job.loaders.arch, runtime=runtime)
         widths = expected(found)
         if limits_latency(found.budget):
             assert runtime.checkpointer is not None
             sample = torch.zeros(1, *job.data.shape, device=device_of(net.model))
             _, widths, outcome = choose_once(found, net.model, sample, folder=runtime.checkpointer.folder)
         small = cut(net.model, job.graph, widths)
-        recalibrate(small, job.loaders.train)
+        recalibrate(small, job.loaders.search)
         pruning.check_budget(small, widths, found)
         replaced = here.replaced()
         if not here.world.first:
@@ -133,7 +133,7 @@ def train(config: RunConfig, request: Request) -> None:
     name = DMCP if config.widths else UNPRUNED
     with session.session(config, request, lambda job: _check_widths(config, job)) as here:
         job, graph = here.job, here.job.graph
-        kept = _read_widths(config, job)
+        kept, loader = _read_widths(config, job), job.loaders.train or job.loaders.search
         if here.world.first:
             _log_other_size(config, job)
         own = config.retrain is Retrain.FINETUNE or is_model(job.teacher, job.model)
@@ -141,12 +141,12 @@ def train(config: RunConfig, request: Request) -> None:
         worth = None
         if job.teacher is not None:
             rival = None if job.teacher is job.model else before.get(ORIGINAL)
-            worth = weigh_teacher(job.teacher, rival, job.data.classes, job.loaders.test)
+            worth = weigh_teacher(job.teacher, rival, job.data.classes, job.test)
         how = Retraining(config.train, config.retrain, _teacher(config, job))
         start = job.model if config.retrain is Retrain.FINETUNE else job.fresh
-        nets = train_all(start, graph, {name: kept}, job.loaders.retrain, how, runtime=here.runtime)
-        example = next(iter(job.loaders.retrain))[0]
-        rows = compare(before | nets, graph, {name: kept}, job.loaders.test, example, runtime=here.runtime)
+        nets = train_all(start, graph, {name: kept}, loader, how, runtime=here.runtime)
+        example = next(iter(loader))[0]
+        rows = compare(before | nets, graph, {name: kept}, job.test, example, runtime=here.runtime)
         replaced = here.replaced()
         if not here.world.first:
             return
@@ -304,7 +304,7 @@ def dry_run(config: RunConfig, request: Request) -> None:
     graph, net = job.graph, Supernet(job.model, job.graph, config.search.groups, config.search.align)
     budget, path = reach(net, config.search)
     low, high = extremes(graph, path.sizes)
-    stages = forecast(net, job.loaders.train, config)
+    stages = forecast(net, job.loaders.search, config)
     steps, seconds = sum(stage.steps for stage in stages), sum(stage.seconds for stage in stages)
     device, memory = net.alpha.device.type, _peak_bytes(net.alpha.device)
     if request.as_json:

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -19,9 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 from dmcp import __version__
 from dmcp.batches import device_of, generator
@@ -53,29 +51,18 @@ _STOPS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if h
 _SECONDS, _MOMENT = 10.0, 0.1  # between two lines of progress, and between two states of a line that moves
 
 
-def log(text: str) -> None:
-    """One line on stderr: stdout has the results."""
+def log(text: str, end: str = "\n") -> None:
+    """One line on stderr, in the place of one that moves: stdout has the results."""
     with contextlib.suppress(OSError):  # a run goes on when nobody listens any more
-        print(text, file=sys.stderr, flush=True)
+        print(f"\r\x1b[K{text}" if sys.stderr.isatty() else text, end=end, file=sys.stderr, flush=True)
 
 
 class Progress:
     """Shows steps on stderr: a line that moves on a terminal, else a line now and then."""
 
     def __init__(self, quiet: bool = False) -> None:
-        console = Console(stderr=True, highlight=False)
-        self.live = Live(console=console, auto_refresh=False) if console.is_terminal and not quiet else None
-        self.quiet, self.stage, self.done = quiet, "", 0
+        self.quiet, self.moves, self.stage, self.done = quiet, sys.stderr.isatty(), "", 0
         self.start = self.shown = self.time = time.monotonic()
-
-    def __enter__(self) -> Progress:
-        if self.live:
-            self.live.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.live:
-            self.live.stop()
 
     def on_event(self, event: Event) -> None:
         """Show a step; results are shown by the command at its end."""
@@ -91,17 +78,16 @@ class Progress:
         now, left = time.monotonic(), ""
         if stage != self.stage:
             self.stage, self.start, self.done = stage, self.time, 0
-        if self.done:
+        if self.done and done < total:
             seconds = (self.time - self.start) / self.done * (total - self.done) - (now - self.time)
             left = f", {clock(max(seconds, 0.0))} left"
         self.time, self.done = now, done
-        if self.quiet or (done < total and now - self.shown < (_MOMENT if self.live else _SECONDS)):
-            return
-        self.shown = now
-        if self.live:
-            self.live.update(Text(f"{stage}: {text}{left}"), refresh=True)
-        else:
-            log(f"{stage}: {text}{left}")
+        if not self.quiet and (done == total or now - self.shown >= (_MOMENT if self.moves else _SECONDS)):
+            line, self.shown = f"{stage}: {text}{left}", now
+            if self.moves and done < total:
+                log(line[: shutil.get_terminal_size().columns - 1], end="")
+            else:
+                log(line)
 
 
 def _losses(record: SearchRecord | StepRecord) -> str:
@@ -149,7 +135,7 @@ class Session:
 
     def on_event(self, event: Event) -> None:
         """Log and show what happens on rank 0; each rank notes image files of its own, which a kill must not lose."""
-        for part, files in self.job.loaders.replaced.items():
+        for part, files in self.job.replaced.items():
             for file in sorted(files):
                 if (part, file) not in self.noted and self.run.folder.is_dir():
                     self.run.add(REPLACED, {"part": part, "file": file})
@@ -162,14 +148,14 @@ class Session:
 
     def replaced(self) -> Replaced:
         """Image files that were replaced, on all ranks and before each interruption; all ranks must call it."""
-        every = gather(self.job.loaders.replaced, self.world)
+        every = gather(self.job.replaced, self.world)
         return {part: self.run.replaced(part).union(*(own[part] for own in every)) for part in ("train", "test")}
 
     def describe_replaced(self, replaced: Replaced) -> list[str]:
         """What the report says about them, if there are any."""
-        sizes = {"train": len(self.job.data.train), "test": len(self.job.data.test)}
-        parts = [f"{len(files)} of {sizes[part]:,} {part} images" for part, files in replaced.items() if files]
-        text = f"{' and '.join(parts)} could not be read. In each pass others took their place, and count twice."
+        sizes = {"train": f"{len(self.job.data.train):,} training", "test": f"{len(self.job.data.test):,} test"}
+        parts = [f"{len(files)} of {sizes[part]} images" for part, files in replaced.items() if files]
+        text = f"{', '.join(parts)} could not be read. In each pass others took their place, and count twice."
         return [f"{text} Their names are in {REPLACED}."] if parts else []
 
 
@@ -213,7 +199,7 @@ def session(
                     log_notes(job, config)
                 if not request.quiet:
                     _log_rates(config, world)
-            progress = undo.enter_context(Progress(request.quiet or not world.first))
+            progress = Progress(request.quiet or not world.first)
             begun = True
             yield Session(config, world, job, run, progress, tracker, asked)
     except torch.OutOfMemoryError as error:

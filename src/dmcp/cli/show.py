@@ -31,12 +31,11 @@ from dmcp.data.datasets import split, swapped
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError
 from dmcp.latency.measure import measure_latency
-from dmcp.latency.table import LATENCY_FILE
 from dmcp.report import figures
 from dmcp.report.html import draw_runs, make_page, percent
 from dmcp.results import compare, not_faster, results_table, score
 from dmcp.runs import SEARCH, Run, list_runs, load_search, read_json, read_runs
-from dmcp.runtime.io import plain, staging_name
+from dmcp.runtime.io import plain
 from dmcp.searching.config import SearchResult, extremes
 from dmcp.settings import LatencyConfig
 from dmcp.storage import WIDTHS, load
@@ -103,10 +102,9 @@ def latency(config: RunConfig, classes: int | None, how: LatencyConfig, out: str
     """dmcp latency."""
     path = Path(out)
     if out and path.is_dir():
-        raise FileError(f"--out: {path} is a folder: name the file in it, like {path / LATENCY_FILE}.")
-    if out:  # refused now if it cannot be written, before anything is measured
-        Run(path.parent).write(staging_name(path.name), "")
-        (path.parent / staging_name(path.name)).unlink()
+        raise FileError(f"--out: {path} is a folder: name a file.")
+    with tempfile.TemporaryFile(dir=path.parent if out else None):
+        pass  # what cannot be written is refused before anything is measured
     net = build(config, classes)
     sample = shape(config.input) if config.input else models.sample_shape(net)
     graph, net = trace_job(config, net, sample), net.to(place_of(config))
@@ -126,15 +124,14 @@ def latency(config: RunConfig, classes: int | None, how: LatencyConfig, out: str
 
 def data(name: str, input: str, workers: int | None, most: int, quiet: bool, as_json: bool) -> None:
     """dmcp data."""
-    with session.Progress(quiet) as progress:
-        loaded = load_data(name, strict=False)
-        loaded = sized(loaded, name, input) if input else loaded
+    progress, loaded = session.Progress(quiet), load_data(name, strict=False)
+    loaded = sized(loaded, name, input) if input else loaded
 
-        def show(done: int, count: int) -> None:
-            progress.show("reading", done, count, f"{done} of {count} files")
+    def show(done: int, count: int) -> None:
+        progress.show("reading", done, count, f"{done} of {count} files")
 
-        facts = check_data(loaded, workers, show)
-        facts = facts if input else replace(facts, enlarged=None)
+    facts = check_data(loaded, workers, show)
+    facts = facts if input else replace(facts, enlarged=None)
     if as_json:
         print_json(_plain(name, facts))
     else:
@@ -311,12 +308,10 @@ def evaluate(run: Path, changes: Mapping[str, Any], as_json: bool) -> None:
     job = open_job(config)
     small = load(run, job.fresh)
     kept = {run.name: job.graph.widths(Widths.from_json(read_json(run / WIDTHS)))}
-    example = next(iter(job.loaders.test))[0]
-    rows = compare({run.name: small}, job.graph, kept, job.loaders.test, example)
-    replaced = job.loaders.replaced
-    log_replaced(replaced)
+    rows = compare({run.name: small}, job.graph, kept, job.test, next(iter(job.test))[0])
+    log_replaced(job.replaced)
     if as_json:
-        facts = result_facts(run, job.graph, kept[run.name], replaced)
+        facts = result_facts(run, job.graph, kept[run.name], job.replaced)
         print_json(facts | {"networks": [asdict(row) for row in rows]})
     else:
         print(results_table(rows, job.graph))
