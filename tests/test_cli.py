@@ -22,12 +22,11 @@ from dmcp.cli import prune as commands
 from dmcp.cli.config import RunConfig
 from dmcp.cli.job import load_weights, open_job
 from dmcp.cli.prune import forecast
-from dmcp.cli.session import Progress, clock
+from dmcp.cli.session import clock
 from dmcp.errors import WidthsError
 from dmcp.models import build
 from dmcp.settings import UNPRUNED, SearchConfig
 from dmcp.supernet import Supernet
-from dmcp.training import Event, StepRecord
 
 LONG = "a_name_that_does_not_fit_on_a_line_of_eighty_columns_and_must_still_be_found_by_grep"
 Capture = pytest.CaptureFixture[str]
@@ -189,31 +188,7 @@ def test_a_forecast_counts_every_step(batches: int, accumulate: int) -> None:
     assert all(it.seconds >= it.steps for it in stages)
 
 
-@pytest.mark.slow
-def test_prune_says_where_odd_widths_gain_no_time(
-    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dmcp.results._SLOW", 0.0)
-    for align, slow in (("1", True), ("8", False)):
-        code, _, err = run(capsys, "prune", *SHORT, "--align", align, "--out", str(tmp_path / align))
-        assert code == 0 and ("Not faster here" in err) == slow
-
-
 # progress
-
-
-def test_time_left_is_by_whole_bundles(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records come in bundles of 50, each after 20 s: the line at the start of the third knows 200 steps in 80 s."""
-    now = [0.0]
-    monkeypatch.setattr("dmcp.cli.session.time.monotonic", lambda: now[0])
-    progress = Progress()
-    for step in range(150):
-        now[0] = 20.0 * (step // 50 + 1)
-        progress.on_event(Event("dmcp", 200, StepRecord(0, step, 200, 0.1, 1.0)))
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split(", ")[0] for line in lines] == [f"dmcp: step {step} of 200" for step in (1, 51, 101)]
-    assert lines[2].endswith("20 s left")
-    assert [clock(seconds) for seconds in (5, 200, 7500)] == ["5 s", "3 min 20 s", "2 h 05 min"]
 
 
 def test_progress_is_plain_lines_in_a_pipe(capsys: Capture, tmp_path: Path) -> None:
@@ -223,6 +198,7 @@ def test_progress_is_plain_lines_in_a_pipe(capsys: Capture, tmp_path: Path) -> N
     assert code == 0 and settings == "training: batch 708, highest learning rate 0.2766"
     assert re.fullmatch(r"unpruned: step 2 of 2, loss [\d.]+", progress)
     assert "\x1b" not in out + err
+    assert [clock(seconds) for seconds in (5, 200, 7500)] == ["5 s", "3 min 20 s", "2 h 05 min"]
 
 
 # sample

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import itertools
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -11,11 +10,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from test_figures import contrast
-from test_runs import SETTINGS, TESTS, TRAINED, network_line, pruned, spoilt, step_lines, write_run
+from test_runs import SETTINGS, TESTS, TRAINED, network_line, pruned, step_lines, write_run
 from typer.testing import CliRunner
 
-import dmcp.report
 from dmcp.cli.main import app
 from dmcp.errors import FileError
 from dmcp.report.figures import to_svg
@@ -138,20 +135,6 @@ def test_nothing_from_a_folder_becomes_part_of_the_page(tmp_path: Path) -> None:
         assert tags <= {"svg", "defs", "style", "g", "path", "text", "tspan", "use", "clipPath", "rect"}, tags
     listed = CliRunner().invoke(app, ["runs", str(tmp_path)])
     assert listed.exit_code == 0 and "\x1b" not in listed.output and "onerror" in listed.output
-
-
-def test_a_damaged_run_has_a_page(tmp_path: Path) -> None:
-    for folder in spoilt(tmp_path, 4):
-        Page(make_page([read_run(folder)]))
-
-
-def test_texts_can_be_read_in_both_themes() -> None:
-    light, dark = Path(dmcp.report.__file__).with_name("page.html").read_text().split("@media", 1)
-    for theme in (light, dark):
-        color = dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", theme))
-        fronts = ["ink", "soft", "link", "done", "running", "stopped", "damaged"]
-        for front, back in itertools.product(fronts, ["paper", "panel"]):
-            assert contrast(color[front], color[back]) >= 4.5, (front, back)  # WCAG AA for text
 
 
 def test_the_commands(tmp_path: Path) -> None:

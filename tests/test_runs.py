@@ -5,9 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import random
-import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -291,24 +288,6 @@ def test_what_comes_before_a_damaged_line_is_read(tmp_path: Path) -> None:
         file.write("no\n" + json.dumps(TESTS[0]) + "\n")
     run = read_run(folder)
     assert (len(run.search), run.rows, state(folder)) == (5, (), "damaged")
-
-
-def spoilt(tmp_path: Path, count: int) -> Iterator[Path]:
-    """Runs of which one file has other bytes, or an early end."""
-    chance = random.Random(0)
-    clean = write_run(tmp_path / "clean", [*step_lines(12), *TESTS])
-    for number in range(count):
-        folder = shutil.copytree(clean, tmp_path / str(number))
-        path = chance.choice(sorted(folder.iterdir()))
-        data = bytearray(path.read_bytes())
-        for _ in range(chance.randint(1, 4)):
-            data[chance.randrange(len(data))] = chance.choice(b'\x00\xff{}[]",:019-eE\n<&x')
-        path.write_bytes(data[: chance.choice([len(data), chance.randrange(len(data))])])
-        yield folder
-
-
-def test_whatever_the_bytes_are_a_run_is_read(tmp_path: Path) -> None:
-    assert {state(folder) for folder in spoilt(tmp_path, 60)} >= {"done", "damaged"}
 
 
 def test_runs_of_folders(tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ def session(
         if not begun or not folder.is_dir():  # a new run that failed before its first step is gone
             raise
         kind = StoppedError if isinstance(error, StoppedError) else DataError
-        raise kind(f"{error} What is done so far is kept. Go on with: {again}") from error
+        raise kind(f"{error} Go on with: {again}") from error
     finally:
         leave()
 
