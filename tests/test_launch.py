@@ -292,19 +292,3 @@ def test_the_summary_is_that_of_the_tables(tmp_path: Path) -> None:
     assert ends == [(490, 500), (38, 40), (0.49, 0.5)] and found[UNIFORM]["accuracies"] == pytest.approx(uniform)
     assert "90.47 ± 0.09 (3)" in markdown(summary)
     assert all(it["deviation"] is None for it in summarize(folders[:1])["networks"])
-
-
-@pytest.mark.slow
-def test_seeds_stop_when_the_command_that_started_them_is_gone(tmp_path: Path) -> None:
-    out = tmp_path / "many"
-    words = ["prune", "--model", "digits:resnet", "--data", "digits", "--seeds", "2", "--search-epochs", "400"]
-    command = [sys.executable, "-m", "dmcp", *words, "--epochs", "1", "--batch", "256", "--device", "cpu", "--out", out]
-    parent = subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        wait_for(lambda: all((out / f"seed-{seed}" / LOG).exists() for seed in (0, 1)))
-        pids = [int((out / f"seed-{seed}" / "lock").read_text().split()[1]) for seed in (0, 1)]
-    finally:
-        parent.kill()
-        parent.wait()
-    wait_for(lambda: not any(alive(pid) for pid in pids))
-    assert all((out / f"seed-{seed}" / "checkpoints").exists() for seed in (0, 1))  # they saved before they went

@@ -298,7 +298,7 @@ class PastRun:
     expected: Mapping[str, float] = field(default_factory=dict)  # width of each space at the end of the search
     widths: Mapping[str, int] = field(default_factory=dict)
     latency: Outcome | None = None
-    prepared: bool = False  # whether the network for other runs is there
+    done: bool = False  # whether everything that the command makes is there
     running: bool = False
     problems: tuple[str, ...] = ()  # what could not be read
 
@@ -319,11 +319,6 @@ class PastRun:
         """The tested network that the run was for."""
         rows = [row for row in self.rows if row.name not in (ORIGINAL, TEACHER)]
         return next((row for row in rows if row.name == DMCP), rows[0] if rows else None)
-
-    @property
-    def done(self) -> bool:
-        """Whether everything that the command makes is there."""
-        return self.prepared or (bool(self.widths) and (bool(self.rows) or self.settings.get("command") == "search"))
 
     @property
     def progress(self) -> str:
@@ -373,8 +368,7 @@ def read_run(folder: Path, tail: int = 0) -> PastRun:
     """A run as far as it can be read, of its log the last `tail` bytes or all; only what is no run is refused."""
     if not is_run(folder):
         raise FileError(f"{folder}: not a run: give a folder that dmcp prune, search or train has made.")
-    found: dict[str, Any] = {"prepared": (folder / PREPARED).is_file() and not (folder / CHECKPOINTS).exists()}
-    problems: list[str] = []
+    found, problems = dict[str, Any](), list[str]()
     with _noting(folder / SETTINGS, problems):
         found["settings"] = read_json(folder / SETTINGS)
     found |= _read_log(folder, tail, problems)
@@ -382,6 +376,9 @@ def read_run(folder: Path, tail: int = 0) -> PastRun:
         if (folder / name).is_file():
             with _noting(folder / name, problems):
                 found |= read(folder)
+    prepared = (folder / PREPARED).is_file() and not (folder / CHECKPOINTS).exists()
+    searched = value_at(found, "settings", "command") == "search"
+    found["done"] = prepared or bool(found.get("widths") and (found["rows"] or searched))
     started = (folder / SETTINGS if (folder / SETTINGS).is_file() else folder).stat().st_mtime
     return PastRun(folder=folder, started=started, running=io.is_locked(folder), problems=tuple(problems), **found)
 

@@ -213,7 +213,8 @@ def search(request: Request) -> None:
       dmcp search --model resnet50 --data ~/photos --weights resnet50.pth --budget 2G --holdout 0.1
       dmcp search --resume runs/cifar-resnet20-cifar10-search
     """
-    _late("prune").search(make_config(request), request)
+    config = make_config(request)
+    _late("prune").search(config, request)
 
 
 @app.command(cls=_Grouped)
@@ -226,7 +227,8 @@ def train(request: Request) -> None:
       dmcp train --model resnet18 --data ~/photos --widths runs/my-search/widths.json
       dmcp train --model cifar:resnet20 --data cifar10 --epochs 160 --json
     """
-    _late("prune").train(make_config(request), request)
+    config = make_config(request)
+    _late("prune").train(config, request)
 
 
 @app.command()
@@ -432,10 +434,11 @@ def compare(request: Request) -> None:
     gather = request.more["gather"]
     if gather and (request.typed or request.dry_run or request.more["measure"]):
         raise DmcpError("--gather makes the table of a folder and nothing else: leave the other options out.")
-    if gather:
+    config = None if gather else make_config(request)
+    if config is None:
         _late("compare").gather(Path(gather), request.as_json)
     else:
-        _late("compare").compare(make_config(request), request)
+        _late("compare").compare(config, request)
 
 
 @app.command(hidden=True)

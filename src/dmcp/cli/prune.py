@@ -32,7 +32,7 @@ from dmcp.latency.table import LATENCY_FILE, Latency
 from dmcp.report.figures import draw_all
 from dmcp.results import DMCP, ORIGINAL, UNIFORM, compare, markdown, milliseconds, mostly_odd, not_faster, results_table
 from dmcp.retraining import Retraining, is_model, origin, train_all, trained_before, weigh_teacher, who_teaches
-from dmcp.runs import OUTCOME, REPORT, SETTINGS, Run, read_json
+from dmcp.runs import OUTCOME, REPORT, Run, read_json
 from dmcp.sampling import expected, filled, uniform
 from dmcp.searching.config import SearchRecord, extremes
 from dmcp.searching.search import SEARCH, reach
@@ -134,8 +134,6 @@ def train(config: RunConfig, request: Request) -> None:
     with session.session(config, request, lambda job: _check_widths(config, job)) as here:
         job, graph = here.job, here.job.graph
         kept, loader = _read_widths(config, job), job.loaders.train or job.loaders.search
-        if here.world.first:
-            _log_other_size(config, job)
         own = config.retrain is Retrain.FINETUNE or is_model(job.teacher, job.model)
         before = trained_before(job.model, own and not job.new_head, job.teacher, job.teacher)
         worth = None
@@ -211,15 +209,6 @@ def _check_widths(config: RunConfig, job: Job) -> Job:
     """Refuse widths of another network before anything is written."""
     _read_widths(config, job)
     return job
-
-
-def _log_other_size(config: RunConfig, job: Job) -> None:
-    """Say that image files are trained at another size than the run that found these widths has seen."""
-    path, now = Path(config.widths).parent / SETTINGS, list(job.data.shape)
-    found = read_json(path).get("shape") if config.widths and not config.input and path.is_file() else None
-    if isinstance(job.data.train, FolderSet) and isinstance(found, list) and found != now:
-        before, after = ("x".join(map(str, shape)) for shape in (found, now))
-        log(f"{config.widths} was found at {before}, and is trained at {after}: give --input {before} for that size.")
 
 
 def _log_slow(job: Job, result: pruning.PruneResult) -> None:

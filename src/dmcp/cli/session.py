@@ -204,10 +204,8 @@ def session(
             yield Session(config, world, job, run, progress, tracker, asked)
     except torch.OutOfMemoryError as error:
         batch = max(config.batch, config.train_batch)
-        raise TrainingError(
-            f"The device ran out of memory with a batch of {batch}: try --batch {max(1, batch // 2)}."
-            + (f" The run goes on with {again} on a larger one." if resume else "")
-        ) from error
+        way = f"go on on a larger one: {again}" if resume else f"try --batch {max(1, batch // 2)}"
+        raise TrainingError(f"The device ran out of memory with a batch of {batch}: {way}.") from error
     except (StoppedError, DataError) as error:
         if not begun or not folder.is_dir():  # a new run that failed before its first step is gone
             raise

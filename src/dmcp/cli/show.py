@@ -137,23 +137,12 @@ def data(name: str, input: str, workers: int | None, most: int, quiet: bool, as_
     else:
         for line in _lines(name, facts, input, most):
             print(plain(line))
-    if wrong := _mistake(name, facts):
-        raise DataError(wrong)
-
-
-def _mistake(name: str, facts: DataFacts) -> str:
-    """What other commands would refuse, in one sentence; empty if nothing."""
     if facts.broken:
         some = f"{len(facts.broken)} of {counted(facts.train + facts.test, 'image file')}"
         skip = "" if any(it.refused for it in facts.broken) else ", or skip them with --corrupt skip"
-        return f"{some} cannot be read: repair or remove them{skip}."
-    if not facts.wrong_classes:
-        return ""
-    parts = [f"{counted(len(facts.empty_classes), 'class folder')} without images"] if facts.empty_classes else []
-    parts += [f"{len(facts.lone_classes)} not in both train/ and val/"] if facts.lone_classes else []
-    if not parts:
-        return f"{name}: there is one class; at least two are needed."
-    return f"{name}: {', and '.join(parts)}: put images there, or remove them."
+        raise DataError(f"{some} cannot be read: repair or remove them{skip}.")
+    if facts.wrong_classes:
+        raise DataError(f"{name}: two classes at least are needed, each with images in both train/ and val/.")
 
 
 def _lines(name: str, facts: DataFacts, input: str, most: int) -> Iterator[str]:
@@ -220,26 +209,19 @@ def runs(folder: Path, as_json: bool) -> None:
     if as_json:
         print_json(facts)
         return
-    rows = []
     for run, fact in zip(found, facts, strict=True):
-        state = fact["state"] + (f": {fact['progress']}" if fact["progress"] else "")
-        accuracy = score(run.result, " %") if run.result else ""
-        share = "" if fact["macs_share"] is None else percent(fact["macs_share"])
-        words = [fact[name] for name in ("name", "command", "model", "data", "budget")]
-        rows.append([*words, state, accuracy, share, fact["started"]])
+        fact["state"] += f": {fact['progress']}" if fact["progress"] else ""
+        fact["accuracy"] = score(run.result, " %") if run.result else ""
+        fact["MACs"] = "" if fact["macs_share"] is None else percent(fact["macs_share"])
     columns = ("name", "command", "model", "data", "budget", "state", "accuracy", "MACs", "started")
-    if rows:
-        _print_table(columns, rows)
+    if facts:
+        _print_table(columns, [[fact[name] for name in columns] for fact in facts])
     else:
         print(f"{folder}: no runs.")
 
 
 def report(runs: Sequence[Path], out: Path, svg: Path | None) -> None:
     """dmcp report."""
-    if out.is_dir():
-        raise FileError(f"--out: {out} is a folder: name the file in it, like {out / 'report.html'}.")
-    if svg and svg.exists() and not svg.is_dir():
-        raise FileError(f"--svg: {svg} is a file: name a folder.")
     found = read_runs(runs)
     Run(out.parent).write(out.name, make_page(found))
     print(out)
@@ -270,8 +252,6 @@ def _open_run(run: Path, name: str) -> tuple[RunConfig, nn.Module, ChannelGraph,
 
 def sample(run: Path, direct: int, budget: str, out: Path, seed: int, as_json: bool) -> None:
     """dmcp sample."""
-    if out.exists() and not out.is_dir():
-        raise FileError(f"--out: {out} is a file: name a folder.")
     _, _, graph, _ = _open_run(run, SEARCH)
     found = _for_budget(load_search(run, graph), budget, direct > 0)
     graph = found.graph  # with the run's table of latency, if it has one
