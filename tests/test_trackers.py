@@ -7,10 +7,10 @@ import importlib.machinery
 import importlib.util
 import json
 import sys
-import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
 
@@ -84,110 +84,62 @@ def test_tensorboard_shows_every_stage_and_hides_steps_done_again(tmp_path: Path
 # W&B and MLflow, by stand-ins
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **parts: Any) -> None:
-    module: Any = types.ModuleType(name)
-    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-    module.__dict__.update(parts)
-    monkeypatch.setitem(sys.modules, name, module)
-
-
-class FakeWandB:
-    """Remembers calls."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.begun, self.rows, self.axes = list[Any](), list[Any](), dict[str, str]()
-        self.ended, self.broken = list[int](), False
-        stand_in(monkeypatch, "wandb", init=self.init)
-
-    def init(self, **how: Any) -> FakeWandB:
-        if self.broken:
-            raise ValueError("api_key not configured")
-        self.begun.append(how)
-        self.id = how["id"] or "abc123"
-        return self
-
-    def log(self, row: dict[str, float]) -> None:  # W&B drops what is logged at a step below the last: give none
-        if self.broken:
-            raise ConnectionError("the server is gone")
-        self.rows.append(row)
-
-    def define_metric(self, name: str, step_metric: str) -> None:
-        self.axes[name] = step_metric
-
-    def finish(self, exit_code: int) -> None:
-        self.ended.append(exit_code)
-
-
-class FakeMLflow:
-    """Remembers calls; like MLflow it lets nobody write the parameters of a run twice."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.params, self.metrics = dict[str, Any](), list[tuple[int, dict[str, float]]]()
-        self.runs, self.ended, self.waits = list[dict[str, Any]](), list[str](), True
-        stand_in(
-            monkeypatch,
-            "mlflow",
-            config=types.SimpleNamespace(enable_async_logging=lambda on: setattr(self, "waits", not on)),
-            set_experiment=lambda name: self.runs.append({"experiment": name}),
-            start_run=self.start_run,
-            log_params=self.log_params,
-            log_metrics=lambda metrics, step: self.metrics.append((step, metrics)),
-            flush_async_logging=lambda: self.ended.append("flushed"),
-            end_run=self.ended.append,
-        )
-
-    def start_run(self, run_id: str | None, run_name: str) -> Any:
-        self.runs[-1] |= {"run_id": run_id, "run_name": run_name}
-        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=run_id or "f00"))
-
-    def log_params(self, params: dict[str, Any]) -> None:
-        assert not params.keys() & self.params.keys()
-        self.params |= params
-
-
 @pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandB:
+def services(monkeypatch: pytest.MonkeyPatch) -> tuple[MagicMock, MagicMock]:
+    wandb, mlflow = MagicMock(), MagicMock()
+    for name, it in (("wandb", wandb), ("mlflow", mlflow)):
+        it.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, it)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    return FakeWandB(monkeypatch)
-
-
-@pytest.fixture
-def mlflow(monkeypatch: pytest.MonkeyPatch) -> FakeMLflow:
     monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
-    return FakeMLflow(monkeypatch)
+    wandb.init.return_value.id, mlflow.start_run.return_value.info.run_id = "abc123", "f00"
+    return wandb, mlflow
 
 
-def test_every_stage_arrives_and_a_resumed_run_goes_on_there(
-    wandb: FakeWandB, mlflow: FakeMLflow, tmp_path: Path
-) -> None:
-    tracker = open_tracker(["wandb,mlflow", "wandb"], tmp_path, SETTINGS)
-    assert not mlflow.waits
-    send(tracker, interrupt=True)
-    assert [row.get("search/step") for row in wandb.rows] == [0, 1, None, None, None]
-    assert wandb.rows[3] == {"my-net/loss": 0.5, "my-net/lr": 0.1, "my-net/step": 1}
-    assert wandb.axes == {f"{stage}/*": f"{stage}/step" for stage in ("search", "my-net", "test")}
-    assert mlflow.params == {"job.model": "resnet18", "job.ignore": ["fc"], "search.lr": 0.2, "train": None}
-    assert [step for step, _ in mlflow.metrics] == [0, 1, 0, 1, 0]
-    assert mlflow.metrics[3][1] == {"my-net/loss": 0.5, "my-net/lr": 0.1}
-    assert (wandb.ended, mlflow.ended, mlflow.waits) == ([1], ["flushed", "FAILED"], True)
-    send(open_tracker(["wandb", "mlflow"], tmp_path, SETTINGS))
-    assert (wandb.ended, mlflow.ended[2:]) == ([1, 0], ["flushed", "FINISHED"])
+def test_every_stage_arrives_and_a_resumed_run_goes_on_there(services: Any, tmp_path: Path) -> None:
+    wandb, mlflow = services
+    run = wandb.init.return_value
+    send(open_tracker(["wandb,mlflow", "wandb"], tmp_path, SETTINGS), interrupt=True)
     place = {"dir": str(tmp_path), "name": tmp_path.name, "resume": "allow", "project": "dmcp", "config": SETTINGS}
-    assert wandb.begun == [place | {"id": None}, place | {"id": "abc123"}]
-    run = {"experiment": "dmcp", "run_name": tmp_path.name}
-    assert mlflow.runs == [run | {"run_id": None}, run | {"run_id": "f00"}]
+    wandb.init.assert_called_once_with(**place, id=None)
+    rows = [it.args[0] for it in run.log.call_args_list]  # without a step: W&B drops what is below the last
+    assert run.log.call_args_list == [call(row) for row in rows]
+    assert [row.get("search/step") for row in rows] == [0, 1, None, None, None]
+    assert rows[3] == {"my-net/loss": 0.5, "my-net/lr": 0.1, "my-net/step": 1}
+    stages = [call(f"{stage}/*", step_metric=f"{stage}/step") for stage in ("search", "my-net", "test")]
+    assert run.define_metric.call_args_list == stages
+    mlflow.set_experiment.assert_called_once_with("dmcp")
+    mlflow.start_run.assert_called_once_with(run_id=None, run_name=tmp_path.name)
+    flat = {"job.model": "resnet18", "job.ignore": ["fc"], "search.lr": 0.2, "train": None}
+    mlflow.log_params.assert_called_once_with(flat)
+    metrics = mlflow.log_metrics.call_args_list
+    assert [it.kwargs["step"] for it in metrics] == [0, 1, 0, 1, 0]
+    assert metrics[3].args == ({"my-net/loss": 0.5, "my-net/lr": 0.1},)
+    assert mlflow.config.enable_async_logging.call_args_list == [call(True), call(False)]
+    run.finish.assert_called_once_with(exit_code=1)
+    assert mlflow.mock_calls[-3:] == [
+        call.flush_async_logging(),
+        call.config.enable_async_logging(False),
+        call.end_run("FAILED"),
+    ]
+    send(open_tracker(["wandb", "mlflow"], tmp_path, SETTINGS))
+    assert wandb.init.call_args == call(**place, id="abc123") and run.finish.call_args == call(exit_code=0)
+    assert mlflow.start_run.call_args == call(run_id="f00", run_name=tmp_path.name)
+    assert mlflow.log_params.call_count == 1 and mlflow.end_run.call_args == call("FINISHED")
 
 
 def test_a_service_that_fails_is_dropped_and_one_that_does_not_start_is_an_error(
-    wandb: FakeWandB, mlflow: FakeMLflow, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    services: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    wandb, mlflow = services
     with open_tracker(["wandb", "mlflow"], tmp_path, SETTINGS) as tracker:
         tracker.on_event(search(0))
-        wandb.broken = True
+        wandb.init.return_value.log.side_effect = ConnectionError("the server is gone")
         tracker.on_event(search(1))
         tracker.on_event(search(2))
     assert capsys.readouterr().err.count("wandb") == 1  # one line
-    assert [step for step, _ in mlflow.metrics] == [0, 1, 2] and mlflow.ended[-1] == "FINISHED"
+    assert mlflow.log_metrics.call_count == 3 and mlflow.end_run.call_args == call("FINISHED")
+    wandb.init.side_effect = ValueError("api_key not configured")
     with pytest.raises(DmcpError, match="wandb does not start"):
         open_tracker(["mlflow", "wandb"], tmp_path, SETTINGS)
-    assert mlflow.ended[-1] == "FAILED"  # nothing is left open
+    assert mlflow.end_run.call_args == call("FAILED")  # nothing is left open

@@ -115,10 +115,7 @@ class Run:
         return found
 
     def rewind(self) -> None:
-        """Cut the log back to the last checkpoint, from where the run goes on.
-
-        Stages follow each other: those after the first unfinished one begin anew.
-        """
+        """Cut the log back to the last checkpoint; stages after the first unfinished one begin anew."""
         for path in self.folder.iterdir():  # figures, too, are written again
             refuse_link(path)
         path = self.folder / CHECKPOINTS

@@ -184,11 +184,7 @@ def make_config(request: Request) -> RunConfig:
 
 
 def _defaults(command: str, typed: Mapping[str, Any]) -> RunConfig:
-    """Settings that nobody typed; some depend on what was.
-
-    A network with trained weights needs no warm-up, but its channels in order, and is fine-tuned, which takes fewer and
-    smaller steps.
-    """
+    """Settings that nobody typed; a trained network needs no warm-up, but its channels in order, and is fine-tuned."""
     trained = bool(typed.get("weights"))
     if typed.get("recipe"):
         config = find_recipe(typed["recipe"])

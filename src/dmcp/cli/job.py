@@ -164,8 +164,7 @@ def _teacher(config: RunConfig, model: nn.Module, data: DataSets, new_head: bool
 def load_weights(model: nn.Module, path: Path, classes: int | None = None) -> str:
     """Put the weights of a file into the model; never by pickle.
 
-    classes: of the data. A last layer for another number of them then keeps the weights that it has, and a sentence
-    says so; everything else must fit.
+    With `classes`, a last layer for another number of them stays as it is, and a sentence says so; all else must fit.
     """
     tensors, own = _read_tensors(path), model.state_dict()
     wrong = [name for name in own if name in tensors and tensors[name].shape != own[name].shape]
@@ -236,10 +235,7 @@ def sized(data: DataSets, name: str, text: str, usual: tuple[int, ...] = ()) -> 
 
 
 def check_fit(model: nn.Module, data: DataSets, more: str = "") -> int:
-    """Refuse data that the model cannot take: images of another size or channel count, labels outside its head.
-
-    Returns how many classes its head is for; 0 where its output says nothing of that.
-    """
+    """Refuse images and labels that the model cannot take; for how many classes it is, 0 if its output does not say."""
     example = torch.zeros(2, *data.shape, device=device_of(model))
     try:
         with torch.no_grad(), kept_modes(model):

@@ -71,10 +71,7 @@ class Progress:
             self.show(event.stage, done, event.steps, f"step {done} of {event.steps}, {_losses(record)}")
 
     def show(self, stage: str, done: int, total: int, text: str) -> None:
-        """Show how far a stage is, and the time left by what was done before.
-
-        Records come in bundles, whose first one says little about the time of a step.
-        """
+        """Show how far a stage is; the time left is by what was done before, since records come in bundles."""
         now, left = time.monotonic(), ""
         if stage != self.stage:
             self.stage, self.start, self.done = stage, self.time, 0
@@ -246,10 +243,7 @@ def _log_rates(config: RunConfig, world: World) -> None:
 
 
 def check_job(job: Job, config: RunConfig, files: bool = True) -> None:
-    """Refuse a network that is no classifier of these images or not finite, and test files that are no images.
-
-    files: read the first bytes of the test images, which are decoded only when all is trained.
-    """
+    """Refuse a network that is no classifier of these images or not finite, and, by `files`, broken test images."""
     noise = torch.randn(2, *job.data.shape, generator=generator(0)).to(device_of(job.model))
     check_classifier(job.model, noise, job.data.classes)
     check_finite(job.model, noise)

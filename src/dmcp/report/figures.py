@@ -71,10 +71,7 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def to_svg(figure: Figure, salt: str) -> str:
-    """The figure as an SVG element of a page: transparent, in the color of the page's text.
-
-    salt: makes its ids differ from those of other figures of the page.
-    """
+    """The figure as an SVG element in the color of a page's text; by `salt` its ids differ from those of others."""
     file = io.StringIO()
     _savefig(figure, file, salt, format="svg", transparent=True)
     text = file.getvalue().replace(INK, "currentColor")
@@ -261,10 +258,7 @@ Spread = Sequence[float] | None  # accuracies of several seeds
 
 @_styled
 def accuracy_by_method(panels: Mapping[str, Mapping[str, tuple[Spread, Spread]]], title: str) -> Figure:
-    """A panel for each budget: methods from best to worst, trained by one recipe and in their own way.
-
-    Marks are means, bars one standard deviation up and down.
-    """
+    """A panel for each budget: means and deviations of methods, trained by one recipe and in their own way."""
     sizes, columns = [len(rows) for rows in panels.values()], min(2, len(panels))
     tall = [1 + 0.3 * max(sizes[start : start + columns]) for start in range(0, len(sizes), columns)]
     figure = _blank(3.8 * columns + 1.2, 0.8 + sum(tall))
