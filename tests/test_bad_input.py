@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,7 @@ import pytest
 import torch
 from nets import Chain, Residual, mystery, sample
 from test_cli import Capture, run
-from torch import Tensor, distributed, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, nn
 
 import dmcp
 from dmcp.errors import DataError, DmcpError, TraceError, WidthsError
@@ -66,35 +65,25 @@ class Secret(nn.Module):
         return mystery(x)
 
 
-EXAMPLES: list[tuple[Any, tuple[str, ...]]] = [
-    (torch.randn(2, 4, 11, 11), ("forward", "channels")),
-    (torch.randn(2, 3, 17, 17), ("forward",)),  # the linear after the flatten does not fit
-    ((X, X), ("forward",)),
-    (torch.zeros(2, 32, 32), ("channels x height x width", "as in 3x32x32", "not 32x32")),
-    (torch.zeros(2, 32), ("channels x height x width", "as in 3x224x224", "not 32")),
-    (torch.zeros(2, 3, 4, 9, 9), ("channels x height x width", "as in 3x9x9", "not 3x4x9x9")),
-    *((wrong, ("example",)) for wrong in (None, "3x11x11", [1, 2], {}, ())),
+CHAIN = Chain(**Chain.FULL)
+UNTRACEABLE: list[tuple[Any, Any, tuple[str, ...]]] = [
+    (CHAIN, torch.randn(2, 4, 11, 11), ("forward", "channels")),
+    (CHAIN, torch.randn(2, 3, 17, 17), ("forward",)),  # the linear after the flatten does not fit
+    (CHAIN, (X, X), ("forward",)),
+    (CHAIN, torch.zeros(2, 32, 32), ("channels x height x width", "as in 3x32x32", "not 32x32")),
+    (CHAIN, torch.zeros(2, 3, 4, 9, 9), ("channels x height x width", "as in 3x9x9", "not 3x4x9x9")),
+    *((CHAIN, wrong, ("example",)) for wrong in (None, "3x11x11", [1, 2], {}, ())),
+    (nn.Linear(4, 2), torch.randn(2, 4), ("prun",)),
+    (nn.Sequential(nn.ReLU(), nn.Linear(4, 2)), torch.randn(2, 4), ("prun",)),
+    (nn.Identity(), torch.randn(2, 4), ("prun",)),
+    (nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 2, 1)), torch.zeros(3, 32, 32), ("as in 3x32x32",)),
+    (Failing(None), X, ()),
+    (lambda x: x, X, ("nn.Module",)),
 ]
 
 
-@pytest.mark.parametrize(("example", "words"), EXAMPLES, ids=range(len(EXAMPLES)))
-def test_examples_that_do_not_fit(model: nn.Module, example: Any, words: tuple[str, ...]) -> None:
-    refuse(TraceError, lambda: dmcp.trace(model, example), *words)
-
-
-NETWORKS: dict[str, tuple[Any, Tensor, tuple[str, ...]]] = {
-    "one layer": (nn.Linear(4, 2), torch.randn(2, 4), ("prun",)),
-    "reads the input": (nn.Sequential(nn.ReLU(), nn.Linear(4, 2)), torch.randn(2, 4), ("prun",)),
-    "no parameters": (nn.Identity(), torch.randn(2, 4), ("prun",)),
-    "no batch": (nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 2, 1)), torch.zeros(3, 32, 32), ("as in 3x32x32",)),
-    "no tensor": (Failing(None), X, ()),
-    "no module": (lambda x: x, X, ("nn.Module",)),
-}
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_networks_that_cannot_be_traced(name: str) -> None:
-    net, example, words = NETWORKS[name]
+@pytest.mark.parametrize(("net", "example", "words"), UNTRACEABLE, ids=range(len(UNTRACEABLE)))
+def test_networks_and_examples_that_cannot_be_traced(net: Any, example: Any, words: tuple[str, ...]) -> None:
     refuse(TraceError, lambda: dmcp.trace(net, example), *words)
 
 
@@ -107,24 +96,14 @@ def test_the_error_of_a_models_own_forward_is_not_lost() -> None:
     assert any(isinstance(error, LookupError) for error in chain)
 
 
-def test_inputs_that_the_model_itself_turns_into_images() -> None:
-    net = nn.Sequential(nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 8, 3), nn.Conv2d(8, 2, 1))
-    assert spaces(dmcp.trace(net, torch.zeros(2, 64))) == {"1": 8}
-
-
 @pytest.mark.filterwarnings("ignore")
-def test_a_script_module_is_refused(model: nn.Module) -> None:
+def test_a_script_module_and_names_in_ignore(model: nn.Module) -> None:
     script = torch.jit.trace(copy.deepcopy(model).eval(), X)
     refuse(TraceError, lambda: dmcp.trace(script, X), "TorchScript")
-
-
-@pytest.mark.parametrize(("wrong", "near"), [("conv22", "conv2"), ("cnv1", "conv1"), ("head1", "head")])
-def test_a_misspelt_name_in_ignore(model: nn.Module, wrong: str, near: str) -> None:
-    refuse(TraceError, lambda: dmcp.trace(model, X, ignore=["head", wrong]), "ignore", wrong, near)
-
-
-def test_everything_ignored(model: nn.Module) -> None:
+    refuse(TraceError, lambda: dmcp.trace(model, X, ignore=["head", "cnv1"]), "ignore", "cnv1", "conv1")
     refuse(TraceError, lambda: dmcp.trace(model, X, ignore=["conv1", "conv2", "conv3"]), "prun")
+    net = nn.Sequential(nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 8, 3), nn.Conv2d(8, 2, 1))  # makes images itself
+    assert spaces(dmcp.trace(net, torch.zeros(2, 64))) == {"1": 8}
 
 
 def test_strict_names_the_op_and_two_ways_out_that_work() -> None:
@@ -139,24 +118,18 @@ def test_strict_names_the_op_and_two_ways_out_that_work() -> None:
 
 # widths
 
-WIDTHS: list[Any] = [
-    *({"conv1": wrong} for wrong in (0, -3, 8, 3.0, "3", True, None)),
-    *({"conv11": 3}, {"head": 3}, [1, 1], [1, 1, 1, 1], [1, 1, 0], [1, 1, 7], [1.0, 1.0, 1.0]),
-    *(torch.tensor([1.0, 1.0, 1.0]), torch.tensor([[1, 1, 1]])),
-]
-CHANNELS: list[Any] = [[], [0, 7], [-1], [2, 2], [0.5], [[0, 1]], 0, 8, 2.5]
 
-
-@pytest.mark.parametrize("widths", WIDTHS, ids=str)
-def test_widths_that_do_not_fit(graph: Any, widths: Any) -> None:
-    refuse(WidthsError, lambda: graph.widths(widths))
-    assert issubclass(WidthsError, ValueError)
-
-
-@pytest.mark.parametrize("channels", CHANNELS, ids=str)
-def test_cutting_to_channels_that_are_not_there(model: nn.Module, graph: Any, channels: Any) -> None:
+def test_widths_and_channels_that_do_not_fit(model: nn.Module, graph: Any) -> None:
     before = copy.deepcopy(model.state_dict())
-    refuse(WidthsError, lambda: dmcp.cut(model, graph, {"conv1": channels}), "conv1")
+    wrong: list[Any] = [{"conv1": it} for it in (0, -3, 8, 3.0, "3", True, None)]
+    wrong += [{"conv11": 3}, {"head": 3}, [1, 1], [1, 1, 1, 1], [1, 1, 0], [1, 1, 7], [1.0, 1.0, 1.0]]
+    for widths in (*wrong, torch.tensor([1.0, 1.0, 1.0]), torch.tensor([[1, 1, 1]])):
+        refuse(WidthsError, lambda widths=widths: graph.widths(widths))  # type: ignore[misc]
+    channels: list[Any] = [[], [0, 7], [-1], [2, 2], [0.5], [[0, 1]], 0, 8, 2.5]
+    for it in channels:
+        refuse(WidthsError, lambda it=it: dmcp.cut(model, graph, {"conv1": it}), "conv1")  # type: ignore[misc]
+    for table in (torch.ones(4, 2), torch.ones(4, 4, dtype=torch.int64), torch.ones(1, 1, 3)):
+        refuse(WidthsError, lambda table=table: graph.macs(table), "3")  # type: ignore[misc]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
@@ -168,42 +141,9 @@ def test_widths_of_another_architecture(model: nn.Module, graph: Any, other: nn.
         refuse(WidthsError, lambda call=call: call(widths), "another architecture")  # type: ignore[misc]
     refuse(WidthsError, lambda: dmcp.cut(other, graph, {"conv1": 2}), "another architecture")
     refuse(WidthsError, lambda: dmcp.Supernet(other, graph), "another architecture")
-
-
-def test_widths_of_the_same_architecture_with_other_weights(graph: Any) -> None:
-    other = Chain(**Chain.FULL)
-    small: Any = dmcp.cut(other, graph, dmcp.trace(other, X).widths({"conv1": 2}))
-    assert torch.equal(small.conv1.weight, other.conv1.weight[:2])
-
-
-@pytest.mark.parametrize("table", [torch.ones(4, 2), torch.ones(4, 4, dtype=torch.int64), torch.ones(1, 1, 3)], ids=str)
-def test_a_table_of_widths_of_the_wrong_shape(graph: Any, table: Tensor) -> None:
-    refuse(WidthsError, lambda: graph.macs(table), "3")
-
-
-# wrapped models
-
-
-@pytest.fixture
-def process_group(tmp_path: Path) -> Iterator[None]:
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
-@pytest.mark.usefixtures("process_group")
-@pytest.mark.filterwarnings("ignore")
-def test_wrapped_models_are_unwrapped(graph: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # DataParallel would take the model there
-    model = Chain(**Chain.FULL)
-    parallel = DistributedDataParallel(model)
-    both = torch.compile(parallel, backend="eager")
-    for wrapped in (nn.DataParallel(model, device_ids=[]), torch.compile(model, backend="eager"), parallel, both):
-        found = dmcp.trace(wrapped, X)
-        assert spaces(found) == spaces(graph) and found.fingerprint == graph.fingerprint
-        small: Any = dmcp.cut(wrapped, found, {"conv1": 2})
-        assert type(small) is Chain and torch.equal(small.conv1.weight, model.conv1.weight[:2])
-        assert type(dmcp.Supernet(wrapped, found).model) is Chain
+    again = Chain(**Chain.FULL)  # with other weights
+    small: Any = dmcp.cut(again, graph, dmcp.trace(again, X).widths({"conv1": 2}))
+    assert torch.equal(small.conv1.weight, again.conv1.weight[:2])
 
 
 # dtypes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +62,6 @@ def test_a_recipe_is_changed_by_options() -> None:
     assert it.search and (it.search.warmup, it.search.sort, it.retrain) == (0, True, Retrain.SCRATCH)
     with pytest.raises(DmcpError, match="did you mean imagenet_mobilenet_v2_211m"):
         find_recipe("mobilenet_v2_211m")
-    with pytest.raises(FrozenInstanceError):
-        recipe.batch = 256  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -106,10 +104,7 @@ def test_settings_that_make_no_sense(typed: dict[str, Any], kind: type[DmcpError
     if "teacher" in typed:
         with pytest.raises(DmcpError):
             config("train", **typed)
-
-
-def test_the_unpruned_network_does_not_teach_itself() -> None:
-    with pytest.raises(DmcpError):
+    with pytest.raises(DmcpError):  # which would be its own teacher
         config("train", teacher=UNPRUNED)
     assert config("train", teacher=UNPRUNED, widths="w.json").teacher == UNPRUNED
 
@@ -135,25 +130,15 @@ def test_a_run_goes_on_with_its_settings(tmp_path: Path) -> None:
 
 def test_settings_of_another_version_are_refused() -> None:
     plain = json.loads(json.dumps(config().to_json()))
-    for change in (
-        {"engine": None},
-        {"search": 3},
-        {"model": 7},
-        {"ignore": [1]},
-        {"search": {"more": 1}},
-        {"batch": "x"},
-    ):
+    changes = ({"engine": None}, {"search": 3}, {"model": 7}, {"ignore": [1]}, {"search": {"more": 1}}, {"batch": "x"})
+    for stored in ({}, *(plain | change for change in changes)):
         with pytest.raises(FileError):
-            config_from_json(plain | change, "settings.json")
-    with pytest.raises(FileError):
-        config_from_json({}, "settings.json")
+            config_from_json(stored, "settings.json")
 
 
-@pytest.mark.parametrize(
-    ("text", "value"), [("a=3", 3), ("a=1.5", 1.5), ("a=False", False), ("a=(1, 2)", (1, 2)), ("a=x", "x")]
-)
-def test_arguments_of_a_builder(text: str, value: object) -> None:
-    assert argument(text) == ("a", value)
+def test_arguments_of_a_builder() -> None:
+    for text, value in (("a=3", 3), ("a=1.5", 1.5), ("a=False", False), ("a=(1, 2)", (1, 2)), ("a=x", "x")):
+        assert argument(text) == ("a", value)
 
 
 # recipes

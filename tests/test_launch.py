@@ -19,16 +19,7 @@ import pytest
 import torch
 
 from dmcp.cli import launch
-from dmcp.cli.launch import (
-    Command,
-    Ended,
-    kept_signals,
-    markdown,
-    run_seeds,
-    run_side_by_side,
-    summarize,
-    words_of_each,
-)
+from dmcp.cli.launch import Command, Ended, markdown, run_seeds, run_side_by_side, summarize, words_of_each
 from dmcp.errors import DmcpError, FileError
 from dmcp.results import DMCP, UNIFORM, UNPRUNED, Row
 from dmcp.runs import LOG, SETTINGS, Run
@@ -107,13 +98,12 @@ def calls(folder: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda call: call["name"])
 
 
-def command(folder: Path, name: str, after: tuple[str, ...] = ()) -> Command:
+def command(name: str, after: tuple[str, ...] = ()) -> Command:
     return Command(name, (*launch.COMMAND, name), after)
 
 
-def run(folder: Path, *commands: Command, device: torch.device = CPU, **options: Any) -> list[Ended]:
-    with kept_signals() as signals:
-        return run_side_by_side(commands, folder, device, signals, **options)
+def run(folder: Path, *commands: Command, device: torch.device = CPU, **options: Any) -> dict[str, Ended]:
+    return {end.command.name: end for end in run_side_by_side(commands, folder, device, **options)}
 
 
 def wait_for(true: Callable[[], object]) -> None:
@@ -127,20 +117,19 @@ def wait_for(true: Callable[[], object]) -> None:
 
 
 def test_lines_are_shown_and_kept(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    titled = Command("b", command(folder, "b").argv, title="run b")
-    run(folder, command(folder, "a"), titled, at_once=1, total=3)  # one was done before
+    titled = Command("b", command("b").argv, title="run b")
+    run(folder, command("a"), titled, at_once=1, total=3)  # one was done before
     out, err = capfd.readouterr()
     assert out == "" and err.splitlines() == ["a: ready", "a: done (2 of 3)", "run b: ready", "run b: done (3 of 3)"]
-    run(folder, command(folder, "a"), quiet=True)
+    run(folder, command("a"), quiet=True)
     assert capfd.readouterr() == ("", "") and (folder / "a.out").read_text() == 2 * "table of a\n"
 
 
 def test_a_command_waits_for_what_it_needs(folder: Path) -> None:
     act(folder, base="slow", free="slow")
-    base, free = command(folder, "base"), command(folder, "free")
-    late, last = command(folder, "late", after=("base",)), command(folder, "last", after=("late", "free"))
-    ended = run(folder, base, late, free, last, device=GPU, at_once=2)
-    assert [(end.command.name, end.code) for end in ended] == [("base", 0), ("late", 0), ("free", 0), ("last", 0)]
+    late, last = command("late", after=("base",)), command("last", after=("late", "free"))
+    ended = run(folder, command("base"), late, command("free"), last, device=GPU, at_once=2)
+    assert [end.code for end in ended.values()] == [0, 0, 0, 0]
     found = {call["name"]: call for call in calls(folder)}
     assert found["free"]["start"] < found["base"]["end"] <= found["late"]["start"]
     assert max(found["late"]["end"], found["free"]["end"]) <= found["last"]["start"]
@@ -151,44 +140,33 @@ def test_a_command_waits_for_what_it_needs(folder: Path) -> None:
     [(CPU, 2, None, 2, 1), (CPU, 2, 4, 2, 1), (CPU, 8, 3, 3, 2), (GPU, 2, 4, 4, 1), (GPU, 16, None, 4, 2)],
 )
 def test_cores_are_divided(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    device: torch.device,
-    cores: int,
-    at_once: int | None,
-    most: int,
-    threads: int,
+    folder: Path, monkeypatch: pytest.MonkeyPatch, device: Any, cores: int, at_once: Any, most: int, threads: int
 ) -> None:
     monkeypatch.setattr(launch, "_cores", lambda: cores)
     act(folder, all=f"meet{most}")
-    run(folder, *(command(folder, str(number)) for number in range(4)), device=device, at_once=at_once)
+    run(folder, *(command(str(number)) for number in range(4)), device=device, at_once=at_once)
     found = calls(folder)
     assert len(found) == 4 and {call["threads"] for call in found} == {str(threads)}
     assert max(sum(it["start"] <= call["start"] < it["end"] for it in found) for call in found) == most
 
 
-def test_cores_are_those_of_this_process() -> None:
-    listed = subprocess.run(["nproc"], capture_output=True, text=True, check=True, env={"PATH": os.environ["PATH"]})
-    assert launch._cores() == int(listed.stdout)
-
-
 def test_a_failure_stops_only_what_needs_it(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     act(folder, base="fail", crash="crash")
     names = {"base": (), "good": (), "crash": (), "cell": ("good", "base"), "late": ("cell",), "fine": ("good",)}
-    ended = run(folder, *(command(folder, name, after) for name, after in names.items()))
-    assert [end.code for end in ended] == [3, 0, -signal.SIGKILL, None, None, 0]
+    ended = run(folder, *(command(name, after) for name, after in names.items()))
     assert [call["name"] for call in calls(folder)] == ["fine", "good"]
-    assert [end.describe() for end in ended if end.code != 0] == [
-        "base: exit code 3: dmcp: no such\N{REPLACEMENT CHARACTER} model.",
-        "crash: killed by SIGKILL: ready",
-        "cell: not started: it needs base, and that failed",
-        "late: not started: it needs cell, and that failed",
-    ]
-    assert "late: not started: it needs cell, and that failed" in capfd.readouterr().err.splitlines()
+    told = {name: end.describe() for name, end in ended.items() if end.code != 0}
+    assert ended.keys() == names.keys() and told == {
+        "base": "base: exit code 3: dmcp: no such\N{REPLACEMENT CHARACTER} model.",
+        "crash": "crash: killed by SIGKILL: ready",
+        "cell": "cell: not started: it needs base, and that failed",
+        "late": "late: not started: it needs cell, and that failed",
+    }
+    assert told["late"] in capfd.readouterr().err.splitlines()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_all_children_once(folder: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 128 + signal.SIGTERM)])
+def test_a_signal_ends_all_children_once(folder: Path, number: signal.Signals, code: int) -> None:
     act(folder, all="hang")
     source = "import sys, torch; from pathlib import Path; from dmcp.cli import launch\n"
     source += "launch.COMMAND = (sys.executable, '-S', sys.argv[1])\n"
@@ -200,15 +178,14 @@ def test_a_signal_ends_all_children_once(folder: Path, number: signal.Signals) -
         assert all(alive(pid) for pid in pids)
         process.send_signal(number)
         lines = process.communicate(timeout=60)[1].splitlines()
-    assert process.returncode == -number
+    assert process.returncode == code
     assert [lines.count(f"seed {seed}: stopped by {number.name}") for seed in (0, 1)] == [1, 1]
-    assert "dmcp: stopping 2 of 2 seeds; the same command goes on." in lines
     wait_for(lambda: not any(alive(pid) for pid in pids))  # the workers too
     assert not list(folder.glob("summary*")) and not list(folder.glob("*lock*"))
 
 
 def test_a_child_that_heeds_no_signal_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_PATIENCE", 0.3)
+    monkeypatch.setattr(launch, "PATIENCE", 0.3)
     act(folder, a="deaf")
 
     def interrupt() -> None:
@@ -218,7 +195,7 @@ def test_a_child_that_heeds_no_signal_is_killed(folder: Path, monkeypatch: pytes
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        run(folder, command(folder, "a"), command(folder, "b"), at_once=1)
+        run(folder, command("a"), command("b"), at_once=1)
     thread.join()
     (call,) = calls(folder)  # the second has not been started any more
     wait_for(lambda: not any(alive(pid) for pid in call["pids"]))
@@ -227,11 +204,11 @@ def test_a_child_that_heeds_no_signal_is_killed(folder: Path, monkeypatch: pytes
 
 ORPHAN = """
 import os, signal, sys, time
-from dmcp.cli import launch
-launch._LOOK, launch._PATIENCE = 0.05, 0.5
+from dmcp.cli import session
+session._LOOK, session.PATIENCE = 0.05, 0.5
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
-with launch.following_parent():
+with session.following_parent():
     print(os.getpid(), flush=True)
     while not asked or sys.argv[1] == "deaf":
         time.sleep(0.02)
@@ -242,9 +219,8 @@ with launch.following_parent():
 def test_children_whose_parent_was_killed_stop(folder: Path) -> None:
     kinds = ("heeds", "deaf")
     source = "import sys; from pathlib import Path; import torch; from dmcp.cli import launch\n"
-    source += "with launch.kept_signals() as signals:\n"
-    source += "    both = [launch.Command(kind, (sys.executable, '-c', sys.argv[2], kind)) for kind in sys.argv[3:]]\n"
-    source += "    launch.run_side_by_side(both, Path(sys.argv[1]), torch.device('cuda'), signals)\n"
+    source += "both = [launch.Command(kind, (sys.executable, '-c', sys.argv[2], kind)) for kind in sys.argv[3:]]\n"
+    source += "launch.run_side_by_side(both, Path(sys.argv[1]), torch.device('cuda'))\n"
     printed = [folder / f"{kind}.out" for kind in kinds]
     with subprocess.Popen([sys.executable, "-c", source, folder, ORPHAN, *kinds]) as process:
         wait_for(lambda: all(it.exists() and it.read_text() for it in printed))
@@ -298,45 +274,21 @@ def test_each_seed_gets_the_words_that_are_not_for_all() -> None:
     assert words_of_each(words) == ["prune", "--batch", "8"]
 
 
-def keep(folder: Path, *rows: Row) -> Path:
-    """A run that has tested these networks."""
-    folder.mkdir()
-    Run(folder).write(SETTINGS, {"command": "prune", "unpruned": {"macs": 1000}})
-    for row in rows:
-        Run(folder).add(LOG, {"stage": "test"} | asdict(row))
-    return folder
-
-
 def test_the_summary_is_that_of_the_tables(tmp_path: Path) -> None:
     ours, uniform, folders = [0.9041, 0.9043, 0.9057], [0.899, 0.9], list[Path]()
     for seed, accuracy in enumerate(ours):
         rows = [Row(UNPRUNED, 1000, 90, 0.915, 1.0, 8), Row(DMCP, 490 + 5 * seed, 40 - seed, accuracy, 1.0, 8)]
         rows += [Row(UNIFORM, 495, 41, uniform[seed], 1.0, 8)] if seed < 2 else []
-        folders.append(keep(tmp_path / f"seed-{seed}", *rows))
+        folders.append(tmp_path / f"seed-{seed}")
+        Run(folders[-1]).write(SETTINGS, {"command": "prune", "unpruned": {"macs": 1000}})
+        for row in rows:
+            Run(folders[-1]).add(LOG, {"stage": "test"} | asdict(row))
     summary = summarize(folders)
-    found = {it.name: it for it in summary.networks}
-    assert summary.runs == ("seed-0", "seed-1", "seed-2") and list(found) == [UNPRUNED, DMCP, UNIFORM]
-    assert found[DMCP].mean == pytest.approx(np.mean(ours))
-    assert found[DMCP].deviation == pytest.approx(np.std(ours, ddof=1))
-    assert (found[DMCP].macs, found[DMCP].params, found[DMCP].macs_share) == ((490, 500), (38, 40), (0.49, 0.5))
-    assert found[UNIFORM].accuracies == pytest.approx(uniform)
+    found = {it["name"]: it for it in summary["networks"]}
+    assert summary["runs"] == ["seed-0", "seed-1", "seed-2"] and list(found) == [UNPRUNED, DMCP, UNIFORM]
+    assert found[DMCP]["mean"] == pytest.approx(np.mean(ours))
+    assert found[DMCP]["deviation"] == pytest.approx(np.std(ours, ddof=1))
+    ends = [found[DMCP][name] for name in ("macs", "params", "macs_share")]
+    assert ends == [(490, 500), (38, 40), (0.49, 0.5)] and found[UNIFORM]["accuracies"] == pytest.approx(uniform)
     assert "90.47 ± 0.09 (3)" in markdown(summary)
-    (alone,) = [it for it in summarize(folders[:1]).networks if it.name == DMCP]
-    assert alone.deviation is None
-
-
-@pytest.mark.slow
-def test_seeds_stop_when_the_command_that_started_them_is_gone(tmp_path: Path) -> None:
-    out = tmp_path / "many"
-    words = ["prune", "--model", "digits:resnet", "--data", "digits", "--seeds", "2", "--search-epochs", "400"]
-    command = [sys.executable, "-m", "dmcp", *words, "--epochs", "1", "--batch", "256", "--device", "cpu", "--out", out]
-    parent = subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        wait_for(lambda: all((out / f"seed-{seed}" / LOG).exists() for seed in (0, 1)))
-        locks = [json.loads(path.read_text()) for path in out.glob("seed-*/lock.json")]
-    finally:
-        parent.kill()
-        parent.wait()
-    assert len(locks) == 2
-    wait_for(lambda: not any(alive(lock["pid"]) for lock in locks))
-    assert all((out / f"seed-{seed}" / "checkpoints").exists() for seed in (0, 1))  # they saved before they went
+    assert all(it["deviation"] is None for it in summarize(folders[:1])["networks"])

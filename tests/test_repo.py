@@ -19,20 +19,6 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "dmcp"
 
 
-def dotted(path: Path) -> str:
-    """training, methods.amc; a folder's own file has the folder's name, the package's is `__init__`."""
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[1:] and parts[-1] == "__init__" else parts)
-
-
-SOURCES = {dotted(path): path for path in PACKAGE.rglob("*.py")}
-
-
-def imported(path: Path) -> set[str]:
-    """Files of ours that a file imports; the package itself is `__init__`."""
-    return {file_of(name.split(".")[1:]) for name in named(path) if name.split(".")[0] == "dmcp"}
-
-
 def named(path: Path) -> set[str]:
     """All that a file imports, by its full name."""
     names: set[str] = set()
@@ -43,12 +29,6 @@ def named(path: Path) -> set[str]:
             assert node.level == 0, f"{path.name}: write the import in full"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
-
-
-def file_of(parts: list[str]) -> str:
-    """The file that a dotted name is in: the longest part of it that is one."""
-    starts = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-    return next((start for start in starts if start in SOURCES), "__init__")
 
 
 def test_imports_point_one_way() -> None:
@@ -71,7 +51,7 @@ def test_what_is_imported_is_asked_for() -> None:
     asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*asked["dependencies"], *(it for extra in asked["optional-dependencies"].values() for it in extra)]
     known = {re.split(r"[<>=]", it)[0].replace("-", "_") for it in wanted} | {"dmcp", "triton"}  # torch has triton
-    tops = {name.split(".")[0] for path in SOURCES.values() for name in named(path)} - sys.stdlib_module_names
+    tops = {name.split(".")[0] for path in PACKAGE.rglob("*.py") for name in named(path)} - sys.stdlib_module_names
     assert {"pillow" if top == "PIL" else top for top in tops} - known == set()
 
 

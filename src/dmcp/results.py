@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -14,7 +14,6 @@ from torch import nn
 
 from dmcp.batches import Loader, device_of, size_of
 from dmcp.calibration import kept_modes
-from dmcp.latency.measure import waiting
 from dmcp.losses import LowerIsBetter, Metric
 from dmcp.modules import call_model
 from dmcp.settings import UNPRUNED as UNPRUNED
@@ -78,27 +77,24 @@ def compare(
 def milliseconds(nets: Sequence[nn.Module], example: Any, rounds: int = ROUNDS) -> list[float]:
     """Time of one batch: the fastest of some passes, taken in turn so that other load hits all networks alike."""
     times: list[list[float]] = [[] for _ in nets]
-    waits = [_waiting(net) for net in nets]  # found now: looking for it takes as long as a small network
+    devices = [device_of(net) for net in nets]  # found now: looking for it takes as long as a small network
     for number in range(rounds + 1):
-        for net, wait, own in zip(nets, waits, times, strict=True):
+        for net, device, own in zip(nets, devices, times, strict=True):
             with kept_modes(net):
                 net.eval()
-                wait()
+                _wait(device)
                 start = time.perf_counter()
                 call_model(net, example)
-                wait()
+                _wait(device)
                 took = time.perf_counter() - start
             if number:  # the first pass also loads kernels
                 own.append(1000 * took)
     return [min(own) for own in times]
 
 
-def _waiting(net: nn.Module) -> Callable[[], None]:
-    """What waits for the network's device, if torch can."""
-    try:
-        return waiting(device_of(net))
-    except AttributeError:
-        return lambda: None
+def _wait(device: torch.device) -> None:
+    if device.type not in ("cpu", "meta"):
+        torch.accelerator.synchronize(device)
 
 
 # text
@@ -132,10 +128,7 @@ def results_table(rows: Sequence[Row], graph: ChannelGraph, origin: str = "") ->
     """Rows as aligned text, and notes below; `origin` says where the weights of the pruned network come from."""
     lines = _cells(rows, graph, "%")
     widths = [max(map(len, column)) + 3 for column in zip(*lines, strict=True)]
-    text = [
-        line[0].ljust(widths[0]) + "".join(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))
-        for line in lines
-    ]
+    text = [line[0].ljust(widths[0]) + "".join(map(str.rjust, line[1:], widths[1:])) for line in lines]
     return "\n".join([*text, "", *notes(rows, graph, origin)])
 
 
@@ -166,11 +159,11 @@ def notes(rows: Sequence[Row], graph: ChannelGraph, origin: str = "") -> list[st
     if pruned and others:
         found.append(f"{DMCP}: {', '.join(against(pruned, other) for other in others)}")
     found += unknown(rows)
-    sure = ""
-    if rows[0].samples and not rows[0].own_metric:
-        points = 100 * max(standard_error(row.accuracy, row.samples) for row in rows)
-        sure = f": an accuracy is known to \N{PLUS-MINUS SIGN} {points:.1f} points (standard error)"
-    found += [f"{rows[0].samples:,} test samples{sure}"] if rows[0].samples else []
+    if rows[0].samples:
+        found.append(f"{rows[0].samples:,} test samples")
+        if not rows[0].own_metric:
+            points = 100 * max(standard_error(row.accuracy, row.samples) for row in rows)
+            found[-1] += f": an accuracy is known to \N{PLUS-MINUS SIGN} {points:.1f} points (standard error)"
     if rows[0].batch:
         found.append(f"ms: the fastest of {ROUNDS} passes over a batch of {rows[0].batch} on this machine")
     return found

@@ -10,29 +10,12 @@ from typing import Any
 
 import torch
 
+from dmcp.cli import launch, session
 from dmcp.cli.config import Request, RunConfig, argument
 from dmcp.cli.job import Job, open_job, place_of
-from dmcp.cli.launch import COMMAND, Command, kept_signals, run_side_by_side
-from dmcp.cli.session import check_job, log_notes, print_json, session
+from dmcp.compare import runner
 from dmcp.compare.methods import METHODS
-from dmcp.compare.runner import (
-    OUTPUT,
-    PLANS,
-    Comparison,
-    Inputs,
-    PlannedRun,
-    Protocol,
-    check_begun,
-    check_one,
-    check_peer,
-    epochs_of,
-    is_begun,
-    plan,
-    read_plan,
-    run,
-    run_one,
-    state_of,
-)
+from dmcp.compare.runner import PlannedRun
 from dmcp.compare.table import PAGE, write_table
 from dmcp.errors import DmcpError, FileError, StoppedError
 from dmcp.runs import slug
@@ -42,6 +25,7 @@ from dmcp.units import table
 from dmcp.widths import Widths
 
 _SHARED = ("model", "model_args", "data", "input", "ignore", "batch", "device", "engine")  # of config and protocol
+_CHAINS = ("groups", "align", "min_channels", "max_channels")  # of search and protocol
 
 
 def gather(folder: Path, as_json: bool) -> None:
@@ -51,22 +35,19 @@ def gather(folder: Path, as_json: bool) -> None:
 
 def compare(config: RunConfig, request: Request) -> None:
     """dmcp compare."""
-    more, train, search = request.more, config.train, config.search
-    assert train is not None and search is not None
+    more, train = request.more, config.train
+    assert train is not None
     epochs, tuned = more["epochs"], more["finetune_epochs"]
-    comparison = Comparison(
-        protocol=Protocol(
+    comparison = runner.Comparison(
+        protocol=runner.Protocol(
             **{name: getattr(config, name) for name in _SHARED},
+            **{name: getattr(config.search, name) for name in _CHAINS},
             train=replace(train, epochs=epochs, warmup_epochs=min(1, epochs / 2), seed=0),
-            groups=search.groups,
-            align=search.align,
-            min_channels=search.min_channels,
-            max_channels=search.max_channels,
             holdout=more["holdout"],
             finetune_epochs=max(1, 2 * epochs // 3) if tuned is None else tuned,
         ),
         budgets=tuple(more["budget"] or ["50%"]),
-        methods=(*_read_methods(more["methods"]), *map(check_peer, more["peer"] or ())),
+        methods=(*_read_methods(more["methods"]), *map(runner.check_peer, more["peer"] or ())),
         seeds=tuple(range(config.seed, config.seed + request.seeds)),
         settings=_read_settings(more["set"] or ()),
         widths=_read_widths(more["widths"] or ()),
@@ -74,16 +55,29 @@ def compare(config: RunConfig, request: Request) -> None:
         unpruned=more["unpruned"] is not False,
     )
     job, place = open_job(replace(config, device="cpu")), place_of(config)
-    check_job(job, config, skips=False)
+    session.check_job(job, config)
     inputs = _inputs(job, place)
-    runs = plan(comparison, inputs)
-    name = slug(f"compare {config.model} {Path(config.data).name}")
-    folder = Path(request.out or f"runs/{name}")  # the same one each time
-    log_notes(job, config)
+    runs = runner.plan(comparison, inputs)
+    folder = Path(
+        request.out or f"runs/{slug(f'compare {config.model} {Path(config.data).name}')}"
+    )  # the same each time
+    session.log_notes(job, config)
     if request.dry_run:
         _list_planned(runs, folder, request.as_json)
         return
-    failed = run(runs, folder, lambda left: _launch(left, folder, place, more["at_once"], request.quiet, len(runs)))
+
+    def start(left: Sequence[PlannedRun]) -> dict[str, str]:
+        """Each run as a process of its own; how those ended that failed."""
+        names, commands = {it.name for it in left}, []
+        for it in left:
+            words = ("compare-run", str(folder / runner.PLANS / f"{it.name}.json"), str(folder / it.name))
+            needs = (it.uses,) if it.uses in names else ()
+            commands.append(launch.Command(it.name, (*launch.COMMAND, *words), needs))
+        how: dict[str, Any] = {"at_once": more["at_once"], "quiet": request.quiet, "total": len(runs)}
+        ended = launch.run_side_by_side(commands, folder / runner.OUTPUT, place, **how)
+        return {end.command.name: end.describe() for end in ended if end.code != 0}
+
+    failed = runner.run(runs, folder, start)
     if found := write_table(folder, runs, inputs, more["measure"]):
         _print(found, folder, request.as_json)
     if failed:
@@ -93,49 +87,41 @@ def compare(config: RunConfig, request: Request) -> None:
 
 def compare_run(settings: Path, folder: Path) -> None:
     """dmcp compare-run: one run of a comparison."""
-    it = read_plan(settings)
-    check_one(it, folder)
+    it = runner.read_plan(settings)
+    runner.check_one(it, folder)
     protocol = it.protocol
-    search = SearchConfig(
-        budget=it.budget or "100%",
-        groups=protocol.groups,
-        align=protocol.align,
-        min_channels=protocol.min_channels,
-        max_channels=protocol.max_channels,
-        seed=it.seed,
-    )
+    chains = {name: getattr(protocol, name) for name in _CHAINS}
     config = RunConfig(
         command="compare",
         seed=it.seed,
-        search=search,
+        search=SearchConfig(budget=it.budget or "100%", seed=it.seed, **chains),
         train=replace(protocol.train, seed=it.seed),
         comparison=asdict(it),
         **{name: getattr(protocol, name) for name in _SHARED},
     )
-    place = {"resume": str(folder)} if is_begun(folder) else {"out": str(folder)}
+    place = {"resume": str(folder)} if runner.is_begun(folder) else {"out": str(folder)}
     request = Request(command="compare", typed={}, quiet=True, **place)  # type: ignore[arg-type]
     try:
-        with session(config, request, whole=False) as here:
-            run_one(it, _inputs(here.job, place_of(config)), folder, here.runtime)
+        with session.session(config, request, whole=False) as here:
+            runner.run_one(it, _inputs(here.job, place_of(config)), folder, here.runtime)
     except StoppedError:
         raise StoppedError("Stopped; everything up to here is saved. dmcp compare goes on with it.") from None
 
 
-def _inputs(job: Job, place: torch.device) -> Inputs:
+def _inputs(job: Job, place: torch.device) -> runner.Inputs:
     """What the runs of a comparison work with."""
-    return Inputs(
+    return runner.Inputs(
         model=job.model,
         graph=job.graph,
         images=job.data.train,
-        train=job.loaders.train,
-        test=job.loaders.test,
+        train=job.loaders.search,
+        test=job.test,
         device=place,
         facts=job.identity,
     )
 
 
 def _read_methods(text: str) -> list[str]:
-
     names = [word.strip() for word in text.split(",") if word.strip()]
     return [*METHODS] if names == ["all"] else names
 
@@ -155,11 +141,11 @@ def _read_settings(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def _read_widths(texts: Iterable[str]) -> dict[str, dict[str, int]]:
-    """NAME=FILE as a name and its widths."""
+    """NAME=FILE as a name and its widths; the file is a widths.json, or has widths by name."""
     found: dict[str, dict[str, int]] = {}
     for text in texts:
-        name, equals, file = text.partition("=")
-        if not equals or not file or not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name):
+        name, _, file = text.partition("=")
+        if not file or not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name):
             raise DmcpError(f"--widths: {text!r} is not of the form NAME=FILE, like hand=widths.json.")
         if name in found:
             raise DmcpError(f"--widths: {name} is given twice: give each a name of its own.")
@@ -171,44 +157,23 @@ def _read_widths(texts: Iterable[str]) -> dict[str, dict[str, int]]:
     return found
 
 
-def _launch(
-    runs: Sequence[PlannedRun], folder: Path, device: torch.device, at_once: int | None, quiet: bool, total: int
-) -> dict[str, str]:
-    """Each run as a process of its own; how those ended that failed."""
-    names = {it.name for it in runs}
-    commands = [
-        Command(
-            it.name,
-            (*COMMAND, "compare-run", str(folder / PLANS / f"{it.name}.json"), str(folder / it.name)),
-            (it.uses,) if it.uses in names else (),
-        )
-        for it in runs
-    ]
-    with kept_signals() as signals:
-        ended = run_side_by_side(
-            commands, folder / OUTPUT, device, signals, at_once=at_once, quiet=quiet, noun="runs", total=total
-        )
-    return {end.command.name: end.describe() for end in ended if end.code != 0}
-
-
 def _list_planned(runs: Sequence[PlannedRun], folder: Path, as_json: bool) -> None:
     """The runs, how far they are, and how long each trains; what would be refused is refused."""
-    rows = [{"run": it.name, "state": state_of(it, folder), "epochs": epochs_of(it)} for it in runs]
+    rows = [{"run": it.name, "state": runner.state_of(it, folder), "epochs": runner.epochs_of(it)} for it in runs]
     if as_json:
-        print_json({"folder": str(folder), "runs": rows})
+        session.print_json({"folder": str(folder), "runs": rows})
     else:
-        epochs = [", ".join(f"{number} {kind}" for kind, number in epochs_of(it).items()) for it in runs]
-        cells = [[it.name, state_of(it, folder), words] for it, words in zip(runs, epochs, strict=True)]
+        words = [", ".join(f"{number} {kind}" for kind, number in runner.epochs_of(it).items()) for it in runs]
+        cells = [[it.name, runner.state_of(it, folder), epochs] for it, epochs in zip(runs, words, strict=True)]
         print(table([["run", "state", "epochs"], *cells]))
         print(f"{sum(row['state'] == 'done' for row in rows)} of {len(rows)} runs are done in {folder}.")
-    check_begun(runs, folder)
+    runner.check_begun(runs, folder)
 
 
 def _print(data: Mapping[str, Any] | None, folder: Path, as_json: bool) -> None:
-
     if data is None:
         raise FileError(f"{folder}: no runs of a comparison are done here: give the folder that dmcp compare filled.")
     if as_json:
-        print_json({"folder": str(folder), **data})
+        session.print_json({"folder": str(folder), **data})
     else:
         print(f"{(folder / PAGE).read_text()}\n{folder}")

@@ -90,71 +90,58 @@ class RunConfig:
         return asdict(self)
 
 
+_PARTS: Mapping[str, Any] = {"": RunConfig, "train": TrainConfig, "search": SearchConfig, "engine": Engine}
+
+
 def config_from_json(data: Mapping[str, Any], path: object) -> RunConfig:
     """The settings of a run; FileError where they are not of this version."""
+    from dmcp.runtime.io import from_plain, quote  # imports torch
+
     try:
-        return _load(RunConfig, {it.name: data[it.name] for it in fields(RunConfig)})  # type: ignore[no-any-return]
+        return from_plain(RunConfig, {it.name: data[it.name] for it in fields(RunConfig)})
     except (KeyError, TypeError, ValueError, OverflowError, DmcpError) as error:
-        reason = "".join(letter if letter.isprintable() else "?" for letter in str(error))[:200]
         raise FileError(
-            f"{path}: not the settings of a run of this version ({reason}): go on with the version that began it, or "
-            "start anew in another folder (--out)."
+            f"{path}: not the settings of a run of this version ({quote(error)}): go on with the version that began "
+            "it, or start anew in another folder (--out)."
         ) from None
-
-
-_PARTS: Mapping[str, Any] = {"train": TrainConfig, "search": SearchConfig, "engine": Engine}
-
-
-def _load(kind: Any, data: Any) -> Any:
-    """A dataclass of the tree from plain data."""
-    if not isinstance(data, dict):
-        raise TypeError(f"{kind.__name__} is not a table")
-    types, values = {it.name: str(it.type) for it in fields(kind)}, {}
-    for name, value in data.items():
-        if name in _PARTS and kind is RunConfig and not (value is None and types[name].endswith("| None")):
-            value = _load(_PARTS[name], value)
-        elif types[name].startswith("tuple["):
-            value = tuple(value)
-        values[name] = value
-    return kind(**values)
 
 
 # recipes
 
+_MOBILE = {"model": "mobilenet_v2", "model_args": ("width_mult=1.5",)}
 _PAPER = (  # table 6: network, MACs, how it is trained; its top-1 accuracy in %
-    ("mobilenet_v2", "300M", Retrain.SCRATCH),  # 73.5
-    ("mobilenet_v2", "211M", Retrain.SCRATCH),  # 72.2
-    ("mobilenet_v2", "97M", Retrain.SCRATCH),  # 67.0
-    ("mobilenet_v2", "87M", Retrain.SCRATCH),  # 66.1
-    ("mobilenet_v2", "59M", Retrain.SCRATCH),  # 62.7
-    ("mobilenet_v2", "43M", Retrain.SCRATCH),  # 59.1
-    ("mobilenet_v2", "300M", Retrain.SLIMMABLE),  # 74.6
-    ("mobilenet_v2", "211M", Retrain.SLIMMABLE),  # 73.5
-    ("resnet18", "1.04G", Retrain.SCRATCH),  # 69.2
-    ("resnet50", "2.8G", Retrain.SCRATCH),  # 76.7
-    ("resnet50", "2.2G", Retrain.SCRATCH),  # 76.2
-    ("resnet50", "1.1G", Retrain.SCRATCH),  # 74.4
-    ("resnet50", "278M", Retrain.SCRATCH),  # 66.4
+    (_MOBILE, "300M", Retrain.SCRATCH),  # 73.5
+    (_MOBILE, "211M", Retrain.SCRATCH),  # 72.2
+    (_MOBILE, "97M", Retrain.SCRATCH),  # 67.0
+    (_MOBILE, "87M", Retrain.SCRATCH),  # 66.1
+    (_MOBILE, "59M", Retrain.SCRATCH),  # 62.7
+    (_MOBILE, "43M", Retrain.SCRATCH),  # 59.1
+    (_MOBILE, "300M", Retrain.SLIMMABLE),  # 74.6
+    (_MOBILE, "211M", Retrain.SLIMMABLE),  # 73.5
+    ({"model": "resnet18"}, "1.04G", Retrain.SCRATCH),  # 69.2
+    ({"model": "resnet50"}, "2.8G", Retrain.SCRATCH),  # 76.7
+    ({"model": "resnet50"}, "2.2G", Retrain.SCRATCH),  # 76.2
+    ({"model": "resnet50"}, "1.1G", Retrain.SCRATCH),  # 74.4
+    ({"model": "resnet50"}, "278M", Retrain.SCRATCH),  # 66.4
 )
-_NETWORKS: dict[str, dict[str, Any]] = {  # section 4.1; the weight decay is that of the authors' code
-    "mobilenet_v2": {"model_args": ["width_mult=1.5"], "groups": 15, "epochs": 250, "weight_decay": 4e-5},
-    "resnet18": {"model_args": [], "groups": 10, "epochs": 100, "weight_decay": 1e-4},
-    "resnet50": {"model_args": [], "groups": 10, "epochs": 100, "weight_decay": 1e-4},
-}
 
 
-def _recipe(model: str, macs: str, retrain: str) -> tuple[str, dict[str, Any]]:
-    """Name and settings of one row; what is not here is a default, which is the paper's."""
-    net, count = _NETWORKS[model], round(float(macs[:-1]) * {"M": 1, "G": 1000}[macs[-1]])
-    name = f"imagenet_{model}_{count}m" + ("_slimmable" if retrain == Retrain.SLIMMABLE else "")
-    search = {"budget": macs, "groups": net["groups"], "epochs": 40, "warmup": 0.5, "lr": 0.2, "min_lr": 0.02}
-    train = {"epochs": net["epochs"], "lr": 0.8, "warmup_lr": 0.2, "warmup_epochs": 1}
-    decay = {"weight_decay": net["weight_decay"]}
-    what = {"recipe": name, "model": model, "model_args": net["model_args"], "batch": 1024, "train_batch": 2048}
-    return name, what | {"retrain": str(retrain), "search": search | decay, "train": train | decay}
+def _recipe(net: Mapping[str, Any], macs: str, retrain: Retrain) -> RunConfig:
+    """One row by section 4.1, the decay by the authors' code; the defaults of all else are the paper's."""
+    mobile, count = net is _MOBILE, round(float(macs[:-1]) * {"M": 1, "G": 1000}[macs[-1]])
+    decay = 4e-5 if mobile else 1e-4
+    return RunConfig(
+        recipe=f"imagenet_{net['model']}_{count}m" + "_slimmable" * (retrain is Retrain.SLIMMABLE),
+        batch=1024,
+        train_batch=2048,
+        retrain=retrain,
+        search=SearchConfig(budget=macs, groups=15 if mobile else 10, weight_decay=decay),
+        train=TrainConfig(epochs=250 if mobile else 100, weight_decay=decay),
+        **net,
+    )
 
 
-RECIPES = dict(_recipe(*row) for row in _PAPER)
+RECIPES = {it.recipe: it for it in (_recipe(*row) for row in _PAPER)}
 
 
 def find_recipe(name: str) -> RunConfig:
@@ -162,7 +149,7 @@ def find_recipe(name: str) -> RunConfig:
     if name not in RECIPES:
         near = difflib.get_close_matches(name, RECIPES, n=1, cutoff=0.0)[0]
         raise DmcpError(f"There is no recipe {name!r}: did you mean {near}?")
-    return _load(RunConfig, RECIPES[name])  # type: ignore[no-any-return]
+    return RECIPES[name]
 
 
 # from options to settings
@@ -197,11 +184,7 @@ def make_config(request: Request) -> RunConfig:
 
 
 def _defaults(command: str, typed: Mapping[str, Any]) -> RunConfig:
-    """Settings that nobody typed; some depend on what was.
-
-    A network with trained weights needs no warm-up, but its channels in order, and is fine-tuned, which takes fewer and
-    smaller steps.
-    """
+    """Settings that nobody typed; a trained network needs no warm-up, but its channels in order, and is fine-tuned."""
     trained = bool(typed.get("weights"))
     if typed.get("recipe"):
         config = find_recipe(typed["recipe"])
@@ -252,8 +235,7 @@ def _places(name: str) -> tuple[tuple[str, str], ...]:
         return (("search", name), ("train", name))
     if name == "seed":
         return (("", name), ("search", name), ("train", name))
-    kinds = {"": RunConfig, **_PARTS}
-    return (next((part, name) for part, kind in kinds.items() if name in kind.__dataclass_fields__),)
+    return (next((part, name) for part, kind in _PARTS.items() if name in kind.__dataclass_fields__),)
 
 
 def _value(config: RunConfig, name: str) -> Any:
@@ -289,32 +271,23 @@ def read_config(run: Path) -> tuple[dict[str, Any], RunConfig]:
     """All that the settings of a run say, and its tree."""
     from dmcp.runs import SETTINGS, read_json  # imports torch
 
-    if not (run / SETTINGS).exists():
-        raise FileError(
-            f"{run / SETTINGS}: cannot be read: give the folder of a run, which dmcp prune, search or train has made."
-        )
     stored = read_json(run / SETTINGS)
     return stored, config_from_json(stored, run / SETTINGS)
 
 
 def _check_teacher(config: RunConfig, typed: Mapping[str, Any]) -> None:
     """Refuse options about a teacher where nobody would learn from one."""
-    name, mistake = config.teacher, ""
-    tuned = [f"--{it.replace('_', '-')}" for it in ("kd_weight", "kd_temperature") if it in typed]
-    if name and config.retrain is Retrain.SLIMMABLE:
-        mistake = "--teacher: with --retrain slimmable the unpruned network teaches: leave one of them out."
-    elif name == GIVEN and not config.weights:
-        mistake = "--teacher given is the network of --weights: add --weights FILE, or name a file of its weights."
-    elif config.teacher_model and name in ("", GIVEN, UNPRUNED):
-        mistake = "--teacher-model must be trained already: add --teacher FILE, the file of its weights."
-    elif config.teacher_model_args and not config.teacher_model:
-        mistake = "--teacher-model-args are for another network: name it with --teacher-model."
-    elif tuned and not name:
-        mistake = f"{tuned[0]}: nobody teaches: add --teacher."
-    elif name == UNPRUNED and config.command == "train" and not config.widths:
-        mistake = "--teacher unpruned: the unpruned network is its own teacher: add --widths, or name a file."
-    if mistake:
-        raise DmcpError(mistake)
+    name, alone = config.teacher, config.command == "train" and not config.widths
+    for wrong, mistake in (
+        (name and config.retrain is Retrain.SLIMMABLE, "--teacher: with --retrain slimmable the unpruned one teaches"),
+        (name == GIVEN and not config.weights, "--teacher given is the network of --weights, which are missing"),
+        (config.teacher_model and name in ("", GIVEN, UNPRUNED), "--teacher-model needs --teacher, a file of weights"),
+        (config.teacher_model_args and not config.teacher_model, "--teacher-model-args need --teacher-model"),
+        (not name and {"kd_weight", "kd_temperature"} & typed.keys(), "--kd-weight, --kd-temperature need --teacher"),
+        (name == UNPRUNED and alone, "--teacher unpruned: the unpruned network would teach itself"),
+    ):
+        if wrong:
+            raise DmcpError(f"{mistake}: see dmcp {config.command} --help.")
     for text in config.teacher_model_args:
         argument(text, "--teacher-model-args")
 
@@ -352,12 +325,8 @@ def complete_model(incomplete: str) -> list[str]:
     from dmcp import models
 
     with contextlib.suppress(DmcpError):  # no timm, no names of it
-        return _starting(incomplete, models.names(timm=incomplete.startswith("timm:")))
+        return [it for it in models.names(timm=incomplete.startswith("timm:")) if it.startswith(incomplete)]
     return []
-
-
-def _starting(start: str, names: Iterable[str]) -> list[str]:
-    return [name for name in names if name.startswith(start)]
 
 
 _ENGINE = tuple(Engine.__dataclass_fields__)
@@ -428,57 +397,47 @@ _COMPARE: dict[str, tuple[Any, Any, str]] = {  # the same for compare
 }
 
 
-def _options_of(command: str) -> list[inspect.Parameter]:
-    """All options of a command."""
-    own = _COMPARE if command == "compare" else {}
-    groups = {group: [it for it in names if it not in _WITHOUT[command]] for group, names in _GROUPS.items()}
-    listed = {name: group for group, names in groups.items() for name in names} | dict.fromkeys(own, "Comparison")
-    others = _OTHERS | own
-    return [_other(name, others[name], it) if name in others else _setting(name, it) for name, it in listed.items()]
-
-
-def _other(name: str, facts: tuple[Any, Any, str], group: str) -> inspect.Parameter:
-    """An option that is no setting."""
-    kind, default, help = facts
-    low = {"seeds": 1, "at_once": 1, "finetune_epochs": 0}.get(name)
-    flags = () if kind == bool | None else (f"--{name.replace('_', '-')}",)  # none: --name and --no-name
-    hint: Any = Annotated[kind, typer.Option(*flags, help=help, min=low, rich_help_panel=group, show_default=False)]
+def _option(name: str, group: str, others: Mapping[str, tuple[Any, Any, str]]) -> inspect.Parameter:
+    """An option of a command: a setting of the tree, None unless it is typed, or one of the others."""
+    words: dict[str, Any] = {"rich_help_panel": group, "show_default": False}
+    if name in others:
+        kind, default, words["help"] = others[name]
+        usual, words["min"] = default, {"seeds": 1, "at_once": 1, "finetune_epochs": 0}.get(name)
+    else:
+        part, place = _places(name)[0]
+        it = _PARTS[part].__dataclass_fields__[place]
+        written, usual, default = str(it.type).removesuffix(" | None"), it.default, None
+        kind = (_TYPES.get(written) or getattr(settings, written)) | None
+        shown = isinstance(usual, str | int | float) and usual not in ("", 0)  # False is 0
+        told = _DEFAULTS.get(name) or (str(usual) if shown else "")
+        words["help"] = it.metadata["help"] + (f" Default: {told}." if told else "")
+        if written == "Bound":
+            words["metavar"] = "[NAME=]N"
+        if name in ("model", "teacher_model"):
+            words["autocompletion"] = complete_model
+        if name == "recipe":
+            words["autocompletion"] = lambda incomplete: [it for it in RECIPES if it.startswith(incomplete)]
+    both = kind == bool | None and usual is not False  # --name and --no-name
+    hint: Any = Annotated[kind, typer.Option(*(() if both else (f"--{name.replace('_', '-')}",)), **words)]
     parameter = "as_json" if name == "json" else name
     return inspect.Parameter(parameter, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
-
-
-def _setting(name: str, group: str) -> inspect.Parameter:
-    """An option that is a setting of the tree: None unless it is typed."""
-    part, place = _places(name)[0]
-    it = ({"": RunConfig, **_PARTS}[part]).__dataclass_fields__[place]
-    written = str(it.type).removesuffix(" | None")
-    kind = (_TYPES.get(written) or getattr(settings, written)) | None
-    shown = isinstance(it.default, str | int | float) and it.default not in ("", 0)  # False is 0
-    usual = _DEFAULTS.get(name) or (str(it.default) if shown else "")
-    words: dict[str, Any] = {"help": it.metadata["help"] + (f" Default: {usual}." if usual else "")}
-    if written == "Bound":
-        words["metavar"] = "[NAME=]N"
-    if name in ("model", "teacher_model"):
-        words["autocompletion"] = complete_model
-    if name == "recipe":
-        words["autocompletion"] = lambda incomplete: _starting(incomplete, RECIPES)
-    flags = () if kind == bool | None and it.default is not False else (f"--{name.replace('_', '-')}",)
-    hint: Any = Annotated[kind, typer.Option(*flags, rich_help_panel=group, show_default=False, **words)]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
 
 
 def takes_settings(run: Callable[[Request], None]) -> Callable[..., None]:
     """A command that takes all the options of its name, and gets them as a Request."""
     command = run.__name__
+    own = _COMPARE if command == "compare" else {}
 
     def typed(**values: Any) -> None:
         values.pop("debug")
         others = {name: values.pop(name) for name in [*values] if name in Request.__dataclass_fields__}
-        more = {name: values.pop(name) for name in _COMPARE if name in values} if command == "compare" else {}
+        more = {name: values.pop(name) for name in own if name in values}
         wanted = {name: value for name, value in values.items() if value not in (None, [])}
         run(Request(command=command, typed=wanted, more=more, **others))
 
-    parameters = _options_of(command)
+    listed = {name: group for group, names in _GROUPS.items() for name in names if name not in _WITHOUT[command]}
+    groups = listed | dict.fromkeys(own, "Comparison")
+    parameters = [_option(name, group, _OTHERS | own) for name, group in groups.items()]
     typed.__name__, typed.__doc__ = command, run.__doc__
     typed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     typed.__annotations__ = {it.name: it.annotation for it in parameters}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
+import importlib
 import os
-import re
 import sys
 import traceback
 import warnings
@@ -32,10 +31,7 @@ Results are on stdout, all else is on stderr."""
 _BUG, _MISTAKE, _STOPPED, _RANK_LOST, _INTERRUPTED, _NO_READER = 1, 2, 3, 75, 130, 141
 _LONGEST = 1000  # letters of a sentence
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, which newer typers have a copy of
-_ABSENT = {  # options of the other commands that compare has not, and why
-    "--weights": "all methods begin from scratch, or from a network that the command trains itself.",
-    "--resume": "the same command with the same --out goes on.",
-}
+_EVERY_RANK = ("prune", "search", "train", "compare-run")  # commands that several ranks work on
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, epilog=_CODES)
 
@@ -44,11 +40,6 @@ def main() -> None:
     """Run the command; what is wrong with the input is one sentence on stderr and exit code 2."""
     sys.path.insert(0, "")  # `mynet:build` may lie in the current folder
     code = _run()
-    try:
-        if sys.stdout:
-            sys.stdout.flush()
-    except OSError:
-        code = code or _NO_READER
     if code == _NO_READER:  # else Python complains, when it ends, of what nobody could be given
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     raise SystemExit(code)
@@ -57,11 +48,13 @@ def main() -> None:
 def _run() -> int:
     """Run the command; its exit code."""
     try:
-        with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
-            code = app(prog_name="dmcp", standalone_mode=False)
-        if sys.stdout:
-            sys.stdout.flush()
+        try:
+            with warnings.catch_warnings():
+                warnings.showwarning = _show_warning
+                code = app(prog_name="dmcp", standalone_mode=False)
+        finally:
+            if sys.stdout:
+                sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except DmcpError as error:
         code = _STOPPED if isinstance(error, StoppedError) else _RANK_LOST if isinstance(error, RankError) else _MISTAKE
@@ -103,20 +96,8 @@ def _fail(error: Exception | None, sentence: str, code: int) -> int:
 
 def _explain(error: Any) -> str:
     """What is wrong with the words of the command line, and where to read more."""
-    more = f"see {error.ctx.command_path if error.ctx else 'dmcp'} --help."
-    if hasattr(error, "possibilities") and error.ctx:
-        known = [name for option in error.ctx.command.params for name in option.opts + option.secondary_opts]
-        if reason := _ABSENT.get(error.option_name) if error.ctx.info_name == "compare" else None:
-            return f"There is no option {error.option_name}: {reason}"
-        near = difflib.get_close_matches(error.option_name, known, n=1, cutoff=0.7)
-        return f"There is no option {error.option_name}; {f'did you mean {near[0]}?' if near else more}"
     text = error.format_message().replace("Value error, ", "").rstrip(".")
-    if command := re.match(r"No such command '(.*?)'", text):
-        # people swap and drop letters, but rarely the first one: import is not report
-        known = [name for name in error.ctx.command.list_commands(error.ctx) if name[0] == command[1][:1]]
-        near = difflib.get_close_matches(command[1], known, n=1, cutoff=0.7)
-        text = f"{command[0]}{f'. Did you mean {near[0]!r}?' if near else ''}"
-    return text if text.endswith("?") else f"{text}; {more}"
+    return text if text.endswith("?") else f"{text}; see {error.ctx.command_path if error.ctx else 'dmcp'} --help."
 
 
 class _Grouped(TyperCommand):
@@ -136,10 +117,7 @@ class _Grouped(TyperCommand):
         """Refuse a second --budget, which compare takes: click would quietly forget the first."""
         given = [param for param in self.make_parser(ctx).parse_args(args=list(args))[2] if param.name == "budget"]
         if len(given) > 1 and not given[0].multiple and not ctx.resilient_parsing:
-            raise DmcpError(
-                f"--budget is given {len(given)} times: give one. Where all must hold, write them as one, like "
-                "50%,params:2M; for several networks, give the command again for each."
-            )
+            raise DmcpError("--budget is given twice: where all must hold, write them as one, like 50%,params:2M.")
         return super().parse_args(ctx, args)
 
 
@@ -151,6 +129,11 @@ def is_launched() -> bool:
 def is_first() -> bool:
     """True on rank 0: one process looks, counts and prints."""
     return not is_launched() or os.environ.get("RANK", "0") == "0"
+
+
+def _late(module: str) -> Any:
+    """A module of commands, which imports torch."""
+    return importlib.import_module(f"dmcp.cli.{module}")
 
 
 def _help(name: str, kind: Any = RunConfig) -> str:
@@ -171,18 +154,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print plain data instead o
 Debug = Annotated[bool, typer.Option("--debug", help="Show where in the code a mistake was found.")]
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
-        print(f"torch-dmcp {__version__}")
-        raise typer.Exit
-
-
 @app.callback(invoke_without_command=True)
 def _common(
     ctx: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version.")] = False,
     debug: Debug = False,
 ) -> None:
     """Channel pruning for any PyTorch CNN.
@@ -193,8 +168,11 @@ def _common(
       dmcp prune --model digits:resnet --data digits --budget 50%
       dmcp COMMAND --help
     """
-    if ctx.invoked_subcommand is None:
-        print(ctx.get_help())
+    if version or ctx.invoked_subcommand is None:
+        print(f"torch-dmcp {__version__}" if version else ctx.get_help())
+        raise typer.Exit
+    if ctx.invoked_subcommand not in _EVERY_RANK and not is_first():
+        raise typer.Exit
 
 
 @app.command(cls=_Grouped)
@@ -218,15 +196,10 @@ def prune(request: Request) -> None:
     if request.seeds > 1 and is_launched():
         raise DmcpError("--seeds starts a process for each seed by itself: leave torchrun out.")
     config = make_config(request)
-    from dmcp.cli import prune as commands
-
-    if request.dry_run:
-        if is_first():
-            commands.dry_run(config, request)
-    elif request.seeds > 1:
-        commands.prune_seeds(config, request)
-    else:
-        commands.prune(config, request)
+    if not request.dry_run:
+        (_late("prune").prune_seeds if request.seeds > 1 else _late("prune").prune)(config, request)
+    elif is_first():
+        _late("prune").dry_run(config, request)
 
 
 @app.command(cls=_Grouped)
@@ -241,9 +214,7 @@ def search(request: Request) -> None:
       dmcp search --resume runs/cifar-resnet20-cifar10-search
     """
     config = make_config(request)
-    from dmcp.cli import prune as commands
-
-    commands.search(config, request)
+    _late("prune").search(config, request)
 
 
 @app.command(cls=_Grouped)
@@ -257,9 +228,7 @@ def train(request: Request) -> None:
       dmcp train --model cifar:resnet20 --data cifar10 --epochs 160 --json
     """
     config = make_config(request)
-    from dmcp.cli import prune as commands
-
-    commands.train(config, request)
+    _late("prune").train(config, request)
 
 
 @app.command()
@@ -281,13 +250,9 @@ def inspect(
       dmcp inspect timm:convnext_tiny --input 3x128x128 --inexact
       dmcp inspect mypackage.nets:build --ignore head --json
     """
-    config = RunConfig(
-        model=model, input=input, model_args=tuple(model_args or ()), ignore=tuple(ignore or ()), inexact=inexact
-    )
-    if is_first():
-        from dmcp.cli import show
-
-        show.inspect(config, as_json)
+    args, kept = tuple(model_args or ()), tuple(ignore or ())
+    config = RunConfig(model=model, input=input, model_args=args, ignore=kept, inexact=inexact)
+    _late("show").inspect(config, as_json)
 
 
 @app.command(cls=_Grouped)
@@ -308,10 +273,7 @@ def sample(
       dmcp sample runs/cifar-resnet20-cifar10-search --budget 30%
       dmcp sample runs/cifar-resnet20-cifar10-search --direct 5 --seed 1 --json
     """
-    if is_first():
-        from dmcp.cli import show
-
-        show.sample(run, direct, budget, out or run, seed, as_json)
+    _late("show").sample(run, direct, budget, out or run, seed, as_json)
 
 
 @app.command()
@@ -334,10 +296,7 @@ def evaluate(
     """
     changes = {"device": device, "workers": workers, "corrupt": corrupt}
     changes |= {name: value for name, value in (("data", data), ("batch", batch)) if value}
-    if is_first():
-        from dmcp.cli import show
-
-        show.evaluate(run, changes, as_json)
+    _late("show").evaluate(run, changes, as_json)
 
 
 @app.command()
@@ -361,10 +320,7 @@ def data(
       dmcp data ~/photos --input 3x224x224 --workers 16
       dmcp data cifar10 --json
     """
-    if is_first():
-        from dmcp.cli import show
-
-        show.data(name, input, workers, most, quiet, as_json)
+    _late("show").data(name, input, workers, most, quiet, as_json)
 
 
 @app.command()
@@ -395,36 +351,22 @@ def latency(
     """
     if not model:
         raise DmcpError("--model is missing: dmcp latency --help says what it can be.")
-    what = RunConfig(
-        model=model,
-        model_args=tuple(model_args or ()),
-        ignore=tuple(ignore or ()),
-        input=input,
-        device=device,
-        seed=seed,
-    )
+    args, kept = tuple(model_args or ()), tuple(ignore or ())
+    what = RunConfig(model=model, model_args=args, ignore=kept, input=input, device=device, seed=seed)
     where = device if runtime is RuntimeKind.ONNX else ""  # else where the network is
-    how = LatencyConfig(
-        batch=batch, device=where, dtype=dtype, runtime=runtime, networks=networks, align=align, seed=seed
-    )
-    if is_first():
-        from dmcp.cli import show
-
-        show.latency(what, classes, how, out, as_json)
+    times: dict[str, Any] = {"batch": batch, "device": where, "dtype": dtype, "runtime": runtime}
+    how = LatencyConfig(**times, networks=networks, align=align, seed=seed)
+    _late("show").latency(what, classes, how, out, as_json)
 
 
 @app.command()
 def export(
     run: RunFolder,
-    out: Annotated[
-        Path | None, typer.Option(help="File to write, .onnx or .pt2 (torch.export); default: model.onnx in the run.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help=".onnx or .pt2 file; default: model.onnx in the run.")] = None,
     tolerance: Annotated[
-        float, typer.Option(help="Largest difference from the network's outputs, as a share of the largest one.")
+        float, typer.Option(help="Largest difference of an output, as a share of the largest.")
     ] = 1e-4,
-    int8: Annotated[
-        bool, typer.Option("--int8", help="8 bits, ranges from training images; default: model.int8.onnx.")
-    ] = False,
+    int8: Annotated[bool, typer.Option("--int8", help="8 bits; default: model.int8.onnx in the run.")] = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -438,11 +380,8 @@ def export(
       dmcp export runs/resnet18-photos-prune --out photos.pt2
       dmcp export runs/resnet18-photos-prune --int8
     """
-    if is_first():
-        from dmcp.cli import show
-
-        target = out or run / ("model.int8.onnx" if int8 else "model.onnx")
-        (show.export_int8 if int8 else show.export)(run, target, tolerance, quiet, as_json)
+    target = out or run / ("model.int8.onnx" if int8 else "model.onnx")
+    _late("show").export(run, target, tolerance, int8, quiet, as_json)
 
 
 @app.command()
@@ -458,10 +397,7 @@ def runs(
       dmcp runs
       dmcp runs ~/experiments --json
     """
-    if is_first():
-        from dmcp.cli import show
-
-        show.runs(folder, as_json)
+    _late("show").runs(folder, as_json)
 
 
 @app.command()
@@ -478,10 +414,7 @@ def report(
       dmcp report runs/resnet18-photos-prune
       dmcp report runs --out all.html --svg charts
     """
-    if is_first():
-        from dmcp.cli import show
-
-        show.report(run, out, svg)
+    _late("show").report(run, out, svg)
 
 
 @app.command(cls=_Grouped)
@@ -498,23 +431,17 @@ def compare(request: Request) -> None:
       dmcp compare --model digits:resnet --data digits --methods uniform,mymodule:mine --widths hand=widths.json
       dmcp compare --gather runs/table
     """
-    if not is_first():
-        return
     gather = request.more["gather"]
     if gather and (request.typed or request.dry_run or request.more["measure"]):
         raise DmcpError("--gather makes the table of a folder and nothing else: leave the other options out.")
     config = None if gather else make_config(request)
-    from dmcp.cli import compare as commands
-
     if config is None:
-        commands.gather(Path(gather), request.as_json)
+        _late("compare").gather(Path(gather), request.as_json)
     else:
-        commands.compare(config, request)
+        _late("compare").compare(config, request)
 
 
 @app.command(hidden=True)
 def compare_run(settings: Path, folder: Path, debug: Debug = False) -> None:
     """Do one run of a comparison; dmcp compare starts these."""
-    from dmcp.cli import compare as commands
-
-    commands.compare_run(settings, folder)
+    _late("compare").compare_run(settings, folder)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,49 +20,24 @@ from dmcp import pruning
 from dmcp.batches import Loader, device_of, generator
 from dmcp.budget import costs, limits_latency
 from dmcp.calibration import recalibrate
-from dmcp.cli import launch
+from dmcp.cli import launch, session
 from dmcp.cli.config import GIVEN, Request, RunConfig
-from dmcp.cli.job import Job, Replaced, open_job, place_of
-from dmcp.cli.launch import has_parent
-from dmcp.cli.session import (
-    check_job,
-    clock,
-    describe_cost,
-    describe_costs,
-    log,
-    log_notes,
-    log_replaced,
-    plain_costs,
-    print_json,
-    result_facts,
-    run_folder,
-    session,
-    stopping,
-)
+from dmcp.cli.job import Job, open_job, place_of
+from dmcp.cli.session import describe_cost, describe_costs, log, log_replaced, print_json, result_facts
 from dmcp.cutting import cut
 from dmcp.data.datasets import FolderSet, finds_all
 from dmcp.errors import BudgetError, DmcpError, StoppedError, WidthsError
 from dmcp.latency.measure import attach_latency, choose_once
 from dmcp.latency.table import LATENCY_FILE, Latency
 from dmcp.report.figures import draw_all
-from dmcp.results import (
-    DMCP,
-    ORIGINAL,
-    UNIFORM,
-    compare,
-    markdown,
-    milliseconds,
-    mostly_odd,
-    not_faster,
-    results_table,
-)
+from dmcp.results import DMCP, ORIGINAL, UNIFORM, compare, markdown, milliseconds, mostly_odd, not_faster, results_table
 from dmcp.retraining import Retraining, is_model, origin, train_all, trained_before, weigh_teacher, who_teaches
-from dmcp.runs import REPORT, SETTINGS, Run, read_json
+from dmcp.runs import OUTCOME, REPORT, Run, read_json
 from dmcp.sampling import expected, filled, uniform
 from dmcp.searching.config import SearchRecord, extremes
 from dmcp.searching.search import SEARCH, reach
 from dmcp.searching.search import search as run_search
-from dmcp.settings import UNPRUNED, LatencyConfig, Retrain, RuntimeKind, SearchConfig, TrainConfig
+from dmcp.settings import UNPRUNED, LatencyConfig, Retrain, RuntimeKind
 from dmcp.storage import save
 from dmcp.supernet import Supernet
 from dmcp.training import Event, Runtime, StepRecord
@@ -76,15 +52,15 @@ _STEPS = 4  # measured of each kind: the first one is slow, of the others the me
 def prune(config: RunConfig, request: Request) -> None:
     """dmcp prune."""
     assert config.search is not None and config.train is not None
-    with session(config, request, lambda job: check_reachable(config, job, request.resume)) as here:
+    with session.session(config, request, lambda job: check_reachable(config, job, request.resume)) as here:
         job = here.job
         rows = {UNPRUNED, UNIFORM} if config.baselines else set()
         if not job.new_head and (config.retrain is Retrain.FINETUNE or is_model(job.teacher, job.model)):
             rows |= {ORIGINAL}
         result = pruning.prune(
             job.model,
-            pruning.Loaders(search=job.loaders.train, arch=job.loaders.arch, train=job.loaders.retrain),
-            job.loaders.test,
+            job.loaders,
+            job.test,
             search=config.search,
             train=config.train,
             retrain=config.retrain,
@@ -98,7 +74,7 @@ def prune(config: RunConfig, request: Request) -> None:
         if not here.world.first:
             return
         warnings = here.run.finish(result, config.search.seed, here.describe_replaced(replaced))
-    if not has_parent():  # which names those of all seeds
+    if session.PARENT not in os.environ:  # which names those of all seeds
         log_replaced(replaced)
     for text in warnings:
         log(text)
@@ -118,24 +94,25 @@ def prune(config: RunConfig, request: Request) -> None:
 def search(config: RunConfig, request: Request) -> None:
     """dmcp search."""
     assert config.search is not None
-    with session(config, request, lambda job: check_reachable(config, job, request.resume)) as here:
+    with session.session(config, request, lambda job: check_reachable(config, job, request.resume)) as here:
         job, outcome = here.job, None
         net = Supernet(job.model, job.graph, config.search.groups, config.search.align)
         runtime = here.runtime.stage(SEARCH)
-        found = run_search(net, job.loaders.train, config.search, arch_loader=job.loaders.arch, runtime=runtime)
+        found = run_search(net, job.loaders.search, config.search, arch_loader=job.loaders.arch, runtime=runtime)
         widths = expected(found)
         if limits_latency(found.budget):
             assert runtime.checkpointer is not None
             sample = torch.zeros(1, *job.data.shape, device=device_of(net.model))
             _, widths, outcome = choose_once(found, net.model, sample, folder=runtime.checkpointer.folder)
         small = cut(net.model, job.graph, widths)
-        recalibrate(small, job.loaders.train)
+        recalibrate(small, job.loaders.search)
         pruning.check_budget(small, widths, found)
         replaced = here.replaced()
         if not here.world.first:
             return
         save(small, widths, here.run.folder)
-        here.run.write_outcome(outcome)
+        if outcome:
+            here.run.write(OUTCOME, asdict(outcome))
         draw_all(found, widths, here.run.folder, seed=config.search.seed)
         here.run.close()
     log_replaced(replaced)
@@ -147,31 +124,27 @@ def search(config: RunConfig, request: Request) -> None:
     longest = max(len(space.name) for space in job.graph.spaces)
     for space in job.graph.spaces:
         print(f"{space.name:<{longest}}  {widths[space.name]:>5} of {space.size}")
-    if outcome is not None:
-        print(f"\n{outcome.text}")
-    print(f"\n{here.run.folder}")
+    print(f"\n{outcome.text}\n\n{here.run.folder}" if outcome else f"\n{here.run.folder}")
 
 
 def train(config: RunConfig, request: Request) -> None:
     """dmcp train."""
     assert config.train is not None
     name = DMCP if config.widths else UNPRUNED
-    with session(config, request, lambda job: _check_widths(config, job)) as here:
+    with session.session(config, request, lambda job: _check_widths(config, job)) as here:
         job, graph = here.job, here.job.graph
-        kept = _read_widths(config, job)
-        if here.world.first:
-            _log_other_size(config, job)
-        start = job.model if config.retrain is Retrain.FINETUNE else job.fresh
+        kept, loader = _read_widths(config, job), job.loaders.train or job.loaders.search
         own = config.retrain is Retrain.FINETUNE or is_model(job.teacher, job.model)
         before = trained_before(job.model, own and not job.new_head, job.teacher, job.teacher)
         worth = None
         if job.teacher is not None:
             rival = None if job.teacher is job.model else before.get(ORIGINAL)
-            worth = weigh_teacher(job.teacher, rival, job.data.classes, job.loaders.test)
+            worth = weigh_teacher(job.teacher, rival, job.data.classes, job.test)
         how = Retraining(config.train, config.retrain, _teacher(config, job))
-        nets = train_all(start, graph, {name: kept}, job.loaders.retrain, how, runtime=here.runtime)
-        example = next(iter(job.loaders.retrain))[0]
-        rows = compare(before | nets, graph, {name: kept}, job.loaders.test, example, runtime=here.runtime)
+        start = job.model if config.retrain is Retrain.FINETUNE else job.fresh
+        nets = train_all(start, graph, {name: kept}, loader, how, runtime=here.runtime)
+        example = next(iter(loader))[0]
+        rows = compare(before | nets, graph, {name: kept}, job.test, example, runtime=here.runtime)
         replaced = here.replaced()
         if not here.world.first:
             return
@@ -196,24 +169,24 @@ def prune_seeds(config: RunConfig, request: Request) -> None:
     """dmcp prune --seeds: the same command for several seeds, side by side; their mean and spread."""
     assert config.search is not None
     job = open_job(replace(config, device="cpu"))  # one sentence now, not one of each seed
-    check_job(job, config)
-    folder = run_folder(config, request)
+    session.check_job(job, config)
+    folder = session.run_folder(config, request)
     argv = launch.words_of_each(sys.argv[1:])
     shared = limits_latency(config.search.budget) and not config.latency  # measured once: side by side they are slow
     argv += ["--latency", str(folder / LATENCY_FILE)] if shared else []
     launch.refuse_others(folder, argv)
     job = check_reachable(config, job, str(folder))
-    log_notes(job, config)
+    session.log_notes(job, config)
     if shared and (table := Latency.of(job.graph)) is not None:
         table.save(folder / LATENCY_FILE)
     seeds = range(config.seed, config.seed + request.seeds)
     runs = launch.run_seeds(argv, seeds, folder, place_of(config), request.quiet)
     summary = launch.summarize(runs)
-    found = ({path for run in runs for path in Run(run).replaced(part)} for part in Replaced._fields)
-    replaced = Replaced(*map(frozenset, found))
+    replaced = {part: {path for run in runs for path in Run(run).replaced(part)} for part in ("train", "test")}
     log_replaced(replaced)
     if request.as_json:
-        print_json({"folder": str(folder)} | asdict(summary) | {"replaced": replaced.counts})
+        counts = {part: len(files) for part, files in replaced.items()}
+        print_json({"folder": str(folder)} | summary | {"replaced": counts})
     else:
         print(f"{launch.markdown(summary)}\n\n{folder}")
 
@@ -238,15 +211,6 @@ def _check_widths(config: RunConfig, job: Job) -> Job:
     return job
 
 
-def _log_other_size(config: RunConfig, job: Job) -> None:
-    """Say that image files are trained at another size than the run that found these widths has seen."""
-    path, now = Path(config.widths).parent / SETTINGS, list(job.data.shape)
-    found = read_json(path).get("shape") if config.widths and not config.input and path.is_file() else None
-    if isinstance(job.data.train, FolderSet) and isinstance(found, list) and found != now:
-        before, after = ("x".join(map(str, shape)) for shape in (found, now))
-        log(f"{config.widths} was found at {before}, and is trained at {after}: give --input {before} for that size.")
-
-
 def _log_slow(job: Job, result: pruning.PruneResult) -> None:
     """Say that nothing was gained in time, where odd widths may be the reason."""
     if not mostly_odd(result.graph, result.widths):
@@ -265,39 +229,38 @@ def _log_slow(job: Job, result: pruning.PruneResult) -> None:
 
 def check_reachable(config: RunConfig, job: Job, resume: str = "") -> Job:
     """Refuse a budget that cannot be reached before anything is written; for one of latency, measure first."""
-    assert config.search is not None
-    job = _with_latency(config, job, Path(resume) / LATENCY_FILE if resume else None)
-    reach(Supernet(job.model, job.graph, config.search.groups, config.search.align), config.search)
+    search, kept = config.search, Path(resume) / LATENCY_FILE
+    assert search is not None
+    file = kept if resume and kept.exists() else Path(config.latency) if config.latency else None
+    if limits_latency(search.budget) or file:
+        job = _with_latency(config, job, file)
+    elif config.latency_batch != 1 or config.latency_device or config.latency_runtime is RuntimeKind.ONNX:
+        raise DmcpError("--latency-batch, -device and -runtime are for budgets of latency, like 8ms: leave them out.")
+    reach(Supernet(job.model, job.graph, search.groups, search.align), search)
     return job
 
 
-def _with_latency(config: RunConfig, job: Job, kept: Path | None) -> Job:
-    """The job with a table of latency, if its budget needs one: of the run that goes on, of a file, or a new one."""
-    search = config.search
+def _with_latency(config: RunConfig, job: Job, file: Path | None) -> Job:
+    """The job with a table of latency: of a file, or a new one."""
+    search, batch, runtime = config.search, config.latency_batch, config.latency_runtime
     assert search is not None
-    in_onnx = config.latency_runtime is RuntimeKind.ONNX
-    if not limits_latency(search.budget) and (config.latency_batch != 1 or config.latency_device or in_onnx):
-        raise DmcpError(
-            "--latency-batch, --latency-device and --latency-runtime are for budgets of latency, like 8ms: leave them "
-            "out."
-        )
-    given = None
-    if (kept and kept.exists()) or config.latency:
-        path = kept if kept and kept.exists() else Path(config.latency)
-        given = Latency.load(path)
+    given = None if file is None else Latency.load(file)
+    if given is not None:
         try:
             given.attach(job.graph)
         except WidthsError as error:
-            raise WidthsError(f"{path}: {error}") from None
-        _check_same(config, given)
+            raise WidthsError(f"{file}: {error}") from None
+        place = torch.device(config.latency_device).type if config.latency_device else given.place
+        if place != given.place or batch not in (1, given.batch) or runtime not in (RuntimeKind.TORCH, given.runtime):
+            raise DmcpError(f"--latency-*: the table is of {given.how}: leave them out, or measure anew.")
 
     def measure() -> Latency:
-        log(f"Measuring the latency of {LatencyConfig.networks} networks first{', in onnxruntime' * in_onnx}.")
+        log(f"Measuring the latency of {LatencyConfig.networks} networks first, in {runtime}.")
         example = torch.randn(1, *job.data.shape, generator=generator(0))
-        device = config.latency_device or ("" if in_onnx else str(place_of(config)))
+        device = config.latency_device or ("" if runtime is RuntimeKind.ONNX else str(place_of(config)))
         try:
-            how = LatencyConfig(batch=config.latency_batch, device=device, runtime=config.latency_runtime)
-            with stopping(STOPPED):
+            with session.stopping(STOPPED):
+                how = LatencyConfig(batch=batch, device=device, runtime=runtime)
                 table = pruning.time_networks(job.model, example, job.graph, search, how)
         except (BudgetError, StoppedError, WidthsError):
             raise
@@ -309,23 +272,10 @@ def _with_latency(config: RunConfig, job: Job, kept: Path | None) -> Job:
     return replace(job, graph=attach_latency(job.graph, search.budget, measure, given))
 
 
-def _check_same(config: RunConfig, table: Latency) -> None:
-    """Refuse a table that was not measured as the other options say."""
-    place = torch.device(config.latency_device).type if config.latency_device else table.place
-    for name, asked, found, usual in (
-        ("batch", config.latency_batch, table.batch, 1),
-        ("runtime", config.latency_runtime, table.runtime, RuntimeKind.TORCH),
-        ("device", place, table.place, table.place),
-    ):
-        if asked not in (usual, found):
-            raise DmcpError(f"--latency-{name}: the table is of {found}, not {asked}: leave it out, or measure anew.")
-
-
 # how long it will take
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """One part of a run."""
 
     name: str
@@ -337,27 +287,27 @@ def dry_run(config: RunConfig, request: Request) -> None:
     """dmcp prune --dry-run: what a run would be like, from a few steps on copies."""
     assert config.search is not None
     job = open_job(config)
-    check_job(job, config)
+    session.check_job(job, config)
     job = check_reachable(config, job)
-    log_notes(job, config)
+    session.log_notes(job, config)
     graph, net = job.graph, Supernet(job.model, job.graph, config.search.groups, config.search.align)
     budget, path = reach(net, config.search)
     low, high = extremes(graph, path.sizes)
-    stages = forecast(net, job.loaders.train, config)
+    stages = forecast(net, job.loaders.search, config)
     steps, seconds = sum(stage.steps for stage in stages), sum(stage.seconds for stage in stages)
     device, memory = net.alpha.device.type, _peak_bytes(net.alpha.device)
     if request.as_json:
-        ends = {"min": plain_costs(costs(graph, low)), "max": plain_costs(costs(graph, high))}
-        asked = plain_costs({limit.kind: limit.target for limit in budget.limits})
+        ends = {"min": session.plain_costs(costs(graph, low)), "max": session.plain_costs(costs(graph, high))}
+        asked = session.plain_costs({limit.kind: limit.target for limit in budget.limits})
         facts = {"reachable": ends, "asked": asked, "device": device, "peak_bytes": memory}
-        print_json(facts | {"stages": [asdict(stage) for stage in stages], "steps": steps, "seconds": seconds})
+        print_json(facts | {"stages": [stage._asdict() for stage in stages], "steps": steps, "seconds": seconds})
         return
     print(f"{graph.summary()}\n")
     print(f"reachable: from {describe_costs(graph, low)}\n           to   {describe_costs(graph, high)}")
     print(f"asked for: at most {', '.join(describe_cost(limit.kind, limit.target) for limit in budget.limits)}\n")
     for stage in stages:
-        print(f"{stage.name:<16}{stage.steps:>8} steps  {clock(stage.seconds):>12}")
-    print(f"{'in all':<16}{steps:>8} steps  {clock(seconds):>12}, {memory / 2**30:.1f} GiB on {device}")
+        print(f"{stage.name:<16}{stage.steps:>8} steps  {session.clock(stage.seconds):>12}")
+    print(f"{'in all':<16}{steps:>8} steps  {session.clock(seconds):>12}, {memory / 2**30:.1f} GiB on {device}")
     if config.teacher:
         name = {GIVEN: "the network as given", UNPRUNED: "the unpruned network, trained first"}.get(config.teacher)
         print(f"\nteacher: {name or config.teacher}; its forward passes are in these times")
@@ -370,16 +320,36 @@ def forecast(net: Supernet, loader: Loader, config: RunConfig, now: Clock | None
     """The stages of a run, by a few steps of a copy of the supernet and of two cut networks; now: the clock."""
     search, train = config.search, config.train
     assert search is not None and train is not None
-    read = now or _now
     budget, path = reach(net, search)
     low, high = extremes(net.graph, path.sizes)
     same = uniform(net.graph, budget, low, search.align, filled(search), high)
     first = list(itertools.islice(loader, _STEPS))
     batches = [first[number % len(first)] for number in range(_STEPS)]  # also where an epoch has only one
-    warm, both = _search_steps(copy.deepcopy(net), batches, search, read)
-    full, pruned = (_train_step(cut(net.model, net.graph, it), batches, train, read) for it in (net.graph.full, same))
+    times: list[float] = []
+
+    def seconds_of(model: nn.Module, run: Callable[[Runtime], object], parts: int = 1) -> list[float]:
+        """Median time of a step in each part of a run; the first one, which is slow, does not count."""
+
+        def read(event: Event) -> None:
+            if isinstance(event.record, SearchRecord | StepRecord):
+                times.append((now or _now)(model))
+
+        times.clear()
+        run(Runtime(on_event=read))
+        size = len(times) // parts
+        ends = [times[start : start + size] for start in range(0, parts * size, size)]
+        return [statistics.median(new - old for old, new in itertools.pairwise(it)) for it in ends]
+
+    short = replace(search, epochs=2, warmup=0.5, log_every=1)
+    few, one = replace(train, epochs=_STEPS, warmup_epochs=0), batches[:1]  # records come at the end of an epoch
+    twin, unpruned, pruned = copy.deepcopy(net), *(cut(net.model, net.graph, it) for it in (net.graph.full, same))
+    warm, both = seconds_of(
+        twin, lambda runtime: run_search(twin, batches * search.accumulate, short, runtime=runtime), 2
+    )
+    (full,) = seconds_of(unpruned, lambda runtime: run_training(unpruned, one, few, runtime=runtime))
+    (ours,) = seconds_of(pruned, lambda runtime: run_training(pruned, one, few, runtime=runtime))
     asked = full / 3  # what a teacher takes: a forward is a third of a step
-    ours = pruned + (full if config.retrain is Retrain.SLIMMABLE else asked if config.teacher else 0.0)
+    ours += full if config.retrain is Retrain.SLIMMABLE else asked if config.teacher else 0.0
     per_epoch, steps = -(-len(loader) // search.accumulate), len(loader) * train.epochs
     warmup, rest = per_epoch * search.warmup_epochs, per_epoch * (search.epochs - search.warmup_epochs)
     stages = [Stage("warm-up", warmup, warmup * warm), Stage("search", rest, rest * both)]
@@ -389,40 +359,6 @@ def forecast(net: Supernet, loader: Loader, config: RunConfig, now: Clock | None
     if config.baselines:
         stages.append(Stage(UNIFORM, steps, steps * ours))
     return [*stages, Stage(DMCP, steps, steps * ours)]
-
-
-class _Few(list[Any]):
-    """A loader of some batches."""
-
-
-def _search_steps(net: Supernet, batches: list[Any], config: SearchConfig, now: Clock) -> tuple[float, float]:
-    """Seconds of a step in the warm-up and after it."""
-    times: list[float] = []
-
-    def read(event: Event) -> None:
-        if isinstance(event.record, SearchRecord):
-            times.append(now(net))
-
-    few, short = _Few(batches * config.accumulate), replace(config, epochs=2, warmup=0.5, log_every=1)
-    run_search(net, few, short, runtime=Runtime(on_event=read))
-    return _median_step(times[: len(times) // 2]), _median_step(times[len(times) // 2 :])
-
-
-def _train_step(model: nn.Module, batches: list[Any], config: TrainConfig, now: Clock) -> float:
-    times: list[float] = []
-
-    def read(event: Event) -> None:
-        if isinstance(event.record, StepRecord):
-            times.append(now(model))
-
-    short = replace(config, epochs=len(batches), warmup_epochs=0)  # records come at the end of an epoch
-    run_training(model, _Few(batches[:1]), short, runtime=Runtime(on_event=read))
-    return _median_step(times)
-
-
-def _median_step(ends: list[float]) -> float:
-    """Seconds of a step, between these moments: none is from before the first, which is slow."""
-    return statistics.median(after - before for before, after in itertools.pairwise(ends))
 
 
 def _now(model: nn.Module) -> float:

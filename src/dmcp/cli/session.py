@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -19,16 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 from dmcp import __version__
 from dmcp.batches import device_of, generator
 from dmcp.budget import LATENCY, MEMORY, costs, parse, show_cost
 from dmcp.cli.config import Request, RunConfig
 from dmcp.cli.job import Job, Replaced, check_names, open_job, place_of
-from dmcp.cli.launch import following_parent, has_parent
 from dmcp.data.check import no_images
 from dmcp.data.datasets import FolderSet, finds_all, preprocessing
 from dmcp.errors import DataError, FileError, StoppedError, TrainingError
@@ -37,8 +34,8 @@ from dmcp.preflight import check_classifier, check_finite, check_input
 from dmcp.report.trackers import Tracker, open_tracker, read_kinds
 from dmcp.retraining import DivergenceWarning
 from dmcp.runs import REPLACED, SETTINGS, Run, free_folder, open_run, read_json, refuse_taken, slug
-from dmcp.runtime.distributed import World, join, leave, share_tensors, sum_values
-from dmcp.runtime.io import Lock
+from dmcp.runtime.distributed import World, gather, join, leave
+from dmcp.runtime.io import Lock, alive
 from dmcp.searching.config import SearchRecord
 from dmcp.settings import Corrupt
 from dmcp.tracing.graph import ChannelGraph
@@ -47,66 +44,47 @@ from dmcp.units import FS_PER_MS, counted
 from dmcp.widths import Widths
 
 INPUT = "input.json"  # how images become inputs
-_SECONDS = 10.0  # between two plain lines of progress
-_MOMENT = 0.1  # between two counts
-_LONGEST = 4096  # bytes of a path
+PARENT = "DMCP_PARENT"  # environment variable: the process that has started a child
+PATIENCE = 60.0  # seconds that a child has to obey a signal
+_LOOK = 1.0  # seconds between two looks of a child at its parent
+_STOPS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+_SECONDS, _MOMENT = 10.0, 0.1  # between two lines of progress, and between two states of a line that moves
 
 
-def log(text: str) -> None:
-    """One line on stderr: stdout has the results."""
-    print(text, file=sys.stderr, flush=True)
+def log(text: str, end: str = "\n") -> None:
+    """One line on stderr, in the place of one that moves: stdout has the results."""
+    with contextlib.suppress(OSError):  # a run goes on when nobody listens any more
+        print(f"\r\x1b[K{text}" if sys.stderr.isatty() else text, end=end, file=sys.stderr, flush=True)
 
 
 class Progress:
     """Shows steps on stderr: a line that moves on a terminal, else a line now and then."""
 
     def __init__(self, quiet: bool = False) -> None:
-        console = Console(stderr=True, highlight=False)
-        self.live = Live(console=console, auto_refresh=False) if console.is_terminal and not quiet else None
-        self.quiet = quiet
-        self.stage, self.done = "", 0
+        self.quiet, self.moves, self.stage, self.done = quiet, sys.stderr.isatty(), "", 0
         self.start = self.shown = self.time = time.monotonic()
-
-    def __enter__(self) -> Progress:
-        if self.live:
-            self.live.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.live:
-            self.live.stop()
 
     def on_event(self, event: Event) -> None:
         """Show a step; results are shown by the command at its end."""
-        if not self.quiet and isinstance(event.record, SearchRecord | StepRecord):
-            self._show(event.stage, "step ", event.record.step + 1, event.steps, f", {_losses(event.record)}")
+        if isinstance(record := event.record, SearchRecord | StepRecord):
+            done = record.step + 1
+            self.show(event.stage, done, event.steps, f"step {done} of {event.steps}, {_losses(record)}")
 
-    def count(self, stage: str, done: int, total: int, noun: str) -> None:
-        """Show how many of some things are done; they may be fast, and a terminal is not."""
-        if stage != self.stage:
-            self.stage, self.start, self.done = stage, time.monotonic(), 0
-            self.time = self.start
-        if not self.quiet and (done == total or time.monotonic() - self.time >= _MOMENT):
-            self._show(stage, "", done, total, f" {noun}")
-
-    def _show(self, stage: str, word: str, done: int, total: int, more: str) -> None:
-        now = time.monotonic()
+    def show(self, stage: str, done: int, total: int, text: str) -> None:
+        """Show how far a stage is; the time left is by what was done before, since records come in bundles."""
+        now, left = time.monotonic(), ""
         if stage != self.stage:
             self.stage, self.start, self.done = stage, self.time, 0
-        line = f"{stage}: {word}{done} of {total}{more}{self._left(total, now) if word or done < total else ''}"
+        if self.done and done < total:
+            seconds = (self.time - self.start) / self.done * (total - self.done) - (now - self.time)
+            left = f", {clock(max(seconds, 0.0))} left"
         self.time, self.done = now, done
-        if self.live:
-            self.live.update(Text(line), refresh=True)
-        elif done == total or now - self.shown >= _SECONDS:
-            log(line)
-            self.shown = now
-
-    def _left(self, steps: int, now: float) -> str:
-        """By the step before: records come in bundles, whose first one says little about the time of a step."""
-        if not self.done:
-            return ""
-        left = (self.time - self.start) / self.done * (steps - self.done) - (now - self.time)
-        return f", {clock(max(left, 0.0))} left"
+        if not self.quiet and (done == total or now - self.shown >= (_MOMENT if self.moves else _SECONDS)):
+            line, self.shown = f"{stage}: {text}{left}", now
+            if self.moves and done < total:
+                log(line[: shutil.get_terminal_size().columns - 1], end="")
+            else:
+                log(line)
 
 
 def _losses(record: SearchRecord | StepRecord) -> str:
@@ -120,11 +98,10 @@ def _losses(record: SearchRecord | StepRecord) -> str:
 
 def clock(seconds: float) -> str:
     """5 s, 3 min 20 s, 2 h 05 min"""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
+    return f"{minutes // 60} h {minutes % 60:02} min"
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,9 +113,9 @@ class Session:
     job: Job
     run: Run
     progress: Progress
-    tracker: Tracker
+    tracker: Tracker | None
     asked_to_stop: Callable[[], bool]
-    noted: dict[str, set[str]] = field(default_factory=dict)  # replaced image files that are in the run folder
+    noted: set[tuple[str, str]] = field(default_factory=set)  # part and name of replaced image files in the run folder
 
     @functools.cached_property
     def runtime(self) -> Runtime:
@@ -154,42 +131,29 @@ class Session:
         return Runtime(engine=self.config.engine, checkpointer=checkpointer, on_event=self.on_event)
 
     def on_event(self, event: Event) -> None:
-        """Log and show what happens on rank 0; each rank has image files of its own."""
-        self._note_replaced()
+        """Log and show what happens on rank 0; each rank notes image files of its own, which a kill must not lose."""
+        for part, files in self.job.replaced.items():
+            for file in sorted(files):
+                if (part, file) not in self.noted and self.run.folder.is_dir():
+                    self.run.add(REPLACED, {"part": part, "file": file})
+                    self.noted.add((part, file))
         if self.world.first:
             self.run.on_event(event)
             self.progress.on_event(event)
-            self.tracker.on_event(event)
+            if self.tracker:
+                self.tracker.on_event(event)
 
     def replaced(self) -> Replaced:
         """Image files that were replaced, on all ranks and before each interruption; all ranks must call it."""
-        self._note_replaced()
-        own, data = self.job.loaders.replaced, self.job.data
-        if not isinstance(data.train, FolderSet) or not isinstance(data.test, FolderSet):
-            return own
-        found: list[frozenset[str]] = []
-        for part, paths, mine in (("train", data.train.paths, own.train), ("test", data.test.paths, own.test)):
-            times = sum_values(torch.tensor([path in mine for path in paths], dtype=torch.int64), self.world)
-            of_all = {path for path, count in zip(paths, times.tolist(), strict=True) if count}
-            found.append(frozenset(of_all | self.run.replaced(part)))
-        every = Replaced(*found)
-        if self.world.first and any(every):  # each once: several ranks may have noted the same one
-            facts = ({"part": part, "file": file} for part, files in every._asdict().items() for file in sorted(files))
-            self.run.write(REPLACED, "".join(f"{json.dumps(fact)}\n" for fact in facts))
-        return every
+        every = gather(self.job.replaced, self.world)
+        return {part: self.run.replaced(part).union(*(own[part] for own in every)) for part in ("train", "test")}
 
     def describe_replaced(self, replaced: Replaced) -> list[str]:
         """What the report says about them, if there are any."""
-        text = replaced.describe(len(self.job.data.train), len(self.job.data.test))
-        return [f"{text} Their names are in {REPLACED}."] if text else []
-
-    def _note_replaced(self) -> None:
-        """Write their names at once: a killed run does not forget them."""
-        for part, files in self.job.loaders.replaced._asdict().items():
-            known = self.noted.setdefault(part, set())
-            if (new := files - known) and self.run.folder.is_dir():  # another rank may be where the folder is not
-                self.run.note_replaced(part, new - self.run.replaced(part))
-                known |= new
+        sizes = {"train": f"{len(self.job.data.train):,} training", "test": f"{len(self.job.data.test):,} test"}
+        parts = [f"{len(files)} of {sizes[part]} images" for part, files in replaced.items() if files]
+        text = f"{', '.join(parts)} could not be read. In each pass others took their place, and count twice."
+        return [f"{text} Their names are in {REPLACED}."] if parts else []
 
 
 @contextlib.contextmanager
@@ -202,48 +166,48 @@ def session(
     whole: look at data and network as a person should; False where the command that has started this one did.
     """
     resume, folder = bool(request.resume), run_folder(config, request)
-    read_kinds(config.track)  # refuses what is not installed
+    if config.track:
+        read_kinds(config.track)  # refuses what is not installed
     world, begun = join(config.device), False
     again = f"dmcp {config.command} --resume {shlex.quote(str(folder))}"
     try:
         with contextlib.ExitStack() as undo:
             asked = undo.enter_context(_signals())
-            undo.enter_context(following_parent())
-            if world.size > 1 and place_of(config).type == "cuda":
-                torch.cuda.set_device(place_of(config))
+            if PARENT in os.environ:
+                undo.enter_context(following_parent())
             undo.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore", DivergenceWarning)  # the command says it at its end
             if resume:
-                check_names(folder, config, "model", "data", "weights", "teacher", "teacher_model")
+                check_names(folder, config, "data", "weights", "teacher")
             job = open_job(config)
-            check_job(job, config, resume=resume, files=whole)
+            check_job(job, config, whole)
             if world.first and not resume:
                 refuse_taken(folder)  # before anything is measured
             job = check(job)
-            folder = Path(_share_text(str(folder), world))
-            run = _take(config, job, folder, resume, undo) if world.first else Run(folder)
-            tracker = undo.enter_context(_track(config, job, folder) if world.first else Tracker())
-            progress = undo.enter_context(Progress(request.quiet or not world.first))
-            if world.first and whole and not has_parent():
-                log_notes(job, config)
-            if world.first and not request.quiet:
-                _log_rates(config, world)
+            folder = Path(gather(str(folder), world)[0])
+            run, tracker = Run(folder), None
+            if world.first:
+                (_go_on if resume else _begin)(run, config, job, undo)
+                if config.track:
+                    limits = parse(config.search.budget, job.graph).limits if config.search else ()
+                    kinds = [limit.kind for limit in limits]
+                    tracker = undo.enter_context(open_tracker(config.track, folder, config.to_json(), kinds))
+                if whole and PARENT not in os.environ:
+                    log_notes(job, config)
+                if not request.quiet:
+                    _log_rates(config, world)
+            progress = Progress(request.quiet or not world.first)
             begun = True
             yield Session(config, world, job, run, progress, tracker, asked)
     except torch.OutOfMemoryError as error:
         batch = max(config.batch, config.train_batch)
-        raise TrainingError(
-            f"The device ran out of memory with a batch of {batch}: try --batch {max(1, batch // 2)}."
-            + (f" The run goes on with {again} on a larger one." if resume else "")
-        ) from error
-    except StoppedError as error:
-        if not begun:
-            raise
-        raise StoppedError(f"{error} Go on with: {again}") from None
-    except DataError as error:
+        way = f"go on on a larger one: {again}" if resume else f"try --batch {max(1, batch // 2)}"
+        raise TrainingError(f"The device ran out of memory with a batch of {batch}: {way}.") from error
+    except (StoppedError, DataError) as error:
         if not begun or not folder.is_dir():  # a new run that failed before its first step is gone
             raise
-        raise DataError(f"{error} What is done so far is kept: remove no files now, and go on with: {again}") from error
+        kind = StoppedError if isinstance(error, StoppedError) else DataError
+        raise kind(f"{error} Go on with: {again}") from error
     finally:
         leave()
 
@@ -278,12 +242,8 @@ def _log_rates(config: RunConfig, world: World) -> None:
         log(f"training: batch {batch}{ranks}, highest learning rate {scale * train.lr:.4g}")
 
 
-def check_job(job: Job, config: RunConfig, *, resume: bool = False, files: bool = True, skips: bool = True) -> None:
-    """Refuse a network that is no classifier of these images or not finite, and test files that are no images.
-
-    files: read the first bytes of the test images, which are decoded only when all is trained.
-    skips: whether the command has --corrupt.
-    """
+def check_job(job: Job, config: RunConfig, files: bool = True) -> None:
+    """Refuse a network that is no classifier of these images or not finite, and, by `files`, broken test images."""
     noise = torch.randn(2, *job.data.shape, generator=generator(0)).to(device_of(job.model))
     check_classifier(job.model, noise, job.data.classes)
     check_finite(job.model, noise)
@@ -295,56 +255,30 @@ def check_job(job: Job, config: RunConfig, *, resume: bool = False, files: bool 
         return
     if broken := [it for it in no_images(test) if it.refused or config.corrupt is not Corrupt.SKIP]:
         several = f" and {len(broken) - 1} more of the {len(test):,} test images" if len(broken) > 1 else ""
-        way = "put sound files in their place" if resume else "repair or remove them"
-        skip = ", or skip them with --corrupt skip" if skips and not any(it.refused for it in broken) else ""
-        raise DataError(
-            f"{broken[0].file} ({broken[0].reason}){several} cannot be read: {way}{skip}.{finds_all(test.root)}"
-        )
+        skips = config.command != "compare" and not any(it.refused for it in broken)
+        way = "repair them" + (", or skip them with --corrupt skip" if skips else "")
+        raise DataError(f"{broken[0].file} ({broken[0].reason}){several} cannot be read: {way}.{finds_all(test.root)}")
 
 
-def facts_of(job: Job) -> dict[str, Any]:
-    """What a run is about besides its settings, for settings.json."""
+def _begin(run: Run, config: RunConfig, job: Job, undo: contextlib.ExitStack) -> None:
+    """Make a new run folder with its settings."""
+    made = [path for path in (run.folder, *run.folder.parents) if not path.exists()]
+    open_run(run.folder)
+    undo.push(lambda kind, error, trace: _give_up(run.folder, made) if error else None)
+    undo.enter_context(Lock(run.folder))
     graph = job.graph
-    unpruned = {"macs": graph.macs(), "params": graph.params(), "widths": dict(graph.full)}
-    versions = {"torch": torch.__version__, "python": platform.python_version(), "dmcp": __version__}
-    shape = {"classes": job.data.classes, "shape": list(job.data.shape)}
-    return shape | {"identity": job.identity, "unpruned": unpruned, "versions": versions}
-
-
-def _take(config: RunConfig, job: Job, folder: Path, resume: bool, undo: contextlib.ExitStack) -> Run:
-    """The run folder: a new one with its settings, or an old one, back at its last checkpoint."""
-    if not resume:
-        made = [path for path in (folder, *folder.parents) if not path.exists()]
-        run = open_run(folder)
-        undo.push(lambda kind, error, trace: _give_up(folder, made) if error else None)
-        undo.enter_context(Lock(folder))
-        run.write(SETTINGS, config.to_json() | facts_of(job) | {"argv": sys.argv})
-        run.write(INPUT, preprocessing(job.data))
-        if (table := Latency.of(job.graph)) is not None:
-            run.write(LATENCY_FILE, table.to_json())
-        return run
-    run = Run(folder)
-    refuse_done(run)  # also where nothing can be written, not even a lock
-    undo.enter_context(Lock(folder))
-    stored = read_json(folder / SETTINGS)
-    before, now = stored.get("identity"), json.loads(json.dumps(job.identity))
-    for name in ("fingerprint", "macs", "data", "teacher"):
-        if not isinstance(before, dict) or before.get(name) != now.get(name):
-            what = name if name in ("data", "teacher") else "network"
-            files = what == "data" and isinstance(job.data.train, FolderSet)
-            way = " Put files back that were removed; --corrupt skip passes over broken ones." if files else ""
-            raise FileError(f"{folder}: the {what} is not what it was when the run began.{way}")
-    refuse_done(run)  # by the process that has held the lock until now
-    run.rewind()
-    if stored.get("corrupt") != config.corrupt:
-        run.write(SETTINGS, stored | {"corrupt": config.corrupt})  # for the next time
-    return run
-
-
-def refuse_done(run: Run) -> None:
-    """FileError where nothing is left to do."""
-    if run.done:
-        raise FileError(f"{run.folder}: this run is done; dmcp report {shlex.quote(str(run.folder))} shows it.")
+    facts = {
+        "classes": job.data.classes,
+        "shape": list(job.data.shape),
+        "identity": job.identity,
+        "unpruned": {"macs": graph.macs(), "params": graph.params(), "widths": dict(graph.full)},
+        "versions": {"torch": torch.__version__, "python": platform.python_version(), "dmcp": __version__},
+        "argv": sys.argv,
+    }
+    run.write(SETTINGS, config.to_json() | facts)
+    run.write(INPUT, preprocessing(job.data))
+    if LATENCY in graph.extra and (table := Latency.of(graph)) is not None:
+        run.write(LATENCY_FILE, table.to_json())
 
 
 def _give_up(folder: Path, made: Sequence[Path]) -> None:
@@ -358,16 +292,66 @@ def _give_up(folder: Path, made: Sequence[Path]) -> None:
                 path.rmdir()
 
 
-def _track(config: RunConfig, job: Job, folder: Path) -> Tracker:
-    limits = parse(config.search.budget, job.graph).limits if config.search else ()
-    return open_tracker(config.track, folder, config.to_json(), [limit.kind for limit in limits])
+def _go_on(run: Run, config: RunConfig, job: Job, undo: contextlib.ExitStack) -> None:
+    """Bring an old run back to its last checkpoint, if network and data are what they were."""
+    refuse_done(run)  # also where nothing can be written, not even a lock
+    undo.enter_context(Lock(run.folder))
+    stored, now = read_json(run.folder / SETTINGS), json.loads(json.dumps(job.identity))
+    before = stored.get("identity") or {}
+    for name in ("fingerprint", "macs", "data", "teacher"):
+        if before.get(name) != now.get(name):
+            what = name if name in ("data", "teacher") else "network"
+            way = " Put files back that were removed; --corrupt skip passes over broken ones." if name == "data" else ""
+            raise FileError(f"{run.folder}: the {what} is not what it was when the run began.{way}")
+    refuse_done(run)  # by the process that has held the lock until now
+    run.rewind()
+    if stored.get("corrupt") != config.corrupt:
+        run.write(SETTINGS, stored | {"corrupt": config.corrupt})  # for the next time
 
 
-def _share_text(text: str, world: World) -> str:
-    """The text of rank 0."""
-    buffer = torch.frombuffer(bytearray(text.encode().ljust(_LONGEST, b"\0")), dtype=torch.uint8)
-    share_tensors([buffer], world)
-    return bytes(buffer.tolist()).rstrip(b"\0").decode()
+def refuse_done(run: Run) -> None:
+    """FileError where nothing is left to do."""
+    if run.done:
+        raise FileError(f"{run.folder}: this run is done; dmcp report {shlex.quote(str(run.folder))} shows it.")
+
+
+@contextlib.contextmanager
+def handled_by(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Signals that ask us to stop go to this handler during the block; ignored ones stay ignored."""
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():  # others can set no handler
+        before = {number: signal.getsignal(number) for number in _STOPS}
+        before = {number: old for number, old in before.items() if old not in (signal.SIG_IGN, None)}
+    for number in before:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+@contextlib.contextmanager
+def following_parent() -> Iterator[None]:
+    """Stop as if asked to when the process that has started us is gone; end for good if that takes too long."""
+    over = threading.Event()
+    threading.Thread(target=_watch, args=(int(os.environ[PARENT]), over), daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _watch(parent: int, over: threading.Event) -> None:
+    first = os.getppid()  # the parent itself, unless something between has started us
+    while os.getppid() == first and alive(parent):
+        if over.wait(_LOOK):
+            return
+    os.kill(os.getpid(), signal.SIGTERM)
+    if not over.wait(PATIENCE):
+        if os.getpgrp() == os.getpid():  # our workers are in it, and nobody else
+            os.killpg(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -384,7 +368,7 @@ def _signals() -> Iterator[Callable[[], bool]]:
             log("asked to stop: the step is finished and saved first")
         asked.append(number)
 
-    with _handled_by(note):
+    with handled_by(note):
         yield lambda: bool(asked)
 
 
@@ -395,21 +379,8 @@ def stopping(text: str) -> Iterator[None]:
     def stop(number: int, frame: Any) -> None:
         raise StoppedError(text)
 
-    with _handled_by(stop):
+    with handled_by(stop):
         yield
-
-
-@contextlib.contextmanager
-def _handled_by(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before: Mapping[int, Any] = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 # what is printed
@@ -422,15 +393,15 @@ def print_json(data: Any) -> None:
 
 def log_replaced(replaced: Replaced) -> None:
     """Name on stderr the images that were replaced."""
-    if skipped := sorted(replaced.train | replaced.test):
+    if skipped := sorted({file for files in replaced.values() for file in files}):
         some = ", ".join(skipped[:5]) + (", ..." if len(skipped) > 5 else "")
         log(f"{counted(len(skipped), 'image file')} could not be read, and others took their place: {some}")
 
 
 def result_facts(folder: Path, graph: ChannelGraph, widths: Widths, replaced: Replaced | None = None) -> dict[str, Any]:
     """The run, what its network costs, and how many image files were replaced, as plain data."""
-    counts = {} if replaced is None else {"replaced": replaced.counts}
-    return {"folder": str(folder)} | cost_facts(graph, widths) | counts
+    counts = {part: len(files) for part, files in (replaced or {}).items()}
+    return {"folder": str(folder)} | cost_facts(graph, widths) | ({"replaced": counts} if counts else {})
 
 
 def cost_facts(graph: ChannelGraph, widths: Widths) -> dict[str, Any]:
@@ -448,13 +419,9 @@ def plain_costs(spent: Mapping[str, int]) -> dict[str, float]:
 
 def describe_cost(kind: str, amount: int) -> str:
     """121,000 MACs; 8.12 ms; 65.54 kB of activations."""
-    if kind == LATENCY:
-        return show_cost(kind, amount)
-    return (
-        f"{show_cost(kind, amount)} of activations"
-        if kind == MEMORY
-        else f"{amount:,} {'MACs' if kind == 'macs' else kind}"
-    )
+    if kind in (LATENCY, MEMORY):
+        return show_cost(kind, amount) + (" of activations" if kind == MEMORY else "")
+    return f"{amount:,} {'MACs' if kind == 'macs' else kind}"
 
 
 def describe_costs(graph: ChannelGraph, widths: Widths) -> str:

@@ -9,67 +9,56 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from textwrap import TextWrapper
 from typing import Any
 
 import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 
 from dmcp import exporting, models, sampling
 from dmcp.batches import Loader, generator
 from dmcp.budget import check_reachable, parse
+from dmcp.cli import session
 from dmcp.cli.config import RunConfig, read_config
 from dmcp.cli.job import build, check_names, open_job, place_of, shape, sized, trace_job
 from dmcp.cli.prune import STOPPED
-from dmcp.cli.session import (
-    INPUT,
-    Progress,
-    cost_facts,
-    describe_costs,
-    log,
-    log_replaced,
-    print_json,
-    result_facts,
-    stopping,
-)
+from dmcp.cli.session import log, log_replaced, print_json, result_facts
 from dmcp.data.check import DataFacts, check_data
 from dmcp.data.datasets import load as load_data
 from dmcp.data.datasets import split, swapped
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError
 from dmcp.latency.measure import measure_latency
-from dmcp.latency.table import LATENCY_FILE
 from dmcp.report import figures
 from dmcp.report.html import draw_runs, make_page, percent
 from dmcp.results import compare, not_faster, results_table, score
 from dmcp.runs import SEARCH, Run, list_runs, load_search, read_json, read_runs
-from dmcp.runtime.io import plain, staging_name
+from dmcp.runtime.io import plain
 from dmcp.searching.config import SearchResult, extremes
 from dmcp.settings import LatencyConfig
 from dmcp.storage import WIDTHS, load
 from dmcp.tracing.cost import show_bytes
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training import evaluate as accuracy_of
-from dmcp.units import counted, table
+from dmcp.units import by, counted, table
 from dmcp.widths import Widths
 
 _BATCH = 64  # of images whose ranges and accuracy 8 bits need
-_PIPE = TextWrapper(44, break_long_words=False, break_on_hyphens=False)  # a cell in a pipe; four columns in 80
 
 
-def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()) -> None:
+def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """As wide as the terminal; in a pipe as wide as it must be, so that no name is broken."""
     console = Console(highlight=False, markup=False, emoji=False)
-    grid = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for column in columns:
-        grid.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    for row in rows:
-        grid.add_row(*(row if console.is_terminal else map(_PIPE.fill, row)))
     if not console.is_terminal:
         console.width = 100_000
+    grid = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for column in columns:
+        number = column in ("size", "now", "MACs", "accuracy")
+        grid.add_column(column, justify="right" if number else "left", overflow="fold")
+    for row in rows:
+        grid.add_row(*row)
     console.print(grid)
 
 
@@ -88,44 +77,39 @@ def inspect(config: RunConfig, as_json: bool) -> None:
     for kept in graph.unprunable:
         alike.setdefault((kept.size, kept.reason), []).append(kept.name)
     macs, params = graph.macs(), graph.params()
-    print(f"{config.model}, one sample of {'x'.join(map(str, sample))}")
-    print(f"{_count(macs)} MACs ({macs:,}), {_count(params)} params ({params:,})")
+    print(f"{config.model}, one sample of {by(sample)}")
+    print(f"{figures.amount('macs', macs)} MACs ({macs:,}), {figures.amount('params', params)} params ({params:,})")
     print(f"{show_bytes(graph.memory())} of activations at once, when {graph.memory_at() or 'the model'} runs")
     print(f"{len(graph.spaces)} spaces; {graph.prunable_share:.1%} of the MACs are in layers that read or write one")
     print("\nSpaces: channels that are kept or dropped together, and the MACs in layers on them")
     spaces = [(it.name, str(it.size), ", ".join(it.writers), f"{graph.space_share(it):.1%}") for it in graph.spaces]
-    _print_table(("space", "size", "layers tied to it", "MACs"), spaces, ("size", "MACs"))
+    _print_table(("space", "size", "layers tied to it", "MACs"), spaces)
     if alike:
         print("\nUnprunable channels")
         rows = [(", ".join(names), str(size), reason) for (size, reason), names in alike.items()]
-        _print_table(("layers", "size", "why"), rows, ("size",))
+        _print_table(("layers", "size", "why"), rows)
     if graph.bindings:
         print("\nAttributes of modules that follow a width, found by replay")
         rows = [(f"{it.module}.{it.attribute}".lstrip("."), str(it.value), it.follows) for it in graph.bindings]
-        _print_table(("attribute", "now", "follows"), rows, ("now",))
+        _print_table(("attribute", "now", "follows"), rows)
     for op, times in graph.unknown.items():
         print(f"\nNo rule for {op} (called {times} times): what it touches is unprunable.")
     for note in graph.notes:
         print(f"\nNote: {note}")
 
 
-def _count(number: int) -> str:
-    """4089184256 -> 4.09 G; the unit is the largest of which there is at least a tenth."""
-    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
-        if number >= size / 10:
-            return f"{number / size:.2f} {unit}"
-    return str(number)
-
-
 def latency(config: RunConfig, classes: int | None, how: LatencyConfig, out: str, as_json: bool) -> None:
     """dmcp latency."""
-    if out:
-        _check_target(Path(out))
+    path = Path(out)
+    if out and path.is_dir():
+        raise FileError(f"--out: {path} is a folder: name a file.")
+    with tempfile.TemporaryFile(dir=path.parent if out else None):
+        pass  # what cannot be written is refused before anything is measured
     net = build(config, classes)
     sample = shape(config.input) if config.input else models.sample_shape(net)
     graph, net = trace_job(config, net, sample), net.to(place_of(config))
     example = torch.randn(1, *sample, generator=generator(0))
-    with stopping(STOPPED):
+    with session.stopping(STOPPED):
         found = measure_latency(net, example, graph, how)
     if out:
         found.save(out)
@@ -135,49 +119,30 @@ def latency(config: RunConfig, classes: int | None, how: LatencyConfig, out: str
         print(found.table + (f"\n\n{out}" if out else ""))
 
 
-def _check_target(path: Path) -> None:
-    """Refuse a file that cannot be written, before anything is measured."""
-    if path.is_dir():
-        raise FileError(f"--out: {path} is a folder: name the file in it, like {path / LATENCY_FILE}.")
-    try:
-        (path.parent / staging_name(path.name)).touch()
-        (path.parent / staging_name(path.name)).unlink()
-    except OSError as error:
-        raise FileError(f"--out: {path}: cannot be written: {error.strerror or error}.") from error
-
-
 # data
 
 
 def data(name: str, input: str, workers: int | None, most: int, quiet: bool, as_json: bool) -> None:
     """dmcp data."""
-    with Progress(quiet) as progress:
-        loaded = load_data(name, strict=False)
-        loaded = sized(loaded, name, input) if input else loaded
-        facts = check_data(loaded, workers, lambda done, count: progress.count("reading", done, count, "files"))
-        facts = facts if input else replace(facts, enlarged=None)
+    progress, loaded = session.Progress(quiet), load_data(name, strict=False)
+    loaded = sized(loaded, name, input) if input else loaded
+
+    def show(done: int, count: int) -> None:
+        progress.show("reading", done, count, f"{done} of {count} files")
+
+    facts = check_data(loaded, workers, show)
+    facts = facts if input else replace(facts, enlarged=None)
     if as_json:
         print_json(_plain(name, facts))
     else:
         for line in _lines(name, facts, input, most):
             print(plain(line))
-    if wrong := _mistake(name, facts):
-        raise DataError(wrong)
-
-
-def _mistake(name: str, facts: DataFacts) -> str:
-    """What other commands would refuse, in one sentence; empty if nothing."""
     if facts.broken:
         some = f"{len(facts.broken)} of {counted(facts.train + facts.test, 'image file')}"
         skip = "" if any(it.refused for it in facts.broken) else ", or skip them with --corrupt skip"
-        return f"{some} cannot be read: repair or remove them{skip}."
-    if not facts.wrong_classes:
-        return ""
-    parts = [f"{counted(len(facts.empty_classes), 'class folder')} without images"] if facts.empty_classes else []
-    parts += [f"{len(facts.lone_classes)} not in both train/ and val/"] if facts.lone_classes else []
-    if not parts:
-        return f"{name}: there is one class; at least two are needed."
-    return f"{name}: {', and '.join(parts)}: put images there, or remove them."
+        raise DataError(f"{some} cannot be read: repair or remove them{skip}.")
+    if facts.wrong_classes:
+        raise DataError(f"{name}: two classes at least are needed, each with images in both train/ and val/.")
 
 
 def _lines(name: str, facts: DataFacts, input: str, most: int) -> Iterator[str]:
@@ -244,26 +209,19 @@ def runs(folder: Path, as_json: bool) -> None:
     if as_json:
         print_json(facts)
         return
-    rows = []
     for run, fact in zip(found, facts, strict=True):
-        state = fact["state"] + (f": {fact['progress']}" if fact["progress"] else "")
-        accuracy = score(run.result, " %") if run.result else ""
-        share = "" if fact["macs_share"] is None else percent(fact["macs_share"])
-        words = [fact[name] for name in ("name", "command", "model", "data", "budget")]
-        rows.append([*words, state, accuracy, share, fact["started"]])
+        fact["state"] += f": {fact['progress']}" if fact["progress"] else ""
+        fact["accuracy"] = score(run.result, " %") if run.result else ""
+        fact["MACs"] = "" if fact["macs_share"] is None else percent(fact["macs_share"])
     columns = ("name", "command", "model", "data", "budget", "state", "accuracy", "MACs", "started")
-    if rows:
-        _print_table(columns, rows, ("accuracy", "MACs"))
+    if facts:
+        _print_table(columns, [[fact[name] for name in columns] for fact in facts])
     else:
         print(f"{folder}: no runs.")
 
 
 def report(runs: Sequence[Path], out: Path, svg: Path | None) -> None:
     """dmcp report."""
-    if out.is_dir():
-        raise FileError(f"--out: {out} is a folder: name the file in it, like {out / 'report.html'}.")
-    if svg and svg.exists() and not svg.is_dir():
-        raise FileError(f"--svg: {svg} is a file: name a folder.")
     found = read_runs(runs)
     Run(out.parent).write(out.name, make_page(found))
     print(out)
@@ -288,15 +246,12 @@ def _open_run(run: Path, name: str) -> tuple[RunConfig, nn.Module, ChannelGraph,
     classes, sample = stored.get("classes"), stored.get("shape")
     if type(classes) is not int or not isinstance(sample, list) or not all(type(n) is int and n > 0 for n in sample):
         raise FileError(f"{run}: its settings do not say the classes, and the shape of an image.")
-    check_names(run, config, "model")
     fresh = build(config, classes)
     return config, fresh, trace_job(config, fresh, tuple(sample)), tuple(sample)
 
 
 def sample(run: Path, direct: int, budget: str, out: Path, seed: int, as_json: bool) -> None:
     """dmcp sample."""
-    if out.exists() and not out.is_dir():
-        raise FileError(f"--out: {out} is a file: name a folder.")
     _, _, graph, _ = _open_run(run, SEARCH)
     found = _for_budget(load_search(run, graph), budget, direct > 0)
     graph = found.graph  # with the run's table of latency, if it has one
@@ -306,10 +261,10 @@ def sample(run: Path, direct: int, budget: str, out: Path, seed: int, as_json: b
     for path, widths in files.items():
         Run(out).write(path.name, widths.to_json())
     if as_json:
-        print_json([{"file": str(path)} | cost_facts(graph, widths) for path, widths in files.items()])
+        print_json([{"file": str(path)} | session.cost_facts(graph, widths) for path, widths in files.items()])
         return
     for path, widths in files.items():
-        print(f"{path}: {describe_costs(graph, widths)}: {' '.join(map(str, widths.values()))}")
+        print(f"{path}: {session.describe_costs(graph, widths)}: {' '.join(map(str, widths.values()))}")
 
 
 def _for_budget(found: SearchResult, text: str, direct: bool) -> SearchResult:
@@ -328,117 +283,70 @@ def evaluate(run: Path, changes: Mapping[str, Any], as_json: bool) -> None:
     """dmcp evaluate; changes: settings that are not those of the run."""
     _, config = read_config(run)
     _check_done(run, WIDTHS, config)
-    check_names(run, config, "model", *([] if "data" in changes else ["data"]))
+    check_names(run, config, *([] if "data" in changes else ["data"]))
     config = replace(config, train_batch=0, weights="", teacher="", teacher_model="", holdout=0.0, **changes)
     job = open_job(config)
     small = load(run, job.fresh)
     kept = {run.name: job.graph.widths(Widths.from_json(read_json(run / WIDTHS)))}
-    example = next(iter(job.loaders.test))[0]
-    rows = compare({run.name: small}, job.graph, kept, job.loaders.test, example)
-    replaced = job.loaders.replaced
-    log_replaced(replaced)
+    rows = compare({run.name: small}, job.graph, kept, job.test, next(iter(job.test))[0])
+    log_replaced(job.replaced)
     if as_json:
-        facts = result_facts(run, job.graph, kept[run.name], replaced)
+        facts = result_facts(run, job.graph, kept[run.name], job.replaced)
         print_json(facts | {"networks": [asdict(row) for row in rows]})
     else:
         print(results_table(rows, job.graph))
 
 
-def export(run: Path, out: Path, tolerance: float, quiet: bool, as_json: bool) -> None:
-    """dmcp export."""
-    _, fresh, graph, shape = _open_run(run, WIDTHS)
-    exporting.check_target(out, tolerance)
-    small, widths = load(run, fresh), graph.widths(Widths.from_json(read_json(run / WIDTHS)))
-    how, example = read_json(run / INPUT), torch.zeros(1, *shape)
-    _progress(quiet, f"{out} is made, and run beside the network")
-    made = exporting.export(small, example, out, preprocessing=how, tolerance=tolerance)
-    _progress(quiet, "the unpruned network is exported alike, to compare the bytes and the time")
-    ms, full_ms, full_bytes = _time(out, fresh, example, how)
-    if full_ms and (text := not_faster(ms, full_ms, graph, widths)):
-        log(text)
-    if as_json:
-        facts = {"file": str(out)} | {name: fact for name, fact in asdict(made).items() if name != "path"}
-        facts |= {"unpruned_size_bytes": full_bytes, "ms": ms, "unpruned_ms": full_ms, "preprocessing": how}
-        print_json(result_facts(run, graph, widths) | facts)
-        return
-    print(
-        f"{made.path}\nthe same network in {made.runtime}: outputs differ by {made.difference:.1e} of the largest one "
-        f"at most ({tolerance:.0e} allowed), for random batches of {' and '.join(map(str, made.batches))}"
-    )
-    print(f"in it, as {exporting.NOTE}: {', '.join(how)}\n" if how else "no preprocessing is in the file\n")
-    pairs = {
-        "bytes": (made.size_bytes, full_bytes),
-        "params": (made.params, graph.params()),
-        "MACs": (graph.macs(widths), graph.macs()),
-    }
-    rows = [[name, f"{now:,}", f"{old:,}" if old else "", _share(now, old)] for name, (now, old) in pairs.items()]
-    rows.append(["ms", f"{ms:.3f}", f"{full_ms:.3f}" if full_ms else "", _share(ms, full_ms)])
-    print(table([["", "exported", "unpruned", "share"], *rows]))
-    print("bytes: of the file, and of the unpruned network exported alike")
-    print(f"ms: the fastest of {exporting.PASSES} passes of one sample in {made.runtime}, on this machine's CPU")
-
-
-def _progress(quiet: bool, text: str) -> None:
-    if not quiet:
-        log(text)
-
-
-def _share(now: float, before: float | None) -> str:
-    return f"{now / before:.1%}" if before else ""
-
-
-def _time(path: Path, fresh: nn.Module, example: Tensor, how: Any) -> tuple[float, float | None, int | None]:
-    """Milliseconds of the file; those and the bytes of the unpruned network, or None where it cannot be exported."""
-    with tempfile.TemporaryDirectory() as folder:
-        other = Path(folder) / f"unpruned{path.suffix}"
-        with contextlib.suppress(DmcpError):
-            exporting.export(fresh, example, other, preprocessing=how)
-        if not other.exists():
-            return exporting.milliseconds([path], example)[0], None, None
-        ms, full_ms = exporting.milliseconds([path, other], example)
-        return ms, full_ms, other.stat().st_size
-
-
-def export_int8(run: Path, out: Path, tolerance: float, quiet: bool, as_json: bool) -> None:
-    """dmcp export --int8: by way of a file with 32 bits, which is tested and timed beside it."""
+def export(run: Path, out: Path, tolerance: float, int8: bool, quiet: bool, as_json: bool) -> None:
+    """dmcp export; 8 bits by way of a file with 32, which is tested and timed beside it."""
     config, fresh, graph, shape = _open_run(run, WIDTHS)
     exporting.check_target(out, tolerance)
-    if out.suffix != exporting.Format.ONNX:
+    if int8 and out.suffix != exporting.Format.ONNX:
         raise FileError(f"{out}: only {exporting.Format.ONNX} files can have 8 bits.")
-    check_names(run, config, "data")
-    ranges, test = _images(config)
+    if int8:
+        check_names(run, config, "data")
+        ranges, test = _images(config)
     small, widths = load(run, fresh), graph.widths(Widths.from_json(read_json(run / WIDTHS)))
-    how, example = read_json(run / INPUT), torch.zeros(1, *shape)
+    how, example = read_json(run / session.INPUT), torch.zeros(1, *shape)
     with tempfile.TemporaryDirectory() as folder:
-        middle, full = (Path(folder) / f"{name}{exporting.Format.ONNX}" for name in ("float32", "unpruned"))
-        _progress(quiet, f"{out} is made: exported with 32 bits, then given 8")
-        exporting.export(small, example, middle, preprocessing=how, tolerance=tolerance)
-        made = exporting.quantize(middle, ranges, out)
-        exporting.export(fresh, example, full)
-        _progress(quiet, "it is tested and timed beside the one with 32 bits")
-        files = (out, middle, full)
-        ms, sizes = exporting.milliseconds(files, example), [path.stat().st_size for path in files]
-        accuracy = [_accuracy(small, path, test) for path in files[:2]]
+        exact, full = Path(folder) / "float32.onnx" if int8 else out, Path(folder) / f"unpruned{out.suffix}"
+        if not quiet:
+            log(f"{out} is made, and run beside the network; the unpruned network is exported alike, to compare.")
+        made: Any = exporting.export(small, example, exact, preprocessing=how, tolerance=tolerance)
+        with contextlib.suppress(DmcpError):
+            exporting.export(fresh, example, full, preprocessing=how)
+        files = {"": out, "float32_": exact, "unpruned_": full}
+        if int8:
+            made = exporting.quantize(exact, ranges, out)
+        else:
+            del files["float32_"]
+        files = {name: path for name, path in files.items() if path.exists()}
+        ms = dict(zip(files, exporting.milliseconds([*files.values()], example), strict=True))
+        sizes = {name: path.stat().st_size for name, path in files.items()}
+        accuracy = {name: _accuracy(small, files[name], test) for name in ("", "float32_")} if int8 else {}
+    if "unpruned_" in ms and not int8 and (text := not_faster(ms[""], ms["unpruned_"], graph, widths)):
+        log(text)
     if as_json:
-        names = ("", "float32_", "unpruned_")
         facts = {"file": str(out)} | {name: fact for name, fact in asdict(made).items() if name != "path"}
-        facts |= {f"{name}size_bytes": size for name, size in zip(names, sizes, strict=True)}
-        facts |= {f"{name}ms": it for name, it in zip(names, ms, strict=True)}
-        facts |= {"accuracy": accuracy[0], "float32_accuracy": accuracy[1], "preprocessing": how}
+        facts |= {"unpruned_size_bytes": None, "unpruned_ms": None, "preprocessing": how}
+        for what, values in (("size_bytes", sizes), ("ms", ms), ("accuracy", accuracy)):
+            facts |= {f"{name}{what}": value for name, value in values.items()}
         print_json(result_facts(run, graph, widths) | facts)
         return
-    rows = [
-        ["", "int8", "float32", "unpruned"],
-        ["bytes", *(f"{size:,}" for size in sizes)],
-        ["ms", *(f"{it:.3f}" for it in ms)],
-        ["test accuracy", *(f"{it:.2%}" for it in accuracy), ""],
-    ]
-    print(
-        f"{out}\n8 bits for each weight and activation; ranges are those of {made.samples} training images; "
-        f"outputs differ by {made.difference:.1%} (root mean square)\n\n{table(rows)}\n"
-        "float32, unpruned: the same network with 32 bits, and the unpruned one (not trained here), exported alike\n"
-        f"ms: the fastest of {exporting.PASSES} passes of one sample in {made.runtime}, on this machine's CPU"
-    )
+    where = f"for random batches of {' and '.join(map(str, made.batches))}" if not int8 else "(root mean square)"
+    by_rule = f"8 bits, ranges of {made.samples} training images" if int8 else f"at most {tolerance:.0e} allowed"
+    print(f"{out}\nin {made.runtime}: outputs differ by {made.difference:.1e} of the largest one {where}, {by_rule}")
+    print(f"in it, as {exporting.NOTE}: {', '.join(how)}\n" if how else "no preprocessing is in the file\n")
+    heads = {"": "int8" if int8 else "exported", "float32_": "float32", "unpruned_": "unpruned"}
+    rows = [["", *(heads[name] for name in files)], ["bytes", *(f"{size:,}" for size in sizes.values())]]
+    if not int8:
+        counts = {"params": (made.params, graph.params()), "MACs": (graph.macs(widths), graph.macs())}
+        rows += [[name, *(f"{count:,}" for count in pair[: len(files)])] for name, pair in counts.items()]
+    rows.append(["ms", *(f"{it:.3f}" for it in ms.values())])
+    if int8:
+        rows.append(["test accuracy", *(f"{it:.2%}" for it in accuracy.values()), *[""] * ("unpruned_" in files)])
+    print(table(rows))
+    print(f"ms: the fastest of {exporting.PASSES} passes of one sample in {made.runtime}, on this machine's CPU")
 
 
 def _images(config: RunConfig) -> tuple[Loader, Loader]:

@@ -9,7 +9,7 @@ import os
 import re
 import statistics
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
@@ -71,10 +71,7 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def to_svg(figure: Figure, salt: str) -> str:
-    """The figure as an SVG element of a page: transparent, in the color of the page's text.
-
-    salt: makes its ids differ from those of other figures of the page.
-    """
+    """The figure as an SVG element in the color of a page's text; by `salt` its ids differ from those of others."""
     file = io.StringIO()
     _savefig(figure, file, salt, format="svg", transparent=True)
     text = file.getvalue().replace(INK, "currentColor")
@@ -98,11 +95,8 @@ def draw_all(result: SearchResult, widths: Widths, folder: str | os.PathLike[str
     marginals = result.process.marginals(result.alphas.detach())
     last = ratios(result.budget, result.graph, marginals, result.sizes, result.process).tolist()
     names = [f"{KINDS[limit.kind]}, budget {amount(limit.kind, limit.target)}" for limit in result.budget.limits]
-    expected = expected_widths(result).tolist()
-    rows = [
-        (space.name, space.size, widths[space.name], wished)
-        for space, wished in zip(result.graph.spaces, expected, strict=True)
-    ]
+    spaces = zip(result.graph.spaces, expected_widths(result).tolist(), strict=True)
+    rows = [(space.name, space.size, widths[space.name], wished) for space, wished in spaces]
     before, after = (amount("macs", result.graph.macs(it)) for it in (result.graph.full, widths))
     figures = {
         "cost": cost_over_time(result.log, names, result.tolerance, last),
@@ -117,10 +111,7 @@ def draw_all(result: SearchResult, widths: Widths, folder: str | os.PathLike[str
 def cost_over_time(
     log: Sequence[SearchRecord], names: Sequence[str], tolerance: float | None, last: Sequence[float] = ()
 ) -> Figure:
-    """Expected cost over target of each limit, and the band that the budget loss pulls it into.
-
-    last: the costs after the last step; a record holds what its step saw before it moved the alphas.
-    """
+    """Expected cost over target of each limit, `last` after the last step, and the band that the loss wants."""
     moved = [(record.step, record.ratios) for record in log if record.ratios is not None]
     end = log[-1].step + 1 if log else 0
     points = [*moved, *([(end, last)] if last else [])]
@@ -194,7 +185,7 @@ def cost_distribution(result: SearchResult, seed: int = 0) -> Figure:
         which = f"all of {SAMPLES:,} samples (seed {seed}), inside the budget or not"
         axes.set_title(f"{which}\nthe unpruned network has {amount(kind, full)} {KINDS[kind]}", fontsize=10)
         axes.set(xlabel=KINDS[kind], ylabel="samples")
-        axes.xaxis.set_major_formatter(functools.partial(_tick, kind))
+        axes.xaxis.set_major_formatter(lambda value, _, kind=kind: amount(kind, value))
         axes.locator_params(axis="x", nbins=7)
         axes.grid(axis="y")
         _with_legend(axes)
@@ -224,8 +215,8 @@ def width_distribution(result: SearchResult, seed: int = 0) -> Figure:
         axes.grid(axis="y")
     which = "inside the budget" if inside else "of which none is inside the budget"
     some = "" if len(shown) == len(spaces) else f", {len(shown)} of {len(spaces)} spaces"
-    title = f"Width of each space in {len(samples):,} samples {which} (seed {seed}; dashed: mean){some}"
-    figure.suptitle(title, fontsize=10)
+    words = f"Width of each space in {len(samples):,} samples {which} (seed {seed}; dashed: mean){some}"
+    figure.suptitle(words, fontsize=10)
     figure.supxlabel("channels kept", fontsize=9)
     figure.supylabel("share of the samples", fontsize=9)
     return figure
@@ -246,20 +237,18 @@ def _sample_inside(result: SearchResult, seed: int) -> tuple[Tensor, bool]:
 
 
 @_styled
-def accuracy_over_cost(points: Iterable[tuple[str, str, int, float]]) -> Figure:
+def accuracy_over_cost(points: Sequence[tuple[str, str, int, float]]) -> Figure:
     """Accuracy over MACs of tested networks: (kind, text beside it, MACs, accuracy)."""
     axes = _panel(7.0, 4.0)
-    kinds: dict[str, list[tuple[str, int, float]]] = {}
-    for kind, *point in points:
-        kinds.setdefault(kind, []).append(tuple(point))  # type: ignore[arg-type]
-    for number, (kind, found) in enumerate(kinds.items()):
+    for number, kind in enumerate(dict.fromkeys(point[0] for point in points)):
         color, shape = COLORS[number % len(COLORS)], "osD^v"[number % 5]
-        axes.plot([it[1] for it in found], [it[2] for it in found], shape, color=color, ms=7, alpha=0.8, label=kind)
-        for text, macs, accuracy in found:
-            axes.annotate(text, (macs, accuracy), (6, 4), textcoords="offset points", fontsize=8)
+        _, texts, macs, accuracies = zip(*(point for point in points if point[0] == kind), strict=True)
+        axes.plot(macs, accuracies, shape, color=color, ms=7, alpha=0.8, label=kind)
+        for text, x, y in zip(texts, macs, accuracies, strict=True):
+            axes.annotate(text, (x, y), (6, 4), textcoords="offset points", fontsize=8)
     axes.set(title="Accuracy over MACs of each network", xlabel="MACs", ylabel="accuracy")
     axes.set_xlim(left=0)
-    axes.xaxis.set_major_formatter(functools.partial(_tick, "macs"))
+    axes.xaxis.set_major_formatter(lambda value, _: amount("macs", value))
     _in_percent(axes.yaxis)
     return _with_legend(axes)
 
@@ -269,10 +258,7 @@ Spread = Sequence[float] | None  # accuracies of several seeds
 
 @_styled
 def accuracy_by_method(panels: Mapping[str, Mapping[str, tuple[Spread, Spread]]], title: str) -> Figure:
-    """A panel for each budget: methods from best to worst, trained by one recipe and in their own way.
-
-    Marks are means, bars one standard deviation up and down.
-    """
+    """A panel for each budget: means and deviations of methods, trained by one recipe and in their own way."""
     sizes, columns = [len(rows) for rows in panels.values()], min(2, len(panels))
     tall = [1 + 0.3 * max(sizes[start : start + columns]) for start in range(0, len(sizes), columns)]
     figure = _blank(3.8 * columns + 1.2, 0.8 + sum(tall))
@@ -338,10 +324,6 @@ def _in_percent(axis: Any, decimals: int | None = None) -> None:
 
 def _short(name: str) -> str:
     return name if len(name) <= _NAME else f"…{name[1 - _NAME :]}"
-
-
-def _tick(kind: str, value: float, place: int | None = None) -> str:
-    return amount(kind, value)
 
 
 def amount(kind: str, number: float) -> str:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import json
 import re
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from dmcp.budget import LATENCY, MEMORY, limits_latency, show_cost
+from dmcp.budget import LATENCY, MEMORY, show_cost
 from dmcp.errors import FileError
 from dmcp.report import figures
 from dmcp.results import DMCP, against, score, score_name, unknown
@@ -24,6 +26,7 @@ if TYPE_CHECKING:  # imported where they are needed: most commands make no page
     from matplotlib.figure import Figure
 
 _MAX_FIGURE = 2**24  # bytes
+_OVERVIEW = "accuracy-macs"
 _SAVED = {  # figures that a run has drawn, since they need its network
     "macs.svg": "Cost of samples of the chains (the paper's figure 6)",
     "distribution.svg": "Widths of samples inside the budget (the paper's figure 7)",
@@ -33,12 +36,11 @@ _SAVED = {  # figures that a run has drawn, since they need its network
 def make_page(runs: Sequence[PastRun]) -> str:
     """The whole page."""
     charts = {name: figures.to_svg(figure, name) for name, figure in draw_runs(runs).items()}
-    title = f"{runs[0].name}: report" if len(runs) == 1 else f"Report of {len(runs)} runs"
     return _template().render(
-        title=title,
+        title=f"{runs[0].name}: report" if len(runs) == 1 else f"Report of {len(runs)} runs",
         score_name=" or ".join(sorted({score_name([run.result]) for run in runs if run.result}) or ["accuracy"]),
         overview=charts.get(_OVERVIEW, ""),
-        several_sets=len({run.describe()["data"] for run in runs}) > 1,
+        several_sets=len({run.setting("data") for run in runs}) > 1,
         runs=[_describe(number, run, charts) for number, run in enumerate(runs, start=1)],
     )
 
@@ -56,8 +58,6 @@ def _template() -> Template:
 
 
 # charts
-
-_OVERVIEW = "accuracy-macs"
 
 
 def draw_runs(runs: Sequence[PastRun]) -> dict[str, Figure]:
@@ -84,33 +84,21 @@ def _draw_run(run: PastRun) -> Iterator[tuple[str, Figure]]:
     rows = [(plain(it), full[it], kept, run.expected.get(it)) for it, kept in run.widths.items() if it in full]
     if rows:
         yield "widths", figures.widths_per_space(rows, "Width of each space")
-    count = min((len(record.ratios) for record in run.search if record.ratios), default=0)
-    if count:
+    if count := min((len(record.ratios) for record in run.search if record.ratios), default=0):
         low = value_at(run.settings, "search", "tolerance")
         tolerance = low if isinstance(low, float) and 0 < low < 1 else None
-        yield "cost", figures.cost_over_time(run.search, _kinds(run.budget, count), tolerance)
-    curves: dict[str, dict[int, float]] = {"largest sub-network": {}, "mean of the others": {}, "soft network": {}}
-    for record in run.search:
-        first, *others = record.weight_losses or (None,)
-        values = (first, sum(others) / len(others) if others else None, record.task_loss)
-        for curve, value in zip(curves.values(), values, strict=True):
-            if value is not None:
-                curve[record.step] = value
-    curves = {name: curve for name, curve in curves.items() if curve}
-    if curves:
+        kinds = [figures.KINDS.get(kind, plain(kind)) for kind in run.targets]
+        names = kinds if len(kinds) == count else [f"limit {number + 1}" for number in range(count)]
+        yield "cost", figures.cost_over_time(run.search, names, tolerance)
+    largest = {record.step: record.weight_losses[0] for record in run.search if record.weight_losses}
+    others = {it.step: fmean(it.weight_losses[1:]) for it in run.search if it.weight_losses and it.weight_losses[1:]}
+    soft = {record.step: record.task_loss for record in run.search if record.task_loss is not None}
+    curves = {"largest sub-network": largest, "mean of the others": others, "soft network": soft}
+    if curves := {name: curve for name, curve in curves.items() if curve}:
         yield "search", figures.losses(curves, "Losses of the search")
     if run.training:
         curves = {name: {record.step: record.loss for record in records} for name, records in run.training.items()}
         yield "training", figures.losses(curves, "Loss of the training")
-
-
-def _kinds(budget: str, count: int) -> list[str]:
-    """The kinds of a budget's limits: "50%,params:2M" -> MACs, parameters."""
-    kinds = []
-    for part in budget.split(","):
-        kind = part.split(":")[0].strip() if ":" in part else LATENCY if limits_latency(part) else "macs"
-        kinds.append(figures.KINDS.get(kind, kind))
-    return kinds if len(kinds) == count else [f"limit {number + 1}" for number in range(count)]
 
 
 # texts
@@ -145,20 +133,19 @@ def _describe(number: int, run: PastRun, charts: dict[str, str]) -> dict[str, An
 def _tiles(run: PastRun) -> Iterator[tuple[str, str, str]]:
     """The figures that matter most: title, value, note."""
     row = run.result
-    if run.budget:
+    if budget := run.setting("search", "budget"):
         notes = [f"at most {_cost(kind, target)}" for kind, target in run.targets.items()]
-        yield "Budget", run.budget.replace(",", ", "), ", ".join(notes)
+        yield "Budget", budget.replace(",", ", "), ", ".join(notes)
     for kind in ("macs", "params") if row else ():
         share, count, word = run.share(kind), f"{getattr(row, kind):,}", figures.KINDS[kind]
         if share is None:
             yield word, count, "the unpruned network was not counted"
         else:
             yield f"{word} kept", percent(share), f"{count} of {run.unpruned(kind):,}"
-    if run.latency:
-        times = {"asked": run.latency.asked_ms, "predicted": run.latency.predicted_ms}
-        times["unpruned"] = run.latency.unpruned_ms
-        measured = "not measured" if run.latency.measured_ms is None else show_ms(run.latency.measured_ms)
-        yield "Latency", measured, ", ".join(f"{word} {show_ms(ms)}" for word, ms in times.items())
+    if it := run.latency:
+        measured = "not measured" if it.measured_ms is None else show_ms(it.measured_ms)
+        asked, predicted, unpruned = map(show_ms, (it.asked_ms, it.predicted_ms, it.unpruned_ms))
+        yield "Latency", measured, f"asked {asked}, predicted {predicted}, unpruned {unpruned}"
     if row:
         gaps = ", ".join(against(row, other) for other in run.rows if other is not row)
         yield f"{score_name([row])}, {row.name}", score(row, " %"), gaps.replace("-", "\N{MINUS SIGN}")
@@ -183,12 +170,9 @@ def _networks(run: PastRun) -> dict[str, Any]:
 def _saved(run: PastRun) -> Iterator[tuple[str, str]]:
     """Figures of the run's folder as data URLs: in an image nothing can run."""
     for name, title in _SAVED.items():
-        try:
-            data = read_bytes(run.folder / name, _MAX_FIGURE) if (run.folder / name).is_file() else b""
-        except FileError:
-            continue
-        if data:
-            yield title, f"data:image/svg+xml;base64,{base64.b64encode(data).decode()}"
+        with contextlib.suppress(FileError):  # there is none
+            data = base64.b64encode(read_bytes(run.folder / name, _MAX_FIGURE)).decode()
+            yield title, f"data:image/svg+xml;base64,{data}"
 
 
 def _settings(run: PastRun) -> Iterator[tuple[str, str]]:
@@ -201,10 +185,10 @@ def _settings(run: PastRun) -> Iterator[tuple[str, str]]:
 def _typed(run: PastRun) -> str:
     """The command that made the run, for a shell; empty if the run did not keep it."""
     words = run.settings.get("argv")
-    if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
+    if not isinstance(words, list) or not words:
         return ""
-    program = "dmcp" if Path(words[0]).name in ("dmcp", "__main__.py") else words[0]
-    return plain(shlex.join([program, *words[1:]]))
+    program = "dmcp" if Path(str(words[0])).name in ("dmcp", "__main__.py") else words[0]
+    return shlex.join(map(str, [program, *words[1:]]))
 
 
 def percent(share: float) -> str:

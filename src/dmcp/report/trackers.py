@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import json
@@ -14,17 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from dmcp.errors import DmcpError
-from dmcp.latency.table import Latency
 from dmcp.results import Row
 from dmcp.runs import Run, read_json
-from dmcp.searching.config import SearchRecord, SearchResult
+from dmcp.searching.config import SearchRecord
 from dmcp.training import Event, StepRecord
 
 KINDS = TENSORBOARD, WANDB, MLFLOW = "tensorboard", "wandb", "mlflow"  # also the names of their packages
 IDS = "trackers.json"  # the ids of the run in W&B and MLflow, with which it is resumed there
 _PROJECT = "dmcp"  # unless WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME says otherwise
-_FLUSH_SECONDS = 10  # of TensorBoard's files
-_PARAMS = 100  # that MLflow takes at once
 
 
 class Tracker:
@@ -33,7 +29,7 @@ class Tracker:
     Steps that a resumed run does again are sent again: TensorBoard hides the earlier ones, W&B and MLflow show both.
     """
 
-    def __init__(self, limits: Sequence[str] = ()) -> None:
+    def __init__(self, limits: Sequence[str]) -> None:
         self.limits = limits  # the kind of each limit of the budget
         self.services: dict[str, TensorBoard | WandB | MLflow] = {}
 
@@ -43,7 +39,6 @@ class Tracker:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for name, service in list(self.services.items()):
             self._try(name, service.close, kind is not None)
-        self.services.clear()
 
     def on_event(self, event: Event) -> None:
         """Send the numbers of a step, or of a row of the final table."""
@@ -57,62 +52,53 @@ class Tracker:
             send(*values)
         except Exception as error:  # each package has errors of its own
             del self.services[name]
-            print(f"{name} fails, the run goes on without it: {_first_line(error)}", file=sys.stderr, flush=True)
+            print(f"{name} fails, the run goes on without it: {error}", file=sys.stderr, flush=True)
 
 
 def open_tracker(
     kinds: Sequence[str], folder: Path, settings: Mapping[str, Any], limits: Sequence[str] = ()
 ) -> Tracker:
-    """Start these services for the run in a folder; called on rank 0.
+    """Start these services, which keep the settings, for the run in a folder; called on rank 0.
 
-    settings: plain data that the services keep with the run.
     limits: the kind of each limit of the budget, for the names of the expected costs.
     """
-    names, tracker = read_kinds(kinds), Tracker(limits)
-    ids = read_json(folder / IDS) if names and (folder / IDS).exists() else {}
-    for name in names:
+    tracker, ids = Tracker(limits), read_json(folder / IDS) if (folder / IDS).exists() else {}
+    for name in read_kinds(kinds):
         try:
-            tracker.services[name] = _SERVICES[name](folder, settings, ids.get(name, ""))
+            service: Any = {TENSORBOARD: TensorBoard, WANDB: WandB, MLFLOW: MLflow}[name]
+            tracker.services[name] = service(folder, settings, ids.get(name, ""))
         except Exception as error:
             tracker.__exit__(type(error))
-            text = f"--track: {name} does not start: set it up, or leave it out ({_first_line(error)})."
-            raise DmcpError(text) from error
-    new = {name: service.run_id for name, service in tracker.services.items() if service.run_id}
-    if new:
+            raise DmcpError(f"--track: {name} does not start: set it up, or leave it out ({error}).") from error
+    if new := {name: service.run_id for name, service in tracker.services.items() if service.run_id}:
         Run(folder).write(IDS, ids | new)
     return tracker
 
 
-def read_kinds(texts: Sequence[str]) -> tuple[str, ...]:
+def read_kinds(texts: Sequence[str]) -> list[str]:
     """Names of services, one by one or with commas; DmcpError for an unknown or missing one."""
-    texts = [texts] if isinstance(texts, str) else texts
-    names = dict.fromkeys(name.strip().lower() for text in texts for name in text.split(",") if name.strip())
+    names = {name.strip().lower(): None for text in texts for name in text.split(",") if name.strip()}
     for name in names:
         if name not in KINDS:
-            near = difflib.get_close_matches(name, KINDS, n=1, cutoff=0.0)[0]
-            raise DmcpError(f"--track: {name!r} is none of {', '.join(KINDS)}; did you mean {near}?")
+            raise DmcpError(f"--track: {name!r} is none of {', '.join(KINDS)}.")
         if importlib.util.find_spec(name) is None:
             raise DmcpError(f"--track: {name} is not installed: pip install {name}")
-    return tuple(names)
+    return list(names)
 
 
 def scalars(event: Event, limits: Sequence[str] = ()) -> dict[str, float]:
     """The numbers of an event by their names in the charts."""
-    record, stage = event.record, clean(event.stage)
-    if isinstance(record, SearchResult | Latency):
-        return {}
+    record, stage, found = event.record, clean(event.stage), dict[str, float | None]()
     if isinstance(record, Row):
-        name = f"{stage}/{clean(record.name)}"
-        return {f"{name}/accuracy": record.accuracy, f"{name}/macs": record.macs, f"{name}/params": record.params}
-    found: dict[str, float | None] = {"lr": record.lr}
-    if isinstance(record, StepRecord):
-        found["loss"] = record.loss
-    else:
+        values = {"accuracy": record.accuracy, "macs": record.macs, "params": record.params}
+        found = {f"{clean(record.name)}/{name}": value for name, value in values.items()}
+    elif isinstance(record, StepRecord):
+        found = {"loss": record.loss, "lr": record.lr}
+    elif isinstance(record, SearchRecord):
         for number, loss in enumerate(record.weight_losses or ()):
             found["loss_" + ("largest", "smallest", f"random_{number - 1}")[min(number, 2)]] = loss
-        found |= {"alpha_lr": record.alpha_lr, "task_loss": record.task_loss, "budget_loss": record.budget_loss}
-        for number, ratio in enumerate(record.ratios or ()):
-            found[f"expected_cost_{limits[number] if number < len(limits) else number + 1}"] = ratio
+        found |= {name: getattr(record, name) for name in ("lr", "alpha_lr", "task_loss", "budget_loss")}
+        found |= {f"expected_cost_{kind}": ratio for kind, ratio in zip(limits, record.ratios or (), strict=False)}
     return {f"{stage}/{name}": value for name, value in found.items() if value is not None}
 
 
@@ -133,8 +119,7 @@ class TensorBoard:
     run_id = ""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], earlier: str) -> None:
-        self.folder = folder / TENSORBOARD
-        self.writers: dict[str, Any] = {}
+        self.folder, self.writers = folder / TENSORBOARD, dict[str, Any]()
         text = json.dumps(settings, indent=1, default=str)
         self._writer("", 0).add_text("settings", "    " + text.replace("\n", "\n    "), 0)  # a code block in Markdown
 
@@ -152,8 +137,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         if stage not in self.writers:
-            path = str(self.folder / stage)
-            self.writers[stage] = SummaryWriter(path, purge_step=step, flush_secs=_FLUSH_SECONDS)
+            self.writers[stage] = SummaryWriter(str(self.folder / stage), purge_step=step, flush_secs=10)
         return self.writers[stage]
 
 
@@ -164,14 +148,13 @@ class WandB:
         project = os.environ.get("WANDB_PROJECT") or _PROJECT
         place = {"dir": str(folder), "name": folder.name, "id": earlier or None, "resume": "allow"}
         self.run = importlib.import_module(WANDB).init(project=project, config=dict(settings), **place)
-        self.run_id = str(self.run.id)
-        self.stages: set[str] = set()
+        self.run_id, self.stages = str(self.run.id), set[str]()
 
     def log(self, stage: str, step: int, values: Mapping[str, float]) -> None:
         """Send the numbers and the step: W&B's own step must never fall, and every stage begins at 0."""
         if stage not in self.stages:
-            self.run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
             self.stages.add(stage)
+            self.run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
         self.run.log({**values, f"{stage}/step": step})
 
     def close(self, failed: bool) -> None:
@@ -187,9 +170,7 @@ class MLflow:
         self.package.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME") or _PROJECT)
         self.run_id = str(self.package.start_run(run_id=earlier or None, run_name=folder.name).info.run_id)
         if self.run_id != earlier:  # parameters can be written once
-            flat = list(_flat(settings).items())
-            for start in range(0, len(flat), _PARAMS):
-                self.package.log_params(dict(flat[start : start + _PARAMS]))
+            self.package.log_params(_flat(settings))
         self.package.config.enable_async_logging(True)  # a step must not wait for a database
 
     def log(self, stage: str, step: int, values: Mapping[str, float]) -> None:
@@ -203,10 +184,6 @@ class MLflow:
         self.package.end_run("FAILED" if failed else "FINISHED")
 
 
-_SERVICES: dict[str, Callable[[Path, Mapping[str, Any], str], TensorBoard | WandB | MLflow]]
-_SERVICES = {TENSORBOARD: TensorBoard, WANDB: WandB, MLFLOW: MLflow}
-
-
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Settings within settings as one list: search.lr."""
     found: dict[str, Any] = {}
@@ -214,7 +191,3 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         path = prefix + clean(name)
         found |= _flat(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
     return found
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(" .")
