@@ -96,7 +96,8 @@ def test_results_are_plain_data(
     code, out, err = run(capsys, "prune", *SHORT, "--json", "--out", str(tmp_path / "run"))
     data = json.loads(out)
     assert (code, err, data["search_steps"], len(data["expected_shares"])) == (0, "", 2, 1)
-    assert [row["name"] for row in data["networks"]] == ["dmcp"] and data["networks"][0]["macs"] == data["macs"]
+    names = [row["name"] for row in data["networks"]]
+    assert names == ["unpruned", "dmcp"] and data["networks"][1]["macs"] == data["macs"]
     code, out, err = run(capsys, "train", *SMALL, "--epochs", "1", "--json", "--out", str(tmp_path / "trained"))
     assert (code, err, [row["name"] for row in json.loads(out)["networks"]]) == (0, "", ["unpruned"])
 

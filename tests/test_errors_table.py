@@ -53,7 +53,7 @@ MISTAKES = {
         search DIGITS --min-channels layer1=few
         train DIGITS --seed 99999999999999999999
         train DIGITS --device tpu9
-        prune DIGITS --kd-weight 0.9
+        prune DIGITS --teacher none --kd-weight 0.9
         prune --recipe imagenet_resnet50_1100 --data photos
         prune DIGITS --weights three-classes.pth --teacher given
         prune --resume half --budget 40%

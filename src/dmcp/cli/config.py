@@ -21,15 +21,18 @@ import typer
 from dmcp import settings
 from dmcp.errors import DmcpError, FileError, TrainingError
 from dmcp.settings import (
+    AUTO,
     MAX_SEED,
     UNPRUNED,
     Bound,
     Corrupt,
     Engine,
+    Init,
     Retrain,
     RuntimeKind,
     SearchConfig,
     TrainConfig,
+    default_search,
     default_training,
     setting,
 )
@@ -70,7 +73,9 @@ class RunConfig:
     baselines: bool = setting(False, "Also train the unpruned network and uniform widths.")
     widths: str = setting("", "File of widths, of a run or of dmcp sample; default: unpruned.")
     teacher: str = setting(
-        "", "Network to learn from besides the labels: given (that of --weights), unpruned (trained first), or a file."
+        "",
+        "Network to learn from besides the labels: given (that of --weights), unpruned (trained first), a file, none; "
+        "auto: given if it is trained, else unpruned.",
     )
     teacher_model: str = setting("", "Network of the teacher's weights, named like --model, if it is another one.")
     teacher_model_args: tuple[str, ...] = setting((), "Argument of the builder of --teacher-model; repeatable.")
@@ -108,7 +113,7 @@ def config_from_json(data: Mapping[str, Any], path: object) -> RunConfig:
 
 # recipes
 
-_MOBILE = {"model": "mobilenet_v2", "model_args": ("width_mult=1.5",)}
+_MOBILE = {"model": "mobilenet_v2", "model_args": ("width_mult=1.5", "dropout=0")}
 _PAPER = (  # table 6: network, MACs, how it is trained; its top-1 accuracy in %
     (_MOBILE, "300M", Retrain.SCRATCH),  # 73.5
     (_MOBILE, "211M", Retrain.SCRATCH),  # 72.2
@@ -135,13 +140,19 @@ def _recipe(net: Mapping[str, Any], macs: str, retrain: Retrain) -> RunConfig:
         batch=1024,
         train_batch=2048,
         retrain=retrain,
-        search=SearchConfig(budget=macs, groups=15 if mobile else 10, weight_decay=decay),
+        search=SearchConfig(budget=macs, groups=15 if mobile else 10, weight_decay=decay, init=Init.ZERO),
         train=TrainConfig(epochs=250 if mobile else 100, weight_decay=decay),
         **net,
     )
 
 
-RECIPES = {it.recipe: it for it in (_recipe(*row) for row in _PAPER)}
+RECIPES = {it.recipe: it for it in (_recipe(*row) for row in _PAPER)} | {
+    "paper": RunConfig(
+        recipe="paper",
+        search=SearchConfig(budget="50%", **settings.PAPER["search"]),
+        train=TrainConfig(**settings.PAPER["train"]),
+    )
+}
 
 
 def find_recipe(name: str) -> RunConfig:
@@ -190,16 +201,21 @@ def _defaults(command: str, typed: Mapping[str, Any]) -> RunConfig:
         config = find_recipe(typed["recipe"])
         if "model" in typed:
             config = replace(config, model_args=())
+        if trained and config.search:
+            config = replace(config, search=replace(config.search, warmup=0.0, sort=True))
     else:
-        retrain = Retrain(typed.get("retrain") or (Retrain.FINETUNE if trained else Retrain.SCRATCH))
-        search = SearchConfig(budget="50%")
-        config = RunConfig(retrain=retrain, search=search, train=default_training(retrain, trained))
-    assert config.search is not None
-    search = replace(config.search, warmup=0.0, sort=True) if trained else config.search
+        usual = Retrain.FINETUNE if trained or command != "train" else Retrain.SCRATCH
+        retrain = Retrain(typed.get("retrain") or usual)
+        config = RunConfig(
+            retrain=retrain,
+            teacher=AUTO if command == "prune" and retrain is not Retrain.SLIMMABLE else "",
+            search=default_search("50%", trained),
+            train=default_training(retrain, trained),
+        )
     return replace(
         config,
         command=command,
-        search=search if command != "train" else None,
+        search=config.search if command != "train" else None,
         train=config.train if command != "search" else None,
         retrain=config.retrain if command != "search" else Retrain.SCRATCH,
     )
@@ -211,6 +227,8 @@ def _apply(config: RunConfig, typed: Mapping[str, Any]) -> RunConfig:
     for name, value in typed.items():
         if name in ("min_channels", "max_channels"):
             value = read_bound(name, value)
+        elif name == "teacher" and value == "none":
+            value = ""
         for part, place in _places(name):
             changes.setdefault(part, {})[place] = tuple(value) if isinstance(value, list) else value
     if "search_lr" in typed:
@@ -279,9 +297,15 @@ def _check_teacher(config: RunConfig, typed: Mapping[str, Any]) -> None:
     """Refuse options about a teacher where nobody would learn from one."""
     name, alone = config.teacher, config.command == "train" and not config.widths
     for wrong, mistake in (
-        (name and config.retrain is Retrain.SLIMMABLE, "--teacher: with --retrain slimmable the unpruned one teaches"),
+        (
+            name not in ("", AUTO) and config.retrain is Retrain.SLIMMABLE,
+            "--teacher: with --retrain slimmable the unpruned one teaches",
+        ),
         (name == GIVEN and not config.weights, "--teacher given is the network of --weights, which are missing"),
-        (config.teacher_model and name in ("", GIVEN, UNPRUNED), "--teacher-model needs --teacher, a file of weights"),
+        (
+            config.teacher_model and name in ("", AUTO, GIVEN, UNPRUNED),
+            "--teacher-model needs --teacher, a file of weights",
+        ),
         (config.teacher_model_args and not config.teacher_model, "--teacher-model-args need --teacher-model"),
         (not name and {"kd_weight", "kd_temperature"} & typed.keys(), "--kd-weight, --kd-temperature need --teacher"),
         (name == UNPRUNED and alone, "--teacher unpruned: the unpruned network would teach itself"),
@@ -354,11 +378,13 @@ _WITHOUT = {
     - {"lr", "weight_decay", "label_smoothing"},
 }
 _DEFAULTS = {  # of settings that depend on others
-    "epochs": "100, or 20 to fine-tune",
-    "lr": "0.8 at a batch of 2048, or 0.08 to fine-tune",
-    "search_lr": "0.2 at a batch of 1024",
+    "epochs": "100, or 20 to fine-tune --weights",
+    "lr": "0.8 at a batch of 2048, or 0.08 to fine-tune --weights",
+    "search_epochs": "40, or 10 with --weights",
+    "search_lr": "0.2 at a batch of 1024, or 0.04 with --weights",
     "warmup": "0.5, or 0 with --weights",
-    "retrain": "finetune with --weights, else scratch",
+    "retrain": "finetune; of train without --weights: scratch",
+    "teacher": "auto of prune, else none",
     "budget": "50%",
 }
 _TYPES: Mapping[str, Any] = {

@@ -31,7 +31,7 @@ from dmcp.preflight import check_dtype
 from dmcp.pruning import Loaders
 from dmcp.runtime.distributed import SINGLE_PROCESS, current
 from dmcp.runtime.engine import best_device
-from dmcp.settings import UNPRUNED
+from dmcp.settings import AUTO, UNPRUNED
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
 from dmcp.units import by
@@ -87,7 +87,7 @@ def open_job(config: RunConfig) -> Job:
     teacher = _teacher(config, model, data, bool(new_head))
     graph = trace_job(config, model, data.shape)
     train, held = split(data.train, config.holdout, config.seed) if config.holdout else (data.train, None)
-    loaders, test = _loaders(config, train, held, data.test, place)
+    loaders, test = _loaders(config, train, held, data, place)
     notes = [new_head, swapped(len(data.train), len(data.test), isinstance(data.train, FolderSet))]
     if outputs > data.classes:
         notes.append(f"The network has {outputs} outputs, the data {data.classes} classes: is num_classes meant?")
@@ -144,7 +144,7 @@ def trace_job(config: RunConfig, model: nn.Module, sample: tuple[int, ...]) -> C
 
 def _teacher(config: RunConfig, model: nn.Module, data: DataSets, new_head: bool) -> nn.Module | None:
     """The network that others learn from, if it is trained already."""
-    if config.teacher in ("", UNPRUNED):
+    if config.teacher in ("", AUTO, UNPRUNED):
         return None
     if config.teacher == GIVEN:
         if new_head:
@@ -263,24 +263,26 @@ def _left_out(config: RunConfig, count: int) -> Iterator[str]:
 
 
 def _loaders(
-    config: RunConfig, train: DataSet, held: DataSet | None, test: DataSet, place: torch.device
+    config: RunConfig, train: DataSet, held: DataSet | None, data: DataSets, place: torch.device
 ) -> tuple[Loaders, Loader]:
+    """Those of the search and of the final training, which sees what is held out, too; and the test's."""
     how: dict[str, Any] = {"workers": config.workers, "world": current(), "corrupt": config.corrupt}
 
     def make(part: DataSet, batch: int, shuffled: bool) -> Loader:
-        size = min(batch, len(part)) if part is not train else batch
+        size = batch if part is train or part is data.train else min(batch, len(part))
         return make_loader(part, size, shuffled, config.seed, place, **how)
 
     first = make(train, config.batch, True)
-    if config.train_batch > len(train):
-        raise DataError(too_large(config.train_batch, len(train), "--train-batch"))
-    retrain = make(train, config.train_batch, True) if config.train_batch not in (0, config.batch) else None
+    if config.train_batch > len(data.train):
+        raise DataError(too_large(config.train_batch, len(data.train), "--train-batch"))
+    again = held is not None or config.train_batch not in (0, config.batch)
+    retrain = make(data.train, config.train_batch or config.batch, True) if again else None
     arch = None if held is None else make(held, config.batch, True)
-    return Loaders(search=first, arch=arch, train=retrain), make(test, config.batch, False)
+    return Loaders(search=first, arch=arch, train=retrain), make(data.test, config.batch, False)
 
 
 def check_names(run: Path, config: RunConfig, *needed: str) -> None:
     """Refuse a run whose files are not where its settings say, as seen from this folder."""
     for name in (getattr(config, kind) for kind in needed):
-        if name not in ("", GIVEN, UNPRUNED, *DATA) and not Path(name).exists():
+        if name not in ("", AUTO, GIVEN, UNPRUNED, *DATA) and not Path(name).exists():
             raise FileError(f"{run}: there is no {name!r} here: type the command in the folder where the run began.")

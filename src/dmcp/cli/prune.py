@@ -37,7 +37,7 @@ from dmcp.sampling import expected, filled, uniform
 from dmcp.searching.config import SearchRecord, extremes
 from dmcp.searching.search import SEARCH, reach
 from dmcp.searching.search import search as run_search
-from dmcp.settings import UNPRUNED, LatencyConfig, Retrain, RuntimeKind
+from dmcp.settings import AUTO, UNPRUNED, LatencyConfig, Retrain, RuntimeKind
 from dmcp.storage import save
 from dmcp.supernet import Supernet
 from dmcp.training import Event, Runtime, StepRecord
@@ -55,7 +55,7 @@ def prune(config: RunConfig, request: Request) -> None:
     with session.session(config, request, lambda job: check_reachable(config, job, request.resume)) as here:
         job = here.job
         rows = {UNPRUNED, UNIFORM} if config.baselines else set()
-        if not job.new_head and (config.retrain is Retrain.FINETUNE or is_model(job.teacher, job.model)):
+        if config.weights and not job.new_head:
             rows |= {ORIGINAL}
         result = pruning.prune(
             job.model,
@@ -192,7 +192,7 @@ def prune_seeds(config: RunConfig, request: Request) -> None:
 
 
 def _teacher(config: RunConfig, job: Job) -> nn.Module | str | None:
-    return UNPRUNED if config.teacher == UNPRUNED else job.teacher
+    return config.teacher if config.teacher in (AUTO, UNPRUNED) else job.teacher
 
 
 def _read_widths(config: RunConfig, job: Job) -> Widths:
@@ -309,11 +309,17 @@ def dry_run(config: RunConfig, request: Request) -> None:
         print(f"{stage.name:<16}{stage.steps:>8} steps  {session.clock(stage.seconds):>12}")
     print(f"{'in all':<16}{steps:>8} steps  {session.clock(seconds):>12}, {memory / 2**30:.1f} GiB on {device}")
     if config.teacher:
-        name = {GIVEN: "the network as given", UNPRUNED: "the unpruned network, trained first"}.get(config.teacher)
-        print(f"\nteacher: {name or config.teacher}; its forward passes are in these times")
+        names = {GIVEN: "the network as given", UNPRUNED: "the unpruned network, trained first"}
+        name = names.get(teacher := _forecast_teacher(config), teacher)
+        print(f"\nteacher: {name}; its forward passes are in these times")
     if isinstance(job.data.train, FolderSet):
         print(f"\nFew files were decoded.{finds_all(job.data.train.root)}")
     print("\nNothing was trained or written.")
+
+
+def _forecast_teacher(config: RunConfig) -> str:
+    """The teacher that auto will most likely be."""
+    return (GIVEN if config.weights else UNPRUNED) if config.teacher == AUTO else config.teacher
 
 
 def forecast(net: Supernet, loader: Loader, config: RunConfig, now: Clock | None = None) -> list[Stage]:
@@ -353,8 +359,8 @@ def forecast(net: Supernet, loader: Loader, config: RunConfig, now: Clock | None
     per_epoch, steps = -(-len(loader) // search.accumulate), len(loader) * train.epochs
     warmup, rest = per_epoch * search.warmup_epochs, per_epoch * (search.epochs - search.warmup_epochs)
     stages = [Stage("warm-up", warmup, warmup * warm), Stage("search", rest, rest * both)]
-    if config.baselines or config.teacher == UNPRUNED:
-        learns = config.teacher not in ("", UNPRUNED)
+    if config.baselines or _forecast_teacher(config) == UNPRUNED:
+        learns = _forecast_teacher(config) not in ("", UNPRUNED)
         stages.append(Stage(UNPRUNED, steps, steps * (full + asked if learns else full)))
     if config.baselines:
         stages.append(Stage(UNIFORM, steps, steps * ours))
