@@ -20,6 +20,7 @@ from dmcp.compare.runner import (
     PLANS,
     Comparison,
     Inputs,
+    OneRun,
     PlannedRun,
     Protocol,
     check_begun,
@@ -30,12 +31,11 @@ from dmcp.compare.runner import (
     plan,
     read_plan,
     run,
-    run_one,
     state_of,
 )
 from dmcp.compare.table import PAGE, write_table
 from dmcp.errors import DmcpError, FileError, StoppedError
-from dmcp.runs import slug
+from dmcp.runs import Run, slug
 from dmcp.runtime.io import MOST_JSON, parse_json, read_bytes
 from dmcp.settings import SearchConfig
 from dmcp.units import table
@@ -116,7 +116,7 @@ def compare_run(settings: Path, folder: Path) -> None:
     request = Request(command="compare", typed={}, quiet=True, **place)  # type: ignore[arg-type]
     try:
         with session(config, request, whole=False) as here:
-            run_one(it, _inputs(here.job, place_of(config)), folder, here.runtime)
+            OneRun(it, _inputs(here.job, place_of(config)), Run(folder), here.runtime).do()
     except StoppedError:
         raise StoppedError("Stopped; everything up to here is saved. dmcp compare goes on with it.") from None
 

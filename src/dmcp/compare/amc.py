@@ -14,12 +14,12 @@ from torch.nn import functional as F
 
 from dmcp.batches import generator
 from dmcp.budget import check_reachable
-from dmcp.compare.problem import Choice, Problem, judging, loaded
+from dmcp.compare.problem import Choice, Problem, Settings, judging, loaded
 from dmcp.errors import TrainingError
 from dmcp.importance import magnitude
 from dmcp.modules import narrow
 from dmcp.sampling import FILLED, fit
-from dmcp.settings import check, setting
+from dmcp.settings import setting
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 
@@ -27,7 +27,7 @@ _SMALL = 3e-3  # weights of the last layers at the start: first actions are near
 
 
 @dataclass(frozen=True, kw_only=True)
-class DdpgConfig:
+class DdpgConfig(Settings):
     """How the agent learns; the defaults are those of the two papers."""
 
     hidden: int = setting(300, "Units of each of the two hidden layers, of actor and critic.", 1)
@@ -38,9 +38,6 @@ class DdpgConfig:
     memory: int = setting(2000, "Steps of walks that are remembered.", 1)
     batch: int = setting(64, "Remembered steps in one update.", 1)
     baseline: float = setting(0.95, "Share of the old moving average of rewards in the new one.", 0, below=1)
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 def truncated_normal(middle: float, spread: float, low: float, high: float, chance: Tensor) -> Tensor:
@@ -134,7 +131,7 @@ _CHANGING = 3  # features that depend on the walk, behind those of the space its
 
 
 @dataclass(frozen=True, kw_only=True)
-class AmcConfig:
+class AmcConfig(Settings):
     """How the agent searches; the defaults are the paper's."""
 
     warmup: int = setting(100, "First episodes, with constant noise; nothing is learned in them.", 0)
@@ -145,7 +142,7 @@ class AmcConfig:
     agent: DdpgConfig = field(default_factory=DdpgConfig, metadata={"help": "How it learns."})
 
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
         if self.last_noise > self.noise:
             raise TrainingError(f"last_noise must be at most noise ({self.noise}), not {self.last_noise}.")
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from dmcp import sampling
 from dmcp.batches import generator, input_of, on_device, size_of
-from dmcp.compare.problem import Choice, Problem, load, loaded, samples_of
+from dmcp.compare.problem import Choice, Problem, Settings, load, loaded, samples_of
 from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError
 from dmcp.importance import magnitude, written
 from dmcp.sampling import FILLED, random_widths
 from dmcp.searching.config import SearchResult
 from dmcp.searching.search import SEARCH, search
-from dmcp.settings import SearchConfig, check, setting
+from dmcp.settings import SearchConfig, setting
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 
@@ -28,7 +28,7 @@ _RANDOM, _DIRECT = 7, 11  # what random numbers are for
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoConfig:
+class NoConfig(Settings):
     """There is nothing to set."""
 
 
@@ -50,7 +50,7 @@ def find_random(problem: Problem, config: NoConfig, state: Mapping[str, Tensor] 
 
 
 @dataclass(frozen=True, kw_only=True)
-class DmcpConfig:
+class DmcpConfig(Settings):
     """Settings of a search inside a comparison."""
 
     epochs: int = setting(30, "Passes over the data, the warm-up among them.", 1)
@@ -60,7 +60,7 @@ class DmcpConfig:
     hold_out: bool = setting(False, "The alphas learn from the held-out images, the weights from the others.")
 
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
         self.search_config(budget="50%")
 
     def search_config(self, **known: Any) -> SearchConfig:
@@ -104,13 +104,10 @@ def find_dmcp(problem: Problem, config: DmcpConfig, state: Mapping[str, Tensor] 
 
 
 @dataclass(frozen=True, kw_only=True)
-class DirectConfig:
+class DirectConfig(Settings):
     """Settings of direct sampling."""
 
     number: int = setting(0, "Which of the widths, in the order in which they are sampled.", 0)
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 def find_direct(problem: Problem, config: DirectConfig, found: SearchResult | None = None) -> Choice:
@@ -130,7 +127,7 @@ _PARTS = 100  # of the last step
 
 
 @dataclass(frozen=True, kw_only=True)
-class TorchPruningConfig:
+class TorchPruningConfig(Settings):
     """How torch-pruning chooses channels; its own defaults, but for the first and the last."""
 
     global_pruning: bool = setting(True, "Channels of all layers compete; else each layer loses the same share.")
@@ -138,9 +135,6 @@ class TorchPruningConfig:
     normalize: bool = setting(True, "Divide the norms of tied layers by the mean of all their channels.")
     max_pruning_ratio: float = setting(1.0, "Share of a layer that may go at most.", 1e-300, 1)
     steps: int = setting(50, "In which all channels would be gone.", 1)
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 def find_torch_pruning(

@@ -146,17 +146,14 @@ def _is_imported(name: str) -> bool:
 def _imported(name: str) -> Method:
     """A Method, or a function find(problem) that returns a Choice."""
     module, _, rest = name.partition(":")
-    if module.endswith(".py") or "/" in module:
-        path = module.removesuffix(".py").strip("./").replace("/", ".")
-        raise DmcpError(f"{name}: give the module as Python imports it, not a file: {path}:{rest}.")
     found = imported(module, rest)
-    if isinstance(found, Method):
-        if found.start is Start.PREPARED and found.prepare is None:
-            raise DmcpError(f"{name} starts from a network of its own making: give Method(prepare=...).")
+    if isinstance(found, Method) and (found.prepare or found.start is not Start.PREPARED):
         return replace(found, one_ratio=False)
     if callable(found) and not isinstance(found, type):
         return Method(lambda problem, config: found(problem))
-    raise DmcpError(f"{name} is a {type(found).__name__}: give a Method, or a function find(problem) -> Choice.")
+    raise DmcpError(
+        f"{name}: give a Method (with prepare=, where it starts from that), or a function find(problem) -> Choice."
+    )
 
 
 @contextlib.contextmanager
@@ -175,18 +172,16 @@ def _blamed(name: str) -> Iterator[None]:
 
 def _checked(name: str, method: Method, problem: Problem, choice: Any) -> Choice:
     """The choice of a user's method; plain widths inside the budget are filled up, as our methods do."""
-    if not isinstance(choice, Choice):
-        raise TrainingError(f"{name} returned a {type(choice).__name__}: return a dmcp.compare.problem.Choice.")
+    if not isinstance(choice, Choice) or (choice.model is None and method.own in (Own.FINETUNED, Own.AS_TRAINED)):
+        raise TrainingError(
+            f"{name}: return a dmcp.compare.problem.Choice, with model= where its own training needs it."
+        )
     widths = problem.graph.widths(choice.widths)
     if choice.model is None:
-        if method.own in (Own.FINETUNED, Own.AS_TRAINED):
-            raise TrainingError(f"{name}: its own training needs the network that it chose in: give Choice(model=).")
         widths = problem.fit(widths.tensor()) if problem.shares(widths.tensor()[None]).item() <= 1 else widths
         return replace(choice, widths=widths, kept=widths)
-    for space in problem.graph.spaces:
-        kept = choice.kept.get(space.name, space.size)
-        if (number := kept if isinstance(kept, int) else len(kept)) != widths[space.name]:
-            raise TrainingError(
-                f"{name} keeps {number} channels of {space.name}, but its width is {widths[space.name]}."
-            )
+    for space, width in widths.items():
+        kept = choice.kept.get(space, problem.graph.full[space])
+        if (kept if isinstance(kept, int) else len(kept)) != width:
+            raise TrainingError(f"{name}: its width of {space} is {width}, but it does not keep so many channels.")
     return replace(choice, widths=widths)
