@@ -67,7 +67,7 @@ METHODS: dict[str, Method] = {
     "sfp": Method(magnitude.find_sfp, magnitude.SoftConfig, own=Own.AS_TRAINED, one_ratio=True),
     "fpgm": Method(magnitude.find_fpgm, magnitude.SoftConfig, own=Own.AS_TRAINED, one_ratio=True),
     "autoslim": Method(
-        autoslim.find_autoslim, autoslim.AutoSlimConfig, Start.PREPARED, autoslim.prepare, Own.FINETUNED, holds_out=True
+        autoslim.find_autoslim, autoslim.AutoSlimConfig, Start.PREPARED, autoslim.prepare, Own.SLIMMABLE, holds_out=True
     ),
     "amc": Method(amc.find_amc, amc.AmcConfig, Start.HELD_OUT, own=Own.FINETUNED, holds_out=True),
     "metapruning": Method(
