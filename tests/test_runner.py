@@ -102,6 +102,7 @@ def test_epochs_and_order(inputs: Inputs) -> None:
     assert epochs["unpruned"] == epochs["base"] == epochs["uniform-50%"] == {"training": 9}
     assert [epochs[name]["search"] for name in ("slimming", "autoslim", "metapruning")] == [9, 40, 4]
     assert epochs["sfp-50%"] == {"search": 9} and epochs["l1-50%"] == {"fine-tuned": 3}
+    assert epochs["slimming-50%"] == {"training": 9, "fine-tuned": 9} and epochs["amc-50%"]["fine-tuned"] == 3
     assert epochs["autoslim-50%"] == {"training": 9, "slimmable": 9}
     assert epochs["dmcp-50%"] == {"search": 30, "training": 9, "slimmable": 9}
     names = [one.row for one in runner.longest_first([*found.values()])]

@@ -154,9 +154,12 @@ def prepare(problem: Problem, config: SlimmingConfig) -> Prepared:
 
 
 def find_slimming(problem: Problem, config: SlimmingConfig, state: Mapping[str, Tensor] | None = None) -> Choice:
-    """Drop the channels whose scales are below one threshold, as low as the budget allows."""
+    """Drop the channels whose scales are below one threshold, as low as the budget allows.
+
+    Where several layers write a space, their scales are summed, as in the loss: else residual streams would go first.
+    """
     graph, model = problem.graph, loaded(problem, state)
-    scores = [vectors(model, places).abs().mean(dim=1) for places in _scales(model, problem)]
+    scores = [vectors(model, places).abs().sum(dim=1) for places in _scales(model, problem)]
     widths = problem.fit(_above_threshold(problem, scores))
     kept = {space.name: strongest(score, widths[space.name]) for space, score in zip(graph.spaces, scores, strict=True)}
     return Choice(widths=widths, kept=kept, model=model)

@@ -53,6 +53,7 @@ class Method:
     prepare: Callable[[Problem, Any], Prepared] | None = None
     own: Own | None = None
     holds_out: bool = False  # whether it chooses by the held-out images, and must not train on them
+    full: bool = False  # whether fine-tuning takes the whole recipe, not --finetune-epochs at a tenth of the rate
     one_ratio: bool = False  # whether its widths are those of uniform, and only the channels its own
 
 
@@ -62,7 +63,7 @@ METHODS: dict[str, Method] = {
     "uniform-slimmable": Method(baselines.find_uniform, own=Own.SLIMMABLE, one_ratio=True),
     "l1": Method(magnitude.find_l1, magnitude.L1Config, Start.TRAINED, own=Own.FINETUNED, one_ratio=True),
     "slimming": Method(
-        magnitude.find_slimming, magnitude.SlimmingConfig, Start.PREPARED, magnitude.prepare, Own.FINETUNED
+        magnitude.find_slimming, magnitude.SlimmingConfig, Start.PREPARED, magnitude.prepare, Own.FINETUNED, full=True
     ),
     "sfp": Method(magnitude.find_sfp, magnitude.SoftConfig, own=Own.AS_TRAINED, one_ratio=True),
     "fpgm": Method(magnitude.find_fpgm, magnitude.SoftConfig, own=Own.AS_TRAINED, one_ratio=True),

@@ -76,7 +76,7 @@ class Protocol:
     min_channels: Bound = field(default_factory=dict)
     max_channels: Bound = field(default_factory=dict)
     holdout: float = 0.1  # share of the training images that methods choose by; in the final training they are back
-    finetune_epochs: int = 0  # of methods that fine-tune; 0: not done
+    finetune_epochs: int = 0  # of methods that fine-tune gently; 0: no method is fine-tuned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +262,7 @@ def epochs_of(run: PlannedRun) -> dict[str, int]:
     recipe = run.protocol.train.epochs
     if run.method in (UNPRUNED, BASE):
         return {"training": recipe}
-    method = find_method(run.method)
+    method, tuned = find_method(run.method), run.protocol.finetune_epochs
     own = getattr(config_of(run.method, run.settings), "epochs", None)
     searched = own if isinstance(own, int) else recipe if run.prepares or method.own is Own.AS_TRAINED else 0
     if run.prepares:
@@ -270,7 +270,7 @@ def epochs_of(run: PlannedRun) -> dict[str, int]:
     found = {
         "search": 0 if method.prepare else searched,
         "training": recipe if run.scratch else 0,
-        "fine-tuned": run.protocol.finetune_epochs if method.own is Own.FINETUNED else 0,
+        "fine-tuned": tuned and (recipe if method.full else tuned) if method.own is Own.FINETUNED else 0,
         "slimmable": recipe if method.own is Own.SLIMMABLE else 0,
     }
     return {kind: number for kind, number in found.items() if number}
@@ -525,7 +525,8 @@ class OneRun:
     def _nets(self, choice: Choice) -> dict[str, nn.Module]:
         """The chosen network, trained from scratch and the way of the method's authors, as far as that is wanted."""
         it, name, nets = self.it, title(self.it.method), dict[str, nn.Module]()
-        own, epochs = find_method(it.method).own, it.protocol.finetune_epochs
+        method, epochs = find_method(it.method), it.protocol.finetune_epochs
+        own = method.own
         if it.scratch:
             nets |= self._train({name: choice.widths})
         if own is Own.SLIMMABLE:
@@ -536,7 +537,8 @@ class OneRun:
             if own is Own.FINETUNED:
                 lr = self.recipe.lr / 10
                 gentle = replace(self.recipe, epochs=epochs, lr=lr, warmup_lr=lr, warmup_epochs=0)
-                train(small, self.inputs.train, gentle, runtime=self.runtime.stage(name + _OWN))
+                recipe = self.recipe if method.full else gentle
+                train(small, self.inputs.train, recipe, runtime=self.runtime.stage(name + _OWN))
         return nets
 
     def _tested(self, nets: dict[str, nn.Module], widths: Widths) -> tuple[Network, ...]:
