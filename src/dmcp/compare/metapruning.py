@@ -178,7 +178,7 @@ class MetaPruningConfig(Settings):
     parents: int = setting(10, "The best so far, from which the next generation is bred.", 1)
     mutation: float = setting(0.1, "Chance of each width to be sampled anew in a mutated network.", 1e-300, 1)
     crossed: float = setting(0.5, "Share of a generation with the widths of two parents; others are mutated.", 0, 1)
-    batches: int = setting(20, "Held-out batches that a network is judged on, at most.", 1)
+    batches: int | None = setting(None, "Held-out batches that widths are judged by; None: all of them.", 1)
 
 
 def prepare(problem: Problem, config: MetaPruningConfig) -> Prepared:
