@@ -53,7 +53,9 @@ class SoftConfig(Settings):
     """Settings of soft pruning, whatever ranks the channels."""
 
     every: int = setting(1, "Epochs between two times that filters are set to zero; the last one always does it.", 1)
-    regrowth: float = setting(0.01, "Share of their gradient that zeroed filters get; the paper: 1.", 1e-300, 1)
+    regrowth: float = setting(
+        0.01, "Share of their gradient that zeroed filters get; SFP's release: 1, FPGM's: 0.", 0, 1
+    )
 
 
 def find_sfp(problem: Problem, config: SoftConfig, state: Mapping[str, Tensor] | None = None) -> Choice:
