@@ -24,7 +24,6 @@ from dmcp.compare.runner import (
     PlannedRun,
     Protocol,
     check_begun,
-    check_one,
     check_peer,
     epochs_of,
     is_begun,
@@ -94,7 +93,6 @@ def compare(config: RunConfig, request: Request) -> None:
 def compare_run(settings: Path, folder: Path) -> None:
     """dmcp compare-run: one run of a comparison."""
     it = read_plan(settings)
-    check_one(it, folder)
     protocol = it.protocol
     search = SearchConfig(
         budget=it.budget or "100%",

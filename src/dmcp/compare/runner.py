@@ -327,44 +327,28 @@ def read_plan(path: Path) -> PlannedRun:
         raise FileError(f"{path}: not the plan of a run of this version: {error}.") from None
 
 
-def check_one(it: PlannedRun, folder: Path) -> None:
-    """Refuse a folder in which nothing is left to do, or in which another run was begun."""
-    if is_done(folder) or (is_begun(folder) and read_json(folder / SETTINGS).get("comparison") != plain(it)):
-        raise FileError(f"{folder}: this run is done, or was begun with another plan: give another folder.")
-
-
 def state_of(it: PlannedRun, folder: Path) -> str:
     """How far a run is."""
-    if keys := changed(it, folder):
-        return f"other settings ({', '.join(keys)})"
     return "done" if is_done(folder / it.name) else "begun" if is_begun(folder / it.name) else "missing"
-
-
-def changed(it: PlannedRun, folder: Path) -> list[str]:
-    """What of the plan of a run is not as it was when it was begun."""
-    path = folder / PLANS / f"{it.name}.json"
-    if not is_begun(folder / it.name) or not path.is_file():
-        return []
-    before, now = read_json(path), plain(it)
-    pairs = ((before, now), (before.get("protocol", {}), now["protocol"]))
-    return [key for one, other in pairs for key in other if one.get(key) != other[key]]
 
 
 def check_begun(runs: Sequence[PlannedRun], folder: Path) -> None:
     """Refuse all runs if one of them, or another seed of its row, was begun with other settings."""
-    rows = {it.row: plain(it) for it in runs}
-    others = {it.name: changed(it, folder) for it in runs}
+    names, rows = {it.name: plain(it) for it in runs}, {it.row: plain(it) for it in runs}
     for path in sorted((folder / PLANS).glob("*.json")):
+        before, keys = dict[str, Any](), list[str]()
         with contextlib.suppress(FileError):
-            before = read_json(path)
-            now = rows.get(path.stem.removesuffix(f"-seed{before.get('seed')}"))
-            if now and path.stem not in others and is_begun(folder / path.stem):
-                others[path.stem] = [key for key in ("method", "settings") if before.get(key) != now[key]]
-    for name, keys in others.items():
+            before = read_json(path) if is_begun(folder / path.stem) else {}
+        if path.stem in names and before:
+            now = names[path.stem]
+            pairs = ((before, now), (before.get("protocol", {}), now["protocol"]))
+            keys = [key for one, other in pairs for key in other if one.get(key) != other[key]]
+        elif other := rows.get(path.stem.removesuffix(f"-seed{before.get('seed')}")):
+            keys = [key for key in ("method", "settings") if before.get(key) != other[key]]
         if keys:
             raise FileError(
-                f"{folder / name} was begun with other settings ({', '.join(keys)}): give --out another folder, or the "
-                f"command that began it: see {folder / COMMANDS}."
+                f"{folder / path.stem} was begun with other settings ({', '.join(keys)}): give --out another folder, "
+                f"or the command that began it: see {folder / COMMANDS}."
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import json
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from dmcp import exporting
 from dmcp.batches import device_of, generator
@@ -193,30 +195,30 @@ def fit(kinds: Mapping[Key, Terms], rows: Sequence[Sequence[int]], ms: Sequence[
 
     A constant, and a price per unit of each kind of work; errors count relative to the time.
     """
-    times = np.array(ms, dtype=np.float64)
-    best: tuple[float, int] | None = None
+    times, tries = np.array(ms, dtype=np.float64), list[tuple[float, int, list[Terms], Array, Array]]()
     for grouping in _GROUPINGS:
         groups: dict[object, list[Terms]] = {}
         for key, terms in kinds.items():
             groups.setdefault(grouping(key), []).append(terms)
-        candidate: list[Terms] = [{(): 1}, *map(total, groups.values())]
-        table = np.array([[float(evaluate(part, row)) for part in candidate] for row in rows])  # (N, P)
-        unseen = _unseen_errors(table, times)
-        if best is None or (float(np.median(np.abs(unseen))), len(candidate)) < best:
-            best = float(np.median(np.abs(unseen))), len(candidate)
-            parts, units, errors = candidate, table, unseen
-    late = _outliers(errors)
+        parts: list[Terms] = [{(): 1}, *map(total, groups.values())]
+        table = np.array([[float(evaluate(part, row)) for part in parts] for row in rows])  # (N, P)
+        errors = _unseen_errors(table, times)
+        tries.append((float(np.median(np.abs(errors))), len(parts), parts, table, errors))
+    error, _, parts, table, errors = min(tries, key=lambda it: it[:2])
+    # Something else had the machine where a network took far longer than forecast; nothing makes one faster.
+    late = errors > max(np.log(_FAR), _SPREADS * _DEVIATION * error)
+    late &= _RARE * late.sum() <= len(late)
     kept = ~late
     kept[0] = True
     weights = 1 / times[kept]
     weights[0] *= _ANCHOR
-    prices = nonnegative(units[kept] * weights[:, None], times[kept] * weights)
-    summed: dict[tuple[int, ...], Fraction] = {}
+    prices = nonnegative(table[kept] * weights[:, None], times[kept] * weights)
+    summed: dict[tuple[int, ...], Fraction] = collections.defaultdict(Fraction)
     for part, price in zip(parts, prices.tolist(), strict=True):
         for spaces, factor in part.items():
-            summed[spaces] = summed.get(spaces, Fraction(0)) + factor * Fraction(price) * FS_PER_MS
-    terms = {spaces: round(value) for spaces, value in summed.items() if round(value)}
-    return terms or {(): 0}, late.tolist()
+            summed[spaces] += factor * Fraction(price) * FS_PER_MS
+    found = {spaces: round(value) for spaces, value in summed.items() if round(value)}
+    return found or {(): 0}, late.tolist()
 
 
 def _unseen_errors(table: Array, times: Array) -> Array:
@@ -234,13 +236,6 @@ def _unseen_errors(table: Array, times: Array) -> Array:
             weights = 1 / (ms * np.sqrt(np.maximum(np.abs(seen @ prices / ms - 1), _CLOSE)))
         found[out] = np.log(times[out] / np.maximum(table[out] @ prices, _TINY * times[out]))
     return found
-
-
-def _outliers(errors: Array) -> NDArray[np.bool_]:
-    """Networks that took far longer than forecast: something else had the machine. Nothing makes one faster."""
-    bound = max(np.log(_FAR), _SPREADS * _DEVIATION * float(np.median(np.abs(errors))))
-    late: NDArray[np.bool_] = errors > bound
-    return late if _RARE * late.sum() <= len(late) else np.zeros_like(late)
 
 
 def nonnegative(table: Array, wanted: Array) -> Array:
@@ -296,7 +291,9 @@ class Clock:
         place, before = f"{device} with a batch of {self.config.batch} in {self.config.dtype}", torch.get_num_threads()
         in_onnx = self.config.runtime == RuntimeKind.ONNX
         with blaming(f"The latency cannot be measured on {place}", DmcpError), torch.inference_mode(not in_onnx):
-            example = map_leaves(lambda leaf: _moved(leaf, device, dtype), example)
+            example = pytree.tree_map_only(
+                Tensor, lambda it: it.to(device, dtype if it.is_floating_point() else it.dtype), example
+            )
             moved = (net.to(device=device, dtype=dtype).eval() for net in nets)
             torch.set_num_threads(self.threads)
             try:
@@ -343,12 +340,6 @@ def waiting(device: torch.device) -> Callable[[], None]:
         return lambda: torch.cuda.synchronize(device)
     synchronize: Callable[[], None] = getattr(torch, device.type).synchronize
     return synchronize
-
-
-def _moved(leaf: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return leaf.to(device=device, dtype=dtype) if leaf.is_floating_point() else leaf.to(device)
 
 
 def _name(measure: Measure) -> str:
@@ -487,15 +478,16 @@ def choose(
         result = found if now == asked else replace(found, budget=_limited(found.budget, now))
         widths = expected(result)
         spent = graph.cost(LATENCY, widths)
-        ms = None if clock is None else _measured(clock, model, graph, widths)
-        outcome = Outcome(
-            asked_ms=asked / FS_PER_MS,
-            predicted_ms=spent / FS_PER_MS,
-            unpruned_ms=table.unpruned_ms,
-            how=table.how,
-            measured_ms=ms,
-            again=number,
-        )
+        ms = None
+        if clock is not None:  # beside the unpruned network: a machine that is busy slows both
+            whole, small = clock.times(iter([narrow(unwrap(model), {}, {}), cut(model, graph, widths)]))
+            ms = small * table.unpruned_ms / whole
+        forecast: dict[str, Any] = {
+            "predicted_ms": spent / FS_PER_MS,
+            "unpruned_ms": table.unpruned_ms,
+            "how": table.how,
+        }
+        outcome = Outcome(asked_ms=asked / FS_PER_MS, measured_ms=ms, again=number, **forecast)
         rank = outcome.held, (ms or 0.0) * (1 if outcome.held else -1)
         same = best is not None and best[2] == widths
         best = (rank, result, widths, outcome) if best is None or rank >= best[0] else best
@@ -509,14 +501,6 @@ def choose(
     assert best is not None
     _, result, widths, taken = best
     return result, widths, replace(taken, again=number)
-
-
-def _measured(clock: Clock, model: nn.Module, graph: ChannelGraph, widths: Widths) -> float:
-    """Time of the cut network, scaled by that of the unpruned one beside it: a machine that is busy slows both."""
-    table = Latency.of(graph)
-    assert table is not None
-    unpruned, small = clock.times(iter([narrow(unwrap(model), {}, {}), cut(model, graph, widths)]))
-    return small * table.unpruned_ms / unpruned
 
 
 def _target(budget: Budget) -> int:
