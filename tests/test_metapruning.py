@@ -24,11 +24,8 @@ from dmcp.compare.metapruning import (
     MetaPruningConfig,
     PruningNet,
     WidthsLoader,
-    cross,
     evolve,
-    mutate,
     prepare,
-    spaces_of,
 )
 from dmcp.compare.metapruning import find_metapruning as find
 from dmcp.compare.problem import Problem
@@ -79,16 +76,10 @@ def test_sub_networks_are_the_cut_model_with_the_computed_weights(build: Any) ->
 
 
 def test_a_weight_is_computed_from_its_own_spaces_only() -> None:
-    problem = planted_problem()
-    net = random_blocks(problem)
-    assert spaces_of(problem.model, problem.graph) == {
-        "needed.weight": [0],
-        "useless.weight": [1],
-        "readout.weight": [0, 1],
-    }
+    net = random_blocks(planted_problem())
     before, after = net.weights(torch.tensor([8, 8])), net.weights(torch.tensor([8, 3]))
     differ = [name for name in before if not torch.equal(before[name], after[name])]
-    assert differ == ["model.useless.weight", "model.readout.weight"]
+    assert differ == ["model.useless.weight", "model.readout.weight"] and len(before) == 3
 
 
 def test_a_fresh_net_is_the_model_and_learns_in_every_part() -> None:
@@ -159,18 +150,6 @@ def test_batches_with_structures_can_be_entered_anywhere() -> None:
 
 
 # evolution
-
-
-def test_children_take_their_widths_from_parents() -> None:
-    grid = grid_of(real(resnet18))
-    spaces = len(grid.counts)
-    crossed = cross(torch.tensor([[9], [11]]).repeat(1, spaces), 400, generator(0))
-    assert set(crossed.unique().tolist()) == {9, 11}
-    assert (crossed == 9).double().mean().item() == pytest.approx(0.5, abs=0.05)
-    assert (crossed != crossed[:, :1]).any()
-    one = grid.table.max() + 1  # no width of the grid
-    mutated = mutate(one.repeat(1, spaces), 400, grid, 0.1, generator(0))
-    assert (mutated != one).double().mean().item() == pytest.approx(0.1, abs=0.02)
 
 
 @pytest.mark.parametrize("budget", ["50%", "60%,params:40%"])

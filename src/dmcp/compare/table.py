@@ -7,7 +7,6 @@ import io
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -105,29 +104,25 @@ def _networks(
     every = [it.run for it in results.values()] + [*asked]
     rows = {(it.method, it.budget) for it in every if it.budget or it.method == UNPRUNED}
     for method, budget in sorted(rows, key=lambda row: (*_place(row[1]), *_rank(row[0]))):
-        own = {it.run.seed: it for it in _of(results, method, budget)}
-        trained = {seed: it for seed, it in own.items() if any(net.training == SAME for net in it.networks)}
+        own = _by_seed(results, method, budget)
         copied = is_one_ratio(method) and any(it.scratch for it in every if it.budget)
-        if copied:  # trained by the same recipe, it is the same network
-            trained = {it.run.seed: it for it in _of(results, UNIFORM, budget)}
-        for training, several in ((False, trained), (True, own)):
-            for seed, it in sorted(several.items()):
-                cost = _cost(results, own.get(seed) if own else it) if method != UNPRUNED else (0.0, 0.0)
-                row = {"method": title(method), "budget": budget, "training": "", "seed": seed, "accuracy": 0.0}
-                row |= {
-                    "same_as": UNIFORM if copied and not training else "",
-                    "macs": 0,
-                    "macs_share": 0.0,
-                    "params": 0,
-                }
-                row |= {"search_seconds": cost[0], "sample_passes": cost[1], "ms": ms.get(it.run.name)}
-                nets = [net for net in it.networks if (net.training != SAME) == training]
-                found += [row | asdict(net) | {"macs_share": net.macs / it.full_macs} for net in nets]
+        trained = _by_seed(results, UNIFORM, budget) if copied else own  # by the same recipe it is the same network
+        both = [(it, net) for it in trained.values() for net in it.networks if net.training == SAME]
+        both += [(it, net) for it in own.values() for net in it.networks if net.training != SAME]
+        for it, net in both:
+            cost = _cost(results, own.get(it.run.seed) if own else it) if method != UNPRUNED else (0.0, 0.0)
+            row: dict[str, Any] = {"method": title(method), "budget": budget, "training": net.training}
+            row |= {"seed": it.run.seed, "accuracy": net.accuracy}
+            row |= {"same_as": UNIFORM if copied and net.training == SAME else "", "macs": net.macs}
+            row |= {"macs_share": net.macs / it.full_macs, "params": net.params}
+            row |= {"search_seconds": cost[0], "sample_passes": cost[1], "ms": ms.get(it.run.name)}
+            found.append(row)
     return found
 
 
-def _of(results: Mapping[str, Result], method: str, budget: str) -> list[Result]:
-    return [it for it in results.values() if (it.run.method, it.run.budget) == (method, budget) and it.networks]
+def _by_seed(results: Mapping[str, Result], method: str, budget: str) -> dict[int, Result]:
+    own = [it for it in results.values() if (it.run.method, it.run.budget) == (method, budget) and it.networks]
+    return {it.run.seed: it for it in sorted(own, key=lambda it: it.run.seed)}
 
 
 def _cost(results: Mapping[str, Result], it: Result | None) -> tuple[float | None, float | None]:
@@ -234,23 +229,17 @@ def _cells(lines: Sequence[Mapping[str, Any]], batch: int) -> list[list[str]]:
     for same, own in _pairs(lines):
         line = same or own
         passes = (line["sample_passes"] or 0) / 1e6
-        rows.append(
-            [
-                line["method"],
-                line["budget"] or "100%",
-                ""
-                if same is None
-                else f"= {UNIFORM}"
-                if same["same_as"] and line["budget"] in shown
-                else spread(same["accuracies"]),
-                f"{spread(own['accuracies'])}, {own['way']}" if own else "",
-                between(*(f"{share:.1%}" for share in line["macs_share"])),
-                between(*(f"{number:,}" for number in line["params"])),
-                "" if line["search_seconds"] is None else f"{line['search_seconds']:,.0f}",
-                f"{passes:,.1f}" if passes >= 1 else f"{passes:.3g}",
-                *(["" if line["ms"] is None else f"{line['ms']:.2f}"] if timed else []),
-            ]
-        )
+        cells = [line["method"], line["budget"] or "100%", spread(same["accuracies"]) if same else ""]
+        if same and same["same_as"] and line["budget"] in shown:
+            cells[2] = f"= {UNIFORM}"
+        cells += [
+            f"{spread(own['accuracies'])}, {own['way']}" if own else "",
+            between(*(f"{share:.1%}" for share in line["macs_share"])),
+            between(*(f"{number:,}" for number in line["params"])),
+            "" if line["search_seconds"] is None else f"{line['search_seconds']:,.0f}",
+            f"{passes:,.1f}" if passes >= 1 else f"{passes:.3g}",
+        ]
+        rows.append(cells + (["" if line["ms"] is None else f"{line['ms']:.2f}"] if timed else []))
     return rows
 
 
@@ -266,9 +255,9 @@ def _differences(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         known = dict(zip(base["seeds"], base["accuracies"], strict=True))
         values = [dict(zip(it["seeds"], it["accuracies"], strict=True)) if it else {} for it in (same, own)]
         above = [points([own[seed] - known[seed] for seed in own if seed in known]) for own in values]
-        rows.append(
-            [line["method"], line["budget"], f"= {UNIFORM}" if same and same["same_as"] else above[0], above[1]]
-        )
+        if same and same["same_as"]:
+            above[0] = f"= {UNIFORM}"
+        rows.append([line["method"], line["budget"], *above])
     return rows if len(rows) > 1 else []
 
 
