@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +15,7 @@ from dmcp import sampling
 from dmcp.batches import generator, input_of, on_device, size_of
 from dmcp.compare.problem import Choice, Problem, Settings, load, loaded, samples_of
 from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError
+from dmcp.exporting import blaming
 from dmcp.importance import magnitude, written
 from dmcp.sampling import FILLED, random_widths
 from dmcp.searching.config import SearchResult
@@ -124,6 +124,7 @@ def find_direct(problem: Problem, config: DirectConfig, found: SearchResult | No
 # torch-pruning
 
 _PARTS = 100  # of the last step
+_CANNOT = "torch-pruning cannot prune this network, use another method"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,21 +179,11 @@ def _example(problem: Problem) -> Any:
     raise DataError("There are no held-out batches: is the batch larger than the data?")
 
 
-@contextlib.contextmanager
-def _its_errors() -> Iterator[None]:
-    """What the package stumbles over, in one sentence."""
-    try:
-        yield
-    except Exception as error:  # whatever it may be
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise TrainingError(f"torch-pruning cannot prune this network, use another method: {reason}") from error
-
-
 def _pruner(package: Any, config: TorchPruningConfig, pruned: nn.Module, graph: ChannelGraph, example: Any) -> Any:
     """Its pruner for this network; what is unprunable here it leaves alone, too."""
     normalizer = "mean" if config.normalize else None
     importance = package.importance.GroupMagnitudeImportance(p=config.norm, normalizer=normalizer)
-    with _its_errors(), torch.enable_grad():
+    with blaming(_CANNOT, TrainingError), torch.enable_grad():
         return package.pruner.BasePruner(
             pruned,
             example,
@@ -227,7 +218,7 @@ class _Ledger:
     def follow(self, pruner: Any, step: int) -> None:
         """Let the package do one step, and note what it removes."""
         names = {module: name for name, module in pruner.model.named_modules()}
-        with _its_errors():
+        with blaming(_CANNOT, TrainingError):
             for group in pruner.step(interactive=True):
                 lost: dict[str, set[int]] = {}
                 for dependency, filters in group:

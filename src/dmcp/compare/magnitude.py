@@ -53,9 +53,7 @@ class SoftConfig(Settings):
     """Settings of soft pruning, whatever ranks the channels."""
 
     every: int = setting(1, "Epochs between two times that filters are set to zero; the last one always does it.", 1)
-    regrowth: float = setting(
-        0.01, "Share of their gradient that zeroed filters get; SFP's release: 1, FPGM's: 0.", 0, 1
-    )
+    regrowth: float = setting(0.01, "Share of their gradient that zeroed filters get; in SFP 1, in FPGM 0.", 0, 1)
 
 
 def find_sfp(problem: Problem, config: SoftConfig, state: Mapping[str, Tensor] | None = None) -> Choice:
@@ -170,7 +168,8 @@ def find_slimming(problem: Problem, config: SlimmingConfig, state: Mapping[str, 
 def _above_threshold(problem: Problem, scores: list[Tensor]) -> Tensor:
     """Channels of each space above the smallest threshold that is inside the budget, bounds kept. -> (S,)"""
     bars = torch.cat([torch.tensor([-1.0]), *scores]).sort().values  # the first keeps all, the last none
-    widths = torch.stack([(score > bars[:, None]).sum(dim=1) for score in scores], dim=1)  # (N, S)
+    below = [torch.searchsorted(score.sort().values, bars, right=True) for score in scores]
+    widths = problem.graph.full.tensor() - torch.stack(below, dim=1)  # (N, S)
     widths = widths.maximum(problem.min_widths.tensor()).minimum(problem.widest.tensor())
     return widths[(problem.shares(widths) <= 1).int().argmax()]
 

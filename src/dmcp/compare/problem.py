@@ -17,6 +17,7 @@ from dmcp.batches import Loader, check_parts, device_of, input_of, on_device, si
 from dmcp.budget import Budget, check_reachable, spent_shares
 from dmcp.calibration import kept_modes
 from dmcp.errors import BudgetError, DataError, TrainingError
+from dmcp.exporting import blaming
 from dmcp.losses import check_metric, growing, measure, top1, whole_of
 from dmcp.modules import unwrap
 from dmcp.runtime.distributed import current, sum_values
@@ -133,11 +134,8 @@ def loaded(problem: Problem, state: Mapping[str, Tensor] | None) -> nn.Module:
 
 def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Load a state dict; TrainingError for that of another network."""
-    try:
+    with blaming("The state dict is that of another network", TrainingError):
         model.load_state_dict(dict(state))
-    except RuntimeError as error:
-        reason = str(error).splitlines()[-1].strip()
-        raise TrainingError(f"The state dict is that of another network: {reason}") from None
 
 
 # judging sub-networks
