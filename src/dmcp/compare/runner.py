@@ -30,7 +30,8 @@ from dmcp.compare.problem import Choice, Prepared, Problem, samples_of
 from dmcp.cutting import cut
 from dmcp.data.datasets import DataSet, split
 from dmcp.data.loaders import make_loader
-from dmcp.errors import DmcpError, FileError, TrainingError
+from dmcp.errors import DmcpError, FileError
+from dmcp.exporting import blaming
 from dmcp.results import UNIFORM, UNPRUNED, compare
 from dmcp.retraining import Retraining, train_all
 from dmcp.runs import CHECKPOINTS, LOG, PREPARED, SETTINGS, Run, load_search, read_json
@@ -124,12 +125,10 @@ class Comparison:
 def config_of(name: str, settings: Mapping[str, Any]) -> Any:
     """The settings of a method; DmcpError for what it does not have."""
     config = find_method(name).config
-    try:
+    with blaming(f"--set: {name} (a mapping is written as \"{{'warmup': 0.2}}\")", DmcpError):
         if isinstance(config, type) and is_dataclass(config):
             return from_plain(config, dict(settings))
         return config(**settings)
-    except (TypeError, ValueError) as error:
-        raise DmcpError(f"--set: {name}: {error}; write a mapping like \"{{'warmup': 0.2}}\".") from None
 
 
 def check_peer(name: str) -> str:
@@ -294,11 +293,9 @@ Launch = Callable[[Sequence[PlannedRun]], Mapping[str, str]]  # runs processes; 
 
 def run(runs: Sequence[PlannedRun], folder: Path, launch: Launch) -> Mapping[str, str]:
     """Do the runs that are not done; those that failed, with the reason. The same again goes on where it was."""
-    try:
+    with blaming(f"{folder}: no runs can be kept here"):
         for part in (folder, folder / PLANS, folder / OUTPUT):
             part.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FileError(f"{folder}: no runs can be kept here: {error.strerror or error}.") from error
     with Lock(folder):
         check_begun(runs, folder)
         for it in runs:
@@ -321,10 +318,8 @@ def is_begun(folder: Path) -> bool:
 
 def read_plan(path: Path) -> PlannedRun:
     """What a run is to do."""
-    try:
+    with blaming(f"{path}: not the plan of a run of this version"):
         return from_plain(PlannedRun, read_json(path))
-    except (TypeError, ValueError, TrainingError) as error:
-        raise FileError(f"{path}: not the plan of a run of this version: {error}.") from None
 
 
 def state_of(it: PlannedRun, folder: Path) -> str:

@@ -125,12 +125,8 @@ class Latency:
     @property
     def warning(self) -> str:
         """A sentence about forecasts that cannot be relied on; empty if they can."""
-        if self.median_error <= _POOR:
-            return ""
-        return (
-            f"Forecasts of latency are off by {self.median_error:.0%} (median of held-out networks): the machine was "
-            "busy, or its times do not follow the widths. Measure on an idle machine, with larger batches or align 8."
-        )
+        off = f"Forecasts of latency are off by {self.median_error:.0%} (median of held-out networks)"
+        return f"{off}: the machine was busy; measure on an idle one." if self.median_error > _POOR else ""
 
     @property
     def table(self) -> str:
@@ -200,23 +196,18 @@ class Outcome:
     def text(self) -> str:
         """In a sentence."""
         measured = "not measured" if self.measured_ms is None else f"measured {show_ms(self.measured_ms)}"
-        return (
-            f"latency {self.how}: asked {show_ms(self.asked_ms)}, predicted {show_ms(self.predicted_ms)}, {measured}"
-            f"{f', chosen again {self.again}x' * bool(self.again)}; the unpruned network takes "
-            f"{show_ms(self.unpruned_ms)}"
-        )
+        again = f", chosen again {self.again}x" if self.again else ""
+        asked, predicted, unpruned = map(show_ms, (self.asked_ms, self.predicted_ms, self.unpruned_ms))
+        times = f"asked {asked}, predicted {predicted}, {measured}{again}; the unpruned network takes {unpruned}"
+        return f"latency {self.how}: {times}"
 
     @property
     def warning(self) -> str:
         """A sentence about a limit that is exceeded, or was not measured; empty otherwise."""
+        asked, predicted = show_ms(self.asked_ms), show_ms(self.predicted_ms)
         if self.measured_ms is None:
             return (
-                f"The latency was not measured: the table is {self.how}, which is not here. "
-                f"{show_ms(self.predicted_ms)} is a forecast."
+                f"The latency was not measured, {predicted} is a forecast: the table is {self.how}, which is not here."
             )
-        if self.held:
-            return ""
-        return (
-            f"The network takes {show_ms(self.measured_ms)}, more than the {show_ms(self.asked_ms)} asked for, though "
-            f"widths were chosen again {self.again}x: ask for less, or measure on an idle machine."
-        )
+        takes = f"The network takes {show_ms(self.measured_ms)}, more than the {asked} asked for"
+        return "" if self.held else f"{takes}: ask for less, or measure on an idle machine."
