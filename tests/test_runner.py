@@ -113,20 +113,12 @@ def test_epochs_and_order(inputs: Inputs) -> None:
     "changes",
     [
         {"budgets": ()},
-        {"methods": ("l1", "l1")},
-        {"methods": ("amk",), "settings": {}},
         {"methods": ("=../evil",)},
         {"widths": {"random": {}}},
-        {"settings": {"dmpc": {}}},
-        {"settings": {"random": {}}},
-        {"settings": {"amc": {"episodes": 0}}},
         {"settings": {"amc": {"episods": 1}}},
-        {"settings": {"amc": {"episodes": "many"}}},
-        {"settings": {"dmcp": {"more": "warmup:0.2"}}, "methods": ("dmcp",)},
         {"settings": {"dmcp": {"more": {"max_channels": 3}}}, "protocol": replace(TWO.protocol, max_channels={"0": 5})},
         {"scratch": False},
         {"budgets": ("50%", "0.5")},
-        {"budgets": ("1%",)},
         {"widths": {"hand": {"x": 3}}},
         {"widths": {"hand": {"0": 6}}},
         {"protocol": replace(TWO.protocol, batch=5000)},
@@ -464,16 +456,12 @@ def test_runs_that_fail_are_named(here: Path, capfd: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     "more",
     [
-        "--set amc",
         "--set l1.power=1 --set l1.power=2",
-        "--widths hand",
         "--widths hand=none.json",
         "--widths hand=wrong.json",
         "--widths hand=good.json --widths hand=good.json",
         "--widths hand=good.json",
-        "--peer torch-prunning",
         "--min-channels 16",
-        "--gather table",
     ],
 )
 def test_mistakes(here: Path, capfd: pytest.CaptureFixture[str], more: str) -> None:
