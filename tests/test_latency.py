@@ -25,21 +25,7 @@ import dmcp
 from dmcp import pruning
 from dmcp.budget import Limit, check_reachable, costs, holds, parse, ratios, spent_shares
 from dmcp.errors import BudgetError, DmcpError, FileError, WidthsError
-from dmcp.latency import measure as measure_module
-from dmcp.latency.measure import (
-    MACS,
-    Clock,
-    LatencyWarning,
-    choose,
-    clock_of,
-    device_name,
-    measure_latency,
-    nonnegative,
-    open_sessions,
-    sample_widths,
-    turn_times,
-    work,
-)
+from dmcp.latency import measure as timing
 from dmcp.latency.table import Latency
 from dmcp.markov import CHAIN
 from dmcp.models import build
@@ -107,7 +93,7 @@ def traced() -> tuple[nn.Module, ChannelGraph]:
 
 def measured(device: Callable[[nn.Module], float], **config: Any) -> Latency:
     model, graph = traced()
-    return measure_latency(model, X, graph, LatencyConfig(**config), measure=device)
+    return timing.measure_latency(model, X, graph, LatencyConfig(**config), measure=device)
 
 
 @functools.cache
@@ -123,7 +109,7 @@ def with_latency() -> ChannelGraph:
 def unseen() -> tuple[tuple[dmcp.Widths, float], ...]:
     """Widths that no table was made of, and their times."""
     model, graph = traced()
-    rows = map(graph.widths, sample_widths(graph, LatencyConfig(networks=30, seed=9)))
+    rows = map(graph.widths, timing.sample_widths(graph, LatencyConfig(networks=30, seed=9)))
     return tuple((widths, true_ms(dmcp.cut(model, graph, widths))) for widths in rows)
 
 
@@ -146,13 +132,13 @@ def test_least_squares_are_those_of_a_search_over_all_sets_and_never_negative() 
                 x[chosen] = np.linalg.lstsq(a[:, chosen], b, rcond=None)[0]
             if (x >= 0).all():
                 best = min(best, float(np.linalg.norm(a @ x - b)))
-        found = nonnegative(a, b)
+        found = timing.nonnegative(a, b)
         assert (found >= 0).all() and np.linalg.norm(a @ found - b) == pytest.approx(best, rel=1e-6)
 
 
 def test_work_adds_up_to_the_macs() -> None:
     _, graph = traced()
-    macs = total(terms for key, terms in work(graph).items() if key[0] == MACS)
+    macs = total(terms for key, terms in timing.work(graph).items() if key[0] == timing.MACS)
     rows = [[max(1, space.size // divisor) for space in graph.spaces] for divisor in (1, 2, 3)]
     batches = {evaluate(macs, row) / graph.macs(graph.widths(row)) for row in rows}
     assert len(batches) == 1 and batches.pop() >= 1
@@ -169,7 +155,7 @@ def test_a_device_is_forecast_exactly_or_to_its_noise() -> None:
 def test_every_kind_of_network_has_its_table(kind: Any) -> None:
     measure = lambda net: 0.1 + 1e-4 * sum(it.numel() for it in net.parameters())  # noqa: E731
     x = sample(kind.SHAPE).float()
-    found = measure_latency(kind(**kind.FULL), x, config=LatencyConfig(networks=20), measure=measure)
+    found = timing.measure_latency(kind(**kind.FULL), x, config=LatencyConfig(networks=20), measure=measure)
     assert found.largest_error < 0.01 and min(found.terms.values()) >= 0
 
 
@@ -196,13 +182,13 @@ def test_only_rare_and_slow_networks_are_outliers() -> None:
 def test_networks_from_the_smallest_to_the_unpruned_are_measured() -> None:
     _, graph = traced()
     name, config = graph.spaces[0].name, LatencyConfig(min_channels=2)
-    rows = sample_widths(graph, config)
-    assert rows == sample_widths(graph, config) != sample_widths(graph, replace(config, seed=1))
+    rows = timing.sample_widths(graph, config)
+    assert rows == timing.sample_widths(graph, config) != timing.sample_widths(graph, replace(config, seed=1))
     assert rows[0] == list(graph.full.values()) and rows[1] == [min(2, space.size) for space in graph.spaces]
     macs = [graph.macs(graph.widths(row)) / graph.macs() for row in rows[2:]]
     assert min(macs) < 0.2 and max(macs) > 0.7 and all(min(row) >= 2 for row in rows)
     named = LatencyConfig(min_channels={name: 3}, max_channels={name: 4})
-    assert all(3 <= row[0] <= 4 for row in sample_widths(graph, named)[1:])
+    assert all(3 <= row[0] <= 4 for row in timing.sample_widths(graph, named)[1:])
 
 
 @pytest.mark.parametrize(
@@ -358,7 +344,7 @@ def chosen(scale: Callable[[int], float], text: str = "latency:60%") -> Any:
     """What is chosen where cut networks take so many times their forecast, and the first choice."""
     found, device = searched(text), Device()
     device.scale = lambda params: 1.0 if params == WHOLE else scale(params)
-    result, widths, outcome = choose(found, traced()[0], clock_of(table(), None, device))
+    result, widths, outcome = timing.choose(found, traced()[0], timing.clock_of(table(), None, device))
     assert holds(result.budget, found.graph, widths) and torch.equal(result.alphas, found.alphas)
     change = result.budget.limits[0].target - found.budget.limits[0].target
     return outcome, widths, expected(found), change
@@ -386,16 +372,16 @@ def test_a_wider_network_that_is_too_slow_is_not_taken() -> None:
     bound = traced()[1].params(expected(searched("latency:60%")))
     outcome, widths, _, _ = chosen(lambda params: 0.8 if params <= bound else 1.3)
     assert outcome.held and outcome.again and traced()[1].params(widths) <= bound
-    clock = clock_of(table(), None, lambda net: 2 * true_ms(net))  # a busy machine does not change the choice
-    _, _, outcome = choose(searched("latency:60%"), traced()[0], clock)
+    clock = timing.clock_of(table(), None, lambda net: 2 * true_ms(net))  # a busy machine does not change the choice
+    _, _, outcome = timing.choose(searched("latency:60%"), traced()[0], clock)
     assert outcome.held and not outcome.again
 
 
 def test_a_limit_that_is_exceeded_or_not_measured_is_a_warning() -> None:
     outcome, *_ = chosen(lambda params: max(1.1, 0.6 * WHOLE / params))
     assert not outcome.held and outcome.again and "more than" in outcome.warning
-    assert clock_of(replace(table(), place="cpu", device="a toaster"), None) is None
-    _, _, outcome = choose(searched("latency:60%"), traced()[0], None)
+    assert timing.clock_of(replace(table(), place="cpu", device="a toaster"), None) is None
+    _, _, outcome = timing.choose(searched("latency:60%"), traced()[0], None)
     assert outcome.measured_ms is None and "not measured" in outcome.text and "forecast" in outcome.warning
 
 
@@ -425,14 +411,14 @@ class Processor:
 
 def test_time_of_other_programs_does_not_count_where_one_thread_works(monkeypatch: pytest.MonkeyPatch) -> None:
     order, before = list[int](), torch.get_num_threads()
-    turn_times([lambda: order.append(0), lambda: order.append(1)], CPU, rounds=3)
+    timing.turn_times([lambda: order.append(0), lambda: order.append(1)], CPU, rounds=3)
     assert order == 4 * (4 * [0] + 4 * [1])  # they take turns
     for threads in (1, 2):
         clock = Processor()
-        monkeypatch.setattr(measure_module, "time", clock)
+        monkeypatch.setattr(timing, "time", clock)
         torch.set_num_threads(threads)
         try:
-            long, short = turn_times([functools.partial(clock.call, seconds) for seconds in (0.004, 0.001)], CPU)
+            long, short = timing.turn_times([functools.partial(clock.call, seconds) for seconds in (0.004, 0.001)], CPU)
         finally:
             torch.set_num_threads(before)
         assert (long, short) == pytest.approx((4.0, 1.0)) if threads == 1 else long > 4.5
@@ -440,16 +426,16 @@ def test_time_of_other_programs_does_not_count_where_one_thread_works(monkeypatc
 
 def test_this_machine_is_measured() -> None:
     model, graph = traced()
-    found = measure_latency(model, X, graph, LatencyConfig(networks=12, batch=3))
-    assert (found.place, found.device, found.batch) == ("cpu", device_name("cpu"), 3)
+    found = timing.measure_latency(model, X, graph, LatencyConfig(networks=12, batch=3))
+    assert (found.place, found.device, found.batch) == ("cpu", timing.device_name("cpu"), 3)
     assert found.unpruned_ms > 0 and sum(it.held_out for it in found.networks) == 2
-    clock = clock_of(found, X)
+    clock = timing.clock_of(found, X)
     assert clock is not None
     wide, narrow = (nn.Sequential(nn.Conv2d(3, n, 3), nn.Conv2d(n, n, 3)) for n in (256, 4))
     whole, small = clock.times(iter([wide, narrow]))
     assert whole > 2 * small > 0
     with pytest.raises(DmcpError, match="cannot be measured on meta"):
-        measure_latency(model, X, graph, LatencyConfig(device="meta"))
+        timing.measure_latency(model, X, graph, LatencyConfig(device="meta"))
 
 
 # onnxruntime
@@ -492,11 +478,11 @@ class Random(nn.Conv2d):
 def test_what_onnxruntime_cannot_measure_is_refused_first(more: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name in PACKAGES else find(name, *of))
-    monkeypatch.setattr(measure_module, "trace", lambda *_: pytest.fail("it began"))
+    monkeypatch.setattr(timing, "trace", lambda *_: pytest.fail("it began"))
     with pytest.raises(DmcpError, match="measure"):
-        measure_latency(traced()[0], X, config=LatencyConfig(runtime=RuntimeKind.ONNX, **more))
-    here = replace(table(), place="cpu", device=device_name("cpu"))
-    assert clock_of(here, X) is not None and clock_of(replace(here, runtime=RuntimeKind.ONNX), X) is None
+        timing.measure_latency(traced()[0], X, config=LatencyConfig(runtime=RuntimeKind.ONNX, **more))
+    here = replace(table(), place="cpu", device=timing.device_name("cpu"))
+    assert timing.clock_of(here, X) is not None and timing.clock_of(replace(here, runtime=RuntimeKind.ONNX), X) is None
 
 
 @needs_onnx
@@ -504,29 +490,31 @@ def test_sessions_compute_what_the_networks_do(monkeypatch: pytest.MonkeyPatch) 
     """Also where the older exporter fails, or writes another network: then the newer one does it."""
     example = {"pair": {"b": torch.randn(2, 1, 8, 8), "a": torch.randn(2, 1, 8, 8)}, "scale": 3.0}
     net = Nested().eval()
-    legacy = measure_module.write_legacy
+    legacy = timing.write_legacy
 
     def fail(*_: Any) -> None:
         raise TypeError("export() got an unexpected keyword argument 'dynamo'")
 
     for write in (legacy, fail, lambda net, *given: legacy(Nested(), *given)):
-        monkeypatch.setattr(measure_module, "write_legacy", write)
-        (call,) = open_sessions(iter([net]), example, 1)
+        monkeypatch.setattr(timing, "write_legacy", write)
+        (call,) = timing.open_sessions(iter([net]), example, 1)
         found = {tuple(it.shape): torch.from_numpy(it) for it in call()}  # type: ignore[attr-defined]
         for wanted in net(**example).values():
             torch.testing.assert_close(found[tuple(wanted.shape)], wanted, atol=1e-5, rtol=1e-4)
     for wrong in (Choosy(1, 4, 3), Random(1, 4, 3)):
         with pytest.raises(DmcpError):
-            open_sessions(iter([wrong.eval()]), DIGITS, 1)
+            timing.open_sessions(iter([wrong.eval()]), DIGITS, 1)
 
 
 @needs_onnx
 @pytest.mark.slow
 def test_this_machine_is_measured_in_onnxruntime() -> None:
-    found = measure_latency(digits(), DIGITS, config=LatencyConfig(networks=12, batch=3, runtime=RuntimeKind.ONNX))
+    found = timing.measure_latency(
+        digits(), DIGITS, config=LatencyConfig(networks=12, batch=3, runtime=RuntimeKind.ONNX)
+    )
     version = pytest.importorskip("onnxruntime").__version__
-    assert found.how.startswith(f"in onnxruntime {version} on {device_name('cpu')} (batch 3")
-    clock = clock_of(found, DIGITS)
+    assert found.how.startswith(f"in onnxruntime {version} on {timing.device_name('cpu')} (batch 3")
+    clock = timing.clock_of(found, DIGITS)
     assert clock is not None and clock.config.runtime == RuntimeKind.ONNX
     wide, again = clock.times(iter([digits(64), digits()]))
     assert wide > 2 * again and 0.2 < again / found.unpruned_ms < 5  # a busy machine
@@ -560,10 +548,10 @@ def test_prune_takes_a_table_or_a_graph_that_has_one() -> None:
     result = prune(budget="latency:60%,params:80%", graph=with_latency(), latency=device, runtime=runtime)
     assert device.calls == 2 and result.latency is not None and result.latency.held
     assert "latency" not in {it.stage for it in events}
-    with pytest.warns(LatencyWarning, match="is a forecast"):
+    with pytest.warns(timing.LatencyWarning, match="is a forecast"):
         prune(budget="latency:60%", latency=table())
     device.scale = lambda params: 1.0 if params == WHOLE else 3.0
-    with pytest.warns(LatencyWarning, match="more than the"):
+    with pytest.warns(timing.LatencyWarning, match="more than the"):
         prune(budget="latency:60%", graph=with_latency(), latency=device)
     with pytest.raises(BudgetError):
         prune(budget="50%", latency=device)
@@ -591,7 +579,7 @@ PRUNE += ["--search-epochs", "2", "--epochs", "1"]
 def fake(monkeypatch: pytest.MonkeyPatch) -> Device:
     """This machine is the make-believe device."""
     device = Device()
-    monkeypatch.setattr(Clock, "times", lambda self, nets: [device(net.eval()) for net in nets])
+    monkeypatch.setattr(timing.Clock, "times", lambda self, nets: [device(net.eval()) for net in nets])
     return device
 
 
@@ -599,8 +587,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Device:
 def table_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A table of the network of digits, by the make-believe device."""
     path = tmp_path_factory.mktemp("table") / "table.json"
-    found = measure_latency(build("digits:resnet"), DIGITS, config=LatencyConfig(networks=24), measure=Device())
-    replace(found, place="cpu", device=device_name("cpu")).save(path)
+    found = timing.measure_latency(build("digits:resnet"), DIGITS, config=LatencyConfig(networks=24), measure=Device())
+    replace(found, place="cpu", device=timing.device_name("cpu")).save(path)
     return path
 
 
@@ -687,7 +675,7 @@ def test_measuring_is_stopped_at_once(
     """There is nothing to save, and nothing to go on with."""
     monkeypatch.chdir(tmp_path)
     before = {it: signal.signal(it, signal.default_int_handler) for it in (signal.SIGINT, signal.SIGTERM)}
-    monkeypatch.setattr(Clock, "times", lambda self, nets: os.kill(os.getpid(), number))
+    monkeypatch.setattr(timing.Clock, "times", lambda self, nets: os.kill(os.getpid(), number))
     options = [*PRUNE, "--budget", "latency:60%"] if command == "prune" else ["latency", *PRUNE[1:3]]
     try:
         code, out, err = run(capsys, *options, "--out", str(tmp_path / "out"))
