@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -88,13 +89,14 @@ def test_wrappers_dtypes_and_another_head(chain: Case, tmp_path: Path) -> None:
     dmcp.save(small, widths, tmp_path / "b")
 
 
-def test_a_killed_save_leaves_the_old_result_or_the_new_one(
-    chain: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "full")], ids=["a kill", "a full disk"])
+def test_what_stops_a_save_leaves_the_old_result_or_the_new_one(
+    error: BaseException, chain: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, graph, widths, old = chain
     new = dmcp.cut(model, graph, graph.full)
     outcomes = []
-    for survive in range(6):  # calls to the disk before the kill: two fsyncs, two renames, one fsync of the folder
+    for survive in range(6):  # calls to the disk before it: two fsyncs, two renames, one fsync of the folder
         folder = tmp_path / str(survive)
         dmcp.save(old, widths, folder)
         left = iter(range(survive))
@@ -102,7 +104,7 @@ def test_a_killed_save_leaves_the_old_result_or_the_new_one(
         def step(real: Callable[..., Any], left: Any = left) -> Callable[..., Any]:
             def run(*args: Any) -> Any:
                 if next(left, None) is None:
-                    raise KeyboardInterrupt
+                    raise error
                 return real(*args)
 
             return run
@@ -110,29 +112,13 @@ def test_a_killed_save_leaves_the_old_result_or_the_new_one(
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", step(os.fsync))
             patch.setattr(Path, "replace", step(Path.replace))
-            try:
+            with contextlib.suppress(KeyboardInterrupt, dmcp.FileError):
                 dmcp.save(new, graph.full, folder)
-                killed = False
-            except KeyboardInterrupt:
-                killed = True
         found = state(dmcp.load(folder, Chain(**Chain.FULL)))
-        outcomes.append((killed, "new" if same(found, state(new)) else "old" if same(found, state(old)) else "mix"))
+        outcomes.append("new" if same(found, state(new)) else "old" if same(found, state(old)) else "mix")
         dmcp.save(old, widths, folder)  # and the next save works
         assert len(os.listdir(folder)) == 2
-    assert outcomes == [(True, "old"), (True, "old"), (True, "old"), (True, "new"), (True, "new"), (False, "new")]
-
-
-def test_a_full_disk_leaves_the_old_result(chain: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, graph, widths, old = chain
-    dmcp.save(old, widths, tmp_path)
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(dmcp.FileError):
-        dmcp.save(dmcp.cut(model, graph, graph.full), graph.full, tmp_path)
-    assert len(os.listdir(tmp_path)) == 2 and same(state(dmcp.load(tmp_path, model)), state(old))
+    assert outcomes == ["old", "old", "old", "new", "new", "new"]
 
 
 def test_save_replaces_a_result_of_ours_and_no_other_file(chain: Case, tmp_path: Path) -> None:
