@@ -28,7 +28,7 @@ from dmcp.sampling import FILLED
 from dmcp.searching.config import SearchResult
 from dmcp.training import Runtime
 
-QUICK: dict[str, dict[str, Any]] = {"slimming": {"sparsity": 0.01}, "dmcp": {"epochs": 12}}  # a second or two
+QUICK: dict[str, dict[str, Any]] = {"slimming": {"sparsity": 0.01}, "dmcp": {"epochs": 6}}  # a second or two
 TINY: dict[str, dict[str, Any]] = {  # in which they only run
     "autoslim": {"epochs": 2, "groups": 3, "subnets": 1, "batches": 1, "at_once": 60},
     "amc": {"warmup": 1, "episodes": 1, "agent": DdpgConfig(hidden=8)},
@@ -84,7 +84,7 @@ def test_the_bounds_are_kept_and_nothing_else_is_touched(name: str) -> None:
 def test_a_search_narrows_what_is_useless() -> None:
     """amc, autoslim and metapruning have tests of their own."""
     hearing, log = heard(planted_problem(epochs=6))
-    found = [chosen("slimming", planted_problem(epochs=20)), chosen("dmcp", hearing)]
+    found = [chosen("slimming", planted_problem(epochs=8)), chosen("dmcp", hearing)]
     searched = next(record for record in log if isinstance(record, SearchResult))
     found.append(choose("dmcp-direct", hearing, DirectConfig(), searched))
     for choice in found:
