@@ -55,6 +55,7 @@ class Method:
     holds_out: bool = False  # whether it chooses by the held-out images, and must not train on them
     full: bool = False  # whether fine-tuning takes the whole recipe, not --finetune-epochs at a tenth of the rate
     one_ratio: bool = False  # whether its widths are those of uniform, and only the channels its own
+    users: bool = False  # whether it was imported by name
 
 
 METHODS: dict[str, Method] = {
@@ -119,7 +120,7 @@ def choose(name: str, problem: Problem, config: Any, start: Any = None) -> Choic
     method = find_method(name)
     with _blamed(name):
         choice = method.find(problem, config, *(() if method.start is Start.FRESH else (start,)))
-    if _is_imported(name):
+    if method.users:
         choice = _checked(name, method, problem, choice)
     choice.check(problem)
     return choice
@@ -140,18 +141,14 @@ def _take(problem: Problem, config: GivenConfig) -> Choice:
 # methods of users
 
 
-def _is_imported(name: str) -> bool:
-    return ":" in name and not name.startswith(GIVEN)
-
-
 def _imported(name: str) -> Method:
     """A Method, or a function find(problem) that returns a Choice."""
     module, _, rest = name.partition(":")
     found = imported(module, rest)
     if isinstance(found, Method) and (found.prepare or found.start is not Start.PREPARED):
-        return replace(found, one_ratio=False)
+        return replace(found, one_ratio=False, users=True)
     if callable(found) and not isinstance(found, type):
-        return Method(lambda problem, config: found(problem))
+        return Method(lambda problem, config: found(problem), users=True)
     raise DmcpError(
         f"{name}: give a Method (with prepare=, where it starts from that), or a function find(problem) -> Choice."
     )
@@ -165,7 +162,7 @@ def _blamed(name: str) -> Iterator[None]:
     except (DmcpError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        if not _is_imported(name):
+        if not find_method(name).users:
             raise
         traceback.print_exc()
         raise TrainingError(f"{name} failed: {type(error).__name__}: {error}") from error
