@@ -106,7 +106,7 @@ def export(
     inputs = [random_like(example, size) for size in _BATCHES]
     check_finite(net, inputs[-1])
     program, dims = record(net, example)
-    with blaming(f"{path}: not written"), tempfile.TemporaryDirectory(prefix="dmcp-") as folder:
+    with blaming(f"{path}: not written"), tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as folder:
         new = Path(folder) / path.name
         if kind is Format.ONNX:
             write_onnx(program, dims, new, note)
@@ -322,7 +322,7 @@ def quantize(
     with blaming(f"{source}: onnxruntime cannot open it"):
         before = open_file(source)
     batches = _first_inputs(loader, samples, before.inputs)
-    with blaming(f"{path}: not written"), tempfile.TemporaryDirectory(prefix="dmcp-") as folder:
+    with blaming(f"{path}: not written"), tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as folder:
         new = Path(folder) / path.name
         _write_int8(source, [by_name(before.inputs, batch) for batch in batches], new)
         after = open_file(new)
