@@ -399,6 +399,10 @@ def open_sessions(nets: Iterator[nn.Module], example: Any, threads: int) -> list
     """
     first = next(nets)
     exporting.record(first, example)  # refuses what `export` could not write
+
+    def write_new(net: nn.Module, example: Any, path: Path) -> None:
+        exporting.write_onnx(*exporting.record(net, example), path)
+
     try:
         write = write_legacy
         call = _open_session(first, example, threads, write, compare=True)
@@ -428,11 +432,6 @@ def _open_session(
             if not gap <= exporting.TOLERANCE:
                 raise DmcpError(f"In onnxruntime this is not the same network: its outputs differ by {gap:.1e}.")
     return call
-
-
-def write_new(net: nn.Module, example: Any, path: Path) -> None:
-    """The file that `export` writes."""
-    exporting.write_onnx(*exporting.record(net, example), path)
 
 
 def write_legacy(net: nn.Module, example: Any, path: Path) -> None:
