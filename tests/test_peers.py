@@ -56,17 +56,6 @@ def test_equal_widths_make_no_shortcut() -> None:
         assert distance(wrong(x), net(x, net.hard(widths))) > 0.01
 
 
-def test_a_shortcut_stays_whatever_the_widths() -> None:
-    net, x = made()
-    net.eval()
-    widths = net.graph.widths([max(1, space.size // 3) for space in net.graph.spaces])
-    small = dmcp.cut(net.model, net.graph, widths)
-    assert small.second.use_res_connect
-    right = small(x)
-    small.second.use_res_connect = False
-    assert distance(small(x), right) > 0.01
-
-
 def test_the_alphas_learn_from_statistics_of_the_batch() -> None:
     """A peer moves its alphas in eval mode, on running statistics that mix all widths."""
     net, x = made()

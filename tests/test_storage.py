@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -88,13 +89,14 @@ def test_wrappers_dtypes_and_another_head(chain: Case, tmp_path: Path) -> None:
     dmcp.save(small, widths, tmp_path / "b")
 
 
-def test_a_killed_save_leaves_the_old_result_or_the_new_one(
-    chain: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "full")], ids=["a kill", "a full disk"])
+def test_what_stops_a_save_leaves_the_old_result_or_the_new_one(
+    error: BaseException, chain: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, graph, widths, old = chain
     new = dmcp.cut(model, graph, graph.full)
     outcomes = []
-    for survive in range(6):  # calls to the disk before the kill: two fsyncs, two renames, one fsync of the folder
+    for survive in range(6):  # calls to the disk before it: two fsyncs, two renames, one fsync of the folder
         folder = tmp_path / str(survive)
         dmcp.save(old, widths, folder)
         left = iter(range(survive))
@@ -102,7 +104,7 @@ def test_a_killed_save_leaves_the_old_result_or_the_new_one(
         def step(real: Callable[..., Any], left: Any = left) -> Callable[..., Any]:
             def run(*args: Any) -> Any:
                 if next(left, None) is None:
-                    raise KeyboardInterrupt
+                    raise error
                 return real(*args)
 
             return run
@@ -110,39 +112,13 @@ def test_a_killed_save_leaves_the_old_result_or_the_new_one(
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", step(os.fsync))
             patch.setattr(Path, "replace", step(Path.replace))
-            try:
+            with contextlib.suppress(KeyboardInterrupt, dmcp.FileError):
                 dmcp.save(new, graph.full, folder)
-                killed = False
-            except KeyboardInterrupt:
-                killed = True
         found = state(dmcp.load(folder, Chain(**Chain.FULL)))
-        outcomes.append((killed, "new" if same(found, state(new)) else "old" if same(found, state(old)) else "mix"))
+        outcomes.append("new" if same(found, state(new)) else "old" if same(found, state(old)) else "mix")
         dmcp.save(old, widths, folder)  # and the next save works
         assert len(os.listdir(folder)) == 2
-    assert outcomes == [(True, "old"), (True, "old"), (True, "old"), (True, "new"), (True, "new"), (False, "new")]
-
-
-def test_a_full_disk_leaves_the_old_result(chain: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, graph, widths, old = chain
-    dmcp.save(old, widths, tmp_path)
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(dmcp.FileError):
-        dmcp.save(dmcp.cut(model, graph, graph.full), graph.full, tmp_path)
-    assert len(os.listdir(tmp_path)) == 2 and same(state(dmcp.load(tmp_path, model)), state(old))
-
-
-def test_places_and_widths_that_are_refused(chain: Case, tmp_path: Path) -> None:
-    _, _, widths, small = chain
-    (tmp_path / "file").touch()
-    for folder in (tmp_path / "file", tmp_path / "file" / "below", None):
-        with pytest.raises(dmcp.FileError):
-            dmcp.save(small, widths, folder)  # type: ignore[arg-type]
-    with pytest.raises(dmcp.WidthsError):
-        dmcp.save(small, dict(widths), tmp_path)  # type: ignore[arg-type]
+    assert outcomes == ["old", "old", "old", "new", "new", "new"]
 
 
 def test_save_replaces_a_result_of_ours_and_no_other_file(chain: Case, tmp_path: Path) -> None:
@@ -152,34 +128,58 @@ def test_save_replaces_a_result_of_ours_and_no_other_file(chain: Case, tmp_path:
     (tmp_path / "widths.json").write_text((tmp_path / "widths.json").read_text()[:-9])  # damaged
     dmcp.save(small, widths, tmp_path)
     assert dmcp.load(tmp_path, model)
-    for number, files in enumerate(
-        ({"model.safetensors": b"theirs"}, {"widths.json": b"[1, 2]"}, {"widths.json": b"{}"})
+    for number, (name, data) in enumerate(
+        [("model.safetensors", b"theirs"), ("widths.json", b"[1, 2]"), ("widths.json", b"{}")]
     ):
         folder = tmp_path / str(number)
         folder.mkdir()
-        for name, data in files.items():
-            (folder / name).write_bytes(data)
+        (folder / name).write_bytes(data)
         with pytest.raises(dmcp.FileError):
             dmcp.save(small, widths, folder)
-        assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == {name: data}
+    for place in (folder / name, folder / name / "below", None):
+        with pytest.raises(dmcp.FileError):
+            dmcp.save(small, widths, place)  # type: ignore[arg-type]
+    with pytest.raises(dmcp.WidthsError):
+        dmcp.save(small, dict(widths), tmp_path)  # type: ignore[arg-type]
 
 
-def edit(**changes: Any) -> Callable[[bytes], bytes]:
+Change = Callable[[bytes], bytes | None]
+WEIGHTS, WIDTHS = "model.safetensors", "widths.json"
+
+
+def edit(**changes: Any) -> Change:
     return lambda data: json.dumps(json.loads(data) | changes).encode()
 
 
-DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes | None]]] = {
-    "no weights": ("model.safetensors", lambda data: None),
-    "no widths": ("widths.json", lambda data: None),
-    "truncated weights": ("model.safetensors", lambda data: data[:-8]),
-    "edited weights": ("model.safetensors", lambda data: data[:-1] + bytes([data[-1] ^ 1])),
-    "empty weights": ("model.safetensors", lambda data: b""),
-    "truncated widths": ("widths.json", lambda data: data[:-8]),
-    "binary widths": ("widths.json", lambda data: b"\x80\xff" + data),
-    "a list": ("widths.json", lambda data: b"[1, 2]"),
-    "somebody else's": ("widths.json", lambda data: b'{"widths": {}}'),
-    "of the future": ("widths.json", edit(format="torch-dmcp 9")),
-    "edited widths": ("widths.json", edit(widths={"conv1": 1})),
+def sealed(**changes: Any) -> Change:
+    """widths.json edited by somebody who knows how its digest is made."""
+
+    def change(data: bytes) -> bytes:
+        record = {key: value for key, value in (json.loads(data) | changes).items() if key != "digest"}
+        digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+        return json.dumps(record | {"digest": digest}).encode()
+
+    return change
+
+
+DAMAGE: dict[str, tuple[str, Change]] = {
+    "no weights": (WEIGHTS, lambda data: None),
+    "no widths": (WIDTHS, lambda data: None),
+    "truncated weights": (WEIGHTS, lambda data: data[:-8]),
+    "edited weights": (WEIGHTS, lambda data: data[:-1] + bytes([data[-1] ^ 1])),
+    "empty weights": (WEIGHTS, lambda data: b""),
+    "truncated widths": (WIDTHS, lambda data: data[:-8]),
+    "binary widths": (WIDTHS, lambda data: b"\x80\xff" + data),
+    "a list": (WIDTHS, lambda data: b"[1, 2]"),
+    "of the future": (WIDTHS, edit(format="torch-dmcp 9")),
+    "edited widths": (WIDTHS, edit(widths={"conv1": 1})),
+    "no tensors": (WIDTHS, sealed(tensors=None)),
+    "no tables": (WIDTHS, sealed(attributes={"conv1": 3})),
+    "not a tuple": (WIDTHS, sealed(attributes={"conv1": {"kernel_size": 3}})),
+    "a method": (WIDTHS, sealed(attributes={"conv1": {"forward": 3}})),
+    "a terminal's": (WIDTHS, sealed(attributes={"conv1": {"\x1b[2J": 3}})),
+    "long": (WIDTHS, sealed(format=[[[[3]]]] * 1000)),
 }
 
 
@@ -190,9 +190,9 @@ def test_load_refuses_damaged_files(damage: str, chain: Case, tmp_path: Path) ->
     name, change = DAMAGE[damage]
     data = change((tmp_path / name).read_bytes())
     (tmp_path / name).unlink() if data is None else (tmp_path / name).write_bytes(data)
-    with pytest.raises(dmcp.FileError) as caught:
+    with pytest.raises((dmcp.FileError, dmcp.WidthsError)) as caught:
         dmcp.load(tmp_path, model)
-    assert name in str(caught.value) and "\n" not in str(caught.value)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 1000
 
 
 def test_load_refuses_another_architecture_or_version(chain: Case, tmp_path: Path) -> None:
@@ -209,45 +209,17 @@ def test_load_refuses_another_architecture_or_version(chain: Case, tmp_path: Pat
         dmcp.load(tmp_path, renamed)
 
 
-def resealed(folder: Path, **changes: Any) -> None:
-    """widths.json edited by somebody who knows how its digest is made."""
-    weights = (folder / "model.safetensors").read_bytes()
-    record = json.loads((folder / "widths.json").read_text()) | changes
-    record["sha256"] = hashlib.sha256(weights).hexdigest()
-    del record["digest"]
-    digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
-    (folder / "widths.json").write_text(json.dumps(record | {"digest": digest}))
-
-
-EDITS: dict[str, dict[str, Any]] = {
-    "no tensors": {"tensors": None},
-    "no tables": {"attributes": {"conv1": 3}},
-    "not a tuple": {"attributes": {"conv1": {"kernel_size": 3}}},
-    "a method": {"attributes": {"conv1": {"forward": 3}}},
-    "a terminal's": {"attributes": {"conv1": {"\x1b[2J": 3}}},
-    "long": {"format": [[[[3]]]] * 1000},
-}
-
-
-@pytest.mark.parametrize("edits", EDITS)
-def test_load_refuses_what_was_edited_with_care(chain: Case, edits: str, tmp_path: Path) -> None:
-    model, _, widths, small = chain
-    dmcp.save(small, widths, tmp_path)
-    resealed(tmp_path, **EDITS[edits])
-    with pytest.raises(dmcp.DmcpError) as caught:
-        dmcp.load(tmp_path, model)
-    assert str(caught.value).isprintable() and len(str(caught.value)) < 1000
-
-
 @pytest.mark.parametrize("kind", ["ints", "a dim more", "another shape"])
 def test_load_refuses_tensors_that_are_no_weights_of_the_model(chain: Case, kind: str, tmp_path: Path) -> None:
     model, _, widths, small = chain
     dmcp.save(small, widths, tmp_path)
-    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    tensors = safetensors.torch.load_file(tmp_path / WEIGHTS)
     bias = tensors["conv1.bias"]
     tensors["conv1.bias"] = bias.long() if kind == "ints" else bias[None] if kind == "a dim more" else bias[:1].clone()
-    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    weights = safetensors.torch.save(tensors)
+    (tmp_path / WEIGHTS).write_bytes(weights)
     listed = {"tensors": {name: list(tensor.shape) for name, tensor in tensors.items()}}
-    resealed(tmp_path, **(listed if kind != "another shape" else {}))
+    change = sealed(sha256=hashlib.sha256(weights).hexdigest(), **(listed if kind != "another shape" else {}))
+    (tmp_path / WIDTHS).write_bytes(change((tmp_path / WIDTHS).read_bytes()) or b"")
     with pytest.raises(dmcp.DmcpError):
         dmcp.load(tmp_path, model)

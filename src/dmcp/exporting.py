@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib
 import importlib.util
 import io
 import json
 import logging
 import os
-import re
 import tempfile
-import time
+import timeit
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,13 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
-from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
+from torch.export.graph_signature import OutputKind, TensorArgument
 from torch.utils import _pytree as pytree
 
-from dmcp.batches import check_yields, generator, input_of, size_of
+from dmcp.batches import generator, input_of, size_of
 from dmcp.errors import DataError, DmcpError, FileError, TraceError
 from dmcp.modules import call_model, map_leaves, narrow, path_of, tensors_in, unwrap
 from dmcp.preflight import check_finite
+from dmcp.runtime.io import quote, write_files
 
 NOTE = "input.json"  # the preprocessing: a key in the metadata of ONNX, an extra file in .pt2
 PASSES = 50  # that are timed
@@ -37,8 +38,6 @@ TOLERANCE = 1e-4  # what rounding explains, as a share of the largest output
 SAMPLES = 512  # that the ranges of int8 activations come from
 _BATCHES = (1, 4)  # that are compared
 _RECORDED = 2  # torch takes a batch of 1 for a constant
-_LONGEST = 300  # characters of torch's message that an error repeats
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _FLOATS = {"tensor(float)": torch.float32, "tensor(double)": torch.float64, "tensor(float16)": torch.float16}
 
 
@@ -99,36 +98,33 @@ def export(
     """
     path = path_of("export", path)
     kind = check_target(path, tolerance)
-    try:
+    with blaming("preprocessing must be plain data that JSON can hold"):
         note = None if preprocessing is None else json.dumps(preprocessing)
-    except (TypeError, ValueError) as error:
-        raise FileError(f"preprocessing must be plain data that JSON can hold: {error}.") from None
     if not tensors_in(example) or not all(tensor.ndim for tensor in tensors_in(example)):
         raise TraceError("The example must hold tensors, and dim 0 of each must be the batch.")
     net = narrow(unwrap(model), {}, {}).cpu().eval().requires_grad_(False)
     inputs = [random_like(example, size) for size in _BATCHES]
     check_finite(net, inputs[-1])
     program, dims = record(net, example)
-    with staged(path) as new:
-        (write_onnx if kind is Format.ONNX else _write_exported)(program, dims, new, note)
-        try:
-            made = open_file(new)
-            difference = largest_gap(net, made.run, inputs)
-        except Exception as error:  # each runtime has errors of its own
-            raise FileError(f"{path.name}: not written: it cannot be run: {reason(error)}") from error
-        if not difference <= tolerance or made.note != note:
+    with blaming(f"{path}: not written"), tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as folder:
+        new = Path(folder) / path.name
+        if kind is Format.ONNX:
+            write_onnx(program, dims, new, note)
+        else:
+            made = io.BytesIO()  # given a path, torch ends the whole process where the disk is full
+            torch.export.save(program, made, extra_files=None if note is None else {NOTE: note})
+            new.write_bytes(made.getbuffer())
+        file = open_file(new)
+        difference = largest_gap(net, file.run, inputs)
+        if not difference <= tolerance or file.note != note:
             raise FileError(
-                f"{path}: not written: in {made.runtime} it is not the same network: its outputs differ by "
+                f"{path}: not written: in {file.runtime} it is not the same network: its outputs differ by "
                 f"{difference:.1e} of the largest one (tolerance {tolerance:.0e}), or its preprocessing is lost."
             )
-        size_bytes = new.stat().st_size
+        write_files(path.parent, {path.name: new.read_bytes()})
+    size, params = path.stat().st_size, sum(parameter.numel() for parameter in net.parameters())
     return Exported(
-        path=path,
-        size_bytes=size_bytes,
-        params=sum(parameter.numel() for parameter in net.parameters()),
-        runtime=made.runtime,
-        difference=difference,
-        batches=_BATCHES,
+        path=path, size_bytes=size, params=params, runtime=file.runtime, difference=difference, batches=_BATCHES
     )
 
 
@@ -136,10 +132,8 @@ def check_target(path: Path, tolerance: float = TOLERANCE) -> Format:
     """The format of a file; one that cannot be written is refused before anything is done."""
     if not isinstance(tolerance, int | float) or not 0 < tolerance < 1:
         raise DmcpError(f"The tolerance must be a number above 0 and below 1, not {tolerance!r}.")
-    if path.is_dir():
-        raise FileError(f"{path} is a folder: name the file in it, like {path / 'model.onnx'}.")
-    if path.suffix not in list(Format):
-        raise FileError(f"{path}: its suffix must be {' or '.join(Format)}.")
+    if path.is_dir() or path.suffix not in list(Format):
+        raise FileError(f"{path}: name a file whose suffix is {' or '.join(Format)}.")
     if not path.parent.is_dir():
         raise FileError(f"{path}: there is no folder {path.parent}: make it, or name another file.")
     if path.suffix == Format.ONNX and (missing := missing_packages()):
@@ -150,34 +144,28 @@ def check_target(path: Path, tolerance: float = TOLERANCE) -> Format:
 def missing_packages() -> str:
     """Packages that ONNX needs and that are not installed, as the beginning of a sentence; empty if all are."""
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
-    verb = "is" if len(missing) == 1 else "are"
-    return f'{", ".join(missing)} {verb} not installed: pip install "torch-dmcp[export]"' if missing else ""
+    return f'ONNX needs {", ".join(missing)}: pip install "torch-dmcp[export]"' if missing else ""
 
 
 @torch.no_grad()
 def milliseconds(paths: Sequence[Path], example: Any) -> list[float]:
     """Fastest pass of one sample in each file, on the CPU; files take turns, so that other load hits all alike."""
-    sample, files = random_like(example, 1), [open_file(path) for path in paths]
-    times: list[list[float]] = [[] for _ in files]
-    for _ in range(1 + PASSES):
-        for file, own in zip(files, times, strict=True):
-            start = time.perf_counter()
-            file.run(sample)
-            own.append(1000 * (time.perf_counter() - start))
-    return [min(own[1:]) for own in times]  # the first pass also prepares
+    runs = [functools.partial(open_file(path).run, random_like(example, 1)) for path in paths]
+    rounds = [[timeit.timeit(run, number=1) for run in runs] for _ in range(1 + PASSES)]
+    return [1000 * min(own[1:]) for own in zip(*rounds, strict=True)]  # the first pass also prepares
 
 
 # from the network to a file
 
 
-def random_like(example: Any, size: int | None = None) -> Any:
-    """Random inputs of the example's shapes for a batch of some size; integers are taken from those in it."""
-    random = generator(size or 0)
+def random_like(example: Any, size: int) -> Any:
+    """Random inputs of the example's shapes for a batch of this size; integers are taken from those in it."""
+    random = generator(size)
 
     def one(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        shape = leaf.shape if size is None else (size, *leaf.shape[1:])
+        shape = (size, *leaf.shape[1:])
         if leaf.is_floating_point():
             return torch.randn(shape, generator=random).to(leaf.dtype)
         return leaf.cpu().flatten()[torch.randint(leaf.numel(), shape, generator=random)]
@@ -191,11 +179,8 @@ def record(net: nn.Module, example: Any) -> tuple[ExportedProgram, Any]:
     args: Any = () if isinstance(example, dict) else example if isinstance(example, tuple) else (example,)
     kwargs = example if isinstance(example, dict) else {}
     dims = map_leaves(lambda leaf: {0: batch} if isinstance(leaf, Tensor) else None, kwargs or args)
-    try:
-        with silence():
-            program = torch.export.export(net, args, kwargs, dynamic_shapes=dims)
-    except Exception as error:  # whatever a forward, or torch in it, may raise
-        raise TraceError(f"torch.export cannot take this network: {reason(error)}") from error
+    with blaming("torch.export cannot take this network", TraceError), silence():
+        program = torch.export.export(net, args, kwargs, dynamic_shapes=dims)
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)  # paths of this machine
     return program, dims
@@ -203,85 +188,33 @@ def record(net: nn.Module, example: Any) -> tuple[ExportedProgram, Any]:
 
 def write_onnx(program: ExportedProgram, dims: Any, path: Path, note: str | None = None) -> None:
     """A graph of `record` as an ONNX file, which must be alone in its folder."""
+    other = f"export to {Format.EXPORTED}"
     for output in program.graph_signature.output_specs:
         if (value := getattr(output.arg, "value", None)) is not None:
-            raise TraceError(
-                f"This network returns {value!r} besides tensors, which ONNX cannot hold: leave it out of what forward "
-                f"returns, or export to {Format.EXPORTED}."
-            )
-    try:
-        with silence():
-            made: Any = torch.onnx.export(program, dynamo=True, dynamic_shapes=dims, external_data=False, verbose=False)
-    except Exception as error:
-        raise TraceError(
-            f"This network cannot be written as ONNX: {reason(error)} {Format.EXPORTED} may do."
-        ) from error
+            raise TraceError(f"This network returns {value!r} besides tensors, which ONNX cannot hold: {other}.")
+    with blaming(f"This network cannot be written as ONNX ({other})", TraceError), silence():
+        made: Any = torch.onnx.export(program, dynamo=True, dynamic_shapes=dims, external_data=False, verbose=False)
     for part in (made.model.graph, *made.model.graph.all_nodes()):
         part.metadata_props.clear()  # torch's notes for its developers: a tenth of the file of a small network
-    _name_ends(made.model.graph, program)
+    _name_outputs(made.model, program)
     if note is not None:
         made.model.metadata_props[NOTE] = note
     made.save(path, external_data=False)
     if [it.name for it in path.parent.iterdir()] != [path.name]:
-        raise FileError(f"{path.name}: too large for one ONNX file: give one with {Format.EXPORTED}.")
+        raise FileError(f"{path.name}: too large for one ONNX file: {other}.")
 
 
-def _name_ends(graph: Any, program: ExportedProgram) -> None:
-    """Name inputs and outputs of an ONNX graph as the network does; torch names outputs after ops."""
-    signature = program.graph_signature
-    made = [it.arg for it in signature.output_specs if it.kind is OutputKind.USER_OUTPUT]
-    given = [it.arg for it in signature.input_specs if it.kind is InputKind.USER_INPUT]
-    places = _output_names(program.call_spec.out_spec)
-    names = [name for name, arg in zip(places, made, strict=True) if isinstance(arg, TensorArgument)]
-    outputs = len(names)
-    names += [arg.name for arg in given if isinstance(arg, TensorArgument)]  # numbers are constants in the file
-    ends = [*graph.outputs, *graph.inputs]
-    if outputs != len(graph.outputs) or not len(names) == len(ends) == len({*ends}):
-        return  # more or fewer than the network has: torch's own names are better than wrong ones
-    for number, name in enumerate(names):
-        earlier, count = names[:number], 2
-        while names[number] in earlier:
-            names[number], count = f"{name}_{count}", count + 1
-    inner = [value for node in graph.all_nodes() for value in node.outputs] + [*graph.initializers.values()]
-    for number, value in enumerate([*ends, *inner]):  # out of the way first: names are unique in the whole graph
-        if value in ends or value.name in names:
-            value.name = f"_{number}_{value.name}"
-    for value, name in zip(ends, names, strict=True):
-        value.name = name
-
-
-def _output_names(spec: Any) -> list[str]:
-    """A name for each place in what a network returns: keys joined with dots, output_0 in a tuple, output alone."""
-    found, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(range(spec.num_leaves), spec))
-    names = []
-    for path, _ in found:
-        parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", "")))) for key in path] or ["output"]
-        if path and isinstance(path[0], pytree.SequenceKey):
-            parts[0] = f"output_{parts[0]}"
-        names.append(".".join(parts))
-    return names
-
-
-def _write_exported(program: ExportedProgram, dims: Any, path: Path, note: str | None) -> None:
-    made = io.BytesIO()  # given a path, torch ends the whole process where the disk is full
-    torch.export.save(program, made, extra_files=None if note is None else {NOTE: note})
-    path.write_bytes(made.getbuffer())
-
-
-@contextlib.contextmanager
-def staged(path: Path) -> Iterator[Path]:
-    """A path in a temporary folder; what is written there replaces `path` if nothing goes wrong."""
-    try:
-        with tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as folder:
-            new = Path(folder) / path.name
-            yield new
-            with new.open("rb") as file:
-                os.fsync(file.fileno())
-            os.replace(new, path)
-    except FileError:
-        raise
-    except OSError as error:
-        raise FileError(f"{path}: cannot be written: {error.strerror or error}.") from error
+def _name_outputs(model: Any, program: ExportedProgram) -> None:
+    """Name the outputs of an ONNX model as the network does; torch names them after ops."""
+    spec = program.call_spec.out_spec
+    made = [it.arg for it in program.graph_signature.output_specs if it.kind is OutputKind.USER_OUTPUT]
+    places, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(range(spec.num_leaves), spec))
+    paths = [path for (path, _), arg in zip(places, made, strict=True) if isinstance(arg, TensorArgument)]
+    outputs = model.graph.outputs if len(model.graph.outputs) == len(paths) else []  # else torch's own names are better
+    for value, path in zip(outputs, paths, strict=False):
+        keys = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", "")))) for key in path] or ["output"]
+        value.name = "output_" * isinstance(next(iter(path), None), pytree.SequenceKey) + ".".join(keys)
+    importlib.import_module("onnx_ir.passes.common").NameFixPass()(model)  # names are unique in the whole graph
 
 
 # from a file to its outputs
@@ -292,12 +225,12 @@ def open_file(path: Path) -> OpenFile:
     if path.suffix == Format.ONNX:
         session = open_session(path)
         inputs = {it.name: it.type for it in session.get_inputs()}
-        note = session.get_modelmeta().custom_metadata_map.get(NOTE)
-
-        def run(example: Any) -> list[Tensor]:
-            return [torch.from_numpy(output) for output in session.run(None, by_name([*inputs], example))]
-
-        return OpenFile(f"onnxruntime {onnxruntime_version()}", run, note, inputs)
+        return OpenFile(
+            f"onnxruntime {onnxruntime_version()}",
+            lambda x: [*map(torch.from_numpy, session.run(None, by_name(inputs, x)))],
+            session.get_modelmeta().custom_metadata_map.get(NOTE),
+            inputs,
+        )
     extra = {NOTE: ""}
     net = torch.export.load(path, extra_files=extra).module()
     return OpenFile(f"torch {torch.__version__}", lambda x: tensors_in(call_model(net, x)), extra[NOTE] or None, {})
@@ -319,7 +252,7 @@ def open_session(path: Path, options: Mapping[str, str] | None = None, threads: 
     return runtime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
 
 
-def by_name(names: Sequence[str], example: Any) -> dict[str, Any]:
+def by_name(names: Iterable[str], example: Any) -> dict[str, Any]:
     """Inputs of a model as those of a session: NumPy arrays by name."""
     return dict(zip(names, (tensor.detach().numpy() for tensor in tensors_in(example)), strict=True))
 
@@ -331,22 +264,18 @@ def largest_gap(net: nn.Module, run: Callable[[Any], list[Tensor]], inputs: Sequ
     found = [run(copy.deepcopy(example)) for example in inputs]
     if [[it.shape for it in outputs] for outputs in wanted] != [[it.shape for it in outputs] for outputs in found]:
         return float("inf")
-    shares = []
-    for expected, got in zip(zip(*wanted, strict=True), zip(*found, strict=True), strict=True):  # one output each
-        one, other = (torch.cat([it.double().flatten() for it in outputs]) for outputs in (expected, got))
-        shares.append((one - other).abs().max() / (one.abs().max() or 1.0))
-    return float(torch.stack(shares).max())  # NaN if one is
+    gaps = []
+    for sides in zip(zip(*wanted, strict=True), zip(*found, strict=True), strict=True):  # one output each
+        one, other = (torch.cat([it.double().flatten() for it in outputs]) for outputs in sides)
+        gaps.append((one - other).abs().max() / (one.abs().max() or 1.0))
+    return float(torch.stack(gaps).max())  # NaN if one is
 
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
     """Mute what exporters print: what a user must know is in the error."""
-    before = logging.root.manager.disable
-    with (
-        warnings.catch_warnings(),
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(io.StringIO()),
-    ):
+    nowhere, before = io.StringIO(), logging.root.manager.disable
+    with warnings.catch_warnings(), contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         warnings.simplefilter("ignore")
         logging.disable()
         try:
@@ -355,11 +284,20 @@ def silence() -> Iterator[None]:
             logging.disable(before)
 
 
+@contextlib.contextmanager
+def blaming(text: str, kind: type[DmcpError] = FileError) -> Iterator[None]:
+    """Errors of other libraries, each with classes of its own, become one of ours that begins with this text."""
+    try:
+        yield
+    except (DmcpError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise kind(f"{text}: {reason(error)}") from error
+
+
 def reason(error: Exception) -> str:
     """The beginning of another library's message, as a sentence."""
-    words = " ".join(_COLOURS.sub("", str(error)).split())
-    short = words if len(words) <= _LONGEST else f"{words[:_LONGEST]} …"
-    return f"{type(error).__name__}: {short.rstrip('.:') or 'no message'}."
+    return f"{type(error).__name__}: {quote(' '.join(str(error).split())).rstrip('.:') or 'no message'}."
 
 
 # int8
@@ -374,56 +312,46 @@ def quantize(
         first `samples`. Test the new file: some networks lose accuracy.
     """
     source, path = (path_of("quantize", it) for it in (source, path))
-    check_yields(loader)
     check_target(path)
     if {source.suffix, path.suffix} != {Format.ONNX}:
         raise FileError(f"{source}, {path}: only {Format.ONNX} files can have 8 bits.")
-    if not source.is_file():
-        raise FileError(f"{source}: there is no such file: export writes it.")
-    if path.exists() and path.samefile(source):
+    if path.exists() and source.exists() and path.samefile(source):
         raise FileError(f"{path}: the int8 file is made from this one: name another file.")
     if type(samples) is not int or samples < 1:
         raise DmcpError(f"samples must be an int of at least 1, not {samples!r}.")
-    try:
+    with blaming(f"{source}: onnxruntime cannot open it"):
         before = open_file(source)
-    except Exception as error:  # onnxruntime has errors of its own
-        raise FileError(f"{source}: onnxruntime cannot open it: {reason(error)}") from error
-    batches = list(_first_inputs(loader, samples))
-    _check_inputs(batches, before.inputs)
-    with staged(path) as new:
-        try:
-            _write_int8(source, [by_name([*before.inputs], batch) for batch in batches], new)
-            after = open_file(new)
-            difference = _difference(before, after, batches)
-        except Exception as error:
-            raise FileError(f"{path}: not written: int8 is not possible: {reason(error)}") from error
+    batches = _first_inputs(loader, samples, before.inputs)
+    with blaming(f"{path}: not written"), tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as folder:
+        new = Path(folder) / path.name
+        _write_int8(source, [by_name(before.inputs, batch) for batch in batches], new)
+        after = open_file(new)
+        was, now = (
+            torch.cat([out.double().flatten() for it in batches for out in file.run(it)]) for file in (before, after)
+        )
+        difference = float((was - now).norm() / was.norm())
         if not difference < float("inf"):
             raise FileError(f"{path}: not written: its outputs are not finite.")
-        size_bytes = new.stat().st_size
-    seen = sum(size_of((batch,)) for batch in batches)
-    return Quantized(path=path, size_bytes=size_bytes, samples=seen, runtime=after.runtime, difference=difference)
+        write_files(path.parent, {path.name: new.read_bytes()})
+    size, seen = path.stat().st_size, sum(size_of((batch,)) for batch in batches)
+    return Quantized(path=path, size_bytes=size, samples=seen, runtime=after.runtime, difference=difference)
 
 
-def _first_inputs(loader: Iterable[Any], samples: int) -> Iterator[Any]:
-    """The inputs of the first samples, on the CPU; the last batch may be shortened."""
+def _first_inputs(loader: Iterable[Any], samples: int, kinds: Mapping[str, str]) -> list[Any]:
+    """The inputs of the first samples, on the CPU; refuses what onnxruntime would take for others, or crash on."""
+    found: list[Any] = []
     for batch in loader:
         inputs, room = input_of(batch), samples
-        yield map_leaves(lambda leaf: leaf[:room].detach().cpu() if isinstance(leaf, Tensor) else leaf, inputs)  # noqa: B023
+        found.append(map_leaves(lambda leaf: leaf[:room].detach().cpu() if isinstance(leaf, Tensor) else leaf, inputs))  # noqa: B023
+        for tensor, kind in zip(tensors_in(found[-1]), kinds.values(), strict=False):
+            if tensor.dtype != (wanted := _FLOATS.get(kind, tensor.dtype)) or not tensor.isfinite().all():
+                raise DataError(f"A batch holds {tensor.dtype}; the file takes finite numbers of {wanted}.")
         samples -= size_of((inputs,))
         if samples <= 0:
-            return
-
-
-def _check_inputs(batches: list[Any], inputs: Mapping[str, str]) -> None:
-    """Refuse what onnxruntime would take for something else, or crash on."""
-    if not batches:
+            break
+    if not found:
         raise DataError("The loader gives no batch to find the ranges of activations with.")
-    for batch in batches:
-        for tensor, kind in zip(tensors_in(batch), inputs.values(), strict=False):
-            if tensor.dtype != (wanted := _FLOATS.get(kind, tensor.dtype)):
-                raise DataError(f"A batch holds {tensor.dtype}, the file takes {wanted}: convert it.")
-            if not tensor.isfinite().all():
-                raise DataError("A batch holds NaN or infinite numbers: look at the data.")
+    return found
 
 
 def _write_int8(source: Path, inputs: list[dict[str, Any]], path: Path) -> None:
@@ -437,20 +365,8 @@ def _write_int8(source: Path, inputs: list[dict[str, Any]], path: Path) -> None:
         def get_next(self) -> dict[str, Any] | None:
             return next(self.left, None)
 
-    folded = path.with_name(f"folded-{path.name}")
+    folded, kind = path.with_name(f"folded-{path.name}"), quantization.QuantFormat.QDQ
     with silence():
         prepare(str(source), str(folded), skip_symbolic_shape=True)
-        quantization.quantize_static(
-            str(folded), str(path), Reader(), quant_format=quantization.QuantFormat.QDQ, per_channel=True
-        )
+        quantization.quantize_static(str(folded), str(path), Reader(), quant_format=kind, per_channel=True)
     folded.unlink()
-
-
-def _difference(before: OpenFile, after: OpenFile, batches: list[Any]) -> float:
-    """Root mean square of the change, as a share of that of the outputs; inf where they cannot be compared."""
-    pairs = [pair for batch in batches for pair in zip(before.run(batch), after.run(batch), strict=True)]
-    if any(one.shape != other.shape for one, other in pairs):
-        return float("inf")
-    changed = sum(float((one.double() - other.double()).square().sum()) for one, other in pairs)
-    was = sum(float(one.double().square().sum()) for one, _ in pairs)
-    return (changed / was) ** 0.5 if was and changed < float("inf") else float("inf")

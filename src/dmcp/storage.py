@@ -35,21 +35,27 @@ def save(small: nn.Module, widths: Widths, folder: str | os.PathLike[str]) -> No
     if not isinstance(widths, Widths):
         raise WidthsError("save needs the Widths of the network, to know its architecture: graph.widths(...).")
     folder, small = path_of("save", folder, "folder"), unwrap(small)
-    _check_widths(small, widths)
-    _refuse_foreign(folder)
     tensors = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in named_tensors(small).items()
     }
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    for dim in widths.dims:
+        if shapes.get(dim.tensor, [])[dim.dim : dim.dim + 1] != [dim.size(widths)]:
+            wanted = f"dim {dim.dim} of {dim.tensor} must be {dim.size(widths)}"
+            raise WidthsError(f"These widths are not those of this network: {wanted}.")
+    _refuse_foreign(folder)
     try:
         weights = safetensors.torch.save(tensors)
     except (KeyError, SafetensorError) as error:
         raise FileError(f"{folder}: safetensors cannot hold this network: {error}.") from error
+    # every attribute that could follow a width, changed or not: the unpruned model is not known here
+    ints = {path: {key: v for key, v in vars(part).items() if _is_ints(v)} for path, part in small.named_modules()}
     record = {
         "format": FORMAT,
         **widths.to_json(),
-        "attributes": _attributes(small),
-        "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
+        "attributes": {path: attributes for path, attributes in ints.items() if attributes},
+        "tensors": shapes,
         "sha256": hashlib.sha256(weights).hexdigest(),
     }
     text = json.dumps(record | {"digest": _digest(record)}, indent=1)
@@ -74,34 +80,20 @@ def load(folder: str | os.PathLike[str], model: nn.Module) -> nn.Module:
         )
     if any(tensor.is_meta for tensor in own.values()):
         raise WidthsError("The model is on the meta device, where tensors have no values: build it on a real one.")
-    _check_fit(folder, record, model, tensors)
-    small = narrow(
-        model, {}, {path: _like(model.get_submodule(path), new) for path, new in record["attributes"].items()}
-    )
+    # the fingerprint sees neither ties nor attributes
+    odd = [name for name in own.keys() | tensors.keys() if _kind(own.get(name)) != _kind(tensors.get(name))]
+    parts, attributes = dict(model.named_modules()), dict[str, dict[str, Any]]()
+    for path, saved in record["attributes"].items():
+        known = vars(parts[path]) if path in parts else {}
+        attributes[path] = {name: _like(known.get(name), value) for name, value in saved.items()}
+        odd += [f"{path}.{name}".lstrip(".") for name, value in attributes[path].items() if value is None]
+    if odd:
+        names = ", ".join(map(quote, sorted(odd)[:3]))
+        raise WidthsError(f"{folder}: saved from another version of this model: {names} differ; build it as it was.")
+    small = narrow(model, {}, attributes)
     for name, tensor in named_tensors(small).items():
         tensor.data = tensors[name].to(tensor.device)
     return small
-
-
-# the network
-
-
-def _check_widths(small: nn.Module, widths: Widths) -> None:
-    """Refuse widths that are not those of the network: they show in dims that the graph knows."""
-    tensors = named_tensors(small)
-    for dim in widths.dims:
-        shape = tuple(tensors[dim.tensor].shape) if dim.tensor in tensors else ()
-        if shape[dim.dim : dim.dim + 1] != (dim.size(widths),):
-            raise WidthsError(
-                f"These widths are not those of this network: dim {dim.dim} of {dim.tensor} must be "
-                f"{dim.size(widths)}, but its shape is {shape}."
-            )
-
-
-def _attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Every attribute that could follow a width, changed or not: `save` does not know the unpruned model."""
-    found = {path: {key: v for key, v in vars(part).items() if _is_ints(v)} for path, part in module.named_modules()}
-    return {path: attributes for path, attributes in found.items() if attributes}
 
 
 def _is_ints(value: object) -> bool:
@@ -110,38 +102,15 @@ def _is_ints(value: object) -> bool:
     return bool(items) and all(type(item) is int for item in items)
 
 
-def _check_fit(folder: Path, record: dict[str, Any], model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse tensors or attributes that are not the model's: the fingerprint sees neither ties nor attributes."""
-    own = named_tensors(model)
-    odd = {name for name in own.keys() | tensors.keys() if _sort(own.get(name)) != _sort(tensors.get(name))}
-    parts = dict(model.named_modules())
-    for path, attributes in record["attributes"].items():
-        known = vars(parts[path]) if path in parts else {}
-        odd |= {
-            f"{path}.{name}".lstrip(".")
-            for name, value in attributes.items()
-            if not (_is_ints(known.get(name)) and _is_ints(value))
-            or isinstance(value, int) != isinstance(known[name], int)
-        }
-    if odd:
-        names = ", ".join(map(quote, sorted(odd)[:3]))
-        raise WidthsError(
-            f"{folder}: saved from another version of this {type(model).__name__}: {names} differ; build the model as "
-            "it was."
-        )
-
-
-def _sort(tensor: Tensor | None) -> object:
+def _kind(tensor: Tensor | None) -> object:
     return tensor is not None and (tensor.ndim, tensor.is_floating_point(), tensor.is_complex())
 
 
-def _like(part: nn.Module, attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has lists only; the attribute gets the type that it had."""
-    kinds = {name: type(getattr(part, name)) for name in attributes}
-    return {name: getattr(kinds[name], "_make", kinds[name])(value) for name, value in attributes.items()}
-
-
-# the files
+def _like(known: Any, value: Any) -> Any:
+    """A saved attribute in the type of the model's own, as JSON has lists only; None if it does not fit."""
+    if not (_is_ints(known) and _is_ints(value)) or isinstance(value, int) != isinstance(known, int):
+        return None
+    return getattr(type(known), "_make", type(known))(value)
 
 
 def _digest(record: Mapping[str, Any]) -> str:
@@ -165,35 +134,26 @@ def _refuse_foreign(folder: Path) -> None:
 
 
 def _read(folder: Path, most: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The record and the tensors of a saved result, if they belong together.
+    """The record and the tensors of a saved result, if they belong together and nobody has edited them.
 
     A save that was killed between its two renames left new weights, and their widths.json under its staging name.
     """
-    weights = read_bytes(folder / WEIGHTS, most)
-    problems: list[FileError] = []
-    for name in (WIDTHS, staging_name(WIDTHS)):
+    weights, problems = read_bytes(folder / WEIGHTS, most), list[FileError]()
+    for path in (folder / WIDTHS, folder / staging_name(WIDTHS)):
         try:
-            record = _record(folder / name)
-            if record["sha256"] != hashlib.sha256(weights).hexdigest():
+            record = parse_json(read_bytes(path, MOST_JSON), path)
+            if not isinstance(record, dict) or record.get("format") != FORMAT:
+                raise FileError(f"{path}: not a result that this version can read: its format is not {FORMAT!r}.")
+            attributes = record.get("attributes")
+            tables = [attributes, *attributes.values()] if isinstance(attributes, dict) else [attributes]
+            if record.get("digest") != _digest(record) or not all(isinstance(it, dict) for it in tables):
+                raise FileError(f"{path}: changed since it was saved: its digest does not match.")
+            if record.get("sha256") != hashlib.sha256(weights).hexdigest():
                 raise FileError(f"{folder / WEIGHTS}: not the weights that were saved: truncated or changed since.")
             tensors = parse_tensors(weights, folder / WEIGHTS)
-            if {name: list(tensor.shape) for name, tensor in tensors.items()} != record["tensors"]:
+            if {name: list(tensor.shape) for name, tensor in tensors.items()} != record.get("tensors"):
                 raise FileError(f"{folder / WEIGHTS}: its tensors are not those that {WIDTHS} lists.")
             return record, tensors
         except FileError as error:
             problems.append(error)
     raise problems[0]
-
-
-def _record(path: Path) -> dict[str, Any]:
-    """widths.json as plain data, if it is ours and nobody has edited it."""
-    record = parse_json(read_bytes(path, MOST_JSON), path)
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise FileError(f"{path}: not a result that this version can read: its format is not {FORMAT!r}.")
-    if record.get("digest") != _digest(record):
-        raise FileError(f"{path}: changed since it was saved: its digest does not match.")
-    tables = [record.get("tensors"), record.get("attributes")]
-    tables += tables[1].values() if isinstance(tables[1], dict) else []
-    if not all(isinstance(it, dict) for it in tables) or not isinstance(record.get("sha256"), str):
-        raise FileError(f"{path}: not a result that this version can read: tensors, attributes or sha256 are wrong.")
-    return record

@@ -18,7 +18,7 @@ from dmcp.compare.methods import METHODS
 from dmcp.compare.runner import PlannedRun
 from dmcp.compare.table import PAGE, write_table
 from dmcp.errors import DmcpError, FileError, StoppedError
-from dmcp.runs import slug
+from dmcp.runs import Run, slug
 from dmcp.runtime.io import MOST_JSON, parse_json, read_bytes
 from dmcp.settings import SearchConfig
 from dmcp.units import table
@@ -88,7 +88,6 @@ def compare(config: RunConfig, request: Request) -> None:
 def compare_run(settings: Path, folder: Path) -> None:
     """dmcp compare-run: one run of a comparison."""
     it = runner.read_plan(settings)
-    runner.check_one(it, folder)
     protocol = it.protocol
     chains = {name: getattr(protocol, name) for name in _CHAINS}
     config = RunConfig(
@@ -103,7 +102,7 @@ def compare_run(settings: Path, folder: Path) -> None:
     request = Request(command="compare", typed={}, quiet=True, **place)  # type: ignore[arg-type]
     try:
         with session.session(config, request, whole=False) as here:
-            runner.run_one(it, _inputs(here.job, place_of(config)), folder, here.runtime)
+            runner.OneRun(it, _inputs(here.job, place_of(config)), Run(folder), here.runtime).do()
     except StoppedError:
         raise StoppedError("Stopped; everything up to here is saved. dmcp compare goes on with it.") from None
 

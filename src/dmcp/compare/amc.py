@@ -14,12 +14,12 @@ from torch.nn import functional as F
 
 from dmcp.batches import generator
 from dmcp.budget import check_reachable
-from dmcp.compare.problem import Choice, Problem, judging, loaded
+from dmcp.compare.problem import Choice, Problem, Settings, judging, loaded
 from dmcp.errors import TrainingError
 from dmcp.importance import magnitude
 from dmcp.modules import narrow
 from dmcp.sampling import FILLED, fit
-from dmcp.settings import check, setting
+from dmcp.settings import setting
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 
@@ -27,7 +27,7 @@ _SMALL = 3e-3  # weights of the last layers at the start: first actions are near
 
 
 @dataclass(frozen=True, kw_only=True)
-class DdpgConfig:
+class DdpgConfig(Settings):
     """How the agent learns; the defaults are those of the two papers."""
 
     hidden: int = setting(300, "Units of each of the two hidden layers, of actor and critic.", 1)
@@ -38,9 +38,6 @@ class DdpgConfig:
     memory: int = setting(2000, "Steps of walks that are remembered.", 1)
     batch: int = setting(64, "Remembered steps in one update.", 1)
     baseline: float = setting(0.95, "Share of the old moving average of rewards in the new one.", 0, below=1)
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 def truncated_normal(middle: float, spread: float, low: float, high: float, chance: Tensor) -> Tensor:
@@ -62,9 +59,8 @@ class Agent:
         self.actor = _network(features, config.hidden, self.draw)
         self.critic = _network(features + 1, config.hidden, self.draw)
         self.slow_actor, self.slow_critic = copy.deepcopy((self.actor, self.critic))
-        self.actor_weights, self.critic_weights = list(self.actor.parameters()), list(self.critic.parameters())
-        self.actor_steps = torch.optim.Adam(self.actor_weights, config.actor_lr, fused=True)
-        self.critic_steps = torch.optim.Adam(self.critic_weights, config.critic_lr, fused=True)
+        self.actor_steps = torch.optim.Adam(self.actor.parameters(), config.actor_lr, fused=True)
+        self.critic_steps = torch.optim.Adam(self.critic.parameters(), config.critic_lr, fused=True)
         self.states = torch.zeros(config.memory, features)
         self.nexts = torch.zeros(config.memory, features)
         self.rest = torch.zeros(config.memory, 3)  # action, reward, whether the walk goes on
@@ -99,11 +95,13 @@ class Agent:
             with torch.no_grad():
                 later = _value(self.slow_critic, nexts, torch.sigmoid(self.slow_actor(nexts)))
                 target = reward - (self.baseline or 0.0) + self.config.discount * goes_on * later
-            _descend(F.mse_loss(_value(self.critic, states, action), target), self.critic_weights, self.critic_steps)
+            _descend(F.mse_loss(_value(self.critic, states, action), target), self.critic_steps)
             chosen = _value(self.critic, states, torch.sigmoid(self.actor(states)))
-            _descend(-chosen.mean(), self.actor_weights, self.actor_steps)
-            for slow, quick in ((self.slow_actor, self.actor_weights), (self.slow_critic, self.critic_weights)):
-                torch._foreach_lerp_([p.data for p in slow.parameters()], [p.data for p in quick], self.config.soft)
+            _descend(-chosen.mean(), self.actor_steps)
+            for slow, quick in ((self.slow_actor, self.actor), (self.slow_critic, self.critic)):
+                torch._foreach_lerp_(
+                    [it.data for it in slow.parameters()], [it.data for it in quick.parameters()], self.config.soft
+                )
 
 
 def _value(critic: nn.Module, states: Tensor, actions: Tensor) -> Tensor:
@@ -111,8 +109,9 @@ def _value(critic: nn.Module, states: Tensor, actions: Tensor) -> Tensor:
     return cast(Tensor, critic(torch.cat([states, actions], dim=1)))
 
 
-def _descend(loss: Tensor, weights: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+def _descend(loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """One step of these weights alone: the actor's loss goes through the critic, which must not learn from it."""
+    weights = optimizer.param_groups[0]["params"]
     for weight, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
         weight.grad = gradient
     optimizer.step()
@@ -134,7 +133,7 @@ _CHANGING = 3  # features that depend on the walk, behind those of the space its
 
 
 @dataclass(frozen=True, kw_only=True)
-class AmcConfig:
+class AmcConfig(Settings):
     """How the agent searches; the defaults are the paper's."""
 
     warmup: int = setting(100, "First episodes, with constant noise; nothing is learned in them.", 0)
@@ -145,7 +144,7 @@ class AmcConfig:
     agent: DdpgConfig = field(default_factory=DdpgConfig, metadata={"help": "How it learns."})
 
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
         if self.last_noise > self.noise:
             raise TrainingError(f"last_noise must be at most noise ({self.noise}), not {self.last_noise}.")
 
@@ -163,7 +162,8 @@ def find_amc(problem: Problem, config: AmcConfig | None = None, state: Mapping[s
     best: tuple[int, ...] = ()
     with judging(problem, net.model, net, config.batches) as (judge, samples):
         for episode in range(config.warmup + config.episodes):
-            widths = course.walk(agent, _noise(episode, config))
+            share = max(0, episode - config.warmup + 1) / config.episodes  # of the way from the first noise to the last
+            widths = course.walk(agent, config.noise * (config.last_noise / config.noise) ** share)
             key = tuple(widths.tolist())
             if key not in rewards:
                 (rewards[key],) = judge([net.hard(widths)])
@@ -177,12 +177,6 @@ def find_amc(problem: Problem, config: AmcConfig | None = None, state: Mapping[s
             problem.log(record | {"macs": int(problem.graph.macs(widths[None]))})
     found = problem.graph.widths(best)
     return Choice(widths=found, kept=found, model=net.model, sample_passes=len(rewards) * samples)
-
-
-def _noise(episode: int, config: AmcConfig) -> float:
-    """Standard deviation of the actions: constant, then falling exponentially."""
-    share = max(0, episode - config.warmup + 1) / config.episodes
-    return float(config.noise * (config.last_noise / config.noise) ** share)
 
 
 def _sorted(problem: Problem, state: Mapping[str, Tensor] | None) -> nn.Module:
@@ -220,15 +214,11 @@ class _Course:
             trials[:, step] = self.options.table[step]
             highest = (self.problem.shares(trials) <= 1).sum() - 1
             widths[step] = self.options.table[step, torch.minimum(wished, highest)]
-        return self._filled(widths)
-
-    def _filled(self, widths: Tensor) -> Tensor:
-        """Widths that leave too much unused, made wider in proportion until nothing more fits. (S,) -> (S,)"""
         if self.problem.shares(widths[None]) >= self.tolerance:
             return widths
-        problem = self.problem
-        beyond = widths * (self.full / widths).max()  # `fit` narrows up to the border, but widens to the tolerance only
-        return fit(problem.graph, problem.budget, beyond.double(), self.options, self.tolerance).tensor()
+        # too much is unused: wider in proportion until nothing more fits; `fit` narrows up to the border
+        beyond = widths * (self.full / widths).max()
+        return fit(self.problem.graph, self.problem.budget, beyond.double(), self.options, self.tolerance).tensor()
 
     def states(self, widths: Tensor, steps: Tensor) -> Tensor:
         """What the agent sees at some steps of the walk to these widths. (S,), (T,) -> (T, F)"""

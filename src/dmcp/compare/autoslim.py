@@ -12,19 +12,19 @@ from torch import Tensor
 
 from dmcp.batches import input_of, size_of
 from dmcp.budget import check_reachable, spent_shares
-from dmcp.compare.problem import CHOOSING, Choice, Prepared, Problem, held_out_batches, load, samples_of
+from dmcp.compare.problem import CHOOSING, Choice, Prepared, Problem, Settings, held_out_batches, loaded, samples_of
 from dmcp.errors import TrainingError
 from dmcp.losses import classification_loss
 from dmcp.runtime.distributed import current, mean_values
 from dmcp.runtime.engine import ResolvedEngine
 from dmcp.searching.search import search
 from dmcp.searching.subnets import chains
-from dmcp.settings import Sampling, SearchConfig, check, setting
+from dmcp.settings import Sampling, SearchConfig, setting
 from dmcp.supernet import Supernet
 
 
 @dataclass(frozen=True, kw_only=True)
-class AutoSlimConfig:
+class AutoSlimConfig(Settings):
     """Settings of AutoSlim."""
 
     epochs: int = setting(40, "Passes over the data that train the slimmable network; the paper: 10 to 20 %.", 1)
@@ -35,9 +35,6 @@ class AutoSlimConfig:
     batches: int = setting(4, "Held-out batches that each trial is run on.", 1)
     at_once: int = setting(1, "Spaces narrowed in one step; more are faster where there are very many.", 1)
     per_saved: bool = setting(False, "Compare trials by the loss they add per cost that they save.")
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 def prepare(problem: Problem, config: AutoSlimConfig) -> Prepared:
@@ -73,15 +70,12 @@ def prepare(problem: Problem, config: AutoSlimConfig) -> Prepared:
 
 
 def find_autoslim(problem: Problem, config: AutoSlimConfig, state: Mapping[str, Tensor] | None = None) -> Choice:
-    """Narrow the slimmable network, group by group, until it is inside the budget."""
-    if state is None:
-        raise TrainingError("AutoSlim narrows a network that was trained for it: give state=prepare(...).state.")
+    """Narrow the slimmable network, `state` of `prepare`, group by group, until it is inside the budget."""
     graph = problem.graph
-    net = Supernet(problem.model, graph, config.groups, problem.align)
+    net = Supernet(loaded(problem, state), graph, config.groups, problem.align)
     path = chains(net, min_channels=problem.min_widths, max_channels=problem.widest, align=problem.align)
     borders = path.sizes.cumsum(dim=1).cpu()  # (S, G)
     check_reachable(problem.budget, graph, graph.widths(borders[:, 0]), problem.max_widths)
-    load(net.model, state)
     slimmed, passes = _slim(net, borders, problem, config)
     widths = problem.fit(slimmed)
     return Choice(widths=widths, kept=widths, model=net.model, sample_passes=passes)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,13 +13,14 @@ from torch import Tensor, nn
 
 from dmcp import sampling
 from dmcp.batches import generator, input_of, on_device, size_of
-from dmcp.compare.problem import Choice, Problem, load, loaded, samples_of
+from dmcp.compare.problem import Choice, Problem, Settings, load, loaded, samples_of
 from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError
+from dmcp.exporting import blaming
 from dmcp.importance import magnitude, written
 from dmcp.sampling import FILLED, random_widths
 from dmcp.searching.config import SearchResult
 from dmcp.searching.search import SEARCH, search
-from dmcp.settings import SearchConfig, check, setting
+from dmcp.settings import SearchConfig, setting
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 
@@ -28,7 +28,7 @@ _RANDOM, _DIRECT = 7, 11  # what random numbers are for
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoConfig:
+class NoConfig(Settings):
     """There is nothing to set."""
 
 
@@ -50,7 +50,7 @@ def find_random(problem: Problem, config: NoConfig, state: Mapping[str, Tensor] 
 
 
 @dataclass(frozen=True, kw_only=True)
-class DmcpConfig:
+class DmcpConfig(Settings):
     """Settings of a search inside a comparison."""
 
     epochs: int = setting(30, "Passes over the data, the warm-up among them.", 1)
@@ -60,7 +60,7 @@ class DmcpConfig:
     hold_out: bool = setting(False, "The alphas learn from the held-out images, the weights from the others.")
 
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
         self.search_config(budget="50%")
 
     def search_config(self, **known: Any) -> SearchConfig:
@@ -104,13 +104,10 @@ def find_dmcp(problem: Problem, config: DmcpConfig, state: Mapping[str, Tensor] 
 
 
 @dataclass(frozen=True, kw_only=True)
-class DirectConfig:
+class DirectConfig(Settings):
     """Settings of direct sampling."""
 
     number: int = setting(0, "Which of the widths, in the order in which they are sampled.", 0)
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 def find_direct(problem: Problem, config: DirectConfig, found: SearchResult | None = None) -> Choice:
@@ -127,10 +124,11 @@ def find_direct(problem: Problem, config: DirectConfig, found: SearchResult | No
 # torch-pruning
 
 _PARTS = 100  # of the last step
+_CANNOT = "torch-pruning cannot prune this network, use another method"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TorchPruningConfig:
+class TorchPruningConfig(Settings):
     """How torch-pruning chooses channels; its own defaults, but for the first and the last."""
 
     global_pruning: bool = setting(True, "Channels of all layers compete; else each layer loses the same share.")
@@ -138,9 +136,6 @@ class TorchPruningConfig:
     normalize: bool = setting(True, "Divide the norms of tied layers by the mean of all their channels.")
     max_pruning_ratio: float = setting(1.0, "Share of a layer that may go at most.", 1e-300, 1)
     steps: int = setting(50, "In which all channels would be gone.", 1)
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 def find_torch_pruning(
@@ -184,21 +179,11 @@ def _example(problem: Problem) -> Any:
     raise DataError("There are no held-out batches: is the batch larger than the data?")
 
 
-@contextlib.contextmanager
-def _its_errors() -> Iterator[None]:
-    """What the package stumbles over, in one sentence."""
-    try:
-        yield
-    except Exception as error:  # whatever it may be
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise TrainingError(f"torch-pruning cannot prune this network, use another method: {reason}") from error
-
-
 def _pruner(package: Any, config: TorchPruningConfig, pruned: nn.Module, graph: ChannelGraph, example: Any) -> Any:
     """Its pruner for this network; what is unprunable here it leaves alone, too."""
     normalizer = "mean" if config.normalize else None
     importance = package.importance.GroupMagnitudeImportance(p=config.norm, normalizer=normalizer)
-    with _its_errors(), torch.enable_grad():
+    with blaming(_CANNOT, TrainingError), torch.enable_grad():
         return package.pruner.BasePruner(
             pruned,
             example,
@@ -233,7 +218,7 @@ class _Ledger:
     def follow(self, pruner: Any, step: int) -> None:
         """Let the package do one step, and note what it removes."""
         names = {module: name for name, module in pruner.model.named_modules()}
-        with _its_errors():
+        with blaming(_CANNOT, TrainingError):
             for group in pruner.step(interactive=True):
                 lost: dict[str, set[int]] = {}
                 for dependency, filters in group:

@@ -14,52 +14,46 @@ from torch import Tensor, nn
 
 from dmcp.batches import device_of, size_of
 from dmcp.calibration import recalibrate
-from dmcp.compare.problem import CHOOSING, Choice, Prepared, Problem, loaded, samples_of
+from dmcp.compare.problem import CHOOSING, Choice, Prepared, Problem, Settings, loaded, samples_of
 from dmcp.errors import TrainingError
 from dmcp.importance import Place, magnitude, placed, scaled, strongest, vectors, written
 from dmcp.losses import Loss, classification_loss
 from dmcp.runtime.distributed import current
-from dmcp.settings import Engine, check, setting
+from dmcp.settings import Engine, setting
 from dmcp.training import train
+from dmcp.widths import Widths
 
 # L1
 
 
 @dataclass(frozen=True, kw_only=True)
-class L1Config:
+class L1Config(Settings):
     """Settings of the ranking by norms."""
 
     power: int = setting(1, "Of the weights that are summed: 1 is the paper's L1 norm, 2 the L2 norm.", 1, 2)
 
-    def __post_init__(self) -> None:
-        check(self)
-
 
 def find_l1(problem: Problem, config: L1Config, state: Mapping[str, Tensor] | None = None) -> Choice:
-    """Keep the channels with the largest filters, the same share of every space."""
-    if state is None:
-        raise TrainingError("The L1 method ranks the filters of a trained network: give its state dict as state=...")
-    model = loaded(problem, state)
-    widths = problem.uniform()
-    kept = {
-        space.name: strongest(magnitude(model, problem.graph, space, config.power), widths[space.name])
-        for space in problem.graph.spaces
-    }
-    return Choice(widths=widths, kept=kept, model=model)
+    """Keep the channels with the largest filters, the same share of every space; without a state the model's own."""
+    model, widths = loaded(problem, state), problem.uniform()
+    return Choice(widths=widths, kept=_largest(problem, model, widths, config.power), model=model)
+
+
+def _largest(problem: Problem, model: nn.Module, widths: Widths, power: int) -> dict[str, list[int]]:
+    """The channels of each space with the largest filters."""
+    graph = problem.graph
+    return {it.name: strongest(magnitude(model, graph, it, power), widths[it.name]) for it in graph.spaces}
 
 
 # SFP and FPGM
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoftConfig:
+class SoftConfig(Settings):
     """Settings of soft pruning, whatever ranks the channels."""
 
     every: int = setting(1, "Epochs between two times that filters are set to zero; the last one always does it.", 1)
-    regrowth: float = setting(0.01, "Share of their gradient that zeroed filters get; the paper: 1.", 1e-300, 1)
-
-    def __post_init__(self) -> None:
-        check(self)
+    regrowth: float = setting(0.01, "Share of their gradient that zeroed filters get; in SFP 1, in FPGM 0.", 0, 1)
 
 
 def find_sfp(problem: Problem, config: SoftConfig, state: Mapping[str, Tensor] | None = None) -> Choice:
@@ -106,10 +100,7 @@ def _prune_softly(
 
         runtime = problem.runtime.stage(CHOOSING)
         train(model, problem.loader, problem.recipe, task=problem.task, runtime=runtime, after_epoch=zero)
-    # by what is zero, not by the score: after an interruption the last scores are not known
-    kept = {
-        space.name: strongest(magnitude(model, graph, space, power=2), widths[space.name]) for space in graph.spaces
-    }
+    kept = _largest(problem, model, widths, 2)  # not by the score: after an interruption the last ones are not known
     for space in graph.spaces:  # all of the zeroed channels, so that the network computes what the cut one does
         dropped = torch.tensor(sorted({*range(space.size)} - {*kept[space.name]}), dtype=torch.int64)
         for place in placed(model, graph, space):
@@ -143,13 +134,10 @@ def _slowed(model: nn.Module, places: Sequence[Place]) -> Iterator[dict[Place, T
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlimmingConfig:
+class SlimmingConfig(Settings):
     """Settings of network slimming."""
 
     sparsity: float = setting(1e-4, "Weight of the summed absolute scales in the loss; the paper: 1e-4 or 1e-5.", 0)
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 def prepare(problem: Problem, config: SlimmingConfig) -> Prepared:
@@ -166,11 +154,12 @@ def prepare(problem: Problem, config: SlimmingConfig) -> Prepared:
 
 
 def find_slimming(problem: Problem, config: SlimmingConfig, state: Mapping[str, Tensor] | None = None) -> Choice:
-    """Drop the channels whose scales are below one threshold, as low as the budget allows."""
-    if state is None:
-        raise TrainingError("Slimming needs a network that was trained for it: give state=prepare(...).state.")
+    """Drop the channels whose scales are below one threshold, as low as the budget allows.
+
+    Where several layers write a space, their scales are summed, as in the loss: else residual streams would go first.
+    """
     graph, model = problem.graph, loaded(problem, state)
-    scores = [vectors(model, places).abs().mean(dim=1) for places in _scales(model, problem)]
+    scores = [vectors(model, places).abs().sum(dim=1) for places in _scales(model, problem)]
     widths = problem.fit(_above_threshold(problem, scores))
     kept = {space.name: strongest(score, widths[space.name]) for space, score in zip(graph.spaces, scores, strict=True)}
     return Choice(widths=widths, kept=kept, model=model)
@@ -178,18 +167,11 @@ def find_slimming(problem: Problem, config: SlimmingConfig, state: Mapping[str, 
 
 def _above_threshold(problem: Problem, scores: list[Tensor]) -> Tensor:
     """Channels of each space above the smallest threshold that is inside the budget, bounds kept. -> (S,)"""
-    low_widths, high_widths = problem.min_widths.tensor(), problem.widest.tensor()
     bars = torch.cat([torch.tensor([-1.0]), *scores]).sort().values  # the first keeps all, the last none
-
-    def widths(bar: Tensor) -> Tensor:
-        return torch.stack([(score > bar).sum() for score in scores]).maximum(low_widths).minimum(high_widths)
-
-    low, high = 0, len(bars) - 1  # the smallest bar that is inside lies between them
-    while low < high:
-        middle = (low + high) // 2
-        inside = problem.shares(widths(bars[middle])[None]).item() <= 1
-        low, high = (low, middle) if inside else (middle + 1, high)
-    return widths(bars[low])
+    below = [torch.searchsorted(score.sort().values, bars, right=True) for score in scores]
+    widths = problem.graph.full.tensor() - torch.stack(below, dim=1)  # (N, S)
+    widths = widths.maximum(problem.min_widths.tensor()).minimum(problem.widest.tensor())
+    return widths[(problem.shares(widths) <= 1).int().argmax()]
 
 
 def _pulled(task: Loss, model: nn.Module, scales: list[list[Place]], sparsity: float) -> Loss:

@@ -14,14 +14,14 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
-from dmcp.batches import Loader, batches_from, device_of, generator, input_of, labels_of, size_of, start_epoch
-from dmcp.compare.problem import CHOOSING, Choice, Prepared, Problem, judging, load
+from dmcp.batches import Loader, batches_from, device_of, generator, input_of, labels_of, start_epoch
+from dmcp.compare.problem import CHOOSING, Choice, Prepared, Problem, Settings, judging, load, samples_of
 from dmcp.errors import TrainingError
 from dmcp.losses import MetricWarning
 from dmcp.modules import unwrap
 from dmcp.runtime.distributed import current
-from dmcp.sampling import TOLERANCE, Options, fit
-from dmcp.settings import check, setting
+from dmcp.sampling import TOLERANCE, fit
+from dmcp.settings import setting
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training import train
@@ -29,6 +29,9 @@ from dmcp.training import train
 _INIT, _WIDTHS, _EVOLUTION = 1, 2, 3  # what random numbers are for
 _WORST = -math.inf  # score of widths whose metric is no number
 _TRIES = 64  # candidates for each network that is wanted
+
+Genes = tuple[int, ...]  # a width per space
+Judge = Callable[[Sequence[Genes]], list[float]]
 
 
 class PruningNet(nn.Module):
@@ -43,11 +46,9 @@ class PruningNet(nn.Module):
         spaces = spaces_of(model, graph)
         count = sum(model.get_parameter(name).numel() for name in spaces)
         if hidden * count > max_params:
-            fits = max_params // count
-            way = f"set hidden to at most {fits}, or raise it" if fits else "raise it"
             raise TrainingError(
-                f"The PruningNet of this network would have {hidden * count:,} numbers, more than max_params "
-                f"({max_params:,}): {way}."
+                f"The PruningNet of this network would have {hidden * count:,} numbers, more than max_params: raise "
+                f"it, or set hidden to at most {max_params // count}."
             )
         self.net = Supernet(model, graph)
         self.net.alpha.requires_grad_(False)  # no Markov chain here
@@ -99,16 +100,33 @@ def spaces_of(model: nn.Module, graph: ChannelGraph) -> dict[str, list[int]]:
 class Grid:
     """Widths to sample from: so many for each space, evenly from the smallest to the largest."""
 
-    def __init__(self, options: Options, groups: int) -> None:
-        self.options = options  # all that are allowed
+    def __init__(self, problem: Problem, groups: int) -> None:
+        self.problem, self.options = problem, problem.options  # all that are allowed
         self.counts = (self.options.last + 1).clamp(max=groups)  # (S,)
         steps = torch.arange(groups)[:, None].minimum(self.counts - 1) / (self.counts - 1).clamp(min=1)
         self.table = self.options.widths((steps * self.options.last).round().long()).T.contiguous()  # (S, groups)
+        self.uniform: Genes = tuple(problem.uniform().values())
+        # Where no widths use the budget to the tolerance, those count that use as much of it as these.
+        self.least = min(TOLERANCE, problem.shares(torch.tensor([self.uniform])).item())
 
     def sample(self, count: int, random: torch.Generator) -> Tensor:
         """Random widths, each one of each space equally likely. -> (count, S) int64"""
         chances = torch.rand(count, len(self.counts), generator=random, dtype=torch.float64)
         return self.table[torch.arange(len(self.counts)), (chances * self.counts).long()]
+
+    def inside(self, candidates: Tensor, count: int, known: Collection[Genes]) -> list[Genes]:
+        """Up to `count` new ones: candidates inside the budget, then some that are moved there. (N, S)"""
+        problem, shares = self.problem, self.problem.shares(candidates)
+        ready = candidates[(shares >= self.least) & (shares <= 1)].tolist()
+        found = [genes for genes in dict.fromkeys(map(tuple, ready)) if genes not in known][:count]
+        for wish in candidates[: 4 * count]:
+            if len(found) >= count:
+                break
+            genes = tuple(fit(problem.graph, problem.budget, wish.double(), self.options, TOLERANCE).values())
+            reached = problem.shares(torch.tensor([genes])).item() >= self.least
+            if reached and genes not in known and genes not in found:
+                found.append(genes)
+        return found
 
 
 class WidthsLoader:
@@ -120,7 +138,6 @@ class WidthsLoader:
     def __init__(self, loader: Loader, grid: Grid, seed: int, device: torch.device, whole: bool) -> None:
         self.loader, self.grid, self.seed, self.device, self.whole = loader, grid, seed, device, whole
         self.epoch = 0
-        self.seen: dict[int, int] = {}  # samples of each batch that was given out, by its place
         # where the training looks for generators, which it saves and brings back
         self.sampler, self.batch_sampler, self.generator = (
             getattr(loader, name, None) for name in ("sampler", "batch_sampler", "generator")
@@ -141,24 +158,15 @@ class WidthsLoader:
         """The batches of the epoch from number `skip` on; those before are read now, not at the first step."""
         widths = self.grid.sample(len(self), generator(self.seed, _WIDTHS, self.epoch)).to(self.device)
         batches = batches_from(self.loader, self.epoch, skip)
-        return map(self._joined, batches, range(skip, len(self)), widths[skip:].unbind())
+        # never more than len(self), whatever the loader has
+        return map(self._joined, batches, widths[skip:].unbind())
 
-    def _joined(self, batch: Any, place: int, widths: Tensor) -> Any:
-        self.seen[place] = size_of(batch)
+    def _joined(self, batch: Any, widths: Tensor) -> Any:
         return (input_of(batch), widths), batch if self.whole else labels_of(batch)
-
-    def samples(self) -> int:
-        """Samples in an epoch; of batches that were not given out, as after an interruption, the mean is taken."""
-        sizes = self.seen or {0: size_of(next(iter(self.loader)))}
-        return round(sum(sizes.values()) / len(sizes) * len(self))
-
-
-Genes = tuple[int, ...]  # a width per space
-Judge = Callable[[Sequence[Genes]], list[float]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MetaPruningConfig:
+class MetaPruningConfig(Settings):
     """How the PruningNet is built and trained, and how widths are bred with it."""
 
     hidden: int = setting(32, "Units between the two layers of a block; each costs the parameters of the network.", 1)
@@ -170,23 +178,20 @@ class MetaPruningConfig:
     parents: int = setting(10, "The best so far, from which the next generation is bred.", 1)
     mutation: float = setting(0.1, "Chance of each width to be sampled anew in a mutated network.", 1e-300, 1)
     crossed: float = setting(0.5, "Share of a generation with the widths of two parents; others are mutated.", 0, 1)
-    batches: int = setting(20, "Held-out batches that a network is judged on, at most.", 1)
-
-    def __post_init__(self) -> None:
-        check(self)
+    batches: int | None = setting(None, "Held-out batches that widths are judged by; None: all of them.", 1)
 
 
 def prepare(problem: Problem, config: MetaPruningConfig) -> Prepared:
     """Train a PruningNet on random widths: the same for all budgets."""
     net, loss = _pruning_net(problem, config), problem.task.loss
-    grid = Grid(problem.options, config.groups)
+    grid = Grid(problem, config.groups)
     loader = WidthsLoader(problem.loader, grid, problem.seed, device_of(net), whole=loss is not None)
     epochs = config.epochs or problem.recipe.epochs
     recipe = replace(problem.recipe, epochs=epochs, warmup_epochs=min(problem.recipe.warmup_epochs, epochs))
     inner = loss and (lambda output, batch: loss(output, batch[1]))  # the user's loss on the user's batch
     train(net, loader, recipe, task=replace(problem.task, loss=inner), runtime=problem.runtime.stage(CHOOSING))
     state = {name: tensor.detach() for name, tensor in net.state_dict().items()}
-    return Prepared(state=state, sample_passes=epochs * loader.samples() * current().size)
+    return Prepared(state=state, sample_passes=epochs * samples_of(problem.loader))
 
 
 def find_metapruning(problem: Problem, config: MetaPruningConfig, state: Mapping[str, Tensor] | None = None) -> Choice:
@@ -200,9 +205,8 @@ def find_metapruning(problem: Problem, config: MetaPruningConfig, state: Mapping
             return judge(torch.tensor(several).to(device_of(net)).unbind())
 
         scores = evolve(problem, config, scores_of)
-    passes = len(scores) * samples * current().size
     widths = problem.fit(torch.tensor(max(scores, key=lambda genes: scores[genes])))
-    return Choice(widths=widths, kept=widths, sample_passes=prepared.sample_passes + passes)
+    return Choice(widths=widths, kept=widths, sample_passes=prepared.sample_passes + len(scores) * samples)
 
 
 def _pruning_net(problem: Problem, config: MetaPruningConfig) -> PruningNet:
@@ -211,11 +215,9 @@ def _pruning_net(problem: Problem, config: MetaPruningConfig) -> PruningNet:
 
 def evolve(problem: Problem, config: MetaPruningConfig, judge: Judge) -> dict[Genes, float]:
     """All widths that were judged, with their scores, in the order in which they were bred."""
-    nursery = Nursery(problem, config.groups)
-    grid, random, scores = nursery.grid, generator(problem.seed, _EVOLUTION), dict[Genes, float]()
+    grid, random, scores = Grid(problem, config.groups), generator(problem.seed, _EVOLUTION), dict[Genes, float]()
     crossed = round(config.crossed * config.population)
-    fresh = nursery.inside(grid.sample(_TRIES * config.population, random), config.population, scores)
-    fresh = fresh or [nursery.uniform]
+    fresh = grid.inside(grid.sample(_TRIES * config.population, random), config.population, scores) or [grid.uniform]
     for number in range(config.generations):
         if not fresh:  # there are no others
             break
@@ -230,10 +232,10 @@ def evolve(problem: Problem, config: MetaPruningConfig, judge: Judge) -> dict[Ge
         record["judged"] = len(scores)
         problem.log(record | ({"failed": len(judged) - len(good)} if len(good) < len(judged) else {}))
         parents = torch.tensor(ranked[: config.parents])  # (K, S)
-        fresh = nursery.inside(cross(parents, _TRIES * crossed, random), crossed, scores)
+        fresh = grid.inside(cross(parents, _TRIES * crossed, random), crossed, scores)
         missing = config.population - len(fresh)
         candidates = mutate(parents, _TRIES * missing, grid, config.mutation, random)
-        fresh += nursery.inside(candidates, missing, {*scores, *fresh})
+        fresh += grid.inside(candidates, missing, {*scores, *fresh})
     lost = list(scores.values()).count(_WORST)
     if lost and current().first:
         sentence = f"The metric of {lost} of {len(scores)} networks is not finite: they count as the worst."
@@ -252,28 +254,3 @@ def cross(parents: Tensor, count: int, random: torch.Generator) -> Tensor:
     """Each width is that of one of two parents. (K, S) -> (count, S)"""
     one, other = parents[torch.randint(len(parents), (2, count), generator=random)]
     return torch.where(torch.rand(one.shape, generator=random) < 0.5, one, other)
-
-
-class Nursery:
-    """Where candidates become widths inside the budget."""
-
-    def __init__(self, problem: Problem, groups: int) -> None:
-        self.problem, self.grid = problem, Grid(problem.options, groups)
-        self.uniform: Genes = tuple(problem.uniform().values())
-        # Where no widths use the budget to the tolerance, those count that use as much of it as these.
-        self.least = min(TOLERANCE, problem.shares(torch.tensor([self.uniform])).item())
-
-    def inside(self, candidates: Tensor, count: int, known: Collection[Genes]) -> list[Genes]:
-        """Up to `count` new ones: candidates inside the budget, then some that are moved there. (N, S)"""
-        problem, shares = self.problem, self.problem.shares(candidates)
-        ready = candidates[(shares >= self.least) & (shares <= 1)].tolist()
-        found = [genes for genes in dict.fromkeys(map(tuple, ready)) if genes not in known][:count]
-        for wish in candidates[: 4 * count]:
-            if len(found) >= count:
-                break
-            moved = fit(problem.graph, problem.budget, wish.double(), self.grid.options, TOLERANCE)
-            genes = tuple(moved.values())
-            reached = problem.shares(torch.tensor([genes])).item() >= self.least
-            if reached and genes not in known and genes not in found:
-                found.append(genes)
-        return found

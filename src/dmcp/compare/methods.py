@@ -53,7 +53,9 @@ class Method:
     prepare: Callable[[Problem, Any], Prepared] | None = None
     own: Own | None = None
     holds_out: bool = False  # whether it chooses by the held-out images, and must not train on them
+    full: bool = False  # whether fine-tuning takes the whole recipe, not --finetune-epochs at a tenth of the rate
     one_ratio: bool = False  # whether its widths are those of uniform, and only the channels its own
+    users: bool = False  # whether it was imported by name
 
 
 METHODS: dict[str, Method] = {
@@ -62,12 +64,12 @@ METHODS: dict[str, Method] = {
     "uniform-slimmable": Method(baselines.find_uniform, own=Own.SLIMMABLE, one_ratio=True),
     "l1": Method(magnitude.find_l1, magnitude.L1Config, Start.TRAINED, own=Own.FINETUNED, one_ratio=True),
     "slimming": Method(
-        magnitude.find_slimming, magnitude.SlimmingConfig, Start.PREPARED, magnitude.prepare, Own.FINETUNED
+        magnitude.find_slimming, magnitude.SlimmingConfig, Start.PREPARED, magnitude.prepare, Own.FINETUNED, full=True
     ),
     "sfp": Method(magnitude.find_sfp, magnitude.SoftConfig, own=Own.AS_TRAINED, one_ratio=True),
     "fpgm": Method(magnitude.find_fpgm, magnitude.SoftConfig, own=Own.AS_TRAINED, one_ratio=True),
     "autoslim": Method(
-        autoslim.find_autoslim, autoslim.AutoSlimConfig, Start.PREPARED, autoslim.prepare, Own.FINETUNED, holds_out=True
+        autoslim.find_autoslim, autoslim.AutoSlimConfig, Start.PREPARED, autoslim.prepare, Own.SLIMMABLE, holds_out=True
     ),
     "amc": Method(amc.find_amc, amc.AmcConfig, Start.HELD_OUT, own=Own.FINETUNED, holds_out=True),
     "metapruning": Method(
@@ -118,7 +120,7 @@ def choose(name: str, problem: Problem, config: Any, start: Any = None) -> Choic
     method = find_method(name)
     with _blamed(name):
         choice = method.find(problem, config, *(() if method.start is Start.FRESH else (start,)))
-    if _is_imported(name):
+    if method.users:
         choice = _checked(name, method, problem, choice)
     choice.check(problem)
     return choice
@@ -139,24 +141,17 @@ def _take(problem: Problem, config: GivenConfig) -> Choice:
 # methods of users
 
 
-def _is_imported(name: str) -> bool:
-    return ":" in name and not name.startswith(GIVEN)
-
-
 def _imported(name: str) -> Method:
     """A Method, or a function find(problem) that returns a Choice."""
     module, _, rest = name.partition(":")
-    if module.endswith(".py") or "/" in module:
-        path = module.removesuffix(".py").strip("./").replace("/", ".")
-        raise DmcpError(f"{name}: give the module as Python imports it, not a file: {path}:{rest}.")
     found = imported(module, rest)
-    if isinstance(found, Method):
-        if found.start is Start.PREPARED and found.prepare is None:
-            raise DmcpError(f"{name} starts from a network of its own making: give Method(prepare=...).")
-        return replace(found, one_ratio=False)
+    if isinstance(found, Method) and (found.prepare or found.start is not Start.PREPARED):
+        return replace(found, one_ratio=False, users=True)
     if callable(found) and not isinstance(found, type):
-        return Method(lambda problem, config: found(problem))
-    raise DmcpError(f"{name} is a {type(found).__name__}: give a Method, or a function find(problem) -> Choice.")
+        return Method(lambda problem, config: found(problem), users=True)
+    raise DmcpError(
+        f"{name}: give a Method (with prepare=, where it starts from that), or a function find(problem) -> Choice."
+    )
 
 
 @contextlib.contextmanager
@@ -167,7 +162,7 @@ def _blamed(name: str) -> Iterator[None]:
     except (DmcpError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        if not _is_imported(name):
+        if not find_method(name).users:
             raise
         traceback.print_exc()
         raise TrainingError(f"{name} failed: {type(error).__name__}: {error}") from error
@@ -175,18 +170,16 @@ def _blamed(name: str) -> Iterator[None]:
 
 def _checked(name: str, method: Method, problem: Problem, choice: Any) -> Choice:
     """The choice of a user's method; plain widths inside the budget are filled up, as our methods do."""
-    if not isinstance(choice, Choice):
-        raise TrainingError(f"{name} returned a {type(choice).__name__}: return a dmcp.compare.problem.Choice.")
+    if not isinstance(choice, Choice) or (choice.model is None and method.own in (Own.FINETUNED, Own.AS_TRAINED)):
+        raise TrainingError(
+            f"{name}: return a dmcp.compare.problem.Choice, with model= where its own training needs it."
+        )
     widths = problem.graph.widths(choice.widths)
     if choice.model is None:
-        if method.own in (Own.FINETUNED, Own.AS_TRAINED):
-            raise TrainingError(f"{name}: its own training needs the network that it chose in: give Choice(model=).")
         widths = problem.fit(widths.tensor()) if problem.shares(widths.tensor()[None]).item() <= 1 else widths
         return replace(choice, widths=widths, kept=widths)
-    for space in problem.graph.spaces:
-        kept = choice.kept.get(space.name, space.size)
-        if (number := kept if isinstance(kept, int) else len(kept)) != widths[space.name]:
-            raise TrainingError(
-                f"{name} keeps {number} channels of {space.name}, but its width is {widths[space.name]}."
-            )
+    for space, width in widths.items():
+        kept = choice.kept.get(space, problem.graph.full[space])
+        if (kept if isinstance(kept, int) else len(kept)) != width:
+            raise TrainingError(f"{name}: its width of {space} is {width}, but it does not keep so many channels.")
     return replace(choice, widths=widths)

@@ -17,17 +17,25 @@ from dmcp.batches import Loader, check_parts, device_of, input_of, on_device, si
 from dmcp.budget import Budget, check_reachable, spent_shares
 from dmcp.calibration import kept_modes
 from dmcp.errors import BudgetError, DataError, TrainingError
+from dmcp.exporting import blaming
 from dmcp.losses import check_metric, growing, measure, top1, whole_of
 from dmcp.modules import unwrap
 from dmcp.runtime.distributed import current, sum_values
 from dmcp.runtime.engine import ResolvedEngine
 from dmcp.sampling import FILLED, TOLERANCE, Options, fit, uniform
-from dmcp.settings import Engine, TrainConfig
+from dmcp.settings import Engine, TrainConfig, check
 from dmcp.tracing.graph import ChannelGraph, Kept
 from dmcp.training import Runtime, Task
 from dmcp.widths import Widths
 
 CHOOSING = "choosing"  # the stage of what a method trains and tries; that of DMCP is called search
+
+
+class Settings:
+    """Settings of a method; their ranges are checked when they are made."""
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -126,11 +134,8 @@ def loaded(problem: Problem, state: Mapping[str, Tensor] | None) -> nn.Module:
 
 def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Load a state dict; TrainingError for that of another network."""
-    try:
+    with blaming("The state dict is that of another network", TrainingError):
         model.load_state_dict(dict(state))
-    except RuntimeError as error:
-        reason = str(error).splitlines()[-1].strip()
-        raise TrainingError(f"The state dict is that of another network: {reason}") from None
 
 
 # judging sub-networks
@@ -145,7 +150,11 @@ def held_out_batches(
     It is in eval mode, but BatchNorms use the statistics of the batch: the learned ones fit other widths.
     """
     resolved = (problem.runtime.engine or Engine()).resolve(device_of(model), plain=plain)
-    with resolved.running(model), _batch_statistics(model):
+    with resolved.running(model), kept_modes(model), contextlib.ExitStack() as undo:
+        model.eval()
+        for norm in (part for part in model.modules() if isinstance(part, _BatchNorm)):
+            undo.callback(setattr, norm, "track_running_stats", norm.track_running_stats)
+            norm.training, norm.track_running_stats = True, False
         several = (batch for batch in itertools.islice(problem.held_out, most) if size_of(batch) > 1)
         batches = [resolved.laid_out(on_device(batch, resolved.device)) for batch in several]
         if not batches:  # one sample alone has no batch statistics
@@ -187,18 +196,3 @@ def judging(
             return [total / seen for total in totals]
 
         yield judge, sum(map(size_of, batches))
-
-
-@contextlib.contextmanager
-def _batch_statistics(model: nn.Module) -> Iterator[None]:
-    norms = [part for part in model.modules() if isinstance(part, _BatchNorm)]
-    before = [norm.track_running_stats for norm in norms]
-    with kept_modes(model):
-        model.eval()
-        for norm in norms:
-            norm.training, norm.track_running_stats = True, False
-        try:
-            yield
-        finally:
-            for norm, tracked in zip(norms, before, strict=True):
-                norm.track_running_stats = tracked

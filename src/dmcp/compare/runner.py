@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import difflib
 import importlib.util
 import json
 import shlex
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +23,15 @@ import torch
 from torch import Tensor, nn
 
 from dmcp.batches import Loader
-from dmcp.budget import Budget, parse
+from dmcp.budget import parse
 from dmcp.checkpoint import DONE, State
-from dmcp.compare.methods import GIVEN, METHODS, PEERS, Method, Own, Start, choose, find_method, prepare, title
+from dmcp.compare.methods import GIVEN, METHODS, PEERS, Own, Start, choose, find_method, prepare, title
 from dmcp.compare.problem import Choice, Prepared, Problem, samples_of
 from dmcp.cutting import cut
 from dmcp.data.datasets import DataSet, split
 from dmcp.data.loaders import make_loader
-from dmcp.errors import DmcpError, FileError, TrainingError, WidthsError
+from dmcp.errors import DmcpError, FileError
+from dmcp.exporting import blaming
 from dmcp.results import UNIFORM, UNPRUNED, compare
 from dmcp.retraining import Retraining, train_all
 from dmcp.runs import CHECKPOINTS, LOG, PREPARED, SETTINGS, Run, load_search, read_json
@@ -53,7 +52,6 @@ PLANS, OUTPUT, COMMANDS = "plans", "output", "commands.jsonl"  # what runs are t
 RESULT, CHOICE, CHOSEN_IN, SPENT = "result.json", "choice.json", "choice.safetensors", "spent.json"
 SAME = "same recipe"  # the training that is the same for all
 _OWN = ", own"  # ends the name of a network that is trained the way of the method's authors
-_SPLIT = 0  # one split for all seeds: methods differ, data does not
 _MAX_BYTES = 2**34  # of a prepared network
 _SLIMMABLE = 4  # passes in a step of a slimmable network
 
@@ -79,7 +77,7 @@ class Protocol:
     min_channels: Bound = field(default_factory=dict)
     max_channels: Bound = field(default_factory=dict)
     holdout: float = 0.1  # share of the training images that methods choose by; in the final training they are back
-    finetune_epochs: int = 0  # of methods that fine-tune; 0: not done
+    finetune_epochs: int = 0  # of methods that fine-tune gently; 0: no method is fine-tuned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,19 +95,16 @@ class Comparison:
 
     def __post_init__(self) -> None:
         names = (*self.methods, *self.widths)
-        for what, given in (("budget", self.budgets), ("method", names), ("seed", self.seeds)):
+        for what, given in (("budget", self.budgets), ("method", [*map(title, names)]), ("seed", self.seeds)):
             if not given or len({*given}) < len(given):
                 raise DmcpError(f"Give at least one {what}, and each only once, not {list(given)}.")
-        titles = Counter(map(title, names))
         for name in names:
             ours = name in self.methods and name in METHODS | PEERS
-            reserved = (UNPRUNED, BASE) if ours else (UNPRUNED, BASE, *METHODS, *PEERS)
-            if titles[title(name)] > 1 or title(name) in reserved or name.startswith(GIVEN):
+            if name.startswith(GIVEN) or title(name) in ({UNPRUNED, BASE} | (set() if ours else {*METHODS, *PEERS})):
                 raise DmcpError(f"There is another {title(name)}, and folders go by name: give yours another one.")
-        ways = [Own.AS_TRAINED, Own.SLIMMABLE] + ([Own.FINETUNED] if self.protocol.finetune_epochs else [])
-        untrained = [name for name in names if not self.scratch and self._method(name).own not in ways]
-        if untrained:
-            raise DmcpError(f"Without training from scratch, {', '.join(untrained)} would not be trained at all.")
+            own = find_method(GIVEN if name in self.widths else name).own
+            if not self.scratch and (own is None or (own is Own.FINETUNED and not self.protocol.finetune_epochs)):
+                raise DmcpError(f"Without training from scratch, {name} would not be trained at all.")
         used = {*names, *({"dmcp"} if "dmcp-direct" in names else ())}
         for name, values in self.settings.items():
             if name not in used and name not in map(title, used):
@@ -119,9 +114,6 @@ class Comparison:
                 raise DmcpError(f"{both.pop()} is for all methods: leave it out of {name}.more.")
         for name in self.methods:
             config_of(name, self.settings_of(name))
-
-    def _method(self, name: str) -> Method:
-        return find_method(GIVEN if name in self.widths else name)
 
     def settings_of(self, name: str) -> dict[str, Any]:
         """What a method is set to."""
@@ -133,20 +125,10 @@ class Comparison:
 def config_of(name: str, settings: Mapping[str, Any]) -> Any:
     """The settings of a method; DmcpError for what it does not have."""
     config = find_method(name).config
-    if not isinstance(config, type) or not is_dataclass(config):
-        if settings:
-            raise DmcpError(f"--set: the settings of {name} are no dataclass: give Method(config=) one.")
-        return config()
-    known = [it.name for it in fields(config)]
-    for key in settings:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known) or 'none'}."
-            raise DmcpError(f"--set: {name} has no setting {key!r}: {hint}")
-    try:
-        return from_plain(config, dict(settings))
-    except (TypeError, ValueError) as error:
-        raise DmcpError(f"--set: {name}: {error}; write a mapping like \"{{'warmup': 0.2}}\".") from None
+    with blaming(f"--set: {name} (a mapping is written as \"{{'warmup': 0.2}}\")", DmcpError):
+        if isinstance(config, type) and is_dataclass(config):
+            return from_plain(config, dict(settings))
+        return config(**settings)
 
 
 def check_peer(name: str) -> str:
@@ -202,12 +184,16 @@ class PlannedRun:
 
 def plan(it: Comparison, inputs: Inputs) -> list[PlannedRun]:
     """All runs, each after the one that it starts from; DmcpError for what cannot be."""
-    _check(it, inputs)
+    rest, _ = split(inputs.images, it.protocol.holdout)
+    make_loader(rest, it.protocol.batch, train=True)  # refuses a batch that is larger
+    if len({frozenset(_problem(it.protocol, inputs, text).budget.limits) for text in it.budgets}) < len(it.budgets):
+        raise DmcpError(f"--budget: two of {', '.join(it.budgets)} are the same: leave one of them out.")
     found: dict[str, PlannedRun] = {}
 
     def add(method: str, seed: int, **more: Any) -> str:
-        scratch = method in (UNPRUNED, BASE) or (it.scratch and not is_one_ratio(method))
-        settings = it.settings_of(method.removeprefix(GIVEN)) if method not in (UNPRUNED, BASE) else {}
+        whole = method in (UNPRUNED, BASE)
+        settings = {} if whole else it.settings_of(method.removeprefix(GIVEN))
+        scratch = whole or (it.scratch and not is_one_ratio(method))
         run = PlannedRun(protocol=it.protocol, facts=inputs.facts, method=method, seed=seed, settings=settings, **more)
         return found.setdefault(run.name, replace(run, scratch=scratch)).name
 
@@ -223,68 +209,45 @@ def plan(it: Comparison, inputs: Inputs) -> list[PlannedRun]:
                 return add("dmcp", seed, budget=budget)
         return ""
 
-    rows = _rows(it, inputs)
+    rows = [(method, budget) for method in it.methods for budget in it.budgets]
+    rows += [row for name in it.widths for row in _given_rows(it, inputs, name)]
     for seed in it.seeds:
         if it.unpruned:
             add(UNPRUNED, seed)
         for method, budget in rows:
-            if not _is_uniform(it, method):
+            copied = it.scratch and is_one_ratio(method)  # trained from scratch it is uniform's network
+            if not copied or it.protocol.finetune_epochs or METHODS[method].own is not Own.FINETUNED:
                 add(method, seed, budget=budget, uses=needed(method, seed, budget))
-            if it.scratch and is_one_ratio(method):  # trained from scratch it is uniform's network
+            if copied:
                 add(UNIFORM, seed, budget=budget)
     return list(found.values())
 
 
-def _rows(it: Comparison, inputs: Inputs) -> list[tuple[str, str]]:
-    """Method and budget of each row; given widths have those budgets that they use, and at least one."""
-    rows = [(method, budget) for method in it.methods for budget in it.budgets]
-    for name, kept in it.widths.items():
+def _given_rows(it: Comparison, inputs: Inputs, name: str) -> list[tuple[str, str]]:
+    """Given widths have those budgets that they use, and at least one."""
+    widths, reasons, rows = inputs.graph.widths(it.widths[name]), list[str](), list[tuple[str, str]]()
+    for budget in it.budgets:
         try:
-            widths = inputs.graph.widths(kept)
-        except WidthsError as error:
-            raise WidthsError(f"--widths: {name}: {error}") from None
-        reasons = list[str]()
-        for budget in it.budgets:
-            try:
-                Choice(widths=widths, kept=widths).check(_problem(it.protocol, inputs, budget))
-                rows.append((GIVEN + name, budget))
-            except DmcpError as error:
-                reasons.append(str(error).rstrip("."))
-        if len(reasons) == len(it.budgets):
-            raise DmcpError(f"--widths: {name} is not inside any budget: {'; '.join(reasons)}.")
+            Choice(widths=widths, kept=widths).check(_problem(it.protocol, inputs, budget))
+            rows.append((GIVEN + name, budget))
+        except DmcpError as error:
+            reasons.append(str(error).rstrip("."))
+    if not rows:
+        raise DmcpError(f"--widths: {name} is not inside any budget: {'; '.join(reasons)}.")
     return rows
-
-
-def _check(it: Comparison, inputs: Inputs) -> None:
-    """Refuse budgets and batches now, not in each run."""
-    rest, _ = split(inputs.images, it.protocol.holdout)
-    make_loader(rest, it.protocol.batch, train=True)  # refuses a batch that is larger
-    known: list[Budget] = []
-    for text in it.budgets:
-        budget = _problem(it.protocol, inputs, text).budget
-        if same := [other.text for other in known if {*other.limits} == {*budget.limits}]:
-            raise DmcpError(f"--budget: {text} is the same as {same[0]}: leave one of them out.")
-        known.append(budget)
 
 
 def _problem(protocol: Protocol, inputs: Inputs, budget: str, **more: Any) -> Problem:
     """What methods get; without a budget it is the widest network."""
     graph, net = inputs.graph, Supernet(inputs.model, inputs.graph, protocol.groups, protocol.align)
-    at_least, at_most, low, high = protocol.min_channels, protocol.max_channels, net.min_widths, None
-    if at_least or at_most:
-        low, widest = extremes(
-            graph, chains(net, min_channels=at_least, max_channels=at_most, align=protocol.align).sizes
-        )
-        high = widest if at_most else None
+    low, high, limits = net.min_widths, None, {bound: getattr(protocol, bound) for bound in BOUNDS}
+    if any(limits.values()):
+        low, widest = extremes(graph, chains(net, **limits, align=protocol.align).sizes)
+        high = widest if protocol.max_channels else None
     given: dict[str, Any] = {"loader": inputs.train, "held_out": inputs.test, "recipe": protocol.train} | more
+    given |= {"min_widths": low, "max_widths": high, "align": protocol.align}
     return Problem(
-        model=inputs.model,
-        graph=graph,
-        budget=parse(budget or graph.macs(high or graph.full), graph),
-        min_widths=low,
-        max_widths=high,
-        align=protocol.align,
-        **given,
+        model=inputs.model, graph=graph, budget=parse(budget or graph.macs(high or graph.full), graph), **given
     )
 
 
@@ -293,27 +256,20 @@ def is_one_ratio(method: str) -> bool:
     return method in METHODS and METHODS[method].one_ratio
 
 
-def _is_uniform(it: Comparison, method: str) -> bool:
-    """True if all that there is of a method is what uniform has."""
-    tuned = METHODS[method].own is Own.FINETUNED if is_one_ratio(method) else False
-    return it.scratch and tuned and not it.protocol.finetune_epochs
-
-
 def epochs_of(run: PlannedRun) -> dict[str, int]:
     """How many epochs a run trains, by kind."""
     recipe = run.protocol.train.epochs
     if run.method in (UNPRUNED, BASE):
         return {"training": recipe}
-    method = find_method(run.method)
-    own = getattr(method.config(**run.settings), "epochs", None)
-    trains = run.prepares or method.own is Own.AS_TRAINED
-    searched = own if isinstance(own, int) else recipe if trains else 0
+    method, tuned = find_method(run.method), run.protocol.finetune_epochs
+    own = getattr(config_of(run.method, run.settings), "epochs", None)
+    searched = own if isinstance(own, int) else recipe if run.prepares or method.own is Own.AS_TRAINED else 0
     if run.prepares:
         return {"search": searched}
     found = {
         "search": 0 if method.prepare else searched,
         "training": recipe if run.scratch else 0,
-        "fine-tuned": run.protocol.finetune_epochs if method.own is Own.FINETUNED else 0,
+        "fine-tuned": tuned and (recipe if method.full else tuned) if method.own is Own.FINETUNED else 0,
         "slimmable": recipe if method.own is Own.SLIMMABLE else 0,
     }
     return {kind: number for kind, number in found.items() if number}
@@ -337,11 +293,9 @@ Launch = Callable[[Sequence[PlannedRun]], Mapping[str, str]]  # runs processes; 
 
 def run(runs: Sequence[PlannedRun], folder: Path, launch: Launch) -> Mapping[str, str]:
     """Do the runs that are not done; those that failed, with the reason. The same again goes on where it was."""
-    try:
+    with blaming(f"{folder}: no runs can be kept here"):
         for part in (folder, folder / PLANS, folder / OUTPUT):
             part.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FileError(f"{folder}: no runs can be kept here: {error.strerror or error}.") from error
     with Lock(folder):
         check_begun(runs, folder)
         for it in runs:
@@ -364,56 +318,32 @@ def is_begun(folder: Path) -> bool:
 
 def read_plan(path: Path) -> PlannedRun:
     """What a run is to do."""
-    try:
+    with blaming(f"{path}: not the plan of a run of this version"):
         return from_plain(PlannedRun, read_json(path))
-    except (TypeError, ValueError, TrainingError) as error:
-        raise FileError(f"{path}: not the plan of a run of this version: {error}.") from None
-
-
-def check_one(it: PlannedRun, folder: Path) -> None:
-    """Refuse a folder in which nothing is left to do, or in which another run was begun."""
-    if is_done(folder):
-        raise FileError(f"{folder}: this run is done; dmcp report {shlex.quote(str(folder))} shows it.")
-    if is_begun(folder) and read_json(folder / SETTINGS).get("comparison") != plain(it):
-        raise FileError(f"{folder} was begun with another plan: go on with that one, or remove the folder.")
 
 
 def state_of(it: PlannedRun, folder: Path) -> str:
     """How far a run is."""
-    if keys := changed(it, folder):
-        return f"other settings ({', '.join(keys)})"
     return "done" if is_done(folder / it.name) else "begun" if is_begun(folder / it.name) else "missing"
-
-
-def changed(it: PlannedRun, folder: Path) -> list[str]:
-    """What of the plan of a run is not as it was when it was begun."""
-    path = folder / PLANS / f"{it.name}.json"
-    if not is_begun(folder / it.name) or not path.is_file():
-        return []
-    before, now = read_json(path), plain(it)
-    return [
-        key
-        for one, other in ((before, now), (before.get("protocol", {}), now["protocol"]))
-        for key in other
-        if one.get(key) != other[key]
-    ]
 
 
 def check_begun(runs: Sequence[PlannedRun], folder: Path) -> None:
     """Refuse all runs if one of them, or another seed of its row, was begun with other settings."""
-    rows = {it.row: plain(it) for it in runs}
-    others = {it.name: changed(it, folder) for it in runs}
+    names, rows = {it.name: plain(it) for it in runs}, {it.row: plain(it) for it in runs}
     for path in sorted((folder / PLANS).glob("*.json")):
+        before, keys = dict[str, Any](), list[str]()
         with contextlib.suppress(FileError):
-            before = read_json(path)
-            now = rows.get(path.stem.removesuffix(f"-seed{before.get('seed')}"))
-            if now and path.stem not in others and is_begun(folder / path.stem):
-                others[path.stem] = [key for key in ("method", "settings") if before.get(key) != now[key]]
-    for name, keys in others.items():
+            before = read_json(path) if is_begun(folder / path.stem) else {}
+        if path.stem in names and before:
+            now = names[path.stem]
+            pairs = ((before, now), (before.get("protocol", {}), now["protocol"]))
+            keys = [key for one, other in pairs for key in other if one.get(key) != other[key]]
+        elif other := rows.get(path.stem.removesuffix(f"-seed{before.get('seed')}")):
+            keys = [key for key in ("method", "settings") if before.get(key) != other[key]]
         if keys:
             raise FileError(
-                f"{folder / name} was begun with other settings ({', '.join(keys)}): give --out another folder, or the "
-                f"command that began it: see {folder / COMMANDS}."
+                f"{folder / path.stem} was begun with other settings ({', '.join(keys)}): give --out another folder, "
+                f"or the command that began it: see {folder / COMMANDS}."
             )
 
 
@@ -447,13 +377,8 @@ class Result:
     device: str
 
 
-def run_one(it: PlannedRun, inputs: Inputs, folder: Path, runtime: Runtime) -> None:
-    """Do what is planned, in a run folder with its checkpoints and log."""
-    _OneRun(it, inputs, Run(folder), runtime).do()
-
-
-class _OneRun:
-    """One run at work."""
+class OneRun:
+    """One run at work, in a folder with its checkpoints and log."""
 
     def __init__(self, it: PlannedRun, inputs: Inputs, files: Run, runtime: Runtime) -> None:
         self.it, self.inputs, self.files = it, inputs, files
@@ -470,7 +395,7 @@ class _OneRun:
 
     def do(self) -> None:
         """Prepare or choose, train, test, and write what came out."""
-        it, networks, passes = self.it, tuple[Network, ...](), 0
+        it, networks, full = self.it, tuple[Network, ...](), self.inputs.graph.full
         if it.prepares:
             with self._clock():
                 prepared = self._prepared()
@@ -478,9 +403,9 @@ class _OneRun:
             passes = prepared.sample_passes
         elif it.method == UNPRUNED:
             with self._clock():
-                nets = self._train({UNPRUNED: self.inputs.graph.full})
+                nets = self._train({UNPRUNED: full})
             passes = self.recipe.epochs * samples_of(self.inputs.train)
-            networks = self._tested(nets, self.inputs.graph.full)
+            networks = self._tested(nets, full)
         else:
             choice = self._read_choice() or self._choose()
             passes = read_json(self.files.folder / CHOICE)["sample_passes"]
@@ -499,7 +424,7 @@ class _OneRun:
 
     @contextlib.contextmanager
     def _clock(self) -> Iterator[None]:
-        """Keep the seconds of the work inside; those of sittings that were stopped are added."""
+        """Keep the seconds of the work inside; those of earlier starts are added."""
         path, start = self.files.folder / SPENT, time.perf_counter()
         before = float(read_json(path)["seconds"]) if path.exists() else 0.0
         try:
@@ -509,7 +434,7 @@ class _OneRun:
 
     def _loaders(self, learns: bool, holds_out: bool) -> dict[str, Loader]:
         """Batches to train with and held-out ones; these are shuffled and augmented where something learns by them."""
-        rest, held = split(self.inputs.images, self.it.protocol.holdout, _SPLIT)
+        rest, held = split(self.inputs.images, self.it.protocol.holdout)  # the same for all seeds
         batch, seed, device = self.it.protocol.batch, self.it.seed, self.inputs.device
         return {
             "loader": make_loader(rest, batch, True, seed, device) if holds_out else self.inputs.train,
@@ -517,10 +442,8 @@ class _OneRun:
         }
 
     def _train(self, wanted: dict[str, Widths], loader: Loader | None = None, **how: Any) -> dict[str, nn.Module]:
-        graph, model = self.inputs.graph, self.inputs.model
-        return train_all(
-            model, graph, wanted, loader or self.inputs.train, Retraining(self.recipe, **how), runtime=self.runtime
-        )
+        loader, retraining = loader or self.inputs.train, Retraining(self.recipe, **how)
+        return train_all(self.inputs.model, self.inputs.graph, wanted, loader, retraining, runtime=self.runtime)
 
     def _problem(self) -> Problem:
         it = self.it
@@ -529,31 +452,26 @@ class _OneRun:
         more = {"recipe": self.recipe, "seed": it.seed, "runtime": self.runtime}
         return _problem(it.protocol, self.inputs, it.budget, **loaders, **more)
 
-    def _config(self) -> Any:
-        return find_method(self.it.method).config(**self.it.settings)
-
     def _prepared(self) -> Prepared:
         if self.it.method != BASE:
-            return prepare(self.it.method, self._problem(), self._config())
+            return prepare(self.it.method, self._problem(), config_of(self.it.method, self.it.settings))
         rest = self._loaders(learns=False, holds_out=True)["loader"]
         net = self._train({BASE: self.inputs.graph.full}, rest)[BASE]
         return Prepared(state=net.state_dict(), sample_passes=self.recipe.epochs * samples_of(rest))
 
     def _choose(self) -> Choice:
         """Let the method choose, and keep what it chose: an interrupted run does not choose again."""
-        method = find_method(self.it.method)
+        name, method = self.it.method, find_method(self.it.method)
         with self._clock():
-            choice = choose(self.it.method, self._problem(), self._config(), self._start(method.start))
+            choice = choose(name, self._problem(), config_of(name, self.it.settings), self._start(method.start))
         has_model = method.own in (Own.FINETUNED, Own.AS_TRAINED)  # of others the weights are not used
         if has_model and choice.model is not None:
             self._write_tensors(CHOSEN_IN, choice.model.state_dict())
-        kept = {
-            name: own if isinstance(own, int) else torch.as_tensor(own).tolist() for name, own in choice.kept.items()
-        }
+        kept = {key: own if isinstance(own, int) else torch.as_tensor(own).tolist() for key, own in choice.kept.items()}
         facts = {"widths": choice.widths.to_json(), "kept": kept, "has_model": has_model}
         self.files.write(CHOICE, facts | {"sample_passes": choice.sample_passes})
-        nothing, checkpointer = State({}, dict, [], [], [], self.inputs.device), self.runtime.checkpointer
-        if checkpointer:  # from here on it is done, and the log stays
+        if checkpointer := self.runtime.checkpointer:  # from here on it is done, and the log stays
+            nothing = State({}, dict, [], [], [], self.inputs.device)
             checkpointer.stage("choice").save(1, nothing, {DONE: True}, current())
         return choice
 
@@ -571,12 +489,12 @@ class _OneRun:
 
     def _start(self, start: Start) -> Any:
         """What the method starts from: left by another run."""
-        folder, graph = self.files.folder.parent / self.it.uses, self.inputs.graph
+        folder = self.files.folder.parent / self.it.uses
         if start is not Start.FRESH and not is_done(folder):
             raise FileError(f"{folder}, which this run starts from, is not done: give dmcp compare again.")
         match start:
             case Start.SEARCHED:
-                return load_search(folder, graph)
+                return load_search(folder, self.inputs.graph)
             case Start.HELD_OUT | Start.PREPARED:
                 return self._read_tensors(folder / PREPARED)
             case Start.TRAINED:
@@ -586,7 +504,8 @@ class _OneRun:
     def _nets(self, choice: Choice) -> dict[str, nn.Module]:
         """The chosen network, trained from scratch and the way of the method's authors, as far as that is wanted."""
         it, name, nets = self.it, title(self.it.method), dict[str, nn.Module]()
-        own, epochs = find_method(it.method).own, it.protocol.finetune_epochs
+        method, epochs = find_method(it.method), it.protocol.finetune_epochs
+        own = method.own
         if it.scratch:
             nets |= self._train({name: choice.widths})
         if own is Own.SLIMMABLE:
@@ -597,9 +516,8 @@ class _OneRun:
             if own is Own.FINETUNED:
                 lr = self.recipe.lr / 10
                 gentle = replace(self.recipe, epochs=epochs, lr=lr, warmup_lr=lr, warmup_epochs=0)
-                train(small, self.inputs.train, gentle, runtime=self.runtime.stage(name + _OWN))
-        if not nets:
-            raise TrainingError(f"{name} has no training of its own: train it from scratch, or leave it out.")
+                recipe = self.recipe if method.full else gentle
+                train(small, self.inputs.train, recipe, runtime=self.runtime.stage(name + _OWN))
         return nets
 
     def _tested(self, nets: dict[str, nn.Module], widths: Widths) -> tuple[Network, ...]:
@@ -608,10 +526,10 @@ class _OneRun:
         rows = compare(nets, self.inputs.graph, every, test, next(iter(test))[0], runtime=self.runtime)
         save(next(iter(nets.values())), widths, self.files.folder)
         own = str(find_method(self.it.method).own) if self.it.method != UNPRUNED else ""
-        ways = [own if row.name.endswith(_OWN) else SAME for row in rows]
         return tuple(
             Network(accuracy=row.accuracy, macs=row.macs, params=row.params, training=way)
-            for row, way in zip(rows, ways, strict=True)
+            for row in rows
+            for way in [own if row.name.endswith(_OWN) else SAME]
         )
 
     def _write_tensors(self, name: str, state: Mapping[str, Tensor]) -> None:

@@ -39,31 +39,28 @@ def write_table(
         return None
     speeds = _speeds(results, folder, inputs, measure)
     networks = _networks(results, asked, speeds["ms"])
-    lines, run = _lines(networks), next(iter(results.values())).run
+    lines, run, log = _lines(networks), next(iter(results.values())).run, folder / COMMANDS
+    settings = plain(run.protocol) | {
+        "set": {title(it.run.method): dict(it.run.settings) for it in results.values() if it.run.settings},
+        "seeds": sorted({it.run.seed for it in results.values()}),
+        "devices": sorted({it.device for it in results.values()}),
+    }
     data: dict[str, Any] = {
         "model": run.protocol.model,
         "data": run.protocol.data,
-        "commands": (folder / COMMANDS).read_text(errors="replace").splitlines()
-        if (folder / COMMANDS).exists()
-        else [],
-        "settings": {
-            **plain(run.protocol),
-            "set": {title(it.run.method): dict(it.run.settings) for it in results.values() if it.run.settings},
-            "seeds": sorted({it.run.seed for it in results.values()}),
-            "devices": sorted({it.device for it in results.values()}),
-        },
+        "commands": log.read_text(errors="replace").splitlines() if log.exists() else [],
+        "settings": settings,
         "speeds": speeds,
         "lines": lines,
     }
-    files, about = Run(folder), _describe(data["settings"])
-    files.write(TABLE, data)
-    both = [cells for cells in (_cells(lines, speeds["batch"]), _differences(lines)) if cells]
-    files.write(PAGE, "\n".join([f"{about}\n", *map(table, both)]))
-    files.write(LATEX, "\n".join([f"% {about}", r"% Needs \usepackage{booktabs}.", *map(latex, both)]))
-    text = io.StringIO()
+    files, about, text = Run(folder), _describe(settings), io.StringIO()
     writer = csv.DictWriter(text, [*networks[0]], lineterminator="\n")
     writer.writeheader()
     writer.writerows(networks)
+    both = [cells for cells in (_cells(lines, speeds["batch"]), _differences(lines)) if cells]
+    files.write(TABLE, data)
+    files.write(PAGE, "\n".join([f"{about}\n", *map(table, both)]))
+    files.write(LATEX, "\n".join([f"% {about}", r"% Needs \usepackage{booktabs}.", *map(latex, both)]))
     files.write(NETWORKS, text.getvalue())
     _draw(lines, about, folder / FIGURE)
     return data
@@ -80,19 +77,23 @@ def _read(folder: Path, asked: Sequence[PlannedRun]) -> dict[str, Result]:
             result = from_plain(Result, read_json(path))
             if is_done(path.parent) and result.run.name == path.parent.name:
                 found[result.run.name] = result
-    kinds = {name: plain(it.run)["protocol"] | {"facts": plain(it.run)["facts"]} for name, it in found.items()}
-    wanted = plain(asked[0])["protocol"] | {"facts": plain(asked[0])["facts"]} if asked else None
-    found = {name: it for name, it in found.items() if wanted in (None, kinds[name])}
+    kinds = {name: _kind(it.run) for name, it in found.items()}
+    found = {name: it for name, it in found.items() if not asked or kinds[name] == _kind(asked[0])}
     first: dict[str, tuple[str, Any]] = {}  # of each row
     for name, it in found.items():
-        one = next(iter(found))
-        if kinds[name] != kinds[one]:
-            keys = [key for key in kinds[name] if kinds[name][key] != kinds[one][key]]
-            raise FileError(f"{folder}: {one} and {name} differ in {', '.join(keys)}: move one of them elsewhere.")
-        other, settings = first.setdefault(it.run.row, (name, (it.run.method, it.run.settings)))
-        if settings != (it.run.method, it.run.settings):
-            raise FileError(f"{folder}: {other} and {name} do not have the same settings: move one of them elsewhere.")
+        one, row = next(iter(found)), (it.run.method, it.run.settings)
+        keys = [key for key in kinds[name] if kinds[name][key] != kinds[one][key]]
+        other, settings = first.setdefault(it.run.row, (name, row))
+        if keys or settings != row:
+            what = f"{one if keys else other} and {name} differ in {', '.join(keys or ['settings'])}"
+            raise FileError(f"{folder}: {what}: move one of them elsewhere.")
     return found
+
+
+def _kind(it: PlannedRun) -> dict[str, Any]:
+    """What all runs of a table have in common."""
+    facts = plain(it)
+    return dict(facts["protocol"]) | {"facts": facts["facts"]}
 
 
 def _networks(
@@ -103,37 +104,25 @@ def _networks(
     every = [it.run for it in results.values()] + [*asked]
     rows = {(it.method, it.budget) for it in every if it.budget or it.method == UNPRUNED}
     for method, budget in sorted(rows, key=lambda row: (*_place(row[1]), *_rank(row[0]))):
-        own = {it.run.seed: it for it in _of(results, method, budget)}
-        trained = {seed: it for seed, it in own.items() if any(net.training == SAME for net in it.networks)}
+        own = _by_seed(results, method, budget)
         copied = is_one_ratio(method) and any(it.scratch for it in every if it.budget)
-        if copied:  # trained by the same recipe, it is the same network
-            trained = {it.run.seed: it for it in _of(results, UNIFORM, budget)}
-        for training, several in ((False, trained), (True, own)):
-            for seed, it in sorted(several.items()):
-                cost = _cost(results, own.get(seed) if own else it) if method != UNPRUNED else (0.0, 0.0)
-                found += [
-                    {
-                        "method": title(method),
-                        "budget": budget,
-                        "training": net.training,
-                        "seed": seed,
-                        "accuracy": net.accuracy,
-                        "same_as": UNIFORM if copied and not training else "",
-                        "macs": net.macs,
-                        "macs_share": net.macs / it.full_macs,
-                        "params": net.params,
-                        "search_seconds": cost[0],
-                        "sample_passes": cost[1],
-                        "ms": ms.get(it.run.name),
-                    }
-                    for net in it.networks
-                    if (net.training != SAME) == training
-                ]
+        trained = _by_seed(results, UNIFORM, budget) if copied else own  # by the same recipe it is the same network
+        both = [(it, net) for it in trained.values() for net in it.networks if net.training == SAME]
+        both += [(it, net) for it in own.values() for net in it.networks if net.training != SAME]
+        for it, net in both:
+            cost = _cost(results, own.get(it.run.seed) if own else it) if method != UNPRUNED else (0.0, 0.0)
+            row: dict[str, Any] = {"method": title(method), "budget": budget, "training": net.training}
+            row |= {"seed": it.run.seed, "accuracy": net.accuracy}
+            row |= {"same_as": UNIFORM if copied and net.training == SAME else "", "macs": net.macs}
+            row |= {"macs_share": net.macs / it.full_macs, "params": net.params}
+            row |= {"search_seconds": cost[0], "sample_passes": cost[1], "ms": ms.get(it.run.name)}
+            found.append(row)
     return found
 
 
-def _of(results: Mapping[str, Result], method: str, budget: str) -> list[Result]:
-    return [it for it in results.values() if (it.run.method, it.run.budget) == (method, budget) and it.networks]
+def _by_seed(results: Mapping[str, Result], method: str, budget: str) -> dict[int, Result]:
+    own = [it for it in results.values() if (it.run.method, it.run.budget) == (method, budget) and it.networks]
+    return {it.run.seed: it for it in sorted(own, key=lambda it: it.run.seed)}
 
 
 def _cost(results: Mapping[str, Result], it: Result | None) -> tuple[float | None, float | None]:
@@ -141,9 +130,9 @@ def _cost(results: Mapping[str, Result], it: Result | None) -> tuple[float | Non
     if it is None:
         return None, None
     seconds, passes = _cost(results, results.get(it.run.uses)) if it.run.uses else (0.0, 0.0)
-    if seconds is None or passes is None:
+    if seconds is None or passes is None or it.seconds is None:
         return None, None
-    return (None if it.seconds is None else seconds + it.seconds), passes + it.sample_passes
+    return seconds + it.seconds, passes + it.sample_passes
 
 
 def _place(budget: str) -> tuple[float, str]:
@@ -168,8 +157,8 @@ def _lines(networks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         line = dict(zip(keys, key, strict=True)) | {"own": own[0]["training"] != SAME, "way": own[0]["training"]}
         line |= {"seeds": [it["seed"] for it in own], "accuracies": accuracies, "mean": statistics.fmean(accuracies)}
         line["deviation"] = statistics.stdev(accuracies) if len(own) > 1 else None
-        line |= {name: [min(it[name] for it in own), max(it[name] for it in own)] for name in ("macs", "params")}
-        line["macs_share"] = [min(it["macs_share"] for it in own), max(it["macs_share"] for it in own)]
+        for name in ("macs", "params", "macs_share"):
+            line[name] = [min(it[name] for it in own), max(it[name] for it in own)]
         for name in ("search_seconds", "sample_passes"):
             known = [it[name] for it in own if it[name] is not None]
             line[name] = statistics.fmean(known) if known else None
@@ -234,31 +223,24 @@ def _pairs(lines: Sequence[Mapping[str, Any]]) -> list[tuple[Any, Any]]:
 def _cells(lines: Sequence[Mapping[str, Any]], batch: int) -> list[list[str]]:
     """The table: mean ± standard deviation (seeds); search cost until the widths are known; times if there are any."""
     timed = any(line["ms"] is not None for line in lines)
+    shown = {line["budget"] for line in lines if line["method"] == UNIFORM}
     rows = [["method", "budget", "accuracy in %, same recipe", "its own training", "MACs", "params"]]
     rows[0] += ["search, s", "sample-passes, M", *([f"ms per {batch}, fastest of {PASSES}"] if timed else [])]
     for same, own in _pairs(lines):
         line = same or own
         passes = (line["sample_passes"] or 0) / 1e6
-        rows.append(
-            [
-                line["method"],
-                line["budget"] or "100%",
-                "" if same is None else f"= {UNIFORM}" if _shown(same, lines) else spread(same["accuracies"]),
-                f"{spread(own['accuracies'])}, {own['way']}" if own else "",
-                between(*(f"{share:.1%}" for share in line["macs_share"])),
-                between(*(f"{number:,}" for number in line["params"])),
-                "" if line["search_seconds"] is None else f"{line['search_seconds']:,.0f}",
-                f"{passes:,.1f}" if passes >= 1 else f"{passes:.3g}",
-                *(["" if line["ms"] is None else f"{line['ms']:.2f}"] if timed else []),
-            ]
-        )
+        cells = [line["method"], line["budget"] or "100%", spread(same["accuracies"]) if same else ""]
+        if same and same["same_as"] and line["budget"] in shown:
+            cells[2] = f"= {UNIFORM}"
+        cells += [
+            f"{spread(own['accuracies'])}, {own['way']}" if own else "",
+            between(*(f"{share:.1%}" for share in line["macs_share"])),
+            between(*(f"{number:,}" for number in line["params"])),
+            "" if line["search_seconds"] is None else f"{line['search_seconds']:,.0f}",
+            f"{passes:,.1f}" if passes >= 1 else f"{passes:.3g}",
+        ]
+        rows.append(cells + (["" if line["ms"] is None else f"{line['ms']:.2f}"] if timed else []))
     return rows
-
-
-def _shown(line: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> bool:
-    """True if the figures of a line stand in that of uniform."""
-    rows = {(it["method"], it["budget"]) for it in lines}
-    return bool(line["same_as"]) and (UNIFORM, line["budget"]) in rows
 
 
 def _differences(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -271,13 +253,11 @@ def _differences(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         if base is None or line is base:
             continue
         known = dict(zip(base["seeds"], base["accuracies"], strict=True))
-        above = ["", ""]
-        for number, it in enumerate((same, own)):
-            pairs = zip(it["seeds"], it["accuracies"], strict=True) if it else ()
-            above[number] = points([value - known[seed] for seed, value in pairs if seed in known])
-        rows.append(
-            [line["method"], line["budget"], f"= {UNIFORM}" if same and same["same_as"] else above[0], above[1]]
-        )
+        values = [dict(zip(it["seeds"], it["accuracies"], strict=True)) if it else {} for it in (same, own)]
+        above = [points([own[seed] - known[seed] for seed in own if seed in known]) for own in values]
+        if same and same["same_as"]:
+            above[0] = f"= {UNIFORM}"
+        rows.append([line["method"], line["budget"], *above])
     return rows if len(rows) > 1 else []
 
 

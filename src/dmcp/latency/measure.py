@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import json
 import math
 import platform
+import re
 import tempfile
 import time
 import warnings
@@ -21,37 +23,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from dmcp import exporting
 from dmcp.batches import device_of, generator
 from dmcp.budget import Budget, Limit, known_limits, limits_latency
 from dmcp.cutting import cut
 from dmcp.errors import BudgetError, DmcpError, FileError, WidthsError
-from dmcp.exporting import (
-    TOLERANCE,
-    by_name,
-    largest_gap,
-    missing_packages,
-    onnxruntime_version,
-    open_session,
-    random_like,
-    reason,
-    record,
-    silence,
-    write_onnx,
-)
+from dmcp.exporting import blaming
 from dmcp.latency.table import LATENCY, LATENCY_FILE, Latency, Outcome, Timed
-from dmcp.modules import (
-    batch_of,
-    call_model,
-    check_function,
-    check_kind,
-    map_leaves,
-    narrow,
-    rebatch,
-    tensors_in,
-    unwrap,
-)
-from dmcp.runtime.distributed import current, share_tensors
+from dmcp.modules import batch_of, call_model, check_function, map_leaves, narrow, rebatch, tensors_in, unwrap
+from dmcp.runtime.distributed import current, gather
 from dmcp.runtime.io import MOST_JSON, parse_json, quote, read_bytes, write_files
 from dmcp.sampling import between, expected
 from dmcp.searching.config import SearchResult, extremes
@@ -93,14 +75,12 @@ def measure_latency(
         measured, with as many threads as torch has.
     """
     config, start = config or LatencyConfig(), time.perf_counter()
-    if graph is not None:
-        check_kind("graph", graph, ChannelGraph, BudgetError)
     check_function("measure", measure, "it gets a network, and returns milliseconds")
-    if config.runtime == RuntimeKind.ONNX:
+    in_onnx = config.runtime == RuntimeKind.ONNX
+    if in_onnx:
         _check_onnx(config, measure)
     graph, model = graph or trace(model, example), unwrap(model)
-    default = "cpu" if config.runtime == RuntimeKind.ONNX else str(device_of(model))
-    config = replace(config, device=config.device or default)
+    config = replace(config, device=config.device or ("cpu" if in_onnx else str(device_of(model))))
     clock, rows = Clock(config, torch.get_num_threads(), example, measure), sample_widths(graph, config)
     times = clock.times(_narrow(model, graph, row) for row in rows)
     kinds = work(graph)
@@ -132,7 +112,7 @@ def measure_latency(
         torch=torch.__version__,
         seconds=time.perf_counter() - start,
         runtime=config.runtime,
-        onnxruntime=onnxruntime_version() if config.runtime == RuntimeKind.ONNX else "",
+        onnxruntime=exporting.onnxruntime_version() if in_onnx else "",
     )
 
 
@@ -140,10 +120,8 @@ def sample_widths(graph: ChannelGraph, config: LatencyConfig) -> list[list[int]]
     """Widths to measure: unpruned, the smallest, then random ones, every other time with all spaces near one ratio."""
     options = between(graph, config.min_channels, config.max_channels, config.align)
     if not options.last.any():
-        raise WidthsError(
-            "There is nothing to measure: no space can be narrowed between min_channels and max_channels in multiples "
-            f"of {config.align}; the largest has {max(space.size * space.unit for space in graph.spaces)} channels."
-        )
+        limits = f"between min_channels and max_channels in multiples of {config.align}"
+        raise WidthsError(f"There is nothing to measure: no space can be narrowed {limits}.")
     random = generator(config.seed)
     rows = [graph.full.tensor(), options.widths(torch.zeros_like(options.last))]
     for number in range(config.networks - 2):
@@ -217,57 +195,47 @@ def fit(kinds: Mapping[Key, Terms], rows: Sequence[Sequence[int]], ms: Sequence[
 
     A constant, and a price per unit of each kind of work; errors count relative to the time.
     """
-    times = np.array(ms, dtype=np.float64)
-    best: tuple[float, int] | None = None
+    times, tries = np.array(ms, dtype=np.float64), list[tuple[float, int, list[Terms], Array, Array]]()
     for grouping in _GROUPINGS:
         groups: dict[object, list[Terms]] = {}
         for key, terms in kinds.items():
             groups.setdefault(grouping(key), []).append(terms)
-        candidate: list[Terms] = [{(): 1}, *map(total, groups.values())]
-        table = np.array([[float(evaluate(part, row)) for part in candidate] for row in rows])  # (N, P)
-        unseen = _unseen_errors(table, times)
-        if best is None or (float(np.median(np.abs(unseen))), len(candidate)) < best:
-            best = float(np.median(np.abs(unseen))), len(candidate)
-            parts, units, errors = candidate, table, unseen
-    late = _outliers(errors)
+        parts: list[Terms] = [{(): 1}, *map(total, groups.values())]
+        table = np.array([[float(evaluate(part, row)) for part in parts] for row in rows])  # (N, P)
+        errors = _unseen_errors(table, times)
+        tries.append((float(np.median(np.abs(errors))), len(parts), parts, table, errors))
+    error, _, parts, table, errors = min(tries, key=lambda it: it[:2])
+    # Something else had the machine where a network took far longer than forecast; nothing makes one faster.
+    late = errors > max(np.log(_FAR), _SPREADS * _DEVIATION * error)
+    late &= _RARE * late.sum() <= len(late)
     kept = ~late
     kept[0] = True
     weights = 1 / times[kept]
     weights[0] *= _ANCHOR
-    prices = nonnegative(units[kept] * weights[:, None], times[kept] * weights)
-    summed: dict[tuple[int, ...], Fraction] = {}
+    prices = nonnegative(table[kept] * weights[:, None], times[kept] * weights)
+    summed: dict[tuple[int, ...], Fraction] = collections.defaultdict(Fraction)
     for part, price in zip(parts, prices.tolist(), strict=True):
         for spaces, factor in part.items():
-            summed[spaces] = summed.get(spaces, Fraction(0)) + factor * Fraction(price) * FS_PER_MS
-    terms = {spaces: round(value) for spaces, value in summed.items() if round(value)}
-    return terms or {(): 0}, late.tolist()
+            summed[spaces] += factor * Fraction(price) * FS_PER_MS
+    found = {spaces: round(value) for spaces, value in summed.items() if round(value)}
+    return found or {(): 0}, late.tolist()
 
 
 def _unseen_errors(table: Array, times: Array) -> Array:
-    """log(time / forecast) by a robust fit to the other folds. (N, P), (N,) -> (N,)"""
+    """log(time / forecast) by a fit to the other folds that has the least sum of relative errors. (N, P), (N,)
+
+    The fit is by iteratively reweighted least squares.
+    """
     found = np.zeros(len(times))
     for fold in range(_FOLDS):
         out = np.arange(len(times)) % _FOLDS == fold
-        forecasts = table[out] @ _least_absolute(table[~out], times[~out])
-        found[out] = np.log(times[out] / np.maximum(forecasts, _TINY * times[out]))
+        seen, ms = table[~out], times[~out]
+        weights = 1 / ms
+        for _ in range(_TURNS):
+            prices = nonnegative(seen * weights[:, None], ms * weights)
+            weights = 1 / (ms * np.sqrt(np.maximum(np.abs(seen @ prices / ms - 1), _CLOSE)))
+        found[out] = np.log(times[out] / np.maximum(table[out] @ prices, _TINY * times[out]))
     return found
-
-
-def _least_absolute(table: Array, times: Array) -> Array:
-    """Prices with the least sum of relative errors, by iteratively reweighted least squares."""
-    weights = 1 / times
-    for _ in range(_TURNS):
-        prices = nonnegative(table * weights[:, None], times * weights)
-        errors = np.abs(table @ prices / times - 1)
-        weights = 1 / (times * np.sqrt(np.maximum(errors, _CLOSE)))
-    return prices
-
-
-def _outliers(errors: Array) -> NDArray[np.bool_]:
-    """Networks that took far longer than forecast: something else had the machine. Nothing makes one faster."""
-    bound = max(np.log(_FAR), _SPREADS * _DEVIATION * float(np.median(np.abs(errors))))
-    late: NDArray[np.bool_] = errors > bound
-    return late if _RARE * late.sum() <= len(late) else np.zeros_like(late)
 
 
 def nonnegative(table: Array, wanted: Array) -> Array:
@@ -302,7 +270,6 @@ def nonnegative(table: Array, wanted: Array) -> Array:
 _MAX_ROUNDS, _MIN_ROUNDS, _MAX_SECONDS = 30, 5, 30.0  # of turns of all networks
 _PASSES = 3  # of a turn that are timed
 _FAST = 10  # one pass in ten is a fast one
-_CALM = 0.02  # share of a pass that other programs may take without disturbing it
 _FINE = 1e-6  # seconds that a clock must tell apart
 
 
@@ -321,83 +288,48 @@ class Clock:
             return [_checked(self.measure(net.eval()), self.measure) for net in nets]
         device, dtype = torch.device(self.config.device), getattr(torch, self.config.dtype)
         example = self.example if batch_of(self.example) is None else rebatch(self.example, self.config.batch)
-        try:
-            example = map_leaves(lambda leaf: _moved(leaf, device, dtype), example)
+        place, before = f"{device} with a batch of {self.config.batch} in {self.config.dtype}", torch.get_num_threads()
+        in_onnx = self.config.runtime == RuntimeKind.ONNX
+        with blaming(f"The latency cannot be measured on {place}", DmcpError), torch.inference_mode(not in_onnx):
+            example = pytree.tree_map_only(
+                Tensor, lambda it: it.to(device, dtype if it.is_floating_point() else it.dtype), example
+            )
             moved = (net.to(device=device, dtype=dtype).eval() for net in nets)
-            with threads(self.threads):
-                if self.config.runtime == RuntimeKind.ONNX:
+            torch.set_num_threads(self.threads)
+            try:
+                if in_onnx:
                     return turn_times(open_sessions(moved, example, self.threads), device)
-                with torch.inference_mode():
-                    return turn_times([functools.partial(call_model, net, example) for net in moved], device)
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, AssertionError, AttributeError) as error:  # what torch raises for a device it lacks
-            place = f"{self.config.device} with a batch of {self.config.batch} in {self.config.dtype}"
-            raise DmcpError(f"The latency cannot be measured on {place}: {reason(error)}") from error
+                return turn_times([functools.partial(call_model, net, example) for net in moved], device)
+            finally:
+                torch.set_num_threads(before)
 
 
 def turn_times(calls: Sequence[Call], device: torch.device, rounds: int = _MAX_ROUNDS) -> list[float]:
-    """Milliseconds that each call takes.
+    """Milliseconds that each call usually takes: its fast passes, times one factor for all, usual over fast.
 
-    They take turns, so that a machine that is slow for a while is slow for all. The first pass of a turn only warms
-    caches, the first turn also loads kernels.
+    They take turns, so that a machine that is slow for a while is slow for all, and fast passes are hardly disturbed.
+    Where one thread does all of the work, its own clock counts, which stands still while others have the processor.
+    The first pass of a turn only warms caches, the first turn also loads kernels.
     """
-    wait = waiting(device)
-    alone = _works_alone(device)
-    now = time.thread_time if alone else time.perf_counter
-    walls: list[list[float]] = [[] for _ in calls]
-    worked: list[list[float]] = [[] for _ in calls]
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    fine = time.get_clock_info("thread_time").resolution <= _FINE
+    now, wait = time.thread_time if alone and fine else time.perf_counter, waiting(device)
+    times: list[list[float]] = [[] for _ in calls]
     start = time.perf_counter()
     for number in range(rounds + 1):
         if number > _MIN_ROUNDS and time.perf_counter() - start > _MAX_SECONDS:
             break
-        for call, wall, own in zip(calls, walls, worked, strict=True):
+        for call, own in zip(calls, times, strict=True):
             for turn in range(_PASSES + 1):
                 wait()
-                begun, before = now(), time.perf_counter()
+                before = now()
                 call()
                 wait()
-                after, ended = time.perf_counter(), now()
                 if number and turn:
-                    wall.append(1000 * (after - before))
-                    own.append(1000 * (ended - begun))
-    return usual(walls, worked if alone else None)
-
-
-def usual(walls: Sequence[Sequence[float]], worked: Sequence[Sequence[float]] | None = None) -> list[float]:
-    """What passes usually take: the fast ones of each network, times one factor for all, usual over fast.
-
-    Other programs slow many passes, and of one network more than of another; fast passes are hardly disturbed.
-    worked: processor time of the thread in each pass. It tells networks apart better than the wall clock, and the
-    passes in which nobody else had the processor are the usual ones. Where there is no such pass, the network waits
-    for something, and only the wall clock counts.
-    """
-    calm = [
-        [wall for wall, own in zip(*both, strict=True) if wall - own <= _CALM * wall]
-        for both in zip(walls, worked or walls, strict=True)
-    ]
-    times = worked if worked is not None and any(calm) else walls
+                    own.append(1000 * (now() - before))
     fast = [sorted(own)[len(own) // _FAST] for own in times]
-    usually = calm if any(calm) else walls
-    slower = median(median(own) / quick for own, quick in zip(usually, fast, strict=True) if own)
+    slower = median(median(own) / quick for own, quick in zip(times, fast, strict=True))
     return [slower * quick for quick in fast]
-
-
-def _works_alone(device: torch.device) -> bool:
-    """Whether this thread does all of the work, and its clock is fine enough."""
-    fine = time.get_clock_info("thread_time").resolution <= _FINE
-    return device.type == "cpu" and torch.get_num_threads() == 1 and fine
-
-
-@contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
-    """torch uses so many threads inside the block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def waiting(device: torch.device) -> Callable[[], None]:
@@ -408,12 +340,6 @@ def waiting(device: torch.device) -> Callable[[], None]:
         return lambda: torch.cuda.synchronize(device)
     synchronize: Callable[[], None] = getattr(torch, device.type).synchronize
     return synchronize
-
-
-def _moved(leaf: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return leaf.to(device=device, dtype=dtype) if leaf.is_floating_point() else leaf.to(device)
 
 
 def _name(measure: Measure) -> str:
@@ -430,30 +356,21 @@ def _checked(ms: Any, measure: Measure) -> float:
 
 def device_name(device: str) -> str:
     """The name of a GPU, the model of a CPU."""
-    kind = torch.device(device).type
-    if kind == "cuda":
-        return torch.cuda.get_device_name(torch.device(device))
+    kind, facts = torch.device(device).type, Path("/proc/cpuinfo")
     if kind != "cpu":
-        return kind
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() in ("model name", "Model") and value.strip():
-                return value.strip()
-    return platform.processor() or platform.machine() or "a CPU"
+        return torch.cuda.get_device_name(torch.device(device)) if kind == "cuda" else kind
+    text = facts.read_text(errors="replace") if facts.exists() else ""
+    found = re.search(r"^(?:model name|Model)\s*:\s*(\S.*)$", text, re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine() or "a CPU"
 
 
 def clock_of(table: Latency, example: Any, measure: Measure | None = None) -> Clock | None:
     """What measures as the table was measured; None if this machine cannot."""
-    if measure is None:
-        in_onnx = table.runtime == RuntimeKind.ONNX
-        if not table.place or (in_onnx and missing_packages()):
-            return None
-        try:
-            if device_name(table.place) != table.device:
-                return None
-        except (RuntimeError, AssertionError):  # no such device
-            return None
+    here, in_onnx = "", table.runtime == RuntimeKind.ONNX
+    with contextlib.suppress(RuntimeError, AssertionError):  # no such device
+        here = device_name(table.place) if table.place else ""
+    if measure is None and (here != table.device or (in_onnx and exporting.missing_packages())):
+        return None
     config = LatencyConfig(batch=table.batch, device=table.place, dtype=table.dtype, runtime=table.runtime)  # type: ignore[arg-type]
     return Clock(config, table.threads, example, measure)
 
@@ -468,11 +385,8 @@ def _check_onnx(config: LatencyConfig, measure: Measure | None) -> None:
     if measure is not None:
         raise BudgetError("Networks are timed by your own function, or in onnxruntime: leave one of the two out.")
     if torch.device(config.device or "cpu").type != "cpu" or config.dtype != "float32":
-        raise DmcpError(
-            f"In onnxruntime latency is measured on the CPU in float32 only, not on {config.device or 'cpu'} in "
-            f"{config.dtype}: measure it in torch, or with a function of your own."
-        )
-    if missing := missing_packages():
+        raise DmcpError("In onnxruntime latency is measured on the CPU in float32 only: measure it in torch.")
+    if missing := exporting.missing_packages():
         raise DmcpError(f"{missing}, or measure in torch.")
 
 
@@ -484,7 +398,11 @@ def open_sessions(nets: Iterator[nn.Module], example: Any, threads: int) -> list
     less than the one that `export` uses.
     """
     first = next(nets)
-    record(first, example)  # refuses what `export` could not write
+    exporting.record(first, example)  # refuses what `export` could not write
+
+    def write_new(net: nn.Module, example: Any, path: Path) -> None:
+        exporting.write_onnx(*exporting.record(net, example), path)
+
     try:
         write = write_legacy
         call = _open_session(first, example, threads, write, compare=True)
@@ -497,33 +415,28 @@ def open_sessions(nets: Iterator[nn.Module], example: Any, threads: int) -> list
 def _open_session(
     net: nn.Module, example: Any, threads: int, write: Callable[[nn.Module, Any, Path], None], compare: bool = False
 ) -> Call:
-    with tempfile.TemporaryDirectory(prefix="dmcp-") as folder:
-        try:
-            write(net, example, Path(folder) / "net.onnx")
-            session = open_session(Path(folder) / "net.onnx", _SESSION, threads)
-            names = [it.name for it in session.get_inputs()]
-            call = functools.partial(session.run, None, by_name(names, example))
-            call()
-        except DmcpError:
-            raise
-        except Exception as error:  # of torch's exporters, of onnxruntime, of a full disk
-            raise DmcpError(f"This network cannot be run in onnxruntime: {reason(error)}") from error
-    if compare:
-        run = lambda it: [*map(torch.from_numpy, session.run(None, by_name(names, it)))]  # noqa: E731
-        gap = largest_gap(net, run, [random_like(example)])
-        if not gap <= TOLERANCE:
-            raise DmcpError(f"In onnxruntime this is not the same network: its outputs differ by {gap:.1e}.")
+    with (
+        blaming("This network cannot be run in onnxruntime", DmcpError),
+        tempfile.TemporaryDirectory(prefix="dmcp-") as folder,
+    ):
+        write(net, example, Path(folder) / "net.onnx")
+        session = exporting.open_session(Path(folder) / "net.onnx", _SESSION, threads)
+        names = [it.name for it in session.get_inputs()]
+        call = functools.partial(session.run, None, exporting.by_name(names, example))
+        call()
+        if compare:
+            inputs = exporting.random_like(example, len(tensors_in(example)[0]))
+            gap = exporting.largest_gap(
+                net, lambda x: [*map(torch.from_numpy, session.run(None, exporting.by_name(names, x)))], [inputs]
+            )
+            if not gap <= exporting.TOLERANCE:
+                raise DmcpError(f"In onnxruntime this is not the same network: its outputs differ by {gap:.1e}.")
     return call
-
-
-def write_new(net: nn.Module, example: Any, path: Path) -> None:
-    """The file that `export` writes."""
-    write_onnx(*record(net, example), path)
 
 
 def write_legacy(net: nn.Module, example: Any, path: Path) -> None:
     """The file of torch's older exporter, for this batch size: with a free one it would compute shapes in each pass."""
-    with silence():
+    with exporting.silence():
         torch.onnx.export(_Flat(net, example).eval(), tuple(tensors_in(example)), path, dynamo=False)
 
 
@@ -564,15 +477,16 @@ def choose(
         result = found if now == asked else replace(found, budget=_limited(found.budget, now))
         widths = expected(result)
         spent = graph.cost(LATENCY, widths)
-        ms = None if clock is None else _measured(clock, model, graph, widths)
-        outcome = Outcome(
-            asked_ms=asked / FS_PER_MS,
-            predicted_ms=spent / FS_PER_MS,
-            unpruned_ms=table.unpruned_ms,
-            how=table.how,
-            measured_ms=ms,
-            again=number,
-        )
+        ms = None
+        if clock is not None:  # beside the unpruned network: a machine that is busy slows both
+            whole, small = clock.times(iter([narrow(unwrap(model), {}, {}), cut(model, graph, widths)]))
+            ms = small * table.unpruned_ms / whole
+        forecast: dict[str, Any] = {
+            "predicted_ms": spent / FS_PER_MS,
+            "unpruned_ms": table.unpruned_ms,
+            "how": table.how,
+        }
+        outcome = Outcome(asked_ms=asked / FS_PER_MS, measured_ms=ms, again=number, **forecast)
         rank = outcome.held, (ms or 0.0) * (1 if outcome.held else -1)
         same = best is not None and best[2] == widths
         best = (rank, result, widths, outcome) if best is None or rank >= best[0] else best
@@ -586,14 +500,6 @@ def choose(
     assert best is not None
     _, result, widths, taken = best
     return result, widths, replace(taken, again=number)
-
-
-def _measured(clock: Clock, model: nn.Module, graph: ChannelGraph, widths: Widths) -> float:
-    """Time of the cut network, scaled by that of the unpruned one beside it: a machine that is busy slows both."""
-    table = Latency.of(graph)
-    assert table is not None
-    unpruned, small = clock.times(iter([narrow(unwrap(model), {}, {}), cut(model, graph, widths)]))
-    return small * table.unpruned_ms / unpruned
 
 
 def _target(budget: Budget) -> int:
@@ -621,16 +527,7 @@ def attach_latency(
     if LATENCY in graph.extra or not limits_latency(budget):
         return graph
     known_limits(budget, graph)  # what cannot be read is refused before anything is measured
-
-    def find() -> dict[str, Any]:
-        if folder is not None and (folder / LATENCY_FILE).exists():
-            return Latency.load(folder / LATENCY_FILE).to_json()
-        found = measure()
-        if folder is not None:
-            found.save(folder / LATENCY_FILE)
-        return found.to_json()
-
-    found = Latency.from_json(_of_first_rank(find))
+    found = Latency.from_json(_once(folder and folder / LATENCY_FILE, lambda: measure().to_json()), folder)
     if found.warning and current().first:
         warnings.warn(found.warning, LatencyWarning, stacklevel=3)
     return found.attach(graph)
@@ -644,16 +541,10 @@ def choose_once(
     assert table is not None
 
     def find() -> dict[str, Any]:
-        if folder is not None and (folder / CHOICE_FILE).exists():
-            saved: dict[str, Any] = parse_json(read_bytes(folder / CHOICE_FILE, MOST_JSON), folder / CHOICE_FILE)
-            return saved
         result, widths, outcome = choose(found, model, clock_of(table, example, measure))
-        saved = {"target": _target(result.budget), "widths": list(widths.values()), "outcome": asdict(outcome)}
-        if folder is not None:
-            write_files(folder, {CHOICE_FILE: json.dumps(saved).encode()})
-        return saved
+        return {"target": _target(result.budget), "widths": list(widths.values()), "outcome": asdict(outcome)}
 
-    saved = _of_first_rank(find)
+    saved = _once(folder and folder / CHOICE_FILE, find)
     try:
         budget, widths = _limited(found.budget, saved["target"]), found.graph.widths(saved["widths"])
         outcome = Outcome(**saved["outcome"])
@@ -664,15 +555,13 @@ def choose_once(
     return replace(found, budget=budget), widths, outcome
 
 
-def _of_first_rank(find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Plain data that rank 0 finds, for all ranks."""
-    world = current()
-    data = json.dumps(find()).encode() if world.first else b""
-    length = torch.tensor([len(data)])
-    share_tensors([length], world)
-    buffer = torch.zeros(int(length), dtype=torch.uint8)
-    if world.first:
-        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    share_tensors([buffer], world)
-    plain: dict[str, Any] = json.loads(bytes(buffer.tolist()))
-    return plain
+def _once(path: Path | None, find: Callable[[], dict[str, Any]]) -> Any:
+    """Plain data for all ranks: what is in the file, or what rank 0 finds and writes there."""
+    text = b""
+    if current().first and path is not None and path.exists():
+        text = read_bytes(path, MOST_JSON)
+    elif current().first:
+        text = json.dumps(find(), indent=1).encode()
+        if path is not None:
+            write_files(path.parent, {path.name: text})
+    return parse_json(gather(text, current())[0], path)

@@ -23,7 +23,7 @@ LATENCY = "latency"  # its name among the costs of a graph
 LATENCY_FILE = "latency.json"  # its name in a run
 _POOR = 0.15  # median error above which a warning is given
 _FORMAT = "torch-dmcp latency 1"
-_MAX_FACTORS, _MAX_THREADS = 16, 4096  # in a file
+_MAX_THREADS = 4096  # in a file
 
 
 @dataclass(frozen=True)
@@ -61,25 +61,21 @@ class Latency:
     def __post_init__(self) -> None:
         numbers = [self.median_error, self.largest_error, self.seconds, *self.terms.values()]
         numbers += [number for it in self.networks for number in (*it.widths, it.forecast_ms)]
-        fits = all(math.isfinite(number) and 0 <= number < 2**63 for number in numbers)
-        fits &= all(
-            len(key) <= _MAX_FACTORS and all(type(it) is int and 0 <= it < len(self.spaces) for it in key)
-            for key in self.terms
-        )
-        fits &= len(self.networks) >= 2 and all(0 < it.ms < math.inf for it in self.networks)
+        fits = len(self.networks) >= 2 and all(0 < it.ms < math.inf for it in self.networks)
+        fits &= all(math.isfinite(number) and 0 <= number < 2**63 for number in numbers)
+        fits &= all(type(it) is int and 0 <= it < len(self.spaces) for key in self.terms for it in key)
         if not fits or not 1 <= self.threads <= _MAX_THREADS or self.batch < 1:
             raise ValueError("its numbers make no sense")
 
     def attach(self, graph: ChannelGraph) -> ChannelGraph:
         """The graph with this latency among its costs, so that budgets can limit it: "8ms", "latency:50%"."""
-        if self.fingerprint != graph.fingerprint:
-            raise WidthsError("This latency table is for another architecture: measure this one.")
-        if self.spaces != tuple(space.name for space in graph.spaces):
-            raise WidthsError("This latency table is for the same network with other ignored layers: measure this one.")
-        if self.input_shape != graph.input_shape:
-            raise WidthsError(
-                f"This latency table is for samples of {self.input_shape}, not {graph.input_shape}: measure these."
-            )
+        for what, own, other in (
+            ("another architecture", self.fingerprint, graph.fingerprint),
+            ("other ignored layers", self.spaces, tuple(space.name for space in graph.spaces)),
+            (f"samples of {self.input_shape}", self.input_shape, graph.input_shape),
+        ):
+            if own != other:
+                raise WidthsError(f"This latency table is for {what}: measure this network.")
         return replace(graph, extra={**graph.extra, LATENCY: self})
 
     @staticmethod
@@ -129,12 +125,8 @@ class Latency:
     @property
     def warning(self) -> str:
         """A sentence about forecasts that cannot be relied on; empty if they can."""
-        if self.median_error <= _POOR:
-            return ""
-        return (
-            f"Forecasts of latency are off by {self.median_error:.0%} (median of held-out networks): the machine was "
-            "busy, or its times do not follow the widths. Measure on an idle machine, with larger batches or align 8."
-        )
+        off = f"Forecasts of latency are off by {self.median_error:.0%} (median of held-out networks)"
+        return f"{off}: the machine was busy; measure on an idle one." if self.median_error > _POOR else ""
 
     @property
     def table(self) -> str:
@@ -204,23 +196,18 @@ class Outcome:
     def text(self) -> str:
         """In a sentence."""
         measured = "not measured" if self.measured_ms is None else f"measured {show_ms(self.measured_ms)}"
-        return (
-            f"latency {self.how}: asked {show_ms(self.asked_ms)}, predicted {show_ms(self.predicted_ms)}, {measured}"
-            f"{f', chosen again {self.again}x' * bool(self.again)}; the unpruned network takes "
-            f"{show_ms(self.unpruned_ms)}"
-        )
+        again = f", chosen again {self.again}x" if self.again else ""
+        asked, predicted, unpruned = map(show_ms, (self.asked_ms, self.predicted_ms, self.unpruned_ms))
+        times = f"asked {asked}, predicted {predicted}, {measured}{again}; the unpruned network takes {unpruned}"
+        return f"latency {self.how}: {times}"
 
     @property
     def warning(self) -> str:
         """A sentence about a limit that is exceeded, or was not measured; empty otherwise."""
+        asked, predicted = show_ms(self.asked_ms), show_ms(self.predicted_ms)
         if self.measured_ms is None:
             return (
-                f"The latency was not measured: the table is {self.how}, which is not here. "
-                f"{show_ms(self.predicted_ms)} is a forecast."
+                f"The latency was not measured, {predicted} is a forecast: the table is {self.how}, which is not here."
             )
-        if self.held:
-            return ""
-        return (
-            f"The network takes {show_ms(self.measured_ms)}, more than the {show_ms(self.asked_ms)} asked for, though "
-            f"widths were chosen again {self.again}x: ask for less, or measure on an idle machine."
-        )
+        takes = f"The network takes {show_ms(self.measured_ms)}, more than the {asked} asked for"
+        return "" if self.held else f"{takes}: ask for less, or measure on an idle machine."
