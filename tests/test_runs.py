@@ -19,17 +19,7 @@ from dmcp.checkpoint import Checkpoint, save_checkpoint
 from dmcp.errors import DmcpError, FileError, WidthsError
 from dmcp.markov import CHAIN, INDEPENDENT
 from dmcp.pruning import PruneResult
-from dmcp.runs import (
-    Run,
-    free_folder,
-    list_runs,
-    load_search,
-    read_json,
-    read_run,
-    read_runs,
-    refuse_taken,
-    save_search,
-)
+from dmcp.runs import Run, free_folder, list_runs, load_search, read_run, read_runs, refuse_taken, save_search
 from dmcp.runtime.io import Lock
 from dmcp.training import Event
 
@@ -198,7 +188,7 @@ def test_an_edited_search_or_one_of_another_network_is_refused(tmp_path: Path) -
     for text in ("{", "[]"):
         path.write_text(text)
         with pytest.raises(FileError):
-            read_json(path)
+            load_search(tmp_path, found.graph)
 
 
 def test_chains_that_cannot_be_are_refused(tmp_path: Path) -> None:
