@@ -17,7 +17,7 @@ from dmcp.cli.main import app
 from dmcp.errors import FileError
 from dmcp.report.figures import to_svg
 from dmcp.report.html import draw_runs, make_page
-from dmcp.runs import open_run, read_run
+from dmcp.runs import Run, read_run
 
 EVIL = "<img src=x onerror=alert(1)>\"'&$\\x\x1b[31m"
 
@@ -55,7 +55,7 @@ class Page(HTMLParser):
 @pytest.mark.usefixtures("figures")
 def test_the_page_of_a_real_run(tmp_path: Path) -> None:
     result, events = pruned()
-    run = open_run(tmp_path / "run")
+    run = Run(tmp_path / "run")
     run.write("settings.json", SETTINGS | {"unpruned": {"widths": dict(result.graph.full)}})
     for event in events:
         run.on_event(event)

@@ -19,7 +19,7 @@ from dmcp.checkpoint import Checkpoint, save_checkpoint
 from dmcp.errors import DmcpError, FileError, WidthsError
 from dmcp.markov import CHAIN, INDEPENDENT
 from dmcp.pruning import PruneResult
-from dmcp.runs import free_folder, list_runs, load_search, open_run, read_json, read_run, read_runs, save_search
+from dmcp.runs import Run, free_folder, list_runs, load_search, read_run, read_runs, refuse_taken, save_search
 from dmcp.runtime.io import Lock
 from dmcp.training import Event
 
@@ -97,7 +97,7 @@ def state(folder: Path) -> str:
 
 def test_a_real_run_is_written_and_read_back(tmp_path: Path) -> None:
     result, events = pruned()
-    run = open_run(tmp_path / "deep" / "run")
+    run = Run(tmp_path / "deep" / "run")
     facts = {"macs": result.graph.macs(), "widths": dict(result.graph.full)}
     run.write("settings.json", SETTINGS | {"unpruned": facts})
     for event in events:
@@ -127,11 +127,11 @@ def test_a_real_run_is_written_and_read_back(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_files_is_refused_and_a_free_name_is_found(tmp_path: Path) -> None:
-    assert open_run(tmp_path).folder == tmp_path  # empty
+    refuse_taken(tmp_path)  # not where it is empty
     (tmp_path / "mine.txt").write_text("dear")
     for taken in (tmp_path, tmp_path / "mine.txt"):
         with pytest.raises(FileError):
-            open_run(taken)
+            refuse_taken(taken)
     assert free_folder("new", tmp_path).name == "new"
     (tmp_path / "new").mkdir()
     (tmp_path / "new-2").mkdir()
@@ -139,7 +139,7 @@ def test_a_folder_with_files_is_refused_and_a_free_name_is_found(tmp_path: Path)
 
 
 def test_only_whole_lines_of_the_log_are_read(tmp_path: Path) -> None:
-    run = open_run(tmp_path)
+    run = Run(tmp_path)
     run.add("log.jsonl", {"stage": "search", "step": 0})
     with (tmp_path / "log.jsonl").open("a") as file:
         file.write('{"stage": "sea')  # killed here
@@ -151,7 +151,7 @@ def test_only_whole_lines_of_the_log_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("facts", [{}, {"lines": "2", "done": False}, {"lines": 2, "done": 0}], ids=str)
 def test_checkpoints_that_are_not_of_a_run_are_refused(facts: dict[str, Any], tmp_path: Path) -> None:
-    run = open_run(tmp_path)
+    run = Run(tmp_path)
     save_checkpoint(run.checkpointer({}).stage("search").folder, Checkpoint(1, {}, facts))
     with pytest.raises(FileError):
         run.rewind()
@@ -188,7 +188,7 @@ def test_an_edited_search_or_one_of_another_network_is_refused(tmp_path: Path) -
     for text in ("{", "[]"):
         path.write_text(text)
         with pytest.raises(FileError):
-            read_json(path)
+            load_search(tmp_path, found.graph)
 
 
 def test_chains_that_cannot_be_are_refused(tmp_path: Path) -> None:

@@ -165,14 +165,6 @@ class Run:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def open_run(folder: Path) -> Run:
-    """A new run folder; one that already holds something is refused."""
-    refuse_taken(folder)
-    with _file_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    return Run(folder)
-
-
 def refuse_taken(path: Path) -> None:
     """Refuse a folder that holds something else than a lock."""
     with _file_errors(path):

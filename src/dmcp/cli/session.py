@@ -33,7 +33,7 @@ from dmcp.latency.table import LATENCY_FILE, Latency
 from dmcp.preflight import check_classifier, check_finite, check_input
 from dmcp.report.trackers import Tracker, open_tracker, read_kinds
 from dmcp.retraining import DivergenceWarning
-from dmcp.runs import REPLACED, SETTINGS, Run, free_folder, open_run, read_json, refuse_taken, slug
+from dmcp.runs import REPLACED, SETTINGS, Run, free_folder, read_json, refuse_taken, slug
 from dmcp.runtime.distributed import World, gather, join, leave
 from dmcp.runtime.io import Lock, alive
 from dmcp.searching.config import SearchRecord
@@ -263,7 +263,7 @@ def check_job(job: Job, config: RunConfig, files: bool = True) -> None:
 def _begin(run: Run, config: RunConfig, job: Job, undo: contextlib.ExitStack) -> None:
     """Make a new run folder with its settings."""
     made = [path for path in (run.folder, *run.folder.parents) if not path.exists()]
-    open_run(run.folder)
+    run.folder.mkdir(parents=True, exist_ok=True)
     undo.push(lambda kind, error, trace: _give_up(run.folder, made) if error else None)
     undo.enter_context(Lock(run.folder))
     graph = job.graph
