@@ -173,15 +173,6 @@ class Since:
     data: float | None  # a number that follows from its values, where it has any
 
 
-@dataclass(frozen=True)
-class Made:
-    """Numbers that became a tensor, or an index of one."""
-
-    number: int  # of ops before it
-    path: str  # the module that did it
-    numbers: list[float]
-
-
 @dataclass
 class Recording:
     """The ops of one forward pass, and the shapes of all values in it."""
@@ -196,7 +187,7 @@ class Recording:
     outputs: list[int] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)  # tensors that became Python values
     sizes: list[Read] = field(default_factory=list)  # tensors whose values became the size of another one
-    made: list[Made] = field(default_factory=list)  # numbers that became tensors or indices
+    made: list[tuple[int, str, list[float]]] = field(default_factory=list)  # ops before, module, numbers made tensors
     caches: dict[tuple[str, str], Any] = field(default_factory=dict)  # plain attributes that the pass set: old value
     recomputes: bool = False  # whether layers are computed once more in the backward pass (activation checkpointing)
 
@@ -208,23 +199,13 @@ class Recording:
             inputs = op.inputs()
             while coming and coming[0][1].ops <= number:
                 value, since = coming.pop(0)
-                if not _have_left(self.reads[: since.reads], own):
+                left = (read for read in self.reads[: since.reads] if read.way in HOST_READS.values())
+                if all(it in own for read in left for it in read.values):  # else it may be made of the input's values
                     own.setdefault(value, frozenset())
             if all(value in own for value in inputs):
                 sources = frozenset[int]().union(*(own[value] for value in inputs))
                 own.update((value, sources) for value in op.outs if value is not None and value not in own)
         return own
-
-    def add(self, tensor: Tensor) -> int:
-        """A new value of this tensor's shape."""
-        self.shapes.append(tuple(int(n) for n in tensor.shape))
-        self.dtypes.append(tensor.dtype)
-        return len(self.shapes) - 1
-
-
-def _have_left(reads: Sequence[Read], own: Mapping[int, frozenset[int]]) -> bool:
-    """Whether values of the input left torch as arrays or lists: constants may be made of them."""
-    return any(read.way in HOST_READS.values() and any(value not in own for value in read.values) for read in reads)
 
 
 _LARGE = 1000  # larger arrays are one number, that of their bytes
@@ -294,10 +275,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         self.recording.inputs = [self._value(tensor) for tensor in inputs]
 
     def _value(self, tensor: Tensor) -> int:
-        known = self._known.get(id(tensor))
-        # squeeze_() and its like reshape in place
-        if known is None or self.recording.shapes[known] != tuple(tensor.shape):
-            self._known[id(tensor)] = self.recording.add(tensor)
+        known, recording = self._known.get(id(tensor)), self.recording
+        if known is None or recording.shapes[known] != tuple(tensor.shape):  # squeeze_() and its like reshape in place
+            self._known[id(tensor)] = len(recording.shapes)
+            recording.shapes.append(tuple(int(n) for n in tensor.shape))
+            recording.dtypes.append(tensor.dtype)
             self._alive.append(tensor)
         return self._known[id(tensor)]
 
@@ -382,7 +364,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
             self._making = before
 
     def _note_made(self, numbers: Any) -> None:
-        self.recording.made.append(Made(len(self.recording.ops), self.path[-1], _numbers_in(numbers)))
+        self.recording.made.append((len(self.recording.ops), self.path[-1], _numbers_in(numbers)))
 
     def _note_read(self, values: list[int], way: str, result: Any) -> None:
         ops = len(self.recording.ops)
@@ -443,7 +425,6 @@ def run_recorded(recorder: Recorder, model: nn.Module, example: Any) -> Recordin
 def _noted_checkpoints(recording: Recording) -> Iterator[None]:
     """Activation checkpointing leaves no op behind; all its ways, old and new, go through these names of its module."""
     names = ("_checkpoint_impl", "_checkpoint_without_reentrant_generator", "CheckpointFunction")
-    before = {name: getattr(checkpoint, name) for name in names if hasattr(checkpoint, name)}
 
     def noted(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -452,14 +433,13 @@ def _noted_checkpoints(recording: Recording) -> Iterator[None]:
 
         return call
 
-    try:
-        for name, old in before.items():
-            new: Any = SimpleNamespace(apply=noted(old.apply)) if hasattr(old, "apply") else noted(old)
-            setattr(checkpoint, name, new)
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            if old := getattr(checkpoint, name, None):
+                new = SimpleNamespace(apply=noted(old.apply)) if hasattr(old, "apply") else noted(old)
+                stack.callback(setattr, checkpoint, name, old)
+                setattr(checkpoint, name, new)
         yield
-    finally:
-        for name, old in before.items():
-            setattr(checkpoint, name, old)
 
 
 def meta_example(example: Any) -> Any:
@@ -482,10 +462,8 @@ def record(model: nn.Module, example: Any, training: bool, device: str = "meta")
     for (path, name), state in _plain_state(twin).items():
         if state != before.get((path, name)):
             held = vars(modules[path]).get(name)
-            if isinstance(held, Tensor):
-                recording.caches[path, name] = held.detach().clone()
-            else:
-                recording.caches[path, name] = {} if isinstance(held, dict) else copy.deepcopy(held)
+            empty = held.detach().clone() if isinstance(held, Tensor) else copy.deepcopy(held)
+            recording.caches[path, name] = {} if isinstance(held, dict) else empty
     return recording
 
 
@@ -509,6 +487,5 @@ def record_anywhere(model: nn.Module, example: Any, training: bool) -> Recording
         try:
             return record(model, example, training, device="cpu")
         except Exception as error:
-            raise TraceError(
-                f"The model fails in its own forward on this example input: {type(error).__name__}: {error}"
-            ) from on_meta_error
+            why = f"{type(error).__name__}: {error}"
+            raise TraceError(f"The model fails in its own forward on this example input: {why}") from on_meta_error

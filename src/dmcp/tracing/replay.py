@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,15 +28,8 @@ _MULTIPLES = (1, 2, 3)  # an attribute may be this many times the width: qkv siz
 _CANDIDATES = 6
 
 Place = tuple[str, str, int | None]  # module path, attribute, position if it is a list
+Bound = tuple[Layout, int]  # an attribute is this many times the width of a dim
 Site = tuple[int, int, Literal]  # recording, op and the number among its arguments
-
-
-@dataclass(frozen=True)
-class Bound:
-    """An attribute that follows a width: attribute = multiple x width."""
-
-    layout: Layout
-    multiple: int
 
 
 @dataclass(frozen=True)
@@ -154,10 +147,9 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
     def read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the wide model read here: its dims are unprunable, and the narrow model has no data."""
         number = len(self.recording.reads)
-        if number >= len(self.original.reads) or self.original.reads[number].way != HOST_READS[func]:
-            raise _AstrayError(
-                f"the narrow model reads other values by {HOST_READS[func]} in {self.path[-1] or 'the top'}"
-            )
+        way, where = HOST_READS[func], self.path[-1] or "the top"
+        if number >= len(self.original.reads) or self.original.reads[number].way != way:
+            raise _AstrayError(f"the narrow model reads other values by {way} in {where}")
         self.recording.reads.append(self.original.reads[number])
         return copy.deepcopy(self.original.reads[number].result)
 
@@ -175,9 +167,7 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
     def _made_up(self, expected: Op, wanted: list[Shape | None]) -> Any:
         """Tensors as predicted, so that one replay finds every conflict and not only the first."""
         made = [
-            None
-            if value is None or shape is None
-            else torch.empty(shape, dtype=self.original.dtypes[value], device="meta")
+            None if value is None else torch.empty(shape or (), dtype=self.original.dtypes[value], device="meta")
             for value, shape in zip(expected.outs, wanted, strict=True)
         ]
         return made[0] if expected.single else tuple(made)
@@ -196,11 +186,8 @@ class _AstrayError(Exception):
 @functools.cache
 def _number_arguments(func: Func) -> tuple[str, ...]:
     """Arguments that take part in the arithmetic, unlike sizes and dims; `x * 2` has a number in a tensor's place."""
-    kinds = ("number", "float", "Tensor")
-    types = {
-        argument.name: str(argument.type).removeprefix("Optional[").rstrip("]") for argument in func._schema.arguments
-    }
-    return tuple(name for name, kind in types.items() if kind in kinds)
+    types = {it.name: str(it.type).removeprefix("Optional[").rstrip("]") for it in func._schema.arguments}
+    return tuple(name for name, kind in types.items() if kind in ("number", "float", "Tensor"))
 
 
 # Arguments that are sizes, which may follow a width.
@@ -252,20 +239,22 @@ class ReplayContext:
     always: dict[int, set[tuple[int, str]]] = field(default_factory=dict)  # recording -> conflicts at full width, too
     stopped_at: int = 0  # ops that the last replay ran
 
-    def cuts(self, kept: Mapping[int, Tensor], sizes: Mapping[int, int]) -> dict[str, Cut]:
+    def cuts(self, kept: Mapping[int, Tensor]) -> dict[str, Cut]:
         """Indices that stay of every tensor that has atoms; `kept` per atom."""
-        found = {name: self._cut(dims, kept, sizes) for name, dims in self.coupling.tensors.items()}
+        sizes = self.sizes(kept)
+        found = {name: self.cut(dims, kept, sizes) for name, dims in self.coupling.tensors.items()}
         return {name: cut for name, cut in found.items() if any(kept is not None for kept in cut)}
 
-    def cut_value(self, value: int, kept: Mapping[int, Tensor], sizes: Mapping[int, int]) -> Cut:
-        """The same of a value of the last recording."""
-        return self._cut(self.coupling.layouts[-1][value], kept, sizes)
-
-    def _cut(self, dims: Dims, kept: Mapping[int, Tensor], sizes: Mapping[int, int]) -> Cut:
+    def cut(self, dims: Dims, kept: Mapping[int, Tensor], sizes: Mapping[int, int]) -> Cut:
+        """The same of some dims; sizes of the atoms."""
         channels = self.coupling.channels
         return tuple(
             kept_indices(channels.resolve(layout), kept, sizes) if channels.atoms(layout) else None for layout in dims
         )
+
+    def sizes(self, atoms: Iterable[int]) -> dict[int, int]:
+        """Channels of these atoms in the unpruned model."""
+        return {atom: self.coupling.channels.axis_size(Atom(atom)) for atom in atoms}
 
     def attributes(self, widths: Mapping[int, int]) -> dict[str, dict[str, Any]]:
         """Attributes of modules at these widths: those that layers are known to have, and the bound ones."""
@@ -282,18 +271,18 @@ class ReplayContext:
         for recording in self.coupling.recordings:
             for (path, attribute), empty in recording.caches.items():  # a cache of the wide model is wrong here
                 found.setdefault(path, {})[attribute] = copy.deepcopy(empty)
-        for (path, attribute, position), bound in self.bindings.items():
-            value: Any = bound.multiple * width(resolve(bound.layout), widths)
+        for (path, attribute, position), (layout, multiple) in self.bindings.items():
+            value: Any = multiple * width(resolve(layout), widths)
             if position is not None:
                 old = found.get(path, {}).get(attribute, vars(modules[path])[attribute])
                 value = type(old)([*old[:position], value, *old[position + 1 :]])
             found.setdefault(path, {})[attribute] = value
         return found
 
-    def narrow(self, widths: Mapping[int, int], sizes: Mapping[int, int]) -> nn.Module:
+    def narrow(self, widths: Mapping[int, int]) -> nn.Module:
         """The narrow model, on the meta device."""
-        kept = {atom: torch.arange(width) for atom, width in widths.items()}
-        return narrow(self.model, self.cuts(kept, sizes), self.attributes(widths), meta=True)
+        cuts = self.cuts({atom: torch.arange(width) for atom, width in widths.items()})
+        return narrow(self.model, cuts, self.attributes(widths), meta=True)
 
     def replay(self, number: int, small: nn.Module, widths: Mapping[int, int]) -> Outcome:
         """Run a throw-away narrow model in lockstep with one of the recordings.
@@ -303,8 +292,8 @@ class ReplayContext:
         """
         outcome = self._replay(number, small, widths)
         if number not in self.always and any(conflict.kind in (*_LOOSE, "error") for conflict in outcome.conflicts):
-            at, sizes = self.stopped_at, {atom: self.coupling.channels.axis_size(Atom(atom)) for atom in widths}
-            full = self._replay(number, self.narrow(sizes, sizes), sizes)
+            at, sizes = self.stopped_at, self.sizes(widths)
+            full = self._replay(number, self.narrow(sizes), sizes)
             self.always[number] = {(conflict.number, conflict.kind) for conflict in full.conflicts}
             self.stopped_at = at
         always = self.always.get(number, set())
@@ -324,12 +313,12 @@ class ReplayContext:
         except Exception as error:  # the model's own complaint about its widths
             kind = "" if isinstance(error, _AstrayError) else f"{type(error).__name__}: "
             replayer.outcome.stopped = f"{kind}{error}"
-        for old, new in zip(recording.made, replayer.recording.made, strict=False):
-            wide, narrow_ = _plain(old.numbers), _plain(new.numbers)
-            if wide != narrow_:
-                place = min(old.number, len(recording.ops) - 1)
-                conflict = Conflict(place, old.path, "tensor", scales=_different(wide, narrow_))
-                replayer.outcome.conflicts.append(conflict)
+        pairs = zip(recording.made, replayer.recording.made, strict=False)
+        for (at, path, wide), (*_, narrowed) in pairs:
+            old, new = _plain(wide), _plain(narrowed)
+            if old != new:
+                at = min(at, len(recording.ops) - 1)
+                replayer.outcome.conflicts.append(Conflict(at, path, "tensor", scales=_different(old, new)))
         replayer.outcome.conflicts.sort(key=lambda conflict: conflict.number)
         self.stopped_at = len(replayer.recording.ops)
         return replayer.outcome
@@ -338,9 +327,9 @@ class ReplayContext:
 class Resolver:
     """Replays at random widths until all agree; binds attributes and makes channels unprunable as needed."""
 
-    def __init__(self, context: ReplayContext, parameters: list[str], bind: bool, seed: int = 0) -> None:
+    def __init__(self, context: ReplayContext, parameters: list[str], bind: bool) -> None:
         self.context, self.coupling, self.parameters, self.bind = context, context.coupling, parameters, bind
-        self.random = random.Random(seed)
+        self.random = random.Random(0)
         # attributes not tried yet, and the one that is being tried
         self.candidates: dict[Site, list[tuple[Place, Bound]]] = {}
         self.tried: dict[Site, Place] = {}
@@ -357,16 +346,14 @@ class Resolver:
             atoms = self.coupling.atoms(self.parameters)
             if not atoms or clean >= len(samples):
                 return
-            sizes = {atom.index: self.coupling.channels.axis_size(atom) for atom in atoms}
-            kind = samples[clean]
-            widths = {atom: self._sample(kind, size, at % 2) for at, (atom, size) in enumerate(sizes.items())}
-            self.widths = widths
+            sizes = self.context.sizes(atom.index for atom in atoms)
+            self.widths = {
+                atom: self._sample(samples[clean], size, at % 2) for at, (atom, size) in enumerate(sizes.items())
+            }
             number = clean % count
-            outcome = self.context.replay(number, self.context.narrow(widths, sizes), widths)
-            if outcome.clean:
-                clean += 1
-            else:
-                clean = 0
+            outcome = self.context.replay(number, self.context.narrow(self.widths), self.widths)
+            clean = clean + 1 if outcome.clean else 0
+            if not clean:
                 self._mend(number, outcome, may_bind=self.bind and round_ < _BINDING_ROUNDS)
         raise TraceError("The narrow model never agreed with its recording: please report this model.")
 
@@ -412,21 +399,22 @@ class Resolver:
 
     def _fix_guilty(self, number: int, conflicts: list[Conflict]) -> bool:
         """Make each space unprunable that causes one of the conflicts when it alone is narrow."""
-        sizes = {atom: self.coupling.channels.axis_size(Atom(atom)) for atom in self.widths}
+        sizes = self.context.sizes(self.widths)
         known, guilty = {(conflict.number, conflict.kind) for conflict in conflicts}, []
         for atom, size in sizes.items():
             widths = sizes | {atom: max(1, size // 2)}
-            found = self.context.replay(number, self.context.narrow(widths, sizes), widths).conflicts
+            found = self.context.replay(number, self.context.narrow(widths), widths).conflicts
             if any((conflict.number, conflict.kind) in known for conflict in found):
                 guilty.append(((Atom(atom),),))
         return self._fix(tuple(guilty), f"{IN_CODE} depends on its size")
 
     def _unbind(self, paths: list[str]) -> bool:
         """Take back the bindings in these modules and around them, for good: one of them must be wrong."""
+        inside = [f"{path}." for path in paths]
         wrong = [
             place
             for place in self.context.bindings
-            if any(not place[0] or path == place[0] or path.startswith(place[0] + ".") for path in paths)
+            if paths and (not place[0] or any(path.startswith(f"{place[0]}.") for path in inside))
         ]
         for place in wrong:
             del self.context.bindings[place]
@@ -464,8 +452,8 @@ class Resolver:
     def _fix(self, dims: Dims, reason: str) -> bool:
         atoms = self.coupling.channels.atoms
         count = sum(self.coupling.channels.fix(layout, reason) for layout in dims)
-        for place in [place for place, bound in self.context.bindings.items() if not atoms(bound.layout)]:
-            del self.context.bindings[place]
+        bindings = self.context.bindings
+        self.context.bindings = {place: bound for place, bound in bindings.items() if atoms(bound[0])}
         return count > 0
 
     def _bind(self, key: Site, op: Op, value: int) -> bool:
@@ -478,11 +466,10 @@ class Resolver:
         failed = self.tried.pop(key, None)
         if failed is not None:
             self.context.bindings.pop(failed, None)
-        resolve = channels.resolve
         while self.candidates[key]:
             place, bound = self.candidates[key].pop(0)
             known = self.context.bindings.get(place)
-            if known is not None and place in self.new and resolve(known.layout) == resolve(bound.layout):
+            if known and place in self.new and channels.resolve(known[0]) == channels.resolve(bound[0]):
                 return True  # a number before this one came from the same attribute: see whether that helps
             if known is None and place not in self.banned:
                 self.new.add(place)
@@ -494,13 +481,13 @@ class Resolver:
     def _candidates(self, path: str, literal: Literal, value: int) -> Iterator[tuple[Place, Bound]]:
         """Attributes that the number could come from; of a flattened map also those that count its channels only."""
         for place, multiple in self._attributes_equal(path, literal.position, value):
-            yield place, Bound(literal.layout, multiple)
+            yield place, (literal.layout, multiple)
         segment, *more = self.coupling.channels.resolve(literal.layout)
         channels = tuple(axis for axis in segment if not isinstance(axis, int))
         if not more and len(channels) < len(segment):
             inner = self.coupling.channels.segment_size(channels)
             for place, multiple in self._attributes_equal(path, None, inner):
-                yield place, Bound((channels,), multiple)
+                yield place, ((channels,), multiple)
 
     def _attributes_equal(self, path: str, position: int | None, value: int) -> Iterator[tuple[Place, int]]:
         """Int attributes of the module and those around it that are the value or a small multiple, nearest first."""

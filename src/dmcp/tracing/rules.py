@@ -132,7 +132,7 @@ def attention(call: Call) -> list[Dims]:
 def batch_norm(call: Call) -> list[Dims]:
     """Per-channel statistics over everything else."""
     x = call["input"]
-    call.join_all(x.dims[1], *(call[name] for name in ("weight", "bias", "running_mean", "running_var")))
+    call.join_all(x.dims[1], call["weight"], call["bias"], call["running_mean"], call["running_var"])
     for layout in (x.dims[0], *x.dims[2:]):
         call.mixes(layout, "statistics are taken over it, as weight standardization does")
     call.describes(num_features=(x.dims[1],))
@@ -183,13 +183,7 @@ def prelu(call: Call) -> list[Dims]:
     if weight.shape and weight.shape[0] != 1:
         call.channels.join(x.dims[1], weight.dims[0])
         call.describes(num_parameters=(x.dims[1],))
-    call.flow = Flow.KEEPS
     return [x.dims]
-
-
-def noise(call: Call) -> list[Dims]:
-    """The dims of the first tensor, other values."""
-    return [call.x.dims] * len(call.out_shapes)
 
 
 def where(call: Call) -> list[Dims]:
@@ -199,7 +193,6 @@ def where(call: Call) -> list[Dims]:
 
 def spatial(call: Call) -> list[Dims]:
     """Pools, resizes and borders: batch and channels pass."""
-    call.flow = Flow.KEEPS
     x = call.x
     lead = len(x.dims) - _SPATIAL_RANK[call.op.name.rstrip("_")]
     for layout in x.dims[lead:]:
@@ -209,7 +202,6 @@ def spatial(call: Call) -> list[Dims]:
 
 def grid_sample(call: Call) -> list[Dims]:
     """Pixels are picked by position; batch and channels pass."""
-    call.flow = Flow.KEEPS
     x, grid = call.operands
     for layout in (*x.dims[2:], *grid.dims[1:]):
         call.fix(layout, "pixels are picked along it")
@@ -219,15 +211,9 @@ def grid_sample(call: Call) -> list[Dims]:
 
 def transform(call: Call) -> list[Dims]:
     """Fourier transforms of some dims; the others pass."""
-    call.flow = Flow.KEEPS
-    rank = len(call.x.dims)
     given = call["dim"]
-    chosen = range(rank) if given is None else [given] if isinstance(given, int) else given
-    dims = list(call.x.dims)
-    for dim in chosen:
-        call.fix(dims[dim], "it is Fourier transformed")
-        dims[dim] = fixed(call.out_shapes[0][dim])
-    return [tuple(dims)]
+    chosen = range(len(call.x.dims)) if given is None else [given] if isinstance(given, int) else given
+    return [call.fixing(chosen, "it is Fourier transformed")]
 
 
 def reduce(call: Call) -> list[Dims]:
@@ -251,11 +237,8 @@ def reduce(call: Call) -> list[Dims]:
 
 def along(call: Call) -> list[Dims]:
     """Softmax, sort and the like: entries of one dim depend on each other."""
-    dims = list(call.x.dims)
     dim = -1 if call["dim"] is None else call["dim"]
-    call.fix(dims[dim], f"{call.op.name} is taken along it")
-    dims[dim] = fixed(call.out_shapes[0][dim])
-    return [tuple(dims)] * len(call.out_shapes)
+    return [call.fixing([dim], f"{call.op.name} is taken along it")] * len(call.out_shapes)
 
 
 def create(call: Call) -> list[Dims]:
@@ -290,22 +273,15 @@ _SPATIAL_RANK = {
     **dict.fromkeys(("upsample_nearest3d", "upsample_trilinear3d"), 3),
 }
 
-_BY_NAME: dict[Rule, str] = {
-    convolution: "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution",
-    linear: "linear",
-    matmul: "matmul mm addmm bmm baddbmm",
-    einsum: "einsum",
-    attention: "scaled_dot_product_attention",
-    batch_norm: "batch_norm instance_norm",
-    layer_norm: "layer_norm rms_norm",
-    group_norm: "group_norm",
+_KEEPING: dict[Rule, str] = {  # zeros stay zeros
     prelu: "prelu _prelu_kernel",
+    spatial: " ".join(_SPATIAL_RANK),
+    grid_sample: "grid_sampler grid_sampler_2d grid_sampler_3d",
+    transform: " ".join(
+        f"fft_{half}{kind}{rank}" for half in ("", "i") for kind in ("fft", "rfft") for rank in ("", "2", "n")
+    ),
     shape.reshape: "view reshape flatten unflatten view_as reshape_as squeeze unsqueeze",
-    shape.permute: "permute",
-    shape.transpose: "transpose swapaxes swapdims",
-    shape.reverse_dims: "t numpy_T",
-    shape.swap_last: "mT mH adjoint",
-    shape.movedim: "movedim moveaxis",
+    shape.permute: "permute transpose swapaxes swapdims t numpy_T mT mH adjoint movedim moveaxis",
     shape.expand: "expand expand_as broadcast_to",
     shape.repeat: "repeat tile",
     shape.repeat_interleave: "repeat_interleave.self_int",
@@ -321,32 +297,45 @@ _BY_NAME: dict[Rule, str] = {
     shape.pad: "constant_pad_nd pad",
     shape.reorder: "roll flip",
     shape.im2col: "im2col",
+    shape.col2im: "col2im",
     shape.unfold: "unfold",
     shape.pixel_shuffle: "pixel_shuffle",
     shape.pixel_unshuffle: "pixel_unshuffle",
     shape.channel_shuffle: "channel_shuffle native_channel_shuffle",
-    shape.same: "alias clone contiguous _to_copy to detach dropout feature_dropout native_dropout lift_fresh "
-    "lift_fresh_copy type_as bernoulli zero nan_to_num",
-    pointwise: "hardswish relu6 celu selu rrelu square floor_divide masked_fill copy lerp",
-    noise: "alpha_dropout feature_alpha_dropout",
-    where: "where",
-    spatial: " ".join(_SPATIAL_RANK),
-    reduce: "mean sum amax amin max min var std logsumexp prod norm linalg_vector_norm any all argmax argmin nansum "
-    "var_mean std_mean count_nonzero",
-    grid_sample: "grid_sampler grid_sampler_2d grid_sampler_3d",
-    transform: " ".join(
-        f"fft_{half}{kind}{rank}" for half in ("", "i") for kind in ("fft", "rfft") for rank in ("", "2", "n")
-    ),
-    shape.col2im: "col2im",
     shape.view_as_complex: "view_as_complex",
     shape.view_as_real: "view_as_real",
-    along: "softmax _softmax log_softmax _log_softmax _safe_softmax cumsum cumprod sort argsort topk",
     shape.glu: "glu",
+    shape.same: "alias clone contiguous _to_copy to detach dropout feature_dropout native_dropout lift_fresh "
+    "lift_fresh_copy type_as bernoulli zero nan_to_num",
+}
+_OTHERS: dict[Rule, str] = {
+    convolution: "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution",
+    linear: "linear",
+    matmul: "matmul mm addmm bmm baddbmm",
+    einsum: "einsum",
+    attention: "scaled_dot_product_attention",
+    batch_norm: "batch_norm instance_norm",
+    layer_norm: "layer_norm rms_norm",
+    group_norm: "group_norm",
+    pointwise: "hardswish relu6 celu selu rrelu square floor_divide masked_fill copy lerp",
+    where: "where",
+    shape.same: "alpha_dropout feature_alpha_dropout",
+    reduce: "mean sum amax amin max min var std logsumexp prod norm linalg_vector_norm any all argmax argmin nansum "
+    "var_mean std_mean count_nonzero",
+    along: "softmax _softmax log_softmax _log_softmax _safe_softmax cumsum cumprod sort argsort topk",
     create: "zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like "
     "rand randn rand_like randn_like scalar_tensor",
     opaque: "arange linspace item _local_scalar_dense is_nonzero eye tril triu meshgrid nonzero _assert_async "
     "_assert_tensor_metadata equal bincount",
 }
+
+
+def _keeping(rule: Rule) -> Rule:
+    def keeping(call: Call) -> list[Dims]:
+        call.flow = Flow.KEEPS
+        return rule(call)
+
+    return keeping
 
 
 def _overloads(names: str) -> Iterable[Func]:
@@ -358,4 +347,5 @@ def _overloads(names: str) -> Iterable[Func]:
             yield getattr(packet, found)
 
 
-RULES: dict[Func, Rule] = {func: rule for rule, names in _BY_NAME.items() for func in _overloads(names)}
+RULES: dict[Func, Rule] = {func: _keeping(rule) for rule, names in _KEEPING.items() for func in _overloads(names)}
+RULES |= {func: rule for rule, names in _OTHERS.items() for func in _overloads(names)}
