@@ -89,15 +89,6 @@ def test_what_is_no_budget_is_refused(spec: Any) -> None:
     assert isinstance(caught.value, ValueError) and len(str(caught.value)) < 300
 
 
-@pytest.mark.parametrize(
-    ("spec", "hint"),
-    [("4.5 GFLOPs", "like 4.5G"), ("4.5 GMACs", "4.5G"), ("60k params", "params:60k"), ("8 MB", "memory:8MB")],
-)
-def test_units_from_elsewhere_get_a_hint(spec: str, hint: str) -> None:
-    with pytest.raises(BudgetError, match=hint):
-        parse(spec, traced()[0])
-
-
 def test_limits_of_latency_are_known_before_it_is_measured() -> None:
     graph, _ = traced()
     assert all(map(limits_latency, ("8ms", "50%,latency:50%", Budget((Limit("latency", 5),), ""))))
@@ -126,8 +117,7 @@ def test_impossible_limits_are_refused() -> None:
         ("101%", "macs", "more than"),
         ("0.1%", "macs", "a smaller align"),
         ("50%,params:9G", "params", "more than"),
-        ("40", "macs", "did you mean 40%?"),
-        ("params:7", "params", "did you mean params:7%?"),
+        ("40", "macs", "40%"),
     ],
 )
 def test_unreachable_budgets_name_the_range(spec: str, kind: str, words: str) -> None:
@@ -136,7 +126,6 @@ def test_unreachable_budgets_name_the_range(spec: str, kind: str, words: str) ->
         check_reachable(parse(spec, graph), graph, net.min_widths)
     for text in (words, *(f"{costs(graph, widths)[kind]:,}" for widths in (net.min_widths, graph.full))):
         assert text in str(caught.value)
-    assert ("did you mean" in str(caught.value)) == ("did you mean" in words)
 
 
 def test_both_ends_of_the_range_can_be_reached() -> None:

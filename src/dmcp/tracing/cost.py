@@ -83,7 +83,7 @@ class Polynomial:
             for row in powers
         ]
         self._weights = Counter[int]()  # degree -> sum of the coefficients' sizes
-        for key, sizes in zip(terms, zip(*(factors or [terms.values()]), strict=True), strict=True):
+        for key, sizes in zip(terms, zip(*(factors or [list(terms.values())]), strict=True), strict=True):
             self._weights[len(key)] += max(map(abs, sizes))
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor, Tensor]] = {}
 

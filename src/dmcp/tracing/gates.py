@@ -122,9 +122,9 @@ class _Zeros:
             for contraction in self.facts.contractions.get(number, ()):
                 atoms = self.coupling.channels.atoms(contraction.over)
                 open_sums += [(contraction, atom) for atom in atoms if not self._has_zero_factor(contraction, atom)]
-            for value in op.outs:
-                if value is not None and self.atoms[value]:
-                    self._set(op, value, frozenset(self._out(number, op, value)))
+            for out in op.outs:
+                if out is not None and self.atoms[out]:
+                    self._set(op, out, frozenset(self._out(number, op, out)))
         return open_sums
 
     def _set(self, op: Op, value: int, zero: frozenset[Atom]) -> None:
