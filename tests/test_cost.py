@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from nets import NETS, Toy, mystery, randomise, sample
+from nets import Toy, mystery
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmcp
-from dmcp.budget import holds, parse, ratios, show_cost
+from dmcp.budget import holds, parse, ratios
 from dmcp.markov import CHAIN, group_sizes, marginals, moment
 from dmcp.tracing import cost
 from dmcp.tracing.cost import Polynomial, evaluate, product, show_bytes, total
@@ -36,8 +36,7 @@ def test_products_of_dims_by_hand() -> None:
     assert product(5, []) == {(): 5}
 
 
-@pytest.mark.parametrize("largest", [1, 9, 100, 3000])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize(("largest", "dtype"), [(1, torch.int64), (9, torch.int32), (3000, torch.int64)])
 def test_many_widths_are_counted_exactly(largest: int, dtype: torch.dtype) -> None:
     """Against Python's ints; the largest are beyond what a float64 holds, and rows or columns may lie together."""
     terms = {(0, 0, 0, 1): 1237, (0, 0, 1, 1): -77, (1, 2): 91, (2, 2): 1, (1,): 0, (): -5}
@@ -134,20 +133,12 @@ def test_every_width_of_a_squared_space_by_hand(squared: Any) -> None:
     assert squared.params(table).tolist() == params
     assert [squared.macs({"stem": s, "inner": i}) for s, i in every_width()] == macs
     assert [squared.params({"stem": s, "inner": i}) for s, i in every_width()] == params
-
-
-def test_layers_by_hand(squared: Any) -> None:
     found = {layer.name: (layer.kind, layer.macs, layer.params) for layer in squared.layers({"stem": 4, "inner": 3})}
-    assert found == {
-        "stem": ("conv", PIXELS * 27 * 4, 27 * 4),
-        "dense": ("conv", PIXELS * 9 * 16, 9 * 16 + 4),
-        "inner": ("conv", PIXELS * 12, 12 + 3),
-        "head": ("linear", 12, 16),
-    }
-    assert list(found) == ["stem", "dense", "inner", "head"]
+    conv = {"stem": (PIXELS * 108, 108), "dense": (PIXELS * 144, 148), "inner": (PIXELS * 12, 15)}
+    assert found == {name: ("conv", *costs) for name, costs in conv.items()} | {"head": ("linear", 12, 16)}
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4, 10])
+@pytest.mark.parametrize("groups", [1, 4, 10])
 def test_the_expected_cost_is_the_average_over_all_widths(squared: Any, groups: int) -> None:
     net = dmcp.Supernet(Squared(), squared, groups=groups)
     generator = torch.Generator().manual_seed(groups)
@@ -181,9 +172,7 @@ def test_the_expected_cost_has_the_right_gradient_and_ends(squared: Any) -> None
     assert (gradient > 0).all()
     for end, widths in ((1e4, squared.full), (-1e4, net.min_widths)):
         assert costs(torch.full_like(net.alpha, end)).tolist() == [squared.macs(widths), squared.params(widths)]
-    twin = copy.deepcopy(squared)  # with the tensors that it has made
-    table = torch.tensor(list(every_width()))
-    assert torch.equal(costs(alpha, twin), costs(alpha)) and torch.equal(twin.macs(table), squared.macs(table))
+    assert torch.equal(costs(alpha, copy.deepcopy(squared)), costs(alpha))  # with the tensors that it has made
 
 
 # -- memory
@@ -268,19 +257,6 @@ def test_pytorch_holds_as_much(name: str) -> None:
     assert len(found) > 1 or name == "dense"  # where most is held depends on the widths
 
 
-def test_by_hand() -> None:
-    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3), nn.Flatten())
-    model.append(nn.Linear(2 * 36, 5))
-    graph = dmcp.trace(model, torch.randn(5, 1, 8, 8))
-    assert graph.memory() == FLOAT * (4 * 64 + 2 * 36)  # the second convolution: norm and activation overwrite
-    assert graph.memory_at() == "3"
-    narrow = graph.widths({"0": 1, "3": 1})
-    assert graph.memory(narrow) == FLOAT * (64 + 64)  # the first one, which reads the input
-    assert graph.memory_at(narrow) == "0"
-    assert graph.to_json()["memory"] == graph.memory() and graph.to_json()["memory_at"] == "3"
-    assert "1.312 kB of activations" in graph.summary()
-
-
 MAP, PLANE = 4 * 64, 64  # numbers in the map between `a` and `b`, and in their input and output
 HELD: dict[str, tuple[Callable[[Any, Tensor], Tensor], float]] = {
     "relu overwrites": (lambda it, x: it.b(F.relu(it.a(x))), MAP + PLANE),
@@ -307,30 +283,25 @@ def test_memory_by_hand(row: str, dtype: torch.dtype) -> None:
         assert dmcp.trace(model, torch.randn(batch, 1, 8, 8, dtype=dtype)).memory() == dtype.itemsize * numbers
 
 
+def test_layers_that_overwrite_and_the_place_of_the_peak() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3), nn.Flatten())
+    graph = dmcp.trace(model.append(nn.Linear(2 * 36, 5)), torch.randn(5, 1, 8, 8))
+    assert (graph.memory(), graph.memory_at()) == (FLOAT * (4 * 64 + 2 * 36), "3")  # norm and activation overwrite
+    narrow = graph.widths({"0": 1, "3": 1})
+    assert (graph.memory(narrow), graph.memory_at(narrow)) == (FLOAT * (64 + 64), "0")  # it reads the input
+    assert graph.to_json()["memory"] == graph.memory() and "1.312 kB" in graph.summary()
+    assert [show_bytes(it) for it in (900, 65_536, 2_000_000, 3 * 10**9)] == ["900 bytes", "65.54 kB", "2 MB", "3 GB"]
+
+
 def test_inputs_are_not_overwritten_and_rules_say_which_ops_are_elementwise() -> None:
     x, layers = torch.randn(1, 1, 8, 8), {"a": nn.Conv2d(1, 4, 1), "b": nn.Conv2d(4, 1, 1)}
     graph = dmcp.trace(Toy(lambda it, x: it.b(it.a(F.relu(x))), **layers), x)
     assert graph.memory(graph.widths([1])) == FLOAT * 2 * PLANE
     model = Toy(HELD["an op without a rule"][0], **layers, c=nn.Conv2d(1, 2, 1), d=nn.Conv2d(2, 1, 1))
     elementwise = dmcp.RULES[torch.ops.aten.hardswish.default]
-    for rule, numbers in ((elementwise, MAP + 2 * PLANE), (passing, 2 * MAP + PLANE)):
+    for rule, numbers in ((elementwise, MAP + 2 * PLANE), (lambda call: [call.x.dims], 2 * MAP + PLANE)):
         graph = dmcp.trace(model, x, rules=dmcp.RULES | {torch.ops.dmcp_tests.mystery.default: rule})
         assert graph.memory() == FLOAT * numbers
-
-
-def passing(call: Any) -> Any:
-    return [call.x.dims]
-
-
-@pytest.mark.parametrize("toy", NETS, ids=lambda toy: toy.__name__)
-def test_cut_networks_trace_to_the_same_number(toy: Any) -> None:
-    model, x = randomise(toy(**toy.FULL)), sample(toy.SHAPE)
-    graph = dmcp.trace(model, x)
-    random = torch.Generator().manual_seed(1)
-    for _ in range(3):
-        row = [int(torch.randint(1, space.size + 1, (), generator=random)) for space in graph.spaces]
-        small = dmcp.cut(model, graph, graph.widths(row))
-        assert dmcp.trace(small, x).memory() == graph.memory(graph.widths(row))
 
 
 def test_many_widths_at_once_and_the_moments_that_were_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,17 +316,12 @@ def test_many_widths_at_once_and_the_moments_that_were_left_out(monkeypatch: pyt
         every = dmcp.trace(model, x)
     assert len(every.moments) > len(graph.moments) > 1
     assert every.memory(table).equal(counted)
-
-
-def test_gradient_is_the_finite_difference() -> None:
-    graph, step = dmcp.trace(nets()["dense"], torch.randn(1, 2, 9, 9)), 1e-3
-    point = torch.tensor([3.3, 2.2], dtype=torch.float64)
-    table = point[None].clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(graph.memory(table).sum(), table)
-    nudge = step * torch.eye(2, dtype=torch.float64)
-    difference = (graph.memory(point + nudge) - graph.memory(point - nudge)) / (2 * step)
+    small = dmcp.cut(model, graph, graph.widths(table[0]))
+    assert dmcp.trace(small, x).memory() == counted[0].item()
+    point, nudge = table[:1].double().requires_grad_(), 1e-3 * torch.eye(len(graph.spaces), dtype=torch.float64)
+    (gradient,) = torch.autograd.grad(graph.memory(point).sum(), point)
+    difference = (graph.memory(point.detach() + nudge) - graph.memory(point.detach() - nudge)) / 2e-3
     torch.testing.assert_close(gradient[0], difference)
-    assert (gradient > 0).all()
 
 
 def test_expectation_is_the_most_of_the_moments() -> None:
@@ -392,13 +358,6 @@ def test_a_search_and_uniform_widths_end_inside() -> None:
     (share,) = ratios(found.budget, found.graph, chances, found.sizes, found.process).tolist()
     assert 0.8 < share < 1.1  # the loss has pulled it there
     assert found.graph.memory(widths) > 0.8 * found.budget.limits[0].target
-    for text in ("memory:60%", "memory:60%,70%"):
-        inside = dmcp.uniform(graph, text)
-        wider = (graph.widths(dict(inside) | {it: kept + 1}) for it, kept in inside.items() if kept < graph.full[it])
-        assert holds(parse(text, graph), graph, inside)
-        assert any(not holds(parse(text, graph), graph, it) for it in wider)
-
-
-def test_texts() -> None:
-    assert [show_bytes(it) for it in (900, 65_536, 2_000_000, 3 * 10**9)] == ["900 bytes", "65.54 kB", "2 MB", "3 GB"]
-    assert show_cost("memory", 65_536) == "65.54 kB"
+    inside, budget = dmcp.uniform(graph, "memory:60%,70%"), parse("memory:60%,70%", graph)
+    wider = (graph.widths(dict(inside) | {it: kept + 1}) for it, kept in inside.items() if kept < graph.full[it])
+    assert holds(budget, graph, inside) and any(not holds(budget, graph, it) for it in wider)

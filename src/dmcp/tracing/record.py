@@ -462,8 +462,10 @@ def record(model: nn.Module, example: Any, training: bool, device: str = "meta")
     for (path, name), state in _plain_state(twin).items():
         if state != before.get((path, name)):
             held = vars(modules[path]).get(name)
-            empty = held.detach().clone() if isinstance(held, Tensor) else copy.deepcopy(held)
-            recording.caches[path, name] = {} if isinstance(held, dict) else empty
+            if isinstance(held, Tensor):
+                recording.caches[path, name] = held.detach().clone()
+            else:
+                recording.caches[path, name] = {} if isinstance(held, dict) else copy.deepcopy(held)
     return recording
 
 
