@@ -82,11 +82,17 @@ NO_BUDGETS = (
 )
 
 
-@pytest.mark.parametrize("spec", NO_BUDGETS, ids=lambda spec: str(spec)[:20] if type(spec) is not int else "int")
-def test_what_is_no_budget_is_refused(spec: Any) -> None:
-    with pytest.raises(BudgetError) as caught:
-        parse(spec, traced()[0])
-    assert isinstance(caught.value, ValueError) and len(str(caught.value)) < 300
+def test_what_is_no_budget_is_refused() -> None:
+    for spec in NO_BUDGETS:
+        with pytest.raises(BudgetError) as caught:
+            parse(spec, traced()[0])
+        assert isinstance(caught.value, ValueError) and len(str(caught.value)) < 300
+    for kind, target in (("macs", 0), ("watts", 5), ("macs", 2.0), ("macs", 10**19)):
+        with pytest.raises(BudgetError):
+            Limit(kind, target)  # type: ignore[arg-type]
+    for limits in ((), (Limit("macs", 1), Limit("macs", 2))):
+        with pytest.raises(BudgetError):
+            Budget(limits, "")
 
 
 def test_limits_of_latency_are_known_before_it_is_measured() -> None:
@@ -99,42 +105,20 @@ def test_limits_of_latency_are_known_before_it_is_measured() -> None:
             known_limits(bad, graph)
 
 
-def test_impossible_limits_are_refused() -> None:
-    for kind, target in (("macs", 0), ("watts", 5), ("macs", 2.0), ("macs", 10**19)):
-        with pytest.raises(BudgetError):
-            Limit(kind, target)  # type: ignore[arg-type]
-    for limits in ((), (Limit("macs", 1), Limit("macs", 2))):
-        with pytest.raises(BudgetError):
-            Budget(limits, "")
-
-
 # reachability
 
 
-@pytest.mark.parametrize(
-    ("spec", "kind", "words"),
-    [
-        ("101%", "macs", "more than"),
-        ("0.1%", "macs", "a smaller align"),
-        ("50%,params:9G", "params", "more than"),
-        ("40", "macs", "40%"),
-    ],
-)
-def test_unreachable_budgets_name_the_range(spec: str, kind: str, words: str) -> None:
+def test_unreachable_budgets_name_the_range() -> None:
     graph, net = traced()
-    with pytest.raises(BudgetError) as caught:
-        check_reachable(parse(spec, graph), graph, net.min_widths)
-    for text in (words, *(f"{costs(graph, widths)[kind]:,}" for widths in (net.min_widths, graph.full))):
-        assert text in str(caught.value)
-
-
-def test_both_ends_of_the_range_can_be_reached() -> None:
-    graph, net = traced()
-    for target in (graph.macs(net.min_widths), graph.macs()):
-        check_reachable(parse(target, graph), graph, net.min_widths)
-    for target in (graph.macs(net.min_widths) - 1, graph.macs() + 1):
+    low, full = costs(graph, net.min_widths), costs(graph, graph.full)
+    for spec, kind in (("101%", "macs"), ("0.1%", "macs"), ("50%,params:9G", "params"), ("40", "macs")):
+        with pytest.raises(BudgetError) as caught:
+            check_reachable(parse(spec, graph), graph, net.min_widths)
+        assert f"{low[kind]:,}" in str(caught.value) and f"{full[kind]:,}" in str(caught.value)
+    for end, beyond in ((low["macs"], -1), (full["macs"], 1)):
+        check_reachable(parse(end, graph), graph, net.min_widths)
         with pytest.raises(BudgetError):
-            check_reachable(parse(target, graph), graph, net.min_widths)
+            check_reachable(parse(end + beyond, graph), graph, net.min_widths)
 
 
 def test_costs_are_those_of_the_cut_network() -> None:

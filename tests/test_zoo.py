@@ -13,7 +13,7 @@ import torch
 from dmcp import ChannelGraph
 from zoo import page
 from zoo.contract import Result, Shortfall, check, sample_widths, worst_error
-from zoo.models import ENTRIES, find, select
+from zoo.models import find
 from zoo.workers import WorkerError, isolated
 
 QUICK = ["tv:squeezenet1_1", "detbody:fasterrcnn_mobilenet_v3_large_fpn"]
@@ -40,13 +40,6 @@ def test_memory_that_is_not_what_the_cut_network_holds_is_wrong(monkeypatch: pyt
     monkeypatch.setattr(ChannelGraph, "memory", lambda graph, widths=None: count(graph))  # full, whatever is cut
     result = check(find("tv:squeezenet1_1"))
     assert result.status == "wrong" and re.fullmatch(r"memory [\d]+ are really [\d]+", result.detail)
-
-
-def test_the_list_is_the_tables() -> None:
-    families = {family: sum(entry.family == family for entry in ENTRIES) for family in page.FAMILIES}
-    assert families == {"tv": 80, "seg": 6, "detbody": 7, "timm": 147}
-    assert len({entry.name for entry in ENTRIES}) == len(ENTRIES)
-    assert [entry.name for entry in select("tv:vgg1?")] == ["tv:vgg11", "tv:vgg13", "tv:vgg16", "tv:vgg19"]
 
 
 def test_widths_leave_something_out_and_the_worst_output_counts() -> None:
