@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from nets import NETS, distance, keep, leaves, randomise, sample
+from nets import NETS, counted_macs, distance, keep, leaves, randomise, sample
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
 from dmcp.supernet import Narrow
@@ -124,22 +123,11 @@ def test_contract(name: str, training: bool) -> None:
             for found, value in zip(gradients(output, net.model), expected, strict=True):
                 assert (found - value).nan_to_num().abs().max() < 1e-8 * scale
                 assert not found[value.isnan()].any()  # what is off gets exactly zero
-        assert graph.macs(chosen) == counted_macs(small, x) and graph.params(chosen) == counted_params(small)
+        assert graph.macs(chosen) == counted_macs(small, x) and graph.params(chosen) == sum(
+            p.numel() for p in small.parameters()
+        )
         assert sum(layer.macs for layer in graph.layers(chosen)) == graph.macs(chosen)
         assert sum(layer.params for layer in graph.layers(chosen)) == graph.params(chosen)
-
-
-def counted_macs(model: nn.Module, x: Tensor) -> int:
-    """Multiply-adds of one sample by torch's own counter."""
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        copy.deepcopy(model).eval()(x[:1])
-    assert counter.get_total_flops() % 2 == 0
-    return counter.get_total_flops() // 2
-
-
-def counted_params(model: nn.Module) -> int:
-    """Numbers that are trained, tied ones once."""
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 @every_toy
@@ -158,7 +146,7 @@ def test_costs_of_the_full_network_and_of_many_widths(name: str) -> None:
     """I3, I4: full costs are counted; many widths at once are exact ints; the gradient is the finite difference."""
     model, graph, x = traced(name)
     assert graph.macs(graph.full) == graph.macs(None) == counted_macs(model, x)
-    assert graph.params(graph.full) == graph.params(None) == counted_params(model)
+    assert graph.params(graph.full) == graph.params(None) == sum(p.numel() for p in model.parameters())
     dice = torch.Generator().manual_seed(0)
     sizes = graph.full.tensor()
     table = (torch.rand(17, len(sizes), generator=dice) * sizes).long() + 1
