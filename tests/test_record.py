@@ -6,7 +6,6 @@ import copy
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmcp.errors import TraceError
-from dmcp.modules import batch_of, rebatch
 from dmcp.tracing import record as record_module
 from dmcp.tracing.record import Ref, compute, record, record_anywhere
 
@@ -36,25 +34,19 @@ COMPOSITE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "reshape": lambda m, x: x.transpose(2, 3).reshape(2, -1),
     "scaled_dot_product_attention": lambda m, x: F.scaled_dot_product_attention(x, x, x),
     "conv2d": lambda m, x: m.conv(x),
-    "group_norm": lambda m, x: F.group_norm(x, 2),
     "layer_norm": lambda m, x: F.layer_norm(x, (4,)),
-    "instance_norm": lambda m, x: F.instance_norm(x),
-    "matmul": lambda m, x: x @ x,
     "einsum": lambda m, x: torch.einsum("nchw,nchv->nwv", x, x),
     "max_pool2d": lambda m, x: F.max_pool2d(x, 2),
-    "adaptive_avg_pool2d": lambda m, x: F.adaptive_avg_pool2d(x, 1),
     "dropout": lambda m, x: F.dropout(x, 0.5, True),
     "flatten": lambda m, x: x.transpose(1, 2).flatten(1),
-    "softmax": lambda m, x: x.softmax(1),
     "chunk": lambda m, x: x.chunk(2, 1)[0],
-    "prelu": lambda m, x: m.prelu(x),
 }
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 def test_composite_ops_arrive_whole(device: str) -> None:
     """Guards torch._C._AutoDispatchBelowAutograd, a private symbol: without it linear comes as t and addmm."""
-    layers = {"fc": nn.Linear(4, 5), "bn": nn.BatchNorm2d(4), "conv": nn.Conv2d(4, 6, 1), "prelu": nn.PReLU(4)}
+    layers = {"fc": nn.Linear(4, 5), "bn": nn.BatchNorm2d(4), "conv": nn.Conv2d(4, 6, 1)}
     for name, run in COMPOSITE.items():
         found = names(record(Toy(run, **layers), torch.randn(2, 4, 4, 4), training=False, device=device))
         assert found[-1] == name and set(found) <= {name, "transpose"}  # nothing of what they are made of
@@ -85,53 +77,7 @@ def test_ops_know_their_module_and_their_arguments() -> None:
     assert [recording.shapes[op.outs[0]] for op in recording.ops] == [(2, 6, 3, 3)] * 3
 
 
-def test_values_of_ops_in_place_and_of_copies() -> None:
-    def run(m: Any, x: Tensor) -> Tensor:
-        y = x + 1
-        y.unsqueeze_(1)
-        y.transpose_(1, 2)
-        return y.squeeze_(2) * 2
-
-    recording = record(Toy(run), X, training=False)
-    shapes = [recording.shapes[op.outs[0]] for op in recording.ops]
-    assert shapes == [(2, 3), (2, 1, 3), (2, 3, 1), (2, 3), (2, 3)]  # a reshape in place is a new value
-    assert [recording.shapes[op.inputs()[0]] for op in recording.ops] == [(2, 3), *shapes[:-1]]
-    recording = record(Toy(lambda m, x: (x + 1).mul_(2).relu_()), X, training=False)
-    assert len({op.outs for op in recording.ops}) == 1 and names(recording) == ["add", "mul_", "relu_"]
-    recording = record(Toy(lambda m, x: x.clone().detach().contiguous().relu()), X, training=False)
-    assert names(recording) == ["relu"] and recording.ops[0].inputs() == recording.inputs
-
-
-@dataclass
-class Answer:
-    first: Tensor
-    more: Any
-
-
-def test_inputs_and_outputs_are_found_in_order() -> None:
-    def run(m: Any, x: Any) -> Any:
-        a, b, c, d = (x[1] + number for number in range(4))
-        return Answer(a, {"list": [b, None, (c,)], "last": d, "text": torch.cat([*x], 1).split([3, 3], 1)})
-
-    recording = record(Toy(run), ([X, X],), training=False)
-    *adds, cat, split = recording.ops
-    assert recording.outputs == [*(op.outs[0] for op in adds), *split.outs] and len(set(recording.outputs)) == 6
-    assert cat.inputs() == recording.inputs and cat.single and not split.single
-    recording = record(Toy(lambda m, x: (x, m.fc.weight), fc=nn.Linear(2, 2)), torch.randn(1, 2), training=False)
-    assert recording.outputs[0] == recording.inputs[0] and recording.tensors[recording.outputs[1]] == "fc.weight"
-
-
-def test_constants_and_own_values() -> None:
-    outside = torch.ones(3)
-    model = Toy(lambda m, x: x * m.table + outside.to(x.device) + torch.ones(3))
-    model.table = torch.rand(3)
-    for device in ("meta", "cpu"):
-        recording = record(model, X, training=False, device=device)
-        assert [recording.shapes[value] for value in recording.constants] == [(3,), (3,)]
-        assert not set(recording.constants) & {*recording.tensors, *recording.inputs}
-        made = next(op for op in recording.ops if op.name == "ones")
-        assert made.outs[0] not in recording.constants
-
+def test_own_values_are_those_that_no_input_has_a_part_in() -> None:
     model = Toy(lambda m, x: F.linear(x + 1, m.fc.weight * m.scale + 1, torch.zeros(4)), fc=nn.Linear(3, 4))
     model.register_buffer("scale", torch.ones(1))
     model.tied = model.fc
@@ -223,17 +169,6 @@ def test_a_model_that_looks_at_values_runs_on_the_cpu_and_its_own_errors_are_sho
             record_anywhere(Failing(), x, training=False)
 
 
-def test_examples_and_their_batch() -> None:
-    one, other = torch.arange(6).reshape(2, 3), torch.zeros(2)
-    assert batch_of(one) == batch_of((one, {"other": other})) == 2
-    assert batch_of((one, torch.zeros(3))) is None
-    assert batch_of((one, torch.zeros(()))) == batch_of((one, torch.zeros(1, 3))) == 2  # shared by all samples
-    for size in (1, 2, 5):
-        again = rebatch({"a": one, "b": [one[:, 0], 7]}, size)
-        assert again["a"].tolist() == [one[at % 2].tolist() for at in range(size)]
-        assert again["b"][0].tolist() == [int(one[at % 2, 0]) for at in range(size)] and again["b"][1] == 7
-
-
 # -- the meta fast path: what is answered without asking torch is what torch answers
 
 
@@ -297,11 +232,3 @@ def test_torch_refuses_what_does_not_fit() -> None:
             compute(aten.batch_norm.default, (INPUTS[0], *tensors, bool(wrong[4]), *CHECKED), {})
     with pytest.raises(RuntimeError):
         compute(aten.linear.default, (INPUTS[1], meta(10, 8), meta(9)), {})
-
-
-def test_a_recording_takes_the_fast_path() -> None:
-    layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.ReLU6(), nn.GELU(), nn.Hardswish())
-    with Asked() as asked:
-        recording = record(layers, torch.zeros(2, 3, 8, 8), training=True)
-    assert names(recording) == ["conv2d", "add_", "batch_norm", "relu", "hardtanh", "gelu", "hardswish"]
-    assert not {"batch_norm", "relu", "hardtanh", "gelu", "hardswish"} & {func._schema.name[6:] for func in asked.funcs}
