@@ -66,6 +66,11 @@ class HandNet(nn.Module):
     SPACES: ClassVar[dict[str, str]]
     LAYERS: ClassVar[str]
     SHAPE: ClassVar[tuple[int, ...]] = (3, 9, 9)
+    gates: Mapping[str, Tensor] | None = None  # of each width; a gate layer lies after each norm
+
+    def gate(self, name: str, x: Tensor) -> Tensor:
+        """What a gate layer gives; by itself the network has none."""
+        return x if self.gates is None else x * self.gates[name].reshape(-1, *(1,) * (x.ndim - 2))
 
     def __init__(self, *widths: int, **named: int) -> None:
         super().__init__()
@@ -115,9 +120,9 @@ class Chain(HandNet):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.bn1(self.conv1(x)))
-        x = F.relu(self.bn2(self.conv2(x)))
-        x = F.relu(self.bn3(self.conv3(x)))
+        x = F.relu(self.gate("a", self.bn1(self.conv1(x))))
+        x = F.relu(self.gate("b", self.bn2(self.conv2(x))))
+        x = F.relu(self.gate("c", self.bn3(self.conv3(x))))
         return self.head(x.flatten(1))
 
 
@@ -132,10 +137,11 @@ class Residual(HandNet):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.bn0(self.stem(x)))
-        x = F.relu(self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))) + x)
-        y = self.bn4(self.conv4(F.relu(self.bn3(self.conv3(x)))))
-        x = F.relu(y + self.bn5(self.project(x)))
+        x = F.relu(self.gate("s", self.bn0(self.stem(x))))
+        y = F.relu(self.gate("a", self.bn1(self.conv1(x))))
+        x = F.relu(self.gate("s", self.bn2(self.conv2(y))) + x)
+        y = F.relu(self.gate("b", self.bn3(self.conv3(x))))
+        x = F.relu(self.gate("t", self.bn4(self.conv4(y))) + self.gate("t", self.bn5(self.project(x))))
         return self.head(x.mean((2, 3)))
 
 
@@ -150,13 +156,13 @@ class Depthwise(HandNet):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu6(self.bn0(self.stem(x)))
-        y = F.relu6(self.bn1(self.expand1(x)))
-        y = F.relu6(self.bn2(self.depth1(y)))
-        x = x + self.bn3(self.project1(y))
-        y = F.relu6(self.bn4(self.expand2(x)))
-        y = F.relu6(self.bn5(self.depth2(y)))
-        x = self.bn6(self.project2(y))
+        x = F.relu6(self.gate("s", self.bn0(self.stem(x))))
+        y = F.relu6(self.gate("e", self.bn1(self.expand1(x))))
+        y = F.relu6(self.gate("e", self.bn2(self.depth1(y))))
+        x = x + self.gate("s", self.bn3(self.project1(y)))
+        y = F.relu6(self.gate("f", self.bn4(self.expand2(x))))
+        y = F.relu6(self.gate("f", self.bn5(self.depth2(y))))
+        x = self.gate("t", self.bn6(self.project2(y)))
         return self.head(x.mean((2, 3)))
 
 
@@ -214,10 +220,11 @@ class SqueezeExcite(HandNet):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.bn0(self.stem(x)))
-        y = F.silu(self.bn1(self.conv(x)))
-        y = y * torch.sigmoid(self.excite(F.relu(self.squeeze(F.adaptive_avg_pool2d(y, 1)))))
-        x = F.relu(x + self.bn2(self.project(y)))
+        x = F.relu(self.gate("s", self.bn0(self.stem(x))))
+        y = F.silu(self.gate("c", self.bn1(self.conv(x))))
+        squeezed = self.gate("r", F.relu(self.squeeze(F.adaptive_avg_pool2d(y, 1))))  # no norm: before its reader
+        y = y * torch.sigmoid(self.excite(squeezed))
+        x = F.relu(x + self.gate("s", self.bn2(self.project(y))))
         return self.head(x.mean((2, 3)))
 
 
@@ -233,11 +240,11 @@ class PreActivation(HandNet):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
-        y = self.conv1(F.relu(self.bn1(x)))
-        x = x + self.conv2(F.relu(self.bn2(y)))
-        y = self.conv3(F.relu(self.bn3(x)))
-        x = self.conv4(F.relu(self.bn4(y))) + self.shortcut(x)
-        return self.head(F.relu(self.bn5(x)).mean((2, 3)))
+        y = self.conv1(F.relu(self.gate("s", self.bn1(x))))
+        x = x + self.conv2(F.relu(self.gate("a", self.bn2(y))))
+        y = self.conv3(F.relu(self.gate("s", self.bn3(x))))
+        x = self.conv4(F.relu(self.gate("b", self.bn4(y)))) + self.shortcut(self.gate("s", x))  # no norm between
+        return self.head(F.relu(self.gate("t", self.bn5(x))).mean((2, 3)))
 
 
 class OptionA(HandNet):

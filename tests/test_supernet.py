@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -23,61 +22,9 @@ from dmcp.markov import group_sizes
 from dmcp.supernet import Narrow
 
 X = sample(Chain.SHAPE)
-Gates = dict[str, Tensor]  # by the width names of the hand-written nets
 
 
-def _map(gate: Tensor) -> Tensor:
-    """A gate per channel, for feature maps. (C,) -> (C, 1, 1)"""
-    return gate[:, None, None]
-
-
-# -- the nets of nets.py with a gate layer after each norm, and before readers that no norm comes before
-
-
-def gated_chain(net: Chain, x: Tensor, g: Gates) -> Tensor:
-    x = F.relu(net.bn1(net.conv1(x)) * _map(g["a"]))
-    x = F.relu(net.bn2(net.conv2(x)) * _map(g["b"]))
-    x = F.relu(net.bn3(net.conv3(x)) * _map(g["c"]))
-    return net.head(x.flatten(1))
-
-
-def gated_residual(net: Residual, x: Tensor, g: Gates) -> Tensor:
-    x = F.relu(net.bn0(net.stem(x)) * _map(g["s"]))
-    y = F.relu(net.bn1(net.conv1(x)) * _map(g["a"]))
-    x = F.relu(net.bn2(net.conv2(y)) * _map(g["s"]) + x)
-    y = F.relu(net.bn3(net.conv3(x)) * _map(g["b"]))
-    x = F.relu(net.bn4(net.conv4(y)) * _map(g["t"]) + net.bn5(net.project(x)) * _map(g["t"]))
-    return net.head(x.mean((2, 3)))
-
-
-def gated_depthwise(net: Depthwise, x: Tensor, g: Gates) -> Tensor:
-    x = F.relu6(net.bn0(net.stem(x)) * _map(g["s"]))
-    y = F.relu6(net.bn1(net.expand1(x)) * _map(g["e"]))
-    y = F.relu6(net.bn2(net.depth1(y)) * _map(g["e"]))
-    x = x + net.bn3(net.project1(y)) * _map(g["s"])
-    y = F.relu6(net.bn4(net.expand2(x)) * _map(g["f"]))
-    y = F.relu6(net.bn5(net.depth2(y)) * _map(g["f"]))
-    x = net.bn6(net.project2(y)) * _map(g["t"])
-    return net.head(x.mean((2, 3)))
-
-
-def gated_squeeze_excite(net: SqueezeExcite, x: Tensor, g: Gates) -> Tensor:
-    x = F.relu(net.bn0(net.stem(x)) * _map(g["s"]))
-    y = F.silu(net.bn1(net.conv(x)) * _map(g["c"]))
-    squeezed = F.relu(net.squeeze(F.adaptive_avg_pool2d(y, 1))) * _map(g["r"])  # no norm: before its reader
-    y = y * torch.sigmoid(net.excite(squeezed))
-    x = F.relu(x + net.bn2(net.project(y)) * _map(g["s"]))
-    return net.head(x.mean((2, 3)))
-
-
-def gated_pre_activation(net: PreActivation, x: Tensor, g: Gates) -> Tensor:
-    x = net.stem(x)
-    y = net.conv1(F.relu(net.bn1(x) * _map(g["s"])))
-    x = x + net.conv2(F.relu(net.bn2(y) * _map(g["a"])))
-    y = net.conv3(F.relu(net.bn3(x) * _map(g["s"])))
-    raw = net.shortcut(x * _map(g["s"]))  # reads the stream with no norm between
-    x = net.conv4(F.relu(net.bn4(y) * _map(g["b"]))) + raw
-    return net.head(F.relu(net.bn5(x) * _map(g["t"])).mean((2, 3)))
+# -- the nets of nets.py have a gate layer after each norm, and before readers that no norm comes before
 
 
 class Plain(HandNet):
@@ -89,37 +36,35 @@ class Plain(HandNet):
     LAYERS = "conv1 3>a p1 bias; conv2 a>b p1 bias; head b*4>5"
 
     def forward(self, x: Tensor) -> Tensor:
-        return gated_plain(self, x, dict.fromkeys("ab", x.new_ones(1)))
+        x = self.gate("a", F.max_pool2d(F.relu(self.conv1(x)), 2))
+        return self.head(self.gate("b", F.max_pool2d(F.relu(self.conv2(x)), 2)).flatten(1))
 
 
-def gated_plain(net: Any, x: Tensor, g: Gates) -> Tensor:
-    x = F.max_pool2d(F.relu(net.conv1(x)), 2) * _map(g["a"])
-    return net.head((F.max_pool2d(F.relu(net.conv2(x)), 2) * _map(g["b"])).flatten(1))
-
-
-class NoAffine(Chain):
+class NoAffine(HandNet):
     """Norms without scale and shift of their own; the gate lies before the reader."""
 
-    def __init__(self, **widths: int) -> None:
-        super().__init__(**widths)
-        self.bn1, self.bn2, self.bn3 = (nn.BatchNorm2d(width, affine=False) for width in widths.values())
+    FULL: ClassVar = {"a": 7, "b": 6}
+    SPACES: ClassVar = {"a": "conv1", "b": "conv2"}
+    LAYERS = "conv1 3>a p1 bias; conv2 a>b p1 bias; head b>5"
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(a, b)
+        self.bn1, self.bn2 = nn.BatchNorm2d(a, affine=False), nn.BatchNorm2d(b, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.gate("a", F.silu(self.bn1(self.conv1(x))))
+        return self.head(self.gate("b", F.silu(self.bn2(self.conv2(x)))).mean((2, 3)))
 
 
-def gated_no_affine(net: Any, x: Tensor, g: Gates) -> Tensor:
-    x = F.relu(net.bn1(net.conv1(x))) * _map(g["a"])
-    x = F.relu(net.bn2(net.conv2(x))) * _map(g["b"])
-    return net.head((F.relu(net.bn3(net.conv3(x))) * _map(g["c"])).flatten(1))
+def with_gate_layers(net: Any, x: Tensor, gates: dict[str, Tensor]) -> Tensor:
+    """Run a hand-written net with its gate layers."""
+    net.gates = gates
+    return net(x)
 
 
-EXPLICIT: dict[Any, Callable[[Any, Tensor, Gates], Tensor]] = {
-    Chain: gated_chain,
-    Residual: gated_residual,
-    Depthwise: gated_depthwise,
-    SqueezeExcite: gated_squeeze_excite,
-    PreActivation: gated_pre_activation,
-    Plain: gated_plain,
-    NoAffine: gated_no_affine,
-}
+EXPLICIT: Any = dict.fromkeys(
+    (Chain, Residual, Depthwise, SqueezeExcite, PreActivation, Plain, NoAffine), with_gate_layers
+)
 
 
 @functools.cache
@@ -137,7 +82,7 @@ def made(toy: Any = Chain, groups: int = 4) -> Any:
     return net
 
 
-def by_width(toy: Any, graph: Any, gates: Tensor) -> Gates:
+def by_width(toy: Any, graph: Any, gates: Tensor) -> dict[str, Tensor]:
     """The flat gates of a supernet, divided by hand."""
     names = {space: width for width, space in toy.SPACES.items()}
     pieces = gates.split([space.size for space in graph.spaces])
