@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -74,18 +74,14 @@ def test_every_dtype_mode_and_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
         polynomial(moving).sum().backward()
         assert moving.grad.tolist() == slopes
     assert polynomial(table[:0]).shape == (0,)
+    cubic = Polynomial({(0, 0, 0): 1, (0, 0): 16, (0,): 50, (): 7}, spaces=1)
+    survive, sizes = torch.tensor([[1.0, 0.5]], dtype=torch.float64), torch.tensor([[2, 3]])  # width 2 or 5
+    values = [width**3 + 16 * width**2 + 50 * width + 7 for width in (2, 5)]
+    assert cubic(torch.tensor([[2], [5]])).tolist() == values
+    assert cubic.expected(lambda power: moment(survive, sizes, power)).item() == pytest.approx(sum(values) / 2)
     for terms, value in (({(): 7}, 7), ({}, 0)):
         assert Polynomial(terms, 2)(torch.ones(3, 2)).tolist() == [value] * 3
         assert Polynomial(terms, 2).expected(lambda power: torch.ones(2)).item() == value
-
-
-def test_a_space_to_the_third_power() -> None:
-    polynomial = Polynomial({(0, 0, 0): 1, (0, 0): 16, (0,): 50, (): 7}, spaces=1)
-    survive, sizes = torch.tensor([[1.0, 0.5]], dtype=torch.float64), torch.tensor([[2, 3]])  # width 2 or 5
-    values = [width**3 + 16 * width**2 + 50 * width + 7 for width in (2, 5)]
-    assert polynomial(torch.tensor([[2], [5]])).tolist() == values
-    expected = polynomial.expected(lambda power: moment(survive, sizes, power))
-    assert expected.item() == pytest.approx(sum(values) / 2)
 
 
 # -- a net whose residual stream is the input and the output of one conv: its width comes squared
@@ -115,6 +111,9 @@ def squared_params(stream: int, inner: int) -> int:
     return 27 * stream + 9 * stream * stream + stream + stream * inner + inner + 4 * inner + 4
 
 
+EVERY = list(itertools.product(range(1, STREAM + 1), range(1, INNER + 1)))
+
+
 @pytest.fixture(scope="module")
 def squared() -> Any:
     graph = dmcp.trace(Squared(), torch.zeros(2, 3, 7, 7))
@@ -122,17 +121,13 @@ def squared() -> Any:
     return graph
 
 
-def every_width() -> Iterator[tuple[int, int]]:
-    return itertools.product(range(1, STREAM + 1), range(1, INNER + 1))
-
-
 def test_every_width_of_a_squared_space_by_hand(squared: Any) -> None:
-    table = torch.tensor(list(every_width()))
-    macs, params = [squared_macs(*w) for w in every_width()], [squared_params(*w) for w in every_width()]
+    table = torch.tensor(EVERY)
+    macs, params = [squared_macs(*w) for w in EVERY], [squared_params(*w) for w in EVERY]
     assert squared.macs(table).tolist() == macs
     assert squared.params(table).tolist() == params
-    assert [squared.macs({"stem": s, "inner": i}) for s, i in every_width()] == macs
-    assert [squared.params({"stem": s, "inner": i}) for s, i in every_width()] == params
+    assert [squared.macs({"stem": s, "inner": i}) for s, i in EVERY] == macs
+    assert [squared.params({"stem": s, "inner": i}) for s, i in EVERY] == params
     found = {layer.name: (layer.kind, layer.macs, layer.params) for layer in squared.layers({"stem": 4, "inner": 3})}
     conv = {"stem": (PIXELS * 108, 108), "dense": (PIXELS * 144, 148), "inner": (PIXELS * 12, 15)}
     assert found == {name: ("conv", *costs) for name, costs in conv.items()} | {"head": ("linear", 12, 16)}
@@ -180,10 +175,6 @@ def test_the_expected_cost_has_the_right_gradient_and_ends(squared: Any) -> None
 FLOAT = 4
 
 
-def head(width: int) -> dict[str, nn.Module]:
-    return {"head": nn.Conv2d(width, 3, 1)}
-
-
 def chain(it: Any, x: Tensor) -> Tensor:
     x = F.relu_(it.a(x))
     x = F.relu_(it.b(x))
@@ -206,13 +197,12 @@ def dense(it: Any, x: Tensor) -> Tensor:
 
 
 def nets() -> dict[str, Toy]:
+    conv = nn.Conv2d
     return {
-        "chain": Toy(chain, a=nn.Conv2d(2, 7, 3), b=nn.Conv2d(7, 11, 3), **head(11)),
-        "residual": Toy(
-            residual, a=nn.Conv2d(2, 6, 3), b=nn.Conv2d(6, 9, 3, padding=1), c=nn.Conv2d(9, 6, 1), **head(6)
-        ),
-        "dense": Toy(dense, a=nn.Conv2d(2, 5, 3), b=nn.Conv2d(5, 4, 3, padding=1), **head(9)),
-        "depthwise": Toy(chain, a=nn.Conv2d(2, 8, 1), b=nn.Conv2d(8, 8, 3, groups=8), **head(8)),
+        "chain": Toy(chain, a=conv(2, 7, 3), b=conv(7, 11, 3), head=conv(11, 3, 1)),
+        "residual": Toy(residual, a=conv(2, 6, 3), b=conv(6, 9, 3, padding=1), c=conv(9, 6, 1), head=conv(6, 3, 1)),
+        "dense": Toy(dense, a=conv(2, 5, 3), b=conv(5, 4, 3, padding=1), head=conv(9, 3, 1)),
+        "depthwise": Toy(chain, a=conv(2, 8, 1), b=conv(8, 8, 3, groups=8), head=conv(8, 3, 1)),
     }
 
 

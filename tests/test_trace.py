@@ -15,7 +15,6 @@ import torchvision
 from nets import Chain, Residual, Toy, check, check_graph, distance, keep, mystery, pick, randomise, sample, sizes, unit
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
 import dmcp
@@ -243,22 +242,18 @@ def test_other_ranks_and_several_inputs(make: Any, x: Any, spaces: Any) -> None:
     check(make(), x, spaces)
 
 
-def test_what_cut_does_to_parameters_buffers_and_attributes() -> None:
-    def cut(row: str, widths: dict[str, int]) -> tuple[Any, Any]:
-        model = randomise(MODELS[row][0]())
-        return model, dmcp.cut(model, dmcp.trace(model, X), widths)
+CUT: dict[str, tuple[dict[str, int], Callable[[Any], Any], Any]] = {
+    "raw parameters": ({"first": 5, "second": 4}, lambda m: [*map(len, (m.gamma, m.mean, m.layer_scale))], [5, 5, 4]),
+    "a buffer": ({"a.0": 5}, lambda m: m.table.shape, (5, 1, 3, 3)),
+    "group norm": ({"a": 2}, lambda m: (m.n.num_groups, m.n.num_channels, m.a.out_channels), (2, 8, 8)),
+    "layers that run in train mode only": ({"a.0": 4, "aux": 2}, lambda m: m.aux.weight.shape, (2, 4, 1, 1)),
+}
 
-    _, small = cut("raw parameters", {"first": 5, "second": 4})
-    shapes = [tuple(getattr(small, name).shape) for name in ("gamma", "beta", "mean", "var", "layer_scale")]
-    assert shapes == [(5,)] * 4 + [(4, 1, 1)]
-    model, small = cut("unused layers", {"a.0": 2})
-    assert torch.equal(small.spare.weight, model.spare.weight)
-    _, small = cut("a buffer", {"a.0": 5})
-    assert small.table.shape == (5, 1, 3, 3)
-    _, small = cut("group norm", {"a": 2})
-    assert (small.n.num_groups, small.n.num_channels, small.a.out_channels) == (2, 8, 8)
-    _, small = cut("layers that run in train mode only", {"a.0": 4, "aux": 2})
-    assert small.aux.weight.shape == (2, 4, 1, 1)
+
+@pytest.mark.parametrize("row", CUT)
+def test_what_cut_does_to_parameters_buffers_and_attributes(row: str) -> None:
+    (widths, found, wanted), model = CUT[row], randomise(MODELS[row][0]())
+    assert found(dmcp.cut(model, dmcp.trace(model, X), widths)) == wanted
 
 
 def test_an_in_place_literal_slice_means_channels_by_number() -> None:
@@ -403,15 +398,6 @@ def test_a_layer_whose_weight_is_computed_is_named_with_the_way_out(how: str) ->
     assert sizes(graph)["3.0"] == 9
 
 
-def test_undoing_a_computed_weight_or_ignoring_its_layer() -> None:
-    model = nn.Sequential(weight_norm(nn.Conv2d(3, 16, 3)), nn.Conv2d(16, 9, 1), nn.Conv2d(9, 2, 1)).double()
-    with pytest.raises(TraceError, match=r'ignore=\["0"\]'):
-        dmcp.trace(model, X, strict=True)
-    assert sizes(dmcp.trace(model, X, ignore=["0"], strict=True)) == {"1": 9}
-    parametrize.remove_parametrizations(model[0], "weight")
-    assert sizes(dmcp.trace(model, X)) == {"0": 16, "1": 9}
-
-
 # -- rules, ignore, reports
 
 
@@ -422,31 +408,20 @@ def test_a_detector_with_its_boxes_says_what_to_trace_instead() -> None:
         dmcp.trace(detector, ([torch.rand(3, 64, 64), torch.rand(3, 64, 64)],))
 
 
-@pytest.mark.parametrize(
-    ("ignore", "left"),
-    [
-        (["conv2"], {"a", "b", "t"}),  # a layer: what it writes is kept, what it reads is not
-        (["bn2"], {"a", "b", "t"}),  # a norm
-        (["stem"], {"a", "b", "t"}),  # the name of the space, too
-        (("conv1", "project"), {"s", "b"}),
-    ],
-)
-def test_ignore(ignore: Any, left: set[str]) -> None:
-    graph = dmcp.trace(randomise(Residual(**Residual.FULL)), sample(Residual.SHAPE), ignore=ignore)
-    assert sizes(graph) == {Residual.SPACES[key]: Residual.FULL[key] for key in left}
-
-
-def test_ignore_takes_everything_inside_a_module_and_tied_parameters_by_either_name() -> None:
+def test_ignore() -> None:
+    model, x = randomise(Residual(**Residual.FULL)), sample(Residual.SHAPE)
+    for ignore, left in {"conv2": "abt", "bn2": "abt", "stem": "abt", "conv1 project": "sb"}.items():
+        # a layer: what it writes is kept, what it reads is not; a norm; the name of a space, too
+        found = sizes(dmcp.trace(model, x, ignore=ignore.split()))
+        assert found == {Residual.SPACES[key]: Residual.FULL[key] for key in left}, ignore
     body = nn.Sequential(unit(16, 12), unit(12, 10))
     model = Toy(lambda m, x: head(m, m.body(m.a(x))), a=unit(3, 16), body=body, head=nn.Linear(10, 5))
-    assert sizes(dmcp.trace(model, X.float())) == {"a.0": 16, "body.0.0": 12, "body.1.0": 10}
-    graph = dmcp.trace(model, X.float(), ignore=["body"])
-    assert sizes(graph) == {"a.0": 16}
-    assert {"body.0.0", "body.1.0"} <= {item.name for item in graph.unprunable}
+    graph = dmcp.trace(model, X.float(), ignore=["body"])  # everything inside a module
+    assert sizes(graph) == {"a.0": 16} and {"body.0.0", "body.1.0"} <= {item.name for item in graph.unprunable}
     convs = [nn.Conv2d(3, 6, 1), *(nn.Conv2d(6, 6, 1, bias=False) for _ in "12"), nn.Conv2d(6, 2, 1)]
-    convs[2].weight = convs[1].weight
+    convs[2].weight = convs[1].weight  # tied parameters by either name
     assert dmcp.trace(nn.Sequential(*convs), X.float()).spaces
-    with pytest.raises(TraceError, match="ignored, as you asked"):
+    with pytest.raises(TraceError, match="ignored"):
         dmcp.trace(nn.Sequential(*convs), X.float(), ignore=["2"])
 
 
@@ -454,8 +429,6 @@ def test_writers_readers_and_shares_by_hand() -> None:
     graph = dmcp.trace(randomise(Residual(**Residual.FULL)), sample(Residual.SHAPE))
     stream = next(space for space in graph.spaces if space.name == "stem")
     assert (set(stream.writers), set(stream.readers)) == ({"stem", "conv2"}, {"conv1", "conv3", "project"})
-    again = dmcp.trace(randomise(Residual(**Residual.FULL)), sample(Residual.SHAPE))
-    assert (again.to_json(), again.full) == (graph.to_json(), graph.full)
     graph = dmcp.trace(randomise(Chain(**Chain.FULL)), sample(Chain.SHAPE))
     macs = {"conv1": 121 * 27 * 7, "conv2": 36 * 63 * 9, "conv3": 4 * 81 * 6, "head": 24 * 5}
     assert {layer.name: layer.macs for layer in graph.layers() if layer.macs} == macs
@@ -464,8 +437,6 @@ def test_writers_readers_and_shares_by_hand() -> None:
     shares = [graph.space_share(space) for space in graph.spaces]
     assert shares == pytest.approx([(macs[one] + macs[other]) / total for one, other in pairs])
     assert graph.prunable_share == pytest.approx(1)
-    kept = dmcp.trace(randomise(Chain(**Chain.FULL)), sample(Chain.SHAPE), ignore=["conv1", "conv2"])
-    assert kept.prunable_share == pytest.approx((macs["conv3"] + macs["head"]) / total)
 
 
 # -- values that forward reads
@@ -490,12 +461,8 @@ READS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "if": lambda m, x: m.b(m.a(x)) if x.mean() > 0 else m.c(m.a(x)),
     "if later": lambda m, x: m.b(y) if (y := m.a(x)).mean() > 9 else m.c(y),
     "item": lambda m, x: m.b(m.a(x) * x.amax().item()),
-    "float": lambda m, x: m.b(m.a(x) * float(x.amax())),
     "int": lambda m, x: m.b(m.a(x[..., : 4 + int(x.sum() > 0)])),
-    "max of Python": lambda m, x: m.b(m.a(x) * max(x[0, 0, 0, 0], x[0, 0, 0, 1])),
-    "in": lambda m, x: m.b(m.a(x)) if 7.0 in x else m.c(m.a(x)),
     "equal": lambda m, x: m.b(m.a(x)) if torch.equal(x, x + 1) else m.c(m.a(x)),
-    "allclose": lambda m, x: m.b(m.a(x)) if torch.allclose(x, x + 1) else m.c(m.a(x)),
     "tolist": lambda m, x: m.b(m.a(x) * x[0, 0, 0].tolist()[0]),
     "numpy": lambda m, x: m.b(m.a(x) * float(x.detach().numpy().mean())),
     "asarray": lambda m, x: m.b(m.a(x) * float(np.asarray(x).mean())),
@@ -504,7 +471,6 @@ READS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 SIZES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a mask": lambda m, x: m.b(m.a(x) * x[x > 0.5].mean()),
     "samples by a mask": lambda m, x: m.b(m.a(x)[x[:, 0, 0, 0] > 0.5]),
-    "nonzero": lambda m, x: m.b(m.a(x[x.mean((1, 2, 3)).nonzero()[:, 0]])),
     "where": lambda m, x: m.b(m.a(x[torch.where(x.mean((1, 2, 3)) > 0)[0]])),
     "repeat_interleave": lambda m, x: m.b(m.a(x.repeat_interleave(1 + (x[:, 0, 0, 0] > 0.5).long(), 0))),
     "a branch by a size": lambda m, x: m.b(m.a(x)) if len(x.nonzero()) else m.c(m.a(x)),
@@ -517,8 +483,6 @@ NO_READS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a buffer": lambda m, x: m.b(m.a(x)) if m.limit > 0 else m.c(m.a(x)),
     "a buffer, by numpy": lambda m, x: m.b(m.a(x) * float(m.limit.numpy()[0])),
     "a buffer of the input's type": lambda m, x: m.b(m.a(x) * m.limit.type_as(x).item()),
-    "a parameter": lambda m, x: m.b(m.a(x)) if m.a.bias.sum() < 99 else m.c(m.a(x)),
-    "a constant": lambda m, x: m.b(m.a(x) * torch.tensor([2.0, 3.0]).tolist()[0]),
     "dice": lambda m, x: m.b(m.a(x)) if torch.rand(1) < 2 else m.c(m.a(x)),
     "ones like the input": lambda m, x: m.b(m.a(x) * torch.ones_like(x).sum().item()),
     "a shape": lambda m, x: m.b(m.a(x)) if x.shape[-1] > 2 and x.numel() else m.c(m.a(x)),
@@ -548,11 +512,9 @@ def test_other_values_give_no_note(way: str) -> None:
     strict = way not in ("places", "written by a mask", "one_hot of so many", "a mask of a buffer")
     graph = dmcp.trace(Reads(NO_READS[way]), IMAGE, strict=strict)
     assert graph.notes == () and {"a", "b"} <= set(sizes(graph))
-
-
-def test_the_layers_that_did_not_run_are_those_of_the_other_branch() -> None:
-    assert dmcp.trace(Reads(READS["if"]), IMAGE).notes[0].endswith("not run: c")
-    assert dmcp.trace(Reads(READS["if"]), -IMAGE).notes[0].endswith("not run: b")
+    assert all(
+        dmcp.trace(Reads(READS["if"]), x).notes[0].endswith(it) for x, it in ((IMAGE, "run: c"), (-IMAGE, ": b"))
+    )
 
 
 WAYS_OUT: dict[str, Callable[[Any, Tensor], Tensor]] = {
