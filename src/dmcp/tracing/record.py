@@ -49,20 +49,8 @@ class Read:
     number: int  # of ops before it
     values: tuple[int, ...]  # the tensors, by the numbers of their values
     way: str  # like "item" or "numpy"
-    place: str  # file and line, like "net.py:12"; empty where no code of the model is on the stack
-    path: str  # the module that did it
+    where: str  # file and line, like "net.py:12", or the module
     result: Any = None  # the Python value, if there is one
-
-    @property
-    def where(self) -> str:
-        """A line of code, else a module."""
-        return self.place or self.path or "the model"
-
-
-def looks_at_values(func: Func, result: Any) -> bool:
-    """Whether an op that gave this, and no tensor, looked at values; others look at dtypes or memory."""
-    by_value = torch.Tag.data_dependent_output in func.tags or func is aten.is_nonzero.default
-    return result is not None and (by_value or func.namespace != "aten")
 
 
 def sizes_by_values(func: Func, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -76,8 +64,8 @@ def sizes_by_values(func: Func, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return True
 
 
-def place() -> str:
-    """The line of the model's code that is running; torch's own lines and ours are passed over."""
+def _running_line() -> str:
+    """The line of the model's code that is running, like "net.py:12"; torch's own lines and ours are passed over."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not call_model.__code__:  # above it is who traces, below it the model
         code = frame.f_code
@@ -100,8 +88,6 @@ def compute(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return args[0]
         if func in _ELEMENTWISE_OPS or (func is aten.batch_norm.default and _fits(*args)):
             return aten.empty_like.default(args[0])
-        if func is aten.linear.default and len(args) == 3 and _adds_nothing(*args):
-            return func(*args[:2])  # adding the bias takes longest
     return func(*args, **kwargs)
 
 
@@ -110,11 +96,6 @@ def _fits(values: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training:
     tensors = [tensor for tensor in (weight, bias, mean, var) if tensor is not None]
     sized = all(tensor.is_meta and tensor.shape == values.shape[1:2] for tensor in tensors)
     return sized and values.numel() > 0 and (training or (mean is not None and var is not None))
-
-
-def _adds_nothing(values: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether this bias of a linear layer changes no shape and no dtype."""
-    return bias is not None and bias.is_meta and bias.shape == weight.shape[:1] and bias.dtype == values.dtype
 
 
 # Ops that only move memory: their result is the same value.
@@ -326,11 +307,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         out = self.run(call, args, kwargs)
         outs = tuple(self._value(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves(out))
         result = None if any(leaf is not None for leaf in outs) else out
-        if looks_at_values(func, result):
-            self._note_read(call.inputs(), call.name, result)
+        by_value = torch.Tag.data_dependent_output in func.tags or func is aten.is_nonzero.default
+        if result is not None and (by_value or func.namespace != "aten"):  # others look at dtypes or memory
+            self._note_read(self.recording.reads, call.inputs(), call.name, result)
         if sizes_by_values(func, args, kwargs):
-            deciding = tuple(call.inputs()[1 if func in BY_MASK else 0 :])
-            self.recording.sizes.append(Read(len(self.recording.ops), deciding, call.name, place(), call.path))
+            self._note_read(self.recording.sizes, call.inputs()[1 if func in BY_MASK else 0 :], call.name)
         single = isinstance(out, Tensor)
         self.recording.ops.append(Op(func, call.args, call.kwargs, outs, call.path, result, single))
         return out
@@ -347,7 +328,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
             result = func(*args, **kwargs)
         finally:
             self._paused = False
-        self._note_read([value], HOST_READS[func], copy.deepcopy(result))
+        self._note_read(self.recording.reads, [value], HOST_READS[func], copy.deepcopy(result))
         return result
 
     def make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -366,9 +347,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
     def _note_made(self, numbers: Any) -> None:
         self.recording.made.append((len(self.recording.ops), self.path[-1], _numbers_in(numbers)))
 
-    def _note_read(self, values: list[int], way: str, result: Any) -> None:
-        ops = len(self.recording.ops)
-        self.recording.reads.append(Read(ops, tuple(values), way, place(), self.path[-1], result))
+    def _note_read(self, noted: list[Read], values: list[int], way: str, result: Any = None) -> None:
+        where = _running_line() or self.path[-1] or "the model"
+        noted.append(Read(len(self.recording.ops), tuple(values), way, where, result))
 
     def finish(self, output: Any) -> Recording:
         """Note which values the model returned."""
@@ -406,14 +387,11 @@ def untouched_world(device: str) -> Iterator[None]:
 def run_recorded(recorder: Recorder, model: nn.Module, example: Any) -> Recording:
     """Run a throw-away model under a recorder that was made for it."""
 
-    def enter(name: str) -> Callable[..., None]:
-        return lambda module, inputs: recorder.path.append(name)
-
-    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+    def leave(*_: Any) -> None:
         recorder.path.pop()
 
     for name, module in model.named_modules():
-        module.register_forward_pre_hook(enter(name), prepend=True)
+        module.register_forward_pre_hook(lambda _, __, name=name: recorder.path.append(name), prepend=True)
         module.register_forward_hook(leave, always_call=True)
     device = next((tensor.device.type for tensor in tensors_in(example)), "cpu")
     below, host = torch._C._AutoDispatchBelowAutograd(), _HostAccess(recorder)

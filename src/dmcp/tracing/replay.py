@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from dmcp.errors import TraceError
 from dmcp.modules import Cut, leaves, map_leaves, narrow, on_meta, tensors_in
 from dmcp.tracing.layout import Atom, Layout, kept_indices, width
-from dmcp.tracing.ops import Coupling, Dims, Facts, Literal
-from dmcp.tracing.record import HOST_READS, UNTAGGED, Func, Op, Recorder, Recording, Shape, compute, run_recorded
+from dmcp.tracing.ops import Coupling, Dims, Literal
+from dmcp.tracing.record import HOST_READS, UNTAGGED, Func, Op, Recorder, Shape, compute, run_recorded
 
 IN_CODE = "a number in the code"  # how the reason begins
 _LOOSE = ("scale", "tensor")  # kinds of conflicts about numbers that are no sizes
@@ -59,16 +59,13 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
     """Records a narrow model in lockstep with the recording of the wide one."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        inputs: list[Tensor],
-        original: Recording,
-        facts: Facts,
-        shapes: Mapping[int, Shape],
-        sizes: Mapping[Layout, int],
+        self, model: nn.Module, inputs: list[Tensor], coupling: Coupling, number: int, widths: Mapping[int, int]
     ) -> None:
         super().__init__(model, inputs)
-        self.original, self.facts, self.shapes, self.sizes = original, facts, shapes, sizes
+        self.original, self.facts = coupling.recordings[number], coupling.facts[number]
+        layouts = {literal.layout for literals in self.facts.literals.values() for literal in literals}
+        self.sizes = {layout: width(coupling.channels.resolve(layout), widths) for layout in layouts}
+        self.shapes = coupling.predict(number, widths)
         self.outcome = Outcome()
         self.pairs: dict[int, set[int | None]] = {}  # value -> those of the wide model that it stands for
         self.paired = 0  # ops whose outputs are among them
@@ -82,7 +79,7 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
         if not any(value is not None for value in expected.outs):
             return expected.result  # a Python number: the narrow model takes the same branches
         wanted = [None if value is None else self.shapes[value] for value in expected.outs]
-        literals = self._wrong_literals(number, call)
+        literals = tuple(self._wrong_literals(number, call))
         kind = "number" if literals else ""
         old, new = _numbers(expected), _numbers(call)
         if not kind and old == new:
@@ -93,7 +90,7 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
         if not self._same_tensors(expected, call):
             raise _AstrayError(f"the narrow model takes other tensors for {call.name} in {call.path or 'the top'}")
         by_values = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(call.func.tags)
-        made_up = bool(by_values) or call.func in UNTAGGED
+        made_up = by_values or call.func in UNTAGGED
         try:
             out = self._made_up(expected, wanted) if made_up else compute(call.func, args, kwargs)
             got = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves(out)]
@@ -103,8 +100,7 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
             kind = kind or "error"
             got = None
         if kind:
-            conflict = Conflict(number, expected.path, kind, tuple(literals), _different(old, new))
-            self.outcome.conflicts.append(conflict)
+            self.outcome.conflicts.append(Conflict(number, expected.path, kind, literals, _different(old, new)))
         if got == wanted:
             return out
         in_place = call.func._schema.name.endswith("_") and isinstance(args[0], Tensor)
@@ -153,16 +149,14 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
         self.recording.reads.append(self.original.reads[number])
         return copy.deepcopy(self.original.reads[number].result)
 
-    def _wrong_literals(self, number: int, call: Op) -> list[tuple[Literal, int]]:
+    def _wrong_literals(self, number: int, call: Op) -> Iterator[tuple[Literal, int]]:
         arguments = call.arguments()
-        wrong: list[tuple[Literal, int]] = []
         for literal in self.facts.literals.get(number, ()):
             value = arguments[literal.argument]
             if literal.position is not None:
                 value = value[literal.position] if literal.position < len(value) else -1
-            if value != -1 and value != self.sizes[literal.layout]:
-                wrong.append((literal, value))
-        return wrong
+            if value not in (-1, self.sizes[literal.layout]):
+                yield literal, value
 
     def _made_up(self, expected: Op, wanted: list[Shape | None]) -> Any:
         """Tensors as predicted, so that one replay finds every conflict and not only the first."""
@@ -301,13 +295,9 @@ class ReplayContext:
         return outcome
 
     def _replay(self, number: int, small: nn.Module, widths: Mapping[int, int]) -> Outcome:
-        recording, facts = self.coupling.recordings[number], self.coupling.facts[number]
-        layouts = {literal.layout for literals in facts.literals.values() for literal in literals}
-        sizes = {layout: width(self.coupling.channels.resolve(layout), widths) for layout in layouts}
-        example = self.batches[number]
+        recording, example = self.coupling.recordings[number], self.batches[number]
         small.train(recording.training)
-        shapes = self.coupling.predict(number, widths)
-        replayer = Replayer(small, tensors_in(example), recording, facts, shapes, sizes)
+        replayer = Replayer(small, tensors_in(example), self.coupling, number, widths)
         try:
             run_recorded(replayer, small, example)
         except Exception as error:  # the model's own complaint about its widths

@@ -194,7 +194,7 @@ def where(call: Call) -> list[Dims]:
 def spatial(call: Call) -> list[Dims]:
     """Pools, resizes and borders: batch and channels pass."""
     x = call.x
-    lead = len(x.dims) - _SPATIAL_RANK[call.op.name.rstrip("_")]
+    lead = len(x.dims) - next(int(letter) for letter in call.op.name if letter.isdigit())  # max_pool2d
     for layout in x.dims[lead:]:
         call.fix(layout, "pooled or resized along it")
     return [(*x.dims[:lead], *(fixed(size) for size in shape[lead:])) for shape in call.out_shapes]
@@ -262,20 +262,14 @@ def opaque(call: Call) -> list[Dims]:
 
 _ZERO_OF_ZEROS = {"sum", "mean", "amax", "amin", "max", "min", "var", "std", "norm", "nansum", "prod"}
 _ZERO_OF_ZEROS |= {"linalg_vector_norm"}
-_POOLS = ("max_pool", "avg_pool", "adaptive_avg_pool", "_adaptive_avg_pool", "adaptive_max_pool")
-_SPATIAL_RANK = {
-    **{f"{pool}{rank}d": rank for pool in _POOLS for rank in (1, 2, 3)},
-    **{f"{border}_pad{rank}d": rank for border in ("reflection", "replication") for rank in (1, 2, 3)},
-    **dict.fromkeys(("upsample_nearest1d", "upsample_linear1d"), 1),
-    **{f"upsample_{kind}2d": 2 for kind in ("nearest", "bilinear", "bicubic")},
-    **{f"_upsample_{kind}": 2 for kind in ("nearest_exact2d", "bilinear2d_aa", "bicubic2d_aa")},
-    "max_pool2d_with_indices": 2,
-    **dict.fromkeys(("upsample_nearest3d", "upsample_trilinear3d"), 3),
-}
+_POOLS = "max_pool avg_pool adaptive_avg_pool _adaptive_avg_pool adaptive_max_pool reflection_pad replication_pad"
+_RESIZES = "upsample_nearest upsample_linear upsample_bilinear upsample_bicubic upsample_trilinear"
+_SPATIAL = " ".join(f"{name}{rank}d" for name in f"{_POOLS} {_RESIZES}".split() for rank in (1, 2, 3))
+_SPATIAL += " max_pool2d_with_indices _upsample_nearest_exact2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa"
 
 _KEEPING: dict[Rule, str] = {  # zeros stay zeros
     prelu: "prelu _prelu_kernel",
-    spatial: " ".join(_SPATIAL_RANK),
+    spatial: _SPATIAL,
     grid_sample: "grid_sampler grid_sampler_2d grid_sampler_3d",
     transform: " ".join(
         f"fft_{half}{kind}{rank}" for half in ("", "i") for kind in ("fft", "rfft") for rank in ("", "2", "n")

@@ -30,7 +30,7 @@ from dmcp.widths import ChannelSpace, fingerprint
 _BATCH = 3  # more than one for BatchNorm in train mode; odd, so that it is rarely mistaken for channels
 _MAX_LISTED = 3  # places or layers that are named; the rest is counted
 _IGNORED = "ignored, as you asked"
-_OLD_NORMS = {"WeightNorm": "remove_weight_norm", "SpectralNorm": "remove_spectral_norm"}  # hooks of torch.nn.utils
+_UNDO = "torch.nn.utils.parametrize.remove_parametrizations, remove_weight_norm, remove_spectral_norm or prune.remove"
 _DETECTORS = "Trace the part of a detector that ends before its boxes are chosen: docs/cookbook.md, Detectors."
 _WAYS_OUT = (
     "Compute both ways, or with all values, and choose with torch.where, or accept it: trace(..., strict=False)."
@@ -217,12 +217,17 @@ def _names(coupling: Coupling, atoms: list[Atom]) -> dict[Atom, str]:
 
 
 def _unprunable(coupling: Coupling, model: nn.Module) -> tuple[Unprunable, ...]:
-    undos = _undo_computed_weights(model)
+    computed = [  # layers whose weights torch computes by a parametrization or a hook
+        path
+        for path, module in model.named_modules()
+        if parametrize.is_parametrized(module)
+        or any(type(hook).__module__.startswith("torch.nn.utils.") for hook in module._forward_pre_hooks.values())
+    ]
 
     def explained(reason: str) -> str:
-        for path, undo in undos.items():
+        for path in computed:
             if f" at {path})" in reason or f" at {path}.parametrizations." in reason:
-                return f"{reason}, as the weight of {path} is computed: undo that before pruning with {undo}"
+                return f"{reason}, as the weight of {path} is computed: undo that before pruning with {_UNDO}"
         return reason
 
     found = ((layer, size, reason) for layer, _, parts in _writers(coupling) for size, reason in parts)
@@ -411,20 +416,6 @@ def _of_input(recording: Recording, reads: Sequence[Read]) -> Iterable[Read]:
         done = read.number
         if not depends.isdisjoint(read.values):
             yield read
-
-
-def _undo_computed_weights(model: nn.Module) -> dict[str, str]:
-    """Layers whose weights torch computes by a parametrization or a hook, and the call that undoes it."""
-    found: dict[str, str] = {}
-    for path, module in model.named_modules():
-        if parametrize.is_parametrized(module):
-            first = next(iter(module.parametrizations))
-            found[path] = f"torch.nn.utils.parametrize.remove_parametrizations(layer, {first!r})"
-        for hook in module._forward_pre_hooks.values():
-            kind = type(hook)
-            if kind.__name__ in _OLD_NORMS and kind.__module__.startswith("torch.nn.utils."):
-                found[path] = f"torch.nn.utils.{_OLD_NORMS[kind.__name__]}(layer)"
-    return found
 
 
 def _misfit(model: nn.Module, example: Any, recording: Recording | None = None) -> str:
