@@ -13,7 +13,6 @@ import copy
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
-from dmcp.modules import rebatch
+from dmcp.modules import call_model, rebatch, tensors_in
 
 Kept = Sequence[int]  # indices of the channels that stay
 
@@ -371,26 +370,9 @@ def sample(shape: Sequence[int], batch: int = 4, seed: int = 0) -> Tensor:
     return torch.randn((batch, *shape), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def call(model: nn.Module, x: Any) -> Any:
-    """Call a model with one tensor, positional arguments (tuple) or keyword arguments (dict)."""
-    if isinstance(x, tuple):
-        return model(*x)
-    return model(**x) if isinstance(x, dict) else model(x)
-
-
-def leaves(output: Any) -> list[Tensor]:
-    """All tensors of a nested output."""
-    if isinstance(output, Tensor):
-        return [output]
-    if is_dataclass(output):
-        output = {item.name: getattr(output, item.name) for item in fields(output)}
-    values = output.values() if isinstance(output, Mapping) else output
-    return [] if values is None else [leaf for value in values for leaf in leaves(value)]
-
-
 def distance(one: Any, other: Any) -> float:
     """Largest difference of two outputs, in units of the difference between the other's samples."""
-    pairs = list(zip(leaves(one), leaves(other), strict=True))
+    pairs = list(zip(tensors_in(one), tensors_in(other), strict=True))
     assert pairs, "an output without tensors"
     assert all(a.shape == b.shape for a, b in pairs), [(a.shape, b.shape) for a, b in pairs]
     assert all(bool(b.isfinite().all()) for _, b in pairs), "an output that is not finite"
@@ -414,7 +396,7 @@ def counted_macs(model: nn.Module, x: Any) -> int:
     """Multiply-adds of one sample by torch's own counter."""
     # With gradients and without fused attention, which torch does not count on every device and version.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        call(copy.deepcopy(model).eval(), rebatch(x, 1))
+        call_model(copy.deepcopy(model).eval(), rebatch(x, 1))
     return counter.get_total_flops() // 2
 
 
@@ -423,17 +405,17 @@ def check_graph(model: nn.Module, graph: Any, x: Any, modes: Sequence[bool] = (F
     generator = random.Random(0)
     for training in modes:
         net = dmcp.Supernet(model, graph).train(training)
-        full = call(copy.deepcopy(net.model), x)
+        full = call_model(copy.deepcopy(net.model), x)
         assert distance(net(x, net.hard(graph.full)), full) < 1e-10
         for narrowest in (True, False):
             chosen = {name: 1 if narrowest else generator.randint(min(2, n), n) for name, n in sizes(graph).items()}
             widths = graph.widths(chosen)
             small = dmcp.cut(net.model, graph, widths)
-            expected = call(small, x)
+            expected = call_model(small, x)
             assert distance(net(x, net.hard(widths)), expected) < 1e-9, chosen
             assert graph.params(widths) == sum(parameter.numel() for parameter in small.parameters())
             if narrowest:  # a wider net is another net
-                assert max(distance(a, b) for a, b in zip(leaves(full), leaves(expected), strict=True)) > 0.01
+                assert max(distance(a, b) for a, b in zip(tensors_in(full), tensors_in(expected), strict=True)) > 0.01
             elif not training:  # at width 1 torch multiplies where it has nothing to sum, and does not count that
                 assert graph.macs(widths) == counted_macs(small, x) == sum(it.macs for it in graph.layers(widths))
 

@@ -19,21 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dmcp
 from dmcp.budget import holds, parse, ratios
 from dmcp.markov import CHAIN, group_sizes, marginals, moment
-from dmcp.tracing import cost
 from dmcp.tracing.cost import Polynomial, evaluate, product, show_bytes, total
 from dmcp.tracing.layout import Atom, fixed
 
 A, B = ((Atom(0),),), ((Atom(1), 3), (2,))  # dims of width a and 3b + 2
 
 # -- polynomials
-
-
-def test_products_of_dims_by_hand() -> None:
-    terms = product(5, [A, B, fixed(7), A])  # 5 * a * (3b + 2) * 7 * a
-    assert terms == {(0, 0, 1): 105, (0, 0): 70}
-    assert total([terms, {(0, 0): 1, (): 4}]) == {(0, 0, 1): 105, (0, 0): 71, (): 4}
-    assert evaluate(terms, [3, 4]) == 5 * 3 * 14 * 7 * 3
-    assert product(5, []) == {(): 5}
 
 
 @pytest.mark.parametrize(("largest", "dtype"), [(1, torch.int64), (9, torch.int32), (3000, torch.int64)])
@@ -48,7 +39,10 @@ def test_many_widths_are_counted_exactly(largest: int, dtype: torch.dtype) -> No
         assert found.tolist() == expected and found.dtype == torch.int64
 
 
-def test_ints_are_exact_where_floats_are_not() -> None:
+def test_products_of_dims_and_ints_that_are_exact_where_floats_are_not() -> None:
+    terms = product(5, [A, B, fixed(7), A])  # 5 * a * (3b + 2) * 7 * a
+    assert terms == {(0, 0, 1): 105, (0, 0): 70} and evaluate(terms, [3, 4]) == 5 * 3 * 14 * 7 * 3
+    assert total([terms, {(0, 0): 1, (): 4}]) == {(0, 0, 1): 105, (0, 0): 71, (): 4} and product(5, []) == {(): 5}
     terms, widths = product(2**30 + 1, [A, A]), [2**14 + 1]
     exact = (2**30 + 1) * (2**14 + 1) ** 2
     assert exact > 2**53 and int(float(exact)) != exact
@@ -58,21 +52,17 @@ def test_ints_are_exact_where_floats_are_not() -> None:
     assert polynomial(torch.tensor([[1, -1]])).tolist() == [3]
 
 
-def test_every_dtype_mode_and_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    polynomial = Polynomial(product(5, [A, B, A]), 2)
-    table = torch.randint(1, 50, (101, 2))
+def test_every_dtype_mode_and_chunk() -> None:
+    polynomial, table = Polynomial(product(5, [A, B, A]), 2), torch.randint(1, 50, (70_000, 2))  # in several chunks
     with torch.inference_mode():  # what is cached here must serve a training step
         polynomial(table.float())
-    expected = [5 * a * (3 * b + 2) * a for a, b in table.tolist()]
-    slopes = [[10 * a * (3 * b + 2), 15 * a * a] for a, b in table.tolist()]
-    for chunk in (1, 7, 64, 1 << 16):
-        monkeypatch.setattr(cost, "_CHUNK", chunk)
-        for widths in (table.float(), table.double(), table):
-            found = polynomial(widths)
-            assert found.tolist() == expected and found.dtype == widths.dtype
-        moving = table.double().requires_grad_()
-        polynomial(moving).sum().backward()
-        assert moving.grad.tolist() == slopes
+    a, b = table.T
+    for widths in (table.float(), table.double(), table):
+        found = polynomial(widths)
+        assert found.equal((5 * a * (3 * b + 2) * a).to(widths.dtype)) and found.dtype == widths.dtype
+    moving = table.double().requires_grad_()
+    polynomial(moving).sum().backward()
+    assert moving.grad.equal(torch.stack([10 * a * (3 * b + 2), 15 * a * a], dim=1).double())
     assert polynomial(table[:0]).shape == (0,)
     cubic = Polynomial({(0, 0, 0): 1, (0, 0): 16, (0,): 50, (): 7}, spaces=1)
     survive, sizes = torch.tensor([[1.0, 0.5]], dtype=torch.float64), torch.tensor([[2, 3]])  # width 2 or 5
@@ -294,20 +284,13 @@ def test_inputs_are_not_overwritten_and_rules_say_which_ops_are_elementwise() ->
         assert graph.memory() == FLOAT * numbers
 
 
-def test_many_widths_at_once_and_the_moments_that_were_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_widths_at_once_and_the_gradient_of_memory() -> None:
     model, x = nets()["residual"], torch.randn(1, 2, 9, 9)
     graph = dmcp.trace(model, x)
     table = torch.stack([torch.randint(1, space.size + 1, (50,)) for space in graph.spaces], dim=1)
     counted = graph.memory(table)
-    assert counted.dtype == torch.int64
-    assert counted.tolist() == [graph.memory(graph.widths(row)) for row in table]
-    with monkeypatch.context() as patched:
-        patched.setattr(cost, "_worst", list)
-        every = dmcp.trace(model, x)
-    assert len(every.moments) > len(graph.moments) > 1
-    assert every.memory(table).equal(counted)
-    small = dmcp.cut(model, graph, graph.widths(table[0]))
-    assert dmcp.trace(small, x).memory() == counted[0].item()
+    assert counted.dtype == torch.int64 and counted.tolist() == [graph.memory(graph.widths(row)) for row in table]
+    assert dmcp.trace(dmcp.cut(model, graph, graph.widths(table[0])), x).memory() == counted[0].item()
     point, nudge = table[:1].double().requires_grad_(), 1e-3 * torch.eye(len(graph.spaces), dtype=torch.float64)
     (gradient,) = torch.autograd.grad(graph.memory(point).sum(), point)
     difference = (graph.memory(point.detach() + nudge) - graph.memory(point.detach() - nudge)) / 2e-3

@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from nets import NETS, counted_macs, distance, keep, leaves, randomise, sample
+from nets import NETS, counted_macs, distance, keep, randomise, sample
 from torch import Tensor, nn
 
 import dmcp
+from dmcp.modules import tensors_in
 from dmcp.supernet import Narrow
 
 TOYS = {net.__name__: net for net in NETS}
@@ -73,7 +74,7 @@ def by_hand(name: str, model: nn.Module, widths: dict[str, int]) -> nn.Module:
 
 def gradients(output: Any, model: nn.Module) -> list[Tensor]:
     """Gradients of all parameters, zeros where there is none."""
-    total = sum(((leaf - 0.1).square().sum() for leaf in leaves(output)), torch.zeros(()))
+    total = sum(((leaf - 0.1).square().sum() for leaf in tensors_in(output)), torch.zeros(()))
     found = torch.autograd.grad(total, list(model.parameters()), allow_unused=True)
     return [torch.zeros_like(p) if g is None else g for p, g in zip(model.parameters(), found, strict=True)]
 
