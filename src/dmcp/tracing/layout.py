@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -157,10 +158,7 @@ class Channels:
         return tidy([part for segment in layout for part in self._resolve_segment(segment)])
 
     def _resolve_segment(self, segment: Segment) -> list[Segment]:
-        grown: list[Segment] = [()]
-        for axis in segment:
-            grown = self._times(grown, self._resolve_axis(axis))
-        return grown
+        return functools.reduce(self._times, map(self._resolve_axis, segment), [()])
 
     def _resolve_axis(self, axis: Axis) -> list[Segment]:
         if isinstance(axis, int):

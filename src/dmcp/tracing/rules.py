@@ -137,7 +137,7 @@ def batch_norm(call: Call) -> list[Dims]:
         call.mixes(layout, "statistics are taken over it, as weight standardization does")
     call.describes(num_features=(x.dims[1],))
     call.normalizes(x.dims[1])
-    return _first(call, x.dims)
+    return [x.dims, *call.fixed_outputs()[1:]]  # statistics that come along are not looked at
 
 
 def layer_norm(call: Call) -> list[Dims]:
@@ -152,7 +152,7 @@ def layer_norm(call: Call) -> list[Dims]:
     call.describes(normalized_shape=last)
     call.follows("normalized_shape", last)
     call.normalizes(last[-1])
-    return _first(call, x.dims)
+    return [x.dims, *call.fixed_outputs()[1:]]  # statistics that come along are not looked at
 
 
 def group_norm(call: Call) -> list[Dims]:
@@ -169,12 +169,7 @@ def group_norm(call: Call) -> list[Dims]:
     call.describes(num_channels=(x.dims[1],), num_groups=(count,))
     call.follows("num_groups", [count])
     call.normalizes(x.dims[1])
-    return _first(call, x.dims)
-
-
-def _first(call: Call, dims: Dims) -> list[Dims]:
-    """The first output has these dims; statistics that come along are not looked at."""
-    return [dims, *call.fixed_outputs()[1:]]
+    return [x.dims, *call.fixed_outputs()[1:]]  # statistics that come along are not looked at
 
 
 def prelu(call: Call) -> list[Dims]:
@@ -276,18 +271,15 @@ _KEEPING: dict[Rule, str] = {  # zeros stay zeros
     ),
     shape.reshape: "view reshape flatten unflatten view_as reshape_as squeeze unsqueeze",
     shape.permute: "permute transpose swapaxes swapdims t numpy_T mT mH adjoint movedim moveaxis",
-    shape.expand: "expand expand_as broadcast_to",
-    shape.repeat: "repeat tile",
+    shape.repeat: "repeat tile expand expand_as broadcast_to",
     shape.repeat_interleave: "repeat_interleave.self_int",
     shape.concatenate: "cat concat concatenate",
     shape.stack: "stack",
     shape.split: "split chunk split_with_sizes tensor_split unsafe_split unsafe_chunk unsafe_split_with_sizes",
-    shape.unbind: "unbind",
+    shape.unbind: "unbind select",
     shape.slice_: "slice",
-    shape.select: "select",
     shape.index: "index _unsafe_index",
     shape.index_select: "index_select",
-    shape.embedding: "embedding",
     shape.pad: "constant_pad_nd pad",
     shape.reorder: "roll flip",
     shape.im2col: "im2col",
@@ -314,6 +306,7 @@ _OTHERS: dict[Rule, str] = {
     pointwise: "hardswish relu6 celu selu rrelu square floor_divide masked_fill copy lerp",
     where: "where",
     shape.same: "alpha_dropout feature_alpha_dropout",
+    shape.embedding: "embedding",
     reduce: "mean sum amax amin max min var std logsumexp prod norm linalg_vector_norm any all argmax argmin nansum "
     "var_mean std_mean count_nonzero",
     along: "softmax _softmax log_softmax _log_softmax _safe_softmax cumsum cumprod sort argsort topk",

@@ -30,28 +30,18 @@ def permute(call: Call) -> list[Dims]:
     return [tuple(call.x.dims[dim] for dim in order)]
 
 
-def expand(call: Call) -> list[Dims]:
-    """A dim grown from size one is new; it takes the meaning of what it meets."""
+def repeat(call: Call) -> list[Dims]:
+    """Copies of a dim one after another; one grown from size one is new, and takes the meaning of what it meets."""
     shape = call.out_shapes[0]
-    old = (fixed(1),) * (len(shape) - len(call.x.dims)) + call.x.dims
-    out = tuple(
-        layout if call.channels.size(layout) == size else call.channels.fresh(size)
-        for layout, size in zip(old, shape, strict=True)
-    )
+    out = [fixed(1)] * (len(shape) - len(call.x.dims)) + list(call.x.dims)
+    for dim, size in enumerate(shape):
+        have = call.channels.size(out[dim])
+        if have == 1 and size != 1:
+            out[dim] = call.channels.fresh(size)
+        elif have != size:
+            out[dim] = call.channels.multiply(fixed(size // have), out[dim])
     if call["size"] is not None:
         call.follows("size", out)
-    return [out]
-
-
-def repeat(call: Call) -> list[Dims]:
-    """Copies of a dim one after another."""
-    shape = call.out_shapes[0]
-    old = (fixed(1),) * (len(shape) - len(call.x.dims)) + call.x.dims
-    out = list(old)
-    for dim, (layout, size) in enumerate(zip(old, shape, strict=True)):
-        have = call.channels.size(layout)
-        if have != size:
-            out[dim] = call.channels.fresh(size) if have == 1 else call.channels.multiply(fixed(size // have), layout)
     return [tuple(out)]
 
 
@@ -133,11 +123,6 @@ def slice_(call: Call) -> list[Dims]:
     return [_replaced(call, dim, pieces[1])]
 
 
-def select(call: Call) -> list[Dims]:
-    """One entry of a dim, so the dim is unprunable."""
-    return unbind(call)[:1]
-
-
 def index(call: Call) -> list[Dims]:
     """Entries by a table of indices: those dims are unprunable, the others pass."""
     x, tables = call.x, call["indices"]
@@ -161,7 +146,6 @@ def index_select(call: Call) -> list[Dims]:
 
 def embedding(call: Call) -> list[Dims]:
     """Rows of a table."""
-    call.flow = Flow.LOSES
     call.fix(call["weight"].dims[0], "its rows are picked by index")
     return [(*call["indices"].dims, call["weight"].dims[1])]
 
