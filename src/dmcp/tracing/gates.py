@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,17 +21,8 @@ _ANYTHING = (0.7, -0.3, 0.0)  # values of an operand that is not known to be zer
 _MAX_OPERANDS = 4
 
 
-@dataclass
-class Plan:
-    """The folds for hard and soft gates, and the atoms for which none are exact."""
-
-    hard: list[Fold] = field(default_factory=list)
-    soft: list[Fold] = field(default_factory=list)
-    stuck: dict[Atom, str] = field(default_factory=dict)
-
-
-def plan_folds(coupling: Coupling, parameters: Iterable[str]) -> Plan:
-    """Decide where the gates of every atom go."""
+def plan_folds(coupling: Coupling, parameters: Iterable[str]) -> tuple[list[Fold], list[Fold], dict[Atom, str]]:
+    """Where the gates of every atom go: folds for hard and soft gates, and atoms for which none are exact, and why."""
     flows = [_Zeros(coupling, number) for number in range(len(coupling.recordings))]
     readers: dict[Fold, None] = {}
     unread: set[Atom] = set()  # summed without a weight of the model's own
@@ -51,18 +41,17 @@ def plan_folds(coupling: Coupling, parameters: Iterable[str]) -> Plan:
         if unread and not unread.isdisjoint(coupling.channels.atoms(layout))
     ]
     hard = dict.fromkeys([*readers, *everywhere])
-    plan = Plan(hard=list(hard))
+    stuck: dict[Atom, str] = {}
     if not sure:  # the zeros must survive what lies between a parameter and the sum
         for flow in flows:
             for contraction, atom in flow.follow(set(hard)):
-                plan.stuck[atom] = f"no weight reads it that could be gated (at {contraction.path or 'the top'})"
+                stuck[atom] = f"no weight reads it that could be gated (at {contraction.path or 'the top'})"
     soft = dict.fromkeys([fold for flow in flows for fold in flow.norms()])
     soft |= dict.fromkeys(fold for fold in everywhere if fold not in readers)
     for flow in flows:
         for contraction, atom in flow.follow(set(soft)):
             soft.update(dict.fromkeys(flow.reader(contraction, atom)))
-    plan.soft = list(soft)
-    return plan
+    return list(hard), list(soft), stuck
 
 
 class _Zeros:
@@ -89,9 +78,9 @@ class _Zeros:
 
     def norms(self) -> Iterable[Fold]:
         """Scale and shift of every norm whose both are tensors of the model."""
-        for norm in self.facts.norms.values():
-            names = [self.recording.tensors.get(value) for value in (norm.weight, norm.bias) if value is not None]
-            if norm.weight is not None and None not in names and self.coupling.channels.atoms(norm.over):
+        for weight, bias, over in self.facts.norms.values():
+            names = [self.recording.tensors.get(value) for value in (weight, bias) if value is not None]
+            if weight is not None and None not in names and self.coupling.channels.atoms(over):
                 yield from ((name, 0) for name in names if name is not None)
 
     def reader(self, contraction: Contraction, atom: Atom) -> list[Fold]:
@@ -203,7 +192,6 @@ class _Zeros:
         return self._zero_at(last.weight, atom) or (not summed and self._zero_at(last.data, atom))
 
     def _shifts_nothing(self, number: int, atom: Atom) -> bool:
-        norm = self.facts.norms[number]
-        if atom not in self.coupling.channels.atoms(norm.over):
-            return False
-        return self._zero_at(norm.weight, atom) and (norm.bias is None or self._zero_at(norm.bias, atom))
+        weight, bias, over = self.facts.norms[number]
+        inside = atom in self.coupling.channels.atoms(over)
+        return inside and self._zero_at(weight, atom) and (bias is None or self._zero_at(bias, atom))

@@ -54,15 +54,6 @@ class Contraction:
 
 
 @dataclass(frozen=True)
-class Norm:
-    """A normalization with the scale and shift that it applies per channel."""
-
-    weight: int | None
-    bias: int | None
-    over: Layout
-
-
-@dataclass(frozen=True)
 class OpCost:
     """Multiply-adds of one op: a coefficient times a product of dims."""
 
@@ -87,7 +78,7 @@ class Facts:
     """All that the rules stated about one recording."""
 
     contractions: dict[int, list[Contraction]] = field(default_factory=dict)  # by op number
-    norms: dict[int, Norm] = field(default_factory=dict)
+    norms: dict[int, tuple[int | None, int | None, Layout]] = field(default_factory=dict)  # scale and shift of a dim
     costs: list[OpCost] = field(default_factory=list)
     flows: list[Flow] = field(default_factory=list)
     literals: dict[int, list[Literal]] = field(default_factory=dict)
@@ -207,7 +198,7 @@ class Call:
         """State that the op's weight and bias scale and shift the channels of a dim."""
         self.flow = Flow.NORMALIZES
         weight, bias = (it.value if isinstance(it, Operand) else None for it in (self["weight"], self["bias"]))
-        self.facts.norms[self.number] = Norm(weight, bias, over)
+        self.facts.norms[self.number] = weight, bias, over
 
 
 Rule = Callable[[Call], list[Dims]]

@@ -351,11 +351,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         where = _running_line() or self.path[-1] or "the model"
         noted.append(Read(len(self.recording.ops), tuple(values), way, where, result))
 
-    def finish(self, output: Any) -> Recording:
-        """Note which values the model returned."""
-        self.recording.outputs = [self._argument(tensor).value for tensor in tensors_in(output)]
-        return self.recording
-
 
 @contextlib.contextmanager
 def untouched_world(device: str) -> Iterator[None]:
@@ -396,7 +391,9 @@ def run_recorded(recorder: Recorder, model: nn.Module, example: Any) -> Recordin
     device = next((tensor.device.type for tensor in tensors_in(example)), "cpu")
     below, host = torch._C._AutoDispatchBelowAutograd(), _HostAccess(recorder)
     with untouched_world(device), torch.no_grad(), below, recorder, host, _noted_checkpoints(recorder.recording):
-        return recorder.finish(call_model(model, example))
+        outputs = tensors_in(call_model(model, example))
+        recorder.recording.outputs = [recorder._argument(tensor).value for tensor in outputs]
+    return recorder.recording
 
 
 @contextlib.contextmanager

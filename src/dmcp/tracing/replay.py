@@ -331,7 +331,10 @@ class Resolver:
     def run(self) -> None:
         """Until every kind of sample has replayed clean, in a row, in turns with every recording."""
         clean, count = 0, len(self.coupling.recordings)
-        samples = _SAMPLES + _UNEVEN if self._has_neighbors() else _SAMPLES
+        layouts = {layout for values in self.coupling.layouts for dims in values.values() for layout in dims}
+        # where a tensor has several spaces in one dim, a part of it may be cut out by its size
+        neighbors = any(len(self.coupling.channels.atoms(layout)) > 1 for layout in layouts)
+        samples = _SAMPLES + _UNEVEN if neighbors else _SAMPLES
         for round_ in range(_ROUNDS):
             atoms = self.coupling.atoms(self.parameters)
             if not atoms or clean >= len(samples):
@@ -346,11 +349,6 @@ class Resolver:
             if not clean:
                 self._mend(number, outcome, may_bind=self.bind and round_ < _BINDING_ROUNDS)
         raise TraceError("The narrow model never agreed with its recording: please report this model.")
-
-    def _has_neighbors(self) -> bool:
-        """Whether some tensor has several spaces in one dim, so that a part of it may be cut out by its size."""
-        found = {layout for values in self.coupling.layouts for dims in values.values() for layout in dims}
-        return any(len(self.coupling.channels.atoms(layout)) > 1 for layout in found)
 
     def _sample(self, kind: str, size: int, second: int) -> int:
         """A width: most channels, few, any number of them, or one or all (at random, or of every second space)."""

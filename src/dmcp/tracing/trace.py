@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from dmcp.errors import TraceError
 from dmcp.modules import batch_of, map_leaves, rebatch, skeleton, tensors_in, unwrap
 from dmcp.tracing.cost import Terms, moments, product, total
-from dmcp.tracing.gates import Fold, Plan, plan_folds
+from dmcp.tracing.gates import Fold, plan_folds
 from dmcp.tracing.graph import Binding, ChannelGraph, CostEntry, GateFold, Unprunable
 from dmcp.tracing.layout import Atom, in_spaces
 from dmcp.tracing.ops import Contraction, Coupling, Dims, OpCost, Rule, couple
@@ -79,10 +79,10 @@ def trace(
     resolver = Resolver(context, parameters, bind=not strict)
     while True:  # until the narrow models agree, and the gates of every atom have a place
         resolver.run()
-        plan = plan_folds(coupling, parameters)
-        if not plan.stuck:
+        hard, soft, stuck = plan_folds(coupling, parameters)
+        if not stuck:
             break
-        for atom, reason in plan.stuck.items():
+        for atom, reason in stuck.items():
             coupling.channels.fix(((atom,),), reason)
     if not coupling.atoms(parameters):
         unprunable = _unprunable(coupling, model)
@@ -90,7 +90,7 @@ def trace(
         hint = " With exact=False channels under LayerNorm or weight standardization could be." if mixed else ""
         hint += f" {_DETECTORS}" if any(item.reason.startswith(IN_CODE) for item in unprunable) else ""
         raise TraceError(f"Nothing in this model can be pruned. {reasons or 'no conv or linear layer was seen'}.{hint}")
-    return _graph(model, context, plan, notes, exact)
+    return _graph(model, context, (hard, soft), notes, exact)
 
 
 def check_example(example: object) -> None:
@@ -237,8 +237,10 @@ def _unprunable(coupling: Coupling, model: nn.Module) -> tuple[Unprunable, ...]:
 # -- the graph
 
 
-def _graph(model: nn.Module, context: ReplayContext, plan: Plan, notes: list[str], exact: bool) -> ChannelGraph:
-    coupling, example = context.coupling, context.example
+def _graph(
+    model: nn.Module, context: ReplayContext, folds: tuple[list[Fold], list[Fold]], notes: list[str], exact: bool
+) -> ChannelGraph:
+    coupling = context.coupling
     channels, units = coupling.channels, _units(coupling)
     atoms = coupling.atoms([name for name, _ in model.named_parameters()])
     names = _names(coupling, atoms)
@@ -278,11 +280,11 @@ def _graph(model: nn.Module, context: ReplayContext, plan: Plan, notes: list[str
         bindings=bindings,
         unknown=dict(Counter(str(op.func) for op in coupling.facts[0].unknown)),
         notes=tuple(notes),
-        input_shape=_sample_shape(example),
+        input_shape=_sample_shape(context.example),
         fingerprint=fingerprint(model),
         exact=exact,
-        hard_folds=gate_folds(plan.hard),
-        soft_folds=gate_folds(plan.soft),
+        hard_folds=gate_folds(folds[0]),
+        soft_folds=gate_folds(folds[1]),
         entries=_cost_entries(model, context, numbers),
         moments=moments(coupling, numbers, batch_of(context.batches[0])),
         _context=context,
