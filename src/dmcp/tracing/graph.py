@@ -265,9 +265,8 @@ class ChannelGraph:
                 found[atom] = torch.arange(chosen)
                 continue
             listed: Any = chosen.tolist() if isinstance(chosen, Tensor) else chosen
-            valid = listed and isinstance(listed, (list, tuple, range))
-            valid = valid and all(type(i) is int and 0 <= i < space.size for i in listed)
-            if not valid or len(set(listed)) != len(listed):
+            ints = isinstance(listed, (list, tuple, range)) and set(map(type, listed)) == {int}
+            if not ints or not {*listed} <= {*range(space.size)} or len({*listed}) < len(listed):
                 raise WidthsError(
                     f"What is kept of {space.name} must be a width, or a list of different ints from 0 to "
                     f"{space.size - 1}, not {chosen!r}."
