@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from dmcp import ChannelGraph
-from zoo import page
 from zoo.contract import Result, Shortfall, check, sample_widths, worst_error
 from zoo.models import find
 
@@ -52,14 +51,7 @@ def test_widths_leave_something_out_and_the_worst_output_counts() -> None:
     assert worst_error([torch.full((2, 1), torch.nan)], reference[1:]) == float("inf")
 
 
-def test_page_names_what_falls_short_and_why() -> None:
-    wrong = Result(name="tv:resnet18", status="wrong", detail="differs", seconds=1.0, share=1.0)
-    short = replace(wrong, name="tv:vgg11", status="correct", detail="", seconds=3.0, share=0.5)
-    short = replace(short, unprunable={"too short (x at a.b)": 3})
-    text = page.write({it.name: it for it in (wrong, short)}, None, "python -m zoo")
-    assert "tv:resnet18: wrong: differs" in text
-    assert "tv:vgg11: 50.0 % instead of 100 %, 0 spaces instead of 10;" in text and "too short ×3" in text
-    assert "| **all** | 2 | 1 | 1 | 0 | 0 | 1 | 1 | 2 | 2.0 | 3.0 |" in text
+def test_why_a_model_falls_short() -> None:
     entry = find("timm:vit_tiny_patch16_224")  # 100 %, 25 spaces
     found = Result(name=entry.name, status="correct", seconds=1.0, share=0.98, spaces=24)
     standardized = replace(found, unprunable={"as weight standardization does": 1})
