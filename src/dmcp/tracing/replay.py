@@ -43,18 +43,6 @@ class Conflict:
     scales: tuple[tuple[float, float], ...] = ()  # factors in the arithmetic, wide and narrow
 
 
-@dataclass
-class Outcome:
-    """What one replay found."""
-
-    conflicts: list[Conflict] = field(default_factory=list)
-    stopped: str | None = None  # the model raised, or went another way
-
-    @property
-    def clean(self) -> bool:
-        return not self.conflicts and self.stopped is None
-
-
 class Replayer(Recorder):  # type: ignore[no-untyped-call]
     """Records a narrow model in lockstep with the recording of the wide one."""
 
@@ -66,9 +54,15 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
         layouts = {literal.layout for literals in self.facts.literals.values() for literal in literals}
         self.sizes = {layout: width(coupling.channels.resolve(layout), widths) for layout in layouts}
         self.shapes = coupling.predict(number, widths)
-        self.outcome = Outcome()
+        self.conflicts: list[Conflict] = []
+        self.stopped: str | None = None  # why: the model raised, or went another way
         self.pairs: dict[int, set[int | None]] = {}  # value -> those of the wide model that it stands for
         self.paired = 0  # ops whose outputs are among them
+
+    @property
+    def clean(self) -> bool:
+        """Whether the narrow model did as predicted."""
+        return not self.conflicts and self.stopped is None
 
     def run(self, call: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = map_leaves(_without_data, args), map_leaves(_without_data, kwargs)  # NumPy's numbers have data
@@ -100,7 +94,7 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
             kind = kind or "error"
             got = None
         if kind:
-            self.outcome.conflicts.append(Conflict(number, expected.path, kind, literals, _different(old, new)))
+            self.conflicts.append(Conflict(number, expected.path, kind, literals, _different(old, new)))
         if got == wanted:
             return out
         in_place = call.func._schema.name.endswith("_") and isinstance(args[0], Tensor)
@@ -138,7 +132,7 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
         """Tensors from outside the model: which one it takes may depend on a width."""
         mine, theirs = (held.constants.get(it) for held, it in ((self.recording, value), (self.original, other)))
         if mine and theirs and None not in (mine.data, theirs.data) and mine.data != theirs.data:
-            self.outcome.conflicts.append(Conflict(len(self.recording.ops), path, "tensor"))
+            self.conflicts.append(Conflict(len(self.recording.ops), path, "tensor"))
 
     def read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the wide model read here: its dims are unprunable, and the narrow model has no data."""
@@ -278,7 +272,7 @@ class ReplayContext:
         cuts = self.cuts({atom: torch.arange(width) for atom, width in widths.items()})
         return narrow(self.model, cuts, self.attributes(widths), meta=True)
 
-    def replay(self, number: int, small: nn.Module, widths: Mapping[int, int]) -> Outcome:
+    def replay(self, number: int, small: nn.Module, widths: Mapping[int, int]) -> Replayer:
         """Run a throw-away narrow model in lockstep with one of the recordings.
 
         What differs at full width, too, follows no width: numbers that are others in every run (of a generator of the
@@ -294,7 +288,7 @@ class ReplayContext:
         outcome.conflicts = [it for it in outcome.conflicts if (it.number, it.kind) not in always]
         return outcome
 
-    def _replay(self, number: int, small: nn.Module, widths: Mapping[int, int]) -> Outcome:
+    def _replay(self, number: int, small: nn.Module, widths: Mapping[int, int]) -> Replayer:
         recording, example = self.coupling.recordings[number], self.batches[number]
         small.train(recording.training)
         replayer = Replayer(small, tensors_in(example), self.coupling, number, widths)
@@ -302,16 +296,16 @@ class ReplayContext:
             run_recorded(replayer, small, example)
         except Exception as error:  # the model's own complaint about its widths
             kind = "" if isinstance(error, _AstrayError) else f"{type(error).__name__}: "
-            replayer.outcome.stopped = f"{kind}{error}"
+            replayer.stopped = f"{kind}{error}"
         pairs = zip(recording.made, replayer.recording.made, strict=False)
         for (at, path, wide), (*_, narrowed) in pairs:
             old, new = _plain(wide), _plain(narrowed)
             if old != new:
                 at = min(at, len(recording.ops) - 1)
-                replayer.outcome.conflicts.append(Conflict(at, path, "tensor", scales=_different(old, new)))
-        replayer.outcome.conflicts.sort(key=lambda conflict: conflict.number)
+                replayer.conflicts.append(Conflict(at, path, "tensor", scales=_different(old, new)))
+        replayer.conflicts.sort(key=lambda conflict: conflict.number)
         self.stopped_at = len(replayer.recording.ops)
-        return replayer.outcome
+        return replayer
 
 
 class Resolver:
@@ -360,7 +354,7 @@ class Resolver:
         low, high = (max(1, int(border)) for border in ranges[kind])
         return self.random.randint(low, high)
 
-    def _mend(self, number: int, outcome: Outcome, may_bind: bool) -> None:
+    def _mend(self, number: int, outcome: Replayer, may_bind: bool) -> None:
         """Try attributes first: a wrong guess makes new conflicts, and those must make nothing unprunable."""
         scales = [conflict for conflict in outcome.conflicts if conflict.kind in _LOOSE]
         conflicts = scales or outcome.conflicts

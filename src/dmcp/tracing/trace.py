@@ -320,7 +320,11 @@ def _cost_entries(model: nn.Module, context: ReplayContext, numbers: Mapping[int
     params: dict[str, list[Terms]] = {}
     for cost, share in zip(costs, shares, strict=True):
         kinds.setdefault(cost.path, cost.kind)
-        macs.setdefault(cost.path, []).append(_scaled(terms(cost.coefficient, cost.dims), share))
+        scaled = {key: factor * share for key, factor in terms(cost.coefficient, cost.dims).items()}
+        if any(factor.denominator != 1 for factor in scaled.values()):
+            why = "The cost of one sample does not follow from that of a batch: dim 0 of the inputs must be it."
+            raise TraceError(f"{why} {_DETECTORS}")
+        macs.setdefault(cost.path, []).append({key: int(factor) for key, factor in scaled.items()})
     for name, _ in model.named_parameters():
         params.setdefault(name.rpartition(".")[0], []).append(terms(1, coupling.tensors[name]))
     return tuple(
@@ -347,15 +351,6 @@ def _per_sample(model: nn.Module, example: Any, coupling: Coupling, batch: int |
 
     pairs = zip(ones, costs, strict=True)
     return [Fraction(full(single, one), max(1, full(coupling, many))) for one, many in pairs]
-
-
-def _scaled(terms: Terms, share: Fraction) -> Terms:
-    scaled = {key: factor * share for key, factor in terms.items()}
-    if any(factor.denominator != 1 for factor in scaled.values()):
-        raise TraceError(
-            f"The cost of one sample does not follow from that of a batch: dim 0 of the inputs must be it. {_DETECTORS}"
-        )
-    return {key: int(factor) for key, factor in scaled.items()}
 
 
 def _measured(op: Op, recording: Recording) -> OpCost:
