@@ -203,16 +203,6 @@ def test_expected_costs_are_the_means_of_samples(net: Any, process: Process) -> 
     )
 
 
-def test_the_gradient_of_a_depthwise_conv_is_not_doubled() -> None:
-    """The authors' code holds `groups` constant while both channel counts have a gradient."""
-    graph, _ = traced(Depthwise)
-    widths = graph.full.tensor()
-    moving = widths.double()[None].requires_grad_()
-    (found,) = torch.autograd.grad(graph.macs(moving), moving)
-    one = torch.eye(len(widths), dtype=torch.int64)
-    assert found[0].tolist() == ((graph.macs(widths + one) - graph.macs(widths - one)) / 2).tolist()
-
-
 class Watch(TorchDispatchMode):
     """Counts what a GPU would have to wait for: numbers from Python (lift_fresh), and numbers back to it (item)."""
 

@@ -68,12 +68,6 @@ def test_samples_follow_the_distribution_of_their_own_space(process: Process) ->
     assert not torch.equal(widths, process.sample(ALPHA, SIZES, n, seeded(1)))
 
 
-def test_no_space_is_sampled_from_the_chain_of_another() -> None:
-    """The authors' code samples the second conv of a block from the first one's alphas."""
-    alpha = torch.tensor([[30.0] * 3, [-30.0] * 3])
-    assert CHAIN.sample(alpha, SIZES, 50, seeded()).unique(dim=0).tolist() == [[10, 2]]
-
-
 def test_short_chains_and_single_groups() -> None:
     sizes = torch.tensor([[2, 3, 4], [5, 1, 0]])
     kept = marginals(ALPHA[:, :2]) * (sizes > 0)

@@ -242,20 +242,6 @@ def test_other_ranks_and_several_inputs(make: Any, x: Any, spaces: Any) -> None:
     check(make(), x, spaces)
 
 
-CUT: dict[str, tuple[dict[str, int], Callable[[Any], Any], Any]] = {
-    "raw parameters": ({"first": 5, "second": 4}, lambda m: [*map(len, (m.gamma, m.mean, m.layer_scale))], [5, 5, 4]),
-    "a buffer": ({"a.0": 5}, lambda m: m.table.shape, (5, 1, 3, 3)),
-    "group norm": ({"a": 2}, lambda m: (m.n.num_groups, m.n.num_channels, m.a.out_channels), (2, 8, 8)),
-    "layers that run in train mode only": ({"a.0": 4, "aux": 2}, lambda m: m.aux.weight.shape, (2, 4, 1, 1)),
-}
-
-
-@pytest.mark.parametrize("row", CUT)
-def test_what_cut_does_to_parameters_buffers_and_attributes(row: str) -> None:
-    (widths, found, wanted), model = CUT[row], randomise(MODELS[row][0]())
-    assert found(dmcp.cut(model, dmcp.trace(model, X), widths)) == wanted
-
-
 def test_an_in_place_literal_slice_means_channels_by_number() -> None:
     def run(m: Any, x: Tensor) -> Tensor:
         y = m.a(x)
