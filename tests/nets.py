@@ -13,7 +13,6 @@ import copy
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
-from dmcp.modules import rebatch
+from dmcp.modules import call_model, rebatch, tensors_in
 
 Kept = Sequence[int]  # indices of the channels that stay
 
@@ -66,6 +65,11 @@ class HandNet(nn.Module):
     SPACES: ClassVar[dict[str, str]]
     LAYERS: ClassVar[str]
     SHAPE: ClassVar[tuple[int, ...]] = (3, 9, 9)
+    gates: Mapping[str, Tensor] | None = None  # of each width; a gate layer lies after each norm
+
+    def gate(self, name: str, x: Tensor) -> Tensor:
+        """What a gate layer gives; by itself the network has none."""
+        return x if self.gates is None else x * self.gates[name].reshape(-1, *(1,) * (x.ndim - 2))
 
     def __init__(self, *widths: int, **named: int) -> None:
         super().__init__()
@@ -115,9 +119,9 @@ class Chain(HandNet):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.bn1(self.conv1(x)))
-        x = F.relu(self.bn2(self.conv2(x)))
-        x = F.relu(self.bn3(self.conv3(x)))
+        x = F.relu(self.gate("a", self.bn1(self.conv1(x))))
+        x = F.relu(self.gate("b", self.bn2(self.conv2(x))))
+        x = F.relu(self.gate("c", self.bn3(self.conv3(x))))
         return self.head(x.flatten(1))
 
 
@@ -132,10 +136,11 @@ class Residual(HandNet):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.bn0(self.stem(x)))
-        x = F.relu(self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))) + x)
-        y = self.bn4(self.conv4(F.relu(self.bn3(self.conv3(x)))))
-        x = F.relu(y + self.bn5(self.project(x)))
+        x = F.relu(self.gate("s", self.bn0(self.stem(x))))
+        y = F.relu(self.gate("a", self.bn1(self.conv1(x))))
+        x = F.relu(self.gate("s", self.bn2(self.conv2(y))) + x)
+        y = F.relu(self.gate("b", self.bn3(self.conv3(x))))
+        x = F.relu(self.gate("t", self.bn4(self.conv4(y))) + self.gate("t", self.bn5(self.project(x))))
         return self.head(x.mean((2, 3)))
 
 
@@ -150,13 +155,13 @@ class Depthwise(HandNet):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu6(self.bn0(self.stem(x)))
-        y = F.relu6(self.bn1(self.expand1(x)))
-        y = F.relu6(self.bn2(self.depth1(y)))
-        x = x + self.bn3(self.project1(y))
-        y = F.relu6(self.bn4(self.expand2(x)))
-        y = F.relu6(self.bn5(self.depth2(y)))
-        x = self.bn6(self.project2(y))
+        x = F.relu6(self.gate("s", self.bn0(self.stem(x))))
+        y = F.relu6(self.gate("e", self.bn1(self.expand1(x))))
+        y = F.relu6(self.gate("e", self.bn2(self.depth1(y))))
+        x = x + self.gate("s", self.bn3(self.project1(y)))
+        y = F.relu6(self.gate("f", self.bn4(self.expand2(x))))
+        y = F.relu6(self.gate("f", self.bn5(self.depth2(y))))
+        x = self.gate("t", self.bn6(self.project2(y)))
         return self.head(x.mean((2, 3)))
 
 
@@ -214,10 +219,11 @@ class SqueezeExcite(HandNet):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.bn0(self.stem(x)))
-        y = F.silu(self.bn1(self.conv(x)))
-        y = y * torch.sigmoid(self.excite(F.relu(self.squeeze(F.adaptive_avg_pool2d(y, 1)))))
-        x = F.relu(x + self.bn2(self.project(y)))
+        x = F.relu(self.gate("s", self.bn0(self.stem(x))))
+        y = F.silu(self.gate("c", self.bn1(self.conv(x))))
+        squeezed = self.gate("r", F.relu(self.squeeze(F.adaptive_avg_pool2d(y, 1))))  # no norm: before its reader
+        y = y * torch.sigmoid(self.excite(squeezed))
+        x = F.relu(x + self.gate("s", self.bn2(self.project(y))))
         return self.head(x.mean((2, 3)))
 
 
@@ -233,11 +239,11 @@ class PreActivation(HandNet):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
-        y = self.conv1(F.relu(self.bn1(x)))
-        x = x + self.conv2(F.relu(self.bn2(y)))
-        y = self.conv3(F.relu(self.bn3(x)))
-        x = self.conv4(F.relu(self.bn4(y))) + self.shortcut(x)
-        return self.head(F.relu(self.bn5(x)).mean((2, 3)))
+        y = self.conv1(F.relu(self.gate("s", self.bn1(x))))
+        x = x + self.conv2(F.relu(self.gate("a", self.bn2(y))))
+        y = self.conv3(F.relu(self.gate("s", self.bn3(x))))
+        x = self.conv4(F.relu(self.gate("b", self.bn4(y)))) + self.shortcut(self.gate("s", x))  # no norm between
+        return self.head(F.relu(self.gate("t", self.bn5(x))).mean((2, 3)))
 
 
 class OptionA(HandNet):
@@ -364,26 +370,9 @@ def sample(shape: Sequence[int], batch: int = 4, seed: int = 0) -> Tensor:
     return torch.randn((batch, *shape), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def call(model: nn.Module, x: Any) -> Any:
-    """Call a model with one tensor, positional arguments (tuple) or keyword arguments (dict)."""
-    if isinstance(x, tuple):
-        return model(*x)
-    return model(**x) if isinstance(x, dict) else model(x)
-
-
-def leaves(output: Any) -> list[Tensor]:
-    """All tensors of a nested output."""
-    if isinstance(output, Tensor):
-        return [output]
-    if is_dataclass(output):
-        output = {item.name: getattr(output, item.name) for item in fields(output)}
-    values = output.values() if isinstance(output, Mapping) else output
-    return [] if values is None else [leaf for value in values for leaf in leaves(value)]
-
-
 def distance(one: Any, other: Any) -> float:
     """Largest difference of two outputs, in units of the difference between the other's samples."""
-    pairs = list(zip(leaves(one), leaves(other), strict=True))
+    pairs = list(zip(tensors_in(one), tensors_in(other), strict=True))
     assert pairs, "an output without tensors"
     assert all(a.shape == b.shape for a, b in pairs), [(a.shape, b.shape) for a, b in pairs]
     assert all(bool(b.isfinite().all()) for _, b in pairs), "an output that is not finite"
@@ -407,7 +396,7 @@ def counted_macs(model: nn.Module, x: Any) -> int:
     """Multiply-adds of one sample by torch's own counter."""
     # With gradients and without fused attention, which torch does not count on every device and version.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        call(copy.deepcopy(model).eval(), rebatch(x, 1))
+        call_model(copy.deepcopy(model).eval(), rebatch(x, 1))
     return counter.get_total_flops() // 2
 
 
@@ -416,17 +405,17 @@ def check_graph(model: nn.Module, graph: Any, x: Any, modes: Sequence[bool] = (F
     generator = random.Random(0)
     for training in modes:
         net = dmcp.Supernet(model, graph).train(training)
-        full = call(copy.deepcopy(net.model), x)
+        full = call_model(copy.deepcopy(net.model), x)
         assert distance(net(x, net.hard(graph.full)), full) < 1e-10
         for narrowest in (True, False):
             chosen = {name: 1 if narrowest else generator.randint(min(2, n), n) for name, n in sizes(graph).items()}
             widths = graph.widths(chosen)
             small = dmcp.cut(net.model, graph, widths)
-            expected = call(small, x)
+            expected = call_model(small, x)
             assert distance(net(x, net.hard(widths)), expected) < 1e-9, chosen
             assert graph.params(widths) == sum(parameter.numel() for parameter in small.parameters())
             if narrowest:  # a wider net is another net
-                assert max(distance(a, b) for a, b in zip(leaves(full), leaves(expected), strict=True)) > 0.01
+                assert max(distance(a, b) for a, b in zip(tensors_in(full), tensors_in(expected), strict=True)) > 0.01
             elif not training:  # at width 1 torch multiplies where it has nothing to sum, and does not count that
                 assert graph.macs(widths) == counted_macs(small, x) == sum(it.macs for it in graph.layers(widths))
 

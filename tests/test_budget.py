@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from nets import Depthwise, Residual, SharedWeight, randomise, sample
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -82,20 +81,17 @@ NO_BUDGETS = (
 )
 
 
-@pytest.mark.parametrize("spec", NO_BUDGETS, ids=lambda spec: str(spec)[:20] if type(spec) is not int else "int")
-def test_what_is_no_budget_is_refused(spec: Any) -> None:
-    with pytest.raises(BudgetError) as caught:
-        parse(spec, traced()[0])
-    assert isinstance(caught.value, ValueError) and len(str(caught.value)) < 300
-
-
-@pytest.mark.parametrize(
-    ("spec", "hint"),
-    [("4.5 GFLOPs", "like 4.5G"), ("4.5 GMACs", "4.5G"), ("60k params", "params:60k"), ("8 MB", "memory:8MB")],
-)
-def test_units_from_elsewhere_get_a_hint(spec: str, hint: str) -> None:
-    with pytest.raises(BudgetError, match=hint):
-        parse(spec, traced()[0])
+def test_what_is_no_budget_is_refused() -> None:
+    for spec in NO_BUDGETS:
+        with pytest.raises(BudgetError) as caught:
+            parse(spec, traced()[0])
+        assert isinstance(caught.value, ValueError) and len(str(caught.value)) < 300
+    for kind, target in (("macs", 0), ("watts", 5), ("macs", 2.0), ("macs", 10**19)):
+        with pytest.raises(BudgetError):
+            Limit(kind, target)  # type: ignore[arg-type]
+    for limits in ((), (Limit("macs", 1), Limit("macs", 2))):
+        with pytest.raises(BudgetError):
+            Budget(limits, "")
 
 
 def test_limits_of_latency_are_known_before_it_is_measured() -> None:
@@ -108,44 +104,20 @@ def test_limits_of_latency_are_known_before_it_is_measured() -> None:
             known_limits(bad, graph)
 
 
-def test_impossible_limits_are_refused() -> None:
-    for kind, target in (("macs", 0), ("watts", 5), ("macs", 2.0), ("macs", 10**19)):
-        with pytest.raises(BudgetError):
-            Limit(kind, target)  # type: ignore[arg-type]
-    for limits in ((), (Limit("macs", 1), Limit("macs", 2))):
-        with pytest.raises(BudgetError):
-            Budget(limits, "")
-
-
 # reachability
 
 
-@pytest.mark.parametrize(
-    ("spec", "kind", "words"),
-    [
-        ("101%", "macs", "more than"),
-        ("0.1%", "macs", "a smaller align"),
-        ("50%,params:9G", "params", "more than"),
-        ("40", "macs", "did you mean 40%?"),
-        ("params:7", "params", "did you mean params:7%?"),
-    ],
-)
-def test_unreachable_budgets_name_the_range(spec: str, kind: str, words: str) -> None:
+def test_unreachable_budgets_name_the_range() -> None:
     graph, net = traced()
-    with pytest.raises(BudgetError) as caught:
-        check_reachable(parse(spec, graph), graph, net.min_widths)
-    for text in (words, *(f"{costs(graph, widths)[kind]:,}" for widths in (net.min_widths, graph.full))):
-        assert text in str(caught.value)
-    assert ("did you mean" in str(caught.value)) == ("did you mean" in words)
-
-
-def test_both_ends_of_the_range_can_be_reached() -> None:
-    graph, net = traced()
-    for target in (graph.macs(net.min_widths), graph.macs()):
-        check_reachable(parse(target, graph), graph, net.min_widths)
-    for target in (graph.macs(net.min_widths) - 1, graph.macs() + 1):
+    low, full = costs(graph, net.min_widths), costs(graph, graph.full)
+    for spec, kind in (("101%", "macs"), ("0.1%", "macs"), ("50%,params:9G", "params"), ("40", "macs")):
+        with pytest.raises(BudgetError) as caught:
+            check_reachable(parse(spec, graph), graph, net.min_widths)
+        assert f"{low[kind]:,}" in str(caught.value) and f"{full[kind]:,}" in str(caught.value)
+    for end, beyond in ((low["macs"], -1), (full["macs"], 1)):
+        check_reachable(parse(end, graph), graph, net.min_widths)
         with pytest.raises(BudgetError):
-            check_reachable(parse(target, graph), graph, net.min_widths)
+            check_reachable(parse(end + beyond, graph), graph, net.min_widths)
 
 
 def test_costs_are_those_of_the_cut_network() -> None:
@@ -231,16 +203,6 @@ def test_expected_costs_are_the_means_of_samples(net: Any, process: Process) -> 
     )
 
 
-def test_the_gradient_of_a_depthwise_conv_is_not_doubled() -> None:
-    """The authors' code holds `groups` constant while both channel counts have a gradient."""
-    graph, _ = traced(Depthwise)
-    widths = graph.full.tensor()
-    moving = widths.double()[None].requires_grad_()
-    (found,) = torch.autograd.grad(graph.macs(moving), moving)
-    one = torch.eye(len(widths), dtype=torch.int64)
-    assert found[0].tolist() == ((graph.macs(widths + one) - graph.macs(widths - one)) / 2).tolist()
-
-
 class Watch(TorchDispatchMode):
     """Counts what a GPU would have to wait for: numbers from Python (lift_fresh), and numbers back to it (item)."""
 
@@ -251,52 +213,20 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def descend(net: Any, process: Process, alpha: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What an architecture step does with the budget: ratios, loss and gradient."""
-    budget = Budget((Limit("macs", 20_000), Limit("params", 400)), "")
-    found = ratios(budget, traced(net)[0], process.marginals(alpha), sizes, process)
-    loss = budget_loss(found, GAMMA)
-    return found.detach(), loss.detach(), torch.autograd.grad(loss, alpha)[0]
-
-
 @both
 @nets
 def test_the_second_step_neither_copies_from_the_host_nor_waits(net: Any, process: Process) -> None:
-    _, supernet = traced(net)
+    graph, supernet = traced(net)
+    budget = Budget((Limit("macs", 20_000), Limit("params", 400)), "")
     alpha = torch.randn(supernet.alpha.shape, requires_grad=True)
-    first = descend(net, process, alpha, supernet.sizes)
-    with Watch() as watch:
-        second = descend(net, process, alpha, supernet.sizes)
-    assert watch.waits == 0
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    for wanted in (None, 0):
+        with Watch() as watch:
+            loss = budget_loss(ratios(budget, graph, process.marginals(alpha), supernet.sizes, process), GAMMA)
+            torch.autograd.grad(loss, alpha)
+        assert wanted is None or watch.waits == wanted
     with Watch() as watch:
         torch.tensor([1.0]).new_tensor([2.0])[[0]].item()
     assert watch.waits == 4
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("deterministic", [False, True])
-@both
-@nets
-def test_a_step_can_be_captured(net: Any, process: Process, deterministic: bool) -> None:
-    _, supernet = traced(net)
-    sizes = supernet.sizes.cuda()
-    alpha = torch.randn(supernet.alpha.shape, device="cuda", requires_grad=True)
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(deterministic)
-    try:
-        descend(net, process, alpha, sizes)  # makes the tensors
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            found = descend(net, process, alpha, sizes)
-        alpha.detach().normal_().add_(3.0)
-        captured.replay()
-        assert all(torch.equal(a, b) for a, b in zip(found, descend(net, process, alpha, sizes), strict=True))
-        oracle = descend(net, process, alpha.detach().cpu().double().requires_grad_(), supernet.sizes)
-        for value, exact in zip(found, oracle, strict=True):
-            torch.testing.assert_close(value.cpu().double(), exact, rtol=1e-4, atol=1e-6)
-    finally:
-        torch.use_deterministic_algorithms(before)
 
 
 @both

@@ -6,20 +6,18 @@ reached. `make test` tries a thousand cases; all ten thousand are in the slow te
 
 from __future__ import annotations
 
-import ast
+import contextlib
 import functools
 import hashlib
 import io
 import json
 import os
+import resource
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +36,6 @@ from dmcp.cli.config import RunConfig, config_from_json
 from dmcp.cli.job import load_weights
 from dmcp.data import datasets, loaders
 from dmcp.errors import DataError, DmcpError, FileError
-from dmcp.report.html import make_page
 from dmcp.results import Row
 from dmcp.runs import Run, list_runs, load_search, read_json, read_run, save_search
 from dmcp.runtime.io import LOCK, Lock
@@ -48,47 +45,29 @@ from dmcp.training import Event, StepRecord
 from dmcp.widths import Widths
 
 set_hypothesis_home_dir(Path(tempfile.gettempdir()) / "hypothesis")  # not in the repository
-SECONDS = 20.0  # that one case may take on a busy machine
+SECONDS = 20  # that one case may take on a busy machine
 MEGABYTES = 400  # by which a thousand cases of one kind may raise the peak
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 Case = Callable[[Draw, Path], None]
 
 
-class HangError(BaseException):
-    """Not an Exception, so that nothing on the way takes it for a broken file."""
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    def ring(*_: Any) -> None:
-        raise HangError(f"more than {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def attempt(read: Callable[[], Any]) -> bool:
     """Whether it could be read; an error must be ours, and one short line that a terminal shows as it is."""
     said = ""
+    signal.alarm(SECONDS)  # ends what hangs, and this process
     try:
-        with time_limit(SECONDS):
-            read()
+        read()
     except DmcpError as error:
         said = str(error)
         if not said.isprintable() or not 10 < len(said) < 1000:
             raise AssertionError(f"not a sentence: {said[:2000]!r}") from error
+    finally:
+        signal.alarm(0)
     return not said
 
 
 def peak() -> int:
     """Bytes that this process has had in memory at most."""
-    import resource
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -148,19 +127,12 @@ def change_json(draw: Draw, text: bytes) -> bytes:
 
 def change_bytes(draw: Draw, raw: bytes) -> bytes:
     """Bytes cut off, flipped, put in or encoded in another way."""
-    kind = draw(st.sampled_from(["cut", "flip", "put", "end", "code", "all"]))
     at = draw(st.integers(0, max(len(raw) - 1, 0)))
     at = at if draw(st.booleans()) else len(raw) - 1 - min(at, 120, len(raw) - 1)  # a zip file has its directory there
     some = draw(st.binary(min_size=1, max_size=8))
-    if kind == "cut":
-        return raw[:at]
-    if kind == "flip":
-        return raw[:at] + some + raw[at + len(some) :]
-    if kind == "put":
-        return raw[:at] + some + raw[at:]
-    if kind == "code":
-        return raw.decode("latin-1").encode(draw(st.sampled_from(["utf-16", "utf-32", "utf-8-sig"])))
-    return raw + some if kind == "end" else some
+    coded = raw.decode("latin-1").encode(draw(st.sampled_from(["utf-16", "utf-32", "utf-8-sig"])))
+    flipped, longer = raw[:at] + some + raw[at + len(some) :], raw[:at] + some + raw[at:]
+    return draw(st.sampled_from([raw[:at], flipped, longer, raw + some, coded, some]))
 
 
 def change_tensors(draw: Draw, raw: bytes) -> bytes:
@@ -174,18 +146,14 @@ def change_tensors(draw: Draw, raw: bytes) -> bytes:
         header = change_json(draw, header)
     elif kind == "body":
         body = change_bytes(draw, body)
-    elif kind == "facts":
-        header = change_facts(draw, json.loads(header))
+    elif kind == "facts":  # the text that a checkpoint keeps there
+        table = json.loads(header)
+        facts = change_json(draw, table.get("__metadata__", {}).get("facts", "{}").encode()).decode("latin-1")
+        header = json.dumps(table | {"__metadata__": {"facts": facts}}).encode()
     elif kind == "shape":
         header, body = reshape(draw, json.loads(header))
     length = draw(st.sampled_from([0, 7, size - 1, 2**31, 2**63, 2**64 - 1])) if kind == "length" else len(header)
     return length.to_bytes(8, "little") + header + body
-
-
-def change_facts(draw: Draw, table: dict[str, Any]) -> bytes:
-    """A header with other JSON in the text that a checkpoint keeps there."""
-    facts = table.get("__metadata__", {}).get("facts", "{}").encode()
-    return json.dumps(table | {"__metadata__": {"facts": change_json(draw, facts).decode("latin-1")}}).encode()
 
 
 def reshape(draw: Draw, table: dict[str, Any]) -> tuple[bytes, bytes]:
@@ -205,60 +173,37 @@ def reshape(draw: Draw, table: dict[str, Any]) -> tuple[bytes, bytes]:
 
 
 def change_shard(draw: Draw, raw: bytes) -> bytes:
-    """A zip file whose arrays, names, packing or bytes are others."""
-    if draw(st.integers(0, 2)) == 0:
+    """A zip file with other bytes, or with sound arrays that are no images and labels, or nearly so."""
+    if draw(st.booleans()):
         return change_bytes(draw, raw)
-    with zipfile.ZipFile(io.BytesIO(raw)) as before:
-        members = {name: before.read(name) for name in before.namelist()}
+    shapes = [(4, 5, 5, 2)] * 4 + [(4, 6, 5, 2), (4, 5, 5), (0, 5, 5, 2), (4, 1, 1, 5000), (3, 5, 5, 2)]
+    images = np.zeros(draw(st.sampled_from(shapes)), draw(st.sampled_from(["u1", "u1", "u1", "i8", "f4", "?", "S3"])))
+    labels = draw(st.sampled_from([[0, 1, 0, 1], [0, 0, 0, 0], [0, -1, 1, 0], [0, 1, 2, 2**40], [0, 5, 1, 1], [0, 1]]))
+    dtype = draw(st.sampled_from(["i8", "i8", "i8", "f4", "M8[s]", "S3"]))
+    members = {"images.npy": npy(images), "labels.npy": npy(np.array(labels).astype(dtype))}
     name = draw(st.sampled_from(list(members)))
-    kind = draw(st.sampled_from(["header", "header", "bytes", "name", "drop", "arrays", "arrays", "arrays"]))
-    if kind == "header":
-        members[name] = change_header(draw, members[name])
-    elif kind == "bytes":
-        members[name] = change_bytes(draw, members[name])
-    elif kind == "name":
-        members[draw(st.sampled_from(["../images.npy", "/images.npy", "labels.npy/..", "images", "\x1b"]))] = (
-            members.pop(name)
-        )
-    elif kind == "drop":
-        del members[name]
-    else:
-        members = draw_arrays(draw)
+    body = npy(images)[128:] if draw(st.booleans()) else b""
+    odd = [b"\x93NUMPY" + version + b"v\0" + text.ljust(118).encode() + body for version, text in HEADERS]
+    members[draw(st.sampled_from([name, name, "../images.npy", "\x1b"]))] = draw(st.sampled_from([members[name], *odd]))
     target = io.BytesIO()
     with zipfile.ZipFile(target, "w", draw(st.sampled_from([0, 0, 8, 8, 12, 14]))) as after:
-        for name, content in members.items():
-            after.writestr(name, content)
+        for member, content in members.items():
+            after.writestr(member, content)
     return target.getvalue()
 
 
-def draw_arrays(draw: Draw) -> dict[str, bytes]:
-    """Sound arrays that are no images and labels, or nearly so."""
-    shape = draw(
-        st.sampled_from([(4, 5, 5, 2)] * 4 + [(4, 6, 5, 2), (4, 5, 5), (0, 5, 5, 2), (4, 1, 1, 5000), (3, 5, 5, 2)])
-    )
-    images = np.zeros(shape, draw(st.sampled_from(["u1", "u1", "u1", "i8", "f4", "?", "S3"])))
-    labels = draw(st.sampled_from([[0, 1, 0, 1], [0, 0, 0, 0], [0, -1, 1, 0], [0, 1, 2, 2**40], [0, 5, 1, 1], [0, 1]]))
-    kind = draw(st.sampled_from(["i8", "i8", "i8", "f4", "M8[s]", "u8", "S3"]))
-    return {
-        "images.npy": npy(images),
-        "labels.npy": npy(np.array(labels).astype("u8" if kind == "u8" else "i8").astype(kind)),
-    }
-
-
-def change_header(draw: Draw, member: bytes) -> bytes:
-    """An array with another text in its header."""
-    texts = [
-        "{'descr': '|u1', 'fortran_order': False, 'shape': (%s), }",
-        "{'descr': '%s', 'fortran_order': False, 'shape': (4, 5, 5, 2), }",
-        "{'descr': [('a', '%s')], 'fortran_order': False, 'shape': (4, 5, 5, 2), }",
-        "%s",
-    ]
-    odd = ["4, 5, 5, 2", "9" * 18 + ", 9", "-4, -5, 5, 2", "4", "True, 5, 5, 2", "|O", "<i8", "|V9999999999", "[" * 500]
-    odd += ["", "__import__('os')", "1 << 99", "None", "('|O', 4)", "x" * 9999]
-    body = (draw(st.sampled_from(texts)) % draw(st.sampled_from(odd))).encode()
-    version = draw(st.sampled_from([(1, 0), (1, 0), (2, 0), (3, 0), (9, 9)]))
-    size = len(body).to_bytes(2 if version == (1, 0) else 4, "little")
-    return b"\x93NUMPY" + bytes(version) + size + body + member[128:]
+_SHAPE = "'fortran_order': False, 'shape': (4, 5, 5, 2), }"
+HEADERS = [  # of arrays: version and text
+    *(
+        (b"\1\0", f"{{'descr': '|u1', 'fortran_order': False, 'shape': ({shape}), }}")
+        for shape in ("9" * 18 + ", 9", "-4, 2")
+    ),
+    *(
+        (b"\1\0", f"{{'descr': {kind}, {_SHAPE}")
+        for kind in ("'|O'", "'|V9999999999'", "[('a', '|O')]", "None", "1 << 99")
+    ),
+    *((version, text) for version in (b"\1\0", b"\x09\x09") for text in ("", "[" * 100, "__import__('os')")),
+]
 
 
 def npy(array: np.ndarray) -> bytes:
@@ -349,26 +294,18 @@ def read_widths(draw: Draw, folder: Path) -> None:
 
 
 def read_result(draw: Draw, folder: Path) -> None:
-    """A saved network."""
+    """A saved network; "listed": widths.json lists the tensors that the file has, whatever they are."""
     record, weights = files()["widths.json"], files()["model.safetensors"]
-    which = draw(st.sampled_from(["widths", "weights", "both"]))
+    which = draw(st.sampled_from(["widths", "weights", "both", "listed", "listed", "listed"]))
     weights = weights if which == "widths" else change_tensors(draw, weights)
-    record = record if which == "weights" else change_json(draw, record)
-    record = sealed(record, weights) if draw(st.integers(0, 4)) else record
+    record = record if which in ("weights", "listed") else change_json(draw, record)
+    if which == "listed":
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            table = json.loads(weights[8 : 8 + int.from_bytes(weights[:8], "little")])
+            shapes = {name: entry["shape"] for name, entry in table.items() if name != "__metadata__"}
+            record = json.dumps(json.loads(record) | {"tensors": shapes}).encode()
+    record = sealed(record, weights) if which == "listed" or draw(st.integers(0, 4)) else record
     put(folder, {"widths.json": record, "model.safetensors": weights})
-    attempt(lambda: dmcp.load(folder, network()[0]))
-
-
-def read_listed_shapes(draw: Draw, folder: Path) -> None:
-    """A saved network whose widths.json lists the tensors that the file has, whatever they are."""
-    weights = change_tensors(draw, files()["model.safetensors"])
-    record = json.loads(files()["widths.json"])
-    try:
-        table = json.loads(weights[8 : 8 + int.from_bytes(weights[:8], "little")])
-        record["tensors"] = {name: entry["shape"] for name, entry in table.items() if name != "__metadata__"}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        pass
-    put(folder, {"widths.json": sealed(json.dumps(record).encode(), weights), "model.safetensors": weights})
     attempt(lambda: dmcp.load(folder, network()[0]))
 
 
@@ -380,19 +317,16 @@ def read_checkpoint(draw: Draw, folder: Path) -> None:
     put(folder, {"log.jsonl": files()["log.jsonl"]})
     stage = folder / "checkpoints" / "search"
     stage.parent.mkdir()
-    kind = draw(st.sampled_from(["file"] * 12 + ["two", "two", "absent", "no folder", "link out", "link"]))
+    kind = draw(st.sampled_from(["file"] * 12 + ["two", "two", "no folder", "link out"]))
     if kind == "no folder":
         stage.touch()
     elif kind == "link out":
         stage.symlink_to(folder)
-    elif kind != "absent":
+    else:
         put(stage, {name: raw})
     if kind == "two":  # an earlier one, sound but for its step, and what is no checkpoint
         sound = hashlib.sha256(checkpoint()).hexdigest()[:16]
         put(stage, {f"step-000000002-{sound}.safetensors": checkpoint(), "note": b""})
-    if kind == "link":
-        (stage / name).rename(stage / "moved")
-        (stage / name).symlink_to("moved")
     if attempt(lambda: load_checkpoint(stage, warn=len)):
         attempt(Run(folder).rewind)
 
@@ -448,7 +382,7 @@ def read_listing(draw: Draw, folder: Path) -> None:
 CASES: dict[str, Case] = {
     case.__name__.removeprefix("read_"): case
     for case in (
-        *(read_widths, read_result, read_listed_shapes, read_checkpoint, read_shards),
+        *(read_widths, read_result, read_checkpoint, read_shards),
         *(read_budget, read_search, read_settings, read_listing),
     )
 }
@@ -477,15 +411,10 @@ def explore(case: Case, folder: Path, examples: int) -> None:
     assert peak() - before < MEGABYTES * 2**20
 
 
+@pytest.mark.parametrize("examples", [100, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
-def test_a_hundred_mutants(name: str, tmp_path: Path) -> None:
-    explore(CASES[name], tmp_path, 100)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_a_thousand_mutants(name: str, tmp_path: Path) -> None:
-    explore(CASES[name], tmp_path, 1000)
+def test_mutants(name: str, examples: int, tmp_path: Path) -> None:
+    explore(CASES[name], tmp_path, examples)
 
 
 # links, pipes and sizes
@@ -515,14 +444,11 @@ def test_no_link_out_of_the_folder_is_followed(name: str, tmp_path: Path) -> Non
     with pytest.raises(FileError, match="leads elsewhere"):
         Run(run).rewind()  # what a resumed run does first
     assert {path.name: path.read_bytes() for path in outside.iterdir()} == files()
-
-
-@pytest.mark.parametrize("name", sorted(READERS.keys() - {LOCK}))
-def test_a_link_inside_the_folder_is_followed(name: str, tmp_path: Path) -> None:
-    put(tmp_path, files())
-    (tmp_path / name).rename(tmp_path / "moved")
-    (tmp_path / name).symlink_to("moved")
-    READERS[name](tmp_path)
+    if name != LOCK:  # a link inside the folder is followed
+        (run / "moved").write_bytes(files()[name])
+        (run / name).unlink()
+        (run / name).symlink_to("moved")
+        READERS[name](run)
 
 
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
@@ -557,11 +483,30 @@ def test_no_pipe_is_waited_for(name: str, tmp_path: Path) -> None:
 
 
 def test_huge_files_are_refused_before_memory_is_taken(tmp_path: Path) -> None:
-    """In a process of its own that may take half a GiB more than it has: files of a TiB with holes, and bombs."""
+    """Files of a TiB with holes, and bombs, while this process may take half a GiB more than it has."""
     put(tmp_path, files() | shards())
-    done = subprocess.run([sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == [*sorted(READERS.keys() - {LOCK}), "many-channels", "claims", "header", "deep"]
+    network()
+    used, before = int(Path("/proc/self/statm").read_text().split()[0]), resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used * resource.getpagesize() + 2**29, before[1]))
+    try:
+        for name in sorted(READERS.keys() - {LOCK}):
+            os.truncate(tmp_path / name, 2**40)
+            assert not attempt(functools.partial(READERS[name], tmp_path)) and attempt(lambda: read_run(tmp_path)), name
+            put(tmp_path, {name: files()[name]})
+        for shape, size in (((1, 1, 1, 10**8), 10**8), ((10**6, 10**3, 10**3, 3), 99)):
+            with zipfile.ZipFile(tmp_path / "train-0.npz", "w", zipfile.ZIP_DEFLATED) as shard:
+                head = io.BytesIO()
+                np.lib.format.write_array_header_1_0(head, {"descr": "|u1", "fortran_order": False, "shape": shape})
+                shard.writestr("images.npy", head.getvalue() + bytes(size))
+                shard.writestr("labels.npy", npy(np.zeros(1, "i8")))
+            assert not attempt(lambda: datasets.load(tmp_path))
+        put(tmp_path / "stage", {f"step-000000003-{'0' * 16}.safetensors": (2**40).to_bytes(8, "little")})
+        os.truncate(next((tmp_path / "stage").iterdir()), 2**41)
+        assert not attempt(lambda: load_checkpoint(tmp_path / "stage"))
+        put(tmp_path, {"settings.json": b"[" * 10**7})
+        assert not attempt(lambda: read_json(tmp_path / "settings.json")) and attempt(lambda: read_run(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 # no file runs code
@@ -594,62 +539,6 @@ def test_weights_that_would_run_code_are_refused(tmp_path: Path, monkeypatch: py
 def test_listing_a_run_imports_nothing_that_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "named_by_a_run.py").write_text("raise SystemExit")
     monkeypatch.syspath_prepend(tmp_path)
-    settings_of = json.loads(files()["settings.json"])
-    settings_of["model"] = "named_by_a_run:build"
-    put(tmp_path / "run", files() | {"settings.json": json.dumps(settings_of).encode()})
-    past = read_run(tmp_path / "run")
-    assert past.describe()["model"] == "named_by_a_run:build" and "named_by_a_run" in make_page([past])
-    assert "named_by_a_run" not in sys.modules
-
-
-def test_the_package_has_no_way_to_run_data() -> None:
-    for path in (Path(dmcp.__file__).parent).glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                names = {getattr(node, "module", None), *(alias.name for alias in node.names)}
-                assert not names & {"pickle", "marshal", "shelve", "yaml", "dill", "cloudpickle"}, path.name
-            if isinstance(node, ast.Call):
-                name, options = ast.unparse(node.func), {it.arg: ast.unparse(it.value) for it in node.keywords}
-                assert name not in ("eval", "exec", "compile", "__import__"), path.name
-                assert name != "torch.load" or options.get("weights_only") == "True", path.name
-                assert options.get("allow_pickle", "False") == "False", path.name
-                if name == "importlib.import_module" and path.name not in ("models.py", "__init__.py"):  # typed; ours
-                    assert isinstance(node.args[0], ast.Constant) or ast.unparse(node.args[0]).isupper(), path.name
-
-
-def refuse_huge_files(folder: Path) -> None:
-    """What the process of its own does; it prints what was refused."""
-    import resource
-
-    network(), files()
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + 2**29, used + 2**29))
-
-    def expect(name: str, read: Callable[[], Any]) -> None:
-        assert not attempt(read)
-        assert attempt(lambda: read_run(folder))
-        print(name)
-
-    for name in sorted(READERS.keys() - {LOCK}):
-        read, before = READERS[name], (folder / name).read_bytes()
-        os.truncate(folder / name, 2**40)
-        expect(name, functools.partial(read, folder))
-        put(folder, {name: before})
-
-    sizes = {"many-channels": (1, 1, 1, 10**8), "claims": (10**6, 10**3, 10**3, 3)}
-    for name, shape in sizes.items():
-        with zipfile.ZipFile(folder / "train-0.npz", "w", zipfile.ZIP_DEFLATED) as shard:
-            head = io.BytesIO()
-            np.lib.format.write_array_header_1_0(head, {"descr": "|u1", "fortran_order": False, "shape": shape})
-            shard.writestr("images.npy", head.getvalue() + bytes(10**8 if name == "many-channels" else 99))
-            shard.writestr("labels.npy", npy(np.zeros(1, "i8")))
-        expect(name, lambda: datasets.load(folder))
-    put(folder / "stage", {f"step-000000003-{'0' * 16}.safetensors": (2**40).to_bytes(8, "little")})
-    os.truncate(next((folder / "stage").iterdir()), 2**41)
-    expect("header", lambda: load_checkpoint(folder / "stage"))
-    put(folder, {"settings.json": b"[" * 10**7})
-    expect("deep", lambda: read_json(folder / "settings.json"))
-
-
-if __name__ == "__main__":
-    refuse_huge_files(Path(sys.argv[1]))
+    named = json.loads(files()["settings.json"]) | {"model": "named_by_a_run:build"}
+    put(tmp_path / "run", files() | {"settings.json": json.dumps(named).encode()})
+    assert read_run(tmp_path / "run").describe()["model"] == "named_by_a_run:build"

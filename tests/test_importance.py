@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from nets import Chain, Concat, Depthwise, Grouped, Residual, SharedWeight, SqueezeExcite
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 import dmcp
 from dmcp.importance import Place, magnitude, placed, scaled, strongest, vectors, written
@@ -14,20 +15,14 @@ from dmcp.tracing.graph import ChannelGraph
 from dmcp.widths import ChannelSpace
 
 
-class Transposed(nn.Module):
+class Transposed(nn.Sequential):
     """Transposed convs: plain, depthwise, with whole groups that go, and with channels that go inside each group."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.ConvTranspose2d(3, 6, 2)
-        self.depth = nn.ConvTranspose2d(6, 6, 3, padding=1, groups=6)
-        self.mix = nn.Conv2d(6, 10, 1)
-        self.wide = nn.ConvTranspose2d(10, 4, 2, groups=2)
-        self.head = nn.Conv2d(4, 3, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.mix(F.relu(self.depth(F.relu(self.up(x))))))
-        return self.head(F.relu(self.wide(x)))
+        layers = {"up": nn.ConvTranspose2d(3, 6, 2), "depth": nn.ConvTranspose2d(6, 6, 3, padding=1, groups=6)}
+        layers |= {"relu": nn.ReLU(), "mix": nn.Conv2d(6, 10, 1), "again": nn.ReLU()}
+        layers |= {"wide": nn.ConvTranspose2d(10, 4, 2, groups=2), "head": nn.Conv2d(4, 3, 1)}
+        super().__init__(OrderedDict(layers))
 
 
 def traced(kind: type[nn.Module]) -> tuple[nn.Module, ChannelGraph, dict[str, ChannelSpace]]:
@@ -54,24 +49,17 @@ def test_tied_layers_are_all_found() -> None:
     torch.testing.assert_close(magnitude(model, graph, spaces["conv3"], 2), squares.detach().double())
 
 
-def test_depthwise_filters_belong_to_their_channel() -> None:
+def test_filters_of_depthwise_grouped_and_transposed_convs() -> None:
     model, graph, spaces = traced(Depthwise)
     assert names(written(model, graph, spaces["expand1"])) == [("expand1.weight", 0), ("depth1.weight", 0)]
     by_hand = torch.cat([model.expand1.weight.flatten(1), model.depth1.weight.flatten(1)], dim=1)
-    found = vectors(model, written(model, graph, spaces["expand1"]))
-    torch.testing.assert_close(found, by_hand.detach().double())
-
-
-def test_groups_that_go_whole_and_channels_inside_of_them() -> None:
+    torch.testing.assert_close(vectors(model, written(model, graph, spaces["expand1"])), by_hand.detach().double())
     model, graph, spaces = traced(Grouped)
     inside = written(model, graph, spaces["wide"])[0]  # channel i of both groups of 5
     assert inside.name == "wide.weight" and inside.rows.tolist() == [[i, 5 + i] for i in range(5)]
     reduce, thin = written(model, graph, spaces["reduce"])
     assert reduce.rows.tolist() == [[2 * i, 2 * i + 1] for i in range(6)]
     assert thin.name == "thin.weight" and thin.rows.tolist() == [[3 * i, 3 * i + 1, 3 * i + 2] for i in range(6)]
-
-
-def test_transposed_convs_write_along_dim_one() -> None:
     model, graph, spaces = traced(Transposed)
     assert names(written(model, graph, spaces["up"])) == [("up.weight", 1), ("depth.weight", 0)]
     by_hand = model.up.weight.abs().sum((0, 2, 3)) + model.depth.weight.abs().sum((1, 2, 3))
@@ -87,10 +75,7 @@ def test_rows_are_those_that_a_cut_drops(kind: type[nn.Module]) -> None:
     for space in spaces.values():
         found = {(place.name, place.dim): place for place in placed(model, graph, space)}
         for channel in range(space.size):
-            others = [i for i in range(space.size) if i != channel]
-            if not others:
-                continue
-            cuts = graph.cuts({space.name: others})
+            cuts = graph.cuts({space.name: [i for i in range(space.size) if i != channel]})
             for (name, dim), place in found.items():
                 gone = set(range(parameters[name].shape[dim])) - set(cuts[name][dim].tolist())
                 assert set(place.rows[channel].tolist()) == gone, (name, dim)
@@ -111,10 +96,10 @@ def test_a_silenced_network_computes_what_the_cut_one_does(kind: type[nn.Module]
     kept = {name: list(range(0, space.size, 2)) for name, space in spaces.items()}
     small = dmcp.cut(model, graph, kept)
     full = model(x)
-    for name, space in spaces.items():
+    for space in spaces.values():
         for place in placed(model, graph, space):
             place.silence(model, torch.arange(1, space.size, 2))
-            assert (place.vectors(model)[1::2] == 0).all() and name
+            assert (place.vectors(model)[1::2] == 0).all()
     torch.testing.assert_close(model(x), small(x))
     assert not torch.allclose(full, small(x))
 

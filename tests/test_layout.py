@@ -12,7 +12,6 @@ import math
 import random
 from collections.abc import Callable
 
-import pytest
 import torch
 
 from dmcp.tracing.layout import Atom, Channels, Layout, atoms_of, fixed, kept_indices, monomials, width
@@ -127,53 +126,36 @@ class Program:
             assert left == right, f"claim {number}: {text}"
 
 
-def ran(seed: int, steps: int) -> Program:
-    program = Program(seed)
-    for _ in range(steps):
-        program.step()
-    return program
-
-
-def test_operations_are_those_of_lists() -> None:
+def test_operations_and_reading_are_those_of_lists() -> None:
+    live = 0
     for seed in range(400):
         program = Program(seed)
-        for step in range(10):
+        for _ in range(10):
             program.step()
-            try:
-                program.check()
-            except AssertionError as error:
-                raise AssertionError(f"seed {seed}, step {step}: {error}") from None
+            program.check()
+        live += any(program.channels.atoms(layout) for layout in program.pool)
+        if seed < 150:
+            check_reading(program)
+    assert live > 300  # the claims hold for unprunable dims, too: most must not be
 
 
-def test_random_programs_leave_something_to_narrow() -> None:
-    """The claims hold for unprunable dims, too: most must not be."""
-    programs = [ran(seed, 10) for seed in range(99)]
-    live = [any(program.channels.atoms(layout) for layout in program.pool) for program in programs]
-    assert sum(live) > 80
-
-
-def test_reading_is_that_of_lists() -> None:
-    for seed in range(150):
-        program = ran(seed, 8)
-        program.check()
-        channels = program.channels
-        for layout in program.pool:
-            resolved = channels.resolve(layout)
-            assert channels.resolve(resolved) == resolved
-            sizes = {atom.index: channels.axis_size(atom) for atom in atoms_of(resolved)}
-            assert sorted(atom.index for atom in channels.atoms(layout)) == sorted(sizes)
-            written = labels(channels, layout)
-            assert len(written) == channels.size(layout) == channels.size(resolved)
-            kept = {
-                atom: sorted(program.random.sample(range(n), program.random.randint(1, n))) for atom, n in sizes.items()
-            }
-            expected = [at for at, label in enumerate(written) if all(channel in kept[atom] for atom, channel in label)]
-            found = kept_indices(resolved, {atom: torch.tensor(own) for atom, own in kept.items()}, sizes)
-            assert found.tolist() == expected
-            widths = {atom: len(own) for atom, own in kept.items()}
-            assert width(resolved, widths) == len(expected)
-            terms = monomials(resolved)
-            assert sum(factor * math.prod(widths[atom] for atom in atoms) for factor, atoms in terms) == len(expected)
+def check_reading(program: Program) -> None:
+    channels = program.channels
+    for layout in program.pool:
+        resolved = channels.resolve(layout)
+        assert channels.resolve(resolved) == resolved
+        sizes = {atom.index: channels.axis_size(atom) for atom in atoms_of(resolved)}
+        assert sorted(atom.index for atom in channels.atoms(layout)) == sorted(sizes)
+        written = labels(channels, layout)
+        assert len(written) == channels.size(layout) == channels.size(resolved)
+        kept = {it: sorted(program.random.sample(range(n), program.random.randint(1, n))) for it, n in sizes.items()}
+        expected = [at for at, label in enumerate(written) if all(channel in kept[atom] for atom, channel in label)]
+        found = kept_indices(resolved, {atom: torch.tensor(own) for atom, own in kept.items()}, sizes)
+        assert found.tolist() == expected
+        widths = {atom: len(own) for atom, own in kept.items()}
+        assert width(resolved, widths) == len(expected)
+        terms = monomials(resolved)
+        assert sum(factor * math.prod(widths[atom] for atom in atoms) for factor, atoms in terms) == len(expected)
 
 
 def test_kept_channels_come_in_the_order_given() -> None:
@@ -203,18 +185,11 @@ def test_aligned_operations_keep_everything_prunable() -> None:
             assert [len(label) for label in labels(channels, part)] == [1] * channels.size(part)
 
 
-def test_joined_split_and_grouped_dims() -> None:
+def test_joined_and_grouped_dims() -> None:
     channels = Channels()
-    one, front, back = channels.fresh(10), channels.fresh(4), channels.fresh(6)
-    channels.join(one, front + back)  # an atom is now a concatenation
-    assert channels.atoms(one) == [*channels.atoms(front), *channels.atoms(back)]
-    again = channels.fresh(10)
-    channels.join(again, one)
-    assert channels.resolve(again) == channels.resolve(one)
     both = channels.fresh(12)
     groups, inner = channels.factor(both, 2)
     shuffled = channels.multiply(inner, groups)
-    assert labels(channels, shuffled) == [label for at in range(6) for label in labels(channels, both)[at::6]]
     channels.fix(groups, "the groups of a shuffle")
     assert [len(channels.atoms(layout)) for layout in (both, inner, shuffled, groups)] == [1, 1, 1, 0]
     one, other = channels.fresh(6), channels.fresh(6)  # pieces of a concatenation become alike when it is grouped
@@ -228,16 +203,9 @@ def test_joined_split_and_grouped_dims() -> None:
     assert len({channels.resolve(dim) for dim in dims}) == 1 and len(channels.atoms(dims[0])) == 1
     channels.fix(dims[4], "why")
     assert all(channels.resolve(dim) == fixed(8) for dim in dims)
-
-
-def test_dims_of_size_one_and_none_are_fixed() -> None:
-    channels = Channels()
     dim = channels.fresh(5)
-    assert channels.fresh(1) == fixed(1)
-    assert channels.multiply(fixed(1), dim) == channels.multiply(dim, fixed(1)) == dim
+    assert channels.fresh(1) == fixed(1) and channels.multiply(fixed(1), dim) == channels.multiply(dim, fixed(1)) == dim
     assert (channels.factor(dim, 1), channels.factor(dim, 5)) == ((fixed(1), dim), (dim, fixed(1)))
-    assert channels.divide(dim, [0, 5, 0])[1] == dim
-    assert channels.multiply(fixed(2), fixed(3)) == fixed(6) and channels.resolve(fixed(2) + fixed(3)) == fixed(5)
 
 
 # -- unprunable
@@ -246,10 +214,7 @@ def test_dims_of_size_one_and_none_are_fixed() -> None:
 def test_fix_counts_and_keeps_the_first_reason() -> None:
     channels = Channels(because="the op at hand")
     one, other, third = channels.fresh(4), channels.fresh(5), channels.fresh(6)
-    (atom,) = channels.atoms(one)
-    assert channels.reason(atom) is None
     assert (channels.fix(one + other, "first"), channels.fix(one, "second"), channels.fix(third)) == (2, 0, 1)
-    assert channels.reason(atom) == "first"
     assert channels.atoms(one + other + third) == []
     assert channels.unprunable(one + other + third) == [(4, "first"), (5, "first"), (6, "the op at hand")]
     assert channels.fix(fixed(7), "nothing to do") == 0
@@ -267,7 +232,7 @@ def test_what_does_not_align_is_unprunable_with_a_reason() -> None:
     one, other, third = channels.fresh(4), channels.fresh(4), channels.fresh(4)
     channels.fix(one, "it is an output of the model")
     channels.join(one, other)
-    assert channels.atoms(other) == [] and channels.reason(atoms_of(other)[0])
+    assert channels.atoms(other) == [] and channels.unprunable(other)
     channels.join(third, fixed(4))
     assert channels.unprunable(third) == [(4, "meets a fixed size (add at block)")]
     for order in ((0, 1), (1, 0)):
@@ -286,13 +251,3 @@ def test_what_does_not_align_is_unprunable_with_a_reason() -> None:
     pieces = channels.fresh(2) + channels.fresh(3)
     assert channels.resolve(channels.multiply(fixed(1000), pieces)) == fixed(5000)
     assert channels.atoms(pieces) == [] and "too many" in channels.unprunable(pieces)[0][1]
-
-
-@pytest.mark.parametrize("copies", [2, 3, 4, 6])
-def test_dims_that_hold_the_same_channels_in_another_order(copies: int) -> None:
-    for size in range(2, 13):
-        channels = Channels()
-        dim = channels.fresh(size)
-        one, other = channels.multiply(dim, fixed(copies)), channels.multiply(fixed(copies), dim)
-        channels.join(one, other)
-        assert labels(channels, one) == labels(channels, other), size

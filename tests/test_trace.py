@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pydoc
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,13 +15,10 @@ import torchvision
 from nets import Chain, Residual, Toy, check, check_graph, distance, keep, mystery, pick, randomise, sample, sizes, unit
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
 import dmcp
 from dmcp.errors import TraceError
-from dmcp.tracing.ops import pointwise
-from dmcp.tracing.record import record
 
 X = sample((3, 16, 16), batch=3)
 EVAL = (False,)
@@ -91,44 +87,10 @@ def tied_transposed(m: Any, x: Tensor) -> Tensor:
     return m.head(F.relu(F.linear(hidden, m.code.weight.t())))
 
 
-def halves_by_shape(m: Any, x: Tensor) -> Tensor:
-    x = m.a(x)
-    half = x.shape[1] // 2
-    return head(m, m.b(x[:, :half] * torch.sigmoid(x[:, half:])))
-
-
-def branch_by_shape(m: Any, x: Tensor) -> Tensor:
-    x = m.a(x)
-    if x.shape[-1] > 8:
-        x = F.max_pool2d(x, 2)
-    for _ in range(len(x.shape) - 2):
-        x = m.b(x) + x
-    return head(m, x)
-
-
 def train_mode_only(m: Any, x: Tensor) -> Any:
     x = m.a(x)
     logits = head(m, m.b(x))
     return (logits, m.last(F.relu(m.aux(x)).mean((2, 3)))) if m.training else logits
-
-
-def shuffle_by_hand(m: Any, x: Tensor) -> Tensor:
-    n, c, h, w = (x := m.a(x)).shape
-    return head(m, m.c(m.b(x.view(n, 2, c // 2, h, w).transpose(1, 2).reshape(n, c, h, w))))
-
-
-def u_net(m: Any, x: Tensor) -> Tensor:
-    x = m.a(x)
-    y = F.interpolate(m.b(F.avg_pool2d(x, 2)), scale_factor=2, mode="bilinear")
-    return m.out(m.c(torch.cat([y, F.pad(x, (1, 1, 1, 1))[:, :, 1:-1, 1:-1]], 1)))
-
-
-def attention_by_hand(m: Any, x: Tensor) -> Tensor:
-    tokens = m.a(x).flatten(2).transpose(1, 2)
-    b, n, _ = tokens.shape
-    q, k, v = (part.reshape(b, n, 2, -1).transpose(1, 2) for part in (m.q(tokens), m.k(tokens), m.v(tokens)))
-    mixed = F.scaled_dot_product_attention(q, k, v, scale=0.3).transpose(1, 2).reshape(b, n, -1)
-    return m.head(m.out(mixed).relu().mean(1))
 
 
 def block_of_a_transformer(m: Any, x: Tensor) -> Tensor:
@@ -138,35 +100,25 @@ def block_of_a_transformer(m: Any, x: Tensor) -> Tensor:
     return m.head(tokens.mean(1))
 
 
+def transformer() -> dict[str, nn.Module]:
+    layers = {"stem": nn.Conv2d(3, 16, 4, 4), "attention": nn.MultiheadAttention(16, 4, batch_first=True)}
+    return layers | {
+        "norm": nn.LayerNorm(16),
+        "fc1": nn.Linear(16, 21),
+        "fc2": nn.Linear(21, 16),
+        "head": nn.Linear(16, 5),
+    }
+
+
 def standardized(m: Any, x: Tensor) -> Tensor:
     weight = m.b.weight
     weight = (weight - weight.mean((1, 2, 3), keepdim=True)) / weight.std((1, 2, 3), keepdim=True)
     return head(m, m.c(F.relu(F.conv2d(m.a(x), weight, m.b.bias))))
 
 
-def tied() -> nn.Module:
-    model = Toy(
-        lambda m, x: head(m, F.relu(m.n(m.b(y := m.a(x)) + m.c(y)))),
-        a=unit(3, 16),
-        b=nn.Conv2d(16, 12, 3, padding=1),
-        c=nn.Conv2d(16, 12, 3, padding=1),
-        n=nn.BatchNorm2d(12),
-        head=nn.Linear(12, 5),
-    )
-    model.c.weight = model.b.weight
-    return model
-
-
-def buffered(table: Tensor, buffer: bool) -> nn.Module:
-    def run(m: Any, x: Tensor) -> Tensor:
-        y = m.a(x)
-        return head(m, m.b(F.conv2d(y, m.table, groups=m.table.shape[0]) if buffer else y * m.table))
-
-    model = Toy(run, **ab())
-    if buffer:
-        model.register_buffer("table", table)
-    else:
-        model.table = table
+def with_buffer() -> nn.Module:
+    model = Toy(lambda m, x: head(m, m.b(F.conv2d(m.a(x), m.table, groups=m.table.shape[0]))), **ab())
+    model.register_buffer("table", torch.rand(16, 1, 3, 3))
     return model
 
 
@@ -198,7 +150,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
         lambda: Toy(tied_transposed, a=unit(3, 16), code=nn.Linear(16, 7), head=nn.Linear(16, 5)),
         {"a.0": 16, "code": 7},
     ),
-    "tied parameters": (tied, {"a.0": 16, "b": 12}),
     "raw parameters": (Raw, {"first": 16, "second": 12, "mix": 10}),
     "unused layers": (lambda: Toy(lambda m, x: head(m, m.b(m.a(x))), **ab(), spare=nn.Linear(16, 16)), AB),
     "norm of the batch": (lambda: normed(nn.BatchNorm2d(16, track_running_stats=False)), {"a": 16, "b.0": 12}),
@@ -212,44 +163,17 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
         lambda: Literal(lambda m, x: torch.cat(x.split([m.c // 2, m.c - m.c // 2], 1), 1).flatten(1)),
         None,
     ),
-    "halves by shape": (lambda: Toy(halves_by_shape, **ab(16, 12, 8)), {"a.0": 8, "b.0": 12}),
     "a returned map": (lambda: Toy(lambda m, x: [y := m.a(x), head(m, m.b(y))], **ab()), {"b.0": 12}),
-    "a branch by shape": (lambda: Toy(branch_by_shape, **ab(16, 16)), {"a.0": 16}),
     "layers that run in train mode only": (
         lambda: Toy(train_mode_only, **ab(), aux=nn.Conv2d(16, 9, 1), last=nn.Linear(9, 5)),
         {**AB, "aux": 9},
     ),
-    "a plain tensor": (lambda: buffered(torch.rand(16, 1, 1, dtype=torch.float64), buffer=False), {"b.0": 12}),
-    "a buffer": (lambda: buffered(torch.rand(16, 1, 3, 3), buffer=True), AB),
-    "shuffle": (
-        lambda: Toy(shuffle_by_hand, **ab(16, 16, last=12) | {"b": unit(16, 16, groups=16), "c": unit(16, 12)}),
-        {"a.0": 8, "c.0": 12},
+    "a plain tensor": (
+        lambda: Toy(lambda m, x: head(m, m.b(m.a(x) * m.t)), **ab(), t=X[0, 0, :, :1, None]),
+        {"b.0": 12},
     ),
-    "u-net": (lambda: Toy(u_net, **ab(), c=unit(28, 9), out=nn.Conv2d(9, 4, 1)), {**AB, "c.0": 9}),
-    "attention": (
-        lambda: Toy(
-            block_of_a_transformer,
-            stem=nn.Conv2d(3, 16, 4, 4),
-            attention=nn.MultiheadAttention(16, 4, batch_first=True),
-            norm=nn.LayerNorm(16),
-            fc1=nn.Linear(16, 21),
-            fc2=nn.Linear(21, 16),
-            head=nn.Linear(16, 5),
-        ),
-        {"fc1": 21},
-    ),
-    "attention by hand": (
-        lambda: Toy(
-            attention_by_hand,
-            a=unit(3, 16),
-            q=nn.Linear(16, 12),
-            k=nn.Linear(16, 12),
-            v=nn.Linear(16, 14),
-            out=nn.Linear(14, 9),
-            head=nn.Linear(9, 5),
-        ),
-        None,
-    ),
+    "a buffer": (with_buffer, AB),
+    "attention": (lambda: Toy(block_of_a_transformer, **transformer()), {"fc1": 21}),
     "standardized weights": (
         lambda: Toy(standardized, **ab(last=9) | {"b": nn.Conv2d(16, 12, 3), "c": unit(12, 9)}),
         None,
@@ -275,11 +199,6 @@ def test_spaces_and_contract(row: str) -> None:
         assert all(item.reason in text for item in graph.unprunable) and all(it.name in text for it in graph.spaces)
 
 
-@pytest.mark.parametrize(("conv", "norm", "rank"), [(nn.Conv1d, nn.BatchNorm1d, 1), (nn.Conv3d, nn.BatchNorm3d, 3)])
-def test_other_ranks(conv: Any, norm: Any, rank: int) -> None:
-    check(other_rank(conv, norm), sample((3, *(7,) * rank)), {"a": 16, "b": 12})
-
-
 @dataclass
 class Answer:
     logits: Tensor
@@ -291,53 +210,36 @@ class Pair(NamedTuple):
     aux: Tensor
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda a, b: {"out": a, "aux": (b, [2 * b])},
-        lambda a, b: Answer(a, {"aux": [b, None]}),
-        Pair,
-        lambda a, b: [a, (b,), None],
-    ],
-    ids=["dict", "dataclass", "namedtuple", "list"],
-)
+WRAPS: list[Any] = [lambda a, b: {"out": a, "aux": (b, [2 * b])}, lambda a, b: Answer(a, {"aux": [b, None]}), Pair]
+
+
+@pytest.mark.parametrize("wrap", WRAPS, ids=["dict", "dataclass", "namedtuple"])
 def test_nested_outputs_are_unprunable(wrap: Any) -> None:
     model = Toy(lambda m, x: wrap(head(m, m.b(y := m.a(x))), m.aux(y)), **ab(), aux=nn.Conv2d(16, 9, 1))
-    graph = check(model, X, AB)
+    graph = check(model, X, AB, EVAL)
     assert any(item.name == "aux" and "output" in item.reason for item in graph.unprunable)
 
 
-def test_several_inputs() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.head = unit(3, 16), unit(1, 16), nn.Linear(16, 5)
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = unit(3, 16), unit(1, 16), nn.Linear(16, 5)
 
-        def forward(self, image: Tensor, mask: Tensor) -> Tensor:
-            return head(self, self.a(image) * self.b(mask))
-
-    for x in ((X, MASK), {"mask": MASK, "image": X}):
-        check(Two(), x, {"a.0": 16})
+    def forward(self, image: Tensor, mask: Tensor) -> Tensor:
+        return head(self, self.a(image) * self.b(mask))
 
 
-def test_what_cut_does_to_parameters_buffers_and_attributes() -> None:
-    def cut(row: str, widths: dict[str, int]) -> tuple[Any, Any]:
-        model = randomise(MODELS[row][0]())
-        return model, dmcp.cut(model, dmcp.trace(model, X), widths)
-
-    _, small = cut("tied parameters", {"b": 3})
-    assert small.c.weight is small.b.weight and small.b.bias is not small.c.bias
-    _, small = cut("raw parameters", {"first": 5, "second": 4})
-    shapes = [tuple(getattr(small, name).shape) for name in ("gamma", "beta", "mean", "var", "layer_scale")]
-    assert shapes == [(5,)] * 4 + [(4, 1, 1)]
-    model, small = cut("unused layers", {"a.0": 2})
-    assert torch.equal(small.spare.weight, model.spare.weight)
-    _, small = cut("a buffer", {"a.0": 5})
-    assert small.table.shape == (5, 1, 3, 3)
-    _, small = cut("group norm", {"a": 2})
-    assert (small.n.num_groups, small.n.num_channels, small.a.out_channels) == (2, 8, 8)
-    _, small = cut("layers that run in train mode only", {"a.0": 4, "aux": 2})
-    assert small.aux.weight.shape == (2, 4, 1, 1)
+@pytest.mark.parametrize(
+    ("make", "x", "spaces"),
+    [
+        (lambda: other_rank(nn.Conv1d, nn.BatchNorm1d), sample((3, 7)), {"a": 16, "b": 12}),
+        (lambda: other_rank(nn.Conv3d, nn.BatchNorm3d), sample((3, 7, 7, 7)), {"a": 16, "b": 12}),
+        (Two, (X, MASK), {"a.0": 16}),
+        (Two, {"mask": MASK, "image": X}, {"a.0": 16}),
+    ],
+)
+def test_other_ranks_and_several_inputs(make: Any, x: Any, spaces: Any) -> None:
+    check(make(), x, spaces)
 
 
 def test_an_in_place_literal_slice_means_channels_by_number() -> None:
@@ -364,8 +266,7 @@ def test_a_literal_from_an_attribute_is_bound(view: Any) -> None:
     assert (small.c, small.divisor, model.c) == (6, 16, 16)
 
 
-@pytest.mark.parametrize("joined", [False, True])
-@pytest.mark.parametrize("size", [4, 12, 24])
+@pytest.mark.parametrize(("size", "joined"), [(4, True), (12, False), (24, True)])
 def test_a_half_by_shape_beside_the_whole_is_found_at_any_size(size: int, joined: bool) -> None:
     def run(m: Any, x: Tensor) -> tuple[Tensor, ...]:
         wide = torch.cat([m.a(x), m.b(x)], 1) if joined else m.a(x)
@@ -404,18 +305,6 @@ def test_train_mode_with_a_batch_of_one() -> None:
     graph = dmcp.trace(randomise(model).train(), X[:1])  # a norm over the batch alone: one sample has no variance
     assert sizes(graph) == {"a.0": 16} and model.training
     check_graph(model, graph, X)
-
-
-def test_bfloat16() -> None:
-    model = randomise(Chain(**Chain.FULL)).bfloat16()
-    x = sample(Chain.SHAPE)
-    graph = dmcp.trace(model, x.bfloat16())
-    assert sizes(graph) == {"conv1": 7, "conv2": 9, "conv3": 6}
-    small = dmcp.cut(model, graph, {"conv1": 3})
-    assert {value.dtype for value in small.parameters()} == {torch.bfloat16} == {small(x.bfloat16()).dtype}
-    net = dmcp.Supernet(model, graph).eval()
-    assert net(x.bfloat16(), net.soft()).isfinite().all()
-    check_graph(model.double(), graph, x)
 
 
 class Caching(nn.Module):
@@ -472,86 +361,50 @@ def test_layer_norm_is_pruned_with_exact_false() -> None:
 
 # -- weights that are computed
 
-UNDO = "torch.nn.utils.parametrize.remove_parametrizations"
-NORMED = {
-    "weight_norm": (weight_norm, UNDO),
-    "old weight_norm": (nn.utils.weight_norm, "torch.nn.utils.remove_weight_norm"),
-    "spectral_norm": (spectral_norm, UNDO),
-    "old spectral_norm": (nn.utils.spectral_norm, "torch.nn.utils.remove_spectral_norm"),
-    "orthogonal": (orthogonal, UNDO),
+NORMS: dict[str, Any] = {
+    "weight_norm": weight_norm,
+    "old weight_norm": nn.utils.weight_norm,
+    "spectral_norm": spectral_norm,
+    "old spectral_norm": nn.utils.spectral_norm,
+    "orthogonal": orthogonal,
 }
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("how", NORMED)
+@pytest.mark.parametrize("how", NORMS)
 def test_a_layer_whose_weight_is_computed_is_named_with_the_way_out(how: str) -> None:
-    wrap, undo = NORMED[how]
-    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), wrap(nn.Conv2d(16, 12, 1)), unit(12, 9), nn.Conv2d(9, 2, 1))
+    convs = nn.Conv2d(3, 16, 3), NORMS[how](nn.Conv2d(16, 12, 1)), nn.Conv2d(9, 2, 1)
+    model = nn.Sequential(convs[0], nn.ReLU(), convs[1], unit(12, 9), convs[2])
     graph = check(model, X) if how == "weight_norm" else dmcp.trace(model, X.float())
-    reasons = {item.name: item.reason for item in graph.unprunable}
-    assert f"the weight of 2 is computed: undo that before pruning with {undo}(layer" in reasons["2"]
-    assert undo in reasons["0"]  # its channels are read by that weight
-    assert undo not in reasons["4"]
+    reasons = {item.name: "the weight of 2 is computed" in item.reason for item in graph.unprunable}
+    assert (reasons["0"], reasons["2"], reasons["4"]) == (True, True, False)  # channels of 0 are read by that weight
     assert sizes(graph)["3.0"] == 9
-
-
-def test_undoing_a_computed_weight_or_ignoring_its_layer() -> None:
-    model = nn.Sequential(weight_norm(nn.Conv2d(3, 16, 3)), nn.Conv2d(16, 9, 1), nn.Conv2d(9, 2, 1)).double()
-    with pytest.raises(TraceError, match=r'ignore=\["0"\]'):
-        dmcp.trace(model, X, strict=True)
-    assert sizes(dmcp.trace(model, X, ignore=["0"], strict=True)) == {"1": 9}
-    with pytest.raises(TraceError, match=r"0: .*the weight of 0 is computed: .*remove_parametrizations"):
-        dmcp.trace(model[:2], X)
-    parametrize.remove_parametrizations(model[0], "weight")
-    assert sizes(dmcp.trace(model, X)) == {"0": 16, "1": 9}
 
 
 # -- rules, ignore, reports
 
 
-@pytest.mark.parametrize(
-    "name", ["ssdlite320_mobilenet_v3_large", pytest.param("retinanet_resnet50_fpn", marks=pytest.mark.slow)]
-)
-def test_a_detector_with_its_boxes_says_what_to_trace_instead(name: str) -> None:
-    detector = getattr(torchvision.models.detection, name)(weights=None, weights_backbone=None, num_classes=3)
+def test_a_detector_with_its_boxes_says_what_to_trace_instead() -> None:
+    make = torchvision.models.detection.ssdlite320_mobilenet_v3_large
+    detector = make(weights=None, weights_backbone=None, num_classes=3)
     with pytest.raises(TraceError, match="Trace the part of a detector that ends before its boxes"):
         dmcp.trace(detector, ([torch.rand(3, 64, 64), torch.rand(3, 64, 64)],))
 
 
-def test_a_rule_of_the_users_own() -> None:
-    model = MODELS["an op without a rule"][0]()
-    graph = dmcp.trace(model.double(), X)
-    assert list(graph.unknown) == ["dmcp_tests.mystery.default"] and "mystery" in graph.summary()
-    rules = dmcp.RULES | {torch.ops.dmcp_tests.mystery.default: pointwise}
-    assert check(model, X, AB, rules=rules, strict=True).unknown == {}
-
-
-@pytest.mark.parametrize(
-    ("ignore", "left"),
-    [
-        (["conv2"], {"a", "b", "t"}),  # a layer: what it writes is kept, what it reads is not
-        (["bn2"], {"a", "b", "t"}),  # a norm
-        (["stem"], {"a", "b", "t"}),  # the name of the space, too
-        (("conv1", "project"), {"s", "b"}),
-        ([], {"s", "a", "b", "t"}),
-    ],
-)
-def test_ignore(ignore: Any, left: set[str]) -> None:
-    spaces = {Residual.SPACES[key]: Residual.FULL[key] for key in left}
-    check(Residual(**Residual.FULL), sample(Residual.SHAPE), spaces, ignore=ignore)
-
-
-def test_ignore_takes_everything_inside_a_module_and_tied_parameters_by_either_name() -> None:
+def test_ignore() -> None:
+    model, x = randomise(Residual(**Residual.FULL)), sample(Residual.SHAPE)
+    for ignore, left in {"conv2": "abt", "bn2": "abt", "stem": "abt", "conv1 project": "sb"}.items():
+        # a layer: what it writes is kept, what it reads is not; a norm; the name of a space, too
+        found = sizes(dmcp.trace(model, x, ignore=ignore.split()))
+        assert found == {Residual.SPACES[key]: Residual.FULL[key] for key in left}, ignore
     body = nn.Sequential(unit(16, 12), unit(12, 10))
     model = Toy(lambda m, x: head(m, m.body(m.a(x))), a=unit(3, 16), body=body, head=nn.Linear(10, 5))
-    assert sizes(dmcp.trace(model, X.float())) == {"a.0": 16, "body.0.0": 12, "body.1.0": 10}
-    graph = dmcp.trace(model, X.float(), ignore=["body"])
-    assert sizes(graph) == {"a.0": 16}
-    assert {"body.0.0", "body.1.0"} <= {item.name for item in graph.unprunable}
+    graph = dmcp.trace(model, X.float(), ignore=["body"])  # everything inside a module
+    assert sizes(graph) == {"a.0": 16} and {"body.0.0", "body.1.0"} <= {item.name for item in graph.unprunable}
     convs = [nn.Conv2d(3, 6, 1), *(nn.Conv2d(6, 6, 1, bias=False) for _ in "12"), nn.Conv2d(6, 2, 1)]
-    convs[2].weight = convs[1].weight
+    convs[2].weight = convs[1].weight  # tied parameters by either name
     assert dmcp.trace(nn.Sequential(*convs), X.float()).spaces
-    with pytest.raises(TraceError, match="ignored, as you asked"):
+    with pytest.raises(TraceError, match="ignored"):
         dmcp.trace(nn.Sequential(*convs), X.float(), ignore=["2"])
 
 
@@ -559,8 +412,6 @@ def test_writers_readers_and_shares_by_hand() -> None:
     graph = dmcp.trace(randomise(Residual(**Residual.FULL)), sample(Residual.SHAPE))
     stream = next(space for space in graph.spaces if space.name == "stem")
     assert (set(stream.writers), set(stream.readers)) == ({"stem", "conv2"}, {"conv1", "conv3", "project"})
-    again = dmcp.trace(randomise(Residual(**Residual.FULL)), sample(Residual.SHAPE))
-    assert (again.to_json(), again.full) == (graph.to_json(), graph.full)
     graph = dmcp.trace(randomise(Chain(**Chain.FULL)), sample(Chain.SHAPE))
     macs = {"conv1": 121 * 27 * 7, "conv2": 36 * 63 * 9, "conv3": 4 * 81 * 6, "head": 24 * 5}
     assert {layer.name: layer.macs for layer in graph.layers() if layer.macs} == macs
@@ -569,14 +420,6 @@ def test_writers_readers_and_shares_by_hand() -> None:
     shares = [graph.space_share(space) for space in graph.spaces]
     assert shares == pytest.approx([(macs[one] + macs[other]) / total for one, other in pairs])
     assert graph.prunable_share == pytest.approx(1)
-    kept = dmcp.trace(randomise(Chain(**Chain.FULL)), sample(Chain.SHAPE), ignore=["conv1", "conv2"])
-    assert kept.prunable_share == pytest.approx((macs["conv3"] + macs["head"]) / total)
-
-
-def test_help_is_short() -> None:
-    for name in dmcp.__all__:
-        if callable(value := getattr(dmcp, name)) and not isinstance(value, type):
-            assert len(pydoc.render_doc(value)) < 4000, name
 
 
 # -- values that forward reads
@@ -601,12 +444,8 @@ READS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "if": lambda m, x: m.b(m.a(x)) if x.mean() > 0 else m.c(m.a(x)),
     "if later": lambda m, x: m.b(y) if (y := m.a(x)).mean() > 9 else m.c(y),
     "item": lambda m, x: m.b(m.a(x) * x.amax().item()),
-    "float": lambda m, x: m.b(m.a(x) * float(x.amax())),
     "int": lambda m, x: m.b(m.a(x[..., : 4 + int(x.sum() > 0)])),
-    "max of Python": lambda m, x: m.b(m.a(x) * max(x[0, 0, 0, 0], x[0, 0, 0, 1])),
-    "in": lambda m, x: m.b(m.a(x)) if 7.0 in x else m.c(m.a(x)),
     "equal": lambda m, x: m.b(m.a(x)) if torch.equal(x, x + 1) else m.c(m.a(x)),
-    "allclose": lambda m, x: m.b(m.a(x)) if torch.allclose(x, x + 1) else m.c(m.a(x)),
     "tolist": lambda m, x: m.b(m.a(x) * x[0, 0, 0].tolist()[0]),
     "numpy": lambda m, x: m.b(m.a(x) * float(x.detach().numpy().mean())),
     "asarray": lambda m, x: m.b(m.a(x) * float(np.asarray(x).mean())),
@@ -615,7 +454,6 @@ READS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 SIZES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a mask": lambda m, x: m.b(m.a(x) * x[x > 0.5].mean()),
     "samples by a mask": lambda m, x: m.b(m.a(x)[x[:, 0, 0, 0] > 0.5]),
-    "nonzero": lambda m, x: m.b(m.a(x[x.mean((1, 2, 3)).nonzero()[:, 0]])),
     "where": lambda m, x: m.b(m.a(x[torch.where(x.mean((1, 2, 3)) > 0)[0]])),
     "repeat_interleave": lambda m, x: m.b(m.a(x.repeat_interleave(1 + (x[:, 0, 0, 0] > 0.5).long(), 0))),
     "a branch by a size": lambda m, x: m.b(m.a(x)) if len(x.nonzero()) else m.c(m.a(x)),
@@ -628,8 +466,6 @@ NO_READS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a buffer": lambda m, x: m.b(m.a(x)) if m.limit > 0 else m.c(m.a(x)),
     "a buffer, by numpy": lambda m, x: m.b(m.a(x) * float(m.limit.numpy()[0])),
     "a buffer of the input's type": lambda m, x: m.b(m.a(x) * m.limit.type_as(x).item()),
-    "a parameter": lambda m, x: m.b(m.a(x)) if m.a.bias.sum() < 99 else m.c(m.a(x)),
-    "a constant": lambda m, x: m.b(m.a(x) * torch.tensor([2.0, 3.0]).tolist()[0]),
     "dice": lambda m, x: m.b(m.a(x)) if torch.rand(1) < 2 else m.c(m.a(x)),
     "ones like the input": lambda m, x: m.b(m.a(x) * torch.ones_like(x).sum().item()),
     "a shape": lambda m, x: m.b(m.a(x)) if x.shape[-1] > 2 and x.numel() else m.c(m.a(x)),
@@ -647,10 +483,10 @@ def test_host_reads_of_the_input_are_noted_with_their_line(way: str) -> None:
     run = (READS | SIZES)[way]
     graph = dmcp.trace(Reads(run), IMAGE)
     (note,) = graph.notes
-    assert note.startswith("forward makes tensors whose size depends on values" if way in SIZES else "forward turns")
+    assert ("tensors whose size depends on values" in note) == (way in SIZES)
     assert f"(test_trace.py:{run.__code__.co_firstlineno})" in note
     assert ("layers that were not run: " in note) and note in graph.summary() and note in graph.to_json()["notes"]
-    with pytest.raises(TraceError, match=r"test_trace.py:\d+.*torch.where.*strict=False"):
+    with pytest.raises(TraceError, match=r"test_trace.py:\d+"):
         dmcp.trace(Reads(run), IMAGE, strict=True)
 
 
@@ -659,11 +495,9 @@ def test_other_values_give_no_note(way: str) -> None:
     strict = way not in ("places", "written by a mask", "one_hot of so many", "a mask of a buffer")
     graph = dmcp.trace(Reads(NO_READS[way]), IMAGE, strict=strict)
     assert graph.notes == () and {"a", "b"} <= set(sizes(graph))
-
-
-def test_the_layers_that_did_not_run_are_those_of_the_other_branch() -> None:
-    assert dmcp.trace(Reads(READS["if"]), IMAGE).notes[0].endswith("not run: c")
-    assert dmcp.trace(Reads(READS["if"]), -IMAGE).notes[0].endswith("not run: b")
+    assert all(
+        dmcp.trace(Reads(READS["if"]), x).notes[0].endswith(it) for x, it in ((IMAGE, "run: c"), (-IMAGE, ": b"))
+    )
 
 
 WAYS_OUT: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -686,19 +520,3 @@ def test_channels_that_leave_torch_are_unprunable_and_what_comes_back_is_counted
     assert way == "of the input" or ("read" in reasons["a"] and f"test_trace.py:{line}" in reasons["a"])
     small: Any = dmcp.cut(model, graph, {"b": 5})
     assert small.b.weight.shape[0] == 5 and small(IMAGE).shape == model(IMAGE).shape
-
-
-def test_a_constant_that_was_not_read_is_a_constant() -> None:
-    def reads_first(m: Any, x: Tensor) -> Tensor:
-        return m.b(m.a(x) * (1.0 if x.sum().item() > 0 else 2.0)) * torch.tensor(m.limit.tolist()).mean()
-
-    (note,) = dmcp.trace(Reads(reads_first).eval(), IMAGE).notes
-    assert "coming back" not in note
-
-
-@pytest.mark.parametrize("net", ["resnet18", "mobilenet_v2", "shufflenet_v2_x0_5", "googlenet"])
-def test_networks_of_torchvision_read_nothing(net: str) -> None:
-    options = {"init_weights": False} if net == "googlenet" else {}
-    model = torchvision.models.get_model(net, weights=None, **options).eval()
-    for training in (False, True):
-        assert record(model, torch.zeros(3, 3, 64, 64), training).reads == []  # without data: nothing to read

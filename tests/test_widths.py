@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dmcp.errors import WidthsError
-from dmcp.widths import ChannelSpace, Widths, fingerprint
+from dmcp.widths import Widths, fingerprint
 
 
 def widths(**changes: Any) -> Widths:
@@ -28,29 +28,19 @@ def test_widths_are_a_frozen_mapping_in_the_order_of_the_graph() -> None:
     assert some.tensor().tolist() == [5, 3] and some.tensor().dtype == torch.int64
     with pytest.raises(AttributeError):
         some.fingerprint = "other"  # type: ignore[misc]
-    with pytest.raises(TypeError):
-        some["stem"] = 4  # type: ignore[index]
-    with pytest.raises(AttributeError):
-        ChannelSpace("conv", 3).size = 4  # type: ignore[misc]
-
-
-def test_equality_and_hashing() -> None:
     other = widths(channels=(("stem", 4), ("layer1.0.conv1", 3)))
-    assert widths() == widths() and len({widths(), widths(), other}) == 2
-    assert widths() != other and widths() != widths(fingerprint="another")
-    assert widths() == {"layer1.0.conv1": 3, "stem": 5} and widths() != {"stem": 5}
-    assert widths() != [("stem", 5), ("layer1.0.conv1", 3)] and widths() != "widths"
+    assert widths() == some and len({widths(), some, other}) == 2
+    assert some != other and some != widths(fingerprint="another")
+    assert some == {"layer1.0.conv1": 3, "stem": 5} and some != {"stem": 5} and some != "widths"
 
 
-@pytest.mark.parametrize(
-    "shape", [(3, 8, 8), (), ((3, 8, 8), (1, 8, 8)), {"image": (3, 8, 8), "more": ((2,), None)}, None], ids=str
-)
-def test_json_and_back(shape: Any) -> None:
-    some = widths(input_shape=shape)
-    text = json.dumps(some.to_json())
-    again = Widths.from_json(json.loads(text))
-    assert again == some and again.input_shape == shape  # tuples, not lists
-    assert json.dumps(again.to_json()) == text
+def test_json_and_back() -> None:
+    for shape in ((3, 8, 8), (), ((3, 8, 8), (1, 8, 8)), {"image": (3, 8, 8), "more": ((2,), None)}, None):
+        some = widths(input_shape=shape)
+        text = json.dumps(some.to_json())
+        again = Widths.from_json(json.loads(text))
+        assert again == some and again.input_shape == shape  # tuples, not lists
+        assert json.dumps(again.to_json()) == text
 
 
 NO_WIDTHS = (None, [["stem", 5]], *({"stem": it} for it in (0, -1, 2.0, "2", True, 2**40, None, [2])), {1: 2})
@@ -61,40 +51,24 @@ BROKEN += [*(DATA | {"widths": it} for it in NO_WIDTHS), *(DATA | {"fingerprint"
 BROKEN += [DATA | {"input_shape": json.loads("[" * 40 + "]" * 40)}]
 
 
-@pytest.mark.parametrize("data", BROKEN, ids=str)
-def test_what_is_no_widths_file_is_refused(data: Any) -> None:
-    with pytest.raises(WidthsError, match="not a widths file"):
-        Widths.from_json(data)
+def test_what_is_no_widths_file_is_refused() -> None:
+    for data in BROKEN:
+        with pytest.raises(WidthsError):
+            Widths.from_json(data)
 
 
-def net(hidden: int = 6) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(3, hidden, 3), nn.BatchNorm2d(hidden), nn.Conv2d(hidden, 5, 1))
-
-
-def buffered(persistent: bool) -> nn.Module:
-    model = net()
-    model.register_buffer("table", torch.zeros(3), persistent=persistent)
-    return model
+def net(hidden: int = 6, bias: bool = True, **norm: Any) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, hidden, 3, bias=bias), nn.BatchNorm2d(hidden, **norm), nn.Conv2d(hidden, 5, 1))
 
 
 def test_the_fingerprint_is_of_names_and_shapes() -> None:
-    one = net()
+    one, tied, buffered, temporary = net(), net(), net(), net()
     mark = fingerprint(one)
-    assert len(mark) == 16
     for same in (net(), copy.deepcopy(one).double().eval(), one.requires_grad_(False), copy.deepcopy(one).to("meta")):
-        assert fingerprint(same) == mark
-    tied = net()
+        assert fingerprint(same) == mark and len(mark) == 16
     tied.again = tied[0]
-    conv, norm, last = net()
-    others = [
-        net(7),
-        nn.Sequential(*net(), nn.PReLU()),
-        net()[:2],
-        nn.Sequential(conv, nn.BatchNorm2d(6, track_running_stats=False), last),
-        nn.Sequential(nn.Conv2d(3, 6, 3, bias=False), norm, last),
-        nn.ModuleDict({"a": net()}),
-        buffered(persistent=True),
-        tied,
-    ]
-    assert mark not in {fingerprint(other) for other in others}
-    assert fingerprint(buffered(True)) == fingerprint(buffered(False))  # not of the state dict, but of the module
+    buffered.register_buffer("table", torch.zeros(3))
+    temporary.register_buffer("table", torch.zeros(3), persistent=False)
+    others = [net(7), nn.Sequential(*net(), nn.PReLU()), net()[:2], net(bias=False), net(track_running_stats=False)]
+    assert mark not in {fingerprint(it) for it in (*others, nn.ModuleDict({"a": net()}), buffered, tied)}
+    assert fingerprint(buffered) == fingerprint(temporary)  # not of the state dict, but of the module

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
 from dataclasses import replace
@@ -11,17 +10,16 @@ import pytest
 import torch
 
 from dmcp import ChannelGraph
-from zoo import page
 from zoo.contract import Result, Shortfall, check, sample_widths, worst_error
-from zoo.models import ENTRIES, find, select
-from zoo.workers import WorkerError, isolated
+from zoo.models import find
 
-QUICK = ["tv:squeezenet1_1", "detbody:fasterrcnn_mobilenet_v3_large_fpn"]
+QUICK = ["tv:squeezenet1_1"]
 SLOW = """
     tv:densenet121 tv:efficientnet_b0 tv:googlenet tv:mnasnet0_5 tv:mobilenet_v2 tv:mobilenet_v3_small tv:resnet18
     tv:regnet_y_400mf tv:resnext50_32x4d tv:shufflenet_v2_x0_5 seg:lraspp_mobilenet_v3_large timm:resnest14d
     timm:skresnet18 timm:res2net50_26w_4s timm:mixnet_s timm:repvgg_a0 timm:ghostnet_100 timm:convnext_atto
     timm:hgnetv2_b0 timm:fasternet_t0 timm:nf_regnet_b0 timm:vit_tiny_patch16_224 timm:levit_128s timm:mobilevit_xxs
+    detbody:fasterrcnn_mobilenet_v3_large_fpn
 """
 
 
@@ -42,13 +40,6 @@ def test_memory_that_is_not_what_the_cut_network_holds_is_wrong(monkeypatch: pyt
     assert result.status == "wrong" and re.fullmatch(r"memory [\d]+ are really [\d]+", result.detail)
 
 
-def test_the_list_is_the_tables() -> None:
-    families = {family: sum(entry.family == family for entry in ENTRIES) for family in page.FAMILIES}
-    assert families == {"tv": 80, "seg": 6, "detbody": 7, "timm": 147}
-    assert len({entry.name for entry in ENTRIES}) == len(ENTRIES)
-    assert [entry.name for entry in select("tv:vgg1?")] == ["tv:vgg11", "tv:vgg13", "tv:vgg16", "tv:vgg19"]
-
-
 def test_widths_leave_something_out_and_the_worst_output_counts() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
@@ -60,14 +51,7 @@ def test_widths_leave_something_out_and_the_worst_output_counts() -> None:
     assert worst_error([torch.full((2, 1), torch.nan)], reference[1:]) == float("inf")
 
 
-def test_page_names_what_falls_short_and_why() -> None:
-    wrong = Result(name="tv:resnet18", status="wrong", detail="differs", seconds=1.0, share=1.0)
-    short = replace(wrong, name="tv:vgg11", status="correct", detail="", seconds=3.0, share=0.5)
-    short = replace(short, unprunable={"too short (x at a.b)": 3})
-    text = page.write({it.name: it for it in (wrong, short)}, None, "python -m zoo")
-    assert "tv:resnet18: wrong: differs" in text
-    assert "tv:vgg11: 50.0 % instead of 100 %, 0 spaces instead of 10;" in text and "too short ×3" in text
-    assert "| **all** | 2 | 1 | 1 | 0 | 0 | 1 | 1 | 2 | 2.0 | 3.0 |" in text
+def test_why_a_model_falls_short() -> None:
     entry = find("timm:vit_tiny_patch16_224")  # 100 %, 25 spaces
     found = Result(name=entry.name, status="correct", seconds=1.0, share=0.98, spaces=24)
     standardized = replace(found, unprunable={"as weight standardization does": 1})
@@ -76,12 +60,3 @@ def test_page_names_what_falls_short_and_why() -> None:
     assert standardized.shortfall(entry) is Shortfall.STANDARDIZATION
     assert replace(found, loose_spaces=25).shortfall(entry) is Shortfall.TOTAL
     assert found.shortfall(entry) is Shortfall.OTHER
-
-
-def test_worker_that_dies_is_reported() -> None:
-    with pytest.raises(WorkerError, match="process died"):
-        isolated(_die, find("tv:resnet18"), 60)
-
-
-def _die(entry: object) -> None:
-    os._exit(3)

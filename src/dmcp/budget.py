@@ -67,53 +67,45 @@ def parse(spec: int | float | str | Budget, graph: ChannelGraph) -> Budget:
     if isinstance(spec, Budget):
         return spec
     check_kind("graph", graph, ChannelGraph, BudgetError)
-    text = _text(spec)
-    return Budget(tuple(part.limit(graph, text) for part in _parts(text)), text)
+    text, parts = _parts(spec)
+    return Budget(tuple(_limit(graph, text, *part) for part in parts), text)
 
 
 def limits_latency(spec: object) -> bool:
     """True if a budget limits latency; False for one that cannot be read."""
     try:
-        kinds = spec.limits if isinstance(spec, Budget) else _parts(_text(spec))
+        kinds = [it.kind for it in spec.limits] if isinstance(spec, Budget) else [kind for kind, *_ in _parts(spec)[1]]
     except BudgetError:
         return False
-    return any(it.kind == LATENCY for it in kinds)
+    return LATENCY in kinds
 
 
 def known_limits(spec: object, graph: ChannelGraph) -> tuple[Limit, ...]:
     """The limits of a budget other than latency, which may not have been measured yet."""
     if isinstance(spec, Budget):
         return tuple(limit for limit in spec.limits if limit.kind != LATENCY)
-    text = _text(spec)
-    return tuple(part.limit(graph, text) for part in _parts(text) if part.kind != LATENCY)
+    text, parts = _parts(spec)
+    return tuple(_limit(graph, text, *part) for part in parts if part[0] != LATENCY)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """One limit as it was written."""
-
-    kind: str
-    number: Fraction
-    share: bool  # of the unpruned network's cost
-
-    def limit(self, graph: ChannelGraph, text: str) -> Limit:
-        number = self.number
-        if self.kind == LATENCY and LATENCY not in graph.extra:
-            raise BudgetError(
-                f"The budget {text!r} is a latency, and nothing was measured: dmcp.measure_latency(model, example)"
-                ".attach(graph) has it; dmcp prune and dmcp search measure by themselves."
-            )
-        if self.share and self.kind == LATENCY:  # 100% is what the table says
-            number = min(number * graph.extra[LATENCY].full, Fraction(graph.cost(LATENCY)))
-        elif self.share:
-            number *= cost(graph, self.kind, graph.full)
-        if not 1 <= number <= _MAX_TARGET:
-            raise BudgetError(f"The budget {text!r} is not between 1 and {_MAX_TARGET:.0e} of {self.kind}.")
-        return Limit(self.kind, math.floor(number))
+def _limit(graph: ChannelGraph, text: str, kind: str, number: Fraction, share: bool) -> Limit:
+    """One part of a text; share: of the unpruned network's cost."""
+    if kind == LATENCY and LATENCY not in graph.extra:
+        raise BudgetError(
+            f"The budget {text!r} is a latency, and nothing was measured: dmcp.measure_latency(model, example)"
+            ".attach(graph) has it; dmcp prune and dmcp search measure by themselves."
+        )
+    if share and kind == LATENCY:  # 100% is what the table says
+        number = min(number * graph.extra[LATENCY].full, Fraction(graph.cost(LATENCY)))
+    elif share:
+        number *= graph.cost(kind)
+    if not 1 <= number <= _MAX_TARGET:
+        raise BudgetError(f"The budget {text!r} is not between 1 and {_MAX_TARGET:.0e} of {kind}.")
+    return Limit(kind, math.floor(number))
 
 
-def _text(spec: object) -> str:
-    """The text of a budget that may be a number."""
+def _parts(spec: object) -> tuple[str, list[tuple[str, Fraction, bool]]]:
+    """The text of a budget that may be a number, and of each limit in it: kind, number, whether that is a share."""
     if isinstance(spec, bool) or (isinstance(spec, float) and not 0 < spec <= 1):
         raise BudgetError(f'A budget of {spec!r} is neither a share (0 to 1) nor a count: write 0.5, "50%" or "211M".')
     if isinstance(spec, int) and abs(spec) > _MAX_TARGET:
@@ -121,17 +113,13 @@ def _text(spec: object) -> str:
     text = str(spec).strip()
     if len(text) > _MAX_LENGTH:
         raise BudgetError(f"A budget of {len(text):,} characters cannot be read: {_HELP}.")
-    return text
-
-
-def _parts(text: str) -> list[_Part]:
     parts = [_part(part, text) for part in text.lower().replace(" ", "").split(",")]
-    if len({part.kind for part in parts}) < len(parts):
+    if len({kind for kind, *_ in parts}) < len(parts):
         raise BudgetError(f"The budget {text!r} limits one kind twice; decimals have a point: 1.5G.")
-    return parts
+    return text, parts
 
 
-def _part(part: str, text: str) -> _Part:
+def _part(part: str, text: str) -> tuple[str, Fraction, bool]:
     if (match := _PART.fullmatch(part)) is None:
         raise BudgetError(f"The budget {text!r} cannot be read: {_HELP}.")
     unit, number = match["unit"], Fraction(match["number"])  # exact: 1.1G is 1,100,000,000
@@ -139,24 +127,11 @@ def _part(part: str, text: str) -> _Part:
     share = unit == "%" or (unit is None and number <= 1 and bool(re.search(r"\.|e-", match["number"])))
     units = _UNITS.get(kind, {})
     if kind not in KINDS or not (share or unit in units or (unit is None and kind != LATENCY)):
-        raise BudgetError(f"The budget {text!r} cannot be read: {_other_unit(match) or _HELP}.")
+        raise BudgetError(f"The budget {text!r} cannot be read: {_HELP}.")
     number *= Fraction(1, 100) if unit == "%" else units.get(unit or "", 1)
     if kind == LATENCY and not (0 < number <= (1 if share else _MAX_TARGET)):
         raise BudgetError(f"The budget {text!r} is no time that a network takes: write a time or a share up to 100%.")
-    return _Part(kind, number, share)
-
-
-def _other_unit(match: re.Match[str]) -> str:
-    """What to write instead of a unit that people know from elsewhere."""
-    found = re.fullmatch(r"(?P<scale>[kmg]?)(?P<what>i?b|macs|flops|params)", match["unit"] or "")
-    if not found:
-        return ""
-    number = match["number"] + found["scale"].upper().replace("K", "k")
-    return {
-        "macs": f"write {number}, which are MACs",
-        "params": f"write params:{number}",
-        "flops": f"write MACs, like {number}; some count a MAC as two FLOPs",
-    }.get(found["what"], f"bytes of activations are memory:{number}{found['what'].replace('b', 'B')}")
+    return kind, number, share
 
 
 def show_cost(kind: str, amount: float) -> str:
@@ -182,51 +157,31 @@ def check_reachable(budget: Budget, graph: ChannelGraph, low: Widths, high: Widt
             continue
         small = target < least[kind]
         side = "less than the smallest widths cost" if small else "more than the largest widths cost"
-        share = _forgotten_percent(budget.text, kind) if small else ""
-        guess = f"did you mean {share}? If not, " if share else ""
+        guess = f" A share has a percent sign: {target}%." if small and target <= 100 else ""
         ends = (show_cost(kind, it[kind]).removesuffix(f" {kind}") for it in (least, most))
         raise BudgetError(
-            f"The budget {budget.text!r} asks for {show_cost(kind, target)}, {side}: {guess}choose from "
+            f"The budget {budget.text!r} asks for {show_cost(kind, target)}, {side}: choose from "
             f"{' to '.join(ends)} ({least[kind] / full[kind]:.1%} to {most[kind] / full[kind]:.1%})"
-            f"{', or allow smaller widths: a smaller align or min_channels, or more groups' if small else ''}."
+            f"{', or allow smaller widths: a smaller align or min_channels, or more groups' if small else ''}.{guess}"
         )
-
-
-def _forgotten_percent(text: str, kind: str) -> str:
-    """The part of a budget's text for this kind with the % that it seems to lack; empty if it lacks none."""
-    for part in text.lower().replace(" ", "").split(","):
-        match = _PART.fullmatch(part)
-        if match and (match["kind"] or "macs") == kind and not match["unit"] and 1 <= Fraction(match["number"]) <= 100:
-            return f"{part}%"
-    return ""
 
 
 # widths against the budget
 
 
-def cost(graph: ChannelGraph, kind: str, widths: Mapping[str, int]) -> int:
-    """What widths cost of one kind."""
-    return graph.cost(kind, widths)
-
-
 def costs(graph: ChannelGraph, widths: Mapping[str, int]) -> dict[str, int]:
     """What widths cost of each kind that is known of the network."""
-    return {kind: cost(graph, kind, widths) for kind in KINDS if kind != LATENCY or LATENCY in graph.extra}
+    return {kind: graph.cost(kind, widths) for kind in KINDS if kind != LATENCY or LATENCY in graph.extra}
 
 
 def holds(budget: Budget, graph: ChannelGraph, widths: Mapping[str, int]) -> bool:
     """True if widths are inside every limit."""
-    return all(cost(graph, limit.kind, widths) <= limit.target for limit in budget.limits)
-
-
-def count_many(graph: ChannelGraph, kind: str, widths: Tensor) -> Tensor:
-    """What many widths cost of one kind. (N, S) -> (N,)"""
-    return graph.cost(kind, widths)
+    return all(graph.cost(limit.kind, widths) <= limit.target for limit in budget.limits)
 
 
 def spent_shares(budget: Budget, graph: ChannelGraph, widths: Tensor) -> Tensor:
     """Cost / target of many widths, exactly on the right side of 1. (N, S) int64 -> (N, L) float64"""
-    return torch.stack([count_many(graph, it.kind, widths).double() / it.target for it in budget.limits], dim=1)
+    return torch.stack([graph.cost(it.kind, widths).double() / it.target for it in budget.limits], dim=1)
 
 
 # alphas against the budget

@@ -64,10 +64,11 @@ def verify(model: nn.Module, graph: ChannelGraph, example_input: Any, widths: Wi
     check_example(example_input)
     home = torch.device("cpu") if device_of(model).type == "mps" else device_of(model)  # that has no float64
     double = narrow(model, {}, {}).to(home).double().eval()
-    x = map_leaves(
-        lambda leaf: leaf.to(home).double() if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf,
-        example_input,
-    )
+
+    def widened(leaf: Any) -> Any:
+        return leaf.to(home).double() if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf
+
+    x = map_leaves(widened, example_input)
     if widths is None:
         widths = graph.widths([max(1, 2 * space.size // 3) for space in graph.spaces])
     net, small = Supernet(double, graph), cut(double, graph, widths)
@@ -111,9 +112,13 @@ def reinitialize(
     module = unwrap(module)
     check_function("init", init, "it is called on every module, as nn.Module.apply does")
     check_generator(generator, TrainingError)
-    kept = {name: tensor.clone() for name, tensor in _frozen(module).items()}
+    kept, now = {name: tensor.clone() for name, tensor in _frozen(module).items()}, named_tensors(module)
     if fresh is not None:
-        _copy_values(unwrap(fresh), module)
+        new = named_tensors(unwrap(fresh))
+        if {name: it.shape for name, it in now.items()} != {name: it.shape for name, it in new.items()}:
+            raise WidthsError("The fresh model has other tensors than this one: cut it to the same widths.")
+        for name, tensor in now.items():
+            tensor.copy_(new[name])
     if init is not None:
         module.apply(init)
     else:
@@ -150,43 +155,27 @@ def _frozen(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _initialize(module: nn.Module, generator: torch.Generator | None) -> None:
-    """Give convs, linears and norms their first values."""
+    """Give convs, linears and norms their first values: normal ones by He's rule, 1 and 0."""
+    home = torch.device("cpu") if generator is None else generator.device
     done: set[Tensor] = set()  # a tied parameter belongs to the first module that has it
     for part in module.modules():
         own = {name: tensor for name, tensor in part.named_parameters(recurse=False) if tensor not in done}
         weight, bias = own.get("weight"), own.get("bias")
-        if isinstance(part, Convs | nn.Linear):
-            if weight is not None:
-                weight.copy_(_he(part, weight, generator))
-        elif isinstance(part, Norms):
+        if not isinstance(part, Convs | nn.Linear | Norms):
+            continue
+        if isinstance(part, RunningNorms):
+            part.reset_running_stats()
+        if isinstance(part, Norms):
             if weight is not None:
                 weight.fill_(1)
-            if isinstance(part, RunningNorms):
-                part.reset_running_stats()
-        else:
-            continue
+        elif weight is not None:  # variance 2 / fan: fan out of a conv, fan in of a linear
+            fan = weight.shape[1] if isinstance(part, nn.Linear) else weight.numel() // part.in_channels
+            # in float32 where the generator lives: the same numbers on every device and dtype
+            noise = torch.randn(weight.shape, generator=generator, device=home, dtype=torch.float32)
+            weight.copy_(noise.mul_((2 / fan) ** 0.5).to(weight))
         if bias is not None:
             bias.zero_()
         done.update(own.values())
-
-
-def _he(part: Convs | nn.Linear, weight: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Normal with variance 2 / fan: fan out of a conv, fan in of a linear.
-
-    Made in float32 where the generator lives (the CPU by default): the same numbers on every device and dtype.
-    """
-    fan = weight.shape[1] if isinstance(part, nn.Linear) else weight.numel() // part.in_channels
-    device = torch.device("cpu") if generator is None else generator.device
-    noise = torch.randn(weight.shape, generator=generator, device=device, dtype=torch.float32)
-    return noise.mul_((2 / fan) ** 0.5).to(weight)
-
-
-def _copy_values(source: nn.Module, target: nn.Module) -> None:
-    old, new = named_tensors(target), named_tensors(source)
-    if {name: t.shape for name, t in old.items()} != {name: t.shape for name, t in new.items()}:
-        raise WidthsError("The fresh model has other tensors than the one to reinitialize: cut it to the same widths.")
-    for name, tensor in old.items():
-        tensor.copy_(new[name])
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -210,10 +199,9 @@ class Padded:
     def __init__(self, small: nn.Module, full: nn.Module, graph: ChannelGraph, widths: Widths, outer: Widths) -> None:
         self.small, self.wide = small, cut(full, graph, outer)
         inner, around = graph.cuts(widths), graph.cuts(outer)
-        self.places: dict[str, Places] = {}
-        for name, cuts in inner.items():
-            others = around.get(name, (None,) * len(cuts))
-            self.places[name] = tuple(map(_place, cuts, others))
+        self.places: dict[str, Places] = {
+            name: tuple(map(_place, cuts, around.get(name, (None,) * len(cuts)))) for name, cuts in inner.items()
+        }
         with torch.no_grad():
             for name, mine, theirs in self._pairs():
                 mine.copy_(_spread(theirs, self.places.get(name, ()), mine.shape))
@@ -222,12 +210,12 @@ class Padded:
         parameters = dict(self.wide.named_parameters())
         for mine, theirs in zip(parameters.values(), small.parameters(), strict=True):
             mine.requires_grad_(theirs.requires_grad)
-        readers = {(fold.tensor, fold.dim) for fold in graph.hard_folds if atoms_of(fold.layout)}
-        for name, dim in sorted(readers):
+        for name, dim in sorted({(fold.tensor, fold.dim) for fold in graph.hard_folds if atoms_of(fold.layout)}):
             reader, places = parameters.get(name), self.places.get(name, ())
             place = places[dim] if places else None
-            if reader is not None and reader.requires_grad and place is not None:
-                reader.register_hook(partial(torch.mul, _mask(reader, dim, place)))  # type: ignore[no-untyped-call]
+            if reader is not None and reader.requires_grad and place is not None:  # ones for the cut network's entries
+                mask = torch.zeros_like(reader).index_fill_(dim, place.to(reader.device), 1)
+                reader.register_hook(partial(torch.mul, mask))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def give_back(self) -> None:
@@ -268,10 +256,3 @@ def _spread(values: Tensor, places: Places, shape: torch.Size) -> Tensor:
             wider = values.new_zeros([*values.shape[:dim], shape[dim], *values.shape[dim + 1 :]])
             values = wider.index_copy_(dim, place.to(values.device), values)
     return values
-
-
-def _mask(tensor: Tensor, dim: int, place: Tensor) -> Tensor:
-    """One where a dim has entries of the cut network, zero elsewhere; broadcasts to the tensor."""
-    shape = [1] * tensor.ndim
-    shape[dim] = tensor.shape[dim]
-    return tensor.new_zeros(tensor.shape[dim]).index_fill_(0, place.to(tensor.device), 1).reshape(shape)

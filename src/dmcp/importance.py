@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -48,20 +49,19 @@ def placed(model: nn.Module, graph: ChannelGraph, space: ChannelSpace) -> list[P
 
 def written(model: nn.Module, graph: ChannelGraph, space: ChannelSpace) -> list[Place]:
     """The filters of convs and linears that write the channels; all of them, where several layers are tied."""
-    found: list[Place] = []
-    for place in placed(model, graph, space):
-        owner, _, leaf = place.name.rpartition(".")
-        if leaf == "weight" and _writes(model.get_submodule(owner), place):
-            found.append(place)
-    return found
+    return [place for place, part in _owned(model, graph, space, "weight") if _writes(part, place)]
 
 
 def scaled(model: nn.Module, graph: ChannelGraph, space: ChannelSpace, leaf: str = "weight") -> list[Place]:
     """The scales (or shifts: "bias") of batch norms over the channels."""
-    parts = ((place, place.name.rpartition(".")) for place in placed(model, graph, space))
-    return [
-        place for place, (owner, _, own) in parts if own == leaf and isinstance(model.get_submodule(owner), _NormBase)
-    ]
+    return [place for place, part in _owned(model, graph, space, leaf) if isinstance(part, _NormBase)]
+
+
+def _owned(model: nn.Module, graph: ChannelGraph, space: ChannelSpace, leaf: str) -> Iterator[tuple[Place, nn.Module]]:
+    for place in placed(model, graph, space):
+        owner, _, own = place.name.rpartition(".")
+        if own == leaf:
+            yield place, model.get_submodule(owner)
 
 
 def _writes(part: nn.Module, place: Place) -> bool:
@@ -82,27 +82,17 @@ def _places(graph: ChannelGraph) -> list[list[Place]]:
     """Of each space, every dim of every tensor that has its channels; found once for each graph."""
     if graph not in _KNOWN:
         found: list[list[Place]] = [[] for _ in graph.spaces]
-        rows: dict[Layout, dict[int, Tensor]] = {}  # many dims are alike, as those of a norm's tensors
-        for name, dim, layout in _layouts(graph):
-            if layout not in rows:
-                rows[layout] = _rows(layout, [space.size for space in graph.spaces])
-            for number, own in rows[layout].items():
-                found[number].append(Place(name, dim, own))
+        sizes, channels = tuple(space.size for space in graph.spaces), graph.coupling.channels
+        for name, dims in graph.coupling.tensors.items():
+            for dim, layout in enumerate(dims):
+                for number, own in _rows(in_spaces(channels.resolve(layout), graph.space_numbers), sizes).items():
+                    found[number].append(Place(name, dim, own))
         _KNOWN[graph] = found
     return _KNOWN[graph]
 
 
-def _layouts(graph: ChannelGraph) -> Iterator[tuple[str, int, Layout]]:
-    """Each dim of each tensor as a layout over the numbers of the spaces."""
-    coupling = graph.coupling  # cuts know no more, and asking for one per space takes a minute in DenseNet
-    numbers = {atom: number for number, atom in enumerate(graph._atoms)}
-    for name, dims in coupling.tensors.items():
-        for dim, layout in enumerate(dims):
-            if coupling.channels.atoms(layout):
-                yield name, dim, in_spaces(coupling.channels.resolve(layout), numbers)
-
-
-def _rows(layout: Layout, sizes: Sequence[int]) -> dict[int, Tensor]:
+@functools.lru_cache(64)  # many dims are alike, as those of a norm's tensors
+def _rows(layout: Layout, sizes: tuple[int, ...]) -> dict[int, Tensor]:
     """Which rows of a dim belong to each channel of each space that it has. -> {number: (size, r)}"""
     found: dict[int, list[Tensor]] = {}
     offset = 0

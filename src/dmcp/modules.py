@@ -36,9 +36,7 @@ def check_kinds(given: Mapping[str, tuple[object, type]]) -> None:
 def check_module(model: object) -> None:
     """Refuse what is no network."""
     if not isinstance(model, nn.Module):
-        name = type(model).__name__
-        if isinstance(model, type):
-            name = f"the class {model.__name__}: build one, {model.__name__}(...)"
+        name = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise TraceError(f"A torch.nn.Module is needed, not {name}.")
 
 
@@ -46,12 +44,6 @@ def check_function(name: str, value: object, like: str = "see docs/api.md") -> N
     """Refuse what cannot be called; None is left out."""
     if value is not None and not callable(value):
         raise TrainingError(f"{name} must be a function, not a {type(value).__name__}: {like}.")
-
-
-def check_functions(given: Mapping[str, object]) -> None:
-    """Refuse what cannot be called, of several arguments."""
-    for name, value in given.items():
-        check_function(name, value)
 
 
 def check_generator(value: object, error: type[DmcpError]) -> None:
@@ -101,15 +93,12 @@ def unwrap(model: nn.Module) -> nn.Module:
         if inner is None and isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             inner = model.module
         if inner is None:
-            _check_built(model)
-            return model
+            break
         model = inner
-
-
-def _check_built(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(tensor, UninitializedBuffer | UninitializedParameter):
             raise TraceError(f"{name} has no shape yet: call the model once on a batch, as lazy layers need it.")
+    return model
 
 
 def narrow(
@@ -126,9 +115,9 @@ def narrow(
         memo[id(parameter)].__dict__.update(parameter.__dict__)
     for name, buffer in model.named_buffers():
         memo.setdefault(id(buffer), _index(buffer.detach(), cuts.get(name, ()), meta))
-    for module in model.modules():  # every module has a dozen empty dicts of hooks, slow to copy
-        empty = (it for it in vars(module).values() if type(it) in (dict, OrderedDict) and not it)
-        memo.update((id(held), type(held)()) for held in empty)
+    for held in (held for module in model.modules() for held in vars(module).values()):
+        if type(held) in (dict, OrderedDict) and not held:  # every module has a dozen of hooks, slow to copy
+            memo[id(held)] = type(held)()
     with _Copying(meta):
         small_model = copy.deepcopy(model, memo)
     for path, values in attributes.items():

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from dmcp.batches import Loader, device_of
-from dmcp.budget import LATENCY, Budget, check_reachable, cost, known_limits, limits_latency, ratios, show_cost
+from dmcp.budget import LATENCY, Budget, check_reachable, known_limits, limits_latency, ratios, show_cost
 from dmcp.checkpoint import plain_settings
 from dmcp.cutting import verify, with_frozen
 from dmcp.errors import BudgetError, TrainingError, WidthsError
@@ -305,7 +305,7 @@ def check_budget(small: nn.Module, widths: Widths, found: SearchResult) -> None:
     """Count the cut network once more against every limit."""
     for limit in found.budget.limits:
         params = sum(parameter.numel() for parameter in small.parameters())
-        spent = params if limit.kind == "params" else cost(found.graph, limit.kind, widths)
+        spent = params if limit.kind == "params" else found.graph.cost(limit.kind, widths)
         if spent > limit.target:
             has, allowed = (show_cost(limit.kind, it) for it in (spent, limit.target))
             raise BudgetError(f"The cut network has {has}, more than the {allowed} allowed: please report this.")

@@ -43,7 +43,7 @@ class Supernet(nn.Module):
         sizes = [group_sizes(space.size, groups, space.step(align)) for space in graph.spaces]
         longest = max(len(row) for row in sizes)
         padded = torch.tensor([row + (0,) * (longest - len(row)) for row in sizes])
-        device = next((tensor.device for tensor in self.model.parameters()), torch.device("cpu"))
+        device = next(self.model.parameters()).device
         self.alpha = nn.Parameter(torch.zeros(len(sizes), longest - 1, device=device))
         tables = {
             "sizes": padded,
@@ -77,9 +77,7 @@ class Supernet(nn.Module):
         """Gates of the sub-network with these widths: its first channels. -> (channels,) bool"""
         kept = widths if isinstance(widths, Tensor) else self.graph.widths(widths).tensor()
         if kept.shape != self.sizes.shape[:1] or kept.dtype.is_floating_point:
-            raise WidthsError(
-                f"Widths must be {len(self.sizes)} ints, one per space, not {kept.dtype} {tuple(kept.shape)}."
-            )
+            raise WidthsError(f"Widths must be {len(self.sizes)} ints, not {kept.dtype} {tuple(kept.shape)}.")
         return self.position < kept.to(self.position.device)[self.space_of]
 
     def soft(self) -> Tensor:
@@ -205,15 +203,11 @@ class Narrow:
     def __call__(self, x: Any, h: Tensor | None = None) -> Any:
         """Run it; gradients go to the shared weights."""
         names = dict(self.skeleton.named_parameters())  # without those of the stem
-        tensors: dict[str, Tensor] = {}
-        for name, parameter in self.model.named_parameters():
-            if name in names:
-                tensors[name] = parameter
-                for how in self.slices.get(name, ()):
-                    tensors[name] = _slice(tensors[name], *how)
+        own = ((name, parameter) for name, parameter in self.model.named_parameters() if name in names)
+        tensors = {name: _sliced(parameter, self.slices.get(name, ())) for name, parameter in own}
         if self.gates is not None:
-            own = dict(self.skeleton.named_buffers()) | tensors
-            tensors |= self.folds.fold(own.__getitem__, self.gates)
+            narrow_ones = dict(self.skeleton.named_buffers()) | tensors
+            tensors |= self.folds.fold(narrow_ones.__getitem__, self.gates)
         if h is not None:
             tensors[given_name(self.stem)] = self._part(h)
         return run_folded(self.skeleton, x, tensors)
@@ -229,9 +223,7 @@ class Narrow:
         if self.channels == h.shape[1]:
             return h
         last = h.ndim == 4 and h.is_contiguous(memory_format=torch.channels_last)
-        for how in self.used:
-            h = _slice(h, *how)
-        return h.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+        return _sliced(h, self.used).contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
 
 
 class _Given(nn.Module):
@@ -261,13 +253,14 @@ def given_name(paths: Sequence[str]) -> str:
 
 def _slices(cut: Cut, device: torch.device) -> list[tuple[int, int | Tensor]]:
     """Dims that are cut, and how many are kept if it is the first ones, else which."""
-    found: list[tuple[int, int | Tensor]] = []
-    for dim, kept in enumerate(cut):
-        if kept is not None:
-            first = torch.equal(kept, torch.arange(len(kept)))
-            found.append((dim, len(kept) if first else kept.to(device)))
-    return found
+    return [
+        (dim, len(kept) if torch.equal(kept, torch.arange(len(kept))) else kept.to(device))
+        for dim, kept in enumerate(cut)
+        if kept is not None
+    ]
 
 
-def _slice(tensor: Tensor, dim: int, kept: int | Tensor) -> Tensor:
-    return tensor.narrow(dim, 0, kept) if isinstance(kept, int) else tensor.index_select(dim, kept)
+def _sliced(tensor: Tensor, slices: Sequence[tuple[int, int | Tensor]]) -> Tensor:
+    for dim, kept in slices:
+        tensor = tensor.narrow(dim, 0, kept) if isinstance(kept, int) else tensor.index_select(dim, kept)
+    return tensor

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dmcp.batches import generator
-from dmcp.budget import LATENCY, MEMORY, cost, count_many, ratios, show_cost, spent_shares
+from dmcp.budget import LATENCY, MEMORY, ratios, show_cost, spent_shares
 from dmcp.sampling import expected_widths
 from dmcp.searching.config import SearchRecord, SearchResult
 from dmcp.widths import Widths
@@ -176,7 +176,7 @@ def cost_distribution(result: SearchResult, seed: int = 0) -> Figure:
     widths = result.process.sample(result.alphas, result.sizes, SAMPLES, generator(seed)).cpu()
     figure = _blank(7.0, 3.6 * len(kinds))
     for kind, axes in zip(kinds, figure.subplots(len(kinds), 1, squeeze=False)[:, 0], strict=True):
-        counted, full = count_many(result.graph, kind, widths), cost(result.graph, kind, result.graph.full)
+        counted, full = result.graph.cost(kind, widths), result.graph.cost(kind)
         mean = counted.double().mean().item()
         axes.hist(counted.tolist(), bins=50, color=BLUE, alpha=0.8)
         if kind in targets:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -69,21 +70,22 @@ class Polynomial:
     dtype; `expected` then neither copies from the host nor waits for the device, and a CUDA graph can capture it.
     """
 
-    def __init__(self, terms: Terms, spaces: int) -> None:
+    def __init__(self, terms: Terms, spaces: int, factors: Sequence[Sequence[int]] = ()) -> None:
         self.terms = terms
         self.spaces = spaces
-        factors = [[(space, key.count(space)) for space in dict.fromkeys(key)] for key in terms]
-        self._powers = max((power for row in factors for _, power in row), default=1)
-        self._degree = max(map(len, factors), default=0)
+        self._factors = factors  # of a peak: of each term, in each of its polynomials
+        powers = [[(space, key.count(space)) for space in dict.fromkeys(key)] for key in terms]
+        self._powers = max((power for row in powers for _, power in row), default=1)
+        self._degree = max(map(len, powers), default=0)
         ones = self._powers * spaces  # the row behind the widths, their squares, ...
         self._rows = [
             [space + (power - 1) * spaces for space, power in row] + [ones] * (self._degree - len(row))
-            for row in factors
+            for row in powers
         ]
-        self._weights: dict[int, int] = {}  # degree -> sum of the coefficients' sizes
-        for key, factor in terms.items():
-            self._weights[len(key)] = self._weights.get(len(key), 0) + abs(factor)
-        self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, ...]] = {}
+        self._weights = Counter[int]()  # degree -> sum of the coefficients' sizes
+        for key, sizes in zip(terms, zip(*(factors or [list(terms.values())]), strict=True), strict=True):
+            self._weights[len(key)] += max(map(abs, sizes))
+        self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor, Tensor]] = {}
 
     def __call__(self, widths: Tensor) -> Tensor:
         """Exact for integers, differentiable for floats. (N, S) -> (N,)"""
@@ -120,22 +122,21 @@ class Polynomial:
         """The value of each term. (S, N) each -> (T, N)"""
         first = powers[0]
         values = torch.cat([*powers, first.new_ones(1, first.shape[1])])
-        products, *columns = self._table(values.device, values.dtype)
+        products, columns, _ = self._table(values)
         for column in columns:
             products = products * values[column]  # not index_select: its gradient adds in any order on a GPU
         return products.expand(-1, first.shape[1])
 
-    def _table(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Coefficients and, for each factor of the terms, the rows to take. -> (T, 1), D times (T,)"""
-        table = self._tables.get((device, dtype))
-        if table is None:
+    def _table(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Coefficients, the rows to take for each factor of the terms, factors of a peak. -> (T, 1), (D, T), (M, T)"""
+        key = like.device, like.dtype
+        if key not in self._tables:
             with torch.inference_mode(False):  # what is made in inference mode could not be used in training later
-                coefficients = torch.tensor(list(self.terms.values()), dtype=torch.int64, device=device).to(dtype)
-                index = torch.tensor(self._rows, dtype=torch.int64, device=device)
-                columns = index.reshape(len(self._rows), self._degree).T.contiguous()
-                table = (coefficients[:, None], *columns.unbind(0))
-            self._tables[device, dtype] = table
-        return table
+                numbers = (list(self.terms.values()), self._rows, self._factors)
+                made = [torch.tensor(it, dtype=torch.int64, device=like.device) for it in numbers]
+                columns = made[1].reshape(len(self._rows), self._degree).T.contiguous()
+                self._tables[key] = made[0].to(like.dtype)[:, None], columns, made[2].to(like.dtype)
+        return self._tables[key]
 
 
 # ops that give back the memory of their input, in eval mode
@@ -160,12 +161,8 @@ class Peak(Polynomial):
     def __init__(self, moments: Sequence[Moment], spaces: int) -> None:
         self.moments = tuple(moments) or (Moment("", {(): 0}),)
         keys = list(dict.fromkeys(key for moment in self.moments for key in moment.terms))
-        super().__init__(dict.fromkeys(keys, 1), spaces)
-        self._rows_of_factors = [[moment.terms.get(key, 0) for key in keys] for moment in self.moments]
-        self._weights = {}
-        for key, *factors in zip(keys, *self._rows_of_factors, strict=True):
-            self._weights[len(key)] = self._weights.get(len(key), 0) + max(factors)
-        self._factors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        factors = [[moment.terms.get(key, 0) for key in keys] for moment in self.moments]
+        super().__init__(dict.fromkeys(keys, 1), spaces, factors)
 
     def evaluate(self, widths: Sequence[int]) -> int:
         """The exact value at some widths."""
@@ -177,17 +174,10 @@ class Peak(Polynomial):
 
     def _sum(self, powers: Sequence[Tensor]) -> Tensor:
         products = self._products(powers)  # (T, N)
-        factors = self._factor_table(products.device, products.dtype)  # (M, T)
+        factors = self._table(products)[2]
         if products.is_floating_point() and products.device.type == "cpu":
             return (factors @ products).amax(dim=0)
         return (factors[:, :, None] * products).sum(dim=1).amax(dim=0)  # no matmul: a GPU's would round, or has no ints
-
-    def _factor_table(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        if (device, dtype) not in self._factors:
-            with torch.inference_mode(False):
-                table = torch.tensor(self._rows_of_factors, dtype=torch.int64, device=device)
-                self._factors[device, dtype] = table.to(dtype)
-        return self._factors[device, dtype]
 
 
 def show_bytes(amount: float) -> str:

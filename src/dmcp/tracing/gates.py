@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,17 +21,8 @@ _ANYTHING = (0.7, -0.3, 0.0)  # values of an operand that is not known to be zer
 _MAX_OPERANDS = 4
 
 
-@dataclass
-class Plan:
-    """The folds for hard and soft gates, and the atoms for which none are exact."""
-
-    hard: list[Fold] = field(default_factory=list)
-    soft: list[Fold] = field(default_factory=list)
-    stuck: dict[Atom, str] = field(default_factory=dict)
-
-
-def plan_folds(coupling: Coupling, parameters: Iterable[str]) -> Plan:
-    """Decide where the gates of every atom go."""
+def plan_folds(coupling: Coupling, parameters: Iterable[str]) -> tuple[list[Fold], list[Fold], dict[Atom, str]]:
+    """Where the gates of every atom go: folds for hard and soft gates, and atoms for which none are exact, and why."""
     flows = [_Zeros(coupling, number) for number in range(len(coupling.recordings))]
     readers: dict[Fold, None] = {}
     unread: set[Atom] = set()  # summed without a weight of the model's own
@@ -43,26 +34,24 @@ def plan_folds(coupling: Coupling, parameters: Iterable[str]) -> Plan:
             sure &= bool(folds) and contraction.weight in flow.recording.tensors
             if not folds:
                 unread.add(atom)
-    every = [(name, dim) for name in parameters for dim in range(len(coupling.tensors.get(name, ())))]
-    everywhere = [fold for fold in every if unread & set(_atoms(coupling, fold))] if unread else []
+    everywhere = [
+        (name, dim)
+        for name in parameters
+        for dim, layout in enumerate(coupling.tensors.get(name, ()))
+        if unread and not unread.isdisjoint(coupling.channels.atoms(layout))
+    ]
     hard = dict.fromkeys([*readers, *everywhere])
-    plan = Plan(hard=list(hard))
+    stuck: dict[Atom, str] = {}
     if not sure:  # the zeros must survive what lies between a parameter and the sum
         for flow in flows:
             for contraction, atom in flow.follow(set(hard)):
-                plan.stuck[atom] = f"no weight reads it that could be gated (at {contraction.path or 'the top'})"
-    soft = dict.fromkeys(fold for flow in flows for fold in flow.norms())
-    soft.update(dict.fromkeys(fold for fold in everywhere if fold not in readers))
+                stuck[atom] = f"no weight reads it that could be gated (at {contraction.path or 'the top'})"
+    soft = dict.fromkeys([fold for flow in flows for fold in flow.norms()])
+    soft |= dict.fromkeys(fold for fold in everywhere if fold not in readers)
     for flow in flows:
         for contraction, atom in flow.follow(set(soft)):
             soft.update(dict.fromkeys(flow.reader(contraction, atom)))
-    plan.soft = list(soft)
-    return plan
-
-
-def _atoms(coupling: Coupling, fold: Fold) -> list[Atom]:
-    name, dim = fold
-    return coupling.channels.atoms(coupling.tensors[name][dim])
+    return list(hard), list(soft), stuck
 
 
 class _Zeros:
@@ -82,20 +71,16 @@ class _Zeros:
         self.family: dict[int, set[int]] = {}  # values that share memory: views of one another
         self._tried: dict[object, bool] = {}
 
-    # -- what there is
-
     def sums(self) -> Iterable[tuple[Contraction, Atom]]:
         """Every sum over an atom."""
-        for contractions in self.facts.contractions.values():
-            for contraction in contractions:
-                for atom in self.coupling.channels.atoms(contraction.over):
-                    yield contraction, atom
+        for contraction in itertools.chain(*self.facts.contractions.values()):
+            yield from ((contraction, atom) for atom in self.coupling.channels.atoms(contraction.over))
 
     def norms(self) -> Iterable[Fold]:
         """Scale and shift of every norm whose both are tensors of the model."""
-        for norm in self.facts.norms.values():
-            names = [self.recording.tensors.get(value) for value in (norm.weight, norm.bias) if value is not None]
-            if norm.weight is not None and None not in names and self.coupling.channels.atoms(norm.over):
+        for weight, bias, over in self.facts.norms.values():
+            names = [self.recording.tensors.get(value) for value in (weight, bias) if value is not None]
+            if weight is not None and None not in names and self.coupling.channels.atoms(over):
                 yield from ((name, 0) for name in names if name is not None)
 
     def reader(self, contraction: Contraction, atom: Atom) -> list[Fold]:
@@ -114,21 +99,21 @@ class _Zeros:
                 ]
         return []
 
-    # -- following zeros
-
     def follow(self, folds: set[Fold]) -> list[tuple[Contraction, Atom]]:
         """With these folds, which sums over an atom have no factor that is zero where it is off?"""
         self.folds = folds
-        self.zero = {value: self._folded(value) for value in self.recording.tensors}
+        self.zero = {}
+        for value, name in self.recording.tensors.items():  # atoms whose every dim is folded
+            bare = (atoms for dim, atoms in enumerate(self.by_dim[value]) if (name, dim) not in folds)
+            self.zero[value] = self.atoms[value].difference(*bare)
         open_sums: list[tuple[Contraction, Atom]] = []
         for number, op in enumerate(self.recording.ops):
             for contraction in self.facts.contractions.get(number, ()):
-                for atom in self.coupling.channels.atoms(contraction.over):
-                    if not self._has_zero_factor(contraction, atom):
-                        open_sums.append((contraction, atom))
-            for value in op.outs:
-                if value is not None and self.atoms[value]:
-                    self._set(op, value, frozenset(self._out(number, op, value)))
+                atoms = self.coupling.channels.atoms(contraction.over)
+                open_sums += [(contraction, atom) for atom in atoms if not self._has_zero_factor(contraction, atom)]
+            for out in op.outs:
+                if out is not None and self.atoms[out]:
+                    self._set(op, out, frozenset(self._out(number, op, out)))
         return open_sums
 
     def _set(self, op: Op, value: int, zero: frozenset[Atom]) -> None:
@@ -139,28 +124,19 @@ class _Zeros:
                 self.zero[member] = self.zero.get(member, frozenset()) & zero
             return
         # An atom in two dims of one value would need a zero for each of them.
-        dims = self.by_dim[value]
-        twice = {atom for atom in zero if sum(atom in atoms for atoms in dims) > 1}
-        self.zero[value] = zero - twice
+        self.zero[value] = frozenset(it for it in zero if sum(it in atoms for atoms in self.by_dim[value]) == 1)
         if inputs and op.func._schema.arguments[0].alias_info is not None:  # a view
             family = self.family.setdefault(inputs[0], {inputs[0]})
             family.add(value)
             self.family[value] = family
-
-    def _folded(self, value: int) -> frozenset[Atom]:
-        """Atoms whose every dim in a tensor of the model is folded."""
-        name, dims = self.recording.tensors[value], self.by_dim[value]
-        bare = [atoms for dim, atoms in enumerate(dims) if (name, dim) not in self.folds]
-        return self.atoms[value].difference(*bare)
 
     def _zero_at(self, value: int | None, atom: Atom) -> bool:
         return value is not None and atom in self.zero.get(value, frozenset())
 
     def _has_zero_factor(self, contraction: Contraction, atom: Atom) -> bool:
         name = self.recording.tensors.get(contraction.weight) if contraction.weight is not None else None
-        if (name, contraction.weight_dim) in self.folds:
-            return True
-        return self._zero_at(contraction.data, atom) or self._zero_at(contraction.weight, atom)
+        folded = (name, contraction.weight_dim) in self.folds
+        return folded or self._zero_at(contraction.data, atom) or self._zero_at(contraction.weight, atom)
 
     def _out(self, number: int, op: Op, value: int) -> Iterable[Atom]:
         flow, inputs = self.facts.flows[number], op.inputs()
@@ -195,11 +171,10 @@ class _Zeros:
             real = dtype.is_floating_point or dtype.is_complex
             return torch.tensor([number if real else round(4 * number)]).to(dtype)
 
-        try:
+        with contextlib.suppress(Exception):  # an op that cannot be tried on one number is not known to keep zeros
             out = op.func(*map_leaves(sample, op.args), **map_leaves(sample, dict(op.kwargs)))
-        except Exception:  # an op that cannot be tried on one number is not known to keep zeros
-            return False
-        return isinstance(out, Tensor) and bool((out == 0).all())
+            return isinstance(out, Tensor) and bool((out == 0).all())
+        return False
 
     def _passes(self, number: int, atom: Atom) -> bool:
         """Output channels are zero if a factor that hands them on is, and nothing is added."""
@@ -217,7 +192,6 @@ class _Zeros:
         return self._zero_at(last.weight, atom) or (not summed and self._zero_at(last.data, atom))
 
     def _shifts_nothing(self, number: int, atom: Atom) -> bool:
-        norm = self.facts.norms[number]
-        if atom not in self.coupling.channels.atoms(norm.over):
-            return False
-        return self._zero_at(norm.weight, atom) and (norm.bias is None or self._zero_at(norm.bias, atom))
+        weight, bias, over = self.facts.norms[number]
+        inside = atom in self.coupling.channels.atoms(over)
+        return inside and self._zero_at(weight, atom) and (bias is None or self._zero_at(bias, atom))

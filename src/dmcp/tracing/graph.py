@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, overload
@@ -15,7 +16,7 @@ from dmcp.errors import BudgetError, CutError, WidthsError
 from dmcp.markov import CHAIN, Process
 from dmcp.modules import Cut, skeleton
 from dmcp.tracing.cost import LayerCost, Moment, Peak, Polynomial, Terms, evaluate, show_bytes, total
-from dmcp.tracing.layout import Layout
+from dmcp.tracing.layout import Layout, Segment
 from dmcp.tracing.ops import Coupling
 from dmcp.tracing.record import Recording
 from dmcp.tracing.replay import ReplayContext
@@ -94,24 +95,28 @@ class ChannelGraph:
     _atoms: tuple[int, ...]  # the atom of each space
     extra: Mapping[str, ExtraCost] = field(default_factory=dict)  # by name, see `Latency.attach`
 
-    def __post_init__(self) -> None:
+    @functools.cached_property
+    def _polynomials(self) -> dict[str, Polynomial]:
+        """Of each kind of cost."""
         count = len(self.spaces)
-        polynomials = {
+        return {
             "macs": Polynomial(total(entry.macs for entry in self.entries), count),
             "params": Polynomial(total(entry.params for entry in self.entries), count),
-            "memory": (memory := Peak(self.moments, count)),
-        }
-        polynomials |= {name: Polynomial(dict(cost.terms), count) for name, cost in self.extra.items()}
-        dims = tuple(Dim(it.tensor, it.dim, self._named(it.layout)) for it in self.hard_folds)
-        for name, value in (("_polynomials", polynomials), ("_memory", memory), ("_dims", dims)):
-            object.__setattr__(self, name, value)
+            "memory": self._peak,
+        } | {name: Polynomial(dict(cost.terms), count) for name, cost in self.extra.items()}
 
-    def _named(self, layout: Layout) -> tuple[tuple[int | str, ...], ...]:
-        """A layout over spaces with their names."""
-        return tuple(
-            tuple(axis if isinstance(axis, int) else self.spaces[axis.index].name for axis in segment)
-            for segment in layout
-        )
+    @functools.cached_property
+    def _peak(self) -> Peak:
+        return Peak(self.moments, len(self.spaces))
+
+    @functools.cached_property
+    def _dims(self) -> tuple[Dim, ...]:
+        """Dims that show the widths, with the names of spaces."""
+
+        def named(segment: Segment) -> tuple[int | str, ...]:
+            return tuple(axis if isinstance(axis, int) else self.spaces[axis.index].name for axis in segment)
+
+        return tuple(Dim(it.tensor, it.dim, tuple(map(named, it.layout))) for it in self.hard_folds)
 
     # -- widths
 
@@ -176,11 +181,7 @@ class ChannelGraph:
 
     def memory_at(self, widths: Mapping[str, int] | None = None) -> str:
         """The layer that runs when most bytes of activations are held."""
-        return self._memory.at(self._numbers(widths)).name
-
-    _polynomials: Mapping[str, Polynomial] = field(default_factory=dict)  # of each kind of cost
-    _memory: Peak = None  # type: ignore[assignment]
-    _dims: tuple[Dim, ...] = ()  # that show the widths
+        return self._peak.at(self._numbers(widths)).name
 
     @overload
     def cost(self, kind: str, widths: Tensor) -> Tensor: ...
@@ -264,10 +265,8 @@ class ChannelGraph:
                 found[atom] = torch.arange(chosen)
                 continue
             listed: Any = chosen.tolist() if isinstance(chosen, Tensor) else chosen
-            valid = isinstance(listed, (list, tuple, range)) and all(
-                type(i) is int and 0 <= i < space.size for i in listed
-            )
-            if not valid or not listed or len(set(listed)) != len(listed):
+            ints = isinstance(listed, (list, tuple, range)) and set(map(type, listed)) == {int}
+            if not ints or not {*listed} <= {*range(space.size)} or len({*listed}) < len(listed):
                 raise WidthsError(
                     f"What is kept of {space.name} must be a width, or a list of different ints from 0 to "
                     f"{space.size - 1}, not {chosen!r}."
@@ -277,13 +276,11 @@ class ChannelGraph:
 
     def cuts(self, widths: Mapping[str, Kept]) -> dict[str, Cut]:
         """Indices that stay, per dim of every tensor that changes."""
-        sizes = {atom: space.size for atom, space in zip(self._atoms, self.spaces, strict=True)}
-        return self._context.cuts(self.kept(widths), sizes)
+        return self._context.cuts(self.kept(widths))
 
     def cut_value(self, value: int, widths: Mapping[str, Kept]) -> Cut:
         """Indices that stay, per dim of a value of the last recording."""
-        sizes = {atom: space.size for atom, space in zip(self._atoms, self.spaces, strict=True)}
-        return self._context.cut_value(value, self.kept(widths), sizes)
+        return self._context.cut(self.coupling.layouts[-1][value], self.kept(widths), self._context.sizes(self._atoms))
 
     def attributes(self, widths: Mapping[str, Kept]) -> dict[str, dict[str, Any]]:
         """Attributes of modules that change: {module path: {attribute: value}}."""
@@ -292,7 +289,7 @@ class ChannelGraph:
     def check(self, small: nn.Module, widths: Mapping[str, Kept]) -> None:
         """Replay a cut model, without data, against every recording; CutError if a shape is not as predicted."""
         counts = {atom: len(kept) for atom, kept in self.kept(widths).items()}
-        for number, recording in enumerate(self._context.coupling.recordings):
+        for number, recording in enumerate(self.recordings):
             outcome = self._context.replay(number, self._like_recorded(small), counts)
             if not outcome.clean:
                 op = recording.ops[outcome.conflicts[0].number] if outcome.conflicts else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -143,10 +144,6 @@ class Channels:
         """Channels of the whole dim."""
         return sum(self.segment_size(segment) for segment in layout)
 
-    def reason(self, atom: Atom) -> str | None:
-        """Why this atom is unprunable, or None if it is not."""
-        return self._nodes[self._find(atom)].reason
-
     def fix(self, layout: Layout, reason: str | None = None) -> int:
         """Make every atom of the dim unprunable; how many were not so before."""
         atoms = self.atoms(layout)
@@ -161,10 +158,7 @@ class Channels:
         return tidy([part for segment in layout for part in self._resolve_segment(segment)])
 
     def _resolve_segment(self, segment: Segment) -> list[Segment]:
-        grown: list[Segment] = [()]
-        for axis in segment:
-            grown = self._times(grown, self._resolve_axis(axis))
-        return grown
+        return functools.reduce(self._times, map(self._resolve_axis, segment), [()])
 
     def _resolve_axis(self, axis: Axis) -> list[Segment]:
         if isinstance(axis, int):
@@ -243,9 +237,8 @@ class Channels:
         if front % inner == 0:
             head, tail = self._split_concat(segment[0], front // inner)
             return ((head, *segment[1:]),), ((tail, *segment[1:]),)
-        total = self.segment_size(segment)
         self.fix((segment,), f"it is split in the middle of a group ({self.because})")
-        return fixed(front), fixed(total - front)
+        return fixed(front), fixed(self.segment_size(segment) - front)
 
     def divide(self, layout: Layout, sizes: Sequence[int]) -> list[Layout]:
         """Cut the dim into pieces of these sizes."""
@@ -291,17 +284,16 @@ class Channels:
         """Factor every segment by the same inner size, and join the inner parts."""
         if any(self.segment_size(segment) % inner for segment in segments):
             return None
-        outers: list[Segment] = []
-        inners: list[Layout] = []
+        splits: list[tuple[Segment, Segment]] = []
         for segment in segments:
             split = self._factor_segment(segment, self.segment_size(segment) // inner)
             if split is None:
                 return None
-            outers.append(split[0])
-            inners.append((split[1],))
+            splits.append(split)
+        outers, inners = zip(*splits, strict=True)
         for other in inners[1:]:
-            self.join(inners[0], other)
-        return tuple(outers), inners[0]
+            self.join((inners[0],), (other,))
+        return outers, (inners[0],)
 
     def _factor_segment(self, segment: Segment, outer: int) -> tuple[Segment, Segment] | None:
         head: list[Axis] = []
@@ -346,15 +338,13 @@ class Channels:
         left, right = list(one), list(other)
         while left and right:
             # Splitting one side may have split an atom that the other side holds too.
-            here, there = self._resolve_segment(tuple(left)), self._resolve_segment(tuple(right))
-            if len(here) > 1 or len(there) > 1:
-                self.join(tuple(here), tuple(there))
-                return
-            left, right = list(here[0]), list(there[0])
+            left, right = ([*self._resolve_segment(tuple(side))[0]] for side in (left, right))
             a, b = left.pop(0), right.pop(0)
             size_a, size_b = self.axis_size(a), self.axis_size(b)
-            if size_a == size_b:
-                self._join_axes(a, b)
+            if size_a == size_b and (isinstance(a, int) or isinstance(b, int)):
+                self.fix(((a, b),), f"meets a fixed size ({self.because})")
+            elif isinstance(a, Atom) and isinstance(b, Atom) and size_a == size_b:
+                self._nodes[b.index].parent = a.index
             elif size_a < size_b and size_b % size_a == 0:
                 right[:0] = self._split_product(b, size_a)
                 left.insert(0, a)
@@ -365,19 +355,3 @@ class Channels:
                 self.fix(((a, *left), (b, *right)), f"two groupings do not align ({self.because})")
                 return
         self.fix((tuple(left), tuple(right)), f"two groupings do not align ({self.because})")
-
-    def _join_axes(self, a: Axis, b: Axis) -> None:
-        if isinstance(a, int) or isinstance(b, int):
-            reasons = [self.reason(axis) for axis in (a, b) if isinstance(axis, Atom)]
-            self.fix(((a, b),), next(filter(None, reasons), f"meets a fixed size ({self.because})"))
-            return
-        one, other = self._find(a), self._find(b)
-        if one == other:
-            return
-        first, second = self._nodes[one], self._nodes[other]
-        if (first.product or first.concat) and (second.product or second.concat):
-            self.join(((a,),), ((b,),))
-        elif second.product or second.concat:
-            first.parent = other
-        else:
-            second.parent = one

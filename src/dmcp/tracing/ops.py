@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,15 +54,6 @@ class Contraction:
 
 
 @dataclass(frozen=True)
-class Norm:
-    """A normalization with the scale and shift that it applies per channel."""
-
-    weight: int | None
-    bias: int | None
-    over: Layout
-
-
-@dataclass(frozen=True)
 class OpCost:
     """Multiply-adds of one op: a coefficient times a product of dims."""
 
@@ -86,7 +78,7 @@ class Facts:
     """All that the rules stated about one recording."""
 
     contractions: dict[int, list[Contraction]] = field(default_factory=dict)  # by op number
-    norms: dict[int, Norm] = field(default_factory=dict)
+    norms: dict[int, tuple[int | None, int | None, Layout]] = field(default_factory=dict)  # scale and shift of a dim
     costs: list[OpCost] = field(default_factory=list)
     flows: list[Flow] = field(default_factory=list)
     literals: dict[int, list[Literal]] = field(default_factory=dict)
@@ -130,11 +122,19 @@ class Call:
 
     def fixed_outputs(self) -> list[Dims]:
         """Outputs that nothing can narrow."""
-        return [tuple(fixed(size) for size in shape) for shape in self.out_shapes]
+        return [tuple(map(fixed, shape)) for shape in self.out_shapes]
 
     def fix(self, layout: Layout, reason: str) -> None:
         """State that a dim is unprunable."""
         self.channels.fix(layout, f"{reason} ({self.where()})")
+
+    def fixing(self, chosen: Iterable[int], reason: str) -> Dims:
+        """The dims of the first tensor, of which some are unprunable and as long as in the first output."""
+        dims = list(self.x.dims)
+        for dim in chosen:
+            self.fix(dims[dim], reason)
+            dims[dim] = fixed(self.out_shapes[0][dim])
+        return tuple(dims)
 
     def mixes(self, layout: Layout, reason: str) -> None:
         """State that this op mixes channels of the dim, so that gating is not cutting."""
@@ -151,8 +151,7 @@ class Call:
         rank = max((len(dims) for dims in operands), default=0)
         out: list[Layout] = []
         for back in range(rank, 0, -1):
-            here = [dims[-back] for dims in operands if len(dims) >= back]
-            wide = [layout for layout in here if self.channels.size(layout) != 1]
+            wide = [dims[-back] for dims in operands if len(dims) >= back and self.channels.size(dims[-back]) != 1]
             for other in wide[1:]:
                 self.channels.join(wide[0], other)
             out.append(wide[0] if wide else fixed(1))
@@ -199,7 +198,7 @@ class Call:
         """State that the op's weight and bias scale and shift the channels of a dim."""
         self.flow = Flow.NORMALIZES
         weight, bias = (it.value if isinstance(it, Operand) else None for it in (self["weight"], self["bias"]))
-        self.facts.norms[self.number] = Norm(weight, bias, over)
+        self.facts.norms[self.number] = weight, bias, over
 
 
 Rule = Callable[[Call], list[Dims]]
@@ -247,7 +246,7 @@ def unknown(call: Call, reason: str = "there is no channel rule for it") -> list
     """An op without a rule: its inputs and outputs are unprunable, and it is reported."""
     call.facts.unknown.append(call.op)
     call.flow = Flow.LOSES
-    outs = [tuple(call.channels.fresh(size) for size in shape) for shape in call.out_shapes]
+    outs = [tuple(map(call.channels.fresh, shape)) for shape in call.out_shapes]
     for dims in (*(operand.dims for operand in call.operands), *outs):  # what meets an output has the reason too
         for layout in dims:
             call.fix(layout, reason)
@@ -265,10 +264,8 @@ def find_rule(func: Func, rules: Mapping[Func, Rule]) -> Rule | None:
     name, overload = func._schema.name.split("::")[1], func._overloadname
     twin = getattr(getattr(torch.ops.aten, name[:-1], None), overload, None) if name.endswith("_") else None
     candidates: list[Func] = [func] if twin is None else [func, twin]
-    for candidate in candidates:
-        if candidate in rules:
-            return rules[candidate]
-    return pointwise if any(torch.Tag.pointwise in candidate.tags for candidate in candidates) else None
+    tagged = pointwise if any(torch.Tag.pointwise in candidate.tags for candidate in candidates) else None
+    return next((rules[candidate] for candidate in candidates if candidate in rules), tagged)
 
 
 @dataclass
@@ -291,14 +288,8 @@ class Coupling:
 
     def predict(self, number: int, widths: Mapping[int, int]) -> dict[int, Shape]:
         """Shapes of all values of a recording when each atom has its width."""
-        sizes: dict[Layout, int] = {}  # many values share their dims
-
-        def size(layout: Layout) -> int:
-            if layout not in sizes:
-                sizes[layout] = width(self.channels.resolve(layout), widths)
-            return sizes[layout]
-
-        return {value: tuple(size(layout) for layout in dims) for value, dims in self.layouts[number].items()}
+        size = functools.cache(lambda layout: width(self.channels.resolve(layout), widths))  # many share their dims
+        return {value: tuple(map(size, dims)) for value, dims in self.layouts[number].items()}
 
 
 def couple(
@@ -307,28 +298,23 @@ def couple(
     """Apply the rules to every op of every recording; strict: an op without a rule must be in an ignored module."""
     coupling = Coupling(Channels(), {}, list(recordings))
     for recording in recordings:
-        facts, layouts = _follow(coupling, recording, rules, strict, ignore)
-        coupling.facts.append(facts)
-        coupling.layouts.append(layouts)
-    for recording, layouts in zip(coupling.recordings, coupling.layouts, strict=True):
-        for value in recording.outputs:
-            for layout in layouts[value]:
-                coupling.channels.fix(layout, "it is an output of the model")
+        _follow(coupling, recording, rules, strict, ignore)
+    for recording, layouts in zip(recordings, coupling.layouts, strict=True):
+        for layout in (layout for value in recording.outputs for layout in layouts[value]):
+            coupling.channels.fix(layout, "it is an output of the model")
     return coupling
 
 
 def _follow(
     coupling: Coupling, recording: Recording, rules: Mapping[Func, Rule], strict: bool, ignore: Sequence[str]
-) -> tuple[Facts, dict[int, Dims]]:
-    channels, facts = coupling.channels, Facts()
-    layouts: dict[int, Dims] = {}
+) -> None:
+    channels, layouts, facts = coupling.channels, dict[int, Dims](), Facts()
+    coupling.layouts.append(layouts)
+    coupling.facts.append(facts)
     for value, name in recording.tensors.items():
-        shape = recording.shapes[value]
-        layouts[value] = coupling.tensors.setdefault(name, tuple(channels.fresh(size) for size in shape))
-    for value in recording.inputs:
-        layouts[value] = tuple(fixed(size) for size in recording.shapes[value])
-    for value in recording.constants:
-        layouts.setdefault(value, tuple(fixed(size) for size in recording.shapes[value]))
+        layouts[value] = coupling.tensors.setdefault(name, tuple(map(channels.fresh, recording.shapes[value])))
+    for value in (*recording.inputs, *recording.constants):
+        layouts.setdefault(value, tuple(map(fixed, recording.shapes[value])))
     for number, op in enumerate(recording.ops):
         call = Call(channels, recording, layouts, number, facts)
         channels.because = call.where()
@@ -345,7 +331,6 @@ def _follow(
                 if (sizes := tuple(map(channels.size, dims))) != (shape := recording.shapes[out]):
                     where = call.path or "the top"
                     raise TraceError(f"The channel rule of {op.func} at {where} gave {sizes}, not {shape}.")
-    return facts, layouts
 
 
 def _no_rule(call: Call) -> str:

@@ -49,20 +49,8 @@ class Read:
     number: int  # of ops before it
     values: tuple[int, ...]  # the tensors, by the numbers of their values
     way: str  # like "item" or "numpy"
-    place: str  # file and line, like "net.py:12"; empty where no code of the model is on the stack
-    path: str  # the module that did it
+    where: str  # file and line, like "net.py:12", or the module
     result: Any = None  # the Python value, if there is one
-
-    @property
-    def where(self) -> str:
-        """A line of code, else a module."""
-        return self.place or self.path or "the model"
-
-
-def looks_at_values(func: Func, result: Any) -> bool:
-    """Whether an op that gave this, and no tensor, looked at values; others look at dtypes or memory."""
-    by_value = torch.Tag.data_dependent_output in func.tags or func is aten.is_nonzero.default
-    return result is not None and (by_value or func.namespace != "aten")
 
 
 def sizes_by_values(func: Func, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -76,8 +64,8 @@ def sizes_by_values(func: Func, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return True
 
 
-def place() -> str:
-    """The line of the model's code that is running; torch's own lines and ours are passed over."""
+def _running_line() -> str:
+    """The line of the model's code that is running, like "net.py:12"; torch's own lines and ours are passed over."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not call_model.__code__:  # above it is who traces, below it the model
         code = frame.f_code
@@ -100,8 +88,6 @@ def compute(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return args[0]
         if func in _ELEMENTWISE_OPS or (func is aten.batch_norm.default and _fits(*args)):
             return aten.empty_like.default(args[0])
-        if func is aten.linear.default and len(args) == 3 and _adds_nothing(*args):
-            return func(*args[:2])  # adding the bias takes longest
     return func(*args, **kwargs)
 
 
@@ -110,11 +96,6 @@ def _fits(values: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training:
     tensors = [tensor for tensor in (weight, bias, mean, var) if tensor is not None]
     sized = all(tensor.is_meta and tensor.shape == values.shape[1:2] for tensor in tensors)
     return sized and values.numel() > 0 and (training or (mean is not None and var is not None))
-
-
-def _adds_nothing(values: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether this bias of a linear layer changes no shape and no dtype."""
-    return bias is not None and bias.is_meta and bias.shape == weight.shape[:1] and bias.dtype == values.dtype
 
 
 # Ops that only move memory: their result is the same value.
@@ -173,15 +154,6 @@ class Since:
     data: float | None  # a number that follows from its values, where it has any
 
 
-@dataclass(frozen=True)
-class Made:
-    """Numbers that became a tensor, or an index of one."""
-
-    number: int  # of ops before it
-    path: str  # the module that did it
-    numbers: list[float]
-
-
 @dataclass
 class Recording:
     """The ops of one forward pass, and the shapes of all values in it."""
@@ -196,7 +168,7 @@ class Recording:
     outputs: list[int] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)  # tensors that became Python values
     sizes: list[Read] = field(default_factory=list)  # tensors whose values became the size of another one
-    made: list[Made] = field(default_factory=list)  # numbers that became tensors or indices
+    made: list[tuple[int, str, list[float]]] = field(default_factory=list)  # ops before, module, numbers made tensors
     caches: dict[tuple[str, str], Any] = field(default_factory=dict)  # plain attributes that the pass set: old value
     recomputes: bool = False  # whether layers are computed once more in the backward pass (activation checkpointing)
 
@@ -208,23 +180,13 @@ class Recording:
             inputs = op.inputs()
             while coming and coming[0][1].ops <= number:
                 value, since = coming.pop(0)
-                if not _have_left(self.reads[: since.reads], own):
+                left = (read for read in self.reads[: since.reads] if read.way in HOST_READS.values())
+                if all(it in own for read in left for it in read.values):  # else it may be made of the input's values
                     own.setdefault(value, frozenset())
             if all(value in own for value in inputs):
                 sources = frozenset[int]().union(*(own[value] for value in inputs))
                 own.update((value, sources) for value in op.outs if value is not None and value not in own)
         return own
-
-    def add(self, tensor: Tensor) -> int:
-        """A new value of this tensor's shape."""
-        self.shapes.append(tuple(int(n) for n in tensor.shape))
-        self.dtypes.append(tensor.dtype)
-        return len(self.shapes) - 1
-
-
-def _have_left(reads: Sequence[Read], own: Mapping[int, frozenset[int]]) -> bool:
-    """Whether values of the input left torch as arrays or lists: constants may be made of them."""
-    return any(read.way in HOST_READS.values() and any(value not in own for value in read.values) for read in reads)
 
 
 _LARGE = 1000  # larger arrays are one number, that of their bytes
@@ -294,10 +256,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         self.recording.inputs = [self._value(tensor) for tensor in inputs]
 
     def _value(self, tensor: Tensor) -> int:
-        known = self._known.get(id(tensor))
-        # squeeze_() and its like reshape in place
-        if known is None or self.recording.shapes[known] != tuple(tensor.shape):
-            self._known[id(tensor)] = self.recording.add(tensor)
+        known, recording = self._known.get(id(tensor)), self.recording
+        if known is None or recording.shapes[known] != tuple(tensor.shape):  # squeeze_() and its like reshape in place
+            self._known[id(tensor)] = len(recording.shapes)
+            recording.shapes.append(tuple(int(n) for n in tensor.shape))
+            recording.dtypes.append(tensor.dtype)
             self._alive.append(tensor)
         return self._known[id(tensor)]
 
@@ -344,11 +307,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         out = self.run(call, args, kwargs)
         outs = tuple(self._value(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves(out))
         result = None if any(leaf is not None for leaf in outs) else out
-        if looks_at_values(func, result):
-            self._note_read(call.inputs(), call.name, result)
+        by_value = torch.Tag.data_dependent_output in func.tags or func is aten.is_nonzero.default
+        if result is not None and (by_value or func.namespace != "aten"):  # others look at dtypes or memory
+            self._note_read(self.recording.reads, call.inputs(), call.name, result)
         if sizes_by_values(func, args, kwargs):
-            deciding = tuple(call.inputs()[1 if func in BY_MASK else 0 :])
-            self.recording.sizes.append(Read(len(self.recording.ops), deciding, call.name, place(), call.path))
+            self._note_read(self.recording.sizes, call.inputs()[1 if func in BY_MASK else 0 :], call.name)
         single = isinstance(out, Tensor)
         self.recording.ops.append(Op(func, call.args, call.kwargs, outs, call.path, result, single))
         return out
@@ -365,7 +328,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
             result = func(*args, **kwargs)
         finally:
             self._paused = False
-        self._note_read([value], HOST_READS[func], copy.deepcopy(result))
+        self._note_read(self.recording.reads, [value], HOST_READS[func], copy.deepcopy(result))
         return result
 
     def make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -382,16 +345,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
             self._making = before
 
     def _note_made(self, numbers: Any) -> None:
-        self.recording.made.append(Made(len(self.recording.ops), self.path[-1], _numbers_in(numbers)))
+        self.recording.made.append((len(self.recording.ops), self.path[-1], _numbers_in(numbers)))
 
-    def _note_read(self, values: list[int], way: str, result: Any) -> None:
-        ops = len(self.recording.ops)
-        self.recording.reads.append(Read(ops, tuple(values), way, place(), self.path[-1], result))
-
-    def finish(self, output: Any) -> Recording:
-        """Note which values the model returned."""
-        self.recording.outputs = [self._argument(tensor).value for tensor in tensors_in(output)]
-        return self.recording
+    def _note_read(self, noted: list[Read], values: list[int], way: str, result: Any = None) -> None:
+        where = _running_line() or self.path[-1] or "the model"
+        noted.append(Read(len(self.recording.ops), tuple(values), way, where, result))
 
 
 @contextlib.contextmanager
@@ -424,26 +382,24 @@ def untouched_world(device: str) -> Iterator[None]:
 def run_recorded(recorder: Recorder, model: nn.Module, example: Any) -> Recording:
     """Run a throw-away model under a recorder that was made for it."""
 
-    def enter(name: str) -> Callable[..., None]:
-        return lambda module, inputs: recorder.path.append(name)
-
-    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+    def leave(*_: Any) -> None:
         recorder.path.pop()
 
     for name, module in model.named_modules():
-        module.register_forward_pre_hook(enter(name), prepend=True)
+        module.register_forward_pre_hook(lambda _, __, name=name: recorder.path.append(name), prepend=True)
         module.register_forward_hook(leave, always_call=True)
     device = next((tensor.device.type for tensor in tensors_in(example)), "cpu")
     below, host = torch._C._AutoDispatchBelowAutograd(), _HostAccess(recorder)
     with untouched_world(device), torch.no_grad(), below, recorder, host, _noted_checkpoints(recorder.recording):
-        return recorder.finish(call_model(model, example))
+        outputs = tensors_in(call_model(model, example))
+        recorder.recording.outputs = [recorder._argument(tensor).value for tensor in outputs]
+    return recorder.recording
 
 
 @contextlib.contextmanager
 def _noted_checkpoints(recording: Recording) -> Iterator[None]:
     """Activation checkpointing leaves no op behind; all its ways, old and new, go through these names of its module."""
     names = ("_checkpoint_impl", "_checkpoint_without_reentrant_generator", "CheckpointFunction")
-    before = {name: getattr(checkpoint, name) for name in names if hasattr(checkpoint, name)}
 
     def noted(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -452,14 +408,13 @@ def _noted_checkpoints(recording: Recording) -> Iterator[None]:
 
         return call
 
-    try:
-        for name, old in before.items():
-            new: Any = SimpleNamespace(apply=noted(old.apply)) if hasattr(old, "apply") else noted(old)
-            setattr(checkpoint, name, new)
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            if old := getattr(checkpoint, name, None):
+                new = SimpleNamespace(apply=noted(old.apply)) if hasattr(old, "apply") else noted(old)
+                stack.callback(setattr, checkpoint, name, old)
+                setattr(checkpoint, name, new)
         yield
-    finally:
-        for name, old in before.items():
-            setattr(checkpoint, name, old)
 
 
 def meta_example(example: Any) -> Any:
@@ -509,6 +464,5 @@ def record_anywhere(model: nn.Module, example: Any, training: bool) -> Recording
         try:
             return record(model, example, training, device="cpu")
         except Exception as error:
-            raise TraceError(
-                f"The model fails in its own forward on this example input: {type(error).__name__}: {error}"
-            ) from on_meta_error
+            why = f"{type(error).__name__}: {error}"
+            raise TraceError(f"The model fails in its own forward on this example input: {why}") from on_meta_error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from dmcp.errors import TraceError
 from dmcp.modules import Cut, leaves, map_leaves, narrow, on_meta, tensors_in
 from dmcp.tracing.layout import Atom, Layout, kept_indices, width
-from dmcp.tracing.ops import Coupling, Dims, Facts, Literal
-from dmcp.tracing.record import HOST_READS, UNTAGGED, Func, Op, Recorder, Recording, Shape, compute, run_recorded
+from dmcp.tracing.ops import Coupling, Dims, Literal
+from dmcp.tracing.record import HOST_READS, UNTAGGED, Func, Op, Recorder, Shape, compute, run_recorded
 
 IN_CODE = "a number in the code"  # how the reason begins
 _LOOSE = ("scale", "tensor")  # kinds of conflicts about numbers that are no sizes
@@ -28,15 +28,8 @@ _MULTIPLES = (1, 2, 3)  # an attribute may be this many times the width: qkv siz
 _CANDIDATES = 6
 
 Place = tuple[str, str, int | None]  # module path, attribute, position if it is a list
+Bound = tuple[Layout, int]  # an attribute is this many times the width of a dim
 Site = tuple[int, int, Literal]  # recording, op and the number among its arguments
-
-
-@dataclass(frozen=True)
-class Bound:
-    """An attribute that follows a width: attribute = multiple x width."""
-
-    layout: Layout
-    multiple: int
 
 
 @dataclass(frozen=True)
@@ -50,35 +43,26 @@ class Conflict:
     scales: tuple[tuple[float, float], ...] = ()  # factors in the arithmetic, wide and narrow
 
 
-@dataclass
-class Outcome:
-    """What one replay found."""
-
-    conflicts: list[Conflict] = field(default_factory=list)
-    stopped: str | None = None  # the model raised, or went another way
-
-    @property
-    def clean(self) -> bool:
-        return not self.conflicts and self.stopped is None
-
-
 class Replayer(Recorder):  # type: ignore[no-untyped-call]
     """Records a narrow model in lockstep with the recording of the wide one."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        inputs: list[Tensor],
-        original: Recording,
-        facts: Facts,
-        shapes: Mapping[int, Shape],
-        sizes: Mapping[Layout, int],
+        self, model: nn.Module, inputs: list[Tensor], coupling: Coupling, number: int, widths: Mapping[int, int]
     ) -> None:
         super().__init__(model, inputs)
-        self.original, self.facts, self.shapes, self.sizes = original, facts, shapes, sizes
-        self.outcome = Outcome()
+        self.original, self.facts = coupling.recordings[number], coupling.facts[number]
+        layouts = {literal.layout for literals in self.facts.literals.values() for literal in literals}
+        self.sizes = {layout: width(coupling.channels.resolve(layout), widths) for layout in layouts}
+        self.shapes = coupling.predict(number, widths)
+        self.conflicts: list[Conflict] = []
+        self.stopped: str | None = None  # why: the model raised, or went another way
         self.pairs: dict[int, set[int | None]] = {}  # value -> those of the wide model that it stands for
         self.paired = 0  # ops whose outputs are among them
+
+    @property
+    def clean(self) -> bool:
+        """Whether the narrow model did as predicted."""
+        return not self.conflicts and self.stopped is None
 
     def run(self, call: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = map_leaves(_without_data, args), map_leaves(_without_data, kwargs)  # NumPy's numbers have data
@@ -89,7 +73,7 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
         if not any(value is not None for value in expected.outs):
             return expected.result  # a Python number: the narrow model takes the same branches
         wanted = [None if value is None else self.shapes[value] for value in expected.outs]
-        literals = self._wrong_literals(number, call)
+        literals = tuple(self._wrong_literals(number, call))
         kind = "number" if literals else ""
         old, new = _numbers(expected), _numbers(call)
         if not kind and old == new:
@@ -100,7 +84,7 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
         if not self._same_tensors(expected, call):
             raise _AstrayError(f"the narrow model takes other tensors for {call.name} in {call.path or 'the top'}")
         by_values = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(call.func.tags)
-        made_up = bool(by_values) or call.func in UNTAGGED
+        made_up = by_values or call.func in UNTAGGED
         try:
             out = self._made_up(expected, wanted) if made_up else compute(call.func, args, kwargs)
             got = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves(out)]
@@ -110,8 +94,7 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
             kind = kind or "error"
             got = None
         if kind:
-            conflict = Conflict(number, expected.path, kind, tuple(literals), _different(old, new))
-            self.outcome.conflicts.append(conflict)
+            self.conflicts.append(Conflict(number, expected.path, kind, literals, _different(old, new)))
         if got == wanted:
             return out
         in_place = call.func._schema.name.endswith("_") and isinstance(args[0], Tensor)
@@ -149,35 +132,30 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
         """Tensors from outside the model: which one it takes may depend on a width."""
         mine, theirs = (held.constants.get(it) for held, it in ((self.recording, value), (self.original, other)))
         if mine and theirs and None not in (mine.data, theirs.data) and mine.data != theirs.data:
-            self.outcome.conflicts.append(Conflict(len(self.recording.ops), path, "tensor"))
+            self.conflicts.append(Conflict(len(self.recording.ops), path, "tensor"))
 
     def read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the wide model read here: its dims are unprunable, and the narrow model has no data."""
         number = len(self.recording.reads)
-        if number >= len(self.original.reads) or self.original.reads[number].way != HOST_READS[func]:
-            raise _AstrayError(
-                f"the narrow model reads other values by {HOST_READS[func]} in {self.path[-1] or 'the top'}"
-            )
+        way, where = HOST_READS[func], self.path[-1] or "the top"
+        if number >= len(self.original.reads) or self.original.reads[number].way != way:
+            raise _AstrayError(f"the narrow model reads other values by {way} in {where}")
         self.recording.reads.append(self.original.reads[number])
         return copy.deepcopy(self.original.reads[number].result)
 
-    def _wrong_literals(self, number: int, call: Op) -> list[tuple[Literal, int]]:
+    def _wrong_literals(self, number: int, call: Op) -> Iterator[tuple[Literal, int]]:
         arguments = call.arguments()
-        wrong: list[tuple[Literal, int]] = []
         for literal in self.facts.literals.get(number, ()):
             value = arguments[literal.argument]
             if literal.position is not None:
                 value = value[literal.position] if literal.position < len(value) else -1
-            if value != -1 and value != self.sizes[literal.layout]:
-                wrong.append((literal, value))
-        return wrong
+            if value not in (-1, self.sizes[literal.layout]):
+                yield literal, value
 
     def _made_up(self, expected: Op, wanted: list[Shape | None]) -> Any:
         """Tensors as predicted, so that one replay finds every conflict and not only the first."""
         made = [
-            None
-            if value is None or shape is None
-            else torch.empty(shape, dtype=self.original.dtypes[value], device="meta")
+            None if value is None else torch.empty(shape or (), dtype=self.original.dtypes[value], device="meta")
             for value, shape in zip(expected.outs, wanted, strict=True)
         ]
         return made[0] if expected.single else tuple(made)
@@ -196,11 +174,8 @@ class _AstrayError(Exception):
 @functools.cache
 def _number_arguments(func: Func) -> tuple[str, ...]:
     """Arguments that take part in the arithmetic, unlike sizes and dims; `x * 2` has a number in a tensor's place."""
-    kinds = ("number", "float", "Tensor")
-    types = {
-        argument.name: str(argument.type).removeprefix("Optional[").rstrip("]") for argument in func._schema.arguments
-    }
-    return tuple(name for name, kind in types.items() if kind in kinds)
+    types = {it.name: str(it.type).removeprefix("Optional[").rstrip("]") for it in func._schema.arguments}
+    return tuple(name for name, kind in types.items() if kind in ("number", "float", "Tensor"))
 
 
 # Arguments that are sizes, which may follow a width.
@@ -252,20 +227,22 @@ class ReplayContext:
     always: dict[int, set[tuple[int, str]]] = field(default_factory=dict)  # recording -> conflicts at full width, too
     stopped_at: int = 0  # ops that the last replay ran
 
-    def cuts(self, kept: Mapping[int, Tensor], sizes: Mapping[int, int]) -> dict[str, Cut]:
+    def cuts(self, kept: Mapping[int, Tensor]) -> dict[str, Cut]:
         """Indices that stay of every tensor that has atoms; `kept` per atom."""
-        found = {name: self._cut(dims, kept, sizes) for name, dims in self.coupling.tensors.items()}
+        sizes = self.sizes(kept)
+        found = {name: self.cut(dims, kept, sizes) for name, dims in self.coupling.tensors.items()}
         return {name: cut for name, cut in found.items() if any(kept is not None for kept in cut)}
 
-    def cut_value(self, value: int, kept: Mapping[int, Tensor], sizes: Mapping[int, int]) -> Cut:
-        """The same of a value of the last recording."""
-        return self._cut(self.coupling.layouts[-1][value], kept, sizes)
-
-    def _cut(self, dims: Dims, kept: Mapping[int, Tensor], sizes: Mapping[int, int]) -> Cut:
+    def cut(self, dims: Dims, kept: Mapping[int, Tensor], sizes: Mapping[int, int]) -> Cut:
+        """The same of some dims; sizes of the atoms."""
         channels = self.coupling.channels
         return tuple(
             kept_indices(channels.resolve(layout), kept, sizes) if channels.atoms(layout) else None for layout in dims
         )
+
+    def sizes(self, atoms: Iterable[int]) -> dict[int, int]:
+        """Channels of these atoms in the unpruned model."""
+        return {atom: self.coupling.channels.axis_size(Atom(atom)) for atom in atoms}
 
     def attributes(self, widths: Mapping[int, int]) -> dict[str, dict[str, Any]]:
         """Attributes of modules at these widths: those that layers are known to have, and the bound ones."""
@@ -282,20 +259,20 @@ class ReplayContext:
         for recording in self.coupling.recordings:
             for (path, attribute), empty in recording.caches.items():  # a cache of the wide model is wrong here
                 found.setdefault(path, {})[attribute] = copy.deepcopy(empty)
-        for (path, attribute, position), bound in self.bindings.items():
-            value: Any = bound.multiple * width(resolve(bound.layout), widths)
+        for (path, attribute, position), (layout, multiple) in self.bindings.items():
+            value: Any = multiple * width(resolve(layout), widths)
             if position is not None:
                 old = found.get(path, {}).get(attribute, vars(modules[path])[attribute])
                 value = type(old)([*old[:position], value, *old[position + 1 :]])
             found.setdefault(path, {})[attribute] = value
         return found
 
-    def narrow(self, widths: Mapping[int, int], sizes: Mapping[int, int]) -> nn.Module:
+    def narrow(self, widths: Mapping[int, int]) -> nn.Module:
         """The narrow model, on the meta device."""
-        kept = {atom: torch.arange(width) for atom, width in widths.items()}
-        return narrow(self.model, self.cuts(kept, sizes), self.attributes(widths), meta=True)
+        cuts = self.cuts({atom: torch.arange(width) for atom, width in widths.items()})
+        return narrow(self.model, cuts, self.attributes(widths), meta=True)
 
-    def replay(self, number: int, small: nn.Module, widths: Mapping[int, int]) -> Outcome:
+    def replay(self, number: int, small: nn.Module, widths: Mapping[int, int]) -> Replayer:
         """Run a throw-away narrow model in lockstep with one of the recordings.
 
         What differs at full width, too, follows no width: numbers that are others in every run (of a generator of the
@@ -303,44 +280,40 @@ class ReplayContext:
         """
         outcome = self._replay(number, small, widths)
         if number not in self.always and any(conflict.kind in (*_LOOSE, "error") for conflict in outcome.conflicts):
-            at, sizes = self.stopped_at, {atom: self.coupling.channels.axis_size(Atom(atom)) for atom in widths}
-            full = self._replay(number, self.narrow(sizes, sizes), sizes)
+            at, sizes = self.stopped_at, self.sizes(widths)
+            full = self._replay(number, self.narrow(sizes), sizes)
             self.always[number] = {(conflict.number, conflict.kind) for conflict in full.conflicts}
             self.stopped_at = at
         always = self.always.get(number, set())
         outcome.conflicts = [it for it in outcome.conflicts if (it.number, it.kind) not in always]
         return outcome
 
-    def _replay(self, number: int, small: nn.Module, widths: Mapping[int, int]) -> Outcome:
-        recording, facts = self.coupling.recordings[number], self.coupling.facts[number]
-        layouts = {literal.layout for literals in facts.literals.values() for literal in literals}
-        sizes = {layout: width(self.coupling.channels.resolve(layout), widths) for layout in layouts}
-        example = self.batches[number]
+    def _replay(self, number: int, small: nn.Module, widths: Mapping[int, int]) -> Replayer:
+        recording, example = self.coupling.recordings[number], self.batches[number]
         small.train(recording.training)
-        shapes = self.coupling.predict(number, widths)
-        replayer = Replayer(small, tensors_in(example), recording, facts, shapes, sizes)
+        replayer = Replayer(small, tensors_in(example), self.coupling, number, widths)
         try:
             run_recorded(replayer, small, example)
         except Exception as error:  # the model's own complaint about its widths
             kind = "" if isinstance(error, _AstrayError) else f"{type(error).__name__}: "
-            replayer.outcome.stopped = f"{kind}{error}"
-        for old, new in zip(recording.made, replayer.recording.made, strict=False):
-            wide, narrow_ = _plain(old.numbers), _plain(new.numbers)
-            if wide != narrow_:
-                place = min(old.number, len(recording.ops) - 1)
-                conflict = Conflict(place, old.path, "tensor", scales=_different(wide, narrow_))
-                replayer.outcome.conflicts.append(conflict)
-        replayer.outcome.conflicts.sort(key=lambda conflict: conflict.number)
+            replayer.stopped = f"{kind}{error}"
+        pairs = zip(recording.made, replayer.recording.made, strict=False)
+        for (at, path, wide), (*_, narrowed) in pairs:
+            old, new = _plain(wide), _plain(narrowed)
+            if old != new:
+                at = min(at, len(recording.ops) - 1)
+                replayer.conflicts.append(Conflict(at, path, "tensor", scales=_different(old, new)))
+        replayer.conflicts.sort(key=lambda conflict: conflict.number)
         self.stopped_at = len(replayer.recording.ops)
-        return replayer.outcome
+        return replayer
 
 
 class Resolver:
     """Replays at random widths until all agree; binds attributes and makes channels unprunable as needed."""
 
-    def __init__(self, context: ReplayContext, parameters: list[str], bind: bool, seed: int = 0) -> None:
+    def __init__(self, context: ReplayContext, parameters: list[str], bind: bool) -> None:
         self.context, self.coupling, self.parameters, self.bind = context, context.coupling, parameters, bind
-        self.random = random.Random(seed)
+        self.random = random.Random(0)
         # attributes not tried yet, and the one that is being tried
         self.candidates: dict[Site, list[tuple[Place, Bound]]] = {}
         self.tried: dict[Site, Place] = {}
@@ -352,28 +325,24 @@ class Resolver:
     def run(self) -> None:
         """Until every kind of sample has replayed clean, in a row, in turns with every recording."""
         clean, count = 0, len(self.coupling.recordings)
-        samples = _SAMPLES + _UNEVEN if self._has_neighbors() else _SAMPLES
+        layouts = {layout for values in self.coupling.layouts for dims in values.values() for layout in dims}
+        # where a tensor has several spaces in one dim, a part of it may be cut out by its size
+        neighbors = any(len(self.coupling.channels.atoms(layout)) > 1 for layout in layouts)
+        samples = _SAMPLES + _UNEVEN if neighbors else _SAMPLES
         for round_ in range(_ROUNDS):
             atoms = self.coupling.atoms(self.parameters)
             if not atoms or clean >= len(samples):
                 return
-            sizes = {atom.index: self.coupling.channels.axis_size(atom) for atom in atoms}
-            kind = samples[clean]
-            widths = {atom: self._sample(kind, size, at % 2) for at, (atom, size) in enumerate(sizes.items())}
-            self.widths = widths
+            sizes = self.context.sizes(atom.index for atom in atoms)
+            self.widths = {
+                atom: self._sample(samples[clean], size, at % 2) for at, (atom, size) in enumerate(sizes.items())
+            }
             number = clean % count
-            outcome = self.context.replay(number, self.context.narrow(widths, sizes), widths)
-            if outcome.clean:
-                clean += 1
-            else:
-                clean = 0
+            outcome = self.context.replay(number, self.context.narrow(self.widths), self.widths)
+            clean = clean + 1 if outcome.clean else 0
+            if not clean:
                 self._mend(number, outcome, may_bind=self.bind and round_ < _BINDING_ROUNDS)
         raise TraceError("The narrow model never agreed with its recording: please report this model.")
-
-    def _has_neighbors(self) -> bool:
-        """Whether some tensor has several spaces in one dim, so that a part of it may be cut out by its size."""
-        found = {layout for values in self.coupling.layouts for dims in values.values() for layout in dims}
-        return any(len(self.coupling.channels.atoms(layout)) > 1 for layout in found)
 
     def _sample(self, kind: str, size: int, second: int) -> int:
         """A width: most channels, few, any number of them, or one or all (at random, or of every second space)."""
@@ -385,7 +354,7 @@ class Resolver:
         low, high = (max(1, int(border)) for border in ranges[kind])
         return self.random.randint(low, high)
 
-    def _mend(self, number: int, outcome: Outcome, may_bind: bool) -> None:
+    def _mend(self, number: int, outcome: Replayer, may_bind: bool) -> None:
         """Try attributes first: a wrong guess makes new conflicts, and those must make nothing unprunable."""
         scales = [conflict for conflict in outcome.conflicts if conflict.kind in _LOOSE]
         conflicts = scales or outcome.conflicts
@@ -412,21 +381,22 @@ class Resolver:
 
     def _fix_guilty(self, number: int, conflicts: list[Conflict]) -> bool:
         """Make each space unprunable that causes one of the conflicts when it alone is narrow."""
-        sizes = {atom: self.coupling.channels.axis_size(Atom(atom)) for atom in self.widths}
+        sizes = self.context.sizes(self.widths)
         known, guilty = {(conflict.number, conflict.kind) for conflict in conflicts}, []
         for atom, size in sizes.items():
             widths = sizes | {atom: max(1, size // 2)}
-            found = self.context.replay(number, self.context.narrow(widths, sizes), widths).conflicts
+            found = self.context.replay(number, self.context.narrow(widths), widths).conflicts
             if any((conflict.number, conflict.kind) in known for conflict in found):
                 guilty.append(((Atom(atom),),))
         return self._fix(tuple(guilty), f"{IN_CODE} depends on its size")
 
     def _unbind(self, paths: list[str]) -> bool:
         """Take back the bindings in these modules and around them, for good: one of them must be wrong."""
+        inside = [f"{path}." for path in paths]
         wrong = [
             place
             for place in self.context.bindings
-            if any(not place[0] or path == place[0] or path.startswith(place[0] + ".") for path in paths)
+            if paths and (not place[0] or any(path.startswith(f"{place[0]}.") for path in inside))
         ]
         for place in wrong:
             del self.context.bindings[place]
@@ -464,8 +434,8 @@ class Resolver:
     def _fix(self, dims: Dims, reason: str) -> bool:
         atoms = self.coupling.channels.atoms
         count = sum(self.coupling.channels.fix(layout, reason) for layout in dims)
-        for place in [place for place, bound in self.context.bindings.items() if not atoms(bound.layout)]:
-            del self.context.bindings[place]
+        bindings = self.context.bindings
+        self.context.bindings = {place: bound for place, bound in bindings.items() if atoms(bound[0])}
         return count > 0
 
     def _bind(self, key: Site, op: Op, value: int) -> bool:
@@ -478,11 +448,10 @@ class Resolver:
         failed = self.tried.pop(key, None)
         if failed is not None:
             self.context.bindings.pop(failed, None)
-        resolve = channels.resolve
         while self.candidates[key]:
             place, bound = self.candidates[key].pop(0)
             known = self.context.bindings.get(place)
-            if known is not None and place in self.new and resolve(known.layout) == resolve(bound.layout):
+            if known and place in self.new and channels.resolve(known[0]) == channels.resolve(bound[0]):
                 return True  # a number before this one came from the same attribute: see whether that helps
             if known is None and place not in self.banned:
                 self.new.add(place)
@@ -494,13 +463,13 @@ class Resolver:
     def _candidates(self, path: str, literal: Literal, value: int) -> Iterator[tuple[Place, Bound]]:
         """Attributes that the number could come from; of a flattened map also those that count its channels only."""
         for place, multiple in self._attributes_equal(path, literal.position, value):
-            yield place, Bound(literal.layout, multiple)
+            yield place, (literal.layout, multiple)
         segment, *more = self.coupling.channels.resolve(literal.layout)
         channels = tuple(axis for axis in segment if not isinstance(axis, int))
         if not more and len(channels) < len(segment):
             inner = self.coupling.channels.segment_size(channels)
             for place, multiple in self._attributes_equal(path, None, inner):
-                yield place, Bound((channels,), multiple)
+                yield place, ((channels,), multiple)
 
     def _attributes_equal(self, path: str, position: int | None, value: int) -> Iterator[tuple[Place, int]]:
         """Int attributes of the module and those around it that are the value or a small multiple, nearest first."""

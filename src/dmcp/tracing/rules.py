@@ -132,12 +132,12 @@ def attention(call: Call) -> list[Dims]:
 def batch_norm(call: Call) -> list[Dims]:
     """Per-channel statistics over everything else."""
     x = call["input"]
-    call.join_all(x.dims[1], *(call[name] for name in ("weight", "bias", "running_mean", "running_var")))
+    call.join_all(x.dims[1], call["weight"], call["bias"], call["running_mean"], call["running_var"])
     for layout in (x.dims[0], *x.dims[2:]):
         call.mixes(layout, "statistics are taken over it, as weight standardization does")
     call.describes(num_features=(x.dims[1],))
     call.normalizes(x.dims[1])
-    return _first(call, x.dims)
+    return [x.dims, *call.fixed_outputs()[1:]]  # statistics that come along are not looked at
 
 
 def layer_norm(call: Call) -> list[Dims]:
@@ -152,7 +152,7 @@ def layer_norm(call: Call) -> list[Dims]:
     call.describes(normalized_shape=last)
     call.follows("normalized_shape", last)
     call.normalizes(last[-1])
-    return _first(call, x.dims)
+    return [x.dims, *call.fixed_outputs()[1:]]  # statistics that come along are not looked at
 
 
 def group_norm(call: Call) -> list[Dims]:
@@ -169,12 +169,7 @@ def group_norm(call: Call) -> list[Dims]:
     call.describes(num_channels=(x.dims[1],), num_groups=(count,))
     call.follows("num_groups", [count])
     call.normalizes(x.dims[1])
-    return _first(call, x.dims)
-
-
-def _first(call: Call, dims: Dims) -> list[Dims]:
-    """The first output has these dims; statistics that come along are not looked at."""
-    return [dims, *call.fixed_outputs()[1:]]
+    return [x.dims, *call.fixed_outputs()[1:]]  # statistics that come along are not looked at
 
 
 def prelu(call: Call) -> list[Dims]:
@@ -183,13 +178,7 @@ def prelu(call: Call) -> list[Dims]:
     if weight.shape and weight.shape[0] != 1:
         call.channels.join(x.dims[1], weight.dims[0])
         call.describes(num_parameters=(x.dims[1],))
-    call.flow = Flow.KEEPS
     return [x.dims]
-
-
-def noise(call: Call) -> list[Dims]:
-    """The dims of the first tensor, other values."""
-    return [call.x.dims] * len(call.out_shapes)
 
 
 def where(call: Call) -> list[Dims]:
@@ -199,9 +188,8 @@ def where(call: Call) -> list[Dims]:
 
 def spatial(call: Call) -> list[Dims]:
     """Pools, resizes and borders: batch and channels pass."""
-    call.flow = Flow.KEEPS
     x = call.x
-    lead = len(x.dims) - _SPATIAL_RANK[call.op.name.rstrip("_")]
+    lead = len(x.dims) - next(int(letter) for letter in call.op.name if letter.isdigit())  # max_pool2d
     for layout in x.dims[lead:]:
         call.fix(layout, "pooled or resized along it")
     return [(*x.dims[:lead], *(fixed(size) for size in shape[lead:])) for shape in call.out_shapes]
@@ -209,7 +197,6 @@ def spatial(call: Call) -> list[Dims]:
 
 def grid_sample(call: Call) -> list[Dims]:
     """Pixels are picked by position; batch and channels pass."""
-    call.flow = Flow.KEEPS
     x, grid = call.operands
     for layout in (*x.dims[2:], *grid.dims[1:]):
         call.fix(layout, "pixels are picked along it")
@@ -219,15 +206,9 @@ def grid_sample(call: Call) -> list[Dims]:
 
 def transform(call: Call) -> list[Dims]:
     """Fourier transforms of some dims; the others pass."""
-    call.flow = Flow.KEEPS
-    rank = len(call.x.dims)
     given = call["dim"]
-    chosen = range(rank) if given is None else [given] if isinstance(given, int) else given
-    dims = list(call.x.dims)
-    for dim in chosen:
-        call.fix(dims[dim], "it is Fourier transformed")
-        dims[dim] = fixed(call.out_shapes[0][dim])
-    return [tuple(dims)]
+    chosen = range(len(call.x.dims)) if given is None else [given] if isinstance(given, int) else given
+    return [call.fixing(chosen, "it is Fourier transformed")]
 
 
 def reduce(call: Call) -> list[Dims]:
@@ -251,11 +232,8 @@ def reduce(call: Call) -> list[Dims]:
 
 def along(call: Call) -> list[Dims]:
     """Softmax, sort and the like: entries of one dim depend on each other."""
-    dims = list(call.x.dims)
     dim = -1 if call["dim"] is None else call["dim"]
-    call.fix(dims[dim], f"{call.op.name} is taken along it")
-    dims[dim] = fixed(call.out_shapes[0][dim])
-    return [tuple(dims)] * len(call.out_shapes)
+    return [call.fixing([dim], f"{call.op.name} is taken along it")] * len(call.out_shapes)
 
 
 def create(call: Call) -> list[Dims]:
@@ -279,18 +257,44 @@ def opaque(call: Call) -> list[Dims]:
 
 _ZERO_OF_ZEROS = {"sum", "mean", "amax", "amin", "max", "min", "var", "std", "norm", "nansum", "prod"}
 _ZERO_OF_ZEROS |= {"linalg_vector_norm"}
-_POOLS = ("max_pool", "avg_pool", "adaptive_avg_pool", "_adaptive_avg_pool", "adaptive_max_pool")
-_SPATIAL_RANK = {
-    **{f"{pool}{rank}d": rank for pool in _POOLS for rank in (1, 2, 3)},
-    **{f"{border}_pad{rank}d": rank for border in ("reflection", "replication") for rank in (1, 2, 3)},
-    **dict.fromkeys(("upsample_nearest1d", "upsample_linear1d"), 1),
-    **{f"upsample_{kind}2d": 2 for kind in ("nearest", "bilinear", "bicubic")},
-    **{f"_upsample_{kind}": 2 for kind in ("nearest_exact2d", "bilinear2d_aa", "bicubic2d_aa")},
-    "max_pool2d_with_indices": 2,
-    **dict.fromkeys(("upsample_nearest3d", "upsample_trilinear3d"), 3),
-}
+_POOLS = "max_pool avg_pool adaptive_avg_pool _adaptive_avg_pool adaptive_max_pool reflection_pad replication_pad"
+_RESIZES = "upsample_nearest upsample_linear upsample_bilinear upsample_bicubic upsample_trilinear"
+_SPATIAL = " ".join(f"{name}{rank}d" for name in f"{_POOLS} {_RESIZES}".split() for rank in (1, 2, 3))
+_SPATIAL += " max_pool2d_with_indices _upsample_nearest_exact2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa"
 
-_BY_NAME: dict[Rule, str] = {
+_KEEPING: dict[Rule, str] = {  # zeros stay zeros
+    prelu: "prelu _prelu_kernel",
+    spatial: _SPATIAL,
+    grid_sample: "grid_sampler grid_sampler_2d grid_sampler_3d",
+    transform: " ".join(
+        f"fft_{half}{kind}{rank}" for half in ("", "i") for kind in ("fft", "rfft") for rank in ("", "2", "n")
+    ),
+    shape.reshape: "view reshape flatten unflatten view_as reshape_as squeeze unsqueeze",
+    shape.permute: "permute transpose swapaxes swapdims t numpy_T mT mH adjoint movedim moveaxis",
+    shape.repeat: "repeat tile expand expand_as broadcast_to",
+    shape.repeat_interleave: "repeat_interleave.self_int",
+    shape.concatenate: "cat concat concatenate",
+    shape.stack: "stack",
+    shape.split: "split chunk split_with_sizes tensor_split unsafe_split unsafe_chunk unsafe_split_with_sizes",
+    shape.unbind: "unbind select",
+    shape.slice_: "slice",
+    shape.index: "index _unsafe_index",
+    shape.index_select: "index_select",
+    shape.pad: "constant_pad_nd pad",
+    shape.reorder: "roll flip",
+    shape.im2col: "im2col",
+    shape.col2im: "col2im",
+    shape.unfold: "unfold",
+    shape.pixel_shuffle: "pixel_shuffle",
+    shape.pixel_unshuffle: "pixel_unshuffle",
+    shape.channel_shuffle: "channel_shuffle native_channel_shuffle",
+    shape.view_as_complex: "view_as_complex",
+    shape.view_as_real: "view_as_real",
+    shape.glu: "glu",
+    shape.same: "alias clone contiguous _to_copy to detach dropout feature_dropout native_dropout lift_fresh "
+    "lift_fresh_copy type_as bernoulli zero nan_to_num",
+}
+_OTHERS: dict[Rule, str] = {
     convolution: "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution",
     linear: "linear",
     matmul: "matmul mm addmm bmm baddbmm",
@@ -299,54 +303,26 @@ _BY_NAME: dict[Rule, str] = {
     batch_norm: "batch_norm instance_norm",
     layer_norm: "layer_norm rms_norm",
     group_norm: "group_norm",
-    prelu: "prelu _prelu_kernel",
-    shape.reshape: "view reshape flatten unflatten view_as reshape_as squeeze unsqueeze",
-    shape.permute: "permute",
-    shape.transpose: "transpose swapaxes swapdims",
-    shape.reverse_dims: "t numpy_T",
-    shape.swap_last: "mT mH adjoint",
-    shape.movedim: "movedim moveaxis",
-    shape.expand: "expand expand_as broadcast_to",
-    shape.repeat: "repeat tile",
-    shape.repeat_interleave: "repeat_interleave.self_int",
-    shape.concatenate: "cat concat concatenate",
-    shape.stack: "stack",
-    shape.split: "split chunk split_with_sizes tensor_split unsafe_split unsafe_chunk unsafe_split_with_sizes",
-    shape.unbind: "unbind",
-    shape.slice_: "slice",
-    shape.select: "select",
-    shape.index: "index _unsafe_index",
-    shape.index_select: "index_select",
-    shape.embedding: "embedding",
-    shape.pad: "constant_pad_nd pad",
-    shape.reorder: "roll flip",
-    shape.im2col: "im2col",
-    shape.unfold: "unfold",
-    shape.pixel_shuffle: "pixel_shuffle",
-    shape.pixel_unshuffle: "pixel_unshuffle",
-    shape.channel_shuffle: "channel_shuffle native_channel_shuffle",
-    shape.same: "alias clone contiguous _to_copy to detach dropout feature_dropout native_dropout lift_fresh "
-    "lift_fresh_copy type_as bernoulli zero nan_to_num",
     pointwise: "hardswish relu6 celu selu rrelu square floor_divide masked_fill copy lerp",
-    noise: "alpha_dropout feature_alpha_dropout",
     where: "where",
-    spatial: " ".join(_SPATIAL_RANK),
+    shape.same: "alpha_dropout feature_alpha_dropout",
+    shape.embedding: "embedding",
     reduce: "mean sum amax amin max min var std logsumexp prod norm linalg_vector_norm any all argmax argmin nansum "
     "var_mean std_mean count_nonzero",
-    grid_sample: "grid_sampler grid_sampler_2d grid_sampler_3d",
-    transform: " ".join(
-        f"fft_{half}{kind}{rank}" for half in ("", "i") for kind in ("fft", "rfft") for rank in ("", "2", "n")
-    ),
-    shape.col2im: "col2im",
-    shape.view_as_complex: "view_as_complex",
-    shape.view_as_real: "view_as_real",
     along: "softmax _softmax log_softmax _log_softmax _safe_softmax cumsum cumprod sort argsort topk",
-    shape.glu: "glu",
     create: "zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like "
     "rand randn rand_like randn_like scalar_tensor",
     opaque: "arange linspace item _local_scalar_dense is_nonzero eye tril triu meshgrid nonzero _assert_async "
     "_assert_tensor_metadata equal bincount",
 }
+
+
+def _keeping(rule: Rule) -> Rule:
+    def keeping(call: Call) -> list[Dims]:
+        call.flow = Flow.KEEPS
+        return rule(call)
+
+    return keeping
 
 
 def _overloads(names: str) -> Iterable[Func]:
@@ -358,4 +334,5 @@ def _overloads(names: str) -> Iterable[Func]:
             yield getattr(packet, found)
 
 
-RULES: dict[Func, Rule] = {func: rule for rule, names in _BY_NAME.items() for func in _overloads(names)}
+RULES: dict[Func, Rule] = {func: _keeping(rule) for rule, names in _KEEPING.items() for func in _overloads(names)}
+RULES |= {func: rule for rule, names in _OTHERS.items() for func in _overloads(names)}

@@ -1,4 +1,4 @@
-"""How ops that move, split, join or pick entries pass channels on."""
+"""How ops that move, split, join or pick entries pass channels on; zeros stay zeros, unless a rule says otherwise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from dmcp.tracing.ops import Call, Dims, Flow, Literal, regroup, unknown
 
 def reshape(call: Call) -> list[Dims]:
     """Dims multiplied and factored."""
-    call.flow = Flow.KEEPS
     if call.op.func._overloadname == "dtype":
         return same(call)
     out = regroup(call.channels, call.x.dims, call.out_shapes[0])
@@ -25,69 +24,24 @@ def reshape(call: Call) -> list[Dims]:
 
 
 def permute(call: Call) -> list[Dims]:
-    """Dims in another order."""
-    call.flow = Flow.KEEPS
-    return [tuple(call.x.dims[dim] for dim in call["dims"])]
-
-
-def transpose(call: Call) -> list[Dims]:
-    """Two dims change places."""
-    call.flow = Flow.KEEPS
-    dims = list(call.x.dims)
-    one, other = (call[name] for name in (("dim0", "dim1") if "dim0" in call.arguments else ("axis0", "axis1")))
-    dims[one], dims[other] = dims[other], dims[one]
-    return [tuple(dims)]
-
-
-def reverse_dims(call: Call) -> list[Dims]:
-    """All dims in reverse order."""
-    call.flow = Flow.KEEPS
-    return [call.x.dims[::-1]]
-
-
-def swap_last(call: Call) -> list[Dims]:
-    """The last two dims change places."""
-    call.flow = Flow.KEEPS
-    return [(*call.x.dims[:-2], call.x.dims[-1], call.x.dims[-2])]
-
-
-def movedim(call: Call) -> list[Dims]:
-    """Some dims go to other places, the rest keep their order."""
-    call.flow = Flow.KEEPS
-    rank = len(call.x.dims)
-    given = ([dims] if isinstance(dims, int) else dims for dims in (call["source"], call["destination"]))
-    source, target = ([dim % rank for dim in dims] for dims in given)
-    rest = iter(dim for dim in range(rank) if dim not in source)
-    order = [source[target.index(dim)] if dim in target else next(rest) for dim in range(rank)]
+    """Dims in another order: torch's own, of a tensor whose sizes are the numbers of its dims."""
+    numbered = torch.empty(tuple(range(len(call.x.dims))), device="meta")
+    order = call.op.func(numbered, *call.op.args[1:], **call.op.kwargs).shape
     return [tuple(call.x.dims[dim] for dim in order)]
 
 
-def expand(call: Call) -> list[Dims]:
-    """A dim grown from size one is new; it takes the meaning of what it meets."""
-    call.flow = Flow.KEEPS
+def repeat(call: Call) -> list[Dims]:
+    """Copies of a dim one after another; one grown from size one is new, and takes the meaning of what it meets."""
     shape = call.out_shapes[0]
-    old = (fixed(1),) * (len(shape) - len(call.x.dims)) + call.x.dims
-    out = tuple(
-        layout if call.channels.size(layout) == size else call.channels.fresh(size)
-        for layout, size in zip(old, shape, strict=True)
-    )
+    out = [fixed(1)] * (len(shape) - len(call.x.dims)) + list(call.x.dims)
+    for dim, size in enumerate(shape):
+        have = call.channels.size(out[dim])
+        if have == 1 and size != 1:
+            out[dim] = call.channels.fresh(size)
+        elif have != size:
+            out[dim] = call.channels.multiply(fixed(size // have), out[dim])
     if call["size"] is not None:
         call.follows("size", out)
-    return [out]
-
-
-def repeat(call: Call) -> list[Dims]:
-    """Copies of a dim one after another."""
-    call.flow = Flow.KEEPS
-    shape = call.out_shapes[0]
-    old = (fixed(1),) * (len(shape) - len(call.x.dims)) + call.x.dims
-    out: list[Layout] = []
-    for layout, size in zip(old, shape, strict=True):
-        have = call.channels.size(layout)
-        if have == size:
-            out.append(layout)
-        else:
-            out.append(call.channels.fresh(size) if have == 1 else call.channels.multiply(fixed(size // have), layout))
     return [tuple(out)]
 
 
@@ -95,7 +49,6 @@ def repeat_interleave(call: Call) -> list[Dims]:
     """Copies of each entry of a dim."""
     if call["dim"] is None:
         return unknown(call)
-    call.flow = Flow.KEEPS
     return [_replaced(call, call["dim"], call.channels.multiply(call.x.dims[call["dim"]], fixed(call["repeats"])))]
 
 
@@ -108,7 +61,6 @@ def _replaced(call: Call, dim: int, layout: Layout) -> Dims:
 
 def concatenate(call: Call) -> list[Dims]:
     """One dim is the concatenation, the others are joined."""
-    call.flow = Flow.KEEPS
     parts = [operand for operand in call["tensors"] if operand.shape != (0,)] or call["tensors"][:1]
     dim = call["dim"] % len(parts[0].dims)
     out = list(parts[0].dims)
@@ -123,7 +75,6 @@ def concatenate(call: Call) -> list[Dims]:
 
 def stack(call: Call) -> list[Dims]:
     """A new dim of fixed size, the others are joined."""
-    call.flow = Flow.KEEPS
     out = call.broadcast([operand.dims for operand in call["tensors"]])
     dim = call["dim"] % (len(out) + 1)
     return [(*out[:dim], fixed(len(call["tensors"])), *out[dim:])]
@@ -131,7 +82,6 @@ def stack(call: Call) -> list[Dims]:
 
 def split(call: Call) -> list[Dims]:
     """Pieces of a dim. Python computes equal pieces as total / n, so those are joined."""
-    call.flow = Flow.KEEPS
     dim = call["dim"] % len(call.x.dims)
     sizes = [shape[dim] for shape in call.out_shapes]
     pieces = call.channels.divide(call.x.dims[dim], sizes)
@@ -150,7 +100,6 @@ def split(call: Call) -> list[Dims]:
 
 def unbind(call: Call) -> list[Dims]:
     """Entries of a dim one by one, so the dim is unprunable."""
-    call.flow = Flow.KEEPS
     dim = call["dim"] % len(call.x.dims)
     call.fix(call.x.dims[dim], "its entries are picked one by one")
     return [(*call.x.dims[:dim], *call.x.dims[dim + 1 :])] * len(call.out_shapes)
@@ -158,7 +107,6 @@ def unbind(call: Call) -> list[Dims]:
 
 def slice_(call: Call) -> list[Dims]:
     """A range of a dim."""
-    call.flow = Flow.KEEPS
     dim, out_size = call["dim"] % len(call.x.dims), call.out_shapes[0][call["dim"]]
     size = call.x.shape[dim]
     start = call["start"] or 0
@@ -166,8 +114,7 @@ def slice_(call: Call) -> list[Dims]:
     if out_size == size:
         return [call.x.dims]
     if (call["step"] or 1) != 1:
-        call.fix(call.x.dims[dim], "every n-th entry is taken")
-        return [_replaced(call, dim, fixed(out_size))]
+        return [call.fixing([dim], "every n-th entry is taken")]
     pieces = call.channels.divide(call.x.dims[dim], [start, out_size, size - start - out_size])
     if start and call["start"] > 0:
         call.follows("start", pieces[:1])
@@ -176,18 +123,12 @@ def slice_(call: Call) -> list[Dims]:
     return [_replaced(call, dim, pieces[1])]
 
 
-def select(call: Call) -> list[Dims]:
-    """One entry of a dim, so the dim is unprunable."""
-    return unbind(call)[:1]
-
-
 def index(call: Call) -> list[Dims]:
     """Entries by a table of indices: those dims are unprunable, the others pass."""
     x, tables = call.x, call["indices"]
     where = [dim for dim, table in enumerate(tables) if table is not None]
     if not where or any(tables[dim].dtype in (torch.bool, torch.uint8) for dim in where):
         return unknown(call)
-    call.flow = Flow.KEEPS
     for dim in where:
         call.fix(x.dims[dim], "its entries are picked by index")
     shape = call.out_shapes[0]
@@ -200,10 +141,7 @@ def index(call: Call) -> list[Dims]:
 
 def index_select(call: Call) -> list[Dims]:
     """Entries by a list of indices."""
-    call.flow = Flow.KEEPS
-    dim = call["dim"] % len(call.x.dims)
-    call.fix(call.x.dims[dim], "its entries are picked by index")
-    return [_replaced(call, dim, fixed(call.out_shapes[0][dim]))]
+    return [call.fixing([call["dim"]], "its entries are picked by index")]
 
 
 def embedding(call: Call) -> list[Dims]:
@@ -236,7 +174,6 @@ def pad(call: Call) -> list[Dims]:
 
 def reorder(call: Call) -> list[Dims]:
     """Entries of some dims change places, so these are unprunable."""
-    call.flow = Flow.KEEPS
     for dim in call["dims"] or range(len(call.x.dims)):  # without dims the whole tensor is rolled as one
         call.fix(call.x.dims[dim], "its entries change places")
     return [call.x.dims]
@@ -244,14 +181,12 @@ def reorder(call: Call) -> list[Dims]:
 
 def im2col(call: Call) -> list[Dims]:
     """Patches: channels times kernel positions."""
-    call.flow = Flow.KEEPS
     patch = call.channels.multiply(call.x.dims[1], fixed(math.prod(call["kernel_size"])))
     return [(call.x.dims[0], patch, fixed(call.out_shapes[0][-1]))]
 
 
 def col2im(call: Call) -> list[Dims]:
     """Overlapping patches are added up: the opposite of im2col."""
-    call.flow = Flow.KEEPS
     channels, patch = call.channels.factor(call.x.dims[1], call.out_shapes[0][1])
     call.fix(patch, "positions in a patch")
     return [(call.x.dims[0], channels, *(fixed(size) for size in call.out_shapes[0][2:]))]
@@ -259,28 +194,23 @@ def col2im(call: Call) -> list[Dims]:
 
 def view_as_complex(call: Call) -> list[Dims]:
     """The last dim becomes the two parts of a number."""
-    call.flow = Flow.KEEPS
     call.fix(call.x.dims[-1], "the parts of a complex number")
     return [call.x.dims[:-1]]
 
 
 def view_as_real(call: Call) -> list[Dims]:
     """A number becomes its two parts in a new last dim."""
-    call.flow = Flow.KEEPS
     return [(*call.x.dims, fixed(2))]
 
 
 def unfold(call: Call) -> list[Dims]:
     """Sliding windows along a dim."""
-    call.flow = Flow.KEEPS
     dim = call["dimension"] % len(call.x.dims)
-    call.fix(call.x.dims[dim], "windows slide along it")
-    return [(*_replaced(call, dim, fixed(call.out_shapes[0][dim])), fixed(call["size"]))]
+    return [(*call.fixing([dim], "windows slide along it"), fixed(call["size"]))]
 
 
 def pixel_shuffle(call: Call) -> list[Dims]:
     """Channels become pixels in blocks, which are pruned as one."""
-    call.flow = Flow.KEEPS
     block = call["upscale_factor"] ** 2
     outer, inner = call.channels.factor(call.x.dims[-3], call.x.shape[-3] // block)
     call.fix(inner, "it becomes pixels")
@@ -289,7 +219,6 @@ def pixel_shuffle(call: Call) -> list[Dims]:
 
 def pixel_unshuffle(call: Call) -> list[Dims]:
     """Pixels become channels in blocks."""
-    call.flow = Flow.KEEPS
     block = fixed(call["downscale_factor"] ** 2)
     outer = call.channels.multiply(call.x.dims[-3], block)
     return [(*call.x.dims[:-3], outer, *(fixed(size) for size in call.out_shapes[0][-2:]))]
@@ -297,22 +226,19 @@ def pixel_unshuffle(call: Call) -> list[Dims]:
 
 def channel_shuffle(call: Call) -> list[Dims]:
     """Groups x channels becomes channels x groups."""
-    call.flow = Flow.KEEPS
     outer, inner = call.channels.factor(call.x.dims[1], call["groups"])
     call.fix(outer, "the groups of a shuffle")
     return [_replaced(call, 1, call.channels.multiply(inner, outer))]
 
 
 def same(call: Call) -> list[Dims]:
-    """Every output has the dims of the first tensor, and zeros stay zeros."""
-    call.flow = Flow.KEEPS
+    """Every output has the dims of the first tensor."""
     return [call.x.dims] * len(call.out_shapes)
 
 
 def glu(call: Call) -> list[Dims]:
     """One half gates the other."""
     dim = call["dim"] % len(call.x.dims)
-    call.flow = Flow.KEEPS
     first, second = call.channels.divide(call.x.dims[dim], [call.out_shapes[0][dim]] * 2)
     call.channels.join(first, second)
     return [_replaced(call, dim, first)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 from collections import Counter
@@ -16,7 +17,7 @@ from torch.nn.utils import parametrize
 from dmcp.errors import TraceError
 from dmcp.modules import batch_of, map_leaves, rebatch, skeleton, tensors_in, unwrap
 from dmcp.tracing.cost import Terms, moments, product, total
-from dmcp.tracing.gates import Fold, Plan, plan_folds
+from dmcp.tracing.gates import Fold, plan_folds
 from dmcp.tracing.graph import Binding, ChannelGraph, CostEntry, GateFold, Unprunable
 from dmcp.tracing.layout import Atom, in_spaces
 from dmcp.tracing.ops import Contraction, Coupling, Dims, OpCost, Rule, couple
@@ -29,7 +30,7 @@ from dmcp.widths import ChannelSpace, fingerprint
 _BATCH = 3  # more than one for BatchNorm in train mode; odd, so that it is rarely mistaken for channels
 _MAX_LISTED = 3  # places or layers that are named; the rest is counted
 _IGNORED = "ignored, as you asked"
-_OLD_NORMS = {"WeightNorm": "remove_weight_norm", "SpectralNorm": "remove_spectral_norm"}  # hooks of torch.nn.utils
+_UNDO = "torch.nn.utils.parametrize.remove_parametrizations, remove_weight_norm, remove_spectral_norm or prune.remove"
 _DETECTORS = "Trace the part of a detector that ends before its boxes are chosen: docs/cookbook.md, Detectors."
 _WAYS_OUT = (
     "Compute both ways, or with all values, and choose with torch.where, or accept it: trace(..., strict=False)."
@@ -55,6 +56,7 @@ def trace(
     model = unwrap(model)
     if rules is not None and not isinstance(rules, Mapping):
         raise TraceError(f"rules are a mapping, RULES | {{op: rule}}, not a {type(rules).__name__}.")
+    check_example(example_input)
     recordings, batches, notes = _record_modes(model, example_input)
     ignore = [ignore] if isinstance(ignore, str) or not isinstance(ignore, Iterable | None) else list(ignore or ())
     if not all(isinstance(name, str) for name in ignore):
@@ -65,35 +67,30 @@ def trace(
         notes.append(note)
     coupling = couple(recordings, RULES if rules is None else rules, strict, ignore)
     parameters = [name for name, _ in model.named_parameters()]
-    _fix_host_reads(coupling)
+    for recording, layouts in zip(recordings, coupling.layouts, strict=True):
+        for read in recording.reads:
+            for layout in (layout for value in read.values for layout in layouts[value]):
+                coupling.channels.fix(layout, f"its values are read by {read.way} ({read.where})")
     mixed = [pair for facts in coupling.facts for pair in facts.mixed] if exact else []
     mixed = [(layout, reason) for layout, reason in mixed if coupling.channels.fix(layout, reason)]
     _fix_unwritten(coupling, parameters)
     _fix_ignored(coupling, model, parameters, ignore)
     context = ReplayContext(skeleton(model), example_input, [meta_example(batch) for batch in batches], coupling)
-    plan = _resolve(context, parameters, bind=not strict)
+    resolver = Resolver(context, parameters, bind=not strict)
+    while True:  # until the narrow models agree, and the gates of every atom have a place
+        resolver.run()
+        hard, soft, stuck = plan_folds(coupling, parameters)
+        if not stuck:
+            break
+        for atom, reason in stuck.items():
+            coupling.channels.fix(((atom,),), reason)
     if not coupling.atoms(parameters):
         unprunable = _unprunable(coupling, model)
         reasons = "; ".join(f"{item.name}: {item.reason}" for item in unprunable[:3])
         hint = " With exact=False channels under LayerNorm or weight standardization could be." if mixed else ""
         hint += f" {_DETECTORS}" if any(item.reason.startswith(IN_CODE) for item in unprunable) else ""
         raise TraceError(f"Nothing in this model can be pruned. {reasons or 'no conv or linear layer was seen'}.{hint}")
-    return _graph(model, context, plan, notes, exact)
-
-
-def _resolve(context: ReplayContext, parameters: list[str], bind: bool) -> Plan:
-    """Replay until the narrow models agree, and until the gates of every atom have a place."""
-    resolver = Resolver(context, parameters, bind)
-    while True:
-        resolver.run()
-        plan = plan_folds(context.coupling, parameters)
-        if not plan.stuck:
-            return plan
-        for atom, reason in plan.stuck.items():
-            context.coupling.channels.fix(((atom,),), reason)
-
-
-# -- recording
+    return _graph(model, context, (hard, soft), notes, exact)
 
 
 def check_example(example: object) -> None:
@@ -104,14 +101,27 @@ def check_example(example: object) -> None:
 
 def _record_modes(model: nn.Module, example: Any) -> tuple[list[Recording], list[Any], list[str]]:
     """Eval mode and train mode (some layers run in one of them only), with several samples where that works."""
-    check_example(example)
     batch = batch_of(example)
     if batch == 0:
         raise TraceError("The example input has no sample in it: dim 0 is the batch.")
-    first, several = _record_first(model, example, batch)
-    notes: list[str] = []
+    several, notes = rebatch(example, _BATCH) if batch else example, list[str]()
     if batch is None:
         notes.append("the inputs do not share their first dim, so macs are of the whole example, not of one sample")
+    try:
+        try:
+            first = record_anywhere(model, several, training=False)
+        except TraceError:  # the batch size may be written into the model
+            several = example
+            first = record_anywhere(model, several, training=False)
+    except TraceError as error:
+        wanted = _misfit(model, example) if isinstance(error.__cause__, (RuntimeError, ValueError)) else ""
+        if wanted:  # torch's own complaint comes after it: the cause may be another one
+            raise TraceError(f"The example input does not fit: {wanted}. {error}") from error
+        if wanted := wrong_dtype(model, example, lambda same: record_anywhere(model, same, training=False)):
+            raise TraceError(f"The example input holds {wanted}.") from error
+        raise
+    if wanted := _misfit(model, example, first):
+        raise TraceError(f"The example input does not fit: {wanted}.")
     try:
         return [first, record_anywhere(model, several, training=True)], [several] * 2, notes
     except TraceError as error:
@@ -119,37 +129,7 @@ def _record_modes(model: nn.Module, example: Any) -> tuple[list[Recording], list
         return [first], [several], notes
 
 
-def _record_first(model: nn.Module, example: Any, batch: int | None) -> tuple[Recording, Any]:
-    """Eval mode, and the example with several samples, or as it is: the batch size may be written into the model."""
-    several = rebatch(example, _BATCH) if batch else example
-    try:
-        try:
-            first = record_anywhere(model, several, training=False)
-        except TraceError:
-            several = example
-            first = record_anywhere(model, several, training=False)
-    except TraceError as error:
-        wanted = misfit(model, example) if isinstance(error.__cause__, (RuntimeError, ValueError)) else ""
-        if wanted:  # torch's own complaint comes after it: the cause may be another one
-            raise TraceError(f"The example input does not fit: {wanted}. {error}") from error
-        if wanted := wrong_dtype(model, example, lambda same: record_anywhere(model, same, training=False)):
-            raise TraceError(f"The example input holds {wanted}.") from error
-        raise
-    if wanted := misfit(model, example, first):
-        raise TraceError(f"The example input does not fit: {wanted}.")
-    return first, several
-
-
 # -- unprunable channels
-
-
-def _fix_host_reads(coupling: Coupling) -> None:
-    """Channels of tensors that leave torch without an op."""
-    for recording, layouts in zip(coupling.recordings, coupling.layouts, strict=True):
-        for read in recording.reads:
-            for value in read.values:
-                for layout in layouts[value]:
-                    coupling.channels.fix(layout, f"its values are read by {read.way} ({read.where})")
 
 
 def _fix_unwritten(coupling: Coupling, parameters: list[str]) -> None:
@@ -201,13 +181,8 @@ def _weighted(coupling: Coupling) -> Iterable[tuple[str, Dims, Contraction]]:
         for contractions in facts.contractions.values():
             for item in contractions:
                 if item.weight is not None and own.get(item.weight):
-                    tensor = recording.tensors.get(item.weight)
-                    yield (item.path or "the model") if tensor is None else _layer(tensor), layouts[item.weight], item
-
-
-def _layer(tensor: str) -> str:
-    """The layer that a tensor belongs to: its module, or the parameter itself."""
-    return tensor.removesuffix(".weight")
+                    layer = recording.tensors.get(item.weight, item.path or "the model").removesuffix(".weight")
+                    yield layer, layouts[item.weight], item
 
 
 def _writers(coupling: Coupling) -> Iterable[tuple[str, list[Atom], list[tuple[int, str]]]]:
@@ -232,35 +207,40 @@ def _units(coupling: Coupling) -> dict[int, int]:
 def _names(coupling: Coupling, atoms: list[Atom]) -> dict[Atom, str]:
     """Each space is named after the first layer that writes it; further ones of a layer get a number."""
     names: dict[Atom, str] = {}
-    taken: set[str] = set()
-
-    def name(atom: Atom, layer: str) -> None:
-        numbered = (f"{layer}[{number}]" for number in range(1, len(atoms) + 1))
-        names[atom] = layer if layer not in taken else next(free for free in numbered if free not in taken)
-        taken.add(names[atom])
-
-    for layer, written, _ in _writers(coupling):
+    tensors = ((tensor.removesuffix(".weight"), coupling.atoms([tensor])) for tensor in coupling.tensors)
+    for layer, written in (*((layer, written) for layer, written, _ in _writers(coupling)), *tensors):
         for atom in written:
             if atom not in names and atom in atoms:
-                name(atom, layer)
-    for tensor in coupling.tensors:
-        for atom in coupling.atoms([tensor]):
-            if atom not in names and atom in atoms:
-                name(atom, _layer(tensor))
+                numbered = (f"{layer}[{number}]" for number in range(1, len(atoms) + 1))
+                names[atom] = next(free for free in (layer, *numbered) if free not in names.values())
     return names
 
 
 def _unprunable(coupling: Coupling, model: nn.Module) -> tuple[Unprunable, ...]:
-    undo = _undo_computed_weights(model)
-    found = [(layer, size, reason) for layer, _, parts in _writers(coupling) for size, reason in parts]
-    return tuple(dict.fromkeys(Unprunable(layer, size, _with_way_out(reason, undo)) for layer, size, reason in found))
+    computed = [  # layers whose weights torch computes by a parametrization or a hook
+        path
+        for path, module in model.named_modules()
+        if parametrize.is_parametrized(module)
+        or any(type(hook).__module__.startswith("torch.nn.utils.") for hook in module._forward_pre_hooks.values())
+    ]
+
+    def explained(reason: str) -> str:
+        for path in computed:
+            if f" at {path})" in reason or f" at {path}.parametrizations." in reason:
+                return f"{reason}, as the weight of {path} is computed: undo that before pruning with {_UNDO}"
+        return reason
+
+    found = ((layer, size, reason) for layer, _, parts in _writers(coupling) for size, reason in parts)
+    return tuple(dict.fromkeys(Unprunable(layer, size, explained(reason)) for layer, size, reason in found))
 
 
 # -- the graph
 
 
-def _graph(model: nn.Module, context: ReplayContext, plan: Plan, notes: list[str], exact: bool) -> ChannelGraph:
-    coupling, example = context.coupling, context.example
+def _graph(
+    model: nn.Module, context: ReplayContext, folds: tuple[list[Fold], list[Fold]], notes: list[str], exact: bool
+) -> ChannelGraph:
+    coupling = context.coupling
     channels, units = coupling.channels, _units(coupling)
     atoms = coupling.atoms([name for name, _ in model.named_parameters()])
     names = _names(coupling, atoms)
@@ -268,49 +248,43 @@ def _graph(model: nn.Module, context: ReplayContext, plan: Plan, notes: list[str
     numbers = {atom.index: number for number, atom in enumerate(order)}
 
     def gate_folds(folds: list[Fold]) -> tuple[GateFold, ...]:
-        found = [(name, dim, channels.resolve(coupling.tensors[name][dim])) for name, dim in folds]
-        return tuple(
-            GateFold(name, dim, in_spaces(layout, numbers)) for name, dim, layout in found if channels.atoms(layout)
-        )
+        found = ((name, dim, channels.resolve(coupling.tensors[name][dim])) for name, dim in folds)
+        return tuple(GateFold(name, dim, in_spaces(it, numbers)) for name, dim, it in found if channels.atoms(it))
 
-    writers: dict[Atom, dict[str, None]] = {atom: {} for atom in order}
-    readers: dict[Atom, dict[str, None]] = {atom: {} for atom in order}
-    for layer, written, _ in _writers(coupling):
-        for atom in written:
-            writers[atom][layer] = None
-    for layer, _, item in _weighted(coupling):
-        for atom in channels.atoms(item.over):
-            readers[atom][layer] = None
+    def layers(atom: Atom, pairs: Iterable[tuple[str, set[Atom]]]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(layer for layer, atoms in pairs if atom in atoms))
+
+    writers = [(layer, set(written)) for layer, written, _ in _writers(coupling)]
+    readers = [(layer, set(channels.atoms(item.over))) for layer, _, item in _weighted(coupling)]
     bindings = tuple(
         Binding(
             module,
             attribute if position is None else f"{attribute}[{position}]",
-            bound.multiple * channels.size(bound.layout),
-            ", ".join(names[atom] for atom in channels.atoms(bound.layout)),
+            multiple * channels.size(layout),
+            ", ".join(names[atom] for atom in channels.atoms(layout)),
         )
-        for (module, attribute, position), bound in context.bindings.items()
+        for (module, attribute, position), (layout, multiple) in context.bindings.items()
     )
-    unknown = Counter(str(op.func) for facts in coupling.facts[:1] for op in facts.unknown)
     return ChannelGraph(
         spaces=tuple(
             ChannelSpace(
                 names[atom],
                 channels.axis_size(atom),
-                tuple(writers[atom]) or (names[atom],),
-                tuple(readers[atom]),
+                layers(atom, writers) or (names[atom],),
+                layers(atom, readers),
                 units.get(atom.index, 1),
             )
             for atom in order
         ),
         unprunable=_unprunable(coupling, model),
         bindings=bindings,
-        unknown=dict(unknown),
+        unknown=dict(Counter(str(op.func) for op in coupling.facts[0].unknown)),
         notes=tuple(notes),
-        input_shape=_sample_shape(example),
+        input_shape=_sample_shape(context.example),
         fingerprint=fingerprint(model),
         exact=exact,
-        hard_folds=gate_folds(plan.hard),
-        soft_folds=gate_folds(plan.soft),
+        hard_folds=gate_folds(folds[0]),
+        soft_folds=gate_folds(folds[1]),
         entries=_cost_entries(model, context, numbers),
         moments=moments(coupling, numbers, batch_of(context.batches[0])),
         _context=context,
@@ -346,7 +320,11 @@ def _cost_entries(model: nn.Module, context: ReplayContext, numbers: Mapping[int
     params: dict[str, list[Terms]] = {}
     for cost, share in zip(costs, shares, strict=True):
         kinds.setdefault(cost.path, cost.kind)
-        macs.setdefault(cost.path, []).append(_scaled(terms(cost.coefficient, cost.dims), share))
+        scaled = {key: factor * share for key, factor in terms(cost.coefficient, cost.dims).items()}
+        if any(factor.denominator != 1 for factor in scaled.values()):
+            why = "The cost of one sample does not follow from that of a batch: dim 0 of the inputs must be it."
+            raise TraceError(f"{why} {_DETECTORS}")
+        macs.setdefault(cost.path, []).append({key: int(factor) for key, factor in scaled.items()})
     for name, _ in model.named_parameters():
         params.setdefault(name.rpartition(".")[0], []).append(terms(1, coupling.tensors[name]))
     return tuple(
@@ -367,23 +345,12 @@ def _per_sample(model: nn.Module, example: Any, coupling: Coupling, batch: int |
     ones = single.facts[0].costs
     if [op.func for op in single.recordings[0].ops] != [op.func for op in recording.ops] or len(ones) != len(costs):
         return [Fraction(1, batch)] * len(costs)
-    return [
-        Fraction(_full_cost(single, one), max(1, _full_cost(coupling, many)))
-        for one, many in zip(ones, costs, strict=True)
-    ]
 
+    def full(coupling: Coupling, cost: OpCost) -> int:
+        return cost.coefficient * math.prod(map(coupling.channels.size, cost.dims))
 
-def _full_cost(coupling: Coupling, cost: OpCost) -> int:
-    return cost.coefficient * math.prod(coupling.channels.size(layout) for layout in cost.dims)
-
-
-def _scaled(terms: Terms, share: Fraction) -> Terms:
-    scaled = {key: factor * share for key, factor in terms.items()}
-    if any(factor.denominator != 1 for factor in scaled.values()):
-        raise TraceError(
-            f"The cost of one sample does not follow from that of a batch: dim 0 of the inputs must be it. {_DETECTORS}"
-        )
-    return {key: int(factor) for key, factor in scaled.items()}
+    pairs = zip(ones, costs, strict=True)
+    return [Fraction(full(single, one), max(1, full(coupling, many))) for one, many in pairs]
 
 
 def _measured(op: Op, recording: Recording) -> OpCost:
@@ -396,11 +363,8 @@ def _measured(op: Op, recording: Recording) -> OpCost:
         return torch.empty(recording.shapes[leaf.value], dtype=recording.dtypes[leaf.value], device="meta")
 
     counter = FlopCounterMode(display=False)
-    try:
-        with counter:
-            op.func(*map_leaves(empty, op.args), **map_leaves(empty, dict(op.kwargs)))
-    except Exception:  # no meta kernel: torch itself counts nothing for it either
-        pass
+    with contextlib.suppress(Exception), counter:  # no meta kernel: torch itself counts nothing for it either
+        op.func(*map_leaves(empty, op.args), **map_leaves(empty, dict(op.kwargs)))
     out = next((value for value in op.outs if value is not None), -1)
     return OpCost(op.path, op.name, counter.get_total_flops() // 2, (), out)
 
@@ -418,14 +382,18 @@ def _note_reads(model: nn.Module, recordings: Sequence[Recording]) -> Iterable[s
         if (own := list(module.parameters(recurse=False))) and not any(first[id(item)] in used for item in own)
     ]
     not_run = f"; layers that were not run: {_listed(unused)}" if unused else ""
-    if places := _places((it, it.reads) for it in recordings):
+    if places := _listed(read.where for it in recordings for read in _of_input(it, it.reads)):
+        back = any(  # whether tensors were made of values of the input that had left torch
+            not {value for op in it.ops for value in op.inputs()}.isdisjoint(it.constants.keys() - it.own().keys())
+            for it in recordings
+        )
         outside = "; what is computed between leaving torch and coming back is not counted in macs and memory"
         yield (
             f"forward turns values that depend on its input into Python values ({places}): another input may take "
             "another way, which was not seen, and a cut network is only right for inputs that take this one"
-            f"{outside if any(map(_comes_back, recordings)) else ''}{not_run}"
+            f"{outside if back else ''}{not_run}"
         )
-    if places := _places((it, it.sizes) for it in recordings):
+    if places := _listed(read.where for it in recordings for read in _of_input(it, it.sizes)):
         yield (
             f"forward makes tensors whose size depends on values of its input ({places}): macs are those of this "
             "example, and code that asks for such a size may take another way with another input, which was not seen"
@@ -433,60 +401,21 @@ def _note_reads(model: nn.Module, recordings: Sequence[Recording]) -> Iterable[s
         )
 
 
-def _places(reads: Iterable[tuple[Recording, Sequence[Read]]]) -> str:
-    """Where values of the input are read."""
-    return _listed(dict.fromkeys(read.where for recording, all_ in reads for read in _of_input(recording, all_)))
-
-
-def _comes_back(recording: Recording) -> bool:
-    """Whether tensors were made of values of the input that had left torch."""
-    own, constants = recording.own(), set(recording.constants)
-    return any(value in constants and value not in own for op in recording.ops for value in op.inputs())
-
-
-def _of_input(recording: Recording, reads: Sequence[Read]) -> list[Read]:
+def _of_input(recording: Recording, reads: Sequence[Read]) -> Iterable[Read]:
     """Those that another input would have given other values."""
-    depends, found, done = set(recording.inputs), [], 0
+    depends, done = set(recording.inputs), 0
     for read in reads:
         for op in recording.ops[done : read.number]:
-            if not depends.isdisjoint(_sources(op)):
+            shaped = op.name.endswith("_like") or op.name.startswith("new_")  # such take the shape or dtype, no numbers
+            sources = [] if shaped else op.inputs()[:1] if op.name.endswith("_as") else op.inputs()
+            if not depends.isdisjoint(sources):
                 depends.update(value for value in op.outs if value is not None)
         done = read.number
         if not depends.isdisjoint(read.values):
-            found.append(read)
-    return found
+            yield read
 
 
-def _sources(op: Op) -> list[int]:
-    """The values whose numbers, not only their shape or dtype, an op takes."""
-    if op.name.endswith("_like") or op.name.startswith("new_"):
-        return []
-    return op.inputs()[:1] if op.name.endswith("_as") else op.inputs()
-
-
-def _undo_computed_weights(model: nn.Module) -> dict[str, str]:
-    """Layers whose weights torch computes by a parametrization or a hook, and the call that undoes it."""
-    found: dict[str, str] = {}
-    for path, module in model.named_modules():
-        if parametrize.is_parametrized(module):
-            first = next(iter(module.parametrizations))
-            found[path] = f"torch.nn.utils.parametrize.remove_parametrizations(layer, {first!r})"
-        for hook in module._forward_pre_hooks.values():
-            kind = type(hook)
-            if kind.__name__ in _OLD_NORMS and kind.__module__.startswith("torch.nn.utils."):
-                found[path] = f"torch.nn.utils.{_OLD_NORMS[kind.__name__]}(layer)"
-    return found
-
-
-def _with_way_out(reason: str, undos: Mapping[str, str]) -> str:
-    """A reason, and what to do where a computed weight is behind it."""
-    for path, undo in undos.items():
-        if f" at {path})" in reason or f" at {path}.parametrizations." in reason:
-            return f"{reason}, as the weight of {path} is computed: undo that before pruning with {undo}"
-    return reason
-
-
-def misfit(model: nn.Module, example: Any, recording: Recording | None = None) -> str:
+def _misfit(model: nn.Module, example: Any, recording: Recording | None = None) -> str:
     """The shape that a sample should have, where forward failed or took a batch of rows for an image; else empty."""
     convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
     first = next((module for module in model.modules() if isinstance(module, convolutions)), None)
@@ -517,12 +446,11 @@ def wrong_dtype(model: nn.Module, example: Any, run: Callable[[Any], Any]) -> st
     way = f"convert it, with x.to({wanted}), and scale it as the model expects: bytes of images by 1 / 255"
     if held.is_floating_point:
         way = f"convert one of them, with x.to({wanted}) or model.to({held})"
-    return f"{held}, the weights of the model {wanted}: {way}".replace("torch.", "", 1).replace(
-        "model torch.", "model ", 1
-    )
+    names = (str(it).removeprefix("torch.") for it in (held, wanted))
+    return f"{', the weights of the model '.join(names)}: {way}"
 
 
 def _listed(names: Iterable[str]) -> str:
-    every = list(names)
+    every = list(dict.fromkeys(names))
     more = f" and {len(every) - _MAX_LISTED} more" if len(every) > _MAX_LISTED else ""
     return ", ".join(every[:_MAX_LISTED]) + more
