@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import dmcp
 from dmcp import retraining
 from dmcp.cutting import padded, with_frozen
+from dmcp.errors import WidthsError
 from dmcp.models import build
 from dmcp.retraining import Retraining, padding, train_all
 from dmcp.runtime.engine import pads
@@ -53,6 +54,25 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("by", ["l1", "l2"])
+def test_a_trained_model_keeps_its_largest_filters(by: str) -> None:
+    """Channels whose filters are zero are dropped, wherever they are: the cut network computes the same."""
+    torch.manual_seed(0)
+    model = Odd().eval()
+    with torch.no_grad():
+        for number in (0, 3, 5):
+            for tensor in (model.stem.weight, model.stem.bias):
+                tensor[number] = 0.0
+    graph = dmcp.trace(model, torch.zeros(2, 3, 8, 8))
+    x = torch.randn(2, 3, 8, 8)
+    small = dmcp.cut(model, graph, {"stem": 5}, by=by)
+    assert small.stem.out_channels == 5
+    torch.testing.assert_close(small(x), model(x))
+    assert not torch.allclose(dmcp.cut(model, graph, {"stem": 5})(x), model(x))
+    with pytest.raises(WidthsError):
+        dmcp.cut(model, graph, {"stem": 5}, by="size")
 
 
 def test_cut_keeps_hooks_and_drops_gradients() -> None:

@@ -150,9 +150,9 @@ def test_the_original_network_is_tested_as_it_is() -> None:
 
 def test_by_default_a_trained_model_teaches_itself_and_an_untrained_one_learns_first() -> None:
     digits = load("digits")
-    loaders = [make_loader(part, 64, train) for part, train in ((digits.train, True), (digits.test, False))]
+    loaders = [make_loader(part, 256, train) for part, train in ((digits.train, True), (digits.test, False))]
     torch.manual_seed(0)
-    model = models.build("digits:resnet")
+    model = models.build("digits:resnet", width=8)
     short = {"train": TrainConfig(epochs=1, warmup_epochs=0), "search": SearchConfig(budget="50%", epochs=2)}
     fresh = dmcp.prune(model, *loaders, **short)
     assert [row.name for row in fresh.rows] == [UNPRUNED, DMCP] and TRAINED_FIRST in fresh.origin

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dmcp.batches import device_of
 from dmcp.errors import CutError, TrainingError, WidthsError
+from dmcp.importance import magnitude, strongest
 from dmcp.modules import (
     call_model,
     check_function,
@@ -35,21 +36,35 @@ RunningNorms = nn.modules.batchnorm._NormBase  # batch and instance norms, the o
 Norms = RunningNorms | nn.LayerNorm | nn.GroupNorm | nn.RMSNorm
 
 
-def cut(model: nn.Module, graph: ChannelGraph, widths: Mapping[str, Kept]) -> nn.Module:
+def cut(model: nn.Module, graph: ChannelGraph, widths: Mapping[str, Kept], by: str = "first") -> nn.Module:
     """A copy of the model that has only the kept channels: a plain module of the model's own class.
 
-    Widths keep the first k channels of a space; a mapping may give a list of kept indices instead of a number, and
-    spaces that it does not name stay full. The cut network is replayed: it does what the graph says, or CutError.
+    by: which channels are kept. "first" is for supernets, whose first channels are the important ones; "l1" and "l2"
+    keep those with the largest filters, for a model that was trained as it is. A mapping may give a list of kept
+    indices instead of a number; spaces that it does not name stay full. The cut network is replayed: it does what the
+    graph says, or CutError.
     """
     model = unwrap(model)
+    if by not in ("first", "l1", "l2"):
+        raise WidthsError(f"by must be first, l1 or l2, not {by!r}.")
     check_kind("graph", graph, ChannelGraph, WidthsError)
     if fingerprint(model) != graph.fingerprint:
         raise WidthsError(f"This graph was traced on another architecture than this {type(model).__name__}: trace it.")
     if isinstance(widths, Widths) and widths.fingerprint != graph.fingerprint:
         raise WidthsError("These widths are for another architecture: make them with graph.widths(...).")
+    if by != "first":
+        widths = {name: _largest(model, graph, name, kept, by) for name, kept in widths.items()}
     small = narrow(model, graph.cuts(widths), graph.attributes(widths))
     graph.check(small, widths)
     return small
+
+
+def _largest(model: nn.Module, graph: ChannelGraph, name: str, kept: Kept, by: str) -> Kept:
+    """The channels of a space with the largest filters."""
+    space = next((space for space in graph.spaces if space.name == name), None)
+    if space is None or not isinstance(kept, int):
+        return kept
+    return strongest(magnitude(model, graph, space, int(by[1])), kept)
 
 
 @torch.no_grad()
