@@ -27,7 +27,7 @@ from dmcp.data.loaders import make_loader
 from dmcp.errors import BudgetError, TrainingError
 from dmcp.losses import DistillationWarning, MetricWarning, classification_loss
 from dmcp.pruning import expected_shares
-from dmcp.results import DMCP, ORIGINAL, UNIFORM, UNPRUNED, Row
+from dmcp.results import CUT, DMCP, ORIGINAL, UNIFORM, UNPRUNED, Row
 from dmcp.retraining import AS_IT_WAS, TRAINED_FIRST
 from dmcp.searching.config import SearchRecord
 from dmcp.settings import Retrain, SearchConfig, TrainConfig
@@ -159,10 +159,11 @@ def test_by_default_a_trained_model_teaches_itself_and_an_untrained_one_learns_f
     dmcp.train(model, loaders[0], TrainConfig(epochs=4, lr=1.6, warmup_epochs=1))
     seen: list[dmcp.Event] = []
     found = dmcp.prune(model, *loaders, **short | {"search": None}, runtime=dmcp.Runtime(on_event=seen.append))
-    assert [row.name for row in found.rows] == [ORIGINAL, DMCP] and AS_IT_WAS in found.origin
+    assert [row.name for row in found.rows] == [ORIGINAL, CUT, DMCP] and AS_IT_WAS in found.origin
+    assert found.rows[1].macs == found.rows[2].macs < found.rows[0].macs
     assert next(it.record.lr for it in seen if it.stage == "search") <= 0.04  # small steps
     assert found.search.log[0].alpha_lr is not None  # no warm-up
-    assert found.rows[1].accuracy > fresh.rows[1].accuracy
+    assert found.rows[2].accuracy > fresh.rows[1].accuracy
     own = dmcp.Task(loss=classification_loss())
     with pytest.warns(DistillationWarning):
         assert (

@@ -10,8 +10,9 @@ from torch import nn
 
 from dmcp.batches import Loader, device_of
 from dmcp.budget import LATENCY, Budget, check_reachable, known_limits, limits_latency, ratios, show_cost
-from dmcp.checkpoint import plain_settings
-from dmcp.cutting import verify, with_frozen
+from dmcp.calibration import recalibrate
+from dmcp.checkpoint import plain_settings, untouched
+from dmcp.cutting import cut, verify, with_frozen
 from dmcp.errors import BudgetError, TrainingError, WidthsError
 from dmcp.latency.measure import Measure, attach_latency, choose_once, measure_latency
 from dmcp.latency.table import Latency, Outcome
@@ -19,7 +20,7 @@ from dmcp.losses import MetricWarning, warn, warn_of_distillation
 from dmcp.markov import process_of
 from dmcp.modules import check_function, check_kinds, unwrap
 from dmcp.preflight import can_teach, classes_of, first_two, preflight
-from dmcp.results import DMCP, ORIGINAL, TEACHER, UNIFORM, UNPRUNED, Row, compare, results_table, unknown
+from dmcp.results import CUT, DMCP, ORIGINAL, TEACHER, UNIFORM, UNPRUNED, Row, compare, results_table, unknown
 from dmcp.retraining import (
     Retraining,
     copied,
@@ -109,7 +110,8 @@ def prune(
         labels. "unpruned": the unpruned network, which is trained first. "auto": the model itself if it is trained,
         else "unpruned"; with a loss of your own, nobody.
     baselines: also train the unpruned network and uniform widths at the same budget, in the same way. Or the names of
-        rows: "unpruned", "uniform", and "original", the model as it is, which is always one if it is trained.
+        rows: "unpruned", "uniform", and "original", the model as it is, which is one without being named if it is
+        trained and no names are given. A fine-tuned model also has a row right after the cut.
     graph: what trace gave, if its own settings are not enough.
     fresh: a newly built model, where the given one is trained and has tensors that `reinitialize` has no rule for.
         What has requires_grad=False is neither initialized anew nor taken from it.
@@ -184,6 +186,10 @@ def prune(
     weights = net.model if kind is Retrain.FINETUNE else _untrained(model, fresh, graph, config.sort)
     nets = train_all(weights, graph, wanted, loaders.train or loaders.search, how, task=task, runtime=runtime)
     check_budget(nets[DMCP], widths, found)
+    if trained and kind is Retrain.FINETUNE:
+        before[CUT], wanted[CUT] = cut(weights, graph, widths), widths
+        with untouched(loaders.search, device_of(model)):
+            recalibrate(before[CUT], loaders.search)
     rows = compare(before | nets, graph, wanted, val_loader, example, task=task, runtime=runtime)
     for text in unknown(rows):
         warn(f"{text}.", MetricWarning)

@@ -23,6 +23,7 @@ from dmcp.widths import Widths
 
 DMCP, UNIFORM = "dmcp", "uniform"  # networks of the final table
 ORIGINAL = "original"  # the model before anything was done to it
+CUT = "right after the cut"  # of a trained model, with the weights of the search
 TEACHER = "teacher"  # a given one, of the same architecture
 ROUNDS = 10  # passes that are timed
 _MIN_STEPS = 10  # of a training of which a tenth says something
