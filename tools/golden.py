@@ -151,11 +151,10 @@ SEARCH = {"budget": "50%", "tolerance": 0.995, "groups": 8, "align": 1, "min_cha
           "weight_decay": 1e-4, "label_smoothing": 0.1, "alpha_lr": 2.0, "alpha_min_lr": 0.5, "alpha_momentum": 0.9,
           "accumulate": 1, "log_every": 4, "seed": 0}
 TRAIN = {"epochs": 2, "lr": 0.2, "reference_batch": 16, "warmup_epochs": 0.5, "warmup_lr": 0.05, "min_lr": 0.0,
-         "momentum": 0.9, "nesterov": True, "weight_decay": 1e-4, "label_smoothing": 0.1, "kd_weight": 0.5,
-         "kd_temperature": 1.0, "seed": 0}
+         "momentum": 0.9, "nesterov": True, "weight_decay": 1e-4, "label_smoothing": 0.1, "seed": 0}
 COMMAND = {"budget": "60%", "search_epochs": 2, "warmup": 0.5, "epochs": 1, "batch": 16, "train_batch": 16, "lr": 2.0,
            "search_lr": 1.0, "weight_decay": 1e-4, "label_smoothing": 0.1, "groups": 5, "align": 2, "min_channels": 4,
-           "max_channels": "layer3=48", "ignore": "layer1.0.conv1", "holdout": 0.25, "retrain": "scratch", "seed": 3,
+           "max_channels": "layer3=48", "ignore": "layer1.0.conv1", "retrain": "slimmable", "seed": 3,
            "device": "cpu", "precision": "float32"}
 SEARCHES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -377,13 +376,19 @@ PARAMETERS = inspect.signature(dmcp.prune).parameters
 def pruned(way: str, loader: Any = None, checkpoint: Any = None) -> dict[str, Any]:
     model, graph = traced("digits:resnet")
     told = retrain(way, build("mixed", seed=5))
-    taught = {"kd_weight": 0.7, "kd_temperature": 3.0} if "teacher" in way else {}
+    if "auto" in str(PARAMETERS["teacher"].default):  # since then somebody teaches unless nobody is to
+        told = {"teacher": None} | told
+    learns = (
+        {"kd_weight": 0.7, "kd_temperature": 3.0} if "teacher" in way else {"kd_weight": 0.5, "kd_temperature": 1.0}
+    )
+    taught = learns if "teacher" in way or way == "trained_first" else {}
     told |= {"search": call(dmcp.SearchConfig, **SEARCH), "train": call(dmcp.TrainConfig, **TRAIN | taught)}
     told |= {"baselines": True, "graph": graph, "engine": call(dmcp.Engine, **ENGINE)}
     if checkpoint is not None:  # now one checkpointer, which gives each stage its own
         told |= {"checkpointer": checkpoint("")} if "runtime" in PARAMETERS else {"checkpoint": checkpoint}
     result = call(dmcp.prune, model, loader or digits(80), digits(300, 100, train=False), **told)
     rows = [[ROWS.get(it.name, it.name), it.macs, it.params, it.accuracy, it.samples] for it in result.rows]
+    rows = [row for row in rows if row[0] != "original"]  # a row of trained models only, since then
     found = {"rows": rows, "widths": dict(result.widths), "model": all_bits(result.model)}
     return found | {"alphas": bits(result.search.alphas)}
 
