@@ -105,7 +105,9 @@ def _attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _is_ints(value: object) -> bool:
-    """An int, or a tuple or list of ints; bools are not ints here."""
+    """An int, or a tuple or list of ints; bools are not ints here, and a torch.Size is what forward met."""
+    if isinstance(value, torch.Size):
+        return False
     items = list(value) if isinstance(value, tuple | list) else [value]
     return bool(items) and all(type(item) is int for item in items)
 
