@@ -210,7 +210,7 @@ class TrainConfig:
             raise TrainingError("nesterov needs a momentum: set nesterov=False or momentum above 0.")
 
 
-PAPER = {  # what the paper names and the defaults have otherwise
+PAPER: dict[str, dict[str, Any]] = {  # what the paper names and the defaults have otherwise
     "search": {
         "init": "random",
         "warmup_sampling": "markov",

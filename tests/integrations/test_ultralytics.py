@@ -135,8 +135,9 @@ def test_a_trained_model_is_pruned_twice(tmp_path: Path) -> None:
     assert macs(smaller.model) == sizes[2]
     other = tmp_path / "two.yaml"
     other.write_text((tmp_path / "shapes.yaml").read_text().rpartition("  2:")[0])
-    with pytest.raises(dmcp.TrainingError):
-        train(smaller, epochs=1, **settings | {"data": str(other)})
+    for wrong in ({"data": str(other)}, {"pretrained": False}):
+        with pytest.raises(dmcp.TrainingError):
+            train(smaller, epochs=1, **settings | wrong)
 
 
 def test_a_classifier(tmp_path: Path) -> None:

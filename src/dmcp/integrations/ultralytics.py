@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from ultralytics.nn.modules import C2f
+from ultralytics.utils.torch_utils import unset_deterministic
 
 from dmcp.budget import Budget
 from dmcp.calibration import recalibrate
@@ -49,12 +50,13 @@ def prune(
     epochs: passes over the data in the search, if its settings are not given by `search`.
     settings: those of Ultralytics' own `train`: data, imgsz, batch, device, workers, ...
     """
-    overrides = {**yolo.overrides, "plots": False, **settings, "task": yolo.task, "mode": "train"}
+    overrides = {**yolo.overrides, "plots": False, "amp": False, **settings, "task": yolo.task, "mode": "train"}
     trainer = _keeping(yolo)(overrides=overrides)
     given = copy.deepcopy(yolo.model)
     trainer.model = trainer.get_model(cfg=given.yaml, weights=given)
     trainer._setup_train()
-    model, batches = Predictions(trainer.model), _Batches(trainer)
+    unset_deterministic()
+    model, batches = Predictions(trainer.model).train(), _Batches(trainer)
     trained = bool(yolo.ckpt)
     config = search or replace(
         default_search(budget, trained),
@@ -89,8 +91,10 @@ def _keeping(yolo: Any) -> Any:
 
     class Keeping(yolo._smart_load("trainer")):  # type: ignore[misc]
         def get_model(self, cfg: Any = None, weights: Any = None, verbose: bool = True) -> Any:
-            if not getattr(weights, "pruned", False):
+            if not getattr(yolo.model if weights is None else weights, "pruned", False):
                 return super().get_model(cfg=cfg, weights=weights, verbose=verbose)
+            if weights is None:
+                raise TrainingError("A pruned YOLO is trained on from its own weights: leave out pretrained=False.")
             if weights.yaml["nc"] != self.data["nc"]:
                 classes = f"{weights.yaml['nc']} classes, the data {self.data['nc']}"
                 raise TrainingError(f"The pruned YOLO has {classes}: train the unpruned one on these data, then prune.")
