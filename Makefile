@@ -4,7 +4,7 @@ RUN = .venv/bin/python
 # two workers, one torch thread each; tests that share what is slow to make stay together, unless a worker has none left
 PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
 
-.PHONY: setup demo test check zoo clean
+.PHONY: setup demo test check integrations zoo clean
 
 setup: .venv/.done
 
@@ -24,6 +24,14 @@ check: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 	$(PYTEST)
+
+integrations: .venv-integrations/.done  ## Ultralytics and other libraries, in an environment of their own
+	OMP_NUM_THREADS=1 .venv-integrations/bin/python -m pytest tests/integrations
+
+.venv-integrations/.done: pyproject.toml
+	$(PYTHON) -m venv .venv-integrations
+	.venv-integrations/bin/python -m pip install -e ".[dev,integrations]"
+	touch .venv-integrations/.done
 
 zoo: setup  ## every model through one contract; make zoo ARGS=--help
 	$(RUN) -m zoo $(ARGS)

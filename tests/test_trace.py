@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -344,6 +345,83 @@ def test_caches_are_not_cut(filled: bool) -> None:
     net = dmcp.Supernet(model, graph)
     with torch.no_grad():
         assert distance(net(X, net.hard(graph.widths({"a.0": 5}))), small(X)) < 1e-10
+
+
+class Anchored(nn.Module):
+    """Keeps a table in a class attribute, and the shape that it is for, as detectors do."""
+
+    anchors, shape = torch.empty(0), None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = unit(3, 16), unit(16, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.b(self.a(x))
+        if self.shape != x.shape[1:]:
+            self.anchors, self.shape = torch.linspace(0, 1, x.shape[-1], device=x.device, dtype=x.dtype), x.shape[1:]
+        return head(self, x * self.anchors)
+
+    def _apply(self, function: Any, recurse: bool = True) -> Any:
+        self.anchors = function(self.anchors)
+        return super()._apply(function, recurse)
+
+
+@pytest.mark.parametrize("widths", [{"a.0": 5}, {"a.0": 5, "b.0": 3}])
+def test_class_attributes_that_forward_sets(widths: dict[str, int], tmp_path: Path) -> None:
+    model: Any = randomise(Anchored()).eval()
+    graph = dmcp.trace(model, X)
+    before = model(X)
+    small: Any = dmcp.cut(model, graph, widths)
+    net = dmcp.Supernet(model, graph)
+    with torch.no_grad():
+        assert distance(net(X, net.hard(graph.widths(widths))), small(X)) < 1e-10
+    dmcp.save(small, graph.widths(widths), tmp_path)
+    assert torch.equal(dmcp.load(tmp_path, Anchored().double()).eval()(X), small(X))
+    assert dmcp.cut(model, graph, widths).half().anchors.dtype == torch.half and torch.equal(model(X), before)
+
+
+class Heads(nn.Module):
+    """Two heads; their result has as many channels as what enters, by its shape, as in YOLO's attention."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.size = dim // 2
+        self.v = nn.Conv2d(dim, dim, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, channels, height, width = x.shape
+        v = self.v(x).view(batch, 2, self.size, height * width)
+        return (v - v.mean(1, keepdim=True)).view(batch, channels, height, width)
+
+
+class Halves(nn.Module):
+    """One half of the channels by a number, named twice, as in YOLO's C2PSA."""
+
+    def __init__(self, width: int = 8, heads: bool = False) -> None:
+        super().__init__()
+        self.c = width
+        self.a, self.head = unit(3, 2 * width), nn.Linear(2 * width, 5)
+        self.b = Heads(width) if heads else nn.Conv2d(width, width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = self.a(x).split((self.c, self.c), 1)
+        return head(self, torch.cat((one, other + self.b(other)), 1))
+
+
+@pytest.mark.parametrize("heads", [False, True])
+def test_equal_pieces_by_a_number_are_pruned(heads: bool) -> None:
+    model: Any = randomise(Halves(10, heads))
+    graph = dmcp.trace(model, X)
+    assert sizes(graph) == {"a.0": 5 if heads else 10}  # with heads, channels of each
+    small, narrow = dmcp.cut(model, graph, {"a.0": 3}), Halves(6 if heads else 3, heads).double()
+    kept = [*keep(3), *keep(3, 5)] if heads else keep(3)
+    both = [*kept, *(10 + at for at in kept)]
+    for at in (0, 1):
+        pick(narrow.a[at], model.a[at], both)
+    pick(*((it.b.v if heads else it.b) for it in (narrow, model)), kept, kept)
+    pick(narrow.head, model.head, keep(5), both)
+    assert distance(small.eval()(X), narrow.eval()(X)) < 1e-10
 
 
 def test_layer_norm_is_pruned_with_exact_false() -> None:

@@ -97,7 +97,9 @@ def load(folder: str | os.PathLike[str], model: nn.Module) -> nn.Module:
 
 
 def _is_ints(value: object) -> bool:
-    """An int, or a tuple or list of ints; bools are not ints here."""
+    """An int, or a tuple or list of ints; bools are not ints here, and a torch.Size is what forward met."""
+    if isinstance(value, torch.Size):
+        return False
     items = list(value) if isinstance(value, tuple | list) else [value]
     return bool(items) and all(type(item) is int for item in items)
 

@@ -434,9 +434,11 @@ def record(model: nn.Module, example: Any, training: bool, device: str = "meta")
     before = _plain_state(twin)
     recording = run_recorded(Recorder(twin, tensors_in(example)), twin, example)
     modules = dict(model.named_modules())
-    for (path, name), state in _plain_state(twin).items():
-        if state != before.get((path, name)):
-            held = vars(modules[path]).get(name)
+    changed = {key: now for key, now in _plain_state(twin).items() if now != before.get(key)}
+    cached = {path for (path, _), now in changed.items() if not isinstance(now, str)}
+    for path, name in changed:
+        if path in cached:
+            held = getattr(modules[path], name, None)  # of the class, if only forward sets it in the module
             if isinstance(held, Tensor):
                 recording.caches[path, name] = held.detach().clone()
             else:
@@ -445,15 +447,17 @@ def record(model: nn.Module, example: Any, training: bool, device: str = "meta")
 
 
 def _plain_state(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Tensors that modules keep as plain attributes, alone or in dicts, by identity."""
-    return {
-        (path, name): [id(item) for item in held.values() if isinstance(item, Tensor)]
-        if type(held) is dict
-        else id(held)
-        for path, module in model.named_modules()
-        for name, held in vars(module).items()
-        if isinstance(held, Tensor) or (type(held) is dict and name not in ("_parameters", "_buffers", "_modules"))
-    }
+    """Plain attributes of modules: tensors, alone or in dicts, by identity; sizes that they may be for as text."""
+    found: dict[tuple[str, str], Any] = {}
+    for path, module in model.named_modules():
+        for name, held in vars(module).items():
+            if isinstance(held, Tensor):
+                found[path, name] = id(held)
+            elif type(held) is dict and name not in ("_parameters", "_buffers", "_modules"):
+                found[path, name] = [id(item) for item in held.values() if isinstance(item, Tensor)]
+            elif isinstance(held, (tuple, list)) and all(isinstance(leaf, int) for leaf in leaves(held)):
+                found[path, name] = str(held)
+    return found
 
 
 def record_anywhere(model: nn.Module, example: Any, training: bool) -> Recording:

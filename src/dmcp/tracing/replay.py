@@ -366,7 +366,7 @@ class Resolver:
             for literal, value in conflict.literals
             if may_bind
         ]
-        if any(bound):
+        if any(bound) or any(self._join_read(number, conflict) for conflict in conflicts):
             return
         kept = [self._fix_conflict(number, conflict) for conflict in conflicts]
         if any(kept) or self._unbind([conflict.path for conflict in conflicts]):
@@ -421,6 +421,20 @@ class Resolver:
         touched = [layout for value in op.outs if value is not None for layout in layouts[value]]
         touched += [layout for value in op.inputs() for layout in layouts[value]]
         return self._fix(tuple(touched), f"the op does not run at other widths ({where})")
+
+    def _join_read(self, number: int, conflict: Conflict) -> bool:
+        """Join a dim with the one that its size was read from: x.shape[1] of what entered the module."""
+        channels, ops = self.coupling.channels, self.coupling.recordings[number].ops
+        first = next(op for op in ops if f"{op.path}.".startswith(f"{conflict.path}."))
+        for layout in self.coupling.layouts[number][first.inputs()[0]] if first.inputs() else ():
+            wide, now = channels.size(layout), width(channels.resolve(layout), self.widths)
+            for literal, value in conflict.literals:
+                apart = channels.resolve(layout) != channels.resolve(literal.layout)
+                if (wide, now) == (channels.size(literal.layout), value) and now < wide and apart:
+                    channels.because = f"its size is read at {conflict.path}"
+                    channels.join(layout, literal.layout)
+                    return True
+        return False
 
     def _explaining(self, conflict: Conflict) -> Iterator[Layout]:
         """Spaces whose sizes, wide and narrow, are the two values of a factor: n, 1 / n or a square root of them."""

@@ -81,17 +81,17 @@ def stack(call: Call) -> list[Dims]:
 
 
 def split(call: Call) -> list[Dims]:
-    """Pieces of a dim. Python computes equal pieces as total / n, so those are joined."""
+    """Pieces of a dim. Python computes equal pieces as total / n, or names one number twice, so those are joined."""
     dim = call["dim"] % len(call.x.dims)
     sizes = [shape[dim] for shape in call.out_shapes]
     pieces = call.channels.divide(call.x.dims[dim], sizes)
     listed = [name for name in ("split_size", "split_sizes") if isinstance(call[name], (list, tuple))]
     if listed:
         call.follows(listed[0], pieces)
-    elif len(set(sizes)) == 1:
+    if len(set(sizes)) == 1:
         for piece in pieces[1:]:
             call.channels.join(pieces[0], piece)
-    else:
+    elif not listed:
         call.fix(call.x.dims[dim], "it is split into unequal pieces by their number")
     if isinstance(call["split_size"], int):
         call.follows("split_size", pieces[:1])

@@ -1,0 +1,1 @@
+"""Other libraries, each imported only by the file of its name."""

@@ -1,0 +1,154 @@
+"""Ultralytics: prune a YOLO with its own loss and data, and train the result with its own trainer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from ultralytics.nn.modules import C2f
+from ultralytics.utils.torch_utils import unset_deterministic
+
+from dmcp.budget import Budget
+from dmcp.calibration import recalibrate
+from dmcp.cutting import cut, verify
+from dmcp.errors import TrainingError
+from dmcp.sampling import expected
+from dmcp.searching.search import search as search_widths
+from dmcp.settings import SearchConfig, default_search
+from dmcp.supernet import Supernet
+from dmcp.tracing.trace import trace
+from dmcp.training import Runtime, Task
+
+
+class Predictions(nn.Module):
+    """What the loss reads of a model's output; of the features beside it only the size matters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Any:
+        output = self.model(x)
+        return _without_features(output[1] if not self.training and isinstance(output, tuple) else output)
+
+
+def prune(
+    yolo: Any,
+    budget: int | float | str | Budget = "50%",
+    *,
+    epochs: int | None = None,
+    search: SearchConfig | None = None,
+    runtime: Runtime = Runtime(),
+    **settings: Any,
+) -> Any:
+    """A smaller YOLO of the same class, inside the budget, for `train`; the given one is not changed.
+
+    epochs: passes over the data in the search, if its settings are not given by `search`.
+    settings: those of Ultralytics' own `train`: data, imgsz, batch, device, workers, ...
+    """
+    overrides = {**yolo.overrides, "plots": False, "amp": False, **settings, "task": yolo.task, "mode": "train"}
+    trainer = _keeping(yolo)(overrides=overrides)
+    given = copy.deepcopy(yolo.model)
+    trainer.model = trainer.get_model(cfg=given.yaml, weights=given)
+    trainer._setup_train()
+    unset_deterministic()
+    model, batches = Predictions(trainer.model).train(), _Batches(trainer)
+    trained = bool(yolo.ckpt)
+    config = search or replace(
+        default_search(budget, trained),
+        distill=False,
+        lr=2e-4 if trained else 1e-3,
+        min_lr=2e-5 if trained else 1e-4,
+        reference_batch=trainer.batch_size,
+    )
+    config = config if epochs is None else replace(config, epochs=epochs)
+    first = next(iter(batches))["input"][:2]
+    graph = trace(model, first)
+    verify(model, graph, first)
+    net = Supernet(model, graph, config.groups, config.align)
+    task = Task(loss=_loss(trainer.model), optimizer=torch.optim.AdamW)
+    found = search_widths(net, batches, config, task=task, runtime=runtime)
+    small: Any = cut(net.model, graph, expected(found))
+    recalibrate(small, batches)
+    result = copy.copy(yolo)
+    result._modules = {}  # a copy shares them
+    result.model, result.predictor, result.trainer = _finished(small.model), None, None
+    result.ckpt, result.overrides = {"model": result.model}, dict(yolo.overrides)
+    return result
+
+
+def train(yolo: Any, **settings: Any) -> Any:
+    """`yolo.train(...)` of a pruned YOLO, which would be built anew in its full size without this."""
+    return yolo.train(trainer=_keeping(yolo), **settings)
+
+
+def _keeping(yolo: Any) -> Any:
+    """The trainer of the YOLO's task, but for a pruned model, which stays as it is."""
+
+    class Keeping(yolo._smart_load("trainer")):  # type: ignore[misc]
+        def get_model(self, cfg: Any = None, weights: Any = None, verbose: bool = True) -> Any:
+            if not getattr(yolo.model if weights is None else weights, "pruned", False):
+                return super().get_model(cfg=cfg, weights=weights, verbose=verbose)
+            if weights is None:
+                raise TrainingError("A pruned YOLO is trained on from its own weights: leave out pretrained=False.")
+            if weights.yaml["nc"] != self.data["nc"]:
+                classes = f"{weights.yaml['nc']} classes, the data {self.data['nc']}"
+                raise TrainingError(f"The pruned YOLO has {classes}: train the unpruned one on these data, then prune.")
+            return weights
+
+    return Keeping
+
+
+class _Batches:
+    """The trainer's own batches, with their images also as "input"."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def __len__(self) -> int:
+        return len(self.trainer.train_loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.trainer.train_loader:
+            batch = self.trainer.preprocess_batch(batch)
+            yield {"input": batch["img"], **batch}
+
+
+def _loss(model: Any) -> Any:
+    strides = [int(stride) for stride in getattr(model, "stride", ())]
+
+    def loss(output: Any, batch: Any) -> Tensor:
+        images = batch["img"]
+        sizes = [[len(images), 0, *(side // stride for side in images.shape[2:])] for stride in strides]
+        output = _with_features(output, [images.new_empty(size) for size in sizes])
+        whole: Tensor = model.loss(batch, output)[0].sum()
+        return whole / len(images) if isinstance(output, dict) else whole  # detectors sum over the images
+
+    return loss
+
+
+def _without_features(output: Any) -> Any:
+    if not isinstance(output, dict):
+        return output
+    return {key: _without_features(value) for key, value in output.items() if key != "feats"}
+
+
+def _with_features(output: Any, features: list[Tensor]) -> Any:
+    if not isinstance(output, dict):
+        return output
+    if "boxes" in output:
+        return {**output, "feats": features}
+    return {key: _with_features(value, features) for key, value in output.items()}
+
+
+def _finished(model: Any) -> Any:
+    """A cut model as Ultralytics keeps it: export reads a width that forward does not, and the loss belongs to us."""
+    for part in model.modules():
+        if isinstance(part, C2f):
+            part.c = part.cv1.conv.out_channels // 2
+    model.pruned, model.criterion = True, None
+    return model.eval()

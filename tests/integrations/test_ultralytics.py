@@ -1,0 +1,155 @@
+"""Ultralytics: every model through one contract, and one YOLO from its .yaml file to ONNX."""
+
+from __future__ import annotations
+
+import copy
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import shapes
+import torch
+from nets import randomise
+from PIL import Image
+from torch import nn
+from ultralytics import RTDETR, YOLO
+
+import dmcp
+from dmcp.integrations.ultralytics import Predictions, prune, train
+
+pytestmark = pytest.mark.filterwarnings("default")
+ROOT = Path(__file__).parents[2]
+MODELS = {  # spaces: of the model as it is, whose features are outputs too, and of what the loss reads
+    "yolov8n": (48, 51),
+    "yolov10n": (63, 66),
+    "yolo11n": (58, 61),
+    "yolo12n": (58, 63),
+    "yolo26n": (79, 82),
+    "yolo11n-seg": (67, 70),
+    "yolo11n-pose": (64, 67),
+    "yolo11n-cls": (30, 30),
+    "rtdetr-l": (96, 96),
+}
+BLOCK = re.search(r"^```python yolo\n(.*?)^```", (ROOT / "docs" / "cookbook.md").read_text(), re.MULTILINE | re.DOTALL)
+SETTINGS = {"imgsz": 64, "batch": 16, "workers": 0, "device": "cpu", "plots": False, "verbose": False}
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ultralytics writes into the working folder, and its trainer leaves torch deterministic."""
+    monkeypatch.chdir(tmp_path)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = False
+
+
+def build(name: str) -> Any:
+    yolo = (RTDETR if name.startswith("rtdetr") else YOLO)(f"{name}.yaml")
+    yolo.model.requires_grad_(True)
+    return yolo
+
+
+def shapes_of(model: nn.Module) -> list[torch.Size]:
+    return [parameter.shape for parameter in model.parameters()]
+
+
+def outputs(model: nn.Module, part: bool) -> Any:
+    return Predictions(model) if part else model
+
+
+def macs(model: nn.Module) -> int:
+    return dmcp.trace(Predictions(model), torch.zeros(2, 3, 64, 64)).macs()
+
+
+@pytest.mark.parametrize("part", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str, part: bool, tmp_path: Path) -> None:
+    yolo = build(name)
+    model = randomise(outputs(yolo.model, part))
+    x = torch.rand(2, 3, 64, 64, dtype=torch.float64)
+    graph = dmcp.trace(model, x)
+    assert len(graph.spaces) == MODELS[name][part]
+    with torch.no_grad():
+        model.eval()(x)
+        assert dmcp.verify(model, graph, x) < 1e-12
+        widths = graph.widths([max(1, 2 * space.size // 3) for space in graph.spaces])
+        small: Any = dmcp.cut(model, graph, widths)
+        small(x)
+    assert {it.dtype for it in copy.deepcopy(small).half().to("cpu").parameters()} == {torch.half}
+    dmcp.save(small, widths, tmp_path / "saved")
+    again = dmcp.load(tmp_path / "saved", outputs(build(name).model.double(), part)).float()
+    yolo.model = again.model if part else again
+    assert shapes_of(yolo.model) == shapes_of(small)
+    assert len(yolo.predict(torch.rand(1, 3, 64, 64), verbose=False, device="cpu")) == 1
+
+
+def test_the_block_of_the_cookbook(tmp_path: Path) -> None:
+    """From .yaml to ONNX; the file that is saved needs nothing of ours."""
+    shapes.write(tmp_path)
+    names: dict[str, Any] = {}
+    assert BLOCK is not None
+    exec(compile(BLOCK[1], "cookbook.md", "exec", dont_inherit=True), names)
+    yolo, small = names["yolo"], names["small"]
+    assert shapes_of(yolo.model) == shapes_of(YOLO("yolo11n.yaml").model)
+    image = torch.rand(1, 3, 64, 64)
+    assert yolo.model.yaml["nc"] == 80
+    full = type(yolo.model)(yolo.model.yaml, nc=3, verbose=False)
+    full.load(yolo.model)  # Ultralytics keeps the hidden channels of a head for 80 classes
+    assert 0.475 < macs(small.model) / macs(full) <= 0.5 and type(small.model) is type(full)
+    code = """if True:
+        import sys
+        sys.modules["dmcp"] = None
+        import torch
+        from ultralytics import YOLO
+        yolo = YOLO("pruned.pt")
+        print(len(yolo.predict("images/val/0.png", imgsz=64, device="cpu")))
+        yolo.val(data="shapes.yaml", imgsz=64, workers=0, device="cpu", plots=False)
+        torch.save([it.shape for it in yolo.model.parameters()], "shapes.pt")
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+    assert torch.load("shapes.pt") == shapes_of(small.model)
+    reopened = YOLO("pruned.pt").model.float().eval()
+    session = onnxruntime.InferenceSession("pruned.onnx")
+    found = session.run(None, {session.get_inputs()[0].name: image.numpy()})[0]
+    np.testing.assert_allclose(found, reopened(image)[0].numpy(), rtol=1e-3, atol=1e-3)
+
+
+def test_a_trained_model_is_pruned_twice(tmp_path: Path) -> None:
+    """With the loss of end-to-end models."""
+    settings = SETTINGS | {"data": str(shapes.write(tmp_path))}
+    yolo = YOLO("yolo26n.yaml")
+    yolo.train(epochs=1, **settings)
+    before = copy.deepcopy(yolo.model.state_dict())
+    small = prune(yolo, "60%", epochs=1, **settings)
+    assert all(torch.equal(value, before[name]) for name, value in yolo.model.state_dict().items())
+    smaller = prune(small, "60%", epochs=1, **settings)
+    sizes = [macs(it.model) for it in (yolo, small, smaller)]
+    assert sizes[1] <= 0.6 * sizes[0] and sizes[2] <= 0.6 * sizes[1]
+    train(smaller, epochs=1, **settings)
+    assert macs(smaller.model) == sizes[2]
+    other = tmp_path / "two.yaml"
+    other.write_text((tmp_path / "shapes.yaml").read_text().rpartition("  2:")[0])
+    for wrong in ({"data": str(other)}, {"pretrained": False}):
+        with pytest.raises(dmcp.TrainingError):
+            train(smaller, epochs=1, **settings | wrong)
+
+
+def test_a_classifier(tmp_path: Path) -> None:
+    for part in ("train", "val"):
+        for shade in range(2):
+            (tmp_path / part / str(shade)).mkdir(parents=True)
+            for number in range(8):
+                noise = np.random.randint(0, 128, (32, 32, 3), np.uint8) + np.uint8(100 * shade)
+                Image.fromarray(noise).save(tmp_path / part / str(shade) / f"{number}.png")
+    settings = SETTINGS | {"data": str(tmp_path), "batch": 8}
+    yolo = YOLO("yolo11n-cls.yaml")
+    small = prune(yolo, "50%", epochs=2, **settings)
+    size = macs(small.model)
+    train(small, epochs=1, **settings)
+    assert macs(small.model) == size and len(small.names) == 2
