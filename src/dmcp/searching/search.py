@@ -146,6 +146,9 @@ class Searcher:
     def weight_loss(self, batch: Any) -> Tensor:
         """Begin a step: the summed losses of the largest, the smallest and some sampled sub-networks."""
         self._begin()
+        if self.growth > 1 and self.at > self.warmup:  # your optimizer has moved the alphas since
+            with torch.no_grad():
+                self.net.alpha.mul_(self.growth)
         weights = [weight for weight in self.net.weights() if weight.requires_grad]
         losses, gradients = self.steps.weight_gradients(batch, self._sampling(), self.generator, weights)
         return as_loss(losses.sum(), weights, gradients)
@@ -154,9 +157,6 @@ class Searcher:
         """Of the same step: the loss of the soft network and of the budget, with a gradient of the alphas alone."""
         if not self.moves_alphas:
             raise TrainingError(f"Step {self.at} is in the warm-up: call arch_loss only if searcher.moves_alphas.")
-        if self.growth > 1:
-            with torch.no_grad():
-                self.net.alpha.mul_(self.growth)
         loss, gradient = arch_gradient(self.setup, batch)
         return as_loss(loss, [self.net.alpha], [gradient])
 

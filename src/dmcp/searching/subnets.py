@@ -61,7 +61,7 @@ def sample_gates(
     sampling: Sampling,
     count: int,
     generator: torch.Generator | None = None,
-    broad: Tensor | None = None,  # alphas for broad sampling
+    broad: Tensor | None = None,  # alphas for broad sampling; default: the supernet's
 ) -> list[Tensor]:
     """Gates of random sub-networks; a generator on the device of the alphas keeps the host from waiting for it."""
     sizes = chains.sizes
