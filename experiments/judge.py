@@ -3,13 +3,16 @@
     python experiments/judge.py jobs.json --out lines.jsonl --processes 3
     python experiments/judge.py experiments/results/judge.jsonl               # what is recorded, as tables
 
-A job searches (chains, soft against hard, judged structures), trains given widths, or both. Test images are not used:
-every tenth image of the training set is held out, and all accuracies are of these.
+A job may train the network first (`pretrain`), search (`search`: chains, soft against hard, judged structures; or several
+`searches` by name) and train widths (`finals`). Every tenth image of the training set is held out, and all accuracies are
+of these; a job with `test`, whose settings were chosen before, trains with all of them and is tested on the test images.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -25,7 +28,10 @@ import torch
 from torch import Tensor, nn
 
 import dmcp
-from dmcp import models, sampling
+from dmcp import models
+from dmcp.budget import parse
+from dmcp.compare import baselines
+from dmcp.compare.problem import Problem as PeerProblem
 from dmcp.data import datasets
 from dmcp.data.loaders import make_loader
 from dmcp.losses import classification_loss
@@ -54,8 +60,7 @@ class Problem:
     def __init__(self, job: dict[str, Any]) -> None:
         self.job, self.device = job, torch.device("cuda" if torch.cuda.is_available() else "cpu")
         data = datasets.load(job["data"])
-        self.rest, self.held = datasets.split(data.train, 0.1, 0)
-        self.test = data.test
+        self.rest, self.held = (data.train, data.test) if job.get("test") else datasets.split(data.train, 0.1, 0)
         self.classes = data.classes
         if job.get("size"):  # a small sample, to rehearse
             self.rest, self.held = (it.subset(torch.arange(min(len(it), job["size"]))) for it in (self.rest, self.held))
@@ -149,99 +154,79 @@ def judge_search(
     return out
 
 
-def refine(it: Problem, net: dmcp.Supernet, found: dmcp.SearchResult, config: dmcp.SearchConfig) -> dict[str, Any]:
-    """Move the expected widths by what narrowing and widening each space does to the hard loss, at equal cost."""
+def train_one(it: Problem, small: nn.Module, how: dict[str, Any], teacher: nn.Module | None) -> dict[str, Any]:
+    """Train a network that was cut; its held-out loss and accuracy, before and after."""
     start = time.perf_counter()
-    net.train()
-    batches = [batch for _, batch in zip(range(4), it.loader(it.rest, True, 2048), strict=False)]
-    loss = classification_loss(config.label_smoothing)
-    state = {name: tensor.clone() for name, tensor in net.model.state_dict().items()}
-    autocast = torch.autocast(it.device.type, torch.bfloat16, enabled=it.device.type == "cuda")
-
-    def mean(widths: Any) -> float:
-        gates = net.hard(widths)
-        with torch.no_grad(), autocast:
-            return sum(float(loss(net(x, gates), (x, y))) for x, y in batches) / len(batches)
-
-    widths = dmcp.expected(found)
-    best, rate, path = mean(widths), 0.3, []
-    sizes = torch.tensor([space.size for space in it.graph.spaces]).double()
-    options = sampling.Options(it.graph, found.sizes[:, 0], found.sizes.sum(dim=1), config.align)
-    names = list(widths)
-    utility = None
-    while rate > 0.03 and len(path) < 16:
-        if utility is None:
-            rows = []
-            for name, size in zip(names, sizes.tolist(), strict=True):
-                step = max(1, round(size / 8))
-                low, high = max(1, widths[name] - step), min(int(size), widths[name] + step)
-                ends = [it.graph.widths({**widths, name: end}) for end in (low, high)]
-                rows.append((mean(ends[0]) - mean(ends[1])) / (it.graph.macs(ends[1]) - it.graph.macs(ends[0])))
-            utility = torch.tensor(rows).double()
-        gain = (utility / utility.abs().mean() - 1).clamp(-2, 2)
-        wish = (torch.tensor(list(widths.values())).double() * (rate * gain).exp()).clamp(min=1).minimum(sizes)
-        trial = sampling.fit(it.graph, found.budget, wish, options, sampling.filled(found))
-        value = mean(trial)
-        path.append([value, list(trial.values())])
-        if value < best:
-            best, widths, utility = value, trial, None
-        else:
-            rate /= 2
-    net.model.load_state_dict(state)
-    return {"path": path, "widths": list(widths.values()), "seconds": time.perf_counter() - start}
-
-
-def train_one(it: Problem, source: nn.Module, widths: Any, how: dict[str, Any], teacher: nn.Module | None) -> Any:
-    """A network of these widths, cut from the source; its held-out loss and accuracy."""
-    start = time.perf_counter()
-    small = dmcp.cut(source, it.graph, it.graph.widths(widths))
     train = it.loader(it.rest, True)
-    if how.get("keep"):
-        dmcp.recalibrate(small, it.loader(it.rest, False))
-    else:
+    found = {}
+    if how["from"] == "scratch":
         dmcp.reinitialize(small, generator=torch.Generator().manual_seed(it.job["seed"]))
-    settings = {key: value for key, value in how.items() if key not in ("keep", "widths", "teacher", "name")}
+    else:
+        dmcp.recalibrate(small, it.loader(it.rest, False))
+        found["cut"] = held_loss(small, it.loader(it.held, False))[1]
+    known = {field.name for field in dataclasses.fields(dmcp.TrainConfig)}
+    settings = {key: value for key, value in how.items() if key in known}
     config = dmcp.TrainConfig(seed=it.job["seed"], **{**it.job["train"], **settings})
     records = dmcp.train(small, train, config, teacher=teacher)
     loss, accuracy = held_loss(small, it.loader(it.held, False))
-    return small, {
-        "loss": loss,
-        "accuracy": accuracy,
-        "train_loss": sum(record.loss for record in records[-50:]) / len(records[-50:]),
-        "seconds": time.perf_counter() - start,
-    }
+    train_loss = sum(record.loss for record in records[-50:]) / len(records[-50:])
+    seconds = time.perf_counter() - start
+    return found | {"loss": loss, "accuracy": accuracy, "train_loss": train_loss, "seconds": seconds}
+
+
+def torch_pruning(it: Problem, model: nn.Module, across: bool) -> Any:
+    """What the package torch-pruning keeps of a trained model at the budget."""
+    problem = PeerProblem(
+        model=model,
+        graph=it.graph,
+        loader=it.loader(it.rest, True),
+        held_out=it.loader(it.held, False),
+        budget=parse(it.job["budget"], it.graph),
+        recipe=dmcp.TrainConfig(),
+        min_widths=it.graph.widths(dict.fromkeys(it.graph.full, 1)),
+    )
+    return baselines.find_torch_pruning(problem, baselines.TorchPruningConfig(global_pruning=across)).kept
 
 
 def run(job: dict[str, Any], emit: Callable[..., None]) -> None:
-    """One job: search or not, then final trainings; every part is a line as soon as it is done."""
+    """One job; every part is a line as soon as it is done."""
     it = Problem(job)
     sources: dict[str, nn.Module] = {"scratch": it.model}
-    widths: dict[str, Any] = {"unpruned": list(it.graph.full.values())}
+    widths: dict[str, Any] = {"unpruned": it.graph.full}
+    nets: dict[str, nn.Module] = {}
+    if "pretrain" in job:
+        model = copy.deepcopy(it.model)
+        how = {"name": "pretrained", "from": "scratch", "widths": "unpruned"} | job["pretrain"]
+        emit(trained=how | train_one(it, model, how, None))
+        sources["pretrained"] = nets["pretrained"] = model
     if job.get("budget"):
         align = job.get("search", {}).get("align", 1)
-        widths["uniform"] = list(dmcp.uniform(it.graph, job["budget"], align=align).values())
-    if "search" in job:
-        config = dmcp.SearchConfig(budget=job["budget"], seed=job["seed"], **job["search"])
-        net = dmcp.Supernet(it.model, it.graph, config.groups, config.align)
+        widths["uniform"] = dmcp.uniform(it.graph, job["budget"], align=align)
+    searches = job.get("searches", {}) | ({"dmcp": job["search"]} if "search" in job else {})
+    for name, settings in searches.items():
+        batch = settings.pop("batch", None)
+        config = dmcp.SearchConfig(budget=job["budget"], seed=job["seed"], **settings)
+        net = dmcp.Supernet(sources.get("pretrained", it.model), it.graph, config.groups, config.align)
         start = time.perf_counter()
-        found = dmcp.search(net, it.loader(it.rest, True), config)
+        found = dmcp.search(net, it.loader(it.rest, True, batch), config)
         seconds = time.perf_counter() - start
-        judged = judge_search(it, net, found, config) | {"seconds": seconds}
-        emit(search=judged)
-        widths["dmcp"] = judged["widths"]
-        sources["keep"] = net.model
-        if job.get("refine"):
-            refined = refine(it, net, found, config)
-            emit(refined=refined)
-            widths["refined"] = refined["widths"]
-    nets: dict[str, nn.Module] = {}
+        emit(search=judge_search(it, net, found, config) | {"name": name, "seconds": seconds})
+        widths[name], sources[name] = dmcp.expected(found), net.model
+    best: dict[str, Any] = {}
     for how in job.get("finals", []):
-        key, name = how["widths"], how["name"]
-        own = widths[key] if isinstance(key, str) else key
-        teacher = nets[how["teacher"]] if how.get("teacher") else None
-        source = sources["keep" if how.get("keep") else "scratch"]
-        nets[name], tested = train_one(it, source, own, how, teacher)
-        emit(trained=how | tested)
+        name, key, source = how["name"], how["widths"], how.setdefault("from", "scratch")
+        if how.get("like") == "best":  # of the trainings before
+            how |= {key: value for key, value in best["how"].items() if key in ("lr", "warmup_lr", "warmup_epochs")}
+        if key in ("tp-local", "tp-global"):
+            own = torch_pruning(it, sources["pretrained"], key == "tp-global")
+        else:
+            own = widths[key] if isinstance(key, str) else it.graph.widths(key)
+        nets[name] = dmcp.cut(sources[source], it.graph, own, by=how.get("by", "first"))
+        tested = train_one(it, nets[name], how, nets[how["teacher"]] if how.get("teacher") else None)
+        if tested["accuracy"] > best.get("accuracy", 0):
+            best = {"how": how, "accuracy": tested["accuracy"]}
+        share = it.graph.macs({key: kept if isinstance(kept, int) else len(kept) for key, kept in own.items()})
+        emit(trained=how | tested | {"macs": share / it.graph.macs()})
 
 
 def worker(jobs: Any, path: str, number: int) -> None:
@@ -285,7 +270,7 @@ def table(path: Path) -> None:
     print("\n| trained | weights | teacher | accuracy | loss |\n|---|---|---|---|---|")
     for it in trained:
         if isinstance(it["widths"], str):
-            weights = "kept" if it.get("keep") else "fresh"
+            weights = it.get("from", "kept" if it.get("keep") else "scratch")
             cells = (f"{it['job']}: {it['widths']}", weights, it.get("teacher", ""), f"{100 * it['accuracy']:.1f}")
             print(f"| {' | '.join(cells)} | {it['loss']:.3f} |")
 
