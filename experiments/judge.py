@@ -3,9 +3,9 @@
     python experiments/judge.py jobs.json --out lines.jsonl --processes 3
     python experiments/judge.py experiments/results/judge.jsonl               # what is recorded, as tables
 
-A job may train the network first (`pretrain`), search (`search`: chains, soft against hard, judged structures; or several
-`searches` by name) and train widths (`finals`). Every tenth image of the training set is held out, and all accuracies are
-of these; a job with `test`, whose settings were chosen before, trains with all of them and is tested on the test images.
+A job may train the network first (`pretrain`), search (`search`: chains, soft against hard, judged structures; or
+several `searches` by name) and train widths (`finals`). Every tenth image of the training set is held out, and all
+accuracies are of these. A job with `test`, whose settings were chosen before, trains with all and uses the test images.
 """
 
 from __future__ import annotations
