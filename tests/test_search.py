@@ -415,7 +415,7 @@ def test_a_front_starts_at_the_budget_with_one_peak_and_grows_sharper() -> None:
     net = dmcp.Supernet(model, graph)
     budget = parse("40%", graph)
     none = torch.zeros(net.alpha.shape, dtype=torch.bool)
-    start = front_alphas(budget, graph, net.sizes, CHAIN, none, 1.0)
+    start = front_alphas(budget, graph, net.sizes, CHAIN, none)
     assert ratios(budget, graph, CHAIN.marginals(start), net.sizes).item() == pytest.approx(1, abs=1e-6)
     widths = CHAIN.sample(start, net.sizes, 2000, torch.Generator().manual_seed(0))
     for own, size in zip(widths.T, net.sizes.sum(dim=1), strict=True):  # the middle is likely, both ends are not

@@ -224,16 +224,14 @@ def constant_alpha(
     return _largest(budget, graph, sizes.cpu(), process, alphas, (-_STEEP, _STEEP))
 
 
-def front_alphas(
-    budget: Budget, graph: ChannelGraph, sizes: Tensor, process: Process, certain: Tensor, slope: float
-) -> Tensor:
-    """Alphas that fall by `slope` from group to group, through zero at the same share of every space. (S, G-1)
+def front_alphas(budget: Budget, graph: ChannelGraph, sizes: Tensor, process: Process, certain: Tensor) -> Tensor:
+    """Alphas that fall by 1 from group to group, through zero at the same share of every space. (S, G-1)
 
     That share is the largest one whose expected cost is inside the budget. certain: steps that are CERTAIN instead.
     """
     sizes = sizes.cpu()
     middle = (sizes.cumsum(dim=1) - sizes / 2)[:, 1:] / sizes.sum(dim=1, keepdim=True)  # of each group, as a share
-    fall = slope * (sizes > 0).sum(dim=1, keepdim=True)
+    fall = (sizes > 0).sum(dim=1, keepdim=True)
 
     def alphas(border: float) -> Tensor:
         return (fall * (border - middle.double())).masked_fill(certain.cpu(), CERTAIN)

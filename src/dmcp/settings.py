@@ -27,8 +27,7 @@ class Sampling(StrEnum):
 
     MARKOV = "markov"  # from the alphas: the paper's variant of the sandwich rule
     UNIFORM = "uniform"  # every number of groups alike, each space by itself
-    BROAD = "broad"  # from one constant alpha that meets the budget: often all groups of a space, sometimes few
-    MIXED = "mixed"  # every second one from the alphas, the others broad
+    MIXED = "mixed"  # every second one from the alphas, the others uniform
     SANDWICH = "sandwich"  # one ratio for all spaces: the original sandwich rule
 
 
@@ -156,7 +155,6 @@ class SearchConfig:
     label_smoothing: float = setting(0.1, "Of the default loss.", 0, below=1)
     alpha_lr: float = setting(0.5, "Learning rate of the alphas after the warm-up; not scaled.", 0)
     alpha_min_lr: float = setting(0.1, "The same at the end of its cosine.", 0)
-    alpha_slope: float = setting(1.0, "Fall of the alphas from group to group at a front.", 0)
     sharpen: float = setting(1.0, "Factor by which all alphas grow in the course of the search.", 1)
     alpha_momentum: float = setting(0.9, "Nesterov momentum of the alphas; they have no weight decay.", 0, below=1)
     accumulate: int = setting(1, "Batches whose gradients make one step.", 1)

@@ -299,8 +299,7 @@ def _start(net: Supernet, chains: Chains, budget: Budget, config: SearchConfig) 
     certain = merged(net.sizes, chains.sizes)
     match config.init:
         case Init.FRONT:
-            start = front_alphas(budget, net.graph, chains.sizes, chains.process, certain, config.alpha_slope)
-            net.alpha.copy_(start)
+            net.alpha.copy_(front_alphas(budget, net.graph, chains.sizes, chains.process, certain))
         case Init.TARGET:
             net.alpha.fill_(constant_alpha(budget, net.graph, chains.sizes, chains.process, certain))
         case Init.ZERO:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from dmcp.batches import input_of, size_of
-from dmcp.budget import Budget, budget_loss, constant_alpha, ratios
+from dmcp.budget import Budget, budget_loss, ratios
 from dmcp.losses import Loss, distillation_loss, loss_of
-from dmcp.markov import CERTAIN, merged
 from dmcp.modules import tensors_in
 from dmcp.runtime.distributed import SINGLE_PROCESS, World, mean_gradients
 from dmcp.runtime.engine import MakeOptimizer, ResolvedEngine, autocast, make_optimizer, rate_shares, set_lr, sgd
@@ -309,9 +308,6 @@ class Steps:
             return arch_step(setup, batches, self.alphas, soft)
 
         self.sandwich = sandwich
-        certain = merged(net.sizes, setup.chains.sizes)
-        constant = constant_alpha(setup.budget, net.graph, setup.chains.sizes, setup.chains.process, certain)
-        self.broad = torch.full_like(net.alpha, constant, requires_grad=False).masked_fill(certain, CERTAIN)
         self.stage1, self.stage2 = engine.repeated(stage1), engine.repeated(stage2)
 
     def train_weights(self, batches: list[Any], sampling: Sampling, generator: torch.Generator, lr: float) -> Tensor:
@@ -332,7 +328,7 @@ class Steps:
 
     def _sample(self, sampling: Sampling, generator: torch.Generator) -> Tensor:
         net, chains, count = self.setup.net, self.setup.chains, self.setup.config.subnets
-        gates = sample_gates(net, chains, sampling, count, generator, self.broad)
+        gates = sample_gates(net, chains, sampling, count, generator)
         return torch.stack(gates) if gates else self.largest[None][:0]
 
     def move_alphas(self, batches: list[Any], lr: float, growth: float = 1.0) -> ArchRecord:

@@ -61,19 +61,17 @@ def sample_gates(
     sampling: Sampling,
     count: int,
     generator: torch.Generator | None = None,
-    broad: Tensor | None = None,  # alphas for broad sampling; default: the supernet's
 ) -> list[Tensor]:
     """Gates of random sub-networks; a generator on the device of the alphas keeps the host from waiting for it."""
     sizes = chains.sizes
     if sampling is Sampling.MIXED:
         likely = sample_gates(net, chains, Sampling.MARKOV, (count + 1) // 2, generator)
-        return likely + sample_gates(net, chains, Sampling.BROAD, count // 2, generator, broad)
+        return likely + sample_gates(net, chains, Sampling.UNIFORM, count // 2, generator)
     if sampling is Sampling.MARKOV and chains.process is INDEPENDENT:  # any groups, not the first ones: no widths
         chances = chains.marginals(net.alpha.detach())
         return list(chains.gates(rand((count, *sizes.shape), sizes.device, generator) < chances))
-    if sampling in (Sampling.MARKOV, Sampling.BROAD):
-        alpha = broad if sampling is Sampling.BROAD and broad is not None else net.alpha
-        widths = chains.process.sample(alpha, sizes, count, generator)
+    if sampling is Sampling.MARKOV:
+        widths = chains.process.sample(net.alpha, sizes, count, generator)
     else:
         rank = (sizes > 0).cumsum(dim=1)  # the number of different widths up to each group
         shape = (len(sizes) if sampling is Sampling.UNIFORM else 1, count)
