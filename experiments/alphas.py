@@ -26,7 +26,7 @@ def recover(
     (of the random alphas; their deviation is 1), wrong_labels (every label is the next class instead).
     BatchNorm stays in train mode: running statistics are those of the net without gates.
     """
-    net = dmcp.Supernet(model, graph)
+    net = dmcp.Supernet(model, graph, align=1)
     with torch.no_grad():
         net.alpha.copy_(torch.randn(net.alpha.shape, generator=torch.Generator().manual_seed(seed)) + settings["mean"])
     before = copy.deepcopy(net.model.state_dict())
@@ -41,6 +41,7 @@ def recover(
         budget_weight=0.0,
         train_weights=False,
         warmup=0.0,
+        align=1,
         init="given",
         alpha_lr=settings["alpha_lr"],
         alpha_min_lr=settings["alpha_lr"],

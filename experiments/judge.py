@@ -205,7 +205,7 @@ def run(job: dict[str, Any], emit: Callable[..., None]) -> None:
     searches = job.get("searches", {}) | ({"dmcp": job["search"]} if "search" in job else {})
     for name, settings in searches.items():
         batch = settings.pop("batch", None)
-        config = dmcp.SearchConfig(budget=job["budget"], seed=job["seed"], **settings)
+        config = dmcp.SearchConfig(budget=job["budget"], seed=job["seed"], **{"align": 1, **settings})
         net = dmcp.Supernet(sources.get("pretrained", it.model), it.graph, config.groups, config.align)
         start = time.perf_counter()
         found = dmcp.search(net, it.loader(it.rest, True, batch), config)

@@ -112,7 +112,9 @@ def run_one(it: Run, out: Path) -> Run:
         case "distribution":
             found |= searched(it, out)["distribution"]
         case kind:
-            widths: Any = here.graph.full if kind == "unpruned" else dmcp.uniform(here.graph, it["budget"] or "100%")
+            widths: Any = (
+                here.graph.full if kind == "unpruned" else dmcp.uniform(here.graph, it["budget"] or "100%", align=1)
+            )
             if kind in ("dmcp", "direct"):
                 chosen = searched(it, out)
                 widths = here.graph.widths(chosen["drawn"][it["sampling"]] if kind == "direct" else chosen["widths"])
@@ -133,9 +135,9 @@ def searched(it: Run, out: Path) -> dict[str, Any]:
         here = Problem.open(own)
         usual = it | {"seed": own["seed"], "held_out": None}
         model = load_unpruned(usual, out) if "start" in own else here.model
-        config = dmcp.SearchConfig(budget=own["budget"], seed=own["seed"], **own["search"])
+        config = dmcp.SearchConfig(budget=own["budget"], seed=own["seed"], align=1, **own["search"])
         parts = [here.loader("rest"), here.loader("held")] if own["alphas_held_out"] else [here.loader("all"), None]
-        net = dmcp.Supernet(model, here.graph, config.groups)
+        net = dmcp.Supernet(model, here.graph, config.groups, config.align)
         found = dmcp.search(net, parts[0], config, arch_loader=parts[1])
         random = torch.Generator().manual_seed(own["seed"])
         drawn = dmcp.direct(found, own["draws"], random) if own["draws"] else []

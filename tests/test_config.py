@@ -177,7 +177,7 @@ def test_a_recipe_has_the_settings_of_section_4_1(name: str, row: tuple[str, ...
     assert (recipe.batch, recipe.train_batch) == (1024, 2048)
     assert recipe.model_args == (("width_mult=1.5", "dropout=0") if mobile else ())
     decay = 4e-5 if mobile else 1e-4
-    assert search == SearchConfig(budget=row[1], groups=15 if mobile else 10, weight_decay=decay, init="zero")
+    assert search == SearchConfig(budget=row[1], groups=15 if mobile else 10, align=1, weight_decay=decay, init="zero")
     assert (search.epochs, search.warmup_epochs, search.budget_weight, search.tolerance) == (40, 20, 0.1, 0.95)
     assert (search.lr, search.min_lr, search.reference_batch) == (0.2, 0.02, recipe.batch)  # so never scaled
     assert train == TrainConfig(epochs=250 if mobile else 100, weight_decay=decay)

@@ -22,6 +22,7 @@ from dmcp.markov import CHAIN, INDEPENDENT, Process, bounded, sample_groups
 from dmcp.models import build, sample_shape
 from dmcp.sampling import FILLED, Options, direct, expected, expected_widths, filled, fit, random_widths, uniform
 from dmcp.searching.config import SearchResult
+from dmcp.widths import ChannelSpace
 
 GAMMA = 0.95
 
@@ -248,7 +249,7 @@ def test_uniform_is_one_ratio_for_all(net: str, align: int) -> None:
 )
 def test_uniform_widths_that_results_were_made_with(spec: str, widths: list[int]) -> None:
     graph = dmcp.trace(build("cifar:resnet20"), torch.zeros(2, 3, 32, 32))
-    assert list(uniform(graph, spec).values()) == widths
+    assert list(uniform(graph, spec, align=1).values()) == widths
 
 
 def test_budgets_that_the_smallest_widths_exceed_are_refused() -> None:
@@ -291,3 +292,9 @@ def test_align_counts_real_channels_where_whole_groups_are_kept() -> None:
     for other, units in ((shuffled, [(32, 1), (16, 1)]), (grouped, [(16, 4)])):
         spaces = dmcp.trace(other, torch.zeros(2, 3, 4, 4)).spaces
         assert [(space.size, space.unit) for space in spaces] == units
+
+
+def test_without_an_alignment_wide_spaces_have_multiples_of_16_and_narrow_ones_eight_widths() -> None:
+    spaces = [ChannelSpace("a", size) for size in (7, 16, 31, 32, 64, 127, 128, 2048)]
+    assert [it.step(None) for it in spaces] == [1, 2, 2, 4, 8, 8, 16, 16]
+    assert ChannelSpace("b", 32, unit=4).step(None) == 4  # 32 groups of 4 channels

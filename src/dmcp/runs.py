@@ -216,11 +216,11 @@ class _Facts:
     spaces: tuple[str, ...]
     budget: Budget
     tolerance: float
-    align: int
+    align: int | None
     independent: bool
 
     def __post_init__(self) -> None:
-        if self.format != _FORMAT or not 0 < self.tolerance < 1 or self.align < 1:
+        if self.format != _FORMAT or not 0 < self.tolerance < 1 or (self.align or 1) < 1:
             raise ValueError(f"{self.format}, tolerance {self.tolerance}, align {self.align}")
 
 

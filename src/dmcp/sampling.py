@@ -104,7 +104,7 @@ def uniform(
     graph: ChannelGraph,
     budget: int | float | str | Budget,
     min_channels: Bound | None = None,
-    align: int = 1,
+    align: int | None = None,
     tolerance: float = FILLED,
     max_channels: Bound | None = None,
 ) -> Widths:
@@ -125,7 +125,7 @@ def random_widths(
     budget: int | float | str | Budget,
     generator: torch.Generator | None = None,
     min_channels: Bound | None = None,
-    align: int = 1,
+    align: int | None = None,
     tolerance: float = FILLED,
     max_channels: Bound | None = None,
 ) -> Widths:
@@ -149,8 +149,8 @@ class Options:
     Some widths are one place per space in its list. Where no multiple is between the bounds, the upper one is.
     """
 
-    def __init__(self, graph: ChannelGraph, lower: Tensor, upper: Tensor, align: int) -> None:
-        if type(align) is not int or align < 1:
+    def __init__(self, graph: ChannelGraph, lower: Tensor, upper: Tensor, align: int | None) -> None:
+        if align is not None and (type(align) is not int or align < 1):
             raise BudgetError(f"align must be an int of at least 1, not {align!r}.")
         rows: list[list[int]] = []
         for space, low, high in zip(graph.spaces, lower.tolist(), upper.tolist(), strict=True):
@@ -171,7 +171,7 @@ class Options:
         return torch.searchsorted(middles, wish[:, None].to(middles)).squeeze(1).minimum(self.last)
 
 
-def between(graph: ChannelGraph, min_channels: Bound | None, max_channels: Bound | None, align: int) -> Options:
+def between(graph: ChannelGraph, min_channels: Bound | None, max_channels: Bound | None, align: int | None) -> Options:
     """The options between two bounds; all widths where there are none."""
     ends = bounds(graph, {} if min_channels is None else min_channels, {} if max_channels is None else max_channels)
     lower, upper = torch.tensor(ends).unbind(1)

@@ -130,7 +130,9 @@ class SearchConfig:
         0.95, "Share of the budget below which the expected cost is pushed up (gamma of eq. 13).", 1e-9, below=1
     )
     groups: int = setting(10, "Groups that each space is divided into.", 1)
-    align: int = setting(1, "Widths are multiples of this, or a space's full size.", 1)
+    align: int | None = setting(
+        None, "Widths are multiples of this, or full; default: of 16 in wide layers, of less in narrow ones.", 1
+    )
     min_channels: Bound = field(
         default_factory=dict, metadata={"help": "Least channels of every space (8), or of a module or space."}
     )
@@ -211,6 +213,7 @@ class TrainConfig:
 
 PAPER: dict[str, dict[str, Any]] = {  # what the paper names and the defaults have otherwise
     "search": {
+        "align": 1,
         "init": "random",
         "warmup_sampling": "markov",
         "distill": False,
@@ -274,7 +277,9 @@ class LatencyConfig:
     dtype: FloatType = setting(FloatType.FLOAT32, "Of weights and inputs.")
     runtime: RuntimeKind = setting(RuntimeKind.TORCH, "What runs the networks: torch, or onnxruntime on the CPU.")
     networks: int = setting(40, "Networks that are measured.", 12)
-    align: int = setting(1, "Widths are multiples of this, or a space's full size.", 1)
+    align: int | None = setting(
+        None, "Widths are multiples of this, or full; default: of 16 in wide layers, of less in narrow ones.", 1
+    )
     min_channels: Bound = field(default_factory=dict, metadata={"help": "Narrowest widths, as in SearchConfig."})
     max_channels: Bound = field(default_factory=dict, metadata={"help": "Widest widths, given in the same way."})
     seed: int = setting(0, "Of the widths that are measured.", 0, MAX_SEED)

@@ -27,13 +27,13 @@ class Supernet(nn.Module):
     space_of: Tensor  # of each channel: its space
     position: Tensor  # of each channel: its place in the space
 
-    def __init__(self, model: nn.Module, graph: ChannelGraph, groups: int = 10, align: int = 1) -> None:
+    def __init__(self, model: nn.Module, graph: ChannelGraph, groups: int = 10, align: int | None = None) -> None:
         super().__init__()
         model = unwrap(model)
         check_kind("graph", graph, ChannelGraph, WidthsError)
         if fingerprint(model) != graph.fingerprint:
             raise WidthsError("This graph was traced from another architecture: trace this model.")
-        if type(groups) is not int or groups < 1 or type(align) is not int or align < 1:
+        if any(type(it) is not int or it < 1 for it in (groups, 1 if align is None else align)):
             raise WidthsError(f"groups and align must be ints of at least 1, not {groups!r} and {align!r}.")
         if any(recording.recomputes for recording in graph.recordings):
             raise WidthsError("Activation checkpointing loses gates: switch it off and trace the model again.")

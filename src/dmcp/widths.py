@@ -28,8 +28,13 @@ class ChannelSpace:
     readers: tuple[str, ...] = ()  # layers that take it as input channels
     unit: int = 1  # real channels of each, in the layer that has fewest: more than 1 where whole groups are kept
 
-    def step(self, align: int) -> int:
-        """How much widths differ at least if real channels are to be multiples of `align`."""
+    def step(self, align: int | None) -> int:
+        """How much widths differ at least if real channels are to be multiples of `align`.
+
+        None: of 16, which processors like, or of 8, 4, 2 or 1, so that at least eight widths are left.
+        """
+        if align is None:
+            align = next(it for it in (16, 8, 4, 2, 1) if it == 1 or self.size * self.unit >= 8 * it)
         return align // math.gcd(align, self.unit)
 
 

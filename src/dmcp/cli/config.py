@@ -140,7 +140,7 @@ def _recipe(net: Mapping[str, Any], macs: str, retrain: Retrain) -> RunConfig:
         batch=1024,
         train_batch=2048,
         retrain=retrain,
-        search=SearchConfig(budget=macs, groups=15 if mobile else 10, weight_decay=decay, init=Init.ZERO),
+        search=SearchConfig(budget=macs, groups=15 if mobile else 10, align=1, weight_decay=decay, init=Init.ZERO),
         train=TrainConfig(epochs=250 if mobile else 100, weight_decay=decay),
         **net,
     )

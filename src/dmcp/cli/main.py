@@ -334,7 +334,7 @@ def latency(
     batch: Annotated[int, typer.Option(help=_help("batch", LatencyConfig))] = LatencyConfig.batch,
     device: Device = "",
     dtype: Annotated[FloatType, typer.Option(help=_help("dtype", LatencyConfig))] = LatencyConfig.dtype,
-    align: Annotated[int, typer.Option(help=_help("align", LatencyConfig))] = LatencyConfig.align,
+    align: Annotated[int | None, typer.Option(help=_help("align", LatencyConfig))] = LatencyConfig.align,
     networks: Annotated[int, typer.Option(help=_help("networks", LatencyConfig))] = LatencyConfig.networks,
     seed: Seed = 0,
     runtime: Annotated[RuntimeKind, typer.Option(help=_help("runtime", LatencyConfig))] = LatencyConfig.runtime,

@@ -50,7 +50,7 @@ class Problem:
     recipe: TrainConfig  # how networks are trained here; a method that trains takes its settings from it
     min_widths: Widths
     max_widths: Widths | None = None  # None: the full widths
-    align: int = 1  # widths are multiples of this
+    align: int | None = None  # widths are multiples of this
     seed: int = 0  # of everything random in a method
     task: Task = Task()
     runtime: Runtime = Runtime()  # runtime.stage(CHOOSING) is for the training of a method

@@ -73,7 +73,7 @@ class Protocol:
     engine: Engine = Engine()
     train: TrainConfig = TrainConfig()  # the final training; what methods train follows it, too
     groups: int = 10  # each space keeps at least one of so many groups
-    align: int = 1  # widths are multiples of this
+    align: int | None = None  # widths are multiples of this
     min_channels: Bound = field(default_factory=dict)
     max_channels: Bound = field(default_factory=dict)
     holdout: float = 0.1  # share of the training images that methods choose by; in the final training they are back

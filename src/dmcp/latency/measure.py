@@ -120,7 +120,7 @@ def sample_widths(graph: ChannelGraph, config: LatencyConfig) -> list[list[int]]
     """Widths to measure: unpruned, the smallest, then random ones, every other time with all spaces near one ratio."""
     options = between(graph, config.min_channels, config.max_channels, config.align)
     if not options.last.any():
-        limits = f"between min_channels and max_channels in multiples of {config.align}"
+        limits = f"between min_channels and max_channels in multiples of {config.align or 16}"
         raise WidthsError(f"There is nothing to measure: no space can be narrowed {limits}.")
     random = generator(config.seed)
     rows = [graph.full.tensor(), options.widths(torch.zeros_like(options.last))]

@@ -24,7 +24,9 @@ BOUNDS = ("min_channels", "max_channels")
 _EXACT = 1 << 30  # a space's own name goes before all others
 
 
-def bounds(graph: ChannelGraph, min_channels: Bound, max_channels: Bound, align: int = 1) -> list[tuple[int, int]]:
+def bounds(
+    graph: ChannelGraph, min_channels: Bound, max_channels: Bound, align: int | None = 1
+) -> list[tuple[int, int]]:
     """The smallest and the largest width of each space: multiples of `align`, or its full size."""
     lowest = _by_space(graph, BOUNDS[0], min_channels, max, lambda number, unit: -(-number // unit))
     highest = _by_space(graph, BOUNDS[1], max_channels, min, lambda number, unit: number // unit)
@@ -128,7 +130,7 @@ class SearchResult:
     graph: ChannelGraph
     budget: Budget
     tolerance: float
-    align: int = 1
+    align: int | None = None
     log: tuple[SearchRecord, ...] = ()
     process: Process = CHAIN
 

@@ -45,7 +45,7 @@ def chains(
     process: Process = CHAIN,
     min_channels: Bound | None = None,
     max_channels: Bound | None = None,
-    align: int = 1,
+    align: int | None = None,
 ) -> Chains:
     """The chains of a supernet with bounded widths, in multiples of `align`."""
     ends = bounds(net.graph, min_channels or {}, max_channels or {}, align)
