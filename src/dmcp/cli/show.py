@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from dmcp import exporting, models, sampling
+from dmcp import exporting, models, progress, sampling
 from dmcp.batches import Loader, generator
 from dmcp.budget import check_reachable, parse
 from dmcp.cli import session
@@ -124,13 +124,11 @@ def latency(config: RunConfig, classes: int | None, how: LatencyConfig, out: str
 
 def data(name: str, input: str, workers: int | None, most: int, quiet: bool, as_json: bool) -> None:
     """dmcp data."""
-    progress, loaded = session.Progress(quiet), load_data(name, strict=False)
+    loaded = load_data(name, strict=False)
     loaded = sized(loaded, name, input) if input else loaded
-
-    def show(done: int, count: int) -> None:
-        progress.show("reading", done, count, f"{done} of {count} files")
-
-    facts = check_data(loaded, workers, show)
+    count = len(loaded.train) + len(loaded.test)
+    with progress.showing(False if quiet or as_json else None, lines=True), progress.phase("files", count) as read:
+        facts = check_data(loaded, workers, lambda done, _: read(done))
     facts = facts if input else replace(facts, enlarged=None)
     if as_json:
         print_json(_plain(name, facts))
