@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -21,9 +22,6 @@ class Clock:
 
     now = 0.0
 
-    def monotonic(self) -> float:
-        return self.now
-
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
@@ -32,9 +30,9 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def at(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock of all progress."""
+    """The clock of all that is timed."""
     hand = Clock()
-    monkeypatch.setattr(progress, "time", hand)
+    monkeypatch.setattr(time, "monotonic", lambda: hand.now)
     return hand
 
 
@@ -99,18 +97,19 @@ def test_bars_are_shown_in_a_terminal_only(monkeypatch: pytest.MonkeyPatch, caps
     assert "search" in capsys.readouterr().out  # is not taken for something to be shown above the bars
 
 
-def test_on_a_cpu_events_come_while_they_happen() -> None:
-    """Before the next batch is read."""
+def test_on_a_cpu_events_come_while_they_happen(at: Clock) -> None:
+    """Here each batch takes a second: its event comes before the next batch is read."""
     seen = list[str]()
 
-    class Noted(Noise):
+    class Slow(Noise):
         def __iter__(self) -> Any:
             for batch in super().__iter__():
                 seen.append("batch")
+                at.now += 1.0
                 yield batch
 
     model, graph = traced()
     runtime = dmcp.Runtime(on_event=lambda event: seen.append("event"))
-    dmcp.train(copy.deepcopy(model), Noted(), TRAIN, runtime=runtime)
-    dmcp.search(dmcp.Supernet(model, graph, SEARCH.groups), Noted(), SEARCH, runtime=runtime)
+    dmcp.train(copy.deepcopy(model), Slow(), TRAIN, runtime=runtime)
+    dmcp.search(dmcp.Supernet(model, graph, SEARCH.groups), Slow(), SEARCH, runtime=runtime)
     assert seen[:-1] == ["batch", "event"] * (len(seen) // 2)

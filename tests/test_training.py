@@ -140,7 +140,7 @@ def test_own_loss_dict_batches_and_bfloat16() -> None:
 def test_losses_are_read_in_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
     """A read waits for the device, so there is one per bundle and none per step."""
     reads, flush = list[int](), training.Log.flush
-    monkeypatch.setitem(training._WINDOW, "cpu", 3)
+    monkeypatch.setattr(training, "_WINDOW", 3)
     monkeypatch.setattr(training.Log, "flush", lambda log: reads.append(len(log.waiting)) or flush(log))
     for reader in ("item", "__float__", "__bool__"):
         monkeypatch.setattr(Tensor, reader, lambda tensor: pytest.fail("a step waits for the device"))
@@ -150,7 +150,7 @@ def test_losses_are_read_in_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("at", "back"), [(0, 0), (5, 4), (7, 6)])
 def test_a_nan_stops_and_keeps_the_last_good_state(at: int, back: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(training._WINDOW, "cpu", 2)
+    monkeypatch.setattr(training, "_WINDOW", 2)
     batches, config, states = some_batches(4), replace(SHORT, epochs=3), list[list[Tensor]]()
 
     def run(at: int, hear: Any) -> nn.Module:

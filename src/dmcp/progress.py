@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TextIO, TypeVar
 
+import torch
 from rich import progress as bars
 from rich.console import Console
 from rich.table import Column
@@ -182,6 +183,11 @@ def phase(name: str, steps: int, done: int = 0) -> Iterator[Update]:
     yield functools.partial(progress.update, row)
     if row.done > row.start + done:
         progress.draw(row, last=True)
+
+
+def overdue(read: float, device: torch.device) -> bool:
+    """True a second after records were last read, where that needs no other device or rank to wait."""
+    return device.type == "cpu" and current().size == 1 and time.monotonic() - read >= 1.0
 
 
 def count(loader: Any) -> int:

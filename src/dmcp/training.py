@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +31,7 @@ from dmcp.losses import (
     whole_of,
 )
 from dmcp.modules import call_model, check_function, check_kind, check_kinds, check_module, tensors_in
-from dmcp.progress import Update, count, phase, shown
+from dmcp.progress import Update, count, overdue, phase, shown
 from dmcp.runtime.distributed import (
     SINGLE_PROCESS,
     World,
@@ -55,7 +56,7 @@ from dmcp.runtime.engine import (
 from dmcp.settings import Engine, Precision, TrainConfig
 
 TRAIN = "train"  # the stage of a training by itself
-_WINDOW = {"cpu": 1, "other": 100}  # steps between two reads of the losses: each read waits for the device
+_WINDOW = 100  # steps between two reads of the losses, at most: each read waits for the GPU
 _LARGE = 2_000_000  # parameters from which a network is taken for one of large images
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
@@ -263,20 +264,19 @@ class Log:
 
     def __init__(self, model: nn.Module, runtime: Runtime, world: World) -> None:
         self.model, self.runtime, self.world = model, runtime, world
-        self.window = _WINDOW.get(device_of(model).type, _WINDOW["other"])
         self.show: Update = lambda done, text="": None
         self.waiting: list[tuple[Tensor, int, dict[str, Any]]] = []
         self.begin([])
 
     def begin(self, earlier: list[StepRecord]) -> None:
         """Go on after these records, from the state that the model now has."""
-        self.records = earlier
+        self.records, self.read = earlier, time.monotonic()
         self._keep()
 
     def add(self, loss: Tensor, samples: int, **facts: Any) -> None:
         """Remember a step; read the losses once in a while."""
         self.waiting.append((loss, samples, facts))
-        if len(self.waiting) == self.window:
+        if len(self.waiting) == _WINDOW or overdue(self.read, loss.device):
             self.flush()
 
     def flush(self) -> None:
@@ -298,7 +298,7 @@ class Log:
             self.runtime.emit(TRAIN, facts["steps"], self.records[-1])
         self.waiting.clear()
         self.show(self.records[-1].step + 1, f"loss {value:.3f}")
-        self._keep()
+        self.begin(self.records)
 
     def _keep(self) -> None:
         self.good = [tensor.detach().clone() for tensor in self._tensors()]

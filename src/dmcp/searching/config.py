@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -14,7 +15,7 @@ from torch import Tensor
 from dmcp.budget import Budget
 from dmcp.errors import TrainingError, WidthsError
 from dmcp.markov import CHAIN, Process
-from dmcp.progress import Update
+from dmcp.progress import Update, overdue
 from dmcp.runtime.distributed import World, mean_values
 from dmcp.settings import Bound
 from dmcp.supernet import Supernet
@@ -189,13 +190,13 @@ class Log:
 
     def begin(self, earlier: list[SearchRecord]) -> None:
         """Go on after these records, from the state that the supernet now has."""
-        self.records = earlier
+        self.records, self.read = earlier, time.monotonic()
         self.good = {name: tensor.clone() for name, tensor in self.net.state_dict().items()}
 
     def add(self, step: Step) -> None:
         """Keep what a step saw."""
         self.waiting.append(step)
-        if len(self.waiting) == self.every:
+        if len(self.waiting) == self.every or overdue(self.read, self.net.alpha.device):
             self.flush()
 
     def flush(self) -> None:

@@ -80,8 +80,7 @@ def search(
         arch_data = data if arch_loader is None else ResumableIterator(arch_loader, resolved, world, config.accumulate)
         searcher = Searcher(net, config, data.per_epoch, task=task, engine=resolved)
         state = _state(searcher, [data] if arch_data is data else [data, arch_data])
-        every = 1 if device.type == "cpu" else config.log_every  # a GPU must not wait for each record to be read
-        log = Log(net, every, lambda record: runtime.emit(SEARCH, searcher.total, record), world)
+        log = Log(net, config.log_every, lambda record: runtime.emit(SEARCH, searcher.total, record), world)
         begin, searcher.scale = _resume(runtime.checkpointer, state, log, searcher.warmup, world)
         with phase(runtime.name or SEARCH, searcher.total, begin) as log.show:
             for step in range(begin, searcher.total):
