@@ -22,7 +22,7 @@ from test_pruning import SEARCH, TRAIN, Noise
 from torch import Tensor, nn
 
 import dmcp
-from dmcp import pruning
+from dmcp import exporting, pruning
 from dmcp.budget import Limit, check_reachable, costs, holds, parse, ratios, spent_shares
 from dmcp.errors import BudgetError, DmcpError, FileError, WidthsError
 from dmcp.latency import measure as timing
@@ -40,7 +40,6 @@ from dmcp.units import FS_PER_MS
 
 X = sample(Residual.SHAPE).float()
 DIGITS = torch.zeros(1, 1, 8, 8)
-CPU = torch.device("cpu")
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 needs_onnx = pytest.mark.skipif(
     not all(importlib.util.find_spec(name) for name in PACKAGES), reason="NOT TESTED: pip install torch-dmcp[export]"
@@ -410,17 +409,14 @@ class Processor:
 
 
 def test_time_of_other_programs_does_not_count_where_one_thread_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    order, before = list[int](), torch.get_num_threads()
-    timing.turn_times([lambda: order.append(0), lambda: order.append(1)], CPU, rounds=3)
+    order = list[int]()
+    exporting.turn_times([lambda: order.append(0), lambda: order.append(1)], rounds=3)
     assert order == 4 * (4 * [0] + 4 * [1])  # they take turns
     for threads in (1, 2):
         clock = Processor()
-        monkeypatch.setattr(timing, "time", clock)
-        torch.set_num_threads(threads)
-        try:
-            long, short = timing.turn_times([functools.partial(clock.call, seconds) for seconds in (0.004, 0.001)], CPU)
-        finally:
-            torch.set_num_threads(before)
+        monkeypatch.setattr(exporting, "time", clock)
+        calls = [functools.partial(clock.call, seconds) for seconds in (0.004, 0.001)]
+        long, short = exporting.turn_times(calls, threads=threads)
         assert (long, short) == pytest.approx((4.0, 1.0)) if threads == 1 else long > 4.5
 
 

@@ -185,6 +185,14 @@ def phase(name: str, steps: int, done: int = 0) -> Iterator[Update]:
         progress.draw(row, last=True)
 
 
+def each(name: str, items: Iterable[T]) -> Iterator[T]:
+    """The items, as the steps of a phase."""
+    with phase(name, count(items)) as update:
+        for number, item in enumerate(items, start=1):
+            yield item
+            update(number)
+
+
 def overdue(read: float, device: torch.device) -> bool:
     """True a second after records were last read, where that needs no other device or rank to wait."""
     return device.type == "cpu" and current().size == 1 and time.monotonic() - read >= 1.0

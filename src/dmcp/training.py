@@ -31,7 +31,7 @@ from dmcp.losses import (
     whole_of,
 )
 from dmcp.modules import call_model, check_function, check_kind, check_kinds, check_module, tensors_in
-from dmcp.progress import Update, count, overdue, phase, shown
+from dmcp.progress import Update, each, overdue, phase, shown
 from dmcp.runtime.distributed import (
     SINGLE_PROCESS,
     World,
@@ -384,12 +384,10 @@ def evaluate_counted(
 
     def pairs() -> Any:
         nonlocal seen
-        with phase("test", count(loader)) as show:
-            for number, batch in enumerate((on_device(batch, device) for batch in loader), 1):
-                if size := size_of(batch):  # of a small last batch some ranks have no part
-                    seen += size
-                    yield run(input_of(batch)), batch
-                show(number)
+        for batch in (on_device(batch, device) for batch in each("test", loader)):
+            if size := size_of(batch):  # of a small last batch some ranks have no part
+                seen += size
+                yield run(input_of(batch)), batch
 
     with kept_modes(model), torch.no_grad(), autocast(device, precision):
         model.eval()

@@ -306,16 +306,20 @@ def export(run: Path, out: Path, tolerance: float, int8: bool, quiet: bool, as_j
         ranges, test = _images(config)
     small, widths = load(run, fresh), graph.widths(Widths.from_json(read_json(run / WIDTHS)))
     how, example = read_json(run / session.INPUT), torch.zeros(1, *shape)
-    with tempfile.TemporaryDirectory() as folder:
+    if not quiet:
+        log(f"{out} is made, and run beside the network; the unpruned network is exported alike, to compare.")
+    shown = progress.showing(False if quiet or as_json else None, lines=True)
+    with tempfile.TemporaryDirectory() as folder, shown, progress.phase("export", 2 + int8) as done:
         exact, full = Path(folder) / "float32.onnx" if int8 else out, Path(folder) / f"unpruned{out.suffix}"
-        if not quiet:
-            log(f"{out} is made, and run beside the network; the unpruned network is exported alike, to compare.")
         made: Any = exporting.export(small, example, exact, preprocessing=how, tolerance=tolerance)
+        done(1)
         with contextlib.suppress(DmcpError):
             exporting.export(fresh, example, full, preprocessing=how)
+        done(2)
         files = {"": out, "float32_": exact, "unpruned_": full}
         if int8:
             made = exporting.quantize(exact, ranges, out)
+            done(3)
         else:
             del files["float32_"]
         files = {name: path for name, path in files.items() if path.exists()}
@@ -344,7 +348,7 @@ def export(run: Path, out: Path, tolerance: float, int8: bool, quiet: bool, as_j
     if int8:
         rows.append(["test accuracy", *(f"{it:.2%}" for it in accuracy.values()), *[""] * ("unpruned_" in files)])
     print(table(rows))
-    print(f"ms: the fastest of {exporting.PASSES} passes of one sample in {made.runtime}, on this machine's CPU")
+    print(f"ms: one sample in {made.runtime}, on one thread of this machine's CPU")
 
 
 def _images(config: RunConfig) -> tuple[Loader, Loader]:

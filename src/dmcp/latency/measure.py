@@ -30,9 +30,10 @@ from dmcp.batches import device_of, generator
 from dmcp.budget import Budget, Limit, known_limits, limits_latency
 from dmcp.cutting import cut
 from dmcp.errors import BudgetError, DmcpError, FileError, WidthsError
-from dmcp.exporting import blaming
+from dmcp.exporting import blaming, turn_times
 from dmcp.latency.table import LATENCY, LATENCY_FILE, Latency, Outcome, Timed
 from dmcp.modules import batch_of, call_model, check_function, map_leaves, narrow, rebatch, tensors_in, unwrap
+from dmcp.progress import each, shown
 from dmcp.runtime.distributed import current, gather
 from dmcp.runtime.io import MOST_JSON, parse_json, quote, read_bytes, write_files
 from dmcp.sampling import between, expected
@@ -60,6 +61,7 @@ class LatencyWarning(UserWarning):
 # the table
 
 
+@shown
 def measure_latency(
     model: nn.Module,
     example: Any,
@@ -82,7 +84,7 @@ def measure_latency(
     graph, model = graph or trace(model, example), unwrap(model)
     config = replace(config, device=config.device or ("cpu" if in_onnx else str(device_of(model))))
     clock, rows = Clock(config, torch.get_num_threads(), example, measure), sample_widths(graph, config)
-    times = clock.times(_narrow(model, graph, row) for row in rows)
+    times = clock.times(_narrow(model, graph, row) for row in each("networks", rows))
     kinds = work(graph)
     terms, late = fit(kinds, rows, times)
     if late[0]:  # the unpruned network, which shares refer to: it is not left out, but measured again
@@ -267,11 +269,6 @@ def nonnegative(table: Array, wanted: Array) -> Array:
 
 # timing
 
-_MAX_ROUNDS, _MIN_ROUNDS, _MAX_SECONDS = 30, 5, 30.0  # of turns of all networks
-_PASSES = 3  # of a turn that are timed
-_FAST = 10  # one pass in ten is a fast one
-_FINE = 1e-6  # seconds that a clock must tell apart
-
 
 @dataclass(frozen=True)
 class Clock:
@@ -297,49 +294,11 @@ class Clock:
             moved = (net.to(device=device, dtype=dtype).eval() for net in nets)
             torch.set_num_threads(self.threads)
             try:
-                if in_onnx:
-                    return turn_times(open_sessions(moved, example, self.threads), device)
-                return turn_times([functools.partial(call_model, net, example) for net in moved], device)
+                calls = open_sessions(moved, example, self.threads) if in_onnx else None
+                calls = calls or [functools.partial(call_model, net, example) for net in moved]
+                return turn_times(calls, device, self.threads)
             finally:
                 torch.set_num_threads(before)
-
-
-def turn_times(calls: Sequence[Call], device: torch.device, rounds: int = _MAX_ROUNDS) -> list[float]:
-    """Milliseconds that each call usually takes: its fast passes, times one factor for all, usual over fast.
-
-    They take turns, so that a machine that is slow for a while is slow for all, and fast passes are hardly disturbed.
-    Where one thread does all of the work, its own clock counts, which stands still while others have the processor.
-    The first pass of a turn only warms caches, the first turn also loads kernels.
-    """
-    alone = device.type == "cpu" and torch.get_num_threads() == 1
-    fine = time.get_clock_info("thread_time").resolution <= _FINE
-    now, wait = time.thread_time if alone and fine else time.perf_counter, waiting(device)
-    times: list[list[float]] = [[] for _ in calls]
-    start = time.perf_counter()
-    for number in range(rounds + 1):
-        if number > _MIN_ROUNDS and time.perf_counter() - start > _MAX_SECONDS:
-            break
-        for call, own in zip(calls, times, strict=True):
-            for turn in range(_PASSES + 1):
-                wait()
-                before = now()
-                call()
-                wait()
-                if number and turn:
-                    own.append(1000 * (now() - before))
-    fast = [sorted(own)[len(own) // _FAST] for own in times]
-    slower = median(median(own) / quick for own, quick in zip(times, fast, strict=True))
-    return [slower * quick for quick in fast]
-
-
-def waiting(device: torch.device) -> Callable[[], None]:
-    """A function that waits for the device."""
-    if device.type == "cpu":
-        return lambda: None
-    if device.type == "cuda":
-        return lambda: torch.cuda.synchronize(device)
-    synchronize: Callable[[], None] = getattr(torch, device.type).synchronize
-    return synchronize
 
 
 def _name(measure: Measure) -> str:
