@@ -73,7 +73,8 @@ class Progress:
         old = self.rows.setdefault(row.name, row)
         old.start = 0 if old is row else old.done
         old.steps, old.done, old.time = max(old.steps, old.start + row.steps), old.start + row.done, time.monotonic()
-        self.draw(old)
+        if self.bars:
+            self.draw(old)
         return old
 
     def update(self, row: Row, done: int, text: str = "") -> None:
@@ -101,7 +102,7 @@ class Progress:
     def draw(self, row: Row, last: bool = False) -> None:
         """Show the bars, or the row as a line."""
         left, rows, self.shown = self.seconds_left(), [*self.rows.values()], time.monotonic()
-        whole, ends = [it for it in rows if it.work], f"{clock(left)} left" if left else ""
+        whole, ends = [it for it in rows if it.work], f"{clock(left)} left" if left and left >= 0.5 else ""
         text = ", ".join(filter(None, [row.text, "" if whole and self.bars else ends]))
         if self.lines and row.done and (row.text or not last):
             words = filter(None, [f"{row.done} of {row.steps}", text])

@@ -175,8 +175,7 @@ def prune(
     known |= {"baselines": sorted(others), "arch_loader": loaders.arch is not None}
     runtime = _identified(runtime, known | {"optimizer": task.optimizer is not None}, model, graph, how.teacher)
 
-    plan(_phases(config, how, loaders, graph, others | {DMCP}))
-    plan([progress.Row("test", progress.count(val_loader) * (1 + len(others)), 1 / 3)])
+    plan(_phases(config, how, loaders, graph, others | {DMCP}, val_loader))
 
     net = Supernet(model, graph, config.groups, config.align)
     stage = runtime.stage(SEARCH)
@@ -206,17 +205,19 @@ def prune(
 
 
 def _phases(
-    config: SearchConfig, how: Retraining, loaders: Loaders, graph: ChannelGraph, names: set[str]
+    config: SearchConfig, how: Retraining, loaders: Loaders, graph: ChannelGraph, names: set[str], val_loader: Loader
 ) -> Iterator[progress.Row]:
-    """Search and trainings with the work of their steps, by what is usual."""
+    """Search, trainings and tests with the work of their steps, by what is usual."""
     per_epoch, work = -(-length_of(loaders.search) // config.accumulate), 0.75 * (2 + config.subnets) + 0.5
     yield progress.Row(SEARCH, per_epoch * config.epochs, config.accumulate * work, per_epoch * config.warmup_epochs)
     steps, macs = how.config.epochs * length_of(loaders.train or loaders.search), graph.macs()
     share = next((it.target / macs for it in known_limits(config.budget, graph) if it.kind == "macs"), 0.5)
     share += 1.0 if how.kind is Retrain.SLIMMABLE else 1 / 3 if how.teacher is not None else 0.0
-    if UNPRUNED in names or how.teacher == UNPRUNED:
+    names = names | {UNPRUNED} if how.teacher == UNPRUNED else names
+    if UNPRUNED in names:
         yield progress.Row(UNPRUNED, steps, 4 / 3 if isinstance(how.teacher, nn.Module) else 1.0)
     yield from (progress.Row(name, steps, share) for name in (UNIFORM, DMCP) if name in names)
+    yield progress.Row("test", progress.count(val_loader) * len(names), 1 / 3)
 
 
 # what was asked for
