@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from operator import length_hint
 from typing import Any, ParamSpec, TextIO, TypeVar
 
 import torch
@@ -188,7 +189,7 @@ def phase(name: str, steps: int, done: int = 0) -> Iterator[Update]:
 
 def each(name: str, items: Iterable[T]) -> Iterator[T]:
     """The items, as the steps of a phase."""
-    with phase(name, count(items)) as update:
+    with phase(name, length_hint(items)) as update:
         for number, item in enumerate(items, start=1):
             yield item
             update(number)
@@ -197,11 +198,3 @@ def each(name: str, items: Iterable[T]) -> Iterator[T]:
 def overdue(read: float, device: torch.device) -> bool:
     """True a second after records were last read, where that needs no other device or rank to wait."""
     return device.type == "cpu" and current().size == 1 and time.monotonic() - read >= 1.0
-
-
-def count(loader: Any) -> int:
-    """Batches of a loader; 0 if it cannot say."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from operator import length_hint
 from typing import Any
 
 from torch import nn
@@ -217,7 +218,7 @@ def _phases(
     if UNPRUNED in names:
         yield progress.Row(UNPRUNED, steps, 4 / 3 if isinstance(how.teacher, nn.Module) else 1.0)
     yield from (progress.Row(name, steps, share) for name in (UNIFORM, DMCP) if name in names)
-    yield progress.Row("test", progress.count(val_loader) * len(names), 1 / 3)
+    yield progress.Row("test", length_hint(val_loader) * len(names), 1 / 3)
 
 
 # what was asked for
