@@ -86,16 +86,16 @@ def measure_latency(
     clock, rows = Clock(config, torch.get_num_threads(), example, measure), sample_widths(graph, config)
     times = clock.times(_narrow(model, graph, row) for row in each("networks", rows))
     kinds = work(graph)
-    terms, late = fit(kinds, rows, times)
-    if late[0]:  # the unpruned network, which shares refer to: it is not left out, but measured again
+    terms = fit(kinds, rows, times)
+    if times[0] > _FAR * evaluate(terms, rows[0]) / FS_PER_MS:  # the unpruned network, which shares refer to
         times[0] = min(times[0], *clock.times(_narrow(model, graph, row) for row in rows[:1]))
-        terms, late = fit(kinds, rows, times)
+        terms = fit(kinds, rows, times)
     held = [number >= 2 and number % _HELD_OUT == 0 for number in range(len(rows))]
     seen = [number for number, out in enumerate(held) if not out]
-    blind, _ = fit(kinds, [rows[number] for number in seen], [times[number] for number in seen])
+    blind = fit(kinds, [rows[number] for number in seen], [times[number] for number in seen])
     networks = tuple(
-        Timed(tuple(row), ms, evaluate(blind if out else terms, row) / FS_PER_MS, out, left and bool(number))
-        for number, (row, ms, out, left) in enumerate(zip(rows, times, held, late, strict=True))
+        Timed(tuple(row), ms, evaluate(blind if out else terms, row) / FS_PER_MS, out)
+        for row, ms, out in zip(rows, times, held, strict=True)
     )
     errors = [abs(it.forecast_ms / it.ms - 1) for it in networks if it.held_out]
     return Latency(
@@ -177,10 +177,8 @@ def work(graph: ChannelGraph) -> dict[Key, Terms]:
 _HELD_OUT = 5  # every fifth network
 _FOLDS = 5
 _ANCHOR = 5.0  # weight of the first network, the unpruned one, which shares refer to
-_FAR, _SPREADS = 1.5, 5.0  # an outlier takes so many times its forecast, and is so many deviations away
-_DEVIATION = 1.4826  # of normal errors, over their median size
-_RARE = 5  # more outliers than one network in five are no outliers
-_CLOSE, _TURNS = 1e-3, 8  # of iteratively reweighted least squares
+_FAR = 1.5  # times its forecast: something else had the machine
+_CLOSE, _TURNS = 1e-4, 12  # of iteratively reweighted least squares
 _TINY = 1e-10
 
 # ways to group kinds of work; the one with the best forecasts is taken: few networks cannot tell many kinds apart
@@ -192,52 +190,42 @@ _GROUPINGS: tuple[Callable[[Key], object], ...] = (
 )
 
 
-def fit(kinds: Mapping[Key, Terms], rows: Sequence[Sequence[int]], ms: Sequence[float]) -> tuple[Terms, list[bool]]:
-    """Femtoseconds as a polynomial in the widths, and which networks are outliers that the fit leaves out.
-
-    A constant, and a price per unit of each kind of work; errors count relative to the time.
-    """
-    times, tries = np.array(ms, dtype=np.float64), list[tuple[float, int, list[Terms], Array, Array]]()
+def fit(kinds: Mapping[Key, Terms], rows: Sequence[Sequence[int]], ms: Sequence[float]) -> Terms:
+    """Femtoseconds as a polynomial in the widths: a constant, and a price per unit of each kind of work."""
+    times, tries = np.array(ms, dtype=np.float64), list[tuple[float, int, list[Terms], Array]]()
+    folds = np.arange(len(times)) % _FOLDS
     for grouping in _GROUPINGS:
         groups: dict[object, list[Terms]] = {}
         for key, terms in kinds.items():
             groups.setdefault(grouping(key), []).append(terms)
         parts: list[Terms] = [{(): 1}, *map(total, groups.values())]
         table = np.array([[float(evaluate(part, row)) for part in parts] for row in rows])  # (N, P)
-        errors = _unseen_errors(table, times)
-        tries.append((float(np.median(np.abs(errors))), len(parts), parts, table, errors))
-    error, _, parts, table, errors = min(tries, key=lambda it: it[:2])
-    # Something else had the machine where a network took far longer than forecast; nothing makes one faster.
-    late = errors > max(np.log(_FAR), _SPREADS * _DEVIATION * error)
-    late &= _RARE * late.sum() <= len(late)
-    kept = ~late
-    kept[0] = True
-    weights = 1 / times[kept]
-    weights[0] *= _ANCHOR
-    prices = nonnegative(table[kept] * weights[:, None], times[kept] * weights)
+        unseen = np.zeros(len(times))
+        for out in (folds == fold for fold in range(_FOLDS)):
+            unseen[out] = table[out] @ least_errors(table[~out], times[~out])
+        errors = np.abs(np.log(times / np.maximum(unseen, _TINY * times)))
+        tries.append((float(np.median(errors)), len(parts), parts, table))
+    _, _, parts, table = min(tries, key=lambda it: it[:2])
+    weights = np.ones(len(times))
+    weights[0] = _ANCHOR
     summed: dict[tuple[int, ...], Fraction] = collections.defaultdict(Fraction)
-    for part, price in zip(parts, prices.tolist(), strict=True):
+    for part, price in zip(parts, least_errors(table, times, weights).tolist(), strict=True):
         for spaces, factor in part.items():
             summed[spaces] += factor * Fraction(price) * FS_PER_MS
     found = {spaces: round(value) for spaces, value in summed.items() if round(value)}
-    return found or {(): 0}, late.tolist()
+    return found or {(): 0}
 
 
-def _unseen_errors(table: Array, times: Array) -> Array:
-    """log(time / forecast) by a fit to the other folds that has the least sum of relative errors. (N, P), (N,)
+def least_errors(table: Array, times: Array, weights: Array | float = 1.0) -> Array:
+    """Prices with the least sum of relative errors, which outliers do not bend. (N, P), (N,) -> (P,)
 
-    The fit is by iteratively reweighted least squares.
+    By iteratively reweighted least squares.
     """
-    found = np.zeros(len(times))
-    for fold in range(_FOLDS):
-        out = np.arange(len(times)) % _FOLDS == fold
-        seen, ms = table[~out], times[~out]
-        weights = 1 / ms
-        for _ in range(_TURNS):
-            prices = nonnegative(seen * weights[:, None], ms * weights)
-            weights = 1 / (ms * np.sqrt(np.maximum(np.abs(seen @ prices / ms - 1), _CLOSE)))
-        found[out] = np.log(times[out] / np.maximum(table[out] @ prices, _TINY * times[out]))
-    return found
+    scale = weights / times
+    for _ in range(_TURNS):
+        prices = nonnegative(table * scale[:, None], times * scale)
+        scale = weights / (times * np.sqrt(np.maximum(np.abs(table @ prices / times - 1), _CLOSE)))
+    return prices
 
 
 def nonnegative(table: Array, wanted: Array) -> Array:
