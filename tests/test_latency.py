@@ -484,7 +484,7 @@ def test_sessions_compute_what_the_networks_do(monkeypatch: pytest.MonkeyPatch) 
     for write in (legacy, fail, lambda net, *given: legacy(Nested(), *given)):
         monkeypatch.setattr(timing, "write_legacy", write)
         (call,) = timing.open_sessions(iter([net]), example, 1)
-        found = {tuple(it.shape): torch.from_numpy(it) for it in call()}  # type: ignore[attr-defined]
+        found = {tuple(it.shape): it for it in call()}  # type: ignore[attr-defined]
         for wanted in net(**example).values():
             torch.testing.assert_close(found[tuple(wanted.shape)], wanted, atol=1e-5, rtol=1e-4)
     for wrong in (Choosy(1, 4, 3), Random(1, 4, 3)):
@@ -649,7 +649,7 @@ def test_the_command_prints_and_writes_a_table(capsys: Capture, tmp_path: Path, 
     ):
         assert run(capsys, *options, *wrong)[0] == 2 and not fake.calls, wrong
     assert list(tmp_path.iterdir()) == [path]
-    fake.slow = lambda call: call % 3 == 1
+    fake.slow = lambda call: call % 5 == 0  # all that are held out
     assert "the machine was busy" in run(capsys, *options)[1]
 
 

@@ -159,12 +159,8 @@ def missing_packages() -> str:
 @torch.no_grad()
 def milliseconds(paths: Sequence[Path], example: Any) -> list[float]:
     """Time of one sample in each file on one thread of the CPU: idle threads of one would disturb the others."""
-    example, before = random_like(example, 1), torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return turn_times([functools.partial(open_file(path, 1).run, example) for path in paths])
-    finally:
-        torch.set_num_threads(before)
+    example = random_like(example, 1)
+    return turn_times([functools.partial(open_file(path, 1).run, example) for path in paths])
 
 
 def turn_times(
@@ -180,7 +176,9 @@ def turn_times(
     now = time.thread_time if device.type == "cpu" and threads == 1 and fine else time.perf_counter
     times: list[list[float]] = [[] for _ in calls]
     start = time.perf_counter()
-    with phase("timing", rounds + 1) as update:
+    with phase("timing", rounds + 1) as update, contextlib.ExitStack() as undo:
+        undo.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(threads)
         for number in range(rounds + 1):
             if number > _MIN_ROUNDS and time.perf_counter() - start > _MAX_SECONDS:
                 break
@@ -275,7 +273,12 @@ def _name_outputs(model: Any, program: ExportedProgram) -> None:
 def open_file(path: Path, threads: int = 0) -> OpenFile:
     """An .onnx file in onnxruntime on the CPU, 0 threads: its own choice; a .pt2 file in torch."""
     if path.suffix == Format.ONNX:
-        session = open_session(path, threads=threads)
+        runtime = importlib.import_module("onnxruntime")
+        settings = runtime.SessionOptions()
+        settings.log_severity_level = 3  # errors only
+        settings.intra_op_num_threads = threads
+        settings.add_session_config_entry("session.intra_op.allow_spinning", "0")  # on cores that the next one needs
+        session = runtime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
         inputs = {it.name: it.type for it in session.get_inputs()}
         return OpenFile(
             f"onnxruntime {onnxruntime_version()}",
@@ -291,17 +294,6 @@ def open_file(path: Path, threads: int = 0) -> OpenFile:
 def onnxruntime_version() -> str:
     """Of the one that is installed."""
     return str(importlib.import_module("onnxruntime").__version__)
-
-
-def open_session(path: Path, options: Mapping[str, str] | None = None, threads: int = 0) -> Any:
-    """An ONNX file as a session of onnxruntime on the CPU; 0 threads: its own choice."""
-    runtime = importlib.import_module("onnxruntime")
-    settings = runtime.SessionOptions()
-    settings.log_severity_level = 3  # errors only
-    settings.intra_op_num_threads = threads
-    for name, value in (options or {}).items():
-        settings.add_session_config_entry(name, value)
-    return runtime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
 
 
 def by_name(names: Iterable[str], example: Any) -> dict[str, Any]:

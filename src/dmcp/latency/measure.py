@@ -273,20 +273,16 @@ class Clock:
             return [_checked(self.measure(net.eval()), self.measure) for net in nets]
         device, dtype = torch.device(self.config.device), getattr(torch, self.config.dtype)
         example = self.example if batch_of(self.example) is None else rebatch(self.example, self.config.batch)
-        place, before = f"{device} with a batch of {self.config.batch} in {self.config.dtype}", torch.get_num_threads()
+        place = f"{device} with a batch of {self.config.batch} in {self.config.dtype}"
         in_onnx = self.config.runtime == RuntimeKind.ONNX
         with blaming(f"The latency cannot be measured on {place}", DmcpError), torch.inference_mode(not in_onnx):
             example = pytree.tree_map_only(
                 Tensor, lambda it: it.to(device, dtype if it.is_floating_point() else it.dtype), example
             )
             moved = (net.to(device=device, dtype=dtype).eval() for net in nets)
-            torch.set_num_threads(self.threads)
-            try:
-                calls = open_sessions(moved, example, self.threads) if in_onnx else None
-                calls = calls or [functools.partial(call_model, net, example) for net in moved]
-                return turn_times(calls, device, self.threads)
-            finally:
-                torch.set_num_threads(before)
+            calls = open_sessions(moved, example, self.threads) if in_onnx else None
+            calls = calls or [functools.partial(call_model, net, example) for net in moved]
+            return turn_times(calls, device, self.threads)
 
 
 def _name(measure: Measure) -> str:
@@ -323,9 +319,6 @@ def clock_of(table: Latency, example: Any, measure: Measure | None = None) -> Cl
 
 
 # onnxruntime
-
-# idle threads of one session would otherwise keep spinning on the cores that the next one needs
-_SESSION = {"session.intra_op.allow_spinning": "0"}
 
 
 def _check_onnx(config: LatencyConfig, measure: Measure | None) -> None:
@@ -367,18 +360,12 @@ def _open_session(
         tempfile.TemporaryDirectory(prefix="dmcp-") as folder,
     ):
         write(net, example, Path(folder) / "net.onnx")
-        session = exporting.open_session(Path(folder) / "net.onnx", _SESSION, threads)
-        names = [it.name for it in session.get_inputs()]
-        call = functools.partial(session.run, None, exporting.by_name(names, example))
-        call()
+        run = exporting.open_file(Path(folder) / "net.onnx", threads).run
         if compare:
-            inputs = exporting.random_like(example, len(tensors_in(example)[0]))
-            gap = exporting.largest_gap(
-                net, lambda x: [*map(torch.from_numpy, session.run(None, exporting.by_name(names, x)))], [inputs]
-            )
+            gap = exporting.largest_gap(net, run, [exporting.random_like(example, len(tensors_in(example)[0]))])
             if not gap <= exporting.TOLERANCE:
                 raise DmcpError(f"In onnxruntime this is not the same network: its outputs differ by {gap:.1e}.")
-    return call
+    return functools.partial(run, example)
 
 
 def write_legacy(net: nn.Module, example: Any, path: Path) -> None:
