@@ -286,7 +286,8 @@ def evaluate(run: Path, changes: Mapping[str, Any], as_json: bool) -> None:
     job = open_job(config)
     small = load(run, job.fresh)
     kept = {run.name: job.graph.widths(Widths.from_json(read_json(run / WIDTHS)))}
-    rows = compare({run.name: small}, job.graph, kept, job.test, next(iter(job.test))[0])
+    with progress.showing(False if as_json else None):
+        rows = compare({run.name: small}, job.graph, kept, job.test, next(iter(job.test))[0])
     log_replaced(job.replaced)
     if as_json:
         facts = result_facts(run, job.graph, kept[run.name], job.replaced)
