@@ -101,7 +101,11 @@ class Progress:
         return total
 
     def draw(self, row: Row, last: bool = False) -> None:
-        """Show the bars, or the row as a line."""
+        """Show the bars, or the row as a line, if somebody is there to see them."""
+        with contextlib.suppress(OSError):
+            self._draw(row, last)
+
+    def _draw(self, row: Row, last: bool) -> None:
         left, rows, self.shown = self.seconds_left(), [*self.rows.values()], time.monotonic()
         whole, ends = [it for it in rows if it.work], f"{clock(left)} left" if left and left >= 0.5 else ""
         text = ", ".join(filter(None, [row.text, "" if whole and self.bars else ends]))
@@ -144,11 +148,16 @@ def showing(wanted: bool | None = None, lines: bool = False) -> Iterator[None]:
     fit = _is_terminal(sys.stderr) and os.environ.get("TERM") != "dumb"
     fit |= console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
     progress = Progress(console if fit and not silent else None, not fit and not silent and bool(wanted or lines))
-    before = _CURRENT.set(progress)
+    before, gone = _CURRENT.set(progress), contextlib.suppress(OSError)  # a run goes on without its terminal
     try:
-        with progress.bars or contextlib.nullcontext():
-            yield
+        with gone:
+            if progress.bars:
+                progress.bars.start()
+        yield
     finally:
+        with gone:
+            if progress.bars:
+                progress.bars.stop()
         _CURRENT.reset(before)
 
 
