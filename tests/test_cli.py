@@ -22,7 +22,6 @@ from dmcp.cli import prune as commands
 from dmcp.cli.config import RunConfig
 from dmcp.cli.job import load_weights, open_job
 from dmcp.cli.prune import forecast
-from dmcp.cli.session import clock
 from dmcp.errors import WidthsError
 from dmcp.models import build
 from dmcp.settings import UNPRUNED, SearchConfig
@@ -197,9 +196,8 @@ def test_progress_is_plain_lines_in_a_pipe(capsys: Capture, tmp_path: Path) -> N
     code, out, err = run(capsys, "train", *options, "--epochs", "2", "--out", str(tmp_path / "run"))
     settings, progress = err.splitlines()
     assert code == 0 and settings == "training: batch 708, highest learning rate 0.2766"
-    assert re.fullmatch(r"unpruned: step 2 of 2, loss [\d.]+", progress)
+    assert re.fullmatch(r"unpruned: 2 of 2, loss [\d.]+", progress)
     assert "\x1b" not in out + err
-    assert [clock(seconds) for seconds in (5, 200, 7500)] == ["5 s", "3 min 20 s", "2 h 05 min"]
 
 
 # sample

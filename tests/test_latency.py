@@ -22,7 +22,7 @@ from test_pruning import SEARCH, TRAIN, Noise
 from torch import Tensor, nn
 
 import dmcp
-from dmcp import pruning
+from dmcp import exporting, pruning
 from dmcp.budget import Limit, check_reachable, costs, holds, parse, ratios, spent_shares
 from dmcp.errors import BudgetError, DmcpError, FileError, WidthsError
 from dmcp.latency import measure as timing
@@ -40,7 +40,6 @@ from dmcp.units import FS_PER_MS
 
 X = sample(Residual.SHAPE).float()
 DIGITS = torch.zeros(1, 1, 8, 8)
-CPU = torch.device("cpu")
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 needs_onnx = pytest.mark.skipif(
     not all(importlib.util.find_spec(name) for name in PACKAGES), reason="NOT TESTED: pip install torch-dmcp[export]"
@@ -163,18 +162,8 @@ def test_every_kind_of_network_has_its_table(kind: Any) -> None:
 def test_an_outlier_does_not_bend_the_table(calls: set[int]) -> None:
     """But it is in the stated error, where it was held out: that is of all that was measured."""
     found = measured(Device(slow=calls.__contains__))
-    assert max(errors(found)) < 2e-3
-    assert {number for number, it in enumerate(found.networks) if it.left_out} == calls
-    assert "Left out" in found.summary and found.table.count("left out") == len(calls)
-    assert found.networks[10].held_out
+    assert max(errors(found)) < 2e-3 and found.networks[10].held_out
     assert found.largest_error == pytest.approx(2 / 3 if 10 in calls else 0, abs=1e-2)
-
-
-def test_only_rare_and_slow_networks_are_outliers() -> None:
-    often = measured(Device(slow=lambda call: call % 3 == 1))
-    assert often.largest_error > 0.4
-    for other in (often, measured(Device(slow={7}.__contains__, by=0.3)), measured(Device(noise=0.05))):
-        assert not any(it.left_out for it in other.networks)
     device, whole = Device(slow={0}.__contains__), true_ms(traced()[0])  # the unpruned one is measured again
     assert measured(device).unpruned_ms == pytest.approx(whole) and device.calls == 41
 
@@ -410,17 +399,14 @@ class Processor:
 
 
 def test_time_of_other_programs_does_not_count_where_one_thread_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    order, before = list[int](), torch.get_num_threads()
-    timing.turn_times([lambda: order.append(0), lambda: order.append(1)], CPU, rounds=3)
+    order = list[int]()
+    exporting.turn_times([lambda: order.append(0), lambda: order.append(1)], rounds=3)
     assert order == 4 * (4 * [0] + 4 * [1])  # they take turns
     for threads in (1, 2):
         clock = Processor()
-        monkeypatch.setattr(timing, "time", clock)
-        torch.set_num_threads(threads)
-        try:
-            long, short = timing.turn_times([functools.partial(clock.call, seconds) for seconds in (0.004, 0.001)], CPU)
-        finally:
-            torch.set_num_threads(before)
+        monkeypatch.setattr(exporting, "time", clock)
+        calls = [functools.partial(clock.call, seconds) for seconds in (0.004, 0.001)]
+        long, short = exporting.turn_times(calls, threads=threads)
         assert (long, short) == pytest.approx((4.0, 1.0)) if threads == 1 else long > 4.5
 
 
@@ -498,7 +484,7 @@ def test_sessions_compute_what_the_networks_do(monkeypatch: pytest.MonkeyPatch) 
     for write in (legacy, fail, lambda net, *given: legacy(Nested(), *given)):
         monkeypatch.setattr(timing, "write_legacy", write)
         (call,) = timing.open_sessions(iter([net]), example, 1)
-        found = {tuple(it.shape): torch.from_numpy(it) for it in call()}  # type: ignore[attr-defined]
+        found = {tuple(it.shape): it for it in call()}  # type: ignore[attr-defined]
         for wanted in net(**example).values():
             torch.testing.assert_close(found[tuple(wanted.shape)], wanted, atol=1e-5, rtol=1e-4)
     for wrong in (Choosy(1, 4, 3), Random(1, 4, 3)):
@@ -663,7 +649,7 @@ def test_the_command_prints_and_writes_a_table(capsys: Capture, tmp_path: Path, 
     ):
         assert run(capsys, *options, *wrong)[0] == 2 and not fake.calls, wrong
     assert list(tmp_path.iterdir()) == [path]
-    fake.slow = lambda call: call % 3 == 1
+    fake.slow = lambda call: call % 5 == 0  # all that are held out
     assert "the machine was busy" in run(capsys, *options)[1]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import re
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
@@ -62,7 +63,12 @@ def test_the_page_of_a_real_run(tmp_path: Path) -> None:
     run.finish(result)
     page = Page(make_page([read_run(run.folder)]))
     assert len(page.all("svg")) == 5 and len(page.all("img")) == 2
-    assert f"{100 * result.rows[0].accuracy:.2f} %" in page.text
+    row, other = result.rows[-1], result.rows[0]
+    errors = [math.sqrt(it.accuracy * (1 - it.accuracy) / it.samples) for it in (row, other)]
+    if min(row.accuracy, other.accuracy) > 0:
+        assert page.text.count(f"{100 * row.accuracy:.2f} ± {100 * errors[0]:.2f} %") >= 3  # sentence, tile, table
+        assert f"± {100 * math.hypot(*errors):.2f} points against {other.name}" in page.text
+    assert f"{other.ms / row.ms:.2f} times as fast" in page.text and "on disk" in page.text
     assert all(space.name in page.text for space in result.graph.spaces)
     data = base64.b64decode(str(page.all("img")[0]["src"]).partition(",")[2])
     assert data == (run.folder / "macs.svg").read_bytes()

@@ -12,12 +12,13 @@ import json
 import logging
 import os
 import tempfile
-import timeit
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -30,14 +31,19 @@ from dmcp.batches import generator, input_of, size_of
 from dmcp.errors import DataError, DmcpError, FileError, TraceError
 from dmcp.modules import call_model, map_leaves, narrow, path_of, tensors_in, unwrap
 from dmcp.preflight import check_finite
+from dmcp.progress import phase
 from dmcp.runtime.io import quote, write_files
 
 NOTE = "input.json"  # the preprocessing: a key in the metadata of ONNX, an extra file in .pt2
-PASSES = 50  # that are timed
 TOLERANCE = 1e-4  # what rounding explains, as a share of the largest output
 SAMPLES = 512  # that the ranges of int8 activations come from
 _BATCHES = (1, 4)  # that are compared
 _RECORDED = 2  # torch takes a batch of 1 for a constant
+_MAX_ROUNDS, _MIN_ROUNDS, _MAX_SECONDS = 30, 5, 30.0  # of turns of all networks that are timed
+_PASSES = 3  # of a turn that are timed
+_FAST = 10  # one pass in ten is a fast one
+_FINE = 1e-6  # seconds that a clock must tell apart
+_CPU = torch.device("cpu")
 _FLOATS = {"tensor(float)": torch.float32, "tensor(double)": torch.float64, "tensor(float16)": torch.float16}
 
 
@@ -147,12 +153,56 @@ def missing_packages() -> str:
     return f'ONNX needs {", ".join(missing)}: pip install "torch-dmcp[export]"' if missing else ""
 
 
+# timing
+
+
 @torch.no_grad()
 def milliseconds(paths: Sequence[Path], example: Any) -> list[float]:
-    """Fastest pass of one sample in each file, on the CPU; files take turns, so that other load hits all alike."""
-    runs = [functools.partial(open_file(path).run, random_like(example, 1)) for path in paths]
-    rounds = [[timeit.timeit(run, number=1) for run in runs] for _ in range(1 + PASSES)]
-    return [1000 * min(own[1:]) for own in zip(*rounds, strict=True)]  # the first pass also prepares
+    """Time of one sample in each file on one thread of the CPU: idle threads of one would disturb the others."""
+    example = random_like(example, 1)
+    return turn_times([functools.partial(open_file(path, 1).run, example) for path in paths])
+
+
+def turn_times(
+    calls: Sequence[Callable[[], object]], device: torch.device = _CPU, threads: int = 1, rounds: int = _MAX_ROUNDS
+) -> list[float]:
+    """Milliseconds that each call usually takes: its fast passes, times one factor for all, usual over fast.
+
+    They take turns, so that a machine that is slow for a while is slow for all, and fast passes are hardly disturbed.
+    Where one thread does all of the work, its own clock counts, which stands still while others have the processor.
+    The first pass of a turn only warms caches, the first turn also loads kernels.
+    """
+    fine = time.get_clock_info("thread_time").resolution <= _FINE
+    now = time.thread_time if device.type == "cpu" and threads == 1 and fine else time.perf_counter
+    times: list[list[float]] = [[] for _ in calls]
+    start = time.perf_counter()
+    with phase("timing", rounds + 1) as update, contextlib.ExitStack() as undo:
+        undo.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(threads)
+        for number in range(rounds + 1):
+            if number > _MIN_ROUNDS and time.perf_counter() - start > _MAX_SECONDS:
+                break
+            for call, own in zip(calls, times, strict=True):
+                for turn in range(_PASSES + 1):
+                    wait(device)
+                    before = now()
+                    call()
+                    wait(device)
+                    if number and turn:
+                        own.append(1000 * (now() - before))
+            update(number + 1)
+        update(rounds + 1)
+    fast = [sorted(own)[len(own) // _FAST] for own in times]
+    slower = median(median(own) / quick for own, quick in zip(times, fast, strict=True))
+    return [slower * quick for quick in fast]
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type != "cpu":
+        getattr(torch, device.type).synchronize()
 
 
 # from the network to a file
@@ -220,10 +270,15 @@ def _name_outputs(model: Any, program: ExportedProgram) -> None:
 # from a file to its outputs
 
 
-def open_file(path: Path) -> OpenFile:
-    """An .onnx file in onnxruntime on the CPU, a .pt2 file in torch."""
+def open_file(path: Path, threads: int = 0) -> OpenFile:
+    """An .onnx file in onnxruntime on the CPU, 0 threads: its own choice; a .pt2 file in torch."""
     if path.suffix == Format.ONNX:
-        session = open_session(path)
+        runtime = importlib.import_module("onnxruntime")
+        settings = runtime.SessionOptions()
+        settings.log_severity_level = 3  # errors only
+        settings.intra_op_num_threads = threads
+        settings.add_session_config_entry("session.intra_op.allow_spinning", "0")  # on cores that the next one needs
+        session = runtime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
         inputs = {it.name: it.type for it in session.get_inputs()}
         return OpenFile(
             f"onnxruntime {onnxruntime_version()}",
@@ -239,17 +294,6 @@ def open_file(path: Path) -> OpenFile:
 def onnxruntime_version() -> str:
     """Of the one that is installed."""
     return str(importlib.import_module("onnxruntime").__version__)
-
-
-def open_session(path: Path, options: Mapping[str, str] | None = None, threads: int = 0) -> Any:
-    """An ONNX file as a session of onnxruntime on the CPU; 0 threads: its own choice."""
-    runtime = importlib.import_module("onnxruntime")
-    settings = runtime.SessionOptions()
-    settings.log_severity_level = 3  # errors only
-    settings.intra_op_num_threads = threads
-    for name, value in (options or {}).items():
-        settings.add_session_config_entry(name, value)
-    return runtime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
 
 
 def by_name(names: Iterable[str], example: Any) -> dict[str, Any]:

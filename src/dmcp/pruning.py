@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from operator import length_hint
 from typing import Any
 
 from torch import nn
 
-from dmcp.batches import Loader, device_of
+from dmcp import progress
+from dmcp.batches import Loader, device_of, length_of
 from dmcp.budget import LATENCY, Budget, check_reachable, known_limits, limits_latency, ratios, show_cost
 from dmcp.calibration import recalibrate
 from dmcp.checkpoint import plain_settings, untouched
@@ -20,6 +22,7 @@ from dmcp.losses import MetricWarning, warn, warn_of_distillation
 from dmcp.markov import process_of
 from dmcp.modules import check_function, check_kinds, unwrap
 from dmcp.preflight import can_teach, classes_of, first_two, preflight
+from dmcp.progress import phase, plan, shown
 from dmcp.results import CUT, DMCP, ORIGINAL, TEACHER, UNIFORM, UNPRUNED, Row, compare, results_table, unknown
 from dmcp.retraining import (
     Retraining,
@@ -83,6 +86,7 @@ class PruneResult:
         return text if self.latency is None else f"{text}\n{self.latency.text}"
 
 
+@shown
 def prune(
     model: nn.Module,
     loader: Loader | Loaders,
@@ -139,9 +143,11 @@ def prune(
         slimmable=kind is Retrain.SLIMMABLE,
     )
     sample = first_two(example)
-    graph = graph or trace(model, sample)
-    if graph.exact:
-        verify(model, graph, sample)  # what is cut will be what was searched
+    with phase("trace", 1) as traced:
+        graph = graph or trace(model, sample)
+        if graph.exact:
+            verify(model, graph, sample)  # what is cut will be what was searched
+        traced(1)
     if fresh is not None:
         check_trainable(fresh)
         if fingerprint(unwrap(fresh)) != graph.fingerprint:
@@ -170,6 +176,8 @@ def prune(
     known |= {"baselines": sorted(others), "arch_loader": loaders.arch is not None}
     runtime = _identified(runtime, known | {"optimizer": task.optimizer is not None}, model, graph, how.teacher)
 
+    plan(_phases(config, how, loaders, graph, others | {DMCP}, val_loader))
+
     net = Supernet(model, graph, config.groups, config.align)
     stage = runtime.stage(SEARCH)
     found = searching.search(net, loaders.search, config, arch_loader=loaders.arch, task=task, runtime=stage)
@@ -195,6 +203,22 @@ def prune(
         warn(f"{text}.", MetricWarning)
     taught = origin(kind, who_teaches(teacher, model, worth), how.config.kd_weight, how.config.kd_temperature)
     return PruneResult(nets[DMCP], widths, graph, found, rows, taught, outcome)
+
+
+def _phases(
+    config: SearchConfig, how: Retraining, loaders: Loaders, graph: ChannelGraph, names: set[str], val_loader: Loader
+) -> Iterator[progress.Row]:
+    """Search, trainings and tests with the work of their steps, by what is usual."""
+    per_epoch, work = -(-length_of(loaders.search) // config.accumulate), 0.75 * (2 + config.subnets) + 0.5
+    yield progress.Row(SEARCH, per_epoch * config.epochs, config.accumulate * work, per_epoch * config.warmup_epochs)
+    steps, macs = how.config.epochs * length_of(loaders.train or loaders.search), graph.macs()
+    share = next((it.target / macs for it in known_limits(config.budget, graph) if it.kind == "macs"), 0.5)
+    share += 1.0 if how.kind is Retrain.SLIMMABLE else 1 / 3 if how.teacher is not None else 0.0
+    names = names | {UNPRUNED} if how.teacher == UNPRUNED else names
+    if UNPRUNED in names:
+        yield progress.Row(UNPRUNED, steps, 4 / 3 if isinstance(how.teacher, nn.Module) else 1.0)
+    yield from (progress.Row(name, steps, share) for name in (UNIFORM, DMCP) if name in names)
+    yield progress.Row("test", length_hint(val_loader) * len(names), 1 / 3)
 
 
 # what was asked for

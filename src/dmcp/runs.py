@@ -9,7 +9,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from datetime import datetime
 from pathlib import Path
@@ -361,10 +361,15 @@ def read_run(folder: Path, tail: int = 0) -> PastRun:
     with _noting(folder / SETTINGS, problems):
         found["settings"] = read_json(folder / SETTINGS)
     found |= _read_log(folder, tail, problems)
-    for name, read in ((SEARCH, _read_chains), (WIDTHS, _read_widths), (OUTCOME, _read_outcome)):
+    readers: dict[str, Callable[[Any], dict[str, Any]]] = {
+        SEARCH: lambda facts: _read_chains(folder, facts),
+        WIDTHS: lambda facts: {"widths": dict(Widths.from_json(facts))},
+        OUTCOME: lambda facts: {"latency": from_plain(Outcome, facts)},
+    }
+    for name, read in readers.items():
         if (folder / name).is_file():
             with _noting(folder / name, problems):
-                found |= read(folder)
+                found |= read(read_json(folder / name))
     prepared = (folder / PREPARED).is_file() and not (folder / CHECKPOINTS).exists()
     searched = value_at(found, "settings", "command") == "search"
     found["done"] = prepared or bool(found.get("widths") and (found["rows"] or searched))
@@ -453,22 +458,13 @@ def _record(kind: Any, data: dict[str, Any]) -> Any:
     return record
 
 
-def _read_chains(folder: Path) -> dict[str, Any]:
-    facts = read_json(folder / SEARCH)
+def _read_chains(folder: Path, facts: dict[str, Any]) -> dict[str, Any]:
     spaces = tuple(map(str, facts["spaces"]))
     alphas, sizes = _chains(folder / ALPHAS, len(spaces))
     process = process_of(bool(facts["independent"]))
     expected = process.moment(process.marginals(alphas.double()), sizes, 1).tolist()
     targets = {str(limit["kind"]): int(limit["target"]) for limit in facts["budget"]["limits"]}
     return {"targets": targets, "expected": dict(zip(spaces, expected, strict=True))}
-
-
-def _read_widths(folder: Path) -> dict[str, Any]:
-    return {"widths": dict(Widths.from_json(read_json(folder / WIDTHS)))}
-
-
-def _read_outcome(folder: Path) -> dict[str, Any]:
-    return {"latency": from_plain(Outcome, read_json(folder / OUTCOME))}
 
 
 def _lines(path: Path, tail: int = 0) -> list[bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,6 +31,7 @@ from dmcp.losses import (
     whole_of,
 )
 from dmcp.modules import call_model, check_function, check_kind, check_kinds, check_module, tensors_in
+from dmcp.progress import Update, each, overdue, phase, shown
 from dmcp.runtime.distributed import (
     SINGLE_PROCESS,
     World,
@@ -54,7 +56,7 @@ from dmcp.runtime.engine import (
 from dmcp.settings import Engine, Precision, TrainConfig
 
 TRAIN = "train"  # the stage of a training by itself
-_WINDOW = 100  # steps between two reads of the losses: each read waits for the GPU
+_WINDOW = 100  # steps between two reads of the losses, at most: each read waits for the GPU
 _LARGE = 2_000_000  # parameters from which a network is taken for one of large images
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
@@ -89,21 +91,22 @@ class Runtime:
     engine: Engine | None = None  # what is best for the device
     checkpointer: Checkpointer | None = None  # saves the state now and then, and resumes from it
     on_event: Callable[[Event], None] | None = None
+    progress: bool | None = None  # show it on stderr; None: in a terminal or notebook
+    name: str = ""  # of the stage
 
     def __post_init__(self) -> None:
         check_kinds({"engine": (self.engine, Engine), "checkpointer": (self.checkpointer, Checkpointer)})
+        check_kinds({"progress": (self.progress, bool)})
         check_function("on_event", self.on_event)
 
     def emit(self, stage: str, steps: int, record: Any) -> None:
         """Report a record to whoever listens."""
         if self.on_event:
-            self.on_event(Event(stage, steps, record))
+            self.on_event(Event(self.name or stage, steps, record))
 
     def stage(self, name: str) -> Runtime:
         """The same for one stage of a run: checkpoints in a folder of its own, events under its name."""
-        checkpointer, hear = self.checkpointer and self.checkpointer.stage(name), self.on_event
-        renamed = hear and (lambda event: hear(replace(event, stage=name)))
-        return replace(self, checkpointer=checkpointer, on_event=renamed)
+        return replace(self, name=name, checkpointer=self.checkpointer and self.checkpointer.stage(name))
 
 
 # learning rates and what is trained
@@ -157,6 +160,7 @@ class StepRecord:
     loss: float
 
 
+@shown
 def train(
     model: nn.Module,
     loader: Loader,
@@ -203,19 +207,21 @@ def train(
         log = Log(model, runtime, world)
         own = lambda: dict(model.named_buffers())  # noqa: E731
         state = State(dict(model.named_parameters()), own, [optimizer], [], [data], device)
-        for step in range(_resume(checkpointer, state, log, world), steps):
-            (batch,) = data.next()
-            rate = learning_rate(step, steps, data.samples([batch], world), config)
-            set_lr(optimizer, rate, shares)
-            log.add(run_step(batch), size_of(batch), epoch=step // data.per_epoch, step=step, steps=steps, lr=rate)
-            if data.step % data.per_epoch == 0:
-                log.flush()
-                if after_epoch:
-                    after_epoch(step // data.per_epoch)
-                    log.begin(log.records)
-            if checkpointer and (step + 1 == steps or checkpointer.due(step + 1, world)):
-                log.flush()
-                checkpointer.save(step + 1, state, {DONE: step + 1 == steps}, world)
+        begin = _resume(checkpointer, state, log, world)
+        with phase(runtime.name or TRAIN, steps, begin) as log.show:
+            for step in range(begin, steps):
+                (batch,) = data.next()
+                rate = learning_rate(step, steps, data.samples([batch], world), config)
+                set_lr(optimizer, rate, shares)
+                log.add(run_step(batch), size_of(batch), epoch=step // data.per_epoch, step=step, steps=steps, lr=rate)
+                if data.step % data.per_epoch == 0:
+                    log.flush()
+                    if after_epoch:
+                        after_epoch(step // data.per_epoch)
+                        log.begin(log.records)
+                if checkpointer and (step + 1 == steps or checkpointer.due(step + 1, world)):
+                    log.flush()
+                    checkpointer.save(step + 1, state, {DONE: step + 1 == steps}, world)
         share_tensors(list(model.buffers()), world)
     optimizer.zero_grad(set_to_none=True)
     return log.records
@@ -258,18 +264,19 @@ class Log:
 
     def __init__(self, model: nn.Module, runtime: Runtime, world: World) -> None:
         self.model, self.runtime, self.world = model, runtime, world
+        self.show: Update = lambda done, text="": None
         self.waiting: list[tuple[Tensor, int, dict[str, Any]]] = []
         self.begin([])
 
     def begin(self, earlier: list[StepRecord]) -> None:
         """Go on after these records, from the state that the model now has."""
-        self.records = earlier
+        self.records, self.read = earlier, time.monotonic()
         self._keep()
 
     def add(self, loss: Tensor, samples: int, **facts: Any) -> None:
         """Remember a step; read the losses once in a while."""
         self.waiting.append((loss, samples, facts))
-        if len(self.waiting) == _WINDOW:
+        if len(self.waiting) == _WINDOW or overdue(self.read, loss.device):
             self.flush()
 
     def flush(self) -> None:
@@ -290,7 +297,8 @@ class Log:
             self.records.append(StepRecord(loss=value, **facts))
             self.runtime.emit(TRAIN, facts["steps"], self.records[-1])
         self.waiting.clear()
-        self._keep()
+        self.show(self.records[-1].step + 1, f"loss {value:.3f}")
+        self.begin(self.records)
 
     def _keep(self) -> None:
         self.good = [tensor.detach().clone() for tensor in self._tensors()]
@@ -376,7 +384,7 @@ def evaluate_counted(
 
     def pairs() -> Any:
         nonlocal seen
-        for batch in (on_device(batch, device) for batch in loader):
+        for batch in (on_device(batch, device) for batch in each("test", loader)):
             if size := size_of(batch):  # of a small last batch some ranks have no part
                 seen += size
                 yield run(input_of(batch)), batch

@@ -27,6 +27,14 @@ def latex(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([*top, *rest, r"\bottomrule", r"\end{tabular}", ""])
 
 
+def clock(seconds: float) -> str:
+    """5 s, 3 min 20 s, 2 h 05 min"""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
+    return f"{minutes // 60} h {minutes % 60:02} min"
+
+
 def counted(number: int, word: str) -> str:
     """1 run, 2 runs."""
     return f"{number:,} {word}{'' if number == 1 else 's'}"

@@ -28,6 +28,7 @@ from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError, WidthsError
 from dmcp.losses import check_range
 from dmcp.preflight import check_dtype
+from dmcp.progress import phase
 from dmcp.pruning import Loaders
 from dmcp.runtime.distributed import SINGLE_PROCESS, current
 from dmcp.runtime.engine import best_device
@@ -139,7 +140,10 @@ def _takes_classes(name: str) -> bool:
 
 def trace_job(config: RunConfig, model: nn.Module, sample: tuple[int, ...]) -> ChannelGraph:
     """The graph of the network for samples of this shape."""
-    return trace(model, torch.zeros(2, *sample), ignore=config.ignore, exact=not config.inexact)
+    with phase("trace", 1) as done:
+        graph = trace(model, torch.zeros(2, *sample), ignore=config.ignore, exact=not config.inexact)
+        done(1)
+    return graph
 
 
 def _teacher(config: RunConfig, model: nn.Module, data: DataSets, new_head: bool) -> nn.Module | None:

@@ -42,6 +42,7 @@ from dmcp.storage import save
 from dmcp.supernet import Supernet
 from dmcp.training import Event, Runtime, StepRecord
 from dmcp.training import train as run_training
+from dmcp.units import clock
 from dmcp.widths import Widths
 
 STOPPED = "Stopped while networks were measured, as asked: nothing is kept, the same command starts again."
@@ -306,8 +307,8 @@ def dry_run(config: RunConfig, request: Request) -> None:
     print(f"reachable: from {describe_costs(graph, low)}\n           to   {describe_costs(graph, high)}")
     print(f"asked for: at most {', '.join(describe_cost(limit.kind, limit.target) for limit in budget.limits)}\n")
     for stage in stages:
-        print(f"{stage.name:<16}{stage.steps:>8} steps  {session.clock(stage.seconds):>12}")
-    print(f"{'in all':<16}{steps:>8} steps  {session.clock(seconds):>12}, {memory / 2**30:.1f} GiB on {device}")
+        print(f"{stage.name:<16}{stage.steps:>8} steps  {clock(stage.seconds):>12}")
+    print(f"{'in all':<16}{steps:>8} steps  {clock(seconds):>12}, {memory / 2**30:.1f} GiB on {device}")
     if config.teacher:
         names = {GIVEN: "the network as given", UNPRUNED: "the unpruned network, trained first"}
         name = names.get(teacher := _forecast_teacher(config), teacher)
@@ -341,7 +342,7 @@ def forecast(net: Supernet, loader: Loader, config: RunConfig, now: Clock | None
                 times.append((now or _now)(model))
 
         times.clear()
-        run(Runtime(on_event=read))
+        run(Runtime(on_event=read, progress=False))
         size = len(times) // parts
         ends = [times[start : start + size] for start in range(0, parts * size, size)]
         return [statistics.median(new - old for old, new in itertools.pairwise(it)) for it in ends]

@@ -8,11 +8,9 @@ import json
 import os
 import platform
 import shlex
-import shutil
 import signal
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +19,7 @@ from typing import Any
 
 import torch
 
-from dmcp import __version__
+from dmcp import __version__, progress
 from dmcp.batches import device_of, generator
 from dmcp.budget import LATENCY, MEMORY, costs, parse, show_cost
 from dmcp.cli.config import Request, RunConfig
@@ -36,10 +34,9 @@ from dmcp.retraining import DivergenceWarning
 from dmcp.runs import REPLACED, SETTINGS, Run, free_folder, read_json, refuse_taken, slug
 from dmcp.runtime.distributed import World, gather, join, leave
 from dmcp.runtime.io import Lock, alive
-from dmcp.searching.config import SearchRecord
 from dmcp.settings import Corrupt
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.training import Event, Runtime, StepRecord
+from dmcp.training import Event, Runtime
 from dmcp.units import FS_PER_MS, counted
 from dmcp.widths import Widths
 
@@ -48,60 +45,17 @@ PARENT = "DMCP_PARENT"  # environment variable: the process that has started a c
 PATIENCE = 60.0  # seconds that a child has to obey a signal
 _LOOK = 1.0  # seconds between two looks of a child at its parent
 _STOPS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-_SECONDS, _MOMENT = 10.0, 0.1  # between two lines of progress, and between two states of a line that moves
 
 
-def log(text: str, end: str = "\n") -> None:
-    """One line on stderr, in the place of one that moves: stdout has the results."""
+def log(text: str) -> None:
+    """One line on stderr: stdout has the results."""
     with contextlib.suppress(OSError):  # a run goes on when nobody listens any more
-        print(f"\r\x1b[K{text}" if sys.stderr.isatty() else text, end=end, file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
 
 
-class Progress:
-    """Shows steps on stderr: a line that moves on a terminal, else a line now and then."""
-
-    def __init__(self, quiet: bool = False) -> None:
-        self.quiet, self.moves, self.stage, self.done = quiet, sys.stderr.isatty(), "", 0
-        self.start = self.shown = self.time = time.monotonic()
-
-    def on_event(self, event: Event) -> None:
-        """Show a step; results are shown by the command at its end."""
-        if isinstance(record := event.record, SearchRecord | StepRecord):
-            done = record.step + 1
-            self.show(event.stage, done, event.steps, f"step {done} of {event.steps}, {_losses(record)}")
-
-    def show(self, stage: str, done: int, total: int, text: str) -> None:
-        """Show how far a stage is; the time left is by what was done before, since records come in bundles."""
-        now, left = time.monotonic(), ""
-        if stage != self.stage:
-            self.stage, self.start, self.done = stage, self.time, 0
-        if self.done and done < total:
-            seconds = (self.time - self.start) / self.done * (total - self.done) - (now - self.time)
-            left = f", {clock(max(seconds, 0.0))} left"
-        self.time, self.done = now, done
-        if not self.quiet and (done == total or now - self.shown >= (_MOMENT if self.moves else _SECONDS)):
-            line, self.shown = f"{stage}: {text}{left}", now
-            if self.moves and done < total:
-                log(line[: shutil.get_terminal_size().columns - 1], end="")
-            else:
-                log(line)
-
-
-def _losses(record: SearchRecord | StepRecord) -> str:
-    if isinstance(record, StepRecord):
-        return f"loss {record.loss:.3f}"
-    parts = [f"loss {record.weight_losses[0]:.3f}"] if record.weight_losses else []
-    parts += [f"soft loss {record.task_loss:.3f}"] if record.task_loss is not None else []
-    shares = " and ".join(f"{ratio:.1%}" for ratio in record.ratios or ())
-    return ", ".join([*parts, f"expected cost {shares} of the budget" if shares else "warm-up"])
-
-
-def clock(seconds: float) -> str:
-    """5 s, 3 min 20 s, 2 h 05 min"""
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
-    return f"{minutes // 60} h {minutes % 60:02} min"
+def showing(request: Request) -> contextlib.AbstractContextManager[None]:
+    """Show the progress of a command, unless it is to be quiet."""
+    return progress.showing(False if request.quiet or request.as_json else None, lines=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +66,6 @@ class Session:
     world: World
     job: Job
     run: Run
-    progress: Progress
     tracker: Tracker | None
     asked_to_stop: Callable[[], bool]
     noted: set[tuple[str, str]] = field(default_factory=set)  # part and name of replaced image files in the run folder
@@ -139,7 +92,6 @@ class Session:
                     self.noted.add((part, file))
         if self.world.first:
             self.run.on_event(event)
-            self.progress.on_event(event)
             if self.tracker:
                 self.tracker.on_event(event)
 
@@ -172,6 +124,7 @@ def session(
     again = f"dmcp {config.command} --resume {shlex.quote(str(folder))}"
     try:
         with contextlib.ExitStack() as undo:
+            undo.enter_context(showing(request))
             asked = undo.enter_context(_signals())
             if PARENT in os.environ:
                 undo.enter_context(following_parent())
@@ -196,9 +149,8 @@ def session(
                     log_notes(job, config)
                 if not request.quiet:
                     _log_rates(config, world)
-            progress = Progress(request.quiet or not world.first)
             begun = True
-            yield Session(config, world, job, run, progress, tracker, asked)
+            yield Session(config, world, job, run, tracker, asked)
     except torch.OutOfMemoryError as error:
         batch = max(config.batch, config.train_batch)
         way = f"go on on a larger one: {again}" if resume else f"try --batch {max(1, batch // 2)}"

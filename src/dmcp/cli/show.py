@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from dmcp import exporting, models, sampling
+from dmcp import exporting, models, progress, sampling
 from dmcp.batches import Loader, generator
 from dmcp.budget import check_reachable, parse
 from dmcp.cli import session
@@ -124,13 +124,11 @@ def latency(config: RunConfig, classes: int | None, how: LatencyConfig, out: str
 
 def data(name: str, input: str, workers: int | None, most: int, quiet: bool, as_json: bool) -> None:
     """dmcp data."""
-    progress, loaded = session.Progress(quiet), load_data(name, strict=False)
+    loaded = load_data(name, strict=False)
     loaded = sized(loaded, name, input) if input else loaded
-
-    def show(done: int, count: int) -> None:
-        progress.show("reading", done, count, f"{done} of {count} files")
-
-    facts = check_data(loaded, workers, show)
+    count = len(loaded.train) + len(loaded.test)
+    with progress.showing(False if quiet or as_json else None, lines=True), progress.phase("files", count) as read:
+        facts = check_data(loaded, workers, lambda done, _: read(done))
     facts = facts if input else replace(facts, enlarged=None)
     if as_json:
         print_json(_plain(name, facts))
@@ -288,7 +286,8 @@ def evaluate(run: Path, changes: Mapping[str, Any], as_json: bool) -> None:
     job = open_job(config)
     small = load(run, job.fresh)
     kept = {run.name: job.graph.widths(Widths.from_json(read_json(run / WIDTHS)))}
-    rows = compare({run.name: small}, job.graph, kept, job.test, next(iter(job.test))[0])
+    with progress.showing(False if as_json else None):
+        rows = compare({run.name: small}, job.graph, kept, job.test, next(iter(job.test))[0])
     log_replaced(job.replaced)
     if as_json:
         facts = result_facts(run, job.graph, kept[run.name], job.replaced)
@@ -308,16 +307,20 @@ def export(run: Path, out: Path, tolerance: float, int8: bool, quiet: bool, as_j
         ranges, test = _images(config)
     small, widths = load(run, fresh), graph.widths(Widths.from_json(read_json(run / WIDTHS)))
     how, example = read_json(run / session.INPUT), torch.zeros(1, *shape)
-    with tempfile.TemporaryDirectory() as folder:
+    if not quiet:
+        log(f"{out} is made, and run beside the network; the unpruned network is exported alike, to compare.")
+    shown = progress.showing(False if quiet or as_json else None, lines=True)
+    with tempfile.TemporaryDirectory() as folder, shown, progress.phase("export", 2 + int8) as done:
         exact, full = Path(folder) / "float32.onnx" if int8 else out, Path(folder) / f"unpruned{out.suffix}"
-        if not quiet:
-            log(f"{out} is made, and run beside the network; the unpruned network is exported alike, to compare.")
         made: Any = exporting.export(small, example, exact, preprocessing=how, tolerance=tolerance)
+        done(1)
         with contextlib.suppress(DmcpError):
             exporting.export(fresh, example, full, preprocessing=how)
+        done(2)
         files = {"": out, "float32_": exact, "unpruned_": full}
         if int8:
             made = exporting.quantize(exact, ranges, out)
+            done(3)
         else:
             del files["float32_"]
         files = {name: path for name, path in files.items() if path.exists()}
@@ -346,7 +349,7 @@ def export(run: Path, out: Path, tolerance: float, int8: bool, quiet: bool, as_j
     if int8:
         rows.append(["test accuracy", *(f"{it:.2%}" for it in accuracy.values()), *[""] * ("unpruned_" in files)])
     print(table(rows))
-    print(f"ms: the fastest of {exporting.PASSES} passes of one sample in {made.runtime}, on this machine's CPU")
+    print(f"ms: one sample in {made.runtime}, on one thread of this machine's CPU")
 
 
 def _images(config: RunConfig) -> tuple[Loader, Loader]:

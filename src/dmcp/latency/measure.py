@@ -30,9 +30,10 @@ from dmcp.batches import device_of, generator
 from dmcp.budget import Budget, Limit, known_limits, limits_latency
 from dmcp.cutting import cut
 from dmcp.errors import BudgetError, DmcpError, FileError, WidthsError
-from dmcp.exporting import blaming
+from dmcp.exporting import blaming, turn_times
 from dmcp.latency.table import LATENCY, LATENCY_FILE, Latency, Outcome, Timed
 from dmcp.modules import batch_of, call_model, check_function, map_leaves, narrow, rebatch, tensors_in, unwrap
+from dmcp.progress import each, shown
 from dmcp.runtime.distributed import current, gather
 from dmcp.runtime.io import MOST_JSON, parse_json, quote, read_bytes, write_files
 from dmcp.sampling import between, expected
@@ -60,6 +61,7 @@ class LatencyWarning(UserWarning):
 # the table
 
 
+@shown
 def measure_latency(
     model: nn.Module,
     example: Any,
@@ -82,18 +84,18 @@ def measure_latency(
     graph, model = graph or trace(model, example), unwrap(model)
     config = replace(config, device=config.device or ("cpu" if in_onnx else str(device_of(model))))
     clock, rows = Clock(config, torch.get_num_threads(), example, measure), sample_widths(graph, config)
-    times = clock.times(_narrow(model, graph, row) for row in rows)
+    times = clock.times(_narrow(model, graph, row) for row in each("networks", rows))
     kinds = work(graph)
-    terms, late = fit(kinds, rows, times)
-    if late[0]:  # the unpruned network, which shares refer to: it is not left out, but measured again
+    terms = fit(kinds, rows, times)
+    if times[0] > _FAR * evaluate(terms, rows[0]) / FS_PER_MS:  # the unpruned network, which shares refer to
         times[0] = min(times[0], *clock.times(_narrow(model, graph, row) for row in rows[:1]))
-        terms, late = fit(kinds, rows, times)
+        terms = fit(kinds, rows, times)
     held = [number >= 2 and number % _HELD_OUT == 0 for number in range(len(rows))]
     seen = [number for number, out in enumerate(held) if not out]
-    blind, _ = fit(kinds, [rows[number] for number in seen], [times[number] for number in seen])
+    blind = fit(kinds, [rows[number] for number in seen], [times[number] for number in seen])
     networks = tuple(
-        Timed(tuple(row), ms, evaluate(blind if out else terms, row) / FS_PER_MS, out, left and bool(number))
-        for number, (row, ms, out, left) in enumerate(zip(rows, times, held, late, strict=True))
+        Timed(tuple(row), ms, evaluate(blind if out else terms, row) / FS_PER_MS, out)
+        for row, ms, out in zip(rows, times, held, strict=True)
     )
     errors = [abs(it.forecast_ms / it.ms - 1) for it in networks if it.held_out]
     return Latency(
@@ -175,10 +177,8 @@ def work(graph: ChannelGraph) -> dict[Key, Terms]:
 _HELD_OUT = 5  # every fifth network
 _FOLDS = 5
 _ANCHOR = 5.0  # weight of the first network, the unpruned one, which shares refer to
-_FAR, _SPREADS = 1.5, 5.0  # an outlier takes so many times its forecast, and is so many deviations away
-_DEVIATION = 1.4826  # of normal errors, over their median size
-_RARE = 5  # more outliers than one network in five are no outliers
-_CLOSE, _TURNS = 1e-3, 8  # of iteratively reweighted least squares
+_FAR = 1.5  # times its forecast: something else had the machine
+_CLOSE, _TURNS = 1e-4, 12  # of iteratively reweighted least squares
 _TINY = 1e-10
 
 # ways to group kinds of work; the one with the best forecasts is taken: few networks cannot tell many kinds apart
@@ -190,52 +190,42 @@ _GROUPINGS: tuple[Callable[[Key], object], ...] = (
 )
 
 
-def fit(kinds: Mapping[Key, Terms], rows: Sequence[Sequence[int]], ms: Sequence[float]) -> tuple[Terms, list[bool]]:
-    """Femtoseconds as a polynomial in the widths, and which networks are outliers that the fit leaves out.
-
-    A constant, and a price per unit of each kind of work; errors count relative to the time.
-    """
-    times, tries = np.array(ms, dtype=np.float64), list[tuple[float, int, list[Terms], Array, Array]]()
+def fit(kinds: Mapping[Key, Terms], rows: Sequence[Sequence[int]], ms: Sequence[float]) -> Terms:
+    """Femtoseconds as a polynomial in the widths: a constant, and a price per unit of each kind of work."""
+    times, tries = np.array(ms, dtype=np.float64), list[tuple[float, int, list[Terms], Array]]()
+    folds = np.arange(len(times)) % _FOLDS
     for grouping in _GROUPINGS:
         groups: dict[object, list[Terms]] = {}
         for key, terms in kinds.items():
             groups.setdefault(grouping(key), []).append(terms)
         parts: list[Terms] = [{(): 1}, *map(total, groups.values())]
         table = np.array([[float(evaluate(part, row)) for part in parts] for row in rows])  # (N, P)
-        errors = _unseen_errors(table, times)
-        tries.append((float(np.median(np.abs(errors))), len(parts), parts, table, errors))
-    error, _, parts, table, errors = min(tries, key=lambda it: it[:2])
-    # Something else had the machine where a network took far longer than forecast; nothing makes one faster.
-    late = errors > max(np.log(_FAR), _SPREADS * _DEVIATION * error)
-    late &= _RARE * late.sum() <= len(late)
-    kept = ~late
-    kept[0] = True
-    weights = 1 / times[kept]
-    weights[0] *= _ANCHOR
-    prices = nonnegative(table[kept] * weights[:, None], times[kept] * weights)
+        unseen = np.zeros(len(times))
+        for out in (folds == fold for fold in range(_FOLDS)):
+            unseen[out] = table[out] @ least_errors(table[~out], times[~out])
+        errors = np.abs(np.log(times / np.maximum(unseen, _TINY * times)))
+        tries.append((float(np.median(errors)), len(parts), parts, table))
+    _, _, parts, table = min(tries, key=lambda it: it[:2])
+    weights = np.ones(len(times))
+    weights[0] = _ANCHOR
     summed: dict[tuple[int, ...], Fraction] = collections.defaultdict(Fraction)
-    for part, price in zip(parts, prices.tolist(), strict=True):
+    for part, price in zip(parts, least_errors(table, times, weights).tolist(), strict=True):
         for spaces, factor in part.items():
             summed[spaces] += factor * Fraction(price) * FS_PER_MS
     found = {spaces: round(value) for spaces, value in summed.items() if round(value)}
-    return found or {(): 0}, late.tolist()
+    return found or {(): 0}
 
 
-def _unseen_errors(table: Array, times: Array) -> Array:
-    """log(time / forecast) by a fit to the other folds that has the least sum of relative errors. (N, P), (N,)
+def least_errors(table: Array, times: Array, weights: Array | float = 1.0) -> Array:
+    """Prices with the least sum of relative errors, which outliers do not bend. (N, P), (N,) -> (P,)
 
-    The fit is by iteratively reweighted least squares.
+    By iteratively reweighted least squares.
     """
-    found = np.zeros(len(times))
-    for fold in range(_FOLDS):
-        out = np.arange(len(times)) % _FOLDS == fold
-        seen, ms = table[~out], times[~out]
-        weights = 1 / ms
-        for _ in range(_TURNS):
-            prices = nonnegative(seen * weights[:, None], ms * weights)
-            weights = 1 / (ms * np.sqrt(np.maximum(np.abs(seen @ prices / ms - 1), _CLOSE)))
-        found[out] = np.log(times[out] / np.maximum(table[out] @ prices, _TINY * times[out]))
-    return found
+    scale = weights / times
+    for _ in range(_TURNS):
+        prices = nonnegative(table * scale[:, None], times * scale)
+        scale = weights / (times * np.sqrt(np.maximum(np.abs(table @ prices / times - 1), _CLOSE)))
+    return prices
 
 
 def nonnegative(table: Array, wanted: Array) -> Array:
@@ -267,11 +257,6 @@ def nonnegative(table: Array, wanted: Array) -> Array:
 
 # timing
 
-_MAX_ROUNDS, _MIN_ROUNDS, _MAX_SECONDS = 30, 5, 30.0  # of turns of all networks
-_PASSES = 3  # of a turn that are timed
-_FAST = 10  # one pass in ten is a fast one
-_FINE = 1e-6  # seconds that a clock must tell apart
-
 
 @dataclass(frozen=True)
 class Clock:
@@ -288,58 +273,16 @@ class Clock:
             return [_checked(self.measure(net.eval()), self.measure) for net in nets]
         device, dtype = torch.device(self.config.device), getattr(torch, self.config.dtype)
         example = self.example if batch_of(self.example) is None else rebatch(self.example, self.config.batch)
-        place, before = f"{device} with a batch of {self.config.batch} in {self.config.dtype}", torch.get_num_threads()
+        place = f"{device} with a batch of {self.config.batch} in {self.config.dtype}"
         in_onnx = self.config.runtime == RuntimeKind.ONNX
         with blaming(f"The latency cannot be measured on {place}", DmcpError), torch.inference_mode(not in_onnx):
             example = pytree.tree_map_only(
                 Tensor, lambda it: it.to(device, dtype if it.is_floating_point() else it.dtype), example
             )
             moved = (net.to(device=device, dtype=dtype).eval() for net in nets)
-            torch.set_num_threads(self.threads)
-            try:
-                if in_onnx:
-                    return turn_times(open_sessions(moved, example, self.threads), device)
-                return turn_times([functools.partial(call_model, net, example) for net in moved], device)
-            finally:
-                torch.set_num_threads(before)
-
-
-def turn_times(calls: Sequence[Call], device: torch.device, rounds: int = _MAX_ROUNDS) -> list[float]:
-    """Milliseconds that each call usually takes: its fast passes, times one factor for all, usual over fast.
-
-    They take turns, so that a machine that is slow for a while is slow for all, and fast passes are hardly disturbed.
-    Where one thread does all of the work, its own clock counts, which stands still while others have the processor.
-    The first pass of a turn only warms caches, the first turn also loads kernels.
-    """
-    alone = device.type == "cpu" and torch.get_num_threads() == 1
-    fine = time.get_clock_info("thread_time").resolution <= _FINE
-    now, wait = time.thread_time if alone and fine else time.perf_counter, waiting(device)
-    times: list[list[float]] = [[] for _ in calls]
-    start = time.perf_counter()
-    for number in range(rounds + 1):
-        if number > _MIN_ROUNDS and time.perf_counter() - start > _MAX_SECONDS:
-            break
-        for call, own in zip(calls, times, strict=True):
-            for turn in range(_PASSES + 1):
-                wait()
-                before = now()
-                call()
-                wait()
-                if number and turn:
-                    own.append(1000 * (now() - before))
-    fast = [sorted(own)[len(own) // _FAST] for own in times]
-    slower = median(median(own) / quick for own, quick in zip(times, fast, strict=True))
-    return [slower * quick for quick in fast]
-
-
-def waiting(device: torch.device) -> Callable[[], None]:
-    """A function that waits for the device."""
-    if device.type == "cpu":
-        return lambda: None
-    if device.type == "cuda":
-        return lambda: torch.cuda.synchronize(device)
-    synchronize: Callable[[], None] = getattr(torch, device.type).synchronize
-    return synchronize
+            calls = open_sessions(moved, example, self.threads) if in_onnx else None
+            calls = calls or [functools.partial(call_model, net, example) for net in moved]
+            return turn_times(calls, device, self.threads)
 
 
 def _name(measure: Measure) -> str:
@@ -376,9 +319,6 @@ def clock_of(table: Latency, example: Any, measure: Measure | None = None) -> Cl
 
 
 # onnxruntime
-
-# idle threads of one session would otherwise keep spinning on the cores that the next one needs
-_SESSION = {"session.intra_op.allow_spinning": "0"}
 
 
 def _check_onnx(config: LatencyConfig, measure: Measure | None) -> None:
@@ -420,18 +360,12 @@ def _open_session(
         tempfile.TemporaryDirectory(prefix="dmcp-") as folder,
     ):
         write(net, example, Path(folder) / "net.onnx")
-        session = exporting.open_session(Path(folder) / "net.onnx", _SESSION, threads)
-        names = [it.name for it in session.get_inputs()]
-        call = functools.partial(session.run, None, exporting.by_name(names, example))
-        call()
+        run = exporting.open_file(Path(folder) / "net.onnx", threads).run
         if compare:
-            inputs = exporting.random_like(example, len(tensors_in(example)[0]))
-            gap = exporting.largest_gap(
-                net, lambda x: [*map(torch.from_numpy, session.run(None, exporting.by_name(names, x)))], [inputs]
-            )
+            gap = exporting.largest_gap(net, run, [exporting.random_like(example, len(tensors_in(example)[0]))])
             if not gap <= exporting.TOLERANCE:
                 raise DmcpError(f"In onnxruntime this is not the same network: its outputs differ by {gap:.1e}.")
-    return call
+    return functools.partial(run, example)
 
 
 def write_legacy(net: nn.Module, example: Any, path: Path) -> None:

@@ -34,7 +34,6 @@ class Timed:
     ms: float
     forecast_ms: float  # by the table; of a held-out network, by a fit to the others
     held_out: bool = False
-    left_out: bool = False  # of the fit: it took far longer than the other networks suggest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +114,12 @@ class Latency:
     @property
     def summary(self) -> str:
         """Device, range and error in a sentence."""
-        held, left = (sum(getattr(it, name) for it in self.networks) for name in ("held_out", "left_out"))
+        held = sum(it.held_out for it in self.networks)
         return (
             f"Latency {self.how}: the unpruned network takes {show_ms(self.unpruned_ms)}, the smallest "
             f"{show_ms(self.networks[1].ms)}; forecasts of {held} held-out networks are off by "
             f"{self.median_error:.1%} (median), {self.largest_error:.1%} at most."
-        ) + f" Left out, since they took far longer than the others suggest: {left}." * bool(left)
+        )
 
     @property
     def warning(self) -> str:
@@ -134,8 +133,8 @@ class Latency:
         lines = [f"{'network':<12}{'measured':>12}{'forecast':>12}{'error':>9}"]
         for number, it in enumerate(self.networks):
             name = ("unpruned", "smallest")[number] if number < 2 else "held out" if it.held_out else f"{number + 1}"
-            error, left = f"{it.forecast_ms / it.ms - 1:+.1%}", "  left out" * it.left_out
-            lines.append(f"{name:<12}{show_ms(it.ms):>12}{show_ms(it.forecast_ms):>12}{error:>9}{left}")
+            error = f"{it.forecast_ms / it.ms - 1:+.1%}"
+            lines.append(f"{name:<12}{show_ms(it.ms):>12}{show_ms(it.forecast_ms):>12}{error:>9}")
         took = f"Measured in {self.seconds:.0f} s."
         return "\n".join([*lines, "", self.summary, took, *filter(None, [self.warning])])
 

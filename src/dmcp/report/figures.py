@@ -122,7 +122,7 @@ def cost_over_time(
         axes.axvspan(0, moved[0][0], color=GREY, alpha=0.2, lw=0, label="warm-up: weights only")
     for number, name in enumerate(names):
         _curve(axes, [step for step, _ in points], [seen[number] for _, seen in points], name, number)
-    axes.set(title="Expected cost over the search", xlabel="step", ylabel="expected cost / budget")
+    axes.set(title="Expected cost over the search", xlabel="search step", ylabel="expected cost over the budget")
     low, high = axes.get_ylim()
     axes.set(xlim=(0, max(end, 1)), ylim=(min(low, 0.9), max(high, 1.05)))
     _in_percent(axes.yaxis)
@@ -136,6 +136,7 @@ def losses(curves: Mapping[str, Mapping[int, float]], title: str) -> Figure:
     for number, (name, values) in enumerate(curves.items()):
         _curve(axes, list(values), list(values.values()), name, number)
     axes.set(title=title, xlabel="step", ylabel="loss")
+    axes.locator_params(axis="x", integer=True)
     return _with_legend(axes)
 
 
@@ -161,7 +162,7 @@ def widths_per_space(rows: Sequence[tuple[str, int, int, float | None]], title: 
         for place, (_, full, kept, _) in enumerate(part):
             axes.text(1.02, place, f"{kept} of {full}", va="center", fontsize=8, clip_on=False)
         axes.set_yticks(places, [_short(name) for name, *_ in part], fontsize=8)
-        axes.set(xlim=(0, 1), ylim=(count - 0.5, -0.5), xlabel="channels kept")
+        axes.set(xlim=(0, 1), ylim=(count - 0.5, -0.5), xlabel="share of the channels that is kept")
         _in_percent(axes.xaxis)
     figure.suptitle(title)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
@@ -184,7 +185,7 @@ def cost_distribution(result: SearchResult, seed: int = 0) -> Figure:
         axes.axvline(mean, color=RED, ls="--", lw=1.5, label=f"mean {amount(kind, mean)}")
         which = f"all of {SAMPLES:,} samples (seed {seed}), inside the budget or not"
         axes.set_title(f"{which}\nthe unpruned network has {amount(kind, full)} {KINDS[kind]}", fontsize=10)
-        axes.set(xlabel=KINDS[kind], ylabel="samples")
+        axes.set(xlabel=f"{KINDS[kind]} of a sampled network", ylabel="sampled networks")
         axes.xaxis.set_major_formatter(lambda value, _, kind=kind: amount(kind, value))
         axes.locator_params(axis="x", nbins=7)
         axes.grid(axis="y")
@@ -237,16 +238,20 @@ def _sample_inside(result: SearchResult, seed: int) -> tuple[Tensor, bool]:
 
 
 @_styled
-def accuracy_over_cost(points: Sequence[tuple[str, str, int, float]]) -> Figure:
-    """Accuracy over MACs of tested networks: (kind, text beside it, MACs, accuracy)."""
+def accuracy_over_cost(points: Sequence[tuple[str, str, int, float, float]]) -> Figure:
+    """Accuracy over MACs of tested networks: (kind, text beside it, MACs, accuracy, standard error)."""
     axes = _panel(7.0, 4.0)
     for number, kind in enumerate(dict.fromkeys(point[0] for point in points)):
         color, shape = COLORS[number % len(COLORS)], "osD^v"[number % 5]
-        _, texts, macs, accuracies = zip(*(point for point in points if point[0] == kind), strict=True)
-        axes.plot(macs, accuracies, shape, color=color, ms=7, alpha=0.8, label=kind)
+        _, texts, macs, accuracies, errors = zip(*(point for point in points if point[0] == kind), strict=True)
+        axes.errorbar(macs, accuracies, errors, fmt=shape, color=color, ms=6, capsize=3, lw=1, alpha=0.8, label=kind)
         for text, x, y in zip(texts, macs, accuracies, strict=True):
             axes.annotate(text, (x, y), (6, 4), textcoords="offset points", fontsize=8)
-    axes.set(title="Accuracy over MACs of each network", xlabel="MACs", ylabel="accuracy")
+    axes.set(
+        title="Accuracy over MACs of each network",
+        xlabel="MACs of one sample",
+        ylabel="test accuracy (bar: standard error)",
+    )
     axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter(lambda value, _: amount("macs", value))
     _in_percent(axes.yaxis)

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import functools
 import json
+import math
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -16,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 from dmcp.budget import LATENCY, MEMORY, show_cost
 from dmcp.errors import FileError
 from dmcp.report import figures
-from dmcp.results import DMCP, against, score, score_name, unknown
+from dmcp.results import DMCP, ORIGINAL, UNPRUNED, Row, against, score, score_name, standard_error, unknown
 from dmcp.runs import PastRun, value_at
 from dmcp.runtime.io import plain, read_bytes
+from dmcp.storage import WEIGHTS
+from dmcp.tracing.cost import show_bytes
 from dmcp.units import show_ms
 
 if TYPE_CHECKING:  # imported where they are needed: most commands make no page
@@ -27,6 +30,7 @@ if TYPE_CHECKING:  # imported where they are needed: most commands make no page
 
 _MAX_FIGURE = 2**24  # bytes
 _OVERVIEW = "accuracy-macs"
+_COUNTED = {"macs": "MACs", "params": "parameters"}
 _SAVED = {  # figures that a run has drawn, since they need its network
     "macs.svg": "Cost of samples of the chains (the paper's figure 6)",
     "distribution.svg": "Widths of samples inside the budget (the paper's figure 7)",
@@ -63,7 +67,13 @@ def _template() -> Template:
 def draw_runs(runs: Sequence[PastRun]) -> dict[str, Figure]:
     """Every chart that there is data for, by a name that can be a file's."""
     points = [
-        (row.name, str(number) if row.name == DMCP and len(runs) > 1 else "", row.macs, row.accuracy)
+        (
+            row.name,
+            str(number) if row.name == DMCP and len(runs) > 1 else "",
+            row.macs,
+            row.accuracy,
+            _error(row) or 0.0,
+        )
         for number, run in enumerate(runs, start=1)
         for row in run.rows
         if not row.own_metric  # no share, as the axis has them
@@ -111,7 +121,8 @@ def _describe(number: int, run: PastRun, charts: dict[str, str]) -> dict[str, An
     return run.describe() | {
         "number": number,
         "done": run.done,
-        "score": score(row, " %") if row else "",
+        "score": _score(row) if row else "",
+        "summary": _summary(run),
         "macs": f"{row.macs:,}" if row else "",
         "share": percent(share) if share else "",
         "problems": run.problems,
@@ -130,28 +141,80 @@ def _describe(number: int, run: PastRun, charts: dict[str, str]) -> dict[str, An
     }
 
 
+def _error(row: Row) -> float | None:
+    """Standard error of an accuracy; None if the samples were not counted, or the metric is the user's own."""
+    return None if row.own_metric or not row.samples else standard_error(row.accuracy, row.samples)
+
+
+def _score(row: Row) -> str:
+    """95.81 ± 1.03 %"""
+    error = _error(row)
+    return score(row, " %") if error is None else f"{score(row, '')} ± {100 * error:.2f} %"
+
+
+def _gaps(run: PastRun, row: Row) -> str:
+    """How a network compares with each of the others, as if they had been tested independently."""
+    gaps = []
+    for other in (it for it in run.rows if it is not row):
+        errors = [error for it in (row, other) if (error := _error(it)) is not None]
+        sure = f" ± {100 * math.hypot(*errors):.2f} points" if len(errors) == 2 else " points"
+        gaps.append(against(row, other).replace(" points", sure))
+    return ", ".join(gaps).replace("-", "\N{MINUS SIGN}")
+
+
+def _faster(run: PastRun) -> tuple[float, Row, Row] | None:
+    """How many times as fast as before the result is, and both rows; None if that was not measured."""
+    rows = {row.name: row for row in run.rows if row.batch and row.ms}
+    before, row = rows.get(UNPRUNED, rows.get(ORIGINAL)), run.result
+    if row is None or before is None or row.name not in rows or before is row or before.batch != row.batch:
+        return None
+    return before.ms / row.ms, row, before
+
+
+def _summary(run: PastRun) -> str:
+    """What came out, in a sentence or two."""
+    if (row := run.result) is None:
+        return ""
+    kept = [f"{percent(share)} of the {word}" for kind, word in _COUNTED.items() if (share := run.share(kind))]
+    words = [f"keeps {' and '.join(kept)}"] if kept else []
+    words += [f"is {speed[0]:.2f} times as fast"] if (speed := _faster(run)) else []
+    tested = f" on {row.samples:,} test samples" if row.samples else ""
+    words.append(f"has {'a ' if row.own_metric else 'an '}{score_name([row])} of {_score(row)}{tested}")
+    text = f"The network {row.name} {', '.join(words[:-1])}{' and ' if words[:-1] else ''}{words[-1]}"
+    return f"{text}: {gaps}." if (gaps := _gaps(run, row)) else f"{text}."
+
+
 def _tiles(run: PastRun) -> Iterator[tuple[str, str, str]]:
     """The figures that matter most: title, value, note."""
     row = run.result
+    if row:
+        yield f"{score_name([row])}, {row.name}", _score(row), _gaps(run, row)
+    if speed := _faster(run):
+        times, now, before = speed
+        yield "Speed", f"{times:.2f} ×", f"{now.ms:.2f} ms for {now.batch} samples, {before.name} {before.ms:.2f} ms"
+    for kind, word in _COUNTED.items() if row else ():
+        share, count = run.share(kind), f"{getattr(row, kind):,}"
+        size = f", {show_bytes(size)} on disk" if kind == "params" and (size := _bytes(run)) else ""
+        if share is None:
+            yield word, count, f"the unpruned network was not counted{size}"
+        else:
+            title = "Size, parameters kept" if kind == "params" else f"{word} kept"
+            yield title, percent(share), f"{count} of {run.unpruned(kind):,}{size}"
     if budget := run.setting("search", "budget"):
         notes = [f"at most {_cost(kind, target)}" for kind, target in run.targets.items()]
         yield "Budget", budget.replace(",", ", "), ", ".join(notes)
-    for kind in ("macs", "params") if row else ():
-        share, count, word = run.share(kind), f"{getattr(row, kind):,}", figures.KINDS[kind]
-        if share is None:
-            yield word, count, "the unpruned network was not counted"
-        else:
-            yield f"{word} kept", percent(share), f"{count} of {run.unpruned(kind):,}"
     if it := run.latency:
         measured = "not measured" if it.measured_ms is None else show_ms(it.measured_ms)
         asked, predicted, unpruned = map(show_ms, (it.asked_ms, it.predicted_ms, it.unpruned_ms))
         yield "Latency", measured, f"asked {asked}, predicted {predicted}, unpruned {unpruned}"
-    if row:
-        gaps = ", ".join(against(row, other) for other in run.rows if other is not row)
-        yield f"{score_name([row])}, {row.name}", score(row, " %"), gaps.replace("-", "\N{MINUS SIGN}")
     if row and (retrain := run.setting("retrain")):
         teacher = run.setting("teacher")
         yield "Final training", retrain, f"teacher: {teacher}" if teacher else ""
+
+
+def _bytes(run: PastRun) -> int:
+    path = run.folder / WEIGHTS
+    return path.stat().st_size if path.is_file() else 0
 
 
 def _cost(kind: str, target: int) -> str:
@@ -160,7 +223,7 @@ def _cost(kind: str, target: int) -> str:
 
 def _networks(run: PastRun) -> dict[str, Any]:
     head = ["network", "MACs", "parameters", score_name(run.rows)]
-    rows = [[row.name, f"{row.macs:,}", f"{row.params:,}", score(row, " %")] for row in run.rows]
+    rows = [[row.name, f"{row.macs:,}", f"{row.params:,}", _score(row)] for row in run.rows]
     if rows and all(row.batch for row in run.rows):
         head.append(f"ms per {run.rows[0].batch} samples")
         rows = [[*cells, f"{row.ms:.2f}"] for cells, row in zip(rows, run.rows, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -14,6 +15,7 @@ from torch import Tensor
 from dmcp.budget import Budget
 from dmcp.errors import TrainingError, WidthsError
 from dmcp.markov import CHAIN, Process
+from dmcp.progress import Update, overdue
 from dmcp.runtime.distributed import World, mean_values
 from dmcp.settings import Bound
 from dmcp.supernet import Supernet
@@ -114,6 +116,14 @@ class SearchRecord:
     budget_loss: float | None = None
     ratios: tuple[float, ...] | None = None  # expected cost over target, per limit
 
+    @property
+    def text(self) -> str:
+        """Its losses, for people who watch."""
+        parts = [f"loss {self.weight_losses[0]:.3f}"] if self.weight_losses else []
+        parts += [f"soft loss {self.task_loss:.3f}"] if self.task_loss is not None else []
+        shares = " and ".join(f"{ratio:.1%}" for ratio in self.ratios or ())
+        return ", ".join([*parts, f"expected cost {shares} of the budget" if shares else "warm-up"])
+
 
 def as_record(plain: Mapping[str, Any]) -> SearchRecord:
     """A record read from JSON."""
@@ -176,18 +186,19 @@ class Log:
 
     def __init__(self, net: Supernet, every: int, on_record: Callable[[SearchRecord], None], world: World) -> None:
         self.net, self.every, self.on_record, self.world = net, every, on_record, world
+        self.show: Update = lambda done, text="": None
         self.waiting: list[Step] = []
         self.begin([])
 
     def begin(self, earlier: list[SearchRecord]) -> None:
         """Go on after these records, from the state that the supernet now has."""
-        self.records = earlier
+        self.records, self.read = earlier, time.monotonic()
         self.good = {name: tensor.clone() for name, tensor in self.net.state_dict().items()}
 
     def add(self, step: Step) -> None:
         """Keep what a step saw."""
         self.waiting.append(step)
-        if len(self.waiting) == self.every:
+        if len(self.waiting) == self.every or overdue(self.read, self.net.alpha.device):
             self.flush()
 
     def flush(self) -> None:
@@ -202,9 +213,12 @@ class Log:
                         self._stop(f"The loss is {loss} in {stage}, at step {record.step} (epoch {record.epoch})")
         if read and not torch.stack([tensor.isfinite().all() for tensor in self.net.parameters()]).all().item():
             self._stop(f"Weights or alphas are not finite after step {read[-1].step}")
-        self.begin(self.records + read)
+        self.records += read
+        self.begin(self.records)
         for record in read:
             self.on_record(record)
+        if read:
+            self.show(read[-1].step + 1, read[-1].text)
 
     @torch.no_grad()
     def _stop(self, what: str) -> NoReturn:

@@ -27,6 +27,7 @@ from dmcp.losses import classification_loss, warn_of_distillation
 from dmcp.markov import CERTAIN, group_sizes, merged, process_of
 from dmcp.modules import check_kind
 from dmcp.preflight import check_input
+from dmcp.progress import phase, shown
 from dmcp.runtime.distributed import World, current, share_tensors, sum_values
 from dmcp.runtime.engine import ResolvedEngine, check_graphs, is_depthwise, is_narrow
 from dmcp.searching.config import Log, SearchRecord, SearchResult, Step, as_record, extremes
@@ -40,6 +41,7 @@ SEARCH = "search"  # the stage of its events
 LARGE = 100_000_000  # MACs of one sample from which a network is a large one
 
 
+@shown
 def search(
     net: Supernet,
     loader: Loader,
@@ -80,21 +82,22 @@ def search(
         state = _state(searcher, [data] if arch_data is data else [data, arch_data])
         log = Log(net, config.log_every, lambda record: runtime.emit(SEARCH, searcher.total, record), world)
         begin, searcher.scale = _resume(runtime.checkpointer, state, log, searcher.warmup, world)
-        for step in range(begin, searcher.total):
-            searcher.at, batches = step, data.next()
-            if step == begin:
-                _check_first(net, batches)
-            trained = searcher.train_weights(batches)
-            moved = None
-            if searcher.moves_alphas:
-                moved = searcher.move_alphas(batches if arch_data is data else arch_data.next())
-            log.add(searcher.record(batches, trained, moved))
-            checkpointer = runtime.checkpointer
-            if checkpointer and (step + 1 == searcher.total or checkpointer.due(step + 1, world)):
-                log.flush()
-                facts = {"scale": searcher.scale, DONE: step + 1 == searcher.total}
-                checkpointer.save(step + 1, state, facts, world)
-        log.flush()
+        with phase(runtime.name or SEARCH, searcher.total, begin) as log.show:
+            for step in range(begin, searcher.total):
+                searcher.at, batches = step, data.next()
+                if step == begin:
+                    _check_first(net, batches)
+                trained = searcher.train_weights(batches)
+                moved = None
+                if searcher.moves_alphas:
+                    moved = searcher.move_alphas(batches if arch_data is data else arch_data.next())
+                log.add(searcher.record(batches, trained, moved))
+                checkpointer = runtime.checkpointer
+                if checkpointer and (step + 1 == searcher.total or checkpointer.due(step + 1, world)):
+                    log.flush()
+                    facts = {"scale": searcher.scale, DONE: step + 1 == searcher.total}
+                    checkpointer.save(step + 1, state, facts, world)
+            log.flush()
     found = replace(searcher.result(), log=tuple(log.records))
     runtime.emit(SEARCH, searcher.total, found)
     return found

@@ -1,0 +1,124 @@
+"""Progress: the time left of the whole job, where it is shown, and events while they happen."""
+
+from __future__ import annotations
+
+import copy
+import io
+import sys
+import time
+from typing import Any
+
+import pytest
+from test_pruning import SEARCH, TRAIN, Noise, traced
+
+import dmcp
+from dmcp import progress
+from dmcp.progress import Progress, Row
+from dmcp.units import clock
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    now = 0.0
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def at(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of all that is timed."""
+    hand = Clock()
+    monkeypatch.setattr(time, "monotonic", lambda: hand.now)
+    return hand
+
+
+def test_the_time_left_is_that_of_the_whole_job(at: Clock) -> None:
+    """A second per unit of work: 2 x 3.5 + 2 x 4 in the search, 10 in the training, 1 that is tested."""
+    job = Progress(None)
+    job.rows = {row.name: row for row in (Row("search", 4, 4.0, light=2), Row("dmcp", 10, 1.0), Row("test", 3, 1 / 3))}
+    search = job.begin(Row("search", 4))
+    assert job.seconds_left() is None  # nobody knows yet
+    for step, seconds in enumerate((3.5, 3.5, 4, 4), 1):
+        at.now += seconds
+        job.update(search, step)
+        assert job.seconds_left() == pytest.approx(26 - at.now)
+    training = job.begin(Row("dmcp", 10))
+    at.now += 10.0  # twice as slow as the search made believe
+    job.update(training, 5)
+    assert job.seconds_left() == pytest.approx(10 + 25 / 20)
+
+
+def test_a_resumed_job_starts_where_it_was(at: Clock) -> None:
+    job = Progress(None)
+    job.rows = {row.name: row for row in (Row("search", 8, 2.0), Row("dmcp", 100, 1.0))}
+    assert job.begin(Row("search", 8, done=8)).left == 0  # of an earlier process
+    training = job.begin(Row("dmcp", 100, done=90))
+    for done, left in ((92, 8.0), (95, 5.0)):
+        at.now += done - training.done
+        job.update(training, done)
+        assert (training.done, job.seconds_left()) == (done, pytest.approx(left))
+
+
+def test_lines_come_now_and_then_and_at_the_end(at: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.showing(lines=True), progress.phase("dmcp", 40) as update:
+        for step in range(40):
+            at.now += 1.0
+            update(step + 1, f"loss {step}")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 5 and lines[0] == "dmcp: 10 of 40, loss 9, 30 s left"
+    assert lines[-1] == "dmcp: 40 of 40, loss 39"
+    assert [clock(seconds) for seconds in (5, 200, 7500)] == ["5 s", "3 min 20 s", "2 h 05 min"]
+
+
+def prune(**options: Any) -> None:
+    model, graph = traced()
+    runtime = dmcp.Runtime(**options)
+    dmcp.prune(model, Noise(), Noise(1), search=SEARCH, train=TRAIN, baselines=True, graph=graph, runtime=runtime)
+
+
+def test_bars_are_shown_in_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    prune()
+    assert capsys.readouterr() == ("", "")  # a pipe
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    prune(progress=False)
+    monkeypatch.setattr(progress, "current", lambda: dmcp.runtime.distributed.World(1, 2, 1))
+    prune()
+    assert terminal.getvalue() == ""
+    monkeypatch.setattr(progress, "current", dmcp.runtime.distributed.current)
+    prune(on_event=lambda event: print(event.stage))
+    frames = terminal.getvalue()
+    assert all(name in frames for name in ("trace", "search", "unpruned", "uniform", "dmcp", "test", "in all", "100%"))
+    assert "search" in capsys.readouterr().out  # is not taken for something to be shown above the bars
+    monkeypatch.setattr(terminal, "write", raises(OSError(5, "Input/output error")))
+    prune()  # also without its terminal
+
+
+def raises(error: Exception) -> Any:
+    def fail(*_: Any) -> None:
+        raise error
+
+    return fail
+
+
+def test_on_a_cpu_events_come_while_they_happen(at: Clock) -> None:
+    """Here each batch takes a second: its event comes before the next batch is read."""
+    seen = list[str]()
+
+    class Slow(Noise):
+        def __iter__(self) -> Any:
+            for batch in super().__iter__():
+                seen.append("batch")
+                at.now += 1.0
+                yield batch
+
+    model, graph = traced()
+    runtime = dmcp.Runtime(on_event=lambda event: seen.append("event"))
+    dmcp.train(copy.deepcopy(model), Slow(), TRAIN, runtime=runtime)
+    dmcp.search(dmcp.Supernet(model, graph, SEARCH.groups), Slow(), SEARCH, runtime=runtime)
+    assert seen[:-1] == ["batch", "event"] * (len(seen) // 2)
