@@ -9,6 +9,7 @@ import random
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from dmcp.errors import BudgetError, TrainingError
 from dmcp.losses import DistillationWarning, MetricWarning, classification_loss
 from dmcp.pruning import expected_shares
 from dmcp.results import CUT, DMCP, ORIGINAL, UNIFORM, UNPRUNED, Row
-from dmcp.retraining import AS_IT_WAS, TRAINED_FIRST
+from dmcp.retraining import AS_IT_WAS, TRAINED_FIRST, LabelsWarning
 from dmcp.searching.config import SearchRecord
 from dmcp.settings import Retrain, SearchConfig, TrainConfig
 from dmcp.tracing.graph import ChannelGraph
@@ -292,7 +293,7 @@ def test_an_own_optimizer_is_that_of_search_and_training(kind: dmcp.Retrain) -> 
 
     result = prune(retrain=kind, task=dmcp.Task(optimizer=adam))
     trial, *used = made
-    assert len(used) == 2 and not trial.state and all(it.state for it in used)
+    assert len(used) == 2 - (kind == "none") and not trial.state and all(it.state for it in used)
     assert not same(tensors(result.model), tensors(prune(retrain=kind).model))
 
 
@@ -351,3 +352,114 @@ def test_a_network_over_the_budget_is_not_handed_out(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("dmcp.pruning.expected", lambda found: found.graph.full)
     with pytest.raises(BudgetError, match="more than the"):
         prune()
+
+
+# without a search, and for several budgets
+
+
+@functools.cache
+def trained() -> tuple[nn.Module, ChannelGraph, list[Any]]:
+    """A small trained network of digits, its graph and its loaders."""
+    digits = load("digits")
+    loaders = [make_loader(part, 256, train) for part, train in ((digits.train, True), (digits.test, False))]
+    torch.manual_seed(0)
+    model = models.build("digits:resnet", width=8)
+    dmcp.train(model, loaders[0], TrainConfig(epochs=6, lr=1.6, warmup_epochs=1))
+    return model, dmcp.trace(model, torch.zeros(2, 1, 8, 8)), loaders
+
+
+@pytest.mark.parametrize("method", ["l1", "l2", "uniform"])
+def test_a_magnitude_cut_keeps_the_weights_of_large_channels(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, graph, loaders = trained()
+    monkeypatch.setattr(dmcp.Supernet, "__init__", lambda *_: pytest.fail("a supernet was built"))
+    result = dmcp.prune(model, *loaders, "50%", method=method, train=TrainConfig(epochs=1), retrain="none")
+    widths = dmcp.uniform(graph, "50%", {it.name: max(1, it.size // 10) for it in graph.spaces})
+    assert result.widths == widths and result.search is None
+    space = next(it for it in graph.spaces if it.name == "layer1.0.conv1")
+    weight = model.get_submodule(space.name).weight
+    norms = weight.abs().sum(dim=(1, 2, 3)) if method == "l1" else weight.square().sum(dim=(1, 2, 3))
+    kept = norms.topk(widths[space.name]).indices.sort().values
+    stem = result.model.get_submodule(space.name).weight  # it also reads fewer channels
+    assert len(stem) == len(kept) and any(torch.equal(weight[kept][:, place], stem[:, 0]) for place in range(8))
+    assert [row.name for row in result.rows] == [ORIGINAL, method]
+    assert result.rows[1].accuracy > 0.2 and "not trained" in result.origin
+
+
+def test_what_a_method_cuts_is_trained_like_the_rest() -> None:
+    model, graph, loaders = trained()
+    short = TrainConfig(epochs=2, lr=0.4, warmup_lr=0.4, warmup_epochs=0)
+    result = dmcp.prune(model, *loaders, ["70%", "40%"], method="l2", train=short, baselines=["uniform"])
+    names = [f"{CUT} 70%", f"{CUT} 40%", "uniform 70%", "l2 70%", "uniform 40%", "l2 40%"]
+    assert [row.name for row in result.rows] == names
+    rows = {row.name: row for row in result.rows}
+    assert rows["l2 40%"].macs <= 0.4 * graph.macs() < rows["l2 70%"].macs <= 0.7 * graph.macs()
+    assert rows["l2 40%"].accuracy > rows[f"{CUT} 40%"].accuracy and "l2 70%" in result.table
+    assert [row.name for row in result.front["40%"].rows] == [CUT, UNIFORM, "l2"]
+
+
+def test_a_method_of_trained_networks_trains_a_fresh_one_first() -> None:
+    seen: list[dmcp.Event] = []
+    result = prune(method="l1", teacher="unpruned", retrain="finetune", runtime=dmcp.Runtime(on_event=seen.append))
+    assert [*dict.fromkeys(event.stage for event in seen)] == [UNPRUNED, "l1", "test"]
+    assert [row.name for row in result.rows] == [UNPRUNED, "l1"] and TRAINED_FIRST in result.origin
+    assert [row.name for row in prune(method="sfp", baselines=["uniform"]).rows] == [UNIFORM, "sfp"]
+
+
+def test_one_search_gives_networks_for_several_budgets() -> None:
+    model, graph = traced()
+    seen: list[dmcp.Event] = []
+    result = prune(
+        search=None,
+        budget=[0.5, "80%", "params:60%"],
+        retrain="none",
+        baselines=True,
+        runtime=dmcp.Runtime(on_event=seen.append),
+    )
+    assert sum(isinstance(event.record, dmcp.SearchResult) for event in seen) == 1
+    assert [*result.front] == ["0.5", "80%", "params-60%"] and result.model is result.front["0.5"].model
+    for it in result.front.values():
+        (limit,), params = it.budget.limits, sum(parameter.numel() for parameter in it.model.parameters())
+        spent = {"macs": graph.macs(it.widths), "params": params}[limit.kind]
+        assert 0.9 * limit.target <= spent <= limit.target
+        assert [row.name for row in it.rows] == [UNPRUNED, UNIFORM, DMCP] and it.search.budget == it.budget
+    assert len(result.rows) == 7
+    own, other = (result.front[name].search.log[-1].ratios[0] for name in ("80%", "0.5"))
+    assert other * parse(0.5, graph).limits[0].target == pytest.approx(own * parse("80%", graph).limits[0].target)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"method": "l3"}, {"method": "dmcp-direct"}, {"budget": ["50%", "1%"]}, {"budget": ["50%", 0.5]}, {"budget": []}],
+    ids=str,
+)
+def test_wrong_methods_and_budgets_are_refused_before_anything_is_trained(options: dict[str, Any]) -> None:
+    seen: list[dmcp.Event] = []
+    with pytest.raises(dmcp.DmcpError):
+        prune(**{"search": None} | options, runtime=dmcp.Runtime(on_event=seen.append))
+    assert not seen
+
+
+def test_a_trained_network_with_other_labels_is_named() -> None:
+    model, graph, (train, test) = trained()
+    moved = [(images, (labels + 1) % 10) for images, labels in test]
+    with pytest.warns(LabelsWarning):
+        dmcp.prune(model, train, moved, method="uniform", graph=graph, retrain="none")
+
+
+def test_several_budgets_resume_with_the_same_bits(tmp_path: Path) -> None:
+    options = {"budget": ["70%", "50%"], "retrain": "finetune"}
+    whole, seen = prune(**options), list[dmcp.Event]()
+
+    def stop() -> bool:
+        return any(event.stage == "dmcp 50%" for event in seen)
+
+    for after in (stop, bool):
+        keeper = dmcp.Checkpointer(tmp_path, every_steps=1, stop_requested=after)
+        runtime = dmcp.Runtime(checkpointer=keeper, on_event=seen.append)
+        if after is stop:
+            with pytest.raises(dmcp.StoppedError):
+                prune(train=replace(TRAIN, epochs=2), **options, runtime=runtime)
+    result = prune(train=replace(TRAIN, epochs=2), **options, runtime=runtime)
+    whole = prune(train=replace(TRAIN, epochs=2), **options)
+    for name, it in whole.front.items():
+        assert same(tensors(it.model), tensors(result.front[name].model))

@@ -26,7 +26,7 @@ from dmcp.latency.table import LATENCY_FILE, Latency, Outcome
 from dmcp.markov import INDEPENDENT, process_of
 from dmcp.pruning import PruneResult, expected_shares
 from dmcp.report.figures import draw_all
-from dmcp.results import DMCP, ORIGINAL, TEACHER, Row, divergence, markdown
+from dmcp.results import Row, divergence, markdown, pruned
 from dmcp.runtime import io
 from dmcp.runtime.io import from_plain, parse_json, plain, quote, read_bytes, refuse_link, write_files
 from dmcp.searching.config import SearchRecord, SearchResult
@@ -72,7 +72,10 @@ class Run:
         """Log a record, or save the result of the search; equal runs have equal logs: times are in another file."""
         record = event.record
         if isinstance(record, SearchResult):
-            save_search(record, self.folder)
+            if event.stage == "search":  # not one inside another method
+                save_search(record, self.folder)
+        elif isinstance(record, Mapping):
+            self.add(LOG, {"stage": event.stage} | dict(record))
         elif isinstance(record, Latency):
             self.write(LATENCY_FILE, record.to_json())
         else:
@@ -147,9 +150,9 @@ class Run:
         save(result.model, result.widths, self.folder)
         if result.latency:
             self.write(OUTCOME, asdict(result.latency))
-        figures = draw_all(result.search, result.widths, self.folder, seed=seed)
+        drawn = [] if result.search is None else draw_all(result.search, result.widths, self.folder, seed=seed)
         warnings = self.divergences(row.name for row in result.rows)
-        self.write(REPORT, report(result, [path.name for path in figures], [*warnings, *notes]))
+        self.write(REPORT, report(result, [path.name for path in drawn], [*warnings, *notes]))
         self.close()
         return warnings
 
@@ -185,7 +188,7 @@ def free_folder(name: str, root: Path = Path("runs")) -> Path:
 
 def report(result: PruneResult, figures: Iterable[str], warnings: Iterable[str] = ()) -> str:
     """What a run found, as Markdown."""
-    budget, spent = result.search.budget, costs(result.graph, result.widths)
+    budget, spent = result.budget, costs(result.graph, result.widths)
     lines = [f"# {type(result.model).__name__}, budget {budget.text}", ""]
     for limit in budget.limits:
         if limit.kind != LATENCY:
@@ -194,8 +197,9 @@ def report(result: PruneResult, figures: Iterable[str], warnings: Iterable[str] 
     if result.latency is not None:
         lines.append(f"- {result.latency.text}")
         warnings = [*filter(None, [result.latency.warning]), *warnings]
-    listed = " and ".join(f"{share:.1%}" for share in expected_shares(result.search))
-    lines.append(f"- expected cost at the end of the search, before sampling: {listed} of the budget")
+    if result.search is not None:
+        listed = " and ".join(f"{share:.1%}" for share in expected_shares(result.search))
+        lines.append(f"- expected cost at the end of the search, before sampling: {listed} of the budget")
     lines += [f"- **{warning}**" for warning in warnings]
     lines += ["", *markdown(result.rows, result.graph, result.origin), ""]
     lines += ["| space | channels | kept |", "|---|---:|---:|"]
@@ -306,8 +310,7 @@ class PastRun:
     @property
     def result(self) -> Row | None:
         """The tested network that the run was for."""
-        rows = [row for row in self.rows if row.name not in (ORIGINAL, TEACHER)]
-        return next((row for row in rows if row.name == DMCP), rows[0] if rows else None)
+        return next(iter(pruned(self.rows)), None)
 
     @property
     def progress(self) -> str:
