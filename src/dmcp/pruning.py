@@ -184,6 +184,7 @@ def prune(
     runtime = _identified(runtime, known, model, graph, how.teacher)
 
     training: dict[str, Any] = {"loader": loaders.train or loaders.search, "task": task, "runtime": runtime}
+    found: SearchResult | None = None
     nets, source, anew = dict[str, nn.Module](), unwrap(model), kind in (Retrain.SCRATCH, Retrain.SLIMMABLE)
     if searches:
         net = Supernet(model, graph, config.groups, config.align)
@@ -249,7 +250,7 @@ def prune(
         small, searched = nets[named(method, name)], it.search and replace(it.search, budget=budgets[name])
         results[name] = PruneResult(small, it.choice.widths, graph, searched, mine, budgets[name], text, it.latency)
     first = next(iter(results.values()))
-    return replace(first, rows=rows, front=results) if len(results) > 1 else first
+    return replace(first, rows=rows, front=results, search=found) if len(results) > 1 else first
 
 
 # what was asked for

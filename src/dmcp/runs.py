@@ -14,6 +14,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote as quote_url
 
 import safetensors.torch
 import torch
@@ -25,7 +26,8 @@ from dmcp.errors import FileError, WidthsError
 from dmcp.latency.table import LATENCY_FILE, Latency, Outcome
 from dmcp.markov import INDEPENDENT, process_of
 from dmcp.pruning import PruneResult, expected_shares
-from dmcp.report.figures import draw_all
+from dmcp.report.figures import accuracy_over_cost, draw_all
+from dmcp.report.figures import save as save_figure
 from dmcp.results import Row, divergence, markdown, pruned
 from dmcp.runtime import io
 from dmcp.runtime.io import from_plain, parse_json, plain, quote, read_bytes, refuse_link, write_files
@@ -36,6 +38,7 @@ from dmcp.training import Event, StepRecord
 from dmcp.widths import Widths
 
 SETTINGS, LOG, TIMES, REPORT = "settings.json", "log.jsonl", "times.jsonl", "report.md"
+INPUT = "input.json"  # how images become inputs
 CHECKPOINTS = "checkpoints"  # a folder in it for each stage, until the run is done
 SEARCH, ALPHAS = "search.json", "search.safetensors"
 REPLACED = "replaced.jsonl"  # unreadable image files that others were taken for
@@ -147,12 +150,54 @@ class Run:
 
     def finish(self, result: PruneResult, seed: int = 0, notes: Sequence[str] = ()) -> list[str]:
         """Write the network, the figures and the report with these notes; return warnings of diverged trainings."""
+        if result.front:
+            return self._finish_front(result, seed, notes)
         save(result.model, result.widths, self.folder)
         if result.latency:
             self.write(OUTCOME, asdict(result.latency))
         drawn = [] if result.search is None else draw_all(result.search, result.widths, self.folder, seed=seed)
         warnings = self.divergences(row.name for row in result.rows)
         self.write(REPORT, report(result, [path.name for path in drawn], [*warnings, *notes]))
+        self.close()
+        return warnings
+
+    def _finish_front(self, result: PruneResult, seed: int, notes: Sequence[str]) -> list[str]:
+        """The same for several budgets: a run folder for the network of each, one table and one chart."""
+        stored, warnings = read_json(self.folder / SETTINGS), list[str]()
+        for name, own in result.front.items():
+            run = Run(self.folder / name)
+            shutil.rmtree(run.folder, ignore_errors=True)  # half of one, before an interruption
+            run.folder.mkdir()
+            search = stored["search"] | {"budget": own.budget.text}
+            run.write(SETTINGS, stored | {"budgets": [], "search": search})
+            for path in (it for it in (self.folder / INPUT, self.folder / LATENCY_FILE) if it.exists()):
+                run.write(path.name, path.read_bytes())
+            records = [{"stage": "search"} | asdict(record) for record in (own.search.log if own.search else ())]
+            for row in own.rows:
+                steps = self.records(f"{row.name} {name}") or self.records(row.name)
+                records += [{"stage": row.name} | step for step in steps]
+            run.write(LOG, "".join(f"{json.dumps(record)}\n" for record in records))
+            for row in own.rows:
+                run.on_event(Event("test", 0, row))
+            if own.search:
+                save_search(own.search, run.folder)
+            warnings += [f"{name}: {text}" for text in run.finish(own, seed, notes)]
+        figure = accuracy_over_cost([(*_split(row.name, result.front), row.macs, row.accuracy) for row in result.rows])
+        charts = [] if result.rows[0].own_metric else [save_figure(figure, self.folder / "front.svg").name]
+        lines = [
+            f"# {type(result.model).__name__}, budgets {', '.join(it.budget.text for it in result.front.values())}",
+            "",
+        ]
+        lines += [
+            *(f"- **{text}**" for text in (*warnings, *notes)),
+            *markdown(result.rows, result.graph, result.origin),
+        ]
+        lines += [
+            "",
+            *(f"- [{name}]({quote_url(name)}/{REPORT}): its network, widths and figures" for name in result.front),
+            "",
+        ]
+        self.write(REPORT, "\n".join([*lines, *(f"![{name}]({name})\n" for name in charts)]))
         self.close()
         return warnings
 
@@ -166,6 +211,12 @@ class Run:
         if path.exists():
             old = path.rename(path.with_name(f".{CHECKPOINTS}"))  # at once, so that half of them is never seen
             shutil.rmtree(old, ignore_errors=True)
+
+
+def _split(name: str, front: Iterable[str]) -> tuple[str, str]:
+    """The name of a row of several budgets without its budget, and this."""
+    budget = next((it for it in front if name.endswith(f" {it}")), "")
+    return name.removesuffix(f" {budget}"), budget
 
 
 def refuse_taken(path: Path) -> None:
@@ -346,7 +397,7 @@ class PastRun:
             "name": self.name,
             "folder": plain(str(self.folder)),
             **{name: self.setting(name) for name in ("command", "model", "data")},
-            "budget": self.setting("search", "budget"),
+            "budget": ", ".join(map(plain, self.settings.get("budgets") or ())) or self.setting("search", "budget"),
             "state": "damaged" if self.problems else state,
             "progress": "" if self.done else self.progress,
             "accuracy": result.accuracy if result and math.isfinite(result.accuracy) else None,
@@ -370,7 +421,8 @@ def read_run(folder: Path, tail: int = 0) -> PastRun:
                 found |= read(folder)
     prepared = (folder / PREPARED).is_file() and not (folder / CHECKPOINTS).exists()
     searched = value_at(found, "settings", "command") == "search"
-    found["done"] = prepared or bool(found.get("widths") and (found["rows"] or searched))
+    several = bool(value_at(found, "settings", "budgets")) and (folder / REPORT).is_file()
+    found["done"] = prepared or several or bool(found.get("widths") and (found["rows"] or searched))
     started = (folder / SETTINGS if (folder / SETTINGS).is_file() else folder).stat().st_mtime
     return PastRun(folder=folder, started=started, running=io.is_locked(folder), problems=tuple(problems), **found)
 

@@ -219,9 +219,9 @@ def settle(config: RunConfig, typed: Mapping[str, Any], images: int, macs: int) 
     }
     if config.retrain is Retrain.NONE:
         why = {name: reason for name, reason in why.items() if name not in ("epochs", "lr")}
-    parts = {"search": config.search and usual.search, "train": config.train and usual.train}
+    search, train = config.search and usual.search, config.train and usual.train
     texts = {name: f"{value}: {reason}" for name, (value, reason) in why.items() if name not in typed}
-    return _apply(replace(config, batch=batch, **parts), typed), texts
+    return _apply(replace(config, batch=batch, search=search, train=train), typed), texts
 
 
 def _defaults(command: str, typed: Mapping[str, Any]) -> RunConfig:

@@ -99,7 +99,7 @@ def find_method(name: str) -> Method:
         return Method(_take, GivenConfig)
     if ":" in name:
         return _imported(name)
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(name.lower(), known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
     raise DmcpError(f"There is no method {name!r}: {hint}")
 
