@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import functools
 import importlib.util
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -61,13 +60,12 @@ class Method:
     users: bool = False  # whether it was imported by name
 
 
-_L2 = functools.partial(magnitude.L1Config, power=2)
 METHODS: dict[str, Method] = {
     "uniform": Method(baselines.find_uniform),
     "random": Method(baselines.find_random),
     "uniform-slimmable": Method(baselines.find_uniform, own=Own.SLIMMABLE, one_ratio=True),
     "l1": Method(magnitude.find_l1, magnitude.L1Config, Start.TRAINED, own=Own.FINETUNED, one_ratio=True),
-    "l2": Method(magnitude.find_l1, _L2, Start.TRAINED, own=Own.FINETUNED, one_ratio=True),
+    "l2": Method(magnitude.find_l2, start=Start.TRAINED, own=Own.FINETUNED, one_ratio=True),
     "slimming": Method(
         magnitude.find_slimming, magnitude.SlimmingConfig, Start.PREPARED, magnitude.prepare, Own.FINETUNED, full=True
     ),
