@@ -241,7 +241,7 @@ def prune(
     for text in unknown(rows):
         warn(f"{text}.", MetricWarning)
     kd = (how.config.kd_weight, how.config.kd_temperature)
-    earlier = "the weights of the search" if searches else "the weights that were cut"
+    earlier = "the weights of the search" if searches else "the weights that it kept"
     text = origin(kind, who_teaches(teacher, model, worth), *kd, method, earlier)
     results: dict[str, PruneResult] = {}
     for name, it in chosen.items():
