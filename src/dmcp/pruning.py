@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +158,7 @@ def prune(
         guide = copied(model, device_of(model)) if teacher is model else None
     batch, plain = size_of((example,)) * current().size, loaders.search
     usual = defaults(middle(specs), kind, trained=trained, images=length_of(plain) * batch, batch=batch)
-    if search is None and usual.search_images:
+    if search is None and searches and usual.search_images:
         few = FewBatches(plain, -(-usual.search_images // batch))
         loaders = replace(loaders, search=few, train=loaders.train or plain)
     config, how = search or usual.search, replace(how, config=train or usual.train, teacher=teacher)
@@ -184,45 +183,25 @@ def prune(
     runtime = _identified(runtime, known, model, graph, how.teacher)
 
     training: dict[str, Any] = {"loader": loaders.train or loaders.search, "task": task, "runtime": runtime}
-    found: SearchResult | None = None
-    nets, source, anew = dict[str, nn.Module](), unwrap(model), kind in (Retrain.SCRATCH, Retrain.SLIMMABLE)
+    work = _Work(graph, loaders, config, how.config, budgets, (low, high), task, runtime)
+    nets, source, found = dict[str, nn.Module](), unwrap(model), None
     if searches:
-        net = Supernet(model, graph, config.groups, config.align)
-        stage, source = runtime.stage(SEARCH), net.model
-        found = searching.search(net, loaders.search, config, arch_loader=loaders.arch, task=task, runtime=stage)
-        timing = partial(choose_once, model=net.model, example=sample, measure=measure)
-        chosen = {
-            name: _from_search(found, it, net.model, timing, _folder(runtime, name if len(specs) > 1 else ""))
-            for name, it in budgets.items()
-        }
+        found, chosen = work.search(model, sample, measure)
+        source = chosen[next(iter(budgets))].choice.model or source
     else:
-        if not trained and kind is not Retrain.NONE and find_method(method).start in (Start.TRAINED, Start.HELD_OUT):
-            alone = replace(how, teacher=guide)
-            nets = train_all(source, graph, {UNPRUNED: graph.full}, how=alone, **training)
+        ranks = find_method(method).start in (Start.TRAINED, Start.HELD_OUT)
+        if ranks and not trained and kind is not Retrain.NONE:
+            nets = train_all(source, graph, {UNPRUNED: graph.full}, how=how, **training)
             source = nets[UNPRUNED]
             how = replace(how, teacher=source) if teacher == UNPRUNED else how
-        problem = Problem(
-            model=source,
-            graph=graph,
-            loader=loaders.search,
-            held_out=loaders.arch or loaders.search,
-            budget=next(iter(budgets.values())),
-            recipe=how.config,
-            min_widths=low,
-            max_widths=high,
-            align=config.align,
-            seed=config.seed,
-            task=task,
-            runtime=runtime,
-        )
-        chosen = {name: _Chosen(it) for name, it in choose_all(method, problem, budgets).items()}
+        chosen = work.choose(method, source)
 
     def named(row: str, name: str) -> str:
         """The row of one of several budgets."""
         return f"{row} {name}" if len(budgets) > 1 else row
 
     wanted = {UNPRUNED: graph.full} if UNPRUNED in others and not nets else {}
-    cuts: dict[str, nn.Module] = {}
+    cuts, anew = dict[str, nn.Module](), kind in (Retrain.SCRATCH, Retrain.SLIMMABLE)
     for name, it in chosen.items():
         if UNIFORM in others:
             limit = it.search.budget if it.search else budgets[name]
@@ -373,16 +352,51 @@ class _Chosen:
         return cut(self.choice.model, graph, self.choice.kept)
 
 
-def _from_search(
-    found: SearchResult, budget: Budget, model: nn.Module, choose: Callable[..., Any], folder: Path | None
-) -> _Chosen:
-    """Expected widths for a budget, which may be another one than that of the search; choose: for one of latency."""
-    own, outcome = for_budget(found, budget), None
-    if limits_latency(budget):
-        own, widths, outcome = choose(own, folder=folder)
-    else:
-        widths = expected(own)
-    return _Chosen(Choice(widths=widths, kept=widths, model=model), own, outcome)
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """What widths are chosen with."""
+
+    graph: ChannelGraph
+    loaders: Loaders
+    config: SearchConfig
+    recipe: TrainConfig
+    budgets: Mapping[str, Budget]
+    bounds: tuple[Widths, Widths]
+    task: Task
+    runtime: Runtime
+
+    def search(self, model: nn.Module, sample: Any, measure: Measure | None) -> tuple[SearchResult, dict[str, _Chosen]]:
+        """One search, and the expected widths for each budget, which may be another one than that of the search."""
+        net, stage = Supernet(model, self.graph, self.config.groups, self.config.align), self.runtime.stage(SEARCH)
+        arch, chosen = self.loaders.arch, dict[str, _Chosen]()
+        found = searching.search(net, self.loaders.search, self.config, arch_loader=arch, task=self.task, runtime=stage)
+        for name, budget in self.budgets.items():
+            own, outcome = for_budget(found, budget), None
+            if limits_latency(budget):
+                folder = _folder(self.runtime, name if len(self.budgets) > 1 else "")
+                own, widths, outcome = choose_once(own, net.model, sample, measure, folder)
+            else:
+                widths = expected(own)
+            chosen[name] = _Chosen(Choice(widths=widths, kept=widths, model=net.model), own, outcome)
+        return found, chosen
+
+    def choose(self, method: str, source: nn.Module) -> dict[str, _Chosen]:
+        """What a method that does not search chooses in this network."""
+        problem = Problem(
+            model=source,
+            graph=self.graph,
+            loader=self.loaders.search,
+            held_out=self.loaders.arch or self.loaders.search,
+            budget=next(iter(self.budgets.values())),
+            recipe=self.recipe,
+            min_widths=self.bounds[0],
+            max_widths=self.bounds[1],
+            align=self.config.align,
+            seed=self.config.seed,
+            task=self.task,
+            runtime=self.runtime,
+        )
+        return {name: _Chosen(it) for name, it in choose_all(method, problem, self.budgets).items()}
 
 
 def for_budget(found: SearchResult, budget: Budget) -> SearchResult:

@@ -210,7 +210,7 @@ def settle(config: RunConfig, typed: Mapping[str, Any], images: int, macs: int) 
     batch = typed.get("batch", batch)
     trained, typed = bool(config.weights), {**typed}
     usual = defaults("50%", config.retrain, trained=trained, images=images, batch=batch)
-    if "search_epochs" not in typed:
+    if "search_epochs" not in typed and config.method == "dmcp":
         typed.setdefault("search_images", usual.search_images)
     why = {"batch": (str(batch), why_batch)} | {
         name: reason
