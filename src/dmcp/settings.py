@@ -251,7 +251,7 @@ class Defaults:
     search: SearchConfig
     train: TrainConfig
     search_images: int  # in each pass of the search; 0: all
-    why: Mapping[str, tuple[str, str]]
+    why: Mapping[str, tuple[object, str]]
 
 
 def defaults(
@@ -264,14 +264,14 @@ def defaults(
     fresh = "the network is not trained: the paper's settings"
     passes, why_passes = _passes(search.epochs, images, batch, _SEARCH_IMAGES if trained else 0)
     epochs, why_epochs = _passes(train.epochs, images, batch, _TRAIN_IMAGES if gentle else 0)
-    few = _SEARCH_IMAGES if trained and images > max(_LARGE, _SEARCH_IMAGES) else 0
-    anew = fresh if not trained else "the network is trained anew: the paper's settings"
+    few = _SEARCH_IMAGES if trained and images > _SEARCH_IMAGES else 0
+    anew = "the network is trained anew: the paper's settings" if trained else fresh
     no_warmup = "a trained network needs no warm-up, but its channels in order of their norms"
-    why = {
-        "search_epochs": (f"{passes}{f' pass over {few:,} images' if few else ''}", why_passes),
+    why: dict[str, tuple[object, str]] = {
+        "search_epochs": (f"1 pass over {few:,} images" if few else passes, why_passes),
         "search_lr": (f"{search.lr:g} at a batch of {search.reference_batch}", known if trained else fresh),
-        "warmup": (f"{search.warmup:g}", no_warmup if trained else "the weights are trained before the alphas move"),
-        "epochs": (f"{epochs}", why_epochs),
+        "warmup": (search.warmup, no_warmup if trained else "the weights are trained before the alphas move"),
+        "epochs": (epochs, why_epochs),
         "lr": (f"{train.lr:g} at a batch of {train.reference_batch}", known if gentle else anew),
     }
     return Defaults(replace(search, epochs=passes), replace(train, epochs=epochs), few, why)

@@ -206,22 +206,17 @@ def settle(config: RunConfig, typed: Mapping[str, Any], images: int, macs: int) 
     """The settings that nobody typed, for so many training images and this network; and the reasons, by option."""
     if config.recipe:
         return config, {}
-    batch, why_batch = default_batch(images, macs)
+    batch, reason = default_batch(images, macs)
     batch = typed.get("batch", batch)
-    trained, typed = bool(config.weights), {**typed}
-    usual = defaults("50%", config.retrain, trained=trained, images=images, batch=batch)
-    if "search_epochs" not in typed and config.method == "dmcp":
-        typed.setdefault("search_images", usual.search_images)
-    why = {"batch": (str(batch), why_batch)} | {
-        name: reason
-        for name, reason in usual.why.items()
-        if getattr(config, _places(name)[0][0]) is not None and (name in _SEARCHED) <= (config.method == "dmcp")
-    }
-    if config.retrain is Retrain.NONE:
-        why = {name: reason for name, reason in why.items() if name not in ("epochs", "lr")}
+    usual = defaults("50%", config.retrain, trained=bool(config.weights), images=images, batch=batch)
+    searches = config.search is not None and config.method == "dmcp"
+    trains = config.train is not None and config.retrain is not Retrain.NONE
+    known = {*typed, *(() if searches else _SEARCHED), *(() if trains else ("epochs", "lr"))}
+    why = {"batch": (batch, reason), **usual.why}
+    texts = {name: f"{value}: {reason}" for name, (value, reason) in why.items() if name not in known}
+    few = usual.search_images if searches and "search_epochs" not in typed else 0
     search, train = config.search and usual.search, config.train and usual.train
-    texts = {name: f"{value}: {reason}" for name, (value, reason) in why.items() if name not in typed}
-    return _apply(replace(config, batch=batch, search=search, train=train), typed), texts
+    return _apply(replace(config, batch=batch, search_images=few, search=search, train=train), typed), texts
 
 
 def _defaults(command: str, typed: Mapping[str, Any]) -> RunConfig:
