@@ -27,13 +27,14 @@ from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
 from dmcp.errors import BudgetError, TrainingError
 from dmcp.losses import DistillationWarning, MetricWarning, classification_loss
-from dmcp.pruning import expected_shares
+from dmcp.pruning import expected_shares, reachable
 from dmcp.results import CUT, DMCP, ORIGINAL, UNIFORM, UNPRUNED, Row
 from dmcp.retraining import AS_IT_WAS, TRAINED_FIRST, LabelsWarning
-from dmcp.searching.config import SearchRecord
+from dmcp.searching.config import SearchRecord, extremes
+from dmcp.searching.search import reach
 from dmcp.settings import Retrain, SearchConfig, TrainConfig
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.training import evaluate
+from dmcp.training import StepRecord, evaluate
 
 SEARCH = SearchConfig(budget="60%", epochs=2, groups=4)
 TRAIN = TrainConfig(epochs=1, reference_batch=None, lr=0.05, warmup_lr=0.05)
@@ -463,3 +464,21 @@ def test_several_budgets_resume_with_the_same_bits(tmp_path: Path) -> None:
     whole = prune(train=replace(TRAIN, epochs=2), **options)
     for name, it in whole.front.items():
         assert same(tensors(it.model), tensors(result.front[name].model))
+
+
+@pytest.mark.parametrize("more", [{}, {"align": 3}, {"min_channels": 3, "max_channels": {"stem": 5}}], ids=str)
+def test_the_reachable_widths_are_those_of_the_chains(more: dict[str, Any]) -> None:
+    model, graph = traced()
+    config = replace(SEARCH, **more)
+    _, chains = reach(dmcp.Supernet(model, graph, config.groups, config.align), config)
+    assert reachable(graph, config) == extremes(graph, chains.sizes)
+
+
+def test_a_search_of_much_data_sees_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("_LARGE", 100), ("_SEARCH_IMAGES", 512), ("_TRAIN_IMAGES", 1), ("_MIN_STEPS", 1)):
+        monkeypatch.setattr(f"dmcp.settings.{name}", value)
+    model, graph, loaders = trained()
+    seen: list[dmcp.Event] = []
+    dmcp.prune(model, *loaders, "60%", graph=graph, runtime=dmcp.Runtime(on_event=seen.append))
+    steps = [event.stage for event in seen if isinstance(event.record, SearchRecord | StepRecord)]
+    assert steps == ["search"] * 2 + [DMCP] * 5  # 512 of 1,415 images, then one epoch of all

@@ -160,8 +160,9 @@ def train(config: RunConfig, request: Request) -> None:
             rival = None if job.teacher is job.model else before.get(ORIGINAL)
             worth = weigh_teacher(job.teacher, rival, job.data.classes, job.test)
         how = Retraining(config.train, config.retrain, _teacher(config, job))
-        start = job.model if config.retrain is Retrain.FINETUNE else job.fresh
-        nets = train_all(start, graph, {name: kept}, loader, how, runtime=here.runtime)
+        keeps = config.retrain in (Retrain.FINETUNE, Retrain.NONE)
+        start, cuts = job.model if keeps else job.fresh, {name: cut(job.model, graph, kept, by="l2")} if keeps else {}
+        nets = train_all(start, graph, {name: kept}, loader, how, cuts=cuts, runtime=here.runtime)
         example = next(iter(loader))[0]
         rows = compare(before | nets, graph, {name: kept}, job.test, example, runtime=here.runtime)
         replaced = here.replaced()
