@@ -182,22 +182,15 @@ class Run:
             if own.search:
                 save_search(own.search, run.folder)
             warnings += [f"{name}: {text}" for text in run.finish(own, seed, notes)]
-        figure = accuracy_over_cost([(*_split(row.name, result.front), row.macs, row.accuracy) for row in result.rows])
-        charts = [] if result.rows[0].own_metric else [save_figure(figure, self.folder / "front.svg").name]
-        lines = [
-            f"# {type(result.model).__name__}, budgets {', '.join(it.budget.text for it in result.front.values())}",
-            "",
-        ]
-        lines += [
-            *(f"- **{text}**" for text in (*warnings, *notes)),
-            *markdown(result.rows, result.graph, result.origin),
-        ]
-        lines += [
-            "",
-            *(f"- [{name}]({quote_url(name)}/{REPORT}): its network, widths and figures" for name in result.front),
-            "",
-        ]
-        self.write(REPORT, "\n".join([*lines, *(f"![{name}]({name})\n" for name in charts)]))
+        points = [(*_split(row.name, result.front), row.macs, row.accuracy) for row in result.rows]
+        if not result.rows[0].own_metric:  # the axis has shares
+            save_figure(accuracy_over_cost(points), self.folder / "front.svg")
+        asked = ", ".join(own.budget.text for own in result.front.values())
+        links = [f"- [{name}]({quote_url(name)}/{REPORT}): its network, widths and figures" for name in result.front]
+        links += ["", *(f"![{path.stem}]({path.name})" for path in self.folder.glob("front.svg")), ""]
+        head = [f"# {type(result.model).__name__}, budgets {asked}", "", *(f"- **{it}**" for it in (*warnings, *notes))]
+        table = markdown(result.rows, result.graph, result.origin)
+        self.write(REPORT, "\n".join([*head, "", *table, "", *links]))
         self.close()
         return warnings
 
@@ -392,12 +385,13 @@ class PastRun:
     def describe(self) -> dict[str, Any]:
         """The run as plain data; shares from 0 to 1, None for a metric that is no number."""
         result = self.result
+        several = found if isinstance(found := self.settings.get("budgets"), list) else []
         state = "done" if self.done else "running" if self.running else "stopped"
         return {
             "name": self.name,
             "folder": plain(str(self.folder)),
             **{name: self.setting(name) for name in ("command", "model", "data")},
-            "budget": ", ".join(map(plain, self.settings.get("budgets") or ())) or self.setting("search", "budget"),
+            "budget": ", ".join(map(plain, map(str, several))) or self.setting("search", "budget"),
             "state": "damaged" if self.problems else state,
             "progress": "" if self.done else self.progress,
             "accuracy": result.accuracy if result and math.isfinite(result.accuracy) else None,
