@@ -279,7 +279,7 @@ def defaults(
 
 def _passes(usual: int, images: int, batch: int, most: int) -> tuple[int, str]:
     """Epochs, and why; most: images that are enough in all, 0 where that is not known."""
-    steps = max(1, images // batch)
+    steps = max(1, images // max(1, batch))
     if most and images > _LARGE:
         return max(1, min(usual, most // images)), f"of {images:,} images so many are enough for a trained network"
     if usual * steps < _MIN_STEPS:

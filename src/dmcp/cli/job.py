@@ -282,7 +282,7 @@ def _loaders(
     first: Loader = make(train, config.batch, True)
     if config.train_batch > len(data.train):
         raise DataError(too_large(config.train_batch, len(data.train), "--train-batch"))
-    count = config.search_images // config.batch
+    count = config.search_images // config.batch  # a batch of 0 is refused by now
     few = 0 < count < len(first)
     again = held is not None or few or config.train_batch not in (0, config.batch)
     first = FewBatches(first, count) if few else first
