@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from dmcp.batches import batches_from, check_parts, input_of, labels_of, length_of, peek, size_of
+from dmcp.batches import FewBatches, batches_from, check_parts, input_of, labels_of, length_of, peek, size_of
 from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError
@@ -113,3 +113,15 @@ def test_what_has_no_length_is_refused() -> None:
     assert length_of([1, 2]) == 2
     with pytest.raises(DataError, match="The arch_loader, a Kept, has no length"):
         length_of(Kept(), "arch_loader")
+
+
+def test_few_batches_are_the_first_of_each_epoch_of_the_loader() -> None:
+    data = TensorDataset(torch.arange(40.0)[:, None], torch.zeros(40, dtype=torch.int64))
+    loader = DataLoader(data, 4, shuffle=True, generator=torch.Generator().manual_seed(0))
+    few = FewBatches(loader, 3)
+    assert len(few) == 3 and few.generator is loader.generator
+    passes = [[batch[0].flatten().tolist() for batch in batches_from(few, epoch)] for epoch in range(2)]
+    assert [len(it) for it in passes] == [3, 3] and passes[0] != passes[1]  # shuffled anew
+    digits = make_loader(load("digits").train, 128, train=True)
+    rest = [list(batches_from(it, 2, 1)) for it in (FewBatches(digits, 3), digits)]
+    assert len(rest[0]) == 2 and all(torch.equal(a[0], b[0]) for a, b in zip(*rest, strict=False))

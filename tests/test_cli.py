@@ -22,6 +22,8 @@ from dmcp.cli import prune as commands
 from dmcp.cli.config import RunConfig
 from dmcp.cli.job import load_weights, open_job
 from dmcp.cli.prune import forecast
+from dmcp.data.datasets import load
+from dmcp.data.loaders import make_loader
 from dmcp.errors import WidthsError
 from dmcp.models import build
 from dmcp.settings import UNPRUNED, SearchConfig
@@ -186,6 +188,66 @@ def test_a_forecast_counts_every_step(batches: int, accumulate: int) -> None:
     assert [(it.name, it.steps) for it in stages[:2]] == [("warm-up", steps), ("search", steps)]
     assert [it.seconds for it in stages[:3]] == [it.steps for it in stages[:3]]
     assert all(it.seconds >= it.steps for it in stages)
+
+
+# without a search, and for several budgets
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file of weights that were trained a little."""
+    net, digits = build("digits:resnet"), load("digits").train
+    dmcp.train(net, make_loader(digits, 128, train=True), dmcp.TrainConfig(epochs=2, lr=0.8, warmup_epochs=0))
+    save_file(net.state_dict(), path := tmp_path_factory.mktemp("weights") / "trained.safetensors")
+    return str(path)
+
+
+def test_several_budgets_are_one_search_and_a_run_folder_each(weights: str, capsys: Capture, tmp_path: Path) -> None:
+    words = (*SHORT, "--weights", weights, "--budget", "70%", "--budget", "params:40%", "--seed", "1")
+    folder = tmp_path / "front"
+    code, out, _ = run(capsys, "prune", *words, "--out", str(folder))
+    names = ["right after the cut 70%", "right after the cut params-40%", "dmcp 70%", "dmcp params-40%"]
+    assert code == 0 and list(table(out)) == ["original", *names]
+    assert (folder / "front.svg").exists() and "params-40%25/report.md" in (folder / "report.md").read_text()
+    assert (folder / "log.jsonl").read_text().count('"stage": "search"') == 2
+    for name in ("70%", "params-40%"):
+        code, printed, _ = run(capsys, "evaluate", str(folder / name), "--device", "cpu", "--json")
+        (row,) = json.loads(printed)["networks"]
+        assert code == 0 and f"{100 * row['accuracy']:.2f}%" == table(out)[f"dmcp {name}"][2]
+        code, printed, _ = run(capsys, "export", str(folder / name), "--out", str(tmp_path / "net.pt2"), "--quiet")
+        assert code == 0 and f"{row['params']:,}" in printed
+        assert run(capsys, "sample", str(folder / name), "--out", str(tmp_path))[0] == 0
+        assert sum(p.numel() for p in dmcp.load(folder / name, build("digits:resnet")).parameters()) == row["params"]
+    listed = [json.loads(run(capsys, "runs", str(it), "--json")[1]) for it in (tmp_path, folder)]
+    assert [[it["budget"], it["state"]] for it in listed[0]] == [["70%, params:40%", "done"]] and len(listed[1]) == 2
+    assert run(capsys, "report", str(folder), str(folder / "70%"), "--out", str(tmp_path / "r.html"))[0] == 0
+    for again in (("evaluate", str(folder)), ("prune", "--resume", str(folder)), ("prune", *words, "--budget", "0.1%")):
+        code, out, err = run(capsys, *again)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+def test_a_cut_without_a_search_and_without_training(weights: str, capsys: Capture, tmp_path: Path) -> None:
+    words = (*SMALL, "--weights", weights, "--method", "l1", "--no-train", "--json")
+    code, out, err = run(capsys, "prune", *words, "--out", str(tmp_path / "run"))
+    facts = json.loads(out)
+    assert (code, err, [row["name"] for row in facts["networks"]]) == (0, "", ["original", "l1"])
+    assert facts["macs_share"] <= 0.5 and "search_steps" not in facts
+    assert not list((tmp_path / "run").glob("search*")) and (tmp_path / "run" / "report.md").exists()
+    code, out, _ = run(capsys, "prune", *words, "--budget", "40%", "--budget", "20%", "--out", str(tmp_path / "two"))
+    assert code == 0 and json.loads(out)["budgets"]["20%"]["macs_share"] <= 0.2
+    for wrong in (("--method", "l11"), ("--method", "dmcp-direct"), ("--retrain", "scratch"), ("--budget", "0.1%")):
+        code, out, err = run(capsys, "prune", *words, *wrong, "--out", str(tmp_path / "wrong"))
+        assert (code, out, err.count("\n"), (tmp_path / "wrong").exists()) == (2, "", 1, False)
+
+
+def test_a_dry_run_says_what_was_chosen_and_why(weights: str, capsys: Capture) -> None:
+    words = ("prune", *SMALL[:6], "--weights", weights, "--dry-run", "--json")
+    facts = json.loads(run(capsys, *words, "--epochs", "3", "--budget", "60%", "--budget", "40%")[1])
+    assert facts["chosen"].keys() == {"batch", "search_epochs", "search_lr", "warmup", "lr"}
+    assert len(facts["asked"]) == 2
+    assert [it["name"] for it in facts["stages"]] == ["warm-up", "search", "dmcp 60%", "dmcp 40%"]
+    facts = json.loads(run(capsys, *words, "--method", "l2")[1])
+    assert facts["chosen"].keys() == {"batch", "epochs", "lr"} and [it["name"] for it in facts["stages"]] == ["l2"]
 
 
 # progress

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dmcp.budget import check_reachable, parse
-from dmcp.cli.config import RECIPES, Request, RunConfig, argument, config_from_json, find_recipe, make_config
+from dmcp.cli.config import RECIPES, Request, RunConfig, argument, config_from_json, find_recipe, make_config, settle
 from dmcp.cli.job import build, trace_job
 from dmcp.errors import DmcpError, FileError, TrainingError
 from dmcp.runs import SETTINGS, Run
@@ -54,6 +54,30 @@ def test_defaults_depend_on_weights_and_retrain() -> None:
         config(**typed).teacher for typed in ({}, {"teacher": "none"}, {"retrain": "slimmable"}, {"recipe": "paper"})
     ]
     assert teachers == ["auto", "", "", ""] and config("train").teacher == ""
+
+
+def test_settings_that_nobody_typed_follow_the_data() -> None:
+    for images, typed, found in (
+        (1_415, {"weights": "x.pth"}, (128, 28, 28, 0)),
+        (400, {"weights": "x.pth"}, (32, 25, 25, 0)),
+        (50_000, {"weights": "x.pth"}, (128, 10, 20, 0)),
+        (50_000, {}, (128, 40, 100, 0)),
+        (1_281_167, {"weights": "x.pth"}, (128, 1, 10, 400_000)),
+        (1_281_167, {"weights": "x.pth", "search_epochs": 3, "epochs": 7, "batch": 256}, (256, 3, 7, 0)),
+    ):
+        it, reasons = settle(config(**typed), typed, images, macs=10**6)
+        assert it.search and it.train and not reasons.keys() & typed.keys()
+        assert (it.batch, it.search.epochs, it.train.epochs, it.search_images) == found
+    assert settle(config(), {}, 50_000, macs=4 * 10**9)[0].batch == 64
+    recipe = config(recipe="imagenet_resnet50_2200m")
+    assert settle(recipe, {"recipe": "x"}, 1_415, macs=1) == (recipe, {})
+
+
+def test_several_budgets_are_searched_at_the_middle_one() -> None:
+    for budgets, found in ((["70%", "30%", "50%"], "50%"), (["80%", "40%"], "40%"), (["8ms", "30%", "1M"], "30%")):
+        it = config(budget=budgets)
+        assert it.search and it.search.budget == found and it.budgets == tuple(budgets)
+    assert config(budget=["60%"]).budgets == ()
 
 
 def test_a_recipe_is_changed_by_options() -> None:

@@ -48,7 +48,9 @@ MISTAKES = {
         inspect resnet18 --model-args depth=3
         inspect resnet18 --input 224,224
         prune --model digits:resnet
-        prune DIGITS --budget 50% --budget 30%
+        search DIGITS --budget 50% --budget 30%
+        prune DIGITS --method l11
+        prune DIGITS --no-train --retrain scratch
         sample run --budget 50% --budget 30%
         search DIGITS --min-channels layer1=few
         train DIGITS --seed 99999999999999999999
@@ -100,6 +102,8 @@ MISTAKES = {
         compare DIGITS --holdout 0
     """,
     "BudgetError": """
+        prune DIGITS --budget 50% --budget 0.1%
+        prune DIGITS --budget 50% --budget 0.5
         prune DIGITS --budget half
         prune DIGITS --budget 120%
         search DIGITS --budget 0.1%

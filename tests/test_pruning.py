@@ -9,6 +9,7 @@ import random
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,13 +27,14 @@ from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
 from dmcp.errors import BudgetError, TrainingError
 from dmcp.losses import DistillationWarning, MetricWarning, classification_loss
-from dmcp.pruning import expected_shares
+from dmcp.pruning import expected_shares, reachable
 from dmcp.results import CUT, DMCP, ORIGINAL, UNIFORM, UNPRUNED, Row
-from dmcp.retraining import AS_IT_WAS, TRAINED_FIRST
-from dmcp.searching.config import SearchRecord
+from dmcp.retraining import AS_IT_WAS, TRAINED_FIRST, LabelsWarning
+from dmcp.searching.config import SearchRecord, extremes
+from dmcp.searching.search import reach
 from dmcp.settings import Retrain, SearchConfig, TrainConfig
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.training import evaluate
+from dmcp.training import StepRecord, evaluate
 
 SEARCH = SearchConfig(budget="60%", epochs=2, groups=4)
 TRAIN = TrainConfig(epochs=1, reference_batch=None, lr=0.05, warmup_lr=0.05)
@@ -148,21 +150,31 @@ def test_the_original_network_is_tested_as_it_is() -> None:
     assert [row.name for row in prune(baselines=["original"]).rows] == [ORIGINAL, DMCP]
 
 
-def test_by_default_a_trained_model_teaches_itself_and_an_untrained_one_learns_first() -> None:
+@functools.cache
+def trained() -> tuple[nn.Module, ChannelGraph, list[Any]]:
+    """A small trained network of digits, its graph and its loaders."""
     digits = load("digits")
     loaders = [make_loader(part, 256, train) for part, train in ((digits.train, True), (digits.test, False))]
     torch.manual_seed(0)
     model = models.build("digits:resnet", width=8)
+    dmcp.train(model, loaders[0], TrainConfig(epochs=6, lr=1.6, warmup_epochs=1))
+    return model, dmcp.trace(model, torch.zeros(2, 1, 8, 8)), loaders
+
+
+def test_by_default_a_trained_model_teaches_itself_and_an_untrained_one_learns_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dmcp.settings._MIN_STEPS", 1)
+    model, _, loaders = trained()
     short = {"train": TrainConfig(epochs=1, warmup_epochs=0), "search": SearchConfig(budget="50%", epochs=2)}
-    fresh = dmcp.prune(model, *loaders, **short)
+    fresh = dmcp.prune(models.build("digits:resnet", width=8), *loaders, **short)
     assert [row.name for row in fresh.rows] == [UNPRUNED, DMCP] and TRAINED_FIRST in fresh.origin
-    dmcp.train(model, loaders[0], TrainConfig(epochs=4, lr=1.6, warmup_epochs=1))
     seen: list[dmcp.Event] = []
     found = dmcp.prune(model, *loaders, **short | {"search": None}, runtime=dmcp.Runtime(on_event=seen.append))
     assert [row.name for row in found.rows] == [ORIGINAL, CUT, DMCP] and AS_IT_WAS in found.origin
     assert found.rows[1].macs == found.rows[2].macs < found.rows[0].macs
     assert next(it.record.lr for it in seen if it.stage == "search") <= 0.04  # small steps
-    assert found.search.log[0].alpha_lr is not None  # no warm-up
+    assert found.search and found.search.log[0].alpha_lr is not None  # no warm-up
     assert found.rows[2].accuracy > fresh.rows[1].accuracy
     own = dmcp.Task(loss=classification_loss())
     with pytest.warns(DistillationWarning):
@@ -292,7 +304,7 @@ def test_an_own_optimizer_is_that_of_search_and_training(kind: dmcp.Retrain) -> 
 
     result = prune(retrain=kind, task=dmcp.Task(optimizer=adam))
     trial, *used = made
-    assert len(used) == 2 and not trial.state and all(it.state for it in used)
+    assert len(used) == 2 - (kind == "none") and not trial.state and all(it.state for it in used)
     assert not same(tensors(result.model), tensors(prune(retrain=kind).model))
 
 
@@ -351,3 +363,122 @@ def test_a_network_over_the_budget_is_not_handed_out(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("dmcp.pruning.expected", lambda found: found.graph.full)
     with pytest.raises(BudgetError, match="more than the"):
         prune()
+
+
+# without a search, and for several budgets
+
+
+@pytest.mark.parametrize("method", ["l1", "l2", "uniform"])
+def test_a_magnitude_cut_keeps_the_weights_of_large_channels(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, graph, loaders = trained()
+    monkeypatch.setattr(dmcp.Supernet, "__init__", lambda *_: pytest.fail("a supernet was built"))
+    result = dmcp.prune(model, *loaders, "50%", method=method, train=TrainConfig(epochs=1), retrain="none")
+    widths = dmcp.uniform(graph, "50%", {it.name: max(1, it.size // 10) for it in graph.spaces})
+    assert result.widths == widths and result.search is None
+    space = next(it for it in graph.spaces if it.name == "layer1.0.conv1")
+    weight = model.get_submodule(space.name).weight
+    norms = weight.abs().sum(dim=(1, 2, 3)) if method == "l1" else weight.square().sum(dim=(1, 2, 3))
+    kept = norms.topk(widths[space.name]).indices.sort().values
+    stem = result.model.get_submodule(space.name).weight  # it also reads fewer channels
+    assert len(stem) == len(kept) and any(torch.equal(weight[kept][:, place], stem[:, 0]) for place in range(8))
+    assert [row.name for row in result.rows] == [ORIGINAL, method]
+    assert result.rows[1].accuracy > 0.2 and "not trained" in result.origin
+
+
+def test_what_a_method_cuts_is_trained_like_the_rest() -> None:
+    model, graph, loaders = trained()
+    short = TrainConfig(epochs=2, lr=0.4, warmup_lr=0.4, warmup_epochs=0)
+    result = dmcp.prune(model, *loaders, ["70%", "40%"], method="l2", train=short, baselines=["uniform"])
+    names = [f"{CUT} 70%", f"{CUT} 40%", "uniform 70%", "l2 70%", "uniform 40%", "l2 40%"]
+    assert [row.name for row in result.rows] == names
+    rows = {row.name: row for row in result.rows}
+    assert rows["l2 40%"].macs <= 0.4 * graph.macs() < rows["l2 70%"].macs <= 0.7 * graph.macs()
+    assert rows["l2 40%"].accuracy > rows[f"{CUT} 40%"].accuracy and "l2 70%" in result.table
+    assert [row.name for row in result.front["40%"].rows] == [CUT, UNIFORM, "l2"]
+
+
+def test_a_method_of_trained_networks_trains_a_fresh_one_first() -> None:
+    seen: list[dmcp.Event] = []
+    result = prune(method="l1", teacher="unpruned", retrain="finetune", runtime=dmcp.Runtime(on_event=seen.append))
+    assert [*dict.fromkeys(event.stage for event in seen)] == [UNPRUNED, "l1", "test"]
+    assert [row.name for row in result.rows] == [UNPRUNED, "l1"] and TRAINED_FIRST in result.origin
+    assert [row.name for row in prune(method="sfp", baselines=["uniform"]).rows] == [UNIFORM, "sfp"]
+
+
+def test_one_search_gives_networks_for_several_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dmcp.settings._MIN_STEPS", 1)
+    _, graph = traced()
+    seen: list[dmcp.Event] = []
+    result = prune(
+        search=None,
+        budget=[0.5, "80%", "params:60%"],
+        retrain="none",
+        baselines=True,
+        runtime=dmcp.Runtime(on_event=seen.append),
+    )
+    assert sum(isinstance(event.record, dmcp.SearchResult) for event in seen) == 1
+    assert [*result.front] == ["0.5", "80%", "params-60%"] and result.model is result.front["0.5"].model
+    for it in result.front.values():
+        (limit,), params = it.budget.limits, sum(parameter.numel() for parameter in it.model.parameters())
+        spent = {"macs": graph.macs(it.widths), "params": params}[limit.kind]
+        assert 0.9 * limit.target <= spent <= limit.target
+        assert [row.name for row in it.rows] == [UNPRUNED, UNIFORM, DMCP] and it.search.budget == it.budget
+    assert len(result.rows) == 7
+    own, other = (result.front[name].search.log[-1].ratios[0] for name in ("80%", "0.5"))
+    assert other * parse(0.5, graph).limits[0].target == pytest.approx(own * parse("80%", graph).limits[0].target)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"method": "l3"}, {"method": "dmcp-direct"}, {"budget": ["50%", "1%"]}, {"budget": ["50%", 0.5]}, {"budget": []}],
+    ids=str,
+)
+def test_wrong_methods_and_budgets_are_refused_before_anything_is_trained(options: dict[str, Any]) -> None:
+    seen: list[dmcp.Event] = []
+    with pytest.raises(dmcp.DmcpError):
+        prune(**{"search": None} | options, runtime=dmcp.Runtime(on_event=seen.append))
+    assert not seen
+
+
+def test_a_trained_network_with_other_labels_is_named() -> None:
+    model, graph, (train, test) = trained()
+    moved = [(images, (labels + 1) % 10) for images, labels in test]
+    with pytest.warns(LabelsWarning):
+        dmcp.prune(model, train, moved, method="uniform", graph=graph, retrain="none")
+
+
+def test_several_budgets_resume_with_the_same_bits(tmp_path: Path) -> None:
+    options = {"budget": ["70%", "50%"], "retrain": "finetune"}
+    whole, seen = prune(**options), list[dmcp.Event]()
+
+    def stop() -> bool:
+        return any(event.stage == "dmcp 50%" for event in seen)
+
+    for after in (stop, bool):
+        keeper = dmcp.Checkpointer(tmp_path, every_steps=1, stop_requested=after)
+        runtime = dmcp.Runtime(checkpointer=keeper, on_event=seen.append)
+        if after is stop:
+            with pytest.raises(dmcp.StoppedError):
+                prune(train=replace(TRAIN, epochs=2), **options, runtime=runtime)
+    result = prune(train=replace(TRAIN, epochs=2), **options, runtime=runtime)
+    whole = prune(train=replace(TRAIN, epochs=2), **options)
+    for name, it in whole.front.items():
+        assert same(tensors(it.model), tensors(result.front[name].model))
+
+
+@pytest.mark.parametrize("more", [{}, {"align": 3}, {"min_channels": 3, "max_channels": {"stem": 5}}], ids=str)
+def test_the_reachable_widths_are_those_of_the_chains(more: dict[str, Any]) -> None:
+    model, graph = traced()
+    config = replace(SEARCH, **more)
+    _, chains = reach(dmcp.Supernet(model, graph, config.groups, config.align), config)
+    assert reachable(graph, config) == extremes(graph, chains.sizes)
+
+
+def test_a_search_of_much_data_sees_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("_LARGE", 100), ("_SEARCH_IMAGES", 512), ("_TRAIN_IMAGES", 1), ("_MIN_STEPS", 1)):
+        monkeypatch.setattr(f"dmcp.settings.{name}", value)
+    model, graph, loaders = trained()
+    seen: list[dmcp.Event] = []
+    dmcp.prune(model, *loaders, "60%", graph=graph, runtime=dmcp.Runtime(on_event=seen.append))
+    steps = [event.stage for event in seen if isinstance(event.record, SearchRecord | StepRecord)]
+    assert steps == ["search"] * 2 + [DMCP] * 5  # 512 of 1,415 images, then one epoch of all

@@ -161,6 +161,25 @@ def batches_from(loader: Loader, epoch: int, skip: int = 0) -> Iterator[Any]:
     return batches
 
 
+class FewBatches:
+    """The first batches of each epoch of a loader; everything else is the loader's own."""
+
+    def __init__(self, loader: Loader, count: int) -> None:
+        self.loader, self.count = loader, count
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(self.loader, self.count)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.__dict__["loader"], name)
+        if name != "starting_at":
+            return found
+        return lambda skip: itertools.islice(found(skip), self.count - skip)
+
+
 def share_of(number: int, batch_size: int, images: int, world: World) -> slice:
     """The places, in the order of an epoch, of this rank's part of a batch."""
     start = number * batch_size

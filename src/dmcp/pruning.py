@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from operator import length_hint
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from dmcp import progress
-from dmcp.batches import Loader, device_of, length_of
-from dmcp.budget import LATENCY, Budget, check_reachable, known_limits, limits_latency, ratios, show_cost
-from dmcp.calibration import recalibrate
-from dmcp.checkpoint import plain_settings, untouched
+from dmcp.batches import FewBatches, Loader, device_of, length_of, size_of
+from dmcp.budget import LATENCY, Budget, check_reachable, known_limits, limits_latency, parse, ratios, show_cost
+from dmcp.checkpoint import plain_settings
+from dmcp.compare.methods import Start, check_installed, choose_all, find_method
+from dmcp.compare.problem import Choice, Problem
 from dmcp.cutting import cut, verify, with_frozen
-from dmcp.errors import BudgetError, TrainingError, WidthsError
+from dmcp.errors import BudgetError, DmcpError, TrainingError, WidthsError
 from dmcp.latency.measure import Measure, attach_latency, choose_once, measure_latency
 from dmcp.latency.table import Latency, Outcome
 from dmcp.losses import MetricWarning, warn, warn_of_distillation
-from dmcp.markov import process_of
+from dmcp.markov import group_sizes, process_of
 from dmcp.modules import check_function, check_kinds, unwrap
 from dmcp.preflight import can_teach, classes_of, first_two, preflight
 from dmcp.progress import phase, plan, shown
 from dmcp.results import CUT, DMCP, ORIGINAL, TEACHER, UNIFORM, UNPRUNED, Row, compare, results_table, unknown
 from dmcp.retraining import (
     Retraining,
+    calibrated,
     copied,
     is_model,
     is_trained,
@@ -38,24 +42,18 @@ from dmcp.retraining import (
 from dmcp.runtime.distributed import current
 from dmcp.sampling import expected, filled, uniform
 from dmcp.searching import search as searching
-from dmcp.searching.config import SearchResult, extremes
+from dmcp.searching.config import SearchResult, bounds, extremes
 from dmcp.searching.search import SEARCH
 from dmcp.searching.subnets import chains, sort_channels
-from dmcp.settings import (
-    AUTO,
-    Engine,
-    LatencyConfig,
-    Retrain,
-    SearchConfig,
-    TrainConfig,
-    default_search,
-    default_training,
-)
+from dmcp.settings import AUTO, Engine, LatencyConfig, Retrain, SearchConfig, TrainConfig, defaults, middle
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
 from dmcp.training import Runtime, Task, check_trainable
 from dmcp.widths import Widths, fingerprint
+
+Spec = int | float | str | Budget  # a budget as it is written
+_COMMON = (ORIGINAL, TEACHER, UNPRUNED)  # rows that all budgets share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,19 +69,21 @@ class Loaders:
 class PruneResult:
     """The smaller network, and how it was found."""
 
-    model: nn.Module  # a plain module of the user's own class
+    model: nn.Module  # a plain module of the user's own class; of several budgets that of the first, as `widths`
     widths: Widths
     graph: ChannelGraph
-    search: SearchResult
+    search: SearchResult | None  # None: a method that does not search
     rows: tuple[Row, ...]
+    budget: Budget
     origin: str = ""  # where the weights come from, in words
     latency: Outcome | None = None  # of a budget with a limit of latency: what it asks for, and what was measured
+    front: Mapping[str, PruneResult] = field(default_factory=dict)  # of several budgets: the result of each
 
     @property
     def table(self) -> str:
         """The rows as text, and what they mean."""
-        text = results_table(self.rows, self.graph, self.origin)
-        return text if self.latency is None else f"{text}\n{self.latency.text}"
+        times = [it.latency.text for it in self.front.values() or [self] if it.latency is not None]
+        return "\n".join([results_table(self.rows, self.graph, self.origin), *times])
 
 
 @shown
@@ -91,8 +91,9 @@ def prune(
     model: nn.Module,
     loader: Loader | Loaders,
     val_loader: Loader,
-    budget: int | float | str | Budget | None = None,
+    budget: Spec | Sequence[Spec] | None = None,
     *,
+    method: str = DMCP,
     search: SearchConfig | None = None,
     train: TrainConfig | None = None,
     retrain: Retrain | str = Retrain.FINETUNE,
@@ -106,10 +107,14 @@ def prune(
 ) -> PruneResult:
     """Search the widths of the model inside the budget, cut it, train it, and test it. The model is not changed.
 
-    budget: 0.5, "50%", "211M", "params:2M", "8ms", "50%,params:2M"; "50%" unless the search's settings have one.
-    search, train: all settings. Without them small steps are taken if the model is trained, which a test shows.
+    budget: 0.5, "50%", "211M", "params:2M", "8ms", "50%,params:2M"; "50%" unless the search's settings have one. A list
+        of such: one search, at the budget of its settings or the middle one, and a network for each: see `front`.
+    method: "dmcp" searches. "l1", "l2", "uniform" and all others of `dmcp compare` choose widths and channels in their
+        own way; what they choose is then trained and tested like the rest.
+    search, train: all settings. Without them they follow the number of images, and whether the model is trained, which
+        a test shows: see `dmcp.settings.defaults`.
     retrain: how the pruned network gets its weights. "finetune" goes on from those of the search. "scratch", the
-        paper's way, initializes them anew; "slimmable" is the paper's DMCP*.
+        paper's way, initializes them anew; "slimmable" is the paper's DMCP*; "none" only calibrates BatchNorms.
     teacher: a trained network with the same classes, of any architecture, that all networks learn from besides the
         labels. "unpruned": the unpruned network, which is trained first. "auto": the model itself if it is trained,
         else "unpruned"; with a loss of your own, nobody.
@@ -125,19 +130,19 @@ def prune(
     runtime: engine, checkpoints to resume from, and who hears of each step.
     """
     check_kinds({"search": (search, SearchConfig), "train": (train, TrainConfig), "graph": (graph, ChannelGraph)})
-    kind = _kind(retrain)
+    kind, searches = _kind(retrain), check_method(method)
     loaders = loader if isinstance(loader, Loaders) else Loaders(search=loader)
     measure = None if isinstance(latency, Latency) else latency
-    budget, fixed = _one_budget(search, budget), None if teacher == AUTO else teacher
+    specs, fixed = _specs(search, budget), None if teacher == AUTO else teacher
     how = Retraining(train or TrainConfig(), kind, fixed, strict=teacher != AUTO)
-    _check_measure(measure, budget)
+    _check_measure(measure, specs)
     guide = copied(teacher, device_of(model)) if isinstance(teacher, nn.Module) else None
-    matters = search is None or train is None or teacher == AUTO or kind is Retrain.FINETUNE  # if the model is trained
+    matters = search is None or train is None or teacher == AUTO or kind is Retrain.FINETUNE or not searches
     example = preflight(
         model,
         {"loader": loaders.search, "arch_loader": loaders.arch, "train_loader": loaders.train},
         val_loader,
-        networks=1 + len(_baselines(baselines, original=False)) + (teacher is not None) + matters,
+        networks=len(specs) + len(_baselines(baselines, original=False)) + (teacher is not None) + matters,
         task=task,
         teacher=model if teacher == UNPRUNED else guide,
         slimmable=kind is Retrain.SLIMMABLE,
@@ -145,7 +150,7 @@ def prune(
     sample = first_two(example)
     with phase("trace", 1) as traced:
         graph = graph or trace(model, sample)
-        if graph.exact:
+        if graph.exact and searches:
             verify(model, graph, sample)  # what is cut will be what was searched
         traced(1)
     if fresh is not None:
@@ -154,14 +159,18 @@ def prune(
             raise WidthsError("fresh has another architecture than the model: build it as that was built.")
     trained = matters and is_trained(model, classes_of(model, sample), val_loader, task.metric)
     if teacher == AUTO:
-        able = task.loss is None and kind is not Retrain.SLIMMABLE and can_teach(model, sample)
+        able = task.loss is None and kind in (Retrain.FINETUNE, Retrain.SCRATCH) and can_teach(model, sample)
         teacher = (model if trained else UNPRUNED) if able else None
         guide = copied(model, device_of(model)) if teacher is model else None
-    config = search or default_search(budget, trained)
-    how = replace(how, config=train or default_training(kind, trained), teacher=teacher)
+    batch, plain = size_of((example,)) * current().size, loaders.search
+    usual = defaults(middle(specs), kind, trained=trained, images=length_of(plain) * batch, batch=batch)
+    if search is None and searches and usual.search_images:
+        few = FewBatches(plain, -(-usual.search_images // batch))
+        loaders = replace(loaders, search=few, train=loaders.train or plain)
+    config, how = search or usual.search, replace(how, config=train or usual.train, teacher=teacher)
     _warn_of_scores(task, how)
     own = is_model(teacher, model)
-    others = _baselines(baselines, original=trained or own)
+    others = _baselines(baselines, original=trained or own) - {method}
     before = trained_before(model, ORIGINAL in others, guide, teacher)
     worth = None
     if guide is not None:
@@ -170,65 +179,133 @@ def prune(
         how = replace(how, teacher=guide)
     if isinstance(latency, Latency):
         graph = latency.attach(graph)
-    elif limits_latency(config.budget):
-        graph = _with_latency(model, graph, sample, config, measure, runtime)
+    elif timed := [spec for spec in specs if limits_latency(spec)]:
+        graph = _with_latency(model, graph, sample, replace(config, budget=timed[0]), measure, runtime)
+    low, high = reachable(graph, config)
+    budgets = read_budgets(specs, graph, low, high)
     known = {"search": config, "train": how.config, "engine": runtime.engine or Engine(), "retrain": kind}
-    known |= {"baselines": sorted(others), "arch_loader": loaders.arch is not None}
-    runtime = _identified(runtime, known | {"optimizer": task.optimizer is not None}, model, graph, how.teacher)
+    known |= {"baselines": sorted(others), "arch_loader": loaders.arch is not None, "method": method}
+    known |= {"budgets": [*budgets], "optimizer": task.optimizer is not None}
+    runtime = _identified(runtime, known, model, graph, how.teacher)
 
-    plan(_phases(config, how, loaders, graph, others | {DMCP}, val_loader))
+    def named(row: str, name: str) -> str:
+        """The row of one of several budgets."""
+        return f"{row} {name}" if len(budgets) > 1 else row
 
-    net = Supernet(model, graph, config.groups, config.align)
-    stage = runtime.stage(SEARCH)
-    found = searching.search(net, loaders.search, config, arch_loader=loaders.arch, task=task, runtime=stage)
-    chosen, outcome, widths = found, None, None
-    if limits_latency(found.budget):
-        chosen, widths, outcome = choose_once(found, net.model, sample, measure, _folder(runtime))
-    widths = widths or expected(found)
-    wanted = {UNPRUNED: graph.full} if UNPRUNED in others else {}
-    if UNIFORM in others:
-        low, high = extremes(graph, found.sizes)
-        wanted[UNIFORM] = uniform(graph, chosen.budget, low, config.align, filled(found), high)
-    wanted[DMCP] = widths
+    both = (UNIFORM, method) if UNIFORM in others else (method,)
+    sizes = {UNPRUNED: 1.0} if UNPRUNED in others or teacher == UNPRUNED else {}
+    sizes |= {named(row, name): _share_of(it, graph) for name, it in budgets.items() for row in both}
+    plan(_phases(config if searches else None, how, loaders, sizes, val_loader))
 
-    weights = net.model if kind is Retrain.FINETUNE else _untrained(model, fresh, graph, config.sort)
-    nets = train_all(weights, graph, wanted, loaders.train or loaders.search, how, task=task, runtime=runtime)
-    check_budget(nets[DMCP], widths, found)
-    if trained and kind is Retrain.FINETUNE:
-        before[CUT], wanted[CUT] = cut(weights, graph, widths), widths
-        with untouched(loaders.search, device_of(model)):
-            recalibrate(before[CUT], loaders.search)
+    training: dict[str, Any] = {"loader": loaders.train or loaders.search, "task": task, "runtime": runtime}
+    work = _Work(graph, loaders, config, how.config, budgets, (low, high), task, runtime)
+    nets, source, found = dict[str, nn.Module](), unwrap(model), None
+    if searches:
+        found, chosen = work.search(model, sample, measure)
+        source = chosen[next(iter(budgets))].choice.model or source
+    else:
+        ranks = find_method(method).start in (Start.TRAINED, Start.HELD_OUT)
+        if ranks and not trained and kind is not Retrain.NONE:
+            nets = train_all(source, graph, {UNPRUNED: graph.full}, how=how, **training)
+            source = nets[UNPRUNED]
+            how = replace(how, teacher=source) if teacher == UNPRUNED else how
+        chosen = work.choose(method, source)
+
+    wanted = {UNPRUNED: graph.full} if UNPRUNED in others and not nets else {}
+    cuts, anew = dict[str, nn.Module](), kind in (Retrain.SCRATCH, Retrain.SLIMMABLE)
+    for name, it in chosen.items():
+        if UNIFORM in others:
+            limit = it.search.budget if it.search else budgets[name]
+            same = wanted[named(UNIFORM, name)] = uniform(graph, limit, low, config.align, filled(config), high)
+            cuts[named(UNIFORM, name)] = cut(source, graph, same, by="first" if searches else "l2")
+        wanted[named(method, name)] = it.choice.widths
+        cuts[named(method, name)] = it.cut(source, graph)
+        if trained and kind is Retrain.FINETUNE:
+            before[named(CUT, name)] = calibrated(it.cut(source, graph), plain)
+    weights = _untrained(model, fresh, graph, config.sort or not searches) if anew else source
+    nets |= train_all(weights, graph, wanted, how=how, cuts={} if anew else cuts, **training)
+    for name, it in chosen.items():
+        check_budget(nets[named(method, name)], it.choice.widths, graph, budgets[name])
+        wanted[named(CUT, name)] = it.choice.widths
     rows = compare(before | nets, graph, wanted, val_loader, example, task=task, runtime=runtime)
     for text in unknown(rows):
         warn(f"{text}.", MetricWarning)
-    taught = origin(kind, who_teaches(teacher, model, worth), how.config.kd_weight, how.config.kd_temperature)
-    return PruneResult(nets[DMCP], widths, graph, found, rows, taught, outcome)
+    kd = (how.config.kd_weight, how.config.kd_temperature)
+    earlier = "the weights of the search" if searches else "the weights that it kept"
+    text = origin(kind, who_teaches(teacher, model, worth), *kd, method, earlier)
+    results: dict[str, PruneResult] = {}
+    for name, it in chosen.items():
+        names = {named(row, name): row for row in (CUT, UNIFORM, method)} | {row: row for row in _COMMON}
+        mine = tuple(replace(row, name=names[row.name]) for row in rows if row.name in names)
+        small, searched = nets[named(method, name)], it.search and replace(it.search, budget=budgets[name])
+        results[name] = PruneResult(small, it.choice.widths, graph, searched, mine, budgets[name], text, it.latency)
+    first = next(iter(results.values()))
+    return replace(first, rows=rows, front=results, search=found) if len(results) > 1 else first
 
 
 def _phases(
-    config: SearchConfig, how: Retraining, loaders: Loaders, graph: ChannelGraph, names: set[str], val_loader: Loader
+    config: SearchConfig | None, how: Retraining, loaders: Loaders, sizes: Mapping[str, float], val_loader: Loader
 ) -> Iterator[progress.Row]:
-    """Search, trainings and tests with the work of their steps, by what is usual."""
-    per_epoch, work = -(-length_of(loaders.search) // config.accumulate), 0.75 * (2 + config.subnets) + 0.5
-    yield progress.Row(SEARCH, per_epoch * config.epochs, config.accumulate * work, per_epoch * config.warmup_epochs)
-    steps, macs = how.config.epochs * length_of(loaders.train or loaders.search), graph.macs()
-    share = next((it.target / macs for it in known_limits(config.budget, graph) if it.kind == "macs"), 0.5)
-    share += 1.0 if how.kind is Retrain.SLIMMABLE else 1 / 3 if how.teacher is not None else 0.0
-    names = names | {UNPRUNED} if how.teacher == UNPRUNED else names
-    if UNPRUNED in names:
-        yield progress.Row(UNPRUNED, steps, 4 / 3 if isinstance(how.teacher, nn.Module) else 1.0)
-    yield from (progress.Row(name, steps, share) for name in (UNIFORM, DMCP) if name in names)
-    yield progress.Row("test", length_hint(val_loader) * len(names), 1 / 3)
+    """Search, trainings and tests with the work of their steps; sizes: shares of the MACs that networks have."""
+    if config is not None:
+        per_epoch, work = -(-length_of(loaders.search) // config.accumulate), 0.75 * (2 + config.subnets) + 0.5
+        warmup = per_epoch * config.warmup_epochs
+        yield progress.Row(SEARCH, per_epoch * config.epochs, config.accumulate * work, warmup)
+    steps = how.config.epochs * length_of(loaders.train or loaders.search)
+    more = 1.0 if how.kind is Retrain.SLIMMABLE else 1 / 3 if how.teacher is not None else 0.0
+    for name, share in sizes.items() if how.kind is not Retrain.NONE else ():
+        learns = name != UNPRUNED or isinstance(how.teacher, nn.Module)
+        yield progress.Row(name, steps, share + more * learns)
+    yield progress.Row("test", length_hint(val_loader) * len(sizes), 1 / 3)
+
+
+def _share_of(budget: Budget, graph: ChannelGraph) -> float:
+    """The share of the MACs that a budget allows, or a guess."""
+    return next((it.target / graph.macs() for it in budget.limits if it.kind == "macs"), 0.5)
 
 
 # what was asked for
 
 
-def _one_budget(search: SearchConfig | None, budget: int | float | str | Budget | None) -> int | float | str | Budget:
-    """The budget, of which there must be one."""
+def _specs(search: SearchConfig | None, budget: Spec | Sequence[Spec] | None) -> list[Spec]:
+    """The budgets, at least one; with settings of the search and a list, these say what is searched for."""
+    if not isinstance(budget, str | int | float | Budget | None):
+        if not budget:
+            raise BudgetError("The list of budgets is empty: give at least one.")
+        return [*budget]
     if search is not None and budget is not None and search.budget != budget:
         raise BudgetError(f"Two budgets were given, {budget!r} and {search.budget!r} in the settings: give one.")
-    return search.budget if search else "50%" if budget is None else budget
+    return [search.budget if search else "50%" if budget is None else budget]
+
+
+def read_budgets(specs: Sequence[Spec], graph: ChannelGraph, low: Widths, high: Widths) -> dict[str, Budget]:
+    """Budgets by the names of their rows and folders; BudgetError for one that is there twice or out of reach."""
+    found: dict[str, Budget] = {}
+    for spec in specs:
+        budget = parse(spec, graph)
+        check_reachable(budget, graph, low, high)
+        if any(set(budget.limits) == set(other.limits) for other in found.values()):
+            raise BudgetError(f"The budget {budget.text!r} is given twice: give each once.")
+        found[re.sub(r"[^\w%.]+", "-", budget.text)] = budget
+    return found
+
+
+def reachable(graph: ChannelGraph, config: SearchConfig) -> tuple[Widths, Widths]:
+    """The smallest and the largest widths by these settings: a space keeps at least its first group."""
+    ends = bounds(graph, config.min_channels, config.max_channels, config.align)
+    groups = [group_sizes(it.size, config.groups, it.step(config.align))[0] for it in graph.spaces]
+    low = [min(max(first, least), most) for first, (least, most) in zip(groups, ends, strict=True)]
+    return graph.widths(low), graph.widths([most for _, most in ends])
+
+
+def check_method(name: str) -> bool:
+    """True for our own search; DmcpError for a method that is not there, or not for one run."""
+    if name == DMCP:
+        return True
+    check_installed(name)
+    if find_method(name).start is Start.SEARCHED:
+        raise DmcpError(f"{name} samples from a search that is done: dmcp search, then dmcp sample RUN --direct 5.")
+    return False
 
 
 def _kind(retrain: Retrain | str) -> Retrain:
@@ -246,10 +323,10 @@ def _baselines(wanted: bool | Collection[str], original: bool) -> set[str]:
     return set(wanted)
 
 
-def _check_measure(measure: Measure | None, budget: int | float | str | Budget) -> None:
+def _check_measure(measure: Measure | None, specs: Sequence[Spec]) -> None:
     check_function("latency", measure)
-    if measure is not None and not limits_latency(budget):
-        raise BudgetError(f"latency is for budgets like '8ms', and this one is {str(budget)!r}: leave it out.")
+    if measure is not None and not any(map(limits_latency, specs)):
+        raise BudgetError(f"latency is for budgets like '8ms', and this one is {str(specs[0])!r}: leave it out.")
 
 
 def _warn_of_scores(task: Task, how: Retraining) -> None:
@@ -289,11 +366,91 @@ def _untrained(model: nn.Module, fresh: nn.Module | None, graph: ChannelGraph, o
     return with_frozen(fresh or model, model)
 
 
+# widths for one budget
+
+
+@dataclass(frozen=True, eq=False)
+class _Chosen:
+    """What is cut for one budget, and the search that it comes from."""
+
+    choice: Choice
+    search: SearchResult | None = None  # with the limit of latency that was used
+    latency: Outcome | None = None
+
+    def cut(self, source: nn.Module, graph: ChannelGraph) -> nn.Module:
+        """The cut network with the weights that it keeps; those of the source where the method has no own."""
+        if self.choice.model is None:
+            return cut(source, graph, self.choice.widths, by="l2")
+        return cut(self.choice.model, graph, self.choice.kept)
+
+
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """What widths are chosen with."""
+
+    graph: ChannelGraph
+    loaders: Loaders
+    config: SearchConfig
+    recipe: TrainConfig
+    budgets: Mapping[str, Budget]
+    bounds: tuple[Widths, Widths]
+    task: Task
+    runtime: Runtime
+
+    def search(self, model: nn.Module, sample: Any, measure: Measure | None) -> tuple[SearchResult, dict[str, _Chosen]]:
+        """One search, and the expected widths for each budget, which may be another one than that of the search."""
+        net, stage = Supernet(model, self.graph, self.config.groups, self.config.align), self.runtime.stage(SEARCH)
+        arch, chosen = self.loaders.arch, dict[str, _Chosen]()
+        found = searching.search(net, self.loaders.search, self.config, arch_loader=arch, task=self.task, runtime=stage)
+        for name, budget in self.budgets.items():
+            own, outcome = for_budget(found, budget), None
+            if limits_latency(budget):
+                folder = _folder(self.runtime, name if len(self.budgets) > 1 else "")
+                own, widths, outcome = choose_once(own, net.model, sample, measure, folder)
+            else:
+                widths = expected(own)
+            chosen[name] = _Chosen(Choice(widths=widths, kept=widths, model=net.model), own, outcome)
+        return found, chosen
+
+    def choose(self, method: str, source: nn.Module) -> dict[str, _Chosen]:
+        """What a method that does not search chooses in this network."""
+        problem = Problem(
+            model=source,
+            graph=self.graph,
+            loader=self.loaders.search,
+            held_out=self.loaders.arch or self.loaders.search,
+            budget=next(iter(self.budgets.values())),
+            recipe=self.recipe,
+            min_widths=self.bounds[0],
+            max_widths=self.bounds[1],
+            align=self.config.align,
+            seed=self.config.seed,
+            task=self.task,
+            runtime=self.runtime,
+        )
+        return {name: _Chosen(it) for name, it in choose_all(method, problem, self.budgets).items()}
+
+
+def for_budget(found: SearchResult, budget: Budget) -> SearchResult:
+    """A search as if it had been for another budget: its steps are the same, their costs shares of this one."""
+    if budget.limits == found.budget.limits:
+        return found
+    old, new = ({it.kind: it.target for it in own.limits} for own in (found.budget, budget))
+    log = found.log if [*old] == [*new] else ()
+    scales = [old[kind] / new[kind] for kind in old] if log else []
+    log = tuple(
+        replace(it, ratios=it.ratios and tuple(ratio * scale for ratio, scale in zip(it.ratios, scales, strict=True)))
+        for it in log
+    )
+    return replace(found, budget=budget, log=log)
+
+
 # latency
 
 
-def _folder(runtime: Runtime) -> Any:
-    return runtime.checkpointer.stage(SEARCH).folder if runtime.checkpointer else None
+def _folder(runtime: Runtime, name: str = "") -> Path | None:
+    """Where a table and a choice of latency are kept; name: of one of several budgets."""
+    return runtime.checkpointer.stage(f"{SEARCH} {name}".strip()).folder if runtime.checkpointer else None
 
 
 def _with_latency(
@@ -331,11 +488,11 @@ def time_networks(
 # what came out
 
 
-def check_budget(small: nn.Module, widths: Widths, found: SearchResult) -> None:
+def check_budget(small: nn.Module, widths: Widths, graph: ChannelGraph, budget: Budget) -> None:
     """Count the cut network once more against every limit."""
-    for limit in found.budget.limits:
+    for limit in budget.limits:
         params = sum(parameter.numel() for parameter in small.parameters())
-        spent = params if limit.kind == "params" else found.graph.cost(limit.kind, widths)
+        spent = params if limit.kind == "params" else graph.cost(limit.kind, widths)
         if spent > limit.target:
             has, allowed = (show_cost(limit.kind, it) for it in (spent, limit.target))
             raise BudgetError(f"The cut network has {has}, more than the {allowed} allowed: please report this.")

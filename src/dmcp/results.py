@@ -25,6 +25,7 @@ DMCP, UNIFORM = "dmcp", "uniform"  # networks of the final table
 ORIGINAL = "original"  # the model before anything was done to it
 CUT = "right after the cut"  # of a trained model, with the weights of the search
 TEACHER = "teacher"  # a given one, of the same architecture
+_BASELINES = (ORIGINAL, CUT, TEACHER, UNPRUNED, UNIFORM)
 ROUNDS = 10  # passes that are timed
 _MIN_STEPS = 10  # of a training of which a tenth says something
 _SLOW = 0.9  # of the unpruned network's time, from where on nothing was gained
@@ -155,10 +156,9 @@ def notes(rows: Sequence[Row], graph: ChannelGraph, origin: str = "") -> list[st
     """What a reader of the table should know: what the shares are of, what was gained, and how sure that is."""
     found = [f"shares are of the unpruned network: {graph.macs():,} MACs, {graph.params():,} params"]
     found += [origin] if origin else []
-    pruned = next((row for row in rows if row.name == DMCP), None)
-    others = [row for row in rows if row is not pruned]
-    if pruned and others:
-        found.append(f"{DMCP}: {', '.join(against(pruned, other) for other in others)}")
+    results = pruned(rows)
+    others = [row for row in rows if row.name in _BASELINES and row not in results]
+    found += [f"{row.name}: {', '.join(against(row, other) for other in others)}" for row in results if others]
     found += unknown(rows)
     if rows[0].samples:
         found.append(f"{rows[0].samples:,} test samples")
@@ -168,6 +168,11 @@ def notes(rows: Sequence[Row], graph: ChannelGraph, origin: str = "") -> list[st
     if rows[0].batch:
         found.append(f"ms: the fastest of {ROUNDS} passes over a batch of {rows[0].batch} on this machine")
     return found
+
+
+def pruned(rows: Sequence[Row]) -> list[Row]:
+    """The rows that a run was for: one for each budget."""
+    return [row for row in rows if not row.name.startswith(_BASELINES)] or [*rows[-1:]]
 
 
 def unknown(rows: Sequence[Row]) -> list[str]:

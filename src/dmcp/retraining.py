@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,10 @@ class DivergenceWarning(UserWarning):
     """A training whose loss ended higher than it began."""
 
 
+class LabelsWarning(UserWarning):
+    """A trained network that knows nothing of the labels."""
+
+
 class TeacherWarning(UserWarning):
     """A teacher that seems to know less than those who learn from it."""
 
@@ -51,6 +55,8 @@ class Retraining:
 
     def __post_init__(self) -> None:
         teacher = self.teacher
+        if teacher is not None and self.kind is Retrain.NONE:
+            raise TrainingError('retrain="none" trains nothing, so there is nothing to learn: leave teacher out.')
         if teacher is not None and self.kind is Retrain.SLIMMABLE:
             raise TrainingError('retrain="slimmable" has its own teacher, the unpruned network: leave teacher out.')
         if not (teacher is None or teacher == UNPRUNED or isinstance(teacher, nn.Module)):
@@ -69,10 +75,14 @@ def train_all(
     loader: Loader,
     how: Retraining,
     *,
+    cuts: Mapping[str, nn.Module] | None = None,
     task: Task = Task(),
     runtime: Runtime = Runtime(),
 ) -> dict[str, nn.Module]:
-    """Networks with these widths, cut out of one with the given weights and all trained in the same way."""
+    """Networks with these widths, cut out of one with the given weights and all trained in the same way.
+
+    cuts: those of them that were cut already, of other channels than the first ones; they are trained in place.
+    """
     nets: dict[str, nn.Module] = {}
     teacher, warned = how.teacher, list[str]()
     if teacher == UNPRUNED:
@@ -83,7 +93,10 @@ def train_all(
             if how.kind is Retrain.SLIMMABLE and widths != graph.full:
                 nets[name], steps = _train_slimmable(Supernet(weights, graph), widths, loader, how.config, task, own)
             else:
-                small = nets[name] = cut(weights, graph, widths)
+                small = nets[name] = cuts[name] if cuts and name in cuts else cut(weights, graph, widths)
+                if how.kind is Retrain.NONE:
+                    calibrated(small, loader)
+                    continue
                 if how.kind is Retrain.FINETUNE:
                     recalibrate(small, loader)
                 else:
@@ -97,6 +110,13 @@ def train_all(
     for text in filter(None, warned):
         warn(text, DivergenceWarning)
     return nets
+
+
+def calibrated(small: nn.Module, loader: Loader) -> nn.Module:
+    """The same network with BatchNorms that fit its weights; the loader is as it was."""
+    with untouched(loader, device_of(small)):
+        recalibrate(small, loader)
+    return small
 
 
 @contextlib.contextmanager
@@ -176,6 +196,8 @@ def origin(
     earlier: str = "the weights of the search",
 ) -> str:
     """Where the weights of a network come from, for readers of its table; no teacher: an empty text."""
+    if kind == Retrain.NONE:
+        return f"{name}: {earlier}, calibrated and not trained"
     inside = " inside the unpruned network" if kind == Retrain.SLIMMABLE else ""
     begun = f"on from {earlier}" if kind == Retrain.FINETUNE else f"from fresh weights{inside}"
     shares = f"{100 * share:g}% of its loss from {teacher} (temperature {temperature:g}), the rest from the labels"
@@ -199,11 +221,22 @@ def is_model(teacher: nn.Module | str | None, model: nn.Module) -> bool:
 
 
 def is_trained(model: nn.Module, classes: int, val_loader: Loader, metric: Metric | None) -> bool:
-    """True if a model does better than guessing or, by a metric of the user's own, has norms that saw data."""
+    """True if a model does better than guessing or, by a metric of the user's own, has norms that saw data.
+
+    Warns of a model whose norms saw data and that guesses: its labels may not be those of the data.
+    """
+    counts = (it.num_batches_tracked for it in unwrap(model).modules() if isinstance(it, _NormBase))
+    saw_data = any(bool(count) for count in counts if count is not None)
     if metric is not None:
-        counts = (it.num_batches_tracked for it in unwrap(model).modules() if isinstance(it, _NormBase))
-        return any(bool(count) for count in counts if count is not None)
-    return _test_copy(ORIGINAL, model, val_loader, metric).accuracy > _guessing(classes)
+        return saw_data
+    row = _test_copy(ORIGINAL, model, val_loader, metric)
+    if row.accuracy > _guessing(classes):
+        return True
+    if saw_data and current().first:
+        right = f"right on {score(row)} of the test data, where guessing gives {100 / max(classes, 1):.3g}%"
+        ask = "are its classes in the order of the labels, and its inputs prepared as in its training?"
+        warn(f"The network was trained before, but is {right}: {ask} It counts as not trained.", LabelsWarning)
+    return False
 
 
 def _guessing(classes: int) -> float:

@@ -14,6 +14,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote as quote_url
 
 import safetensors.torch
 import torch
@@ -25,8 +26,9 @@ from dmcp.errors import FileError, WidthsError
 from dmcp.latency.table import LATENCY_FILE, Latency, Outcome
 from dmcp.markov import INDEPENDENT, process_of
 from dmcp.pruning import PruneResult, expected_shares
-from dmcp.report.figures import draw_all
-from dmcp.results import DMCP, ORIGINAL, TEACHER, Row, divergence, markdown
+from dmcp.report.figures import accuracy_over_cost, draw_all
+from dmcp.report.figures import save as save_figure
+from dmcp.results import Row, divergence, markdown, pruned, standard_error
 from dmcp.runtime import io
 from dmcp.runtime.io import from_plain, parse_json, plain, quote, read_bytes, refuse_link, write_files
 from dmcp.searching.config import SearchRecord, SearchResult
@@ -36,6 +38,7 @@ from dmcp.training import Event, StepRecord
 from dmcp.widths import Widths
 
 SETTINGS, LOG, TIMES, REPORT = "settings.json", "log.jsonl", "times.jsonl", "report.md"
+INPUT = "input.json"  # how images become inputs
 CHECKPOINTS = "checkpoints"  # a folder in it for each stage, until the run is done
 SEARCH, ALPHAS = "search.json", "search.safetensors"
 REPLACED = "replaced.jsonl"  # unreadable image files that others were taken for
@@ -72,7 +75,10 @@ class Run:
         """Log a record, or save the result of the search; equal runs have equal logs: times are in another file."""
         record = event.record
         if isinstance(record, SearchResult):
-            save_search(record, self.folder)
+            if event.stage == "search":  # not one inside another method
+                save_search(record, self.folder)
+        elif isinstance(record, Mapping):
+            self.add(LOG, {"stage": event.stage} | dict(record))
         elif isinstance(record, Latency):
             self.write(LATENCY_FILE, record.to_json())
         else:
@@ -144,12 +150,49 @@ class Run:
 
     def finish(self, result: PruneResult, seed: int = 0, notes: Sequence[str] = ()) -> list[str]:
         """Write the network, the figures and the report with these notes; return warnings of diverged trainings."""
+        if result.front:
+            return self._finish_front(result, seed, notes)
         save(result.model, result.widths, self.folder)
         if result.latency:
             self.write(OUTCOME, asdict(result.latency))
-        figures = draw_all(result.search, result.widths, self.folder, seed=seed)
+        drawn = [] if result.search is None else draw_all(result.search, result.widths, self.folder, seed=seed)
         warnings = self.divergences(row.name for row in result.rows)
-        self.write(REPORT, report(result, [path.name for path in figures], [*warnings, *notes]))
+        self.write(REPORT, report(result, [path.name for path in drawn], [*warnings, *notes]))
+        self.close()
+        return warnings
+
+    def _finish_front(self, result: PruneResult, seed: int, notes: Sequence[str]) -> list[str]:
+        """The same for several budgets: a run folder for the network of each, one table and one chart."""
+        stored, warnings = read_json(self.folder / SETTINGS), list[str]()
+        for name, own in result.front.items():
+            run = Run(self.folder / name)
+            shutil.rmtree(run.folder, ignore_errors=True)  # half of one, before an interruption
+            run.folder.mkdir()
+            search = stored["search"] | {"budget": own.budget.text}
+            run.write(SETTINGS, stored | {"budgets": [], "search": search})
+            for path in (it for it in (self.folder / INPUT, self.folder / LATENCY_FILE) if it.exists()):
+                run.write(path.name, path.read_bytes())
+            records = [{"stage": "search"} | asdict(record) for record in (own.search.log if own.search else ())]
+            for row in own.rows:
+                steps = self.records(f"{row.name} {name}") or self.records(row.name)
+                records += [{"stage": row.name} | step for step in steps]
+            run.write(LOG, "".join(f"{json.dumps(record)}\n" for record in records))
+            for row in own.rows:
+                run.on_event(Event("test", 0, row))
+            if own.search:
+                save_search(own.search, run.folder)
+            warnings += [f"{name}: {text}" for text in run.finish(own, seed, notes)]
+        errors = [standard_error(row.accuracy, row.samples) if row.samples else 0.0 for row in result.rows]
+        named = zip(result.rows, errors, strict=True)
+        points = [(*_split(row.name, result.front), row.macs, row.accuracy, error) for row, error in named]
+        if not result.rows[0].own_metric:  # the axis has shares
+            save_figure(accuracy_over_cost(points), self.folder / "front.svg")
+        asked = ", ".join(own.budget.text for own in result.front.values())
+        links = [f"- [{name}]({quote_url(name)}/{REPORT}): its network, widths and figures" for name in result.front]
+        links += ["", *(f"![{path.stem}]({path.name})" for path in self.folder.glob("front.svg")), ""]
+        head = [f"# {type(result.model).__name__}, budgets {asked}", "", *(f"- **{it}**" for it in (*warnings, *notes))]
+        table = markdown(result.rows, result.graph, result.origin)
+        self.write(REPORT, "\n".join([*head, "", *table, "", *links]))
         self.close()
         return warnings
 
@@ -163,6 +206,12 @@ class Run:
         if path.exists():
             old = path.rename(path.with_name(f".{CHECKPOINTS}"))  # at once, so that half of them is never seen
             shutil.rmtree(old, ignore_errors=True)
+
+
+def _split(name: str, front: Iterable[str]) -> tuple[str, str]:
+    """The name of a row of several budgets without its budget, and this."""
+    budget = next((it for it in front if name.endswith(f" {it}")), "")
+    return name.removesuffix(f" {budget}"), budget
 
 
 def refuse_taken(path: Path) -> None:
@@ -185,7 +234,7 @@ def free_folder(name: str, root: Path = Path("runs")) -> Path:
 
 def report(result: PruneResult, figures: Iterable[str], warnings: Iterable[str] = ()) -> str:
     """What a run found, as Markdown."""
-    budget, spent = result.search.budget, costs(result.graph, result.widths)
+    budget, spent = result.budget, costs(result.graph, result.widths)
     lines = [f"# {type(result.model).__name__}, budget {budget.text}", ""]
     for limit in budget.limits:
         if limit.kind != LATENCY:
@@ -194,8 +243,9 @@ def report(result: PruneResult, figures: Iterable[str], warnings: Iterable[str] 
     if result.latency is not None:
         lines.append(f"- {result.latency.text}")
         warnings = [*filter(None, [result.latency.warning]), *warnings]
-    listed = " and ".join(f"{share:.1%}" for share in expected_shares(result.search))
-    lines.append(f"- expected cost at the end of the search, before sampling: {listed} of the budget")
+    if result.search is not None:
+        listed = " and ".join(f"{share:.1%}" for share in expected_shares(result.search))
+        lines.append(f"- expected cost at the end of the search, before sampling: {listed} of the budget")
     lines += [f"- **{warning}**" for warning in warnings]
     lines += ["", *markdown(result.rows, result.graph, result.origin), ""]
     lines += ["| space | channels | kept |", "|---|---:|---:|"]
@@ -306,8 +356,7 @@ class PastRun:
     @property
     def result(self) -> Row | None:
         """The tested network that the run was for."""
-        rows = [row for row in self.rows if row.name not in (ORIGINAL, TEACHER)]
-        return next((row for row in rows if row.name == DMCP), rows[0] if rows else None)
+        return next(iter(pruned(self.rows)), None)
 
     @property
     def progress(self) -> str:
@@ -338,12 +387,13 @@ class PastRun:
     def describe(self) -> dict[str, Any]:
         """The run as plain data; shares from 0 to 1, None for a metric that is no number."""
         result = self.result
+        several = found if isinstance(found := self.settings.get("budgets"), list) else []
         state = "done" if self.done else "running" if self.running else "stopped"
         return {
             "name": self.name,
             "folder": plain(str(self.folder)),
             **{name: self.setting(name) for name in ("command", "model", "data")},
-            "budget": self.setting("search", "budget"),
+            "budget": ", ".join(map(plain, map(str, several))) or self.setting("search", "budget"),
             "state": "damaged" if self.problems else state,
             "progress": "" if self.done else self.progress,
             "accuracy": result.accuracy if result and math.isfinite(result.accuracy) else None,
@@ -372,7 +422,8 @@ def read_run(folder: Path, tail: int = 0) -> PastRun:
                 found |= read(read_json(folder / name))
     prepared = (folder / PREPARED).is_file() and not (folder / CHECKPOINTS).exists()
     searched = value_at(found, "settings", "command") == "search"
-    found["done"] = prepared or bool(found.get("widths") and (found["rows"] or searched))
+    several = bool(value_at(found, "settings", "budgets")) and (folder / REPORT).is_file()
+    found["done"] = prepared or several or bool(found.get("widths") and (found["rows"] or searched))
     started = (folder / SETTINGS if (folder / SETTINGS).is_file() else folder).stat().st_mtime
     return PastRun(folder=folder, started=started, running=io.is_locked(folder), problems=tuple(problems), **found)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,7 @@ class Retrain(StrEnum):
     SCRATCH = "scratch"  # initialized anew, then trained: the paper's way
     FINETUNE = "finetune"  # those of the search, calibrated and fine-tuned
     SLIMMABLE = "slimmable"  # initialized anew, trained inside the unpruned network, which teaches it: DMCP*
+    NONE = "none"  # those of the search, calibrated and not trained
 
 
 class RuntimeKind(StrEnum):
@@ -231,17 +233,90 @@ def paper(budget: int | float | str | Budget = "50%") -> dict[str, Any]:
     return {"search": search, "train": TrainConfig(**PAPER["train"]), "retrain": Retrain.SCRATCH, "teacher": None}
 
 
+# defaults for what is there: docs/cookbook.md has the same table
+
+_TRAINED_SEARCH: dict[str, Any] = {"epochs": 10, "warmup": 0.0, "sort": True, "lr": 0.04, "min_lr": 0.004}
+_TRAINED_TRAIN: dict[str, Any] = {"epochs": 20, "lr": 0.08, "warmup_lr": 0.08, "warmup_epochs": 0}
+_KEEPING = (Retrain.FINETUNE, Retrain.NONE)  # the weights that are there
+_LARGE = 100_000  # images from which a trained network needs fewer passes
+_SEARCH_IMAGES, _TRAIN_IMAGES = 400_000, 13_000_000  # that it then sees in all: in the search, in the fine-tuning
+_MIN_STEPS = 300  # of a search or a training: tiny data sets get more passes
+_BATCH, _MIN_PER_EPOCH = 128, 8  # images in a batch, and the steps that an epoch has at least
+_HEAVY, _HEAVY_BATCH = 2 * 10**9, 64  # MACs of one sample from which batches are smaller, for the memory
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """Settings for a network and its data, and why: a name, a value and a sentence each."""
+
+    search: SearchConfig
+    train: TrainConfig
+    search_images: int  # in each pass of the search; 0: all
+    why: Mapping[str, tuple[object, str]]
+
+
+def defaults(
+    budget: int | float | str | Budget, retrain: Retrain, *, trained: bool, images: int, batch: int
+) -> Defaults:
+    """Settings for so many training images in batches of this size; `trained`: the network is, on such data."""
+    search = default_search(budget, trained)
+    gentle, train = trained and retrain in _KEEPING, default_training(retrain, trained)
+    known = "the network is trained: small steps keep what it knows"
+    fresh = "the network is not trained: the paper's settings"
+    passes, why_passes = _passes(search.epochs, images, batch, _SEARCH_IMAGES if trained else 0)
+    epochs, why_epochs = _passes(train.epochs, images, batch, _TRAIN_IMAGES if gentle else 0)
+    few = _SEARCH_IMAGES if trained and images > _SEARCH_IMAGES else 0
+    anew = "the network is trained anew: the paper's settings" if trained else fresh
+    no_warmup = "a trained network needs no warm-up, but its channels in order of their norms"
+    why: dict[str, tuple[object, str]] = {
+        "search_epochs": (f"1 pass over {few:,} images" if few else passes, why_passes),
+        "search_lr": (f"{search.lr:g} at a batch of {search.reference_batch}", known if trained else fresh),
+        "warmup": (search.warmup, no_warmup if trained else "the weights are trained before the alphas move"),
+        "epochs": (epochs, why_epochs),
+        "lr": (f"{train.lr:g} at a batch of {train.reference_batch}", known if gentle else anew),
+    }
+    return Defaults(replace(search, epochs=passes), replace(train, epochs=epochs), few, why)
+
+
+def _passes(usual: int, images: int, batch: int, most: int) -> tuple[int, str]:
+    """Epochs, and why; most: images that are enough in all, 0 where that is not known."""
+    steps = max(1, images // max(1, batch))
+    if most and images > _LARGE:
+        return max(1, min(usual, most // images)), f"of {images:,} images so many are enough for a trained network"
+    if usual * steps < _MIN_STEPS:
+        return -(-_MIN_STEPS // steps), f"an epoch has {steps} steps, and fewer than {_MIN_STEPS} in all are too few"
+    return usual, f"usual for {images:,} images"
+
+
+def default_batch(images: int, macs: int) -> tuple[int, str]:
+    """Images in a batch of this data set and network, MACs being those of one sample; and why."""
+    usual, reason = (_HEAVY_BATCH, "large networks need much memory") if macs >= _HEAVY else (_BATCH, "usual")
+    batch = usual
+    while batch > 1 and images // batch < _MIN_PER_EPOCH:
+        batch //= 2
+    return batch, reason if batch == usual else f"so that {images:,} images make {_MIN_PER_EPOCH} steps in an epoch"
+
+
+def middle(budgets: Sequence[int | float | str | Budget]) -> int | float | str | Budget:
+    """The one of several budgets that is searched for: widths for the others are then scaled least.
+
+    Where they differ by their numbers only, they are ordered by them; else they count as ordered.
+    """
+    texts = {it: str(getattr(it, "text", it)) for it in budgets}
+    numbers = {it: re.findall(r"\d+(?:\.\d+)?", text) for it, text in texts.items()}
+    if len({re.sub(r"[\d.]", "", text) for text in texts.values()}) == 1 and all(numbers.values()):
+        budgets = sorted(budgets, key=lambda it: [*map(float, numbers[it])])
+    return budgets[(len(budgets) - 1) // 2]
+
+
 def default_search(budget: int | float | str | Budget, trained: bool) -> SearchConfig:
-    """The usual settings; small steps, sorted channels and no warm-up for a model that is trained."""
-    gentle: dict[str, Any] = {"sort": True, "warmup": 0.0, "lr": 0.04, "min_lr": 0.004, "epochs": 10}
-    return SearchConfig(budget=budget, **gentle if trained else {})
+    """The usual settings of a search, whatever the data."""
+    return SearchConfig(budget=budget, **_TRAINED_SEARCH if trained else {})
 
 
 def default_training(retrain: Retrain, trained: bool) -> TrainConfig:
-    """The usual schedule; a short one with small steps to fine-tune a model that was trained before the search."""
-    if trained and retrain == Retrain.FINETUNE:
-        return TrainConfig(epochs=20, lr=0.08, warmup_lr=0.08, warmup_epochs=0)
-    return TrainConfig()
+    """The usual settings of a training, whatever the data."""
+    return TrainConfig(**_TRAINED_TRAIN if trained and retrain in _KEEPING else {})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,8 +32,11 @@ from dmcp.settings import (
     RuntimeKind,
     SearchConfig,
     TrainConfig,
+    default_batch,
     default_search,
     default_training,
+    defaults,
+    middle,
     setting,
 )
 
@@ -59,6 +62,7 @@ class RunConfig:
     ignore: tuple[str, ...] = setting((), "Module or space that is not pruned; repeatable.")
     inexact: bool = setting(False, "Prune through LayerNorm and GroupNorm too, where gates only approximate.")
     holdout: float = setting(0.0, "Share of the training images that only the alphas see.", -1e300)
+    search_images: int = setting(0, "Images in each pass of the search, instead of all.", 0)
     batch: int = setting(128, "Images in a batch, over all processes; learning rates are scaled with it.")
     train_batch: int = setting(0, "Images in a batch of the retraining; default: as in the search.")
     workers: int | None = setting(None, "Processes that read image files; default: the cores, up to 8.", 0, 1024)
@@ -70,6 +74,10 @@ class RunConfig:
     latency_device: str = setting("", "Where it is timed: cpu or cuda; default: --device, or the CPU for onnx.")
     latency_runtime: RuntimeKind = setting(RuntimeKind.TORCH, "In what it is timed.")
     retrain: Retrain = setting(Retrain.SCRATCH, "How the pruned network gets its weights.")
+    method: str = setting(
+        "dmcp", "How widths are chosen: dmcp searches; l1, l2, uniform and others of dmcp compare cut without a search."
+    )
+    budgets: tuple[str, ...] = ()  # several: one search, at search.budget, and a network for each
     baselines: bool = setting(False, "Also train the unpruned network and uniform widths.")
     widths: str = setting("", "File of widths, of a run or of dmcp sample; default: unpruned.")
     teacher: str = setting(
@@ -194,6 +202,23 @@ def make_config(request: Request) -> RunConfig:
     return config
 
 
+def settle(config: RunConfig, typed: Mapping[str, Any], images: int, macs: int) -> tuple[RunConfig, dict[str, str]]:
+    """The settings that nobody typed, for so many training images and this network; and the reasons, by option."""
+    if config.recipe:
+        return config, {}
+    batch, reason = default_batch(images, macs)
+    batch = typed.get("batch", batch)
+    usual = defaults("50%", config.retrain, trained=bool(config.weights), images=images, batch=batch)
+    searches = config.search is not None and config.method == "dmcp"
+    trains = config.train is not None and config.retrain is not Retrain.NONE
+    known = {*typed, *(() if searches else _SEARCHED), *(() if trains else ("epochs", "lr"))}
+    why = {"batch": (batch, reason), **usual.why}
+    texts = {name: f"{value}: {reason}" for name, (value, reason) in why.items() if name not in known}
+    few = usual.search_images if searches and "search_epochs" not in typed else 0
+    search, train = config.search and usual.search, config.train and usual.train
+    return _apply(replace(config, batch=batch, search_images=few, search=search, train=train), typed), texts
+
+
 def _defaults(command: str, typed: Mapping[str, Any]) -> RunConfig:
     """Settings that nobody typed; a trained network needs no warm-up, but its channels in order, and is fine-tuned."""
     trained = bool(typed.get("weights"))
@@ -208,7 +233,7 @@ def _defaults(command: str, typed: Mapping[str, Any]) -> RunConfig:
         retrain = Retrain(typed.get("retrain") or usual)
         config = RunConfig(
             retrain=retrain,
-            teacher=AUTO if command == "prune" and retrain is not Retrain.SLIMMABLE else "",
+            teacher=AUTO if command == "prune" and retrain in (Retrain.FINETUNE, Retrain.SCRATCH) else "",
             search=default_search("50%", trained),
             train=default_training(retrain, trained),
         )
@@ -229,6 +254,9 @@ def _apply(config: RunConfig, typed: Mapping[str, Any]) -> RunConfig:
             value = read_bound(name, value)
         elif name == "teacher" and value == "none":
             value = ""
+        elif name == "budget" and isinstance(value, list):
+            changes.setdefault("", {})["budgets"] = tuple(value) if len(value) > 1 else ()
+            value = middle(value)
         for part, place in _places(name):
             changes.setdefault(part, {})[place] = tuple(value) if isinstance(value, list) else value
     if "search_lr" in typed:
@@ -258,6 +286,8 @@ def _places(name: str) -> tuple[tuple[str, str], ...]:
 
 def _value(config: RunConfig, name: str) -> Any:
     """What an option is set to; None where the command has no such part."""
+    if name == "budget" and config.budgets:
+        return " and ".join(config.budgets)
     found = [getattr(getattr(config, part) if part else config, place, None) for part, place in _places(name)]
     return next((value for value in found if value is not None), None)
 
@@ -358,19 +388,21 @@ _GROUPS = {
     "Model and data": ("model", "model_args", "weights", "data", "input", "ignore", "recipe", "seed"),
     "Budget": ("budget", "min_channels", "max_channels", "align", "groups"),
     "Latency": ("latency", "latency_batch", "latency_device", "latency_runtime"),
-    "Search": ("search_epochs", "warmup", "search_lr", "holdout"),
+    "Search": ("method", "search_epochs", "search_images", "warmup", "search_lr", "holdout"),
     "Training": (
-        *("retrain", "widths", "epochs", "lr", "weight_decay", "label_smoothing", "baselines", "teacher"),
+        *("retrain", "no_train", "widths", "epochs", "lr", "weight_decay", "label_smoothing", "baselines", "teacher"),
         *("teacher_model", "teacher_model_args", "kd_weight", "kd_temperature"),
     ),
     "Batches and device": ("batch", "train_batch", "workers", "corrupt", "device", *_ENGINE),
     "Run": ("out", "resume", "seeds", "save_steps", "save_minutes", "track", "dry_run", "quiet", "json", "debug"),
 }
 _SEARCH_ONLY = {*_GROUPS["Latency"], *_GROUPS["Search"], "recipe"}
+_SEARCHED = ("search_epochs", "search_lr", "warmup")  # chosen settings that only our search needs
 _WITHOUT = {
     "prune": {"widths"},
-    "search": {*_GROUPS["Training"], "train_batch", "pad", "seeds", "dry_run"} - {"weight_decay", "label_smoothing"},
-    "train": {*_SEARCH_ONLY, *_GROUPS["Budget"], "baselines", "train_batch", "seeds", "dry_run"},
+    "search": {*_GROUPS["Training"], "method", "train_batch", "pad", "seeds", "dry_run"}
+    - {"weight_decay", "label_smoothing"},
+    "train": {*_SEARCH_ONLY, *_GROUPS["Budget"], "no_train", "baselines", "train_batch", "seeds", "dry_run"},
     "compare": {
         *(*_SEARCH_ONLY, *_GROUPS["Training"], "weights", "train_batch", "workers", "corrupt", "channels_last", "tf32"),
         *("sync_batchnorm", "resume", "save_steps", "save_minutes", "track"),
@@ -378,9 +410,11 @@ _WITHOUT = {
     - {"lr", "weight_decay", "label_smoothing"},
 }
 _DEFAULTS = {  # of settings that depend on others
-    "epochs": "100, or 20 to fine-tune --weights",
+    "epochs": "100, or 20 to fine-tune --weights; more for tiny data",
     "lr": "0.8 at a batch of 2048, or 0.08 to fine-tune --weights",
-    "search_epochs": "40, or 10 with --weights",
+    "search_epochs": "40, or 10 with --weights; more for tiny data",
+    "search_images": "all; with --weights 400000 of more images",
+    "batch": "128; 64 for large networks, less for tiny data",
     "search_lr": "0.2 at a batch of 1024, or 0.04 with --weights",
     "warmup": "0.5, or 0 with --weights",
     "retrain": "finetune; of train without --weights: scratch",
@@ -400,7 +434,8 @@ _OTHERS: dict[str, tuple[Any, Any, str]] = {  # options that are no settings: ty
     "out": (str, "", "Folder of the run; default: a new one in runs/."),
     "resume": (str, "", "Go on with this run, which was interrupted, as it was begun."),
     "seeds": (int, 1, "So many runs side by side, with seeds from --seed on, and their mean."),
-    "dry_run": (bool, False, "Train nothing: spaces, reachable range, time and memory."),
+    "dry_run": (bool, False, "Train nothing: spaces, reachable range, chosen settings, time and memory."),
+    "no_train": (bool, False, "Stop at the cut networks with calibrated BatchNorms, and test them: --retrain none."),
     "quiet": (bool, False, "No progress, only the result."),
     "json": (bool, False, "Print plain data instead of text."),
     "debug": (bool, False, "Show where in the code a mistake was found."),
@@ -423,7 +458,9 @@ _COMPARE: dict[str, tuple[Any, Any, str]] = {  # the same for compare
 }
 
 
-def _option(name: str, group: str, others: Mapping[str, tuple[Any, Any, str]]) -> inspect.Parameter:
+def _option(
+    name: str, group: str, others: Mapping[str, tuple[Any, Any, str]], several: bool = False
+) -> inspect.Parameter:
     """An option of a command: a setting of the tree, None unless it is typed, or one of the others."""
     words: dict[str, Any] = {"rich_help_panel": group, "show_default": False}
     if name in others:
@@ -432,11 +469,13 @@ def _option(name: str, group: str, others: Mapping[str, tuple[Any, Any, str]]) -
     else:
         part, place = _places(name)[0]
         it = _PARTS[part].__dataclass_fields__[place]
-        written, usual, default = str(it.type).removesuffix(" | None"), it.default, None
+        more, written, usual, default = "", str(it.type).removesuffix(" | None"), it.default, None
         kind = (_TYPES.get(written) or getattr(settings, written)) | None
         shown = isinstance(usual, str | int | float) and usual not in ("", 0)  # False is 0
+        if name == "budget" and several:
+            kind, more = list[str] | None, " Given several times: one search, and a network for each."
         told = _DEFAULTS.get(name) or (str(usual) if shown else "")
-        words["help"] = it.metadata["help"] + (f" Default: {told}." if told else "")
+        words["help"] = it.metadata["help"] + more + (f" Default: {told}." if told else "")
         if written == "Bound":
             words["metavar"] = "[NAME=]N"
         if name in ("model", "teacher_model"):
@@ -456,6 +495,10 @@ def takes_settings(run: Callable[[Request], None]) -> Callable[..., None]:
 
     def typed(**values: Any) -> None:
         values.pop("debug")
+        if values.pop("no_train", False):
+            if values["retrain"] not in (None, Retrain.NONE):
+                raise DmcpError(f"--no-train and --retrain {values['retrain']} contradict each other: leave one out.")
+            values["retrain"] = Retrain.NONE
         others = {name: values.pop(name) for name in [*values] if name in Request.__dataclass_fields__}
         more = {name: values.pop(name) for name in own if name in values}
         wanted = {name: value for name, value in values.items() if value not in (None, [])}
@@ -463,7 +506,7 @@ def takes_settings(run: Callable[[Request], None]) -> Callable[..., None]:
 
     listed = {name: group for group, names in _GROUPS.items() for name in names if name not in _WITHOUT[command]}
     groups = listed | dict.fromkeys(own, "Comparison")
-    parameters = [_option(name, group, _OTHERS | own) for name, group in groups.items()]
+    parameters = [_option(name, group, _OTHERS | own, command == "prune") for name, group in groups.items()]
     typed.__name__, typed.__doc__ = command, run.__doc__
     typed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     typed.__annotations__ = {it.name: it.annotation for it in parameters}

@@ -7,7 +7,7 @@ import inspect
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from dmcp import models
-from dmcp.batches import Loader, device_of, too_large
+from dmcp.batches import FewBatches, Loader, device_of, too_large
 from dmcp.calibration import kept_modes
 from dmcp.checkpoint import digest
-from dmcp.cli.config import GIVEN, RunConfig, argument
+from dmcp.cli.config import GIVEN, RunConfig, argument, settle
 from dmcp.cutting import with_frozen
 from dmcp.data.datasets import NAMES as DATA
 from dmcp.data.datasets import DataSet, DataSets, FolderSet, load, split, swapped, usual_size
@@ -55,6 +55,8 @@ class Job:
     notes: tuple[str, ...] = ()  # what a person may not know: a sentence each
     teacher: nn.Module | None = None  # the model itself, or another network for the same classes
     new_head: bool = False  # the last layer of a trained model is fresh: the original is not tested
+    config: RunConfig = RunConfig()  # all settings, those that nobody typed chosen for network and data
+    reasons: Mapping[str, str] = field(default_factory=dict)  # of these: value and why, by option
 
     @property
     def replaced(self) -> Replaced:
@@ -72,8 +74,11 @@ class Job:
         return {"fingerprint": self.graph.fingerprint, "macs": self.graph.macs(), "data": data} | teacher
 
 
-def open_job(config: RunConfig) -> Job:
-    """Build the network for the data, load its weights, trace it; DmcpError for what does not fit."""
+def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
+    """Build the network for the data, load its weights, trace it; DmcpError for what does not fit.
+
+    typed: the options of a new run, whose other settings follow network and data; None: all settings are known.
+    """
     place = place_of(config)
     data = load(config.data)
     fresh = build(config, data.classes)
@@ -87,6 +92,7 @@ def open_job(config: RunConfig) -> Job:
         fresh = with_frozen(fresh, model)
     teacher = _teacher(config, model, data, bool(new_head))
     graph = trace_job(config, model, data.shape)
+    config, reasons = (config, {}) if typed is None else settle(config, typed, len(data.train), graph.macs())
     train, held = split(data.train, config.holdout, config.seed) if config.holdout else (data.train, None)
     loaders, test = _loaders(config, train, held, data, place)
     notes = [new_head, swapped(len(data.train), len(data.test), isinstance(data.train, FolderSet))]
@@ -97,7 +103,8 @@ def open_job(config: RunConfig) -> Job:
         notes.append(f"{larger}: give --input 3x{by(found)} to train at their size.")
     notes += [*_left_out(config, len(train)), *graph.notes]
     model, fresh, teacher = model.to(place), fresh.to(place), None if teacher is None else teacher.to(place)
-    return Job(model, fresh, graph, data, loaders, test, tuple(filter(None, notes)), teacher, bool(new_head))
+    told, head = tuple(filter(None, notes)), bool(new_head)
+    return Job(model, fresh, graph, data, loaders, test, told, teacher, head, config, reasons)
 
 
 def place_of(config: RunConfig) -> torch.device:
@@ -276,10 +283,13 @@ def _loaders(
         size = batch if part is train or part is data.train else min(batch, len(part))
         return make_loader(part, size, shuffled, config.seed, place, **how)
 
-    first = make(train, config.batch, True)
+    first: Loader = make(train, config.batch, True)
     if config.train_batch > len(data.train):
         raise DataError(too_large(config.train_batch, len(data.train), "--train-batch"))
-    again = held is not None or config.train_batch not in (0, config.batch)
+    count = config.search_images // config.batch  # a batch of 0 is refused by now
+    few = 0 < count < len(first)
+    again = held is not None or few or config.train_batch not in (0, config.batch)
+    first = FewBatches(first, count) if few else first
     retrain = make(data.train, config.train_batch or config.batch, True) if again else None
     arch = None if held is None else make(held, config.batch, True)
     return Loaders(search=first, arch=arch, train=retrain), make(data.test, config.batch, False)

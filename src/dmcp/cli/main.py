@@ -186,6 +186,8 @@ def prune(request: Request) -> None:
       dmcp prune --model digits:resnet --data digits --budget params:50% --baselines
       dmcp prune --model resnet18 --data ~/photos --budget 8ms --latency-device cpu
       dmcp prune --model cifar:resnet20 --data cifar10 --seeds 3 --json
+      dmcp prune --model resnet50 --data ~/photos --weights mine.pth --budget 70% --budget 50% --budget 30%
+      dmcp prune --model resnet50 --data ~/photos --weights mine.pth --method l2 --no-train
       dmcp prune --model resnet50 --data ~/photos --weights mine.pth --teacher given
       dmcp prune --model resnet18 --data ~/photos --align 8 --min-channels 16 --min-channels layer1=32 --ignore conv1
       dmcp prune --resume runs/resnet18-photos-prune

@@ -22,7 +22,7 @@ from dmcp.budget import costs, limits_latency
 from dmcp.calibration import recalibrate
 from dmcp.cli import launch, session
 from dmcp.cli.config import GIVEN, Request, RunConfig
-from dmcp.cli.job import Job, open_job, place_of
+from dmcp.cli.job import Job, Replaced, open_job, place_of
 from dmcp.cli.session import describe_cost, describe_costs, log, log_replaced, print_json, result_facts
 from dmcp.cutting import cut
 from dmcp.data.datasets import FolderSet, finds_all
@@ -52,9 +52,10 @@ _STEPS = 4  # measured of each kind: the first one is slow, of the others the me
 
 def prune(config: RunConfig, request: Request) -> None:
     """dmcp prune."""
-    assert config.search is not None and config.train is not None
-    with session.session(config, request, lambda job: check_reachable(config, job, request.resume)) as here:
-        job = here.job
+    pruning.check_method(config.method)
+    with session.session(config, request, lambda job: check_reachable(job, request.resume)) as here:
+        job, config = here.job, here.config
+        assert config.search is not None
         rows = {UNPRUNED, UNIFORM} if config.baselines else set()
         if config.weights and not job.new_head:
             rows |= {ORIGINAL}
@@ -62,6 +63,8 @@ def prune(config: RunConfig, request: Request) -> None:
             job.model,
             job.loaders,
             job.test,
+            config.budgets or None,
+            method=config.method,
             search=config.search,
             train=config.train,
             retrain=config.retrain,
@@ -79,24 +82,40 @@ def prune(config: RunConfig, request: Request) -> None:
         log_replaced(replaced)
     for text in warnings:
         log(text)
-    _log_slow(job, result)
-    shares = pruning.expected_shares(result.search)
+    results = result.front or {"": result}
+    for own in results.values():
+        _log_slow(job, own)
     if request.as_json:
-        facts: dict[str, Any] = {"search_steps": len(result.search.log), "expected_shares": shares}
-        facts |= {} if result.latency is None else {"latency": asdict(result.latency)}
-        facts |= {"networks": [asdict(row) for row in result.rows]}
-        print_json(result_facts(here.run.folder, result.graph, result.widths, replaced) | facts)
+        plain = {name: _facts(here.run.folder / name, own, replaced) for name, own in results.items()}
+        networks = {"networks": [asdict(row) for row in result.rows]}
+        print_json(networks | ({"folder": str(here.run.folder), "budgets": plain} if result.front else plain[""]))
         return
-    listed = " and ".join(f"{share:.1%}" for share in shares)
-    print(f"{len(result.search.log)} search steps; expected cost at their end, before repair: {listed} of the budget")
-    print(f"cut to {describe_costs(result.graph, result.widths)}\n\n{result.table}\n\n{here.run.folder}")
+    if result.search:
+        print(f"{len(result.search.log)} search steps; expected cost at their end, before repair: {_shares(result)}")
+    for name, own in results.items():
+        print(f"{name} " * bool(name) + f"cut to {describe_costs(own.graph, own.widths)}")
+    print(f"\n{result.table}\n\n{here.run.folder}")
+
+
+def _shares(result: pruning.PruneResult) -> str:
+    assert result.search is not None
+    shares = " and ".join(f"{share:.1%}" for share in pruning.expected_shares(result.search))
+    return f"{shares} of the budget{f' {result.search.budget.text}' if result.front else ''}"
+
+
+def _facts(folder: Path, result: pruning.PruneResult, replaced: Replaced) -> dict[str, Any]:
+    """A result as plain data."""
+    facts = result_facts(folder, result.graph, result.widths, replaced)
+    if found := result.search:
+        facts |= {"search_steps": len(found.log), "expected_shares": pruning.expected_shares(found)}
+    return facts | ({} if result.latency is None else {"latency": asdict(result.latency)})
 
 
 def search(config: RunConfig, request: Request) -> None:
     """dmcp search."""
-    assert config.search is not None
-    with session.session(config, request, lambda job: check_reachable(config, job, request.resume)) as here:
-        job, outcome = here.job, None
+    with session.session(config, request, lambda job: check_reachable(job, request.resume)) as here:
+        job, config, outcome = here.job, here.config, None
+        assert config.search is not None
         net = Supernet(job.model, job.graph, config.search.groups, config.search.align)
         runtime = here.runtime.stage(SEARCH)
         found = run_search(net, job.loaders.search, config.search, arch_loader=job.loaders.arch, runtime=runtime)
@@ -107,7 +126,7 @@ def search(config: RunConfig, request: Request) -> None:
             _, widths, outcome = choose_once(found, net.model, sample, folder=runtime.checkpointer.folder)
         small = cut(net.model, job.graph, widths)
         recalibrate(small, job.loaders.search)
-        pruning.check_budget(small, widths, found)
+        pruning.check_budget(small, widths, job.graph, found.budget)
         replaced = here.replaced()
         if not here.world.first:
             return
@@ -130,10 +149,10 @@ def search(config: RunConfig, request: Request) -> None:
 
 def train(config: RunConfig, request: Request) -> None:
     """dmcp train."""
-    assert config.train is not None
     name = DMCP if config.widths else UNPRUNED
     with session.session(config, request, lambda job: _check_widths(config, job)) as here:
-        job, graph = here.job, here.job.graph
+        job, graph, config = here.job, here.job.graph, here.config
+        assert config.train is not None
         kept, loader = _read_widths(config, job), job.loaders.train or job.loaders.search
         own = config.retrain is Retrain.FINETUNE or is_model(job.teacher, job.model)
         before = trained_before(job.model, own and not job.new_head, job.teacher, job.teacher)
@@ -142,8 +161,9 @@ def train(config: RunConfig, request: Request) -> None:
             rival = None if job.teacher is job.model else before.get(ORIGINAL)
             worth = weigh_teacher(job.teacher, rival, job.data.classes, job.test)
         how = Retraining(config.train, config.retrain, _teacher(config, job))
-        start = job.model if config.retrain is Retrain.FINETUNE else job.fresh
-        nets = train_all(start, graph, {name: kept}, loader, how, runtime=here.runtime)
+        keeps = config.retrain in (Retrain.FINETUNE, Retrain.NONE)
+        start, cuts = job.model if keeps else job.fresh, {name: cut(job.model, graph, kept, by="l2")} if keeps else {}
+        nets = train_all(start, graph, {name: kept}, loader, how, cuts=cuts, runtime=here.runtime)
         example = next(iter(loader))[0]
         rows = compare(before | nets, graph, {name: kept}, job.test, example, runtime=here.runtime)
         replaced = here.replaced()
@@ -168,15 +188,16 @@ def train(config: RunConfig, request: Request) -> None:
 
 def prune_seeds(config: RunConfig, request: Request) -> None:
     """dmcp prune --seeds: the same command for several seeds, side by side; their mean and spread."""
-    assert config.search is not None
-    job = open_job(replace(config, device="cpu"))  # one sentence now, not one of each seed
+    pruning.check_method(config.method)
+    job = open_job(replace(config, device="cpu"), request.typed)  # one sentence now, not one of each seed
+    config = replace(job.config, device=config.device)
     session.check_job(job, config)
     folder = session.run_folder(config, request)
     argv = launch.words_of_each(sys.argv[1:])
-    shared = limits_latency(config.search.budget) and not config.latency  # measured once: side by side they are slow
+    shared = any(map(limits_latency, _specs(config))) and not config.latency  # once: side by side they are slow
     argv += ["--latency", str(folder / LATENCY_FILE)] if shared else []
     launch.refuse_others(folder, argv)
-    job = check_reachable(config, job, str(folder))
+    job = check_reachable(replace(job, config=config), str(folder))
     session.log_notes(job, config)
     if shared and (table := Latency.of(job.graph)) is not None:
         table.save(folder / LATENCY_FILE)
@@ -217,7 +238,7 @@ def _log_slow(job: Job, result: pruning.PruneResult) -> None:
     if not mostly_odd(result.graph, result.widths):
         return
     times = {row.name: row.ms for row in result.rows}
-    now, before = times[DMCP], times.get(UNPRUNED, times.get(ORIGINAL))
+    now, before = result.rows[-1].ms, times.get(UNPRUNED, times.get(ORIGINAL))
     if before is None:  # it is not in the table
         example = torch.zeros(result.rows[0].batch, *job.data.shape, device=device_of(job.model))
         now, before = milliseconds([result.model, job.model], example)
@@ -228,23 +249,33 @@ def _log_slow(job: Job, result: pruning.PruneResult) -> None:
 # the budget
 
 
-def check_reachable(config: RunConfig, job: Job, resume: str = "") -> Job:
+def _specs(config: RunConfig) -> tuple[Any, ...]:
+    """The budgets as they were typed."""
+    assert config.search is not None
+    return config.budgets or (config.search.budget,)
+
+
+def check_reachable(job: Job, resume: str = "") -> Job:
     """Refuse a budget that cannot be reached before anything is written; for one of latency, measure first."""
-    search, kept = config.search, Path(resume) / LATENCY_FILE
-    assert search is not None
+    config, kept = job.config, Path(resume) / LATENCY_FILE
+    assert config.search is not None
     file = kept if resume and kept.exists() else Path(config.latency) if config.latency else None
-    if limits_latency(search.budget) or file:
-        job = _with_latency(config, job, file)
+    if any(map(limits_latency, _specs(config))) or file:
+        job = _with_latency(job, file)
     elif config.latency_batch != 1 or config.latency_device or config.latency_runtime is RuntimeKind.ONNX:
         raise DmcpError("--latency-batch, -device and -runtime are for budgets of latency, like 8ms: leave them out.")
-    reach(Supernet(job.model, job.graph, search.groups, search.align), search)
+    pruning.read_budgets(_specs(config), job.graph, *pruning.reachable(job.graph, config.search))
+    if config.method == DMCP:
+        reach(Supernet(job.model, job.graph, config.search.groups, config.search.align), config.search)
     return job
 
 
-def _with_latency(config: RunConfig, job: Job, file: Path | None) -> Job:
+def _with_latency(job: Job, file: Path | None) -> Job:
     """The job with a table of latency: of a file, or a new one."""
-    search, batch, runtime = config.search, config.latency_batch, config.latency_runtime
-    assert search is not None
+    config = job.config
+    assert config.search is not None
+    budget = next(filter(limits_latency, _specs(config)), config.search.budget)
+    search, batch, runtime = replace(config.search, budget=budget), config.latency_batch, config.latency_runtime
     given = None if file is None else Latency.load(file)
     if given is not None:
         try:
@@ -286,29 +317,42 @@ class Stage(NamedTuple):
 
 def dry_run(config: RunConfig, request: Request) -> None:
     """dmcp prune --dry-run: what a run would be like, from a few steps on copies."""
+    pruning.check_method(config.method)
+    job = open_job(config, request.typed)
+    config = job.config
     assert config.search is not None
-    job = open_job(config)
     session.check_job(job, config)
-    job = check_reachable(config, job)
+    job = check_reachable(job)
     session.log_notes(job, config)
-    graph, net = job.graph, Supernet(job.model, job.graph, config.search.groups, config.search.align)
-    budget, path = reach(net, config.search)
-    low, high = extremes(graph, path.sizes)
-    stages = forecast(net, job.loaders.search, config)
+    graph = job.graph
+    low, high = pruning.reachable(graph, config.search)
+    budgets = pruning.read_budgets(_specs(config), graph, low, high)
+    stages = forecast(Supernet(job.model, graph, config.search.groups, config.search.align), job.loaders, config)
     steps, seconds = sum(stage.steps for stage in stages), sum(stage.seconds for stage in stages)
-    device, memory = net.alpha.device.type, _peak_bytes(net.alpha.device)
+    place = device_of(job.model)
+    memory = _peak_bytes(place)
     if request.as_json:
         ends = {"min": session.plain_costs(costs(graph, low)), "max": session.plain_costs(costs(graph, high))}
-        asked = session.plain_costs({limit.kind: limit.target for limit in budget.limits})
-        facts = {"reachable": ends, "asked": asked, "device": device, "peak_bytes": memory}
+        asked = [session.plain_costs({limit.kind: limit.target for limit in it.limits}) for it in budgets.values()]
+        facts: dict[str, Any] = {"reachable": ends, "asked": asked if config.budgets else asked[0]}
+        facts |= {"chosen": job.reasons, "device": place.type, "peak_bytes": memory}
         print_json(facts | {"stages": [stage._asdict() for stage in stages], "steps": steps, "seconds": seconds})
         return
     print(f"{graph.summary()}\n")
     print(f"reachable: from {describe_costs(graph, low)}\n           to   {describe_costs(graph, high)}")
-    print(f"asked for: at most {', '.join(describe_cost(limit.kind, limit.target) for limit in budget.limits)}\n")
+    for it in budgets.values():
+        print(f"asked for: at most {', '.join(describe_cost(limit.kind, limit.target) for limit in it.limits)}")
+    if config.budgets:
+        print(f"one search, at {config.search.budget}; widths for the other budgets are scaled from it")
+    if job.reasons:
+        print("\nchosen, since not given:")
+        longest = max(map(len, job.reasons))
+        for name, reason in job.reasons.items():
+            print(f"  --{name.replace('_', '-'):<{longest}}  {reason}")
+    print()
     for stage in stages:
         print(f"{stage.name:<16}{stage.steps:>8} steps  {clock(stage.seconds):>12}")
-    print(f"{'in all':<16}{steps:>8} steps  {clock(seconds):>12}, {memory / 2**30:.1f} GiB on {device}")
+    print(f"{'in all':<16}{steps:>8} steps  {clock(seconds):>12}, {memory / 2**30:.1f} GiB on {place.type}")
     if config.teacher:
         names = {GIVEN: "the network as given", UNPRUNED: "the unpruned network, trained first"}
         name = names.get(teacher := _forecast_teacher(config), teacher)
@@ -323,9 +367,12 @@ def _forecast_teacher(config: RunConfig) -> str:
     return (GIVEN if config.weights else UNPRUNED) if config.teacher == AUTO else config.teacher
 
 
-def forecast(net: Supernet, loader: Loader, config: RunConfig, now: Clock | None = None) -> list[Stage]:
+def forecast(
+    net: Supernet, loader: Loader | pruning.Loaders, config: RunConfig, now: Clock | None = None
+) -> list[Stage]:
     """The stages of a run, by a few steps of a copy of the supernet and of two cut networks; now: the clock."""
-    search, train = config.search, config.train
+    loaders = loader if isinstance(loader, pruning.Loaders) else pruning.Loaders(search=loader)
+    search, train, loader, last = config.search, config.train, loaders.search, loaders.train or loaders.search
     assert search is not None and train is not None
     budget, path = reach(net, search)
     low, high = extremes(net.graph, path.sizes)
@@ -350,22 +397,27 @@ def forecast(net: Supernet, loader: Loader, config: RunConfig, now: Clock | None
     short = replace(search, epochs=2, warmup=0.5, log_every=1)
     few, one = replace(train, epochs=_STEPS, warmup_epochs=0), batches[:1]  # records come at the end of an epoch
     twin, unpruned, pruned = copy.deepcopy(net), *(cut(net.model, net.graph, it) for it in (net.graph.full, same))
-    warm, both = seconds_of(
-        twin, lambda runtime: run_search(twin, batches * search.accumulate, short, runtime=runtime), 2
-    )
+    warm = both = 0.0
+    if config.method == DMCP:  # how long other methods choose is not measured
+        warm, both = seconds_of(
+            twin, lambda runtime: run_search(twin, batches * search.accumulate, short, runtime=runtime), 2
+        )
     (full,) = seconds_of(unpruned, lambda runtime: run_training(unpruned, one, few, runtime=runtime))
     (ours,) = seconds_of(pruned, lambda runtime: run_training(pruned, one, few, runtime=runtime))
     asked = full / 3  # what a teacher takes: a forward is a third of a step
     ours += full if config.retrain is Retrain.SLIMMABLE else asked if config.teacher else 0.0
-    per_epoch, steps = -(-len(loader) // search.accumulate), len(loader) * train.epochs
+    per_epoch, steps = -(-len(loader) // search.accumulate), len(last) * train.epochs
     warmup, rest = per_epoch * search.warmup_epochs, per_epoch * (search.epochs - search.warmup_epochs)
-    stages = [Stage("warm-up", warmup, warmup * warm), Stage("search", rest, rest * both)]
+    stages = [Stage("warm-up", warmup, warmup * warm), Stage("search", rest, rest * both)] if both else []
+    if config.retrain is Retrain.NONE:
+        return stages
     if config.baselines or _forecast_teacher(config) == UNPRUNED:
         learns = _forecast_teacher(config) not in ("", UNPRUNED)
         stages.append(Stage(UNPRUNED, steps, steps * (full + asked if learns else full)))
-    if config.baselines:
-        stages.append(Stage(UNIFORM, steps, steps * ours))
-    return [*stages, Stage(DMCP, steps, steps * ours)]
+    for text in config.budgets or [""]:
+        names = [UNIFORM, config.method] if config.baselines and config.method != UNIFORM else [config.method]
+        stages += [Stage(f"{name} {text}".strip(), steps, steps * ours) for name in names]
+    return stages
 
 
 def _now(model: nn.Module) -> float:

@@ -31,7 +31,7 @@ from dmcp.latency.table import LATENCY_FILE, Latency
 from dmcp.preflight import check_classifier, check_finite, check_input
 from dmcp.report.trackers import Tracker, open_tracker, read_kinds
 from dmcp.retraining import DivergenceWarning
-from dmcp.runs import REPLACED, SETTINGS, Run, free_folder, read_json, refuse_taken, slug
+from dmcp.runs import INPUT, REPLACED, SETTINGS, Run, free_folder, read_json, refuse_taken, slug
 from dmcp.runtime.distributed import World, gather, join, leave
 from dmcp.runtime.io import Lock, alive
 from dmcp.settings import Corrupt
@@ -40,7 +40,6 @@ from dmcp.training import Event, Runtime
 from dmcp.units import FS_PER_MS, counted
 from dmcp.widths import Widths
 
-INPUT = "input.json"  # how images become inputs
 PARENT = "DMCP_PARENT"  # environment variable: the process that has started a child
 PATIENCE = 60.0  # seconds that a child has to obey a signal
 _LOOK = 1.0  # seconds between two looks of a child at its parent
@@ -132,7 +131,8 @@ def session(
             warnings.simplefilter("ignore", DivergenceWarning)  # the command says it at its end
             if resume:
                 check_names(folder, config, "data", "weights", "teacher")
-            job = open_job(config)
+            job = open_job(config, None if resume or config.command == "compare" else request.typed)
+            config = job.config
             check_job(job, config, whole)
             if world.first and not resume:
                 refuse_taken(folder)  # before anything is measured

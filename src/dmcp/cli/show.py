@@ -34,7 +34,7 @@ from dmcp.latency.measure import measure_latency
 from dmcp.report import figures
 from dmcp.report.html import draw_runs, make_page, percent
 from dmcp.results import compare, not_faster, results_table, score
-from dmcp.runs import SEARCH, Run, list_runs, load_search, read_json, read_runs
+from dmcp.runs import INPUT, REPORT, SEARCH, Run, list_runs, load_search, read_json, read_runs
 from dmcp.runtime.io import plain
 from dmcp.searching.config import SearchResult, extremes
 from dmcp.settings import LatencyConfig
@@ -231,6 +231,9 @@ def report(runs: Sequence[Path], out: Path, svg: Path | None) -> None:
 def _check_done(run: Path, name: str, config: RunConfig) -> None:
     """Refuse a run that has not made this file yet, or never will."""
     if not (run / name).exists():
+        if config.budgets and (run / REPORT).exists() and name == WIDTHS:
+            inside = ", ".join(sorted(path.parent.name for path in run.glob(f"*/{name}")))
+            raise FileError(f"{run} has a network for each budget: give one of the folders in it, {inside}.")
         way = f"go on with dmcp {config.command} --resume {shlex.quote(str(run))}"
         if name == SEARCH and config.command == "train":
             way = "give a run of dmcp prune or search"
@@ -306,7 +309,7 @@ def export(run: Path, out: Path, tolerance: float, int8: bool, quiet: bool, as_j
         check_names(run, config, "data")
         ranges, test = _images(config)
     small, widths = load(run, fresh), graph.widths(Widths.from_json(read_json(run / WIDTHS)))
-    how, example = read_json(run / session.INPUT), torch.zeros(1, *shape)
+    how, example = read_json(run / INPUT), torch.zeros(1, *shape)
     if not quiet:
         log(f"{out} is made, and run beside the network; the unpruned network is exported alike, to compare.")
     shown = progress.showing(False if quiet or as_json else None, lines=True)

@@ -39,6 +39,11 @@ def find_l1(problem: Problem, config: L1Config, state: Mapping[str, Tensor] | No
     return Choice(widths=widths, kept=_largest(problem, model, widths, config.power), model=model)
 
 
+def find_l2(problem: Problem, config: Settings, state: Mapping[str, Tensor] | None = None) -> Choice:
+    """The same by the L2 norm."""
+    return find_l1(problem, L1Config(power=2), state)
+
+
 def _largest(problem: Problem, model: nn.Module, widths: Widths, power: int) -> dict[str, list[int]]:
     """The channels of each space with the largest filters."""
     graph = problem.graph

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib.util
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from dmcp.budget import Budget
 from dmcp.compare import amc, autoslim, baselines, magnitude, metapruning
 from dmcp.compare.baselines import NoConfig
 from dmcp.compare.problem import Choice, Prepared, Problem
@@ -63,6 +65,7 @@ METHODS: dict[str, Method] = {
     "random": Method(baselines.find_random),
     "uniform-slimmable": Method(baselines.find_uniform, own=Own.SLIMMABLE, one_ratio=True),
     "l1": Method(magnitude.find_l1, magnitude.L1Config, Start.TRAINED, own=Own.FINETUNED, one_ratio=True),
+    "l2": Method(magnitude.find_l2, start=Start.TRAINED, own=Own.FINETUNED, one_ratio=True),
     "slimming": Method(
         magnitude.find_slimming, magnitude.SlimmingConfig, Start.PREPARED, magnitude.prepare, Own.FINETUNED, full=True
     ),
@@ -94,7 +97,7 @@ def find_method(name: str) -> Method:
         return Method(_take, GivenConfig)
     if ":" in name:
         return _imported(name)
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(name.lower(), known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
     raise DmcpError(f"There is no method {name!r}: {hint}")
 
@@ -124,6 +127,23 @@ def choose(name: str, problem: Problem, config: Any, start: Any = None) -> Choic
         choice = _checked(name, method, problem, choice)
     choice.check(problem)
     return choice
+
+
+def choose_all(name: str, problem: Problem, budgets: Mapping[str, Budget]) -> dict[str, Choice]:
+    """What a method with its usual settings chooses for each budget; it starts from the weights of the model."""
+    method = find_method(name)
+    config = method.config()
+    state = prepare(name, problem, config).state if method.prepare else None
+    if len(budgets) > 1:  # their checkpoints would have one name
+        problem = replace(problem, runtime=replace(problem.runtime, checkpointer=None))
+    return {key: choose(name, replace(problem, budget=budget), config, state) for key, budget in budgets.items()}
+
+
+def check_installed(name: str) -> None:
+    """DmcpError for a method that is not there, or is of a package that is not installed."""
+    find_method(name)
+    if name in PEERS and importlib.util.find_spec(name.replace("-", "_")) is None:
+        raise DmcpError(f"{name} is not installed: pip install {name}, or take another method.")
 
 
 @dataclass(frozen=True, kw_only=True)

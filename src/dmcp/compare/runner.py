@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
 import json
 import shlex
 import sys
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from dmcp.batches import Loader
 from dmcp.budget import parse
 from dmcp.checkpoint import DONE, State
-from dmcp.compare.methods import GIVEN, METHODS, PEERS, Own, Start, choose, find_method, prepare, title
+from dmcp.compare.methods import GIVEN, METHODS, PEERS, Own, Start, check_installed, choose, find_method, prepare, title
 from dmcp.compare.problem import Choice, Prepared, Problem, samples_of
 from dmcp.cutting import cut
 from dmcp.data.datasets import DataSet, split
@@ -34,17 +33,16 @@ from dmcp.errors import DmcpError, FileError
 from dmcp.exporting import blaming
 from dmcp.results import UNIFORM, UNPRUNED, compare
 from dmcp.retraining import Retraining, train_all
-from dmcp.runs import CHECKPOINTS, LOG, PREPARED, SETTINGS, Run, load_search, read_json
+from dmcp.runs import CHECKPOINTS, PREPARED, SETTINGS, Run, load_search, read_json
 from dmcp.runtime.distributed import current
 from dmcp.runtime.io import Lock, from_plain, parse_tensors, read_bytes
-from dmcp.searching.config import BOUNDS, SearchResult, extremes
-from dmcp.searching.search import SEARCH
+from dmcp.searching.config import BOUNDS, extremes
 from dmcp.searching.subnets import chains
 from dmcp.settings import Bound, Engine, Retrain, TrainConfig
 from dmcp.storage import load, save
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.training import Event, Runtime, train
+from dmcp.training import Runtime, train
 from dmcp.widths import Widths
 
 BASE = "base"  # the unpruned network, trained without the held-out images
@@ -135,8 +133,7 @@ def check_peer(name: str) -> str:
     """The name of another package that is here."""
     if name not in PEERS:
         raise DmcpError(f"--peer: there is no peer {name!r}: there are {', '.join(PEERS)}.")
-    if importlib.util.find_spec(name.replace("-", "_")) is None:
-        raise DmcpError(f"--peer: {name} is not installed: pip install {name}, or leave this peer out.")
+    check_installed(name)
     return name
 
 
@@ -381,17 +378,8 @@ class OneRun:
     """One run at work, in a folder with its checkpoints and log."""
 
     def __init__(self, it: PlannedRun, inputs: Inputs, files: Run, runtime: Runtime) -> None:
-        self.it, self.inputs, self.files = it, inputs, files
-        self.report = runtime.on_event or (lambda event: None)
-        self.runtime = replace(runtime, on_event=self._hear)
+        self.it, self.inputs, self.files, self.runtime = it, inputs, files, runtime
         self.recipe = replace(it.protocol.train, seed=it.seed)
-
-    def _hear(self, event: Event) -> None:
-        """Plain records become lines of the log; a search is kept where it is what the method does."""
-        if isinstance(event.record, Mapping):
-            self.files.add(LOG, {"stage": event.stage} | dict(event.record))
-        elif not isinstance(event.record, SearchResult) or event.stage == SEARCH:
-            self.report(event)
 
     def do(self) -> None:
         """Prepare or choose, train, test, and write what came out."""
