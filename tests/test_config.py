@@ -37,7 +37,7 @@ def config(command: str = "prune", **typed: Any) -> RunConfig:
 def test_defaults_depend_on_weights_and_retrain() -> None:
     for typed, epochs, lr, warmup, sort, retrain in (
         ({}, 100, 0.8, 0.5, False, Retrain.FINETUNE),
-        ({"weights": "x.pth"}, 20, 0.08, 0.0, True, Retrain.FINETUNE),
+        ({"weights": "x.pth"}, 20, 0.8, 0.0, True, Retrain.FINETUNE),
         ({"weights": "x.pth", "retrain": Retrain.SCRATCH, "warmup": 0.25}, 100, 0.8, 0.25, True, Retrain.SCRATCH),
         ({"retrain": Retrain.SLIMMABLE, "epochs": 3, "lr": 0.4}, 3, 0.4, 0.5, False, Retrain.SLIMMABLE),
     ):
@@ -58,11 +58,11 @@ def test_defaults_depend_on_weights_and_retrain() -> None:
 
 def test_settings_that_nobody_typed_follow_the_data() -> None:
     for images, typed, found in (
-        (1_415, {"weights": "x.pth"}, (128, 28, 28, 0)),
-        (400, {"weights": "x.pth"}, (32, 25, 25, 0)),
-        (50_000, {"weights": "x.pth"}, (128, 10, 20, 0)),
+        (1_415, {"weights": "x.pth"}, (128, 35, 28, 0)),
+        (400, {"weights": "x.pth"}, (32, 125, 25, 0)),
+        (50_000, {"weights": "x.pth"}, (128, 1, 20, 0)),
         (50_000, {}, (128, 40, 100, 0)),
-        (1_281_167, {"weights": "x.pth"}, (128, 1, 10, 400_000)),
+        (1_281_167, {"weights": "x.pth"}, (128, 1, 10, 50_000)),
         (1_281_167, {"weights": "x.pth", "search_epochs": 3, "epochs": 7, "batch": 256}, (256, 3, 7, 0)),
     ):
         it, reasons = settle(config(**typed), typed, images, macs=10**6)

@@ -475,7 +475,7 @@ def test_the_reachable_widths_are_those_of_the_chains(more: dict[str, Any]) -> N
 
 
 def test_a_search_of_much_data_sees_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("_LARGE", 100), ("_SEARCH_IMAGES", 512), ("_TRAIN_IMAGES", 1), ("_MIN_STEPS", 1)):
+    for name, value in (("_SEARCH_IMAGES", 512), ("_SEARCH_STEPS", 1), ("_TRAIN_IMAGES", 1), ("_MIN_STEPS", 1)):
         monkeypatch.setattr(f"dmcp.settings.{name}", value)
     model, graph, loaders = trained()
     seen: list[dmcp.Event] = []

@@ -235,12 +235,22 @@ def paper(budget: int | float | str | Budget = "50%") -> dict[str, Any]:
 
 # defaults for what is there: docs/cookbook.md has the same table
 
-_TRAINED_SEARCH: dict[str, Any] = {"epochs": 10, "warmup": 0.0, "sort": True, "lr": 0.04, "min_lr": 0.004}
-_TRAINED_TRAIN: dict[str, Any] = {"epochs": 20, "lr": 0.08, "warmup_lr": 0.08, "warmup_epochs": 0}
+_TRAINED_SEARCH: dict[str, Any] = {  # experiments/REPORT.md, "judge, second sitting"
+    "epochs": 1,
+    "warmup": 0.0,
+    "sort": True,
+    "lr": 0.04,
+    "min_lr": 0.004,
+    "init": Init.FRONT,
+    "sharpen": 2.0,
+    "sampling": Sampling.MIXED,
+    "budget_weight": 1.0,
+}
+_TRAINED_TRAIN: dict[str, Any] = {"epochs": 20}
 _KEEPING = (Retrain.FINETUNE, Retrain.NONE)  # the weights that are there
-_LARGE = 100_000  # images from which a trained network needs fewer passes
-_SEARCH_IMAGES, _TRAIN_IMAGES = 400_000, 13_000_000  # that it then sees in all: in the search, in the fine-tuning
-_MIN_STEPS = 300  # of a search or a training: tiny data sets get more passes
+_SEARCH_IMAGES, _SEARCH_STEPS = 50_000, 150  # that a trained network sees in its search, and steps at least
+_TRAIN_IMAGES = 13_000_000  # that it sees at most in its fine-tuning
+_MIN_STEPS = 300  # of a search or a training of other networks: tiny data sets get more passes
 _BATCH, _MIN_PER_EPOCH = 128, 8  # images in a batch, and the steps that an epoch has at least
 _HEAVY, _HEAVY_BATCH = 2 * 10**9, 64  # MACs of one sample from which batches are smaller, for the memory
 
@@ -259,30 +269,35 @@ def defaults(
     budget: int | float | str | Budget, retrain: Retrain, *, trained: bool, images: int, batch: int
 ) -> Defaults:
     """Settings for so many training images in batches of this size; `trained`: the network is, on such data."""
-    search = default_search(budget, trained)
-    gentle, train = trained and retrain in _KEEPING, default_training(retrain, trained)
+    search, train = default_search(budget, trained), default_training(retrain, trained)
+    gentle = trained and retrain in _KEEPING
     known = "the network is trained: small steps keep what it knows"
     fresh = "the network is not trained: the paper's settings"
-    passes, why_passes = _passes(search.epochs, images, batch, _SEARCH_IMAGES if trained else 0)
+    enough = max(_SEARCH_IMAGES, _SEARCH_STEPS * batch)
+    few = enough if trained and images >= 2 * enough else 0
+    if trained:
+        passes, why_passes = max(1, round(enough / images)), f"about {enough:,} images do for a trained network"
+    else:
+        passes, why_passes = _passes(search.epochs, images, batch)
     epochs, why_epochs = _passes(train.epochs, images, batch, _TRAIN_IMAGES if gentle else 0)
-    few = _SEARCH_IMAGES if trained and images > _SEARCH_IMAGES else 0
     anew = "the network is trained anew: the paper's settings" if trained else fresh
+    full = "what the cut took away is learned best at the full rate"
     no_warmup = "a trained network needs no warm-up, but its channels in order of their norms"
     why: dict[str, tuple[object, str]] = {
         "search_epochs": (f"1 pass over {few:,} images" if few else passes, why_passes),
         "search_lr": (f"{search.lr:g} at a batch of {search.reference_batch}", known if trained else fresh),
         "warmup": (search.warmup, no_warmup if trained else "the weights are trained before the alphas move"),
         "epochs": (epochs, why_epochs),
-        "lr": (f"{train.lr:g} at a batch of {train.reference_batch}", known if gentle else anew),
+        "lr": (f"{train.lr:g} at a batch of {train.reference_batch}", full if gentle else anew),
     }
     return Defaults(replace(search, epochs=passes), replace(train, epochs=epochs), few, why)
 
 
-def _passes(usual: int, images: int, batch: int, most: int) -> tuple[int, str]:
+def _passes(usual: int, images: int, batch: int, most: int = 0) -> tuple[int, str]:
     """Epochs, and why; most: images that are enough in all, 0 where that is not known."""
-    steps = max(1, images // max(1, batch))
-    if most and images > _LARGE:
-        return max(1, min(usual, most // images)), f"of {images:,} images so many are enough for a trained network"
+    steps = max(1, images // batch)
+    if most and usual * images > most:
+        return max(1, most // images), f"of {images:,} images so many are enough for a trained network"
     if usual * steps < _MIN_STEPS:
         return -(-_MIN_STEPS // steps), f"an epoch has {steps} steps, and fewer than {_MIN_STEPS} in all are too few"
     return usual, f"usual for {images:,} images"

@@ -411,9 +411,8 @@ _WITHOUT = {
 }
 _DEFAULTS = {  # of settings that depend on others
     "epochs": "100, or 20 to fine-tune --weights; more for tiny data",
-    "lr": "0.8 at a batch of 2048, or 0.08 to fine-tune --weights",
-    "search_epochs": "40, or 10 with --weights; more for tiny data",
-    "search_images": "all; with --weights 400000 of more images",
+    "search_epochs": "40, with --weights about 50,000 images; more for tiny data",
+    "search_images": "all; with --weights about 50,000 of more images",
     "batch": "128; 64 for large networks, less for tiny data",
     "search_lr": "0.2 at a batch of 1024, or 0.04 with --weights",
     "warmup": "0.5, or 0 with --weights",

@@ -18,7 +18,7 @@ from dmcp.cutting import cut, verify
 from dmcp.errors import TrainingError
 from dmcp.sampling import expected
 from dmcp.searching.search import search as search_widths
-from dmcp.settings import SearchConfig, default_search
+from dmcp.settings import Retrain, SearchConfig, defaults
 from dmcp.supernet import Supernet
 from dmcp.tracing.trace import trace
 from dmcp.training import Runtime, Task
@@ -57,13 +57,13 @@ def prune(
     trainer._setup_train()
     unset_deterministic()
     model, batches = Predictions(trainer.model).train(), _Batches(trainer)
-    trained = bool(yolo.ckpt)
+    trained, size = bool(yolo.ckpt), trainer.batch_size
     config = search or replace(
-        default_search(budget, trained),
+        defaults(budget, Retrain.FINETUNE, trained=trained, images=len(batches) * size, batch=size).search,
         distill=False,
         lr=2e-4 if trained else 1e-3,
         min_lr=2e-5 if trained else 1e-4,
-        reference_batch=trainer.batch_size,
+        reference_batch=size,
     )
     config = config if epochs is None else replace(config, epochs=epochs)
     first = next(iter(batches))["input"][:2]
