@@ -63,13 +63,35 @@ def test_the_block_of_segmentation_models(run_block: RunBlock, tmp_path: Path) -
     assert dmcp.load(tmp_path, smp.Unet("resnet18", encoder_weights=None, classes=3))
 
 
-@pytest.mark.parametrize("loop", ["lightning", "accelerate"])
-def test_the_block_of_a_loop(loop: str, run_block: RunBlock) -> None:
-    """All steps were taken, and the alphas moved only after the warm-up."""
-    names = run_block(loop)
+def check_loop(names: dict[str, Any]) -> None:
+    """All steps were taken, and what was found is inside the budget."""
     searcher = names["searcher"]
     assert searcher.at + 1 == searcher.total == 2 * len(names["data"])
     assert dmcp.trace(names["small"], torch.zeros(2, 3, 32, 32)).macs() <= 0.5 * searcher.net.graph.macs()
+
+
+def test_the_block_of_accelerate(run_block: RunBlock) -> None:
+    check_loop(run_block("accelerate"))
+
+
+def test_the_block_of_lightning(run_block: RunBlock) -> None:
+    """It also goes on from a checkpoint, with the same bits."""
+    names = run_block("lightning")
+    check_loop(names)
+    torch.manual_seed(0)
+    torch.rand(64, 3, 32, 32)  # the data of the block, so that the network is the same
+    config, data = names["config"], names["data"]
+
+    def fresh() -> Any:
+        return names["Search"](names["resnet18"](num_classes=4), torch.zeros(2, 3, 32, 32), config, len(data))
+
+    module = fresh()
+    for epochs, path in ((1, None), (2, "half.ckpt")):
+        trainer = names["lightning"].Trainer(max_epochs=epochs, accelerator="cpu", logger=False)
+        trainer.fit(module, data, ckpt_path=path)
+        trainer.save_checkpoint("half.ckpt")
+        found, module = module.searcher, fresh()
+    assert torch.equal(found.net.alpha, names["searcher"].net.alpha)
 
 
 def test_the_block_of_detectors(run_block: RunBlock) -> None:
