@@ -53,6 +53,10 @@ def test_the_block_of_transformers(run_block: RunBlock) -> None:
     assert result.graph.macs(result.widths) <= 0.5 * result.graph.macs() and type(again) is type(model)
     x = torch.rand(2, 3, 64, 64)
     assert torch.equal(again.eval()(x).logits, result.model.eval()(x).logits)
+    arguments = transformers.TrainingArguments("trained", max_steps=2, use_cpu=True, report_to="none")
+    samples: Any = [{"pixel_values": image, "labels": 1} for image in torch.rand(16, 3, 32, 32)]
+    transformers.Trainer(again, arguments, train_dataset=samples).train()
+    assert not torch.equal(again.eval()(x).logits, result.model(x).logits)
 
 
 def test_the_block_of_segmentation_models(run_block: RunBlock, tmp_path: Path) -> None:
