@@ -137,6 +137,13 @@ def test_save_replaces_a_result_of_ours_and_no_other_file(chain: Case, tmp_path:
         with pytest.raises(dmcp.FileError):
             dmcp.save(small, widths, folder)
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == {name: data}
+    pretrained = tmp_path / "pretrained"
+    pretrained.mkdir()
+    for factor in (2, 1):  # another network, and this one, as save_pretrained of transformers writes it
+        weights = {name: factor * tensor for name, tensor in small.state_dict().items()}
+        safetensors.torch.save_file(weights, pretrained / "model.safetensors", {"format": "pt"})
+        with pytest.raises(dmcp.FileError) if factor == 2 else contextlib.nullcontext():
+            dmcp.save(small, widths, pretrained)
     for place in (folder / name, folder / name / "below", None):
         with pytest.raises(dmcp.FileError):
             dmcp.save(small, widths, place)  # type: ignore[arg-type]

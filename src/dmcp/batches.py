@@ -32,14 +32,14 @@ class Loader(Protocol):
 
 def input_of(batch: Any) -> Any:
     """What the model is given: a tensor, a tuple of arguments or a dict of keyword arguments."""
-    return batch if isinstance(batch, Tensor) else _part(batch, 0, "input")
+    return batch if isinstance(batch, Tensor) else _part(batch, 0, "input", "pixel_values")
 
 
 def labels_of(batch: Any) -> Tensor:
     """What the classification loss and metric compare with."""
     if isinstance(batch, Tensor):
         raise DataError('A batch must be (input, labels) or a dict with "input" and "label"; a tensor has no label.')
-    labels = _part(batch, 1, "label")
+    labels = _part(batch, 1, "label", "labels")
     if not isinstance(labels, Tensor):
         raise DataError(f"The labels of a batch must be a tensor, not a {type(labels).__name__}.")
     return labels
@@ -217,9 +217,10 @@ def generator(*numbers: int) -> torch.Generator:
     return torch.Generator().manual_seed(mix(*numbers))
 
 
-def _part(batch: Any, place: int, key: str) -> Any:
+def _part(batch: Any, place: int, key: str, other: str) -> Any:
+    """A place of a tuple or a key of a dict; `other` is its name in transformers."""
     try:
-        return batch[key if isinstance(batch, Mapping) else place]
+        return batch[(key if key in batch else other) if isinstance(batch, Mapping) else place]
     except (KeyError, IndexError, TypeError):
         only = f", only {', '.join(map(repr, batch)) or 'nothing'}" if isinstance(batch, Mapping) else ""
         raise DataError(

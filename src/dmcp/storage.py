@@ -28,9 +28,9 @@ _MAX_EXTRA = 2**30  # bytes of weights beyond those of the model, for a head wit
 def save(small: nn.Module, widths: Widths, folder: str | os.PathLike[str]) -> None:
     """Write the network into the folder as model.safetensors and widths.json; other files there are left alone.
 
-    An earlier result is replaced; files of these names that something else wrote are not. Whenever this is killed,
-    `load` finds the old result or the new one: both files are complete before either is renamed, and each names the
-    other.
+    An earlier result is replaced, and so is the same network by `save_pretrained` of transformers; other files of these
+    names are not. Whenever this is killed, `load` finds the old result or the new one: both files are complete before
+    either is renamed, and each names the other.
     """
     if not isinstance(widths, Widths):
         raise WidthsError("save needs the Widths of the network, to know its architecture: graph.widths(...).")
@@ -44,7 +44,7 @@ def save(small: nn.Module, widths: Widths, folder: str | os.PathLike[str]) -> No
         if shapes.get(dim.tensor, [])[dim.dim : dim.dim + 1] != [dim.size(widths)]:
             wanted = f"dim {dim.dim} of {dim.tensor} must be {dim.size(widths)}"
             raise WidthsError(f"These widths are not those of this network: {wanted}.")
-    _refuse_foreign(folder)
+    _refuse_foreign(folder, tensors)
     try:
         weights = safetensors.torch.save(tensors)
     except (KeyError, SafetensorError) as error:
@@ -120,10 +120,10 @@ def _digest(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _refuse_foreign(folder: Path) -> None:
-    """Do not replace weights that lie there without our widths.json, nor another widths.json."""
+def _refuse_foreign(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Do not replace other weights that lie there without our widths.json, nor another widths.json."""
     records = [folder / name for name in (WIDTHS, staging_name(WIDTHS)) if os.path.exists(folder / name)]
-    foreign = WEIGHTS if os.path.exists(folder / WEIGHTS) and not records else ""
+    foreign = "" if records or not os.path.exists(folder / WEIGHTS) or _holds(folder / WEIGHTS, tensors) else WEIGHTS
     for path in records:
         try:
             record = parse_json(read_bytes(path, MOST_JSON), path)
@@ -133,6 +133,19 @@ def _refuse_foreign(folder: Path) -> None:
             foreign = path.name
     if foreign:
         raise FileError(f"{folder}: {foreign} there was not written by dmcp.save, so it stays: give another folder.")
+
+
+def _holds(path: Path, tensors: Mapping[str, Tensor]) -> bool:
+    """True if all that the file has are these values; transformers may give them other names."""
+    try:
+        found = parse_tensors(read_bytes(path, _MAX_EXTRA + sum(tensor.nbytes for tensor in tensors.values())), path)
+    except FileError:
+        return False
+    return {_value(tensor) for tensor in found.values()} <= {_value(tensor) for tensor in tensors.values()}
+
+
+def _value(tensor: Tensor) -> object:
+    return tensor.dtype, tensor.shape, hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).digest()
 
 
 def _read(folder: Path, most: int) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,12 @@ from nets import randomise
 from PIL import Image
 from torch import nn
 from ultralytics import RTDETR, YOLO
+from ultralytics.utils.dist import ddp_cleanup, generate_ddp_file
 
 import dmcp
 from dmcp.integrations.ultralytics import Predictions, prune, train
 
 pytestmark = pytest.mark.filterwarnings("default")
-ROOT = Path(__file__).parents[2]
 MODELS = {  # spaces: of the model as it is, whose features are outputs too, and of what the loss reads
     "yolov8n": (48, 51),
     "yolov10n": (63, 66),
@@ -36,17 +35,7 @@ MODELS = {  # spaces: of the model as it is, whose features are outputs too, and
     "yolo11n-cls": (30, 30),
     "rtdetr-l": (96, 96),
 }
-BLOCK = re.search(r"^```python yolo\n(.*?)^```", (ROOT / "docs" / "cookbook.md").read_text(), re.MULTILINE | re.DOTALL)
 SETTINGS = {"imgsz": 64, "batch": 16, "workers": 0, "device": "cpu", "plots": False, "verbose": False}
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Ultralytics writes into the working folder, and its trainer leaves torch deterministic."""
-    monkeypatch.chdir(tmp_path)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.backends.cudnn.deterministic = False
 
 
 def build(name: str) -> Any:
@@ -89,12 +78,10 @@ def test_models(name: str, part: bool, tmp_path: Path) -> None:
     assert len(yolo.predict(torch.rand(1, 3, 64, 64), verbose=False, device="cpu")) == 1
 
 
-def test_the_block_of_the_cookbook(tmp_path: Path) -> None:
+def test_the_block_of_the_cookbook(tmp_path: Path, run_block: Callable[[str], dict[str, Any]]) -> None:
     """From .yaml to ONNX; the file that is saved needs nothing of ours."""
     shapes.write(tmp_path)
-    names: dict[str, Any] = {}
-    assert BLOCK is not None
-    exec(compile(BLOCK[1], "cookbook.md", "exec", dont_inherit=True), names)
+    names = run_block("yolo")
     yolo, small = names["yolo"], names["small"]
     assert shapes_of(yolo.model) == shapes_of(YOLO("yolo11n.yaml").model)
     image = torch.rand(1, 3, 64, 64)
@@ -138,6 +125,21 @@ def test_a_trained_model_is_pruned_twice(tmp_path: Path) -> None:
     for wrong in ({"data": str(other)}, {"pretrained": False}):
         with pytest.raises(dmcp.TrainingError):
             train(smaller, epochs=1, **settings | wrong)
+
+
+@pytest.mark.parametrize(("name", "task"), [("yolo11n-seg", "segment"), ("yolo11n-pose", "pose")])
+def test_other_tasks(name: str, task: str, tmp_path: Path) -> None:
+    """Of several GPUs: the file that Ultralytics gives to each process keeps the widths."""
+    settings = SETTINGS | {"data": str(shapes.write(tmp_path, task=task))}
+    small = prune(YOLO(f"{name}.yaml"), "50%", epochs=2, **settings)
+    wanted = shapes_of(small.model)
+    train(small, epochs=1, **settings)
+    assert shapes_of(small.model) == wanted
+    small.trainer.last.unlink()
+    file = generate_ddp_file(small.trainer)
+    subprocess.run([sys.executable, file], check=True)
+    ddp_cleanup(small.trainer, file)
+    assert shapes_of(YOLO(small.trainer.last).model) == wanted
 
 
 def test_a_classifier(tmp_path: Path) -> None:

@@ -88,19 +88,25 @@ def train(yolo: Any, **settings: Any) -> Any:
 
 def _keeping(yolo: Any) -> Any:
     """The trainer of the YOLO's task, but for a pruned model, which stays as it is."""
+    pruned = getattr(yolo.model, "pruned", False)
+    return type("Keeping", (_Keeping, yolo._smart_load("trainer")), {"pruned": pruned})
 
-    class Keeping(yolo._smart_load("trainer")):  # type: ignore[misc]
-        def get_model(self, cfg: Any = None, weights: Any = None, verbose: bool = True) -> Any:
-            if not getattr(yolo.model if weights is None else weights, "pruned", False):
-                return super().get_model(cfg=cfg, weights=weights, verbose=verbose)
-            if weights is None:
-                raise TrainingError("A pruned YOLO is trained on from its own weights: leave out pretrained=False.")
-            if weights.yaml["nc"] != self.data["nc"]:
-                classes = f"{weights.yaml['nc']} classes, the data {self.data['nc']}"
-                raise TrainingError(f"The pruned YOLO has {classes}: train the unpruned one on these data, then prune.")
-            return weights
 
-    return Keeping
+class _Keeping:
+    """On several GPUs this is pickled, so it holds no model."""
+
+    pruned: bool
+    data: Any
+
+    def get_model(self, cfg: Any = None, weights: Any = None, verbose: bool = True) -> Any:
+        if not (self.pruned if weights is None else getattr(weights, "pruned", False)):
+            return super().get_model(cfg=cfg, weights=weights, verbose=verbose)  # type: ignore[misc]
+        if weights is None:
+            raise TrainingError("A pruned YOLO is trained on from its own weights: leave out pretrained=False.")
+        if weights.yaml["nc"] != self.data["nc"]:
+            classes = f"{weights.yaml['nc']} classes, the data {self.data['nc']}"
+            raise TrainingError(f"The pruned YOLO has {classes}: train the unpruned one on these data, then prune.")
+        return weights
 
 
 class _Batches:
