@@ -173,7 +173,7 @@ def test_a_dry_run_trains_and_writes_nothing_and_knows_of_bounds(
     reached = [json.loads(run(capsys, "prune", *DRY, "--json", *more)[1])["reachable"] for more in given]
     low, high = ([it[end]["macs"] for it in reached] for end in ("min", "max"))
     assert low[0] == low[2] < low[1] == graph.macs({space.name: 8 for space in graph.spaces})
-    assert high[0] == high[1] > high[2] == graph.macs({space.name: min(60, space.size) for space in graph.spaces})
+    assert high[0] == high[1] > high[2] == graph.macs({space.name: min(56, space.size) for space in graph.spaces})
 
 
 @pytest.mark.parametrize(("batches", "accumulate"), [(1, 1), (2, 3), (7, 1)])
