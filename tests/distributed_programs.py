@@ -305,6 +305,7 @@ def everything(batch: int, folder: Path, port: int) -> None:
     check_values(world)
     check_losses(world)
     found = train_plain(world, batch) | {
+        "normed": train_normed(world, 64),
         "measured": measure_whole(world),
         "listed": refusal(lambda: keep_a_list(folder)),
     }
@@ -312,14 +313,6 @@ def everything(batch: int, folder: Path, port: int) -> None:
     (folder / f"rank{world.rank}.new").rename(folder / f"rank{world.rank}.pt")
     while True:
         sum_values(torch.ones(1000), world)
-
-
-def learn(program: str, batch: int, folder: Path) -> None:
-    """Run one of the above among the other ranks, and keep what it gave."""
-    world = join("cpu")
-    found = globals()[program](world, batch)
-    leave()
-    torch.save(found, folder / f"rank{world.rank}.pt")
 
 
 def keep_a_list(folder: Path) -> None:

@@ -200,16 +200,6 @@ def test_broken_files_are_replaced_and_counted(here: Path, capsys: Capture) -> N
     assert (code, out) == (2, "") and "more.png" in err
 
 
-@pytest.mark.slow
-def test_prune_and_search_count_them_too(here: Path, capsys: Capture) -> None:
-    photos = write_photos(here / "photos", (40, 40))
-    for name in ("train/cat/1", "val/dog/3"):
-        truncate(photos / f"{name}.png")
-    for words, tested in ((("prune", *SMALL, "--epochs", "1"), 1), (("search", *SMALL), 0)):
-        code, out, err = run(capsys, *words, "--quiet", "--json", "--corrupt", "skip", "--search-epochs", "2")
-        assert code == 0 and json.loads(out)["replaced"] == {"train": 1, "test": tested}, err
-
-
 def test_what_is_odd_about_the_data_is_said_once(here: Path, capsys: Capture) -> None:
     """Enlarged images, images left out of each epoch, more test images than training images, unused outputs."""
     data = write_photos(here / "photos", (64, 48), count=7)

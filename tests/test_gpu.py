@@ -22,7 +22,6 @@ import dmcp
 from dmcp.checkpoint import Checkpointer
 from dmcp.cutting import padded
 from dmcp.errors import StoppedError
-from dmcp.losses import MetricWarning
 from dmcp.models import build
 from dmcp.runtime.cuda_graphs import Repeated
 
@@ -110,16 +109,6 @@ def test_gradients_of_a_mobilenet_are_as_near_to_the_truth_as_torchs() -> None:
     for one, other, exact in zip(ours, torchs, truth, strict=True):
         error, usual = (float((it - exact).norm() / exact.norm()) for it in (one, other))
         assert error <= 1.4 * usual + 1e-2 < 0.6
-
-
-def test_a_search_of_a_mobilenet_learns_as_it_does_without_own_kernels() -> None:
-    found = []
-    for kernels in (True, False):
-        engine = dmcp.Engine(compile=False, graphs=True, kernels=kernels)
-        found.append(losses(searched(engine, lambda: build("cifar:mobilenet_v2"), lr=0.02)[1]))  # with 0.2 it is chaos
-    ours, torchs = (it[:, 0] for it in found)  # of the largest sub-network; on a CPU bfloat16 is up to 0.027 away
-    torch.testing.assert_close(ours, torchs, rtol=0.06, atol=0.0)
-    assert float((torchs / torchs[0] - 1).abs().max()) > 0.06  # it does move: by 0.12 on a CPU
 
 
 def test_depthwise_kernels_run_inside_a_graph() -> None:
@@ -311,13 +300,6 @@ def test_a_teacher_on_the_cpu_teaches_a_network_on_the_gpu(retrain: str) -> None
         assert all(torch.equal(it, before[name]) for name, it in teacher.state_dict().items())
         assert not any(it.is_cuda for it in teacher.state_dict().values())
         assert all(row.accuracy == row.accuracy for row in result.rows)  # numbers, not NaN
-
-
-def test_labels_without_an_output_in_a_later_batch_are_told() -> None:
-    net, x = torch.nn.Linear(4, 3).cuda(), torch.randn(5, 4)
-    batches = [(x, torch.zeros(5, dtype=torch.long)), (x, torch.full((5,), 3))]
-    with pytest.warns(MetricWarning, match="A label is 3, but the network has 3 outputs"):
-        assert dmcp.evaluate(net, batches) <= 0.5
 
 
 @pytest.mark.parametrize(
