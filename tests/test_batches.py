@@ -44,15 +44,6 @@ def test_other_loaders_are_replayed(skip: int) -> None:
     assert loader.epochs == entered.epochs == [7, 8]
 
 
-def test_the_sampler_of_a_data_loader_learns_the_epoch() -> None:
-    numbers = TensorDataset(torch.arange(40))
-    sampler = DistributedSampler(numbers, num_replicas=1, rank=0, seed=1)
-    loader = DataLoader(numbers, 8, sampler=sampler)
-    epochs = [[batch.tolist() for (batch,) in batches_from(loader, epoch)] for epoch in (0, 1)]
-    assert epochs[0] != epochs[1]
-    assert [batch.tolist() for (batch,) in batches_from(loader, 1, 3)] == epochs[1][3:]
-
-
 def test_an_epoch_that_is_too_short_is_refused() -> None:
     digits = make_loader(load("digits").train, 1000, train=True)
     for loader, length in ((Noisy(), 5), (digits, 1)):
@@ -105,11 +96,8 @@ def test_a_look_at_the_first_batch_loses_none() -> None:
     assert peek([]) == peek([torch.zeros(0)]) == []
     (first,) = peek(DataLoader(TensorDataset(torch.arange(6)), 4)) or ()
     assert first[0].tolist() == [0, 1, 2, 3]
-    for once in (iter(batches), (it for it in batches), Kept()):
-        assert peek(once) is None and len(list(once)) == 3
-
-
-def test_what_has_no_length_is_refused() -> None:
     assert length_of([1, 2]) == 2
     with pytest.raises(DataError, match="The arch_loader, a Kept, has no length"):
         length_of(Kept(), "arch_loader")
+    for once in (iter(batches), (it for it in batches), Kept()):
+        assert peek(once) is None and len(list(once)) == 3
