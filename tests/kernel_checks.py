@@ -141,16 +141,6 @@ def test_many_small_blocks_add_up(shape: tuple[int, ...], monkeypatch: pytest.Mo
     check(shape)
 
 
-@pytest.mark.parametrize(("c_in", "module"), [(4, convolution), (1, depthwise)])
-def test_only_gradients_that_are_needed_are_computed(c_in: int, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight = images(1, 4, 4, 4), numbers(4, c_in, 3, 3)
-    for wanted, other in ((x, "weight_gradient"), (weight, "input_gradient")):
-        out = conv2d(*(it.detach().requires_grad_(it is wanted) for it in (x, weight)), None, 1)
-        with monkeypatch.context() as patch:
-            patch.setattr(module, other, None)
-            out.sum().backward()
-
-
 def test_batch_norm_without_scale_buffers_or_gradient_of_x() -> None:
     x, dy = images(2, 5, 3, 3), images(2, 5, 3, 3, seed=1)
     close(batch_norm(x, None, None, None, None, 0.1, 1e-5), F.batch_norm(x.float(), None, None, training=True))

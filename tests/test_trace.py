@@ -306,45 +306,6 @@ def test_train_mode_with_a_batch_of_one() -> None:
     check_graph(model, graph, X)
 
 
-class Caching(nn.Module):
-    """Keeps tables from its first eval pass, and its last activation with its history."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.head = unit(3, 16), nn.Linear(16, 5)
-        self.bias = nn.Parameter(torch.ones(5))
-        self.register_buffer("grid", None)
-        self.cache: dict[str, Tensor] = {}
-        self.seen: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.a(x)
-        if not self.training:
-            if self.grid is None:
-                self.grid = torch.linspace(0, 1, x.shape[-1], device=x.device, dtype=x.dtype)
-            if str(x.device) not in self.cache:
-                self.cache[f"bias {x.device}"] = self.bias[[0, 2, 1, 4, 3]]
-                self.cache[str(x.device)] = self.a[0].weight.sum((1, 2, 3))[:, None, None]
-            x = x * self.grid + self.cache[str(x.device)]
-        self.seen = x
-        return head(self, x) + self.cache.get(f"bias {x.device}", self.bias)
-
-
-@pytest.mark.parametrize("filled", [False, True])
-def test_caches_are_not_cut(filled: bool) -> None:
-    model: Any = randomise(Caching()).eval()
-    if filled:
-        model(X)
-    graph = dmcp.trace(model, X)
-    assert sizes(graph) == {"a.0": 16}
-    assert (model.grid is None, model.cache == {}) == (not filled, not filled)
-    small: Any = dmcp.cut(model, graph, {"a.0": 5})
-    assert small.cache == {} and (filled or small.grid is None)
-    net = dmcp.Supernet(model, graph)
-    with torch.no_grad():
-        assert distance(net(X, net.hard(graph.widths({"a.0": 5}))), small(X)) < 1e-10
-
-
 class Anchored(nn.Module):
     """Keeps a table in a class attribute, and the shape that it is for, as detectors do."""
 

@@ -129,17 +129,6 @@ def test_own_loss_dict_batches_and_bfloat16() -> None:
     assert seen == [(7, torch.bfloat16)] and model.weight.dtype == torch.float32 and math.isfinite(record.loss)
 
 
-def test_losses_are_read_in_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read waits for the device, so there is one per bundle and none per step."""
-    reads, flush = list[int](), training.Log.flush
-    monkeypatch.setattr(training, "_WINDOW", 3)
-    monkeypatch.setattr(training.Log, "flush", lambda log: reads.append(len(log.waiting)) or flush(log))
-    for reader in ("item", "__float__", "__bool__"):
-        monkeypatch.setattr(Tensor, reader, lambda tensor: pytest.fail("a step waits for the device"))
-    train(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), some_batches(4), replace(SHORT, epochs=2))
-    assert reads == [3, 1, 3, 1]
-
-
 @pytest.mark.parametrize(("at", "back"), [(0, 0), (5, 4), (7, 6)])
 def test_a_nan_stops_and_keeps_the_last_good_state(at: int, back: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "_WINDOW", 2)
