@@ -84,6 +84,16 @@ def test_samplers_that_repeat_are_seen() -> None:
 # a look at the first batch
 
 
+class Kept:
+    """Hands out one generator, each time the same."""
+
+    def __init__(self) -> None:
+        self.batches = (torch.ones(2) for _ in range(3))
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return self.batches
+
+
 def test_a_look_at_the_first_batch_loses_none() -> None:
     batches = [torch.zeros(0), torch.ones(2), torch.ones(3)]
     assert [len(it) for it in peek(batches) or ()] == [2]  # the first with a sample
@@ -91,7 +101,7 @@ def test_a_look_at_the_first_batch_loses_none() -> None:
     (first,) = peek(DataLoader(TensorDataset(torch.arange(6)), 4)) or ()
     assert first[0].tolist() == [0, 1, 2, 3]
     assert length_of([1, 2]) == 2
-    with pytest.raises(DataError, match="The arch_loader, a map, has no length"):
-        length_of(map(len, batches), "arch_loader")
-    for once in (iter(batches), (it for it in batches)):
+    with pytest.raises(DataError, match="The arch_loader, a Kept, has no length"):
+        length_of(Kept(), "arch_loader")
+    for once in (iter(batches), (it for it in batches), Kept()):
         assert peek(once) is None and len(list(once)) == 3

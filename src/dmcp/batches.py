@@ -11,9 +11,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from dmcp.errors import DataError
 from dmcp.runtime.distributed import SINGLE_PROCESS, World, part
+
+_ITERATORS = (GeneratorType, map, filter, zip)  # that a loader may hold and hand out again
 
 
 class Loader(Protocol):
@@ -123,9 +126,14 @@ def check_parts(loader: Any, world: World) -> None:
 
 def peek(loader: Any) -> list[Any] | None:
     """[the first batch that holds a sample]; [] if there is none, None if looking would lose it."""
-    if isinstance(loader, Iterator) or isinstance(getattr(loader, "dataset", None), Iterator):
+    stream = loader.dataset if isinstance(loader, DataLoader) else None
+    if isinstance(loader, Iterator) or isinstance(stream, Iterator):
         return None
-    return list(itertools.islice((batch for batch in loader if size_of(batch)), 1))
+    batches = iter(loader)
+    source, first = (stream, iter(stream)) if isinstance(stream, IterableDataset) else (loader, batches)
+    if isinstance(first, _ITERATORS) and iter(source) is first:  # it hands out the same one each time
+        return None
+    return list(itertools.islice((batch for batch in batches if size_of(batch)), 1))
 
 
 def start_epoch(loader: Any, epoch: int) -> None:
