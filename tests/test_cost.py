@@ -216,6 +216,16 @@ def test_memory_by_hand(row: str, dtype: torch.dtype) -> None:
         assert dmcp.trace(model, torch.randn(batch, 1, 8, 8, dtype=dtype)).memory() == dtype.itemsize * numbers
 
 
+def test_what_leaves_torch_and_comes_back_is_counted() -> None:
+    def cost(between: Callable[[Tensor], Tensor]) -> tuple[int, ...]:
+        convs = {"a": nn.Conv2d(1, 4, 1), "b": nn.Conv2d(4, 1, 1), "c": nn.Conv2d(1, 2, 1), "d": nn.Conv2d(2, 1, 1)}
+        model = Toy(lambda it, x: it.b(between(it.a(x))) + it.d(it.c(x)), **convs).eval()
+        graph = dmcp.trace(model, torch.randn(2, 1, 8, 8))
+        return graph.macs(), graph.params(), graph.memory()
+
+    assert cost(lambda y: torch.from_numpy(y.detach().numpy() * 2)) == cost(lambda y: y)
+
+
 def test_layers_that_overwrite_and_the_place_of_the_peak() -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3), nn.Flatten())
     graph = dmcp.trace(model.append(nn.Linear(2 * 36, 5)), torch.randn(5, 1, 8, 8))

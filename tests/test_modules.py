@@ -41,8 +41,9 @@ ATTRIBUTES = {"one": {"in_features": 3, "out_features": 2}, "": {"label": "small
 def test_tensors_are_indexed_and_attributes_set() -> None:
     model: Any = Net()
     before = copy.deepcopy(model.state_dict())
+    model.one.weight._no_weight_decay = True
     small: Any = narrow(model, CUTS, ATTRIBUTES)
-    assert type(small) is Net
+    assert type(small) is Net and small.one.weight._no_weight_decay and small.other.weight is small.one.weight
     assert torch.equal(small.one.weight, model.one.weight[[2, 0]][:, [5, 1, 3]])
     for name in INDEXED:
         owner, _, leaf = name.rpartition(".")

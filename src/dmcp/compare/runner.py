@@ -602,16 +602,12 @@ def _read(folder: Path, asked: Sequence[PlannedRun]) -> dict[str, Result]:
             if is_done(path.parent) and result.run.name == path.parent.name:
                 found[result.run.name] = result
     kinds = {name: _kind(it.run) for name, it in found.items()}
-    found = {name: it for name, it in found.items() if not asked or kinds[name] == _kind(asked[0])}
-    first: dict[str, tuple[str, Any]] = {}  # of each row
-    for name, it in found.items():
-        one, row = next(iter(found)), (it.run.method, it.run.settings)
-        keys = [key for key in kinds[name] if kinds[name][key] != kinds[one][key]]
-        other, settings = first.setdefault(it.run.row, (name, row))
-        if keys or settings != row:
-            what = f"{one if keys else other} and {name} differ in {', '.join(keys or ['settings'])}"
-            raise FileError(f"{folder}: {what}: move one of them elsewhere.")
-    return found
+    kinds = {name: kind for name, kind in kinds.items() if not asked or kind == _kind(asked[0])}
+    for name, kind in kinds.items():
+        one, other = next(iter(kinds.items()))
+        if keys := [key for key in kind if kind[key] != other[key]]:
+            raise FileError(f"{folder}: {one} and {name} differ in {', '.join(keys)}: move one of them elsewhere.")
+    return {name: found[name] for name in kinds}
 
 
 def _kind(it: PlannedRun) -> dict[str, Any]:
@@ -725,12 +721,12 @@ def _describe(settings: Mapping[str, Any]) -> str:
     )
 
 
-def _pairs(lines: Sequence[Mapping[str, Any]]) -> list[tuple[Any, Any]]:
-    """The lines of each method and budget: trained by the same recipe, and its own way."""
+def _pairs(lines: Sequence[Mapping[str, Any]]) -> list[tuple[Any, Any, Any]]:
+    """Of each method and budget: its line, the one trained by the same recipe, and the one trained its own way."""
     found: dict[tuple[str, str], list[Any]] = {}
     for line in lines:
         found.setdefault((line["method"], line["budget"]), [None, None])[line["own"]] = line
-    return [(same, own) for same, own in found.values()]
+    return [(same or own, same, own) for same, own in found.values()]
 
 
 def _cells(lines: Sequence[Mapping[str, Any]], batch: int) -> list[list[str]]:
@@ -739,8 +735,7 @@ def _cells(lines: Sequence[Mapping[str, Any]], batch: int) -> list[list[str]]:
     shown = {line["budget"] for line in lines if line["method"] == UNIFORM}
     rows = [["method", "budget", "accuracy in %, same recipe", "its own training", "MACs", "params"]]
     rows[0] += ["search, s", "sample-passes, M", *([f"ms per {batch}, fastest of {PASSES}"] if timed else [])]
-    for same, own in _pairs(lines):
-        line = same or own
+    for line, same, own in _pairs(lines):
         passes = (line["sample_passes"] or 0) / 1e6
         cells = [line["method"], line["budget"] or "100%", spread(same["accuracies"]) if same else ""]
         if same and same["same_as"] and line["budget"] in shown:
@@ -760,8 +755,7 @@ def _differences(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """By how many points methods are better than uniform with the same seed; empty where there is no uniform."""
     rows = [["method", "budget", f"points above {UNIFORM}, {SAME}", "its own training"]]
     bases = {it["budget"]: it for it in lines if it["method"] == UNIFORM and not it["own"]}
-    for same, own in _pairs(lines):
-        line = same or own
+    for line, same, own in _pairs(lines):
         base = bases.get(line["budget"])
         if base is None or line is base:
             continue
@@ -776,8 +770,7 @@ def _differences(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 def _draw(lines: Sequence[Mapping[str, Any]], about: str, path: Path) -> None:
     panels: dict[str, dict[str, tuple[figures.Spread, figures.Spread]]] = {}
-    for same, own in _pairs(lines):
-        line = same or own
+    for line, same, own in _pairs(lines):
         if line["budget"]:  # the unpruned network would make all others look alike
             both = (same and same["accuracies"], own and own["accuracies"])
             panels.setdefault(line["budget"], {})[line["method"]] = both
