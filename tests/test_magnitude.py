@@ -137,12 +137,12 @@ def test_zeroed_filters_are_trained_on_but_do_not_outgrow_the_others() -> None:
             return seen[-1]
 
         problem = planted_problem(budget="57%", epochs=3)
-        choice = magnitude._prune_softly(problem, watched, SoftConfig(regrowth=regrowth), None)
+        choice = magnitude.prune_softly(watched, problem, SoftConfig(regrowth=regrowth), None)
         assert choice.model is not None and len(seen) == 2 * 3  # two spaces
         assert all((norms > 0).all() for norms in seen)
         assert dict(choice.model.named_buffers()).keys() == dict(problem.model.named_buffers()).keys()
         largest[regrowth] = (torch.stack(seen[2:]).max() / torch.stack(seen[:2]).max()).item()
     assert largest[0.01] < 1.5 and largest[1.0] > 4
     seen.clear()
-    magnitude._prune_softly(problem, watched, SoftConfig(every=2), None)
+    magnitude.prune_softly(watched, problem, SoftConfig(every=2), None)
     assert len(seen) == 2 * 2  # after the second epoch and the last
