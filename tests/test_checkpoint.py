@@ -119,13 +119,12 @@ def test_the_newest_two_stay_and_a_damaged_one_is_passed_over(tmp_path: Path) ->
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    inside, outside = tmp_path / "run", tmp_path / "outside"
+    outside = tmp_path / "outside"
     path = save_checkpoint(outside, state(5))
-    inside.mkdir()
-    (inside / "out").symlink_to(outside)
     (tmp_path / "file").write_text("")
-    (inside / path.name).symlink_to(path)
-    for folder in (inside, inside / "out", tmp_path / "file"):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "out").symlink_to(outside)
+    for folder in (tmp_path / "run" / "out", tmp_path / "file"):
         with pytest.raises(FileError):
             load_checkpoint(folder)
         with pytest.raises(FileError):

@@ -84,6 +84,9 @@ MISTAKES = {
         prune --model resnet18 --data one-class
         prune --model cifar:resnet20 --data broken-photos FILES --workers 0 --dry-run
         compare --model cifar:resnet20 --data broken-photos FILES
+        train --model cifar:resnet20 --data broken-photos FILES --workers 0
+        search --model cifar:resnet20 --data broken-photos FILES --workers 0
+        prune --model cifar:resnet20 --data broken-photos FILES --workers 0 --seeds 2
         prune --model cifar:resnet20 --data cut-photos FILES --workers 0 --dry-run
         data photos --input 1x32x32
         prune --model resnet18 --data photos --input 1x32x32

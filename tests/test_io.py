@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 
 from dmcp.errors import FileError
-from dmcp.runtime.io import LOCK, Lock, from_plain, is_locked, parse_json, plain, read_bytes, write_files
+from dmcp.runtime.io import LOCK, Lock, from_plain, is_locked, parse_json, plain, write_files
 
 # the lock
 
@@ -41,23 +41,6 @@ def test_what_cannot_be_locked_is_an_error_of_ours(tmp_path: Path) -> None:
 
 
 # reading
-
-
-def test_only_files_of_the_folder_are_read(tmp_path: Path) -> None:
-    run, outside = tmp_path / "run", tmp_path / "outside"
-    run.mkdir()
-    outside.write_bytes(b"secret")
-    (run / "file").write_bytes(b"abc")
-    (run / "inside").symlink_to("file")
-    assert read_bytes(run / "file", 3) == read_bytes(run / "inside", 3) == b"abc"
-    (run / "link").symlink_to(outside)
-    (run / "round").symlink_to("round")
-    os.mkfifo(run / "pipe")
-    for name in ("link", "round", "pipe", "missing", "."):
-        with pytest.raises(FileError):
-            read_bytes(run / name, 100)
-    with pytest.raises(FileError, match="too many"):
-        read_bytes(run / "file", 2)
 
 
 def test_json_that_cannot_be_ours_is_refused() -> None:
