@@ -331,6 +331,7 @@ ZEROS: dict[str, tuple[Any, int | None]] = {
     "chosen by a mask": (lambda net, x: torch.where(x[:, :1] > 0, net.a(x), net.shift).sum(1), 0),
     "read after a square conv": (read_after_a_square_conv, 16),
     "summed without a weight": (lambda net, x: net.norm(net.a(x)).relu().sum(1), 16),
+    "summed without a norm": (lambda net, x: net.a(x).relu().sum(1), 16),
     "a view taken before a write": (a_view_taken_before_a_write, None),
 }
 
