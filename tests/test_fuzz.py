@@ -61,21 +61,10 @@ def attempt(read: Callable[[], Any]) -> bool:
 
 # mutations
 
-ODD: list[Any] = [None, True, 0, -1, 2.5, math.nan, -math.inf, 2**63 - 1, 10**30, 1e308, [], {}, [0, 8], [3, 2**62]]
-ODD += [
-    [-1, -1],
-    {"a": 1},
-    "",
-    "\ud800",
-    "\0\n\x1b[31m",
-    "conv1",
-    "../../etc/passwd",
-    "/dev/zero",
-    "F32",
-    "BOOL",
-    "search",
-]
-ODD += ["x" * 100_000, functools.reduce(lambda inner, _: [inner], range(70), [])]
+TEXTS = ("", "\ud800", "\0\n\x1b[31m", "conv1", "../../etc/passwd", "/dev/zero", "F32", "BOOL", "x" * 100_000)
+NUMBERS = (None, True, 0, -1, 2.5, math.nan, -math.inf, 2**63 - 1, 10**30, 1e308)
+NESTED = ([], {}, [0, 8], [3, 2**62], [-1, -1], {"a": 1}, functools.reduce(lambda inner, _: [inner], range(70), []))
+ODD = (*TEXTS, *NUMBERS, *NESTED)
 
 
 def places(node: Any) -> list[tuple[Any, Any]]:
