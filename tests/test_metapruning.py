@@ -45,6 +45,7 @@ def random_blocks(problem: Problem, hidden: int = 3) -> PruningNet:
     net = PruningNet(problem.model, problem.graph, hidden, 10**9, 0)
     randomise(net.net.model)
     with torch.no_grad():
+        net.first.normal_(generator=generator(1))  # what is masked must not count
         for second in net.second:
             second.normal_(0, 0.05, generator=generator(0))
     return net.double()
