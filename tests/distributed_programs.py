@@ -6,7 +6,6 @@ import functools
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,27 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 import dmcp
 from dmcp.cli import main
 from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
-from dmcp.errors import RankError
 from dmcp.models import build
-from dmcp.runtime.distributed import (
-    SINGLE_PROCESS,
-    World,
-    current,
-    gather,
-    join,
-    leave,
-    mean_gradients,
-    mean_values,
-    part,
-    share_tensors,
-    sum_values,
-)
+from dmcp.runtime import distributed as ranks
+from dmcp.runtime.distributed import SINGLE_PROCESS, World, current
 
 STEPS = 5  # in an epoch
 
@@ -125,35 +112,16 @@ class Macro:
 
 def measure_whole(world: World) -> dict[str, Any]:
     """A network tested by a metric of the whole data set, and what is said where that cannot be."""
-    from accelerate.data_loader import BatchSamplerShard  # which is slow, and for the others in vain
-
     torch.manual_seed(0)
     model, data = Plain(), digits()
     padded = DataLoader(data, 8, sampler=DistributedSampler(data))
-    shard = BatchSamplerShard(BatchSampler(range(len(data)), 8, drop_last=False), world.size, world.rank)
-    refused = [
-        lambda: dmcp.evaluate(model, test_loader(world), Macro(gather=False)),
-        lambda: dmcp.evaluate(model, padded, Macro()),
-        lambda: dmcp.evaluate(model, DataLoader(data, batch_sampler=shard), Macro()),
-        lambda: dmcp.prune(model, loader(world, 32), padded, task=dmcp.Task(metric=Macro())),
-    ]
     own = DataLoader(Subset(data, range(world.rank, len(data), world.size)), 8)
     found = {"dmcp": dmcp.evaluate(model, test_loader(world), Macro()), "own": dmcp.evaluate(model, own, Macro())}
-    return found | {"told": [refusal(call) for call in refused], "mean": dmcp.evaluate(model, test_loader(world))}
-
-
-def refusal(call: Callable[[], Any]) -> str:
-    """What an error of ours says."""
-    with pytest.raises(dmcp.DmcpError) as error:
-        call()
-    return str(error.value)
-
-
-class Listing(torch.optim.SGD):
-    """Keeps what no checkpoint can hold."""
-
-    def step(self, closure: Any = None) -> None:
-        self.state[self.param_groups[0]["params"][0]]["seen"] = [1]
+    for name, batches, gathers in (("parts", test_loader(world), False), ("padded", padded, True)):
+        with pytest.raises(dmcp.DmcpError) as error:
+            dmcp.evaluate(model, batches, Macro(gathers))
+        found[name] = str(error.value)
+    return found | {"mean": dmcp.evaluate(model, test_loader(world))}
 
 
 def plain(world: World) -> Plain:
@@ -225,26 +193,21 @@ class Mixed(nn.Module):
 def check_group(port: int) -> None:
     """A process group of our own is destroyed, one of the user's is not; it is what the rest runs in."""
     assert current() == SINGLE_PROCESS
-    world = join("cpu")
-    assert world == current() == join("cpu") == World(*(int(os.environ[it]) for it in ("RANK", "WORLD_SIZE", "RANK")))
+    world = ranks.join("cpu")
+    assert (
+        world
+        == current()
+        == ranks.join("cpu")
+        == World(*(int(os.environ[it]) for it in ("RANK", "WORLD_SIZE", "RANK")))
+    )
     for _ in range(2):
-        leave()
+        ranks.leave()
         assert current() == SINGLE_PROCESS
     os.environ["MASTER_PORT"] = str(port)
     dist.init_process_group("gloo")
-    assert world == join() == current()
-    leave()
+    assert world == ranks.join() == current()
+    ranks.leave()
     assert dist.is_initialized()
-
-
-def check_losses(world: World) -> None:
-    """An error of the backend is the loss of another rank, a lack of memory is not."""
-    broken = patch.object(dist, "broadcast", side_effect=dist.DistBackendError("NCCL is unhappy\nC++ trace"))
-    with broken, pytest.raises(RankError, match=r"lost the others .*\(NCCL is unhappy\)"):
-        share_tensors([torch.zeros(1)], world)
-    full = patch.object(dist, "all_reduce", side_effect=torch.OutOfMemoryError("full"))
-    with full, pytest.raises(torch.OutOfMemoryError):
-        sum_values(torch.zeros(1), world)
 
 
 def check_gradients(count: int, world: World) -> None:
@@ -253,10 +216,10 @@ def check_gradients(count: int, world: World) -> None:
     model(rows, images).mean().backward()
     wanted = {name: one.grad for name, one in model.named_parameters()}
     model.zero_grad()
-    mine = part(count, world)
+    mine = ranks.part(count, world)
     model(rows[mine], images[mine]).mean().backward()  # without samples: NaN
     with patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as reduce:
-        mean_gradients(list(model.parameters()), len(rows[mine]), world)
+        ranks.mean_gradients(list(model.parameters()), len(rows[mine]), world)
     assert reduce.call_count == 3  # one per dtype
     for name, one in model.named_parameters():
         exact = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[one.dtype]
@@ -264,7 +227,7 @@ def check_gradients(count: int, world: World) -> None:
         if one.grad is not None:
             assert one.grad.dtype == one.dtype
             torch.testing.assert_close(one.grad, wanted[name], rtol=exact, atol=exact)
-    first, *others = gather([one.grad for one in model.parameters() if one.grad is not None], world)
+    first, *others = ranks.gather([one.grad for one in model.parameters() if one.grad is not None], world)
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
@@ -274,12 +237,18 @@ def check_values(world: World) -> None:
     everyone[0, 0] = np.nan
     mine = torch.from_numpy(everyone[world.rank])
     wanted = np.nansum(everyone * samples, axis=0) / samples.sum(axis=0)
-    np.testing.assert_allclose(mean_values(mine, torch.from_numpy(samples[world.rank]), world), wanted, rtol=1e-12)
+    np.testing.assert_allclose(
+        ranks.mean_values(mine, torch.from_numpy(samples[world.rank]), world), wanted, rtol=1e-12
+    )
     one, weighted = torch.tensor(float(world.rank)), np.average(range(world.size), weights=range(1, world.size + 1))
-    torch.testing.assert_close(mean_values(one, world.rank + 1, world), torch.tensor(weighted, dtype=torch.float32))
+    torch.testing.assert_close(
+        ranks.mean_values(one, world.rank + 1, world), torch.tensor(weighted, dtype=torch.float32)
+    )
     large, total = torch.tensor([2**53 + world.rank]), sum(range(world.size))  # a float64 would lose the last bit
-    assert sum_values(large, world).tolist() == [2**53 * world.size + total] and large.item() == 2**53 + world.rank
-    assert gather(world.rank, world) == [*range(world.size)]
+    assert (
+        ranks.sum_values(large, world).tolist() == [2**53 * world.size + total] and large.item() == 2**53 + world.rank
+    )
+    assert ranks.gather(world.rank, world) == [*range(world.size)]
 
     def fill(seed: int) -> list[Tensor]:
         torch.manual_seed(seed)
@@ -288,7 +257,7 @@ def check_values(world: World) -> None:
 
     tensors = fill(world.rank)
     places = [(it.data_ptr(), it.stride()) for it in tensors]
-    share_tensors(tensors, world)
+    ranks.share_tensors(tensors, world)
     assert places == [(it.data_ptr(), it.stride()) for it in tensors]
     assert all(torch.equal(mine, wanted) for mine, wanted in zip(tensors, fill(0), strict=True))
 
@@ -303,33 +272,11 @@ def everything(batch: int, folder: Path, port: int) -> None:
     for count in (10 * world.size + 1, world.size - 1):  # uneven, and none at all for the last rank
         check_gradients(count, world)
     check_values(world)
-    check_losses(world)
-    found = train_plain(world, batch) | {
-        "measured": measure_whole(world),
-        "listed": refusal(lambda: keep_a_list(folder)),
-    }
+    found = train_plain(world, batch) | {"normed": train_normed(world, 64), "measured": measure_whole(world)}
     torch.save(found, folder / f"rank{world.rank}.new")
     (folder / f"rank{world.rank}.new").rename(folder / f"rank{world.rank}.pt")
     while True:
-        sum_values(torch.ones(1000), world)
-
-
-def learn(program: str, batch: int, folder: Path) -> None:
-    """Run one of the above among the other ranks, and keep what it gave."""
-    world = join("cpu")
-    found = globals()[program](world, batch)
-    leave()
-    torch.save(found, folder / f"rank{world.rank}.pt")
-
-
-def keep_a_list(folder: Path) -> None:
-    """Try to save a training that cannot be saved: the first rank writes, but all must raise."""
-    how = {
-        "task": dmcp.Task(optimizer=Listing),
-        "runtime": dmcp.Runtime(checkpointer=dmcp.Checkpointer(folder / "kept")),
-    }
-    config = dmcp.TrainConfig(epochs=1, lr=0.2, warmup_lr=0.2)
-    dmcp.train(plain(current()), loader(current(), 4), config, **how)
+        ranks.sum_values(torch.ones(1000), world)
 
 
 def command(*arguments: str) -> None:

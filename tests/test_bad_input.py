@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from nets import Chain, Residual, mystery, sample
-from test_cli import Capture, run
 from torch import Tensor, nn
 
 import dmcp
@@ -87,15 +85,6 @@ def test_networks_and_examples_that_cannot_be_traced(net: Any, example: Any, wor
     refuse(TraceError, lambda: dmcp.trace(net, example), *words)
 
 
-def test_the_error_of_a_models_own_forward_is_not_lost() -> None:
-    with pytest.raises(TraceError, match=r"forward.*LookupError.*the cupboard is bare") as caught:
-        dmcp.trace(Failing(LookupError("the cupboard is bare")), X)
-    chain: list[BaseException | None] = [caught.value]
-    while chain[-1] is not None:
-        chain.append(chain[-1].__cause__)
-    assert any(isinstance(error, LookupError) for error in chain)
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_a_script_module_and_names_in_ignore(model: nn.Module) -> None:
     script = torch.jit.trace(copy.deepcopy(model).eval(), X)
@@ -170,14 +159,3 @@ def test_another_dtype_than_that_of_the_weights_is_named(own: torch.dtype, given
     batches = [(torch.ones(2, 1, 8, 8).to(given), torch.zeros(2, dtype=torch.int64))]
     refuse(DataError, lambda: dmcp.prune(small(own), batches, batches), *names)
     refuse(TraceError, lambda: dmcp.trace(small(own), torch.ones(2, 3, 8, 8).to(own)), "its own forward")
-
-
-def test_a_command_names_the_dtype_of_a_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    source = "from dmcp.models import build as digits\n\ndef build():\n    return digits('digits:resnet').double()\n"
-    (tmp_path / "double_net.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    words = ("prune", "--model", "double_net:build", "--data", "digits", "--out", str(tmp_path / "run"))
-    code, _, err = run(capsys, *words)
-    assert code == 2 and "float32" in err and "float64" in err and err.count("\n") == 1

@@ -156,27 +156,6 @@ def test_the_command_reports_everything(here: Path, capsys: Capture) -> None:
 # before the first step
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        TRAIN,
-        ("search", *SMALL),
-        ("prune", *SMALL, "--dry-run"),
-        ("prune", *SMALL, "--seeds", "2"),
-        ("compare", *SMALL[:-4], "--input", "3x32x32", "--holdout", "0.25"),
-    ],
-    ids=["train", "search", "dry-run", "seeds", "compare"],
-)
-def test_test_files_that_are_no_images_are_refused_at_the_start(
-    words: tuple[str, ...], here: Path, capsys: Capture
-) -> None:
-    photos = write_photos(here / "photos", (40, 40), count=8)
-    (photos / "val" / "dog" / "1.png").write_bytes(b"")
-    code, out, err = run(capsys, *words)
-    assert (code, out) == (2, "") and "photos/val/dog/1.png" in err and "dmcp data photos" in err, err
-    assert not (here / "runs").exists()
-
-
 def test_broken_files_are_replaced_and_counted(here: Path, capsys: Capture) -> None:
     """Also those of a run that was stopped by one, and goes on with --corrupt skip."""
     photos = write_photos(here / "photos", (40, 40))
@@ -198,16 +177,6 @@ def test_broken_files_are_replaced_and_counted(here: Path, capsys: Capture) -> N
     (photos / "val" / "dog" / "more.png").symlink_to(here / "gone.png")  # which nothing skips
     code, out, err = run(capsys, *TRAIN, "--corrupt", "skip")
     assert (code, out) == (2, "") and "more.png" in err
-
-
-@pytest.mark.slow
-def test_prune_and_search_count_them_too(here: Path, capsys: Capture) -> None:
-    photos = write_photos(here / "photos", (40, 40))
-    for name in ("train/cat/1", "val/dog/3"):
-        truncate(photos / f"{name}.png")
-    for words, tested in ((("prune", *SMALL, "--epochs", "1"), 1), (("search", *SMALL), 0)):
-        code, out, err = run(capsys, *words, "--quiet", "--json", "--corrupt", "skip", "--search-epochs", "2")
-        assert code == 0 and json.loads(out)["replaced"] == {"train": 1, "test": tested}, err
 
 
 def test_what_is_odd_about_the_data_is_said_once(here: Path, capsys: Capture) -> None:

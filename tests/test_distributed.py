@@ -81,13 +81,6 @@ def ends(processes: list[ForkServerProcess], seconds: float) -> list[int | None]
     return [process.exitcode for process in processes]
 
 
-def learned(folder: Path, world_size: int, program: str, batch: int) -> list[dict[str, Any]]:
-    """What each of the ranks got from the same program."""
-    with started(folder, world_size, "learn", program, batch, folder) as processes:
-        assert ends(processes, 2 * MINUTE) == [0] * world_size, [told(folder, rank) for rank in range(world_size)]
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(world_size)]
-
-
 def gap(one: Any, other: Any) -> float:
     """Largest difference between two tensors, or two tables of them."""
     if isinstance(other, Tensor):
@@ -165,33 +158,21 @@ def test_half_a_launcher_is_refused(settings: dict[str, str], launcher: pytest.M
 # the library
 
 
-def check_plain(everyone: list[dict[str, Any]], batch: int) -> None:
-    """Without BatchNorm ranks compute what one process does."""
-    alone = programs.train_plain(SINGLE_PROCESS, batch)
+def test_without_batchnorm_three_ranks_compute_what_one_process_does(together: list[dict[str, Any]]) -> None:
+    alone = programs.train_plain(SINGLE_PROCESS, 10)
     for name, wanted in alone.items():
         parts = [part for part in ("losses", "weights", "alphas") if part in wanted]
-        gaps = {part: gap(everyone[0][name][part], wanted[part]) for part in parts}
+        gaps = {part: gap(together[0][name][part], wanted[part]) for part in parts}
         assert max(gaps.values()) < NEAR, (name, gaps)
-        assert all(gap(mine[name][part], everyone[0][name][part]) == 0 for mine in everyone[1:] for part in parts)
+        assert all(gap(mine[name][part], together[0][name][part]) == 0 for mine in together[1:] for part in parts)
         assert len(wanted["losses"]) == 2 * STEPS
         assert gap(wanted["weights"], dict(programs.plain(SINGLE_PROCESS).named_parameters())) > 1e-2  # they have moved
     for name in ("usual search", "held-out search"):
         assert float(alone[name]["alphas"].std()) > 10 * NEAR  # all start from one number
 
 
-def test_without_batchnorm_three_ranks_compute_what_one_process_does(together: list[dict[str, Any]]) -> None:
-    check_plain(together, 10)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("batch", [32, 11], ids=["even", "uneven"])
-def test_without_batchnorm_two_ranks_compute_what_one_process_does(batch: int, tmp_path: Path) -> None:
-    check_plain(learned(tmp_path, 2, "train_plain", batch), batch)
-
-
-@pytest.mark.slow
-def test_with_batchnorm_ranks_stay_together(tmp_path: Path) -> None:
-    first, second = learned(tmp_path, 2, "train_normed", 64)
+def test_with_batchnorm_ranks_stay_together(together: list[dict[str, Any]]) -> None:
+    first, second, _ = (rank["normed"] for rank in together)
     for name in ("search", "training"):
         assert gap(first[name]["weights"], second[name]["weights"]) == 0
         losses = first[name]["losses"].reshape(2 * STEPS, -1)[:, 0]  # of the largest network
@@ -203,22 +184,12 @@ def test_with_batchnorm_ranks_stay_together(tmp_path: Path) -> None:
     model = build("digits:resnet")
     model.load_state_dict(first["training"]["weights"] | first["training"]["buffers"])
     assert first["accuracy"] == second["accuracy"] == dmcp.evaluate(model, programs.test_loader(SINGLE_PROCESS)) > 0.15
-    whole, shares = programs.loader(SINGLE_PROCESS, 64), [programs.loader(World(rank, 2), 64) for rank in range(2)]
+    whole, shares = programs.loader(SINGLE_PROCESS, 64), [programs.loader(World(rank, 3), 64) for rank in range(3)]
     # a network normalises each batch by itself, so one process must be given the batches that the ranks had
-    dmcp.recalibrate(model, [*shares[0], *shares[1]])
+    dmcp.recalibrate(model, [*shares[0], *shares[1], *shares[2]])
     assert gap(statistics(first["calibrated"]), statistics(programs.buffers(model))) < 1e-6
     assert gap(first["calibrated"], second["calibrated"]) == 0
     assert first_norm_gap(model, first["calibrated"], whole) < 1e-6
-
-
-def test_a_part_without_images_does_not_change_the_statistics() -> None:
-    shares = list(programs.test_loader(World(1, 2)))
-    assert [len(labels) for _, labels in shares] == [63, 63, 63, 0]
-    model = build("digits:resnet")
-    dmcp.recalibrate(model, shares[:-1])
-    wanted = statistics(programs.buffers(model))
-    dmcp.recalibrate(model, shares)
-    assert gap(statistics(programs.buffers(model)), wanted) == 0
 
 
 def test_ranks_measure_a_whole_data_set_together(together: list[dict[str, Any]]) -> None:
@@ -229,12 +200,7 @@ def test_ranks_measure_a_whole_data_set_together(together: list[dict[str, Any]])
     for found in (rank["measured"] for rank in together):
         assert all(found[name] == dmcp.evaluate(model, loader, metric) for name, loader in wanted.items())
         assert found["mean"] == together[0]["measured"]["mean"] != found["dmcp"]
-        parts, *padded = found["told"]
-        assert "it must gather" in parts and all(it.startswith("The loader of a rank repeats") for it in padded)
-
-
-def test_every_rank_refuses_what_cannot_be_saved(together: list[dict[str, Any]]) -> None:
-    assert all(rank["listed"].startswith("The Listing has") for rank in together)
+        assert "it must gather" in found["parts"] and found["padded"].startswith("The loader of a rank repeats")
 
 
 def statistics(buffers: dict[str, Tensor]) -> dict[str, Tensor]:

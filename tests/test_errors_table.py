@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from test_datasets import write_photos
 from torch import nn
 from typed import command
 
@@ -86,6 +86,9 @@ MISTAKES = {
         prune --model resnet18 --data one-class
         prune --model cifar:resnet20 --data broken-photos FILES --workers 0 --dry-run
         compare --model cifar:resnet20 --data broken-photos FILES
+        train --model cifar:resnet20 --data broken-photos FILES --workers 0
+        search --model cifar:resnet20 --data broken-photos FILES --workers 0
+        prune --model cifar:resnet20 --data broken-photos FILES --workers 0 --seeds 2
         prune --model cifar:resnet20 --data cut-photos FILES --workers 0 --dry-run
         data photos --input 1x32x32
         prune --model resnet18 --data photos --input 1x32x32
@@ -184,26 +187,17 @@ def failing():
 # what the commands find in the folder, as the page says
 
 
-def write_photos(folder: Path, *classes: str, parts: tuple[str, ...] = ("train", "val")) -> Path:
-    for part in parts:
-        for name in classes:
-            (folder / part / name).mkdir(parents=True)
-            for number in range(2):
-                Image.new("RGB", (16, 16), (number, 0, 0)).save(folder / part / name / f"{number}.png")
-    return folder
-
-
 def write_data(here: Path) -> None:
     (here / "empty").mkdir()
     (here / "note.txt").write_text("not what you look for")
-    write_photos(here / "photos", "cat", "dog")
-    write_photos(here / "one-class", "cat")
-    write_photos(here / "no-val", "cat", "dog", parts=("train",))
-    write_photos(here / "other-classes", "cat", "dog", parts=("train",))
-    write_photos(here / "other-classes", "cat", "cow", parts=("val",))
-    for path in write_photos(here / "broken-photos", "cat", "dog").rglob("*.png"):
+    write_photos(here / "photos", count=2, classes=("cat", "dog"))
+    write_photos(here / "one-class", count=2, classes=("cat",))
+    write_photos(here / "no-val", count=2, classes=("cat", "dog"), parts=("train",))
+    write_photos(here / "other-classes", count=2, classes=("cat", "dog"), parts=("train",))
+    write_photos(here / "other-classes", count=2, classes=("cat", "cow"), parts=("val",))
+    for path in write_photos(here / "broken-photos", count=2, classes=("cat", "dog")).rglob("*.png"):
         path.write_bytes(path.read_bytes()[:40])
-    for path in write_photos(here / "cut-photos", "cat", "dog").rglob("*.png"):
+    for path in write_photos(here / "cut-photos", count=2, classes=("cat", "dog")).rglob("*.png"):
         path.write_bytes(path.read_bytes()[:-28])
     (here / "broken-shards").mkdir()
     (here / "broken-shards" / "train-0.npz").write_bytes(b"PK no more")

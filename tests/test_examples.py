@@ -23,15 +23,6 @@ def test_a_segmentation_net_is_searched(capsys: pytest.CaptureFixture[str], monk
     assert f"{ours.macs:,}" in capsys.readouterr().out
 
 
-def test_the_metric_of_the_segmentation_is_one_for_the_truth_and_zero_for_nothing() -> None:
-    batch = segmentation.paint(8, torch.Generator().manual_seed(0))
-    truth = torch.nn.functional.one_hot(batch[1], 3).permute(0, 3, 1, 2).float()
-    nothing = torch.zeros_like(truth)  # all background
-    (most, count), (least, _) = segmentation.shape_iou(truth, batch), segmentation.shape_iou(nothing, batch)
-    visible = torch.stack([(batch[1] == shape).flatten(1).any(dim=1) for shape in (1, 2)]).float().mean()
-    assert (most.item(), least.item(), count) == (pytest.approx(8 * visible.item()), 0, 8)
-
-
 def test_a_net_with_auxiliary_outputs_is_searched(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import dmcp
-from dmcp.markov import marginals
 
 FOLDER = Path(__file__).parents[1] / "experiments"
 sys.path.insert(0, str(FOLDER))
 import run  # noqa: E402
 import tables  # noqa: E402
-from alphas import chances_of_widths, count_peaks  # noqa: E402
 
 RECORDED = {path.stem: json.loads(path.read_text()) for path in sorted((FOLDER / "results").glob("*.json"))}
 SETTINGS = {path.stem: run.read_settings(path) for path in sorted((FOLDER / "settings").glob("*.toml"))}
@@ -70,28 +66,6 @@ def test_tables_of_the_report_are_what_the_results_say() -> None:
     assert all(f"<!-- table {name} -->" in text for name in [*RECORDED, "claims", "deviations"])
     found = [cell["accuracy"] for cell in RECORDED["warmup"]["cells"] if cell["label"] == "with warm-up"]
     assert f"| {100 * statistics.fmean(found):.2f} ± {100 * statistics.stdev(found):.2f} (3) |" in text
-
-
-def test_a_claim_is_judged_by_its_standard_error() -> None:
-    assert tables.standard_errors([0.01, 0.03], deviation=0.01) == pytest.approx(2.0)
-    assert tables.standard_errors([0.01, 0.03], deviation=None) is None  # two seeds say nothing of their own spread
-    assert tables.standard_errors([0.01, 0.02, 0.03], None) == pytest.approx(0.02 / (0.01 / math.sqrt(3)))
-    lines = [line.split(" | ") for line in tables.claims().splitlines()[2:]]
-    for *_, errors, _, holds in lines:
-        value = float(errors or 0)
-        assert holds.rstrip(" |") == ("yes" if value >= 2 else "no" if value <= -2 else "not clear")
-
-
-def test_peaks_are_local_maxima() -> None:
-    for heights, strict, filled in (
-        ([0.1, 0.2, 0.7], 1, 1),
-        ([0.1, 0.4, 0.4, 0.1], 1, 1),  # a plateau is one peak
-        ([0.3, 0.28, 0.3, 0.12], 2, 1),  # a dip of two points
-        ([0.5, 0.1, 0.3, 0.0, 0.1], 3, 3),
-    ):
-        for own in (heights, heights[::-1]):
-            assert (count_peaks(own), count_peaks(own, 0.05)) == (strict, filled)
-    assert chances_of_widths(marginals(torch.zeros(1, 2)), torch.tensor([[2, 3, 1]])) == [[0.5, 0.25, 0.25]]
 
 
 def test_a_tiny_experiment_runs_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,22 +88,6 @@ def test_rows_are_those_that_a_cut_drops(kind: type[nn.Module]) -> None:
             assert narrowed == set(found)
 
 
-@pytest.mark.parametrize("kind", [Residual, Depthwise, Grouped, Transposed])
-def test_a_silenced_network_computes_what_the_cut_one_does(kind: type[nn.Module]) -> None:
-    model, graph, spaces = traced(kind)
-    model.double().eval()
-    x = torch.randn(3, *getattr(kind, "SHAPE", (3, 5, 5)), dtype=torch.float64)
-    kept = {name: list(range(0, space.size, 2)) for name, space in spaces.items()}
-    small = dmcp.cut(model, graph, kept)
-    full = model(x)
-    for space in spaces.values():
-        for place in placed(model, graph, space):
-            place.silence(model, torch.arange(1, space.size, 2))
-            assert (place.vectors(model)[1::2] == 0).all()
-    torch.testing.assert_close(model(x), small(x))
-    assert not torch.allclose(full, small(x))
-
-
 def test_the_strongest_stay_in_their_order_and_ties_go_to_the_first() -> None:
     assert strongest(torch.tensor([3.0, 1.0, 4.0, 1.0, 5.0]), 3) == [0, 2, 4]
     assert strongest(torch.ones(5), 2) == [0, 1]

@@ -6,10 +6,6 @@ import contextlib
 import errno
 import os
 import platform
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -20,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 
 from dmcp.errors import FileError
-from dmcp.runtime.io import LOCK, Lock, alive, from_plain, is_locked, parse_json, plain, read_bytes, write_files
+from dmcp.runtime.io import LOCK, Lock, from_plain, is_locked, parse_json, plain, write_files
 
 # the lock
 
@@ -36,59 +32,6 @@ def test_a_folder_is_held_while_the_block_runs(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == [] and not is_locked(tmp_path)
 
 
-def race(folder: Path, runners: int = 4) -> None:
-    """Many processes want the folder at once; each time exactly one gets it."""
-    for number in range(10):
-        if number % 2:
-            (folder / LOCK).write_text("left by a killed process")
-        start, finish, told = os.pipe(), os.pipe(), os.pipe()
-        for _ in range(runners):
-            if os.fork() == 0:
-                os.close(start[1]), os.close(finish[1])
-                os.read(start[0], 1)  # until the parent closes it
-                try:
-                    with Lock(folder):
-                        os.write(told[1], b"+")
-                        os.read(finish[0], 1)
-                except FileError as error:
-                    os.write(told[1], b"-" if "is in use by" in str(error) else b"?")
-                os._exit(0)
-        os.close(start[0]), os.close(start[1])
-        heard = b"".join(os.read(told[0], 1) for _ in range(runners))
-        os.close(finish[0]), os.close(finish[1]), os.close(told[0]), os.close(told[1])
-        for _ in range(runners):
-            os.wait()
-        assert sorted(heard) == sorted(b"+" + b"-" * (runners - 1)), (number, heard)
-        assert not (folder / LOCK).exists()
-
-
-def kill_holder(folder: Path) -> None:
-    """The lock of a killed process is free, though a child that it has forked lives on."""
-    told, tell = os.pipe()
-    holder = os.fork()
-    if holder == 0:
-        with Lock(folder):
-            if child := os.fork():
-                os.write(tell, str(child).encode())
-            time.sleep(60)
-        os._exit(0)
-    child = int(os.read(told, 20))
-    with pytest.raises(FileError, match=f"in use by process {holder} on "):
-        Lock(folder).__enter__()
-    os.kill(holder, signal.SIGKILL)
-    os.waitpid(holder, 0)
-    assert alive(child) and not alive(holder) and not is_locked(folder)
-    with Lock(folder):
-        assert (folder / LOCK).read_text().startswith(f"process {os.getpid()} ")
-    os.kill(child, signal.SIGKILL)
-
-
-def test_one_living_process_has_the_lock(tmp_path: Path) -> None:
-    # in a process of its own: forking one that has threads is not safe, and pytest may have some
-    source = "import sys, pathlib, test_io as t; [f(pathlib.Path(sys.argv[1])) for f in (t.race, t.kill_holder)]"
-    subprocess.run([sys.executable, "-c", source, tmp_path], cwd=Path(__file__).parent, check=True, timeout=60)
-
-
 def test_what_cannot_be_locked_is_an_error_of_ours(tmp_path: Path) -> None:
     (tmp_path / "victim").write_text("dear")
     (tmp_path / LOCK).symlink_to(tmp_path / "victim")
@@ -98,23 +41,6 @@ def test_what_cannot_be_locked_is_an_error_of_ours(tmp_path: Path) -> None:
 
 
 # reading
-
-
-def test_only_files_of_the_folder_are_read(tmp_path: Path) -> None:
-    run, outside = tmp_path / "run", tmp_path / "outside"
-    run.mkdir()
-    outside.write_bytes(b"secret")
-    (run / "file").write_bytes(b"abc")
-    (run / "inside").symlink_to("file")
-    assert read_bytes(run / "file", 3) == read_bytes(run / "inside", 3) == b"abc"
-    (run / "link").symlink_to(outside)
-    (run / "round").symlink_to("round")
-    os.mkfifo(run / "pipe")
-    for name in ("link", "round", "pipe", "missing", "."):
-        with pytest.raises(FileError):
-            read_bytes(run / name, 100)
-    with pytest.raises(FileError, match="too many"):
-        read_bytes(run / "file", 2)
 
 
 def test_json_that_cannot_be_ours_is_refused() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from dmcp.tracing.layout import Atom, Channels, Layout, atoms_of, fixed, kept_indices, monomials, width
+from dmcp.tracing.layout import Channels, Layout, atoms_of, fixed, kept_indices, monomials, width
 
 Labels = list[frozenset[tuple[int, int]]]
 LARGEST = 240  # channels of a dim in random programs
@@ -158,12 +158,6 @@ def check_reading(program: Program) -> None:
         assert sum(factor * math.prod(widths[atom] for atom in atoms) for factor, atoms in terms) == len(expected)
 
 
-def test_kept_channels_come_in_the_order_given() -> None:
-    layout: Layout = ((Atom(0), 2), (3,), (Atom(1),))
-    kept = {0: torch.tensor([2, 0]), 1: torch.tensor([1, 3])}
-    assert kept_indices(layout, kept, {0: 3, 1: 4}).tolist() == [4, 5, 0, 1, 6, 7, 8, 10, 12]
-
-
 # -- what aligns must stay prunable: a package that prunes nothing would pass all of the above
 
 
@@ -185,69 +179,4 @@ def test_aligned_operations_keep_everything_prunable() -> None:
             assert [len(label) for label in labels(channels, part)] == [1] * channels.size(part)
 
 
-def test_joined_and_grouped_dims() -> None:
-    channels = Channels()
-    both = channels.fresh(12)
-    groups, inner = channels.factor(both, 2)
-    shuffled = channels.multiply(inner, groups)
-    channels.fix(groups, "the groups of a shuffle")
-    assert [len(channels.atoms(layout)) for layout in (both, inner, shuffled, groups)] == [1, 1, 1, 0]
-    one, other = channels.fresh(6), channels.fresh(6)  # pieces of a concatenation become alike when it is grouped
-    outer, inner = channels.factor(one + other, 2)
-    assert channels.resolve(outer) == fixed(2)
-    assert channels.atoms(one) == channels.atoms(other) == channels.atoms(inner) and len(channels.atoms(inner)) == 1
-    dims = [channels.fresh(8) for _ in range(5)]  # join is transitive and reaches earlier dims
-    flat = [channels.multiply(dim, fixed(3)) for dim in dims]
-    for first, second in ((0, 1), (2, 3), (4, 2), (3, 0)):
-        channels.join(flat[first], flat[second])
-    assert len({channels.resolve(dim) for dim in dims}) == 1 and len(channels.atoms(dims[0])) == 1
-    channels.fix(dims[4], "why")
-    assert all(channels.resolve(dim) == fixed(8) for dim in dims)
-    dim = channels.fresh(5)
-    assert channels.fresh(1) == fixed(1) and channels.multiply(fixed(1), dim) == channels.multiply(dim, fixed(1)) == dim
-    assert (channels.factor(dim, 1), channels.factor(dim, 5)) == ((fixed(1), dim), (dim, fixed(1)))
-
-
 # -- unprunable
-
-
-def test_fix_counts_and_keeps_the_first_reason() -> None:
-    channels = Channels(because="the op at hand")
-    one, other, third = channels.fresh(4), channels.fresh(5), channels.fresh(6)
-    assert (channels.fix(one + other, "first"), channels.fix(one, "second"), channels.fix(third)) == (2, 0, 1)
-    assert channels.atoms(one + other + third) == []
-    assert channels.unprunable(one + other + third) == [(4, "first"), (5, "first"), (6, "the op at hand")]
-    assert channels.fix(fixed(7), "nothing to do") == 0
-    dim = channels.fresh(10)
-    front, back = channels.divide(dim, [4, 6])
-    assert channels.unprunable(dim) == []
-    channels.fix(front, "its entries are picked")
-    assert channels.unprunable(dim) == [(4, "its entries are picked")] and channels.atoms(dim) == channels.atoms(back)
-    channels.fix(back, "an output")
-    assert channels.unprunable(dim) == [(10, "its entries are picked; an output")]
-
-
-def test_what_does_not_align_is_unprunable_with_a_reason() -> None:
-    channels = Channels(because="add at block")
-    one, other, third = channels.fresh(4), channels.fresh(4), channels.fresh(4)
-    channels.fix(one, "it is an output of the model")
-    channels.join(one, other)
-    assert channels.atoms(other) == [] and channels.unprunable(other)
-    channels.join(third, fixed(4))
-    assert channels.unprunable(third) == [(4, "meets a fixed size (add at block)")]
-    for order in ((0, 1), (1, 0)):
-        pair = channels.fresh(12), channels.fresh(12)
-        channels.factor(pair[0], 3)
-        channels.factor(pair[1], 4)
-        channels.join(pair[order[0]], pair[order[1]])
-        assert labels(channels, pair[0]) == labels(channels, pair[1])
-        assert "do not align (add at block)" in " ".join(why for dim in pair for _, why in channels.unprunable(dim))
-    dim = channels.fresh(4)
-    assert channels.divide(channels.multiply(dim, fixed(3)), [4, 8]) == [fixed(4), fixed(8)]
-    assert channels.unprunable(dim) == [(4, "it is split in the middle of a group (add at block)")]
-    outer, front, back = channels.fresh(3), channels.fresh(4), channels.fresh(5)
-    assert channels.atoms(channels.multiply(outer, front + back)) == [*channels.atoms(front), *channels.atoms(back)]
-    assert channels.unprunable(outer) == [(3, "a concatenation lies inside it (add at block)")]
-    pieces = channels.fresh(2) + channels.fresh(3)
-    assert channels.resolve(channels.multiply(fixed(1000), pieces)) == fixed(5000)
-    assert channels.atoms(pieces) == [] and "too many" in channels.unprunable(pieces)[0][1]

@@ -16,7 +16,7 @@ from torch import Tensor
 import dmcp
 from dmcp.compare import magnitude
 from dmcp.compare.magnitude import L1Config, SlimmingConfig, SoftConfig, find_fpgm, find_l1, find_sfp, find_slimming
-from dmcp.compare.problem import Choice, Problem
+from dmcp.compare.problem import Problem
 
 WEAK = [1, 4, 6]  # channels that are planted to go
 
@@ -33,56 +33,42 @@ def weak_problem(filters: Callable[[Tensor], Tensor], **changes: Any) -> tuple[P
     return problem, trained.state_dict()
 
 
-def assert_weak_go(problem: Problem, choice: Choice) -> None:
-    choice.check(problem)
-    for name, width in choice.widths.items():
-        assert width == SIGNS - len(WEAK)
-        assert list(choice.kept[name]) == [i for i in range(SIGNS) if i not in WEAK]
+def small(weight: Tensor) -> Tensor:
+    return 0.01 * weight[WEAK]
 
 
-def test_l1_drops_small_filters() -> None:
-    problem, state = weak_problem(lambda weight: 0.01 * weight[WEAK])
-    assert_weak_go(problem, find_l1(problem, L1Config(), state))
-    assert_weak_go(problem, find_l1(problem, L1Config(power=2), state))
-
-
-def test_the_two_norms_rank_differently() -> None:
+def spread(weight: Tensor) -> Tensor:
     """One large weight has the larger L2 norm, many middling ones have the larger L1 norm."""
-
-    def spread(weight: Tensor) -> Tensor:
-        weight[:] = torch.eye(SIGNS)[..., None, None]
-        return torch.full_like(weight[WEAK], 1.5 / SIGNS)
-
-    problem, state = weak_problem(spread)
-    assert_weak_go(problem, find_l1(problem, L1Config(power=2), state))
-    assert set(WEAK) <= set(find_l1(problem, L1Config(), state).kept["needed"])
+    weight[:] = torch.eye(SIGNS)[..., None, None]
+    return torch.full_like(weight[WEAK], 1.5 / SIGNS)
 
 
-def test_sfp_drops_small_filters() -> None:
-    problem, state = weak_problem(lambda weight: 0.01 * weight[WEAK])
-    problem = replace(problem, recipe=replace(problem.recipe, lr=1e-4, warmup_lr=1e-4))
-    choice = find_sfp(problem, SoftConfig(), state)
-    assert_weak_go(problem, choice)
-    assert choice.sample_passes == 2 * 20 * 64 + 4 * 64
-
-
-def test_fpgm_drops_filters_that_others_stand_in_for() -> None:
+def midst(weight: Tensor) -> Tensor:
     """Filters in the midst of the others, though larger than some of them: by its norm none would go."""
+    weight += 5  # norms say little now, distances are as before
+    weight[0] = 3  # small, but far from all others
+    return weight[[i for i in range(SIGNS) if i not in (0, *WEAK)]].mean(dim=0).expand(len(WEAK), -1, -1, -1)
 
-    def midst(weight: Tensor) -> Tensor:
-        weight += 5  # norms say little now, distances are as before
-        weight[0] = 3  # small, but far from all others
-        return weight[[i for i in range(SIGNS) if i not in (0, *WEAK)]].mean(dim=0).expand(len(WEAK), -1, -1, -1)
 
-    problem, state = weak_problem(midst)
+@pytest.mark.parametrize(
+    ("find", "config", "filters", "go"),
+    [
+        (find_l1, L1Config(), small, True),
+        (find_l1, L1Config(power=2), spread, True),
+        (find_l1, L1Config(), spread, False),
+        (find_sfp, SoftConfig(), small, True),
+        (find_fpgm, SoftConfig(), midst, True),
+        (find_sfp, SoftConfig(), midst, False),
+    ],
+)
+def test_planted_channels_go(find: Any, config: Any, filters: Any, go: bool) -> None:
+    problem, state = weak_problem(filters)
     problem = replace(problem, recipe=replace(problem.recipe, epochs=1, lr=1e-4, warmup_lr=1e-4))
-    assert_weak_go(problem, find_fpgm(problem, SoftConfig(), state))
-    assert 0 not in find_sfp(problem, SoftConfig(), state).kept["needed"]
-
-
-def test_distances_to_all_others() -> None:
-    corners = torch.tensor([[0.0, 0.0], [3.0, 4.0], [0.0, 8.0]], dtype=torch.float64)
-    torch.testing.assert_close(magnitude.distances(corners), torch.tensor([13.0, 10.0, 13.0], dtype=torch.float64))
+    choice = find(problem, config, state)
+    choice.check(problem)
+    wanted = [i for i in range(SIGNS) if i not in WEAK]
+    assert all((list(choice.kept[name]) == wanted) is go for name in choice.widths)
+    assert find is find_l1 or choice.sample_passes == 20 * 64 + 4 * 64
 
 
 def test_slimming_drops_small_scales_wherever_they_are() -> None:
@@ -151,12 +137,12 @@ def test_zeroed_filters_are_trained_on_but_do_not_outgrow_the_others() -> None:
             return seen[-1]
 
         problem = planted_problem(budget="57%", epochs=3)
-        choice = magnitude._prune_softly(problem, watched, SoftConfig(regrowth=regrowth), None)
+        choice = magnitude.prune_softly(watched, problem, SoftConfig(regrowth=regrowth), None)
         assert choice.model is not None and len(seen) == 2 * 3  # two spaces
         assert all((norms > 0).all() for norms in seen)
         assert dict(choice.model.named_buffers()).keys() == dict(problem.model.named_buffers()).keys()
         largest[regrowth] = (torch.stack(seen[2:]).max() / torch.stack(seen[:2]).max()).item()
     assert largest[0.01] < 1.5 and largest[1.0] > 4
     seen.clear()
-    magnitude._prune_softly(problem, watched, SoftConfig(every=2), None)
+    magnitude.prune_softly(watched, problem, SoftConfig(every=2), None)
     assert len(seen) == 2 * 2  # after the second epoch and the last

@@ -68,16 +68,6 @@ def test_samples_follow_the_distribution_of_their_own_space(process: Process) ->
     assert not torch.equal(widths, process.sample(ALPHA, SIZES, n, seeded(1)))
 
 
-def test_short_chains_and_single_groups() -> None:
-    sizes = torch.tensor([[2, 3, 4], [5, 1, 0]])
-    kept = marginals(ALPHA[:, :2]) * (sizes > 0)
-    short = CHAIN.moment(marginals(ALPHA[1:, :1]), sizes[1:, :2], 2)
-    torch.testing.assert_close(CHAIN.moment(kept, sizes, 2)[1:], short)
-    assert CHAIN.sample(torch.full((2, 2), 30.0), sizes, 5, None).unique(dim=0).tolist() == [[9, 6]]
-    assert CHAIN.sample(torch.zeros(2, 0), sizes[:, :1], 3, None).tolist() == [[2, 5]] * 3
-    assert marginals(torch.zeros(3, 0)).tolist() == [[1.0]] * 3
-
-
 @pytest.mark.parametrize(
     ("size", "groups", "align", "sizes"),
     [

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import copy
-import random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from nets import Residual
-from test_pruning import SEARCH, Noise, Once, Random, prune, same, tensors, traced
+from test_pruning import Noise, Once, prune, same, tensors, traced
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import dmcp
 from dmcp.errors import BudgetError, DataError, DmcpError, TraceError, TrainingError, WidthsError
 from dmcp.losses import classification_loss
-from dmcp.preflight import check_classifier, check_finite, check_input, try_test
+from dmcp.preflight import check_classifier, check_finite, check_input
 from dmcp.settings import SearchConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::dmcp.losses.DistillationWarning")
@@ -147,6 +146,7 @@ CASES: dict[str, tuple[type[Exception], Any]] = {
     "NaN in a buffer": (TrainingError, lambda: {"model": broken(lambda it: it.bn0.running_mean.fill_(NAN))}),
     "writes into its input": (TrainingError, lambda: {"model": Writing()}),
     "hidden layer": (DmcpError, lambda: {"model": Hiding()}),
+    "lazy layer": (TraceError, lambda: {"model": nn.Sequential(Residual(**Residual.FULL), nn.LazyLinear(3))}),
     "other fresh network": (WidthsError, lambda: {"fresh": nn.Linear(2, 2)}),
     "fresh is no network": (TraceError, lambda: {"fresh": 1}),
     # optimizers
@@ -176,6 +176,7 @@ CASES: dict[str, tuple[type[Exception], Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_mistakes_are_refused_before_the_first_step(name: str) -> None:
     kind, make = CASES[name]
@@ -187,22 +188,8 @@ def test_mistakes_are_refused_before_the_first_step(name: str) -> None:
     assert not seen and same(before, tensors(traced()[0]))
 
 
-def test_shares_of_classes_need_not_be_numbers_of_classes() -> None:
-    assert prune(loader=changed(y=lambda y: torch.eye(5)[y] * 7)).rows
-
-
-@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
-def test_a_lazy_layer_is_refused() -> None:
-    class Late(Residual):
-        def __init__(self) -> None:
-            super().__init__(**Residual.FULL)
-            self.late = nn.LazyConv2d(3, 1)
-
-    with pytest.raises(TraceError, match="no shape yet"):
-        prune(Late())
-
-
 def test_what_does_no_harm_is_allowed() -> None:
+    assert prune(loader=changed(y=lambda y: torch.eye(5)[y] * 7)).rows  # shares of classes
     masked, x = nn.Sequential(nn.Conv2d(3, 4, 3)), torch.randn(2, *Residual.SHAPE)
     masked.register_buffer("mask", torch.tensor([float("-inf"), 0.0]))
     check_finite(masked, x)  # a mask may be infinite
@@ -219,31 +206,3 @@ def test_the_command_line_takes_classifiers_only() -> None:
     for model, classes in ((traced()[0], 6), (Ages(**Residual.FULL), 5), (nn.Conv2d(3, 5, 1), 5)):
         with pytest.raises(TrainingError, match="classifiers only"):
             check_classifier(model, x, classes)
-
-
-class Dice(Residual):
-    """Uses random numbers of Python, NumPy and torch in every pass."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + torch.rand(1, dtype=x.dtype) * random.random() * np.random.rand())
-
-
-def test_a_search_looks_at_its_first_batch_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks, found = list[object](), list[Any]()
-    for look in (check_input, lambda model, example: looks.append(model)):
-        monkeypatch.setattr("dmcp.searching.search.check_input", look)
-        torch.manual_seed(0), random.seed(0), np.random.seed(0)
-        net = Dice(**Residual.FULL).float()
-        supernet = dmcp.Supernet(net, dmcp.trace(net, torch.randn(2, *Residual.SHAPE)), groups=SEARCH.groups)
-        result = dmcp.search(supernet, Noise(), SEARCH)
-        found.append([result.alphas, *supernet.model.state_dict().values()])
-    assert len(looks) == 1 and same(*found)
-
-
-@pytest.mark.slow
-def test_the_trial_leaves_workers_that_live_on_alone() -> None:
-    for used in (True, False):
-        loader = DataLoader(Random(), 4, num_workers=1, persistent_workers=True)
-        workers = loader._iterator if not used else (next(iter(loader)), loader._iterator)[1]
-        try_test(Residual(**Residual.FULL), loader, None)
-        assert loader._iterator is workers

@@ -176,13 +176,3 @@ def test_numbers_of_a_generator_of_its_own_follow_no_width() -> None:
         assert list(sizes(dmcp.trace(Scaled(way).eval(), X))) == ["a", "b"]
     also_wide = dmcp.trace(Scaled(lambda h: torch.tensor(dice.random()) * h.shape[1]).eval(), X)
     assert list(sizes(also_wide)) == ["b"]
-
-
-def test_the_module_that_made_the_number_is_named() -> None:
-    class Half(nn.Module):
-        def forward(self, h: Tensor) -> Tensor:
-            return h * torch.tensor(float(h.shape[1]))
-
-    model = nn.Sequential(nn.Conv2d(3, 16, 3), Half(), nn.Conv2d(16, 12, 1), nn.Conv2d(12, 4, 1))
-    (reason,) = [item.reason for item in gated_and_cut_agree(model, ["2"]).unprunable if item.name == "0"]
-    assert reason == "a factor in the code depends on its size (a tensor at 1)"

@@ -19,8 +19,7 @@ import dmcp
 from dmcp.cli import launch
 from dmcp.compare import runner
 from dmcp.compare.methods import METHODS
-from dmcp.compare.runner import Comparison, Inputs, Network, PlannedRun, Protocol, plan, run
-from dmcp.compare.table import write_table
+from dmcp.compare.runner import Comparison, Inputs, Network, PlannedRun, Protocol, plan, run, write_table
 from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DmcpError, FileError
@@ -85,13 +84,14 @@ def test_runs_come_after_what_they_start_from(inputs: Inputs) -> None:
     amc, search = found["amc-params=40%-seed4"], found["dmcp-50%-seed3"]
     assert (amc.method, amc.seed, amc.budget, amc.settings) == ("amc", 4, "params:40%", {"episodes": 5})
     assert search.settings == {"epochs": 2} and not found["l1-50%-seed3"].scratch
-
-
-def test_what_is_the_same_is_not_run_twice(inputs: Inputs) -> None:
-    alone = replace(TWO, methods=("l1",), budgets=("50%",), unpruned=False, settings={})
+    alone = replace(TWO, methods=("l1",), budgets=("50%",), unpruned=False, settings={})  # what is the same is run once
     assert {it.row for it in planned(alone, inputs).values()} == {"unpruned", "l1-50%", "uniform-50%"}
     untuned = replace(alone, protocol=replace(TWO.protocol, finetune_epochs=0))
     assert {it.method for it in planned(untuned, inputs).values()} == {"uniform"}
+    widths = dmcp.uniform(inputs.graph, "50%")  # given ones are rows at the budgets that they use
+    found = planned(replace(SMALL, methods=("uniform",), budgets=("50%", "90%"), widths={"hand": widths}), inputs)
+    assert [it.budget for it in found.values() if it.method == "=hand"] == ["50%"]
+    assert found["hand-50%-seed0"].settings == {"widths": dict(widths)}
 
 
 def test_epochs_and_order(inputs: Inputs) -> None:
@@ -129,13 +129,6 @@ def test_epochs_and_order(inputs: Inputs) -> None:
 def test_comparisons_that_make_no_sense(inputs: Inputs, changes: dict[str, Any]) -> None:
     with pytest.raises(DmcpError):
         plan(replace(TWO, **changes), inputs)
-
-
-def test_given_widths_are_rows_at_the_budgets_that_they_use(inputs: Inputs) -> None:
-    widths = dmcp.uniform(inputs.graph, "50%")
-    found = planned(replace(SMALL, methods=("uniform",), budgets=("50%", "90%"), widths={"hand": widths}), inputs)
-    assert [it.budget for it in found.values() if it.method == "=hand"] == ["50%"]
-    assert found["hand-50%-seed0"].settings == {"widths": dict(widths)}
 
 
 # running them
@@ -189,7 +182,6 @@ def test_runs_are_done_once_and_go_on(inputs: Inputs, tmp_path: Path) -> None:
     ("changes", "facts", "words"),
     [
         ({"protocol": replace(SMALL.protocol, train=TrainConfig(epochs=2))}, "a", "train"),
-        ({"settings": {"amc": {"episodes": 6}}}, "a", "amc-50%-seed0 .*settings"),
         ({"settings": {"amc": {"episodes": 6}}, "seeds": (5,)}, "a", "amc-50%-seed0 .*settings"),  # of another seed
         ({}, "b", "facts"),  # the network is another one by the same name
     ],
@@ -283,6 +275,8 @@ def test_a_killed_run_ends_in_the_same_bits(
     monkeypatch.delitem(FATAL, "file")
     if stage == "amc":  # a choice is not made again
         shutil.rmtree(tmp_path / it.uses)
+        with pytest.raises(FileError, match="base-seed0"):  # but the first time it is needed
+            do(it, inputs, tmp_path / "again")
     do(it, inputs, tmp_path / it.name)
     folders = tmp_path / it.name, whole / it.name
     names = [sorted(path.name for path in folder.iterdir()) for folder in folders]
@@ -293,13 +287,9 @@ def test_a_killed_run_ends_in_the_same_bits(
     assert one == other
 
 
-def test_a_run_needs_what_it_starts_from(inputs: Inputs, tmp_path: Path) -> None:
-    it = planned(TABLE, inputs)["amc-50%-seed0"]
-    with pytest.raises(FileError, match="base-seed0"):
-        do(it, inputs, tmp_path / it.name)
-
-
 # the table
+
+DAMAGED = "uniform-50%-seed0/result.json"
 
 
 def write_results(folder: Path, inputs: Inputs) -> list[PlannedRun]:
@@ -362,27 +352,13 @@ def test_the_table_has_the_figures_of_the_runs(inputs: Inputs, tmp_path: Path) -
     assert again and "| = uniform " in (tmp_path / "compare.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("uniform-50%-seed0/result.json", None),
-        ("uniform-50%-seed0/result.json", '{"run": 3}'),
-        ("commands.jsonl", "5\n\xff"),
-        ("compare.json", '{"speeds": 3}'),
-    ],
-)
-def test_damage_does_not_stop_the_table(inputs: Inputs, tmp_path: Path, name: str, text: str | None) -> None:
-    run(plan(SMALL, inputs), tmp_path, Fake(tmp_path))
-    (tmp_path / name).unlink(missing_ok=True)
-    if text is not None:
-        (tmp_path / name).write_bytes(text.encode("latin-1"))
-    assert write_table(tmp_path)
-    assert ("uniform" in (tmp_path / "compare.md").read_text()) is not name.startswith("uniform")
-
-
-def test_a_table_is_of_one_protocol(inputs: Inputs, tmp_path: Path) -> None:
+def test_a_table_is_of_one_protocol_and_damage_does_not_stop_it(inputs: Inputs, tmp_path: Path) -> None:
     assert write_table(tmp_path) is None
     run(plan(SMALL, inputs), tmp_path, Fake(tmp_path))
+    for name, text in (("commands.jsonl", "5\n\xff"), ("compare.json", '{"speeds": 3}'), (DAMAGED, '{"run": 3}')):
+        (tmp_path / name).write_bytes(text.encode("latin-1"))
+        assert write_table(tmp_path)
+        assert ("uniform" in (tmp_path / "compare.md").read_text()) is (name != DAMAGED)
     other = replace(SMALL, protocol=replace(SMALL.protocol, batch=100), seeds=(5,))
     run(plan(other, inputs), tmp_path, Fake(tmp_path))
     data = write_table(tmp_path, plan(SMALL, inputs))

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from nets import Chain, Depthwise, HandNet, PreActivation, Residual, SqueezeExcite, distance, randomise, sample
+from nets import Chain, Depthwise, HandNet, PreActivation, Residual, SqueezeExcite, Toy, distance, randomise, sample
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -167,10 +167,7 @@ def test_hard_gates_keep_the_first_channels() -> None:
     for shape in ((), (21,), (1, 22)):
         with pytest.raises(WidthsError):
             net(X, torch.ones(shape, dtype=torch.bool))
-
-
-def test_groups_that_make_no_sense_are_refused() -> None:
-    for groups, align in ((0, 1), (2.0, 1), ("10", 1), (True, 1), (10, 0), (10, 1.5)):
+    for groups, align in ((0, 1), (2.0, 1), (True, 1), (10, 0)):
         with pytest.raises(WidthsError):
             dmcp.Supernet(*traced(Chain), groups=groups, align=align)  # type: ignore[arg-type]
 
@@ -188,99 +185,12 @@ def test_short_chains_are_padded() -> None:
     assert net.graph.expected_cost("macs", net.marginals(), net.sizes).item() == net.graph.macs()
 
 
-def test_state_copies_and_dtypes() -> None:
-    net = made().eval()
-    assert set(net.state_dict()) == {"alpha", *(f"model.{name}" for name in net.model.state_dict())}
-    other, twin = dmcp.Supernet(Chain(**Chain.FULL).double(), net.graph, 4).double().eval(), copy.deepcopy(net)
-    other.load_state_dict(net.state_dict())
-    for gates in (net.hard(net.min_widths), net.soft()):
-        assert torch.equal(other(X, gates), net(X, gates)) and torch.equal(twin(X, gates), net(X, gates))
-    with torch.no_grad():
-        twin.model.conv1.weight.zero_()
-    assert net.model.conv1.weight.count_nonzero() > 0
-    exact = net(X, net.hard(net.min_widths))
-    assert net.float()(X.float(), net.soft()).dtype == torch.float32
-    assert distance(net(X.float(), net.hard(net.min_widths)).double(), exact) < 1e-4
-
-
-class Pairs(nn.Module):
-    """A dim that is a product of two spaces beside a dim that is a concatenation of both and of fixed channels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 5, 1)
-        self.pairs = nn.Linear(4 * 5 * 2, 3)
-        self.beside = nn.Conv2d(4 + 3 + 5 + 4, 3, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        one, other = self.one(x), self.other(x)
-        pairs = (one[:, :, None] * other[:, None]).mean((3, 4), keepdim=True)[..., 0].repeat(1, 1, 1, 2)
-        beside = self.beside(torch.cat([one, x, other, one.sigmoid()], 1))
-        return self.pairs(pairs.flatten(1)) + beside.mean((2, 3))
-
-
-def gated_pairs(net: Pairs, x: Tensor, gates: Tensor) -> Tensor:
-    """The same net with the gates written out."""
-    g, h = gates[:4, None, None], gates[4:, None, None]
-    one, other = net.one(x), net.other(x)
-    pairs = ((one * g)[:, :, None] * (other * h)[:, None]).mean((3, 4), keepdim=True)[..., 0].repeat(1, 1, 1, 2)
-    beside = net.beside(torch.cat([one * g, x, other * h, one.sigmoid() * g], 1))
-    return net.pairs(pairs.flatten(1)) + beside.mean((2, 3))
-
-
-class Summed(nn.Module):
-    """The second conv reads one space, and writes one that is summed without a weight: both its dims are gated."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 5, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.other(self.one(x)).relu().sum((1, 3))
-
-
-def test_dims_made_of_several_spaces_and_tensors_with_two_gated_dims() -> None:
-    model: Any = randomise(Pairs())
-    graph = dmcp.trace(model, X)
-    net = dmcp.Supernet(model, graph).eval()
-    for gates in (net.hard(graph.widths([2, 3])), torch.rand(9, dtype=torch.float64)):
-        assert distance(net(X, gates), gated_pairs(model, X, gates.double())) < 1e-10
-        assert distance(net(X, gates), model(X)) > 0.01
-    model = randomise(Summed())
-    graph = dmcp.trace(model, X)
-    net = dmcp.Supernet(model, graph).eval()
-    weight, bias = model.other.weight[:3, :2], model.other.bias[:3]
-    narrow = F.conv2d(model.one(X)[:, :2], weight, bias).relu().sum((1, 3))
-    assert distance(net(X, net.hard(graph.widths([2, 3]))), narrow) < 1e-10
-
-
-def test_a_supernet_is_compiled_once_per_kind_of_gates() -> None:
-    """Shapes do not depend on the widths: nothing is compiled again for other ones."""
-    net, graphs = made().eval(), list[Any]()
-
-    def backend(module: Any, inputs: Any) -> Any:
-        graphs.append(module)
-        return module.forward
-
-    torch._dynamo.reset()
-    compiled = torch.compile(net, backend=backend, fullgraph=True)
-    with torch.no_grad():
-        for widths in (net.graph.full, net.min_widths, net.graph.widths([3, 4, 5])):
-            assert distance(compiled(X, net.hard(widths)), net(X, net.hard(widths))) < 1e-10
-        assert len(graphs) == 1
-        assert distance(compiled(X, net.soft()), net(X, net.soft())) < 1e-10
-    assert len(graphs) == 2
-    torch._dynamo.reset()
-
-
 @pytest.mark.filterwarnings("ignore:None of the inputs")  # torch's own, of the old kind under no_grad
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_is_refused(reentrant: bool) -> None:
-    class Frugal(Summed):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.other(torch.utils.checkpoint.checkpoint(self.one, x, use_reentrant=reentrant))
-
-    model = Frugal()
+    layers = {"one": nn.Conv2d(3, 4, 1), "other": nn.Conv2d(4, 5, 1)}
+    frugal = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=reentrant)
+    model = Toy(lambda m, x: m.other(frugal(m.one, x)), **layers)
     graph = dmcp.trace(model, torch.zeros(2, 3, 8, 8))
     assert dmcp.cut(model, graph, graph.full) is not None  # cutting needs no gates
     with pytest.raises(WidthsError):

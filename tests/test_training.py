@@ -81,12 +81,13 @@ def test_digits_are_learned_in_three_epochs() -> None:
     sets, model, seen = load("digits"), build("digits:resnet"), list[Any]()
     loader = make_loader(sets.train, 64, train=True)
     config = TrainConfig(epochs=3, lr=0.2, warmup_lr=0.05, reference_batch=64)
-    records = train(model, loader, config, runtime=Runtime(on_event=seen.append))
+    epochs: list[int] = []
+    records = train(model, loader, config, runtime=Runtime(on_event=seen.append), after_epoch=epochs.append)
     assert evaluate(model, make_loader(sets.test, 256, train=False)) > 0.8
     assert records == [event.record for event in seen] and {(it.stage, it.steps) for it in seen} == {("train", 66)}
     assert [(record.step, record.epoch) for record in records] == [(step, step // 22) for step in range(66)]
     assert records[30].lr == learning_rate(30, 66, 64, config) and records[-1].loss < 0.5 * records[0].loss
-    assert loader.epoch == 2
+    assert loader.epoch == 2 and epochs == [0, 1, 2]
 
 
 def test_one_step_is_that_of_plain_sgd() -> None:
@@ -115,15 +116,6 @@ def test_same_seed_same_bits_and_the_users_generator_untouched() -> None:
     assert not same(ends[0][0], ends[2][0])  # dropout
 
 
-def test_epochs_are_announced_to_samplers_and_to_the_caller() -> None:
-    data = torch.utils.data.TensorDataset(torch.randn(16, 1, 8, 8), torch.randint(10, (16,)))
-    sampler = torch.utils.data.DistributedSampler(data, num_replicas=1, rank=0)
-    seen: list[int] = []
-    loader = torch.utils.data.DataLoader(data, 8, sampler=sampler)
-    train(tiny(), loader, replace(SHORT, epochs=3), after_epoch=seen.append)
-    assert sampler.epoch == 2 and seen == [0, 1, 2]
-
-
 def test_own_loss_dict_batches_and_bfloat16() -> None:
     seen = []
 
@@ -135,17 +127,6 @@ def test_own_loss_dict_batches_and_bfloat16() -> None:
     model, runtime = nn.Conv2d(1, 2, 1), Runtime(engine=Engine(precision="bfloat16"))  # type: ignore[arg-type]
     (record,) = train(model, batches, SHORT, task=Task(loss=loss), runtime=runtime)
     assert seen == [(7, torch.bfloat16)] and model.weight.dtype == torch.float32 and math.isfinite(record.loss)
-
-
-def test_losses_are_read_in_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read waits for the device, so there is one per bundle and none per step."""
-    reads, flush = list[int](), training.Log.flush
-    monkeypatch.setattr(training, "_WINDOW", 3)
-    monkeypatch.setattr(training.Log, "flush", lambda log: reads.append(len(log.waiting)) or flush(log))
-    for reader in ("item", "__float__", "__bool__"):
-        monkeypatch.setattr(Tensor, reader, lambda tensor: pytest.fail("a step waits for the device"))
-    train(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), some_batches(4), replace(SHORT, epochs=2))
-    assert reads == [3, 1, 3, 1]
 
 
 @pytest.mark.parametrize(("at", "back"), [(0, 0), (5, 4), (7, 6)])
@@ -181,15 +162,6 @@ def test_a_nan_stops_and_keeps_the_last_good_state(at: int, back: int, monkeypat
     assert same(states[0], states[1] if back else tensors(tiny()))
 
 
-def test_a_weight_that_is_not_finite_stops_too() -> None:
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-    before = tensors(model)
-    batches = [(100 * x, y) for x, y in some_batches(1)]
-    with pytest.raises(TrainingError, match="a weight is no longer finite"):
-        train(model, batches, replace(SHORT, lr=1e38, warmup_lr=1e38, warmup_epochs=0))
-    assert same(before, tensors(model))
-
-
 # teachers
 
 
@@ -223,63 +195,37 @@ def test_a_network_is_not_its_own_teacher() -> None:
 # optimizers of one's own
 
 
-def head_first(model: nn.Module, groups: Any, as_tensor: bool = False, **settings: Any) -> torch.optim.Optimizer:
-    """The last layer ten times as fast as the rest, named before it."""
-    head = {id(it) for it in list(model.children())[-1].parameters()}
-    parts = [[it for group in groups for it in group["params"] if (id(it) in head) is last] for last in (True, False)]
-    made = torch.optim.SGD([{"params": parts[0], "lr": 0.5}, {"params": parts[1]}], lr=0.05, **settings)
-    for group in made.param_groups if as_tensor else ():
-        group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
-    return made
-
-
-def test_an_own_optimizer_has_the_schedule_of_the_settings() -> None:
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
+def test_an_own_optimizer_has_the_schedule_of_the_settings_and_groups_their_ratios(as_tensor: bool) -> None:
     model, batches = tiny(dropout=0.0), some_batches()
-    twin = copy.deepcopy(model).train()
-    adam = lambda groups: torch.optim.AdamW(groups, lr=9.0, betas=(0.8, 0.9))  # noqa: E731
-    train(model, batches, SHORT, task=Task(optimizer=adam))
-    by_hand = torch.optim.AdamW(parameter_groups(twin, SHORT.weight_decay), betas=(0.8, 0.9))
+    twin, optimizers = copy.deepcopy(model).train(), list[torch.optim.Optimizer]()
+
+    def make(net: nn.Sequential) -> torch.optim.Optimizer:
+        """The last layer ten times as fast as the rest."""
+        rates: list[Any] = [torch.tensor(it, dtype=torch.float64) if as_tensor else it for it in (0.5, 0.05)]
+        groups = [{"params": [*net[-1].parameters()], "lr": rates[0]}, {"params": [*net[:-1].parameters()]}]
+        optimizers.append(torch.optim.AdamW(groups, lr=rates[1], betas=(0.8, 0.9)))
+        return optimizers[-1]
+
+    train(model, batches, SHORT, task=Task(optimizer=lambda groups: make(model)))
+    by_hand = make(twin)
     for step, (x, y) in enumerate(batches):
-        for group in by_hand.param_groups:
-            group["lr"] = learning_rate(step, len(batches), len(x), SHORT)
+        rate = learning_rate(step, len(batches), len(x), SHORT)
+        for group, share in zip(by_hand.param_groups, (10, 1), strict=True):
+            group["lr"] = torch.tensor(share * rate, dtype=torch.float64) if as_tensor else share * rate
         F.cross_entropy(twin(x), y, label_smoothing=SHORT.label_smoothing).backward()
         by_hand.step()
         by_hand.zero_grad()
-    assert same(tensors(model), tensors(twin))
-
-
-@pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
-def test_groups_keep_their_ratios(as_tensor: bool) -> None:
-    model, batches = tiny(dropout=0.0), some_batches()
-    twin = copy.deepcopy(model).train()
-    train(model, batches, SHORT, task=Task(optimizer=lambda groups: head_first(model, groups, as_tensor)))
-    for step, (x, y) in enumerate(batches):
-        loss = F.cross_entropy(twin(x), y, label_smoothing=SHORT.label_smoothing)
-        rate = learning_rate(step, len(batches), len(x), SHORT)
-        gradients = torch.autograd.grad(loss, list(twin.parameters()))
-        for parameter, gradient in zip(twin.parameters(), gradients, strict=True):
-            last = any(parameter is it for it in twin[-1].parameters())
-            parameter.data -= (10 * rate if last else rate) * gradient
-    for own, by_hand in zip(tensors(model), tensors(twin), strict=True):
-        torch.testing.assert_close(own, by_hand)
-
-
-SHARES: list[tuple[list[dict[str, float]], dict[str, float], list[float]]] = [
-    ([{}, {}], {"lr": 9.0}, [1, 1]),
-    ([{}, {}], {"lr": 0.0}, [1, 1]),
-    ([{"lr": 0.5}, {}], {"lr": 0.25}, [2, 1]),  # the rate of groups that have none of their own is the schedule's
-    ([{"lr": 0.0}, {}], {"lr": 0.25}, [0, 1]),
-    ([{"lr": 0.25}, {"lr": 0.5}], {}, [0.5, 1]),  # none has that one: the highest
-    ([{"lr": 0.25}, {}], {"lr": 0.0}, [1, 0]),
-]
-
-
-@pytest.mark.parametrize(("groups", "usual", "shares"), SHARES)
-def test_what_the_rates_of_groups_are_relative_to(groups: Any, usual: Any, shares: list[float]) -> None:
-    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], **group} for group in groups], **usual)
-    assert rate_shares(optimizer) == shares
-    optimizer.param_groups[0]["lr"] = None  # some optimizers make their own, and mark it so
-    assert rate_shares(optimizer) == [1, 1]
+    for own, other in zip(tensors(model), tensors(twin), strict=True):
+        torch.testing.assert_close(own, other)
+    for groups, usual, shares in (  # relative to the default rate; if no group has it, to the highest
+        ([{}, {}], {"lr": 9.0}, [1, 1]),
+        ([{"lr": 0.5}, {}], {"lr": 0.25}, [2, 1]),
+        ([{"lr": 0.25}, {"lr": 0.5}], {}, [0.5, 1]),
+        ([{"lr": 0.25}, {}], {"lr": 0.0}, [1, 0]),
+    ):
+        made = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], **it} for it in groups], **usual)
+        assert rate_shares(made) == shares
 
 
 # what is refused

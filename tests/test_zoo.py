@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 import warnings
-from dataclasses import replace
 
 import pytest
-import torch
 
 from dmcp import ChannelGraph
-from zoo.contract import Result, Shortfall, check, sample_widths, worst_error
+from zoo.contract import Shortfall, check
 from zoo.models import find
 
 QUICK = ["tv:squeezenet1_1"]
@@ -38,25 +36,3 @@ def test_memory_that_is_not_what_the_cut_network_holds_is_wrong(monkeypatch: pyt
     monkeypatch.setattr(ChannelGraph, "memory", lambda graph, widths=None: count(graph))  # full, whatever is cut
     result = check(find("tv:squeezenet1_1"))
     assert result.status == "wrong" and re.fullmatch(r"memory [\d]+ are really [\d]+", result.detail)
-
-
-def test_widths_leave_something_out_and_the_worst_output_counts() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(50):
-        assert sample_widths([1, 2, 3], generator) == [1, 1, 2]
-        assert all(32 <= width < 64 for width in sample_widths([64] * 20, generator))
-    reference = [torch.tensor([[0.0], [100.0]]), torch.tensor([[0.0], [1.0]])]
-    assert worst_error([reference[0], torch.tensor([[0.0], [1.5]])], reference) == 0.5
-    assert worst_error(reference[:1], reference) == float("inf")
-    assert worst_error([torch.full((2, 1), torch.nan)], reference[1:]) == float("inf")
-
-
-def test_why_a_model_falls_short() -> None:
-    entry = find("timm:vit_tiny_patch16_224")  # 100 %, 25 spaces
-    found = Result(name=entry.name, status="correct", seconds=1.0, share=0.98, spaces=24)
-    standardized = replace(found, unprunable={"as weight standardization does": 1})
-    assert replace(found, share=0.991).shortfall(entry) is None
-    assert replace(found, loose_share=1.0).shortfall(entry) is Shortfall.NORMS
-    assert standardized.shortfall(entry) is Shortfall.STANDARDIZATION
-    assert replace(found, loose_spaces=25).shortfall(entry) is Shortfall.TOTAL
-    assert found.shortfall(entry) is Shortfall.OTHER

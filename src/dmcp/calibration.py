@@ -16,7 +16,6 @@ from dmcp.errors import DataError
 from dmcp.modules import call_model, check_function, check_module
 from dmcp.runtime.distributed import World, current, sum_values
 
-_ALL = 0.9999  # share of the old statistics that a call leaves which has renewed nothing
 GATED = "lambda x: net(x, gates)"  # what such a function looks like
 Forward = Callable[[Any], Any]  # what runs the network on one input
 
@@ -29,7 +28,7 @@ def recalibrate(
     Mean and variance are those of all samples together, however they were batched. Only the BatchNorms run in train
     mode, so dropout stays off; frozen ones are renewed, too. `forward` runs a sub-network of a supernet, with net.model
     as the model: `lambda x: net(x, gates)`. Norms that do not run, or whose own forward never renews its statistics,
-    keep what they had; after an error all of them do.
+    keep what they had; after an error all of them do. Norms of one's own must use `self.momentum`.
     """
     check_module(model)
     check_yields(loader)
@@ -45,7 +44,7 @@ def recalibrate(
         for norm, statistics in pooled.items():
             undo.callback(statistics.write)
             undo.callback(setattr, norm, "momentum", norm.momentum)
-            undo.callback(norm.register_forward_hook(statistics.add, with_kwargs=True).remove)
+            undo.callback(norm.register_forward_hook(statistics.add).remove)
             norm.training = True  # not by train(), which people override in norms that are to stay in eval mode
             norm.momentum = 1.0  # the running statistics are then those of this call
             statistics.begin()
@@ -82,8 +81,6 @@ class _Pooled:
         self.mean = torch.zeros_like(self.result[0], dtype=widest(self.result[0].device))
         self.squares = torch.zeros_like(self.mean)  # summed squared distances from the mean
         self.before: list[Tensor] = []  # what the first call finds
-        self.old: list[Tensor] = []  # what the next call finds
-        self.plain = str(getattr(norm.forward, "__module__", "")).startswith("torch.")  # torch's own use the momentum
         self.renewed = torch.zeros((), dtype=torch.bool, device=self.mean.device)  # there: no call waits for it
 
     def _running(self) -> list[Tensor]:
@@ -94,12 +91,11 @@ class _Pooled:
         """Old values stay for a forward that reads them, but for NaN, since 0 x NaN is NaN; calls count from 0."""
         mean, var, *counter = self._running()
         self._put([mean.nan_to_num(), var.nan_to_num(), *map(torch.zeros_like, counter)])
-        self.old = [tensor.clone() for tensor in self._running()]
-        self.before = self.old[:2]
+        self.before = [tensor.clone() for tensor in self._running()[:2]]
 
-    def add(self, norm: nn.Module, inputs: tuple[Tensor, ...], more_inputs: dict[str, Any], output: object) -> None:
+    def add(self, norm: nn.Module, inputs: tuple[Tensor, ...], output: object) -> None:
         """Forward hook: the running statistics are now those of this call's input."""
-        mean, var = self._seen(lambda: norm.forward(*inputs, **more_inputs))
+        mean, var = (tensor.to(self.mean) for tensor in self._running()[:2])
         more = inputs[0].numel() // inputs[0].shape[1]
         total = self.count + more
         gap = mean - self.mean
@@ -109,25 +105,6 @@ class _Pooled:
         self.calls += 1
         for now, before in zip(self._running(), self.before, strict=False):
             self.renewed |= (now != before).any()
-
-    def _seen(self, again: Callable[[], object]) -> list[Tensor]:
-        """Mean and variance of this call's input.
-
-        With a momentum of 1 nothing is left of older ones. Norms that do not use the momentum leave a share of them,
-        which a second call with other values shows.
-        """
-        if self.plain:
-            return [tensor.to(self.mean) for tensor in self._running()[:2]]
-        new, old = [tensor.clone() for tensor in self._running()], self.old
-        self._put([*(tensor + 1 + tensor.abs() for tensor in old[:2]), *old[2:]])
-        again()
-        seen = []
-        for now, was, other in zip(new, old[:2], self._running(), strict=False):
-            left = (other.to(self.mean) - now) / (1 + was.abs())
-            seen.append(torch.where(left < _ALL, (now - left * was) / (1 - left), now.to(self.mean)))
-        self._put(new)
-        self.old = new
-        return seen
 
     def accept(self, world: World) -> None:
         """Make the pooled statistics of all ranks the result, if the norm's forward has renewed any.

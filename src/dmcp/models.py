@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import importlib
-import importlib.util
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -168,8 +166,7 @@ def find(name: str) -> Callable[..., Any]:
     """The function or class that builds the network of this name."""
     library, colon, rest = name.partition(":")
     if library.endswith(".py") or "/" in library:
-        module = library.strip("./").removesuffix(".py").replace("/", ".")
-        raise DmcpError(f"{name}: name the module of your network, not its file, like {module}:{rest or 'NAME'}.")
+        raise DmcpError(f"{name}: name the module of your network, not its file, like package.module:{rest or 'NAME'}.")
     if not colon:
         return _torchvision(name)
     if library in NETS:
@@ -190,12 +187,6 @@ def _torchvision(name: str) -> Callable[..., Any]:
 
     known = torchvision.models.list_models()
     if name not in known:
-        module, _, factory = name.rpartition(".")
-        spec = None
-        with contextlib.suppress(Exception):  # of a user's package
-            spec = importlib.util.find_spec(module)
-        if spec is not None:
-            raise DmcpError(f"There is no {name!r} in torchvision; did you mean {module}:{factory}?")
         hint = "Other ways: timm:NAME, package.module:factory. For small images: cifar:NAME, digits:resnet."
         _unknown(name, known, "torchvision", hint)
     builder = torchvision.models.get_model_builder(name)

@@ -15,8 +15,7 @@ from dmcp.cli.config import Request, RunConfig, argument
 from dmcp.cli.job import Job, open_job, place_of
 from dmcp.compare import runner
 from dmcp.compare.methods import METHODS
-from dmcp.compare.runner import PlannedRun
-from dmcp.compare.table import PAGE, write_table
+from dmcp.compare.runner import PAGE, PlannedRun, write_table
 from dmcp.errors import DmcpError, FileError, StoppedError
 from dmcp.runs import Run, slug
 from dmcp.runtime.io import MOST_JSON, parse_json, read_bytes

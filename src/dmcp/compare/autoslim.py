@@ -34,7 +34,6 @@ class AutoSlimConfig(Settings):
     lr_share: float = setting(0.5, "Of the recipe's learning rate: a step sums several gradients.", 1e-300)
     batches: int = setting(4, "Held-out batches that each trial is run on.", 1)
     at_once: int = setting(1, "Spaces narrowed in one step; more are faster where there are very many.", 1)
-    per_saved: bool = setting(False, "Compare trials by the loss they add per cost that they save.")
 
 
 def prepare(problem: Problem, config: AutoSlimConfig) -> Prepared:
@@ -92,10 +91,6 @@ def _slim(net: Supernet, borders: Tensor, problem: Problem, config: AutoSlimConf
             trials = _narrower(widths, borders)  # (C, S)
             found = losses(torch.cat([widths[None], trials]))
             harm = found[1:] - found[0]
-            if config.per_saved:
-                saved = (shares - spent_shares(problem.budget, problem.graph, trials)) * (shares > 1)
-                saved = saved.sum(dim=1).clamp(min=1e-12)
-                harm = torch.where(harm > 0, harm / saved, harm * saved)  # of those that do no harm, the largest step
             if not harm.isfinite().any():
                 raise TrainingError("No trial has a finite loss: prepare the network with a smaller lr_share.")
             chosen = trials[harm.nan_to_num(nan=math.inf).argsort(stable=True)[: config.at_once]].cummin(dim=0).values

@@ -61,16 +61,6 @@ class SoftConfig(Settings):
     regrowth: float = setting(0.01, "Share of their gradient that zeroed filters get; in SFP 1, in FPGM 0.", 0, 1)
 
 
-def find_sfp(problem: Problem, config: SoftConfig, state: Mapping[str, Tensor] | None = None) -> Choice:
-    """Train the network while its weakest channels are set to zero again and again."""
-    return _prune_softly(problem, norms, config, state)
-
-
-def find_fpgm(problem: Problem, config: SoftConfig, state: Mapping[str, Tensor] | None = None) -> Choice:
-    """Train the network while the channels that others can stand in for are set to zero again and again."""
-    return _prune_softly(problem, distances, config, state)
-
-
 def norms(filters: Tensor) -> Tensor:
     """L2 norm of each filter. (size, n) -> (size,)"""
     return filters.square().sum(dim=1).sqrt()
@@ -81,8 +71,11 @@ def distances(filters: Tensor) -> Tensor:
     return torch.cdist(filters, filters).sum(dim=1)
 
 
-def _prune_softly(
-    problem: Problem, score: Callable[[Tensor], Tensor], config: SoftConfig, state: Mapping[str, Tensor] | None
+def prune_softly(
+    score: Callable[[Tensor], Tensor],
+    problem: Problem,
+    config: SoftConfig,
+    state: Mapping[str, Tensor] | None = None,
 ) -> Choice:
     """Train a copy of the model, and every so many epochs zero the filters of the channels with the lowest score."""
     model, graph, epochs = loaded(problem, state), problem.graph, problem.recipe.epochs
@@ -113,6 +106,10 @@ def _prune_softly(
     recalibrate(model, problem.held_out)
     passes = epochs * samples_of(problem.loader) + sum(map(size_of, problem.held_out))
     return Choice(widths=widths, kept=kept, model=model, sample_passes=passes)
+
+
+find_sfp = functools.partial(prune_softly, norms)
+find_fpgm = functools.partial(prune_softly, distances)  # those go that others can stand in for
 
 
 @contextlib.contextmanager

@@ -175,22 +175,28 @@ class FolderLoader:
             moved = batch.images.to(self.device, non_blocking=True, memory_format=self.layout)
             yield moved, batch.labels.to(self.device, non_blocking=True)
 
-    def _read(
-        self, batches: Iterator[_Batch] | None, number: int, again: bool = False
-    ) -> tuple[Iterator[_Batch], _Batch]:
-        """A batch, and where the next one comes from."""
-        try:
-            batches = self._start(number) if batches is None else batches
-            return batches, next(batches)
-        except RuntimeError as error:
-            if not str(error).startswith("DataLoader worker (pid"):
-                raise
-            # SIGTERM may be sent to all processes, as by Slurm, and Ctrl-C is; torch makes the latter a quiet end
-            codes = {worker.exitcode for worker in getattr(batches, "_workers", ())} - {None}
-            if again or not codes or codes - {0, -signal.SIGTERM, -signal.SIGINT}:
-                raise DataError(self._explain_death(number)) from error
-        self.files._iterator = None  # with new workers: the step that waits for this batch is finished and saved first
-        return self._read(None, number, again=True)
+    def _read(self, batches: Iterator[_Batch] | None, number: int) -> tuple[Iterator[_Batch], _Batch]:
+        """A batch, and where the next one comes from.
+
+        SIGTERM may be sent to all processes, as by Slurm, and Ctrl-C is: workers that end so are replaced once, and the
+        step that waits for this batch is finished and saved first.
+        """
+        for again in (False, True):
+            try:
+                batches = self._start(number) if batches is None else batches
+                return batches, next(batches)
+            except RuntimeError as error:
+                if not str(error).startswith("DataLoader worker (pid"):
+                    raise
+                codes = {worker.exitcode for worker in getattr(batches, "_workers", ())} - {None}
+                if again or not codes or codes - {0, -signal.SIGTERM, -signal.SIGINT}:  # torch makes Ctrl-C a quiet end
+                    workers = self.files.num_workers
+                    raise DataError(
+                        f"One of {workers} workers has died, most likely for lack of memory or shared memory "
+                        f"(/dev/shm): try workers={workers // 2} or a smaller batch."
+                    ) from error
+            batches = self.files._iterator = None
+        raise AssertionError("a second try returns or raises")
 
     def _start(self, skip: int) -> Iterator[_Batch]:
         self.keys.skip = skip
@@ -201,16 +207,6 @@ class FolderLoader:
             torch._C._remove_worker_pids(id(batches))
             batches._worker_pids_set = False  # type: ignore[attr-defined]
         return batches
-
-    def _explain_death(self, number: int) -> str:
-        epoch, start, stop = self.keys.key(number)
-        order = _draw_order(self.keys.count, self.keys.train, self.keys.seed, epoch)
-        ends = [self.dataset.paths[int(order[place])] for place in (start, stop - 1) if start < stop]
-        workers = self.files.num_workers
-        return (
-            f"One of {workers} workers has died while {' to '.join(ends) or 'no file'} was awaited, most likely for "
-            f"lack of memory or shared memory (/dev/shm): try workers={workers // 2} or a smaller batch."
-        )
 
 
 class _Batch(NamedTuple):

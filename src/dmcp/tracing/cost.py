@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,6 @@ from dmcp.tracing.ops import Coupling, Flow
 from dmcp.tracing.record import Recording
 
 _CHUNK = 1 << 16  # numbers in one intermediate tensor: few enough for a CPU's cache
-_EXACT = 1 << 53  # float64 holds every integer up to here
 
 Terms = dict[tuple[int, ...], int]  # spaces that are multiplied -> coefficient
 
@@ -82,21 +80,14 @@ class Polynomial:
             [space + (power - 1) * spaces for space, power in row] + [ones] * (self._degree - len(row))
             for row in powers
         ]
-        self._weights = Counter[int]()  # degree -> sum of the coefficients' sizes
-        for key, sizes in zip(terms, zip(*(factors or [list(terms.values())]), strict=True), strict=True):
-            self._weights[len(key)] += max(map(abs, sizes))
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor, Tensor]] = {}
 
     def __call__(self, widths: Tensor) -> Tensor:
         """Exact for integers, differentiable for floats. (N, S) -> (N,)"""
-        floats, widths = widths.is_floating_point(), widths.T
-        dtype = widths.dtype if floats else self._counting(widths)
-        found: list[Tensor] = []
-        for chunk in torch.split(widths, max(1, _CHUNK // max(1, len(self.terms))), dim=1):
-            part = chunk.to(dtype)
-            # products, not pow: that is exact for few numbers only
-            found.append(self._sum(list(itertools.accumulate([part] * self._powers, torch.mul))))
-        return torch.cat(found) if floats else torch.cat(found).to(torch.int64)
+        widths = widths.T if widths.is_floating_point() else widths.T.long()
+        chunks = torch.split(widths, max(1, _CHUNK // max(1, len(self.terms))), dim=1)
+        # products, not pow: that is exact for few numbers only
+        return torch.cat([self._sum(list(itertools.accumulate([it] * self._powers, torch.mul))) for it in chunks])
 
     def evaluate(self, widths: Sequence[int]) -> int:
         """The exact value at some widths."""
@@ -105,14 +96,6 @@ class Polynomial:
     def expected(self, moment: Callable[[int], Tensor]) -> Tensor:
         """Expectation if the widths of spaces are independent (eqs. 9 to 12); moment(p) gives E[w ** p]. -> ()"""
         return self._sum([moment(power)[:, None] for power in range(1, self._powers + 1)]).reshape(())
-
-    def _counting(self, widths: Tensor) -> torch.dtype:
-        """The dtype in which integer widths are counted exactly: on a CPU float64 is faster, where it is exact."""
-        if widths.device.type != "cpu" or not widths.numel():
-            return torch.int64
-        largest = max(widths.max().item(), -widths.min().item())
-        bound = sum(weight * largest**degree for degree, weight in self._weights.items())
-        return torch.float64 if bound <= _EXACT else torch.int64
 
     def _sum(self, powers: Sequence[Tensor]) -> Tensor:
         """The value from the widths, their squares, ... (S, N) each -> (N,)"""
@@ -175,7 +158,7 @@ class Peak(Polynomial):
     def _sum(self, powers: Sequence[Tensor]) -> Tensor:
         products = self._products(powers)  # (T, N)
         factors = self._table(products)[2]
-        if products.is_floating_point() and products.device.type == "cpu":
+        if products.device.type == "cpu":
             return (factors @ products).amax(dim=0)
         return (factors[:, :, None] * products).sum(dim=1).amax(dim=0)  # no matmul: a GPU's would round, or has no ints
 
