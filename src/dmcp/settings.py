@@ -295,7 +295,7 @@ def defaults(
 
 def _passes(usual: int, images: int, batch: int, most: int = 0) -> tuple[int, str]:
     """Epochs, and why; most: images that are enough in all, 0 where that is not known."""
-    steps = max(1, images // batch)
+    steps = max(1, images // max(1, batch))  # a batch of 0 is refused later
     if most and usual * images > most:
         return max(1, most // images), f"of {images:,} images so many are enough for a trained network"
     if usual * steps < _MIN_STEPS:
