@@ -266,7 +266,7 @@ def test_what_is_frozen_keeps_its_values(kind: Retrain) -> None:
         model.get_submodule(name).requires_grad_(False)
     order = model.stem.weight.flatten(1).norm(dim=1).argsort(descending=True)  # the stem's space has no other writer
     for fresh, sort in ((None, False), (Blurred(), False), (None, True)):
-        result = prune(model, search=replace(SEARCH, sort=sort), retrain=kind, fresh=fresh)
+        result = prune(model, search=replace(SEARCH, sort=sort), retrain=kind, task=dmcp.Task(fresh=fresh))
         small, width = result.model, result.widths["stem"]
         stem = model.stem.weight[order[:width]] if sort else model.stem.weight[:width]
         assert torch.equal(small.stem.weight, stem) and small.blur.weight.unique().tolist() == [pytest.approx(1 / 9)]

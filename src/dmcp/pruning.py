@@ -100,7 +100,6 @@ def prune(
     teacher: nn.Module | str | None = AUTO,
     baselines: bool | Collection[str] = False,
     graph: ChannelGraph | None = None,
-    fresh: nn.Module | None = None,
     latency: Latency | Measure | None = None,
     task: Task = Task(),
     runtime: Runtime = Runtime(),
@@ -122,11 +121,10 @@ def prune(
         rows: "unpruned", "uniform", and "original", the model as it is, which is one without being named if it is
         trained and no names are given. A fine-tuned model also has a row right after the cut.
     graph: what trace gave, if its own settings are not enough.
-    fresh: a newly built model, where the given one is trained and has tensors that `reinitialize` has no rule for.
-        What has requires_grad=False is neither initialized anew nor taken from it.
     latency: for budgets like "8ms": a table, see `measure_latency`, or a function that gets a network and returns its
         milliseconds. Without one prune measures first, with a batch of 1 where the model is.
-    task: your own loss, metric and optimizer. One batch of val_loader is tried before the first step.
+    task: your own loss, metric and optimizer, and a newly built model where the given one is trained and has tensors
+        that `reinitialize` has no rule for. One batch of val_loader is tried before the first step.
     runtime: engine, checkpoints to resume from, and who hears of each step.
     """
     check_kinds({"search": (search, SearchConfig), "train": (train, TrainConfig), "graph": (graph, ChannelGraph)})
@@ -153,9 +151,9 @@ def prune(
         if graph.exact and searches:
             verify(model, graph, sample)  # what is cut will be what was searched
         traced(1)
-    if fresh is not None:
-        check_trainable(fresh)
-        if fingerprint(unwrap(fresh)) != graph.fingerprint:
+    if task.fresh is not None:
+        check_trainable(task.fresh)
+        if fingerprint(unwrap(task.fresh)) != graph.fingerprint:
             raise WidthsError("fresh has another architecture than the model: build it as that was built.")
     trained = matters and is_trained(model, classes_of(model, sample), val_loader, task.metric)
     if teacher == AUTO:
@@ -222,7 +220,7 @@ def prune(
         cuts[named(method, name)] = it.cut(source, graph)
         if trained and kind is Retrain.FINETUNE:
             before[named(CUT, name)] = calibrated(it.cut(source, graph), plain)
-    weights = _untrained(model, fresh, graph, config.sort or not searches) if anew else source
+    weights = _untrained(model, task.fresh, graph, config.sort or not searches) if anew else source
     nets |= train_all(weights, graph, wanted, how=how, cuts={} if anew else cuts, **training)
     for name, it in chosen.items():
         check_budget(nets[named(method, name)], it.choice.widths, graph, budgets[name])

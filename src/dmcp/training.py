@@ -63,11 +63,12 @@ _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is learned: the loss, the metric of the test, and what makes the optimizer of the weights."""
+    """What is learned: the loss, the metric of the test, what makes the optimizer, and fresh weights."""
 
     loss: Loss | None = None  # (output, batch) -> scalar; cross-entropy of the labels
     metric: Metric | None = None  # (output, batch) -> (sum, count), or reset, update and compute; accuracy
     optimizer: MakeOptimizer | None = None  # parameter groups -> optimizer; SGD. Schedules set its learning rate
+    fresh: nn.Module | None = None  # for prune: a newly built model, if `reinitialize` has no rule for some tensor
 
     def __post_init__(self) -> None:
         check_function("loss", self.loss)

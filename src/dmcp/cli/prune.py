@@ -40,7 +40,7 @@ from dmcp.searching.search import search as run_search
 from dmcp.settings import AUTO, UNPRUNED, LatencyConfig, Retrain, RuntimeKind
 from dmcp.storage import save
 from dmcp.supernet import Supernet
-from dmcp.training import Event, Runtime, StepRecord
+from dmcp.training import Event, Runtime, StepRecord, Task
 from dmcp.training import train as run_training
 from dmcp.units import clock
 from dmcp.widths import Widths
@@ -71,7 +71,7 @@ def prune(config: RunConfig, request: Request) -> None:
             teacher=_teacher(config, job),
             baselines=rows,
             graph=job.graph,
-            fresh=job.fresh,
+            task=Task(fresh=job.fresh),
             runtime=here.runtime,
         )
         replaced = here.replaced()

@@ -26,12 +26,10 @@ class ArrayLoader:
         train: bool,
         seed: int,
         device: torch.device | str,
-        channels_last: bool,
         world: World,
     ) -> None:
         self.batch_size, self.train, self.seed, self.world = batch_size, train, seed, world
         self.device = torch.device(device)
-        self.layout = torch.channels_last if channels_last else torch.contiguous_format
         self.augmentation = dataset.augmentation if train else Augmentation()
         self.shape = dataset.shape
         self.images = _pad(dataset.images, self.augmentation).to(self.device)  # (N, H + 2 shift, W + 2 shift, C) uint8
@@ -74,7 +72,7 @@ class ArrayLoader:
         index, down, right = self.drawn[:, share_of(number, self.batch_size, len(self.labels), self.world)]
         rows, columns = self.rows[down], self.columns[right]  # (B, H), (B, W)
         pixels = self.images[index[:, None, None], rows[:, :, None], columns[:, None, :]]  # (B, H, W, C)
-        images = torch.empty((len(index), *self.shape), device=self.device, memory_format=self.layout)
+        images = torch.empty((len(index), *self.shape), device=self.device)
         torch.sub(pixels.permute(0, 3, 1, 2), self.mean, out=images)
         return images.div_(self.std), self.labels[index]
 
@@ -86,7 +84,6 @@ def make_loader(
     seed: int = 0,
     device: torch.device | str = "cpu",
     *,
-    channels_last: bool = False,
     world: World = SINGLE_PROCESS,  # each rank gets its part of every batch: all see what one process would
     workers: int | None = None,  # processes that decode files; None: as many as there are cores, at most 8
     corrupt: str = "stop",  # files that cannot be decoded: "stop", or "skip", which replaces them
@@ -94,11 +91,11 @@ def make_loader(
     """The loader for a data set; `train` shuffles, augments, and drops an incomplete last batch."""
     check_size(batch_size, len(dataset), train, world)
     if isinstance(dataset, ArraySet):
-        return ArrayLoader(dataset, batch_size, train, seed, device, channels_last, world)
+        return ArrayLoader(dataset, batch_size, train, seed, device, world)
     if corrupt not in ("stop", "skip"):
         raise DataError(f"corrupt must be stop or skip, not {corrupt!r}.")
     keys = _Keys(len(dataset), batch_size, train, seed, world)
-    return FolderLoader(dataset, keys, device, channels_last, workers, corrupt == "skip")
+    return FolderLoader(dataset, keys, device, workers, corrupt == "skip")
 
 
 def _pad(images: Tensor, augmentation: Augmentation) -> Tensor:
@@ -130,13 +127,11 @@ class FolderLoader:
         dataset: FolderSet,
         keys: _Keys,
         device: torch.device | str,
-        channels_last: bool,
         workers: int | None,
         skip: bool,
     ) -> None:
         self.dataset, self.keys, self.batch_size = dataset, keys, keys.batch_size
         self.device = torch.device(device)
-        self.layout = torch.channels_last if channels_last else torch.contiguous_format
         self.skipped: set[str] = set()
         self.passes = 0  # begun so far
         workers = usual_workers() if workers is None else workers
@@ -172,7 +167,7 @@ class FolderLoader:
             self.skipped.update(batch.unreadable)
             if batch.failure:
                 raise DataError(batch.failure)
-            moved = batch.images.to(self.device, non_blocking=True, memory_format=self.layout)
+            moved = batch.images.to(self.device, non_blocking=True)
             yield moved, batch.labels.to(self.device, non_blocking=True)
 
     def _read(self, batches: Iterator[_Batch] | None, number: int) -> tuple[Iterator[_Batch], _Batch]:
