@@ -16,7 +16,7 @@ from dmcp.cli.job import build, trace_job
 from dmcp.errors import DmcpError, FileError, TrainingError
 from dmcp.runs import SETTINGS, Run
 from dmcp.searching.config import extremes
-from dmcp.settings import UNPRUNED, Corrupt, Retrain, SearchConfig, TrainConfig, paper
+from dmcp.settings import UNPRUNED, Corrupt, Retrain, SearchConfig, TrainConfig, defaults, paper
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training import learning_rate
@@ -69,6 +69,9 @@ def test_settings_that_nobody_typed_follow_the_data() -> None:
         assert it.search and it.train and not reasons.keys() & typed.keys()
         assert (it.batch, it.search.epochs, it.train.epochs, it.search_images) == found
     assert settle(config(), {}, 50_000, macs=4 * 10**9)[0].batch == 64
+    sizes: dict[str, Any] = {"trained": False, "images": 9, "batch": 3}
+    distils = [defaults("50%", Retrain.FINETUNE, **sizes, own_loss=own).search.distill for own in (False, True)]
+    assert distils == [True, False]
     recipe = config(recipe="imagenet_resnet50_2200m")
     assert settle(recipe, {"recipe": "x"}, 1_415, macs=1) == (recipe, {})
 

@@ -161,7 +161,8 @@ def prune(
         teacher = (model if trained else UNPRUNED) if able else None
         guide = copied(model, device_of(model)) if teacher is model else None
     batch, plain = size_of((example,)) * current().size, loaders.search
-    usual = defaults(middle(specs), kind, trained=trained, images=length_of(plain) * batch, batch=batch)
+    sizes = {"images": length_of(plain) * batch, "batch": batch}
+    usual = defaults(middle(specs), kind, trained=trained, own_loss=task.loss is not None, **sizes)
     if search is None and searches and usual.search_images:
         few = FewBatches(plain, -(-usual.search_images // batch))
         loaders = replace(loaders, search=few, train=loaders.train or plain)
@@ -191,9 +192,9 @@ def prune(
         return f"{row} {name}" if len(budgets) > 1 else row
 
     both = (UNIFORM, method) if UNIFORM in others else (method,)
-    sizes = {UNPRUNED: 1.0} if UNPRUNED in others or teacher == UNPRUNED else {}
-    sizes |= {named(row, name): _share_of(it, graph) for name, it in budgets.items() for row in both}
-    plan(_phases(config if searches else None, how, loaders, sizes, val_loader))
+    shares = {UNPRUNED: 1.0} if UNPRUNED in others or teacher == UNPRUNED else {}
+    shares |= {named(row, name): _share_of(it, graph) for name, it in budgets.items() for row in both}
+    plan(_phases(config if searches else None, how, loaders, shares, val_loader))
 
     training: dict[str, Any] = {"loader": loaders.train or loaders.search, "task": task, "runtime": runtime}
     work = _Work(graph, loaders, config, how.config, budgets, (low, high), task, runtime)

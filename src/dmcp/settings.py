@@ -266,7 +266,13 @@ class Defaults:
 
 
 def defaults(
-    budget: int | float | str | Budget, retrain: Retrain, *, trained: bool, images: int, batch: int
+    budget: int | float | str | Budget,
+    retrain: Retrain,
+    *,
+    trained: bool,
+    images: int,
+    batch: int,
+    own_loss: bool = False,  # then outputs may be no class scores, and nothing is distilled
 ) -> Defaults:
     """Settings for so many training images in batches of this size; `trained`: the network is, on such data."""
     search, train = default_search(budget, trained), default_training(retrain, trained)
@@ -290,7 +296,7 @@ def defaults(
         "epochs": (epochs, why_epochs),
         "lr": (f"{train.lr:g} at a batch of {train.reference_batch}", full if gentle else anew),
     }
-    return Defaults(replace(search, epochs=passes), replace(train, epochs=epochs), few, why)
+    return Defaults(replace(search, epochs=passes, distill=not own_loss), replace(train, epochs=epochs), few, why)
 
 
 def _passes(usual: int, images: int, batch: int, most: int = 0) -> tuple[int, str]:
