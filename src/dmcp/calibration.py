@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dmcp.batches import check_yields, device_of, input_of, on_device, size_of, widest
 from dmcp.errors import DataError
-from dmcp.modules import call_model, check_function, check_module
+from dmcp.modules import call_model, check_function, check_module, kept_modes
 from dmcp.runtime.distributed import World, current, sum_values
 
 GATED = "lambda x: net(x, gates)"  # what such a function looks like
@@ -57,17 +57,6 @@ def recalibrate(
             raise DataError("Calibration needs at least one batch, and the loader gave none.")
         for statistics in pooled.values():
             statistics.accept(current())
-
-
-@contextlib.contextmanager
-def kept_modes(model: nn.Module) -> Iterator[None]:
-    """Train or eval mode of every module is afterwards what it was before."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 class _Pooled:

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from dmcp.batches import Loader, device_of, size_of
-from dmcp.calibration import kept_modes
 from dmcp.losses import LowerIsBetter, Metric
-from dmcp.modules import call_model
+from dmcp.modules import call_model, kept_modes
 from dmcp.settings import UNPRUNED as UNPRUNED
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training import Runtime, Task, evaluate_counted

@@ -25,7 +25,7 @@ from dmcp.runtime.engine import MakeOptimizer, pads
 from dmcp.settings import Engine, Retrain, TrainConfig
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.training import Runtime, StepRecord, Task, train
+from dmcp.training import Runtime, StepRecord, Task, evaluate, train
 from dmcp.widths import Widths, fingerprint
 
 AS_IT_WAS, TRAINED_FIRST = "the network as given", "the unpruned network, which was trained first"  # who teach
@@ -229,11 +229,12 @@ def is_trained(model: nn.Module, classes: int, val_loader: Loader, metric: Metri
     saw_data = any(bool(count) for count in counts if count is not None)
     if metric is not None:
         return saw_data
-    row = _test_copy(ORIGINAL, model, val_loader, metric)
-    if row.accuracy > _guessing(classes):
+    with untouched(val_loader, device_of(model)):
+        accuracy = evaluate(narrow(unwrap(model), {}, {}), val_loader)
+    if accuracy > _guessing(classes):
         return True
     if saw_data and current().first:
-        right = f"right on {score(row)} of the test data, where guessing gives {100 / max(classes, 1):.3g}%"
+        right = f"right on {100 * accuracy:.2f}% of the test data, where guessing gives {100 / max(classes, 1):.3g}%"
         ask = "are its classes in the order of the labels, and its inputs prepared as in its training?"
         warn(f"The network was trained before, but is {right}: {ask} It counts as not trained.", LabelsWarning)
     return False

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from dmcp.batches import Loader, check_parts, check_yields, device_of, input_of, length_of, on_device, size_of, widest
-from dmcp.calibration import GATED, Forward, kept_modes
+from dmcp.calibration import GATED, Forward
 from dmcp.checkpoint import DONE, Checkpointer, ResumableIterator, State, seeded
 from dmcp.errors import TrainingError
 from dmcp.losses import (
@@ -30,7 +30,7 @@ from dmcp.losses import (
     measure,
     whole_of,
 )
-from dmcp.modules import call_model, check_function, check_kind, check_kinds, check_module, tensors_in
+from dmcp.modules import call_model, check_function, check_kind, check_kinds, check_module, kept_modes, tensors_in
 from dmcp.progress import Update, each, overdue, phase, shown
 from dmcp.runtime.distributed import (
     SINGLE_PROCESS,

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from dmcp import models
 from dmcp.batches import FewBatches, Loader, device_of, too_large
-from dmcp.calibration import kept_modes
 from dmcp.checkpoint import digest
 from dmcp.cli.config import GIVEN, RunConfig, argument, settle
 from dmcp.cutting import with_frozen
@@ -27,6 +26,7 @@ from dmcp.data.datasets import DataSet, DataSets, FolderSet, load, split, swappe
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError, WidthsError
 from dmcp.losses import check_range
+from dmcp.modules import kept_modes
 from dmcp.preflight import check_dtype
 from dmcp.progress import phase
 from dmcp.pruning import Loaders

@@ -15,11 +15,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dmcp.batches import Loader, check_parts, device_of, input_of, on_device, size_of, widest
 from dmcp.budget import Budget, check_reachable, spent_shares
-from dmcp.calibration import kept_modes
 from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.exporting import blaming
 from dmcp.losses import check_metric, growing, measure, top1, whole_of
-from dmcp.modules import unwrap
+from dmcp.modules import kept_modes, unwrap
 from dmcp.runtime.distributed import current, sum_values
 from dmcp.runtime.engine import ResolvedEngine
 from dmcp.sampling import FILLED, TOLERANCE, Options, fit, uniform
