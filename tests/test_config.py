@@ -59,21 +59,21 @@ def test_defaults_depend_on_weights_and_retrain() -> None:
 def test_settings_that_nobody_typed_follow_the_data() -> None:
     for images, typed, found in (
         (1_415, {"weights": "x.pth"}, (128, 35, 28, 0)),
-        (400, {"weights": "x.pth"}, (32, 125, 25, 0)),
+        (400, {"weights": "x.pth"}, (32, 40, 25, 0)),
         (50_000, {"weights": "x.pth"}, (128, 1, 20, 0)),
         (50_000, {}, (128, 40, 100, 0)),
-        (1_281_167, {"weights": "x.pth"}, (128, 1, 10, 50_000)),
+        (1_281_167, {"weights": "x.pth"}, (128, 1, 10, 49_920)),
         (1_281_167, {"weights": "x.pth", "search_epochs": 3, "epochs": 7, "batch": 256}, (256, 3, 7, 0)),
     ):
-        it, reasons = settle(config(**typed), typed, images, macs=10**6)
+        it, reasons = settle(config(**typed), typed, images, 10**6, "weights" in typed)
         assert it.search and it.train and not reasons.keys() & typed.keys()
         assert (it.batch, it.search.epochs, it.train.epochs, it.search_images) == found
-    assert settle(config(), {}, 50_000, macs=4 * 10**9)[0].batch == 64
+    assert settle(config(), {}, 50_000, 4 * 10**9, False)[0].batch == 64
     sizes: dict[str, Any] = {"trained": False, "images": 9, "batch": 3}
     distils = [defaults("50%", Retrain.FINETUNE, **sizes, own_loss=own).search.distill for own in (False, True)]
     assert distils == [True, False]
     recipe = config(recipe="imagenet_resnet50_2200m")
-    assert settle(recipe, {"recipe": "x"}, 1_415, macs=1) == (recipe, {})
+    assert settle(recipe, {"recipe": "x"}, 1_415, 1, False) == (recipe, {})
 
 
 def test_several_budgets_are_searched_at_the_middle_one() -> None:

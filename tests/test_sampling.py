@@ -298,3 +298,4 @@ def test_without_an_alignment_wide_spaces_have_multiples_of_16_and_narrow_ones_e
     spaces = [ChannelSpace("a", size) for size in (7, 16, 31, 32, 64, 127, 128, 2048)]
     assert [it.step(None) for it in spaces] == [1, 2, 2, 4, 8, 8, 16, 16]
     assert ChannelSpace("b", 32, unit=4).step(None) == 4  # 32 groups of 4 channels
+    assert [ChannelSpace("c", size, unit=unit).step(None) for size, unit in ((48, 3), (8, 24))] == [4, 1]

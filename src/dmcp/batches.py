@@ -174,7 +174,9 @@ class FewBatches:
         return self.count
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self.__dict__["loader"], name)
+        if name in ("loader", "count"):  # of a copy that is being made
+            raise AttributeError(name)
+        found = getattr(self.loader, name)
         if name != "starting_at":
             return found
         return lambda skip: itertools.islice(found(skip), self.count - skip)

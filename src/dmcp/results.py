@@ -162,8 +162,8 @@ def notes(rows: Sequence[Row], graph: ChannelGraph, origin: str = "") -> list[st
     if rows[0].samples:
         found.append(f"{rows[0].samples:,} test samples")
         if not rows[0].own_metric:
-            points = 100 * max(standard_error(row.accuracy, row.samples) for row in rows)
-            found[-1] += f": an accuracy is known to \N{PLUS-MINUS SIGN} {points:.1f} points (standard error)"
+            points = 100 * max(standard_error(row.accuracy, row.samples) for row in results)
+            found[-1] += f": its accuracy is known to \N{PLUS-MINUS SIGN} {points:.1f} points (standard error)"
     if rows[0].batch:
         found.append(f"ms: the fastest of {ROUNDS} passes over a batch of {rows[0].batch} on this machine")
     return found
@@ -171,7 +171,9 @@ def notes(rows: Sequence[Row], graph: ChannelGraph, origin: str = "") -> list[st
 
 def pruned(rows: Sequence[Row]) -> list[Row]:
     """The rows that a run was for: one for each budget."""
-    return [row for row in rows if not row.name.startswith(_BASELINES)] or [*rows[-1:]]
+    found = [row for row in rows if not any(f"{row.name} ".startswith(f"{name} ") for name in _BASELINES)]
+    kind = rows[-1].name.partition(" ")[0] if rows else ""  # "uniform", if that was asked for
+    return found or [row for row in rows if row.name.partition(" ")[0] == kind]
 
 
 def unknown(rows: Sequence[Row]) -> list[str]:

@@ -343,8 +343,9 @@ class PastRun:
 
     @property
     def name(self) -> str:
-        """The folder's name."""
-        return plain(self.folder.resolve().name)
+        """The folder's name; of one of several budgets behind that of their run."""
+        folder = self.folder.resolve()
+        return plain(f"{folder.parent.name}/{folder.name}" if is_run(folder.parent) else folder.name)
 
     @property
     def before(self) -> dict[str, int]:
@@ -434,7 +435,8 @@ def read_runs(folders: Sequence[Path]) -> list[PastRun]:
     for folder in folders:
         inside = [] if is_run(folder) or not folder.is_dir() else sorted(filter(is_run, folder.iterdir()))
         for path in inside or [folder]:
-            found.setdefault(path.resolve(), path)
+            parts = sorted(filter(is_run, path.iterdir())) if (path / REPORT).is_file() else []  # of several budgets
+            found |= {part.resolve(): part for part in parts or [path] if part.resolve() not in found}
     return [read_run(path) for path in found.values()]
 
 

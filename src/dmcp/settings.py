@@ -248,7 +248,7 @@ _TRAINED_SEARCH: dict[str, Any] = {  # experiments/REPORT.md, "judge, second sit
 }
 _TRAINED_TRAIN: dict[str, Any] = {"epochs": 20}
 _KEEPING = (Retrain.FINETUNE, Retrain.NONE)  # the weights that are there
-_SEARCH_IMAGES, _SEARCH_STEPS = 50_000, 150  # that a trained network sees in its search, and steps at least
+_SEARCH_IMAGES, _SEARCH_STEPS = 50_000, (150, 500)  # that a trained network sees in its search, in so many steps
 _TRAIN_IMAGES = 13_000_000  # that it sees at most in its fine-tuning
 _MIN_STEPS = 300  # of a search or a training of other networks: tiny data sets get more passes
 _BATCH, _MIN_PER_EPOCH = 128, 8  # images in a batch, and the steps that an epoch has at least
@@ -279,7 +279,8 @@ def defaults(
     gentle = trained and retrain in _KEEPING
     known = "the network is trained: small steps keep what it knows"
     fresh = "the network is not trained: the paper's settings"
-    enough = max(_SEARCH_IMAGES, _SEARCH_STEPS * batch)
+    fewest, most = _SEARCH_STEPS
+    enough = batch * max(fewest, min(most, _SEARCH_IMAGES // max(1, batch)))
     few = enough if trained and images >= 2 * enough else 0
     if trained:
         passes, why_passes = max(1, round(enough / images)), f"about {enough:,} images do for a trained network"

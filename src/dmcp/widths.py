@@ -33,9 +33,8 @@ class ChannelSpace:
 
         None: of 16, which processors like, or of 8, 4, 2 or 1, so that at least eight widths are left.
         """
-        if align is None:
-            align = next(it for it in (16, 8, 4, 2, 1) if it == 1 or self.size * self.unit >= 8 * it)
-        return align // math.gcd(align, self.unit)
+        steps = [it // math.gcd(it, self.unit) for it in ((16, 8, 4, 2) if align is None else (align,))]
+        return steps[0] if align else next((step for step in steps if self.size >= 8 * step), 1)
 
 
 class Dim(NamedTuple):

@@ -199,16 +199,25 @@ def make_config(request: Request) -> RunConfig:
         if not getattr(config, name):
             raise DmcpError(f"--{name} is missing: dmcp {request.command} --help says what it can be.")
     _check_teacher(config, typed)
+    useless = {
+        f"--method {config.method}": () if config.method == "dmcp" else (*_SEARCHED, "search_images"),
+        "--no-train": ("epochs", "lr") if config.retrain is Retrain.NONE else (),
+    }
+    for why, names in useless.items():
+        if wrong := [f"--{name.replace('_', '-')}" for name in names if name in typed]:
+            raise DmcpError(f"{', '.join(wrong)} changes nothing with {why}: leave it out.")
     return config
 
 
-def settle(config: RunConfig, typed: Mapping[str, Any], images: int, macs: int) -> tuple[RunConfig, dict[str, str]]:
+def settle(
+    config: RunConfig, typed: Mapping[str, Any], images: int, macs: int, trained: bool
+) -> tuple[RunConfig, dict[str, str]]:
     """The settings that nobody typed, for so many training images and this network; and the reasons, by option."""
     if config.recipe:
         return config, {}
     batch, reason = default_batch(images, macs)
     batch = typed.get("batch", batch)
-    usual = defaults("50%", config.retrain, trained=bool(config.weights), images=images, batch=batch)
+    usual = defaults("50%", config.retrain, trained=trained, images=images, batch=batch)
     searches = config.search is not None and config.method == "dmcp"
     trains = config.train is not None and config.retrain is not Retrain.NONE
     known = {*typed, *(() if searches else _SEARCHED), *(() if trains else ("epochs", "lr"))}

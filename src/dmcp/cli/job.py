@@ -92,7 +92,11 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
         fresh = with_frozen(fresh, model)
     teacher = _teacher(config, model, data, bool(new_head))
     graph = trace_job(config, model, data.shape)
-    config, reasons = (config, {}) if typed is None else settle(config, typed, len(data.train), graph.macs())
+    config, reasons = (
+        (config, {})
+        if typed is None
+        else settle(config, typed, len(data.train), graph.macs(), bool(config.weights and not new_head))
+    )
     train, held = split(data.train, config.holdout, config.seed) if config.holdout else (data.train, None)
     loaders, test = _loaders(config, train, held, data, place)
     notes = [new_head, swapped(len(data.train), len(data.test), isinstance(data.train, FolderSet))]
@@ -286,7 +290,7 @@ def _loaders(
     first: Loader = make(train, config.batch, True)
     if config.train_batch > len(data.train):
         raise DataError(too_large(config.train_batch, len(data.train), "--train-batch"))
-    count = config.search_images // config.batch  # a batch of 0 is refused by now
+    count = -(-config.search_images // config.batch)  # a batch of 0 is refused by now
     few = 0 < count < len(first)
     again = held is not None or few or config.train_batch not in (0, config.batch)
     first = FewBatches(first, count) if few else first
