@@ -63,7 +63,12 @@ class Progress:
         if console is not None:
             text = bars.TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=True))
             name = bars.TextColumn("{task.description}", markup=False)
-            columns = (name, bars.BarColumn(20), bars.TextColumn("{task.fields[count]}"), text)
+            columns = (
+                name,
+                bars.BarColumn(20, table_column=Column(min_width=12)),
+                bars.TextColumn("{task.fields[count]}"),
+                text,
+            )
             # no thread draws them: workers are forked meanwhile
             self.bars = bars.Progress(
                 *columns, console=console, auto_refresh=False, redirect_stdout=_is_terminal(sys.stdout)

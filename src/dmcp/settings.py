@@ -136,7 +136,7 @@ class SearchConfig:
         None, "Widths are multiples of this, or full; default: of 16 in wide layers, of less in narrow ones.", 1
     )
     min_channels: Bound = field(
-        default_factory=dict, metadata={"help": "Least channels of every space, like 8, or of a module or space, like layer1=16."}
+        default_factory=dict, metadata={"help": "Least channels of every space, like 8, or of one, like layer1=16."}
     )
     max_channels: Bound = field(default_factory=dict, metadata={"help": "Most channels, given in the same way."})
     epochs: int = setting(40, "Passes over the data in the search, the warm-up among them.", 1)

@@ -122,7 +122,7 @@ class SearchRecord:
         parts = [f"loss {self.weight_losses[0]:.3f}"] if self.weight_losses else []
         parts += [f"soft loss {self.task_loss:.3f}"] if self.task_loss is not None else []
         shares = " and ".join(f"{ratio:.1%}" for ratio in self.ratios or ())
-        return ", ".join([*parts, f"expected cost {shares} of the budget" if shares else "warm-up"])
+        return ", ".join([*parts, f"cost {shares} of budget" if shares else "warm-up"])
 
 
 def as_record(plain: Mapping[str, Any]) -> SearchRecord:
