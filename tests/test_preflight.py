@@ -147,8 +147,8 @@ CASES: dict[str, tuple[type[Exception], Any]] = {
     "writes into its input": (TrainingError, lambda: {"model": Writing()}),
     "hidden layer": (DmcpError, lambda: {"model": Hiding()}),
     "lazy layer": (TraceError, lambda: {"model": nn.Sequential(Residual(**Residual.FULL), nn.LazyLinear(3))}),
-    "other fresh network": (WidthsError, lambda: {"fresh": nn.Linear(2, 2)}),
-    "fresh is no network": (TraceError, lambda: {"fresh": 1}),
+    "other fresh network": (WidthsError, lambda: {"task": dmcp.Task(fresh=nn.Linear(2, 2))}),
+    "fresh is no network": (TraceError, lambda: {"task": dmcp.Task(fresh=1)}),
     # optimizers
     "an optimizer": (TrainingError, lambda: {"task": dmcp.Task(optimizer=torch.optim.SGD(Mean().parameters(), lr=1))}),  # type: ignore[arg-type]
     "no optimizer": (TrainingError, lambda: {"task": dmcp.Task(optimizer=lambda groups: None)}),  # type: ignore[arg-type,return-value]
