@@ -7,11 +7,9 @@ python benchmarks/speedup.py --device cuda        # torch.compile in bfloat16, b
 from __future__ import annotations
 
 import argparse
-import importlib
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,36 +17,23 @@ import torch
 from torch import nn
 
 import dmcp
+from dmcp.exporting import open_file, turn_times
 from dmcp.models import build
 
 
 def in_onnxruntime(net: nn.Module, x: torch.Tensor) -> Callable[[], Any]:
     """The network as a session on one thread."""
-    onnxruntime: Any = importlib.import_module("onnxruntime")
-
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "net.onnx"
         torch.onnx.export(net, (x,), path, dynamo=False)
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = options.inter_op_num_threads = 1
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    feed = {session.get_inputs()[0].name: x.numpy()}
-    return lambda: session.run(None, feed)
+        return partial(open_file(path, threads=1).run, x)
 
 
 def on_gpu(net: nn.Module, x: torch.Tensor) -> Callable[[], Any]:
     """The compiled network in bfloat16, channels last."""
     x = x.to("cuda", torch.bfloat16).to(memory_format=torch.channels_last)
     net = net.to("cuda", torch.bfloat16).to(memory_format=torch.channels_last)
-    run = torch.compile(net, mode="max-autotune-no-cudagraphs")
-
-    def once() -> None:
-        with torch.no_grad():
-            run(x)
-        torch.cuda.synchronize()
-
-    return once
+    return torch.no_grad()(partial(torch.compile(net, mode="max-autotune-no-cudagraphs"), x))
 
 
 def main() -> None:
@@ -57,10 +42,9 @@ def main() -> None:
     parser.add_argument("--budget", default="50%")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rounds", type=int, default=25)
     given = parser.parse_args()
     cpu = given.device == "cpu"
-    now, make = (time.thread_time, in_onnxruntime) if cpu else (time.perf_counter, on_gpu)
+    make = in_onnxruntime if cpu else on_gpu
     print("| network | unpruned, ms | default | multiples of 1 | MACs, before / after |\n|---|---|---|---|---|")
     for name in given.model:
         model = build(name).eval()
@@ -68,14 +52,7 @@ def main() -> None:
         graph = dmcp.trace(model, x[:1])
         chosen = [graph.full, *(dmcp.uniform(graph, given.budget, align=align) for align in (None, 1))]
         nets = [make(dmcp.cut(model, graph, widths).eval(), x) for widths in chosen]
-        times: list[list[float]] = [[] for _ in nets]
-        for _ in range(given.rounds):
-            for net, own in zip(nets, times, strict=True):
-                net()  # warm
-                start = now()
-                net()
-                own.append(now() - start)
-        whole, *small = (1e3 * statistics.median(own) for own in times)
+        whole, *small = turn_times(nets, torch.device(given.device))
         fewer = graph.macs() / graph.macs(chosen[1])
         print(
             f"| {name} | {whole:.1f} | {' | '.join(f'{whole / it:.2f} ×' for it in small)} | {fewer:.2f} |", flush=True
