@@ -121,8 +121,8 @@ class SearchConfig:
     """Settings of a search, for a batch of 1024 as in the paper.
 
     The defaults of tolerance, groups (for ResNet; 15 for MobileNetV2), epochs, warmup, sampling, budget_weight, lr and
-    min_lr are the paper's. Those of warmup_sampling, distill, init, label_smoothing, alpha_lr and alpha_min_lr are not,
-    and it names none for the momenta and weight_decay: see the last table of docs/paper_map.md.
+    min_lr are the paper's. Those of align, warmup_sampling, distill, init, label_smoothing, alpha_lr and alpha_min_lr
+    are not, and it names none for the momenta and weight_decay: see the last table of docs/paper_map.md.
     """
 
     budget: int | float | str | Budget = field(
