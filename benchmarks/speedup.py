@@ -33,7 +33,7 @@ def on_gpu(net: nn.Module, x: torch.Tensor) -> Callable[[], Any]:
     """The compiled network in bfloat16, channels last."""
     x = x.to("cuda", torch.bfloat16).to(memory_format=torch.channels_last)
     net = net.to("cuda", torch.bfloat16).to(memory_format=torch.channels_last)
-    return torch.no_grad()(partial(torch.compile(net, mode="max-autotune-no-cudagraphs"), x))
+    return torch.no_grad()(partial(torch.compile(net), x))
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ from typing import Any
 import alphas
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import dmcp
 from dmcp import models
@@ -35,6 +36,7 @@ from dmcp.compare.problem import Problem as PeerProblem
 from dmcp.data import datasets
 from dmcp.data.loaders import make_loader
 from dmcp.losses import classification_loss
+from dmcp.pruning import for_budget
 from dmcp.searching import steps as search_steps
 from dmcp.searching.subnets import chains as chains_of
 
@@ -167,8 +169,22 @@ def train_one(it: Problem, small: nn.Module, how: dict[str, Any], teacher: nn.Mo
     known = {field.name for field in dataclasses.fields(dmcp.TrainConfig)}
     settings = {key: value for key, value in how.items() if key in known}
     config = dmcp.TrainConfig(seed=it.job["seed"], **{**it.job["train"], **settings})
+    parameters = list(small.to(it.device).parameters())
+    average = [parameter.detach().clone() for parameter in parameters]
+
+    def follow(*_: Any) -> None:
+        with torch.no_grad():
+            torch._foreach_lerp_(average, parameters, 1 - how["ema"])
+
+    hook = register_optimizer_step_post_hook(follow) if how.get("ema") else None
     records = dmcp.train(small, train, config, teacher=teacher)
     loss, accuracy = held_loss(small, it.loader(it.held, False))
+    if hook:
+        hook.remove()
+        with torch.no_grad():
+            torch._foreach_copy_(parameters, average)
+        dmcp.recalibrate(small, it.loader(it.rest, False))
+        found["ema_accuracy"] = held_loss(small, it.loader(it.held, False))[1]
     train_loss = sum(record.loss for record in records[-50:]) / len(records[-50:])
     seconds = time.perf_counter() - start
     return found | {"loss": loss, "accuracy": accuracy, "train_loss": train_loss, "seconds": seconds}
@@ -199,19 +215,31 @@ def run(job: dict[str, Any], emit: Callable[..., None]) -> None:
         how = {"name": "pretrained", "from": "scratch", "widths": "unpruned"} | job["pretrain"]
         emit(trained=how | train_one(it, model, how, None))
         sources["pretrained"] = nets["pretrained"] = model
-    if job.get("budget"):
+    budgets = [job["budget"]] if isinstance(job.get("budget"), str) else job.get("budget", [])
+    for budget in budgets:  # the first is that of `uniform` and `dmcp`
         align = job.get("search", {}).get("align", 1)
-        widths["uniform"] = dmcp.uniform(it.graph, job["budget"], align=align)
+        widths[f"uniform {budget}"] = dmcp.uniform(it.graph, budget, align=align)
+    if budgets:
+        widths["uniform"] = widths[f"uniform {budgets[0]}"]
     searches = job.get("searches", {}) | ({"dmcp": job["search"]} if "search" in job else {})
     for name, settings in searches.items():
-        batch = settings.pop("batch", None)
-        config = dmcp.SearchConfig(budget=job["budget"], seed=job["seed"], **{"align": 1, **settings})
+        batch, moves = settings.pop("batch", None), settings.pop("moves", {})
+        config = dmcp.SearchConfig(**{"budget": budgets[0], "seed": job["seed"], "align": 1, **settings})
         net = dmcp.Supernet(sources.get("pretrained", it.model), it.graph, config.groups, config.align)
         start = time.perf_counter()
         found = dmcp.search(net, it.loader(it.rest, True, batch), config)
         seconds = time.perf_counter() - start
         emit(search=judge_search(it, net, found, config) | {"name": name, "seconds": seconds})
         widths[name], sources[name] = dmcp.expected(found), net.model
+        for budget, more in moves.items():  # widths for another budget: scaled, and after a little more searching
+            scaled = for_budget(found, parse(budget, it.graph))
+            widths[f"{name} scaled to {budget}"] = dmcp.expected(scaled)
+            on, start = copy.deepcopy(net), time.perf_counter()
+            further = dataclasses.replace(config, budget=budget, init="given", warmup=0.0, **more)
+            moved = dmcp.search(on, it.loader(it.rest, True, batch), further)
+            seconds = time.perf_counter() - start
+            emit(search=judge_search(it, on, moved, further) | {"name": f"{name} to {budget}", "seconds": seconds})
+            widths[f"{name} moved to {budget}"] = dmcp.expected(moved)
     best: dict[str, Any] = {}
     for how in job.get("finals", []):
         name, key, source = how["name"], how["widths"], how.setdefault("from", "scratch")
