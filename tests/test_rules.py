@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dmcp
-from dmcp.tracing.ops import Call, Dims
+from dmcp.tracing.coupling import Call, Dims
 
 aten = torch.ops.aten
 X = sample((3, 8, 8), batch=3)

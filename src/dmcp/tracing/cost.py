@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dmcp.tracing.layout import Layout, in_spaces, monomials
-from dmcp.tracing.ops import Coupling, Flow
+from dmcp.tracing.coupling import Coupling, Flow
+from dmcp.tracing.layout import Layout, monomials
 from dmcp.tracing.record import Recording
 
 _CHUNK = 1 << 16  # numbers in one intermediate tensor: few enough for a CPU's cache
@@ -178,13 +178,12 @@ def moments(coupling: Coupling, numbers: Mapping[int, int], batch: int | None) -
     reads after it, as runtimes do, so norms and activation functions take no memory of their own. What is computed
     from weights alone is not counted, nor what an op needs for itself.
     """
-    recording, layouts, resolve = coupling.recordings[0], coupling.layouts[0], coupling.channels.resolve
-    holders = _holders(recording, coupling.facts[0].flows)
+    first, recording = coupling.passes[0], coupling.passes[0].recording
+    holders = _holders(recording, first.flows)
     samples = batch or 1
 
     def size(value: int) -> Terms:
-        dims = [in_spaces(resolve(layout), numbers) for layout in layouts[value]]
-        terms = product(recording.dtypes[value].itemsize, dims)
+        terms = product(recording.dtypes[value].itemsize, coupling.in_spaces(first.layouts[value], numbers))
         return {spaces: -(-factor // samples) for spaces, factor in terms.items()}
 
     held = [(born, dies, size(value)) for value, (born, dies) in holders.items()]
@@ -227,7 +226,7 @@ def _holders(recording: Recording, flows: Sequence[Flow]) -> dict[int, tuple[int
 
 def _owners(recording: Recording) -> dict[int, int]:
     """Of each activation: the value whose memory it is a view of, which may be itself."""
-    own = recording.own()
+    own = recording.own
     found = {value: value for value in (*recording.inputs, *recording.constants) if value not in own}
     for op in recording.ops:
         inputs = [value for value in op.inputs() if value in found]

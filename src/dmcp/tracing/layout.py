@@ -217,6 +217,35 @@ class Channels:
         """The dim that flattening two dims gives."""
         return tidy(self._times(list(self.resolve(outer)), list(self.resolve(inner))))
 
+    def regroup(self, dims: Sequence[Layout], shape: Sequence[int]) -> tuple[Layout, ...]:
+        """Dims after a reshape: the shortest runs of old and new dims with equal products match each other."""
+        sizes = [self.size(layout) for layout in dims]
+        out: list[Layout] = []
+        old = new = 0
+        while old < len(sizes) or new < len(shape):
+            old_stop, new_stop = min(old + 1, len(sizes)), min(new + 1, len(shape))
+            while (have := math.prod(sizes[old:old_stop])) != (wanted := math.prod(shape[new:new_stop])):
+                old_stop, new_stop = old_stop + (have < wanted), new_stop + (have > wanted)
+            out.extend(self._refactor(dims[old:old_stop], shape[new:new_stop]))
+            old, new = old_stop, new_stop
+        return tuple(out)
+
+    def _refactor(self, dims: Sequence[Layout], shape: Sequence[int]) -> list[Layout]:
+        """Multiply the dims into one, then factor it into the new sizes."""
+        if len(dims) == len(shape) == 1:
+            return [dims[0]]
+        wide = [layout for layout in dims if self.size(layout) != 1]
+        rest = functools.reduce(self.multiply, wide) if wide else fixed(1)
+        out: list[Layout] = []
+        for position, size in enumerate(shape):
+            if size == 1 or not wide:
+                out.append(fixed(size))
+            else:
+                last = math.prod(shape[position + 1 :]) == 1
+                outer, rest = (rest, fixed(1)) if last else self.factor(rest, size)
+                out.append(outer)
+        return out
+
     def _split_concat(self, axis: Axis, front: int) -> tuple[Axis, Axis]:
         if isinstance(axis, int):
             return front, axis - front

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from dmcp.errors import TraceError
 from dmcp.modules import Cut, leaves, map_leaves, narrow, on_meta, tensors_in
+from dmcp.tracing.coupling import Coupling, Dims, Literal
 from dmcp.tracing.layout import Atom, Layout, kept_indices, width
-from dmcp.tracing.ops import Coupling, Dims, Literal
 from dmcp.tracing.record import HOST_READS, UNTAGGED, Func, Op, Recorder, Shape, compute, run_recorded
 
 IN_CODE = "a number in the code"  # how the reason begins
@@ -50,7 +50,7 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
         self, model: nn.Module, inputs: list[Tensor], coupling: Coupling, number: int, widths: Mapping[int, int]
     ) -> None:
         super().__init__(model, inputs)
-        self.original, self.facts = coupling.recordings[number], coupling.facts[number]
+        self.facts, self.original = coupling.passes[number], coupling.passes[number].recording
         layouts = {literal.layout for literals in self.facts.literals.values() for literal in literals}
         self.sizes = {layout: width(coupling.channels.resolve(layout), widths) for layout in layouts}
         self.shapes = coupling.predict(number, widths)
@@ -249,15 +249,15 @@ class ReplayContext:
         modules = dict(self.model.named_modules())
         resolve = self.coupling.channels.resolve
         found: dict[str, dict[str, Any]] = {}
-        for facts in self.coupling.facts:
-            for (path, attribute), dims in facts.attributes.items():
+        for within in self.coupling.passes:
+            for (path, attribute), dims in within.attributes.items():
                 old = vars(modules[path]).get(attribute)
                 new = tuple(width(resolve(layout), widths) for layout in dims)
                 full = tuple(self.coupling.channels.size(layout) for layout in dims)
                 if new != full and old in (full, list(full), full[0]):
                     found.setdefault(path, {})[attribute] = new[0] if isinstance(old, int) else type(old)(new)
-        for recording in self.coupling.recordings:
-            for (path, attribute), empty in recording.caches.items():  # a cache of the wide model is wrong here
+        for within in self.coupling.passes:
+            for (path, attribute), empty in within.recording.caches.items():  # a cache of the wide model is wrong here
                 found.setdefault(path, {})[attribute] = copy.deepcopy(empty)
         for (path, attribute, position), (layout, multiple) in self.bindings.items():
             value: Any = multiple * width(resolve(layout), widths)
@@ -289,7 +289,7 @@ class ReplayContext:
         return outcome
 
     def _replay(self, number: int, small: nn.Module, widths: Mapping[int, int]) -> Replayer:
-        recording, example = self.coupling.recordings[number], self.batches[number]
+        recording, example = self.coupling.passes[number].recording, self.batches[number]
         small.train(recording.training)
         replayer = Replayer(small, tensors_in(example), self.coupling, number, widths)
         try:
@@ -324,10 +324,9 @@ class Resolver:
 
     def run(self) -> None:
         """Until every kind of sample has replayed clean, in a row, in turns with every recording."""
-        clean, count = 0, len(self.coupling.recordings)
-        layouts = {layout for values in self.coupling.layouts for dims in values.values() for layout in dims}
+        clean, count = 0, len(self.coupling.passes)
         # where a tensor has several spaces in one dim, a part of it may be cut out by its size
-        neighbors = any(len(self.coupling.channels.atoms(layout)) > 1 for layout in layouts)
+        neighbors = any(len(self.coupling.channels.atoms(layout)) > 1 for layout in self.coupling.layouts())
         samples = _SAMPLES + _UNEVEN if neighbors else _SAMPLES
         for round_ in range(_ROUNDS):
             atoms = self.coupling.atoms(self.parameters)
@@ -358,7 +357,7 @@ class Resolver:
         """Try attributes first: a wrong guess makes new conflicts, and those must make nothing unprunable."""
         scales = [conflict for conflict in outcome.conflicts if conflict.kind in _LOOSE]
         conflicts = scales or outcome.conflicts
-        ops = self.coupling.recordings[number].ops
+        ops = self.coupling.passes[number].recording.ops
         self.new.clear()
         bound = [
             self._bind((number, conflict.number, literal), ops[conflict.number], value)
@@ -404,7 +403,8 @@ class Resolver:
         return bool(wrong)
 
     def _fix_conflict(self, number: int, conflict: Conflict) -> bool:
-        op, layouts = self.coupling.recordings[number].ops[conflict.number], self.coupling.layouts[number]
+        within = self.coupling.passes[number]
+        op, layouts = within.recording.ops[conflict.number], within.layouts
         made = conflict.kind == "tensor"
         where = " at ".join(filter(None, ("a tensor" if made else op.name, conflict.path)))
         if made or conflict.kind == "scale":
@@ -419,14 +419,13 @@ class Resolver:
             every = tuple(literal.layout for literal, _ in conflict.literals)
             return self._fix(tuple(stale), reason) or self._fix(every, reason)
         touched = [layout for value in op.outs if value is not None for layout in layouts[value]]
-        touched += [layout for value in op.inputs() for layout in layouts[value]]
-        return self._fix(tuple(touched), f"the op does not run at other widths ({where})")
+        return self._fix((*touched, *within.values(op)), f"the op does not run at other widths ({where})")
 
     def _join_read(self, number: int, conflict: Conflict) -> bool:
         """Join a dim with the one that its size was read from: x.shape[1] of what entered the module."""
-        channels, ops = self.coupling.channels, self.coupling.recordings[number].ops
-        first = next(op for op in ops if f"{op.path}.".startswith(f"{conflict.path}."))
-        for layout in self.coupling.layouts[number][first.inputs()[0]] if first.inputs() else ():
+        channels, within = self.coupling.channels, self.coupling.passes[number]
+        first = next(op for op in within.recording.ops if f"{op.path}.".startswith(f"{conflict.path}."))
+        for layout in within.layouts[first.inputs()[0]] if first.inputs() else ():
             wide, now = channels.size(layout), width(channels.resolve(layout), self.widths)
             for literal, value in conflict.literals:
                 apart = channels.resolve(layout) != channels.resolve(literal.layout)
@@ -503,11 +502,11 @@ class Resolver:
 
     def _fix_module(self, number: int, at: int, path: str, why: str) -> bool:
         """Make unprunable what enters the module in which it happened, else all in it, else the same one module up."""
-        recording, layouts = self.coupling.recordings[number], self.coupling.layouts[number]
+        within = self.coupling.passes[number]
         while True:
-            inside = [op for op in recording.ops[: at + 1] if not path or f"{op.path}.".startswith(f"{path}.")]
-            entering = [layout for op in inside[:1] for value in op.inputs()[:1] for layout in layouts[value]]
-            everything = [layout for op in inside for value in op.inputs() for layout in layouts[value]]
+            inside = [op for op in within.recording.ops[: at + 1] if not path or f"{op.path}.".startswith(f"{path}.")]
+            entering = [layout for op in inside[:1] for value in op.inputs()[:1] for layout in within.layouts[value]]
+            everything = [layout for op in inside for layout in within.values(op)]
             reason = f"{IN_CODE} of {path or 'the model'} depends on its size: {why}"
             if self._fix(tuple(entering), reason) or self._fix(tuple(everything), reason):
                 return True
