@@ -200,8 +200,7 @@ def _holders(recording: Recording, flows: Sequence[Flow]) -> dict[int, tuple[int
     def same(old: int, new: int) -> bool:
         return (recording.shapes[old], recording.dtypes[old]) == (recording.shapes[new], recording.dtypes[new])
 
-    owners = _owners(recording)
-    complete = _complete(recording, owners)
+    owners, complete = _owners(recording)
     last: dict[int, int] = {}
     for number, op in enumerate(recording.ops):
         last |= {owners[value]: number for value in (*op.inputs(), *op.outs[:1]) if value in owners}
@@ -224,30 +223,23 @@ def _holders(recording: Recording, flows: Sequence[Flow]) -> dict[int, tuple[int
     return held
 
 
-def _owners(recording: Recording) -> dict[int, int]:
-    """Of each activation: the value whose memory it is a view of, which may be itself."""
+def _owners(recording: Recording) -> tuple[dict[int, int], set[int]]:
+    """Of each activation: the value whose memory it is a view of, which may be itself; and the views of all of it."""
     own = recording.own
-    found = {value: value for value in (*recording.inputs, *recording.constants) if value not in own}
-    for op in recording.ops:
-        inputs = [value for value in op.inputs() if value in found]
-        for out in op.outs:
-            if out is not None and out not in found and out not in own:
-                view = op.func.is_view or op.name in VIEWS or op.name.endswith("_")  # squeeze_
-                looks = inputs and view and recording.dtypes[out] == recording.dtypes[inputs[0]]
-                found[out] = found[inputs[0]] if looks else out
-    return found
-
-
-def _complete(recording: Recording, owners: Mapping[int, int]) -> set[int]:
-    """The activations that are views of all of the memory, of each number once."""
-    found = {value for value, owner in owners.items() if value == owner}
+    owners = {value: value for value in (*recording.inputs, *recording.constants) if value not in own}
+    complete = set(owners)
     for op in recording.ops:
         inputs = [value for value in op.inputs() if value in owners]
-        if inputs and inputs[0] in found:
-            count = math.prod(recording.shapes[inputs[0]])
-            outs = (out for out in op.outs if out is not None and out in owners)
-            found |= {out for out in outs if math.prod(recording.shapes[out]) == count}
-    return found
+        for out in op.outs:
+            if out is None or out in owners or out in own:
+                continue
+            view = op.func.is_view or op.name in VIEWS or op.name.endswith("_")  # squeeze_
+            looks = inputs and view and recording.dtypes[out] == recording.dtypes[inputs[0]]
+            owners[out] = owners[inputs[0]] if looks else out
+            sizes = [math.prod(recording.shapes[value]) for value in (out, *inputs[:1])]
+            if not looks or (inputs[0] in complete and sizes[0] == sizes[1]):
+                complete.add(out)
+    return owners, complete
 
 
 def _worst(found: Sequence[Moment]) -> list[Moment]:

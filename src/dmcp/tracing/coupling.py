@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -237,11 +238,11 @@ class Coupling:
         size = functools.cache(lambda layout: width(self.channels.resolve(layout), widths))  # many share their dims
         return {value: tuple(map(size, dims)) for value, dims in self.passes[number].layouts.items()}
 
-    def weighted(self) -> Iterator[tuple[str, Dims, Contraction]]:
-        """Every sum with a weight of the model's own, or computed from one: layer, dims of the weight, sum."""
+    def layers(self) -> Iterator[tuple[str, Layout, Layout]]:
+        """Every sum with a weight of the model's own, or computed from one: its name, what it writes and sums over."""
         for within in self.passes:
             own, tensors = within.recording.own, within.recording.tensors
-            for item in (item for contractions in within.contractions.values() for item in contractions):
+            for item in itertools.chain(*within.contractions.values()):
                 if item.weight is not None and own.get(item.weight):
-                    layer = tensors.get(item.weight, item.path or "the model").removesuffix(".weight")
-                    yield layer, within.layouts[item.weight], item
+                    name = tensors.get(item.weight, item.path or "the model").removesuffix(".weight")
+                    yield name, () if item.out_dim is None else within.layouts[item.weight][item.out_dim], item.over

@@ -7,7 +7,7 @@ import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,6 @@ from dmcp.tracing.layout import Layout, Segment
 from dmcp.tracing.record import Recording
 from dmcp.tracing.replay import ReplayContext
 from dmcp.widths import ChannelSpace, Dim, Widths
-
-if TYPE_CHECKING:
-    from dmcp.latency.table import Latency
 
 Kept = int | Sequence[int] | Tensor  # how many channels stay, or which
 
@@ -84,7 +81,7 @@ class ChannelGraph:
     moments: tuple[Moment, ...]  # when many activations are held
     _context: ReplayContext
     _atoms: tuple[int, ...]  # the atom of each space
-    extra: Mapping[str, Latency] = field(default_factory=dict)  # costs that are measured, see `Latency.attach`
+    extra: Mapping[str, Any] = field(default_factory=dict)  # costs that are measured, see `Latency.attach`
 
     @functools.cached_property
     def _polynomials(self) -> dict[str, Polynomial]:
@@ -265,10 +262,7 @@ class ChannelGraph:
                 op = recording.ops[outcome.conflicts[0].number] if outcome.conflicts else None
                 place = f"{op.name} in {op.path or 'the model'}" if op else "the model"
                 why = outcome.stopped or "a number in its code does not follow the width"
-                raise CutError(
-                    f"At these widths {place} does not do what the trace predicts: {why}. "
-                    f"Use other widths, or name the layers around it in trace(..., ignore=[...])."
-                )
+                raise CutError(f"At these widths {place} does not do what the trace predicts: {why}.")
 
     def _like_recorded(self, small: nn.Module) -> nn.Module:
         """A copy without data, in the precision of the recording."""

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -246,25 +247,21 @@ class Channels:
                 out.append(outer)
         return out
 
-    def _split_concat(self, axis: Axis, front: int) -> tuple[Axis, Axis]:
+    def _split(self, axis: Axis, kind: Literal["product", "concat"], first: int) -> tuple[Axis, Axis]:
+        """Cut an axis in two, of which the first has so many channels."""
+        size = self.axis_size(axis)
+        second = size // first if kind == "product" else size - first
         if isinstance(axis, int):
-            return front, axis - front
-        node = self._nodes[self._find(axis)]
-        node.concat = (self._atom(front), self._atom(node.size - front))
-        return node.concat
-
-    def _split_product(self, axis: Axis, outer: int) -> tuple[Axis, Axis]:
-        if isinstance(axis, int):
-            return outer, axis // outer
-        node = self._nodes[self._find(axis)]
-        node.product = (self._atom(outer), self._atom(node.size // outer))
-        return node.product
+            return first, second
+        parts = self._atom(first), self._atom(second)
+        setattr(self._nodes[self._find(axis)], kind, parts)
+        return parts
 
     def _split_segment(self, segment: Segment, front: int) -> tuple[Layout, Layout]:
         """Cut a resolved segment after its first `front` channels."""
         inner = self.segment_size(segment[1:])
         if front % inner == 0:
-            head, tail = self._split_concat(segment[0], front // inner)
+            head, tail = self._split(segment[0], "concat", front // inner)
             return ((head, *segment[1:]),), ((tail, *segment[1:]),)
         self.fix((segment,), f"it is split in the middle of a group ({self.because})")
         return fixed(front), fixed(self.segment_size(segment) - front)
@@ -334,7 +331,7 @@ class Channels:
                 head.append(axis)
                 outer //= size
             elif size % outer == 0:
-                first, second = self._split_product(axis, outer)
+                first, second = self._split(axis, "product", outer)
                 head.append(first)
                 rest.insert(0, second)
                 outer = 1
@@ -375,10 +372,10 @@ class Channels:
             elif isinstance(a, Atom) and isinstance(b, Atom) and size_a == size_b:
                 self._nodes[b.index].parent = a.index
             elif size_a < size_b and size_b % size_a == 0:
-                right[:0] = self._split_product(b, size_a)
+                right[:0] = self._split(b, "product", size_a)
                 left.insert(0, a)
             elif size_b < size_a and size_a % size_b == 0:
-                left[:0] = self._split_product(a, size_b)
+                left[:0] = self._split(a, "product", size_b)
                 right.insert(0, b)
             else:
                 self.fix(((a, *left), (b, *right)), f"two groupings do not align ({self.because})")

@@ -221,11 +221,10 @@ class ReplayContext:
 
     model: nn.Module  # on the meta device
     example: Any
-    batches: list[Any]  # the example of each recording, on the meta device
+    batch: Any  # the example as it was recorded, on the meta device
     coupling: Coupling
     bindings: dict[Place, Bound] = field(default_factory=dict)
     always: dict[int, set[tuple[int, str]]] = field(default_factory=dict)  # recording -> conflicts at full width, too
-    stopped_at: int = 0  # ops that the last replay ran
 
     def cuts(self, kept: Mapping[int, Tensor]) -> dict[str, Cut]:
         """Indices that stay of every tensor that has atoms; `kept` per atom."""
@@ -280,20 +279,19 @@ class ReplayContext:
         """
         outcome = self._replay(number, small, widths)
         if number not in self.always and any(conflict.kind in (*_LOOSE, "error") for conflict in outcome.conflicts):
-            at, sizes = self.stopped_at, self.sizes(widths)
+            sizes = self.sizes(widths)
             full = self._replay(number, self.narrow(sizes), sizes)
             self.always[number] = {(conflict.number, conflict.kind) for conflict in full.conflicts}
-            self.stopped_at = at
         always = self.always.get(number, set())
         outcome.conflicts = [it for it in outcome.conflicts if (it.number, it.kind) not in always]
         return outcome
 
     def _replay(self, number: int, small: nn.Module, widths: Mapping[int, int]) -> Replayer:
-        recording, example = self.coupling.passes[number].recording, self.batches[number]
+        recording = self.coupling.passes[number].recording
         small.train(recording.training)
-        replayer = Replayer(small, tensors_in(example), self.coupling, number, widths)
+        replayer = Replayer(small, tensors_in(self.batch), self.coupling, number, widths)
         try:
-            run_recorded(replayer, small, example)
+            run_recorded(replayer, small, self.batch)
         except Exception as error:  # the model's own complaint about its widths
             kind = "" if isinstance(error, _AstrayError) else f"{type(error).__name__}: "
             replayer.stopped = f"{kind}{error}"
@@ -304,7 +302,6 @@ class ReplayContext:
                 at = min(at, len(recording.ops) - 1)
                 replayer.conflicts.append(Conflict(at, path, "tensor", scales=_different(old, new)))
         replayer.conflicts.sort(key=lambda conflict: conflict.number)
-        self.stopped_at = len(replayer.recording.ops)
         return replayer
 
 
@@ -372,7 +369,7 @@ class Resolver:
             return
         if scales and self._fix_guilty(number, scales):
             return
-        last = min(self.context.stopped_at, len(ops) - 1)
+        last = min(len(outcome.recording.ops), len(ops) - 1)
         at = [(conflict.number, conflict.path) for conflict in outcome.conflicts] or [(last, ops[last].path)]
         why = outcome.stopped or f"{IN_CODE} depends on another width"
         if not any(self._fix_module(number, *place, why) for place in at):

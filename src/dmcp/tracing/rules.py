@@ -202,11 +202,6 @@ def prelu(call: Call) -> list[Dims]:
     return [x.dims]
 
 
-def where(call: Call) -> list[Dims]:
-    """Element by element; with one argument it lists positions instead."""
-    return unknown(call, "its positions are listed") if len(call.operands) == 1 else pointwise(call)
-
-
 def spatial(call: Call) -> list[Dims]:
     """Pools, resizes and borders: batch and channels pass."""
     x = call.x
@@ -545,8 +540,8 @@ _OTHERS: dict[Rule, str] = {
     batch_norm: "batch_norm instance_norm",
     layer_norm: "layer_norm rms_norm",
     group_norm: "group_norm",
-    pointwise: "hardswish relu6 celu selu rrelu square floor_divide masked_fill copy lerp",
-    where: "where",
+    pointwise: "hardswish relu6 celu selu rrelu square floor_divide masked_fill copy lerp where",
+    unknown: "where.default",  # it lists positions
     same: "alpha_dropout feature_alpha_dropout",
     embedding: "embedding",
     reduce: "mean sum amax amin max min var std logsumexp prod norm linalg_vector_norm any all argmax argmin nansum "

@@ -48,7 +48,7 @@ def trace(
     """
     model = unwrap(model)
     ignore = [ignore] if isinstance(ignore, str) else list(ignore)
-    recordings, batches, notes = _record_modes(model, example_input)
+    recordings, batch, notes = _record_modes(model, example_input)
     for note in _note_reads(recordings):
         if strict:
             raise TraceError(f"With strict=True {note}: choose with torch.where instead.")
@@ -63,7 +63,7 @@ def trace(
     mixed = [(layout, reason) for layout, reason in mixed if coupling.channels.fix(layout, reason)]
     _fix_unwritten(coupling, parameters)
     _fix_ignored(coupling, model, parameters, ignore)
-    context = ReplayContext(skeleton(model), example_input, [meta_example(batch) for batch in batches], coupling)
+    context = ReplayContext(skeleton(model), example_input, meta_example(batch), coupling)
     resolver = Resolver(context, parameters, bind=not strict)
     while True:  # until the narrow models agree, and the gates of every atom have a place
         resolver.run()
@@ -85,7 +85,7 @@ def check_example(example: object) -> None:
         raise TraceError("The example input must be a tensor, or a tuple or dict of them, whose dim 0 is the batch.")
 
 
-def _record_modes(model: nn.Module, example: Any) -> tuple[list[Recording], list[Any], list[str]]:
+def _record_modes(model: nn.Module, example: Any) -> tuple[list[Recording], Any, list[str]]:
     """Eval mode and train mode (some layers run in one of them only), with several samples where that works."""
     check_example(example)
     several, notes = example, list[str]()
@@ -106,10 +106,10 @@ def _record_modes(model: nn.Module, example: Any) -> tuple[list[Recording], list
     if any(value in first.inputs and len(first.shapes[value]) == 3 for value in read):
         raise TraceError("A convolution takes the example input for one image: it needs a batch dim, as in 2x3x64x64.")
     try:
-        return [first, record_anywhere(model, several, training=True)], [several] * 2, notes
+        return [first, record_anywhere(model, several, training=True)], several, notes
     except TraceError as error:
         notes.append(f"train mode could not be recorded, so layers that run only there are unknown: {error}")
-        return [first], [several], notes
+        return [first], several, notes
 
 
 def wrong_dtype(model: nn.Module, example: Any) -> str:
@@ -123,13 +123,12 @@ def wrong_dtype(model: nn.Module, example: Any) -> str:
 
 
 def _note_reads(recordings: Sequence[Recording]) -> Iterator[str]:
-    """Where values that depend on the input become Python values or the size of a tensor."""
-    reads = (read for it in recordings for read in (*it.reads, *it.sizes) if not it.own.keys() >= {*read.values})
-    places = list(dict.fromkeys(read.where for read in reads))
-    if places:
+    """Where values that depend on the input become Python values."""
+    reads = (read for it in recordings for read in it.reads if not it.own.keys() >= {*read.values})
+    if places := list(dict.fromkeys(read.where for read in reads)):
         yield (
-            f"forward depends on values of its input ({', '.join(places[:3])}): another input may take another way or "
-            "make tensors of other sizes, and a cut network is only right for inputs that take this way"
+            f"forward turns values of its input into Python values ({', '.join(places[:3])}): another input may take "
+            "another way, and a cut network is only right for inputs that take this one"
         )
 
 
@@ -161,7 +160,10 @@ def _follow(coupling: Coupling, within: Pass, rules: Mapping[Func, Rule], strict
         channels.because = call.where()
         rule = find_rule(op.func, rules)
         if rule is None and strict and not any(op.path == name or op.path.startswith(name + ".") for name in ignore):
-            raise TraceError(_no_rule(call))
+            raise TraceError(
+                f"{op.path or 'the model'}: no channel rule for {op.func}. Give one: trace(..., rules=RULES | "
+                f"{{{op.func}: my_rule}}), or leave its channels unpruned: trace(..., ignore=[{op.path!r}])."
+            )
         outs = (rule or unknown)(call)
         within.flows.append(call.flow)
         sizes = [tuple(map(channels.size, dims)) for dims in outs]
@@ -170,16 +172,6 @@ def _follow(coupling: Coupling, within: Pass, rules: Mapping[Func, Rule], strict
         ):
             raise TraceError(f"The channel rule of {op.func} at {call.where()} gave {sizes}, not {call.out_shapes}.")
         layouts.update((out, dims) for out, dims in zip(op.outs, outs, strict=True) if out is not None)
-
-
-def _no_rule(call: Call) -> str:
-    shape = "x".join(map(str, call.x.shape)) if call.operands else "none"
-    layer = call.path.partition(".parametrizations.")[0]  # what computes a weight has no parameters of its own
-    second = f'trace(..., ignore=["{layer}"])' if layer else "trace(..., strict=False)"
-    return (
-        f"{call.path or 'the model'}: no channel rule for {call.op.func} (input {shape}). Give one: "
-        f"trace(..., rules=RULES | {{{call.op.func}: my_rule}}), or leave its channels unpruned: {second}."
-    )
 
 
 # -- unprunable channels
@@ -222,20 +214,11 @@ def _fix_ignored(coupling: Coupling, model: nn.Module, parameters: list[str], ig
             raise TraceError(f"ignore names no layer and no space of this model: {wanted!r}; did you mean: {near}?")
 
 
-def _writers(coupling: Coupling) -> Iterator[tuple[str, list[Atom], list[tuple[int, str]]]]:
-    """Layers with the atoms that they write and the parts that are unprunable, in order."""
-    for layer, dims, item in coupling.weighted():
-        if item.out_dim is not None:
-            layout = dims[item.out_dim]
-            yield layer, coupling.channels.atoms(layout), coupling.channels.unprunable(layout)
-
-
 def _units(coupling: Coupling) -> dict[int, int]:
     """Real channels of each channel of an atom, by its number, in the layer that writes or reads fewest."""
     found: dict[int, int] = {}
-    for _, dims, item in coupling.weighted():
-        written = () if item.out_dim is None else dims[item.out_dim]
-        for segment in (*coupling.channels.resolve(written), *coupling.channels.resolve(item.over)):
+    for _, written, over in coupling.layers():
+        for segment in (*coupling.channels.resolve(written), *coupling.channels.resolve(over)):
             unit = math.prod(axis for axis in segment if isinstance(axis, int))
             found |= {it.index: min(unit, found.get(it.index, unit)) for it in segment if isinstance(it, Atom)}
     return found
@@ -244,18 +227,18 @@ def _units(coupling: Coupling) -> dict[int, int]:
 def _names(coupling: Coupling, atoms: list[Atom]) -> dict[Atom, str]:
     """Each space is named after the first layer that writes it; further ones of a layer get a number."""
     names: dict[Atom, str] = {}
-    tensors = ((tensor.removesuffix(".weight"), coupling.atoms([tensor])) for tensor in coupling.tensors)
-    for layer, written in (*((layer, written) for layer, written, _ in _writers(coupling)), *tensors):
-        for atom in written:
-            if atom not in names and atom in atoms:
-                numbered = (f"{layer}[{number}]" for number in range(1, len(atoms) + 1))
-                names[atom] = next(free for free in (layer, *numbered) if free not in names.values())
+    layers = [(layer, coupling.channels.atoms(written)) for layer, written, _ in coupling.layers()]
+    layers += [(tensor.removesuffix(".weight"), coupling.atoms([tensor])) for tensor in coupling.tensors]
+    for layer, atom in ((layer, atom) for layer, written in layers for atom in written):
+        if atom not in names and atom in atoms:
+            numbered = (f"{layer}[{number}]" for number in range(1, len(atoms) + 1))
+            names[atom] = next(free for free in (layer, *numbered) if free not in names.values())
     return names
 
 
 def _unprunable(coupling: Coupling) -> tuple[Unprunable, ...]:
-    found = (Unprunable(layer, size, reason) for layer, _, parts in _writers(coupling) for size, reason in parts)
-    return tuple(dict.fromkeys(found))
+    parts = ((layer, part) for layer, written, _ in coupling.layers() for part in coupling.channels.unprunable(written))
+    return tuple(dict.fromkeys(Unprunable(layer, size, reason) for layer, (size, reason) in parts))
 
 
 # -- the graph
@@ -279,8 +262,8 @@ def _graph(
     def layers(atom: Atom, pairs: Iterable[tuple[str, set[Atom]]]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(layer for layer, atoms in pairs if atom in atoms))
 
-    writers = [(layer, set(written)) for layer, written, _ in _writers(coupling)]
-    readers = [(layer, set(channels.atoms(item.over))) for layer, _, item in coupling.weighted()]
+    writers = [(layer, set(channels.atoms(written))) for layer, written, _ in coupling.layers()]
+    readers = [(layer, set(channels.atoms(over))) for layer, _, over in coupling.layers()]
     bindings = tuple(
         Binding(
             module,
@@ -311,7 +294,7 @@ def _graph(
         hard_folds=gate_folds(folds[0]),
         soft_folds=gate_folds(folds[1]),
         entries=_cost_entries(model, context, numbers),
-        moments=moments(coupling, numbers, batch_of(context.batches[0])),
+        moments=moments(coupling, numbers, batch_of(context.batch)),
         _context=context,
         _atoms=tuple(atom.index for atom in order),
     )
@@ -326,7 +309,7 @@ def _sample_shape(leaf: Any) -> tuple[int, ...] | None:
 
 def _cost_entries(model: nn.Module, context: ReplayContext, numbers: Mapping[int, int]) -> tuple[CostEntry, ...]:
     """Costs per layer, in the order in which they run; parameters that no op of cost uses come last."""
-    coupling, batch = context.coupling, batch_of(context.batches[0])
+    coupling, batch = context.coupling, batch_of(context.batch)
     first = coupling.passes[0]
 
     def terms(coefficient: int, dims: Dims) -> Terms:
