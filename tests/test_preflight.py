@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import dmcp
-from dmcp.errors import BudgetError, DataError, DmcpError, TraceError, TrainingError, WidthsError
+from dmcp.errors import BudgetError, DataError, TraceError, TrainingError, WidthsError
 from dmcp.losses import classification_loss
 from dmcp.preflight import check_classifier, check_finite, check_input
 from dmcp.settings import SearchConfig

@@ -39,19 +39,14 @@ def cut(model: nn.Module, graph: ChannelGraph, widths: Mapping[str, Kept], by: s
         raise WidthsError(f"by must be first, l1 or l2, not {by!r}.")
     if fingerprint(model) != graph.fingerprint:
         raise WidthsError(f"This graph was traced on another architecture than this {type(model).__name__}: trace it.")
-    if by != "first":
-        widths = {name: _largest(model, graph, name, kept, by) for name, kept in widths.items()}
+    if isinstance(widths, Widths) and widths.fingerprint != graph.fingerprint:
+        raise WidthsError("These widths are for another architecture: make them with graph.widths(...).")
+    for space in graph.spaces if by != "first" else ():
+        if isinstance(kept := widths.get(space.name), int):
+            widths = {**widths, space.name: strongest(magnitude(model, graph, space, int(by[1])), kept)}
     small = narrow(model, graph.cuts(widths), graph.attributes(widths))
     graph.check(small, widths)
     return small
-
-
-def _largest(model: nn.Module, graph: ChannelGraph, name: str, kept: Kept, by: str) -> Kept:
-    """The channels of a space with the largest filters."""
-    space = next((space for space in graph.spaces if space.name == name), None)
-    if space is None or not isinstance(kept, int):
-        return kept
-    return strongest(magnitude(model, graph, space, int(by[1])), kept)
 
 
 @torch.no_grad()
@@ -98,7 +93,26 @@ def reinitialize(module: nn.Module, generator: torch.Generator | None = None) ->
     """
     module = unwrap(module)
     kept = {name: tensor.clone() for name, tensor in _frozen(module).items()}
-    _initialize(module, generator)
+    home = torch.device("cpu") if generator is None else generator.device
+    done: set[Tensor] = set()  # a tied parameter belongs to the first module that has it
+    for part in module.modules():
+        own = {name: tensor for name, tensor in part.named_parameters(recurse=False) if tensor not in done}
+        weight, bias = own.get("weight"), own.get("bias")
+        if not isinstance(part, Convs | nn.Linear | Norms):
+            continue
+        if isinstance(part, RunningNorms):
+            part.reset_running_stats()
+        if isinstance(part, Norms):
+            if weight is not None:
+                weight.fill_(1)
+        elif weight is not None:  # variance 2 / fan: fan out of a conv, fan in of a linear
+            fan = weight.shape[1] if isinstance(part, nn.Linear) else weight.numel() // part.in_channels
+            # in float32 where the generator lives: the same numbers on every device and dtype
+            noise = torch.randn(weight.shape, generator=generator, device=home, dtype=torch.float32)
+            weight.copy_(noise.mul_((2 / fan) ** 0.5).to(weight))
+        if bias is not None:
+            bias.zero_()
+        done.update(own.values())
     now = named_tensors(module)
     for name, tensor in kept.items():
         now[name].copy_(tensor)
@@ -128,30 +142,6 @@ def _frozen(module: nn.Module) -> dict[str, Tensor]:
         if isinstance(part, RunningNorms) and own and own <= still:
             still.update(part.buffers(recurse=False))
     return {name: tensor for name, tensor in named_tensors(module).items() if tensor in still}
-
-
-def _initialize(module: nn.Module, generator: torch.Generator | None) -> None:
-    """Give convs, linears and norms their first values: normal ones by He's rule, 1 and 0."""
-    home = torch.device("cpu") if generator is None else generator.device
-    done: set[Tensor] = set()  # a tied parameter belongs to the first module that has it
-    for part in module.modules():
-        own = {name: tensor for name, tensor in part.named_parameters(recurse=False) if tensor not in done}
-        weight, bias = own.get("weight"), own.get("bias")
-        if not isinstance(part, Convs | nn.Linear | Norms):
-            continue
-        if isinstance(part, RunningNorms):
-            part.reset_running_stats()
-        if isinstance(part, Norms):
-            if weight is not None:
-                weight.fill_(1)
-        elif weight is not None:  # variance 2 / fan: fan out of a conv, fan in of a linear
-            fan = weight.shape[1] if isinstance(part, nn.Linear) else weight.numel() // part.in_channels
-            # in float32 where the generator lives: the same numbers on every device and dtype
-            noise = torch.randn(weight.shape, generator=generator, device=home, dtype=torch.float32)
-            weight.copy_(noise.mul_((2 / fan) ** 0.5).to(weight))
-        if bias is not None:
-            bias.zero_()
-        done.update(own.values())
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:

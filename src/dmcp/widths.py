@@ -56,10 +56,7 @@ class Widths(Mapping[str, int]):
     dims: tuple[Dim, ...] = field(default=(), repr=False)  # where a network shows them; read from a file there are none
 
     def __getitem__(self, name: str) -> int:
-        for known, kept in self.channels:
-            if known == name:
-                return kept
-        raise KeyError(name)
+        return dict(self.channels)[name]
 
     def __iter__(self) -> Iterator[str]:
         return (name for name, _ in self.channels)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from dmcp.modules import map_leaves
-from dmcp.tracing.layout import Atom, Channels, Layout, fixed, in_spaces, width
+from dmcp.tracing.layout import Atom, Channels, Layout, fixed, in_spaces
 from dmcp.tracing.record import Op, Recording, Ref, Shape
 
 Dims = tuple[Layout, ...]
@@ -232,11 +231,6 @@ class Coupling:
     def in_spaces(self, dims: Iterable[Layout], numbers: Mapping[int, int]) -> list[Layout]:
         """Dims in terms of spaces; `numbers` has the space of each atom."""
         return [in_spaces(self.channels.resolve(layout), numbers) for layout in dims]
-
-    def predict(self, number: int, widths: Mapping[int, int]) -> dict[int, Shape]:
-        """Shapes of all values of a recording when each atom has its width."""
-        size = functools.cache(lambda layout: width(self.channels.resolve(layout), widths))  # many share their dims
-        return {value: tuple(map(size, dims)) for value, dims in self.passes[number].layouts.items()}
 
     def layers(self) -> Iterator[tuple[str, Layout, Layout]]:
         """Every sum with a weight of the model's own, or computed from one: its name, what it writes and sums over."""

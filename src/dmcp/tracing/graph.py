@@ -141,7 +141,7 @@ class ChannelGraph:
     def macs(self, widths: Tensor) -> Tensor: ...
     @overload
     def macs(self, widths: Mapping[str, int] | None = None) -> int: ...
-    def macs(self, widths: Mapping[str, int] | Tensor | None = None) -> int | Tensor:
+    def macs(self, widths: Any = None) -> Any:
         """Multiply-adds of one sample: an int for widths, (N, S) -> (N,) for a tensor of them."""
         return self.cost("macs", widths)
 
@@ -149,7 +149,7 @@ class ChannelGraph:
     def params(self, widths: Tensor) -> Tensor: ...
     @overload
     def params(self, widths: Mapping[str, int] | None = None) -> int: ...
-    def params(self, widths: Mapping[str, int] | Tensor | None = None) -> int | Tensor:
+    def params(self, widths: Any = None) -> Any:
         """Parameters: an int for widths, (N, S) -> (N,) for a tensor of them."""
         return self.cost("params", widths)
 
@@ -157,7 +157,7 @@ class ChannelGraph:
     def memory(self, widths: Tensor) -> Tensor: ...
     @overload
     def memory(self, widths: Mapping[str, int] | None = None) -> int: ...
-    def memory(self, widths: Mapping[str, int] | Tensor | None = None) -> int | Tensor:
+    def memory(self, widths: Any = None) -> Any:
         """Most bytes of activations that one sample needs at once: an int, (N, S) -> (N,) for a tensor of widths."""
         return self.cost("memory", widths)
 
@@ -169,8 +169,6 @@ class ChannelGraph:
     def cost(self, kind: str, widths: Tensor) -> Tensor: ...
     @overload
     def cost(self, kind: str, widths: Mapping[str, int] | None = None) -> int: ...
-    @overload
-    def cost(self, kind: str, widths: Mapping[str, int] | Tensor | None) -> int | Tensor: ...
     def cost(self, kind: str, widths: Mapping[str, int] | Tensor | None = None) -> int | Tensor:
         """Cost of one kind, macs, params, memory or one of `extra`: an int, (N, S) -> (N,) for a tensor of widths."""
         polynomial = self._polynomial(kind)
@@ -247,7 +245,7 @@ class ChannelGraph:
     def cut_value(self, value: int, widths: Mapping[str, Kept]) -> Cut:
         """Indices that stay, per dim of a value of the last recording."""
         dims = self.coupling.passes[-1].layouts[value]
-        return self._context.cut(dims, self.kept(widths), self._context.sizes(self._atoms))
+        return self._context.cut(dims, self.kept(widths))
 
     def attributes(self, widths: Mapping[str, Kept]) -> dict[str, dict[str, Any]]:
         """Attributes of modules that change: {module path: {attribute: value}}."""

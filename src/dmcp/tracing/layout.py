@@ -50,35 +50,12 @@ def tidy(segments: Sequence[Segment]) -> Layout:
     return tuple(tidied)
 
 
-# -- reading resolved layouts; `kept` says which channels of each atom remain
+# -- reading resolved layouts
 
 
 def atoms_of(layout: Layout) -> list[Atom]:
     """The atoms of a resolved layout, in order."""
     return [axis for segment in layout for axis in segment if isinstance(axis, Atom)]
-
-
-def width(layout: Layout, widths: Mapping[int, int]) -> int:
-    """Size of the dim when each atom has its width."""
-    sizes = ([axis if isinstance(axis, int) else widths[axis.index] for axis in segment] for segment in layout)
-    return sum(map(math.prod, sizes))
-
-
-def kept_indices(layout: Layout, kept: Mapping[int, Tensor], sizes: Mapping[int, int]) -> Tensor:
-    """Indices of the dim that remain when each atom keeps its own. -> (n,) int64"""
-    pieces: list[Tensor] = []
-    offset = 0
-    for segment in layout:
-        index = torch.zeros(1, dtype=torch.int64)
-        total = 1
-        for axis in segment:
-            size = axis if isinstance(axis, int) else sizes[axis.index]
-            own = torch.arange(size) if isinstance(axis, int) else kept[axis.index]
-            index = (index[:, None] * size + own[None, :]).flatten()
-            total *= size
-        pieces.append(index + offset)
-        offset += total
-    return torch.cat(pieces)
 
 
 def monomials(layout: Layout) -> list[tuple[int, tuple[int, ...]]]:
@@ -187,6 +164,24 @@ class Channels:
             else:
                 product.extend(list(inner) * copies)
         return product
+
+    def width(self, layout: Layout, widths: Mapping[int, int]) -> int:
+        """Size of the dim when each atom has its width."""
+        terms = monomials(self.resolve(layout))
+        return sum(factor * math.prod(widths[atom] for atom in atoms) for factor, atoms in terms)
+
+    def indices(self, layout: Layout, kept: Mapping[int, Tensor]) -> Tensor:
+        """Indices of the dim that remain when each atom keeps its own. -> (n,) int64"""
+        pieces: list[Tensor] = []
+        offset = 0
+        for segment in self.resolve(layout):
+            index = torch.zeros(1, dtype=torch.int64)
+            for axis in segment:
+                own = torch.arange(axis) if isinstance(axis, int) else kept[axis.index]
+                index = (index[:, None] * self.axis_size(axis) + own[None, :]).flatten()
+            pieces.append(index + offset)
+            offset += self.segment_size(segment)
+        return torch.cat(pieces)
 
     def atoms(self, layout: Layout) -> list[Atom]:
         """The atoms of the dim that can be narrowed, in order, each once."""

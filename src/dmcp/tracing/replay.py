@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dmcp.errors import TraceError
 from dmcp.modules import Cut, leaves, map_leaves, narrow, on_meta, tensors_in
 from dmcp.tracing.coupling import Coupling, Dims, Literal
-from dmcp.tracing.layout import Atom, Layout, kept_indices, width
+from dmcp.tracing.layout import Atom, Layout
 from dmcp.tracing.record import HOST_READS, UNTAGGED, Func, Op, Recorder, Shape, compute, run_recorded
 
 IN_CODE = "a number in the code"  # how the reason begins
@@ -51,9 +51,8 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__(model, inputs)
         self.facts, self.original = coupling.passes[number], coupling.passes[number].recording
-        layouts = {literal.layout for literals in self.facts.literals.values() for literal in literals}
-        self.sizes = {layout: width(coupling.channels.resolve(layout), widths) for layout in layouts}
-        self.shapes = coupling.predict(number, widths)
+        self.size = functools.cache(lambda layout: coupling.channels.width(layout, widths))  # many share their dims
+        self.shapes = {value: tuple(map(self.size, dims)) for value, dims in self.facts.layouts.items()}  # predicted
         self.conflicts: list[Conflict] = []
         self.stopped: str | None = None  # why: the model raised, or went another way
         self.pairs: dict[int, set[int | None]] = {}  # value -> those of the wide model that it stands for
@@ -149,7 +148,7 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
             value = arguments[literal.argument]
             if literal.position is not None:
                 value = value[literal.position] if literal.position < len(value) else -1
-            if value not in (-1, self.sizes[literal.layout]):
+            if value not in (-1, self.size(literal.layout)):
                 yield literal, value
 
     def _made_up(self, expected: Op, wanted: list[Shape | None]) -> Any:
@@ -228,16 +227,13 @@ class ReplayContext:
 
     def cuts(self, kept: Mapping[int, Tensor]) -> dict[str, Cut]:
         """Indices that stay of every tensor that has atoms; `kept` per atom."""
-        sizes = self.sizes(kept)
-        found = {name: self.cut(dims, kept, sizes) for name, dims in self.coupling.tensors.items()}
+        found = {name: self.cut(dims, kept) for name, dims in self.coupling.tensors.items()}
         return {name: cut for name, cut in found.items() if any(kept is not None for kept in cut)}
 
-    def cut(self, dims: Dims, kept: Mapping[int, Tensor], sizes: Mapping[int, int]) -> Cut:
-        """The same of some dims; sizes of the atoms."""
+    def cut(self, dims: Dims, kept: Mapping[int, Tensor]) -> Cut:
+        """The same of some dims."""
         channels = self.coupling.channels
-        return tuple(
-            kept_indices(channels.resolve(layout), kept, sizes) if channels.atoms(layout) else None for layout in dims
-        )
+        return tuple(channels.indices(layout, kept) if channels.atoms(layout) else None for layout in dims)
 
     def sizes(self, atoms: Iterable[int]) -> dict[int, int]:
         """Channels of these atoms in the unpruned model."""
@@ -246,20 +242,20 @@ class ReplayContext:
     def attributes(self, widths: Mapping[int, int]) -> dict[str, dict[str, Any]]:
         """Attributes of modules at these widths: those that layers are known to have, and the bound ones."""
         modules = dict(self.model.named_modules())
-        resolve = self.coupling.channels.resolve
+        channels = self.coupling.channels
         found: dict[str, dict[str, Any]] = {}
         for within in self.coupling.passes:
             for (path, attribute), dims in within.attributes.items():
                 old = vars(modules[path]).get(attribute)
-                new = tuple(width(resolve(layout), widths) for layout in dims)
-                full = tuple(self.coupling.channels.size(layout) for layout in dims)
+                new = tuple(channels.width(layout, widths) for layout in dims)
+                full = tuple(map(channels.size, dims))
                 if new != full and old in (full, list(full), full[0]):
                     found.setdefault(path, {})[attribute] = new[0] if isinstance(old, int) else type(old)(new)
         for within in self.coupling.passes:
             for (path, attribute), empty in within.recording.caches.items():  # a cache of the wide model is wrong here
                 found.setdefault(path, {})[attribute] = copy.deepcopy(empty)
         for (path, attribute, position), (layout, multiple) in self.bindings.items():
-            value: Any = multiple * width(resolve(layout), widths)
+            value: Any = multiple * channels.width(layout, widths)
             if position is not None:
                 old = found.get(path, {}).get(attribute, vars(modules[path])[attribute])
                 value = type(old)([*old[:position], value, *old[position + 1 :]])
@@ -423,7 +419,7 @@ class Resolver:
         channels, within = self.coupling.channels, self.coupling.passes[number]
         first = next(op for op in within.recording.ops if f"{op.path}.".startswith(f"{conflict.path}."))
         for layout in within.layouts[first.inputs()[0]] if first.inputs() else ():
-            wide, now = channels.size(layout), width(channels.resolve(layout), self.widths)
+            wide, now = channels.size(layout), channels.width(layout, self.widths)
             for literal, value in conflict.literals:
                 apart = channels.resolve(layout) != channels.resolve(literal.layout)
                 if (wide, now) == (channels.size(literal.layout), value) and now < wide and apart:
