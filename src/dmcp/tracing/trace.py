@@ -288,7 +288,7 @@ def _graph(
         bindings=bindings,
         unknown=dict(Counter(str(op.func) for op in coupling.passes[0].unknown)),
         notes=tuple(notes),
-        input_shape=tuples(map_leaves(_sample_shape, context.example)),
+        input_shape=tuples(map_leaves(lambda it: it.shape[1:] if isinstance(it, Tensor) else None, context.example)),
         fingerprint=fingerprint(model),
         exact=exact,
         hard_folds=gate_folds(folds[0]),
@@ -298,10 +298,6 @@ def _graph(
         _context=context,
         _atoms=tuple(atom.index for atom in order),
     )
-
-
-def _sample_shape(leaf: Any) -> tuple[int, ...] | None:
-    return tuple(leaf.shape[1:]) if isinstance(leaf, Tensor) else None
 
 
 # -- costs
