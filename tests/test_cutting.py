@@ -13,13 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dmcp
-from dmcp import retraining
 from dmcp.cutting import padded, with_frozen
 from dmcp.errors import WidthsError
 from dmcp.models import build
-from dmcp.retraining import Retraining, padding, train_all
 from dmcp.runtime.engine import pads
-from dmcp.settings import Retrain
 
 
 class Odd(nn.Module):
@@ -73,12 +70,6 @@ def test_a_trained_model_keeps_its_largest_filters(by: str) -> None:
     assert not torch.allclose(dmcp.cut(model, graph, {"stem": 5})(x), model(x))
     with pytest.raises(WidthsError):
         dmcp.cut(model, graph, {"stem": 5}, by="size")
-    calls: list[str] = []
-    model(x).sum().backward()
-    model.mix.register_forward_hook(lambda *_: calls.append(by))
-    again = dmcp.cut(model, graph, {"stem": 5}, by=by)
-    again(x)
-    assert calls and all(p.grad is None and p.is_leaf for p in again.parameters())  # hooks stay
 
 
 def hidden_weight() -> nn.Module:
@@ -191,28 +182,6 @@ def test_a_padded_network_learns_the_same(make: Callable[[], nn.Module]) -> None
     for name, value in state(alone).items():
         torch.testing.assert_close(state(inside)[name], value, rtol=1e-8, atol=1e-10)
     assert not same(state(inside), before)
-
-
-@pytest.mark.parametrize(("kind", "teacher"), [("scratch", "unpruned"), ("finetune", None)])
-def test_all_trainings_pad_where_the_engine_does(kind: str, teacher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    net, graph, widths, _ = odd_case(lambda: build("digits:resnet"))
-    data, made = batches()[:2], list[Any]()
-
-    def trained(engine: dmcp.Engine) -> dict[str, nn.Module]:
-        wanted, how = {"unpruned": graph.full, "dmcp": widths}, Retraining(SHORT, Retrain(kind), teacher)
-        return train_all(net, graph, wanted, data, how, runtime=dmcp.Runtime(engine=engine))
-
-    usual = trained(dmcp.Engine(pad=True))  # on a CPU it changes nothing
-    monkeypatch.setattr(retraining, "pads", lambda engine, device: bool(engine.pad))
-    monkeypatch.setattr(retraining, "padded", lambda *args: made.append(padded(*args)) or made[-1])
-    for name, model in trained(dmcp.Engine(pad=True)).items():
-        for tensor, other in zip(model.state_dict().values(), usual[name].state_dict().values(), strict=True):
-            torch.testing.assert_close(tensor, other, rtol=1e-7, atol=1e-9)
-    assert [twin is not None for twin in made] == [False, True]
-    trained(dmcp.Engine())
-    with padding(net, net, graph, widths, dmcp.Engine(pad=True), torch.optim.SGD) as same:  # shapes may count there
-        assert same is net
-    assert len(made) == 2
 
 
 def test_padding_is_for_gpus_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:

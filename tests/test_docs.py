@@ -11,11 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import typer.main
-from PIL import Image
 from torchvision.models import resnet18
 
 import dmcp
@@ -55,21 +53,6 @@ def check_getting_started(names: dict[str, Any], folder: Path) -> None:
     how = preprocessing(digits)
     wanted, _ = next(iter(make_loader(digits.test, 1, train=False)))
     assert torch.equal(names["prepare"](digits.test.images[0].numpy(), how), wanted)
-    for part, kind in (("train", "L"), ("train", "RGB"), ("val", "I;16"), ("val", "RGB")):
-        path = folder / "photos" / part / kind.replace(";", "") / "1.png"
-        path.parent.mkdir(parents=True)
-        noise = np.random.randint(0, 256, (50, 37, 3), np.uint8)
-        (Image.fromarray(noise) if kind == "RGB" else Image.fromarray(noise[..., 0].astype(np.uint16) * 256)).save(path)
-    for part, kind in (("train", "I16"), ("val", "L")):
-        other = next((folder / "photos").glob(f"*/{kind}/1.png"))
-        target = folder / "photos" / part / kind / "1.png"
-        target.parent.mkdir(parents=True)
-        target.write_bytes(other.read_bytes())
-    photos = load(str(folder / "photos"), size=(32, 24))
-    batches = make_loader(photos.test, 1, train=False, workers=0)
-    paths = sorted((folder / "photos" / "val").glob("*/*.png"))
-    for path, (wanted, _) in zip(paths, batches, strict=True):
-        assert torch.equal(names["prepare"](Image.open(path), preprocessing(photos)), wanted), path
 
 
 def check_api(names: dict[str, Any], folder: Path) -> None:

@@ -177,6 +177,3 @@ def test_aligned_operations_keep_everything_prunable() -> None:
             assert len(channels.atoms(part)) == 1
             assert channels.atoms(part) == channels.atoms(piece) == channels.atoms(twin)
             assert [len(label) for label in labels(channels, part)] == [1] * channels.size(part)
-
-
-# -- unprunable
