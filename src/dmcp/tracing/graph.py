@@ -328,7 +328,7 @@ def _indices(space: ChannelSpace, kept: Any) -> Tensor:
     """The first so many channels, or those that are listed. -> (n,) int64"""
     if not isinstance(kept, Sequence | Tensor) or (isinstance(kept, Tensor) and not kept.ndim):
         return torch.arange(_width(space, kept))
-    listed = torch.as_tensor(kept)
+    listed = torch.as_tensor(kept, device="cpu")
     whole = listed.ndim == 1 and len(listed) > 0 and not listed.is_floating_point()
     if not whole or not 0 <= listed.min() <= listed.max() < space.size or len({*listed.tolist()}) < len(listed):
         raise WidthsError(f"What is kept of {space.name} must be different ints below {space.size}, not {kept!r}.")
