@@ -1,4 +1,4 @@
-"""Ten small nets that also exist at any narrower widths: the independent oracle of the invariants.
+"""Eight small nets that also exist at any narrower widths: the independent oracle of the invariants.
 
 LAYERS says which channels each layer reads and writes ("s>a"; of a norm only one), and the kernel (k1, else 3), stride,
 padding, groups and bias of a convolution, of which it reads the channels of one group. "s+g" are two spaces side by
@@ -246,25 +246,6 @@ class PreActivation(HandNet):
         return self.head(F.relu(self.gate("t", self.bn5(x))).mean((2, 3)))
 
 
-class OptionA(HandNet):
-    """CIFAR's parameter-free shortcut: every second pixel, and two zero channels on either side, which are kept."""
-
-    FULL: ClassVar = {"s": 8, "a": 7, "b": 9, "c": 5}
-    SPACES: ClassVar = {"s": "stem", "a": "conv1", "b": "conv3", "c": "conv5"}
-    LAYERS = """
-        stem 3>s p1; bn0 s; conv1 s>a p1; bn1 a; conv2 a>s p1; bn2 s; conv3 s>b s2 p1; bn3 b; conv4 b>2+s+2 p1;
-        bn4 2+s+2; conv5 2+s+2>c p1; bn5 c; conv6 c>2+s+2 p1; bn6 2+s+2; head 2+s+2>5
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.bn0(self.stem(x)))
-        x = F.relu(x + self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))))
-        shortcut = F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 2, 2))
-        x = F.relu(shortcut + self.bn4(self.conv4(F.relu(self.bn3(self.conv3(x))))))
-        x = F.relu(x + self.bn6(self.conv6(F.relu(self.bn5(self.conv5(x))))))
-        return self.head(x.mean((2, 3)))
-
-
 class SharedWeight(HandNet):
     """One conv called twice, and two convs with one Parameter, whose inputs are thereby one space."""
 
@@ -288,24 +269,8 @@ class SharedWeight(HandNet):
         return self.head(torch.cat([left, right], 1).mean((2, 3)))
 
 
-class Lifted(HandNet):
-    """Activations with f(0) != 0: hard gates at the layers that write a space would leak."""
-
-    FULL: ClassVar = {"a": 7, "b": 6}
-    SPACES: ClassVar = {"a": "conv1", "b": "conv2"}
-    SHAPE = (3, 8, 8)
-    LAYERS = """
-        conv1 3>a p1 bias; bn1 a; depth 1>a p1 ga bias; bn2 a; conv2 a>b p1 bias; head b>5
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.cos(self.bn1(self.conv1(x)))
-        x = F.hardsigmoid(self.bn2(self.depth(x)))
-        return self.head((F.softplus(self.conv2(x)) + 0.3).mean((2, 3)))
-
-
 NETS: tuple[Any, ...] = (
-    Chain, Residual, Depthwise, Concat, Grouped, SqueezeExcite, PreActivation, OptionA, SharedWeight, Lifted
+    Chain, Residual, Depthwise, Concat, Grouped, SqueezeExcite, PreActivation, SharedWeight
 )  # fmt: skip
 
 

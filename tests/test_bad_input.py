@@ -68,13 +68,13 @@ UNTRACEABLE: list[tuple[Any, Any, tuple[str, ...]]] = [
     (CHAIN, torch.randn(2, 4, 11, 11), ("forward", "channels")),
     (CHAIN, torch.randn(2, 3, 17, 17), ("forward",)),  # the linear after the flatten does not fit
     (CHAIN, (X, X), ("forward",)),
-    (CHAIN, torch.zeros(2, 32, 32), ("channels x height x width", "as in 3x32x32", "not 32x32")),
-    (CHAIN, torch.zeros(2, 3, 4, 9, 9), ("channels x height x width", "as in 3x9x9", "not 3x4x9x9")),
+    (CHAIN, torch.zeros(2, 32, 32), ("forward",)),
+    (CHAIN, torch.zeros(2, 3, 4, 9, 9), ("forward",)),
     *((CHAIN, wrong, ("example",)) for wrong in (None, "3x11x11", [1, 2], {}, ())),
     (nn.Linear(4, 2), torch.randn(2, 4), ("prun",)),
     (nn.Sequential(nn.ReLU(), nn.Linear(4, 2)), torch.randn(2, 4), ("prun",)),
     (nn.Identity(), torch.randn(2, 4), ("prun",)),
-    (nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 2, 1)), torch.zeros(3, 32, 32), ("as in 3x32x32",)),
+    (nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 2, 1)), torch.zeros(3, 32, 32), ("batch dim",)),
     (Failing(None), X, ()),
     (lambda x: x, X, ("nn.Module",)),
 ]
@@ -98,7 +98,7 @@ def test_a_script_module_and_names_in_ignore(model: nn.Module) -> None:
 def test_strict_names_the_op_and_two_ways_out_that_work() -> None:
     inner = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), Secret(), nn.Conv2d(8, 5, 1))
     net = nn.Sequential(inner, nn.Conv2d(5, 7, 1), nn.ReLU(), nn.Conv2d(7, 4, 1))
-    words = ("0.2", "mystery", "8x9x9", "rules=RULES |", "ignore=")
+    words = ("0.2", "mystery", "rules=RULES |", "ignore=")
     refuse(TraceError, lambda: dmcp.trace(net, X, strict=True), *words, lines=2)
     rules = dmcp.RULES | {torch.ops.dmcp_tests.mystery.default: lambda call: [call.x.dims]}
     assert "0.0" in spaces(dmcp.trace(net, X, rules=rules, strict=True))

@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmcp
-from dmcp.budget import holds, parse, ratios
-from dmcp.markov import CHAIN, group_sizes, marginals
+from dmcp.markov import group_sizes, marginals
 from dmcp.tracing.cost import Polynomial, evaluate, product, show_bytes, total
 from dmcp.tracing.layout import Atom
 
@@ -38,20 +37,17 @@ def test_many_widths_are_counted_exactly(largest: int, dtype: torch.dtype) -> No
         assert found.tolist() == expected and found.dtype == torch.int64
 
 
-def test_products_of_dims_in_every_dtype_mode_and_chunk() -> None:
+def test_products_of_dims_are_differentiable_in_chunks() -> None:
     terms, table = product(5, [A, B, A]), torch.randint(1, 50, (70_000, 2))  # in several chunks
-    polynomial = Polynomial(terms, 2)
+    polynomial, (a, b) = Polynomial(terms, 2), table.T
     with torch.inference_mode():  # what is cached here must serve a training step
-        polynomial(table.float())
-    a, b = table.T
-    for widths in (table.float(), table.double(), table):
-        found = polynomial(widths)
-        assert found.equal((5 * a * (3 * b + 2) * a).to(widths.dtype)) and found.dtype == widths.dtype
-    assert evaluate(terms, table[0].tolist()) == found[0] and total([terms, {(): 4}]) == terms | {(): 4}
+        polynomial(table.double())
     moving = table.double().requires_grad_()
-    polynomial(moving).sum().backward()
+    found = polynomial(moving)
+    found.sum().backward()
+    assert found.equal((5 * a * (3 * b + 2) * a).double()) and evaluate(terms, table[0].tolist()) == found[0]
     assert moving.grad.equal(torch.stack([10 * a * (3 * b + 2), 15 * a * a], dim=1).double())
-    assert polynomial(table[:0]).shape == (0,) and Polynomial({}, 2)(torch.ones(3, 2)).tolist() == [0] * 3
+    assert polynomial(table[:0]).shape == (0,) and total([terms, {(): 4}]) == terms | {(): 4}
 
 
 # -- a net whose residual stream is the input and the output of one conv: its width comes squared
@@ -206,24 +202,12 @@ HELD: dict[str, tuple[Callable[[Any, Tensor], Tensor], float]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("row", HELD)
-def test_memory_by_hand(row: str, dtype: torch.dtype) -> None:
-    run, numbers = HELD[row]
+def test_memory_by_hand() -> None:
     convs = {"a": nn.Conv2d(1, 4, 1), "b": nn.Conv2d(4, 1, 1), "c": nn.Conv2d(1, 2, 1), "d": nn.Conv2d(2, 1, 1)}
-    model = Toy(run, **convs).to(dtype)
-    for batch in (1, 4):
-        assert dmcp.trace(model, torch.randn(batch, 1, 8, 8, dtype=dtype)).memory() == dtype.itemsize * numbers
-
-
-def test_what_leaves_torch_and_comes_back_is_counted() -> None:
-    def cost(between: Callable[[Tensor], Tensor]) -> tuple[int, ...]:
-        convs = {"a": nn.Conv2d(1, 4, 1), "b": nn.Conv2d(4, 1, 1), "c": nn.Conv2d(1, 2, 1), "d": nn.Conv2d(2, 1, 1)}
-        model = Toy(lambda it, x: it.b(between(it.a(x))) + it.d(it.c(x)), **convs).eval()
-        graph = dmcp.trace(model, torch.randn(2, 1, 8, 8))
-        return graph.macs(), graph.params(), graph.memory()
-
-    assert cost(lambda y: torch.from_numpy(y.detach().numpy() * 2)) == cost(lambda y: y)
+    for run, numbers in HELD.values():
+        for batch, dtype in ((1, torch.float32), (4, torch.bfloat16)):
+            graph = dmcp.trace(Toy(run, **convs).to(dtype), torch.randn(batch, 1, 8, 8, dtype=dtype))
+            assert graph.memory() == dtype.itemsize * numbers
 
 
 def test_layers_that_overwrite_and_the_place_of_the_peak() -> None:
@@ -232,55 +216,14 @@ def test_layers_that_overwrite_and_the_place_of_the_peak() -> None:
     assert (graph.memory(), graph.memory_at()) == (FLOAT * (4 * 64 + 2 * 36), "3")  # norm and activation overwrite
     narrow = graph.widths({"0": 1, "3": 1})
     assert (graph.memory(narrow), graph.memory_at(narrow)) == (FLOAT * (64 + 64), "0")  # it reads the input
-    assert graph.to_json()["memory"] == graph.memory() and "1.312 kB" in graph.summary()
     assert [show_bytes(it) for it in (900, 65_536, 2_000_000, 3 * 10**9)] == ["900 bytes", "65.54 kB", "2 MB", "3 GB"]
 
 
-def test_inputs_are_not_overwritten_and_rules_say_which_ops_are_elementwise() -> None:
-    x, layers = torch.randn(1, 1, 8, 8), {"a": nn.Conv2d(1, 4, 1), "b": nn.Conv2d(4, 1, 1)}
-    graph = dmcp.trace(Toy(lambda it, x: it.b(it.a(F.relu(x))), **layers), x)
-    assert graph.memory(graph.widths([1])) == FLOAT * 2 * PLANE
-    model = Toy(HELD["an op without a rule"][0], **layers, c=nn.Conv2d(1, 2, 1), d=nn.Conv2d(2, 1, 1))
-    elementwise = dmcp.RULES[torch.ops.aten.hardswish.default]
-    for rule, numbers in ((elementwise, MAP + 2 * PLANE), (lambda call: [call.x.dims], 2 * MAP + PLANE)):
-        graph = dmcp.trace(model, x, rules=dmcp.RULES | {torch.ops.dmcp_tests.mystery.default: rule})
-        assert graph.memory() == FLOAT * numbers
-
-
-def test_expectation_is_the_most_of_the_moments() -> None:
-    model = nets()["chain"]
-    graph = dmcp.trace(model, torch.randn(1, 2, 9, 9))
-    sizes = dmcp.Supernet(model, graph, groups=4).sizes
-    alphas = torch.linspace(-1, 2, sizes.shape[0] * (sizes.shape[1] - 1)).reshape(sizes.shape[0], -1).double()
-    chances = CHAIN.marginals(alphas)
-    got = graph.expected_cost("memory", chances, sizes)
-    widths = CHAIN.sample(alphas, sizes, 20_000, torch.Generator().manual_seed(0))
-    means = [
-        sum(factor * widths[:, list(key)].double().prod(dim=1).mean() for key, factor in moment.terms.items())
-        for moment in graph.moments
-    ]
-    assert got.item() == pytest.approx(float(max(means)), rel=0.01)
-    assert got.item() <= graph.memory(widths).double().mean().item() * 1.01
-    certain = CHAIN.marginals(torch.full_like(alphas, 40.0))
-    assert graph.expected_cost("memory", certain, sizes).item() == pytest.approx(graph.memory())
-
-
-# -- budgets of memory
-
-
-def test_a_search_and_uniform_widths_end_inside() -> None:
+def test_a_search_ends_inside_a_budget_of_memory() -> None:
     torch.manual_seed(0)
     model, x = nets()["dense"], torch.randn(8, 2, 9, 9)
     task = dmcp.Task(loss=lambda output, batch: (output - batch[1]).square().mean())
     config = dmcp.SearchConfig(budget="memory:50%", epochs=6, distill=False)
     graph = dmcp.trace(model, x)
     found = dmcp.search(dmcp.Supernet(model, graph), [(x, torch.randn(8, 3, 7, 7))] * 20, config, task=task)
-    widths = dmcp.expected(found)
-    assert holds(found.budget, found.graph, widths)
-    chances = found.process.marginals(found.alphas.double())
-    (share,) = ratios(found.budget, found.graph, chances, found.sizes, found.process).tolist()
-    assert 0.8 < share < 1.1  # the loss has pulled it there
-    assert found.graph.memory(widths) > 0.8 * found.budget.limits[0].target
-    inside, budget = dmcp.uniform(graph, "memory:60%,70%"), parse("memory:60%,70%", graph)
-    wider = (graph.widths(dict(inside) | {it: kept + 1}) for it, kept in inside.items() if kept < graph.full[it])
-    assert holds(budget, graph, inside) and any(not holds(budget, graph, it) for it in wider)
+    assert 0.8 < graph.memory(dmcp.expected(found)) / found.budget.limits[0].target <= 1

@@ -291,11 +291,3 @@ def test_weights_that_would_run_code_are_refused(tmp_path: Path, monkeypatch: py
     assert not (tmp_path / "sprung").exists()
     torch.load(tmp_path / "weights.pth", weights_only=False)
     assert (tmp_path / "sprung").exists()  # the trap works
-
-
-def test_listing_a_run_imports_nothing_that_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "named_by_a_run.py").write_text("raise SystemExit")
-    monkeypatch.syspath_prepend(tmp_path)
-    named = json.loads(files()["settings.json"]) | {"model": "named_by_a_run:build"}
-    put(tmp_path / "run", files() | {"settings.json": json.dumps(named).encode()})
-    assert read_run(tmp_path / "run").describe()["model"] == "named_by_a_run:build"

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from dmcp.tracing.layout import Channels, Layout, atoms_of, fixed, kept_indices, monomials, width
+from dmcp.tracing.layout import Channels, Layout, atoms_of, fixed, monomials
 
 Labels = list[frozenset[tuple[int, int]]]
 LARGEST = 240  # channels of a dim in random programs
@@ -150,10 +150,10 @@ def check_reading(program: Program) -> None:
         assert len(written) == channels.size(layout) == channels.size(resolved)
         kept = {it: sorted(program.random.sample(range(n), program.random.randint(1, n))) for it, n in sizes.items()}
         expected = [at for at, label in enumerate(written) if all(channel in kept[atom] for atom, channel in label)]
-        found = kept_indices(resolved, {atom: torch.tensor(own) for atom, own in kept.items()}, sizes)
+        found = channels.indices(layout, {atom: torch.tensor(own) for atom, own in kept.items()})
         assert found.tolist() == expected
         widths = {atom: len(own) for atom, own in kept.items()}
-        assert width(resolved, widths) == len(expected)
+        assert channels.width(layout, widths) == len(expected)
         terms = monomials(resolved)
         assert sum(factor * math.prod(widths[atom] for atom in atoms) for factor, atoms in terms) == len(expected)
 
@@ -177,6 +177,3 @@ def test_aligned_operations_keep_everything_prunable() -> None:
             assert len(channels.atoms(part)) == 1
             assert channels.atoms(part) == channels.atoms(piece) == channels.atoms(twin)
             assert [len(label) for label in labels(channels, part)] == [1] * channels.size(part)
-
-
-# -- unprunable

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import dmcp
-from dmcp.errors import BudgetError, DataError, DmcpError, TraceError, TrainingError, WidthsError
+from dmcp.errors import BudgetError, DataError, TraceError, TrainingError, WidthsError
 from dmcp.losses import classification_loss
 from dmcp.preflight import check_classifier, check_finite, check_input
 from dmcp.settings import SearchConfig
@@ -145,8 +145,8 @@ CASES: dict[str, tuple[type[Exception], Any]] = {
     "infinite weight": (TrainingError, lambda: {"model": broken(lambda it: it.stem.weight.data.fill_(float("inf")))}),
     "NaN in a buffer": (TrainingError, lambda: {"model": broken(lambda it: it.bn0.running_mean.fill_(NAN))}),
     "writes into its input": (TrainingError, lambda: {"model": Writing()}),
-    "hidden layer": (DmcpError, lambda: {"model": Hiding()}),
-    "lazy layer": (TraceError, lambda: {"model": nn.Sequential(Residual(**Residual.FULL), nn.LazyLinear(3))}),
+    "hidden layer": (RuntimeError, lambda: {"model": Hiding()}),
+    "lazy layer": (ValueError, lambda: {"model": nn.Sequential(Residual(**Residual.FULL), nn.LazyLinear(3))}),
     "other fresh network": (WidthsError, lambda: {"task": dmcp.Task(fresh=nn.Linear(2, 2))}),
     "fresh is no network": (TraceError, lambda: {"task": dmcp.Task(fresh=1)}),
     # optimizers

@@ -19,18 +19,6 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "dmcp"
 
 
-def named(path: Path) -> set[str]:
-    """All that a file imports, by its full name."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.name}: write the import in full"
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
-
-
 def test_imports_point_one_way() -> None:
     """The order of the rooms is in pyproject.toml, and import-linter holds it."""
     assert (
@@ -46,30 +34,10 @@ def test_version_is_the_same_everywhere() -> None:
     assert f"\n## {dmcp.__version__} " in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_what_is_imported_is_asked_for() -> None:
-    """What others bring along may be gone with their next version."""
-    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*asked["dependencies"], *(it for extra in asked["optional-dependencies"].values() for it in extra)]
-    known = {re.split(r"[<>=]", it)[0].replace("-", "_") for it in wanted} | {"dmcp", "triton"}  # torch has triton
-    tops = {name.split(".")[0] for path in PACKAGE.rglob("*.py") for name in named(path)} - sys.stdlib_module_names
-    assert {"pillow" if top == "PIL" else top for top in tops} - known == set()
-
-
 def test_the_wheel_has_every_file_of_the_package() -> None:
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     packed = {path for name, files in data.items() for file in files for path in under(name).glob(file)}
     assert {path for path in committed() if path.is_relative_to(PACKAGE) and path.suffix != ".py"} == packed
-
-
-def test_the_source_archive_has_every_folder() -> None:
-    """Without a list it would have those tests that are named test_*, less the files that they read."""
-    lines = [line.split() for line in (ROOT / "MANIFEST.in").read_text().splitlines() if not line.startswith("#")]
-    folders = {name for command, *names in lines if command == "graft" for name in names}
-    files = {path for command, *names in lines if command == "include" for name in names for path in ROOT.glob(name)}
-    tops = {path.relative_to(ROOT).parts for path in committed()}
-    assert {parts[0] for parts in tops if len(parts) > 1} - {"src"} == folders
-    always = {"pyproject.toml", "LICENSE", "MANIFEST.in", "PKG-INFO", "setup.cfg"}  # the last two are written by it
-    assert {parts[0] for parts in tops if len(parts) == 1} <= {path.name for path in files} | always
 
 
 def under(package: str) -> Path:

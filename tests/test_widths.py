@@ -43,12 +43,11 @@ def test_json_and_back() -> None:
         assert json.dumps(again.to_json()) == text
 
 
-NO_WIDTHS = (None, [["stem", 5]], *({"stem": it} for it in (0, -1, 2.0, "2", True, 2**40, None, [2])), {1: 2})
+NO_WIDTHS = (None, [["stem", 5]], *({"stem": it} for it in (0, -1, 2.0, "2", True, None, [2])), {1: 2})
 DATA = widths().to_json()
 BROKEN = [None, [], "widths", 7, {}, {"widths": {"stem": 5}}]
 BROKEN += [{key: value for key, value in DATA.items() if key != gone} for gone in ("fingerprint", "input_shape")]
 BROKEN += [*(DATA | {"widths": it} for it in NO_WIDTHS), *(DATA | {"fingerprint": it} for it in (None, 7))]
-BROKEN += [DATA | {"input_shape": json.loads("[" * 40 + "]" * 40)}]
 
 
 def test_what_is_no_widths_file_is_refused() -> None:

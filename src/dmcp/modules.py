@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode
 
 from dmcp.errors import DmcpError, FileError, TraceError, TrainingError
@@ -88,18 +87,12 @@ def unwrap(model: nn.Module) -> nn.Module:
         check_module(model)
         if isinstance(model, torch.jit.ScriptModule):
             raise TraceError("A TorchScript module cannot be pruned: give the Python module it was made from.")
-        if type(model).__name__ == "FullyShardedDataParallel" or type(model).__name__.startswith("FSDP"):
-            raise TraceError("A module wrapped in FSDP cannot be pruned: trace it before wrapping.")
         inner = getattr(model, "_orig_mod", None)  # torch.compile
         if inner is None and isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             inner = model.module
         if inner is None:
-            break
+            return model
         model = inner
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if isinstance(tensor, UninitializedBuffer | UninitializedParameter):
-            raise TraceError(f"{name} has no shape yet: call the model once on a batch, as lazy layers need it.")
-    return model
 
 
 def narrow(

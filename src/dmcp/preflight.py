@@ -94,7 +94,7 @@ def check_dtype(model: nn.Module, example: Any) -> None:
     model = unwrap(model)
     if _output(model, example, train=False) is not None:
         return
-    if wanted := wrong_dtype(model, example, lambda same: _run(model, same, train=False)):
+    if wanted := wrong_dtype(model, example):
         raise DataError(f"The input of a batch holds {wanted}.")
 
 

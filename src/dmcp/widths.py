@@ -14,9 +14,6 @@ from torch import Tensor, nn
 
 from dmcp.errors import WidthsError
 
-_MAX_CHANNELS = 2**31
-_MAX_DEPTH = 32  # of the nested shapes of a model's input
-
 
 @dataclass(frozen=True)
 class ChannelSpace:
@@ -59,10 +56,7 @@ class Widths(Mapping[str, int]):
     dims: tuple[Dim, ...] = field(default=(), repr=False)  # where a network shows them; read from a file there are none
 
     def __getitem__(self, name: str) -> int:
-        for known, kept in self.channels:
-            if known == name:
-                return kept
-        raise KeyError(name)
+        return dict(self.channels)[name]
 
     def __iter__(self) -> Iterator[str]:
         return (name for name, _ in self.channels)
@@ -95,19 +89,17 @@ class Widths(Mapping[str, int]):
             items = tuple((name, kept) for name, kept in channels.items())
         except (TypeError, KeyError, AttributeError) as error:
             raise WidthsError(f"This is not a widths file: {error} is missing or of the wrong kind.") from None
-        valid = all(isinstance(name, str) and type(kept) is int and 1 <= kept <= _MAX_CHANNELS for name, kept in items)
+        valid = all(isinstance(name, str) and type(kept) is int and kept >= 1 for name, kept in items)
         if not isinstance(mark, str) or not valid:
             raise WidthsError("This is not a widths file: every width must be an int of at least 1.")
         return Widths(items, tuples(shape), mark)
 
 
-def tuples(shape: Any, depth: int = 0) -> Any:
+def tuples(shape: Any) -> Any:
     """JSON has lists only; shapes are tuples."""
-    if depth > _MAX_DEPTH:
-        raise WidthsError("This is not a widths file: its input_shape is nested too deeply.")
     if isinstance(shape, dict):
-        return {key: tuples(value, depth + 1) for key, value in shape.items()}
-    return tuple(tuples(value, depth + 1) for value in shape) if isinstance(shape, list) else shape
+        return {key: tuples(value) for key, value in shape.items()}
+    return tuple(map(tuples, shape)) if isinstance(shape, (list, tuple)) else shape
 
 
 def fingerprint(model: nn.Module) -> str:

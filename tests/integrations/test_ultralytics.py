@@ -21,7 +21,7 @@ from ultralytics import RTDETR, YOLO
 from ultralytics.utils.dist import ddp_cleanup, generate_ddp_file
 
 import dmcp
-from dmcp.integrations.ultralytics import Predictions, prune, train
+from dmcp.ultralytics import Predictions, prune, train
 
 pytestmark = pytest.mark.filterwarnings("default")
 MODELS = {  # spaces: of the model as it is, whose features are outputs too, and of what the loss reads

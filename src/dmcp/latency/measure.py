@@ -40,9 +40,8 @@ from dmcp.sampling import between, expected
 from dmcp.searching.config import SearchResult, extremes
 from dmcp.settings import LatencyConfig, RuntimeKind
 from dmcp.tracing.cost import VIEWS, Terms, evaluate, product, total
+from dmcp.tracing.coupling import Dims
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.tracing.layout import in_spaces
-from dmcp.tracing.ops import Dims
 from dmcp.tracing.trace import trace
 from dmcp.units import FS_PER_MS
 from dmcp.widths import Widths
@@ -146,13 +145,12 @@ def work(graph: ChannelGraph) -> dict[Key, Terms]:
 
     Views write nothing.
     """
-    coupling = graph.coupling
-    recording, costs, layouts = coupling.recordings[0], coupling.facts[0].costs, coupling.layouts[0]
+    first = graph.coupling.passes[0]
+    recording, costs, layouts = first.recording, first.costs, first.layouts
     ops = {out: op for op in recording.ops for out in op.outs if out is not None}
 
     def polynomial(coefficient: int, dims: Dims) -> Terms:
-        resolve = coupling.channels.resolve
-        return product(coefficient, [in_spaces(resolve(layout), graph.space_numbers) for layout in dims])
+        return product(coefficient, graph.coupling.in_spaces(dims, graph.space_numbers))
 
     def resolution(value: int) -> int:
         shape = recording.shapes[value]

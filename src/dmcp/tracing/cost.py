@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dmcp.tracing.layout import Layout, in_spaces, monomials
-from dmcp.tracing.ops import Coupling, Flow
+from dmcp.tracing.coupling import Coupling, Flow
+from dmcp.tracing.layout import Layout, monomials
 from dmcp.tracing.record import Recording
 
 _CHUNK = 1 << 16  # numbers in one intermediate tensor: few enough for a CPU's cache
@@ -178,13 +178,12 @@ def moments(coupling: Coupling, numbers: Mapping[int, int], batch: int | None) -
     reads after it, as runtimes do, so norms and activation functions take no memory of their own. What is computed
     from weights alone is not counted, nor what an op needs for itself.
     """
-    recording, layouts, resolve = coupling.recordings[0], coupling.layouts[0], coupling.channels.resolve
-    holders = _holders(recording, coupling.facts[0].flows)
+    first, recording = coupling.passes[0], coupling.passes[0].recording
+    holders = _holders(recording, first.flows)
     samples = batch or 1
 
     def size(value: int) -> Terms:
-        dims = [in_spaces(resolve(layout), numbers) for layout in layouts[value]]
-        terms = product(recording.dtypes[value].itemsize, dims)
+        terms = product(recording.dtypes[value].itemsize, coupling.in_spaces(first.layouts[value], numbers))
         return {spaces: -(-factor // samples) for spaces, factor in terms.items()}
 
     held = [(born, dies, size(value)) for value, (born, dies) in holders.items()]
@@ -201,8 +200,7 @@ def _holders(recording: Recording, flows: Sequence[Flow]) -> dict[int, tuple[int
     def same(old: int, new: int) -> bool:
         return (recording.shapes[old], recording.dtypes[old]) == (recording.shapes[new], recording.dtypes[new])
 
-    owners = _owners(recording)
-    complete = _complete(recording, owners)
+    owners, complete = _owners(recording)
     last: dict[int, int] = {}
     for number, op in enumerate(recording.ops):
         last |= {owners[value]: number for value in (*op.inputs(), *op.outs[:1]) if value in owners}
@@ -225,30 +223,23 @@ def _holders(recording: Recording, flows: Sequence[Flow]) -> dict[int, tuple[int
     return held
 
 
-def _owners(recording: Recording) -> dict[int, int]:
-    """Of each activation: the value whose memory it is a view of, which may be itself."""
-    own = recording.own()
-    found = {value: value for value in (*recording.inputs, *recording.constants) if value not in own}
-    for op in recording.ops:
-        inputs = [value for value in op.inputs() if value in found]
-        for out in op.outs:
-            if out is not None and out not in found and out not in own:
-                view = op.func.is_view or op.name in VIEWS or op.name.endswith("_")  # squeeze_
-                looks = inputs and view and recording.dtypes[out] == recording.dtypes[inputs[0]]
-                found[out] = found[inputs[0]] if looks else out
-    return found
-
-
-def _complete(recording: Recording, owners: Mapping[int, int]) -> set[int]:
-    """The activations that are views of all of the memory, of each number once."""
-    found = {value for value, owner in owners.items() if value == owner}
+def _owners(recording: Recording) -> tuple[dict[int, int], set[int]]:
+    """Of each activation: the value whose memory it is a view of, which may be itself; and the views of all of it."""
+    own = recording.own
+    owners = {value: value for value in (*recording.inputs, *recording.constants) if value not in own}
+    complete = set(owners)
     for op in recording.ops:
         inputs = [value for value in op.inputs() if value in owners]
-        if inputs and inputs[0] in found:
-            count = math.prod(recording.shapes[inputs[0]])
-            outs = (out for out in op.outs if out is not None and out in owners)
-            found |= {out for out in outs if math.prod(recording.shapes[out]) == count}
-    return found
+        for out in op.outs:
+            if out is None or out in owners or out in own:
+                continue
+            view = op.func.is_view or op.name in VIEWS or op.name.endswith("_")  # squeeze_
+            looks = inputs and view and recording.dtypes[out] == recording.dtypes[inputs[0]]
+            owners[out] = owners[inputs[0]] if looks else out
+            sizes = [math.prod(recording.shapes[value]) for value in (out, *inputs[:1])]
+            if not looks or (inputs[0] in complete and sizes[0] == sizes[1]):
+                complete.add(out)
+    return owners, complete
 
 
 def _worst(found: Sequence[Moment]) -> list[Moment]:

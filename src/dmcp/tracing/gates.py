@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from dmcp.modules import map_leaves
+from dmcp.tracing.coupling import Contraction, Coupling, Flow, Pass
 from dmcp.tracing.layout import Atom
-from dmcp.tracing.ops import Contraction, Coupling, Flow
 from dmcp.tracing.record import Op, Ref
 
 Fold = tuple[str, int]  # tensor name, dim: this dim is multiplied by its gates
@@ -23,7 +23,7 @@ _MAX_OPERANDS = 4
 
 def plan_folds(coupling: Coupling, parameters: Iterable[str]) -> tuple[list[Fold], list[Fold], dict[Atom, str]]:
     """Where the gates of every atom go: folds for hard and soft gates, and atoms for which none are exact, and why."""
-    flows = [_Zeros(coupling, number) for number in range(len(coupling.recordings))]
+    flows = [_Zeros(coupling, within) for within in coupling.passes]
     readers: dict[Fold, None] = {}
     unread: set[Atom] = set()  # summed without a weight of the model's own
     sure = True
@@ -57,13 +57,11 @@ def plan_folds(coupling: Coupling, parameters: Iterable[str]) -> tuple[list[Fold
 class _Zeros:
     """Follows exact zeros through one recording."""
 
-    def __init__(self, coupling: Coupling, number: int) -> None:
-        self.coupling = coupling
-        self.recording, self.facts = coupling.recordings[number], coupling.facts[number]
-        self.own = self.recording.own()
+    def __init__(self, coupling: Coupling, within: Pass) -> None:
+        self.coupling, self.facts, self.recording = coupling, within, within.recording
         atoms = functools.cache(lambda layout: frozenset(coupling.channels.atoms(layout)))
         self.by_dim: dict[int, list[frozenset[Atom]]] = {
-            value: [atoms(layout) for layout in dims] for value, dims in coupling.layouts[number].items()
+            value: [atoms(layout) for layout in dims] for value, dims in within.layouts.items()
         }
         self.atoms = {value: frozenset[Atom]().union(*dims) for value, dims in self.by_dim.items()}
         self.folds: set[Fold] = set()
@@ -89,7 +87,7 @@ class _Zeros:
         if name is not None:
             return [(name, contraction.weight_dim)]
         for value in (contraction.weight, contraction.data):
-            sources = sorted(self.own.get(value, ())) if value is not None else []
+            sources = sorted(self.recording.own.get(value, ())) if value is not None else []
             if sources:
                 return [
                     (self.recording.tensors[source], dim)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,25 +16,13 @@ from dmcp.errors import BudgetError, CutError, WidthsError
 from dmcp.markov import CHAIN, Process
 from dmcp.modules import Cut, skeleton
 from dmcp.tracing.cost import LayerCost, Moment, Peak, Polynomial, Terms, evaluate, show_bytes, total
+from dmcp.tracing.coupling import Coupling
 from dmcp.tracing.layout import Layout, Segment
-from dmcp.tracing.ops import Coupling
 from dmcp.tracing.record import Recording
 from dmcp.tracing.replay import ReplayContext
 from dmcp.widths import ChannelSpace, Dim, Widths
 
 Kept = int | Sequence[int] | Tensor  # how many channels stay, or which
-
-
-class ExtraCost(Protocol):
-    """A cost that is measured, not counted, so that budgets can limit it: latency."""
-
-    @property
-    def terms(self) -> Mapping[tuple[int, ...], int]:
-        """Spaces that are multiplied -> coefficient."""
-
-    @property
-    def full(self) -> int:
-        """Cost of the unpruned network, as it was measured."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +81,7 @@ class ChannelGraph:
     moments: tuple[Moment, ...]  # when many activations are held
     _context: ReplayContext
     _atoms: tuple[int, ...]  # the atom of each space
-    extra: Mapping[str, ExtraCost] = field(default_factory=dict)  # by name, see `Latency.attach`
+    extra: Mapping[str, Any] = field(default_factory=dict)  # costs that are measured, see `Latency.attach`
 
     @functools.cached_property
     def _polynomials(self) -> dict[str, Polynomial]:
@@ -133,15 +121,10 @@ class ChannelGraph:
         """Some spaces narrowed by name and the rest full, or one number per space in order."""
         if isinstance(kept, Mapping):
             self._check_names(kept)
-            chosen: list[Any] = [_plain(kept.get(space.name, space.size)) for space in self.spaces]
-        else:
-            chosen = _listed(kept)
-            if len(chosen) != len(self.spaces):
-                raise WidthsError(f"There are {len(self.spaces)} spaces, but {len(chosen)} widths were given.")
-        for space, number in zip(self.spaces, chosen, strict=True):
-            if type(number) is not int or not 1 <= number <= space.size:
-                raise WidthsError(f"The width of {space.name} must be an int from 1 to {space.size}, not {number!r}.")
-        return self._widths(chosen)
+            kept = [kept.get(space.name, space.size) for space in self.spaces]
+        if len(kept) != len(self.spaces):
+            raise WidthsError(f"There are {len(self.spaces)} spaces, but {len(kept)} widths were given.")
+        return self._widths([_width(space, number) for space, number in zip(self.spaces, kept, strict=True)])
 
     def _check_names(self, kept: Mapping[str, Any]) -> None:
         if isinstance(kept, Widths) and kept.fingerprint != self.fingerprint:
@@ -149,9 +132,8 @@ class ChannelGraph:
         known = [space.name for space in self.spaces]
         for name in kept:
             if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=3)
-                hint = f"did you mean {', '.join(near)}?" if near else "graph.spaces (dmcp inspect) lists them."
-                raise WidthsError(f"There is no space named {name!r}: {hint}")
+                near = ", ".join(difflib.get_close_matches(str(name), known, n=3)) or "graph.spaces lists them"
+                raise WidthsError(f"There is no space named {name!r}; did you mean: {near}?")
 
     # -- cost
 
@@ -159,7 +141,7 @@ class ChannelGraph:
     def macs(self, widths: Tensor) -> Tensor: ...
     @overload
     def macs(self, widths: Mapping[str, int] | None = None) -> int: ...
-    def macs(self, widths: Mapping[str, int] | Tensor | None = None) -> int | Tensor:
+    def macs(self, widths: Any = None) -> Any:
         """Multiply-adds of one sample: an int for widths, (N, S) -> (N,) for a tensor of them."""
         return self.cost("macs", widths)
 
@@ -167,7 +149,7 @@ class ChannelGraph:
     def params(self, widths: Tensor) -> Tensor: ...
     @overload
     def params(self, widths: Mapping[str, int] | None = None) -> int: ...
-    def params(self, widths: Mapping[str, int] | Tensor | None = None) -> int | Tensor:
+    def params(self, widths: Any = None) -> Any:
         """Parameters: an int for widths, (N, S) -> (N,) for a tensor of them."""
         return self.cost("params", widths)
 
@@ -175,7 +157,7 @@ class ChannelGraph:
     def memory(self, widths: Tensor) -> Tensor: ...
     @overload
     def memory(self, widths: Mapping[str, int] | None = None) -> int: ...
-    def memory(self, widths: Mapping[str, int] | Tensor | None = None) -> int | Tensor:
+    def memory(self, widths: Any = None) -> Any:
         """Most bytes of activations that one sample needs at once: an int, (N, S) -> (N,) for a tensor of widths."""
         return self.cost("memory", widths)
 
@@ -187,8 +169,6 @@ class ChannelGraph:
     def cost(self, kind: str, widths: Tensor) -> Tensor: ...
     @overload
     def cost(self, kind: str, widths: Mapping[str, int] | None = None) -> int: ...
-    @overload
-    def cost(self, kind: str, widths: Mapping[str, int] | Tensor | None) -> int | Tensor: ...
     def cost(self, kind: str, widths: Mapping[str, int] | Tensor | None = None) -> int | Tensor:
         """Cost of one kind, macs, params, memory or one of `extra`: an int, (N, S) -> (N,) for a tensor of widths."""
         polynomial = self._polynomial(kind)
@@ -201,7 +181,7 @@ class ChannelGraph:
     def _polynomial(self, kind: str) -> Polynomial:
         if kind not in self._polynomials:
             raise BudgetError(
-                f"The {kind} of this network is not known: measure it, and attach the table to the graph."
+                f"The {kind} of this network is not known: attach a table that was measured to the graph."
             )
         return self._polynomials[kind]
 
@@ -230,7 +210,7 @@ class ChannelGraph:
         """Share of the multiply-adds in layers that read or write any space."""
         return self._share(lambda terms: any(terms))
 
-    def _share(self, counts: Any) -> float:
+    def _share(self, counts: Callable[[Terms], bool]) -> float:
         full = [space.size for space in self.spaces]
         part = sum(evaluate(entry.macs, full) for entry in self.entries if counts(entry.macs))
         return part / max(1, self.macs())
@@ -240,7 +220,7 @@ class ChannelGraph:
     @property
     def recordings(self) -> list[Recording]:
         """The passes of the unpruned model that were traced: in eval mode, in train mode."""
-        return self._context.coupling.recordings
+        return [within.recording for within in self.coupling.passes]
 
     @property
     def coupling(self) -> Coupling:
@@ -254,25 +234,9 @@ class ChannelGraph:
 
     def kept(self, widths: Mapping[str, Kept]) -> dict[int, Tensor]:
         """Indices that each atom keeps; a number means the first so many."""
-        if not isinstance(widths, Mapping):
-            widths = self.widths(widths)
         self._check_names(widths)
-        found: dict[int, Tensor] = {}
-        for atom, space in zip(self._atoms, self.spaces, strict=True):
-            chosen = _plain(widths.get(space.name, space.size))
-            if type(chosen) is int:
-                self.widths({space.name: chosen})
-                found[atom] = torch.arange(chosen)
-                continue
-            listed: Any = chosen.tolist() if isinstance(chosen, Tensor) else chosen
-            ints = isinstance(listed, (list, tuple, range)) and set(map(type, listed)) == {int}
-            if not ints or not {*listed} <= {*range(space.size)} or len({*listed}) < len(listed):
-                raise WidthsError(
-                    f"What is kept of {space.name} must be a width, or a list of different ints from 0 to "
-                    f"{space.size - 1}, not {chosen!r}."
-                )
-            found[atom] = torch.tensor(listed)
-        return found
+        pairs = zip(self._atoms, self.spaces, strict=True)
+        return {atom: _indices(space, widths.get(space.name, space.size)) for atom, space in pairs}
 
     def cuts(self, widths: Mapping[str, Kept]) -> dict[str, Cut]:
         """Indices that stay, per dim of every tensor that changes."""
@@ -280,7 +244,8 @@ class ChannelGraph:
 
     def cut_value(self, value: int, widths: Mapping[str, Kept]) -> Cut:
         """Indices that stay, per dim of a value of the last recording."""
-        return self._context.cut(self.coupling.layouts[-1][value], self.kept(widths), self._context.sizes(self._atoms))
+        dims = self.coupling.passes[-1].layouts[value]
+        return self._context.cut(dims, self.kept(widths))
 
     def attributes(self, widths: Mapping[str, Kept]) -> dict[str, dict[str, Any]]:
         """Attributes of modules that change: {module path: {attribute: value}}."""
@@ -295,10 +260,7 @@ class ChannelGraph:
                 op = recording.ops[outcome.conflicts[0].number] if outcome.conflicts else None
                 place = f"{op.name} in {op.path or 'the model'}" if op else "the model"
                 why = outcome.stopped or "a number in its code does not follow the width"
-                raise CutError(
-                    f"At these widths {place} does not do what the trace predicts: {why}. "
-                    f"Use other widths, or name the layers around it in trace(..., ignore=[...])."
-                )
+                raise CutError(f"At these widths {place} does not do what the trace predicts: {why}.")
 
     def _like_recorded(self, small: nn.Module) -> nn.Module:
         """A copy without data, in the precision of the recording."""
@@ -328,47 +290,46 @@ class ChannelGraph:
         }
 
     def summary(self) -> str:
-        """A table of the spaces, then what is unprunable and why."""
+        """The spaces, then what is unprunable and why."""
         lines = [
-            f"{self.macs():,} macs, {self.params():,} params, {len(self.spaces)} space{'s' * (len(self.spaces) != 1)}, "
-            f"{self.prunable_share:.1%} of the macs in layers that can be narrowed",
+            f"{self.macs():,} macs, {self.params():,} params, {self.prunable_share:.1%} of the macs can be narrowed",
             f"{show_bytes(self.memory())} of activations are held at once, when {self.memory_at() or 'the model'} runs",
             "",
+            "spaces, their share of the macs, and the layers tied to them:",
+            *(f"  {it.name} ({it.size}): {self.space_share(it):.1%}, {', '.join(it.writers)}" for it in self.spaces),
+            "",
+            "unprunable:",
+            *(f"  {item.name} ({item.size}): {item.reason}" for item in self.unprunable),
+            "",
+            *(f"{it.module}.{it.attribute} = {it.value} follows {it.follows}" for it in self.bindings),
+            *(f"no channel rule for {name} ({count} times)" for name, count in self.unknown.items()),
+            *(f"note: {note}" for note in self.notes),
         ]
-        name_width = max([len("space"), *(len(space.name) for space in self.spaces)])
-        sizes = [f"{space.size}{f' x {space.unit}' if space.unit > 1 else ''}" for space in self.spaces]
-        size_width = max(map(len, ["size", *sizes]))
-        lines.append(f"{'space':<{name_width}}  {'size':>{size_width}}   share  layers tied to it")
-        for space, size in zip(self.spaces, sizes, strict=True):
-            share, tied = self.space_share(space), ", ".join(space.writers)
-            lines.append(f"{space.name:<{name_width}}  {size:>{size_width}}  {share:>6.1%}  {tied}")
-        if self.unprunable:
-            lines += ["", "unprunable:", *(f"  {item.name} ({item.size}): {item.reason}" for item in self.unprunable)]
-        if self.bindings:
-            lines += ["", "attributes that follow a width (found by replay):"]
-            lines += [f"  {item.module}.{item.attribute} = {item.value}: {item.follows}" for item in self.bindings]
-        if self.unknown:
-            listed = ", ".join(f"{name} ({count})" for name, count in self.unknown.items())
-            lines += ["", f"ops without a channel rule, so what they touch is unprunable: {listed}"]
-        return "\n".join([*lines, *(f"\nnote: {note}" for note in self.notes)])
+        return "\n".join(lines).rstrip()
 
-    def __str__(self) -> str:
-        return self.summary()
+    __str__ = summary
 
     def __repr__(self) -> str:
         return f"ChannelGraph({len(self.spaces)} spaces, {self.macs():,} macs, {self.params():,} params)"
 
 
-def _plain(number: Any) -> Any:
-    """NumPy's ints and one-element tensors are ints too."""
-    scalar = isinstance(number, np.integer) or (isinstance(number, Tensor) and not number.ndim)
-    return number.item() if scalar else number
-
-
-def _listed(kept: Any) -> list[Any]:
+def _width(space: ChannelSpace, number: Any) -> int:
+    """An int of Python, NumPy or torch that fits the space."""
     try:
-        return [_plain(number) for number in (kept.tolist() if isinstance(kept, Tensor) else kept)]
+        width = operator.index(number)
     except TypeError:
-        raise WidthsError(
-            f"Widths are a mapping from space names to ints, or one int per space, not {kept!r}."
-        ) from None
+        width = 0
+    if isinstance(number, bool) or not 1 <= width <= space.size:
+        raise WidthsError(f"The width of {space.name} must be an int from 1 to {space.size}, not {number!r}.")
+    return width
+
+
+def _indices(space: ChannelSpace, kept: Any) -> Tensor:
+    """The first so many channels, or those that are listed. -> (n,) int64"""
+    if not isinstance(kept, Sequence | Tensor) or (isinstance(kept, Tensor) and not kept.ndim):
+        return torch.arange(_width(space, kept))
+    listed = torch.as_tensor(kept, device="cpu")
+    whole = listed.ndim == 1 and len(listed) > 0 and not listed.is_floating_point()
+    if not whole or not 0 <= listed.min() <= listed.max() < space.size or len({*listed.tolist()}) < len(listed):
+        raise WidthsError(f"What is kept of {space.name} must be different ints below {space.size}, not {kept!r}.")
+    return listed.long()

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -49,35 +50,12 @@ def tidy(segments: Sequence[Segment]) -> Layout:
     return tuple(tidied)
 
 
-# -- reading resolved layouts; `kept` says which channels of each atom remain
+# -- reading resolved layouts
 
 
 def atoms_of(layout: Layout) -> list[Atom]:
     """The atoms of a resolved layout, in order."""
     return [axis for segment in layout for axis in segment if isinstance(axis, Atom)]
-
-
-def width(layout: Layout, widths: Mapping[int, int]) -> int:
-    """Size of the dim when each atom has its width."""
-    sizes = ([axis if isinstance(axis, int) else widths[axis.index] for axis in segment] for segment in layout)
-    return sum(map(math.prod, sizes))
-
-
-def kept_indices(layout: Layout, kept: Mapping[int, Tensor], sizes: Mapping[int, int]) -> Tensor:
-    """Indices of the dim that remain when each atom keeps its own. -> (n,) int64"""
-    pieces: list[Tensor] = []
-    offset = 0
-    for segment in layout:
-        index = torch.zeros(1, dtype=torch.int64)
-        total = 1
-        for axis in segment:
-            size = axis if isinstance(axis, int) else sizes[axis.index]
-            own = torch.arange(size) if isinstance(axis, int) else kept[axis.index]
-            index = (index[:, None] * size + own[None, :]).flatten()
-            total *= size
-        pieces.append(index + offset)
-        offset += total
-    return torch.cat(pieces)
 
 
 def monomials(layout: Layout) -> list[tuple[int, tuple[int, ...]]]:
@@ -187,6 +165,24 @@ class Channels:
                 product.extend(list(inner) * copies)
         return product
 
+    def width(self, layout: Layout, widths: Mapping[int, int]) -> int:
+        """Size of the dim when each atom has its width."""
+        terms = monomials(self.resolve(layout))
+        return sum(factor * math.prod(widths[atom] for atom in atoms) for factor, atoms in terms)
+
+    def indices(self, layout: Layout, kept: Mapping[int, Tensor]) -> Tensor:
+        """Indices of the dim that remain when each atom keeps its own. -> (n,) int64"""
+        pieces: list[Tensor] = []
+        offset = 0
+        for segment in self.resolve(layout):
+            index = torch.zeros(1, dtype=torch.int64)
+            for axis in segment:
+                own = torch.arange(axis) if isinstance(axis, int) else kept[axis.index]
+                index = (index[:, None] * self.axis_size(axis) + own[None, :]).flatten()
+            pieces.append(index + offset)
+            offset += self.segment_size(segment)
+        return torch.cat(pieces)
+
     def atoms(self, layout: Layout) -> list[Atom]:
         """The atoms of the dim that can be narrowed, in order, each once."""
         return list(dict.fromkeys(atoms_of(self.resolve(layout))))
@@ -217,25 +213,50 @@ class Channels:
         """The dim that flattening two dims gives."""
         return tidy(self._times(list(self.resolve(outer)), list(self.resolve(inner))))
 
-    def _split_concat(self, axis: Axis, front: int) -> tuple[Axis, Axis]:
-        if isinstance(axis, int):
-            return front, axis - front
-        node = self._nodes[self._find(axis)]
-        node.concat = (self._atom(front), self._atom(node.size - front))
-        return node.concat
+    def regroup(self, dims: Sequence[Layout], shape: Sequence[int]) -> tuple[Layout, ...]:
+        """Dims after a reshape: the shortest runs of old and new dims with equal products match each other."""
+        sizes = [self.size(layout) for layout in dims]
+        out: list[Layout] = []
+        old = new = 0
+        while old < len(sizes) or new < len(shape):
+            old_stop, new_stop = min(old + 1, len(sizes)), min(new + 1, len(shape))
+            while (have := math.prod(sizes[old:old_stop])) != (wanted := math.prod(shape[new:new_stop])):
+                old_stop, new_stop = old_stop + (have < wanted), new_stop + (have > wanted)
+            out.extend(self._refactor(dims[old:old_stop], shape[new:new_stop]))
+            old, new = old_stop, new_stop
+        return tuple(out)
 
-    def _split_product(self, axis: Axis, outer: int) -> tuple[Axis, Axis]:
+    def _refactor(self, dims: Sequence[Layout], shape: Sequence[int]) -> list[Layout]:
+        """Multiply the dims into one, then factor it into the new sizes."""
+        if len(dims) == len(shape) == 1:
+            return [dims[0]]
+        wide = [layout for layout in dims if self.size(layout) != 1]
+        rest = functools.reduce(self.multiply, wide) if wide else fixed(1)
+        out: list[Layout] = []
+        for position, size in enumerate(shape):
+            if size == 1 or not wide:
+                out.append(fixed(size))
+            else:
+                last = math.prod(shape[position + 1 :]) == 1
+                outer, rest = (rest, fixed(1)) if last else self.factor(rest, size)
+                out.append(outer)
+        return out
+
+    def _split(self, axis: Axis, kind: Literal["product", "concat"], first: int) -> tuple[Axis, Axis]:
+        """Cut an axis in two, of which the first has so many channels."""
+        size = self.axis_size(axis)
+        second = size // first if kind == "product" else size - first
         if isinstance(axis, int):
-            return outer, axis // outer
-        node = self._nodes[self._find(axis)]
-        node.product = (self._atom(outer), self._atom(node.size // outer))
-        return node.product
+            return first, second
+        parts = self._atom(first), self._atom(second)
+        setattr(self._nodes[self._find(axis)], kind, parts)
+        return parts
 
     def _split_segment(self, segment: Segment, front: int) -> tuple[Layout, Layout]:
         """Cut a resolved segment after its first `front` channels."""
         inner = self.segment_size(segment[1:])
         if front % inner == 0:
-            head, tail = self._split_concat(segment[0], front // inner)
+            head, tail = self._split(segment[0], "concat", front // inner)
             return ((head, *segment[1:]),), ((tail, *segment[1:]),)
         self.fix((segment,), f"it is split in the middle of a group ({self.because})")
         return fixed(front), fixed(self.segment_size(segment) - front)
@@ -305,7 +326,7 @@ class Channels:
                 head.append(axis)
                 outer //= size
             elif size % outer == 0:
-                first, second = self._split_product(axis, outer)
+                first, second = self._split(axis, "product", outer)
                 head.append(first)
                 rest.insert(0, second)
                 outer = 1
@@ -346,10 +367,10 @@ class Channels:
             elif isinstance(a, Atom) and isinstance(b, Atom) and size_a == size_b:
                 self._nodes[b.index].parent = a.index
             elif size_a < size_b and size_b % size_a == 0:
-                right[:0] = self._split_product(b, size_a)
+                right[:0] = self._split(b, "product", size_a)
                 left.insert(0, a)
             elif size_b < size_a and size_a % size_b == 0:
-                left[:0] = self._split_product(a, size_b)
+                left[:0] = self._split(a, "product", size_b)
                 right.insert(0, b)
             else:
                 self.fix(((a, *left), (b, *right)), f"two groupings do not align ({self.because})")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import hashlib
-import os
 import random
-import sys
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,47 +30,18 @@ Shape = tuple[int, ...]
 # Ways out of torch that are no op; the others end in one that gives no tensor.
 HOST_READS: dict[Any, str] = {Tensor.tolist: "tolist", Tensor.numpy: "numpy", Tensor.__array__: "numpy"}
 
-# Ops whose first tensor is chosen from: the others decide how much.
-BY_MASK = {aten.index.Tensor, aten.masked_select.default, aten.repeat_interleave.self_Tensor}
 # Their size follows from values, but torch does not tag them so.
 UNTAGGED = {aten.where.default, aten.nonzero_numpy.default, aten.repeat_interleave.self_Tensor}
-
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_OURS = os.path.dirname(__file__) + os.sep  # the tracer: no model lives in its folder
-_MODULES = call_model.__code__.co_filename
 
 
 @dataclass(frozen=True)
 class Read:
-    """A host read: values of tensors that became Python's, or the size of another tensor."""
+    """A host read: values of tensors that became Python's."""
 
-    number: int  # of ops before it
     values: tuple[int, ...]  # the tensors, by the numbers of their values
     way: str  # like "item" or "numpy"
-    where: str  # file and line, like "net.py:12", or the module
-    result: Any = None  # the Python value, if there is one
-
-
-def sizes_by_values(func: Func, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the size of what an op gives follows from values: nonzero, unique, an index that is a mask."""
-    if torch.Tag.dynamic_output_shape not in func.tags and func not in UNTAGGED:
-        return False
-    if func is aten.index.Tensor:
-        return any(isinstance(it, Tensor) and it.dtype in (torch.bool, torch.uint8) for it in args[1])
-    if func is aten.one_hot.default:  # as many classes as there are, unless their number is given
-        return all(number < 0 for number in (*args[1:], *kwargs.values()))
-    return True
-
-
-def _running_line() -> str:
-    """The line of the model's code that is running, like "net.py:12"; torch's own lines and ours are passed over."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not call_model.__code__:  # above it is who traces, below it the model
-        code = frame.f_code
-        if not code.co_filename.startswith((_OURS, _MODULES, _TORCH, "<")):
-            return f"{os.path.basename(code.co_filename)}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
+    where: str  # the module
+    result: Any  # the Python value
 
 
 # The meta fast path: ops whose output is like their first input, so that torch need not be asked.
@@ -167,11 +136,11 @@ class Recording:
     constants: dict[int, Since] = field(default_factory=dict)  # tensors that come from nowhere we know
     outputs: list[int] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)  # tensors that became Python values
-    sizes: list[Read] = field(default_factory=list)  # tensors whose values became the size of another one
     made: list[tuple[int, str, list[float]]] = field(default_factory=list)  # ops before, module, numbers made tensors
     caches: dict[tuple[str, str], Any] = field(default_factory=dict)  # plain attributes that the pass set: old value
     recomputes: bool = False  # whether layers are computed once more in the backward pass (activation checkpointing)
 
+    @functools.cached_property
     def own(self) -> dict[int, frozenset[int]]:
         """Values that no input has a part in: weights, and what the model computes from them. -> the tensors used"""
         own: dict[int, frozenset[int]] = {value: frozenset((value,)) for value in self.tensors}
@@ -309,9 +278,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         result = None if any(leaf is not None for leaf in outs) else out
         by_value = torch.Tag.data_dependent_output in func.tags or func is aten.is_nonzero.default
         if result is not None and (by_value or func.namespace != "aten"):  # others look at dtypes or memory
-            self._note_read(self.recording.reads, call.inputs(), call.name, result)
-        if sizes_by_values(func, args, kwargs):
-            self._note_read(self.recording.sizes, call.inputs()[1 if func in BY_MASK else 0 :], call.name)
+            self._note_read(call.inputs(), call.name, result)
         single = isinstance(out, Tensor)
         self.recording.ops.append(Op(func, call.args, call.kwargs, outs, call.path, result, single))
         return out
@@ -328,7 +295,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
             result = func(*args, **kwargs)
         finally:
             self._paused = False
-        self._note_read(self.recording.reads, [value], HOST_READS[func], copy.deepcopy(result))
+        self._note_read([value], HOST_READS[func], copy.deepcopy(result))
         return result
 
     def make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -347,23 +314,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
     def _note_made(self, numbers: Any) -> None:
         self.recording.made.append((len(self.recording.ops), self.path[-1], _numbers_in(numbers)))
 
-    def _note_read(self, noted: list[Read], values: list[int], way: str, result: Any = None) -> None:
-        where = _running_line() or self.path[-1] or "the model"
-        noted.append(Read(len(self.recording.ops), tuple(values), way, where, result))
+    def _note_read(self, values: list[int], way: str, result: Any) -> None:
+        self.recording.reads.append(Read(tuple(values), way, self.path[-1] or "the model", result))
 
 
 @contextlib.contextmanager
 def untouched_world(device: str) -> Iterator[None]:
     """Every random state and global switch is afterwards as it was before."""
-    python, numpy_state, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    python, numpy_state = random.getstate(), np.random.get_state()
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # the fused kernel hides the layers inside it
-    random.seed(0)  # every recording and replay has the same random numbers
-    np.random.seed(0)
-    torch.default_generator.manual_seed(0)
     try:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(gpus))
+            random.seed(0)  # every recording and replay has the same random numbers
+            np.random.seed(0)
+            torch.default_generator.manual_seed(0)
             for kind in ("cpu", "cuda"):
                 if torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, enabled=False))
@@ -374,9 +341,6 @@ def untouched_world(device: str) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
         random.setstate(python)
         np.random.set_state(numpy_state)
-        torch.set_rng_state(cpu)
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
 
 
 def run_recorded(recorder: Recorder, model: nn.Module, example: Any) -> Recording:
@@ -398,23 +362,18 @@ def run_recorded(recorder: Recorder, model: nn.Module, example: Any) -> Recordin
 
 @contextlib.contextmanager
 def _noted_checkpoints(recording: Recording) -> Iterator[None]:
-    """Activation checkpointing leaves no op behind; all its ways, old and new, go through these names of its module."""
-    names = ("_checkpoint_impl", "_checkpoint_without_reentrant_generator", "CheckpointFunction")
+    """Activation checkpointing leaves no op behind; all its ways ask for the device of their arguments."""
+    infer = checkpoint._infer_device_type
 
-    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            recording.recomputes = True
-            return function(*args, **kwargs)
+    def noted(*args: Any) -> Any:
+        recording.recomputes = True
+        return infer(*args)  # type: ignore[no-untyped-call]
 
-        return call
-
-    with contextlib.ExitStack() as stack:
-        for name in names:
-            if old := getattr(checkpoint, name, None):
-                new = SimpleNamespace(apply=noted(old.apply)) if hasattr(old, "apply") else noted(old)
-                stack.callback(setattr, checkpoint, name, old)
-                setattr(checkpoint, name, new)
+    checkpoint._infer_device_type = noted
+    try:
         yield
+    finally:
+        checkpoint._infer_device_type = infer
 
 
 def meta_example(example: Any) -> Any:

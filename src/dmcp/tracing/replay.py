@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from dmcp.errors import TraceError
 from dmcp.modules import Cut, leaves, map_leaves, narrow, on_meta, tensors_in
-from dmcp.tracing.layout import Atom, Layout, kept_indices, width
-from dmcp.tracing.ops import Coupling, Dims, Literal
+from dmcp.tracing.coupling import Coupling, Dims, Literal
+from dmcp.tracing.layout import Atom, Layout
 from dmcp.tracing.record import HOST_READS, UNTAGGED, Func, Op, Recorder, Shape, compute, run_recorded
 
 IN_CODE = "a number in the code"  # how the reason begins
@@ -50,10 +50,9 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
         self, model: nn.Module, inputs: list[Tensor], coupling: Coupling, number: int, widths: Mapping[int, int]
     ) -> None:
         super().__init__(model, inputs)
-        self.original, self.facts = coupling.recordings[number], coupling.facts[number]
-        layouts = {literal.layout for literals in self.facts.literals.values() for literal in literals}
-        self.sizes = {layout: width(coupling.channels.resolve(layout), widths) for layout in layouts}
-        self.shapes = coupling.predict(number, widths)
+        self.facts, self.original = coupling.passes[number], coupling.passes[number].recording
+        self.size = functools.cache(lambda layout: coupling.channels.width(layout, widths))  # many share their dims
+        self.shapes = {value: tuple(map(self.size, dims)) for value, dims in self.facts.layouts.items()}  # predicted
         self.conflicts: list[Conflict] = []
         self.stopped: str | None = None  # why: the model raised, or went another way
         self.pairs: dict[int, set[int | None]] = {}  # value -> those of the wide model that it stands for
@@ -149,7 +148,7 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
             value = arguments[literal.argument]
             if literal.position is not None:
                 value = value[literal.position] if literal.position < len(value) else -1
-            if value not in (-1, self.sizes[literal.layout]):
+            if value not in (-1, self.size(literal.layout)):
                 yield literal, value
 
     def _made_up(self, expected: Op, wanted: list[Shape | None]) -> Any:
@@ -221,24 +220,20 @@ class ReplayContext:
 
     model: nn.Module  # on the meta device
     example: Any
-    batches: list[Any]  # the example of each recording, on the meta device
+    batch: Any  # the example as it was recorded, on the meta device
     coupling: Coupling
     bindings: dict[Place, Bound] = field(default_factory=dict)
     always: dict[int, set[tuple[int, str]]] = field(default_factory=dict)  # recording -> conflicts at full width, too
-    stopped_at: int = 0  # ops that the last replay ran
 
     def cuts(self, kept: Mapping[int, Tensor]) -> dict[str, Cut]:
         """Indices that stay of every tensor that has atoms; `kept` per atom."""
-        sizes = self.sizes(kept)
-        found = {name: self.cut(dims, kept, sizes) for name, dims in self.coupling.tensors.items()}
+        found = {name: self.cut(dims, kept) for name, dims in self.coupling.tensors.items()}
         return {name: cut for name, cut in found.items() if any(kept is not None for kept in cut)}
 
-    def cut(self, dims: Dims, kept: Mapping[int, Tensor], sizes: Mapping[int, int]) -> Cut:
-        """The same of some dims; sizes of the atoms."""
+    def cut(self, dims: Dims, kept: Mapping[int, Tensor]) -> Cut:
+        """The same of some dims."""
         channels = self.coupling.channels
-        return tuple(
-            kept_indices(channels.resolve(layout), kept, sizes) if channels.atoms(layout) else None for layout in dims
-        )
+        return tuple(channels.indices(layout, kept) if channels.atoms(layout) else None for layout in dims)
 
     def sizes(self, atoms: Iterable[int]) -> dict[int, int]:
         """Channels of these atoms in the unpruned model."""
@@ -247,20 +242,20 @@ class ReplayContext:
     def attributes(self, widths: Mapping[int, int]) -> dict[str, dict[str, Any]]:
         """Attributes of modules at these widths: those that layers are known to have, and the bound ones."""
         modules = dict(self.model.named_modules())
-        resolve = self.coupling.channels.resolve
+        channels = self.coupling.channels
         found: dict[str, dict[str, Any]] = {}
-        for facts in self.coupling.facts:
-            for (path, attribute), dims in facts.attributes.items():
+        for within in self.coupling.passes:
+            for (path, attribute), dims in within.attributes.items():
                 old = vars(modules[path]).get(attribute)
-                new = tuple(width(resolve(layout), widths) for layout in dims)
-                full = tuple(self.coupling.channels.size(layout) for layout in dims)
+                new = tuple(channels.width(layout, widths) for layout in dims)
+                full = tuple(map(channels.size, dims))
                 if new != full and old in (full, list(full), full[0]):
                     found.setdefault(path, {})[attribute] = new[0] if isinstance(old, int) else type(old)(new)
-        for recording in self.coupling.recordings:
-            for (path, attribute), empty in recording.caches.items():  # a cache of the wide model is wrong here
+        for within in self.coupling.passes:
+            for (path, attribute), empty in within.recording.caches.items():  # a cache of the wide model is wrong here
                 found.setdefault(path, {})[attribute] = copy.deepcopy(empty)
         for (path, attribute, position), (layout, multiple) in self.bindings.items():
-            value: Any = multiple * width(resolve(layout), widths)
+            value: Any = multiple * channels.width(layout, widths)
             if position is not None:
                 old = found.get(path, {}).get(attribute, vars(modules[path])[attribute])
                 value = type(old)([*old[:position], value, *old[position + 1 :]])
@@ -280,20 +275,19 @@ class ReplayContext:
         """
         outcome = self._replay(number, small, widths)
         if number not in self.always and any(conflict.kind in (*_LOOSE, "error") for conflict in outcome.conflicts):
-            at, sizes = self.stopped_at, self.sizes(widths)
+            sizes = self.sizes(widths)
             full = self._replay(number, self.narrow(sizes), sizes)
             self.always[number] = {(conflict.number, conflict.kind) for conflict in full.conflicts}
-            self.stopped_at = at
         always = self.always.get(number, set())
         outcome.conflicts = [it for it in outcome.conflicts if (it.number, it.kind) not in always]
         return outcome
 
     def _replay(self, number: int, small: nn.Module, widths: Mapping[int, int]) -> Replayer:
-        recording, example = self.coupling.recordings[number], self.batches[number]
+        recording = self.coupling.passes[number].recording
         small.train(recording.training)
-        replayer = Replayer(small, tensors_in(example), self.coupling, number, widths)
+        replayer = Replayer(small, tensors_in(self.batch), self.coupling, number, widths)
         try:
-            run_recorded(replayer, small, example)
+            run_recorded(replayer, small, self.batch)
         except Exception as error:  # the model's own complaint about its widths
             kind = "" if isinstance(error, _AstrayError) else f"{type(error).__name__}: "
             replayer.stopped = f"{kind}{error}"
@@ -304,7 +298,6 @@ class ReplayContext:
                 at = min(at, len(recording.ops) - 1)
                 replayer.conflicts.append(Conflict(at, path, "tensor", scales=_different(old, new)))
         replayer.conflicts.sort(key=lambda conflict: conflict.number)
-        self.stopped_at = len(replayer.recording.ops)
         return replayer
 
 
@@ -324,10 +317,9 @@ class Resolver:
 
     def run(self) -> None:
         """Until every kind of sample has replayed clean, in a row, in turns with every recording."""
-        clean, count = 0, len(self.coupling.recordings)
-        layouts = {layout for values in self.coupling.layouts for dims in values.values() for layout in dims}
+        clean, count = 0, len(self.coupling.passes)
         # where a tensor has several spaces in one dim, a part of it may be cut out by its size
-        neighbors = any(len(self.coupling.channels.atoms(layout)) > 1 for layout in layouts)
+        neighbors = any(len(self.coupling.channels.atoms(layout)) > 1 for layout in self.coupling.layouts())
         samples = _SAMPLES + _UNEVEN if neighbors else _SAMPLES
         for round_ in range(_ROUNDS):
             atoms = self.coupling.atoms(self.parameters)
@@ -358,7 +350,7 @@ class Resolver:
         """Try attributes first: a wrong guess makes new conflicts, and those must make nothing unprunable."""
         scales = [conflict for conflict in outcome.conflicts if conflict.kind in _LOOSE]
         conflicts = scales or outcome.conflicts
-        ops = self.coupling.recordings[number].ops
+        ops = self.coupling.passes[number].recording.ops
         self.new.clear()
         bound = [
             self._bind((number, conflict.number, literal), ops[conflict.number], value)
@@ -373,7 +365,7 @@ class Resolver:
             return
         if scales and self._fix_guilty(number, scales):
             return
-        last = min(self.context.stopped_at, len(ops) - 1)
+        last = min(len(outcome.recording.ops), len(ops) - 1)
         at = [(conflict.number, conflict.path) for conflict in outcome.conflicts] or [(last, ops[last].path)]
         why = outcome.stopped or f"{IN_CODE} depends on another width"
         if not any(self._fix_module(number, *place, why) for place in at):
@@ -404,7 +396,8 @@ class Resolver:
         return bool(wrong)
 
     def _fix_conflict(self, number: int, conflict: Conflict) -> bool:
-        op, layouts = self.coupling.recordings[number].ops[conflict.number], self.coupling.layouts[number]
+        within = self.coupling.passes[number]
+        op, layouts = within.recording.ops[conflict.number], within.layouts
         made = conflict.kind == "tensor"
         where = " at ".join(filter(None, ("a tensor" if made else op.name, conflict.path)))
         if made or conflict.kind == "scale":
@@ -419,15 +412,14 @@ class Resolver:
             every = tuple(literal.layout for literal, _ in conflict.literals)
             return self._fix(tuple(stale), reason) or self._fix(every, reason)
         touched = [layout for value in op.outs if value is not None for layout in layouts[value]]
-        touched += [layout for value in op.inputs() for layout in layouts[value]]
-        return self._fix(tuple(touched), f"the op does not run at other widths ({where})")
+        return self._fix((*touched, *within.values(op)), f"the op does not run at other widths ({where})")
 
     def _join_read(self, number: int, conflict: Conflict) -> bool:
         """Join a dim with the one that its size was read from: x.shape[1] of what entered the module."""
-        channels, ops = self.coupling.channels, self.coupling.recordings[number].ops
-        first = next(op for op in ops if f"{op.path}.".startswith(f"{conflict.path}."))
-        for layout in self.coupling.layouts[number][first.inputs()[0]] if first.inputs() else ():
-            wide, now = channels.size(layout), width(channels.resolve(layout), self.widths)
+        channels, within = self.coupling.channels, self.coupling.passes[number]
+        first = next(op for op in within.recording.ops if f"{op.path}.".startswith(f"{conflict.path}."))
+        for layout in within.layouts[first.inputs()[0]] if first.inputs() else ():
+            wide, now = channels.size(layout), channels.width(layout, self.widths)
             for literal, value in conflict.literals:
                 apart = channels.resolve(layout) != channels.resolve(literal.layout)
                 if (wide, now) == (channels.size(literal.layout), value) and now < wide and apart:
@@ -503,11 +495,11 @@ class Resolver:
 
     def _fix_module(self, number: int, at: int, path: str, why: str) -> bool:
         """Make unprunable what enters the module in which it happened, else all in it, else the same one module up."""
-        recording, layouts = self.coupling.recordings[number], self.coupling.layouts[number]
+        within = self.coupling.passes[number]
         while True:
-            inside = [op for op in recording.ops[: at + 1] if not path or f"{op.path}.".startswith(f"{path}.")]
-            entering = [layout for op in inside[:1] for value in op.inputs()[:1] for layout in layouts[value]]
-            everything = [layout for op in inside for value in op.inputs() for layout in layouts[value]]
+            inside = [op for op in within.recording.ops[: at + 1] if not path or f"{op.path}.".startswith(f"{path}.")]
+            entering = [layout for op in inside[:1] for value in op.inputs()[:1] for layout in within.layouts[value]]
+            everything = [layout for op in inside for layout in within.values(op)]
             reason = f"{IN_CODE} of {path or 'the model'} depends on its size: {why}"
             if self._fix(tuple(entering), reason) or self._fix(tuple(everything), reason):
                 return True

@@ -1,15 +1,35 @@
-"""The table from ATen op to channel rule; users extend it by merging dicts."""
+"""The channel rules: how the dims of an op's outputs follow from those of its inputs; RULES is the table."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
+from dmcp.tracing.coupling import Call, Dims, Flow, Literal, Operand, Rule
 from dmcp.tracing.layout import Layout, fixed
-from dmcp.tracing.ops import Call, Dims, Flow, Literal, Operand, Rule, pointwise, regroup, unknown
 from dmcp.tracing.record import Func
+
+# what any op may be
+
+
+def unknown(call: Call, reason: str = "there is no channel rule for it") -> list[Dims]:
+    """An op without a rule: its inputs and outputs are unprunable, and it is reported."""
+    call.facts.unknown.append(call.op)
+    call.flow = Flow.LOSES
+    outs = [tuple(map(call.channels.fresh, shape)) for shape in call.out_shapes]
+    for dims in (*(operand.dims for operand in call.operands), *outs):  # what meets an output has the reason too
+        for layout in dims:
+            call.fix(layout, reason)
+    return outs
+
+
+def pointwise(call: Call) -> list[Dims]:
+    """Element by element, with broadcasting."""
+    call.flow = Flow.POINTWISE
+    return [call.broadcast([operand.dims for operand in call.operands])] * len(call.out_shapes)
+
 
 # layers, norms, pools and reductions
 
@@ -182,11 +202,6 @@ def prelu(call: Call) -> list[Dims]:
     return [x.dims]
 
 
-def where(call: Call) -> list[Dims]:
-    """Element by element; with one argument it lists positions instead."""
-    return unknown(call, "its positions are listed") if len(call.operands) == 1 else pointwise(call)
-
-
 def spatial(call: Call) -> list[Dims]:
     """Pools, resizes and borders: batch and channels pass."""
     x = call.x
@@ -203,13 +218,6 @@ def grid_sample(call: Call) -> list[Dims]:
         call.fix(layout, "pixels are picked along it")
     call.channels.join(x.dims[0], grid.dims[0])
     return [(*x.dims[:2], *(fixed(size) for size in call.out_shapes[0][2:]))]
-
-
-def transform(call: Call) -> list[Dims]:
-    """Fourier transforms of some dims; the others pass."""
-    given = call["dim"]
-    chosen = range(len(call.x.dims)) if given is None else [given] if isinstance(given, int) else given
-    return [call.fixing(chosen, "it is Fourier transformed")]
 
 
 def reduce(call: Call) -> list[Dims]:
@@ -232,9 +240,10 @@ def reduce(call: Call) -> list[Dims]:
 
 
 def along(call: Call) -> list[Dims]:
-    """Softmax, sort and the like: entries of one dim depend on each other."""
-    dim = -1 if call["dim"] is None else call["dim"]
-    return [call.fixing([dim], f"{call.op.name} is taken along it")] * len(call.out_shapes)
+    """Entries of some dims, or of all, see each other, change places or are picked: these dims are unprunable."""
+    given = call["dim"] if call["dims"] is None else call["dims"]
+    chosen = [given] if isinstance(given, int) else given or range(len(call.x.dims))
+    return [call.fixing(chosen, f"{call.op.name} is taken along it")] * len(call.out_shapes)
 
 
 def create(call: Call) -> list[Dims]:
@@ -263,7 +272,7 @@ def reshape(call: Call) -> list[Dims]:
     """Dims multiplied and factored."""
     if call.op.func._overloadname == "dtype":
         return same(call)
-    out = regroup(call.channels, call.x.dims, call.out_shapes[0])
+    out = call.channels.regroup(call.x.dims, call.out_shapes[0])
     for argument in {"size", "shape"} & call.arguments.keys():
         call.follows(argument, out)
     if call.op.name == "unflatten":
@@ -388,11 +397,6 @@ def index(call: Call) -> list[Dims]:
     return [(*rest[:at], *(fixed(size) for size in shape[at : at + rank]), *rest[at:])]
 
 
-def index_select(call: Call) -> list[Dims]:
-    """Entries by a list of indices."""
-    return [call.fixing([call["dim"]], "its entries are picked by index")]
-
-
 def embedding(call: Call) -> list[Dims]:
     """Rows of a table."""
     call.fix(call["weight"].dims[0], "its rows are picked by index")
@@ -419,13 +423,6 @@ def pad(call: Call) -> list[Dims]:
             dims[dim] = fixed(call.out_shapes[0][dim])
     call.facts.literals[call.number] = added
     return [tuple(dims)]
-
-
-def reorder(call: Call) -> list[Dims]:
-    """Entries of some dims change places, so these are unprunable."""
-    for dim in call["dims"] or range(len(call.x.dims)):  # without dims the whole tensor is rolled as one
-        call.fix(call.x.dims[dim], "its entries change places")
-    return [call.x.dims]
 
 
 def im2col(call: Call) -> list[Dims]:
@@ -502,13 +499,15 @@ _RESIZES = "upsample_nearest upsample_linear upsample_bilinear upsample_bicubic 
 _SPATIAL = " ".join(f"{name}{rank}d" for name in f"{_POOLS} {_RESIZES}".split() for rank in (1, 2, 3))
 _SPATIAL += " max_pool2d_with_indices _upsample_nearest_exact2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa"
 
+_FOURIER = " ".join(
+    f"fft_{half}{kind}{rank}" for half in ("", "i") for kind in ("fft", "rfft") for rank in ("", "2", "n")
+)
+
 _KEEPING: dict[Rule, str] = {  # zeros stay zeros
     prelu: "prelu _prelu_kernel",
     spatial: _SPATIAL,
     grid_sample: "grid_sampler grid_sampler_2d grid_sampler_3d",
-    transform: " ".join(
-        f"fft_{half}{kind}{rank}" for half in ("", "i") for kind in ("fft", "rfft") for rank in ("", "2", "n")
-    ),
+    along: f"{_FOURIER} index_select roll flip",
     reshape: "view reshape flatten unflatten view_as reshape_as squeeze unsqueeze",
     permute: "permute transpose swapaxes swapdims t numpy_T mT mH adjoint movedim moveaxis",
     repeat: "repeat tile expand expand_as broadcast_to",
@@ -519,9 +518,7 @@ _KEEPING: dict[Rule, str] = {  # zeros stay zeros
     unbind: "unbind select",
     slice_: "slice",
     index: "index _unsafe_index",
-    index_select: "index_select",
     pad: "constant_pad_nd pad",
-    reorder: "roll flip",
     im2col: "im2col",
     col2im: "col2im",
     unfold: "unfold",
@@ -543,8 +540,8 @@ _OTHERS: dict[Rule, str] = {
     batch_norm: "batch_norm instance_norm",
     layer_norm: "layer_norm rms_norm",
     group_norm: "group_norm",
-    pointwise: "hardswish relu6 celu selu rrelu square floor_divide masked_fill copy lerp",
-    where: "where",
+    pointwise: "hardswish relu6 celu selu rrelu square floor_divide masked_fill copy lerp where",
+    unknown: "where.default",  # it lists positions
     same: "alpha_dropout feature_alpha_dropout",
     embedding: "embedding",
     reduce: "mean sum amax amin max min var std logsumexp prod norm linalg_vector_norm any all argmax argmin nansum "
@@ -576,3 +573,12 @@ def _overloads(names: str) -> Iterable[Func]:
 
 RULES: dict[Func, Rule] = {func: _keeping(rule) for rule, names in _KEEPING.items() for func in _overloads(names)}
 RULES |= {func: rule for rule, names in _OTHERS.items() for func in _overloads(names)}
+
+
+def find_rule(func: Func, rules: Mapping[Func, Rule]) -> Rule | None:
+    """The rule of an op or of its out-of-place twin, else `pointwise` if torch tags the op so."""
+    name, overload = func._schema.name.split("::")[1], func._overloadname
+    twin = getattr(getattr(torch.ops.aten, name[:-1], None), overload, None) if name.endswith("_") else None
+    candidates: list[Func] = [func] if twin is None else [func, twin]
+    tagged = pointwise if any(torch.Tag.pointwise in candidate.tags for candidate in candidates) else None
+    return next((rules[candidate] for candidate in candidates if candidate in rules), tagged)

@@ -1,20 +1,18 @@
-"""Call, what a channel rule sees of an op and can state about it; and the rules applied to a recording."""
+"""What channel rules see of an op and state about it, and the layouts of all values that follow from them."""
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
 import torch
 
-from dmcp.errors import TraceError
 from dmcp.modules import map_leaves
-from dmcp.tracing.layout import Atom, Channels, Layout, fixed, width
-from dmcp.tracing.record import Func, Op, Recording, Ref, Shape
+from dmcp.tracing.layout import Atom, Channels, Layout, fixed, in_spaces
+from dmcp.tracing.record import Op, Recording, Ref, Shape
 
 Dims = tuple[Layout, ...]
 
@@ -74,9 +72,11 @@ class Literal:
 
 
 @dataclass
-class Facts:
-    """All that the rules stated about one recording."""
+class Pass:
+    """One recording, the layouts of its values, and all that the rules stated about it."""
 
+    recording: Recording
+    layouts: dict[int, Dims] = field(default_factory=dict)
     contractions: dict[int, list[Contraction]] = field(default_factory=dict)  # by op number
     norms: dict[int, tuple[int | None, int | None, Layout]] = field(default_factory=dict)  # scale and shift of a dim
     costs: list[OpCost] = field(default_factory=list)
@@ -87,14 +87,17 @@ class Facts:
     mixed: list[tuple[Layout, str]] = field(default_factory=list)  # gated is not cut here, and why
     unknown: list[Op] = field(default_factory=list)
 
+    def values(self, op: Op) -> list[Layout]:
+        """The dims of what an op takes."""
+        return [layout for value in op.inputs() for layout in self.layouts[value]]
+
 
 class Call:
     """One op with the layouts of its arguments, as a rule sees it: call["weight"] is an argument by its schema name."""
 
-    def __init__(
-        self, channels: Channels, recording: Recording, layouts: Mapping[int, Dims], number: int, facts: Facts
-    ):
-        self.channels, self.facts, self.number = channels, facts, number
+    def __init__(self, channels: Channels, within: Pass, number: int) -> None:
+        self.channels, self.facts, self.number = channels, within, number
+        recording = within.recording
         self.op = recording.ops[number]
         self.path = self.op.path
         self.flow = Flow.LOSES
@@ -103,7 +106,8 @@ class Call:
         def operand(leaf: Any) -> Any:
             if not isinstance(leaf, Ref):
                 return leaf
-            return Operand(leaf.value, layouts[leaf.value], recording.shapes[leaf.value], recording.dtypes[leaf.value])
+            value = leaf.value
+            return Operand(value, within.layouts[value], recording.shapes[value], recording.dtypes[value])
 
         self.arguments = {name: map_leaves(operand, leaf) for name, leaf in self.op.arguments().items()}
         self.operands: list[Operand] = [operand(Ref(value)) for value in self.op.inputs()]
@@ -204,81 +208,15 @@ class Call:
 Rule = Callable[[Call], list[Dims]]
 
 
-def regroup(channels: Channels, dims: Dims, shape: Shape) -> Dims:
-    """Dims after a reshape: the shortest runs of old and new dims with equal products match each other."""
-    sizes = [channels.size(layout) for layout in dims]
-    out: list[Layout] = []
-    old = new = 0
-    while old < len(sizes) or new < len(shape):
-        old_stop, new_stop = min(old + 1, len(sizes)), min(new + 1, len(shape))
-        while math.prod(sizes[old:old_stop]) != math.prod(shape[new:new_stop]):
-            if math.prod(sizes[old:old_stop]) < math.prod(shape[new:new_stop]):
-                old_stop += 1
-            else:
-                new_stop += 1
-        out.extend(_refactor(channels, dims[old:old_stop], shape[new:new_stop]))
-        old, new = old_stop, new_stop
-    return tuple(out)
-
-
-def _refactor(channels: Channels, dims: Dims, shape: Shape) -> list[Layout]:
-    """Multiply the dims into one, then factor it into the new sizes."""
-    if len(dims) == len(shape) == 1:
-        return [dims[0]]
-    rest: Layout | None = None
-    for layout in dims:
-        if channels.size(layout) != 1:
-            rest = layout if rest is None else channels.multiply(rest, layout)
-    out: list[Layout] = []
-    for position, size in enumerate(shape):
-        if size == 1 or rest is None:
-            out.append(fixed(size))
-        elif math.prod(shape[position + 1 :]) == 1:
-            out.append(rest)
-            rest = None
-        else:
-            outer, rest = channels.factor(rest, size)
-            out.append(outer)
-    return out
-
-
-def unknown(call: Call, reason: str = "there is no channel rule for it") -> list[Dims]:
-    """An op without a rule: its inputs and outputs are unprunable, and it is reported."""
-    call.facts.unknown.append(call.op)
-    call.flow = Flow.LOSES
-    outs = [tuple(map(call.channels.fresh, shape)) for shape in call.out_shapes]
-    for dims in (*(operand.dims for operand in call.operands), *outs):  # what meets an output has the reason too
-        for layout in dims:
-            call.fix(layout, reason)
-    return outs
-
-
-def pointwise(call: Call) -> list[Dims]:
-    """Element by element, with broadcasting."""
-    call.flow = Flow.POINTWISE
-    return [call.broadcast([operand.dims for operand in call.operands])] * len(call.out_shapes)
-
-
-def find_rule(func: Func, rules: Mapping[Func, Rule]) -> Rule | None:
-    """The rule of an op or of its out-of-place twin, else `pointwise` if torch tags the op so."""
-    name, overload = func._schema.name.split("::")[1], func._overloadname
-    twin = getattr(getattr(torch.ops.aten, name[:-1], None), overload, None) if name.endswith("_") else None
-    candidates: list[Func] = [func] if twin is None else [func, twin]
-    tagged = pointwise if any(torch.Tag.pointwise in candidate.tags for candidate in candidates) else None
-    return next((rules[candidate] for candidate in candidates if candidate in rules), tagged)
-
-
 @dataclass
 class Coupling:
     """Layouts of every value in every recording, over one set of atoms."""
 
-    channels: Channels
-    tensors: dict[str, Dims]  # parameters and buffers by name
-    recordings: list[Recording] = field(default_factory=list)
-    layouts: list[dict[int, Dims]] = field(default_factory=list)  # per recording: value -> dims
-    facts: list[Facts] = field(default_factory=list)
+    channels: Channels = field(default_factory=Channels)
+    tensors: dict[str, Dims] = field(default_factory=dict)  # parameters and buffers by name
+    passes: list[Pass] = field(default_factory=list)
 
-    def atoms(self, names: Sequence[str]) -> list[Atom]:
+    def atoms(self, names: Iterable[str]) -> list[Atom]:
         """The atoms that can be narrowed in these tensors, in order, each once."""
         found: dict[Atom, None] = {}
         for name in names:
@@ -286,58 +224,19 @@ class Coupling:
                 found.update(dict.fromkeys(self.channels.atoms(layout)))
         return list(found)
 
-    def predict(self, number: int, widths: Mapping[int, int]) -> dict[int, Shape]:
-        """Shapes of all values of a recording when each atom has its width."""
-        size = functools.cache(lambda layout: width(self.channels.resolve(layout), widths))  # many share their dims
-        return {value: tuple(map(size, dims)) for value, dims in self.layouts[number].items()}
+    def layouts(self) -> set[Layout]:
+        """Those of all values."""
+        return {layout for within in self.passes for dims in within.layouts.values() for layout in dims}
 
+    def in_spaces(self, dims: Iterable[Layout], numbers: Mapping[int, int]) -> list[Layout]:
+        """Dims in terms of spaces; `numbers` has the space of each atom."""
+        return [in_spaces(self.channels.resolve(layout), numbers) for layout in dims]
 
-def couple(
-    recordings: Sequence[Recording], rules: Mapping[Func, Rule], strict: bool, ignore: Sequence[str] = ()
-) -> Coupling:
-    """Apply the rules to every op of every recording; strict: an op without a rule must be in an ignored module."""
-    coupling = Coupling(Channels(), {}, list(recordings))
-    for recording in recordings:
-        _follow(coupling, recording, rules, strict, ignore)
-    for recording, layouts in zip(recordings, coupling.layouts, strict=True):
-        for layout in (layout for value in recording.outputs for layout in layouts[value]):
-            coupling.channels.fix(layout, "it is an output of the model")
-    return coupling
-
-
-def _follow(
-    coupling: Coupling, recording: Recording, rules: Mapping[Func, Rule], strict: bool, ignore: Sequence[str]
-) -> None:
-    channels, layouts, facts = coupling.channels, dict[int, Dims](), Facts()
-    coupling.layouts.append(layouts)
-    coupling.facts.append(facts)
-    for value, name in recording.tensors.items():
-        layouts[value] = coupling.tensors.setdefault(name, tuple(map(channels.fresh, recording.shapes[value])))
-    for value in (*recording.inputs, *recording.constants):
-        layouts.setdefault(value, tuple(map(fixed, recording.shapes[value])))
-    for number, op in enumerate(recording.ops):
-        call = Call(channels, recording, layouts, number, facts)
-        channels.because = call.where()
-        rule = find_rule(op.func, rules)
-        if rule is None and strict and not any(op.path == name or op.path.startswith(name + ".") for name in ignore):
-            raise TraceError(_no_rule(call))
-        outs = unknown(call) if rule is None else rule(call)
-        facts.flows.append(call.flow)
-        if len(outs) != len(op.outs):
-            raise TraceError(f"The channel rule of {op.func} gave {len(outs)} outputs, not {len(op.outs)}.")
-        for out, dims in zip(op.outs, outs, strict=True):
-            if out is not None:
-                layouts[out] = dims
-                if (sizes := tuple(map(channels.size, dims))) != (shape := recording.shapes[out]):
-                    where = call.path or "the top"
-                    raise TraceError(f"The channel rule of {op.func} at {where} gave {sizes}, not {shape}.")
-
-
-def _no_rule(call: Call) -> str:
-    shape = "x".join(map(str, call.x.shape)) if call.operands else "none"
-    layer = call.path.partition(".parametrizations.")[0]  # what computes a weight has no parameters of its own
-    second = f'trace(..., ignore=["{layer}"])' if layer else "trace(..., strict=False)"
-    return (
-        f"{call.path or 'the model'}: no channel rule for {call.op.func} (input {shape}). Give one: "
-        f"trace(..., rules=RULES | {{{call.op.func}: my_rule}}), or leave its channels unpruned: {second}."
-    )
+    def layers(self) -> Iterator[tuple[str, Layout, Layout]]:
+        """Every sum with a weight of the model's own, or computed from one: its name, what it writes and sums over."""
+        for within in self.passes:
+            own, tensors = within.recording.own, within.recording.tensors
+            for item in itertools.chain(*within.contractions.values()):
+                if item.weight is not None and own.get(item.weight):
+                    name = tensors.get(item.weight, item.path or "the model").removesuffix(".weight")
+                    yield name, () if item.out_dim is None else within.layouts[item.weight][item.out_dim], item.over

@@ -1,1 +1,0 @@
-"""Other libraries, each imported only by the file of its name."""
