@@ -6,9 +6,10 @@ import contextlib
 import copy
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set, ValuesView
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -158,17 +159,25 @@ def leaves(nested: Any) -> list[Any]:
     return found
 
 
-def tensors_in(nested: Any) -> list[Tensor]:
-    """Every tensor in tuples, lists, mappings and dataclasses, in order."""
+def tensors_in(nested: Any, seen: tuple[Any, ...] = ()) -> list[Tensor]:
+    """Every tensor in tuples, lists, mappings and objects, in order; iterators are refused, as reading empties them."""
     if isinstance(nested, Tensor):
         return [nested]
+    if isinstance(nested, Iterator):
+        raise TraceError(f"A {type(nested).__name__} can be read only once: return a list or a tuple of tensors.")
     if isinstance(nested, Mapping):
-        nested = list(nested.values())
+        inside = list(nested.values())
+    elif isinstance(nested, (list, tuple, Set, ValuesView)):
+        inside = list(nested)
     elif is_dataclass(nested) and not isinstance(nested, type):
-        nested = [getattr(nested, item.name) for item in fields(nested)]
-    if isinstance(nested, (list, tuple, set)):
-        return [tensor for item in nested for tensor in tensors_in(item)]
-    return []
+        inside = [getattr(nested, item.name) for item in fields(nested)]
+    elif hasattr(nested, "__dict__") and not isinstance(nested, (nn.Module, type, FunctionType, ModuleType)):
+        inside = list(vars(nested).values())
+    else:
+        return []
+    if any(nested is outer for outer in seen):  # an object that holds itself
+        return []
+    return [tensor for item in inside for tensor in tensors_in(item, (*seen, nested))]
 
 
 def call_model(model: Callable[..., Any], example: Any) -> Any:

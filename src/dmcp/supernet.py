@@ -55,6 +55,7 @@ class Supernet(nn.Module):
             self.register_buffer(name, table.to(device), persistent=False)
         self._hard = _FoldTable(graph.hard_folds, spaces).to(device)
         self._soft = _FoldTable(graph.soft_folds, spaces).to(device)
+        self._ties = _ties(self.model)
 
     def weights(self) -> list[nn.Parameter]:
         """Parameters of the network."""
@@ -90,19 +91,41 @@ class Supernet(nn.Module):
 
     def unfolded(self) -> dict[str, Tensor]:
         """What `fold` gives for gates that are all open, without any computation."""
-        return {name: tensor.view_as(tensor) for name in self._hard.names for tensor in (_tensor(self.model, name),)}
+        tensors = {name: _tensor(self.model, name) for name in self._hard.names}
+        return _everywhere({name: tensor.view_as(tensor) for name, tensor in tensors.items()}, self._ties)
 
     def fold(self, gates: Tensor) -> dict[str, Tensor]:
         """The weights that differ with these gates, by name."""
         if not isinstance(gates, Tensor) or gates.shape != self.position.shape:
             raise WidthsError(f"Gates must be a tensor of one number per channel, {len(self.position)} in all.")
         table = self._hard if gates.dtype == torch.bool else self._soft
-        return table.fold(partial(_tensor, self.model), gates)
+        return _everywhere(table.fold(partial(_tensor, self.model), gates), self._ties)
 
 
 def run_folded(model: nn.Module, x: Any, folded: dict[str, Tensor]) -> Any:
-    """Run a network with some of its tensors replaced."""
-    return call_model(lambda *args, **kwargs: functional_call(model, folded, args, kwargs), x)
+    """Run a network with some of its tensors replaced.
+
+    A tensor that several modules share is named for each of them, a module with several names only once: torch's own
+    `tie_weights` replaces the tensors of such a module twice and never gives them back.
+    """
+    return call_model(lambda *args, **kwargs: functional_call(model, folded, args, kwargs, tie_weights=False), x)
+
+
+def _ties(model: nn.Module) -> dict[str, str]:
+    """Tensors that several modules share: each further name, and the first one."""
+    first: dict[Tensor, str] = {}
+    further: dict[str, str] = {}
+    for path, module in model.named_modules():
+        for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
+            name = f"{path}.{leaf}" if path else leaf
+            if tensor is not None and first.setdefault(tensor, name) != name:
+                further[name] = first[tensor]
+    return further
+
+
+def _everywhere(tensors: dict[str, Tensor], ties: Mapping[str, str]) -> dict[str, Tensor]:
+    """The same tensors, also under the further names of those that modules share."""
+    return tensors | {name: tensors[first] for name, first in ties.items() if first in tensors}
 
 
 class _FoldTable(nn.Module):
@@ -191,6 +214,7 @@ class Narrow:
         self.skeleton = narrow(net.model, cuts, graph.attributes(outer))
         self.stem = stem
         skip(self.skeleton, stem)
+        self.ties = _ties(self.skeleton)
         device = net.position.device
         self.slices = {name: _slices(cut, device) for name, cut in cuts.items()}
         self.used = [] if at is None else _slices(graph.cut_value(at, outer), device)  # part of the stem's output
@@ -210,7 +234,7 @@ class Narrow:
             tensors |= self.folds.fold(narrow_ones.__getitem__, self.gates)
         if h is not None:
             tensors[given_name(self.stem)] = self._part(h)
-        return run_folded(self.skeleton, x, tensors)
+        return run_folded(self.skeleton, x, _everywhere(tensors, self.ties))
 
     @property
     def channels(self) -> int | None:

@@ -54,6 +54,10 @@ def plan_folds(coupling: Coupling, parameters: Iterable[str]) -> tuple[list[Fold
     return list(hard), list(soft), stuck
 
 
+def _real(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
 class _Zeros:
     """Follows exact zeros through one recording."""
 
@@ -101,6 +105,7 @@ class _Zeros:
         """With these folds, which sums over an atom have no factor that is zero where it is off?"""
         self.folds = folds
         self.zero = {}
+        self.wild: dict[int, frozenset[Atom]] = {}  # NaN or infinite where these are off: 1 / 0, log 0
         for value, name in self.recording.tensors.items():  # atoms whose every dim is folded
             bare = (atoms for dim, atoms in enumerate(self.by_dim[value]) if (name, dim) not in folds)
             self.zero[value] = self.atoms[value].difference(*bare)
@@ -111,7 +116,8 @@ class _Zeros:
                 open_sums += [(contraction, atom) for atom in atoms if not self._has_zero_factor(contraction, atom)]
             for out in op.outs:
                 if out is not None and self.atoms[out]:
-                    self._set(op, out, frozenset(self._out(number, op, out)))
+                    self.wild[out] = frozenset(atom for atom in self.atoms[out] if self._explodes(number, op, atom))
+                    self._set(op, out, frozenset(self._out(number, op, out)) - self.wild[out])
         return open_sums
 
     def _set(self, op: Op, value: int, zero: frozenset[Atom]) -> None:
@@ -131,15 +137,33 @@ class _Zeros:
     def _zero_at(self, value: int | None, atom: Atom) -> bool:
         return value is not None and atom in self.zero.get(value, frozenset())
 
+    def _explodes(self, number: int, op: Op, atom: Atom) -> bool:
+        """Whether zeros of this atom give something that is not finite, at this op or before."""
+        inputs = op.inputs()
+        if any(atom in self.wild.get(value, ()) for value in inputs):
+            return True
+        zeros = [self._zero_at(value, atom) for value in inputs]
+        if self.facts.flows[number] is not Flow.POINTWISE or not any(zeros):
+            return False
+        usual = self._try(op, iter([0.7] * len(zeros)))
+        off = self._try(op, iter([0.0 if zero else 0.7 for zero in zeros]))
+        return usual is not None and off is not None and bool(usual.isfinite().all() and not off.isfinite().all())
+
     def _has_zero_factor(self, contraction: Contraction, atom: Atom) -> bool:
+        if any(
+            atom in self.wild.get(value, ()) for value in (contraction.data, contraction.weight) if value is not None
+        ):
+            return False
         name = self.recording.tensors.get(contraction.weight) if contraction.weight is not None else None
         folded = (name, contraction.weight_dim) in self.folds
         return folded or self._zero_at(contraction.data, atom) or self._zero_at(contraction.weight, atom)
 
     def _out(self, number: int, op: Op, value: int) -> Iterable[Atom]:
-        flow, inputs = self.facts.flows[number], op.inputs()
+        flow, inputs, dtypes = self.facts.flows[number], op.inputs(), self.recording.dtypes
         for atom in self.atoms[value]:
             carriers = [source for source in inputs if atom in self.atoms[source]]
+            if flow is Flow.KEEPS and not _real(dtypes[value]):
+                carriers = [source for source in carriers if not _real(dtypes[source])]  # the others have no zeros here
             zeros = [self._zero_at(source, atom) for source in carriers]
             if (
                 (flow in (Flow.KEEPS, Flow.PADS) and all(zeros) and (carriers or flow is Flow.PADS))
@@ -161,18 +185,23 @@ class _Zeros:
         return self._tried[key]
 
     def _is_zero(self, op: Op, numbers: Iterator[float]) -> bool:
+        out = self._try(op, numbers)  # an op that cannot be tried on one number is not known to keep zeros
+        return out is not None and bool((out == 0).all())
+
+    def _try(self, op: Op, numbers: Iterator[float]) -> Tensor | None:
+        """What the op makes of one number for each operand."""
+
         def sample(leaf: object) -> object:
             if not isinstance(leaf, Ref):
                 return leaf
             dtype = self.recording.dtypes[leaf.value]
             number = next(numbers)
-            real = dtype.is_floating_point or dtype.is_complex
-            return torch.tensor([number if real else round(4 * number)]).to(dtype)
+            return torch.tensor([number if _real(dtype) else round(4 * number)]).to(dtype)
 
-        with contextlib.suppress(Exception):  # an op that cannot be tried on one number is not known to keep zeros
+        with contextlib.suppress(Exception):
             out = op.func(*map_leaves(sample, op.args), **map_leaves(sample, dict(op.kwargs)))
-            return isinstance(out, Tensor) and bool((out == 0).all())
-        return False
+            return out if isinstance(out, Tensor) else None
+        return None
 
     def _passes(self, number: int, atom: Atom) -> bool:
         """Output channels are zero if a factor that hands them on is, and nothing is added."""

@@ -354,7 +354,8 @@ def run_recorded(recorder: Recorder, model: nn.Module, example: Any) -> Recordin
         module.register_forward_hook(leave, always_call=True)
     device = next((tensor.device.type for tensor in tensors_in(example)), "cpu")
     below, host = torch._C._AutoDispatchBelowAutograd(), _HostAccess(recorder)
-    with untouched_world(device), torch.no_grad(), below, recorder, host, _noted_checkpoints(recorder.recording):
+    grad = torch.set_grad_enabled(model.training)  # some models ask whether it is on: in training it is
+    with untouched_world(device), grad, below, recorder, host, _noted_checkpoints(recorder.recording):
         outputs = tensors_in(call_model(model, example))
         recorder.recording.outputs = [recorder._argument(tensor).value for tensor in outputs]
     return recorder.recording

@@ -1,0 +1,116 @@
+"""Code that people write and no table of ops foresees: pruned exactly, kept unpruned, or refused; never wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from nets import distance
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import dmcp
+
+
+class Odd(nn.Module):
+    """Two convolutions and a norm; `middle` gets the module and what the norm gives, `end` the logits."""
+
+    def __init__(self, middle: Callable[[Any, Tensor], Tensor], end: Callable[[Tensor], Any] = lambda y: y) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Conv2d(3, 12, 3), nn.Conv2d(12, 12, 3), nn.BatchNorm2d(12)
+        self.third, self.head = nn.Conv2d(12, 12, 1), nn.Linear(12, 10)
+        self.middle, self.end = middle, end
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.middle(self, self.norm(self.second(F.relu(self.first(x)))))
+        return self.end(self.head(F.relu(y).mean((2, 3))))
+
+
+class Repeated(Odd):
+    """One block under three names, and its layers under a fourth."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda self, y: self.again(self.blocks[2](self.blocks[1](self.blocks[0](y)))))
+        block = nn.Sequential(nn.Conv2d(12, 12, 1), nn.BatchNorm2d(12), nn.ReLU())
+        self.blocks, self.again = nn.ModuleList([block] * 3), nn.Sequential(block[0], nn.ReLU())
+
+
+class Tied(Odd):
+    """Two modules with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda self, y: self.third(self.other(y)))
+        self.other = nn.Conv2d(12, 12, 1)
+        self.other.weight = self.third.weight
+
+
+def plain(self: Any, y: Tensor) -> Tensor:
+    return self.third(y)
+
+
+def with_indices(self: Any, y: Tensor) -> Tensor:
+    y, places = F.max_pool2d(y, 2, return_indices=True)
+    return self.third(y) + places.sum(1, keepdim=True) / 100
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "a module under several names": Repeated,
+    "a weight in two modules": Tied,
+    "an object": lambda: Odd(plain, lambda y: SimpleNamespace(logits=y)),
+    "an object that holds itself, beside logits": lambda: Odd(plain, lambda y: (y, knot(y))),
+    "values of a dict": lambda: Odd(plain, lambda y: {"logits": y}.values()),
+    "the last channels": lambda: Odd(lambda self, y: self.third(y)[:, -8:-4].repeat(1, 3, 1, 1)),
+    "indices of a pool": lambda: Odd(with_indices),
+    "x log x": lambda: Odd(lambda self, y: self.third(y) + (y**2 * (y**2).log()).sum(1, keepdim=True)),
+    "rsqrt": lambda: Odd(
+        lambda self, y: self.third(y * (y * y).mean((2, 3), keepdim=True).rsqrt()) + y.sum(1, keepdim=True)
+    ),
+    "a quotient": lambda: Odd(lambda self, y: y / y.abs().sum((2, 3), keepdim=True) + y.sum(1, keepdim=True)),
+}
+
+
+def knot(y: Tensor) -> SimpleNamespace:
+    """An object with a tensor and itself inside."""
+    found = SimpleNamespace(logits=2 * y)
+    found.self = found
+    return found
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_exact_in_every_mode(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = NETS[name]().double(), torch.randn(4, 3, 12, 12).double()
+    graph = dmcp.trace(model, x)
+    assert graph.spaces and "head" in [it.name for it in graph.unprunable]
+    widths = graph.widths([max(1, space.size // 2) for space in graph.spaces])
+    net = dmcp.Supernet(model, graph)
+    for training in (False, True):
+        for enabled in (False, True):
+            small = dmcp.cut(net.model, graph, widths).train(training)
+            with torch.set_grad_enabled(enabled):
+                assert distance(net.train(training)(x, net.hard(widths)), small(x)) < 1e-12
+        if not training:
+            assert distance(net(x, net.hard(graph.full)), model.eval()(x)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Odd(plain, lambda y: (one for one in (y,))),
+        Odd(lambda self, y: self.third(y[:, :6].repeat(1, 2, 1, 1) if torch.is_grad_enabled() else y)),
+    ],
+    ids=["a generator", "a branch on gradients"],
+)
+def test_refused_or_kept_unpruned(model: nn.Module) -> None:
+    x = torch.randn(2, 3, 12, 12)
+    try:
+        graph = dmcp.trace(model, x)
+    except dmcp.TraceError:
+        return
+    small = dmcp.cut(model, graph, [max(1, space.size // 2) for space in graph.spaces])
+    for training in (False, True):
+        with torch.set_grad_enabled(training):
+            small.train(training)(x)
