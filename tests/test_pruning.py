@@ -25,7 +25,7 @@ from dmcp import models
 from dmcp.budget import parse
 from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
-from dmcp.errors import BudgetError, TrainingError
+from dmcp.errors import BudgetError
 from dmcp.losses import DistillationWarning, MetricWarning, classification_loss
 from dmcp.pruning import expected_shares, reachable
 from dmcp.results import CUT, DMCP, ORIGINAL, UNIFORM, UNPRUNED, Row
@@ -333,22 +333,6 @@ def test_an_own_loss_is_warned_of_distillation() -> None:
             dmcp.prune(model, Noise(), Noise(1), **usual | options)
         assert [it.category for it in found] == [DistillationWarning] * count
         assert all(it.filename == __file__ for it in found)  # where the user called, not a line of ours
-
-
-def test_a_training_that_stops_says_which_network_it_was() -> None:
-    def stopped(last: str, **options: Any) -> str:
-        stages: list[str] = []
-
-        def loss(output: Tensor, batch: Any) -> Tensor:
-            return classification_loss()(output, batch) * (math.inf if stages and stages[-1] == last else 1)
-
-        runtime = dmcp.Runtime(on_event=lambda event: stages.append(event.stage))
-        with pytest.raises(TrainingError) as error:
-            prune(search=replace(SEARCH, distill=False), task=dmcp.Task(loss=loss), runtime=runtime, **options)
-        return str(error.value)
-
-    assert "'uniform'" in stopped(UNPRUNED, baselines=True)
-    assert stopped("search").startswith("Training stopped at step 0")
 
 
 def test_expected_shares_are_those_of_the_last_alphas() -> None:

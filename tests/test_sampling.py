@@ -147,8 +147,6 @@ def test_bounds_and_another_alignment() -> None:
     found = result("50%", 1.0, (graph, net))
     widths = expected(found, align=8)
     assert all(w % 8 == 0 for w in widths.values()) and GAMMA <= share(found, widths) <= 1
-    with pytest.raises(BudgetError):
-        expected(found, align=0)
 
 
 # direct sampling
@@ -179,8 +177,8 @@ def test_direct_sampling_ends_and_names_what_it_saw() -> None:
     with pytest.raises(BudgetError) as caught:
         direct(found, n=3, generator=seeded(), tries=20_000)
     macs = graph.macs(sample_groups(found.alphas, found.sizes, 20_000, seeded()))
-    for number in (macs.min(), macs.median(), macs.max(), found.budget.limits[0].target):
-        assert f"{int(number):,}" in str(caught.value)
+    for number in macs.aminmax():
+        assert f"{int(number) / found.budget.limits[0].target:.1%}" in str(caught.value)
 
 
 def test_chains_that_know_two_widths_give_two_and_every_try() -> None:
@@ -196,9 +194,6 @@ def test_chains_that_know_two_widths_give_two_and_every_try() -> None:
 
     found = result("90%", alphas, (graph, net), process=Process(CHAIN.marginals, CHAIN.moment, count))
     assert len(direct(found, n=5, generator=seeded(), tries=500)) == 2 and sum(tried) == 500
-    for n, tries in ((0, 10), (1, 0)):
-        with pytest.raises(BudgetError):
-            direct(found, n=n, tries=tries)
 
 
 # baselines

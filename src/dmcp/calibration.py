@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,17 +12,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dmcp.batches import check_yields, device_of, input_of, on_device, size_of, widest
 from dmcp.errors import DataError
-from dmcp.modules import call_model, check_function, check_module, kept_modes
+from dmcp.modules import call_model, check_module, kept_modes
 from dmcp.runtime.distributed import World, current, sum_values
 
-GATED = "lambda x: net(x, gates)"  # what such a function looks like
 Forward = Callable[[Any], Any]  # what runs the network on one input
 
 
-def recalibrate(
-    model: nn.Module, loader: Iterable[Any], batches: int | None = None, forward: Forward | None = None
-) -> None:
-    """Set the running statistics of every BatchNorm to those of the first `batches` batches (None: all of them).
+def recalibrate(model: nn.Module, loader: Iterable[Any], forward: Forward | None = None) -> None:
+    """Set the running statistics of every BatchNorm to those of all batches.
 
     Mean and variance are those of all samples together, however they were batched. Only the BatchNorms run in train
     mode, so dropout stays off; frozen ones are renewed, too. `forward` runs a sub-network of a supernet, with net.model
@@ -32,9 +28,6 @@ def recalibrate(
     """
     check_module(model)
     check_yields(loader)
-    check_function("forward", forward, GATED)
-    if batches is not None and (type(batches) is not int or batches < 1):
-        raise DataError(f"batches must be an int of at least 1, or None for all of them, not {batches!r}.")
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.running_mean is not None]
     pooled = {norm: _Pooled(norm) for norm in norms}
     run = forward or (lambda x: call_model(model, x))
@@ -48,12 +41,11 @@ def recalibrate(
             norm.training = True  # not by train(), which people override in norms that are to stay in eval mode
             norm.momentum = 1.0  # the running statistics are then those of this call
             statistics.begin()
-        seen = 0
-        for batch in itertools.islice(loader, batches):
-            seen += 1
+        batch = None
+        for batch in loader:
             if size_of(batch):  # of a small last batch some ranks have no part
                 run(on_device(input_of(batch), device))
-        if not seen:
+        if batch is None:
             raise DataError("Calibration needs at least one batch, and the loader gave none.")
         for statistics in pooled.values():
             statistics.accept(current())

@@ -97,12 +97,6 @@ def check(settings: Any, error: type[DmcpError] = TrainingError) -> None:
             if value not in list(enum):
                 raise error(f"{it.name} must be one of {', '.join(enum)}, not {value!r}.")
             object.__setattr__(settings, it.name, enum(value))
-        elif kind == "bool" and not isinstance(value, bool):
-            raise error(f"{it.name} must be True or False, not {value!r}.")
-        elif kind == "str" and not isinstance(value, str):
-            raise error(f"{it.name} must be a text, not {value!r}.")
-        elif kind.startswith("tuple[str") and not all(isinstance(text, str) for text in value):
-            raise error(f"{it.name} must be texts, not {value!r}.")
         elif kind == "Bound":
             numbers = list(value.values()) if isinstance(value, Mapping) else [value]
             if any(type(number) is not int or number < 1 for number in numbers):

@@ -11,31 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from dmcp.batches import Loader, device_of, input_of, length_of, size_of
+from dmcp.batches import Loader, device_of, length_of, size_of
 from dmcp.budget import Budget, check_reachable, constant_alpha, front_alphas, parse
-from dmcp.checkpoint import (
-    DONE,
-    Checkpointer,
-    ResumableIterator,
-    State,
-    random_state,
-    seeded,
-    set_random_state,
-)
+from dmcp.checkpoint import DONE, ResumableIterator, State, seeded
 from dmcp.errors import TrainingError, WidthsError
 from dmcp.losses import classification_loss, warn_of_distillation
 from dmcp.markov import CERTAIN, group_sizes, merged, process_of
-from dmcp.modules import check_kind
-from dmcp.preflight import check_input
 from dmcp.progress import phase, shown
-from dmcp.runtime.distributed import World, current, share_tensors, sum_values
-from dmcp.runtime.engine import ResolvedEngine, check_graphs, is_depthwise, is_narrow
-from dmcp.searching.config import Log, SearchRecord, SearchResult, Step, as_record, extremes
+from dmcp.runtime.distributed import current, share_tensors, sum_values
+from dmcp.runtime.engine import ResolvedEngine
+from dmcp.searching.config import SearchRecord, SearchResult, Step, as_record, extremes
 from dmcp.searching.steps import ArchRecord, Setup, Steps, arch_gradient, as_loss
 from dmcp.searching.subnets import Chains, chains, sort_channels
 from dmcp.settings import Engine, Init, Precision, Sampling, SearchConfig
 from dmcp.supernet import Supernet
-from dmcp.training import Runtime, Task, check_trainable, cosine
+from dmcp.training import Log, Runtime, Task, check_trainable, cosine, resume
 
 SEARCH = "search"  # the stage of its events
 LARGE = 100_000_000  # MACs of one sample from which a network is a large one
@@ -56,47 +46,36 @@ def search(
     `arch_loader` gives the alphas batches of their own. The same supernet, data, settings and device end in the same
     bits; the random state of torch is left as it was.
     """
-    if not isinstance(net, Supernet):
-        raise TrainingError(f"A search needs a dmcp.Supernet(model, graph), not a {type(net).__name__}.")
-    check_kind("config", config, SearchConfig, TrainingError)
-    check_graphs(runtime.engine, task.optimizer)
     if arch_loader is not None and not config.task_loss:
         raise TrainingError("With task_loss=False the alphas see no data: leave arch_loader out.")
-    _prepare(net, config)
-    world, device = current(), device_of(net)
+    world, device, checkpointer = current(), device_of(net), runtime.checkpointer
     if task.loss is not None and config.distill and (config.warmup_epochs or config.train_weights) and world.first:
         warn_of_distillation("The sub-networks learn from the full network's", "set distill=False in the SearchConfig")
-    resolved = (runtime.engine or Engine()).resolve(
-        device,
-        steps=config.epochs * -(-length_of(loader) // config.accumulate),
-        large=net.graph.macs() >= LARGE,
-        plain=task.loss is None and task.optimizer is None and world.size == 1,
-        narrow=is_narrow(net.model),
-        depthwise=is_depthwise(net.model),
-    )
+    steps = config.epochs * -(-length_of(loader) // config.accumulate)
+    resolved = runtime.resolve(net.model, task, steps, large=net.graph.macs() >= LARGE)
     with seeded(config.seed, device, world), resolved.running(net.model), uncounted(net.model):
         share_tensors([*net.model.parameters(), *net.model.buffers()], world)
         data = ResumableIterator(loader, resolved, world, config.accumulate)
         arch_data = data if arch_loader is None else ResumableIterator(arch_loader, resolved, world, config.accumulate)
         searcher = Searcher(net, config, data.per_epoch, task=task, engine=resolved)
         state = _state(searcher, [data] if arch_data is data else [data, arch_data])
-        log = Log(net, config.log_every, lambda record: runtime.emit(SEARCH, searcher.total, record), world)
-        begin, searcher.scale = _resume(runtime.checkpointer, state, log, searcher.warmup, world)
+        begin, facts, earlier = resume(checkpointer, state, world, searcher.warmup)
+        searcher.scale = facts.get("scale", 0.0)
+        read = lambda waiting: [step.read(world) for step in waiting]  # noqa: E731
+        log = Log(net, config.log_every, read, lambda record: runtime.emit(SEARCH, searcher.total, record))
+        log.begin([as_record(record) for record in earlier])
         with phase(runtime.name or SEARCH, searcher.total, begin) as log.show:
             for step in range(begin, searcher.total):
                 searcher.at, batches = step, data.next()
-                if step == begin:
-                    _check_first(net, batches)
                 trained = searcher.train_weights(batches)
                 moved = None
                 if searcher.moves_alphas:
                     moved = searcher.move_alphas(batches if arch_data is data else arch_data.next())
                 log.add(searcher.record(batches, trained, moved))
-                checkpointer = runtime.checkpointer
                 if checkpointer and (step + 1 == searcher.total or checkpointer.due(step + 1, world)):
                     log.flush()
-                    facts = {"scale": searcher.scale, DONE: step + 1 == searcher.total}
-                    checkpointer.save(step + 1, state, facts, world)
+                    done = {"scale": searcher.scale, DONE: step + 1 == searcher.total}
+                    checkpointer.save(step + 1, state, done, world)
             log.flush()
     found = replace(searcher.result(), log=tuple(log.records))
     runtime.emit(SEARCH, searcher.total, found)
@@ -160,8 +139,12 @@ class Searcher:
         """Of the same step: the loss of the soft network and of the budget, with a gradient of the alphas alone."""
         if not self.moves_alphas:
             raise TrainingError(f"Step {self.at} is in the warm-up: call arch_loss only if searcher.moves_alphas.")
-        loss, gradient = arch_gradient(self.setup, batch)
-        return as_loss(loss, [self.net.alpha], [gradient])
+        alpha = self.net.alpha
+        before, alpha.grad = alpha.grad, None
+        seen = arch_gradient(self.setup, [batch])
+        gradient, alpha.grad = alpha.grad, before
+        loss = self.config.budget_weight * seen.budget_loss
+        return as_loss(loss if seen.task_loss is None else loss + seen.task_loss, [alpha], [gradient])
 
     def result(self) -> SearchResult:
         """The distribution of widths so far."""
@@ -219,9 +202,9 @@ class Searcher:
         self, batches: list[Any], trained: tuple[float, Tensor] | None, moved: tuple[float, ArchRecord] | None
     ) -> Step:
         """What the current step saw, still on the device."""
-        (lr, losses), (alpha_lr, seen) = trained or (0.0, None), moved or (0.0, None)
-        samples = sum(map(size_of, batches))
-        return Step(self.at, self.at // self.per_epoch, samples, lr, losses, alpha_lr, seen)
+        (lr, losses), (alpha_lr, seen) = trained or (None, None), moved or (None, None)
+        record = SearchRecord(self.at, self.at // self.per_epoch, lr=lr, alpha_lr=alpha_lr)
+        return Step(record, sum(map(size_of, batches)), losses, seen)
 
     def _begin(self) -> None:
         if self.at + 1 == self.total:
@@ -249,16 +232,6 @@ def _state(searcher: Searcher, data: list[ResumableIterator]) -> State:
     return State(shared, own, [steps.weights, steps.alphas], [searcher.generator], data, net.alpha.device)
 
 
-def _resume(checkpointer: Checkpointer | None, state: State, log: Log, warmup: int, world: World) -> tuple[int, float]:
-    """The first step and the scale of the learning rate, from a checkpoint if there is one."""
-    saved = checkpointer.load(world) if checkpointer else None
-    if saved is None or checkpointer is None:
-        return 0, 0.0
-    state.restore(saved.tensors, [saved.step, max(0, saved.step - warmup)][: len(state.iterators)], world)
-    log.begin([as_record(record) for record in checkpointer.earlier(checkpointer.name) if record["step"] < saved.step])
-    return saved.step, saved.facts["scale"]
-
-
 # before the first step
 
 
@@ -276,21 +249,13 @@ def _prepare(net: Supernet, config: SearchConfig) -> tuple[Budget, Chains]:
 
 
 def reach(net: Supernet, config: SearchConfig) -> tuple[Budget, Chains]:
-    """The budget and the chains that can reach it; BudgetError if they cannot."""
+    """The budget and the chains that can reach it; BudgetError if they cannot, WidthsError if they have no choice."""
     found = chains(net, process_of(config.independent), config.min_channels, config.max_channels, config.align)
     budget = parse(config.budget, net.graph)
     check_reachable(budget, net.graph, *extremes(net.graph, found.sizes))
-    check_choice(found)
+    if not found.sizes[:, 1:].any():
+        raise WidthsError("There is nothing to search: no space has a second group; use more groups or other bounds.")
     return budget, found
-
-
-def check_choice(chains: Chains) -> None:
-    """Refuse chains that leave no choice."""
-    if not chains.sizes[:, 1:].any():
-        raise WidthsError(
-            "There is nothing to search: no space has a second group. Use more groups, a smaller align, or other "
-            "min_channels and max_channels."
-        )
 
 
 @torch.no_grad()
@@ -312,13 +277,6 @@ def _start(net: Supernet, chains: Chains, budget: Budget, config: SearchConfig) 
         case Init.GIVEN:
             pass
     net.alpha.masked_fill_(certain, CERTAIN)  # where they stay, without a gradient
-
-
-def _check_first(net: Supernet, batches: list[Any]) -> None:
-    """Refuse a forward that writes into its input; random numbers and statistics stay as they are."""
-    state = random_state(device_of(net))
-    check_input(net.model, input_of(batches[0]))
-    set_random_state(state, device_of(net))
 
 
 @contextlib.contextmanager
