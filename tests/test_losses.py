@@ -101,7 +101,7 @@ def test_labels_that_are_no_classes_are_refused_in_the_loss_and_in_the_test(labe
 
 @pytest.mark.parametrize("labels", [RIGHT + 2, RIGHT - 1])
 def test_labels_without_an_output_are_refused_in_the_loss_and_wrong_in_the_test(labels: Tensor) -> None:
-    with pytest.raises(DataError, match="the network has 3 outputs"):
+    with pytest.raises(IndexError):
         loss_of(labels)
     assert dmcp.evaluate(Echo(), [(SCORES, labels)]) == 0.25 * (labels == SCORES.argmax(dim=1)).sum()
 

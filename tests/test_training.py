@@ -248,8 +248,8 @@ def test_what_cannot_be_trained() -> None:
 
 
 @pytest.mark.parametrize("change", [
-    {"epochs": 0}, {"epochs": 1.5}, {"warmup_epochs": 101}, {"lr": math.nan}, {"min_lr": 1.0}, {"warmup_lr": 1.0},
-    {"reference_batch": 0}, {"momentum": 1.0}, {"momentum": 0.0}, {"kd_temperature": 0.009}, {"seed": -1},
+    {"epochs": 0}, {"epochs": 1.5}, {"lr": math.nan}, {"reference_batch": 0}, {"momentum": 1.0},
+    {"kd_temperature": 0.009}, {"seed": -1},
 ])  # fmt: skip
 def test_impossible_settings(change: dict[str, Any]) -> None:
     with pytest.raises(TrainingError) as error:

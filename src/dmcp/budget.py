@@ -188,28 +188,19 @@ def constant_alpha(
 
     certain: steps that are CERTAIN instead. (S, G-1) bool
     """
-    shape = (sizes.shape[0], sizes.shape[1] - 1)
-    fixed = torch.zeros(shape, dtype=torch.bool) if certain is None else certain.cpu()
-
-    def alphas(number: float) -> Tensor:
-        return torch.full(shape, number, dtype=torch.float64).masked_fill(fixed, CERTAIN)
-
-    return _largest(budget, graph, sizes.cpu(), process, alphas, (-_STEEP, _STEEP))
+    ones = torch.ones_like(sizes[:, 1:], dtype=torch.float64, device="cpu")
+    return _largest(budget, graph, sizes, process, certain, lambda number: number * ones, (-_STEEP, _STEEP))
 
 
 def front_alphas(budget: Budget, graph: ChannelGraph, sizes: Tensor, process: Process, certain: Tensor) -> Tensor:
     """Alphas that fall by 1 from group to group, through zero at the same share of every space. (S, G-1)
 
-    That share is the largest one whose expected cost is inside the budget. certain: steps that are CERTAIN instead.
+    That share is the largest one whose expected cost is inside the budget, with steps that are CERTAIN instead.
     """
-    sizes = sizes.cpu()
     middle = (sizes.cumsum(dim=1) - sizes / 2)[:, 1:] / sizes.sum(dim=1, keepdim=True)  # of each group, as a share
-    fall = (sizes > 0).sum(dim=1, keepdim=True)
-
-    def alphas(border: float) -> Tensor:
-        return (fall * (border - middle.double())).masked_fill(certain.cpu(), CERTAIN)
-
-    return alphas(_largest(budget, graph, sizes, process, alphas, (-1.0, 2.0)))
+    place, fall = middle.cpu().double(), (sizes > 0).sum(dim=1, keepdim=True).cpu()
+    border = _largest(budget, graph, sizes, process, certain, lambda border: fall * (border - place), (-1.0, 2.0))
+    return fall * (border - place)
 
 
 def _largest(
@@ -217,14 +208,17 @@ def _largest(
     graph: ChannelGraph,
     sizes: Tensor,
     process: Process,
+    certain: Tensor | None,
     alphas: Callable[[float], Tensor],
     ends: tuple[float, float],
 ) -> float:
     """The largest number between two ends whose alphas cost no more than the budget; on the CPU, in float64."""
     low, high = ends
+    fixed = torch.tensor(False) if certain is None else certain.cpu()
 
     def too_much(number: float) -> bool:
-        return ratios(budget, graph, process.marginals(alphas(number)), sizes, process).max().item() > 1
+        chances = process.marginals(alphas(number).masked_fill(fixed, CERTAIN))
+        return ratios(budget, graph, chances, sizes.cpu(), process).max().item() > 1
 
     if too_much(low) or not too_much(high):
         return low if too_much(low) else high

@@ -161,14 +161,10 @@ class SearchConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.min_lr > self.lr or self.alpha_min_lr > self.alpha_lr:
-            raise TrainingError("A learning rate falls: min_lr must not be above lr, nor alpha_min_lr above alpha_lr.")
         if self.warmup_epochs == self.epochs:
             raise TrainingError(
                 f"A warm-up of {self.warmup:.0%} leaves none of {self.epochs} epochs for the alphas: lower warmup."
             )
-        if not self.task_loss and self.budget_weight == 0:
-            raise TrainingError("Nothing moves the alphas: set task_loss=True or a budget_weight above 0.")
 
     @property
     def warmup_epochs(self) -> int:
@@ -199,12 +195,6 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.warmup_epochs > self.epochs or max(self.min_lr, self.warmup_lr) > self.lr:
-            raise TrainingError(
-                f"warmup_epochs must not be above epochs ({self.epochs}), nor min_lr or warmup_lr above lr ({self.lr})."
-            )
-        if self.nesterov and not self.momentum:
-            raise TrainingError("nesterov needs a momentum: set nesterov=False or momentum above 0.")
 
 
 PAPER: dict[str, dict[str, Any]] = {  # what the paper names and the defaults have otherwise
@@ -318,10 +308,12 @@ def middle(budgets: Sequence[int | float | str | Budget]) -> int | float | str |
 
     Where they differ by their numbers only, they are ordered by them; else they count as ordered.
     """
-    texts = {it: str(getattr(it, "text", it)) for it in budgets}
-    numbers = {it: re.findall(r"\d+(?:\.\d+)?", text) for it, text in texts.items()}
-    if len({re.sub(r"[\d.]", "", text) for text in texts.values()}) == 1 and all(numbers.values()):
-        budgets = sorted(budgets, key=lambda it: [*map(float, numbers[it])])
+    texts = [str(getattr(it, "text", it)).lower() for it in budgets]
+    scales = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+    number = r"(\d+(?:\.\d+)?)([kmg]?)(?!s)"  # the m of ms is none
+    sizes = [[float(it) * scales[unit] for it, unit in re.findall(number, text)] for text in texts]
+    if len({re.sub(number, "", text) for text in texts}) == 1 and all(sizes):
+        budgets = [budgets[place] for place in sorted(range(len(budgets)), key=sizes.__getitem__)]
     return budgets[(len(budgets) - 1) // 2]
 
 

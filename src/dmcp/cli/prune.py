@@ -256,6 +256,8 @@ def check_reachable(job: Job, resume: str = "") -> Job:
     """Refuse a budget that cannot be reached before anything is written; for one of latency, measure first."""
     config, kept = job.config, Path(resume) / LATENCY_FILE
     assert config.search is not None
+    if config.train is not None and config.teacher != AUTO:
+        Retraining(config.train, config.retrain, _teacher(config, job))  # refuses a teacher that is of no use
     file = kept if resume and kept.exists() else Path(config.latency) if config.latency else None
     if any(map(limits_latency, _specs(config))) or file:
         job = _with_latency(job, file)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from dmcp.progress import phase, shown
 from dmcp.runtime.distributed import current, share_tensors, sum_values
 from dmcp.runtime.engine import ResolvedEngine
 from dmcp.searching.config import SearchRecord, SearchResult, Step, as_record, extremes
-from dmcp.searching.steps import ArchRecord, Setup, Steps, arch_gradient, as_loss
+from dmcp.searching.steps import Setup, Steps, arch_gradient, as_loss
 from dmcp.searching.subnets import Chains, chains, sort_channels
 from dmcp.settings import Engine, Init, Precision, Sampling, SearchConfig
 from dmcp.supernet import Supernet
@@ -67,11 +67,7 @@ def search(
         with phase(runtime.name or SEARCH, searcher.total, begin) as log.show:
             for step in range(begin, searcher.total):
                 searcher.at, batches = step, data.next()
-                trained = searcher.train_weights(batches)
-                moved = None
-                if searcher.moves_alphas:
-                    moved = searcher.move_alphas(batches if arch_data is data else arch_data.next())
-                log.add(searcher.record(batches, trained, moved))
+                log.add(searcher.run(batches, None if arch_data is data else arch_data.next))
                 if checkpointer and (step + 1 == searcher.total or checkpointer.due(step + 1, world)):
                     log.flush()
                     done = {"scale": searcher.scale, DONE: step + 1 == searcher.total}
@@ -121,9 +117,7 @@ class Searcher:
     def step(self, batch: Any, arch_batch: Any = None) -> SearchRecord:
         """Train the weights and, after the warm-up, move the alphas, as the settings say."""
         self._begin()
-        trained = self.train_weights([batch])
-        moved = self.move_alphas([batch if arch_batch is None else arch_batch]) if self.moves_alphas else None
-        return self.record([batch], trained, moved).read(self.world)
+        return self.run([batch], None if arch_batch is None else lambda: [arch_batch]).read(self.world)
 
     def weight_loss(self, batch: Any) -> Tensor:
         """Begin a step: the summed losses of the largest, the smallest and some sampled sub-networks."""
@@ -160,51 +154,33 @@ class Searcher:
 
     def state_dict(self) -> dict[str, Any]:
         """All that a search needs to go on, except for the data."""
-        return {
-            "net": self.net.state_dict(),
-            "narrow": self.steps.narrow_buffers(),
-            "optimizers": [it.state_dict() for it in (self.steps.weights, self.steps.alphas)],
-            "generator": self.generator.get_state(),
-            "at": self.at,
-            "scale": self.scale,
-        }
+        tensors = _state(self, []).collect(self.world)
+        return {"tensors": tensors, "at": self.at, "scale": self.scale}
 
-    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a searcher with the same settings was."""
-        self.net.load_state_dict(state["net"])
-        for name, buffer in self.steps.narrow_buffers().items():
-            buffer.copy_(state["narrow"][name])
-        for optimizer, own in zip((self.steps.weights, self.steps.alphas), state["optimizers"], strict=True):
-            optimizer.load_state_dict(own)
-        self.generator.set_state(state["generator"])
+        _state(self, []).restore(state["tensors"], [], self.world)
         self.at, self.scale = state["at"], state["scale"]
 
-    def train_weights(self, batches: list[Any]) -> tuple[float, Tensor] | None:
-        """Stage 1 of the current step; its learning rate and losses, or None where the weights stay."""
-        config = self.config
-        if self.moves_alphas and not config.train_weights:
-            return None
-        self.scale = (
-            self.scale
-            or int(sum_values(torch.tensor([sum(map(size_of, batches))]), self.world)) / config.reference_batch
-        )
-        lr = self.scale * cosine(self.at, self.total, config.lr, config.min_lr)
-        return lr, self.steps.train_weights(batches, self._sampling(), self.generator, lr)
-
-    def move_alphas(self, batches: list[Any]) -> tuple[float, ArchRecord]:
-        """Stage 2 of the current step; its learning rate and what it saw."""
-        at, total = self.at - self.warmup, self.total - self.warmup
-        lr = cosine(at, total, self.config.alpha_lr, self.config.alpha_min_lr)
-        return lr, self.steps.move_alphas(batches, lr, self.growth)
-
-    def record(
-        self, batches: list[Any], trained: tuple[float, Tensor] | None, moved: tuple[float, ArchRecord] | None
-    ) -> Step:
-        """What the current step saw, still on the device."""
-        (lr, losses), (alpha_lr, seen) = trained or (None, None), moved or (None, None)
-        record = SearchRecord(self.at, self.at // self.per_epoch, lr=lr, alpha_lr=alpha_lr)
-        return Step(record, sum(map(size_of, batches)), losses, seen)
+    def run(self, batches: list[Any], arch_batches: Callable[[], list[Any]] | None = None) -> Step:
+        """The current step: stage 1 where the weights move, and stage 2 after the warm-up."""
+        config, samples = self.config, sum(map(size_of, batches))
+        record, losses, seen = SearchRecord(self.at, self.at // self.per_epoch), None, None
+        if not self.moves_alphas or config.train_weights:
+            self.scale = self.scale or int(sum_values(torch.tensor([samples]), self.world)) / config.reference_batch
+            lr = self.scale * cosine(self.at, self.total, config.lr, config.min_lr)
+            losses, record = (
+                self.steps.train_weights(batches, self._sampling(), self.generator, lr),
+                replace(record, lr=lr),
+            )
+        if self.moves_alphas:
+            at, total = self.at - self.warmup, self.total - self.warmup
+            lr = cosine(at, total, config.alpha_lr, config.alpha_min_lr)
+            seen, record = (
+                self.steps.move_alphas(arch_batches() if arch_batches else batches, lr, self.growth),
+                replace(record, alpha_lr=lr),
+            )
+        return Step(record, samples, losses, seen)
 
     def _begin(self) -> None:
         if self.at + 1 == self.total:
