@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmcp
 from dmcp.errors import WidthsError
-from dmcp.markov import group_sizes
 from dmcp.supernet import Narrow
 
 X = sample(Chain.SHAPE)
@@ -113,20 +112,6 @@ def test_soft_gates_are_gate_layers(toy: Any, training: bool) -> None:
         assert wanted.count_nonzero() > wanted.numel() // 2
 
 
-def test_soft_gates_are_products_of_probabilities() -> None:
-    net = made()
-    expected: list[float] = []
-    for row, space in enumerate(net.graph.spaces):
-        chance = 1.0
-        for step, size in enumerate(group_sizes(space.size, 4, 1)):
-            chance *= torch.sigmoid(net.alpha[row, step - 1]).item() if step else 1
-            expected += [chance] * size
-    torch.testing.assert_close(net.soft(), torch.tensor(expected, dtype=torch.float64))
-    with torch.no_grad():
-        net.alpha.fill_(-1e4)
-    assert net.soft().tolist() == net.hard(net.min_widths).double().tolist()
-
-
 class Backwards(TorchDispatchMode):
     """Counts the backward passes of convolutions, and how many of them compute a weight gradient."""
 
@@ -138,18 +123,6 @@ class Backwards(TorchDispatchMode):
             self.convs += 1
             self.weight_gradients += bool(weight)
         return func(*args, **(kwargs or {}))
-
-
-def test_no_conv_weight_gradient_for_gates_alone() -> None:
-    net, x = made(Depthwise), sample(Depthwise.SHAPE)
-    convs = sum(isinstance(module, nn.Conv2d) for module in net.model.modules())
-    for trained in (True, False):
-        net.model.requires_grad_(trained)
-        loss = net(x, net.soft()).square().sum()
-        with Backwards() as backwards:
-            loss.backward()
-        assert backwards.convs > 0 and backwards.weight_gradients == (convs if trained else 0)
-    assert net.alpha.grad.count_nonzero() > 0
 
 
 # hard gates

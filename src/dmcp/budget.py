@@ -118,13 +118,6 @@ def show_cost(kind: str, amount: float) -> str:
     return show_ms(amount / FS_PER_MS) if kind == LATENCY else f"{amount:,.0f} {kind}"
 
 
-def show_limit(limit: Limit, amount: int) -> str:
-    """121,000 of 122,000; 65.54 kB of 66 kB."""
-    if limit.kind in (MEMORY, LATENCY):
-        return f"{show_cost(limit.kind, amount)} of {show_cost(limit.kind, limit.target)}"
-    return f"{amount:,} of {limit.target:,}"
-
-
 def check_reachable(budget: Budget, graph: ChannelGraph, low: Widths, high: Widths | None = None) -> None:
     """Refuse a target below the cost of the smallest widths, or above that of the largest (default: unpruned)."""
     least, most, full = costs(graph, low), costs(graph, high or graph.full), costs(graph, graph.full)

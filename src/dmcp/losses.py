@@ -25,20 +25,16 @@ MeanMetric = Callable[[Any, Any], tuple[Tensor, Any]]  # (output, batch) -> (sum
 class WholeMetric(Protocol):
     """A metric of a whole data set that is no mean over its samples, such as those of torchmetrics."""
 
-    def reset(self) -> Any:
-        """Forget all batches."""
+    def reset(self) -> Any: ...  # forget all batches
 
-    def update(self, output: Any, batch: Any) -> Any:
-        """See one batch."""
+    def update(self, output: Any, batch: Any) -> Any: ...  # see one batch
 
-    def compute(self) -> Any:
-        """One number about all batches since the last reset."""
+    def compute(self) -> Any: ...  # one number about all batches since the last reset
 
 
 Metric = MeanMetric | WholeMetric
 _METHODS = ("reset", "update", "compute")
 _IGNORED = -100  # labels that cross-entropy leaves out
-_NEAR = 1e-6  # how far, as a share, numbers of ranks may differ that have summed in another order
 
 
 class DistillationWarning(UserWarning):

@@ -174,18 +174,8 @@ def prune(
         warn_of_distillation("The pruned network learns from another one's", remedy)
     graph = _with_latency(model, graph, sample, specs, config, latency, runtime)
     others = _baselines(baselines, original=trained or own) - {method, UNIFORM if method == "l2" else ""}
-    work = _Work(
-        model=model,
-        graph=graph,
-        budgets=read_budgets(specs, graph, *reachable(graph, config)),
-        baselines=others,
-        method=method,
-        config=config,
-        how=how,
-        loaders=loaders,
-        task=task,
-        runtime=runtime,
-    ).identified()
+    budgets = read_budgets(specs, graph, *reachable(graph, config))
+    work = _Work(model, graph, budgets, others, method, config, how, loaders, task, runtime).identified()
     plan(work.phases(val_loader))
     before, nets, found = trained_before(model, ORIGINAL in others, guide, teacher), dict[str, nn.Module](), None
     if searches:
@@ -279,7 +269,7 @@ class _Chosen:
         return cut(self.choice.model, graph, self.choice.kept)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class _Work:
     """What is pruned, for which budgets and how; its methods are the parts of `prune` that take long."""
 

@@ -98,7 +98,11 @@ def weight_gradients(
                 learns = setup.config.distill and target
                 value = distillation_loss(output, target) if learns else loss_of(setup.loss, output, batch)
             share = size_of(batch) / samples
-            gradients, back = _add_gradients(gradients, back, value * share, weights, given, h)
+            inputs = [*weights, given] if given is not None and given.requires_grad else [*weights]
+            found = torch.autograd.grad(value * share, inputs, allow_unused=True)
+            gradients = _sums(gradients, found[: len(weights)])
+            back = _add_back(back, found[len(weights) :], h)
+            del found  # these are large
             losses.append(value.detach())
             target = target or [tensor.detach() for tensor in tensors_in(output)]
         if shared is not None and back is not None:
@@ -147,21 +151,6 @@ def as_loss(value: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Ten
     return total + (value - total).detach()
 
 
-def _add_gradients(
-    gradients: Sequence[Tensor | None],
-    back: Tensor | None,
-    value: Tensor,
-    weights: Sequence[Tensor],
-    given: Tensor | None,  # what came from the stem
-    h: Tensor | None,
-) -> tuple[list[Tensor | None], Tensor | None]:
-    """Earlier gradients plus those of one more loss, which are large and are freed at once."""
-    if given is None or not given.requires_grad:
-        return _sums(gradients, torch.autograd.grad(value, weights, allow_unused=True)), back
-    *found, gradient = torch.autograd.grad(value, [*weights, given], allow_unused=True)
-    return _sums(gradients, found), _add_back(back, gradient, h)
-
-
 def _sums(before: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Add gradients to earlier ones in one call; backward() would launch a kernel for each weight."""
     total: list[Tensor | None] = [old if new is None else new for old, new in zip(before, found, strict=True)]
@@ -174,16 +163,17 @@ def _sums(before: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> li
     return total
 
 
-def _add_back(before: Tensor | None, found: Tensor | None, h: Tensor | None) -> Tensor | None:
-    """Add one sub-network's gradient of the stem's output; it may cover only the first channels."""
-    if found is None or h is None:
+def _add_back(before: Tensor | None, found: Sequence[Tensor | None], h: Tensor | None) -> Tensor | None:
+    """Add one sub-network's gradient of the stem's output, if any; it may cover only the first channels."""
+    gradient = found[0] if found else None
+    if gradient is None or h is None:
         return before
-    if found.shape == h.shape:
-        return found if before is None else before + found
+    if gradient.shape == h.shape:
+        return gradient if before is None else before + gradient
     total = torch.zeros_like(h) if before is None else before
     if not any(total.is_contiguous(memory_format=it) for it in (torch.contiguous_format, torch.channels_last)):
         total = total.contiguous()  # of a sum, autograd gives one number for many places
-    total[:, : found.shape[1]] += found
+    total[:, : gradient.shape[1]] += gradient
     return total
 
 

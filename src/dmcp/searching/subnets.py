@@ -93,10 +93,9 @@ def sort_channels(net: Supernet) -> None:
         if importance is not None:
             order[space.name] = importance.argsort(descending=True, stable=True).tolist()
     ordered = narrow(net.model, net.graph.cuts(order), {})
-    for old, new in zip(net.model.parameters(), ordered.parameters(), strict=True):
+    before, after = ([*model.parameters(), *model.buffers()] for model in (net.model, ordered))
+    for old, new in zip(before, after, strict=True):
         old.copy_(new)
-    for old_buffer, new_buffer in zip(net.model.buffers(), ordered.buffers(), strict=True):
-        old_buffer.copy_(new_buffer)
 
 
 # the stem: first layers that no gate reaches, run once for all sub-networks of a step
