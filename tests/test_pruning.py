@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import warnings
@@ -15,7 +14,7 @@ import pytest
 import torch
 from nets import Residual, sample
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
@@ -32,7 +31,7 @@ from dmcp.searching.config import SearchRecord, extremes
 from dmcp.searching.search import reach
 from dmcp.settings import Retrain, SearchConfig, TrainConfig
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.training import StepRecord, evaluate
+from dmcp.training import StepRecord
 
 SEARCH = SearchConfig(budget="60%", epochs=2, groups=4)
 TRAIN = TrainConfig(epochs=1, reference_batch=None, lr=0.05, warmup_lr=0.05)
@@ -118,17 +117,6 @@ def test_the_test_set_is_used_once_everything_is_trained() -> None:
     assert [event.stage for event, _ in seen] == stages
 
 
-def test_the_original_network_is_tested_as_it_is() -> None:
-    model, graph = traced()
-    test = Noise(3)
-    original, pruned = prune(val_loader=test, retrain="finetune", baselines=["original"]).rows
-    assert (original.name, pruned.name) == (ORIGINAL, DMCP)
-    assert original.accuracy == evaluate(copy.deepcopy(model), test)
-    assert (original.macs, original.params) == (graph.macs(), graph.params())
-    assert [row.name for row in prune(retrain="finetune").rows] == [DMCP]  # this network is not trained
-    assert [row.name for row in prune(baselines=["original"]).rows] == [ORIGINAL, DMCP]
-
-
 @functools.cache
 def trained() -> tuple[nn.Module, ChannelGraph, list[Any]]:
     """A small trained network of digits, its graph and its loaders."""
@@ -170,11 +158,6 @@ class Once(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return self.samples
-
-
-def test_batches_that_come_once_are_all_tested() -> None:
-    for test in ((it for it in Noise(2)), DataLoader(Once(), 6)):
-        assert prune(val_loader=test).rows[0].samples == 12
 
 
 class Blurred(Residual):

@@ -42,7 +42,7 @@ class DistillationWarning(UserWarning):
 
 
 class MetricWarning(UserWarning):
-    """A metric that is no number, or labels that the network has no output for."""
+    """A metric that is no number."""
 
 
 def warn(text: str, category: type[Warning]) -> None:
@@ -98,8 +98,8 @@ def loss_of(loss: Loss, output: Any, batch: Any) -> Tensor:
         value = loss(output, batch)
     if not isinstance(value, Tensor) or value.ndim or (torch.is_grad_enabled() and not value.requires_grad):
         raise TrainingError(
-            f"A loss must return a tensor of one number with a gradient, not {value!r:.99}: return a mean over the "
-            "samples, and leave out .item(), .detach() and argmax."
+            f"A loss must return a tensor of one number with a gradient, not {getattr(value, 'shape', value)!r:.50}: "
+            "return a mean over the samples, and leave out .item(), .detach() and argmax."
         )
     return value
 

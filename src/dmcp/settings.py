@@ -230,7 +230,6 @@ _TRAINED_SEARCH: dict[str, Any] = {  # experiments/REPORT.md, "judge, second sit
     "sampling": Sampling.MIXED,
     "budget_weight": 1.0,
 }
-_TRAINED_TRAIN: dict[str, Any] = {"epochs": 20}
 _KEEPING = (Retrain.FINETUNE, Retrain.NONE)  # the weights that are there
 _SEARCH_IMAGES, _SEARCH_STEPS = 50_000, (150, 500)  # that a trained network sees in its search, in so many steps
 _TRAIN_IMAGES = 13_000_000  # that it sees at most in its fine-tuning
@@ -324,7 +323,7 @@ def default_search(budget: int | float | str | Budget, trained: bool) -> SearchC
 
 def default_training(retrain: Retrain, trained: bool) -> TrainConfig:
     """The usual settings of a training, whatever the data."""
-    return TrainConfig(**_TRAINED_TRAIN if trained and retrain in _KEEPING else {})
+    return TrainConfig(epochs=20) if trained and retrain in _KEEPING else TrainConfig()
 
 
 @dataclass(frozen=True, kw_only=True)

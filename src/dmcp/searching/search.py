@@ -95,7 +95,9 @@ class Searcher:
         engine: ResolvedEngine | None = None,  # default: as plain PyTorch runs it
     ) -> None:
         self.net, self.config, self.world = net, config, current()
-        self.budget, self.chain = _prepare(net, config)
+        if config.warmup_epochs or config.train_weights:
+            check_trainable(net.model)
+        self.budget, self.chain = reach(net, config)
         self.per_epoch = steps_per_epoch
         self.total, self.warmup = steps_per_epoch * config.epochs, steps_per_epoch * config.warmup_epochs
         self.at = -1  # number of the current step
@@ -142,15 +144,11 @@ class Searcher:
 
     def result(self) -> SearchResult:
         """The distribution of widths so far."""
-        return SearchResult(
-            alphas=self.net.alpha.detach().cpu().clone(),
-            sizes=self.chain.sizes.cpu(),
-            graph=self.net.graph,
-            budget=self.budget,
-            tolerance=self.config.tolerance,
-            align=self.config.align,
-            process=self.chain.process,
+        alphas, config = self.net.alpha.detach().cpu().clone(), self.config
+        found = SearchResult(
+            alphas, self.chain.sizes.cpu(), self.net.graph, self.budget, config.tolerance, config.align
         )
+        return replace(found, process=self.chain.process)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a search needs to go on, except for the data."""
@@ -165,21 +163,16 @@ class Searcher:
     def run(self, batches: list[Any], arch_batches: Callable[[], list[Any]] | None = None) -> Step:
         """The current step: stage 1 where the weights move, and stage 2 after the warm-up."""
         config, samples = self.config, sum(map(size_of, batches))
-        record, losses, seen = SearchRecord(self.at, self.at // self.per_epoch), None, None
+        lr, alpha_lr, losses, seen = None, None, None, None
         if not self.moves_alphas or config.train_weights:
             self.scale = self.scale or int(sum_values(torch.tensor([samples]), self.world)) / config.reference_batch
             lr = self.scale * cosine(self.at, self.total, config.lr, config.min_lr)
-            losses, record = (
-                self.steps.train_weights(batches, self._sampling(), self.generator, lr),
-                replace(record, lr=lr),
-            )
+            losses = self.steps.train_weights(batches, self._sampling(), self.generator, lr)
         if self.moves_alphas:
             at, total = self.at - self.warmup, self.total - self.warmup
-            lr = cosine(at, total, config.alpha_lr, config.alpha_min_lr)
-            seen, record = (
-                self.steps.move_alphas(arch_batches() if arch_batches else batches, lr, self.growth),
-                replace(record, alpha_lr=lr),
-            )
+            alpha_lr = cosine(at, total, config.alpha_lr, config.alpha_min_lr)
+            seen = self.steps.move_alphas(arch_batches() if arch_batches else batches, alpha_lr, self.growth)
+        record = SearchRecord(self.at, self.at // self.per_epoch, lr=lr, alpha_lr=alpha_lr)
         return Step(record, samples, losses, seen)
 
     def _begin(self) -> None:
@@ -211,21 +204,14 @@ def _state(searcher: Searcher, data: list[ResumableIterator]) -> State:
 # before the first step
 
 
-def _prepare(net: Supernet, config: SearchConfig) -> tuple[Budget, Chains]:
-    """The budget and the chains; an error if they, the supernet and the settings do not fit together."""
-    if config.warmup_epochs or config.train_weights:
-        check_trainable(net.model)
+def reach(net: Supernet, config: SearchConfig) -> tuple[Budget, Chains]:
+    """The budget and the chains of a supernet that can reach it; an error if they do not fit together."""
     wanted = [list(group_sizes(it.size, config.groups, it.step(config.align))) for it in net.graph.spaces]
     if [[size for size in row if size] for row in net.sizes.tolist()] != wanted:
         raise WidthsError(
             "The supernet has other groups than the settings: make it with "
             f"Supernet(model, graph, groups={config.groups}, align={config.align})."
         )
-    return reach(net, config)
-
-
-def reach(net: Supernet, config: SearchConfig) -> tuple[Budget, Chains]:
-    """The budget and the chains that can reach it; BudgetError if they cannot, WidthsError if they have no choice."""
     found = chains(net, process_of(config.independent), config.min_channels, config.max_channels, config.align)
     budget = parse(config.budget, net.graph)
     check_reachable(budget, net.graph, *extremes(net.graph, found.sizes))
