@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from dmcp.batches import labels_of, size_of, widest
 from dmcp.errors import DataError, DmcpError, TrainingError
 from dmcp.modules import tensors_in
-from dmcp.runtime.distributed import World, sum_values
+from dmcp.runtime.distributed import World, gather, sum_values
 
 Loss = Callable[[Any, Any], Tensor]  # (output, batch) -> scalar
 MeanMetric = Callable[[Any, Any], tuple[Tensor, Any]]  # (output, batch) -> (sum over the samples, their count)
@@ -211,7 +212,10 @@ def measure(metric: WholeMetric, pairs: Iterable[tuple[Any, Any]], world: World)
             metric.update(output, batch)
     _refuse_none(sum_values(torch.tensor(seen), world))
     with _noted("compute() of a metric and makes it a float"):
-        return float(metric.compute())
+        value = float(metric.compute())
+    if not all(math.isclose(value, it, rel_tol=1e-6) for it in gather(value, world) if not math.isnan(it)):
+        raise TrainingError("compute() of the metric gave other numbers on other ranks: it must gather from all.")
+    return value
 
 
 def mean(

@@ -177,7 +177,11 @@ def prune(
     budgets = read_budgets(specs, graph, *reachable(graph, config))
     work = _Work(model, graph, budgets, others, method, config, how, loaders, task, runtime).identified()
     plan(work.phases(val_loader))
-    before, nets, found = trained_before(model, ORIGINAL in others, guide, teacher), dict[str, nn.Module](), None
+    before, nets, found = (
+        trained_before(model, ORIGINAL in others, None if own else guide),
+        dict[str, nn.Module](),
+        None,
+    )
     if searches:
         found, chosen = work.search(sample, None if isinstance(latency, Latency) else latency)
     else:
@@ -291,9 +295,8 @@ class _Work:
         table, how = Latency.of(self.graph), self.how
         guide = how.teacher if isinstance(how.teacher, nn.Module) else None
         settings: dict[str, Any] = {"search": self.config, "train": how.config, "retrain": how.kind}
-        settings |= {"engine": self.runtime.engine or Engine(), "optimizer": self.task.optimizer is not None}
-        settings |= {"baselines": sorted(self.baselines), "arch_loader": self.loaders.arch is not None}
-        settings |= {"method": self.method, "budgets": [*self.budgets], "graph": self.graph.fingerprint}
+        settings |= {"engine": self.runtime.engine or Engine(), "method": self.method, "budgets": [*self.budgets]}
+        settings |= {"baselines": sorted(self.baselines), "graph": self.graph.fingerprint}
         settings |= {"latency": table and table.digest, "teacher": how.teacher if guide is None else TEACHER}
         weights, taught = unwrap(self.model).state_dict(), None if guide is None else guide.state_dict()
         identity = plain_settings(settings, weights, current(), taught)

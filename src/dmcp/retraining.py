@@ -209,13 +209,11 @@ def copied(teacher: nn.Module, device: torch.device) -> nn.Module:
     return net
 
 
-def trained_before(
-    model: nn.Module, original: bool, guide: nn.Module | None = None, teacher: nn.Module | str | None = None
-) -> dict[str, nn.Module]:
-    """Rows that are not trained here: the original model, and the guide, a copy of the teacher, if it costs as much."""
+def trained_before(model: nn.Module, original: bool, teacher: nn.Module | None = None) -> dict[str, nn.Module]:
+    """Rows that are not trained here: the original model, and a teacher of its own that costs as much."""
     found = {ORIGINAL: unwrap(model)} if original else {}
-    if guide is not None and not is_model(teacher, model) and fingerprint(guide) == fingerprint(unwrap(model)):
-        found[TEACHER] = guide
+    if teacher is not None and fingerprint(teacher) == fingerprint(unwrap(model)):
+        found[TEACHER] = teacher
     return found
 
 

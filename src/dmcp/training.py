@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -195,13 +194,10 @@ def train(
     world, device, checkpointer = current(), device_of(model), runtime.checkpointer
     large = sum(parameter.numel() for parameter in model.parameters()) >= _LARGE
     resolved = runtime.resolve(model, task, config.epochs * length_of(loader), large)
-    modes = [kept_modes(net) for net in (model, teacher) if net is not None]
-    with contextlib.ExitStack() as stack:
-        for context in (*modes, seeded(config.seed, device, world), resolved.running(model)):
-            stack.enter_context(context)
+    guides = nn.ModuleList([] if teacher is None else [teacher])
+    with kept_modes(model), kept_modes(guides), seeded(config.seed, device, world), resolved.running(model):
         model.train()
-        if teacher is not None:
-            teacher.eval()
+        guides.eval()
         share_tensors([*model.parameters(), *model.buffers()], world)
         usual = partial(sgd, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, device=device)
         optimizer = make_optimizer(task.optimizer or usual, parameter_groups(model, config.weight_decay))

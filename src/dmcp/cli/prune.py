@@ -155,9 +155,10 @@ def train(config: RunConfig, request: Request) -> None:
         assert config.train is not None
         kept, loader = _read_widths(config, job), job.loaders.train or job.loaders.search
         own = config.retrain is Retrain.FINETUNE or is_model(job.teacher, job.model)
-        before = trained_before(job.model, own and not job.new_head, job.teacher, job.teacher)
-        if job.teacher is not None and job.teacher is not job.model:
-            weigh_teacher(job.teacher, job.data.classes, job.test)
+        other = None if job.teacher is job.model else job.teacher
+        before = trained_before(job.model, own and not job.new_head, other)
+        if other is not None:
+            weigh_teacher(other, job.data.classes, job.test)
         how = Retraining(config.train, config.retrain, _teacher(config, job))
         keeps = config.retrain in (Retrain.FINETUNE, Retrain.NONE)
         start, cuts = job.model if keeps else job.fresh, {name: cut(job.model, graph, kept, by="l2")} if keeps else {}

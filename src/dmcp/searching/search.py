@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,8 +62,8 @@ def search(
         state = _state(searcher, [data] if arch_data is data else [data, arch_data])
         begin, facts, earlier = resume(checkpointer, state, world, searcher.warmup)
         searcher.scale = facts.get("scale", 0.0)
-        read = lambda waiting: [step.read(world) for step in waiting]  # noqa: E731
-        log = Log(net, config.log_every, read, lambda record: runtime.emit(SEARCH, searcher.total, record))
+        emit = partial(runtime.emit, SEARCH, searcher.total)
+        log = Log(net, config.log_every, lambda waiting: [step.read(world) for step in waiting], emit)
         log.begin([as_record(record) for record in earlier])
         with phase(runtime.name or SEARCH, searcher.total, begin) as log.show:
             for step in range(begin, searcher.total):
