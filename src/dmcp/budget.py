@@ -38,6 +38,10 @@ class Limit:
     kind: str  # one of KINDS
     target: int  # of memory: bytes; of latency: femtoseconds
 
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS or self.target < 1:
+            raise BudgetError(f"A limit is at least 1 of {', '.join(KINDS)}, not {self.target} of {self.kind}.")
+
 
 @dataclass(frozen=True)
 class Budget:
