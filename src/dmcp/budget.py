@@ -27,6 +27,7 @@ _UNITS = {"macs": _SCALES, "params": _SCALES, MEMORY: _SCALES | _BYTES, LATENCY:
 _PART = re.compile(
     r"(?:(?P<kind>[a-z]+):)?(?P<number>\d+(?:_\d+)*(?:\.\d+)?(?:e[+-]?\d{1,2})?)(?P<unit>%|[a-z]*)", re.ASCII
 )
+_MAX_TARGET = 10**18  # more than any network costs
 _STEEP = 10.0  # alphas beyond have a gradient near zero
 _HELP = 'write "50%", "211M", "params:2M", "memory:256kB", "8ms", "latency:50%", or several: "50%,params:2M"'
 
@@ -50,6 +51,10 @@ class Budget:
     limits: tuple[Limit, ...]
     text: str
 
+    def __post_init__(self) -> None:
+        if not self.limits:
+            raise BudgetError("A budget has at least one limit.")
+
 
 def parse(spec: int | float | str | Budget, graph: ChannelGraph) -> Budget:
     """Read a budget: an int (MACs), a float up to 1 (share of the full MACs), or a text.
@@ -71,12 +76,12 @@ def limits_latency(spec: object) -> bool:
     return bool(re.search(r"latency|\d *[mu]?s *(,|$)", str(spec).lower()))
 
 
-def known_limits(spec: object, graph: ChannelGraph) -> Budget:
+def known_limits(spec: object, graph: ChannelGraph) -> tuple[Limit, ...]:
     """The limits of a budget other than latency, which may not have been measured yet."""
     if isinstance(spec, Budget):
-        return Budget(tuple(limit for limit in spec.limits if limit.kind != LATENCY), spec.text)
+        return tuple(limit for limit in spec.limits if limit.kind != LATENCY)
     text, parts = _parts(spec)
-    return Budget(tuple(_limit(graph, text, *part) for part in parts if part[0] != LATENCY), text)
+    return tuple(_limit(graph, text, *part) for part in parts if part[0] != LATENCY)
 
 
 def _limit(graph: ChannelGraph, text: str, kind: str, number: Fraction, share: bool) -> Limit:
@@ -110,7 +115,7 @@ def _part(part: str, text: str) -> tuple[str, Fraction, bool]:
         units = {"%": Fraction(1, 100)} | ({"": 1} if share else {}) | _UNITS.get(kind, {})
         number *= units.get(unit, 0)
         counts = share or unit or number.denominator == 1  # neither half a MAC, nor 1.5 for 150%
-        if kind in KINDS and number > 0 and counts and not (kind == LATENCY and share and number > 1):
+        if kind in KINDS and 0 < number < _MAX_TARGET and counts and not (kind == LATENCY and share and number > 1):
             return kind, number, share
     raise BudgetError(f"The budget {text!r} cannot be read: {_HELP}.")
 

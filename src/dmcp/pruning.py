@@ -469,7 +469,8 @@ def time_networks(
 ) -> Latency:
     """A latency table between the smallest and the largest widths of a search that can reach its budget."""
     low, high = reachable(graph, settings)
-    check_reachable(known_limits(settings.budget, graph), graph, low, high)
+    if limits := known_limits(settings.budget, graph):
+        check_reachable(Budget(limits, str(getattr(settings.budget, "text", settings.budget))), graph, low, high)
     config = replace(config or LatencyConfig(), min_channels=low, max_channels=high, align=settings.align)
     return measure_latency(model, sample, graph, config, measure=measure)
 
