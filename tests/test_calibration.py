@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -46,8 +45,6 @@ def test_statistics_are_those_of_all_samples() -> None:
     recalibrate(net, batches)
     torch.testing.assert_close((net.first.running_mean, net.first.running_var), truth(batches))
     assert net.first.num_batches_tracked == 3
-    recalibrate(net, batches, batches=2)
-    torch.testing.assert_close(net.first.running_mean, truth(batches[:2])[0])
     for momentum in (1.0, None):  # the last batch alone, as in the authors' code, or all batches alike: both wrong
         norm = nn.BatchNorm2d(3, momentum=momentum)
         for (x,) in batches:
@@ -112,25 +109,16 @@ def test_a_sub_network_is_calibrated_like_the_cut_one() -> None:
 # norms of people's own
 
 
-def forced_eval(self: nn.BatchNorm2d, x: Tensor) -> Tensor:
-    """Frozen, whatever mode it is in."""
-    return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
-
-
 def uncounted(self: nn.BatchNorm2d, x: Tensor) -> Tensor:
     """Renewed, but it does not count batches."""
     mean, var, rate = self.running_mean, self.running_var, self.momentum
     return F.batch_norm(x, mean, var, self.weight, self.bias, self.training, rate or 0.0, self.eps)
 
 
-@pytest.mark.parametrize("forward", [forced_eval, uncounted])
-def test_norms_of_ones_own(forward: Any) -> None:
-    """One whose forward never renews its statistics keeps them; one that does not count batches is renewed."""
-    norm, batches = type("Own", (nn.BatchNorm2d,), {"forward": forward})(3), uneven()
+def test_norms_of_ones_own_that_do_not_count() -> None:
+    norm, batches = type("Own", (nn.BatchNorm2d,), {"forward": uncounted})(3), uneven()
     norm.running_mean.fill_(0.5)
     norm.running_var.fill_(4.0)
-    norm.num_batches_tracked.fill_(7)
     recalibrate(norm, batches)
-    wanted = (torch.full((3,), 0.5), torch.full((3,), 4.0)) if forward is forced_eval else truth(batches)
-    torch.testing.assert_close((norm.running_mean, norm.running_var), wanted)
-    assert norm.num_batches_tracked == 7 and norm.momentum == 0.1
+    torch.testing.assert_close((norm.running_mean, norm.running_var), truth(batches))
+    assert norm.momentum == 0.1

@@ -539,8 +539,6 @@ def test_prune_takes_a_table_or_a_graph_that_has_one() -> None:
     device.scale = lambda params: 1.0 if params == WHOLE else 3.0
     with pytest.warns(timing.LatencyWarning, match="more than the"):
         prune(budget="latency:60%", graph=with_latency(), latency=device)
-    with pytest.raises(BudgetError):
-        prune(budget="50%", latency=device)
 
 
 def test_an_interrupted_run_goes_on_with_the_same_numbers(tmp_path: Path) -> None:

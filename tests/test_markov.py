@@ -85,15 +85,6 @@ def test_group_sizes_by_hand(size: int, groups: int, align: int, sizes: tuple[in
     assert group_sizes(size, groups, align) == sizes
 
 
-def test_group_sizes_are_even() -> None:
-    for size, groups, align in itertools.product(range(1, 200), (1, 3, 10), (1, 3, 8)):
-        sizes = group_sizes(size, groups, align)
-        assert sum(sizes) == size and min(sizes) >= 1
-        assert min(groups, max(1, size // align)) <= len(sizes) <= min(groups, -(-size // align))
-        units = [-(-n // align) for n in sizes]
-        assert all(n % align == 0 for n in sizes[:-1]) and units == sorted(units) and units[-1] - units[0] <= 1
-
-
 @both
 def test_a_bounded_chain_is_the_clamped_chain(process: Process) -> None:
     lower, upper = torch.tensor([4, 3]), torch.tensor([7, 5])

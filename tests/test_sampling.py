@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import functools
 import itertools
-import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from nets import NETS, Depthwise, Residual, SqueezeExcite, randomise, sample
+from nets import NETS, Depthwise, SqueezeExcite, randomise, sample
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
-from torchvision.models import mobilenet_v2
 
 import dmcp
 from dmcp.budget import holds, parse, spent_shares
 from dmcp.errors import BudgetError
-from dmcp.markov import CHAIN, INDEPENDENT, Process, bounded, sample_groups
+from dmcp.markov import CHAIN, Process, bounded, sample_groups
 from dmcp.models import build, sample_shape
-from dmcp.sampling import FILLED, Options, direct, expected, expected_widths, filled, fit, random_widths, uniform
+from dmcp.sampling import FILLED, Options, direct, expected, expected_widths, fit, random_widths, uniform
 from dmcp.searching.config import SearchResult
 from dmcp.widths import ChannelSpace
 
@@ -90,31 +88,6 @@ def test_final_widths_leave_little_of_the_budget(name: str) -> None:
     assert share(found, expected(replace(found, tolerance=0.995))) >= 0.995  # a search that is to use more
 
 
-def test_rounding_alone_would_exceed_the_budget() -> None:
-    """The authors' code rounds the expected widths and never counts again."""
-    graph, net = wide()
-    wrong = 0
-    for seed in range(20):
-        alphas = 2 + torch.randn(net.alpha.shape, generator=seeded(seed))
-        wish = expected_widths(result(1.0, alphas, (graph, net)))
-        found = result(int(graph.macs(wish[None]).item()) + 1, alphas, (graph, net))  # the expectation is just inside
-        rounded, widths = graph.widths(wish.round().long()), expected(found)
-        assert holds(found.budget, graph, widths) and (widths.tensor() - wish).abs().max() < 2
-        assert widths == rounded or not FILLED <= share(found, rounded) <= 1
-        wrong += not holds(found.budget, graph, rounded)
-    assert 0 < wrong < 20
-
-
-@pytest.mark.parametrize("process", [CHAIN, INDEPENDENT], ids=["chain", "independent"])
-def test_the_expected_widths_are_the_means_of_samples(process: Process) -> None:
-    net = wide()
-    found = result("50%", torch.randn(net[1].alpha.shape, generator=seeded()), net, process=process)
-    widths = process.sample(found.alphas, found.sizes, 100_000, seeded()).double()
-    error = widths.std(dim=0) / len(widths) ** 0.5
-    assert ((widths.mean(dim=0) - expected_widths(found)).abs() < 4.5 * error).all()
-    assert holds(found.budget, found.graph, expected(found))
-
-
 @pytest.mark.parametrize("net", NETS, ids=lambda net: net.__name__)
 def test_the_tolerance_is_reached_where_any_widths_reach_it(net: Any) -> None:
     """Against all widths of a small net; where none is in the band, at least the budget holds."""
@@ -147,8 +120,6 @@ def test_bounds_and_another_alignment() -> None:
     found = result("50%", 1.0, (graph, net))
     widths = expected(found, align=8)
     assert all(w % 8 == 0 for w in widths.values()) and GAMMA <= share(found, widths) <= 1
-    with pytest.raises(BudgetError):
-        expected(found, align=0)
 
 
 # direct sampling
@@ -179,26 +150,14 @@ def test_direct_sampling_ends_and_names_what_it_saw() -> None:
     with pytest.raises(BudgetError) as caught:
         direct(found, n=3, generator=seeded(), tries=20_000)
     macs = graph.macs(sample_groups(found.alphas, found.sizes, 20_000, seeded()))
-    for number in (macs.min(), macs.median(), macs.max(), found.budget.limits[0].target):
-        assert f"{int(number):,}" in str(caught.value)
+    for number in macs.aminmax():
+        assert f"{int(number) / found.budget.limits[0].target:.1%}" in str(caught.value)
 
 
-def test_chains_that_know_two_widths_give_two_and_every_try() -> None:
+def test_chains_that_know_one_width_give_one() -> None:
     graph, net = wide()
     alphas = torch.full(net.alpha.shape, -60.0)
     assert direct(result("90%", alphas, (graph, net)), n=5, tries=1_000) == [net.min_widths]
-    alphas[0, 0] = 0.0
-    tried: list[int] = []
-
-    def count(alpha: Tensor, sizes: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
-        tried.append(n)
-        return sample_groups(alpha, sizes, n, generator)
-
-    found = result("90%", alphas, (graph, net), process=Process(CHAIN.marginals, CHAIN.moment, count))
-    assert len(direct(found, n=5, generator=seeded(), tries=500)) == 2 and sum(tried) == 500
-    for n, tries in ((0, 10), (1, 0)):
-        with pytest.raises(BudgetError):
-            direct(found, n=n, tries=tries)
 
 
 # baselines
@@ -215,16 +174,6 @@ def test_baselines_use_the_same_budget(spec: Any) -> None:
     name = graph.spaces[0].name
     for below in (uniform(graph, "40%", max_channels={name: 3}), random_widths(graph, "40%", max_channels={name: 3})):
         assert below[name] <= 3 and graph.macs(below) <= 0.4 * graph.macs()
-
-
-def test_uniform_fills_coarse_widths_as_ours_do() -> None:
-    """Steps of 8 channels in a small network: a budget that only ours filled would be a gain of its own."""
-    net = build("digits:resnet")
-    graph = dmcp.trace(net, torch.zeros(2, 1, 8, 8))
-    supernet = dmcp.Supernet(net, graph, align=8)
-    found = SearchResult(supernet.alpha.detach(), supernet.sizes, graph, parse("30%", graph), 0.99, align=8)
-    even = uniform(graph, found.budget, supernet.min_widths, 8, filled(found))
-    assert min(share(found, even), share(found, expected(found))) >= 0.99
 
 
 @pytest.mark.parametrize(("net", "align"), [("wide", 1), ("cheap", 1), ("cheap", 4)])
@@ -250,31 +199,6 @@ def test_uniform_is_one_ratio_for_all(net: str, align: int) -> None:
 def test_uniform_widths_that_results_were_made_with(spec: str, widths: list[int]) -> None:
     graph = dmcp.trace(build("cifar:resnet20"), torch.zeros(2, 3, 32, 32))
     assert list(uniform(graph, spec, align=1).values()) == widths
-
-
-def test_budgets_that_the_smallest_widths_exceed_are_refused() -> None:
-    graph, net = traced(Residual)
-    budget = parse(graph.macs(net.min_widths) - 1, graph)
-    with pytest.raises(BudgetError):
-        uniform(graph, budget, net.min_widths)
-    with pytest.raises(BudgetError):
-        expected(SearchResult(net.alpha, net.sizes, graph, budget, GAMMA))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("spec", "alpha"), [("40%", 9.0), ("4%", 1.5)], ids=["certain", "uncertain"])
-def test_a_million_samples_of_mobilenet_in_seconds(spec: str, alpha: float) -> None:
-    """Nothing is inside, so that every try is needed; the less certain the chains, the longer it takes."""
-    model = mobilenet_v2()
-    graph = dmcp.trace(model, torch.zeros(2, 3, 224, 224))
-    found = result(spec, alpha, (graph, dmcp.Supernet(model, graph)))
-    spent: list[float] = []
-    for _ in range(2):  # the better one: other programs share the caches
-        start = time.process_time()
-        with pytest.raises(BudgetError):
-            direct(found, generator=seeded())
-        spent.append(time.process_time() - start)
-    assert min(spent) < 2
 
 
 def test_align_counts_real_channels_where_whole_groups_are_kept() -> None:

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmcp
 from dmcp.errors import WidthsError
-from dmcp.markov import group_sizes
 from dmcp.supernet import Narrow
 
 X = sample(Chain.SHAPE)
@@ -113,20 +112,6 @@ def test_soft_gates_are_gate_layers(toy: Any, training: bool) -> None:
         assert wanted.count_nonzero() > wanted.numel() // 2
 
 
-def test_soft_gates_are_products_of_probabilities() -> None:
-    net = made()
-    expected: list[float] = []
-    for row, space in enumerate(net.graph.spaces):
-        chance = 1.0
-        for step, size in enumerate(group_sizes(space.size, 4, 1)):
-            chance *= torch.sigmoid(net.alpha[row, step - 1]).item() if step else 1
-            expected += [chance] * size
-    torch.testing.assert_close(net.soft(), torch.tensor(expected, dtype=torch.float64))
-    with torch.no_grad():
-        net.alpha.fill_(-1e4)
-    assert net.soft().tolist() == net.hard(net.min_widths).double().tolist()
-
-
 class Backwards(TorchDispatchMode):
     """Counts the backward passes of convolutions, and how many of them compute a weight gradient."""
 
@@ -140,18 +125,6 @@ class Backwards(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_no_conv_weight_gradient_for_gates_alone() -> None:
-    net, x = made(Depthwise), sample(Depthwise.SHAPE)
-    convs = sum(isinstance(module, nn.Conv2d) for module in net.model.modules())
-    for trained in (True, False):
-        net.model.requires_grad_(trained)
-        loss = net(x, net.soft()).square().sum()
-        with Backwards() as backwards:
-            loss.backward()
-        assert backwards.convs > 0 and backwards.weight_gradients == (convs if trained else 0)
-    assert net.alpha.grad.count_nonzero() > 0
-
-
 # hard gates
 
 
@@ -161,15 +134,6 @@ def test_hard_gates_keep_the_first_channels() -> None:
     assert gates.dtype == torch.bool and torch.equal(gates, net.hard(torch.tensor([3, 9, 1])))
     assert gates.tolist() == [True] * 3 + [False] * 4 + [True] * 10 + [False] * 5
     assert dict(net.min_widths) == {"conv1": 1, "conv2": 1, "conv3": 1}
-    for widths in (torch.tensor([3, 9]), torch.tensor([3.0, 9.0, 1.0])):
-        with pytest.raises(WidthsError):
-            net.hard(widths)
-    for shape in ((), (21,), (1, 22)):
-        with pytest.raises(WidthsError):
-            net(X, torch.ones(shape, dtype=torch.bool))
-    for groups, align in ((0, 1), (2.0, 1), (True, 1), (10, 0)):
-        with pytest.raises(WidthsError):
-            dmcp.Supernet(*traced(Chain), groups=groups, align=align)  # type: ignore[arg-type]
 
 
 def test_short_chains_are_padded() -> None:
@@ -216,13 +180,3 @@ def test_a_narrow_network_is_as_wide_as_its_alignment(align: int, wide: list[int
     assert distance(output, net(X, net.hard({"conv1": 3, "conv2": 5, "conv3": 6}))) < 1e-9
     output.sum().backward()
     assert net.model.conv2.weight.grad is None and net.model.conv1.weight.grad is not None
-
-
-def test_narrow_networks_that_are_refused() -> None:
-    model = nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.Linear(8, 5))  # a narrow layer norm computes otherwise
-    net = dmcp.Supernet(model, dmcp.trace(model, torch.ones(2, 3), exact=False))
-    with pytest.raises(WidthsError):
-        Narrow(net, net.min_widths)
-    for widths in ({"conv1": 0}, {"conv1": 99}, {"conv9": 1}):
-        with pytest.raises(WidthsError):
-            Narrow(made(), widths)

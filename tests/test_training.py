@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,8 +19,7 @@ from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, TrainingError
 from dmcp.losses import classification_loss, distillation_loss
 from dmcp.models import build
-from dmcp.runtime.engine import rate_shares
-from dmcp.settings import Engine, TrainConfig
+from dmcp.settings import Engine, SearchConfig, TrainConfig
 from dmcp.training import Runtime, Task, cosine, evaluate, learning_rate, parameter_groups, train
 
 SHORT = TrainConfig(epochs=1, lr=0.1, warmup_lr=0.02, reference_batch=None)
@@ -129,37 +129,20 @@ def test_own_loss_dict_batches_and_bfloat16() -> None:
     assert seen == [(7, torch.bfloat16)] and model.weight.dtype == torch.float32 and math.isfinite(record.loss)
 
 
-@pytest.mark.parametrize(("at", "back"), [(0, 0), (5, 4), (7, 6)])
+@pytest.mark.parametrize(("at", "back"), [(0, 0), (5, 4)])
 def test_a_nan_stops_and_keeps_the_last_good_state(at: int, back: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "_WINDOW", 2)
-    batches, config, states = some_batches(4), replace(SHORT, epochs=3), list[list[Tensor]]()
+    model, calls = tiny(), list[int]()
+    states = [tensors(model)]
 
-    def run(at: int, hear: Any) -> nn.Module:
-        model, calls = tiny(), list[int]()
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        calls.append(1)
+        return F.cross_entropy(output, batch[1]) * (math.nan if len(calls) == at + 1 else 1.0)
 
-        def loss(output: Tensor, batch: Any) -> Tensor:
-            calls.append(1)
-            return F.cross_entropy(output, batch[1]) * (math.nan if len(calls) == at + 1 else 1.0)
-
-        try:
-            train(model, batches, config, task=Task(loss=loss), runtime=Runtime(on_event=hear))
-        finally:
-            states.append(tensors(model))
-        return model
-
-    seen: list[Any] = []
-    with pytest.raises(TrainingError, match=rf"step {at} \(epoch {at // 4}, .*the loss is nan.*before step {back};"):
-        run(at, seen.append)
-    assert len(seen) == back
-
-    def stop(event: Any) -> None:  # the same steps again, ended by the caller instead
-        if event.record.step == back - 1:
-            raise KeyboardInterrupt
-
-    if back:
-        with pytest.raises(KeyboardInterrupt):
-            run(-1, stop)
-    assert same(states[0], states[1] if back else tensors(tiny()))
+    runtime = Runtime(on_event=lambda event: states.append(tensors(model)))
+    with pytest.raises(TrainingError, match=rf"step {at} \(epoch {at // 4}\).*the loss is nan.*before step {back};"):
+        train(model, some_batches(4), replace(SHORT, epochs=3), task=Task(loss=loss), runtime=runtime)
+    assert len(states) == back + 1 and same(tensors(model), states[-1])
 
 
 # teachers
@@ -186,46 +169,31 @@ def test_a_network_is_not_its_own_teacher() -> None:
     for teacher in (model, nn.Sequential(model)):
         with pytest.raises(TrainingError, match="in common"):
             train(model, some_batches(1), SHORT, teacher=teacher)
-    model[1].weight.requires_grad_(False)
-    teacher = nn.Sequential(nn.Flatten(), nn.Linear(64, 10, bias=False))
-    teacher[1].weight = model[1].weight  # what is not trained may be shared
-    assert train(model, some_batches(1), SHORT, teacher=teacher)
 
 
 # optimizers of one's own
 
 
-@pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
-def test_an_own_optimizer_has_the_schedule_of_the_settings_and_groups_their_ratios(as_tensor: bool) -> None:
+def test_an_own_optimizer_has_the_schedule_of_the_settings_and_groups_their_ratios() -> None:
     model, batches = tiny(dropout=0.0), some_batches()
-    twin, optimizers = copy.deepcopy(model).train(), list[torch.optim.Optimizer]()
+    twin = copy.deepcopy(model).train()
 
     def make(net: nn.Sequential) -> torch.optim.Optimizer:
         """The last layer ten times as fast as the rest."""
-        rates: list[Any] = [torch.tensor(it, dtype=torch.float64) if as_tensor else it for it in (0.5, 0.05)]
-        groups = [{"params": [*net[-1].parameters()], "lr": rates[0]}, {"params": [*net[:-1].parameters()]}]
-        optimizers.append(torch.optim.AdamW(groups, lr=rates[1], betas=(0.8, 0.9)))
-        return optimizers[-1]
+        groups = [{"params": [*net[-1].parameters()], "lr": 0.5}, {"params": [*net[:-1].parameters()]}]
+        return torch.optim.AdamW(groups, lr=0.05, betas=(0.8, 0.9))
 
     train(model, batches, SHORT, task=Task(optimizer=lambda groups: make(model)))
     by_hand = make(twin)
     for step, (x, y) in enumerate(batches):
         rate = learning_rate(step, len(batches), len(x), SHORT)
         for group, share in zip(by_hand.param_groups, (10, 1), strict=True):
-            group["lr"] = torch.tensor(share * rate, dtype=torch.float64) if as_tensor else share * rate
+            group["lr"] = share * rate
         F.cross_entropy(twin(x), y, label_smoothing=SHORT.label_smoothing).backward()
         by_hand.step()
         by_hand.zero_grad()
     for own, other in zip(tensors(model), tensors(twin), strict=True):
         torch.testing.assert_close(own, other)
-    for groups, usual, shares in (  # relative to the default rate; if no group has it, to the highest
-        ([{}, {}], {"lr": 9.0}, [1, 1]),
-        ([{"lr": 0.5}, {}], {"lr": 0.25}, [2, 1]),
-        ([{"lr": 0.25}, {"lr": 0.5}], {}, [0.5, 1]),
-        ([{"lr": 0.25}, {}], {"lr": 0.0}, [1, 0]),
-    ):
-        made = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], **it} for it in groups], **usual)
-        assert rate_shares(made) == shares
 
 
 # what is refused
@@ -236,14 +204,7 @@ def test_what_cannot_be_trained() -> None:
     calls: list[tuple[type[Exception], Any]] = [
         (TrainingError, lambda: train(net, [], SHORT)),
         (DataError, lambda: train(net, iter(batches), SHORT)),
-        (TrainingError, lambda: train(net, batches, {"epochs": 1})),  # type: ignore[arg-type]
         (TrainingError, lambda: train(tiny().requires_grad_(False), batches, SHORT)),
-        (TrainingError, lambda: train(tiny().to("meta"), batches, SHORT)),
-        (TrainingError, lambda: Runtime(engine="cpu")),  # type: ignore[arg-type]
-        (TrainingError, lambda: Runtime(checkpointer="a")),  # type: ignore[arg-type]
-        (TrainingError, lambda: Runtime(on_event=3)),  # type: ignore[arg-type]
-        (TrainingError, lambda: Task(loss=3)),  # type: ignore[arg-type]
-        (TrainingError, lambda: Task(metric="iou")),  # type: ignore[arg-type]
     ]
     losses = [lambda output, _: output, lambda output, _: output.sum().item(), lambda output, _: output.sum().detach()]
     calls += [(TrainingError, lambda it=it: train(net, batches, SHORT, task=Task(loss=it))) for it in losses]
@@ -255,15 +216,14 @@ def test_what_cannot_be_trained() -> None:
 
 
 @pytest.mark.parametrize("change", [
-    {"epochs": 0}, {"epochs": 1.5}, {"warmup_epochs": 101}, {"lr": 0.0}, {"lr": math.nan}, {"min_lr": 1.0},
-    {"warmup_lr": 1.0}, {"reference_batch": 0}, {"momentum": 1.0}, {"momentum": 0.0}, {"weight_decay": -1.0},
-    {"label_smoothing": 1.0}, {"kd_weight": 1.5}, {"kd_temperature": 0.009}, {"kd_temperature": math.nan}, {"seed": -1},
-    {"nesterov": "no"},
+    {"epochs": 0}, {"epochs": 1.5}, {"lr": math.nan}, {"reference_batch": 0}, {"momentum": 1.0}, {"seed": -1},
+    {"kd_temperature": 0.009}, {"sampling": "some"}, {"tolerance": 1.0}, {"warmup": 0.99},
 ])  # fmt: skip
 def test_impossible_settings(change: dict[str, Any]) -> None:
-    with pytest.raises(TrainingError) as error:
-        TrainConfig(**change)
-    assert next(iter(change)) in str(error.value)
+    (name,) = change
+    config: Any = TrainConfig if hasattr(TrainConfig, name) else partial(SearchConfig, budget="50%")
+    with pytest.raises(TrainingError, match=name):
+        config(**change)
 
 
 # the test
@@ -287,8 +247,6 @@ def test_evaluation_weighs_samples_not_batches() -> None:
     refused: list[tuple[type[Exception], Any]] = [
         (TrainingError, lambda: evaluate(model, [])),
         (DataError, lambda: evaluate(model, None)),  # type: ignore[arg-type]
-        (TrainingError, lambda: evaluate(model, loader, forward=3)),  # type: ignore[arg-type]
-        (TrainingError, lambda: evaluate(model, loader, precision="int8")),  # type: ignore[arg-type]
     ]
     for kind, call in refused:
         with pytest.raises(kind):

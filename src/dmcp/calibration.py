@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,28 +12,22 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dmcp.batches import check_yields, device_of, input_of, on_device, size_of, widest
 from dmcp.errors import DataError
-from dmcp.modules import call_model, check_function, check_module, kept_modes
+from dmcp.modules import call_model, check_module, kept_modes
 from dmcp.runtime.distributed import World, current, sum_values
 
-GATED = "lambda x: net(x, gates)"  # what such a function looks like
 Forward = Callable[[Any], Any]  # what runs the network on one input
 
 
-def recalibrate(
-    model: nn.Module, loader: Iterable[Any], batches: int | None = None, forward: Forward | None = None
-) -> None:
-    """Set the running statistics of every BatchNorm to those of the first `batches` batches (None: all of them).
+def recalibrate(model: nn.Module, loader: Iterable[Any], forward: Forward | None = None) -> None:
+    """Set the running statistics of every BatchNorm to those of all batches.
 
     Mean and variance are those of all samples together, however they were batched. Only the BatchNorms run in train
     mode, so dropout stays off; frozen ones are renewed, too. `forward` runs a sub-network of a supernet, with net.model
-    as the model: `lambda x: net(x, gates)`. Norms that do not run, or whose own forward never renews its statistics,
-    keep what they had; after an error all of them do. Norms of one's own must use `self.momentum`.
+    as the model: `lambda x: net(x, gates)`. Norms that do not run keep what they had; after an error all of them do.
+    Norms of one's own must use `self.momentum`.
     """
     check_module(model)
     check_yields(loader)
-    check_function("forward", forward, GATED)
-    if batches is not None and (type(batches) is not int or batches < 1):
-        raise DataError(f"batches must be an int of at least 1, or None for all of them, not {batches!r}.")
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.running_mean is not None]
     pooled = {norm: _Pooled(norm) for norm in norms}
     run = forward or (lambda x: call_model(model, x))
@@ -48,12 +41,11 @@ def recalibrate(
             norm.training = True  # not by train(), which people override in norms that are to stay in eval mode
             norm.momentum = 1.0  # the running statistics are then those of this call
             statistics.begin()
-        seen = 0
-        for batch in itertools.islice(loader, batches):
-            seen += 1
+        batch = None
+        for batch in loader:
             if size_of(batch):  # of a small last batch some ranks have no part
                 run(on_device(input_of(batch), device))
-        if not seen:
+        if batch is None:
             raise DataError("Calibration needs at least one batch, and the loader gave none.")
         for statistics in pooled.values():
             statistics.accept(current())
@@ -69,8 +61,6 @@ class _Pooled:
         self.calls = 0
         self.mean = torch.zeros_like(self.result[0], dtype=widest(self.result[0].device))
         self.squares = torch.zeros_like(self.mean)  # summed squared distances from the mean
-        self.before: list[Tensor] = []  # what the first call finds
-        self.renewed = torch.zeros((), dtype=torch.bool, device=self.mean.device)  # there: no call waits for it
 
     def _running(self) -> list[Tensor]:
         tensors = (self.norm.running_mean, self.norm.running_var, self.norm.num_batches_tracked)
@@ -80,7 +70,6 @@ class _Pooled:
         """Old values stay for a forward that reads them, but for NaN, since 0 x NaN is NaN; calls count from 0."""
         mean, var, *counter = self._running()
         self._put([mean.nan_to_num(), var.nan_to_num(), *map(torch.zeros_like, counter)])
-        self.before = [tensor.clone() for tensor in self._running()[:2]]
 
     def add(self, norm: nn.Module, inputs: tuple[Tensor, ...], output: object) -> None:
         """Forward hook: the running statistics are now those of this call's input."""
@@ -92,26 +81,17 @@ class _Pooled:
         self.squares += var * (more - 1) + gap.square() * (self.count * more / total)
         self.count = total
         self.calls += 1
-        for now, before in zip(self._running(), self.before, strict=False):
-            self.renewed |= (now != before).any()
 
     def accept(self, world: World) -> None:
-        """Make the pooled statistics of all ranks the result, if the norm's forward has renewed any.
-
-        It has if it counts batches, or if a call changed the statistics: norms of people's own need not count.
-        """
-        tracked = self.norm.num_batches_tracked
-        counted = tracked is not None and bool(tracked.item())
-        made = counted or bool(self.renewed.item())
+        """Make the pooled statistics of all ranks the result, if the norm ran."""
         if world.size > 1:
-            counts = self.mean.new_tensor([float(self.count), float(made)])
-            total, makers = sum_values(counts, world)
-            mean = sum_values(self.mean * counts[0], world) / total
-            self.squares = sum_values(self.squares + counts[0] * (self.mean - mean).square(), world)
-            self.mean, self.count, made = mean, int(total), bool(makers)
-        if self.count and made:
-            values = [self.mean, self.squares / max(self.count - 1, 1)]
-            values += [torch.tensor(self.calls)] if counted or not self.calls else self.result[2:]
+            count = self.mean.new_tensor(float(self.count))
+            total = sum_values(count, world)
+            mean = sum_values(self.mean * count, world) / total
+            self.squares = sum_values(self.squares + count * (self.mean - mean).square(), world)
+            self.mean, self.count = mean, int(total)
+        if self.count:
+            values = [self.mean, self.squares / max(self.count - 1, 1), torch.tensor(self.calls)]
             self.result = [value.to(old) for value, old in zip(values, self.result, strict=False)]
 
     def write(self) -> None:

@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -75,20 +74,16 @@ def _writes(part: nn.Module, place: Place) -> bool:
     return place.dim == 0 and len(set((place.rows[0] // each).tolist())) * each == place.rows.shape[1]
 
 
-_KNOWN: WeakKeyDictionary[ChannelGraph, list[list[Place]]] = WeakKeyDictionary()  # a graph never changes
-
-
+@functools.lru_cache(8)  # a graph never changes
 def _places(graph: ChannelGraph) -> list[list[Place]]:
-    """Of each space, every dim of every tensor that has its channels; found once for each graph."""
-    if graph not in _KNOWN:
-        found: list[list[Place]] = [[] for _ in graph.spaces]
-        sizes, channels = tuple(space.size for space in graph.spaces), graph.coupling.channels
-        for name, dims in graph.coupling.tensors.items():
-            for dim, layout in enumerate(dims):
-                for number, own in _rows(in_spaces(channels.resolve(layout), graph.space_numbers), sizes).items():
-                    found[number].append(Place(name, dim, own))
-        _KNOWN[graph] = found
-    return _KNOWN[graph]
+    """Of each space, every dim of every tensor that has its channels."""
+    found: list[list[Place]] = [[] for _ in graph.spaces]
+    sizes, channels = tuple(space.size for space in graph.spaces), graph.coupling.channels
+    for name, dims in graph.coupling.tensors.items():
+        for dim, layout in enumerate(dims):
+            for number, own in _rows(in_spaces(channels.resolve(layout), graph.space_numbers), sizes).items():
+                found[number].append(Place(name, dim, own))
+    return found
 
 
 @functools.lru_cache(64)  # many dims are alike, as those of a norm's tensors

@@ -8,7 +8,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, Protocol
 
 import torch
@@ -27,20 +26,16 @@ MeanMetric = Callable[[Any, Any], tuple[Tensor, Any]]  # (output, batch) -> (sum
 class WholeMetric(Protocol):
     """A metric of a whole data set that is no mean over its samples, such as those of torchmetrics."""
 
-    def reset(self) -> Any:
-        """Forget all batches."""
+    def reset(self) -> Any: ...  # forget all batches
 
-    def update(self, output: Any, batch: Any) -> Any:
-        """See one batch."""
+    def update(self, output: Any, batch: Any) -> Any: ...  # see one batch
 
-    def compute(self) -> Any:
-        """One number about all batches since the last reset."""
+    def compute(self) -> Any: ...  # one number about all batches since the last reset
 
 
 Metric = MeanMetric | WholeMetric
 _METHODS = ("reset", "update", "compute")
 _IGNORED = -100  # labels that cross-entropy leaves out
-_NEAR = 1e-6  # how far, as a share, numbers of ranks may differ that have summed in another order
 
 
 class DistillationWarning(UserWarning):
@@ -48,7 +43,7 @@ class DistillationWarning(UserWarning):
 
 
 class MetricWarning(UserWarning):
-    """A metric that is no number, or labels that the network has no output for."""
+    """A metric that is no number."""
 
 
 def warn(text: str, category: type[Warning]) -> None:
@@ -72,11 +67,7 @@ def classification_loss(label_smoothing: float = 0.0) -> Loss:
 
     def loss(output: Any, batch: Any) -> Tensor:
         scores, labels = _classes(output, batch)
-        try:
-            return F.cross_entropy(scores.float(), labels, label_smoothing=label_smoothing)
-        except IndexError:  # on the CPU
-            check_range(labels, scores.shape[1])
-            raise
+        return F.cross_entropy(scores.float(), labels, label_smoothing=label_smoothing)
 
     return loss
 
@@ -93,7 +84,7 @@ def distillation_loss(output: Any, target: Sequence[Tensor], temperature: float 
         shapes = " and ".join(str([tuple(tensor.shape) for tensor in part]) for part in (own, target))
         raise TrainingError(
             f"Distillation needs the same classes along dim 1 of all outputs, not {shapes}: set distill=False in the "
-            'SearchConfig, and take retrain="scratch" or "finetune" without a teacher.'
+            "SearchConfig, and leave the teacher out."
         )
     parts = []
     for mine, wanted in zip(own, target, strict=True):
@@ -107,10 +98,9 @@ def loss_of(loss: Loss, output: Any, batch: Any) -> Tensor:
     with _noted("loss(output, batch), such as lambda output, batch: cross_entropy(output, batch[1])"):
         value = loss(output, batch)
     if not isinstance(value, Tensor) or value.ndim or (torch.is_grad_enabled() and not value.requires_grad):
-        what = f"{_kind(value)}" + (" without one" if isinstance(value, Tensor) and not value.ndim else "")
         raise TrainingError(
-            f"A loss must return a tensor of one number with a gradient, not {what}: return a mean over the samples, "
-            "and leave out .item(), .detach() and argmax."
+            f"A loss must return a tensor of one number with a gradient, not {getattr(value, 'shape', value)!r:.50}: "
+            "return a mean over the samples, and leave out .item(), .detach() and argmax."
         )
     return value
 
@@ -124,8 +114,7 @@ def check_fit(labels: Tensor, shape: Sequence[int]) -> None:
     if labels.is_complex() or labels.shape != (shares if labels.is_floating_point() else numbers):
         raise DataError(
             f"The labels are {tuple(labels.shape)} of {labels.dtype}, the network gives {shares}: labels must be class "
-            f"numbers, integers of shape {numbers} (try labels.squeeze(1), .long() or .argmax(1)), or shares of "
-            f"classes, floats of shape {shares}; for anything else give your own loss and metric."
+            f"numbers, integers of shape {numbers}, or shares of classes, floats of shape {shares}."
         )
 
 
@@ -145,10 +134,7 @@ def _classes(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
     """Scores with classes along dim 1, and the labels: class numbers, or shares in the shape of the scores."""
     scores = scores_of(output)
     if scores is None or scores.ndim < 2:
-        raise TrainingError(
-            f"The network gives {_kind(output)}, not one tensor of classes along dim 1, nor .logits or ['out']: give "
-            "your own loss and metric."
-        )
+        raise TrainingError("The network gives no tensor of classes along dim 1: give your own loss and metric.")
     labels = labels_of(batch)
     check_fit(labels, scores.shape)
     return scores, labels if labels.is_floating_point() else labels.long()
@@ -174,102 +160,36 @@ class LowerIsBetter:
 
     metric: Metric
 
-    def __post_init__(self) -> None:
-        whole_of(self.metric)
-
     def __call__(self, output: Any, batch: Any) -> tuple[Tensor, int]:
         assert callable(self.metric)
         return self.metric(output, batch)
 
 
-def growing(metric: Metric) -> Metric:
-    """The metric as something that grows with quality: an error gets a minus."""
-    if not isinstance(metric, LowerIsBetter):
-        return metric
-    if (whole := whole_of(metric)) is not None:
-        return _Negative(whole)
+def top1(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """Correct answers and how many there are, of samples or of pixels, without those that the loss ignores.
 
-    def negative(output: Any, batch: Any) -> tuple[Tensor, int]:
-        total, count = metric(output, batch)
-        return -total, count
-
-    return negative
-
-
-class _Negative:
-    """A metric of a whole data set with a minus."""
-
-    def __init__(self, metric: WholeMetric) -> None:
-        self.reset, self.update, self.positive = metric.reset, metric.update, metric.compute
-
-    def compute(self) -> float:
-        return -plain_number(self.positive())
-
-
-def top1(output: Any, batch: Any) -> tuple[Tensor, int]:
-    """Correct answers and how many there are, of samples or of pixels; scores that are NaN are no answer."""
+    Scores that are NaN are no answer, and a label that the network has no output for counts as a wrong one.
+    """
     scores, labels = _classes(output, batch)
-    if labels.device.type == "cpu":  # elsewhere all would wait for it
-        _warn_of_range(labels, scores.shape[1])
-    return _right(scores, labels)
-
-
-def _right(scores: Tensor, labels: Tensor) -> tuple[Tensor, int]:
     found = scores.argmax(dim=1)
     if labels.is_floating_point():  # several classes may have the largest share
         right = labels.gather(1, found.unsqueeze(1)).squeeze(1) == labels.amax(dim=1)
+        ignored = torch.zeros_like(right)
     else:
-        right = found == labels
-    return (right & ~scores.isnan().any(dim=1)).sum(), right.numel()
-
-
-class Accuracy:
-    """`top1` of one test, without the labels that the loss ignores; it keeps which labels there were."""
-
-    def __init__(self) -> None:
-        self.answers = 0  # ignored ones among them
-        self.classes = 0
-        self.ends: list[Tensor] = []  # lowest and highest label of each batch, on the device: nothing waits for it
-
-    def __call__(self, output: Any, batch: Any) -> tuple[Tensor, Tensor]:
-        scores, labels = _classes(output, batch)
-        right, count = _right(scores, labels)
-        self.answers += count
-        self.classes = scores.shape[1]
-        ignored = labels == _IGNORED
-        if count and not labels.is_floating_point():
-            self.ends.append(torch.stack(labels.masked_fill(ignored, 0).aminmax()))
-        return right, count - ignored.sum()
-
-    def warn(self) -> None:
-        """Warn of labels that the network has no output for; an error would lose hours of work."""
-        if self.ends:
-            _warn_of_range(torch.stack(self.ends), self.classes)
-
-
-def _warn_of_range(labels: Tensor, classes: int) -> None:
-    try:
-        check_range(labels, classes)
-    except DataError as error:
-        warn(f"{error} Here it counts as a wrong answer.", MetricWarning)
+        right, ignored = found == labels, labels == _IGNORED
+    return (right & ~scores.isnan().any(dim=1)).sum(), right.numel() - ignored.sum()
 
 
 def whole_of(metric: Any) -> WholeMetric | None:
     """The object, if the metric is one of a whole data set; None for a function. What is neither is refused."""
     while isinstance(metric, LowerIsBetter):
         metric = metric.metric
-    there = [name for name in _METHODS if callable(getattr(metric, name, None))]
-    if len(there) == len(_METHODS) and not isinstance(metric, type):
-        found: WholeMetric = metric
-        return found
-    if callable(metric) and there in ([], ["reset"]):
-        return None
-    missing = f" without {' and '.join(name for name in _METHODS if name not in there)}()" if there else ""
-    what = f"the class {metric.__name__}" if isinstance(metric, type) else f"a {type(metric).__name__}{missing}"
-    raise TrainingError(
-        "metric must be a function (output, batch) -> (sum, count), or an object with reset(), update(output, batch) "
-        f"and compute(), not {what}."
-    )
+    if isinstance(metric, type) or (not callable(metric) and not all(hasattr(metric, it) for it in _METHODS)):
+        raise TrainingError(
+            "metric must be a function (output, batch) -> (sum, count), or an object with reset(), update(output, "
+            f"batch) and compute(), not {metric!r}."
+        )
+    return metric if all(hasattr(metric, it) for it in _METHODS) else None
 
 
 def check_metric(metric: Metric | None, world: World) -> None:
@@ -278,62 +198,41 @@ def check_metric(metric: Metric | None, world: World) -> None:
     if whole is not None and world.size > 1 and getattr(whole, "all_ranks", False) is not True:
         raise TrainingError(
             f"Each of {world.size} ranks sees a part of the samples only: let compute() of the metric gather from all "
-            "ranks, as torchmetrics does, and say so by all_ranks = True in its class; or give a metric that is a "
-            "function and returns (sum, count)."
+            "ranks, as torchmetrics does, and say so by all_ranks = True in its class."
         )
 
 
-def plain_number(value: Any) -> float:
-    """What compute() of a metric gave, if it is one number."""
-    match value:
-        case Tensor() if value.numel() == 1 and not value.is_complex():
-            return float(value)
-        case Real():
-            return float(value)
-    raise TrainingError(f"compute() of a metric must return a number or a tensor of one number, not {_kind(value)}.")
-
-
 def measure(metric: WholeMetric, pairs: Iterable[tuple[Any, Any]], world: World) -> float:
-    """The metric of all these outputs and batches, the same number on every rank."""
+    """The metric of all these outputs and batches; with several ranks its compute() gathers from all."""
     metric.reset()
     seen = 0
     for output, batch in pairs:
         seen += size_of(batch)
         with _noted("update(output, batch) of a metric"):
             metric.update(output, batch)
-    _refuse_none(sum_values(torch.tensor([seen]), world).item())
-    first, *others = gather(plain_number(metric.compute()), world)
-    if not all(
-        math.isclose(first, it, rel_tol=_NEAR, abs_tol=_NEAR**2) or (math.isnan(first) and math.isnan(it))
-        for it in others
-    ):
+    _refuse_none(sum_values(torch.tensor(seen), world))
+    with _noted("compute() of a metric and makes it a float"):
+        value = float(metric.compute())
+    if not all(math.isclose(value, it, rel_tol=1e-6) for it in gather(value, world) if not math.isnan(it)):
         raise TrainingError("compute() of the metric gave other numbers on other ranks: it must gather from all.")
-    return float(first)
+    return value
 
 
-def mean(metric: MeanMetric, pairs: Iterable[tuple[Any, Any]], device: torch.device, world: World) -> float:
-    """The mean of the metric over the samples of all these outputs and batches, and of all ranks."""
-    sums, count = [torch.zeros((), dtype=widest(device), device=device)], 0
+def mean(
+    metric: MeanMetric, pairs: Iterable[tuple[Any, Any]], device: torch.device, world: World
+) -> tuple[float, float]:
+    """The mean of the metric over the answers of all these outputs and batches, and of all ranks; their number."""
+    total = torch.zeros(2, dtype=widest(device), device=device)
     for output, batch in pairs:
-        with _noted("metric(output, batch)"):
-            found = metric(output, batch)
-        match found:
-            case Tensor(ndim=0) as value, Real() | Tensor(ndim=0) as samples:
-                sums.append(value.to(widest(device)))
-                count += samples  # type: ignore[assignment]
-            case _:
-                what = f"({', '.join(map(_kind, found))})" if isinstance(found, tuple | list) else _kind(found)
-                raise TrainingError(
-                    "A metric must return its sum over the samples, a tensor of one number, and how many samples there "
-                    f"are, not {what}."
-                )
-    total = torch.stack([torch.stack(sums).sum(), sums[0].new_tensor(float(count))])
-    summed, seen = sum_values(total, world).tolist()
-    _refuse_none(seen)
-    return float(summed / seen)
+        with _noted("metric(output, batch) -> (sum, count)"):
+            value, count = metric(output, batch)
+            total += torch.stack([torch.as_tensor(it, device=device).to(total) for it in (value, count)])
+    summed, answers = sum_values(total, world).tolist()
+    _refuse_none(answers)
+    return summed / answers, answers
 
 
-def _refuse_none(samples: float) -> None:
+def _refuse_none(samples: float | Tensor) -> None:
     if not samples:
         raise TrainingError("There is nothing to evaluate on: the loader gave no samples.")
 
@@ -348,7 +247,3 @@ def _noted(call: str) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"dmcp calls {call}, with the whole batch: see docs/api.md.")
         raise
-
-
-def _kind(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import length_hint
+from operator import length_hint, mul
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from dmcp.errors import BudgetError, DmcpError, TrainingError, WidthsError
 from dmcp.latency.measure import Measure, attach_latency, choose_once, measure_latency
 from dmcp.latency.table import Latency, Outcome
 from dmcp.losses import MetricWarning, warn, warn_of_distillation
-from dmcp.markov import group_sizes, process_of
-from dmcp.modules import check_function, check_kinds, unwrap
+from dmcp.markov import group_sizes
+from dmcp.modules import unwrap
 from dmcp.preflight import can_teach, classes_of, first_two, preflight
 from dmcp.progress import phase, plan, shown
 from dmcp.results import CUT, DMCP, ORIGINAL, TEACHER, UNIFORM, UNPRUNED, Row, compare, results_table, unknown
@@ -42,14 +42,14 @@ from dmcp.retraining import (
 from dmcp.runtime.distributed import current
 from dmcp.sampling import expected, filled, uniform
 from dmcp.searching import search as searching
-from dmcp.searching.config import SearchResult, bounds, extremes
+from dmcp.searching.config import SearchResult, bounds
 from dmcp.searching.search import SEARCH
-from dmcp.searching.subnets import chains, sort_channels
+from dmcp.searching.subnets import sort_channels
 from dmcp.settings import AUTO, Engine, LatencyConfig, Retrain, SearchConfig, TrainConfig, defaults, middle
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
-from dmcp.training import Runtime, Task, check_trainable
+from dmcp.training import Runtime, Task
 from dmcp.widths import Widths, fingerprint
 
 Spec = int | float | str | Budget  # a budget as it is written
@@ -63,6 +63,11 @@ class Loaders:
     search: Loader
     arch: Loader | None = None  # for the alphas, if other ones than for the weights
     train: Loader | None = None  # for the final training, if other ones than for the search
+
+    @property
+    def final(self) -> Loader:
+        """Those of the final training."""
+        return self.train or self.search
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,13 +132,9 @@ def prune(
         that `reinitialize` has no rule for. One batch of val_loader is tried before the first step.
     runtime: engine, checkpoints to resume from, and who hears of each step.
     """
-    check_kinds({"search": (search, SearchConfig), "train": (train, TrainConfig), "graph": (graph, ChannelGraph)})
-    kind, searches = _kind(retrain), check_method(method)
+    kind, searches, specs = Retrain(retrain), check_method(method), _specs(search, budget)
     loaders = loader if isinstance(loader, Loaders) else Loaders(search=loader)
-    measure = None if isinstance(latency, Latency) else latency
-    specs, fixed = _specs(search, budget), None if teacher == AUTO else teacher
-    how = Retraining(train or TrainConfig(), kind, fixed, strict=teacher != AUTO)
-    _check_measure(measure, specs)
+    Retraining(TrainConfig(), kind, None if teacher == AUTO else teacher)  # refuses a teacher that is of no use
     guide = copied(teacher, device_of(model)) if isinstance(teacher, nn.Module) else None
     matters = search is None or train is None or teacher == AUTO or kind is Retrain.FINETUNE or not searches
     example = preflight(
@@ -145,125 +146,57 @@ def prune(
         teacher=model if teacher == UNPRUNED else guide,
         slimmable=kind is Retrain.SLIMMABLE,
     )
-    sample = first_two(example)
+    sample, plain = first_two(example), loaders.search
     with phase("trace", 1) as traced:
         graph = graph or trace(model, sample)
         if graph.exact and searches:
             verify(model, graph, sample)  # what is cut will be what was searched
         traced(1)
-    if task.fresh is not None:
-        check_trainable(task.fresh)
-        if fingerprint(unwrap(task.fresh)) != graph.fingerprint:
-            raise WidthsError("fresh has another architecture than the model: build it as that was built.")
+    if task.fresh is not None and fingerprint(unwrap(task.fresh)) != graph.fingerprint:
+        raise WidthsError("fresh has another architecture than the model: build it as that was built.")
     trained = matters and is_trained(model, classes_of(model, sample), val_loader, task.metric)
     if teacher == AUTO:
         able = task.loss is None and kind in (Retrain.FINETUNE, Retrain.SCRATCH) and can_teach(model, sample)
         teacher = (model if trained else UNPRUNED) if able else None
         guide = copied(model, device_of(model)) if teacher is model else None
-    batch, plain = size_of((example,)) * current().size, loaders.search
+    own = is_model(teacher, model)
+    if guide is not None and not own and task.metric is None:
+        weigh_teacher(guide, classes_of(guide, sample), val_loader)
+    batch = size_of((example,)) * current().size
     sizes = {"images": length_of(plain) * batch, "batch": batch}
     usual = defaults(middle(specs), kind, trained=trained, own_loss=task.loss is not None, **sizes)
     if search is None and searches and usual.search_images:
         few = FewBatches(plain, -(-usual.search_images // batch))
         loaders = replace(loaders, search=few, train=loaders.train or plain)
-    config, how = search or usual.search, replace(how, config=train or usual.train, teacher=teacher)
-    _warn_of_scores(task, how)
-    own = is_model(teacher, model)
-    others = _baselines(baselines, original=trained or own) - {method}
-    others -= {UNIFORM} if method == "l2" else set()  # which is the same network
-    before = trained_before(model, ORIGINAL in others, guide, teacher)
-    worth = None
-    if guide is not None:
-        rival = None if own else before.get(ORIGINAL)
-        worth = weigh_teacher(guide, rival, classes_of(guide, sample), val_loader, task.metric)
-        how = replace(how, teacher=guide)
-    if isinstance(latency, Latency):
-        graph = latency.attach(graph)
-    elif timed := [spec for spec in specs if limits_latency(spec)]:
-        graph = _with_latency(model, graph, sample, replace(config, budget=timed[0]), measure, runtime)
-    low, high = reachable(graph, config)
-    budgets = read_budgets(specs, graph, low, high)
-    known = {"search": config, "train": how.config, "engine": runtime.engine or Engine(), "retrain": kind}
-    known |= {"baselines": sorted(others), "arch_loader": loaders.arch is not None, "method": method}
-    known |= {"budgets": [*budgets], "optimizer": task.optimizer is not None}
-    runtime = _identified(runtime, known, model, graph, how.teacher)
-
-    def named(row: str, name: str) -> str:
-        """The row of one of several budgets."""
-        return f"{row} {name}" if len(budgets) > 1 else row
-
-    both = (UNIFORM, method) if UNIFORM in others else (method,)
-    shares = {UNPRUNED: 1.0} if UNPRUNED in others or teacher == UNPRUNED else {}
-    shares |= {named(row, name): _share_of(it, graph) for name, it in budgets.items() for row in both}
-    plan(_phases(config if searches else None, how, loaders, shares, val_loader))
-
-    training: dict[str, Any] = {"loader": loaders.train or loaders.search, "task": task, "runtime": runtime}
-    work = _Work(graph, loaders, config, how.config, budgets, (low, high), task, runtime)
-    nets, source, found = dict[str, nn.Module](), unwrap(model), None
+    config, how = search or usual.search, Retraining(train or usual.train, kind, teacher if guide is None else guide)
+    if task.loss is not None and (teacher is not None or kind is Retrain.SLIMMABLE) and current().first:
+        remedy = 'leave the teacher out, and take retrain="scratch" or "finetune"'
+        warn_of_distillation("The pruned network learns from another one's", remedy)
+    graph = _with_latency(model, graph, sample, specs, config, latency, runtime)
+    others = _baselines(baselines, original=trained or own) - {method, UNIFORM if method == "l2" else ""}
+    budgets = read_budgets(specs, graph, *reachable(graph, config))
+    work = _Work(model, graph, budgets, others, method, config, how, loaders, task, runtime).identified()
+    plan(work.phases(val_loader))
+    before, nets, found = (
+        trained_before(model, ORIGINAL in others, None if own else guide),
+        dict[str, nn.Module](),
+        None,
+    )
     if searches:
-        found, chosen = work.search(model, sample, measure)
-        source = chosen[next(iter(budgets))].choice.model or source
+        found, chosen = work.search(sample, None if isinstance(latency, Latency) else latency)
     else:
-        ranks = find_method(method).start in (Start.TRAINED, Start.HELD_OUT)
-        if ranks and not trained and kind is Retrain.NONE:
-            warn(f"The network is not trained, so {method} ranks random weights.", UserWarning)
-        elif ranks and not trained:
-            nets = train_all(source, graph, {UNPRUNED: graph.full}, how=how, **training)
-            source = nets[UNPRUNED]
-            how = replace(how, teacher=source) if teacher == UNPRUNED else how
-        chosen = work.choose(method, source)
-
-    wanted = {UNPRUNED: graph.full} if UNPRUNED in others and not nets else {}
-    cuts, anew = dict[str, nn.Module](), kind in (Retrain.SCRATCH, Retrain.SLIMMABLE)
-    for name, it in chosen.items():
-        if UNIFORM in others:
-            limit = it.search.budget if it.search else budgets[name]
-            same = wanted[named(UNIFORM, name)] = uniform(graph, limit, low, config.align, filled(config), high)
-            cuts[named(UNIFORM, name)] = cut(source, graph, same, by="first" if searches else "l2")
-        wanted[named(method, name)] = it.choice.widths
-        cuts[named(method, name)] = it.cut(source, graph)
-        if trained and kind is Retrain.FINETUNE:
-            before[named(CUT, name)] = calibrated(it.cut(source, graph), plain)
-    weights = _untrained(model, task.fresh, graph, config.sort or not searches) if anew else source
-    nets |= train_all(weights, graph, wanted, how=how, cuts={} if anew else cuts, **training)
-    for name, it in chosen.items():
-        check_budget(nets[named(method, name)], it.choice.widths, graph, budgets[name])
-        wanted[named(CUT, name)] = it.choice.widths
-    rows = compare(before | nets, graph, wanted, val_loader, example, task=task, runtime=runtime)
+        nets, chosen = work.choose(trained)
+    if trained and kind is Retrain.FINETUNE:
+        before |= {work.row(CUT, name): calibrated(it.cut(graph), plain) for name, it in chosen.items()}
+    nets, widths = work.train(chosen, nets)
+    rows = compare(before | nets, graph, widths, val_loader, example, task=task, runtime=work.runtime)
     for text in unknown(rows):
         warn(f"{text}.", MetricWarning)
-    kd = (how.config.kd_weight, how.config.kd_temperature)
     earlier = "the weights of the search" if searches else "the weights that it kept"
-    text = origin(kind, who_teaches(teacher, model, worth), *kd, method, earlier)
-    results: dict[str, PruneResult] = {}
-    for name, it in chosen.items():
-        names = {named(row, name): row for row in (CUT, UNIFORM, method)} | {row: row for row in _COMMON}
-        mine = tuple(replace(row, name=names[row.name]) for row in rows if row.name in names)
-        small, searched = nets[named(method, name)], it.search and replace(it.search, budget=budgets[name])
-        results[name] = PruneResult(small, it.choice.widths, graph, searched, mine, budgets[name], text, it.latency)
+    text = origin(how, who_teaches(teacher, model), method, earlier)
+    results = work.results(chosen, nets, rows, text)
     first = next(iter(results.values()))
     return replace(first, rows=rows, front=results, search=found) if len(results) > 1 else first
-
-
-def _phases(
-    config: SearchConfig | None, how: Retraining, loaders: Loaders, sizes: Mapping[str, float], val_loader: Loader
-) -> Iterator[progress.Row]:
-    """Search, trainings and tests with the work of their steps; sizes: shares of the MACs that networks have."""
-    if config is not None:
-        per_epoch, work = -(-length_of(loaders.search) // config.accumulate), 0.75 * (2 + config.subnets) + 0.5
-        warmup = per_epoch * config.warmup_epochs
-        yield progress.Row(SEARCH, per_epoch * config.epochs, config.accumulate * work, warmup)
-    steps = how.config.epochs * length_of(loaders.train or loaders.search)
-    more = 1.0 if how.kind is Retrain.SLIMMABLE else 1 / 3 if how.teacher is not None else 0.0
-    for name, share in sizes.items() if how.kind is not Retrain.NONE else ():
-        learns = name != UNPRUNED or isinstance(how.teacher, nn.Module)
-        yield progress.Row(name, steps, share + more * learns)
-    yield progress.Row("test", length_hint(val_loader) * len(sizes), 1 / 3)
-
-
-def _share_of(budget: Budget, graph: ChannelGraph) -> float:
-    """The share of the MACs that a budget allows, or a guess."""
-    return next((it.target / graph.macs() for it in budget.limits if it.kind == "macs"), 0.5)
 
 
 # what was asked for
@@ -305,17 +238,11 @@ def check_method(name: str) -> bool:
     if name == DMCP:
         return True
     check_installed(name)
-    if find_method(name).own is Own.SLIMMABLE:
-        raise DmcpError(f'{name} is method="uniform" with retrain="slimmable": give these.')
-    if find_method(name).start is Start.SEARCHED:
-        raise DmcpError(f"{name} samples from a search that is done: dmcp search, then dmcp sample RUN --direct 5.")
+    if find_method(name).own is Own.SLIMMABLE or find_method(name).start is Start.SEARCHED:
+        raise DmcpError(
+            f'{name} is for dmcp compare: take "uniform" with retrain="slimmable", or dmcp sample --direct.'
+        )
     return False
-
-
-def _kind(retrain: Retrain | str) -> Retrain:
-    if retrain not in list(Retrain):
-        raise TrainingError(f"retrain must be one of {', '.join(Retrain)}, not {retrain!r}.")
-    return Retrain(retrain)
 
 
 def _baselines(wanted: bool | Collection[str], original: bool) -> set[str]:
@@ -327,50 +254,7 @@ def _baselines(wanted: bool | Collection[str], original: bool) -> set[str]:
     return set(wanted)
 
 
-def _check_measure(measure: Measure | None, specs: Sequence[Spec]) -> None:
-    check_function("latency", measure)
-    if measure is not None and not any(map(limits_latency, specs)):
-        raise BudgetError(f"latency is for budgets like '8ms', and this one is {str(specs[0])!r}: leave it out.")
-
-
-def _warn_of_scores(task: Task, how: Retraining) -> None:
-    """Warn that outputs are taken for class scores, though the loss is the user's own."""
-    if task.loss is None or not current().first:
-        return
-    if how.teacher is not None:
-        warn_of_distillation("With a teacher the pruned network learns from its", "leave the teacher out")
-    elif how.kind is Retrain.SLIMMABLE:
-        who = 'With retrain="slimmable" the pruned network learns from the unpruned one\'s'
-        warn_of_distillation(who, 'take retrain="scratch" or "finetune"')
-
-
-def _identified(
-    runtime: Runtime, settings: dict[str, Any], model: nn.Module, graph: ChannelGraph, teacher: nn.Module | str | None
-) -> Runtime:
-    """The same with checkpoints that refuse to go on with other settings, unless they have an identity already."""
-    if not runtime.checkpointer or runtime.checkpointer.identity:
-        return runtime
-    table, guide = Latency.of(graph), teacher if isinstance(teacher, nn.Module) else None
-    settings |= {"graph": graph.fingerprint, "latency": table and table.digest}
-    settings |= {"teacher": teacher if guide is None else TEACHER}
-    taught = None if guide is None else guide.state_dict()
-    identity = plain_settings(settings, unwrap(model).state_dict(), current(), taught)
-    return replace(runtime, checkpointer=replace(runtime.checkpointer, identity=identity))
-
-
-def _untrained(model: nn.Module, fresh: nn.Module | None, graph: ChannelGraph, ordered: bool) -> nn.Module:
-    """The model that networks to be trained from scratch are cut from; parameters that are frozen keep their values.
-
-    ordered: whether the search has ordered the channels, of which the first ones are kept.
-    """
-    if ordered and not all(parameter.requires_grad for parameter in model.parameters()):
-        net = Supernet(model, graph)
-        sort_channels(net)
-        model = net.model
-    return with_frozen(fresh or model, model)
-
-
-# widths for one budget
+# search, cut, train
 
 
 @dataclass(frozen=True, eq=False)
@@ -378,32 +262,73 @@ class _Chosen:
     """What is cut for one budget, and the search that it comes from."""
 
     choice: Choice
+    source: nn.Module  # the network that was looked at
     search: SearchResult | None = None  # with the limit of latency that was used
     latency: Outcome | None = None
 
-    def cut(self, source: nn.Module, graph: ChannelGraph) -> nn.Module:
+    def cut(self, graph: ChannelGraph) -> nn.Module:
         """The cut network with the weights that it keeps; those of the source where the method has no own."""
         if self.choice.model is None:
-            return cut(source, graph, self.choice.widths, by="l2")
+            return cut(self.source, graph, self.choice.widths, by="l2")
         return cut(self.choice.model, graph, self.choice.kept)
 
 
 @dataclass(frozen=True, eq=False)
 class _Work:
-    """What widths are chosen with."""
+    """What is pruned, for which budgets and how; its methods are the parts of `prune` that take long."""
 
+    model: nn.Module
     graph: ChannelGraph
-    loaders: Loaders
-    config: SearchConfig
-    recipe: TrainConfig
     budgets: Mapping[str, Budget]
-    bounds: tuple[Widths, Widths]
+    baselines: set[str]
+    method: str
+    config: SearchConfig
+    how: Retraining
+    loaders: Loaders
     task: Task
     runtime: Runtime
 
-    def search(self, model: nn.Module, sample: Any, measure: Measure | None) -> tuple[SearchResult, dict[str, _Chosen]]:
+    def identified(self) -> _Work:
+        """The same with checkpoints that refuse to go on with other settings, unless they have an identity already."""
+        if not self.runtime.checkpointer or self.runtime.checkpointer.identity:
+            return self
+        table, how = Latency.of(self.graph), self.how
+        guide = how.teacher if isinstance(how.teacher, nn.Module) else None
+        settings: dict[str, Any] = {"search": self.config, "train": how.config, "retrain": how.kind}
+        settings |= {"engine": self.runtime.engine or Engine(), "method": self.method, "budgets": [*self.budgets]}
+        settings |= {"baselines": sorted(self.baselines), "graph": self.graph.fingerprint}
+        settings |= {"latency": table and table.digest, "teacher": how.teacher if guide is None else TEACHER}
+        weights, taught = unwrap(self.model).state_dict(), None if guide is None else guide.state_dict()
+        identity = plain_settings(settings, weights, current(), taught)
+        checkpointer = replace(self.runtime.checkpointer, identity=identity)
+        return replace(self, runtime=replace(self.runtime, checkpointer=checkpointer))
+
+    def row(self, kind: str, name: str) -> str:
+        """The row of one of several budgets."""
+        return f"{kind} {name}" if len(self.budgets) > 1 else kind
+
+    def phases(self, val_loader: Loader) -> Iterator[progress.Row]:
+        """Search, trainings and tests with the work of their steps, which is in proportion to MACs."""
+        config, how = self.config, self.how
+        if self.method == DMCP:
+            per_epoch, work = -(-length_of(self.loaders.search) // config.accumulate), 0.75 * (2 + config.subnets) + 0.5
+            warmup = per_epoch * config.warmup_epochs
+            yield progress.Row(SEARCH, per_epoch * config.epochs, config.accumulate * work, warmup)
+        shares = {UNPRUNED: 1.0} if UNPRUNED in self.baselines or how.teacher == UNPRUNED else {}
+        for name, budget in self.budgets.items():
+            share = next((it.target / self.graph.macs() for it in budget.limits if it.kind == "macs"), 0.5)
+            kinds = (UNIFORM, self.method) if UNIFORM in self.baselines else (self.method,)
+            shares |= {self.row(kind, name): share for kind in kinds}
+        steps = how.config.epochs * length_of(self.loaders.final)
+        more = 1.0 if how.kind is Retrain.SLIMMABLE else 1 / 3 if how.teacher is not None else 0.0
+        for name, share in shares.items() if how.kind is not Retrain.NONE else ():
+            learns = name != UNPRUNED or isinstance(how.teacher, nn.Module)
+            yield progress.Row(name, steps, share + more * learns)
+        yield progress.Row("test", length_hint(val_loader) * len(shares), 1 / 3)
+
+    def search(self, sample: Any, measure: Measure | None) -> tuple[SearchResult, dict[str, _Chosen]]:
         """One search, and the expected widths for each budget, which may be another one than that of the search."""
-        net, stage = Supernet(model, self.graph, self.config.groups, self.config.align), self.runtime.stage(SEARCH)
+        net, stage = Supernet(self.model, self.graph, self.config.groups, self.config.align), self.runtime.stage(SEARCH)
         arch, chosen = self.loaders.arch, dict[str, _Chosen]()
         found = searching.search(net, self.loaders.search, self.config, arch_loader=arch, task=self.task, runtime=stage)
         for name, budget in self.budgets.items():
@@ -413,39 +338,94 @@ class _Work:
                 own, widths, outcome = choose_once(own, net.model, sample, measure, folder)
             else:
                 widths = expected(own)
-            chosen[name] = _Chosen(Choice(widths=widths, kept=widths, model=net.model), own, outcome)
+            chosen[name] = _Chosen(Choice(widths=widths, kept=widths, model=net.model), net.model, own, outcome)
         return found, chosen
 
-    def choose(self, method: str, source: nn.Module) -> dict[str, _Chosen]:
-        """What a method that does not search chooses in this network."""
+    def choose(self, trained: bool) -> tuple[dict[str, nn.Module], dict[str, _Chosen]]:
+        """What a method that does not search chooses; it ranks trained weights, which a fresh network gets first."""
+        nets, source = dict[str, nn.Module](), unwrap(self.model)
+        if find_method(self.method).start in (Start.TRAINED, Start.HELD_OUT) and not trained:
+            if self.how.kind is Retrain.NONE:
+                warn(f"The network is not trained, so {self.method} ranks random weights.", UserWarning)
+            else:
+                full, loader = {UNPRUNED: self.graph.full}, self.loaders.final
+                nets = train_all(source, self.graph, full, loader, self.how, task=self.task, runtime=self.runtime)
+                source = nets[UNPRUNED]
+        low, high = reachable(self.graph, self.config)
         problem = Problem(
             model=source,
             graph=self.graph,
             loader=self.loaders.search,
             held_out=self.loaders.arch or self.loaders.search,
             budget=next(iter(self.budgets.values())),
-            recipe=self.recipe,
-            min_widths=self.bounds[0],
-            max_widths=self.bounds[1],
+            recipe=self.how.config,
+            min_widths=low,
+            max_widths=high,
             align=self.config.align,
             seed=self.config.seed,
             task=self.task,
             runtime=self.runtime,
         )
-        return {name: _Chosen(it) for name, it in choose_all(method, problem, self.budgets).items()}
+        choices = choose_all(self.method, problem, self.budgets)
+        return nets, {name: _Chosen(choice, source) for name, choice in choices.items()}
+
+    def train(
+        self, chosen: Mapping[str, _Chosen], nets: dict[str, nn.Module]
+    ) -> tuple[dict[str, nn.Module], dict[str, Widths]]:
+        """The networks of all budgets and the baselines besides those that there are, trained; widths by rows."""
+        graph, config, how = self.graph, self.config, self.how
+        source, (low, high) = next(iter(chosen.values())).source, reachable(graph, config)
+        if how.teacher == UNPRUNED and nets:
+            how = replace(how, teacher=nets[UNPRUNED])
+        wanted = {UNPRUNED: graph.full} if UNPRUNED in self.baselines and not nets else {}
+        cuts = dict[str, nn.Module]()
+        for name, it in chosen.items():
+            if UNIFORM in self.baselines:
+                limit, row = it.search.budget if it.search else self.budgets[name], self.row(UNIFORM, name)
+                wanted[row] = uniform(graph, limit, low, config.align, filled(config), high)
+                cuts[row] = cut(source, graph, wanted[row], by="first" if it.search else "l2")
+            wanted[self.row(self.method, name)] = it.choice.widths
+            cuts[self.row(self.method, name)] = it.cut(graph)
+        weights = self._untrained() if how.anew else source
+        cuts = {} if how.anew else cuts
+        trained = train_all(
+            weights, graph, wanted, self.loaders.final, how, cuts=cuts, task=self.task, runtime=self.runtime
+        )
+        nets = nets | trained
+        for name, it in chosen.items():
+            check_budget(nets[self.row(self.method, name)], it.choice.widths, graph, self.budgets[name])
+        return nets, wanted | {self.row(CUT, name): it.choice.widths for name, it in chosen.items()}
+
+    def _untrained(self) -> nn.Module:
+        """The model that fresh networks are cut from: parameters that are frozen keep their values and channels."""
+        model = self.model
+        if (self.config.sort or self.method != DMCP) and not all(it.requires_grad for it in model.parameters()):
+            net = Supernet(model, self.graph)
+            sort_channels(net)
+            model = net.model
+        return with_frozen(self.task.fresh or model, model)
+
+    def results(
+        self, chosen: Mapping[str, _Chosen], nets: Mapping[str, nn.Module], rows: tuple[Row, ...], text: str
+    ) -> dict[str, PruneResult]:
+        """The result of each budget."""
+        found: dict[str, PruneResult] = {}
+        for name, it in chosen.items():
+            names = {self.row(kind, name): kind for kind in (CUT, UNIFORM, self.method)} | {it: it for it in _COMMON}
+            mine = tuple(replace(row, name=names[row.name]) for row in rows if row.name in names)
+            small, budget = nets[self.row(self.method, name)].eval(), self.budgets[name]
+            searched = it.search and replace(it.search, budget=budget)
+            found[name] = PruneResult(small, it.choice.widths, self.graph, searched, mine, budget, text, it.latency)
+        return found
 
 
 def for_budget(found: SearchResult, budget: Budget) -> SearchResult:
     """A search as if it had been for another budget: its steps are the same, their costs shares of this one."""
-    if budget.limits == found.budget.limits:
-        return found
     old, new = ({it.kind: it.target for it in own.limits} for own in (found.budget, budget))
-    log = found.log if [*old] == [*new] else ()
-    scales = [old[kind] / new[kind] for kind in old] if log else []
-    log = tuple(
-        replace(it, ratios=it.ratios and tuple(ratio * scale for ratio, scale in zip(it.ratios, scales, strict=True)))
-        for it in log
-    )
+    if [*old] != [*new]:
+        return replace(found, budget=budget, log=())
+    scales = [old[kind] / new[kind] for kind in old]
+    log = tuple(replace(it, ratios=it.ratios and tuple(map(mul, it.ratios, scales))) for it in found.log)
     return replace(found, budget=budget, log=log)
 
 
@@ -458,16 +438,25 @@ def _folder(runtime: Runtime, name: str = "") -> Path | None:
 
 
 def _with_latency(
-    model: nn.Module, graph: ChannelGraph, sample: Any, config: SearchConfig, measure: Measure | None, runtime: Runtime
+    model: nn.Module,
+    graph: ChannelGraph,
+    sample: Any,
+    specs: Sequence[Spec],
+    config: SearchConfig,
+    latency: Latency | Measure | None,
+    runtime: Runtime,
 ) -> ChannelGraph:
-    """The graph with a latency table: its own, that of an earlier run, or a new one."""
+    """The graph with a latency table if a budget needs one: the given one, that of an earlier run, or a new one."""
+    table = latency if isinstance(latency, Latency) else None
+    spec = next(filter(limits_latency, specs), specs[0])
 
     def measure_first() -> Latency:
-        found = time_networks(model, sample, graph, config, measure=measure)
+        measure = None if isinstance(latency, Latency) else latency
+        found = time_networks(model, sample, graph, replace(config, budget=spec), measure=measure)
         runtime.emit(LATENCY, len(found.networks), found)
         return found
 
-    return attach_latency(graph, config.budget, measure_first, folder=_folder(runtime))
+    return attach_latency(graph, spec, measure_first, table, _folder(runtime))
 
 
 def time_networks(
@@ -479,12 +468,9 @@ def time_networks(
     measure: Measure | None = None,
 ) -> Latency:
     """A latency table between the smallest and the largest widths of a search that can reach its budget."""
-    net = Supernet(model, graph, settings.groups, settings.align)
-    path = chains(net, process_of(settings.independent), settings.min_channels, settings.max_channels, settings.align)
-    low, high = extremes(graph, path.sizes)
+    low, high = reachable(graph, settings)
     if limits := known_limits(settings.budget, graph):
         check_reachable(Budget(limits, str(getattr(settings.budget, "text", settings.budget))), graph, low, high)
-    searching.check_choice(path)
     config = replace(config or LatencyConfig(), min_channels=low, max_channels=high, align=settings.align)
     return measure_latency(model, sample, graph, config, measure=measure)
 

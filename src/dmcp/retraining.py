@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,11 +15,11 @@ from dmcp.calibration import recalibrate
 from dmcp.checkpoint import untouched
 from dmcp.cutting import cut, padded, reinitialize
 from dmcp.errors import TrainingError
-from dmcp.losses import Metric, classification_loss, distillation_loss, warn, whole_of
+from dmcp.losses import Metric, classification_loss, distillation_loss, warn
 from dmcp.modules import narrow, tensors_in, unwrap
-from dmcp.results import DMCP, ORIGINAL, TEACHER, UNPRUNED, Row, divergence, make_row, score, standard_error
+from dmcp.results import DMCP, ORIGINAL, TEACHER, UNPRUNED, divergence
 from dmcp.runtime.distributed import current, share_tensors
-from dmcp.runtime.engine import MakeOptimizer, pads
+from dmcp.runtime.engine import pads
 from dmcp.settings import Engine, Retrain, TrainConfig
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
@@ -41,7 +39,7 @@ class LabelsWarning(UserWarning):
 
 
 class TeacherWarning(UserWarning):
-    """A teacher that seems to know less than those who learn from it."""
+    """A teacher that guesses."""
 
 
 @dataclass(frozen=True)
@@ -51,21 +49,17 @@ class Retraining:
     config: TrainConfig
     kind: Retrain = Retrain.SCRATCH
     teacher: nn.Module | str | None = None  # a trained network, or "unpruned": the unpruned one, which is trained first
-    strict: bool = True  # refuse settings of distillation without a teacher
 
     def __post_init__(self) -> None:
-        teacher = self.teacher
-        if teacher is not None and self.kind is Retrain.NONE:
-            raise TrainingError('retrain="none" trains nothing, so there is nothing to learn: leave teacher out.')
-        if teacher is not None and self.kind is Retrain.SLIMMABLE:
-            raise TrainingError('retrain="slimmable" has its own teacher, the unpruned network: leave teacher out.')
-        if not (teacher is None or teacher == UNPRUNED or isinstance(teacher, nn.Module)):
-            raise TrainingError(f'teacher must be a trained torch.nn.Module or "{UNPRUNED}", not {teacher!r}.')
-        if isinstance(teacher, torch.jit.ScriptModule):
-            raise TrainingError("teacher is a TorchScript module, which cannot be copied: give its Python module.")
-        for name in ("kd_weight", "kd_temperature") if teacher is None and self.strict else ():
-            if (value := getattr(self.config, name)) != getattr(TrainConfig, name):
-                raise TrainingError(f'{name}={value} needs a teacher: give one, or teacher="{UNPRUNED}".')
+        if self.teacher is not None and self.kind in (Retrain.NONE, Retrain.SLIMMABLE):
+            raise TrainingError(f'retrain="{self.kind}" has no use for a teacher: leave it out.')
+        if not (self.teacher is None or self.teacher == UNPRUNED or isinstance(self.teacher, nn.Module)):
+            raise TrainingError(f'teacher must be a trained torch.nn.Module or "{UNPRUNED}", not {self.teacher!r}.')
+
+    @property
+    def anew(self) -> bool:
+        """True if networks get fresh weights."""
+        return self.kind in (Retrain.SCRATCH, Retrain.SLIMMABLE)
 
 
 def train_all(
@@ -84,31 +78,34 @@ def train_all(
     cuts: those of them that were cut already, of other channels than the first ones; they are trained in place.
     """
     nets: dict[str, nn.Module] = {}
-    teacher, warned = how.teacher, list[str]()
+    teacher = how.teacher
     if teacher == UNPRUNED:
         wanted = {UNPRUNED: graph.full} | wanted
     for name, widths in wanted.items():
         own = runtime.stage(name)
-        with _naming(name if len(wanted) > 1 else ""):
-            if how.kind is Retrain.SLIMMABLE and widths != graph.full:
-                nets[name], steps = _train_slimmable(Supernet(weights, graph), widths, loader, how.config, task, own)
+        if how.kind is Retrain.SLIMMABLE and widths != graph.full:
+            nets[name], steps = _train_slimmable(Supernet(weights, graph), widths, loader, how.config, task, own)
+        else:
+            small = nets[name] = cuts[name] if cuts and name in cuts else cut(weights, graph, widths)
+            if how.kind is Retrain.NONE:
+                calibrated(small, loader)
+                continue
+            if how.anew:
+                reinitialize(small, generator=generator(how.config.seed))
             else:
-                small = nets[name] = cuts[name] if cuts and name in cuts else cut(weights, graph, widths)
-                if how.kind is Retrain.NONE:
-                    calibrated(small, loader)
-                    continue
-                if how.kind is Retrain.FINETUNE:
-                    recalibrate(small, loader)
-                else:
-                    reinitialize(small, generator=generator(how.config.seed))
-                guide = teacher if isinstance(teacher, nn.Module) else None
-                with padding(small, weights, graph, widths, runtime.engine, task.optimizer) as net:
-                    steps = train(net, loader, how.config, task=task, runtime=own, teacher=guide)
-                if teacher == UNPRUNED:
-                    teacher = small
-        warned.append(divergence(name, [step.loss for step in steps]))
-    for text in filter(None, warned):
-        warn(text, DivergenceWarning)
+                recalibrate(small, loader)
+            # not with an optimizer of the user's own: some mix the entries of a tensor, so that its shape counts
+            wide = task.optimizer is None and pads(runtime.engine or Engine(), device_of(small))
+            twin = padded(small, weights, graph, widths) if wide else None
+            guide = teacher if isinstance(teacher, nn.Module) else None
+            net = twin.wide if twin else small
+            steps = train(net, loader, how.config, task=task, runtime=own, teacher=guide)
+            if twin:
+                twin.give_back()
+            if teacher == UNPRUNED:
+                teacher = small
+        if text := divergence(name, [step.loss for step in steps]):
+            warn(text, DivergenceWarning)
     return nets
 
 
@@ -117,26 +114,6 @@ def calibrated(small: nn.Module, loader: Loader) -> nn.Module:
     with untouched(loader, device_of(small)):
         recalibrate(small, loader)
     return small
-
-
-@contextlib.contextmanager
-def padding(
-    small: nn.Module,
-    unpruned: nn.Module,
-    graph: ChannelGraph,
-    widths: Widths,
-    engine: Engine | None,
-    optimizer: MakeOptimizer | None = None,
-) -> Iterator[nn.Module]:
-    """The network to train in place of one that was cut, if the engine pads; afterwards that has its weights.
-
-    Not with an optimizer of the user's own: some mix the entries of a tensor, so that its shape counts.
-    """
-    wanted = optimizer is None and pads(engine or Engine(), device_of(small))
-    twin = padded(small, unpruned, graph, widths) if wanted else None
-    yield twin.wide if twin else small
-    if twin:
-        twin.give_back()
 
 
 def _train_slimmable(
@@ -173,46 +150,25 @@ class _Pair(nn.Module):
         return [self.net(kwargs or args, gates) for gates in self.gates]
 
 
-@contextlib.contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """A training that cannot go on says of which network it was, if there are several."""
-    try:
-        yield
-    except TrainingError as error:
-        if not name:
-            raise
-        raise TrainingError(f"The network {name!r}: {error}") from error
-
-
 # teachers
 
 
-def origin(
-    kind: Retrain,
-    teacher: str,
-    share: float,
-    temperature: float,
-    name: str = DMCP,
-    earlier: str = "the weights of the search",
-) -> str:
+def origin(how: Retraining, teacher: str, name: str = DMCP, earlier: str = "the weights of the search") -> str:
     """Where the weights of a network come from, for readers of its table; no teacher: an empty text."""
-    if kind == Retrain.NONE:
+    if how.kind is Retrain.NONE:
         return f"{name}: {earlier}, calibrated and not trained"
-    inside = " inside the unpruned network" if kind == Retrain.SLIMMABLE else ""
-    begun = f"on from {earlier}" if kind == Retrain.FINETUNE else f"from fresh weights{inside}"
-    shares = f"{100 * share:g}% of its loss from {teacher} (temperature {temperature:g}), the rest from the labels"
+    inside = " inside the unpruned network" if how.kind is Retrain.SLIMMABLE else ""
+    begun = f"from fresh weights{inside}" if how.anew else f"on from {earlier}"
+    share, temperature = 100 * how.config.kd_weight, how.config.kd_temperature
+    shares = f"{share:g}% of its loss from {teacher} (temperature {temperature:g}), the rest from the labels"
     return f"{name}: trained {begun}" + (f", {shares}" if teacher else "")
 
 
-def who_teaches(teacher: nn.Module | str | None, model: nn.Module, worth: Row | None = None) -> str:
-    """In words; `worth`: how good a teacher is, which is said if it is no row of the table."""
+def who_teaches(teacher: nn.Module | str | None, model: nn.Module) -> str:
+    """In words."""
     if not isinstance(teacher, nn.Module):
         return TRAINED_FIRST if teacher else ""
-    if is_model(teacher, model):
-        return AS_IT_WAS
-    if worth is None or fingerprint(unwrap(teacher)) == fingerprint(unwrap(model)):
-        return "the teacher"
-    return f"a teacher that is no row here ({'metric' if worth.own_metric else 'accuracy'} {score(worth)})"
+    return AS_IT_WAS if is_model(teacher, model) else "the teacher"
 
 
 def is_model(teacher: nn.Module | str | None, model: nn.Module) -> bool:
@@ -231,19 +187,19 @@ def is_trained(model: nn.Module, classes: int, val_loader: Loader, metric: Metri
         return saw_data
     with untouched(val_loader, device_of(model)):
         accuracy = evaluate(narrow(unwrap(model), {}, {}), val_loader)
-    if accuracy > _guessing(classes):
+    if not (text := _guessing(accuracy, classes)):
         return True
     if saw_data and current().first:
-        right = f"right on {100 * accuracy:.2f}% of the test data, where guessing gives {100 / max(classes, 1):.3g}%"
         ask = "are its classes in the order of the labels, and its inputs prepared as in its training?"
-        warn(f"The network was trained before, but is {right}: {ask} It counts as not trained.", LabelsWarning)
+        warn(f"The network was trained before, but is {text}: {ask} It counts as not trained.", LabelsWarning)
     return False
 
 
-def _guessing(classes: int) -> float:
-    """The accuracy up to which a network has learned nothing."""
+def _guessing(accuracy: float, classes: int) -> str:
+    """A text about an accuracy with which nothing was learned; empty for a better one."""
     chance = 1 / max(classes, 1)
-    return chance + _GUESSED * (1 - chance)
+    better = accuracy > chance + _GUESSED * (1 - chance)
+    return "" if better else f"right on {accuracy:.2%} of the test data, where guessing gives {100 * chance:.3g}%"
 
 
 def copied(teacher: nn.Module, device: torch.device) -> nn.Module:
@@ -253,48 +209,17 @@ def copied(teacher: nn.Module, device: torch.device) -> nn.Module:
     return net
 
 
-def trained_before(
-    model: nn.Module, original: bool, guide: nn.Module | None = None, teacher: nn.Module | str | None = None
-) -> dict[str, nn.Module]:
-    """Rows that are not trained here: the original model, and the guide, a copy of the teacher, if it costs as much."""
+def trained_before(model: nn.Module, original: bool, teacher: nn.Module | None = None) -> dict[str, nn.Module]:
+    """Rows that are not trained here: the original model, and a teacher of its own that costs as much."""
     found = {ORIGINAL: unwrap(model)} if original else {}
-    if guide is not None and not is_model(teacher, model) and fingerprint(guide) == fingerprint(unwrap(model)):
-        found[TEACHER] = guide
+    if teacher is not None and fingerprint(teacher) == fingerprint(unwrap(model)):
+        found[TEACHER] = teacher
     return found
 
 
-def weigh_teacher(
-    guide: nn.Module, rival: nn.Module | None, classes: int, val_loader: Loader, metric: Metric | None = None
-) -> Row:
-    """Test a teacher, and warn of one that guesses or is worse than its rival, the network that it is to improve."""
-    row = _test_copy(TEACHER, guide, val_loader, metric)
-    other = None if rival is None else _test_copy(ORIGINAL, rival, val_loader, metric)
-    if current().first and (text := poor_teacher(row, other, classes)):
-        warn(text, TeacherWarning)
-    return row
-
-
-def poor_teacher(teacher: Row, original: Row | None, classes: int) -> str:
-    """A sentence about a teacher that guesses, or that is worse than the network as given; empty otherwise."""
-    if not teacher.own_metric and teacher.accuracy <= _guessing(classes):
-        chance = 100 / max(classes, 1)
-        right = f"The teacher is right on {score(teacher)} of the test data, where guessing gives {chance:.3g}%"
-        return f"{right}: was it trained, and are its classes in the same order?"
-    gain = 0.0 if original is None else teacher.accuracy - original.accuracy
-    if original is None or not (gain > 0 if teacher.lower_is_better else gain < 0):
-        return ""
-    if not teacher.own_metric and teacher.samples:  # else nobody knows what chance alone may do
-        gap = math.hypot(*(standard_error(row.accuracy, row.samples) for row in (teacher, original)))
-        if -gain <= 2 * gap:
-            return ""
-    both = f"{score(teacher)}, the network as given {score(original)}"
-    return f"The teacher has {both}: learning from it may harm more than it helps."
-
-
-def _test_copy(name: str, net: nn.Module, loader: Loader, metric: Metric | None) -> Row:
-    """Test a copy of a network before anything is done, and leave no trace."""
-    with untouched(loader, device_of(net)):
-        row = make_row(name, narrow(unwrap(net), {}, {}), loader, metric)
-    if metric is not None and (whole := whole_of(metric)) is not None:
-        whole.reset()
-    return row
+def weigh_teacher(guide: nn.Module, classes: int, val_loader: Loader) -> None:
+    """Test a copy of a teacher, and warn of one that guesses."""
+    with untouched(val_loader, device_of(guide)):
+        accuracy = evaluate(narrow(unwrap(guide), {}, {}), val_loader)
+    if (text := _guessing(accuracy, classes)) and current().first:
+        warn(f"The teacher is {text}: was it trained, and are its classes in the same order?", TeacherWarning)

@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from dmcp.budget import LATENCY, Budget, costs, show_limit
+from dmcp.budget import LATENCY, Budget, costs, show_cost
 from dmcp.checkpoint import Checkpointer, load_checkpoint
 from dmcp.errors import FileError, WidthsError
 from dmcp.latency.table import LATENCY_FILE, Latency, Outcome
@@ -239,7 +239,8 @@ def report(result: PruneResult, figures: Iterable[str], warnings: Iterable[str] 
     for limit in budget.limits:
         if limit.kind != LATENCY:
             share = spent[limit.kind] / limit.target
-            lines.append(f"- {limit.kind}: {show_limit(limit, spent[limit.kind])} allowed ({share:.1%})")
+            used, allowed = (show_cost(limit.kind, it) for it in (spent[limit.kind], limit.target))
+            lines.append(f"- {limit.kind}: {used} of {allowed} allowed ({share:.1%})")
     if result.latency is not None:
         lines.append(f"- {result.latency.text}")
         warnings = [*filter(None, [result.latency.warning]), *warnings]

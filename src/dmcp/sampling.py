@@ -8,9 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dmcp.budget import Budget, check_reachable, parse, show_cost, spent_shares
+from dmcp.budget import Budget, check_reachable, parse, spent_shares
 from dmcp.errors import BudgetError
-from dmcp.modules import check_generator, check_kind
 from dmcp.searching.config import SearchResult, bounds
 from dmcp.settings import Bound, SearchConfig
 from dmcp.tracing.graph import ChannelGraph
@@ -33,7 +32,6 @@ def expected(result: SearchResult, align: int | None = None) -> Widths:
 
     `align` is the search's own by default. At least FILLED of the budget is used: see `fit`.
     """
-    check_kind("result", result, SearchResult, BudgetError)
     low, high = result.sizes[:, 0], result.sizes.sum(dim=1)
     options = Options(result.graph, low, high, result.align if align is None else align)
     return fit(result.graph, result.budget, expected_widths(result), options, filled(result))
@@ -52,49 +50,29 @@ def direct(
     Those that use FILLED of the budget come first. There is at least one, or BudgetError; there are fewer than n if all
     tries together gave no more, as chains do that have become certain.
     """
-    check_kind("result", result, SearchResult, BudgetError)
-    check_generator(generator, BudgetError)
-    if type(n) is not int or n < 1 or type(tries) is not int or tries < 1:
-        raise BudgetError(f"Direct sampling needs at least one sample and one try, not {n!r} and {tries!r}.")
-    near: dict[tuple[int, ...], float] = {}  # in the order sampled
-    below: dict[tuple[int, ...], float] = {}
+    near, below = dict[tuple[int, ...], float](), dict[tuple[int, ...], float]()  # in the order sampled
     seen: list[Tensor] = []
     for start in range(0, tries, _AT_ONCE):
         widths = result.process.sample(result.alphas, result.sizes, min(_AT_ONCE, tries - start), generator).cpu()
-        shares = spent_shares(result.budget, result.graph, widths)  # (N, L)
-        binding = shares.amax(dim=1)
-        reached = binding >= filled(result)
-        for found, which in ((near, reached & (binding <= 1)), (below, ~reached)):
-            if len(found) < n:
-                _add(found, widths[which], binding[which], n)
+        shares = spent_shares(result.budget, result.graph, widths).amax(dim=1)  # (N,)
+        reached = shares >= filled(result)
+        for found, which in ((near, reached & (shares <= 1)), (below, ~reached)):
+            rows = zip(widths[which].tolist(), shares[which].tolist(), strict=True) if len(found) < n else ()
+            for row, share in rows:
+                found[tuple(row)] = share
+                if len(found) == n:
+                    break
         if len(near) == n:
             break
         seen.append(shares)
     chosen = [*near, *sorted(below, key=lambda row: -below[row])][:n]
     if not chosen:
-        raise BudgetError(_nothing_inside(result.budget, torch.cat(seen)))
+        least, most = (f"{end:.1%}" for end in torch.cat(seen).aminmax())
+        raise BudgetError(
+            f"None of {tries:,} samples is inside the budget {result.budget.text!r}: they cost from {least} to {most} "
+            "of it. Take the expected widths, which are fitted into the budget, or search longer."
+        )
     return [result.graph.widths(found) for found in chosen]
-
-
-def _add(found: dict[tuple[int, ...], float], widths: Tensor, shares: Tensor, n: int) -> None:
-    """Put in widths and their shares of the budget until there are n different ones. (N, S), (N,)"""
-    for row, share in zip(widths.tolist(), shares.tolist(), strict=True):
-        found[tuple(row)] = share
-        if len(found) == n:
-            return
-
-
-def _nothing_inside(budget: Budget, shares: Tensor) -> str:
-    parts = []
-    for limit, column in zip(budget.limits, shares.unbind(1), strict=True):
-        found = (share.item() * limit.target for share in (column.min(), column.median(), column.max()))
-        low, middle, high = (show_cost(limit.kind, it) for it in found)
-        allowed = show_cost(limit.kind, limit.target)
-        parts.append(f"from {low} to {high}, median {middle}, allowed {allowed}")
-    return (
-        f"None of {len(shares):,} samples is inside the budget {budget.text!r}: {'; '.join(parts)}. "
-        "Take the expected widths, which are fitted into the budget, or search longer."
-    )
 
 
 # baselines at the same budget
@@ -114,7 +92,6 @@ def uniform(
     where that does not use the budget to the tolerance, as in networks of few channels, some get more. The bounds are
     widths, one number for all, or numbers by name.
     """
-    check_kind("graph", graph, ChannelGraph, BudgetError)
     wish = graph.full.tensor().double()
     options = between(graph, min_channels, max_channels, align)
     return fit(graph, parse(budget, graph), wish, options, tolerance, even=True)
@@ -130,8 +107,6 @@ def random_widths(
     max_channels: Bound | None = None,
 ) -> Widths:
     """Widths sampled uniformly until they use the budget to the tolerance; after many tries, the last are scaled."""
-    check_kind("graph", graph, ChannelGraph, BudgetError)
-    check_generator(generator, BudgetError)
     options, budget = between(graph, min_channels, max_channels, align), parse(budget, graph)
     chances = torch.rand(_TRIES, len(graph.spaces), generator=generator, dtype=torch.float64)
     sampled = options.widths((chances * (options.last + 1)).long())  # (N, S)
@@ -150,8 +125,6 @@ class Options:
     """
 
     def __init__(self, graph: ChannelGraph, lower: Tensor, upper: Tensor, align: int | None) -> None:
-        if align is not None and (type(align) is not int or align < 1):
-            raise BudgetError(f"align must be an int of at least 1, not {align!r}.")
         rows: list[list[int]] = []
         for space, low, high in zip(graph.spaces, lower.tolist(), upper.tolist(), strict=True):
             step = space.step(align)

@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from dmcp.errors import WidthsError
 from dmcp.markov import group_sizes, marginals
-from dmcp.modules import Cut, call_model, check_kind, narrow, unwrap
+from dmcp.modules import Cut, call_model, narrow, unwrap
 from dmcp.tracing.graph import ChannelGraph, GateFold
 from dmcp.tracing.layout import atoms_of
 from dmcp.widths import Widths, fingerprint
@@ -30,11 +30,8 @@ class Supernet(nn.Module):
     def __init__(self, model: nn.Module, graph: ChannelGraph, groups: int = 10, align: int | None = None) -> None:
         super().__init__()
         model = unwrap(model)
-        check_kind("graph", graph, ChannelGraph, WidthsError)
         if fingerprint(model) != graph.fingerprint:
             raise WidthsError("This graph was traced from another architecture: trace this model.")
-        if any(type(it) is not int or it < 1 for it in (groups, 1 if align is None else align)):
-            raise WidthsError(f"groups and align must be ints of at least 1, not {groups!r} and {align!r}.")
         if any(recording.recomputes for recording in graph.recordings):
             raise WidthsError("Activation checkpointing loses gates: switch it off and trace the model again.")
         self.model = narrow(model, {}, {})
@@ -77,8 +74,6 @@ class Supernet(nn.Module):
     def hard(self, widths: Mapping[str, int] | Tensor) -> Tensor:
         """Gates of the sub-network with these widths: its first channels. -> (channels,) bool"""
         kept = widths if isinstance(widths, Tensor) else self.graph.widths(widths).tensor()
-        if kept.shape != self.sizes.shape[:1] or kept.dtype.is_floating_point:
-            raise WidthsError(f"Widths must be {len(self.sizes)} ints, not {kept.dtype} {tuple(kept.shape)}.")
         return self.position < kept.to(self.position.device)[self.space_of]
 
     def soft(self) -> Tensor:
@@ -96,8 +91,6 @@ class Supernet(nn.Module):
 
     def fold(self, gates: Tensor) -> dict[str, Tensor]:
         """The weights that differ with these gates, by name."""
-        if not isinstance(gates, Tensor) or gates.shape != self.position.shape:
-            raise WidthsError(f"Gates must be a tensor of one number per channel, {len(self.position)} in all.")
         table = self._hard if gates.dtype == torch.bool else self._soft
         return _everywhere(table.fold(partial(_tensor, self.model), gates), self._ties)
 
@@ -205,8 +198,6 @@ class Narrow:
         self, net: Supernet, widths: Mapping[str, int], align: int = 1, stem: Sequence[str] = (), at: int | None = None
     ) -> None:
         graph = net.graph
-        if not graph.exact:
-            raise WidthsError("A narrow network is not what the gated one is where the graph is not exact: use gates.")
         exact = graph.widths(widths)
         outer = graph.widths([min(s.size, -(-exact[s.name] // align) * align) for s in graph.spaces])
         cuts = graph.cuts(outer)
@@ -218,6 +209,9 @@ class Narrow:
         device = net.position.device
         self.slices = {name: _slices(cut, device) for name, cut in cuts.items()}
         self.used = [] if at is None else _slices(graph.cut_value(at, outer), device)  # part of the stem's output
+        first = len(self.used) == 1 and self.used[0][0] == 1 and isinstance(self.used[0][1], int)
+        self.channels = int(self.used[0][1]) if first else None  # how many first channels that is; None: others
+        self.run: Callable[[Any, Tensor | None], Any] = self._run
         self.gates: Tensor | None = None
         if outer != exact:
             pairs = zip(outer.values(), exact.values(), strict=True)
@@ -225,7 +219,10 @@ class Narrow:
             self.folds = _FoldTable(graph.hard_folds, list(outer.values())).to(device)
 
     def __call__(self, x: Any, h: Tensor | None = None) -> Any:
-        """Run it; gradients go to the shared weights."""
+        """Run it; gradients go to the shared weights, and to what `part` gave of the stem's output."""
+        return self.run(x, h)
+
+    def _run(self, x: Any, h: Tensor | None) -> Any:
         names = dict(self.skeleton.named_parameters())  # without those of the stem
         own = ((name, parameter) for name, parameter in self.model.named_parameters() if name in names)
         tensors = {name: _sliced(parameter, self.slices.get(name, ())) for name, parameter in own}
@@ -233,21 +230,20 @@ class Narrow:
             narrow_ones = dict(self.skeleton.named_buffers()) | tensors
             tensors |= self.folds.fold(narrow_ones.__getitem__, self.gates)
         if h is not None:
-            tensors[given_name(self.stem)] = self._part(h)
+            tensors[given_name(self.stem)] = h if self.channels == h.shape[1] else _laid_out(_sliced(h, self.used), h)
         return run_folded(self.skeleton, x, _everywhere(tensors, self.ties))
 
-    @property
-    def channels(self) -> int | None:
-        """How many of the first channels of the stem's output it uses; None if it uses others."""
-        first = len(self.used) == 1 and self.used[0][0] == 1 and isinstance(self.used[0][1], int)
-        return int(self.used[0][1]) if first else None
-
-    def _part(self, h: Tensor) -> Tensor:
-        """What it uses of the stem's output; it may be given just that."""
-        if self.channels == h.shape[1]:
+    def part(self, h: Tensor) -> Tensor:
+        """The channels of the stem's output that it uses as a tensor of their own, if they are the first ones."""
+        if self.channels is None:
             return h
-        last = h.ndim == 4 and h.is_contiguous(memory_format=torch.channels_last)
-        return _sliced(h, self.used).contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+        return _laid_out(h.detach()[:, : self.channels], h).requires_grad_(h.requires_grad)
+
+
+def _laid_out(part: Tensor, whole: Tensor) -> Tensor:
+    """A part of a tensor with the memory format of the whole."""
+    last = whole.ndim == 4 and whole.is_contiguous(memory_format=torch.channels_last)
+    return part.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
 
 
 class _Given(nn.Module):

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from dmcp.batches import Loader, check_parts, check_yields, device_of, input_of, length_of, on_device, size_of, widest
-from dmcp.calibration import GATED, Forward
+from dmcp.calibration import Forward
 from dmcp.checkpoint import DONE, Checkpointer, ResumableIterator, State, seeded
 from dmcp.errors import TrainingError
 from dmcp.losses import (
-    Accuracy,
     Loss,
     Metric,
     check_metric,
@@ -28,9 +26,10 @@ from dmcp.losses import (
     loss_of,
     mean,
     measure,
+    top1,
     whole_of,
 )
-from dmcp.modules import call_model, check_function, check_kind, check_kinds, check_module, kept_modes, tensors_in
+from dmcp.modules import call_model, check_module, kept_modes, tensors_in
 from dmcp.progress import Update, each, overdue, phase, shown
 from dmcp.runtime.distributed import (
     SINGLE_PROCESS,
@@ -44,7 +43,6 @@ from dmcp.runtime.distributed import (
 from dmcp.runtime.engine import (
     MakeOptimizer,
     ResolvedEngine,
-    autocast,
     check_graphs,
     is_depthwise,
     is_narrow,
@@ -53,7 +51,7 @@ from dmcp.runtime.engine import (
     set_lr,
     sgd,
 )
-from dmcp.settings import Engine, Precision, TrainConfig
+from dmcp.settings import Engine, TrainConfig
 
 TRAIN = "train"  # the stage of a training by itself
 _WINDOW = 100  # steps between two reads of the losses, at most: each read waits for the GPU
@@ -69,11 +67,6 @@ class Task:
     metric: Metric | None = None  # (output, batch) -> (sum, count), or reset, update and compute; accuracy
     optimizer: MakeOptimizer | None = None  # parameter groups -> optimizer; SGD. Schedules set its learning rate
     fresh: nn.Module | None = None  # for prune: a newly built model, if `reinitialize` has no rule for some tensor
-
-    def __post_init__(self) -> None:
-        check_function("loss", self.loss)
-        if self.metric is not None:
-            whole_of(self.metric)  # refuses what is no metric
 
 
 @dataclass(frozen=True)
@@ -95,11 +88,6 @@ class Runtime:
     progress: bool | None = None  # show it on stderr; None: in a terminal or notebook
     name: str = ""  # of the stage
 
-    def __post_init__(self) -> None:
-        check_kinds({"engine": (self.engine, Engine), "checkpointer": (self.checkpointer, Checkpointer)})
-        check_kinds({"progress": (self.progress, bool)})
-        check_function("on_event", self.on_event)
-
     def emit(self, stage: str, steps: int, record: Any) -> None:
         """Report a record to whoever listens."""
         if self.on_event:
@@ -108,6 +96,18 @@ class Runtime:
     def stage(self, name: str) -> Runtime:
         """The same for one stage of a run: checkpoints in a folder of its own, events under its name."""
         return replace(self, name=name, checkpointer=self.checkpointer and self.checkpointer.stage(name))
+
+    def resolve(self, model: nn.Module, task: Task, steps: int, large: bool) -> ResolvedEngine:
+        """The engine for so many steps of a model."""
+        check_graphs(self.engine, task.optimizer)
+        return (self.engine or Engine()).resolve(
+            device_of(model),
+            steps=steps,
+            large=large,
+            plain=task.loss is None and task.optimizer is None and current().size == 1,
+            narrow=is_narrow(model),
+            depthwise=is_depthwise(model),
+        )
 
 
 # learning rates and what is trained
@@ -141,8 +141,6 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 def check_trainable(model: nn.Module) -> None:
     """Refuse a network without parameters that can be trained."""
     check_module(model)
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise TrainingError("The model is on the meta device, without values: call model.to_empty and load weights.")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TrainingError("No parameter of the model has requires_grad: call model.requires_grad_(True).")
 
@@ -159,6 +157,16 @@ class StepRecord:
     steps: int  # in all
     lr: float
     loss: float
+
+    @property
+    def text(self) -> str:
+        """Its loss, for people who watch."""
+        return f"loss {self.loss:.3f}"
+
+    @property
+    def losses(self) -> dict[str, tuple[float, ...]]:
+        """What must be finite."""
+        return {"": (self.loss,)}
 
 
 @shown
@@ -179,24 +187,17 @@ def train(
     groups of an optimizer are kept. `teacher` is a trained network to learn from besides the labels. `after_epoch` gets
     the number of each epoch at its end, and may change weights in place.
     """
-    check_kind("config", config, TrainConfig, TrainingError)
-    check_function("after_epoch", after_epoch)
     check_trainable(model)
     _check_apart(model, teacher)
-    check_graphs(runtime.engine, task.optimizer)
     if not length_of(loader):
         raise TrainingError("There is nothing to train on: the loader has no batches.")
     world, device, checkpointer = current(), device_of(model), runtime.checkpointer
-    resolved = (runtime.engine or Engine()).resolve(
-        device,
-        steps=config.epochs * length_of(loader),
-        large=sum(parameter.numel() for parameter in model.parameters()) >= _LARGE,
-        plain=task.loss is None and task.optimizer is None and world.size == 1,
-        narrow=is_narrow(model),
-        depthwise=is_depthwise(model),
-    )
-    with kept_modes(model), _evaluating(teacher), seeded(config.seed, device, world), resolved.running(model):
+    large = sum(parameter.numel() for parameter in model.parameters()) >= _LARGE
+    resolved = runtime.resolve(model, task, config.epochs * length_of(loader), large)
+    guides = nn.ModuleList([] if teacher is None else [teacher])
+    with kept_modes(model), kept_modes(guides), seeded(config.seed, device, world), resolved.running(model):
         model.train()
+        guides.eval()
         share_tensors([*model.parameters(), *model.buffers()], world)
         usual = partial(sgd, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, device=device)
         optimizer = make_optimizer(task.optimizer or usual, parameter_groups(model, config.weight_decay))
@@ -205,16 +206,18 @@ def train(
         run_step = resolved.repeated(make_step(model, optimizer, loss, teacher, config, resolved, world))
         data = ResumableIterator(loader, resolved, world)
         steps = config.epochs * data.per_epoch
-        log = Log(model, runtime, world)
         own = lambda: dict(model.named_buffers())  # noqa: E731
         state = State(dict(model.named_parameters()), own, [optimizer], [], [data], device)
-        begin = _resume(checkpointer, state, log, world)
+        begin, _, earlier = resume(checkpointer, state, world)
+        log = Log(model, _WINDOW, partial(_read, world=world), lambda record: runtime.emit(TRAIN, steps, record))
+        log.begin([StepRecord(**record) for record in earlier])
         with phase(runtime.name or TRAIN, steps, begin) as log.show:
             for step in range(begin, steps):
                 (batch,) = data.next()
                 rate = learning_rate(step, steps, data.samples([batch], world), config)
                 set_lr(optimizer, rate, shares)
-                log.add(run_step(batch), size_of(batch), epoch=step // data.per_epoch, step=step, steps=steps, lr=rate)
+                facts = {"epoch": step // data.per_epoch, "step": step, "steps": steps, "lr": rate}
+                log.add((run_step(batch), size_of(batch), facts))
                 if data.step % data.per_epoch == 0:
                     log.flush()
                     if after_epoch:
@@ -260,73 +263,79 @@ def make_step(
     return step
 
 
+def _read(waiting: list[tuple[Tensor, int, dict[str, Any]]], world: World) -> list[StepRecord]:
+    """Losses and what is known of their steps as records, means over all ranks; waits for the device."""
+    losses = torch.stack([loss.to(widest(loss.device)) for loss, _, _ in waiting])
+    samples = losses.new_tensor([samples for _, samples, _ in waiting])
+    values = mean_values(losses, samples, world).tolist()
+    return [StepRecord(loss=value, **facts) for (_, _, facts), value in zip(waiting, values, strict=True)]
+
+
 class Log:
-    """Losses that wait on the device, and the last state in which everything was finite."""
+    """Records whose numbers wait on the device; where one is not finite, the last good state comes back."""
 
-    def __init__(self, model: nn.Module, runtime: Runtime, world: World) -> None:
-        self.model, self.runtime, self.world = model, runtime, world
+    def __init__(
+        self, net: nn.Module, every: int, read: Callable[[list[Any]], list[Any]], on_record: Callable[[Any], None]
+    ) -> None:
+        self.net, self.every, self.read, self.on_record = net, every, read, on_record
+        self.device, self.waiting = device_of(net), list[Any]()
         self.show: Update = lambda done, text="": None
-        self.waiting: list[tuple[Tensor, int, dict[str, Any]]] = []
-        self.begin([])
 
-    def begin(self, earlier: list[StepRecord]) -> None:
-        """Go on after these records, from the state that the model now has."""
-        self.records, self.read = earlier, time.monotonic()
-        self._keep()
+    def begin(self, earlier: list[Any]) -> None:
+        """Go on after these records, from the state that the network now has."""
+        self.records, self.since = earlier, time.monotonic()
+        self.good = [tensor.detach().clone() for tensor in self._tensors()]
 
-    def add(self, loss: Tensor, samples: int, **facts: Any) -> None:
-        """Remember a step; read the losses once in a while."""
-        self.waiting.append((loss, samples, facts))
-        if len(self.waiting) == _WINDOW or overdue(self.read, loss.device):
+    def add(self, step: Any) -> None:
+        """Remember what a step saw; read it once in a while."""
+        self.waiting.append(step)
+        if len(self.waiting) == self.every or overdue(self.since, self.device):
             self.flush()
 
     def flush(self) -> None:
-        """Read the waiting losses: the only place of the loop that waits for the device."""
+        """Read what waits: the only place of the loop that waits for the device."""
         if not self.waiting:
             return
-        finite = torch.stack([weight.detach().isfinite().all() for weight in self.model.parameters()]).all()
-        wide = widest(self.waiting[0][0].device)
-        losses = torch.stack([loss.to(wide) for loss, _, _ in self.waiting])
-        samples = losses.new_tensor([samples for _, samples, _ in self.waiting])
-        *values, good = torch.cat([mean_values(losses, samples, self.world), finite.to(losses).reshape(1)]).tolist()
-        for (_, _, facts), value in zip(self.waiting, values, strict=True):
-            if not math.isfinite(value):
-                self._stop(f"the loss is {value}", facts)
-        if not good:
-            self._stop("a weight is no longer finite", self.waiting[-1][2])
-        for (_, _, facts), value in zip(self.waiting, values, strict=True):
-            self.records.append(StepRecord(loss=value, **facts))
-            self.runtime.emit(TRAIN, facts["steps"], self.records[-1])
-        self.waiting.clear()
-        self.show(self.records[-1].step + 1, f"loss {value:.3f}")
-        self.begin(self.records)
-
-    def _keep(self) -> None:
-        self.good = [tensor.detach().clone() for tensor in self._tensors()]
+        read, self.waiting = self.read(self.waiting), []
+        for record in read:
+            for where, losses in record.losses.items():
+                for loss in losses:
+                    if not math.isfinite(loss):
+                        self._stop(f"the loss is {loss}{where}", record, read[0])
+        if not torch.stack([weight.detach().isfinite().all() for weight in self.net.parameters()]).all():
+            self._stop("a weight is no longer finite", read[-1], read[0])
+        self.begin([*self.records, *read])
+        for record in read:
+            self.on_record(record)
+        self.show(read[-1].step + 1, read[-1].text)
 
     def _tensors(self) -> list[Tensor]:
         """Looked up each time: a forward may put another tensor in the place of a buffer."""
-        return [*self.model.parameters(), *self.model.buffers()]
+        return [*self.net.parameters(), *self.net.buffers()]
 
     @torch.no_grad()
-    def _stop(self, what: str, facts: dict[str, Any]) -> None:
+    def _stop(self, what: str, record: Any, first: Any) -> NoReturn:
         for tensor, good in zip(self._tensors(), self.good, strict=True):
             tensor.copy_(good)
         raise TrainingError(
-            f"Training stopped at step {facts['step']} (epoch {facts['epoch']}, lr {facts['lr']:.4g}): {what}. The "
-            f"model is back where it was before step {self.waiting[0][2]['step']}; a smaller lr often helps."
+            f"Training stopped at step {record.step} (epoch {record.epoch}): {what}. The network is back where it was "
+            f"before step {first.step}; a smaller lr often helps."
         )
 
 
-def _resume(checkpointer: Checkpointer | None, state: State, log: Log, world: World) -> int:
-    """The step to begin with, from a checkpoint if there is one."""
+def resume(
+    checkpointer: Checkpointer | None, state: State, world: World, delay: int = 0
+) -> tuple[int, Mapping[str, Any], list[dict[str, Any]]]:
+    """The step to begin with, the facts and the records before it, from a checkpoint if there is one.
+
+    delay: steps after which a second iterator has begun.
+    """
     saved = checkpointer.load(world) if checkpointer else None
     if saved is None or checkpointer is None:
-        return 0
-    state.restore(saved.tensors, [saved.step], world)
+        return 0, {}, []
+    state.restore(saved.tensors, [saved.step, max(0, saved.step - delay)][: len(state.iterators)], world)
     earlier = checkpointer.earlier(checkpointer.name)
-    log.begin([StepRecord(**record) for record in earlier if record["step"] < saved.step])
-    return saved.step
+    return saved.step, saved.facts, [record for record in earlier if record["step"] < saved.step]
 
 
 def _check_apart(model: nn.Module, teacher: nn.Module | None) -> None:
@@ -336,69 +345,46 @@ def _check_apart(model: nn.Module, teacher: nn.Module | None) -> None:
         raise TrainingError("The teacher has parameters in common with the network: give copy.deepcopy(teacher).")
 
 
-@contextlib.contextmanager
-def _evaluating(teacher: nn.Module | None) -> Any:
-    """The teacher in eval mode, and afterwards as before."""
-    with kept_modes(teacher) if teacher is not None else contextlib.nullcontext():
-        if teacher is not None:
-            teacher.eval()
-        yield
-
-
 # the test
 
 
 def evaluate(
-    model: nn.Module,
-    loader: Iterable[Any],
-    metric: Metric | None = None,
-    forward: Forward | None = None,
-    precision: Precision = Precision.FLOAT32,
+    model: nn.Module, loader: Iterable[Any], metric: Metric | None = None, forward: Forward | None = None
 ) -> float:
     """Mean of the metric over all samples, by default the share of correct answers, 0 to 1; modes are kept.
 
     A metric that is an object with reset, update and compute gives the number itself. `forward` runs the network where
     that is not simply model(input), as in `recalibrate`.
     """
-    return evaluate_counted(model, loader, metric, forward, precision)[0]
+    return evaluate_counted(model, loader, metric, forward)[0]
 
 
 def evaluate_counted(
-    model: nn.Module,
-    loader: Iterable[Any],
-    metric: Metric | None = None,
-    forward: Forward | None = None,
-    precision: Precision = Precision.FLOAT32,
+    model: nn.Module, loader: Iterable[Any], metric: Metric | None = None, forward: Forward | None = None
 ) -> tuple[float, int]:
     """`evaluate`, and the number of samples; 0 if there are several answers per sample."""
     check_module(model)
     check_yields(loader)
-    check_function("forward", forward, GATED)
-    Engine(precision=precision)  # refuses others
-    metric, own = Accuracy() if metric is None else metric, metric is not None
     world, device = current(), device_of(model)
     check_metric(metric, world)
     run = forward or (lambda x: call_model(model, x))
-    whole, seen = whole_of(metric), 0
+    whole, seen = None if metric is None else whole_of(metric), 0
     if whole is not None:
         check_parts(loader, world)
 
-    def pairs() -> Any:
+    def pairs() -> Iterator[tuple[Any, Any]]:
         nonlocal seen
         for batch in (on_device(batch, device) for batch in each("test", loader)):
             if size := size_of(batch):  # of a small last batch some ranks have no part
                 seen += size
                 yield run(input_of(batch)), batch
 
-    with kept_modes(model), torch.no_grad(), autocast(device, precision):
+    with kept_modes(model), torch.no_grad():
         model.eval()
         if whole is not None:
-            value = measure(whole, pairs(), world)
+            value, answers = measure(whole, pairs(), world), 0.0
         else:
-            assert callable(metric)
-            value = mean(metric, pairs(), device, world)
-    answers = metric.answers if isinstance(metric, Accuracy) else 0
-    if isinstance(metric, Accuracy):
-        metric.warn()
-    samples, given = sum_values(torch.tensor([seen, answers]), world).tolist()
-    return value, samples if own or samples == given else 0
+            assert metric is None or callable(metric)
+            value, answers = mean(metric or top1, pairs(), device, world)
+    samples = int(sum_values(torch.tensor(seen), world))
+    return value, samples if metric is not None or samples == answers else 0

@@ -155,11 +155,10 @@ def train(config: RunConfig, request: Request) -> None:
         assert config.train is not None
         kept, loader = _read_widths(config, job), job.loaders.train or job.loaders.search
         own = config.retrain is Retrain.FINETUNE or is_model(job.teacher, job.model)
-        before = trained_before(job.model, own and not job.new_head, job.teacher, job.teacher)
-        worth = None
-        if job.teacher is not None:
-            rival = None if job.teacher is job.model else before.get(ORIGINAL)
-            worth = weigh_teacher(job.teacher, rival, job.data.classes, job.test)
+        other = None if job.teacher is job.model else job.teacher
+        before = trained_before(job.model, own and not job.new_head, other)
+        if other is not None:
+            weigh_teacher(other, job.data.classes, job.test)
         how = Retraining(config.train, config.retrain, _teacher(config, job))
         keeps = config.retrain in (Retrain.FINETUNE, Retrain.NONE)
         start, cuts = job.model if keeps else job.fresh, {name: cut(job.model, graph, kept, by="l2")} if keeps else {}
@@ -172,9 +171,8 @@ def train(config: RunConfig, request: Request) -> None:
         save(nets[name], kept, here.run.folder)
         warnings = here.run.divergences([name])
         listed = (f"- **{text}**" for text in (*warnings, *here.describe_replaced(replaced)))
-        who = who_teaches(how.teacher, job.model, worth)
-        kd = (config.train.kd_weight, config.train.kd_temperature)
-        text = origin(config.retrain, who, *kd, name, "the given weights") if who else ""
+        who = who_teaches(how.teacher, job.model)
+        text = origin(how, who, name, "the given weights") if who else ""
         here.run.write(REPORT, "\n".join([f"# {config.model}", "", *markdown(rows, graph, text), *listed, ""]))
         here.run.close()
     log_replaced(replaced)
@@ -259,6 +257,8 @@ def check_reachable(job: Job, resume: str = "") -> Job:
     """Refuse a budget that cannot be reached before anything is written; for one of latency, measure first."""
     config, kept = job.config, Path(resume) / LATENCY_FILE
     assert config.search is not None
+    if config.train is not None and config.teacher != AUTO:
+        Retraining(config.train, config.retrain, _teacher(config, job))  # refuses a teacher that is of no use
     file = kept if resume and kept.exists() else Path(config.latency) if config.latency else None
     if any(map(limits_latency, _specs(config))) or file:
         job = _with_latency(job, file)

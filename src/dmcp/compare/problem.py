@@ -17,7 +17,7 @@ from dmcp.batches import Loader, check_parts, device_of, input_of, on_device, si
 from dmcp.budget import Budget, check_reachable, spent_shares
 from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.exporting import blaming
-from dmcp.losses import check_metric, growing, measure, top1, whole_of
+from dmcp.losses import LowerIsBetter, check_metric, measure, top1, whole_of
 from dmcp.modules import kept_modes, unwrap
 from dmcp.runtime.distributed import current, sum_values
 from dmcp.runtime.engine import ResolvedEngine
@@ -169,12 +169,12 @@ def judging(
 
     forward: (input, gates or widths) -> output. There is one wait for the device, unless the metric is an object.
     """
-    metric, world = growing(problem.task.metric or top1), current()
-    whole = whole_of(metric)
+    metric, world = problem.task.metric or top1, current()
+    whole, sign = whole_of(metric), -1 if isinstance(metric, LowerIsBetter) else 1  # scores grow with quality
     plain = problem.task.metric is None and world.size == 1
     with held_out_batches(problem, model, most, plain) as (batches, resolved):
 
-        def score(batch: Any, subnet: Tensor) -> tuple[Tensor, int]:
+        def score(batch: Any, subnet: Tensor) -> tuple[Tensor, Any]:
             assert callable(metric)
             with resolved.autocast():
                 value, samples = metric(forward(input_of(batch), subnet), batch)
@@ -187,11 +187,11 @@ def judging(
             if whole is not None:
                 with resolved.autocast():
                     pairs = (((forward(input_of(batch), it), batch) for batch in batches) for it in subnets)
-                    return [measure(whole, each, world) for each in pairs]
+                    return [sign * measure(whole, each, world) for each in pairs]
             found = [[run(batch, it) for batch in batches] for it in subnets]
             sums = torch.stack([torch.stack([value for value, _ in row]).sum() for row in found])
             count = sums.new_tensor([float(sum(samples for _, samples in found[0]))])
             *totals, seen = sum_values(torch.cat([sums, count]), world).tolist()
-            return [total / seen for total in totals]
+            return [sign * total / seen for total in totals]
 
         yield judge, sum(map(size_of, batches))

@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from dmcp.batches import Loader, device_of, input_of, length_of, size_of
+from dmcp.batches import Loader, device_of, length_of, size_of
 from dmcp.budget import Budget, check_reachable, constant_alpha, front_alphas, parse
-from dmcp.checkpoint import (
-    DONE,
-    Checkpointer,
-    ResumableIterator,
-    State,
-    random_state,
-    seeded,
-    set_random_state,
-)
+from dmcp.checkpoint import DONE, ResumableIterator, State, seeded
 from dmcp.errors import TrainingError, WidthsError
 from dmcp.losses import classification_loss, warn_of_distillation
 from dmcp.markov import CERTAIN, group_sizes, merged, process_of
-from dmcp.modules import check_kind
-from dmcp.preflight import check_input
 from dmcp.progress import phase, shown
-from dmcp.runtime.distributed import World, current, share_tensors, sum_values
-from dmcp.runtime.engine import ResolvedEngine, check_graphs, is_depthwise, is_narrow
-from dmcp.searching.config import Log, SearchRecord, SearchResult, Step, as_record, extremes
-from dmcp.searching.steps import ArchRecord, Setup, Steps, arch_gradient, as_loss
+from dmcp.runtime.distributed import current, share_tensors, sum_values
+from dmcp.runtime.engine import ResolvedEngine
+from dmcp.runtime.io import from_plain
+from dmcp.searching.config import SearchRecord, SearchResult, Step, extremes
+from dmcp.searching.steps import Setup, Steps, arch_gradient, as_loss
 from dmcp.searching.subnets import Chains, chains, sort_channels
 from dmcp.settings import Engine, Init, Precision, Sampling, SearchConfig
 from dmcp.supernet import Supernet
-from dmcp.training import Runtime, Task, check_trainable, cosine
+from dmcp.training import Log, Runtime, Task, check_trainable, cosine, resume
 
 SEARCH = "search"  # the stage of its events
 LARGE = 100_000_000  # MACs of one sample from which a network is a large one
@@ -56,47 +48,32 @@ def search(
     `arch_loader` gives the alphas batches of their own. The same supernet, data, settings and device end in the same
     bits; the random state of torch is left as it was.
     """
-    if not isinstance(net, Supernet):
-        raise TrainingError(f"A search needs a dmcp.Supernet(model, graph), not a {type(net).__name__}.")
-    check_kind("config", config, SearchConfig, TrainingError)
-    check_graphs(runtime.engine, task.optimizer)
     if arch_loader is not None and not config.task_loss:
         raise TrainingError("With task_loss=False the alphas see no data: leave arch_loader out.")
-    _prepare(net, config)
-    world, device = current(), device_of(net)
+    world, device, checkpointer = current(), device_of(net), runtime.checkpointer
     if task.loss is not None and config.distill and (config.warmup_epochs or config.train_weights) and world.first:
         warn_of_distillation("The sub-networks learn from the full network's", "set distill=False in the SearchConfig")
-    resolved = (runtime.engine or Engine()).resolve(
-        device,
-        steps=config.epochs * -(-length_of(loader) // config.accumulate),
-        large=net.graph.macs() >= LARGE,
-        plain=task.loss is None and task.optimizer is None and world.size == 1,
-        narrow=is_narrow(net.model),
-        depthwise=is_depthwise(net.model),
-    )
+    steps = config.epochs * -(-length_of(loader) // config.accumulate)
+    resolved = runtime.resolve(net.model, task, steps, large=net.graph.macs() >= LARGE)
     with seeded(config.seed, device, world), resolved.running(net.model), uncounted(net.model):
         share_tensors([*net.model.parameters(), *net.model.buffers()], world)
         data = ResumableIterator(loader, resolved, world, config.accumulate)
         arch_data = data if arch_loader is None else ResumableIterator(arch_loader, resolved, world, config.accumulate)
         searcher = Searcher(net, config, data.per_epoch, task=task, engine=resolved)
         state = _state(searcher, [data] if arch_data is data else [data, arch_data])
-        log = Log(net, config.log_every, lambda record: runtime.emit(SEARCH, searcher.total, record), world)
-        begin, searcher.scale = _resume(runtime.checkpointer, state, log, searcher.warmup, world)
+        begin, facts, earlier = resume(checkpointer, state, world, searcher.warmup)
+        searcher.scale = facts.get("scale", 0.0)
+        emit = partial(runtime.emit, SEARCH, searcher.total)
+        log = Log(net, config.log_every, lambda waiting: [step.read(world) for step in waiting], emit)
+        log.begin([from_plain(SearchRecord, record) for record in earlier])
         with phase(runtime.name or SEARCH, searcher.total, begin) as log.show:
             for step in range(begin, searcher.total):
                 searcher.at, batches = step, data.next()
-                if step == begin:
-                    _check_first(net, batches)
-                trained = searcher.train_weights(batches)
-                moved = None
-                if searcher.moves_alphas:
-                    moved = searcher.move_alphas(batches if arch_data is data else arch_data.next())
-                log.add(searcher.record(batches, trained, moved))
-                checkpointer = runtime.checkpointer
+                log.add(searcher.run(batches, None if arch_data is data else arch_data.next))
                 if checkpointer and (step + 1 == searcher.total or checkpointer.due(step + 1, world)):
                     log.flush()
-                    facts = {"scale": searcher.scale, DONE: step + 1 == searcher.total}
-                    checkpointer.save(step + 1, state, facts, world)
+                    done = {"scale": searcher.scale, DONE: step + 1 == searcher.total}
+                    checkpointer.save(step + 1, state, done, world)
             log.flush()
     found = replace(searcher.result(), log=tuple(log.records))
     runtime.emit(SEARCH, searcher.total, found)
@@ -120,7 +97,9 @@ class Searcher:
         engine: ResolvedEngine | None = None,  # default: as plain PyTorch runs it
     ) -> None:
         self.net, self.config, self.world = net, config, current()
-        self.budget, self.chain = _prepare(net, config)
+        if config.warmup_epochs or config.train_weights:
+            check_trainable(net.model)
+        self.budget, self.chain = reach(net, config)
         self.per_epoch = steps_per_epoch
         self.total, self.warmup = steps_per_epoch * config.epochs, steps_per_epoch * config.warmup_epochs
         self.at = -1  # number of the current step
@@ -142,9 +121,7 @@ class Searcher:
     def step(self, batch: Any, arch_batch: Any = None) -> SearchRecord:
         """Train the weights and, after the warm-up, move the alphas, as the settings say."""
         self._begin()
-        trained = self.train_weights([batch])
-        moved = self.move_alphas([batch if arch_batch is None else arch_batch]) if self.moves_alphas else None
-        return self.record([batch], trained, moved).read(self.world)
+        return self.run([batch], None if arch_batch is None else lambda: [arch_batch]).read(self.world)
 
     def weight_loss(self, batch: Any) -> Tensor:
         """Begin a step: the summed losses of the largest, the smallest and some sampled sub-networks."""
@@ -160,68 +137,45 @@ class Searcher:
         """Of the same step: the loss of the soft network and of the budget, with a gradient of the alphas alone."""
         if not self.moves_alphas:
             raise TrainingError(f"Step {self.at} is in the warm-up: call arch_loss only if searcher.moves_alphas.")
-        loss, gradient = arch_gradient(self.setup, batch)
-        return as_loss(loss, [self.net.alpha], [gradient])
+        alpha = self.net.alpha
+        before, alpha.grad = alpha.grad, None
+        seen = arch_gradient(self.setup, [batch])
+        gradient, alpha.grad = alpha.grad, before
+        loss = self.config.budget_weight * seen.budget_loss
+        return as_loss(loss if seen.task_loss is None else loss + seen.task_loss, [alpha], [gradient])
 
     def result(self) -> SearchResult:
         """The distribution of widths so far."""
-        return SearchResult(
-            alphas=self.net.alpha.detach().cpu().clone(),
-            sizes=self.chain.sizes.cpu(),
-            graph=self.net.graph,
-            budget=self.budget,
-            tolerance=self.config.tolerance,
-            align=self.config.align,
-            process=self.chain.process,
+        alphas, config = self.net.alpha.detach().cpu().clone(), self.config
+        found = SearchResult(
+            alphas, self.chain.sizes.cpu(), self.net.graph, self.budget, config.tolerance, config.align
         )
+        return replace(found, process=self.chain.process)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a search needs to go on, except for the data."""
-        return {
-            "net": self.net.state_dict(),
-            "narrow": self.steps.narrow_buffers(),
-            "optimizers": [it.state_dict() for it in (self.steps.weights, self.steps.alphas)],
-            "generator": self.generator.get_state(),
-            "at": self.at,
-            "scale": self.scale,
-        }
+        tensors = _state(self, []).collect(self.world)
+        return {"tensors": tensors, "at": self.at, "scale": self.scale}
 
-    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a searcher with the same settings was."""
-        self.net.load_state_dict(state["net"])
-        for name, buffer in self.steps.narrow_buffers().items():
-            buffer.copy_(state["narrow"][name])
-        for optimizer, own in zip((self.steps.weights, self.steps.alphas), state["optimizers"], strict=True):
-            optimizer.load_state_dict(own)
-        self.generator.set_state(state["generator"])
+        _state(self, []).restore(state["tensors"], [], self.world)
         self.at, self.scale = state["at"], state["scale"]
 
-    def train_weights(self, batches: list[Any]) -> tuple[float, Tensor] | None:
-        """Stage 1 of the current step; its learning rate and losses, or None where the weights stay."""
-        config = self.config
-        if self.moves_alphas and not config.train_weights:
-            return None
-        self.scale = (
-            self.scale
-            or int(sum_values(torch.tensor([sum(map(size_of, batches))]), self.world)) / config.reference_batch
-        )
-        lr = self.scale * cosine(self.at, self.total, config.lr, config.min_lr)
-        return lr, self.steps.train_weights(batches, self._sampling(), self.generator, lr)
-
-    def move_alphas(self, batches: list[Any]) -> tuple[float, ArchRecord]:
-        """Stage 2 of the current step; its learning rate and what it saw."""
-        at, total = self.at - self.warmup, self.total - self.warmup
-        lr = cosine(at, total, self.config.alpha_lr, self.config.alpha_min_lr)
-        return lr, self.steps.move_alphas(batches, lr, self.growth)
-
-    def record(
-        self, batches: list[Any], trained: tuple[float, Tensor] | None, moved: tuple[float, ArchRecord] | None
-    ) -> Step:
-        """What the current step saw, still on the device."""
-        (lr, losses), (alpha_lr, seen) = trained or (0.0, None), moved or (0.0, None)
-        samples = sum(map(size_of, batches))
-        return Step(self.at, self.at // self.per_epoch, samples, lr, losses, alpha_lr, seen)
+    def run(self, batches: list[Any], arch_batches: Callable[[], list[Any]] | None = None) -> Step:
+        """The current step: stage 1 where the weights move, and stage 2 after the warm-up."""
+        config, samples = self.config, sum(map(size_of, batches))
+        lr, alpha_lr, losses, seen = None, None, None, None
+        if not self.moves_alphas or config.train_weights:
+            self.scale = self.scale or int(sum_values(torch.tensor([samples]), self.world)) / config.reference_batch
+            lr = self.scale * cosine(self.at, self.total, config.lr, config.min_lr)
+            losses = self.steps.train_weights(batches, self._sampling(), self.generator, lr)
+        if self.moves_alphas:
+            at, total = self.at - self.warmup, self.total - self.warmup
+            alpha_lr = cosine(at, total, config.alpha_lr, config.alpha_min_lr)
+            seen = self.steps.move_alphas(arch_batches() if arch_batches else batches, alpha_lr, self.growth)
+        record = SearchRecord(self.at, self.at // self.per_epoch, lr=lr, alpha_lr=alpha_lr)
+        return Step(record, samples, losses, seen)
 
     def _begin(self) -> None:
         if self.at + 1 == self.total:
@@ -249,48 +203,23 @@ def _state(searcher: Searcher, data: list[ResumableIterator]) -> State:
     return State(shared, own, [steps.weights, steps.alphas], [searcher.generator], data, net.alpha.device)
 
 
-def _resume(checkpointer: Checkpointer | None, state: State, log: Log, warmup: int, world: World) -> tuple[int, float]:
-    """The first step and the scale of the learning rate, from a checkpoint if there is one."""
-    saved = checkpointer.load(world) if checkpointer else None
-    if saved is None or checkpointer is None:
-        return 0, 0.0
-    state.restore(saved.tensors, [saved.step, max(0, saved.step - warmup)][: len(state.iterators)], world)
-    log.begin([as_record(record) for record in checkpointer.earlier(checkpointer.name) if record["step"] < saved.step])
-    return saved.step, saved.facts["scale"]
-
-
 # before the first step
 
 
-def _prepare(net: Supernet, config: SearchConfig) -> tuple[Budget, Chains]:
-    """The budget and the chains; an error if they, the supernet and the settings do not fit together."""
-    if config.warmup_epochs or config.train_weights:
-        check_trainable(net.model)
+def reach(net: Supernet, config: SearchConfig) -> tuple[Budget, Chains]:
+    """The budget and the chains of a supernet that can reach it; an error if they do not fit together."""
     wanted = [list(group_sizes(it.size, config.groups, it.step(config.align))) for it in net.graph.spaces]
     if [[size for size in row if size] for row in net.sizes.tolist()] != wanted:
         raise WidthsError(
             "The supernet has other groups than the settings: make it with "
             f"Supernet(model, graph, groups={config.groups}, align={config.align})."
         )
-    return reach(net, config)
-
-
-def reach(net: Supernet, config: SearchConfig) -> tuple[Budget, Chains]:
-    """The budget and the chains that can reach it; BudgetError if they cannot."""
     found = chains(net, process_of(config.independent), config.min_channels, config.max_channels, config.align)
     budget = parse(config.budget, net.graph)
     check_reachable(budget, net.graph, *extremes(net.graph, found.sizes))
-    check_choice(found)
+    if not found.sizes[:, 1:].any():
+        raise WidthsError("There is nothing to search: no space has a second group; use more groups or other bounds.")
     return budget, found
-
-
-def check_choice(chains: Chains) -> None:
-    """Refuse chains that leave no choice."""
-    if not chains.sizes[:, 1:].any():
-        raise WidthsError(
-            "There is nothing to search: no space has a second group. Use more groups, a smaller align, or other "
-            "min_channels and max_channels."
-        )
 
 
 @torch.no_grad()
@@ -312,13 +241,6 @@ def _start(net: Supernet, chains: Chains, budget: Budget, config: SearchConfig) 
         case Init.GIVEN:
             pass
     net.alpha.masked_fill_(certain, CERTAIN)  # where they stay, without a gradient
-
-
-def _check_first(net: Supernet, batches: list[Any]) -> None:
-    """Refuse a forward that writes into its input; random numbers and statistics stay as they are."""
-    state = random_state(device_of(net))
-    check_input(net.model, input_of(batches[0]))
-    set_random_state(state, device_of(net))
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,40 +23,9 @@ from dmcp.settings import Precision, Sampling, SearchConfig
 from dmcp.supernet import Narrow, Supernet, run_folded
 from dmcp.training import parameter_groups
 
-Run = Callable[[Any, Tensor | None], Any]  # a network on an input and the stem's output
-
-
-@dataclass(frozen=True)
-class Sliced:
-    """A sub-network that takes only the first channels of the stem's output, as a tensor of their own."""
-
-    run: Run
-    channels: int
-
-    def part(self, h: Tensor) -> Tensor:
-        """The channels that it takes."""
-        last = h.ndim == 4 and h.is_contiguous(memory_format=torch.channels_last)
-        layout = torch.channels_last if last else torch.contiguous_format
-        return h.detach()[:, : self.channels].contiguous(memory_format=layout).requires_grad_(h.requires_grad)
-
-
-Subnet = Tensor | Run | Sliced  # its gates, or what runs it
-
-
-@dataclass(frozen=True)
-class Passes:
-    """How a supernet is run with gates: they are folded into weights, then the network runs with these.
-
-    A stem runs once for all sub-networks; then `run` takes its output, too.
-    """
-
-    fold: Callable[[Tensor], dict[str, Tensor]]
-    run: Callable[..., Any]  # (input, folded weights), or (input, the stem's output, folded weights)
-    stem: Callable[[Any], Tensor] | None = None
-
-    def __call__(self, x: Any, gates: Tensor, h: Tensor | None = None) -> Any:
-        folded = self.fold(gates)
-        return self.run(x, folded) if h is None else self.run(x, h, folded)
+Forward = Callable[[Any, Tensor], Any]  # a supernet on an input with gates
+Subnet = Tensor | Callable[[Any, Tensor | None], Any]  # its gates, or what runs it on an input and the stem's output
+Head = Callable[[Any], Tensor]  # the stem, which runs once for all sub-networks of a batch
 
 
 @dataclass(frozen=True)
@@ -85,14 +54,14 @@ def weight_step(
     batches: Sequence[Any],
     optimizer: torch.optim.Optimizer,
     subnets: Sequence[Subnet],
-    passes: Passes | None = None,
+    head: Head | None = None,
 ) -> Tensor:
     """Stage 1 (eq. 14): train sub-networks by the sandwich rule, in one optimizer step; returns their losses. (n,)
 
     Several batches count as one large batch. The alphas are not touched.
     """
-    weights = [parameter for parameter in _parameters(optimizer) if parameter.requires_grad]
-    losses, gradients = weight_gradients(setup, batches, weights, subnets, passes)
+    weights = [it for group in optimizer.param_groups for it in group["params"] if it.requires_grad]
+    losses, gradients = weight_gradients(setup, batches, weights, subnets, head)
     for weight, gradient in zip(weights, gradients, strict=True):
         weight.grad = gradient
     mean_gradients(weights, sum(map(size_of, batches)), setup.world)
@@ -106,31 +75,34 @@ def weight_gradients(
     batches: Sequence[Any],
     weights: Sequence[Tensor],
     subnets: Sequence[Subnet],
-    passes: Passes | None = None,
+    head: Head | None = None,
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Losses of sub-networks (n,), and the gradients of their sum.
 
     The first sub-network learns the task; with `distill` the others learn from its output.
     """
-    run = passes or Passes(setup.net.fold, partial(run_folded, setup.net.model))
     gradients: list[Tensor | None] = [None] * len(weights)
     samples = sum(map(size_of, batches))
     losses: list[Tensor] = []
     for batch in batches:
         x = input_of(batch)
         with autocast(setup.net.alpha.device, setup.precision):
-            shared = run.stem(x) if run.stem else None
+            shared = head(x) if head else None
         h = None if shared is None else shared.detach().requires_grad_(shared.requires_grad)
         back: Tensor | None = None  # the gradient into the stem, of all sub-networks at once
         target: list[Tensor] = []
         for subnet in subnets:
-            given = subnet.part(h) if isinstance(subnet, Sliced) and h is not None else h
+            given = subnet.part(h) if isinstance(subnet, Narrow) and h is not None else h
             with autocast(setup.net.alpha.device, setup.precision):
-                output = _run(run, subnet, x, given)
+                output = subnet(x, given) if callable(subnet) else setup.net(x, subnet)
                 learns = setup.config.distill and target
                 value = distillation_loss(output, target) if learns else loss_of(setup.loss, output, batch)
             share = size_of(batch) / samples
-            gradients, back = _add_gradients(gradients, back, value * share, weights, given, h)
+            inputs = [*weights, given] if given is not None and given.requires_grad else [*weights]
+            found = torch.autograd.grad(value * share, inputs, allow_unused=True)
+            gradients = _sums(gradients, found[: len(weights)])
+            back = _add_back(back, found[len(weights) :], h)
+            del found  # these are large
             losses.append(value.detach())
             target = target or [tensor.detach() for tensor in tensors_in(output)]
         if shared is not None and back is not None:
@@ -139,43 +111,36 @@ def weight_gradients(
 
 
 def arch_step(
-    setup: Setup, batches: Sequence[Any], optimizer: torch.optim.Optimizer, passes: Passes | None = None
+    setup: Setup, batches: Sequence[Any], optimizer: torch.optim.Optimizer, forward: Forward | None = None
 ) -> ArchRecord:
     """Stage 2 (eq. 15): move the alphas by the task loss of the soft network and by the budget loss.
 
     With `task_loss=False` the network is not run. Weights and buffers come out bit-identical.
     """
-    net, chains, config = setup.net, setup.chains, setup.config
     optimizer.zero_grad(set_to_none=True)
+    seen = arch_gradient(setup, batches, forward)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return seen
+
+
+def arch_gradient(setup: Setup, batches: Sequence[Any], forward: Forward | None = None) -> ArchRecord:
+    """The losses of stage 2; their gradient is added to that of the alphas."""
+    net, chains, config = setup.net, setup.chains, setup.config
     task: list[Tensor] = []
     samples = sum(map(size_of, batches))
     with _only_alphas(net):
         for batch in batches if config.task_loss else ():
             gates = chains.gates(chains.marginals(net.alpha))
             with autocast(net.alpha.device, setup.precision):
-                value = loss_of(setup.loss, (passes or net)(input_of(batch), gates), batch)
+                value = loss_of(setup.loss, (forward or net)(input_of(batch), gates), batch)
             torch.autograd.backward(value * (size_of(batch) / samples))
             task.append(value.detach())
-        mean_gradients(_parameters(optimizer), samples, setup.world)
+        mean_gradients([net.alpha], samples, setup.world)
         seen = ratios(setup.budget, net.graph, chains.marginals(net.alpha), chains.sizes, chains.process)
         excess = budget_loss(seen, config.tolerance)
         torch.autograd.backward(config.budget_weight * excess)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
     return ArchRecord(torch.stack(task).mean() if task else None, excess.detach(), seen.detach())
-
-
-def arch_gradient(setup: Setup, batch: Any) -> tuple[Tensor, Tensor]:
-    """The loss of stage 2 (eq. 15) on one batch, and its gradient; weights and buffers come out bit-identical."""
-    net, chains, config = setup.net, setup.chains, setup.config
-    with _only_alphas(net):
-        chances = chains.marginals(net.alpha)
-        seen = ratios(setup.budget, net.graph, chances, chains.sizes, chains.process)
-        loss = config.budget_weight * budget_loss(seen, config.tolerance)
-        if config.task_loss:
-            loss = loss + loss_of(setup.loss, net(input_of(batch), chains.gates(chances)), batch)
-        (gradient,) = torch.autograd.grad(loss, net.alpha)
-    return loss.detach(), gradient
 
 
 def as_loss(value: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
@@ -184,31 +149,6 @@ def as_loss(value: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Ten
     dots = [(parameter * gradient).sum() for parameter, gradient in pairs if gradient is not None]
     total = torch.stack(dots).sum()
     return total + (value - total).detach()
-
-
-def _run(passes: Passes, subnet: Subnet, x: Any, h: Tensor | None) -> Any:
-    if isinstance(subnet, Tensor):
-        return passes(x, subnet, h)
-    return subnet.run(x, h) if isinstance(subnet, Sliced) else subnet(x, h)
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _add_gradients(
-    gradients: Sequence[Tensor | None],
-    back: Tensor | None,
-    value: Tensor,
-    weights: Sequence[Tensor],
-    given: Tensor | None,  # what came from the stem
-    h: Tensor | None,
-) -> tuple[list[Tensor | None], Tensor | None]:
-    """Earlier gradients plus those of one more loss, which are large and are freed at once."""
-    if given is None or not given.requires_grad:
-        return _sums(gradients, torch.autograd.grad(value, weights, allow_unused=True)), back
-    *found, gradient = torch.autograd.grad(value, [*weights, given], allow_unused=True)
-    return _sums(gradients, found), _add_back(back, gradient, h)
 
 
 def _sums(before: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -223,16 +163,17 @@ def _sums(before: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> li
     return total
 
 
-def _add_back(before: Tensor | None, found: Tensor | None, h: Tensor | None) -> Tensor | None:
-    """Add one sub-network's gradient of the stem's output; it may cover only the first channels."""
-    if found is None or h is None:
+def _add_back(before: Tensor | None, found: Sequence[Tensor | None], h: Tensor | None) -> Tensor | None:
+    """Add one sub-network's gradient of the stem's output, if any; it may cover only the first channels."""
+    gradient = found[0] if found else None
+    if gradient is None or h is None:
         return before
-    if found.shape == h.shape:
-        return found if before is None else before + found
+    if gradient.shape == h.shape:
+        return gradient if before is None else before + gradient
     total = torch.zeros_like(h) if before is None else before
     if not any(total.is_contiguous(memory_format=it) for it in (torch.contiguous_format, torch.channels_last)):
         total = total.contiguous()  # of a sum, autograd gives one number for many places
-    total[:, : found.shape[1]] += found
+    total[:, : gradient.shape[1]] += gradient
     return total
 
 
@@ -278,34 +219,39 @@ class Steps:
         self.shares = rate_shares(self.weights)
         self.alphas = sgd(net.alphas(), config.alpha_lr, config.alpha_momentum, config.alpha_momentum > 0, device)
         full = engine.compiled(lambda x, folded: run_folded(net.model, x, folded))
-        soft, plain = (Passes(engine.compiled(net.fold), full) for _ in range(2))
+        fold, fold_soft = (engine.compiled(net.fold) for _ in range(2))
         stem = find_stem(net) if net.graph.exact else None
-        split = Passes(plain.fold, engine.compiled(stem.tail), engine.compiled(stem.head)) if stem else plain
+        head, tail = (engine.compiled(stem.head), engine.compiled(stem.tail)) if stem else (None, None)
         gated = net.hard(setup.chains.sizes[:, 0])
-        smallest: Subnet = gated
         self.narrow: Narrow | None = None
         if net.graph.exact and not any(recording.caches for recording in net.graph.recordings):
             align = 8 if device.type == "cuda" else 1  # what tensor cores want
             border = (stem.paths, stem.value) if stem else ()
             self.narrow = Narrow(net, extremes(net.graph, setup.chains.sizes)[0], align, *border)
-            run, channels = engine.compiled(self.narrow), self.narrow.channels
-            smallest = run if channels is None else Sliced(run, channels)
+            self.narrow.run = engine.compiled(self.narrow.run)
         self.largest = net.hard(setup.chains.sizes.sum(dim=1))
         unbounded = bool(self.largest.all())
 
-        def sandwich(batches: list[Any], gates: Tensor) -> tuple[list[Subnet], Passes]:
-            as_traced = stem is None or all(stem.fits(input_of(batch)) for batch in batches)
-            passes = split if as_traced else plain
-            largest: Subnet = self.largest
+        def run(x: Any, h: Tensor | None, folded: Mapping[str, Tensor]) -> Any:
+            return full(x, folded) if h is None or tail is None else tail(x, h, folded)
+
+        def with_gates(gates: Tensor) -> Subnet:
+            return lambda x, h: run(x, h, fold(gates))
+
+        def sandwich(batches: list[Any], gates: Tensor) -> tuple[list[Subnet], Head | None]:
+            as_traced = stem is not None and all(stem.fits(input_of(batch)) for batch in batches)
+            some = [with_gates(it) for it in (self.largest, gated, *gates)]
             if unbounded:  # nothing is gated
-                largest = lambda x, h: passes.run(x, *(() if h is None else (h,)), net.unfolded())  # noqa: E731
-            return [largest, smallest if as_traced else gated, *gates.unbind()], passes
+                some[0] = lambda x, h: run(x, h, net.unfolded())
+            if self.narrow and (as_traced or stem is None):
+                some[1] = self.narrow
+            return some, head if as_traced else None
 
         def stage1(batches: list[Any], gates: Tensor) -> Tensor:
             return weight_step(setup, batches, self.weights, *sandwich(batches, gates))
 
         def stage2(batches: list[Any]) -> ArchRecord:
-            return arch_step(setup, batches, self.alphas, soft)
+            return arch_step(setup, batches, self.alphas, lambda x, gates: full(x, fold_soft(gates)))
 
         self.sandwich = sandwich
         self.stage1, self.stage2 = engine.repeated(stage1), engine.repeated(stage2)
@@ -319,8 +265,8 @@ class Steps:
         self, batch: Any, sampling: Sampling, generator: torch.Generator, weights: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor | None]]:
         """The losses and gradients of stage 1, without an optimizer."""
-        subnets, passes = self.sandwich([batch], self._sample(sampling, generator))
-        return weight_gradients(self.setup, [batch], weights, subnets, passes)
+        subnets, head = self.sandwich([batch], self._sample(sampling, generator))
+        return weight_gradients(self.setup, [batch], weights, subnets, head)
 
     def narrow_buffers(self) -> dict[str, Tensor]:
         """Running statistics of the smallest sub-network's copy."""

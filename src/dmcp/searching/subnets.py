@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmcp.batches import widest
-from dmcp.checkpoint import random_state, set_random_state
 from dmcp.importance import magnitude
 from dmcp.markov import CHAIN, INDEPENDENT, Process, bounded, rand
-from dmcp.modules import leaves, narrow, tensors_in
+from dmcp.modules import narrow, tensors_in
 from dmcp.searching.config import bounds
 from dmcp.settings import Bound, Sampling
 from dmcp.supernet import Supernet, given_name, run_folded, skip
-from dmcp.tracing.record import Op, Recording, Ref
+from dmcp.tracing.record import Recording
 
 
 @dataclass(frozen=True)
@@ -93,16 +93,14 @@ def sort_channels(net: Supernet) -> None:
         if importance is not None:
             order[space.name] = importance.argsort(descending=True, stable=True).tolist()
     ordered = narrow(net.model, net.graph.cuts(order), {})
-    for old, new in zip(net.model.parameters(), ordered.parameters(), strict=True):
+    before, after = ([*model.parameters(), *model.buffers()] for model in (net.model, ordered))
+    for old, new in zip(before, after, strict=True):
         old.copy_(new)
-    for old_buffer, new_buffer in zip(net.model.buffers(), ordered.buffers(), strict=True):
-        old_buffer.copy_(new_buffer)
 
 
 # the stem: first layers that no gate reaches, run once for all sub-networks of a step
 
 
-_RANDOM = torch.Tag.nondeterministic_seeded
 _LARGE_GRADIENT = 1e6  # shows code that looks at the size of gradients
 _SLOW = 5 * 10**8  # MACs above which trying a stem takes long on a CPU
 
@@ -140,91 +138,35 @@ def find_stem(net: Supernet) -> Stem | None:
     plain = isinstance(shape, (tuple, list)) and all(isinstance(size, int) for size in shape)
     if not plain or (net.position.device.type == "cpu" and net.graph.macs() > _SLOW):
         return None
+    if any(len(recording.inputs) != 1 or recording.caches for recording in recordings):
+        return None
     chains = [_chain(recording, net) for recording in recordings]
     for count in range(min(map(len, chains)), 0, -1):
-        paths = [link.path for link in chains[-1][:count]]
-        last = [chain[count - 1] for chain in chains]
-        if any([link.path for link in chain[:count]] != paths for chain in chains) or not all(
-            _is_border(recording, link) for recording, link in zip(recordings, last, strict=True)
-        ):
-            continue
+        paths, *others = ([path for path, _ in chain[:count]] for chain in chains)
         with contextlib.suppress(Exception):  # the code around those modules may want more of them than a chain gives
-            stem = Stem(net, paths, last[-1].value)
-            if not _tied(stem) and _is_same(stem):
+            stem = Stem(net, paths, chains[-1][count - 1][1])
+            if all(other == paths for other in others) and not _tied(stem) and _is_same(stem):
                 return stem
     return None
 
 
-@dataclass(frozen=True)
-class _Link:
-    path: str  # of the module
-    end: int  # number of ops up to its end
-    value: int  # its output
-
-
-def _chain(recording: Recording, net: Supernet) -> list[_Link]:
-    """Modules at the start of a pass, each fed by the one before, that no gate reaches."""
-    if len(recording.inputs) != 1 or recording.caches:
-        return []
+def _chain(recording: Recording, net: Supernet) -> list[tuple[str, int]]:
+    """Layers at the start of a pass, each fed by the one before alone, that no gate reaches; and their outputs."""
     gated = {fold.tensor for fold in net.graph.hard_folds}
     known = {path for path, module in net.model.named_modules() if _is_known(module)}
-    chain: list[_Link] = []
-    start, value = 0, recording.inputs[0]
-    while start < len(recording.ops):
-        link = _module_at(recording, start, value, gated, known)
-        if link is None:
+    chain: list[tuple[str, int]] = []
+    fed = recording.inputs[0]
+    for path, group in itertools.groupby(recording.ops, lambda op: op.path):
+        ops = list(group)
+        inside = [op.outs[0] for op in ops if len(op.outs) == 1 and op.outs[0] is not None]
+        names = {value: recording.tensors.get(value) for op in ops for value in op.inputs()}
+        strange = any(name is None and value not in (fed, *inside) for value, name in names.items())
+        own = [value for value in inside if value not in recording.tensors]
+        if path not in known or strange or gated & {*names.values()} or len(inside) < len(ops) or not own:
             break
-        chain.append(link)
-        start, value = link.end, link.value
+        fed = own[-1]
+        chain.append((path, fed))
     return chain
-
-
-def _module_at(recording: Recording, start: int, given: int, gated: set[str], known: set[str]) -> _Link | None:
-    """The outermost module whose ops begin here and need nothing but the given value and its own tensors."""
-    names = recording.ops[start].path.split(".")
-    for depth in range(1, len(names) + 1) if names != [""] else ():
-        path = ".".join(names[:depth])
-        inside = [number for number, op in enumerate(recording.ops) if f"{op.path}.".startswith(f"{path}.")]
-        end = inside[-1] + 1
-        ops = recording.ops[start:end]
-        whole = len(inside) == len(ops) and all(op.path in known for op in ops)
-        if whole and _is_closed(recording, ops, given, gated):
-            outs = [value for op in ops for value in op.outs if value is not None and value not in recording.tensors]
-            if outs:
-                return _Link(path, end, outs[-1])
-    return None
-
-
-def _is_closed(recording: Recording, ops: Sequence[Op], given: int, gated: set[str]) -> bool:
-    known = {given}
-    for op in ops:
-        if _RANDOM in op.func.tags or len(op.outs) != 1:
-            return False
-        for value in op.inputs():
-            name = recording.tensors.get(value)
-            if name in gated or (name is None and value not in known):
-                return False
-        known.update(value for value in op.outs if value is not None)
-    return True
-
-
-def _is_border(recording: Recording, link: _Link) -> bool:
-    """True if later ops read only the link's output of all earlier values, and do not write it."""
-    before = {out for op in recording.ops[: link.end] for out in op.outs} | set(recording.inputs)
-    hidden = before - {link.value} - set(recording.tensors)
-    views = {link.value}
-    for op in recording.ops[link.end :]:
-        inputs = op.inputs()
-        if hidden & set(inputs):
-            return False
-        given = op.arguments()
-        for argument in op.func._schema.arguments:
-            values = {leaf.value for leaf in leaves(given[argument.name]) if isinstance(leaf, Ref)}
-            if argument.alias_info is not None and views & values:
-                if argument.alias_info.is_write:
-                    return False
-                views.update(out for out in op.outs if out is not None)
-    return not before & set(recording.outputs)
 
 
 def _tied(stem: Stem) -> bool:
@@ -241,22 +183,17 @@ def _is_known(module: nn.Module) -> bool:
 
 def _is_same(stem: Stem) -> bool:
     """True if two sub-networks give the same outputs and gradients both ways, on copies with other weights."""
-    net, device, cpu = stem.net, stem.net.position.device, torch.device("cpu")
+    net, device = stem.net, stem.net.position.device
     wide, dice = widest(device), torch.Generator().manual_seed(0)
     x = torch.randn(2, *net.graph.input_shape, generator=dice, dtype=wide).to(device)
     twin = copy.deepcopy(net, {id(net.graph): net.graph}).to(wide).train()
     with torch.no_grad():
         for weight in twin.weights():
             weight.add_(0.1 * torch.randn(weight.shape, generator=dice, dtype=wide).to(device))
-    host = random_state(cpu)
     undivided = _outputs_and_gradients(copy.deepcopy(twin, {id(net.graph): net.graph}), None, x)
     own = Stem(twin, stem.paths, stem.value)
     before = _plain_state(own.rest)
     divided = _outputs_and_gradients(twin, own, x)
-    after = random_state(cpu)
-    if any(not torch.equal(after[name].nan_to_num(), it.nan_to_num()) for name, it in host.items()):
-        set_random_state(host, cpu)
-        return False  # the model decides something by the host's random numbers, maybe before its first layer
     buffers = dict(twin.model.named_buffers())
     replaced = any(buffer is not buffers.get(name, buffer) for name, buffer in own.rest.named_buffers())
     if replaced or before != _plain_state(own.rest):
