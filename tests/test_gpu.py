@@ -97,7 +97,7 @@ def test_depthwise_kernels_run_inside_a_graph() -> None:
         out = batch_norm(conv2d(x, weight * 2, None, 2), None, None, None, None, 0.1, 1e-5)
         return torch.autograd.grad((out * out.detach().sin()).sum(), weight)[0]
 
-    assert dmcp.Engine().resolve(torch.device("cuda"), steps=10_000, narrow=True).kernels
+    assert dmcp.Engine().resolve(torch.device("cuda"), steps=10_000, suited=True).kernels
     repeated = Repeated(step)
     for seed in range(6):
         x = torch.randn(8, 37, 9, 9, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)).bfloat16()

@@ -46,12 +46,11 @@ from dmcp.runtime.engine import (
     ResolvedEngine,
     autocast,
     check_graphs,
-    is_depthwise,
-    is_narrow,
     make_optimizer,
     rate_shares,
     set_lr,
     sgd,
+    suits_kernels,
 )
 from dmcp.settings import Engine, Precision, TrainConfig
 
@@ -192,8 +191,7 @@ def train(
         steps=config.epochs * length_of(loader),
         large=sum(parameter.numel() for parameter in model.parameters()) >= _LARGE,
         plain=task.loss is None and task.optimizer is None and world.size == 1,
-        narrow=is_narrow(model),
-        depthwise=is_depthwise(model),
+        suited=suits_kernels(model),
     )
     with kept_modes(model), _evaluating(teacher), seeded(config.seed, device, world), resolved.running(model):
         model.train()

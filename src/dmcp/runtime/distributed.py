@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -186,6 +185,5 @@ def _choose_backend(device: str, local: int) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """The first sentence of the backend's error, without the place in its source."""
-    first = str(error).strip().split("\n")[0].split(". ")[0]
-    return re.sub(r"^\[\S*\] *", "", first)[:200].rstrip(" .") or type(error).__name__
+    """The first line of the backend's error."""
+    return str(error).strip().split("\n")[0][:200] or type(error).__name__

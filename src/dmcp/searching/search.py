@@ -29,7 +29,7 @@ from dmcp.modules import check_kind
 from dmcp.preflight import check_input
 from dmcp.progress import phase, shown
 from dmcp.runtime.distributed import World, current, share_tensors, sum_values
-from dmcp.runtime.engine import ResolvedEngine, check_graphs, is_depthwise, is_narrow
+from dmcp.runtime.engine import ResolvedEngine, check_graphs, suits_kernels
 from dmcp.searching.config import Log, SearchRecord, SearchResult, Step, as_record, extremes
 from dmcp.searching.steps import ArchRecord, Setup, Steps, arch_gradient, as_loss
 from dmcp.searching.subnets import Chains, chains, sort_channels
@@ -71,8 +71,7 @@ def search(
         steps=config.epochs * -(-length_of(loader) // config.accumulate),
         large=net.graph.macs() >= LARGE,
         plain=task.loss is None and task.optimizer is None and world.size == 1,
-        narrow=is_narrow(net.model),
-        depthwise=is_depthwise(net.model),
+        suited=suits_kernels(net.model),
     )
     with seeded(config.seed, device, world), resolved.running(net.model), uncounted(net.model):
         share_tensors([*net.model.parameters(), *net.model.buffers()], world)
