@@ -20,7 +20,7 @@ from dmcp.errors import TrainingError
 from dmcp.models import build
 from dmcp.runtime import engine
 from dmcp.runtime.cuda_graphs import Repeated
-from dmcp.runtime.engine import KernelWarning, ResolvedEngine, best_device, set_lr, sgd, suits_kernels
+from dmcp.runtime.engine import ResolvedEngine, best_device, set_lr, sgd, suits_kernels
 from dmcp.searching.search import search
 from dmcp.settings import Engine, Precision, SearchConfig, TrainConfig
 from dmcp.training import train
@@ -40,7 +40,7 @@ def resolved(**choices: Any) -> ResolvedEngine:
 def test_on_the_cpu_everything_is_plain_unless_asked_for() -> None:
     plain = Engine().resolve(CPU, steps=LONG, large=True)
     names = ("channels_last", "compile", "graphs", "deterministic")
-    usual = ResolvedEngine(device=CPU, precision=Precision.FLOAT32, tf32=True, **dict.fromkeys(names, False))
+    usual = ResolvedEngine(device=CPU, precision=Precision.FLOAT32, **dict.fromkeys((*names, "kernels"), False))
     assert plain == Engine().resolve(CPU) == usual
     switched = dict.fromkeys(names, True)
     asked = resolved(precision="bfloat16", tf32=False, **switched)
@@ -64,7 +64,6 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return refuse
 
 
-@pytest.mark.filterwarnings("ignore::dmcp.runtime.engine.KernelWarning")
 @pytest.mark.parametrize(
     ("asked", "facts", "chosen"),
     [
@@ -76,7 +75,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         ({"kernels": False}, {"suited": True}, "compile"),
         ({"compile": True}, {"suited": True}, "compile"),
         ({"precision": "float32"}, {"suited": True}, "compile"),
-        ({"channels_last": False, "kernels": True}, {"steps": 10}, ""),
+        ({"channels_last": False}, {"suited": True, "steps": 10}, ""),
     ],
 )
 def test_what_a_gpu_gets(asked: dict[str, Any], facts: dict[str, Any], chosen: str, hopper: Any) -> None:
@@ -85,20 +84,14 @@ def test_what_a_gpu_gets(asked: dict[str, Any], facts: dict[str, Any], chosen: s
         return " ".join(name for name in ("kernels", "compile") if getattr(made, name))
 
     assert found() == chosen
+    with pytest.raises(TrainingError, match="they need bfloat16"):
+        Engine(kernels=True, compile=True).resolve(GPU)
     hopper("no C compiler")
     if chosen == "kernels" and asked:
         with pytest.raises(TrainingError, match="no C compiler"):
             found()
     else:
         assert "kernels" not in found()
-
-
-@pytest.mark.usefixtures("hopper")
-def test_kernels_that_are_asked_for_and_not_used_are_warned_of() -> None:
-    for asked in ({"kernels": None}, {"kernels": False}):  # nothing is missed that was not asked for
-        Engine(precision="float32", **asked).resolve(GPU, steps=LONG, suited=True)  # type: ignore[arg-type]
-    with pytest.warns(KernelWarning, match="are not used on cuda:0"):
-        Engine(kernels=True, compile=True).resolve(GPU)
 
 
 def some_depthwise(size: int, convs: int) -> nn.Module:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,10 +28,6 @@ _WORTH_KERNELS = 1_000  # steps from which it pays to load our kernels, and to c
 _WORTH_COMPILING = {True: 2_000, False: 20_000}  # steps from which compiling a large or a small network pays
 
 
-class KernelWarning(UserWarning):
-    """Own kernels were asked for and are not used."""
-
-
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:
     """While entered, forward passes on the device compute in this precision."""
     return torch.autocast(device.type, torch.bfloat16, enabled=Precision(precision) is Precision.BFLOAT16)
@@ -54,27 +49,17 @@ def resolve(
     gpu, precision = device.type == "cuda", _precision(engine, device)
     last = gpu if engine.channels_last is None else engine.channels_last
     graphs = gpu and (plain if engine.graphs is None else engine.graphs)
-    meant = graphs and suited and steps >= _WORTH_KERNELS
     fit = _computes_in_half(device) and last and precision is Precision.BFLOAT16 and not engine.compile
-    kernels = fit and (meant if engine.kernels is None else engine.kernels)
-    if kernels and (refused := kernels_refused(device)):
+    meant = fit and graphs and suited and steps >= _WORTH_KERNELS
+    kernels = gpu and (meant if engine.kernels is None else engine.kernels)
+    if kernels and (refused := kernels_refused(device) if fit else _NEEDED):
         if engine.kernels:
             raise TrainingError(f"Own kernels cannot run on {device} ({refused}): leave kernels out.")
         kernels = False
-    if engine.kernels and gpu and not fit and current().first:
-        warnings.warn(f"Own kernels are not used on {device} ({_NEEDED}): torch's are.", KernelWarning, stacklevel=3)
     compiled = gpu and not kernels and steps >= _WORTH_COMPILING[large] if engine.compile is None else engine.compile
-    return ResolvedEngine(
-        device=device,
-        precision=precision,
-        channels_last=last,
-        compile=compiled,
-        graphs=graphs,
-        kernels=kernels,
-        tf32=engine.tf32,
-        deterministic=engine.deterministic,
-        sync_batchnorm=engine.sync_batchnorm and gpu and current().size > 1,
-    )
+    chosen = {"precision": precision, "channels_last": last, "graphs": graphs, "kernels": kernels, "compile": compiled}
+    chosen["sync_batchnorm"] = engine.sync_batchnorm and gpu and current().size > 1
+    return ResolvedEngine(**vars(engine) | chosen, device=device)
 
 
 def pads(engine: Engine, device: torch.device) -> bool:
@@ -88,18 +73,12 @@ def _precision(engine: Engine, device: torch.device) -> Precision:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResolvedEngine:
+class ResolvedEngine(Engine):
     """An engine for one device, with nothing left to choose."""
 
     device: torch.device
     precision: Precision
-    channels_last: bool
     compile: bool
-    graphs: bool
-    tf32: bool
-    deterministic: bool
-    sync_batchnorm: bool = False
-    kernels: bool = False
 
     def autocast(self) -> torch.autocast:
         """While entered, forward passes compute in the chosen precision."""
