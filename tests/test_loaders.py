@@ -131,15 +131,6 @@ def test_an_epoch_is_entered_without_reading_what_is_skipped(tmp_path: Path) -> 
         assert same(batches_from(loader, 1, 3), whole[3:]) and not list(batches_from(loader, 1, 4))
 
 
-def test_two_passes_at_once_are_refused(tmp_path: Path) -> None:
-    loader = make_loader(photos(tmp_path), 3, train=True, workers=0)
-    first, second = iter(loader), iter(loader)
-    next(first), next(second)
-    with pytest.raises(DataError, match="Another pass"):
-        next(first)
-    assert len(list(second)) == 3
-
-
 def truncate(path: Path) -> None:
     Image.effect_noise((64, 64), 50).convert("RGB").save(path, "JPEG")
     path.write_bytes(path.read_bytes()[:600])
@@ -180,12 +171,10 @@ def test_broken_images_are_replaced_by_the_next_in_the_order(tmp_path: Path) -> 
         assert torch.cat([y for _, y in batches])[place] == labels[replaced.get(place, place)]
         assert torch.equal(made[place], before[place]) == (place not in places)
         assert place not in places or not torch.equal(made[place], made[replaced[place]])  # another crop
-    for ranks, workers in ((1, 1), (2, 0)):
-        how: dict[str, Any] = {"seed": 1, "workers": workers, "corrupt": "skip"}
-        shares = [make_loader(part, 4, True, world=World(rank, ranks), **how) for rank in range(ranks)]
-        passes = [list(batches_from(share, 2)) for share in shares]
-        joined = [tuple(torch.cat(parts) for parts in zip(*found, strict=True)) for found in zip(*passes, strict=True)]
-        assert same(joined, batches) and set().union(*(share.skipped for share in shares)) == loader.skipped
+    shares = [make_loader(part, 4, True, 1, world=World(rank, 2), workers=0, corrupt="skip") for rank in range(2)]
+    passes = [list(batches_from(share, 2)) for share in shares]
+    joined = [tuple(torch.cat(parts) for parts in zip(*found, strict=True)) for found in zip(*passes, strict=True)]
+    assert same(joined, batches) and shares[0].skipped | shares[1].skipped == loader.skipped
 
 
 def test_skipping_ends_where_the_data_is_gone(tmp_path: Path) -> None:
