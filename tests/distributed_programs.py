@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import dmcp
+from dmcp.batches import share_of
 from dmcp.cli import main
 from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
@@ -208,7 +209,7 @@ def check_gradients(count: int, world: World) -> None:
     model(rows, images).mean().backward()
     wanted = {name: one.grad for name, one in model.named_parameters()}
     model.zero_grad()
-    mine = ranks.part(count, world)
+    mine = share_of(0, count, count, world)
     model(rows[mine], images[mine]).mean().backward()  # without samples: NaN
     with patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as reduce:
         ranks.mean_gradients(list(model.parameters()), len(rows[mine]), world)

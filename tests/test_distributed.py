@@ -25,10 +25,11 @@ from distributed_programs import STEPS
 from torch import Tensor
 
 import dmcp
+from dmcp.batches import share_of
 from dmcp.checkpoint import load_checkpoint
 from dmcp.errors import RankError
 from dmcp.models import build
-from dmcp.runtime.distributed import EXIT_RANK_LOST, SINGLE_PROCESS, World, current, join, part
+from dmcp.runtime.distributed import EXIT_RANK_LOST, SINGLE_PROCESS, World, current, join
 from dmcp.runtime.io import LOCK
 
 NEAR = 1e-5
@@ -114,7 +115,7 @@ def test_parts_are_those_of_array_split() -> None:
     for count, size in itertools.product((0, 1, 6, 100), (1, 3, 7)):
         samples = np.arange(count)
         for rank, wanted in enumerate(np.array_split(samples, size)):
-            assert samples[part(count, World(rank, size))].tolist() == wanted.tolist()
+            assert samples[share_of(0, count, count, World(rank, size))].tolist() == wanted.tolist()
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from dmcp.errors import DataError
 from dmcp.modules import tensors_in
-from dmcp.runtime.distributed import World, part
+from dmcp.runtime.distributed import World
 
 
 class Loader(Protocol):
@@ -50,14 +51,8 @@ def size_of(batch: Any) -> int:
 
 def on_device(batch: Any, device: torch.device) -> Any:
     """The same batch with its tensors on the device."""
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {key: on_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        parts = [on_device(value, device) for value in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
+    batch = dict(batch) if isinstance(batch, Mapping) else batch  # those of transformers are no dicts
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -75,10 +70,7 @@ def length_of(loader: Any, name: str = "loader") -> int:
     try:
         return len(loader)
     except (TypeError, NotImplementedError):  # torch's of an iterable dataset
-        raise DataError(
-            f"The {name}, a {type(loader).__name__}, has no length: give a list of batches, a DataLoader of a dataset "
-            "with __len__, or a class of your own that says how many batches are an epoch."
-        ) from None
+        raise DataError(f"The {name} has no length: give a list of batches, or a class that says how many.") from None
 
 
 def check_yields(loader: Any, name: str = "loader") -> None:
@@ -98,10 +90,7 @@ def check_parts(loader: Any, world: World) -> None:
     """Refuse a loader whose sampler, like torch's, repeats samples so that all ranks have as many."""
     sampler = getattr(loader, "sampler", None)
     if world.size > 1 and getattr(sampler, "total_size", 0) > len(getattr(sampler, "dataset", ())):
-        raise DataError(
-            f"The loader of a rank repeats samples, so that {world.size} ranks have as many, and a metric would count "
-            "them twice: give each rank its part, DataLoader(Subset(data, range(rank, len(data), world_size)), ...)."
-        )
+        raise DataError("The loader of a rank repeats samples, which a metric counts twice: give each rank its part.")
 
 
 def peek(loader: Any) -> list[Any] | None:
@@ -156,10 +145,11 @@ class FewBatches:
 
 
 def share_of(number: int, batch_size: int, images: int, world: World) -> slice:
-    """The places, in the order of an epoch, of this rank's part of a batch."""
+    """This rank's part of a batch, as places in the order of an epoch; the sizes of parts differ by one at most."""
     start = number * batch_size
-    share = part(min(batch_size, images - start), world)
-    return slice(start + share.start, start + share.stop)
+    size, more = divmod(min(batch_size, images - start), world.size)
+    start += world.rank * size + min(world.rank, more)
+    return slice(start, start + size + (world.rank < more))
 
 
 def usual_workers() -> int:
@@ -182,7 +172,5 @@ def _part(batch: Any, place: int, key: str, other: str) -> Any:
     try:
         return batch[(key if key in batch else other) if isinstance(batch, Mapping) else place]
     except (KeyError, IndexError, TypeError):
-        raise DataError(
-            f'A batch must be (input, labels) or a dict with "input" and "label"; this {type(batch).__name__} has no '
-            f"{key}: give the DataLoader a collate_fn that makes such batches."
-        ) from None
+        needs = 'a batch must be (input, labels) or a dict with "input" and "label"'
+        raise DataError(f"This {type(batch).__name__} has no {key}: {needs}.") from None

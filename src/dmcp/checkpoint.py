@@ -339,9 +339,7 @@ class Checkpointer:
             return None
         self._step = found.step
         if differences := list(_differences(found.facts.get("identity"), self._identity(world))):
-            raise FileError(
-                f"{self.folder}: it cannot go on with other settings than it began with: {'; '.join(differences)}."
-            )
+            raise FileError(f"{self.folder}: it cannot go on with other settings: {'; '.join(differences)}.")
         return found
 
     def due(self, step: int, world: World) -> bool:
@@ -391,9 +389,5 @@ def plain_settings(
 
 def digest(tensors: Mapping[str, Tensor], world: World) -> str:
     """A hash of the tensors of rank 0, which all ranks start from."""
-    found = hashlib.sha256()
-    for name, tensor in tensors.items():
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        if not tensor.is_meta and tensor.layout == torch.strided:
-            found.update(_copy(tensor).reshape(-1).view(torch.uint8).numpy().tobytes())
-    return str(gather(found.hexdigest()[:16], world)[0])
+    data = safetensors.torch.save({name: _copy(tensor) for name, tensor in tensors.items()})
+    return str(gather(hashlib.sha256(data).hexdigest()[:16], world)[0])

@@ -68,10 +68,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     own = named_tensors(model)
     record, tensors = _read(folder, _MAX_EXTRA + sum(16 * tensor.numel() for tensor in own.values()))
     if Widths.from_json(record).fingerprint != fingerprint(model):
-        raise WidthsError(
-            f"{folder}: saved from another architecture than this {type(model).__name__}: "
-            "build the unpruned model exactly as it was before pruning (same classes, same arguments)."
-        )
+        raise WidthsError(f"{folder}: saved from another architecture: build the unpruned model exactly as it was.")
     if any(tensor.is_meta for tensor in own.values()):
         raise WidthsError("The model is on the meta device, where tensors have no values: build it on a real one.")
     try:  # the fingerprint sees neither ties nor attributes

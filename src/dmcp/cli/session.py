@@ -24,7 +24,7 @@ from dmcp.batches import device_of, generator
 from dmcp.budget import LATENCY, MEMORY, costs, parse, show_cost
 from dmcp.cli.config import Request, RunConfig
 from dmcp.cli.job import Job, Replaced, check_names, open_job, place_of
-from dmcp.data.datasets import FolderSet, finds_all, no_images, preprocessing
+from dmcp.data.datasets import FolderSet, no_images, preprocessing
 from dmcp.errors import DataError, FileError, StoppedError, TrainingError
 from dmcp.latency.table import LATENCY_FILE, Latency
 from dmcp.preflight import check_classifier, check_finite, check_input
@@ -206,7 +206,7 @@ def check_job(job: Job, config: RunConfig, files: bool = True) -> None:
     if broken := no_images(test):
         several = f" and {len(broken) - 1} more of the {len(test):,} test images" if len(broken) > 1 else ""
         way = "repair them" + (", or skip them with --corrupt skip" if config.command != "compare" else "")
-        raise DataError(f"{broken[0].file} ({broken[0].reason}){several} cannot be read: {way}.{finds_all(test.root)}")
+        raise DataError(f"{broken[0].file} ({broken[0].reason}){several} cannot be read: {way}; dmcp data finds all.")
 
 
 def _begin(run: Run, config: RunConfig, job: Job, undo: contextlib.ExitStack) -> None:

@@ -142,10 +142,7 @@ def data(name: str, input: str, workers: int | None, most: int, quiet: bool, as_
 
 
 def _lines(name: str, facts: dict[str, Any], input: str, most: int) -> Iterator[str]:
-    classes, small, large = (facts["classes"][key] for key in ("count", "smallest", "largest"))
-    ends = f"the smallest {small['name']} ({counted(small['train_images'], 'training image')}), "
-    ends += f"the largest {large['name']} ({large['train_images']:,})"
-    yield f"{name}: {classes} class{'' if classes == 1 else 'es'}, {ends}"
+    yield f"{name}: {facts['classes']} class{'' if facts['classes'] == 1 else 'es'}"
     for word, part in (("training image", facts["train"]), ("test image", facts["test"])):
         yield f"{counted(part['images'], word)}: {part['from']}"
     if facts["sizes"]:
