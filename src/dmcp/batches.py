@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+from torch.utils.data import IterableDataset
 
 from dmcp.errors import DataError
 from dmcp.modules import tensors_in
@@ -95,7 +96,7 @@ def check_parts(loader: Any, world: World) -> None:
 
 def peek(loader: Any) -> list[Any] | None:
     """[the first batch that holds a sample]; [] if there is none, None if looking would lose it."""
-    if isinstance(loader, Iterator) or isinstance(getattr(loader, "dataset", None), Iterator):
+    if isinstance(loader, Iterator) or isinstance(getattr(loader, "dataset", None), IterableDataset):
         return None
     return list(itertools.islice((batch for batch in loader if size_of(batch)), 1))
 
