@@ -72,23 +72,6 @@ def test_own_kernels_compute_what_torchs_do(shape: tuple[int, ...]) -> None:
     check(shape, "cuda")
 
 
-def test_depthwise_kernels_run_inside_a_graph() -> None:
-    from dmcp.runtime.kernels import batch_norm, conv2d
-
-    weight = torch.randn(37, 1, 3, 3, device="cuda", requires_grad=True)
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        out = batch_norm(conv2d(x, weight * 2, None, 2), None, None, None, None, 0.1, 1e-5)
-        return torch.autograd.grad((out * out.detach().sin()).sum(), weight)[0]
-
-    assert dmcp.Engine().resolve(torch.device("cuda"), steps=10_000, suited=True).kernels
-    repeated = Repeated(step)
-    for seed in range(6):
-        x = torch.randn(8, 37, 9, 9, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)).bfloat16()
-        assert torch.equal(repeated(x), step(x))
-    assert repeated.graphs and not repeated.refused
-
-
 # graphs
 
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 from dmcp.errors import FileError
-from dmcp.runtime.io import Lock, from_plain, is_locked, parse_json, plain, write_files
+from dmcp.runtime.io import Lock, from_plain, is_locked, parse_json, plain
 from dmcp.settings import Precision
 
 
@@ -34,18 +30,6 @@ def test_json_that_cannot_be_ours_is_refused() -> None:
         with pytest.raises(FileError, match="x: "):
             parse_json(text, "x")
     assert plain("a\x1b[1mb") == "a\N{REPLACEMENT CHARACTER}[1mb"
-
-
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "failing"), KeyboardInterrupt()])
-@pytest.mark.parametrize(("owner", "call"), [(os, "fsync"), (Path, "replace")])
-def test_a_write_that_fails_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, call: str, error: BaseException
-) -> None:
-    write_files(tmp_path / "new", {"a": b"old", "b": b"old"})
-    monkeypatch.setattr(owner, call, Mock(side_effect=error))
-    with pytest.raises(type(error)):
-        write_files(tmp_path / "new", {"a": b"new", "b": b"new"})
-    assert {path.name: path.read_bytes() for path in (tmp_path / "new").iterdir()} == {"a": b"old", "b": b"old"}
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ def test_a_broken_image_is_named(tmp_path: Path) -> None:
         batches = iter(make_loader(part, 4, train=False, workers=1))
         next(batches)
         # one line, also from a worker; and no name for the error, which would keep the workers until they time out
-        with pytest.raises(DataError, match=r"\A.*dog.1\.png cannot be read as an image \(.*\): repair or remove.*\Z"):
+        with pytest.raises(DataError, match=r"\A.*dog.1\.png cannot be read as an image \(.*\): repair it.*\Z"):
             next(batches)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from dmcp.batches import generator, mix, share_of, usual_workers
@@ -25,7 +26,10 @@ class ArrayLoader:
         self.batch_size, self.train, self.seed, self.device, self.world = batch_size, train, seed, device, world
         self.augmentation = dataset.augmentation if train else Augmentation()
         self.shape = dataset.shape
-        self.images = _pad(dataset.images, self.augmentation).to(self.device)  # (N, H + 2 shift, W + 2 shift, C) uint8
+        # room to move, the mirrored border or black: (N, H + 2 shift, W + 2 shift, C) uint8
+        room = (self.augmentation.shift,) * 2
+        mode: Any = "reflect" if self.augmentation.reflect else "constant"
+        self.images = torch.from_numpy(np.pad(dataset.images.numpy(), ((0, 0), room, room, (0, 0)), mode)).to(device)
         self.labels = dataset.labels.to(self.device)
         self.mean = torch.tensor(dataset.mean, device=self.device)[:, None, None]
         self.std = torch.tensor(dataset.std, device=self.device)[:, None, None]
@@ -37,7 +41,6 @@ class ArrayLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Draw the order of the images and how each one is augmented: a function of (seed, epoch)."""
-        self.epoch = epoch
         count, moves = len(self.labels), 2 * self.augmentation.shift + 1
         draw = generator(self.seed, epoch)  # on the CPU, so that a GPU sees the same images
         order = torch.randperm(count, generator=draw) if self.train else torch.arange(count)
@@ -91,18 +94,6 @@ def make_loader(
     return FolderLoader(files, batch_size, torch.device(device), world, workers)
 
 
-def _pad(images: Tensor, augmentation: Augmentation) -> Tensor:
-    """Room to move: black, or the mirrored border. (N, H, W, C) -> (N, H + 2 shift, W + 2 shift, C)"""
-    shift = augmentation.shift
-    if not augmentation.reflect:
-        return nn.functional.pad(images, (0, 0, shift, shift, shift, shift))
-    for dim in (1, 2):
-        last = images.shape[dim] - 1
-        places = torch.arange(-shift, last + shift + 1).abs()
-        images = images.index_select(dim, torch.where(places > last, 2 * last - places, places))
-    return images
-
-
 _TRIES = 100  # unreadable images in a row that are skipped: more are not bad luck
 
 
@@ -148,19 +139,18 @@ class FolderLoader:
             if own != self.passes:  # the workers serve the last one only
                 raise DataError("Another pass over this loader began before this one ended: make a second loader.")
             try:
-                batch = next(batches)
+                images, labels, unreadable, failure = next(batches)
             except RuntimeError as error:
                 if not str(error).startswith("DataLoader worker (pid"):
                     raise
                 # Slurm sends SIGTERM to all processes, and a terminal Ctrl-C: the step is finished and saved first
                 self.files._iterator = None
                 batches = self._start(number)
-                batch = next(batches)
-            self.skipped.update(batch.unreadable)
-            if batch.failure:
-                raise DataError(batch.failure)
-            moved = batch.images.to(self.device, non_blocking=True)
-            yield moved, batch.labels.to(self.device, non_blocking=True)
+                images, labels, unreadable, failure = next(batches)
+            self.skipped.update(unreadable)
+            if failure:
+                raise DataError(failure)
+            yield images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
 
     def _start(self, skip: int) -> Iterator[_Batch]:
         """The batches from number `skip` on, as workers read them."""
@@ -175,13 +165,9 @@ class FolderLoader:
         return batches
 
 
-class _Batch(NamedTuple):
-    """What a worker hands over; not as an exception, since torch would make a page of its one sentence."""
-
-    images: Tensor  # (B, 3, height, width)
-    labels: Tensor  # (B,)
-    unreadable: list[str]  # paths of the images that were replaced
-    failure: str  # why there is no batch
+# images (B, 3, height, width), labels (B,), paths of images that were replaced, and why there is no batch: not as an
+# exception, since torch would make a page of its one sentence
+_Batch = tuple[Tensor, Tensor, list[str], str]
 
 
 class _Files(Dataset[_Batch]):
@@ -209,7 +195,7 @@ class _Files(Dataset[_Batch]):
                 images, labels = default_collate(samples)
         except DataError as error:
             failure = str(error)
-        return _Batch(images, labels, unreadable, failure)
+        return images, labels, unreadable, failure
 
     def _sample(self, place: int, unreadable: list[str]) -> tuple[Tensor, int]:
         """The image at a place in the order of the epoch, or, if wanted, the next one there that can be read."""
