@@ -36,7 +36,7 @@ NEAR = 1e-5
 MINUTE = 60.0
 ASKED = (
     "prune --model distributed_programs:dropped --data digits --search-epochs 2 --epochs 5 --batch 32 --device cpu "
-    "--save-steps 50"
+    "--save-steps 50 --teacher none"
 )
 NAME = "distributed_programs-dropped-digits-prune"
 
