@@ -133,7 +133,7 @@ def test_half_a_launcher_is_refused(settings: dict[str, str], monkeypatch: pytes
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(RankError, match=r"start (several processes with torchrun|one process per GPU)"):
+    with pytest.raises(RankError, match=r"torchrun|per GPU"):
         join(settings.get("device", "cpu"))
 
 

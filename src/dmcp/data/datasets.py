@@ -68,12 +68,10 @@ def _cover(image: Image, size: tuple[int, int]) -> Image:
     """Scale an image, with its aspect ratio, to just cover a height and a width."""
     from torchvision.transforms import v2
 
-    height, width = size
-    if width * image.height >= height * image.width:  # its width is what must be met
-        height = int(width * image.height / image.width)
-    else:
-        width = int(height * image.width / image.height)
-    return v2.functional.resize(image, [height, width], antialias=True)  # type: ignore[no-any-return]
+    (height, width), (own_height, own_width) = size, (image.height, image.width)
+    wide = width * own_height >= height * own_width  # its width is what must be met
+    size = (int(width * own_height / own_width), width) if wide else (height, int(height * own_width / own_height))
+    return v2.functional.resize(image, list(size), antialias=True)  # type: ignore[no-any-return]
 
 
 _PARTS = ("train", "val")

@@ -45,9 +45,7 @@ def join(device: str = "") -> World:
             backend = _choose_backend(device, int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
             dist.init_process_group(backend)
         except (KeyError, RuntimeError, ValueError) as error:
-            raise RankError(
-                f"The ranks did not meet ({_reason(error)}): start several processes with torchrun."
-            ) from error
+            raise RankError(f"The ranks did not meet ({_reason(error)}): start them with torchrun.") from error
         _joined = True
     return current()
 
