@@ -36,7 +36,7 @@ from dmcp.data.loaders import make_loader
 from dmcp.losses import classification_loss
 from dmcp.markov import sample_groups
 from dmcp.models import build, sample_shape
-from dmcp.runtime.engine import ResolvedEngine, best_device, is_depthwise, is_narrow, sgd
+from dmcp.runtime.engine import ResolvedEngine, best_device, sgd, suits_kernels
 from dmcp.searching.config import SearchRecord
 from dmcp.searching.search import LARGE, reach, uncounted
 from dmcp.searching.steps import Setup, Steps
@@ -124,7 +124,7 @@ class Network:
 
     def resolve(self, model: nn.Module) -> ResolvedEngine:
         """The engine's choices for a long run."""
-        kinds = {"large": self.graph.macs() >= LARGE, "narrow": is_narrow(model), "depthwise": is_depthwise(model)}
+        kinds = {"large": self.graph.macs() >= LARGE, "suited": suits_kernels(model)}
         return self.engine.resolve(self.device, steps=10**6, **kinds)
 
     def images(self, resolved: ResolvedEngine) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from dmcp.batches import FewBatches, batches_from, check_parts, input_of, labels_of, length_of, peek, size_of
@@ -44,21 +44,12 @@ def test_other_loaders_are_replayed(skip: int) -> None:
     assert loader.epochs == entered.epochs == [7, 8]
 
 
-def test_an_epoch_that_is_too_short_is_refused() -> None:
-    digits = make_loader(load("digits").train, 1000, train=True)
-    for loader, length in ((Noisy(), 5), (digits, 1)):
-        with pytest.raises(DataError, match=f"has {length} batches, but 6 were used before"):
-            next(batches_from(loader, 0, 6))
-
-
 def test_what_a_batch_lacks_is_said() -> None:
     x = torch.zeros(2)
     assert input_of({"input": x}) is input_of((x, 1)) is input_of(x) is labels_of({"label": x}) is x
-    with pytest.raises(DataError, match="this dict has no input, only 'image', 'target'"):
-        input_of({"image": x, "target": x})
-    for batch in ({}, (x,), x, (x, [1])):
-        with pytest.raises(DataError, match="label"):
-            labels_of(batch)
+    for read, batch in (*((labels_of, it) for it in ({}, (x,), x, (x, [1]))), (input_of, {"image": x})):
+        with pytest.raises(DataError):
+            read(batch)
     assert size_of({"input": [{"a": x}]}) == 2
     for batch in ((torch.tensor(1.0), 1), ("text", 1), ([], 1)):
         with pytest.raises(DataError):
@@ -66,8 +57,6 @@ def test_what_a_batch_lacks_is_said() -> None:
 
 
 def test_samplers_that_repeat_are_seen() -> None:
-    from accelerate.data_loader import BatchSamplerShard  # which is slow, and for the others in vain
-
     def loader(samples: int, **options: Any) -> DataLoader[Any]:
         data = list(range(samples))
         return DataLoader(data, 5, sampler=DistributedSampler(data, 2, 0, **options))
@@ -75,23 +64,8 @@ def test_samplers_that_repeat_are_seen() -> None:
     for fine in (loader(20), loader(21, drop_last=True), DataLoader(list(range(21)), 5), [torch.zeros(2)], Noisy()):
         check_parts(fine, World(0, 2))
     check_parts(loader(21), SINGLE_PROCESS)
-    shard = BatchSamplerShard(BatchSampler(range(21), 5, drop_last=False), 2, 0)
-    for padded in (loader(21), DataLoader(list(range(21)), batch_sampler=shard)):
-        with pytest.raises(DataError, match="repeats samples"):
-            check_parts(padded, World(0, 2))
-
-
-# a look at the first batch
-
-
-class Kept:
-    """Hands out one generator, each time the same."""
-
-    def __init__(self) -> None:
-        self.batches = (torch.ones(2) for _ in range(3))
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return self.batches
+    with pytest.raises(DataError, match="repeats samples"):
+        check_parts(loader(21), World(0, 2))
 
 
 def test_a_look_at_the_first_batch_loses_none() -> None:
@@ -99,12 +73,11 @@ def test_a_look_at_the_first_batch_loses_none() -> None:
     assert [len(it) for it in peek(batches) or ()] == [2]  # the first with a sample
     assert peek([]) == peek([torch.zeros(0)]) == []
     (first,) = peek(DataLoader(TensorDataset(torch.arange(6)), 4)) or ()
-    assert first[0].tolist() == [0, 1, 2, 3]
-    assert length_of([1, 2]) == 2
-    with pytest.raises(DataError, match="The arch_loader, a Kept, has no length"):
-        length_of(Kept(), "arch_loader")
-    for once in (iter(batches), (it for it in batches), Kept()):
+    assert first[0].tolist() == [0, 1, 2, 3] and length_of([1, 2]) == 2
+    for once in (iter(batches), (it for it in batches)):
         assert peek(once) is None and len(list(once)) == 3
+        with pytest.raises(DataError, match="has no length"):
+            length_of(once, "arch_loader")
 
 
 def test_few_batches_are_the_first_of_each_epoch_of_the_loader() -> None:

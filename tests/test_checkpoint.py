@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
-import json
 import os
 import random
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -60,21 +57,13 @@ def bits(tensor: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
     return tensor.dtype, tensor.shape, flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
-def state(step: int) -> Checkpoint:
-    """A state that is a function of the step."""
-    return Checkpoint(step, {"a": torch.randn(200, generator=torch.Generator().manual_seed(step))}, {"seen": [step]})
-
-
-def same(found: Checkpoint | None, saved: Checkpoint) -> bool:
-    tables = [{name: bits(tensor) for name, tensor in it.tensors.items()} for it in (found, saved) if it]
-    return found is not None and (found.step, found.facts) == (saved.step, saved.facts) and tables[0] == tables[1]
-
-
-def steps(folder: Path) -> list[int]:
-    return sorted(int(path.name.split("-")[1]) for path in folder.glob("step-*"))
+def saved_step(folder: Path) -> int:
+    found = load_checkpoint(folder)
+    return found.step if found else 0
 
 
 def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    assert load_checkpoint(tmp_path / "missing") is None and load_checkpoint(tmp_path) is None
     raw, images = torch.randint(0, 256, (64,), dtype=torch.uint8), torch.randn(2, 3, 4, 5)
     dtypes = [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint16]
     tensors = {str(dtype): raw.clone().view(dtype) for dtype in dtypes} | {"bool": raw > 99}
@@ -83,59 +72,36 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:
     tensors |= {"last": images.to(memory_format=torch.channels_last), "turned": images.mT, "part": images[:, 1:, ::2]}
     tensors |= {"wide": torch.randn(3, 1).expand(3, 4), "tied": images, "tied again": images, "scalar": images[1, 1, 1]}
     facts = {"floats": [0.1 + 0.2, 5e-324, -0.0, 1e308], "big": [2**63], "text": 'é"\n\0', "": {"a": [None, True]}}
-    path = save_checkpoint(tmp_path / "new", Checkpoint(7, tensors, facts))
+    for step, some in ((6, {}), (7, tensors)):
+        save_checkpoint(tmp_path / "new", Checkpoint(step, some, facts))
     found = load_checkpoint(tmp_path / "new")
-    assert same(found, Checkpoint(7, tensors, facts)) and found and repr(found.facts) == repr(facts)
+    assert found is not None and found.step == 7 and repr(found.facts) == repr(facts)
+    tables = [{name: bits(tensor) for name, tensor in it.items()} for it in (found.tensors, tensors)]
+    assert tables[0] == tables[1]
     found.tensors["tied"].zero_()  # its memory is its own
     assert found.tensors["tied again"].any() and images.any()
-    assert path.name == f"step-000000007-{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}.safetensors"
+    (path,) = (tmp_path / "new").iterdir()
     with safetensors.safe_open(path, "pt") as file:  # any safetensors reader opens it
-        assert set(file.keys()) == set(tensors) and json.loads(file.metadata()["facts"])["step"] == 7
-
-
-def test_the_newest_two_stay_and_a_damaged_one_is_passed_over(tmp_path: Path) -> None:
-    assert load_checkpoint(tmp_path / "missing") is None and load_checkpoint(tmp_path) is None
-    (tmp_path / ".step-000000001-ab.safetensors.new").write_text("left by a killed process")
-    (tmp_path / "notes").write_text("mine")
-    for step in (8, 9, 9, 10, 1_000_000_000):
-        newest = save_checkpoint(tmp_path, state(step))
-        assert same(load_checkpoint(tmp_path), state(step))
-    assert steps(tmp_path) == [10, 1_000_000_000] and len(list(tmp_path.iterdir())) == 3
-    whole = newest.read_bytes()
-    for damaged in (whole[:-1], whole[:20], b"", whole + b"x", whole[:-1] + bytes([whole[-1] ^ 1])):
-        newest.write_bytes(damaged)
-        warnings: list[str] = []
-        assert same(load_checkpoint(tmp_path, warnings.append), state(10))
-        assert len(warnings) == 1 and newest.name in warnings[0]
-    save_checkpoint(tmp_path, state(10))  # the run goes on from before the damage, which stays
-    assert same(load_checkpoint(tmp_path), state(10)) and newest.exists()
-    mark = hashlib.sha256(whole).hexdigest()[:16]  # of another step than its name says
-    (tmp_path / f"step-000000010-{mark}.safetensors").write_bytes(whole)
-    for path in tmp_path.glob("step-000000010-*"):
-        if mark not in path.name:
-            path.unlink()
-    with pytest.raises(FileError, match="all checkpoints are damaged"):
-        load_checkpoint(tmp_path)
+        assert set(file.keys()) == set(tensors)
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outside = tmp_path / "outside"
-    path = save_checkpoint(outside, state(5))
-    (tmp_path / "file").write_text("")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "out").symlink_to(outside)
-    for folder in (tmp_path / "run" / "out", tmp_path / "file"):
-        with pytest.raises(FileError):
-            load_checkpoint(folder)
-        with pytest.raises(FileError):
-            save_checkpoint(folder, state(6))
-    for tensor in (torch.ones(2, device="meta"), torch.eye(2).to_sparse(), torch.ones(2, dtype=torch.complex128), 3):
-        with pytest.raises(FileError, match="safetensors"):
-            save_checkpoint(outside, Checkpoint(6, {"a": tensor}, {}))  # type: ignore[dict-item]
-    monkeypatch.setattr(os, "fsync", lambda _: os.close(-1))  # a disk that fails
-    with pytest.raises(FileError, match="cannot be written"):
-        save_checkpoint(outside, state(6))
-    assert [it.name for it in outside.iterdir()] == [path.name]
+    save_checkpoint(outside, Checkpoint(5, {}, {}))
+    (path,) = outside.iterdir()
+    whole = path.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: os.close(-1))  # a disk that fails
+        with pytest.raises(FileError, match="cannot be written"):
+            save_checkpoint(outside, Checkpoint(6, {}, {}))
+    assert list(outside.iterdir()) == [path] and path.read_bytes() == whole
+    (tmp_path / "link").symlink_to(tmp_path.parent)
+    with pytest.raises(FileError):
+        load_checkpoint(tmp_path / "link")
+    for damaged in (whole[:-1], whole[:20], b""):
+        path.write_bytes(damaged)
+        with pytest.raises(FileError, match="is damaged"):
+            load_checkpoint(outside)
 
 
 # random numbers
@@ -167,23 +133,10 @@ def test_the_global_generators_come_back_and_are_seeded_for_each_rank() -> None:
             drawn.append(torch.rand(1).item())
         assert torch.equal(torch.get_rng_state(), before)
     assert drawn[0] == drawn[1] and drawn[3] == drawn[4] and len({*drawn}) == 4
-    loader = Generators()
+    loader = shuffled(40, generator=torch.Generator())
     with untouched(loader, CPU):
-        seen = list(loader)
-    assert list(loader) == seen and list(loader) != seen
-
-
-class Generators:
-    """A loader with generators of every kind, and a counter."""
-
-    def __init__(self) -> None:
-        self.mine, self.numpy, self.python = torch.Generator(), np.random.default_rng(0), random.Random(0)
-        self.old, self.passes = np.random.RandomState(0), 0
-
-    def __iter__(self) -> Iterator[Any]:
-        self.passes += 1
-        own = [torch.rand(1, generator=self.mine).item(), self.numpy.random(), self.python.random(), self.old.rand()]
-        return iter([self.passes, *own, *draw()])
+        seen = [batch[0].sum().item() for batch in loader]
+    assert [batch[0].sum().item() for batch in loader] == seen
 
 
 # batches
@@ -244,7 +197,7 @@ def test_an_iterator_can_be_resumed_at_any_step(kind: type[Any], accumulate: int
     assert first.per_epoch == -(-5 // accumulate)
     seen, states, total = [], [], 3 * first.per_epoch
     for _ in range(total):
-        states.append((first.start, first.random_state()))
+        states.append((first.start, random_state(CPU)))
         seen.append(plain(first.next()))
     sizes = [len(batches) for batches in seen[: first.per_epoch]]
     assert sum(sizes) == 5 and max(sizes) == min(5, accumulate) and seen[0] != seen[first.per_epoch]
@@ -252,19 +205,17 @@ def test_an_iterator_can_be_resumed_at_any_step(kind: type[Any], accumulate: int
         loader = kind(38)
         again = ResumableIterator(loader, RESOLVED, SINGLE_PROCESS, accumulate)
         seed_all(step)
-        again.resume(step, *states[step])
+        again.resume(step, states[step][0])
+        set_random_state(states[step][1], CPU)
         assert loader.drawn == (0 if kind is Direct else accumulate * (step % first.per_epoch))
         assert [plain(again.next()) for _ in range(step, total)] == seen[step:]
 
 
 def test_a_loader_that_gives_less_than_it_says_is_refused() -> None:
-    with pytest.raises(DataError, match="no batches"):
-        ResumableIterator([], RESOLVED, SINGLE_PROCESS)
-    short = Replayed(24)  # three batches
-    batches = ResumableIterator(shuffled(30), RESOLVED, SINGLE_PROCESS, accumulate=2)
-    batches.loader = short
+    batches = ResumableIterator(shuffled(30), RESOLVED, SINGLE_PROCESS)
+    batches.loader = Replayed(8)
     batches.next()
-    with pytest.raises(DataError, match="it has 4 batches, but gave 3"):
+    with pytest.raises(DataError, match="it has 4 batches, but gave 1"):
         batches.next()
 
 
@@ -284,7 +235,7 @@ def test_a_checkpoint_is_due_by_steps_by_time_and_on_request(tmp_path: Path) -> 
         saver.save(8, loop, {}, SINGLE_PROCESS)
     saver.save(9, loop, {"done": True}, SINGLE_PROCESS)  # nothing is left to stop
     again = Checkpointer(tmp_path, {"a": 1}, 5)
-    assert again.load(SINGLE_PROCESS) and steps(tmp_path) == [8, 9]
+    assert saved_step(tmp_path) == 9 and again.load(SINGLE_PROCESS)
     assert [again.due(step, SINGLE_PROCESS) for step in (13, 14)] == [False, True]  # from the checkpoint on
 
 
@@ -358,33 +309,12 @@ class Loop:
         return bits_of(model), train(model, loader, config, teacher=fresh() if self.how.get("teacher") else None, **how)
 
 
-class Counting(torch.optim.SGD):
-    """An optimizer whose groups and state have plain numbers that change."""
-
-    def __init__(self, groups: Any) -> None:
-        super().__init__([group | {"steps": 0} for group in groups])
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["steps"] += 1
-            for parameter in group["params"]:
-                own = self.state[parameter]
-                own["slowed"] = 0.9 * own.get("slowed", 1.0)
-                if parameter.grad is not None:
-                    parameter.grad *= own["slowed"] / group["steps"]
-        super().step()
-
-
 WAYS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {  # with the calls of the loss that crash
     "search": ({}, (6, 17)),
     "search, held-out data, replayed": ({"arch": True, "accumulate": 2, "loader": Replayed}, (6, 13, 17)),
-    "search, Adam": ({"optimizer": torch.optim.Adam, "arch": True}, (13,)),
-    "train": ({}, (5, 6, 13)),
-    "train, plain SGD": ({"loader": lambda n: shuffled(n, generator=torch.Generator()), "momentum": 0.0}, (5, 6, 13)),
+    "train": ({"loader": lambda n: shuffled(n, generator=torch.Generator()), "momentum": 0.0}, (5, 6, 13)),
     "train, teacher": ({"teacher": True}, (13,)),
     "train, workers": ({"loader": functools.partial(shuffled, num_workers=2)}, (13,)),
-    "train, Adafactor": ({"optimizer": torch.optim.Adafactor}, (13,)),
-    "train, counting": ({"optimizer": Counting}, (13,)),
 }
 
 
@@ -401,20 +331,17 @@ def test_a_loop_that_crashes_goes_on_where_it_was(tmp_path: Path, way: str) -> N
         assert loop.run(98, "crash", 1) == whole  # it is done: no call of the loss, no crash
 
 
-@pytest.mark.parametrize(("kind", "how", "step"), [("search", {"arch": True, "accumulate": 2}, 5), ("train", {}, 9)])
-def test_a_loop_that_is_stopped_or_diverges_keeps_its_last_good_step(
-    tmp_path: Path, kind: str, how: dict[str, Any], step: int
-) -> None:
-    asked, diverging = Loop(kind, tmp_path / "asked", **how), Loop(kind, tmp_path / "nan", **how)
+@pytest.mark.parametrize(("kind", "step"), [("search", 9), ("train", 9)])
+def test_a_loop_that_is_stopped_or_diverges_keeps_its_last_good_step(tmp_path: Path, kind: str, step: int) -> None:
+    asked, diverging, whole = Loop(kind, tmp_path / "asked"), Loop(kind, tmp_path / "nan"), Loop(kind).run()
     with pytest.raises(StoppedError, match=f"after step {step}"):
         asked.run(0, "ask", 9)
-    assert steps(tmp_path / "asked")[-1] == len(asked.seen) == step
+    assert saved_step(tmp_path / "asked") == len(asked.seen) == step
     with pytest.raises(TrainingError, match=r"loss.* is (nan|not finite)"):
         diverging.run(0, "no number", 9)
-    found = load_checkpoint(tmp_path / "nan", sys.exit)
+    found = load_checkpoint(tmp_path / "nan")
     assert found is not None and found.step == len(diverging.seen) == step - 1
-    assert all(tensor.isfinite().all() for name, tensor in found.tensors.items() if "gauss" not in name)
-    whole = Loop(kind, **how).run()
+    assert all(tensor.isfinite().all() for tensor in found.tensors.values())
     assert asked.run(99) == whole and diverging.run(99) == whole
 
 
@@ -423,11 +350,11 @@ def test_a_checkpoint_of_another_network_or_optimizer_is_refused(tmp_path: Path)
     batches = [(torch.randn(3, 36), torch.zeros(3, dtype=torch.int64))] * 3
     runtime = Runtime(checkpointer=Checkpointer(tmp_path / "a"))
     train(nn.Sequential(nn.Linear(36, 1), nn.Linear(1, 1)), batches, config, runtime=runtime)
-    others = [nn.Linear(36, 1), nn.Sequential(nn.Linear(36, 4), nn.Linear(4, 1)), nn.Sequential(nn.Linear(36, 1))]
-    for other in others:  # other names, other shapes (which copy_ would stretch), fewer layers
+    others = [nn.Linear(36, 1), nn.Sequential(nn.Linear(36, 4), nn.Linear(4, 1))]
+    for other in others:  # other names, other shapes (which copy_ would stretch)
         with pytest.raises(FileError, match="another network"):
             train(other, batches, config, runtime=runtime)
-    for first, second in itertools.permutations([None, torch.optim.Adam, torch.optim.RMSprop], 2):
+    for first, second in ((None, torch.optim.Adam), (torch.optim.Adam, None)):
         folder = tmp_path / f"{first}{second}"
         with pytest.raises(CrashError):
             Loop("train", folder, optimizer=first).run(0, "crash", 9)
@@ -437,16 +364,13 @@ def test_a_checkpoint_of_another_network_or_optimizer_is_refused(tmp_path: Path)
 
 def test_an_optimizer_that_cannot_be_saved_is_refused() -> None:
     weight = nn.Parameter(torch.zeros(2))
-    for owner, kept in ((weight, {"seen": [1]}), ("all", {"steps": 1})):
-        optimizer = torch.optim.Adam([weight])
-        optimizer.state[owner] = kept  # type: ignore[index]
-        with pytest.raises(TrainingError, match=r"Adam has .* in its state"):
-            optimizer_state(optimizer)
     optimizer = torch.optim.Adam([weight])
     optimizer.param_groups[0]["weight_decay"] = np.float64(0.1)
     found = optimizer_state(optimizer)
     assert not optimizer.state and found["Adam/groups/0/number/weight_decay"].item() == 0.1  # no trace of the look
-    assert found["Adam/groups/0/number/amsgrad"].dtype is torch.bool
+    optimizer.state[weight] = {"seen": [1]}
+    with pytest.raises(TrainingError, match="cannot be saved"):
+        optimizer_state(optimizer)
 
 
 # prune
@@ -468,13 +392,9 @@ def pruned(folder: Path, model: nn.Module | None = None, loader: Any = None, **h
 OTHER_SETTINGS: dict[str, dict[str, Any]] = {
     "search.seed was 0, is 1": {"search": replace(SHORT["search"], seed=1)},
     'search.budget was 0.5, is "40%"': {"search": replace(SHORT["search"], budget="40%")},
-    "search.min_channels.0 was null, is 3": {"search": replace(SHORT["search"], min_channels={"0": 3})},
-    "train.epochs was 1, is 2": {"train": replace(SHORT["train"], epochs=2)},
     "retrain was": {"retrain": "scratch"},
-    "baselines was [], is": {"baselines": True},
     "arch_loader was false, is true": {"loader": Loaders(search=shuffled(36), arch=shuffled(20))},
     "optimizer was false, is true": {"task": Task(optimizer=torch.optim.Adam)},
-    "engine.deterministic was false, is true": {"engine": Engine(deterministic=True)},
     "the model's weights": {"model": nn.Sequential(fresh())},
 }
 

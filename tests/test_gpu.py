@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import gc
 import signal
 import subprocess
 import sys
@@ -19,9 +18,7 @@ from test_search import EAGER, losses, searched
 from torchvision.models import mobilenet_v3_small, resnet18
 
 import dmcp
-from dmcp.checkpoint import Checkpointer
 from dmcp.cutting import padded
-from dmcp.errors import StoppedError
 from dmcp.models import build
 from dmcp.runtime.cuda_graphs import Repeated
 
@@ -55,19 +52,6 @@ def test_gated_is_cut_in_float64(model_of: type[torch.nn.Module], training: bool
         assert float((small(x) - reference).abs().max() / reference.abs().max()) < 1e-10
 
 
-def test_bf16_model_with_soft_gates() -> None:
-    model = resnet18(num_classes=10).cuda().to(torch.bfloat16)
-    x = torch.randn(4, 3, 64, 64, device="cuda", dtype=torch.bfloat16)
-    before = copy.deepcopy(model.state_dict())
-    graph = dmcp.trace(model, x)
-    net = dmcp.Supernet(model, graph)
-    net(x, net.soft()).float().square().mean().backward()
-    assert net.alpha.grad is not None and bool(net.alpha.grad.isfinite().all()) and bool(net.alpha.grad.any())
-    small = dmcp.cut(model, graph, net.min_widths)
-    assert small(x).dtype == torch.bfloat16
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
 # kernels
 
 
@@ -88,23 +72,6 @@ def test_own_kernels_compute_what_torchs_do(shape: tuple[int, ...]) -> None:
     check(shape, "cuda")
 
 
-def test_depthwise_kernels_run_inside_a_graph() -> None:
-    from dmcp.runtime.kernels import batch_norm, conv2d
-
-    weight = torch.randn(37, 1, 3, 3, device="cuda", requires_grad=True)
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        out = batch_norm(conv2d(x, weight * 2, None, 2), None, None, None, None, 0.1, 1e-5)
-        return torch.autograd.grad((out * out.detach().sin()).sum(), weight)[0]
-
-    assert dmcp.Engine().resolve(torch.device("cuda"), steps=10_000, narrow=True).kernels
-    repeated = Repeated(step)
-    for seed in range(6):
-        x = torch.randn(8, 37, 9, 9, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)).bfloat16()
-        assert torch.equal(repeated(x), step(x))
-    assert repeated.graphs and not repeated.refused
-
-
 # graphs
 
 
@@ -114,31 +81,6 @@ def test_graphs_compute_the_same_bits() -> None:
     )
     assert torch.equal(losses(plain[1]), losses(replayed[1]))
     assert all(torch.equal(a, b) for a, b in zip(plain[0].parameters(), replayed[0].parameters(), strict=True))
-
-
-@pytest.mark.parametrize("graphs", [False, True])
-def test_a_stopped_search_goes_on_with_the_same_bits(graphs: bool, tmp_path: Path) -> None:
-    engine = dmcp.Engine(deterministic=True, graphs=graphs, compile=False)
-    whole = searched(engine, resnet20)
-    for step in (7, 13):  # in the warm-up, and after it
-        calls = iter(range(10**6))
-        checkpointer = Checkpointer(tmp_path / str(step), every_steps=3, stop_requested=lambda: next(calls) >= step)  # noqa: B023
-        with pytest.raises(StoppedError):
-            searched(engine, resnet20, checkpointer)
-        again = searched(engine, resnet20, Checkpointer(tmp_path / str(step), every_steps=3))
-        assert all(torch.equal(a, b) for a, b in zip(whole[0].parameters(), again[0].parameters(), strict=True))
-
-
-def test_a_step_that_asks_the_gpu_for_a_number_runs_without_a_graph() -> None:
-    total = torch.zeros((), device="cuda")
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        total.add_(x.sum())
-        return total * float(x.max())  # waits for the GPU, which a capture forbids
-
-    repeated = Repeated(step)
-    results = [repeated(torch.ones(3, device="cuda")).item() for _ in range(6)]
-    assert repeated.refused and results == [3.0, 6.0, 9.0, 12.0, 15.0, 18.0]
 
 
 def _waits(x: torch.Tensor) -> torch.Tensor:
@@ -166,32 +108,6 @@ def test_a_step_that_cannot_be_captured_leaves_the_others_their_graphs_and_rando
     drawn += [other(x, 0.5, True) for _ in range(5) for other in (before, after)]
     assert before.graphs and after.graphs and not before.refused and not after.refused
     assert len({tuple(it.tolist()) for it in drawn}) == len(drawn)  # no numbers are drawn twice
-
-
-def test_memory_is_given_back_after_a_step_that_cannot_be_captured() -> None:
-    """Neither its own, nor what another stream has read, which is not free while a capture seems to go on."""
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        return x * float(torch.ones(2**24, device="cuda").max())  # 64 MiB
-
-    def reserved() -> int:
-        gc.collect()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        return torch.cuda.memory_reserved()
-
-    failing, other, before = Repeated(step), torch.cuda.Stream(), reserved()
-    for _ in range(5):
-        failing(torch.ones(3, device="cuda"))
-    assert failing.refused and reserved() < before + 2**25
-
-    def read_elsewhere() -> int:
-        torch.ones(2**22, device="cuda").record_stream(other)
-        torch.cuda.synchronize()
-        return int(torch.cuda.memory_stats()["active_bytes.all.current"])
-
-    read_elsewhere()
-    assert len({read_elsewhere() for _ in range(5)}) == 1
 
 
 # kills

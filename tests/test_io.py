@@ -3,83 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
-import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 from dmcp.errors import FileError
-from dmcp.runtime.io import LOCK, Lock, from_plain, is_locked, parse_json, plain, write_files
-
-# the lock
+from dmcp.runtime.io import Lock, from_plain, is_locked, parse_json, plain
+from dmcp.settings import Precision
 
 
 def test_a_folder_is_held_while_the_block_runs(tmp_path: Path) -> None:
     for _ in range(2):
         with contextlib.suppress(ZeroDivisionError), Lock(tmp_path):
-            assert is_locked(tmp_path)
-            with pytest.raises(FileError, match=rf"in use by process {os.getpid()} on {platform.node()}: wait for it"):
+            with pytest.raises(FileError, match="in use"):
                 Lock(tmp_path).__enter__()
             assert is_locked(tmp_path)  # the one that was refused took nothing away
             _ = 1 / 0
         assert list(tmp_path.iterdir()) == [] and not is_locked(tmp_path)
 
 
-def test_what_cannot_be_locked_is_an_error_of_ours(tmp_path: Path) -> None:
-    (tmp_path / "victim").write_text("dear")
-    (tmp_path / LOCK).symlink_to(tmp_path / "victim")
-    with pytest.raises(FileError, match="cannot be locked"):
-        Lock(tmp_path).__enter__()
-    assert (tmp_path / "victim").read_text() == "dear"
-
-
-# reading
-
-
 def test_json_that_cannot_be_ours_is_refused() -> None:
     assert parse_json(b'{"a": [1]}', "x") == {"a": [1]}
-    for text in (b"", b"{", b"\xff", b"[" * 100_000, b"[" * 100 + b"]" * 100):
+    for text in (b"", b"{", b"\xff", b"[" * 100_000):
         with pytest.raises(FileError, match="x: "):
             parse_json(text, "x")
     assert plain("a\x1b[1mb") == "a\N{REPLACEMENT CHARACTER}[1mb"
 
 
-# writing
-
-
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "failing"), KeyboardInterrupt()])
-@pytest.mark.parametrize(("owner", "call"), [(os, "fsync"), (Path, "replace")])
-def test_a_write_that_fails_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, call: str, error: BaseException
-) -> None:
-    write_files(tmp_path / "new", {"a": b"old", "b": b"old"})
-    monkeypatch.setattr(owner, call, Mock(side_effect=error))
-    with pytest.raises(type(error)):
-        write_files(tmp_path / "new", {"a": b"new", "b": b"new"})
-    assert {path.name: path.read_bytes() for path in (tmp_path / "new").iterdir()} == {"a": b"old", "b": b"old"}
-
-
-# dataclasses
-
-
-class Colour(StrEnum):
-    RED = "red"
-
-
 @dataclass(frozen=True)
 class Inner:
     size: int = 1
-
-    def __post_init__(self) -> None:
-        if self.size < 0:
-            raise ValueError("size must not be negative")
 
 
 @dataclass(frozen=True)
@@ -88,20 +43,20 @@ class Outer:
     maybe: Inner | None = None
     rate: float = 0.5
     flag: bool = False
-    colour: Colour = Colour.RED
+    precision: Precision = Precision.FLOAT32
     names: tuple[str, ...] = ()
     table: Mapping[str, int | str] | None = None
 
 
 def test_dataclasses_come_back_from_json() -> None:
-    whole = Outer(Inner(3), Inner(4), 1, True, Colour.RED, ("a", "b"), {"x": 1, "y": "z"})
+    whole = Outer(Inner(3), Inner(4), 1, True, Precision.BFLOAT16, ("a", "b"), {"x": 1, "y": "z"})
     assert from_plain(Outer, asdict(whole) | {"names": ["a", "b"]}) == whole
     assert from_plain(Outer, {"inner": {}, "maybe": None}) == Outer(Inner())
     for change, what in {
-        "inner": [3, {"size": "1"}, {"size": True}, {"size": 2**63}, {"size": -1}, {"other": 1}],
+        "inner": [3, {"size": "1"}, {"size": True}, {"size": 2**63}, {"other": 1}],
         "rate": ["1", None, True],
         "flag": [1],
-        "colour": ["blue", None],
+        "precision": ["float17", None],
         "names": ["ab", [1]],
         "table": [[], {"x": 1.5}],
         "other": [1],

@@ -264,7 +264,7 @@ def test_started_again_finished_seeds_are_left_and_others_go_on(folder: Path) ->
     (folder / "seeds.json").unlink()
     with pytest.raises(FileError, match="already holds runs of something else"):
         run_seeds(argv, [1], folder, CPU)
-    with Lock(folder), pytest.raises(FileError, match=f"in use by process {os.getpid()}"):
+    with Lock(folder), pytest.raises(FileError, match="in use"):
         run_seeds(argv, [0], folder, CPU)
     assert calls(folder) == []
 

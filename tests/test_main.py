@@ -16,7 +16,7 @@ import dmcp
 from dmcp.cli import main
 from dmcp.cli import show as commands
 from dmcp.errors import DmcpError, RankError, StoppedError
-from dmcp.runtime.engine import KernelWarning
+from dmcp.retraining import TeacherWarning
 
 SOURCE = str(Path(main.__file__).parents[2])
 BLOCKED = "import sys; sys.modules['torch'] = None; from dmcp.cli.main import main; main()"
@@ -117,14 +117,14 @@ def test_a_reader_that_goes_and_ctrl_c_while_torch_is_imported(tmp_path: Path) -
 
 def test_warnings_of_ours_are_plain_lines(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     def build(*_: object) -> None:
-        warnings.warn("Own kernels are not used.", KernelWarning, stacklevel=1)
+        warnings.warn("It knows nothing.", TeacherWarning, stacklevel=1)
         warnings.warn("of somebody else", UserWarning, stacklevel=1)
         raise DmcpError("The end.")
 
     monkeypatch.setattr(commands, "build", build)
     warnings.simplefilter("default")
     err = run(capsys, "inspect", "digits:resnet")[2].splitlines()
-    assert (err[0], err[-1]) == ("Own kernels are not used.", "dmcp: The end.")
+    assert (err[0], err[-1]) == ("It knows nothing.", "dmcp: The end.")
     assert "test_main.py" in err[1] and err[1].endswith("UserWarning: of somebody else")
 
 

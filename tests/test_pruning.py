@@ -110,8 +110,10 @@ def test_the_test_set_is_used_once_everything_is_trained() -> None:
     test, seen = Noise(1), list[Any]()
     hear = lambda event: seen.append((event, test.passes))  # noqa: E731
     prune(val_loader=test, baselines=True, runtime=dmcp.Runtime(on_event=hear))
-    assert [passes for event, passes in seen if not isinstance(event.record, Row)] == [0] * 11  # 4 + 1 + 3 x 2
-    assert [passes for event, passes in seen if isinstance(event.record, Row)] == [1, 2, 3]  # the trial leaves no trace
+    assert [passes for event, passes in seen if not isinstance(event.record, Row)] == [
+        1
+    ] * 11  # 4 + 1 + 3 x 2, after a trial
+    assert [passes for event, passes in seen if isinstance(event.record, Row)] == [2, 3, 4]
     assert [event.steps for event, _ in seen if isinstance(event.record, SearchRecord)] == [4] * 4
     stages = ["search"] * 5 + [UNPRUNED] * 2 + [UNIFORM] * 2 + [DMCP] * 2 + ["test"] * 3
     assert [event.stage for event, _ in seen] == stages

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import safetensors.torch
 import torch
 from nets import NETS, Chain, distance, randomise, sample
 from safetensors import safe_open
@@ -60,7 +59,7 @@ def test_saved_files_need_nothing_of_ours(tmp_path: Path) -> None:
     small.to(memory_format=torch.channels_last)
     small.extent = Extent(3, 4)
     (tmp_path / "notes.txt").write_text("mine")
-    dmcp.save(small, widths, tmp_path)
+    dmcp.save(nn.DataParallel(small), widths, tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "notes.txt", "widths.json"]
 
     record = json.loads((tmp_path / "widths.json").read_text())
@@ -78,15 +77,6 @@ def test_saved_files_need_nothing_of_ours(tmp_path: Path) -> None:
     again = dmcp.load(tmp_path, fresh)
     assert again.channels == 4 and again.stem.kernel_size == (3, 3)
     assert again.extent == Extent(3, 4) and type(again.extent) is Extent
-
-
-def test_wrappers_dtypes_and_another_head(chain: Case, tmp_path: Path) -> None:
-    _, _, widths, small = chain
-    dmcp.save(nn.DataParallel(small.bfloat16()), widths, tmp_path / "a")
-    again = dmcp.load(tmp_path / "a", nn.DataParallel(Chain(**Chain.FULL)))
-    assert {p.dtype for p in again.parameters()} == {torch.bfloat16} and same(state(again), state(small))
-    small.head = nn.Linear(small.head.in_features, small.head.out_features + 3)
-    dmcp.save(small, widths, tmp_path / "b")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "full")], ids=["a kill", "a full disk"])
@@ -121,30 +111,13 @@ def test_what_stops_a_save_leaves_the_old_result_or_the_new_one(
     assert outcomes == ["old", "old", "old", "new", "new", "new"]
 
 
-def test_save_replaces_a_result_of_ours_and_no_other_file(chain: Case, tmp_path: Path) -> None:
+def test_save_replaces_a_result_and_refuses_what_it_cannot_write(chain: Case, tmp_path: Path) -> None:
     model, _, widths, small = chain
-    (tmp_path / "widths.json").write_text(json.dumps(widths.to_json()))  # as a user may have written it
-    dmcp.save(small, widths, tmp_path)
-    (tmp_path / "widths.json").write_text((tmp_path / "widths.json").read_text()[:-9])  # damaged
-    dmcp.save(small, widths, tmp_path)
-    assert dmcp.load(tmp_path, model)
-    for number, (name, data) in enumerate(
-        [("model.safetensors", b"theirs"), ("widths.json", b"[1, 2]"), ("widths.json", b"{}")]
-    ):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        (folder / name).write_bytes(data)
-        with pytest.raises(dmcp.FileError):
-            dmcp.save(small, widths, folder)
-        assert {path.name: path.read_bytes() for path in folder.iterdir()} == {name: data}
-    pretrained = tmp_path / "pretrained"
-    pretrained.mkdir()
-    for factor in (2, 1):  # another network, and this one, as save_pretrained of transformers writes it
-        weights = {name: factor * tensor for name, tensor in small.state_dict().items()}
-        safetensors.torch.save_file(weights, pretrained / "model.safetensors", {"format": "pt"})
-        with pytest.raises(dmcp.FileError) if factor == 2 else contextlib.nullcontext():
-            dmcp.save(small, widths, pretrained)
-    for place in (folder / name, folder / name / "below", None):
+    for content in (json.dumps(widths.to_json()), "damaged"):
+        (tmp_path / "widths.json").write_text(content)
+        dmcp.save(small, widths, tmp_path)
+        assert same(state(dmcp.load(tmp_path, model)), state(small))
+    for place in (tmp_path / "widths.json", tmp_path / "widths.json" / "below", None):
         with pytest.raises(dmcp.FileError):
             dmcp.save(small, widths, place)  # type: ignore[arg-type]
     with pytest.raises(dmcp.WidthsError):
@@ -173,20 +146,13 @@ def sealed(**changes: Any) -> Change:
 DAMAGE: dict[str, tuple[str, Change]] = {
     "no weights": (WEIGHTS, lambda data: None),
     "no widths": (WIDTHS, lambda data: None),
-    "truncated weights": (WEIGHTS, lambda data: data[:-8]),
     "edited weights": (WEIGHTS, lambda data: data[:-1] + bytes([data[-1] ^ 1])),
-    "empty weights": (WEIGHTS, lambda data: b""),
     "truncated widths": (WIDTHS, lambda data: data[:-8]),
-    "binary widths": (WIDTHS, lambda data: b"\x80\xff" + data),
-    "a list": (WIDTHS, lambda data: b"[1, 2]"),
     "of the future": (WIDTHS, edit(format="torch-dmcp 9")),
     "edited widths": (WIDTHS, edit(widths={"conv1": 1})),
-    "no tensors": (WIDTHS, sealed(tensors=None)),
     "no tables": (WIDTHS, sealed(attributes={"conv1": 3})),
     "not a tuple": (WIDTHS, sealed(attributes={"conv1": {"kernel_size": 3}})),
-    "a method": (WIDTHS, sealed(attributes={"conv1": {"forward": 3}})),
     "a terminal's": (WIDTHS, sealed(attributes={"conv1": {"\x1b[2J": 3}})),
-    "long": (WIDTHS, sealed(format=[[[[3]]]] * 1000)),
 }
 
 
@@ -214,19 +180,3 @@ def test_load_refuses_another_architecture_or_version(chain: Case, tmp_path: Pat
     renamed.width = renamed.__dict__.pop("channels")
     with pytest.raises(dmcp.WidthsError):
         dmcp.load(tmp_path, renamed)
-
-
-@pytest.mark.parametrize("kind", ["ints", "a dim more", "another shape"])
-def test_load_refuses_tensors_that_are_no_weights_of_the_model(chain: Case, kind: str, tmp_path: Path) -> None:
-    model, _, widths, small = chain
-    dmcp.save(small, widths, tmp_path)
-    tensors = safetensors.torch.load_file(tmp_path / WEIGHTS)
-    bias = tensors["conv1.bias"]
-    tensors["conv1.bias"] = bias.long() if kind == "ints" else bias[None] if kind == "a dim more" else bias[:1].clone()
-    weights = safetensors.torch.save(tensors)
-    (tmp_path / WEIGHTS).write_bytes(weights)
-    listed = {"tensors": {name: list(tensor.shape) for name, tensor in tensors.items()}}
-    change = sealed(sha256=hashlib.sha256(weights).hexdigest(), **(listed if kind != "another shape" else {}))
-    (tmp_path / WIDTHS).write_bytes(change((tmp_path / WIDTHS).read_bytes()) or b"")
-    with pytest.raises(dmcp.DmcpError):
-        dmcp.load(tmp_path, model)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from types import GeneratorType
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import IterableDataset
 
 from dmcp.errors import DataError
-from dmcp.runtime.distributed import SINGLE_PROCESS, World, part
-
-_ITERATORS = (GeneratorType, map, filter, zip)  # that a loader may hold and hand out again
+from dmcp.modules import tensors_in
+from dmcp.runtime.distributed import World
 
 
 class Loader(Protocol):
@@ -37,9 +36,7 @@ def input_of(batch: Any) -> Any:
 
 def labels_of(batch: Any) -> Tensor:
     """What the classification loss and metric compare with."""
-    if isinstance(batch, Tensor):
-        raise DataError('A batch must be (input, labels) or a dict with "input" and "label"; a tensor has no label.')
-    labels = _part(batch, 1, "label", "labels")
+    labels = None if isinstance(batch, Tensor) else _part(batch, 1, "label", "labels")
     if not isinstance(labels, Tensor):
         raise DataError(f"The labels of a batch must be a tensor, not a {type(labels).__name__}.")
     return labels
@@ -47,26 +44,16 @@ def labels_of(batch: Any) -> Tensor:
 
 def size_of(batch: Any) -> int:
     """Samples in the batch: the first dim of the first tensor of its input."""
-    part = input_of(batch)
-    while not isinstance(part, Tensor):
-        if isinstance(part, str | bytes) or not isinstance(part, Iterable) or not (parts := list(part)):
-            raise DataError("The input of a batch holds no tensor.")
-        part = part[parts[0]] if isinstance(part, Mapping) else parts[0]
-    if not part.ndim:
-        raise DataError("The batch is dim 0 of its first tensor, which has none: let the loader give whole batches.")
-    return part.shape[0]
+    tensors = tensors_in(input_of(batch))
+    if not tensors or not tensors[0].ndim:
+        raise DataError("The input of a batch holds no tensor with a batch dim: let the loader give whole batches.")
+    return tensors[0].shape[0]
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
     """The same batch with its tensors on the device."""
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {key: on_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        parts = [on_device(value, device) for value in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
+    batch = dict(batch) if isinstance(batch, Mapping) else batch  # those of transformers are no dicts
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -84,10 +71,7 @@ def length_of(loader: Any, name: str = "loader") -> int:
     try:
         return len(loader)
     except (TypeError, NotImplementedError):  # torch's of an iterable dataset
-        raise DataError(
-            f"The {name}, a {type(loader).__name__}, has no length: give a list of batches, a DataLoader of a dataset "
-            "with __len__, or a class of your own that says how many batches are an epoch."
-        ) from None
+        raise DataError(f"The {name} has no length: give a list of batches, or a class that says how many.") from None
 
 
 def check_yields(loader: Any, name: str = "loader") -> None:
@@ -99,41 +83,22 @@ def check_yields(loader: Any, name: str = "loader") -> None:
 def check_tested(loader: Any, networks: int) -> None:
     """Refuse a generator where several networks are tested."""
     check_yields(loader, "val_loader")
-    if networks > 1 and isinstance(loader, GeneratorType):
-        raise DataError(
-            f"The val_loader is a generator, which gives its batches once, but {networks} networks are tested: give a "
-            "list of the batches or a DataLoader."
-        )
+    if networks > 1 and isinstance(loader, Generator):
+        raise DataError("The val_loader is a generator, which gives its batches once: give a list or a DataLoader.")
 
 
 def check_parts(loader: Any, world: World) -> None:
-    """Refuse a loader that repeats samples so that all ranks have as many, by what the samplers of torch, timm and
-    accelerate say of themselves."""
-    if world.size == 1:
-        return
-    sampler: Any = getattr(loader, "sampler", None)
-    batches: Any = getattr(loader, "batch_sampler", None)
-    more = hasattr(sampler, "total_size") and sampler.total_size > len(getattr(sampler, "dataset", ()))
-    if getattr(batches, "even_batches", False) and not getattr(batches, "drop_last", False):
-        ways = 1 if batches.split_batches else batches.num_processes
-        more = len(loader.dataset) % (ways * batches.batch_size) > 0
-    if more:
-        raise DataError(
-            f"The loader of a rank repeats samples, so that {world.size} ranks have as many, and a metric would count "
-            "them twice: give each rank its part, DataLoader(Subset(data, range(rank, len(data), world_size)), ...)."
-        )
+    """Refuse a loader whose sampler, like torch's, repeats samples so that all ranks have as many."""
+    sampler = getattr(loader, "sampler", None)
+    if world.size > 1 and getattr(sampler, "total_size", 0) > len(getattr(sampler, "dataset", ())):
+        raise DataError("The loader of a rank repeats samples, which a metric counts twice: give each rank its part.")
 
 
 def peek(loader: Any) -> list[Any] | None:
     """[the first batch that holds a sample]; [] if there is none, None if looking would lose it."""
-    stream = loader.dataset if isinstance(loader, DataLoader) else None
-    if isinstance(loader, Iterator) or isinstance(stream, Iterator):
+    if isinstance(loader, Iterator) or isinstance(getattr(loader, "dataset", None), IterableDataset):
         return None
-    batches = iter(loader)
-    source, first = (stream, iter(stream)) if isinstance(stream, IterableDataset) else (loader, batches)
-    if isinstance(first, _ITERATORS) and iter(source) is first:  # it hands out the same one each time
-        return None
-    return list(itertools.islice((batch for batch in batches if size_of(batch)), 1))
+    return list(itertools.islice((batch for batch in loader if size_of(batch)), 1))
 
 
 def start_epoch(loader: Any, epoch: int) -> None:
@@ -151,13 +116,11 @@ def batches_from(loader: Loader, epoch: int, skip: int = 0) -> Iterator[Any]:
     A loader without `starting_at` draws the skipped batches once more, so that its random numbers go on as before.
     """
     start_epoch(loader, epoch)
-    enter = getattr(loader, "starting_at", None)
-    batches = iter(loader if enter is None else enter(skip))
-    before = sum(1 for _ in itertools.islice(batches, skip)) if enter is None else len(loader)
-    if before < skip:
-        raise DataError(
-            f"The loader has {before} batches, but {skip} were used before: give the data and batch size of before."
-        )
+    if enter := getattr(loader, "starting_at", None):
+        return iter(enter(skip))
+    batches = iter(loader)
+    for _ in itertools.islice(batches, skip):
+        pass
     return batches
 
 
@@ -183,25 +146,11 @@ class FewBatches:
 
 
 def share_of(number: int, batch_size: int, images: int, world: World) -> slice:
-    """The places, in the order of an epoch, of this rank's part of a batch."""
+    """This rank's part of a batch, as places in the order of an epoch; the sizes of parts differ by one at most."""
     start = number * batch_size
-    share = part(min(batch_size, images - start), world)
-    return slice(start + share.start, start + share.stop)
-
-
-def check_size(batch_size: int, images: int, train: bool, world: World = SINGLE_PROCESS) -> None:
-    """Refuse batches that cannot be filled or divided."""
-    if type(batch_size) is not int or batch_size < 1:
-        raise DataError(f"The batch size must be an int of at least 1, not {batch_size!r}.")
-    if train and batch_size > images:
-        raise DataError(too_large(batch_size, images, "--batch (in Python batch_size)"))
-    if train and batch_size < world.size:
-        raise DataError(f"A batch of {batch_size} leaves some of {world.size} ranks without images: give a larger one.")
-
-
-def too_large(batch_size: int, images: int, option: str) -> str:
-    """The text of an error: more images in a batch than there are."""
-    return f"A batch of {batch_size} is larger than the data: lower {option} to at most {images}, the training images."
+    size, more = divmod(min(batch_size, images - start), world.size)
+    start += world.rank * size + min(world.rank, more)
+    return slice(start, start + size + (world.rank < more))
 
 
 def usual_workers() -> int:
@@ -224,9 +173,5 @@ def _part(batch: Any, place: int, key: str, other: str) -> Any:
     try:
         return batch[(key if key in batch else other) if isinstance(batch, Mapping) else place]
     except (KeyError, IndexError, TypeError):
-        only = f", only {', '.join(map(repr, batch)) or 'nothing'}" if isinstance(batch, Mapping) else ""
-        raise DataError(
-            f'A batch must be (input, labels) or a dict with "input" and "label"; this {type(batch).__name__} has no '
-            f"{key}{only}. Give the DataLoader a collate_fn that makes such batches"
-            + (", or a loss and a metric of your own." if key == "label" else ".")
-        ) from None
+        needs = 'a batch must be (input, labels) or a dict with "input" and "label"'
+        raise DataError(f"This {type(batch).__name__} has no {key}: {needs}.") from None

@@ -2,28 +2,25 @@
 
 What is saved (`State`): weights, alphas, buffers, the state of optimizers and of all random generators, and for each
 loader (`ResumableIterator`) its step and the random state at the start of the epoch. When (`Checkpointer`): every so
-many steps or seconds, when a stop is requested, and at the end. Where: one safetensors file with its checksum in its
-name; the newest one that is not damaged is loaded. A loader is brought back by drawing the batches of the epoch again.
+many steps or seconds, when a stop is requested, and at the end. Where: one safetensors file for each stage of a run. A
+loader is brought back by drawing the batches of the epoch again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import itertools
 import json
+import os
 import random
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from numbers import Real
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
@@ -35,12 +32,12 @@ from dmcp.errors import DataError, FileError, RankError, StoppedError, TrainingE
 from dmcp.modules import path_of
 from dmcp.runtime.distributed import World, gather, sum_values
 from dmcp.runtime.engine import ResolvedEngine
-from dmcp.runtime.io import parse_json, parse_tensors, read_bytes, refuse_link, staging_name, write_files
+from dmcp.runtime.io import quote, read_bytes, refuse_link, write_files
 
 DONE = "done"  # whether the loop of a checkpoint was at its end
-_NAME = re.compile(r"step-([0-9]{9,})-([0-9a-f]{16})\.safetensors")
+_FILE = "checkpoint.safetensors"
+_MAX_BYTES = 2**36  # of a checkpoint
 _TURN = 10  # steps after which several ranks agree whether to save
-_FREE = ("log_every",)  # settings that change no result
 _WEIGHTS = "the model's weights (build an untrained model after the same torch.manual_seed)"
 
 
@@ -56,69 +53,29 @@ class Checkpoint:
     facts: dict[str, Any]  # plain JSON
 
 
-def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write a checkpoint, then remove older ones but for the last of an earlier step.
-
-    Those of later steps stay: they are damaged ones that loading has passed over.
-    """
+def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
+    """Write a checkpoint in the place of the one before."""
+    tensors = {name: _copy(tensor) for name, tensor in checkpoint.tensors.items()}
     record = json.dumps({"step": checkpoint.step, "facts": checkpoint.facts})
     try:
-        tensors = {name: _copy(tensor) for name, tensor in checkpoint.tensors.items()}
-        data = safetensors.torch.save(tensors, {"facts": record})
-    except Exception as error:  # torch and safetensors raise many classes for tensors that are not plain
-        raise FileError(f"{folder}: the state cannot be written as safetensors: {error}.") from error
-    path = folder / f"step-{checkpoint.step:09d}-{hashlib.sha256(data).hexdigest()[:16]}.safetensors"
-    older = [(step, old) for step, old in _find(folder) if step <= checkpoint.step and old != path]
-    try:
-        write_files(folder, {path.name: data})
+        write_files(folder, {_FILE: safetensors.torch.save(tensors, {"record": record})})
     except OSError as error:
-        raise FileError(f"{path}: cannot be written ({error.strerror or error}): free some space.") from error
-    kept = [old for step, old in older if step < checkpoint.step][-1:]
-    killed = folder.glob(staging_name("step-*"))  # left by a process that was
-    with contextlib.suppress(OSError):  # the new one is safe, and the next save tries again
-        for old in (*(old for _, old in older if old not in kept), *killed):
-            old.unlink()
-    return path
+        raise FileError(f"{folder / _FILE}: cannot be written ({error.strerror or error}): free some space.") from error
 
 
-def load_checkpoint(folder: Path, warn: Callable[[str], object] | None = None) -> Checkpoint | None:
-    """The newest checkpoint that is not damaged, None if there never was one; `warn` hears of the damaged ones."""
-    found = _find(folder)
-    for step, path in reversed(found):
-        try:
-            return _read(path, step)
-        except Exception as error:  # safetensors and torch raise many classes for a header that makes no sense
-            if warn is not None:
-                warn(f"{path} is damaged and was passed over: {error}")
-    if found:
-        raise FileError(f"{folder}: all checkpoints are damaged: remove them to start from the beginning.")
-    return None
-
-
-def _find(folder: Path) -> list[tuple[int, Path]]:
-    """Steps and files of the checkpoints of a folder, the oldest first."""
+def load_checkpoint(folder: Path) -> Checkpoint | None:
+    """The checkpoint of a folder, None if there is none."""
     refuse_link(folder)
+    path = folder / _FILE
+    if not os.path.lexists(path):
+        return None
+    data = read_bytes(path, _MAX_BYTES)
     try:
-        paths = folder.iterdir() if folder.exists() else ()
-        named = [(match, path) for path in paths if (match := _NAME.fullmatch(path.name))]
-        found = sorted((int(match[1]), path.lstat().st_mtime_ns, path) for match, path in named)
-    except OSError as error:
-        raise FileError(f"{folder}: cannot be read: {error.strerror or error}.") from error
-    for _, _, path in found:
-        if path.is_symlink() or not path.is_file():
-            raise FileError(f"{path} is a link or not a file: remove it, checkpoints are plain files.")
-    return [(step, path) for step, _, path in found]
-
-
-def _read(path: Path, step: int) -> Checkpoint:
-    with safetensors.safe_open(path, "pt") as file:  # raises where the header does not fit the size of the file
-        data = read_bytes(path, path.stat().st_size)
-        if hashlib.sha256(data).hexdigest()[:16] not in path.name:
-            raise FileError("its checksum is not the one in its name.")
-        record = parse_json(file.metadata()["facts"], path)
-    if record["step"] != step or not isinstance(record["facts"], dict):
-        raise FileError("its step is not the one in its name, or it has no facts.")
-    return Checkpoint(step, parse_tensors(data, path), record["facts"])
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        record = json.loads(header["__metadata__"]["record"])
+        return Checkpoint(int(record["step"]), safetensors.torch.load(data), dict(record["facts"]))
+    except Exception as error:  # safetensors and torch raise many classes for a header that makes no sense
+        raise FileError(f"{path} is damaged ({quote(error)}): remove it to start this stage anew.") from error
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -129,41 +86,36 @@ def _copy(tensor: Tensor) -> Tensor:
 # random numbers
 
 
-def random_state(device: torch.device) -> dict[str, Tensor]:
-    """The global generators of torch, Python and NumPy as tensors."""
-    version, words, gauss = random.getstate()
-    _, array, position, has_gauss, cached = np.random.get_state(legacy=True)
+def random_state(device: torch.device, generators: Sequence[torch.Generator] = ()) -> dict[str, Tensor]:
+    """The global generators of torch, those of Python and NumPy as the bytes of a JSON text, and others of torch."""
+    host = json.dumps([random.getstate(), np.random.get_state(legacy=False)], default=lambda array: array.tolist())
     return {
         "torch": torch.get_rng_state(),
-        "python": torch.tensor([version, *words]),
-        "python.gauss": torch.tensor([float("nan") if gauss is None else gauss], dtype=torch.float64),
-        "numpy": torch.tensor([*np.asarray(array).tolist(), int(position), int(has_gauss)]),
-        "numpy.gauss": torch.tensor([float(cached)], dtype=torch.float64),
+        "host": torch.frombuffer(bytearray(host.encode()), dtype=torch.uint8),
         **({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}),
+        **{f"generator{number}": generator.get_state() for number, generator in enumerate(generators)},
     }
 
 
-def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    """Set the global generators to a state; it may be that of torch's alone."""
+def set_random_state(
+    state: Mapping[str, Tensor], device: torch.device, generators: Sequence[torch.Generator] = ()
+) -> None:
+    """Set the global generators, and others, to a state."""
+    (version, words, gauss), numbers = json.loads(state["host"].numpy().tobytes())
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(numbers)
     torch.set_rng_state(state["torch"])
-    if "python" in state:
-        version, *words = state["python"].tolist()
-        gauss = state["python.gauss"].item()
-        random.setstate((version, tuple(words), None if gauss != gauss else gauss))
-        *array, position, has_gauss = state["numpy"].tolist()
-        np.random.set_state(("MT19937", np.array(array, np.uint32), position, has_gauss, state["numpy.gauss"].item()))
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+    for number, generator in enumerate(generators):
+        generator.set_state(state[f"generator{number}"])
 
 
 @contextlib.contextmanager
 def seeded(seed: int, device: torch.device, world: World) -> Iterator[None]:
-    """Torch's global generators (dropout, loaders) with a seed, another one for each rank; afterwards as before.
-
-    Not by fork_rng: after an assert a GPU takes no state, and that failure would hide the assert.
-    """
-    own, before = mix(seed, world.rank) if world.rank else seed, random_state(device)
-    with _put_back({name: state for name, state in before.items() if name in ("torch", "cuda")}, device):
+    """Torch's global generators (dropout, loaders) with a seed, another one for each rank; afterwards as before."""
+    own = mix(seed, world.rank) if world.rank else seed
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.default_generator.manual_seed(own)
         if device.type == "cuda":
             with torch.cuda.device(device):  # not all GPUs: only this one is put back
@@ -173,44 +125,17 @@ def seeded(seed: int, device: torch.device, world: World) -> Iterator[None]:
 
 @contextlib.contextmanager
 def untouched(loader: Any, device: torch.device) -> Iterator[None]:
-    """Batches that are drawn meanwhile change no random state, no counter and no living worker of a loader."""
-    parts = [loader, *(getattr(loader, name, None) for name in ("files", "sampler", "batch_sampler", "dataset"))]
-    with _put_back(random_state(device), device), contextlib.ExitStack() as undos:
-        for undo in (undo for part in parts for undo in _undos(part)):
-            undos.callback(undo)
-        for part in parts[:2]:
-            if isinstance(part, DataLoader):  # the random numbers of persistent workers are out of reach: take others
-                undos.callback(setattr, part, "_iterator", part._iterator)
-                part._iterator = None
-        yield
-
-
-@contextlib.contextmanager
-def _put_back(state: Mapping[str, Tensor], device: torch.device) -> Iterator[None]:
-    """Set global generators at the end; if that fails after an error of the block, it does not hide that error."""
+    """Batches that are drawn meanwhile change no random state and no living worker of a loader."""
+    state = random_state(device, generators_of(loader))
+    workers = getattr(loader, "_iterator", None)  # their random numbers are out of reach: take others
+    if isinstance(loader, DataLoader):
+        loader._iterator = None
     try:
         yield
-    except BaseException:
-        with contextlib.suppress(RuntimeError):
-            set_random_state(state, device)
-        raise
-    set_random_state(state, device)
-
-
-def _undos(part: Any) -> Iterator[Callable[[], object]]:
-    """What brings the generators and counters among the attributes of an object back to where they are now."""
-    for name, value in getattr(part, "__dict__", {}).items():
-        match value:
-            case torch.Generator():
-                yield functools.partial(value.set_state, value.get_state())
-            case np.random.RandomState():
-                yield functools.partial(value.set_state, value.get_state())
-            case np.random.Generator():
-                yield functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-            case random.Random():
-                yield functools.partial(value.setstate, value.getstate())
-            case int():
-                yield functools.partial(part.__dict__.__setitem__, name, value)
+    finally:
+        if isinstance(loader, DataLoader):
+            loader._iterator = workers
+        set_random_state(state, device, generators_of(loader))
 
 
 # the batches
@@ -246,32 +171,21 @@ class ResumableIterator:
         """In the batches of one step, over all ranks."""
         return int(sum_values(torch.tensor([sum(map(size_of, batches))]), world))
 
-    def random_state(self) -> dict[str, Tensor]:
-        """The global generators, and those of the loader."""
-        own = {f"loader{number}": it.get_state() for number, it in enumerate(_generators(self.loader))}
-        return random_state(self.resolved.device) | own
-
-    def resume(self, step: int, start: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:
+    def resume(self, step: int, start: Mapping[str, Tensor]) -> None:
         """Go to a step: draw what came before it in its epoch once more, from the random state of the epoch's start."""
         self.step = step
         if step % self.per_epoch:
-            self._set_random_state(start)
+            set_random_state(start, self.resolved.device, generators_of(self.loader))
             self._open(step % self.per_epoch)
         elif step:  # the loader is still in the epoch that has ended
             start_epoch(self.loader, step // self.per_epoch - 1)
-        self._set_random_state(now)
 
     def _open(self, place: int) -> None:
-        self.start = self.random_state()
+        self.start = random_state(self.resolved.device, generators_of(self.loader))
         self._rest = batches_from(self.loader, self.step // self.per_epoch, place * self.accumulate)
 
-    def _set_random_state(self, state: Mapping[str, Tensor]) -> None:
-        set_random_state(state, self.resolved.device)
-        for number, generator in enumerate(_generators(self.loader)):
-            generator.set_state(state[f"loader{number}"])
 
-
-def _generators(loader: Any) -> list[torch.Generator]:
+def generators_of(loader: Any) -> list[torch.Generator]:
     """Generators that a loader or its samplers were given, each once."""
     sampler, batches = (getattr(loader, name, None) for name in ("sampler", "batch_sampler"))
     owners = (loader, sampler, batches, getattr(batches, "sampler", None))
@@ -297,12 +211,9 @@ class State:
         """All of it on the CPU, of all ranks, by name; None for other ranks than the first."""
         states = [optimizer_state(optimizer) for optimizer in self.optimizers]  # on every rank: all raise the same
         own = {f"own/{name}": tensor.detach().cpu() for name, tensor in self.own().items()}
-        own |= {f"random/{name}": tensor for name, tensor in random_state(self.device).items()}
-        for number, generator in enumerate(self.generators):
-            own[f"generator/{number}"] = generator.get_state()
+        own |= {f"now/{name}": tensor for name, tensor in random_state(self.device, self._generators()).items()}
         for number, batches in enumerate(self.iterators):
             own |= {f"start/{number}/{name}": tensor for name, tensor in batches.start.items()}
-            own |= {f"now/{number}/{name}": tensor for name, tensor in batches.random_state().items()}
         everyone = gather(own, world)
         if not world.first:
             return None
@@ -320,30 +231,23 @@ class State:
         pairs = [(self.shared, _under("shared/", saved)), (self.own(), _under("own/", mine))]
         states = [(it, _under(f"optimizer/{number}/", saved)) for number, it in enumerate(self.optimizers)]
         for now, before in pairs:  # all checks come before the first write
-            for name in {**now, **before}:
-                old, new = (tuple(tensors[name].shape) if name in tensors else "missing" for tensors in (before, now))
-                if old != new:
-                    raise FileError(f"This checkpoint is of another network: {name} was {old}, is {new}.")
+            shapes, others = ({name: tuple(it.shape) for name, it in table.items()} for table in (now, before))
+            if differences := list(_differences(others, shapes)):
+                raise FileError(f"This checkpoint is of another network: {differences[0]}.")
         for optimizer, state in states:
-            owners, kind = _owners(optimizer), type(optimizer).__name__
-            paths = [path.split("/") for path in state]
-            if not paths or not all(name == kind and int(it) < len(owners[part]) for name, part, it, *_ in paths):
-                raise FileError(
-                    f"This checkpoint is of another optimizer than {kind}: give the one that it began with."
-                )
+            if {path.split("/")[0] for path in state} != {type(optimizer).__name__}:
+                raise FileError("This checkpoint is of another optimizer: give the one that it began with.")
         for now, before in pairs:
             for name, tensor in now.items():
                 tensor.copy_(before[name])
         for optimizer, state in states:
             set_optimizer_state(optimizer, state)
-        try:
-            for number, generator in enumerate(self.generators):
-                generator.set_state(mine[f"generator/{number}"])
-            for number, (batches, step) in enumerate(zip(self.iterators, steps, strict=True)):
-                batches.resume(step, _under(f"start/{number}/", mine), _under(f"now/{number}/", mine))
-            set_random_state(_under("random/", mine), self.device)
-        except (KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise FileError(f"This checkpoint has no random state that fits ({error!r}): start the run anew.") from None
+        for number, (batches, step) in enumerate(zip(self.iterators, steps, strict=True)):
+            batches.resume(step, _under(f"start/{number}/", mine))
+        set_random_state(_under("now/", mine), self.device, self._generators())
+
+    def _generators(self) -> list[torch.Generator]:
+        return [*self.generators, *(it for batches in self.iterators for it in generators_of(batches.loader))]
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -355,15 +259,7 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
     """What an optimizer holds of parameters and groups, as tensors; refused if it is more than those and numbers."""
-    name, known = type(optimizer).__name__, {id(it) for group in optimizer.param_groups for it in group["params"]}
-    for owner, values in optimizer.state.items():
-        others = [it for it in values.values() if it is not None and not isinstance(it, Tensor | int | float)]
-        if id(owner) not in known or others:
-            raise TrainingError(
-                f"The {name} has {others or owner!r} in its state, which cannot be saved: take another optimizer, or "
-                "train without a checkpointer."
-            )
-    found: dict[str, Tensor] = {}
+    name, found = type(optimizer).__name__, dict[str, Tensor]()
     for part, owners in _owners(optimizer).items():
         for number, (values, parameter) in enumerate(owners):
             for key, value in values.items():
@@ -373,6 +269,8 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
                 elif isinstance(value, int | float):
                     dtype = torch.float64 if isinstance(value, float) else None
                     found[f"{name}/{part}/{number}/number/{key}"] = torch.tensor(value, dtype=dtype)
+                elif value is not None and part == "state":
+                    raise TrainingError(f"The {name} has a {key} in its state that cannot be saved: take another one.")
     return found
 
 
@@ -421,16 +319,12 @@ class Checkpointer:
     stop_requested: Callable[[], bool] = bool
     lines: Callable[[], int] = int  # lines in the log of the run
     earlier: Callable[[str], list[dict[str, Any]]] = lambda stage: []  # records of a stage in that log
-    warn: Callable[[str], None] | None = None
     name: str = ""  # of the stage
     _step: int = 0  # of the last checkpoint
     _time: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         self.folder = path_of("A Checkpointer", self.folder, "folder")
-        for name in ("every_steps", "every_seconds"):
-            if not isinstance(value := getattr(self, name), Real):
-                raise TrainingError(f"{name} must be a number, not {value!r}.")
 
     def stage(self, name: str) -> Checkpointer:
         """The checkpointer of one stage of a run, in a folder of its own."""
@@ -438,16 +332,14 @@ class Checkpointer:
 
     def load(self, world: World) -> Checkpoint | None:
         """The newest checkpoint, if there is one; FileError if it was made with other settings."""
-        found = load_checkpoint(self.folder, self.warn if world.first else None)
+        found = load_checkpoint(self.folder)
         if len({*gather(found and found.step, world)}) > 1:
             raise RankError(f"{self.folder}: ranks see different checkpoints: give a folder that all of them share.")
         if found is None:
             return None
         self._step = found.step
         if differences := list(_differences(found.facts.get("identity"), self._identity(world))):
-            raise FileError(
-                f"{self.folder}: it cannot go on with other settings than it began with: {'; '.join(differences)}."
-            )
+            raise FileError(f"{self.folder}: it cannot go on with other settings: {'; '.join(differences)}.")
         return found
 
     def due(self, step: int, world: World) -> bool:
@@ -484,12 +376,8 @@ def plain_settings(
     given: Mapping[str, Any], weights: Mapping[str, Tensor], world: World, teacher: Mapping[str, Tensor] | None = None
 ) -> dict[str, Any]:
     """The settings of a run as plain JSON, with digests of the weights that it starts from: an identity."""
-    flat: dict[str, Any] = {}
-    for name, value in given.items():
-        if hasattr(value, "__dataclass_fields__"):
-            flat |= {f"{name}.{it.name}": getattr(value, it.name) for it in fields(value) if it.name not in _FREE}
-        else:
-            flat[name] = value
+    free = {"log_every": None}  # it changes no result
+    flat = {name: {**vars(value), **free} if is_dataclass(value) else value for name, value in given.items()}
     flat[_WEIGHTS] = digest(weights, world)
     flat["the teacher's weights"] = None if teacher is None else digest(teacher, world)
 
@@ -501,9 +389,5 @@ def plain_settings(
 
 def digest(tensors: Mapping[str, Tensor], world: World) -> str:
     """A hash of the tensors of rank 0, which all ranks start from."""
-    found = hashlib.sha256()
-    for name, tensor in tensors.items():
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        if not tensor.is_meta and tensor.layout == torch.strided:
-            found.update(_copy(tensor).reshape(-1).view(torch.uint8).numpy().tobytes())
-    return str(gather(found.hexdigest()[:16], world)[0])
+    data = safetensors.torch.save({name: _copy(tensor) for name, tensor in tensors.items()})
+    return str(gather(hashlib.sha256(data).hexdigest()[:16], world)[0])

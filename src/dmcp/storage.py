@@ -11,7 +11,6 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from dmcp.cutting import named_tensors
@@ -28,9 +27,8 @@ _MAX_EXTRA = 2**30  # bytes of weights beyond those of the model, for a head wit
 def save(small: nn.Module, widths: Widths, folder: str | os.PathLike[str]) -> None:
     """Write the network into the folder as model.safetensors and widths.json; other files there are left alone.
 
-    An earlier result is replaced, and so is the same network by `save_pretrained` of transformers; other files of these
-    names are not. Whenever this is killed, `load` finds the old result or the new one: both files are complete before
-    either is renamed, and each names the other.
+    Whenever this is killed, `load` finds the old result or the new one: both files are complete before either is
+    renamed, and widths.json has the checksum of its weights.
     """
     if not isinstance(widths, Widths):
         raise WidthsError("save needs the Widths of the network, to know its architecture: graph.widths(...).")
@@ -44,11 +42,7 @@ def save(small: nn.Module, widths: Widths, folder: str | os.PathLike[str]) -> No
         if shapes.get(dim.tensor, [])[dim.dim : dim.dim + 1] != [dim.size(widths)]:
             wanted = f"dim {dim.dim} of {dim.tensor} must be {dim.size(widths)}"
             raise WidthsError(f"These widths are not those of this network: {wanted}.")
-    _refuse_foreign(folder, tensors)
-    try:
-        weights = safetensors.torch.save(tensors)
-    except (KeyError, SafetensorError) as error:
-        raise FileError(f"{folder}: safetensors cannot hold this network: {error}.") from error
+    weights = safetensors.torch.save(tensors)
     # every attribute that could follow a width, changed or not: the unpruned model is not known here
     ints = {path: {key: v for key, v in vars(part).items() if _is_ints(v)} for path, part in small.named_modules()}
     record = {
@@ -74,22 +68,17 @@ def load(folder: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     own = named_tensors(model)
     record, tensors = _read(folder, _MAX_EXTRA + sum(16 * tensor.numel() for tensor in own.values()))
     if Widths.from_json(record).fingerprint != fingerprint(model):
-        raise WidthsError(
-            f"{folder}: saved from another architecture than this {type(model).__name__}: "
-            "build the unpruned model exactly as it was before pruning (same classes, same arguments)."
-        )
+        raise WidthsError(f"{folder}: saved from another architecture: build the unpruned model exactly as it was.")
     if any(tensor.is_meta for tensor in own.values()):
         raise WidthsError("The model is on the meta device, where tensors have no values: build it on a real one.")
-    # the fingerprint sees neither ties nor attributes
-    odd = [name for name in own.keys() | tensors.keys() if _kind(own.get(name)) != _kind(tensors.get(name))]
-    parts, attributes = dict(model.named_modules()), dict[str, dict[str, Any]]()
-    for path, saved in record["attributes"].items():
-        known = vars(parts[path]) if path in parts else {}
-        attributes[path] = {name: _like(known.get(name), value) for name, value in saved.items()}
-        odd += [f"{path}.{name}".lstrip(".") for name, value in attributes[path].items() if value is None]
-    if odd:
-        names = ", ".join(map(quote, sorted(odd)[:3]))
-        raise WidthsError(f"{folder}: saved from another version of this model: {names} differ; build it as it was.")
+    try:  # the fingerprint sees neither ties nor attributes
+        parts, attributes = dict(model.named_modules()), dict[str, dict[str, Any]]()
+        for path, saved in record["attributes"].items():
+            attributes[path] = {name: _like(vars(parts[path])[name], value) for name, value in saved.items()}
+        if {name: _kind(it) for name, it in own.items()} != {name: _kind(it) for name, it in tensors.items()}:
+            raise ValueError("other tensors")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise WidthsError(f"{folder}: saved from another version of this model: {quote(repr(error))}.") from error
     small = narrow(model, {}, attributes)
     for name, tensor in named_tensors(small).items():
         tensor.data = tensors[name].to(tensor.device)
@@ -104,48 +93,20 @@ def _is_ints(value: object) -> bool:
     return bool(items) and all(type(item) is int for item in items)
 
 
-def _kind(tensor: Tensor | None) -> object:
-    return tensor is not None and (tensor.ndim, tensor.is_floating_point(), tensor.is_complex())
+def _kind(tensor: Tensor) -> object:
+    return tensor.ndim, tensor.is_floating_point(), tensor.is_complex()
 
 
 def _like(known: Any, value: Any) -> Any:
-    """A saved attribute in the type of the model's own, as JSON has lists only; None if it does not fit."""
+    """A saved attribute in the type of the model's own, as JSON has lists only; ValueError if it does not fit."""
     if not (_is_ints(known) and _is_ints(value)) or isinstance(value, int) != isinstance(known, int):
-        return None
+        raise ValueError(f"{known!r} in the place of {value!r}")
     return getattr(type(known), "_make", type(known))(value)
 
 
 def _digest(record: Mapping[str, Any]) -> str:
     text = json.dumps({key: value for key, value in record.items() if key != "digest"}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _refuse_foreign(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Do not replace other weights that lie there without our widths.json, nor another widths.json."""
-    records = [folder / name for name in (WIDTHS, staging_name(WIDTHS)) if os.path.exists(folder / name)]
-    foreign = "" if records or not os.path.exists(folder / WEIGHTS) or _holds(folder / WEIGHTS, tensors) else WEIGHTS
-    for path in records:
-        try:
-            record = parse_json(read_bytes(path, MOST_JSON), path)
-        except FileError:
-            continue  # a damaged one of ours, as far as anybody can tell
-        if not isinstance(record, dict) or "fingerprint" not in record:
-            foreign = path.name
-    if foreign:
-        raise FileError(f"{folder}: {foreign} there was not written by dmcp.save, so it stays: give another folder.")
-
-
-def _holds(path: Path, tensors: Mapping[str, Tensor]) -> bool:
-    """True if all that the file has are these values; transformers may give them other names."""
-    try:
-        found = parse_tensors(read_bytes(path, _MAX_EXTRA + sum(tensor.nbytes for tensor in tensors.values())), path)
-    except FileError:
-        return False
-    return {_value(tensor) for tensor in found.values()} <= {_value(tensor) for tensor in tensors.values()}
-
-
-def _value(tensor: Tensor) -> object:
-    return tensor.dtype, tensor.shape, hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).digest()
 
 
 def _read(folder: Path, most: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -157,18 +118,15 @@ def _read(folder: Path, most: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     for path in (folder / WIDTHS, folder / staging_name(WIDTHS)):
         try:
             record = parse_json(read_bytes(path, MOST_JSON), path)
-            if not isinstance(record, dict) or record.get("format") != FORMAT:
-                raise FileError(f"{path}: not a result that this version can read: its format is not {FORMAT!r}.")
-            attributes = record.get("attributes")
-            tables = [attributes, *attributes.values()] if isinstance(attributes, dict) else [attributes]
-            if record.get("digest") != _digest(record) or not all(isinstance(it, dict) for it in tables):
-                raise FileError(f"{path}: changed since it was saved: its digest does not match.")
+            if (
+                not isinstance(record, dict)
+                or record.get("format") != FORMAT
+                or record.get("digest") != _digest(record)
+            ):
+                raise FileError(f"{path}: no result in the format {FORMAT!r}, or changed since it was saved.")
             if record.get("sha256") != hashlib.sha256(weights).hexdigest():
                 raise FileError(f"{folder / WEIGHTS}: not the weights that were saved: truncated or changed since.")
-            tensors = parse_tensors(weights, folder / WEIGHTS)
-            if {name: list(tensor.shape) for name, tensor in tensors.items()} != record.get("tensors"):
-                raise FileError(f"{folder / WEIGHTS}: its tensors are not those that {WIDTHS} lists.")
-            return record, tensors
+            return record, parse_tensors(weights, folder / WEIGHTS)
         except FileError as error:
             problems.append(error)
     raise problems[0]

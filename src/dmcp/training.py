@@ -44,12 +44,11 @@ from dmcp.runtime.engine import (
     MakeOptimizer,
     ResolvedEngine,
     check_graphs,
-    is_depthwise,
-    is_narrow,
     make_optimizer,
     rate_shares,
     set_lr,
     sgd,
+    suits_kernels,
 )
 from dmcp.settings import Engine, TrainConfig
 
@@ -105,8 +104,7 @@ class Runtime:
             steps=steps,
             large=large,
             plain=task.loss is None and task.optimizer is None and current().size == 1,
-            narrow=is_narrow(model),
-            depthwise=is_depthwise(model),
+            suited=suits_kernels(model),
         )
 
 

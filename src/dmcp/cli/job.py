@@ -17,12 +17,12 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from dmcp import models
-from dmcp.batches import FewBatches, Loader, device_of, too_large
+from dmcp.batches import FewBatches, Loader, device_of
 from dmcp.checkpoint import digest
 from dmcp.cli.config import GIVEN, RunConfig, argument, settle
 from dmcp.cutting import with_frozen
 from dmcp.data.datasets import NAMES as DATA
-from dmcp.data.datasets import DataSet, DataSets, FolderSet, load, split, swapped, usual_size
+from dmcp.data.datasets import DataSet, DataSets, FolderSet, load, split, usual_size
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError, WidthsError
 from dmcp.losses import check_range
@@ -99,7 +99,7 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
     )
     train, held = split(data.train, config.holdout, config.seed) if config.holdout else (data.train, None)
     loaders, test = _loaders(config, train, held, data, place)
-    notes = [new_head, swapped(len(data.train), len(data.test), isinstance(data.train, FolderSet))]
+    notes = [new_head]
     if outputs > data.classes:
         notes.append(f"The network has {outputs} outputs, the data {data.classes} classes: is num_classes meant?")
     if found and max(new / old for new, old in zip(data.shape[1:], found, strict=True)) >= _ENLARGED:
@@ -288,8 +288,6 @@ def _loaders(
         return make_loader(part, size, shuffled, config.seed, place, **how)
 
     first: Loader = make(train, config.batch, True)
-    if config.train_batch > len(data.train):
-        raise DataError(too_large(config.train_batch, len(data.train), "--train-batch"))
     count = -(-config.search_images // config.batch)  # a batch of 0 is refused by now
     few = 0 < count < len(first)
     again = held is not None or few or config.train_batch not in (0, config.batch)

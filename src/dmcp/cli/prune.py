@@ -25,7 +25,7 @@ from dmcp.cli.config import GIVEN, Request, RunConfig
 from dmcp.cli.job import Job, Replaced, open_job, place_of
 from dmcp.cli.session import describe_cost, describe_costs, log, log_replaced, print_json, result_facts
 from dmcp.cutting import cut
-from dmcp.data.datasets import FolderSet, finds_all
+from dmcp.data.datasets import FolderSet
 from dmcp.errors import BudgetError, DmcpError, StoppedError, WidthsError
 from dmcp.latency.measure import attach_latency, choose_once
 from dmcp.latency.table import LATENCY_FILE, Latency
@@ -358,7 +358,7 @@ def dry_run(config: RunConfig, request: Request) -> None:
         name = names.get(teacher := _forecast_teacher(config), teacher)
         print(f"\nteacher: {name}; its forward passes are in these times")
     if isinstance(job.data.train, FolderSet):
-        print(f"\nFew files were decoded.{finds_all(job.data.train.root)}")
+        print("\nFew files were decoded: dmcp data decodes all.")
     print("\nNothing was trained or written.")
 
 

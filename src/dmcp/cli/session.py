@@ -24,8 +24,7 @@ from dmcp.batches import device_of, generator
 from dmcp.budget import LATENCY, MEMORY, costs, parse, show_cost
 from dmcp.cli.config import Request, RunConfig
 from dmcp.cli.job import Job, Replaced, check_names, open_job, place_of
-from dmcp.data.check import no_images
-from dmcp.data.datasets import FolderSet, finds_all, preprocessing
+from dmcp.data.datasets import FolderSet, no_images, preprocessing
 from dmcp.errors import DataError, FileError, StoppedError, TrainingError
 from dmcp.latency.table import LATENCY_FILE, Latency
 from dmcp.preflight import check_classifier, check_finite, check_input
@@ -78,7 +77,6 @@ class Session:
             every_steps=config.save_steps,
             every_seconds=60 * config.save_minutes,
             stop_requested=self.asked_to_stop,
-            warn=log,
         )
         return Runtime(engine=self.config.engine, checkpointer=checkpointer, on_event=self.on_event)
 
@@ -203,13 +201,12 @@ def check_job(job: Job, config: RunConfig, files: bool = True) -> None:
     if job.teacher is not None:
         check_finite(job.teacher, noise, "teacher")
     test = job.data.test
-    if not files or not isinstance(test, FolderSet):
+    if not files or not isinstance(test, FolderSet) or config.corrupt is Corrupt.SKIP:
         return
-    if broken := [it for it in no_images(test) if it.refused or config.corrupt is not Corrupt.SKIP]:
+    if broken := no_images(test):
         several = f" and {len(broken) - 1} more of the {len(test):,} test images" if len(broken) > 1 else ""
-        skips = config.command != "compare" and not any(it.refused for it in broken)
-        way = "repair them" + (", or skip them with --corrupt skip" if skips else "")
-        raise DataError(f"{broken[0].file} ({broken[0].reason}){several} cannot be read: {way}.{finds_all(test.root)}")
+        way = "repair them" + (", or skip them with --corrupt skip" if config.command != "compare" else "")
+        raise DataError(f"{broken[0].file} ({broken[0].reason}){several} cannot be read: {way}; dmcp data finds all.")
 
 
 def _begin(run: Run, config: RunConfig, job: Job, undo: contextlib.ExitStack) -> None:

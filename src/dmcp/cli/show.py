@@ -25,9 +25,8 @@ from dmcp.cli.config import RunConfig, read_config
 from dmcp.cli.job import build, check_names, open_job, place_of, shape, sized, trace_job
 from dmcp.cli.prune import STOPPED
 from dmcp.cli.session import log, log_replaced, print_json, result_facts
-from dmcp.data.check import DataFacts, check_data
+from dmcp.data.datasets import check_data, split
 from dmcp.data.datasets import load as load_data
-from dmcp.data.datasets import split, swapped
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError
 from dmcp.latency.measure import measure_latency
@@ -128,46 +127,31 @@ def data(name: str, input: str, workers: int | None, most: int, quiet: bool, as_
     loaded = sized(loaded, name, input) if input else loaded
     count = len(loaded.train) + len(loaded.test)
     with progress.showing(False if quiet or as_json else None, lines=True), progress.phase("files", count) as read:
-        facts = check_data(loaded, workers, lambda done, _: read(done))
-    facts = facts if input else replace(facts, enlarged=None)
+        facts = check_data(loaded, workers, read)
+    facts |= {} if input else {"enlarged": None}
     if as_json:
-        print_json(_plain(name, facts))
+        print_json({"data": name} | facts)
     else:
         for line in _lines(name, facts, input, most):
             print(plain(line))
-    if facts.broken:
-        some = f"{len(facts.broken)} of {counted(facts.train + facts.test, 'image file')}"
-        skip = "" if any(it.refused for it in facts.broken) else ", or skip them with --corrupt skip"
-        raise DataError(f"{some} cannot be read: repair or remove them{skip}.")
-    if facts.wrong_classes:
+    if facts["broken"]:
+        some = f"{len(facts['broken'])} of {counted(count, 'image file')}"
+        raise DataError(f"{some} cannot be read: repair or remove them, or skip them with --corrupt skip.")
+    if not facts["well"]:
         raise DataError(f"{name}: two classes at least are needed, each with images in both train/ and val/.")
 
 
-def _lines(name: str, facts: DataFacts, input: str, most: int) -> Iterator[str]:
-    (small, few), (large, many) = facts.smallest_class, facts.largest_class
-    ends = f"the smallest {small} ({counted(few, 'training image')}), the largest {large} ({many:,})"
-    yield f"{name}: {facts.classes} class{'' if facts.classes == 1 else 'es'}, {ends}"
-    to = " in" if facts.is_files else ":"
-    yield f"{counted(facts.train, 'training image')}{to} {facts.train_from}"
-    yield f"{counted(facts.test, 'test image')}{to} {facts.test_from}"
-    yield from filter(None, [swapped(facts.train, facts.test, facts.is_files)])
-    if facts.sizes:
-        words = zip(("smallest", "median", "largest"), facts.sizes, strict=True)
-        yield f"height x width: {', '.join(f'{word} {height}x{width}' for word, (height, width) in words)}"
-        modes = ", ".join(f"{mode} {count:,}" for mode, count in facts.modes.items())
-        yield f"colour: {modes}{'; all are read as RGB' if facts.is_files else ''}"
-    if facts.enlarged is not None:
-        yield f"smaller than {input.partition('x')[2]} in height or width, and enlarged: {facts.enlarged:,}"
-    yield from _list("Empty classes:", facts.empty_classes, most)
-    yield from _list("Classes that are not in both train/ and val/:", facts.lone_classes, most)
-    broken = [f"{it.file}: {it.reason}" for it in facts.broken]
+def _lines(name: str, facts: dict[str, Any], input: str, most: int) -> Iterator[str]:
+    yield f"{name}: {facts['classes']} class{'' if facts['classes'] == 1 else 'es'}"
+    for word, part in (("training image", facts["train"]), ("test image", facts["test"])):
+        yield f"{counted(part['images'], word)}: {part['from']}"
+    if facts["sizes"]:
+        yield f"height x width: {', '.join(f'{word} {by(size)}' for word, size in facts['sizes'].items())}"
+    if facts["enlarged"] is not None:
+        yield f"smaller than {input.partition('x')[2]} in height or width, and enlarged: {facts['enlarged']:,}"
+    yield from _list("Classes without images, or not in both train/ and val/:", facts["wrong_classes"], most)
+    broken = [f"{it['file']}: {it['reason']}" for it in facts["broken"]]
     yield from _list(f"{counted(len(broken), 'file')} cannot be read:", broken, most)
-    if facts.is_files and not broken:
-        yield "All files can be read."
-    both = [f"{one} is {other}" for one, other in facts.in_both]
-    yield from _list(f"{counted(len(both), 'test image')} among the training images (same bytes):", both, most)
-    if not both:
-        yield "No test image is among the training images (same bytes)."
 
 
 def _list(head: str, entries: Sequence[str], most: int) -> Iterator[str]:
@@ -176,25 +160,6 @@ def _list(head: str, entries: Sequence[str], most: int) -> Iterator[str]:
         yield from (f"  {entry}" for entry in entries[:most])
     if len(entries) > most:
         yield f"  and {len(entries) - most:,} more: --most {len(entries)} lists all"
-
-
-def _plain(name: str, facts: DataFacts) -> dict[str, Any]:
-    ends = {"smallest": facts.smallest_class, "largest": facts.largest_class}
-    counts = {word: {"name": found, "train_images": count} for word, (found, count) in ends.items()}
-    return {
-        "data": name,
-        "well": facts.is_well,
-        "classes": {"count": facts.classes} | counts,
-        "train": {"images": facts.train, "from": facts.train_from},
-        "test": {"images": facts.test, "from": facts.test_from},
-        "sizes": dict(zip(("smallest", "median", "largest"), map(list, facts.sizes), strict=False)),
-        "modes": facts.modes,
-        "enlarged": facts.enlarged,
-        "broken": [it._asdict() for it in facts.broken],
-        "in_both": [{"test": one, "train": other} for one, other in facts.in_both],
-        "empty_classes": list(facts.empty_classes),
-        "classes_in_one_part": list(facts.lone_classes),
-    }
 
 
 # runs

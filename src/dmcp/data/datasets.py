@@ -1,18 +1,16 @@
-"""Data sets by name or path: digits, CIFAR, shards, image folders."""
+"""Data sets by name or path: digits, CIFAR, shards, image folders; what they hold, and which files are broken."""
 
 from __future__ import annotations
 
 import difflib
 import os
-import shlex
-import stat
-import statistics
-import zipfile
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import PIL.Image
@@ -20,22 +18,14 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
-from dmcp.batches import generator
+from dmcp.batches import generator, usual_workers
 from dmcp.errors import DataError
 from dmcp.runtime.io import quote
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which pre-trained networks expect
 _KEPT = 0.875  # share of each side of a test image that the crop keeps
 
-
-class CorruptError(DataError):
-    """A file that can be opened, but not decoded."""
-
-
-def check_file(path: str) -> None:
-    """Refuse a pipe or a device, also behind a link: PIL would wait for it."""
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise ValueError("it is no file, but a pipe, a device or a socket")
+# image files
 
 
 def as_rgb(image: Image) -> Image:
@@ -47,29 +37,13 @@ def as_rgb(image: Image) -> Image:
     return image.convert("RGB")
 
 
-def decode(path: str, root: str) -> Image:
-    """An image file as RGB; errors name `root`, the folder of the data."""
+def decode(path: str) -> Image:
+    """An image file as RGB."""
     try:
-        check_file(path)
         with PIL.Image.open(path) as image:
             return as_rgb(image)
     except Exception as error:  # PIL raises many kinds for a broken file
-        if is_refused(error):
-            raise DataError(f"{path} cannot be opened ({error}): check the disk, its rights and the memory.") from error
-        raise CorruptError(
-            f"{path} cannot be read as an image ({error}): repair or remove it, or skip such files: --corrupt skip, in "
-            f"Python corrupt='skip'.{finds_all(root)}"
-        ) from error
-
-
-def is_refused(error: Exception) -> bool:
-    """True if the system could not read the file, which says nothing about the image."""
-    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None)
-
-
-def finds_all(root: str) -> str:
-    """How to find all broken files of a folder."""
-    return f" dmcp data {shlex.quote(root)} finds all broken files at once." if root else ""
+        raise DataError(f"{path} cannot be read as an image ({quote(error)}): repair it, or --corrupt skip.") from error
 
 
 def transform(size: tuple[int, int], train: bool) -> Callable[[Any], Tensor]:
@@ -94,15 +68,12 @@ def _cover(image: Image, size: tuple[int, int]) -> Image:
     """Scale an image, with its aspect ratio, to just cover a height and a width."""
     from torchvision.transforms import v2
 
-    height, width = size
-    if width * image.height >= height * image.width:  # its width is what must be met
-        height = int(width * image.height / image.width)
-    else:
-        width = int(height * image.width / image.height)
-    return v2.functional.resize(image, [height, width], antialias=True)  # type: ignore[no-any-return]
+    (height, width), (own_height, own_width) = size, (image.height, image.width)
+    wide = width * own_height >= height * own_width  # its width is what must be met
+    size = (int(width * own_height / own_width), width) if wide else (height, int(height * own_width / own_height))
+    return v2.functional.resize(image, list(size), antialias=True)  # type: ignore[no-any-return]
 
 
-_LOOKED_AT = 9  # images whose size `usual_size` reads
 _PARTS = ("train", "val")
 _ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # which torchvision reads
 
@@ -134,26 +105,22 @@ class FolderSet:
 def _folder(path: Path, size: int | tuple[int, int], strict: bool) -> DataSets:
     """A directory with `train/` and `val/`; if strict, both must have the same classes, none of them empty."""
     sides = size if isinstance(size, tuple) else (size, size)
-    if len(sides) != 2 or any(type(side) is not int or side < 1 for side in sides):
-        raise DataError(f"The image size must be an int of at least 1, or (height, width), not {size!r}.")
     train, test = (_list_part(path, part, sides) for part in _PARTS)
-    for part, own, other in ((_PARTS[0], train, test), (_PARTS[1], test, train)) if strict else ():
-        odd = {
-            f"there are no image files ({', '.join(_ENDINGS[:3])}, ...) in": empty_classes(own),
-            f"there are classes only in {part}/:": sorted(set(own.names) - set(other.names)),
-            "there is one class, but at least two are needed:": own.names if len(own.names) < 2 else (),
-        }
-        for text, names in odd.items():
-            if names:
-                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-                raise DataError(f"{path / part}: {text} {', '.join(names[:3])}{more}.")
+    if strict and (odd := wrong_classes(train, test)):
+        raise DataError(f"{path}: classes without images, or not in both train/ and val/: {', '.join(odd[:3])}.")
+    if strict and train.classes < 2:
+        raise DataError(f"{path}: at least two classes are needed.")
     return DataSets(train, test, train.classes, train.shape, (str(path / _PARTS[0]), str(path / _PARTS[1])))
 
 
-def empty_classes(dataset: FolderSet) -> list[str]:
-    """Names of the classes that have no files."""
-    filled = set(dataset.labels.tolist())
-    return [name for number, name in enumerate(dataset.names) if number not in filled]
+def wrong_classes(train: FolderSet, test: FolderSet) -> list[str]:
+    """Folders of classes that have no images, or that are in one of train/ and val/ only."""
+    found = []
+    for part, own, other in ((_PARTS[0], train, test), (_PARTS[1], test, train)):
+        counts = Counter(own.labels.tolist())
+        odd = [name for number, name in enumerate(own.names) if not counts[number] or name not in other.names]
+        found += [os.path.join(own.root, part, name) for name in odd]
+    return found
 
 
 def _list_part(path: Path, part: str, sides: tuple[int, int]) -> FolderSet:
@@ -161,19 +128,15 @@ def _list_part(path: Path, part: str, sides: tuple[int, int]) -> FolderSet:
     from torchvision.datasets import folder as listing
 
     folder = path / part
-    if not folder.is_dir():
-        if path.resolve().name in _PARTS:
-            above = str(path / "..")
-            raise DataError(f"{path} is one part of the data only: give the folder that it lies in, {above!r}.")
-        raise DataError(f"{path} needs {part}/ with one folder of images per class (or train-*.npz, test-*.npz).")
     try:
         names = tuple(name for name in listing.find_classes(folder)[0] if not name.startswith("."))
-        if not names:
-            raise FileNotFoundError(f"Couldn't find any class folder in {folder}.")
         numbers = {name: number for number, name in enumerate(names)}
+        if not names:
+            raise FileNotFoundError(f"no class folders in {folder}")
         found = listing.make_dataset(folder, numbers, _ENDINGS, allow_empty=True)
     except OSError as error:
-        raise DataError(f"{folder}: {str(error).splitlines()[0]}") from error
+        needs = "needs train/ and val/ with one folder of images per class, or train-*.npz and test-*.npz"
+        raise DataError(f"{path} {needs} ({str(error).splitlines()[0]}).") from error
     start = len(str(folder))  # what is hidden below the folder counts, like ._1.png of macOS or .ipynb_checkpoints/
     found = [(file, number) for file, number in found if f"{os.sep}." not in file[start:]]
     labels = torch.tensor([number for _, number in found], dtype=torch.int64)
@@ -181,24 +144,81 @@ def _list_part(path: Path, part: str, sides: tuple[int, int]) -> FolderSet:
 
 
 def usual_size(dataset: FolderSet) -> tuple[int, int] | None:
-    """Median height and width of a few files; None if none of them can be read."""
-    sizes = []
-    for path in dataset.paths[:: -(-len(dataset) // _LOOKED_AT)]:
-        try:
-            check_file(path)
-            with PIL.Image.open(path) as image:  # its first bytes only
-                sizes.append((image.height, image.width))
-        except Exception:  # a broken file is reported where it is needed
-            continue
-    if not sizes:
-        return None
-    return statistics.median_low(height for height, _ in sizes), statistics.median_low(width for _, width in sizes)
+    """Height and width of a file of median height among a few; None if none of them can be read."""
+    looked = _look_at(dataset.paths[:: -(-len(dataset) // 9)], whole=False)
+    sizes = sorted(it for it in looked if not isinstance(it, Broken))  # a broken file is reported where it is needed
+    return sizes[(len(sizes) - 1) // 2] if sizes else None
+
+
+# what is in a data set
+
+
+class Broken(NamedTuple):
+    """A file that cannot be read as an image."""
+
+    file: str
+    reason: str
+
+
+def check_data(
+    data: DataSets, workers: int | None = None, on_file: Callable[[int], None] = lambda done: None
+) -> dict[str, Any]:
+    """What is in a data set, opened with strict=False, in plain data; every file is decoded.
+
+    workers: threads that decode; by default as many as there are cores, at most 8. on_file: called with the files done.
+    """
+    train, test = data.train, data.test
+    sizes: list[tuple[int, ...]] = [data.shape[1:]]
+    files: dict[str, Any] = {"enlarged": None, "broken": [], "wrong_classes": []}  # enlarged: smaller than the input
+    if isinstance(train, FolderSet) and isinstance(test, FolderSet):
+        looked = []
+        for done, one in enumerate(_look_at(train.paths + test.paths, True, workers), 1):
+            looked.append(one)
+            on_file(done)
+        sizes = sorted((it for it in looked if not isinstance(it, Broken)), key=lambda it: (it[0] * it[1], it))
+        files["enlarged"] = sum(height < train.size[0] or width < train.size[1] for height, width in sizes)
+        files["broken"] = [it._asdict() for it in looked if isinstance(it, Broken)]
+        files["wrong_classes"] = wrong_classes(train, test)
+    places = {"smallest": 0, "median": (len(sizes) - 1) // 2, "largest": -1} if sizes else {}  # by area
+    return {
+        "well": not files["broken"] and not files["wrong_classes"] and data.classes > 1,
+        "classes": data.classes,
+        "train": {"images": len(train), "from": data.sources[0]},
+        "test": {"images": len(test), "from": data.sources[1]},
+        "sizes": {word: list(sizes[place]) for word, place in places.items()},  # height and width
+        **files,
+    }
+
+
+def no_images(dataset: FolderSet) -> list[Broken]:
+    """Files whose first bytes are not those of an image, such as empty ones; what is cut off later is not found."""
+    return [it for it in _look_at(dataset.paths, whole=False) if isinstance(it, Broken)]
+
+
+def _look_at(paths: Sequence[str], whole: bool, workers: int | None = None) -> Iterator[tuple[int, int] | Broken]:
+    """Look at all paths, in order; most of the work is done while Python's lock is released."""
+    PIL.Image.init()  # else threads that meet a rare file format at the same time do not all know it
+    with ThreadPool(max(1, usual_workers() if workers is None else workers)) as pool:
+        yield from pool.imap(partial(_look, whole=whole), paths, chunksize=16)
+
+
+def _look(path: str, whole: bool) -> tuple[int, int] | Broken:
+    """Height and width of an image, decoded just as a loader does, or (not whole) by its first bytes alone."""
+    try:
+        with PIL.Image.open(path) as image:
+            if whole:
+                as_rgb(image)
+            return image.height, image.width
+    except Exception as error:  # PIL raises many kinds for a broken file
+        return Broken(path, quote(error) or type(error).__name__)
+
+
+# data sets by name
 
 
 NAMES = ("digits", "cifar10", "cifar100")
 _DIGITS_TEST = 382  # images of the last three writers
-_MAX_CLASSES, _MAX_CHANNELS = 2**24, 2**12
-_MAX_RATIO, _MAX_DENSE = 64, 2**30  # a shard of more bytes than this must not be compressed more tightly
+_MAX_CLASSES = 2**24
 
 
 @dataclass(frozen=True)
@@ -270,30 +290,12 @@ def load(
         shards = Path(root) / path
         return _shards(shards) if list(shards.glob("train-*.npz")) else _cifar(str(name), Path(root), download)
     if not path.exists():
-        meant = guess(path, NAMES, Path.is_dir)
-        raise DataError(f"There is no data {str(name)!r}: it is no folder, and none of {', '.join(NAMES)}.{meant}")
+        known = [*NAMES, *(str(it) for it in path.parent.glob("*") if it.is_dir())]
+        near = "".join(f" Did you mean {it}?" for it in difflib.get_close_matches(str(name).lower(), known, n=1))
+        raise DataError(f"There is no data {str(name)!r}: it is no folder, and none of {', '.join(NAMES)}.{near}")
     if list(path.glob("*.npz")):
         return _shards(path)
     return _folder(path, size, strict)
-
-
-def guess(path: Path, names: Sequence[str], is_one: Callable[[Path], bool], cutoff: float = 0.6) -> str:
-    """A question with the nearest of these names and of the path's neighbours; empty if none is near."""
-    try:
-        beside = [other for other in path.parent.iterdir() if is_one(other)]
-    except OSError:
-        beside = []
-    known = {name.lower(): name for name in names} | {other.stem.lower(): str(other) for other in beside}
-    near = difflib.get_close_matches(path.stem.lower(), known, n=1, cutoff=cutoff)
-    return f" Did you mean {known[near[0]]}?" if near else ""
-
-
-def swapped(train: int, test: int, files: bool) -> str:
-    """A question, if there are more test images than training images; else empty."""
-    if test <= train:
-        return ""
-    parts = "train/ and val/" if files else "train-*.npz and test-*.npz"
-    return f"There are more test images ({test:,}) than training images ({train:,}): are {parts} swapped?"
 
 
 def preprocessing(data: DataSets) -> dict[str, Any]:
@@ -348,15 +350,9 @@ def _cifar(name: str, root: Path, download: bool) -> DataSets:
     try:
         parts = [kind(str(root), train=train, download=download) for train in (True, False)]
     except Exception as error:
-        reason = f"({type(error).__name__}: {error})"
-        if download:
-            raise DataError(f"{name} cannot be fetched into {root} {reason}: put it there by hand.") from error
-        where = "" if root == Path("data") else f", root={str(root)!r}"
-        fetch = f"from dmcp.data.datasets import load; load({name!r}{where}, download=True)"
-        raise DataError(
-            f"{name} is not in {root}: neither {root / name}/train-*.npz nor what torchvision keeps there {reason}. "
-            f"Put it there, or let Python fetch it once: {fetch}"
-        ) from error
+        fetch = f"from dmcp.data.datasets import load; load({name!r}, root={str(root)!r}, download=True)"
+        where = f"{name} is not in {root} as shards or as torchvision keeps it ({error})"
+        raise DataError(f"{where}: put it there, or let Python fetch it once: {fetch}") from error
     train, test = ((part.data, np.asarray(part.targets)) for part in parts)
     sources = (f"{root}, as torchvision keeps them",) * 2
     return _arrays(train, test, Augmentation(shift=4, flip=True, reflect=True), sources)
@@ -368,38 +364,25 @@ def _shards(folder: Path) -> DataSets:
     return _arrays(train, test, Augmentation(shift=4, flip=True, reflect=True), sources)
 
 
-def _read_shards(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
+def _read_shards(folder: Path, part: str) -> _Arrays:
     """All shards of one part, in the order of their numbers."""
     paths = sorted(folder.glob(f"{part}-*.npz"), key=lambda path: (len(path.name), path.name))
     if not paths:
         raise DataError(f"{folder} has no {part}-*.npz.")
-    images: list[np.ndarray] = []
-    labels: list[np.ndarray] = []
+    shards: list[_Arrays] = []
     for path in paths:
         try:
-            check_file(str(path))
-            with zipfile.ZipFile(path) as file:  # not np.load, which also takes what is no shard
-                claimed = sum(info.file_size for info in file.infolist())
-                if claimed > max(_MAX_RATIO * path.stat().st_size, _MAX_DENSE):
-                    raise ValueError(f"it claims {claimed} bytes, packed into {path.stat().st_size}")
-                for name, arrays in (("images.npy", images), ("labels.npy", labels)):
-                    with file.open(name) as member:
-                        arrays.append(np.lib.format.read_array(member, allow_pickle=False))
+            with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+                images, labels = file["images"], file["labels"]
         except Exception as error:  # zipfile and numpy raise many kinds for a broken file
             raise DataError(f"{path} cannot be read as a shard with images and labels: {quote(error)}") from error
-        image, label = images[-1], labels[-1]
-        fits = image.dtype == np.uint8 and image.ndim == 4 and image.shape[3] <= _MAX_CHANNELS
-        if not fits or label.shape != image.shape[:1] or label.dtype.kind not in "iu":
-            raise DataError(
-                f"{path}: images must be (N, H, W, C) uint8 and labels (N,) integers, not {image.shape} {image.dtype} "
-                f"and {label.shape} {label.dtype}."
-            )
-        if label.max(initial=0) > _MAX_CLASSES:
-            raise DataError(f"{path}: labels go up to {label.max()}; number the classes from 0.")
-        labels[-1] = label.astype(np.int64)
-        if image.shape[1:] != images[0].shape[1:]:
-            raise DataError(f"{path}: images of {image.shape[1:]}, but {paths[0].name} has {images[0].shape[1:]}.")
-    return np.concatenate(images), np.concatenate(labels)
+        shapes = {images.shape[1:], *(others.shape[1:] for others, _ in shards)}
+        fits = images.dtype == np.uint8 and images.ndim == 4 and len(shapes) == 1
+        if not fits or labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
+            raise DataError(f"{path}: images must be (N, H, W, C) uint8, all of one shape, and labels (N,) integers.")
+        shards.append((images, labels.astype(np.int64)))
+    every, numbers = zip(*shards, strict=True)
+    return np.concatenate(every), np.concatenate(numbers)
 
 
 _Arrays = tuple[np.ndarray, np.ndarray]  # images (N, H, W, C) uint8, labels (N,) int64
@@ -407,27 +390,22 @@ _Arrays = tuple[np.ndarray, np.ndarray]  # images (N, H, W, C) uint8, labels (N,
 
 def _arrays(train: _Arrays, test: _Arrays, augmentation: Augmentation, sources: tuple[str, str]) -> DataSets:
     """Check two parts, and normalize both by the training images."""
+    shape, most = train[0].shape[1:], train[1].max(initial=0)
     for name, (images, labels) in zip(sources, (train, test), strict=True):
-        if not images.size:
-            raise DataError(f"{name}: there are no images.")
-        if images.shape[1:] != train[0].shape[1:]:
-            raise DataError(f"{name}: images are {images.shape[1:]}, but those of training {train[0].shape[1:]}.")
-        if labels.min() < 0 or labels.max() > train[1].max():
-            found = f"from {labels.min()} to {labels.max()}"
-            raise DataError(f"{name}: labels go {found}, but those of training from 0 to {train[1].max()}.")
-    if len(np.unique(train[1])) < 2:
-        raise DataError(f"{sources[0]}: all images have one label; at least two classes are needed.")
-    classes, values, means, deviations = int(train[1].max()) + 1, np.arange(256), [], []
-    for channel in range(train[0].shape[-1]):  # from histograms: exact, without a float copy
+        if not images.size or images.shape[1:] != shape:
+            raise DataError(f"{name}: there are no images, or not of the {shape} of the training images.")
+        if labels.min() < 0 or labels.max() > most or not 0 < most < _MAX_CLASSES:
+            raise DataError(f"{name}: number two or more classes from 0, the same in both parts.")
+    values, means, deviations = np.arange(256), [], []
+    for channel in range(shape[-1]):  # from histograms: exact, without a float copy
         counts = np.bincount(train[0][..., channel].ravel(), minlength=256)
         mean = (counts * values).sum() / counts.sum()
         variance = (counts * (values - mean) ** 2).sum() / counts.sum()
         means.append(float(mean))
         deviations.append(float(variance**0.5) or 1.0)  # a channel of one value stays what it is
-    arrays = [
-        ArraySet(
-            torch.from_numpy(images), torch.from_numpy(labels), classes, tuple(means), tuple(deviations), augmentation
-        )
+    classes, scale = int(most) + 1, (tuple(means), tuple(deviations))
+    first, second = (
+        ArraySet(torch.from_numpy(images), torch.from_numpy(labels), classes, *scale, augmentation)
         for images, labels in (train, test)
-    ]
-    return DataSets(arrays[0], arrays[1], classes, arrays[0].shape, sources)
+    )
+    return DataSets(first, second, classes, first.shape, sources)

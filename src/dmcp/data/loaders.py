@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
 
-from dmcp.batches import check_size, generator, mix, share_of, usual_workers
-from dmcp.data.datasets import ArraySet, Augmentation, CorruptError, DataSet, FolderSet, decode, finds_all, transform
+from dmcp.batches import generator, mix, share_of, usual_workers
+from dmcp.data.datasets import ArraySet, Augmentation, DataSet, FolderSet, decode, transform
 from dmcp.errors import DataError
 from dmcp.runtime.distributed import SINGLE_PROCESS, World
+from dmcp.settings import Corrupt
 
 
 class ArrayLoader:
     """Batches of a data set that lies on the device, augmented there, a whole batch in a few operations."""
 
     def __init__(
-        self,
-        dataset: ArraySet,
-        batch_size: int,
-        train: bool,
-        seed: int,
-        device: torch.device | str,
-        world: World,
+        self, dataset: ArraySet, batch_size: int, train: bool, seed: int, device: torch.device, world: World
     ) -> None:
-        self.batch_size, self.train, self.seed, self.world = batch_size, train, seed, world
-        self.device = torch.device(device)
+        self.batch_size, self.train, self.seed, self.device, self.world = batch_size, train, seed, device, world
         self.augmentation = dataset.augmentation if train else Augmentation()
         self.shape = dataset.shape
-        self.images = _pad(dataset.images, self.augmentation).to(self.device)  # (N, H + 2 shift, W + 2 shift, C) uint8
+        # room to move, the mirrored border or black: (N, H + 2 shift, W + 2 shift, C) uint8
+        room = (self.augmentation.shift,) * 2
+        mode: Any = "reflect" if self.augmentation.reflect else "constant"
+        self.images = torch.from_numpy(np.pad(dataset.images.numpy(), ((0, 0), room, room, (0, 0)), mode)).to(device)
         self.labels = dataset.labels.to(self.device)
         self.mean = torch.tensor(dataset.mean, device=self.device)[:, None, None]
         self.std = torch.tensor(dataset.std, device=self.device)[:, None, None]
@@ -44,7 +41,6 @@ class ArrayLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Draw the order of the images and how each one is augmented: a function of (seed, epoch)."""
-        self.epoch = epoch
         count, moves = len(self.labels), 2 * self.augmentation.shift + 1
         draw = generator(self.seed, epoch)  # on the CPU, so that a GPU sees the same images
         order = torch.randperm(count, generator=draw) if self.train else torch.arange(count)
@@ -89,27 +85,13 @@ def make_loader(
     corrupt: str = "stop",  # files that cannot be decoded: "stop", or "skip", which replaces them
 ) -> ArrayLoader | FolderLoader:
     """The loader for a data set; `train` shuffles, augments, and drops an incomplete last batch."""
-    check_size(batch_size, len(dataset), train, world)
+    if batch_size < 1 or (train and not world.size <= batch_size <= len(dataset)):
+        raise DataError(f"A batch of {batch_size} does not fit: give 1 to {len(dataset)}, and one image for each rank.")
     if isinstance(dataset, ArraySet):
-        return ArrayLoader(dataset, batch_size, train, seed, device, world)
-    if corrupt not in ("stop", "skip"):
-        raise DataError(f"corrupt must be stop or skip, not {corrupt!r}.")
-    keys = _Keys(len(dataset), batch_size, train, seed, world)
-    return FolderLoader(dataset, keys, device, workers, corrupt == "skip")
-
-
-def _pad(images: Tensor, augmentation: Augmentation) -> Tensor:
-    """Room to move: black, or the mirrored border. (N, H, W, C) -> (N, H + 2 shift, W + 2 shift, C)"""
-    shift = augmentation.shift
-    if not augmentation.reflect:
-        return nn.functional.pad(images, (0, 0, shift, shift, shift, shift))
-    for dim in (1, 2):
-        last = images.shape[dim] - 1
-        if shift > last:
-            raise DataError(f"Images of {last + 1} pixels are too small to be moved by {shift}.")
-        places = torch.arange(-shift, last + shift + 1).abs()
-        images = images.index_select(dim, torch.where(places > last, 2 * last - places, places))
-    return images
+        return ArrayLoader(dataset, batch_size, train, seed, torch.device(device), world)
+    files = _Files(dataset, train, seed, skip=Corrupt(corrupt) is Corrupt.SKIP)
+    workers = usual_workers() if workers is None else workers
+    return FolderLoader(files, batch_size, torch.device(device), world, workers)
 
 
 _TRIES = 100  # unreadable images in a row that are skipped: more are not bad luck
@@ -118,26 +100,19 @@ _TRIES = 100  # unreadable images in a row that are skipped: more are not bad lu
 class FolderLoader:
     """Batches of image files.
 
-    An image that cannot be decoded stops the pass, or, with `skip`, the next one in the order of the epoch takes its
-    place, and its path is in `skipped`. A file that the system cannot read always stops.
+    A file that cannot be read stops the pass, or, with corrupt="skip", the next one in the order of the epoch takes its
+    place, and its path is in `skipped`.
     """
 
-    def __init__(
-        self,
-        dataset: FolderSet,
-        keys: _Keys,
-        device: torch.device | str,
-        workers: int | None,
-        skip: bool,
-    ) -> None:
-        self.dataset, self.keys, self.batch_size = dataset, keys, keys.batch_size
-        self.device = torch.device(device)
+    def __init__(self, files: _Files, batch_size: int, device: torch.device, world: World, workers: int) -> None:
+        self.dataset, self.train, self.batch_size = files.dataset, files.train, batch_size
+        self.device, self.world = device, world
         self.skipped: set[str] = set()
-        self.passes = 0  # begun so far
-        workers = usual_workers() if workers is None else workers
+        self.epoch, self.passes = 0, 0  # the next one, and those begun so far
+        self.keys: list[tuple[int, int, int]] = []  # of the batches of a pass: workers live on and learn the epoch so
         self.files: DataLoader[_Batch] = DataLoader(
-            _Files(dataset, keys.train, keys.seed, skip),
-            sampler=keys,
+            files,
+            sampler=self.keys,
             batch_size=None,  # a key stands for a whole batch
             num_workers=workers,
             persistent_workers=workers > 0,
@@ -147,10 +122,11 @@ class FolderLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """The order and the augmentation of the next pass are a function of (seed, epoch)."""
-        self.keys.epoch = epoch
+        self.epoch = epoch
 
     def __len__(self) -> int:
-        return len(self.keys)
+        count = len(self.dataset)
+        return count // self.batch_size if self.train else -(-count // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return self.starting_at(0)
@@ -158,43 +134,28 @@ class FolderLoader:
     def starting_at(self, skip: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of this epoch from number `skip` on; the files of those before are not read."""
         self.passes += 1
-        own = self.passes
-        batches: Iterator[_Batch] | None = None
+        own, batches = self.passes, self._start(skip)
         for number in range(skip, len(self)):
             if own != self.passes:  # the workers serve the last one only
                 raise DataError("Another pass over this loader began before this one ended: make a second loader.")
-            batches, batch = self._read(batches, number)
-            self.skipped.update(batch.unreadable)
-            if batch.failure:
-                raise DataError(batch.failure)
-            moved = batch.images.to(self.device, non_blocking=True)
-            yield moved, batch.labels.to(self.device, non_blocking=True)
-
-    def _read(self, batches: Iterator[_Batch] | None, number: int) -> tuple[Iterator[_Batch], _Batch]:
-        """A batch, and where the next one comes from.
-
-        SIGTERM may be sent to all processes, as by Slurm, and Ctrl-C is: workers that end so are replaced once, and the
-        step that waits for this batch is finished and saved first.
-        """
-        for again in (False, True):
             try:
-                batches = self._start(number) if batches is None else batches
-                return batches, next(batches)
+                images, labels, unreadable, failure = next(batches)
             except RuntimeError as error:
                 if not str(error).startswith("DataLoader worker (pid"):
                     raise
-                codes = {worker.exitcode for worker in getattr(batches, "_workers", ())} - {None}
-                if again or not codes or codes - {0, -signal.SIGTERM, -signal.SIGINT}:  # torch makes Ctrl-C a quiet end
-                    workers = self.files.num_workers
-                    raise DataError(
-                        f"One of {workers} workers has died, most likely for lack of memory or shared memory "
-                        f"(/dev/shm): try workers={workers // 2} or a smaller batch."
-                    ) from error
-            batches = self.files._iterator = None
-        raise AssertionError("a second try returns or raises")
+                # Slurm sends SIGTERM to all processes, and a terminal Ctrl-C: the step is finished and saved first
+                self.files._iterator = None
+                batches = self._start(number)
+                images, labels, unreadable, failure = next(batches)
+            self.skipped.update(unreadable)
+            if failure:
+                raise DataError(failure)
+            yield images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
 
     def _start(self, skip: int) -> Iterator[_Batch]:
-        self.keys.skip = skip
+        """The batches from number `skip` on, as workers read them."""
+        shares = [share_of(it, self.batch_size, len(self.dataset), self.world) for it in range(skip, len(self))]
+        self.keys[:] = [(self.epoch, share.start, share.stop) for share in shares]
         batches = iter(self.files)
         # torch reports a dead worker from a signal handler too, that is anywhere in the program, such as in the midst
         # of writing a file; without this it does so only where its batch is waited for, after some seconds
@@ -204,33 +165,9 @@ class FolderLoader:
         return batches
 
 
-class _Batch(NamedTuple):
-    """What a worker hands over; not as an exception, since torch would make a page of its one sentence."""
-
-    images: Tensor  # (B, 3, height, width)
-    labels: Tensor  # (B,)
-    unreadable: list[str]  # paths of the images that were replaced
-    failure: str  # why there is no batch
-
-
-class _Keys(Sampler[tuple[int, int, int]]):
-    """Batches as (epoch, first, end) in the order of the epoch: workers live on and learn the epoch with each batch."""
-
-    def __init__(self, count: int, batch_size: int, train: bool, seed: int, world: World) -> None:
-        self.count, self.batch_size, self.train, self.seed, self.world = count, batch_size, train, seed, world
-        self.epoch = 0
-        self.skip = 0  # batches left out at the start
-
-    def __len__(self) -> int:
-        return self.count // self.batch_size if self.train else -(-self.count // self.batch_size)
-
-    def __iter__(self) -> Iterator[tuple[int, int, int]]:
-        return iter([self.key(number) for number in range(self.skip, len(self))])
-
-    def key(self, number: int) -> tuple[int, int, int]:
-        """What this rank reads of one batch of this epoch."""
-        share = share_of(number, self.batch_size, self.count, self.world)
-        return self.epoch, share.start, share.stop
+# images (B, 3, height, width), labels (B,), paths of images that were replaced, and why there is no batch: not as an
+# exception, since torch would make a page of its one sentence
+_Batch = tuple[Tensor, Tensor, list[str], str]
 
 
 class _Files(Dataset[_Batch]):
@@ -246,7 +183,9 @@ class _Files(Dataset[_Batch]):
     def __getitem__(self, key: tuple[int, int, int]) -> _Batch:
         epoch, start, stop = key
         if epoch != self.epoch:
-            self.epoch, self.order = epoch, _draw_order(len(self.dataset), self.train, self.seed, epoch)
+            count, draw = len(self.dataset), generator(self.seed, epoch)
+            order = torch.randperm(count, generator=draw) if self.train else torch.arange(count)
+            self.epoch, self.order = epoch, order
         unreadable: list[str] = []
         failure = ""
         # a rank may have no share of the last batch
@@ -256,7 +195,7 @@ class _Files(Dataset[_Batch]):
                 images, labels = default_collate(samples)
         except DataError as error:
             failure = str(error)
-        return _Batch(images, labels, unreadable, failure)
+        return images, labels, unreadable, failure
 
     def _sample(self, place: int, unreadable: list[str]) -> tuple[Tensor, int]:
         """The image at a place in the order of the epoch, or, if wanted, the next one there that can be read."""
@@ -265,8 +204,8 @@ class _Files(Dataset[_Batch]):
             index = int(self.order[(place + step) % len(self.order)])
             path = self.dataset.paths[index]
             try:
-                image = decode(path, self.dataset.root)
-            except CorruptError:
+                image = decode(path)
+            except DataError:
                 if not self.skip:
                     raise
                 unreadable.append(path)
@@ -275,12 +214,4 @@ class _Files(Dataset[_Batch]):
                 # seeded for the place, since the image that replaces another has a place of its own too
                 torch.manual_seed(mix(self.seed, self.epoch, int(self.order[place])))
                 return self.transform(image), self.labels[index]
-        raise DataError(
-            f"{tries} images in a row cannot be read, the last is {path}: repair or remove them."
-            f"{finds_all(self.dataset.root)}"
-        )
-
-
-def _draw_order(count: int, train: bool, seed: int, epoch: int) -> Tensor:
-    """Which file comes when."""
-    return torch.randperm(count, generator=generator(seed, epoch)) if train else torch.arange(count)
+        raise DataError(f"{tries} images in a row cannot be read, the last is {path}: repair or remove them.")

@@ -45,10 +45,8 @@ class Repeated:
         try:
             self.graphs[key] = self._capture(leaves, spec)
         except Exception as error:  # whatever it is: the step still works without a graph
-            self.refused = (str(error).splitlines() or [type(error).__name__])[0]
-        else:
-            return self.graphs[key].replay(leaves)
-        return self.step(*inputs)  # here, where the error no longer keeps the tensors of the capture alive
+            self.refused = f"{type(error).__name__}: {error}".splitlines()[0]
+        return self(*inputs)  # here, where an error no longer keeps the tensors of the capture alive
 
     def _run_aside(self, inputs: Sequence[Any]) -> Any:
         stream, main = _side_stream(torch.cuda.current_device()), torch.cuda.current_stream()
@@ -135,14 +133,7 @@ def _host_random() -> tuple[Any, ...]:
 
 def _key(leaves: Sequence[Any], spec: Any) -> Hashable | None:
     """What must be equal for a graph to be replayed; None where a leaf cannot be compared or is not on the GPU."""
-    parts: list[Hashable] = [str(spec)]
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            if not leaf.is_cuda:
-                return None
-            parts.append((leaf.shape, leaf.dtype, leaf.stride(), leaf.requires_grad))
-        elif isinstance(leaf, Hashable):
-            parts.append(leaf)
-        else:
-            return None
-    return tuple(parts)
+    if not all(leaf.is_cuda if isinstance(leaf, Tensor) else isinstance(leaf, Hashable) for leaf in leaves):
+        return None
+    facts = [(it.shape, it.dtype, it.stride(), it.requires_grad) if isinstance(it, Tensor) else it for it in leaves]
+    return str(spec), *facts

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,10 +45,7 @@ def join(device: str = "") -> World:
             backend = _choose_backend(device, int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
             dist.init_process_group(backend)
         except (KeyError, RuntimeError, ValueError) as error:
-            raise RankError(
-                f"This process could not meet the others ({_reason(error)}): start several processes with torchrun or "
-                "accelerate launch."
-            ) from error
+            raise RankError(f"The ranks did not meet ({_reason(error)}): start them with torchrun.") from error
         _joined = True
     return current()
 
@@ -70,13 +66,6 @@ def leave() -> None:
     _joined = False
 
 
-def part(count: int, world: World) -> slice:
-    """The samples of this rank: contiguous shares, whose sizes differ by one at most."""
-    size, more = divmod(count, world.size)
-    start = world.rank * size + min(world.rank, more)
-    return slice(start, start + size + (world.rank < more))
-
-
 @torch.no_grad()
 def mean_gradients(parameters: Iterable[Tensor], samples: int, world: World) -> None:
     """Turn gradients, which are means over the samples of this rank, into means over those of all ranks."""
@@ -89,7 +78,7 @@ def mean_gradients(parameters: Iterable[Tensor], samples: int, world: World) -> 
         # the mean of no samples is not a number, and must not count
         flat = flat.mul_(samples) if samples else flat.zero_()
         _run(dist.all_reduce, flat, world)
-        _write_back(grads, flat[:-1].div_(flat[-1]))
+        torch._foreach_copy_(grads, _unflatten_dense_tensors(flat[:-1].div_(flat[-1]), grads))  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()
@@ -122,7 +111,7 @@ def share_tensors(tensors: Sequence[Tensor], world: World) -> None:
         flat = torch.cat([tensor.reshape(-1) for tensor in same])
         # bytes, since backends do not know every dtype
         _run(lambda tensor: dist.broadcast(tensor, src=0), flat.view(torch.uint8), world)
-        _write_back(same, flat)
+        torch._foreach_copy_(same, _unflatten_dense_tensors(flat, same))  # type: ignore[no-untyped-call]
 
 
 def gather(value: Any, world: World) -> list[Any]:
@@ -142,10 +131,8 @@ def _losing_others(world: World) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise RankError(
-            f"Rank {world.rank} of {world.size} lost the others while it waited for them ({_reason(error)}): start the "
-            "run again, it goes on from its last checkpoint."
-        ) from error
+        who = f"Rank {world.rank} of {world.size} lost the others"
+        raise RankError(f"{who} ({_reason(error)}): resume the run, it goes on from its last checkpoint.") from error
 
 
 def _run(operation: Callable[[Tensor], object], tensor: Tensor, world: World) -> None:
@@ -159,17 +146,11 @@ def _run(operation: Callable[[Tensor], object], tensor: Tensor, world: World) ->
 
 
 def _alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The tensors by device and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
             groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return list(groups.values())
-
-
-def _write_back(tensors: list[Tensor], flat: Tensor) -> None:
-    """Copy a flat buffer into the tensors."""
-    torch._foreach_copy_(tensors, list(_unflatten_dense_tensors(flat, tensors)))  # type: ignore[no-untyped-call]
 
 
 def _choose_backend(device: str, local: int) -> str:
@@ -178,14 +159,11 @@ def _choose_backend(device: str, local: int) -> str:
     if not (device.startswith("cuda") if device else torch.cuda.is_available() and not cpu):
         return "gloo"
     if local >= (gpus := torch.cuda.device_count()):
-        raise RankError(
-            f"There are {gpus} GPUs here, but local rank {local}: start one process per GPU, or on the cpu."
-        )
+        raise RankError(f"There are {gpus} GPUs, but local rank {local}: start one process per GPU, or on the cpu.")
     torch.cuda.set_device(local)
     return "cpu:gloo,cuda:nccl"
 
 
 def _reason(error: Exception) -> str:
-    """The first sentence of the backend's error, without the place in its source."""
-    first = str(error).strip().split("\n")[0].split(". ")[0]
-    return re.sub(r"^\[\S*\] *", "", first)[:200].rstrip(" .") or type(error).__name__
+    """The first line of the backend's error."""
+    return str(error).strip().split("\n")[0][:200] or type(error).__name__

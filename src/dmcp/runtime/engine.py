@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
-import inspect
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,13 +24,8 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _NARROW, _KERNELS = 64, ((1, 1), (3, 3))  # channels and sizes of convolutions that our kernels take
 _DEPTHWISE = ((3, 3), (5, 5))  # sizes of depthwise ones that they take, of any number of channels
 _NEEDED = "they need bfloat16, a GPU that computes in it, channels_last, and no compiling"
-_OPTIONAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _WORTH_KERNELS = 1_000  # steps from which it pays to load our kernels, and to compile them on a new machine
 _WORTH_COMPILING = {True: 2_000, False: 20_000}  # steps from which compiling a large or a small network pays
-
-
-class KernelWarning(UserWarning):
-    """Own kernels were asked for and are not used."""
 
 
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:
@@ -48,41 +40,26 @@ def resolve(
     steps: int = 0,
     large: bool = False,
     plain: bool = True,
-    narrow: bool = False,
-    depthwise: bool = False,
+    suited: bool = False,
 ) -> ResolvedEngine:
     """Make every choice that the engine leaves open, for a run of so many steps of a small or large network.
 
-    plain: no loss or optimizer of the user's own, and one process. narrow, depthwise: see the functions `is_*` below.
+    plain: no loss or optimizer of the user's own, and one process. suited: see `suits_kernels`.
     """
     gpu, precision = device.type == "cuda", _precision(engine, device)
     last = gpu if engine.channels_last is None else engine.channels_last
     graphs = gpu and (plain if engine.graphs is None else engine.graphs)
-    meant = graphs and (narrow or depthwise) and steps >= _WORTH_KERNELS
     fit = _computes_in_half(device) and last and precision is Precision.BFLOAT16 and not engine.compile
-    kernels = fit and (meant if engine.kernels is None else engine.kernels)
-    if kernels and (refused := kernels_refused(device)):
+    meant = fit and graphs and suited and steps >= _WORTH_KERNELS
+    kernels = gpu and (meant if engine.kernels is None else engine.kernels)
+    if kernels and (refused := kernels_refused(device) if fit else _NEEDED):
         if engine.kernels:
             raise TrainingError(f"Own kernels cannot run on {device} ({refused}): leave kernels out.")
         kernels = False
-    alone = kernels and (bool(engine.kernels) or depthwise) and not kernels_refused(device, True)
-    kernels &= bool(engine.kernels) or narrow or alone  # the others do little for a network of depthwise layers
-    if engine.kernels and gpu and not alone:
-        what, why = ("kernels for depthwise layers", kernels_refused(device, True)) if fit else ("kernels", _NEEDED)
-        _warn_once(f"Own {what} are not used on {device} ({why}): torch's are.")
     compiled = gpu and not kernels and steps >= _WORTH_COMPILING[large] if engine.compile is None else engine.compile
-    return ResolvedEngine(
-        device=device,
-        precision=precision,
-        channels_last=last,
-        compile=compiled,
-        graphs=graphs,
-        kernels=kernels,
-        depthwise=alone,
-        tf32=engine.tf32,
-        deterministic=engine.deterministic,
-        sync_batchnorm=engine.sync_batchnorm and gpu and current().size > 1,
-    )
+    chosen = {"precision": precision, "channels_last": last, "graphs": graphs, "kernels": kernels, "compile": compiled}
+    chosen["sync_batchnorm"] = engine.sync_batchnorm and gpu and current().size > 1
+    return ResolvedEngine(**vars(engine) | chosen, device=device)
 
 
 def pads(engine: Engine, device: torch.device) -> bool:
@@ -96,19 +73,12 @@ def _precision(engine: Engine, device: torch.device) -> Precision:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResolvedEngine:
+class ResolvedEngine(Engine):
     """An engine for one device, with nothing left to choose."""
 
     device: torch.device
     precision: Precision
-    channels_last: bool
     compile: bool
-    graphs: bool
-    tf32: bool
-    deterministic: bool
-    sync_batchnorm: bool = False
-    kernels: bool = False
-    depthwise: bool = False  # whether these kernels are used for depthwise layers, too
 
     def autocast(self) -> torch.autocast:
         """While entered, forward passes compute in the chosen precision."""
@@ -135,21 +105,15 @@ class ResolvedEngine:
             if self.device.type == "cuda":
                 _cuda_switches(undo, self.tf32, benchmark=not self.deterministic)
             if self.kernels:
-                undo.enter_context(_kernels().OwnKernels(self.depthwise))
+                from dmcp.runtime.kernels import OwnKernels  # late: there may be no Triton
+
+                undo.enter_context(OwnKernels())
             for model in models:
                 if self.sync_batchnorm:
                     _sync_batchnorm(model, undo)
                 if self.channels_last:
                     _use_channels_last(model, undo)
-            try:
-                yield
-            except RuntimeError as error:
-                if "device-side assert" in str(error):  # it ends all work of a GPU, which cannot say what it was
-                    error.add_note(
-                        "Most often a label is none of the network's outputs: with the network on the CPU the same "
-                        "call names it. This process cannot use the GPU any more."
-                    )
-                raise
+            yield
 
 
 def _computes_in_half(device: torch.device) -> bool:
@@ -166,43 +130,28 @@ def _sync_batchnorm(model: nn.Module, undo: contextlib.ExitStack) -> None:
             undo.callback(vars(module).pop, "process_group")
 
 
-def is_narrow(model: nn.Module) -> bool:
-    """Whether most convolutions of a model have few channels, so that it gets our kernels by default."""
-    convs = [it for it in model.modules() if isinstance(it, nn.Conv2d)]
-    fit = [it for it in convs if it.groups == 1 and max(it.weight.shape[:2]) <= _NARROW and it.kernel_size in _KERNELS]
-    return 2 * len(fit) > len(convs)
+def suits_kernels(model: nn.Module) -> bool:
+    """Whether a model gets our kernels by default.
 
-
-def is_depthwise(model: nn.Module) -> bool:
-    """Whether a model gets our kernels for depthwise layers by default.
-
-    At least every sixth convolution is depthwise, of a size that the kernels take, and the first one keeps the size of
-    the images: a MobileNet or EfficientNet for small images. Those for large ones are compiled instead.
+    Most convolutions have few channels; or at least every sixth one is depthwise, of a size that the kernels take, and
+    the first one keeps the size of the images: a MobileNet for small images. Those for large ones are compiled instead.
     """
     convs = [it for it in model.modules() if isinstance(it, nn.Conv2d)]
+    few = [it for it in convs if it.groups == 1 and max(it.weight.shape[:2]) <= _NARROW and it.kernel_size in _KERNELS]
     alone = [it for it in convs if 1 < it.groups == it.in_channels == it.out_channels and it.kernel_size in _DEPTHWISE]
-    return bool(convs) and convs[0].stride == (1, 1) and 6 * len(alone) >= len(convs)
-
-
-def _kernels() -> Any:
-    """The kernels; an ImportError where there is no Triton."""
-    return importlib.import_module("dmcp.runtime.kernels")
+    return 2 * len(few) > len(convs) or (bool(alone) and convs[0].stride == (1, 1) and 6 * len(alone) >= len(convs))
 
 
 @functools.cache
-def kernels_refused(device: torch.device, depthwise: bool = False) -> str:
-    """Why our kernels, or those for depthwise layers, cannot run on a GPU; "" if they can. Tried once."""
+def kernels_refused(device: torch.device) -> str:
+    """Why our kernels cannot run on a GPU; "" if they can. Tried once."""
     try:
-        _kernels().try_out(device, depthwise)
+        from dmcp.runtime.kernels import try_out
+
+        try_out(device)
     except Exception as error:  # no Triton, no C compiler, a GPU that it does not know
         return str(error).splitlines()[0] if str(error) else type(error).__name__
     return ""
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    if current().first:
-        warnings.warn(text, KernelWarning, stacklevel=4)
 
 
 def best_device() -> torch.device:
@@ -228,24 +177,16 @@ def sgd(groups: Any, lr: float, momentum: float, nesterov: bool, device: torch.d
 
 
 def make_optimizer(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """What the function makes of the groups; TrainingError if it cannot train them."""
-    wanted = {id(parameter) for group in groups for parameter in group["params"]}
-    made = make(groups) if callable(make) else None
-    if not isinstance(made, torch.optim.Optimizer):
+    """What the function makes of the groups; TrainingError if that is no optimizer of their parameters."""
+    made: Any = make(groups) if callable(make) else None
+    theirs = made.param_groups if isinstance(made, torch.optim.Optimizer) else []
+    wanted, found = ({id(it) for group in each for it in group["params"]} for each in (groups, theirs))
+    if wanted != found:
         raise TrainingError(
-            "optimizer must be a function that makes a torch.optim.Optimizer of parameter groups, like "
-            f"optimizer=torch.optim.AdamW, not {make!r}."
+            "optimizer must be a function that makes a torch.optim.Optimizer of the parameter groups that it is given, "
+            "like optimizer=torch.optim.AdamW."
         )
-    _, *inputs = inspect.signature(type(made).step).parameters.values()
-    problems = {
-        "has other parameters than it was given": wanted
-        != {id(it) for group in made.param_groups for it in group["params"]},
-        "has groups without an lr, which the schedule sets": not all("lr" in group for group in made.param_groups),
-        "needs a closure in its step": any(it.default is it.empty and it.kind not in _OPTIONAL for it in inputs),
-    }
-    for problem in filter(problems.get, problems):
-        raise TrainingError(f"The {type(made).__name__} {problem}: take another optimizer.")
-    return made
+    return made  # type: ignore[no-any-return]
 
 
 def check_graphs(engine: Engine | None, make: MakeOptimizer | None) -> None:
@@ -260,11 +201,9 @@ def rate_shares(optimizer: torch.optim.Optimizer) -> list[float]:
     The optimizer's default stands for the schedule's. If no group has it, the highest rate does, so that no group is
     faster than the settings say.
     """
-    rates, usual = [group["lr"] for group in optimizer.param_groups], optimizer.defaults.get("lr")
-    if not all(isinstance(rate, int | float | Tensor) for rate in rates):
-        return [1.0] * len(rates)
-    base = float(usual if isinstance(usual, int | float | Tensor) and usual in rates and usual else max(rates))
-    return [float(rate) / base if base else 1.0 for rate in rates]
+    rates, usual = [float(group["lr"]) for group in optimizer.param_groups], optimizer.defaults.get("lr")
+    base = float(usual) if usual and usual in rates else max(rates)
+    return [rate / base if base else 1.0 for rate in rates]
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float, shares: Sequence[float] = ()) -> None:

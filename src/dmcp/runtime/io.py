@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, JSON and safetensors that are read with care, the lock of a folder."""
+"""Files that are written whole or not at all, JSON and safetensors of others, the lock of a folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import contextlib
 import functools
 import json
 import os
-import platform
 import stat
 import sys
 import types
@@ -27,8 +26,6 @@ from dmcp.errors import FileError
 
 LOCK = "lock"
 MOST_JSON = 2**24  # bytes of a JSON file: many times those of the largest network
-_MAX_DEPTH = 64  # levels of a JSON file
-_MAX_QUOTE = 200  # characters
 _T = TypeVar("_T")
 
 
@@ -36,27 +33,18 @@ class Lock:
     """Holds a folder for this process during a `with` block; the lock of a killed process is free at once."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / LOCK
-        self._lock = FileLock(self.path)
+        self._path, self._lock = folder / LOCK, FileLock(folder / LOCK, timeout=0)
 
-    def __enter__(self) -> Lock:
+    def __enter__(self) -> None:
         try:
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            holder = "another process"
-            with contextlib.suppress(FileError):
-                holder = quote(read_bytes(self.path, 1000).decode(errors="replace")) or holder
-            raise FileError(f"{self.path.parent} is in use by {holder}: wait for it or stop it.") from None
+            self._lock.acquire()
         except OSError as error:
-            raise FileError(f"{self.path}: cannot be locked ({error.strerror}): give a folder for writing.") from error
-        with contextlib.suppress(OSError):  # Windows writes no locked file
-            self.path.write_text(f"process {os.getpid()} on {platform.node()}")
-        return self
+            why = "is in use by another process" if isinstance(error, Timeout) else f"cannot be locked ({error})"
+            raise FileError(f"{self._path.parent} {why}: wait for it, or give another folder.") from error
 
     def __exit__(self, *_: object) -> None:
-        if self._lock.is_locked:  # not in a forked child
-            self.path.unlink(missing_ok=True)
-            self._lock.release()
+        self._path.unlink(missing_ok=True)
+        self._lock.release()
 
 
 def is_locked(folder: Path) -> bool:
@@ -85,15 +73,11 @@ def alive(pid: int) -> bool:
 def read_bytes(path: Path, most: int) -> bytes:
     """All bytes of a plain file of at most so many; no link out of its folder is followed."""
     refuse_link(path)
-    careful = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # nor wait for a pipe
     try:
-        with open(os.path.realpath(path), "rb", opener=lambda name, flags: os.open(name, flags | careful)) as file:
-            facts = os.fstat(file.fileno())
-            if not stat.S_ISREG(facts.st_mode):
-                raise OSError("not a plain file")
-            if facts.st_size > most:
-                raise OSError(f"{facts.st_size:,} bytes are too many, {most:,} are read at most")
-            return file.read(facts.st_size)
+        facts = path.stat()
+        if not stat.S_ISREG(facts.st_mode) or facts.st_size > most:
+            raise OSError(f"it is no plain file of at most {most:,} bytes")
+        return path.read_bytes()
     except OSError as error:
         raise FileError(f"{path}: cannot be read: {error.strerror or error}.") from error
 
@@ -105,18 +89,11 @@ def refuse_link(path: Path) -> None:
 
 
 def parse_json(data: bytes | str, name: object) -> Any:
-    """The data of a JSON file that is not nested too deeply."""
+    """The data of a JSON file."""
     try:
-        parsed = json.loads(data)
+        return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise FileError(f"{name}: truncated or not JSON: {quote(error)}.") from None
-    level = [parsed]
-    for _ in range(_MAX_DEPTH):
-        tables = [it.values() if isinstance(it, dict) else it for it in level if isinstance(it, dict | list)]
-        level = [item for table in tables for item in table]
-    if level:
-        raise FileError(f"{name}: nested too deeply to be a file of ours.")
-    return parsed
 
 
 def parse_tensors(data: bytes, name: object) -> dict[str, Tensor]:
@@ -129,7 +106,7 @@ def parse_tensors(data: bytes, name: object) -> dict[str, Tensor]:
 
 def quote(text: object) -> str:
     """What somebody else wrote, for an error: short, and on one line."""
-    return str(text)[:_MAX_QUOTE].encode("unicode_escape").decode()
+    return str(text)[:200].encode("unicode_escape").decode()
 
 
 def plain(text: str) -> str:

@@ -26,11 +26,7 @@ _MOST_ELEMENTS = 2**30  # of a tensor: offsets are 32-bit
 
 
 class OwnKernels(TorchFunctionMode):
-    """While entered, convolutions (depthwise ones if so said) and BatchNorms that fit run in these kernels."""
-
-    def __init__(self, depthwise: bool = True) -> None:
-        super().__init__()
-        self._depthwise = depthwise
+    """While entered, convolutions and BatchNorms that fit run in these kernels."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by torch for each of its functions."""
@@ -39,7 +35,7 @@ class OwnKernels(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is torch.conv2d:
             conv = _conv_arguments(*args, **kwargs)
-            if conv is not None and (self._depthwise or not _is_depthwise(*conv[:2])):
+            if conv is not None:
                 return conv2d(*conv)
         elif func is F.batch_norm or func is torch.batch_norm:
             norm = (_norm_arguments if func is F.batch_norm else _raw_norm_arguments)(*args, **kwargs)
@@ -158,23 +154,19 @@ def _raw_norm_arguments(input, weight, bias, running_mean, running_var, training
 # whether they work here
 
 
-def try_out(device: torch.device, depthwise: bool = False) -> None:
-    """Compare the largest kernels, or those for depthwise layers, with torch's; RuntimeError where they differ."""
-    plain = ((8, 64, 1), (8, 64, 2), (8, 3, 1), (200, 0, 1))  # channels out and in, stride; none in: only a BatchNorm
+def try_out(device: torch.device) -> None:
+    """Compare the largest kernels with torch's; RuntimeError where they differ."""
     with torch.inference_mode(False), torch.enable_grad():
-        for c_out, c_in, stride in ((32, 1, 1), (32, 1, 2)) if depthwise else plain:
+        for c_out, c_in, stride in ((8, 64, 1), (8, 64, 2), (8, 3, 1), (200, 1, 1), (200, 1, 2)):  # 1 in: depthwise
             c = c_in if c_in > 1 else c_out
             wave = torch.linspace(-20, 20, 50 * c, device=device).sin()
             line = torch.linspace(1, -1, 9 * c_out * c_in, device=device)
-            given = [wave.reshape(2, c, 5, 5).bfloat16().requires_grad_()]
-            given += [line.reshape(c_out, c_in, 3, 3).bfloat16().float().requires_grad_()] if c_in else []
-            ours, torchs = given[0], given[0]
-            if c_in:
-                ours = conv2d(given[0], given[1], None, stride)
-                torchs = F.conv2d(given[0], given[1].bfloat16(), None, stride, 1, 1, c // c_in)
-            ours = batch_norm(ours, None, None, None, None, 0.1, 1e-5)
-            torchs = F.batch_norm(torchs.float(), None, None, training=True)
-            for found, wanted in zip(*(_with_gradients(it, given) for it in (ours, torchs)), strict=True):
+            x = wave.reshape(2, c, 5, 5).bfloat16().requires_grad_()
+            w = line.reshape(c_out, c_in, 3, 3).bfloat16().float().requires_grad_()
+            ours = batch_norm(conv2d(x, w, None, stride), None, None, None, None, 0.1, 1e-5)
+            torchs = F.conv2d(x, w.bfloat16(), None, stride, 1, 1, c // c_in).float()
+            torchs = F.batch_norm(torchs, None, None, training=True)
+            for found, wanted in zip(*(_with_gradients(it, [x, w]) for it in (ours, torchs)), strict=True):
                 if not torch.allclose(found, wanted, rtol=0.05, atol=0.05 * float(wanted.abs().max())):
                     raise RuntimeError("own kernels do not compute here what torch's do")
 

@@ -256,16 +256,8 @@ class _BatchNorm(torch.autograd.Function):
         return dx, None, dw, db, None, None
 
 
-def batch_norm(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    momentum: float,
-    eps: float,
-) -> Tensor:
+def batch_norm(x, running_mean, running_var, weight, bias, momentum, eps) -> Tensor:
     """BatchNorm of bfloat16 images by their own statistics; updates the running ones in place."""
-    running = None if running_mean is None or running_var is None else (running_mean, running_var)
+    running = None if running_mean is None else (running_mean, running_var)
     out: Tensor = _BatchNorm.apply(x, running, weight, bias, momentum, eps)
     return out
