@@ -19,8 +19,7 @@ from dmcp.compare.methods import Own, Start, check_installed, choose_all, find_m
 from dmcp.compare.problem import Choice, Problem
 from dmcp.cutting import cut, verify, with_frozen
 from dmcp.errors import BudgetError, DmcpError, TrainingError, WidthsError
-from dmcp.latency.measure import Measure, attach_latency, choose_once, measure_latency
-from dmcp.latency.table import Latency, Outcome
+from dmcp.latency import Latency, Measure, Outcome, attach_latency, choose_once, measure_latency
 from dmcp.losses import MetricWarning, warn, warn_of_distillation
 from dmcp.markov import group_sizes, process_of
 from dmcp.modules import check_function, check_kinds, unwrap

@@ -23,7 +23,7 @@ from torch import Tensor
 from dmcp.budget import LATENCY, Budget, costs, show_limit
 from dmcp.checkpoint import Checkpointer, load_checkpoint
 from dmcp.errors import FileError, WidthsError
-from dmcp.latency.table import LATENCY_FILE, Latency, Outcome
+from dmcp.latency import LATENCY_FILE, Latency, Outcome
 from dmcp.markov import INDEPENDENT, process_of
 from dmcp.pruning import PruneResult, expected_shares
 from dmcp.report.figures import accuracy_over_cost, draw_all

@@ -27,8 +27,7 @@ from dmcp.cli.session import describe_cost, describe_costs, log, log_replaced, p
 from dmcp.cutting import cut
 from dmcp.data.datasets import FolderSet, finds_all
 from dmcp.errors import BudgetError, DmcpError, StoppedError, WidthsError
-from dmcp.latency.measure import attach_latency, choose_once
-from dmcp.latency.table import LATENCY_FILE, Latency
+from dmcp.latency import LATENCY_FILE, Latency, attach_latency, choose_once
 from dmcp.report.figures import draw_all
 from dmcp.results import DMCP, ORIGINAL, UNIFORM, compare, markdown, milliseconds, mostly_odd, not_faster, results_table
 from dmcp.retraining import Retraining, is_model, origin, train_all, trained_before, weigh_teacher, who_teaches

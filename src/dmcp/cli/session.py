@@ -27,7 +27,7 @@ from dmcp.cli.job import Job, Replaced, check_names, open_job, place_of
 from dmcp.data.check import no_images
 from dmcp.data.datasets import FolderSet, finds_all, preprocessing
 from dmcp.errors import DataError, FileError, StoppedError, TrainingError
-from dmcp.latency.table import LATENCY_FILE, Latency
+from dmcp.latency import LATENCY_FILE, Latency
 from dmcp.preflight import check_classifier, check_finite, check_input
 from dmcp.report.trackers import Tracker, open_tracker, read_kinds
 from dmcp.retraining import DivergenceWarning

@@ -30,7 +30,7 @@ from dmcp.data.datasets import load as load_data
 from dmcp.data.datasets import split, swapped
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError
-from dmcp.latency.measure import measure_latency
+from dmcp.latency import measure_latency
 from dmcp.report import figures
 from dmcp.report.html import draw_runs, make_page, percent
 from dmcp.results import compare, not_faster, results_table, score
