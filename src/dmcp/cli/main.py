@@ -366,7 +366,7 @@ def export(
     run: RunFolder,
     out: Annotated[Path | None, typer.Option(help=".onnx or .pt2 file; default: model.onnx in the run.")] = None,
     tolerance: Annotated[
-        float, typer.Option(help="Largest difference of an output, as a share of the largest.")
+        float, typer.Option(min=0.0, max=1.0, help="Largest difference of an output, as a share of the largest.")
     ] = 1e-4,
     int8: Annotated[bool, typer.Option("--int8", help="8 bits; default: model.int8.onnx in the run.")] = False,
     quiet: Quiet = False,

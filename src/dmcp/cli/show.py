@@ -302,7 +302,7 @@ def evaluate(run: Path, changes: Mapping[str, Any], as_json: bool) -> None:
 def export(run: Path, out: Path, tolerance: float, int8: bool, quiet: bool, as_json: bool) -> None:
     """dmcp export; 8 bits by way of a file with 32, which is tested and timed beside it."""
     config, fresh, graph, shape = _open_run(run, WIDTHS)
-    exporting.check_target(out, tolerance)
+    exporting.check_target(out)
     if int8 and out.suffix != exporting.Format.ONNX:
         raise FileError(f"{out}: only {exporting.Format.ONNX} files can have 8 bits.")
     if int8:
@@ -315,7 +315,7 @@ def export(run: Path, out: Path, tolerance: float, int8: bool, quiet: bool, as_j
     shown = progress.showing(False if quiet or as_json else None, lines=True)
     with tempfile.TemporaryDirectory() as folder, shown, progress.phase("export", 2 + int8) as done:
         exact, full = Path(folder) / "float32.onnx" if int8 else out, Path(folder) / f"unpruned{out.suffix}"
-        made: Any = exporting.export(small, example, exact, preprocessing=how, tolerance=tolerance)
+        made = exporting.export(small, example, exact, preprocessing=how, tolerance=tolerance)
         done(1)
         with contextlib.suppress(DmcpError):
             exporting.export(fresh, example, full, preprocessing=how)
@@ -333,20 +333,19 @@ def export(run: Path, out: Path, tolerance: float, int8: bool, quiet: bool, as_j
     if "unpruned_" in ms and not int8 and (text := not_faster(ms[""], ms["unpruned_"], graph, widths)):
         log(text)
     if as_json:
-        facts = {"file": str(out)} | {name: fact for name, fact in asdict(made).items() if name != "path"}
+        facts = {"file": str(out), "runtime": made.runtime, "difference": made.difference}
         facts |= {"unpruned_size_bytes": None, "unpruned_ms": None, "preprocessing": how}
         for what, values in (("size_bytes", sizes), ("ms", ms), ("accuracy", accuracy)):
             facts |= {f"{name}{what}": value for name, value in values.items()}
         print_json(result_facts(run, graph, widths) | facts)
         return
-    where = f"for random batches of {' and '.join(map(str, made.batches))}" if not int8 else "(root mean square)"
-    by_rule = f"8 bits, ranges of {made.samples} training images" if int8 else f"at most {tolerance:.0e} allowed"
-    print(f"{out}\nin {made.runtime}: outputs differ by {made.difference:.1e} of the largest one {where}, {by_rule}")
+    by_rule = "of the outputs (root mean square)" if int8 else f"of the largest one, at most {tolerance:.0e} allowed"
+    print(f"{out}\nin {made.runtime}: outputs differ by {made.difference:.1e} {by_rule}")
     print(f"in it, as {exporting.NOTE}: {', '.join(how)}\n" if how else "no preprocessing is in the file\n")
     heads = {"": "int8" if int8 else "exported", "float32_": "float32", "unpruned_": "unpruned"}
     rows = [["", *(heads[name] for name in files)], ["bytes", *(f"{size:,}" for size in sizes.values())]]
     if not int8:
-        counts = {"params": (made.params, graph.params()), "MACs": (graph.macs(widths), graph.macs())}
+        counts = {"params": (graph.params(widths), graph.params()), "MACs": (graph.macs(widths), graph.macs())}
         rows += [[name, *(f"{count:,}" for count in pair[: len(files)])] for name, pair in counts.items()]
     rows.append(["ms", *(f"{it:.3f}" for it in ms.values())])
     if int8:
