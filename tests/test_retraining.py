@@ -175,7 +175,7 @@ def test_the_table_says_where_the_weights_come_from() -> None:
     for options, begun, who in cases:
         line = f"dmcp: trained {begun}"
         line += f", 70% of its loss from {who} (temperature 4), the rest from the labels" if who else ""
-        assert line in prune(train=recipe if who else TRAIN, **options).table.splitlines()
+        assert f"- {line}" in prune(train=recipe if who else TRAIN, **options).table.splitlines()
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from dmcp.markov import INDEPENDENT, process_of
 from dmcp.pruning import PruneResult, expected_shares
 from dmcp.report.figures import accuracy_over_cost, draw_all
 from dmcp.report.figures import save as save_figure
-from dmcp.results import Row, divergence, markdown, pruned, standard_error
+from dmcp.results import Row, divergence, pruned, results_table, standard_error
 from dmcp.runtime import io
 from dmcp.runtime.io import from_plain, parse_json, plain, quote, read_bytes, refuse_link, write_files
 from dmcp.searching.config import SearchRecord, SearchResult
@@ -191,8 +191,8 @@ class Run:
         links = [f"- [{name}]({quote_url(name)}/{REPORT}): its network, widths and figures" for name in result.front]
         links += ["", *(f"![{path.stem}]({path.name})" for path in self.folder.glob("front.svg")), ""]
         head = [f"# {type(result.model).__name__}, budgets {asked}", "", *(f"- **{it}**" for it in (*warnings, *notes))]
-        table = markdown(result.rows, result.graph, result.origin)
-        self.write(REPORT, "\n".join([*head, "", *table, "", *links]))
+        table = results_table(result.rows, result.graph, result.origin)
+        self.write(REPORT, "\n".join([*head, "", table, "", *links]))
         self.close()
         return warnings
 
@@ -247,7 +247,7 @@ def report(result: PruneResult, figures: Iterable[str], warnings: Iterable[str] 
         listed = " and ".join(f"{share:.1%}" for share in expected_shares(result.search))
         lines.append(f"- expected cost at the end of the search, before sampling: {listed} of the budget")
     lines += [f"- **{warning}**" for warning in warnings]
-    lines += ["", *markdown(result.rows, result.graph, result.origin), ""]
+    lines += ["", results_table(result.rows, result.graph, result.origin), ""]
     lines += ["| space | channels | kept |", "|---|---:|---:|"]
     lines += [f"| {space.name} | {space.size} | {result.widths[space.name]} |" for space in result.graph.spaces]
     lines += ["", *(f"![{Path(name).stem}]({name})\n" for name in figures)]

@@ -29,7 +29,7 @@ from dmcp.data.datasets import FolderSet, finds_all
 from dmcp.errors import BudgetError, DmcpError, StoppedError, WidthsError
 from dmcp.latency import LATENCY_FILE, Latency, attach_latency, choose_once
 from dmcp.report.figures import draw_all
-from dmcp.results import DMCP, ORIGINAL, UNIFORM, compare, markdown, milliseconds, mostly_odd, not_faster, results_table
+from dmcp.results import DMCP, ORIGINAL, UNIFORM, compare, milliseconds, mostly_odd, not_faster, results_table
 from dmcp.retraining import Retraining, is_model, origin, train_all, trained_before, weigh_teacher, who_teaches
 from dmcp.runs import OUTCOME, REPORT, Run, read_json
 from dmcp.sampling import expected, filled, uniform
@@ -174,7 +174,7 @@ def train(config: RunConfig, request: Request) -> None:
         who = who_teaches(how.teacher, job.model, worth)
         kd = (config.train.kd_weight, config.train.kd_temperature)
         text = origin(config.retrain, who, *kd, name, "the given weights") if who else ""
-        here.run.write(REPORT, "\n".join([f"# {config.model}", "", *markdown(rows, graph, text), *listed, ""]))
+        here.run.write(REPORT, "\n".join([f"# {config.model}", "", results_table(rows, graph, text), *listed, ""]))
         here.run.close()
     log_replaced(replaced)
     for warning in warnings:
