@@ -28,7 +28,7 @@ from dmcp.data.check import no_images
 from dmcp.data.datasets import FolderSet, finds_all, preprocessing
 from dmcp.errors import DataError, FileError, StoppedError, TrainingError
 from dmcp.latency import LATENCY_FILE, Latency
-from dmcp.preflight import check_classifier, check_finite, check_input
+from dmcp.preflight import check_classifier, check_forward
 from dmcp.report.trackers import Tracker, open_tracker, read_kinds
 from dmcp.retraining import DivergenceWarning
 from dmcp.runs import INPUT, REPLACED, SETTINGS, Run, free_folder, read_json, refuse_taken, slug
@@ -198,10 +198,9 @@ def check_job(job: Job, config: RunConfig, files: bool = True) -> None:
     """Refuse a network that is no classifier of these images or not finite, and, by `files`, broken test images."""
     noise = torch.randn(2, *job.data.shape, generator=generator(0)).to(device_of(job.model))
     check_classifier(job.model, noise, job.data.classes)
-    check_finite(job.model, noise)
-    check_input(job.model, noise)
+    check_forward(job.model, noise)
     if job.teacher is not None:
-        check_finite(job.teacher, noise, "teacher")
+        check_forward(job.teacher, noise, "teacher")
     test = job.data.test
     if not files or not isinstance(test, FolderSet):
         return

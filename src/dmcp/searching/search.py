@@ -26,7 +26,7 @@ from dmcp.errors import TrainingError, WidthsError
 from dmcp.losses import classification_loss, warn_of_distillation
 from dmcp.markov import CERTAIN, group_sizes, merged, process_of
 from dmcp.modules import check_kind
-from dmcp.preflight import check_input
+from dmcp.preflight import check_forward
 from dmcp.progress import phase, shown
 from dmcp.runtime.distributed import World, current, share_tensors, sum_values
 from dmcp.runtime.engine import ResolvedEngine, check_graphs, is_depthwise, is_narrow
@@ -317,7 +317,7 @@ def _start(net: Supernet, chains: Chains, budget: Budget, config: SearchConfig) 
 def _check_first(net: Supernet, batches: list[Any]) -> None:
     """Refuse a forward that writes into its input; random numbers and statistics stay as they are."""
     state = random_state(device_of(net))
-    check_input(net.model, input_of(batches[0]))
+    check_forward(net.model, input_of(batches[0]))
     set_random_state(state, device_of(net))
 
 
