@@ -250,8 +250,7 @@ def _phases(
     """Search, trainings and tests with the work of their steps; sizes: shares of the MACs that networks have."""
     if config is not None:
         per_epoch, work = -(-length_of(loaders.search) // config.accumulate), 0.75 * (2 + config.subnets) + 0.5
-        warmup = per_epoch * config.warmup_epochs
-        yield progress.Row(SEARCH, per_epoch * config.epochs, config.accumulate * work, warmup)
+        yield progress.Row(SEARCH, per_epoch * config.epochs, config.accumulate * work)
     steps = how.config.epochs * length_of(loaders.train or loaders.search)
     more = 1.0 if how.kind is Retrain.SLIMMABLE else 1 / 3 if how.teacher is not None else 0.0
     for name, share in sizes.items() if how.kind is not Retrain.NONE else ():
