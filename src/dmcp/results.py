@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -30,8 +30,6 @@ TEACHER = "teacher"  # a given one, of the same architecture
 _BASELINES = (ORIGINAL, CUT, TEACHER, UNPRUNED, UNIFORM)
 ROUNDS = 3  # of a few passes that are timed
 _MIN_STEPS = 10  # of a training of which a tenth says something
-_SLOW = 0.9  # of the unpruned network's time, from where on nothing was gained
-_WANTED = 8  # what runtimes compute channels in
 _RISE = 0.1  # what the loss of one batch may differ by without a meaning
 
 
@@ -97,15 +95,20 @@ def score(row: Row, unit: str = "%") -> str:
 
 
 def against(row: Row, other: Row) -> str:
-    """How much better or worse a network is than another one: in points, or in the metric's own unit."""
+    """How much better or worse a network is than another one: in points, with the standard error as if they had been
+    tested independently, or in the metric's own unit.
+    """
     if math.isnan(row.accuracy) or math.isnan(other.accuracy):
         return f"not comparable with {other.name}"
     difference = 0.0 if row.accuracy == other.accuracy else row.accuracy - other.accuracy  # also of two infinite ones
     if row.lower_is_better:  # with a sign an error that grew would look like a gain
         word = "better" if difference < 0 else "worse"
         return f"{abs(difference):.4g} {word} than {other.name}" if difference else f"as good as {other.name}"
-    gap = f"{difference:+.4g}" if row.own_metric else f"{100 * difference:+.2f} points"
-    return f"{gap} against {other.name}"
+    if row.own_metric:
+        return f"{difference:+.4g} against {other.name}"
+    errors = [error for it in (row, other) if (error := error_of(it)) is not None]
+    sure = f" \N{PLUS-MINUS SIGN} {100 * math.hypot(*errors):.2f}" if len(errors) == 2 else ""
+    return f"{100 * difference:+.2f}{sure} points against {other.name}"
 
 
 def score_name(rows: Sequence[Row]) -> str:
@@ -136,7 +139,7 @@ def notes(rows: Sequence[Row], graph: ChannelGraph, origin: str = "") -> list[st
     if rows[0].samples:
         found.append(f"{rows[0].samples:,} test samples")
         if not rows[0].own_metric:
-            points = 100 * max(standard_error(row.accuracy, row.samples) for row in results)
+            points = 100 * max(error_of(row) or 0.0 for row in results)
             found[-1] += f": its accuracy is known to \N{PLUS-MINUS SIGN} {points:.1f} points (standard error)"
     if rows[0].batch:
         found.append(f"ms: one pass over a batch of {rows[0].batch} on this machine")
@@ -163,18 +166,9 @@ def standard_error(share: float, count: int) -> float:
     return math.sqrt(share * (1 - share) / count)
 
 
-def not_faster(ms: float, unpruned_ms: float, graph: ChannelGraph, widths: Mapping[str, int]) -> str:
-    """A sentence about a pruned network that gains no time and has widths that may be why; empty otherwise."""
-    if ms < _SLOW * unpruned_ms or not mostly_odd(graph, widths):
-        return ""
-    wanted = f"most widths are no multiples of {_WANTED}, which many runtimes need"
-    return f"Not faster here: {wanted}; dmcp prune --align {_WANTED} gives such."
-
-
-def mostly_odd(graph: ChannelGraph, widths: Mapping[str, int]) -> bool:
-    """Whether more than half of the spaces that were narrowed have a width that runtimes do not like."""
-    narrowed = [widths[it.name] * it.unit for it in graph.spaces if widths[it.name] < it.size]
-    return sum(width % _WANTED > 0 for width in narrowed) > len(narrowed) / 2
+def error_of(row: Row) -> float | None:
+    """Standard error of an accuracy; None if the samples were not counted, or the metric is the user's own."""
+    return None if row.own_metric or not row.samples else standard_error(row.accuracy, row.samples)
 
 
 def divergence(name: str, losses: Sequence[float]) -> str:

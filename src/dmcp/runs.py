@@ -28,7 +28,7 @@ from dmcp.markov import INDEPENDENT, process_of
 from dmcp.pruning import PruneResult, expected_shares
 from dmcp.report.figures import accuracy_over_cost, draw_all
 from dmcp.report.figures import save as save_figure
-from dmcp.results import Row, divergence, pruned, results_table, standard_error
+from dmcp.results import Row, divergence, error_of, pruned, results_table
 from dmcp.runtime import io
 from dmcp.runtime.io import from_plain, parse_json, plain, quote, read_bytes, refuse_link, write_files
 from dmcp.searching.config import SearchRecord, SearchResult
@@ -182,9 +182,9 @@ class Run:
             if own.search:
                 save_search(own.search, run.folder)
             warnings += [f"{name}: {text}" for text in run.finish(own, seed, notes)]
-        errors = [standard_error(row.accuracy, row.samples) if row.samples else 0.0 for row in result.rows]
-        named = zip(result.rows, errors, strict=True)
-        points = [(*_split(row.name, result.front), row.macs, row.accuracy, error) for row, error in named]
+        points = [
+            (*_split(row.name, result.front), row.macs, row.accuracy, error_of(row) or 0.0) for row in result.rows
+        ]
         if not result.rows[0].own_metric:  # the axis has shares
             save_figure(accuracy_over_cost(points), self.folder / "front.svg")
         asked = ", ".join(own.budget.text for own in result.front.values())

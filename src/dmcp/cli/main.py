@@ -406,7 +406,6 @@ def runs(
 def report(
     run: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs, or folders that hold some.")],
     out: Annotated[Path, typer.Option(help="File of the page.")] = Path("report.html"),
-    svg: Annotated[Path | None, typer.Option(help="Folder for the charts, each as a file of its own.")] = None,
     debug: Debug = False,
 ) -> None:
     """Make one HTML page about some runs, which needs no network and no other file; the files' names are printed.
@@ -414,9 +413,9 @@ def report(
     \b
     Examples:
       dmcp report runs/resnet18-photos-prune
-      dmcp report runs --out all.html --svg charts
+      dmcp report runs --out all.html
     """
-    _late("show").report(run, out, svg)
+    _late("show").report(run, out)
 
 
 @app.command(cls=_Grouped)

@@ -29,7 +29,7 @@ from dmcp.data.datasets import FolderSet, finds_all
 from dmcp.errors import BudgetError, DmcpError, StoppedError, WidthsError
 from dmcp.latency import LATENCY_FILE, Latency, attach_latency, choose_once
 from dmcp.report.figures import draw_all
-from dmcp.results import DMCP, ORIGINAL, UNIFORM, compare, milliseconds, mostly_odd, not_faster, results_table
+from dmcp.results import DMCP, ORIGINAL, UNIFORM, compare, results_table
 from dmcp.retraining import Retraining, is_model, origin, train_all, trained_before, weigh_teacher, who_teaches
 from dmcp.runs import OUTCOME, REPORT, Run, read_json
 from dmcp.sampling import expected, filled, uniform
@@ -82,8 +82,6 @@ def prune(config: RunConfig, request: Request) -> None:
     for text in warnings:
         log(text)
     results = result.front or {"": result}
-    for own in results.values():
-        _log_slow(job, own)
     if request.as_json:
         plain = {name: _facts(here.run.folder / name, own, replaced) for name, own in results.items()}
         networks = {"networks": [asdict(row) for row in result.rows]}
@@ -230,19 +228,6 @@ def _check_widths(config: RunConfig, job: Job) -> Job:
     """Refuse widths of another network before anything is written."""
     _read_widths(config, job)
     return job
-
-
-def _log_slow(job: Job, result: pruning.PruneResult) -> None:
-    """Say that nothing was gained in time, where odd widths may be the reason."""
-    if not mostly_odd(result.graph, result.widths):
-        return
-    times = {row.name: row.ms for row in result.rows}
-    now, before = result.rows[-1].ms, times.get(UNPRUNED, times.get(ORIGINAL))
-    if before is None:  # it is not in the table
-        example = torch.zeros(result.rows[0].batch, *job.data.shape, device=device_of(job.model))
-        now, before = milliseconds([result.model, job.model], example)
-    if text := not_faster(now, before, result.graph, result.widths):
-        log(text)
 
 
 # the budget

@@ -31,9 +31,9 @@ from dmcp.data.datasets import split, swapped
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError
 from dmcp.latency import measure_latency
-from dmcp.report import figures
-from dmcp.report.html import draw_runs, make_page, percent
-from dmcp.results import compare, not_faster, results_table, score
+from dmcp.report.figures import amount
+from dmcp.report.html import make_page, percent
+from dmcp.results import compare, results_table, score
 from dmcp.runs import INPUT, REPORT, SEARCH, Run, list_runs, load_search, read_json, read_runs
 from dmcp.runtime.io import plain
 from dmcp.searching.config import SearchResult, extremes
@@ -78,7 +78,7 @@ def inspect(config: RunConfig, as_json: bool) -> None:
         alike.setdefault((kept.size, kept.reason), []).append(kept.name)
     macs, params = graph.macs(), graph.params()
     print(f"{config.model}, one sample of {by(sample)}")
-    print(f"{figures.amount('macs', macs)} MACs ({macs:,}), {figures.amount('params', params)} params ({params:,})")
+    print(f"{amount('macs', macs)} MACs ({macs:,}), {amount('params', params)} params ({params:,})")
     print(f"{show_bytes(graph.memory())} of activations at once, when {graph.memory_at() or 'the model'} runs")
     print(f"{len(graph.spaces)} spaces; {graph.prunable_share:.1%} of the MACs are in layers that read or write one")
     print("\nSpaces: channels that are kept or dropped together, and the MACs in layers on them")
@@ -218,14 +218,10 @@ def runs(folder: Path, as_json: bool) -> None:
         print(f"{folder}: no runs.")
 
 
-def report(runs: Sequence[Path], out: Path, svg: Path | None) -> None:
+def report(runs: Sequence[Path], out: Path) -> None:
     """dmcp report."""
-    found = read_runs(runs)
-    Run(out.parent).write(out.name, make_page(found))
+    Run(out.parent).write(out.name, make_page(read_runs(runs)))
     print(out)
-    if svg:
-        for name, figure in draw_runs(found).items():
-            print(figures.save(figure, svg / f"{name}.svg"))
 
 
 def _check_done(run: Path, name: str, config: RunConfig) -> None:
@@ -330,8 +326,6 @@ def export(run: Path, out: Path, tolerance: float, int8: bool, quiet: bool, as_j
         ms = dict(zip(files, exporting.milliseconds([*files.values()], example), strict=True))
         sizes = {name: path.stat().st_size for name, path in files.items()}
         accuracy = {name: _accuracy(small, files[name], test) for name in ("", "float32_")} if int8 else {}
-    if "unpruned_" in ms and not int8 and (text := not_faster(ms[""], ms["unpruned_"], graph, widths)):
-        log(text)
     if as_json:
         facts = {"file": str(out), "runtime": made.runtime, "difference": made.difference}
         facts |= {"unpruned_size_bytes": None, "unpruned_ms": None, "preprocessing": how}

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from dmcp.batches import generator
 from dmcp.budget import LATENCY, MEMORY, ratios, show_cost, spent_shares
@@ -33,7 +31,6 @@ KINDS = {"macs": "MACs", "params": "parameters", MEMORY: "memory", LATENCY: "tim
 INK = "#24292f"  # of text and axes; a page has its own
 # differ for colour-blind readers (Okabe and Ito), and can be seen on white and on black
 COLORS = BLUE, RED, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#B86B98", "#808080"
-_ROUNDS = 100  # of so many samples, to find as many inside the budget
 _ROWS = 40  # spaces below each other before the next column starts
 _PANELS = 60  # spaces whose distribution is drawn
 _NAME = 34  # characters of a space's name; the end of a longer one says more than its start
@@ -101,7 +98,6 @@ def draw_all(result: SearchResult, widths: Widths, folder: str | os.PathLike[str
     figures = {
         "cost": cost_over_time(result.log, names, result.tolerance, last),
         "widths": widths_per_space(rows, f"Width of each space: {before} MACs before, {after} after"),
-        "macs": cost_distribution(result, seed),
         "distribution": width_distribution(result, seed),
     }
     return [save(figure, Path(folder) / f"{name}.svg") for name, figure in figures.items()]
@@ -115,7 +111,7 @@ def cost_over_time(
     moved = [(record.step, record.ratios) for record in log if record.ratios is not None]
     end = log[-1].step + 1 if log else 0
     points = [*moved, *([(end, last)] if last else [])]
-    axes = _panel(7.0, 3.6)
+    figure, (axes,) = _panels(7.0, 3.6)
     if tolerance:
         axes.axhspan(tolerance, 1, color=GREEN, alpha=0.25, lw=0, label=f"allowed, {tolerance:.0%} to 100%")
     if moved and moved[0][0]:
@@ -126,18 +122,20 @@ def cost_over_time(
     low, high = axes.get_ylim()
     axes.set(xlim=(0, max(end, 1)), ylim=(min(low, 0.9), max(high, 1.05)))
     _in_percent(axes.yaxis)
-    return _with_legend(axes)
+    _add_legend(figure)
+    return figure
 
 
 @_styled
 def losses(curves: Mapping[str, Mapping[int, float]], title: str) -> Figure:
     """The loss of each network over the steps."""
-    axes = _panel(7.0, 3.6)
+    figure, (axes,) = _panels(7.0, 3.6)
     for number, (name, values) in enumerate(curves.items()):
         _curve(axes, list(values), list(values.values()), name, number)
     axes.set(title=title, xlabel="step", ylabel="loss")
     axes.locator_params(axis="x", integer=True)
-    return _with_legend(axes)
+    _add_legend(figure)
+    return figure
 
 
 def _curve(axes: Axes, steps: Sequence[float], values: Sequence[float], name: str, number: int) -> None:
@@ -151,8 +149,9 @@ def widths_per_space(rows: Sequence[tuple[str, int, int, float | None]], title: 
     """Channels of each space: (name, before, kept, expected by the chain)."""
     columns = -(-len(rows) // _ROWS)
     count = -(-len(rows) // columns)
-    figure = _blank(max(5.5 * columns, 6.5), 1.5 + 0.24 * count)
-    for column, axes in enumerate(figure.subplots(1, columns, squeeze=False)[0]):
+    figure, panels = _panels(max(5.5 * columns, 6.5), 1.5 + 0.24 * count, columns=columns, count=columns)
+    for column, axes in enumerate(panels):
+        axes.grid(visible=False)
         part = rows[column * count : (column + 1) * count]
         places = range(len(part))
         axes.barh(places, [1.0] * len(part), color=GREY, alpha=0.4, height=0.75, label="before")
@@ -165,73 +164,38 @@ def widths_per_space(rows: Sequence[tuple[str, int, int, float | None]], title: 
         axes.set(xlim=(0, 1), ylim=(count - 0.5, -0.5), xlabel="share of the channels that is kept")
         _in_percent(axes.xaxis)
     figure.suptitle(title)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    return figure
-
-
-@_styled
-def cost_distribution(result: SearchResult, seed: int = 0) -> Figure:
-    """Costs of 3,000 samples of the chains, with their mean and the target (the paper's figure 6)."""
-    targets = {limit.kind: limit.target for limit in result.budget.limits}
-    kinds = ["macs", *(kind for kind in targets if kind != "macs")]
-    widths = result.process.sample(result.alphas, result.sizes, SAMPLES, generator(seed)).cpu()
-    figure = _blank(7.0, 3.6 * len(kinds))
-    for kind, axes in zip(kinds, figure.subplots(len(kinds), 1, squeeze=False)[:, 0], strict=True):
-        counted, full = result.graph.cost(kind, widths), result.graph.cost(kind)
-        mean = counted.double().mean().item()
-        axes.hist(counted.tolist(), bins=50, color=BLUE, alpha=0.8)
-        if kind in targets:
-            axes.axvline(targets[kind], color=INK, lw=1.5, label=f"budget {amount(kind, targets[kind])}")
-        axes.axvline(mean, color=RED, ls="--", lw=1.5, label=f"mean {amount(kind, mean)}")
-        which = f"all of {SAMPLES:,} samples (seed {seed}), inside the budget or not"
-        axes.set_title(f"{which}\nthe unpruned network has {amount(kind, full)} {KINDS[kind]}", fontsize=10)
-        axes.set(xlabel=f"{KINDS[kind]} of a sampled network", ylabel="sampled networks")
-        axes.xaxis.set_major_formatter(lambda value, _, kind=kind: amount(kind, value))
-        axes.locator_params(axis="x", nbins=7)
-        axes.grid(axis="y")
-        _with_legend(axes)
+    _add_legend(figure)
     return figure
 
 
 @_styled
 def width_distribution(result: SearchResult, seed: int = 0) -> Figure:
     """How often each width of each space is sampled, inside the budget (the paper's figure 7)."""
-    spaces = result.graph.spaces
-    samples, inside = _sample_inside(result, seed)
-    shown = sorted({round(place) for place in torch.linspace(0, len(spaces) - 1, min(len(spaces), _PANELS)).tolist()})
-    columns = min(4, len(shown))
-    rows = -(-len(shown) // columns)
-    figure = _blank(max(2.6 * columns, 6.5), 0.9 + 1.5 * rows)
-    for axes, number in zip(_panels(figure, rows, columns, len(shown)), shown, strict=True):
+    spaces = result.graph.spaces[:_PANELS]
+    widths = result.process.sample(result.alphas, result.sizes, 10 * SAMPLES, generator(seed)).cpu()
+    inside = widths[spent_shares(result.budget, result.graph, widths).amax(dim=1) <= 1]
+    samples = (inside if len(inside) else widths)[:SAMPLES]
+    columns = min(4, len(spaces))
+    rows = -(-len(spaces) // columns)
+    figure, panels = _panels(max(2.6 * columns, 6.5), 0.9 + 1.5 * rows, rows, columns, len(spaces))
+    for number, (axes, space) in enumerate(zip(panels, spaces, strict=True)):
         found, counts = np.unique(samples[:, number].numpy(), return_counts=True)
-        gap = int(np.diff(found).min(initial=spaces[number].size))
+        gap = int(np.diff(found).min(initial=space.size))
         axes.bar(found, counts / len(samples), width=0.8 * gap, color=BLUE)
         axes.axvline(samples[:, number].double().mean().item(), color=RED, ls="--", lw=1.2)
-        axes.set_title(_short(spaces[number].name), fontsize=8)
-        axes.set_xlim(0, spaces[number].size + gap)
+        axes.set_title(_short(space.name), fontsize=8)
+        axes.set_xlim(0, space.size + gap)
         axes.locator_params(axis="x", nbins=5, integer=True)
         axes.locator_params(axis="y", nbins=3)
         _in_percent(axes.yaxis, decimals=0)
         axes.tick_params(labelsize=7)
-        axes.grid(axis="y")
-    which = "inside the budget" if inside else "of which none is inside the budget"
-    some = "" if len(shown) == len(spaces) else f", {len(shown)} of {len(spaces)} spaces"
+    which = "inside the budget" if len(inside) else "of which none is inside the budget"
+    some = f", the first {_PANELS} spaces" if len(result.graph.spaces) > _PANELS else ""
     words = f"Width of each space in {len(samples):,} samples {which} (seed {seed}; dashed: mean){some}"
     figure.suptitle(words, fontsize=10)
     figure.supxlabel("channels kept", fontsize=9)
     figure.supylabel("share of the samples", fontsize=9)
     return figure
-
-
-def _sample_inside(result: SearchResult, seed: int) -> tuple[Tensor, bool]:
-    """Samples inside the budget, or, if none of many is, any. -> (n, S), whether they are inside"""
-    draw, found = generator(seed), result.sizes.new_zeros(0, len(result.sizes))
-    for _ in range(_ROUNDS):
-        widths = result.process.sample(result.alphas, result.sizes, SAMPLES, draw).cpu()
-        found = torch.cat([found, widths[spent_shares(result.budget, result.graph, widths).amax(dim=1) <= 1]])
-        if len(found) >= SAMPLES:
-            break
-    return (found[:SAMPLES], True) if len(found) else (widths, False)
 
 
 # accuracies
@@ -240,7 +204,7 @@ def _sample_inside(result: SearchResult, seed: int) -> tuple[Tensor, bool]:
 @_styled
 def accuracy_over_cost(points: Sequence[tuple[str, str, int, float, float]]) -> Figure:
     """Accuracy over MACs of tested networks: (kind, text beside it, MACs, accuracy, standard error)."""
-    axes = _panel(7.0, 4.0)
+    figure, (axes,) = _panels(7.0, 4.0)
     for number, kind in enumerate(dict.fromkeys(point[0] for point in points)):
         color, shape = COLORS[number % len(COLORS)], "osD^v"[number % 5]
         _, texts, macs, accuracies, errors = zip(*(point for point in points if point[0] == kind), strict=True)
@@ -255,7 +219,8 @@ def accuracy_over_cost(points: Sequence[tuple[str, str, int, float, float]]) -> 
     axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter(lambda value, _: amount("macs", value))
     _in_percent(axes.yaxis)
-    return _with_legend(axes)
+    _add_legend(figure)
+    return figure
 
 
 Spread = Sequence[float] | None  # accuracies of several seeds
@@ -266,10 +231,9 @@ def accuracy_by_method(panels: Mapping[str, Mapping[str, tuple[Spread, Spread]]]
     """A panel for each budget: means and deviations of methods, trained by one recipe and in their own way."""
     sizes, columns = [len(rows) for rows in panels.values()], min(2, len(panels))
     tall = [1 + 0.3 * max(sizes[start : start + columns]) for start in range(0, len(sizes), columns)]
-    figure = _blank(3.8 * columns + 1.2, 0.8 + sum(tall))
+    size = (3.8 * columns + 1.2, 0.8 + sum(tall))
+    figure, places = _panels(*size, len(tall), columns, len(panels), height_ratios=tall)
     figure.suptitle(title, fontsize=11)
-    known: dict[str, Any] = {}  # marks by their words
-    places = _panels(figure, len(tall), columns, len(panels), height_ratios=tall)
     for axes, (budget, rows) in zip(places, panels.items(), strict=True):
         best = {name: max(statistics.fmean(it) for it in pair if it) for name, pair in rows.items()}
         order = sorted(best, key=best.__getitem__)
@@ -280,45 +244,38 @@ def accuracy_by_method(panels: Mapping[str, Mapping[str, tuple[Spread, Spread]]]
                 spread = [statistics.stdev(it) if len(it) > 1 else 0.0 for _, it in found]
                 heights = [place + 0.12 - 0.24 * number for place, _ in found]
                 axes.errorbar(means, heights, xerr=spread, fmt=shape, color=color, ms=5, capsize=2, lw=1, label=label)
-        axes.grid()
+        axes.grid(axis="x")
         axes.set_yticks(range(len(order)), order, fontsize=8)
         axes.set(title=f"budget {budget}", xlabel="test accuracy", ylim=(-0.6, len(order) - 0.4))
         axes.locator_params(axis="x", nbins=5)
         _in_percent(axes.xaxis)
-        marks, words = axes.get_legend_handles_labels()
-        known |= dict(zip(words, marks, strict=True))
-    figure.legend([*known.values()], [*known], loc="outside lower center", ncols=2)
+    _add_legend(figure)
     return figure
 
 
 # pieces
 
 
-def _blank(width: float, height: float) -> Figure:
-    """An empty figure, in inches."""
+def _panels(
+    width: float, height: float, rows: int = 1, columns: int = 1, count: int = 1, **how: Any
+) -> tuple[Figure, list[Axes]]:
+    """A figure, in inches, and the first `count` panels of a grid; the others are removed."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def _panel(width: float, height: float) -> Axes:
-    axes = _blank(width, height).subplots()
-    axes.grid(axis="y")
-    return axes
-
-
-def _panels(figure: Figure, rows: int, columns: int, count: int, **how: Any) -> list[Axes]:
-    """The first `count` panels of a grid; the others are removed."""
+    figure = Figure(figsize=(width, height), layout="constrained")
     places = [*figure.subplots(rows, columns, squeeze=False, **how).flat]
     for axes in places[count:]:
         axes.remove()
-    return places[:count]
+    for axes in places[:count]:
+        axes.grid(axis="y")
+    return figure, places[:count]
 
 
-def _with_legend(axes: Axes) -> Figure:
-    """The figure, with a legend where no line can be under it."""
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3)
-    return axes.get_figure(root=True)  # type: ignore[return-value]
+def _add_legend(figure: Figure) -> None:
+    """One for all panels, where no line can be under it."""
+    pairs = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in figure.axes]
+    known = {label: mark for pair in pairs for mark, label in pair}
+    figure.legend([*known.values()], [*known], loc="outside lower center", ncols=3)
 
 
 def _in_percent(axis: Any, decimals: int | None = None) -> None:
