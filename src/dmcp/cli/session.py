@@ -29,7 +29,7 @@ from dmcp.data.datasets import FolderSet, finds_all, preprocessing
 from dmcp.errors import DataError, FileError, StoppedError, TrainingError
 from dmcp.latency import LATENCY_FILE, Latency
 from dmcp.preflight import check_classifier, check_forward
-from dmcp.report.trackers import Tracker, open_tracker, read_kinds
+from dmcp.report.trackers import Tracker, read_kinds
 from dmcp.retraining import DivergenceWarning
 from dmcp.runs import INPUT, REPLACED, SETTINGS, Run, free_folder, read_json, refuse_taken, slug
 from dmcp.runtime.distributed import World, gather, join, leave
@@ -144,7 +144,7 @@ def session(
                 if config.track:
                     limits = parse(config.search.budget, job.graph).limits if config.search else ()
                     kinds = [limit.kind for limit in limits]
-                    tracker = undo.enter_context(open_tracker(config.track, folder, config.to_json(), kinds))
+                    tracker = undo.enter_context(Tracker(config.track, folder, config.to_json(), kinds))
                 if whole and PARENT not in os.environ:
                     log_notes(job, config)
                 if not request.quiet:

@@ -20,26 +20,37 @@ from dmcp.training import Event, StepRecord
 
 IDS = "trackers.json"  # the ids of the run in W&B and MLflow, with which it is resumed there
 _PROJECT = "dmcp"  # unless WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME says otherwise
-Scalars = Mapping[str, float]
 
 
 class Service(NamedTuple):
-    """A service that was started; every stage counts its steps from 0."""
+    """A service that was started."""
 
-    log: Callable[[str, int, Scalars], None]  # stage, step, numbers by name
+    log: Callable[[Mapping[str, float], int], None]  # numbers by name, and the step
     close: Callable[[bool], None]  # sends what waits; whether the run failed
     run_id: str = ""
 
 
 class Tracker:
-    """Sends events to services; one that fails is dropped with a warning, and the run goes on.
+    """Sends events of the run in a folder to services, which also keep the settings; made on rank 0.
 
-    Steps that a resumed run does again are sent again: TensorBoard hides the earlier ones, W&B and MLflow show both.
+    A service that fails is dropped with a warning, and the run goes on. Every stage counts its steps from 0, and steps
+    that a resumed run does again are sent again.
     """
 
-    def __init__(self, limits: Sequence[str]) -> None:
+    def __init__(
+        self, kinds: Sequence[str], folder: Path, settings: Mapping[str, Any], limits: Sequence[str] = ()
+    ) -> None:
         self.limits = limits  # the kind of each limit of the budget
         self.services: dict[str, Service] = {}
+        ids = read_json(folder / IDS) if (folder / IDS).exists() else {}
+        for name in read_kinds(kinds):
+            try:
+                self.services[name] = _OPENERS[name](folder, settings, ids.get(name, ""))
+            except Exception as error:
+                self.__exit__(type(error))
+                raise DmcpError(f"--track: {name} does not start: set it up, or leave it out ({error}).") from error
+        if new := {name: service.run_id for name, service in self.services.items() if service.run_id}:
+            Run(folder).write(IDS, ids | new)
 
     def __enter__(self) -> Tracker:
         return self
@@ -50,10 +61,10 @@ class Tracker:
 
     def on_event(self, event: Event) -> None:
         """Send the numbers of a step, or of a row of the final table."""
-        values = scalars(event, self.limits)
         step = event.record.step if isinstance(event.record, SearchRecord | StepRecord) else 0
-        for name, service in list(self.services.items()) if values else ():
-            self._try(name, service.log, clean(event.stage), step, values)
+        if values := scalars(event, self.limits):
+            for name, service in list(self.services.items()):
+                self._try(name, service.log, values, step)
 
     def _try(self, name: str, send: Callable[..., None], *values: Any) -> None:
         try:
@@ -61,25 +72,6 @@ class Tracker:
         except Exception as error:  # each package has errors of its own
             del self.services[name]
             print(f"{name} fails, the run goes on without it: {error}", file=sys.stderr, flush=True)
-
-
-def open_tracker(
-    kinds: Sequence[str], folder: Path, settings: Mapping[str, Any], limits: Sequence[str] = ()
-) -> Tracker:
-    """Start these services, which keep the settings, for the run in a folder; called on rank 0.
-
-    limits: the kind of each limit of the budget, for the names of the expected costs.
-    """
-    tracker, ids = Tracker(limits), read_json(folder / IDS) if (folder / IDS).exists() else {}
-    for name in read_kinds(kinds):
-        try:
-            tracker.services[name] = _OPENERS[name](folder, settings, ids.get(name, ""))
-        except Exception as error:
-            tracker.__exit__(type(error))
-            raise DmcpError(f"--track: {name} does not start: set it up, or leave it out ({error}).") from error
-    if new := {name: service.run_id for name, service in tracker.services.items() if service.run_id}:
-        Run(folder).write(IDS, ids | new)
-    return tracker
 
 
 def read_kinds(texts: Sequence[str]) -> list[str]:
@@ -117,29 +109,18 @@ def clean(name: str) -> str:
 
 
 def _tensorboard(folder: Path, settings: Mapping[str, Any], earlier: str) -> Service:
-    """Files in FOLDER/tensorboard, with a folder for each stage: a writer hides all steps of its folder after its own
-    first one, in a common folder those of other stages too.
-    """
+    """Files in FOLDER/tensorboard."""
     from torch.utils.tensorboard import SummaryWriter
 
-    writers: dict[str, Any] = {}
-
-    def writer(stage: str, step: int) -> Any:
-        if stage not in writers:
-            writers[stage] = SummaryWriter(str(folder / "tensorboard" / stage), purge_step=step, flush_secs=10)
-        return writers[stage]
-
-    def log(stage: str, step: int, values: Scalars) -> None:
-        for name, value in values.items():
-            writer(stage, step).add_scalar(name, value, step)
-
-    def close(failed: bool) -> None:
-        for it in writers.values():
-            it.close()
-
+    writer: Any = SummaryWriter(str(folder / "tensorboard"), flush_secs=10)
     text = json.dumps(settings, indent=1, default=str)
-    writer("", 0).add_text("settings", "    " + text.replace("\n", "\n    "), 0)  # a code block in Markdown
-    return Service(log, close)
+    writer.add_text("settings", "    " + text.replace("\n", "\n    "), 0)  # a code block in Markdown
+
+    def log(values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
+    return Service(log, lambda failed: writer.close())
 
 
 def _wandb(folder: Path, settings: Mapping[str, Any], earlier: str) -> Service:
@@ -147,13 +128,10 @@ def _wandb(folder: Path, settings: Mapping[str, Any], earlier: str) -> Service:
     project = os.environ.get("WANDB_PROJECT") or _PROJECT
     place = {"dir": str(folder), "name": folder.name, "id": earlier or None, "resume": "allow"}
     run = importlib.import_module("wandb").init(project=project, config=dict(settings), **place)
-    stages = set[str]()
+    run.define_metric("*", step_metric="step")  # W&B's own step must never fall
 
-    def log(stage: str, step: int, values: Scalars) -> None:
-        if stage not in stages:
-            stages.add(stage)
-            run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
-        run.log({**values, f"{stage}/step": step})  # W&B's own step must never fall
+    def log(values: Mapping[str, float], step: int) -> None:
+        run.log({**values, "step": step})
 
     return Service(log, lambda failed: run.finish(exit_code=int(failed)), str(run.id))
 
@@ -166,8 +144,8 @@ def _mlflow(folder: Path, settings: Mapping[str, Any], earlier: str) -> Service:
     if run_id != earlier:  # parameters can be written once
         package.log_params(_flat(settings))
 
-    def log(stage: str, step: int, values: Scalars) -> None:
-        package.log_metrics(dict(values), step=step, synchronous=False)  # a step must not wait for a database
+    def log(values: Mapping[str, float], step: int) -> None:
+        package.log_metrics(values, step=step, synchronous=False)  # a step must not wait for a database
 
     def close(failed: bool) -> None:
         package.flush_async_logging()
