@@ -16,7 +16,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,6 +31,7 @@ from dmcp.modules import call_model, map_leaves, narrow, tensors_in, unwrap
 from dmcp.progress import phase
 from dmcp.runtime.io import quote, write_files
 
+ONNX, PT2 = ".onnx", ".pt2"
 NOTE = "input.json"  # the preprocessing: a key in the metadata of ONNX, an extra file in .pt2
 TOLERANCE = 1e-4  # what rounding explains, as a share of the largest output
 SAMPLES = 512  # that the ranges of int8 activations come from
@@ -42,13 +42,6 @@ _PASSES = 3  # of a turn that are timed
 _FAST = 10  # one pass in ten is a fast one
 _FINE = 1e-6  # seconds that a clock must tell apart
 _CPU = torch.device("cpu")
-
-
-class Format(StrEnum):
-    """Formats by the suffix of the file."""
-
-    ONNX = ".onnx"
-    EXPORTED = ".pt2"  # of torch.export
 
 
 @dataclass(frozen=True)
@@ -92,7 +85,7 @@ def export(
     net = narrow(unwrap(model), {}, {}).cpu().eval().requires_grad_(False)
     with blaming(f"{path}: not written"), tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as folder:
         new = Path(folder) / path.name
-        (write_onnx if path.suffix == Format.ONNX else write_pt2)(net, example, new, note)
+        (write_onnx if path.suffix == ONNX else write_pt2)(net, example, new, note)
         file = open_file(new)
         difference = largest_gap(net, file.run, [random_like(example, size) for size in _BATCHES])
         if not difference <= tolerance:
@@ -106,12 +99,12 @@ def export(
 
 def check_target(path: Path) -> None:
     """Refuse a file that cannot be written before anything is done."""
-    if path.is_dir() or path.suffix not in list(Format):
-        raise FileError(f"{path}: name a file whose suffix is {' or '.join(Format)}.")
+    if path.is_dir() or path.suffix not in (ONNX, PT2):
+        raise FileError(f"{path}: name a file whose suffix is {ONNX} or {PT2}.")
     if not path.parent.is_dir():
         raise FileError(f"{path}: there is no folder {path.parent}: make it, or name another file.")
-    if path.suffix == Format.ONNX and (missing := missing_packages()):
-        raise DmcpError(f"{missing}, or name a {Format.EXPORTED} file, which needs torch only.")
+    if path.suffix == ONNX and (missing := missing_packages()):
+        raise DmcpError(f"{missing}, or name a {PT2} file, which needs torch only.")
 
 
 def missing_packages() -> str:
@@ -213,7 +206,7 @@ def write_onnx(net: nn.Module, example: Any, path: Path, note: str | None) -> No
     """The network as an ONNX file, whose outputs are named as the network does."""
     program, dims = record(net, example)
     names = _output_names(call_model(net, random_like(example, _RECORDED)))
-    with blaming(f"This network cannot be written as ONNX (export to {Format.EXPORTED})", TraceError), silence():
+    with blaming(f"This network cannot be written as ONNX (export to {PT2})", TraceError), silence():
         made: Any = torch.onnx.export(program, dynamo=True, dynamic_shapes=dims, output_names=names, verbose=False)
     for part in (made.model.graph, *made.model.graph.all_nodes()):
         part.metadata_props.clear()  # torch's notes for its developers: a tenth of the file of a small network
@@ -238,7 +231,7 @@ def _output_names(outputs: Any) -> list[str]:
 
 def open_file(path: Path, threads: int = 0) -> OpenFile:
     """An .onnx file in onnxruntime on the CPU, 0 threads: its own choice; a .pt2 file in torch."""
-    if path.suffix == Format.ONNX:
+    if path.suffix == ONNX:
         runtime = importlib.import_module("onnxruntime")
         settings = runtime.SessionOptions()
         settings.log_severity_level = 3  # errors only
@@ -247,17 +240,12 @@ def open_file(path: Path, threads: int = 0) -> OpenFile:
         session = runtime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
         names = tuple(it.name for it in session.get_inputs())
         return OpenFile(
-            f"onnxruntime {onnxruntime_version()}",
+            f"onnxruntime {runtime.__version__}",
             lambda x: [*map(torch.from_numpy, session.run(None, by_name(names, x)))],
             names,
         )
     net = torch.export.load(path).module()
     return OpenFile(f"torch {torch.__version__}", lambda x: tensors_in(call_model(net, x)))
-
-
-def onnxruntime_version() -> str:
-    """Of the one that is installed."""
-    return str(importlib.import_module("onnxruntime").__version__)
 
 
 def by_name(names: Iterable[str], example: Any) -> dict[str, Any]:
@@ -300,12 +288,8 @@ def blaming(text: str, kind: type[DmcpError] = FileError) -> Iterator[None]:
     except (DmcpError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise kind(f"{text}: {reason(error)}") from error
-
-
-def reason(error: Exception) -> str:
-    """The beginning of another library's message, as a sentence."""
-    return f"{type(error).__name__}: {quote(' '.join(str(error).split())).rstrip('.:') or 'no message'}."
+        reason = quote(" ".join(str(error).split())).rstrip(".:") or "no message"
+        raise kind(f"{text}: {type(error).__name__}: {reason}.") from error
 
 
 # int8
@@ -321,8 +305,8 @@ def quantize(
     """
     source, path = Path(source), Path(path)
     check_target(path)
-    if {source.suffix, path.suffix} != {Format.ONNX} or path.resolve() == source.resolve():
-        raise FileError(f"{source}, {path}: only {Format.ONNX} files can have 8 bits, and the two must differ.")
+    if {source.suffix, path.suffix} != {ONNX} or path.resolve() == source.resolve():
+        raise FileError(f"{source}, {path}: only {ONNX} files can have 8 bits, and the two must differ.")
     with blaming(f"{source}: onnxruntime cannot open it"):
         before = open_file(source)
     batches = _first_inputs(loader, samples)

@@ -59,7 +59,10 @@ def preflight(
     sample = first_two(example)
     check_forward(model, sample)
     if task.loss is None:
-        check_labels(model, sample, size_of((example,)), labels_of(batch))
+        scores, labels = scores_of(_output(unwrap(model), sample, train=True)), labels_of(batch)
+        if scores is not None and scores.ndim >= 2:  # a GPU would not say why; what else is wrong, the loss says
+            check_fit(labels, (size_of((example,)), *scores.shape[1:]))
+            check_range(labels, scores.shape[1])
     if slimmable:
         check_teacher(model, model, sample, train=True)
     if teacher is not None:
@@ -79,7 +82,6 @@ def first_two(example: Any) -> Any:
     return tree_map_only(Tensor, lambda x: x[:2], example)
 
 
-@torch.no_grad()
 def check_forward(model: nn.Module, example: Any, who: str = "network") -> None:
     """Refuse inputs of another dtype, numbers that are not finite, and a forward that changes its input."""
     if not (inputs := tensors_in(example)):
@@ -103,7 +105,6 @@ def check_forward(model: nn.Module, example: Any, who: str = "network") -> None:
         )
 
 
-@torch.no_grad()
 def check_classifier(model: nn.Module, example: Tensor, classes: int) -> None:
     """Refuse a network that does not give one tensor (N, classes), in training or in test."""
     for train in (False, True):
@@ -117,16 +118,6 @@ def check_classifier(model: nn.Module, example: Tensor, classes: int) -> None:
             )
 
 
-@torch.no_grad()
-def check_labels(model: nn.Module, example: Any, samples: int, labels: Tensor) -> None:
-    """Refuse labels of a batch of so many samples that the default loss cannot take; a GPU would not say why."""
-    scores = scores_of(_output(unwrap(model), example, train=True))
-    if scores is not None and scores.ndim >= 2:  # what else is wrong, the loss says
-        check_fit(labels, (samples, *scores.shape[1:]))
-        check_range(labels, scores.shape[1])
-
-
-@torch.no_grad()
 def check_teacher(model: nn.Module, teacher: nn.Module, example: Any, train: bool = False) -> None:
     """Refuse a teacher, in train or eval mode, without the outputs that the network has in training."""
     try:
@@ -148,7 +139,6 @@ def can_teach(model: nn.Module, example: Any) -> bool:
     return True
 
 
-@torch.no_grad()
 def classes_of(model: nn.Module, example: Any) -> int:
     """How many classes the network's first output is for, in eval mode; 0 if it has none."""
     output = _output(unwrap(model), example, train=False)
@@ -180,6 +170,7 @@ def _output(model: nn.Module, example: Any, train: bool) -> Any:
         return None
 
 
+@torch.no_grad()
 def _run(model: nn.Module, example: Any, train: bool) -> Any:
     """What a copy of the network gives: a forward may write into buffers."""
     device = device_of(model)

@@ -116,7 +116,7 @@ def latency(config: RunConfig, classes: int | None, how: LatencyConfig, out: str
     if as_json:
         print_json(found.to_json() | ({"file": out} if out else {}))
     else:
-        print(found.table + (f"\n\n{out}" if out else ""))
+        print(*filter(None, [found.summary, found.warning, out]), sep="\n")
 
 
 # data
@@ -299,8 +299,8 @@ def export(run: Path, out: Path, tolerance: float, int8: bool, quiet: bool, as_j
     """dmcp export; 8 bits by way of a file with 32, which is tested and timed beside it."""
     config, fresh, graph, shape = _open_run(run, WIDTHS)
     exporting.check_target(out)
-    if int8 and out.suffix != exporting.Format.ONNX:
-        raise FileError(f"{out}: only {exporting.Format.ONNX} files can have 8 bits.")
+    if int8 and out.suffix != exporting.ONNX:
+        raise FileError(f"{out}: only {exporting.ONNX} files can have 8 bits.")
     if int8:
         check_names(run, config, "data")
         ranges, test = _images(config)
