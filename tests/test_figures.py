@@ -35,16 +35,16 @@ def test_all_figures_are_written_and_the_same_again(tmp_path: Path) -> None:
     settings = dict(matplotlib.rcParams)
     paths = figures.draw_all(result, expected(result), tmp_path / "one" / "figures")
     again = figures.draw_all(result, expected(result), tmp_path / "two")
-    assert [path.name for path in paths] == ["cost.svg", "widths.svg", "distribution.svg"]
+    assert [path.name for path in paths] == ["cost.svg", "widths.svg"]
     for path, copy in zip(paths, again, strict=True):
         assert path.read_text().rstrip().endswith("</svg>") and path.read_bytes() == copy.read_bytes()
     assert dict(matplotlib.rcParams) == settings
 
 
 def test_curves_are_the_log() -> None:
-    (axes,) = figures.cost_over_time(found().log, ["MACs"], 0.95, [0.97]).axes
+    (axes,) = figures.cost_over_time(found().log, ["MACs"], 0.95).axes
     (line,) = (line for line in axes.get_lines() if line.get_label() == "MACs")
-    assert line.get_xydata().tolist() == [[2, 0.9], [3, 0.9], [4, 0.97]]  # type: ignore[union-attr]
+    assert line.get_xydata().tolist() == [[2, 0.9], [3, 0.9]]  # type: ignore[union-attr]
     (axes,) = figures.losses({"x": {step: float(step % 5) for step in range(1000)}}, "losses").axes
     (line,) = axes.get_lines()
     assert set(line.get_ydata()) == {2.0} and len(line.get_xdata()) == 200  # type: ignore[arg-type]
@@ -56,14 +56,6 @@ def test_every_space_is_named_with_its_widths() -> None:
     assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "…" + "b" * 33, "$c"]
     assert [text.get_text() for text in axes.texts] == ["8 of 16", "16 of 64", "3 of 3"]
     assert [bar.get_width() for bar in axes.patches[3:]] == [0.5, 0.25, 1.0]  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(("alpha", "words"), [(-3.0, "3,000 samples inside"), (30.0, "none is inside")])
-def test_only_samples_inside_the_budget_are_shown(alpha: float, words: str) -> None:
-    figure = figures.width_distribution(found(alpha=alpha), 5)
-    assert words in figure.get_suptitle() and "seed 5" in figure.get_suptitle()
-    for axes in figure.axes:
-        assert sum(bar.get_height() for bar in axes.patches) == pytest.approx(1.0)  # type: ignore[attr-defined]
 
 
 def test_methods_are_drawn_from_worst_to_best_with_their_spread() -> None:

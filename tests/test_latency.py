@@ -249,8 +249,8 @@ def test_what_is_no_time_or_out_of_reach_is_refused(text: str) -> None:
 
 
 def test_a_table_is_the_same_after_a_file(tmp_path: Path) -> None:
-    onnx = replace(table(), runtime=RuntimeKind.ONNX, onnxruntime="1.99.0", place="cpu", device="a CPU")
-    assert onnx.how.startswith("in onnxruntime 1.99.0 on a CPU (batch 1, ") and onnx.how in onnx.summary
+    onnx = replace(table(), runtime=RuntimeKind.ONNX, place="cpu", device="a CPU")
+    assert onnx.how.startswith("in onnxruntime on a CPU (batch 1, ") and onnx.how in onnx.summary
     for found in (table(), onnx):
         found.save(tmp_path / "a" / "table.json")
         assert Latency.load(tmp_path / "a" / "table.json") == found
@@ -425,8 +425,7 @@ def test_this_machine_is_measured_in_onnxruntime() -> None:
     found = timing.measure_latency(
         digits(), DIGITS, config=LatencyConfig(networks=12, batch=3, runtime=RuntimeKind.ONNX)
     )
-    version = pytest.importorskip("onnxruntime").__version__
-    assert found.how.startswith(f"in onnxruntime {version} on {timing.device_name('cpu')} (batch 3")
+    assert found.how.startswith(f"in onnxruntime on {timing.device_name('cpu')} (batch 3")
     clock = timing.clock_of(found, DIGITS)
     assert clock is not None and clock.config.runtime == RuntimeKind.ONNX
     wide, again = clock.times(iter([digits(64), digits()]))

@@ -6,7 +6,6 @@ import collections
 import contextlib
 import functools
 import hashlib
-import importlib.metadata
 import json
 import math
 import os
@@ -51,7 +50,7 @@ from dmcp.widths import Widths, tuples
 Measure = Callable[[nn.Module], float]  # a network in eval mode -> milliseconds of a forward pass
 Array = NDArray[np.float64]
 LATENCY_FILE = "latency.json"  # the table's name in a run
-_FORMAT = "torch-dmcp latency 1"
+_FORMAT = "torch-dmcp latency 2"
 _POOR = 0.15  # median error above which a warning is given
 
 
@@ -84,10 +83,8 @@ class Latency:
     batch: int
     threads: int
     dtype: FloatType
-    torch: str
     seconds: float  # that measuring took
     runtime: RuntimeKind
-    onnxruntime: str  # its version, where that is the runtime
 
     def attach(self, graph: ChannelGraph) -> ChannelGraph:
         """The graph with this latency among its costs, so that budgets can limit it: "8ms", "latency:50%"."""
@@ -127,7 +124,7 @@ class Latency:
         if not self.place:
             return f"by {self.device}"
         threads = f"{self.threads} thread{'s' * (self.threads != 1)}, " if self.place == "cpu" else ""
-        runtime = f"in onnxruntime {self.onnxruntime} " if self.runtime == RuntimeKind.ONNX else ""
+        runtime = "in onnxruntime " if self.runtime == RuntimeKind.ONNX else ""
         return f"{runtime}on {self.device} (batch {self.batch}, {threads}{self.dtype})"
 
     @property
@@ -221,10 +218,8 @@ def measure_latency(
         batch=config.batch,
         threads=clock.threads,
         dtype=config.dtype,
-        torch=torch.__version__,
         seconds=time.perf_counter() - start,
         runtime=config.runtime,
-        onnxruntime=importlib.metadata.version("onnxruntime") if in_onnx else "",
     )
 
 

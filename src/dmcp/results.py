@@ -141,8 +141,6 @@ def notes(rows: Sequence[Row], graph: ChannelGraph, origin: str = "") -> list[st
         if not rows[0].own_metric:
             points = 100 * max(error_of(row) or 0.0 for row in results)
             found[-1] += f": its accuracy is known to \N{PLUS-MINUS SIGN} {points:.1f} points (standard error)"
-    if rows[0].batch:
-        found.append(f"ms: one pass over a batch of {rows[0].batch} on this machine")
     return found
 
 

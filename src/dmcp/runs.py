@@ -148,20 +148,20 @@ class Run:
         saved = (self.folder / WIDTHS).exists() and not (self.folder / CHECKPOINTS).exists()
         return saved or (self.folder / REPORT).exists()
 
-    def finish(self, result: PruneResult, seed: int = 0, notes: Sequence[str] = ()) -> list[str]:
+    def finish(self, result: PruneResult, notes: Sequence[str] = ()) -> list[str]:
         """Write the network, the figures and the report with these notes; return warnings of diverged trainings."""
         if result.front:
-            return self._finish_front(result, seed, notes)
+            return self._finish_front(result, notes)
         save(result.model, result.widths, self.folder)
         if result.latency:
             self.write(OUTCOME, asdict(result.latency))
-        drawn = [] if result.search is None else draw_all(result.search, result.widths, self.folder, seed=seed)
+        drawn = [] if result.search is None else draw_all(result.search, result.widths, self.folder)
         warnings = self.divergences(row.name for row in result.rows)
         self.write(REPORT, report(result, [path.name for path in drawn], [*warnings, *notes]))
         self.close()
         return warnings
 
-    def _finish_front(self, result: PruneResult, seed: int, notes: Sequence[str]) -> list[str]:
+    def _finish_front(self, result: PruneResult, notes: Sequence[str]) -> list[str]:
         """The same for several budgets: a run folder for the network of each, one table and one chart."""
         stored, warnings = read_json(self.folder / SETTINGS), list[str]()
         for name, own in result.front.items():
@@ -181,7 +181,7 @@ class Run:
                 run.on_event(Event("test", 0, row))
             if own.search:
                 save_search(own.search, run.folder)
-            warnings += [f"{name}: {text}" for text in run.finish(own, seed, notes)]
+            warnings += [f"{name}: {text}" for text in run.finish(own, notes)]
         points = [
             (*_split(row.name, result.front), row.macs, row.accuracy, error_of(row) or 0.0) for row in result.rows
         ]

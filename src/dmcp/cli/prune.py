@@ -76,7 +76,7 @@ def prune(config: RunConfig, request: Request) -> None:
         replaced = here.replaced()
         if not here.world.first:
             return
-        warnings = here.run.finish(result, config.search.seed, here.describe_replaced(replaced))
+        warnings = here.run.finish(result, here.describe_replaced(replaced))
     if session.PARENT not in os.environ:  # which names those of all seeds
         log_replaced(replaced)
     for text in warnings:
@@ -130,7 +130,7 @@ def search(config: RunConfig, request: Request) -> None:
         save(small, widths, here.run.folder)
         if outcome:
             here.run.write(OUTCOME, asdict(outcome))
-        draw_all(found, widths, here.run.folder, seed=config.search.seed)
+        draw_all(found, widths, here.run.folder)
         here.run.close()
     log_replaced(replaced)
     if request.as_json:

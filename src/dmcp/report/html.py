@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import contextlib
 import functools
 import json
 import shlex
@@ -12,20 +10,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from dmcp.errors import FileError
 from dmcp.report import figures
 from dmcp.results import DMCP, ORIGINAL, UNPRUNED, Row, against, error_of, score, score_name, unknown
 from dmcp.runs import PastRun, value_at
-from dmcp.runtime.io import plain, read_bytes
+from dmcp.runtime.io import plain
 from dmcp.storage import WEIGHTS
 from dmcp.tracing.cost import show_bytes
 
 if TYPE_CHECKING:  # imported where they are needed: most commands make no page
     from jinja2 import Template
     from matplotlib.figure import Figure
-
-_MAX_FIGURE = 2**24  # bytes
-_SAVED = "distribution.svg"  # a figure that a run has drawn, since it needs its network
 
 
 def make_page(runs: Sequence[PastRun]) -> str:
@@ -98,7 +92,6 @@ def _describe(number: int, run: PastRun) -> dict[str, Any]:
             (it.name, f"{it.macs:,}", f"{it.params:,}", _score(it), f"{it.ms:.2f}")[:timed] for it in run.rows
         ],
         "charts": [figures.to_svg(chart, f"{number}-{place}") for place, chart in enumerate(_charts(run))],
-        "saved": _saved(run),
         "widths": [
             (name, full.get(name, ""), f"{run.expected[name]:.1f}" if name in run.expected else "", kept)
             for name, kept in run.widths.items()
@@ -139,14 +132,6 @@ def _tiles(run: PastRun) -> Iterator[tuple[str, str, str]]:
     if run.result and (retrain := run.setting("retrain")):
         teacher = run.setting("teacher")
         yield "Final training", retrain, f"teacher: {teacher}" if teacher else ""
-
-
-def _saved(run: PastRun) -> str:
-    """A figure of the run's folder as a data URL: in an image nothing can run."""
-    with contextlib.suppress(FileError):  # there is none
-        data = base64.b64encode(read_bytes(run.folder / _SAVED, _MAX_FIGURE)).decode()
-        return f"data:image/svg+xml;base64,{data}"
-    return ""
 
 
 def _settings(run: PastRun) -> Iterator[tuple[str, str]]:
